@@ -1,0 +1,62 @@
+# The front door. Every target sets up what is missing, says what it does, and does nothing twice.
+#
+#   PRESET=release|debug|asan|tsan|cuda   how to build          (CMakePresets.json)
+#   TORCH=2.11.0                          which LibTorch to get (tools/setup.sh)
+#   SEMITONE_LIBTORCH=DIR                 a LibTorch that you have: the folder that holds include/ and lib/
+#   JOBS=N                                compile jobs, default: one per core
+
+PRESET ?= release
+TORCH ?= 2.11.0
+JOBS ?= $(shell nproc)
+BUILD = build/$(PRESET)$(if $(filter-out 2.11.0,$(TORCH)),-torch$(TORCH))
+LIBTORCH = $(or $(SEMITONE_LIBTORCH),$(CURDIR)/.deps/libtorch-$(TORCH)/torch)
+export TORCH SEMITONE_LIBTORCH
+
+say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup configure build program mnist test bench format check-format tidy clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup:  ## Install packages and LibTorch where they are missing
+	@tools/setup.sh
+
+configure: setup  # ninja configures again by itself when a CMake file changes
+	@test -e $(BUILD)/build.ninja || { printf '\033[1m[configure]\033[0m into $(BUILD)\n'; mkdir -p build; \
+	  cmake --preset $(PRESET) -B $(BUILD) -DSEMITONE_LIBTORCH=$(LIBTORCH) > $(BUILD).log 2>&1 \
+	    || { cat $(BUILD).log; rm -f $(BUILD)/build.ninja; exit 1; }; }
+
+program: configure  ## Build the program ./semitone alone
+	$(say) "compiling the program semitone with $(JOBS) jobs"
+	@cmake --build $(BUILD) -j $(JOBS) --target semitone_cli
+
+build: configure  ## Build everything
+	$(say) "compiling with $(JOBS) jobs (about 10 minutes from nothing on 2 cores)"
+	@cmake --build $(BUILD) -j $(JOBS)
+
+mnist: program  ## Train the ConvNet on the real MNIST at O0, O1, O2 and O3
+	$(say) "training"
+	@./semitone train --model convnet --opt-level all $(ARGS)
+
+test: build  ## Build and run every test
+	$(say) "running the tests"
+	@ctest --test-dir $(BUILD) --output-on-failure $(ARGS)
+
+bench: configure  ## Build and run the benchmarks
+	$(say) "compiling the benchmarks with $(JOBS) jobs"
+	@cmake --build $(BUILD) -j $(JOBS) --target semitone_benchmarks
+	@for program in $(BUILD)/benchmarks/*_bench; do echo "== $$program"; $$program $(ARGS) || exit 1; done
+
+format:  ## Format the C++ sources
+	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i
+
+check-format:  ## Fail if a source is not formatted
+	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
+
+tidy: build  ## Run clang-tidy over every source
+	@tools/tidy.sh $(BUILD) $(JOBS)
+
+clean:  ## Remove build/ (keeps .deps/)
+	@rm -rf build

@@ -1,0 +1,95 @@
+# Finds LibTorch without a CUDA toolkit and without a GPU, and makes the target LibTorch::LibTorch.
+#
+# LibTorch's own package file, as the Python wheel carries it, demands the CUDA toolkit of its build and links
+# NVSHMEM; this one takes libtorch_cpu and libc10 as they lie there. Searched, first hit wins:
+#   1. SEMITONE_LIBTORCH (CMake or environment): the folder that holds include/ and lib/
+#   2. Torch_DIR, CMAKE_PREFIX_PATH: an unpacked LibTorch or a site-packages/torch
+#   3. .deps/libtorch-<version>/torch, where tools/setup.sh puts it
+#   4. the torch package of python3
+# Result: LibTorch_ROOT_DIR, LibTorch_VERSION, LibTorch_HAS_CUDA.
+include(FindPackageHandleStandardArgs)
+
+set(_candidates ${SEMITONE_LIBTORCH} $ENV{SEMITONE_LIBTORCH})
+if(NOT _candidates)
+  if(Torch_DIR)
+    list(APPEND _candidates ${Torch_DIR}/../../..)
+  endif()
+  foreach(_prefix ${CMAKE_PREFIX_PATH})
+    list(APPEND _candidates ${_prefix} ${_prefix}/torch)
+  endforeach()
+  file(GLOB _deps ${PROJECT_SOURCE_DIR}/.deps/libtorch-*/torch)
+  list(APPEND _candidates ${_deps})
+endif()
+
+set(LibTorch_ROOT_DIR "")
+foreach(_candidate ${_candidates})
+  if(EXISTS ${_candidate}/include/torch/version.h OR EXISTS ${_candidate}/include/torch/headeronly/version.h)
+    file(REAL_PATH ${_candidate} LibTorch_ROOT_DIR)
+    break()
+  endif()
+endforeach()
+if(NOT LibTorch_ROOT_DIR AND NOT SEMITONE_LIBTORCH)
+  find_package(Python3 COMPONENTS Interpreter QUIET)
+  if(Python3_FOUND)
+    execute_process(
+      COMMAND ${Python3_EXECUTABLE} -c
+        "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+      OUTPUT_VARIABLE LibTorch_ROOT_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
+endif()
+
+find_library(LibTorch_CPU_LIBRARY torch_cpu PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
+find_library(LibTorch_C10_LIBRARY c10 PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
+find_library(LibTorch_CUDA_LIBRARY torch_cuda PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
+find_library(LibTorch_C10_CUDA_LIBRARY c10_cuda PATHS ${LibTorch_ROOT_DIR}/lib NO_DEFAULT_PATH NO_CACHE)
+set(LibTorch_HAS_CUDA OFF)
+if(LibTorch_CUDA_LIBRARY AND LibTorch_C10_CUDA_LIBRARY)
+  set(LibTorch_HAS_CUDA ON)
+endif()
+
+foreach(_header torch/headeronly/version.h torch/version.h torch/csrc/api/include/torch/version.h)
+  if(EXISTS ${LibTorch_ROOT_DIR}/include/${_header})
+    file(READ ${LibTorch_ROOT_DIR}/include/${_header} _text)
+    string(REGEX MATCH "define TORCH_VERSION_MAJOR ([0-9]+)" _ "${_text}")
+    set(_major ${CMAKE_MATCH_1})
+    string(REGEX MATCH "define TORCH_VERSION_MINOR ([0-9]+)" _ "${_text}")
+    set(_minor ${CMAKE_MATCH_1})
+    string(REGEX MATCH "define TORCH_VERSION_PATCH ([0-9]+)" _ "${_text}")
+    if(NOT _major STREQUAL "" AND NOT "${CMAKE_MATCH_1}" STREQUAL "")
+      set(LibTorch_VERSION ${_major}.${_minor}.${CMAKE_MATCH_1})
+      break()
+    endif()
+  endif()
+endforeach()
+
+if(EXISTS /usr/include/torch/torch.h)
+  message(FATAL_ERROR "[cmake.libtorch] expected no LibTorch headers in /usr/include, got /usr/include/torch — "
+    "they would hide those of ${LibTorch_ROOT_DIR}: remove the package libtorch-dev")
+endif()
+
+find_package_handle_standard_args(LibTorch
+  REQUIRED_VARS LibTorch_ROOT_DIR LibTorch_CPU_LIBRARY LibTorch_C10_LIBRARY
+  VERSION_VAR LibTorch_VERSION
+  REASON_FAILURE_MESSAGE "run 'make setup', or give -DSEMITONE_LIBTORCH=<folder with include/ and lib/>")
+
+if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
+  add_library(LibTorch::c10 SHARED IMPORTED)
+  set_target_properties(LibTorch::c10 PROPERTIES IMPORTED_LOCATION ${LibTorch_C10_LIBRARY})
+  add_library(LibTorch::LibTorch SHARED IMPORTED)
+  set_target_properties(LibTorch::LibTorch PROPERTIES IMPORTED_LOCATION ${LibTorch_CPU_LIBRARY})
+  target_link_libraries(LibTorch::LibTorch INTERFACE LibTorch::c10)
+  # LibTorch's include folder carries other libraries too (fmt 12 among them). -idirafter searches it last, so that
+  # the system's own fmt, which spdlog is built with, is not hidden; its headers still count as system headers.
+  target_compile_options(LibTorch::LibTorch INTERFACE
+    "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include>"
+    "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include/torch/csrc/api/include>")
+  # libtorch_cpu needs libcudart and libcupti, which it finds by its own RPATH: not the linker's business.
+  target_link_options(LibTorch::LibTorch INTERFACE -Wl,--allow-shlib-undefined)
+  if(LibTorch_HAS_CUDA)
+    add_library(LibTorch::cuda SHARED IMPORTED)
+    set_target_properties(LibTorch::cuda PROPERTIES IMPORTED_LOCATION ${LibTorch_CUDA_LIBRARY})
+    add_library(LibTorch::c10_cuda SHARED IMPORTED)
+    set_target_properties(LibTorch::c10_cuda PROPERTIES IMPORTED_LOCATION ${LibTorch_C10_CUDA_LIBRARY})
+    target_link_libraries(LibTorch::cuda INTERFACE LibTorch::c10_cuda LibTorch::LibTorch)
+  endif()
+endif()

@@ -1,0 +1,37 @@
+# Every build option, with a sentence each. A value that makes no sense stops the configuration.
+include(CMakeDependentOption)
+
+option(SEMITONE_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+option(SEMITONE_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
+option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL})
+option(SEMITONE_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
+
+set(SEMITONE_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where nvcc is found), ON (required), OFF")
+set_property(CACHE SEMITONE_CUDA PROPERTY STRINGS AUTO ON OFF)
+if(NOT SEMITONE_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "[cmake.options] expected SEMITONE_CUDA to be AUTO, ON or OFF, got '${SEMITONE_CUDA}'")
+endif()
+
+set(SEMITONE_SANITIZE "" CACHE STRING "Sanitizers: empty, 'address,undefined' or 'thread'")
+if(NOT SEMITONE_SANITIZE MATCHES "^(|address,undefined|thread)$")
+  message(FATAL_ERROR
+    "[cmake.options] expected SEMITONE_SANITIZE to be empty, 'address,undefined' or 'thread', got '${SEMITONE_SANITIZE}'")
+endif()
+
+set(SEMITONE_LIBTORCH "" CACHE PATH
+    "The LibTorch to use: the folder that holds include/ and lib/. Empty: search (cmake/FindLibTorch.cmake)")
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+# One flag for libraries and programs alike, so that all share one precompiled header.
+add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)
+
+# Libraries that tools/setup.sh unpacked where packages cannot be installed (no root).
+if(EXISTS ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)
+  list(APPEND CMAKE_PREFIX_PATH ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)
+endif()

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace semitone {
+
+/// Base of every exception that Semitone throws on purpose: bad input, wrong use, a file that cannot be read.
+///
+/// The message has one form everywhere, so that a reader finds the cure without the source:
+///
+///     [amp.initialize] expected fp32 parameters, got bfloat16 'conv1.weight' — pass the model before casting it
+///
+/// Errors of LibTorch itself (shapes that do not fit, for example) pass through as c10::Error.
+class Error : public std::runtime_error {
+ public:
+  /// @param where     room and thing, without brackets: "amp.initialize"
+  /// @param expected  what would have been right
+  /// @param got       what came instead, with names and values
+  /// @param remedy    what to do; may be empty where it is obvious
+  Error(std::string_view where, std::string_view expected, std::string_view got,
+        std::string_view remedy = {});
+
+  /// Room and thing, without brackets.
+  const std::string& where() const noexcept { return where_; }
+
+ private:
+  std::string where_;
+};
+
+/// A file or folder is missing, unreadable, truncated, corrupt or cannot be written.
+class FileError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Training cannot go on: too many steps in a row were skipped (see amp/loss_scale.h).
+class DivergedError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace semitone

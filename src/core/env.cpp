@@ -1,0 +1,19 @@
+#include "semitone/core/env.h"
+
+#include <array>
+#include <cstdlib>
+
+namespace semitone::env {
+
+std::span<const Variable> all() {
+  static constexpr std::array kAll{kLogLevel, kDataDir, kConformanceDir, kNoColor};
+  return kAll;
+}
+
+std::optional<std::string> get(const Variable& variable) {
+  const char* value = std::getenv(variable.name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return std::string(value);
+}
+
+}  // namespace semitone::env

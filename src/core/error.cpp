@@ -1,0 +1,21 @@
+#include "semitone/core/error.h"
+
+namespace semitone {
+namespace {
+
+std::string message(std::string_view where, std::string_view expected, std::string_view got,
+                    std::string_view remedy) {
+  std::string text;
+  text.append("[").append(where).append("] expected ").append(expected);
+  text.append(", got ").append(got);
+  if (!remedy.empty()) text.append(" — ").append(remedy);
+  return text;
+}
+
+}  // namespace
+
+Error::Error(std::string_view where, std::string_view expected, std::string_view got,
+             std::string_view remedy)
+    : std::runtime_error(message(where, expected, got, remedy)), where_(where) {}
+
+}  // namespace semitone

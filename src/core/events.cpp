@@ -1,0 +1,52 @@
+#include "semitone/core/events.h"
+
+#include <utility>
+#include <vector>
+
+#include "src/core/thread_state.h"
+
+namespace semitone::events {
+namespace {
+
+struct Listeners : c10::DebugInfoBase {
+  std::vector<std::shared_ptr<Listener>> all;
+};
+
+const Listeners* current() {
+  return static_cast<const Listeners*>(c10::ThreadLocalDebugInfo::get(kEventsState));
+}
+
+template <typename Event>
+void tell(const Event& event) {
+  const Listeners* listeners = current();
+  if (listeners == nullptr) return;
+  for (const auto& listener : listeners->all) listener->on(event);
+}
+
+std::shared_ptr<Listeners> with(std::shared_ptr<Listener> listener) {
+  auto listeners = std::make_shared<Listeners>();
+  if (const Listeners* outer = current()) listeners->all = outer->all;
+  listeners->all.push_back(std::move(listener));
+  return listeners;
+}
+
+}  // namespace
+
+struct Listen::Guard {
+  explicit Guard(std::shared_ptr<Listener> listener)
+      : info(kEventsState, with(std::move(listener))) {}
+  c10::DebugInfoGuard info;
+};
+
+Listen::Listen(std::shared_ptr<Listener> listener)
+    : guard_(std::make_unique<Guard>(std::move(listener))) {}
+
+Listen::~Listen() = default;
+
+bool listening() { return current() != nullptr; }
+
+void emit(const Cast& event) { tell(event); }
+void emit(const LossScaleUpdated& event) { tell(event); }
+void emit(const StepSkipped& event) { tell(event); }
+
+}  // namespace semitone::events

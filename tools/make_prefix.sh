@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Unpacks Debian packages into .deps/prefix without root, so that one folder holds every library the build needs.
+# The folder can be carried to a machine without a network: the build looks there by itself.
+#
+#   tools/make_prefix.sh [package...]      default: every library of tools/setup.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+packages=("$@")
+[ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev zlib1g-dev libgtest-dev libbenchmark-dev)
+for package in "${packages[@]}"; do
+  case "$package" in
+    lib*|*-dev|nlohmann*) ;;
+    *) echo "[make_prefix] $package is a program, not a library: it needs an administrator (apt-get install $package)" >&2; exit 1 ;;
+  esac
+done
+# A -dev package needs its library: follow the dependencies one level, within the libraries named here.
+mapfile -t closure < <(
+  for package in "${packages[@]}"; do
+    echo "$package"
+    apt-cache depends --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances "$package" \
+      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gtest\|gmock\|benchmark\)[^ <]*\|googletest\|zlib1g\).*/\1/p'
+  done | sort -u)
+mkdir -p .deps/prefix
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+(cd "$work" && apt-get download -qq "${closure[@]}")
+for deb in "$work"/*.deb; do
+  dpkg -x "$deb" .deps/prefix
+done
+echo "[make_prefix] .deps/prefix holds: ${closure[*]}"

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Sets up what the build needs and is not here yet: compiler and libraries (Debian packages by name) and LibTorch.
+# Runs again at no cost and without a network once everything is there. `make setup` calls it.
+#
+#   TORCH=2.11.0            the LibTorch release to fetch into .deps/libtorch-<release>/
+#   SEMITONE_LIBTORCH=DIR   use this LibTorch (the folder that holds include/ and lib/) and fetch none
+set -euo pipefail
+cd "$(dirname "$0")/.."
+torch_release="${TORCH:-2.11.0}"
+
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
+fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
+
+# --- compiler and libraries ------------------------------------------------------------------------------------
+# package: what proves that it is there already, installed as a package or in any other way
+needed=(
+  "g++:command -v g++"
+  "make:command -v make"
+  "cmake:command -v cmake"
+  "ninja-build:command -v ninja"
+  "git:command -v git"
+  "python3:command -v python3"
+  "unzip:command -v unzip"
+  "libcli11-dev:header CLI/CLI.hpp"
+  "libfmt-dev:header fmt/format.h"
+  "libspdlog-dev:header spdlog/spdlog.h"
+  "nlohmann-json3-dev:header nlohmann/json.hpp"
+  "libhwy-dev:header hwy/highway.h"
+  "zlib1g-dev:header zlib.h"
+  "libgtest-dev:header gtest/gtest.h"
+  "libbenchmark-dev:header benchmark/benchmark.h"
+)
+prefix=.deps/prefix/usr
+header() {
+  local dir
+  for dir in /usr/include /usr/local/include "$prefix/include" ${CPLUS_INCLUDE_PATH:+${CPLUS_INCLUDE_PATH//:/ }}; do
+    [ -e "$dir/$1" ] && return 0
+  done
+  return 1
+}
+missing=()
+for entry in "${needed[@]}"; do
+  eval "${entry#*:}" >/dev/null 2>&1 || missing+=("${entry%%:*}")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+  as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then as_root=(sudo); else as_root=(none); fi
+  fi
+  if [ "${as_root[0]:-}" = none ]; then
+    say "no root and no sudo: unpacking the libraries into .deps/prefix instead of installing ${missing[*]}"
+    tools/make_prefix.sh "${missing[@]}"
+  else
+    say "installing packages: ${missing[*]}"
+    command -v apt-get >/dev/null || fail "expected apt-get (Debian, Ubuntu), got another system — install by hand: ${missing[*]}"
+    "${as_root[@]}" apt-get update -qq || fail "apt-get update failed — is there a network?"
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null \
+      || fail "apt-get could not install: ${missing[*]}"
+  fi
+else
+  say "packages: all there"
+fi
+
+# --- LibTorch --------------------------------------------------------------------------------------------------
+if [ -n "${SEMITONE_LIBTORCH:-}" ]; then
+  [ -e "$SEMITONE_LIBTORCH/lib/libtorch_cpu.so" ] \
+    || fail "expected lib/libtorch_cpu.so in SEMITONE_LIBTORCH, got none in $SEMITONE_LIBTORCH — give the folder that holds include/ and lib/"
+  say "LibTorch: $SEMITONE_LIBTORCH, as given"
+  exit 0
+fi
+target=".deps/libtorch-$torch_release"
+if [ -e "$target/complete" ]; then
+  say "LibTorch $torch_release: there ($target)"
+  exit 0
+fi
+
+# The C++ LibTorch that any machine can install by name lies inside the Python package `torch`. Nothing of Python
+# is needed to use it; pip only downloads.
+if ! python3 -m pip --version >/dev/null 2>&1; then
+  if [ "$(id -u)" -eq 0 ]; then
+    say "installing packages: python3-pip"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
+  elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+    say "installing packages: python3-pip"
+    sudo apt-get update -qq && sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
+  else
+    fail "expected pip for python3, got none — install the package python3-pip, or give SEMITONE_LIBTORCH"
+  fi
+fi
+work=".deps/download"
+rm -rf "$work" "$target.partial"
+mkdir -p "$work" "$target.partial"
+machine="$(uname -m)"
+platforms=(--platform "manylinux2014_$machine")  # pip matches each platform name exactly, so all must be listed
+for minor in $(seq 17 28); do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
+fetch() {  # requirement...
+  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+    --implementation cp --python-version 3.11 --abi cp311 --abi abi3 --abi none "${platforms[@]}" -d "$work" "$@"
+}
+say "LibTorch $torch_release: downloading (530 MB, once)"
+fetch "torch==$torch_release" || fail "could not download torch==$torch_release — is there a network? Or give SEMITONE_LIBTORCH"
+say "LibTorch $torch_release: unpacking headers and libraries"
+wheel="$(ls "$work"/torch-*.whl)"
+# Its CUDA libraries would need 2 GB of others beside them: with a GPU, give a complete LibTorch (SEMITONE_LIBTORCH).
+unzip -q -o "$wheel" 'torch/include/*' 'torch/lib/*' 'torch/version.py' \
+  -x '*libtorch_python*' '*libtorch_cuda*' '*libtorch_nvshmem*' '*libc10_cuda*' -d "$target.partial"
+cuda="$(sed -n "s/^cuda.*= '\([0-9]*\)\..*/\1/p" "$target.partial/torch/version.py")"
+if [ -n "$cuda" ]; then
+  # libtorch_cpu.so links two small CUDA libraries; they need no GPU.
+  suffix=""
+  [ "$cuda" -lt 13 ] && suffix="-cu$cuda"
+  say "LibTorch $torch_release: downloading the CUDA $cuda runtime that its CPU library links (15 MB)"
+  fetch "nvidia-cuda-runtime$suffix~=$cuda.0" "nvidia-cuda-cupti$suffix~=$cuda.0" || fail "could not download the CUDA $cuda runtime"
+  for wheel in "$work"/nvidia_*.whl; do
+    unzip -q -o "$wheel" 'nvidia/*' -d "$target.partial"
+  done
+fi
+rm -rf "$work" "$target"
+mv "$target.partial" "$target"
+touch "$target/complete"
+say "LibTorch $torch_release: done ($target)"
