@@ -8,7 +8,8 @@
 namespace semitone {
 namespace {
 
-// LibTorch asks oneDNN what the processor can do and shows the answer as an operator without arguments.
+// LibTorch asks oneDNN what the processor can do and shows the answer as an operator without
+// arguments.
 bool ask_onednn(const char* operator_name) {
   const auto op = c10::Dispatcher::singleton().findSchema({operator_name, ""});
   if (!op.has_value()) return false;  // a LibTorch without oneDNN
@@ -17,8 +18,9 @@ bool ask_onednn(const char* operator_name) {
   return stack.at(0).toBool();
 }
 
-// oneDNN says yes to bf16 on every AVX-512 processor, but those before Cooper Lake and Zen 4 convert to fp32 and back
-// in registers: matmul 512^3 then runs at 45 GF/s against 124 in fp32 (measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE).
+// oneDNN says yes to bf16 on every AVX-512 processor, but those before Cooper Lake and Zen 4
+// convert to fp32 and back in registers: matmul 512^3 then runs at 45 GF/s against 124 in fp32
+// (measured with ONEDNN_MAX_CPU_ISA=AVX512_CORE).
 bool avx512_without_bf16() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx512f") && !__builtin_cpu_supports("avx512bf16");

@@ -1,12 +1,12 @@
 #include "semitone/core/dtype.h"
 
+#include "semitone/core/error.h"
+
 #include <algorithm>
 #include <array>
 #include <cctype>
 #include <limits>
 #include <utility>
-
-#include "semitone/core/error.h"
 
 namespace semitone {
 

@@ -1,9 +1,9 @@
 #include "semitone/core/events.h"
 
+#include "src/core/thread_state.h"
+
 #include <utility>
 #include <vector>
-
-#include "src/core/thread_state.h"
 
 namespace semitone::events {
 namespace {
@@ -43,10 +43,18 @@ Listen::Listen(std::shared_ptr<Listener> listener)
 
 Listen::~Listen() = default;
 
-bool listening() { return current() != nullptr; }
+bool listening() {
+  return current() != nullptr;
+}
 
-void emit(const Cast& event) { tell(event); }
-void emit(const LossScaleUpdated& event) { tell(event); }
-void emit(const StepSkipped& event) { tell(event); }
+void emit(const Cast& event) {
+  tell(event);
+}
+void emit(const LossScaleUpdated& event) {
+  tell(event);
+}
+void emit(const StepSkipped& event) {
+  tell(event);
+}
 
 }  // namespace semitone::events

@@ -1,7 +1,8 @@
 #include "semitone/core/device.h"
 
-#include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 namespace semitone {
 namespace {
@@ -25,7 +26,8 @@ TEST(Device, DescriptionNamesBothDtypes) {
   const std::string text = describe_device(torch::kCPU);
   EXPECT_NE(text.find("bf16 "), std::string::npos) << text;
   EXPECT_NE(text.find("fp16 "), std::string::npos) << text;
-  EXPECT_EQ(text.find("fp16 fast") != std::string::npos, has_fast_dtype(torch::kCPU, torch::kHalf)) << text;
+  EXPECT_EQ(text.find("fp16 fast") != std::string::npos, has_fast_dtype(torch::kCPU, torch::kHalf))
+      << text;
 }
 
 }  // namespace

@@ -1,23 +1,26 @@
 #include "semitone/core/dtype.h"
 
-#include <gtest/gtest.h>
+#include "semitone/core/error.h"
+
 #include <torch/torch.h>
 
-#include "semitone/core/error.h"
+#include <gtest/gtest.h>
 
 namespace semitone {
 namespace {
 
 class DtypeLimitsTest : public testing::TestWithParam<c10::ScalarType> {};
 
-// The limits are checked against LibTorch's own rounding: each is representable, its neighbour is not.
+// The limits are checked against LibTorch's own rounding: each is representable, its neighbour is
+// not.
 TEST_P(DtypeLimitsTest, AgreeWithRounding) {
   const c10::ScalarType dtype = GetParam();
   const DtypeLimits limits = dtype_limits(dtype);
   const auto rounded = [&](double value) {
     return torch::tensor(value, torch::kDouble).to(dtype).to(torch::kDouble).item<double>();
   };
-  for (const double value : {limits.max, limits.min_normal, limits.min_subnormal, 1 + limits.epsilon}) {
+  for (const double value :
+       {limits.max, limits.min_normal, limits.min_subnormal, 1 + limits.epsilon}) {
     EXPECT_EQ(rounded(value), value);
   }
   if (dtype != torch::kDouble) {
@@ -30,11 +33,14 @@ TEST_P(DtypeLimitsTest, AgreeWithRounding) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, DtypeLimitsTest,
-                         testing::Values(torch::kDouble, torch::kFloat, torch::kHalf, torch::kBFloat16,
-                                         torch::kFloat8_e4m3fn, torch::kFloat8_e5m2),
+                         testing::Values(torch::kDouble, torch::kFloat, torch::kHalf,
+                                         torch::kBFloat16, torch::kFloat8_e4m3fn,
+                                         torch::kFloat8_e5m2),
                          [](const auto& tested) { return dtype_name(tested.param); });
 
-TEST(Dtype, LimitsOfAnIntegerAreAnError) { EXPECT_THROW(dtype_limits(torch::kInt), Error); }
+TEST(Dtype, LimitsOfAnIntegerAreAnError) {
+  EXPECT_THROW(dtype_limits(torch::kInt), Error);
+}
 
 TEST(Dtype, ParsesTheNamesPeopleUse) {
   EXPECT_EQ(parse_dtype("bf16"), torch::kBFloat16);

@@ -7,7 +7,8 @@ namespace {
 
 TEST(Error, SaysWhereExpectedGotAndRemedy) {
   const Error error("amp.initialize", "fp32 parameters", "bfloat16 'w'", "cast later");
-  EXPECT_STREQ(error.what(), "[amp.initialize] expected fp32 parameters, got bfloat16 'w' — cast later");
+  EXPECT_STREQ(error.what(),
+               "[amp.initialize] expected fp32 parameters, got bfloat16 'w' — cast later");
   EXPECT_EQ(error.where(), "amp.initialize");
 }
 

@@ -1,8 +1,9 @@
 #include "semitone/core/events.h"
 
 #include <ATen/ThreadLocalState.h>
-#include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <memory>
 #include <string>
@@ -18,7 +19,9 @@ struct Recorder : Listener {
   std::vector<std::string> heard;
 };
 
-StepSkipped skip(const std::string& parameter) { return {parameter, 1, 1, 1, 8.0}; }
+StepSkipped skip(const std::string& parameter) {
+  return {parameter, 1, 1, 1, 8.0};
+}
 
 TEST(Events, WithoutAListenerNothingHappens) {
   EXPECT_FALSE(listening());

@@ -22,8 +22,8 @@ DtypeLimits dtype_limits(c10::ScalarType dtype);
 /// Name as Python users know it: "float32", "bfloat16", "float16", "int64" …
 std::string dtype_name(c10::ScalarType dtype);
 
-/// Parses a floating dtype: fp32, float32, float, fp16, float16, half, bf16, bfloat16, fp64, float64, double.
-/// Case does not matter. Error for anything else.
+/// Parses a floating dtype: fp32, float32, float, fp16, float16, half, bf16, bfloat16, fp64,
+/// float64, double. Case does not matter. Error for anything else.
 c10::ScalarType parse_dtype(std::string_view name);
 
 /// fp16 or bf16: the dtypes that autocast and the opt levels lower to.

@@ -14,13 +14,14 @@ struct Variable {
 };
 
 /// trace, debug, info, warning, error or off. Default: info.
-inline constexpr Variable kLogLevel{"SEMITONE_LOG_LEVEL",
-                                    "How much the library logs: trace, debug, info, warning, error, off"};
+inline constexpr Variable kLogLevel{
+    "SEMITONE_LOG_LEVEL", "How much the library logs: trace, debug, info, warning, error, off"};
 /// Default: data/mnist beside the sources that the program was built from.
 inline constexpr Variable kDataDir{"SEMITONE_DATA_DIR", "Where the default data set lies"};
 /// Default: tests/conformance/data.
 inline constexpr Variable kConformanceDir{
-    "SEMITONE_CONFORMANCE_DIR", "Where the conformance tests read their cases, instead of the repository's"};
+    "SEMITONE_CONFORMANCE_DIR",
+    "Where the conformance tests read their cases, instead of the repository's"};
 /// Set by any program for libraries that follow the convention: plain output, see no-color.org.
 inline constexpr Variable kNoColor{"NO_COLOR", "Set to anything: no colours on the terminal"};
 

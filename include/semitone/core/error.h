@@ -6,11 +6,13 @@
 
 namespace semitone {
 
-/// Base of every exception that Semitone throws on purpose: bad input, wrong use, a file that cannot be read.
+/// Base of every exception that Semitone throws on purpose: bad input, wrong use, a file that
+/// cannot be read.
 ///
 /// The message has one form everywhere, so that a reader finds the cure without the source:
 ///
-///     [amp.initialize] expected fp32 parameters, got bfloat16 'conv1.weight' — pass the model before casting it
+///     [amp.initialize] expected fp32 parameters, got bfloat16 'conv1.weight' — pass the model
+///     before casting it
 ///
 /// Errors of LibTorch itself (shapes that do not fit, for example) pass through as c10::Error.
 class Error : public std::runtime_error {

@@ -7,41 +7,43 @@
 #include <string>
 #include <string_view>
 
-/// What happens inside while a program trains, told to whoever listens: reports, progress displays, tests.
+/// What happens inside while a program trains, told to whoever listens: reports, progress displays,
+/// tests.
 ///
-/// A listener hears the thread that installed it and every thread that works for it (autograd's device threads,
-/// at::launch tasks). Nothing is process-wide: two trainings in two threads do not hear each other. Without a
-/// listener an event costs one thread-local read.
+/// A listener hears the thread that installed it and every thread that works for it (autograd's
+/// device threads, at::launch tasks). Nothing is process-wide: two trainings in two threads do not
+/// hear each other. Without a listener an event costs one thread-local read.
 namespace semitone::events {
 
 /// Autocast converted an argument of an operator.
 struct Cast {
-  std::string_view op;        ///< "conv2d", "softmax.int", "mylib::my_op"
+  std::string_view op;  ///< "conv2d", "softmax.int", "mylib::my_op"
   c10::ScalarType from;
   c10::ScalarType to;
-  std::int64_t numel;         ///< elements of the converted tensor
-  bool cached;                ///< taken from the weight-cast cache: nothing was computed
+  std::int64_t numel;  ///< elements of the converted tensor
+  bool cached;         ///< taken from the weight-cast cache: nothing was computed
 };
 
 /// A loss scale was updated after a step.
 struct LossScaleUpdated {
-  std::int64_t loss_id;       ///< which scaler, 0 where there is one
+  std::int64_t loss_id;  ///< which scaler, 0 where there is one
   double before;
   double after;
-  bool found_inf;             ///< the step had a non-finite gradient
+  bool found_inf;  ///< the step had a non-finite gradient
 };
 
 /// An optimizer step was skipped because a gradient was inf or NaN.
 struct StepSkipped {
-  std::string parameter;          ///< the non-finite parameter nearest the loss, by name where names are known
-  std::int64_t non_finite;        ///< how many parameters had non-finite gradients
-  std::int64_t consecutive;       ///< skips in a row, this one included
-  std::int64_t total;             ///< skips so far
-  double loss_scale;              ///< the scale that the gradients had
+  std::string
+      parameter;  ///< the non-finite parameter nearest the loss, by name where names are known
+  std::int64_t non_finite;   ///< how many parameters had non-finite gradients
+  std::int64_t consecutive;  ///< skips in a row, this one included
+  std::int64_t total;        ///< skips so far
+  double loss_scale;         ///< the scale that the gradients had
 };
 
-/// Receives events; override what is of interest. Called from the thread where the event happens, so an implementation
-/// that is shared between threads locks for itself. Must not throw.
+/// Receives events; override what is of interest. Called from the thread where the event happens,
+/// so an implementation that is shared between threads locks for itself. Must not throw.
 class Listener {
  public:
   Listener() = default;
@@ -54,8 +56,8 @@ class Listener {
   virtual void on(const StepSkipped&) {}
 };
 
-/// Installs a listener for this thread until the end of the scope. Scopes nest; every listener hears every event.
-/// Destroy in the reverse order of construction, on the same thread.
+/// Installs a listener for this thread until the end of the scope. Scopes nest; every listener
+/// hears every event. Destroy in the reverse order of construction, on the same thread.
 class [[nodiscard]] Listen {
  public:
   explicit Listen(std::shared_ptr<Listener> listener);

@@ -1,0 +1,127 @@
+#pragma once
+
+#include "semitone/amp/cast_policy.h"
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace semitone::amp {
+
+/// A region in which operators run in the precision that a policy gives them, until the end of the
+/// scope:
+///
+///     {
+///       amp::Autocast region(torch::kCPU, torch::kBFloat16);
+///       output = model->forward(input);           // convolutions and matrix products in bf16
+///       loss = loss_fn(output, target);           // losses in fp32
+///     }
+///     loss.backward();                            // backward runs in the dtypes of the forward
+///
+/// - Regions nest, also of other devices, dtypes and policies, and restore what was before, also
+/// when an exception leaves them.
+/// - A region belongs to its thread. LibTorch carries it to the threads that work for this one: the
+/// autograd engine's,
+///   at::launch's and the JIT's. For threads of your own and for at::parallel_for, see
+///   AutocastState.
+/// - A weight used twice in a region is cast once (fp32 parameters; also seen through .t(), which
+/// is how Linear uses it). The
+///   cached copy is dropped as soon as the weight changes, is not shared between dtypes, and is
+///   made again with a gradient if the first use had none. It dies with the outermost region. One
+///   blind spot: a write through tensor.data(), which LibTorch itself cannot see; write under
+///   torch::NoGradGuard instead, or call clear_cast_cache().
+/// - In-place operators and out= overloads run as they are, in their output's dtype.
+/// - TorchScript modules are covered: their operators go through the same dispatcher.
+///
+/// Destroy on the thread that constructed it, in the reverse order of construction.
+class [[nodiscard]] Autocast {
+ public:
+  /// The policy's device and dtype.
+  explicit Autocast(const CastPolicy& policy);
+
+  /// The default policy, CastPolicy::semitone, for a device.
+  /// @param dtype    fp16 or bf16; default: default_16bit_dtype(device). Error for any other.
+  /// @param enabled  false: operators of the device run without casts in this scope, also inside an
+  /// enabled region
+  explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt,
+                    bool enabled = true);
+
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  struct Guard;
+  std::unique_ptr<Guard> guard_;
+};
+
+/// Turns autocast off for every device until the end of the scope, nested in any region: Apex's
+/// disable_casts.
+class [[nodiscard]] DisableCasts {
+ public:
+  DisableCasts();
+  ~DisableCasts();
+  DisableCasts(const DisableCasts&) = delete;
+  DisableCasts& operator=(const DisableCasts&) = delete;
+
+ private:
+  struct Guard;
+  std::unique_ptr<Guard> guard_;
+};
+
+/// Whether a device is in an enabled region on this thread.
+bool autocast_enabled(c10::DeviceType device);
+
+/// The 16-bit dtype of the region that this thread is in; the device's default outside.
+c10::ScalarType autocast_dtype(c10::DeviceType device);
+
+/// Forgets the casts of weights on this thread's regions. Needed only after a write through
+/// tensor.data().
+void clear_cast_cache();
+
+/// The regions that this thread is in, to take to another thread:
+///
+///     at::parallel_for(0, n, 1, [state = amp::AutocastState::current(), &](int64_t begin, int64_t
+///     end) {
+///       const auto guard = state.enter();
+///       …
+///     });
+class AutocastState {
+ public:
+  /// Puts the state in force on this thread until destroyed.
+  class [[nodiscard]] Scope {
+   public:
+    ~Scope();
+    Scope(Scope&&) noexcept;
+    Scope& operator=(Scope&&) = delete;
+
+   private:
+    friend class AutocastState;
+    struct Guard;
+    explicit Scope(std::unique_ptr<Guard> guard);
+    std::unique_ptr<Guard> guard_;
+  };
+
+  static AutocastState current();
+  /// No region at all.
+  static AutocastState disabled();
+  /// On a thread that is in regions of its own, those of the state replace them; devices that the
+  /// state has no region of are off.
+  Scope enter() const;
+
+  AutocastState(const AutocastState&);
+  AutocastState& operator=(const AutocastState&);
+  AutocastState(AutocastState&&) noexcept;
+  AutocastState& operator=(AutocastState&&) noexcept;
+  ~AutocastState();
+
+ private:
+  struct Data;
+  explicit AutocastState(std::shared_ptr<const Data> data);
+  std::shared_ptr<const Data> data_;
+};
+
+}  // namespace semitone::amp

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace semitone::amp {
+
+/// What autocast does with an operator's arguments. Eligible are fp32, fp16 and bf16 tensors on the
+/// policy's device; fp64, integer and complex ones are left alone everywhere.
+enum class CastAction {
+  lower,  ///< cast to the policy's 16-bit dtype
+  fp32,  ///< cast to fp32; an operator with a dtype argument gets dtype=float32 instead, unless the
+         ///< caller gave one
+  promote,  ///< cast to the 16-bit dtype, or to fp32 if any argument is fp32
+  widest,   ///< cast to the widest argument: fp32 if any is, or if fp16 meets bf16; nothing is
+            ///< lowered
+  leave,    ///< run in whatever dtype arrives
+  ban,      ///< an Error if an argument is 16-bit; fp32 arguments pass
+};
+
+/// "lower", "fp32", "promote", "widest", "leave", "ban".
+std::string_view name_of(CastAction action);
+
+/// One row of a policy.
+struct CastRow {
+  CastAction action;
+  std::string reason;  ///< why, in a few words
+};
+
+/// How a 16-bit dtype is computed that the CPU has no fast instructions for (has_fast_dtype):
+/// matrix products and convolutions take their 16-bit arguments to fp32, compute and accumulate
+/// there, and round the result once — the numbers of a tensor core, forward and backward, at fp32's
+/// speed instead of 10 to 500 times below it.
+enum class Emulation {
+  automatic,  ///< where the hardware lacks the dtype, and for the convolutions that LibTorch's
+              ///< oneDNN gets wrong on processors with AMX (docs/numerics.md)
+  always,  ///< everywhere: the same numbers on every machine
+  never,   ///< LibTorch's own kernels, come what may
+};
+
+/// Device and 16-bit dtype of a policy. Converts from either; what is not given is default_device()
+/// and default_16bit_dtype(device).
+struct CastTarget {
+  CastTarget();
+  CastTarget(c10::DeviceType device_type);  // NOLINT(google-explicit-constructor)
+  CastTarget(c10::ScalarType lower_dtype);  // NOLINT(google-explicit-constructor)
+  CastTarget(c10::DeviceType device_type, c10::ScalarType lower_dtype);
+
+  c10::DeviceType device;
+  c10::ScalarType dtype;  ///< fp16 or bf16
+};
+
+/// Paddle's levels: O1 casts by white and black list, O2 keeps in fp32 only what is slower in 16
+/// bits.
+enum class PaddleLevel { O1, O2 };
+
+class CompiledPolicy;
+
+/// Which operators autocast runs in which precision: a value, a table from operator to action, with
+/// a reason for every row.
+///
+///     auto policy =
+///     CastPolicy::semitone(torch::kBFloat16).lower("softmax").keep_fp32("mylib::my_op").keep_fp32_params("head.*");
+///     amp::Autocast region(policy.bind(*model));
+///
+/// Operators are called by their ATen names: "conv2d" means all its overloads, "conv2d.padding" one
+/// of them, "mylib::my_op" one of another library (TORCH_LIBRARY). An unknown name is an Error that
+/// proposes the nearest known ones. What is not in the table runs in whatever dtype arrives. Only
+/// out-of-place operators can be cast: an in-place one or an out= overload writes to a tensor that
+/// the caller chose, so for those only ban() and leave() are possible.
+///
+/// In C++, torch::nn::Linear and functional::linear call addmm (2-D input with bias) or matmul, not
+/// linear: to change the precision of single layers, name their parameters with keep_fp32_params().
+///
+/// `semitone ops` prints the tables.
+class CastPolicy {
+ public:
+  /// The default: on every device what torch does on CUDA, without its dtype errors on the CPU. See
+  /// docs/cast_policies.md.
+  static CastPolicy semitone(CastTarget target = {});
+  /// Exactly LibTorch's own list for the device.
+  static CastPolicy torch(CastTarget target = {});
+  /// The lists of apex.amp O1 (commit e13873de), by the operators that those Python functions call.
+  static CastPolicy apex(CastTarget target = {});
+  /// The lists of paddle.amp 3.3, by the ATen operators that correspond.
+  static CastPolicy paddle(CastTarget target = {}, PaddleLevel level = PaddleLevel::O1);
+  /// An empty table: no casts. A region with it still computes 16-bit matrix products by Emulation:
+  /// what models with 16-bit weights (O2, O3) run in.
+  static CastPolicy none(CastTarget target = {});
+  /// By name: semitone, torch, apex, paddle, paddle-o2 or none.
+  static CastPolicy by_name(std::string_view name, CastTarget target = {});
+
+  /// Edits. Each sets a row, new or in place of the old one. Error for an unknown operator.
+  CastPolicy& lower(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& keep_fp32(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& promote(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& widest(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& leave(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& ban(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& set(std::string_view op, CastAction action,
+                  std::string_view reason = "set by the user");
+
+  /// Keeps the parameters whose names match a glob (*, ?, [abc]; * also matches dots) in fp32, and
+  /// with them every listed operator that gets one as an argument. Takes effect in bind() and in
+  /// amp::initialize.
+  CastPolicy& keep_fp32_params(std::string_view glob);
+
+  /// Default: automatic.
+  CastPolicy& emulation(Emulation value);
+
+  /// The same policy, for the parameters of a model: resolves the globs (Error if one matches
+  /// nothing) and lets the weight-cast cache keep frozen parameters too. The policy remembers the
+  /// parameters, it does not own them.
+  CastPolicy bind(const ::torch::nn::Module& model) const;
+
+  std::string_view name() const { return name_; }
+  c10::DeviceType device() const { return target_.device; }
+  c10::ScalarType dtype() const { return target_.dtype; }
+  Emulation emulation() const { return emulation_; }
+  const std::vector<std::string>& fp32_param_globs() const { return globs_; }
+
+  /// The row of an operator; nothing where it is not listed. "conv2d" is here the overload without
+  /// a name.
+  std::optional<CastRow> find(std::string_view op) const;
+  /// All rows by operator, in alphabetical order: "conv2d", "conv2d.padding", "mylib::my_op".
+  const std::map<std::string, CastRow>& rows() const { return rows_; }
+
+  /// For the library itself: the table in the form that the kernels read.
+  std::shared_ptr<const CompiledPolicy> compiled() const;
+
+ private:
+  friend class PolicyBuilder;
+  struct Binding;   // the parameters of bind()
+  struct Compiled;  // made at first use, shared by copies, replaced by edits
+
+  CastPolicy(std::string name, CastTarget target);
+  void edited();
+
+  std::string name_;
+  CastTarget target_;
+  std::map<std::string, CastRow> rows_;
+  std::vector<std::string> globs_;
+  Emulation emulation_ = Emulation::automatic;
+  std::shared_ptr<const Binding> binding_;
+  std::shared_ptr<Compiled> compiled_;
+};
+
+}  // namespace semitone::amp

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <array>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+/// Casting whatever a model takes and returns: tensors in any nesting of standard containers and
+/// IValues.
+namespace semitone::amp {
+
+/// A tensor in another floating dtype, recorded by autograd. Left alone: undefined, integer, bool
+/// and complex tensors, and fp64 unless wide is true.
+at::Tensor cast_floating(const at::Tensor& tensor, c10::ScalarType dtype, bool wide = false);
+/// All tensors in an IValue: tensors, lists, tuples and dicts of them, nested. Anything else comes
+/// back as it is.
+c10::IValue cast_floating(const c10::IValue& value, c10::ScalarType dtype, bool wide = false);
+
+namespace detail {
+
+template <typename T>
+struct IsTuple : std::false_type {};
+template <typename... Elements>
+struct IsTuple<std::tuple<Elements...>> : std::true_type {};
+template <typename First, typename Second>
+struct IsTuple<std::pair<First, Second>> : std::true_type {};
+template <typename Element, std::size_t size>
+struct IsTuple<std::array<Element, size>> : std::true_type {};
+
+template <typename T>
+struct IsSequence : std::false_type {};
+template <typename Element, typename Allocator>
+struct IsSequence<std::vector<Element, Allocator>> : std::true_type {};
+
+template <typename T>
+struct IsMap : std::false_type {};
+template <typename Key, typename Value, typename... Rest>
+struct IsMap<std::map<Key, Value, Rest...>> : std::true_type {};
+template <typename Key, typename Value, typename... Rest>
+struct IsMap<std::unordered_map<Key, Value, Rest...>> : std::true_type {};
+
+template <typename T>
+struct IsOptional : std::false_type {};
+template <typename Value>
+struct IsOptional<std::optional<Value>> : std::true_type {};
+
+}  // namespace detail
+
+/// Calls transform on every tensor of a value and returns the value with the results in their
+/// places: tensors, IValues, std::vector, array, pair, tuple, optional, map and unordered_map,
+/// nested in any way. A type of your own takes part if it has a method `T map_tensors(transform)
+/// const`. Everything else is returned as it is.
+template <typename T, typename Transform>
+auto map_tensors(T&& value, const Transform& transform) {
+  using Value = std::remove_cvref_t<T>;
+  if constexpr (std::is_same_v<Value, at::Tensor>) {
+    return transform(value);
+  } else if constexpr (std::is_same_v<Value, c10::IValue>) {
+    return transform(value);
+  } else if constexpr (requires { value.map_tensors(transform); }) {
+    return value.map_tensors(transform);
+  } else if constexpr (detail::IsOptional<Value>::value) {
+    return value.has_value() ? Value(map_tensors(*value, transform)) : Value();
+  } else if constexpr (detail::IsTuple<Value>::value) {
+    return std::apply(
+        [&](const auto&... elements) { return Value{map_tensors(elements, transform)...}; }, value);
+  } else if constexpr (detail::IsSequence<Value>::value) {
+    Value result;
+    result.reserve(value.size());
+    for (const auto& element : value) result.push_back(map_tensors(element, transform));
+    return result;
+  } else if constexpr (detail::IsMap<Value>::value) {
+    Value result;
+    for (const auto& [key, element] : value) result.emplace(key, map_tensors(element, transform));
+    return result;
+  } else {
+    return Value(std::forward<T>(value));
+  }
+}
+
+}  // namespace semitone::amp

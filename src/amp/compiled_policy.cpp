@@ -1,0 +1,48 @@
+#include "src/amp/compiled_policy.h"
+
+#include "semitone/core/device.h"
+
+#include <c10/core/UndefinedTensorImpl.h>
+
+#include <utility>
+
+namespace semitone::amp {
+namespace {
+
+bool emulates(Emulation emulation, c10::DeviceType device, c10::ScalarType dtype) {
+  if (device != c10::DeviceType::CPU) return false;
+  return emulation == Emulation::always ||
+         (emulation == Emulation::automatic && !has_fast_dtype(device, dtype));
+}
+
+}  // namespace
+
+BoundParameter::BoundParameter(const at::Tensor& parameter, bool keep)
+    : impl(parameter.getIntrusivePtr()), keep_fp32(keep) {}
+
+CompiledPolicy::CompiledPolicy(std::string name, CastTarget target, Emulation emulation)
+    : name_(std::move(name)),
+      target_(target),
+      repairs_(emulation != Emulation::never),
+      emulate_fp16_(amp::emulates(emulation, target.device, at::kHalf)),
+      emulate_bf16_(amp::emulates(emulation, target.device, at::kBFloat16)) {}
+
+bool CompiledPolicy::keeps_fp32(const at::Tensor& tensor) const {
+  const auto kept = [this](const at::Tensor& candidate) {
+    const auto found = parameters_.find(candidate.unsafeGetTensorImpl());
+    return found != parameters_.end() && found->second.keep_fp32;
+  };
+  return kept(tensor) || (tensor.is_view() && kept(at::Tensor(tensor._base())));
+}
+
+void CompiledPolicy::set_action(OpId op, CastAction action) {
+  if (op >= actions_.size()) actions_.resize(op + 1, CastAction::leave);
+  actions_[op] = action;
+}
+
+void CompiledPolicy::add(const BoundParameter& parameter) {
+  any_keep_fp32_ = any_keep_fp32_ || parameter.keep_fp32;
+  parameters_.insert_or_assign(parameter.impl._unsafe_get_target(), parameter);
+}
+
+}  // namespace semitone::amp

@@ -1,0 +1,69 @@
+#pragma once
+
+#include "semitone/amp/cast_policy.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace semitone::amp {
+
+// Operators that have a kernel of ours get a small number each, the index into every policy's
+// table.
+using OpId = std::uint32_t;
+
+// A parameter that a policy is bound to. Its address stays reserved while this lives, its memory
+// does not.
+struct BoundParameter {
+  BoundParameter(const at::Tensor& parameter, bool keep);
+
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl;
+  bool keep_fp32;
+};
+
+// A policy as the kernels read it, immutable: one array look-up for each operator call.
+class CompiledPolicy {
+ public:
+  CompiledPolicy(std::string name, CastTarget target, Emulation emulation);
+
+  std::string_view name() const { return name_; }
+  c10::DeviceType device() const { return target_.device; }
+  c10::ScalarType dtype() const { return target_.dtype; }
+
+  // The action for an operator: leave where the policy does not list it.
+  CastAction action(OpId op) const {
+    return op < actions_.size() ? actions_[op] : CastAction::leave;
+  }
+  // Whether this dtype's matrix products are to go through fp32.
+  bool emulates(c10::ScalarType dtype) const {
+    return dtype == at::kHalf ? emulate_fp16_ : dtype == at::kBFloat16 && emulate_bf16_;
+  }
+  // Whether operators that LibTorch computes wrongly in 16 bits may go through fp32.
+  bool repairs() const { return repairs_; }
+  // Whether a tensor, or the tensor that it is a view of, is a parameter to be kept in fp32.
+  bool keeps_fp32(const at::Tensor& tensor) const;
+  // Whether that is so for any tensor at all.
+  bool keeps_any_fp32() const { return any_keep_fp32_; }
+  // Whether the model of bind() has this parameter.
+  bool is_parameter(const at::Tensor& tensor) const {
+    return parameters_.count(tensor.unsafeGetTensorImpl()) > 0;
+  }
+
+  void set_action(OpId op, CastAction action);
+  void add(const BoundParameter& parameter);
+
+ private:
+  std::string name_;
+  CastTarget target_;
+  std::vector<CastAction> actions_;
+  std::unordered_map<const c10::TensorImpl*, BoundParameter> parameters_;
+  bool any_keep_fp32_ = false;
+  bool repairs_;
+  bool emulate_fp16_;
+  bool emulate_bf16_;
+};
+
+}  // namespace semitone::amp

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <vector>
+
+// Which operators multiply matrices, and when they are computed through fp32 (amp/cast_policy.h,
+// Emulation).
+namespace semitone::amp {
+
+enum class MatrixProduct {
+  none,
+  composite,  // made of other operators: einsum, linear, lstm … Each of those is emulated if this
+              // one is not cast as a whole
+  primitive,  // mm, addmm, scaled_dot_product_attention …
+  convolution,  // a primitive whose weight's shape matters, see convolves_wrongly
+};
+
+MatrixProduct matrix_product(const c10::OperatorHandle& op);
+
+// Base names of all matrix products.
+std::vector<std::string> matrix_products();
+
+// Whether this machine's LibTorch computes a 16-bit convolution with this weight wrongly. On
+// processors with AMX, the oneDNN of LibTorch 2.11 to 2.15 returns garbage for weights with fewer
+// than 16 input channels a group, an even number of them, and channels * kernel width a multiple of
+// 32 above 32 (8 channels, width 8, for example), stride and padding regardless: a patch embedding
+// of 4-channel latents by 16, say. Backward is right. Found by comparing bf16 and fp16 with fp32
+// over 11,000 shapes. One such convolution is tried out at the first question, so a repaired
+// LibTorch is left alone.
+bool convolves_wrongly(const at::Tensor& weight, c10::ScalarType dtype);
+
+}  // namespace semitone::amp

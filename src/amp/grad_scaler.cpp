@@ -1,0 +1,161 @@
+#include "semitone/amp/grad_scaler.h"
+
+#include "semitone/core/error.h"
+#include "src/amp/archive.h"
+#include "src/amp/gradients.h"
+#include "src/kernels/multi_tensor.h"
+
+#include <torch/optim/lbfgs.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <map>
+#include <string>
+#include <unordered_set>
+
+namespace semitone::amp {
+namespace {
+
+// A gradient as the unscale pass takes it. The values of a sparse gradient with repeated indices
+// are added up first: their sum may overflow fp16 where no single one does.
+at::Tensor values_of(at::Tensor& parameter) {
+  at::Tensor& grad = parameter.mutable_grad();
+  if (!grad.is_sparse()) return grad;
+  if (!grad.is_coalesced()) grad = grad.coalesce();
+  return grad._values();
+}
+
+void unscale_gradients(torch::optim::Optimizer& optimizer, float inverse,
+                       std::vector<at::Tensor>& found_inf) {
+  const at::NoGradGuard no_grad;
+  std::map<c10::DeviceIndex, std::vector<kernels::Unscale>> by_device;
+  std::unordered_set<const c10::TensorImpl*>
+      seen;  // a tied weight may stand in the optimizer twice
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, at::Tensor& parameter) {
+    if (!parameter.grad().defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) return;
+    const at::Tensor values = values_of(parameter);
+    by_device[values.device().index()].push_back({values, values, {}});
+  });
+  for (const auto& [device, items] : by_device) {
+    kernels::multi_tensor_unscale(items, inverse,
+                                  found_inf_on(found_inf, items.front().grad.device()));
+  }
+}
+
+}  // namespace
+
+GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
+    : scaler_(options), enabled_(enabled) {}
+
+at::Tensor GradScaler::scale(const at::Tensor& loss) {
+  if (!enabled_) return loss;
+  scaled_ = true;
+  return scaler_.scaled(loss);
+}
+
+std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& losses) {
+  std::vector<at::Tensor> scaled;
+  scaled.reserve(losses.size());
+  for (const at::Tensor& loss : losses) scaled.push_back(scale(loss));
+  return scaled;
+}
+
+void GradScaler::require_scaled(const char* caller) const {
+  if (!scaled_) {
+    throw Error(std::string("amp.grad_scaler.") + caller, "scale() to be called before", "no call",
+                "back-propagate scaler.scale(loss), not loss");
+  }
+}
+
+void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  if (!enabled_) return;
+  require_scaled("unscale_");
+  Progress& progress = progress_[&optimizer];
+  if (progress.stage != Stage::ready) {
+    throw Error("amp.grad_scaler.unscale_", "one call for each optimizer between two updates",
+                progress.stage == Stage::unscaled ? "a second call" : "a call after step()",
+                "call update() once at the end of an iteration");
+  }
+  unscale_gradients(optimizer, scaler_.inverse(), progress.found_inf);
+  progress.stage = Stage::unscaled;
+}
+
+Step GradScaler::step(torch::optim::Optimizer& optimizer) {
+  if (!enabled_) {
+    optimizer.step();
+    return Step::stepped;
+  }
+  require_scaled("step");
+  if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
+    throw Error("amp.grad_scaler.step", "an optimizer that takes its gradients as they are",
+                "LBFGS",
+                "it evaluates the loss again inside its step, where gradients would be scaled: "
+                "train without a scaler");
+  }
+  Progress& progress = progress_[&optimizer];
+  if (progress.stage == Stage::stepped) {
+    throw Error("amp.grad_scaler.step", "one call for each optimizer between two updates",
+                "a second call", "call update() once at the end of an iteration");
+  }
+  if (progress.stage == Stage::ready) unscale_(optimizer);
+  if (found_inf_hook_) {
+    // Every rank must take part, also one whose optimizer has no gradients this time.
+    if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
+    for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
+  }
+  progress.overflowed = any_found_inf(progress.found_inf);
+  progress.stage = Stage::stepped;
+  if (progress.overflowed) {
+    scaler_.note_skip(scaler_.wants_names() ? find_overflow(optimizer, names_) : Overflow{});
+    return Step::skipped;
+  }
+  optimizer.step();
+  return Step::stepped;
+}
+
+void GradScaler::update() {
+  if (!enabled_) return;
+  require_scaled("update");
+  if (progress_.empty()) {
+    throw Error("amp.grad_scaler.update", "step() or unscale_() before",
+                "neither since the last update");
+  }
+  bool overflowed = false;
+  for (const auto& [optimizer, progress] : progress_) {
+    overflowed = (progress.stage == Stage::stepped ? progress.overflowed
+                                                   : any_found_inf(progress.found_inf)) ||
+                 overflowed;
+  }
+  progress_.clear();
+  scaler_.update(overflowed);
+}
+
+void GradScaler::update(double new_scale) {
+  if (!enabled_) return;
+  require_scaled("update");
+  scaler_.set_scale(new_scale);
+  progress_.clear();
+}
+
+void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  if (!progress_.empty()) {
+    throw Error("amp.grad_scaler.save", "a call between two iterations", "one before update()",
+                "save after update()");
+  }
+  archive.write("enabled", c10::IValue(enabled_));
+  if (enabled_) scaler_.save(archive);
+}
+
+void GradScaler::load(torch::serialize::InputArchive& archive) {
+  constexpr auto kWhere = "amp.grad_scaler.load";
+  const bool was_enabled = read_value<bool>(archive, "enabled", kWhere);
+  if (!enabled_) return;
+  if (!was_enabled) {
+    throw FileError(kWhere, "the state of an enabled scaler", "that of a disabled one",
+                    "construct the scaler with enabled = false, or start it anew");
+  }
+  scaler_.load(archive);
+  progress_.clear();
+}
+
+}  // namespace semitone::amp

@@ -1,0 +1,99 @@
+#include "src/amp/presets/presets.h"
+
+#include <array>
+
+// PaddlePaddle 3.3 (paddle/amp/amp_lists), by the ATen operators that correspond. Paddle's "mul"
+// and "matmul_v2" are matrix products. Without a counterpart: its fused and collective operators,
+// hsigmoid_loss, margin_cross_entropy; tanh_shrink and softmin are made of others. What is in
+// neither list is computed in the widest dtype of its arguments, which is what LibTorch does with
+// them by itself.
+namespace semitone::amp::presets {
+namespace {
+
+using Name = std::string_view;
+
+constexpr std::array<Name, 11> kWhite{"addmm",
+                                      "bmm",
+                                      "conv2d",
+                                      "einsum",
+                                      "linear",
+                                      "matmul",
+                                      "max_pool2d",
+                                      "max_pool2d_with_indices",
+                                      "mm",
+                                      "mv",
+                                      "scaled_dot_product_attention"};
+
+constexpr std::array<Name, 11> kSlowIn16Bits{"_upsample_bicubic2d_aa",
+                                             "_upsample_bilinear2d_aa",
+                                             "embedding",
+                                             "scatter",
+                                             "upsample_bicubic2d",
+                                             "upsample_bilinear2d",
+                                             "upsample_linear1d",
+                                             "upsample_nearest1d",
+                                             "upsample_nearest2d",
+                                             "upsample_nearest3d",
+                                             "upsample_trilinear3d"};
+
+constexpr std::array<Name, 39> kBlack{"acos",
+                                      "asin",
+                                      "atanh",
+                                      "binary_cross_entropy",
+                                      "binary_cross_entropy_with_logits",
+                                      "cosh",
+                                      "cross_entropy_loss",
+                                      "cumprod",
+                                      "cumsum",
+                                      "dist",
+                                      "erfinv",
+                                      "exp",
+                                      "expm1",
+                                      "frobenius_norm",
+                                      "group_norm",
+                                      "huber_loss",
+                                      "layer_norm",
+                                      "linalg_vector_norm",
+                                      "log",
+                                      "log10",
+                                      "log2",
+                                      "log_softmax",
+                                      "mean",
+                                      "nll_loss",
+                                      "nll_loss2d",
+                                      "nll_loss_nd",
+                                      "norm",
+                                      "pow",
+                                      "prod",
+                                      "reciprocal",
+                                      "renorm",
+                                      "rsqrt",
+                                      "sinh",
+                                      "softmax",
+                                      "softplus",
+                                      "square",
+                                      "sum",
+                                      "tan",
+                                      "triplet_margin_loss"};
+
+constexpr std::array<Rows, 3> kO1{{
+    {CastAction::lower, kWhite},
+    {CastAction::fp32, kBlack},
+    {CastAction::fp32, kSlowIn16Bits},
+}};
+
+constexpr std::array<Rows, 2> kO2{{
+    {CastAction::lower, kWhite},
+    {CastAction::fp32, kSlowIn16Bits},
+}};
+
+}  // namespace
+
+std::span<const Rows> paddle_o1() {
+  return kO1;
+}
+std::span<const Rows> paddle_o2() {
+  return kO2;
+}
+
+}  // namespace semitone::amp::presets

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "semitone/amp/cast_policy.h"
+
+#include <span>
+#include <string_view>
+
+// The tables of the presets, as data. A name without an overload means all overloads that write to
+// no argument; a name that this LibTorch does not have is left out, so that one table serves
+// several versions.
+namespace semitone::amp::presets {
+
+struct Rows {
+  CastAction action;
+  std::span<const std::string_view> ops;
+};
+
+std::span<const Rows> semitone_cpu();
+std::span<const Rows> torch_cpu();
+std::span<const Rows> torch_cuda();
+std::span<const Rows> apex();
+std::span<const Rows> paddle_o1();
+std::span<const Rows> paddle_o2();
+
+// Why an operator, by the name without overload, is treated as it is.
+std::string_view reason(CastAction action, std::string_view op);
+
+}  // namespace semitone::amp::presets

@@ -1,0 +1,38 @@
+#pragma once
+
+#include "src/amp/cast_cache.h"
+#include "src/amp/compiled_policy.h"
+#include "src/core/thread_state.h"
+
+#include <c10/util/SmallVector.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <memory>
+
+namespace semitone::amp {
+
+// The regions that a thread is in: for each device the innermost one, and the cache that all share.
+// Immutable; a new region makes a new object. Rides to other threads with at::ThreadLocalState.
+struct Regions : c10::DebugInfoBase, std::enable_shared_from_this<Regions> {
+  struct Region {
+    c10::DeviceType device;
+    c10::ScalarType dtype;
+    std::shared_ptr<const CompiledPolicy> policy;  // null: casts are off
+  };
+
+  c10::SmallVector<Region, 2> innermost;
+  std::shared_ptr<CastCache> cache;
+
+  const Region* find(c10::DeviceType device) const {
+    for (const Region& region : innermost) {
+      if (region.device == device) return &region;
+    }
+    return nullptr;
+  }
+
+  static const Regions* current() {
+    return static_cast<const Regions*>(c10::ThreadLocalDebugInfo::get(kAutocastState));
+  }
+};
+
+}  // namespace semitone::amp

@@ -1,0 +1,105 @@
+// Vectors of fp32 from and to memory in any Format. Included once per target by Highway's
+// foreach_target.
+#if defined(SEMITONE_KERNELS_CPU_VEC_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SEMITONE_KERNELS_CPU_VEC_INL_H_
+#undef SEMITONE_KERNELS_CPU_VEC_INL_H_
+#else
+#define SEMITONE_KERNELS_CPU_VEC_INL_H_
+#endif
+
+#include "src/kernels/rounding.h"
+
+#include <hwy/highway.h>
+
+#include <cstddef>
+#include <cstdint>
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Memory formats as types.
+struct Fp32 {
+  using Stored = float;
+};
+struct Fp16 {
+  using Stored = std::uint16_t;
+};
+struct Bf16 {
+  using Stored = std::uint16_t;
+};
+
+template <class D>
+HWY_INLINE hn::Vec<D> load(Fp32, D d, const float* from) {
+  return hn::LoadU(d, from);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> load(Bf16, D d, const std::uint16_t* from) {
+  const hn::Rebind<std::uint16_t, D> d16;
+  const hn::RebindToUnsigned<D> d32;
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LoadU(d16, from))));
+}
+
+// fp16 conversions in vectors: F16C on x86 from AVX2 on, and Arm. On older x86 Highway truncates
+// where it should round; there, one element at a time by the definition.
+#undef SEMITONE_VECTOR_FP16
+#if HWY_ARCH_ARM || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2)
+#define SEMITONE_VECTOR_FP16 1
+#else
+#define SEMITONE_VECTOR_FP16 0
+#endif
+
+template <class D>
+HWY_INLINE hn::Vec<D> load(Fp16, [[maybe_unused]] D d, const std::uint16_t* from) {
+#if SEMITONE_VECTOR_FP16
+  const hn::Rebind<hwy::float16_t, D> d16;
+  const hn::Rebind<std::uint16_t, D> du16;
+  return hn::PromoteTo(d, hn::BitCast(d16, hn::LoadU(du16, from)));
+#else
+  HWY_ALIGN std::uint32_t bits[hn::MaxLanes(D())];
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) bits[i] = fp32_from_fp16(from[i]);
+  return hn::BitCast(d, hn::Load(hn::RebindToUnsigned<D>(), bits));
+#endif
+}
+
+template <class D>
+HWY_INLINE void store(Fp32, [[maybe_unused]] D d, hn::Vec<D> v, float* to) {
+  hn::StoreU(v, d, to);
+}
+
+// Round to nearest, ties to even: add half of the lost unit, and the lowest kept bit where it is a
+// tie. The addition would carry a NaN's mantissa into its exponent and sign, so NaNs are made quiet
+// instead.
+template <class D>
+HWY_INLINE void store(Bf16, [[maybe_unused]] D d, hn::Vec<D> v, std::uint16_t* to) {
+  const hn::RebindToUnsigned<D> d32;
+  const hn::Rebind<std::uint16_t, D> d16;
+  const auto bits = hn::BitCast(d32, v);
+  const auto lowest_kept = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1));
+  const auto rounded = hn::Add(bits, hn::Add(lowest_kept, hn::Set(d32, 0x7FFF)));
+  const auto quiet = hn::Or(bits, hn::Set(d32, 0x400000));
+  const auto is_nan = hn::RebindMask(d32, hn::IsNaN(v));
+  hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded))), d16,
+             to);
+}
+
+template <class D>
+HWY_INLINE void store(Fp16, [[maybe_unused]] D d, hn::Vec<D> v, std::uint16_t* to) {
+#if SEMITONE_VECTOR_FP16
+  const hn::Rebind<hwy::float16_t, D> d16;
+  const hn::Rebind<std::uint16_t, D> du16;
+  hn::StoreU(hn::BitCast(du16, hn::DemoteTo(d16, v)), du16, to);
+#else
+  HWY_ALIGN std::uint32_t bits[hn::MaxLanes(D())];
+  hn::Store(hn::BitCast(hn::RebindToUnsigned<D>(), v), hn::RebindToUnsigned<D>(), bits);
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) to[i] = fp16_from_fp32(bits[i]);
+#endif
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // include toggle

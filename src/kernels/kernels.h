@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Plain C functions on pointers: what touches raw memory, and nothing of LibTorch. Sizes are in
+// elements. One implementation per processor family: cpu/ (vectorised by Google Highway, chosen at
+// run time) and cuda/ (the functions that end in _cuda; no_cuda.cpp stands in where there is no
+// nvcc). The tensor-level functions of multi_tensor.h check, split the work and choose;
+// src/kernels/ref/ holds each one's definition.
+namespace semitone::kernels {
+
+// How an element lies in memory. fp64 and the rest take the definition's path.
+enum class Format : std::uint8_t { fp32, fp16, bf16 };
+
+constexpr std::size_t bytes_of(Format format) {
+  return format == Format::fp32 ? 4 : 2;
+}
+
+// out[i] = round(in[i] * inv_scale + addend[i]), the multiplication and the addition rounded to
+// fp32 one after the other, the result rounded to nearest even where out is a 16-bit format. addend
+// may be null (nothing is added) and has out's format. out may be in. Returns whether an out[i] is
+// inf or NaN. Formats: in == out, or a 16-bit in with out fp32.
+bool unscale(const void* in, Format in_format, const void* addend, void* out, Format out_format,
+             std::size_t size, float inv_scale);
+
+}  // namespace semitone::kernels

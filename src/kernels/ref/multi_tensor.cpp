@@ -1,0 +1,18 @@
+#include "src/kernels/multi_tensor.h"
+
+#include <torch/types.h>
+
+namespace semitone::kernels::ref {
+
+void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+  const at::NoGradGuard no_grad;
+  for (const Unscale& item : items) {
+    const auto compute_dtype = item.grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    at::Tensor result = item.grad.to(compute_dtype).mul(inv_scale);
+    if (item.addend.defined()) result.add_(item.addend.to(compute_dtype));
+    item.out.copy_(result);
+    found_inf.copy_(found_inf.logical_or(item.out.isfinite().all().logical_not()));
+  }
+}
+
+}  // namespace semitone::kernels::ref

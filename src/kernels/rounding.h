@@ -1,0 +1,50 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+// Rounding to and from the 16-bit formats, one number at a time, on bit patterns: the definition
+// that the vector code equals, and what processors without conversion instructions run. Round to
+// nearest, ties to even; subnormals are kept; overflow gives infinity; a NaN stays a NaN, made
+// quiet, with the sign and the upper payload bits kept.
+namespace semitone::kernels {
+
+constexpr std::uint16_t bf16_from_fp32(std::uint32_t bits) {
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
+  const std::uint32_t lowest_kept = (bits >> 16) & 1;
+  return static_cast<std::uint16_t>((bits + 0x7FFF + lowest_kept) >> 16);
+}
+
+constexpr std::uint32_t fp32_from_bf16(std::uint16_t bits) {
+  return static_cast<std::uint32_t>(bits) << 16;
+}
+
+constexpr std::uint16_t fp16_from_fp32(std::uint32_t bits) {
+  const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
+  const std::uint32_t magnitude = bits & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) {  // NaN
+    return static_cast<std::uint16_t>(sign | 0x7E00 | ((magnitude >> 13) & 0x1FF));
+  }
+  if (magnitude >= 0x477FF000)
+    return sign | 0x7C00;         // from 65520 on, the tie above 65504, all rounds to infinity
+  if (magnitude >= 0x38800000) {  // normal in fp16: from 2^-14
+    const std::uint32_t lowest_kept = (magnitude >> 13) & 1;
+    const std::uint32_t rounded = magnitude + 0xFFF + lowest_kept - (112U << 23);
+    return static_cast<std::uint16_t>(sign | (rounded >> 13));
+  }
+  // Subnormal in fp16. Adding 0.5 puts the unit 2^-24 at the lowest bit of the sum's significand,
+  // so that the addition itself rounds, and rounds right.
+  const float sum = std::bit_cast<float>(magnitude) + 0.5F;
+  return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(sum) - 0x3F000000));
+}
+
+constexpr std::uint32_t fp32_from_fp16(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000) << 16;
+  const std::uint32_t exponent = (bits >> 10) & 0x1F;
+  const std::uint32_t mantissa = bits & 0x3FF;
+  if (exponent == 0x1F) return sign | 0x7F800000 | (mantissa << 13);
+  if (exponent != 0) return sign | ((exponent + 112) << 23) | (mantissa << 13);
+  return sign | std::bit_cast<std::uint32_t>(static_cast<float>(mantissa) * 0x1p-24F);
+}
+
+}  // namespace semitone::kernels
