@@ -209,24 +209,36 @@ CastPolicy& CastPolicy::emulation(Emulation value) {
   return *this;
 }
 
+bool CastPolicy::keeps_fp32(const at::Tensor& parameter) const {
+  return compiled()->keeps_fp32(parameter);
+}
+
+CastPolicy CastPolicy::with_target(CastTarget target) const {
+  CastPolicy policy = *this;
+  policy.target_ = target;
+  policy.edited();
+  return policy;
+}
+
 std::optional<CastRow> CastPolicy::find(std::string_view op) const {
   const auto found = rows_.find(std::string(op));
   return found == rows_.end() ? std::nullopt : std::optional(found->second);
 }
 
-CastPolicy CastPolicy::bind(const ::torch::nn::Module& model) const {
+CastPolicy CastPolicy::bind(const Model& model) const {
   auto binding = std::make_shared<Binding>();
   std::set<std::string> unmatched(globs_.begin(), globs_.end());
   std::vector<std::string> names;
-  for (const auto& item : model.named_parameters()) {
+  for (const Model::Entry& entry : model.entries()) {
+    if (!entry.is_parameter) continue;
     bool keep = false;
     for (const std::string& glob : globs_) {
-      if (fnmatch(glob.c_str(), item.key().c_str(), 0) != 0) continue;
+      if (fnmatch(glob.c_str(), entry.name.c_str(), 0) != 0) continue;
       keep = true;
       unmatched.erase(glob);
     }
-    binding->parameters.emplace_back(item.value(), keep);
-    names.push_back(item.key());
+    binding->parameters.emplace_back(entry.tensor, keep);
+    names.push_back(entry.name);
   }
   if (!unmatched.empty()) {
     const std::string near = nearest(*unmatched.begin(), names);

@@ -3,47 +3,14 @@
 #include "semitone/core/error.h"
 #include "src/amp/archive.h"
 #include "src/amp/gradients.h"
-#include "src/kernels/multi_tensor.h"
 
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 
-#include <map>
 #include <string>
-#include <unordered_set>
 
 namespace semitone::amp {
-namespace {
-
-// A gradient as the unscale pass takes it. The values of a sparse gradient with repeated indices
-// are added up first: their sum may overflow fp16 where no single one does.
-at::Tensor values_of(at::Tensor& parameter) {
-  at::Tensor& grad = parameter.mutable_grad();
-  if (!grad.is_sparse()) return grad;
-  if (!grad.is_coalesced()) grad = grad.coalesce();
-  return grad._values();
-}
-
-void unscale_gradients(torch::optim::Optimizer& optimizer, float inverse,
-                       std::vector<at::Tensor>& found_inf) {
-  const at::NoGradGuard no_grad;
-  std::map<c10::DeviceIndex, std::vector<kernels::Unscale>> by_device;
-  std::unordered_set<const c10::TensorImpl*>
-      seen;  // a tied weight may stand in the optimizer twice
-  for_each_parameter(optimizer, [&](std::size_t, std::size_t, at::Tensor& parameter) {
-    if (!parameter.grad().defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) return;
-    const at::Tensor values = values_of(parameter);
-    by_device[values.device().index()].push_back({values, values, {}});
-  });
-  for (const auto& [device, items] : by_device) {
-    kernels::multi_tensor_unscale(items, inverse,
-                                  found_inf_on(found_inf, items.front().grad.device()));
-  }
-}
-
-}  // namespace
-
 GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
     : scaler_(options), enabled_(enabled) {}
 
@@ -76,7 +43,11 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
                 progress.stage == Stage::unscaled ? "a second call" : "a call after step()",
                 "call update() once at the end of an iteration");
   }
-  unscale_gradients(optimizer, scaler_.inverse(), progress.found_inf);
+  Gradients gradients(scaler_.inverse());
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, at::Tensor& parameter) {
+    gradients.unscale(parameter);
+  });
+  gradients.run(progress.found_inf);
   progress.stage = Stage::unscaled;
 }
 

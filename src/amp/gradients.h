@@ -2,16 +2,21 @@
 
 #include "semitone/amp/loss_scaler.h"
 #include "semitone/amp/parameter_names.h"
+#include "src/kernels/multi_tensor.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
+#include <torch/types.h>
 
-#include <functional>
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace semitone::amp {
 
-// Calls visit(group, index, parameter) for every parameter of an optimizer.
+// Calls visit(group, index, parameter) for every parameter of an optimizer. The parameter may be
+// replaced.
 template <typename Visit>
 void for_each_parameter(torch::optim::Optimizer& optimizer, Visit&& visit) {
   auto& groups = optimizer.param_groups();
@@ -21,6 +26,36 @@ void for_each_parameter(torch::optim::Optimizer& optimizer, Visit&& visit) {
       visit(group, index, parameters[index]);
   }
 }
+
+// Collects what is to be unscaled, each parameter once however often it is named, and does it in
+// one pass a device.
+class Gradients {
+ public:
+  explicit Gradients(float inverse_scale) : inverse_scale_(inverse_scale) {}
+
+  // parameter.grad = parameter.grad / scale + addend, in place. addend may be undefined.
+  void unscale(at::Tensor& parameter, const at::Tensor& addend = {});
+
+  // to.grad = from.grad / scale + to.grad in to's dtype, and from.grad is dropped.
+  void move(at::Tensor& from, at::Tensor& to);
+
+  // found_inf: one flag a device, made where there is none, set to 1 where a result is inf or NaN.
+  void run(std::vector<at::Tensor>& found_inf);
+
+ private:
+  void add(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& addend);
+
+  float inverse_scale_;
+  std::unordered_set<const c10::TensorImpl*> seen_;
+  std::map<c10::DeviceIndex, std::vector<kernels::Unscale>> by_device_;
+  // Sparse gradients have other rows in every backward pass: added as tensors, afterwards.
+  struct Sum {
+    at::Tensor parameter;
+    at::Tensor addend;
+  };
+  std::vector<Sum> sums_;
+  const at::NoGradGuard no_grad_;
+};
 
 // The device of the optimizer's first parameter; the CPU if it has none.
 c10::Device device_of(torch::optim::Optimizer& optimizer);

@@ -4,9 +4,10 @@
 
 namespace semitone::amp {
 
-void ParameterNames::add(const torch::nn::Module& module, std::string_view prefix) {
-  for (const auto& item : module.named_parameters())
-    add(item.value(), std::string(prefix) + item.key());
+void ParameterNames::add(const Model& model, std::string_view prefix) {
+  for (const Model::Entry& entry : model.entries()) {
+    if (entry.is_parameter) add(entry.tensor, std::string(prefix) + entry.name);
+  }
 }
 
 void ParameterNames::add(const at::Tensor& parameter, std::string name) {

@@ -1,8 +1,9 @@
 #pragma once
 
+#include "semitone/amp/model.h"
+
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <torch/nn/module.h>
 
 #include <map>
 #include <memory>
@@ -42,8 +43,8 @@ struct CastRow {
 enum class Emulation {
   automatic,  ///< where the hardware lacks the dtype, and for the convolutions that LibTorch's
               ///< oneDNN gets wrong on processors with AMX (docs/numerics.md)
-  always,  ///< everywhere: the same numbers on every machine
-  never,   ///< LibTorch's own kernels, come what may
+  always,     ///< everywhere: the same numbers on every machine
+  never,      ///< LibTorch's own kernels, come what may
 };
 
 /// Device and 16-bit dtype of a policy. Converts from either; what is not given is default_device()
@@ -119,13 +120,19 @@ class CastPolicy {
   /// The same policy, for the parameters of a model: resolves the globs (Error if one matches
   /// nothing) and lets the weight-cast cache keep frozen parameters too. The policy remembers the
   /// parameters, it does not own them.
-  CastPolicy bind(const ::torch::nn::Module& model) const;
+  CastPolicy bind(const Model& model) const;
+
+  /// The same rows for another device or dtype.
+  CastPolicy with_target(CastTarget target) const;
 
   std::string_view name() const { return name_; }
   c10::DeviceType device() const { return target_.device; }
   c10::ScalarType dtype() const { return target_.dtype; }
   Emulation emulation() const { return emulation_; }
   const std::vector<std::string>& fp32_param_globs() const { return globs_; }
+
+  /// Whether bind() found that this parameter is to stay in fp32.
+  bool keeps_fp32(const at::Tensor& parameter) const;
 
   /// The row of an operator; nothing where it is not listed. "conv2d" is here the overload without
   /// a name.

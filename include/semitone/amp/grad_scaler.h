@@ -4,7 +4,6 @@
 #include "semitone/amp/parameter_names.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -97,9 +96,9 @@ class GradScaler {
   /// Changes hyperparameters while training; the scale and its counters stay.
   void set_options(const LossScaleOptions& options) { scaler_.set_options(options); }
 
-  /// Names for messages: parameters of the module are called by their names in it. Without, a
+  /// Names for messages: parameters of the model are called by their names in it. Without, a
   /// parameter is called by its place in the optimizer ("group 0, parameter 3").
-  void name_parameters(const torch::nn::Module& module) { names_.add(module); }
+  void name_parameters(const Model& model) { names_.add(model); }
 
   /// Called by step() with found_inf (fp32, one element, on the gradients' device: 0 or 1) of the
   /// optimizer before it is read, so that ranks which do not share all gradients can agree: a MAX

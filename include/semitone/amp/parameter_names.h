@@ -1,7 +1,8 @@
 #pragma once
 
+#include "semitone/amp/model.h"
+
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include <string>
 #include <string_view>
@@ -13,9 +14,9 @@ namespace semitone::amp {
 /// its name is the model's.
 class ParameterNames {
  public:
-  /// Learns the names of a module's parameters, e.g. "conv1.weight"; prefix is put in front. The
+  /// Learns the names of a model's parameters, e.g. "conv1.weight"; prefix is put in front. The
   /// first name stays.
-  void add(const torch::nn::Module& module, std::string_view prefix = {});
+  void add(const Model& model, std::string_view prefix = {});
   void add(const at::Tensor& parameter, std::string name);
 
   /// The name, or otherwise if it is not known.

@@ -25,6 +25,9 @@ inline constexpr Variable kConformanceDir{
 /// Set by any program for libraries that follow the convention: plain output, see no-color.org.
 inline constexpr Variable kNoColor{"NO_COLOR", "Set to anything: no colours on the terminal"};
 
+/// The number of this process among those that train together, as torchrun sets it.
+inline constexpr Variable kRank{"RANK", "Number of this process among those that train together"};
+
 /// Every variable above, for documentation and tests.
 std::span<const Variable> all();
 

@@ -1,0 +1,226 @@
+#pragma once
+
+#include "semitone/amp/autocast.h"
+#include "semitone/amp/cast_tree.h"
+#include "semitone/amp/grad_scaler.h"
+#include "semitone/amp/loss_scaler.h"
+#include "semitone/amp/master_weights.h"
+#include "semitone/amp/model.h"
+#include "semitone/amp/opt_level.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp {
+
+class MixedPrecision;
+
+/// Optimizers given by reference, one or several.
+using OptimizerRef = std::reference_wrapper<torch::optim::Optimizer>;
+using OptimizerRefs = std::vector<OptimizerRef>;
+
+/// Prepares models and optimizers for an opt level, in place: Apex's amp.initialize.
+///
+///     auto mixed = amp::initialize(model, optimizer, amp::Options(amp::OptLevel::O2));
+///     for (auto& batch : *loader) {
+///       optimizer.zero_grad();
+///       auto loss = torch::cross_entropy_loss(mixed.forward(model, batch.data), batch.target);
+///       mixed.scale_loss(loss, optimizer).backward();
+///       torch::nn::utils::clip_grad_norm_(mixed.master_params(optimizer), 1.0);
+///       mixed.step(optimizer);
+///     }
+///
+/// Call it once, after the models are on their device and the optimizers constructed, before
+/// weights are wrapped for data-parallel training. Weights may be loaded before or after.
+///
+/// Error if a floating parameter or buffer is not fp32 (named), if an optimizer cannot work with
+/// the level (LBFGS with a loss scale or master weights), if the options contradict each other. The
+/// models and optimizers must outlive what is returned; models held by shared pointers are kept
+/// alive.
+MixedPrecision initialize(const Model& model, torch::optim::Optimizer& optimizer,
+                          const Options& options = {});
+MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs& optimizers,
+                          const Options& options = {});
+/// For inference, or for optimizers of your own: models only.
+MixedPrecision initialize(const Model& model, const Options& options = {});
+
+/// Options of MixedPrecision::scale_loss.
+struct ScaleLossOptions {
+  /// Which of Options::num_losses scalers to use.
+  std::int64_t loss_id = 0;
+  /// Leave the gradients scaled: more backward passes with the same scale follow before the one
+  /// that is not delayed. Saves one pass over the gradients for each; not needed for gradient
+  /// accumulation to be right.
+  bool delay_unscale = false;
+};
+
+/// A loss times its scale, on its way through backward: what MixedPrecision::scale_loss returns.
+///
+/// backward() is all that is usually needed. To build on the scaled loss, take value(), call
+/// torch's backward on what you make of it, and then finish(). An object that is destroyed without
+/// either, or by an exception, puts the gradients back as they were; those of earlier passes with
+/// delay_unscale are dropped.
+class [[nodiscard]] ScaledLoss {
+ public:
+  ScaledLoss(ScaledLoss&& other) noexcept;
+  ScaledLoss& operator=(ScaledLoss&&) = delete;
+  ~ScaledLoss();
+
+  /// loss * scale, in fp32.
+  const at::Tensor& value() const { return scaled_; }
+
+  /// Back-propagates and finishes. If backward throws, the gradients are as before and the
+  /// exception goes on.
+  /// @param gradient  for a loss that is no scalar, as in torch::Tensor::backward
+  void backward(const at::Tensor& gradient = {}, bool retain_graph = false,
+                bool create_graph = false);
+
+  /// Takes the scale out of the gradients (into the master weights' where there are some), adds
+  /// earlier ones, looks for inf and NaN.
+  void finish();
+
+ private:
+  friend class MixedPrecision;
+  struct Work;
+  explicit ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work);
+
+  at::Tensor scaled_;
+  std::unique_ptr<Work> work_;  // what finish() has to do; null where there is nothing to do
+};
+
+/// What amp::initialize returns: the state of mixed-precision training. Several can live side by
+/// side; each knows only its own models and optimizers. Movable; use it from one thread at a time.
+class MixedPrecision {
+ public:
+  MixedPrecision(MixedPrecision&&) noexcept;
+  MixedPrecision& operator=(MixedPrecision&&) noexcept;
+  ~MixedPrecision();
+
+  const Properties& properties() const;
+
+  /// Runs model->forward(arguments...) as the level wants it: floating arguments (nested ones too,
+  /// see map_tensors) are cast to cast_model_type, operators run under the policy at O1, results
+  /// are cast to cast_model_outputs. fp64 tensors are left alone.
+  /// @param model  one of the initialized ones: a module holder, shared pointer or reference, or a
+  /// torch::jit::Module, which takes and
+  ///               returns IValues. Error for another one.
+  template <typename M, typename... Arguments>
+  auto forward(M& model, Arguments&&... arguments) {
+    const auto region = enter(handle_of(model));
+    const auto cast = [this](const auto& leaf) { return cast_input(leaf); };
+    const auto uncast = [this](const auto& leaf) { return cast_output(leaf); };
+    if constexpr (std::is_same_v<std::remove_const_t<M>, torch::jit::Module>) {
+      return cast_output(
+          model.forward({c10::IValue(map_tensors(std::forward<Arguments>(arguments), cast))...}));
+    } else if constexpr (std::is_base_of_v<torch::nn::Module, std::remove_const_t<M>>) {
+      return map_tensors(model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...),
+                         uncast);
+    } else {
+      return map_tensors(model->forward(map_tensors(std::forward<Arguments>(arguments), cast)...),
+                         uncast);
+    }
+  }
+
+  /// The region that forward runs in, for losses and other code outside of the models. At other
+  /// levels than O1: a region without casts.
+  Autocast autocast() const;
+
+  /// See ScaledLoss.
+  /// @param optimizers  every optimizer that owns a parameter which gets a gradient in this
+  /// backward
+  ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
+                        ScaleLossOptions options = {});
+  ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
+                        ScaleLossOptions options = {});
+
+  /// Steps the optimizer and writes the master weights into the model, or skips: if a loss that was
+  /// scaled for this optimizer since its last step overflowed — with it, every other optimizer
+  /// named for that loss skips its next step. Moves the loss scales. One host read. Scales are
+  /// looked at where gradients pass through an unscale: always but with a loss scale of 1 and no
+  /// master weights, which is plain training. DivergedError: see
+  /// LossScaleOptions::max_consecutive_skips.
+  Step step(torch::optim::Optimizer& optimizer);
+
+  /// The parameters that the optimizer updates: master weights, and fp32 parameters. What to clip.
+  std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) const;
+
+  /// Zeroes gradients of model and masters. optimizer.zero_grad() and model->zero_grad() do as
+  /// well: nothing is left on the other side after a step.
+  void zero_grad(torch::optim::Optimizer& optimizer);
+
+  /// The scaler of a loss.
+  const LossScaler& loss_scaler(std::int64_t loss_id = 0) const;
+  /// Steps skipped so far, of all optimizers.
+  std::int64_t skipped_steps() const;
+
+  /// While it lives, the model's parameters and buffers are fp32: the exact master weights where
+  /// there are some. For saving, loading, exporting and averaging: saved weights are fp32 at every
+  /// level, and what is changed or loaded meanwhile is what training goes on with.
+  ///
+  ///     { const auto fp32 = mixed.fp32_weights(model); torch::save(model, "model.pt"); }
+  class [[nodiscard]] Fp32Weights {
+   public:
+    ~Fp32Weights();
+    Fp32Weights(Fp32Weights&&) noexcept;
+    Fp32Weights& operator=(Fp32Weights&&) = delete;
+    /// What the destructor does, with exceptions: casts back. Error if a tensor has another shape
+    /// now; it is then as before. (The destructor writes that to the log.)
+    void end();
+
+   private:
+    friend class MixedPrecision;
+    struct Saved;
+    explicit Fp32Weights(std::unique_ptr<Saved> saved);
+    std::unique_ptr<Saved> saved_;
+  };
+  Fp32Weights fp32_weights(const Model& model);
+
+  /// torch::save and torch::load of a model inside fp32_weights(). The file appears whole or not at
+  /// all. FileError if it cannot be written, or read, or does not fit the model.
+  void save_model(const Model& model, const std::string& path);
+  void load_model(const Model& model, const std::string& path);
+
+  /// Loss scalers and master weights: with the model's and the optimizer's own state, all that a
+  /// resumed run needs to go on bit for bit. Error with gradients under way (between scale_loss and
+  /// step). load() into an object of the same level, models and optimizers; FileError otherwise.
+  /// Save models inside fp32_weights(); load in any order.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+  /// As GradScaler::set_found_inf_hook: lets ranks agree on found_inf.
+  void set_found_inf_hook(FoundInfHook hook);
+
+  /// The implementation.
+  struct Impl;
+
+ private:
+  friend MixedPrecision initialize(const std::vector<Model>&, const OptimizerRefs&, const Options&);
+  explicit MixedPrecision(std::unique_ptr<Impl> impl);
+
+  // What forward needs: the model as the key it is known by, and the region.
+  static const void* handle_of(const torch::nn::Module& module) { return &module; }
+  static const void* handle_of(const torch::jit::Module& module) { return module._ivalue().get(); }
+  template <typename Held>
+  static auto handle_of(const Held& held) -> decltype(handle_of(*held)) {
+    return handle_of(*held);
+  }
+  struct Region;
+  std::shared_ptr<Region> enter(const void* model) const;
+  at::Tensor cast_input(const at::Tensor& tensor) const;
+  c10::IValue cast_input(const c10::IValue& value) const;
+  at::Tensor cast_output(const at::Tensor& tensor) const;
+  c10::IValue cast_output(const c10::IValue& value) const;
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace semitone::amp

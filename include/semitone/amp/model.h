@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace semitone::amp {
+
+/// Any model that mixed precision can prepare: a torch::nn::Module, however it is held, or a
+/// TorchScript module. Converts from all of them; keeps a model alive that is held by a shared
+/// pointer, and refers to one that is given by reference.
+class Model {
+ public:
+  template <typename Module,
+            typename = std::enable_if_t<std::is_base_of_v<torch::nn::Module, Module>>>
+  Model(const std::shared_ptr<Module>& module)  // NOLINT(google-explicit-constructor)
+      : Model(std::shared_ptr<torch::nn::Module>(module)) {}
+  template <typename Module>
+  Model(const torch::nn::ModuleHolder<Module>& holder)  // NOLINT(google-explicit-constructor)
+      : Model(std::shared_ptr<torch::nn::Module>(holder.is_empty() ? nullptr : holder.ptr())) {}
+  Model(std::shared_ptr<torch::nn::Module> module);  // NOLINT(google-explicit-constructor)
+  Model(torch::nn::Module& module);                  // NOLINT(google-explicit-constructor)
+  Model(torch::jit::Module module);                  // NOLINT(google-explicit-constructor)
+
+  /// One parameter or buffer.
+  struct Entry {
+    std::string name;   ///< "layer1.conv.weight"
+    at::Tensor tensor;  ///< shares its identity with the model: set_data() on it changes the model
+    bool is_parameter;
+    bool keep_fp32;  ///< belongs to an affine BatchNorm, or to a module marked KeepFp32
+  };
+  /// All parameters and buffers, in the model's order; a tensor that occurs twice comes twice.
+  std::vector<Entry> entries() const;
+
+  /// The torch::nn::Module, or null for a TorchScript module.
+  torch::nn::Module* module() const;
+  /// The TorchScript module, or null for a torch::nn::Module.
+  const torch::jit::Module* script() const;
+
+  /// What tells one model from another: the address of its torch::nn::Module or of its TorchScript
+  /// object.
+  const void* identity() const;
+  bool is(const Model& other) const { return identity() == other.identity(); }
+
+ private:
+  std::variant<std::shared_ptr<torch::nn::Module>, torch::nn::Module*, torch::jit::Module> held_;
+};
+
+}  // namespace semitone::amp

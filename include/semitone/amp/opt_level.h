@@ -1,0 +1,167 @@
+#pragma once
+
+#include "semitone/amp/cast_policy.h"
+#include "semitone/amp/loss_scale.h"
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace semitone::amp {
+
+/// How a model is trained: Apex's four levels.
+///
+/// | level | weights | operators           | BatchNorm | master weights | loss scale |
+/// |-------|---------|---------------------|-----------|----------------|------------|
+/// | O0    | fp32    | fp32                | fp32      | no             | 1          |
+/// | O1    | fp32    | as a policy says    | fp32      | not needed     | dynamic    |
+/// | O2    | 16 bits | 16 bits             | fp32      | yes            | dynamic    |
+/// | O3    | 16 bits | 16 bits             | 16 bits   | no             | 1          |
+///
+/// With bf16 the default loss scale is 1 at every level: bf16 has fp32's range, nothing underflows
+/// that fp32 would keep. (Apex knows fp16 only.)
+enum class OptLevel { O0, O1, O2, O3 };
+
+std::string_view name_of(OptLevel level);
+/// Parses "O0" … "O3". Error for anything else, with a hint where a zero stands for the letter O.
+OptLevel parse_opt_level(std::string_view name);
+
+/// A loss scale as a user gives it: a number, or "dynamic".
+class LossScale {
+ public:
+  LossScale(double scale);            // NOLINT(google-explicit-constructor)
+  LossScale(std::string_view scale);  // NOLINT(google-explicit-constructor): "dynamic" or a number
+  LossScale(const char* scale)
+      : LossScale(std::string_view(scale)) {}  // NOLINT(google-explicit-constructor)
+
+  bool is_dynamic() const { return dynamic_; }
+  /// The number; 1 if dynamic.
+  double value() const { return value_; }
+  std::string to_string() const;
+
+ private:
+  bool dynamic_ = false;
+  double value_ = 1.0;
+};
+
+/// Yes, no, or "True" / "False" as programs pass on what stood on their command line.
+class Flag {
+ public:
+  Flag(bool value) : value_(value) {}                       // NOLINT(google-explicit-constructor)
+  Flag(std::string_view text);                              // NOLINT(google-explicit-constructor)
+  Flag(const char* text) : Flag(std::string_view(text)) {}  // NOLINT(google-explicit-constructor)
+  bool value() const { return value_; }
+
+ private:
+  bool value_;
+};
+
+/// What amp::initialize is asked for: a level, and what is to differ from the level's defaults. The
+/// setters carry Apex's names.
+///
+///     amp::Options(amp::OptLevel::O2).loss_scale(128.0).keep_batchnorm_fp32(false)
+class Options {
+ public:
+  Options(OptLevel level = OptLevel::O1) : level_(level) {}  // NOLINT(google-explicit-constructor)
+  Options(std::string_view level)
+      : level_(parse_opt_level(level)) {}  // NOLINT(google-explicit-constructor)
+  Options(const char* level)
+      : Options(std::string_view(level)) {}  // NOLINT(google-explicit-constructor)
+
+  /// False: initialize changes nothing, forward, scale_loss and step only pass on. Default true.
+  Options& enabled(bool value);
+  /// fp16 or bf16: what "16 bits" is. Default: default_16bit_dtype of the device.
+  Options& dtype(c10::ScalarType value);
+  /// Where the model is. Default: the device of its first parameter.
+  Options& device(c10::DeviceType value);
+
+  /// The dtype that weights and inputs are cast to: fp32, fp16 or bf16 (a 16-bit one sets dtype()
+  /// too); nothing: no cast. Error at O1 unless nothing or fp32. Default: fp32 at O0, nothing at
+  /// O1, dtype() at O2 and O3.
+  Options& cast_model_type(std::optional<c10::ScalarType> value);
+  /// Whether forward runs in an autocast region. (Apex patches torch's functions for that.) Only O1
+  /// can have it, and has.
+  Options& patch_torch_functions(bool value);
+  /// Whether affine BatchNorm layers and modules marked KeepFp32 keep their weights, buffers and
+  /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: at O2.
+  Options& keep_batchnorm_fp32(Flag value);
+  /// Whether the optimizer works on fp32 copies of 16-bit weights. Error at O1. Default: at O2.
+  Options& master_weights(Flag value);
+  /// A number, or "dynamic". Default: dynamic at O1 and O2 with fp16, else 1.
+  Options& loss_scale(LossScale value);
+  /// The dtype that forward's results are cast to. Default: fp32, so that a loss outside of forward
+  /// is computed in fp32. (Apex's patches reach the loss too, and its O1 leaves results as they
+  /// are.)
+  Options& cast_model_outputs(c10::ScalarType value);
+  /// How many losses are scaled one by one, each with its own loss_id. Default 1.
+  Options& num_losses(std::int64_t value);
+  /// 0: silent; 1: the level and its properties, and skipped steps; 2: every cast too. Written to
+  /// the log. Default 1.
+  Options& verbosity(int value);
+  /// Bounds of a dynamic scale. Default 2^-24 (Apex: none) and 2^24.
+  Options& min_loss_scale(double value);
+  Options& max_loss_scale(double value);
+  /// The rest of the dynamic scale's rule: window, factors, hysteresis, max_consecutive_skips …;
+  /// its init_scale and bounds are taken too, unless set above.
+  Options& loss_scale_options(const LossScaleOptions& value);
+  /// The policy of O1's region, and the parameters that stay fp32 at O2 and O3
+  /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. Its device and dtype count for
+  /// nothing: those above do.
+  Options& policy(CastPolicy value);
+
+  OptLevel opt_level() const { return level_; }
+
+ private:
+  friend struct Properties;
+
+  OptLevel level_;
+  bool enabled_ = true;
+  std::optional<c10::ScalarType> dtype_;
+  std::optional<c10::DeviceType> device_;
+  std::optional<std::optional<c10::ScalarType>> cast_model_type_;
+  std::optional<bool> patch_torch_functions_;
+  std::optional<bool> keep_batchnorm_fp32_;
+  std::optional<bool> master_weights_;
+  std::optional<LossScale> loss_scale_;
+  std::optional<c10::ScalarType> cast_model_outputs_;
+  std::int64_t num_losses_ = 1;
+  int verbosity_ = 1;
+  std::optional<double> min_loss_scale_;
+  std::optional<double> max_loss_scale_;
+  std::optional<LossScaleOptions> loss_scale_options_;
+  std::optional<CastPolicy> policy_;
+};
+
+/// What is in force: the level's defaults with the options applied, checked for sense.
+struct Properties {
+  bool enabled = true;
+  OptLevel opt_level = OptLevel::O1;
+  c10::DeviceType device = c10::DeviceType::CPU;
+  c10::ScalarType dtype = c10::ScalarType::Half;
+  std::optional<c10::ScalarType> cast_model_type;  ///< nothing: weights and inputs stay as they are
+  bool patch_torch_functions = false;
+  bool keep_batchnorm_fp32 = false;
+  bool master_weights = false;
+  LossScale loss_scale = 1.0;
+  c10::ScalarType cast_model_outputs = c10::ScalarType::Float;
+  std::int64_t num_losses = 1;
+  int verbosity = 1;
+  LossScaleOptions loss_scale_options;  ///< the rule that loss_scale and its bounds amount to
+  std::optional<CastPolicy> policy;     ///< as given
+
+  /// The defaults of a level for a 16-bit dtype: one row of the table above.
+  static Properties defaults(OptLevel level, c10::ScalarType dtype);
+
+  /// @param model_device  where the model is, if the options do not say
+  /// Error for what contradicts itself: see the setters of Options.
+  static Properties resolve(const Options& options, c10::DeviceType model_device);
+
+  /// Several lines, as verbosity 1 prints them.
+  std::string to_string() const;
+};
+
+}  // namespace semitone::amp
