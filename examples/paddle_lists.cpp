@@ -1,5 +1,7 @@
-// Cast lists, as Paddle users know them: which operators run in 16 bits is a value that a program edits.
+// Cast lists, as Paddle users know them: which operators run in 16 bits is a value that a program
+// edits.
 #include <semitone/semitone.h>
+
 #include <torch/torch.h>
 
 #include <iostream>
@@ -20,10 +22,12 @@ TORCH_MODULE(Net);
 
 int main() {
   Net model;
-  const auto policy = amp::CastPolicy::paddle(torch::kBFloat16)
-                          .lower("conv2d")              // custom_white_list
-                          .keep_fp32("softmax")         // custom_black_list
-                          .keep_fp32_params("head.*");  // no counterpart: one layer in fp32, by the names of its parameters
+  const auto policy =
+      amp::CastPolicy::paddle(torch::kBFloat16)
+          .lower("conv2d")       // custom_white_list
+          .keep_fp32("softmax")  // custom_black_list
+          .keep_fp32_params(
+              "head.*");  // no counterpart: one layer in fp32, by the names of its parameters
   torch::Tensor output;
   {
     const amp::Autocast region(policy.bind(model));

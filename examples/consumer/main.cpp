@@ -1,5 +1,6 @@
 // A linear model learns y = 3x + 1 at O1: the smallest program that uses an installed Semitone.
 #include <semitone/semitone.h>
+
 #include <torch/torch.h>
 
 #include <iostream>
@@ -19,7 +20,9 @@ int main() {
     mixed.scale_loss(loss, optimizer).backward();
     mixed.step(optimizer);
   }
-  std::cout << "y = " << model->weight.item<float>() << " x + " << model->bias.item<float>() << '\n';
-  const bool learned = std::abs(model->weight.item<float>() - 3) < 0.1 && std::abs(model->bias.item<float>() - 1) < 0.1;
+  std::cout << "y = " << model->weight.item<float>() << " x + " << model->bias.item<float>()
+            << '\n';
+  const bool learned = std::abs(model->weight.item<float>() - 3) < 0.1 &&
+                       std::abs(model->bias.item<float>() - 1) < 0.1;
   return learned ? 0 : 1;
 }
