@@ -1,12 +1,12 @@
 // What a region costs an operator: chains of operators on tensors so small that nothing else counts, in LibTorch's own
 // autocast, in a region of the preset `torch` (the same rows) and in one of the preset `semitone`.
+#include "benchmarks/support/interleave.h"
 #include "semitone/amp/autocast.h"
 #include "semitone/core/error.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
-#include "benchmarks/support/interleave.h"
 #include <fmt/format.h>
 
 namespace {

@@ -1,10 +1,10 @@
 #include "apps/semitone/results.h"
 
+#include "apps/semitone/output.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
 
-#include "apps/semitone/output.h"
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
