@@ -6,7 +6,7 @@
 namespace semitone::env {
 
 std::span<const Variable> all() {
-  static constexpr std::array kAll{kLogLevel, kDataDir, kConformanceDir, kNoColor, kRank};
+  static constexpr std::array kAll{kLogLevel, kDataDir, kConformanceDir, kNoColor, kTerm, kRank};
   return kAll;
 }
 
