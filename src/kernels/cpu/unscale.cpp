@@ -1,7 +1,7 @@
+#include "src/kernels/kernels.h"
+
 #include <algorithm>
 #include <cstddef>
-
-#include "src/kernels/kernels.h"
 
 // Highway compiles this file once for each instruction set: the order of these lines matters.
 // clang-format off
@@ -27,13 +27,20 @@ bool unscale_elements(const void* in_bytes, const void* addend_bytes, void* out_
   // x - x is 0 for a finite x and NaN otherwise; adding it up keeps a NaN, and one test at the end
   // suffices. The stored value is tested, since rounding to fp16 can overflow.
   auto poison = hn::Zero(d);
+  const auto not_finite = [&](auto v) { return hn::IsNaN(hn::Sub(v, v)); };
   const auto step = [&](const typename In::Stored* from, const typename Out::Stored* plus,
                         typename Out::Stored* to) {
     auto v = hn::Mul(load(In{}, d, from), inv_scale);
-    if (plus != nullptr) v = hn::Add(v, load(Out{}, d, plus));
+    auto known = hn::Zero(d);
+    if (plus != nullptr) {
+      known = load(Out{}, d, plus);
+      v = hn::Add(v, known);
+    }
     store(Out{}, d, v, to);
     const auto stored = load(Out{}, d, to);
-    poison = hn::Add(poison, hn::Sub(stored, stored));
+    const auto found = hn::Sub(stored, stored);
+    poison =
+        hn::Add(poison, plus == nullptr ? found : hn::IfThenZeroElse(not_finite(known), found));
   };
   std::size_t i = 0;
   for (; i + lanes <= size; i += lanes)
