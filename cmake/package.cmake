@@ -1,0 +1,14 @@
+# Installation, so that other projects find Semitone: find_package(semitone), target_link_libraries(… semitone::semitone).
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+get_property(rooms GLOBAL PROPERTY semitone_rooms)
+install(TARGETS semitone ${rooms} EXPORT semitone ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY include/semitone DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/semitone)
+install(EXPORT semitone NAMESPACE semitone:: DESTINATION ${package_dir})
+configure_package_config_file(cmake/semitoneConfig.cmake.in ${PROJECT_BINARY_DIR}/semitoneConfig.cmake
+  INSTALL_DESTINATION ${package_dir})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/semitoneConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/semitoneConfig.cmake ${PROJECT_BINARY_DIR}/semitoneConfigVersion.cmake
+  cmake/FindLibTorch.cmake DESTINATION ${package_dir})

@@ -1,0 +1,52 @@
+"""That tools/check_house.py accepts this repository and finds each kind of violation."""
+import importlib.util
+import pathlib
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("check_house", ROOT / "tools" / "check_house.py")
+check_house = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_house)
+
+
+def problems_of(files):
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder)
+        for name, text in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return check_house.check(root)
+
+
+class CheckHouse(unittest.TestCase):
+    def test_this_repository_is_in_order(self):
+        self.assertEqual(check_house.check(ROOT), [])
+
+    def test_arrows_go_one_way(self):
+        self.assertEqual(problems_of({"src/amp/a.cpp": '#include "semitone/core/error.h"\n'}), [])
+        found = problems_of({"src/core/a.cpp": '#include "semitone/amp/autocast.h"\n'})
+        self.assertEqual(found, ["src/core/a.cpp:1: room 'core' may not include room 'amp'"])
+        self.assertEqual(len(problems_of({"src/kernels/a.cpp": '#include "src/amp/dispatch.h"\n'})), 1)
+
+    def test_public_headers_are_clean(self):
+        for text in ("#include <fmt/format.h>", "#include <cuda_runtime.h>", '#include "src/amp/dispatch.h"', "#ifdef SEMITONE_CUDA"):
+            with self.subTest(text):
+                self.assertEqual(len(problems_of({"include/semitone/amp/a.h": f"#pragma once\n{text}\n"})), 1)
+
+    def test_headers_have_a_guard(self):
+        self.assertEqual(len(problems_of({"include/semitone/amp/a.h": "int x;\n"})), 1)
+
+    def test_the_library_neither_prints_nor_exits(self):
+        for text in ("std::exit(1);", 'printf("x");', 'std::cout << "x";', "abort();"):
+            with self.subTest(text):
+                self.assertEqual(len(problems_of({"src/amp/a.cpp": text + "\n"})), 1)
+        self.assertEqual(problems_of({"src/amp/a.cpp": "// printf() is not for libraries\nstd::snprintf(a, b, c);\n"}), [])
+
+    def test_a_room_must_be_known(self):
+        self.assertEqual(len(problems_of({"src/cellar/a.cpp": "int x;\n"})), 1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Checks the structure that docs/house.md draws: which room may include which, and what a public header may contain.
+
+    tools/check_house.py [ROOT]
+
+Prints one line for each violation and exits with 1 if there is one.
+"""
+import pathlib
+import re
+import sys
+
+# Each room and the rooms whose headers it may include, besides its own.
+ROOMS = {
+    "core": [],
+    "kernels": ["core"],
+    "launch": ["core"],
+    "amp": ["kernels", "core"],
+    "zoo": ["core"],
+    "train": ["amp", "zoo", "launch", "kernels", "core"],
+}
+PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
+
+# What a public header must not drag in: libraries that only sources use, and everything of CUDA, NCCL and MPI.
+BANNED_IN_PUBLIC = re.compile(
+    r'#\s*include\s*[<"](CLI/|fmt/|spdlog/|nlohmann/|hwy/|zlib|gtest/|benchmark/|cuda|nccl|mpi)'
+)
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
+BUILD_OPTION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\b(SEMITONE_|USE_|NDEBUG|__CUDA)")
+EXITS = re.compile(r"(?<![\w.:>])(?:std::)?(exit|_exit|abort|quick_exit|printf|puts)\s*\(")
+STREAMS = re.compile(r"\bstd::(cout|cerr|clog)\b")
+
+
+def room_of(path: str):
+    """The room of an include path or file: semitone/amp/x.h, include/semitone/amp/x.h, src/amp/x.h."""
+    match = re.match(r"(?:include/)?semitone/(\w+)/|src/(\w+)/", path)
+    return (match.group(1) or match.group(2)) if match else None
+
+
+def without_comments(text: str) -> str:
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.S)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def check(root: pathlib.Path):
+    problems = []
+    files = sorted(p for d in ["include", "src", *PROGRAMS] for p in (root / d).rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        room = room_of(name)
+        public = name.startswith("include/")
+        lines = without_comments(path.read_text()).splitlines()
+        if room is not None and room not in ROOMS:
+            problems.append(f"{name}: room '{room}' is not in tools/check_house.py")
+            continue
+        if path.suffix in {".h", ".cuh"} and not name.endswith("-inl.h") and "#pragma once" not in path.read_text():
+            problems.append(f"{name}: no #pragma once")
+        for number, line in enumerate(lines, 1):
+            where = f"{name}:{number}"
+            include = INCLUDE.match(line)
+            if include:
+                target = room_of(include.group(1))
+                if room is not None and target is not None and target != room and target not in ROOMS[room]:
+                    problems.append(f"{where}: room '{room}' may not include room '{target}'")
+                if public and include.group(1).startswith("src/"):
+                    problems.append(f"{where}: a public header includes a private one")
+                if name.startswith(("apps/", "examples/")) and include.group(1).startswith("src/"):
+                    problems.append(f"{where}: programs use public headers only")
+            if public and BANNED_IN_PUBLIC.search(line):
+                problems.append(f"{where}: a public header includes a library that only sources may use")
+            if public and BUILD_OPTION.search(line):
+                problems.append(f"{where}: a public header depends on a build option")
+            if name.startswith(("include/", "src/")) and (EXITS.search(line) or STREAMS.search(line)):
+                problems.append(f"{where}: the library neither prints nor ends the program")
+    return problems
+
+
+def main():
+    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent).resolve()
+    problems = check(root)
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} violations")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
