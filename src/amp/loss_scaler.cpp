@@ -29,9 +29,13 @@ at::Tensor LossScaler::scaled(const at::Tensor& loss) const {
 
 void LossScaler::note_skip(const Overflow& overflow) {
   ++skipped_;
-  if (consecutive_ == 0 && first_of_run_.parameter.empty()) first_of_run_ = overflow;
+  note_overflow(overflow);
   events::emit(events::StepSkipped{overflow.parameter, overflow.parameters, consecutive_ + 1,
                                    skipped_, state_.scale});
+}
+
+void LossScaler::note_overflow(const Overflow& overflow) {
+  if (consecutive_ == 0 && first_of_run_.parameter.empty()) first_of_run_ = overflow;
 }
 
 void LossScaler::update(bool found_inf) {
@@ -53,8 +57,8 @@ void LossScaler::update(bool found_inf) {
                         first_of_run_.parameters, first_of_run_.parameter);
   throw DivergedError(
       "amp.loss_scaler", fmt::format("finite gradients within {} steps", limit),
-      fmt::format("{} skipped steps in a row, {}; the loss scale is {}", consecutive_, first,
-                  state_.scale),
+      fmt::format("{} skipped steps of loss {} in a row, {}; the loss scale is {}", consecutive_,
+                  loss_id_, first, state_.scale),
       "look at the loss and the input first: a lower learning rate or gradient clipping may help, "
       "a smaller scale will not");
 }

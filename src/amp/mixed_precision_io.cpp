@@ -1,5 +1,6 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/file.h"
 #include "src/amp/archive.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/same_memory.h"
@@ -9,8 +10,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <filesystem>
+#include <sstream>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -114,22 +114,18 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
 }
 
 void MixedPrecision::save_model(const Model& model, const std::string& path) {
-  const auto fp32 = fp32_weights(model);
-  const std::string partial = path + ".partial";
-  try {
+  std::ostringstream stream;
+  {
+    const auto fp32 = fp32_weights(model);
     if (const auto* script = model.script()) {
-      script->save(partial);
+      script->save(stream);
     } else {
       torch::serialize::OutputArchive archive;
       model.module()->save(archive);
-      archive.save_to(partial);
+      archive.save_to(stream);
     }
-    std::filesystem::rename(partial, path);
-  } catch (const std::exception& error) {
-    std::remove(partial.c_str());
-    throw FileError("amp.mixed_precision.save_model", "to write '" + path + "'", reason(error),
-                    "nothing was changed");
   }
+  write_file(path, std::move(stream).str(), "amp.mixed_precision.save_model");
 }
 
 namespace {
@@ -206,6 +202,7 @@ void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
   const Properties& properties = impl_->properties;
   archive.write("opt_level", c10::IValue(std::string(name_of(properties.opt_level))));
   archive.write("dtype", c10::IValue(dtype_name(properties.dtype)));
+  archive.write("models", c10::IValue(static_cast<std::int64_t>(impl_->models.size())));
   archive.write("losses", c10::IValue(static_cast<std::int64_t>(impl_->scalers.size())));
   archive.write("optimizers", c10::IValue(static_cast<std::int64_t>(impl_->optimizers.size())));
   for (std::size_t i = 0; i < impl_->scalers.size(); ++i) {
@@ -235,10 +232,13 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     must_be("dtype", dtype_name(properties.dtype),
             read_value<std::string>(archive, "dtype", kWhere));
   }
-  must_be("number of losses", std::to_string(impl_->scalers.size()),
-          std::to_string(read_value<std::int64_t>(archive, "losses", kWhere)));
-  must_be("number of optimizers", std::to_string(impl_->optimizers.size()),
-          std::to_string(read_value<std::int64_t>(archive, "optimizers", kWhere)));
+  const auto must_be_as_many = [&](const std::string& what, std::size_t here) {
+    must_be("number of " + what, std::to_string(here),
+            std::to_string(read_value<std::int64_t>(archive, what, kWhere)));
+  };
+  must_be_as_many("models", impl_->models.size());
+  must_be_as_many("losses", impl_->scalers.size());
+  must_be_as_many("optimizers", impl_->optimizers.size());
   const auto part = [&](const std::string& key) {
     torch::serialize::InputArchive inner;
     if (!archive.try_read(key, inner))

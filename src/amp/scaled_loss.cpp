@@ -264,11 +264,13 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
 
 namespace {
 
-// An optimizer is going to skip a step because a loss overflowed.
-void note_skip(MixedPrecision::Impl& mixed, const MixedPrecision::Impl::PerOptimizer& optimizer,
-               std::int64_t loss_id) {
+// An optimizer skips its next step because a loss overflowed; a step that several losses want to be
+// skipped is counted for the first of them.
+void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimizer& optimizer,
+                   std::int64_t loss_id) {
   LossScaler& scaler = mixed.scaler(loss_id, "step");
-  const bool say = mixed.properties.verbosity >= 1 && is_first_rank();
+  const bool first = !std::exchange(optimizer.skip, true);
+  const bool say = first && mixed.properties.verbosity >= 1 && is_first_rank();
   Overflow overflow;
   if (say || scaler.wants_names()) {
     if (optimizer.masters.has_value()) {
@@ -287,7 +289,7 @@ void note_skip(MixedPrecision::Impl& mixed, const MixedPrecision::Impl::PerOptim
     log()->info("skipped a step: loss {} overflowed at scale {}, {}", loss_id, scaler.scale(),
                 where);
   }
-  scaler.note_skip(overflow);
+  first ? scaler.note_skip(overflow) : scaler.note_overflow(overflow);
 }
 
 // Decides, with one host read, what became of the losses that an optimizer was named for, and takes
@@ -323,7 +325,7 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
     found_by_loss[pending.loss_id] = found_by_loss[pending.loss_id] || found;
     if (!found) continue;
     for (auto* involved : pending.optimizers) {
-      if (!std::exchange(involved->skip, true)) note_skip(mixed, *involved, pending.loss_id);
+      note_overflow(mixed, *involved, pending.loss_id);
     }
   }
   std::erase_if(mixed.pending, concerns);
@@ -354,23 +356,21 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   }
   const auto found_by_loss = resolve(*impl_, known);
   const bool skip = std::exchange(known.skip, false);
-  if (skip && known.masters.has_value()) known.masters->clear_gradients();
+  if (!skip) optimizer.step();
+  if (known.masters.has_value()) {
+    if (!skip) known.masters->write_model();
+    known.masters->clear_gradients();
+  }
   std::exception_ptr diverged;
   for (const auto& [loss_id, found] : found_by_loss) {
     try {
       impl_->scaler(loss_id, "step").update(found);
     } catch (const DivergedError&) {
-      diverged = std::current_exception();
+      if (diverged == nullptr) diverged = std::current_exception();
     }
   }
   if (diverged != nullptr) std::rethrow_exception(diverged);
-  if (skip) return Step::skipped;
-  optimizer.step();
-  if (known.masters.has_value()) {
-    known.masters->write_model();
-    known.masters->clear_gradients();
-  }
-  return Step::stepped;
+  return skip ? Step::skipped : Step::stepped;
 }
 
 void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {

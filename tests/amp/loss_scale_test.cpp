@@ -1,8 +1,9 @@
 #include "semitone/amp/loss_scale.h"
 
 #include "semitone/core/error.h"
-#include "tests/support/throws.h"
+#include "tests/support/errors.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -3,10 +3,11 @@
 #include "semitone/core/error.h"
 #include "tests/support/archive.h"
 #include "tests/support/recorded_events.h"
-#include "tests/support/throws.h"
+#include "tests/support/errors.h"
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

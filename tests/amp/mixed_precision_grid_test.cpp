@@ -3,7 +3,7 @@
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
-#include "tests/support/compare.h"
+#include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/torch.h>

@@ -3,13 +3,14 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "tests/support/compare.h"
+#include "tests/support/tensors.h"
 #include "tests/support/recorded_events.h"
-#include "tests/support/throws.h"
+#include "tests/support/errors.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -55,6 +56,14 @@ Options options(const std::string& level, ScalarType dtype = torch::kHalf) {
   made.dtype(dtype).verbosity(0);
   if (level != "O0") made.policy(CastPolicy::semitone().keep_fp32_params("a"));
   return made;
+}
+
+// A scale that moves, from one that none of these gradients overflows fp16 with.
+constexpr double kFirstScale = 1024;
+
+Options dynamic_scale(const Options& given, const LossScaleOptions& rule = {}) {
+  return Options(given).loss_scale("dynamic").loss_scale_options(
+      LossScaleOptions(rule).init_scale(kFirstScale));
 }
 
 at::Tensor ones() {
@@ -126,10 +135,13 @@ std::vector<Case> cases() {
   std::vector<Case> all;
   for (const auto dtype : kDtypes) {
     for (const std::string level : kLevels) {
-      for (const char* scale : {"1", "128", "dynamic"}) {
-        all.push_back({level + "_" + dtype_name(dtype) + "_" + scale,
-                       options(level, dtype).loss_scale(scale)});
+      const Options given = options(level, dtype);
+      const std::string name = level + "_" + dtype_name(dtype);
+      for (const double scale : {1, 128}) {
+        all.push_back({name + "_" + std::to_string(static_cast<int>(scale)),
+                       Options(given).loss_scale(scale)});
       }
+      all.push_back({name + "_dynamic", dynamic_scale(given)});
     }
   }
   return all;
@@ -231,9 +243,14 @@ TEST_P(ScaledLossAtEveryLevel, ClippingOfMasterParamsSeesTrueGradients) {
   plain.backward();
   const double norm =
       torch::nn::utils::clip_grad_norm_(trained.mixed.master_params(trained.optimizer), 1.0);
-  EXPECT_TRUE(std::abs(norm - torch::nn::utils::clip_grad_norm_(plain.model->parameters(), 1.0)) <=
-              reduction_tolerance(torch::kFloat, 4) * norm);
-  EXPECT_TRUE(near(trained.grads(), plain.grads(), pointwise_tolerance(dtype())));
+  const double expected = torch::nn::utils::clip_grad_norm_(plain.model->parameters(), 1.0);
+  // LibTorch takes the norm of a gradient in its dtype: 16 bits where there are no masters.
+  auto norm_dtype = torch::kFloat;
+  for (const at::Tensor& grad : trained.grads()) {
+    if (grad.scalar_type() != torch::kFloat) norm_dtype = grad.scalar_type();
+  }
+  EXPECT_LE(std::abs(norm - expected), reduction_tolerance(norm_dtype, 4) * expected);
+  EXPECT_TRUE(near(trained.grads(), plain.grads(), pointwise_tolerance(norm_dtype)));
 }
 
 TEST_P(ScaledLossAtEveryLevel, AStepChangesModelAndMasterAlike) {
@@ -350,7 +367,9 @@ TEST_P(ScaledLossAtEveryLevel, AnExceptionInTheOptimizerLeavesAUsableState) {
     mixed.scale_loss(mixed.forward(model, ones()), optimizer).backward();
     return mixed.step(optimizer);
   };
+  const LossScaleState before = mixed.loss_scaler().state();
   EXPECT_THROW(iterate(), std::runtime_error);
+  EXPECT_EQ(mixed.loss_scaler().state(), before);
   optimizer.broken = false;
   EXPECT_EQ(iterate(), Step::stepped);
   reference.backward();
@@ -452,7 +471,7 @@ TEST(ScaledLoss, TakesTheGraphOfASecondDerivative) {
 }
 
 TEST(ScaledLoss, MadeBeforeTheScaleMovedItIsUnscaledByItsOwn) {
-  Trained trained(options("O1").loss_scale("dynamic"));
+  Trained trained(dynamic_scale(options("O1")));
   Trained plain(options("O0"));
   plain.backward();
   auto early = trained.mixed.scale_loss(trained.loss(), trained.optimizer);
@@ -663,7 +682,7 @@ TEST(ScaledLoss, ZeroGradForgetsAnOverflowWithTheGradientsThatItWasIn) {
   gan.iterate();
   EXPECT_EQ(gan.d_step, Step::stepped);
 
-  Trained trained(options("O2").loss_scale("dynamic"));
+  Trained trained(dynamic_scale(options("O2")));
   trained.overflow(trained.model->a);
   trained.mixed.zero_grad(trained.optimizer);
   trained.backward();
@@ -693,32 +712,31 @@ TEST(ScaledLoss, OptimizersThatWereNotNamedKeepTheirGradients) {
 // ------------------------------------------------------------------ the scale over many steps
 
 TEST(ScaledLoss, TheScaleMovesOnceAStepHoweverManyBackwards) {
-  Trained trained(options("O1").loss_scale("dynamic").loss_scale_options(
-      LossScaleOptions().init_scale(64).growth_interval(2)));
+  Trained trained(dynamic_scale(options("O1"), LossScaleOptions().growth_interval(2)));
   for (int step = 0; step < 2; ++step) {
     for (int i = 0; i < 4; ++i) trained.backward();
     trained.mixed.step(trained.optimizer);
-    EXPECT_EQ(trained.mixed.loss_scaler().scale(), step == 0 ? 64 : 128);
+    EXPECT_EQ(trained.mixed.loss_scaler().scale(), step == 0 ? kFirstScale : 2 * kFirstScale);
   }
 }
 
 TEST(ScaledLoss, KOverflowsHalveEachScalerKTimes) {
-  Trained trained(options("O2").num_losses(2).loss_scale("dynamic"));
+  Trained trained(dynamic_scale(options("O2").num_losses(2)));
   for (int i = 0; i < 5; ++i) {
     trained.optimizer.zero_grad();
     trained.overflow(trained.model->b, {.loss_id = 0});
     i < 2 ? trained.overflow(trained.model->b, {.loss_id = 1}) : trained.backward({.loss_id = 1});
     EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::skipped);
   }
-  EXPECT_EQ(trained.mixed.loss_scaler(0).scale(), 65536 / 32);
-  EXPECT_EQ(trained.mixed.loss_scaler(1).scale(), 65536 / 4);
+  EXPECT_EQ(trained.mixed.loss_scaler(0).scale(), kFirstScale / 32);
+  EXPECT_EQ(trained.mixed.loss_scaler(1).scale(), kFirstScale / 4);
   EXPECT_EQ(trained.mixed.loss_scaler(0).state().growth_tracker, 0);
   EXPECT_EQ(trained.mixed.loss_scaler(1).state().growth_tracker, 3);
 }
 
 TEST(ScaledLoss, TooManySkipsInARowStopAndNameTheParameter) {
-  Trained trained(options("O2").num_losses(2).loss_scale("dynamic").loss_scale_options(
-      LossScaleOptions().max_consecutive_skips(2)));
+  Trained trained(
+      dynamic_scale(options("O2").num_losses(2), LossScaleOptions().max_consecutive_skips(2)));
   const auto before = trained.weights();
   const auto iterate = [&] {
     trained.optimizer.zero_grad();
@@ -741,8 +759,8 @@ TEST(ScaledLoss, SkipsAreToldByNameForMastersOfLaterGroupsToo) {
   Toy model;
   Toy later{3};
   torch::optim::SGD optimizer(model->parameters(), 0.125);
-  auto mixed =
-      initialize({model, later}, {optimizer}, Options("O2").dtype(torch::kHalf).verbosity(0));
+  auto mixed = initialize({model, later}, {optimizer},
+                          dynamic_scale(Options("O2").dtype(torch::kHalf).verbosity(0)));
   optimizer.add_param_group(torch::optim::OptimizerParamGroup(later->parameters()));
   const RecordedEvents events;
   auto scaled =
@@ -756,15 +774,48 @@ TEST(ScaledLoss, SkipsAreToldByNameForMastersOfLaterGroupsToo) {
   EXPECT_EQ(events.skips()[0].parameter, "model 1: a");
   EXPECT_EQ(events.skips()[0].non_finite, 2);
   ASSERT_EQ(events.updates().size(), 1U);
-  EXPECT_EQ(events.updates()[0].before, 65536);
-  EXPECT_EQ(events.updates()[0].after, 32768);
+  EXPECT_EQ(events.updates()[0].before, kFirstScale);
+  EXPECT_EQ(events.updates()[0].after, kFirstScale / 2);
+}
+
+TEST(ScaledLoss, ALossThatSharesItsSkipsWithAnotherKnowsWhereItOverflowedToo) {
+  Trained trained(
+      dynamic_scale(options("O2").num_losses(2), LossScaleOptions().max_consecutive_skips(2)));
+  const auto iterate = [&](bool first_too) {
+    trained.optimizer.zero_grad();
+    first_too ? trained.overflow(trained.model->a) : trained.backward();
+    trained.overflow(trained.model->b, {.loss_id = 1});
+    return trained.mixed.step(trained.optimizer);
+  };
+  EXPECT_EQ(iterate(true), Step::skipped);
+  const std::string message = message_of<DivergedError>([&] { iterate(false); });
+  EXPECT_THAT(message, HasSubstr("loss 1"));
+  EXPECT_THAT(message, HasSubstr("inf or NaN in 2 gradients, nearest the loss that of 'b'"));
+  EXPECT_EQ(trained.mixed.skipped_steps(), 2) << "a step that two losses skip is skipped once";
+}
+
+// Gradients of 1 and more do not fit into fp16 at the default scale of 65536: the first steps find
+// the scale.
+TEST(ScaledLoss, TheFirstStepsOfFp16WeightsFindAScaleThatFits) {
+  for (const std::string level : {"O2", "O3"}) {
+    Trained trained(options(level).loss_scale("dynamic"));
+    std::vector<Step> steps;
+    for (int i = 0; i < 4; ++i) {
+      trained.optimizer.zero_grad();
+      trained.backward();
+      steps.push_back(trained.mixed.step(trained.optimizer));
+    }
+    // The gradients of b are x * a = 1 and 2 at first.
+    EXPECT_EQ(steps, (std::vector{Step::skipped, Step::skipped, Step::stepped, Step::stepped}));
+    EXPECT_EQ(trained.mixed.loss_scaler().scale(), 16384);
+  }
 }
 
 // ------------------------------------------------------------------ found_inf of other ranks
 
 TEST(ScaledLoss, AnotherRanksOverflowSkipsThisRanksStepToo) {
   for (const std::string level : kLevels) {
-    Trained trained(options(level).loss_scale("dynamic"));
+    Trained trained(dynamic_scale(options(level)));
     const auto before = trained.weights();
     int calls = 0;
     trained.mixed.set_found_inf_hook([&](at::Tensor& found_inf) {
@@ -775,13 +826,13 @@ TEST(ScaledLoss, AnotherRanksOverflowSkipsThisRanksStepToo) {
     for (int i = 0; i < 3; ++i) trained.backward();
     EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::skipped) << level;
     EXPECT_EQ(calls, 1) << "once a loss, however many micro-batches this rank had";
-    EXPECT_EQ(trained.mixed.loss_scaler().scale(), 32768);
+    EXPECT_EQ(trained.mixed.loss_scaler().scale(), kFirstScale / 2);
     EXPECT_TRUE(equal(trained.weights(), before)) << level;
   }
 }
 
 TEST(ScaledLoss, TheHookIsCalledForALossWithoutGradients) {
-  Trained trained(options("O1").loss_scale("dynamic"));
+  Trained trained(dynamic_scale(options("O1")));
   int calls = 0;
   trained.mixed.set_found_inf_hook([&](at::Tensor& found_inf) {
     found_inf.fill_(1);
@@ -794,7 +845,7 @@ TEST(ScaledLoss, TheHookIsCalledForALossWithoutGradients) {
 }
 
 TEST(ScaledLoss, AHookThatThrowsLeavesAUsableState) {
-  Trained trained(options("O2").loss_scale("dynamic"));
+  Trained trained(dynamic_scale(options("O2")));
   trained.mixed.set_found_inf_hook(
       [](at::Tensor&) { throw std::runtime_error("connection lost"); });
   trained.backward();

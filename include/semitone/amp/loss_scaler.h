@@ -39,6 +39,10 @@ class LossScaler {
   /// (events::StepSkipped). Before update().
   void note_skip(const Overflow& overflow);
 
+  /// Where this loss overflowed in a step that is skipped, and counted, because of another one too:
+  /// for the DivergedError. Before update().
+  void note_overflow(const Overflow& overflow);
+
   /// The iteration is over: moves the scale (next_loss_scale) and tells listeners
   /// (events::LossScaleUpdated). DivergedError after max_consecutive_skips iterations in a row with
   /// found_inf; the object stays usable.

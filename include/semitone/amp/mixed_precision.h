@@ -215,8 +215,8 @@ class MixedPrecision {
   /// any order, before or after the first step.
   ///
   /// save() is an Error with gradients under way (between scale_loss and step). load() drops
-  /// gradients; it is a FileError, and changes nothing, unless level, dtype, models, optimizers and
-  /// number of losses are the saved run's.
+  /// gradients; it is a FileError, and changes nothing, unless level, dtype, the shapes of the
+  /// masters and the numbers of models, optimizers and losses are the saved run's.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
