@@ -57,7 +57,7 @@ void LossScaler::update(bool found_inf) {
                         first_of_run_.parameters, first_of_run_.parameter);
   throw DivergedError(
       "amp.loss_scaler", fmt::format("finite gradients within {} steps", limit),
-      fmt::format("{} skipped steps of loss {} in a row, {}; the loss scale is {}", consecutive_,
+      fmt::format("{} skipped steps in a row for loss {}, {}; the loss scale is {}", consecutive_,
                   loss_id_, first, state_.scale),
       "look at the loss and the input first: a lower learning rate or gradient clipping may help, "
       "a smaller scale will not");

@@ -17,7 +17,7 @@ struct Unscale {
 };
 
 // out = grad * inv_scale + addend for every item, and found_inf = 1 if an element of a result is
-// inf or NaN where the addend is not: what was found before is not blamed on this gradient.
+// inf or NaN, and not only because the addend is: what was found before is not blamed on this gradient.
 // found_inf is never cleared here. The test is on the result: so a scale of 0, whose inverse is
 // inf, is caught where a test of the scaled gradient would let NaNs through (torch's GradScaler,
 // at::_amp_foreach_non_finite_check_and_unscale_).

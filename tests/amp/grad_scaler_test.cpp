@@ -2,10 +2,10 @@
 
 #include "semitone/core/error.h"
 #include "tests/support/archive.h"
-#include "tests/support/tensors.h"
+#include "tests/support/errors.h"
 #include "tests/support/optimizers.h"
 #include "tests/support/recorded_events.h"
-#include "tests/support/errors.h"
+#include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/torch.h>

@@ -2,8 +2,8 @@
 
 #include "semitone/core/error.h"
 #include "tests/support/archive.h"
-#include "tests/support/recorded_events.h"
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
 
 #include <torch/torch.h>
 
@@ -137,6 +137,19 @@ TEST(LossScaler, StopsAfterTooManySkipsInARowAndNamesTheFirst) {
   EXPECT_THROW(skip("x"), DivergedError);
   EXPECT_NO_THROW(scaler.update(false));
   EXPECT_NO_THROW(skip("x"));
+}
+
+TEST(LossScaler, AnOverflowInAStepThatAnotherLossSkippedIsNamedButNotCounted) {
+  LossScaler scaler(LossScaleOptions().max_consecutive_skips(2), 1);
+  scaler.note_overflow({"head.weight", 1});
+  scaler.update(true);
+  EXPECT_EQ(scaler.skipped_steps(), 0);
+  EXPECT_EQ(scaler.consecutive_skips(), 1);
+  scaler.note_skip({"later", 1});
+  const auto message = message_of<DivergedError>([&] { scaler.update(true); });
+  EXPECT_THAT(message, HasSubstr("for loss 1"));
+  EXPECT_THAT(message, HasSubstr("'head.weight'"));
+  EXPECT_EQ(scaler.skipped_steps(), 1);
 }
 
 TEST(LossScaler, ARunWithoutNamesDoesNotBorrowThatOfAnEarlierOne) {

@@ -92,7 +92,7 @@ Options options(const std::string& level, ScalarType dtype = torch::kBFloat16) {
 // A model, its optimizer and what initialize made of them.
 struct Training {
   explicit Training(const Options& given, std::uint64_t seed = 5,
-               const decltype(test::OptimizerKind::make)& make = sgd)
+                    const decltype(test::OptimizerKind::make)& make = sgd)
       : net(make_net(seed)),
         optimizer(make(net->parameters())),
         mixed(initialize(net, *optimizer, given)) {}
@@ -156,8 +156,8 @@ TEST(Fp32Weights, ChangesMadeMeanwhileAreWhatTrainingGoesOnWith) {
     {
       const auto fp32 = run.mixed.fp32_weights(run.net);
       const torch::NoGradGuard no_grad;
-      run.net->conv->weight.fill_(0.1);                                     // in place
-      run.net->head->bias.set_data(torch::full({3}, 0.2));                  // other memory
+      run.net->conv->weight.fill_(0.1);                                      // in place
+      run.net->head->bias.set_data(torch::full({3}, 0.2));                   // other memory
       run.net->norm->running_mean.set_data(torch::full({4}, 0.3F).clone());  // a buffer
     }
     const auto conv = run.net->conv->weight;
@@ -349,8 +349,7 @@ TEST(LoadModel, FilesThatDoNotFitAreErrorsThatChangeNothing) {
   run.train(0);
   const auto before = run.everything();
   const auto refused = [&](const std::string& path) {
-    std::string message =
-        message_of<FileError>([&] { run.mixed.load_model(run.net, path); });
+    std::string message = message_of<FileError>([&] { run.mixed.load_model(run.net, path); });
     EXPECT_TRUE(equal(run.everything(), before));
     EXPECT_THAT(message, HasSubstr("[amp.mixed_precision.load_model]"));
     EXPECT_THAT(message, HasSubstr(path));
@@ -379,9 +378,9 @@ TEST(SaveModel, WhereNothingCanBeWrittenIsAnErrorAndTheOldFileStays) {
   const TemporaryFolder folder;
   Training run(options("O2"));
   const auto before = run.everything();
-  EXPECT_THAT(message_of<FileError>(
-                  [&] { run.mixed.save_model(run.net, folder / "no" / "model.pt"); }),
-              HasSubstr("[amp.mixed_precision.save_model] expected to write '"));
+  EXPECT_THAT(
+      message_of<FileError>([&] { run.mixed.save_model(run.net, folder / "no" / "model.pt"); }),
+      HasSubstr("[amp.mixed_precision.save_model] expected to write '"));
   // A folder in the place of the partial file.
   test::write_text(folder / "model.pt", "old");
   std::filesystem::create_directory(folder / "model.pt.partial");
@@ -406,7 +405,8 @@ TEST(SaveModel, TorchScriptModelsGoThroughTheirOwnFormat) {
   torch::jit::Module model("Net");
   model.register_parameter("weight", torch::randn({3, 4}), false);
   model.register_buffer("offset", torch::randn({3}));
-  model.define("def forward(self, x: Tensor):\n  return torch.linear(x, self.weight, self.offset)");
+  model.define(
+      "def forward(self, x: Tensor):\n  return torch.linear(x, self.weight, self.offset)\n");
   const auto exact = model.attr("weight").toTensor().detach().clone();
   torch::optim::SGD optimizer(std::vector<at::Tensor>{model.attr("weight").toTensor()}, 0.1);
   auto mixed = initialize(model, optimizer, options("O2"));
@@ -543,8 +543,9 @@ TEST(MixedPrecisionState, LoadingDropsGradientsAndWhatWasFoundInThem) {
 }
 
 TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
-  const Options given = options("O2", torch::kHalf).loss_scale("dynamic").loss_scale_options(
-      LossScaleOptions().init_scale(256));
+  const Options given = options("O2", torch::kHalf)
+                            .loss_scale("dynamic")
+                            .loss_scale_options(LossScaleOptions().init_scale(256));
   Training run(given);
   run.train(0);
   const auto before = run.everything();

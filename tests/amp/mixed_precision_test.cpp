@@ -3,9 +3,9 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/keep_fp32.h"
-#include "tests/support/tensors.h"
-#include "tests/support/recorded_events.h"
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
+#include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/script.h>
@@ -666,13 +666,13 @@ TEST(MixedPrecision, AutocastIsTheRegionOfO1AndNoneElsewhere) {
 torch::jit::Module script() {
   torch::jit::Module module("Net");
   torch::manual_seed(5);
-  module.register_parameter("weight", torch::randn({3, 4}), false);
-  module.register_parameter("bias", torch::randn({3}), false);
+  module.register_parameter("weight", torch::randn({3, 4}).requires_grad_(), false);
+  module.register_parameter("bias", torch::randn({3}).requires_grad_(), false);
   module.register_buffer("offset", torch::ones({3}));
   module.define(R"(
     def forward(self, x: Tensor, ids: Tensor):
         y = torch.linear(x, self.weight, self.bias) + self.offset
-        return y, {"ids": ids, "y": [y]}
+        return y, {"ids": [ids], "y": [y]}
   )");
   return module;
 }
@@ -699,7 +699,7 @@ TEST(MixedPrecision, TorchScriptModelsTrainAtEveryLevel) {
           elements[0].toTensor(), expected,
           level == "O0" ? reduction_tolerance(torch::kFloat, 4) : reduction_tolerance(dtype, 4)));
       const auto dict = elements[1].toGenericDict();
-      EXPECT_EQ(dict.at("ids").toTensor().scalar_type(), torch::kLong);
+      EXPECT_EQ(dict.at("ids").toList().get(0).toTensor().scalar_type(), torch::kLong);
       EXPECT_EQ(dict.at("y").toList().get(0).toTensor().scalar_type(), torch::kFloat);
 
       const auto before = model.attr("weight").toTensor().clone();

@@ -3,9 +3,9 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "tests/support/tensors.h"
-#include "tests/support/recorded_events.h"
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
+#include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/torch.h>
