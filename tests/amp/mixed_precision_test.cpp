@@ -688,7 +688,7 @@ TEST(MixedPrecision, TorchScriptModelsTrainAtEveryLevel) {
       std::vector<at::Tensor> parameters;
       for (const auto& p : model.parameters()) parameters.push_back(p);
       torch::optim::SGD optimizer(parameters, 0.1);
-      auto mixed = initialize(model, optimizer, quiet(Options(level).dtype(dtype)));
+      auto mixed = initialize(model, optimizer, quiet(Options(level).dtype(dtype).loss_scale(128)));
       const bool casts = level == "O2" || level == "O3";
       EXPECT_EQ(model.attr("weight").toTensor().scalar_type(), casts ? dtype : torch::kFloat);
       EXPECT_EQ(model.attr("offset").toTensor().scalar_type(), casts ? dtype : torch::kFloat);

@@ -39,8 +39,8 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 ///       scaler.scale(loss).backward();
 ///       scaler.unscale_(optimizer);  // only to clip or to look at gradients
 ///       torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
-///       if (scaler.step(optimizer) == amp::Step::skipped) ++skipped;  // unscales unless done
-///       above scaler.update();  // once an iteration, after all optimizers
+///       if (scaler.step(optimizer) == amp::Step::skipped) ++skipped;  // unscales, if nobody did
+///       scaler.update();  // once an iteration, after all optimizers
 ///     }
 ///
 /// Differs from torch's where torch's is wrong or says too little (docs/grad_scaler.md):
@@ -49,8 +49,7 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 /// - The scale has a floor and a ceiling, and may wait for several overflows: LossScaleOptions.
 /// - step() says whether it stepped; skips are counted; after max_consecutive_skips it stops and
 ///   names the parameter.
-/// - fp16 gradients are unscaled (in fp32 arithmetic), not refused; sparse ones are coalesced
-/// first.
+/// - fp16 gradients are unscaled (in fp32 arithmetic), not refused; sparse ones are coalesced.
 /// - An optimizer without a single gradient is not an error: its step does what it does.
 /// - A closure cannot be passed: it would run the model again on scaled gradients.
 ///

@@ -121,8 +121,7 @@ class MixedPrecision {
   /// see map_tensors) are cast to cast_model_type, operators run under the policy at O1, results
   /// are cast to cast_model_outputs. fp64 tensors are left alone.
   /// @param model  one of the initialized ones: a module holder, shared pointer or reference, or a
-  /// torch::jit::Module, which takes and
-  ///               returns IValues. Error for another one.
+  /// torch::jit::Module, which takes and returns IValues. Error for another one.
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
