@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cmath>
 #include <string>
 #include <utility>
 
@@ -18,6 +17,8 @@ namespace {
 
 constexpr std::array<std::pair<std::string_view, OptLevel>, 4> kLevels{
     {{"O0", OptLevel::O0}, {"O1", OptLevel::O1}, {"O2", OptLevel::O2}, {"O3", OptLevel::O3}}};
+
+constexpr auto kLossScaleValues = "a loss scale above 0 that float32 holds, or \"dynamic\"";
 
 std::string in_quotes(std::string_view text) {
   return fmt::format("'{}'", text);
@@ -39,8 +40,10 @@ OptLevel parse_opt_level(std::string_view name) {
 }
 
 LossScale::LossScale(double scale) : value_(scale) {
-  if (!(scale > 0) || !std::isfinite(scale)) {
-    throw Error("amp.initialize", "a loss scale above 0, or \"dynamic\"", fmt::format("{}", scale));
+  // It multiplies fp32 losses, its inverse fp32 gradients.
+  const DtypeLimits fp32 = dtype_limits(at::kFloat);
+  if (!(scale >= fp32.min_normal && scale <= fp32.max)) {
+    throw Error("amp.initialize", kLossScaleValues, fmt::format("{}", scale));
   }
 }
 
@@ -52,7 +55,7 @@ LossScale::LossScale(const std::string& scale) {
   double value = 0;
   const auto [end, error] = std::from_chars(scale.data(), scale.data() + scale.size(), value);
   if (error != std::errc() || end != scale.data() + scale.size()) {
-    throw Error("amp.initialize", "a loss scale above 0, or \"dynamic\"", in_quotes(scale));
+    throw Error("amp.initialize", kLossScaleValues, in_quotes(scale));
   }
   *this = LossScale(value);
 }

@@ -63,12 +63,13 @@ TEST(LossScale, IsANumberOrDynamic) {
 }
 
 TEST(LossScale, OtherTextAndNumbersAreErrors) {
-  for (const char* bad : {"", "Dynamic", "128x", "x", "0", "-1", "inf", "nan", "1 2"}) {
+  for (const char* bad :
+       {"", "Dynamic", "128x", "x", "0", "-1", "inf", "nan", "1 2", "1e39", "1e-320"}) {
     EXPECT_THAT(error_of([&] { LossScale{bad}; }),
-                HasSubstr("expected a loss scale above 0, or \"dynamic\""))
+                HasSubstr("expected a loss scale above 0 that float32 holds, or \"dynamic\""))
         << bad;
   }
-  for (const double bad : {0.0, -1.0, kInf, std::nan("")}) {
+  for (const double bad : {0.0, -1.0, 1e39, 1e-39, kInf, std::nan("")}) {
     EXPECT_THROW(LossScale{bad}, Error) << bad;
   }
 }

@@ -94,7 +94,7 @@ class LossScaleOptions {
   std::int64_t growth_interval_ = 2000;
   std::int64_t growth_delay_ = 0;
   double min_scale_ = 0x1p-24;
-  double max_scale_ = std::numeric_limits<float>::max();
+  double max_scale_ = double{std::numeric_limits<float>::max()};
   std::int64_t hysteresis_ = 1;
   OverflowCount overflow_count_ = OverflowCount::run;
   bool dynamic_ = true;
