@@ -30,6 +30,9 @@ set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
 # One flag for libraries and programs alike, so that all share one precompiled header.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)
+# A multiplication and an addition stay two roundings: the same numbers on every processor. GCC would fuse them wherever
+# the instruction set allows, even across the intrinsics that Highway is made of.
+add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
 # Libraries that tools/setup.sh unpacked where packages cannot be installed (no root).
 if(EXISTS ${PROJECT_SOURCE_DIR}/.deps/prefix/usr)

@@ -1,6 +1,7 @@
 #pragma once
 
-/// All of Semitone. A program that uses one part may include that part's header instead, which compiles faster.
+/// All of Semitone. A program that uses one part may include that part's header instead, which
+/// compiles faster.
 
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/cast_policy.h"

@@ -1,27 +1,23 @@
 #include "semitone/amp/autocast.h"
 
 #include "semitone/core/device.h"
-#include "semitone/core/dtype.h"
-#include "semitone/core/error.h"
 #include "src/amp/regions.h"
 
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include <list>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
-#include <vector>
 
 namespace semitone::amp {
 namespace {
 
 using Region = Regions::Region;
 
-// The regions of this thread with some of them replaced.
-std::shared_ptr<Regions> with(c10::ArrayRef<Region> changed) {
+// The regions of this thread with one of them replaced.
+std::shared_ptr<Regions> with(const Region& region) {
   auto regions = std::make_shared<Regions>();
   if (const Regions* outer = Regions::current()) {
     regions->innermost = outer->innermost;
@@ -29,15 +25,12 @@ std::shared_ptr<Regions> with(c10::ArrayRef<Region> changed) {
   } else {
     regions->cache = std::make_shared<CastCache>();
   }
-  for (const Region& region : changed) {
-    bool replaced = false;
-    for (Region& existing : regions->innermost) {
-      if (existing.device != region.device) continue;
-      existing = region;
-      replaced = true;
-    }
-    if (!replaced) regions->innermost.push_back(region);
+  for (Region& existing : regions->innermost) {
+    if (existing.device != region.device) continue;
+    existing = region;
+    return regions;
   }
+  regions->innermost.push_back(region);
   return regions;
 }
 
@@ -65,43 +58,29 @@ class Switches {
   c10::ScalarType dtype_before_;
 };
 
-void check_device(c10::DeviceType device) {
-  if (!at::autocast::is_autocast_available(device)) {
-    throw Error("amp.autocast", "a device that LibTorch has autocast for",
-                c10::DeviceTypeName(device, true));
-  }
-}
-
-// Default policies are made once: a region is entered at every step.
-std::shared_ptr<const CompiledPolicy> default_policy(c10::DeviceType device,
-                                                     c10::ScalarType dtype) {
-  static std::mutex mutex;
-  static auto* const made = new std::map<std::pair<c10::DeviceType, c10::ScalarType>, CastPolicy>;
-  const std::lock_guard lock(mutex);
-  auto found = made->find({device, dtype});
-  if (found == made->end())
-    found = made->emplace(std::pair(device, dtype), CastPolicy::semitone({device, dtype})).first;
-  return found->second.compiled();
-}
+// TorchScript's optimizer differentiates whole graphs by itself, and fuses operators past the
+// dispatcher, both with dtypes that it takes from the graph and not from the policy. In a region
+// operators run one by one; the flag is the thread's own.
+using PlainTorchScript = torch::jit::GraphOptimizerEnabledGuard;
 
 }  // namespace
 
 struct Autocast::Guard {
-  explicit Guard(const Region& region) : switches(region), info(kAutocastState, with(region)) {}
+  explicit Guard(const Region& region) : switches(region), info(kAutocastState, with(region)) {
+    if (region.policy != nullptr) plain.emplace(false);
+  }
   Switches switches;
   c10::DebugInfoGuard info;
+  std::optional<PlainTorchScript> plain;
 };
 
-Autocast::Autocast(const CastPolicy& policy) {
-  check_device(policy.device());
-  guard_ = std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()});
-}
+Autocast::Autocast(const CastPolicy& policy)
+    : guard_(std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()})) {}
 
 Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype, bool enabled) {
-  check_device(device);
   const CastTarget target(device, dtype.value_or(default_16bit_dtype(device)));
   guard_ = std::make_unique<Guard>(
-      Region{device, target.dtype, enabled ? default_policy(device, target.dtype) : nullptr});
+      Region{device, target.dtype, enabled ? CastPolicy::semitone(target).compiled() : nullptr});
 }
 
 Autocast::~Autocast() = default;
@@ -127,18 +106,27 @@ void clear_cast_cache() {
   if (const Regions* regions = Regions::current()) regions->cache->clear();
 }
 
+// The cache is not kept alive: it dies with the outermost region, also where a graph that waits for
+// its backward pass holds the state.
 struct AutocastState::Data {
-  std::shared_ptr<const Regions> regions;  // null: no region
+  Regions::List active;
+  std::weak_ptr<CastCache> cache;
 };
 
 struct AutocastState::Scope::Guard {
-  explicit Guard(c10::ArrayRef<Region> regions) {
-    for (const Region& region : regions) switches.emplace_back(region);
-    info.emplace(kAutocastState, with(regions));
+  explicit Guard(const Data& data) {
+    for (const Region& region : data.active) switches.emplace_back(region);
+    auto regions = std::make_shared<Regions>();
+    regions->innermost = data.active;
+    regions->cache = data.cache.lock();
+    if (regions->cache == nullptr) regions->cache = std::make_shared<CastCache>();
+    info.emplace(kAutocastState, std::move(regions));
+    if (!data.active.empty()) plain.emplace(false);
   }
-  std::list<Switches>
-      switches;  // destroyed after info, in an order that does not matter: one a device
+  c10::impl::ExcludeDispatchKeyGuard all_off{c10::autocast_dispatch_keyset};
+  std::list<Switches> switches;  // one a device: their order does not matter
   std::optional<c10::DebugInfoGuard> info;
+  std::optional<PlainTorchScript> plain;
 };
 
 AutocastState::Scope::Scope(std::unique_ptr<Guard> guard) : guard_(std::move(guard)) {}
@@ -154,7 +142,12 @@ AutocastState::~AutocastState() = default;
 
 AutocastState AutocastState::current() {
   auto data = std::make_shared<Data>();
-  if (const Regions* regions = Regions::current()) data->regions = regions->shared_from_this();
+  if (const Regions* regions = Regions::current()) {
+    for (const Region& region : regions->innermost) {
+      if (regions->find_active(region.device) != nullptr) data->active.push_back(region);
+    }
+    data->cache = regions->cache;
+  }
   return AutocastState(std::move(data));
 }
 
@@ -163,18 +156,7 @@ AutocastState AutocastState::disabled() {
 }
 
 AutocastState::Scope AutocastState::enter() const {
-  std::vector<Region> regions;
-  if (data_->regions != nullptr)
-    regions.assign(data_->regions->innermost.begin(), data_->regions->innermost.end());
-  // A device that this thread is in a region of, and the state is not: off, as it was there.
-  if (const Regions* here = Regions::current()) {
-    for (const Region& region : here->innermost) {
-      const bool known =
-          data_->regions != nullptr && data_->regions->find(region.device) != nullptr;
-      if (!known) regions.push_back({region.device, region.dtype, nullptr});
-    }
-  }
-  return Scope(std::make_unique<Scope::Guard>(regions));
+  return Scope(std::make_unique<Scope::Guard>(*data_));
 }
 
 }  // namespace semitone::amp

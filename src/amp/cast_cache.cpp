@@ -1,33 +1,76 @@
 #include "src/amp/cast_cache.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/UndefinedTensorImpl.h>
+
+#include <algorithm>
 
 namespace semitone::amp {
 
-const CastCache::Entry* CastCache::find(const at::Tensor& weight, Conversion conversion) const {
-  const auto found = entries_.find({weight.unsafeGetTensorImpl(), conversion});
-  if (found == entries_.end()) return nullptr;
-  const Entry& entry = found->second;
-  if (entry.version != weight._version() || entry.data != weight.const_data_ptr()) return nullptr;
-  const bool needs_grad = c10::GradMode::is_enabled() && weight.requires_grad();
-  if (needs_grad && !entry.converted.requires_grad()) return nullptr;
-  // The other way round, a weight frozen since must not get a gradient through an old cast.
-  if (!weight.requires_grad() && entry.converted.requires_grad()) return nullptr;
-  return &entry;
+bool CastCache::can_keep(const at::Tensor& tensor) {
+  return tensor.is_leaf() && !tensor.is_view() && !tensor.is_inference() &&
+         tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.grad().defined();
+}
+
+std::optional<std::int64_t> CastCache::version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? std::nullopt : std::optional(tensor._version());
 }
 
 CastCache::Entry CastCache::entry_for(const at::Tensor& weight) {
   return {
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr()),
-      static_cast<std::uint32_t>(weight._version()),
+      weight.storage().getWeakStorageImpl(),
       weight.const_data_ptr(),
+      c10::DimVector(weight.sizes()),
+      c10::DimVector(weight.strides()),
+      weight._version(),
+      {},
       {}};
 }
 
-void CastCache::clear() {
+void CastCache::forget_after_backward(const at::Tensor& converted) {
+  if (!converted.requires_grad()) return;
+  converted.register_hook([cache = weak_from_this()](const at::Tensor&) {
+    if (const auto alive = cache.lock()) alive->clear();
+  });
+}
+
+at::Tensor CastCache::find(const at::Tensor& weight, Conversion conversion) {
   const std::lock_guard lock(mutex_);
-  entries_.clear();
+  const auto found = entries_.find({weight.unsafeGetTensorImpl(), conversion});
+  if (found == entries_.end()) return {};
+  const Entry& entry = found->second;
+  const bool weight_as_it_was =
+      entry.version == weight._version() && entry.data == weight.const_data_ptr() &&
+      entry.storage._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
+      weight.sizes().equals(entry.sizes) && weight.strides().equals(entry.strides);
+  if (!weight_as_it_was) return {};
+
+  const at::Tensor& converted = entry.converted;
+  if (entry.converted_version != version_of(converted)) return {};
+  // Made in inference mode, it could not be saved for a backward pass.
+  if (converted.is_inference() && !c10::InferenceMode::is_enabled()) return {};
+  const bool needs_grad = c10::GradMode::is_enabled() && weight.requires_grad();
+  if (needs_grad && !converted.requires_grad()) return {};
+  // The other way round, a weight frozen since must not get a gradient through an old cast.
+  if (!weight.requires_grad() && converted.requires_grad()) return {};
+  return converted;
+}
+
+void CastCache::insert(const Key& key, Entry entry) {
+  const std::lock_guard lock(mutex_);
+  const auto [place, added] = entries_.try_emplace(key, std::move(entry));
+  if (!added) std::swap(place->second, entry);  // the old one is destroyed after the lock is free
+  if (entries_.size() < sweep_at_) return;
+  std::erase_if(entries_, [](const auto& item) { return item.second.weight.expired(); });
+  sweep_at_ = std::max(kSweepAbove, 2 * entries_.size());
+}
+
+void CastCache::clear() {
+  std::unordered_map<Key, Entry, Hash> forgotten;  // destroyed after the lock is released
+  const std::lock_guard lock(mutex_);
+  entries_.swap(forgotten);
 }
 
 }  // namespace semitone::amp

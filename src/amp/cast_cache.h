@@ -1,9 +1,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -17,29 +22,34 @@ enum class Conversion : std::uint8_t {
   fp32_by_bf16,
 };
 
-// The casts of weights in a region: each weight is converted once, however often it is used. An
-// entry is only as good as the weight that it was made from: it is used while the weight has the
-// same version counter and memory, and made anew with a gradient if it was made without one (under
-// no_grad) and one is needed now.
-class CastCache {
+// The casts of weights in a region: each weight is converted once, however often it is used.
+// Thread-safe. An entry is only as good as the weight that it was made from. It is used while the
+// weight has the same version counter, storage and layout, and while nobody wrote to the converted
+// tensor; and it is made anew with a gradient if it was made without one (under no_grad) and one is
+// needed now.
+//
+// torch::optim::SGD writes through tensor.data(), which no counter shows. It needs a gradient for
+// that. So a backward pass through any cast here forgets them all, and nothing is kept of a weight
+// that has a gradient: the optimizer may step at any moment then.
+class CastCache : public std::enable_shared_from_this<CastCache> {
  public:
-  // The cached conversion of a leaf tensor, or convert(weight), which is then remembered.
+  // Whether the casts of a tensor may be kept: a strided leaf without a gradient.
+  static bool can_keep(const at::Tensor& tensor);
+
+  // The cached conversion of a tensor that can_keep(), or convert(weight), which is then
+  // remembered.
   template <typename Convert>
   at::Tensor get(const at::Tensor& weight, Conversion conversion, bool* hit, Convert&& convert) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (const Entry* entry = find(weight, conversion)) {
-        *hit = true;
-        return entry->converted;
-      }
-    }
-    *hit = false;
+    at::Tensor found = find(weight, conversion);
+    *hit = found.defined();
+    if (*hit) return found;
     Entry entry = entry_for(weight);
     entry.converted = convert(weight);  // outside the lock: runs operators
-    const std::lock_guard lock(mutex_);
-    return entries_
-        .insert_or_assign(Key{weight.unsafeGetTensorImpl(), conversion}, std::move(entry))
-        .first->second.converted;
+    entry.converted_version = version_of(entry.converted);
+    forget_after_backward(entry.converted);
+    at::Tensor converted = entry.converted;
+    insert({weight.unsafeGetTensorImpl(), conversion}, std::move(entry));
+    return converted;
   }
 
   void clear();
@@ -56,18 +66,29 @@ class CastCache {
     }
   };
   struct Entry {
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>
-        weight;  // reserves the address
-    std::uint32_t version;
+    // Weak references: they free the weight's memory, but no other tensor or storage can appear at
+    // the same addresses while they live.
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     const void* data;
+    c10::DimVector sizes;
+    c10::DimVector strides;
+    std::int64_t version;
     at::Tensor converted;
+    std::optional<std::int64_t> converted_version;
   };
 
-  const Entry* find(const at::Tensor& weight, Conversion conversion) const;
+  static constexpr std::size_t kSweepAbove = 64;
+
+  static std::optional<std::int64_t> version_of(const at::Tensor& tensor);
   static Entry entry_for(const at::Tensor& weight);  // without the conversion
+  void forget_after_backward(const at::Tensor& converted);
+  at::Tensor find(const at::Tensor& weight, Conversion conversion);
+  void insert(const Key& key, Entry entry);
 
   std::mutex mutex_;
   std::unordered_map<Key, Entry, Hash> entries_;
+  std::size_t sweep_at_ = kSweepAbove;
 };
 
 }  // namespace semitone::amp

@@ -9,14 +9,18 @@
 #include "src/amp/op_names.h"
 #include "src/amp/presets/presets.h"
 
+#include <ATen/autocast_mode.h>
+#include <c10/util/FunctionRef.h>
+
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <array>
+#include <map>
 #include <mutex>
 #include <set>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -50,6 +54,10 @@ CastTarget::CastTarget(c10::DeviceType device_type, c10::ScalarType lower_dtype)
     throw Error("amp.cast_policy", "float16 or bfloat16 to lower to", dtype_name(dtype),
                 "for fp32 leave the region out, or construct it with enabled = false");
   }
+  if (!at::autocast::is_autocast_available(device)) {
+    throw Error("amp.cast_policy", "a device type that LibTorch has autocast for",
+                c10::DeviceTypeName(device, true));
+  }
 }
 
 struct CastPolicy::Binding {
@@ -61,8 +69,11 @@ struct CastPolicy::Compiled {
   std::shared_ptr<const CompiledPolicy> policy;
 };
 
-CastPolicy::CastPolicy(std::string name, CastTarget target)
-    : name_(std::move(name)), target_(target), compiled_(std::make_shared<Compiled>()) {}
+CastPolicy::CastPolicy(std::string name, CastTarget target, Rows rows)
+    : name_(std::move(name)),
+      target_(target),
+      rows_(std::make_shared<const Rows>(std::move(rows))),
+      compiled_(std::make_shared<Compiled>()) {}
 
 void CastPolicy::edited() {
   compiled_ = std::make_shared<Compiled>();
@@ -71,47 +82,50 @@ void CastPolicy::edited() {
 class PolicyBuilder {
  public:
   static CastPolicy build(std::string name, CastTarget target,
-                          std::span<const presets::Rows> rows) {
-    CastPolicy policy(std::move(name), target);
-    for (const presets::Rows& group : rows) {
-      for (const std::string_view op : group.ops) add(policy, op, group.action);
+                          std::span<const presets::Rows> table) {
+    CastPolicy::Rows rows;
+    for (const presets::Rows& group : table) {
+      for (const std::string_view op : group.ops) add(rows, op, group.action);
     }
-    return policy;
+    return {std::move(name), target, std::move(rows)};
   }
 
   // Like build, for a table whose names are complete: "prod" is the overload without a name and no
-  // other.
+  // other. Keeps those that LibTorch has a kernel for.
   static CastPolicy build_exact(std::string name, CastTarget target,
-                                std::span<const presets::Rows> rows) {
-    CastPolicy policy(std::move(name), target);
-    const auto stock = stock_operators(target.device);
+                                std::span<const presets::Rows> table, bool as_libtorch) {
+    CastPolicy::Rows rows;
+    const auto& stock = stock_operators(target.device);
     const std::set<std::string_view> registered(stock.begin(), stock.end());
-    for (const presets::Rows& group : rows) {
+    for (const presets::Rows& group : table) {
       for (const std::string_view op : group.ops) {
-        if (registered.count(op) > 0) insert(policy, std::string(op), group.action);
+        if (registered.count(op) > 0) insert(rows, std::string(op), group.action);
       }
     }
+    CastPolicy policy(std::move(name), target, std::move(rows));
+    policy.as_libtorch_ = as_libtorch;
     return policy;
   }
 
  private:
-  static void add(CastPolicy& policy, std::string_view name, CastAction action) {
+  static void add(CastPolicy::Rows& rows, std::string_view name, CastAction action) {
     static const auto* const overloads =
-        new std::map<std::string, std::vector<c10::OperatorHandle>>(all_operators());
+        new std::map<std::string, std::vector<c10::OperatorHandle>>(aten_operators());
     const auto found = overloads->find(std::string(name));
     if (found == overloads->end()) return;  // not in this version of LibTorch
     const bool only_writing =
         std::all_of(found->second.begin(), found->second.end(), writes_to_argument);
     for (const auto& op : found->second) {
       if (only_writing || !writes_to_argument(op))
-        insert(policy, display_name(op.operator_name()), action);
+        insert(rows, display_name(op.operator_name()), action);
     }
   }
 
-  static std::map<std::string, std::vector<c10::OperatorHandle>> all_operators() {
+  static std::map<std::string, std::vector<c10::OperatorHandle>> aten_operators() {
     std::map<std::string, std::vector<c10::OperatorHandle>> by_base;
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (!is_aten(name)) continue;
       const auto op = dispatcher.findSchema(name);
       if (op.has_value()) by_base[base_of(display_name(name))].push_back(*op);
     }
@@ -120,32 +134,54 @@ class PolicyBuilder {
 
   static std::string base_of(const std::string& name) { return name.substr(0, name.find('.')); }
 
-  static void insert(CastPolicy& policy, const std::string& name, CastAction action) {
-    policy.rows_[name] = {action, std::string(presets::reason(action, base_of(name)))};
+  static void insert(CastPolicy::Rows& rows, const std::string& name, CastAction action) {
+    rows[name] = {action, std::string(presets::reason(action, base_of(name)))};
   }
 };
 
+namespace {
+
+// Presets are made once for each target, and their copies share the compiled form: a program may
+// ask for one at every step.
+CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<CastPolicy()> build) {
+  using Key = std::tuple<std::string_view, c10::DeviceType, c10::ScalarType>;
+  static std::mutex mutex;
+  static auto* const made = new std::map<Key, CastPolicy>;
+  const std::lock_guard lock(mutex);
+  const Key key(name, target.device, target.dtype);
+  const auto known = made->find(key);
+  return known != made->end() ? known->second : made->emplace(key, build()).first->second;
+}
+
+}  // namespace
+
 CastPolicy CastPolicy::semitone(CastTarget target) {
-  if (target.device == c10::DeviceType::CPU)
-    return PolicyBuilder::build("semitone", target, presets::semitone_cpu());
-  CastPolicy policy = torch(target);
-  policy.name_ = "semitone";
-  return policy;
+  return preset("semitone", target, [target] {
+    return target.device == c10::DeviceType::CPU
+               ? PolicyBuilder::build("semitone", target, presets::semitone_cpu())
+               : PolicyBuilder::build_exact("semitone", target, presets::torch_cuda(), false);
+  });
 }
 
 CastPolicy CastPolicy::torch(CastTarget target) {
-  return PolicyBuilder::build_exact(
-      "torch", target,
-      target.device == c10::DeviceType::CPU ? presets::torch_cpu() : presets::torch_cuda());
+  return preset("torch", target, [target] {
+    const bool on_cpu = target.device == c10::DeviceType::CPU;
+    return PolicyBuilder::build_exact("torch", target,
+                                      on_cpu ? presets::torch_cpu() : presets::torch_cuda(), true);
+  });
 }
 
 CastPolicy CastPolicy::apex(CastTarget target) {
-  return PolicyBuilder::build("apex", target, presets::apex());
+  return preset("apex", target,
+                [target] { return PolicyBuilder::build("apex", target, presets::apex()); });
 }
 
 CastPolicy CastPolicy::paddle(CastTarget target, PaddleLevel level) {
-  return level == PaddleLevel::O1 ? PolicyBuilder::build("paddle", target, presets::paddle_o1())
-                                  : PolicyBuilder::build("paddle-o2", target, presets::paddle_o2());
+  const bool first = level == PaddleLevel::O1;
+  const char* const name = first ? "paddle" : "paddle-o2";
+  return preset(name, target, [&] {
+    return PolicyBuilder::build(name, target, first ? presets::paddle_o1() : presets::paddle_o2());
+  });
 }
 
 CastPolicy CastPolicy::none(CastTarget target) {
@@ -164,6 +200,7 @@ CastPolicy CastPolicy::by_name(std::string_view name, CastTarget target) {
 }
 
 CastPolicy& CastPolicy::set(std::string_view op, CastAction action, std::string_view reason) {
+  Rows rows = *rows_;
   for (const auto& handle : resolve_operators(op, "amp.cast_policy")) {
     const std::string name = display_name(handle.operator_name());
     if (writes_to_argument(handle) && action != CastAction::ban && action != CastAction::leave) {
@@ -171,8 +208,9 @@ CastPolicy& CastPolicy::set(std::string_view op, CastAction action, std::string_
                   "'" + name + "', which writes to its argument",
                   "name the out-of-place form; an in-place one can only be banned or left");
     }
-    rows_[name] = {action, std::string(reason)};
+    rows[name] = {action, std::string(reason)};
   }
+  rows_ = std::make_shared<const Rows>(std::move(rows));
   edited();
   return *this;
 }
@@ -216,13 +254,14 @@ bool CastPolicy::keeps_fp32(const at::Tensor& parameter) const {
 CastPolicy CastPolicy::with_target(CastTarget target) const {
   CastPolicy policy = *this;
   policy.target_ = target;
+  policy.as_libtorch_ = as_libtorch_ && target.device == target_.device;
   policy.edited();
   return policy;
 }
 
 std::optional<CastRow> CastPolicy::find(std::string_view op) const {
-  const auto found = rows_.find(std::string(op));
-  return found == rows_.end() ? std::nullopt : std::optional(found->second);
+  const auto found = rows_->find(display_name(op));
+  return found == rows_->end() ? std::nullopt : std::optional(found->second);
 }
 
 CastPolicy CastPolicy::bind(const Model& model) const {
@@ -253,45 +292,21 @@ CastPolicy CastPolicy::bind(const Model& model) const {
   return bound;
 }
 
-namespace {
-
-// _cudnn_rnn's own kernel in LibTorch rebuilds the flat weight buffer that cuDNN wants: a plain
-// cast would not do.
-constexpr std::string_view kKeepStockKernel = "_cudnn_rnn";
-
-// Whether the operator needs a kernel of ours to behave as the row says. LibTorch's own will do
-// where it has one of the same effect, but for `lower`: its weight cache can be stale, and mixes
-// dtypes.
-bool needs_kernel(const std::string& op, CastAction action, const CastPolicy& stock) {
-  const auto own = stock.find(op);
-  if (op == kKeepStockKernel && own.has_value() && own->action == action) return false;
-  return action == CastAction::lower || !own.has_value() || own->action != action;
-}
-
-}  // namespace
-
 std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
   std::call_once(compiled_->once, [this] {
-    auto policy = std::make_shared<CompiledPolicy>(name_, target_, emulation_);
-    const CastPolicy stock = torch(target_);
-    const auto add = [&](const std::string& name, CastAction action, bool install) {
+    auto policy = std::make_shared<CompiledPolicy>(name_, target_, emulation_, as_libtorch_);
+    install_stock_kernels(target_.device);
+    for (const auto& [name, row] : *rows_) {
       const auto op = find_operator(name);
-      if (!op.has_value()) return;
-      policy->set_action(op_id(*op), action);
-      if (install) install_kernel(*op, target_.device);
-    };
-    for (const auto& [name, row] : rows_) {
-      add(name, row.action, !globs_.empty() || needs_kernel(name, row.action, stock));
+      if (!op.has_value()) continue;  // a library that was unloaded since
+      policy->set_action(op_id(*op), row.action);
+      install_kernel(*op, target_.device);
     }
-    // What LibTorch would cast by itself and this policy does not list has to be left alone.
-    for (const std::string& name : stock_operators(target_.device)) {
-      if (rows_.count(name) == 0) add(name, CastAction::leave, true);
-    }
-    if (policy->emulates(at::kHalf) || policy->emulates(at::kBFloat16)) {
-      for (const std::string& name : matrix_products()) {
-        for (const auto& op : resolve_operators(name, "amp.cast_policy"))
-          install_kernel(op, target_.device);
-      }
+    if (policy->emulates_any()) {
+      for (const auto& op : matrix_products()) install_kernel(op, target_.device);
+    } else if (policy->repairs()) {
+      for (const auto& op : matrix_products(MatrixProduct::convolution))
+        install_kernel(op, target_.device);
     }
     if (binding_ != nullptr) {
       for (const BoundParameter& parameter : binding_->parameters) policy->add(parameter);

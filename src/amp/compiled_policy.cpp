@@ -20,9 +20,11 @@ bool emulates(Emulation emulation, c10::DeviceType device, c10::ScalarType dtype
 BoundParameter::BoundParameter(const at::Tensor& parameter, bool keep)
     : impl(parameter.getIntrusivePtr()), keep_fp32(keep) {}
 
-CompiledPolicy::CompiledPolicy(std::string name, CastTarget target, Emulation emulation)
+CompiledPolicy::CompiledPolicy(std::string name, CastTarget target, Emulation emulation,
+                               bool as_libtorch)
     : name_(std::move(name)),
       target_(target),
+      as_libtorch_(as_libtorch),
       repairs_(emulation != Emulation::never),
       emulate_fp16_(amp::emulates(emulation, target.device, at::kHalf)),
       emulate_bf16_(amp::emulates(emulation, target.device, at::kBFloat16)) {}
@@ -36,13 +38,15 @@ bool CompiledPolicy::keeps_fp32(const at::Tensor& tensor) const {
 }
 
 void CompiledPolicy::set_action(OpId op, CastAction action) {
-  if (op >= actions_.size()) actions_.resize(op + 1, CastAction::leave);
+  if (op >= actions_.size()) actions_.resize(op + 1);
   actions_[op] = action;
 }
 
 void CompiledPolicy::add(const BoundParameter& parameter) {
   any_keep_fp32_ = any_keep_fp32_ || parameter.keep_fp32;
-  parameters_.insert_or_assign(parameter.impl._unsafe_get_target(), parameter);
+  const auto [known, added] = parameters_.emplace(parameter.impl._unsafe_get_target(), parameter);
+  // A shared parameter has several names: one that matches is enough.
+  if (!added) known->second.keep_fp32 = known->second.keep_fp32 || parameter.keep_fp32;
 }
 
 }  // namespace semitone::amp

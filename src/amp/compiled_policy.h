@@ -6,13 +6,15 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace semitone::amp {
 
-// Operators that have a kernel of ours get a small number each, the index into every policy's
-// table.
+// Operators that policies list get a small number each, the index into every policy's table.
 using OpId = std::uint32_t;
 
 // A parameter that a policy is bound to. Its address stays reserved while this lives, its memory
@@ -27,20 +29,25 @@ struct BoundParameter {
 // A policy as the kernels read it, immutable: one array look-up for each operator call.
 class CompiledPolicy {
  public:
-  CompiledPolicy(std::string name, CastTarget target, Emulation emulation);
+  // as_libtorch: where LibTorch raises (fp16 beside bf16, banned operators) or lists operators that
+  // this table does not know, its own kernels run. Only preset torch and its edits want that.
+  CompiledPolicy(std::string name, CastTarget target, Emulation emulation, bool as_libtorch);
 
   std::string_view name() const { return name_; }
   c10::DeviceType device() const { return target_.device; }
   c10::ScalarType dtype() const { return target_.dtype; }
 
-  // The action for an operator: leave where the policy does not list it.
-  CastAction action(OpId op) const {
-    return op < actions_.size() ? actions_[op] : CastAction::leave;
+  bool as_libtorch() const { return as_libtorch_; }
+
+  // The action for an operator; nothing where the policy does not list it.
+  std::optional<CastAction> action(OpId op) const {
+    return op < actions_.size() ? actions_[op] : std::nullopt;
   }
   // Whether this dtype's matrix products are to go through fp32.
   bool emulates(c10::ScalarType dtype) const {
     return dtype == at::kHalf ? emulate_fp16_ : dtype == at::kBFloat16 && emulate_bf16_;
   }
+  bool emulates_any() const { return emulate_fp16_ || emulate_bf16_; }
   // Whether operators that LibTorch computes wrongly in 16 bits may go through fp32.
   bool repairs() const { return repairs_; }
   // Whether a tensor, or the tensor that it is a view of, is a parameter to be kept in fp32.
@@ -58,9 +65,10 @@ class CompiledPolicy {
  private:
   std::string name_;
   CastTarget target_;
-  std::vector<CastAction> actions_;
+  std::vector<std::optional<CastAction>> actions_;
   std::unordered_map<const c10::TensorImpl*, BoundParameter> parameters_;
   bool any_keep_fp32_ = false;
+  bool as_libtorch_;
   bool repairs_;
   bool emulate_fp16_;
   bool emulate_bf16_;

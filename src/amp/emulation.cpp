@@ -16,6 +16,7 @@ const std::map<std::string, MatrixProduct>& table() {
   static const std::map<std::string, MatrixProduct> products{
       {"_addmm_activation", primitive},
       {"_convolution", convolution},
+      {"_native_multi_head_attention", primitive},
       {"addbmm", primitive},
       {"addmm", primitive},
       {"addmv", primitive},
@@ -42,6 +43,7 @@ const std::map<std::string, MatrixProduct>& table() {
       {"lstm", composite},
       {"lstm_cell", composite},
       {"matmul", composite},
+      {"mkldnn_rnn_layer", primitive},
       {"mm", primitive},
       {"mv", primitive},
       {"rnn_relu", composite},
@@ -73,16 +75,24 @@ bool trial_convolution_is_wrong(c10::ScalarType dtype) {
 }  // namespace
 
 MatrixProduct matrix_product(const c10::OperatorHandle& op) {
-  if (writes_to_argument(op)) return MatrixProduct::none;
+  if (!is_aten(op.operator_name()) || writes_to_argument(op)) return MatrixProduct::none;
   const std::string name = display_name(op.operator_name());
   const auto found = table().find(name.substr(0, name.find('.')));
   return found == table().end() ? MatrixProduct::none : found->second;
 }
 
-std::vector<std::string> matrix_products() {
-  std::vector<std::string> names;
-  for (const auto& [name, kind] : table()) names.push_back(name);
-  return names;
+std::vector<c10::OperatorHandle> matrix_products(std::optional<MatrixProduct> kind) {
+  std::vector<c10::OperatorHandle> products;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (!is_aten(name)) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (!op.has_value()) continue;
+    const MatrixProduct product = matrix_product(*op);
+    if (kind.has_value() ? product == *kind : product != MatrixProduct::none)
+      products.push_back(*op);
+  }
+  return products;
 }
 
 bool convolves_wrongly(const at::Tensor& weight, c10::ScalarType dtype) {

@@ -2,7 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <string>
+#include <optional>
 #include <vector>
 
 // Which operators multiply matrices, and when they are computed through fp32 (amp/cast_policy.h,
@@ -19,8 +19,8 @@ enum class MatrixProduct {
 
 MatrixProduct matrix_product(const c10::OperatorHandle& op);
 
-// Base names of all matrix products.
-std::vector<std::string> matrix_products();
+// All matrix products of this LibTorch, or those of one kind.
+std::vector<c10::OperatorHandle> matrix_products(std::optional<MatrixProduct> kind = std::nullopt);
 
 // Whether this machine's LibTorch computes a 16-bit convolution with this weight wrongly. On
 // processors with AMX, the oneDNN of LibTorch 2.11 to 2.15 returns garbage for weights with fewer

@@ -1,11 +1,13 @@
 #include "semitone/amp/functions.h"
 
 #include "semitone/core/error.h"
+#include "src/amp/caster.h"
 #include "src/amp/regions.h"
 
 #include <torch/custom_class.h>
 
-#include <string>
+#include <algorithm>
+#include <string_view>
 
 namespace semitone::amp {
 namespace {
@@ -18,22 +20,14 @@ struct StateHolder : torch::CustomClassHolder {
   AutocastState state;
 };
 
-const Regions::Region* active_region(c10::DeviceType device) {
-  const Regions* regions = Regions::current();
-  const Regions::Region* region = regions == nullptr ? nullptr : regions->find(device);
-  return region != nullptr && region->policy != nullptr && autocast_enabled(device) ? region
-                                                                                    : nullptr;
-}
-
+// Calls cast(caster, region) if the tensor is one that its device's region casts.
 template <typename Cast>
-c10::IValue map_ivalue(const c10::IValue& value, Cast&& cast) {
-  if (value.isTensor()) return cast(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> result;
-    for (const at::Tensor& tensor : value.toTensorVector()) result.push_back(cast(tensor));
-    return result;
-  }
-  return value;
+at::Tensor in_region_of(const at::Tensor& tensor, std::string_view caller, Cast&& cast) {
+  const Regions* regions = Regions::current();
+  if (regions == nullptr || !tensor.defined()) return tensor;
+  const auto* region = regions->find_active(tensor.device().type());
+  if (region == nullptr) return tensor;
+  return cast(Caster(*regions, *region->policy, caller), *region);
 }
 
 }  // namespace
@@ -41,51 +35,38 @@ c10::IValue map_ivalue(const c10::IValue& value, Cast&& cast) {
 namespace detail {
 
 at::Tensor cast_to_lower(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  const auto* region = active_region(tensor.device().type());
-  return region == nullptr ? tensor : cast_floating(tensor, region->dtype);
+  return in_region_of(tensor, "half_function", [&](const Caster& cast, const auto& region) {
+    return cast.convert(tensor, conversion_to(region.dtype, /*emulated=*/false));
+  });
 }
 
 at::Tensor cast_to_fp32(const at::Tensor& tensor) {
-  if (!tensor.defined() || active_region(tensor.device().type()) == nullptr) return tensor;
-  return cast_floating(tensor, at::kFloat);
+  return in_region_of(tensor, "float_function",
+                      [&](const Caster& cast, const auto&) { return cast.to_fp32(tensor); });
 }
 
-c10::IValue cast_to_lower(const c10::IValue& value) {
-  return map_ivalue(value, [](const at::Tensor& tensor) { return cast_to_lower(tensor); });
-}
-
-c10::IValue cast_to_fp32(const c10::IValue& value) {
-  return map_ivalue(value, [](const at::Tensor& tensor) { return cast_to_fp32(tensor); });
-}
-
-at::Tensor Widest::operator()(const at::Tensor& tensor) {
-  if (tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble) {
-    const auto dtype = tensor.scalar_type();
-    widest_ = !widest_.has_value() || *widest_ == dtype ? dtype : at::kFloat;
-  }
-  return tensor;
-}
-
-c10::IValue Widest::operator()(const c10::IValue& value) {
-  return map_ivalue(value, [this](const at::Tensor& tensor) { return (*this)(tensor); });
+at::Tensor Widest::look(const at::Tensor& tensor) {
+  return in_region_of(tensor, "promote_function", [&](const Caster&, const auto& region) {
+    if (is_eligible(tensor, region.device)) {
+      const auto dtype = tensor.scalar_type();
+      widest_ = !widest_.has_value() || *widest_ == dtype ? dtype : at::kFloat;
+    }
+    return tensor;
+  });
 }
 
 at::Tensor Widest::cast(const at::Tensor& tensor) const {
-  return widest_.has_value() ? cast_floating(tensor, *widest_) : tensor;
-}
-
-c10::IValue Widest::cast(const c10::IValue& value) const {
-  return map_ivalue(value, [this](const at::Tensor& tensor) { return cast(tensor); });
+  return in_region_of(tensor, "promote_function", [&](const Caster& cast, const auto&) {
+    return widest_ == at::kFloat ? cast.to_fp32(tensor) : tensor;
+  });
 }
 
 bool in_any_region() {
   const Regions* regions = Regions::current();
-  if (regions == nullptr) return false;
-  for (const auto& region : regions->innermost) {
-    if (region.policy != nullptr && autocast_enabled(region.device)) return true;
-  }
-  return false;
+  return regions != nullptr &&
+         std::any_of(regions->innermost.begin(), regions->innermost.end(), [&](const auto& region) {
+           return regions->find_active(region.device) != nullptr;
+         });
 }
 
 }  // namespace detail

@@ -50,6 +50,14 @@ std::string display_name(const c10::OperatorName& name) {
   return text;
 }
 
+std::string display_name(std::string_view name) {
+  return display_name(parse(name));
+}
+
+bool is_aten(const c10::OperatorName& name) {
+  return name.name.rfind(kAten, 0) == 0;
+}
+
 std::optional<c10::OperatorHandle> find_operator(std::string_view name) {
   return c10::Dispatcher::singleton().findSchema(parse(name));
 }

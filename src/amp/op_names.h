@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,11 @@ namespace semitone::amp {
 
 // "conv2d", "conv2d.padding", "mylib::my_op".
 std::string display_name(const c10::OperatorName& name);
+
+// The display name of what a user calls an operator: "aten::conv2d" is "conv2d".
+std::string display_name(std::string_view name);
+
+bool is_aten(const c10::OperatorName& name);
 
 // The operator with exactly this display name ("conv2d": the overload without a name), if LibTorch
 // has it.

@@ -4,6 +4,7 @@
 #include "src/amp/compiled_policy.h"
 #include "src/core/thread_state.h"
 
+#include <ATen/autocast_mode.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
@@ -13,14 +14,15 @@ namespace semitone::amp {
 
 // The regions that a thread is in: for each device the innermost one, and the cache that all share.
 // Immutable; a new region makes a new object. Rides to other threads with at::ThreadLocalState.
-struct Regions : c10::DebugInfoBase, std::enable_shared_from_this<Regions> {
+struct Regions : c10::DebugInfoBase {
   struct Region {
     c10::DeviceType device;
     c10::ScalarType dtype;
     std::shared_ptr<const CompiledPolicy> policy;  // null: casts are off
   };
+  using List = c10::SmallVector<Region, 2>;
 
-  c10::SmallVector<Region, 2> innermost;
+  List innermost;
   std::shared_ptr<CastCache> cache;
 
   const Region* find(c10::DeviceType device) const {
@@ -32,6 +34,14 @@ struct Regions : c10::DebugInfoBase, std::enable_shared_from_this<Regions> {
 
   static const Regions* current() {
     return static_cast<const Regions*>(c10::ThreadLocalDebugInfo::get(kAutocastState));
+  }
+
+  // The region of a device if casts are on there: not in a disabled one, nor under DisableCasts.
+  const Region* find_active(c10::DeviceType device) const {
+    const Region* region = find(device);
+    const bool active =
+        region != nullptr && region->policy != nullptr && at::autocast::is_autocast_enabled(device);
+    return active ? region : nullptr;
   }
 };
 

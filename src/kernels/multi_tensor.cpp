@@ -36,9 +36,10 @@ std::optional<Format> format_of(at::ScalarType dtype) {
 }
 
 // Whether the elements of both lie in the same order without gaps, so that a kernel can run over
-// them as flat memory.
+// them as flat memory. A negative view would have to be negated on the way.
 bool same_flat_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides();
+  return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         !a.is_neg() && !b.is_neg();
 }
 
 bool fits_cpu_kernel(const Unscale& item) {
@@ -50,20 +51,28 @@ bool fits_cpu_kernel(const Unscale& item) {
                                      same_flat_layout(item.addend, item.out)));
 }
 
-void check(const Unscale& item, const at::Tensor& found_inf) {
-  const auto fail = [](const char* expected, const std::string& got) {
-    throw Error("kernels.multi_tensor_unscale", expected, got);
-  };
-  if (!item.grad.is_floating_point())
-    fail("a floating-point gradient", dtype_name(item.grad.scalar_type()));
-  if (item.grad.device() != found_inf.device()) {
+[[noreturn]] void fail(const char* expected, const std::string& got) {
+  throw Error("kernels.multi_tensor_unscale", expected, got);
+}
+
+void check(const at::Tensor& tensor, const Unscale& item, const at::Tensor& found_inf) {
+  if (!tensor.defined()) fail("a gradient and an output", "an undefined tensor");
+  if (!tensor.is_floating_point()) fail("floating-point tensors", dtype_name(tensor.scalar_type()));
+  if (tensor.layout() != at::kStrided) fail("strided tensors", c10::str(tensor.layout()));
+  if (tensor.device() != found_inf.device()) {
     fail("gradients and found_inf on one device",
-         item.grad.device().str() + " and " + found_inf.device().str());
+         tensor.device().str() + " and " + found_inf.device().str());
   }
-  if (item.out.sizes() != item.grad.sizes()) {
-    fail("an output of the gradient's shape",
-         c10::str(item.out.sizes(), " for ", item.grad.sizes()));
+  if (tensor.sizes() != item.grad.sizes()) {
+    fail("an output and an addend of the gradient's shape",
+         c10::str(tensor.sizes(), " for ", item.grad.sizes()));
   }
+}
+
+void check(const Unscale& item, const at::Tensor& found_inf) {
+  check(item.grad, item, found_inf);
+  check(item.out, item, found_inf);
+  if (item.addend.defined()) check(item.addend, item, found_inf);
 }
 
 void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
@@ -83,6 +92,7 @@ void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& fou
     const auto* addend =
         item.addend.defined() ? static_cast<const char*>(item.addend.const_data_ptr()) : nullptr;
     auto* out = static_cast<char*>(item.out.mutable_data_ptr());
+    if (!item.out.is_inference()) item.out.unsafeGetTensorImpl()->bump_version();
     for (std::int64_t begin = 0; begin < item.grad.numel(); begin += kChunk) {
       const auto in_offset = begin * static_cast<std::int64_t>(bytes_of(in_format));
       const auto out_offset = begin * static_cast<std::int64_t>(bytes_of(out_format));
@@ -108,6 +118,10 @@ void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& fou
 }  // namespace
 
 void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+  if (found_inf.scalar_type() != at::kFloat || found_inf.numel() != 1) {
+    fail("found_inf of one float32",
+         c10::str(found_inf.numel(), " of ", dtype_name(found_inf.scalar_type())));
+  }
   const at::NoGradGuard no_grad;
   std::vector<Unscale> flat;
   std::vector<Unscale> others;

@@ -5,7 +5,9 @@
 
 namespace semitone::zoo {
 
-ConvNetImpl::ConvNetImpl(int64_t classes) : classes_(classes) { reset(); }
+ConvNetImpl::ConvNetImpl(int64_t classes) : classes_(classes) {
+  reset();
+}
 
 void ConvNetImpl::reset() {
   const auto conv = [](int64_t in, int64_t out) {

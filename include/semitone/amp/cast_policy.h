@@ -138,7 +138,7 @@ class CastPolicy {
   /// a name.
   std::optional<CastRow> find(std::string_view op) const;
   /// All rows by operator, in alphabetical order: "conv2d", "conv2d.padding", "mylib::my_op".
-  const std::map<std::string, CastRow>& rows() const { return rows_; }
+  const std::map<std::string, CastRow>& rows() const { return *rows_; }
 
   /// For the library itself: the table in the form that the kernels read.
   std::shared_ptr<const CompiledPolicy> compiled() const;
@@ -148,14 +148,17 @@ class CastPolicy {
   struct Binding;   // the parameters of bind()
   struct Compiled;  // made at first use, shared by copies, replaced by edits
 
-  CastPolicy(std::string name, CastTarget target);
+  using Rows = std::map<std::string, CastRow>;
+
+  CastPolicy(std::string name, CastTarget target, Rows rows = {});
   void edited();
 
   std::string name_;
   CastTarget target_;
-  std::map<std::string, CastRow> rows_;
+  std::shared_ptr<const Rows> rows_;  // shared by copies, replaced by edits
   std::vector<std::string> globs_;
   Emulation emulation_ = Emulation::automatic;
+  bool as_libtorch_ = false;  // of preset torch: raises where LibTorch raises
   std::shared_ptr<const Binding> binding_;
   std::shared_ptr<Compiled> compiled_;
 };

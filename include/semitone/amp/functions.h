@@ -6,8 +6,11 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <functional>
 #include <optional>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 /// Functions and autograd nodes of your own under autocast.
@@ -19,36 +22,55 @@ namespace semitone::amp {
 
 namespace detail {
 
-/// Casts one argument as the region of its device says; outside a region it stays as it is.
+/// Casts one argument as the region of its device says, weights through the region's cache; outside
+/// a region it stays as it is.
 at::Tensor cast_to_lower(const at::Tensor& tensor);
 at::Tensor cast_to_fp32(const at::Tensor& tensor);
-c10::IValue cast_to_lower(const c10::IValue& value);
-c10::IValue cast_to_fp32(const c10::IValue& value);
+
 /// The dtype for promoting: fp32 if a tensor seen is fp32, or fp16 and bf16 were both seen.
 class Widest {
  public:
-  at::Tensor operator()(const at::Tensor& tensor);
-  c10::IValue operator()(const c10::IValue& value);
+  at::Tensor look(const at::Tensor& tensor);
   at::Tensor cast(const at::Tensor& tensor) const;
-  c10::IValue cast(const c10::IValue& value) const;
 
  private:
   std::optional<c10::ScalarType> widest_;
 };
+
 bool in_any_region();
+
+/// An argument with its tensors replaced; one that can hold none is passed on as it came.
+template <typename T, typename Transform>
+decltype(auto) with_tensors(T&& argument, const Transform& transform) {
+  if constexpr (HoldsTensors<std::remove_cvref_t<T>>::value) {
+    return map_tensors(argument, transform);
+  } else {
+    return std::forward<T>(argument);
+  }
+}
+
+/// Casts the arguments, which takes the region, then calls f with casts off.
+template <typename Function, typename Cast, typename... Arguments>
+auto call_casted(const Function& f, const Cast& cast, Arguments&&... arguments) {
+  std::tuple<decltype(with_tensors(std::forward<Arguments>(arguments), cast))...> casted(
+      with_tensors(std::forward<Arguments>(arguments), cast)...);
+  const DisableCasts no_casts;
+  return std::apply(f, std::move(casted));
+}
 
 }  // namespace detail
 
 /// A callable that casts its tensor arguments (nested ones too) to the region's 16-bit dtype and
 /// runs f with casts off, as if f were one operator of the policy's `lower` rows. Outside a region
-/// it calls f as it is.
+/// it calls f as it is. f takes tensors by value or const reference; other arguments are passed on
+/// as they come.
 template <typename Function>
 auto half_function(Function f) {
   return [f = std::move(f)](auto&&... arguments) {
-    if (!detail::in_any_region()) return f(std::forward<decltype(arguments)>(arguments)...);
-    const auto cast = [](const auto& value) { return detail::cast_to_lower(value); };
-    const DisableCasts no_casts;
-    return f(map_tensors(arguments, cast)...);
+    if (!detail::in_any_region())
+      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
+    return detail::call_casted(f, detail::cast_to_lower,
+                               std::forward<decltype(arguments)>(arguments)...);
   };
 }
 
@@ -56,24 +78,24 @@ auto half_function(Function f) {
 template <typename Function>
 auto float_function(Function f) {
   return [f = std::move(f)](auto&&... arguments) {
-    if (!detail::in_any_region()) return f(std::forward<decltype(arguments)>(arguments)...);
-    const auto cast = [](const auto& value) { return detail::cast_to_fp32(value); };
-    const DisableCasts no_casts;
-    return f(map_tensors(arguments, cast)...);
+    if (!detail::in_any_region())
+      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
+    return detail::call_casted(f, detail::cast_to_fp32,
+                               std::forward<decltype(arguments)>(arguments)...);
   };
 }
 
-/// The same to the widest dtype among the arguments.
+/// The same to the widest dtype among the arguments: fp32 if one is fp32, or if fp16 meets bf16.
 template <typename Function>
 auto promote_function(Function f) {
   return [f = std::move(f)](auto&&... arguments) {
-    if (!detail::in_any_region()) return f(std::forward<decltype(arguments)>(arguments)...);
+    if (!detail::in_any_region())
+      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
     detail::Widest widest;
-    const auto look = [&widest](const auto& value) { return widest(value); };
-    (map_tensors(arguments, look), ...);
-    const auto cast = [&widest](const auto& value) { return widest.cast(value); };
-    const DisableCasts no_casts;
-    return f(map_tensors(arguments, cast)...);
+    const auto look = [&widest](const at::Tensor& tensor) { return widest.look(tensor); };
+    (static_cast<void>(detail::with_tensors(arguments, look)), ...);
+    const auto cast = [&widest](const at::Tensor& tensor) { return widest.cast(tensor); };
+    return detail::call_casted(f, cast, std::forward<decltype(arguments)>(arguments)...);
   };
 }
 
@@ -120,8 +142,8 @@ class [[nodiscard]] CustomForward {
   /// A tensor, or tensors in containers, in cast_inputs' dtype.
   template <typename T>
   auto cast(const T& value) const {
-    return map_tensors(value, [this](const auto& leaf) {
-      return active_.has_value() ? cast_floating(leaf, *active_) : leaf;
+    return map_tensors(value, [this](const at::Tensor& tensor) {
+      return active_.has_value() ? cast_floating(tensor, *active_) : tensor;
     });
   }
 

@@ -8,8 +8,9 @@
 
 namespace semitone::zoo {
 
-/// The network of the data-parallel tutorials for MNIST: two layers of convolution 5 x 5, BatchNorm, ReLU and max pooling 2 x 2
-/// (1 -> 16 -> 32 channels), and a linear one. 29,034 parameters.
+/// The network of the data-parallel tutorials for MNIST: two layers of convolution 5 x 5,
+/// BatchNorm, ReLU and max pooling 2 x 2 (1 -> 16 -> 32 channels), and a linear one. 29,034
+/// parameters.
 class ConvNetImpl : public torch::nn::Cloneable<ConvNetImpl> {
  public:
   /// @param classes  outputs; 10 for MNIST

@@ -4,9 +4,9 @@
 
 // PaddlePaddle 3.3 (paddle/amp/amp_lists), by the ATen operators that correspond. Paddle's "mul"
 // and "matmul_v2" are matrix products. Without a counterpart: its fused and collective operators,
-// hsigmoid_loss, margin_cross_entropy; tanh_shrink and softmin are made of others. What is in
-// neither list is computed in the widest dtype of its arguments, which is what LibTorch does with
-// them by itself.
+// hsigmoid_loss, margin_cross_entropy; tanh_shrink and softmin are made of others. mse_loss is
+// Paddle's square and mean, smooth_l1_loss its huber_loss. What is in neither list is computed in
+// the widest dtype of its arguments, which is what LibTorch does with them by itself.
 namespace semitone::amp::presets {
 namespace {
 
@@ -36,7 +36,7 @@ constexpr std::array<Name, 11> kSlowIn16Bits{"_upsample_bicubic2d_aa",
                                              "upsample_nearest3d",
                                              "upsample_trilinear3d"};
 
-constexpr std::array<Name, 39> kBlack{"acos",
+constexpr std::array<Name, 41> kBlack{"acos",
                                       "asin",
                                       "atanh",
                                       "binary_cross_entropy",
@@ -59,6 +59,7 @@ constexpr std::array<Name, 39> kBlack{"acos",
                                       "log2",
                                       "log_softmax",
                                       "mean",
+                                      "mse_loss",
                                       "nll_loss",
                                       "nll_loss2d",
                                       "nll_loss_nd",
@@ -69,6 +70,7 @@ constexpr std::array<Name, 39> kBlack{"acos",
                                       "renorm",
                                       "rsqrt",
                                       "sinh",
+                                      "smooth_l1_loss",
                                       "softmax",
                                       "softplus",
                                       "square",

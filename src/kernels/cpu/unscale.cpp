@@ -1,7 +1,7 @@
+#include "src/kernels/kernels.h"
+
 #include <algorithm>
 #include <cstddef>
-
-#include "src/kernels/kernels.h"
 
 // Highway compiles this file once for each instruction set: the order of these lines matters.
 // clang-format off

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <functional>
+
+namespace semitone::cli {
+
+// What the command line chose to do; returns an ExitCode.
+using Action = std::function<int()>;
+
+// Each adds one command, which sets the action when it is chosen.
+void add_train_command(CLI::App& app, Action& action);
+void add_ops_command(CLI::App& app, Action& action);
+
+}  // namespace semitone::cli

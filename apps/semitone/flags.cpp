@@ -1,0 +1,112 @@
+#include "apps/semitone/flags.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <system_error>
+#include <utility>
+
+namespace semitone::cli {
+namespace {
+
+// The whole text as a number; false if it is none.
+template <typename Number>
+bool parse(const std::string& text, Number& number) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && stop == end;
+}
+
+}  // namespace
+
+void Flags::add(const std::string& name, const std::string& type, const std::string& fallback,
+                const std::function<bool(const std::string&)>& take, const std::string& expected,
+                const std::string& help) {
+  const auto checked = [where = where_, wanted = name + " " + expected,
+                        take](const std::string& text) {
+    if (!take(text)) throw UsageError(where, wanted, "'" + text + "'");
+  };
+  command_.add_option_function<std::string>(name, checked, help)
+      ->type_name(type)
+      ->default_str(fallback);
+}
+
+void Flags::integer(const std::string& name, std::int64_t& variable, std::int64_t least,
+                    std::int64_t most, const std::string& help) {
+  const auto take = [&variable, least, most](const std::string& text) {
+    return parse(text, variable) && variable >= least && variable <= most;
+  };
+  add(name, "N", std::to_string(variable), take, fmt::format("from {} to {}", least, most), help);
+}
+
+void Flags::number(const std::string& name, double& variable,
+                   const std::function<bool(double)>& check, const std::string& expected,
+                   const std::string& help) {
+  const auto take = [&variable, check](const std::string& text) {
+    return parse(text, variable) && check(variable);
+  };
+  add(name, "X", fmt::format("{}", variable), take, expected, help);
+}
+
+void Flags::choice(const std::string& name, std::string& variable,
+                   const std::vector<std::string>& choices, const std::string& help) {
+  const auto take = [&variable, choices](const std::string& text) {
+    variable = text;
+    return std::find(choices.begin(), choices.end(), text) != choices.end();
+  };
+  add(name, fmt::format("{}", fmt::join(choices, "|")), variable, take,
+      fmt::format("to be one of {}", fmt::join(choices, ", ")), help);
+}
+
+void Flags::text(const std::string& name, std::string& variable, const std::string& type,
+                 const std::string& help) {
+  const auto take = [&variable](const std::string& text) {
+    variable = text;
+    return !text.empty();
+  };
+  add(name, type, variable, take, type, help);
+}
+
+void Flags::number_or_word(const std::string& name, std::string& variable,
+                           const std::vector<std::string>& words, const std::string& help) {
+  const auto take = [&variable, words](const std::string& text) {
+    variable = text;
+    double number = 0;
+    return std::find(words.begin(), words.end(), text) != words.end() ||
+           (parse(text, number) && std::isfinite(number) && number > 0);
+  };
+  add(name, fmt::format("{}|X", fmt::join(words, "|")), variable, take,
+      fmt::format("to be {} or a number above 0", fmt::join(words, ", ")), help);
+}
+
+void Flags::json(std::string& variable) {
+  const auto take = [&variable](const std::vector<std::string>& words) {
+    variable = words.empty() || words.front().empty() ? "-" : words.front();
+  };
+  command_
+      .add_option_function<std::vector<std::string>>(
+          "--json", take,
+          "Write the result as JSON to a file, or without one to standard output; what is meant "
+          "for people then goes to standard error")
+      ->type_name("[FILE]")
+      ->expected(0, 1);
+}
+
+UsageError usage_error(const CLI::App& app, const CLI::ParseError& error) {
+  const auto chosen = app.get_subcommands();
+  const std::string command = chosen.empty() ? "" : chosen.front()->get_name();
+  const std::string where = command.empty() ? "cli" : "cli." + command;
+  const std::string help = "semitone " + (command.empty() ? "" : command + " ") + "--help";
+  const auto unknown = app.remaining(/*recurse=*/true);
+  if (!unknown.empty()) {
+    return {where, command.empty() ? "a command" : "flags of this command",
+            fmt::format("'{}'", fmt::join(unknown, " ")), "see " + help};
+  }
+  if (command.empty()) return {where, "a command", "none", "see " + help};
+  return {where, "a command line as in " + help, error.what()};
+}
+
+}  // namespace semitone::cli

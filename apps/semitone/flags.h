@@ -1,0 +1,57 @@
+#pragma once
+
+#include "semitone/core/error.h"
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace semitone::cli {
+
+// The command line makes no sense: exit code 2.
+class UsageError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Adds flags to a command, each with one clear message for a value that makes no sense:
+// "[cli.train] expected --epochs from 1 to 1000000, got 'three'". The variables get the values
+// while the command line is parsed, and their values before are shown as the defaults.
+class Flags {
+ public:
+  // @param where  "cli.train"
+  Flags(CLI::App& command, std::string where) : command_(command), where_(std::move(where)) {}
+
+  void integer(const std::string& name, std::int64_t& variable, std::int64_t least,
+               std::int64_t most, const std::string& help);
+  // @param expected  what the check asks for: "above 0"
+  void number(const std::string& name, double& variable, const std::function<bool(double)>& check,
+              const std::string& expected, const std::string& help);
+  void choice(const std::string& name, std::string& variable,
+              const std::vector<std::string>& choices, const std::string& help);
+  // @param type  what to show in --help: "FILE". The text may not be empty.
+  void text(const std::string& name, std::string& variable, const std::string& type,
+            const std::string& help);
+  // A number above 0, or one of the words.
+  void number_or_word(const std::string& name, std::string& variable,
+                      const std::vector<std::string>& words, const std::string& help);
+  // --json [FILE]: empty if not given, "-" for standard output.
+  void json(std::string& variable);
+
+ private:
+  // @param take  stores the text; false if it makes no sense
+  void add(const std::string& name, const std::string& type, const std::string& fallback,
+           const std::function<bool(const std::string&)>& take, const std::string& expected,
+           const std::string& help);
+
+  CLI::App& command_;
+  std::string where_;
+};
+
+// A command line that CLI11 refused, in our form.
+UsageError usage_error(const CLI::App& app, const CLI::ParseError& error);
+
+}  // namespace semitone::cli

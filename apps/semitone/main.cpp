@@ -1,0 +1,59 @@
+#include "semitone/core/error.h"
+#include "semitone/core/version.h"
+
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include <CLI/CLI.hpp>
+
+#include <iostream>
+#include <string>
+
+namespace {
+
+using namespace semitone;
+
+int run(int argc, char** argv) {
+  CLI::App app("Mixed-precision training for C++ programs that use LibTorch.", "semitone");
+  app.set_version_flag("--version", "semitone " + version() + " (LibTorch " + libtorch_version() +
+                                        ", " + compiler() + ")");
+  app.require_subcommand(1);
+  app.footer(cli::kExitCodesHelp);
+  cli::Action action;
+  cli::add_train_command(app, action);
+  cli::add_ops_command(app, action);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // --help and --version come as such an error too.
+    if (error.get_exit_code() != 0) throw cli::usage_error(app, error);
+    app.exit(error);
+    return cli::kSuccess;
+  }
+  return action();
+}
+
+int fail(const std::exception& error, int code) {
+  std::cerr << error.what() << '\n';
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const int code = run(argc, argv);
+    if (!std::cout.flush())
+      throw FileError("cli", "to write to standard output", "an error", "is the disk full?");
+    return code;
+  } catch (const cli::UsageError& error) {
+    return fail(error, cli::kUsage);
+  } catch (const DivergedError& error) {
+    return fail(error, cli::kDiverged);
+  } catch (const c10::Error& error) {
+    std::cerr << "[libtorch] " << error.what_without_backtrace() << '\n';
+  } catch (const std::exception& error) {
+    return fail(error, cli::kFailure);
+  }
+  return cli::kFailure;
+}

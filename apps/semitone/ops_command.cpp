@@ -1,0 +1,143 @@
+#include "semitone/amp/cast_policy.h"
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <string_view>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kWhere = "cli.ops";
+
+struct OpsFlags {
+  std::string policy = "semitone";
+  std::string device = "cpu";
+  std::string dtype = "auto";
+  std::string op;
+  std::string json;
+};
+
+amp::CastTarget target_of(const OpsFlags& flags) {
+  const auto device = flags.device == "cuda" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+  return {device, flags.dtype == "auto" ? default_16bit_dtype(device) : parse_dtype(flags.dtype)};
+}
+
+// UsageError if there is no such operator, with the nearest names that there are.
+void require_operator(const std::string& op) {
+  if (op.empty()) return;
+  try {
+    amp::CastPolicy::none(c10::DeviceType::CPU).leave(op);
+  } catch (const Error& error) {
+    const std::string_view message = error.what();
+    const auto proposal = message.find("did you mean");
+    throw UsageError(kWhere, "--op to name an operator", "'" + op + "'",
+                     proposal == std::string_view::npos ? "" : message.substr(proposal));
+  }
+}
+
+// "conv2d" means its overloads too: "conv2d.padding".
+std::map<std::string, amp::CastRow> chosen_rows(const amp::CastPolicy& policy,
+                                                const std::string& op) {
+  if (op.empty()) return policy.rows();
+  std::map<std::string, amp::CastRow> rows;
+  for (const auto& [name, row] : policy.rows()) {
+    if (name == op || name.substr(0, name.find('.')) == op) rows.emplace(name, row);
+  }
+  return rows;
+}
+
+bool is_emulated(const amp::CastPolicy& policy) {
+  return !has_fast_dtype(policy.device(), policy.dtype());
+}
+
+std::string json_of(const amp::CastPolicy& policy,
+                    const std::map<std::string, amp::CastRow>& rows) {
+  auto list = nlohmann::ordered_json::array();
+  for (const auto& [op, row] : rows) {
+    list.push_back({{"op", op}, {"action", amp::name_of(row.action)}, {"reason", row.reason}});
+  }
+  const nlohmann::ordered_json object = {{"policy", policy.name()},
+                                         {"device", c10::DeviceTypeName(policy.device(), true)},
+                                         {"dtype", dtype_name(policy.dtype())},
+                                         {"emulated", is_emulated(policy)},
+                                         {"ops", std::move(list)}};
+  return object.dump(2);
+}
+
+void print(std::ostream& out, const amp::CastPolicy& policy,
+           const std::map<std::string, amp::CastRow>& rows, const OpsFlags& flags) {
+  out << fmt::format("policy {} for {} on {}: {} operators listed\n", policy.name(),
+                     dtype_name(policy.dtype()), flags.device, policy.rows().size());
+  if (is_emulated(policy)) {
+    out << fmt::format(
+        "matrix products and convolutions in {0} are computed in float32 and rounded to {0}: this "
+        "CPU has no instructions for it\n",
+        dtype_name(policy.dtype()));
+  }
+  out << '\n';
+  if (rows.empty()) {
+    out << (flags.op.empty() ? "nothing is listed" : flags.op + " is not listed")
+        << ": every operator runs in the dtype that arrives\n";
+    return;
+  }
+  std::size_t width = 2;
+  for (const auto& [op, row] : rows) width = std::max(width, op.size());
+  out << bold(out, fmt::format("{:<{}}  {:<7}  {}", "op", width, "action", "reason")) << '\n';
+  for (const auto& [op, row] : rows)
+    out << fmt::format("{:<{}}  {:<7}  {}\n", op, width, amp::name_of(row.action), row.reason);
+}
+
+int run(const OpsFlags& flags) {
+  const auto policy = amp::CastPolicy::by_name(flags.policy, target_of(flags));
+  require_operator(flags.op);
+  const auto rows = chosen_rows(policy, flags.op);
+  if (flags.json != "-") print(for_people(flags.json), policy, rows, flags);
+  write_json(flags.json, flags.json.empty() ? "" : json_of(policy, rows));
+  return kSuccess;
+}
+
+constexpr auto kFooter = R"(Actions:
+  lower    cast to the 16-bit dtype           fp32    cast to float32
+  promote  16 bits unless an argument is fp32 widest  cast to the widest argument
+  leave    run in the dtype that arrives      ban     an error if an argument is 16-bit
+An operator that is not listed runs in the dtype that arrives.
+
+Examples:
+  semitone ops
+  semitone ops --policy torch --device cuda
+  semitone ops --op softmax
+  semitone ops --policy apex --json apex.json
+
+)";
+
+}  // namespace
+
+void add_ops_command(CLI::App& app, Action& action) {
+  CLI::App& command = *app.add_subcommand(
+      "ops", "Print a cast policy: what autocast does with each operator, and why");
+  const auto flags = std::make_shared<OpsFlags>();
+  Flags add(command, kWhere);
+  add.choice("--policy", flags->policy,
+             {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"}, "Which table");
+  add.choice("--device", flags->device, {"cpu", "cuda"}, "For which device; it need not be here");
+  add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
+             "The 16-bit dtype; auto: bf16 on a CPU, else fp16");
+  add.text("--op", flags->op, "NAME", "Only this operator and its overloads");
+  add.json(flags->json);
+  command.footer(std::string(kFooter) + kExitCodesHelp);
+  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace semitone::cli

@@ -1,0 +1,52 @@
+#include "apps/semitone/output.h"
+
+#include "semitone/core/env.h"
+#include "semitone/core/file.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <string_view>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kWhere = "cli.json";
+
+}  // namespace
+
+std::ostream& for_people(const std::string& json) {
+  return json == "-" ? std::cerr : std::cout;
+}
+
+void write_json(const std::string& json, const std::string& text) {
+  if (json.empty()) return;
+  if (json == "-") {
+    std::cout << text << '\n';
+  } else {
+    write_file(json, text + "\n", kWhere);
+  }
+}
+
+void require_json_writable(const std::string& json) {
+  if (!json.empty() && json != "-") require_writable(json, kWhere);
+}
+
+std::string bold(const std::ostream& stream, const std::string& text) {
+  const int descriptor = &stream == &std::cout ? STDOUT_FILENO : STDERR_FILENO;
+  if (::isatty(descriptor) == 0 || env::get(env::kNoColor).has_value()) return text;
+  return "\033[1m" + text + "\033[0m";
+}
+
+int terminal_columns() {
+  const char* const terminal = std::getenv("TERM");
+  if (::isatty(STDERR_FILENO) == 0 || (terminal != nullptr && std::string_view(terminal) == "dumb"))
+    return 0;
+  winsize size{};
+  if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+}  // namespace semitone::cli

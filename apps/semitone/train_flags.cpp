@@ -1,0 +1,126 @@
+#include "apps/semitone/train_flags.h"
+
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+#include "semitone/core/env.h"
+
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+
+#include <cmath>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kWhere = "cli.train";
+constexpr std::int64_t kMany = 1'000'000'000;
+
+constexpr auto kFooter =
+    R"(The data are four IDX files as MNIST has them (train-images-idx3-ubyte, train-labels-idx1-ubyte,
+t10k-…), plain or .gz: any number of images of 28 x 28, labels 0 to 9.
+images/s and ms/step (median) are of training; a MB is 2^20 bytes; tensors is the most memory that the
+tensors of training took, RSS that of the whole process.
+Threads that wait for each other spin: on a machine that is busy with other programs, --threads 1 or
+GOMP_SPINCOUNT=10000 can be several times faster.
+
+Examples:
+  semitone train --opt-level all                       the four levels, each in a process of its own
+  semitone train --opt-level O2 --dtype fp16 --json o2.json
+  semitone train --data ~/fashion-mnist --epochs 5
+  semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the tutorials' setting
+  semitone train --max-steps 300 --save half.ckpt && semitone train --resume half.ckpt
+
+)";
+
+}  // namespace
+
+std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
+  const auto flags = std::make_shared<TrainFlags>();
+  flags->data = env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
+  Flags add(command, kWhere);
+  add.choice("--model", flags->model, {"convnet"}, "What to train");
+  add.text("--data", flags->data, "DIR", "Where the data lie");
+  add.choice(
+      "--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3", "all"},
+      "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits; or the four one by one");
+  add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
+             "What 16 bits are; auto: bf16 on a CPU");
+  add.integer("--epochs", flags->epochs, 1, 1'000'000, "How often every image is seen");
+  add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images a step");
+  add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "What updates the weights");
+  const auto positive = [](double value) { return std::isfinite(value) && value > 0; };
+  add.number("--lr", flags->lr, positive, "above 0", "Learning rate, the highest of the schedule");
+  add.number(
+      "--momentum", flags->momentum, [](double value) { return value >= 0 && value < 1; },
+      "from 0 to below 1", "Momentum of sgd");
+  add.choice("--schedule", flags->schedule, {"constant", "cosine"},
+             "How the learning rate moves; cosine: up over a quarter of the steps, then down to 0");
+  add.number_or_word("--loss-scale", flags->loss_scale, {"auto", "dynamic"},
+                     "dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
+  add.integer("--growth-interval", flags->growth_interval, 0, kMany,
+              "Good steps after which a dynamic loss scale doubles; 0: never");
+  add.integer("--seed", flags->seed, 0, kMany, "Of the first weights and the order of the images");
+  add.integer("--threads", flags->threads, 0, 1024, "Of the processor; 0: as LibTorch chooses");
+  add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
+             "How images lie in memory; auto: nhwc, which is faster at every level");
+  add.integer("--limit-batches", flags->limit_batches, 0, kMany,
+              "Batches an epoch at most; 0: all");
+  add.integer("--max-steps", flags->max_steps, 0, kMany,
+              "Stop after this step, counted from the very first; 0: at the end");
+  add.text("--save", flags->save, "FILE", "Write the state at the end, to resume from");
+  add.text("--resume", flags->resume, "FILE",
+           "Go on from a saved state, bit for bit as if there had been no break");
+  add.json(flags->json);
+  command.add_flag("--quiet", flags->quiet, "No progress, only the table");
+  command.add_flag("--as-part", flags->as_part)->group("");
+  command.footer(std::string(kFooter) + kExitCodesHelp);
+  return flags;
+}
+
+void check(const TrainFlags& flags, const CLI::App& command) {
+  if (flags.optimizer != "sgd" && command.count("--momentum") > 0)
+    throw UsageError(kWhere, "--momentum with --optimizer sgd only",
+                     "--optimizer " + flags.optimizer);
+  for (const char* const flag : {"--save", "--resume"}) {
+    if (flags.all_levels() && command.count(flag) > 0)
+      throw UsageError(kWhere, std::string("one level with ") + flag, "--opt-level all");
+  }
+}
+
+train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level) {
+  train::TrainOptions options;
+  options.opt_level(level)
+      .device(default_device())
+      .epochs(flags.epochs)
+      .batch_size(flags.batch_size)
+      .optimizer(train::parse_optimizer(flags.optimizer))
+      .lr(flags.lr)
+      .momentum(flags.momentum)
+      .schedule(train::parse_schedule(flags.schedule))
+      .growth_interval(flags.growth_interval)
+      .seed(static_cast<std::uint64_t>(flags.seed))
+      .memory_format(train::parse_memory_format(flags.memory_format))
+      .limit_batches(flags.limit_batches)
+      .max_steps(flags.max_steps)
+      .save(flags.save)
+      .resume(flags.resume);
+  if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
+  if (flags.loss_scale != "auto") options.loss_scale(amp::LossScale(flags.loss_scale));
+  return options;
+}
+
+std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level) {
+  std::vector<std::string> arguments{command.get_name()};
+  for (const CLI::Option* option : command.get_options()) {
+    const std::string name = option->get_name();
+    if (option->count() == 0 || name == "--opt-level" || name == "--json") continue;
+    arguments.push_back(name);
+    // A flag without a value has a "true" for one.
+    if (option->get_items_expected_max() > 0) arguments.push_back(option->results().front());
+  }
+  arguments.insert(arguments.end(),
+                   {"--as-part", "--opt-level", std::string(amp::name_of(level)), "--json"});
+  return arguments;
+}
+
+}  // namespace semitone::cli

@@ -1,0 +1,108 @@
+#include "src/amp/caster.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/events.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace semitone::amp {
+namespace {
+
+c10::ScalarType target_of(Conversion conversion) {
+  switch (conversion) {
+    case Conversion::fp16:
+      return at::kHalf;
+    case Conversion::bf16:
+      return at::kBFloat16;
+    case Conversion::fp32_by_fp16:
+    case Conversion::fp32_by_bf16:
+      return at::kFloat;
+  }
+  return at::kFloat;
+}
+
+at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
+  switch (conversion) {
+    case Conversion::fp16:
+      return tensor.to(at::kHalf);
+    case Conversion::bf16:
+      return tensor.to(at::kBFloat16);
+    case Conversion::fp32_by_fp16:
+      return tensor.to(at::kHalf).to(at::kFloat);
+    case Conversion::fp32_by_bf16:
+      return tensor.to(at::kBFloat16).to(at::kFloat);
+  }
+  return tensor;
+}
+
+// Whether a tensor is weight.t() and nothing else: how torch::nn::Linear passes its weight to addmm
+// and matmul. A view that was made under no_grad has no gradient to give to the weight, so it
+// counts only where none is wanted.
+bool is_transposed(const at::Tensor& view, const at::Tensor& weight) {
+  return view.dim() == 2 && weight.dim() == 2 && view.size(0) == weight.size(1) &&
+         view.size(1) == weight.size(0) && view.stride(0) == weight.stride(1) &&
+         view.stride(1) == weight.stride(0) && view.storage_offset() == weight.storage_offset() &&
+         view.scalar_type() == weight.scalar_type() && view.is_neg() == weight.is_neg() &&
+         (view.requires_grad() == weight.requires_grad() || !c10::GradMode::is_enabled()) &&
+         !view.retains_grad() && torch::autograd::impl::hooks(view).empty();
+}
+
+}  // namespace
+
+bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
+  if (!tensor.defined() || tensor.device().type() != device) return false;
+  const auto dtype = tensor.scalar_type();
+  return dtype == at::kFloat || is_16bit(dtype);
+}
+
+Conversion conversion_to(c10::ScalarType lower, bool emulated) {
+  if (lower == at::kHalf) return emulated ? Conversion::fp32_by_fp16 : Conversion::fp16;
+  return emulated ? Conversion::fp32_by_bf16 : Conversion::bf16;
+}
+
+Caster::Caster(const Regions& regions, const CompiledPolicy& policy, std::string_view op)
+    : cache_(*regions.cache), policy_(policy), op_(op), listening_(events::listening()) {}
+
+at::Tensor Caster::convert(const at::Tensor& tensor, Conversion conversion) const {
+  if (!is_eligible(tensor, policy_.device())) return tensor;
+  const auto from = tensor.scalar_type();
+  const auto target = target_of(conversion);
+  if (target != at::kFloat && from == target) return tensor;
+  bool hit = false;
+  at::Tensor result = through_cache(tensor, conversion, &hit);
+  if (listening_ && from != target)
+    events::emit(events::Cast{op_, from, target, tensor.numel(), hit});
+  return result;
+}
+
+at::Tensor Caster::to_fp32(const at::Tensor& tensor) const {
+  if (!is_eligible(tensor, policy_.device()) || tensor.scalar_type() == at::kFloat) return tensor;
+  converts_to_fp32(tensor);
+  return tensor.to(at::kFloat);
+}
+
+void Caster::converts_to_fp32(const at::Tensor& tensor) const {
+  if (!listening_ || !is_16bit(tensor.scalar_type())) return;
+  events::emit(events::Cast{op_, tensor.scalar_type(), at::kFloat, tensor.numel(), false});
+}
+
+// A weight is what trains, or what the policy was bound to.
+bool Caster::is_weight(const at::Tensor& tensor) const {
+  return (tensor.requires_grad() || policy_.is_parameter(tensor)) && CastCache::can_keep(tensor);
+}
+
+at::Tensor Caster::through_cache(const at::Tensor& tensor, Conversion conversion, bool* hit) const {
+  const auto cached = [&](const at::Tensor& weight) {
+    return cache_.get(weight, conversion, hit,
+                      [&](const at::Tensor& missing) { return converted(missing, conversion); });
+  };
+  if (is_weight(tensor)) return cached(tensor);
+  if (tensor.is_view()) {
+    const at::Tensor base(tensor._base());
+    if (is_weight(base) && is_transposed(tensor, base)) return cached(base).t();
+  }
+  return converted(tensor, conversion);
+}
+
+}  // namespace semitone::amp

@@ -1,0 +1,56 @@
+#include "src/train/batches.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/types.h>
+
+namespace semitone::train {
+namespace {
+
+// splitmix64: neighbouring seeds and epochs give unrelated generators.
+std::uint64_t mixed(std::uint64_t value) {
+  value += 0x9E3779B97F4A7C15U;
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBU;
+  return value ^ (value >> 31);
+}
+
+// A copy in channels last, said by its strides. contiguous() would leave a tensor with one channel
+// as it is, whose strides can be read either way.
+at::Tensor channels_last(const at::Tensor& tensor) {
+  return torch::empty(tensor.sizes(),
+                      tensor.options().memory_format(at::MemoryFormat::ChannelsLast))
+      .copy_(tensor);
+}
+
+}  // namespace
+
+Batches::Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last)
+    : set_{set.images.to(device), set.labels.to(device)}, channels_last_(channels_last) {}
+
+std::vector<at::Tensor> Batches::shuffled(std::int64_t batch_size, std::uint64_t seed,
+                                          std::int64_t epoch) const {
+  const std::uint64_t hash = mixed(mixed(seed) + static_cast<std::uint64_t>(epoch));
+  const at::Generator generator = at::detail::createCPUGenerator(hash);
+  return torch::randperm(size(), generator, torch::kLong)
+      .to(set_.images.device())
+      .split(batch_size);
+}
+
+std::vector<at::Tensor> Batches::in_order(std::int64_t batch_size) const {
+  return torch::arange(size(), set_.labels.options()).split(batch_size);
+}
+
+Batch Batches::batch(const at::Tensor& indices) const {
+  at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255).unsqueeze(1);
+  if (channels_last_) images = channels_last(images);
+  return {images, set_.labels.index_select(0, indices)};
+}
+
+void to_channels_last(torch::nn::Module& model) {
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : model.parameters()) {
+    if (parameter.dim() == 4) parameter.set_data(channels_last(parameter.detach()));
+  }
+}
+
+}  // namespace semitone::train

@@ -1,0 +1,154 @@
+#include "src/train/checkpoint.h"
+
+#include "semitone/core/error.h"
+#include "semitone/core/file.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/nn/module.h>
+#include <torch/serialize.h>
+
+#include <mutex>
+#include <system_error>
+
+namespace semitone::train {
+namespace {
+
+constexpr auto kWhere = "train.checkpoint";
+constexpr auto kFormat = "semitone.train/1";
+
+std::string to_text(const Agreement& agreement) {
+  std::string text;
+  for (const auto& [name, value] : agreement) text += name + "=" + value + "\n";
+  return text;
+}
+
+Agreement from_text(const std::string& text) {
+  Agreement agreement;
+  std::size_t begin = 0;
+  for (std::size_t end = 0; (end = text.find('\n', begin)) != std::string::npos; begin = end + 1) {
+    const std::string line = text.substr(begin, end - begin);
+    const auto equals = line.find('=');
+    if (equals == std::string::npos) continue;
+    agreement.emplace_back(line.substr(0, equals), line.substr(equals + 1));
+  }
+  return agreement;
+}
+
+void require_agreement(const std::filesystem::path& path, const Agreement& saved,
+                       const Agreement& here) {
+  for (const auto& [name, value] : here) {
+    std::string other = "none";
+    for (const auto& [saved_name, saved_value] : saved) {
+      if (saved_name == name) other = saved_value;
+    }
+    if (other != value) {
+      throw FileError(kWhere, name + " " + value + " in '" + path.string() + "'", other,
+                      "resume with the options of the saved run");
+    }
+  }
+}
+
+at::Tensor random_state() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_random_state(const at::Tensor& state) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+template <typename Part>
+void write_part(torch::serialize::OutputArchive& archive, const std::string& key,
+                const Part& part) {
+  torch::serialize::OutputArchive inner;
+  part.save(inner);
+  archive.write(key, inner);
+}
+
+template <typename Part>
+void read_part(torch::serialize::InputArchive& archive, const std::string& key, Part& part) {
+  torch::serialize::InputArchive inner;
+  archive.read(key, inner);
+  part.load(inner);
+}
+
+template <typename T>
+T read_value(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  archive.read(key, value);
+  return value.to<T>();
+}
+
+void load(const std::filesystem::path& path, const Training& training, const Agreement& agreement) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(path.string());
+  c10::IValue format;
+  if (!archive.try_read("format", format) || !format.isString() ||
+      format.toStringRef() != kFormat) {
+    throw FileError(kWhere, "a state that `semitone train --save` wrote in '" + path.string() + "'",
+                    "an archive of another kind");
+  }
+  require_agreement(path, from_text(read_value<std::string>(archive, "options")), agreement);
+  const Position position{read_value<std::int64_t>(archive, "step"),
+                          read_value<double>(archive, "loss_sum"),
+                          read_value<std::int64_t>(archive, "loss_count")};
+  {
+    auto fp32 = training.mixed.fp32_weights(training.model);
+    read_part(archive, "model", *training.model.module());
+    fp32.end();
+  }
+  read_part(archive, "optimizer", training.optimizer);
+  read_part(archive, "mixed_precision", training.mixed);
+  at::Tensor random;
+  archive.read("random", random);
+  set_random_state(random);
+  training.position = position;
+}
+
+}  // namespace
+
+void save_checkpoint(const std::filesystem::path& path, const Training& training,
+                     const Agreement& agreement) {
+  torch::serialize::OutputArchive archive;
+  archive.write("format", c10::IValue(std::string(kFormat)));
+  archive.write("options", c10::IValue(to_text(agreement)));
+  archive.write("step", c10::IValue(training.position.step));
+  archive.write("loss_sum", c10::IValue(training.position.loss_sum));
+  archive.write("loss_count", c10::IValue(training.position.loss_count));
+  archive.write("random", random_state());
+  write_part(archive, "optimizer", training.optimizer);
+  write_part(archive, "mixed_precision", training.mixed);
+  std::string bytes;
+  const auto append = [&bytes](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  };
+  {
+    const auto fp32 = training.mixed.fp32_weights(training.model);
+    write_part(archive, "model", *training.model.module());
+    archive.save_to(append);
+  }
+  write_file(path, bytes, kWhere);
+}
+
+void load_checkpoint(const std::filesystem::path& path, const Training& training,
+                     const Agreement& agreement) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored))
+    throw FileError(kWhere, "a saved state '" + path.string() + "'", "no such file");
+  try {
+    load(path, training, agreement);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    const auto* const from_torch = dynamic_cast<const c10::Error*>(&error);
+    std::string reason = from_torch ? from_torch->what_without_backtrace() : error.what();
+    throw FileError(kWhere, "a whole saved state in '" + path.string() + "'",
+                    reason.substr(0, reason.find('\n')), "is the file damaged?");
+  }
+}
+
+}  // namespace semitone::train

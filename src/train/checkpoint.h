@@ -1,0 +1,43 @@
+#pragma once
+
+#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/model.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::train {
+
+// How far a training is.
+struct Position {
+  std::int64_t step = 0;  // steps done
+  // Of the epoch under way, or just done: the steps that were not skipped.
+  double loss_sum = 0;
+  std::int64_t loss_count = 0;
+};
+
+// What saved and resumed run must have in common: (the option's flag, its value).
+using Agreement = std::vector<std::pair<std::string, std::string>>;
+
+// What a checkpoint is made of, and read into.
+struct Training {
+  const amp::Model& model;
+  torch::optim::Optimizer& optimizer;
+  amp::MixedPrecision& mixed;
+  Position& position;
+};
+
+// Writes everything, and the state of the default CPU generator. FileError if it cannot.
+void save_checkpoint(const std::filesystem::path& path, const Training& training,
+                     const Agreement& agreement);
+
+// FileError if the file is no checkpoint, is damaged, or was made with other options (named).
+void load_checkpoint(const std::filesystem::path& path, const Training& training,
+                     const Agreement& agreement);
+
+}  // namespace semitone::train

@@ -1,0 +1,378 @@
+#include "semitone/train/trainer.h"
+
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "semitone/core/file.h"
+#include "semitone/train/meter.h"
+#include "src/train/batches.h"
+#include "src/train/checkpoint.h"
+
+#include <ATen/Parallel.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::train {
+namespace {
+
+constexpr auto kWhere = "train.trainer";
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+c10::ScalarType dtype_of(const TrainOptions& options) {
+  return options.dtype().value_or(default_16bit_dtype(options.device()));
+}
+
+void check_set(const zoo::ImageSet& set, const char* name) {
+  if (set.images.dim() != 3 || set.images.scalar_type() != torch::kByte || set.size() == 0) {
+    throw Error(kWhere, std::string("uint8 images (N, height, width) in the ") + name + " set",
+                set.images.defined() ? c10::str(dtype_name(set.images.scalar_type()), " of sizes ",
+                                                set.images.sizes())
+                                     : "none");
+  }
+  if (!set.labels.defined() || set.labels.scalar_type() != torch::kLong || set.labels.dim() != 1 ||
+      set.labels.size(0) != set.size()) {
+    throw Error(kWhere, std::to_string(set.size()) + " int64 labels in the " + name + " set",
+                set.labels.defined() ? c10::str(dtype_name(set.labels.scalar_type()), " of sizes ",
+                                                set.labels.sizes())
+                                     : "none");
+  }
+}
+
+void check_options(const TrainOptions& options) {
+  const auto require = [](bool good, const char* expected, double got) {
+    if (!good) throw Error(kWhere, expected, fmt::format("{}", got));
+  };
+  const auto count = [](std::int64_t value) { return static_cast<double>(value); };
+  require(options.epochs() > 0, "epochs above 0", count(options.epochs()));
+  require(options.batch_size() > 0, "a batch size above 0", count(options.batch_size()));
+  require(std::isfinite(options.lr()) && options.lr() > 0, "a learning rate above 0", options.lr());
+  require(options.momentum() >= 0 && options.momentum() < 1, "a momentum in [0, 1)",
+          options.momentum());
+  require(options.growth_interval() >= 0, "a growth interval of 0 (never) or more",
+          count(options.growth_interval()));
+  require(options.max_consecutive_skips() >= 0, "a limit of skips in a row of 0 (none) or more",
+          count(options.max_consecutive_skips()));
+  require(options.limit_batches() >= 0, "a batch limit of 0 (none) or more",
+          count(options.limit_batches()));
+  require(options.max_steps() >= 0, "a step limit of 0 (none) or more", count(options.max_steps()));
+  if (options.dtype().has_value() && !is_16bit(*options.dtype()))
+    throw Error(kWhere, "float16 or bfloat16", dtype_name(*options.dtype()));
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
+                                                        const TrainOptions& options) {
+  const bool fp16_weights =
+      options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
+  const double eps = fp16_weights ? 0x1p-14 : 1e-8;
+  switch (options.optimizer()) {
+    case OptimizerKind::adam:
+      return std::make_unique<torch::optim::Adam>(parameters,
+                                                  torch::optim::AdamOptions(options.lr()).eps(eps));
+    case OptimizerKind::adamw:
+      return std::make_unique<torch::optim::AdamW>(
+          parameters, torch::optim::AdamWOptions(options.lr()).eps(eps));
+    case OptimizerKind::sgd:
+      break;
+  }
+  return std::make_unique<torch::optim::SGD>(
+      parameters, torch::optim::SGDOptions(options.lr()).momentum(options.momentum()));
+}
+
+amp::Options amp_options(const TrainOptions& options) {
+  amp::Options result(options.opt_level());
+  result.dtype(dtype_of(options)).verbosity(0);
+  result.loss_scale_options(amp::LossScaleOptions()
+                                .growth_interval(options.growth_interval())
+                                .max_consecutive_skips(options.max_consecutive_skips()));
+  if (options.loss_scale().has_value()) result.loss_scale(*options.loss_scale());
+  return result;
+}
+
+Classifier make_seeded(const ModelFactory& make_model, const TrainOptions& options) {
+  torch::manual_seed(options.seed());
+  Classifier model = make_model();
+  model.module()->to(c10::Device(options.device()));
+  return model;
+}
+
+// One training, from start or resume to its result.
+class Run {
+ public:
+  Run(const ModelFactory& make_model, const DataSet& data, const TrainOptions& options,
+      Observer& observer)
+      : options_(options),
+        observer_(observer),
+        format_(options.memory_format() == MemoryFormat::automatic
+                    ? choose_memory_format(options.device())
+                    : options.memory_format()),
+        train_(data.train, c10::Device(options.device()), format_ == MemoryFormat::nhwc),
+        test_(data.test, c10::Device(options.device()), format_ == MemoryFormat::nhwc),
+        model_(make_seeded(make_model, options)),
+        handle_(model_.module()),
+        optimizer_(lay_out_and_optimize()),
+        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options))) {
+    const std::int64_t all = (train_.size() + options.batch_size() - 1) / options.batch_size();
+    batches_ = options.limit_batches() > 0 ? std::min(all, options.limit_batches()) : all;
+    steps_ = batches_ * options.epochs();
+  }
+
+  void resume() {
+    const Training training{handle_, *optimizer_, mixed_, position_};
+    load_checkpoint(options_.resume(), training, agreement());
+  }
+
+  void save() {
+    const Training training{handle_, *optimizer_, mixed_, position_};
+    save_checkpoint(options_.save(), training, agreement());
+  }
+
+  TrainResult train() {
+    const std::int64_t end =
+        options_.max_steps() > 0 ? std::min(options_.max_steps(), steps_) : steps_;
+    if (position_.step >= end) {
+      throw Error(kWhere, fmt::format("a state with fewer than {} steps", end),
+                  std::to_string(position_.step), "raise --epochs or --max-steps");
+    }
+    end_step_ = end;
+    model_.module()->train();
+    std::vector<at::Tensor> order;
+    while (position_.step < end) {
+      const std::int64_t epoch = position_.step / batches_;
+      const std::int64_t batch = position_.step % batches_;
+      if (batch == 0 || order.empty()) {
+        order = train_.shuffled(options_.batch_size(), options_.seed(), epoch);
+        epoch_seconds_ = 0;
+      }
+      if (batch == 0) {
+        position_.loss_sum = 0;
+        position_.loss_count = 0;
+      }
+      step(order[static_cast<std::size_t>(batch)]);
+      if (batch + 1 == batches_) {
+        observer_.on(EpochDone{epoch + 1, options_.epochs(), train_loss(), loss_scale(),
+                               mixed_.skipped_steps(), meter_.items_per_second(), epoch_seconds_});
+      }
+    }
+    return result(test());
+  }
+
+ private:
+  // The optimizer takes the parameters as they lie: its state follows their memory format.
+  std::unique_ptr<torch::optim::Optimizer> lay_out_and_optimize() {
+    if (format_ == MemoryFormat::nhwc) to_channels_last(*model_.module());
+    return make_optimizer(model_.module()->parameters(), options_);
+  }
+
+  void step(const at::Tensor& indices) {
+    const auto begin = Clock::now();
+    const Batch batch = train_.batch(indices);
+    const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
+    for (auto& group : optimizer_->param_groups()) group.options().set_lr(rate);
+    optimizer_->zero_grad();
+    const at::Tensor loss =
+        torch::cross_entropy_loss(model_.forward(mixed_, batch.images), batch.labels);
+    mixed_.scale_loss(loss, *optimizer_).backward();
+    const bool skipped = mixed_.step(*optimizer_) == amp::Step::skipped;
+    const double value = loss.item<double>();
+    if (!skipped) {
+      if (!std::isfinite(value)) {
+        throw DivergedError(kWhere, "a finite training loss",
+                            fmt::format("{} at step {}", value, position_.step + 1),
+                            "lower the learning rate, or use a level with a loss scale");
+      }
+      position_.loss_sum += value;
+      ++position_.loss_count;
+    }
+    ++position_.step;
+    const double seconds = seconds_since(begin);
+    meter_.add(seconds, batch.labels.size(0));
+    epoch_seconds_ += seconds;
+    observer_.on(StepDone{
+        (position_.step - 1) / batches_ + 1, options_.epochs(), (position_.step - 1) % batches_ + 1,
+        batches_, position_.step, value, skipped, loss_scale(), meter_.items_per_second(),
+        1e-3 * meter_.mean_ms() * static_cast<double>(end_step_ - position_.step)});
+  }
+
+  Tested test() {
+    const torch::NoGradGuard no_grad;
+    model_.module()->eval();
+    std::int64_t correct = 0;
+    double loss = 0;
+    for (const at::Tensor& indices : test_.in_order(options_.batch_size())) {
+      const Batch batch = test_.batch(indices);
+      const at::Tensor logits = model_.forward(mixed_, batch.images);
+      correct += logits.argmax(1).eq(batch.labels).sum().item<std::int64_t>();
+      loss +=
+          torch::cross_entropy_loss(logits, batch.labels, {}, at::Reduction::Sum).item<double>();
+    }
+    const auto images = static_cast<double>(test_.size());
+    const Tested tested{static_cast<double>(correct) / images, loss / images};
+    if (!std::isfinite(tested.loss)) {
+      throw DivergedError(kWhere, "a finite test loss", fmt::format("{}", tested.loss),
+                          "lower the learning rate, or use a level with a loss scale");
+    }
+    observer_.on(tested);
+    return tested;
+  }
+
+  TrainResult result(const Tested& tested) const {
+    TrainResult result;
+    result.opt_level = options_.opt_level();
+    result.dtype = training_dtype(options_);
+    result.memory_format = format_;
+    result.epochs = options_.epochs();
+    result.steps = position_.step;
+    result.test_accuracy = tested.accuracy;
+    result.test_loss = tested.loss;
+    result.train_loss = train_loss();
+    result.images_per_second = meter_.items_per_second();
+    result.ms_per_step = meter_.median_ms();
+    result.skipped_steps = mixed_.skipped_steps();
+    result.final_loss_scale = loss_scale();
+    result.seed = options_.seed();
+    result.threads = at::get_num_threads();
+    return result;
+  }
+
+  // NaN where every step of the epoch was skipped.
+  double train_loss() const {
+    return position_.loss_sum / static_cast<double>(position_.loss_count);
+  }
+
+  double loss_scale() const { return mixed_.loss_scaler().scale(); }
+
+  Agreement agreement() const {
+    const auto text = [](const auto& value) { return fmt::format("{}", value); };
+    Agreement result{
+        {"--opt-level", std::string(amp::name_of(options_.opt_level()))},
+        {"--dtype", dtype_name(training_dtype(options_))},
+        {"--loss-scale", options_.loss_scale() ? options_.loss_scale()->to_string() : "default"},
+        {"--growth-interval", text(options_.growth_interval())},
+        {"--batch-size", text(options_.batch_size())},
+        {"--optimizer", std::string(name_of(options_.optimizer()))},
+        {"--lr", text(options_.lr())},
+        {"--schedule", std::string(name_of(options_.schedule()))},
+        {"--seed", text(options_.seed())},
+        {"--limit-batches", text(options_.limit_batches())},
+        {"--memory-format", std::string(name_of(format_))},
+        {"training images", text(train_.size())}};
+    if (options_.optimizer() == OptimizerKind::sgd)
+      result.emplace_back("--momentum", text(options_.momentum()));
+    // A constant rate does not know where the end is, so it may be moved.
+    if (options_.schedule() != Schedule::constant)
+      result.emplace_back("--epochs", text(options_.epochs()));
+    return result;
+  }
+
+  const TrainOptions& options_;
+  Observer& observer_;
+  MemoryFormat format_;
+  Batches train_;
+  Batches test_;
+  Classifier model_;
+  amp::Model handle_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  amp::MixedPrecision mixed_;
+  std::int64_t batches_ = 0;  // of an epoch
+  std::int64_t steps_ = 0;    // of all epochs
+  std::int64_t end_step_ = 0;
+  Position position_;
+  StepMeter meter_;
+  double epoch_seconds_ = 0;
+};
+
+template <typename Enum, std::size_t n>
+Enum parse(std::string_view name, const Enum (&values)[n], const char* where,
+           const char* expected) {
+  for (const Enum value : values) {
+    if (name == name_of(value)) return value;
+  }
+  throw Error(where, expected, "'" + std::string(name) + "'");
+}
+
+}  // namespace
+
+std::string_view name_of(OptimizerKind kind) {
+  switch (kind) {
+    case OptimizerKind::adam:
+      return "adam";
+    case OptimizerKind::adamw:
+      return "adamw";
+    case OptimizerKind::sgd:
+      break;
+  }
+  return "sgd";
+}
+
+OptimizerKind parse_optimizer(std::string_view name) {
+  return parse(name, {OptimizerKind::sgd, OptimizerKind::adam, OptimizerKind::adamw},
+               "train.optimizer", "sgd, adam or adamw");
+}
+
+std::string_view name_of(MemoryFormat format) {
+  switch (format) {
+    case MemoryFormat::nchw:
+      return "nchw";
+    case MemoryFormat::nhwc:
+      return "nhwc";
+    case MemoryFormat::automatic:
+      break;
+  }
+  return "auto";
+}
+
+MemoryFormat parse_memory_format(std::string_view name) {
+  return parse(name, {MemoryFormat::automatic, MemoryFormat::nchw, MemoryFormat::nhwc},
+               "train.memory_format", "auto, nchw or nhwc");
+}
+
+MemoryFormat choose_memory_format(c10::DeviceType /*device*/) {
+  return MemoryFormat::nhwc;
+}
+
+c10::ScalarType training_dtype(const TrainOptions& options) {
+  return options.opt_level() == amp::OptLevel::O0 ? c10::ScalarType::Float : dtype_of(options);
+}
+
+TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
+                             const TrainOptions& options, Observer& observer) {
+  check_options(options);
+  check_set(data.train, "training");
+  check_set(data.test, "test");
+  if (!options.save().empty()) require_writable(options.save(), kWhere);
+  const TensorMemoryMeter memory;
+  TrainResult result;
+  {
+    Run run(make_model, data, options, observer);
+    if (!options.resume().empty()) run.resume();
+    result = run.train();
+    if (!options.save().empty()) run.save();
+  }
+  result.peak_tensor_bytes = memory.peak_bytes();
+  result.peak_rss_bytes = peak_rss_bytes();
+  return result;
+}
+
+TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
+                             const TrainOptions& options) {
+  Observer silent;
+  return train_classifier(make_model, data, options, silent);
+}
+
+}  // namespace semitone::train

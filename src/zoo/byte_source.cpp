@@ -1,0 +1,131 @@
+#include "src/zoo/byte_source.h"
+
+#include "semitone/core/error.h"
+
+#include <zlib.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <system_error>
+
+namespace semitone::zoo {
+namespace {
+
+constexpr auto kWhere = "zoo.idx";
+constexpr std::size_t kBuffer = std::size_t{1} << 18;
+constexpr unsigned char kGzipMagic[] = {0x1f, 0x8b};
+// windowBits of inflateInit2: the largest window, and gzip headers only.
+constexpr int kGzipWindow = 15 + 16;
+
+}  // namespace
+
+struct ByteSource::State {
+  std::filesystem::path path;
+  std::ifstream file;
+  std::uint64_t file_size = 0;
+  std::array<unsigned char, kBuffer> buffer;
+  unsigned char* next = nullptr;  // what was read from the file and not used yet
+  std::size_t available = 0;
+  bool gzipped = false;
+  bool member_ended = false;
+  z_stream stream{};
+
+  ~State() {
+    if (gzipped) inflateEnd(&stream);
+  }
+
+  [[noreturn]] void fail(const std::string& expected, const std::string& got,
+                         const std::string& remedy = {}) const {
+    throw FileError(kWhere, expected + " '" + path.string() + "'", got, remedy);
+  }
+
+  // Whether there is more of the file to use.
+  bool fill() {
+    if (available > 0) return true;
+    file.read(reinterpret_cast<char*>(buffer.data()), static_cast<std::streamsize>(buffer.size()));
+    if (file.bad()) fail("to read", std::generic_category().message(errno));
+    next = buffer.data();
+    available = static_cast<std::size_t>(file.gcount());
+    return available > 0;
+  }
+
+  std::size_t copy(unsigned char* to, std::size_t size) {
+    std::size_t done = 0;
+    while (done < size && fill()) {
+      const std::size_t count = std::min(size - done, available);
+      std::copy_n(next, count, to + done);
+      next += count;
+      available -= count;
+      done += count;
+    }
+    return done;
+  }
+
+  std::size_t unpack(unsigned char* to, std::size_t size) {
+    std::size_t done = 0;
+    while (done < size) {
+      const bool more = fill();
+      if (member_ended) {
+        if (!more) break;
+        if (*next != kGzipMagic[0]) fail("nothing after the gzip stream of", "more bytes");
+        inflateReset(&stream);
+        member_ended = false;
+      }
+      if (!more) fail("a whole gzip stream in", "one that ends early", "copy the file again");
+      const std::size_t room = std::min<std::size_t>(size - done, std::numeric_limits<uInt>::max());
+      stream.next_in = next;
+      stream.avail_in = static_cast<uInt>(available);
+      stream.next_out = to + done;
+      stream.avail_out = static_cast<uInt>(room);
+      const int result = inflate(&stream, Z_NO_FLUSH);
+      next = stream.next_in;
+      available = stream.avail_in;
+      done += room - stream.avail_out;
+      if (result == Z_STREAM_END) {
+        member_ended = true;
+      } else if (result != Z_OK && result != Z_BUF_ERROR) {
+        fail("a sound gzip stream in", stream.msg == nullptr ? "a corrupt one" : stream.msg,
+             "copy the file again");
+      }
+    }
+    return done;
+  }
+};
+
+ByteSource::ByteSource(const std::filesystem::path& path) : state_(std::make_unique<State>()) {
+  State& state = *state_;
+  state.path = path;
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  if (status.type() == std::filesystem::file_type::not_found)
+    state.fail("a file", "none", "is the folder right?");
+  if (error) state.fail("to read", error.message());
+  if (status.type() != std::filesystem::file_type::regular)
+    state.fail("a regular file", "something else of that name");
+  state.file_size = std::filesystem::file_size(path, error);
+  if (error) state.fail("to read", error.message());
+  state.file.open(path, std::ios::binary);
+  if (!state.file) state.fail("to read", std::generic_category().message(errno));
+  if (!state.fill()) state.fail("data in", "an empty file");
+  if (state.available >= 2 && std::equal(state.next, state.next + 2, kGzipMagic)) {
+    if (inflateInit2(&state.stream, kGzipWindow) != Z_OK) state.fail("memory to unpack", "none");
+    state.gzipped = true;
+  }
+}
+
+ByteSource::~ByteSource() = default;
+
+std::size_t ByteSource::read(void* buffer, std::size_t size) {
+  auto* const to = static_cast<unsigned char*>(buffer);
+  return state_->gzipped ? state_->unpack(to, size) : state_->copy(to, size);
+}
+
+std::uint64_t ByteSource::most_bytes() const {
+  return state_->gzipped ? 1032 * state_->file_size : state_->file_size;
+}
+
+}  // namespace semitone::zoo

@@ -1,0 +1,505 @@
+// The weight-cast cache, observed through the events that it causes.
+
+#include "semitone/amp/autocast.h"
+#include "tests/support/casts.h"
+#include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp {
+namespace {
+
+using test::CastRecording;
+using test::expect_bitwise_equal;
+using test::expect_close;
+
+constexpr auto kBf16 = torch::kBFloat16;
+constexpr auto kFp16 = torch::kHalf;
+
+// Sizes that no other tensor here has, so that casts of the weight are told by their size.
+constexpr std::int64_t kIn = 6;
+constexpr std::int64_t kOut = 5;
+constexpr std::int64_t kWeight = kIn * kOut;
+
+class CastCacheTest : public testing::Test {
+ protected:
+  CastCacheTest() { torch::manual_seed(7); }
+
+  // x @ weight without a cache: what every use has to give, whatever was cached.
+  at::Tensor product(c10::ScalarType dtype = kBf16) const {
+    return at::mm(x.to(dtype), weight.detach().to(dtype));
+  }
+  void expect_current(const at::Tensor& got, c10::ScalarType dtype = kBf16) const {
+    const DisableCasts no_casts;
+    expect_close(got, product(dtype), test::reduction_tolerance(dtype, kIn));
+  }
+
+  at::Tensor x = torch::rand({3, kIn});
+  at::Tensor weight = torch::rand({kIn, kOut}).requires_grad_();
+  CastPolicy bf16 = CastPolicy::semitone({torch::kCPU, kBf16});
+  CastPolicy fp16 = CastPolicy::semitone({torch::kCPU, kFp16});
+};
+
+TEST_F(CastCacheTest, AWeightUsedTwiceIsCastOnce) {
+  const CastRecording casts;
+  const Autocast region(bf16);
+  at::mm(x, weight);
+  EXPECT_EQ(casts->computed(kWeight), 1U);
+  EXPECT_EQ(casts->cached(kWeight), 0U);
+  at::mm(x, weight);
+  at::matmul(x, weight);
+  EXPECT_EQ(casts->computed(kWeight), 1U);
+  EXPECT_EQ(casts->cached(kWeight), 2U);
+  const auto heard = casts->heard();
+  EXPECT_EQ(heard[0].op, "mm");
+  EXPECT_EQ(heard[0].from, torch::kFloat);
+  EXPECT_EQ(heard[0].to, kBf16);
+}
+
+TEST_F(CastCacheTest, LinearsTransposedWeightCountsAsTheWeight) {
+  torch::nn::Linear linear(kIn, kOut);
+  for (const bool grad : {true, false}) {
+    const torch::AutoGradMode mode(grad);
+    SCOPED_TRACE(grad ? "with gradients" : "under no_grad");
+    const CastRecording casts;
+    const Autocast region(bf16);
+    const at::Tensor flat = linear(x);                            // addmm
+    const at::Tensor batched = linear(x.view({1, 3, kIn}));       // matmul
+    const at::Tensor functional = at::linear(x, linear->weight);  // linear
+    EXPECT_EQ(casts->computed(kWeight), 1U);
+    EXPECT_EQ(casts->cached(kWeight), 2U);
+    EXPECT_EQ(flat.requires_grad(), grad);
+    EXPECT_EQ(batched.requires_grad(), grad);
+    expect_close(batched.view({3, kOut}), flat, test::reduction_tolerance(kBf16, kIn));
+  }
+}
+
+TEST_F(CastCacheTest, OtherViewsOfAWeightAreNotTakenForIt) {
+  const auto square = torch::rand({4, 4}).requires_grad_();
+  const auto y = torch::rand({2, 4});
+  const auto plain = [&](const at::Tensor& view) {
+    return at::mm(y.to(kBf16), view.detach().to(kBf16));
+  };
+  std::vector<std::pair<at::Tensor, at::Tensor>> results;
+  {
+    const Autocast region(bf16);
+    for (const auto& view : {square, square.t(), square.flip(0), square.view({2, 8}).view({4, 4}),
+                             square.narrow(0, 0, 4).t(), at::_neg_view(square.t())}) {
+      results.emplace_back(at::mm(y, view), view);
+    }
+  }
+  for (const auto& [got, view] : results)
+    expect_close(got, plain(view), test::reduction_tolerance(kBf16, 4));
+}
+
+// ---- never stale -------------------------------------------------------------------------------
+
+struct Change {
+  const char* name;
+  void (*make)(at::Tensor& weight);
+};
+
+class CastCacheChanges : public CastCacheTest, public testing::WithParamInterface<Change> {};
+
+TEST_P(CastCacheChanges, DropTheCast) {
+  const Autocast region(bf16);
+  expect_current(at::mm(x, weight));
+  GetParam().make(weight);
+  expect_current(at::mm(x, weight));
+  GetParam().make(weight);  // once more, where memory may be reused
+  expect_current(at::mm(x, weight));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    CastCache, CastCacheChanges,
+    testing::Values(
+        Change{"InPlaceUpdate",
+               [](at::Tensor& weight) {
+                 const torch::NoGradGuard no_grad;
+                 weight.add_(1);
+               }},
+        Change{"InPlaceUpdateOfADetachedAlias",
+               [](at::Tensor& weight) { weight.detach().mul_(2); }},
+        Change{"InPlaceUpdateOfAPart",
+               [](at::Tensor& weight) {
+                 const torch::NoGradGuard no_grad;
+                 weight[0].zero_();
+               }},
+        Change{"Copy",
+               [](at::Tensor& weight) {
+                 const torch::NoGradGuard no_grad;
+                 weight.copy_(torch::rand_like(weight));
+               }},
+        Change{"SetData",
+               [](at::Tensor& weight) {
+                 weight.set_data(torch::rand({kIn, kOut}));
+               }},
+        // The freed memory of the first comes back for the third: same address, same version.
+        Change{"SetDataRoundAndRound",
+               [](at::Tensor& weight) {
+                 for (int i = 0; i < 4; ++i) weight.set_data(torch::rand({kIn, kOut}));
+               }},
+        Change{"SetDataToAnotherLayoutOfTheSameMemory",
+               [](at::Tensor& weight) {
+                 const auto data = weight.detach();
+                 weight.set_data(data.as_strided({kIn, kOut}, {1, kIn}));
+               }}),
+    [](const auto& tested) { return tested.param.name; });
+
+template <typename Optimizer>
+class CastCacheOptimizers : public CastCacheTest {};
+using Optimizers = testing::Types<torch::optim::SGD, torch::optim::Adam, torch::optim::AdamW,
+                                  torch::optim::RMSprop, torch::optim::Adagrad>;
+TYPED_TEST_SUITE(CastCacheOptimizers, Optimizers);
+
+// torch::optim::SGD writes through tensor.data(), which no version counter shows.
+TYPED_TEST(CastCacheOptimizers, AStepInsideTheRegionIsSeen) {
+  TypeParam optimizer({this->weight}, 0.5);
+  const Autocast region(this->bf16);
+  for (int step = 0; step < 3; ++step) {
+    at::mm(this->x, this->weight).sum().backward();
+    this->expect_current(at::mm(this->x, this->weight));  // between backward and step
+    const at::Tensor before = this->weight.detach().clone();
+    optimizer.step();
+    ASSERT_FALSE(at::equal(before, this->weight));
+    this->expect_current(at::mm(this->x, this->weight));
+    if (step == 1) optimizer.zero_grad(/*set_to_none=*/false);
+    if (step == 2) optimizer.zero_grad();
+    this->expect_current(at::mm(this->x, this->weight));
+  }
+}
+
+TEST_F(CastCacheTest, AWriteThroughDataIsSeenAfterClearCastCache) {
+  const Autocast region(bf16);
+  at::mm(x, weight);
+  weight.data().add_(1);
+  clear_cast_cache();
+  expect_current(at::mm(x, weight));
+}
+
+TEST_F(CastCacheTest, AWriteToTheCastItselfIsNotCached) {
+  // A row that makes an operator return its argument: its caller may write to it.
+  const auto policy = CastPolicy::semitone({torch::kCPU, kBf16}).lower("dropout");
+  const Autocast region(policy);
+  {
+    const torch::NoGradGuard no_grad;
+    at::Tensor alias = at::dropout(weight, 0.5, /*train=*/false);
+    ASSERT_EQ(alias.scalar_type(), kBf16);
+    alias.zero_();
+  }
+  expect_current(at::mm(x, weight));
+}
+
+TEST_F(CastCacheTest, RequiresGradToggled) {
+  const Autocast region(bf16);
+  EXPECT_TRUE(at::mm(x, weight).requires_grad());
+  weight.requires_grad_(false);
+  EXPECT_FALSE(at::mm(x, weight).requires_grad())
+      << "a frozen weight must not train by an old cast";
+  weight.requires_grad_(true);
+  const auto y = at::mm(x, weight);
+  ASSERT_TRUE(y.requires_grad());
+  y.sum().backward();
+  EXPECT_TRUE(weight.grad().defined());
+}
+
+TEST_F(CastCacheTest, RequiresGradToggledOnABoundWeight) {
+  torch::nn::Linear linear(kIn, kOut);
+  const Autocast region(bf16.bind(linear));
+  for (const bool train : {false, true, false, true}) {
+    linear->weight.requires_grad_(train);
+    linear->bias.requires_grad_(train);
+    EXPECT_EQ(linear(x).requires_grad(), train);
+  }
+}
+
+// ---- gradients ---------------------------------------------------------------------------------
+
+TEST_F(CastCacheTest, NoGradFirstThenGrad) {
+  const Autocast region(bf16);
+  {
+    const torch::NoGradGuard no_grad;
+    EXPECT_FALSE(at::mm(x, weight).requires_grad());
+  }
+  at::mm(x, weight).sum().backward();
+  ASSERT_TRUE(weight.grad().defined());
+  EXPECT_EQ(weight.grad().scalar_type(), torch::kFloat);
+}
+
+TEST_F(CastCacheTest, GradFirstThenNoGrad) {
+  const CastRecording casts;
+  const Autocast region(bf16);
+  const auto y = at::mm(x, weight);
+  {
+    const torch::NoGradGuard no_grad;
+    EXPECT_FALSE(at::mm(x, weight).requires_grad());
+    EXPECT_EQ(casts->cached(kWeight), 1U) << "a cast with a gradient serves without one too";
+  }
+  y.sum().backward();
+  EXPECT_TRUE(weight.grad().defined());
+}
+
+TEST_F(CastCacheTest, InferenceModeFirstThenTraining) {
+  torch::nn::Linear linear(kIn, kOut);
+  linear->weight.requires_grad_(false);
+  const Autocast region(bf16.bind(linear));
+  {
+    const c10::InferenceMode inference;
+    (void)linear(x);
+  }
+  const auto input = x.clone().requires_grad_();
+  linear(input).sum().backward();
+  EXPECT_TRUE(input.grad().defined());
+}
+
+TEST_F(CastCacheTest, BackwardTwiceThroughOneCast) {
+  const Autocast region(bf16);
+  at::mm(x, weight).sum().backward();
+  const at::Tensor once = weight.grad().clone();
+  weight.mutable_grad().reset();
+  at::mm(x, weight).sum().backward();
+  expect_bitwise_equal(weight.grad(), once);
+}
+
+// Apex's test of its cache: train, evaluate under no_grad, train again, in one region and in three;
+// for an operator that lowers, one that raises and one that promotes.
+TEST_F(CastCacheTest, TrainEvaluateTrainGivesTheGradientsOfAnUncachedReference) {
+  using Function = at::Tensor (*)(const at::Tensor&, const at::Tensor&);
+  const std::vector<std::pair<const char*, Function>> functions{
+      {"lower", [](const at::Tensor& a, const at::Tensor& w) { return at::mm(a, w); }},
+      {"fp32", [](const at::Tensor& a, const at::Tensor& w) { return at::pow(at::mm(a, w), 2); }},
+      {"promote", [](const at::Tensor& a, const at::Tensor& w) {
+         return at::cat({at::mm(a, w), w});
+       }}};
+  for (const auto& [name, function] : functions) {
+    for (const auto weight_dtype : {torch::kFloat, kBf16}) {
+      for (const bool one_region : {true, false}) {
+        SCOPED_TRACE(
+            c10::str(name, ", weight ", weight_dtype, one_region ? ", one region" : ", three"));
+        const auto leaf = weight.detach().to(weight_dtype).requires_grad_();
+        std::optional<Autocast> region(bf16);
+        at::Tensor grad;
+        for (const char* phase : {"train", "evaluate", "train"}) {
+          if (!one_region) region.emplace(bf16);
+          if (phase[0] == 'e') {
+            const torch::NoGradGuard no_grad;
+            (void)function(x, leaf);
+            continue;
+          }
+          leaf.mutable_grad().reset();
+          function(x, leaf).to(torch::kFloat).sum().backward();
+          const auto rounded = leaf.detach().to(kBf16).requires_grad_();
+          const DisableCasts no_casts;
+          const auto product = at::mm(x.to(kBf16), rounded);
+          const auto want =
+              name[0] == 'l' ? product.to(torch::kFloat)
+              : name[0] == 'f'
+                  ? product.to(torch::kFloat).pow(2)
+                  : at::cat({product.to(weight_dtype), leaf.detach()}).to(torch::kFloat);
+          want.sum().backward();
+          const auto extra = name[0] == 'p' ? 1.0 : 0.0;  // cat's own use of the weight
+          expect_close(leaf.grad(), (rounded.grad().to(torch::kFloat) + extra).to(weight_dtype),
+                       test::reduction_tolerance(kBf16, 3));
+        }
+      }
+    }
+  }
+}
+
+// ---- dtypes, regions, policies -----------------------------------------------------------------
+
+TEST_F(CastCacheTest, DtypesDoNotMix) {
+  const CastRecording casts;
+  const Autocast outer(bf16);
+  expect_current(at::mm(x, weight), kBf16);
+  {
+    const Autocast inner(fp16);
+    expect_current(at::mm(x, weight), kFp16);
+  }
+  expect_current(at::mm(x, weight), kBf16);
+  EXPECT_EQ(casts->computed(kWeight), 2U);
+  EXPECT_EQ(casts->cached(kWeight), 1U);
+}
+
+TEST_F(CastCacheTest, EmulatedAndPlainCastsDoNotMix) {
+  auto emulated = bf16;
+  emulated.emulation(Emulation::always);
+  auto plain = bf16;
+  plain.emulation(Emulation::never);
+  const Autocast outer(emulated);
+  expect_current(at::mm(x, weight));
+  const Autocast inner(plain);
+  expect_current(at::mm(x, weight));
+  const Autocast innermost(emulated);
+  expect_current(at::mm(x, weight));
+}
+
+TEST_F(CastCacheTest, NestedPoliciesShareCastsAndTheInnerRegionDoesNotEndThem) {
+  const CastRecording casts;
+  const Autocast outer(bf16);
+  at::mm(x, weight);
+  {
+    const Autocast inner(CastPolicy::apex({torch::kCPU, kBf16}));
+    at::mm(x, weight);
+  }
+  at::mm(x, weight);
+  EXPECT_EQ(casts->computed(kWeight), 1U);
+  EXPECT_EQ(casts->cached(kWeight), 2U);
+}
+
+TEST_F(CastCacheTest, TheOutermostRegionsEndIsTheCachesEnd) {
+  const CastRecording casts;
+  for (int i = 0; i < 2; ++i) {
+    const Autocast region(bf16);
+    at::mm(x, weight);
+  }
+  EXPECT_EQ(casts->computed(kWeight), 2U);
+}
+
+TEST_F(CastCacheTest, ClearCastCacheForgets) {
+  const CastRecording casts;
+  clear_cast_cache();  // outside a region: nothing to do
+  const Autocast region(bf16);
+  at::mm(x, weight);
+  clear_cast_cache();
+  at::mm(x, weight);
+  EXPECT_EQ(casts->computed(kWeight), 2U);
+}
+
+// ---- what is kept, and how long
+// ------------------------------------------------------------------
+
+TEST_F(CastCacheTest, FrozenWeightsAreCachedWhereThePolicyKnowsThem) {
+  torch::nn::Linear linear(kIn, kOut);
+  linear->weight.requires_grad_(false);
+  for (const bool bound : {false, true}) {
+    const CastRecording casts;
+    const Autocast region(bound ? bf16.bind(linear) : bf16);
+    (void)linear(x);
+    (void)linear(x);
+    EXPECT_EQ(casts->computed(kWeight), bound ? 1U : 2U);
+    EXPECT_EQ(casts->cached(kWeight), bound ? 1U : 0U);
+  }
+}
+
+// The memory of a tensor, seen from outside: whether anything still holds it.
+c10::weak_intrusive_ptr<c10::StorageImpl> memory_of(const at::Tensor& tensor) {
+  return tensor.storage().getWeakStorageImpl();
+}
+
+TEST_F(CastCacheTest, ActivationsAreNotRetained) {
+  const torch::NoGradGuard no_grad;
+  const Autocast region(bf16);
+  auto hidden = at::relu(at::mm(x, weight).to(torch::kFloat));
+  const auto memory = memory_of(hidden);
+  (void)at::mm(hidden, weight.t());
+  hidden.reset();
+  EXPECT_TRUE(memory.expired());
+}
+
+TEST_F(CastCacheTest, CastsAreFreedWithTheRegionAlsoIfAStateOutlivesIt) {
+  // An operator that returns its argument shows the cast that the cache holds.
+  const auto policy = CastPolicy::semitone({torch::kCPU, kBf16}).lower("dropout");
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory = memory_of(x);
+  std::optional<AutocastState> state;
+  {
+    const torch::NoGradGuard no_grad;
+    const Autocast region(policy);
+    memory = memory_of(at::dropout(weight, 0.5, /*train=*/false));
+    EXPECT_FALSE(memory.expired()) << "cached";
+    state = AutocastState::current();
+  }
+  EXPECT_TRUE(memory.expired());
+}
+
+TEST_F(CastCacheTest, FreedWeightsLeaveNothingBehindAtTheirAddress) {
+  const torch::NoGradGuard no_grad;
+  const Autocast region(bf16);
+  for (int i = 0; i < 200; ++i) {
+    weight = torch::full({kIn, kOut}, static_cast<float>(i % 7)).requires_grad_();
+    expect_current(at::mm(x, weight));
+  }
+}
+
+TEST_F(CastCacheTest, WeightsWithoutMemoryOfTheirOwnAreCastButNotCached) {
+  const auto sparse = torch::eye(kIn).to_sparse().requires_grad_();
+  const CastRecording casts;
+  const Autocast region(CastPolicy::none({torch::kCPU, kBf16}).lower("neg"));
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(at::neg(sparse).scalar_type(), kBf16);
+  for (const auto& cast : casts->heard()) EXPECT_FALSE(cast.cached);
+}
+
+// ---- threads -----------------------------------------------------------------------------------
+
+TEST_F(CastCacheTest, IsSharedWithTheThreadsThatWorkForTheRegion) {
+  const CastRecording casts;
+  const Autocast region(bf16);
+  at::mm(x, weight);
+  std::thread([&, state = at::ThreadLocalState()] {
+    const at::ThreadLocalStateGuard guard(state);
+    at::mm(x, weight);
+  }).join();
+  EXPECT_EQ(casts->cached(kWeight), 1U) << "carried by LibTorch";
+  const auto recorder = std::make_shared<test::CastRecorder>();
+  std::thread([&, state = AutocastState::current()] {
+    const events::Listen listen(recorder);
+    const auto scope = state.enter();
+    at::mm(x, weight);
+  }).join();
+  EXPECT_EQ(recorder->cached(kWeight), 1U) << "carried by AutocastState";
+}
+
+TEST_F(CastCacheTest, OfTwoThreadsAreTwo) {
+  const Autocast region(bf16);
+  at::mm(x, weight);
+  const auto recorder = std::make_shared<test::CastRecorder>();
+  std::thread([&] {
+    const events::Listen listen(recorder);
+    const Autocast own(bf16);
+    at::mm(x, weight);
+  }).join();
+  EXPECT_EQ(recorder->computed(kWeight), 1U);
+  EXPECT_EQ(recorder->cached(kWeight), 0U);
+}
+
+// ---- events ------------------------------------------------------------------------------------
+
+TEST_F(CastCacheTest, EventsTellOfEveryConversionAndOfNothingElse) {
+  const CastRecording casts;
+  const auto low = x.to(kBf16);
+  for (const char* preset : {"torch", "semitone"}) {
+    SCOPED_TRACE(preset);
+    casts->clear();
+    const Autocast region(CastPolicy::by_name(preset, {torch::kCPU, kBf16}));
+    (void)at::mse_loss(low, x);
+    (void)at::cat({low, x});
+    (void)at::mm(low, low.t());
+    const auto heard = casts->heard();
+    ASSERT_EQ(heard.size(), 2U);
+    EXPECT_EQ(heard[0].op, "mse_loss");
+    EXPECT_EQ(heard[0].to, torch::kFloat);
+    EXPECT_EQ(heard[1].op, "cat");
+    EXPECT_EQ(heard[1].numel, x.numel());
+  }
+  casts->clear();
+  const Autocast region(bf16);
+  (void)at::softmax(low, 1);  // by its dtype argument
+  (void)at::softmax(low, 1, kBf16);
+  ASSERT_EQ(casts->heard().size(), 1U);
+  EXPECT_EQ(casts->heard()[0].op, "softmax.int");
+}
+
+}  // namespace
+}  // namespace semitone::amp

@@ -1,0 +1,476 @@
+#include "semitone/launch/process.h"
+#include "tests/support/image_files.h"
+#include "tests/support/temporary_folder.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <pty.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+// The program as a user meets it: output, files, exit codes.
+namespace semitone {
+namespace {
+
+using launch::Finished;
+using launch::Output;
+using launch::Process;
+using launch::ProcessOptions;
+using nlohmann::json;
+using test::read_text;
+using test::write_text;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+using Words = std::vector<std::string>;
+
+ProcessOptions options_for(const Words& arguments) {
+  return ProcessOptions(SEMITONE_PROGRAM)
+      .arguments(arguments)
+      .out(Output::capture)
+      .err(Output::capture);
+}
+
+Finished semitone(const Words& arguments) {
+  return launch::run(options_for(arguments));
+}
+
+void expect_failure(const Finished& finished, int code, const std::string& message) {
+  EXPECT_EQ(finished.status.code, code) << finished.err;
+  EXPECT_EQ(finished.status.signal, 0);
+  EXPECT_THAT(finished.err, HasSubstr(message));
+  EXPECT_EQ(finished.out, "");
+}
+
+// A folder with a small data set, and short trainings on it.
+class CliTest : public ::testing::Test {
+ protected:
+  CliTest() { test::write_data_set(data_.path(), 400, 100); }
+
+  Words train(const Words& more = {}) const {
+    Words words{"train", "--data", data_.path().string(), "--batch-size", "20", "--threads", "1"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+
+  test::TemporaryFolder data_;
+  test::TemporaryFolder folder_;
+};
+
+// --------------------------------------------------------------------------------------------------
+// help and usage
+
+TEST_F(CliTest, HelpHasExamplesAndExitCodes) {
+  for (const Words& arguments :
+       {Words{"--help"}, Words{"train", "--help"}, Words{"ops", "--help"}}) {
+    const Finished help = semitone(arguments);
+    EXPECT_TRUE(help.status.success());
+    EXPECT_EQ(help.err, "");
+    EXPECT_THAT(help.out, HasSubstr("Exit codes: 0 success"));
+    if (arguments.size() == 2) {
+      EXPECT_THAT(help.out,
+                  AllOf(HasSubstr("Examples:\n  semitone " + arguments[0]), HasSubstr("--json")));
+    }
+  }
+  EXPECT_THAT(semitone({"train", "--help"}).out, Not(HasSubstr("--as-part")));
+}
+
+TEST_F(CliTest, VersionNamesTheLibraries) {
+  const Finished version = semitone({"--version"});
+  EXPECT_TRUE(version.status.success());
+  EXPECT_THAT(version.out, AllOf(StartsWith("semitone 0."), HasSubstr("LibTorch 2.")));
+}
+
+TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{}, "[cli] expected a command, got none — see semitone --help"},
+      {{"tarin"}, "[cli] expected a command, got 'tarin'"},
+      {{"train", "--fo", "3"}, "[cli.train] expected flags of this command, got '--fo 3'"},
+      {{"train", "extra"}, "[cli.train] expected flags of this command, got 'extra'"},
+      {{"train", "--epochs"}, "--epochs: 1 required N missing"},
+      {{"train", "--epochs", "1", "--epochs", "2"}, "--epochs"},
+      {{"train", "--epochs", "three"},
+       "[cli.train] expected --epochs from 1 to 1000000, got 'three'"},
+      {{"train", "--epochs", "1.5"}, "expected --epochs from 1"},
+      {{"train", "--epochs", "99999999999999999999"}, "expected --epochs from 1"},
+      {{"train", "--batch-size", "0"}, "expected --batch-size from 1"},
+      {{"train", "--lr", "-0.1"}, "expected --lr above 0, got '-0.1'"},
+      {{"train", "--lr", "nan"}, "expected --lr above 0"},
+      {{"train", "--lr", "0.1x"}, "expected --lr above 0"},
+      {{"train", "--momentum", "1"}, "expected --momentum from 0 to below 1"},
+      {{"train", "--opt-level", "01"},
+       "expected --opt-level to be one of O0, O1, O2, O3, all, got '01'"},
+      {{"train", "--dtype", "fp8"}, "expected --dtype to be one of auto, bf16, fp16"},
+      {{"train", "--optimizer", "lion"}, "expected --optimizer to be one of sgd, adam, adamw"},
+      {{"train", "--schedule", "step"}, "expected --schedule to be one of constant, cosine"},
+      {{"train", "--loss-scale", "0"}, "expected --loss-scale to be auto, dynamic or a number"},
+      {{"train", "--seed", "-1"}, "expected --seed from 0"},
+      {{"train", "--threads", "-2"}, "expected --threads from 0"},
+      {{"train", "--memory-format", "NCHW"}, "expected --memory-format to be one of"},
+      {{"train", "--limit-batches", "-1"}, "expected --limit-batches from 0"},
+      {{"train", "--max-steps", "-1"}, "expected --max-steps from 0"},
+      {{"train", "--growth-interval", "-1"}, "expected --growth-interval from 0"},
+      {{"train", "--model", "resnet"}, "expected --model to be one of convnet"},
+      {{"train", "--data", ""}, "expected --data DIR"},
+      {{"train", "--optimizer", "adam", "--momentum", "0.9"},
+       "expected --momentum with --optimizer sgd only"},
+      {{"train", "--opt-level", "all", "--save", "x"}, "expected one level with --save"},
+      {{"train", "--opt-level", "all", "--resume", "x"}, "expected one level with --resume"},
+      {{"ops", "--policy", "mine"}, "[cli.ops] expected --policy to be one of semitone, torch"},
+      {{"ops", "--device", "tpu"}, "expected --device to be one of cpu, cuda"},
+      {{"ops", "--op", "sofmax"},
+       "[cli.ops] expected --op to name an operator, got 'sofmax' — did you mean 'softmax'"},
+  };
+  for (const auto& [arguments, message] : cases) {
+    const Finished finished = semitone(arguments);
+    SCOPED_TRACE(message);
+    expect_failure(finished, 2, message);
+    EXPECT_THAT(finished.err, StartsWith("[cli"));
+    EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1);
+  }
+}
+
+// --------------------------------------------------------------------------------------------------
+// ops
+
+TEST_F(CliTest, OpsPrintsEveryPolicy) {
+  for (const char* policy : {"semitone", "torch", "apex", "paddle", "paddle-o2"}) {
+    for (const char* device : {"cpu", "cuda"}) {
+      const Finished ops = semitone({"ops", "--policy", policy, "--device", device});
+      EXPECT_TRUE(ops.status.success()) << ops.err;
+      EXPECT_THAT(ops.out, AllOf(HasSubstr(std::string("policy ") + policy), HasSubstr("lower"),
+                                 HasSubstr("conv2d"), HasSubstr("reason")));
+    }
+  }
+  EXPECT_THAT(semitone({"ops", "--policy", "none"}).out, HasSubstr("nothing is listed"));
+}
+
+TEST_F(CliTest, OpsShowsOneOperatorWithItsOverloads) {
+  const Finished ops = semitone({"ops", "--op", "softmax"});
+  EXPECT_THAT(ops.out,
+              AllOf(HasSubstr("softmax.int"), HasSubstr("softmax.Dimname"), HasSubstr("fp32"),
+                    Not(HasSubstr("conv2d")), Not(HasSubstr("log_softmax"))));
+  EXPECT_THAT(semitone({"ops", "--op", "relu"}).out, HasSubstr("relu is not listed"));
+}
+
+TEST_F(CliTest, OpsWritesJson) {
+  const Finished ops = semitone({"ops", "--json", "--dtype", "fp16"});
+  const json object = json::parse(ops.out);
+  EXPECT_EQ(object.at("policy"), "semitone");
+  EXPECT_EQ(object.at("device"), "cpu");
+  EXPECT_EQ(object.at("dtype"), "float16");
+  EXPECT_GT(object.at("ops").size(), 100U);
+  for (const json& row : object.at("ops")) {
+    EXPECT_NE(row.at("op"), "");
+    EXPECT_NE(row.at("action"), "");
+    EXPECT_NE(row.at("reason"), "");
+  }
+  const std::string file = (folder_ / "ops.json").string();
+  EXPECT_TRUE(semitone({"ops", "--policy", "apex", "--json", file}).status.success());
+  EXPECT_EQ(json::parse(read_text(file)).at("policy"), "apex");
+  expect_failure(semitone({"ops", "--quiet"}), 2, "[cli.ops]");
+}
+
+TEST_F(CliTest, AFullDiskBehindStandardOutputIsAnError) {
+  const Finished finished =
+      launch::run(ProcessOptions("sh")
+                      .arguments({"-c", "\"$0\" ops > /dev/full", SEMITONE_PROGRAM})
+                      .err(Output::capture));
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err, HasSubstr("expected to write to standard output"));
+}
+
+// --------------------------------------------------------------------------------------------------
+// train
+
+TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
+  const Finished finished =
+      semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2"}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: asked for",
+                           "memory        nhwc: chosen", "400 training and 100 test images",
+                           "sgd lr 0.05 momentum 0.9, cosine, seed 0",
+                           "level  dtype      accuracy     loss  images/s  ms/step  speed       "
+                           "RSS   tensors  skipped  loss scale",
+                           "\nO2     float16 "})
+    EXPECT_THAT(finished.out, HasSubstr(text));
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("O2 float16   epoch 1/2  loss "), HasSubstr("epoch 2/2"),
+                    HasSubstr("test accuracy"), Not(HasSubstr("\r")), Not(HasSubstr("\033"))));
+  EXPECT_THAT(finished.out, Not(HasSubstr("\033")));
+}
+
+TEST_F(CliTest, QuietTrainsWithATableOnly) {
+  const Finished finished = semitone(train({"--quiet"}));
+  EXPECT_TRUE(finished.status.success());
+  EXPECT_EQ(finished.err, "");
+  EXPECT_THAT(finished.out, StartsWith("level"));
+}
+
+TEST_F(CliTest, AllLevelsTrainInProcessesOfTheirOwnAndCompare) {
+  const std::string file = (folder_ / "all.json").string();
+  const Finished finished = semitone(train(
+      {"--opt-level", "all", "--dtype", "fp16", "--epochs", "3", "--seed", "7", "--json", file}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const json results = json::parse(read_text(file));
+  ASSERT_EQ(results.size(), 4U);
+  for (std::size_t i = 0; i < 4; ++i) {
+    const json& result = results[i];
+    const std::string level = "O" + std::to_string(i);
+    EXPECT_EQ(result.at("opt_level"), level);
+    EXPECT_EQ(result.at("dtype"), i == 0 ? "float32" : "float16");
+    EXPECT_EQ(result.at("epochs"), 3);
+    EXPECT_EQ(result.at("steps"), 60);
+    EXPECT_GT(result.at("test_accuracy"), 0.95);
+    EXPECT_LE(result.at("test_accuracy"), 1.0);
+    EXPECT_LT(result.at("train_loss"), 0.5);
+    EXPECT_GT(result.at("images_per_second"), 0);
+    EXPECT_GT(result.at("ms_per_step"), 0);
+    EXPECT_GT(result.at("peak_rss_mb"), result.at("peak_tensor_mb"));
+    EXPECT_GT(result.at("peak_tensor_mb"), 0.5);
+    EXPECT_GE(result.at("skipped_steps"), 0);
+    EXPECT_GE(result.at("final_loss_scale"), 1);
+    EXPECT_EQ(result.at("seed"), 7);
+    EXPECT_EQ(result.at("threads"), 1);
+    EXPECT_EQ(result.at("memory_format"), "nhwc");
+    for (const char* name : {"semitone", "libtorch", "compiler"})
+      EXPECT_NE(result.at("versions").at(name), "");
+    EXPECT_THAT(finished.out, HasSubstr("\n" + level + " "));
+    EXPECT_THAT(finished.err, HasSubstr(level + " float"));
+  }
+  EXPECT_THAT(finished.out, AllOf(HasSubstr(" 1.00x "), HasSubstr("O3 in float16 keeps nothing")));
+  // 16 bits take less memory than 32.
+  EXPECT_LT(results[1].at("peak_tensor_mb"), results[0].at("peak_tensor_mb"));
+}
+
+TEST_F(CliTest, JsonOnStandardOutputIsNothingButJson) {
+  for (const Words& arguments : {Words{"--json"}, Words{"--json", "-"}}) {
+    const Finished finished = semitone(train(arguments));
+    EXPECT_EQ(json::parse(finished.out).at(0).at("opt_level"), "O1");
+    EXPECT_THAT(finished.err, AllOf(HasSubstr("device"), HasSubstr("level  dtype")));
+  }
+}
+
+TEST_F(CliTest, TheSameSeedGivesTheSameResult) {
+  const auto result = [&](const std::string& seed) {
+    const json all = json::parse(semitone(train({"--json", "--seed", seed})).out);
+    return std::pair(all.at(0).at("train_loss").get<double>(),
+                     all.at(0).at("test_loss").get<double>());
+  };
+  EXPECT_EQ(result("3"), result("3"));
+  EXPECT_NE(result("3"), result("4"));
+}
+
+TEST_F(CliTest, AResumedRunEndsLikeAWholeOne) {
+  const std::string state = (folder_ / "state").string();
+  const Words common{"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2", "--json"};
+  const auto result = [&](const Words& more) {
+    Words words = common;
+    words.insert(words.end(), more.begin(), more.end());
+    const Finished finished = semitone(train(words));
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    return json::parse(finished.out).at(0);
+  };
+  const json whole = result({});
+  EXPECT_EQ(result({"--max-steps", "25", "--save", state}).at("steps"), 25);
+  const json resumed = result({"--resume", state});
+  for (const char* key :
+       {"steps", "train_loss", "test_loss", "test_accuracy", "skipped_steps", "final_loss_scale"})
+    EXPECT_EQ(resumed.at(key), whole.at(key)) << key;
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_.path()), {}), 1);
+}
+
+TEST_F(CliTest, OtherOptimizersAndTheTutorialsSettingRun) {
+  for (const Words& arguments :
+       {Words{"--optimizer", "adam"}, Words{"--optimizer", "adamw", "--schedule", "constant"},
+        Words{"--lr", "1e-4", "--momentum", "0", "--batch-size", "100"},
+        Words{"--memory-format", "nchw", "--limit-batches", "3", "--loss-scale", "128"}}) {
+    Words words{"train", "--data", data_.path().string(), "--threads", "1"};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    const Finished finished = semitone(words);
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+  }
+}
+
+TEST_F(CliTest, TheDataFolderCanComeFromTheEnvironment) {
+  const Words arguments{"train", "--max-steps", "2", "--batch-size", "20", "--threads", "1"};
+  const Finished finished =
+      launch::run(options_for(arguments).environment("SEMITONE_DATA_DIR", data_.path().string()));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr(data_.path().string()));
+  expect_failure(
+      launch::run(options_for(arguments).environment("SEMITONE_DATA_DIR", "/no/such")), 1,
+      "[cli.train] expected a folder with the data at '/no/such', got none — give --data "
+      "DIR or set SEMITONE_DATA_DIR");
+}
+
+// On the data that come with the sources, 60 of the 600 steps of an epoch.
+TEST_F(CliTest, TrainsOnTheRealMnist) {
+  const Finished finished =
+      semitone({"train", "--limit-batches", "60", "--json", "--threads", "1"});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.err, HasSubstr("60000 training and 10000 test images"));
+  EXPECT_GT(json::parse(finished.out).at(0).at("test_accuracy"), 0.85);
+}
+
+// --------------------------------------------------------------------------------------------------
+// files that are not as they should be
+
+TEST_F(CliTest, MissingCorruptAndTruncatedDataAreCode1) {
+  const auto images = data_ / "train-images-idx3-ubyte.gz";
+  const std::string bytes = read_text(images);
+  write_text(images, bytes.substr(0, bytes.size() / 2));
+  expect_failure(semitone(train()), 1, "one that ends early");
+  std::string corrupt = bytes;
+  corrupt[bytes.size() / 2] = static_cast<char>(corrupt[bytes.size() / 2] ^ 0xff);
+  write_text(images, corrupt);
+  expect_failure(semitone(train({"--opt-level", "all"})), 1, images.string());
+  write_text(images, "nonsense");
+  expect_failure(semitone(train()), 1, "the magic number");
+  std::filesystem::remove(images);
+  expect_failure(semitone(train()), 1, "train-images-idx3-ubyte[.gz]");
+  write_text(images, bytes);
+  write_text(data_ / "t10k-labels-idx1-ubyte",
+             test::idx_bytes(torch::full({100}, 11, torch::kByte)));
+  expect_failure(semitone(train()), 1, "labels from 0 to 9");
+}
+
+TEST_F(CliTest, OutputThatCannotBeWrittenIsSaidBeforeTraining) {
+  for (const Words& arguments :
+       {Words{"--json", "/no/such/folder/x.json"}, Words{"--json", folder_.path().string()},
+        Words{"--save", "/no/such/folder/x", "--quiet"}}) {
+    const Finished finished = semitone(train(arguments));
+    EXPECT_EQ(finished.status.code, 1);
+    EXPECT_THAT(finished.err, AllOf(HasSubstr("expected to write"), Not(HasSubstr("epoch"))));
+  }
+}
+
+TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
+  const Finished finished = semitone(train({"--json", "/dev/full"}));
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err,
+              HasSubstr("[cli.json] expected to write '/dev/full', got No space left"));
+  EXPECT_THAT(finished.out, HasSubstr("level  dtype"));
+}
+
+TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
+  expect_failure(semitone(train({"--quiet", "--resume", "/no/such"})), 1, "no such file");
+  write_text(folder_ / "state", "nonsense");
+  expect_failure(semitone(train({"--quiet", "--resume", (folder_ / "state").string()})), 1,
+                 "is the file damaged?");
+}
+
+// --------------------------------------------------------------------------------------------------
+// when it goes wrong
+
+TEST_F(CliTest, DivergenceIsCode3) {
+  const Finished finished = semitone({"train", "--data", data_.path().string(), "--opt-level", "O0",
+                                      "--batch-size", "20", "--lr", "1e30", "--threads", "1"});
+  EXPECT_EQ(finished.status.code, 3);
+  EXPECT_THAT(finished.err, HasSubstr("[train.trainer] expected a finite"));
+  EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
+}
+
+TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
+  const std::string file = (folder_ / "x.json").string();
+  // A scale that fp32 gradients bear, and fp16 ones do not.
+  const Finished finished = semitone(train({"--opt-level", "all", "--dtype", "fp16", "--loss-scale",
+                                            "1e20", "--epochs", "9", "--json", file}));
+  EXPECT_EQ(finished.status.code, 3);
+  EXPECT_THAT(
+      finished.err,
+      AllOf(HasSubstr("O0 float32   test accuracy"), HasSubstr("steps in a row"),
+            HasSubstr("[cli.train] expected O1 to train, got exit code 3"), Not(HasSubstr("O2 "))));
+  EXPECT_FALSE(std::filesystem::exists(file));
+}
+
+// The process of the level that `semitone train --opt-level all` is at.
+pid_t child_of(pid_t id) {
+  const std::string path =
+      "/proc/" + std::to_string(id) + "/task/" + std::to_string(id) + "/children";
+  for (int i = 0; i < 1000; ++i) {
+    pid_t child = 0;
+    if (std::ifstream(path) >> child) return child;
+    ::usleep(10'000);
+  }
+  return 0;
+}
+
+TEST_F(CliTest, ALevelThatIsKilledIsNamed) {
+  Process process(options_for(train({"--opt-level", "all", "--epochs", "100000"})));
+  const pid_t child = child_of(process.id());
+  ASSERT_GT(child, 0);
+  ASSERT_EQ(::kill(child, SIGKILL), 0);
+  const Finished finished = process.wait();
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected O0 to train, got signal 9 (Killed)"));
+}
+
+TEST_F(CliTest, StoppingItStopsTheLevelItIsAt) {
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
+  Process process(options_for(train({"--opt-level", "all", "--epochs", "100000"})));
+  const pid_t child = child_of(process.id());
+  ASSERT_GT(child, 0);
+  process.send(SIGTERM);
+  EXPECT_EQ(process.wait().status.signal, SIGTERM);
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status)) << status;
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 0), 0);
+}
+
+// --------------------------------------------------------------------------------------------------
+// on a terminal
+
+std::string on_a_terminal(const Words& arguments, bool no_color) {
+  int terminal = -1;
+  const winsize size{24, 120, 0, 0};
+  const pid_t id = ::forkpty(&terminal, nullptr, nullptr, &size);
+  if (id == 0) {
+    ::setenv("TERM", "xterm", 1);
+    if (no_color) ::setenv("NO_COLOR", "1", 1);
+    std::vector<char*> words{const_cast<char*>(SEMITONE_PROGRAM)};
+    for (const std::string& argument : arguments)
+      words.push_back(const_cast<char*>(argument.c_str()));
+    words.push_back(nullptr);
+    ::execv(SEMITONE_PROGRAM, words.data());
+    ::_exit(127);
+  }
+  std::string output;
+  std::array<char, 4096> buffer{};
+  // Ends with an error (EIO) where a pipe would be at its end.
+  for (ssize_t count = 0; (count = ::read(terminal, buffer.data(), buffer.size())) > 0;)
+    output.append(buffer.data(), static_cast<std::size_t>(count));
+  ::close(terminal);
+  int status = 0;
+  EXPECT_EQ(::waitpid(id, &status, 0), id);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << output;
+  return output;
+}
+
+TEST_F(CliTest, ATerminalGetsAProgressBarAndBold) {
+  const std::string output = on_a_terminal(train({"--opt-level", "O1"}), false);
+  EXPECT_THAT(output, AllOf(HasSubstr("\rO1 bfloat16  epoch 1/1 ["), HasSubstr("/20  loss "),
+                            HasSubstr(" left\033[K"), HasSubstr("\033[1mlevel")));
+}
+
+TEST_F(CliTest, NoColorIsObeyedAndQuietDrawsNothing) {
+  const std::string output = on_a_terminal(train({"--quiet"}), true);
+  EXPECT_THAT(output, AllOf(StartsWith("level"), Not(HasSubstr("\033"))));
+}
+
+}  // namespace
+}  // namespace semitone

@@ -1,0 +1,112 @@
+#include "semitone/core/file.h"
+
+#include "semitone/core/error.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <filesystem>
+#include <functional>
+#include <string>
+
+namespace semitone {
+namespace {
+
+using test::read_text;
+using test::TemporaryFolder;
+using test::write_text;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::string message_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const FileError& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+std::size_t files_in(const TemporaryFolder& folder) {
+  return static_cast<std::size_t>(
+      std::distance(std::filesystem::directory_iterator(folder.path()), {}));
+}
+
+TEST(WriteFile, MakesAndReplacesAFileAndLeavesNothingElse) {
+  const TemporaryFolder folder;
+  write_file(folder / "a", "first, and longer", "test");
+  EXPECT_EQ(read_text(folder / "a"), "first, and longer");
+  write_file(folder / "a", "second", "test");
+  EXPECT_EQ(read_text(folder / "a"), "second");
+  EXPECT_EQ(files_in(folder), 1U);
+}
+
+TEST(WriteFile, KeepsASymbolicLinkAndReplacesWhatItNames) {
+  const TemporaryFolder folder;
+  write_text(folder / "real", "old");
+  std::filesystem::create_symlink("real", folder / "link");
+  write_file(folder / "link", "new", "test");
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "link"));
+  EXPECT_EQ(read_text(folder / "real"), "new");
+}
+
+TEST(WriteFile, WritesThroughADeviceInsteadOfReplacingIt) {
+  write_file("/dev/null", "gone", "test");
+  EXPECT_TRUE(std::filesystem::is_character_file("/dev/null"));
+  EXPECT_THAT(message_of([] { write_file("/dev/full", "x", "test.room"); }),
+              AllOf(HasSubstr("[test.room]"), HasSubstr("'/dev/full'"),
+                    HasSubstr("No space left on device")));
+}
+
+TEST(WriteFile, ThatFailsHalfwayLeavesTheOldFile) {
+  const TemporaryFolder folder;
+  write_file(folder / "a", "old", "test");
+  // The kernel refuses to let files grow beyond 1000 bytes: what a full disk does, for this
+  // process.
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{1000, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::string message =
+      message_of([&] { write_file(folder / "a", std::string(2000, 'x'), "test"); });
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(message, HasSubstr("File too large"));
+  EXPECT_EQ(read_text(folder / "a"), "old");
+  EXPECT_EQ(files_in(folder), 1U);
+}
+
+TEST(WriteFile, SaysWhyItCannot) {
+  const TemporaryFolder folder;
+  EXPECT_THAT(message_of([&] { write_file(folder / "no" / "a", "x", "test"); }),
+              AllOf(HasSubstr((folder / "no").string()), HasSubstr("No such file or directory")));
+  EXPECT_THAT(message_of([&] { write_file(folder.path(), "x", "test"); }),
+              HasSubstr("Is a directory"));
+  write_text(folder / "file", "");
+  EXPECT_THAT(message_of([&] { write_file(folder / "file" / "a", "x", "test"); }),
+              HasSubstr("Not a directory"));
+}
+
+TEST(RequireWritable, ChangesNothing) {
+  const TemporaryFolder folder;
+  write_text(folder / "a", "old");
+  require_writable(folder / "a", "test");
+  require_writable(folder / "b", "test");
+  require_writable("/dev/full", "test");
+  EXPECT_EQ(read_text(folder / "a"), "old");
+  EXPECT_EQ(files_in(folder), 1U);
+}
+
+TEST(RequireWritable, RefusesWhatCannotBeWritten) {
+  const TemporaryFolder folder;
+  EXPECT_THROW(require_writable(folder / "no" / "a", "test"), FileError);
+  EXPECT_THROW(require_writable(folder.path(), "test"), FileError);
+  EXPECT_THROW(require_writable("/proc/semitone", "test"), FileError);
+}
+
+}  // namespace
+}  // namespace semitone

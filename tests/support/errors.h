@@ -1,0 +1,39 @@
+#pragma once
+
+#include "semitone/core/error.h"
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+namespace semitone::test {
+
+// The message of the Error that a call raises, without C++ stack trace; fails, and is empty, if
+// it raises nothing or something else.
+template <typename Function>
+std::string error_of(Function&& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "expected semitone::Error, got " << error.what();
+    return {};
+  }
+  ADD_FAILURE() << "expected semitone::Error, got no exception";
+  return {};
+}
+
+// That a call raises an Error whose message has all these parts.
+template <typename Function>
+void expect_error(Function&& function, std::initializer_list<std::string_view> parts) {
+  const std::string message = error_of(function);
+  for (const std::string_view part : parts) {
+    EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' is not in: " << message;
+  }
+}
+
+}  // namespace semitone::test

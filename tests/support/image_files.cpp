@@ -1,0 +1,64 @@
+#include "tests/support/image_files.h"
+
+#include "tests/support/temporary_folder.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/types.h>
+
+#include <zlib.h>
+
+#include <stdexcept>
+
+namespace semitone::test {
+
+zoo::ImageSet made_up_images(std::int64_t count, std::uint64_t seed) {
+  const at::Generator generator = at::detail::createCPUGenerator(seed);
+  const at::Tensor labels = torch::randint(0, 10, {count}, generator, torch::kLong);
+  const at::Tensor shifts = torch::randint(0, 3, {count, 2}, generator, torch::kLong);
+  at::Tensor images = torch::randint(0, 60, {count, 28, 28}, generator, torch::kByte);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto label = labels[i].item<std::int64_t>();
+    const std::int64_t top = 1 + 8 * (label / 4) + shifts[i][0].item<std::int64_t>();
+    const std::int64_t left = 1 + 6 * (label % 4) + shifts[i][1].item<std::int64_t>();
+    images[i].narrow(0, top, 6).narrow(1, left, 5).fill_(220);
+  }
+  return {images, labels};
+}
+
+std::string idx_bytes(const at::Tensor& data) {
+  std::string bytes{'\0', '\0', '\x08', static_cast<char>(data.dim())};
+  for (const std::int64_t size : data.sizes()) {
+    for (const int shift : {24, 16, 8, 0}) bytes.push_back(static_cast<char>(size >> shift));
+  }
+  const at::Tensor flat = data.contiguous();
+  return bytes.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
+}
+
+std::string gzip(const std::string& bytes) {
+  z_stream stream{};
+  if (deflateInit2(&stream, 6, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY) != Z_OK)
+    throw std::runtime_error("deflateInit2");
+  std::string packed(deflateBound(&stream, bytes.size()), '\0');
+  std::string input = bytes;
+  stream.next_in = reinterpret_cast<Bytef*>(input.data());
+  stream.avail_in = static_cast<uInt>(input.size());
+  stream.next_out = reinterpret_cast<Bytef*>(packed.data());
+  stream.avail_out = static_cast<uInt>(packed.size());
+  const int result = deflate(&stream, Z_FINISH);
+  packed.resize(stream.total_out);
+  deflateEnd(&stream);
+  if (result != Z_STREAM_END) throw std::runtime_error("deflate");
+  return packed;
+}
+
+void write_data_set(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
+  const zoo::ImageSet training = made_up_images(train, 1);
+  const zoo::ImageSet testing = made_up_images(test, 2);
+  const auto bytes_of = [](const at::Tensor& labels) { return idx_bytes(labels.to(torch::kByte)); };
+  write_text(folder / "train-images-idx3-ubyte.gz", gzip(idx_bytes(training.images)));
+  write_text(folder / "train-labels-idx1-ubyte.gz", gzip(bytes_of(training.labels)));
+  write_text(folder / "t10k-images-idx3-ubyte", idx_bytes(testing.images));
+  write_text(folder / "t10k-labels-idx1-ubyte", bytes_of(testing.labels));
+}
+
+}  // namespace semitone::test

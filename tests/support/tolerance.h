@@ -1,0 +1,32 @@
+#pragma once
+
+#include "semitone/core/dtype.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <cmath>
+#include <cstdint>
+
+// How far two computations of the same thing may be apart, as a relative error: from the dtype and
+// the number of terms, never invented in a test.
+namespace semitone::test {
+
+// One operation, or a few. fp32: 1e-6, eight units of the last place. The other dtypes: as many of
+// their own units.
+inline double pointwise_tolerance(c10::ScalarType dtype) {
+  constexpr double kFp32 = 1e-6;
+  return std::ldexp(kFp32,
+                    dtype_limits(at::kFloat).mantissa_bits - dtype_limits(dtype).mantissa_bits);
+}
+
+// A sum of n terms in any order: rounding errors grow with the square root of n.
+inline double reduction_tolerance(c10::ScalarType dtype, std::int64_t terms) {
+  return pointwise_tolerance(dtype) * std::sqrt(static_cast<double>(terms));
+}
+
+// A value that was rounded to the dtype once, and is otherwise exact: half a unit.
+inline double rounding_tolerance(c10::ScalarType dtype) {
+  return dtype_limits(dtype).epsilon / 2;
+}
+
+}  // namespace semitone::test

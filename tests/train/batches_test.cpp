@@ -1,0 +1,73 @@
+#include "src/train/batches.h"
+
+#include "tests/support/image_files.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace semitone::train {
+namespace {
+
+at::Tensor joined(const std::vector<at::Tensor>& batches) {
+  return torch::cat(batches);
+}
+
+class BatchesTest : public ::testing::Test {
+ protected:
+  zoo::ImageSet set_ = test::made_up_images(25, 3);
+  Batches batches_{set_, torch::kCPU, /*channels_last=*/false};
+};
+
+TEST_F(BatchesTest, AnEpochHasEveryImageOnceAndTheRestLast) {
+  const auto order = batches_.shuffled(10, 0, 0);
+  ASSERT_EQ(order.size(), 3U);
+  EXPECT_EQ(order.back().numel(), 5);
+  EXPECT_TRUE(torch::equal(std::get<0>(joined(order).sort()), torch::arange(25)));
+  EXPECT_FALSE(torch::equal(joined(order), torch::arange(25)));
+  EXPECT_TRUE(torch::equal(joined(batches_.in_order(10)), torch::arange(25)));
+  EXPECT_EQ(batches_.shuffled(100, 0, 0).size(), 1U);
+}
+
+TEST_F(BatchesTest, TheOrderDependsOnSeedAndEpochAlone) {
+  const at::Tensor order = joined(batches_.shuffled(10, 4, 7));
+  torch::manual_seed(99);
+  EXPECT_TRUE(torch::equal(joined(batches_.shuffled(10, 4, 7)), order));
+  EXPECT_TRUE(torch::equal(joined(batches_.shuffled(3, 4, 7)), order));
+  EXPECT_FALSE(torch::equal(joined(batches_.shuffled(10, 4, 8)), order));
+  EXPECT_FALSE(torch::equal(joined(batches_.shuffled(10, 5, 7)), order));
+  // Not only the sum of the two.
+  EXPECT_FALSE(torch::equal(joined(batches_.shuffled(10, 5, 6)), order));
+}
+
+TEST_F(BatchesTest, ImagesComeAsNumbersFromZeroToOne) {
+  set_.images[6].fill_(255);
+  set_.images[2].fill_(51);
+  const Batch batch = batches_.batch(torch::tensor({6, 2}));
+  EXPECT_EQ(batch.images.scalar_type(), torch::kFloat);
+  EXPECT_EQ(batch.images.sizes(), (std::vector<int64_t>{2, 1, 28, 28}));
+  EXPECT_TRUE(torch::equal(batch.images[0], torch::ones({1, 28, 28})));
+  EXPECT_TRUE(torch::equal(batch.images[1], torch::full({1, 28, 28}, 51.F / 255.F)));
+  EXPECT_TRUE(torch::equal(batch.labels, set_.labels.index_select(0, torch::tensor({6, 2}))));
+}
+
+TEST_F(BatchesTest, ChannelsLastIsSaidByTheStridesAlsoWithOneChannel) {
+  const Batches last(set_, torch::kCPU, /*channels_last=*/true);
+  const at::Tensor indices = torch::arange(4);
+  const at::Tensor images = last.batch(indices).images;
+  EXPECT_EQ(images.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
+  EXPECT_TRUE(torch::equal(images, batches_.batch(indices).images));
+
+  torch::nn::Conv2d conv(torch::nn::Conv2dOptions(1, 4, 3));
+  const at::Tensor before = conv->weight.detach().clone();
+  const auto* const identity = conv->weight.unsafeGetTensorImpl();
+  to_channels_last(*conv);
+  EXPECT_EQ(conv->weight.unsafeGetTensorImpl(), identity);
+  EXPECT_EQ(conv->weight.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
+  EXPECT_TRUE(torch::equal(conv->weight, before));
+}
+
+}  // namespace
+}  // namespace semitone::train
