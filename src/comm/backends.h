@@ -6,8 +6,7 @@
 #include <chrono>
 #include <string>
 
-// LibTorch's transports, one file each; no_nccl.cpp and no_mpi.cpp stand in where the build lacks
-// one.
+// LibTorch's transports, one file each; no_nccl.cpp stands in where the build lacks NCCL.
 namespace semitone::comm {
 
 struct BackendRequest {
@@ -16,15 +15,11 @@ struct BackendRequest {
   int size = 1;
   std::chrono::milliseconds timeout{};
   std::string address;  // local IP address to listen on
-  int local_rank = 0;
 };
 
 c10::intrusive_ptr<c10d::Backend> make_gloo(const BackendRequest& request);
 
 bool has_nccl();
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest& request);
-
-bool has_mpi();
-c10::intrusive_ptr<c10d::Backend> make_mpi(const BackendRequest& request);
 
 }  // namespace semitone::comm

@@ -3,7 +3,10 @@
 #include "semitone/core/device.h"
 #include "semitone/core/env.h"
 #include "semitone/core/error.h"
+#include "src/comm/backends.h"
+#include "src/comm/network.h"
 #include "src/comm/process_group.h"
+#include "src/comm/ranks.h"
 #include "src/comm/store.h"
 
 #include <c10/util/Exception.h>
@@ -14,6 +17,7 @@
 #include <charconv>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -173,40 +177,90 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
     throw Error(kWhere, "tcp://HOST:PORT", fmt::format("'{}'", url));
   std::string_view host = address.substr(0, colon);
   if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);  // IPv6
+  if (host.empty()) throw Error(kWhere, "tcp://HOST:PORT", fmt::format("'{}'", url));
   place.host = host;
   place.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
   return place;
 }
 
-// Returns when all ranks have come; CommError with those that have not.
+// Returns when all ranks have come and agree on how many they are; CommError with those that have
+// not or do not.
 void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds timeout) {
-  put(store, "met/" + std::to_string(place.rank), "here");
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  std::vector<int> missing;
-  for (int rank = 0; rank < place.world_size; ++rank) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    try {
-      store.wait({"met/" + std::to_string(rank)}, std::max(left, std::chrono::milliseconds(1)));
-    } catch (const std::exception&) {
-      missing.push_back(rank);
-    }
+  if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
+    throw CommError(
+        kWhere, fmt::format("one process of rank {}", place.rank), "a second one",
+        place.kind == Rendezvous::Kind::file
+            ? "was the process started twice, or is the file from an earlier run? It must "
+              "be a new one for each"
+            : "was the process started twice, or does another job use the same port?",
+        {place.rank});
   }
-  if (missing.empty()) return;
-  std::string list;
-  for (const int rank : missing) list += (list.empty() ? "" : ", ") + std::to_string(rank);
-  throw CommError(kWhere,
-                  fmt::format("{} ranks to meet within {} s", place.world_size,
-                              static_cast<double>(timeout.count()) / 1000),
-                  (missing.size() == 1 ? "no rank " : "no ranks ") + list,
-                  "were all processes started, with the same world size and address?", missing);
+  put(store, fmt::format("size/{}", place.rank), std::to_string(place.world_size));
+  const auto missing = wait_for_ranks(store, "size/", place.world_size, timeout);
+  if (!missing.empty()) {
+    throw CommError(kWhere,
+                    fmt::format("{} ranks to meet within {}", place.world_size,
+                                seconds(std::chrono::duration<double>(timeout).count())),
+                    "no sign of " + name_ranks(missing),
+                    "were all processes started, with the same world size and address?", missing);
+  }
+  for (int rank = 0; rank < place.world_size; ++rank) {
+    const std::string size = get(store, fmt::format("size/{}", rank));
+    if (size == std::to_string(place.world_size)) continue;
+    throw CommError(kWhere, fmt::format("a world size of {} on all ranks", place.world_size),
+                    fmt::format("{} on rank {}", size, rank), "start all with the same one",
+                    {rank});
+  }
+}
+
+// The local address to listen on.
+std::string own_address(const Rendezvous& place, const InitOptions& options) {
+  const std::string interface = !options.interface().empty()
+                                    ? options.interface()
+                                    : env::get(env::kGlooInterface).value_or("");
+  if (!interface.empty()) return address_of_interface(interface);
+  if (place.kind == Rendezvous::Kind::file) return "127.0.0.1";
+  const std::string address = address_towards(place.host, place.port);
+  if (is_loopback(address) && place.local_world_size < place.world_size) {
+    throw Error(
+        kWhere, "a master address that other machines can reach",
+        fmt::format("'{}', which is {} here, for a job on several machines", place.host, address),
+        "set MASTER_ADDR to the address of a network interface of rank 0's machine");
+  }
+  return address;
+}
+
+CheckLevel check_level(const InitOptions& options) {
+  if (options.check().has_value()) return *options.check();
+  const std::string level = env::get(env::kCommCheck).value_or("calls");
+  if (level == "none") return CheckLevel::none;
+  if (level == "calls") return CheckLevel::calls;
+  if (level == "full") return CheckLevel::full;
+  throw Error(kWhere, fmt::format("{} to be none, calls or full", env::kCommCheck.name),
+              fmt::format("'{}'", level));
+}
+
+std::string chosen_backend(const InitOptions& options) {
+  if (options.backend() == "auto") {
+    return default_device() == c10::DeviceType::CUDA && has_nccl() ? "nccl" : "gloo";
+  }
+  if (!has_backend(options.backend())) {
+    throw Error(kWhere, fmt::format("a build with the backend {}", options.backend()),
+                "one without",
+                "use gloo, or configure with SEMITONE_CUDA=ON and a LibTorch that has NCCL");
+  }
+  return options.backend();
 }
 
 }  // namespace
 
 InitOptions& InitOptions::backend(std::string value) {
-  if (value != "auto" && value != "gloo" && value != "nccl" && value != "mpi") {
-    throw Error(kWhere, "the backend gloo, nccl, mpi or auto", fmt::format("'{}'", value));
+  if (value != "auto" && value != "gloo" && value != "nccl") {
+    throw Error(kWhere, "the backend gloo, nccl or auto", fmt::format("'{}'", value),
+                value == "mpi"
+                    ? "processes that mpirun starts can use gloo: init(\"env://\") reads "
+                      "Open MPI's variables"
+                    : "");
   }
   backend_ = std::move(value);
   return *this;
@@ -239,6 +293,14 @@ InitOptions& InitOptions::heartbeat(std::chrono::milliseconds value) {
   heartbeat_ = value;
   return *this;
 }
+InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
+  if (value.count() < 100) {
+    throw Error(kWhere, "a heartbeat timeout of at least 100 ms",
+                fmt::format("{} ms", value.count()));
+  }
+  heartbeat_timeout_ = value;
+  return *this;
+}
 
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
   if (url == "env://") {
@@ -257,51 +319,48 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
 }
 
 bool has_backend(std::string_view name) {
-  return name == "gloo" || (name == "nccl" && has_nccl()) || (name == "mpi" && has_mpi());
+  return name == "gloo" || (name == "nccl" && has_nccl());
 }
 
 Group init(std::string_view url, const InitOptions& given) {
   const Rendezvous place = parse_rendezvous(url, given);
   InitOptions options = given;
-  if (!options.check().has_value()) {
-    const std::string level = env::get(env::kCommCheck).value_or("none");
-    if (level != "none" && level != "full") {
-      throw Error(kWhere, fmt::format("{} none or full", env::kCommCheck.name),
-                  fmt::format("'{}'", level));
-    }
-    options.check(level == "full" ? CheckLevel::full : CheckLevel::none);
+  options.check(check_level(given));
+  if (options.heartbeat_timeout() <= options.heartbeat()) {
+    throw Error(kWhere, "a heartbeat timeout longer than the heartbeat",
+                fmt::format("{} ms and {} ms", options.heartbeat_timeout().count(),
+                            options.heartbeat().count()));
   }
-  if (place.world_size == 1) return Group();
-  std::string backend = options.backend();
-  if (backend == "auto")
-    backend = default_device() == c10::DeviceType::CUDA && has_nccl() ? "nccl" : "gloo";
-
-  auto root = open_store(place, options.timeout());
-  root->setTimeout(options.timeout());
+  auto group = std::make_shared<Group::Impl>();
+  group->options = options;
+  const std::string backend = chosen_backend(options);
+  if (place.world_size == 1) return Group(std::move(group));
+  group->backend = backend;
+  group->rank = place.rank;
+  group->size = place.world_size;
+  group->members.resize(static_cast<std::size_t>(place.world_size));
+  std::iota(group->members.begin(), group->members.end(), 0);
+  group->address = own_address(place, options);
   // Restarted workers meet under other names than those before them.
-  const std::string attempt = env::get(env::kRestartCount).value_or("0");
-  const auto store = c10::make_intrusive<c10d::PrefixStore>("semitone/" + attempt, root);
-  meet(*store, place, options.timeout());
-
-  const std::string interface = !options.interface().empty()
-                                    ? options.interface()
-                                    : env::get(env::kGlooInterface).value_or("");
-  BackendRequest request;
-  request.store = store;
-  request.rank = place.rank;
-  request.size = place.world_size;
-  request.timeout = options.timeout();
-  request.local_rank = place.local_rank;
-  request.address = !interface.empty() ? address_of_interface(interface)
-                    : place.kind == Rendezvous::Kind::file
-                        ? "127.0.0.1"
-                        : address_towards(place.host, place.port);
-  const std::string host = place.kind == Rendezvous::Kind::tcp
-                               ? fmt::format("{}:{}", place.host, place.port)
-                               : place.path;
-  auto watch =
-      std::make_shared<Watch>(store, place.rank, place.world_size, host, options.heartbeat());
-  return Group(make_group(request, backend, options, std::move(watch)));
+  group->store = c10::make_intrusive<c10d::PrefixStore>(
+      "semitone/" + env::get(env::kRestartCount).value_or("0"),
+      open_store(place, options.timeout()));
+  WatchOptions watch;
+  watch.rank = place.rank;
+  watch.size = place.world_size;
+  watch.address = group->address;
+  watch.interval = options.heartbeat();
+  watch.silence = options.heartbeat_timeout();
+  watch.timeout = options.timeout();
+  try {
+    meet(*group->store, place, options.timeout());
+    group->watch = std::make_shared<Watch>(group->store, watch);
+  } catch (const c10::DistError& error) {
+    throw CommError(kWhere, "rank 0 to keep the store until all have met",
+                    error.what_without_backtrace(), "see its output for the reason", {0});
+  }
+  connect(*group);
+  return Group(std::move(group));
 }
 
 }  // namespace semitone::comm

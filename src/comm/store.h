@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,20 +13,16 @@
 // ours.
 namespace semitone::comm {
 
-// Connects to the store of a rendezvous; rank 0 hosts it unless a launcher does. The listening
-// socket is bound to `address` alone.
+// Connects to the store of a rendezvous; rank 0 hosts it unless a launcher does, and then listens
+// on the rendezvous's address alone.
 c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
                                            std::chrono::milliseconds timeout);
 
-// The local IP address that connections to a host leave from: that of the interface which leads
-// there.
-std::string address_towards(const std::string& host, int port);
-
-// The IP address of an interface. Error if there is none of that name, with the names there are.
-std::string address_of_interface(const std::string& name);
-
 void put(c10d::Store& store, const std::string& key, std::string_view value);
-std::string get(c10d::Store& store, const std::string& key);                  // waits for the key
-std::optional<std::string> peek(c10d::Store& store, const std::string& key);  // does not wait
+std::string get(c10d::Store& store, const std::string& key);  // waits for the key
+
+// Waits for prefix + rank of every rank, and returns the ranks that did not come in time.
+std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
+                                std::chrono::milliseconds timeout);
 
 }  // namespace semitone::comm

@@ -2,18 +2,41 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "src/comm/store.h"
+#include "src/comm/ranks.h"
+#include "src/comm/texts.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <fmt/format.h>
 
+#include <condition_variable>
 #include <map>
+#include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
 namespace semitone::comm {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+using c10::ivalue::Future;
+
+// A call is compared by this much of its text, and a checksum of all of it.
+constexpr std::size_t kCallBytes = 512;
+constexpr std::size_t kChecksumDigits = 8;
+
+// How long a group that is being destroyed waits for collectives under way that nobody waits for.
+constexpr std::chrono::seconds kSettling(10);
+
+// FNV-1a: the same on every machine.
+std::uint32_t checksum(std::string_view text) {
+  std::uint32_t hash = 2166136261u;
+  for (const char letter : text) {
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 16777619u;
+  }
+  return hash;
+}
 
 std::string what_of(const std::exception_ptr& error) {
   try {
@@ -27,78 +50,219 @@ std::string what_of(const std::exception_ptr& error) {
   }
 }
 
-bool is_comm_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const CommError&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
+}  // namespace
 
-class WatchedWork final : public c10d::Work {
+// A collective under way. It ends with the transport's result, or before that with the loss of a
+// rank.
+class WatchedBackend::Work final : public c10d::Work {
  public:
-  WatchedWork(c10::intrusive_ptr<c10d::Work> inner, std::shared_ptr<Watch> watch,
-              std::string collective)
+  Work(const c10::intrusive_ptr<c10d::Work>& inner, std::string collective)
       : c10d::Work(-1, inner->retrieveOpType()),
-        inner_(std::move(inner)),
-        watch_(std::move(watch)),
-        collective_(std::move(collective)) {}
+        inner_(inner),
+        collective_(std::move(collective)),
+        future_(c10::make_intrusive<Future>(inner->getFuture()->elementType(),
+                                            inner->getFuture()->devices())) {}
 
-  bool isCompleted() override { return inner_->isCompleted(); }
-  bool isSuccess() const override { return inner_->isSuccess(); }
-  std::exception_ptr exception() const override { return inner_->exception(); }
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return inner_->result(); }
-  void abort() override { inner_->abort(); }
-  float getDuration() const override { return inner_->getDuration(); }
-  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+  const std::string& collective() const { return collective_; }
+  Clock::time_point started() const { return started_; }
 
-  void synchronize() override {
-    translated([&] { inner_->synchronize(); });
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+  void synchronize() override { inner_->synchronize(); }
+
+  void succeed(Future& result) {
+    if (!begin_to_end()) return;
+    future_->markCompleted(result.value(), result.storages());
+    finish();
   }
-
-  bool wait(std::chrono::milliseconds timeout) override {
-    bool done = false;
-    translated([&] { done = inner_->wait(timeout); });
-    return done;
-  }
-
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    const std::lock_guard lock(future_mutex_);
-    if (future_ != nullptr) return future_;
-    const auto inner = inner_->getFuture();
-    future_ = c10::make_intrusive<c10::ivalue::Future>(inner->elementType(), inner->devices());
-    inner->addCallback(
-        [future = future_, watch = watch_, collective = collective_](c10::ivalue::Future& done) {
-          if (done.hasError()) {
-            future->setError(watch->explanation(collective, what_of(done.exception_ptr())));
-          } else {
-            future->markCompleted(done.value(), done.storages());
-          }
-        });
-    return future_;
+  void fail(const std::exception_ptr& error) {
+    if (!begin_to_end()) return;
+    future_->setError(error);
+    finish(error);
   }
 
  private:
-  template <typename Call>
-  void translated(Call&& call) {
-    try {
-      call();
-    } catch (const CommError&) {
-      throw;
-    } catch (...) {
-      watch_->explain(collective_, what_of(std::current_exception()));
-    }
+  // Whether this call is the one that ends it.
+  bool begin_to_end() {
+    const std::lock_guard lock(mutex_);
+    return !std::exchange(ending_, true);
   }
 
-  c10::intrusive_ptr<c10d::Work> inner_;
-  std::shared_ptr<Watch> watch_;
-  std::string collective_;
-  std::mutex future_mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const std::string collective_;
+  const Clock::time_point started_ = Clock::now();
+  const c10::intrusive_ptr<Future> future_;
+  bool ending_ = false;
 };
+
+// The collectives under way. Kept apart from the backend, because the transport's threads may
+// report an end long after it.
+class WatchedBackend::Unfinished {
+ public:
+  Unfinished(std::shared_ptr<Watch> watch, std::chrono::milliseconds timeout)
+      : watch_(std::move(watch)), timeout_(timeout) {}
+
+  void add(const c10::intrusive_ptr<Work>& work) {
+    const std::lock_guard lock(mutex_);
+    works_.insert(work);
+  }
+
+  // The transport's result is there.
+  void end(const c10::intrusive_ptr<Work>& work, Future& result) {
+    if (!result.hasError()) {
+      work->succeed(result);
+    } else if (const auto watch = this->watch()) {
+      // A transport may give up a little before its time.
+      const bool timed_out = Clock::now() - work->started() >= timeout_ * 9 / 10;
+      failed_ = true;
+      work->fail(watch->explain(work->collective(), what_of(result.exception_ptr()), timed_out));
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      works_.erase(work);
+    }
+    empty_.notify_all();
+  }
+
+  // A rank is lost.
+  void fail_all() {
+    const auto watch = this->watch();
+    if (watch == nullptr) return;
+    failed_ = true;
+    std::set<c10::intrusive_ptr<Work>> works;
+    {
+      const std::lock_guard lock(mutex_);
+      works.swap(works_);
+    }
+    for (const auto& work : works) work->fail(watch->lost(work->collective()));
+    empty_.notify_all();
+  }
+
+  // Whether all came to a good end, or do so within a while. Nothing that ends later is heard.
+  bool settle() {
+    std::unique_lock lock(mutex_);
+    const bool ended = empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
+    works_.clear();
+    watch_.reset();
+    return ended && !failed_;
+  }
+
+ private:
+  std::shared_ptr<Watch> watch() {
+    const std::lock_guard lock(mutex_);
+    return watch_;
+  }
+
+  std::shared_ptr<Watch> watch_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable empty_;
+  std::set<c10::intrusive_ptr<Work>> works_;
+  std::atomic<bool> failed_ = false;
+};
+
+WatchedBackend::WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner,
+                               const WatchedBackendOptions& options)
+    : c10d::Backend(inner->getRank(), inner->getSize()),
+      inner_(std::move(inner)),
+      options_(options),
+      unfinished_(std::make_shared<Unfinished>(options.watch, options.timeout)),
+      subscription_(*options.watch, [unfinished = unfinished_] { unfinished->fail_all(); }) {}
+
+WatchedBackend::~WatchedBackend() {
+  if (unfinished_->settle()) return;
+  // The transport's threads may wait for a rank that never comes, and its destructor for them. They
+  // are left to themselves until their timeout: Gloo has no way to wake them (closing its
+  // connections does not).
+  inner_->abort();
+  static_cast<void>(inner_.release());
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::broadcast(std::vector<at::Tensor>& tensors,
+                                                         const c10d::BroadcastOptions& options) {
+  return checked("broadcast", fmt::format("{} from rank {}", describe(tensors), options.rootRank),
+                 [&] { return inner_->broadcast(tensors, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::allreduce(std::vector<at::Tensor>& tensors,
+                                                         const c10d::AllreduceOptions& options) {
+  return checked("all_reduce", describe(tensors),
+                 [&] { return inner_->allreduce(tensors, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::allgather(
+    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+    const c10d::AllgatherOptions& options) {
+  return checked("all_gather", describe(inputs),
+                 [&] { return inner_->allgather(outputs, inputs, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::barrier(const c10d::BarrierOptions& options) {
+  return checked("barrier", "", [&] { return inner_->barrier(options); });
+}
+
+void WatchedBackend::announce(const std::string& collective, const std::string& arguments) {
+  if (options_.check == CheckLevel::calls) compare(collective, arguments);
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::checked(const std::string& collective,
+                                                       const std::string& arguments,
+                                                       Start&& start) {
+  if (options_.check == CheckLevel::full) compare(collective, arguments);
+  return watched(collective, std::forward<Start>(start));
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::watched(const std::string& collective,
+                                                       Start&& start) {
+  if (options_.counts_calls) options_.watch->count_call();
+  if (const auto lost = options_.watch->lost(collective)) std::rethrow_exception(lost);
+  const auto inner = started(collective, std::forward<Start>(start));
+  auto work = c10::make_intrusive<Work>(inner, collective);
+  unfinished_->add(work);
+  // A rank may have been lost after the question above.
+  if (options_.watch->loss().has_value()) unfinished_->fail_all();
+  inner->getFuture()->addCallback(
+      [unfinished = unfinished_, work](Future& result) { unfinished->end(work, result); });
+  return work;
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::started(const std::string& collective,
+                                                       Start&& start) {
+  try {
+    return start();
+  } catch (const c10::Error& error) {
+    // Refused before anything was sent: a tensor that the transport does not take.
+    throw Error("comm." + collective, "tensors that " + getBackendName() + " takes",
+                error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::rethrow_exception(options_.watch->explain(collective, error.what(), false));
+  }
+}
+
+// Every rank tells the others what it is about to call, whatever that is.
+void WatchedBackend::compare(const std::string& collective, const std::string& arguments) {
+  const std::string mine = collective + (arguments.empty() ? "" : " " + arguments);
+  std::string message = fmt::format("{:08x}{}", checksum(mine), mine);
+  message.resize(kCallBytes);
+  std::vector<at::Tensor> inputs{to_bytes(message, kCallBytes).to(options_.device)};
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < getSize(); ++rank) outputs[0].push_back(at::empty_like(inputs[0]));
+  watched(collective, [&] { return inner_->allgather(outputs, inputs); })->wait();
+  std::map<std::string, std::vector<int>> callers;
+  for (std::size_t rank = 0; rank < outputs[0].size(); ++rank) {
+    callers[to_text(outputs[0][rank], kCallBytes)].push_back(options_.members[rank]);
+  }
+  if (callers.size() == 1) return;
+  std::string list;
+  for (const auto& [call, ranks] : callers) {
+    list += fmt::format("{}{}: {}", list.empty() ? "" : "; ", name_ranks(ranks),
+                        call.substr(kChecksumDigits).c_str());
+  }
+  throw CommError("comm." + collective, "the same call on all ranks", list,
+                  "run the same program with the same model on every rank");
+}
 
 std::string describe(const std::vector<at::Tensor>& tensors) {
   std::string text;
@@ -107,176 +271,6 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
                         c10::str(tensor.sizes()));
   }
   return text;
-}
-
-class WatchedBackend final : public c10d::Backend {
- public:
-  WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<Watch> watch,
-                 c10::intrusive_ptr<c10d::Store> store, CheckLevel check)
-      : c10d::Backend(inner->getRank(), inner->getSize()),
-        inner_(std::move(inner)),
-        watch_(std::move(watch)),
-        store_(std::move(store)),
-        check_(check) {}
-
-  const std::string getBackendName() const override { return inner_->getBackendName(); }
-  void setTimeout(std::chrono::milliseconds timeout) override { inner_->setTimeout(timeout); }
-  bool supportsCoalescing() const override { return inner_->supportsCoalescing(); }
-  void startCoalescing() override { inner_->startCoalescing(); }
-  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
-    return watched("coalesced", [&] { return inner_->endCoalescing(); });
-  }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
-  void setSequenceNumberForGroup() override { inner_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
-
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
-                                           const c10d::BroadcastOptions& options) override {
-    compare("broadcast", fmt::format("{} from rank {}", describe(tensors), options.rootRank));
-    return watched("broadcast", [&] { return inner_->broadcast(tensors, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions& options) override {
-    compare("all_reduce", describe(tensors));
-    return watched("all_reduce", [&] { return inner_->allreduce(tensors, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
-                                                  const c10d::AllreduceOptions& options) override {
-    return watched("all_reduce (sparse)",
-                   [&] { return inner_->allreduce_sparse(tensors, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    compare("all_reduce (coalesced)", describe(tensors));
-    return watched("all_reduce (coalesced)",
-                   [&] { return inner_->allreduce_coalesced(tensors, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
-                                        const c10d::ReduceOptions& options) override {
-    compare("reduce", fmt::format("{} to rank {}", describe(tensors), options.rootRank));
-    return watched("reduce", [&] { return inner_->reduce(tensors, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                           std::vector<at::Tensor>& inputs,
-                                           const c10d::AllgatherOptions& options) override {
-    compare("all_gather", describe(inputs));
-    return watched("all_gather", [&] { return inner_->allgather(outputs, inputs, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& options) override {
-    compare("all_gather", describe({input}));
-    return watched("all_gather", [&] { return inner_->_allgather_base(output, input, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
-      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-      const c10d::AllgatherOptions& options) override {
-    compare("all_gather (coalesced)", describe(inputs));
-    return watched("all_gather (coalesced)", [&] {
-      return inner_->allgather_into_tensor_coalesced(outputs, inputs, options);
-    });
-  }
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
-                                        std::vector<at::Tensor>& inputs,
-                                        const c10d::GatherOptions& options) override {
-    compare("gather", fmt::format("{} to rank {}", describe(inputs), options.rootRank));
-    return watched("gather", [&] { return inner_->gather(outputs, inputs, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
-                                         std::vector<std::vector<at::Tensor>>& inputs,
-                                         const c10d::ScatterOptions& options) override {
-    compare("scatter", fmt::format("{} from rank {}", describe(outputs), options.rootRank));
-    return watched("scatter", [&] { return inner_->scatter(outputs, inputs, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(
-      std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
-      const c10d::ReduceScatterOptions& options) override {
-    compare("reduce_scatter", describe(outputs));
-    return watched("reduce_scatter",
-                   [&] { return inner_->reduce_scatter(outputs, inputs, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    compare("reduce_scatter", describe({output}));
-    return watched("reduce_scatter",
-                   [&] { return inner_->_reduce_scatter_base(output, input, options); });
-  }
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
-                                               std::vector<int64_t>& output_sizes,
-                                               std::vector<int64_t>& input_sizes,
-                                               const c10d::AllToAllOptions& options) override {
-    return watched("all_to_all", [&] {
-      return inner_->alltoall_base(output, input, output_sizes, input_sizes, options);
-    });
-  }
-  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override {
-    return watched("send", [&] { return inner_->send(tensors, to, tag); });
-  }
-  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from,
-                                      int tag) override {
-    return watched("recv", [&] { return inner_->recv(tensors, from, tag); });
-  }
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
-    compare("barrier", "");
-    return watched("barrier", [&] { return inner_->barrier(options); });
-  }
-
- private:
-  template <typename Start>
-  c10::intrusive_ptr<c10d::Work> watched(const char* collective, Start&& start) {
-    try {
-      return c10::make_intrusive<WatchedWork>(start(), watch_, collective);
-    } catch (const c10::Error& error) {
-      // Refused before anything was sent: a tensor that the transport does not take.
-      throw Error(std::string("comm.") + collective, "tensors that " + getBackendName() + " takes",
-                  error.what_without_backtrace(), "contiguous, dense, on the backend's device");
-    } catch (const std::exception& error) {
-      watch_->explain(collective, error.what());
-    }
-  }
-
-  // Every rank writes down what it is about to call, and reads what the others wrote.
-  void compare(const std::string& collective, const std::string& arguments) {
-    if (check_ == CheckLevel::none) return;
-    const std::string prefix = fmt::format("check/{}/", calls_++);
-    const std::string mine = collective + (arguments.empty() ? "" : " " + arguments);
-    put(*store_, prefix + std::to_string(getRank()), mine);
-    std::map<std::string, std::vector<int>> by_call;
-    for (int rank = 0; rank < getSize(); ++rank) {
-      try {
-        by_call[get(*store_, prefix + std::to_string(rank))].push_back(rank);
-      } catch (const std::exception&) {
-        throw CommError("comm." + collective, fmt::format("all {} ranks to call it", getSize()),
-                        fmt::format("no call from rank {}", rank), "this rank called: " + mine,
-                        {rank});
-      }
-    }
-    if (by_call.size() == 1) return;
-    std::string calls;
-    for (const auto& [call, ranks] : by_call) {
-      std::string list;
-      for (const int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(rank);
-      calls += fmt::format("{}{} {}: {}", calls.empty() ? "" : "; ",
-                           ranks.size() == 1 ? "rank" : "ranks", list, call);
-    }
-    throw CommError("comm." + collective, "the same call on all ranks", calls,
-                    "run the same program on every rank");
-  }
-
-  c10::intrusive_ptr<c10d::Backend> inner_;
-  std::shared_ptr<Watch> watch_;
-  c10::intrusive_ptr<c10d::Store> store_;
-  CheckLevel check_;
-  std::uint64_t calls_ = 0;
-};
-
-}  // namespace
-
-c10::intrusive_ptr<c10d::Backend> make_watched(c10::intrusive_ptr<c10d::Backend> inner,
-                                               std::shared_ptr<Watch> watch,
-                                               c10::intrusive_ptr<c10d::Store> store,
-                                               CheckLevel check) {
-  return c10::make_intrusive<WatchedBackend>(std::move(inner), std::move(watch), std::move(store),
-                                             check);
 }
 
 }  // namespace semitone::comm
