@@ -17,7 +17,7 @@ ROOMS = {
     "launch": ["core"],
     "amp": ["kernels", "core"],
     "zoo": ["core"],
-    "train": ["amp", "zoo", "launch", "kernels", "core"],
+    "train": ["amp", "zoo", "core"],
 }
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 

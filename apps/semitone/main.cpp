@@ -1,11 +1,14 @@
-#include "semitone/core/error.h"
-#include "semitone/core/version.h"
-
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "semitone/core/error.h"
+#include "semitone/core/version.h"
+
+#include <c10/util/Exception.h>
+
 #include <CLI/CLI.hpp>
 
+#include <csignal>
 #include <iostream>
 #include <string>
 
@@ -41,6 +44,8 @@ int fail(const std::exception& error, int code) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // A parent that ignores it would have our children vanish before they can be waited for.
+  std::signal(SIGCHLD, SIG_DFL);
   try {
     const int code = run(argc, argv);
     if (!std::cout.flush())

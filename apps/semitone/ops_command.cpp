@@ -1,11 +1,11 @@
-#include "semitone/amp/cast_policy.h"
-#include "semitone/core/device.h"
-#include "semitone/core/dtype.h"
-
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/output.h"
+#include "semitone/amp/cast_policy.h"
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
@@ -32,6 +32,14 @@ struct OpsFlags {
 amp::CastTarget target_of(const OpsFlags& flags) {
   const auto device = flags.device == "cuda" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
   return {device, flags.dtype == "auto" ? default_16bit_dtype(device) : parse_dtype(flags.dtype)};
+}
+
+// As policies list it: "aten::softmax" is "softmax", and so is "softmax.".
+std::string plain_name(std::string op) {
+  constexpr std::string_view kNamespace = "aten::";
+  if (op.starts_with(kNamespace)) op.erase(0, kNamespace.size());
+  if (op.ends_with('.')) op.pop_back();
+  return op;
 }
 
 // UsageError if there is no such operator, with the nearest names that there are.
@@ -99,7 +107,8 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
     out << fmt::format("{:<{}}  {:<7}  {}\n", op, width, amp::name_of(row.action), row.reason);
 }
 
-int run(const OpsFlags& flags) {
+int run(OpsFlags flags) {
+  flags.op = plain_name(flags.op);
   const auto policy = amp::CastPolicy::by_name(flags.policy, target_of(flags));
   require_operator(flags.op);
   const auto rows = chosen_rows(policy, flags.op);

@@ -1,14 +1,15 @@
 #include "apps/semitone/results.h"
 
+#include "apps/semitone/output.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
 
-#include "apps/semitone/output.h"
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <ostream>
 
 namespace semitone::cli {
@@ -24,7 +25,7 @@ double megabytes(std::int64_t bytes) {
 }
 
 std::int64_t bytes(double megabytes) {
-  return static_cast<std::int64_t>(megabytes * kMegabyte + 0.5);
+  return std::llround(megabytes * kMegabyte);
 }
 
 ordered_json object_of(const TrainResult& result) {
@@ -60,15 +61,15 @@ TrainResult result_of(const ordered_json& object) {
   result.memory_format = train::parse_memory_format(object.at("memory_format").get<std::string>());
   result.epochs = object.at("epochs");
   result.steps = object.at("steps");
-  result.test_accuracy = object.at("test_accuracy");
-  result.test_loss = object.at("test_loss");
+  result.test_accuracy = real(object.at("test_accuracy"));
+  result.test_loss = real(object.at("test_loss"));
   result.train_loss = real(object.at("train_loss"));
-  result.images_per_second = object.at("images_per_second");
-  result.ms_per_step = object.at("ms_per_step");
+  result.images_per_second = real(object.at("images_per_second"));
+  result.ms_per_step = real(object.at("ms_per_step"));
   result.peak_rss_bytes = bytes(object.at("peak_rss_mb"));
   result.peak_tensor_bytes = bytes(object.at("peak_tensor_mb"));
   result.skipped_steps = object.at("skipped_steps");
-  result.final_loss_scale = object.at("final_loss_scale");
+  result.final_loss_scale = real(object.at("final_loss_scale"));
   result.seed = object.at("seed");
   result.threads = object.at("threads");
   return result;

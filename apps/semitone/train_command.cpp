@@ -1,3 +1,9 @@
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
+#include "apps/semitone/results.h"
+#include "apps/semitone/train_flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
@@ -9,12 +15,6 @@
 
 #include <ATen/Parallel.h>
 
-#include "apps/semitone/commands.h"
-#include "apps/semitone/exit_code.h"
-#include "apps/semitone/flags.h"
-#include "apps/semitone/output.h"
-#include "apps/semitone/results.h"
-#include "apps/semitone/train_flags.h"
 #include <fmt/format.h>
 
 #include <filesystem>
@@ -125,15 +125,14 @@ int run(const CLI::App& command, const TrainFlags& flags) {
     if (!flags.quiet && !flags.as_part) print_head(out, flags, data);
     if (!flags.all_levels()) results.push_back(train_here(flags, data));
   }
-  if (flags.all_levels()) {
-    if (const int code = train_all(command, results); code != kSuccess) return code;
-  }
-  if (!flags.as_part) {
+  // What a level that fails leaves behind are the levels before it.
+  const int code = flags.all_levels() ? train_all(command, results) : static_cast<int>(kSuccess);
+  if (!flags.as_part && !results.empty()) {
     print_table(out, results);
     print_notes(out, results);
   }
-  write_json(flags.json, to_json(results));
-  return kSuccess;
+  if (!results.empty()) write_json(flags.json, to_json(results));
+  return code;
 }
 
 }  // namespace

@@ -84,8 +84,8 @@ void clear_cast_cache();
 
 /// The regions that this thread is in, to take to another thread:
 ///
-///     at::parallel_for(0, n, 1, [state = amp::AutocastState::current(), &](int64_t begin, int64_t
-///     end) {
+///     const auto state = amp::AutocastState::current();
+///     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
 ///       const auto guard = state.enter();
 ///       …
 ///     });

@@ -126,10 +126,10 @@ auto register_promote_function(Function f) {
 
 /// The job of torch.amp.custom_fwd, at the top of a custom autograd function's forward:
 ///
-///     static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x,
-///     torch::Tensor w) {
-///       const amp::CustomForward scope(ctx, torch::kFloat);   // or without a dtype: run as the
-///       caller's region says x = scope.cast(x); w = scope.cast(w); …
+///     static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
+///       const amp::CustomForward scope(ctx, torch::kFloat);  // no dtype: as the region says
+///       x = scope.cast(x);
+///       …
 ///     }
 ///
 /// Remembers the regions for CustomBackward. With a dtype: inside a region, cast() casts to it and

@@ -24,6 +24,8 @@ inline constexpr Variable kConformanceDir{
     "Where the conformance tests read their cases, instead of the repository's"};
 /// Set by any program for libraries that follow the convention: plain output, see no-color.org.
 inline constexpr Variable kNoColor{"NO_COLOR", "Set to anything: no colours on the terminal"};
+/// Set by every terminal to its kind.
+inline constexpr Variable kTerm{"TERM", "dumb: no colours and no moving line on the terminal"};
 
 /// The number of this process among those that train together, as torchrun sets it.
 inline constexpr Variable kRank{"RANK", "Number of this process among those that train together"};

@@ -1,0 +1,49 @@
+// Code of one's own under autocast: an autograd function that needs fp32, and a plain callable that is to run in 16
+// bits.
+#include <semitone/semitone.h>
+
+#include <torch/torch.h>
+
+#include <iostream>
+
+namespace amp = semitone::amp;
+
+// exp(x) - 1, which cancels in 16 bits: forward and backward run in fp32 whatever the caller's region says.
+struct Expm1 : torch::autograd::Function<Expm1> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
+    const amp::CustomForward scope(ctx, torch::kFloat);
+    x = scope.cast(x);
+    ctx->save_for_backward({x});
+    return torch::exp(x) - 1;
+  }
+
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* ctx,
+                                               torch::autograd::tensor_list grads) {
+    const amp::CustomBackward scope(ctx);
+    return {grads[0] * torch::exp(ctx->get_saved_variables()[0])};
+  }
+};
+
+int main() {
+  const auto x = torch::rand({8, 16}, torch::requires_grad());
+  const auto weight = torch::rand({4, 16}, torch::requires_grad());
+  // Tensor arithmetic, so no operator of a policy's `lower` rows; this says that it is to be one.
+  const auto project = amp::half_function([](const torch::Tensor& input, const torch::Tensor& w) {
+    return (input.unsqueeze(1) * w).sum(-1);
+  });
+
+  torch::Tensor projected;
+  torch::Tensor result;
+  {
+    const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+    projected = project(x, weight);
+    result = Expm1::apply(projected);
+  }
+  result.sum().backward();
+  std::cout << "half_function: " << projected.dtype() << ", Expm1: " << result.dtype()
+            << ", gradients: " << weight.grad().dtype() << '\n';
+  const bool right =
+      projected.scalar_type() == torch::kBFloat16 && result.scalar_type() == torch::kFloat &&
+      weight.grad().scalar_type() == torch::kFloat && x.grad().isfinite().all().item<bool>();
+  return right ? 0 : 1;
+}
