@@ -13,6 +13,7 @@ import sys
 ROOMS = {
     "core": [],
     "kernels": ["core"],
+    "comm": ["core"],
     "launch": ["core"],
     "amp": ["kernels", "core"],
     "zoo": ["core"],
