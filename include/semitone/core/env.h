@@ -7,7 +7,8 @@
 
 namespace semitone::env {
 
-/// An environment variable that Semitone reads. This list is the only place that names them.
+/// An environment variable that Semitone reads, or sets for the processes that it launches. This
+/// list is the only place that names them.
 struct Variable {
   const char* name;
   const char* meaning;
@@ -27,6 +28,50 @@ inline constexpr Variable kNoColor{"NO_COLOR", "Set to anything: no colours on t
 
 /// The number of this process among those that train together, as torchrun sets it.
 inline constexpr Variable kRank{"RANK", "Number of this process among those that train together"};
+
+inline constexpr Variable kWorldSize{"WORLD_SIZE", "How many processes train together"};
+inline constexpr Variable kLocalRank{"LOCAL_RANK",
+                                     "Number of this process among those of its machine"};
+inline constexpr Variable kLocalWorldSize{"LOCAL_WORLD_SIZE",
+                                          "How many of the processes run on this machine"};
+inline constexpr Variable kMasterAddr{"MASTER_ADDR", "Address of the machine that rank 0 runs on"};
+inline constexpr Variable kMasterPort{"MASTER_PORT",
+                                      "Port of the store at which the processes meet"};
+inline constexpr Variable kUseAgentStore{"TORCHELASTIC_USE_AGENT_STORE",
+                                         "True: the launcher runs the store, rank 0 does not"};
+inline constexpr Variable kRestartCount{"TORCHELASTIC_RESTART_COUNT",
+                                        "How often the launcher has restarted the processes"};
+inline constexpr Variable kSlurmProcId{"SLURM_PROCID", "Slurm's RANK"};
+inline constexpr Variable kSlurmTasks{"SLURM_NTASKS", "Slurm's WORLD_SIZE"};
+inline constexpr Variable kSlurmLocalId{"SLURM_LOCALID", "Slurm's LOCAL_RANK"};
+inline constexpr Variable kSlurmTasksPerNode{"SLURM_NTASKS_PER_NODE", "Slurm's LOCAL_WORLD_SIZE"};
+inline constexpr Variable kSlurmNodeList{"SLURM_JOB_NODELIST",
+                                         "The first of Slurm's nodes is the default MASTER_ADDR"};
+inline constexpr Variable kSlurmJobId{"SLURM_JOB_ID",
+                                      "Makes the default MASTER_PORT of a Slurm job"};
+inline constexpr Variable kMpiRank{"OMPI_COMM_WORLD_RANK", "Open MPI's RANK"};
+inline constexpr Variable kMpiSize{"OMPI_COMM_WORLD_SIZE", "Open MPI's WORLD_SIZE"};
+inline constexpr Variable kMpiLocalRank{"OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's LOCAL_RANK"};
+inline constexpr Variable kMpiLocalSize{"OMPI_COMM_WORLD_LOCAL_SIZE",
+                                        "Open MPI's LOCAL_WORLD_SIZE"};
+inline constexpr Variable kMpiJobId{"PMIX_NAMESPACE",
+                                    "Makes the default MASTER_PORT of an Open MPI job"};
+inline constexpr Variable kGlooInterface{"GLOO_SOCKET_IFNAME",
+                                         "Network interface for connections between ranks"};
+/// Default: none.
+inline constexpr Variable kCommCheck{
+    "SEMITONE_COMM_CHECK", "full: every collective verifies that all ranks call the same"};
+
+inline constexpr Variable kGroupRank{"GROUP_RANK", "Number of this machine among those of the job"};
+inline constexpr Variable kGroupWorldSize{"GROUP_WORLD_SIZE", "How many machines the job has"};
+inline constexpr Variable kRoleName{"ROLE_NAME", "What the processes do: --role of the launcher"};
+inline constexpr Variable kRoleRank{"ROLE_RANK", "RANK among the processes of this role"};
+inline constexpr Variable kRoleWorldSize{"ROLE_WORLD_SIZE", "WORLD_SIZE of this role"};
+inline constexpr Variable kMaxRestarts{"TORCHELASTIC_MAX_RESTARTS",
+                                       "How often the launcher restarts the processes at most"};
+inline constexpr Variable kRunId{"TORCHELASTIC_RUN_ID", "Name of the launcher's job"};
+inline constexpr Variable kOmpThreads{"OMP_NUM_THREADS",
+                                      "Threads of a process; the launcher shares the cores out"};
 
 /// Every variable above, for documentation and tests.
 std::span<const Variable> all();
