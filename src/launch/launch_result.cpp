@@ -26,12 +26,12 @@ std::string indented(const std::string& lines) {
 }  // namespace
 
 std::string WorkerFailure::to_string() const {
-  std::string text = fmt::format("rank {} failed: {}\n", rank, status.to_string());
-  text += fmt::format("  local rank {} on node {} ({}), process {}\n", local_rank, node, host, pid);
+  std::string text = fmt::format("rank {} failed: {}\n  local rank {} on node {} ({}), process {}",
+                                 rank, status.to_string(), local_rank, node, host, pid);
   if (status.signal == SIGKILL)
-    text += "  SIGKILL comes from outside: perhaps the machine is out of memory (see dmesg)\n";
-  if (!last_lines.empty()) text += "  the last lines it wrote:\n" + indented(last_lines) + "\n";
-  if (!log.empty()) text += fmt::format("  log: {}\n", log);
+    text += "\n  SIGKILL comes from outside: perhaps the machine is out of memory (see dmesg)";
+  if (!last_lines.empty()) text += "\n  the last lines it wrote:\n" + indented(last_lines);
+  if (!log.empty()) text += "\n  log: " + log;
   return text;
 }
 

@@ -25,7 +25,7 @@ struct WorkerFailure {
   std::string log;         ///< its file with the last lines; empty if there is none
   std::string last_lines;  ///< up to 20 of what it wrote last, errors first; empty if not relayed
 
-  /// Several lines for people: who, how, and the last lines.
+  /// For people: who, how, and the last lines. Several lines, without a newline at the end.
   std::string to_string() const;
 };
 
