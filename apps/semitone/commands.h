@@ -12,5 +12,6 @@ using Action = std::function<int()>;
 // Each adds one command, which sets the action when it is chosen.
 void add_train_command(CLI::App& app, Action& action);
 void add_ops_command(CLI::App& app, Action& action);
+void add_launch_command(CLI::App& app, Action& action);
 
 }  // namespace semitone::cli

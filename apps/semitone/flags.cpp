@@ -23,14 +23,26 @@ bool parse(const std::string& text, Number& number) {
 
 }  // namespace
 
+void Flags::accept_underscores() {
+  underscores_ = true;
+}
+
+std::string Flags::spellings(const std::string& name) const {
+  std::string other = name.substr(name.rfind("--") + 2);
+  std::replace(other.begin(), other.end(), '-', '_');
+  const bool same = other.find('_') == std::string::npos;
+  return underscores_ && !same ? name + ",--" + other : name;
+}
+
 void Flags::add(const std::string& name, const std::string& type, const std::string& fallback,
                 const std::function<bool(const std::string&)>& take, const std::string& expected,
                 const std::string& help) {
-  const auto checked = [where = where_, wanted = name + " " + expected,
+  const std::string longest = name.substr(name.rfind("--"));
+  const auto checked = [where = where_, wanted = longest + " " + expected,
                         take](const std::string& text) {
     if (!take(text)) throw UsageError(where, wanted, "'" + text + "'");
   };
-  command_.add_option_function<std::string>(name, checked, help)
+  command_.add_option_function<std::string>(spellings(name), checked, help)
       ->type_name(type)
       ->default_str(fallback);
 }
@@ -83,6 +95,10 @@ void Flags::number_or_word(const std::string& name, std::string& variable,
   add(name, fmt::format("{}|X", fmt::join(words, "|")), variable, take,
       fmt::format("to be {} or a number that float32 holds, above 0", fmt::join(words, ", ")),
       help);
+}
+
+void Flags::mark(const std::string& name, bool& variable, const std::string& help) {
+  command_.add_flag(spellings(name), variable, help);
 }
 
 void Flags::json(std::string& variable) {

@@ -25,6 +25,9 @@ class Flags {
   // @param where  "cli.train"
   Flags(CLI::App& command, std::string where) : command_(command), where_(std::move(where)) {}
 
+  // From now on --some-flag is --some_flag too, as in torchrun.
+  void accept_underscores();
+
   void integer(const std::string& name, std::int64_t& variable, std::int64_t least,
                std::int64_t most, const std::string& help);
   // @param expected  what the check asks for: "above 0"
@@ -38,6 +41,8 @@ class Flags {
   // A number above 0, or one of the words.
   void number_or_word(const std::string& name, std::string& variable,
                       const std::vector<std::string>& words, const std::string& help);
+  // Whether it was given.
+  void mark(const std::string& name, bool& variable, const std::string& help);
   // --json [FILE]: empty if not given, "-" for standard output.
   void json(std::string& variable);
 
@@ -47,8 +52,12 @@ class Flags {
            const std::function<bool(const std::string&)>& take, const std::string& expected,
            const std::string& help);
 
+  // The name with its other spellings, as CLI11 wants them.
+  std::string spellings(const std::string& name) const;
+
   CLI::App& command_;
   std::string where_;
+  bool underscores_ = false;
 };
 
 // A command line that CLI11 refused, in our form.

@@ -25,6 +25,7 @@ int run(int argc, char** argv) {
   cli::Action action;
   cli::add_train_command(app, action);
   cli::add_ops_command(app, action);
+  cli::add_launch_command(app, action);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

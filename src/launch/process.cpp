@@ -1,101 +1,22 @@
 #include "semitone/launch/process.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/descriptor.h"
+#include "src/launch/spawn.h"
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <string_view>
-#include <system_error>
 
 namespace semitone::launch {
 namespace {
 
 constexpr auto kWhere = "launch.process";
-
-std::string reason_of(int number) {
-  return std::error_code(number, std::generic_category()).message();
-}
-
-class Descriptor {
- public:
-  explicit Descriptor(int number = -1) : number_(number) {}
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-  }
-  ~Descriptor() { close(); }
-
-  int number() const { return number_; }
-  bool is_open() const { return number_ >= 0; }
-  void close() {
-    if (is_open()) ::close(std::exchange(number_, -1));
-  }
-
- private:
-  int number_;
-};
-
-struct Pipe {
-  Descriptor read;
-  Descriptor write;
-};
-
-// The same file under a number above those of the standard streams, which the child replaces: where
-// this process has closed one of them, the system hands its number out again.
-Descriptor above_standard_streams(Descriptor descriptor) {
-  if (descriptor.number() > STDERR_FILENO) return descriptor;
-  Descriptor copy(::fcntl(descriptor.number(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  if (!copy.is_open()) throw Error(kWhere, "a file descriptor from the system", reason_of(errno));
-  return copy;
-}
-
-Pipe make_pipe() {
-  std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
-    throw Error(kWhere, "a pipe from the system", reason_of(errno), "raise 'ulimit -n'");
-  }
-  Descriptor read(ends[0]);
-  Descriptor write(ends[1]);
-  return {above_standard_streams(std::move(read)), above_standard_streams(std::move(write))};
-}
-
-Descriptor open_null() {
-  Descriptor null(::open("/dev/null", O_WRONLY | O_CLOEXEC));
-  if (!null.is_open()) throw Error(kWhere, "to open /dev/null", reason_of(errno));
-  return above_standard_streams(std::move(null));
-}
-
-// argv or envp: pointers into strings that outlive it, and a null at the end.
-std::vector<char*> pointers(std::vector<std::string>& strings) {
-  std::vector<char*> result;
-  result.reserve(strings.size() + 1);
-  for (std::string& text : strings) result.push_back(text.data());
-  result.push_back(nullptr);
-  return result;
-}
-
-std::vector<std::string> environment_of(const ProcessOptions& options) {
-  const auto replaced = [&](std::string_view entry) {
-    return std::any_of(
-        options.environment().begin(), options.environment().end(),
-        [&](const auto& variable) { return entry.substr(0, entry.find('=')) == variable.first; });
-  };
-  std::vector<std::string> result;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    if (!replaced(*entry)) result.emplace_back(*entry);
-  }
-  for (const auto& [name, value] : options.environment()) result.push_back(name + "=" + value);
-  return result;
-}
 
 // One of the child's standard streams: what it is in the child, and what we keep of it.
 struct Stream {
@@ -110,28 +31,11 @@ Stream make_stream(Output output) {
       return {std::move(pipe.write), std::move(pipe.read)};
     }
     case Output::discard:
-      return {open_null(), Descriptor()};
+      return {open_null(O_WRONLY), Descriptor()};
     case Output::inherit:
       break;
   }
   return {Descriptor(), Descriptor()};
-}
-
-// In the child between fork and exec, where only async-signal-safe calls are allowed: other threads
-// of the parent may have held any lock.
-[[noreturn]] void become(const char* program, char* const* arguments, char* const* environment,
-                         const Stream& out, const Stream& err, int death_signal, pid_t parent,
-                         int report) {
-  const bool ready = (!out.theirs.is_open() || ::dup2(out.theirs.number(), STDOUT_FILENO) >= 0) &&
-                     (!err.theirs.is_open() || ::dup2(err.theirs.number(), STDERR_FILENO) >= 0) &&
-                     ::prctl(PR_SET_PDEATHSIG, death_signal) == 0;
-  // The parent may have ended before the prctl: then no signal will come.
-  if (ready && ::getppid() != parent) ::_exit(127);
-  if (ready) ::execvpe(program, arguments, environment);
-  const int reason = errno;
-  const auto written = ::write(report, &reason, sizeof reason);
-  static_cast<void>(written);
-  ::_exit(127);
 }
 
 // Appends what is there; closes at the end.
@@ -143,15 +47,6 @@ void drain(Descriptor& from, std::string& into) {
   } else if (count == 0 || errno != EINTR) {
     from.close();
   }
-}
-
-ExitStatus wait_for(pid_t id) {
-  int status = 0;
-  while (::waitpid(id, &status, 0) < 0) {
-    if (errno != EINTR) throw Error(kWhere, "to wait for the child", reason_of(errno));
-  }
-  if (WIFSIGNALED(status)) return {0, WTERMSIG(status)};
-  return {WEXITSTATUS(status), 0};
 }
 
 }  // namespace
@@ -197,33 +92,16 @@ struct Process::Child {
 };
 
 Process::Process(const ProcessOptions& options) {
-  std::vector<std::string> words{options.program().string()};
-  words.insert(words.end(), options.arguments().begin(), options.arguments().end());
-  std::vector<std::string> variables = environment_of(options);
-  const std::vector<char*> arguments = pointers(words);
-  const std::vector<char*> environment = pointers(variables);
   Stream out = make_stream(options.out());
   Stream err = make_stream(options.err());
-  // Closed by a successful exec; else it brings the reason.
-  Pipe report = make_pipe();
-
-  const pid_t parent = ::getpid();
-  const pid_t id = ::fork();
-  if (id == 0) {
-    become(arguments.front(), arguments.data(), environment.data(), out, err,
-           options.death_signal(), parent, report.write.number());
-  }
-  if (id < 0) throw Error(kWhere, "another process from the system", reason_of(errno));
-  report.write.close();
-  std::string reason;
-  while (report.read.is_open()) drain(report.read, reason);
-  if (!reason.empty()) {
-    wait_for(id);
-    int number = 0;
-    std::memcpy(&number, reason.data(), std::min(reason.size(), sizeof number));
-    throw Error(kWhere, "to run '" + options.program().string() + "'", reason_of(number));
-  }
-  child_ = std::make_unique<Child>(Child{id, std::move(out.ours), std::move(err.ours)});
+  Spawn child;
+  child.words = {options.program().string()};
+  child.words.insert(child.words.end(), options.arguments().begin(), options.arguments().end());
+  child.environment = options.environment();
+  child.out = out.theirs.number();
+  child.err = err.theirs.number();
+  child.death_signal = options.death_signal();
+  child_ = std::make_unique<Child>(Child{spawn(child), std::move(out.ours), std::move(err.ours)});
 }
 
 Process::Process(Process&&) noexcept = default;

@@ -7,7 +7,8 @@
 
 namespace semitone::env {
 
-/// An environment variable that Semitone reads. This list is the only place that names them.
+/// An environment variable that Semitone reads, or sets for the processes that it launches. This
+/// list is the only place that names them.
 struct Variable {
   const char* name;
   const char* meaning;
@@ -63,6 +64,17 @@ inline constexpr Variable kGlooInterface{"GLOO_SOCKET_IFNAME",
 inline constexpr Variable kCommCheck{
     "SEMITONE_COMM_CHECK",
     "Which collectives verify that all ranks call the same: none, calls, full"};
+
+inline constexpr Variable kGroupRank{"GROUP_RANK", "Number of this machine among those of the job"};
+inline constexpr Variable kGroupWorldSize{"GROUP_WORLD_SIZE", "How many machines the job has"};
+inline constexpr Variable kRoleName{"ROLE_NAME", "What the processes do: --role of the launcher"};
+inline constexpr Variable kRoleRank{"ROLE_RANK", "RANK among the processes of this role"};
+inline constexpr Variable kRoleWorldSize{"ROLE_WORLD_SIZE", "WORLD_SIZE of this role"};
+inline constexpr Variable kMaxRestarts{"TORCHELASTIC_MAX_RESTARTS",
+                                       "How often the launcher restarts the processes at most"};
+inline constexpr Variable kRunId{"TORCHELASTIC_RUN_ID", "Name of the launcher's job"};
+inline constexpr Variable kOmpThreads{"OMP_NUM_THREADS",
+                                      "Threads of a process; the launcher shares the cores out"};
 
 /// Every variable above, for documentation and tests.
 std::span<const Variable> all();

@@ -1,0 +1,174 @@
+#include "apps/semitone/launch_flags.h"
+
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include <fmt/format.h>
+
+#include <cmath>
+#include <utility>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kWhere = "cli.launch";
+
+constexpr auto kFooter =
+    R"(PROGRAM is any program that reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT …); ${local_rank} in its arguments becomes the number. What follows it is never looked at. When one
+process fails, all stop, on every node, and the first failure is shown; with --max-restarts all start again.
+Ctrl-C stops them all, a second Ctrl-C kills them.
+
+Examples:
+  semitone launch --nproc-per-node 4 build/train --epochs 3
+  semitone launch --nproc-per-node auto --tee 3 --log-dir logs build/train
+  semitone launch --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 build/train   and 1 on the other
+  semitone launch --nnodes 1:4 --rdzv-endpoint node0:29400 --max-restarts 3 build/train   the same on every node
+
+Exit codes: 0 every process returned 0; else that of the first process that failed, 128 + N if signal N ended it;
+128 + N if signal N stopped the launcher; 1 if the job could not begin or a node was lost; 2 wrong usage.
+)";
+
+// Leaves out the spellings that are there for torchrun's users, and says where the program stands.
+class LaunchHelp : public CLI::Formatter {
+ public:
+  std::string make_usage(const CLI::App*, std::string name) const override {
+    return "Usage: " + name + " [OPTIONS] PROGRAM [ARGUMENTS...]\n";
+  }
+
+  std::string make_option_name(const CLI::Option* option, bool positional) const override {
+    if (positional) return CLI::Formatter::make_option_name(option, positional);
+    std::string names;
+    for (const std::string& name : option->get_snames()) names += "-" + name + ",";
+    for (const std::string& name : option->get_lnames()) {
+      if (name.find('_') == std::string::npos) names += "--" + name + ",";
+    }
+    names.pop_back();
+    return names;
+  }
+};
+
+void require(bool right, std::string_view expected, std::string_view got) {
+  if (!right) throw UsageError(kWhere, expected, got);
+}
+
+std::vector<std::string> program_of(const CLI::App& command) {
+  const std::vector<std::string> words = command.remaining();
+  const auto help = "see semitone launch --help";
+  if (words.empty()) throw UsageError(kWhere, "a program to launch", "none", help);
+  if (words.front().starts_with('-'))
+    throw UsageError(kWhere, "flags of this command", "'" + words.front() + "'", help);
+  return words;
+}
+
+// torchrun's "static" takes the endpoint for the address of node 0.
+bool is_static(const LaunchFlags& flags, const CLI::App& command) {
+  if (flags.rdzv_backend.empty()) return command.count("--node-rank") > 0;
+  return flags.rdzv_backend == "static";
+}
+
+void set_meeting(launch::LaunchOptions& options, const LaunchFlags& flags,
+                 const CLI::App& command) {
+  options.master_addr(flags.master_addr).master_port(static_cast<int>(flags.master_port));
+  if (flags.rdzv_endpoint.empty()) {
+    require(flags.rdzv_backend != "c10d", "--rdzv-endpoint with --rdzv-backend c10d", "none");
+    options.node_rank(static_cast<int>(flags.node_rank));
+  } else if (!is_static(flags, command)) {
+    options.rdzv_endpoint(flags.rdzv_endpoint);
+  } else {
+    require(flags.master_addr.empty(), "--master-addr or --rdzv-endpoint", "both");
+    const auto [host, port] = launch::Endpoint::parse(flags.rdzv_endpoint);
+    options.master_addr(host).node_rank(static_cast<int>(flags.node_rank));
+    if (flags.master_port == 0) options.master_port(port);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
+  const auto flags = std::make_shared<LaunchFlags>();
+  Flags add(command, kWhere);
+  add.accept_underscores();
+  const auto seconds = [](double value) { return std::isfinite(value) && value >= 0; };
+  constexpr auto kSeconds = "from 0";
+  add.text("--nproc-per-node", flags->nproc_per_node, "N|auto|cpu|gpu",
+           "Processes on this node; gpu: one for each GPU, cpu: for each core, auto: gpu or else "
+           "cpu");
+  add.text("--nnodes", flags->nnodes, "N|MIN:MAX", "Nodes of the job");
+  add.integer("--node-rank", flags->node_rank, 0, 1 << 16, "Number of this node");
+  add.text("--master-addr", flags->master_addr, "ADDR",
+           "Address of node 0; default: this machine, for one node");
+  add.integer("--master-port", flags->master_port, 0, 65535,
+              "Port of rank 0; 0: a free one for one node, else 29500. The launchers of several "
+              "nodes meet at the next one");
+  add.text("--rdzv-endpoint", flags->rdzv_endpoint, "HOST[:PORT]",
+           "Where the nodes meet and are numbered as they come; the launcher on that host is node "
+           "0. Port: 29400 if not given");
+  add.text("--rdzv-id", flags->rdzv_id, "ID", "Name of the job; default: made up");
+  add.choice("--rdzv-backend", flags->rdzv_backend, {"static", "c10d"},
+             "As torchrun's: c10d numbers nodes as they come, static by --node-rank. Default: "
+             "static if --node-rank is given");
+  add.mark("--standalone", flags->standalone, "One node, whatever else runs here: the default");
+  add.text("--local-addr", flags->local_addr, "ADDR",
+           "MASTER_ADDR if this is node 0, where it is not the address to meet at");
+  add.integer("--max-restarts", flags->max_restarts, 0, 1'000'000,
+              "How often to start all processes again after a failure");
+  add.text("--role", flags->role, "NAME", "ROLE_NAME of the processes");
+  add.text("--log-dir", flags->log_dir, "DIR",
+           "Write what processes say to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; alone it "
+           "means --tee 3");
+  add.text("-r,--redirects", flags->redirects, "0|1|2|3|RANK:N,…",
+           "Streams that go to files only: 1 output, 2 errors, 3 both; for all, or by local rank");
+  add.text("-t,--tee", flags->tee, "0|1|2|3|RANK:N,…",
+           "Streams to show line by line after [rankN], and to write to files with --log-dir");
+  add.number("--grace", flags->grace, seconds, kSeconds,
+             "Seconds from SIGTERM to SIGKILL for processes that have to stop");
+  add.number("--heartbeat-timeout", flags->heartbeat_timeout, seconds, kSeconds,
+             "Seconds of silence after which a node is lost");
+  add.number("--join-timeout", flags->join_timeout, seconds, kSeconds,
+             "Seconds to wait for the (fewest) nodes");
+  add.number("--last-call", flags->last_call, seconds, kSeconds,
+             "Seconds to wait for more once the fewest are there");
+  add.number("--monitor-interval", flags->monitor_interval, seconds, kSeconds,
+             "As torchrun's, for its command lines: nothing here waits for it");
+  add.mark("--no-python", flags->no_python, "As torchrun's, for its command lines");
+  add.text("--json", flags->json, "FILE", "Write how the job ended, as JSON");
+  command.prefix_command();
+  command.formatter(std::make_shared<LaunchHelp>());
+  command.footer(kFooter);
+  return flags;
+}
+
+launch::LaunchOptions options_of(const LaunchFlags& flags, const CLI::App& command) {
+  std::vector<std::string> words = program_of(command);
+  launch::LaunchOptions options(words.front());
+  words.erase(words.begin());
+  const launch::NodeCount nodes = launch::NodeCount::parse(flags.nnodes);
+  require(!flags.standalone || nodes.max == 1, "one node with --standalone", flags.nnodes);
+  require(!flags.standalone || flags.rdzv_endpoint.empty(), "--standalone or --rdzv-endpoint",
+          "both");
+  options.arguments(std::move(words))
+      .nproc_per_node(launch::ProcessCount::parse(flags.nproc_per_node).count)
+      .nnodes(nodes)
+      .rdzv_id(flags.rdzv_id)
+      .local_addr(flags.local_addr)
+      .max_restarts(static_cast<int>(flags.max_restarts))
+      .role(flags.role)
+      .log_dir(flags.log_dir)
+      .redirects(launch::StreamsByRank::parse(flags.redirects))
+      .tee(launch::StreamsByRank::parse(flags.tee))
+      .grace(launch::LaunchOptions::Seconds(flags.grace))
+      .heartbeat_timeout(launch::LaunchOptions::Seconds(flags.heartbeat_timeout))
+      .join_timeout(launch::LaunchOptions::Seconds(flags.join_timeout))
+      .last_call(launch::LaunchOptions::Seconds(flags.last_call));
+  set_meeting(options, flags, command);
+  options.check();
+  return options;
+}
+
+std::string reason_for_processes(const LaunchFlags& flags) {
+  const auto processes = launch::ProcessCount::parse(flags.nproc_per_node);
+  if (processes.reason.empty()) return {};
+  return fmt::format("{} processes: {}", processes.count, processes.reason);
+}
+
+}  // namespace semitone::cli

@@ -1,0 +1,87 @@
+#include "src/launch/guardian.h"
+
+#include "semitone/core/error.h"
+#include "src/launch/sockets.h"
+
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <vector>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.launcher";
+
+void close_from(int first, int last) {
+  if (first <= last)
+    ::syscall(SYS_close_range, static_cast<unsigned>(first), static_cast<unsigned>(last), 0U);
+}
+
+// The guardian's life, in a forked process that may use async-signal-safe calls only.
+[[noreturn]] void watch(int words, std::vector<pid_t>& groups) {
+  ::setsid();
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
+    ::signal(signal, SIG_IGN);
+  ::prctl(PR_SET_NAME, "semitone-guard");
+  // Whoever waits for the end of this process's output must not wait for ours.
+  close_from(0, words - 1);
+  close_from(words + 1, INT_MAX);
+  while (true) {
+    pollfd event{words, POLLIN, 0};
+    ::poll(&event, 1, -1);
+    pid_t word = 0;
+    const ssize_t count = ::read(words, &word, sizeof word);
+    if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (count != static_cast<ssize_t>(sizeof word)) break;
+    // A group, or the negative of one that is gone.
+    const pid_t before = word > 0 ? 0 : -word;
+    const pid_t after = word > 0 ? word : 0;
+    const auto place = std::find(groups.begin(), groups.end(), before);
+    if (place != groups.end()) *place = after;
+  }
+  for (const pid_t group : groups) {
+    if (group > 0) ::kill(-group, SIGKILL);
+  }
+  ::_exit(0);
+}
+
+}  // namespace
+
+Guardian::Guardian(int most) {
+  std::vector<pid_t> groups(static_cast<std::size_t>(most), 0);
+  auto [ours, theirs] = socket_pair();
+  id_ = ::fork();
+  if (id_ == 0) watch(theirs.number(), groups);
+  if (id_ < 0) throw Error(kWhere, "another process from the system", reason_of(errno));
+  words_ = std::move(ours);
+}
+
+Guardian::~Guardian() {
+  words_.close();
+  while (::waitpid(id_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+void Guardian::guard(pid_t group) {
+  tell(group);
+}
+
+void Guardian::forget(pid_t group) {
+  tell(-group);
+}
+
+void Guardian::tell(pid_t group) {
+  while (::send(words_.number(), &group, sizeof group, MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "src/launch/descriptor.h"
+
+#include <atomic>
+#include <string>
+
+namespace semitone::launch {
+
+// A wish that something stop, from any thread or signal handler. Whoever polls wakes up.
+class Interrupt {
+ public:
+  Interrupt();
+
+  void request(int signal) noexcept;
+
+  // Readable once there is a request that acknowledge() has not seen.
+  int descriptor() const { return event_.number(); }
+  void acknowledge() const;
+
+  // The signal of the first request; 0 if there was none.
+  int signal() const { return signal_.load(); }
+  // "stopped by signal 15 (Terminated)"
+  std::string reason() const;
+  // Whether to be done with it at once.
+  bool urgent() const { return urgent_.load(); }
+
+ private:
+  Descriptor event_;
+  std::atomic<int> signal_{0};
+  std::atomic<bool> urgent_{false};
+};
+
+}  // namespace semitone::launch

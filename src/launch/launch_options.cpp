@@ -1,0 +1,267 @@
+#include "semitone/launch/launch_options.h"
+
+#include "semitone/core/error.h"
+#include "src/launch/machine.h"
+
+#include <torch/cuda.h>
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cmath>
+#include <optional>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.options";
+constexpr int kMostProcesses = 4096;
+constexpr int kMostNodes = 1 << 16;
+
+std::optional<int> number(std::string_view text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+std::optional<Streams> streams(std::string_view text) {
+  const auto value = number(text);
+  if (!value.has_value() || *value < 0 || *value > 3) return std::nullopt;
+  return static_cast<Streams>(*value);
+}
+
+void require(bool right, std::string_view expected, std::string_view got,
+             std::string_view remedy = {}) {
+  if (!right) throw Error(kWhere, expected, got, remedy);
+}
+
+void require_duration(std::string_view name, LaunchOptions::Seconds value, double least) {
+  require(std::isfinite(value.count()) && value.count() >= least && value.count() <= 1e6,
+          fmt::format("{} from {} to 1000000 seconds", name, least),
+          fmt::format("{}", value.count()));
+}
+
+// Becomes a folder.
+void require_name(std::string_view name, const std::string& value) {
+  require(value.find('/') == std::string::npos && value != "." && value != "..",
+          fmt::format("{} without '/'", name), fmt::format("'{}'", value));
+}
+
+}  // namespace
+
+StreamsByRank StreamsByRank::parse(std::string_view text) {
+  if (const auto all = streams(text); all.has_value()) return *all;
+  StreamsByRank result;
+  std::string_view rest = text;
+  while (true) {
+    const std::string_view item = rest.substr(0, rest.find(','));
+    const auto colon = item.find(':');
+    const auto rank = number(item.substr(0, colon));
+    const auto value =
+        colon == std::string_view::npos ? std::nullopt : streams(item.substr(colon + 1));
+    require(rank.has_value() && *rank >= 0 && value.has_value(),
+            "0, 1, 2 or 3, or those by local rank as in 0:1,1:3", fmt::format("'{}'", text));
+    result.by_rank_[*rank] = *value;
+    if (item.size() == rest.size()) return result;
+    rest.remove_prefix(item.size() + 1);
+  }
+}
+
+Streams StreamsByRank::of(int local_rank) const {
+  const auto found = by_rank_.find(local_rank);
+  return found == by_rank_.end() ? all_ : found->second;
+}
+
+bool StreamsByRank::any() const {
+  if (all_ != Streams::none) return true;
+  for (const auto& [rank, value] : by_rank_) {
+    if (value != Streams::none) return true;
+  }
+  return false;
+}
+
+NodeCount NodeCount::parse(std::string_view text) {
+  const auto colon = text.find(':');
+  const auto min = number(text.substr(0, colon));
+  const auto max = colon == std::string_view::npos ? min : number(text.substr(colon + 1));
+  require(min.has_value() && max.has_value() && 1 <= *min && *min <= *max && *max <= kMostNodes,
+          fmt::format("a number of nodes from 1 to {}, or two as in 1:4", kMostNodes),
+          fmt::format("'{}'", text));
+  return {*min, *max};
+}
+
+std::string Endpoint::to_string() const {
+  const bool colons = host.find(':') != std::string::npos;
+  return colons ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
+}
+
+Endpoint Endpoint::parse(std::string_view text) {
+  const auto wrong = [&] {
+    return Error(kWhere, "an endpoint as in node0:29400 or [::1]:29400", fmt::format("'{}'", text));
+  };
+  Endpoint result;
+  std::string_view rest = text;
+  if (rest.starts_with('[')) {
+    const auto end = rest.find(']');
+    if (end == std::string_view::npos) throw wrong();
+    result.host = rest.substr(1, end - 1);
+    rest.remove_prefix(end + 1);
+  } else {
+    result.host = rest.substr(0, rest.find(':'));
+    rest.remove_prefix(result.host.size());
+  }
+  if (result.host.empty()) throw wrong();
+  if (rest.empty()) return result;
+  const char* const end = rest.data() + rest.size();
+  const auto [stop, error] = std::from_chars(rest.data() + 1, end, result.port);
+  if (rest.front() != ':' || error != std::errc() || stop != end || result.port < 0 ||
+      result.port > 65535)
+    throw wrong();
+  return result;
+}
+
+LaunchOptions& LaunchOptions::arguments(std::vector<std::string> value) {
+  arguments_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::nproc_per_node(int value) {
+  nproc_per_node_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::nnodes(NodeCount value) {
+  nnodes_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::node_rank(int value) {
+  node_rank_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::master_addr(std::string value) {
+  master_addr_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::master_port(int value) {
+  master_port_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::rdzv_endpoint(std::string value) {
+  rdzv_endpoint_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::rdzv_id(std::string value) {
+  rdzv_id_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::local_addr(std::string value) {
+  local_addr_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::max_restarts(int value) {
+  max_restarts_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::role(std::string value) {
+  role_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::log_dir(std::filesystem::path value) {
+  log_dir_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::redirects(StreamsByRank value) {
+  redirects_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::tee(StreamsByRank value) {
+  tee_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::grace(Seconds value) {
+  grace_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::heartbeat_timeout(Seconds value) {
+  heartbeat_timeout_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::join_timeout(Seconds value) {
+  join_timeout_ = value;
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::last_call(Seconds value) {
+  last_call_ = value;
+  return *this;
+}
+
+void LaunchOptions::check() const {
+  require(!program_.empty(), "a program to launch", "none");
+  require(nproc_per_node_ >= 1 && nproc_per_node_ <= kMostProcesses,
+          fmt::format("nproc-per-node from 1 to {}", kMostProcesses),
+          std::to_string(nproc_per_node_));
+  require(1 <= nnodes_.min && nnodes_.min <= nnodes_.max && nnodes_.max <= kMostNodes,
+          fmt::format("nnodes from 1 to {}", kMostNodes),
+          fmt::format("{}:{}", nnodes_.min, nnodes_.max));
+  require(
+      node_rank_ >= 0 && node_rank_ < nnodes_.max,
+      fmt::format("node-rank from 0 to {}, as there are {} nodes", nnodes_.max - 1, nnodes_.max),
+      std::to_string(node_rank_));
+  require(max_restarts_ >= 0, "max-restarts from 0", std::to_string(max_restarts_));
+  const bool meets_by_rank = rdzv_endpoint_.empty() && nnodes_.max > 1;
+  // The port after it is where the launchers meet.
+  const int most_port = meets_by_rank ? 65534 : 65535;
+  require(master_port_ >= 0 && master_port_ <= most_port,
+          fmt::format("master-port from 0 to {}", most_port), std::to_string(master_port_));
+  if (rdzv_endpoint_.empty()) {
+    require(nnodes_.min == nnodes_.max, "rdzv-endpoint with a range of nodes", "none");
+    require(nnodes_.max == 1 || !master_addr_.empty(),
+            "rdzv-endpoint or master-addr for several nodes", "neither",
+            "give the address of node 0, the same on every node");
+  } else {
+    const Endpoint endpoint = Endpoint::parse(rdzv_endpoint_);
+    require(endpoint.port > 0 || nnodes_.max == 1, "rdzv-endpoint with a port for several nodes",
+            fmt::format("'{}'", rdzv_endpoint_));
+    require(master_addr_.empty() && node_rank_ == 0, "rdzv-endpoint, or master-addr and node-rank",
+            "both", "with an endpoint, nodes are numbered as they come");
+  }
+  require_name("rdzv-id", rdzv_id_);
+  require(!redirects_.any() || !log_dir_.empty(), "log-dir with redirects", "none",
+          "say where the files go");
+  require_duration("grace", grace_, 0);
+  require_duration("heartbeat-timeout", heartbeat_timeout_, 0.1);
+  require_duration("join-timeout", join_timeout_, 0);
+  require_duration("last-call", last_call_, 0);
+}
+
+ProcessCount ProcessCount::parse(std::string_view text) {
+  if (const auto value = number(text); value.has_value()) {
+    require(*value >= 1 && *value <= kMostProcesses,
+            fmt::format("nproc-per-node from 1 to {}", kMostProcesses), fmt::format("'{}'", text));
+    return {*value, ""};
+  }
+  require(text == "auto" || text == "cpu" || text == "gpu",
+          "nproc-per-node to be a number, auto, cpu or gpu", fmt::format("'{}'", text));
+  const int gpus = text == "cpu" ? 0 : static_cast<int>(torch::cuda::device_count());
+  require(text != "gpu" || gpus > 0, "a GPU for nproc-per-node gpu", "none");
+  if (gpus > 0) return {gpus, fmt::format("one for each of {} GPUs", gpus)};
+  return {usable_cores(), fmt::format("one for each of {} cores", usable_cores())};
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,214 @@
+#include "semitone/launch/launcher.h"
+
+#include "semitone/core/error.h"
+#include "src/core/log.h"
+#include "src/launch/guardian.h"
+#include "src/launch/interrupt.h"
+#include "src/launch/log_files.h"
+#include "src/launch/machine.h"
+#include "src/launch/meeting.h"
+#include "src/launch/output_relay.h"
+#include "src/launch/polling.h"
+#include "src/launch/program.h"
+#include "src/launch/worker_environment.h"
+#include "src/launch/worker_group.h"
+
+#include <fmt/format.h>
+
+#include <csignal>
+#include <utility>
+
+namespace semitone::launch {
+
+class Launcher::Impl {
+ public:
+  explicit Impl(LaunchOptions options) : options_(std::move(options)) {
+    options_.check();
+    require_program(options_.program());
+    if (!options_.log_dir().empty()) require_log_dir(options_.log_dir());
+  }
+
+  LaunchResult run();
+  void stop(int signal) noexcept { interrupt_.request(signal); }
+
+ private:
+  class Attempt;
+
+  Verdict attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
+                  Guardian& guardian);
+  void announce(const Assignment& assignment) const;
+  LaunchResult result_of(const Verdict& verdict) const;
+
+  LaunchOptions options_;
+  Interrupt interrupt_;
+  std::string run_id_;
+  int restarts_ = 0;
+  std::vector<WorkerStatus> workers_;
+};
+
+// From the start of this node's processes until none is left.
+class Launcher::Impl::Attempt {
+ public:
+  Attempt(const LaunchOptions& options, const Assignment& assignment, const Interrupt& interrupt,
+          Channel& channel, OutputRelay& relay, Guardian& guardian)
+      : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {}
+
+  Verdict run() {
+    while (!verdict_.has_value() || !group_.is_gone()) {
+      wait();
+      const Time now = Clock::now();
+      group_.update(now);
+      channel_.update(now);
+      report(now);
+      obey(now);
+      look_at_interrupt(now);
+    }
+    return *verdict_;
+  }
+
+  std::vector<WorkerStatus> statuses() const { return group_.statuses(); }
+
+ private:
+  void wait() {
+    std::vector<pollfd> events{{interrupt_.descriptor(), POLLIN, 0},
+                               {channel_.descriptor(), channel_.events(), 0}};
+    group_.watch(events);
+    poll_until(events, std::min(channel_.deadline(), group_.deadline(Clock::now())));
+  }
+
+  void report(Time now) {
+    if (reported_ || verdict_.has_value()) return;
+    if (const auto failure = group_.first_failure()) {
+      // Node 0 decides what follows; these are over in any case.
+      channel_.send(*failure);
+      group_.stop(SIGTERM, now);
+      reported_ = true;
+    } else if (group_.all_succeeded()) {
+      channel_.send(Succeeded());
+      reported_ = true;
+    }
+  }
+
+  void obey(Time now) {
+    while (const auto message = channel_.receive()) {
+      const auto* const verdict = std::get_if<Verdict>(&*message);
+      if (verdict != nullptr && !verdict_.has_value()) end(*verdict, SIGTERM, now);
+    }
+    if (!channel_.is_open() && !verdict_.has_value()) {
+      end({Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_.problem()}, SIGTERM,
+          now);
+    }
+  }
+
+  void look_at_interrupt(Time now) {
+    const int signal = interrupt_.signal();
+    if (signal == 0) return;
+    interrupt_.acknowledge();
+    if (!verdict_.has_value()) {
+      const std::string reason = interrupt_.reason();
+      channel_.send(Leave{"it was " + reason});
+      end({Verdict::Kind::lost, std::nullopt, reason}, signal == SIGHUP ? SIGTERM : signal, now);
+    }
+    if (interrupt_.urgent()) group_.stop(SIGKILL, now);
+  }
+
+  void end(const Verdict& verdict, int signal, Time now) {
+    verdict_ = verdict;
+    group_.stop(signal, now);
+  }
+
+  const Interrupt& interrupt_;
+  Channel& channel_;
+  WorkerGroup group_;
+  bool reported_ = false;
+  std::optional<Verdict> verdict_;
+};
+
+LaunchResult Launcher::Impl::run() {
+  Meeting meeting(options_);
+  Guardian guardian(options_.nproc_per_node());
+  OutputRelay relay;
+  while (true) {
+    const auto joined = meeting.join(interrupt_);
+    if (const auto* const verdict = std::get_if<Verdict>(&joined)) return result_of(*verdict);
+    const auto& assignment = std::get<Assignment>(joined);
+    run_id_ = assignment.run_id;
+    restarts_ = assignment.restarts;
+    announce(assignment);
+    const Verdict verdict = attempt(assignment, meeting.channel(), relay, guardian);
+    if (verdict.kind != Verdict::Kind::restart || interrupt_.signal() != 0) {
+      relay.finish(interrupt_);
+      return result_of(verdict);
+    }
+    log()->warn("starting again: {}",
+                verdict.failure.has_value() ? verdict.failure->to_string() : verdict.reason);
+  }
+}
+
+Verdict Launcher::Impl::attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
+                                Guardian& guardian) {
+  try {
+    Attempt attempt(options_, assignment, interrupt_, channel, relay, guardian);
+    Verdict verdict = attempt.run();
+    workers_ = attempt.statuses();
+    return verdict;
+  } catch (const Error& error) {
+    channel.send(Leave{error.what()});
+    throw;
+  }
+}
+
+void Launcher::Impl::announce(const Assignment& assignment) const {
+  const int count = options_.nproc_per_node();
+  if (assignment.attempt == 0) {
+    if (const int threads = threads_of_each(options_); threads > 0) {
+      log()->info(
+          "OMP_NUM_THREADS={} for each of {} processes, as there are {} cores; set it to choose",
+          threads, count, usable_cores());
+    }
+  }
+  if (assignment.nodes > 1) {
+    log()->info("job {}: this is node {} of {}, with ranks {} to {} of {}; master {}:{}",
+                assignment.run_id, assignment.node, assignment.nodes, assignment.first_rank,
+                assignment.first_rank + count - 1, assignment.world_size, assignment.master_addr,
+                assignment.master_port);
+  }
+  if (!options_.log_dir().empty()) {
+    log()->info(
+        "logs: {}",
+        log_file(options_.log_dir(), assignment, 0, "").parent_path().parent_path().string());
+  }
+}
+
+LaunchResult Launcher::Impl::result_of(const Verdict& verdict) const {
+  LaunchResult result;
+  result.run_id = run_id_;
+  result.restarts = restarts_;
+  result.workers = workers_;
+  result.signal = interrupt_.signal();
+  if (verdict.kind == Verdict::Kind::succeeded) return result;
+  result.reason = verdict.reason;
+  result.first_failure = verdict.failure;
+  if (result.signal != 0) {
+    result.outcome = LaunchOutcome::interrupted;
+  } else if (verdict.kind == Verdict::Kind::failed) {
+    result.outcome = LaunchOutcome::failed;
+  } else {
+    result.outcome = LaunchOutcome::lost;
+  }
+  return result;
+}
+
+Launcher::Launcher(LaunchOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
+
+Launcher::~Launcher() = default;
+
+LaunchResult Launcher::run() {
+  return impl_->run();
+}
+
+void Launcher::stop(int signal) noexcept {
+  impl_->stop(signal);
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,73 @@
+#include "src/launch/log_files.h"
+
+#include "semitone/core/error.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+#include <system_error>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.logs";
+constexpr std::streamoff kMostBytes = 1 << 16;
+
+void make_folder(const std::filesystem::path& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error)
+    throw FileError(kWhere, fmt::format("to make the folder '{}'", folder.string()),
+                    error.message(), "choose another --log-dir");
+}
+
+}  // namespace
+
+void require_log_dir(const std::filesystem::path& folder) {
+  make_folder(folder);
+  if (::access(folder.c_str(), W_OK | X_OK) != 0)
+    throw FileError(kWhere, fmt::format("to write in the folder '{}'", folder.string()),
+                    reason_of(errno), "choose another --log-dir");
+}
+
+std::filesystem::path log_file(const std::filesystem::path& folder, const Assignment& assignment,
+                               int rank, const char* name) {
+  return folder / assignment.run_id / fmt::format("attempt_{}", assignment.attempt) /
+         std::to_string(rank) / name;
+}
+
+Descriptor open_log(const std::filesystem::path& file) {
+  make_folder(file.parent_path());
+  Descriptor result(::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!result.is_open())
+    throw FileError(kWhere, fmt::format("to write '{}'", file.string()), reason_of(errno));
+  return above_standard_streams(std::move(result));
+}
+
+std::string end_of_file(const std::filesystem::path& file) {
+  std::ifstream stream(file, std::ios::binary | std::ios::ate);
+  const std::streamoff size = stream.tellg();
+  if (!stream || size <= 0) return {};
+  const auto count = std::min(size, kMostBytes);
+  std::string text(static_cast<std::size_t>(count), '\0');
+  stream.seekg(size - count);
+  stream.read(text.data(), count);
+  text.resize(static_cast<std::size_t>(stream.gcount()));
+  return text;
+}
+
+Streams teed(const LaunchOptions& options, int local_rank) {
+  // A folder alone asks for everything.
+  const bool folder_alone = !options.log_dir().empty() && !options.redirects().any();
+  if (folder_alone && !options.tee().any()) return Streams::both;
+  return options.tee().of(local_rank);
+}
+
+Streams redirected(const LaunchOptions& options, int local_rank) {
+  return options.redirects().of(local_rank);
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,195 @@
+#include "src/launch/meeting.h"
+
+#include "semitone/core/error.h"
+#include "src/core/log.h"
+#include "src/launch/machine.h"
+#include "src/launch/polling.h"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <ctime>
+#include <random>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.rendezvous";
+constexpr int kDefaultMasterPort = 29500;
+constexpr auto kAttempt = std::chrono::seconds(1);
+constexpr auto kPause = std::chrono::milliseconds(250);
+
+Clock::duration duration(LaunchOptions::Seconds seconds) {
+  return std::chrono::duration_cast<Clock::duration>(seconds);
+}
+
+// "20261231-235959-1a2b": when it began, and something that tells two at the same time apart.
+std::string made_up_id() {
+  std::random_device random;
+  return fmt::format("{:%Y%m%d-%H%M%S}-{:04x}", fmt::localtime(std::time(nullptr)),
+                     random() & 0xffffU);
+}
+
+[[noreturn]] void cannot_listen(const Endpoint& endpoint, const Opened& opened) {
+  throw Error(kWhere, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
+              opened.error == EADDRINUSE      ? "another job uses the port: choose another"
+              : opened.error == EADDRNOTAVAIL ? "node 0 must run on the machine with this address"
+                                              : "");
+}
+
+void require_free(int port) {
+  std::string problem;
+  if (is_port_free(port, problem)) return;
+  throw Error(kWhere, fmt::format("master-port {} to be free", port), problem,
+              "choose another, or none for a free one");
+}
+
+}  // namespace
+
+Meeting::Meeting(const LaunchOptions& options)
+    : options_(options), deadline_(Clock::now() + duration(options.join_timeout())) {
+  if (options.nnodes().max == 1) {
+    meet_alone();
+  } else if (options.rdzv_endpoint().empty()) {
+    meet_by_rank();
+  } else {
+    meet_at_endpoint();
+  }
+}
+
+void Meeting::meet_alone() {
+  Job alone = job();
+  alone.master_addr = options_.master_addr().empty() ? "127.0.0.1" : options_.master_addr();
+  if (!options_.rdzv_endpoint().empty()) {
+    alone.master_addr = Endpoint::parse(options_.rdzv_endpoint()).host;
+    const Endpoint any_port{alone.master_addr, 0};
+    if (const Opened opened = listen_at(any_port); !opened.is_open())
+      cannot_listen(any_port, opened);
+  }
+  if (options_.master_port() > 0) require_free(options_.master_port());
+  host(std::move(alone), Descriptor());
+}
+
+void Meeting::meet_by_rank() {
+  const int port = options_.master_port() > 0 ? options_.master_port() : kDefaultMasterPort;
+  endpoint_ = {options_.master_addr(), port + 1};
+  if (options_.node_rank() > 0) return;
+  require_free(port);
+  Opened opened = listen_at(endpoint_);
+  if (!opened.is_open()) cannot_listen(endpoint_, opened);
+  Job numbered = job();
+  numbered.numbered = true;
+  numbered.master_addr = options_.master_addr();
+  numbered.master_port = port;
+  host(std::move(numbered), std::move(opened.socket));
+}
+
+void Meeting::meet_at_endpoint() {
+  endpoint_ = Endpoint::parse(options_.rdzv_endpoint());
+  Opened opened = listen_at(endpoint_);
+  if (opened.is_open()) {
+    Job open = job();
+    open.master_addr = endpoint_.host;
+    host(std::move(open), std::move(opened.socket));
+  } else if (opened.error != EADDRINUSE && opened.error != EADDRNOTAVAIL &&
+             opened.error != EHOSTUNREACH) {
+    cannot_listen(endpoint_, opened);
+  } else if (opened.unknown) {
+    throw Error(kWhere, "the name of a machine in rdzv-endpoint", opened.problem);
+  }
+  // Else it is another machine's, or another launcher of this one has it.
+}
+
+void Meeting::host(Job job, Descriptor listener) {
+  if (!options_.local_addr().empty()) job.master_addr = options_.local_addr();
+  coordinator_.emplace(std::move(job), std::move(listener), duration(options_.heartbeat_timeout()));
+  channel_.emplace(coordinator_->connect());
+}
+
+Job Meeting::job() const {
+  Job result;
+  result.run_id = options_.rdzv_id().empty() ? made_up_id() : options_.rdzv_id();
+  result.nodes = options_.nnodes();
+  result.max_restarts = options_.max_restarts();
+  result.master_port = options_.master_port();
+  result.join_timeout = duration(options_.join_timeout());
+  result.last_call = duration(options_.last_call());
+  return result;
+}
+
+Join Meeting::request() const {
+  Join join;
+  join.run_id = options_.rdzv_id();
+  join.min_nodes = options_.nnodes().min;
+  join.max_nodes = options_.nnodes().max;
+  const bool numbered = options_.rdzv_endpoint().empty() && options_.nnodes().max > 1;
+  join.node_rank = numbered ? options_.node_rank() : -1;
+  join.processes = options_.nproc_per_node();
+  join.host = host_name();
+  return join;
+}
+
+// False if interrupted.
+bool Meeting::connect(const Interrupt& interrupt) {
+  while (interrupt.signal() == 0) {
+    Opened opened = connect_to(endpoint_, kAttempt);
+    if (opened.is_open()) {
+      channel_.emplace(std::move(opened.socket), duration(options_.heartbeat_timeout()));
+      return true;
+    }
+    if (opened.unknown) throw Error(kWhere, "the name of a machine to meet at", opened.problem);
+    if (Clock::now() >= deadline_) {
+      throw Error(kWhere,
+                  fmt::format("node 0's launcher to answer at {} within {:.3g} s",
+                              endpoint_.to_string(), options_.join_timeout().count()),
+                  opened.problem,
+                  "was it started? Is this the address of its machine, and the port open?");
+    }
+    std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0}};
+    poll_until(events, std::min(deadline_, Clock::now() + kPause));
+  }
+  return false;
+}
+
+std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
+  if (options_.nnodes().max > 1 && !met_) {
+    log()->info("{} nodes meet at {}{}", options_.nnodes().max, endpoint_.to_string(),
+                coordinator_.has_value() ? ", this is node 0" : "");
+  }
+  if (channel_.has_value()) channel_->send(request());
+  while (interrupt.signal() == 0) {
+    if (!channel_.has_value()) {
+      if (!connect(interrupt)) break;
+      channel_->send(request());
+    }
+    std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0},
+                               {channel_->descriptor(), channel_->events(), 0}};
+    poll_until(events, channel_->deadline());
+    channel_->update(Clock::now());
+    while (const auto message = channel_->receive()) {
+      if (const auto* assignment = std::get_if<Assignment>(&*message)) {
+        met_ = true;
+        return *assignment;
+      }
+      if (const auto* verdict = std::get_if<Verdict>(&*message)) {
+        if (verdict->kind != Verdict::Kind::refused) return *verdict;
+        throw Error(kWhere, fmt::format("to join the job at {}", endpoint_.to_string()),
+                    "refused: " + verdict->reason);
+      }
+    }
+    if (channel_->is_open()) continue;
+    if (met_)
+      return Verdict{Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_->problem()};
+    if (channel_->state() != Channel::State::closed) {
+      throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
+                  channel_->problem(), "is it another program's port?");
+    }
+    // Node 0 may be starting again.
+    channel_.reset();
+  }
+  if (channel_.has_value()) channel_->send(Leave{"it was " + interrupt.reason()});
+  return Verdict{Verdict::Kind::lost, std::nullopt, interrupt.reason()};
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,45 @@
+#pragma once
+
+#include "semitone/launch/launch_options.h"
+#include "src/launch/channel.h"
+#include "src/launch/coordinator.h"
+#include "src/launch/interrupt.h"
+#include "src/launch/messages.h"
+#include "src/launch/sockets.h"
+
+#include <optional>
+#include <variant>
+
+namespace semitone::launch {
+
+// Where the launchers of all nodes meet, seen from one of them: it finds node 0, or is node 0.
+class Meeting {
+ public:
+  // Begins to listen where this is node 0. Error if it cannot.
+  explicit Meeting(const LaunchOptions& options);
+
+  // Waits for the next attempt to begin. The verdict, if none will. Leaves if interrupted. Error if
+  // node 0 cannot be found, or refuses.
+  std::variant<Assignment, Verdict> join(const Interrupt& interrupt);
+
+  // To node 0, between attempts.
+  Channel& channel() { return *channel_; }
+
+ private:
+  void meet_alone();
+  void meet_by_rank();
+  void meet_at_endpoint();
+  void host(Job job, Descriptor listener);
+  Job job() const;
+  Join request() const;
+  bool connect(const Interrupt& interrupt);
+
+  const LaunchOptions& options_;
+  Endpoint endpoint_;
+  std::optional<Coordinator> coordinator_;
+  std::optional<Channel> channel_;
+  bool met_ = false;  // an attempt has begun
+  Time deadline_;     // to find node 0
+};
+
+}  // namespace semitone::launch

@@ -1,0 +1,239 @@
+#include "src/launch/output_relay.h"
+
+#include "semitone/core/error.h"
+#include "src/core/log.h"
+#include "src/launch/polling.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.output";
+constexpr int kLastLines = 20;
+// Enough for 20 lines, and where a line is cut that has no end.
+constexpr std::size_t kMostBytes = 1 << 16;
+// What a pipe takes in one piece, and without waiting once poll() says that it takes anything.
+constexpr std::size_t kPiece = 4096;
+
+Descriptor make_event() {
+  Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!event.is_open()) throw Error(kWhere, "an event from the system", reason_of(errno));
+  return above_standard_streams(std::move(event));
+}
+
+// To a file; false if it cannot be.
+bool write_all(int file, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t count = ::write(file, text.data(), text.size());
+    if (count > 0) {
+      text.remove_prefix(static_cast<std::size_t>(count));
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string last_lines_of(std::string_view text) {
+  while (text.ends_with('\n')) text.remove_suffix(1);
+  std::size_t begin = text.size();
+  for (int lines = 0; lines < kLastLines && begin != std::string_view::npos; ++lines)
+    begin = begin == 0 ? std::string_view::npos : text.rfind('\n', begin - 1);
+  return std::string(begin == std::string_view::npos ? text : text.substr(begin + 1));
+}
+
+struct OutputRelay::Stream {
+  Source source;
+  std::string partial;  // of a line
+
+  // Under the mutex:
+  std::string last;      // what it wrote last, kMostBytes of it
+  bool drained = false;  // nothing was there
+  bool retired = false;
+  bool ended = false;  // nothing will come
+};
+
+OutputRelay::OutputRelay() : wake_(make_event()), abort_(make_event()) {
+  thread_ = quiet_thread([this] { run(); });
+}
+
+OutputRelay::~OutputRelay() {
+  drop();
+  retire_all();
+  thread_.join();
+}
+
+OutputRelay::Id OutputRelay::add(Source source) {
+  source.pipe.set_nonblocking();
+  auto stream = std::make_shared<Stream>();
+  stream->source = std::move(source);
+  const std::lock_guard lock(mutex_);
+  streams_.emplace(next_, std::move(stream));
+  wake();
+  return next_++;
+}
+
+std::string OutputRelay::last_lines(Id id) {
+  std::unique_lock lock(mutex_);
+  const auto found = streams_.find(id);
+  if (found == streams_.end()) return {};
+  const std::shared_ptr<Stream> stream = found->second;
+  stream->drained = false;
+  wake();
+  changed_.wait_for(lock, std::chrono::seconds(1),
+                    [&] { return stream->drained || stream->ended; });
+  return last_lines_of(stream->last);
+}
+
+void OutputRelay::retire(Id id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = streams_.find(id);
+  if (found != streams_.end()) found->second->retired = true;
+  wake();
+}
+
+void OutputRelay::retire_all() {
+  const std::lock_guard lock(mutex_);
+  for (auto& [id, stream] : streams_) stream->retired = true;
+  stop_ = true;
+  wake();
+}
+
+void OutputRelay::finish(const Interrupt& interrupt) {
+  retire_all();
+  std::unique_lock lock(mutex_);
+  while (!changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return stopped_; })) {
+    if (interrupt.urgent()) drop();
+  }
+}
+
+void OutputRelay::drop() {
+  aborted_ = true;
+  ::eventfd_write(abort_.number(), 1);
+}
+
+void OutputRelay::wake() const {
+  ::eventfd_write(wake_.number(), 1);
+}
+
+// --------------------------------------------------------------------------------------------------
+// the thread
+
+void OutputRelay::run() {
+  while (true) {
+    const auto streams = active();
+    if (streams.empty()) {
+      const std::lock_guard lock(mutex_);
+      if (stop_ && streams_.empty()) {
+        stopped_ = true;
+        changed_.notify_all();
+        return;
+      }
+    }
+    std::vector<pollfd> events{{wake_.number(), POLLIN, 0}};
+    for (const auto& stream : streams) events.push_back({stream->source.pipe.number(), POLLIN, 0});
+    poll_until(events, Time::max());
+    eventfd_t count = 0;
+    ::eventfd_read(wake_.number(), &count);
+    for (const auto& stream : streams) read(*stream);
+  }
+}
+
+std::vector<std::shared_ptr<OutputRelay::Stream>> OutputRelay::active() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(streams_,
+                [](const auto& entry) { return entry.second->retired && entry.second->ended; });
+  std::vector<std::shared_ptr<Stream>> result;
+  for (const auto& [id, stream] : streams_) {
+    if (!stream->ended) result.push_back(stream);
+  }
+  return result;
+}
+
+bool OutputRelay::is_retired(const Stream& stream) {
+  const std::lock_guard lock(mutex_);
+  return stream.retired;
+}
+
+// One piece, so that no stream waits long for the others.
+void OutputRelay::read(Stream& stream) {
+  std::array<char, kMostBytes> buffer;
+  const ssize_t count = ::read(stream.source.pipe.number(), buffer.data(), buffer.size());
+  const bool nothing = count < 0 && errno == EAGAIN;
+  if (count < 0 && errno == EINTR) return;
+  if (count > 0) {
+    const std::string_view text(buffer.data(), static_cast<std::size_t>(count));
+    if (stream.source.file.is_open() && !write_all(stream.source.file.number(), text)) {
+      log()->warn("a log file of {} cannot be written any more: {}", stream.source.prefix,
+                  reason_of(errno));
+      stream.source.file.close();
+    }
+    stream.partial += text;
+    relay(stream, false);
+    const std::lock_guard lock(mutex_);
+    stream.last += text;
+    if (stream.last.size() > 2 * kMostBytes) stream.last.erase(0, stream.last.size() - kMostBytes);
+    return;
+  }
+  const bool ended = !nothing || is_retired(stream);
+  if (ended) {
+    relay(stream, true);
+    stream.source.pipe.close();
+  }
+  const std::lock_guard lock(mutex_);
+  stream.drained = true;
+  stream.ended = ended;
+  changed_.notify_all();
+}
+
+// Whole lines, several at once where they fit into a piece.
+void OutputRelay::relay(Stream& stream, bool all) {
+  std::string pieces;
+  std::size_t begin = 0;
+  const auto take = [&](std::size_t end) {
+    const std::size_t length = stream.source.prefix.size() + end - begin + 1;
+    if (!pieces.empty() && pieces.size() + length > kPiece) {
+      write_console(stream.source.console, pieces);
+      pieces.clear();
+    }
+    pieces.append(stream.source.prefix).append(stream.partial, begin, end - begin) += '\n';
+  };
+  for (std::size_t end = 0; (end = stream.partial.find('\n', begin)) != std::string::npos;
+       begin = end + 1)
+    take(end);
+  const bool cut = stream.partial.size() - begin >= kMostBytes;
+  if (begin < stream.partial.size() && (all || cut)) {
+    take(stream.partial.size());
+    begin = stream.partial.size();
+  }
+  stream.partial.erase(0, begin);
+  write_console(stream.source.console, pieces);
+}
+
+void OutputRelay::write_console(int console, std::string_view text) {
+  bool& gone = console_is_gone_[console];
+  while (!text.empty() && !gone && !aborted_) {
+    std::vector<pollfd> events{{console, POLLOUT, 0}, {abort_.number(), POLLIN, 0}};
+    poll_until(events, Time::max());
+    if (aborted_) return;
+    if (events[0].revents == 0) continue;
+    const ssize_t count = ::write(console, text.data(), std::min(text.size(), kPiece));
+    if (count > 0) {
+      text.remove_prefix(static_cast<std::size_t>(count));
+    } else if (errno != EINTR && errno != EAGAIN) {
+      gone = true;  // nobody reads it any more; the files go on
+    }
+  }
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,83 @@
+#pragma once
+
+#include "src/launch/descriptor.h"
+#include "src/launch/interrupt.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace semitone::launch {
+
+// The last lines of a text, up to 20.
+std::string last_lines_of(std::string_view text);
+
+// Brings what processes write, line by line and never two mixed, to this process's streams and to
+// files. In a thread of its own: where nobody reads (a pager that waits), only the processes that
+// write wait with it, not their launcher.
+class OutputRelay {
+ public:
+  using Id = int;
+
+  // One stream of one process.
+  struct Source {
+    Descriptor pipe;     // the end to read from
+    int console = -1;    // this process's stream
+    std::string prefix;  // of each line there
+    Descriptor file;     // or closed
+  };
+
+  OutputRelay();
+  // Drops what is left.
+  ~OutputRelay();
+  OutputRelay(const OutputRelay&) = delete;
+  OutputRelay& operator=(const OutputRelay&) = delete;
+
+  Id add(Source source);
+
+  // Up to 20 lines that it wrote last. Call when its process has ended; waits up to a second for
+  // what it has written to come through.
+  std::string last_lines(Id id);
+
+  // Forgets the source as soon as what is there is relayed, though somebody may still hold the
+  // other end.
+  void retire(Id id);
+
+  // Retires all, and waits until everything is relayed. Drops what is left if the interrupt becomes
+  // urgent.
+  void finish(const Interrupt& interrupt);
+
+ private:
+  struct Stream;
+
+  void run();
+  std::vector<std::shared_ptr<Stream>> active();
+  void read(Stream& stream);
+  bool is_retired(const Stream& stream);
+  void relay(Stream& stream, bool all);
+  void write_console(int console, std::string_view text);
+  void retire_all();
+  void drop();
+  void wake() const;
+
+  Descriptor wake_;
+  Descriptor abort_;
+  std::atomic<bool> aborted_{false};
+  bool console_is_gone_[3] = {};  // by descriptor; of the thread
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<Id, std::shared_ptr<Stream>> streams_;
+  Id next_ = 0;
+  bool stop_ = false;  // when no stream is left
+  bool stopped_ = false;
+  std::thread thread_;
+};
+
+}  // namespace semitone::launch

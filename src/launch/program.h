@@ -1,0 +1,10 @@
+#pragma once
+
+#include <filesystem>
+
+namespace semitone::launch {
+
+// FileError unless the program is there and may be run: a path, or a name to look up in PATH.
+void require_program(const std::filesystem::path& program);
+
+}  // namespace semitone::launch

@@ -1,0 +1,85 @@
+#pragma once
+
+#include "src/launch/channel.h"
+#include "src/launch/messages.h"
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::launch {
+
+// What node 0 knows about the job from the start.
+struct Job {
+  std::string run_id;
+  NodeCount nodes;
+  bool numbered = false;  // nodes come with their number, or are numbered as they come
+  int max_restarts = 0;
+  std::string master_addr;
+  int master_port = 0;  // 0: a free one for each attempt
+  Clock::duration join_timeout{};
+  Clock::duration last_call{};
+};
+
+// Decides for all nodes: when an attempt begins and who is who in it, what a failure leads to, when
+// the job is over. Hears what happens, and tells what to say to whom; knows neither sockets nor
+// processes.
+class Roster {
+ public:
+  // Names the connections in the order in which they came. 0 is node 0's own.
+  using Id = int;
+  using Mail = std::vector<std::pair<Id, Message>>;
+
+  Roster(Job job, Time now);
+
+  void joined(Id id, const Join& join, Time now);
+  void failed(Id id, const WorkerFailure& failure, Time now);
+  void succeeded(Id id);
+  // It will not be heard of again.
+  void gone(Id id, const std::string& reason, Time now);
+  // Time passes.
+  void tick(Time now);
+
+  // When to call tick().
+  Time deadline() const;
+  // Nothing follows but verdicts for those who come late.
+  bool is_over() const { return verdict_.has_value(); }
+  // What is to be said since the last call.
+  Mail take_mail() { return std::exchange(mail_, {}); }
+
+ private:
+  enum class State {
+    waiting,   // for the attempt to begin
+    running,   // its processes
+    done,      // all of them returned 0
+    stopping,  // was told to begin anew, and has not come back yet
+  };
+  struct Node {
+    Join join;
+    State state = State::waiting;
+    int number = 0;  // GROUP_RANK
+  };
+
+  std::string objection_to(Id id, const Join& join) const;
+  int count(State state) const;
+  bool is_gathering() const { return count(State::running) + count(State::done) == 0; }
+  void begin();
+  void decide(std::optional<WorkerFailure> failure, const std::string& reason, Time now);
+  void gather_again(const Verdict& verdict, Time now);
+  void finish(const Verdict& verdict);
+
+  Job job_;
+  std::map<Id, Node> nodes_;
+  int attempts_ = 0;
+  int restarts_ = 0;
+  int nodes_before_ = 0;  // in the attempt before
+  Time gathering_since_;
+  std::optional<Time> last_call_;
+  std::string last_reason_;  // why the attempt before ended
+  std::optional<Verdict> verdict_;
+  Mail mail_;
+};
+
+}  // namespace semitone::launch

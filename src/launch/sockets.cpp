@@ -1,0 +1,169 @@
+#include "src/launch/sockets.h"
+
+#include "semitone/core/error.h"
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <memory>
+#include <random>
+#include <string_view>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.rendezvous";
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+Addresses resolve(const Endpoint& endpoint, int flags, int& error) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const char* const host = endpoint.host.empty() ? nullptr : endpoint.host.c_str();
+  error = ::getaddrinfo(host, std::to_string(endpoint.port).c_str(), &hints, &found);
+  return {error == 0 ? found : nullptr, &::freeaddrinfo};
+}
+
+Descriptor make_socket(const addrinfo& address) {
+  return Descriptor(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+}
+
+// The address, and a listener on it if backlog is above 0.
+int bind_to(const Descriptor& socket, const addrinfo& address, int backlog) {
+  const int yes = 1;
+  ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  // So that 0.0.0.0 can be taken beside it.
+  if (address.ai_family == AF_INET6)
+    ::setsockopt(socket.number(), IPPROTO_IPV6, IPV6_V6ONLY, &yes, sizeof yes);
+  if (::bind(socket.number(), address.ai_addr, address.ai_addrlen) != 0) return errno;
+  if (backlog > 0 && ::listen(socket.number(), backlog) != 0) return errno;
+  return 0;
+}
+
+Opened failed(int error, std::string problem = {}) {
+  return {Descriptor(), error, false, problem.empty() ? reason_of(error) : std::move(problem)};
+}
+
+Opened unknown_host(const Endpoint& endpoint, int error) {
+  // A name server that does not answer may do so later.
+  return {Descriptor(), EHOSTUNREACH, error == EAI_NONAME,
+          fmt::format("'{}': {}", endpoint.host, ::gai_strerror(error))};
+}
+
+Opened listen_on(const addrinfo* addresses) {
+  Opened result = failed(EADDRNOTAVAIL);
+  for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
+    Descriptor socket = make_socket(*address);
+    if (!socket.is_open()) continue;
+    const int error = bind_to(socket, *address, SOMAXCONN);
+    if (error == 0) return {above_standard_streams(std::move(socket)), 0, false, ""};
+    result = failed(error);
+    if (error == EADDRINUSE) break;
+  }
+  return result;
+}
+
+bool is_ours(const addrinfo* addresses) {
+  for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
+    const Descriptor socket = make_socket(*address);
+    if (socket.is_open() && bind_to(socket, *address, 0) == 0) return true;
+  }
+  return false;
+}
+
+// Waits for a connection that was begun; returns its errno.
+int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout) {
+  pollfd ready{socket.number(), POLLOUT, 0};
+  if (::poll(&ready, 1, static_cast<int>(timeout.count())) == 0) return ETIMEDOUT;
+  int error = 0;
+  socklen_t size = sizeof error;
+  ::getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+}  // namespace
+
+Opened listen_at(const Endpoint& endpoint) {
+  int error = 0;
+  const Addresses literal = resolve(endpoint, AI_NUMERICHOST, error);
+  if (literal != nullptr) return listen_on(literal.get());
+  const Addresses named = resolve({endpoint.host, 0}, 0, error);
+  if (named == nullptr) return unknown_host(endpoint, error);
+  if (!is_ours(named.get())) return failed(EADDRNOTAVAIL);
+  if (endpoint.host == "localhost") return listen_at({"127.0.0.1", endpoint.port});
+  const bool has_v4 = named->ai_family == AF_INET || named->ai_next != nullptr;
+  return listen_at({has_v4 ? "0.0.0.0" : "::", endpoint.port});
+}
+
+Opened connect_to(const Endpoint& endpoint, std::chrono::milliseconds timeout) {
+  int error = 0;
+  const Addresses addresses = resolve(endpoint, 0, error);
+  if (addresses == nullptr) return unknown_host(endpoint, error);
+  Opened result = failed(EHOSTUNREACH);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Descriptor socket = make_socket(*address);
+    if (!socket.is_open()) continue;
+    socket.set_nonblocking();
+    int problem = 0;
+    if (::connect(socket.number(), address->ai_addr, address->ai_addrlen) != 0) {
+      problem = errno == EINPROGRESS ? finish_connecting(socket, timeout) : errno;
+    }
+    if (problem == 0) return {above_standard_streams(std::move(socket)), 0, false, ""};
+    result = failed(problem);
+  }
+  return result;
+}
+
+Descriptor accept_from(const Descriptor& listener) {
+  return above_standard_streams(
+      Descriptor(::accept4(listener.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
+}
+
+std::pair<Descriptor, Descriptor> socket_pair() {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0)
+    throw Error(kWhere, "a pair of sockets from the system", reason_of(errno));
+  Descriptor first(ends[0]);
+  Descriptor second(ends[1]);
+  return {above_standard_streams(std::move(first)), above_standard_streams(std::move(second))};
+}
+
+int port_of(const Descriptor& listener) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  ::getsockname(listener.number(), reinterpret_cast<sockaddr*>(&address), &size);
+  return ntohs(address.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
+                   : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
+}
+
+// Below the ports that the system hands out for connections, 32768 to 60999.
+int free_port() {
+  constexpr int kFirst = 20000;
+  constexpr int kLast = 32767;
+  std::random_device random;
+  std::uniform_int_distribution<int> ports(kFirst, kLast);
+  std::string problem;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const int port = ports(random);
+    if (is_port_free(port, problem)) return port;
+  }
+  throw Error(kWhere, fmt::format("a free port from {} to {}", kFirst, kLast), problem);
+}
+
+bool is_port_free(int port, std::string& problem) {
+  const Opened opened = listen_at({"0.0.0.0", port});
+  problem = opened.problem;
+  return opened.is_open();
+}
+
+}  // namespace semitone::launch

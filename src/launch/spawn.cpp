@@ -1,0 +1,111 @@
+#include "src/launch/spawn.h"
+
+#include "semitone/core/error.h"
+#include "src/launch/descriptor.h"
+
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string_view>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kWhere = "launch.process";
+
+// argv or envp: pointers into strings that outlive it, and a null at the end.
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> result;
+  result.reserve(strings.size() + 1);
+  for (std::string& text : strings) result.push_back(text.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+std::vector<std::string> whole_environment(const Variables& added) {
+  const auto replaced = [&](std::string_view entry) {
+    return std::any_of(added.begin(), added.end(), [&](const auto& variable) {
+      return entry.substr(0, entry.find('=')) == variable.first;
+    });
+  };
+  std::vector<std::string> result;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    if (!replaced(*entry)) result.emplace_back(*entry);
+  }
+  for (const auto& [name, value] : added) result.push_back(name + "=" + value);
+  return result;
+}
+
+bool replace(int stream, int descriptor) {
+  return descriptor < 0 || ::dup2(descriptor, stream) >= 0;
+}
+
+// In the child between fork and exec, where only async-signal-safe calls are allowed: other threads
+// of the parent may have held any lock.
+[[noreturn]] void become(const Spawn& child, char* const* words, char* const* environment,
+                         pid_t parent, int report) {
+  sigset_t none;
+  ::sigemptyset(&none);
+  const bool ready = (!child.own_group || ::setpgid(0, 0) == 0) &&
+                     replace(STDIN_FILENO, child.in) && replace(STDOUT_FILENO, child.out) &&
+                     replace(STDERR_FILENO, child.err) &&
+                     ::sigprocmask(SIG_SETMASK, &none, nullptr) == 0 &&
+                     ::prctl(PR_SET_PDEATHSIG, child.death_signal) == 0;
+  // The parent may have ended before the prctl: then no signal will come.
+  if (ready && ::getppid() != parent) ::_exit(127);
+  if (ready) ::execvpe(words[0], words, environment);
+  const int reason = errno;
+  const auto written = ::write(report, &reason, sizeof reason);
+  static_cast<void>(written);
+  ::_exit(127);
+}
+
+// What the child says before it becomes the program: an errno, or nothing.
+int read_report(Descriptor from) {
+  int reason = 0;
+  ssize_t count = 0;
+  do {
+    count = ::read(from.number(), &reason, sizeof reason);
+  } while (count < 0 && errno == EINTR);
+  return count == static_cast<ssize_t>(sizeof reason) ? reason : 0;
+}
+
+}  // namespace
+
+pid_t spawn(const Spawn& child) {
+  std::vector<std::string> words = child.words;
+  std::vector<std::string> variables = whole_environment(child.environment);
+  const std::vector<char*> arguments = pointers(words);
+  const std::vector<char*> environment = pointers(variables);
+  // Closed by a successful exec; else it brings the reason.
+  Pipe report = make_pipe();
+
+  const pid_t parent = ::getpid();
+  const pid_t id = ::fork();
+  if (id == 0) become(child, arguments.data(), environment.data(), parent, report.write.number());
+  if (id < 0) throw Error(kWhere, "another process from the system", reason_of(errno));
+  report.write.close();
+  if (const int reason = read_report(std::move(report.read)); reason != 0) {
+    wait_for(id);
+    throw Error(kWhere, "to run '" + child.words.front() + "'", reason_of(reason));
+  }
+  return id;
+}
+
+ExitStatus exit_status(int status) {
+  if (WIFSIGNALED(status)) return {0, WTERMSIG(status)};
+  return {WEXITSTATUS(status), 0};
+}
+
+ExitStatus wait_for(pid_t id) {
+  int status = 0;
+  while (::waitpid(id, &status, 0) < 0) {
+    if (errno != EINTR) throw Error(kWhere, "to wait for the child", reason_of(errno));
+  }
+  return exit_status(status);
+}
+
+}  // namespace semitone::launch

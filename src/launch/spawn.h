@@ -1,0 +1,35 @@
+#pragma once
+
+#include "semitone/launch/process.h"
+
+#include <sys/types.h>
+
+#include <csignal>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::launch {
+
+using Variables = std::vector<std::pair<std::string, std::string>>;
+
+// What a child process is made of.
+struct Spawn {
+  std::vector<std::string> words;  // the program, and what comes after its name
+  Variables environment;           // added to this process's own
+  int in = -1;                     // descriptors of its standard streams; -1: this process's
+  int out = -1;
+  int err = -1;
+  bool own_group = false;      // leads a process group of its own, or stays in ours
+  int death_signal = SIGTERM;  // when the thread that spawned it ends
+};
+
+// Starts a process; returns when it runs. Error if it cannot be run. No signal is blocked in it.
+pid_t spawn(const Spawn& child);
+
+// As waitpid() tells it.
+ExitStatus exit_status(int status);
+// Waits for it to end.
+ExitStatus wait_for(pid_t id);
+
+}  // namespace semitone::launch

@@ -1,0 +1,243 @@
+#include "src/launch/worker_group.h"
+
+#include "semitone/core/error.h"
+#include "src/core/log.h"
+#include "src/launch/log_files.h"
+#include "src/launch/machine.h"
+#include "src/launch/polling.h"
+#include "src/launch/spawn.h"
+#include "src/launch/worker_environment.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+
+namespace semitone::launch {
+namespace {
+
+// How often to look where nothing wakes us.
+constexpr auto kLook = std::chrono::milliseconds(20);
+// How long SIGKILL may take: a process that waits for a disk or a driver does not hear it.
+constexpr auto kPatience = std::chrono::seconds(30);
+
+bool has(Streams streams, Streams one) {
+  return (static_cast<int>(streams) & static_cast<int>(one)) != 0;
+}
+
+// Readable when the process has ended. Closed where the system has no such thing (before Linux
+// 5.3).
+Descriptor handle_of(pid_t id) {
+  return above_standard_streams(Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, id, 0))));
+}
+
+}  // namespace
+
+WorkerGroup::WorkerGroup(const LaunchOptions& options, const Assignment& assignment,
+                         OutputRelay& relay, Guardian& guardian)
+    : options_(options), assignment_(assignment), relay_(relay), guardian_(guardian) {
+  try {
+    for (int i = 0; i < options.nproc_per_node(); ++i) start(i);
+  } catch (...) {
+    kill_and_wait();
+    throw;
+  }
+}
+
+WorkerGroup::~WorkerGroup() {
+  kill_and_wait();
+}
+
+void WorkerGroup::start(int local_rank) {
+  Worker worker;
+  worker.local_rank = local_rank;
+  const Descriptor in = open_null(O_RDONLY);
+  Descriptor out;
+  Descriptor err;
+  worker.out = make_stream(local_rank, Streams::out, out);
+  worker.err = make_stream(local_rank, Streams::err, err);
+  Spawn child;
+  child.words = {options_.program().string()};
+  for (const std::string& argument : options_.arguments())
+    child.words.push_back(with_local_rank(argument, local_rank));
+  child.environment = worker_environment(assignment_, options_, local_rank);
+  child.in = in.number();
+  child.out = out.number();
+  child.err = err.number();
+  child.own_group = true;
+  child.death_signal = SIGKILL;
+  worker.id = spawn(child);
+  guardian_.guard(worker.id);
+  worker.handle = handle_of(worker.id);
+  workers_.push_back(std::move(worker));
+}
+
+WorkerGroup::Stream WorkerGroup::make_stream(int local_rank, Streams which, Descriptor& theirs) {
+  const bool tee = has(teed(options_, local_rank), which);
+  if (!tee && !has(redirected(options_, local_rank), which)) return {};
+  const int rank = assignment_.first_rank + local_rank;
+  Stream result;
+  Descriptor file;
+  if (!options_.log_dir().empty()) {
+    const char* const name = which == Streams::out ? "stdout.log" : "stderr.log";
+    const auto path = log_file(options_.log_dir(), assignment_, rank, name);
+    file = open_log(path);
+    result.file = path.string();
+  }
+  if (!tee) {
+    theirs = std::move(file);
+    return result;
+  }
+  Pipe pipe = make_pipe();
+  theirs = std::move(pipe.write);
+  const int console = which == Streams::out ? STDOUT_FILENO : STDERR_FILENO;
+  result.relayed =
+      relay_.add({std::move(pipe.read), console, fmt::format("[rank{}]: ", rank), std::move(file)});
+  return result;
+}
+
+void WorkerGroup::watch(std::vector<pollfd>& events) const {
+  for (const Worker& worker : workers_) {
+    if (!worker.status.has_value() && worker.handle.is_open())
+      events.push_back({worker.handle.number(), POLLIN, 0});
+  }
+}
+
+Time WorkerGroup::deadline(Time now) const {
+  const Time next = std::min(kill_at_, give_up_at_);
+  const bool must_look = std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
+    return worker.status.has_value() ? stopping_ && !worker.group_gone : !worker.handle.is_open();
+  });
+  return must_look ? std::min(next, now + kLook) : next;
+}
+
+void WorkerGroup::update(Time now) {
+  std::optional<std::size_t> first;
+  for (std::size_t i = 0; i < workers_.size(); ++i) {
+    Worker& worker = workers_[i];
+    if (!reap(worker) || stopping_ || worker.status->success()) continue;
+    // Of those that ended since we looked, one that a signal ended is the cause: the others notice
+    // that it is gone, and return something.
+    if (!first.has_value() || (worker.status->signal != 0 && workers_[*first].status->signal == 0))
+      first = i;
+  }
+  if (!failed_.has_value()) failed_ = first;
+  if (all_succeeded()) stop(SIGTERM, now);  // what they have left behind
+  if (now >= kill_at_) {
+    signal_all(SIGKILL);
+    kill_at_ = Time::max();
+    give_up_at_ = now + kPatience;
+  }
+  if (now >= give_up_at_) give_up();
+  if (!stopping_) return;
+  for (Worker& worker : workers_) look_for_leftovers(worker);
+}
+
+// Whether it has ended since the last time.
+bool WorkerGroup::reap(Worker& worker) {
+  if (worker.status.has_value()) return false;
+  int status = 0;
+  const pid_t ended = ::waitpid(worker.id, &status, WNOHANG);
+  if (ended == 0 || (ended < 0 && errno != ECHILD)) return false;
+  // Where this program ignores SIGCHLD, nobody learns how a process ended.
+  worker.status = ended > 0 ? exit_status(status) : ExitStatus{255, 0};
+  worker.stopped = stopping_;
+  worker.handle.close();
+  return true;
+}
+
+void WorkerGroup::look_for_leftovers(Worker& worker) {
+  if (!worker.status.has_value() || worker.group_gone || ::kill(-worker.id, 0) == 0) return;
+  worker.group_gone = true;
+  guardian_.forget(worker.id);
+}
+
+void WorkerGroup::signal_all(int signal) {
+  for (const Worker& worker : workers_) {
+    if (!worker.group_gone) ::kill(-worker.id, signal);
+  }
+}
+
+void WorkerGroup::stop(int signal, Time now) {
+  if (stopping_ && signal != SIGKILL) return;
+  if (signal == SIGKILL) {
+    kill_at_ = now;
+  } else {
+    signal_all(signal);
+    kill_at_ = now + std::chrono::duration_cast<Clock::duration>(options_.grace());
+  }
+  stopping_ = true;
+}
+
+void WorkerGroup::give_up() {
+  for (Worker& worker : workers_) {
+    if (worker.group_gone) continue;
+    log()->warn("process {} does not end, not even by SIGKILL: left alone", worker.id);
+    if (!worker.status.has_value()) worker.status = ExitStatus{0, SIGKILL};
+    worker.group_gone = true;
+  }
+  give_up_at_ = Time::max();
+}
+
+void WorkerGroup::kill_and_wait() {
+  stop(SIGKILL, Clock::now());
+  for (update(Clock::now()); !is_gone(); update(Clock::now())) {
+    std::vector<pollfd> nothing;
+    poll_until(nothing, Clock::now() + kLook);
+  }
+  for (const Worker& worker : workers_) {
+    if (worker.out.relayed.has_value()) relay_.retire(*worker.out.relayed);
+    if (worker.err.relayed.has_value()) relay_.retire(*worker.err.relayed);
+  }
+}
+
+bool WorkerGroup::all_succeeded() const {
+  return std::all_of(workers_.begin(), workers_.end(), [](const Worker& worker) {
+    return worker.status.has_value() && worker.status->success();
+  });
+}
+
+bool WorkerGroup::is_gone() const {
+  return std::all_of(workers_.begin(), workers_.end(), [](const Worker& worker) {
+    return worker.status.has_value() && worker.group_gone;
+  });
+}
+
+std::optional<WorkerFailure> WorkerGroup::first_failure() const {
+  if (!failed_.has_value()) return std::nullopt;
+  const Worker& worker = workers_[*failed_];
+  WorkerFailure failure;
+  failure.rank = assignment_.first_rank + worker.local_rank;
+  failure.local_rank = worker.local_rank;
+  failure.node = assignment_.node;
+  failure.host = host_name();
+  failure.pid = worker.id;
+  failure.status = *worker.status;
+  for (const Stream* stream : {&worker.err, &worker.out}) {
+    failure.log = stream->file;
+    failure.last_lines = last_lines(*stream);
+    if (!failure.last_lines.empty()) break;
+  }
+  return failure;
+}
+
+std::string WorkerGroup::last_lines(const Stream& stream) const {
+  if (stream.relayed.has_value()) return relay_.last_lines(*stream.relayed);
+  return stream.file.empty() ? std::string() : last_lines_of(end_of_file(stream.file));
+}
+
+std::vector<WorkerStatus> WorkerGroup::statuses() const {
+  std::vector<WorkerStatus> result;
+  for (const Worker& worker : workers_) {
+    result.push_back({assignment_.first_rank + worker.local_rank, worker.local_rank, worker.id,
+                      worker.status.value_or(ExitStatus()), worker.stopped});
+  }
+  return result;
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,382 @@
+#include "semitone/launch/process.h"
+#include "src/launch/sockets.h"
+#include "tests/support/processes.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <csignal>
+#include <string>
+#include <utility>
+#include <vector>
+
+// `semitone launch` as a user meets it: flags, output, signals, exit codes.
+namespace semitone {
+namespace {
+
+using launch::Finished;
+using launch::Output;
+using launch::Process;
+using launch::ProcessOptions;
+using nlohmann::json;
+using test::eventually;
+using test::ids_in;
+using test::is_running;
+using test::read_text;
+using test::words_of;
+using test::write_text;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+using Words = std::vector<std::string>;
+
+class LaunchCommandTest : public ::testing::Test {
+ protected:
+  // `semitone launch FLAGS sh -c SCRIPT`; $DIR is the test's folder.
+  ProcessOptions command(Words flags, const std::string& script) const {
+    flags.insert(flags.begin(), "launch");
+    flags.insert(flags.end(), {"sh", "-c", "DIR='" + folder_.path().string() + "'\n" + script});
+    return ProcessOptions(SEMITONE_PROGRAM)
+        .arguments(std::move(flags))
+        .out(Output::capture)
+        .err(Output::capture);
+  }
+
+  Finished launch(Words flags, const std::string& script) const {
+    return launch::run(command(std::move(flags), script));
+  }
+
+  bool wait_for_ids(std::size_t count) const {
+    return eventually([&] { return ids_in(folder_ / "ids").size() == count; });
+  }
+
+  void expect_all_gone(std::size_t count) const {
+    const auto ids = ids_in(folder_ / "ids");
+    EXPECT_EQ(ids.size(), count);
+    for (const pid_t id : ids) EXPECT_TRUE(eventually([&] { return !is_running(id); })) << id;
+  }
+
+  test::TemporaryFolder folder_;
+};
+
+Finished semitone(const Words& arguments) {
+  return launch::run(ProcessOptions(SEMITONE_PROGRAM)
+                         .arguments(arguments)
+                         .out(Output::capture)
+                         .err(Output::capture));
+}
+
+Words sorted_lines(const std::string& text) {
+  Words lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+// --------------------------------------------------------------------------------------------------
+// the command line
+
+TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
+  const Finished help = semitone({"launch", "--help"});
+  EXPECT_TRUE(help.status.success());
+  EXPECT_THAT(help.out,
+              AllOf(HasSubstr("[OPTIONS] PROGRAM [ARGUMENTS...]"), HasSubstr("--nproc-per-node"),
+                    Not(HasSubstr("--nproc_per_node")), HasSubstr("-t,--tee"),
+                    HasSubstr("Examples:\n  semitone launch"), HasSubstr("Exit codes:")));
+}
+
+TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
+  const Finished finished =
+      semitone({"launch", "--nproc_per_node", "1", "--max_restarts=0", "-t", "0", "printf", "%s|",
+                "--tee", "--nproc-per-node", "0", "--help", "--", "-x", "train"});
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_EQ(finished.out, "--tee|--nproc-per-node|0|--help|--|-x|train|");
+  // A program may have the name of a command.
+  write_text(folder_ / "train", "#!/bin/sh\necho own\n");
+  std::filesystem::permissions(folder_ / "train", std::filesystem::perms::owner_all);
+  const Finished own =
+      launch::run(ProcessOptions(SEMITONE_PROGRAM)
+                      .arguments({"launch", "train"})
+                      .environment("PATH", folder_.path().string() + ":/usr/bin:/bin")
+                      .out(Output::capture));
+  EXPECT_EQ(own.out, "own\n");
+}
+
+TEST_F(LaunchCommandTest, WrongUsageIsOneClearMessageAndCode2) {
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{}, "[cli.launch] expected a program to launch, got none — see semitone launch --help"},
+      {{"--nproc", "2", "sh"}, "[cli.launch] expected flags of this command, got '--nproc'"},
+      {{"--nproc-per-node"}, "--nproc-per-node: 1 required"},
+      {{"--nproc-per-node", "0", "sh"}, "expected nproc-per-node from 1 to 4096, got '0'"},
+      {{"--nproc-per-node", "two", "sh"}, "a number, auto, cpu or gpu, got 'two'"},
+      {{"--nnodes", "3:2", "sh"}, "[launch.options] expected a number of nodes"},
+      {{"--nnodes", "2", "sh"},
+       "expected rdzv-endpoint or master-addr for several nodes, got neither"},
+      {{"--nnodes", "2", "--master-addr", "a", "--node-rank", "2", "sh"},
+       "expected node-rank from 0 to 1, as there are 2 nodes, got 2"},
+      {{"--node-rank", "-1", "sh"}, "[cli.launch] expected --node-rank from 0"},
+      {{"--nnodes", "2", "--rdzv-endpoint", "a:b", "sh"}, "expected an endpoint as in"},
+      {{"--nnodes", "1:2", "sh"}, "expected rdzv-endpoint with a range of nodes"},
+      {{"--standalone", "--nnodes", "2", "sh"}, "expected one node with --standalone, got 2"},
+      {{"--rdzv-backend", "etcd", "sh"}, "expected --rdzv-backend to be one of static, c10d"},
+      {{"--rdzv-backend", "c10d", "sh"}, "expected --rdzv-endpoint with --rdzv-backend c10d"},
+      {{"--tee", "4", "sh"},
+       "expected 0, 1, 2 or 3, or those by local rank as in 0:1,1:3, got '4'"},
+      {{"--redirects", "3", "sh"}, "expected log-dir with redirects, got none"},
+      {{"--max-restarts", "x", "sh"}, "expected --max-restarts from 0"},
+      {{"--grace", "-1", "sh"}, "expected --grace from 0"},
+      {{"--master-port", "70000", "sh"}, "expected --master-port from 0 to 65535"},
+  };
+  for (const auto& [arguments, message] : cases) {
+    Words words{"launch"};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    const Finished finished = semitone(words);
+    SCOPED_TRACE(message);
+    EXPECT_EQ(finished.status.code, 2) << finished.err;
+    EXPECT_THAT(finished.err, AllOf(StartsWith("["), HasSubstr(message)));
+    EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1) << finished.err;
+    EXPECT_EQ(finished.out, "");
+  }
+}
+
+TEST_F(LaunchCommandTest, WhatCannotBeginIsOneClearMessageAndCode1) {
+  const std::string port = std::to_string(launch::free_port());
+  write_text(folder_ / "file", "");
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{"/no/such/program"},
+       "[launch.program] expected a program to launch, got '/no/such/program'"},
+      {{"/tmp"}, "got '/tmp', a folder"},
+      {{"--log-dir", (folder_ / "file" / "logs").string(), "sh"}, "[launch.logs] expected to make"},
+      {{"--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", port,
+        "--join-timeout", "0.2", "sh"},
+       "[launch.rendezvous] expected node 0's launcher to answer"},
+  };
+  for (const auto& [arguments, message] : cases) {
+    Words words{"launch"};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    const Finished finished = semitone(words);
+    EXPECT_EQ(finished.status.code, 1) << finished.err;
+    EXPECT_THAT(finished.err, HasSubstr(message));
+    EXPECT_EQ(finished.out, "");
+  }
+}
+
+TEST_F(LaunchCommandTest, TakesTorchrunsCommandLines) {
+  const std::string endpoint = "localhost:" + std::to_string(launch::free_port());
+  for (const Words& flags : {
+           Words{"--standalone", "--nnodes=1", "--nproc-per-node=1"},
+           Words{"--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", "--no_python"},
+           Words{"--nnodes=1", "--rdzv_backend=c10d", "--rdzv_endpoint=" + endpoint, "--rdzv_id=7",
+                 "--monitor_interval=5"},
+           Words{"--nnodes=1:1", "--rdzv-backend=static", "--rdzv-endpoint=" + endpoint},
+       }) {
+    const Finished finished = launch(flags, "echo $RANK of $WORLD_SIZE at $MASTER_ADDR");
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    EXPECT_THAT(finished.out, StartsWith("0 of 1 at "));
+  }
+}
+
+TEST_F(LaunchCommandTest, SaysHowManyProcessesAutoMeans) {
+  const Finished finished = launch({"--nproc-per-node", "cpu"}, "echo $WORLD_SIZE");
+  EXPECT_TRUE(finished.status.success());
+  const std::string count = finished.out.substr(0, finished.out.find('\n'));
+  EXPECT_THAT(finished.err,
+              HasSubstr("[launch] " + count + " processes: one for each of " + count + " cores"));
+}
+
+// --------------------------------------------------------------------------------------------------
+// output
+
+TEST_F(LaunchCommandTest, WithoutFlagsProcessesWriteDirectly) {
+  const Finished finished = launch({}, "echo out; echo err >&2; printf 'no newline'");
+  EXPECT_EQ(finished.out, "out\nno newline");
+  EXPECT_EQ(finished.err, "err\n");
+}
+
+TEST_F(LaunchCommandTest, TeeMarksWholeLines) {
+  const Finished finished = launch({"--nproc-per-node", "2", "--tee", "3"},
+                                   "for i in 1 2 3; do printf 'a '; sleep 0.02; echo b$i; done\n"
+                                   "echo err >&2; printf 'no newline'");
+  EXPECT_TRUE(finished.status.success());
+  EXPECT_EQ(sorted_lines(finished.out),
+            (Words{"[rank0]: a b1", "[rank0]: a b2", "[rank0]: a b3", "[rank0]: no newline",
+                   "[rank1]: a b1", "[rank1]: a b2", "[rank1]: a b3", "[rank1]: no newline"}));
+  EXPECT_THAT(finished.err, AllOf(HasSubstr("[rank0]: err\n"), HasSubstr("[rank1]: err\n")));
+}
+
+TEST_F(LaunchCommandTest, TeeBringsMuchOutputWhole) {
+  const Finished finished =
+      launch({"--nproc-per-node", "3", "--tee", "1"}, "seq -f \"$RANK %.0f\" 1 50000");
+  Words expected;
+  for (int rank = 0; rank < 3; ++rank) {
+    for (int i = 1; i <= 50000; ++i)
+      expected.push_back("[rank" + std::to_string(rank) + "]: " + std::to_string(rank) + " " +
+                         std::to_string(i));
+  }
+  std::sort(expected.begin(), expected.end());
+  EXPECT_TRUE(sorted_lines(finished.out) == expected);
+}
+
+TEST_F(LaunchCommandTest, ALogFolderAloneShowsAndKeepsEverything) {
+  const auto logs = folder_ / "logs";
+  const Finished finished =
+      launch({"--log-dir", logs.string(), "--rdzv-id", "job"}, "echo out; echo err >&2");
+  EXPECT_EQ(finished.out, "[rank0]: out\n");
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("[rank0]: err\n"), HasSubstr("logs: " + (logs / "job").string())));
+  EXPECT_EQ(read_text(logs / "job" / "attempt_0" / "0" / "stdout.log"), "out\n");
+  EXPECT_EQ(read_text(logs / "job" / "attempt_0" / "0" / "stderr.log"), "err\n");
+}
+
+TEST_F(LaunchCommandTest, AReaderThatGoesDoesNotEndTheJob) {
+  const Finished finished =
+      launch::run(ProcessOptions("sh")
+                      .arguments({"-c",
+                                  "$0 launch --tee 1 --log-dir $1 --rdzv-id job sh -c 'seq 1 "
+                                  "100000; echo done > $0/done' $1 | head -1",
+                                  SEMITONE_PROGRAM, folder_.path().string()})
+                      .out(Output::capture)
+                      .err(Output::capture));
+  EXPECT_EQ(finished.out, "[rank0]: 1\n");
+  EXPECT_TRUE(eventually([&] { return !words_of(folder_ / "done").empty(); }));
+}
+
+TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
+  // Nobody reads the pipe, which is soon full.
+  Process process(
+      command({"--tee", "1", "--grace", "0.2"}, "echo $$ >> $DIR/ids; trap '' TERM; exec yes"));
+  ASSERT_TRUE(wait_for_ids(1));
+  process.send(SIGTERM);
+  process.send(SIGTERM);
+  EXPECT_TRUE(eventually([&] { return !is_running(ids_in(folder_ / "ids").at(0)); }));
+  // What is left of the output still waits for its reader; a second interrupt drops it.
+  process.send(SIGINT);
+  EXPECT_EQ(process.wait().status.code, 128 + SIGTERM);
+}
+
+// --------------------------------------------------------------------------------------------------
+// ends
+
+TEST_F(LaunchCommandTest, AFailureIsOneBlockAndItsCodeTheProgramsOwn) {
+  const Finished finished =
+      launch({"--nproc-per-node", "2", "--tee", "2"},
+             "[ $RANK = 1 ] && { echo no such file: data >&2; exit 5; }; exec sleep 1000");
+  EXPECT_EQ(finished.status.code, 5);
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("[launch] rank 1 failed: exit code 5\n  local rank 1 on node 0 ("),
+                    HasSubstr("  the last lines it wrote:\n    no such file: data\n")));
+  EXPECT_EQ(launch({}, "kill -SEGV $$").status.code, 128 + SIGSEGV);
+}
+
+TEST_F(LaunchCommandTest, WritesHowItEndedAsJson) {
+  const std::string file = (folder_ / "end.json").string();
+  EXPECT_EQ(launch({"--json", file, "--max-restarts", "1", "--nproc-per-node", "2"}, "exit 3")
+                .status.code,
+            3);
+  const json end = json::parse(read_text(file));
+  EXPECT_EQ(end.at("outcome"), "failed");
+  EXPECT_EQ(end.at("exit_code"), 3);
+  EXPECT_EQ(end.at("restarts"), 1);
+  EXPECT_EQ(end.at("first_failure").at("status").at("code"), 3);
+  EXPECT_EQ(end.at("workers").size(), 2U);
+  EXPECT_EQ(launch({"--json", file}, "exit 0").status.code, 0);
+  EXPECT_EQ(json::parse(read_text(file)).at("first_failure"), nullptr);
+}
+
+TEST_F(LaunchCommandTest, SignalsStopEverything) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    write_text(folder_ / "ids", "");
+    // A shell's background processes ignore SIGINT: SIGKILL ends them.
+    Process process(command({"--nproc-per-node", "2", "--grace", "0.5"},
+                            "sleep 1000 & echo $! >> $DIR/ids; echo $$ >> $DIR/ids; wait"));
+    ASSERT_TRUE(wait_for_ids(4));
+    process.send(signal);
+    const Finished finished = process.wait();
+    EXPECT_EQ(finished.status.code, 128 + signal);
+    EXPECT_THAT(finished.err, HasSubstr("[launch] stopped by signal " + std::to_string(signal)));
+    expect_all_gone(4);
+  }
+}
+
+TEST_F(LaunchCommandTest, NothingOutlivesALauncherThatIsKilled) {
+  // Grandchildren too, and those that hear no signal but SIGKILL.
+  Process process(command({"--nproc-per-node", "2"},
+                          "trap '' TERM HUP INT; sh -c 'echo $$ >> '$DIR'/ids; sleep 1000' &\n"
+                          "echo $$ >> $DIR/ids; wait; sleep 1000"));
+  ASSERT_TRUE(wait_for_ids(4));
+  process.send(SIGKILL);
+  expect_all_gone(4);
+  EXPECT_EQ(process.wait().status.signal, SIGKILL);
+}
+
+// --------------------------------------------------------------------------------------------------
+// several nodes: two launchers on this machine
+
+class TwoNodes : public LaunchCommandTest {
+ protected:
+  ProcessOptions node(const std::string& script, Words more = {}) const {
+    Words flags{"--nnodes", "2", "--rdzv-endpoint", endpoint_, "--heartbeat-timeout", "2"};
+    flags.insert(flags.end(), more.begin(), more.end());
+    return command(flags, script);
+  }
+
+  // The process of the launcher whose worker has this rank.
+  pid_t launcher_of(const std::string& rank) const {
+    return ids_in(folder_ / ("launcher" + rank)).at(0);
+  }
+
+  const std::string endpoint_ = "127.0.0.1:" + std::to_string(launch::free_port());
+  const std::string wait_ = "echo $PPID > $DIR/launcher$RANK; echo $$ >> $DIR/ids; exec sleep 1000";
+};
+
+TEST_F(TwoNodes, AFailureOnOneStopsBothAndBothNameIt) {
+  const std::string script =
+      "echo $$ >> $DIR/ids\n"
+      "while [ $(wc -l < $DIR/ids) -lt 2 ]; do sleep 0.01; done\n"
+      "[ $RANK = 1 ] && { echo it broke >&2; exit 6; }; exec sleep 1000";
+  Process one(node(script, {"--tee", "2"}));
+  Process other(node(script, {"--tee", "2"}));
+  for (Process* process : {&one, &other}) {
+    const Finished finished = process->wait();
+    EXPECT_EQ(finished.status.code, 6);
+    EXPECT_THAT(finished.err,
+                AllOf(HasSubstr("[launch] rank 1 failed: exit code 6\n  local rank 0 on node 1 ("),
+                      HasSubstr("\n    it broke\n")));
+  }
+  expect_all_gone(2);
+}
+
+TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
+  for (const int signal : {SIGKILL, SIGSTOP}) {
+    for (const std::string victim : {"0", "1"}) {
+      SCOPED_TRACE(std::string(signal == SIGKILL ? "killed" : "frozen") + " node " + victim);
+      write_text(folder_ / "ids", "");
+      Process one(node(wait_));
+      Process other(node(wait_));
+      ASSERT_TRUE(wait_for_ids(2));
+      const pid_t id = launcher_of(victim);
+      ASSERT_EQ(::kill(id, signal), 0);
+      Process& survivor = one.id() == id ? other : one;
+      Process& lost = one.id() == id ? one : other;
+      const Finished finished = survivor.wait();
+      EXPECT_EQ(finished.status.code, 1);
+      EXPECT_THAT(finished.err,
+                  AllOf(HasSubstr("node " + victim), HasSubstr("is gone: "),
+                        HasSubstr(signal == SIGKILL ? "closed the connection" : "for 2 s")));
+      if (signal == SIGSTOP) {
+        // When it wakes up, it finds that it was given up, and ends.
+        lost.send(SIGCONT);
+        EXPECT_EQ(lost.wait().status.code, 1);
+      }
+      expect_all_gone(2);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace semitone

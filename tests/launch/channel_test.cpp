@@ -1,0 +1,161 @@
+#include "src/launch/channel.h"
+
+#include "src/launch/polling.h"
+#include "src/launch/sockets.h"
+#include "tests/support/processes.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace semitone::launch {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+
+struct Ends {
+  Channel one;
+  Channel other;
+};
+
+Ends connected(Clock::duration timeout = 60s) {
+  auto [one, other] = socket_pair();
+  return {Channel(std::move(one), timeout), Channel(std::move(other), timeout)};
+}
+
+template <typename Kind>
+Kind received(Channel& channel) {
+  channel.update(Clock::now());
+  const auto message = channel.receive();
+  if (message.has_value() && std::holds_alternative<Kind>(*message))
+    return std::get<Kind>(*message);
+  ADD_FAILURE() << "another message, or none";
+  return {};
+}
+
+TEST(Channel, BringsEveryMessageAsItWas) {
+  Ends ends = connected();
+  Join join;
+  join.run_id = "job \"one\"\n";
+  join.min_nodes = 2;
+  join.max_nodes = 3;
+  join.node_rank = 1;
+  join.processes = 8;
+  join.host = "here";
+  ends.one.send(join);
+  const Join got = received<Join>(ends.other);
+  EXPECT_EQ(got.protocol, kProtocol);
+  EXPECT_EQ(got.run_id, join.run_id);
+  EXPECT_EQ(got.min_nodes, 2);
+  EXPECT_EQ(got.max_nodes, 3);
+  EXPECT_EQ(got.node_rank, 1);
+  EXPECT_EQ(got.processes, 8);
+  EXPECT_EQ(got.host, "here");
+
+  Assignment assignment;
+  assignment.attempt = 1;
+  assignment.world_size = 7;
+  assignment.master_addr = "there";
+  assignment.master_port = 1234;
+  ends.one.send(assignment);
+  EXPECT_EQ(received<Assignment>(ends.other).master_port, 1234);
+
+  WorkerFailure failure;
+  failure.rank = 3;
+  failure.status = {0, 11};
+  failure.last_lines = "one\ntwo \xff";  // no UTF-8
+  ends.one.send(failure);
+  const auto got_failure = received<WorkerFailure>(ends.other);
+  EXPECT_EQ(got_failure.status.signal, 11);
+  EXPECT_THAT(got_failure.last_lines, HasSubstr("one\ntwo "));
+
+  ends.one.send(Verdict{Verdict::Kind::restart, failure, "why"});
+  const auto verdict = received<Verdict>(ends.other);
+  EXPECT_EQ(verdict.kind, Verdict::Kind::restart);
+  EXPECT_EQ(verdict.failure->rank, 3);
+  EXPECT_EQ(verdict.reason, "why");
+  ends.one.send(Verdict{Verdict::Kind::succeeded, std::nullopt, ""});
+  EXPECT_FALSE(received<Verdict>(ends.other).failure.has_value());
+
+  ends.one.send(Leave{"done"});
+  EXPECT_EQ(received<Leave>(ends.other).reason, "done");
+  ends.one.send(Succeeded());
+  received<Succeeded>(ends.other);
+}
+
+TEST(Channel, BringsMoreThanASocketHolds) {
+  Ends ends = connected();
+  WorkerFailure failure;
+  failure.last_lines = std::string(500'000, 'x');
+  for (int i = 0; i < 10; ++i) ends.one.send(failure);
+  EXPECT_NE(ends.one.events() & POLLOUT, 0);
+  int got = 0;
+  EXPECT_TRUE(test::eventually([&] {
+    ends.one.update(Clock::now());
+    ends.other.update(Clock::now());
+    while (ends.other.receive().has_value()) ++got;
+    return got == 10;
+  }));
+}
+
+TEST(Channel, BeatsKeepItOpenAndAreNotHeard) {
+  Ends ends = connected();
+  Time now = Clock::now();
+  for (int i = 0; i < 20; ++i) {
+    now += 15s;
+    ends.one.update(now);
+    ends.other.update(now);
+    EXPECT_FALSE(ends.other.receive().has_value());
+  }
+  EXPECT_TRUE(ends.other.is_open());
+}
+
+TEST(Channel, SilenceForTooLongClosesIt) {
+  Ends ends = connected();
+  const Time begin = Clock::now();
+  ends.one.update(begin + 59s);
+  EXPECT_TRUE(ends.one.is_open());
+  EXPECT_LE(ends.one.deadline(), begin + 61s);
+  ends.one.update(begin + 61s);
+  EXPECT_EQ(ends.one.state(), Channel::State::silent);
+  EXPECT_EQ(ends.one.problem(), "nothing was heard from it for 60 s");
+}
+
+TEST(Channel, WhatWasSaidBeforeTheEndIsHeard) {
+  auto [socket, other_socket] = socket_pair();
+  Channel channel(std::move(socket), 60s);
+  {
+    Channel other(std::move(other_socket), 60s);
+    other.send(Leave{"bye"});
+  }
+  EXPECT_EQ(received<Leave>(channel).reason, "bye");
+  EXPECT_EQ(channel.state(), Channel::State::closed);
+  channel.send(Succeeded());
+  channel.update(Clock::now());
+}
+
+TEST(Channel, AnythingElseClosesIt) {
+  for (const std::string& text :
+       {std::string("GET / HTTP/1.1\r\n"), std::string("[]\n"), std::string("{}\n"),
+        std::string("{\"join\":{}}\n"), std::string("{\"verdict\":{\"kind\":1}}\n"),
+        std::string("{\"what\":{}}\n"), std::string(2 << 20, 'x'), std::string("\0\n", 2)}) {
+    auto [socket, other] = socket_pair();
+    Channel channel(std::move(socket), 60s);
+    std::string_view rest = text;
+    while (!rest.empty() && channel.is_open()) {
+      const auto count = ::write(other.number(), rest.data(), rest.size());
+      if (count > 0) rest.remove_prefix(static_cast<std::size_t>(count));
+      channel.update(Clock::now());
+    }
+    EXPECT_EQ(channel.state(), Channel::State::foreign) << text.substr(0, 40);
+    EXPECT_FALSE(channel.receive().has_value());
+  }
+}
+
+}  // namespace
+}  // namespace semitone::launch

@@ -1,0 +1,389 @@
+#include "src/launch/roster.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <utility>
+
+// The decisions of node 0, without sockets, processes or real time.
+namespace semitone::launch {
+namespace {
+
+using namespace std::chrono_literals;
+using Kind = Verdict::Kind;
+using ::testing::HasSubstr;
+
+class RosterTest : public ::testing::Test {
+ protected:
+  static Job job(int min, int max, int max_restarts = 0) {
+    Job result;
+    result.run_id = "job";
+    result.nodes = {min, max};
+    result.max_restarts = max_restarts;
+    result.master_addr = "node0";
+    result.join_timeout = 100s;
+    result.last_call = 5s;
+    return result;
+  }
+
+  Join request(int processes = 1, int node_rank = -1) const {
+    Join join;
+    join.min_nodes = job_.nodes.min;
+    join.max_nodes = job_.nodes.max;
+    join.processes = processes;
+    join.node_rank = node_rank;
+    join.host = "somewhere";
+    return join;
+  }
+
+  Roster& start(Job job) {
+    job_ = job;
+    roster_.emplace(std::move(job), now_);
+    return *roster_;
+  }
+
+  void join(Roster::Id id, int processes = 1, int node_rank = -1) {
+    roster_->joined(id, request(processes, node_rank), now_);
+  }
+
+  WorkerFailure failure(int rank) const {
+    WorkerFailure result;
+    result.rank = rank;
+    result.status = {3, 0};
+    return result;
+  }
+
+  // What was said to each since the last call.
+  std::map<Roster::Id, Message> mail() {
+    std::map<Roster::Id, Message> result;
+    for (auto& [id, message] : roster_->take_mail()) {
+      EXPECT_FALSE(result.contains(id)) << "two messages to " << id;
+      result.emplace(id, std::move(message));
+    }
+    return result;
+  }
+
+  Assignment assignment(const std::map<Roster::Id, Message>& mail, Roster::Id id) {
+    const auto found = mail.find(id);
+    if (found != mail.end() && std::holds_alternative<Assignment>(found->second))
+      return std::get<Assignment>(found->second);
+    ADD_FAILURE() << "no assignment for " << id;
+    return {};
+  }
+
+  Verdict verdict(const std::map<Roster::Id, Message>& mail, Roster::Id id) {
+    const auto found = mail.find(id);
+    if (found != mail.end() && std::holds_alternative<Verdict>(found->second))
+      return std::get<Verdict>(found->second);
+    ADD_FAILURE() << "no verdict for " << id;
+    return {};
+  }
+
+  Job job_;
+  Time now_ = Clock::now();
+  std::optional<Roster> roster_;
+};
+
+TEST_F(RosterTest, OneNodeBeginsAtOnceAndEndsWhenItIsDone) {
+  Roster& roster = start(job(1, 1));
+  join(0, 4);
+  const Assignment given = assignment(mail(), 0);
+  EXPECT_EQ(given.run_id, "job");
+  EXPECT_EQ(given.attempt, 0);
+  EXPECT_EQ(given.nodes, 1);
+  EXPECT_EQ(given.first_rank, 0);
+  EXPECT_EQ(given.world_size, 4);
+  EXPECT_EQ(given.master_addr, "node0");
+  EXPECT_GT(given.master_port, 0);
+  roster.succeeded(0);
+  EXPECT_TRUE(roster.is_over());
+  EXPECT_EQ(verdict(mail(), 0).kind, Kind::succeeded);
+}
+
+TEST_F(RosterTest, NumbersNodesAsTheyComeWithTheHostFirst) {
+  start(job(3, 3));
+  join(7, 2);
+  join(0, 3);
+  EXPECT_TRUE(mail().empty());
+  join(2, 1);
+  const auto sent = mail();
+  EXPECT_EQ(assignment(sent, 0).node, 0);
+  EXPECT_EQ(assignment(sent, 2).node, 1);
+  EXPECT_EQ(assignment(sent, 7).node, 2);
+  EXPECT_EQ(assignment(sent, 0).first_rank, 0);
+  EXPECT_EQ(assignment(sent, 2).first_rank, 3);
+  EXPECT_EQ(assignment(sent, 7).first_rank, 4);
+  for (const int id : {0, 2, 7}) {
+    EXPECT_EQ(assignment(sent, id).world_size, 6);
+    EXPECT_EQ(assignment(sent, id).nodes, 3);
+    EXPECT_EQ(assignment(sent, id).master_port, assignment(sent, 0).master_port);
+  }
+}
+
+TEST_F(RosterTest, TakesTheNumbersThatNodesBring) {
+  Job numbered = job(2, 2);
+  numbered.numbered = true;
+  numbered.master_port = 29500;
+  start(numbered);
+  join(0, 2, 1);
+  join(1, 3, 0);
+  const auto sent = mail();
+  EXPECT_EQ(assignment(sent, 0).node, 1);
+  EXPECT_EQ(assignment(sent, 0).first_rank, 3);
+  EXPECT_EQ(assignment(sent, 1).node, 0);
+  EXPECT_EQ(assignment(sent, 1).master_port, 29500);
+}
+
+TEST_F(RosterTest, RefusesWhoDoesNotFit) {
+  Job numbered = job(2, 2);
+  numbered.numbered = true;
+  Roster& roster = start(numbered);
+  join(0, 1, 0);
+  const auto reason = [&](const Join& join) {
+    roster.joined(5, join, now_);
+    const Verdict refusal = verdict(mail(), 5);
+    EXPECT_EQ(refusal.kind, Kind::refused);
+    return refusal.reason;
+  };
+  Join other = request(1, 1);
+  other.run_id = "other";
+  EXPECT_THAT(reason(other), HasSubstr("rdzv-id 'job', not 'other'"));
+  other = request(1, 1);
+  other.max_nodes = 3;
+  EXPECT_THAT(reason(other), HasSubstr("nnodes 2, not 2:3"));
+  other = request(1, 1);
+  other.protocol = 0;
+  EXPECT_THAT(reason(other), HasSubstr("another version"));
+  EXPECT_THAT(reason(request(1, -1)), HasSubstr("have a node-rank"));
+  EXPECT_THAT(reason(request(1, 0)), HasSubstr("node-rank 0 is somewhere's already"));
+  EXPECT_THAT(reason(request(0, 1)), HasSubstr("no processes"));
+  join(1, 1, 1);
+  mail();
+  EXPECT_THAT(reason(request(1, 2)), HasSubstr("has its 2 nodes"));
+}
+
+TEST_F(RosterTest, WaitsALastCallOnceTheFewestAreThere) {
+  Roster& roster = start(job(2, 4));
+  join(0);
+  roster.tick(now_ += 50s);
+  join(1);
+  EXPECT_TRUE(mail().empty());
+  EXPECT_EQ(roster.deadline(), now_ + 5s);
+  join(2);
+  roster.tick(now_ += 4s);
+  EXPECT_TRUE(mail().empty());
+  roster.tick(now_ += 1s);
+  const auto sent = mail();
+  EXPECT_EQ(sent.size(), 3U);
+  EXPECT_EQ(assignment(sent, 2).nodes, 3);
+}
+
+TEST_F(RosterTest, TheMostNodesNeedNoLastCall) {
+  start(job(1, 2));
+  join(0);
+  join(1);
+  EXPECT_EQ(mail().size(), 2U);
+}
+
+TEST_F(RosterTest, GivesUpIfTooFewCome) {
+  Roster& roster = start(job(3, 3));
+  join(0);
+  join(1);
+  EXPECT_EQ(roster.deadline(), now_ + 100s);
+  roster.tick(now_ += 100s);
+  const auto sent = mail();
+  EXPECT_EQ(verdict(sent, 0).kind, Kind::lost);
+  EXPECT_EQ(verdict(sent, 1).reason, "2 of 3 nodes came within 100 s");
+  EXPECT_TRUE(roster.is_over());
+  join(2);
+  EXPECT_EQ(verdict(mail(), 2).kind, Kind::lost);
+}
+
+TEST_F(RosterTest, OneThatGoesBeforeItBeginsIsNotCounted) {
+  Roster& roster = start(job(2, 2));
+  join(0);
+  join(1);
+  mail();
+  start(job(3, 3));
+  join(0);
+  join(1);
+  roster.gone(1, "", now_);
+  join(2);
+  EXPECT_TRUE(mail().empty());
+  join(3);
+  EXPECT_EQ(mail().size(), 3U);
+}
+
+TEST_F(RosterTest, TheFirstFailureEndsTheJobForAll) {
+  Roster& roster = start(job(2, 2));
+  join(0);
+  join(1);
+  mail();
+  roster.failed(1, failure(1), now_);
+  roster.failed(0, failure(0), now_);
+  const auto sent = mail();
+  for (const int id : {0, 1}) {
+    EXPECT_EQ(verdict(sent, id).kind, Kind::failed);
+    EXPECT_EQ(verdict(sent, id).failure->rank, 1);
+    EXPECT_EQ(verdict(sent, id).reason, "rank 1 failed: exit code 3");
+  }
+}
+
+TEST_F(RosterTest, RestartsAfterAFailureUntilNoneIsLeft) {
+  Roster& roster = start(job(2, 2, 1));
+  join(0);
+  join(1);
+  const int port = assignment(mail(), 0).master_port;
+  roster.failed(1, failure(1), now_);
+  auto sent = mail();
+  EXPECT_EQ(verdict(sent, 0).kind, Kind::restart);
+  EXPECT_EQ(verdict(sent, 1).failure->rank, 1);
+  // What comes of the attempt before says nothing about the next.
+  roster.failed(0, failure(0), now_);
+  roster.succeeded(0);
+  join(0);
+  EXPECT_TRUE(mail().empty());
+  join(1);
+  sent = mail();
+  EXPECT_EQ(assignment(sent, 0).restarts, 1);
+  EXPECT_EQ(assignment(sent, 0).attempt, 1);
+  EXPECT_EQ(assignment(sent, 0).max_restarts, 1);
+  EXPECT_NE(assignment(sent, 0).master_port, port);
+  roster.failed(0, failure(0), now_);
+  EXPECT_EQ(verdict(mail(), 1).kind, Kind::failed);
+}
+
+TEST_F(RosterTest, EndsWhenEveryNodeIsDone) {
+  Roster& roster = start(job(2, 2));
+  join(0);
+  join(1);
+  mail();
+  roster.succeeded(1);
+  EXPECT_FALSE(roster.is_over());
+  EXPECT_TRUE(mail().empty());
+  roster.succeeded(0);
+  EXPECT_EQ(verdict(mail(), 1).kind, Kind::succeeded);
+}
+
+TEST_F(RosterTest, ANodeThatIsDoneRunsAgainWithTheOthers) {
+  Roster& roster = start(job(2, 2, 1));
+  join(0);
+  join(1);
+  mail();
+  roster.succeeded(1);
+  roster.failed(0, failure(0), now_);
+  EXPECT_EQ(verdict(mail(), 1).kind, Kind::restart);
+}
+
+TEST_F(RosterTest, ANodeThatVanishesEndsTheJob) {
+  Roster& roster = start(job(2, 2));
+  join(0);
+  join(1);
+  mail();
+  roster.gone(1, "silence", now_);
+  const Verdict lost = verdict(mail(), 0);
+  EXPECT_EQ(lost.kind, Kind::lost);
+  EXPECT_FALSE(lost.failure.has_value());
+  EXPECT_EQ(lost.reason, "node 1 (somewhere) is gone: silence");
+}
+
+TEST_F(RosterTest, ANodeThatVanishesAfterItIsDoneIsNoLoss) {
+  Roster& roster = start(job(2, 2));
+  join(0);
+  join(1);
+  mail();
+  roster.succeeded(1);
+  roster.gone(1, "", now_);
+  EXPECT_FALSE(roster.is_over());
+  roster.succeeded(0);
+  EXPECT_EQ(verdict(mail(), 0).kind, Kind::succeeded);
+}
+
+TEST_F(RosterTest, GoesOnWithFewerNodesAfterALoss) {
+  Roster& roster = start(job(1, 3, 1));
+  join(0);
+  join(1);
+  join(2);
+  mail();
+  roster.gone(2, "", now_);
+  EXPECT_EQ(verdict(mail(), 0).kind, Kind::restart);
+  join(0);
+  join(1);
+  EXPECT_TRUE(mail().empty());
+  roster.tick(now_ += 5s);
+  EXPECT_EQ(assignment(mail(), 1).world_size, 2);
+}
+
+TEST_F(RosterTest, WaitsForAnotherNodeInPlaceOfALostOne) {
+  Roster& roster = start(job(2, 2, 1));
+  join(0);
+  join(1);
+  mail();
+  roster.gone(1, "silence", now_);
+  mail();
+  join(0);
+  roster.tick(now_ += 99s);
+  EXPECT_TRUE(mail().empty());
+  join(2);
+  EXPECT_EQ(assignment(mail(), 2).node, 1);
+  roster.gone(2, "silence", now_);
+  EXPECT_EQ(verdict(mail(), 0).kind, Kind::lost);
+}
+
+TEST_F(RosterTest, SaysWhyItWaitedInVain) {
+  Roster& roster = start(job(2, 2, 1));
+  join(0);
+  join(1);
+  mail();
+  roster.gone(1, "silence", now_);
+  mail();
+  join(0);
+  roster.tick(now_ += 100s);
+  EXPECT_EQ(verdict(mail(), 0).reason,
+            "1 of 2 nodes came within 100 s, after node 1 (somewhere) is gone: silence");
+}
+
+TEST_F(RosterTest, ANodeThatComesLaterMakesAllBeginAnewWithoutUsingARestart) {
+  Roster& roster = start(job(1, 2, 0));
+  join(0);
+  roster.tick(now_ += 5s);
+  mail();
+  join(1);
+  auto sent = mail();
+  EXPECT_EQ(sent.size(), 1U);
+  EXPECT_EQ(verdict(sent, 0).kind, Kind::restart);
+  join(0);
+  sent = mail();
+  EXPECT_EQ(assignment(sent, 0).nodes, 2);
+  EXPECT_EQ(assignment(sent, 1).node, 1);
+  EXPECT_EQ(assignment(sent, 1).restarts, 0);
+  EXPECT_EQ(assignment(sent, 1).attempt, 1);
+}
+
+TEST_F(RosterTest, ANodeThatComesWhenSomeAreDoneWaitsForTheEnd) {
+  Roster& roster = start(job(2, 3, 0));
+  join(0);
+  join(1);
+  roster.tick(now_ += 5s);
+  mail();
+  roster.succeeded(1);
+  join(2);
+  EXPECT_TRUE(mail().empty());
+  roster.succeeded(0);
+  EXPECT_EQ(verdict(mail(), 2).kind, Kind::succeeded);
+}
+
+TEST_F(RosterTest, TheHostsOwnLauncherIsNeededAlways) {
+  Roster& roster = start(job(2, 2, 9));
+  join(0);
+  join(1);
+  mail();
+  roster.gone(0, "it was stopped", now_);
+  EXPECT_EQ(verdict(mail(), 1).kind, Kind::lost);
+  EXPECT_TRUE(roster.is_over());
+}
+
+}  // namespace
+}  // namespace semitone::launch
