@@ -1,6 +1,7 @@
 #include "semitone/amp/autocast.h"
 
 #include "semitone/core/device.h"
+#include "semitone/core/error.h"
 #include "src/amp/regions.h"
 
 #include <ATen/autocast_mode.h>
@@ -9,6 +10,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace semitone::amp {
@@ -74,8 +76,14 @@ struct Autocast::Guard {
   std::optional<PlainTorchScript> plain;
 };
 
-Autocast::Autocast(const CastPolicy& policy)
-    : guard_(std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()})) {}
+Autocast::Autocast(const CastPolicy& policy) {
+  if (!policy.fp32_param_globs().empty() && !policy.is_bound()) {
+    throw Error("amp.autocast", "a policy that knows the model whose parameters it keeps in fp32",
+                "'" + policy.fp32_param_globs().front() + "' in a policy that is not bound",
+                "Autocast region(policy.bind(model))");
+  }
+  guard_ = std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()});
+}
 
 Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype, bool enabled) {
   const CastTarget target(device, dtype.value_or(default_16bit_dtype(device)));

@@ -43,10 +43,14 @@ void CompiledPolicy::set_action(OpId op, CastAction action) {
 }
 
 void CompiledPolicy::add(const BoundParameter& parameter) {
-  any_keep_fp32_ = any_keep_fp32_ || parameter.keep_fp32;
   const auto [known, added] = parameters_.emplace(parameter.impl._unsafe_get_target(), parameter);
   // A shared parameter has several names: one that matches is enough.
   if (!added) known->second.keep_fp32 = known->second.keep_fp32 || parameter.keep_fp32;
 }
 
 }  // namespace semitone::amp
+void CompiledPolicy::keep_operator(OpId op) {
+  if (op >= kept_operators_.size()) kept_operators_.resize(op + 1);
+  kept_operators_[op] = true;
+}
+

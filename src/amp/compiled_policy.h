@@ -49,11 +49,11 @@ class CompiledPolicy {
   }
   bool emulates_any() const { return emulate_fp16_ || emulate_bf16_; }
   // Whether operators that LibTorch computes wrongly in 16 bits may go through fp32.
+  // Whether an operator runs in fp32 that gets a parameter to be kept so.
+  bool keeps_operator(OpId op) const { return op < kept_operators_.size() && kept_operators_[op]; }
   bool repairs() const { return repairs_; }
   // Whether a tensor, or the tensor that it is a view of, is a parameter to be kept in fp32.
   bool keeps_fp32(const at::Tensor& tensor) const;
-  // Whether that is so for any tensor at all.
-  bool keeps_any_fp32() const { return any_keep_fp32_; }
   // Whether the model of bind() has this parameter.
   bool is_parameter(const at::Tensor& tensor) const {
     return parameters_.count(tensor.unsafeGetTensorImpl()) > 0;
@@ -66,12 +66,14 @@ class CompiledPolicy {
   std::string name_;
   CastTarget target_;
   std::vector<std::optional<CastAction>> actions_;
+  void keep_operator(OpId op);
   std::unordered_map<const c10::TensorImpl*, BoundParameter> parameters_;
-  bool any_keep_fp32_ = false;
+  bool casts_ = true;
   bool as_libtorch_;
   bool repairs_;
   bool emulate_fp16_;
   bool emulate_bf16_;
+  std::vector<bool> kept_operators_;
 };
 
 }  // namespace semitone::amp

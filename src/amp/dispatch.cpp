@@ -141,7 +141,8 @@ class Kernel final : public c10::OperatorKernel {
     }
 
     std::optional<CastAction> action = policy.action(id_);
-    if (policy.keeps_any_fp32() && has_kept_argument(arguments, policy)) action = CastAction::fp32;
+    if (policy.keeps_operator(id_) && has_kept_argument(arguments, policy))
+      action = CastAction::fp32;
     if (belongs_to_stock(action, arguments, policy)) {
       run_as_stock(op, keys, stack);
       return;

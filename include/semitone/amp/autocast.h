@@ -42,7 +42,8 @@ namespace semitone::amp {
 /// Destroy on the thread that constructed it, in the reverse order of construction.
 class [[nodiscard]] Autocast {
  public:
-  /// The policy's device and dtype.
+  /// The policy's device and dtype. Error for one whose keep_fp32_params() are not resolved: bind()
+  /// it.
   explicit Autocast(const CastPolicy& policy);
 
   /// The default policy, CastPolicy::semitone, for a device.

@@ -110,8 +110,15 @@ class CastPolicy {
                   std::string_view reason = "set by the user");
 
   /// Keeps the parameters whose names match a glob (*, ?, [abc]; * also matches dots) in fp32, and
-  /// with them every listed operator that gets one as an argument. Takes effect in bind() and in
-  /// amp::initialize.
+  /// with them the operators that get one as an argument: those that this policy lists, whatever
+  /// their action, and those that the preset `semitone` lists for the device, so that a kept
+  /// parameter can meet 16-bit tensors under every policy, `none` of O2 and O3 included. Operators
+  /// that stand in neither list get the parameter as it is, and LibTorch's own type promotion
+  /// decides. So do those that write to an argument (in-place forms, out= overloads).
+  ///
+  /// Names need a model: see bind(). In a policy that is bound already the glob is resolved at once
+  /// (Error if it matches nothing); Autocast refuses a policy with globs that is not bound.
+  /// amp::initialize binds by itself.
   CastPolicy& keep_fp32_params(std::string_view glob);
 
   /// Default: automatic.
@@ -135,6 +142,8 @@ class CastPolicy {
 
   /// Whether bind() found that this parameter is to stay in fp32.
   bool keeps_fp32(const at::Tensor& parameter) const;
+  /// Whether bind() was called: whether the globs are resolved.
+  bool is_bound() const { return binding_ != nullptr; }
 
   /// The row of an operator; nothing where it is not listed. "conv2d" is here the overload without
   /// a name.
@@ -147,14 +156,16 @@ class CastPolicy {
 
  private:
   friend class PolicyBuilder;
-  struct Binding;   // the parameters of bind()
+  struct NamedParameter;
   struct Compiled;  // made at first use, shared by copies, replaced by edits
 
   using Rows = std::map<std::string, CastRow>;
 
+  using Binding = std::vector<NamedParameter>;  // the parameters of bind()
   CastPolicy(std::string name, CastTarget target, Rows rows = {});
   void edited();
 
+  static void keep_matching(Binding& binding, const std::string& glob);
   std::string name_;
   CastTarget target_;
   std::shared_ptr<const Rows> rows_;  // shared by copies, replaced by edits
