@@ -101,7 +101,11 @@ DisableCasts::DisableCasts() : guard_(std::make_unique<Guard>()) {}
 DisableCasts::~DisableCasts() = default;
 
 bool autocast_enabled(c10::DeviceType device) {
-  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device))
+    return false;
+  const Regions* regions = Regions::current();
+  const Region* region = regions == nullptr ? nullptr : regions->find(device);
+  return region == nullptr || region->policy == nullptr || region->policy->casts();
 }
 
 c10::ScalarType autocast_dtype(c10::DeviceType device) {
@@ -161,6 +165,16 @@ AutocastState AutocastState::current() {
 
 AutocastState AutocastState::disabled() {
   return AutocastState(std::make_shared<Data>());
+}
+
+AutocastState AutocastState::without_casts() const {
+  auto data = std::make_shared<Data>();
+  data->cache = data_->cache;
+  for (const Region& region : data_->active) {
+    if (!region.policy->emulates_any() && !region.policy->repairs()) continue;
+    data->active.push_back({region.device, region.dtype, region.policy->without_casts()});
+  }
+  return AutocastState(std::move(data));
 }
 
 AutocastState::Scope AutocastState::enter() const {

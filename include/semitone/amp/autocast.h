@@ -63,7 +63,10 @@ class [[nodiscard]] Autocast {
 };
 
 /// Turns autocast off for every device until the end of the scope, nested in any region: Apex's
-/// disable_casts.
+/// disable_casts. With the casts goes Emulation: matrix products of 16-bit tensors are LibTorch's
+/// own here, slow and otherwise rounded where the processor lacks the dtype, and wrong for some
+/// convolutions (docs/numerics.md). AutocastState::current().without_casts().enter() turns off the
+/// casts alone.
 class [[nodiscard]] DisableCasts {
  public:
   DisableCasts();
@@ -76,7 +79,7 @@ class [[nodiscard]] DisableCasts {
   std::unique_ptr<Guard> guard_;
 };
 
-/// Whether a device is in an enabled region on this thread.
+/// Whether a device is in an enabled region on this thread, and casts are on.
 bool autocast_enabled(c10::DeviceType device);
 
 /// The 16-bit dtype of the region that this thread is in; the device's default outside.
@@ -112,6 +115,9 @@ class AutocastState {
   static AutocastState current();
   /// No region at all.
   static AutocastState disabled();
+  /// The same regions without casts: operators run in whatever dtype arrives, and 16-bit matrix
+  /// products are computed as the policies say (Emulation).
+  AutocastState without_casts() const;
   /// On a thread that is in regions of its own, those of the state replace them; devices that the
   /// state has no region of are off.
   Scope enter() const;

@@ -84,8 +84,10 @@ class CompiledPolicy;
 /// `semitone ops` prints the tables.
 class CastPolicy {
  public:
-  /// The default: on every device what torch does on CUDA, without its dtype errors on the CPU. See
-  /// docs/cast_policies.md.
+  /// The default. On a GPU LibTorch's own list; on a CPU the same rows, but for those of five
+  /// operators (layer_norm, native_layer_norm, group_norm, binary_cross_entropy, grid_sampler), and
+  /// the rows that LibTorch's CPU list has besides, without its dtype errors. What differs between
+  /// the devices stands in docs/cast_policies.md.
   static CastPolicy semitone(CastTarget target = {});
   /// Exactly LibTorch's own list for the device.
   static CastPolicy torch(CastTarget target = {});
@@ -140,10 +142,10 @@ class CastPolicy {
   Emulation emulation() const { return emulation_; }
   const std::vector<std::string>& fp32_param_globs() const { return globs_; }
 
-  /// Whether bind() found that this parameter is to stay in fp32.
-  bool keeps_fp32(const at::Tensor& parameter) const;
   /// Whether bind() was called: whether the globs are resolved.
   bool is_bound() const { return binding_ != nullptr; }
+  /// Whether bind() found that this parameter is to stay in fp32.
+  bool keeps_fp32(const at::Tensor& parameter) const;
 
   /// The row of an operator; nothing where it is not listed. "conv2d" is here the overload without
   /// a name.
@@ -159,13 +161,13 @@ class CastPolicy {
   struct NamedParameter;
   struct Compiled;  // made at first use, shared by copies, replaced by edits
 
+  using Binding = std::vector<NamedParameter>;  // the parameters of bind()
   using Rows = std::map<std::string, CastRow>;
 
-  using Binding = std::vector<NamedParameter>;  // the parameters of bind()
   CastPolicy(std::string name, CastTarget target, Rows rows = {});
+  static void keep_matching(Binding& binding, const std::string& glob);
   void edited();
 
-  static void keep_matching(Binding& binding, const std::string& glob);
   std::string name_;
   CastTarget target_;
   std::shared_ptr<const Rows> rows_;  // shared by copies, replaced by edits
