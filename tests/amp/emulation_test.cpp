@@ -387,7 +387,7 @@ TEST_P(EmulatedArguments, OfAHalfFunctionAndItsBackward) {
   const auto low = x.to(GetParam()).requires_grad_();
   {
     const Autocast region(none(GetParam()));
-    cube(low).backward(gradient);
+    cube(low.clone()).backward(gradient);  // no leaf, as the cast: each product rounds a gradient
   }
   expect_bitwise_equal(leaf.grad(), low.grad().to(kFp32));
 }
@@ -444,8 +444,7 @@ TEST_P(EmulatedArguments, OfAnAutogradFunctionAndItsBackward) {
 
 // ---- training ----------------------------------------------------------------------------------
 
-// Half of the layers' numbers are subnormal or overflow without a scale; what counts here is that
-// whole steps run, in the dtypes that they should, and learn.
+// Whole steps, with a loss scale, in the dtypes that they should have.
 TEST_P(EmulatedArguments, AreEnoughToTrainAModel) {
   torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 4, 3)), torch::nn::ReLU(),
                             torch::nn::Flatten(), torch::nn::Linear(4 * 36, 16), torch::nn::ReLU(),
@@ -455,7 +454,7 @@ TEST_P(EmulatedArguments, AreEnoughToTrainAModel) {
   const auto x = torch::randn({24, 1, 8, 8}) + target.view({24, 1, 1, 1});
   double first = 0;
   double last = 0;
-  for (int step = 0; step < 25; ++step) {
+  for (int step = 0; step < 40; ++step) {
     optimizer.zero_grad();
     at::Tensor loss;
     {

@@ -179,16 +179,19 @@ TEST(ScriptCasts, DtypesAreThoseOfTheTable) {
 // A module of two layers, the first of which is a module of its own.
 torch::jit::Module make_net() {
   torch::manual_seed(22);
+  const auto trained = [](at::IntArrayRef shape) {
+    return (torch::randn(shape) / 2).requires_grad_();
+  };
   torch::jit::Module body("Body");
-  body.register_parameter("weight", torch::randn({kIn, kHidden}) / 2, false);
-  body.register_parameter("bias", torch::zeros({kHidden}), false);
+  body.register_parameter("weight", trained({kIn, kHidden}), false);
+  body.register_parameter("bias", trained({kHidden}), false);
   body.define(R"(
     def forward(self, x):
         return torch.relu(torch.addmm(self.bias, x, self.weight))
   )");
   torch::jit::Module net("Net");
   net.register_module("body", body);
-  net.register_parameter("head", torch::randn({kHidden, kOut}) / 2, false);
+  net.register_parameter("head", trained({kHidden, kOut}), false);
   net.define(R"(
     def scores(self, x):
         return torch.mm(self.body.forward(x), self.head)
