@@ -52,6 +52,18 @@ void require_equal(const torch::Tensor& got, const torch::Tensor& expected, cons
   }
 }
 
+// The first timing is that of stock.
+void print_added(const std::vector<semitone::bench::Timing>& timings) {
+  constexpr double kPerOperator = 1e6 / kOperators;
+  const auto& stock = timings.front();
+  for (std::size_t i = 1; i < timings.size(); ++i) {
+    fmt::print("{:<34} {:>+12.3f} {:>+12.3f}  us an operator over stock (min, median)\n",
+               timings[i].name, (timings[i].min_seconds - stock.min_seconds) * kPerOperator,
+               (timings[i].median_seconds - stock.median_seconds) * kPerOperator);
+  }
+  fmt::print("\n");
+}
+
 }  // namespace
 
 int main() {
@@ -91,10 +103,11 @@ int main() {
           {"semitone, preset torch", [&] { in_ours(same_rows); }},
           {"semitone, preset semitone", [&] { in_ours(semitone_rows); }},
           {"no region", [&] { run(chain, x, weight); }}};
+      const auto timings = semitone::bench::interleave(contenders, 40, 5);
       semitone::bench::print(fmt::format("{}{}: one operator of {}", chain.name,
                                          grad ? ", recorded by autograd" : "", kOperators),
-                             semitone::bench::interleave(contenders, 40, 5), 1e-6, "us",
-                             kOperators);
+                             timings, 1e-6, "us", kOperators);
+      print_added(timings);
     }
   }
 }

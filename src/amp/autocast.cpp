@@ -1,6 +1,7 @@
 #include "semitone/amp/autocast.h"
 
 #include "semitone/core/device.h"
+#include "semitone/core/error.h"
 #include "src/amp/regions.h"
 
 #include <ATen/autocast_mode.h>
@@ -9,6 +10,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace semitone::amp {
@@ -74,8 +76,14 @@ struct Autocast::Guard {
   std::optional<PlainTorchScript> plain;
 };
 
-Autocast::Autocast(const CastPolicy& policy)
-    : guard_(std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()})) {}
+Autocast::Autocast(const CastPolicy& policy) {
+  if (!policy.fp32_param_globs().empty() && !policy.is_bound()) {
+    throw Error("amp.autocast", "a policy that knows the model whose parameters it keeps in fp32",
+                "'" + policy.fp32_param_globs().front() + "' in a policy that is not bound",
+                "Autocast region(policy.bind(model))");
+  }
+  guard_ = std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()});
+}
 
 Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype, bool enabled) {
   const CastTarget target(device, dtype.value_or(default_16bit_dtype(device)));
@@ -93,7 +101,11 @@ DisableCasts::DisableCasts() : guard_(std::make_unique<Guard>()) {}
 DisableCasts::~DisableCasts() = default;
 
 bool autocast_enabled(c10::DeviceType device) {
-  return at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device))
+    return false;
+  const Regions* regions = Regions::current();
+  const Region* region = regions == nullptr ? nullptr : regions->find(device);
+  return region == nullptr || region->policy == nullptr || region->policy->casts();
 }
 
 c10::ScalarType autocast_dtype(c10::DeviceType device) {
@@ -153,6 +165,16 @@ AutocastState AutocastState::current() {
 
 AutocastState AutocastState::disabled() {
   return AutocastState(std::make_shared<Data>());
+}
+
+AutocastState AutocastState::without_casts() const {
+  auto data = std::make_shared<Data>();
+  data->cache = data_->cache;
+  for (const Region& region : data_->active) {
+    if (!region.policy->emulates_any() && !region.policy->repairs()) continue;
+    data->active.push_back({region.device, region.dtype, region.policy->without_casts()});
+  }
+  return AutocastState(std::move(data));
 }
 
 AutocastState::Scope AutocastState::enter() const {

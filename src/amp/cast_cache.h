@@ -30,7 +30,9 @@ enum class Conversion : std::uint8_t {
 //
 // torch::optim::SGD writes through tensor.data(), which no counter shows. It needs a gradient for
 // that. So a backward pass through any cast here forgets them all, and nothing is kept of a weight
-// that has a gradient: the optimizer may step at any moment then.
+// that has a gradient: the optimizer may step at any moment then. Gradients that come otherwise, by
+// hand or from a backward pass with casts off, are gone again after zero_grad(); the weight shows
+// it: on a CPU a fingerprint of some elements has to be the same, too.
 class CastCache : public std::enable_shared_from_this<CastCache> {
  public:
   // Whether the casts of a tensor may be kept: a strided leaf without a gradient.
@@ -74,6 +76,7 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
     c10::DimVector sizes;
     c10::DimVector strides;
     std::int64_t version;
+    std::uint64_t fingerprint;
     at::Tensor converted;
     std::optional<std::int64_t> converted_version;
   };
@@ -81,6 +84,7 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
   static constexpr std::size_t kSweepAbove = 64;
 
   static std::optional<std::int64_t> version_of(const at::Tensor& tensor);
+  static std::uint64_t fingerprint_of(const at::Tensor& weight);
   static Entry entry_for(const at::Tensor& weight);  // without the conversion
   void forget_after_backward(const at::Tensor& converted);
   at::Tensor find(const at::Tensor& weight, Conversion conversion);

@@ -60,8 +60,9 @@ CastTarget::CastTarget(c10::DeviceType device_type, c10::ScalarType lower_dtype)
   }
 }
 
-struct CastPolicy::Binding {
-  std::vector<BoundParameter> parameters;
+struct CastPolicy::NamedParameter {
+  std::string name;
+  BoundParameter parameter;
 };
 
 struct CastPolicy::Compiled {
@@ -234,8 +235,30 @@ CastPolicy& CastPolicy::ban(std::string_view op, std::string_view reason) {
   return set(op, CastAction::ban, reason);
 }
 
+void CastPolicy::keep_matching(Binding& binding, const std::string& glob) {
+  bool matched = false;
+  std::vector<std::string> names;
+  for (NamedParameter& named : binding) {
+    names.push_back(named.name);
+    if (fnmatch(glob.c_str(), named.name.c_str(), 0) != 0) continue;
+    named.parameter.keep_fp32 = true;
+    matched = true;
+  }
+  if (matched) return;
+  const std::string near = nearest(glob, names);
+  throw Error("amp.cast_policy.bind", "a parameter that matches '" + glob + "'",
+              "none among " + std::to_string(names.size()) + " parameters",
+              near.empty() ? (names.empty() ? "" : "the first is called '" + names.front() + "'")
+                           : "did you mean " + near + "?");
+}
+
 CastPolicy& CastPolicy::keep_fp32_params(std::string_view glob) {
   if (glob.empty()) throw Error("amp.cast_policy", "a glob of parameter names", "an empty one");
+  if (binding_ != nullptr) {
+    auto binding = std::make_shared<Binding>(*binding_);
+    keep_matching(*binding, std::string(glob));
+    binding_ = std::move(binding);
+  }
   globs_.emplace_back(glob);
   edited();
   return *this;
@@ -270,28 +293,12 @@ CastPolicy CastPolicy::bind(const Model& model) const {
 
 CastPolicy CastPolicy::bind(const std::vector<Model>& models) const {
   auto binding = std::make_shared<Binding>();
-  std::set<std::string> unmatched(globs_.begin(), globs_.end());
-  std::vector<std::string> names;
   for (const Model& model : models) {
     for (const Model::Entry& entry : model.entries()) {
-      if (!entry.is_parameter) continue;
-      bool keep = false;
-      for (const std::string& glob : globs_) {
-        if (fnmatch(glob.c_str(), entry.name.c_str(), 0) != 0) continue;
-        keep = true;
-        unmatched.erase(glob);
-      }
-      binding->parameters.emplace_back(entry.tensor, keep);
-      names.push_back(entry.name);
+      if (entry.is_parameter) binding->push_back({entry.name, BoundParameter(entry.tensor, false)});
     }
   }
-  if (!unmatched.empty()) {
-    const std::string near = nearest(*unmatched.begin(), names);
-    throw Error("amp.cast_policy.bind", "a parameter that matches '" + *unmatched.begin() + "'",
-                "none among " + std::to_string(names.size()) + " parameters",
-                near.empty() ? (names.empty() ? "" : "the first is called '" + names.front() + "'")
-                             : "did you mean " + near + "?");
-  }
+  for (const std::string& glob : globs_) keep_matching(*binding, glob);
   CastPolicy bound = *this;
   bound.binding_ = std::move(binding);
   bound.edited();
@@ -315,7 +322,19 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
         install_kernel(op, target_.device);
     }
     if (binding_ != nullptr) {
-      for (const BoundParameter& parameter : binding_->parameters) policy->add(parameter);
+      for (const NamedParameter& named : *binding_) policy->add(named.parameter);
+    }
+    if (binding_ != nullptr && !globs_.empty()) {
+      const auto keep = [&](const Rows& rows) {
+        for (const auto& [name, row] : rows) {
+          const auto op = find_operator(name);
+          if (!op.has_value() || writes_to_argument(*op)) continue;  // the write would go to a copy
+          policy->keep_operator(op_id(*op));
+          install_kernel(*op, target_.device);
+        }
+      };
+      keep(*rows_);
+      keep(semitone(target_).rows());
     }
     compiled_->policy = std::move(policy);
   });

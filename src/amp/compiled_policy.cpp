@@ -25,9 +25,19 @@ CompiledPolicy::CompiledPolicy(std::string name, CastTarget target, Emulation em
     : name_(std::move(name)),
       target_(target),
       as_libtorch_(as_libtorch),
-      repairs_(emulation != Emulation::never),
+      repairs_(target.device == c10::DeviceType::CPU && emulation != Emulation::never),
       emulate_fp16_(amp::emulates(emulation, target.device, at::kHalf)),
       emulate_bf16_(amp::emulates(emulation, target.device, at::kBFloat16)) {}
+
+std::shared_ptr<const CompiledPolicy> CompiledPolicy::without_casts() const {
+  auto policy = std::make_shared<CompiledPolicy>(name_, target_, Emulation::never,
+                                                 /*as_libtorch=*/false);
+  policy->casts_ = false;
+  policy->repairs_ = repairs_;
+  policy->emulate_fp16_ = emulate_fp16_;
+  policy->emulate_bf16_ = emulate_bf16_;
+  return policy;
+}
 
 bool CompiledPolicy::keeps_fp32(const at::Tensor& tensor) const {
   const auto kept = [this](const at::Tensor& candidate) {
@@ -42,8 +52,12 @@ void CompiledPolicy::set_action(OpId op, CastAction action) {
   actions_[op] = action;
 }
 
+void CompiledPolicy::keep_operator(OpId op) {
+  if (op >= kept_operators_.size()) kept_operators_.resize(op + 1);
+  kept_operators_[op] = true;
+}
+
 void CompiledPolicy::add(const BoundParameter& parameter) {
-  any_keep_fp32_ = any_keep_fp32_ || parameter.keep_fp32;
   const auto [known, added] = parameters_.emplace(parameter.impl._unsafe_get_target(), parameter);
   // A shared parameter has several names: one that matches is enough.
   if (!added) known->second.keep_fp32 = known->second.keep_fp32 || parameter.keep_fp32;

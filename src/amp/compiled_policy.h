@@ -37,12 +37,20 @@ class CompiledPolicy {
   c10::DeviceType device() const { return target_.device; }
   c10::ScalarType dtype() const { return target_.dtype; }
 
+  // The same without rows: nothing is cast, 16-bit products are computed as they were. Its kernels
+  // are installed if this one's are.
+  std::shared_ptr<const CompiledPolicy> without_casts() const;
+  // False for what without_casts() made.
+  bool casts() const { return casts_; }
+
   bool as_libtorch() const { return as_libtorch_; }
 
   // The action for an operator; nothing where the policy does not list it.
   std::optional<CastAction> action(OpId op) const {
     return op < actions_.size() ? actions_[op] : std::nullopt;
   }
+  // Whether an operator runs in fp32 that gets a parameter to be kept so.
+  bool keeps_operator(OpId op) const { return op < kept_operators_.size() && kept_operators_[op]; }
   // Whether this dtype's matrix products are to go through fp32.
   bool emulates(c10::ScalarType dtype) const {
     return dtype == at::kHalf ? emulate_fp16_ : dtype == at::kBFloat16 && emulate_bf16_;
@@ -52,22 +60,22 @@ class CompiledPolicy {
   bool repairs() const { return repairs_; }
   // Whether a tensor, or the tensor that it is a view of, is a parameter to be kept in fp32.
   bool keeps_fp32(const at::Tensor& tensor) const;
-  // Whether that is so for any tensor at all.
-  bool keeps_any_fp32() const { return any_keep_fp32_; }
   // Whether the model of bind() has this parameter.
   bool is_parameter(const at::Tensor& tensor) const {
     return parameters_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
 
   void set_action(OpId op, CastAction action);
+  void keep_operator(OpId op);
   void add(const BoundParameter& parameter);
 
  private:
   std::string name_;
   CastTarget target_;
   std::vector<std::optional<CastAction>> actions_;
+  std::vector<bool> kept_operators_;
   std::unordered_map<const c10::TensorImpl*, BoundParameter> parameters_;
-  bool any_keep_fp32_ = false;
+  bool casts_ = true;
   bool as_libtorch_;
   bool repairs_;
   bool emulate_fp16_;

@@ -141,7 +141,8 @@ class Kernel final : public c10::OperatorKernel {
     }
 
     std::optional<CastAction> action = policy.action(id_);
-    if (policy.keeps_any_fp32() && has_kept_argument(arguments, policy)) action = CastAction::fp32;
+    if (policy.keeps_operator(id_) && has_kept_argument(arguments, policy))
+      action = CastAction::fp32;
     if (belongs_to_stock(action, arguments, policy)) {
       run_as_stock(op, keys, stack);
       return;
@@ -227,7 +228,7 @@ class Kernel final : public c10::OperatorKernel {
   bool belongs_to_stock(std::optional<CastAction> action, Arguments arguments,
                         const CompiledPolicy& policy) const {
     if (!stock_.has_value()) return false;
-    if (!action.has_value()) return policy.as_libtorch() || !is_aten_;
+    if (!action.has_value()) return policy.casts() && (policy.as_libtorch() || !is_aten_);
     if (*action == CastAction::lower) return name_ == kCudnnRnn;
     if (!policy.as_libtorch()) return false;
     if (*action == CastAction::promote) {

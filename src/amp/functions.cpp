@@ -1,5 +1,6 @@
 #include "semitone/amp/functions.h"
 
+#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/amp/caster.h"
 #include "src/amp/regions.h"
@@ -26,7 +27,7 @@ at::Tensor in_region_of(const at::Tensor& tensor, std::string_view caller, Cast&
   const Regions* regions = Regions::current();
   if (regions == nullptr || !tensor.defined()) return tensor;
   const auto* region = regions->find_active(tensor.device().type());
-  if (region == nullptr) return tensor;
+  if (region == nullptr || !region->policy->casts()) return tensor;
   return cast(Caster(*regions, *region->policy, caller), *region);
 }
 
@@ -45,7 +46,7 @@ at::Tensor cast_to_fp32(const at::Tensor& tensor) {
                       [&](const Caster& cast, const auto&) { return cast.to_fp32(tensor); });
 }
 
-at::Tensor Widest::look(const at::Tensor& tensor) {
+at::Tensor CastToWidest::look(const at::Tensor& tensor) {
   return in_region_of(tensor, "promote_function", [&](const Caster&, const auto& region) {
     if (is_eligible(tensor, region.device)) {
       const auto dtype = tensor.scalar_type();
@@ -55,17 +56,18 @@ at::Tensor Widest::look(const at::Tensor& tensor) {
   });
 }
 
-at::Tensor Widest::cast(const at::Tensor& tensor) const {
+at::Tensor CastToWidest::operator()(const at::Tensor& tensor) const {
   return in_region_of(tensor, "promote_function", [&](const Caster& cast, const auto&) {
     return widest_ == at::kFloat ? cast.to_fp32(tensor) : tensor;
   });
 }
 
-bool in_any_region() {
+bool casts_are_on() {
   const Regions* regions = Regions::current();
   return regions != nullptr &&
          std::any_of(regions->innermost.begin(), regions->innermost.end(), [&](const auto& region) {
-           return regions->find_active(region.device) != nullptr;
+           const auto* active = regions->find_active(region.device);
+           return active != nullptr && active->policy->casts();
          });
 }
 
@@ -73,13 +75,16 @@ bool in_any_region() {
 
 CustomForward::CustomForward(torch::autograd::AutogradContext* ctx,
                              std::optional<c10::ScalarType> cast_inputs) {
-  if (cast_inputs.has_value() && detail::in_any_region()) {
+  if (cast_inputs.has_value() && detail::casts_are_on()) {
     active_ = cast_inputs;
-    no_casts_.emplace();
+    if (is_16bit(*cast_inputs)) {
+      emulation_only_.emplace();
+    } else {
+      no_casts_.emplace();
+    }
   }
-  const AutocastState state =
-      active_.has_value() ? AutocastState::disabled() : AutocastState::current();
-  ctx->saved_data[kStateKey] = c10::IValue::make_capsule(c10::make_intrusive<StateHolder>(state));
+  ctx->saved_data[kStateKey] =
+      c10::IValue::make_capsule(c10::make_intrusive<StateHolder>(AutocastState::current()));
 }
 
 namespace {

@@ -12,6 +12,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -363,6 +364,128 @@ TEST(AutocastPolicies, KeptParametersKeepTheirOperatorsInFp32) {
     expect_close(second, net[1]->as<torch::nn::Linear>()->forward(first.to(kFp32)),
                  test::reduction_tolerance(kFp32, 4));
   }
+}
+
+// What writes to an argument cannot be cast: the write would go to the copy.
+TEST(AutocastPolicies, KeptParametersLeaveOperatorsAloneThatWriteToAnArgument) {
+  torch::nn::Linear linear(2, 2);
+  {
+    const torch::NoGradGuard no_grad;
+    linear->bias.fill_(3);
+  }
+  const auto low = [](double value) { return torch::full({2}, value, kFp16); };
+  const auto apex = CastPolicy::apex({kCpu, kFp16}).keep_fp32_params("bias");
+  const torch::NoGradGuard no_grad;
+  {
+    const Autocast region(CastPolicy(apex).leave("pow_").bind(linear));
+    auto x = low(2);
+    x.pow_(linear->bias);
+    expect_bitwise_equal(x, low(8));
+    auto y = low(2);
+    y.add_(linear->bias);
+    expect_bitwise_equal(y, low(5));
+    auto out = low(0);
+    at::mul_out(out, low(2), linear->bias);
+    expect_bitwise_equal(out, low(6));
+  }
+  const Autocast region(apex.bind(linear));
+  auto x = low(2);
+  expect_error([&] { x.pow_(linear->bias); }, {"'pow_.Tensor'", "'apex'"});
+  expect_bitwise_equal(x, low(2));
+}
+
+struct KeptCase {
+  const char* name;
+  at::Tensor (*run)(const at::Tensor& weight, const at::Tensor& x);  // x: 16 bits, 4x4 as weight
+};
+
+const std::vector<KeptCase>& kept_cases() {
+  static const std::vector<KeptCase> cases{
+      {"mm", [](const at::Tensor& w, const at::Tensor& x) { return at::mm(w, x); }},
+      {"mv", [](const at::Tensor& w, const at::Tensor& x) { return at::mv(w, x[0]); }},
+      {"matmul", [](const at::Tensor& w, const at::Tensor& x) { return at::matmul(x, w.t()); }},
+      {"linear", [](const at::Tensor& w, const at::Tensor& x) { return at::linear(x, w); }},
+      {"addr", [](const at::Tensor& w, const at::Tensor& x) { return at::addr(w, x[0], x[1]); }},
+      {"dot", [](const at::Tensor& w, const at::Tensor& x) { return at::dot(w[0], x[0]); }},
+      {"einsum",
+       [](const at::Tensor& w, const at::Tensor& x) {
+         return at::einsum("ij,jk->ik", {x, w});
+       }},
+      {"prelu", [](const at::Tensor& w, const at::Tensor& x) { return at::prelu(x, w[0]); }},
+      {"cat",
+       [](const at::Tensor& w, const at::Tensor& x) {
+         return at::cat({x, w});
+       }},
+      {"layer_norm",
+       [](const at::Tensor& w, const at::Tensor& x) { return at::layer_norm(x, {4}, w[0]); }},
+      {"relu", [](const at::Tensor& w, const at::Tensor&) { return at::relu(w); }},
+      {"mul", [](const at::Tensor& w, const at::Tensor& x) { return w * x; }}};
+  return cases;
+}
+
+class KeptParameters : public testing::TestWithParam<const char*> {};
+
+// Also where the policy's own table does not list the operator, and whatever policies this process
+// has used: each preset is the first in a process of its own under ctest's --gtest_filter.
+TEST_P(KeptParameters, KeepEveryCastOperatorInFp32) {
+  torch::nn::Linear linear(torch::nn::LinearOptions(4, 4).bias(false));
+  const auto x = torch::rand({4, 4}).to(kBf16);
+  const auto policy = CastPolicy::by_name(GetParam(), {kCpu, kBf16}).keep_fp32_params("weight");
+  const torch::NoGradGuard no_grad;
+  const Autocast region(policy.bind(linear));
+  for (const KeptCase& one : kept_cases()) {
+    SCOPED_TRACE(one.name);
+    const at::Tensor got = one.run(linear->weight, x);
+    EXPECT_EQ(got.scalar_type(), kFp32);
+    const DisableCasts no_casts;
+    expect_close(got, one.run(linear->weight, x.to(kFp32)), test::reduction_tolerance(kFp32, 4));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AutocastPolicies, KeptParameters,
+                         testing::Values("none", "torch", "paddle-o2", "paddle", "apex",
+                                         "semitone"),
+                         [](const auto& tested) {
+                           std::string name = tested.param;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
+// An operator that neither the policy nor preset semitone lists is not cast, whether another policy
+// has installed a kernel for it or not.
+TEST(AutocastPolicies, KeptParametersDoNotCastWhatNoListNames) {
+  torch::nn::Linear linear(torch::nn::LinearOptions(4, 4).bias(false));
+  const auto x = torch::rand({4, 4}).to(kBf16);
+  const auto policy = CastPolicy::none({kCpu, kBf16}).keep_fp32_params("weight").bind(linear);
+  const torch::NoGradGuard no_grad;
+  const auto raises = [&] {
+    const Autocast region(policy);
+    EXPECT_THROW(at::lerp(linear->weight, x, 0.5), c10::Error);
+  };
+  raises();
+  {
+    const Autocast installs(CastPolicy::none({kCpu, kBf16}).keep_fp32("lerp"));
+    EXPECT_EQ(at::lerp(linear->weight, x, 0.5).scalar_type(), kFp32);
+  }
+  raises();
+  const Autocast region(
+      CastPolicy::none({kCpu, kBf16}).leave("lerp").keep_fp32_params("weight").bind(linear));
+  EXPECT_EQ(at::lerp(linear->weight, x, 0.5).scalar_type(), kFp32) << "a row of its own";
+}
+
+TEST(AutocastPolicies, KeptParametersWithoutAModelAreAnError) {
+  const auto policy = CastPolicy::semitone({kCpu, kBf16}).keep_fp32_params("nosuch*");
+  expect_error([&] { const Autocast region(policy); },
+               {"[amp.autocast]", "'nosuch*'", "policy.bind(model)"});
+  EXPECT_FALSE(autocast_enabled(kCpu));
+}
+
+TEST(AutocastPolicies, ParametersMayBeKeptAfterBind) {
+  torch::nn::Linear linear(4, 4);
+  auto policy = CastPolicy::semitone({kCpu, kBf16}).bind(linear);
+  policy.keep_fp32_params("weight");
+  const Autocast region(policy);
+  EXPECT_EQ(linear(torch::rand({2, 4})).scalar_type(), kFp32);
 }
 
 // ---- promotion ---------------------------------------------------------------------------------

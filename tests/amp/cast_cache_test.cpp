@@ -181,6 +181,81 @@ TYPED_TEST(CastCacheOptimizers, AStepInsideTheRegionIsSeen) {
   }
 }
 
+// Two ways in which SGD steps without a backward pass through the cast.
+TEST_F(CastCacheTest, AStepOfSgdAfterABackwardWithCastsOffIsSeen) {
+  torch::optim::SGD optimizer({weight}, 0.5);
+  const Autocast region(bf16);
+  const auto evaluate = [&] {
+    const torch::NoGradGuard no_grad;
+    expect_current(at::mm(x, weight));
+  };
+  evaluate();
+  {
+    const DisableCasts no_casts;
+    at::mm(x, weight).sum().backward();
+  }
+  optimizer.step();
+  optimizer.zero_grad();
+  evaluate();
+}
+
+TEST_F(CastCacheTest, AStepOfSgdWithGradientsSetByHandIsSeen) {
+  torch::optim::SGD optimizer({weight}, 0.5);
+  const Autocast region(bf16);
+  expect_current(at::mm(x, weight));
+  weight.mutable_grad() = torch::ones({kIn, kOut});
+  optimizer.step();
+  optimizer.zero_grad();
+  expect_current(at::mm(x, weight));
+}
+
+// Small weights are compared whole, in every layout.
+TEST_F(CastCacheTest, AWriteThroughDataToAnyElementOfASmallWeightIsSeen) {
+  const auto storage = torch::rand({2, 2 * kWeight});
+  const std::vector<std::pair<const char*, at::Tensor>> layouts{
+      {"contiguous", torch::rand({kIn, kOut})},
+      {"transposed", torch::rand({kOut, kIn}).t()},
+      {"with gaps", storage.slice(1, 0, 2 * kWeight, 2)[1].view({kIn, kOut})},
+      {"expanded", torch::rand({kIn, 1}).expand({kIn, kOut})}};
+  const Autocast region(bf16);
+  for (const auto& [name, layout] : layouts) {
+    SCOPED_TRACE(name);
+    weight = layout.detach().set_requires_grad(true);
+    for (std::int64_t i = 0; i < kWeight; ++i) {
+      expect_current(at::mm(x, weight));
+      weight.data()[i / kOut][i % kOut].add_(1);
+      expect_current(at::mm(x, weight));
+    }
+  }
+}
+
+// What a step writes where one input is always zero, or one output never active: all but a row or a
+// column.
+TEST_F(CastCacheTest, AWriteThroughDataToMostOfALargeWeightIsSeen) {
+  constexpr std::int64_t kSide = 256;
+  const auto large = torch::rand({kSide, kSide}).requires_grad_();
+  const auto y = torch::eye(kSide);
+  const auto expect_seen = [&] {
+    expect_bitwise_equal(at::mm(y, large).detach(), large.detach().to(kBf16));
+  };
+  const Autocast region(bf16);
+  for (std::int64_t dead = 0; dead < kSide; ++dead) {
+    for (const std::int64_t dim : {0, 1}) {
+      expect_seen();
+      const auto keep = large.detach().select(dim, dead).clone();
+      large.data().add_(1);
+      large.data().select(dim, dead).copy_(keep);
+      expect_seen();
+    }
+  }
+}
+
+TEST_F(CastCacheTest, AnEmptyWeightIsNoTrouble) {
+  const auto empty = torch::rand({kIn, 0}).requires_grad_();
+  const Autocast region(bf16);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(at::mm(x, empty).sizes(), (at::IntArrayRef{3, 0}));
+}
+
 TEST_F(CastCacheTest, AWriteThroughDataIsSeenAfterClearCastCache) {
   const Autocast region(bf16);
   at::mm(x, weight);

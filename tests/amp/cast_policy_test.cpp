@@ -410,6 +410,19 @@ TEST(CastPolicyParams, BindingLeavesTheUnboundPolicyAlone) {
   EXPECT_EQ(kept(bound.with_target({torch::kCPU, torch::kHalf}), *net).size(), 2U);
 }
 
+TEST(CastPolicyParams, GlobsGivenAfterBindAreResolvedAtOnce) {
+  const Net net;
+  auto bound = CastPolicy::semitone(torch::kCPU).keep_fp32_params("scale").bind(net);
+  const auto before = bound;
+  bound.keep_fp32_params("head.*");
+  EXPECT_EQ(kept(bound, *net), (std::set<std::string>{"scale", "head.weight", "head.bias"}));
+  EXPECT_EQ(kept(before, *net), (std::set<std::string>{"scale"})) << "copies are values";
+  expect_error([&] { bound.keep_fp32_params("head.wieght"); },
+               {"'head.wieght'", "did you mean 'head.weight'"});
+  EXPECT_EQ(bound.fp32_param_globs(), (std::vector<std::string>{"scale", "head.*"}));
+  EXPECT_EQ(kept(bound.lower("softmax"), *net).size(), 3U);
+}
+
 TEST(CastPolicyParams, ABoundPolicyDoesNotOwnTheParameters) {
   auto weight = torch::ones({4});
   torch::jit::Module script("Scripted");

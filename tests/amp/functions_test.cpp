@@ -187,6 +187,17 @@ TEST_P(Callables, RunWithCastsOff) {
   EXPECT_EQ(product(wide), GetParam()) << "on again afterwards";
 }
 
+// Where LibTorch's list is in force, its own kernels run what the policy does not list: they would
+// cast.
+TEST_P(Callables, RunWithCastsOffUnderPresetTorchToo) {
+  const auto product = [](const at::Tensor& a) { return at::mm(a, a).scalar_type(); };
+  const auto sum = [](const at::Tensor& a) { return at::prod(a).scalar_type(); };
+  const Autocast region(CastPolicy::torch({torch::kCPU, GetParam()}));
+  EXPECT_EQ(promote_function(product)(wide), kFp32);
+  EXPECT_EQ(half_function(sum)(wide), GetParam());
+  EXPECT_EQ(sum(low), kFp32) << "LibTorch's CPU list has it in fp32";
+}
+
 TEST_P(Callables, LeaveOtherTensorsAlone) {
   const auto wider = wide.to(torch::kDouble);
   const auto whole = wide.to(torch::kLong);

@@ -22,24 +22,28 @@ namespace semitone::amp {
 ///     loss.backward();                            // backward runs in the dtypes of the forward
 ///
 /// - Regions nest, also of other devices, dtypes and policies, and restore what was before, also
-/// when an exception leaves them.
+///   when an exception leaves them.
 /// - A region belongs to its thread. LibTorch carries it to the threads that work for this one: the
-/// autograd engine's,
-///   at::launch's and the JIT's. For threads of your own and for at::parallel_for, see
-///   AutocastState.
-/// - A weight used twice in a region is cast once (fp32 parameters; also seen through .t(), which
-/// is how Linear uses it). The
-///   cached copy is dropped as soon as the weight changes, is not shared between dtypes, and is
-///   made again with a gradient if the first use had none. It dies with the outermost region. One
-///   blind spot: a write through tensor.data(), which LibTorch itself cannot see; write under
-///   torch::NoGradGuard instead, or call clear_cast_cache().
+///   autograd engine's, at::launch's and the JIT's. For threads of your own and for
+///   at::parallel_for, see AutocastState.
+/// - A weight used twice in a region is cast once (fp32 parameters without a gradient; also seen
+///   through .t(), which is how Linear uses it). The cached copy is dropped as soon as the weight
+///   changes, is not shared between dtypes, and is made again with a gradient if the first use had
+///   none. It dies with the outermost region, and with a backward pass through it.
+/// - What counts as a change: every write that LibTorch counts (in place, to an alias, set_data),
+///   other memory, and on a CPU another value of one of 32 elements spread over the weight. So the
+///   steps of optimizers are seen, also of torch::optim::SGD, which writes through tensor.data().
+///   Not seen: a write through tensor.data() on another device than the CPU, or to few elements of
+///   a large weight, if no backward pass has gone through the cast before it and the weight has no
+///   gradient after it. Write under torch::NoGradGuard instead, or call clear_cast_cache().
 /// - In-place operators and out= overloads run as they are, in their output's dtype.
 /// - TorchScript modules are covered: their operators go through the same dispatcher.
 ///
 /// Destroy on the thread that constructed it, in the reverse order of construction.
 class [[nodiscard]] Autocast {
  public:
-  /// The policy's device and dtype.
+  /// The policy's device and dtype. Error for one whose keep_fp32_params() are not resolved: bind()
+  /// it.
   explicit Autocast(const CastPolicy& policy);
 
   /// The default policy, CastPolicy::semitone, for a device.
@@ -59,7 +63,10 @@ class [[nodiscard]] Autocast {
 };
 
 /// Turns autocast off for every device until the end of the scope, nested in any region: Apex's
-/// disable_casts.
+/// disable_casts. With the casts goes Emulation: matrix products of 16-bit tensors are LibTorch's
+/// own here, slow and otherwise rounded where the processor lacks the dtype, and wrong for some
+/// convolutions (docs/numerics.md). AutocastState::current().without_casts().enter() turns off the
+/// casts alone.
 class [[nodiscard]] DisableCasts {
  public:
   DisableCasts();
@@ -72,14 +79,14 @@ class [[nodiscard]] DisableCasts {
   std::unique_ptr<Guard> guard_;
 };
 
-/// Whether a device is in an enabled region on this thread.
+/// Whether a device is in an enabled region on this thread, and casts are on.
 bool autocast_enabled(c10::DeviceType device);
 
 /// The 16-bit dtype of the region that this thread is in; the device's default outside.
 c10::ScalarType autocast_dtype(c10::DeviceType device);
 
-/// Forgets the casts of weights on this thread's regions. Needed only after a write through
-/// tensor.data().
+/// Forgets the casts of weights on this thread's regions; outside of a region there are none.
+/// Needed only after a write that Autocast does not see.
 void clear_cast_cache();
 
 /// The regions that this thread is in, to take to another thread:
@@ -108,6 +115,9 @@ class AutocastState {
   static AutocastState current();
   /// No region at all.
   static AutocastState disabled();
+  /// The same regions without casts: operators run in whatever dtype arrives, and 16-bit matrix
+  /// products are computed as the policies say (Emulation).
+  AutocastState without_casts() const;
   /// On a thread that is in regions of its own, those of the state replace them; devices that the
   /// state has no region of are off.
   Scope enter() const;

@@ -84,8 +84,10 @@ class CompiledPolicy;
 /// `semitone ops` prints the tables.
 class CastPolicy {
  public:
-  /// The default: on every device what torch does on CUDA, without its dtype errors on the CPU. See
-  /// docs/cast_policies.md.
+  /// The default. On a GPU LibTorch's own list; on a CPU the same rows, but for those of five
+  /// operators (layer_norm, native_layer_norm, group_norm, binary_cross_entropy, grid_sampler), and
+  /// the rows that LibTorch's CPU list has besides, without its dtype errors. What differs between
+  /// the devices stands in docs/cast_policies.md.
   static CastPolicy semitone(CastTarget target = {});
   /// Exactly LibTorch's own list for the device.
   static CastPolicy torch(CastTarget target = {});
@@ -110,8 +112,15 @@ class CastPolicy {
                   std::string_view reason = "set by the user");
 
   /// Keeps the parameters whose names match a glob (*, ?, [abc]; * also matches dots) in fp32, and
-  /// with them every listed operator that gets one as an argument. Takes effect in bind() and in
-  /// amp::initialize.
+  /// with them the operators that get one as an argument: those that this policy lists, whatever
+  /// their action, and those that the preset `semitone` lists for the device, so that a kept
+  /// parameter can meet 16-bit tensors under every policy, `none` of O2 and O3 included. Operators
+  /// that stand in neither list get the parameter as it is, and LibTorch's own type promotion
+  /// decides. So do those that write to an argument (in-place forms, out= overloads).
+  ///
+  /// Names need a model: see bind(). In a policy that is bound already the glob is resolved at once
+  /// (Error if it matches nothing); Autocast refuses a policy with globs that is not bound.
+  /// amp::initialize binds by itself.
   CastPolicy& keep_fp32_params(std::string_view glob);
 
   /// Default: automatic.
@@ -133,6 +142,8 @@ class CastPolicy {
   Emulation emulation() const { return emulation_; }
   const std::vector<std::string>& fp32_param_globs() const { return globs_; }
 
+  /// Whether bind() was called: whether the globs are resolved.
+  bool is_bound() const { return binding_ != nullptr; }
   /// Whether bind() found that this parameter is to stay in fp32.
   bool keeps_fp32(const at::Tensor& parameter) const;
 
@@ -147,12 +158,14 @@ class CastPolicy {
 
  private:
   friend class PolicyBuilder;
-  struct Binding;   // the parameters of bind()
+  struct NamedParameter;
   struct Compiled;  // made at first use, shared by copies, replaced by edits
 
+  using Binding = std::vector<NamedParameter>;  // the parameters of bind()
   using Rows = std::map<std::string, CastRow>;
 
   CastPolicy(std::string name, CastTarget target, Rows rows = {});
+  static void keep_matching(Binding& binding, const std::string& glob);
   void edited();
 
   std::string name_;

@@ -27,17 +27,8 @@ namespace detail {
 at::Tensor cast_to_lower(const at::Tensor& tensor);
 at::Tensor cast_to_fp32(const at::Tensor& tensor);
 
-/// The dtype for promoting: fp32 if a tensor seen is fp32, or fp16 and bf16 were both seen.
-class Widest {
- public:
-  at::Tensor look(const at::Tensor& tensor);
-  at::Tensor cast(const at::Tensor& tensor) const;
-
- private:
-  std::optional<c10::ScalarType> widest_;
-};
-
-bool in_any_region();
+/// Whether any device is in a region on this thread, and casts are on.
+bool casts_are_on();
 
 /// An argument with its tensors replaced; one that can hold none is passed on as it came.
 template <typename T, typename Transform>
@@ -49,54 +40,65 @@ decltype(auto) with_tensors(T&& argument, const Transform& transform) {
   }
 }
 
-/// Casts the arguments, which takes the region, then calls f with casts off.
-template <typename Function, typename Cast, typename... Arguments>
-auto call_casted(const Function& f, const Cast& cast, Arguments&&... arguments) {
-  std::tuple<decltype(with_tensors(std::forward<Arguments>(arguments), cast))...> casted(
-      with_tensors(std::forward<Arguments>(arguments), cast)...);
-  const DisableCasts no_casts;
-  return std::apply(f, std::move(casted));
+/// Casts to the widest dtype among the arguments that it is constructed from; nothing is lowered.
+class CastToWidest {
+ public:
+  template <typename... Arguments>
+  explicit CastToWidest(const Arguments&... arguments) {
+    const auto see = [this](const at::Tensor& tensor) { return look(tensor); };
+    (static_cast<void>(with_tensors(arguments, see)), ...);
+  }
+  at::Tensor operator()(const at::Tensor& tensor) const;
+
+ private:
+  at::Tensor look(const at::Tensor& tensor);
+
+  std::optional<c10::ScalarType> widest_;
+};
+
+/// Casts are off, Emulation is on: for code that gets 16-bit tensors.
+struct EmulationOnly {
+  AutocastState::Scope scope = AutocastState::current().without_casts().enter();
+};
+
+/// f with its tensor arguments cast, by what make_cast(arguments...) returns, and with casts off
+/// inside, by a NoCasts. Outside of a region f as it is.
+template <typename NoCasts, typename Function, typename MakeCast>
+auto casting(Function f, MakeCast make_cast) {
+  return [f = std::move(f), make_cast = std::move(make_cast)](auto&&... arguments) {
+    if (!casts_are_on()) return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
+    const auto cast = make_cast(arguments...);
+    std::tuple<decltype(with_tensors(std::forward<decltype(arguments)>(arguments), cast))...>
+    casted(with_tensors(std::forward<decltype(arguments)>(arguments), cast)...);
+    const NoCasts no_casts;
+    return std::apply(f, std::move(casted));
+  };
 }
 
 }  // namespace detail
 
 /// A callable that casts its tensor arguments (nested ones too) to the region's 16-bit dtype and
-/// runs f with casts off, as if f were one operator of the policy's `lower` rows. Outside a region
-/// it calls f as it is. f takes tensors by value or const reference; other arguments are passed on
-/// as they come.
+/// runs f with casts off, as if f were one operator of the policy's `lower` rows; 16-bit matrix
+/// products inside are computed as the policy's Emulation says. Outside a region it calls f as it
+/// is. f takes tensors by value or const reference; other arguments are passed on as they come.
 template <typename Function>
 auto half_function(Function f) {
-  return [f = std::move(f)](auto&&... arguments) {
-    if (!detail::in_any_region())
-      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
-    return detail::call_casted(f, detail::cast_to_lower,
-                               std::forward<decltype(arguments)>(arguments)...);
-  };
+  return detail::casting<detail::EmulationOnly>(
+      std::move(f), [](const auto&...) { return detail::cast_to_lower; });
 }
 
 /// The same to fp32: for code that needs the range or the precision.
 template <typename Function>
 auto float_function(Function f) {
-  return [f = std::move(f)](auto&&... arguments) {
-    if (!detail::in_any_region())
-      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
-    return detail::call_casted(f, detail::cast_to_fp32,
-                               std::forward<decltype(arguments)>(arguments)...);
-  };
+  return detail::casting<DisableCasts>(std::move(f),
+                                       [](const auto&...) { return detail::cast_to_fp32; });
 }
 
 /// The same to the widest dtype among the arguments: fp32 if one is fp32, or if fp16 meets bf16.
 template <typename Function>
 auto promote_function(Function f) {
-  return [f = std::move(f)](auto&&... arguments) {
-    if (!detail::in_any_region())
-      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
-    detail::Widest widest;
-    const auto look = [&widest](const at::Tensor& tensor) { return widest.look(tensor); };
-    (static_cast<void>(detail::with_tensors(arguments, look)), ...);
-    const auto cast = [&widest](const at::Tensor& tensor) { return widest.cast(tensor); };
-    return detail::call_casted(f, cast, std::forward<decltype(arguments)>(arguments)...);
-  };
+  return detail::casting<detail::EmulationOnly>(
+      std::move(f), [](const auto&... arguments) { return detail::CastToWidest(arguments...); });
 }
 
 /// Apex's names. For an operator registered with LibTorch: a row in a policy. For a callable: a
@@ -133,7 +135,8 @@ auto register_promote_function(Function f) {
 ///     }
 ///
 /// Remembers the regions for CustomBackward. With a dtype: inside a region, cast() casts to it and
-/// casts are off until the end of the scope; outside a region both do nothing.
+/// casts are off until the end of the scope (with a 16-bit dtype, matrix products are computed as
+/// the policy's Emulation says); outside a region both do nothing.
 class [[nodiscard]] CustomForward {
  public:
   explicit CustomForward(torch::autograd::AutogradContext* ctx,
@@ -150,6 +153,7 @@ class [[nodiscard]] CustomForward {
  private:
   std::optional<c10::ScalarType> active_;
   std::optional<DisableCasts> no_casts_;
+  std::optional<detail::EmulationOnly> emulation_only_;
 };
 
 /// The job of torch.amp.custom_bwd, at the top of the backward: runs it in the regions of the
