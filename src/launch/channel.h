@@ -26,6 +26,9 @@ class Channel {
 
   void send(const Message& message);
 
+  // For us, all is said.
+  void hang_up() { close(State::closed, "we closed the connection"); }
+
   // Reads and writes what can be, says that we live, and looks whether the other end does.
   void update(Time now);
   // When to call update() although poll() tells nothing.

@@ -92,7 +92,10 @@ class Launcher::Impl::Attempt {
   void obey(Time now) {
     while (const auto message = channel_.receive()) {
       const auto* const verdict = std::get_if<Verdict>(&*message);
-      if (verdict != nullptr && !verdict_.has_value()) end(*verdict, SIGTERM, now);
+      if (verdict == nullptr || is_final()) continue;
+      end(*verdict, SIGTERM, now);
+      // Node 0 waits until all have heard how it ended, not until all have stopped.
+      if (verdict->kind != Verdict::Kind::restart) channel_.hang_up();
     }
     if (!channel_.is_open() && !verdict_.has_value()) {
       end({Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_.problem()}, SIGTERM,
@@ -104,13 +107,16 @@ class Launcher::Impl::Attempt {
     const int signal = interrupt_.signal();
     if (signal == 0) return;
     interrupt_.acknowledge();
-    if (!verdict_.has_value()) {
+    if (!is_final()) {
       const std::string reason = interrupt_.reason();
       channel_.send(Leave{"it was " + reason});
       end({Verdict::Kind::lost, std::nullopt, reason}, signal == SIGHUP ? SIGTERM : signal, now);
     }
     if (interrupt_.urgent()) group_.stop(SIGKILL, now);
   }
+
+  // Nothing can follow but the end: a restart may still turn into one.
+  bool is_final() const { return verdict_.has_value() && verdict_->kind != Verdict::Kind::restart; }
 
   void end(const Verdict& verdict, int signal, Time now) {
     verdict_ = verdict;
@@ -136,7 +142,7 @@ LaunchResult Launcher::Impl::run() {
     restarts_ = assignment.restarts;
     announce(assignment);
     const Verdict verdict = attempt(assignment, meeting.channel(), relay, guardian);
-    if (verdict.kind != Verdict::Kind::restart || interrupt_.signal() != 0) {
+    if (verdict.kind != Verdict::Kind::restart) {
       relay.finish(interrupt_);
       return result_of(verdict);
     }
