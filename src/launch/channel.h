@@ -56,6 +56,7 @@ class Channel {
 
   Descriptor socket_;
   Clock::duration timeout_;
+  Time looked_;  // when update() was called
   Time heard_;
   Time said_;
   std::string incoming_;

@@ -86,7 +86,7 @@ WorkerGroup::Stream WorkerGroup::make_stream(int local_rank, Streams which, Desc
   Descriptor file;
   if (!options_.log_dir().empty()) {
     const char* const name = which == Streams::out ? "stdout.log" : "stderr.log";
-    const auto path = log_file(options_.log_dir(), assignment_, rank, name);
+    const auto path = log_folder(options_.log_dir(), assignment_) / std::to_string(rank) / name;
     file = open_log(path);
     result.file = path.string();
   }

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -322,6 +323,18 @@ TEST_F(LaunchCommandTest, NothingOutlivesALauncherThatIsKilled) {
   process.send(SIGKILL);
   expect_all_gone(4);
   EXPECT_EQ(process.wait().status.signal, SIGKILL);
+}
+
+TEST_F(LaunchCommandTest, OneThatWasStoppedAndContinuedGoesOn) {
+  Process process(command({"--heartbeat-timeout", "0.3"},
+                          "echo $$ >> $DIR/ids; while [ ! -e $DIR/go ]; do sleep 0.01; done"));
+  ASSERT_TRUE(wait_for_ids(1));
+  process.send(SIGSTOP);
+  ::usleep(1'000'000);
+  process.send(SIGCONT);
+  ::usleep(300'000);
+  write_text(folder_ / "go", "");
+  EXPECT_EQ(process.wait().status.code, 0);
 }
 
 // --------------------------------------------------------------------------------------------------
