@@ -22,7 +22,11 @@ double seconds(Clock::duration duration) {
 }  // namespace
 
 Channel::Channel(Descriptor socket, Clock::duration timeout)
-    : socket_(std::move(socket)), timeout_(timeout), heard_(Clock::now()), said_(heard_) {}
+    : socket_(std::move(socket)),
+      timeout_(timeout),
+      looked_(Clock::now()),
+      heard_(looked_),
+      said_(looked_) {}
 
 short Channel::events() const {
   return static_cast<short>(outgoing_.empty() ? POLLIN : POLLIN | POLLOUT);
@@ -37,6 +41,9 @@ void Channel::send(const Message& message) {
 
 void Channel::update(Time now) {
   if (!is_open()) return;
+  // Ctrl-Z and fg: it was us who did not listen.
+  if (now - looked_ > timeout_ / 2) heard_ = now;
+  looked_ = now;
   read(now);
   if (now - said_ >= timeout_ / 5) send(Beat());
   write();

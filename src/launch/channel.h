@@ -26,6 +26,9 @@ class Channel {
 
   void send(const Message& message);
 
+  // For us, all is said.
+  void hang_up() { close(State::closed, "we closed the connection"); }
+
   // Reads and writes what can be, says that we live, and looks whether the other end does.
   void update(Time now);
   // When to call update() although poll() tells nothing.
@@ -53,6 +56,7 @@ class Channel {
 
   Descriptor socket_;
   Clock::duration timeout_;
+  Time looked_;  // when update() was called
   Time heard_;
   Time said_;
   std::string incoming_;

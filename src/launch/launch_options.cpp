@@ -3,8 +3,6 @@
 #include "semitone/core/error.h"
 #include "src/launch/machine.h"
 
-#include <torch/cuda.h>
-
 #include <fmt/format.h>
 
 #include <charconv>
@@ -258,7 +256,7 @@ ProcessCount ProcessCount::parse(std::string_view text) {
   }
   require(text == "auto" || text == "cpu" || text == "gpu",
           "nproc-per-node to be a number, auto, cpu or gpu", fmt::format("'{}'", text));
-  const int gpus = text == "cpu" ? 0 : static_cast<int>(torch::cuda::device_count());
+  const int gpus = text == "cpu" ? 0 : usable_gpus();
   require(text != "gpu" || gpus > 0, "a GPU for nproc-per-node gpu", "none");
   if (gpus > 0) return {gpus, fmt::format("one for each of {} GPUs", gpus)};
   return {usable_cores(), fmt::format("one for each of {} cores", usable_cores())};

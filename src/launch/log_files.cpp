@@ -33,10 +33,9 @@ void require_log_dir(const std::filesystem::path& folder) {
                     reason_of(errno), "choose another --log-dir");
 }
 
-std::filesystem::path log_file(const std::filesystem::path& folder, const Assignment& assignment,
-                               int rank, const char* name) {
-  return folder / assignment.run_id / fmt::format("attempt_{}", assignment.attempt) /
-         std::to_string(rank) / name;
+std::filesystem::path log_folder(const std::filesystem::path& folder,
+                                 const Assignment& assignment) {
+  return folder / assignment.run_id / fmt::format("attempt_{}", assignment.attempt);
 }
 
 Descriptor open_log(const std::filesystem::path& file) {

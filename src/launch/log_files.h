@@ -12,9 +12,8 @@ namespace semitone::launch {
 // Makes the folder. FileError if it cannot be, or nothing can be written there.
 void require_log_dir(const std::filesystem::path& folder);
 
-// DIR/<job>/attempt_<n>/<rank>/<name>
-std::filesystem::path log_file(const std::filesystem::path& folder, const Assignment& assignment,
-                               int rank, const char* name);
+// DIR/<job>/attempt_<n>, with a folder for each rank.
+std::filesystem::path log_folder(const std::filesystem::path& folder, const Assignment& assignment);
 
 // Opens it to write at its end, and makes its folders. FileError.
 Descriptor open_log(const std::filesystem::path& file);

@@ -1,5 +1,6 @@
 #include "src/launch/machine.h"
 
+#include <dlfcn.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -15,6 +16,18 @@ int usable_cores() {
   // More cores than the set has room for.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   return cores > 0 ? cores : 1;
+}
+
+// Asks the driver itself: LibTorch sees no GPU in a program that its CUDA half is not linked to.
+int usable_gpus() {
+  // Never unloaded: a driver may have threads.
+  static void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (driver == nullptr) return 0;
+  const auto init = reinterpret_cast<int (*)(unsigned)>(::dlsym(driver, "cuInit"));
+  const auto get_count = reinterpret_cast<int (*)(int*)>(::dlsym(driver, "cuDeviceGetCount"));
+  int count = 0;
+  if (init == nullptr || get_count == nullptr || init(0) != 0 || get_count(&count) != 0) return 0;
+  return count;
 }
 
 std::string host_name() {

@@ -136,6 +136,7 @@ bool Meeting::connect(const Interrupt& interrupt) {
     Opened opened = connect_to(endpoint_, kAttempt);
     if (opened.is_open()) {
       channel_.emplace(std::move(opened.socket), duration(options_.heartbeat_timeout()));
+      channel_->send(request());
       return true;
     }
     if (opened.unknown) throw Error(kWhere, "the name of a machine to meet at", opened.problem);
@@ -159,28 +160,16 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
   }
   if (channel_.has_value()) channel_->send(request());
   while (interrupt.signal() == 0) {
-    if (!channel_.has_value()) {
-      if (!connect(interrupt)) break;
-      channel_->send(request());
-    }
+    if (!channel_.has_value() && !connect(interrupt)) break;
     std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0},
                                {channel_->descriptor(), channel_->events(), 0}};
     poll_until(events, channel_->deadline());
     channel_->update(Clock::now());
-    while (const auto message = channel_->receive()) {
-      if (const auto* assignment = std::get_if<Assignment>(&*message)) {
-        met_ = true;
-        return *assignment;
-      }
-      if (const auto* verdict = std::get_if<Verdict>(&*message)) {
-        if (verdict->kind != Verdict::Kind::refused) return *verdict;
-        throw Error(kWhere, fmt::format("to join the job at {}", endpoint_.to_string()),
-                    "refused: " + verdict->reason);
-      }
-    }
+    if (auto answer = hear()) return *std::move(answer);
     if (channel_->is_open()) continue;
-    if (met_)
+    if (met_) {
       return Verdict{Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_->problem()};
+    }
     if (channel_->state() != Channel::State::closed) {
       throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
                   channel_->problem(), "is it another program's port?");
@@ -190,6 +179,22 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
   }
   if (channel_.has_value()) channel_->send(Leave{"it was " + interrupt.reason()});
   return Verdict{Verdict::Kind::lost, std::nullopt, interrupt.reason()};
+}
+
+// What node 0 says to the request.
+std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
+  while (const auto message = channel_->receive()) {
+    if (const auto* const assignment = std::get_if<Assignment>(&*message)) {
+      met_ = true;
+      return *assignment;
+    }
+    const auto* const verdict = std::get_if<Verdict>(&*message);
+    if (verdict == nullptr) continue;
+    if (verdict->kind != Verdict::Kind::refused) return *verdict;
+    throw Error(kWhere, fmt::format("to join the job at {}", endpoint_.to_string()),
+                "refused: " + verdict->reason);
+  }
+  return std::nullopt;
 }
 
 }  // namespace semitone::launch

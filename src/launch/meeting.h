@@ -33,6 +33,7 @@ class Meeting {
   Job job() const;
   Join request() const;
   bool connect(const Interrupt& interrupt);
+  std::optional<std::variant<Assignment, Verdict>> hear();
 
   const LaunchOptions& options_;
   Endpoint endpoint_;

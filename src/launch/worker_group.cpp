@@ -5,6 +5,7 @@
 #include "src/launch/log_files.h"
 #include "src/launch/machine.h"
 #include "src/launch/polling.h"
+#include "src/launch/process_group.h"
 #include "src/launch/spawn.h"
 #include "src/launch/worker_environment.h"
 
@@ -85,7 +86,7 @@ WorkerGroup::Stream WorkerGroup::make_stream(int local_rank, Streams which, Desc
   Descriptor file;
   if (!options_.log_dir().empty()) {
     const char* const name = which == Streams::out ? "stdout.log" : "stderr.log";
-    const auto path = log_file(options_.log_dir(), assignment_, rank, name);
+    const auto path = log_folder(options_.log_dir(), assignment_) / std::to_string(rank) / name;
     file = open_log(path);
     result.file = path.string();
   }
@@ -152,7 +153,7 @@ bool WorkerGroup::reap(Worker& worker) {
 }
 
 void WorkerGroup::look_for_leftovers(Worker& worker) {
-  if (!worker.status.has_value() || worker.group_gone || ::kill(-worker.id, 0) == 0) return;
+  if (!worker.status.has_value() || worker.group_gone || is_group_alive(worker.id)) return;
   worker.group_gone = true;
   guardian_.forget(worker.id);
 }

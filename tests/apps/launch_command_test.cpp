@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -189,6 +190,16 @@ TEST_F(LaunchCommandTest, SaysHowManyProcessesAutoMeans) {
               HasSubstr("[launch] " + count + " processes: one for each of " + count + " cores"));
 }
 
+TEST_F(LaunchCommandTest, AutoMeansOneForEachGpuWhereThereAreAny) {
+  for (const char* word : {"auto", "gpu"}) {
+    const Finished finished =
+        launch::run(command({"--nproc-per-node", word}, "[ $RANK = 0 ] && echo $WORLD_SIZE; exit 0")
+                        .environment("LD_LIBRARY_PATH", FAKE_CUDA_DIR));
+    EXPECT_EQ(finished.out, "3\n");
+    EXPECT_THAT(finished.err, HasSubstr("[launch] 3 processes: one for each of 3 GPUs"));
+  }
+}
+
 // --------------------------------------------------------------------------------------------------
 // output
 
@@ -314,13 +325,25 @@ TEST_F(LaunchCommandTest, NothingOutlivesALauncherThatIsKilled) {
   EXPECT_EQ(process.wait().status.signal, SIGKILL);
 }
 
+TEST_F(LaunchCommandTest, OneThatWasStoppedAndContinuedGoesOn) {
+  Process process(command({"--heartbeat-timeout", "0.3"},
+                          "echo $$ >> $DIR/ids; while [ ! -e $DIR/go ]; do sleep 0.01; done"));
+  ASSERT_TRUE(wait_for_ids(1));
+  process.send(SIGSTOP);
+  ::usleep(1'000'000);
+  process.send(SIGCONT);
+  ::usleep(300'000);
+  write_text(folder_ / "go", "");
+  EXPECT_EQ(process.wait().status.code, 0);
+}
+
 // --------------------------------------------------------------------------------------------------
 // several nodes: two launchers on this machine
 
 class TwoNodes : public LaunchCommandTest {
  protected:
   ProcessOptions node(const std::string& script, Words more = {}) const {
-    Words flags{"--nnodes", "2", "--rdzv-endpoint", endpoint_, "--heartbeat-timeout", "2"};
+    Words flags{"--nnodes", "2", "--rdzv-endpoint", endpoint_};
     flags.insert(flags.end(), more.begin(), more.end());
     return command(flags, script);
   }
@@ -356,8 +379,9 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
     for (const std::string victim : {"0", "1"}) {
       SCOPED_TRACE(std::string(signal == SIGKILL ? "killed" : "frozen") + " node " + victim);
       write_text(folder_ / "ids", "");
-      Process one(node(wait_));
-      Process other(node(wait_));
+      const Words patience{"--heartbeat-timeout", signal == SIGSTOP ? "3" : "60"};
+      Process one(node(wait_, patience));
+      Process other(node(wait_, patience));
       ASSERT_TRUE(wait_for_ids(2));
       const pid_t id = launcher_of(victim);
       ASSERT_EQ(::kill(id, signal), 0);
@@ -367,7 +391,7 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
       EXPECT_EQ(finished.status.code, 1);
       EXPECT_THAT(finished.err,
                   AllOf(HasSubstr("node " + victim), HasSubstr("is gone: "),
-                        HasSubstr(signal == SIGKILL ? "closed the connection" : "for 2 s")));
+                        HasSubstr(signal == SIGKILL ? "closed the connection" : "for 3 s")));
       if (signal == SIGSTOP) {
         // When it wakes up, it finds that it was given up, and ends.
         lost.send(SIGCONT);

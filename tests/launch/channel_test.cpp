@@ -118,12 +118,25 @@ TEST(Channel, BeatsKeepItOpenAndAreNotHeard) {
 TEST(Channel, SilenceForTooLongClosesIt) {
   Ends ends = connected();
   const Time begin = Clock::now();
-  ends.one.update(begin + 59s);
-  EXPECT_TRUE(ends.one.is_open());
+  for (const auto later : {20s, 40s, 59s}) {
+    ends.one.update(begin + later);
+    EXPECT_TRUE(ends.one.is_open());
+  }
   EXPECT_LE(ends.one.deadline(), begin + 61s);
   ends.one.update(begin + 61s);
   EXPECT_EQ(ends.one.state(), Channel::State::silent);
   EXPECT_EQ(ends.one.problem(), "nothing was heard from it for 60 s");
+}
+
+TEST(Channel, SilenceDoesNotCountWhileNobodyListened) {
+  Ends ends = connected();
+  const Time begin = Clock::now();
+  ends.one.update(begin + 1000s);
+  EXPECT_TRUE(ends.one.is_open());
+  ends.one.update(begin + 1020s);
+  ends.one.update(begin + 1040s);
+  ends.one.update(begin + 1061s);
+  EXPECT_FALSE(ends.one.is_open());
 }
 
 TEST(Channel, WhatWasSaidBeforeTheEndIsHeard) {

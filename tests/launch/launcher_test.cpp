@@ -568,6 +568,26 @@ TEST_F(Nodes, TakeInOneThatComesLater) {
   expect_all_gone("ids2", 2);
 }
 
+TEST_F(Nodes, GoOnWithoutOneThatWasStopped) {
+  const std::string script =
+      "echo $$ >> $DIR/ids$WORLD_SIZE\n"
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && echo $WORLD_SIZE > $DIR/size && exit 0\n"
+      "exec sleep 1000";
+  auto host = start(node(script, {1, 2}).max_restarts(1));
+  ASSERT_TRUE(eventually([&] {
+    return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open();
+  }));
+  auto other = start(node(script, {1, 2}).max_restarts(1));
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids2").size() == 2; }));
+  launchers_[1]->stop(SIGINT);
+  EXPECT_EQ(other.get().outcome, LaunchOutcome::interrupted);
+  const LaunchResult result = host.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(result.restarts, 1);
+  EXPECT_EQ(read_text(folder_ / "size"), "1\n");
+  expect_all_gone("ids2", 2);
+}
+
 TEST_F(Nodes, TooFewIsAnEndWithAReason) {
   const LaunchResult result = run(node("echo $$ >> $DIR/ids", {2, 2}).join_timeout(Seconds(0.2)));
   EXPECT_EQ(result.outcome, LaunchOutcome::lost);

@@ -1,0 +1,82 @@
+#include "src/launch/attempt.h"
+
+#include "src/launch/polling.h"
+
+#include <algorithm>
+#include <csignal>
+#include <string>
+
+namespace semitone::launch {
+
+Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment,
+                 const Interrupt& interrupt, Channel& channel, OutputRelay& relay,
+                 Guardian& guardian)
+    : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {}
+
+Verdict Attempt::run() {
+  while (!verdict_.has_value() || !group_.is_gone()) {
+    wait();
+    const Time now = Clock::now();
+    group_.update(now);
+    channel_.update(now);
+    report(now);
+    obey(now);
+    look_at_interrupt(now);
+  }
+  return *verdict_;
+}
+
+void Attempt::wait() {
+  std::vector<pollfd> events{{interrupt_.descriptor(), POLLIN, 0},
+                             {channel_.descriptor(), channel_.events(), 0}};
+  group_.watch(events);
+  poll_until(events, std::min(channel_.deadline(), group_.deadline(Clock::now())));
+}
+
+void Attempt::report(Time now) {
+  if (reported_ || verdict_.has_value()) return;
+  if (const auto failure = group_.first_failure()) {
+    // Whatever is decided, the others are over.
+    channel_.send(*failure);
+    group_.stop(SIGTERM, now);
+    reported_ = true;
+  } else if (group_.all_succeeded()) {
+    channel_.send(Succeeded());
+    reported_ = true;
+  }
+}
+
+void Attempt::obey(Time now) {
+  while (const auto message = channel_.receive()) {
+    const auto* const verdict = std::get_if<Verdict>(&*message);
+    if (verdict == nullptr || is_final()) continue;
+    end(*verdict, SIGTERM, now);
+    // Node 0 waits until all have heard how it ended, not until all have stopped.
+    if (is_final()) channel_.hang_up();
+  }
+  if (!channel_.is_open() && !verdict_.has_value())
+    end({Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_.problem()}, SIGTERM, now);
+}
+
+void Attempt::look_at_interrupt(Time now) {
+  const int signal = interrupt_.signal();
+  if (signal == 0) return;
+  interrupt_.acknowledge();
+  if (!is_final()) {
+    const std::string reason = interrupt_.reason();
+    channel_.send(Leave{"it was " + reason});
+    end({Verdict::Kind::lost, std::nullopt, reason}, signal == SIGHUP ? SIGTERM : signal, now);
+  }
+  if (interrupt_.urgent()) group_.stop(SIGKILL, now);
+}
+
+void Attempt::end(const Verdict& verdict, int signal, Time now) {
+  verdict_ = verdict;
+  group_.stop(signal, now);
+}
+
+bool Attempt::is_final() const {
+  return verdict_.has_value() && verdict_->kind != Verdict::Kind::restart;
+}
+
+}  // namespace semitone::launch
