@@ -14,6 +14,7 @@ ROOMS = {
     "core": [],
     "kernels": ["core"],
     "launch": ["core"],
+    "parallel": ["core"],
     "amp": ["kernels", "core"],
     "zoo": ["core"],
     "train": ["amp", "zoo", "launch", "kernels", "core"],

@@ -17,3 +17,4 @@
 #include "semitone/core/events.h"
 #include "semitone/core/keep_fp32.h"
 #include "semitone/core/version.h"
+#include "semitone/parallel/sampler.h"
