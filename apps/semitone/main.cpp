@@ -1,9 +1,11 @@
-#include "semitone/core/error.h"
-#include "semitone/core/version.h"
-
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "semitone/core/error.h"
+#include "semitone/core/version.h"
+
+#include <c10/util/Exception.h>
+
 #include <CLI/CLI.hpp>
 
 #include <iostream>

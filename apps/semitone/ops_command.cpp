@@ -1,11 +1,11 @@
-#include "semitone/amp/cast_policy.h"
-#include "semitone/core/device.h"
-#include "semitone/core/dtype.h"
-
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/output.h"
+#include "semitone/amp/cast_policy.h"
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 

@@ -1,14 +1,15 @@
 #include "apps/semitone/results.h"
 
+#include "apps/semitone/output.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
 
-#include "apps/semitone/output.h"
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <ostream>
 
 namespace semitone::cli {
@@ -24,7 +25,7 @@ double megabytes(std::int64_t bytes) {
 }
 
 std::int64_t bytes(double megabytes) {
-  return static_cast<std::int64_t>(megabytes * kMegabyte + 0.5);
+  return std::llround(megabytes * kMegabyte);
 }
 
 ordered_json object_of(const TrainResult& result) {

@@ -1,3 +1,9 @@
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
+#include "apps/semitone/results.h"
+#include "apps/semitone/train_flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
@@ -9,12 +15,6 @@
 
 #include <ATen/Parallel.h>
 
-#include "apps/semitone/commands.h"
-#include "apps/semitone/exit_code.h"
-#include "apps/semitone/flags.h"
-#include "apps/semitone/output.h"
-#include "apps/semitone/results.h"
-#include "apps/semitone/train_flags.h"
 #include <fmt/format.h>
 
 #include <filesystem>

@@ -1,11 +1,10 @@
 #include "apps/semitone/train_flags.h"
 
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
-
-#include "apps/semitone/exit_code.h"
-#include "apps/semitone/flags.h"
 
 #include <cmath>
 

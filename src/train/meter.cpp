@@ -95,12 +95,12 @@ struct TensorMemoryMeter::Impl {
 };
 
 TensorMemoryMeter::TensorMemoryMeter() : impl_(std::make_unique<Impl>()) {
-  constexpr auto kPlace = c10::DebugInfoKind::PROFILER_STATE;
-  auto* const there = c10::ThreadLocalDebugInfo::get(kPlace);
+  const c10::DebugInfoKind place = c10::DebugInfoKind::PROFILER_STATE;
+  auto* const there = c10::ThreadLocalDebugInfo::get(place);
   auto* const outer = dynamic_cast<Ledger*>(there);
   impl_->ledger = std::make_shared<Ledger>(outer);
   // The profiler takes whatever is in this place for its own state: never hide that.
-  if (there == nullptr || outer != nullptr) impl_->guard.emplace(kPlace, impl_->ledger);
+  if (there == nullptr || outer != nullptr) impl_->guard.emplace(place, impl_->ledger);
 }
 
 TensorMemoryMeter::~TensorMemoryMeter() = default;
