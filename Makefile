@@ -24,7 +24,7 @@ setup:  ## Install packages and LibTorch where they are missing
 	@tools/setup.sh
 
 configure: setup  # ninja configures again by itself when a CMake file changes
-	@test -e $(BUILD)/build.ninja || { printf '\033[1m[configure]\033[0m into $(BUILD)\n'; mkdir -p build; \
+	@grep -qsFx 'SEMITONE_LIBTORCH:PATH=$(LIBTORCH)' $(BUILD)/CMakeCache.txt && test -e $(BUILD)/build.ninja || { printf '\033[1m[configure]\033[0m into $(BUILD)\n'; mkdir -p build; \
 	  cmake --preset $(PRESET) -B $(BUILD) -DSEMITONE_LIBTORCH=$(LIBTORCH) > $(BUILD).log 2>&1 \
 	    || { cat $(BUILD).log; rm -f $(BUILD)/build.ninja; exit 1; }; }
 
@@ -38,7 +38,7 @@ build: configure  ## Build everything
 
 mnist: program  ## Train the ConvNet on the real MNIST at O0, O1, O2 and O3
 	$(say) "training"
-	@./semitone train --model convnet --opt-level all $(ARGS)
+	@$(BUILD)/apps/semitone train --model convnet --opt-level all $(ARGS)
 
 test: build  ## Build and run every test
 	$(say) "running the tests"

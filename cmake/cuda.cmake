@@ -1,5 +1,5 @@
 # Decides SEMITONE_WITH_CUDA: the CUDA kernels are built where nvcc is, and needed nowhere.
-# They are torch-free .cu files behind plain C functions; src/kernels/cuda/no_cuda.cpp stands in without them.
+# There are none so far: CUDA tensors take the definitions in src/kernels/ref, which are composed of ATen operators.
 set(SEMITONE_WITH_CUDA OFF)
 if(NOT SEMITONE_CUDA STREQUAL OFF)
   include(CheckLanguage)

@@ -1,4 +1,15 @@
+# What each sanitizer is told when tests run, by make and by ctest alike.
+set(SEMITONE_TEST_ENVIRONMENT "")
 if(SEMITONE_SANITIZE)
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SEMITONE_SANITIZE}> -fno-omit-frame-pointer)
   add_link_options(-fsanitize=${SEMITONE_SANITIZE})
+  set(tools ${PROJECT_SOURCE_DIR}/tools)
+  if(SEMITONE_SANITIZE STREQUAL thread)
+    set(SEMITONE_TEST_ENVIRONMENT "TSAN_OPTIONS=suppressions=${tools}/tsan.supp:halt_on_error=1" "OMP_NUM_THREADS=1")
+  else()
+    set(SEMITONE_TEST_ENVIRONMENT
+      "ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1"
+      "LSAN_OPTIONS=suppressions=${tools}/lsan.supp:print_suppressions=0"
+      "UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:suppressions=${tools}/ubsan.supp")
+  endif()
 endif()

@@ -13,11 +13,12 @@ import sys
 ROOMS = {
     "core": [],
     "kernels": ["core"],
+    "comm": ["core"],
     "launch": ["core"],
     "parallel": ["core"],
     "amp": ["kernels", "core"],
     "zoo": ["core"],
-    "train": ["amp", "zoo", "launch", "kernels", "core"],
+    "train": ["amp", "zoo", "core"],
 }
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 

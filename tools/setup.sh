@@ -26,6 +26,7 @@ needed=(
   "libspdlog-dev:header spdlog/spdlog.h"
   "nlohmann-json3-dev:header nlohmann/json.hpp"
   "libhwy-dev:header hwy/highway.h"
+  "libgloo-dev:header gloo/context.h"
   "zlib1g-dev:header zlib.h"
   "libgtest-dev:header gtest/gtest.h"
   "libbenchmark-dev:header benchmark/benchmark.h"

@@ -1,11 +1,12 @@
 #include "apps/semitone/flags.h"
 
+#include "semitone/core/dtype.h"
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <system_error>
 #include <utility>
 
@@ -76,10 +77,12 @@ void Flags::number_or_word(const std::string& name, std::string& variable,
     variable = text;
     double number = 0;
     return std::find(words.begin(), words.end(), text) != words.end() ||
-           (parse(text, number) && std::isfinite(number) && number > 0);
+           (parse(text, number) && number >= dtype_limits(torch::kFloat).min_normal &&
+            number <= dtype_limits(torch::kFloat).max);
   };
   add(name, fmt::format("{}|X", fmt::join(words, "|")), variable, take,
-      fmt::format("to be {} or a number above 0", fmt::join(words, ", ")), help);
+      fmt::format("to be {} or a number that float32 holds, above 0", fmt::join(words, ", ")),
+      help);
 }
 
 void Flags::json(std::string& variable) {

@@ -8,6 +8,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <csignal>
 #include <iostream>
 #include <string>
 
@@ -43,6 +44,8 @@ int fail(const std::exception& error, int code) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // A parent that ignores it would have our children vanish before they can be waited for.
+  std::signal(SIGCHLD, SIG_DFL);
   try {
     const int code = run(argc, argv);
     if (!std::cout.flush())

@@ -34,6 +34,14 @@ amp::CastTarget target_of(const OpsFlags& flags) {
   return {device, flags.dtype == "auto" ? default_16bit_dtype(device) : parse_dtype(flags.dtype)};
 }
 
+// As policies list it: "aten::softmax" is "softmax", and so is "softmax.".
+std::string plain_name(std::string op) {
+  constexpr std::string_view kNamespace = "aten::";
+  if (op.starts_with(kNamespace)) op.erase(0, kNamespace.size());
+  if (op.ends_with('.')) op.pop_back();
+  return op;
+}
+
 // UsageError if there is no such operator, with the nearest names that there are.
 void require_operator(const std::string& op) {
   if (op.empty()) return;
@@ -99,7 +107,8 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
     out << fmt::format("{:<{}}  {:<7}  {}\n", op, width, amp::name_of(row.action), row.reason);
 }
 
-int run(const OpsFlags& flags) {
+int run(OpsFlags flags) {
+  flags.op = plain_name(flags.op);
   const auto policy = amp::CastPolicy::by_name(flags.policy, target_of(flags));
   require_operator(flags.op);
   const auto rows = chosen_rows(policy, flags.op);

@@ -6,14 +6,17 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <iostream>
-#include <string_view>
 
 namespace semitone::cli {
 namespace {
 
 constexpr auto kWhere = "cli.json";
+
+// A terminal that understands escape sequences.
+bool is_capable_terminal(int descriptor) {
+  return ::isatty(descriptor) != 0 && env::get(env::kTerm) != "dumb";
+}
 
 }  // namespace
 
@@ -36,14 +39,12 @@ void require_json_writable(const std::string& json) {
 
 std::string bold(const std::ostream& stream, const std::string& text) {
   const int descriptor = &stream == &std::cout ? STDOUT_FILENO : STDERR_FILENO;
-  if (::isatty(descriptor) == 0 || env::get(env::kNoColor).has_value()) return text;
+  if (!is_capable_terminal(descriptor) || env::get(env::kNoColor).has_value()) return text;
   return "\033[1m" + text + "\033[0m";
 }
 
 int terminal_columns() {
-  const char* const terminal = std::getenv("TERM");
-  if (::isatty(STDERR_FILENO) == 0 || (terminal != nullptr && std::string_view(terminal) == "dumb"))
-    return 0;
+  if (!is_capable_terminal(STDERR_FILENO)) return 0;
   winsize size{};
   if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
   return size.ws_col;

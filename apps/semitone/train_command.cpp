@@ -125,15 +125,14 @@ int run(const CLI::App& command, const TrainFlags& flags) {
     if (!flags.quiet && !flags.as_part) print_head(out, flags, data);
     if (!flags.all_levels()) results.push_back(train_here(flags, data));
   }
-  if (flags.all_levels()) {
-    if (const int code = train_all(command, results); code != kSuccess) return code;
-  }
-  if (!flags.as_part) {
+  // What a level that fails leaves behind are the levels before it.
+  const int code = flags.all_levels() ? train_all(command, results) : static_cast<int>(kSuccess);
+  if (!flags.as_part && !results.empty()) {
     print_table(out, results);
     print_notes(out, results);
   }
-  write_json(flags.json, to_json(results));
-  return kSuccess;
+  if (!results.empty()) write_json(flags.json, to_json(results));
+  return code;
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
 
-#include <cmath>
+#include <filesystem>
+#include <system_error>
 
 namespace semitone::cli {
 namespace {
@@ -47,8 +48,11 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer("--epochs", flags->epochs, 1, 1'000'000, "How often every image is seen");
   add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images a step");
   add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "What updates the weights");
-  const auto positive = [](double value) { return std::isfinite(value) && value > 0; };
-  add.number("--lr", flags->lr, positive, "above 0", "Learning rate, the highest of the schedule");
+  const auto positive = [](double value) {
+    return value > 0 && value <= dtype_limits(torch::kFloat).max;
+  };
+  add.number("--lr", flags->lr, positive, "above 0 that float32 holds",
+             "Learning rate, the highest of the schedule");
   add.number(
       "--momentum", flags->momentum, [](double value) { return value >= 0 && value < 1; },
       "from 0 to below 1", "Momentum of sgd");
@@ -59,7 +63,8 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer("--growth-interval", flags->growth_interval, 0, kMany,
               "Good steps after which a dynamic loss scale doubles; 0: never");
   add.integer("--seed", flags->seed, 0, kMany, "Of the first weights and the order of the images");
-  add.integer("--threads", flags->threads, 0, 1024, "Of the processor; 0: as LibTorch chooses");
+  add.integer("--threads", flags->threads, 0, 1024,
+              "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "How images lie in memory; auto: nhwc, which is faster at every level");
   add.integer("--limit-batches", flags->limit_batches, 0, kMany,
@@ -80,6 +85,11 @@ void check(const TrainFlags& flags, const CLI::App& command) {
   if (flags.optimizer != "sgd" && command.count("--momentum") > 0)
     throw UsageError(kWhere, "--momentum with --optimizer sgd only",
                      "--optimizer " + flags.optimizer);
+  std::error_code ignored;
+  if (!flags.save.empty() && !flags.json.empty() &&
+      std::filesystem::weakly_canonical(flags.save, ignored) ==
+          std::filesystem::weakly_canonical(flags.json, ignored))
+    throw UsageError(kWhere, "two files for --save and --json", "'" + flags.save + "' for both");
   for (const char* const flag : {"--save", "--resume"}) {
     if (flags.all_levels() && command.count(flag) > 0)
       throw UsageError(kWhere, std::string("one level with ") + flag, "--opt-level all");

@@ -11,6 +11,8 @@
 #include "semitone/amp/master_weights.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/opt_level.h"
+#include "semitone/comm/group.h"
+#include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"

@@ -265,19 +265,25 @@ std::optional<CastRow> CastPolicy::find(std::string_view op) const {
 }
 
 CastPolicy CastPolicy::bind(const Model& model) const {
+  return bind(std::vector<Model>{model});
+}
+
+CastPolicy CastPolicy::bind(const std::vector<Model>& models) const {
   auto binding = std::make_shared<Binding>();
   std::set<std::string> unmatched(globs_.begin(), globs_.end());
   std::vector<std::string> names;
-  for (const Model::Entry& entry : model.entries()) {
-    if (!entry.is_parameter) continue;
-    bool keep = false;
-    for (const std::string& glob : globs_) {
-      if (fnmatch(glob.c_str(), entry.name.c_str(), 0) != 0) continue;
-      keep = true;
-      unmatched.erase(glob);
+  for (const Model& model : models) {
+    for (const Model::Entry& entry : model.entries()) {
+      if (!entry.is_parameter) continue;
+      bool keep = false;
+      for (const std::string& glob : globs_) {
+        if (fnmatch(glob.c_str(), entry.name.c_str(), 0) != 0) continue;
+        keep = true;
+        unmatched.erase(glob);
+      }
+      binding->parameters.emplace_back(entry.tensor, keep);
+      names.push_back(entry.name);
     }
-    binding->parameters.emplace_back(entry.tensor, keep);
-    names.push_back(entry.name);
   }
   if (!unmatched.empty()) {
     const std::string near = nearest(*unmatched.begin(), names);

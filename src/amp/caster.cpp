@@ -9,17 +9,14 @@
 namespace semitone::amp {
 namespace {
 
-c10::ScalarType target_of(Conversion conversion) {
-  switch (conversion) {
-    case Conversion::fp16:
-      return at::kHalf;
-    case Conversion::bf16:
-      return at::kBFloat16;
-    case Conversion::fp32_by_fp16:
-    case Conversion::fp32_by_bf16:
-      return at::kFloat;
-  }
-  return at::kFloat;
+bool is_emulated(Conversion conversion) {
+  return conversion == Conversion::fp32_by_fp16 || conversion == Conversion::fp32_by_bf16;
+}
+
+// The 16-bit dtype whose numbers come out, also where they are emulated in fp32.
+c10::ScalarType rounded_to(Conversion conversion) {
+  return conversion == Conversion::fp16 || conversion == Conversion::fp32_by_fp16 ? at::kHalf
+                                                                                  : at::kBFloat16;
 }
 
 at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
@@ -67,12 +64,14 @@ Caster::Caster(const Regions& regions, const CompiledPolicy& policy, std::string
 at::Tensor Caster::convert(const at::Tensor& tensor, Conversion conversion) const {
   if (!is_eligible(tensor, policy_.device())) return tensor;
   const auto from = tensor.scalar_type();
-  const auto target = target_of(conversion);
-  if (target != at::kFloat && from == target) return tensor;
+  const auto lower = rounded_to(conversion);
+  if (!is_emulated(conversion) && from == lower) return tensor;
   bool hit = false;
   at::Tensor result = through_cache(tensor, conversion, &hit);
-  if (listening_ && from != target)
-    events::emit(events::Cast{op_, from, target, tensor.numel(), hit});
+  if (listening_) {
+    const auto to = is_emulated(conversion) && from != at::kFloat ? at::kFloat : lower;
+    events::emit(events::Cast{op_, from, to, tensor.numel(), hit});
+  }
   return result;
 }
 

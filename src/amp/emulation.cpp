@@ -7,6 +7,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 
 namespace semitone::amp {
 namespace {
@@ -82,15 +83,23 @@ MatrixProduct matrix_product(const c10::OperatorHandle& op) {
 }
 
 std::vector<c10::OperatorHandle> matrix_products(std::optional<MatrixProduct> kind) {
+  using Product = std::pair<c10::OperatorHandle, MatrixProduct>;
+  // LibTorch has 3000 operators: looked through once, not for every policy that is bound to a model.
+  static const auto* const all = new std::vector<Product>([] {
+    std::vector<Product> found;
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (!is_aten(name)) continue;
+      const auto op = dispatcher.findSchema(name);
+      if (!op.has_value()) continue;
+      const MatrixProduct product = matrix_product(*op);
+      if (product != MatrixProduct::none) found.emplace_back(*op, product);
+    }
+    return found;
+  }());
   std::vector<c10::OperatorHandle> products;
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    if (!is_aten(name)) continue;
-    const auto op = dispatcher.findSchema(name);
-    if (!op.has_value()) continue;
-    const MatrixProduct product = matrix_product(*op);
-    if (kind.has_value() ? product == *kind : product != MatrixProduct::none)
-      products.push_back(*op);
+  for (const auto& [op, product] : *all) {
+    if (!kind.has_value() || product == *kind) products.push_back(op);
   }
   return products;
 }

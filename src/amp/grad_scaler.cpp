@@ -4,20 +4,22 @@
 #include "src/amp/archive.h"
 #include "src/amp/gradients.h"
 
-#include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 
 #include <string>
+#include <utility>
 
 namespace semitone::amp {
+
 GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
     : scaler_(options), enabled_(enabled) {}
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!enabled_) return loss;
+  at::Tensor scaled = scaler_.scaled(loss);
   scaled_ = true;
-  return scaler_.scaled(loss);
+  return scaled;
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& losses) {
@@ -37,18 +39,28 @@ void GradScaler::require_scaled(const char* caller) const {
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!enabled_) return;
   require_scaled("unscale_");
-  Progress& progress = progress_[&optimizer];
-  if (progress.stage != Stage::ready) {
+  if (const auto known = progress_.find(&optimizer); known != progress_.end()) {
     throw Error("amp.grad_scaler.unscale_", "one call for each optimizer between two updates",
-                progress.stage == Stage::unscaled ? "a second call" : "a call after step()",
+                known->second.stepped ? "a call after step()" : "a second call",
                 "call update() once at the end of an iteration");
   }
   Gradients gradients(scaler_.inverse());
-  for_each_parameter(optimizer, [&](std::size_t, std::size_t, at::Tensor& parameter) {
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     gradients.unscale(parameter);
   });
+  Progress progress;
   gradients.run(progress.found_inf);
-  progress.stage = Stage::unscaled;
+  // Where there are no gradients too, other ranks may have some.
+  if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
+  progress_.emplace(&optimizer, std::move(progress));
+}
+
+// Whether a gradient is not finite, here or on another rank.
+bool GradScaler::read(Progress& progress) const {
+  if (found_inf_hook_) {
+    for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
+  }
+  return any_found_inf(progress.found_inf);
 }
 
 Step GradScaler::step(torch::optim::Optimizer& optimizer) {
@@ -57,25 +69,20 @@ Step GradScaler::step(torch::optim::Optimizer& optimizer) {
     return Step::stepped;
   }
   require_scaled("step");
-  if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
+  if (evaluates_loss(optimizer)) {
     throw Error("amp.grad_scaler.step", "an optimizer that takes its gradients as they are",
                 "LBFGS",
                 "it evaluates the loss again inside its step, where gradients would be scaled: "
                 "train without a scaler");
   }
-  Progress& progress = progress_[&optimizer];
-  if (progress.stage == Stage::stepped) {
+  if (progress_.count(&optimizer) == 0) unscale_(optimizer);
+  Progress& progress = progress_.at(&optimizer);
+  if (progress.stepped) {
     throw Error("amp.grad_scaler.step", "one call for each optimizer between two updates",
                 "a second call", "call update() once at the end of an iteration");
   }
-  if (progress.stage == Stage::ready) unscale_(optimizer);
-  if (found_inf_hook_) {
-    // Every rank must take part, also one whose optimizer has no gradients this time.
-    if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
-    for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
-  }
-  progress.overflowed = any_found_inf(progress.found_inf);
-  progress.stage = Stage::stepped;
+  progress.overflowed = read(progress);
+  progress.stepped = true;
   if (progress.overflowed) {
     scaler_.note_skip(scaler_.wants_names() ? find_overflow(optimizer, names_) : Overflow{});
     return Step::skipped;
@@ -92,10 +99,8 @@ void GradScaler::update() {
                 "neither since the last update");
   }
   bool overflowed = false;
-  for (const auto& [optimizer, progress] : progress_) {
-    overflowed = (progress.stage == Stage::stepped ? progress.overflowed
-                                                   : any_found_inf(progress.found_inf)) ||
-                 overflowed;
+  for (auto& [optimizer, progress] : progress_) {
+    overflowed = (progress.stepped ? progress.overflowed : read(progress)) || overflowed;
   }
   progress_.clear();
   scaler_.update(overflowed);

@@ -1,7 +1,9 @@
 #include "src/amp/gradients.h"
 
+#include <torch/optim/lbfgs.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -9,12 +11,31 @@ namespace semitone::amp {
 
 namespace {
 
-// A gradient as the unscale pass takes it. The values of a sparse one with repeated indices are
-// added up first: their sum may overflow fp16 where no single one does.
-at::Tensor values_of(at::Tensor& grad) {
-  if (!grad.is_sparse()) return grad;
-  if (!grad.is_coalesced()) grad = grad.coalesce();
-  return grad._values();
+// Repeated indices of a sparse gradient are added up first: their sum may overflow fp16 where no
+// single value does.
+at::Tensor coalesced(const at::Tensor& grad) {
+  return grad.is_sparse() ? grad.coalesce() : grad;
+}
+
+at::Tensor values_of(const at::Tensor& grad) {
+  return grad.is_sparse() ? grad._values() : grad;
+}
+
+at::Tensor with_values(const at::Tensor& grad, const at::Tensor& values) {
+  if (!grad.is_sparse()) return values;
+  return at::_sparse_coo_tensor_unsafe(grad._indices(), values, grad.sizes())._coalesced_(true);
+}
+
+bool is_sparse(const at::Tensor& grad) {
+  return grad.defined() && grad.is_sparse();
+}
+
+// LibTorch adds no sparse fp16 tensors on the CPU; put behind one another, they are the same sum.
+at::Tensor sum(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_sparse() || !b.is_sparse()) return a.is_sparse() ? b.add(a) : a.add(b);
+  return at::_sparse_coo_tensor_unsafe(at::cat({a._indices(), b._indices()}, 1),
+                                       at::cat({a._values(), b._values()}), a.sizes())
+      .coalesce();
 }
 
 }  // namespace
@@ -23,52 +44,58 @@ void Gradients::add(const at::Tensor& grad, const at::Tensor& out, const at::Ten
   by_device_[grad.device().index()].push_back({grad, out, addend});
 }
 
-void Gradients::unscale(at::Tensor& parameter, const at::Tensor& addend) {
+void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
   if (!seen_.insert(parameter.unsafeGetTensorImpl()).second) return;
-  at::Tensor& grad = parameter.mutable_grad();
-  if (!grad.defined()) {
-    grad = addend;
+  if (!parameter.grad().defined()) {
+    if (addend.defined()) results_.push_back({parameter, addend, {}, {}});
     return;
   }
+  const at::NoGradGuard no_grad;
+  const at::Tensor grad = coalesced(parameter.grad());
   const at::Tensor values = values_of(grad);
-  if (addend.defined() && (grad.is_sparse() || addend.is_sparse())) {
-    add(values, values, {});
-    sums_.push_back({parameter, addend});
-  } else {
-    add(values, values, addend);
-  }
+  const bool sum_later = is_sparse(grad) || is_sparse(addend);
+  add(values, values, sum_later ? at::Tensor() : addend);
+  results_.push_back({parameter, grad, sum_later ? addend : at::Tensor(), {}});
 }
 
-void Gradients::move(at::Tensor& from, at::Tensor& to) {
+void Gradients::move(const at::Tensor& from, const at::Tensor& to) {
   seen_.insert(to.unsafeGetTensorImpl());
-  at::Tensor grad = std::move(from.mutable_grad());
-  from.mutable_grad().reset();
-  if (!grad.defined()) return;
-  at::Tensor& sum = to.mutable_grad();
-  const at::Tensor addend = sum;
+  if (!from.grad().defined()) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor grad = coalesced(from.grad());
   const at::Tensor values = values_of(grad);
-  if (grad.is_sparse() || (addend.defined() && addend.is_sparse())) {
-    const at::Tensor wide = at::empty_like(values, values.options().dtype(to.scalar_type()));
-    add(values, wide, {});
-    sum = grad.is_sparse() ? at::_sparse_coo_tensor_unsafe(grad._indices(), wide, grad.sizes())
-                           : wide;
-    if (addend.defined()) sums_.push_back({to, addend});
-  } else {
-    if (!sum.defined()) sum = at::empty_like(grad, grad.options().dtype(to.scalar_type()));
-    add(grad, sum, addend);
-  }
+  const at::Tensor addend = to.grad();
+  const bool sum_later = is_sparse(grad) || is_sparse(addend);
+  const at::Tensor out = addend.defined() && !sum_later
+                             ? addend
+                             : at::empty_like(values, values.options().dtype(to.scalar_type()));
+  add(values, out, sum_later ? at::Tensor() : addend);
+  results_.push_back({to, with_values(grad, out), sum_later ? addend : at::Tensor(), from});
 }
 
 void Gradients::run(std::vector<at::Tensor>& found_inf) {
+  const at::NoGradGuard no_grad;
   for (const auto& [device, items] : by_device_) {
     kernels::multi_tensor_unscale(items, inverse_scale_,
                                   found_inf_on(found_inf, items.front().grad.device()));
   }
-  for (auto& [parameter, addend] : sums_) {
-    at::Tensor& grad = parameter.mutable_grad();
-    grad = grad.is_sparse() ? addend.add(grad)
-                            : grad.add(addend);  // LibTorch wants the dense one first
+  for (Result& result : results_) {
+    if (!result.addend.defined()) continue;
+    result.grad = sum(result.grad, result.addend);
+    if (result.grad.scalar_type() != at::kHalf) continue;
+    // Two fp16 numbers can overflow together.
+    const at::Tensor values = values_of(result.grad);
+    kernels::multi_tensor_unscale(std::vector<kernels::Unscale>{{values, values, {}}}, 1.0F,
+                                  found_inf_on(found_inf, values.device()));
   }
+  for (const Result& result : results_) {
+    result.parameter.mutable_grad() = result.grad;
+    if (result.source.defined()) result.source.mutable_grad().reset();
+  }
+}
+
+bool evaluates_loss(const torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
 }
 
 c10::Device device_of(torch::optim::Optimizer& optimizer) {
@@ -85,23 +112,49 @@ at::Tensor& found_inf_on(std::vector<at::Tensor>& flags, c10::Device device) {
   return flags.emplace_back(torch::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
 }
 
+std::vector<bool> read_flags(const std::vector<at::Tensor>& flags) {
+  std::vector<bool> set(flags.size());
+  std::vector<bool> known(flags.size());
+  for (std::size_t first = 0; first < flags.size(); ++first) {
+    if (known[first]) continue;
+    std::vector<std::size_t> places;
+    std::vector<at::Tensor> on_device;
+    for (std::size_t i = first; i < flags.size(); ++i) {
+      if (flags[i].device() != flags[first].device()) continue;
+      places.push_back(i);
+      on_device.push_back(flags[i]);
+    }
+    const at::Tensor read = at::stack(on_device).cpu();
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      set[places[i]] = read.const_data_ptr<float>()[i] != 0;
+      known[places[i]] = true;
+    }
+  }
+  return set;
+}
+
 bool any_found_inf(const std::vector<at::Tensor>& flags) {
-  bool any = false;
-  for (const at::Tensor& flag : flags) any = flag.item<float>() != 0 || any;
-  return any;
+  const std::vector<bool> set = read_flags(flags);
+  return std::find(set.begin(), set.end(), true) != set.end();
 }
 
 Overflow find_overflow(torch::optim::Optimizer& optimizer, const ParameterNames& names) {
   Overflow overflow;
+  const ParameterNames::Name* nearest = nullptr;
   for_each_parameter(
       optimizer, [&](std::size_t group, std::size_t index, const at::Tensor& parameter) {
         const at::Tensor& grad = parameter.grad();
-        if (!grad.defined()) return;
-        const at::Tensor values = grad.is_sparse() ? grad._values() : grad;
-        if (values.isfinite().all().item<bool>()) return;
+        if (!grad.defined() || values_of(grad).isfinite().all().item<bool>()) return;
         ++overflow.parameters;
-        overflow.parameter = names.of(
-            parameter, "group " + std::to_string(group) + ", parameter " + std::to_string(index));
+        const ParameterNames::Name* name = names.find(parameter);
+        if (name != nullptr) {
+          if (nearest != nullptr && nearest->position > name->position) return;
+          nearest = name;
+          overflow.parameter = name->name;
+        } else if (nearest == nullptr) {
+          overflow.parameter =
+              "group " + std::to_string(group) + ", parameter " + std::to_string(index);
+        }
       });
   return overflow;
 }

@@ -6,10 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
-#include <torch/types.h>
 
 #include <map>
-#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -27,35 +25,41 @@ void for_each_parameter(torch::optim::Optimizer& optimizer, Visit&& visit) {
   }
 }
 
-// Collects what is to be unscaled, each parameter once however often it is named, and does it in
-// one pass a device.
+// Takes the scale out of gradients and looks for inf and NaN: collects what is to be done, each
+// parameter once however often it is named, and does it in one pass a device.
 class Gradients {
  public:
   explicit Gradients(float inverse_scale) : inverse_scale_(inverse_scale) {}
 
-  // parameter.grad = parameter.grad / scale + addend, in place. addend may be undefined.
-  void unscale(at::Tensor& parameter, const at::Tensor& addend = {});
+  // parameter.grad = parameter.grad / scale + addend, in place. Either may be undefined.
+  void unscale(const at::Tensor& parameter, const at::Tensor& addend = {});
 
-  // to.grad = from.grad / scale + to.grad in to's dtype, and from.grad is dropped.
-  void move(at::Tensor& from, at::Tensor& to);
+  // to.grad = from.grad / scale + to.grad, in to's dtype, and from.grad is dropped.
+  void move(const at::Tensor& from, const at::Tensor& to);
 
   // found_inf: one flag a device, made where there is none, set to 1 where a result is inf or NaN.
+  // Everything is checked before anything is written; no gradient is replaced if it throws.
   void run(std::vector<at::Tensor>& found_inf);
 
  private:
   void add(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& addend);
 
+  struct Result {
+    at::Tensor parameter;
+    at::Tensor grad;
+    at::Tensor addend;  // where the sum is left to ATen: sparse gradients have other rows each time
+    at::Tensor source;  // whose gradient is dropped
+  };
+
   float inverse_scale_;
   std::unordered_set<const c10::TensorImpl*> seen_;
   std::map<c10::DeviceIndex, std::vector<kernels::Unscale>> by_device_;
-  // Sparse gradients have other rows in every backward pass: added as tensors, afterwards.
-  struct Sum {
-    at::Tensor parameter;
-    at::Tensor addend;
-  };
-  std::vector<Sum> sums_;
-  const at::NoGradGuard no_grad_;
+  std::vector<Result> results_;
 };
+
+// Whether an optimizer evaluates the loss itself, in its step: it would see scaled gradients, and
+// weights that are not written to the model yet.
+bool evaluates_loss(const torch::optim::Optimizer& optimizer);
 
 // The device of the optimizer's first parameter; the CPU if it has none.
 c10::Device device_of(torch::optim::Optimizer& optimizer);
@@ -63,7 +67,8 @@ c10::Device device_of(torch::optim::Optimizer& optimizer);
 // The flag of a device among one flag a device; made, as 0, where there is none.
 at::Tensor& found_inf_on(std::vector<at::Tensor>& flags, c10::Device device);
 
-// Whether any flag is set: one read for each device.
+// Whether each flag is set, with one read for each device that has flags.
+std::vector<bool> read_flags(const std::vector<at::Tensor>& flags);
 bool any_found_inf(const std::vector<at::Tensor>& flags);
 
 // Which gradients of the optimizer are not finite. One read for each parameter: for messages only.

@@ -3,6 +3,8 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,13 +14,11 @@ namespace semitone::amp {
 namespace {
 
 void require(bool holds, const char* expected, double got) {
-  if (!holds) throw Error("amp.loss_scale", expected, std::to_string(got));
+  if (!holds) throw Error("amp.loss_scale", expected, fmt::format("{}", got));
 }
 
-double rounded(const LossScaleOptions& options, double value) {
-  return options.scale_dtype() == c10::ScalarType::Float
-             ? static_cast<double>(static_cast<float>(value))
-             : value;
+void require(bool holds, const char* expected, std::int64_t got) {
+  if (!holds) throw Error("amp.loss_scale", expected, fmt::format("{}", got));
 }
 
 }  // namespace
@@ -38,6 +38,7 @@ LossScaleOptions LossScaleOptions::paddle() {
 LossScaleOptions LossScaleOptions::deepspeed() {
   return LossScaleOptions()
       .growth_interval(1000)
+      .growth_delay(1)
       .hysteresis(2)
       .overflow_count(OverflowCount::since_growth)
       .min_scale(1)
@@ -68,8 +69,14 @@ LossScaleOptions& LossScaleOptions::backoff_factor(double value) {
 }
 
 LossScaleOptions& LossScaleOptions::growth_interval(std::int64_t value) {
-  require(value >= 0, "a growth_interval of at least 0", static_cast<double>(value));
+  require(value >= 0, "a growth_interval of at least 0", value);
   growth_interval_ = value;
+  return *this;
+}
+
+LossScaleOptions& LossScaleOptions::growth_delay(std::int64_t value) {
+  require(value >= 0, "a growth_delay of at least 0", value);
+  growth_delay_ = value;
   return *this;
 }
 
@@ -86,7 +93,7 @@ LossScaleOptions& LossScaleOptions::max_scale(double value) {
 }
 
 LossScaleOptions& LossScaleOptions::hysteresis(std::int64_t value) {
-  require(value >= 1, "a hysteresis of at least 1", static_cast<double>(value));
+  require(value >= 1, "a hysteresis of at least 1", value);
   hysteresis_ = value;
   return *this;
 }
@@ -102,7 +109,7 @@ LossScaleOptions& LossScaleOptions::dynamic(bool value) {
 }
 
 LossScaleOptions& LossScaleOptions::max_consecutive_skips(std::int64_t value) {
-  require(value >= 0, "max_consecutive_skips of at least 0", static_cast<double>(value));
+  require(value >= 0, "max_consecutive_skips of at least 0", value);
   max_consecutive_skips_ = value;
   return *this;
 }
@@ -115,39 +122,66 @@ LossScaleOptions& LossScaleOptions::scale_dtype(c10::ScalarType value) {
   return *this;
 }
 
+double LossScaleOptions::rounded(double scale) const {
+  return scale_dtype_ == c10::ScalarType::Float ? static_cast<double>(static_cast<float>(scale))
+                                                : scale;
+}
+
 LossScaleState initial_loss_scale(const LossScaleOptions& options) {
+  if (options.min_scale() > options.max_scale()) {
+    throw Error("amp.loss_scale", "min_scale of at most max_scale",
+                fmt::format("{} and {}", options.min_scale(), options.max_scale()));
+  }
   LossScaleState state;
-  state.scale = rounded(options, std::min(options.init_scale(), options.max_scale()));
+  state.growth_tracker = -options.growth_delay();
+  state.scale = options.rounded(std::min(options.init_scale(), options.max_scale()));
+  if (!(state.scale > 0) || !std::isfinite(state.scale)) {
+    throw Error("amp.loss_scale",
+                "an init_scale that " + dtype_name(options.scale_dtype()) + " can hold",
+                fmt::format("{}", options.init_scale()));
+  }
   return state;
 }
+
+namespace {
+
+// One more overflow.
+void back_off(const LossScaleOptions& options, LossScaleState& state) {
+  state.growth_tracker = -options.growth_delay();
+  ++state.overflows;
+  const bool restart = options.overflow_count() == OverflowCount::run_then_restart;
+  if (restart ? state.overflows != options.hysteresis() : state.overflows < options.hysteresis()) {
+    return;
+  }
+  state.scale = std::max(options.rounded(options.min_scale()),
+                         options.rounded(state.scale * options.backoff_factor()));
+  if (restart) state.overflows = 0;
+}
+
+// One more good step.
+void grow(const LossScaleOptions& options, LossScaleState& state) {
+  if (options.overflow_count() != OverflowCount::since_growth) state.overflows = 0;
+  ++state.growth_tracker;
+  if (options.growth_interval() == 0 || state.growth_tracker != options.growth_interval()) return;
+  const double grown = options.rounded(state.scale * options.growth_factor());
+  if (std::isfinite(grown) || std::isinf(options.max_scale())) {
+    state.scale = std::min(options.rounded(options.max_scale()), grown);
+  }
+  state.growth_tracker = 0;
+  state.overflows = 0;
+}
+
+}  // namespace
 
 LossScaleState next_loss_scale(const LossScaleOptions& options, const LossScaleState& state,
                                bool found_inf) {
   LossScaleState next = state;
   if (!options.dynamic()) {
-    next.growth_tracker = state.growth_tracker + 1;
-    return next;
-  }
-  if (found_inf) {
-    next.growth_tracker = 0;
-    next.overflows = state.overflows + 1;
-    const bool restart = options.overflow_count() == OverflowCount::run_then_restart;
-    // Paddle tests for equality: a count restored beyond the limit never fires there.
-    if (restart ? next.overflows == options.hysteresis() : next.overflows >= options.hysteresis()) {
-      next.scale =
-          std::max(options.min_scale(), rounded(options, state.scale * options.backoff_factor()));
-      if (restart) next.overflows = 0;
-    }
-    return next;
-  }
-  if (options.overflow_count() != OverflowCount::since_growth) next.overflows = 0;
-  next.growth_tracker = state.growth_tracker + 1;
-  if (next.growth_tracker == options.growth_interval()) {
-    const double grown = rounded(options, state.scale * options.growth_factor());
-    if (std::isfinite(grown) || std::isinf(options.max_scale()))
-      next.scale = std::min(options.max_scale(), grown);
-    next.growth_tracker = 0;
-    next.overflows = 0;
+    next.growth_tracker = found_inf ? -options.growth_delay() : state.growth_tracker + 1;
+  } else if (found_inf) {
+    back_off(options, next);
+  } else {
+    grow(options, next);
   }
   return next;
 }

@@ -1,10 +1,13 @@
 #include "semitone/amp/loss_scaler.h"
 
+#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "src/amp/archive.h"
 
 #include <torch/serialize.h>
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +21,7 @@ LossScaler::LossScaler(const LossScaleOptions& options, std::int64_t loss_id)
 at::Tensor LossScaler::scaled(const at::Tensor& loss) const {
   if (!loss.defined() || !loss.is_floating_point()) {
     throw Error("amp.loss_scaler", "a floating-point loss",
-                loss.defined() ? loss.toString() : std::string("an undefined tensor"));
+                loss.defined() ? dtype_name(loss.scalar_type()) : "an undefined tensor");
   }
   const at::Tensor wide = loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
   return wide * state_.scale;
@@ -26,9 +29,13 @@ at::Tensor LossScaler::scaled(const at::Tensor& loss) const {
 
 void LossScaler::note_skip(const Overflow& overflow) {
   ++skipped_;
-  if (consecutive_ == 0 && !overflow.parameter.empty()) first_of_run_ = overflow;
+  note_overflow(overflow);
   events::emit(events::StepSkipped{overflow.parameter, overflow.parameters, consecutive_ + 1,
                                    skipped_, state_.scale});
+}
+
+void LossScaler::note_overflow(const Overflow& overflow) {
+  if (consecutive_ == 0 && first_of_run_.parameter.empty()) first_of_run_ = overflow;
 }
 
 void LossScaler::update(bool found_inf) {
@@ -37,27 +44,50 @@ void LossScaler::update(bool found_inf) {
   events::emit(events::LossScaleUpdated{loss_id_, before.scale, state_.scale, found_inf});
   if (!found_inf) {
     consecutive_ = 0;
+    first_of_run_ = {};
     return;
   }
   ++consecutive_;
   const std::int64_t limit = options_.max_consecutive_skips();
-  if (limit > 0 && consecutive_ >= limit) {
-    throw DivergedError(
-        "amp.loss_scaler", "a finite gradient within " + std::to_string(limit) + " steps",
-        std::to_string(consecutive_) + " skipped steps in a row, the first with inf or NaN in " +
-            std::to_string(first_of_run_.parameters) + " gradients, nearest the loss that of '" +
-            first_of_run_.parameter + "'; the loss scale is " + std::to_string(state_.scale),
-        "look at the loss and the input first: a lower learning rate or gradient clipping may "
-        "help, a smaller scale "
-        "will not");
-  }
+  if (limit == 0 || consecutive_ < limit) return;
+  const std::string first =
+      first_of_run_.parameter.empty()
+          ? "the first where no gradient was looked at, as on another rank"
+          : fmt::format("the first with inf or NaN in {} gradients, nearest the loss that of '{}'",
+                        first_of_run_.parameters, first_of_run_.parameter);
+  throw DivergedError(
+      "amp.loss_scaler", fmt::format("finite gradients within {} steps", limit),
+      fmt::format("{} skipped steps in a row for loss {}, {}; the loss scale is {}", consecutive_,
+                  loss_id_, first, state_.scale),
+      "look at the loss and the input first: a lower learning rate or gradient clipping may help, "
+      "a smaller scale will not");
 }
 
 void LossScaler::set_scale(double scale) {
-  if (!(scale > 0) || !std::isfinite(scale)) {
-    throw Error("amp.loss_scaler", "a finite scale above 0", std::to_string(scale));
+  const double rounded = options_.rounded(scale);
+  if (!(rounded > 0) || !std::isfinite(rounded)) {
+    throw Error("amp.loss_scaler",
+                "a finite scale above 0 in " + dtype_name(options_.scale_dtype()),
+                fmt::format("{}", scale));
   }
-  state_.scale = scale;
+  state_.scale = rounded;
+}
+
+void LossScaler::set_options(const LossScaleOptions& options) {
+  initial_loss_scale(options);  // checks them
+  options_ = options;
+  fit_counters();
+}
+
+// The rule tests for equality with its limits: a counter at or beyond its limit would not fire.
+void LossScaler::fit_counters() {
+  if (!options_.dynamic()) return;
+  if (options_.growth_interval() > 0) {
+    state_.growth_tracker = std::min(state_.growth_tracker, options_.growth_interval() - 1);
+  }
+  if (options_.overflow_count() == OverflowCount::run_then_restart) {
+    state_.overflows = std::min(state_.overflows, options_.hysteresis() - 1);
+  }
 }
 
 bool LossScaler::wants_names() const {
@@ -72,35 +102,70 @@ void LossScaler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("consecutive", c10::IValue(consecutive_));
   archive.write("first_parameter", c10::IValue(first_of_run_.parameter));
   archive.write("first_parameters", c10::IValue(first_of_run_.parameters));
+  archive.write("init_scale", c10::IValue(options_.init_scale()));
   archive.write("growth_factor", c10::IValue(options_.growth_factor()));
   archive.write("backoff_factor", c10::IValue(options_.backoff_factor()));
   archive.write("growth_interval", c10::IValue(options_.growth_interval()));
+  archive.write("growth_delay", c10::IValue(options_.growth_delay()));
+  archive.write("min_scale", c10::IValue(options_.min_scale()));
+  archive.write("max_scale", c10::IValue(options_.max_scale()));
+  archive.write("hysteresis", c10::IValue(options_.hysteresis()));
+  archive.write("overflow_count",
+                c10::IValue(static_cast<std::int64_t>(options_.overflow_count())));
+  archive.write("dynamic", c10::IValue(options_.dynamic()));
+  archive.write("max_consecutive_skips", c10::IValue(options_.max_consecutive_skips()));
+  archive.write("scale_dtype", c10::IValue(dtype_name(options_.scale_dtype())));
 }
 
 void LossScaler::load(torch::serialize::InputArchive& archive) {
   constexpr auto kWhere = "amp.loss_scaler.load";
+  const auto real = [&](const char* key) { return read_value<double>(archive, key, kWhere); };
+  const auto integer = [&](const char* key) {
+    return read_value<std::int64_t>(archive, key, kWhere);
+  };
+  const auto text = [&](const char* key) { return read_value<std::string>(archive, key, kWhere); };
+  const auto require = [](bool holds, const char* expected, auto got) {
+    if (!holds) throw FileError(kWhere, expected, fmt::format("{}", got));
+  };
+  const auto counter = [&](const char* key) {
+    const std::int64_t value = integer(key);
+    require(value >= 0, "counters of at least 0", value);
+    return value;
+  };
+
   LossScaler loaded = *this;
-  loaded.set_scale(read_value<double>(archive, "scale", kWhere));
-  loaded.state_.growth_tracker = read_value<std::int64_t>(archive, "growth_tracker", kWhere);
-  loaded.state_.overflows = read_value<std::int64_t>(archive, "overflows", kWhere);
-  loaded.skipped_ = read_value<std::int64_t>(archive, "skipped", kWhere);
-  loaded.consecutive_ = read_value<std::int64_t>(archive, "consecutive", kWhere);
-  loaded.first_of_run_.parameter = read_value<std::string>(archive, "first_parameter", kWhere);
-  loaded.first_of_run_.parameters = read_value<std::int64_t>(archive, "first_parameters", kWhere);
-  loaded.options_.growth_factor(read_value<double>(archive, "growth_factor", kWhere))
-      .backoff_factor(read_value<double>(archive, "backoff_factor", kWhere))
-      .growth_interval(read_value<std::int64_t>(archive, "growth_interval", kWhere));
-  if (loaded.state_.growth_tracker < 0 || loaded.state_.overflows < 0 || loaded.skipped_ < 0 ||
-      loaded.consecutive_ < 0) {
-    throw FileError(kWhere, "counters of at least 0", "a negative one");
+  loaded.state_ = {real("scale"), integer("growth_tracker"), counter("overflows")};
+  // A rule without a floor can reach 0, one without a ceiling infinity.
+  require(loaded.state_.scale >= 0, "a scale of at least 0", loaded.state_.scale);
+  loaded.skipped_ = counter("skipped");
+  loaded.consecutive_ = counter("consecutive");
+  loaded.first_of_run_ = {text("first_parameter"), counter("first_parameters")};
+  const std::int64_t overflow_count = integer("overflow_count");
+  require(overflow_count >= 0 &&
+              overflow_count <= static_cast<std::int64_t>(OverflowCount::since_growth),
+          "a known overflow_count", overflow_count);
+  try {
+    loaded.options_.init_scale(real("init_scale"))
+        .growth_factor(real("growth_factor"))
+        .backoff_factor(real("backoff_factor"))
+        .growth_interval(integer("growth_interval"))
+        .growth_delay(integer("growth_delay"))
+        .min_scale(real("min_scale"))
+        .max_scale(real("max_scale"))
+        .hysteresis(integer("hysteresis"))
+        .overflow_count(static_cast<OverflowCount>(overflow_count))
+        .dynamic(read_value<bool>(archive, "dynamic", kWhere))
+        .max_consecutive_skips(integer("max_consecutive_skips"))
+        .scale_dtype(parse_dtype(text("scale_dtype")));
+    initial_loss_scale(loaded.options_);  // checks them together
+  } catch (const FileError&) {
+    throw;
+  } catch (const Error& error) {
+    throw FileError(kWhere, "a rule that makes sense", error.what());
   }
-  // The rule tests for equality with its limits: a counter beyond its limit would never fire again.
-  if (const auto interval = loaded.options_.growth_interval(); interval > 0) {
-    loaded.state_.growth_tracker = std::min(loaded.state_.growth_tracker, interval - 1);
-  }
-  if (loaded.options_.overflow_count() == OverflowCount::run_then_restart) {
-    loaded.state_.overflows = std::min(loaded.state_.overflows, loaded.options_.hysteresis() - 1);
-  }
+  require(loaded.state_.growth_tracker >= -loaded.options_.growth_delay(),
+          "a growth_tracker of at least -growth_delay", loaded.state_.growth_tracker);
+  loaded.fit_counters();
   *this = loaded;
 }
 

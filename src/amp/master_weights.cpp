@@ -1,22 +1,60 @@
 #include "semitone/amp/master_weights.h"
 
+#include "semitone/amp/autocast.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/amp/archive.h"
 #include "src/amp/gradients.h"
-#include "src/kernels/multi_tensor.h"
+#include "src/amp/same_memory.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>
 
-#include <map>
+#include <sstream>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 namespace semitone::amp {
+namespace {
+
+// Brings an optimizer's state for a 16-bit parameter to fp32, as that of an fp32 one is: by the way
+// in which it saves and loads itself, which all optimizers have.
+void widen(torch::optim::OptimizerParamState& state) {
+  torch::serialize::OutputArchive saved;
+  state.serialize(saved);
+  std::stringstream stream;
+  saved.save_to(stream);
+  torch::serialize::InputArchive low;
+  low.load_from(stream);
+
+  torch::serialize::OutputArchive wide;
+  bool any = false;
+  for (const std::string& key : low.keys()) {
+    c10::IValue value;
+    low.read(key, value);
+    if (value.isTensor() && is_16bit(value.toTensor().scalar_type())) {
+      any = true;
+      value = value.toTensor().to(at::kFloat);
+    }
+    wide.write(key, value);
+  }
+  if (!any) return;
+  std::stringstream wide_stream;
+  wide.save_to(wide_stream);
+  torch::serialize::InputArchive loaded;
+  loaded.load_from(wide_stream);
+  state.serialize(loaded);
+}
+
+}  // namespace
 
 MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact)
     : optimizer_(&optimizer) {
+  if (evaluates_loss(optimizer)) {
+    throw Error("amp.master_weights", "an optimizer that takes its gradients as they are", "LBFGS",
+                "it evaluates the loss again inside its step, where the model is not written yet");
+  }
   adopt(exact);
 }
 
@@ -27,8 +65,18 @@ void MasterWeights::agreed(Pair& pair) {
   pair.master_data = pair.master.const_data_ptr();
 }
 
+// variable_data(), not detach(): a master has a version counter of its own.
+at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactValues& exact) const {
+  if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end()) {
+    return value->second.variable_data();
+  }
+  for (const Pair& pair : pairs_) {
+    if (same_memory(pair.parameter, parameter)) return pair.master.variable_data();
+  }
+  return parameter.detach().to(at::kFloat);
+}
+
 void MasterWeights::adopt(const ExactValues& exact) {
-  const at::NoGradGuard no_grad;
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& parameter) {
     if (!is_16bit(parameter.scalar_type()) || !parameter.requires_grad()) return;
     const auto known = by_parameter_.find(parameter.unsafeGetTensorImpl());
@@ -36,38 +84,36 @@ void MasterWeights::adopt(const ExactValues& exact) {
       parameter = pairs_[known->second].master;
       return;
     }
-    const auto value = exact.find(parameter.unsafeGetTensorImpl());
-    at::Tensor master =
-        value != exact.end() ? value->second.detach() : parameter.detach().to(at::kFloat);
+    at::Tensor master = make_master(parameter, exact);
     master.requires_grad_(true);
-
     auto& state = optimizer_->state();
     if (const auto entry = state.find(parameter.unsafeGetTensorImpl()); entry != state.end()) {
       auto moved = std::move(entry->second);
       state.erase(entry);
+      widen(*moved);
       state[master.unsafeGetTensorImpl()] = std::move(moved);
     }
     by_parameter_.emplace(parameter.unsafeGetTensorImpl(), pairs_.size());
-    masters_.insert(master.unsafeGetTensorImpl());
-    Pair& pair = pairs_.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr});
-    agreed(pair);
+    by_master_.emplace(master.unsafeGetTensorImpl(), pairs_.size());
+    agreed(pairs_.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr}));
     parameter = std::move(master);  // in the optimizer's group
   });
 }
 
-bool MasterWeights::take_gradients(float inverse_scale) {
-  std::vector<at::Tensor> found_inf;
-  take_gradients(inverse_scale, found_inf);
-  return any_found_inf(found_inf);
+void MasterWeights::take_gradients(Gradients& pass) {
+  maybe_stepped_ = true;
+  for (const Pair& pair : pairs_) pass.move(pair.parameter, pair.master);
 }
 
-void MasterWeights::take_gradients(float inverse_scale, std::vector<at::Tensor>& found_inf) {
-  Gradients gradients(inverse_scale);
-  for_each([&](at::Tensor& parameter, at::Tensor& master) { gradients.move(parameter, master); });
-  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& parameter) {
-    gradients.unscale(parameter);  // masters are known to it already
+bool MasterWeights::take_gradients(float inverse_scale) {
+  Gradients pass(inverse_scale);
+  take_gradients(pass);
+  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    pass.unscale(parameter);  // masters are known to it already
   });
-  gradients.run(found_inf);
+  std::vector<at::Tensor> found_inf;
+  pass.run(found_inf);
+  return any_found_inf(found_inf);
 }
 
 void MasterWeights::write_model() {
@@ -76,29 +122,48 @@ void MasterWeights::write_model() {
     pair.parameter.copy_(pair.master);
     agreed(pair);
   }
+  maybe_stepped_ = false;
 }
 
-void MasterWeights::sync() {
+bool MasterWeights::parameter_changed(const Pair& pair) {
+  return pair.parameter_version != static_cast<std::uint32_t>(pair.parameter._version()) ||
+         pair.parameter_data != pair.parameter.const_data_ptr();
+}
+
+bool MasterWeights::master_changed(const Pair& pair) {
+  return pair.master_version != static_cast<std::uint32_t>(pair.master._version()) ||
+         pair.master_data != pair.master.const_data_ptr();
+}
+
+void MasterWeights::pull() {
   const at::NoGradGuard no_grad;
   adopt({});
   for (Pair& pair : pairs_) {
-    const bool parameter_changed =
-        pair.parameter_version != static_cast<std::uint32_t>(pair.parameter._version()) ||
-        pair.parameter_data != pair.parameter.const_data_ptr();
-    const bool master_changed =
-        pair.master_version != static_cast<std::uint32_t>(pair.master._version()) ||
-        pair.master_data != pair.master.const_data_ptr();
-    if (parameter_changed) {
-      pair.master.copy_(pair.parameter);
-    } else if (master_changed) {
-      pair.parameter.copy_(pair.master);
-    }
-    if (parameter_changed || master_changed) agreed(pair);
+    if (!parameter_changed(pair)) continue;
+    pair.master.copy_(pair.parameter);
+    agreed(pair);
   }
+}
+
+void MasterWeights::sync() {
+  pull();
+  const at::NoGradGuard no_grad;
+  for (Pair& pair : pairs_) {
+    if (master_changed(pair)) {
+      pair.parameter.copy_(pair.master);
+      agreed(pair);
+    } else if (maybe_stepped_) {
+      // As a rule it did not step, and a graph that saved the parameter must stay good: no new
+      // version.
+      pair.parameter.variable_data().copy_(pair.master);
+    }
+  }
+  if (maybe_stepped_) clear_cast_cache();
 }
 
 void MasterWeights::clear_gradients() {
   for (Pair& pair : pairs_) pair.master.mutable_grad().reset();
+  maybe_stepped_ = false;
 }
 
 at::Tensor MasterWeights::master_of(const at::Tensor& parameter) const {
@@ -107,41 +172,64 @@ at::Tensor MasterWeights::master_of(const at::Tensor& parameter) const {
 }
 
 void MasterWeights::set(const at::Tensor& parameter, const at::Tensor& value) {
-  const at::NoGradGuard no_grad;
   const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
   if (found == by_parameter_.end()) {
-    throw Error("amp.master_weights", "a parameter that has a master", "one that has none");
+    throw Error("amp.master_weights.set", "a parameter that has a master", "one that has none");
   }
+  const at::NoGradGuard no_grad;
   Pair& pair = pairs_[found->second];
   pair.master.copy_(value);
   pair.parameter.copy_(pair.master);
   agreed(pair);
 }
 
-void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
-  archive.write("size", c10::IValue(static_cast<std::int64_t>(pairs_.size())));
-  for (std::size_t i = 0; i < pairs_.size(); ++i)
-    archive.write(std::to_string(i), pairs_[i].master.detach());
+// Calls visit(key, pair) for every master at the first of its places in the optimizer. Not in the
+// order of pairs_, which tells when a parameter got its master: later for one that was frozen.
+template <typename Visit>
+void MasterWeights::for_each_place(Visit&& visit) const {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for_each_parameter(
+      *optimizer_, [&](std::size_t group, std::size_t index, const at::Tensor& parameter) {
+        const auto found = by_master_.find(parameter.unsafeGetTensorImpl());
+        if (found == by_master_.end() || !seen.insert(found->first).second) return;
+        visit("group" + std::to_string(group) + "_" + std::to_string(index), pairs_[found->second]);
+      });
 }
 
-void MasterWeights::load(torch::serialize::InputArchive& archive) {
+void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("size", c10::IValue(static_cast<std::int64_t>(pairs_.size())));
+  for_each_place(
+      [&](const std::string& key, const Pair& pair) { archive.write(key, pair.master.detach()); });
+}
+
+std::vector<at::Tensor> MasterWeights::read(torch::serialize::InputArchive& archive) {
   constexpr auto kWhere = "amp.master_weights.load";
-  sync();
+  adopt({});
   const auto size = read_value<std::int64_t>(archive, "size", kWhere);
   if (size != static_cast<std::int64_t>(pairs_.size())) {
     throw FileError(kWhere, std::to_string(pairs_.size()) + " master weights", std::to_string(size),
-                    "was it saved from the same model and optimizer, at the same opt level?");
+                    "was it saved from the same model and optimizer, at the same opt level, with "
+                    "the same layers frozen?");
   }
   std::vector<at::Tensor> values;
-  for (std::size_t i = 0; i < pairs_.size(); ++i) {
-    values.push_back(read_value<at::Tensor>(archive, std::to_string(i), kWhere));
-    if (values.back().sizes() != pairs_[i].master.sizes()) {
-      throw FileError(kWhere, c10::str("a master weight of shape ", pairs_[i].master.sizes()),
-                      c10::str(values.back().sizes(), " as number ", i),
+  for_each_place([&](const std::string& key, const Pair& pair) {
+    values.push_back(read_value<at::Tensor>(archive, key, kWhere));
+    if (values.back().sizes() != pair.master.sizes()) {
+      throw FileError(kWhere, c10::str("a master weight of shape ", pair.master.sizes()),
+                      c10::str(values.back().sizes(), " at ", key),
                       "was it saved from the same model?");
     }
-  }
-  for (std::size_t i = 0; i < pairs_.size(); ++i) set(pairs_[i].parameter, values[i]);
+  });
+  return values;
+}
+
+void MasterWeights::assign(const std::vector<at::Tensor>& values) {
+  auto value = values.begin();
+  for_each_place([&](const std::string&, const Pair& pair) { set(pair.parameter, *value++); });
+}
+
+void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  assign(read(archive));
 }
 
 }  // namespace semitone::amp

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cmath>
 #include <string>
 #include <utility>
 
@@ -19,7 +18,9 @@ namespace {
 constexpr std::array<std::pair<std::string_view, OptLevel>, 4> kLevels{
     {{"O0", OptLevel::O0}, {"O1", OptLevel::O1}, {"O2", OptLevel::O2}, {"O3", OptLevel::O3}}};
 
-std::string quoted(std::string_view text) {
+constexpr auto kLossScaleValues = "a loss scale above 0 that float32 holds, or \"dynamic\"";
+
+std::string in_quotes(std::string_view text) {
   return fmt::format("'{}'", text);
 }
 
@@ -34,17 +35,19 @@ OptLevel parse_opt_level(std::string_view name) {
     if (name == known) return level;
   }
   const bool zero = name.size() == 2 && name[0] == '0';
-  throw Error("amp.opt_level", "O0, O1, O2 or O3", quoted(name),
+  throw Error("amp.opt_level", "O0, O1, O2 or O3", in_quotes(name),
               zero ? "the first character is the letter O, not the digit zero" : "");
 }
 
 LossScale::LossScale(double scale) : value_(scale) {
-  if (!(scale > 0) || !std::isfinite(scale)) {
-    throw Error("amp.initialize", "a loss scale above 0, or \"dynamic\"", fmt::format("{}", scale));
+  // It multiplies fp32 losses, its inverse fp32 gradients.
+  const DtypeLimits fp32 = dtype_limits(at::kFloat);
+  if (!(scale >= fp32.min_normal && scale <= fp32.max)) {
+    throw Error("amp.initialize", kLossScaleValues, fmt::format("{}", scale));
   }
 }
 
-LossScale::LossScale(std::string_view scale) {
+LossScale::LossScale(const std::string& scale) {
   if (scale == "dynamic") {
     dynamic_ = true;
     return;
@@ -52,7 +55,7 @@ LossScale::LossScale(std::string_view scale) {
   double value = 0;
   const auto [end, error] = std::from_chars(scale.data(), scale.data() + scale.size(), value);
   if (error != std::errc() || end != scale.data() + scale.size()) {
-    throw Error("amp.initialize", "a loss scale above 0, or \"dynamic\"", quoted(scale));
+    throw Error("amp.initialize", kLossScaleValues, in_quotes(scale));
   }
   *this = LossScale(value);
 }
@@ -61,9 +64,9 @@ std::string LossScale::to_string() const {
   return dynamic_ ? "dynamic" : fmt::format("{}", value_);
 }
 
-Flag::Flag(std::string_view text) {
+Flag::Flag(const std::string& text) {
   if (text != "True" && text != "False" && text != "true" && text != "false") {
-    throw Error("amp.initialize", "true or false", quoted(text));
+    throw Error("amp.initialize", "true or false", in_quotes(text));
   }
   value_ = text == "True" || text == "true";
 }
@@ -236,17 +239,22 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   // Apex's ceiling of 2^24 holds unless somebody says otherwise.
   LossScaleOptions rule =
       options.loss_scale_options_.value_or(LossScaleOptions().max_scale(0x1p24));
+  if (!rule.dynamic()) {
+    if (options.loss_scale_.has_value() && options.loss_scale_->is_dynamic()) {
+      conflict("one loss scale", "loss_scale dynamic and loss_scale_options that are not",
+               "leave one of the two out");
+    }
+    if (!options.loss_scale_.has_value()) properties.loss_scale = rule.init_scale();
+  }
   if (options.min_loss_scale_.has_value()) rule.min_scale(*options.min_loss_scale_);
   if (options.max_loss_scale_.has_value()) rule.max_scale(*options.max_loss_scale_);
-  if (rule.min_scale() > rule.max_scale()) {
-    throw Error("amp.initialize", "min_loss_scale of at most max_loss_scale",
-                fmt::format("{} and {}", rule.min_scale(), rule.max_scale()));
-  }
   if (!properties.loss_scale.is_dynamic()) {
     // A scale that was given holds, whatever the bounds of a dynamic one.
-    rule.dynamic(false).max_scale(std::max(rule.max_scale(), properties.loss_scale.value()));
-    rule.init_scale(properties.loss_scale.value());
+    const double scale = properties.loss_scale.value();
+    rule.dynamic(false).init_scale(scale);
+    rule.min_scale(std::min(rule.min_scale(), scale)).max_scale(std::max(rule.max_scale(), scale));
   }
+  initial_loss_scale(rule);  // checks it
   properties.loss_scale_options = rule;
   return properties;
 }

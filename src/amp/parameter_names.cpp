@@ -1,22 +1,24 @@
 #include "semitone/amp/parameter_names.h"
 
-#include <utility>
-
 namespace semitone::amp {
 
 void ParameterNames::add(const Model& model, std::string_view prefix) {
   for (const Model::Entry& entry : model.entries()) {
-    if (entry.is_parameter) add(entry.tensor, std::string(prefix) + entry.name);
+    if (!entry.is_parameter) continue;
+    names_.try_emplace(entry.tensor.unsafeGetTensorImpl(),
+                       Name{std::string(prefix) + entry.name, names_.size()});
   }
 }
 
-void ParameterNames::add(const at::Tensor& parameter, std::string name) {
-  names_.emplace(parameter.unsafeGetTensorImpl(), std::move(name));
+void ParameterNames::add_alias(const at::Tensor& alias, const at::Tensor& parameter) {
+  if (const Name* known = find(parameter)) {
+    names_.insert_or_assign(alias.unsafeGetTensorImpl(), Name(*known));
+  }
 }
 
-std::string ParameterNames::of(const at::Tensor& parameter, std::string_view otherwise) const {
+const ParameterNames::Name* ParameterNames::find(const at::Tensor& parameter) const {
   const auto found = names_.find(parameter.unsafeGetTensorImpl());
-  return found == names_.end() ? std::string(otherwise) : found->second;
+  return found == names_.end() ? nullptr : &found->second;
 }
 
 }  // namespace semitone::amp

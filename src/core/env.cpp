@@ -6,7 +6,13 @@
 namespace semitone::env {
 
 std::span<const Variable> all() {
-  static constexpr std::array kAll{kLogLevel, kDataDir, kConformanceDir, kNoColor, kRank};
+  static constexpr std::array kAll{
+      kLogLevel,     kDataDir,           kConformanceDir, kNoColor,        kTerm,
+      kRank,         kWorldSize,         kLocalRank,      kLocalWorldSize, kMasterAddr,
+      kMasterPort,   kUseAgentStore,     kRestartCount,   kSlurmProcId,    kSlurmTasks,
+      kSlurmLocalId, kSlurmTasksPerNode, kSlurmNodeList,  kSlurmJobId,     kMpiRank,
+      kMpiSize,      kMpiLocalRank,      kMpiLocalSize,   kMpiJobId,       kGlooInterface,
+      kCommCheck};
   return kAll;
 }
 

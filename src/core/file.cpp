@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -18,7 +19,7 @@ namespace fs = std::filesystem;
 
 class Descriptor {
  public:
-  Descriptor(const fs::path& path, int flags) : number_(::open(path.c_str(), flags, 0666)) {}
+  explicit Descriptor(int number) : number_(number) {}
   ~Descriptor() {
     if (is_open()) ::close(number_);
   }
@@ -37,6 +38,7 @@ class Descriptor {
     return true;
   }
 
+  bool set_mode(mode_t mode) const { return ::fchmod(number_, mode) == 0; }
   bool sync() const { return ::fsync(number_) == 0; }
   // Some file systems (NFS) report a full disk only here.
   bool close() { return ::close(std::exchange(number_, -1)) == 0; }
@@ -52,16 +54,38 @@ struct Target {
   bool replace;
 };
 
+// /dev/stdout, /dev/fd/3: open files of this process. They may lead to a regular file, which must
+// not be replaced: the shell and others have it open.
+bool is_open_file(const fs::path& path) {
+  const std::string name = path.lexically_normal().string();
+  return name.starts_with("/dev/") || name.starts_with("/proc/");
+}
+
 Target target_of(const fs::path& path) {
   std::error_code ignored;
   const auto status = fs::status(path, ignored);
-  if (status.type() != fs::file_type::regular && fs::exists(status)) return {path, false};
+  const bool is_other = status.type() != fs::file_type::regular && fs::exists(status);
+  if (is_other || is_open_file(path)) return {path, false};
   const bool is_link = fs::is_symlink(fs::symlink_status(path, ignored));
   return {is_link ? fs::weakly_canonical(path, ignored) : path, true};
 }
 
-fs::path partial_of(const Target& target) {
-  return target.path.string() + ".partial";
+// A new file beside the target, under a name that nobody else has.
+struct Partial {
+  std::string path;
+  Descriptor file;
+
+  explicit Partial(const Target& target)
+      : path(target.path.string() + ".partial-XXXXXX"), file(::mkostemp(path.data(), O_CLOEXEC)) {}
+};
+
+// What open(2) gives a new file here, or what the file had that is replaced.
+mode_t mode_for(const Target& target) {
+  struct stat status {};
+  if (::stat(target.path.c_str(), &status) == 0) return status.st_mode & 07777;
+  const mode_t mask = ::umask(0);
+  ::umask(mask);
+  return 0666 & ~mask;
 }
 
 [[noreturn]] void fail(std::string_view where, const fs::path& path, int reason) {
@@ -74,17 +98,17 @@ fs::path partial_of(const Target& target) {
 void write_file(const fs::path& path, std::string_view content, std::string_view where) {
   const Target target = target_of(path);
   if (!target.replace) {
-    Descriptor file(target.path, O_WRONLY | O_CLOEXEC);
+    Descriptor file(::open(target.path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
     if (!file.is_open() || !file.write(content) || !file.close()) fail(where, path, errno);
     return;
   }
-  const fs::path partial = partial_of(target);
-  Descriptor file(partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC);
-  if (!file.is_open()) fail(where, path, errno);
-  if (!file.write(content) || !file.sync() || !file.close() ||
-      ::rename(partial.c_str(), target.path.c_str()) != 0) {
+  Partial partial(target);
+  if (!partial.file.is_open()) fail(where, path, errno);
+  if (!partial.file.write(content) || !partial.file.set_mode(mode_for(target)) ||
+      !partial.file.sync() || !partial.file.close() ||
+      ::rename(partial.path.c_str(), target.path.c_str()) != 0) {
     const int reason = errno;
-    ::unlink(partial.c_str());
+    ::unlink(partial.path.c_str());
     fail(where, path, reason);
   }
 }
@@ -97,10 +121,9 @@ void require_writable(const fs::path& path, std::string_view where) {
     if (fs::is_directory(target.path, ignored)) fail(where, path, EISDIR);
     return;
   }
-  const fs::path partial = partial_of(target);
-  const Descriptor file(partial, O_WRONLY | O_CREAT | O_CLOEXEC);
-  if (!file.is_open()) fail(where, path, errno);
-  ::unlink(partial.c_str());
+  const Partial partial(target);
+  if (!partial.file.is_open()) fail(where, path, errno);
+  ::unlink(partial.path.c_str());
 }
 
 }  // namespace semitone

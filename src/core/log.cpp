@@ -11,8 +11,16 @@ std::shared_ptr<spdlog::logger> make_logger() {
   if (auto existing = spdlog::get("semitone")) return existing;
   auto logger = spdlog::stderr_color_mt("semitone");
   logger->set_pattern("%^[%n] %l:%$ %v");
-  if (const auto level = env::get(env::kLogLevel))
-    logger->set_level(spdlog::level::from_str(*level));
+  if (const auto name = env::get(env::kLogLevel)) {
+    // from_str makes "off" of what it does not know.
+    const auto level = spdlog::level::from_str(*name);
+    if (level == spdlog::level::off && *name != "off") {
+      logger->warn("expected {} to be trace, debug, info, warning, error or off, got '{}' — info",
+                   env::kLogLevel.name, *name);
+    } else {
+      logger->set_level(level);
+    }
+  }
   return logger;
 }
 

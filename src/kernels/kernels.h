@@ -19,8 +19,8 @@ constexpr std::size_t bytes_of(Format format) {
 
 // out[i] = round(in[i] * inv_scale + addend[i]), the multiplication and the addition rounded to
 // fp32 one after the other, the result rounded to nearest even where out is a 16-bit format. addend
-// may be null (nothing is added) and has out's format. out may be in. Returns whether an out[i] is
-// inf or NaN. Formats: in == out, or a 16-bit in with out fp32.
+// may be null (nothing is added) and has out's format. out may be in, or addend. Returns whether an
+// out[i] is inf or NaN, and would be were addend[i] finite. Formats: in == out, or a 16-bit in with out fp32.
 bool unscale(const void* in, Format in_format, const void* addend, void* out, Format out_format,
              std::size_t size, float inv_scale);
 

@@ -12,14 +12,15 @@ struct Unscale {
   at::Tensor grad;    // scaled gradient: fp32, fp16, bf16 or fp64; strided
   at::Tensor out;     // receives the result: grad itself, or of the same shape in fp32 (fp64 for an
                       // fp64 grad)
-  at::Tensor addend;  // undefined, or out's dtype and shape: earlier gradients, which are not
-                      // scaled any more
+  at::Tensor addend;  // undefined, or out's dtype and shape, and may be out: earlier gradients,
+                      // which are not scaled any more
 };
 
 // out = grad * inv_scale + addend for every item, and found_inf = 1 if an element of a result is
-// inf or NaN; found_inf is never cleared here. The test is on the result: so a scale of 0, whose
-// inverse is inf, is caught where a test of the scaled gradient would let NaNs through (torch's
-// GradScaler, at::_amp_foreach_non_finite_check_and_unscale_).
+// inf or NaN, and not only because the addend is: what was found before is not blamed on this gradient.
+// found_inf is never cleared here. The test is on the result: so a scale of 0, whose inverse is
+// inf, is caught where a test of the scaled gradient would let NaNs through (torch's GradScaler,
+// at::_amp_foreach_non_finite_check_and_unscale_).
 //
 // found_inf: fp32, one element, on the device of the items, all of which must be on one device.
 // Nothing is read back to the host.

@@ -7,7 +7,14 @@
 #include <torch/nn/module.h>
 #include <torch/serialize.h>
 
+#include <fmt/format.h>
+#include <zlib.h>
+
+#include <cerrno>
+#include <fstream>
+#include <iterator>
 #include <mutex>
+#include <string_view>
 #include <system_error>
 
 namespace semitone::train {
@@ -82,9 +89,39 @@ T read_value(torch::serialize::InputArchive& archive, const std::string& key) {
   return value.to<T>();
 }
 
+// LibTorch's reader does not look at the checksums of its own format, so a changed byte would be
+// loaded as a weight. The file is the archive and, behind it, the CRC-32 of the archive.
+constexpr std::size_t kChecksumBytes = 8;  // in hexadecimal
+
+std::string checksum_of(std::string_view bytes) {
+  uLong crc = ::crc32(0, nullptr, 0);
+  crc = ::crc32_z(crc, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size());
+  return fmt::format("{:08x}", crc);
+}
+
+// The archive's bytes. FileError if they are not what was written.
+std::string read_checked(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string bytes(std::istreambuf_iterator<char>(file), {});
+  if (!file) {
+    throw FileError(kWhere, "to read '" + path.string() + "'",
+                    std::error_code(errno, std::generic_category()).message());
+  }
+  const std::size_t size = bytes.size() < kChecksumBytes ? 0 : bytes.size() - kChecksumBytes;
+  const std::string saved = bytes.substr(size);
+  bytes.resize(size);
+  if (saved != checksum_of(bytes)) {
+    throw FileError(kWhere, "a state that `semitone train --save` wrote in '" + path.string() + "'",
+                    "other bytes than its checksum is of",
+                    "was it truncated or changed, or written by another program?");
+  }
+  return bytes;
+}
+
 void load(const std::filesystem::path& path, const Training& training, const Agreement& agreement) {
+  const std::string bytes = read_checked(path);
   torch::serialize::InputArchive archive;
-  archive.load_from(path.string());
+  archive.load_from(bytes.data(), bytes.size());
   c10::IValue format;
   if (!archive.try_read("format", format) || !format.isString() ||
       format.toStringRef() != kFormat) {
@@ -95,6 +132,9 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   const Position position{read_value<std::int64_t>(archive, "step"),
                           read_value<double>(archive, "loss_sum"),
                           read_value<std::int64_t>(archive, "loss_count")};
+  if (position.step < 0 || position.loss_count < 0)
+    throw FileError(kWhere, "a step and a count of 0 or more in '" + path.string() + "'",
+                    fmt::format("{} and {}", position.step, position.loss_count));
   {
     auto fp32 = training.mixed.fp32_weights(training.model);
     read_part(archive, "model", *training.model.module());
@@ -131,7 +171,7 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
     write_part(archive, "model", *training.model.module());
     archive.save_to(append);
   }
-  write_file(path, bytes, kWhere);
+  write_file(path, bytes + checksum_of(bytes), kWhere);
 }
 
 void load_checkpoint(const std::filesystem::path& path, const Training& training,

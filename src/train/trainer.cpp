@@ -54,6 +54,10 @@ void check_set(const zoo::ImageSet& set, const char* name) {
   }
 }
 
+bool has_fp16_weights_only(const TrainOptions& options) {
+  return options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
+}
+
 void check_options(const TrainOptions& options) {
   const auto require = [](bool good, const char* expected, double got) {
     if (!good) throw Error(kWhere, expected, fmt::format("{}", got));
@@ -61,7 +65,12 @@ void check_options(const TrainOptions& options) {
   const auto count = [](std::int64_t value) { return static_cast<double>(value); };
   require(options.epochs() > 0, "epochs above 0", count(options.epochs()));
   require(options.batch_size() > 0, "a batch size above 0", count(options.batch_size()));
-  require(std::isfinite(options.lr()) && options.lr() > 0, "a learning rate above 0", options.lr());
+  require(options.lr() > 0 && options.lr() <= dtype_limits(torch::kFloat).max,
+          "a learning rate above 0 that float32 holds", options.lr());
+  if (has_fp16_weights_only(options)) {
+    require(options.lr() <= dtype_limits(torch::kHalf).max,
+            "a learning rate of at most 65504 with float16 weights", options.lr());
+  }
   require(options.momentum() >= 0 && options.momentum() < 1, "a momentum in [0, 1)",
           options.momentum());
   require(options.growth_interval() >= 0, "a growth interval of 0 (never) or more",
@@ -77,9 +86,7 @@ void check_options(const TrainOptions& options) {
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
                                                         const TrainOptions& options) {
-  const bool fp16_weights =
-      options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
-  const double eps = fp16_weights ? 0x1p-14 : 1e-8;
+  const double eps = has_fp16_weights_only(options) ? 0x1p-14 : 1e-8;
   switch (options.optimizer()) {
     case OptimizerKind::adam:
       return std::make_unique<torch::optim::Adam>(parameters,
@@ -147,7 +154,10 @@ class Run {
         options_.max_steps() > 0 ? std::min(options_.max_steps(), steps_) : steps_;
     if (position_.step >= end) {
       throw Error(kWhere, fmt::format("a state with fewer than {} steps", end),
-                  std::to_string(position_.step), "raise --epochs or --max-steps");
+                  std::to_string(position_.step),
+                  options_.schedule() == Schedule::constant || end < steps_
+                      ? "raise --epochs or --max-steps"
+                      : "a cosine schedule that came to its end cannot be extended");
     }
     end_step_ = end;
     model_.module()->train();

@@ -73,15 +73,16 @@ std::vector<std::int64_t> read_header(ByteSource& source, const std::filesystem:
 std::int64_t count_elements(const std::vector<std::int64_t>& shape, std::int64_t limit,
                             const std::filesystem::path& path) {
   std::int64_t count = 1;
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   for (const std::int64_t size : shape) {
+    if (size == 0) continue;  // strides are products of the others
     if (size > limit / count) {
       throw FileError(kWhere, "at most " + std::to_string(limit) + " bytes of data" + in(path),
                       c10::str("sizes ", at::IntArrayRef(shape)), "is the header corrupt?");
     }
     count *= size;
   }
-  return count;
+  const bool is_empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+  return is_empty ? 0 : count;
 }
 
 }  // namespace

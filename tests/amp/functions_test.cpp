@@ -266,9 +266,12 @@ TEST_P(Callables, TakeWeightsFromTheCacheAndGiveThemGradients) {
     const Autocast region(policy());
     (f(wide, weight) + f(wide, weight)).sum().backward();
   }
-  EXPECT_EQ(casts->computed(6), 1U);
-  EXPECT_EQ(casts->cached(6), 1U);
-  EXPECT_EQ(casts->heard()[0].op, "half_function");
+  // The operator inside has casts of its own where fp16 is emulated.
+  std::vector<bool> cached;
+  for (const auto& cast : casts->heard()) {
+    if (cast.op == "half_function" && cast.numel == 6) cached.push_back(cast.cached);
+  }
+  EXPECT_EQ(cached, (std::vector{false, true}));
   expect_bitwise_equal(weight.grad(), torch::full({2, 3}, 4.0));
 }
 

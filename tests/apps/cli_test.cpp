@@ -107,7 +107,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"train", "--epochs", "1.5"}, "expected --epochs from 1"},
       {{"train", "--epochs", "99999999999999999999"}, "expected --epochs from 1"},
       {{"train", "--batch-size", "0"}, "expected --batch-size from 1"},
-      {{"train", "--lr", "-0.1"}, "expected --lr above 0, got '-0.1'"},
+      {{"train", "--lr", "-0.1"}, "expected --lr above 0 that float32 holds, got '-0.1'"},
       {{"train", "--lr", "nan"}, "expected --lr above 0"},
       {{"train", "--lr", "0.1x"}, "expected --lr above 0"},
       {{"train", "--momentum", "1"}, "expected --momentum from 0 to below 1"},
@@ -127,6 +127,11 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"train", "--data", ""}, "expected --data DIR"},
       {{"train", "--optimizer", "adam", "--momentum", "0.9"},
        "expected --momentum with --optimizer sgd only"},
+      {{"train", "--loss-scale", "1e39"}, "or a number that float32 holds, above 0, got '1e39'"},
+      {{"train", "--loss-scale", "1e-320"}, "or a number that float32 holds, above 0"},
+      {{"train", "--lr", "1e39"}, "expected --lr above 0 that float32 holds, got '1e39'"},
+      {{"train", "--save", "/tmp/./x", "--json", "/tmp/x"},
+       "[cli.train] expected two files for --save and --json, got '/tmp/./x' for both"},
       {{"train", "--opt-level", "all", "--save", "x"}, "expected one level with --save"},
       {{"train", "--opt-level", "all", "--resume", "x"}, "expected one level with --resume"},
       {{"ops", "--policy", "mine"}, "[cli.ops] expected --policy to be one of semitone, torch"},
@@ -163,6 +168,8 @@ TEST_F(CliTest, OpsShowsOneOperatorWithItsOverloads) {
   EXPECT_THAT(ops.out,
               AllOf(HasSubstr("softmax.int"), HasSubstr("softmax.Dimname"), HasSubstr("fp32"),
                     Not(HasSubstr("conv2d")), Not(HasSubstr("log_softmax"))));
+  EXPECT_EQ(semitone({"ops", "--op", "aten::softmax"}).out, ops.out);
+  EXPECT_THAT(semitone({"ops", "--op", "mm."}).out, HasSubstr("lower"));
   EXPECT_THAT(semitone({"ops", "--op", "relu"}).out, HasSubstr("relu is not listed"));
 }
 
@@ -370,7 +377,7 @@ TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
   expect_failure(semitone(train({"--quiet", "--resume", "/no/such"})), 1, "no such file");
   write_text(folder_ / "state", "nonsense");
   expect_failure(semitone(train({"--quiet", "--resume", (folder_ / "state").string()})), 1,
-                 "is the file damaged?");
+                 "written by another program?");
 }
 
 // --------------------------------------------------------------------------------------------------
@@ -394,7 +401,29 @@ TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
       finished.err,
       AllOf(HasSubstr("O0 float32   test accuracy"), HasSubstr("steps in a row"),
             HasSubstr("[cli.train] expected O1 to train, got exit code 3"), Not(HasSubstr("O2 "))));
-  EXPECT_FALSE(std::filesystem::exists(file));
+  // The level that was done is not lost.
+  EXPECT_THAT(finished.out, HasSubstr("O0     float32"));
+  const json results = json::parse(read_text(file));
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].at("opt_level"), "O0");
+}
+
+TEST_F(CliTest, AParentThatIgnoresItsChildrenDoesNotMatter) {
+  const auto handler = std::signal(SIGCHLD, SIG_IGN);  // inherited by what is started
+  Process process(options_for(train({"--opt-level", "all", "--limit-batches", "2"})));
+  std::signal(SIGCHLD, handler);
+  const Finished finished = process.wait();
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+}
+
+TEST_F(CliTest, AFileBehindStandardOutputIsNotReplaced) {
+  const std::string file = (folder_ / "log.txt").string();
+  write_text(file, "precious\n");
+  const Finished finished = launch::run(ProcessOptions("/bin/sh").arguments(
+      {"-c", "exec \"$0\" ops --op mm --json /dev/stdout >> " + file, SEMITONE_PROGRAM}));
+  EXPECT_TRUE(finished.status.success());
+  EXPECT_THAT(read_text(file), AllOf(StartsWith("precious\n"), HasSubstr("policy semitone for"),
+                                     HasSubstr("\"op\": \"mm\"")));
 }
 
 // The process of the level that `semitone train --opt-level all` is at.

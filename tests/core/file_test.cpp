@@ -3,9 +3,11 @@
 #include "semitone/core/error.h"
 #include "tests/support/temporary_folder.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
@@ -59,6 +61,38 @@ TEST(WriteFile, WritesThroughADeviceInsteadOfReplacingIt) {
   EXPECT_THAT(message_of([] { write_file("/dev/full", "x", "test.room"); }),
               AllOf(HasSubstr("[test.room]"), HasSubstr("'/dev/full'"),
                     HasSubstr("No space left on device")));
+}
+
+TEST(WriteFile, KeepsTheModeOfWhatItReplaces) {
+  using std::filesystem::perms;
+  const TemporaryFolder folder;
+  write_text(folder / "a", "old");
+  std::filesystem::permissions(folder / "a", perms::owner_read | perms::owner_write);
+  write_file(folder / "a", "new", "test");
+  EXPECT_EQ(std::filesystem::status(folder / "a").permissions(),
+            perms::owner_read | perms::owner_write);
+  write_file(folder / "b", "new", "test");
+  write_text(folder / "c", "new");
+  EXPECT_EQ(std::filesystem::status(folder / "b").permissions(),
+            std::filesystem::status(folder / "c").permissions());
+}
+
+TEST(WriteFile, AppendsToAnOpenFileOfThisProcess) {
+  const TemporaryFolder folder;
+  write_text(folder / "a", "old ");
+  const int number = ::open((folder / "a").c_str(), O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(number, 0);
+  write_file("/dev/fd/" + std::to_string(number), "new", "test");
+  ::close(number);
+  EXPECT_EQ(read_text(folder / "a"), "old new");
+}
+
+TEST(WriteFile, LeavesAFileOfAnotherThatHasAPartialName) {
+  const TemporaryFolder folder;
+  write_text(folder / "a.partial", "precious");
+  require_writable(folder / "a", "test");
+  write_file(folder / "a", "new", "test");
+  EXPECT_EQ(read_text(folder / "a.partial"), "precious");
 }
 
 TEST(WriteFile, ThatFailsHalfwayLeavesTheOldFile) {

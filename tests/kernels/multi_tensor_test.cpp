@@ -202,6 +202,50 @@ TEST(MultiTensorUnscaleFlag, OverflowThatOnlyRoundingCausesIsFound) {
   }
 }
 
+// What accumulates: each addition is to say whether it was the one that went wrong.
+TEST(MultiTensorUnscaleFlag, IsNotSetForWhatWasInTheAddendAlready) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  struct Sum {
+    float grad;
+    float addend;
+    float expected;
+  };
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble}) {
+    for (const Sum& sum :
+         {Sum{1, infinity, 0}, Sum{1, nan, 0}, Sum{infinity, infinity, 1}, Sum{nan, infinity, 1},
+          Sum{-infinity, infinity, 1}, Sum{infinity, 1, 1}, Sum{1, 1, 0}}) {
+      SCOPED_TRACE(c10::str(dtype, ": ", sum.grad, " + ", sum.addend));
+      for (const std::int64_t size : {1, 100}) {
+        const auto make = [&] {
+          const auto grad = torch::full({size}, 1.0, dtype);
+          const auto addend = torch::full({size}, 2.0, dtype);
+          grad[size / 2] = sum.grad;
+          addend[size / 2] = sum.addend;
+          return std::vector<Unscale>{{grad, addend, addend}};  // written over the addend
+        };
+        auto found_inf = torch::zeros({1});
+        multi_tensor_unscale(make(), 1, found_inf);
+        EXPECT_EQ(found_inf.item<float>(), sum.expected);
+        expect_as_defined(make, 1);
+      }
+    }
+  }
+}
+
+TEST(MultiTensorUnscaleFlag, IsSetWhereTwoFiniteNumbersOverflowTogether) {
+  const auto flag = [](double grad, double addend, at::ScalarType dtype) {
+    auto found_inf = torch::zeros({1});
+    std::vector<Unscale> items{{torch::full({20}, grad, dtype), torch::empty({20}, dtype),
+                                torch::full({20}, addend, dtype)}};
+    multi_tensor_unscale(items, 1, found_inf);
+    return found_inf.item<float>();
+  };
+  EXPECT_EQ(flag(60000, 6000, at::kHalf), 1);
+  EXPECT_EQ(flag(60000, 5000, at::kHalf), 0);
+  EXPECT_EQ(flag(3e38, 3e38, at::kFloat), 1);
+}
+
 TEST(MultiTensorUnscaleList, MayBeEmptyOrOfMixedDtypes) {
   auto found_inf = torch::zeros({1});
   multi_tensor_unscale({}, 2, found_inf);

@@ -11,20 +11,25 @@
 
 namespace semitone::test {
 
-// The message of the Error that a call raises, without C++ stack trace; fails, and is empty, if
-// it raises nothing or something else.
-template <typename Function>
-std::string error_of(Function&& function) {
+// The message of the E that a call raises, without C++ stack trace; fails, and is empty, if it
+// raises nothing or something else.
+template <typename E, typename Function>
+std::string message_of(Function&& function) {
   try {
     function();
-  } catch (const Error& error) {
+  } catch (const E& error) {
     return error.what();
   } catch (const std::exception& error) {
-    ADD_FAILURE() << "expected semitone::Error, got " << error.what();
+    ADD_FAILURE() << "expected another exception, got " << error.what();
     return {};
   }
-  ADD_FAILURE() << "expected semitone::Error, got no exception";
+  ADD_FAILURE() << "expected an exception, got none";
   return {};
+}
+
+template <typename Function>
+std::string error_of(Function&& function) {
+  return message_of<Error>(function);
 }
 
 // That a call raises an Error whose message has all these parts.

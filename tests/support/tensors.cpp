@@ -1,72 +1,106 @@
 #include "tests/support/tensors.h"
 
+#include "semitone/core/dtype.h"
+
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
-#include <string>
 
 namespace semitone::test {
 namespace {
 
-bool same_kind(const at::Tensor& got, const at::Tensor& want) {
-  if (!got.defined() || !want.defined()) {
-    EXPECT_EQ(got.defined(), want.defined());
-    return false;
+using testing::AssertionFailure;
+using testing::AssertionResult;
+using testing::AssertionSuccess;
+
+AssertionResult same_shape(const at::Tensor& got, const at::Tensor& want) {
+  if (got.defined() != want.defined()) {
+    return AssertionFailure() << (got.defined() ? "a tensor where none should be"
+                                                : "no tensor where one should be");
   }
-  EXPECT_EQ(got.scalar_type(), want.scalar_type());
-  EXPECT_EQ(got.sizes(), want.sizes());
-  return got.scalar_type() == want.scalar_type() && got.sizes() == want.sizes();
+  if (got.defined() && got.sizes() != want.sizes()) {
+    return AssertionFailure() << "got shape " << got.sizes() << ", want " << want.sizes();
+  }
+  return AssertionSuccess();
+}
+
+AssertionResult same_dtype(const at::Tensor& got, const at::Tensor& want) {
+  if (!got.defined() || !want.defined() || got.scalar_type() == want.scalar_type()) {
+    return AssertionSuccess();
+  }
+  return AssertionFailure() << "got " << dtype_name(got.scalar_type()) << ", want "
+                            << dtype_name(want.scalar_type());
+}
+
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.detach().to_dense().cpu().contiguous();
 }
 
 at::Tensor bits_of(const at::Tensor& tensor) {
   switch (tensor.element_size()) {
     case 1:
-      return tensor.contiguous().view(torch::kUInt8);
+      return tensor.view(torch::kUInt8);
     case 2:
-      return tensor.contiguous().view(torch::kInt16);
+      return tensor.view(torch::kInt16);
     case 4:
-      return tensor.contiguous().view(torch::kInt32);
+      return tensor.view(torch::kInt32);
     default:
-      return tensor.contiguous().view(torch::kInt64);
+      return tensor.view(torch::kInt64);
   }
 }
 
-std::string first_difference(const at::Tensor& got, const at::Tensor& want, const at::Tensor& bad) {
+at::Tensor both_nan(const at::Tensor& a, const at::Tensor& b) {
+  return a.isnan().logical_and(b.isnan());
+}
+
+AssertionResult none_differ(const at::Tensor& got, const at::Tensor& want, const at::Tensor& bad) {
+  if (!bad.any().item<bool>()) return AssertionSuccess();
   const auto where = bad.flatten().nonzero();
   const auto index = where.index({0, 0}).item<std::int64_t>();
-  return c10::str(where.size(0), " of ", bad.numel(), " elements differ, the first at ", index,
-                  ": got ", got.flatten()[index].item<double>(), ", want ",
-                  want.flatten()[index].item<double>());
+  return AssertionFailure() << where.size(0) << " of " << bad.numel()
+                            << " elements differ, the first at " << index << ": got "
+                            << got.flatten()[index].item<double>() << ", want "
+                            << want.flatten()[index].item<double>();
 }
 
 }  // namespace
 
-void expect_bitwise_equal(const at::Tensor& got, const at::Tensor& want) {
+AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  if (!same_kind(got, want) || got.numel() == 0) return;
-  at::Tensor bad = bits_of(got) != bits_of(want);
-  if (got.is_floating_point())
-    bad = bad.logical_and(got.isnan().logical_and(want.isnan()).logical_not());
-  if (bad.any().item<bool>()) ADD_FAILURE() << first_difference(got, want, bad);
+  if (auto shape = same_shape(got, want); !shape || !got.defined()) return shape;
+  if (auto dtype = same_dtype(got, want); !dtype || got.numel() == 0) return dtype;
+  const at::Tensor g = dense(got);
+  const at::Tensor w = dense(want);
+  at::Tensor bad = bits_of(g) != bits_of(w);
+  if (g.is_floating_point()) bad = bad.logical_and(both_nan(g, w).logical_not());
+  return none_differ(g, w, bad);
+}
+
+AssertionResult near(const at::Tensor& got, const at::Tensor& want, double relative) {
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  if (auto shape = same_shape(got, want); !shape || !got.defined() || got.numel() == 0) {
+    return shape;
+  }
+  const at::Tensor g = dense(got).to(torch::kDouble);
+  const at::Tensor w = dense(want).to(torch::kDouble);
+  const at::Tensor finite = w.isfinite();
+  const at::Tensor mean =
+      at::where(finite, w.abs(), 0).sum() / finite.sum().clamp_min(1).to(torch::kDouble);
+  const at::Tensor close = (g - w).abs() <= relative * at::maximum(w.abs(), mean);
+  const at::Tensor same = (g == w).logical_or(both_nan(g, w));
+  AssertionResult result = none_differ(g, w, at::where(finite, close, same).logical_not());
+  if (!result) result << " (relative tolerance " << relative << ")";
+  return result;
+}
+
+void expect_bitwise_equal(const at::Tensor& got, const at::Tensor& want) {
+  EXPECT_TRUE(same_bits(got, want));
 }
 
 void expect_close(const at::Tensor& got, const at::Tensor& want, double relative) {
-  const at::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  if (!same_kind(got, want) || got.numel() == 0) return;
-  const at::Tensor g = got.to(torch::kDouble);
-  const at::Tensor w = want.to(torch::kDouble);
-  const at::Tensor finite = w.isfinite();
-  const at::Tensor scale =
-      at::where(finite, w.abs(), 0).sum() / finite.sum().clamp_min(1).to(torch::kDouble);
-  const at::Tensor near = (g - w).abs() <= relative * at::maximum(w.abs(), scale);
-  const at::Tensor same = (g == w).logical_or(g.isnan().logical_and(w.isnan()));
-  const at::Tensor bad = at::where(finite, near, same).logical_not();
-  if (bad.any().item<bool>())
-    ADD_FAILURE() << first_difference(got, want, bad) << " (relative tolerance " << relative << ")";
+  EXPECT_TRUE(same_dtype(got, want));
+  EXPECT_TRUE(near(got, want, relative));
 }
 
 }  // namespace semitone::test

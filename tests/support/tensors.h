@@ -2,15 +2,24 @@
 
 #include <ATen/core/Tensor.h>
 
-// Comparing tensors so that a NaN, a wrong dtype or a wrong shape always fails.
+#include <gtest/gtest.h>
+
+// Comparing tensors so that a NaN or a wrong shape always fails. Sparse tensors are compared as
+// dense ones; two undefined tensors are equal.
 namespace semitone::test {
 
 // The same dtype, shape and bits: -0 is not 0. NaNs are equal to each other whatever their payload.
+testing::AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want);
+
+// The same shape, and |got - want| <= relative * max(|want|, mean |want|) for each element: the
+// mean is there because a sum that cancels is as exact as its terms. Infinities and NaNs must be in
+// the same places. Dtypes may differ. `relative` comes from tests/support/tolerance.h.
+testing::AssertionResult near(const at::Tensor& got, const at::Tensor& want, double relative);
+
+// That same_bits holds.
 void expect_bitwise_equal(const at::Tensor& got, const at::Tensor& want);
 
-// The same dtype and shape, and |got - want| <= relative * max(|want|, mean |want|) for each
-// element: the mean is there because a sum that cancels is as exact as its terms. Infinities and
-// NaNs must be in the same places. `relative` comes from tests/support/tolerance.h.
+// That near holds, and the dtypes are the same.
 void expect_close(const at::Tensor& got, const at::Tensor& want, double relative);
 
 }  // namespace semitone::test

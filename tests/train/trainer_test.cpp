@@ -426,17 +426,41 @@ TEST_F(SavedStateTest, MissingForeignAndDamagedFilesAreFileErrors) {
   std::filesystem::remove(state_);
   EXPECT_THAT(message(more), AllOf(HasSubstr("no such file"), HasSubstr(state_.string())));
   test::write_text(state_, "");
-  EXPECT_THAT(message(more), HasSubstr("is the file damaged?"));
+  EXPECT_THAT(message(more), HasSubstr("other bytes than its checksum is of"));
   test::write_text(state_, "no archive");
-  EXPECT_THAT(message(more), HasSubstr("is the file damaged?"));
+  EXPECT_THAT(message(more), HasSubstr("other bytes than its checksum is of"));
   for (const double part : {0.1, 0.5, 0.9, 0.999}) {
     test::write_text(
         state_,
         bytes.substr(0, static_cast<std::size_t>(part * static_cast<double>(bytes.size()))));
     EXPECT_THAT(message(more), HasSubstr("[train.checkpoint]")) << part;
   }
+  // One flipped bit anywhere: in a weight it would train on, unseen.
+  for (std::size_t at = 0; at < bytes.size(); at += 997) {
+    std::string flipped = bytes;
+    flipped[at] = static_cast<char>(flipped[at] ^ 1);
+    test::write_text(state_, flipped);
+    EXPECT_THAT(message(more), HasSubstr("other bytes than its checksum is of")) << at;
+  }
   torch::save(DropNet(), state_.string());
-  EXPECT_THAT(message(more), HasSubstr("an archive of another kind"));
+  EXPECT_THAT(message(more), HasSubstr("written by another program?"));
+}
+
+TEST(Trainer, AFinishedCosineScheduleCannotBeExtended) {
+  const test::TemporaryFolder folder;
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16).epochs(1).limit_batches(2);
+  train_classifier(drop_net, data(), TrainOptions(options).save(folder / "state"));
+  EXPECT_THAT(message_of([&] {
+                train_classifier(drop_net, data(), TrainOptions(options).resume(folder / "state"));
+              }),
+              HasSubstr("cannot be extended"));
+}
+
+TEST(Trainer, ALearningRateThatFloat16WeightsCannotTakeIsRefused) {
+  EXPECT_THAT(message_of([&] {
+                train_classifier(drop_net, data(), options_for(OptLevel::O3, torch::kHalf).lr(1e5));
+              }),
+              HasSubstr("at most 65504 with float16 weights"));
 }
 
 TEST_F(SavedStateTest, OfAnotherModelIsAFileError) {

@@ -149,6 +149,9 @@ TEST_F(IdxTest, AnAbsurdHeaderTakesNoMemory) {
   const std::string huge(12, '\xff');
   EXPECT_THAT(message_for(header(huge)), HasSubstr("at most 8589934592 bytes"));
   EXPECT_THAT(message_for(gzip(header(huge))), HasSubstr("at most 8589934592 bytes"));
+  // No elements, but strides that no integer holds.
+  EXPECT_THAT(message_for(header(std::string(4, '\0') + huge)),
+              HasSubstr("at most 8589934592 bytes"));
   // 2 GiB are not absurd, but not in a file of some bytes either.
   const std::string two_gigabytes("\x80\0\0\0", 4);
   EXPECT_THAT(message_for(header(two_gigabytes)),

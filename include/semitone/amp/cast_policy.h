@@ -121,6 +121,8 @@ class CastPolicy {
   /// nothing) and lets the weight-cast cache keep frozen parameters too. The policy remembers the
   /// parameters, it does not own them.
   CastPolicy bind(const Model& model) const;
+  /// For several models at once: a glob has to match in one of them.
+  CastPolicy bind(const std::vector<Model>& models) const;
 
   /// The same rows for another device or dtype.
   CastPolicy with_target(CastTarget target) const;

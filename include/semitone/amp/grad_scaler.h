@@ -32,28 +32,30 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 ///     for (auto& batch : *loader) {
 ///       optimizer.zero_grad();
 ///       torch::Tensor loss;
-///       { amp::Autocast region(torch::kCUDA); loss = loss_fn(model->forward(batch.data),
-///       batch.target); } scaler.scale(loss).backward(); scaler.unscale_(optimizer); // only to
-///       clip or look at gradients torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0); if
-///       (scaler.step(optimizer) == amp::Step::skipped) ++skipped;    // unscales unless done above
-///       scaler.update();                                                // once an iteration,
-///       after all optimizers
+///       {
+///         amp::Autocast region(torch::kCUDA);
+///         loss = loss_fn(model->forward(batch.data), batch.target);
+///       }
+///       scaler.scale(loss).backward();
+///       scaler.unscale_(optimizer);  // only to clip or to look at gradients
+///       torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+///       if (scaler.step(optimizer) == amp::Step::skipped) ++skipped;  // unscales, if nobody did
+///       scaler.update();  // once an iteration, after all optimizers
 ///     }
 ///
 /// Differs from torch's where torch's is wrong or says too little (docs/grad_scaler.md):
 /// - inf and NaN are looked for in the unscaled gradients. torch looks before it multiplies by
-/// 1/scale, and once the scale
-///   is 0 (or so small that 1/scale is inf) steps on NaN.
-/// - The scale has a floor and a ceiling, and may wait for several overflows: see LossScaleOptions.
+///   1/scale, and once the scale is 0 (or so small that 1/scale is inf) steps on NaN.
+/// - The scale has a floor and a ceiling, and may wait for several overflows: LossScaleOptions.
 /// - step() says whether it stepped; skips are counted; after max_consecutive_skips it stops and
-/// names the parameter.
-/// - fp16 gradients are unscaled (in fp32 arithmetic), not refused; sparse ones are coalesced
-/// first.
+///   names the parameter.
+/// - fp16 gradients are unscaled (in fp32 arithmetic), not refused; sparse ones are coalesced.
 /// - An optimizer without a single gradient is not an error: its step does what it does.
 /// - A closure cannot be passed: it would run the model again on scaled gradients.
 ///
-/// One host read per step() — of found_inf, after all gradients of the optimizer were looked at in
-/// one pass. Copyable: the copy has the same state. One thread at a time may use an object.
+/// One host read for each step() — of found_inf, after all gradients of the optimizer were looked
+/// at in one pass. An exception, from the optimizer or a hook too, leaves a scaler that goes on.
+/// Copyable: the copy has the same state. One thread at a time may use an object.
 class GradScaler {
  public:
   /// @param enabled  false: scale() returns its argument and step() only steps, so that one program
@@ -100,9 +102,9 @@ class GradScaler {
   /// parameter is called by its place in the optimizer ("group 0, parameter 3").
   void name_parameters(const Model& model) { names_.add(model); }
 
-  /// Called by step() with found_inf (fp32, one element, on the gradients' device: 0 or 1) of the
-  /// optimizer before it is read, so that ranks which do not share all gradients can agree: a MAX
-  /// all-reduce. Default: none.
+  /// Called with found_inf (fp32, one element, on the gradients' device: 0 or 1) of an optimizer
+  /// before it is read, by step() or, after unscale_() alone, by update(), so that ranks which do
+  /// not share all gradients can agree: a MAX all-reduce. Default: none.
   void set_found_inf_hook(FoundInfHook hook) { found_inf_hook_ = std::move(hook); }
 
   /// Everything that a resumed run needs to go on bit for bit. Error between unscale_() or step()
@@ -112,14 +114,15 @@ class GradScaler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
-  enum class Stage { ready, unscaled, stepped };
+  // How far an optimizer is whose gradients are unscaled.
   struct Progress {
-    Stage stage = Stage::ready;
-    std::vector<at::Tensor> found_inf;  // one a device, as left by the unscale pass
+    std::vector<at::Tensor> found_inf;  // one a device, at least one
+    bool stepped = false;               // or skipped
     bool overflowed = false;            // found_inf as the host read it, valid once stepped
   };
 
   void require_scaled(const char* caller) const;
+  bool read(Progress& progress) const;
 
   LossScaler scaler_;
   bool enabled_;

@@ -6,29 +6,37 @@
 
 #include <cstdint>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace semitone::amp {
+
+class Gradients;
 
 /// fp32 copies of an optimizer's 16-bit parameters: the optimizer updates the copies, and the model
 /// gets them rounded. Updates that are too small for 16 bits add up instead of getting lost.
 ///
 /// From construction on the optimizer's param_groups hold the masters in place of the 16-bit
 /// parameters; parameters in fp32 stay as they are (they are their own masters), frozen ones too.
-/// State that the optimizer already has moves along.
+/// State that the optimizer already has moves along, in fp32.
 ///
-///     model->to(torch::kBFloat16);                       // BatchNorm excepted: amp::initialize
-///     does that torch::optim::AdamW optimizer(model->parameters(), 1e-3); amp::MasterWeights
-///     masters(optimizer); … loss.backward(); if (!masters.take_gradients()) { optimizer.step();
-///     masters.write_model(); }
+///     model->to(torch::kBFloat16);  // BatchNorm excepted: amp::initialize does that
+///     torch::optim::AdamW optimizer(model->parameters(), 1e-3);
+///     amp::MasterWeights masters(optimizer);
+///     …
+///     optimizer.zero_grad();
+///     loss.backward();
+///     if (!masters.take_gradients()) {
+///       optimizer.step();
+///       masters.write_model();
+///     }
 ///
-/// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer. The optimizer
-/// must outlive this object.
+/// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer but LBFGS,
+/// which is an Error: it evaluates the model inside its step. The optimizer must outlive this
+/// object; it keeps the masters when this object is gone.
 class MasterWeights {
  public:
   /// Values to start from that are more exact than a parameter's own: the weights before they were
-  /// cast.
+  /// cast. A master takes over the memory; tensors that share theirs give masters that do.
   using ExactValues = std::unordered_map<const c10::TensorImpl*, at::Tensor>;
 
   explicit MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact = {});
@@ -42,48 +50,57 @@ class MasterWeights {
 
   /// Moves gradients from the model to the masters: master.grad = model.grad / scale, added to what
   /// master.grad holds; the model's gradients are dropped. fp32 parameters' gradients are divided
-  /// in place. Returns whether an inf or NaN was found (one host read).
+  /// in place, all of what they hold: to accumulate under a scale, accumulate in the model and take
+  /// once. Returns whether an inf or NaN was found (one host read); it stays in the gradients until
+  /// they are zeroed.
   /// @param inverse_scale  1/scale
   bool take_gradients(float inverse_scale = 1.0F);
 
-  /// The same with the flag left on the device: found_inf gets one fp32 element a device, 1 where a
-  /// result is not finite.
-  void take_gradients(float inverse_scale, std::vector<at::Tensor>& found_inf);
-
   /// Calls visit(parameter, master) for every pair.
   template <typename Visit>
-  void for_each(Visit&& visit) {
-    for (Pair& pair : pairs_) visit(pair.parameter, pair.master);
+  void for_each(Visit&& visit) const {
+    for (const Pair& pair : pairs_) visit(pair.parameter, pair.master);
   }
 
   /// Rounds every master into its parameter. After optimizer.step().
   void write_model();
 
-  /// Repairs what happened behind its back, by version counters: parameters that were changed since
-  /// (weights loaded, re-initialised, averaged) give their values to their masters; masters that
-  /// were changed (optimizer.step() without write_model()) are rounded into their parameters;
-  /// 16-bit parameters that were added to the optimizer get masters. If both sides changed, the
-  /// parameter wins. Cheap when nothing happened.
+  /// Repairs what happened behind its back: parameters that were changed since (weights loaded,
+  /// re-initialised, averaged; seen by version counters, so not through tensor.data()) give their
+  /// values to their masters; masters that were changed (optimizer.step() without write_model())
+  /// are rounded into their parameters; 16-bit parameters that were added to the optimizer, or are
+  /// frozen no more, get masters. If both sides changed, the parameter wins. Cheap when nothing
+  /// happened; as dear as write_model() between take_gradients() and write_model().
   void sync();
 
-  /// Drops the masters' gradients.
+  /// The half of sync() that changes masters only.
+  void pull();
+
+  /// Drops the masters' gradients: there will be no step with them.
   void clear_gradients();
+
+  /// For the library itself: take_gradients() of the masters alone, as part of a larger pass.
+  void take_gradients(Gradients& pass);
 
   /// Whether a tensor is one of the masters.
   bool is_master(const at::Tensor& tensor) const {
-    return masters_.count(tensor.unsafeGetTensorImpl()) > 0;
+    return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
 
   /// The fp32 value of a parameter: its master, undefined if it has none.
   at::Tensor master_of(const at::Tensor& parameter) const;
 
-  /// Sets a parameter and its master to an fp32 value.
+  /// Sets a parameter and its master to an fp32 value. Error if it has no master.
   void set(const at::Tensor& parameter, const at::Tensor& value);
 
-  /// Saves the masters in the optimizer's order, exactly. load() is a FileError, and changes
-  /// nothing, if number or shapes differ.
+  /// Saves the masters by their places in the optimizer, exactly. load() is a FileError, and
+  /// changes nothing, if one is missing, too many, or of another shape.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
+
+  /// The two halves of load(): what an archive holds for these masters, and taking it over.
+  std::vector<at::Tensor> read(torch::serialize::InputArchive& archive);
+  void assign(const std::vector<at::Tensor>& values);
 
  private:
   struct Pair {
@@ -97,12 +114,20 @@ class MasterWeights {
   };
 
   void adopt(const ExactValues& exact);
+  static bool parameter_changed(const Pair& pair);
+  static bool master_changed(const Pair& pair);
+  at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact) const;
   static void agreed(Pair& pair);
+  template <typename Visit>
+  void for_each_place(Visit&& visit) const;
 
   torch::optim::Optimizer* optimizer_;
   std::vector<Pair> pairs_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter_;
-  std::unordered_set<const c10::TensorImpl*> masters_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> by_master_;
+  // The masters got gradients and were not written since: the optimizer may have stepped. No
+  // version counter tells: LibTorch's SGD writes through tensor.data().
+  bool maybe_stepped_ = false;
 };
 
 }  // namespace semitone::amp

@@ -69,32 +69,42 @@ struct ScaleLossOptions {
 /// torch's backward on what you make of it, and then finish(). An object that is destroyed without
 /// either, or by an exception, puts the gradients back as they were; those of earlier passes with
 /// delay_unscale are dropped.
+///
+/// Gradients go to the optimizers that were named. Those of the other optimizers' parameters are
+/// afterwards as they were before (but in plain training, with a scale of 1 and no master weights,
+/// where nothing is looked at): a GAN's generator loss leaves nothing in the discriminator.
+///
+/// Between value() and finish() an optimizer can be in one backward only. Must not outlive its
+/// MixedPrecision.
 class [[nodiscard]] ScaledLoss {
  public:
   ScaledLoss(ScaledLoss&& other) noexcept;
   ScaledLoss& operator=(ScaledLoss&&) = delete;
   ~ScaledLoss();
 
-  /// loss * scale, in fp32.
-  const at::Tensor& value() const { return scaled_; }
+  /// loss * scale, in fp32 (fp64 for an fp64 loss).
+  const at::Tensor& value();
 
   /// Back-propagates and finishes. If backward throws, the gradients are as before and the
-  /// exception goes on.
+  /// exception goes on. Once: Error at a second call.
   /// @param gradient  for a loss that is no scalar, as in torch::Tensor::backward
   void backward(const at::Tensor& gradient = {}, bool retain_graph = false,
                 bool create_graph = false);
 
   /// Takes the scale out of the gradients (into the master weights' where there are some), adds
-  /// earlier ones, looks for inf and NaN.
+  /// earlier ones, looks for inf and NaN. Once.
   void finish();
 
  private:
   friend class MixedPrecision;
   struct Work;
   explicit ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work);
+  void require_unfinished() const;
+  void cancel() noexcept;
 
   at::Tensor scaled_;
-  std::unique_ptr<Work> work_;  // what finish() has to do; null where there is nothing to do
+  std::unique_ptr<Work> work_;  // null where there is nothing to do, or no more
+  bool finished_ = false;
 };
 
 /// What amp::initialize returns: the state of mixed-precision training. Several can live side by
@@ -111,8 +121,7 @@ class MixedPrecision {
   /// see map_tensors) are cast to cast_model_type, operators run under the policy at O1, results
   /// are cast to cast_model_outputs. fp64 tensors are left alone.
   /// @param model  one of the initialized ones: a module holder, shared pointer or reference, or a
-  /// torch::jit::Module, which takes and
-  ///               returns IValues. Error for another one.
+  /// torch::jit::Module, which takes and returns IValues. Error for another one.
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
@@ -134,9 +143,8 @@ class MixedPrecision {
   /// levels than O1: a region without casts.
   Autocast autocast() const;
 
-  /// See ScaledLoss.
-  /// @param optimizers  every optimizer that owns a parameter which gets a gradient in this
-  /// backward
+  /// See ScaledLoss. Error for an unknown optimizer or loss_id.
+  /// @param optimizers  those whose parameters are to get gradients from this loss; at least one
   ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
                         ScaleLossOptions options = {});
   ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
@@ -144,17 +152,22 @@ class MixedPrecision {
 
   /// Steps the optimizer and writes the master weights into the model, or skips: if a loss that was
   /// scaled for this optimizer since its last step overflowed — with it, every other optimizer
-  /// named for that loss skips its next step. Moves the loss scales. One host read. Scales are
-  /// looked at where gradients pass through an unscale: always but with a loss scale of 1 and no
-  /// master weights, which is plain training. DivergedError: see
-  /// LossScaleOptions::max_consecutive_skips.
+  /// named for that loss skips its next step. Moves the scales of those losses, once however many
+  /// backward passes were accumulated. One host read. The masters' gradients are dropped.
+  ///
+  /// Gradients are looked at where they pass through an unscale: always but with a loss scale of 1
+  /// and no master weights, which is plain training. Error while gradients are scaled: before
+  /// finish(), or after delay_unscale. DivergedError: see LossScaleOptions::max_consecutive_skips;
+  /// the step counts as skipped then.
   Step step(torch::optim::Optimizer& optimizer);
 
-  /// The parameters that the optimizer updates: master weights, and fp32 parameters. What to clip.
+  /// The parameters that the optimizer updates: master weights, and fp32 parameters. What to clip,
+  /// after backward.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) const;
 
-  /// Zeroes gradients of model and masters. optimizer.zero_grad() and model->zero_grad() do as
-  /// well: nothing is left on the other side after a step.
+  /// Drops the gradients of the optimizer's parameters and their masters, and forgets what was
+  /// found in them. optimizer.zero_grad() and model->zero_grad() do as well: nothing is left on the
+  /// other side after a step.
   void zero_grad(torch::optim::Optimizer& optimizer);
 
   /// The scaler of a loss.
@@ -164,7 +177,8 @@ class MixedPrecision {
 
   /// While it lives, the model's parameters and buffers are fp32: the exact master weights where
   /// there are some. For saving, loading, exporting and averaging: saved weights are fp32 at every
-  /// level, and what is changed or loaded meanwhile is what training goes on with.
+  /// level, and what is changed or loaded meanwhile is what training goes on with. No forward or
+  /// step in the meantime.
   ///
   ///     { const auto fp32 = mixed.fp32_weights(model); torch::save(model, "model.pt"); }
   class [[nodiscard]] Fp32Weights {
@@ -173,7 +187,8 @@ class MixedPrecision {
     Fp32Weights(Fp32Weights&&) noexcept;
     Fp32Weights& operator=(Fp32Weights&&) = delete;
     /// What the destructor does, with exceptions: casts back. Error if a tensor has another shape
-    /// now; it is then as before. (The destructor writes that to the log.)
+    /// now; it is then as before, the others are taken over. (The destructor writes that to the
+    /// log.)
     void end();
 
    private:
@@ -184,19 +199,28 @@ class MixedPrecision {
   };
   Fp32Weights fp32_weights(const Model& model);
 
-  /// torch::save and torch::load of a model inside fp32_weights(). The file appears whole or not at
-  /// all. FileError if it cannot be written, or read, or does not fit the model.
+  /// torch::save and torch::load of a model inside fp32_weights() (a TorchScript one: its own
+  /// format). The file appears whole or not at all, and can be loaded whatever floating dtypes it
+  /// holds. FileError if it cannot be written, or read, or does not fit the model, which is then as
+  /// it was.
+  ///
+  /// Beware of torch::load outside of this: LibTorch 2.11 takes the bytes of an fp32 file for those
+  /// of a 16-bit model, without a word.
   void save_model(const Model& model, const std::string& path);
   void load_model(const Model& model, const std::string& path);
 
   /// Loss scalers and master weights: with the model's and the optimizer's own state, all that a
-  /// resumed run needs to go on bit for bit. Error with gradients under way (between scale_loss and
-  /// step). load() into an object of the same level, models and optimizers; FileError otherwise.
-  /// Save models inside fp32_weights(); load in any order.
+  /// resumed run needs to go on bit for bit. Save models inside fp32_weights(); load the three in
+  /// any order, before or after the first step.
+  ///
+  /// save() is an Error with gradients under way (between scale_loss and step). load() drops
+  /// gradients; it is a FileError, and changes nothing, unless level, dtype, the shapes of the
+  /// masters and the numbers of models, optimizers and losses are the saved run's.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// As GradScaler::set_found_inf_hook: lets ranks agree on found_inf.
+  /// As GradScaler::set_found_inf_hook: lets ranks agree on found_inf. Called by step(), for each
+  /// loss of the optimizer in the order of their first backward.
   void set_found_inf_hook(FoundInfHook hook);
 
   /// The implementation.

@@ -30,13 +30,13 @@ std::string_view name_of(OptLevel level);
 /// Parses "O0" … "O3". Error for anything else, with a hint where a zero stands for the letter O.
 OptLevel parse_opt_level(std::string_view name);
 
-/// A loss scale as a user gives it: a number, or "dynamic".
+/// A loss scale as a user gives it: a number above 0, as text too, or "dynamic". Error otherwise.
 class LossScale {
  public:
-  LossScale(double scale);            // NOLINT(google-explicit-constructor)
-  LossScale(std::string_view scale);  // NOLINT(google-explicit-constructor): "dynamic" or a number
-  LossScale(const char* scale)
-      : LossScale(std::string_view(scale)) {}  // NOLINT(google-explicit-constructor)
+  LossScale(double scale);              // NOLINT(google-explicit-constructor)
+  LossScale(const std::string& scale);  // NOLINT(google-explicit-constructor)
+  LossScale(const char* scale)          // NOLINT(google-explicit-constructor)
+      : LossScale(std::string(scale)) {}
 
   bool is_dynamic() const { return dynamic_; }
   /// The number; 1 if dynamic.
@@ -48,12 +48,13 @@ class LossScale {
   double value_ = 1.0;
 };
 
-/// Yes, no, or "True" / "False" as programs pass on what stood on their command line.
+/// Yes, no, or "True" / "False" as programs pass on what stood on their command line. Error for any
+/// other text.
 class Flag {
  public:
-  Flag(bool value) : value_(value) {}                       // NOLINT(google-explicit-constructor)
-  Flag(std::string_view text);                              // NOLINT(google-explicit-constructor)
-  Flag(const char* text) : Flag(std::string_view(text)) {}  // NOLINT(google-explicit-constructor)
+  Flag(bool value) : value_(value) {}                  // NOLINT(google-explicit-constructor)
+  Flag(const std::string& text);                       // NOLINT(google-explicit-constructor)
+  Flag(const char* text) : Flag(std::string(text)) {}  // NOLINT(google-explicit-constructor)
   bool value() const { return value_; }
 
  private:
@@ -67,10 +68,10 @@ class Flag {
 class Options {
  public:
   Options(OptLevel level = OptLevel::O1) : level_(level) {}  // NOLINT(google-explicit-constructor)
-  Options(std::string_view level)
-      : level_(parse_opt_level(level)) {}  // NOLINT(google-explicit-constructor)
-  Options(const char* level)
-      : Options(std::string_view(level)) {}  // NOLINT(google-explicit-constructor)
+  Options(const std::string& level)                          // NOLINT(google-explicit-constructor)
+      : level_(parse_opt_level(level)) {}
+  Options(const char* level)  // NOLINT(google-explicit-constructor)
+      : level_(parse_opt_level(level)) {}
 
   /// False: initialize changes nothing, forward, scale_loss and step only pass on. Default true.
   Options& enabled(bool value);
@@ -105,8 +106,10 @@ class Options {
   /// Bounds of a dynamic scale. Default 2^-24 (Apex: none) and 2^24.
   Options& min_loss_scale(double value);
   Options& max_loss_scale(double value);
-  /// The rest of the dynamic scale's rule: window, factors, hysteresis, max_consecutive_skips …;
-  /// its init_scale and bounds are taken too, unless set above.
+  /// The rest of the scale's rule: window, factors, hysteresis, max_consecutive_skips …; its
+  /// init_scale and bounds are taken too, unless set above. A rule that is not dynamic
+  /// (LossScaleOptions::fixed) gives the number too, unless loss_scale does; with loss_scale
+  /// "dynamic" it is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);
   /// The policy of O1's region, and the parameters that stay fp32 at O2 and O3
   /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. Its device and dtype count for

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace semitone {
 
@@ -41,6 +43,21 @@ class FileError : public Error {
 class DivergedError : public Error {
  public:
   using Error::Error;
+};
+
+/// Processes that train together lost each other: a peer died, stopped, cannot be reached, came too
+/// late or called something else.
+class CommError : public Error {
+ public:
+  /// @param ranks  the ranks at fault, as far as known
+  CommError(std::string_view where, std::string_view expected, std::string_view got,
+            std::string_view remedy = {}, std::vector<int> ranks = {})
+      : Error(where, expected, got, remedy), ranks_(std::move(ranks)) {}
+
+  const std::vector<int>& ranks() const noexcept { return ranks_; }
+
+ private:
+  std::vector<int> ranks_;
 };
 
 }  // namespace semitone

@@ -15,7 +15,8 @@
 /// hear each other. Without a listener an event costs one thread-local read.
 namespace semitone::events {
 
-/// Autocast converted an argument of an operator.
+/// Autocast converted an argument of an operator. Where 16-bit arithmetic is emulated too, an fp32
+/// argument becomes 16-bit numbers, and a 16-bit one is told as converted to fp32.
 struct Cast {
   std::string_view op;  ///< "conv2d", "softmax.int", "mylib::my_op"
   c10::ScalarType from;

@@ -5,10 +5,11 @@
 
 namespace semitone {
 
-/// Writes a whole file or none: the content goes to "PATH.partial" beside the target, is flushed to
-/// the disk and then takes the target's name, so whoever looks finds the old file or the new one. A
-/// symbolic link stays one, and the file that it names is replaced. What is there and not a regular
-/// file (a pipe, /dev/stdout) is written to directly.
+/// Writes a whole file or none: the content goes to a new file "PATH.partial-…" beside the target, is
+/// flushed to the disk and then takes the target's name and mode, so whoever looks finds the old
+/// file or the new one. A symbolic link stays one, and the file that it names is replaced. What is
+/// not a regular file (a pipe), and whatever is named through /dev or /proc (/dev/stdout), is
+/// appended to directly.
 ///
 /// @param where  who writes, for the message: "train.checkpoint"
 /// FileError with the system's reason (no folder, no permission, disk full …); a regular file at

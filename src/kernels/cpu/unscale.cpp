@@ -27,13 +27,19 @@ bool unscale_elements(const void* in_bytes, const void* addend_bytes, void* out_
   // x - x is 0 for a finite x and NaN otherwise; adding it up keeps a NaN, and one test at the end
   // suffices. The stored value is tested, since rounding to fp16 can overflow.
   auto poison = hn::Zero(d);
+  const auto check = [](auto v) { return hn::Sub(v, v); };
   const auto step = [&](const typename In::Stored* from, const typename Out::Stored* plus,
                         typename Out::Stored* to) {
-    auto v = hn::Mul(load(In{}, d, from), inv_scale);
-    if (plus != nullptr) v = hn::Add(v, load(Out{}, d, plus));
-    store(Out{}, d, v, to);
-    const auto stored = load(Out{}, d, to);
-    poison = hn::Add(poison, hn::Sub(stored, stored));
+    const auto product = hn::Mul(load(In{}, d, from), inv_scale);
+    if (plus == nullptr) {
+      store(Out{}, d, product, to);
+      poison = hn::Add(poison, check(load(Out{}, d, to)));
+      return;
+    }
+    const auto known = load(Out{}, d, plus);  // before `to`, which may be the same, is written
+    store(Out{}, d, hn::Add(product, known), to);
+    const auto sum = hn::IfThenZeroElse(hn::IsNaN(check(known)), check(load(Out{}, d, to)));
+    poison = hn::Add(poison, hn::Add(check(product), sum));
   };
   std::size_t i = 0;
   for (; i + lanes <= size; i += lanes)

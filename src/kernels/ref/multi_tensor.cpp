@@ -9,9 +9,15 @@ void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::T
   for (const Unscale& item : items) {
     const auto compute_dtype = item.grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     at::Tensor result = item.grad.to(compute_dtype).mul(inv_scale);
-    if (item.addend.defined()) result.add_(item.addend.to(compute_dtype));
+    at::Tensor fine = result.isfinite();
+    at::Tensor known = at::zeros_like(fine);  // to be inf or NaN
+    if (item.addend.defined()) {              // before out, which may be the addend, is written
+      known = item.addend.isfinite().logical_not_();
+      result.add_(item.addend.to(compute_dtype));
+    }
     item.out.copy_(result);
-    found_inf.copy_(found_inf.logical_or(item.out.isfinite().all().logical_not()));
+    fine.logical_and_(item.out.isfinite().logical_or_(known));
+    found_inf.copy_(found_inf.logical_or(fine.all().logical_not()));
   }
 }
 

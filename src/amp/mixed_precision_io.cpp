@@ -1,0 +1,268 @@
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "semitone/core/file.h"
+#include "src/amp/archive.h"
+#include "src/amp/mixed_precision_impl.h"
+#include "src/amp/same_memory.h"
+#include "src/core/log.h"
+
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace semitone::amp {
+namespace {
+
+// Gives a tensor other memory, dtype and shape. Not set_data(): at a change of dtype that drops the
+// node that accumulates the tensor's gradient, and with it the hooks of data-parallel training.
+void lend(const at::Tensor& tensor, const at::Tensor& data) {
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+}
+
+std::string reason(const std::exception& error) {
+  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+  return from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
+}
+
+}  // namespace
+
+struct MixedPrecision::Fp32Weights::Saved {
+  struct Item {
+    std::string name;
+    at::Tensor tensor;       // of the model
+    at::Tensor low;          // its 16-bit memory
+    MasterWeights* masters;  // where its fp32 value belongs; null where it has no master
+  };
+  Impl* mixed;
+  std::vector<Item> items;
+};
+
+MixedPrecision::Fp32Weights::Fp32Weights(std::unique_ptr<Saved> saved) : saved_(std::move(saved)) {}
+MixedPrecision::Fp32Weights::Fp32Weights(Fp32Weights&&) noexcept = default;
+
+MixedPrecision::Fp32Weights::~Fp32Weights() {
+  try {
+    end();
+  } catch (const std::exception& error) {
+    log()->error(error.what());
+  }
+}
+
+void MixedPrecision::Fp32Weights::end() {
+  if (saved_ == nullptr) return;
+  const at::NoGradGuard no_grad;
+  const auto saved = std::move(saved_);
+  --saved->mixed->fp32_scopes;
+  std::string misfit;
+  for (const Saved::Item& item : saved->items) {
+    const at::Tensor value = item.tensor.variable_data();
+    lend(item.tensor, item.low);
+    if (value.sizes() != item.low.sizes()) {
+      misfit = c10::str(value.sizes(), " for '", item.name, "' of shape ", item.low.sizes());
+    } else if (item.masters != nullptr) {
+      item.masters->set(item.tensor, value);
+    } else {
+      item.tensor.copy_(value);
+    }
+  }
+  if (!misfit.empty()) {
+    throw Error("amp.mixed_precision.fp32_weights", "weights of the model's shapes", misfit,
+                "the others were taken over");
+  }
+}
+
+MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
+  const at::NoGradGuard no_grad;
+  const Model& known = impl_->of(model.identity(), "fp32_weights");
+  if (impl_->fp32_scopes == 0) impl_->sync("fp32_weights");
+  auto saved = std::make_unique<Fp32Weights::Saved>();
+  saved->mixed = impl_.get();
+  std::vector<Fp32Weights::Saved::Item>& items = saved->items;
+  ++impl_->fp32_scopes;
+  Fp32Weights scope(std::move(saved));  // ends if a cast throws
+
+  const auto find = [&](const at::Tensor& tensor) -> std::pair<MasterWeights*, at::Tensor> {
+    for (auto& optimizer : impl_->optimizers) {
+      if (!optimizer.masters.has_value()) continue;
+      if (at::Tensor master = optimizer.masters->master_of(tensor); master.defined()) {
+        return {&*optimizer.masters, master};
+      }
+    }
+    // Tensors that share their memory go on sharing it.
+    for (const auto& item : items) {
+      if (same_memory(item.low, tensor)) return {nullptr, item.tensor};
+    }
+    return {nullptr, tensor.detach().to(at::kFloat)};
+  };
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const Model::Entry& entry : known.entries()) {
+    const at::Tensor& tensor = entry.tensor;
+    if (!is_16bit(tensor.scalar_type()) || !seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    const auto [masters, value] = find(tensor);
+    items.push_back({entry.name, tensor, tensor.variable_data(), masters});
+    lend(tensor, value);
+  }
+  return scope;
+}
+
+void MixedPrecision::save_model(const Model& model, const std::string& path) {
+  std::ostringstream stream;
+  {
+    const auto fp32 = fp32_weights(model);
+    if (const auto* script = model.script()) {
+      script->save(stream);
+    } else {
+      torch::serialize::OutputArchive archive;
+      model.module()->save(archive);
+      archive.save_to(stream);
+    }
+  }
+  write_file(path, std::move(stream).str(), "amp.mixed_precision.save_model");
+}
+
+namespace {
+
+// The tensors of a saved model by name, as torch::save or TorchScript wrote it. Not through
+// Module::load(): LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and the
+// shape of any.
+void collect(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
+             const std::string& prefix, std::unordered_map<std::string, at::Tensor>& values) {
+  const auto take = [&](const std::string& key, bool is_buffer) {
+    at::Tensor value;
+    if (archive.try_read(key, value, is_buffer)) values.emplace(prefix + key, value);
+  };
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) take(item.key(), false);
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) take(item.key(), true);
+  for (const auto& child : module.named_children()) {
+    torch::serialize::InputArchive inner;
+    if (!archive.try_read(child.key(), inner)) continue;
+    collect(*child.value(), inner, prefix + child.key() + ".", values);
+  }
+}
+
+std::unordered_map<std::string, at::Tensor> saved_tensors(const Model& model,
+                                                          const std::string& path) {
+  std::unordered_map<std::string, at::Tensor> values;
+  if (const torch::nn::Module* module = model.module()) {
+    torch::serialize::InputArchive archive;
+    archive.load_from(path);
+    collect(*module, archive, "", values);
+  } else {
+    for (const Model::Entry& entry : Model(torch::jit::load(path)).entries()) {
+      values.emplace(entry.name, entry.tensor);
+    }
+  }
+  return values;
+}
+
+}  // namespace
+
+void MixedPrecision::load_model(const Model& model, const std::string& path) {
+  constexpr auto kWhere = "amp.mixed_precision.load_model";
+  const at::NoGradGuard no_grad;
+  auto fp32 = fp32_weights(model);
+  std::unordered_map<std::string, at::Tensor> values;
+  try {
+    values = saved_tensors(model, path);
+  } catch (const std::exception& error) {
+    throw FileError(kWhere, "a saved model in '" + path + "'", reason(error));
+  }
+  const auto entries = model.entries();
+  for (const Model::Entry& entry : entries) {
+    const std::string what = "'" + entry.name + "' " + c10::str(entry.tensor.sizes());
+    const auto value = values.find(entry.name);
+    if (value == values.end() || value->second.sizes() != entry.tensor.sizes()) {
+      throw FileError(kWhere, what + " in '" + path + "'",
+                      value == values.end() ? "none" : c10::str(value->second.sizes()),
+                      "was it saved from the same model?");
+    }
+  }
+  for (const Model::Entry& entry : entries) {
+    entry.tensor.set_data(values.at(entry.name).detach().to(entry.tensor.options()));
+  }
+  fp32.end();
+}
+
+void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
+  const bool scaled = std::any_of(impl_->optimizers.begin(), impl_->optimizers.end(),
+                                  [](const auto& known) { return known.scaled.has_value(); });
+  if (scaled || !impl_->pending.empty()) {
+    throw Error("amp.mixed_precision.save", "a call between two iterations",
+                "one between scale_loss and step", "save after step()");
+  }
+  if (impl_->fp32_scopes == 0) impl_->pull("save");
+  const Properties& properties = impl_->properties;
+  archive.write("opt_level", c10::IValue(std::string(name_of(properties.opt_level))));
+  archive.write("dtype", c10::IValue(dtype_name(properties.dtype)));
+  archive.write("models", c10::IValue(static_cast<std::int64_t>(impl_->models.size())));
+  archive.write("losses", c10::IValue(static_cast<std::int64_t>(impl_->scalers.size())));
+  archive.write("optimizers", c10::IValue(static_cast<std::int64_t>(impl_->optimizers.size())));
+  for (std::size_t i = 0; i < impl_->scalers.size(); ++i) {
+    torch::serialize::OutputArchive scaler;
+    impl_->scalers[i].save(scaler);
+    archive.write("loss" + std::to_string(i), scaler);
+  }
+  for (std::size_t i = 0; i < impl_->optimizers.size(); ++i) {
+    if (!impl_->optimizers[i].masters.has_value()) continue;
+    torch::serialize::OutputArchive masters;
+    impl_->optimizers[i].masters->save(masters);
+    archive.write("masters" + std::to_string(i), masters);
+  }
+}
+
+void MixedPrecision::load(torch::serialize::InputArchive& archive) {
+  constexpr auto kWhere = "amp.mixed_precision.load";
+  const Properties& properties = impl_->properties;
+  const auto must_be = [&](const std::string& what, const std::string& here,
+                           const std::string& saved) {
+    if (here != saved)
+      throw FileError(kWhere, what + " " + here, saved, "initialize as the saved run did");
+  };
+  must_be("opt level", std::string(name_of(properties.opt_level)),
+          read_value<std::string>(archive, "opt_level", kWhere));
+  if (properties.cast_model_type.has_value() || properties.patch_torch_functions) {
+    must_be("dtype", dtype_name(properties.dtype),
+            read_value<std::string>(archive, "dtype", kWhere));
+  }
+  const auto must_be_as_many = [&](const std::string& what, std::size_t here) {
+    must_be("number of " + what, std::to_string(here),
+            std::to_string(read_value<std::int64_t>(archive, what, kWhere)));
+  };
+  must_be_as_many("models", impl_->models.size());
+  must_be_as_many("losses", impl_->scalers.size());
+  must_be_as_many("optimizers", impl_->optimizers.size());
+  const auto part = [&](const std::string& key) {
+    torch::serialize::InputArchive inner;
+    if (!archive.try_read(key, inner))
+      throw FileError(kWhere, "'" + key + "' in the archive", "none", "is the file complete?");
+    return inner;
+  };
+  // Everything is read before anything is changed.
+  std::vector<LossScaler> scalers = impl_->scalers;
+  for (std::size_t i = 0; i < scalers.size(); ++i) {
+    auto inner = part("loss" + std::to_string(i));
+    scalers[i].load(inner);
+  }
+  std::vector<std::vector<at::Tensor>> masters(impl_->optimizers.size());
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    if (!impl_->optimizers[i].masters.has_value()) continue;
+    auto inner = part("masters" + std::to_string(i));
+    masters[i] = impl_->optimizers[i].masters->read(inner);
+  }
+  impl_->scalers = std::move(scalers);
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    auto& known = impl_->optimizers[i];
+    if (known.masters.has_value()) known.masters->assign(masters[i]);
+    zero_grad(*known.optimizer);
+  }
+}
+
+}  // namespace semitone::amp

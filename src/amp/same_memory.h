@@ -1,0 +1,14 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace semitone::amp {
+
+// Whether two tensors are views of all the same memory, element by element: one weight that a model
+// holds under two names.
+inline bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.numel() > 0 && a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
+}
+
+}  // namespace semitone::amp

@@ -1,0 +1,324 @@
+#include "semitone/comm/group.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/comm/backends.h"
+#include "src/comm/process_group.h"
+#include "src/comm/ranks.h"
+#include "src/comm/texts.h"
+#include "src/comm/watched_backend.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/types.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace semitone::comm {
+namespace {
+
+// Coalesced broadcasts go through buffers of this size, as torch's DistributedDataParallel sends a
+// model.
+constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::mean:  // gloo and mpi have no average: divided afterwards
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& collective) {
+  const std::string where = "comm." + collective;
+  if (!tensor.defined()) throw Error(where, "a tensor", "an undefined one");
+  if (tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
+    throw Error(where, "a contiguous tensor",
+                tensor.layout() != at::kStrided ? "a sparse one"
+                                                : c10::str("one of strides ", tensor.strides()),
+                "pass tensor.contiguous()");
+  }
+}
+
+bool is_reducible(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+    case at::kFloat:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kLong:
+    case at::kInt:
+    case at::kChar:
+    case at::kByte:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void check_reducible(const at::Tensor& tensor, const std::string& collective, ReduceOp op) {
+  check_tensor(tensor, collective);
+  if (!is_reducible(tensor.scalar_type())) {
+    throw Error("comm." + collective,
+                "fp64, fp32, fp16, bf16 or an integer that transports can reduce",
+                dtype_name(tensor.scalar_type()), "convert it");
+  }
+  if (op == ReduceOp::mean && !tensor.is_floating_point()) {
+    throw Error("comm." + collective, "a floating-point tensor for a mean",
+                dtype_name(tensor.scalar_type()), "sum, and divide as is right for integers");
+  }
+}
+
+// The same memory in a dtype that transports know: not all know every dtype, but all know bytes.
+at::Tensor transportable(const at::Tensor& tensor) {
+  if (is_reducible(tensor.scalar_type())) return tensor.detach();
+  return tensor.detach().view({-1}).view(at::kByte);
+}
+
+void check_root(int root, int size) {
+  if (root < 0 || root >= size) {
+    throw Error("comm.broadcast", fmt::format("a root from 0 to {}", size - 1),
+                std::to_string(root));
+  }
+}
+
+std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
+  return fmt::format("{} from rank {}", describe(tensors), root);
+}
+
+c10::DeviceType device_of(const std::string& backend) {
+  return backend == "nccl" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+}
+
+}  // namespace
+
+struct Work::Impl {
+  c10::intrusive_ptr<c10d::Work> work;  // null: done
+  at::Tensor divide;                    // by divisor, once done
+  int divisor = 1;
+};
+
+Work::Work(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+void Work::wait() {
+  if (impl_->work == nullptr) return;
+  impl_->work->wait();
+  impl_->work.reset();
+  if (impl_->divide.defined()) impl_->divide.div_(impl_->divisor);
+}
+
+bool Work::done() const {
+  return impl_->work == nullptr || impl_->work->isCompleted();
+}
+
+Group::Group() : impl_(std::make_shared<Impl>()) {}
+Group::Group(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+int Group::rank() const {
+  return impl_->rank;
+}
+int Group::size() const {
+  return impl_->size;
+}
+std::string_view Group::backend() const {
+  return impl_->backend;
+}
+std::chrono::milliseconds Group::timeout() const {
+  return impl_->options.timeout();
+}
+
+Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
+  check_reducible(tensor, "all_reduce", op);
+  auto work = std::make_shared<Work::Impl>();
+  if (impl_->process_group != nullptr) {
+    const at::NoGradGuard no_grad;
+    impl_->transport->announce("all_reduce", describe({tensor}));
+    std::vector<at::Tensor> tensors{tensor};
+    c10d::AllreduceOptions options;
+    options.reduceOp = to_c10d(op);
+    work->work = impl_->process_group->allreduce(tensors, options);
+    if (op == ReduceOp::mean) {
+      work->divide = tensor;
+      work->divisor = size();
+    }
+  }
+  return Work(std::move(work));
+}
+
+void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
+  all_reduce_async(tensor, op).wait();
+}
+
+void Group::broadcast(at::Tensor& tensor, int root) const {
+  check_tensor(tensor, "broadcast");
+  check_root(root, size());
+  if (impl_->process_group == nullptr) return;
+  const at::NoGradGuard no_grad;
+  impl_->transport->announce("broadcast", call_of({tensor}, root));
+  std::vector<at::Tensor> tensors{transportable(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  impl_->process_group->broadcast(tensors, options)->wait();
+}
+
+void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
+  for (const at::Tensor& tensor : tensors) check_tensor(tensor, "broadcast");
+  check_root(root, size());
+  if (impl_->process_group == nullptr || tensors.empty()) return;
+  const at::NoGradGuard no_grad;
+  impl_->transport->announce("broadcast", call_of(tensors, root));
+  std::vector<at::Tensor> memory;
+  for (const at::Tensor& tensor : tensors) memory.push_back(transportable(tensor));
+  c10d::broadcast_coalesced(impl_->process_group, memory, kBroadcastBytes, root);
+}
+
+std::string Group::broadcast(std::string text, int root) const {
+  check_root(root, size());
+  if (impl_->process_group == nullptr) return text;
+  const c10::Device device = device_of(impl_->backend);
+  at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()),
+                               at::TensorOptions(at::kLong).device(device));
+  broadcast(length, root);
+  at::Tensor bytes = to_bytes(text, length.item<std::int64_t>()).to(device);
+  if (bytes.numel() > 0) broadcast(bytes, root);
+  return to_text(bytes, bytes.numel());
+}
+
+std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
+  check_tensor(tensor, "all_gather");
+  if (impl_->process_group == nullptr) return {tensor.clone()};
+  const at::NoGradGuard no_grad;
+  impl_->transport->announce("all_gather", describe({tensor}));
+  std::vector<at::Tensor> inputs{transportable(tensor)};
+  std::vector<at::Tensor> gathered;
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < size(); ++rank) {
+    gathered.push_back(at::empty_like(tensor));
+    outputs[0].push_back(transportable(gathered.back()));
+  }
+  impl_->process_group->allgather(outputs, inputs)->wait();
+  return gathered;
+}
+
+std::vector<std::string> Group::all_gather(const std::string& text) const {
+  if (impl_->process_group == nullptr) return {text};
+  return gather_texts(text, device_of(impl_->backend),
+                      [this](const at::Tensor& tensor) { return all_gather(tensor); });
+}
+
+at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
+  check_reducible(tensor, "reduce_scatter", op);
+  if (tensor.dim() == 0 || tensor.size(0) % size() != 0) {
+    throw Error("comm.reduce_scatter",
+                fmt::format("a first dimension that is a multiple of {}", size()),
+                c10::str("the shape ", tensor.sizes()));
+  }
+  // As LibTorch's Gloo does it: it has no better way.
+  at::Tensor all = tensor.detach().clone();
+  all_reduce(all, op);
+  return all.chunk(size())[static_cast<std::size_t>(rank())].clone();
+}
+
+void Group::barrier() const {
+  if (impl_->process_group == nullptr) return;
+  impl_->transport->announce("barrier", "");
+  impl_->process_group->barrier()->wait();
+}
+
+void Group::monitored_barrier(std::chrono::milliseconds timeout) const {
+  constexpr auto kName = "monitored_barrier";
+  if (impl_->process_group == nullptr) return;
+  const std::string place = fmt::format("{} {}", impl_->name, impl_->barriers++);
+  const auto missing = impl_->watch->meet(place, impl_->members, timeout, kName);
+  if (missing.empty()) return;
+  throw CommError(std::string("comm.") + kName,
+                  fmt::format("all {} ranks within {}", size(),
+                              seconds(std::chrono::duration<double>(timeout).count())),
+                  "no sign of " + name_ranks(missing), "see what they do instead", missing);
+}
+
+Group Group::subgroup(const std::vector<int>& ranks) const {
+  const bool ascending =
+      std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end();
+  if (ranks.empty() || !ascending || ranks.front() < 0 || ranks.back() >= size()) {
+    throw Error("comm.subgroup", fmt::format("ascending ranks from 0 to {}", size() - 1),
+                c10::str(ranks));
+  }
+  // One number for all groups that a split makes; the first rank in the name tells them apart.
+  const std::string name = fmt::format("{}-{}", impl_->subgroups++, ranks.front());
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank());
+  if (mine == ranks.end() || ranks.size() == 1 || impl_->process_group == nullptr) return Group();
+  auto impl = std::make_shared<Impl>(*impl_);
+  impl->rank = static_cast<int>(mine - ranks.begin());
+  impl->size = static_cast<int>(ranks.size());
+  impl->name = impl_->name + "/" + name;
+  impl->store = c10::make_intrusive<c10d::PrefixStore>(name, impl_->store);
+  impl->members.clear();
+  for (const int member : ranks) {
+    impl->members.push_back(impl_->members[static_cast<std::size_t>(member)]);
+  }
+  impl->is_of_all = false;
+  impl->subgroups = impl->barriers = 0;
+  impl->transport.reset();
+  impl->process_group.reset();
+  connect(*impl);
+  return Group(std::move(impl));
+}
+
+Group Group::split(int size) const {
+  if (size < 1 || this->size() % size != 0) {
+    throw Error("comm.split", fmt::format("a size that divides the group's {}", this->size()),
+                std::to_string(size));
+  }
+  const int first = rank() / size * size;
+  std::vector<int> ranks;
+  for (int peer = first; peer < first + size; ++peer) ranks.push_back(peer);
+  return subgroup(ranks);
+}
+
+void connect(Group::Impl& group) {
+  BackendRequest request;
+  request.store = c10::make_intrusive<c10d::PrefixStore>("transport", group.store);
+  request.rank = group.rank;
+  request.size = group.size;
+  request.timeout = group.options.timeout();
+  request.address = group.address;
+  const bool nccl = group.backend == "nccl";
+  c10::intrusive_ptr<c10d::Backend> transport;
+  try {
+    transport = nccl ? make_nccl(request) : make_gloo(request);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    std::rethrow_exception(group.watch->explain("init", error.what(), false));
+  }
+
+  WatchedBackendOptions options;
+  options.watch = group.watch;
+  options.device = device_of(group.backend);
+  options.check = group.options.check().value_or(CheckLevel::none);
+  options.timeout = group.options.timeout();
+  options.members = group.members;
+  options.counts_calls = group.is_of_all;
+  group.transport = c10::make_intrusive<WatchedBackend>(std::move(transport), options);
+  using Type = c10d::ProcessGroup::BackendType;
+  const Type type = nccl ? Type::NCCL : Type::GLOO;
+  group.process_group =
+      c10::make_intrusive<c10d::ProcessGroup>(group.store, group.rank, group.size);
+  group.process_group->setBackend(device_of(group.backend), type, group.transport);
+  group.process_group->setDefaultBackend(type);
+  // Nobody goes on, or away, before all are connected.
+  group.process_group->barrier()->wait();
+}
+
+}  // namespace semitone::comm

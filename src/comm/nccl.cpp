@@ -1,0 +1,18 @@
+#include "src/comm/backends.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+namespace semitone::comm {
+
+bool has_nccl() {
+  return true;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest& request) {
+  auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = request.timeout;
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
+                                                     options);
+}
+
+}  // namespace semitone::comm

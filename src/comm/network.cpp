@@ -1,0 +1,225 @@
+#include "src/comm/network.h"
+
+#include "semitone/core/error.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <ifaddrs.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <system_error>
+
+namespace semitone::comm {
+namespace {
+
+constexpr auto kWhere = "comm.init";
+
+// A line longer than this is not from one of us.
+constexpr std::size_t kLongestLine = 1 << 16;
+
+std::string reason_of(int number) {
+  return std::error_code(number, std::generic_category()).message();
+}
+
+// The sockets' interface wants pointers to a common base of structures that have none.
+template <typename To, typename From>
+To* as(From* address) {
+  return static_cast<To*>(static_cast<void*>(address));
+}
+template <typename To, typename From>
+const To* as(const From* address) {
+  return static_cast<const To*>(static_cast<const void*>(address));
+}
+
+Address numbers_of(const sockaddr* address) {
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  if (address->sa_family == AF_INET) {
+    const auto* inet = as<sockaddr_in>(address);
+    inet_ntop(AF_INET, &inet->sin_addr, text.data(), text.size());
+    return {text.data(), ntohs(inet->sin_port)};
+  }
+  if (address->sa_family == AF_INET6) {
+    const auto* inet = as<sockaddr_in6>(address);
+    inet_ntop(AF_INET6, &inet->sin6_addr, text.data(), text.size());
+    return {text.data(), ntohs(inet->sin6_port)};
+  }
+  return {};
+}
+
+Address local_address(int socket) {
+  sockaddr_storage local{};
+  socklen_t size = sizeof(local);
+  if (::getsockname(socket, as<sockaddr>(&local), &size) != 0) return {};
+  return numbers_of(as<const sockaddr>(&local));
+}
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList resolve(const std::string& host, int port, int type) {
+  addrinfo hints{};
+  hints.ai_socktype = type;
+  addrinfo* found = nullptr;
+  const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (error != 0) {
+    throw Error(kWhere, "a master address that can be resolved",
+                fmt::format("'{}': {}", host, ::gai_strerror(error)),
+                "check MASTER_ADDR or the host in the URL");
+  }
+  return {found, &freeaddrinfo};
+}
+
+Descriptor open_socket(const addrinfo& address) {
+  return Descriptor(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, 0));
+}
+
+void make_nonblocking(int socket) {
+  ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL, 0) | O_NONBLOCK);
+}
+
+// 0, or the reason.
+int finish_connecting(int socket, std::chrono::milliseconds timeout) {
+  pollfd ready{socket, POLLOUT, 0};
+  if (::poll(&ready, 1, static_cast<int>(timeout.count())) <= 0) return ETIMEDOUT;
+  int error = 0;
+  socklen_t size = sizeof(error);
+  ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+}  // namespace
+
+Descriptor::~Descriptor() {
+  if (is_open()) ::close(number_);
+}
+
+Descriptor listen_on(const std::string& host, int port) {
+  const AddressList addresses = resolve(host, port, SOCK_STREAM);
+  int reason = EADDRNOTAVAIL;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Descriptor listener = open_socket(*address);
+    if (!listener.is_open()) continue;
+    // A port whose last user has just ended would be refused for a minute.
+    const int yes = 1;
+    ::setsockopt(listener.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+    if (::bind(listener.number(), address->ai_addr, address->ai_addrlen) == 0 &&
+        ::listen(listener.number(), SOMAXCONN) == 0) {
+      make_nonblocking(listener.number());
+      return listener;
+    }
+    reason = errno;
+  }
+  throw CommError(kWhere, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
+                  reason == EADDRINUSE
+                      ? "another job uses the port: choose another with MASTER_PORT or in the URL"
+                      : "MASTER_ADDR or the URL must name the machine that runs rank 0",
+                  {0});
+}
+
+Address address_of(const Descriptor& listener) {
+  return local_address(listener.number());
+}
+
+Descriptor connect_to(const Address& to, std::chrono::milliseconds timeout) {
+  const AddressList addresses = resolve(to.host, to.port, SOCK_STREAM);
+  int reason = EADDRNOTAVAIL;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Descriptor socket = open_socket(*address);
+    if (!socket.is_open()) continue;
+    make_nonblocking(socket.number());
+    reason = 0;
+    if (::connect(socket.number(), address->ai_addr, address->ai_addrlen) != 0) {
+      reason = errno == EINPROGRESS ? finish_connecting(socket.number(), timeout) : errno;
+    }
+    if (reason == 0) return socket;
+  }
+  throw CommError(kWhere, fmt::format("an answer from {}:{}", to.host, to.port), reason_of(reason),
+                  "can this machine reach it?");
+}
+
+std::string address_towards(const std::string& host, int port) {
+  const AddressList addresses = resolve(host, port, SOCK_DGRAM);
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    // Connecting a datagram socket sends nothing; it only asks the routing table.
+    const Descriptor probe = open_socket(*address);
+    if (!probe.is_open()) continue;
+    if (::connect(probe.number(), address->ai_addr, address->ai_addrlen) != 0) continue;
+    Address local = local_address(probe.number());
+    if (!local.host.empty()) return local.host;
+  }
+  throw CommError(kWhere, fmt::format("a route to {}", host), "none", "is the network up?");
+}
+
+std::string address_of_interface(const std::string& name) {
+  ifaddrs* all = nullptr;
+  if (::getifaddrs(&all) != 0)
+    throw Error(kWhere, "the list of network interfaces", reason_of(errno));
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(all, &freeifaddrs);
+  std::string names;
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* entry = all; entry != nullptr; entry = entry->ifa_next) {
+      if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family) continue;
+      if (entry->ifa_name == name) return numbers_of(entry->ifa_addr).host;
+      if (family == AF_INET) names.append(names.empty() ? "" : ", ").append(entry->ifa_name);
+    }
+  }
+  throw Error(kWhere, "a network interface with an address", fmt::format("'{}'", name),
+              "there are: " + names);
+}
+
+bool is_loopback(const std::string& address) {
+  return address.substr(0, 4) == "127." || address == "::1";
+}
+
+LineChannel::LineChannel(Descriptor socket) : socket_(std::move(socket)) {
+  make_nonblocking(number());
+  const int yes = 1;
+  ::setsockopt(number(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
+}
+
+void LineChannel::send(const std::string& line) {
+  if (closed_) return;
+  const std::string text = line + "\n";
+  const auto sent = ::send(number(), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  // Full: the other side has not read for hours, which its silence tells. Half a line would make
+  // nonsense of what follows.
+  if (sent >= 0 && static_cast<std::size_t>(sent) < text.size()) closed_ = true;
+}
+
+std::vector<std::string> LineChannel::receive() {
+  std::array<char, 4096> buffer{};
+  while (!closed_) {
+    const auto count = ::recv(number(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (count > 0) {
+      received_.append(buffer.data(), static_cast<std::size_t>(count));
+    } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+      closed_ = true;
+    } else if (errno != EINTR) {
+      break;
+    }
+  }
+  std::vector<std::string> lines;
+  std::size_t start = 0;
+  for (std::size_t end = 0; (end = received_.find('\n', start)) != std::string::npos;
+       start = end + 1) {
+    lines.push_back(received_.substr(start, end - start));
+  }
+  received_.erase(0, start);
+  if (received_.size() > kLongestLine) closed_ = true;
+  return lines;
+}
+
+void LineChannel::finish() {
+  ::shutdown(number(), SHUT_WR);
+}
+
+}  // namespace semitone::comm

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <utility>
+#include <vector>
+
+// What the system's sockets give, as values: addresses, listening sockets, and connections that
+// carry lines of text.
+namespace semitone::comm {
+
+// A file descriptor, closed at the end of its scope.
+class Descriptor {
+ public:
+  explicit Descriptor(int number = -1) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor();
+
+  int number() const { return number_; }
+  bool is_open() const { return number_ >= 0; }
+  int release() { return std::exchange(number_, -1); }
+
+ private:
+  int number_;
+};
+
+// Addresses in numbers.
+struct Address {
+  std::string host;
+  int port = 0;
+};
+
+// A socket that listens on this address alone, and not on every interface of the machine: who can
+// reach it may write to it. It does not block. Port 0: any that is free. CommError if the port is
+// taken or the address is not this machine's.
+Descriptor listen_on(const std::string& host, int port);
+Address address_of(const Descriptor& listener);
+
+// CommError if nobody answers within the timeout.
+Descriptor connect_to(const Address& address, std::chrono::milliseconds timeout);
+
+// The local IP address that connections to a host leave from: that of the interface which leads
+// there. Error if the name cannot be resolved.
+std::string address_towards(const std::string& host, int port);
+
+// The IP address of an interface. Error if there is none of that name, with the names there are.
+std::string address_of_interface(const std::string& name);
+
+// Whether an IP address is reachable from this machine alone.
+bool is_loopback(const std::string& address);
+
+// A connection that carries short lines and never blocks.
+class LineChannel {
+ public:
+  explicit LineChannel(Descriptor socket);
+
+  int number() const { return socket_.number(); }
+  // The other side has closed it, or is gone.
+  bool closed() const { return closed_; }
+
+  // Lines longer than a few hundred bytes are of no use here.
+  void send(const std::string& line);
+  // What has come since the last call, without line ends.
+  std::vector<std::string> receive();
+  // No more from this side; the other one still can send.
+  void finish();
+
+ private:
+  Descriptor socket_;
+  std::string received_;
+  bool closed_ = false;
+};
+
+}  // namespace semitone::comm

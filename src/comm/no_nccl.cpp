@@ -1,0 +1,15 @@
+#include "semitone/core/error.h"
+#include "src/comm/backends.h"
+
+namespace semitone::comm {
+
+bool has_nccl() {
+  return false;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest&) {
+  throw Error("comm.init", "a build with NCCL for the backend nccl", "one without",
+              "configure with SEMITONE_CUDA=ON and a LibTorch that has CUDA, or use gloo");
+}
+
+}  // namespace semitone::comm

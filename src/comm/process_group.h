@@ -1,0 +1,44 @@
+#pragma once
+
+#include "semitone/comm/group.h"
+#include "semitone/comm/init.h"
+#include "src/comm/watch.h"
+#include "src/comm/watched_backend.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace semitone::comm {
+
+struct Group::Impl {
+  std::string name = "all";
+  int rank = 0;
+  int size = 1;
+  std::string backend = "none";
+  InitOptions options;
+  std::string address;             // local IP address to listen on
+  std::vector<int> members = {0};  // the ranks in the group of all
+  bool is_of_all = true;
+  int subgroups = 0;  // made so far: numbers their keys in the store
+  int barriers = 0;
+  c10::intrusive_ptr<c10d::Store> store;
+  std::shared_ptr<Watch> watch;
+  // Null for a single process. The last members: they go first, while the watch can still say
+  // goodbye, and the store is still there for others.
+  c10::intrusive_ptr<WatchedBackend> transport;
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+};
+
+// Makes the process group of a set of processes that share a store.
+void connect(Group::Impl& group);
+
+// c10d's group behind a Group, for c10d::Reducer. Null for a single process.
+inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) {
+  return group.impl()->process_group;
+}
+
+}  // namespace semitone::comm

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "semitone/comm/init.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+// The key-value store through which processes meet: c10d's, with texts for values and errors of
+// ours.
+namespace semitone::comm {
+
+// Connects to the store of a rendezvous; rank 0 hosts it unless a launcher does, and then listens
+// on the rendezvous's address alone.
+c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
+                                           std::chrono::milliseconds timeout);
+
+void put(c10d::Store& store, const std::string& key, std::string_view value);
+std::string get(c10d::Store& store, const std::string& key);  // waits for the key
+
+// Waits for prefix + rank of every rank, and returns the ranks that did not come in time.
+std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
+                                std::chrono::milliseconds timeout);
+
+}  // namespace semitone::comm

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+// Texts as tensors, for transports that carry nothing else.
+namespace semitone::comm {
+
+// A uint8 tensor of this length that begins with the text; the rest is 0.
+at::Tensor to_bytes(const std::string& text, std::int64_t length);
+// The first bytes of a uint8 tensor.
+std::string to_text(const at::Tensor& bytes, std::int64_t length);
+
+// Every rank's text, of any length, by means of an all_gather for tensors of one shape.
+std::vector<std::string> gather_texts(
+    const std::string& text, c10::Device device,
+    const std::function<std::vector<at::Tensor>(const at::Tensor&)>& all_gather);
+
+}  // namespace semitone::comm

@@ -1,0 +1,393 @@
+#include "src/comm/watch.h"
+
+#include "semitone/core/error.h"
+#include "src/comm/ranks.h"
+#include "src/comm/store.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <random>
+#include <utility>
+
+namespace semitone::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long rank 0 stays for the others to leave before it, and the others for rank 0 to hear them.
+constexpr milliseconds kLinger(5000);
+constexpr milliseconds kGoodbye(500);
+
+// A beat names no more ranks than this.
+constexpr std::size_t kMostNamed = 8;
+
+std::string make_token() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
+
+// Takes the first word off a line.
+std::string_view next_word(std::string_view& line) {
+  const auto end = line.find(' ');
+  const std::string_view word = line.substr(0, end);
+  line = end == std::string_view::npos ? std::string_view() : line.substr(end + 1);
+  return word;
+}
+
+template <typename Number>
+std::optional<Number> parse(std::string_view text) {
+  Number value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+// "1,3".
+std::string format_ranks(const std::vector<int>& ranks) {
+  return fmt::format("{}", fmt::join(ranks, ","));
+}
+std::vector<int> parse_ranks(std::string_view text) {
+  std::vector<int> ranks;
+  while (!text.empty()) {
+    const auto end = text.find(',');
+    if (const auto rank = parse<int>(text.substr(0, end))) ranks.push_back(*rank);
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
+  }
+  return ranks;
+}
+
+// "1,3: its process has ended".
+std::string format_loss(const Watch::Loss& loss) {
+  return format_ranks(loss.ranks) + ": " + loss.what;
+}
+Watch::Loss parse_loss(std::string_view text) {
+  const auto colon = text.find(": ");
+  if (colon == std::string_view::npos) return {};
+  return {parse_ranks(text.substr(0, colon)), std::string(text.substr(colon + 2))};
+}
+
+}  // namespace
+
+Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
+    : store_(std::move(store)),
+      options_(options),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      started_(Clock::now()),
+      last_beat_(started_),
+      last_look_(started_) {
+  if (options_.rank == 0) {
+    token_ = make_token();
+    listener_ = listen_on(options_.address, 0);
+    const Address here = address_of(listener_);
+    put(*store_, "watch", fmt::format("{} {} {}", token_, here.host, here.port));
+  } else {
+    const std::string where = get(*store_, "watch");
+    std::string_view words = where;
+    token_ = next_word(words);
+    const std::string host(next_word(words));
+    const int port = parse<int>(words).value_or(0);
+    Peer leader{LineChannel(connect_to({host, port}, options_.timeout)), started_};
+    leader.channel.send(fmt::format("hello {} {}", token_, options_.rank));
+    peers_.emplace(0, std::move(leader));
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+Watch::~Watch() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  ::eventfd_write(wake_.number(), 1);
+  thread_.join();
+}
+
+std::optional<Watch::Loss> Watch::loss() const {
+  const std::lock_guard lock(mutex_);
+  return loss_;
+}
+
+std::exception_ptr Watch::error_of(const std::string& collective, const Loss& loss) const {
+  const bool self = loss.ranks == std::vector<int>{options_.rank};
+  return std::make_exception_ptr(CommError(
+      "comm." + collective, fmt::format("all {} ranks to take part", options_.size),
+      fmt::format("{}{} lost: {}", name_ranks(loss.ranks), self ? " (this one)" : "", loss.what),
+      self ? "the others have given up; start again" : "see its output for the reason",
+      loss.ranks));
+}
+
+std::exception_ptr Watch::lost(const std::string& collective) const {
+  const auto loss = this->loss();
+  return loss.has_value() ? error_of(collective, *loss) : nullptr;
+}
+
+std::exception_ptr Watch::explain(const std::string& collective, const std::string& problem,
+                                  bool timed_out) {
+  std::unique_lock lock(mutex_);
+  if (timed_out && !loss_.has_value() && !slowest_.empty() && fewest_calls_ < calls_) {
+    const Loss late{slowest_,
+                    fmt::format("did not call {} in time; other ranks are waiting in their "
+                                "collective number {}",
+                                collective, calls_.load())};
+    request("blame " + format_loss(late));
+  }
+  // A connection breaks a moment before the news of the reason are here.
+  const auto patience = std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2));
+  news_.wait_for(lock, patience, [this] { return loss_.has_value() || !left_.empty(); });
+  if (!loss_.has_value() && !left_.empty()) {
+    // Those that left because of it are not the reason: whoever says so first is right.
+    const Loss gone{left_, fmt::format("left the group while others are in {}", collective)};
+    request("blame " + format_loss(gone));
+    news_.wait_for(lock, patience, [this] { return loss_.has_value(); });
+    if (!loss_.has_value()) return error_of(collective, gone);
+  }
+  if (loss_.has_value()) return error_of(collective, *loss_);
+  return std::make_exception_ptr(
+      CommError("comm." + collective, fmt::format("all {} ranks to take part", options_.size),
+                "all of them alive, but: " + problem,
+                "do all ranks run the same collectives, in the same order, with the same shapes? "
+                "SEMITONE_COMM_CHECK=full finds out"));
+}
+
+// With mutex_ held.
+void Watch::request(std::string line) {
+  requests_.push_back(std::move(line));
+  ::eventfd_write(wake_.number(), 1);
+}
+
+std::vector<int> Watch::meet(const std::string& place, const std::vector<int>& ranks,
+                             milliseconds timeout, const std::string& collective) {
+  std::unique_lock lock(mutex_);
+  std::vector<int> missing;
+  const auto all_are_there = [&] {
+    missing.clear();
+    const auto& there = arrived_[place];
+    for (const int rank : ranks) {
+      if (std::find(there.begin(), there.end(), rank) == there.end()) missing.push_back(rank);
+    }
+    return missing.empty();
+  };
+  const auto decided = [&] { return all_are_there() || loss_.has_value(); };
+  request(fmt::format("arrive {} {}", ranks.size(), place));
+  if (!news_.wait_for(lock, timeout, decided)) {
+    request("who " + place);
+    news_.wait_for(lock, 2 * options_.interval, decided);
+  }
+  if (!missing.empty() && loss_.has_value()) std::rethrow_exception(error_of(collective, *loss_));
+  // Rank 0 keeps the list for those that still ask.
+  if (missing.empty() || options_.rank != 0) arrived_.erase(place);
+  std::erase(missing, options_.rank);
+  return missing;
+}
+
+void Watch::set_loss(Loss loss) {
+  if (loss.ranks.empty()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (loss_.has_value()) return;
+    loss_ = loss;
+  }
+  news_.notify_all();
+  if (options_.rank == 0) tell_everybody("lost " + format_loss(loss));
+  const std::lock_guard lock(subscribers_mutex_);
+  for (const auto& [number, on_loss] : subscribers_) on_loss();
+}
+
+void Watch::tell_everybody(const std::string& line) {
+  for (auto& [rank, peer] : peers_) peer.channel.send(line);
+}
+
+// With mutex_ held.
+void Watch::send_arrivals(const std::string& place, const std::vector<int>& to) {
+  const std::string line = fmt::format("arrived {} {}", format_ranks(arrived_[place]), place);
+  for (const int rank : to) {
+    if (const auto peer = peers_.find(rank); peer != peers_.end()) peer->second.channel.send(line);
+  }
+}
+
+void Watch::run() {
+  for (;;) {
+    wait_for_events();
+    if (options_.rank == 0) greet_newcomers();
+    for (auto& [rank, peer] : peers_) listen_to(rank, peer);
+    std::vector<std::string> requests;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) break;
+      requests.swap(requests_);
+    }
+    for (const std::string& line : requests) {
+      if (options_.rank == 0) {
+        understand(0, line);
+      } else {
+        tell_everybody(line);
+      }
+    }
+    judge();
+    beat();
+  }
+  say_goodbye();
+}
+
+void Watch::wait_for_events() {
+  std::vector<pollfd> events{{wake_.number(), POLLIN, 0}};
+  if (listener_.is_open()) events.push_back({listener_.number(), POLLIN, 0});
+  for (const Peer& peer : newcomers_) events.push_back({peer.channel.number(), POLLIN, 0});
+  for (const auto& [rank, peer] : peers_) {
+    if (!peer.channel.closed()) events.push_back({peer.channel.number(), POLLIN, 0});
+  }
+  const auto since = std::chrono::duration_cast<milliseconds>(Clock::now() - last_beat_);
+  const auto left = std::max(options_.interval - since, milliseconds(1));
+  ::poll(events.data(), events.size(), static_cast<int>(left.count()));
+  eventfd_t count = 0;
+  ::eventfd_read(wake_.number(), &count);
+}
+
+void Watch::greet_newcomers() {
+  for (;;) {
+    Descriptor connection(::accept4(listener_.number(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!connection.is_open()) break;
+    newcomers_.push_back(Peer{LineChannel(std::move(connection)), Clock::now()});
+  }
+  for (Peer& peer : newcomers_) {
+    const auto lines = peer.channel.receive();
+    if (lines.empty()) continue;
+    std::string_view hello = lines.front();
+    const bool known = next_word(hello) == "hello" && next_word(hello) == token_;
+    const int rank = known ? parse<int>(hello).value_or(0) : 0;
+    if (rank <= 0 || rank >= options_.size || peers_.contains(rank)) continue;
+    Peer& member = peers_.emplace(rank, std::move(peer)).first->second;
+    for (std::size_t line = 1; line < lines.size(); ++line) understand(rank, lines[line]);
+    if (const auto loss = this->loss()) member.channel.send("lost " + format_loss(*loss));
+  }
+  // Those that are a member's now, said nothing of use, or say nothing.
+  const auto now = Clock::now();
+  std::erase_if(newcomers_, [&](const Peer& peer) {
+    return peer.channel.number() < 0 || peer.channel.closed() ||
+           now - peer.heard > options_.silence;
+  });
+}
+
+void Watch::listen_to(int rank, Peer& peer) {
+  const auto lines = peer.channel.receive();
+  if (!lines.empty()) peer.heard = Clock::now();
+  for (const std::string& line : lines) understand(rank, line);
+  if (peer.channel.closed() && !peer.left) set_loss({{rank}, "its process has ended"});
+}
+
+void Watch::understand(int rank, std::string_view line) {
+  const std::string_view verb = next_word(line);
+  if (verb == "beat") {
+    Peer& peer = peers_.at(rank);
+    peer.calls = parse<std::uint64_t>(next_word(line)).value_or(peer.calls);
+    if (options_.rank == 0) return;
+    const std::lock_guard lock(mutex_);
+    fewest_calls_ = peer.calls;
+    slowest_ = parse_ranks(line);
+  } else if (verb == "lost" || verb == "blame") {
+    set_loss(parse_loss(line));
+  } else if (verb == "bye" || verb == "left") {
+    const int who = verb == "bye" ? rank : parse<int>(line).value_or(rank);
+    if (verb == "bye") peers_.at(rank).left = true;
+    {
+      const std::lock_guard lock(mutex_);
+      left_.push_back(who);
+    }
+    news_.notify_all();
+    if (options_.rank == 0) tell_everybody(fmt::format("left {}", who));
+  } else if (verb == "arrive") {
+    const auto expected = parse<std::size_t>(next_word(line)).value_or(0);
+    const std::string place(line);
+    const std::lock_guard lock(mutex_);
+    std::vector<int>& there = arrived_[place];
+    there.push_back(rank);
+    if (there.size() < expected) return;
+    send_arrivals(place, there);
+    news_.notify_all();
+    if (std::count(there.begin(), there.end(), 0) == 0) arrived_.erase(place);
+  } else if (verb == "who") {
+    const std::lock_guard lock(mutex_);
+    send_arrivals(std::string(line), {rank});
+  } else if (verb == "arrived") {
+    const auto ranks = parse_ranks(next_word(line));
+    const std::lock_guard lock(mutex_);
+    arrived_[std::string(line)] = ranks;
+    news_.notify_all();
+  }
+}
+
+void Watch::judge() {
+  const auto now = Clock::now();
+  // It was this process that slept: the others' silence means nothing.
+  const bool slept = now - std::exchange(last_look_, now) > options_.silence / 2;
+  if (slept) started_ = now;
+  const std::string silent = fmt::format(
+      "no sign of life for {}: its process is stopped, or its machine cannot be reached",
+      seconds(std::chrono::duration<double>(options_.silence).count()));
+  for (auto& [rank, peer] : peers_) {
+    if (slept) peer.heard = now;
+    if (!peer.left && now - peer.heard > options_.silence) set_loss({{rank}, silent});
+  }
+  if (options_.rank != 0 || now - started_ <= options_.silence) return;
+  for (int rank = 1; rank < options_.size; ++rank) {
+    if (!peers_.contains(rank)) set_loss({{rank}, silent});
+  }
+}
+
+void Watch::beat() {
+  const auto now = Clock::now();
+  if (now - last_beat_ < options_.interval) return;
+  last_beat_ = now;
+  if (options_.rank != 0) return tell_everybody(fmt::format("beat {}", calls_.load()));
+  std::uint64_t fewest = calls_;
+  for (const auto& [rank, peer] : peers_) fewest = std::min(fewest, peer.calls);
+  std::vector<int> slowest;
+  if (fewest == calls_) slowest.push_back(0);
+  for (const auto& [rank, peer] : peers_) {
+    if (peer.calls == fewest && slowest.size() < kMostNamed) slowest.push_back(rank);
+  }
+  tell_everybody(fmt::format("beat {} {}", fewest, format_ranks(slowest)));
+  const std::lock_guard lock(mutex_);
+  fewest_calls_ = fewest;
+  slowest_ = std::move(slowest);
+}
+
+void Watch::say_goodbye() {
+  tell_everybody("bye");
+  for (auto& [rank, peer] : peers_) {
+    if (options_.rank != 0) peer.channel.finish();
+  }
+  const auto deadline = Clock::now() + (options_.rank == 0 ? kLinger : kGoodbye);
+  const auto gone = [&](const auto& member) {
+    const auto& [rank, peer] = member;
+    const auto loss = this->loss();
+    return peer.channel.closed() || peer.left ||
+           (loss.has_value() && std::count(loss->ranks.begin(), loss->ranks.end(), rank) > 0);
+  };
+  while (Clock::now() < deadline && !std::all_of(peers_.begin(), peers_.end(), gone)) {
+    last_beat_ = Clock::now();
+    wait_for_events();
+    for (auto& [rank, peer] : peers_) listen_to(rank, peer);
+  }
+}
+
+Watch::Subscription::Subscription(Watch& watch, std::function<void()> on_loss) : watch_(watch) {
+  const std::lock_guard lock(watch_.subscribers_mutex_);
+  number_ = watch_.subscriptions_++;
+  if (watch_.loss().has_value()) on_loss();
+  watch_.subscribers_.emplace(number_, std::move(on_loss));
+}
+
+Watch::Subscription::~Subscription() {
+  const std::lock_guard lock(watch_.subscribers_mutex_);
+  watch_.subscribers_.erase(number_);
+}
+
+}  // namespace semitone::comm

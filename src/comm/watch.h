@@ -1,0 +1,147 @@
+#pragma once
+
+#include "src/comm/network.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+// Who takes part, who is lost, and who is late.
+//
+// Transports know when a connection breaks, not which rank is the cause, and a rank that is merely
+// stopped breaks none. So every rank keeps one more connection, to rank 0, over which it shows
+// every second that it lives and how far it is. A process that dies closes its connection at once;
+// one that is stopped, or whose machine is gone, falls silent. Rank 0 tells all others, and the
+// first loss is the one that counts, so that all ranks name the same culprit.
+//
+// What is sent, one line each. To rank 0: "hello TOKEN RANK", "beat CALLS", "blame RANKS: WHAT",
+// "bye". From rank 0: "beat CALLS RANKS" (the fewest calls of any rank, and who made so few), "left
+// RANK", "lost RANKS: WHAT", "bye".
+namespace semitone::comm {
+
+struct WatchOptions {
+  int rank = 0;
+  int size = 1;
+  std::string address;                   // local IP address for rank 0 to listen on
+  std::chrono::milliseconds interval{};  // between two signs of life
+  std::chrono::milliseconds silence{};   // after which a rank counts as lost
+  std::chrono::milliseconds timeout{};   // for connecting
+};
+
+class Watch {
+ public:
+  // Ranks that are lost to the group for good.
+  struct Loss {
+    std::vector<int> ranks;
+    std::string what;  // "its process has ended"
+  };
+
+  Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options);
+  // Says goodbye. Rank 0 then waits a little for the others to leave: it may host their store.
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  std::optional<Loss> loss() const;
+
+  // How many collectives this rank has called.
+  void count_call() { ++calls_; }
+
+  // The CommError that a failed collective amounts to. Waits a moment for the news from rank 0 if
+  // there are none yet.
+  // @param timed_out  it took as long as it may
+  std::exception_ptr explain(const std::string& collective, const std::string& problem,
+                             bool timed_out);
+
+  // The CommError for calling something after a loss, null if there is none.
+  std::exception_ptr lost(const std::string& collective) const;
+
+  // Waits until all these ranks have come to the same place, and returns those that did not in
+  // time. CommError if a rank is lost.
+  // @param place  new for each meeting
+  std::vector<int> meet(const std::string& place, const std::vector<int>& ranks,
+                        std::chrono::milliseconds timeout, const std::string& collective);
+
+  // Calls a function when a rank is lost, from the watch's own thread; at once, too, if one is lost
+  // already. It may be called twice. The subscription ends with the scope and must not outlive the
+  // watch.
+  class Subscription {
+   public:
+    Subscription(Watch& watch, std::function<void()> on_loss);
+    ~Subscription();
+    Subscription(const Subscription&) = delete;
+    Subscription& operator=(const Subscription&) = delete;
+
+   private:
+    Watch& watch_;
+    int number_;
+  };
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Peer {
+    LineChannel channel;
+    Clock::time_point heard;
+    std::uint64_t calls = 0;
+    bool left = false;
+  };
+
+  void run();
+  void wait_for_events();
+  void greet_newcomers();
+  void listen_to(int rank, Peer& peer);
+  void understand(int rank, std::string_view line);
+  void judge();
+  void beat();
+  void say_goodbye();
+  void set_loss(Loss loss);
+  void tell_everybody(const std::string& line);
+  void send_arrivals(const std::string& place, const std::vector<int>& to);
+  void request(std::string line);
+  std::exception_ptr error_of(const std::string& collective, const Loss& loss) const;
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const WatchOptions options_;
+  std::string token_;  // so that nobody else's connection is taken for a rank's
+
+  // The thread's own.
+  Descriptor listener_;  // of rank 0
+  Descriptor wake_;
+  std::vector<Peer> newcomers_;  // connected, not introduced
+  std::map<int, Peer> peers_;    // rank 0: all others; the others: rank 0
+  Clock::time_point started_;
+  Clock::time_point last_beat_;
+  Clock::time_point last_look_;
+
+  std::atomic<std::uint64_t> calls_ = 0;
+
+  mutable std::mutex mutex_;  // for what follows
+  std::condition_variable news_;
+  std::optional<Loss> loss_;
+  std::vector<int> left_;
+  std::uint64_t fewest_calls_ = 0;
+  std::vector<int> slowest_;
+  std::vector<std::string> requests_;                // lines for rank 0
+  std::map<std::string, std::vector<int>> arrived_;  // at places
+  bool stopping_ = false;
+
+  std::mutex subscribers_mutex_;
+  std::map<int, std::function<void()>> subscribers_;
+  int subscriptions_ = 0;
+
+  std::thread thread_;
+};
+
+}  // namespace semitone::comm

@@ -1,0 +1,276 @@
+#include "src/comm/watched_backend.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/comm/ranks.h"
+#include "src/comm/texts.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <fmt/format.h>
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace semitone::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using c10::ivalue::Future;
+
+// A call is compared by this much of its text, and a checksum of all of it.
+constexpr std::size_t kCallBytes = 512;
+constexpr std::size_t kChecksumDigits = 8;
+
+// How long a group that is being destroyed waits for collectives under way that nobody waits for.
+constexpr std::chrono::seconds kSettling(10);
+
+// FNV-1a: the same on every machine.
+std::uint32_t checksum(std::string_view text) {
+  std::uint32_t hash = 2166136261u;
+  for (const char letter : text) {
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 16777619u;
+  }
+  return hash;
+}
+
+std::string what_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& caught) {
+    return caught.what_without_backtrace();
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "an unknown error";
+  }
+}
+
+}  // namespace
+
+// A collective under way. It ends with the transport's result, or before that with the loss of a
+// rank.
+class WatchedBackend::Work final : public c10d::Work {
+ public:
+  Work(const c10::intrusive_ptr<c10d::Work>& inner, std::string collective)
+      : c10d::Work(-1, inner->retrieveOpType()),
+        inner_(inner),
+        collective_(std::move(collective)),
+        future_(c10::make_intrusive<Future>(inner->getFuture()->elementType(),
+                                            inner->getFuture()->devices())) {}
+
+  const std::string& collective() const { return collective_; }
+  Clock::time_point started() const { return started_; }
+
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+  void synchronize() override { inner_->synchronize(); }
+
+  void succeed(Future& result) {
+    if (!begin_to_end()) return;
+    future_->markCompleted(result.value(), result.storages());
+    finish();
+  }
+  void fail(const std::exception_ptr& error) {
+    if (!begin_to_end()) return;
+    future_->setError(error);
+    finish(error);
+  }
+
+ private:
+  // Whether this call is the one that ends it.
+  bool begin_to_end() {
+    const std::lock_guard lock(mutex_);
+    return !std::exchange(ending_, true);
+  }
+
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const std::string collective_;
+  const Clock::time_point started_ = Clock::now();
+  const c10::intrusive_ptr<Future> future_;
+  bool ending_ = false;
+};
+
+// The collectives under way. Kept apart from the backend, because the transport's threads may
+// report an end long after it.
+class WatchedBackend::Unfinished {
+ public:
+  Unfinished(std::shared_ptr<Watch> watch, std::chrono::milliseconds timeout)
+      : watch_(std::move(watch)), timeout_(timeout) {}
+
+  void add(const c10::intrusive_ptr<Work>& work) {
+    const std::lock_guard lock(mutex_);
+    works_.insert(work);
+  }
+
+  // The transport's result is there.
+  void end(const c10::intrusive_ptr<Work>& work, Future& result) {
+    if (!result.hasError()) {
+      work->succeed(result);
+    } else if (const auto watch = this->watch()) {
+      // A transport may give up a little before its time.
+      const bool timed_out = Clock::now() - work->started() >= timeout_ * 9 / 10;
+      failed_ = true;
+      work->fail(watch->explain(work->collective(), what_of(result.exception_ptr()), timed_out));
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      works_.erase(work);
+    }
+    empty_.notify_all();
+  }
+
+  // A rank is lost.
+  void fail_all() {
+    const auto watch = this->watch();
+    if (watch == nullptr) return;
+    failed_ = true;
+    std::set<c10::intrusive_ptr<Work>> works;
+    {
+      const std::lock_guard lock(mutex_);
+      works.swap(works_);
+    }
+    for (const auto& work : works) work->fail(watch->lost(work->collective()));
+    empty_.notify_all();
+  }
+
+  // Whether all came to a good end, or do so within a while. Nothing that ends later is heard.
+  bool settle() {
+    std::unique_lock lock(mutex_);
+    const bool ended = empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
+    works_.clear();
+    watch_.reset();
+    return ended && !failed_;
+  }
+
+ private:
+  std::shared_ptr<Watch> watch() {
+    const std::lock_guard lock(mutex_);
+    return watch_;
+  }
+
+  std::shared_ptr<Watch> watch_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable empty_;
+  std::set<c10::intrusive_ptr<Work>> works_;
+  std::atomic<bool> failed_ = false;
+};
+
+WatchedBackend::WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner,
+                               const WatchedBackendOptions& options)
+    : c10d::Backend(inner->getRank(), inner->getSize()),
+      inner_(std::move(inner)),
+      options_(options),
+      unfinished_(std::make_shared<Unfinished>(options.watch, options.timeout)),
+      subscription_(*options.watch, [unfinished = unfinished_] { unfinished->fail_all(); }) {}
+
+WatchedBackend::~WatchedBackend() {
+  if (unfinished_->settle()) return;
+  // The transport's threads may wait for a rank that never comes, and its destructor for them. They
+  // are left to themselves until their timeout: Gloo has no way to wake them (closing its
+  // connections does not).
+  inner_->abort();
+  static_cast<void>(inner_.release());
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::broadcast(std::vector<at::Tensor>& tensors,
+                                                         const c10d::BroadcastOptions& options) {
+  return checked("broadcast", fmt::format("{} from rank {}", describe(tensors), options.rootRank),
+                 [&] { return inner_->broadcast(tensors, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::allreduce(std::vector<at::Tensor>& tensors,
+                                                         const c10d::AllreduceOptions& options) {
+  return checked("all_reduce", describe(tensors),
+                 [&] { return inner_->allreduce(tensors, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::allgather(
+    std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+    const c10d::AllgatherOptions& options) {
+  return checked("all_gather", describe(inputs),
+                 [&] { return inner_->allgather(outputs, inputs, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::barrier(const c10d::BarrierOptions& options) {
+  return checked("barrier", "", [&] { return inner_->barrier(options); });
+}
+
+void WatchedBackend::announce(const std::string& collective, const std::string& arguments) {
+  if (options_.check == CheckLevel::calls) compare(collective, arguments);
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::checked(const std::string& collective,
+                                                       const std::string& arguments,
+                                                       Start&& start) {
+  if (options_.check == CheckLevel::full) compare(collective, arguments);
+  return watched(collective, std::forward<Start>(start));
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::watched(const std::string& collective,
+                                                       Start&& start) {
+  if (options_.counts_calls) options_.watch->count_call();
+  if (const auto lost = options_.watch->lost(collective)) std::rethrow_exception(lost);
+  const auto inner = started(collective, std::forward<Start>(start));
+  auto work = c10::make_intrusive<Work>(inner, collective);
+  unfinished_->add(work);
+  // A rank may have been lost after the question above.
+  if (options_.watch->loss().has_value()) unfinished_->fail_all();
+  inner->getFuture()->addCallback(
+      [unfinished = unfinished_, work](Future& result) { unfinished->end(work, result); });
+  return work;
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::started(const std::string& collective,
+                                                       Start&& start) {
+  try {
+    return start();
+  } catch (const c10::Error& error) {
+    // Refused before anything was sent: a tensor that the transport does not take.
+    throw Error("comm." + collective, "tensors that " + getBackendName() + " takes",
+                error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::rethrow_exception(options_.watch->explain(collective, error.what(), false));
+  }
+}
+
+// Every rank tells the others what it is about to call, whatever that is.
+void WatchedBackend::compare(const std::string& collective, const std::string& arguments) {
+  const std::string mine = collective + (arguments.empty() ? "" : " " + arguments);
+  std::string message = fmt::format("{:08x}{}", checksum(mine), mine);
+  message.resize(kCallBytes);
+  std::vector<at::Tensor> inputs{to_bytes(message, kCallBytes).to(options_.device)};
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < getSize(); ++rank) outputs[0].push_back(at::empty_like(inputs[0]));
+  watched(collective, [&] { return inner_->allgather(outputs, inputs); })->wait();
+  std::map<std::string, std::vector<int>> callers;
+  for (std::size_t rank = 0; rank < outputs[0].size(); ++rank) {
+    callers[to_text(outputs[0][rank], kCallBytes)].push_back(options_.members[rank]);
+  }
+  if (callers.size() == 1) return;
+  std::string list;
+  for (const auto& [call, ranks] : callers) {
+    list += fmt::format("{}{}: {}", list.empty() ? "" : "; ", name_ranks(ranks),
+                        call.substr(kChecksumDigits).c_str());
+  }
+  throw CommError("comm." + collective, "the same call on all ranks", list,
+                  "run the same program with the same model on every rank");
+}
+
+std::string describe(const std::vector<at::Tensor>& tensors) {
+  std::string text;
+  for (const at::Tensor& tensor : tensors) {
+    text += fmt::format("{}{}{}", text.empty() ? "" : ", ", dtype_name(tensor.scalar_type()),
+                        c10::str(tensor.sizes()));
+  }
+  return text;
+}
+
+}  // namespace semitone::comm

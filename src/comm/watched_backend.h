@@ -1,0 +1,71 @@
+#pragma once
+
+#include "semitone/comm/init.h"
+#include "src/comm/watch.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace semitone::comm {
+
+struct WatchedBackendOptions {
+  std::shared_ptr<Watch> watch;
+  CheckLevel check = CheckLevel::calls;
+  c10::Device device = c10::kCPU;  // of the tensors that the transport takes
+  std::chrono::milliseconds timeout{};
+  std::vector<int> members;   // the ranks in the group of all
+  bool counts_calls = false;  // it is the group of all ranks: its calls tell who is late
+};
+
+// Wraps a transport so that everybody who uses it — our groups, c10d's Reducer in the middle of a
+// backward pass — gets a CommError that names the rank at fault: at once when a rank is lost, not
+// only when the transport's own patience ends. It has the collectives that those use; Backend
+// refuses the others.
+class WatchedBackend final : public c10d::Backend {
+ public:
+  WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner, const WatchedBackendOptions& options);
+  ~WatchedBackend() override;
+
+  // For what a program calls on a Group: compares the call with the other ranks', unless the check
+  // is off, or is made for every collective anyway.
+  void announce(const std::string& collective, const std::string& arguments);
+
+  const std::string getBackendName() const override { return inner_->getBackendName(); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
+
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  class Work;
+  class Unfinished;
+
+  template <typename Start>
+  c10::intrusive_ptr<c10d::Work> checked(const std::string& collective,
+                                         const std::string& arguments, Start&& start);
+  template <typename Start>
+  c10::intrusive_ptr<c10d::Work> watched(const std::string& collective, Start&& start);
+  template <typename Start>
+  c10::intrusive_ptr<c10d::Work> started(const std::string& collective, Start&& start);
+  void compare(const std::string& collective, const std::string& arguments);
+
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  const WatchedBackendOptions options_;
+  const std::shared_ptr<Unfinished> unfinished_;
+  const Watch::Subscription subscription_;
+};
+
+// "float32[2, 3], int64[]": what compare compares.
+std::string describe(const std::vector<at::Tensor>& tensors);
+
+}  // namespace semitone::comm

@@ -1,0 +1,324 @@
+// What happens when ranks die, stop, come late, never come, or disagree: every other rank gets an
+// error that names them, within bounded time, and ends by itself.
+#include "semitone/comm/init.h"
+#include "semitone/core/error.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+
+#include <torch/types.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <thread>
+
+namespace semitone::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using test::Rank;
+using test::RankOptions;
+using test::RankResult;
+using test::run_ranks;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+// Signs of life quicker than usual; a timeout so long that a test which needs it fails.
+InitOptions quick() {
+  return InitOptions()
+      .heartbeat(milliseconds(50))
+      .heartbeat_timeout(seconds(3))
+      .timeout(std::chrono::minutes(10));
+}
+
+// Hands the message and the ranks of the CommError that a call throws to the test.
+template <typename Function>
+void say_error(const Rank& rank, Function&& function) {
+  try {
+    function();
+    ADD_FAILURE() << "no error on rank " << rank.number();
+  } catch (const CommError& error) {
+    std::string ranks;
+    for (const int each : error.ranks()) ranks += std::to_string(each) + ";";
+    rank.say(ranks);
+    rank.say(error.what());
+  }
+}
+
+// That all ranks but the casualties got one error, which names these ranks and has this part.
+void expect_errors(const std::vector<RankResult>& results, const std::vector<int>& casualties,
+                   const std::string& ranks, const std::string& part) {
+  for (int rank = 0; rank < static_cast<int>(results.size()); ++rank) {
+    if (std::count(casualties.begin(), casualties.end(), rank) > 0) continue;
+    SCOPED_TRACE(rank);
+    const RankResult& result = results[static_cast<std::size_t>(rank)];
+    ASSERT_EQ(result.said.size(), 2u) << result.output;
+    EXPECT_EQ(result.said[0], ranks) << result.said[1];
+    EXPECT_THAT(result.said[1], HasSubstr(part));
+  }
+}
+
+void reduce_something(const Group& group) {
+  at::Tensor tensor = torch::ones({1000});
+  group.all_reduce(tensor);
+}
+
+// Which rank is lost, and how the others wait meanwhile.
+struct Casualty {
+  int rank;
+  int signal;
+};
+class LostRank : public ::testing::TestWithParam<Casualty> {};
+
+TEST_P(LostRank, IsNamedByAllOthers) {
+  const Casualty casualty = GetParam();
+  RankOptions options;
+  options.casualties = {casualty.rank};
+  const auto results = run_ranks(
+      4,
+      [&](Rank& rank) {
+        const Group group = init("env://", quick());
+        reduce_something(group);
+        if (rank.number() == casualty.rank) std::raise(casualty.signal);
+        say_error(rank, [&] {
+          for (;;) reduce_something(group);
+        });
+        // From now on at once.
+        EXPECT_THROW(group.barrier(), CommError);
+        EXPECT_THROW(group.monitored_barrier(std::chrono::minutes(10)), CommError);
+      },
+      options);
+  const std::string number = std::to_string(casualty.rank);
+  expect_errors(
+      results, {casualty.rank}, number + ";",
+      "rank " + number + " lost: " +
+          (casualty.signal == SIGKILL ? "its process has ended" : "no sign of life for 3 s"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, LostRank,
+                         ::testing::Values(Casualty{0, SIGKILL}, Casualty{0, SIGSTOP},
+                                           Casualty{2, SIGKILL}, Casualty{2, SIGSTOP}));
+
+TEST(Loss, IsNoticedInEveryKindOfWaiting) {
+  RankOptions options;
+  options.casualties = {1};
+  const auto results = run_ranks(
+      4,
+      [](Rank& rank) {
+        const Group group = init("env://", quick());
+        const Group pair = group.subgroup({0, 3});
+        if (rank.number() == 1) {
+          // Time for the others to wait.
+          std::this_thread::sleep_for(milliseconds(500));
+          std::raise(SIGKILL);
+        }
+        say_error(rank, [&] {
+          if (rank.number() == 0) group.monitored_barrier(std::chrono::minutes(10));
+          if (rank.number() == 2) group.barrier();
+          // In a group that the lost rank is not in.
+          at::Tensor tensor = torch::ones({1});
+          if (rank.number() == 3) pair.all_reduce(tensor);
+        });
+      },
+      options);
+  expect_errors(results, {1}, "1;", "rank 1 lost");
+}
+
+TEST(Loss, OfARankThatWakesUpAgainIsToldToIt) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    const Group group = init("env://", quick());
+    reduce_something(group);
+    if (rank.number() == 1) {
+      const pid_t self = ::getpid();
+      if (::fork() == 0) {
+        std::this_thread::sleep_for(seconds(5));
+        ::kill(self, SIGCONT);
+        ::_exit(0);
+      }
+      std::raise(SIGSTOP);
+    }
+    say_error(rank, [&] {
+      for (;;) reduce_something(group);
+    });
+  });
+  expect_errors(results, {1}, "1;", "rank 1 lost: no sign of life");
+  EXPECT_THAT(results[1].said.at(1), HasSubstr("rank 1 (this one) lost: no sign of life"));
+}
+
+TEST(Loss, LeavesNothingBehindThatWaits) {
+  // A collective that nobody waits for is under way when the group goes.
+  RankOptions options;
+  options.casualties = {1};
+  run_ranks(
+      2,
+      [](Rank& rank) {
+        at::Tensor tensor = torch::ones({1000});
+        {
+          const Group group = init("env://", quick().check(CheckLevel::none));
+          if (rank.number() == 1) std::raise(SIGSTOP);
+          group.all_reduce_async(tensor);
+        }
+        rank.say("ended");
+      },
+      options);
+}
+
+TEST(LateRank, IsNamedWhenTheTimeIsUp) {
+  const auto results = run_ranks(4, [](Rank& rank) {
+    const Group group = init("env://", quick().timeout(seconds(4)));
+    reduce_something(group);
+    if (rank.number() == 2) {
+      // Busy with something else, and alive.
+      std::this_thread::sleep_for(seconds(8));
+    }
+    say_error(rank, [&] { reduce_something(group); });
+  });
+  expect_errors(results, {2}, "2;", "rank 2 lost: did not call all_reduce in time");
+  EXPECT_THAT(results[2].said.at(1), HasSubstr("rank 2 (this one) lost: did not call all_reduce"));
+}
+
+TEST(LeavingRank, IsNamedByThoseThatStay) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    {
+      const Group group = init("env://", quick());
+      reduce_something(group);
+      if (rank.number() != 1) say_error(rank, [&] { reduce_something(group); });
+    }
+  });
+  expect_errors(results, {1}, "1;", "rank 1 lost: left the group while others are in all_reduce");
+}
+
+TEST(MonitoredBarrier, NamesAllThatDoNotCome) {
+  const auto results = run_ranks(4, [](Rank& rank) {
+    const Group group = init("env://", quick());
+    group.monitored_barrier(seconds(60));
+    if (rank.number() % 2 == 0) {
+      say_error(rank, [&] { group.monitored_barrier(milliseconds(500)); });
+    }
+    group.barrier();
+  });
+  for (const int rank : {0, 2}) {
+    const auto& said = results[static_cast<std::size_t>(rank)].said;
+    ASSERT_EQ(said.size(), 2u);
+    EXPECT_EQ(said[0], "1;3;");
+    EXPECT_THAT(said[1], AllOf(HasSubstr("[comm.monitored_barrier]"), HasSubstr("within 0.5 s"),
+                               HasSubstr("ranks 1, 3")));
+  }
+}
+
+TEST(Check, TellsWhatEachRankCallsIfTheyDiffer) {
+  const auto results = run_ranks(4, [](Rank& rank) {
+    const Group group = init("env://", quick());
+    for (int round = 0; round < 3; ++round) reduce_something(group);
+    say_error(rank, [&] {
+      at::Tensor tensor = torch::ones({rank.number() == 3 ? 500 : 4});
+      if (rank.number() == 2) tensor = tensor.to(torch::kDouble);
+      if (rank.number() == 1) {
+        group.broadcast(tensor, 1);
+      } else {
+        group.all_reduce(tensor);
+      }
+    });
+    // The group is as good as before.
+    at::Tensor one = torch::ones({1});
+    group.all_reduce(one);
+    EXPECT_EQ(one.item<float>(), 4.f);
+  });
+  for (const RankResult& result : results) {
+    ASSERT_EQ(result.said.size(), 2u) << result.output;
+    EXPECT_THAT(result.said[1], AllOf(HasSubstr("rank 0: all_reduce float32[4]"),
+                                      HasSubstr("rank 1: broadcast float32[4] from rank 1"),
+                                      HasSubstr("rank 2: all_reduce float64[4]"),
+                                      HasSubstr("rank 3: all_reduce float32[500]")));
+  }
+}
+
+TEST(Check, SeesDifferencesBeyondTheTextThatItShows) {
+  run_ranks(2, [](Rank& rank) {
+    const Group group = init("env://", quick().check(CheckLevel::full));
+    std::vector<at::Tensor> tensors(200, torch::zeros({1}));
+    if (rank.number() == 1) tensors.back() = torch::zeros({2});
+    EXPECT_THROW(group.broadcast(tensors), CommError);
+    // Named by the ranks of all, in a subgroup.
+    reduce_something(group.split(2));
+  });
+}
+
+TEST(Check, CanBeLeftOut) {
+  run_ranks(2, [](Rank& rank) {
+    const Group group = init("env://", quick().check(CheckLevel::none));
+    // The same bytes under another name: nobody notices.
+    at::Tensor tensor = torch::ones({4}).view({rank.number() == 0 ? 4 : 1, -1});
+    group.all_reduce(tensor);
+    EXPECT_EQ(tensor.sum().item<float>(), 8.f);
+  });
+}
+
+TEST(Meeting, NamesTheRanksThatDoNotCome) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    if (rank.number() == 1) return;
+    say_error(rank, [] { init("env://", quick().timeout(seconds(3))); });
+  });
+  // Rank 0 takes the store with it: rank 2 knows one or the other.
+  ASSERT_EQ(results[0].said.size(), 2u);
+  EXPECT_EQ(results[0].said[0], "1;");
+  EXPECT_THAT(results[0].said[1], AllOf(HasSubstr("[comm.init]"), HasSubstr("3 ranks"),
+                                        HasSubstr("no sign of rank 1")));
+  EXPECT_EQ(results[2].said.size(), 2u);
+}
+
+TEST(Meeting, NamesTheMasterThatDoesNotAnswer) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    if (rank.number() == 0) return;
+    say_error(rank, [] { init("env://", quick().timeout(seconds(2))); });
+  });
+  expect_errors(results, {0}, "0;", "rank 0 to answer at 127.0.0.1:");
+  EXPECT_THAT(results[1].said.at(1), HasSubstr("within 2 s"));
+}
+
+TEST(Meeting, NamesThePortThatIsTaken) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    if (rank.number() == 1) return;
+    const test::Listener taken(std::stoi(std::getenv("MASTER_PORT")));
+    say_error(rank, [] { init("env://", quick()); });
+  });
+  expect_errors(results, {1}, "0;", "Address already in use");
+  EXPECT_THAT(results[0].said.at(1), HasSubstr("MASTER_PORT"));
+}
+
+TEST(Meeting, NamesTheRankWithAnotherWorldSize) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    const std::string size = rank.number() == 1 ? "2" : "3";
+    ::setenv("WORLD_SIZE", size.c_str(), 1);
+    say_error(rank, [] { init("env://", quick().timeout(seconds(5))); });
+  });
+  // Rank 1 takes ranks 0 and 1 for all.
+  EXPECT_THAT(results[1].said.at(1), HasSubstr("a world size of 2 on all ranks, got 3 on rank 0"));
+  EXPECT_THAT(results[0].said.at(1), HasSubstr("a world size of 3 on all ranks, got 2 on rank 1"));
+}
+
+TEST(Meeting, NamesTheRankThatIsThereTwice) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    ::setenv("WORLD_SIZE", "2", 1);
+    if (rank.number() == 2) {
+      ::setenv("RANK", "1", 1);
+      std::this_thread::sleep_for(milliseconds(1500));
+    }
+    if (rank.number() == 0) {
+      const Group group = init("env://", quick());
+      std::this_thread::sleep_for(seconds(4));
+      group.barrier();
+    } else if (rank.number() == 1) {
+      const Group group = init("env://", quick());
+      group.barrier();
+    } else {
+      say_error(rank, [] { init("env://", quick()); });
+    }
+  });
+  expect_errors(results, {0, 1}, "1;", "one process of rank 1");
+}
+
+}  // namespace
+}  // namespace semitone::comm

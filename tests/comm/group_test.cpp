@@ -1,0 +1,277 @@
+#include "semitone/comm/group.h"
+
+#include "semitone/comm/init.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+
+#include <torch/types.h>
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+namespace semitone::comm {
+namespace {
+
+using test::expect_error;
+using test::Rank;
+using test::run_ranks;
+
+// Exact in every dtype: 0 … 5, shifted by the rank.
+at::Tensor values_of(int rank, at::ScalarType dtype) {
+  return (torch::arange(6, torch::kFloat).view({2, 3}) + rank).to(dtype);
+}
+
+void expect_equal(const at::Tensor& got, const at::Tensor& want) {
+  EXPECT_TRUE(got.dtype() == want.dtype() && got.sizes() == want.sizes() && torch::equal(got, want))
+      << got << "\n"
+      << want;
+}
+
+TEST(SingleProcess, EveryCollectiveReturnsAtOnce) {
+  const Group group;
+  EXPECT_EQ(group.rank(), 0);
+  EXPECT_EQ(group.size(), 1);
+  EXPECT_EQ(group.backend(), "none");
+  at::Tensor tensor = values_of(3, torch::kFloat);
+  group.all_reduce(tensor, ReduceOp::mean);
+  group.broadcast(tensor);
+  group.broadcast(std::vector<at::Tensor>{tensor});
+  group.barrier();
+  group.monitored_barrier(std::chrono::seconds(1));
+  Work work = group.all_reduce_async(tensor);
+  EXPECT_TRUE(work.done());
+  work.wait();
+  expect_equal(tensor, values_of(3, torch::kFloat));
+  expect_equal(group.all_gather(tensor).at(0), tensor);
+  expect_equal(group.reduce_scatter(tensor), tensor);
+  EXPECT_EQ(group.broadcast(std::string("text")), "text");
+  EXPECT_EQ(group.all_gather(std::string("text")), std::vector<std::string>{"text"});
+  EXPECT_EQ(group.split(1).size(), 1);
+  EXPECT_EQ(group.subgroup({0}).size(), 1);
+}
+
+TEST(SingleProcess, RefusesTheSameTensorsAsSeveral) {
+  const Group group;
+  at::Tensor undefined;
+  expect_error([&] { group.all_reduce(undefined); }, {"[comm.all_reduce]", "undefined"});
+  at::Tensor transposed = values_of(0, torch::kFloat).t();
+  expect_error([&] { group.broadcast(transposed); }, {"[comm.broadcast]", "contiguous", "[1, 3]"});
+  at::Tensor sparse = values_of(0, torch::kFloat).to_sparse();
+  expect_error([&] { group.all_gather(sparse); }, {"[comm.all_gather]", "sparse"});
+  at::Tensor integers = values_of(0, torch::kLong);
+  expect_error([&] { group.all_reduce(integers, ReduceOp::mean); }, {"floating-point", "int64"});
+  at::Tensor tensor = values_of(0, torch::kFloat);
+  expect_error([&] { group.broadcast(tensor, 1); }, {"root", "0 to 0"});
+  at::Tensor scalar = torch::zeros({});
+  expect_error([&] { group.reduce_scatter(scalar); }, {"[comm.reduce_scatter]", "multiple"});
+  expect_error([&] { group.split(2); }, {"[comm.split]", "divides"});
+  expect_error([&] { group.subgroup({}); }, {"[comm.subgroup]"});
+  expect_error([&] { group.subgroup({0, 0}); }, {"[comm.subgroup]"});
+  expect_error([&] { group.subgroup({1}); }, {"[comm.subgroup]"});
+}
+
+TEST(Collectives, AreRightForEveryDtype) {
+  run_ranks(4, [](Rank& rank) {
+    const Group group = init();
+    EXPECT_EQ(group.rank(), rank.number());
+    EXPECT_EQ(group.size(), 4);
+    EXPECT_EQ(group.backend(), "gloo");
+    for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kHalf, torch::kBFloat16,
+                             torch::kLong, torch::kInt, torch::kChar, torch::kByte}) {
+      SCOPED_TRACE(dtype);
+      const auto reduced = [&](ReduceOp op) {
+        at::Tensor tensor = values_of(rank.number(), dtype);
+        group.all_reduce(tensor, op);
+        return tensor;
+      };
+      const at::Tensor base = values_of(0, dtype);
+      expect_equal(reduced(ReduceOp::sum), base * 4 + 6);
+      expect_equal(reduced(ReduceOp::min), base);
+      expect_equal(reduced(ReduceOp::max), base + 3);
+      if (base.is_floating_point()) expect_equal(reduced(ReduceOp::mean), base + 1.5);
+      at::Tensor twos = torch::full({3}, 2, dtype);
+      group.all_reduce(twos, ReduceOp::product);
+      expect_equal(twos, torch::full({3}, 16, dtype));
+
+      at::Tensor sent = values_of(rank.number(), dtype);
+      group.broadcast(sent, 2);
+      expect_equal(sent, values_of(2, dtype));
+
+      const auto gathered = group.all_gather(values_of(rank.number(), dtype));
+      ASSERT_EQ(gathered.size(), 4u);
+      for (int peer = 0; peer < 4; ++peer) {
+        expect_equal(gathered[static_cast<std::size_t>(peer)], values_of(peer, dtype));
+      }
+
+      const at::Tensor rows = (torch::arange(8).view({8, 1}) + rank.number()).to(dtype);
+      expect_equal(group.reduce_scatter(rows),
+                   ((torch::arange(8).view({8, 1}) * 4 + 6).to(dtype))
+                       .slice(0, 2 * rank.number(), 2 * rank.number() + 2));
+    }
+  });
+}
+
+TEST(Collectives, OfOtherKindsAreRight) {
+  run_ranks(2, [](Rank& rank) {
+    const Group group = init();
+    // Many tensors of several dtypes and shapes, empty ones among them.
+    std::vector<at::Tensor> tensors = {torch::full({3}, rank.number(), torch::kFloat),
+                                       torch::full({2, 2}, rank.number(), torch::kHalf),
+                                       torch::full({0}, rank.number(), torch::kFloat),
+                                       torch::full({}, rank.number(), torch::kLong),
+                                       torch::full({5}, rank.number(), torch::kFloat)};
+    group.broadcast(tensors, 1);
+    for (const at::Tensor& tensor : tensors) expect_equal(tensor, torch::ones_like(tensor));
+    // Parameters, which need gradients.
+    std::vector<at::Tensor> parameters = {
+        torch::full({3}, 1.0 * rank.number(), torch::requires_grad())};
+    group.broadcast(parameters, 1);
+    EXPECT_EQ(parameters[0].sum().item<float>(), 3.f);
+    EXPECT_TRUE(parameters[0].is_leaf());
+
+    at::Tensor empty = torch::empty({0});
+    group.all_reduce(empty);
+    at::Tensor mask = torch::full({4}, rank.number() == 1, torch::kBool);
+    group.broadcast(mask, 1);
+    EXPECT_TRUE(mask.all().item<bool>());
+
+    EXPECT_EQ(group.broadcast(rank.number() == 0 ? std::string(100000, 'x') : ""),
+              std::string(100000, 'x'));
+    EXPECT_EQ(group.broadcast(std::string(rank.number() == 0 ? "" : "gone")), "");
+    const auto texts =
+        group.all_gather(std::string(static_cast<std::size_t>(3 * rank.number()), 'y'));
+    EXPECT_EQ(texts, (std::vector<std::string>{"", "yyy"}));
+    EXPECT_EQ(group.all_gather(std::string()), (std::vector<std::string>{"", ""}));
+
+    // In any order of waiting.
+    at::Tensor first = torch::full({1000}, 1.0);
+    at::Tensor second = torch::full({1000}, 3.0);
+    Work one = group.all_reduce_async(first);
+    Work two = group.all_reduce_async(second, ReduceOp::mean);
+    two.wait();
+    one.wait();
+    one.wait();
+    EXPECT_TRUE(one.done());
+    expect_equal(first, torch::full({1000}, 2.0));
+    expect_equal(second, torch::full({1000}, 3.0));
+  });
+}
+
+TEST(Collectives, ReduceNotANumberToItself) {
+  run_ranks(2, [](Rank& rank) {
+    const Group group = init();
+    at::Tensor tensor = torch::full({2}, rank.number() == 1 ? NAN : 1.f);
+    group.all_reduce(tensor);
+    EXPECT_TRUE(tensor.isnan().all().item<bool>());
+  });
+}
+
+TEST(Collectives, CarryDtypesThatTheyCannotReduce) {
+  run_ranks(2, [](Rank& rank) {
+    const Group group = init();
+    for (const auto dtype :
+         {torch::kFloat8_e4m3fn, torch::kBool, torch::kShort, torch::kComplexFloat}) {
+      SCOPED_TRACE(dtype);
+      const at::Tensor zero = torch::zeros({2, 3}).to(dtype);
+      const at::Tensor one = torch::ones({2, 3}).to(dtype);
+      const auto is_one = [&](const at::Tensor& tensor) {
+        return torch::equal(tensor.to(torch::kComplexDouble), one.to(torch::kComplexDouble));
+      };
+      at::Tensor tensor = (rank.number() == 0 ? one : zero).clone();
+      expect_error([&] { group.all_reduce(tensor); }, {"[comm.all_reduce]", "convert"});
+      const auto all = group.all_gather(tensor);
+      EXPECT_TRUE(is_one(all[0]));
+      EXPECT_FALSE(is_one(all[1]));
+      group.broadcast(tensor);
+      EXPECT_TRUE(is_one(tensor));
+      std::vector<at::Tensor> list = {(rank.number() == 0 ? one : zero).clone()};
+      group.broadcast(list);
+      EXPECT_TRUE(is_one(list[0]));
+    }
+  });
+}
+
+TEST(Subgroups, CommunicateAmongTheirOwn) {
+  run_ranks(4, [](Rank& rank) {
+    const Group world = init();
+    const Group pair = world.split(2);
+    EXPECT_EQ(pair.size(), 2);
+    EXPECT_EQ(pair.rank(), rank.number() % 2);
+    at::Tensor tensor = torch::full({1}, rank.number());
+    pair.all_reduce(tensor);
+    EXPECT_EQ(tensor.item<std::int64_t>(), rank.number() < 2 ? 1 : 5);
+
+    const Group odd = world.subgroup({1, 3});
+    const Group even = world.subgroup({0, 2});
+    EXPECT_EQ(odd.size(), rank.number() % 2 == 1 ? 2 : 1);
+    const Group& mine = rank.number() % 2 == 1 ? odd : even;
+    at::Tensor other = torch::full({1}, rank.number());
+    mine.all_reduce(other);
+    EXPECT_EQ(other.item<std::int64_t>(), rank.number() % 2 == 1 ? 4 : 2);
+
+    // A subgroup of a subgroup, and all of it at the same time as the whole.
+    EXPECT_EQ(pair.split(1).size(), 1);
+    EXPECT_EQ(world.split(4).size(), 4);
+    at::Tensor all = torch::ones({1});
+    world.all_reduce(all);
+    EXPECT_EQ(all.item<float>(), 4.f);
+  });
+}
+
+TEST(Meeting, WorksWithAFileAndATcpUrl) {
+  run_ranks(2, [](Rank& rank) {
+    const std::string query = "?world_size=2&rank=" + std::to_string(rank.number());
+    for (const std::string& url :
+         {"file://" + (rank.folder() / "meet").string() + query,
+          "tcp://localhost:" + std::string(std::getenv("MASTER_PORT")) + query}) {
+      const Group group = init(url);
+      at::Tensor one = torch::ones({1});
+      group.all_reduce(one);
+      EXPECT_EQ(one.item<float>(), 2.f);
+    }
+  });
+}
+
+// The local addresses in /proc/net/tcp and tcp6 of this process's sockets that listen, as the
+// kernel writes them: hexadecimal, and in the byte order of the machine.
+std::set<std::string> listening_addresses() {
+  std::set<std::string> own;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    own.insert(std::filesystem::read_symlink(entry.path(), gone).string());
+  }
+  std::set<std::string> addresses;
+  for (const char* table : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream lines(table);
+    std::string line;
+    std::getline(lines, line);
+    while (std::getline(lines, line)) {
+      std::istringstream words(line);
+      std::string number, local, remote, state, queues, timer, retransmits, user, timeout, inode;
+      words >> number >> local >> remote >> state >> queues >> timer >> retransmits >> user >>
+          timeout >> inode;
+      if (state == "0A" && own.count("socket:[" + inode + "]") > 0) {
+        addresses.insert(local.substr(0, local.find(':')));
+      }
+    }
+  }
+  return addresses;
+}
+
+TEST(Meeting, ListensOnTheMastersInterfaceAlone) {
+  run_ranks(2, [](Rank&) {
+    EXPECT_EQ(listening_addresses(), std::set<std::string>{});
+    const Group group = init();
+    EXPECT_EQ(listening_addresses(), std::set<std::string>{"0100007F"});  // 127.0.0.1
+    const Group pair = group.split(2);
+    EXPECT_EQ(listening_addresses(), std::set<std::string>{"0100007F"});
+    group.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace semitone::comm

@@ -1,0 +1,231 @@
+#include "semitone/comm/init.h"
+#include "semitone/core/env.h"
+#include "tests/support/environment.h"
+#include "tests/support/errors.h"
+
+#include <gtest/gtest.h>
+
+namespace semitone::comm {
+namespace {
+
+using test::Environment;
+using test::expect_error;
+
+constexpr auto kEnv = "env://";
+
+// Nothing of any launcher.
+class Rendezvous_ : public ::testing::Test {
+ protected:
+  Environment environment_{{"RANK",
+                            "WORLD_SIZE",
+                            "LOCAL_RANK",
+                            "LOCAL_WORLD_SIZE",
+                            "MASTER_ADDR",
+                            "MASTER_PORT",
+                            "TORCHELASTIC_USE_AGENT_STORE",
+                            "SLURM_PROCID",
+                            "SLURM_NTASKS",
+                            "SLURM_LOCALID",
+                            "SLURM_NTASKS_PER_NODE",
+                            "SLURM_JOB_NODELIST",
+                            "SLURM_JOB_ID",
+                            "OMPI_COMM_WORLD_RANK",
+                            "OMPI_COMM_WORLD_SIZE",
+                            "OMPI_COMM_WORLD_LOCAL_RANK",
+                            "OMPI_COMM_WORLD_LOCAL_SIZE",
+                            "PMIX_NAMESPACE",
+                            "SEMITONE_COMM_CHECK",
+                            "GLOO_SOCKET_IFNAME"}};
+};
+
+class EnvironmentUrl : public Rendezvous_ {};
+class TcpUrl : public Rendezvous_ {};
+class FileUrl : public Rendezvous_ {};
+class Init : public Rendezvous_ {};
+
+TEST_F(EnvironmentUrl, IsASingleProcessWithoutALauncher) {
+  const Rendezvous place = parse_rendezvous(kEnv);
+  EXPECT_EQ(place.rank, 0);
+  EXPECT_EQ(place.world_size, 1);
+}
+
+TEST_F(EnvironmentUrl, ReadsTorchrunsVariables) {
+  environment_.set({{"RANK", "5"},
+                    {"WORLD_SIZE", "8"},
+                    {"LOCAL_RANK", "1"},
+                    {"LOCAL_WORLD_SIZE", "4"},
+                    {"MASTER_ADDR", "node7"},
+                    {"MASTER_PORT", "29501"}});
+  const Rendezvous place = parse_rendezvous(kEnv);
+  EXPECT_EQ(place.kind, Rendezvous::Kind::tcp);
+  EXPECT_EQ(place.rank, 5);
+  EXPECT_EQ(place.world_size, 8);
+  EXPECT_EQ(place.local_rank, 1);
+  EXPECT_EQ(place.local_world_size, 4);
+  EXPECT_EQ(place.host, "node7");
+  EXPECT_EQ(place.port, 29501);
+  EXPECT_FALSE(place.store_is_hosted);
+  environment_.set({{"TORCHELASTIC_USE_AGENT_STORE", "True"}});
+  EXPECT_TRUE(parse_rendezvous(kEnv).store_is_hosted);
+}
+
+TEST_F(EnvironmentUrl, NamesTheVariableThatIsMissing) {
+  const std::map<std::string, std::string> all = {
+      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29501"}};
+  for (const auto& [missing, value] : all) {
+    auto others = all;
+    others[missing] = "";
+    environment_.set(others);
+    expect_error([] { parse_rendezvous(kEnv); }, {"[comm.init]", missing, "torchrun"});
+  }
+}
+
+TEST_F(EnvironmentUrl, RefusesValuesThatMakeNoSense) {
+  const std::map<std::string, std::string> good = {
+      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29501"}};
+  const std::vector<std::pair<std::string, std::string>> bad = {
+      {"RANK", "2"},        {"RANK", "-1"},           {"RANK", "one"},
+      {"RANK", "1x"},       {"WORLD_SIZE", "0"},      {"WORLD_SIZE", "many"},
+      {"MASTER_PORT", "0"}, {"MASTER_PORT", "65536"}, {"LOCAL_RANK", "x"}};
+  for (const auto& [name, value] : bad) {
+    auto values = good;
+    values[name] = value;
+    environment_.set(values);
+    expect_error([] { parse_rendezvous(kEnv); }, {name, "'" + value + "'"});
+    environment_.set({{"LOCAL_RANK", ""}});
+  }
+}
+
+TEST_F(EnvironmentUrl, ReadsSlurmsVariables) {
+  environment_.set({{"SLURM_PROCID", "3"},
+                    {"SLURM_NTASKS", "4"},
+                    {"SLURM_LOCALID", "1"},
+                    {"SLURM_NTASKS_PER_NODE", "2"},
+                    {"SLURM_JOB_NODELIST", "gpu[07-08,12]"},
+                    {"SLURM_JOB_ID", "4711"}});
+  const Rendezvous place = parse_rendezvous(kEnv);
+  EXPECT_EQ(place.rank, 3);
+  EXPECT_EQ(place.world_size, 4);
+  EXPECT_EQ(place.local_rank, 1);
+  EXPECT_EQ(place.local_world_size, 2);
+  EXPECT_EQ(place.host, "gpu07");
+  EXPECT_GE(place.port, 1024);
+  EXPECT_EQ(place.port, parse_rendezvous(kEnv).port);
+  environment_.set({{"SLURM_JOB_ID", "4712"}});
+  EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
+  environment_.set({{"SLURM_JOB_NODELIST", "alpha,beta[1-3]"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).host, "alpha");
+  environment_.set({{"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29501"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).host, "10.0.0.1");
+  EXPECT_EQ(parse_rendezvous(kEnv).port, 29501);
+}
+
+TEST_F(EnvironmentUrl, ReadsOpenMpisVariables) {
+  environment_.set({{"OMPI_COMM_WORLD_RANK", "1"},
+                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+  const Rendezvous place = parse_rendezvous(kEnv);
+  EXPECT_EQ(place.rank, 1);
+  EXPECT_EQ(place.world_size, 2);
+  EXPECT_EQ(place.host, "127.0.0.1");
+  environment_.set({{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}});
+  expect_error([] { parse_rendezvous(kEnv); }, {"MASTER_ADDR", "mpirun"});
+}
+
+TEST_F(EnvironmentUrl, OptionsComeBeforeTheEnvironment) {
+  environment_.set(
+      {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29501"}});
+  const Rendezvous place = parse_rendezvous(kEnv, InitOptions().rank(2).world_size(3));
+  EXPECT_EQ(place.rank, 2);
+  EXPECT_EQ(place.world_size, 3);
+  expect_error([] { parse_rendezvous(kEnv, InitOptions().rank(2)); }, {"rank", "'2'"});
+}
+
+TEST_F(TcpUrl, SaysAll) {
+  const Rendezvous place = parse_rendezvous("tcp://10.1.2.3:4000?rank=1&world_size=4");
+  EXPECT_EQ(place.kind, Rendezvous::Kind::tcp);
+  EXPECT_EQ(place.host, "10.1.2.3");
+  EXPECT_EQ(place.port, 4000);
+  EXPECT_EQ(place.rank, 1);
+  EXPECT_EQ(place.world_size, 4);
+  EXPECT_EQ(parse_rendezvous("tcp://[::1]:4000?rank=0&world_size=2").host, "::1");
+  EXPECT_EQ(parse_rendezvous("tcp://a:1", InitOptions().rank(1).world_size(2)).rank, 1);
+}
+
+TEST_F(TcpUrl, ErrorsSayWhatIsWrong) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"tcp://host?rank=0&world_size=2", "tcp://HOST:PORT"},
+      {"tcp://:4000?rank=0&world_size=2", "tcp://HOST:PORT"},
+      {"tcp://[]:4000?rank=0&world_size=2", "tcp://HOST:PORT"},
+      {"tcp://host:?rank=0&world_size=2", "the port"},
+      {"tcp://host:99999?rank=0&world_size=2", "the port"},
+      {"tcp://host:4000?rank=0", "world_size"},
+      {"tcp://host:4000?world_size=2", "rank"},
+      {"tcp://host:4000?rank=2&world_size=2", "rank from 0 to 1"},
+      {"tcp://host:4000?rank=&world_size=2", "rank"},
+      {"tcp://host:4000?rank=0&world_size=2&color=red", "color=red"},
+      {"http://host:4000", "env://"},
+      {"", "env://"},
+  };
+  for (const auto& [url, part] : cases) {
+    SCOPED_TRACE(url);
+    expect_error([&] { parse_rendezvous(url); }, {"[comm.init]", part});
+  }
+}
+
+TEST_F(FileUrl, NeedsAnAbsolutePath) {
+  const Rendezvous place = parse_rendezvous("file:///tmp/meet?rank=1&world_size=2");
+  EXPECT_EQ(place.kind, Rendezvous::Kind::file);
+  EXPECT_EQ(place.path, "/tmp/meet");
+  EXPECT_EQ(place.rank, 1);
+  expect_error([] { parse_rendezvous("file://meet?rank=1&world_size=2"); }, {"file:///"});
+  expect_error([] { parse_rendezvous("file://?rank=1&world_size=2"); }, {"file:///"});
+  expect_error([] { init("file:///no/such/folder/meet?rank=1&world_size=2"); },
+               {"folder", "/no/such/folder/meet"});
+}
+
+TEST_F(Init, OptionsRefuseWhatMakesNoSense) {
+  expect_error([] { InitOptions().backend("pigeon"); }, {"gloo", "'pigeon'"});
+  expect_error([] { InitOptions().backend("mpi"); }, {"gloo", "'mpi'", "mpirun"});
+  expect_error([] { InitOptions().timeout(std::chrono::seconds(0)); }, {"timeout"});
+  expect_error([] { InitOptions().heartbeat(std::chrono::milliseconds(1)); }, {"heartbeat"});
+  expect_error([] { init(kEnv, InitOptions().heartbeat_timeout(std::chrono::seconds(1))); },
+               {"heartbeat timeout", "1000 ms"});
+}
+
+TEST_F(Init, RefusesABackendThatIsNotThere) {
+  EXPECT_TRUE(has_backend("gloo"));
+  EXPECT_FALSE(has_backend("mpi"));
+  if (has_backend("nccl")) return;
+  expect_error([] { init(kEnv, InitOptions().backend("nccl")); }, {"nccl", "gloo"});
+}
+
+TEST_F(Init, RefusesAnUnknownCheckLevel) {
+  environment_.set({{"SEMITONE_COMM_CHECK", "sometimes"}});
+  expect_error([] { init(kEnv); }, {"SEMITONE_COMM_CHECK", "'sometimes'"});
+}
+
+TEST_F(Init, RefusesAnInterfaceThatIsNotThereAndNamesThoseThatAre) {
+  const std::string url = "tcp://127.0.0.1:1?rank=0&world_size=2";
+  expect_error([&] { init(url, InitOptions().interface("eth99")); }, {"'eth99'", "lo"});
+  environment_.set({{"GLOO_SOCKET_IFNAME", "eth98"}});
+  expect_error([&] { init(url); }, {"'eth98'"});
+}
+
+TEST_F(Init, RefusesAMasterThatCannotBeResolved) {
+  expect_error([] { init("tcp://no-such-host.invalid:4000?rank=1&world_size=2"); },
+               {"no-such-host.invalid"});
+}
+
+TEST_F(Init, RefusesALoopbackMasterForAJobOnSeveralMachines) {
+  environment_.set({{"RANK", "0"},
+                    {"WORLD_SIZE", "2"},
+                    {"LOCAL_WORLD_SIZE", "1"},
+                    {"MASTER_ADDR", "127.0.0.1"},
+                    {"MASTER_PORT", "1"}});
+  expect_error([] { init(kEnv); }, {"MASTER_ADDR", "several machines"});
+}
+
+}  // namespace
+}  // namespace semitone::comm

@@ -1,0 +1,30 @@
+#pragma once
+
+#include "semitone/core/events.h"
+
+#include <memory>
+#include <vector>
+
+namespace semitone::test {
+
+// Hears what happens from construction to destruction, on this thread.
+class RecordedEvents {
+ public:
+  const std::vector<events::LossScaleUpdated>& updates() const { return recorder_->updates; }
+  const std::vector<events::StepSkipped>& skips() const { return recorder_->skips; }
+  const std::vector<events::Cast>& casts() const { return recorder_->casts; }
+
+ private:
+  struct Recorder : events::Listener {
+    void on(const events::Cast& event) override { casts.push_back(event); }
+    void on(const events::LossScaleUpdated& event) override { updates.push_back(event); }
+    void on(const events::StepSkipped& event) override { skips.push_back(event); }
+    std::vector<events::Cast> casts;
+    std::vector<events::LossScaleUpdated> updates;
+    std::vector<events::StepSkipped> skips;
+  };
+  std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
+  events::Listen listen_{recorder_};
+};
+
+}  // namespace semitone::test

@@ -1,0 +1,84 @@
+#pragma once
+
+#include "semitone/launch/process.h"
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+// Tests with several real processes.
+//
+//     TEST(Group, AddsUp) {
+//       run_ranks(4, [](Rank& rank) {
+//         const comm::Group group = comm::init();
+//         …
+//         EXPECT_EQ(…);
+//       });
+//     }
+//
+// The test starts itself again, once for each rank, with the variables that torchrun sets. There
+// the call of run_ranks runs the body, and ends the process; here it waits for all, and the test
+// fails, with what the rank wrote, if an expectation failed in one of them.
+namespace semitone::test {
+
+// In the body: the process's own rank.
+class Rank {
+ public:
+  Rank(int number, int count, std::filesystem::path folder)
+      : number_(number), count_(count), folder_(std::move(folder)) {}
+
+  int number() const { return number_; }
+  int count() const { return count_; }
+
+  // An empty folder that all ranks share.
+  const std::filesystem::path& folder() const { return folder_; }
+
+  // Hands a text to the test: RankResult::said.
+  void say(const std::string& text) const;
+
+ private:
+  int number_;
+  int count_;
+  std::filesystem::path folder_;
+};
+
+struct RankResult {
+  launch::ExitStatus status;
+  std::vector<std::string> said;
+  std::string output;  // all it wrote
+};
+
+struct RankOptions {
+  // All ranks are killed, and the test fails, if they take longer.
+  std::chrono::seconds timeout = std::chrono::seconds(120);
+  // The ranks that do not end well, and whose end is not waited for: they are killed when all
+  // others have ended.
+  std::vector<int> casualties = {};
+  // In place of, and besides, what torchrun sets; an empty value is as good as none.
+  std::vector<std::pair<std::string, std::string>> environment = {};
+};
+
+// One call in each test, before anything that all ranks need not do.
+std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& body,
+                                  const RankOptions& options = {});
+
+// A socket that listens on the loopback interface.
+class Listener {
+ public:
+  // Port 0: any that is free.
+  explicit Listener(int port = 0);
+  ~Listener();
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+  int port() const { return port_; }
+
+ private:
+  int socket_;
+  int port_;
+};
+
+}  // namespace semitone::test
