@@ -20,3 +20,4 @@
 #include "semitone/core/keep_fp32.h"
 #include "semitone/core/version.h"
 #include "semitone/parallel/sampler.h"
+#include "semitone/parallel/sync_batch_norm.h"
