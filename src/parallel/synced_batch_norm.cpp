@@ -9,7 +9,12 @@
 #include <torch/custom_class.h>
 #include <torch/types.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::parallel {
@@ -87,11 +92,15 @@ struct GroupHolder : torch::CustomClassHolder {
   comm::Group group;
 };
 
+std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
 // Hands a gradient on, and refuses to be differentiated by what it was made from.
 class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> {
  public:
   static at::Tensor forward(AutogradContext*, const at::Tensor& gradient, const at::Tensor&,
-                            const at::Tensor&, const at::Tensor&) {
+                            const at::Tensor&, const std::optional<at::Tensor>&) {
     return gradient.alias();
   }
   [[noreturn]] static variable_list backward(AutogradContext*, const variable_list&) {
@@ -102,8 +111,11 @@ class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> 
 
 class Function : public torch::autograd::Function<Function> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
-                            const at::Tensor& bias, const at::Tensor& residual,
+  // The tensors that the layer does not have are no arguments: autograd knows none that are undefined.
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& /*weight*/,
+                            const std::optional<at::Tensor>& /*bias*/,
+                            const std::optional<at::Tensor>& /*residual*/,
                             const SyncedBatchNorm& layer) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const Statistics batch = gather_statistics(input, layer.group);
@@ -115,10 +127,12 @@ class Function : public torch::autograd::Function<Function> {
     update_running(layer, batch);
 
     const at::Tensor invstd = batch.variance.add(layer.eps).rsqrt_();
-    at::Tensor output = kernels::normalize(input, batch.mean, scale_of(weight, invstd),
-                                                fp64_or(0, bias, invstd), residual, layer.relu);
+    at::Tensor output =
+        kernels::normalize(input, batch.mean, scale_of(layer.weight, invstd),
+                           fp64_or(0, layer.bias, invstd), layer.residual, layer.relu);
     ctx->save_for_backward(
-        {input, weight, batch.mean, invstd, batch.count, layer.relu ? output : at::Tensor()});
+        {input, layer.weight, batch.mean, invstd, batch.count, layer.relu ? output : at::Tensor()});
+    ctx->saved_data["edges"] = edges({input, layer.weight, layer.bias, layer.residual});
     ctx->saved_data["relu"] = layer.relu;
     ctx->saved_data["group"] =
         c10::IValue::make_capsule(c10::make_intrusive<GroupHolder>(layer.group));
@@ -131,7 +145,8 @@ class Function : public torch::autograd::Function<Function> {
     if (at::GradMode::is_enabled()) {  // create_graph
       for (at::Tensor& gradient : result) {
         if (gradient.defined())
-          gradient = OnceDifferentiable::apply(gradient, gradients[0], saved[0], saved[1]);
+          gradient =
+              OnceDifferentiable::apply(gradient, gradients[0], saved[0], if_defined(saved[1]));
       }
     }
     result.emplace_back();  // of the layer
@@ -139,6 +154,17 @@ class Function : public torch::autograd::Function<Function> {
   }
 
  private:
+  // Arguments that can have a gradient, in order.
+  enum Argument : std::size_t { kInput, kWeight, kBias, kResidual, kArguments };
+
+  // The number of each argument's edge in the graph, -1 if it has none.
+  static std::vector<std::int64_t> edges(std::initializer_list<at::Tensor> arguments) {
+    std::vector<std::int64_t> result;
+    std::int64_t next = 0;
+    for (const at::Tensor& argument : arguments) result.push_back(argument.defined() ? next++ : -1);
+    return result;
+  }
+
   static at::Tensor scale_of(const at::Tensor& weight, const at::Tensor& invstd) {
     return fp64_or(1, weight, invstd).mul(invstd);
   }
@@ -152,7 +178,6 @@ class Function : public torch::autograd::Function<Function> {
     return static_cast<const GroupHolder&>(*holder).group;
   }
 
-  // Of input, weight, bias, residual.
   static variable_list gradients_of_arguments(AutogradContext* ctx, const variable_list& saved,
                                               at::Tensor grad) {
     const at::NoGradGuard no_grad;
@@ -163,20 +188,25 @@ class Function : public torch::autograd::Function<Function> {
     const at::Tensor& invstd = saved[3];
     const at::Tensor& count = saved[4];
     if (ctx->saved_data["relu"].toBool()) grad = at::threshold_backward(grad, saved[5], 0);
+    const auto edge_of = ctx->saved_data["edges"].toIntVector();
+    const auto is_needed = [&](Argument argument) {
+      return edge_of[argument] >= 0 &&
+             ctx->needs_input_grad(static_cast<std::size_t>(edge_of[argument]));
+    };
 
-    variable_list result(4);
-    if (ctx->needs_input_grad(3)) result[3] = grad;
-    if (!ctx->needs_input_grad({{0, 3}})) return result;
+    variable_list result(kArguments);
+    if (is_needed(kResidual)) result[kResidual] = grad;
+    if (!is_needed(kInput) && !is_needed(kWeight) && !is_needed(kBias)) return result;
     const auto sums = kernels::gradient_sums(grad, input, mean);
     // In fp64: the engine brings them into the parameters' dtypes.
-    if (ctx->needs_input_grad(1)) result[1] = sums.grad_times_centred.mul(invstd);
-    if (ctx->needs_input_grad(2)) result[2] = sums.grad;
-    if (ctx->needs_input_grad(0)) {
+    if (is_needed(kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
+    if (is_needed(kBias)) result[kBias] = sums.grad;
+    if (is_needed(kInput)) {
       at::Tensor means = at::stack({sums.grad, sums.grad_times_centred});
       group_of(ctx).all_reduce(means);
       means.div_(count);
       const at::Tensor scale = scale_of(weight, invstd);
-      result[0] = kernels::gradient_of_input(grad, input, mean, scale,
+      result[kInput] = kernels::gradient_of_input(grad, input, mean, scale,
                                                   means[1].mul(invstd.square()).mul_(scale).neg_(),
                                                   means[0].mul(scale).neg_());
     }
@@ -188,7 +218,8 @@ class Function : public torch::autograd::Function<Function> {
 
 at::Tensor synced_batch_norm(const at::Tensor& input, const SyncedBatchNorm& layer) {
   check(input, layer);
-  return Function::apply(input, layer.weight, layer.bias, layer.residual, layer);
+  return Function::apply(input, if_defined(layer.weight), if_defined(layer.bias),
+                         if_defined(layer.residual), layer);
 }
 
 }  // namespace semitone::parallel

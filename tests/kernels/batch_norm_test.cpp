@@ -12,6 +12,8 @@
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -107,7 +109,9 @@ TEST_P(BatchNormKernels, NormalizeAsDefined) {
         for (const bool relu : {false, true}) {
           const at::Tensor got = normalize(input, mean, scale, shift, residual, relu);
           expect_close(got, ref::normalize(input, mean, scale, shift, residual, relu), 0);
-          if (input.is_non_overlapping_and_dense()) EXPECT_EQ(got.strides(), input.strides());
+          if (input.is_non_overlapping_and_dense()) {
+            EXPECT_EQ(got.strides(), input.strides());
+          }
         }
       }
     }
@@ -138,7 +142,9 @@ TEST_P(BatchNormKernels, GradientsAreAsDefined) {
             torch::allclose(sums.grad_times_centred, want.grad_times_centred, 0, tolerance));
         const at::Tensor got = gradient_of_input(grad, input, mean, a, b, c);
         expect_close(got, ref::gradient_of_input(grad, input, mean, a, b, c), 0);
-        if (input.is_non_overlapping_and_dense()) EXPECT_EQ(got.strides(), input.strides());
+        if (input.is_non_overlapping_and_dense()) {
+          EXPECT_EQ(got.strides(), input.strides());
+        }
       }
     }
   }
@@ -162,8 +168,11 @@ TEST_P(BatchNormKernels, NonFiniteValuesStayInTheirChannel) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, BatchNormKernels, testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
-                         [](const auto& info) { return std::string(hwy::TargetName(info.param)); });
+INSTANTIATE_TEST_SUITE_P(InstructionSets, BatchNormKernels,
+                         testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
+                         [](const auto& target) {
+                           return std::string(hwy::TargetName(target.param));
+                         });
 
 TEST(BatchNormKernelsThreads, HaveNoPartInTheResults) {
   const int before = at::get_num_threads();

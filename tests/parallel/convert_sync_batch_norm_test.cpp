@@ -125,24 +125,18 @@ TEST(ConvertSyncBatchNorm, TrainsAModelWithTypedMembersAsOneProcessWould) {
 TEST(ConvertSyncBatchNorm, FindsLayersInContainersOnce) {
   run_ranks(2, [](Rank&) {
     const comm::Group group = comm::init();
-    const torch::nn::BatchNorm2d shared(3);
-    const torch::nn::BatchNorm2d inner(3);
+    torch::nn::BatchNorm2d shared(3);
+    torch::nn::BatchNorm2d inner(3);
     SyncBatchNorm ours(3);
-    torch::nn::Sequential model(torch::nn::Conv2d(3, 3, 1), shared,
-                                torch::nn::Sequential(inner, shared), torch::nn::InstanceNorm2d(3),
-                                ours);
-    EXPECT_EQ(convert_sync_batchnorm(*model, group), 3U);
+    torch::nn::Sequential sequence(torch::nn::Conv2d(3, 3, 1), shared, torch::nn::InstanceNorm2d(3),
+                                   ours);
+    torch::nn::ModuleDict dict({{"norm", inner.ptr()}, {"again", shared.ptr()}});
+    torch::nn::ModuleList model(sequence, dict, torch::nn::BatchNorm1d(3),
+                                torch::nn::BatchNorm3d(3));
+    EXPECT_EQ(convert_sync_batchnorm(*model, group), 5U);
     EXPECT_TRUE(is_synchronised(shared, group));
     EXPECT_TRUE(is_synchronised(inner, group));
     EXPECT_TRUE(is_synchronised(ours, group));
-
-    torch::nn::ModuleList list(torch::nn::BatchNorm1d(3), torch::nn::BatchNorm3d(3));
-    torch::nn::BatchNorm2d entry(3);
-    torch::nn::ModuleDict dict;
-    dict->insert("norm", entry.ptr());
-    list->push_back(dict);
-    EXPECT_EQ(convert_sync_batchnorm(*list, group), 3U);
-    EXPECT_TRUE(is_synchronised(entry, group));
 
     torch::nn::BatchNorm2d alone(3);
     EXPECT_EQ(convert_sync_batchnorm(*alone, group), 1U);
@@ -153,7 +147,8 @@ TEST(ConvertSyncBatchNorm, FindsLayersInContainersOnce) {
 
     torch::nn::BatchNorm2d other(3);
     EXPECT_FALSE(is_synchronised(other, group));
-    EXPECT_EQ(convert_sync_batchnorm(*torch::nn::Linear(3, 3), group), 0U);
+    torch::nn::Linear linear(3, 3);
+    EXPECT_EQ(convert_sync_batchnorm(*linear, group), 0U);
   });
 }
 
@@ -230,7 +225,7 @@ TEST(ConvertSyncBatchNorm, MovesBetweenGroupsAndBack) {
     EXPECT_FALSE(is_synchronised(layer, group));
     EXPECT_FALSE(is_synchronised(ours, group));
     // As if it had never been.
-    torch::manual_seed(rank.number());
+    torch::manual_seed(static_cast<std::uint64_t>(rank.number()));
     const at::Tensor input = torch::randn({2, 3, 4, 4});
     torch::nn::BatchNorm2d fresh(3);
     layer->reset();

@@ -1,8 +1,9 @@
 // Several processes against one that has the whole batch.
 
+#include "semitone/parallel/sync_batch_norm.h"
+
 #include "semitone/amp/autocast.h"
 #include "semitone/comm/init.h"
-#include "semitone/parallel/sync_batch_norm.h"
 #include "semitone/zoo/convnet.h"
 #include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
