@@ -19,3 +19,5 @@
 #include "semitone/core/events.h"
 #include "semitone/core/keep_fp32.h"
 #include "semitone/core/version.h"
+#include "semitone/parallel/sampler.h"
+#include "semitone/parallel/sync_batch_norm.h"

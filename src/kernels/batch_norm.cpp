@@ -1,0 +1,187 @@
+#include "src/kernels/batch_norm.h"
+
+#include "src/kernels/batch_pieces.h"
+
+#include <ATen/Parallel.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace semitone::kernels {
+namespace {
+
+// Reductions are cut into at most so many parts, whatever the number of threads, whose results are then merged in order.
+constexpr std::int64_t kParts = 32;
+// A part or a thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
+constexpr std::int64_t kGrain = 16 * 1024;
+
+std::optional<Format> format_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return Format::fp32;
+    case at::kHalf:
+      return Format::fp16;
+    case at::kBFloat16:
+      return Format::bf16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// How the kernels see an input; nothing: only the definition can.
+struct Batch {
+  BatchLayout layout;
+  std::int64_t pieces;
+  std::int64_t grain;  // pieces that are worth a thread
+
+  static std::optional<Batch> of(const at::Tensor& input) {
+    const auto format = format_of(input.scalar_type());
+    if (!format.has_value() || !input.is_cpu() || input.numel() == 0 || input.is_neg()) return {};
+    const std::int64_t channels = input.size(1);
+    const std::int64_t plane = input.numel() / input.size(0) / channels;
+    const bool planes = input.is_contiguous() && plane > 1;
+    if (!planes && !input.is_contiguous() && !is_channels_last(input)) return {};
+    const std::int64_t length = planes ? plane : channels;
+    return Batch{
+        {*format, !planes, static_cast<std::size_t>(channels), static_cast<std::size_t>(length)},
+        input.numel() / length,
+        std::max<std::int64_t>(1, kGrain / length)};
+  }
+
+ private:
+  static bool is_channels_last(const at::Tensor& input) {
+    return (input.dim() == 4 && input.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+           (input.dim() == 5 && input.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+  }
+};
+
+// The tensor with its elements in the input's order.
+at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& input) {
+  if (tensor.strides() == input.strides() && !tensor.is_neg()) return tensor;
+  return at::empty_like(input).copy_(tensor);
+}
+
+bool match(const at::Tensor& tensor, const at::Tensor& input) {
+  return tensor.scalar_type() == input.scalar_type() && tensor.device() == input.device() &&
+         tensor.sizes() == input.sizes();
+}
+
+at::Tensor fp32(const at::Tensor& values) {
+  return values.to(at::kFloat).contiguous();
+}
+
+// Calls work(first piece, last piece) from several threads.
+template <typename Work>
+void for_all_pieces(const Batch& batch, const Work& work) {
+  at::parallel_for(0, batch.pieces, batch.grain, [&](std::int64_t begin, std::int64_t end) {
+    work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+  });
+}
+
+// Calls work(first piece, last piece, results of this part) for each part, and returns the results: (parts,
+// values, C), zeros at first.
+template <typename Work>
+at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& work) {
+  const std::int64_t size = std::max(batch.grain, (batch.pieces + kParts - 1) / kParts);
+  const std::int64_t parts = (batch.pieces + size - 1) / size;
+  const auto channels = static_cast<std::int64_t>(batch.layout.channels);
+  at::Tensor results = at::zeros({parts, values, channels}, at::kDouble);
+  auto* const data = results.mutable_data_ptr<double>();
+  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t part = begin; part < end; ++part) {
+      work(static_cast<std::size_t>(part * size),
+           static_cast<std::size_t>(std::min(batch.pieces, (part + 1) * size)),
+           data + part * values * channels);
+    }
+  });
+  return results;
+}
+
+}  // namespace
+
+Moments moments(const at::Tensor& input) {
+  const auto batch = Batch::of(input);
+  if (!batch.has_value()) return ref::moments(input);
+  const auto channels = batch->layout.channels;
+  const at::Tensor parts =
+      for_all_parts(*batch, 3, [&](std::size_t begin, std::size_t end, double* results) {
+        batch_moments(batch->layout, input.const_data_ptr(), begin, end,
+                      {results, results + channels, results + 2 * channels});
+      });
+  const at::Tensor counts = parts.select(1, 0);
+  const at::Tensor means = parts.select(1, 1);
+  const at::Tensor mean = means.mul(counts).sum(0).div_(counts.sum(0));
+  const at::Tensor m2 = parts.select(1, 2).add(means.sub(mean).square_().mul_(counts)).sum(0);
+  return {mean, m2};
+}
+
+at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& scale,
+                     const at::Tensor& shift, const at::Tensor& residual, bool relu) {
+  const auto batch = Batch::of(input);
+  if (!batch.has_value() || (residual.defined() && !match(residual, input)))
+    return ref::normalize(input, mean, scale, shift, residual, relu);
+  at::Tensor output = at::empty_like(input);
+  const at::Tensor means = fp32(mean);
+  const at::Tensor scales = fp32(scale);
+  const at::Tensor shifts = fp32(shift);
+  const at::Tensor added = residual.defined() ? laid_out_like(residual, input) : residual;
+  const BatchNormalize work{.input = input.const_data_ptr(),
+                            .residual = added.defined() ? added.const_data_ptr() : nullptr,
+                            .output = output.mutable_data_ptr(),
+                            .mean = means.const_data_ptr<float>(),
+                            .scale = scales.const_data_ptr<float>(),
+                            .shift = shifts.const_data_ptr<float>(),
+                            .relu = relu};
+  for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
+    batch_normalize(batch->layout, work, begin, end);
+  });
+  return output;
+}
+
+GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
+                           const at::Tensor& mean) {
+  const auto batch = Batch::of(input);
+  if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean);
+  const at::Tensor means = fp32(mean);
+  const at::Tensor gradient = laid_out_like(grad, input);
+  const BatchGradient work{.grad = gradient.const_data_ptr(),
+                           .input = input.const_data_ptr(),
+                           .mean = means.const_data_ptr<float>()};
+  const at::Tensor sums =
+      for_all_parts(*batch, 2, [&](std::size_t begin, std::size_t end, double* results) {
+        batch_gradient_sums(batch->layout, work, begin, end, results,
+                            results + batch->layout.channels);
+      }).sum(0);
+  return {sums[0], sums[1]};
+}
+
+at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
+                             const at::Tensor& mean, const at::Tensor& a, const at::Tensor& b,
+                             const at::Tensor& c) {
+  const auto batch = Batch::of(input);
+  if (!batch.has_value() || !match(grad, input))
+    return ref::gradient_of_input(grad, input, mean, a, b, c);
+  at::Tensor output = at::empty_like(input);
+  const at::Tensor means = fp32(mean);
+  const at::Tensor as = fp32(a);
+  const at::Tensor bs = fp32(b);
+  const at::Tensor cs = fp32(c);
+  const at::Tensor gradient = laid_out_like(grad, input);
+  const BatchGradient work{.grad = gradient.const_data_ptr(),
+                           .input = input.const_data_ptr(),
+                           .mean = means.const_data_ptr<float>(),
+                           .output = output.mutable_data_ptr(),
+                           .a = as.const_data_ptr<float>(),
+                           .b = bs.const_data_ptr<float>(),
+                           .c = cs.const_data_ptr<float>()};
+  for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
+    batch_gradient_of_input(batch->layout, work, begin, end);
+  });
+  return output;
+}
+
+}  // namespace semitone::kernels

@@ -1,0 +1,65 @@
+#pragma once
+
+#include "src/kernels/kernels.h"
+
+#include <cstddef>
+
+// The functions on pointers behind batch_norm.h: each does some pieces of a batch, so that threads can share it.
+namespace semitone::kernels {
+
+// How the values of a batch (N, C, …) lie: pieces, one after the other. Without channels_last a
+// piece is a plane, the `length` values of one image and channel, and piece i has channel i %
+// channels. With it, a piece is a row: one value for each channel, and length == channels.
+struct BatchLayout {
+  Format format;
+  bool channels_last;
+  std::size_t channels;
+  std::size_t length;
+};
+
+// Of each channel: number of values, mean, sum of squared distances from the mean.
+struct BatchMoments {
+  double* count;
+  double* mean;
+  double* m2;
+};
+
+// Merges the pieces [begin, end) into the moments.
+void batch_moments(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,
+                   const BatchMoments& moments);
+
+// output = round((input - mean) * scale + shift + residual), then 0 where that is negative if relu is
+// set. mean, scale and shift have a value for each channel; residual may be null. Each operation is
+// rounded to fp32.
+struct BatchNormalize {
+  const void* input;
+  const void* residual;
+  void* output;
+  const float* mean;
+  const float* scale;
+  const float* shift;
+  bool relu;
+};
+void batch_normalize(const BatchLayout& layout, const BatchNormalize& work, std::size_t begin,
+                     std::size_t end);
+
+struct BatchGradient {
+  const void* grad;
+  const void* input;
+  const float* mean;
+  // batch_gradient_of_input only
+  void* output = nullptr;
+  const float* a = nullptr;
+  const float* b = nullptr;
+  const float* c = nullptr;
+};
+
+// Adds grad and grad * (input - mean) of the pieces [begin, end) to each channel's sums.
+void batch_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                         std::size_t end, double* sums, double* centred_sums);
+
+// output = round((input - mean) * b + c + grad * a).
+void batch_gradient_of_input(const BatchLayout& layout, const BatchGradient& work,
+                             std::size_t begin, std::size_t end);
+
+}  // namespace semitone::kernels

@@ -1,0 +1,365 @@
+#include "src/kernels/batch_pieces.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/batch_norm.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/vec-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+// fp32 partial sums hold at most so many terms a lane or channel before they are added up in fp64,
+// and what they are made of is still in a cache for the second look that moments take.
+constexpr std::size_t kBlock = 8 * 1024;
+
+using Float = hn::ScalableTag<float>;
+using Vector = hn::Vec<Float>;
+
+// `count` elements, the other lanes 0.
+template <class F>
+HWY_INLINE Vector load_some(F format, const typename F::Stored* from, std::size_t count) {
+  const Float d;
+  if (count == hn::Lanes(d)) return load(format, d, from);
+  HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)] = {};
+  std::copy(from, from + count, padded);
+  return load(format, d, padded);
+}
+
+template <class F>
+HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size_t count) {
+  const Float d;
+  if (count == hn::Lanes(d)) {
+    store(format, d, v, to);
+    return;
+  }
+  HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)];
+  store(format, d, v, padded);
+  std::copy(padded, padded + count, to);
+}
+
+HWY_INLINE void add_to(float* sums, std::size_t count, Vector v) {
+  store_some(Fp32{}, hn::Add(load_some(Fp32{}, sums, count), v), sums, count);
+}
+
+// Calls visit(i, count) for each vector of `size` elements; count is less than a vector's lanes at
+// the end only.
+template <class Visit>
+HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
+  const std::size_t lanes = hn::Lanes(Float());
+  std::size_t i = 0;
+  for (; i + lanes <= size; i += lanes) visit(i, lanes);
+  if (i < size) visit(i, size - i);
+}
+
+// A per-channel value for the elements of a piece: one for all of a plane, one for each of a row.
+class PlaneValue {
+ public:
+  PlaneValue(const float* values, std::size_t channel)
+      : value_(hn::Set(Float(), values[channel])) {}
+  HWY_INLINE Vector at(std::size_t, std::size_t) const { return value_; }
+
+ private:
+  Vector value_;
+};
+
+class RowValue {
+ public:
+  RowValue(const float* values, std::size_t) : values_(values) {}
+  HWY_INLINE Vector at(std::size_t i, std::size_t count) const {
+    return load_some(Fp32{}, values_ + i, count);
+  }
+
+ private:
+  const float* values_;
+};
+
+// A plane's or row's share of a channel.
+struct Part {
+  double count;
+  double mean;
+  double m2;
+};
+
+// Chan, Golub and LeVeque.
+HWY_INLINE void merge(const Part& part, double& count, double& mean, double& m2) {
+  const double both = count + part.count;
+  const double delta = part.mean - mean;
+  m2 += part.m2 + delta * delta * count * part.count / both;
+  mean += delta * part.count / both;
+  count = both;
+}
+
+// Around a mean that is rounded to fp32: its error, offset / count, is taken out again.
+HWY_INLINE Part make_part(double count, float centre, double offset, double squares) {
+  return {count, static_cast<double>(centre) + offset / count,
+          std::max(0.0, squares - offset * offset / count)};
+}
+
+template <class F>
+void plane_moments(const typename F::Stored* in, std::size_t size, double& count, double& mean,
+                   double& m2) {
+  const Float d;
+  for (std::size_t begin = 0; begin < size; begin += kBlock) {
+    const typename F::Stored* block = in + begin;
+    const std::size_t length = std::min(kBlock, size - begin);
+    auto sum = hn::Zero(d);
+    for_vectors(length, [&](std::size_t i, std::size_t n) {
+      sum = hn::Add(sum, load_some(F{}, block + i, n));
+    });
+    const float centre = hn::GetLane(hn::SumOfLanes(d, sum)) / static_cast<float>(length);
+    const auto centres = hn::Set(d, centre);
+    auto offset = hn::Zero(d);
+    auto squares = hn::Zero(d);
+    for_vectors(length, [&](std::size_t i, std::size_t n) {
+      auto away = hn::Sub(load_some(F{}, block + i, n), centres);
+      if (n < hn::Lanes(d)) away = hn::IfThenElseZero(hn::FirstN(d, n), away);
+      offset = hn::Add(offset, away);
+      squares = hn::Add(squares, hn::Mul(away, away));
+    });
+    merge(make_part(static_cast<double>(length), centre,
+                    static_cast<double>(hn::GetLane(hn::SumOfLanes(d, offset))),
+                    static_cast<double>(hn::GetLane(hn::SumOfLanes(d, squares)))),
+          count, mean, m2);
+  }
+}
+
+template <class F>
+void row_moments(const typename F::Stored* in, std::size_t rows, std::size_t channels,
+                 const BatchMoments& moments) {
+  const std::size_t block = std::max<std::size_t>(kBlock / channels, 8);
+  std::vector<float> centre(channels);
+  std::vector<float> offset(channels);
+  std::vector<float> squares(channels);
+  for (std::size_t begin = 0; begin < rows; begin += block) {
+    const std::size_t count = std::min(block, rows - begin);
+    const typename F::Stored* first = in + begin * channels;
+    std::fill(centre.begin(), centre.end(), 0.0F);
+    std::fill(offset.begin(), offset.end(), 0.0F);
+    std::fill(squares.begin(), squares.end(), 0.0F);
+    for (std::size_t row = 0; row < count; ++row) {
+      for_vectors(channels, [&](std::size_t i, std::size_t n) {
+        add_to(centre.data() + i, n, load_some(F{}, first + row * channels + i, n));
+      });
+    }
+    for (float& value : centre) value /= static_cast<float>(count);
+    for (std::size_t row = 0; row < count; ++row) {
+      for_vectors(channels, [&](std::size_t i, std::size_t n) {
+        const auto away = hn::Sub(load_some(F{}, first + row * channels + i, n),
+                                  load_some(Fp32{}, centre.data() + i, n));
+        add_to(offset.data() + i, n, away);
+        add_to(squares.data() + i, n, hn::Mul(away, away));
+      });
+    }
+    for (std::size_t c = 0; c < channels; ++c) {
+      merge(make_part(static_cast<double>(count), centre[c], static_cast<double>(offset[c]),
+                      static_cast<double>(squares[c])),
+            moments.count[c], moments.mean[c], moments.m2[c]);
+    }
+  }
+}
+
+template <class F>
+void moments_of(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,
+                const BatchMoments& moments) {
+  const auto* in = static_cast<const typename F::Stored*>(input);
+  if (layout.channels_last) {
+    row_moments<F>(in + begin * layout.channels, end - begin, layout.channels, moments);
+    return;
+  }
+  for (std::size_t plane = begin; plane < end; ++plane) {
+    const std::size_t c = plane % layout.channels;
+    plane_moments<F>(in + plane * layout.length, layout.length, moments.count[c], moments.mean[c],
+                     moments.m2[c]);
+  }
+}
+
+// Calls visit(offset of the piece, its channel) for pieces [begin, end).
+template <class Visit>
+HWY_INLINE void for_pieces(const BatchLayout& layout, std::size_t begin, std::size_t end,
+                           const Visit& visit) {
+  for (std::size_t piece = begin; piece < end; ++piece)
+    visit(piece * layout.length, piece % layout.channels);
+}
+
+template <class F, class Value>
+void normalize_pieces(const BatchLayout& layout, const BatchNormalize& work, std::size_t begin,
+                      std::size_t end) {
+  const auto* input = static_cast<const typename F::Stored*>(work.input);
+  const auto* residual = static_cast<const typename F::Stored*>(work.residual);
+  auto* output = static_cast<typename F::Stored*>(work.output);
+  const auto zero = hn::Zero(Float());
+  for_pieces(layout, begin, end, [&](std::size_t offset, std::size_t channel) {
+    const Value mean(work.mean, channel);
+    const Value scale(work.scale, channel);
+    const Value shift(work.shift, channel);
+    for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
+      auto v = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
+      v = hn::Add(hn::Mul(v, scale.at(i, n)), shift.at(i, n));
+      if (residual != nullptr) v = hn::Add(v, load_some(F{}, residual + offset + i, n));
+      // Not Max, which would lose NaNs.
+      if (work.relu) v = hn::IfThenElse(hn::Lt(v, zero), zero, v);
+      store_some(F{}, v, output + offset + i, n);
+    });
+  });
+}
+
+template <class F>
+void plane_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                         std::size_t end, double* sums, double* centred_sums) {
+  const Float d;
+  for_pieces(layout, begin, end, [&](std::size_t offset, std::size_t channel) {
+    const auto* grad = static_cast<const typename F::Stored*>(work.grad) + offset;
+    const auto* input = static_cast<const typename F::Stored*>(work.input) + offset;
+    const PlaneValue mean(work.mean, channel);
+    for (std::size_t first = 0; first < layout.length; first += kBlock) {
+      auto sum = hn::Zero(d);
+      auto centred = hn::Zero(d);
+      for_vectors(std::min(kBlock, layout.length - first), [&](std::size_t i, std::size_t n) {
+        const auto g = load_some(F{}, grad + first + i, n);
+        sum = hn::Add(sum, g);
+        centred = hn::Add(centred,
+                          hn::Mul(g, hn::Sub(load_some(F{}, input + first + i, n), mean.at(i, n))));
+      });
+      sums[channel] += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, sum)));
+      centred_sums[channel] += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, centred)));
+    }
+  });
+}
+
+template <class F>
+void row_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                       std::size_t end, double* sums, double* centred_sums) {
+  const std::size_t channels = layout.channels;
+  const std::size_t block = std::max<std::size_t>(kBlock / channels, 8);
+  std::vector<float> sum(channels);
+  std::vector<float> centred(channels);
+  const RowValue mean(work.mean, 0);
+  for (std::size_t first = begin; first < end; first += block) {
+    std::fill(sum.begin(), sum.end(), 0.0F);
+    std::fill(centred.begin(), centred.end(), 0.0F);
+    for (std::size_t row = first; row < std::min(end, first + block); ++row) {
+      const auto* grad = static_cast<const typename F::Stored*>(work.grad) + row * channels;
+      const auto* input = static_cast<const typename F::Stored*>(work.input) + row * channels;
+      for_vectors(channels, [&](std::size_t i, std::size_t n) {
+        const auto g = load_some(F{}, grad + i, n);
+        const auto away = hn::Sub(load_some(F{}, input + i, n), mean.at(i, n));
+        add_to(sum.data() + i, n, g);
+        add_to(centred.data() + i, n, hn::Mul(g, away));
+      });
+    }
+    for (std::size_t c = 0; c < channels; ++c) {
+      sums[c] += static_cast<double>(sum[c]);
+      centred_sums[c] += static_cast<double>(centred[c]);
+    }
+  }
+}
+
+template <class F, class Value>
+void gradient_of_input_pieces(const BatchLayout& layout, const BatchGradient& work,
+                              std::size_t begin, std::size_t end) {
+  const auto* grad = static_cast<const typename F::Stored*>(work.grad);
+  const auto* input = static_cast<const typename F::Stored*>(work.input);
+  auto* output = static_cast<typename F::Stored*>(work.output);
+  for_pieces(layout, begin, end, [&](std::size_t offset, std::size_t channel) {
+    const Value mean(work.mean, channel);
+    const Value a(work.a, channel);
+    const Value b(work.b, channel);
+    const Value c(work.c, channel);
+    for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
+      const auto away = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
+      const auto g = hn::Mul(load_some(F{}, grad + offset + i, n), a.at(i, n));
+      const auto v = hn::Add(hn::Add(hn::Mul(away, b.at(i, n)), c.at(i, n)), g);
+      store_some(F{}, v, output + offset + i, n);
+    });
+  });
+}
+
+// Calls work.operator()<format>().
+template <class Work>
+HWY_INLINE void with_format(Format format, const Work& work) {
+  switch (format) {
+    case Format::fp32:
+      return work(Fp32{});
+    case Format::fp16:
+      return work(Fp16{});
+    case Format::bf16:
+      return work(Bf16{});
+  }
+}
+
+void batch_moments(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,
+                   const BatchMoments& moments) {
+  with_format(layout.format, [&](auto format) {
+    moments_of<decltype(format)>(layout, input, begin, end, moments);
+  });
+}
+
+void batch_normalize(const BatchLayout& layout, const BatchNormalize& work, std::size_t begin,
+                     std::size_t end) {
+  with_format(layout.format, [&](auto format) {
+    using F = decltype(format);
+    layout.channels_last ? normalize_pieces<F, RowValue>(layout, work, begin, end)
+                         : normalize_pieces<F, PlaneValue>(layout, work, begin, end);
+  });
+}
+
+void batch_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                         std::size_t end, double* sums, double* centred_sums) {
+  with_format(layout.format, [&](auto format) {
+    using F = decltype(format);
+    layout.channels_last ? row_gradient_sums<F>(layout, work, begin, end, sums, centred_sums)
+                         : plane_gradient_sums<F>(layout, work, begin, end, sums, centred_sums);
+  });
+}
+
+void batch_gradient_of_input(const BatchLayout& layout, const BatchGradient& work,
+                             std::size_t begin, std::size_t end) {
+  with_format(layout.format, [&](auto format) {
+    using F = decltype(format);
+    layout.channels_last ? gradient_of_input_pieces<F, RowValue>(layout, work, begin, end)
+                         : gradient_of_input_pieces<F, PlaneValue>(layout, work, begin, end);
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(batch_moments);
+HWY_EXPORT(batch_normalize);
+HWY_EXPORT(batch_gradient_sums);
+HWY_EXPORT(batch_gradient_of_input);
+
+void batch_moments(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,
+                   const BatchMoments& moments) {
+  HWY_DYNAMIC_DISPATCH(batch_moments)(layout, input, begin, end, moments);
+}
+
+void batch_normalize(const BatchLayout& layout, const BatchNormalize& work, std::size_t begin,
+                     std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(batch_normalize)(layout, work, begin, end);
+}
+
+void batch_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                         std::size_t end, double* sums, double* centred_sums) {
+  HWY_DYNAMIC_DISPATCH(batch_gradient_sums)(layout, work, begin, end, sums, centred_sums);
+}
+
+void batch_gradient_of_input(const BatchLayout& layout, const BatchGradient& work,
+                             std::size_t begin, std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(batch_gradient_of_input)(layout, work, begin, end);
+}
+
+}  // namespace semitone::kernels
+#endif

@@ -1,0 +1,164 @@
+#include "semitone/parallel/sync_batch_norm.h"
+
+#include "semitone/core/error.h"
+#include "src/parallel/sync_mark.h"
+#include "src/parallel/synced_batch_norm.h"
+
+#include <ATen/ops/batch_norm_native.h>
+#include <torch/library.h>
+#include <torch/nn/functional/batchnorm.h>
+#include <torch/types.h>
+
+#include <set>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+at::Tensor value_of(const std::optional<at::Tensor>& tensor) {
+  return tensor.value_or(at::Tensor());
+}
+
+// Takes the place of LibTorch's kernel for aten::batch_norm, and is it, but for marked tensors in training.
+at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias,
+                      const std::optional<at::Tensor>& running_mean,
+                      const std::optional<at::Tensor>& running_var, bool training, double momentum,
+                      double eps, bool cudnn_enabled) {
+  const SyncMark* mark = training ? sync_mark(value_of(weight)) : nullptr;
+  if (training && mark == nullptr) mark = sync_mark(value_of(running_mean));
+  if (mark == nullptr) {
+    return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
+                                  momentum, eps, cudnn_enabled);
+  }
+  return synced_batch_norm(input, {.weight = mark->is_placeholder ? at::Tensor() : value_of(weight),
+                                   .bias = value_of(bias),
+                                   .running_mean = value_of(running_mean),
+                                   .running_var = value_of(running_var),
+                                   .momentum = momentum,
+                                   .eps = eps,
+                                   .group = mark->group});
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+}
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) {
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+}
+// Without autograd: c10::InferenceMode.
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+}
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+}
+
+template <typename Layer>
+bool convert_if(torch::nn::Module& module, const comm::Group& group) {
+  auto* const layer = dynamic_cast<Layer*>(&module);
+  if (layer == nullptr) return false;
+  const SyncMark* before = sync_mark(layer->weight);
+  if (before != nullptr && before->is_placeholder) layer->weight = at::Tensor();
+  const bool has_tensors = layer->weight.defined() || layer->running_mean.defined();
+  if (!has_tensors && group.size() > 1) {
+    layer->weight = torch::ones({layer->options.num_features()});
+    set_sync_mark(layer->weight, {group, /*is_placeholder=*/true});
+  } else {
+    for (const at::Tensor& tensor : {layer->weight, layer->running_mean}) {
+      if (!tensor.defined()) continue;
+      if (group.size() > 1) {
+        set_sync_mark(tensor, {group});
+      } else {
+        remove_sync_mark(tensor);
+      }
+    }
+  }
+  return true;
+}
+
+bool convert_layer(torch::nn::Module& module, const comm::Group& group) {
+  if (auto* const layer = dynamic_cast<SyncBatchNormImpl*>(&module)) {
+    layer->options.group(group);
+    return true;
+  }
+  return convert_if<torch::nn::BatchNorm1dImpl>(module, group) ||
+         convert_if<torch::nn::BatchNorm2dImpl>(module, group) ||
+         convert_if<torch::nn::BatchNorm3dImpl>(module, group);
+}
+
+// Not Module::modules(), which needs a module that a shared_ptr owns.
+std::size_t convert_all(torch::nn::Module& module, const comm::Group& group,
+                        std::set<const torch::nn::Module*>& seen) {
+  if (!seen.insert(&module).second) return 0;
+  std::size_t converted = convert_layer(module, group) ? 1 : 0;
+  for (const auto& child : module.children()) converted += convert_all(*child, group, seen);
+  return converted;
+}
+
+}  // namespace
+
+SyncBatchNormImpl::SyncBatchNormImpl(const SyncBatchNormOptions& options_)
+    : torch::nn::NormImplBase<2, SyncBatchNormImpl, SyncBatchNormOptions>(options_) {}
+
+void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
+  if (input.dim() < 2 || input.size(1) != options.num_features()) {
+    throw Error("parallel.sync_batch_norm",
+                "an input (N, " + std::to_string(options.num_features()) + ", ...)",
+                c10::str("one of shape ", input.sizes()));
+  }
+}
+
+double SyncBatchNormImpl::share_of_batch() {
+  if (!is_training() || !options.track_running_stats()) return 0;
+  num_batches_tracked += 1;
+  return options.momentum().has_value() ? *options.momentum()
+                                        : 1 / num_batches_tracked.item<double>();
+}
+
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& residual) {
+  _check_input_dim(input);
+  const double share = share_of_batch();
+  const bool of_batch = is_training() || !options.track_running_stats();
+  if (of_batch && options.group().size() > 1) {
+    return synced_batch_norm(input, {.weight = weight,
+                                     .bias = bias,
+                                     .running_mean = running_mean,
+                                     .running_var = running_var,
+                                     .momentum = share,
+                                     .eps = options.eps(),
+                                     .group = options.group(),
+                                     .residual = residual,
+                                     .relu = options.fuse_relu()});
+  }
+  namespace functional = torch::nn::functional;
+  at::Tensor result = functional::batch_norm(input, running_mean, running_var,
+                                             functional::BatchNormFuncOptions()
+                                                 .weight(weight)
+                                                 .bias(bias)
+                                                 .training(of_batch)
+                                                 .momentum(share)
+                                                 .eps(options.eps()));
+  if (residual.defined()) result = result + residual;
+  return options.fuse_relu() ? result.relu() : result;
+}
+
+void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "semitone::parallel::SyncBatchNorm(" << options.num_features()
+         << ", eps=" << options.eps() << ", momentum=";
+  if (options.momentum().has_value()) {
+    stream << *options.momentum();
+  } else {
+    stream << "None";
+  }
+  stream << ", affine=" << options.affine()
+         << ", track_running_stats=" << options.track_running_stats()
+         << ", fuse_relu=" << options.fuse_relu() << ", ranks=" << options.group().size() << ")";
+}
+
+std::size_t convert_sync_batchnorm(torch::nn::Module& module, const comm::Group& group) {
+  std::set<const torch::nn::Module*> seen;
+  return convert_all(module, group, seen);
+}
+
+}  // namespace semitone::parallel

@@ -1,0 +1,48 @@
+#include "src/parallel/sync_mark.h"
+
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+using Hook = torch::autograd::hooks_list::value_type;
+
+// The entry that is a mark. Null: none.
+Hook* find(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return nullptr;
+  for (Hook& hook : *meta->cpp_hooks_list_) {
+    if (hook.target<SyncMark>() != nullptr) return &hook;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void set_sync_mark(const at::Tensor& tensor, SyncMark mark) {
+  if (Hook* hook = find(tensor)) {
+    *hook = std::move(mark);
+    return;
+  }
+  // Not Tensor::register_hook, which refuses tensors that need no gradient.
+  auto* meta = torch::autograd::impl::materialize_autograd_meta(tensor);
+  if (meta->cpp_hooks_list_ == nullptr) torch::autograd::impl::create_cpp_hook(tensor);
+  meta->cpp_hooks_list_->emplace_back(std::move(mark));
+}
+
+void remove_sync_mark(const at::Tensor& tensor) {
+  // An empty entry, as Tensor::remove_hook leaves it: the others keep their numbers.
+  if (Hook* hook = find(tensor)) *hook = nullptr;
+}
+
+const SyncMark* sync_mark(const at::Tensor& tensor) {
+  const Hook* hook = find(tensor);
+  return hook == nullptr ? nullptr : hook->target<SyncMark>();
+}
+
+}  // namespace semitone::parallel

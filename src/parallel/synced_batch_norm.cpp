@@ -1,0 +1,225 @@
+#include "src/parallel/synced_batch_norm.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/kernels/batch_norm.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+#include <torch/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::parallel {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr auto kWhere = "parallel.sync_batch_norm";
+
+// Of the batches of all ranks. Per channel, fp64; count has one element, and stays on the device.
+struct Statistics {
+  at::Tensor mean;
+  at::Tensor variance;  // biased
+  at::Tensor count;
+};
+
+void check(const at::Tensor& input, const SyncedBatchNorm& layer) {
+  if (!input.defined() || !input.is_floating_point() || input.layout() != at::kStrided) {
+    throw Error(kWhere, "a dense floating-point input",
+                !input.defined() ? "an undefined tensor"
+                                 : c10::str(dtype_name(input.scalar_type()), ", ", input.layout()));
+  }
+  if (input.dim() < 2) {
+    throw Error(kWhere, "an input (N, C, ...)", c10::str("one of shape ", input.sizes()));
+  }
+  for (const at::Tensor& tensor :
+       {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
+    if (tensor.defined() && tensor.numel() != input.size(1)) {
+      throw Error(kWhere, c10::str("an input with ", tensor.numel(), " channels"),
+                  c10::str("one of shape ", input.sizes()));
+    }
+  }
+  if (layer.residual.defined() && layer.residual.sizes() != input.sizes()) {
+    throw Error(kWhere, c10::str("a residual of the input's shape ", input.sizes()),
+                c10::str("one of shape ", layer.residual.sizes()));
+  }
+}
+
+// Chan, Golub and LeVeque: deviations from the common mean, weighted by what each rank has.
+Statistics gather_statistics(const at::Tensor& input, const comm::Group& group) {
+  const std::int64_t channels = input.size(1);
+  const auto own = kernels::moments(input);
+  const at::Tensor own_count =
+      at::full({1}, channels == 0 ? 0 : input.numel() / channels, own.mean.options());
+  const at::Tensor all = at::stack(group.all_gather(at::cat({own.mean, own.m2, own_count})));
+  const at::Tensor means = all.narrow(1, 0, channels);
+  const at::Tensor m2s = all.narrow(1, channels, channels);
+  const at::Tensor counts = all.narrow(1, 2 * channels, 1);
+
+  const at::Tensor count = counts.sum(0);
+  const at::Tensor divisor = count.clamp_min(1);
+  const at::Tensor mean = means.mul(counts).sum(0).div_(divisor);
+  const at::Tensor m2 = m2s.add(means.sub(mean).square_().mul_(counts)).sum(0);
+  return {mean, m2.div(divisor), count};
+}
+
+void update_running(const at::Tensor& running, const at::Tensor& batch, const at::Tensor& share) {
+  if (!running.defined()) return;
+  const at::Tensor before = running.to(at::kDouble);
+  running.copy_(before.add(batch.sub(before).mul_(share)));
+}
+
+void update_running(const SyncedBatchNorm& layer, const Statistics& batch) {
+  // Without a value on any rank there is nothing to learn.
+  const at::Tensor share = batch.count.gt(0).to(at::kDouble).mul_(layer.momentum);
+  const at::Tensor unbiased =
+      batch.variance.mul(batch.count).div_(batch.count.sub(1).clamp_min_(1));
+  update_running(layer.running_mean, batch.mean, share);
+  update_running(layer.running_var, unbiased, share);
+}
+
+struct GroupHolder : torch::CustomClassHolder {
+  explicit GroupHolder(comm::Group value) : group(std::move(value)) {}
+  comm::Group group;
+};
+
+std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+// Hands a gradient on, and refuses to be differentiated by what it was made from.
+class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> {
+ public:
+  static at::Tensor forward(AutogradContext*, const at::Tensor& gradient, const at::Tensor&,
+                            const at::Tensor&, const std::optional<at::Tensor>&) {
+    return gradient.alias();
+  }
+  [[noreturn]] static variable_list backward(AutogradContext*, const variable_list&) {
+    throw Error(kWhere, "a layer that is differentiated once", "a gradient of its gradient",
+                "put the layer into evaluation mode for that");
+  }
+};
+
+class Function : public torch::autograd::Function<Function> {
+ public:
+  // The tensors that the layer does not have are no arguments: autograd knows none that are undefined.
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& /*weight*/,
+                            const std::optional<at::Tensor>& /*bias*/,
+                            const std::optional<at::Tensor>& /*residual*/,
+                            const SyncedBatchNorm& layer) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const Statistics batch = gather_statistics(input, layer.group);
+    if (batch.count.is_cpu() && batch.count.item<double>() == 1) {
+      throw Error(kWhere, "more than 1 value a channel on all ranks together",
+                  c10::str("1 (this rank's input has shape ", input.sizes(), ")"),
+                  "use larger batches, or evaluation mode");
+    }
+    update_running(layer, batch);
+
+    const at::Tensor invstd = batch.variance.add(layer.eps).rsqrt_();
+    at::Tensor output =
+        kernels::normalize(input, batch.mean, scale_of(layer.weight, invstd),
+                           fp64_or(0, layer.bias, invstd), layer.residual, layer.relu);
+    ctx->save_for_backward(
+        {input, layer.weight, batch.mean, invstd, batch.count, layer.relu ? output : at::Tensor()});
+    ctx->saved_data["edges"] = edges({input, layer.weight, layer.bias, layer.residual});
+    ctx->saved_data["relu"] = layer.relu;
+    ctx->saved_data["group"] =
+        c10::IValue::make_capsule(c10::make_intrusive<GroupHolder>(layer.group));
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const variable_list saved = ctx->get_saved_variables();
+    variable_list result = gradients_of_arguments(ctx, saved, gradients[0]);
+    if (at::GradMode::is_enabled()) {  // create_graph
+      for (at::Tensor& gradient : result) {
+        if (gradient.defined())
+          gradient =
+              OnceDifferentiable::apply(gradient, gradients[0], saved[0], if_defined(saved[1]));
+      }
+    }
+    result.emplace_back();  // of the layer
+    return result;
+  }
+
+ private:
+  // Arguments that can have a gradient, in order.
+  enum Argument : std::size_t { kInput, kWeight, kBias, kResidual, kArguments };
+
+  // The number of each argument's edge in the graph, -1 if it has none.
+  static std::vector<std::int64_t> edges(std::initializer_list<at::Tensor> arguments) {
+    std::vector<std::int64_t> result;
+    std::int64_t next = 0;
+    for (const at::Tensor& argument : arguments) result.push_back(argument.defined() ? next++ : -1);
+    return result;
+  }
+
+  static at::Tensor scale_of(const at::Tensor& weight, const at::Tensor& invstd) {
+    return fp64_or(1, weight, invstd).mul(invstd);
+  }
+
+  static at::Tensor fp64_or(double value, const at::Tensor& values, const at::Tensor& like) {
+    return values.defined() ? values.to(at::kDouble) : at::full_like(like, value);
+  }
+
+  static comm::Group group_of(AutogradContext* ctx) {
+    const auto holder = ctx->saved_data["group"].toCapsule();
+    return static_cast<const GroupHolder&>(*holder).group;
+  }
+
+  static variable_list gradients_of_arguments(AutogradContext* ctx, const variable_list& saved,
+                                              at::Tensor grad) {
+    const at::NoGradGuard no_grad;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const at::Tensor& input = saved[0];
+    const at::Tensor& weight = saved[1];
+    const at::Tensor& mean = saved[2];
+    const at::Tensor& invstd = saved[3];
+    const at::Tensor& count = saved[4];
+    if (ctx->saved_data["relu"].toBool()) grad = at::threshold_backward(grad, saved[5], 0);
+    const auto edge_of = ctx->saved_data["edges"].toIntVector();
+    const auto is_needed = [&](Argument argument) {
+      return edge_of[argument] >= 0 &&
+             ctx->needs_input_grad(static_cast<std::size_t>(edge_of[argument]));
+    };
+
+    variable_list result(kArguments);
+    if (is_needed(kResidual)) result[kResidual] = grad;
+    if (!is_needed(kInput) && !is_needed(kWeight) && !is_needed(kBias)) return result;
+    const auto sums = kernels::gradient_sums(grad, input, mean);
+    // In fp64: the engine brings them into the parameters' dtypes.
+    if (is_needed(kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
+    if (is_needed(kBias)) result[kBias] = sums.grad;
+    if (is_needed(kInput)) {
+      at::Tensor means = at::stack({sums.grad, sums.grad_times_centred});
+      group_of(ctx).all_reduce(means);
+      means.div_(count);
+      const at::Tensor scale = scale_of(weight, invstd);
+      result[kInput] = kernels::gradient_of_input(grad, input, mean, scale,
+                                                  means[1].mul(invstd.square()).mul_(scale).neg_(),
+                                                  means[0].mul(scale).neg_());
+    }
+    return result;
+  }
+};
+
+}  // namespace
+
+at::Tensor synced_batch_norm(const at::Tensor& input, const SyncedBatchNorm& layer) {
+  check(input, layer);
+  return Function::apply(input, if_defined(layer.weight), if_defined(layer.bias),
+                         if_defined(layer.residual), layer);
+}
+
+}  // namespace semitone::parallel

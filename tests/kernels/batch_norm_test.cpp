@@ -1,0 +1,199 @@
+// The pieces of batch normalisation against their definitions.
+
+#include "src/kernels/batch_norm.h"
+
+#include "semitone/core/dtype.h"
+#include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
+
+#include <ATen/Parallel.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace semitone::kernels {
+namespace {
+
+using test::expect_bitwise_equal;
+using test::expect_close;
+
+// Every layout that the kernels know, one that only the definition does (the last), and sizes around those of a
+// vector and of a block.
+std::vector<at::Tensor> inputs(c10::ScalarType dtype) {
+  const auto random = [&](at::IntArrayRef shape) {
+    return (torch::randn(shape) * 2 + 3).to(dtype);
+  };
+  std::vector<at::Tensor> all;
+  for (const std::int64_t size : {1, 2, 7, 15, 16, 17, 33}) {
+    all.push_back(random({3, size}));
+    all.push_back(random({3, size, size}));
+    all.push_back(random({2, 5, size, 3}));
+    all.push_back(random({2, size, 3, 5}).contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  all.push_back(random({2, 3, 2, 3, 4}).contiguous(at::MemoryFormat::ChannelsLast3d));
+  all.push_back(random({2, 3, 130, 131}));
+  all.push_back(random({2, 3, 130, 131}).contiguous(at::MemoryFormat::ChannelsLast));
+  all.push_back(random({5, 2000, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast));
+  all.push_back(random({0, 4, 3, 3}));
+  all.push_back(random({4, 3, 2, 8}).transpose(1, 2));
+  return all;
+}
+
+std::string name_of(const at::Tensor& tensor) {
+  return c10::str(dtype_name(tensor.scalar_type()), " ", tensor.sizes(), " strides ",
+                  tensor.strides());
+}
+
+at::Tensor per_channel(const at::Tensor& input) {
+  return torch::randn({input.size(1)}, torch::kDouble);
+}
+
+constexpr c10::ScalarType kDtypes[] = {torch::kFloat, torch::kHalf, torch::kBFloat16,
+                                       torch::kDouble};
+
+// On every instruction set that this processor has.
+class BatchNormKernels : public testing::TestWithParam<std::int64_t> {
+ protected:
+  void SetUp() override {
+    hwy::SetSupportedTargetsForTest(GetParam());
+    torch::manual_seed(1);
+  }
+  void TearDown() override { hwy::SetSupportedTargetsForTest(0); }
+};
+
+TEST_P(BatchNormKernels, MomentsAreThoseOfTheValuesInFp64) {
+  for (const auto dtype : kDtypes) {
+    for (const at::Tensor& input : inputs(dtype)) {
+      SCOPED_TRACE(name_of(input));
+      const Moments got = moments(input);
+      const Moments want = ref::moments(input.to(torch::kDouble));
+      const auto terms = std::max<std::int64_t>(1, input.numel() / input.size(1));
+      const double tolerance =
+          test::reduction_tolerance(dtype == torch::kDouble ? dtype : torch::kFloat, terms);
+      expect_close(got.mean, want.mean, tolerance);
+      expect_close(got.m2, want.m2, tolerance);
+    }
+  }
+}
+
+TEST_P(BatchNormKernels, MomentsKeepSmallVariancesOfLargeMeans) {
+  for (const bool channels_last : {false, true}) {
+    at::Tensor input = torch::randn({4, 3, 70, 70}) + 4096;
+    if (channels_last) input = input.contiguous(at::MemoryFormat::ChannelsLast);
+    const Moments got = moments(input);
+    const Moments want = ref::moments(input.to(torch::kDouble));
+    expect_close(got.mean, want.mean, 1e-9);
+    expect_close(got.m2, want.m2, 1e-5);
+    expect_bitwise_equal(moments(torch::full_like(input, 4097)).m2,
+                         torch::zeros({3}, torch::kDouble));
+  }
+}
+
+TEST_P(BatchNormKernels, NormalizeAsDefined) {
+  for (const auto dtype : kDtypes) {
+    for (const at::Tensor& input : inputs(dtype)) {
+      SCOPED_TRACE(name_of(input));
+      const at::Tensor mean = per_channel(input);
+      const at::Tensor scale = per_channel(input);
+      const at::Tensor shift = per_channel(input);
+      for (const at::Tensor& residual :
+           {at::Tensor(), torch::randn_like(input), torch::randn(input.sizes()).to(dtype)}) {
+        for (const bool relu : {false, true}) {
+          const at::Tensor got = normalize(input, mean, scale, shift, residual, relu);
+          expect_close(got, ref::normalize(input, mean, scale, shift, residual, relu), 0);
+          if (input.is_non_overlapping_and_dense()) {
+            EXPECT_EQ(got.strides(), input.strides());
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(BatchNormKernels, GradientsAreAsDefined) {
+  for (const auto dtype : kDtypes) {
+    for (const at::Tensor& input : inputs(dtype)) {
+      SCOPED_TRACE(name_of(input));
+      const at::Tensor mean = per_channel(input);
+      const at::Tensor a = per_channel(input);
+      const at::Tensor b = per_channel(input);
+      const at::Tensor c = per_channel(input);
+      const at::Tensor one = torch::ones({1}, input.options()).expand_as(input);
+      for (const at::Tensor& grad :
+           {torch::randn_like(input), torch::randn(input.sizes()).to(dtype), one}) {
+        const GradientSums sums = gradient_sums(grad, input, mean);
+        const GradientSums want =
+            ref::gradient_sums(grad.to(torch::kDouble), input.to(torch::kDouble), mean);
+        const auto terms = std::max<std::int64_t>(1, input.numel() / input.size(1));
+        // Of terms that cancel: relative to their size, which is about 5.
+        const double tolerance =
+            test::reduction_tolerance(dtype == torch::kDouble ? dtype : torch::kFloat, terms) * 5 *
+            std::sqrt(static_cast<double>(terms));
+        EXPECT_TRUE(torch::allclose(sums.grad, want.grad, 0, tolerance)) << sums.grad << want.grad;
+        EXPECT_TRUE(
+            torch::allclose(sums.grad_times_centred, want.grad_times_centred, 0, tolerance));
+        const at::Tensor got = gradient_of_input(grad, input, mean, a, b, c);
+        expect_close(got, ref::gradient_of_input(grad, input, mean, a, b, c), 0);
+        if (input.is_non_overlapping_and_dense()) {
+          EXPECT_EQ(got.strides(), input.strides());
+        }
+      }
+    }
+  }
+}
+
+TEST_P(BatchNormKernels, NonFiniteValuesStayInTheirChannel) {
+  for (const bool channels_last : {false, true}) {
+    for (const double bad :
+         {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+      at::Tensor input = torch::randn({2, 3, 5, 5});
+      if (channels_last) input = input.contiguous(at::MemoryFormat::ChannelsLast);
+      input.index_put_({1, 1, 4, 4}, bad);
+      const Moments got = moments(input);
+      const at::Tensor finite = torch::tensor({true, false, true});
+      EXPECT_TRUE(got.m2.isfinite().equal(finite)) << got.m2;
+      EXPECT_TRUE(got.mean.isfinite().equal(finite)) << got.mean;
+      const at::Tensor ones = torch::ones({3}, torch::kDouble);
+      const at::Tensor output = normalize(input, ones, ones, ones, {}, /*relu=*/true);
+      EXPECT_EQ(output.isfinite().logical_not().sum().item<std::int64_t>(), 1);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(InstructionSets, BatchNormKernels,
+                         testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
+                         [](const auto& target) {
+                           return std::string(hwy::TargetName(target.param));
+                         });
+
+TEST(BatchNormKernelsThreads, HaveNoPartInTheResults) {
+  const int before = at::get_num_threads();
+  for (const bool channels_last : {false, true}) {
+    torch::manual_seed(2);
+    at::Tensor input = torch::randn({7, 33, 40, 41});
+    if (channels_last) input = input.contiguous(at::MemoryFormat::ChannelsLast);
+    const at::Tensor grad = torch::randn_like(input);
+    at::set_num_threads(1);
+    const Moments one = moments(input);
+    const GradientSums one_sums = gradient_sums(grad, input, one.mean);
+    at::set_num_threads(3);
+    const Moments three = moments(input);
+    const GradientSums three_sums = gradient_sums(grad, input, one.mean);
+    expect_bitwise_equal(three.mean, one.mean);
+    expect_bitwise_equal(three.m2, one.m2);
+    expect_bitwise_equal(three_sums.grad, one_sums.grad);
+    expect_bitwise_equal(three_sums.grad_times_centred, one_sums.grad_times_centred);
+  }
+  at::set_num_threads(before);
+}
+
+}  // namespace
+}  // namespace semitone::kernels
