@@ -15,6 +15,7 @@ ROOMS = {
     "kernels": ["core"],
     "comm": ["core"],
     "launch": ["core"],
+    "parallel": ["comm", "kernels", "core"],
     "amp": ["kernels", "core"],
     "zoo": ["core"],
     "train": ["amp", "zoo", "core"],

@@ -18,4 +18,5 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "semitone/core/keep_fp32.h"
+#include "semitone/core/map_tensors.h"
 #include "semitone/core/version.h"
