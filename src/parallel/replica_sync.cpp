@@ -197,11 +197,12 @@ void ReplicaSync::Impl::listen(std::size_t index) {
 }
 
 void ReplicaSync::Impl::on_gradient(std::size_t index) {
-  if (mode == Mode::local) return;
+  if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) return;
   if (mode == Mode::idle) {
     throw Error(kWhere, "backward passes of forwards through ddp.forward(), one for each",
                 fmt::format("a gradient for '{}' from another", trained.parameters[index].name),
-                "call ddp.forward(), not the model's own; add losses and call backward once");
+                "call ddp.forward(), not the model's own; add losses and call backward once; in "
+                "no_sync(), gradients stay each rank's own");
   }
   reduction->on_gradient();
   if (std::exchange(end_queued, true)) return;
@@ -366,8 +367,8 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   bool was_last = true;
   for (int steps = 0; impl_->announce(false) > 0; ++steps) {
     if (steps == kSkewToWarnOf) {
-      log().warn("rank {} has had no input for {} steps while others go on: share the data evenly",
-                 impl_->group.rank(), steps);
+      log()->warn("rank {} has had no input for {} steps while others go on: share the data evenly",
+                  impl_->group.rank(), steps);
     }
     impl_->shadow_step();
     was_last = false;

@@ -3,6 +3,7 @@
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
+#include "semitone/core/dtype.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
@@ -471,6 +472,9 @@ TEST(Misuse, ForwardOfTheModelItselfIsAnErrorInBackward) {
     const at::Tensor left = ddp.forward(batch.data).sum();
     left.backward();
     expect_refusal(left.detach() + model->second->bias.sum());
+    // But where gradients are to stay local.
+    const auto local = ddp.no_sync();
+    model->second->bias.sum().backward();
   });
 }
 
@@ -654,6 +658,39 @@ TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
       expect_equal_on_all_ranks(group, copies(mixed.master_params(optimizer)));
       expect_equal_on_all_ranks(group, copies(model->parameters()));
     }
+  });
+}
+
+TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto gradients = [&](bool parallel) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto mixed =
+          amp::initialize(model, optimizer,
+                          amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(128));
+      DistributedDataParallel ddp(model, parallel ? group : comm::Group());
+      const auto pass = [&](int row, bool last) {
+        const Batch batch = batch_of(1, 4).rows(row, row + 1);
+        std::optional<NoSync> local;
+        if (!last) local.emplace(ddp.no_sync());
+        const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                         batch.target.to(torch::kFloat));
+        amp::ScaleLossOptions options;
+        options.delay_unscale = !last;
+        mixed.scale_loss(loss * (parallel ? 2 : 1), optimizer, options).backward();
+      };
+      for (int row = 0; row < 4; ++row) {
+        if (!parallel || row / 2 == rank.number()) pass(row, parallel ? row % 2 == 1 : row == 3);
+      }
+      std::vector<at::Tensor> result;
+      for (const at::Tensor& master : mixed.master_params(optimizer))
+        result.push_back(master.grad());
+      return copies(result);
+    };
+    expect_near(gradients(true), gradients(false), 8 * dtype_limits(torch::kBFloat16).epsilon);
   });
 }
 

@@ -72,10 +72,15 @@ class DistributedDataParallel {
   }
 
   /// Gradient accumulation: forwards in the scope of the result, and their backward passes, add to
-  /// each rank's own gradients. The next backward of a forward outside of it reduces the sum.
+  /// each rank's own gradients. The next backward of a forward outside of it reduces the sum, so
+  /// nobody may take the gradients out of the parameters meanwhile (with MixedPrecision::scale_loss:
+  /// delay_unscale for all but the last).
   ///
   ///     { const auto local = ddp.no_sync(); loss_of(ddp.forward(first)).backward(); }
   ///     loss_of(ddp.forward(second)).backward();
+  ///
+  /// Backward passes without ddp.forward() are allowed in it, too: for terms that are the same on
+  /// all ranks, such as penalties on the parameters.
   NoSync no_sync() { return sync_.no_sync(); }
 
   /// Runs a training loop in which ranks may have different numbers of batches: a rank that is done
