@@ -18,6 +18,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "semitone/core/keep_fp32.h"
+#include "semitone/core/map_tensors.h"
 #include "semitone/core/version.h"
 #include "semitone/parallel/sampler.h"
 #include "semitone/parallel/sync_batch_norm.h"

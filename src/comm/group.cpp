@@ -102,23 +102,12 @@ c10::DeviceType device_of(const std::string& backend) {
 
 }  // namespace
 
-struct Work::Impl {
-  c10::intrusive_ptr<c10d::Work> work;  // null: done
-  at::Tensor divide;                    // by divisor, once done
-  int divisor = 1;
-};
-
-Work::Work(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
-
 void Work::wait() {
-  if (impl_->work == nullptr) return;
-  impl_->work->wait();
-  impl_->work.reset();
-  if (impl_->divide.defined()) impl_->divide.div_(impl_->divisor);
+  future_->waitAndThrow();
 }
 
 bool Work::done() const {
-  return impl_->work == nullptr || impl_->work->isCompleted();
+  return future_->completed();
 }
 
 Group::Group() : impl_(std::make_shared<Impl>()) {}
@@ -139,20 +128,24 @@ std::chrono::milliseconds Group::timeout() const {
 
 Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   check_reducible(tensor, "all_reduce", op);
-  auto work = std::make_shared<Work::Impl>();
-  if (impl_->process_group != nullptr) {
-    const at::NoGradGuard no_grad;
-    impl_->transport->announce("all_reduce", describe({tensor}));
-    std::vector<at::Tensor> tensors{tensor};
-    c10d::AllreduceOptions options;
-    options.reduceOp = to_c10d(op);
-    work->work = impl_->process_group->allreduce(tensors, options);
-    if (op == ReduceOp::mean) {
-      work->divide = tensor;
-      work->divisor = size();
-    }
+  if (impl_->process_group == nullptr) {
+    auto done = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    done->markCompleted(tensor);
+    return Work(std::move(done));
   }
-  return Work(std::move(work));
+  impl_->transport->announce("all_reduce", describe({tensor}));
+  std::vector<at::Tensor> tensors{tensor.detach()};
+  c10d::AllreduceOptions options;
+  options.reduceOp = to_c10d(op);
+  const auto sum = impl_->process_group->allreduce(tensors, options)->getFuture();
+  const int divisor = op == ReduceOp::mean ? size() : 1;
+  return Work(sum->then(
+      [tensor, divisor](c10::ivalue::Future& done) -> c10::IValue {
+        done.value();  // throws if it failed
+        if (divisor != 1) tensor.detach().div_(divisor);
+        return tensor;
+      },
+      c10::TensorType::get()));
 }
 
 void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {

@@ -121,7 +121,8 @@ class MixedPrecision {
   /// see map_tensors) are cast to cast_model_type, operators run under the policy at O1, results
   /// are cast to cast_model_outputs. fp64 tensors are left alone.
   /// @param model  one of the initialized ones: a module holder, shared pointer or reference, or a
-  /// torch::jit::Module, which takes and returns IValues. Error for another one.
+  /// torch::jit::Module, which takes and returns IValues; or what wraps one of them and has a
+  /// forward() of its own, such as parallel::DistributedDataParallel. Error for another one.
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
@@ -130,7 +131,9 @@ class MixedPrecision {
     if constexpr (std::is_same_v<std::remove_const_t<M>, torch::jit::Module>) {
       return cast_output(
           model.forward({c10::IValue(map_tensors(std::forward<Arguments>(arguments), cast))...}));
-    } else if constexpr (std::is_base_of_v<torch::nn::Module, std::remove_const_t<M>>) {
+    } else if constexpr (requires {
+                           model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
+                         }) {
       return map_tensors(model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...),
                          uncast);
     } else {

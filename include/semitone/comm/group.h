@@ -1,11 +1,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <chrono>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace semitone::comm {
@@ -17,17 +19,18 @@ enum class ReduceOp { sum, mean, min, max, product };
 /// A collective under way. Copies refer to the same one.
 class Work {
  public:
-  /// Waits until it is done. CommError if a rank is lost or late, with the rank's number. A mean is
-  /// divided here: nobody may read the tensor without having waited.
+  /// Waits until it is done. CommError if a rank is lost or late, with the rank's number.
   void wait();
   /// Whether it is done, well or not.
   bool done() const;
+  /// Completes with the tensor, or with the error, on a thread of the transport. Nothing that runs
+  /// then may hold a Group.
+  c10::intrusive_ptr<c10::ivalue::Future> future() const { return future_; }
 
  private:
   friend class Group;
-  struct Impl;
-  explicit Work(std::shared_ptr<Impl> impl);
-  std::shared_ptr<Impl> impl_;
+  explicit Work(c10::intrusive_ptr<c10::ivalue::Future> future) : future_(std::move(future)) {}
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 /// A set of processes that communicate: what comm::init returns. A handle: copies refer to the same

@@ -1,0 +1,95 @@
+#pragma once
+
+#include "semitone/comm/group.h"
+#include "semitone/core/map_tensors.h"
+#include "semitone/parallel/ddp_options.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::parallel {
+
+/// A model's tensors, each once.
+struct ModelTensors {
+  struct Entry {
+    std::string name;  ///< "layer1.conv.weight"
+    at::Tensor tensor;
+    bool sparse_gradient = false;  ///< the weight of an Embedding with sparse(true)
+  };
+  std::vector<Entry> parameters;
+  std::vector<Entry> buffers;
+};
+ModelTensors tensors_of(const torch::nn::Module& model);
+ModelTensors tensors_of(const torch::jit::Module& model);
+
+/// While it lives, backward passes of forwards that are made meanwhile accumulate gradients on each
+/// rank, and nothing is communicated.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<int> depth) : depth_(std::move(depth)) { ++*depth_; }
+  NoSync(NoSync&&) noexcept = default;
+  NoSync& operator=(NoSync&&) = delete;
+  ~NoSync() {
+    if (depth_ != nullptr) --*depth_;
+  }
+
+ private:
+  std::shared_ptr<int> depth_;
+};
+
+/// What DistributedDataParallel does besides calling the model: for a forward of any shape. See
+/// there for contracts and errors.
+class ReplicaSync {
+ public:
+  ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options);
+  ReplicaSync(ReplicaSync&&) noexcept;
+  ReplicaSync& operator=(ReplicaSync&&) noexcept;
+  ~ReplicaSync();
+
+  const comm::Group& group() const;
+
+  /// Before the model's forward.
+  void before_forward();
+
+  /// After it. Returns what to hand out in place of its results.
+  template <typename Output>
+  Output after_forward(Output output) {
+    if (!wants_outputs()) {
+      expect_backward({});
+      return output;
+    }
+    if constexpr (!detail::HoldsTensors<Output>::value) refuse_outputs();
+    std::vector<at::Tensor> tensors;
+    const auto collect = [&](const at::Tensor& tensor) {
+      tensors.push_back(tensor);
+      return tensor;
+    };
+    output = map_tensors(std::move(output), collect);
+    tensors = expect_backward(tensors);
+    auto next = tensors.begin();
+    const auto replace = [&](const at::Tensor&) { return *next++; };
+    return map_tensors(std::move(output), replace);
+  }
+  /// After a forward that returns nothing.
+  void after_forward() { expect_backward({}); }
+
+  NoSync no_sync();
+  void join(const std::function<void()>& loop, const JoinOptions& options);
+
+ private:
+  bool wants_outputs() const;
+  [[noreturn]] static void refuse_outputs();
+  std::vector<at::Tensor> expect_backward(const std::vector<at::Tensor>& outputs);
+
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace semitone::parallel

@@ -1,0 +1,214 @@
+// The only file that sees c10d's Reducer, whose interface moves between LibTorch's versions.
+#include "semitone/core/error.h"
+#include "src/comm/process_group.h"
+#include "src/parallel/averaging.h"
+#include "src/parallel/reduction.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <torch/types.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cctype>
+#include <limits>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+constexpr double kMiB = 1024.0 * 1024.0;
+
+// A CommHook as c10d wants it.
+class HookAdapter final : public c10d::CommHookInterface {
+ public:
+  HookAdapter(std::shared_ptr<CommHook> hook, comm::Group group)
+      : hook_(std::move(hook)), group_(std::move(group)) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    const at::Tensor buffer = bucket.getBuffer();
+    const auto future =
+        hook_->reduce({buffer, bucket.getParameters(), bucket.getIndex(), bucket.isLast()}, group_);
+    if (future == nullptr) throw Error(kWhere, "a future from the hook", "none");
+    return future->then(
+        [buffer](c10::ivalue::Future& done) -> c10::IValue {
+          const c10::IValue result = done.value();  // throws if it failed
+          const bool fits = result.isTensor() && result.toTensor().sizes() == buffer.sizes() &&
+                            result.toTensor().scalar_type() == buffer.scalar_type();
+          if (!fits)
+            throw Error(kWhere, "a tensor like the bucket's buffer from the hook", "another");
+          return result;
+        },
+        c10::TensorType::get());
+  }
+
+  at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
+
+ private:
+  static constexpr auto kWhere = "parallel.comm_hook";
+
+  const std::shared_ptr<CommHook> hook_;
+  const comm::Group group_;
+};
+
+class AveragingHook final : public CommHook {
+ public:
+  explicit AveragingHook(Averaging averaging) : averaging_(std::move(averaging)) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                 const comm::Group& group) override {
+    return averaging_.start(bucket.buffer, group);
+  }
+
+ private:
+  const Averaging averaging_;
+};
+
+// The numbers that stand after "Parameter indices which did not receive grad for rank R:" in
+// Reducer's message; none if it is another one.
+std::vector<std::size_t> indices_without_gradient(std::string_view message) {
+  constexpr std::string_view kBefore = "did not receive grad for rank ";
+  std::vector<std::size_t> indices;
+  const auto start = message.find(kBefore);
+  if (start == std::string_view::npos) return indices;
+  message.remove_prefix(message.find(':', start) + 1);
+  std::size_t at = 0;
+  const auto is_digit = [&] { return at < message.size() && std::isdigit(message[at]) != 0; };
+  for (;;) {
+    while (at < message.size() && (message[at] == ' ' || message[at] == ',')) ++at;
+    if (!is_digit()) return indices;
+    std::size_t index = 0;
+    for (; is_digit(); ++at) index = 10 * index + static_cast<std::size_t>(message[at] - '0');
+    indices.push_back(index);
+  }
+}
+
+class BucketedReduction final : public Reduction {
+ public:
+  BucketedReduction(const ModelTensors& model, comm::Group group, const DdpOptions& options,
+                    const Divisor& divisor)
+      : group_(std::move(group)), options_(options) {
+    std::vector<at::Tensor> parameters;
+    std::vector<bool> sparse;
+    std::unordered_map<std::size_t, std::string> names;
+    for (const auto& entry : model.parameters) {
+      names.emplace(parameters.size(), entry.name);
+      names_.push_back(entry.name);
+      parameters.push_back(entry.tensor);
+      sparse.push_back(entry.sparse_gradient);
+    }
+    const auto cap = static_cast<std::int64_t>(options.bucket_cap_mb() * kMiB);
+    const auto first_cap =
+        std::min(cap, static_cast<std::int64_t>(options.first_bucket_mb() * kMiB));
+    // The first step finds out in which order gradients come; buckets are made in that order then.
+    // Only where the set of gradients may change are the first ones final.
+    const bool rebuilds = options.static_graph() || !options.find_unused_parameters();
+    const std::vector<std::size_t> caps =
+        rebuilds ? std::vector<std::size_t>{std::numeric_limits<std::size_t>::max()}
+                 : std::vector<std::size_t>{static_cast<std::size_t>(first_cap),
+                                            static_cast<std::size_t>(cap)};
+    auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, caps, sparse));
+    std::reverse(buckets.begin(), buckets.end());
+    reducer_ = std::make_unique<c10d::Reducer>(
+        std::move(parameters), std::move(buckets), comm::process_group(group_), std::move(sparse),
+        cap, options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
+        first_cap, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+        std::vector<std::int64_t>{});
+    std::shared_ptr<CommHook> hook = options.comm_hook();
+    Averaging averaging(options, divisor);
+    if (hook == nullptr && !averaging.is_plain())
+      hook = std::make_shared<AveragingHook>(std::move(averaging));
+    if (hook != nullptr)
+      reducer_->register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group_));
+    if (options.static_graph()) reducer_->set_static_graph();
+  }
+
+  void before_forward() override {
+    reducer_->prepare_for_forward();
+    reducer_->rebuild_buckets();
+  }
+
+  void divide_by(const c10::intrusive_ptr<c10d::Work>& live) override {
+    reducer_->set_forward_pass_work_handle(live, /*useStaticWorldSize=*/false);
+  }
+
+  void before_backward(const std::vector<at::Tensor>& outputs) override {
+    try {
+      reducer_->prepare_for_backward(outputs);
+    } catch (const c10::Error& error) {
+      explain(error);
+    }
+  }
+
+  bool finished() override {
+    try {
+      reducer_->check_finalized();
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }
+
+  bool wants_outputs() const override { return searches() || learns(); }
+
+  void on_outputs_gradient() override {
+    if (!learns()) return;
+    learned_ = true;
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [this] { reducer_->delay_all_reduce(); });
+  }
+
+  void shadow() override {
+    auto buckets = reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
+    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+    for (auto& bucket : buckets) futures.push_back(reducer_->run_comm_hook(bucket));
+    for (const auto& future : futures) future->waitAndThrow();
+    if (searches()) {
+      std::vector<at::Tensor> used{at::zeros_like(reducer_->get_local_used_map_on_device())};
+      comm::process_group(group_)->allreduce(used)->wait();
+    }
+    reducer_->push_rebuilt_params_for_all_indices();
+  }
+
+ private:
+  // Whether unused parameters are searched for in every step.
+  bool searches() const { return options_.find_unused_parameters() && !options_.static_graph(); }
+  // Whether the first step is still to find out which parameters are used.
+  bool learns() const { return options_.static_graph() && !learned_; }
+
+  [[noreturn]] void explain(const c10::Error& error) const {
+    const std::string message = error.what_without_backtrace();
+    std::vector<std::string> unused;
+    for (const std::size_t index : indices_without_gradient(message)) {
+      if (index < names_.size()) unused.push_back("'" + names_[index] + "'");
+    }
+    if (unused.empty()) throw;
+    throw Error(
+        "parallel.ddp", "a gradient for every parameter in the last backward pass",
+        fmt::format("none for {} on rank {}", fmt::join(unused, ", "), group_.rank()),
+        "use all of forward's results in the loss; or set find_unused_parameters(true) for "
+        "parameters that take no part in some steps, static_graph(true) for those that take "
+        "none in any, or delay_allreduce(true)");
+  }
+
+  const comm::Group group_;
+  const DdpOptions options_;
+  std::vector<std::string> names_;
+  std::unique_ptr<c10d::Reducer> reducer_;
+  bool learned_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Reduction> make_bucketed_reduction(const ModelTensors& model,
+                                                   const comm::Group& group,
+                                                   const DdpOptions& options,
+                                                   const Divisor& divisor) {
+  return std::make_unique<BucketedReduction>(model, group, options, divisor);
+}
+
+}  // namespace semitone::parallel

@@ -1,0 +1,94 @@
+// Apex's delay_allreduce: nothing is reduced before backward is done; then all gradients are, flat,
+// one message for each dtype.
+#include "src/comm/process_group.h"
+#include "src/parallel/averaging.h"
+#include "src/parallel/reduction.h"
+
+#include <ATen/ops/flatten_dense_tensors.h>
+#include <ATen/ops/unflatten_dense_tensors.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/types.h>
+
+#include <map>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+class DelayedReduction final : public Reduction {
+ public:
+  DelayedReduction(const ModelTensors& model, comm::Group group, const DdpOptions& options,
+                   const Divisor& divisor)
+      : group_(std::move(group)), averaging_(options, divisor) {
+    for (const auto& entry : model.parameters) parameters_.push_back(entry.tensor);
+  }
+
+  void before_backward(const std::vector<at::Tensor>&) override { queued_ = false; }
+
+  void on_gradient() override {
+    if (std::exchange(queued_, true)) return;
+    torch::autograd::Engine::get_default_engine().queue_callback([this] {
+      queued_ = false;
+      reduce(true);
+    });
+  }
+
+  // Further backward passes of the same forward are welcome: what they add is reduced again, and a
+  // mean over equal values changes nothing.
+  bool finished() override { return false; }
+
+  void shadow() override { reduce(false); }
+
+ private:
+  void reduce(bool takes_part) {
+    const at::NoGradGuard no_grad;
+    // All ranks reduce what any of them has.
+    const auto device = parameters_.front().device();
+    at::Tensor used = at::zeros({static_cast<std::int64_t>(parameters_.size())}, at::kInt);
+    if (takes_part) {
+      for (std::size_t i = 0; i < parameters_.size(); ++i) {
+        used[static_cast<std::int64_t>(i)] = parameters_[i].grad().defined() ? 1 : 0;
+      }
+    }
+    used = used.to(device);
+    std::vector<at::Tensor> tensors{used};
+    c10d::AllreduceOptions maximum;
+    maximum.reduceOp = c10d::ReduceOp::MAX;
+    comm::process_group(group_)->allreduce(tensors, maximum)->wait();
+    used = used.cpu();
+
+    std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (used[static_cast<std::int64_t>(i)].item<int>() == 0) continue;
+      const at::Tensor& parameter = parameters_[i];
+      at::Tensor gradient = takes_part ? parameter.grad() : at::Tensor();
+      if (!gradient.defined()) {
+        gradient = at::zeros_like(parameter);
+        if (takes_part) parameter.mutable_grad() = gradient;
+      }
+      by_dtype[gradient.scalar_type()].push_back(gradient);
+    }
+    for (const auto& [dtype, gradients] : by_dtype) {
+      const at::Tensor flat = at::flatten_dense_tensors(gradients);
+      averaging_.start(flat, group_)->waitAndThrow();
+      const auto means = at::unflatten_dense_tensors(flat, gradients);
+      for (std::size_t i = 0; i < gradients.size(); ++i) gradients[i].copy_(means[i]);
+    }
+  }
+
+  const comm::Group group_;
+  const Averaging averaging_;
+  std::vector<at::Tensor> parameters_;
+  bool queued_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
+                                                  const comm::Group& group,
+                                                  const DdpOptions& options,
+                                                  const Divisor& divisor) {
+  return std::make_unique<DelayedReduction>(model, group, options, divisor);
+}
+
+}  // namespace semitone::parallel

@@ -1,0 +1,63 @@
+#pragma once
+
+#include "semitone/comm/group.h"
+#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/replica_sync.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace semitone::parallel {
+
+// By how much sums of gradients are divided: the number of ranks, or of those that still have input.
+using Divisor = std::function<std::int64_t()>;
+
+// Makes gradients their mean over the ranks in backward passes: how DistributedDataParallel does it.
+class Reduction {
+ public:
+  Reduction() = default;
+  Reduction(const Reduction&) = delete;
+  Reduction& operator=(const Reduction&) = delete;
+  virtual ~Reduction() = default;
+
+  // Before a forward in grad mode.
+  virtual void before_forward() {}
+  // The sum over the ranks of 1 for each that has input, under way or done: what to divide by in this
+  // step.
+  virtual void divide_by(const c10::intrusive_ptr<c10d::Work>&) {}
+  // After it.
+  // @param outputs  its results, where the reduction asked for them
+  virtual void before_backward(const std::vector<at::Tensor>& outputs) = 0;
+  // A parameter has its gradient. Called in backward.
+  virtual void on_gradient() {}
+  // Whether everything that before_backward announced is done. Asked at the end of a backward pass.
+  virtual bool finished() = 0;
+
+  // Whether before_backward, and then on_outputs_gradient, need the results.
+  virtual bool wants_outputs() const { return false; }
+  // Called in backward where it comes to the results of forward.
+  virtual void on_outputs_gradient() {}
+
+  // What a step communicates besides buffers, with zeros: for a rank without input.
+  virtual void shadow() = 0;
+};
+
+// c10d's Reducer: buckets that leave while backward goes on.
+std::unique_ptr<Reduction> make_bucketed_reduction(const ModelTensors& model,
+                                                   const comm::Group& group,
+                                                   const DdpOptions& options,
+                                                   const Divisor& divisor);
+
+// Everything at the end of backward.
+std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
+                                                  const comm::Group& group,
+                                                  const DdpOptions& options,
+                                                  const Divisor& divisor);
+
+}  // namespace semitone::parallel

@@ -1,0 +1,379 @@
+#include "semitone/parallel/replica_sync.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/comm/process_group.h"
+#include "src/core/log.h"
+#include "src/parallel/reduction.h"
+#include "src/parallel/same_model.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/nn/modules/embedding.h>
+#include <torch/types.h>
+
+#include <fmt/format.h>
+
+#include <set>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+constexpr auto kWhere = "parallel.ddp";
+
+// As torch's DistributedDataParallel sends buffers.
+constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
+
+// A rank that waits for others for so many steps has too little data.
+constexpr int kSkewToWarnOf = 1000;
+
+// Adds each tensor once, under its first name.
+class Collector {
+ public:
+  void add(std::vector<ModelTensors::Entry>& entries, const std::string& name,
+           const at::Tensor& tensor, bool sparse_gradient = false) {
+    if (!tensor.defined() || !seen_.insert(tensor.unsafeGetTensorImpl()).second) return;
+    entries.push_back({name, tensor, sparse_gradient});
+  }
+
+ private:
+  std::set<const c10::TensorImpl*> seen_;
+};
+
+// Results of forward, on their way to the loss. Backward comes to it first, and then, with undefined
+// gradients, also to results that the loss does not use: so all that led to any result is reached.
+struct Outputs : public torch::autograd::Function<Outputs> {
+  struct Listener : torch::CustomClassHolder {
+    std::function<void()> on_gradient;
+  };
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const torch::autograd::variable_list& outputs,
+                                                const c10::intrusive_ptr<Listener>& listener) {
+    context->set_materialize_grads(false);
+    context->saved_data["listener"] = c10::IValue::make_capsule(listener);
+    torch::autograd::variable_list copies;
+    for (const at::Tensor& output : outputs) copies.push_back(output.clone());
+    return copies;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto capsule = context->saved_data["listener"].toCapsule();
+    c10::static_intrusive_pointer_cast<Listener>(capsule)->on_gradient();
+    gradients.emplace_back();  // for the listener
+    return gradients;
+  }
+};
+
+}  // namespace
+
+ModelTensors tensors_of(const torch::nn::Module& model) {
+  std::set<const c10::TensorImpl*> sparse;
+  for (const auto& module : model.modules()) {
+    if (const auto* embedding = module->as<torch::nn::Embedding>()) {
+      if (embedding->options.sparse()) sparse.insert(embedding->weight.unsafeGetTensorImpl());
+    }
+    if (const auto* bag = module->as<torch::nn::EmbeddingBag>()) {
+      if (bag->options.sparse()) sparse.insert(bag->weight.unsafeGetTensorImpl());
+    }
+  }
+  ModelTensors tensors;
+  Collector collector;
+  for (const auto& item : model.named_parameters()) {
+    collector.add(tensors.parameters, item.key(), item.value(),
+                  sparse.contains(item.value().unsafeGetTensorImpl()));
+  }
+  for (const auto& item : model.named_buffers())
+    collector.add(tensors.buffers, item.key(), item.value());
+  return tensors;
+}
+
+ModelTensors tensors_of(const torch::jit::Module& model) {
+  ModelTensors tensors;
+  Collector collector;
+  for (const auto& item : model.named_parameters())
+    collector.add(tensors.parameters, item.name, item.value);
+  for (const auto& item : model.named_buffers())
+    collector.add(tensors.buffers, item.name, item.value);
+  return tensors;
+}
+
+struct ReplicaSync::Impl {
+  Impl(ModelTensors given, comm::Group group_, const DdpOptions& options_);
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void listen(std::size_t index);
+  void on_gradient(std::size_t index);
+  void at_end_of_backward();
+  void require_unchanged() const;
+
+  std::int64_t all_reduce(std::int64_t value, c10d::ReduceOp op) const;
+  std::int64_t announce(bool has_input);
+  int last_rank_with(bool condition) const;
+  void sync_buffers(bool has_input);
+  bool agree_to_reduce(bool reduces) const;
+  void shadow_step();
+  void take_final_model(bool was_last);
+
+  bool alone() const { return reduction == nullptr; }
+
+  // What the gradients of the last forward are for.
+  enum class Mode {
+    idle,    // all is done: no gradients are expected
+    local,   // accumulation
+    reduced  // under way
+  };
+  struct Joining {
+    JoinOptions options;
+    std::int64_t live = 0;  // ranks that have input
+  };
+
+  ModelTensors model;    // all of it
+  ModelTensors trained;  // the parameters that need gradients
+  std::vector<at::Tensor> buffers;
+  comm::Group group;
+  DdpOptions options;
+  std::shared_ptr<int> unsynced = std::make_shared<int>(0);  // NoSyncs alive
+  std::optional<Joining> joining;
+  Mode mode = Mode::idle;
+  bool end_queued = false;
+
+  struct Hook {
+    decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
+    std::uintptr_t key;
+  };
+  std::vector<Hook> hooks;
+  std::vector<std::pair<at::ScalarType, c10::Device>> as_constructed;
+  std::unique_ptr<Reduction> reduction;  // null for a single process
+};
+
+ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_, const DdpOptions& options_)
+    : model(std::move(given)), group(std::move(group_)), options(options_) {
+  require_consistent(options);
+  require_same_model(model, group, options);
+  for (const auto& entry : model.parameters) {
+    as_constructed.emplace_back(entry.tensor.scalar_type(), entry.tensor.device());
+    if (entry.tensor.requires_grad()) trained.parameters.push_back(entry);
+  }
+  for (const auto& entry : model.buffers) buffers.push_back(entry.tensor);
+  if (group.size() == 1) return;
+
+  std::vector<at::Tensor> all;
+  for (const auto& entry : model.parameters) all.push_back(entry.tensor);
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  group.broadcast(all);
+
+  const Divisor divisor = [this] {
+    const bool fewer = joining.has_value() && !joining->options.divide_by_initial_world_size;
+    return fewer ? joining->live : group.size();
+  };
+  reduction = options.delay_allreduce() ? make_delayed_reduction(trained, group, options, divisor)
+                                        : make_bucketed_reduction(trained, group, options, divisor);
+  for (std::size_t index = 0; index < trained.parameters.size(); ++index) listen(index);
+}
+
+ReplicaSync::Impl::~Impl() {
+  for (const Hook& hook : hooks) hook.accumulator->del_post_hook(hook.key);
+}
+
+void ReplicaSync::Impl::listen(std::size_t index) {
+  using torch::autograd::variable_list;
+  auto accumulator = torch::autograd::impl::grad_accumulator(trained.parameters[index].tensor);
+  const auto key =
+      accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [this, index](const variable_list& outputs, const variable_list&) {
+            on_gradient(index);
+            return outputs;
+          }));
+  hooks.push_back({std::move(accumulator), key});
+}
+
+void ReplicaSync::Impl::on_gradient(std::size_t index) {
+  if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) return;
+  if (mode == Mode::idle) {
+    throw Error(kWhere, "backward passes of forwards through ddp.forward(), one for each",
+                fmt::format("a gradient for '{}' from another", trained.parameters[index].name),
+                "call ddp.forward(), not the model's own; add losses and call backward once; in "
+                "no_sync(), gradients stay each rank's own");
+  }
+  reduction->on_gradient();
+  if (std::exchange(end_queued, true)) return;
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  // Twice around: what the reduction has queued meanwhile comes first.
+  engine.queue_callback([this] {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { at_end_of_backward(); });
+  });
+}
+
+void ReplicaSync::Impl::at_end_of_backward() {
+  end_queued = false;
+  if (reduction->finished()) mode = Mode::idle;
+}
+
+void ReplicaSync::Impl::require_unchanged() const {
+  for (std::size_t i = 0; i < model.parameters.size(); ++i) {
+    const at::Tensor& tensor = model.parameters[i].tensor;
+    const auto& [dtype, device] = as_constructed[i];
+    if (tensor.scalar_type() == dtype && tensor.device() == device) continue;
+    throw Error(kWhere,
+                fmt::format("'{}' to be {} on {} as at construction", model.parameters[i].name,
+                            dtype_name(dtype), device.str()),
+                fmt::format("{} on {}", dtype_name(tensor.scalar_type()), tensor.device().str()),
+                "cast and move the model first, then construct DistributedDataParallel");
+  }
+}
+
+std::int64_t ReplicaSync::Impl::all_reduce(std::int64_t value, c10d::ReduceOp op) const {
+  std::vector<at::Tensor> tensors{
+      at::full({1}, value, model.parameters.front().tensor.options().dtype(at::kLong))};
+  c10d::AllreduceOptions reduce;
+  reduce.reduceOp = std::move(op);
+  comm::process_group(group)->allreduce(tensors, reduce)->wait();
+  return tensors[0].item<std::int64_t>();
+}
+
+// Before each step of a joined loop: how many ranks have input for it.
+std::int64_t ReplicaSync::Impl::announce(bool has_input) {
+  std::vector<at::Tensor> tensors{
+      at::full({1}, has_input ? 1 : 0, model.parameters.front().tensor.options().dtype(at::kLong))};
+  const auto work = comm::process_group(group)->allreduce(tensors);
+  work->wait();
+  joining->live = tensors[0].item<std::int64_t>();
+  if (joining->live < group.size() && joining->live > 0 &&
+      joining->options.throw_on_early_termination) {
+    const auto rank = all_reduce(has_input ? -1 : group.rank(), c10d::ReduceOp::MAX);
+    throw Error("parallel.join", "as many batches on every rank",
+                fmt::format("none left on rank {}", rank),
+                "give all ranks the same number, or let the others go on");
+  }
+  if (has_input && !joining->options.divide_by_initial_world_size) reduction->divide_by(work);
+  return joining->live;
+}
+
+// The highest rank for which a condition holds.
+int ReplicaSync::Impl::last_rank_with(bool condition) const {
+  return static_cast<int>(all_reduce(condition ? group.rank() : -1, c10d::ReduceOp::MAX));
+}
+
+void ReplicaSync::Impl::sync_buffers(bool has_input) {
+  if (!options.broadcast_buffers() || buffers.empty()) return;
+  // A rank without input has old ones.
+  const int root = joining.has_value() ? last_rank_with(has_input) : 0;
+  const at::NoGradGuard no_grad;
+  c10d::broadcast_coalesced(comm::process_group(group), buffers, kBroadcastBytes, root);
+}
+
+// In a joined loop: whether the ranks with input reduce gradients in this step.
+bool ReplicaSync::Impl::agree_to_reduce(bool reduces) const {
+  return all_reduce(reduces ? 1 : 0, c10d::ReduceOp::MAX) > 0;
+}
+
+void ReplicaSync::Impl::shadow_step() {
+  reduction->before_forward();
+  if (!agree_to_reduce(false)) return;
+  sync_buffers(false);
+  reduction->shadow();
+}
+
+void ReplicaSync::Impl::take_final_model(bool was_last) {
+  const int root = last_rank_with(was_last);
+  std::vector<at::Tensor> all;
+  for (const auto& entry : model.parameters) all.push_back(entry.tensor.detach());
+  all.insert(all.end(), buffers.begin(), buffers.end());
+  const at::NoGradGuard no_grad;
+  c10d::broadcast_coalesced(comm::process_group(group), all, kBroadcastBytes, root);
+}
+
+ReplicaSync::ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(model), std::move(group), options)) {}
+ReplicaSync::ReplicaSync(ReplicaSync&&) noexcept = default;
+ReplicaSync& ReplicaSync::operator=(ReplicaSync&&) noexcept = default;
+ReplicaSync::~ReplicaSync() = default;
+
+const comm::Group& ReplicaSync::group() const {
+  return impl_->group;
+}
+
+void ReplicaSync::before_forward() {
+  if (impl_->alone() || !at::GradMode::is_enabled()) return;
+  impl_->require_unchanged();
+  if (impl_->joining.has_value()) impl_->announce(true);
+  impl_->reduction->before_forward();
+  const bool reduces = *impl_->unsynced == 0;
+  if (impl_->joining.has_value()) impl_->agree_to_reduce(reduces);
+  if (reduces) impl_->sync_buffers(true);
+}
+
+bool ReplicaSync::wants_outputs() const {
+  return !impl_->alone() && at::GradMode::is_enabled() && *impl_->unsynced == 0 &&
+         impl_->reduction->wants_outputs();
+}
+
+void ReplicaSync::refuse_outputs() {
+  throw Error(kWhere, "a forward that returns tensors, or containers of them",
+              "another type, which cannot be searched for unused parameters",
+              "give the type a method map_tensors, see core/map_tensors.h");
+}
+
+std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tensor>& outputs) {
+  if (impl_->alone() || !at::GradMode::is_enabled()) return outputs;
+  impl_->end_queued = false;
+  if (*impl_->unsynced > 0) {
+    impl_->mode = Impl::Mode::local;
+    return outputs;
+  }
+  impl_->mode = Impl::Mode::reduced;
+  impl_->reduction->before_backward(outputs);
+  if (outputs.empty()) return outputs;
+  std::vector<at::Tensor> results = outputs;
+  torch::autograd::variable_list differentiable;
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) differentiable.push_back(output);
+  }
+  if (differentiable.empty()) return results;
+  auto listener = c10::make_intrusive<Outputs::Listener>();
+  listener->on_gradient = [impl = impl_.get()] { impl->reduction->on_outputs_gradient(); };
+  const auto copies = Outputs::apply(differentiable, listener);
+  auto next = copies.begin();
+  for (at::Tensor& result : results) {
+    if (result.defined() && result.requires_grad()) result = *next++;
+  }
+  return results;
+}
+
+NoSync ReplicaSync::no_sync() {
+  return NoSync(impl_->unsynced);
+}
+
+void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& options) {
+  if (impl_->alone()) return loop();
+  if (impl_->joining.has_value())
+    throw Error("parallel.join", "one joined loop at a time", "another inside it");
+  struct Scope {
+    std::optional<Impl::Joining>& joining;
+    ~Scope() { joining.reset(); }
+  };
+  impl_->joining = Impl::Joining{options, impl_->group.size()};
+  const Scope scope{impl_->joining};
+  loop();
+  bool was_last = true;
+  for (int steps = 0; impl_->announce(false) > 0; ++steps) {
+    if (steps == kSkewToWarnOf) {
+      log()->warn("rank {} has had no input for {} steps while others go on: share the data evenly",
+                  impl_->group.rank(), steps);
+    }
+    impl_->shadow_step();
+    was_last = false;
+  }
+  impl_->take_final_model(was_last);
+}
+
+}  // namespace semitone::parallel

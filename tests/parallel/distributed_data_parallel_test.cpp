@@ -1,0 +1,802 @@
+#include "semitone/parallel/distributed_data_parallel.h"
+
+#include "semitone/amp/autocast.h"
+#include "semitone/amp/mixed_precision.h"
+#include "semitone/comm/init.h"
+#include "semitone/core/dtype.h"
+#include "tests/parallel/models.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+
+#include <torch/script.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <csignal>
+
+namespace semitone::parallel {
+namespace {
+
+using test::Batch;
+using test::batch_of;
+using test::copies;
+using test::expect_error;
+using test::Heads;
+using test::Net;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+using test::train;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 20;
+// fp64, 20 steps: what the order of additions may change.
+constexpr double kTolerance = 1e-12;
+
+void expect_near(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want,
+                 double tolerance = kTolerance) {
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    EXPECT_TRUE(test::near(got[i], want[i], tolerance)) << "tensor " << i;
+  }
+}
+
+void expect_equal_on_all_ranks(const comm::Group& group, const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    for (const at::Tensor& other : group.all_gather(tensor.detach().contiguous()))
+      EXPECT_TRUE(test::same_bits(other, tensor.detach()));
+  }
+}
+
+std::vector<at::Tensor> gradients_of(const torch::nn::Module& model) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : model.parameters()) gradients.push_back(parameter.grad());
+  return gradients;
+}
+
+// Averages as a program would do it that writes its own hook.
+class MeanHook final : public CommHook {
+ public:
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                 const comm::Group& group) override {
+    std::int64_t elements = 0;
+    for (const at::Tensor& parameter : bucket.parameters) elements += parameter.numel();
+    EXPECT_EQ(bucket.buffer.numel(), elements);
+    at::Tensor gradients = bucket.buffer;
+    return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+  }
+};
+
+// The ways to reduce that must all give the same.
+std::vector<std::pair<std::string, DdpOptions>> all_ways() {
+  return {
+      {"default", DdpOptions()},
+      {"views", DdpOptions().gradient_as_bucket_view(true)},
+      {"small buckets", DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001)},
+      {"find_unused", DdpOptions().find_unused_parameters(true)},
+      {"find_unused, views",
+       DdpOptions().find_unused_parameters(true).gradient_as_bucket_view(true).bucket_cap_mb(
+           0.0002)},
+      {"static_graph", DdpOptions().static_graph(true)},
+      {"delay_allreduce", DdpOptions().delay_allreduce(true)},
+      {"predivide", DdpOptions().gradient_predivide_factor(1.5)},
+      {"delayed, predivide", DdpOptions().delay_allreduce(true).gradient_predivide_factor(8)},
+      {"hook", DdpOptions().comm_hook(std::make_shared<MeanHook>())},
+  };
+}
+
+TEST(Ddp, TrainsAsOneProcessOnTheWholeBatch) {
+  run_ranks(4, [](Rank& rank) {
+    const auto group = comm::init();
+    // The whole batch of 16 rows, in equal and unequal shares. A rank without a row takes part.
+    const std::vector<std::vector<std::int64_t>> shares = {{4, 4, 4, 4}, {7, 1, 0, 8}};
+    Net alone = seeded<Net>(1);
+    const auto before = copies(alone->parameters());
+    std::vector<at::Tensor> first_gradients;
+    train(*alone, kSteps, [&](int step) {
+      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 16);
+      (sum_of_squares(alone->forward(batch.data), batch.target) / 16).backward();
+      if (step == 0) first_gradients = copies(gradients_of(*alone));
+    });
+    for (const auto& [name, options] : all_ways()) {
+      for (const auto& share : shares) {
+        SCOPED_TRACE(name);
+        // Other weights on other ranks: rank 0's count.
+        Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()));
+        DistributedDataParallel ddp(model, group, options);
+        expect_near(model->parameters(), before, 0);
+        std::int64_t begin = 0;
+        for (int peer = 0; peer < rank.number(); ++peer)
+          begin += share[static_cast<std::size_t>(peer)];
+        const std::int64_t end = begin + share[static_cast<std::size_t>(rank.number())];
+        train(*model, kSteps, [&](int step) {
+          const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 16).rows(begin, end);
+          (sum_of_squares(ddp.forward(batch.data), batch.target) * 4 / 16).backward();
+          if (step == 0) expect_near(gradients_of(*model), first_gradients);
+        });
+        expect_near(model->parameters(), alone->parameters());
+        expect_equal_on_all_ranks(group, model->parameters());
+      }
+    }
+  });
+}
+
+TEST(Ddp, AccumulatesWithoutCommunicationInNoSync) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net alone = seeded<Net>(1);
+    train(*alone, 5, [&](int step) {
+      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+      (sum_of_squares(alone->forward(batch.data), batch.target) / 8).backward();
+    });
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      train(*model, 5, [&](int step) {
+        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        const std::int64_t begin = 4 * rank.number();
+        const auto pass = [&](std::int64_t from, std::int64_t to) {
+          const Batch rows = batch.rows(begin + from, begin + to);
+          (sum_of_squares(ddp.forward(rows.data), rows.target) * 2 / 8).backward();
+        };
+        // Rank 1 in three parts, rank 0 in two: nothing is communicated before the last.
+        {
+          const auto local = ddp.no_sync();
+          pass(0, 1);
+          if (rank.number() == 1) pass(1, 2);
+        }
+        if (step == 0) {
+          const auto others = group.all_gather(model->second->bias.grad());
+          EXPECT_FALSE(torch::equal(others[0], others[1]));
+        }
+        pass(rank.number() == 1 ? 2 : 1, 4);
+      });
+      expect_near(model->parameters(), alone->parameters());
+    }
+  });
+}
+
+TEST(Ddp, NoSyncNests) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const auto differs = [&] {
+      const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+      model->zero_grad();
+      sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      const auto all = group.all_gather(model->second->bias.grad());
+      return !torch::equal(all[0], all[1]);
+    };
+    EXPECT_FALSE(differs());
+    {
+      const auto outer = ddp.no_sync();
+      {
+        auto inner = ddp.no_sync();
+        const auto moved = std::move(inner);
+        EXPECT_TRUE(differs());
+      }
+      EXPECT_TRUE(differs());
+    }
+    EXPECT_FALSE(differs());
+  });
+}
+
+TEST(UnusedParameters, AreNamedInTheError) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool views : {false, true}) {
+      Heads model = seeded<Heads>(1);
+      DistributedDataParallel ddp(model, group, DdpOptions().gradient_as_bucket_view(views));
+      const Batch batch = batch_of(1, 2);
+      sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();
+      expect_error([&] { ddp.forward(batch.data, true); },
+                   {"[parallel.ddp]", "'right.weight', 'right.bias', 'never.weight', 'never.bias'",
+                    "rank " + std::to_string(rank.number()), "find_unused_parameters(true)"});
+    }
+  });
+}
+
+TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto use_left = [](int step, int rank) { return (step + rank * (step % 3)) % 2 == 0; };
+    Heads alone = seeded<Heads>(1);
+    train(*alone, kSteps, [&](int step) {
+      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+      for (int each = 0; each < 2; ++each) {
+        const Batch rows = batch.rows(4 * each, 4 * each + 4);
+        (sum_of_squares(alone->forward(rows.data, use_left(step, each)), rows.target) / 8)
+            .backward();
+      }
+    });
+    const std::vector<DdpOptions> ways = {
+        DdpOptions().find_unused_parameters(true),
+        DdpOptions().find_unused_parameters(true).bucket_cap_mb(0.0003).first_bucket_mb(0.0001),
+        DdpOptions().delay_allreduce(true)};
+    for (const DdpOptions& options : ways) {
+      Heads model = seeded<Heads>(1);
+      DistributedDataParallel ddp(model, group, options);
+      train(*model, kSteps, [&](int step) {
+        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8)
+                                .rows(4 * rank.number(), 4 * rank.number() + 4);
+        const at::Tensor output = ddp.forward(batch.data, use_left(step, rank.number()));
+        (sum_of_squares(output, batch.target) * 2 / 8).backward();
+        // Used by one of two ranks: the mean counts the other as zero.
+        EXPECT_EQ(model->left->bias.grad().defined(), use_left(step, 0) || use_left(step, 1));
+        EXPECT_FALSE(model->never->bias.grad().defined());
+      });
+      expect_near(model->parameters(), alone->parameters());
+    }
+  });
+}
+
+TEST(UnusedParameters, AreFoundOutOnceInAStaticGraph) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads alone = seeded<Heads>(1);
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    const auto batch = [](int step) { return batch_of(100 + static_cast<std::uint64_t>(step), 8); };
+    train(*alone, 5, [&](int step) {
+      (sum_of_squares(alone->forward(batch(step).data, true), batch(step).target) / 8).backward();
+    });
+    train(*model, 5, [&](int step) {
+      const Batch rows = batch(step).rows(4 * rank.number(), 4 * rank.number() + 4);
+      (sum_of_squares(ddp.forward(rows.data, true), rows.target) * 2 / 8).backward();
+    });
+    expect_near(model->parameters(), alone->parameters());
+  });
+}
+
+// Several results, of which a loss need not use all.
+struct PairImpl : torch::nn::Module {
+  PairImpl() {
+    left = register_module("left", torch::nn::Linear(6, 3));
+    right = register_module("right", torch::nn::Linear(6, 3));
+    to(torch::kDouble);
+  }
+  std::pair<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& x) {
+    return {left->forward(x), {right->forward(x)}};
+  }
+  torch::nn::Linear left{nullptr}, right{nullptr};
+};
+TORCH_MODULE(Pair);
+
+TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Pair model = seeded<Pair>(1);
+    DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+    for (int step = 0; step < 3; ++step) {
+      const Batch batch = batch_of(1, 2);
+      const auto [left, right] = ddp.forward(batch.data);
+      sum_of_squares(step == 1 ? right.at(0) : left, batch.target).backward();
+    }
+  });
+}
+
+struct OpaqueImpl : torch::nn::Module {
+  OpaqueImpl() : linear(register_module("linear", torch::nn::Linear(6, 3))) { to(torch::kDouble); }
+  struct Result {
+    at::Tensor value;
+  };
+  Result forward(const at::Tensor& x) { return {linear->forward(x)}; }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Opaque);
+
+TEST(Results, OfAnyTypePassThrough) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    Opaque model = seeded<Opaque>(1);
+    {
+      DistributedDataParallel ddp(model, group);
+      sum_of_squares(ddp.forward(batch.data).value, batch.target).backward();
+    }
+    // But cannot be searched.
+    DistributedDataParallel searching(model, group, DdpOptions().find_unused_parameters(true));
+    expect_error([&] { searching.forward(batch.data); }, {"[parallel.ddp]", "map_tensors"});
+  });
+}
+
+TEST(Models, ThatDifferAreNamedOnEveryRank) {
+  run_ranks(4, [](Rank& rank) {
+    const auto group = comm::init();
+    const bool odd = rank.number() == 2;
+    const auto error_of = [&](const torch::nn::Sequential& model, const DdpOptions& options = {}) {
+      return test::error_of([&] { DistributedDataParallel ddp(model, group, options); });
+    };
+    using torch::nn::Linear;
+    using torch::nn::Sequential;
+    const auto got = [](const std::string& text) {
+      return AllOf(HasSubstr("[parallel.ddp]"), HasSubstr("on rank 2: " + text));
+    };
+    EXPECT_THAT(error_of(Sequential(Linear(2, 3), Linear(3, odd ? 5 : 4))),
+                got("parameter '1.weight' is float32[5, 3], on rank 0 float32[4, 3]"));
+    EXPECT_THAT(error_of(odd ? Sequential(Linear(2, 3)) : Sequential(Linear(2, 3), Linear(3, 4))),
+                got("no parameter '1.weight'"));
+    EXPECT_THAT(error_of(odd ? Sequential(Linear(2, 3), Linear(3, 4)) : Sequential(Linear(2, 3))),
+                got("parameter '1.weight', which rank 0 does not have"));
+    Sequential half(Linear(2, 3));
+    if (odd) half->to(torch::kHalf);
+    EXPECT_THAT(error_of(half), got("parameter '0.weight' is float16[3, 2]"));
+    Sequential frozen(Linear(2, 3), Linear(3, 3));
+    if (odd) frozen->parameters()[0].requires_grad_(false);
+    EXPECT_THAT(error_of(frozen), got("parameter '0.weight' is float32[3, 2] without gradient"));
+    Sequential all_frozen(Linear(2, 3));
+    if (odd) {
+      for (const at::Tensor& parameter : all_frozen->parameters())
+        parameter.set_requires_grad(false);
+    }
+    EXPECT_THAT(error_of(all_frozen), got("no parameter that needs a gradient"));
+    EXPECT_THAT(error_of(Sequential(Linear(2, 3)), DdpOptions().bucket_cap_mb(odd ? 5 : 25)),
+                got("the option bucket_cap_mb is 5, on rank 0 25"));
+    // The group is as good as before.
+    Sequential good(Linear(2, 3));
+    DistributedDataParallel ddp(good, group);
+    ddp.forward(torch::ones({1, 2})).sum().backward();
+  });
+}
+
+TEST(Models, ThatAreCastAfterwardsAreNamed) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    model->to(torch::kFloat);
+    expect_error(
+        [&] {
+          ddp.forward(torch::ones({1, 6}));
+        },
+        {"'first.weight'", "float64", "float32", "cast and move the model first"});
+  });
+}
+
+TEST(Models, WithTiedSparseAndFrozenParametersTrainAsOneProcess) {
+  struct TiedImpl : torch::nn::Module {
+    TiedImpl() {
+      sparse = register_module(
+          "sparse", torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 4).sparse(true)));
+      table = register_module("table", torch::nn::Embedding(7, 4));
+      register_parameter("tied", table->weight);
+      frozen = register_parameter("frozen", torch::ones({4}), false);
+      to(torch::kDouble);
+    }
+    at::Tensor forward(const at::Tensor& words) {
+      return torch::linear(table->forward(words) * frozen + sparse->forward(words % 5),
+                           table->weight);
+    }
+    torch::nn::Embedding sparse{nullptr}, table{nullptr};
+    at::Tensor frozen;
+  };
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const at::Tensor words = torch::arange(8) % 7;
+    const auto loss = [](const at::Tensor& output) { return output.pow(2).sum() / 8; };
+    torch::manual_seed(1);
+    const auto alone = std::make_shared<TiedImpl>();
+    torch::manual_seed(1);
+    const auto model = std::make_shared<TiedImpl>();
+    DistributedDataParallel ddp(model, group);
+    for (int step = 0; step < 4; ++step) {
+      alone->zero_grad();
+      model->zero_grad();
+      loss(alone->forward(words)).backward();
+      (loss(ddp.forward(words.slice(0, 4 * rank.number(), 4 * rank.number() + 4))) * 2).backward();
+      EXPECT_TRUE(model->sparse->weight.grad().is_sparse());
+      EXPECT_TRUE(test::near(model->sparse->weight.grad().to_dense(),
+                             alone->sparse->weight.grad().to_dense(), kTolerance));
+      EXPECT_TRUE(test::near(model->table->weight.grad(), alone->table->weight.grad(), kTolerance));
+      EXPECT_FALSE(model->frozen.grad().defined());
+    }
+  });
+}
+
+TEST(Buffers, AreRankZerosInEveryForward) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool broadcast : {true, false}) {
+      for (const auto& options : {DdpOptions(), DdpOptions().delay_allreduce(true)}) {
+        Net model = seeded<Net>(1, true);
+        Net reference = seeded<Net>(1, true);
+        DdpOptions all = options;
+        DistributedDataParallel ddp(model, group, all.broadcast_buffers(broadcast));
+        const auto rows = [&](int step, int of) {
+          return batch_of(static_cast<std::uint64_t>(10 * step + of), 4);
+        };
+        for (int step = 0; step < 3; ++step) {
+          const Batch batch = rows(step, rank.number());
+          sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+        }
+        // Each forward starts from rank 0's statistics, and adds its own batch.
+        const auto mean_after = [&](int steps, int of, int last_of) {
+          torch::NoGradGuard no_grad;
+          at::Tensor mean = torch::zeros({8}, torch::kDouble);
+          for (int step = 0; step < steps; ++step) {
+            const Batch batch = rows(step, step + 1 == steps ? last_of : of);
+            mean = 0.9 * mean + 0.1 * reference->first->forward(batch.data).mean(0);
+          }
+          return mean;
+        };
+        EXPECT_TRUE(test::near(model->norm->running_mean,
+                               mean_after(3, broadcast ? 0 : rank.number(), rank.number()), 1e-12));
+        EXPECT_EQ(model->norm->num_batches_tracked.item<std::int64_t>(), 3);
+        const auto all_means = group.all_gather(model->norm->running_mean);
+        EXPECT_FALSE(torch::equal(all_means[0], all_means[1]));
+      }
+    }
+  });
+}
+
+TEST(Evaluation, CommunicatesNothing) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1, true);
+    DistributedDataParallel ddp(model, group);
+    if (rank.number() == 1) {
+      const torch::NoGradGuard no_grad;
+      model->eval();
+      for (int i = 0; i < 3; ++i) ddp.forward(batch_of(1, 4).data);
+      model->train();
+    }
+    ddp.forward(batch_of(1, 4).data).sum().backward();
+  });
+}
+
+TEST(Misuse, ForwardOfTheModelItselfIsAnErrorInBackward) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const Batch batch = batch_of(1, 2);
+    const auto expect_refusal = [&](const at::Tensor& loss) {
+      expect_error([&] { loss.backward({}, true); }, {"[parallel.ddp]", "ddp.forward()"});
+      model->zero_grad();
+    };
+    expect_refusal(sum_of_squares(ddp->forward(batch.data), batch.target));
+    const at::Tensor loss = sum_of_squares(ddp.forward(batch.data), batch.target);
+    loss.backward({}, true);
+    // Nobody would reduce it.
+    expect_refusal(loss);
+    // A step without backward does no harm, and several backward passes in turn make one.
+    ddp.forward(batch.data);
+    const at::Tensor left = ddp.forward(batch.data).sum();
+    left.backward();
+    expect_refusal(left.detach() + model->second->bias.sum());
+    // But where gradients are to stay local.
+    const auto local = ddp.no_sync();
+    model->second->bias.sum().backward();
+  });
+}
+
+TEST(Misuse, OptionsThatExcludeEachOtherAreNamed) {
+  expect_error([] { DdpOptions().bucket_cap_mb(0); }, {"bucket_cap_mb"});
+  expect_error([] { DdpOptions().first_bucket_mb(-1); }, {"first_bucket_mb"});
+  expect_error([] { DdpOptions().gradient_predivide_factor(NAN); }, {"gradient_predivide_factor"});
+  expect_error([] { DdpOptions().compress(torch::kFloat); }, {"compress", "float32"});
+  Net model;
+  const auto expect_excluded = [&](const DdpOptions& options, const char* one, const char* other) {
+    expect_error([&] { DistributedDataParallel ddp(model, comm::Group(), options); }, {one, other});
+  };
+  const auto hook = std::make_shared<MeanHook>();
+  expect_excluded(DdpOptions().delay_allreduce(true).find_unused_parameters(true),
+                  "delay_allreduce", "find_unused_parameters");
+  expect_excluded(DdpOptions().delay_allreduce(true).static_graph(true), "delay_allreduce",
+                  "static_graph");
+  expect_excluded(DdpOptions().delay_allreduce(true).gradient_as_bucket_view(true),
+                  "delay_allreduce", "gradient_as_bucket_view");
+  expect_excluded(DdpOptions().delay_allreduce(true).comm_hook(hook), "delay_allreduce",
+                  "comm_hook");
+  expect_excluded(DdpOptions().compress(torch::kHalf).comm_hook(hook), "compress", "comm_hook");
+  expect_excluded(DdpOptions().allreduce_always_fp32(true).comm_hook(hook), "allreduce_always_fp32",
+                  "comm_hook");
+}
+
+TEST(SingleProcess, OnlyCallsTheModel) {
+  Net model = seeded<Net>(1);
+  DistributedDataParallel ddp(model, comm::Group());
+  const Batch batch = batch_of(1, 2);
+  sum_of_squares(ddp(batch.data), batch.target).backward();
+  EXPECT_TRUE(model->first->weight.grad().defined());
+  int runs = 0;
+  ddp.join([&] { ++runs; });
+  EXPECT_EQ(runs, 1);
+  EXPECT_EQ(ddp->first->weight.data_ptr(), model->first->weight.data_ptr());
+  EXPECT_EQ(&*ddp, model.get());
+  for (const at::Tensor& parameter : model->parameters()) parameter.set_requires_grad(false);
+  expect_error([&] { DistributedDataParallel frozen(model, comm::Group()); },
+               {"no parameter that needs a gradient"});
+}
+
+TEST(CommHook, MayGiveAnythingThatFits) {
+  struct Zeros final : CommHook {
+    c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                   const comm::Group&) override {
+      buckets.push_back(bucket.index);
+      last = bucket.is_last;
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      future->markCompleted(torch::zeros_like(bucket.buffer));
+      return future;
+    }
+    std::vector<std::size_t> buckets;
+    bool last = false;
+  };
+  struct Throws final : CommHook {
+    c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket&,
+                                                   const comm::Group&) override {
+      throw std::runtime_error("a hook of no use");
+    }
+  };
+  struct Misfit final : CommHook {
+    c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket&,
+                                                   const comm::Group&) override {
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      future->markCompleted(torch::zeros({1}));
+      return future;
+    }
+  };
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    const auto backward_with = [&](const std::shared_ptr<CommHook>& hook, int passes) {
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(
+          model, group, DdpOptions().comm_hook(hook).bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+      for (int pass = 0; pass < passes; ++pass)
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      return copies(gradients_of(*model));
+    };
+    const auto zeros = std::make_shared<Zeros>();
+    for (const at::Tensor& gradient : backward_with(zeros, 2)) {
+      EXPECT_TRUE(torch::equal(gradient, torch::zeros_like(gradient)));
+    }
+    // One bucket to find out the order, then small ones.
+    EXPECT_THAT(zeros->buckets, ::testing::ElementsAre(0, 0, 1));
+    EXPECT_TRUE(zeros->last);
+    EXPECT_THAT([&] { backward_with(std::make_shared<Throws>(), 1); },
+                ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("a hook of no use")));
+    expect_error([&] { backward_with(std::make_shared<Misfit>(), 1); }, {"[parallel.comm_hook]"});
+  });
+}
+
+// The mean gradient of a one-layer model whose gradients are the input, on every rank.
+std::vector<at::Tensor> mean_of_inputs(const comm::Group& group, const at::Tensor& input,
+                                       at::ScalarType dtype, const DdpOptions& options) {
+  torch::nn::Linear model(torch::nn::LinearOptions(input.size(0), 1).bias(false));
+  model->to(dtype);
+  DistributedDataParallel ddp(model, group, options);
+  ddp.forward(input.to(dtype).view({1, -1})).sum().backward();
+  return {model->weight.grad().view(-1)};
+}
+
+TEST(Compression, RoundsToTheDtypeOnly) {
+  run_ranks(4, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::manual_seed(7);
+    const at::Tensor inputs = torch::randn({4, 1000}, torch::kDouble);
+    const at::Tensor input = inputs[rank.number()];
+    const at::Tensor mean = inputs.mean(0);
+    const double scale = inputs.abs().max().item<double>();
+    for (const auto wire : {torch::kHalf, torch::kBFloat16}) {
+      for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+        for (const bool delayed : {false, true}) {
+          const auto options = DdpOptions().compress(wire).delay_allreduce(delayed);
+          const at::Tensor got = mean_of_inputs(group, input, dtype, options)[0];
+          EXPECT_EQ(got.scalar_type(), dtype);
+          // Each rank's value is rounded once, and each of three sums.
+          const double most = 4 * dtype_limits(wire).epsilon / 2 * scale;
+          EXPECT_LE((got - mean).abs().max().item<double>(), most);
+          EXPECT_GT((got - mean).abs().max().item<double>(), 0) << "something was compressed";
+          expect_equal_on_all_ranks(group, {got});
+        }
+      }
+    }
+    // 16-bit gradients need none.
+    const at::Tensor half = mean_of_inputs(group, torch::ones({4}), torch::kHalf,
+                                           DdpOptions().compress(torch::kBFloat16))[0];
+    EXPECT_TRUE(test::same_bits(half, torch::ones({4}, torch::kHalf)));
+  });
+}
+
+TEST(Compression, DividesBeforeAndAfterTheSum) {
+  run_ranks(4, [](Rank&) {
+    const auto group = comm::init();
+    const auto mean = [&](double value, const DdpOptions& options,
+                          at::ScalarType dtype = torch::kFloat) {
+      return mean_of_inputs(group, torch::full({4}, value), dtype, options)[0][0].item<double>();
+    };
+    const auto half = DdpOptions().compress(torch::kHalf);
+    // The sum of four in fp16, of values divided by 2: 4 * 32752 / 2 is its largest.
+    EXPECT_EQ(mean(32752, half), 32752);
+    EXPECT_TRUE(std::isinf(mean(40000, half)));
+    // fp16's smallest is 2^-24: divided by 2 once, not by 4.
+    EXPECT_EQ(mean(std::ldexp(1, -23), half), std::ldexp(1, -23));
+    EXPECT_EQ(mean(std::ldexp(1, -23), DdpOptions(half).gradient_predivide_factor(4)), 0);
+    EXPECT_EQ(mean(60000, DdpOptions(half).gradient_predivide_factor(4)), 60000);
+    // fp16 gradients summed in fp32.
+    const auto wide = DdpOptions().allreduce_always_fp32(true).gradient_predivide_factor(1);
+    EXPECT_EQ(mean(60000, wide, torch::kHalf), 60000);
+    EXPECT_TRUE(std::isinf(mean(60000, DdpOptions().gradient_predivide_factor(1), torch::kHalf)));
+    EXPECT_TRUE(std::isinf(mean(
+        60000, DdpOptions().gradient_predivide_factor(1).delay_allreduce(true), torch::kHalf)));
+    EXPECT_EQ(mean(60000, DdpOptions(wide).delay_allreduce(true), torch::kHalf), 60000);
+  });
+}
+
+TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2, amp::OptLevel::O3}) {
+      Net model = seeded<Net>(1, true);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto mixed = amp::initialize(model, optimizer,
+                                   amp::Options(level).dtype(torch::kBFloat16).loss_scale(16));
+      DistributedDataParallel ddp(model, group, DdpOptions().allreduce_always_fp32(true));
+      const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 8);
+      double first = 0;
+      double last = 0;
+      for (int step = 0; step < 15; ++step) {
+        const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat));
+        const auto loss =
+            sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat)) / 8;
+        mixed.scale_loss(loss, optimizer).backward();
+        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+        mixed.zero_grad(optimizer);
+        (step == 0 ? first : last) = loss.item<double>();
+      }
+      EXPECT_LT(last, first);
+      expect_equal_on_all_ranks(group, copies(mixed.master_params(optimizer)));
+      expect_equal_on_all_ranks(group, copies(model->parameters()));
+    }
+  });
+}
+
+TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto gradients = [&](bool parallel) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto mixed =
+          amp::initialize(model, optimizer,
+                          amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(128));
+      DistributedDataParallel ddp(model, parallel ? group : comm::Group());
+      const auto pass = [&](int row, bool last) {
+        const Batch batch = batch_of(1, 4).rows(row, row + 1);
+        std::optional<NoSync> local;
+        if (!last) local.emplace(ddp.no_sync());
+        const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                         batch.target.to(torch::kFloat));
+        amp::ScaleLossOptions options;
+        options.delay_unscale = !last;
+        mixed.scale_loss(loss * (parallel ? 2 : 1), optimizer, options).backward();
+      };
+      for (int row = 0; row < 4; ++row) {
+        if (!parallel || row / 2 == rank.number()) pass(row, parallel ? row % 2 == 1 : row == 3);
+      }
+      std::vector<at::Tensor> result;
+      for (const at::Tensor& master : mixed.master_params(optimizer))
+        result.push_back(master.grad());
+      return copies(result);
+    };
+    expect_near(gradients(true), gradients(false), 8 * dtype_limits(torch::kBFloat16).epsilon);
+  });
+}
+
+TEST(MixedPrecision, AnOverflowOnOneRankSkipsTheStepOnAll) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto& options : {DdpOptions(), DdpOptions().compress(torch::kHalf)}) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      amp::GradScaler scaler;
+      DistributedDataParallel ddp(model, group, options);
+      const auto before = copies(model->parameters());
+      const auto loss = [&] {
+        const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+        return ddp.forward(torch::ones({2, 6})).sum();
+      }();
+      scaler.scale(loss * (rank.number() == 1 ? INFINITY : 1.0)).backward();
+      EXPECT_EQ(scaler.step(optimizer), amp::Step::skipped);
+      scaler.update();
+      expect_near(model->parameters(), before, 0);
+      EXPECT_EQ(scaler.get_scale(), 32768);
+    }
+  });
+}
+
+TEST(Script, ModulesTrainLikeOthers) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::jit::Module model("Scale");
+    torch::manual_seed(static_cast<std::uint64_t>(rank.number()));
+    model.register_parameter("weight", torch::randn({6}, torch::kDouble).requires_grad_(), false);
+    model.register_buffer("steps", torch::zeros({1}, torch::kDouble));
+    model.define(
+        "def forward(self, x):\n    self.steps += 1\n    return (x * self.weight).sum()\n");
+    DistributedDataParallel ddp(model, group);
+    expect_equal_on_all_ranks(group, {model.attr("weight").toTensor()});
+    const std::vector<at::Tensor> inputs = {torch::ones({6}, torch::kDouble),
+                                            torch::full({6}, 3, torch::kDouble)};
+    const c10::IValue output = ddp.forward({inputs[static_cast<std::size_t>(rank.number())]});
+    output.toTensor().backward();
+    EXPECT_TRUE(test::same_bits(model.attr("weight").toTensor().grad(),
+                                torch::full({6}, 2, torch::kDouble)));
+  });
+}
+
+// ---- lost ranks --------------------------------------------------------------------------------
+
+class LostInBackward : public ::testing::TestWithParam<int> {};
+
+TEST_P(LostInBackward, IsNamedByAllOthers) {
+  const int signal = GetParam();
+  test::RankOptions options;
+  options.casualties = {1};
+  const auto results = run_ranks(
+      4,
+      [&](Rank& rank) {
+        const auto group = comm::init("env://", comm::InitOptions()
+                                                    .heartbeat(std::chrono::milliseconds(50))
+                                                    .heartbeat_timeout(std::chrono::seconds(3)));
+        Net model = seeded<Net>(1);
+        DistributedDataParallel ddp(model, group,
+                                    DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+        const Batch batch = batch_of(1, 2);
+        try {
+          for (int step = 0;; ++step) {
+            const at::Tensor output = ddp.forward(batch.data);
+            if (rank.number() == 1 && step == 3) {
+              // When the gradients of the second layer are on their way, and the first's are not.
+              model->first->bias.register_hook([&](const at::Tensor&) { std::raise(signal); });
+            }
+            sum_of_squares(output, batch.target).backward();
+          }
+        } catch (const CommError& error) {
+          EXPECT_EQ(error.ranks(), std::vector<int>{1});
+          rank.say(error.what());
+        }
+      },
+      options);
+  for (const int rank : {0, 2, 3}) {
+    const auto& result = results[static_cast<std::size_t>(rank)];
+    ASSERT_EQ(result.said.size(), 1u) << result.output;
+    EXPECT_THAT(result.said[0], HasSubstr("rank 1 lost"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, LostInBackward, ::testing::Values(SIGKILL, SIGSTOP));
+
+TEST(Loss, OfARankThatThrowsIsNamedToo) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    try {
+      const auto group = comm::init();
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group);
+      const Batch batch = batch_of(1, 2);
+      if (rank.number() == 1) throw std::logic_error("mine");
+      sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      ADD_FAILURE();
+    } catch (const CommError& error) {
+      rank.say(error.what());
+    } catch (const std::logic_error&) {
+    }
+  });
+  ASSERT_EQ(results[0].said.size(), 1u);
+  EXPECT_THAT(results[0].said[0], HasSubstr("rank 1 lost: left the group"));
+}
+
+}  // namespace
+}  // namespace semitone::parallel

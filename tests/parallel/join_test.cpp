@@ -1,0 +1,179 @@
+#include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/models.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+namespace semitone::parallel {
+namespace {
+
+using test::Batch;
+using test::batch_of;
+using test::expect_error;
+using test::Heads;
+using test::Net;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+
+constexpr double kTolerance = 1e-12;
+
+// How many batches each of three ranks has.
+const std::vector<int> kBatches = {3, 6, 2};
+
+Batch batch_for(int rank, int step) {
+  return batch_of(static_cast<std::uint64_t>(100 * rank + step), 4);
+}
+
+// What the ranks compute together, on one: `loss` of each rank that has a batch in a step.
+template <typename Model>
+void train_alone(Model& model, bool divide_by_all,
+                 const std::function<at::Tensor(Model&, int, int)>& loss) {
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  for (int step = 0; step < 6; ++step) {
+    optimizer.zero_grad();
+    int live = 0;
+    for (const int batches : kBatches) live += step < batches ? 1 : 0;
+    for (int rank = 0; rank < 3; ++rank) {
+      if (step < kBatches[static_cast<std::size_t>(rank)])
+        (loss(model, rank, step) / (divide_by_all ? 3 : live)).backward();
+    }
+    optimizer.step();
+  }
+}
+
+TEST(Join, TrainsAsOneProcessOnAllBatches) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto loss_of = [](Heads& model, int of, int step) {
+      const Batch batch = batch_for(of, step);
+      return sum_of_squares(model->forward(batch.data, step % 2 == 0), batch.target);
+    };
+    for (const bool divide_by_all : {true, false}) {
+      Heads alone = seeded<Heads>(1);
+      train_alone<Heads>(alone, divide_by_all, loss_of);
+      const std::vector<DdpOptions> ways = {
+          DdpOptions().find_unused_parameters(true),
+          DdpOptions().find_unused_parameters(true).gradient_as_bucket_view(true),
+          DdpOptions().find_unused_parameters(true).bucket_cap_mb(0.0003).first_bucket_mb(0.0001),
+          DdpOptions().find_unused_parameters(true).gradient_predivide_factor(1.5),
+          DdpOptions().delay_allreduce(true)};
+      for (std::size_t way = 0; way < ways.size(); ++way) {
+        SCOPED_TRACE(way);
+        Heads model = seeded<Heads>(1);
+        DistributedDataParallel ddp(model, group, ways[way]);
+        torch::optim::SGD optimizer(model->parameters(),
+                                    torch::optim::SGDOptions(0.05).momentum(0.9));
+        JoinOptions options;
+        options.divide_by_initial_world_size = divide_by_all;
+        ddp.join(
+            [&] {
+              for (int step = 0; step < kBatches[static_cast<std::size_t>(rank.number())]; ++step) {
+                optimizer.zero_grad();
+                const Batch batch = batch_for(rank.number(), step);
+                sum_of_squares(ddp.forward(batch.data, step % 2 == 0), batch.target).backward();
+                optimizer.step();
+              }
+            },
+            options);
+        for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
+          EXPECT_TRUE(test::near(model->parameters()[i], alone->parameters()[i], kTolerance)) << i;
+        }
+      }
+    }
+  });
+}
+
+TEST(Join, RebuildsBucketsAndSharesBuffersWithTheRanksThatGoOn) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1, true);
+    DistributedDataParallel ddp(model, group,
+                                DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+    // Rank 0, whose buffers count otherwise, has nothing at all.
+    const int batches = rank.number() == 0 ? 0 : rank.number() == 1 ? 4 : 2;
+    ddp.join([&] {
+      for (int step = 0; step < batches; ++step) {
+        const Batch batch = batch_for(rank.number(), step);
+        {
+          const auto local = ddp.no_sync();
+          sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+        }
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      }
+    });
+    // Rank 1's, the last.
+    EXPECT_EQ(model->norm->num_batches_tracked.item<std::int64_t>(), 8);
+    for (const at::Tensor& buffer : model->buffers()) {
+      for (const at::Tensor& other : group.all_gather(buffer))
+        EXPECT_TRUE(test::same_bits(other, buffer));
+    }
+  });
+}
+
+TEST(Join, WithEqualInputsChangesNothing) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto trained = [&](bool joined) {
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group);
+      const auto loop = [&] {
+        test::train(*model, 3, [&](int step) {
+          const Batch batch = batch_for(rank.number(), step);
+          sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+        });
+      };
+      joined ? ddp.join(loop) : loop();
+      // And the loop after it is as ever.
+      loop();
+      return test::copies(model->parameters());
+    };
+    const auto with = trained(true);
+    const auto without = trained(false);
+    for (std::size_t i = 0; i < with.size(); ++i) EXPECT_TRUE(test::same_bits(with[i], without[i]));
+  });
+}
+
+TEST(Join, EndsOnAllRanksWhereThatIsAskedFor) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    JoinOptions options;
+    options.throw_on_early_termination = true;
+    int steps = 0;
+    expect_error(
+        [&] {
+          ddp.join(
+              [&] {
+                for (; steps < (rank.number() == 1 ? 2 : 5); ++steps) {
+                  const Batch batch = batch_for(rank.number(), steps);
+                  sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+                }
+              },
+              options);
+        },
+        {"[parallel.join]", "none left on rank 1"});
+    EXPECT_EQ(steps, 2);
+    // All are at the same place: the group is as good as before.
+    sum_of_squares(ddp.forward(batch_for(0, 0).data), batch_for(0, 0).target).backward();
+  });
+}
+
+TEST(Join, DoesNotNest) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    ddp.join([&] { expect_error([&] { ddp.join([] {}); }, {"[parallel.join]"}); });
+  });
+}
+
+}  // namespace
+}  // namespace semitone::parallel

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+// Models and data for the tests of data-parallel training, in fp64 unless said otherwise.
+namespace semitone::test {
+
+// Two layers; with a normalisation between them, whose statistics are buffers.
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(bool normalised = false) {
+    first = register_module("first", torch::nn::Linear(6, 8));
+    if (normalised) norm = register_module("norm", torch::nn::BatchNorm1d(8));
+    second = register_module("second", torch::nn::Linear(8, 3));
+    to(torch::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor hidden = first->forward(x);
+    if (!norm.is_empty()) hidden = norm->forward(hidden);
+    return second->forward(torch::tanh(hidden));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+TORCH_MODULE(Net);
+
+// Two heads on one trunk: a step that uses one of them leaves the other's parameters without a
+// gradient. `never` is used by no step.
+struct HeadsImpl : torch::nn::Module {
+  HeadsImpl() {
+    trunk = register_module("trunk", torch::nn::Linear(6, 8));
+    left = register_module("left", torch::nn::Linear(8, 3));
+    right = register_module("right", torch::nn::Linear(8, 3));
+    never = register_module("never", torch::nn::Linear(8, 3));
+    to(torch::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x, bool use_left) {
+    const at::Tensor hidden = torch::tanh(trunk->forward(x));
+    return use_left ? left->forward(hidden) : right->forward(hidden);
+  }
+  torch::nn::Linear trunk{nullptr}, left{nullptr}, right{nullptr}, never{nullptr};
+};
+TORCH_MODULE(Heads);
+
+// The same on every rank, whatever was drawn before.
+template <typename Model, typename... Arguments>
+Model seeded(std::uint64_t seed, Arguments&&... arguments) {
+  torch::manual_seed(seed);
+  return Model(std::forward<Arguments>(arguments)...);
+}
+
+struct Batch {
+  at::Tensor data;
+  at::Tensor target;
+
+  // Rows [begin, end).
+  Batch rows(std::int64_t begin, std::int64_t end) const {
+    return {data.slice(0, begin, end), target.slice(0, begin, end)};
+  }
+};
+
+inline Batch batch_of(std::uint64_t seed, std::int64_t rows) {
+  torch::manual_seed(seed);
+  at::Tensor data = torch::randn({rows, 6}, torch::kDouble);
+  at::Tensor target = torch::randn({rows, 3}, torch::kDouble);
+  return {data, target};
+}
+
+inline at::Tensor sum_of_squares(const at::Tensor& output, const at::Tensor& target) {
+  return (output - target).pow(2).sum();
+}
+
+inline std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& tensor : tensors) result.push_back(tensor.detach().clone());
+  return result;
+}
+
+// SGD with momentum over this many steps; `step` computes a step's gradients.
+inline void train(torch::nn::Module& model, int steps, const std::function<void(int)>& step) {
+  torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  for (int i = 0; i < steps; ++i) {
+    optimizer.zero_grad();
+    step(i);
+    optimizer.step();
+  }
+}
+
+}  // namespace semitone::test
