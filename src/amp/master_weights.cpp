@@ -2,8 +2,8 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "src/amp/archive.h"
 #include "src/amp/gradients.h"
+#include "src/core/archive.h"
 #include "src/kernels/multi_tensor.h"
 
 #include <torch/serialize.h>

@@ -4,8 +4,8 @@
 #include "semitone/core/env.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
-#include "src/amp/archive.h"
 #include "src/amp/gradients.h"
+#include "src/core/archive.h"
 #include "src/core/log.h"
 
 #include <torch/optim/lbfgs.h>
