@@ -14,9 +14,10 @@ ROOMS = {
     "core": [],
     "kernels": ["core"],
     "launch": ["core"],
-    "amp": ["kernels", "core"],
+    "optim": ["kernels", "core"],
+    "amp": ["optim", "kernels", "core"],
     "zoo": ["core"],
-    "train": ["amp", "zoo", "launch", "kernels", "core"],
+    "train": ["amp", "optim", "zoo", "launch", "kernels", "core"],
 }
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 
