@@ -4,10 +4,14 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/stack.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 // Tensors as flat memory: what the tensor-level functions need before they call a kernel.
@@ -78,6 +82,31 @@ class Chunks {
   std::size_t parts_ = 0;
   std::size_t elements_ = 0;          // of the chunk that is being filled
   std::vector<std::size_t> ends_{0};  // chunk c holds the parts [ends_[c], ends_[c + 1])
+};
+
+// Small fp64 results on any devices, brought to the host with one read for each device.
+class ReadOnce {
+ public:
+  // Results under a number; all of one ReadOnce have the same number of elements.
+  void add(std::size_t number, const at::Tensor& results) {
+    auto& [numbers, tensors] = by_device_[results.device().str()];
+    numbers.push_back(number);
+    tensors.push_back(results.flatten());
+  }
+
+  // Calls visit(number, results) for everything that was added.
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (const auto& [device, added] : by_device_) {
+      const at::Tensor read = at::stack(added.second).cpu();
+      for (std::size_t i = 0; i < added.first.size(); ++i)
+        visit(added.first[i],
+              read.const_data_ptr<double>() + static_cast<std::int64_t>(i) * read.size(1));
+    }
+  }
+
+ private:
+  std::map<std::string, std::pair<std::vector<std::size_t>, std::vector<at::Tensor>>> by_device_;
 };
 
 }  // namespace semitone::kernels

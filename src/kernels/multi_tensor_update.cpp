@@ -7,6 +7,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -100,37 +101,58 @@ UpdateSpan part_of(const UpdateSpan& whole, std::size_t begin, std::size_t size)
 }
 
 template <typename Rule>
-using Kernel = void (*)(const UpdateSpan&, const Rule&);
-template <typename Rule>
-using Definition = void (*)(const Update&, const Rule&);
-
-template <typename Rule>
-void run(std::span<const Update> items, std::span<const Rule> rules, Kernel<Rule> kernel,
-         Definition<Rule> definition) {
+void check(std::span<const Update> items, std::span<const Rule> rules) {
   if (items.size() != rules.size()) {
     throw Error(kWhere, "a rule for each parameter", c10::str(rules.size(), " for ", items.size()));
   }
   for (const Update& item : items) check(item);
+}
 
+// The memory of several parameters in chunks.
+template <typename Rule>
+class Parts {
+ public:
+  void add(const Update& item, const Rule& rule) {
+    const UpdateSpan whole = span_of(item);
+    for (std::size_t begin = 0; begin < whole.size; begin += kChunk) {
+      const auto size = std::min<std::size_t>(kChunk, whole.size - begin);
+      parts_.push_back({part_of(whole, begin, size), &rule});
+      chunks_.add(size);
+    }
+  }
+
+  std::size_t size() const { return parts_.size(); }
+
+  // Calls visit(number of the part, its span, its rule) from several threads.
+  template <typename Visit>
+  void for_each(const Visit& visit) {
+    chunks_.for_each([&](std::size_t i) { visit(i, parts_[i].span, *parts_[i].rule); });
+  }
+
+ private:
   struct Part {
     UpdateSpan span;
     const Rule* rule;
   };
-  std::vector<Part> parts;
-  Chunks chunks;
+  std::vector<Part> parts_;
+  Chunks chunks_;
+};
+
+template <typename Rule>
+void run(std::span<const Update> items, std::span<const Rule> rules,
+         void (*kernel)(const UpdateSpan&, const Rule&),
+         void (*definition)(const Update&, const Rule&)) {
+  check(items, rules);
+  Parts<Rule> parts;
   for (std::size_t i = 0; i < items.size(); ++i) {
-    if (!fits_cpu_kernel(items[i])) {
+    if (fits_cpu_kernel(items[i])) {
+      parts.add(items[i], rules[i]);
+    } else {
       definition(items[i], rules[i]);
-      continue;
-    }
-    const UpdateSpan whole = span_of(items[i]);
-    for (std::size_t begin = 0; begin < whole.size; begin += kChunk) {
-      const auto size = std::min<std::size_t>(kChunk, whole.size - begin);
-      parts.push_back({part_of(whole, begin, size), &rules[i]});
-      chunks.add(size);
     }
   }
-  chunks.for_each([&](std::size_t part) { kernel(parts[part].span, *parts[part].rule); });
+  parts.for_each(
+      [&](std::size_t, const UpdateSpan& span, const Rule& rule) { kernel(span, rule); });
 }
 
 }  // namespace
@@ -141,6 +163,49 @@ void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> 
 
 void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules) {
   run<SgdRule>(items, rules, sgd, ref::sgd);
+}
+
+void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules) {
+  run<NovoGradRule>(items, rules, novograd, ref::novograd);
+}
+
+void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules) {
+  run<AdagradRule>(items, rules, adagrad, ref::adagrad);
+}
+
+void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules) {
+  run<LambRule>(items, rules, lamb_apply, ref::lamb_apply);
+}
+
+std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
+                                                 std::span<const LambRule> rules) {
+  check(items, rules);
+  std::vector<LambNorms> norms(items.size());
+  Parts<LambRule> parts;
+  std::vector<std::size_t> item_of_part;
+  ReadOnce others;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (!fits_cpu_kernel(items[i])) {
+      others.add(i, ref::lamb_moments(items[i], rules[i]));
+      continue;
+    }
+    Update moments = items[i];
+    moments.copy = at::Tensor();  // written by the second pass
+    parts.add(moments, rules[i]);
+    item_of_part.resize(parts.size(), i);
+  }
+  std::vector<LambSquares> squares(parts.size());
+  parts.for_each([&](std::size_t part, const UpdateSpan& span, const LambRule& rule) {
+    squares[part] = lamb_moments(span, rule);
+  });
+  // In the order of the parts, whatever thread they came from.
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    norms[item_of_part[part]].param += squares[part].param;
+    norms[item_of_part[part]].update += squares[part].update;
+  }
+  for (LambNorms& norm : norms) norm = {std::sqrt(norm.param), std::sqrt(norm.update)};
+  others.for_each([&](std::size_t i, const double* read) { norms[i] = {read[0], read[1]}; });
+  return norms;
 }
 
 }  // namespace semitone::kernels

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <span>
+#include <vector>
 
 // Optimizer steps over many parameters in one pass: updates.h for tensors.
 namespace semitone::kernels {
@@ -25,6 +26,18 @@ struct Update {
 // item. Results are the same for any number of threads.
 void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> rules);
 void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules);
+void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules);
+void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules);
+
+// The two passes of LAMB. The first returns the norms of each parameter and its update; one host read
+// for each device that is not the CPU.
+struct LambNorms {
+  double param = 0;
+  double update = 0;
+};
+std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
+                                                 std::span<const LambRule> rules);
+void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules);
 
 // The fp32 numbers that a bf16 tensor and the lower halves hold together.
 at::Tensor join_split_master(const at::Tensor& param, const at::Tensor& low);
@@ -37,6 +50,10 @@ namespace ref {
 // in fp64, all others in fp32.
 void adam(const Update& item, const AdamRule& rule);
 void sgd(const Update& item, const SgdRule& rule);
+void novograd(const Update& item, const NovoGradRule& rule);
+void adagrad(const Update& item, const AdagradRule& rule);
+at::Tensor lamb_moments(const Update& item, const LambRule& rule);  // LambNorms, in fp64
+void lamb_apply(const Update& item, const LambRule& rule);
 }  // namespace ref
 
 }  // namespace semitone::kernels

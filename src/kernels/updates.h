@@ -72,4 +72,63 @@ struct SgdRule {
 };
 void sgd(const UpdateSpan& span, const SgdRule& rule);
 
+// LAMB in two passes, between which the host takes the trust ratio from the norms. State: m, v.
+//
+//   g += decay * p
+//   m = beta1 * m + averaged * g
+//   v = beta2 * v + (1 - beta2) * g * g
+//   u = (m * correction1) / (sqrt(v * correction2) + eps) + late_decay * p
+//
+// The first pass writes the moments and measures p and u; the second computes u again from the moments
+// (nothing else has to be stored, and gradients stay) and writes p += -step_size * u.
+struct LambRule {
+  double grad_scale = 1;
+  double decay = 0;
+  double late_decay = 0;
+  double beta1 = 0.9;
+  double averaged = 0.1;  // 1 - beta1, or 1
+  double beta2 = 0.999;
+  double eps = 1e-6;
+  double correction1 = 1;  // 1 / (1 - beta1^step)
+  double correction2 = 1;
+  double step_size = 1e-3;  // lr * trust ratio: for the second pass
+};
+struct LambSquares {
+  double param = 0;
+  double update = 0;
+};
+LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule);
+void lamb_apply(const UpdateSpan& span, const LambRule& rule);
+
+// NovoGrad, whose second moment is one number for each parameter and part of grad_scale or correction.
+// State: m.
+//
+//   g += decay * p
+//   m = beta1 * m + averaged * g
+//   p += -lr * (m * correction + late_decay * p)
+struct NovoGradRule {
+  double grad_scale = 1;
+  double decay = 0;
+  double beta1 = 0.9;
+  double averaged = 0.1;
+  double correction = 1;
+  double late_decay = 0;
+  double lr = 1e-3;
+};
+void novograd(const UpdateSpan& span, const NovoGradRule& rule);
+
+// Adagrad. State: h.
+//
+//   g += decay * p
+//   h += g * g
+//   p += -lr * (g / (sqrt(h) + eps) + late_decay * p)
+struct AdagradRule {
+  double grad_scale = 1;
+  double decay = 0;
+  double late_decay = 0;
+  double eps = 1e-10;
+  double lr = 1e-2;
+};
+void adagrad(const UpdateSpan& span, const AdagradRule& rule);
+
 }  // namespace semitone::kernels

@@ -56,10 +56,7 @@ void FusedSGD::check(const torch::optim::OptimizerOptions& options) const {
   require_range(kWhere, "lr", own.lr(), 0);
   require_range(kWhere, "momentum", own.momentum(), 0);
   require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  if (own.nesterov() && (own.momentum() <= 0 || own.dampening() != 0)) {
-    throw Error(kWhere, "momentum and no dampening with nesterov",
-                c10::str("momentum ", own.momentum(), " and dampening ", own.dampening()));
-  }
+  require_nesterov(kWhere, own.nesterov(), own.momentum(), own.dampening());
 }
 
 std::vector<FusedOptimizer::Slot> FusedSGD::slots(

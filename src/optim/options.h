@@ -42,6 +42,13 @@ inline void require_betas(std::string_view where, const std::tuple<double, doubl
   require_range(where, "the second of betas", std::get<1>(betas), 0, 1);
 }
 
+inline void require_nesterov(std::string_view where, bool nesterov, double momentum,
+                             double dampening) {
+  if (!nesterov || (momentum > 0 && dampening == 0)) return;
+  throw Error(where, "momentum and no dampening with nesterov",
+              c10::str("momentum ", momentum, " and dampening ", dampening));
+}
+
 // Options in an archive, by the names and types of torch.optim. Reading leaves a value alone that the
 // archive lacks: LibTorch's optimizers save fewer.
 class OptionsWriter {

@@ -1,8 +1,12 @@
 // optimizers.json: eight steps of each optimizer in fp64, as PyTorch computes them or as the published
 // rules of Apex say, through FusedStep: gradients come scaled, and steps with an inf are skipped.
 
+#include "semitone/optim/fused_adagrad.h"
 #include "semitone/optim/fused_adam.h"
+#include "semitone/optim/fused_lamb.h"
+#include "semitone/optim/fused_novograd.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/optim/larc.h"
 #include "tests/support/conformance.h"
 
 #include <torch/torch.h>
@@ -75,18 +79,76 @@ OptionsPointer sgd_options(Options& o) {
           .wd_after_momentum(o.take("wd_after_momentum", false)));
 }
 
-OptionsPointer options_of(const std::string& optimizer, Options& o) {
-  if (optimizer == "Adam" || optimizer == "AdamW") return adam_options(o, optimizer == "AdamW");
-  if (optimizer == "SGD") return sgd_options(o);
-  throw std::runtime_error("optimizers.json: unknown optimizer " + optimizer);
+OptionsPointer adagrad_options(Options& o) {
+  return std::make_unique<optim::FusedAdagradOptions>(
+      optim::FusedAdagradOptions(o.take("lr", 0.0))
+          .lr_decay(o.take("lr_decay", 0.0))
+          .weight_decay(o.take("weight_decay", 0.0))
+          .initial_accumulator_value(o.take("initial_accumulator_value", 0.0))
+          .eps(o.take("eps", 0.0))
+          .adagrad_w_mode(o.take("adagrad_w_mode", false)));
 }
 
-std::unique_ptr<optim::FusedOptimizer> make(const std::string& optimizer,
-                                            const std::vector<OptimizerParamGroup>& groups) {
-  if (optimizer == "Adam" || optimizer == "AdamW")
-    return std::make_unique<optim::FusedAdam>(groups);
-  if (optimizer == "SGD") return std::make_unique<optim::FusedSGD>(groups);
-  throw std::runtime_error("optimizers.json: unknown optimizer " + optimizer);
+OptionsPointer lamb_options(Options& o) {
+  return std::make_unique<optim::FusedLAMBOptions>(
+      optim::FusedLAMBOptions(o.take("lr", 0.0))
+          .betas(o.betas())
+          .eps(o.take("eps", 0.0))
+          .weight_decay(o.take("weight_decay", 0.0))
+          .adam_w_mode(o.take("adam_w_mode", true))
+          .bias_correction(o.take("bias_correction", true))
+          .grad_averaging(o.take("grad_averaging", true))
+          .max_grad_norm(o.take("max_grad_norm", 0.0))
+          .use_nvlamb(o.take("use_nvlamb", false)));
+}
+
+OptionsPointer novograd_options(Options& o) {
+  return std::make_unique<optim::FusedNovoGradOptions>(
+      optim::FusedNovoGradOptions(o.take("lr", 0.0))
+          .betas(o.betas())
+          .eps(o.take("eps", 0.0))
+          .weight_decay(o.take("weight_decay", 0.0))
+          .bias_correction(o.take("bias_correction", true))
+          .grad_averaging(o.take("grad_averaging", true))
+          .reg_inside_moment(o.take("reg_inside_moment", false))
+          .norm_type(o.take("norm_type", std::int64_t{2}))
+          .init_zero(o.take("init_zero", false)));
+}
+
+OptionsPointer larc_options(Options& o) {
+  return std::make_unique<optim::LARCOptions>(
+      optim::LARCOptions(o.take("lr", 0.0))
+          .momentum(o.take("momentum", 0.0))
+          .dampening(o.take("dampening", 0.0))
+          .weight_decay(o.take("weight_decay", 0.0))
+          .nesterov(o.take("nesterov", false))
+          .trust_coefficient(o.take("trust_coefficient", 0.0))
+          .clip(o.take("clip", true))
+          .eps(o.take("eps", 0.0)));
+}
+
+template <typename Optimizer>
+std::unique_ptr<optim::FusedOptimizer> construct(const std::vector<OptimizerParamGroup>& groups) {
+  return std::make_unique<Optimizer>(groups);
+}
+
+// How to make an optimizer of the file, by its name there.
+struct Maker {
+  std::function<OptionsPointer(Options&)> options;
+  std::unique_ptr<optim::FusedOptimizer> (*optimizer)(const std::vector<OptimizerParamGroup>&);
+};
+
+const std::map<std::string, Maker>& makers() {
+  static const std::map<std::string, Maker> kMakers{
+      {"Adam", {[](Options& o) { return adam_options(o, false); }, construct<optim::FusedAdam>}},
+      {"AdamW", {[](Options& o) { return adam_options(o, true); }, construct<optim::FusedAdam>}},
+      {"SGD", {sgd_options, construct<optim::FusedSGD>}},
+      {"Adagrad", {adagrad_options, construct<optim::FusedAdagrad>}},
+      {"LAMB", {lamb_options, construct<optim::FusedLAMB>}},
+      {"NovoGrad", {novograd_options, construct<optim::FusedNovoGrad>}},
+      {"LARC", {larc_options, construct<optim::LARC>}},
+  };
+  return kMakers;
 }
 
 class OptimizerConformance : public testing::TestWithParam<json> {};
@@ -99,16 +161,17 @@ void run(const json& c, c10::ScalarType dtype, const Near& near) {
     const auto shape = parameter.at("shape").get<std::vector<std::int64_t>>();
     parameters.push_back(tensor_of(parameter.at("data"), shape).to(dtype).requires_grad_());
   }
+  const Maker& maker = makers().at(c.at("optimizer"));
   std::vector<OptimizerParamGroup> groups;
   for (const json& group : c.at("groups")) {
     Options options(group.at("options"), c.at("common"));
-    auto made = options_of(c.at("optimizer"), options);
+    auto made = maker.options(options);
     options.expect_all_taken();
     std::vector<at::Tensor> members;
     for (const json& index : group.at("params")) members.push_back(parameters.at(index));
     groups.emplace_back(members, std::move(made));
   }
-  const auto optimizer = make(c.at("optimizer"), groups);
+  const auto optimizer = maker.optimizer(groups);
 
   int number_of_step = 0;
   for (const json& step : c.at("steps")) {
@@ -168,13 +231,9 @@ TEST_P(OptimizerConformance, InFp32) {
 }
 
 std::vector<json> cases() {
-  std::vector<json> all;
   const json data = conformance("optimizers.json");
-  for (const json& c : data.at("cases")) {
-    const std::string optimizer = c.at("optimizer");
-    if (optimizer == "Adam" || optimizer == "AdamW" || optimizer == "SGD") all.push_back(c);
-  }
-  return all;
+  const json& all = data.at("cases");
+  return std::vector<json>(all.begin(), all.end());
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, OptimizerConformance, testing::ValuesIn(cases()),

@@ -49,6 +49,16 @@ Step step(const std::string& name, std::size_t states, const Rule& rule,
       [=](const Update& item) { definition(item, rule); }};
 }
 
+// One of LAMB's passes.
+Step lamb_step(const std::string& name, const LambRule& rule, bool moments) {
+  if (!moments) return step<LambRule>(name, 2, rule, multi_tensor_lamb_apply, ref::lamb_apply);
+  return {name, 2,
+          [=](std::span<const Update> items) {
+            multi_tensor_lamb_moments(items, std::vector<LambRule>(items.size(), rule));
+          },
+          [=](const Update& item) { ref::lamb_moments(item, rule); }};
+}
+
 // Numbers that no two of which are equal, so that a swap shows; every branch of every rule.
 std::vector<Step> all_steps() {
   const auto adam = [](const std::string& name, std::size_t states, const AdamRule& rule) {
@@ -56,6 +66,12 @@ std::vector<Step> all_steps() {
   };
   const auto sgd = [](const std::string& name, std::size_t states, const SgdRule& rule) {
     return step<SgdRule>(name, states, rule, multi_tensor_sgd, ref::sgd);
+  };
+  const auto novograd = [](const std::string& name, const NovoGradRule& rule) {
+    return step<NovoGradRule>(name, 1, rule, multi_tensor_novograd, ref::novograd);
+  };
+  const auto adagrad = [](const std::string& name, const AdagradRule& rule) {
+    return step<AdagradRule>(name, 1, rule, multi_tensor_adagrad, ref::adagrad);
   };
   AdamRule l2{.grad_scale = -0.37, .decay = 0.11, .beta1 = 0.83, .beta2 = 0.957, .eps = 1e-3};
   l2.step_size = 0.0123;
@@ -68,10 +84,36 @@ std::vector<Step> all_steps() {
   first.first = true;
   SgdRule nesterov{.momentum = 0.7, .lr = 0.21, .nesterov = true};
   SgdRule late{.local = 0.31, .momentum = 0.6, .late_decay = 0.07, .lr = 0.19};
-  return {adam("adam", 2, l2),           adam("adamw", 2, decoupled),
-          adam("amsgrad", 3, decoupled), sgd("sgd", 0, {.decay = 0.03, .lr = 0.13}),
-          sgd("momentum", 1, momentum),  sgd("momentum, first step", 1, first),
-          sgd("nesterov", 1, nesterov),  sgd("late decay, local", 1, late)};
+  LambRule lamb_l2{
+      .grad_scale = 0.41, .decay = 0.13, .beta1 = 0.83, .averaged = 0.21, .beta2 = 0.957};
+  lamb_l2.eps = 1e-3;
+  lamb_l2.correction1 = 2.3;
+  lamb_l2.correction2 = 7.1;
+  lamb_l2.step_size = 0.017;
+  LambRule lamb = lamb_l2;
+  lamb.decay = 0;
+  lamb.late_decay = 0.07;
+  return {
+      adam("adam", 2, l2),
+      adam("adamw", 2, decoupled),
+      adam("amsgrad", 3, decoupled),
+      sgd("sgd", 0, {.decay = 0.03, .lr = 0.13}),
+      sgd("momentum", 1, momentum),
+      sgd("momentum, first step", 1, first),
+      sgd("nesterov", 1, nesterov),
+      sgd("late decay, local", 1, late),
+      novograd(
+          "novograd, decay in the update",
+          {.grad_scale = 0.3, .averaged = 0.2, .correction = 1.7, .late_decay = 0.09, .lr = 0.01}),
+      novograd("novograd, decay in the moment",
+               {.grad_scale = 1.3, .decay = 0.09, .beta1 = 0.8, .correction = 1.7, .lr = 0.01}),
+      adagrad("adagrad", {.grad_scale = 0.7, .decay = 0.09, .eps = 1e-3, .lr = 0.017}),
+      adagrad("adagrad, late decay", {.late_decay = 0.09, .eps = 1e-3, .lr = 0.017}),
+      lamb_step("lamb, moments", lamb, true),
+      lamb_step("lamb, moments, L2", lamb_l2, true),
+      lamb_step("lamb, parameters", lamb, false),
+      lamb_step("lamb, parameters, L2", lamb_l2, false),
+  };
 }
 
 struct Case {
@@ -111,7 +153,7 @@ Update item_like(const at::Tensor& layout, const Case& c, std::size_t states) {
     item.low = in_layout_of(layout, at::zeros(layout.sizes()), at::kShort);
     split_master(values(layout.sizes()), item.param, item.low);
   }
-  for (std::size_t k = 0; k < states; ++k)  // second moments are not negative
+  for (std::size_t k = 0; k < states; ++k)  // some of them are under a root
     item.state[k] =
         in_layout_of(layout, k == 0 ? values(layout.sizes()) : values(layout.sizes()).abs(), wide);
   return item;
@@ -310,6 +352,101 @@ TEST(SgdDefinition, IsTheFormula) {
   EXPECT_DOUBLE_EQ(item.param.item<double>(), new_p);
 }
 
+TEST(LambDefinition, IsTheFormula) {
+  LambRule rule{.grad_scale = 0.5,
+                .decay = 0.1,
+                .late_decay = 0.2,
+                .beta1 = 0.8,
+                .averaged = 0.3,
+                .beta2 = 0.9,
+                .eps = 0.01,
+                .correction1 = 3,
+                .correction2 = 5,
+                .step_size = 0.7};
+  const double p = -1.5, m = 0.25, v = 0.5;
+  const double g = 2.0 * 0.5 + 0.1 * p;
+  const double new_m = 0.8 * m + 0.3 * g;
+  const double new_v = 0.9 * v + 0.1 * g * g;
+  const double u = new_m * 3 / (std::sqrt(new_v * 5) + 0.01) + 0.2 * p;
+  const auto of = [](double value) { return at::full({1}, value, at::kDouble); };
+  const Update item{of(p), {}, of(2), {}, {of(m), of(v), {}}};
+  const at::Tensor norms = ref::lamb_moments(item, rule);
+  EXPECT_DOUBLE_EQ(norms[0].item<double>(), 1.5);
+  EXPECT_DOUBLE_EQ(norms[1].item<double>(), std::abs(u));
+  EXPECT_DOUBLE_EQ(item.param.item<double>(), p);
+  ref::lamb_apply(item, rule);
+  EXPECT_DOUBLE_EQ(item.state[0].item<double>(), new_m);
+  EXPECT_DOUBLE_EQ(item.state[1].item<double>(), new_v);
+  EXPECT_DOUBLE_EQ(item.param.item<double>(), p - 0.7 * u);
+}
+
+TEST(LambNorms, AreThoseOfTheDefinition) {
+  torch::manual_seed(8);
+  LambRule rule{.grad_scale = 0.5, .late_decay = 0.2};
+  for (const Case& c :
+       {Case{at::kFloat, at::kBFloat16, at::kBFloat16}, Case{at::kDouble, at::kFloat, {}},
+        Case{at::kBFloat16, at::kBFloat16, {}, true}}) {
+    std::vector<Update> items;
+    for (const std::int64_t size : {0, 1, 5, 16, 1000, 3 * 16384 + 7})
+      items.push_back(item_like(at::empty({size}), c, 2));
+    std::vector<at::Tensor> want;
+    for (const Update& item : items) want.push_back(ref::lamb_moments(copy_of(item), rule));
+    const std::vector<at::Tensor> copies_before{items[3].copy.defined() ? items[3].copy.clone()
+                                                                        : at::Tensor()};
+    const auto got = multi_tensor_lamb_moments(items, std::vector<LambRule>(items.size(), rule));
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      EXPECT_NEAR(got[i].param, want[i][0].item<double>(), 1e-12 * got[i].param) << i;
+      EXPECT_NEAR(got[i].update, want[i][1].item<double>(), 1e-12 * got[i].update) << i;
+    }
+    if (items[3].copy.defined()) expect_bitwise_equal(items[3].copy, copies_before[0]);
+  }
+}
+
+TEST(LambNorms, DoNotDependOnTheNumberOfThreads) {
+  torch::manual_seed(9);
+  const int before = at::get_num_threads();
+  const Update item = item_like(at::empty({300001}), {at::kFloat, at::kFloat, {}}, 2);
+  std::vector<LambNorms> norms;
+  for (const int threads : {1, 2, 5}) {
+    at::set_num_threads(threads);
+    const Update own = copy_of(item);
+    norms.push_back(multi_tensor_lamb_moments({&own, 1}, std::vector<LambRule>(1))[0]);
+    EXPECT_EQ(norms.back().param, norms.front().param);
+    EXPECT_EQ(norms.back().update, norms.front().update);
+  }
+  at::set_num_threads(before);
+}
+
+TEST(NovoGradDefinition, IsTheFormula) {
+  const NovoGradRule rule{.grad_scale = 0.5,
+                          .decay = 0.1,
+                          .beta1 = 0.8,
+                          .averaged = 0.3,
+                          .correction = 3,
+                          .late_decay = 0.2,
+                          .lr = 0.7};
+  const double p = -1.5, m = 0.25;
+  const double new_m = 0.8 * m + 0.3 * (2.0 * 0.5 + 0.1 * p);
+  const auto of = [](double value) { return at::full({1}, value, at::kDouble); };
+  const Update item{of(p), {}, of(2), {}, {of(m), {}, {}}};
+  ref::novograd(item, rule);
+  EXPECT_DOUBLE_EQ(item.state[0].item<double>(), new_m);
+  EXPECT_DOUBLE_EQ(item.param.item<double>(), p - 0.7 * (new_m * 3 + 0.2 * p));
+}
+
+TEST(AdagradDefinition, IsTheFormula) {
+  const AdagradRule rule{
+      .grad_scale = 0.5, .decay = 0.1, .late_decay = 0.2, .eps = 0.01, .lr = 0.7};
+  const double p = -1.5, h = 0.25;
+  const double g = 2.0 * 0.5 + 0.1 * p;
+  const double new_h = h + g * g;
+  const auto of = [](double value) { return at::full({1}, value, at::kDouble); };
+  const Update item{of(p), {}, of(2), {}, {of(h), {}, {}}};
+  ref::adagrad(item, rule);
+  EXPECT_DOUBLE_EQ(item.state[0].item<double>(), new_h);
+  EXPECT_DOUBLE_EQ(item.param.item<double>(), p - 0.7 * (g / (std::sqrt(new_h) + 0.01) + 0.2 * p));
+}
+
 // ---- split masters ------------------------------------------------------------------------------
 
 TEST(SplitMaster, GivesEveryKindOfNumberBack) {
@@ -414,6 +551,10 @@ TEST(MultiTensorUpdateList, BumpsTheVersionsOfWhatItWrites) {
     std::vector<std::pair<at::Tensor, std::int64_t>> written;
     for (const at::Tensor& tensor : {item.param, item.low, item.copy, item.state[0]})
       if (tensor.defined()) written.emplace_back(tensor, tensor._version());
+    if (step.name.starts_with("lamb, moments"))
+      std::erase_if(written, [&](const auto& one) {
+        return one.first.is_same(item.copy);  // the second pass writes it
+      });
     const auto grad_version = item.grad._version();
     step.kernel({&item, 1});
     for (const auto& [tensor, version] : written) EXPECT_GT(tensor._version(), version);

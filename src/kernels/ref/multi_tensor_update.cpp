@@ -94,5 +94,61 @@ void sgd(const Update& item, const SgdRule& rule) {
   write(item, grad.mul(-rule.lr).add(param));
 }
 
+void novograd(const Update& item, const NovoGradRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  const at::Tensor& m = item.state[0];
+  accumulate(m, rule.beta1, grad.mul(rule.averaged));
+  at::Tensor update = m.mul(rule.correction);
+  if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
+  write(item, update.mul(-rule.lr).add(param));
+}
+
+void adagrad(const Update& item, const AdagradRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  const at::Tensor& h = item.state[0];
+  h.copy_(h.add(grad.mul(grad)));
+  at::Tensor update = grad.div(root(h).add(rule.eps));
+  if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
+  write(item, update.mul(-rule.lr).add(param));
+}
+
+namespace {
+
+at::Tensor lamb_update(const Update& item, const LambRule& rule, const at::Tensor& param) {
+  const auto& [m, v, none] = item.state;
+  const at::Tensor denominator = root(v.mul(rule.correction2)).add(rule.eps);
+  const at::Tensor update = m.mul(rule.correction1).div(denominator);
+  return rule.late_decay != 0 ? param.mul(rule.late_decay).add(update) : update;
+}
+
+at::Tensor norm_of(const at::Tensor& tensor) {
+  return tensor.to(at::kDouble).square().sum().sqrt();
+}
+
+}  // namespace
+
+at::Tensor lamb_moments(const Update& item, const LambRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  const auto& [m, v, none] = item.state;
+  accumulate(m, rule.beta1, grad.mul(rule.averaged));
+  accumulate(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
+  return at::stack({norm_of(param), norm_of(lamb_update(item, rule, param))});
+}
+
+void lamb_apply(const Update& item, const LambRule& rule) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor param = wide_param(item);
+  write(item, lamb_update(item, rule, param).mul(-rule.step_size).add(param));
+}
+
 }  // namespace ref
 }  // namespace semitone::kernels
