@@ -15,10 +15,11 @@ ROOMS = {
     "kernels": ["core"],
     "comm": ["core"],
     "launch": ["core"],
+    "optim": ["kernels", "core"],
     "parallel": ["comm", "kernels", "core"],
-    "amp": ["kernels", "core"],
+    "amp": ["optim", "kernels", "core"],
     "zoo": ["core"],
-    "train": ["amp", "zoo", "core"],
+    "train": ["amp", "optim", "zoo", "core"],
 }
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 

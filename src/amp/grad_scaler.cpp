@@ -1,8 +1,8 @@
 #include "semitone/amp/grad_scaler.h"
 
 #include "semitone/core/error.h"
-#include "src/amp/archive.h"
 #include "src/amp/gradients.h"
+#include "src/core/archive.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

@@ -3,7 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
-#include "src/amp/archive.h"
+#include "src/core/archive.h"
 
 #include <torch/serialize.h>
 

@@ -3,9 +3,9 @@
 #include "semitone/amp/autocast.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "src/amp/archive.h"
 #include "src/amp/gradients.h"
 #include "src/amp/same_memory.h"
+#include "src/core/archive.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

@@ -1,9 +1,9 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/file.h"
-#include "src/amp/archive.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/same_memory.h"
+#include "src/core/archive.h"
 #include "src/core/log.h"
 
 #include <torch/serialize.h>

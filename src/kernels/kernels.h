@@ -24,4 +24,9 @@ constexpr std::size_t bytes_of(Format format) {
 bool unscale(const void* in, Format in_format, const void* addend, void* out, Format out_format,
              std::size_t size, float inv_scale);
 
+// The sum of in[i]^2, squared and added up in fp64, and the largest |in[i]|; both NaN if an element is
+// NaN. The order of the additions depends on the instruction set, not on what in contains.
+double sum_of_squares(const void* in, Format format, std::size_t size);
+float max_magnitude(const void* in, Format format, std::size_t size);
+
 }  // namespace semitone::kernels

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/kernels/flat.h"
 #include "src/kernels/kernels.h"
 
 #include <ATen/Parallel.h>
@@ -10,37 +11,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 namespace semitone::kernels {
 namespace {
-
-// Work is split into chunks of this many elements, so that one huge tensor and a thousand small
-// ones both spread evenly. 16 Ki fp32 elements are 64 KiB: in and out of a chunk fit a 256 KiB L2
-// cache, and a thread's wake-up (about 5 us) is paid back by a few chunks (about 4 us each at 30
-// GB/s).
-constexpr std::int64_t kChunk = 16 * 1024;
-
-std::optional<Format> format_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Format::fp32;
-    case at::kHalf:
-      return Format::fp16;
-    case at::kBFloat16:
-      return Format::bf16;
-    default:
-      return std::nullopt;
-  }
-}
-
-// Whether the elements of both lie in the same order without gaps, so that a kernel can run over
-// them as flat memory. A negative view would have to be negated on the way.
-bool same_flat_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
-         !a.is_neg() && !b.is_neg();
-}
 
 bool fits_cpu_kernel(const Unscale& item) {
   const auto in = format_of(item.grad.scalar_type());
@@ -91,8 +65,7 @@ void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& fou
     const auto* in = static_cast<const char*>(item.grad.const_data_ptr());
     const auto* addend =
         item.addend.defined() ? static_cast<const char*>(item.addend.const_data_ptr()) : nullptr;
-    auto* out = static_cast<char*>(item.out.mutable_data_ptr());
-    if (!item.out.is_inference()) item.out.unsafeGetTensorImpl()->bump_version();
+    char* out = written_data(item.out);
     for (std::int64_t begin = 0; begin < item.grad.numel(); begin += kChunk) {
       const auto in_offset = begin * static_cast<std::int64_t>(bytes_of(in_format));
       const auto out_offset = begin * static_cast<std::int64_t>(bytes_of(out_format));

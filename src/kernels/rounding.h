@@ -47,4 +47,28 @@ constexpr std::uint32_t fp32_from_fp16(std::uint16_t bits) {
   return sign | std::bit_cast<std::uint32_t>(static_cast<float>(mantissa) * 0x1p-24F);
 }
 
+// Split masters: an fp32 number as a bf16 and 16 more bits. The upper half is the number rounded to
+// nearest, so that it can serve as the number itself; ties go away from zero, since then the lower
+// half is just the low 16 bits, read as a signed distance from the upper half, and joining is one
+// addition. (With ties to even, 0x8000 could mean half a unit above an even upper half or below
+// it.) Every number but NaN comes back bit for bit; a NaN stays a NaN. An upper half that somebody
+// else wrote is moved by at most half its unit: a lower half that would take a zero below zero, which
+// splitting never leaves, is ignored.
+struct SplitFp32 {
+  std::uint16_t high;  // bf16
+  std::uint16_t low;
+};
+
+constexpr SplitFp32 split_fp32(std::uint32_t bits) {
+  // 0x8000 added to a NaN could carry into the sign.
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) bits = (bits | 0x400000) & 0xFFFF0000;
+  return {static_cast<std::uint16_t>((bits + 0x8000) >> 16), static_cast<std::uint16_t>(bits)};
+}
+
+constexpr std::uint32_t join_fp32(SplitFp32 split) {
+  const std::uint32_t borrow = split.low >> 15;
+  if (borrow == 1 && (split.high & 0x7FFF) == 0) return fp32_from_bf16(split.high);
+  return ((split.high - borrow) << 16) | split.low;
+}
+
 }  // namespace semitone::kernels

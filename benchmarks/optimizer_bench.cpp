@@ -1,0 +1,219 @@
+// A step of AdamW in mixed precision and in fp32: FusedAdam, torch::optim::AdamW and at::_fused_adamw_ (the kernel
+// behind Python's fused=True). In gigabytes a second that have to move, beside what this machine moves in a plain copy.
+//
+//     optimizer_bench [millions of parameters, default 100] [rounds, default 7]
+#include "semitone/core/error.h"
+#include "semitone/optim/fused_adam.h"
+
+#include <torch/torch.h>
+
+#include "benchmarks/support/interleave.h"
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+namespace optim = semitone::optim;
+using semitone::bench::Contender;
+using Tensors = std::vector<at::Tensor>;
+
+constexpr std::int64_t kTensor = 4 * 1024 * 1024;  // elements of a tensor: a 2048 x 2048 layer
+constexpr double kLr = 1e-3;
+constexpr double kDecay = 0.1;
+constexpr double kEps = 1e-8;
+
+Tensors like(const Tensors& tensors, c10::ScalarType dtype) {
+  Tensors made;
+  for (const at::Tensor& tensor : tensors)
+    made.push_back(tensor.detach().to(dtype, false, /*copy=*/true));
+  return made;
+}
+
+void require_grads(const Tensors& tensors) {
+  for (const at::Tensor& tensor : tensors) tensor.requires_grad_();
+}
+
+// The optimizer of Python's fused=True, which LibTorch has as an operator only.
+class TorchFusedAdamW {
+ public:
+  explicit TorchFusedAdamW(Tensors parameters) : parameters_(std::move(parameters)) {
+    for (const at::Tensor& parameter : parameters_) {
+      m_.push_back(at::zeros_like(parameter));
+      v_.push_back(at::zeros_like(parameter));
+      steps_.push_back(at::zeros({}, at::kFloat));
+    }
+  }
+
+  void step() {
+    const at::NoGradGuard no_grad;
+    Tensors grads;
+    for (const at::Tensor& parameter : parameters_) grads.push_back(parameter.grad());
+    for (const at::Tensor& step : steps_) step.add_(1);
+    at::_fused_adamw_(parameters_, grads, m_, v_, {}, steps_, kLr, 0.9, 0.999, kDecay, kEps, false,
+                      false);
+  }
+
+ private:
+  Tensors parameters_, m_, v_, steps_;
+};
+
+// What a program without a fused step does around its optimizer: gradients to fp32 and unscaled, step, round.
+void step_around(const Tensors& model, const Tensors& masters, double inv_scale,
+                 const std::function<void()>& step) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < model.size(); ++i) {
+    masters[i].mutable_grad() = model[i].grad().to(at::kFloat).mul_(inv_scale);
+  }
+  step();
+  for (std::size_t i = 0; i < model.size(); ++i) {
+    model[i].copy_(masters[i]);
+    masters[i].mutable_grad().reset();
+  }
+}
+
+void require_close(const Tensors& got, const Tensors& want, double tolerance,
+                   const std::string& who) {
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double far = (got[i].detach().to(at::kFloat) - want[i].detach().to(at::kFloat))
+                           .abs()
+                           .max()
+                           .item<double>();
+    if (!(far <= tolerance)) {
+      throw semitone::Error("bench.optimizer", "the parameters of torch::optim::AdamW",
+                            fmt::format("{} off by {}", who, far));
+    }
+  }
+}
+
+void report(const std::string& title, const std::vector<Contender>& contenders,
+            const std::vector<double>& bytes, int rounds, double stream) {
+  const auto timings = semitone::bench::interleave(contenders, rounds, 1);
+  semitone::bench::print(title, timings, 1e-3, "ms");
+  for (std::size_t i = 0; i < timings.size(); ++i) {
+    const double rate = bytes[i] / timings[i].min_seconds;
+    fmt::print("{:<34} {:>8.1f} GB/s of what has to move, {:.0f} % of a copy\n", timings[i].name,
+               rate / 1e9, 100 * rate / stream);
+  }
+  fmt::print("\n");
+}
+
+// Bytes a second of a large copy by all threads, read and written ones.
+double stream_bandwidth(std::int64_t elements) {
+  const auto from = at::ones({elements});
+  const auto to = at::zeros({elements});
+  const std::vector<Contender> copy{{"copy", [&] { to.copy_(from); }}};
+  return 8.0 * static_cast<double>(elements) /
+         semitone::bench::interleave(copy, 7, 1)[0].min_seconds;
+}
+
+void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds, double stream) {
+  constexpr double kInvScale = 1.0 / 1024;
+  const auto options = optim::FusedAdamOptions(kLr).weight_decay(kDecay).eps(kEps);
+  const auto with_grads = [&](Tensors model) {
+    require_grads(model);
+    for (std::size_t i = 0; i < model.size(); ++i) model[i].mutable_grad() = grads16[i];
+    return model;
+  };
+  const auto masters_of = [&](const Tensors& model) {
+    Tensors masters = like(model, at::kFloat);
+    require_grads(masters);
+    return masters;
+  };
+
+  const Tensors model = with_grads(like(values, at::kBFloat16));
+  const Tensors masters = masters_of(model);
+  optim::FusedAdam fused(masters, options);
+  optim::ModelCopies copies;
+  for (std::size_t i = 0; i < model.size(); ++i)
+    copies[masters[i].unsafeGetTensorImpl()] = model[i];
+  const auto how = optim::FusedStep().inv_scale(kInvScale).copies(&copies);
+
+  const Tensors split_model = with_grads(like(values, at::kBFloat16));
+  optim::FusedAdam split(split_model, optim::FusedAdamOptions(options).split_master(true));
+
+  const Tensors torch_model = with_grads(like(values, at::kBFloat16));
+  const Tensors torch_masters = masters_of(torch_model);
+  torch::optim::AdamW adamw(torch_masters,
+                            torch::optim::AdamWOptions(kLr).weight_decay(kDecay).eps(kEps));
+
+  const Tensors kernel_model = with_grads(like(values, at::kBFloat16));
+  const Tensors kernel_masters = masters_of(kernel_model);
+  TorchFusedAdamW kernel(kernel_masters);
+
+  const std::vector<Contender> contenders{
+      {"torch::optim::AdamW",
+       [&] { step_around(torch_model, torch_masters, kInvScale, [&] { adamw.step(); }); }},
+      {"at::_fused_adamw_",
+       [&] { step_around(kernel_model, kernel_masters, kInvScale, [&] { kernel.step(); }); }},
+      {"FusedAdam, fp32 masters", [&] { fused.step(how); }},
+      {"FusedAdam, split masters", [&] { split.step(optim::FusedStep().inv_scale(kInvScale)); }}};
+  for (int i = 0; i < 3; ++i) {
+    for (const Contender& contender : contenders) contender.body();
+  }
+  require_close(kernel_masters, torch_masters, 1e-6, "at::_fused_adamw_");
+  require_close(masters, torch_masters, 1e-6, "FusedAdam");
+  Tensors exact;
+  for (const at::Tensor& parameter : split_model) exact.push_back(split.master_of(parameter));
+  require_close(exact, torch_masters, 1e-6, "FusedAdam with split masters");
+  for (std::size_t i = 0; i < model.size(); ++i) {
+    if (!torch::equal(model[i], masters[i].to(at::kBFloat16)))
+      throw semitone::Error("bench.optimizer", "a model that is its masters rounded", "another");
+  }
+
+  // Gradient 2 in; master, two moments 12 in and 12 out; model 2 out. Split: model and lower half 4 in and 4 out.
+  const auto elements = static_cast<double>(values.size()) * static_cast<double>(kTensor);
+  report("bf16 model, fp32 masters, bf16 gradients: unscale, AdamW, write the model", contenders,
+         {28 * elements, 28 * elements, 28 * elements, 26 * elements}, rounds, stream);
+}
+
+void compare_fp32(const Tensors& values, const Tensors& grads, int rounds, double stream) {
+  const auto with_grads = [&](Tensors parameters) {
+    require_grads(parameters);
+    for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = grads[i];
+    return parameters;
+  };
+  const Tensors ours = with_grads(like(values, at::kFloat));
+  const Tensors theirs = with_grads(like(values, at::kFloat));
+  const Tensors kernels = with_grads(like(values, at::kFloat));
+  optim::FusedAdam fused(ours, optim::FusedAdamOptions(kLr).weight_decay(kDecay).eps(kEps));
+  torch::optim::AdamW adamw(theirs, torch::optim::AdamWOptions(kLr).weight_decay(kDecay).eps(kEps));
+  TorchFusedAdamW kernel(kernels);
+  const std::vector<Contender> contenders{{"torch::optim::AdamW", [&] { adamw.step(); }},
+                                          {"at::_fused_adamw_", [&] { kernel.step(); }},
+                                          {"FusedAdam", [&] { fused.step(); }}};
+  for (int i = 0; i < 3; ++i) {
+    for (const Contender& contender : contenders) contender.body();
+  }
+  require_close(kernels, theirs, 1e-6, "at::_fused_adamw_");
+  require_close(ours, theirs, 1e-6, "FusedAdam");
+  const auto elements = static_cast<double>(values.size()) * static_cast<double>(kTensor);
+  report("fp32 parameters and gradients: AdamW", contenders,
+         {28 * elements, 28 * elements, 28 * elements}, rounds, stream);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const double millions = argc > 1 ? std::stod(argv[1]) : 100;
+  const int rounds = argc > 2 ? std::stoi(argv[2]) : 7;
+  torch::manual_seed(0);
+  const auto count =
+      static_cast<std::int64_t>(std::ceil(millions * 1e6 / static_cast<double>(kTensor)));
+  Tensors values;
+  Tensors grads;
+  for (std::int64_t i = 0; i < count; ++i) {
+    values.push_back(torch::randn({kTensor}).to(at::kBFloat16).to(at::kFloat));
+    grads.push_back(torch::randn({kTensor}));
+  }
+  const double stream = stream_bandwidth(64 * 1024 * 1024);
+  fmt::print("{:.0f} M parameters, {} threads; a plain copy moves {:.1f} GB/s\n\n",
+             static_cast<double>(count * kTensor) / 1e6, at::get_num_threads(), stream / 1e9);
+  compare_mixed(values, like(grads, at::kBFloat16), rounds, stream);
+  compare_fp32(values, grads, rounds, stream);
+}

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "semitone/optim/fused_optimizer.h"
+
+#include <vector>
+
+namespace semitone::optim {
+
+/// Options of FusedAdagrad, by group. The defaults are those of torch.optim.Adagrad and Apex.
+struct FusedAdagradOptions : torch::optim::OptimizerCloneableOptions<FusedAdagradOptions> {
+  FusedAdagradOptions(double lr = 1e-2);  // NOLINT(google-explicit-constructor): as torch.optim's
+
+  /// Learning rate, at least 0. Default 1e-2.
+  TORCH_ARG(double, lr);
+  /// Step t uses lr / (1 + (t - 1) lr_decay). At least 0. Default 0.
+  TORCH_ARG(double, lr_decay) = 0;
+  /// At least 0. Default 0.
+  TORCH_ARG(double, weight_decay) = 0;
+  /// What the sum of squares starts at, at least 0. By group: torch.optim's C++ Adagrad takes it from
+  /// the defaults only. Default 0.
+  TORCH_ARG(double, initial_accumulator_value) = 0;
+  /// Added to the denominator, at least 0. Default 1e-10.
+  TORCH_ARG(double, eps) = 1e-10;
+  /// True: the decay is part of the update; false: of the gradient (L2). Default false.
+  TORCH_ARG(bool, adagrad_w_mode) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double value) override { lr(value); }
+};
+
+/// Adagrad (Duchi et al. 2011) with the formulas of torch.optim.Adagrad:
+///
+///     h += g²         p -= lr · g / (√h + eps)
+///
+/// State: "sum".
+class FusedAdagrad : public FusedOptimizer {
+ public:
+  explicit FusedAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                        const FusedAdagradOptions& defaults = {});
+  explicit FusedAdagrad(std::vector<at::Tensor> parameters,
+                        const FusedAdagradOptions& defaults = {})
+      : FusedAdagrad({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+
+ private:
+  std::string_view where() const override;
+  void check(const torch::optim::OptimizerOptions& options) const override;
+  std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
+  void update(std::span<Work> work, double grad_scale) override;
+};
+
+}  // namespace semitone::optim

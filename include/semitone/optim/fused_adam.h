@@ -1,0 +1,71 @@
+#pragma once
+
+#include "semitone/optim/fused_optimizer.h"
+
+#include <tuple>
+#include <vector>
+
+namespace semitone::optim {
+
+/// Options of FusedAdam, by group. The defaults are those of Apex's FusedAdam.
+struct FusedAdamOptions : torch::optim::OptimizerCloneableOptions<FusedAdamOptions> {
+  FusedAdamOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor): as torch.optim's
+
+  /// Learning rate, at least 0. Default 1e-3.
+  TORCH_ARG(double, lr);
+  typedef std::tuple<double, double> betas_t;
+  /// Decay of the two moments, in [0, 1). Default 0.9, 0.999.
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  /// Added to the denominator, at least 0. Default 1e-8.
+  TORCH_ARG(double, eps) = 1e-8;
+  /// At least 0. Default 0.
+  TORCH_ARG(double, weight_decay) = 0;
+  /// True: AdamW, weights decay by themselves (p *= 1 - lr * weight_decay). False: Adam, the decay
+  /// is part of the gradient (L2). Default true.
+  TORCH_ARG(bool, adam_w_mode) = true;
+  /// Divide the moments by 1 - beta^step. Default true.
+  TORCH_ARG(bool, bias_correction) = true;
+  /// Divide by the largest second moment so far. Default false.
+  TORCH_ARG(bool, amsgrad) = false;
+  /// Ascend instead of descend. Default false.
+  TORCH_ARG(bool, maximize) = false;
+  /// For bf16 parameters: keep an fp32 master without a second copy. The parameter is its upper half
+  /// (the master rounded to nearest, ties away from zero), the state holds the lower 16 bits:
+  /// 4 bytes a weight instead of 6, and the same masters bit for bit as training with fp32 masters.
+  /// fp32 and fp64 parameters need none; fp16 ones are refused. Default false.
+  TORCH_ARG(bool, split_master) = false;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double value) override { lr(value); }
+};
+
+/// Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019) with the formulas of torch.optim in
+/// their order:
+///
+///     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g²
+///     p -= lr / (1 - beta1^t) · m / (√v / √(1 - beta2^t) + eps)
+///
+/// fp32 results are within a few units of the last place of torch::optim::AdamW's, which fuses some
+/// products into additions. State: "exp_avg", "exp_avg_sq" and, for amsgrad, "max_exp_avg_sq".
+///
+///     optim::FusedAdam optimizer(model->parameters(),
+///                                optim::FusedAdamOptions(3e-4).weight_decay(0.1));
+class FusedAdam : public FusedOptimizer {
+ public:
+  explicit FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                     const FusedAdamOptions& defaults = {});
+  explicit FusedAdam(std::vector<at::Tensor> parameters, const FusedAdamOptions& defaults = {})
+      : FusedAdam({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+
+ private:
+  std::string_view where() const override;
+  void check(const torch::optim::OptimizerOptions& options) const override;
+  std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
+  bool splits_masters(const torch::optim::OptimizerOptions& options) const override;
+  void update(std::span<Work> work, double grad_scale) override;
+};
+
+}  // namespace semitone::optim

@@ -1,0 +1,145 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
+/// Optimizers that do a whole step in one pass over memory: unscaling, clipping, the update of an
+/// fp32 (master) parameter, its state, and the rounding into the model's 16-bit parameter.
+/// docs/optimizers.md compares them.
+namespace semitone::optim {
+
+/// Model parameters in 16 bits, by the fp32 parameter in the optimizer that is their master.
+using ModelCopies = std::unordered_map<const c10::TensorImpl*, at::Tensor>;
+
+/// What a step does besides the optimizer's own rule.
+///
+///     optimizer.step(optim::FusedStep().inv_scale(1 / 65536.0).found_inf(flag).copies(&copies));
+struct FusedStep {
+  using copies_t = const ModelCopies*;
+  /// Gradients are multiplied by inv_scale * clip, in fp32, before anything else: 1/loss scale.
+  /// Default 1.
+  TORCH_ARG(double, inv_scale) = 1;
+  /// The other factor, from optim::clip_factor. Default 1.
+  TORCH_ARG(double, clip) = 1;
+  /// One element. If it is not 0 the step changes nothing at all: no parameter, state or step count.
+  /// Undefined: the step is taken. Default undefined.
+  TORCH_ARG(at::Tensor, found_inf);
+  /// Where the parameter in the optimizer is an fp32 master: the model's parameter, which gets the
+  /// new value rounded in the same pass. If the master has no gradient, the model parameter's is
+  /// used, in its own dtype: nothing has to be moved or converted first. Null: none. Default null.
+  TORCH_ARG(copies_t, copies) = nullptr;
+};
+
+/// What a fused optimizer keeps for one parameter.
+struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
+  std::int64_t step = 0;              ///< steps that this parameter took part in
+  std::array<at::Tensor, 3> tensors;  ///< see FusedOptimizer::state_of
+  at::Tensor master_low;              ///< split masters: int16, of the parameter's shape
+};
+
+/// The base of all fused optimizers. They are torch::optim::Optimizers: learning rate schedulers,
+/// param_groups, torch::save and torch::load work as with LibTorch's own.
+///
+/// Parameters may be fp32, fp16, bf16 or fp64, dense, in any layout; state is fp32 (fp64 for fp64
+/// parameters). Arithmetic is fp32, with one rounding into a 16-bit parameter. Gradients may have
+/// another dtype than their parameter. On the CPU a step is one pass in vector code over all tensors
+/// at once; fp64, tensors with gaps and other devices take the composed operators that define it.
+///
+/// - A parameter without a gradient is left alone: no decay, no state, and its own step count (bias
+///   corrections are by parameter) does not move.
+/// - A sparse gradient is an Error that names the parameter, raised before anything is changed. So
+///   is every other bad input of a step.
+/// - A parameter that stands in the optimizer twice is stepped once.
+/// - Parameter groups may be added, and options changed, between any two steps.
+/// - Results do not depend on the number of threads.
+class FusedOptimizer : public torch::optim::Optimizer {
+ public:
+  /// LibTorch's step: a FusedStep with nothing set. With a closure, evaluates it with gradients
+  /// enabled first and returns its loss.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  /// A step with unscaling, clipping, skipping and writing of the model in the same pass.
+  /// @return false if found_inf was set: nothing was changed
+  bool step(const FusedStep& how);
+
+  /// Steps that a parameter took part in.
+  std::int64_t steps_of(const at::Tensor& parameter) const;
+
+  /// A state tensor by the name that torch.optim gives it: "exp_avg", "momentum_buffer" … It is the
+  /// tensor itself, not a copy. Undefined where there is none yet; Error for a name that the
+  /// optimizer does not have.
+  at::Tensor state_of(const at::Tensor& parameter, std::string_view name) const;
+
+  /// The exact fp32 value of a parameter that has a split master; the parameter itself otherwise.
+  at::Tensor master_of(const at::Tensor& parameter) const;
+
+  /// Sets a bf16 parameter and its split master to an fp32 value: weights as they were before they
+  /// were cast. Error if the parameter's group does not split masters.
+  void set_master(const at::Tensor& parameter, const at::Tensor& value);
+
+  /// All state, bit for bit, and the options of all groups, in the layout of torch.optim's C++
+  /// archives.
+  void save(torch::serialize::OutputArchive& archive) const override;
+
+  /// Restores what save() wrote; also what the LibTorch optimizer of the same rule wrote (Adam, AdamW,
+  /// SGD, Adagrad). Options are overwritten by the saved ones, state is replaced. FileError, with
+  /// nothing changed, if the groups, shapes or names do not fit.
+  void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  /// One kind of state.
+  struct Slot {
+    std::string_view name;
+    bool wanted = true;   ///< with these options
+    double initial = 0;   ///< what it starts as
+    bool number = false;  ///< one fp64 number for the parameter, not a tensor of its shape
+  };
+
+  /// One parameter of a step: src/optim/work.h.
+  struct Work;
+
+  FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                 std::unique_ptr<torch::optim::OptimizerOptions> defaults)
+      : Optimizer(groups, std::move(defaults)) {}
+
+  /// Checks the defaults and the options of all groups. At the end of a constructor.
+  void check_options() const;
+
+ private:
+  /// The name in messages: "optim.fused_adam".
+  virtual std::string_view where() const = 0;
+  /// Error if options are of another optimizer, or out of range.
+  virtual void check(const torch::optim::OptimizerOptions& options) const = 0;
+  /// At most three, always the same ones in the same order.
+  virtual std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const = 0;
+  /// Whether bf16 parameters have split masters.
+  virtual bool splits_masters(const torch::optim::OptimizerOptions& /*options*/) const {
+    return false;
+  }
+  /// The step, for parameters whose state is there and whose step count includes this step.
+  virtual void update(std::span<Work> work, double grad_scale) = 0;
+
+  std::vector<Work> gather(const FusedStep& how);
+  void prepare(Work& work);
+  void check_state(const FusedState& state, const at::Tensor& parameter,
+                   const std::vector<Slot>& slots, const std::string& name) const;
+  const FusedState* find(const at::Tensor& parameter) const;
+};
+
+}  // namespace semitone::optim

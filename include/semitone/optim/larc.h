@@ -1,0 +1,61 @@
+#pragma once
+
+#include "semitone/optim/fused_optimizer.h"
+
+#include <vector>
+
+namespace semitone::optim {
+
+/// Options of LARC, by group. The defaults are those of Apex's LARC around SGD.
+struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
+  LARCOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor): as torch.optim's
+
+  /// Learning rate, at least 0. Default 1e-3.
+  TORCH_ARG(double, lr);
+  /// Decay of the momentum buffer, at least 0; 0: no buffer. Default 0.
+  TORCH_ARG(double, momentum) = 0;
+  /// The gradient enters the buffer multiplied by 1 - dampening, other than the first time.
+  /// Default 0.
+  TORCH_ARG(double, dampening) = 0;
+  /// At least 0. Default 0.
+  TORCH_ARG(double, weight_decay) = 0;
+  /// Nesterov's momentum; needs momentum and no dampening. Default false.
+  TORCH_ARG(bool, nesterov) = false;
+  /// The local learning rate of a tensor is this times |p| / |g|. Above 0. Default 0.02.
+  TORCH_ARG(double, trust_coefficient) = 0.02;
+  /// True: the learning rate is min(local, lr) (LARC); false: local * lr (LARS). Default true.
+  TORCH_ARG(bool, clip) = true;
+  /// Added to the denominator, at least 0. Default 1e-8.
+  TORCH_ARG(double, eps) = 1e-8;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double value) override { lr(value); }
+};
+
+/// Layer-wise adaptive rate control (You et al. 2017): SGD in which each tensor has a learning rate
+/// that fits its weights and gradients, as Apex's LARC around SGD computes it:
+///
+///     a = trust_coefficient |p| / (|g| + weight_decay |p| + eps);   clip: a = min(a / lr, 1)
+///     g = (g + weight_decay p) · a, then SGD without weight decay
+///
+/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. One pass over memory, and one
+/// over parameters and gradients for the norms. Unlike Apex's it is an optimizer, not a wrapper, so
+/// schedulers see it. State: "momentum_buffer".
+class LARC : public FusedOptimizer {
+ public:
+  explicit LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                const LARCOptions& defaults = {});
+  explicit LARC(std::vector<at::Tensor> parameters, const LARCOptions& defaults = {})
+      : LARC({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+
+ private:
+  std::string_view where() const override;
+  void check(const torch::optim::OptimizerOptions& options) const override;
+  std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
+  void update(std::span<Work> work, double grad_scale) override;
+};
+
+}  // namespace semitone::optim

@@ -1,0 +1,66 @@
+#pragma once
+
+#include "semitone/core/error.h"
+
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+namespace semitone {
+
+// Reads one value from an archive, none where it has no such key; FileError where it is of another
+// type.
+template <typename T>
+std::optional<T> find_value(torch::serialize::InputArchive& archive, const std::string& key,
+                            std::string_view where) {
+  c10::IValue value;
+  try {
+    if (!archive.try_read(key, value)) return std::nullopt;
+  } catch (const c10::Error& error) {
+    throw FileError(where, "'" + key + "' in the archive", error.what_without_backtrace());
+  }
+  const bool right_type = [&] {
+    if constexpr (std::is_same_v<T, bool>) return value.isBool();
+    if constexpr (std::is_same_v<T, std::int64_t>) return value.isInt();
+    if constexpr (std::is_same_v<T, double>) return value.isDouble();
+    if constexpr (std::is_same_v<T, std::string>) return value.isString();
+    if constexpr (std::is_same_v<T, at::Tensor>) return value.isTensor();
+  }();
+  if (!right_type) throw FileError(where, "another type for '" + key + "'", value.tagKind());
+  return value.to<T>();
+}
+
+// The same; FileError where it has no such key.
+template <typename T>
+T read_value(torch::serialize::InputArchive& archive, const std::string& key,
+             std::string_view where) {
+  if (auto value = find_value<T>(archive, key, where)) return *std::move(value);
+  throw FileError(where, "'" + key + "' in the archive", "none",
+                  "was it saved by this kind of object?");
+}
+
+// An archive inside an archive, none where there is no such key.
+inline std::optional<torch::serialize::InputArchive> find_archive(
+    torch::serialize::InputArchive& archive, const std::string& key, std::string_view where) {
+  torch::serialize::InputArchive inner;
+  try {
+    if (!archive.try_read(key, inner)) return std::nullopt;
+  } catch (const c10::Error& error) {
+    throw FileError(where, "an archive '" + key + "'", error.what_without_backtrace());
+  }
+  return inner;
+}
+
+inline torch::serialize::InputArchive read_archive(torch::serialize::InputArchive& archive,
+                                                   const std::string& key, std::string_view where) {
+  if (auto inner = find_archive(archive, key, where)) return *std::move(inner);
+  throw FileError(where, "'" + key + "' in the archive", "none",
+                  "was it saved by this kind of object?");
+}
+
+}  // namespace semitone

@@ -1,0 +1,56 @@
+#include "src/kernels/updates.h"
+
+#include <cstddef>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/adagrad.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/update-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+struct AdagradMath {
+  explicit AdagradMath(const AdagradRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        late_decay(static_cast<float>(rule.late_decay)),
+        eps(static_cast<float>(rule.eps)),
+        minus_lr(static_cast<float>(-rule.lr)) {}
+
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
+    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    float* const h_at = span.state[0] + i;
+    const auto h = hn::Add(hn::LoadU(d, h_at), hn::Mul(grad, grad));
+    hn::StoreU(h, d, h_at);
+    auto update = hn::Div(grad, hn::Add(hn::Sqrt(h), hn::Set(d, eps)));
+    if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
+    return scaled_sum(d, minus_lr, update, param);
+  }
+
+  float decay, late_decay, eps, minus_lr;
+};
+
+void adagrad(const UpdateSpan& span, const AdagradRule& rule) {
+  update_elements(span, static_cast<float>(rule.grad_scale), AdagradMath(rule));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(adagrad);
+
+void adagrad(const UpdateSpan& span, const AdagradRule& rule) {
+  HWY_DYNAMIC_DISPATCH(adagrad)(span, rule);
+}
+
+}  // namespace semitone::kernels
+#endif

@@ -1,0 +1,72 @@
+#include "src/kernels/updates.h"
+
+#include <cstddef>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/adam.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/update-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+struct AdamMath {
+  explicit AdamMath(const AdamRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        keep(static_cast<float>(rule.keep)),
+        beta1(static_cast<float>(rule.beta1)),
+        rest1(static_cast<float>(1 - rule.beta1)),
+        beta2(static_cast<float>(rule.beta2)),
+        rest2(static_cast<float>(1 - rule.beta2)),
+        eps(static_cast<float>(rule.eps)),
+        minus_step_size(static_cast<float>(-rule.step_size)),
+        root_correction(static_cast<float>(rule.root_correction)) {}
+
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
+    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    if (keep != 1) param = hn::Mul(param, hn::Set(d, keep));
+    float* const m_at = span.state[0] + i;
+    float* const v_at = span.state[1] + i;
+    const auto m = scaled_sum(d, beta1, hn::LoadU(d, m_at), hn::Mul(hn::Set(d, rest1), grad));
+    const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
+    auto v = scaled_sum(d, beta2, hn::LoadU(d, v_at), square);
+    hn::StoreU(m, d, m_at);
+    hn::StoreU(v, d, v_at);
+    if (span.state[2] != nullptr) {
+      float* const largest_at = span.state[2] + i;
+      const auto before = hn::LoadU(d, largest_at);
+      v = hn::IfThenElse(hn::Or(hn::Gt(v, before), hn::IsNaN(v)), v, before);
+      hn::StoreU(v, d, largest_at);
+    }
+    const auto denominator =
+        hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, root_correction)), hn::Set(d, eps));
+    return hn::Add(param, hn::Div(hn::Mul(hn::Set(d, minus_step_size), m), denominator));
+  }
+
+  float decay, keep, beta1, rest1, beta2, rest2, eps, minus_step_size, root_correction;
+};
+
+void adam(const UpdateSpan& span, const AdamRule& rule) {
+  update_elements(span, static_cast<float>(rule.grad_scale), AdamMath(rule));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(adam);
+
+void adam(const UpdateSpan& span, const AdamRule& rule) {
+  HWY_DYNAMIC_DISPATCH(adam)(span, rule);
+}
+
+}  // namespace semitone::kernels
+#endif

@@ -1,0 +1,121 @@
+#include "src/kernels/updates.h"
+
+#include <cstddef>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/lamb.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/update-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+struct LambMath {
+  explicit LambMath(const LambRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        late_decay(static_cast<float>(rule.late_decay)),
+        beta1(static_cast<float>(rule.beta1)),
+        averaged(static_cast<float>(rule.averaged)),
+        beta2(static_cast<float>(rule.beta2)),
+        rest2(static_cast<float>(1 - rule.beta2)),
+        eps(static_cast<float>(rule.eps)),
+        correction1(static_cast<float>(rule.correction1)),
+        correction2(static_cast<float>(rule.correction2)),
+        minus_step_size(static_cast<float>(-rule.step_size)) {}
+
+  // Moves the moments at element i of a span.
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE void move(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
+    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    float* const m_at = span.state[0] + i;
+    float* const v_at = span.state[1] + i;
+    const auto m = scaled_sum(d, beta1, hn::LoadU(d, m_at), hn::Mul(hn::Set(d, averaged), grad));
+    const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
+    hn::StoreU(m, d, m_at);
+    hn::StoreU(scaled_sum(d, beta2, hn::LoadU(d, v_at), square), d, v_at);
+  }
+
+  // The update that the moments call for.
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V update(D d, const UpdateSpan& span, std::size_t i, V param) const {
+    const auto m = hn::Mul(hn::LoadU(d, span.state[0] + i), hn::Set(d, correction1));
+    const auto v = hn::Mul(hn::LoadU(d, span.state[1] + i), hn::Set(d, correction2));
+    const auto u = hn::Div(m, hn::Add(hn::Sqrt(v), hn::Set(d, eps)));
+    return late_decay != 0 ? scaled_sum(d, late_decay, param, u) : u;
+  }
+
+  // The second pass, as update_elements wants it.
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V /*grad*/, V param) const {
+    return scaled_sum(d, minus_step_size, update(d, span, i, param), param);
+  }
+
+  float decay, late_decay, beta1, averaged, beta2, rest2, eps, correction1, correction2,
+      minus_step_size;
+};
+
+// The sum of the squares of a vector's first `count` lanes, lane by lane in fp64.
+template <class D, class Wide>
+HWY_INLINE void add_squares(D d, hn::Vec<D> v, std::size_t count, Wide wide, hn::Vec<Wide>& sum) {
+  const hn::Rebind<float, Wide> narrow;
+  HWY_ALIGN float lanes[hn::MaxLanes(D())];
+  hn::Store(hn::IfThenElseZero(hn::FirstN(d, count), v), d, lanes);
+  for (std::size_t i = 0; i < hn::Lanes(d); i += hn::Lanes(wide)) {
+    const auto x = hn::PromoteTo(wide, hn::Load(narrow, lanes + i));
+    sum = hn::Add(sum, hn::Mul(x, x));
+  }
+}
+
+LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
+  const hn::ScalableTag<float> d;
+  const hn::ScalableTag<double> wide;
+  const std::size_t lanes = hn::Lanes(d);
+  const LambMath math(rule);
+  const auto scale = static_cast<float>(rule.grad_scale);
+  auto params = hn::Zero(wide);
+  auto updates = hn::Zero(wide);
+  const auto at = [&](const UpdateSpan& part, std::size_t i, std::size_t count) HWY_ATTR {
+    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, scale));
+    const auto param = load_param(d, part, i);
+    math.move(d, part, i, grad, param);
+    add_squares(d, param, count, wide, params);
+    add_squares(d, math.update(d, part, i, param), count, wide, updates);
+  };
+  std::size_t i = 0;
+  for (; i + lanes <= span.size; i += lanes) at(span, i, lanes);
+  if (i < span.size) {
+    const SpanTail tail(span, i);
+    at(tail.span(), 0, span.size - i);
+    tail.write_back();
+  }
+  return {hn::GetLane(hn::SumOfLanes(wide, params)), hn::GetLane(hn::SumOfLanes(wide, updates))};
+}
+
+void lamb_apply(const UpdateSpan& span, const LambRule& rule) {
+  update_elements(span, 1, LambMath(rule));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(lamb_moments);
+HWY_EXPORT(lamb_apply);
+
+LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
+  return HWY_DYNAMIC_DISPATCH(lamb_moments)(span, rule);
+}
+
+void lamb_apply(const UpdateSpan& span, const LambRule& rule) {
+  HWY_DYNAMIC_DISPATCH(lamb_apply)(span, rule);
+}
+
+}  // namespace semitone::kernels
+#endif

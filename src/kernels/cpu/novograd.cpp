@@ -1,0 +1,58 @@
+#include "src/kernels/updates.h"
+
+#include <cstddef>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/novograd.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/update-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+struct NovoGradMath {
+  explicit NovoGradMath(const NovoGradRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        beta1(static_cast<float>(rule.beta1)),
+        averaged(static_cast<float>(rule.averaged)),
+        correction(static_cast<float>(rule.correction)),
+        late_decay(static_cast<float>(rule.late_decay)),
+        minus_lr(static_cast<float>(-rule.lr)) {}
+
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
+    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    float* const m_at = span.state[0] + i;
+    const auto m = scaled_sum(d, beta1, hn::LoadU(d, m_at), hn::Mul(hn::Set(d, averaged), grad));
+    hn::StoreU(m, d, m_at);
+    auto update = hn::Mul(m, hn::Set(d, correction));
+    if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
+    return scaled_sum(d, minus_lr, update, param);
+  }
+
+  float decay, beta1, averaged, correction, late_decay, minus_lr;
+};
+
+void novograd(const UpdateSpan& span, const NovoGradRule& rule) {
+  update_elements(span, static_cast<float>(rule.grad_scale), NovoGradMath(rule));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(novograd);
+
+void novograd(const UpdateSpan& span, const NovoGradRule& rule) {
+  HWY_DYNAMIC_DISPATCH(novograd)(span, rule);
+}
+
+}  // namespace semitone::kernels
+#endif

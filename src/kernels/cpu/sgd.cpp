@@ -1,0 +1,68 @@
+#include "src/kernels/updates.h"
+
+#include <cstddef>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/sgd.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/update-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+struct SgdMath {
+  explicit SgdMath(const SgdRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        local(static_cast<float>(rule.local)),
+        momentum(static_cast<float>(rule.momentum)),
+        undamped(static_cast<float>(rule.undamped)),
+        late_decay(static_cast<float>(rule.late_decay)),
+        minus_lr(static_cast<float>(-rule.lr)),
+        nesterov(rule.nesterov),
+        first(rule.first) {}
+
+  template <class D, class V = hn::Vec<D>>
+  HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
+    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    if (local != 1) grad = hn::Mul(grad, hn::Set(d, local));
+    if (span.state[0] != nullptr) {
+      float* const buffer_at = span.state[0] + i;
+      auto buffer = grad;
+      if (!first) {
+        buffer =
+            scaled_sum(d, momentum, hn::LoadU(d, buffer_at), hn::Mul(hn::Set(d, undamped), grad));
+      }
+      hn::StoreU(buffer, d, buffer_at);
+      grad = nesterov ? scaled_sum(d, momentum, buffer, grad) : buffer;
+    }
+    if (late_decay != 0) grad = scaled_sum(d, late_decay, param, grad);
+    return scaled_sum(d, minus_lr, grad, param);
+  }
+
+  float decay, local, momentum, undamped, late_decay, minus_lr;
+  bool nesterov, first;
+};
+
+void sgd(const UpdateSpan& span, const SgdRule& rule) {
+  update_elements(span, static_cast<float>(rule.grad_scale), SgdMath(rule));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(sgd);
+
+void sgd(const UpdateSpan& span, const SgdRule& rule) {
+  HWY_DYNAMIC_DISPATCH(sgd)(span, rule);
+}
+
+}  // namespace semitone::kernels
+#endif

@@ -1,0 +1,177 @@
+// Walking over an UpdateSpan, a vector at a time. Included once per target by Highway's
+// foreach_target.
+#if defined(SEMITONE_KERNELS_CPU_UPDATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SEMITONE_KERNELS_CPU_UPDATE_INL_H_
+#undef SEMITONE_KERNELS_CPU_UPDATE_INL_H_
+#else
+#define SEMITONE_KERNELS_CPU_UPDATE_INL_H_
+#endif
+
+#include "src/kernels/cpu/vec-inl.h"
+#include "src/kernels/updates.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+// Formats are looked at anew for each vector: a branch that always goes the same way costs a cycle,
+// where a vector of Adam's operands takes more than a hundred from memory. A template over all
+// formats would be 27 copies of each rule for each instruction set.
+template <class D>
+HWY_INLINE hn::Vec<D> load(Format format, D d, const void* from, std::size_t i) {
+  switch (format) {
+    case Format::fp32:
+      return load(Fp32{}, d, static_cast<const float*>(from) + i);
+    case Format::fp16:
+      return load(Fp16{}, d, static_cast<const std::uint16_t*>(from) + i);
+    case Format::bf16:
+      break;
+  }
+  return load(Bf16{}, d, static_cast<const std::uint16_t*>(from) + i);
+}
+
+template <class D>
+HWY_INLINE void store(Format format, D d, hn::Vec<D> v, void* to, std::size_t i) {
+  switch (format) {
+    case Format::fp32:
+      return store(Fp32{}, d, v, static_cast<float*>(to) + i);
+    case Format::fp16:
+      return store(Fp16{}, d, v, static_cast<std::uint16_t*>(to) + i);
+    case Format::bf16:
+      return store(Bf16{}, d, v, static_cast<std::uint16_t*>(to) + i);
+  }
+}
+
+// rounding.h's split_fp32 and join_fp32.
+template <class D>
+HWY_INLINE hn::Vec<D> load_split(D d, const std::uint16_t* high, const std::uint16_t* low) {
+  const hn::Rebind<std::uint16_t, D> d16;
+  const hn::RebindToUnsigned<D> d32;
+  const auto upper = hn::PromoteTo(d32, hn::LoadU(d16, high));
+  const auto lower = hn::PromoteTo(d32, hn::LoadU(d16, low));
+  const auto borrow = hn::ShiftRight<15>(lower);
+  const auto joined = hn::Or(hn::ShiftLeft<16>(hn::Sub(upper, borrow)), lower);
+  const auto zero = hn::Zero(d32);
+  const auto is_zero = hn::Eq(hn::And(upper, hn::Set(d32, 0x7FFF)), zero);
+  const auto below_zero = hn::And(is_zero, hn::Ne(borrow, zero));
+  return hn::BitCast(d, hn::IfThenElse(below_zero, hn::ShiftLeft<16>(upper), joined));
+}
+
+template <class D>
+HWY_INLINE void store_split(D /*d*/, hn::Vec<D> v, std::uint16_t* high, std::uint16_t* low) {
+  const hn::Rebind<std::uint16_t, D> d16;
+  const hn::RebindToUnsigned<D> d32;
+  const auto is_nan = hn::RebindMask(d32, hn::IsNaN(v));
+  auto bits = hn::BitCast(d32, v);
+  const auto quiet = hn::And(hn::Or(bits, hn::Set(d32, 0x400000)), hn::Set(d32, 0xFFFF0000));
+  bits = hn::IfThenElse(is_nan, quiet, bits);
+  const auto upper = hn::ShiftRight<16>(hn::Add(bits, hn::Set(d32, 0x8000)));
+  hn::StoreU(hn::TruncateTo(d16, upper), d16, high);
+  hn::StoreU(hn::TruncateTo(d16, hn::And(bits, hn::Set(d32, 0xFFFF))), d16, low);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> load_param(D d, const UpdateSpan& span, std::size_t i) {
+  if (span.low == nullptr) return load(span.param_format, d, span.param, i);
+  return load_split(d, static_cast<const std::uint16_t*>(span.param) + i, span.low + i);
+}
+
+template <class D>
+HWY_INLINE void store_param(D d, hn::Vec<D> v, const UpdateSpan& span, std::size_t i) {
+  if (span.low == nullptr) {
+    store(span.param_format, d, v, span.param, i);
+  } else {
+    store_split(d, v, static_cast<std::uint16_t*>(span.param) + i, span.low + i);
+  }
+  if (span.copy != nullptr) store(span.copy_format, d, v, span.copy, i);
+}
+
+// The elements behind the last whole vector, in memory of a vector's size: one code serves both.
+// What is no element is 0.
+class SpanTail {
+ public:
+  SpanTail(const UpdateSpan& whole, std::size_t begin) : whole_(whole), begin_(begin) {
+    inner_ = whole;
+    inner_.size = whole.size - begin;
+    take(grad_, whole.grad, bytes_of(whole.grad_format));
+    take(param_, whole.param, bytes_of(whole.param_format));
+    inner_.grad = grad_;
+    inner_.param = param_;
+    if (whole.low != nullptr) {
+      take(low_, whole.low, sizeof(*low_));
+      inner_.low = low_;
+    }
+    if (whole.copy != nullptr) inner_.copy = copy_;
+    for (std::size_t k = 0; k < kStates; ++k) {
+      if (whole.state[k] == nullptr) continue;
+      take(state_[k], whole.state[k], sizeof(float));
+      inner_.state[k] = state_[k];
+    }
+  }
+
+  const UpdateSpan& span() const { return inner_; }
+
+  void write_back() const {
+    give(param_, whole_.param, bytes_of(whole_.param_format));
+    if (whole_.low != nullptr) give(low_, whole_.low, sizeof(*low_));
+    if (whole_.copy != nullptr) give(copy_, whole_.copy, bytes_of(whole_.copy_format));
+    for (std::size_t k = 0; k < kStates; ++k) {
+      if (whole_.state[k] != nullptr) give(state_[k], whole_.state[k], sizeof(float));
+    }
+  }
+
+ private:
+  static constexpr std::size_t kStates = 3;
+  static constexpr std::size_t kLanes = hn::MaxLanes(hn::ScalableTag<float>());
+
+  void take(void* to, const void* from, std::size_t bytes) const {
+    std::memcpy(to, static_cast<const char*>(from) + begin_ * bytes, inner_.size * bytes);
+  }
+  void give(const void* from, void* to, std::size_t bytes) const {
+    std::memcpy(static_cast<char*>(to) + begin_ * bytes, from, inner_.size * bytes);
+  }
+
+  const UpdateSpan& whole_;
+  std::size_t begin_;
+  UpdateSpan inner_;
+  HWY_ALIGN float grad_[kLanes] = {};
+  HWY_ALIGN float param_[kLanes] = {};
+  HWY_ALIGN float copy_[kLanes] = {};
+  HWY_ALIGN float state_[kStates][kLanes] = {};
+  HWY_ALIGN std::uint16_t low_[kLanes] = {};
+};
+
+// new parameter = math(d, span, i, gradient, parameter) for every vector; math loads and stores the
+// state at element i itself.
+template <class Math>
+HWY_INLINE void update_elements(const UpdateSpan& span, float grad_scale, const Math& math) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto at = [&](const UpdateSpan& part, std::size_t i) HWY_ATTR {
+    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, grad_scale));
+    store_param(d, math(d, part, i, grad, load_param(d, part, i)), part, i);
+  };
+  std::size_t i = 0;
+  for (; i + lanes <= span.size; i += lanes) at(span, i);
+  if (i < span.size) {
+    const SpanTail tail(span, i);
+    at(tail.span(), 0);
+    tail.write_back();
+  }
+}
+
+// a * b + c in two roundings.
+template <class D>
+HWY_INLINE hn::Vec<D> scaled_sum(D d, float a, hn::Vec<D> b, hn::Vec<D> c) {
+  return hn::Add(hn::Mul(hn::Set(d, a), b), c);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // include toggle

@@ -1,0 +1,112 @@
+#pragma once
+
+#include "src/kernels/kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/stack.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+// Tensors as flat memory: what the tensor-level functions need before they call a kernel.
+namespace semitone::kernels {
+
+// Work is split into chunks of this many elements, so that one huge tensor and a thousand small
+// ones both spread evenly. 16 Ki fp32 elements are 64 KiB: in and out of a chunk fit a 256 KiB L2
+// cache, and a thread's wake-up (about 5 us) is paid back by a few chunks (about 4 us each at 30
+// GB/s).
+constexpr std::int64_t kChunk = 16 * 1024;
+
+inline std::optional<Format> format_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return Format::fp32;
+    case at::kHalf:
+      return Format::fp16;
+    case at::kBFloat16:
+      return Format::bf16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Whether the elements of both lie in the same order without gaps, so that a kernel can run over
+// them as flat memory. A negative view would have to be negated on the way.
+inline bool same_flat_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         !a.is_neg() && !b.is_neg();
+}
+
+// Memory that a kernel writes, as autograd has to know.
+inline char* written_data(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  return static_cast<char*>(tensor.mutable_data_ptr());
+}
+
+// Parts of tensors, of at most kChunk elements each, gathered into chunks for threads: so many small
+// tensors that they make up a chunk are one piece of work. Which part is in which chunk does not
+// depend on the number of threads.
+class Chunks {
+ public:
+  // Appends a part.
+  void add(std::size_t size) {
+    ++parts_;
+    elements_ += size;
+    if (elements_ >= static_cast<std::size_t>(kChunk)) end_chunk();
+  }
+
+  // Calls visit(number of the part) for every part, from several threads.
+  template <typename Visit>
+  void for_each(const Visit& visit) {
+    if (parts_ > ends_.back()) end_chunk();
+    at::parallel_for(
+        1, static_cast<std::int64_t>(ends_.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+          const std::size_t last = ends_[static_cast<std::size_t>(end - 1)];
+          for (auto part = ends_[static_cast<std::size_t>(begin - 1)]; part < last; ++part)
+            visit(part);
+        });
+  }
+
+ private:
+  void end_chunk() {
+    ends_.push_back(parts_);
+    elements_ = 0;
+  }
+
+  std::size_t parts_ = 0;
+  std::size_t elements_ = 0;          // of the chunk that is being filled
+  std::vector<std::size_t> ends_{0};  // chunk c holds the parts [ends_[c], ends_[c + 1])
+};
+
+// Small fp64 results on any devices, brought to the host with one read for each device.
+class ReadOnce {
+ public:
+  // Results under a number; all of one ReadOnce have the same number of elements.
+  void add(std::size_t number, const at::Tensor& results) {
+    auto& [numbers, tensors] = by_device_[results.device().str()];
+    numbers.push_back(number);
+    tensors.push_back(results.flatten());
+  }
+
+  // Calls visit(number, results) for everything that was added.
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (const auto& [device, added] : by_device_) {
+      const at::Tensor read = at::stack(added.second).cpu();
+      for (std::size_t i = 0; i < added.first.size(); ++i)
+        visit(added.first[i],
+              read.const_data_ptr<double>() + static_cast<std::int64_t>(i) * read.size(1));
+    }
+  }
+
+ private:
+  std::map<std::string, std::pair<std::vector<std::size_t>, std::vector<at::Tensor>>> by_device_;
+};
+
+}  // namespace semitone::kernels

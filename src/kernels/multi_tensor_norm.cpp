@@ -1,0 +1,97 @@
+#include "src/kernels/multi_tensor_norm.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/kernels/flat.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace semitone::kernels {
+namespace {
+
+constexpr auto kWhere = "kernels.multi_tensor_norms";
+
+void check(const at::Tensor& tensor) {
+  if (!tensor.defined()) throw Error(kWhere, "defined tensors", "an undefined one");
+  if (!tensor.is_floating_point() || tensor.layout() != at::kStrided) {
+    throw Error(kWhere, "dense floating tensors",
+                c10::str(dtype_name(tensor.scalar_type()), ", ", tensor.layout()));
+  }
+}
+
+bool fits_cpu_kernel(const at::Tensor& tensor, double p) {
+  return tensor.is_cpu() && format_of(tensor.scalar_type()).has_value() &&
+         tensor.is_non_overlapping_and_dense() && (p == 2 || std::isinf(p));
+}
+
+// What is left of the norms of two parts: a sum of squares, or the larger of two, NaN if one is.
+double joined(double a, double b, double p) {
+  if (!std::isinf(p)) return a + b;
+  return b > a || std::isnan(b) ? b : a;
+}
+
+void run_on_cpu(std::span<const at::Tensor> tensors, const std::vector<std::size_t>& which,
+                double p, std::vector<double>& norms) {
+  struct Part {
+    std::size_t tensor;
+    const char* data;
+    Format format;
+    std::size_t size;
+    double result;
+  };
+  std::vector<Part> parts;
+  Chunks chunks;
+  for (const std::size_t index : which) {
+    const Format format = *format_of(tensors[index].scalar_type());
+    const auto* data = static_cast<const char*>(tensors[index].const_data_ptr());
+    const auto numel = static_cast<std::size_t>(tensors[index].numel());
+    for (std::size_t begin = 0; begin < numel; begin += kChunk) {
+      const auto size = std::min<std::size_t>(kChunk, numel - begin);
+      parts.push_back({index, data + begin * bytes_of(format), format, size, 0});
+      chunks.add(size);
+    }
+  }
+  chunks.for_each([&](std::size_t i) {
+    Part& part = parts[i];
+    part.result = p == 2 ? sum_of_squares(part.data, part.format, part.size)
+                         : static_cast<double>(max_magnitude(part.data, part.format, part.size));
+  });
+  for (const Part& part : parts) norms[part.tensor] = joined(norms[part.tensor], part.result, p);
+  if (p != 2) return;
+  for (const std::size_t index : which) norms[index] = std::sqrt(norms[index]);
+}
+
+}  // namespace
+
+std::vector<double> multi_tensor_norms(std::span<const at::Tensor> tensors, double p) {
+  if (!(p > 0)) throw Error(kWhere, "a norm of positive order", std::to_string(p));
+  std::vector<double> norms(tensors.size(), 0.0);
+  std::vector<std::size_t> flat;
+  ReadOnce others;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    check(tensors[i]);
+    if (fits_cpu_kernel(tensors[i], p)) {
+      flat.push_back(i);
+    } else {
+      others.add(i, ref::norm(tensors[i], p));
+    }
+  }
+  run_on_cpu(tensors, flat, p, norms);
+  others.for_each([&](std::size_t i, const double* norm) { norms[i] = *norm; });
+  return norms;
+}
+
+double total_norm(std::span<const double> norms, double p) {
+  double total = 0;
+  for (const double norm : norms)
+    total = joined(total, std::isinf(p) ? norm : std::pow(norm, p), p);
+  return std::isinf(p) ? total : std::pow(total, 1 / p);
+}
+
+}  // namespace semitone::kernels

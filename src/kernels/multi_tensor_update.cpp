@@ -1,0 +1,211 @@
+#include "src/kernels/multi_tensor_update.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/kernels/flat.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace semitone::kernels {
+namespace {
+
+constexpr auto kWhere = "kernels.multi_tensor_update";
+
+void check_like_param(const at::Tensor& tensor, const Update& item, const char* what) {
+  if (tensor.layout() != at::kStrided || tensor.device() != item.param.device() ||
+      tensor.sizes() != item.param.sizes()) {
+    throw Error(
+        kWhere,
+        c10::str(what, " like its parameter, ", item.param.sizes(), " on ", item.param.device()),
+        c10::str(tensor.sizes(), " on ", tensor.device(), ", ", tensor.layout()));
+  }
+}
+
+void check_floating(const at::Tensor& tensor, const Update& item, const char* what) {
+  if (!tensor.defined()) throw Error(kWhere, what, "an undefined tensor");
+  if (!tensor.is_floating_point())
+    throw Error(kWhere, c10::str(what, " of a floating dtype"), dtype_name(tensor.scalar_type()));
+  check_like_param(tensor, item, what);
+}
+
+void check(const Update& item) {
+  check_floating(item.param, item, "a parameter");
+  check_floating(item.grad, item, "a gradient");
+  if (item.copy.defined()) check_floating(item.copy, item, "a copy");
+  const auto wide = item.param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  for (const at::Tensor& state : item.state) {
+    if (!state.defined()) continue;
+    check_like_param(state, item, "state");
+    if (state.scalar_type() != wide) {
+      throw Error(kWhere, "state in " + dtype_name(wide), dtype_name(state.scalar_type()));
+    }
+  }
+  if (!item.low.defined()) return;
+  check_like_param(item.low, item, "lower halves");
+  if (item.param.scalar_type() != at::kBFloat16 || item.low.scalar_type() != at::kShort) {
+    throw Error(kWhere, "int16 lower halves of a bfloat16 parameter",
+                dtype_name(item.low.scalar_type()) + " of " + dtype_name(item.param.scalar_type()));
+  }
+}
+
+bool fits_cpu_kernel(const Update& item) {
+  const auto flat = [&](const at::Tensor& tensor) {
+    return !tensor.defined() || same_flat_layout(tensor, item.param);
+  };
+  return item.param.is_cpu() && format_of(item.param.scalar_type()).has_value() &&
+         format_of(item.grad.scalar_type()).has_value() &&
+         (!item.copy.defined() || format_of(item.copy.scalar_type()).has_value()) &&
+         flat(item.param) && flat(item.low) && flat(item.grad) && flat(item.copy) &&
+         std::all_of(item.state.begin(), item.state.end(), flat);
+}
+
+UpdateSpan span_of(const Update& item) {
+  UpdateSpan span;
+  span.grad = item.grad.const_data_ptr();
+  span.grad_format = *format_of(item.grad.scalar_type());
+  span.param = written_data(item.param);
+  span.param_format = *format_of(item.param.scalar_type());
+  if (item.low.defined())
+    span.low = static_cast<std::uint16_t*>(static_cast<void*>(written_data(item.low)));
+  if (item.copy.defined()) {
+    span.copy = written_data(item.copy);
+    span.copy_format = *format_of(item.copy.scalar_type());
+  }
+  for (std::size_t k = 0; k < item.state.size(); ++k) {
+    if (item.state[k].defined())
+      span.state[k] = static_cast<float*>(static_cast<void*>(written_data(item.state[k])));
+  }
+  span.size = static_cast<std::size_t>(item.param.numel());
+  return span;
+}
+
+// The elements [begin, begin + size) of a span.
+UpdateSpan part_of(const UpdateSpan& whole, std::size_t begin, std::size_t size) {
+  UpdateSpan part = whole;
+  part.grad = static_cast<const char*>(whole.grad) + begin * bytes_of(whole.grad_format);
+  part.param = static_cast<char*>(whole.param) + begin * bytes_of(whole.param_format);
+  if (whole.low != nullptr) part.low = whole.low + begin;
+  if (whole.copy != nullptr)
+    part.copy = static_cast<char*>(whole.copy) + begin * bytes_of(whole.copy_format);
+  for (float*& state : part.state) {
+    if (state != nullptr) state += begin;
+  }
+  part.size = size;
+  return part;
+}
+
+template <typename Rule>
+void check(std::span<const Update> items, std::span<const Rule> rules) {
+  if (items.size() != rules.size()) {
+    throw Error(kWhere, "a rule for each parameter", c10::str(rules.size(), " for ", items.size()));
+  }
+  for (const Update& item : items) check(item);
+}
+
+// The memory of several parameters in chunks.
+template <typename Rule>
+class Parts {
+ public:
+  void add(const Update& item, const Rule& rule) {
+    const UpdateSpan whole = span_of(item);
+    for (std::size_t begin = 0; begin < whole.size; begin += kChunk) {
+      const auto size = std::min<std::size_t>(kChunk, whole.size - begin);
+      parts_.push_back({part_of(whole, begin, size), &rule});
+      chunks_.add(size);
+    }
+  }
+
+  std::size_t size() const { return parts_.size(); }
+
+  // Calls visit(number of the part, its span, its rule) from several threads.
+  template <typename Visit>
+  void for_each(const Visit& visit) {
+    chunks_.for_each([&](std::size_t i) { visit(i, parts_[i].span, *parts_[i].rule); });
+  }
+
+ private:
+  struct Part {
+    UpdateSpan span;
+    const Rule* rule;
+  };
+  std::vector<Part> parts_;
+  Chunks chunks_;
+};
+
+template <typename Rule>
+void run(std::span<const Update> items, std::span<const Rule> rules,
+         void (*kernel)(const UpdateSpan&, const Rule&),
+         void (*definition)(const Update&, const Rule&)) {
+  check(items, rules);
+  Parts<Rule> parts;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (fits_cpu_kernel(items[i])) {
+      parts.add(items[i], rules[i]);
+    } else {
+      definition(items[i], rules[i]);
+    }
+  }
+  parts.for_each(
+      [&](std::size_t, const UpdateSpan& span, const Rule& rule) { kernel(span, rule); });
+}
+
+}  // namespace
+
+void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> rules) {
+  run<AdamRule>(items, rules, adam, ref::adam);
+}
+
+void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules) {
+  run<SgdRule>(items, rules, sgd, ref::sgd);
+}
+
+void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules) {
+  run<NovoGradRule>(items, rules, novograd, ref::novograd);
+}
+
+void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules) {
+  run<AdagradRule>(items, rules, adagrad, ref::adagrad);
+}
+
+void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules) {
+  run<LambRule>(items, rules, lamb_apply, ref::lamb_apply);
+}
+
+std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
+                                                 std::span<const LambRule> rules) {
+  check(items, rules);
+  std::vector<LambNorms> norms(items.size());
+  Parts<LambRule> parts;
+  std::vector<std::size_t> item_of_part;
+  ReadOnce others;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (!fits_cpu_kernel(items[i])) {
+      others.add(i, ref::lamb_moments(items[i], rules[i]));
+      continue;
+    }
+    Update moments = items[i];
+    moments.copy = at::Tensor();  // written by the second pass
+    parts.add(moments, rules[i]);
+    item_of_part.resize(parts.size(), i);
+  }
+  std::vector<LambSquares> squares(parts.size());
+  parts.for_each([&](std::size_t part, const UpdateSpan& span, const LambRule& rule) {
+    squares[part] = lamb_moments(span, rule);
+  });
+  // In the order of the parts, whatever thread they came from.
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    norms[item_of_part[part]].param += squares[part].param;
+    norms[item_of_part[part]].update += squares[part].update;
+  }
+  for (LambNorms& norm : norms) norm = {std::sqrt(norm.param), std::sqrt(norm.update)};
+  others.for_each([&](std::size_t i, const double* read) { norms[i] = {read[0], read[1]}; });
+  return norms;
+}
+
+}  // namespace semitone::kernels

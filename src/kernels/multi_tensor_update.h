@@ -1,0 +1,59 @@
+#pragma once
+
+#include "src/kernels/updates.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <span>
+#include <vector>
+
+// Optimizer steps over many parameters in one pass: updates.h for tensors.
+namespace semitone::kernels {
+
+// One parameter of a step. All defined tensors are strided, on one device and of the parameter's
+// shape. A parameter must not stand in a list twice, nor share memory with another.
+struct Update {
+  at::Tensor param;  // fp32, fp16, bf16 or fp64: written
+  at::Tensor low;  // undefined, or int16: the lower halves of split masters, whose upper halves are
+                   // param, a bf16 (rounding.h): written
+  at::Tensor grad;                  // any of these dtypes, whatever the parameter's
+  at::Tensor copy;                  // undefined, or receives the new parameter in its own dtype
+  std::array<at::Tensor, 3> state;  // those that the rule names: fp32, or fp64 for an fp64 param
+};
+
+// Each item's parameter, state and copy after a step by its rule. rules has an element for each
+// item. Results are the same for any number of threads.
+void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> rules);
+void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules);
+void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules);
+void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules);
+
+// The two passes of LAMB. The first returns the norms of each parameter and its update; one host read
+// for each device that is not the CPU.
+struct LambNorms {
+  double param = 0;
+  double update = 0;
+};
+std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
+                                                 std::span<const LambRule> rules);
+void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules);
+
+// The fp32 numbers that a bf16 tensor and the lower halves hold together.
+at::Tensor join_split_master(const at::Tensor& param, const at::Tensor& low);
+
+// Writes fp32 numbers into a bf16 tensor and lower halves of the same shape.
+void split_master(const at::Tensor& value, const at::Tensor& param, const at::Tensor& low);
+
+namespace ref {
+// The definitions, composed of ATen operators: any layout and device. fp64 parameters are computed
+// in fp64, all others in fp32.
+void adam(const Update& item, const AdamRule& rule);
+void sgd(const Update& item, const SgdRule& rule);
+void novograd(const Update& item, const NovoGradRule& rule);
+void adagrad(const Update& item, const AdagradRule& rule);
+at::Tensor lamb_moments(const Update& item, const LambRule& rule);  // LambNorms, in fp64
+void lamb_apply(const Update& item, const LambRule& rule);
+}  // namespace ref
+
+}  // namespace semitone::kernels

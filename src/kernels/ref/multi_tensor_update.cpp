@@ -1,0 +1,154 @@
+#include "src/kernels/multi_tensor_update.h"
+
+#include <torch/types.h>
+
+namespace semitone::kernels {
+
+// The arithmetic of rounding.h's split_fp32 and join_fp32 on whole tensors, in int32. Shifts of
+// negative int32 keep the sign; the conversion to int16 drops the upper bits.
+at::Tensor join_split_master(const at::Tensor& param, const at::Tensor& low) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor high = param.detach().contiguous().view(at::kShort).to(at::kInt);
+  const at::Tensor bits = high.mul(1 << 16);
+  const at::Tensor below_zero = high.bitwise_and(0x7FFF).eq(0).logical_and(low.lt(0));
+  return at::where(below_zero, bits, bits.add(low.to(at::kInt))).view(at::kFloat);
+}
+
+void split_master(const at::Tensor& value, const at::Tensor& param, const at::Tensor& low) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor bits = value.detach().contiguous().view(at::kInt);
+  const at::Tensor quiet = bits.bitwise_or(0x400000).bitwise_and(-0x10000);
+  const at::Tensor number = at::where(value.isnan(), quiet, bits);
+  low.copy_(number.to(at::kShort));
+  param.copy_(number.add(0x8000).__rshift__(16).to(at::kShort).view(at::kBFloat16));
+}
+
+namespace ref {
+namespace {
+
+at::ScalarType compute_dtype(const Update& item) {
+  return item.param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor scaled_grad(const Update& item, double grad_scale) {
+  return item.grad.to(compute_dtype(item)).mul(grad_scale);
+}
+
+at::Tensor wide_param(const Update& item) {
+  if (item.low.defined()) return join_split_master(item.param, item.low);
+  return item.param.to(compute_dtype(item));
+}
+
+void write(const Update& item, const at::Tensor& value) {
+  if (item.low.defined()) {
+    split_master(value, item.param, item.low);
+  } else {
+    item.param.copy_(value);
+  }
+  if (item.copy.defined()) item.copy.copy_(value);
+}
+
+// Products are tensors of their own: add(tensor, alpha) would fuse them with the addition on some
+// processors.
+void accumulate(const at::Tensor& average, double keep, const at::Tensor& added) {
+  average.copy_(average.mul(keep).add(added));
+}
+
+// The correctly rounded root: in fp32, LibTorch's own (MKL's) is off by a unit in one of 160 numbers.
+at::Tensor root(const at::Tensor& value) {
+  return value.to(at::kDouble).sqrt().to(value.scalar_type());
+}
+
+}  // namespace
+
+void adam(const Update& item, const AdamRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  if (rule.keep != 1) param = param.mul(rule.keep);
+  const auto& [m, v, largest] = item.state;
+  accumulate(m, rule.beta1, grad.mul(1 - rule.beta1));
+  accumulate(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
+  if (largest.defined()) largest.copy_(at::maximum(largest, v));
+  const at::Tensor denominator =
+      root(largest.defined() ? largest : v).div(rule.root_correction).add(rule.eps);
+  write(item, param.add(m.mul(-rule.step_size).div(denominator)));
+}
+
+void sgd(const Update& item, const SgdRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  if (rule.local != 1) grad = grad.mul(rule.local);
+  if (const at::Tensor& buffer = item.state[0]; buffer.defined()) {
+    if (rule.first) {
+      buffer.copy_(grad);
+    } else {
+      accumulate(buffer, rule.momentum, grad.mul(rule.undamped));
+    }
+    grad = rule.nesterov ? buffer.mul(rule.momentum).add(grad) : buffer;
+  }
+  if (rule.late_decay != 0) grad = param.mul(rule.late_decay).add(grad);
+  write(item, grad.mul(-rule.lr).add(param));
+}
+
+void novograd(const Update& item, const NovoGradRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  const at::Tensor& m = item.state[0];
+  accumulate(m, rule.beta1, grad.mul(rule.averaged));
+  at::Tensor update = m.mul(rule.correction);
+  if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
+  write(item, update.mul(-rule.lr).add(param));
+}
+
+void adagrad(const Update& item, const AdagradRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  const at::Tensor& h = item.state[0];
+  h.copy_(h.add(grad.mul(grad)));
+  at::Tensor update = grad.div(root(h).add(rule.eps));
+  if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
+  write(item, update.mul(-rule.lr).add(param));
+}
+
+namespace {
+
+at::Tensor lamb_update(const Update& item, const LambRule& rule, const at::Tensor& param) {
+  const auto& [m, v, none] = item.state;
+  const at::Tensor denominator = root(v.mul(rule.correction2)).add(rule.eps);
+  const at::Tensor update = m.mul(rule.correction1).div(denominator);
+  return rule.late_decay != 0 ? param.mul(rule.late_decay).add(update) : update;
+}
+
+at::Tensor norm_of(const at::Tensor& tensor) {
+  return tensor.to(at::kDouble).square().sum().sqrt();
+}
+
+}  // namespace
+
+at::Tensor lamb_moments(const Update& item, const LambRule& rule) {
+  const at::NoGradGuard no_grad;
+  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  const at::Tensor param = wide_param(item);
+  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  const auto& [m, v, none] = item.state;
+  accumulate(m, rule.beta1, grad.mul(rule.averaged));
+  accumulate(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
+  return at::stack({norm_of(param), norm_of(lamb_update(item, rule, param))});
+}
+
+void lamb_apply(const Update& item, const LambRule& rule) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor param = wide_param(item);
+  write(item, lamb_update(item, rule, param).mul(-rule.step_size).add(param));
+}
+
+}  // namespace ref
+}  // namespace semitone::kernels

@@ -1,0 +1,141 @@
+// Optimizers in files: the layout of torch.optim's C++ archives, with running numbers where LibTorch
+// writes addresses. Either reads the other's.
+
+#include "src/core/archive.h"
+
+#include "semitone/core/error.h"
+#include "semitone/optim/fused_optimizer.h"
+
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+namespace semitone::optim {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+constexpr auto kLoad = "optim.load";
+constexpr auto kFormat = "1.5.0";  // what torch.optim writes, and insists on
+constexpr auto kLow = "master_low";
+
+at::Tensor number_tensor(std::size_t number) {
+  return at::scalar_tensor(static_cast<std::int64_t>(number), at::kLong);
+}
+
+std::size_t read_size(InputArchive& archive, const std::string& key) {
+  const auto tensor = read_value<at::Tensor>(archive, key, kLoad);
+  if (tensor.numel() != 1 || tensor.scalar_type() != at::kLong)
+    throw FileError(kLoad, "an integer for '" + key + "'", c10::str(tensor.toString()));
+  return static_cast<std::size_t>(tensor.item<std::int64_t>());
+}
+
+void require_equal(std::size_t got, std::size_t want, const std::string& what) {
+  if (got == want) return;
+  throw FileError(kLoad, std::to_string(want) + " " + what, std::to_string(got),
+                  "was it saved from the same model and optimizer?");
+}
+
+// A tensor of an archive in the dtype, layout and place that the parameter asks for; undefined if the
+// archive has none.
+at::Tensor read_like(InputArchive& archive, const std::string& name, const at::Tensor& parameter,
+                     c10::ScalarType dtype) {
+  const auto stored = find_value<at::Tensor>(archive, name, kLoad);
+  if (!stored.has_value() || !stored->defined()) return {};
+  if (stored->sizes() != parameter.sizes()) {
+    throw FileError(kLoad, c10::str("'", name, "' of shape ", parameter.sizes()),
+                    c10::str(stored->sizes()), "was it saved from the same model?");
+  }
+  at::Tensor tensor = at::empty_like(parameter, parameter.options().dtype(dtype));
+  tensor.copy_(*stored);
+  return tensor;
+}
+
+}  // namespace
+
+void FusedOptimizer::save(OutputArchive& archive) const {
+  const at::NoGradGuard no_grad;
+  archive.write("pytorch_version", c10::IValue(kFormat));
+  OutputArchive states(archive.compilation_unit());
+  OutputArchive groups(archive.compilation_unit());
+  groups.write("param_groups/size", number_tensor(param_groups_.size()));
+  std::unordered_map<const c10::TensorImpl*, std::string> numbers;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto& group = param_groups_[g];
+    OutputArchive stored(archive.compilation_unit());
+    stored.write("params/size", number_tensor(group.params().size()));
+    for (std::size_t i = 0; i < group.params().size(); ++i) {
+      const at::Tensor& parameter = group.params()[i];
+      const auto [entry, is_new] =
+          numbers.emplace(parameter.unsafeGetTensorImpl(), std::to_string(numbers.size()));
+      stored.write("params/" + std::to_string(i), c10::IValue(entry->second));
+      const FusedState* state = find(parameter);
+      if (!is_new || state == nullptr) continue;
+      OutputArchive one(archive.compilation_unit());
+      one.write("step", c10::IValue(state->step));
+      const std::vector<Slot> names = slots(group.options());
+      for (std::size_t k = 0; k < names.size(); ++k) {
+        if (state->tensors[k].defined())
+          one.write(std::string(names[k].name), c10::IValue(state->tensors[k]));
+      }
+      if (state->master_low.defined()) one.write(kLow, c10::IValue(state->master_low));
+      states.write(entry->second, one);
+    }
+    OutputArchive options(archive.compilation_unit());
+    group.options().serialize(options);
+    stored.write("options", options);
+    groups.write("param_groups/" + std::to_string(g), stored);
+  }
+  archive.write("state", states);
+  archive.write("param_groups", groups);
+}
+
+void FusedOptimizer::load(InputArchive& archive) {
+  const at::NoGradGuard no_grad;
+  const auto format = read_value<std::string>(archive, "pytorch_version", kLoad);
+  if (format != kFormat) throw FileError(kLoad, c10::str("format ", kFormat), format);
+  InputArchive states = read_archive(archive, "state", kLoad);
+  InputArchive groups = read_archive(archive, "param_groups", kLoad);
+  require_equal(read_size(groups, "param_groups/size"), param_groups_.size(), "parameter groups");
+
+  // All is read and checked before anything is changed.
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> new_options;
+  ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> new_state;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto& group = param_groups_[g];
+    InputArchive stored = read_archive(groups, "param_groups/" + std::to_string(g), kLoad);
+    require_equal(read_size(stored, "params/size"), group.params().size(),
+                  "parameters in group " + std::to_string(g));
+    InputArchive stored_options = read_archive(stored, "options", kLoad);
+    auto& options = new_options.emplace_back(group.options().clone());
+    options->serialize(stored_options);
+    check(*options);
+    for (std::size_t i = 0; i < group.params().size(); ++i) {
+      const at::Tensor& parameter = group.params()[i];
+      const auto key = read_value<std::string>(stored, "params/" + std::to_string(i), kLoad);
+      auto one = find_archive(states, key, kLoad);
+      if (!one.has_value()) continue;
+      auto state = std::make_unique<FusedState>();
+      state->step = find_value<std::int64_t>(*one, "step", kLoad).value_or(0);
+      const auto dtype = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const std::vector<Slot> names = slots(*options);
+      for (std::size_t k = 0; k < names.size(); ++k) {
+        const std::string name(names[k].name);
+        state->tensors[k] = names[k].number
+                                ? read_like(*one, name, at::empty({}, at::kDouble), at::kDouble)
+                                : read_like(*one, name, parameter, dtype);
+      }
+      state->master_low = read_like(*one, kLow, parameter, at::kShort);
+      new_state[parameter.unsafeGetTensorImpl()] = std::move(state);
+    }
+  }
+  for (std::size_t g = 0; g < param_groups_.size(); ++g)
+    param_groups_[g].set_options(std::move(new_options[g]));
+  state_ = std::move(new_state);
+}
+
+}  // namespace semitone::optim

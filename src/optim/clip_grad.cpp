@@ -1,0 +1,83 @@
+#include "semitone/optim/clip_grad.h"
+
+#include "semitone/core/error.h"
+#include "src/kernels/multi_tensor.h"
+#include "src/kernels/multi_tensor_norm.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+
+namespace semitone::optim {
+namespace {
+
+// The values of all gradients, each once.
+std::vector<at::Tensor> values_of_grads(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> values;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    at::Tensor& grad = parameter.mutable_grad();
+    if (!grad.defined()) continue;
+    if (grad.is_sparse() && !grad.is_coalesced()) grad = grad.coalesce();
+    values.push_back(grad.is_sparse() ? grad._values() : grad.detach());
+  }
+  return values;
+}
+
+void require_order(std::string_view where, double norm_type) {
+  if (!(norm_type > 0)) throw Error(where, "a norm_type above 0", std::to_string(norm_type));
+}
+
+void require_max_norm(std::string_view where, double max_norm) {
+  if (!(max_norm >= 0)) throw Error(where, "a max_norm of at least 0", std::to_string(max_norm));
+}
+
+double norm_of(const std::vector<at::Tensor>& values, double norm_type) {
+  return kernels::total_norm(kernels::multi_tensor_norms(values, norm_type), norm_type);
+}
+
+}  // namespace
+
+double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type) {
+  require_order("optim.grad_norm", norm_type);
+  const at::NoGradGuard no_grad;
+  return norm_of(values_of_grads(parameters), norm_type);
+}
+
+double clip_factor(double norm, double max_norm) {
+  require_max_norm("optim.clip_factor", max_norm);
+  const double factor = max_norm / (norm + 1e-6);
+  return factor >= 1 ? 1 : factor;  // a NaN stays one
+}
+
+double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
+                       bool error_if_nonfinite) {
+  constexpr auto kWhere = "optim.clip_grad_norm_";
+  require_order(kWhere, norm_type);
+  require_max_norm(kWhere, max_norm);
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> values = values_of_grads(parameters);
+  const double norm = norm_of(values, norm_type);
+  if (error_if_nonfinite && !std::isfinite(norm)) {
+    throw Error(kWhere, "finite gradients", "a norm of " + std::to_string(norm),
+                "skip the step, or clip with error_if_nonfinite false");
+  }
+  const double factor = clip_factor(norm, max_norm);
+  if (factor == 1) return norm;
+  std::map<std::string, std::vector<kernels::Unscale>> by_device;
+  for (const at::Tensor& value : values)
+    by_device[value.device().str()].push_back({value, value, {}});
+  for (const auto& [device, items] : by_device) {
+    at::Tensor ignored = at::zeros({}, items.front().grad.options().dtype(at::kFloat));
+    kernels::multi_tensor_unscale(items, static_cast<float>(factor), ignored);
+  }
+  return norm;
+}
+
+}  // namespace semitone::optim

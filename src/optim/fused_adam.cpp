@@ -1,0 +1,91 @@
+#include "semitone/optim/fused_adam.h"
+
+#include "src/optim/options.h"
+#include "src/optim/work.h"
+
+#include <cmath>
+
+namespace semitone::optim {
+namespace {
+
+constexpr auto kWhere = "optim.fused_adam";
+
+// Calls visit(name, value) for every option.
+template <typename Options, typename Visit>
+void for_each_option(Options& options, Visit&& visit) {
+  visit("lr", options.lr())("betas", options.betas())("eps", options.eps())(
+      "weight_decay", options.weight_decay())("adam_w_mode", options.adam_w_mode())(
+      "bias_correction", options.bias_correction())("amsgrad", options.amsgrad())(
+      "maximize", options.maximize())("split_master", options.split_master());
+}
+
+kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, double grad_scale) {
+  const auto [beta1, beta2] = options.betas();
+  const auto t = static_cast<double>(step);
+  const double correction1 = options.bias_correction() ? 1 - std::pow(beta1, t) : 1;
+  const double correction2 = options.bias_correction() ? 1 - std::pow(beta2, t) : 1;
+  kernels::AdamRule rule;
+  rule.grad_scale = options.maximize() ? -grad_scale : grad_scale;
+  if (options.adam_w_mode()) {
+    rule.keep = 1 - options.lr() * options.weight_decay();
+  } else {
+    rule.decay = options.weight_decay();
+  }
+  rule.beta1 = beta1;
+  rule.beta2 = beta2;
+  rule.eps = options.eps();
+  rule.step_size = options.lr() / correction1;
+  rule.root_correction = std::sqrt(correction2);
+  return rule;
+}
+
+}  // namespace
+
+FusedAdamOptions::FusedAdamOptions(double lr) : lr_(lr) {}
+
+void FusedAdamOptions::serialize(torch::serialize::InputArchive& archive) {
+  for_each_option(*this, OptionsReader(archive));
+}
+
+void FusedAdamOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  for_each_option(*this, OptionsWriter(archive));
+}
+
+FusedAdam::FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                     const FusedAdamOptions& defaults)
+    : FusedOptimizer(groups, std::make_unique<FusedAdamOptions>(defaults)) {
+  check_options();
+}
+
+std::string_view FusedAdam::where() const {
+  return kWhere;
+}
+
+void FusedAdam::check(const torch::optim::OptimizerOptions& options) const {
+  const auto& own = options_as<FusedAdamOptions>(options, kWhere);
+  require_range(kWhere, "lr", own.lr(), 0);
+  require_range(kWhere, "eps", own.eps(), 0);
+  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
+  require_betas(kWhere, own.betas());
+}
+
+std::vector<FusedOptimizer::Slot> FusedAdam::slots(
+    const torch::optim::OptimizerOptions& options) const {
+  const auto& own = static_cast<const FusedAdamOptions&>(options);
+  return {{.name = "exp_avg"},
+          {.name = "exp_avg_sq"},
+          {.name = "max_exp_avg_sq", .wanted = own.amsgrad()}};
+}
+
+bool FusedAdam::splits_masters(const torch::optim::OptimizerOptions& options) const {
+  return static_cast<const FusedAdamOptions&>(options).split_master();
+}
+
+void FusedAdam::update(std::span<Work> work, double grad_scale) {
+  const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+    return rule_of(one.options_as<FusedAdamOptions>(), one.state->step, grad_scale);
+  });
+  kernels::multi_tensor_adam(items, rules);
+}
+
+}  // namespace semitone::optim

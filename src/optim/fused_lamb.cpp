@@ -1,0 +1,100 @@
+#include "semitone/optim/fused_lamb.h"
+
+#include "src/kernels/multi_tensor_norm.h"
+#include "src/optim/options.h"
+#include "src/optim/work.h"
+
+#include <cmath>
+
+namespace semitone::optim {
+namespace {
+
+constexpr auto kWhere = "optim.fused_lamb";
+
+// Calls visit(name, value) for every option.
+template <typename Options, typename Visit>
+void for_each_option(Options& options, Visit&& visit) {
+  visit("lr", options.lr())("betas", options.betas())("eps", options.eps())(
+      "weight_decay", options.weight_decay())("adam_w_mode", options.adam_w_mode())(
+      "bias_correction", options.bias_correction())("grad_averaging", options.grad_averaging())(
+      "max_grad_norm", options.max_grad_norm())("use_nvlamb", options.use_nvlamb());
+}
+
+// @param grad_norm  of the unscaled gradients of all groups
+kernels::LambRule rule_of(const FusedLAMBOptions& options, std::int64_t step, double grad_scale,
+                          double grad_norm) {
+  const auto [beta1, beta2] = options.betas();
+  const auto t = static_cast<double>(step);
+  const double max = options.max_grad_norm();
+  kernels::LambRule rule;
+  rule.grad_scale = max > 0 && grad_norm > max ? grad_scale * (max / grad_norm) : grad_scale;
+  (options.adam_w_mode() ? rule.late_decay : rule.decay) = options.weight_decay();
+  rule.beta1 = beta1;
+  rule.averaged = options.grad_averaging() ? 1 - beta1 : 1;
+  rule.beta2 = beta2;
+  rule.eps = options.eps();
+  if (options.bias_correction()) {
+    rule.correction1 = 1 / (1 - std::pow(beta1, t));
+    rule.correction2 = 1 / (1 - std::pow(beta2, t));
+  }
+  return rule;
+}
+
+double trust_ratio(const FusedLAMBOptions& options, const kernels::LambNorms& norms) {
+  const bool scaled = options.weight_decay() != 0 || options.use_nvlamb();
+  return scaled && norms.param != 0 && norms.update != 0 ? norms.param / norms.update : 1;
+}
+
+}  // namespace
+
+FusedLAMBOptions::FusedLAMBOptions(double lr) : lr_(lr) {}
+
+void FusedLAMBOptions::serialize(torch::serialize::InputArchive& archive) {
+  for_each_option(*this, OptionsReader(archive));
+}
+
+void FusedLAMBOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  for_each_option(*this, OptionsWriter(archive));
+}
+
+FusedLAMB::FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                     const FusedLAMBOptions& defaults)
+    : FusedOptimizer(groups, std::make_unique<FusedLAMBOptions>(defaults)) {
+  check_options();
+}
+
+std::string_view FusedLAMB::where() const {
+  return kWhere;
+}
+
+void FusedLAMB::check(const torch::optim::OptimizerOptions& options) const {
+  const auto& own = options_as<FusedLAMBOptions>(options, kWhere);
+  require_range(kWhere, "lr", own.lr(), 0);
+  require_range(kWhere, "eps", own.eps(), 0);
+  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
+  require_range(kWhere, "max_grad_norm", own.max_grad_norm(), 0);
+  require_betas(kWhere, own.betas());
+}
+
+std::vector<FusedOptimizer::Slot> FusedLAMB::slots(
+    const torch::optim::OptimizerOptions& /*options*/) const {
+  return {{.name = "exp_avg"}, {.name = "exp_avg_sq"}};
+}
+
+void FusedLAMB::update(std::span<Work> work, double grad_scale) {
+  std::vector<at::Tensor> grads;
+  for (const Work& one : work) grads.push_back(one.update.grad);
+  const double norm =
+      std::abs(grad_scale) * kernels::total_norm(kernels::multi_tensor_norms(grads, 2), 2);
+  auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+    return rule_of(one.options_as<FusedLAMBOptions>(), one.state->step, grad_scale, norm);
+  });
+  const auto norms = kernels::multi_tensor_lamb_moments(items, rules);
+  for (std::size_t i = 0; i < rules.size(); ++i) {
+    const auto& options = work[i].options_as<FusedLAMBOptions>();
+    rules[i].step_size = options.lr() * trust_ratio(options, norms[i]);
+  }
+  kernels::multi_tensor_lamb_apply(items, rules);
+}
+
+}  // namespace semitone::optim

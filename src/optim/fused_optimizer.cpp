@@ -1,0 +1,272 @@
+#include "semitone/optim/fused_optimizer.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/core/archive.h"
+#include "src/kernels/flat.h"
+#include "src/optim/work.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+namespace semitone::optim {
+namespace {
+
+bool is_supported(c10::ScalarType dtype) {
+  return dtype == at::kDouble || kernels::format_of(dtype);
+}
+
+c10::ScalarType state_dtype(const at::Tensor& parameter) {
+  return parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Whether kernels can run over a tensor of the parameter's shape together with the parameter, or
+// could not anyhow.
+bool lies_like(const at::Tensor& tensor, const at::Tensor& parameter) {
+  return kernels::same_flat_layout(tensor, parameter) || !parameter.is_non_overlapping_and_dense();
+}
+
+at::Tensor laid_out_like(const at::Tensor& parameter, const at::Tensor& value,
+                         c10::ScalarType dtype) {
+  at::Tensor tensor = at::empty_like(parameter, parameter.options().dtype(dtype));
+  tensor.copy_(value);
+  return tensor;
+}
+
+// Brings state to where and how its parameter is now: it may have been cast or moved since.
+void follow(at::Tensor& tensor, const at::Tensor& parameter, c10::ScalarType dtype) {
+  if (tensor.scalar_type() != dtype || tensor.device() != parameter.device() ||
+      !lies_like(tensor, parameter))
+    tensor = laid_out_like(parameter, tensor, dtype);
+}
+
+// A parameter by its place, for messages.
+std::string place(std::size_t group, std::size_t index) {
+  return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
+}
+
+void check_parameter(std::string_view where, const at::Tensor& parameter, const std::string& name) {
+  if (!is_supported(parameter.scalar_type()) || parameter.layout() != at::kStrided) {
+    throw Error(
+        where, "dense float32, float16, bfloat16 or float64 parameters",
+        c10::str(name, ", ", dtype_name(parameter.scalar_type()), ", ", parameter.layout()));
+  }
+}
+
+void check_gradient(std::string_view where, const at::Tensor& grad, const at::Tensor& parameter,
+                    const std::string& name) {
+  if (grad.layout() != at::kStrided) {
+    throw Error(where, "dense gradients", c10::str(grad.layout(), " for ", name),
+                "use a dense gradient (an embedding without sparse), or an optimizer for sparse "
+                "ones for this parameter");
+  }
+  if (!is_supported(grad.scalar_type()) || grad.sizes() != parameter.sizes() ||
+      grad.device() != parameter.device()) {
+    throw Error(
+        where,
+        c10::str("a floating gradient of shape ", parameter.sizes(), " on ", parameter.device(),
+                 " for ", name),
+        c10::str(dtype_name(grad.scalar_type()), ", ", grad.sizes(), " on ", grad.device()));
+  }
+}
+
+void check_copy(std::string_view where, const at::Tensor& copy, const at::Tensor& parameter,
+                const std::string& name) {
+  if (copy.defined() && copy.is_floating_point() && copy.layout() == at::kStrided &&
+      copy.sizes() == parameter.sizes() && copy.device() == parameter.device() &&
+      !copy.is_alias_of(parameter))
+    return;
+  throw Error(where,
+              c10::str("a model copy of shape ", parameter.sizes(), " on ", parameter.device(),
+                       " with memory of its own for ", name),
+              copy.defined() ? c10::str(dtype_name(copy.scalar_type()), ", ", copy.sizes(), " on ",
+                                        copy.device())
+                             : "an undefined tensor");
+}
+
+bool is_set(std::string_view where, const at::Tensor& found_inf) {
+  if (!found_inf.defined()) return false;
+  if (found_inf.numel() != 1)
+    throw Error(where, "found_inf of one element", c10::str(found_inf.sizes()));
+  return !(found_inf.item<double>() == 0);
+}
+
+}  // namespace
+
+at::Tensor FusedOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  step(FusedStep());
+  return loss;
+}
+
+bool FusedOptimizer::step(const FusedStep& how) {
+  const at::NoGradGuard no_grad;
+  const double grad_scale = how.inv_scale() * how.clip();
+  if (is_set(where(), how.found_inf())) return false;
+  if (!std::isfinite(grad_scale))
+    throw Error(where(), "a finite inv_scale * clip", c10::str(grad_scale));
+  std::vector<Work> work = gather(how);
+  for (Work& one : work) prepare(one);
+  for (Work& one : work) ++one.state->step;
+  update(work, grad_scale);
+  return true;
+}
+
+void FusedOptimizer::check_options() const {
+  check(defaults());
+  for (const auto& group : param_groups()) check(group.options());
+}
+
+// Everything that can be wrong is found here, before anything is changed.
+std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
+  std::vector<Work> work;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    auto& group = param_groups_[g];
+    check(group.options());
+    const bool splits = splits_masters(group.options());
+    for (std::size_t i = 0; i < group.params().size(); ++i) {
+      const at::Tensor& parameter = group.params()[i];
+      if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      at::Tensor grad = parameter.grad();
+      at::Tensor copy;
+      if (how.copies() != nullptr) {
+        const auto entry = how.copies()->find(parameter.unsafeGetTensorImpl());
+        if (entry != how.copies()->end()) {
+          copy = entry->second;
+          check_copy(where(), copy, parameter, place(g, i));
+          if (grad.defined() && copy.grad().defined()) {
+            throw Error(where(), "one gradient for " + place(g, i),
+                        "one of the master and one of the model copy", "add them up first");
+          }
+          if (!grad.defined()) grad = copy.grad();
+        }
+      }
+      if (!grad.defined()) continue;
+      check_parameter(where(), parameter, place(g, i));
+      check_gradient(where(), grad, parameter, place(g, i));
+      if (splits && parameter.scalar_type() == at::kHalf) {
+        throw Error(where(), "bfloat16 or float32 parameters with split_master",
+                    "float16 for " + place(g, i), "keep fp32 masters for it");
+      }
+      if (const FusedState* state = find(parameter); state != nullptr) {
+        check_state(*state, parameter, slots(group.options()), place(g, i));
+      }
+      Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, {}};
+      if (!lies_like(grad, parameter))
+        one.update.grad = laid_out_like(parameter, grad, grad.scalar_type());
+      work.push_back(std::move(one));
+    }
+  }
+  return work;
+}
+
+void FusedOptimizer::check_state(const FusedState& state, const at::Tensor& parameter,
+                                 const std::vector<Slot>& slots, const std::string& name) const {
+  const auto require_shape = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.sizes() == parameter.sizes()) return;
+    throw Error(where(), c10::str("state of shape ", parameter.sizes(), " for ", name),
+                c10::str(tensor.sizes()), "the parameter was resized");
+  };
+  for (std::size_t k = 0; k < slots.size(); ++k) {
+    if (!slots[k].number) require_shape(state.tensors[k]);
+  }
+  require_shape(state.master_low);
+}
+
+void FusedOptimizer::prepare(Work& work) {
+  const at::Tensor& parameter = work.update.param;
+  auto& entry = state_[parameter.unsafeGetTensorImpl()];
+  if (entry == nullptr) entry = std::make_unique<FusedState>();
+  auto& state = static_cast<FusedState&>(*entry);
+  work.state = &state;
+  const auto dtype = state_dtype(parameter);
+  const std::vector<Slot> wanted = slots(*work.options);
+  for (std::size_t k = 0; k < wanted.size(); ++k) {
+    if (!wanted[k].wanted) continue;
+    at::Tensor& tensor = state.tensors[k];
+    work.fresh[k] = !tensor.defined();
+    if (wanted[k].number) {
+      if (!tensor.defined()) tensor = at::full({}, wanted[k].initial, at::kDouble);
+      continue;
+    }
+    if (tensor.defined()) {
+      follow(tensor, parameter, dtype);
+    } else {
+      tensor = at::full_like(parameter, wanted[k].initial, parameter.options().dtype(dtype));
+    }
+    work.update.state[k] = tensor;
+  }
+  if (parameter.scalar_type() == at::kBFloat16 && splits_masters(*work.options)) {
+    if (state.master_low.defined()) {
+      follow(state.master_low, parameter, at::kShort);
+    } else {
+      state.master_low = at::zeros_like(parameter, parameter.options().dtype(at::kShort));
+    }
+    work.update.low = state.master_low;
+  }
+}
+
+const FusedState* FusedOptimizer::find(const at::Tensor& parameter) const {
+  const auto entry = state_.find(parameter.unsafeGetTensorImpl());
+  return entry == state_.end() ? nullptr : static_cast<const FusedState*>(entry->second.get());
+}
+
+std::int64_t FusedOptimizer::steps_of(const at::Tensor& parameter) const {
+  const FusedState* state = find(parameter);
+  return state == nullptr ? 0 : state->step;
+}
+
+at::Tensor FusedOptimizer::state_of(const at::Tensor& parameter, std::string_view name) const {
+  std::string known;
+  const std::vector<Slot> all = slots(defaults());
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    if (all[k].name == name) {
+      const FusedState* state = find(parameter);
+      return state == nullptr ? at::Tensor() : state->tensors[k];
+    }
+    known.append(k == 0 ? "" : ", ").append(all[k].name);
+  }
+  throw Error(where(), "one of the state's names, " + known, std::string(name));
+}
+
+at::Tensor FusedOptimizer::master_of(const at::Tensor& parameter) const {
+  const FusedState* state = find(parameter);
+  if (state == nullptr || !state->master_low.defined()) return parameter;
+  return kernels::join_split_master(parameter, state->master_low);
+}
+
+void FusedOptimizer::set_master(const at::Tensor& parameter, const at::Tensor& value) {
+  const bool splits = std::any_of(
+      param_groups_.begin(), param_groups_.end(),
+      [&](const torch::optim::OptimizerParamGroup& group) {
+        return splits_masters(group.options()) &&
+               std::any_of(group.params().begin(), group.params().end(),
+                           [&](const at::Tensor& one) { return one.is_same(parameter); });
+      });
+  if (!splits || parameter.scalar_type() != at::kBFloat16) {
+    throw Error(where(), "a bfloat16 parameter of a group with split_master", "another tensor");
+  }
+  if (!value.defined() || value.sizes() != parameter.sizes() || !value.is_floating_point()) {
+    throw Error(where(), c10::str("a floating value of shape ", parameter.sizes()),
+                value.defined() ? c10::str(value.sizes(), " of ", dtype_name(value.scalar_type()))
+                                : "an undefined tensor");
+  }
+  auto& entry = state_[parameter.unsafeGetTensorImpl()];
+  if (entry == nullptr) entry = std::make_unique<FusedState>();
+  at::Tensor& low = static_cast<FusedState&>(*entry).master_low;
+  if (!low.defined()) low = at::empty_like(parameter, parameter.options().dtype(at::kShort));
+  const at::NoGradGuard no_grad;
+  kernels::split_master(value.to(parameter.options().dtype(at::kFloat)), parameter, low);
+}
+
+}  // namespace semitone::optim

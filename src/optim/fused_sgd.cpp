@@ -1,0 +1,79 @@
+#include "semitone/optim/fused_sgd.h"
+
+#include "src/optim/options.h"
+#include "src/optim/work.h"
+
+namespace semitone::optim {
+namespace {
+
+constexpr auto kWhere = "optim.fused_sgd";
+
+// Calls visit(name, value) for every option.
+template <typename Options, typename Visit>
+void for_each_option(Options& options, Visit&& visit) {
+  visit("lr", options.lr())("momentum", options.momentum())("dampening", options.dampening())(
+      "weight_decay", options.weight_decay())("nesterov", options.nesterov())(
+      "wd_after_momentum", options.wd_after_momentum())("maximize", options.maximize())(
+      "split_master", options.split_master());
+}
+
+kernels::SgdRule rule_of(const FusedSGDOptions& options, bool first, double grad_scale) {
+  kernels::SgdRule rule;
+  rule.grad_scale = options.maximize() ? -grad_scale : grad_scale;
+  (options.wd_after_momentum() ? rule.late_decay : rule.decay) = options.weight_decay();
+  rule.momentum = options.momentum();
+  rule.undamped = 1 - options.dampening();
+  rule.nesterov = options.nesterov();
+  rule.lr = options.lr();
+  rule.first = first;
+  return rule;
+}
+
+}  // namespace
+
+FusedSGDOptions::FusedSGDOptions(double lr) : lr_(lr) {}
+
+void FusedSGDOptions::serialize(torch::serialize::InputArchive& archive) {
+  for_each_option(*this, OptionsReader(archive));
+}
+
+void FusedSGDOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  for_each_option(*this, OptionsWriter(archive));
+}
+
+FusedSGD::FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                   const FusedSGDOptions& defaults)
+    : FusedOptimizer(groups, std::make_unique<FusedSGDOptions>(defaults)) {
+  check_options();
+}
+
+std::string_view FusedSGD::where() const {
+  return kWhere;
+}
+
+void FusedSGD::check(const torch::optim::OptimizerOptions& options) const {
+  const auto& own = options_as<FusedSGDOptions>(options, kWhere);
+  require_range(kWhere, "lr", own.lr(), 0);
+  require_range(kWhere, "momentum", own.momentum(), 0);
+  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
+  require_nesterov(kWhere, own.nesterov(), own.momentum(), own.dampening());
+}
+
+std::vector<FusedOptimizer::Slot> FusedSGD::slots(
+    const torch::optim::OptimizerOptions& options) const {
+  const auto& own = static_cast<const FusedSGDOptions&>(options);
+  return {{.name = "momentum_buffer", .wanted = own.momentum() != 0}};
+}
+
+bool FusedSGD::splits_masters(const torch::optim::OptimizerOptions& options) const {
+  return static_cast<const FusedSGDOptions&>(options).split_master();
+}
+
+void FusedSGD::update(std::span<Work> work, double grad_scale) {
+  const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+    return rule_of(one.options_as<FusedSGDOptions>(), one.fresh[0], grad_scale);
+  });
+  kernels::multi_tensor_sgd(items, rules);
+}
+
+}  // namespace semitone::optim

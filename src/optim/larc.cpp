@@ -1,0 +1,94 @@
+#include "semitone/optim/larc.h"
+
+#include "src/kernels/multi_tensor_norm.h"
+#include "src/optim/options.h"
+#include "src/optim/work.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace semitone::optim {
+namespace {
+
+constexpr auto kWhere = "optim.larc";
+
+// Calls visit(name, value) for every option.
+template <typename Options, typename Visit>
+void for_each_option(Options& options, Visit&& visit) {
+  visit("lr", options.lr())("momentum", options.momentum())("dampening", options.dampening())(
+      "weight_decay", options.weight_decay())("nesterov", options.nesterov())(
+      "trust_coefficient", options.trust_coefficient())("clip", options.clip())("eps",
+                                                                                options.eps());
+}
+
+kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_scale,
+                         double param_norm, double grad_norm) {
+  kernels::SgdRule rule;
+  rule.grad_scale = grad_scale;
+  rule.momentum = options.momentum();
+  rule.undamped = 1 - options.dampening();
+  rule.nesterov = options.nesterov();
+  rule.lr = options.lr();
+  rule.first = first;
+  if (param_norm != 0 && grad_norm != 0) {
+    const double local = options.trust_coefficient() * param_norm /
+                         (grad_norm + options.weight_decay() * param_norm + options.eps());
+    rule.decay = options.weight_decay();
+    rule.local = options.clip() ? std::min(local / options.lr(), 1.0) : local;
+  }
+  return rule;
+}
+
+}  // namespace
+
+LARCOptions::LARCOptions(double lr) : lr_(lr) {}
+
+void LARCOptions::serialize(torch::serialize::InputArchive& archive) {
+  for_each_option(*this, OptionsReader(archive));
+}
+
+void LARCOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  for_each_option(*this, OptionsWriter(archive));
+}
+
+LARC::LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+           const LARCOptions& defaults)
+    : FusedOptimizer(groups, std::make_unique<LARCOptions>(defaults)) {
+  check_options();
+}
+
+std::string_view LARC::where() const {
+  return kWhere;
+}
+
+void LARC::check(const torch::optim::OptimizerOptions& options) const {
+  const auto& own = options_as<LARCOptions>(options, kWhere);
+  require_range(kWhere, "lr", own.lr(), 0);
+  require_range(kWhere, "momentum", own.momentum(), 0);
+  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
+  require_range(kWhere, "eps", own.eps(), 0);
+  require_range(kWhere, "trust_coefficient", own.trust_coefficient(),
+                std::numeric_limits<double>::min());
+  require_nesterov(kWhere, own.nesterov(), own.momentum(), own.dampening());
+}
+
+std::vector<FusedOptimizer::Slot> LARC::slots(const torch::optim::OptimizerOptions& options) const {
+  const auto& own = static_cast<const LARCOptions&>(options);
+  return {{.name = "momentum_buffer", .wanted = own.momentum() != 0}};
+}
+
+void LARC::update(std::span<Work> work, double grad_scale) {
+  std::vector<at::Tensor> tensors;
+  for (const Work& one : work) tensors.insert(tensors.end(), {one.update.param, one.update.grad});
+  const auto norms = kernels::multi_tensor_norms(tensors, 2);
+  std::size_t i = 0;
+  const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+    const double param_norm = norms[i++];
+    const double grad_norm = std::abs(grad_scale) * norms[i++];
+    return rule_of(one.options_as<LARCOptions>(), one.fresh[0], grad_scale, param_norm, grad_norm);
+  });
+  kernels::multi_tensor_sgd(items, rules);
+}
+
+}  // namespace semitone::optim

@@ -1,0 +1,91 @@
+#pragma once
+
+#include "semitone/core/error.h"
+#include "src/core/archive.h"
+
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+// Checking and storing of options.
+namespace semitone::optim {
+
+// The options as the optimizer's own type; Error if a group was given those of another optimizer.
+template <typename Options>
+const Options& options_as(const torch::optim::OptimizerOptions& options, std::string_view where) {
+  const auto* own = dynamic_cast<const Options*>(&options);
+  if (own == nullptr) {
+    throw Error(where, "its own options in every parameter group", "those of another optimizer",
+                "make the group with the options type of this optimizer");
+  }
+  return *own;
+}
+
+// Error unless low <= value, and value < below. A NaN is never in range.
+inline void require_range(std::string_view where, std::string_view name, double value, double low,
+                          double below = std::numeric_limits<double>::infinity()) {
+  if (value >= low && value < below) return;
+  const bool bounded = below != std::numeric_limits<double>::infinity();
+  throw Error(where,
+              c10::str(name, bounded ? c10::str(" in [", low, ", ", below, ")")
+                                     : c10::str(" of at least ", low, " and finite")),
+              c10::str(value));
+}
+
+inline void require_betas(std::string_view where, const std::tuple<double, double>& betas) {
+  require_range(where, "the first of betas", std::get<0>(betas), 0, 1);
+  require_range(where, "the second of betas", std::get<1>(betas), 0, 1);
+}
+
+inline void require_nesterov(std::string_view where, bool nesterov, double momentum,
+                             double dampening) {
+  if (!nesterov || (momentum > 0 && dampening == 0)) return;
+  throw Error(where, "momentum and no dampening with nesterov",
+              c10::str("momentum ", momentum, " and dampening ", dampening));
+}
+
+// Options in an archive, by the names and types of torch.optim. Reading leaves a value alone that the
+// archive lacks: LibTorch's optimizers save fewer.
+class OptionsWriter {
+ public:
+  explicit OptionsWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {}
+  template <typename T>
+  OptionsWriter& operator()(const std::string& name, const T& value) {
+    archive_.write(name, c10::IValue(value));
+    return *this;
+  }
+
+ private:
+  torch::serialize::OutputArchive& archive_;
+};
+
+class OptionsReader {
+ public:
+  explicit OptionsReader(torch::serialize::InputArchive& archive) : archive_(archive) {}
+  template <typename T>
+  OptionsReader& operator()(const std::string& name, T& value) {
+    constexpr auto kWhere = "optim.load";
+    if constexpr (std::is_same_v<T, std::tuple<double, double>>) {
+      c10::IValue stored;
+      if (!archive_.try_read(name, stored)) return *this;
+      const bool two = stored.isTuple() && stored.toTupleRef().elements().size() == 2 &&
+                       stored.toTupleRef().elements()[0].isDouble() &&
+                       stored.toTupleRef().elements()[1].isDouble();
+      if (!two) throw FileError(kWhere, "two numbers for '" + name + "'", stored.tagKind());
+      value = stored.to<T>();
+    } else {
+      value = find_value<T>(archive_, name, kWhere).value_or(value);
+    }
+    return *this;
+  }
+
+ private:
+  torch::serialize::InputArchive& archive_;
+};
+
+}  // namespace semitone::optim
