@@ -27,6 +27,7 @@
 #include "semitone/optim/fused_novograd.h"
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/optim/larc.h"
+#include "semitone/parallel/data_parallel.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "semitone/parallel/sampler.h"
 #include "semitone/parallel/sync_batch_norm.h"
