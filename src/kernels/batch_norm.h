@@ -5,9 +5,10 @@
 // Batch normalisation in pieces, for a layer whose statistics do not come from one tensor alone.
 //
 // An input is (N, C, …), floating-point, in any layout and on any device; N may be 0. Per-channel
-// values are fp64 of shape (C), on the input's device. Elements are computed in fp32, in fp64 if the input is
-// fp64, and rounded once. What has an input's shape is dense if the input is, and then laid out like it. Results do not
-// depend on the number of threads.
+// values are fp64 of shape (C), on the input's device. Elements are computed in fp32, in fp64 if
+// the input is fp64, and rounded once. On the CPU a sum has at most 256 terms in fp32 before it
+// goes on in fp64. What has an input's shape is dense if the input is, and then laid out like it.
+// Results do not depend on the number of threads.
 namespace semitone::kernels {
 
 // Mean, and sum of the squared distances from it. Zeros where there are no elements.
@@ -24,7 +25,8 @@ struct GradientSums {
 
 Moments moments(const at::Tensor& input);
 
-// (input - mean) * scale + shift + residual, then relu if asked. residual: undefined, or of the input's shape.
+// (input - mean) * scale + shift + residual, then relu if asked. residual: undefined, or of the
+// input's shape.
 at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& scale,
                      const at::Tensor& shift, const at::Tensor& residual, bool relu);
 
