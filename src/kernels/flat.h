@@ -49,9 +49,9 @@ inline char* written_data(const at::Tensor& tensor) {
   return static_cast<char*>(tensor.mutable_data_ptr());
 }
 
-// Parts of tensors, of at most kChunk elements each, gathered into chunks for threads: so many small
-// tensors that they make up a chunk are one piece of work. Which part is in which chunk does not
-// depend on the number of threads.
+// Parts of tensors, of at most kChunk elements each, gathered into chunks for threads: so many
+// small tensors that they make up a chunk are one piece of work. Which part is in which chunk does
+// not depend on the number of threads.
 class Chunks {
  public:
   // Appends a part.

@@ -29,8 +29,8 @@ void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> ru
 void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules);
 void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules);
 
-// The two passes of LAMB. The first returns the norms of each parameter and its update; one host read
-// for each device that is not the CPU.
+// The two passes of LAMB. The first returns the norms of each parameter and its update; one host
+// read for each device that is not the CPU.
 struct LambNorms {
   double param = 0;
   double update = 0;

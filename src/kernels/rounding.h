@@ -52,8 +52,8 @@ constexpr std::uint32_t fp32_from_fp16(std::uint16_t bits) {
 // half is just the low 16 bits, read as a signed distance from the upper half, and joining is one
 // addition. (With ties to even, 0x8000 could mean half a unit above an even upper half or below
 // it.) Every number but NaN comes back bit for bit; a NaN stays a NaN. An upper half that somebody
-// else wrote is moved by at most half its unit: a lower half that would take a zero below zero, which
-// splitting never leaves, is ignored.
+// else wrote is moved by at most half its unit: a lower half that would take a zero below zero,
+// which splitting never leaves, is ignored.
 struct SplitFp32 {
   std::uint16_t high;  // bf16
   std::uint16_t low;

@@ -35,7 +35,8 @@ struct UpdateSpan {
 // definition takes them as they are for fp64 parameters; kernels round them to fp32. In each,
 // g = grad * grad_scale.
 
-// Adam and AdamW, in torch.optim's order of operations. State: m, v and, for amsgrad, the largest v.
+// Adam and AdamW, in torch.optim's order of operations. State: m, v and, for amsgrad, the largest
+// v.
 //
 //   g += decay * p;  p *= keep
 //   m = beta1 * m + (1 - beta1) * g
@@ -79,8 +80,8 @@ void sgd(const UpdateSpan& span, const SgdRule& rule);
 //   v = beta2 * v + (1 - beta2) * g * g
 //   u = (m * correction1) / (sqrt(v * correction2) + eps) + late_decay * p
 //
-// The first pass writes the moments and measures p and u; the second computes u again from the moments
-// (nothing else has to be stored, and gradients stay) and writes p += -step_size * u.
+// The first pass writes the moments and measures p and u; the second computes u again from the
+// moments (nothing else has to be stored, and gradients stay) and writes p += -step_size * u.
 struct LambRule {
   double grad_scale = 1;
   double decay = 0;
@@ -100,8 +101,8 @@ struct LambSquares {
 LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule);
 void lamb_apply(const UpdateSpan& span, const LambRule& rule);
 
-// NovoGrad, whose second moment is one number for each parameter and part of grad_scale or correction.
-// State: m.
+// NovoGrad, whose second moment is one number for each parameter and part of grad_scale or
+// correction. State: m.
 //
 //   g += decay * p
 //   m = beta1 * m + averaged * g

@@ -88,7 +88,7 @@ LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
   std::size_t i = 0;
   for (; i + lanes <= span.size; i += lanes) at(span, i, lanes);
   if (i < span.size) {
-    const SpanTail tail(span, i);
+    SpanTail tail(span, i);
     at(tail.span(), 0, span.size - i);
     tail.write_back();
   }

@@ -113,7 +113,10 @@ class SpanTail {
     }
   }
 
-  const UpdateSpan& span() const { return inner_; }
+  SpanTail(const SpanTail&) = delete;  // the span points into it
+  SpanTail& operator=(const SpanTail&) = delete;
+
+  const UpdateSpan& span() { return inner_; }
 
   void write_back() const {
     give(param_, whole_.param, bytes_of(whole_.param_format));
@@ -158,7 +161,7 @@ HWY_INLINE void update_elements(const UpdateSpan& span, float grad_scale, const 
   std::size_t i = 0;
   for (; i + lanes <= span.size; i += lanes) at(span, i);
   if (i < span.size) {
-    const SpanTail tail(span, i);
+    SpanTail tail(span, i);
     at(tail.span(), 0);
     tail.write_back();
   }

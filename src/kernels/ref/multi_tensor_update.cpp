@@ -54,7 +54,8 @@ void accumulate(const at::Tensor& average, double keep, const at::Tensor& added)
   average.copy_(average.mul(keep).add(added));
 }
 
-// The correctly rounded root: in fp32, LibTorch's own (MKL's) is off by a unit in one of 160 numbers.
+// The correctly rounded root: in fp32, LibTorch's own (MKL's) is off by a unit in one of 160
+// numbers.
 at::Tensor root(const at::Tensor& value) {
   return value.to(at::kDouble).sqrt().to(value.scalar_type());
 }
