@@ -1,6 +1,7 @@
 #include "src/amp/compiled_policy.h"
 
 #include "semitone/core/device.h"
+#include "src/core/replica_parameters.h"
 
 #include <c10/core/UndefinedTensorImpl.h>
 
@@ -41,7 +42,7 @@ std::shared_ptr<const CompiledPolicy> CompiledPolicy::without_casts() const {
 
 bool CompiledPolicy::keeps_fp32(const at::Tensor& tensor) const {
   const auto kept = [this](const at::Tensor& candidate) {
-    const auto found = parameters_.find(candidate.unsafeGetTensorImpl());
+    const auto found = parameters_.find(original_of(candidate));
     return found != parameters_.end() && found->second.keep_fp32;
   };
   return kept(tensor) || (tensor.is_view() && kept(at::Tensor(tensor._base())));

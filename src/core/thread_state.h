@@ -23,7 +23,9 @@ constexpr Kind thread_state_kind(int number, const std::string_view* name) {
 
 inline constexpr std::string_view kEventsStateName = "semitone events";
 inline constexpr std::string_view kAutocastStateName = "semitone autocast";
+inline constexpr std::string_view kReplicaStateName = "semitone replica";
 inline constexpr c10::DebugInfoKind kEventsState = thread_state_kind(200, &kEventsStateName);
 inline constexpr c10::DebugInfoKind kAutocastState = thread_state_kind(201, &kAutocastStateName);
+inline constexpr c10::DebugInfoKind kReplicaState = thread_state_kind(202, &kReplicaStateName);
 
 }  // namespace semitone

@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "semitone/parallel/data_parallel.h"
 #include "src/core/log.h"
+#include "src/core/replica_parameters.h"
 #include "src/parallel/gpu_balance.h"
 
 #include <ATen/Parallel.h>
@@ -171,13 +172,16 @@ at::Tensor BatchCut::part(const at::Tensor& tensor, std::size_t replica) const {
 }
 
 void run_replicas(const ReplicaPlan& plan, std::size_t count,
+                  const std::shared_ptr<const ReplicaParameters>& parameters,
                   c10::function_ref<void(std::size_t)> work) {
   const at::ThreadLocalState callers;
   const int threads = std::max(1, at::get_num_threads() / static_cast<int>(count));
+  const auto known = std::const_pointer_cast<ReplicaParameters>(parameters);  // nobody writes to it
   std::vector<std::exception_ptr> errors(count);
   const auto run = [&](std::size_t replica, c10::Stream stream) {
     try {
       const at::ThreadLocalStateGuard state(callers);
+      const c10::DebugInfoGuard originals(kReplicaState, known);
       const c10::StreamGuard on_device(stream);
       if (stream.device().is_cpu()) limit_threads(threads);
       work(replica);

@@ -1,6 +1,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/map_tensors.h"
 #include "semitone/parallel/replicas.h"
+#include "src/core/replica_parameters.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/util/Exception.h>
@@ -11,6 +12,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace semitone::parallel {
 namespace {
@@ -77,7 +79,10 @@ void require_on(const ModelTensors& model, c10::Device device) {
 }
 
 // Of every replica, the copy of one parameter.
-void connect(const at::Tensor& parameter, const variable_list& copies) {
+void connect(const at::Tensor& parameter, const variable_list& copies,
+             ReplicaParameters& parameters) {
+  for (const at::Tensor& copy : copies)
+    parameters.originals[copy.unsafeGetTensorImpl()] = original_of(parameter);
   const bool trained = parameter.requires_grad();
   for (const at::Tensor& copy : copies) copy.requires_grad_(trained && !at::GradMode::is_enabled());
   if (trained && at::GradMode::is_enabled()) Replicate::apply(parameter, at::TensorList(copies));
@@ -135,11 +140,11 @@ class ScriptCopier {
 
 }  // namespace
 
-std::vector<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& model,
-                                                          const ReplicaPlan& plan,
-                                                          std::size_t count) {
+Replicas<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& model,
+                                                       const ReplicaPlan& plan, std::size_t count) {
+  const auto parameters = std::make_shared<ReplicaParameters>();
   std::vector<std::shared_ptr<torch::nn::Module>> replicas;
-  if (count <= 1) return replicas;
+  if (count <= 1) return {replicas, parameters};
   require_on(tensors_of(model), plan.devices.front());
   {
     const KeepRandomState keep;
@@ -163,15 +168,16 @@ std::vector<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Modul
       }
       if (seen.insert(found->unsafeGetTensorImpl()).second) fresh.push_back(*found);
     }
-    if (!fresh.empty()) connect(parameter.value(), fresh);
+    if (!fresh.empty()) connect(parameter.value(), fresh, *parameters);
   }
-  return replicas;
+  return {std::move(replicas), parameters};
 }
 
-std::vector<torch::jit::Module> replicate(const torch::jit::Module& model, const ReplicaPlan& plan,
-                                          std::size_t count) {
+Replicas<torch::jit::Module> replicate(const torch::jit::Module& model, const ReplicaPlan& plan,
+                                       std::size_t count) {
+  const auto parameters = std::make_shared<ReplicaParameters>();
   std::vector<torch::jit::Module> replicas;
-  if (count <= 1) return replicas;
+  if (count <= 1) return {replicas, parameters};
   const ModelTensors tensors = tensors_of(model);
   require_on(tensors, plan.devices.front());
   std::vector<ScriptCopier> copiers;
@@ -182,9 +188,9 @@ std::vector<torch::jit::Module> replicate(const torch::jit::Module& model, const
   for (const auto& entry : tensors.parameters) {
     variable_list copies;
     for (const ScriptCopier& copier : copiers) copies.push_back(copier.copy_of(entry.tensor));
-    connect(entry.tensor, copies);
+    connect(entry.tensor, copies, *parameters);
   }
-  return replicas;
+  return {std::move(replicas), parameters};
 }
 
 }  // namespace semitone::parallel

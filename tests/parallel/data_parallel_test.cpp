@@ -493,6 +493,29 @@ def forward(self, x):
   EXPECT_EQ(model.attr("calls").toTensor().item<double>(), 3);
 }
 
+TEST(Policies, HoldForTheParametersOfAllReplicas) {
+  for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2}) {
+    SCOPED_TRACE(std::string(amp::name_of(level)));
+    Net model = seeded_net(at::kFloat);
+    DataParallel parallel(model, on(3));
+    const auto mixed_of = [&] {
+      return amp::initialize(
+          model, amp::Options(level)
+                     .policy(amp::CastPolicy::semitone(at::kBFloat16).keep_fp32_params("second.*"))
+                     .cast_model_outputs(at::kFloat)
+                     .verbosity(0));
+    };
+    auto mixed = mixed_of();
+    const at::Tensor x = rows(6, at::kFloat);
+    // Were the last layer in bf16 in some, the results would have eight bits there.
+    const at::Tensor got = mixed.forward(parallel, x);
+    EXPECT_TRUE(test::near(got, mixed.forward(model, x), test::reduction_tolerance(at::kFloat, 8)));
+    const torch::NoGradGuard no_grad;
+    EXPECT_TRUE(
+        test::near(mixed.forward(parallel, x), got, test::reduction_tolerance(at::kFloat, 8)));
+  }
+}
+
 class DataParallelLevels : public testing::TestWithParam<amp::OptLevel> {};
 
 TEST_P(DataParallelLevels, TrainLikeOneDevice) {

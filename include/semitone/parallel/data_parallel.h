@@ -111,18 +111,19 @@ class DataParallel {
       const auto part = [&](const at::Tensor& tensor) { return cut.part(tensor, replica); };
       inputs.emplace_back(map_tensors(arguments, part)...);
     }
-    auto copies = replicate(module(), plan_, count);
+    auto replicas = replicate(module(), plan_, count);
     const auto run = [&](std::size_t replica) {
-      auto& one = replica == 0 ? module() : as_module(copies[replica - 1]);
+      auto& one = replica == 0 ? module() : as_module(replicas.copies[replica - 1]);
       return std::apply([&](const auto&... input) { return call(one, input...); }, inputs[replica]);
     };
     if constexpr (std::is_void_v<Output>) {
       if (plan_.devices.size() == 1) return run(0);
-      run_replicas(plan_, count, [&](std::size_t replica) { run(replica); });
+      run_replicas(plan_, count, replicas.parameters, [&](std::size_t replica) { run(replica); });
     } else {
       if (plan_.devices.size() == 1) return to_output_device(run(0));
       std::vector<std::optional<Output>> results(count);
-      run_replicas(plan_, count, [&](std::size_t replica) { results[replica] = run(replica); });
+      run_replicas(plan_, count, replicas.parameters,
+                   [&](std::size_t replica) { results[replica] = run(replica); });
       std::vector<Output> outputs;
       for (auto& result : results) outputs.push_back(*std::move(result));
       return gather(plan_, std::move(outputs));

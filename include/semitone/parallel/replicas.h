@@ -16,6 +16,10 @@
 #include <utility>
 #include <vector>
 
+namespace semitone {
+struct ReplicaParameters;
+}
+
 namespace semitone::parallel {
 
 class DataParallelOptions;
@@ -51,18 +55,24 @@ class BatchCut {
   std::optional<std::int64_t> rows_;
 };
 
-/// Copies of a model for replicas 1 … count - 1; replica 0 is the model itself. In grad mode the
-/// copies' parameters are results of the model's: their gradients go back to those, added up in the
-/// order of the replicas.
-std::vector<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& model,
-                                                          const ReplicaPlan& plan,
-                                                          std::size_t count);
-std::vector<torch::jit::Module> replicate(const torch::jit::Module& model, const ReplicaPlan& plan,
-                                          std::size_t count);
+/// Copies of a model, a std::shared_ptr to a module or a torch::jit::Module each.
+template <typename Copy>
+struct Replicas {
+  std::vector<Copy> copies;  ///< replicas 1, 2 …; replica 0 is the model
+  std::shared_ptr<const ReplicaParameters> parameters;  ///< whose copies theirs are
+};
+
+/// Makes replicas 1 … count - 1. In grad mode their parameters are results of the model's: their
+/// gradients go back to those, added up in the order of the replicas.
+Replicas<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& model,
+                                                       const ReplicaPlan& plan, std::size_t count);
+Replicas<torch::jit::Module> replicate(const torch::jit::Module& model, const ReplicaPlan& plan,
+                                       std::size_t count);
 
 /// Calls work(replica) for replicas 0 … count - 1, each on a thread of its own with the caller's
 /// thread state, and waits for all.
 void run_replicas(const ReplicaPlan& plan, std::size_t count,
+                  const std::shared_ptr<const ReplicaParameters>& parameters,
                   c10::function_ref<void(std::size_t)> work);
 
 /// The tensors of all replicas' results (by replica, then by place) as one result's.

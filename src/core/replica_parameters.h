@@ -1,0 +1,27 @@
+#pragma once
+
+#include "src/core/thread_state.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <unordered_map>
+
+namespace semitone {
+
+// A thread that runs a copy of a model knows whose copies its parameters are: what is said about a
+// parameter, such as that it stays in fp32, holds for its copies.
+struct ReplicaParameters : c10::DebugInfoBase {
+  std::unordered_map<const c10::TensorImpl*, const c10::TensorImpl*> originals;  // by copy
+};
+
+// The parameter that a tensor is a copy of on this thread; itself if it is none.
+inline const c10::TensorImpl* original_of(const at::Tensor& tensor) {
+  const auto* parameters =
+      static_cast<const ReplicaParameters*>(c10::ThreadLocalDebugInfo::get(kReplicaState));
+  if (parameters == nullptr) return tensor.unsafeGetTensorImpl();
+  const auto found = parameters->originals.find(tensor.unsafeGetTensorImpl());
+  return found == parameters->originals.end() ? tensor.unsafeGetTensorImpl() : found->second;
+}
+
+}  // namespace semitone
