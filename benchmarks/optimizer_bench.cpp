@@ -1,13 +1,14 @@
-// A step of AdamW in mixed precision and in fp32: FusedAdam, torch::optim::AdamW and at::_fused_adamw_ (the kernel
-// behind Python's fused=True). In gigabytes a second that have to move, beside what this machine moves in a plain copy.
+// A step of AdamW in mixed precision and in fp32: FusedAdam, torch::optim::AdamW and
+// at::_fused_adamw_ (the kernel behind Python's fused=True). In gigabytes a second that have to
+// move, beside what this machine moves in a plain copy.
 //
 //     optimizer_bench [millions of parameters, default 100] [rounds, default 7]
+#include "benchmarks/support/interleave.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_adam.h"
 
 #include <torch/torch.h>
 
-#include "benchmarks/support/interleave.h"
 #include <fmt/format.h>
 
 #include <cmath>
@@ -63,7 +64,8 @@ class TorchFusedAdamW {
   Tensors parameters_, m_, v_, steps_;
 };
 
-// What a program without a fused step does around its optimizer: gradients to fp32 and unscaled, step, round.
+// What a program without a fused step does around its optimizer: gradients to fp32 and unscaled,
+// step, round.
 void step_around(const Tensors& model, const Tensors& masters, double inv_scale,
                  const std::function<void()>& step) {
   const at::NoGradGuard no_grad;
@@ -166,7 +168,8 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds, do
       throw semitone::Error("bench.optimizer", "a model that is its masters rounded", "another");
   }
 
-  // Gradient 2 in; master, two moments 12 in and 12 out; model 2 out. Split: model and lower half 4 in and 4 out.
+  // Gradient 2 in; master, two moments 12 in and 12 out; model 2 out. Split: model and lower half 4
+  // in and 4 out, in place of master and model.
   const auto elements = static_cast<double>(values.size()) * static_cast<double>(kTensor);
   report("bf16 model, fp32 masters, bf16 gradients: unscale, AdamW, write the model", contenders,
          {28 * elements, 28 * elements, 28 * elements, 26 * elements}, rounds, stream);

@@ -1,5 +1,5 @@
-// Optimizers in files: the layout of torch.optim's C++ archives, with running numbers where LibTorch
-// writes addresses. Either reads the other's.
+// Optimizers in files: the layout of torch.optim's C++ archives, with running numbers where
+// LibTorch writes addresses. Either reads the other's.
 
 #include "src/core/archive.h"
 
@@ -40,8 +40,8 @@ void require_equal(std::size_t got, std::size_t want, const std::string& what) {
                   "was it saved from the same model and optimizer?");
 }
 
-// A tensor of an archive in the dtype, layout and place that the parameter asks for; undefined if the
-// archive has none.
+// A tensor of an archive in the dtype, layout and place that the parameter asks for; undefined if
+// the archive has none.
 at::Tensor read_like(InputArchive& archive, const std::string& name, const at::Tensor& parameter,
                      c10::ScalarType dtype) {
   const auto stored = find_value<at::Tensor>(archive, name, kLoad);

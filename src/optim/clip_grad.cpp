@@ -71,8 +71,13 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
   const double factor = clip_factor(norm, max_norm);
   if (factor == 1) return norm;
   std::map<std::string, std::vector<kernels::Unscale>> by_device;
-  for (const at::Tensor& value : values)
-    by_device[value.device().str()].push_back({value, value, {}});
+  for (const at::Tensor& value : values) {
+    if (value.scalar_type() == at::kDouble) {
+      value.mul_(factor);
+    } else {
+      by_device[value.device().str()].push_back({value, value, {}});
+    }
+  }
   for (const auto& [device, items] : by_device) {
     at::Tensor ignored = at::zeros({}, items.front().grad.options().dtype(at::kFloat));
     kernels::multi_tensor_unscale(items, static_cast<float>(factor), ignored);

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -112,8 +113,8 @@ bool FusedOptimizer::step(const FusedStep& how) {
   const at::NoGradGuard no_grad;
   const double grad_scale = how.inv_scale() * how.clip();
   if (is_set(where(), how.found_inf())) return false;
-  if (!std::isfinite(grad_scale))
-    throw Error(where(), "a finite inv_scale * clip", c10::str(grad_scale));
+  if (!(std::abs(grad_scale) <= double{std::numeric_limits<float>::max()}))
+    throw Error(where(), "an inv_scale * clip that float32 holds", c10::str(grad_scale));
   std::vector<Work> work = gather(how);
   for (Work& one : work) prepare(one);
   for (Work& one : work) ++one.state->step;
@@ -241,7 +242,8 @@ at::Tensor FusedOptimizer::state_of(const at::Tensor& parameter, std::string_vie
 
 at::Tensor FusedOptimizer::master_of(const at::Tensor& parameter) const {
   const FusedState* state = find(parameter);
-  if (state == nullptr || !state->master_low.defined()) return parameter;
+  if (state == nullptr || !state->master_low.defined() || parameter.scalar_type() != at::kBFloat16)
+    return parameter;
   return kernels::join_split_master(parameter, state->master_low);
 }
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <string>
 
 namespace semitone::optim {
 namespace {
@@ -68,8 +68,10 @@ void LARC::check(const torch::optim::OptimizerOptions& options) const {
   require_range(kWhere, "momentum", own.momentum(), 0);
   require_range(kWhere, "weight_decay", own.weight_decay(), 0);
   require_range(kWhere, "eps", own.eps(), 0);
-  require_range(kWhere, "trust_coefficient", own.trust_coefficient(),
-                std::numeric_limits<double>::min());
+  if (!(own.trust_coefficient() > 0 && std::isfinite(own.trust_coefficient()))) {
+    throw Error(kWhere, "trust_coefficient above 0 and finite",
+                std::to_string(own.trust_coefficient()));
+  }
   require_nesterov(kWhere, own.nesterov(), own.momentum(), own.dampening());
 }
 

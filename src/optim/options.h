@@ -49,8 +49,8 @@ inline void require_nesterov(std::string_view where, bool nesterov, double momen
               c10::str("momentum ", momentum, " and dampening ", dampening));
 }
 
-// Options in an archive, by the names and types of torch.optim. Reading leaves a value alone that the
-// archive lacks: LibTorch's optimizers save fewer.
+// Options in an archive, by the names and types of torch.optim. Reading leaves a value alone that
+// the archive lacks: LibTorch's optimizers save fewer.
 class OptionsWriter {
  public:
   explicit OptionsWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {}

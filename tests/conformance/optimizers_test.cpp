@@ -1,5 +1,6 @@
-// optimizers.json: eight steps of each optimizer in fp64, as PyTorch computes them or as the published
-// rules of Apex say, through FusedStep: gradients come scaled, and steps with an inf are skipped.
+// optimizers.json: eight steps of each optimizer in fp64, as PyTorch computes them or as the
+// published rules of Apex say, through FusedStep: gradients come scaled, and steps with an inf are
+// skipped.
 
 #include "semitone/optim/fused_adagrad.h"
 #include "semitone/optim/fused_adam.h"

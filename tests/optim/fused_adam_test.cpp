@@ -41,7 +41,8 @@ TEST(FusedAdam, IsTorchsAdamW) {
                   std::make_unique<torch::optim::AdamW>(
                       theirs, torch::optim::AdamWOptions(0.01).weight_decay(0.1).amsgrad(amsgrad))};
         },
-        0.01);
+        // Moments 3 and 4, root 2, corrections and eps 3, quotient 1; the weight is decayed and moved.
+        {.of_weight = 2, .of_update = 13});
   }
 }
 
@@ -61,7 +62,7 @@ TEST(FusedAdam, IsTorchsAdamWithoutAdamWMode) {
                                                                    .weight_decay(0.1)
                                                                    .amsgrad(amsgrad))};
         },
-        0.01);
+        {.of_update = 15});  // as above, and 2 for the decay of the gradient
   }
 }
 
@@ -127,6 +128,36 @@ TEST(FusedAdam, WritesArchivesThatTorchsAdamWReads) {
   EXPECT_EQ(state.step(), 1);
   expect_bitwise_equal(state.exp_avg(), source.state_of(ours, "exp_avg"));
   EXPECT_EQ(target.param_groups()[0].options().get_lr(), 0.02);
+}
+
+TEST(FusedAdam, ExchangesArchivesWithTorchsAdamAndItsLargestMoments) {
+  torch::manual_seed(2);
+  const auto theirs = torch::randn({10}).requires_grad_();
+  const auto ours = theirs.detach().clone().requires_grad_();
+  torch::optim::Adam source({theirs}, torch::optim::AdamOptions(0.02).amsgrad(true));
+  for (int i = 0; i < 3; ++i) {
+    theirs.mutable_grad() = torch::randn({10});
+    source.step();
+  }
+  std::stringstream file;
+  torch::save(source, file);
+  FusedAdam middle({ours}, FusedAdamOptions().adam_w_mode(false));
+  torch::load(middle, file);
+  std::stringstream again;
+  torch::save(middle, again);
+  torch::optim::Adam target({theirs});
+  torch::load(target, again);
+  const auto state = [&](const torch::optim::Adam& optimizer) -> const auto& {
+    return static_cast<const torch::optim::AdamParamState&>(
+        *optimizer.state().at(theirs.unsafeGetTensorImpl()));
+  };
+  const auto& options = static_cast<const FusedAdamOptions&>(middle.param_groups()[0].options());
+  EXPECT_TRUE(options.amsgrad());
+  EXPECT_FALSE(options.adam_w_mode());
+  EXPECT_EQ(state(target).step(), 3);
+  expect_bitwise_equal(middle.state_of(ours, "max_exp_avg_sq"), state(source).max_exp_avg_sq());
+  expect_bitwise_equal(state(target).max_exp_avg_sq(), state(source).max_exp_avg_sq());
+  expect_bitwise_equal(state(target).exp_avg(), state(source).exp_avg());
 }
 
 TEST(FusedAdam, RefusesOptionsOutOfRange) {
@@ -217,6 +248,20 @@ TEST(FusedAdamSplitMaster, TakesWeightsThatAreWrittenFromOutside) {
   EXPECT_TRUE(((master - loaded).abs() <= loaded.abs() / 256 + 1e-38).all().item<bool>());
 }
 
+TEST(FusedAdamSplitMaster, EndsWhereTheParameterIsCast) {
+  auto weight = torch::ones({3}, at::kBFloat16).requires_grad_();
+  FusedAdam optimizer({weight}, FusedAdamOptions(1e-4).split_master(true));
+  weight.mutable_grad() = torch::ones({3}, at::kBFloat16);
+  optimizer.step();
+  const auto master = optimizer.master_of(weight);
+  weight.mutable_grad().reset();
+  weight.set_data(master);
+  EXPECT_TRUE(optimizer.master_of(weight).is_same(weight));
+  weight.mutable_grad() = torch::ones({3});
+  optimizer.step();
+  expect_close(weight.detach(), torch::full({3}, 1 - 2e-4F), 1e-6);
+}
+
 TEST(FusedAdamSplitMaster, IsForBf16) {
   const auto half = torch::ones({3}, at::kHalf).requires_grad_();
   const auto single = torch::ones({3}).requires_grad_();
@@ -230,11 +275,11 @@ TEST(FusedAdamSplitMaster, IsForBf16) {
                {"[optim.fused_adam]", "float16 for parameter 1 of group 0"});
   expect_bitwise_equal(single.detach(), before);
   expect_error([&] { optimizer.set_master(single, torch::ones({3})); }, {"split_master"});
-  FusedAdam plain(Tensors{torch::ones({3}, at::kBFloat16)});
-  expect_error([&] { plain.set_master(plain.parameters()[0], torch::ones({3})); },
-               {"split_master"});
-  FusedAdam good(Tensors{torch::ones({3}, at::kBFloat16)}, FusedAdamOptions().split_master(true));
-  expect_error([&] { good.set_master(good.parameters()[0], torch::ones({4})); }, {"[3]", "[4]"});
+  const auto narrow = torch::ones({3}, at::kBFloat16);
+  FusedAdam plain(Tensors{narrow});
+  expect_error([&] { plain.set_master(narrow, torch::ones({3})); }, {"split_master"});
+  FusedAdam good(Tensors{narrow}, FusedAdamOptions().split_master(true));
+  expect_error([&] { good.set_master(narrow, torch::ones({4})); }, {"[3]", "[4]"});
 }
 
 }  // namespace

@@ -43,7 +43,8 @@ TEST(FusedSGD, IsTorchsSGD) {
                                                                   .weight_decay(c.weight_decay)
                                                                   .nesterov(c.nesterov))};
         },
-        0.02 * 3 / (1 - c.momentum));
+        // Decay 2, buffer 3, Nesterov 2, learning rate 1.
+        {.of_update = 8});
   }
 }
 

@@ -44,7 +44,8 @@ TEST(FusedAdagrad, IsTorchsAdagrad) {
                                                                     .initial_accumulator_value(0.5)
                                                                     .eps(1e-6))};
       },
-      0.1);
+      // Decay 2, sum 2, root 2, eps, quotient and learning rate 3.
+      {.of_update = 9});
 }
 
 TEST(FusedAdagrad, ReadsTheArchivesOfTorchsAdagrad) {
@@ -74,7 +75,65 @@ TEST(FusedAdagrad, TakesTheInitialValueOfTheGroup) {
   expect_bitwise_equal(optimizer.state_of(weight, "sum"), torch::full({3}, 3.0));
 }
 
+TEST(FusedAdagrad, WritesArchivesThatTorchsAdagradReads) {
+  const auto ours = torch::randn({10}).requires_grad_();
+  const auto theirs = ours.detach().clone().requires_grad_();
+  optim::FusedAdagrad source({ours}, optim::FusedAdagradOptions(0.02));
+  for (int i = 0; i < 2; ++i) {
+    ours.mutable_grad() = torch::randn({10});
+    source.step();
+  }
+  std::stringstream file;
+  torch::save(source, file);
+  torch::optim::Adagrad target({theirs});
+  torch::load(target, file);
+  const auto& state = static_cast<const torch::optim::AdagradParamState&>(
+      *target.state().at(theirs.unsafeGetTensorImpl()));
+  EXPECT_EQ(state.step(), 2);
+  expect_bitwise_equal(state.sum(), source.state_of(ours, "sum"));
+  EXPECT_EQ(target.param_groups()[0].options().get_lr(), 0.02);
+}
+
+TEST(FusedAdagrad, RefusesOptionsOutOfRange) {
+  using Options = optim::FusedAdagradOptions;
+  expect_error(constructing<optim::FusedAdagrad>(Options(-1)), {"[optim.fused_adagrad]", "lr"});
+  expect_error(constructing<optim::FusedAdagrad>(Options().lr_decay(-1)), {"lr_decay"});
+  expect_error(constructing<optim::FusedAdagrad>(Options().initial_accumulator_value(-1)),
+               {"initial_accumulator_value of at least 0", "-1"});
+}
+
 // ---- LAMB ---------------------------------------------------------------------------------------
+
+// Apex's, of their code: its docstrings say otherwise.
+TEST(LayerwiseOptimizers, HaveApexsDefaults) {
+  const optim::FusedLAMBOptions lamb;
+  EXPECT_EQ(lamb.lr(), 1e-3);
+  EXPECT_EQ(lamb.betas(), std::make_tuple(0.9, 0.999));
+  EXPECT_EQ(lamb.eps(), 1e-6);
+  EXPECT_EQ(lamb.weight_decay(), 0.01);
+  EXPECT_EQ(lamb.max_grad_norm(), 1);
+  EXPECT_TRUE(lamb.adam_w_mode() && lamb.bias_correction() && lamb.grad_averaging());
+  EXPECT_FALSE(lamb.use_nvlamb());
+  const optim::FusedNovoGradOptions novograd;
+  EXPECT_EQ(novograd.lr(), 1e-3);
+  EXPECT_EQ(novograd.betas(), std::make_tuple(0.9, 0.999));
+  EXPECT_EQ(novograd.eps(), 1e-8);
+  EXPECT_EQ(novograd.weight_decay(), 0);
+  EXPECT_EQ(novograd.norm_type(), 2);
+  EXPECT_TRUE(novograd.bias_correction() && novograd.grad_averaging());
+  EXPECT_FALSE(novograd.reg_inside_moment() || novograd.init_zero());
+  const optim::FusedAdagradOptions adagrad;
+  EXPECT_EQ(adagrad.lr(), 1e-2);
+  EXPECT_EQ(adagrad.lr_decay(), 0);
+  EXPECT_EQ(adagrad.eps(), 1e-10);
+  EXPECT_EQ(adagrad.weight_decay(), 0);
+  EXPECT_EQ(adagrad.initial_accumulator_value(), 0);
+  EXPECT_FALSE(adagrad.adagrad_w_mode());
+  const optim::LARCOptions larc;
+  EXPECT_EQ(larc.trust_coefficient(), 0.02);
+  EXPECT_EQ(larc.eps(), 1e-8);
+  EXPECT_TRUE(larc.clip());
+}
 
 TEST(FusedLAMB, ClipsByTheNormOfAllGroups) {
   torch::manual_seed(41);
@@ -184,7 +243,10 @@ TEST(LARC, BoundsTheRelativeChangeOfALayer) {
 TEST(LARC, RefusesOptionsOutOfRange) {
   using Options = optim::LARCOptions;
   expect_error(constructing<optim::LARC>(Options().trust_coefficient(0)),
-               {"[optim.larc]", "trust_coefficient"});
+               {"[optim.larc]", "trust_coefficient above 0 and finite", "got 0"});
+  expect_error(constructing<optim::LARC>(Options().trust_coefficient(std::nan(""))),
+               {"trust_coefficient above 0", "nan"});
+  expect_error(constructing<optim::LARC>(Options().eps(-1)), {"eps of at least 0", "-1"});
   expect_error(constructing<optim::LARC>(Options().nesterov(true)), {"with nesterov"});
 }
 

@@ -7,9 +7,9 @@
 namespace semitone::optim {
 
 /// The norm of all gradients together, as if they were one vector, in fp64. One pass over the
-/// gradients in vector code, which adds up in a fixed order whatever the number of threads. Parameters
-/// without a gradient do not count, one that is named twice counts once; 0 if there is no gradient.
-/// Inf or NaN if a gradient is: the norm also tells whether a step has to be skipped.
+/// gradients in vector code, which adds up in a fixed order whatever the number of threads.
+/// Parameters without a gradient do not count, one that is named twice counts once; 0 if there is
+/// no gradient. Inf or NaN if a gradient is: the norm also tells whether a step has to be skipped.
 /// One host read for each device that is not the CPU.
 /// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
@@ -26,11 +26,12 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2
 double clip_factor(double norm, double max_norm);
 
 /// Scales all gradients in place so that their norm is at most max_norm, and returns the norm that
-/// they had: torch::nn::utils::clip_grad_norm_, in one pass that reads and, only where something has
-/// to be clipped, one that writes. Gradients may have different dtypes; products are fp32, rounded
-/// once. Sparse gradients are coalesced and their values clipped.
+/// they had: torch::nn::utils::clip_grad_norm_, in one pass that reads and, only where something
+/// has to be clipped, one that writes. Gradients may have different dtypes; products are fp32 (of
+/// fp64 gradients fp64), rounded once. Sparse gradients are coalesced and their values clipped.
 /// @param error_if_nonfinite  true: Error if the norm is inf or NaN, before anything is changed;
-///                            false: as torch, an infinite norm makes gradients 0 or NaN, and NaN NaN
+///                            false: as torch, an infinite norm makes gradients 0 or NaN, and a NaN
+///                            makes them NaN
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                        double norm_type = 2.0, bool error_if_nonfinite = false);
 

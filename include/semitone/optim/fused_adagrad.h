@@ -16,8 +16,8 @@ struct FusedAdagradOptions : torch::optim::OptimizerCloneableOptions<FusedAdagra
   TORCH_ARG(double, lr_decay) = 0;
   /// At least 0. Default 0.
   TORCH_ARG(double, weight_decay) = 0;
-  /// What the sum of squares starts at, at least 0. By group: torch.optim's C++ Adagrad takes it from
-  /// the defaults only. Default 0.
+  /// What the sum of squares starts at, at least 0. By group: torch.optim's C++ Adagrad takes it
+  /// from the defaults only. Default 0.
   TORCH_ARG(double, initial_accumulator_value) = 0;
   /// Added to the denominator, at least 0. Default 1e-10.
   TORCH_ARG(double, eps) = 1e-10;

@@ -29,8 +29,8 @@ struct FusedAdamOptions : torch::optim::OptimizerCloneableOptions<FusedAdamOptio
   TORCH_ARG(bool, amsgrad) = false;
   /// Ascend instead of descend. Default false.
   TORCH_ARG(bool, maximize) = false;
-  /// For bf16 parameters: keep an fp32 master without a second copy. The parameter is its upper half
-  /// (the master rounded to nearest, ties away from zero), the state holds the lower 16 bits:
+  /// For bf16 parameters: keep an fp32 master without a second copy. The parameter is its upper
+  /// half (the master rounded to nearest, ties away from zero), the state holds the lower 16 bits:
   /// 4 bytes a weight instead of 6, and the same masters bit for bit as training with fp32 masters.
   /// fp32 and fp64 parameters need none; fp16 ones are refused. Default false.
   TORCH_ARG(bool, split_master) = false;

@@ -37,8 +37,8 @@ struct FusedStep {
   TORCH_ARG(double, inv_scale) = 1;
   /// The other factor, from optim::clip_factor. Default 1.
   TORCH_ARG(double, clip) = 1;
-  /// One element. If it is not 0 the step changes nothing at all: no parameter, state or step count.
-  /// Undefined: the step is taken. Default undefined.
+  /// One element. If it is not 0 the step changes nothing at all: no parameter, state or step
+  /// count. Undefined: the step is taken. Default undefined.
   TORCH_ARG(at::Tensor, found_inf);
   /// Where the parameter in the optimizer is an fp32 master: the model's parameter, which gets the
   /// new value rounded in the same pass. If the master has no gradient, the model parameter's is
@@ -58,8 +58,9 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
 ///
 /// Parameters may be fp32, fp16, bf16 or fp64, dense, in any layout; state is fp32 (fp64 for fp64
 /// parameters). Arithmetic is fp32, with one rounding into a 16-bit parameter. Gradients may have
-/// another dtype than their parameter. On the CPU a step is one pass in vector code over all tensors
-/// at once; fp64, tensors with gaps and other devices take the composed operators that define it.
+/// another dtype than their parameter. On the CPU a step is one pass in vector code over all
+/// tensors at once; fp64, tensors with gaps and other devices take the composed operators that
+/// define it.
 ///
 /// - A parameter without a gradient is left alone: no decay, no state, and its own step count (bias
 ///   corrections are by parameter) does not move.
@@ -81,8 +82,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Steps that a parameter took part in.
   std::int64_t steps_of(const at::Tensor& parameter) const;
 
-  /// A state tensor by the name that torch.optim gives it: "exp_avg", "momentum_buffer" … It is the
-  /// tensor itself, not a copy. Undefined where there is none yet; Error for a name that the
+  /// A state tensor by the name that torch.optim gives it: "exp_avg", "momentum_buffer" … It is
+  /// the tensor itself, not a copy. Undefined where there is none yet; Error for a name that the
   /// optimizer does not have.
   at::Tensor state_of(const at::Tensor& parameter, std::string_view name) const;
 
@@ -97,9 +98,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// archives.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Restores what save() wrote; also what the LibTorch optimizer of the same rule wrote (Adam, AdamW,
-  /// SGD, Adagrad). Options are overwritten by the saved ones, state is replaced. FileError, with
-  /// nothing changed, if the groups, shapes or names do not fit.
+  /// Restores what save() wrote; also what the LibTorch optimizer of the same rule wrote (Adam,
+  /// AdamW, SGD, Adagrad). Options are overwritten by the saved ones, and stay where the file has
+  /// none (LibTorch's files do not say whether they are Adam's or AdamW's); state is replaced.
+  /// FileError, with nothing changed, if the groups, shapes or names do not fit.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
