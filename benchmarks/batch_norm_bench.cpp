@@ -1,5 +1,6 @@
-// What synchronised batch normalisation costs a rank besides the waiting: its passes over a share, against LibTorch's batch
-// normalisation of the same share.
+// What synchronised batch normalisation costs a rank besides the waiting: its passes over a share,
+// against LibTorch's batch normalisation of the same share.
+
 #include "benchmarks/support/interleave.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
@@ -26,7 +27,6 @@ struct Layer {
   torch::Tensor weight;
   torch::Tensor bias;
 };
-
 
 torch::Tensor forward(const Layer& layer, torch::Tensor& mean, torch::Tensor& invstd) {
   const auto moments = kernels::moments(layer.input);

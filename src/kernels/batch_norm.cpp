@@ -14,7 +14,8 @@
 namespace semitone::kernels {
 namespace {
 
-// Reductions are cut into at most so many parts, whatever the number of threads, whose results are then merged in order.
+// Reductions are cut into at most so many parts, whatever the number of threads, whose results are
+// then merged in order.
 constexpr std::int64_t kParts = 32;
 // A part or a thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
 constexpr std::int64_t kGrain = 16 * 1024;
@@ -82,8 +83,8 @@ void for_all_pieces(const Batch& batch, const Work& work) {
   });
 }
 
-// Calls work(first piece, last piece, results of this part) for each part, and returns the results: (parts,
-// values, C), zeros at first.
+// Calls work(first piece, last piece, results of this part) for each part, and returns the results:
+// (parts, values, C), zeros at first.
 template <typename Work>
 at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& work) {
   const std::int64_t size = std::max(batch.grain, (batch.pieces + kParts - 1) / kParts);

@@ -4,7 +4,8 @@
 
 #include <cstddef>
 
-// The functions on pointers behind batch_norm.h: each does some pieces of a batch, so that threads can share it.
+// The functions on pointers behind batch_norm.h: each does some pieces of a batch, so that threads
+// can share it.
 namespace semitone::kernels {
 
 // How the values of a batch (N, C, …) lie: pieces, one after the other. Without channels_last a
@@ -28,9 +29,9 @@ struct BatchMoments {
 void batch_moments(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,
                    const BatchMoments& moments);
 
-// output = round((input - mean) * scale + shift + residual), then 0 where that is negative if relu is
-// set. mean, scale and shift have a value for each channel; residual may be null. Each operation is
-// rounded to fp32.
+// output = round((input - mean) * scale + shift + residual), then 0 where that is negative if relu
+// is set. mean, scale and shift have a value for each channel; residual may be null. Each operation
+// is rounded to fp32.
 struct BatchNormalize {
   const void* input;
   const void* residual;

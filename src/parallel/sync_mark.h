@@ -6,8 +6,10 @@
 
 // Tensors that say: batch_norm, when it gets me, is to use the statistics of a group.
 //
-// A mark is an entry in the tensor's list of gradient hooks that changes no gradient: LibTorch's one place where a C++ tensor owns an object of
-// someone else's. So a mark lives and dies with its tensor, set_data (and with it Module::to and torch::load) leaves it alone, and no table of the process has to know about it.
+// A mark is an entry in the tensor's list of gradient hooks that changes no gradient: LibTorch's
+// one place where a C++ tensor owns an object of someone else's. So a mark lives and dies with its
+// tensor, set_data and set_ (and with them Module::to and torch::load) leave it alone, and no table
+// of the process has to know about it.
 namespace semitone::parallel {
 
 struct SyncMark {

@@ -111,7 +111,8 @@ class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> 
 
 class Function : public torch::autograd::Function<Function> {
  public:
-  // The tensors that the layer does not have are no arguments: autograd knows none that are undefined.
+  // The tensors that the layer does not have are no arguments: autograd knows none that are
+  // undefined.
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& /*weight*/,
                             const std::optional<at::Tensor>& /*bias*/,

@@ -20,7 +20,8 @@ struct SyncedBatchNorm {
   bool relu = false;
 };
 
-// relu(norm(input) * weight + bias + residual) with the statistics of all the group's inputs. Errors: see SyncBatchNorm.
+// relu(norm(input) * weight + bias + residual) with the statistics of all the group's inputs.
+// Errors: see SyncBatchNorm.
 at::Tensor synced_batch_norm(const at::Tensor& input, const SyncedBatchNorm& layer);
 
 }  // namespace semitone::parallel
