@@ -31,3 +31,4 @@
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "semitone/parallel/sampler.h"
 #include "semitone/parallel/sync_batch_norm.h"
+#include "semitone/parallel/zero_redundancy_optimizer.h"

@@ -1,0 +1,85 @@
+#include "src/parallel/agreement.h"
+
+#include "semitone/core/error.h"
+
+#include <fmt/format.h>
+
+#include <sstream>
+#include <unordered_map>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+// An error names no more ranks than this.
+constexpr int kMostNamed = 8;
+
+std::string to_text(const std::vector<Property>& properties) {
+  std::string text;
+  for (const Property& property : properties) text += property.name + "\t" + property.value + "\n";
+  return text;
+}
+
+std::vector<Property> from_text(const std::string& text) {
+  std::vector<Property> properties;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const auto tab = line.find('\t');
+    properties.push_back({line.substr(0, tab), line.substr(tab + 1)});
+  }
+  return properties;
+}
+
+// How mine differs from rank 0's; empty if it does not.
+std::string difference(const std::vector<Property>& mine, const std::vector<Property>& first) {
+  const auto by_name = [](const std::vector<Property>& properties) {
+    std::unordered_map<std::string, std::string> values;
+    for (const Property& property : properties) values.emplace(property.name, property.value);
+    return values;
+  };
+  const auto theirs = by_name(first);
+  for (const Property& property : mine) {
+    const auto same = theirs.find(property.name);
+    if (same == theirs.end()) return property.name + ", which rank 0 does not have";
+    if (same->second != property.value) {
+      return fmt::format("{} is {}, on rank 0 {}", property.name, property.value, same->second);
+    }
+  }
+  const auto own = by_name(mine);
+  for (const Property& property : first) {
+    if (!own.contains(property.name)) return "no " + property.name;
+  }
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    if (mine[i].name != first[i].name) {
+      return fmt::format("{} where rank 0 has {}", mine[i].name, first[i].name);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+void require_agreement(const std::vector<Property>& mine, std::string problem,
+                       const comm::Group& group, const Disagreement& error) {
+  const std::string first = group.broadcast(to_text(mine));
+  if (problem.empty()) problem = difference(mine, from_text(first));
+  const auto problems = group.all_gather(problem);
+  std::string list;
+  int named = 0;
+  for (std::size_t rank = 0; rank < problems.size(); ++rank) {
+    if (problems[rank].empty() || ++named > kMostNamed) continue;
+    list += fmt::format("{}on rank {}: {}", list.empty() ? "" : "; ", rank, problems[rank]);
+  }
+  if (named > kMostNamed) list += fmt::format("; and on {} more ranks", named - kMostNamed);
+  if (!list.empty()) throw Error(error.where, error.expected, list, error.remedy);
+}
+
+std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,
+                          const comm::Group& group) {
+  const auto served = group.backend() == "nccl" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
+  if (group.size() == 1 || tensor.device().type() == served) return {};
+  return fmt::format("{} on {}, which the backend {} does not serve", name, tensor.device().str(),
+                     group.backend());
+}
+
+}  // namespace semitone::parallel

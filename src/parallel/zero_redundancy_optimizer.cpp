@@ -1,0 +1,295 @@
+#include "semitone/parallel/zero_redundancy_optimizer.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/parallel/agreement.h"
+
+#include <c10/util/StringUtil.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace semitone::parallel {
+namespace {
+
+constexpr auto kWhere = "parallel.zero_redundancy_optimizer";
+
+using ParamGroups = ZeroRedundancyOptimizer::ParamGroups;
+using ParametersByGroup = std::vector<std::vector<at::Tensor>>;
+using OptimizerPtr = std::unique_ptr<torch::optim::Optimizer>;
+using State = std::remove_reference_t<decltype(std::declval<torch::optim::Optimizer&>().state())>;
+
+ParametersByGroup parameters_of(const ParamGroups& groups) {
+  ParametersByGroup parameters;
+  for (const auto& group : groups) parameters.push_back(group.params());
+  return parameters;
+}
+
+bool are_same(const ParametersByGroup& a, const ParametersByGroup& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& one, const auto& other) {
+    return std::equal(one.begin(), one.end(), other.begin(), other.end(),
+                      [](const at::Tensor& x, const at::Tensor& y) { return x.is_same(y); });
+  });
+}
+
+OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamGroups groups) {
+  const ParametersByGroup given = parameters_of(groups);
+  OptimizerPtr optimizer = make_optimizer == nullptr ? nullptr : make_optimizer(std::move(groups));
+  if (optimizer == nullptr) throw Error(kWhere, "an optimizer from the factory", "none");
+  if (!are_same(parameters_of(optimizer->param_groups()), given)) {
+    throw Error(kWhere, "an optimizer of the parameter groups that the factory was given",
+                "one of others", "hand them to the optimizer's constructor as they are");
+  }
+  if (dynamic_cast<const torch::optim::LBFGS*>(optimizer.get()) != nullptr) {
+    throw Error(kWhere, "an optimizer that steps each parameter by itself", "LBFGS",
+                "it looks at all gradients together");
+  }
+  return optimizer;
+}
+
+std::string describe(const at::Tensor& parameter) {
+  std::string text = dtype_name(parameter.scalar_type()) + c10::str(parameter.sizes());
+  if (parameter.layout() != at::kStrided) return c10::str(text, ", ", parameter.layout());
+  if (!parameter.is_contiguous()) text += c10::str(" with strides ", parameter.strides());
+  return text;
+}
+
+void require_same_parameters(const ParamGroups& groups, const comm::Group& group) {
+  std::vector<Property> properties;
+  std::string problem;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& parameter = groups[g].params()[i];
+      const std::string name = fmt::format("parameter {} of group {}", i, g);
+      properties.push_back({name, describe(parameter)});
+      if (!problem.empty()) continue;
+      problem = parameter.layout() == at::kStrided ? unfit_to_send(parameter, name, group)
+                                                   : name + " that is not dense";
+    }
+  }
+  if (properties.empty()) problem = "no parameters";
+  require_agreement(
+      properties, std::move(problem), group,
+      {.where = kWhere,
+       .expected = "the same parameters on every rank",
+       .remedy = "construct the model and its optimizer in the same way on all ranks"});
+}
+
+// Gives an optimizer its state for a while.
+class LentState {
+ public:
+  LentState(torch::optim::Optimizer& to, State& state) : to_(to.state()), state_(state) {
+    to_.swap(state_);
+  }
+  ~LentState() { to_.swap(state_); }
+  LentState(const LentState&) = delete;
+  LentState& operator=(const LentState&) = delete;
+
+ private:
+  State& to_;
+  State& state_;
+};
+
+std::string to_text(const torch::optim::Optimizer& optimizer) {
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return std::move(stream).str();
+}
+
+void from_text(torch::optim::Optimizer& optimizer, std::string text) {
+  std::istringstream stream(std::move(text));
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream, at::kCPU);
+  optimizer.load(archive);
+}
+
+}  // namespace
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters,
+                                                 Factory make_optimizer, comm::Group group)
+    : ZeroRedundancyOptimizer(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))},
+                              std::move(make_optimizer), std::move(group)) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(ParamGroups groups, Factory make_optimizer,
+                                                 comm::Group group)
+    : ZeroRedundancyOptimizer(make(make_optimizer, std::move(groups)), make_optimizer,
+                              std::move(group)) {}
+
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(OptimizerPtr whole, Factory make_optimizer,
+                                                 comm::Group group)
+    : Optimizer(whole->param_groups(), whole->defaults().clone()),
+      make_optimizer_(std::move(make_optimizer)),
+      group_(std::move(group)) {
+  update_share();
+}
+
+std::vector<std::vector<int>> ZeroRedundancyOptimizer::owners() const {
+  std::vector<std::int64_t> elements(static_cast<std::size_t>(group_.size()));
+  std::unordered_map<const c10::TensorImpl*, int> owner_of;  // some stand there twice
+  std::vector<std::vector<int>> owners;
+  for (const auto& group : param_groups_) {
+    const auto& parameters = group.params();
+    std::vector<std::size_t> order(parameters.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+      return parameters[a].numel() > parameters[b].numel();
+    });
+    std::vector<int>& of_group = owners.emplace_back(parameters.size());
+    for (const std::size_t i : order) {
+      const auto least = std::min_element(elements.begin(), elements.end());
+      const auto [owner, added] = owner_of.try_emplace(parameters[i].unsafeGetTensorImpl(),
+                                                       static_cast<int>(least - elements.begin()));
+      if (added) *least += parameters[i].numel();
+      of_group[i] = owner->second;
+    }
+  }
+  return owners;
+}
+
+ParamGroups ZeroRedundancyOptimizer::share_of(int rank) const {
+  const auto owners = this->owners();
+  ParamGroups share;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    std::vector<at::Tensor> parameters;
+    for (std::size_t i = 0; i < owners[g].size(); ++i) {
+      if (owners[g][i] == rank) parameters.push_back(param_groups_[g].params()[i]);
+    }
+    share.emplace_back(std::move(parameters), param_groups_[g].options().clone());
+  }
+  return share;
+}
+
+// Follows what happened to the parameter groups.
+void ZeroRedundancyOptimizer::update_share() {
+  ParametersByGroup now = parameters_of(param_groups_);
+  if (local_ == nullptr || !are_same(now, parameters_)) {
+    require_same_parameters(param_groups_, group_);
+    local_ = make(make_optimizer_, share_of(group_.rank()));
+    parameters_ = std::move(now);
+  }
+  for (std::size_t g = 0; g < param_groups_.size(); ++g)
+    local_->param_groups()[g].set_options(param_groups_[g].options().clone());
+}
+
+at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  consolidated_.reset();
+  update_share();
+  {
+    const LentState lent(*local_, state_);
+    local_->step();
+  }
+  exchange();
+  return loss;
+}
+
+// Every rank's share to all others.
+void ZeroRedundancyOptimizer::exchange() const {
+  const at::NoGradGuard no_grad;
+  const auto owners = this->owners();
+  for (int owner = 0; owner < group_.size(); ++owner) {
+    std::vector<at::Tensor> share;
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (std::size_t g = 0; g < owners.size(); ++g) {
+      for (std::size_t i = 0; i < owners[g].size(); ++i) {
+        const at::Tensor& parameter = param_groups_[g].params()[i];
+        if (owners[g][i] == owner && seen.insert(parameter.unsafeGetTensorImpl()).second)
+          share.push_back(parameter);
+      }
+    }
+    std::vector<at::Tensor> sent;
+    for (const at::Tensor& parameter : share) sent.push_back(parameter.contiguous());
+    group_.broadcast(sent, owner);
+    for (std::size_t i = 0; i < share.size(); ++i) {
+      if (!sent[i].is_same(share[i]) && owner != group_.rank()) share[i].copy_(sent[i]);
+    }
+  }
+}
+
+// An optimizer of some of the parameters that shares their state.
+OptimizerPtr ZeroRedundancyOptimizer::with_state(ParamGroups groups) const {
+  OptimizerPtr optimizer = make(make_optimizer_, std::move(groups));
+  for (const auto& group : optimizer->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found != state_.end()) optimizer->state()[found->first] = found->second->clone();
+    }
+  }
+  return optimizer;
+}
+
+void ZeroRedundancyOptimizer::consolidate(int to_rank) {
+  if (to_rank < 0 || to_rank >= group_.size()) {
+    throw Error(std::string(kWhere) + ".consolidate",
+                fmt::format("a rank from 0 to {}", group_.size() - 1), std::to_string(to_rank));
+  }
+  update_share();
+  consolidated_.reset();
+  OptimizerPtr whole = group_.rank() == to_rank ? make(make_optimizer_, param_groups_) : nullptr;
+  for (int owner = 0; owner < group_.size(); ++owner) {
+    std::string text = owner == group_.rank() ? to_text(*with_state(share_of(owner))) : "";
+    text = group_.broadcast(std::move(text), owner);
+    if (whole == nullptr) continue;
+    const OptimizerPtr share = make(make_optimizer_, share_of(owner));
+    from_text(*share, std::move(text));
+    for (auto& [parameter, state] : share->state()) whole->state()[parameter] = std::move(state);
+  }
+  consolidated_ = std::move(whole);
+}
+
+void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  if (group_.size() == 1) {
+    with_state(param_groups_)->save(archive);
+  } else if (consolidated_ != nullptr) {
+    consolidated_->save(archive);
+  } else {
+    throw Error(std::string(kWhere) + ".save",
+                fmt::format("the state of all ranks on rank {}", group_.rank()),
+                "none that is newer than the last step",
+                fmt::format("call consolidate({}) on all ranks before", group_.rank()));
+  }
+}
+
+void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
+  const OptimizerPtr whole = make(make_optimizer_, param_groups_);
+  try {
+    whole->load(archive);
+  } catch (const c10::Error& error) {
+    throw FileError(std::string(kWhere) + ".load",
+                    "what this kind of optimizer saved for such parameter groups",
+                    error.what_without_backtrace());
+  }
+  const auto owners = this->owners();
+  State share;
+  for (std::size_t g = 0; g < owners.size(); ++g) {
+    for (std::size_t i = 0; i < owners[g].size(); ++i) {
+      void* const parameter = param_groups_[g].params()[i].unsafeGetTensorImpl();
+      const auto found = whole->state().find(parameter);
+      if (owners[g][i] == group_.rank() && found != whole->state().end() &&
+          found->second != nullptr)
+        share[parameter] = std::move(found->second);
+    }
+  }
+  for (std::size_t g = 0; g < owners.size(); ++g)
+    param_groups_[g].set_options(whole->param_groups()[g].options().clone());
+  state_ = std::move(share);
+  consolidated_.reset();
+}
+
+}  // namespace semitone::parallel

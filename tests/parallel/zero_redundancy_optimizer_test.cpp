@@ -1,0 +1,510 @@
+#include "semitone/parallel/zero_redundancy_optimizer.h"
+
+#include "semitone/amp/grad_scaler.h"
+#include "semitone/amp/mixed_precision.h"
+#include "semitone/comm/init.h"
+#include "semitone/optim/fused_adam.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/models.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::parallel {
+namespace {
+
+using test::Batch;
+using test::batch_of;
+using test::error_of;
+using test::expect_error;
+using test::Net;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Factory = ZeroRedundancyOptimizer::Factory;
+using ParamGroups = ZeroRedundancyOptimizer::ParamGroups;
+
+template <typename Optimizer, typename Options>
+Factory factory(const Options& options) {
+  return [options](ParamGroups groups) {
+    return std::make_unique<Optimizer>(std::move(groups), options);
+  };
+}
+
+struct Kind {
+  std::string name;
+  Factory make;
+};
+
+std::vector<Kind> all_kinds() {
+  namespace torch_optim = torch::optim;
+  return {
+      {"SGD",
+       factory<torch_optim::SGD>(torch_optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01))},
+      {"Adam", factory<torch_optim::Adam>(torch_optim::AdamOptions(0.01).amsgrad(true))},
+      {"AdamW", factory<torch_optim::AdamW>(torch_optim::AdamWOptions(0.01).weight_decay(0.1))},
+      {"FusedAdam", factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).weight_decay(0.1))},
+  };
+}
+
+Factory adam() {
+  return all_kinds().at(1).make;
+}
+
+std::unique_ptr<torch::optim::Optimizer> unsharded(const Factory& make,
+                                                   const std::vector<at::Tensor>& parameters) {
+  return make({torch::optim::OptimizerParamGroup(parameters)});
+}
+
+// The gradients of a step, the same on every rank.
+void back_propagate(Net& model, int step) {
+  const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+  sum_of_squares(model->forward(batch.data), batch.target).backward();
+}
+
+// Steps [begin, end) of a run, with a learning rate that falls.
+void train(Net& model, torch::optim::Optimizer& optimizer, int begin, int end) {
+  for (int step = begin; step < end; ++step) {
+    for (auto& group : optimizer.param_groups()) group.options().set_lr(0.01 / (1 + step));
+    optimizer.zero_grad();
+    back_propagate(model, step);
+    optimizer.step();
+  }
+}
+
+void expect_same_weights(const torch::nn::Module& got, const torch::nn::Module& want) {
+  ASSERT_EQ(got.parameters().size(), want.parameters().size());
+  for (std::size_t i = 0; i < want.parameters().size(); ++i) {
+    EXPECT_TRUE(test::same_bits(got.parameters()[i].detach(), want.parameters()[i].detach()))
+        << "parameter " << i;
+  }
+}
+
+std::int64_t elements_of_adam_state(const torch::optim::Optimizer& optimizer) {
+  std::int64_t elements = 0;
+  for (const auto& [parameter, state] : optimizer.state()) {
+    const auto& adam_state = static_cast<const torch::optim::AdamParamState&>(*state);
+    for (const at::Tensor& tensor :
+         {adam_state.exp_avg(), adam_state.exp_avg_sq(), adam_state.max_exp_avg_sq()})
+      elements += tensor.defined() ? tensor.numel() : 0;
+  }
+  return elements;
+}
+
+void expect_training_as_unsharded(int ranks) {
+  run_ranks(ranks, [](Rank&) {
+    const auto group = comm::init();
+    for (const auto& [name, make] : all_kinds()) {
+      SCOPED_TRACE(name);
+      Net alone = seeded<Net>(1);
+      const auto reference = unsharded(make, alone->parameters());
+      train(alone, *reference, 0, 8);
+      Net model = seeded<Net>(1);
+      ZeroRedundancyOptimizer optimizer(model->parameters(), make, group);
+      train(model, optimizer, 0, 8);
+      expect_same_weights(*model, *alone);
+      EXPECT_LT(optimizer.state().size(), reference->state().size());
+    }
+  });
+}
+
+TEST(Zero, TrainsAsTheOptimizerAloneWithTwoRanks) {
+  expect_training_as_unsharded(2);
+}
+TEST(Zero, TrainsAsTheOptimizerAloneWithThreeRanks) {
+  expect_training_as_unsharded(3);
+}
+
+TEST(Zero, IsTheOptimizerAloneInASingleProcess) {
+  for (const auto& [name, make] : all_kinds()) {
+    SCOPED_TRACE(name);
+    Net alone = seeded<Net>(1);
+    Net model = seeded<Net>(1);
+    const auto reference = unsharded(make, alone->parameters());
+    ZeroRedundancyOptimizer optimizer(model->parameters(), make, comm::Group());
+    train(alone, *reference, 0, 4);
+    train(model, optimizer, 0, 4);
+    std::stringstream file;
+    torch::save(optimizer, file);  // no consolidate() needed
+    Net resumed = seeded<Net>(1);
+    for (std::size_t i = 0; i < model->parameters().size(); ++i)
+      resumed->parameters()[i].data().copy_(model->parameters()[i]);
+    const auto plain = unsharded(make, resumed->parameters());
+    torch::load(*plain, file);
+    train(alone, *reference, 4, 8);
+    train(model, optimizer, 4, 8);
+    train(resumed, *plain, 4, 8);
+    expect_same_weights(*model, *alone);
+    expect_same_weights(*resumed, *alone);
+  }
+}
+
+TEST(Zero, KeepsTheStateOfItsShareOnly) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    std::vector<at::Tensor> parameters;
+    for (const std::int64_t size : {2, 7, 5, 7, 1, 0, 4})
+      parameters.push_back(torch::ones({size}, torch::requires_grad()));
+    ZeroRedundancyOptimizer optimizer(parameters, adam(), group);
+    // 7 -> 0, 7 -> 1, 5 -> 2, 4 -> 2, 2 -> 0, 1 -> 1, 0 -> 1
+    EXPECT_EQ(optimizer.owners(), (std::vector<std::vector<int>>{{0, 0, 2, 1, 1, 1, 2}}));
+    for (const at::Tensor& parameter : parameters)
+      parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer.step();
+    const std::vector<std::int64_t> elements = {9, 8, 9};
+    EXPECT_EQ(elements_of_adam_state(optimizer),
+              3 * elements[static_cast<std::size_t>(rank.number())]);
+    // Shares go on from group to group.
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{
+        torch::ones({3}, torch::requires_grad()), torch::ones({4}, torch::requires_grad())}));
+    EXPECT_EQ(optimizer.owners()[1], (std::vector<int>{0, 1}));
+  });
+}
+
+TEST(Zero, TakesGroupsWithOptionsAndNewOnesLater) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const auto set_up = [](Net& model, auto&& make_optimizer) {
+      using torch::optim::OptimizerParamGroup;
+      auto options = std::make_unique<torch::optim::AdamOptions>(0.5);
+      options->weight_decay(0.25);
+      ParamGroups groups;
+      groups.emplace_back(model->second->parameters(), std::move(options));
+      auto optimizer = make_optimizer(std::move(groups));
+      const auto step = [&](int number) {
+        optimizer->zero_grad();
+        back_propagate(model, number);
+        optimizer->step();
+      };
+      step(0);
+      step(1);
+      optimizer->add_param_group(OptimizerParamGroup(model->first->parameters()));
+      step(2);
+      step(3);
+    };
+    Net alone = seeded<Net>(1);
+    set_up(alone, [&](ParamGroups groups) { return adam()(std::move(groups)); });
+    Net model = seeded<Net>(1);
+    set_up(model, [&](ParamGroups groups) {
+      return std::make_unique<ZeroRedundancyOptimizer>(std::move(groups), adam(), group);
+    });
+    expect_same_weights(*model, *alone);
+  });
+}
+
+TEST(Zero, EvaluatesAClosureFirst) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net alone = seeded<Net>(1);
+    const auto reference = unsharded(adam(), alone->parameters());
+    train(alone, *reference, 0, 1);
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    optimizer.param_groups()[0].options().set_lr(0.01);
+    const torch::NoGradGuard no_grad;
+    const at::Tensor loss = optimizer.step([&] {
+      optimizer.zero_grad();
+      back_propagate(model, 0);
+      return torch::tensor(3.);
+    });
+    EXPECT_EQ(loss.item<double>(), 3);
+    expect_same_weights(*model, *alone);
+  });
+}
+
+TEST(Zero, SendsParametersOfAnyLayoutOnce) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto make_parameters = [] {
+      const auto leaf = [](const at::Tensor& tensor) { return tensor.detach().requires_grad_(); };
+      std::vector<at::Tensor> parameters = {
+          leaf(torch::ones({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)),
+          leaf(torch::ones({5, 3}).t()), leaf(torch::ones({4, 6}).slice(1, 0, 3)),
+          leaf(torch::ones({3}, torch::kDouble)), leaf(torch::ones({}))};
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        const at::Tensor& one = parameters[i];
+        one.mutable_grad() =
+            torch::arange(one.numel(), one.options()).reshape(one.sizes()) + static_cast<double>(i);
+      }
+      parameters.push_back(parameters[0]);  // twice
+      return parameters;
+    };
+    const auto fused = all_kinds().at(3).make;  // steps what is there twice once
+    const auto alone = make_parameters();
+    const auto parameters = make_parameters();
+    unsharded(fused, alone)->step();
+    ZeroRedundancyOptimizer optimizer(parameters, fused, group);
+    EXPECT_EQ(optimizer.owners()[0].back(), optimizer.owners()[0].front());
+    const auto version = parameters[3]._version();
+    optimizer.step();
+    EXPECT_GT(parameters[3]._version(), version) << "on rank " << rank.number();
+    for (std::size_t i = 0; i < alone.size(); ++i)
+      EXPECT_TRUE(test::same_bits(parameters[i].detach(), alone[i].detach())) << i;
+  });
+}
+
+// Model and optimizer on rank 0's share of the data, and so on, at an opt level.
+void train_at(amp::OptLevel level, Rank& rank, const comm::Group& group, Net& model,
+              torch::optim::Optimizer& optimizer) {
+  auto mixed = amp::initialize(
+      model, optimizer, amp::Options(level).dtype(torch::kBFloat16).loss_scale(128.).verbosity(0));
+  DistributedDataParallel ddp(model, group);
+  for (int step = 0; step < 6; ++step) {
+    const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8)
+                            .rows(4 * rank.number(), 4 * rank.number() + 4);
+    at::Tensor data = batch.data.to(torch::kFloat);
+    // One rank overflows: all skip.
+    if (step == 3 && rank.number() == 1) data = data * std::numeric_limits<float>::infinity();
+    mixed.zero_grad(optimizer);
+    const at::Tensor output = mixed.forward(ddp, data).to(torch::kFloat);
+    const at::Tensor loss = sum_of_squares(output, batch.target.to(torch::kFloat));
+    mixed.scale_loss(loss, optimizer).backward();
+    EXPECT_EQ(mixed.step(optimizer), step == 3 ? amp::Step::skipped : amp::Step::stepped);
+  }
+}
+
+TEST(Zero, WorksWithDistributedDataParallelAtAllLevels) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    using amp::OptLevel;
+    for (const OptLevel level : {OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3}) {
+      for (const std::size_t kind : {0U, 2U, 3U}) {
+        SCOPED_TRACE(std::string(amp::name_of(level)) + " " + all_kinds()[kind].name);
+        const Factory make = all_kinds()[kind].make;
+        const auto fp32_net = [] {
+          Net model = seeded<Net>(1);
+          model->to(torch::kFloat);
+          return model;
+        };
+        Net alone = fp32_net();
+        const auto reference = unsharded(make, alone->parameters());
+        train_at(level, rank, group, alone, *reference);
+        Net model = fp32_net();
+        ZeroRedundancyOptimizer optimizer(model->parameters(), make, group);
+        train_at(level, rank, group, model, optimizer);
+        expect_same_weights(*model, *alone);
+        // Masters, too.
+        const auto& got = optimizer.param_groups()[0].params();
+        const auto& want = reference->param_groups()[0].params();
+        for (std::size_t i = 0; i < want.size(); ++i)
+          EXPECT_TRUE(test::same_bits(got[i].detach(), want[i].detach())) << "master " << i;
+      }
+    }
+  });
+}
+
+TEST(Zero, CarriesStateOverToMasterWeights) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const auto run = [&](const std::function<std::unique_ptr<torch::optim::Optimizer>(
+                             const std::vector<at::Tensor>&)>& make) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kBFloat16);
+      auto optimizer = make(model->parameters());
+      const auto back_propagate = [&](int step) {
+        const Batch batch = batch_of(static_cast<std::uint64_t>(step), 8);
+        sum_of_squares(model->forward(batch.data.to(torch::kBFloat16)),
+                       batch.target.to(torch::kBFloat16))
+            .backward();
+      };
+      back_propagate(0);
+      optimizer->step();
+      amp::MasterWeights masters(*optimizer);
+      for (int step = 1; step < 4; ++step) {
+        optimizer->zero_grad();
+        model->zero_grad();
+        back_propagate(step);
+        EXPECT_FALSE(masters.take_gradients());
+        optimizer->step();
+        masters.write_model();
+      }
+      return model;
+    };
+    const Net alone = run([](const auto& parameters) { return unsharded(adam(), parameters); });
+    const Net model = run([&](const auto& parameters) {
+      return std::make_unique<ZeroRedundancyOptimizer>(parameters, adam(), group);
+    });
+    expect_same_weights(*model, *alone);
+  });
+}
+
+TEST(Zero, WorksWithAGradScaler) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const auto run = [](Net& model, torch::optim::Optimizer& optimizer) {
+      amp::GradScaler scaler(amp::LossScaleOptions().init_scale(1024.));
+      for (int step = 0; step < 4; ++step) {
+        optimizer.zero_grad();
+        const Batch batch = batch_of(static_cast<std::uint64_t>(step), 8);
+        const at::Tensor loss = sum_of_squares(model->forward(batch.data), batch.target);
+        scaler.scale(step == 2 ? loss * INFINITY : loss).backward();
+        scaler.step(optimizer);
+        scaler.update();
+      }
+      EXPECT_EQ(scaler.scaler().skipped_steps(), 1);
+    };
+    Net alone = seeded<Net>(1);
+    const auto reference = unsharded(adam(), alone->parameters());
+    run(alone, *reference);
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    run(model, optimizer);
+    expect_same_weights(*model, *alone);
+  });
+}
+
+TEST(ZeroState, ResumesWithAnyNumberOfRanks) {
+  run_ranks(3, [](Rank& rank) {
+    const auto three = comm::init();
+    const auto two = three.subgroup({0, 1});
+    for (const auto& [name, make] : all_kinds()) {
+      SCOPED_TRACE(name);
+      const std::string folder = rank.folder() / name;
+      // The whole run without sharding.
+      Net alone = seeded<Net>(1);
+      const auto reference = unsharded(make, alone->parameters());
+      train(alone, *reference, 0, 8);
+      // Its first half on two ranks, saved by the second of them.
+      if (rank.number() < 2) {
+        Net model = seeded<Net>(1);
+        ZeroRedundancyOptimizer optimizer(model->parameters(), make, two);
+        train(model, optimizer, 0, 4);
+        optimizer.consolidate(1);
+        if (rank.number() == 1) {
+          torch::save(model, folder + ".model");
+          torch::save(optimizer, folder + ".optimizer");
+        } else {
+          torch::serialize::OutputArchive archive;
+          EXPECT_THAT(error_of([&] { optimizer.save(archive); }), HasSubstr("consolidate(0)"));
+        }
+      }
+      three.barrier();
+      const auto resume = [&, &make = make](const std::string& file, auto&& make_optimizer) {
+        Net model = seeded<Net>(2);
+        torch::load(model, folder + ".model");
+        std::unique_ptr<torch::optim::Optimizer> optimizer = make_optimizer(model->parameters());
+        torch::load(*optimizer, file);
+        train(model, *optimizer, 4, 8);
+        expect_same_weights(*model, *alone);
+      };
+      const auto sharded = [&, &make = make](const std::vector<at::Tensor>& parameters) {
+        return std::make_unique<ZeroRedundancyOptimizer>(parameters, make, three);
+      };
+      // The second half on three, and on one without sharding.
+      resume(folder + ".optimizer", sharded);
+      resume(folder + ".optimizer", [&, &make = make](const std::vector<at::Tensor>& parameters) {
+        return unsharded(make, parameters);
+      });
+      // And from a file of the optimizer alone.
+      Net half = seeded<Net>(1);
+      const auto plain = unsharded(make, half->parameters());
+      train(half, *plain, 0, 4);
+      const std::string file = folder + ".plain" + std::to_string(rank.number());
+      torch::save(*plain, file);
+      resume(file, sharded);
+    }
+  });
+}
+
+TEST(ZeroState, HasTheOptionsOfItsTime) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    train(model, optimizer, 0, 2);
+    optimizer.param_groups()[0].options().set_lr(0.125);
+    optimizer.consolidate();
+    const std::string file = rank.folder() / "optimizer";
+    if (rank.number() == 0) torch::save(optimizer, file);
+    group.barrier();
+    optimizer.param_groups()[0].options().set_lr(0.25);
+    torch::load(optimizer, file);
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.125);
+    // A step makes what was consolidated old.
+    optimizer.consolidate();
+    optimizer.step();
+    torch::serialize::OutputArchive archive;
+    expect_error([&] { optimizer.save(archive); },
+                 {"[parallel.zero_redundancy_optimizer.save]", "consolidate"});
+    expect_error([&] { optimizer.consolidate(2); }, {"a rank from 0 to 1, got 2"});
+  });
+}
+
+TEST(ZeroState, OfAnotherOptimizerIsRefused) {
+  Net model = seeded<Net>(1);
+  ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), comm::Group());
+  train(model, optimizer, 0, 2);
+  const auto elements = elements_of_adam_state(optimizer);
+  torch::optim::SGD other(model->first->parameters(), 0.1);
+  std::stringstream file;
+  torch::save(other, file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  EXPECT_THAT(test::message_of<FileError>([&] { optimizer.load(archive); }),
+              HasSubstr("[parallel.zero_redundancy_optimizer.load]"));
+  EXPECT_EQ(elements_of_adam_state(optimizer), elements);
+}
+
+TEST(ZeroErrors, NameWhatDiffersOnEveryRank) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    const bool odd = rank.number() == 2;
+    const auto leaf = [](at::IntArrayRef sizes) {
+      return torch::ones(sizes, torch::requires_grad());
+    };
+    const auto refused = [&](const std::vector<at::Tensor>& parameters) {
+      return error_of([&] { ZeroRedundancyOptimizer(parameters, adam(), group); });
+    };
+    const auto got = [](const std::string& text) {
+      return AllOf(HasSubstr("[parallel.zero_redundancy_optimizer]"),
+                   HasSubstr("on rank 2: " + text));
+    };
+    EXPECT_THAT(refused({leaf({2}), leaf({3, odd ? 5 : 4})}),
+                got("parameter 1 of group 0 is float32[3, 5], on rank 0 float32[3, 4]"));
+    EXPECT_THAT(refused(odd ? std::vector{leaf({2})} : std::vector{leaf({2}), leaf({3})}),
+                got("no parameter 1 of group 0"));
+    EXPECT_THAT(refused({odd ? leaf({2, 3}).detach().t().requires_grad_() : leaf({3, 2})}),
+                got("parameter 0 of group 0 is float32[3, 2] with strides [1, 3]"));
+    EXPECT_THAT(refused({}), got("no parameters"));
+    EXPECT_THAT(refused({odd ? torch::ones({2}, torch::device(torch::kMeta)) : leaf({2})}),
+                got("parameter 0 of group 0 on meta"));
+    // Later, too.
+    ZeroRedundancyOptimizer optimizer({leaf({2})}, adam(), group);
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup({leaf({odd ? 1 : 2})}));
+    EXPECT_THAT(error_of([&] { optimizer.step(); }), got("parameter 0 of group 1"));
+  });
+}
+
+TEST(ZeroErrors, OfTheFactoryAreNamed) {
+  Net model = seeded<Net>(1);
+  const auto refused = [&](const Factory& make) {
+    return error_of([&] { ZeroRedundancyOptimizer(model->parameters(), make, comm::Group()); });
+  };
+  EXPECT_THAT(refused(nullptr), HasSubstr("an optimizer from the factory, got none"));
+  EXPECT_THAT(refused([](const ParamGroups&) { return nullptr; }), HasSubstr("got none"));
+  EXPECT_THAT(refused([&](const ParamGroups&) {
+                return std::make_unique<torch::optim::SGD>(model->first->parameters(), 0.1);
+              }),
+              HasSubstr("one of others"));
+  EXPECT_THAT(refused(factory<torch::optim::LBFGS>(torch::optim::LBFGSOptions(1))),
+              HasSubstr("got LBFGS"));
+}
+
+}  // namespace
+}  // namespace semitone::parallel
