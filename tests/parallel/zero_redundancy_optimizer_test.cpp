@@ -422,6 +422,62 @@ TEST(ZeroState, ResumesWithAnyNumberOfRanks) {
   });
 }
 
+TEST(ZeroState, OfMasterWeightsResumesWithAnyNumberOfRanks) {
+  run_ranks(3, [](Rank& rank) {
+    const auto three = comm::init();
+    const auto two = three.subgroup({0, 1});
+    const auto fp32_net = [](std::uint64_t seed) {
+      Net model = seeded<Net>(seed);
+      model->to(torch::kFloat);
+      return model;
+    };
+    const auto options =
+        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(8.).verbosity(0);
+    const auto train = [](Net& model, torch::optim::Optimizer& optimizer,
+                          amp::MixedPrecision& mixed, int begin, int end) {
+      for (int step = begin; step < end; ++step) {
+        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        mixed.zero_grad(optimizer);
+        const at::Tensor output = mixed.forward(model, batch.data.to(torch::kFloat));
+        mixed.scale_loss(sum_of_squares(output, batch.target.to(torch::kFloat)), optimizer)
+            .backward();
+        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+      }
+    };
+    Net alone = fp32_net(1);
+    const auto reference = unsharded(adam(), alone->parameters());
+    auto mixed = amp::initialize(alone, *reference, options);
+    train(alone, *reference, mixed, 0, 8);
+
+    const std::string folder = rank.folder();
+    if (rank.number() < 2) {
+      Net model = fp32_net(1);
+      ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), two);
+      auto half = amp::initialize(model, optimizer, options);
+      train(model, optimizer, half, 0, 4);
+      optimizer.consolidate();
+      if (rank.number() == 0) {
+        half.save_model(model, folder + "/model");
+        torch::serialize::OutputArchive archive;
+        half.save(archive);
+        archive.save_to(folder + "/mixed");
+        torch::save(optimizer, folder + "/optimizer");
+      }
+    }
+    three.barrier();
+    Net model = fp32_net(2);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), three);
+    auto resumed = amp::initialize(model, optimizer, options);
+    resumed.load_model(model, folder + "/model");
+    torch::load(optimizer, folder + "/optimizer");
+    torch::serialize::InputArchive archive;
+    archive.load_from(folder + "/mixed");
+    resumed.load(archive);
+    train(model, optimizer, resumed, 4, 8);
+    expect_same_weights(*model, *alone);
+  });
+}
+
 TEST(ZeroState, HasTheOptionsOfItsTime) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

@@ -9,6 +9,7 @@
 #include <torch/arg.h>
 #include <torch/csrc/jit/api/module.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -63,7 +64,8 @@ class DataParallelOptions {
 /// - runs the replicas in threads, with the caller's autocast region, grad and inference mode, event
 ///   listeners, and the current stream of each device. CPU replicas share the caller's intra-op
 ///   threads out among themselves, and the random generator: random layers give other numbers in
-///   each run. A model that needs a lock for several threads at a time has to have one.
+///   each run. What copies of the model share, such as an object behind a pointer, is used by several
+///   threads at a time.
 /// - joins the tensors of the results along `dim` on the output device; what is no tensor is the
 ///   first replica's. Tensors without dimensions, such as losses, become a vector with one element
 ///   for each replica used. The mean of such a vector weighs replicas equally, whatever their
@@ -90,7 +92,8 @@ class DataParallel {
  public:
   explicit DataParallel(Model model, const DataParallelOptions& options = {})
       : model_(std::move(model)), plan_(tensors_of(module()), options) {
-    replicate(module(), plan_, plan_.devices.size());  // find out now whether that is possible
+    const std::size_t two = 2;
+    replicate(module(), plan_, std::min(two, plan_.devices.size()));  // whether that is possible
   }
 
   /// The model's forward on all replicas. Arguments are copied for each; results are tensors in any
