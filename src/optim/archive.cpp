@@ -55,7 +55,26 @@ at::Tensor read_like(InputArchive& archive, const std::string& name, const at::T
   return tensor;
 }
 
+std::string tensor_key(std::size_t k) {
+  return "tensor_" + std::to_string(k);
+}
+
 }  // namespace
+
+void FusedState::serialize(OutputArchive& archive) const {
+  archive.write("step", c10::IValue(step));
+  for (std::size_t k = 0; k < tensors.size(); ++k) {
+    if (tensors[k].defined()) archive.write(tensor_key(k), c10::IValue(tensors[k]));
+  }
+  if (master_low.defined()) archive.write(kLow, c10::IValue(master_low));
+}
+
+void FusedState::serialize(InputArchive& archive) {
+  step = read_value<std::int64_t>(archive, "step", kLoad);
+  for (std::size_t k = 0; k < tensors.size(); ++k)
+    tensors[k] = find_value<at::Tensor>(archive, tensor_key(k), kLoad).value_or(at::Tensor());
+  master_low = find_value<at::Tensor>(archive, kLow, kLoad).value_or(at::Tensor());
+}
 
 void FusedOptimizer::save(OutputArchive& archive) const {
   const at::NoGradGuard no_grad;

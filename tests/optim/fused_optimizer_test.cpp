@@ -498,6 +498,30 @@ TEST_P(FusedOptimizers, WorkWithTorchSaveAndLoad) {
   expect_same(everything(*other), everything(*optimizer));
 }
 
+// As every OptimizerParamState of LibTorch: amp::MasterWeights moves state by these functions.
+TEST_P(FusedOptimizers, HaveStateThatCanBeSerializedByItself) {
+  const auto weight =
+      torch::randn({9}).to(GetParam().splits_masters ? at::kBFloat16 : at::kFloat).requires_grad_();
+  const auto optimizer = GetParam()(std::vector<at::Tensor>{weight});
+  for (int i = 0; i < 2; ++i) plain_step(*optimizer, {weight}, make_grads({weight}));
+  const auto& state =
+      static_cast<const optim::FusedState&>(*optimizer->state().at(weight.unsafeGetTensorImpl()));
+  torch::serialize::OutputArchive written;
+  state.serialize(written);
+  std::stringstream file;
+  written.save_to(file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  optim::FusedState read;
+  read.tensors.fill(torch::ones({1}));  // must go away where there is none
+  read.master_low = torch::ones({1});
+  read.serialize(archive);
+  EXPECT_EQ(read.step, 2);
+  for (std::size_t k = 0; k < read.tensors.size(); ++k)
+    expect_bitwise_equal(read.tensors[k], state.tensors[k]);
+  expect_bitwise_equal(read.master_low, state.master_low);
+}
+
 TEST_P(FusedOptimizers, RefuseFilesThatDoNotFitAndChangeNothing) {
   const auto parameters = make_parameters();
   const auto optimizer = GetParam()(parameters);

@@ -51,6 +51,11 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
   std::int64_t step = 0;              ///< steps that this parameter took part in
   std::array<at::Tensor, 3> tensors;  ///< see FusedOptimizer::state_of
   at::Tensor master_low;              ///< split masters: int16, of the parameter's shape
+
+  /// By place, not by name: for what moves state of any optimizer from one parameter to another, as
+  /// amp::MasterWeights does. Files are FusedOptimizer::save().
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
 /// The base of all fused optimizers. They are torch::optim::Optimizers: learning rate schedulers,
