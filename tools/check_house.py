@@ -19,7 +19,7 @@ ROOMS = {
     "parallel": ["comm", "kernels", "core"],
     "amp": ["optim", "kernels", "core"],
     "zoo": ["core"],
-    "train": ["amp", "optim", "zoo", "core"],
+    "train": ["amp", "optim", "parallel", "comm", "zoo", "core"],
 }
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 

@@ -15,6 +15,8 @@ namespace semitone::cli {
 class UsageError : public Error {
  public:
   using Error::Error;
+  // The library's words for what the command line asks of it.
+  explicit UsageError(const Error& error) : Error(error) {}
 };
 
 // Adds flags to a command, each with one clear message for a value that makes no sense:

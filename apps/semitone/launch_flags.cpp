@@ -2,6 +2,7 @@
 
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+
 #include <fmt/format.h>
 
 #include <cmath>

@@ -44,6 +44,7 @@ ordered_json object_of(const TrainResult& result) {
           {"skipped_steps", result.skipped_steps},
           {"final_loss_scale", result.final_loss_scale},
           {"seed", result.seed},
+          {"processes", result.processes},
           {"threads", result.threads},
           {"versions",
            {{"semitone", version()}, {"libtorch", libtorch_version()}, {"compiler", compiler()}}}};
@@ -71,6 +72,7 @@ TrainResult result_of(const ordered_json& object) {
   result.skipped_steps = object.at("skipped_steps");
   result.final_loss_scale = real(object.at("final_loss_scale"));
   result.seed = object.at("seed");
+  result.processes = object.at("processes");
   result.threads = object.at("threads");
   return result;
 }

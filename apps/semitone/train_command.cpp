@@ -1,9 +1,11 @@
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/job.h"
 #include "apps/semitone/output.h"
 #include "apps/semitone/results.h"
 #include "apps/semitone/train_flags.h"
+#include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
@@ -17,8 +19,12 @@
 
 #include <fmt/format.h>
 
+#include <cerrno>
+#include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <iostream>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -56,7 +62,20 @@ std::string format_line(const TrainFlags& flags) {
   return fmt::format("{}: chosen, as the faster one for convolutions", train::name_of(format));
 }
 
-void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet& data) {
+std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
+  const std::string synced = flags.sync_bn ? ", BatchNorm over all of them" : "";
+  const std::string wire = flags.compress == "none" ? "" : ", gradients sent in " + flags.compress;
+  if (!flags.starts_job()) {
+    return fmt::format("{} that were launched together, over {}{}{}", group.size(), group.backend(),
+                       synced, wire);
+  }
+  const auto count = flags.nodes * flags.processes();
+  const std::string where = flags.nodes == 1 ? "" : fmt::format(" on {} machines", flags.nodes);
+  return fmt::format("{}{}{}{}", count, where, synced, wire);
+}
+
+void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet& data,
+                const comm::Group& group) {
   const auto line = [&out](const char* what, const std::string& text) {
     out << fmt::format("{:<14}{}\n", what, text);
   };
@@ -67,6 +86,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("memory", format_line(flags));
   line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
                            data.test.size(), flags.data));
+  if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.epochs, flags.epochs == 1 ? "" : "s", flags.batch_size, flags.optimizer,
@@ -76,33 +96,69 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   out << std::flush;
 }
 
-train::TrainResult train_here(const TrainFlags& flags, const train::DataSet& data) {
-  const auto options = options_of(flags, amp::parse_opt_level(flags.opt_level));
+train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
+                              const train::DataSet& data, const comm::Group& group) {
+  const auto options = options_of(flags, level, group);
   const auto make_model = [] { return train::Classifier(zoo::ConvNet()); };
-  if (flags.quiet) return train::train_classifier(make_model, data, options);
+  if (flags.quiet || group.rank() > 0) return train::train_classifier(make_model, data, options);
   train::Progress progress(
       std::cerr,
-      fmt::format("{} {:<8}", flags.opt_level, dtype_name(train::training_dtype(options))),
+      fmt::format("{} {:<8}", amp::name_of(level), dtype_name(train::training_dtype(options))),
       terminal_columns());
   return train::train_classifier(make_model, data, options, progress);
 }
 
-// Trains each level in a process of its own: peak memory, threads and the state of the allocators
-// are then each level's own. Stops at the first that fails, and returns its code.
-int train_all(const CLI::App& command, std::vector<train::TrainResult>& results) {
-  for (const amp::OptLevel level :
-       {amp::OptLevel::O0, amp::OptLevel::O1, amp::OptLevel::O2, amp::OptLevel::O3}) {
-    const auto finished = launch::run(launch::ProcessOptions("/proc/self/exe")
-                                          .arguments(arguments_for(command, level))
-                                          .out(launch::Output::capture));
-    if (!finished.status.success()) {
-      const std::string name(amp::name_of(level));
-      std::cerr << Error(kWhere, name + " to train", finished.status.to_string()).what() << '\n';
-      return finished.status.signal != 0 ? static_cast<int>(kFailure) : finished.status.code;
+// A folder for this process's own files, which goes with it.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    std::string path = (std::filesystem::temp_directory_path() / "semitone-XXXXXX").string();
+    if (::mkdtemp(path.data()) == nullptr) {
+      throw FileError(kWhere, "a folder for temporary files",
+                      std::error_code(errno, std::generic_category()).message(), "set TMPDIR");
     }
-    results.push_back(from_json(finished.out).at(0));
+    path_ = path;
   }
-  return kSuccess;
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+
+  std::filesystem::path operator/(const char* name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+std::string read_text(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Trains a level in a process of its own: peak memory, threads and the state of the allocators are
+// then the level's own. Returns the exit code; the result is JSON.
+int train_apart(const CLI::App& command, amp::OptLevel level, std::string& result) {
+  const auto finished = launch::run(launch::ProcessOptions("/proc/self/exe")
+                                        .arguments(arguments_for(command, level, "-"))
+                                        .out(launch::Output::capture));
+  result = finished.out;
+  if (finished.status.success()) return kSuccess;
+  const std::string name(amp::name_of(level));
+  std::cerr << Error(kWhere, name + " to train", finished.status.to_string()).what() << '\n';
+  return finished.status.signal != 0 ? static_cast<int>(kFailure) : finished.status.code;
+}
+
+// The same in several processes. The result is on node 0, and empty elsewhere.
+int train_together(const CLI::App& command, const TrainFlags& flags, amp::OptLevel level,
+                   std::string& result) {
+  const TemporaryFolder folder;
+  const auto json = folder / "result.json";
+  const int code =
+      run_job(job_of(flags).arguments(arguments_for(command, level, json.string()))).exit_code();
+  result = read_text(json);
+  return code;
 }
 
 void print_notes(std::ostream& out, const std::vector<train::TrainResult>& results) {
@@ -115,23 +171,41 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {
-  check(flags, command);
+  const comm::Rendezvous place = comm::parse_rendezvous("env://");
+  check(flags, command, place);
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
-  require_json_writable(flags.json);
+  // One process speaks for all.
+  const bool speaks = place.rank == 0 && flags.node_rank == 0;
+  const bool was_launched = place.world_size > 1;
+  if (speaks) require_json_writable(flags.json);
   std::ostream& out = for_people(flags.json);
+  const auto levels = flags.levels();
   std::vector<train::TrainResult> results;
+  int code = kSuccess;
   {
-    const train::DataSet data = load_data(flags);
-    if (!flags.quiet && !flags.as_part) print_head(out, flags, data);
-    if (!flags.all_levels()) results.push_back(train_here(flags, data));
+    const comm::Group group = was_launched ? comm::init() : comm::Group();
+    train::DataSet data = load_data(flags);
+    if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, data, group);
+    if (flags.starts_job() || (levels.size() > 1 && !was_launched)) {
+      data = {};
+      // What a level that fails leaves behind are the levels before it.
+      for (std::size_t i = 0; i < levels.size() && code == kSuccess; ++i) {
+        std::string result;
+        code = flags.starts_job() ? train_together(command, flags, levels[i], result)
+                                  : train_apart(command, levels[i], result);
+        if (code == kSuccess && speaks) results.push_back(from_json(result).at(0));
+      }
+    } else {
+      for (const amp::OptLevel level : levels)
+        results.push_back(train_here(flags, level, data, group));
+    }
   }
-  // What a level that fails leaves behind are the levels before it.
-  const int code = flags.all_levels() ? train_all(command, results) : static_cast<int>(kSuccess);
-  if (!flags.as_part && !results.empty()) {
+  if (!speaks || results.empty()) return code;
+  if (!flags.as_part) {
     print_table(out, results);
     print_notes(out, results);
   }
-  if (!results.empty()) write_json(flags.json, to_json(results));
+  write_json(flags.json, to_json(results));
   return code;
 }
 

@@ -6,6 +6,10 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
 #include <filesystem>
 #include <system_error>
 
@@ -14,6 +18,10 @@ namespace {
 
 constexpr auto kWhere = "cli.train";
 constexpr std::int64_t kMany = 1'000'000'000;
+
+// What says how many processes train, and where; not meant for those processes.
+constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
+                               "--master-port"};
 
 constexpr auto kFooter =
     R"(The data are four IDX files as MNIST has them (train-images-idx3-ubyte, train-labels-idx1-ubyte,
@@ -29,6 +37,8 @@ Examples:
   semitone train --data ~/fashion-mnist --epochs 5
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the tutorials' setting
   semitone train --max-steps 300 --save half.ckpt && semitone train --resume half.ckpt
+  semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
+  semitone train -n 2 -g 4 -nr 0 --master-addr node0    the same on node 0 of 2, with 4 processes on each
 
 )";
 
@@ -46,7 +56,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
              "What 16 bits are; auto: bf16 on a CPU");
   add.integer("--epochs", flags->epochs, 1, 1'000'000, "How often every image is seen");
-  add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images a step");
+  add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images a step, of each process");
   add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "What updates the weights");
   const auto positive = [](double value) {
     return value > 0 && value <= dtype_limits(torch::kFloat).max;
@@ -71,6 +81,21 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
               "Batches an epoch at most; 0: all");
   add.integer("--max-steps", flags->max_steps, 0, kMany,
               "Stop after this step, counted from the very first; 0: at the end");
+  add.text(
+      "-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
+      "Processes that train together, on each node: a number, or one for each core or GPU. Also "
+      "with semitone launch, torchrun --no-python, srun or mpirun before this command");
+  add.integer("-n,--nodes", flags->nodes, 1, 1 << 16, "Machines that train together");
+  add.integer("--node-rank,--nr", flags->node_rank, 0, 1 << 16,
+              "Number of this machine, from 0; also -nr");
+  add.text("--master-addr", flags->master_addr, "ADDR",
+           "Address of machine 0; default: this machine, for one");
+  add.integer("--master-port", flags->master_port, 0, 65535,
+              "Where the processes meet; 0: a free port for one machine, else 29500");
+  add.mark("--sync-bn", flags->sync_bn,
+           "BatchNorm over the batches of all processes together, not of each");
+  add.choice("--compress", flags->compress, {"none", "bf16", "fp16"},
+             "In what fp32 gradients travel between processes");
   add.text("--save", flags->save, "FILE", "Write the state at the end, to resume from");
   add.text("--resume", flags->resume, "FILE",
            "Go on from a saved state, bit for bit as if there had been no break");
@@ -81,7 +106,17 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   return flags;
 }
 
-void check(const TrainFlags& flags, const CLI::App& command) {
+std::vector<amp::OptLevel> TrainFlags::levels() const {
+  if (opt_level == "all")
+    return {amp::OptLevel::O0, amp::OptLevel::O1, amp::OptLevel::O2, amp::OptLevel::O3};
+  return {amp::parse_opt_level(opt_level)};
+}
+
+int TrainFlags::processes() const {
+  return launch::ProcessCount::parse(nproc).count;
+}
+
+void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place) {
   if (flags.optimizer != "sgd" && command.count("--momentum") > 0)
     throw UsageError(kWhere, "--momentum with --optimizer sgd only",
                      "--optimizer " + flags.optimizer);
@@ -91,12 +126,25 @@ void check(const TrainFlags& flags, const CLI::App& command) {
           std::filesystem::weakly_canonical(flags.json, ignored))
     throw UsageError(kWhere, "two files for --save and --json", "'" + flags.save + "' for both");
   for (const char* const flag : {"--save", "--resume"}) {
-    if (flags.all_levels() && command.count(flag) > 0)
+    if (flags.levels().size() > 1 && command.count(flag) > 0)
       throw UsageError(kWhere, std::string("one level with ") + flag, "--opt-level all");
+  }
+  for (const char* const flag : kJobFlags) {
+    if (place.world_size > 1 && command.count(flag) > 0) {
+      throw UsageError(kWhere, std::string("no ") + flag + " in a process that was launched",
+                       fmt::format("{} as rank {} of {}", flag, place.rank, place.world_size),
+                       "give the number of processes to the launcher, or leave the launcher out");
+    }
+  }
+  try {
+    if (flags.starts_job()) job_of(flags).check();
+  } catch (const Error& error) {
+    throw UsageError(error);
   }
 }
 
-train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level) {
+train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
+                               const comm::Group& group) {
   train::TrainOptions options;
   options.opt_level(level)
       .device(default_device())
@@ -111,24 +159,41 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level) {
       .memory_format(train::parse_memory_format(flags.memory_format))
       .limit_batches(flags.limit_batches)
       .max_steps(flags.max_steps)
+      .group(group)
+      .sync_batch_norm(flags.sync_bn)
       .save(flags.save)
       .resume(flags.resume);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.loss_scale != "auto") options.loss_scale(amp::LossScale(flags.loss_scale));
+  if (flags.compress != "none")
+    options.ddp(parallel::DdpOptions().compress(parse_dtype(flags.compress)));
   return options;
 }
 
-std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level) {
+launch::LaunchOptions job_of(const TrainFlags& flags) {
+  const auto nodes = static_cast<int>(flags.nodes);
+  return launch::LaunchOptions(std::filesystem::read_symlink("/proc/self/exe"))
+      .nproc_per_node(flags.processes())
+      .nnodes({nodes, nodes})
+      .node_rank(static_cast<int>(flags.node_rank))
+      .master_addr(flags.master_addr)
+      .master_port(static_cast<int>(flags.master_port));
+}
+
+std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level,
+                                       const std::string& json) {
   std::vector<std::string> arguments{command.get_name()};
   for (const CLI::Option* option : command.get_options()) {
     const std::string name = option->get_name();
-    if (option->count() == 0 || name == "--opt-level" || name == "--json") continue;
+    if (option->count() == 0 || name == "--opt-level" || name == "--json" ||
+        std::find(kJobFlags.begin(), kJobFlags.end(), name) != kJobFlags.end())
+      continue;
     arguments.push_back(name);
     // A flag without a value has a "true" for one.
     if (option->get_items_expected_max() > 0) arguments.push_back(option->results().front());
   }
   arguments.insert(arguments.end(),
-                   {"--as-part", "--opt-level", std::string(amp::name_of(level)), "--json"});
+                   {"--as-part", "--opt-level", std::string(amp::name_of(level)), "--json", json});
   return arguments;
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "semitone/comm/init.h"
+#include "semitone/launch/launch_options.h"
 #include "semitone/train/trainer.h"
 
 #include <CLI/CLI.hpp>
@@ -30,26 +32,42 @@ struct TrainFlags {
   std::string memory_format = "auto";
   std::int64_t limit_batches = 0;
   std::int64_t max_steps = 0;
+  std::string nproc = "1";
+  std::int64_t nodes = 1;
+  std::int64_t node_rank = 0;
+  std::string master_addr;
+  std::int64_t master_port = 0;
+  bool sync_bn = false;
+  std::string compress = "none";
   std::string save;
   std::string resume;
   std::string json;
   bool quiet = false;
-  bool as_part = false;  // this is one of the processes of --opt-level all
+  bool as_part = false;  // another process shows the result
 
-  bool all_levels() const { return opt_level == "all"; }
+  // One, or all of them.
+  std::vector<amp::OptLevel> levels() const;
+  int processes() const;  // on this node
+  // Whether this process is to start others that train together.
+  bool starts_job() const { return processes() > 1 || nodes > 1; }
 };
 
 // Adds the flags to the command; what they say lies in the result once the command line is parsed.
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command);
 
-// UsageError for flags that contradict each other.
-void check(const TrainFlags& flags, const CLI::App& command);
+// UsageError for flags that contradict each other, or where this process stands among others.
+void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place);
 
 // What the flags ask of the library, for one level.
-train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level);
+train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
+                               const comm::Group& group);
 
-// The arguments that make another process train one of the levels of --opt-level all and write its
-// result to standard output: those that were given, and what differs.
-std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level);
+// The processes that train one level together.
+launch::LaunchOptions job_of(const TrainFlags& flags);
+
+// The arguments that make another process, or several together, train one level and write the result
+// to a file, or to standard output ("-"): those that were given, and what differs.
+std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level,
+                                       const std::string& json);
 
 }  // namespace semitone::cli

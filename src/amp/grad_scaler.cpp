@@ -1,5 +1,6 @@
 #include "semitone/amp/grad_scaler.h"
 
+#include "semitone/amp/autocast.h"
 #include "semitone/core/error.h"
 #include "src/amp/gradients.h"
 #include "src/core/archive.h"
@@ -66,6 +67,7 @@ bool GradScaler::read(Progress& progress) const {
 Step GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!enabled_) {
     optimizer.step();
+    clear_cast_cache();
     return Step::stepped;
   }
   require_scaled("step");
@@ -88,6 +90,7 @@ Step GradScaler::step(torch::optim::Optimizer& optimizer) {
     return Step::skipped;
   }
   optimizer.step();
+  clear_cast_cache();
   return Step::stepped;
 }
 

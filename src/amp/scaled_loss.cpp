@@ -1,3 +1,4 @@
+#include "semitone/amp/autocast.h"
 #include "semitone/amp/cast_tree.h"
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
@@ -338,6 +339,7 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   Impl::PerOptimizer& known = impl_->of(optimizer, "step");
   if (!impl_->properties.enabled) {
     optimizer.step();
+    clear_cast_cache();
     return Step::stepped;
   }
   if (known.scaled.has_value()) {
@@ -356,7 +358,10 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   }
   const auto found_by_loss = resolve(*impl_, known);
   const bool skip = std::exchange(known.skip, false);
-  if (!skip) optimizer.step();
+  if (!skip) {
+    optimizer.step();
+    clear_cast_cache();
+  }
   if (known.masters.has_value()) {
     if (!skip) known.masters->write_model();
     known.masters->clear_gradients();

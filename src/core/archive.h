@@ -13,8 +13,8 @@
 
 namespace semitone {
 
-// Reads one value from an archive, none where it has no such key; FileError where it is of another
-// type.
+// Reads one value from an archive: bool, int64, double, string or tensor. None where it has no such
+// key; FileError where it is of another type.
 template <typename T>
 std::optional<T> find_value(torch::serialize::InputArchive& archive, const std::string& key,
                             std::string_view where) {
@@ -24,14 +24,14 @@ std::optional<T> find_value(torch::serialize::InputArchive& archive, const std::
   } catch (const c10::Error& error) {
     throw FileError(where, "'" + key + "' in the archive", error.what_without_backtrace());
   }
-  const bool right_type = [&] {
-    if constexpr (std::is_same_v<T, bool>) return value.isBool();
-    if constexpr (std::is_same_v<T, std::int64_t>) return value.isInt();
-    if constexpr (std::is_same_v<T, double>) return value.isDouble();
-    if constexpr (std::is_same_v<T, std::string>) return value.isString();
-    if constexpr (std::is_same_v<T, at::Tensor>) return value.isTensor();
-  }();
-  if (!right_type) throw FileError(where, "another type for '" + key + "'", value.tagKind());
+  const auto must_be = [&](bool right, const char* type) {
+    if (!right) throw FileError(where, std::string(type) + " for '" + key + "'", value.tagKind());
+  };
+  if constexpr (std::is_same_v<T, bool>) must_be(value.isBool(), "a bool");
+  if constexpr (std::is_same_v<T, std::int64_t>) must_be(value.isInt(), "an integer");
+  if constexpr (std::is_same_v<T, double>) must_be(value.isDouble(), "a real");
+  if constexpr (std::is_same_v<T, std::string>) must_be(value.isString(), "a string");
+  if constexpr (std::is_same_v<T, at::Tensor>) must_be(value.isTensor(), "a tensor");
   return value.to<T>();
 }
 

@@ -49,7 +49,7 @@ void close_from(int first, int last) {
     if (place != groups.end()) *place = after;
   }
   for (const pid_t group : groups) {
-    if (group < 0) ::kill(-group, SIGKILL);
+    if (group > 0) ::kill(-group, SIGKILL);
   }
   ::_exit(0);
 }

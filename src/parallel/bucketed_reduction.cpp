@@ -5,6 +5,7 @@
 #include "src/parallel/reduction.h"
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/types.h>
 
@@ -92,13 +93,12 @@ class BucketedReduction final : public Reduction {
   BucketedReduction(const ModelTensors& model, comm::Group group, const DdpOptions& options,
                     const Divisor& divisor)
       : group_(std::move(group)), options_(options) {
-    std::vector<at::Tensor> parameters;
     std::vector<bool> sparse;
     std::unordered_map<std::size_t, std::string> names;
     for (const auto& entry : model.parameters) {
-      names.emplace(parameters.size(), entry.name);
+      names.emplace(parameters_.size(), entry.name);
       names_.push_back(entry.name);
-      parameters.push_back(entry.tensor);
+      parameters_.push_back(entry.tensor);
       sparse.push_back(entry.sparse_gradient);
     }
     const auto cap = static_cast<std::int64_t>(options.bucket_cap_mb() * kMiB);
@@ -111,13 +111,14 @@ class BucketedReduction final : public Reduction {
         rebuilds ? std::vector<std::size_t>{std::numeric_limits<std::size_t>::max()}
                  : std::vector<std::size_t>{static_cast<std::size_t>(first_cap),
                                             static_cast<std::size_t>(cap)};
-    auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, caps, sparse));
+    auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters_, caps, sparse));
     std::reverse(buckets.begin(), buckets.end());
-    reducer_ = std::make_unique<c10d::Reducer>(
-        std::move(parameters), std::move(buckets), comm::process_group(group_), std::move(sparse),
-        cap, options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
+    reducer_ = std::make_shared<c10d::Reducer>(
+        parameters_, std::move(buckets), comm::process_group(group_), std::move(sparse), cap,
+        options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
         first_cap, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
         std::vector<std::int64_t>{});
+    reducer_->set_logger(logger_ = std::make_shared<c10d::Logger>(reducer_));
     std::shared_ptr<CommHook> hook = options.comm_hook();
     Averaging averaging(options, divisor);
     if (hook == nullptr && !averaging.is_plain())
@@ -129,7 +130,7 @@ class BucketedReduction final : public Reduction {
 
   void before_forward() override {
     reducer_->prepare_for_forward();
-    reducer_->rebuild_buckets();
+    explained([this] { reducer_->rebuild_buckets(); });
   }
 
   void divide_by(const c10::intrusive_ptr<c10d::Work>& live) override {
@@ -137,20 +138,17 @@ class BucketedReduction final : public Reduction {
   }
 
   void before_backward(const std::vector<at::Tensor>& outputs) override {
-    try {
-      reducer_->prepare_for_backward(outputs);
-    } catch (const c10::Error& error) {
-      explain(error);
-    }
+    explained([&] { reducer_->prepare_for_backward(outputs); });
   }
 
   bool finished() override {
     try {
       reducer_->check_finalized();
-      return true;
     } catch (const c10::Error&) {
       return false;
     }
+    if (options_.gradient_as_bucket_view()) forget_views();
+    return true;
   }
 
   bool wants_outputs() const override { return searches() || learns(); }
@@ -180,6 +178,25 @@ class BucketedReduction final : public Reduction {
   // Whether the first step is still to find out which parameters are used.
   bool learns() const { return options_.static_graph() && !learned_; }
 
+  // Gradients that share the buckets' memory, as Reducer asks, but are no views to autograd: detach_(),
+  // which every torch::optim::Optimizer::zero_grad() calls, refuses views.
+  void forget_views() const {
+    for (const at::Tensor& parameter : parameters_) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (gradient.defined() && gradient.is_view()) gradient = gradient.variable_data();
+    }
+  }
+
+  // Runs what complains about an earlier step, in words of this program.
+  template <typename Call>
+  void explained(const Call& call) const {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      explain(error);
+    }
+  }
+
   [[noreturn]] void explain(const c10::Error& error) const {
     const std::string message = error.what_without_backtrace();
     std::vector<std::string> unused;
@@ -197,8 +214,10 @@ class BucketedReduction final : public Reduction {
 
   const comm::Group group_;
   const DdpOptions options_;
+  std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
-  std::unique_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Logger> logger_;  // Reducer takes it for granted when it searches
   bool learned_ = false;
 };
 

@@ -46,7 +46,7 @@ std::string imbalance_of(const std::vector<c10::Device>& devices,
         devices[static_cast<std::size_t>(least - capacities.begin())].str(), 100 * kLeastShare,
         what, devices[static_cast<std::size_t>(most - capacities.begin())].str());
   };
-  const std::string memory =
+  std::string memory =
       compare("memory", [](const GpuCapacity& one) { return static_cast<double>(one.memory); });
   if (!memory.empty()) return memory;
   return compare("multiprocessors",

@@ -26,7 +26,7 @@ class Reduction {
   Reduction& operator=(const Reduction&) = delete;
   virtual ~Reduction() = default;
 
-  // Before a forward in grad mode.
+  // Before a forward whose gradients will be reduced.
   virtual void before_forward() {}
   // The sum over the ranks of 1 for each that has input, under way or done: what to divide by in this
   // step.

@@ -7,6 +7,7 @@
 #include "src/parallel/reduction.h"
 #include "src/parallel/same_model.h"
 
+#include <c10/util/DimVector.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -45,6 +46,21 @@ class Collector {
   std::set<const c10::TensorImpl*> seen_;
 };
 
+// What a parameter and its gradient are like.
+struct Kind {
+  explicit Kind(const at::Tensor& tensor)
+      : dtype(tensor.scalar_type()), device(tensor.device()), sizes(tensor.sizes()) {}
+
+  bool fits(const at::Tensor& tensor) const {
+    return tensor.scalar_type() == dtype && tensor.device() == device && tensor.sizes() == sizes;
+  }
+  std::string to_string() const { return c10::str(dtype_name(dtype), sizes, " on ", device); }
+
+  at::ScalarType dtype;
+  c10::Device device;
+  c10::DimVector sizes;
+};
+
 // Results of forward, on their way to the loss. Backward comes to it first, and then, with undefined
 // gradients, also to results that the loss does not use: so all that led to any result is reached.
 struct Outputs : public torch::autograd::Function<Outputs> {
@@ -52,8 +68,9 @@ struct Outputs : public torch::autograd::Function<Outputs> {
     std::function<void()> on_gradient;
   };
 
+  // A TensorList: autograd does not look into a vector.
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const torch::autograd::variable_list& outputs,
+                                                at::TensorList outputs,
                                                 const c10::intrusive_ptr<Listener>& listener) {
     context->set_materialize_grads(false);
     context->saved_data["listener"] = c10::IValue::make_capsule(listener);
@@ -114,6 +131,7 @@ struct ReplicaSync::Impl {
   void on_gradient(std::size_t index);
   void at_end_of_backward();
   void require_unchanged() const;
+  void restore_accumulators() const;
 
   std::int64_t all_reduce(std::int64_t value, c10d::ReduceOp op) const;
   std::int64_t announce(bool has_input);
@@ -151,7 +169,7 @@ struct ReplicaSync::Impl {
     std::uintptr_t key;
   };
   std::vector<Hook> hooks;
-  std::vector<std::pair<at::ScalarType, c10::Device>> as_constructed;
+  std::vector<Kind> as_constructed;      // each of the model's parameters
   std::unique_ptr<Reduction> reduction;  // null for a single process
 };
 
@@ -160,7 +178,7 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_, const DdpOptions
   require_consistent(options);
   require_same_model(model, group, options);
   for (const auto& entry : model.parameters) {
-    as_constructed.emplace_back(entry.tensor.scalar_type(), entry.tensor.device());
+    as_constructed.emplace_back(entry.tensor);
     if (entry.tensor.requires_grad()) trained.parameters.push_back(entry);
   }
   for (const auto& entry : model.buffers) buffers.push_back(entry.tensor);
@@ -221,13 +239,21 @@ void ReplicaSync::Impl::at_end_of_backward() {
 void ReplicaSync::Impl::require_unchanged() const {
   for (std::size_t i = 0; i < model.parameters.size(); ++i) {
     const at::Tensor& tensor = model.parameters[i].tensor;
-    const auto& [dtype, device] = as_constructed[i];
-    if (tensor.scalar_type() == dtype && tensor.device() == device) continue;
+    if (as_constructed[i].fits(tensor)) continue;
     throw Error(kWhere,
-                fmt::format("'{}' to be {} on {} as at construction", model.parameters[i].name,
-                            dtype_name(dtype), device.str()),
-                fmt::format("{} on {}", dtype_name(tensor.scalar_type()), tensor.device().str()),
+                fmt::format("'{}' to be {} as at construction", model.parameters[i].name,
+                            as_constructed[i].to_string()),
+                Kind(tensor).to_string(),
                 "cast and move the model first, then construct DistributedDataParallel");
+  }
+}
+
+// torch::load gives parameters new nodes in the graph, without the hooks.
+void ReplicaSync::Impl::restore_accumulators() const {
+  for (std::size_t i = 0; i < hooks.size(); ++i) {
+    const at::Tensor& parameter = trained.parameters[i].tensor;
+    if (torch::autograd::impl::grad_accumulator(parameter) != hooks[i].accumulator)
+      torch::autograd::impl::set_grad_accumulator(parameter, hooks[i].accumulator);
   }
 }
 
@@ -277,8 +303,8 @@ bool ReplicaSync::Impl::agree_to_reduce(bool reduces) const {
 }
 
 void ReplicaSync::Impl::shadow_step() {
-  reduction->before_forward();
   if (!agree_to_reduce(false)) return;
+  reduction->before_forward();
   sync_buffers(false);
   reduction->shadow();
 }
@@ -305,11 +331,13 @@ const comm::Group& ReplicaSync::group() const {
 void ReplicaSync::before_forward() {
   if (impl_->alone() || !at::GradMode::is_enabled()) return;
   impl_->require_unchanged();
+  impl_->restore_accumulators();
   if (impl_->joining.has_value()) impl_->announce(true);
-  impl_->reduction->before_forward();
   const bool reduces = *impl_->unsynced == 0;
   if (impl_->joining.has_value()) impl_->agree_to_reduce(reduces);
-  if (reduces) impl_->sync_buffers(true);
+  if (!reduces) return;
+  impl_->reduction->before_forward();
+  impl_->sync_buffers(true);
 }
 
 bool ReplicaSync::wants_outputs() const {
@@ -341,7 +369,7 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   if (differentiable.empty()) return results;
   auto listener = c10::make_intrusive<Outputs::Listener>();
   listener->on_gradient = [impl = impl_.get()] { impl->reduction->on_outputs_gradient(); };
-  const auto copies = Outputs::apply(differentiable, listener);
+  const auto copies = Outputs::apply(at::TensorList(differentiable), listener);
   auto next = copies.begin();
   for (at::Tensor& result : results) {
     if (result.defined() && result.requires_grad()) result = *next++;

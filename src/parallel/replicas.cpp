@@ -93,6 +93,7 @@ at::Tensor join(const ReplicaPlan& plan, const std::vector<at::Tensor>& parts) {
                 "a tensor that some leave undefined");
   }
   std::vector<at::Tensor> moved;
+  moved.reserve(parts.size());
   for (const at::Tensor& part : parts) moved.push_back(part.to(plan.output_device));
   return moved.front().dim() == 0 ? at::stack(moved) : at::cat(moved, plan.dim);
 }

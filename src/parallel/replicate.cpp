@@ -151,6 +151,7 @@ Replicas<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& 
     for (std::size_t i = 1; i < count; ++i) replicas.push_back(clone(model, plan.devices[i]));
   }
   std::vector<torch::OrderedDict<std::string, at::Tensor>> copies;
+  copies.reserve(replicas.size());
   for (const auto& replica : replicas) copies.push_back(replica->named_parameters());
   // A parameter that is registered in two places may have one copy or two.
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -118,11 +118,11 @@ void from_text(torch::optim::Optimizer& optimizer, std::string text) {
 }  // namespace
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters,
-                                                 Factory make_optimizer, comm::Group group)
+                                                 const Factory& make_optimizer, comm::Group group)
     : ZeroRedundancyOptimizer(ParamGroups{torch::optim::OptimizerParamGroup(std::move(parameters))},
-                              std::move(make_optimizer), std::move(group)) {}
+                              make_optimizer, std::move(group)) {}
 
-ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(ParamGroups groups, Factory make_optimizer,
+ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(ParamGroups groups, const Factory& make_optimizer,
                                                  comm::Group group)
     : ZeroRedundancyOptimizer(make(make_optimizer, std::move(groups)), make_optimizer,
                               std::move(group)) {}
@@ -214,6 +214,7 @@ void ZeroRedundancyOptimizer::exchange() const {
       }
     }
     std::vector<at::Tensor> sent;
+    sent.reserve(share.size());
     for (const at::Tensor& parameter : share) sent.push_back(parameter.contiguous());
     group_.broadcast(sent, owner);
     for (std::size_t i = 0; i < share.size(); ++i) {

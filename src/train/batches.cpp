@@ -1,12 +1,13 @@
 #include "src/train/batches.h"
 
-#include <ATen/CPUGeneratorImpl.h>
+#include "semitone/parallel/sampler.h"
+
 #include <torch/types.h>
 
 namespace semitone::train {
 namespace {
 
-// splitmix64: neighbouring seeds and epochs give unrelated generators.
+// splitmix64: seed 0 in its epoch 1 and seed 1 in its epoch 0 have unrelated orders.
 std::uint64_t mixed(std::uint64_t value) {
   value += 0x9E3779B97F4A7C15U;
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
@@ -24,20 +25,38 @@ at::Tensor channels_last(const at::Tensor& tensor) {
 
 }  // namespace
 
-Batches::Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last)
-    : set_{set.images.to(device), set.labels.to(device)}, channels_last_(channels_last) {}
+Batches::Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last, Share share)
+    : set_{set.images.to(device), set.labels.to(device)},
+      channels_last_(channels_last),
+      share_(share) {}
+
+std::int64_t Batches::count(std::int64_t batch_size) const {
+  const std::int64_t images = (size() + share_.ranks - 1) / share_.ranks;
+  return (images + batch_size - 1) / batch_size;
+}
 
 std::vector<at::Tensor> Batches::shuffled(std::int64_t batch_size, std::uint64_t seed,
                                           std::int64_t epoch) const {
-  const std::uint64_t hash = mixed(mixed(seed) + static_cast<std::uint64_t>(epoch));
-  const at::Generator generator = at::detail::createCPUGenerator(hash);
-  return torch::randperm(size(), generator, torch::kLong)
-      .to(set_.images.device())
-      .split(batch_size);
+  parallel::DistributedSampler sampler(static_cast<std::size_t>(size()), share_.ranks, share_.rank,
+                                       parallel::DistributedSamplerOptions().seed(mixed(seed)));
+  sampler.set_epoch(static_cast<std::size_t>(epoch));
+  sampler.reset();
+  return cut(sampler, batch_size);
 }
 
 std::vector<at::Tensor> Batches::in_order(std::int64_t batch_size) const {
-  return torch::arange(size(), set_.labels.options()).split(batch_size);
+  parallel::EvaluationSampler sampler(static_cast<std::size_t>(size()), share_.ranks, share_.rank);
+  return cut(sampler, batch_size);
+}
+
+std::vector<at::Tensor> Batches::cut(torch::data::samplers::Sampler<>& sampler,
+                                     std::int64_t batch_size) const {
+  std::vector<at::Tensor> batches;
+  while (const auto indices = sampler.next(static_cast<std::size_t>(batch_size))) {
+    const std::vector<std::int64_t> numbers(indices->begin(), indices->end());
+    batches.push_back(torch::tensor(numbers, set_.labels.options()));
+  }
+  return batches;
 }
 
 Batch Batches::batch(const at::Tensor& indices) const {

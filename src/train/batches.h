@@ -3,6 +3,7 @@
 #include "semitone/zoo/mnist.h"
 
 #include <ATen/core/Tensor.h>
+#include <torch/data/samplers/base.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -15,24 +16,39 @@ struct Batch {
   at::Tensor labels;  // int64, (B)
 };
 
+// Whose share of a set it is: one of so many processes.
+struct Share {
+  int rank = 0;
+  int ranks = 1;
+};
+
 // An image set on its device, cut into batches.
 class Batches {
  public:
-  Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last);
+  Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last, Share share = {});
 
+  // Images of the whole set.
   std::int64_t size() const { return set_.size(); }
+  // Batches of a pass over this share.
+  std::int64_t count(std::int64_t batch_size) const;
 
   // The images' numbers, batch by batch, the last one with what is left. The order of an epoch
-  // depends on seed and epoch alone.
+  // depends on seed and epoch alone; batch after batch, all ranks together have the images that one
+  // would have. Some come twice where the set is no multiple of the ranks.
   std::vector<at::Tensor> shuffled(std::int64_t batch_size, std::uint64_t seed,
                                    std::int64_t epoch) const;
+  // Every image once, on one of the ranks.
   std::vector<at::Tensor> in_order(std::int64_t batch_size) const;
 
   Batch batch(const at::Tensor& indices) const;
 
  private:
+  std::vector<at::Tensor> cut(torch::data::samplers::Sampler<>& sampler,
+                              std::int64_t batch_size) const;
+
   zoo::ImageSet set_;
   bool channels_last_;
+  Share share_;
 };
 
 // Lays the weights of convolutions out as channels last.

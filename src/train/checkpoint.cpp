@@ -11,6 +11,7 @@
 #include <zlib.h>
 
 #include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <mutex>
@@ -67,6 +68,17 @@ void set_random_state(const at::Tensor& state) {
   generator.set_state(state);
 }
 
+// The tensors of all ranks in rows, whatever devices the group serves.
+at::Tensor rows_by_rank(const at::Tensor& mine, const comm::Group& group) {
+  const std::string bytes(static_cast<const char*>(mine.const_data_ptr()), mine.nbytes());
+  std::vector<at::Tensor> rows;
+  for (const std::string& text : group.all_gather(bytes)) {
+    rows.push_back(torch::empty_like(mine));
+    std::memcpy(rows.back().mutable_data_ptr(), text.data(), text.size());
+  }
+  return torch::stack(rows);
+}
+
 template <typename Part>
 void write_part(torch::serialize::OutputArchive& archive, const std::string& key,
                 const Part& part) {
@@ -119,7 +131,8 @@ std::string read_checked(const std::filesystem::path& path) {
 }
 
 void load(const std::filesystem::path& path, const Training& training, const Agreement& agreement) {
-  const std::string bytes = read_checked(path);
+  const int rank = training.group.rank();
+  const std::string bytes = training.group.broadcast(rank == 0 ? read_checked(path) : "");
   torch::serialize::InputArchive archive;
   archive.load_from(bytes.data(), bytes.size());
   c10::IValue format;
@@ -129,8 +142,11 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
                     "an archive of another kind");
   }
   require_agreement(path, from_text(read_value<std::string>(archive, "options")), agreement);
-  const Position position{read_value<std::int64_t>(archive, "step"),
-                          read_value<double>(archive, "loss_sum"),
+  at::Tensor loss_sums;
+  at::Tensor random;
+  archive.read("loss_sums", loss_sums);
+  archive.read("random", random);
+  const Position position{read_value<std::int64_t>(archive, "step"), loss_sums[rank].item<double>(),
                           read_value<std::int64_t>(archive, "loss_count")};
   if (position.step < 0 || position.loss_count < 0)
     throw FileError(kWhere, "a step and a count of 0 or more in '" + path.string() + "'",
@@ -142,9 +158,7 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   }
   read_part(archive, "optimizer", training.optimizer);
   read_part(archive, "mixed_precision", training.mixed);
-  at::Tensor random;
-  archive.read("random", random);
-  set_random_state(random);
+  set_random_state(random[rank].clone());
   training.position = position;
 }
 
@@ -152,13 +166,17 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
 
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement) {
+  const auto loss_sums =
+      rows_by_rank(torch::full({}, training.position.loss_sum, torch::kDouble), training.group);
+  const auto random = rows_by_rank(random_state(), training.group);
+  if (training.group.rank() != 0) return;
   torch::serialize::OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
   archive.write("options", c10::IValue(to_text(agreement)));
   archive.write("step", c10::IValue(training.position.step));
-  archive.write("loss_sum", c10::IValue(training.position.loss_sum));
+  archive.write("loss_sums", loss_sums);
   archive.write("loss_count", c10::IValue(training.position.loss_count));
-  archive.write("random", random_state());
+  archive.write("random", random);
   write_part(archive, "optimizer", training.optimizer);
   write_part(archive, "mixed_precision", training.mixed);
   std::string bytes;
@@ -177,7 +195,7 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement) {
   std::error_code ignored;
-  if (!std::filesystem::is_regular_file(path, ignored))
+  if (training.group.rank() == 0 && !std::filesystem::is_regular_file(path, ignored))
     throw FileError(kWhere, "a saved state '" + path.string() + "'", "no such file");
   try {
     load(path, training, agreement);

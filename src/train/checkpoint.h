@@ -2,6 +2,7 @@
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/model.h"
+#include "semitone/comm/group.h"
 
 #include <torch/optim/optimizer.h>
 
@@ -16,7 +17,7 @@ namespace semitone::train {
 // How far a training is.
 struct Position {
   std::int64_t step = 0;  // steps done
-  // Of the epoch under way, or just done: the steps that were not skipped.
+  // Of the epoch under way, or just done: the steps that were not skipped. The sum is this process's.
   double loss_sum = 0;
   std::int64_t loss_count = 0;
 };
@@ -30,13 +31,16 @@ struct Training {
   torch::optim::Optimizer& optimizer;
   amp::MixedPrecision& mixed;
   Position& position;
+  const comm::Group& group;
 };
 
-// Writes everything, and the state of the default CPU generator. FileError if it cannot.
+// Writes everything, and the states of the default CPU generators of all processes. FileError, on
+// rank 0, which writes, if it cannot. Every rank calls it.
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 
-// FileError if the file is no checkpoint, is damaged, or was made with other options (named).
+// FileError if the file is no checkpoint, is damaged, or was made with other options (named). Every
+// rank calls it; rank 0 reads.
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 

@@ -4,6 +4,8 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/file.h"
+#include "semitone/parallel/replica_sync.h"
+#include "semitone/parallel/sync_batch_norm.h"
 #include "semitone/train/meter.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoint.h"
@@ -20,6 +22,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -115,7 +118,19 @@ Classifier make_seeded(const ModelFactory& make_model, const TrainOptions& optio
   torch::manual_seed(options.seed());
   Classifier model = make_model();
   model.module()->to(c10::Device(options.device()));
+  if (options.sync_batch_norm()) {
+    parallel::convert_sync_batchnorm(*model.module(), options.group());
+  }
   return model;
+}
+
+// The processes have equal weights, but each draws its own dropout. The first one draws what a
+// process alone would.
+void reseed(const comm::Group& group) {
+  if (group.rank() == 0) return;
+  const auto next =
+      torch::randint(std::numeric_limits<std::int64_t>::max(), {group.rank()}, torch::kLong);
+  torch::manual_seed(static_cast<std::uint64_t>(next[-1].item<std::int64_t>()));
 }
 
 // One training, from start or resume to its result.
@@ -128,26 +143,22 @@ class Run {
         format_(options.memory_format() == MemoryFormat::automatic
                     ? choose_memory_format(options.device())
                     : options.memory_format()),
-        train_(data.train, c10::Device(options.device()), format_ == MemoryFormat::nhwc),
-        test_(data.test, c10::Device(options.device()), format_ == MemoryFormat::nhwc),
+        train_(data.train, c10::Device(options.device()), format_ == MemoryFormat::nhwc, share()),
+        test_(data.test, c10::Device(options.device()), format_ == MemoryFormat::nhwc, share()),
         model_(make_seeded(make_model, options)),
         handle_(model_.module()),
         optimizer_(lay_out_and_optimize()),
-        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options))) {
-    const std::int64_t all = (train_.size() + options.batch_size() - 1) / options.batch_size();
+        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options))),
+        replicas_(parallel::tensors_of(*model_.module()), options.group(), options.ddp()) {
+    reseed(options.group());
+    const std::int64_t all = train_.count(options.batch_size());
     batches_ = options.limit_batches() > 0 ? std::min(all, options.limit_batches()) : all;
     steps_ = batches_ * options.epochs();
   }
 
-  void resume() {
-    const Training training{handle_, *optimizer_, mixed_, position_};
-    load_checkpoint(options_.resume(), training, agreement());
-  }
+  void resume() { load_checkpoint(options_.resume(), training(), agreement()); }
 
-  void save() {
-    const Training training{handle_, *optimizer_, mixed_, position_};
-    save_checkpoint(options_.save(), training, agreement());
-  }
+  void save() { save_checkpoint(options_.save(), training(), agreement()); }
 
   TrainResult train() {
     const std::int64_t end =
@@ -195,8 +206,9 @@ class Run {
     const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
     for (auto& group : optimizer_->param_groups()) group.options().set_lr(rate);
     optimizer_->zero_grad();
-    const at::Tensor loss =
-        torch::cross_entropy_loss(model_.forward(mixed_, batch.images), batch.labels);
+    replicas_.before_forward();
+    const at::Tensor logits = replicas_.after_forward(model_.forward(mixed_, batch.images));
+    const at::Tensor loss = torch::cross_entropy_loss(logits, batch.labels);
     mixed_.scale_loss(loss, *optimizer_).backward();
     const bool skipped = mixed_.step(*optimizer_) == amp::Step::skipped;
     const double value = loss.item<double>();
@@ -211,7 +223,7 @@ class Run {
     }
     ++position_.step;
     const double seconds = seconds_since(begin);
-    meter_.add(seconds, batch.labels.size(0));
+    meter_.add(seconds, batch.labels.size(0) * group().size());
     epoch_seconds_ += seconds;
     observer_.on(StepDone{
         (position_.step - 1) / batches_ + 1, options_.epochs(), (position_.step - 1) % batches_ + 1,
@@ -222,6 +234,8 @@ class Run {
   Tested test() {
     const torch::NoGradGuard no_grad;
     model_.module()->eval();
+    // Running statistics are each process's own since its last forward.
+    group().broadcast(model_.module()->buffers());
     std::int64_t correct = 0;
     double loss = 0;
     for (const at::Tensor& indices : test_.in_order(options_.batch_size())) {
@@ -232,7 +246,7 @@ class Run {
           torch::cross_entropy_loss(logits, batch.labels, {}, at::Reduction::Sum).item<double>();
     }
     const auto images = static_cast<double>(test_.size());
-    const Tested tested{static_cast<double>(correct) / images, loss / images};
+    const Tested tested{total(static_cast<double>(correct)) / images, total(loss) / images};
     if (!std::isfinite(tested.loss)) {
       throw DivergedError(kWhere, "a finite test loss", fmt::format("{}", tested.loss),
                           "lower the learning rate, or use a level with a loss scale");
@@ -256,13 +270,27 @@ class Run {
     result.skipped_steps = mixed_.skipped_steps();
     result.final_loss_scale = loss_scale();
     result.seed = options_.seed();
+    result.processes = group().size();
     result.threads = at::get_num_threads();
     return result;
   }
 
-  // NaN where every step of the epoch was skipped.
+  const comm::Group& group() const { return options_.group(); }
+  Share share() const { return {group().rank(), group().size()}; }
+  Training training() { return {handle_, *optimizer_, mixed_, position_, group()}; }
+
+  // Over all processes.
+  double total(double value) const {
+    if (group().size() == 1) return value;
+    at::Tensor sum =
+        torch::full({1}, value, torch::dtype(torch::kDouble).device(options_.device()));
+    group().all_reduce(sum);
+    return sum.item<double>();
+  }
+
+  // NaN where every step of the epoch was skipped, which all processes do together.
   double train_loss() const {
-    return position_.loss_sum / static_cast<double>(position_.loss_count);
+    return total(position_.loss_sum) / static_cast<double>(position_.loss_count * group().size());
   }
 
   double loss_scale() const { return mixed_.loss_scaler().scale(); }
@@ -281,7 +309,11 @@ class Run {
         {"--seed", text(options_.seed())},
         {"--limit-batches", text(options_.limit_batches())},
         {"--memory-format", std::string(name_of(format_))},
-        {"training images", text(train_.size())}};
+        {"training images", text(train_.size())},
+        {"--nproc", text(group().size())},
+        {"--sync-bn", text(options_.sync_batch_norm())},
+        {"--compress",
+         options_.ddp().compress() ? dtype_name(*options_.ddp().compress()) : "none"}};
     if (options_.optimizer() == OptimizerKind::sgd)
       result.emplace_back("--momentum", text(options_.momentum()));
     // A constant rate does not know where the end is, so it may be moved.
@@ -299,6 +331,7 @@ class Run {
   amp::Model handle_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   amp::MixedPrecision mixed_;
+  parallel::ReplicaSync replicas_;
   std::int64_t batches_ = 0;  // of an epoch
   std::int64_t steps_ = 0;    // of all epochs
   std::int64_t end_step_ = 0;
@@ -365,7 +398,8 @@ TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data
   check_options(options);
   check_set(data.train, "training");
   check_set(data.test, "test");
-  if (!options.save().empty()) require_writable(options.save(), kWhere);
+  const bool writes = !options.save().empty() && options.group().rank() == 0;
+  if (writes) require_writable(options.save(), kWhere);
   const TensorMemoryMeter memory;
   TrainResult result;
   {

@@ -1,6 +1,8 @@
 // The weight-cast cache, observed through the events that it causes.
 
 #include "semitone/amp/autocast.h"
+#include "semitone/amp/grad_scaler.h"
+#include "semitone/amp/mixed_precision.h"
 #include "tests/support/casts.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
@@ -248,6 +250,40 @@ TEST_F(CastCacheTest, AWriteThroughDataToMostOfALargeWeightIsSeen) {
       expect_seen();
     }
   }
+}
+
+// One element of many, between those that are compared.
+TEST_F(CastCacheTest, ASparseStepThroughAScalerIsSeen) {
+  const auto large = torch::zeros({256, 256}).requires_grad_();
+  const auto eye = torch::eye(256);
+  for (const bool enabled : {false, true}) {
+    SCOPED_TRACE(enabled);
+    torch::optim::SGD optimizer({large}, 0.5);
+    GradScaler scaler({}, enabled);
+    const Autocast region(bf16);
+    at::mm(eye, large);
+    large.mutable_grad() = torch::zeros({256, 256});
+    large.mutable_grad()[3][5] = scaler.get_scale();
+    scaler.scale(torch::ones({}));
+    scaler.step(optimizer);
+    optimizer.zero_grad();
+    expect_bitwise_equal(at::mm(eye, large).detach(), large.detach().to(kBf16));
+  }
+}
+
+TEST_F(CastCacheTest, ASparseStepOfMixedPrecisionIsSeen) {
+  torch::nn::Linear linear(256, 256);
+  torch::optim::SGD optimizer(linear->parameters(), 0.5);
+  auto mixed = initialize(linear, optimizer, Options(OptLevel::O1).dtype(kBf16).verbosity(0));
+  const auto eye = torch::eye(256);
+  const auto region = mixed.autocast();
+  const auto product = [&] { return at::mm(eye, linear->weight).detach(); };
+  product();
+  linear->weight.mutable_grad() = torch::zeros({256, 256});
+  linear->weight.mutable_grad()[3][5] = 1;
+  mixed.step(optimizer);
+  optimizer.zero_grad();
+  expect_bitwise_equal(product(), linear->weight.detach().to(kBf16));
 }
 
 TEST_F(CastCacheTest, AnEmptyWeightIsNoTrouble) {

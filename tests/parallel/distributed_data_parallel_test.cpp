@@ -16,6 +16,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 #include <csignal>
 
 namespace semitone::parallel {
@@ -163,6 +164,28 @@ TEST(Ddp, AccumulatesWithoutCommunicationInNoSync) {
   });
 }
 
+// torch::load gives the parameters new autograd nodes.
+TEST(Ddp, WeightsMayBeLoadedAfterwards) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      std::stringstream file;
+      torch::save(seeded<Net>(2), file);
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      for (int step = 0; step < 2; ++step) {
+        file.seekg(0);
+        torch::load(model, file);
+        model->zero_grad();
+        const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+        expect_equal_on_all_ranks(group, gradients_of(*model));
+      }
+    }
+  });
+}
+
 TEST(Ddp, NoSyncNests) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -207,7 +230,9 @@ TEST(UnusedParameters, AreNamedInTheError) {
 TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
-    const auto use_left = [](int step, int rank) { return (step + rank * (step % 3)) % 2 == 0; };
+    const auto use_left = [](int step, int of_rank) {
+      return (step + of_rank * (step % 3)) % 2 == 0;
+    };
     Heads alone = seeded<Heads>(1);
     train(*alone, kSteps, [&](int step) {
       const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
@@ -708,7 +733,7 @@ TEST(MixedPrecision, AnOverflowOnOneRankSkipsTheStepOnAll) {
         const amp::Autocast region(torch::kCPU, torch::kBFloat16);
         return ddp.forward(torch::ones({2, 6})).sum();
       }();
-      scaler.scale(loss * (rank.number() == 1 ? INFINITY : 1.0)).backward();
+      scaler.scale(loss * (rank.number() == 1 ? HUGE_VAL : 1.0)).backward();
       EXPECT_EQ(scaler.step(optimizer), amp::Step::skipped);
       scaler.update();
       expect_near(model->parameters(), before, 0);
@@ -730,7 +755,7 @@ TEST(Script, ModulesTrainLikeOthers) {
     expect_equal_on_all_ranks(group, {model.attr("weight").toTensor()});
     const std::vector<at::Tensor> inputs = {torch::ones({6}, torch::kDouble),
                                             torch::full({6}, 3, torch::kDouble)};
-    const c10::IValue output = ddp.forward({inputs[static_cast<std::size_t>(rank.number())]});
+    const c10::IValue output = ddp.forward(inputs[static_cast<std::size_t>(rank.number())]);
     output.toTensor().backward();
     EXPECT_TRUE(test::same_bits(model.attr("weight").toTensor().grad(),
                                 torch::full({6}, 2, torch::kDouble)));

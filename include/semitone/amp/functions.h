@@ -33,7 +33,7 @@ bool casts_are_on();
 /// An argument with its tensors replaced; one that can hold none is passed on as it came.
 template <typename T, typename Transform>
 decltype(auto) with_tensors(T&& argument, const Transform& transform) {
-  if constexpr (HoldsTensors<std::remove_cvref_t<T>>::value) {
+  if constexpr (semitone::detail::HoldsTensors<std::remove_cvref_t<T>>::value) {
     return map_tensors(argument, transform);
   } else {
     return std::forward<T>(argument);

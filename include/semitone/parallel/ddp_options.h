@@ -26,8 +26,8 @@ class DdpOptions {
   /// The same parameters are used, as often, in every step; the first step finds out which, and how
   /// often. Allows unused parameters without a search, and activation checkpointing. Default false.
   DdpOptions& static_graph(bool value);
-  /// Gradients are views of the buckets, which saves their size in memory and a copy. Nobody may
-  /// detach_() them. Default false.
+  /// Gradients lie in the buckets, which saves their size in memory and a copy. A gradient that is
+  /// replaced by another tensor is copied into its bucket in the next step. Default false.
   DdpOptions& gradient_as_bucket_view(bool value);
   /// All gradients are reduced in one message for each dtype when backward is done: no overlap, and
   /// nothing to be set for unused parameters, several backward passes or graphs that change. Default

@@ -52,12 +52,14 @@ class DistributedDataParallel {
   DistributedDataParallel(Model model, comm::Group group, const DdpOptions& options = {})
       : model_(std::move(model)), sync_(tensors_of(module()), std::move(group), options) {}
 
-  /// The model's forward, whatever it takes and returns. Not for two threads at a time.
+  /// The model's forward, whatever it takes and returns; a TorchScript one takes IValues, or what
+  /// becomes one. Not for two threads at a time.
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
     sync_.before_forward();
     if constexpr (kIsScript) {
-      return sync_.after_forward(model_.forward(std::forward<Arguments>(arguments)...));
+      return sync_.after_forward(
+          model_.forward({c10::IValue(std::forward<Arguments>(arguments))...}));
     } else if constexpr (std::is_void_v<decltype(model_->forward(
                              std::forward<Arguments>(arguments)...))>) {
       model_->forward(std::forward<Arguments>(arguments)...);
@@ -99,7 +101,15 @@ class DistributedDataParallel {
       return *model_;
     }
   }
+  const auto& module() const {
+    if constexpr (kIsScript) {
+      return model_;
+    } else {
+      return *model_;
+    }
+  }
   auto& operator*() { return module(); }
+  const auto& operator*() const { return module(); }
   auto* operator->() { return &module(); }
 
   const comm::Group& group() const { return sync_.group(); }

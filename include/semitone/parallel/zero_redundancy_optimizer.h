@@ -60,9 +60,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   /// parameter, if the parameters differ in number, order, shape, layout or dtype, or are on a
   /// device that the group's backend does not serve, or there are none; Error for a factory that
   /// returns nothing or an optimizer of other parameters than it was given.
-  ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, Factory make_optimizer,
+  ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, const Factory& make_optimizer,
                           comm::Group group);
-  ZeroRedundancyOptimizer(ParamGroups groups, Factory make_optimizer, comm::Group group);
+  ZeroRedundancyOptimizer(ParamGroups groups, const Factory& make_optimizer, comm::Group group);
 
   /// Steps this rank's share, and gets the others' from their ranks. Collective; CommError if a rank
   /// is lost. With a closure, evaluates it first, with gradients enabled, and returns its loss.

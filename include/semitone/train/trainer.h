@@ -3,6 +3,8 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/model.h"
 #include "semitone/amp/opt_level.h"
+#include "semitone/comm/group.h"
+#include "semitone/parallel/ddp_options.h"
 #include "semitone/train/schedule.h"
 #include "semitone/zoo/mnist.h"
 
@@ -86,7 +88,7 @@ class TrainOptions {
   TORCH_ARG(std::optional<amp::LossScale>, loss_scale);
 
   TORCH_ARG(std::int64_t, epochs) = 1;
-  /// Images a step; the last batch of an epoch has what is left.
+  /// Images a step, of each process; the last batch of an epoch has what is left.
   TORCH_ARG(std::int64_t, batch_size) = 100;
   TORCH_ARG(OptimizerKind, optimizer) = OptimizerKind::sgd;
   TORCH_ARG(double, lr) = 0.05;
@@ -110,6 +112,14 @@ class TrainOptions {
   /// needs 40 to fall to its floor.
   TORCH_ARG(std::int64_t, max_consecutive_skips) = 100;
 
+  /// The processes that train together, each with its share of the images; default: this one alone.
+  /// All give the same options.
+  TORCH_ARG(comm::Group, group);
+  /// BatchNorm layers take the statistics of all processes' batches together.
+  TORCH_ARG(bool, sync_batch_norm) = false;
+  /// How gradients are averaged.
+  TORCH_ARG(parallel::DdpOptions, ddp);
+
   /// Write the state at the end to this file; empty: do not. See train_classifier.
   TORCH_ARG(std::filesystem::path, save);
   /// Go on from a saved state; empty: start anew.
@@ -126,10 +136,10 @@ struct StepDone {
   std::int64_t batch;    ///< of the epoch, from 1
   std::int64_t batches;  ///< of an epoch
   std::int64_t step;     ///< of the training, from 1
-  double loss;           ///< of this batch, before the step
+  double loss;           ///< of this process's batch, before the step
   bool skipped;
   double loss_scale;         ///< after the step
-  double images_per_second;  ///< so far
+  double images_per_second;  ///< so far, of all processes together
   double seconds_left;       ///< of the training, estimated
 };
 
@@ -171,15 +181,17 @@ struct TrainResult {
   std::int64_t steps = 0;                           ///< done, those before a resume included
   double test_accuracy = 0;                         ///< 0 to 1
   double test_loss = 0;
-  double train_loss = 0;  ///< mean over the last epoch's steps that were not skipped
-  double images_per_second = 0;
-  double ms_per_step = 0;  ///< median; making the batch included
-  std::int64_t peak_rss_bytes = 0;
-  std::int64_t peak_tensor_bytes = 0;  ///< of the training; the data set is not in it
+  double train_loss = 0;            ///< mean over the last epoch's steps that were not skipped
+  double images_per_second = 0;     ///< of all processes together
+  double ms_per_step = 0;           ///< median; making the batch included
+  std::int64_t peak_rss_bytes = 0;  ///< of this process
+  std::int64_t peak_tensor_bytes =
+      0;  ///< of the training, in this process; the data set is not in it
   std::int64_t skipped_steps = 0;
   double final_loss_scale = 1;
   std::uint64_t seed = 0;
-  int threads = 1;
+  int processes = 1;
+  int threads = 1;  ///< of a process
 };
 
 /// Trains, and then classifies the test images.
@@ -188,14 +200,19 @@ struct TrainResult {
 /// the same bit for bit, in one run or in several with save and resume between them. Seeds
 /// LibTorch's default generator.
 ///
+/// With a group, every process calls it; each step is one of batch_size images of each, in the order
+/// that one process with batches as large in all would take them, and the gradients are averaged: see
+/// parallel::DistributedDataParallel. Each process draws random numbers of its own. Accuracy and
+/// losses are those over all processes, on each of them. Observers hear of their own process.
+///
 /// A saved state is one file: weights (fp32 at every level), master weights, optimizer, loss scale,
 /// random numbers, position, and the options that a resumed run must agree on. It appears whole or
-/// not at all.
+/// not at all. Rank 0 alone writes and reads it.
 ///
 /// Error for options out of range; FileError for a state that cannot be written (asked before
 /// training) or read, or that belongs to another run. DivergedError if training cannot go on: too
 /// many steps in a row were skipped, a loss that is not finite was stepped on, or the test loss is
-/// not finite; nothing is saved then.
+/// not finite; nothing is saved then. CommError, naming the rank, if another process is lost.
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer);
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

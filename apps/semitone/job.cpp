@@ -1,0 +1,79 @@
+#include "apps/semitone/job.h"
+
+#include <fmt/format.h>
+
+#include <atomic>
+#include <csignal>
+#include <iostream>
+
+namespace semitone::cli {
+namespace {
+
+using launch::LaunchOutcome;
+using launch::LaunchResult;
+using launch::WorkerStatus;
+
+// Hands this process's signals to a launcher while it lives. What the process was started to ignore
+// (SIGHUP under nohup) stays ignored.
+class SignalsTo {
+ public:
+  explicit SignalsTo(launch::Launcher& launcher) {
+    launcher_ = &launcher;
+    // Ignored, it would hide how processes end.
+    ::signal(SIGCHLD, SIG_DFL);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction action {};
+      ::sigaction(signal, nullptr, &action);
+      if (action.sa_handler == SIG_IGN) continue;
+      action = {};
+      action.sa_handler = [](int number) {
+        if (launch::Launcher* const target = launcher_.load()) target->stop(number);
+      };
+      action.sa_flags = SA_RESTART;
+      ::sigaction(signal, &action, nullptr);
+    }
+  }
+  ~SignalsTo() { launcher_ = nullptr; }
+  SignalsTo(const SignalsTo&) = delete;
+  SignalsTo& operator=(const SignalsTo&) = delete;
+
+ private:
+  static inline std::atomic<launch::Launcher*> launcher_ = nullptr;
+};
+
+// Those of this node that failed after the first.
+void print_others(const LaunchResult& result) {
+  for (const WorkerStatus& worker : result.workers) {
+    if (worker.stopped || worker.status.success() || worker.rank == result.first_failure->rank)
+      continue;
+    std::cerr << fmt::format("  rank {} failed after it: {}\n", worker.rank,
+                             worker.status.to_string());
+  }
+}
+
+void print_failure(const LaunchResult& result) {
+  if (result.outcome == LaunchOutcome::succeeded) return;
+  if (result.outcome == LaunchOutcome::failed) {
+    std::cerr << "[launch] " << result.first_failure->to_string() << '\n';
+    print_others(result);
+  } else {
+    std::cerr << "[launch] " << result.reason << '\n';
+  }
+  if (result.restarts > 0)
+    std::cerr << fmt::format("  after {} restart{}\n", result.restarts,
+                             result.restarts == 1 ? "" : "s");
+}
+
+}  // namespace
+
+LaunchResult run_job(const launch::LaunchOptions& options) {
+  launch::Launcher launcher(options);
+  const LaunchResult result = [&] {
+    const SignalsTo signals(launcher);
+    return launcher.run();
+  }();
+  print_failure(result);
+  return result;
+}
+
+}  // namespace semitone::cli
