@@ -297,8 +297,8 @@ void expect_rounded(const at::Tensor& got, const at::Tensor& exact, std::int64_t
 
 // The layer by itself: in the network's results each rounding to 16 bits goes through a ReLU and
 // more layers, where no bound follows (one process with ConvNet in bf16 has gradients up to 29 %
-// away from those in fp64). And against fp64, as LibTorch's BatchNorm is no measure: it keeps mean and
-// 1 / sigma of a batch in bf16 where all is bf16.
+// away from those in fp64). And against fp64, as LibTorch's BatchNorm is no measure: it keeps mean
+// and 1 / sigma of a batch in bf16 where all is bf16.
 TEST(ConvertSyncBatchNorm, WorksInsideAutocastAndAtEveryOptLevel) {
   run_ranks(2, [](Rank&) {
     const comm::Group group = comm::init();
