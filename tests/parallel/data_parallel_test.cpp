@@ -32,7 +32,6 @@ namespace {
 using test::error_of;
 using test::expect_error;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 constexpr double kTolerance = 1e-12;  // fp64: what the order of additions may change
 

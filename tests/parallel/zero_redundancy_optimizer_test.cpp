@@ -395,7 +395,7 @@ TEST(ZeroState, ResumesWithAnyNumberOfRanks) {
         }
       }
       three.barrier();
-      const auto resume = [&, &make = make](const std::string& file, auto&& make_optimizer) {
+      const auto resume = [&](const std::string& file, auto&& make_optimizer) {
         Net model = seeded<Net>(2);
         torch::load(model, folder + ".model");
         std::unique_ptr<torch::optim::Optimizer> optimizer = make_optimizer(model->parameters());

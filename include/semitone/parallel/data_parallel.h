@@ -128,6 +128,7 @@ class DataParallel {
       run_replicas(plan_, count, replicas.parameters,
                    [&](std::size_t replica) { results[replica] = run(replica); });
       std::vector<Output> outputs;
+      outputs.reserve(count);
       for (auto& result : results) outputs.push_back(*std::move(result));
       return gather(plan_, std::move(outputs));
     }
