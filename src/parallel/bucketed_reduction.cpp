@@ -125,10 +125,11 @@ class BucketedReduction final : public Reduction {
       hook = std::make_shared<AveragingHook>(std::move(averaging));
     if (hook != nullptr)
       reducer_->register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group_));
-    if (options.static_graph()) reducer_->set_static_graph();
   }
 
   void before_forward() override {
+    // Not before the first step: it would count the gradients of no_sync(), too.
+    if (options_.static_graph() && !std::exchange(started_, true)) reducer_->set_static_graph();
     reducer_->prepare_for_forward();
     explained([this] { reducer_->rebuild_buckets(); });
   }
@@ -218,6 +219,7 @@ class BucketedReduction final : public Reduction {
   std::vector<std::string> names_;
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;  // Reducer takes it for granted when it searches
+  bool started_ = false;
   bool learned_ = false;
 };
 
