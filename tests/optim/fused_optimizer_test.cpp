@@ -547,6 +547,19 @@ TEST_P(FusedOptimizers, RefuseFilesThatDoNotFitAndChangeNothing) {
   expect_refused(saved(*other_shapes), {"of shape [2, 3, 4, 5]", "got [3]"});
 }
 
+TEST_P(FusedOptimizers, RefuseFilesWithOptionsOutOfRangeAndChangeNothing) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  const auto before = everything(*optimizer);
+  const double lr = optimizer->param_groups()[0].options().get_lr();
+  const auto bad = GetParam()(make_parameters());
+  bad->param_groups()[0].options().set_lr(-1);
+  expect_error([&] { load(*optimizer, saved(*bad)); }, {"lr of at least 0", "-1"});
+  EXPECT_EQ(optimizer->param_groups()[0].options().get_lr(), lr);
+  expect_same(everything(*optimizer), before);
+}
+
 TEST_P(FusedOptimizers, RefuseArchivesOfSomethingElse) {
   const auto optimizer = GetParam()(make_parameters());
   const auto refuse = [&](const std::function<void(torch::serialize::OutputArchive&)>& fill) {

@@ -106,7 +106,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Restores what save() wrote; also what the LibTorch optimizer of the same rule wrote (Adam,
   /// AdamW, SGD, Adagrad). Options are overwritten by the saved ones, and stay where the file has
   /// none (LibTorch's files do not say whether they are Adam's or AdamW's); state is replaced.
-  /// FileError, with nothing changed, if the groups, shapes or names do not fit.
+  /// FileError, with nothing changed, if the groups, shapes or names do not fit; Error if options
+  /// are out of range.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
