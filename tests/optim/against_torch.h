@@ -21,17 +21,17 @@ struct Operations {
   int of_update;
 };
 
-// How far two fp32 trajectories may be apart, of which neither is the right one: LibTorch fuses some
-// products into additions, ours are rounded by themselves. An operation is off by at most half a
-// unit in the last place of its result on either side, so that the sides differ by one. What is off
-// in the weight stays there; what is off in the optimizer's state stays there too, at most as much
-// (it is multiplied by factors below 1), and is in every later update. After step t that is
+// How far two fp32 trajectories may be apart, of which neither is the right one: LibTorch fuses
+// some products into additions, ours are rounded by themselves. An operation is off by at most half
+// a unit in the last place of its result on either side, so that the sides differ by one. What is
+// off in the weight stays there; what is off in the optimizer's state stays there too, at most as
+// much (it is multiplied by factors below 1), and is in every later update. After step t that is
 //
 //   t units of the weight for each of its operations, and
 //   1 + 2 + … + t units of the update for each of the others.
 //
-// A unit is 2^-23 of the largest value so far: for weights of each element, for updates of all, since
-// one that cancels is as exact as its terms.
+// A unit is 2^-23 of the largest value so far: for weights of each element, for updates of all,
+// since one that cancels is as exact as its terms.
 class Apart {
  public:
   Apart(Operations operations, const std::vector<at::Tensor>& start) : operations_(operations) {

@@ -41,7 +41,8 @@ TEST(FusedAdam, IsTorchsAdamW) {
                   std::make_unique<torch::optim::AdamW>(
                       theirs, torch::optim::AdamWOptions(0.01).weight_decay(0.1).amsgrad(amsgrad))};
         },
-        // Moments 3 and 4, root 2, corrections and eps 3, quotient 1; the weight is decayed and moved.
+        // Moments 3 and 4, root 2, corrections and eps 3, quotient 1; the weight is decayed and
+        // moved.
         {.of_weight = 2, .of_update = 13});
   }
 }
