@@ -39,14 +39,17 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-void check_tensor(const at::Tensor& tensor, const std::string& collective) {
+void check_dense(const at::Tensor& tensor, const std::string& collective) {
   const std::string where = "comm." + collective;
   if (!tensor.defined()) throw Error(where, "a tensor", "an undefined one");
-  if (tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
-    throw Error(where, "a contiguous tensor",
-                tensor.layout() != at::kStrided ? "a sparse one"
-                                                : c10::str("one of strides ", tensor.strides()),
-                "pass tensor.contiguous()");
+  if (tensor.layout() != at::kStrided) throw Error(where, "a dense tensor", "a sparse one");
+}
+
+void check_tensor(const at::Tensor& tensor, const std::string& collective) {
+  check_dense(tensor, collective);
+  if (!tensor.is_contiguous()) {
+    throw Error("comm." + collective, "a contiguous tensor",
+                c10::str("one of strides ", tensor.strides()), "pass tensor.contiguous()");
   }
 }
 
@@ -165,7 +168,7 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
 }
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
-  for (const at::Tensor& tensor : tensors) check_tensor(tensor, "broadcast");
+  for (const at::Tensor& tensor : tensors) check_dense(tensor, "broadcast");
   check_root(root, size());
   if (impl_->process_group == nullptr || tensors.empty()) return;
   const at::NoGradGuard no_grad;

@@ -125,6 +125,13 @@ TEST(Collectives, OfOtherKindsAreRight) {
                                        torch::full({}, rank.number(), torch::kLong),
                                        torch::full({5}, rank.number(), torch::kFloat)};
     group.broadcast(tensors, 1);
+    // In whatever order their elements lie.
+    const auto numbers = torch::arange(24.F).view({1, 2, 3, 4});
+    std::vector<at::Tensor> laid_out{rank.number() == 1 ? numbers.clone()
+                                                        : torch::zeros({1, 2, 3, 4})};
+    if (rank.number() != 2) laid_out[0] = laid_out[0].contiguous(at::MemoryFormat::ChannelsLast);
+    group.broadcast(laid_out, 1);
+    EXPECT_TRUE(torch::equal(laid_out[0], numbers));
     for (const at::Tensor& tensor : tensors) expect_equal(tensor, torch::ones_like(tensor));
     // Parameters, which need gradients.
     std::vector<at::Tensor> parameters = {

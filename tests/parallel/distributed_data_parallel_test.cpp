@@ -164,6 +164,34 @@ TEST(Ddp, AccumulatesWithoutCommunicationInNoSync) {
   });
 }
 
+TEST(Ddp, TakesChannelsLastAsItIs) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto conv_of = [](std::uint64_t seed) {
+      torch::manual_seed(seed);
+      torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
+      conv->weight.set_data(conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+      return conv;
+    };
+    torch::nn::Conv2d alone = conv_of(0);
+    torch::nn::Conv2d model = conv_of(static_cast<std::uint64_t>(rank.number()));
+    DistributedDataParallel ddp(model, group);
+    torch::manual_seed(9);
+    const at::Tensor images = torch::randn({4, 3, 8, 8});
+    for (int step = 0; step < 2; ++step) {
+      alone->zero_grad();
+      model->zero_grad();
+      alone(images).square().mean().backward();
+      ddp.forward(images.slice(0, 2 * rank.number(), 2 * rank.number() + 2))
+          .square()
+          .mean()
+          .backward();
+      expect_near(gradients_of(*model), gradients_of(*alone), 1e-5);
+      EXPECT_EQ(model->weight.grad().strides(), model->weight.strides());
+    }
+  });
+}
+
 // torch::load gives the parameters new autograd nodes.
 TEST(Ddp, WeightsMayBeLoadedAfterwards) {
   run_ranks(2, [](Rank& rank) {

@@ -67,7 +67,8 @@ class Group {
 
   /// Copies root's values to all ranks.
   void broadcast(at::Tensor& tensor, int root = 0) const;
-  /// The same for many tensors, coalesced into buffers of 250 MiB a dtype.
+  /// The same for many tensors, coalesced into buffers of 250 MiB a dtype. Their strides do not
+  /// matter.
   void broadcast(const std::vector<at::Tensor>& tensors, int root = 0) const;
   /// A text of any length.
   std::string broadcast(std::string text, int root = 0) const;
