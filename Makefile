@@ -4,10 +4,12 @@
 #   TORCH=2.11.0                          which LibTorch to get (tools/setup.sh)
 #   SEMITONE_LIBTORCH=DIR                 a LibTorch that you have: the folder that holds include/ and lib/
 #   JOBS=N                                compile jobs, default: one per core
+#   NPROC=N|auto                          processes of mnist-ddp, default: 2
 
 PRESET ?= release
 TORCH ?= 2.11.0
 JOBS ?= $(shell nproc)
+NPROC ?= 2
 BUILD = build/$(PRESET)$(if $(filter-out 2.11.0,$(TORCH)),-torch$(TORCH))
 LIBTORCH = $(or $(SEMITONE_LIBTORCH),$(CURDIR)/.deps/libtorch-$(TORCH)/torch)
 export TORCH SEMITONE_LIBTORCH
@@ -15,7 +17,7 @@ export TORCH SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program mnist test bench format check-format tidy clean
+.PHONY: help setup configure build program mnist mnist-ddp test bench format check-format tidy clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -39,6 +41,10 @@ build: configure  ## Build everything
 mnist: program  ## Train the ConvNet on the real MNIST at O0, O1, O2 and O3
 	$(say) "training"
 	@$(BUILD)/apps/semitone train --model convnet --opt-level all $(ARGS)
+
+mnist-ddp: program  ## The same in two processes, each with its share of the images
+	$(say) "training in $(NPROC) processes"
+	@$(BUILD)/apps/semitone train --model convnet --opt-level all --nproc $(NPROC) --batch-size 50 --sync-bn $(ARGS)
 
 test: build  ## Build and run every test
 	$(say) "running the tests"

@@ -20,12 +20,13 @@ constexpr std::size_t bytes_of(Format format) {
 // out[i] = round(in[i] * inv_scale + addend[i]), the multiplication and the addition rounded to
 // fp32 one after the other, the result rounded to nearest even where out is a 16-bit format. addend
 // may be null (nothing is added) and has out's format. out may be in, or addend. Returns whether an
-// out[i] is inf or NaN, and would be were addend[i] finite. Formats: in == out, or a 16-bit in with out fp32.
+// out[i] is inf or NaN, and would be were addend[i] finite. Formats: in == out, or a 16-bit in with
+// out fp32.
 bool unscale(const void* in, Format in_format, const void* addend, void* out, Format out_format,
              std::size_t size, float inv_scale);
 
-// The sum of in[i]^2, squared and added up in fp64, and the largest |in[i]|; both NaN if an element is
-// NaN. The order of the additions depends on the instruction set, not on what in contains.
+// The sum of in[i]^2, squared and added up in fp64, and the largest |in[i]|; both NaN if an element
+// is NaN. The order of the additions depends on the instruction set, not on what in contains.
 double sum_of_squares(const void* in, Format format, std::size_t size);
 float max_magnitude(const void* in, Format format, std::size_t size);
 

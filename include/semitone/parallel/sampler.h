@@ -61,8 +61,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   /// The next indices: batch_size of them, fewer at the end, nothing after that.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
-  /// Epoch, size of the data set and position in this pass. Loading rebuilds the order from this sampler's own
-  /// options. Error if the archive's position does not lie in this rank's share.
+  /// Epoch, size of the data set and position in this pass. Loading rebuilds the order from this
+  /// sampler's own options. Error if the archive's position does not lie in this rank's share.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -82,8 +82,8 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::size_t index_ = 0;
 };
 
-/// A rank's share of a data set, for evaluation: every index on exactly one rank, so that sums over all
-/// ranks (correct answers, losses, counts) are those of the whole set.
+/// A rank's share of a data set, for evaluation: every index on exactly one rank, so that sums over
+/// all ranks (correct answers, losses, counts) are those of the whole set.
 ///
 /// Rank r gets r, r + num_replicas, r + 2 · num_replicas … below the size. Where that does not
 /// divide evenly, the first ranks get one index more than the others; so the number of batches may
@@ -98,7 +98,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   /// The next indices: batch_size of them, fewer at the end, nothing after that.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
-  /// Size of the data set and position. Error if the archive's position does not lie in this rank's share.
+  /// Size of the data set and position. Error if the archive's position does not lie in this rank's
+  /// share.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 

@@ -1,0 +1,189 @@
+#include "semitone/launch/process.h"
+#include "src/launch/machine.h"
+#include "src/launch/sockets.h"
+#include "tests/support/image_files.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+// `semitone train` with several processes, as a user meets it.
+namespace semitone {
+namespace {
+
+using launch::Finished;
+using launch::Output;
+using launch::Process;
+using launch::ProcessOptions;
+using nlohmann::json;
+using test::read_text;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Words = std::vector<std::string>;
+
+class TrainTogether : public ::testing::Test {
+ protected:
+  TrainTogether() { test::write_data_set(data_.path(), 401, 101); }
+
+  Words words(const Words& more) const {
+    Words all{"train", "--data", data_.path().string(), "--batch-size", "20"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  static ProcessOptions semitone(const Words& arguments) {
+    return ProcessOptions(SEMITONE_PROGRAM)
+        .arguments(arguments)
+        .out(Output::capture)
+        .err(Output::capture);
+  }
+  Finished train(const Words& more) const { return launch::run(semitone(words(more))); }
+  // The one level in the file.
+  json result(const std::string& file) const {
+    const json results = json::parse(read_text(file));
+    EXPECT_EQ(results.size(), 1U);
+    return results.at(0);
+  }
+  static std::ptrdiff_t count(const std::string& text, const std::string& part) {
+    std::ptrdiff_t times = 0;
+    for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++times;
+    return times;
+  }
+
+  test::TemporaryFolder data_;
+  test::TemporaryFolder folder_;
+};
+
+TEST_F(TrainTogether, OneProcessSpeaksForAll) {
+  const std::string file = (folder_ / "two.json").string();
+  const Finished finished =
+      train({"--nproc", "2", "--sync-bn", "--compress", "bf16", "--epochs", "3", "--json", file});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out,
+              AllOf(HasSubstr("processes     2, BatchNorm over all of them, gradients "
+                              "sent in bf16"),
+                    HasSubstr("\nO1     bfloat16")));
+  EXPECT_EQ(count(finished.out, "\nO1 "), 1);
+  EXPECT_EQ(count(finished.err, "epoch 3/3"), 1);
+  const json two = result(file);
+  EXPECT_EQ(two.at("processes"), 2);
+  EXPECT_EQ(two.at("steps"), 33);  // of 201 images for each
+  EXPECT_GT(two.at("test_accuracy"), 0.9);
+}
+
+TEST_F(TrainTogether, EveryLevelIsAJobOfItsOwn) {
+  const std::string file = (folder_ / "all.json").string();
+  const Finished finished =
+      train({"-g", "2", "--opt-level", "all", "--limit-batches", "3", "--json", file});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const json results = json::parse(read_text(file));
+  ASSERT_EQ(results.size(), 4U);
+  for (const json& level : results) EXPECT_EQ(level.at("processes"), 2);
+}
+
+TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
+  const std::string here = (folder_ / "here.json").string();
+  const std::string there = (folder_ / "there.json").string();
+  ASSERT_TRUE(train({"--nproc", "2", "--limit-batches", "5", "--json", here}).status.success());
+  Words launch{"launch", "--nproc-per-node", "2", SEMITONE_PROGRAM};
+  const Words train = words({"--limit-batches", "5", "--json", there});
+  launch.insert(launch.end(), train.begin(), train.end());
+  const Finished finished = launch::run(semitone(launch));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_EQ(count(finished.out, "\nO1 "), 1);
+  for (const char* key : {"test_accuracy", "test_loss", "train_loss", "processes", "steps"})
+    EXPECT_EQ(result(here).at(key), result(there).at(key)) << key;
+}
+
+TEST_F(TrainTogether, TwoMachinesGiveWhatOneGives) {
+  const std::string one = (folder_ / "one.json").string();
+  const std::string two = (folder_ / "two.json").string();
+  const std::string port = std::to_string(launch::free_port());
+  ASSERT_TRUE(train({"--nproc", "2", "--limit-batches", "5", "--json", one}).status.success());
+  const auto node = [&](const char* number) {
+    return semitone(
+        words({"-n", "2", "-g", "1", "-nr", number, "--master-addr", "127.0.0.1", "--master-port",
+               port, "--limit-batches", "5", "--threads", "1", "--json", two}));
+  };
+  Process other(node("1"));
+  const Finished first = launch::run(node("0"));
+  const Finished second = other.wait();
+  ASSERT_TRUE(first.status.success()) << first.err;
+  ASSERT_TRUE(second.status.success()) << second.err;
+  EXPECT_THAT(first.out, AllOf(HasSubstr("processes     2 on 2 machines"), HasSubstr("\nO1 ")));
+  EXPECT_EQ(second.out, "");
+  for (const char* key : {"test_accuracy", "test_loss", "train_loss", "processes", "steps"})
+    EXPECT_EQ(result(one).at(key), result(two).at(key)) << key;
+}
+
+TEST_F(TrainTogether, SavedStatesAreOfAllProcesses) {
+  const std::string state = (folder_ / "state").string();
+  const auto json_of = [&](const char* name) { return (folder_ / name).string(); };
+  const Words common{"--nproc", "2", "--opt-level", "O2", "--dtype", "fp16"};
+  const auto run = [&](Words more) {
+    more.insert(more.begin(), common.begin(), common.end());
+    return train(more);
+  };
+  ASSERT_TRUE(run({"--max-steps", "8", "--json", json_of("whole")}).status.success());
+  ASSERT_TRUE(run({"--max-steps", "4", "--save", state}).status.success());
+  const Finished resumed = run({"--max-steps", "8", "--resume", state, "--json", json_of("rest")});
+  ASSERT_TRUE(resumed.status.success()) << resumed.err;
+  for (const char* key : {"test_accuracy", "test_loss", "train_loss", "final_loss_scale"})
+    EXPECT_EQ(result(json_of("whole")).at(key), result(json_of("rest")).at(key)) << key;
+  const Finished alone =
+      train({"--opt-level", "O2", "--dtype", "fp16", "--max-steps", "8", "--resume", state});
+  EXPECT_EQ(alone.status.code, 1);
+  EXPECT_THAT(alone.err, HasSubstr("[train.checkpoint] expected --nproc 1"));
+}
+
+TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{"--nproc", "three"},
+       "expected nproc-per-node to be a number, auto, cpu or gpu, got 'three'"},
+      {{"--nproc", "0"}, "expected nproc-per-node from 1"},
+      {{"-n", "2"}, "master-addr for several nodes, got neither"},
+      {{"-n", "2", "-nr", "2", "--master-addr", "x"}, "expected node-rank from 0 to 1"},
+      {{"--compress", "fp8"}, "expected --compress to be one of none, bf16, fp16, got 'fp8'"},
+      {{"--master-port", "65536"}, "expected --master-port from 0 to 65535"}};
+  for (const auto& [more, message] : cases) {
+    SCOPED_TRACE(message);
+    const Finished finished = train(more);
+    EXPECT_EQ(finished.status.code, 2);
+    EXPECT_THAT(finished.err, HasSubstr(message));
+    EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1) << finished.err;
+    EXPECT_EQ(finished.out, "");
+  }
+  const Finished launched = launch::run(semitone(words({"--nproc", "2"}))
+                                            .environment("RANK", "1")
+                                            .environment("WORLD_SIZE", "2")
+                                            .environment("MASTER_ADDR", "127.0.0.1")
+                                            .environment("MASTER_PORT", "1"));
+  EXPECT_EQ(launched.status.code, 2);
+  EXPECT_THAT(launched.err,
+              HasSubstr("[cli.train] expected no --nproc in a process that was launched, "
+                        "got --nproc as rank 1 of 2"));
+}
+
+TEST_F(TrainTogether, AProcessThatFailsEndsAllWithItsCode) {
+  const std::string file = (folder_ / "x.json").string();
+  const Finished diverged =
+      train({"--nproc", "2", "--opt-level", "O0", "--lr", "1e30", "--json", file});
+  EXPECT_EQ(diverged.status.code, 3);
+  EXPECT_THAT(diverged.err, AllOf(HasSubstr("[train.trainer] expected a finite"),
+                                  HasSubstr("[launch] rank "), HasSubstr("failed: exit code 3")));
+  EXPECT_THAT(diverged.out, Not(HasSubstr("level  dtype")));
+  // Rank 0 alone reads and writes.
+  const Finished unreadable = train({"--nproc", "2", "--resume", (folder_ / "none").string()});
+  EXPECT_EQ(unreadable.status.code, 1);
+  EXPECT_THAT(unreadable.err, AllOf(HasSubstr("[train.checkpoint] expected a saved state"),
+                                    HasSubstr("[launch] rank 0 failed: exit code 1")));
+}
+
+}  // namespace
+}  // namespace semitone
