@@ -9,9 +9,11 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <iostream>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -68,6 +70,12 @@ int main(int argc, char** argv) {
     return fail(error, cli::kUsage);
   } catch (const DivergedError& error) {
     return fail(error, cli::kDiverged);
+  } catch (const CommError& error) {
+    // Launchers name the process that ends first: let that be the one that was lost, whose own
+    // message tells why, and which takes some 0.3 s to unload LibTorch.
+    const int code = fail(error, cli::kFailure);
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    return code;
   } catch (const c10::Error& error) {
     std::cerr << "[libtorch] " << error.what_without_backtrace() << '\n';
   } catch (const std::exception& error) {

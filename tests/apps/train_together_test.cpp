@@ -101,25 +101,23 @@ TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
     EXPECT_EQ(result(here).at(key), result(there).at(key)) << key;
 }
 
-TEST_F(TrainTogether, TwoMachinesGiveWhatOneGives) {
-  const std::string one = (folder_ / "one.json").string();
-  const std::string two = (folder_ / "two.json").string();
+// Jobs on several machines need several machines: tests/hosts.sh. Here, what one says of an address
+// that only it can reach.
+TEST_F(TrainTogether, SeveralMachinesNeedAnAddressThatAllReach) {
   const std::string port = std::to_string(launch::free_port());
-  ASSERT_TRUE(train({"--nproc", "2", "--limit-batches", "5", "--json", one}).status.success());
   const auto node = [&](const char* number) {
-    return semitone(
-        words({"-n", "2", "-g", "1", "-nr", number, "--master-addr", "127.0.0.1", "--master-port",
-               port, "--limit-batches", "5", "--threads", "1", "--json", two}));
+    return semitone(words({"-n", "2", "-g", "1", "-nr", number, "--master-addr", "127.0.0.1",
+                           "--master-port", port, "--threads", "1"}));
   };
   Process other(node("1"));
   const Finished first = launch::run(node("0"));
   const Finished second = other.wait();
-  ASSERT_TRUE(first.status.success()) << first.err;
-  ASSERT_TRUE(second.status.success()) << second.err;
-  EXPECT_THAT(first.out, AllOf(HasSubstr("processes     2 on 2 machines"), HasSubstr("\nO1 ")));
+  EXPECT_EQ(first.status.code, 1);
+  EXPECT_EQ(second.status.code, 1);
+  EXPECT_THAT(first.out, HasSubstr("processes     2 on 2 machines"));
   EXPECT_EQ(second.out, "");
-  for (const char* key : {"test_accuracy", "test_loss", "train_loss", "processes", "steps"})
-    EXPECT_EQ(result(one).at(key), result(two).at(key)) << key;
+  EXPECT_THAT(first.err + second.err,
+              HasSubstr("expected a master address that other machines can reach"));
 }
 
 TEST_F(TrainTogether, SavedStatesAreOfAllProcesses) {
