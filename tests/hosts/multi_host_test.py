@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""Trains on three hosts, and breaks them: the whole program, over a network whose cables can be pulled.
+
+    sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about three minutes
+
+By hand, because it needs root; it leaves nothing behind (tools/hosts.py). The tests of other launchers need torchrun (or
+TORCHRUN, its path) and mpirun.
+"""
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from hosts import Hosts  # noqa: E402
+
+PROGRAM = ROOT / "build/release/apps/semitone"
+COUNT = 3
+SHORT = ["train", "--limit-batches", "30", "--threads", "1", "--quiet"]
+LONG = ["train", "--epochs", "100", "--threads", "1", "--quiet"]
+# 30 s without a sign of life, 10 s from SIGTERM to SIGKILL, and some for a busy machine.
+TIMEOUT = 60
+# What one training computes, on however many hosts and whoever starts it.
+SAME = ["steps", "processes", "train_loss", "test_loss", "test_accuracy", "skipped_steps", "final_loss_scale"]
+
+
+def cpu_seconds(process):
+    fields = pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def eventually(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+
+    def result(self, command, **options):
+        """What a training that writes to a file in the place of {} has computed."""
+        path = self.folder / "result.json"
+        done = subprocess.run([str(word).replace("{}", str(path)) for word in command], capture_output=True, text=True, timeout=120,
+                              **options)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return self.same(path)
+
+    def same(self, path):
+        result, = json.loads(path.read_text())
+        return {key: result[key] for key in SAME}
+
+    def on_one_host(self, processes):
+        return self.result([PROGRAM, *SHORT, "--nproc", processes, "--json", "{}"])
+
+
+class SeveralHosts(Folder):
+    def setUp(self):
+        super().setUp()
+        hosts = Hosts(COUNT)
+        self.hosts = self.enterContext(hosts)
+
+    def start(self, command_of):
+        self.launchers = []
+        for number, host in enumerate(self.hosts):
+            with open(self.folder / f"log{number}", "w") as log:
+                self.launchers.append(host.start(command_of(number), stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+    def launch(self, training):
+        self.start(lambda number: [PROGRAM, "launch", "--nnodes", COUNT, "--rdzv-endpoint", self.hosts[0].address, PROGRAM, *training])
+
+    def log(self, number):
+        return (self.folder / f"log{number}").read_text()
+
+    def codes(self, seconds):
+        """Exit codes of the launchers; None for one that is still running then."""
+        eventually(lambda: all(launcher.poll() is not None for launcher in self.launchers), seconds)
+        return [launcher.poll() for launcher in self.launchers]
+
+    def workers(self):
+        """Process numbers of the ranks, by rank, once all have trained for a while."""
+        found = {}
+
+        def all_train():
+            for host in self.hosts:
+                for process in host.processes():
+                    try:
+                        environment = pathlib.Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                        command = pathlib.Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+                        rank = [int(word[5:]) for word in environment if word.startswith(b"RANK=")]
+                        if rank and command[1:2] == [b"train"] and cpu_seconds(process) > 2:
+                            found[rank[0]] = process
+                    except (FileNotFoundError, ProcessLookupError):
+                        pass
+            return len(found) == COUNT
+
+        self.assertTrue(eventually(all_train), f"only {found}: " + "".join(map(self.log, range(COUNT))))
+        return found
+
+    def host_of(self, process):
+        return next(number for number, host in enumerate(self.hosts) if process in host.processes())
+
+    def expect_all_end(self, rank, seconds, others):
+        """All launchers return something but 0 in time, those of `others` name the rank, and nothing is left."""
+        codes = self.codes(seconds)
+        logs = [self.log(number) for number in range(COUNT)]
+        for number in range(COUNT):
+            self.assertIsNotNone(codes[number], f"host {number} still runs:\n{logs[number]}")
+            self.assertNotEqual(codes[number], 0, logs[number])
+        for number in others:
+            self.assertRegex(logs[number], rf"\b(rank|process) {rank}\b", f"host {number}")
+        for number, host in enumerate(self.hosts):
+            self.assertTrue(eventually(lambda: not host.processes(), 5), f"processes are left on host {number}")
+        if os.environ.get("VERBOSE"):
+            print(codes, *logs, sep="\n---\n", file=sys.stderr)
+
+
+class Training(SeveralHosts):
+    def test_three_launchers_train_as_three_processes_of_one_host_do(self):
+        self.start(lambda number: [PROGRAM, "launch", "--nnodes", COUNT, "--rdzv-endpoint", self.hosts[0].address, PROGRAM, *SHORT,
+                                   "--json", self.folder / "result.json"])
+        self.assertEqual(self.codes(120), [0] * COUNT, "".join(map(self.log, range(COUNT))))
+        self.assertEqual(self.same(self.folder / "result.json"), self.on_one_host(COUNT))
+
+    def test_numbered_nodes_of_train_do_too(self):
+        self.start(lambda number: [PROGRAM, *SHORT, "-n", COUNT, "-g", 1, "-nr", number, "--master-addr", self.hosts[0].address,
+                                   "--json", self.folder / f"result{number}.json"])
+        self.assertEqual(self.codes(120), [0] * COUNT, "".join(map(self.log, range(COUNT))))
+        self.assertEqual(self.same(self.folder / "result0.json"), self.on_one_host(COUNT))
+
+
+class Failures(SeveralHosts):
+    def setUp(self):
+        super().setUp()
+        self.launch(LONG)
+        self.ranks = self.workers()
+
+    def test_a_pulled_cable_ends_all(self):
+        rank = 2
+        cut = self.host_of(self.ranks[rank])
+        if cut == 0:
+            rank, cut = 1, self.host_of(self.ranks[1])
+        self.hosts[cut].unplug()
+        self.expect_all_end(rank, TIMEOUT, [number for number in range(COUNT) if number != cut])
+
+    def test_a_stopped_rank_ends_all(self):
+        os.kill(self.ranks[1], signal.SIGSTOP)
+        self.expect_all_end(1, TIMEOUT, range(COUNT))
+
+    def test_a_killed_rank_ends_all_at_once(self):
+        os.kill(self.ranks[1], signal.SIGKILL)
+        self.expect_all_end(1, 15, range(COUNT))
+
+    def test_a_killed_launcher_ends_all_at_once(self):
+        rank = 1 if self.host_of(self.ranks[1]) != 0 else 2
+        cut = self.host_of(self.ranks[rank])
+        # The first there: `ip netns exec` becomes the launcher.
+        os.kill(self.launchers[cut].pid, signal.SIGKILL)
+        self.expect_all_end(rank, 15, [number for number in range(COUNT) if number != cut])
+
+
+class OtherLaunchers(Folder):
+    """The same binary, started by others, computes what `--nproc 2` does."""
+
+    # As the other launchers have it; ports that are free now.
+    def environment(self, **more):
+        names = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|OMPI_|SLURM_)")
+        return {**{key: value for key, value in os.environ.items() if not names.match(key)}, **more}
+
+    def test_torchrun(self):
+        torchrun = os.environ.get("TORCHRUN") or shutil.which("torchrun")
+        self.assertIsNotNone(torchrun, "torchrun is not here: set TORCHRUN")
+        got = self.result([torchrun, "--standalone", "--no-python", "--nproc-per-node", 2, PROGRAM, *SHORT, "--json", "{}"],
+                          env=self.environment())
+        self.assertEqual(got, self.on_one_host(2))
+
+    def test_mpirun(self):
+        mpirun = shutil.which("mpirun")
+        self.assertIsNotNone(mpirun, "mpirun is not here: install openmpi-bin")
+        got = self.result([mpirun, "--allow-run-as-root", "--oversubscribe", "-np", 2, PROGRAM, *SHORT, "--json", "{}"],
+                          env=self.environment(MASTER_PORT="29611"))
+        self.assertEqual(got, self.on_one_host(2))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and pathlib.Path(sys.argv[1]).is_file():
+        PROGRAM = pathlib.Path(sys.argv.pop(1)).resolve()
+    unittest.main(verbosity=2)
