@@ -17,6 +17,7 @@
 #include <limits>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace semitone::parallel {
@@ -161,14 +162,25 @@ class BucketedReduction final : public Reduction {
         [this] { reducer_->delay_all_reduce(); });
   }
 
-  void shadow() override {
+  void shadow(bool keep) override {
     auto buckets = reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
     std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
     for (auto& bucket : buckets) futures.push_back(reducer_->run_comm_hook(bucket));
     for (const auto& future : futures) future->waitAndThrow();
+    std::unordered_set<const c10::TensorImpl*> unused;
     if (searches()) {
       std::vector<at::Tensor> used{at::zeros_like(reducer_->get_local_used_map_on_device())};
       comm::process_group(group_)->allreduce(used)->wait();
+      const at::Tensor counts = used[0].cpu();
+      for (std::size_t i = 0; i < parameters_.size(); ++i) {
+        if (counts[static_cast<std::int64_t>(i)].item<int>() == 0)
+          unused.insert(parameters_[i].unsafeGetTensorImpl());
+      }
+    }
+    for (std::size_t i = 0; keep && i < buckets.size(); ++i) {
+      const c10::IValue result = futures[i]->value();
+      store(result.isTensor() ? result.toTensor() : result.toTensorVector().at(0),
+            buckets[i].getParameters(), unused);
     }
     reducer_->push_rebuilt_params_for_all_indices();
   }
@@ -185,6 +197,21 @@ class BucketedReduction final : public Reduction {
     for (const at::Tensor& parameter : parameters_) {
       at::Tensor& gradient = parameter.mutable_grad();
       if (gradient.defined() && gradient.is_view()) gradient = gradient.variable_data();
+    }
+  }
+
+  // Gives parameters the gradients in a bucket, where they lie as Reducer lays them out.
+  static void store(const at::Tensor& bucket, const std::vector<at::Tensor>& parameters,
+                    const std::unordered_set<const c10::TensorImpl*>& unused) {
+    std::int64_t offset = 0;
+    for (const at::Tensor& parameter : parameters) {
+      const at::Tensor part = bucket.narrow(0, offset, parameter.numel());
+      offset += parameter.numel();
+      if (unused.contains(parameter.unsafeGetTensorImpl())) continue;
+      parameter.mutable_grad() =
+          parameter.is_non_overlapping_and_dense()
+              ? part.as_strided(parameter.sizes(), parameter.strides()).clone()
+              : part.view(parameter.sizes()).clone();
     }
   }
 

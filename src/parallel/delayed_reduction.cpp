@@ -37,7 +37,12 @@ class DelayedReduction final : public Reduction {
   // mean over equal values changes nothing.
   bool finished() override { return false; }
 
-  void shadow() override { reduce(false); }
+  void shadow(bool keep) override {
+    if (keep) {
+      for (const at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
+    }
+    reduce(keep);
+  }
 
  private:
   void reduce(bool takes_part) {

@@ -45,7 +45,8 @@ class Reduction {
   virtual void on_outputs_gradient() {}
 
   // What a step communicates besides buffers, with zeros: for a rank without input.
-  virtual void shadow() = 0;
+  // @param keep  whether the parameters get the gradients
+  virtual void shadow(bool keep) = 0;
 };
 
 // c10d's Reducer: buckets that leave while backward goes on.

@@ -306,13 +306,24 @@ void ReplicaSync::Impl::shadow_step() {
   if (!agree_to_reduce(false)) return;
   reduction->before_forward();
   sync_buffers(false);
-  reduction->shadow();
+  if (!joining->options.follow) return reduction->shadow(/*keep=*/false);
+  bool received = false;
+  joining->options.follow([&] {
+    if (!std::exchange(received, true)) reduction->shadow(/*keep=*/true);
+  });
+  if (!received) {
+    throw Error("parallel.join", "a call of receive() in JoinOptions::follow", "none",
+                "the other ranks wait for it");
+  }
 }
 
 void ReplicaSync::Impl::take_final_model(bool was_last) {
   const int root = last_rank_with(was_last);
   std::vector<at::Tensor> all;
-  for (const auto& entry : model.parameters) all.push_back(entry.tensor.detach());
+  if (!joining->options.follow) {
+    for (const auto& entry : model.parameters) all.push_back(entry.tensor.detach());
+  }
+  if (all.empty() && buffers.empty()) return;
   all.insert(all.end(), buffers.begin(), buffers.end());
   const at::NoGradGuard no_grad;
   c10d::broadcast_coalesced(comm::process_group(group), all, kBroadcastBytes, root);

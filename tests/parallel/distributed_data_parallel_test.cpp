@@ -714,6 +714,48 @@ TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
   });
 }
 
+// 200 steps, with infs on rank 1 now and then, from other weights on each rank.
+TEST(MixedPrecision, MastersAndScalesStayEqualThroughOverflowsOnOneRank) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2}) {
+      for (const auto& options : {DdpOptions(), DdpOptions().compress(torch::kHalf)}) {
+        Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()), true);
+        model->to(torch::kFloat);
+        torch::optim::SGD optimizer(model->parameters(),
+                                    torch::optim::SGDOptions(0.01).momentum(0.9));
+        auto mixed =
+            amp::initialize(model, optimizer,
+                            amp::Options(level)
+                                .dtype(torch::kHalf)
+                                .verbosity(0)
+                                .loss_scale_options(amp::LossScaleOptions().growth_interval(20)));
+        DistributedDataParallel ddp(model, group, options);
+        int skipped = 0;
+        for (int step = 0; step < 200; ++step) {
+          const Batch batch = batch_of(static_cast<std::uint64_t>(2 * step + rank.number()), 4);
+          const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat));
+          at::Tensor loss =
+              sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat)) / 4;
+          if (rank.number() == 1 && step % 23 == 7) loss = loss * HUGE_VAL;
+          mixed.scale_loss(loss, optimizer).backward();
+          if (mixed.step(optimizer) == amp::Step::skipped) ++skipped;
+          mixed.zero_grad(optimizer);
+        }
+        EXPECT_GE(skipped, 9);  // the infs; the scale may have been too high as well
+        EXPECT_EQ(mixed.skipped_steps(), skipped);
+        expect_equal_on_all_ranks(group, copies(mixed.master_params(optimizer)));
+        expect_equal_on_all_ranks(group, copies(model->parameters()));
+        expect_equal_on_all_ranks(
+            group, {torch::tensor({mixed.loss_scaler().scale(), static_cast<double>(skipped)},
+                                  torch::kDouble)});
+        for (const at::Tensor& master : mixed.master_params(optimizer))
+          EXPECT_TRUE(master.isfinite().all().item<bool>());
+      }
+    }
+  });
+}
+
 TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

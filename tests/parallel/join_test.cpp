@@ -1,3 +1,4 @@
+#include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "tests/parallel/models.h"
@@ -8,6 +9,11 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace semitone::parallel {
 namespace {
@@ -86,6 +92,96 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
           EXPECT_TRUE(test::near(model->parameters()[i], alone->parameters()[i], kTolerance)) << i;
         }
       }
+    }
+  });
+}
+
+// Two epochs: in the second, what the first has left behind counts. Momentum, masters, loss scale.
+TEST(Join, RanksThatFollowStayEqualBitForBit) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    const std::vector<std::pair<amp::OptLevel, DdpOptions>> cases = {
+        {amp::OptLevel::O1, DdpOptions().find_unused_parameters(true)},
+        {amp::OptLevel::O2,
+         DdpOptions().find_unused_parameters(true).gradient_as_bucket_view(true)},
+        {amp::OptLevel::O2, DdpOptions().delay_allreduce(true)},
+        {amp::OptLevel::O3, DdpOptions().find_unused_parameters(true).compress(torch::kHalf)}};
+    for (std::size_t which = 0; which < cases.size(); ++which) {
+      SCOPED_TRACE(which);
+      Heads model = seeded<Heads>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(),
+                                  torch::optim::SGDOptions(0.01).momentum(0.9));
+      auto mixed = amp::initialize(
+          model, optimizer,
+          amp::Options(cases[which].first).dtype(torch::kHalf).verbosity(0).loss_scale("dynamic"));
+      DistributedDataParallel ddp(model, group, cases[which].second);
+      int steps = 0;
+      JoinOptions options;
+      options.follow = [&](const auto& receive) {
+        auto none = mixed.scale_loss(torch::zeros({}), optimizer);
+        none.value();
+        receive();
+        none.finish();
+        mixed.step(optimizer);
+        mixed.zero_grad(optimizer);
+        ++steps;
+      };
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        ddp.join(
+            [&] {
+              for (int step = 0; step < kBatches[static_cast<std::size_t>(rank.number())]; ++step) {
+                const Batch batch = batch_for(rank.number(), step);
+                const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat), step % 2 == 0);
+                at::Tensor loss =
+                    sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat));
+                // Of the rank that is alone then.
+                if (step == 4 && epoch == 0) loss = loss * HUGE_VAL;
+                mixed.scale_loss(loss, optimizer).backward();
+                mixed.step(optimizer);
+                mixed.zero_grad(optimizer);
+                ++steps;
+              }
+            },
+            options);
+      }
+      EXPECT_EQ(steps, 12);
+      EXPECT_GE(mixed.skipped_steps(), 1);
+      EXPECT_EQ(group.broadcast(std::to_string(mixed.loss_scaler().scale())),
+                std::to_string(mixed.loss_scaler().scale()));
+      std::vector<at::Tensor> state = mixed.master_params(optimizer);
+      for (const at::Tensor& parameter : mixed.master_params(optimizer)) {
+        const auto known = optimizer.state().find(parameter.unsafeGetTensorImpl());
+        if (known == optimizer.state().end()) continue;  // `never`
+        state.push_back(
+            static_cast<torch::optim::SGDParamState&>(*known->second).momentum_buffer());
+      }
+      EXPECT_EQ(state.size(), 14U);  // eight parameters, six of them with momentum
+      for (const at::Tensor& tensor : state) {
+        for (const at::Tensor& other : group.all_gather(tensor.detach().contiguous()))
+          EXPECT_TRUE(test::same_bits(other, tensor.detach()));
+      }
+    }
+  });
+}
+
+TEST(Join, AFollowThatDoesNotReceiveIsAnError) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    JoinOptions options;
+    options.follow = [](const auto&) {};
+    const auto loop = [&] {
+      if (rank.number() == 0) {
+        const Batch batch = batch_for(0, 0);
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      }
+    };
+    if (rank.number() == 1) {
+      test::expect_error([&] { ddp.join(loop, options); }, {"[parallel.join]", "receive()"});
+    } else {
+      EXPECT_THROW(ddp.join(loop, options), CommError);
     }
   });
 }

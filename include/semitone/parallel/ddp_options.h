@@ -4,6 +4,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -79,6 +80,31 @@ struct JoinOptions {
   bool divide_by_initial_world_size = true;
   /// The first rank to run out of input ends the loop of all: an Error on every rank, naming one.
   bool throw_on_early_termination = false;
+
+  /// What a rank without input does in each step of the others, so that weights, optimizer state and
+  /// loss scale stay equal on all ranks bit for bit. Once in each call it calls receive(), which
+  /// gives the parameters the others' mean gradients, as a backward pass does:
+  ///
+  ///     options.follow = [&](const auto& receive) {
+  ///       optimizer.zero_grad();
+  ///       receive();
+  ///       optimizer.step();
+  ///     };
+  ///
+  /// and with mixed precision:
+  ///
+  ///     options.follow = [&](const auto& receive) {
+  ///       auto none = mixed.scale_loss(torch::zeros({}), optimizer);
+  ///       none.value();
+  ///       receive();
+  ///       none.finish();
+  ///       mixed.step(optimizer);
+  ///       mixed.zero_grad(optimizer);
+  ///     };
+  ///
+  /// Default: nothing. The model is copied from the last ranks at the end; a rank's optimizer is
+  /// where it was when its input ended, and fp32 masters are made anew from the model.
+  std::function<void(const std::function<void()>& receive)> follow;
 };
 
 }  // namespace semitone::parallel

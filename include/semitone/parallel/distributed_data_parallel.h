@@ -86,9 +86,10 @@ class DistributedDataParallel {
   NoSync no_sync() { return sync_.no_sync(); }
 
   /// Runs a training loop in which ranks may have different numbers of batches: a rank that is done
-  /// takes part in the others' reductions with zeros until all are done. At the end all ranks have
-  /// the model of those that were last. Costs one small message more in each step. The loop must not
-  /// call any other collectives; its exceptions go on, and the rank leaves the group.
+  /// takes part in the others' reductions with zeros until all are done, and may follow their steps
+  /// (JoinOptions::follow), which the optimizer's state needs. At the end all ranks have the model
+  /// of those that were last. Costs two small messages more in each step. The loop must not call any
+  /// other collectives; its exceptions go on, and the rank leaves the group.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }
