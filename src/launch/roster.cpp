@@ -17,6 +17,12 @@ std::string to_string(NodeCount nodes) {
                                 : fmt::format("{}:{}", nodes.min, nodes.max);
 }
 
+// "rank 3", "ranks 4 to 7".
+std::string name_ranks(int first, int count) {
+  return count == 1 ? fmt::format("rank {}", first)
+                    : fmt::format("ranks {} to {}", first, first + count - 1);
+}
+
 }  // namespace
 
 Roster::Roster(Job job, Time now) : job_(std::move(job)), gathering_since_(now) {}
@@ -77,8 +83,8 @@ void Roster::gone(Id id, const std::string& reason, Time now) {
   if (is_over() || found == nodes_.end()) return;
   const Node node = found->second;
   nodes_.erase(found);
-  const std::string what =
-      fmt::format("node {} ({}) is gone: {}", node.number, node.join.host, reason);
+  const std::string what = fmt::format("node {} ({}, {}) is gone: {}", node.number, node.join.host,
+                                       name_ranks(node.first_rank, node.join.processes), reason);
   if (id == kHost) return finish({Verdict::Kind::lost, std::nullopt, what});
   if (node.state == State::running) decide(std::nullopt, what, now);
   tick(now);
@@ -138,6 +144,7 @@ void Roster::begin() {
   }
   for (const auto& [id, node] : members) {
     node->number = common.node++;
+    node->first_rank = common.first_rank;
     node->state = State::running;
     Assignment own = common;
     own.node = node->number;

@@ -59,7 +59,8 @@ class Roster {
   struct Node {
     Join join;
     State state = State::waiting;
-    int number = 0;  // GROUP_RANK
+    int number = 0;      // GROUP_RANK
+    int first_rank = 0;  // in the attempt
   };
 
   std::string objection_to(Id id, const Join& join) const;

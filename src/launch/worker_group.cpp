@@ -152,6 +152,20 @@ bool WorkerGroup::reap(Worker& worker) {
   return true;
 }
 
+// One that somebody has stopped does not fail: the others do, which wait for it.
+void WorkerGroup::report_stopped() const {
+  for (const Worker& worker : workers_) {
+    siginfo_t info{};
+    if (worker.status.has_value() ||
+        ::waitid(P_PID, static_cast<id_t>(worker.id), &info, WSTOPPED | WNOHANG | WNOWAIT) != 0 ||
+        info.si_pid != worker.id)
+      continue;
+    log()->warn("rank {} (process {}) is stopped, by {}: the others may have failed because of it",
+                assignment_.first_rank + worker.local_rank, worker.id,
+                ExitStatus{0, info.si_status}.to_string());
+  }
+}
+
 void WorkerGroup::look_for_leftovers(Worker& worker) {
   if (!worker.status.has_value() || worker.group_gone || is_group_alive(worker.id)) return;
   worker.group_gone = true;
@@ -169,6 +183,7 @@ void WorkerGroup::stop(int signal, Time now) {
   if (signal == SIGKILL) {
     kill_at_ = now;
   } else {
+    report_stopped();
     signal_all(signal);
     kill_at_ = now + std::chrono::duration_cast<Clock::duration>(options_.grace());
   }

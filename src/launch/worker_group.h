@@ -65,6 +65,7 @@ class WorkerGroup {
   void start(int local_rank);
   Stream make_stream(int local_rank, Streams which, Descriptor& theirs);
   bool reap(Worker& worker);
+  void report_stopped() const;
   void look_for_leftovers(Worker& worker);
   void signal_all(int signal);
   void give_up();

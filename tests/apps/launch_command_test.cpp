@@ -284,6 +284,18 @@ TEST_F(LaunchCommandTest, AFailureIsOneBlockAndItsCodeTheProgramsOwn) {
   EXPECT_EQ(launch({}, "kill -SEGV $$").status.code, 128 + SIGSEGV);
 }
 
+TEST_F(LaunchCommandTest, AFailureNamesTheProcessThatIsStopped) {
+  const Finished finished = launch({"--nproc-per-node", "3", "--grace", "0.1"}, R"sh(
+    [ $RANK = 1 ] && kill -STOP $$
+    [ $RANK = 0 ] && exec sleep 60
+    sleep 0.5
+    exit 3)sh");
+  EXPECT_EQ(finished.status.code, 3);
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("rank 1 (process "), HasSubstr("is stopped, by signal 19"),
+                    HasSubstr("rank 2 failed: exit code 3"), Not(HasSubstr("rank 0"))));
+}
+
 TEST_F(LaunchCommandTest, WritesHowItEndedAsJson) {
   const std::string file = (folder_ / "end.json").string();
   EXPECT_EQ(launch({"--json", file, "--max-restarts", "1", "--nproc-per-node", "2"}, "exit 3")

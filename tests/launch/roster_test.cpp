@@ -279,14 +279,14 @@ TEST_F(RosterTest, ANodeThatIsDoneRunsAgainWithTheOthers) {
 
 TEST_F(RosterTest, ANodeThatVanishesEndsTheJob) {
   Roster& roster = start(job(2, 2));
-  join(0);
-  join(1);
+  join(0, 2);
+  join(1, 3);
   mail();
   roster.gone(1, "silence", now_);
   const Verdict lost = verdict(mail(), 0);
   EXPECT_EQ(lost.kind, Kind::lost);
   EXPECT_FALSE(lost.failure.has_value());
-  EXPECT_EQ(lost.reason, "node 1 (somewhere) is gone: silence");
+  EXPECT_EQ(lost.reason, "node 1 (somewhere, ranks 2 to 4) is gone: silence");
 }
 
 TEST_F(RosterTest, ANodeThatVanishesAfterItIsDoneIsNoLoss) {
@@ -342,7 +342,7 @@ TEST_F(RosterTest, SaysWhyItWaitedInVain) {
   join(0);
   roster.tick(now_ += 100s);
   EXPECT_EQ(verdict(mail(), 0).reason,
-            "1 of 2 nodes came within 100 s, after node 1 (somewhere) is gone: silence");
+            "1 of 2 nodes came within 100 s, after node 1 (somewhere, rank 1) is gone: silence");
 }
 
 TEST_F(RosterTest, ANodeThatComesLaterMakesAllBeginAnewWithoutUsingARestart) {
