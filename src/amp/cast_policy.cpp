@@ -315,7 +315,7 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
       policy->set_action(op_id(*op), row.action);
       install_kernel(*op, target_.device);
     }
-    if (policy->emulates_any()) {
+    if (policy->emulates_any() || rows_->empty()) {
       for (const auto& op : matrix_products()) install_kernel(op, target_.device);
     } else if (policy->repairs()) {
       for (const auto& op : matrix_products(MatrixProduct::convolution))

@@ -37,9 +37,10 @@ at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
 // and matmul. A view that was made under no_grad has no gradient to give to the weight, so it
 // counts only where none is wanted.
 bool is_transposed(const at::Tensor& view, const at::Tensor& weight) {
-  return view.dim() == 2 && weight.dim() == 2 && view.size(0) == weight.size(1) &&
-         view.size(1) == weight.size(0) && view.stride(0) == weight.stride(1) &&
-         view.stride(1) == weight.stride(0) && view.storage_offset() == weight.storage_offset() &&
+  return view.dim() == 2 && weight.dim() == 2 && view.is_alias_of(weight) &&
+         view.size(0) == weight.size(1) && view.size(1) == weight.size(0) &&
+         view.stride(0) == weight.stride(1) && view.stride(1) == weight.stride(0) &&
+         view.storage_offset() == weight.storage_offset() &&
          view.scalar_type() == weight.scalar_type() && view.is_neg() == weight.is_neg() &&
          (view.requires_grad() == weight.requires_grad() || !c10::GradMode::is_enabled()) &&
          !view.retains_grad() && torch::autograd::impl::hooks(view).empty();

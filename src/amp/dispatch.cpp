@@ -100,6 +100,12 @@ struct Dtypes {
     return !foreign && is_16bit(dtype) ? std::optional(dtype) : std::nullopt;
   }
 
+  // The one 16-bit dtype beside fp32.
+  std::optional<c10::ScalarType> mixed_16bit() const {
+    if (foreign || !fp32 || fp16 == bf16) return std::nullopt;
+    return fp16 ? at::kHalf : at::kBFloat16;
+  }
+
   bool fp32 = false;
   bool fp16 = false;
   bool bf16 = false;
@@ -209,9 +215,14 @@ class Kernel final : public c10::OperatorKernel {
   void run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy) const {
     if (product_ == MatrixProduct::primitive || product_ == MatrixProduct::convolution) {
-      const auto dtype = Dtypes(arguments, device_).common_16bit();
-      if (dtype.has_value() && goes_through_fp32(arguments, policy, *dtype)) {
-        run_lowered(op, keys, stack, arguments, cast, *dtype, /*emulated=*/true);
+      const Dtypes dtypes(arguments, device_);
+      // fp32 that meets 16 bits: what a kept parameter has made, on its way through the other weights.
+      // LibTorch refuses it.
+      const auto mixed = dtypes.mixed_16bit();
+      const auto dtype = mixed.has_value() ? mixed : dtypes.common_16bit();
+      const bool emulated = dtype.has_value() && goes_through_fp32(arguments, policy, *dtype);
+      if (mixed.has_value() || emulated) {
+        run_lowered(op, keys, stack, arguments, cast, *dtype, emulated);
         return;
       }
     }

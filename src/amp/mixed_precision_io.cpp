@@ -186,7 +186,7 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
     }
   }
   for (const Model::Entry& entry : entries) {
-    entry.tensor.set_data(values.at(entry.name).detach().to(entry.tensor.options()));
+    entry.tensor.detach().copy_(values.at(entry.name));
   }
   fp32.end();
 }

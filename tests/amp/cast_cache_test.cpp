@@ -106,6 +106,18 @@ TEST_F(CastCacheTest, OtherViewsOfAWeightAreNotTakenForIt) {
     expect_close(got, plain(view), test::reduction_tolerance(kBf16, 4));
 }
 
+TEST_F(CastCacheTest, AViewOfMemoryThatTheWeightHasLeftIsNotTakenForIt) {
+  const auto transposed = weight.t();
+  const auto before = weight.detach().clone();
+  weight.set_data(torch::rand({kIn, kOut}));
+  const auto y = torch::rand({2, kOut});
+  const Autocast region(bf16);
+  const auto got = at::mm(y, transposed);
+  const DisableCasts no_casts;
+  expect_close(got, at::mm(y.to(kBf16), before.t().to(kBf16)),
+               test::reduction_tolerance(kBf16, kOut));
+}
+
 // ---- never stale -------------------------------------------------------------------------------
 
 struct Change {

@@ -427,6 +427,54 @@ TEST(Initialize, ModulesMarkedKeepFp32KeepTheirOwnTensorsOnly) {
   EXPECT_EQ(train_once(mixed, model, optimizer, torch::randn({2, 4})), Step::stepped);
 }
 
+// Its fp32 result goes on through 16-bit weights.
+struct ScaleImpl : torch::nn::Module, KeepFp32 {
+  ScaleImpl() : scale(register_parameter("scale", torch::full({4}, 2.F))) {}
+  at::Tensor forward(const at::Tensor& x) { return x * scale; }
+  at::Tensor scale;
+};
+TORCH_MODULE(Scale);
+
+TEST(Initialize, KeptLayersMayStandAnywhere) {
+  const auto models = [] {
+    torch::manual_seed(3);
+    return std::vector<std::pair<torch::nn::Sequential, at::Tensor>>{
+        {torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::ReLU(), torch::nn::Linear(4, 3)),
+         torch::randn({2, 4})},
+        {torch::nn::Sequential(torch::nn::Embedding(5, 4), torch::nn::Linear(4, 3)),
+         torch::tensor({0, 4, 2})},
+        {torch::nn::Sequential(torch::nn::Conv2d(1, 4, 3), torch::nn::Conv2d(4, 3, 3)),
+         torch::randn({2, 1, 6, 6})},
+        {torch::nn::Sequential(torch::nn::Linear(4, 4), Scale(), torch::nn::Linear(4, 3)),
+         torch::randn({2, 4})}};
+  };
+  for (const auto dtype : kDtypes) {
+    for (const std::string level : {"O1", "O2", "O3"}) {
+      for (std::size_t which = 0; which < 4; ++which) {
+        SCOPED_TRACE(level + " " + dtype_name(dtype) + " " + std::to_string(which));
+        const auto expected = [&] {
+          auto [model, input] = models()[which];
+          return model->forward(input).detach();
+        }();
+        auto [model, input] = models()[which];
+        torch::optim::SGD optimizer(model->parameters(), 0.1);
+        Options options = quiet(Options(level).dtype(dtype).loss_scale(8));
+        if (which < 3) options.policy(CastPolicy::semitone().keep_fp32_params("0.*"));
+        auto mixed = initialize(model, optimizer, options);
+        if (which < 3) {
+          EXPECT_EQ(model->parameters()[0].scalar_type(), torch::kFloat);
+        }
+        const auto output = mixed.forward(model, input);
+        // Sums of four to 36 products of numbers around 1.
+        test::expect_close(output.detach().to(torch::kFloat), expected,
+                           32 * dtype_limits(dtype).epsilon);
+        mixed.scale_loss(output.square().sum(), optimizer).backward();
+        EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+      }
+    }
+  }
+}
+
 TEST(Initialize, BatchNormWithoutWeightsFollowsTheModel) {
   torch::nn::BatchNorm1d plain(torch::nn::BatchNorm1dOptions(4).affine(false));
   auto mixed = initialize(plain, quiet("O2"));
