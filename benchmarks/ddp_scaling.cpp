@@ -312,7 +312,9 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const std::string what = argc > 1 ? argv[1] : "resnet";
   const auto rounds = [&](int standard) { return argc > 2 ? std::stoi(argv[2]) : standard; };
-  const comm::Group group = comm::init();
+  // What DistributedDataParallel's own collectives do, too, in any case.
+  const auto unchecked = comm::InitOptions().check(comm::CheckLevel::none);
+  const comm::Group group = comm::init("env://", unchecked);
   json result;
   if (what == "resnet") {
     result = measure_resnet(group, rounds(5), argc > 4 ? std::stoi(argv[4]) : 16);

@@ -55,7 +55,7 @@ def summary(runs):
             for way in ("one", "apart", "ddp")}
 
 
-def peers(images=16, turns=2, rounds=4):
+def peers(images=16, turns=2, rounds=3):
     ours, theirs = [], []
     for _ in range(turns):
         ours.append(run([PROGRAM, "resnet", rounds], more=[images]))
@@ -79,7 +79,7 @@ def link():
 
 
 def throttled():
-    return {rate: over(rate, "resnet", 4) for rate in ("1 Gbit/s", "200 Mbit/s")}
+    return {rate: over(rate, "resnet", 2) for rate in ("1 Gbit/s", "200 Mbit/s")}
 
 
 def main():
