@@ -171,11 +171,25 @@ void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
   for (const at::Tensor& tensor : tensors) check_dense(tensor, "broadcast");
   check_root(root, size());
   if (impl_->process_group == nullptr || tensors.empty()) return;
-  const at::NoGradGuard no_grad;
   impl_->transport->announce("broadcast", call_of(tensors, root));
-  std::vector<at::Tensor> memory;
-  for (const at::Tensor& tensor : tensors) memory.push_back(transportable(tensor));
-  c10d::broadcast_coalesced(impl_->process_group, memory, kBroadcastBytes, root);
+  broadcast_unchecked(*this, tensors, root);
+}
+
+void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sent;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of what no transport takes as it lies
+  for (const at::Tensor& tensor : tensors) {
+    if (is_reducible(tensor.scalar_type())) {
+      sent.push_back(tensor.detach());
+    } else {
+      const at::Tensor memory = tensor.detach().contiguous();
+      sent.push_back(transportable(memory));
+      if (!memory.is_alias_of(tensor)) copies.emplace_back(tensor.detach(), memory);
+    }
+  }
+  c10d::broadcast_coalesced(process_group(group), sent, kBroadcastBytes, root);
+  for (const auto& [tensor, memory] : copies) tensor.copy_(memory);
 }
 
 std::string Group::broadcast(std::string text, int root) const {

@@ -41,4 +41,7 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) 
   return group.impl()->process_group;
 }
 
+// Group::broadcast of a list, without its checks: for those who know that all ranks call it.
+void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root);
+
 }  // namespace semitone::comm

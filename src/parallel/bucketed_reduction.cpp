@@ -136,7 +136,7 @@ class BucketedReduction final : public Reduction {
   }
 
   void divide_by(const c10::intrusive_ptr<c10d::Work>& live) override {
-    reducer_->set_forward_pass_work_handle(live, /*useStaticWorldSize=*/false);
+    reducer_->set_forward_pass_work_handle(live, /*useStaticWorldSize=*/live == nullptr);
   }
 
   void before_backward(const std::vector<at::Tensor>& outputs) override {

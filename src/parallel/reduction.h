@@ -28,8 +28,8 @@ class Reduction {
 
   // Before a forward whose gradients will be reduced.
   virtual void before_forward() {}
-  // The sum over the ranks of 1 for each that has input, under way or done: what to divide by in this
-  // step.
+  // The sum over the ranks of 1 for each that has input, under way or done: what to divide by from
+  // now on. Null: the number of ranks.
   virtual void divide_by(const c10::intrusive_ptr<c10d::Work>&) {}
   // After it.
   // @param outputs  its results, where the reduction asked for them

@@ -27,9 +27,6 @@ namespace {
 
 constexpr auto kWhere = "parallel.ddp";
 
-// As torch's DistributedDataParallel sends buffers.
-constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
-
 // A rank that waits for others for so many steps has too little data.
 constexpr int kSkewToWarnOf = 1000;
 
@@ -171,6 +168,8 @@ struct ReplicaSync::Impl {
   std::vector<Hook> hooks;
   std::vector<Kind> as_constructed;      // each of the model's parameters
   std::unique_ptr<Reduction> reduction;  // null for a single process
+  std::shared_ptr<const int> alive =
+      std::make_shared<const int>(0);  // for graphs that outlive this
 };
 
 ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_, const DdpOptions& options_)
@@ -293,8 +292,7 @@ void ReplicaSync::Impl::sync_buffers(bool has_input) {
   if (!options.broadcast_buffers() || buffers.empty()) return;
   // A rank without input has old ones.
   const int root = joining.has_value() ? last_rank_with(has_input) : 0;
-  const at::NoGradGuard no_grad;
-  c10d::broadcast_coalesced(comm::process_group(group), buffers, kBroadcastBytes, root);
+  comm::broadcast_unchecked(group, buffers, root);
 }
 
 // In a joined loop: whether the ranks with input reduce gradients in this step.
@@ -325,8 +323,7 @@ void ReplicaSync::Impl::take_final_model(bool was_last) {
   }
   if (all.empty() && buffers.empty()) return;
   all.insert(all.end(), buffers.begin(), buffers.end());
-  const at::NoGradGuard no_grad;
-  c10d::broadcast_coalesced(comm::process_group(group), all, kBroadcastBytes, root);
+  comm::broadcast_unchecked(group, all, root);
 }
 
 ReplicaSync::ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options)
@@ -379,7 +376,13 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   }
   if (differentiable.empty()) return results;
   auto listener = c10::make_intrusive<Outputs::Listener>();
-  listener->on_gradient = [impl = impl_.get()] { impl->reduction->on_outputs_gradient(); };
+  listener->on_gradient = [impl = impl_.get(), alive = std::weak_ptr(impl_->alive)] {
+    if (alive.expired()) {
+      throw Error(kWhere, "DistributedDataParallel to live until the backward pass is done",
+                  "one that is gone");
+    }
+    impl->reduction->on_outputs_gradient();
+  };
   const auto copies = Outputs::apply(at::TensorList(differentiable), listener);
   auto next = copies.begin();
   for (at::Tensor& result : results) {
@@ -396,12 +399,25 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   if (impl_->alone()) return loop();
   if (impl_->joining.has_value())
     throw Error("parallel.join", "one joined loop at a time", "another inside it");
+  if (impl_->options.static_graph()) {
+    throw Error("parallel.join", "a graph that may change", "static_graph",
+                "a rank without input has none: use find_unused_parameters");
+  }
+  for (const auto& entry : impl_->trained.parameters) {
+    if (!entry.sparse_gradient) continue;
+    throw Error("parallel.join", "dense gradients",
+                fmt::format("'{}' with sparse ones", entry.name),
+                "a rank without input has none to send: use Embedding without sparse(true)");
+  }
   struct Scope {
-    std::optional<Impl::Joining>& joining;
-    ~Scope() { joining.reset(); }
+    Impl& impl;
+    ~Scope() {
+      impl.joining.reset();
+      impl.reduction->divide_by(nullptr);
+    }
   };
   impl_->joining = Impl::Joining{options, impl_->group.size()};
-  const Scope scope{impl_->joining};
+  const Scope scope{*impl_};
   loop();
   bool was_last = true;
   for (int steps = 0; impl_->announce(false) > 0; ++steps) {

@@ -490,6 +490,28 @@ TEST(Buffers, AreRankZerosInEveryForward) {
   });
 }
 
+// Gloo knows neither complex numbers nor int16.
+TEST(Buffers, MayBeOfAnyDtype) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    const auto phases = torch::full({2, 3}, rank.number(), torch::kComplexFloat).t();
+    model->register_buffer("phases", phases);
+    model->register_buffer("counts", torch::full({}, rank.number(), torch::kShort));
+    DistributedDataParallel ddp(model, group);
+    const auto expect_rank_zeros = [&] {
+      EXPECT_EQ(torch::real(phases).sum().item<float>(), 0);
+      EXPECT_EQ(model->named_buffers()["counts"].item<int>(), 0);
+    };
+    expect_rank_zeros();
+    phases.fill_(rank.number());
+    model->named_buffers()["counts"].fill_(rank.number());
+    const Batch batch = batch_of(1, 2);
+    sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+    expect_rank_zeros();
+  });
+}
+
 TEST(Evaluation, CommunicatesNothing) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -528,6 +550,19 @@ TEST(Misuse, ForwardOfTheModelItselfIsAnErrorInBackward) {
     // But where gradients are to stay local.
     const auto local = ddp.no_sync();
     model->second->bias.sum().backward();
+  });
+}
+
+TEST(Misuse, ABackwardAfterItsEndIsAnError) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    const Batch batch = batch_of(1, 2);
+    const auto loss = [&] {
+      DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+      return sum_of_squares(ddp.forward(batch.data), batch.target);
+    }();
+    test::expect_error([&] { loss.backward(); }, {"[parallel.ddp]", "to live until"});
   });
 }
 

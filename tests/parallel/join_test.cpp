@@ -165,6 +165,49 @@ TEST(Join, RanksThatFollowStayEqualBitForBit) {
   });
 }
 
+TEST(Join, WhatComesAfterItIsDividedByAllRanksAgain) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const auto gradient_of = [&](int seed) {
+      const Batch batch = batch_for(seed, 0);
+      sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+    };
+    JoinOptions options;
+    options.divide_by_initial_world_size = false;
+    ddp.join(
+        [&] {
+          for (int step = 0; step < 1 + 2 * rank.number(); ++step) gradient_of(rank.number());
+        },
+        options);
+    model->zero_grad();
+    gradient_of(rank.number());
+    Net alone = seeded<Net>(1);
+    for (int of = 0; of < 2; ++of) {
+      const Batch batch = batch_for(of, 0);
+      (sum_of_squares(alone->forward(batch.data), batch.target) / 2).backward();
+    }
+    for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
+      EXPECT_TRUE(
+          test::near(model->parameters()[i].grad(), alone->parameters()[i].grad(), kTolerance))
+          << i;
+    }
+  });
+}
+
+TEST(Join, RefusesWhatARankWithoutInputCannotReduce) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel fixed(model, group, DdpOptions().static_graph(true));
+    expect_error([&] { fixed.join([] {}); }, {"[parallel.join]", "static_graph"});
+    torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+    DistributedDataParallel sparse(table, group);
+    expect_error([&] { sparse.join([] {}); }, {"[parallel.join]", "'weight' with sparse"});
+  });
+}
+
 TEST(Join, AFollowThatDoesNotReceiveIsAnError) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

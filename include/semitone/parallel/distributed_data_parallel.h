@@ -35,7 +35,9 @@ namespace semitone::parallel {
 /// It is a handle on the model, not a copy: optimizers, amp::initialize (before this) and checkpoints
 /// work on the model itself, and its parameters' gradients are the means after backward. Dtypes,
 /// devices and requires_grad stay as they are from then on. `ddp->` is the model, for all but
-/// forward: a backward pass of a forward that did not go through ddp.forward() is an Error.
+/// forward: a backward pass of a forward that did not go through ddp.forward() is an Error (with
+/// delay_allreduce from the second step on it is reduced as well). Backward passes must be done
+/// before it is destroyed.
 ///
 /// Errors, besides those of forward and backward themselves:
 /// - CommError, naming the rank, out of forward or backward if a rank is lost; see comm::Group.
@@ -89,7 +91,8 @@ class DistributedDataParallel {
   /// takes part in the others' reductions with zeros until all are done, and may follow their steps
   /// (JoinOptions::follow), which the optimizer's state needs. At the end all ranks have the model
   /// of those that were last. Costs two small messages more in each step. The loop must not call any
-  /// other collectives; its exceptions go on, and the rank leaves the group.
+  /// other collectives, and SyncBatchNorm's layers are such; its exceptions go on, and the rank
+  /// leaves the group. Error with static_graph and with sparse gradients.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }
