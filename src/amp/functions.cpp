@@ -62,22 +62,25 @@ at::Tensor CastToWidest::operator()(const at::Tensor& tensor) const {
   });
 }
 
-bool casts_are_on() {
+std::vector<c10::DeviceType> devices_with_casts() {
+  std::vector<c10::DeviceType> devices;
   const Regions* regions = Regions::current();
-  return regions != nullptr &&
-         std::any_of(regions->innermost.begin(), regions->innermost.end(), [&](const auto& region) {
-           const auto* active = regions->find_active(region.device);
-           return active != nullptr && active->policy->casts();
-         });
+  if (regions == nullptr) return devices;
+  for (const auto& region : regions->innermost) {
+    const auto* active = regions->find_active(region.device);
+    if (active != nullptr && active->policy->casts()) devices.push_back(region.device);
+  }
+  return devices;
 }
 
 }  // namespace detail
 
 CustomForward::CustomForward(torch::autograd::AutogradContext* ctx,
                              std::optional<c10::ScalarType> cast_inputs) {
-  if (cast_inputs.has_value() && detail::casts_are_on()) {
-    active_ = cast_inputs;
-    if (is_16bit(*cast_inputs)) {
+  if (cast_inputs.has_value()) devices_ = detail::devices_with_casts();
+  if (!devices_.empty()) {
+    dtype_ = *cast_inputs;
+    if (is_16bit(dtype_)) {
       emulation_only_.emplace();
     } else {
       no_casts_.emplace();
@@ -85,6 +88,12 @@ CustomForward::CustomForward(torch::autograd::AutogradContext* ctx,
   }
   ctx->saved_data[kStateKey] =
       c10::IValue::make_capsule(c10::make_intrusive<StateHolder>(AutocastState::current()));
+}
+
+at::Tensor CustomForward::cast_tensor(const at::Tensor& tensor) const {
+  const bool applies = tensor.defined() && std::find(devices_.begin(), devices_.end(),
+                                                     tensor.device().type()) != devices_.end();
+  return applies ? cast_floating(tensor, dtype_) : tensor;
 }
 
 namespace {

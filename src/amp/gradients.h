@@ -38,7 +38,8 @@ class Gradients {
   void move(const at::Tensor& from, const at::Tensor& to);
 
   // found_inf: one flag a device, made where there is none, set to 1 where a result is inf or NaN.
-  // Everything is checked before anything is written; no gradient is replaced if it throws.
+  // Everything on a device is checked before anything there is written; no gradient is replaced if it
+  // throws.
   void run(std::vector<at::Tensor>& found_inf);
 
  private:

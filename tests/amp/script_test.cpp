@@ -146,6 +146,16 @@ TEST_P(ScriptFunctions, CompiledInOneRegionAreRightInTheNext) {
   }
 }
 
+// Outside of regions the JIT differentiates what it has compiled by itself.
+TEST_P(ScriptFunctions, CompiledWithGradientsOutsideAreRightInside) {
+  const auto unit = torch::jit::compile(kFunctions);
+  for (int run = 0; run < kRuns; ++run) {
+    const auto a = torch::rand({4, 4}).requires_grad_();
+    unit->run_method(one.name, a, a).toTensor().sum().backward();
+  }
+  expect_eager(*unit, CastPolicy::by_name(preset, {kCpu, kBf16}), kFp32);
+}
+
 INSTANTIATE_TEST_SUITE_P(Script, ScriptFunctions,
                          testing::Combine(testing::Range(std::size_t{0}, function_cases().size()),
                                           testing::Values("semitone", "torch", "apex")),

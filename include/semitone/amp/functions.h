@@ -12,6 +12,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 /// Functions and autograd nodes of your own under autocast.
 ///
@@ -27,8 +28,8 @@ namespace detail {
 at::Tensor cast_to_lower(const at::Tensor& tensor);
 at::Tensor cast_to_fp32(const at::Tensor& tensor);
 
-/// Whether any device is in a region on this thread, and casts are on.
-bool casts_are_on();
+/// The devices that are in a region on this thread, with casts on.
+std::vector<c10::DeviceType> devices_with_casts();
 
 /// An argument with its tensors replaced; one that can hold none is passed on as it came.
 template <typename T, typename Transform>
@@ -66,7 +67,8 @@ struct EmulationOnly {
 template <typename NoCasts, typename Function, typename MakeCast>
 auto casting(Function f, MakeCast make_cast) {
   return [f = std::move(f), make_cast = std::move(make_cast)](auto&&... arguments) {
-    if (!casts_are_on()) return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
+    if (devices_with_casts().empty())
+      return std::invoke(f, std::forward<decltype(arguments)>(arguments)...);
     const auto cast = make_cast(arguments...);
     std::tuple<decltype(with_tensors(std::forward<decltype(arguments)>(arguments), cast))...>
     casted(with_tensors(std::forward<decltype(arguments)>(arguments), cast)...);
@@ -77,10 +79,11 @@ auto casting(Function f, MakeCast make_cast) {
 
 }  // namespace detail
 
-/// A callable that casts its tensor arguments (nested ones too) to the region's 16-bit dtype and
-/// runs f with casts off, as if f were one operator of the policy's `lower` rows; 16-bit matrix
-/// products inside are computed as the policy's Emulation says. Outside a region it calls f as it
-/// is. f takes tensors by value or const reference; other arguments are passed on as they come.
+/// A callable that casts its tensor arguments (nested ones too, see map_tensors; not those in an
+/// at::TensorList or c10::List) to the region's 16-bit dtype and runs f with casts off, as if f were
+/// one operator of the policy's `lower` rows; 16-bit matrix products inside are computed as the
+/// policy's Emulation says. Outside a region it calls f as it is. f takes tensors by value or const
+/// reference; other arguments are passed on as they come.
 template <typename Function>
 auto half_function(Function f) {
   return detail::casting<detail::EmulationOnly>(
@@ -134,9 +137,9 @@ auto register_promote_function(Function f) {
 ///       …
 ///     }
 ///
-/// Remembers the regions for CustomBackward. With a dtype: inside a region, cast() casts to it and
-/// casts are off until the end of the scope (with a 16-bit dtype, matrix products are computed as
-/// the policy's Emulation says); outside a region both do nothing.
+/// Remembers the regions for CustomBackward. With a dtype: inside a region, cast() casts tensors of
+/// its device to it and casts are off until the end of the scope (with a 16-bit dtype, matrix
+/// products are computed as the policy's Emulation says); outside a region both do nothing.
 class [[nodiscard]] CustomForward {
  public:
   explicit CustomForward(torch::autograd::AutogradContext* ctx,
@@ -145,13 +148,14 @@ class [[nodiscard]] CustomForward {
   /// A tensor, or tensors in containers, in cast_inputs' dtype.
   template <typename T>
   auto cast(const T& value) const {
-    return map_tensors(value, [this](const at::Tensor& tensor) {
-      return active_.has_value() ? cast_floating(tensor, *active_) : tensor;
-    });
+    return map_tensors(value, [this](const at::Tensor& tensor) { return cast_tensor(tensor); });
   }
 
  private:
-  std::optional<c10::ScalarType> active_;
+  at::Tensor cast_tensor(const at::Tensor& tensor) const;
+
+  std::vector<c10::DeviceType> devices_;  // whose tensors are cast
+  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
   std::optional<DisableCasts> no_casts_;
   std::optional<detail::EmulationOnly> emulation_only_;
 };

@@ -63,10 +63,12 @@ class LossScaleOptions {
   LossScaleOptions& hysteresis(std::int64_t value);
   /// Default: run.
   LossScaleOptions& overflow_count(OverflowCount value);
-  /// False: the scale never moves. Steps with inf or NaN are still found and skipped. Default true.
+  /// False: the scale never moves. Steps with inf or NaN are still found and skipped; but
+  /// MixedPrecision with a scale of 1 and without master weights, which is plain training, does not
+  /// look for any. Default true.
   LossScaleOptions& dynamic(bool value);
   /// Stop with a DivergedError that names the first non-finite parameter after so many skipped
-  /// steps in a row; 0: never. Default 0.
+  /// steps in a row; 0: never. Default 0. Where no step is skipped, see dynamic, it does nothing.
   LossScaleOptions& max_consecutive_skips(std::int64_t value);
   /// What the scale is rounded to: fp32 as torch, or fp64. Default fp32.
   LossScaleOptions& scale_dtype(c10::ScalarType value);

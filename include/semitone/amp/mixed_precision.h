@@ -169,8 +169,8 @@ class MixedPrecision {
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) const;
 
   /// Drops the gradients of the optimizer's parameters and their masters, and forgets what was
-  /// found in them. optimizer.zero_grad() and model->zero_grad() do as well: nothing is left on the
-  /// other side after a step.
+  /// found in them. After a step, optimizer.zero_grad() and model->zero_grad() do as well: nothing
+  /// is left on the other side. To discard a backward pass without a step takes this one.
   void zero_grad(torch::optim::Optimizer& optimizer);
 
   /// The scaler of a loss.
@@ -223,7 +223,9 @@ class MixedPrecision {
   void load(torch::serialize::InputArchive& archive);
 
   /// As GradScaler::set_found_inf_hook: lets ranks agree on found_inf. Called by step(), for each
-  /// loss of the optimizer in the order of their first backward.
+  /// loss of the optimizer in the order of their first backward; not in plain training, where
+  /// nothing is looked at. Under DistributedDataParallel no hook is needed: an inf on one rank is in
+  /// everybody's mean.
   void set_found_inf_hook(FoundInfHook hook);
 
   /// The implementation.
