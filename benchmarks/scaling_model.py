@@ -74,34 +74,34 @@ def uniform(size, compute, cap=25 * 2**20, bytes_each=4):
     return buckets
 
 
+def profile(run):
+    """The least compute that was measured, and when in it the buckets are ready; without communication."""
+    compute = run["silent"]["min"]
+    return compute, [(size, ready * compute / run["silent"]["median"]) for size, ready in run["buckets"]]
+
+
 def check(results, links):
-    peers = results["peers"]["ours"]
     rows = []
-    silent = results["peers"]["ours"]["silent"]["median"]
-    alpha, beta = links["loopback"]
-    predicted = step(2, silent, peers["buckets"], alpha, beta)
-    measured = peers["ddp"]["median"]
-    rows.append(("ResNet-50, loopback", f"{silent:.3f}", f"{predicted:.3f}", f"{measured:.3f}", f"{predicted / measured - 1:+.0%}"))
-    for rate, run in results["throttled"].items():
-        predicted = step(2, run["silent"]["median"], run["buckets"], *links[rate])
-        measured = run["ddp"]["median"]
-        rows.append((f"ResNet-50, {rate}", f"{run['silent']['median']:.3f}", f"{predicted:.3f}", f"{measured:.3f}",
-                     f"{predicted / measured - 1:+.0%}"))
-    run = results["wire"]["1 Gbit/s"]["seconds"]
+
+    def compare(name, compute, predicted, measured):
+        rows.append((name, f"{compute:.3f}", f"{predicted:.3f}", f"{measured:.3f}", f"{predicted / measured - 1:+.0%}"))
+
+    for link, run in {"loopback": results["peers"]["ours"], **results["throttled"]}.items():
+        compute, buckets = profile(run)
+        compare(f"ResNet-50, fp32, {link}", compute, step(2, compute, buckets, *links[link]), run["ddp"]["min"])
+    seconds = results["wire"]["1 Gbit/s"]["seconds"]
     for name, width in (("fp32", 4), ("fp16", 2), ("bf16", 2)):
+        compute = seconds["nothing"]["min"]
         size = 4 * (2048 * 2048 + 2048) * width
-        predicted = run["nothing"]["median"] + all_reduce(2, size, *links["1 Gbit/s"])
-        measured = run[name]["median"]
-        rows.append((f"4 Linear(2048), 1 Gbit/s, {name}, nothing overlaps", f"{run['nothing']['median']:.3f}", f"{predicted:.3f}",
-                     f"{measured:.3f}", f"{predicted / measured - 1:+.0%}"))
-    table(["step", "compute, s", "modelled, s", "measured, s", "error"], rows)
+        compare(f"4 Linear(2048), {name}, 1 Gbit/s, as if nothing overlapped", compute,
+                compute + all_reduce(2, size, *links["1 Gbit/s"]), seconds[name]["min"])
+    table(["step of two ranks", "compute, s", "modelled, s", "measured, s", "error"], rows)
 
 
 def predict(results, alpha):
-    profile = results["peers"]["ours"]
-    silent = profile["silent"]["median"]
-    shape = [(size, ready / silent) for size, ready in profile["buckets"]]
-    cpu = profile["apart"]["median"] / results["peers"]["images"] * 32
+    whole, buckets = profile(results["peers"]["ours"])
+    shape = [(size, ready / whole) for size, ready in buckets]
+    cpu = results["peers"]["ours"]["apart"]["min"] / results["peers"]["images"] * 32
 
     def resnet(compute, width, _):
         return [(size * width / 4, ready * compute) for size, ready in shape]

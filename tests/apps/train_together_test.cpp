@@ -101,7 +101,7 @@ TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
     EXPECT_EQ(result(here).at(key), result(there).at(key)) << key;
 }
 
-// Jobs on several machines need several machines: tools/hosts.py. Here, what one says of an address
+// Jobs on several machines need several machines: tests/hosts. Here, what one says of an address
 // that only it can reach.
 TEST_F(TrainTogether, SeveralMachinesNeedAnAddressThatAllReach) {
   const std::string port = std::to_string(launch::free_port());
