@@ -139,7 +139,7 @@ void require_means(Training<Model>& shared, Training<Model>& alone, const comm::
   }
 }
 
-// Notes when each bucket is full, and sends nothing.
+// Notes when each bucket is full, and sends no gradients.
 class Observer final : public parallel::CommHook {
  public:
   struct Bucket {
@@ -191,7 +191,7 @@ json measure_resnet(const comm::Group& group, int rounds, int images) {
                 if (group.rank() == 0) alone->step();
               }),
        on_all(count + ", each on its own", group, [&] { alone->step(); }),
-       on_all(count + ", DDP that sends nothing", group,
+       on_all(count + ", DDP that sends no gradients", group,
               [&] {
                 observer->begin();
                 observed->step();
