@@ -22,6 +22,7 @@ int main(int argc, char** argv) {
   const auto data = zoo::load_mnist(data_dir, zoo::Split::train);
 
   const comm::Group group = comm::init();  // blocks until all processes are there
+  torch::manual_seed(0);
   zoo::ConvNet model;
   parallel::convert_sync_batchnorm(*model, group);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));

@@ -315,7 +315,8 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
       policy->set_action(op_id(*op), row.action);
       install_kernel(*op, target_.device);
     }
-    if (policy->emulates_any() || rows_->empty()) {
+    if (rows_->empty()) policy->lower_mixed();
+    if (policy->emulates_any() || policy->lowers_mixed()) {
       for (const auto& op : matrix_products()) install_kernel(op, target_.device);
     } else if (policy->repairs()) {
       for (const auto& op : matrix_products(MatrixProduct::convolution))

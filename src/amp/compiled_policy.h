@@ -56,6 +56,11 @@ class CompiledPolicy {
     return dtype == at::kHalf ? emulate_fp16_ : dtype == at::kBFloat16 && emulate_bf16_;
   }
   bool emulates_any() const { return emulate_fp16_ || emulate_bf16_; }
+  // Whether fp32 that meets 16 bits in a matrix product, which LibTorch refuses, goes to 16 bits:
+  // under a policy without rows, which is for models with 16-bit weights.
+  bool lowers_mixed() const { return lowers_mixed_; }
+  void lower_mixed() { lowers_mixed_ = true; }
+
   // Whether operators that LibTorch computes wrongly in 16 bits may go through fp32.
   bool repairs() const { return repairs_; }
   // Whether a tensor, or the tensor that it is a view of, is a parameter to be kept in fp32.
@@ -78,6 +83,7 @@ class CompiledPolicy {
   bool casts_ = true;
   bool as_libtorch_;
   bool repairs_;
+  bool lowers_mixed_ = false;
   bool emulate_fp16_;
   bool emulate_bf16_;
 };

@@ -216,9 +216,8 @@ class Kernel final : public c10::OperatorKernel {
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy) const {
     if (product_ == MatrixProduct::primitive || product_ == MatrixProduct::convolution) {
       const Dtypes dtypes(arguments, device_);
-      // fp32 that meets 16 bits: what a kept parameter has made, on its way through the other weights.
-      // LibTorch refuses it.
-      const auto mixed = dtypes.mixed_16bit();
+      // What a kept parameter has made, on its way through the other weights.
+      const auto mixed = policy.lowers_mixed() ? dtypes.mixed_16bit() : std::nullopt;
       const auto dtype = mixed.has_value() ? mixed : dtypes.common_16bit();
       const bool emulated = dtype.has_value() && goes_through_fp32(arguments, policy, *dtype);
       if (mixed.has_value() || emulated) {
