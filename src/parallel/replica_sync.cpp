@@ -58,6 +58,16 @@ struct Kind {
   c10::DimVector sizes;
 };
 
+// LibTorch 2.11 holds nodes of the graph by shared_ptr, 2.15 by intrusive_ptr.
+template <typename Node>
+std::weak_ptr<Node> weak(const std::shared_ptr<Node>& node) {
+  return node;
+}
+template <typename Node>
+c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
+  return c10::weak_intrusive_ptr<Node>(node);
+}
+
 // Results of forward, on their way to the loss. Backward comes to it first, and then, with undefined
 // gradients, also to results that the loss does not use: so all that led to any result is reached.
 struct Outputs : public torch::autograd::Function<Outputs> {
@@ -252,7 +262,7 @@ void ReplicaSync::Impl::restore_accumulators() const {
   for (std::size_t i = 0; i < hooks.size(); ++i) {
     const at::Tensor& parameter = trained.parameters[i].tensor;
     if (torch::autograd::impl::grad_accumulator(parameter) != hooks[i].accumulator)
-      torch::autograd::impl::set_grad_accumulator(parameter, hooks[i].accumulator);
+      torch::autograd::impl::set_grad_accumulator(parameter, weak(hooks[i].accumulator));
   }
 }
 
