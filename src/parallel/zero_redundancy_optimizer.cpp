@@ -178,6 +178,16 @@ void ZeroRedundancyOptimizer::update_share() {
     require_same_parameters(param_groups_, group_);
     local_ = make(make_optimizer_, share_of(group_.rank()));
     parameters_ = std::move(now);
+    const auto owners = this->owners();
+    shares_.assign(static_cast<std::size_t>(group_.size()), {});
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (std::size_t g = 0; g < owners.size(); ++g) {
+      for (std::size_t i = 0; i < owners[g].size(); ++i) {
+        const at::Tensor& parameter = parameters_[g][i];
+        if (seen.insert(parameter.unsafeGetTensorImpl()).second)
+          shares_[static_cast<std::size_t>(owners[g][i])].push_back(parameter);
+      }
+    }
   }
   for (std::size_t g = 0; g < param_groups_.size(); ++g)
     local_->param_groups()[g].set_options(param_groups_[g].options().clone());
@@ -195,32 +205,9 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
     const LentState lent(*local_, state_);
     local_->step();
   }
-  exchange();
+  for (int owner = 0; owner < group_.size(); ++owner)
+    group_.broadcast(shares_[static_cast<std::size_t>(owner)], owner);
   return loss;
-}
-
-// Every rank's share to all others.
-void ZeroRedundancyOptimizer::exchange() const {
-  const at::NoGradGuard no_grad;
-  const auto owners = this->owners();
-  for (int owner = 0; owner < group_.size(); ++owner) {
-    std::vector<at::Tensor> share;
-    std::unordered_set<const c10::TensorImpl*> seen;
-    for (std::size_t g = 0; g < owners.size(); ++g) {
-      for (std::size_t i = 0; i < owners[g].size(); ++i) {
-        const at::Tensor& parameter = param_groups_[g].params()[i];
-        if (owners[g][i] == owner && seen.insert(parameter.unsafeGetTensorImpl()).second)
-          share.push_back(parameter);
-      }
-    }
-    std::vector<at::Tensor> sent;
-    sent.reserve(share.size());
-    for (const at::Tensor& parameter : share) sent.push_back(parameter.contiguous());
-    group_.broadcast(sent, owner);
-    for (std::size_t i = 0; i < share.size(); ++i) {
-      if (!sent[i].is_same(share[i]) && owner != group_.rank()) share[i].copy_(sent[i]);
-    }
-  }
 }
 
 // An optimizer of some of the parameters that shares their state.

@@ -97,11 +97,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   std::unique_ptr<torch::optim::Optimizer> with_state(ParamGroups groups) const;
   ParamGroups share_of(int rank) const;
   void update_share();
-  void exchange() const;
 
   Factory make_optimizer_;
   comm::Group group_;
   std::vector<std::vector<at::Tensor>> parameters_;        // that local_ was made for, by group
+  std::vector<std::vector<at::Tensor>> shares_;            // the same by owner, each once
   std::unique_ptr<torch::optim::Optimizer> local_;         // of the share; state_ has its state
   std::unique_ptr<torch::optim::Optimizer> consolidated_;  // of all parameters
 };
