@@ -3,8 +3,8 @@
 #include "semitone/core/map_tensors.h"
 #include "semitone/parallel/replica_sync.h"
 #include "semitone/parallel/replicas.h"
+#include "semitone/parallel/wrapped_model.h"
 
-#include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 #include <torch/arg.h>
 #include <torch/csrc/jit/api/module.h>
@@ -88,19 +88,20 @@ class DataParallelOptions {
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module
 template <typename Model>
-class DataParallel {
+class DataParallel : public WrappedModel<Model> {
  public:
   explicit DataParallel(Model model, const DataParallelOptions& options = {})
-      : model_(std::move(model)), plan_(tensors_of(module()), options) {
+      : WrappedModel<Model>(std::move(model)), plan_(tensors_of(this->module()), options) {
     const std::size_t two = 2;
-    replicate(module(), plan_, std::min(two, plan_.devices.size()));  // whether that is possible
+    replicate(this->module(), plan_,
+              std::min(two, plan_.devices.size()));  // whether that is possible
   }
 
   /// The model's forward on all replicas. Arguments are copied for each; results are tensors in any
   /// containers, or nothing. A TorchScript one takes IValues, or what becomes one.
   template <typename... Arguments>
   auto forward(const Arguments&... arguments) {
-    using Output = std::decay_t<decltype(call(module(), arguments...))>;
+    using Output = std::decay_t<decltype(this->call(this->module(), arguments...))>;
     BatchCut cut(plan_);
     const auto look = [&](const at::Tensor& tensor) {
       cut.look_at(tensor);
@@ -114,10 +115,11 @@ class DataParallel {
       const auto part = [&](const at::Tensor& tensor) { return cut.part(tensor, replica); };
       inputs.emplace_back(map_tensors(arguments, part)...);
     }
-    auto replicas = replicate(module(), plan_, count);
+    auto replicas = replicate(this->module(), plan_, count);
     const auto run = [&](std::size_t replica) {
-      auto& one = replica == 0 ? module() : as_module(replicas.copies[replica - 1]);
-      return std::apply([&](const auto&... input) { return call(one, input...); }, inputs[replica]);
+      auto& one = replica == 0 ? this->module() : as_module(replicas.copies[replica - 1]);
+      return std::apply([&](const auto&... input) { return this->call(one, input...); },
+                        inputs[replica]);
     };
     if constexpr (std::is_void_v<Output>) {
       if (plan_.devices.size() == 1) return run(0);
@@ -138,43 +140,13 @@ class DataParallel {
     return forward(arguments...);
   }
 
-  /// The model.
-  auto& module() {
-    if constexpr (kIsScript) {
-      return model_;
-    } else {
-      return *model_;
-    }
-  }
-  const auto& module() const {
-    if constexpr (kIsScript) {
-      return model_;
-    } else {
-      return *model_;
-    }
-  }
-  auto& operator*() { return module(); }
-  const auto& operator*() const { return module(); }
-  auto* operator->() { return &module(); }
-
   /// Where the replicas are.
   const std::vector<c10::Device>& devices() const { return plan_.devices; }
 
  private:
-  static constexpr bool kIsScript = std::is_same_v<Model, torch::jit::Module>;
-
   static torch::jit::Module& as_module(torch::jit::Module& copy) { return copy; }
   static auto& as_module(const std::shared_ptr<torch::nn::Module>& copy) {
     return dynamic_cast<std::remove_reference_t<decltype(*std::declval<Model&>())>&>(*copy);
-  }
-
-  template <typename Module, typename... Arguments>
-  static auto call(Module& module, const Arguments&... arguments) {
-    if constexpr (kIsScript) {
-      return module.forward({c10::IValue(arguments)...});
-    } else {
-      return module.forward(arguments...);
-    }
   }
 
   template <typename Output>
@@ -185,7 +157,6 @@ class DataParallel {
     return map_tensors(output, move);
   }
 
-  Model model_;
   ReplicaPlan plan_;
 };
 

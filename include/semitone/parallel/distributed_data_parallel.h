@@ -3,8 +3,8 @@
 #include "semitone/comm/group.h"
 #include "semitone/parallel/ddp_options.h"
 #include "semitone/parallel/replica_sync.h"
+#include "semitone/parallel/wrapped_model.h"
 
-#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -49,25 +49,25 @@ namespace semitone::parallel {
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module
 template <typename Model>
-class DistributedDataParallel {
+class DistributedDataParallel : public WrappedModel<Model> {
  public:
   DistributedDataParallel(Model model, comm::Group group, const DdpOptions& options = {})
-      : model_(std::move(model)), sync_(tensors_of(module()), std::move(group), options) {}
+      : WrappedModel<Model>(std::move(model)),
+        sync_(tensors_of(this->module()), std::move(group), options) {}
 
   /// The model's forward, whatever it takes and returns; a TorchScript one takes IValues, or what
   /// becomes one. Not for two threads at a time.
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
     sync_.before_forward();
-    if constexpr (kIsScript) {
-      return sync_.after_forward(
-          model_.forward({c10::IValue(std::forward<Arguments>(arguments))...}));
-    } else if constexpr (std::is_void_v<decltype(model_->forward(
-                             std::forward<Arguments>(arguments)...))>) {
-      model_->forward(std::forward<Arguments>(arguments)...);
+    const auto run = [&] {
+      return this->call(this->module(), std::forward<Arguments>(arguments)...);
+    };
+    if constexpr (std::is_void_v<decltype(run())>) {
+      run();
       sync_.after_forward();
     } else {
-      return sync_.after_forward(model_->forward(std::forward<Arguments>(arguments)...));
+      return sync_.after_forward(run());
     }
   }
   template <typename... Arguments>
@@ -97,31 +97,9 @@ class DistributedDataParallel {
     sync_.join(loop, options);
   }
 
-  /// The model.
-  auto& module() {
-    if constexpr (kIsScript) {
-      return model_;
-    } else {
-      return *model_;
-    }
-  }
-  const auto& module() const {
-    if constexpr (kIsScript) {
-      return model_;
-    } else {
-      return *model_;
-    }
-  }
-  auto& operator*() { return module(); }
-  const auto& operator*() const { return module(); }
-  auto* operator->() { return &module(); }
-
   const comm::Group& group() const { return sync_.group(); }
 
  private:
-  static constexpr bool kIsScript = std::is_same_v<Model, torch::jit::Module>;
-
-  Model model_;
   ReplicaSync sync_;
 };
 
