@@ -15,11 +15,12 @@ ROOMS = {
     "kernels": ["core"],
     "comm": ["core"],
     "launch": ["core"],
+    "nn": ["kernels", "core"],
     "optim": ["kernels", "core"],
     "parallel": ["comm", "kernels", "core"],
-    "amp": ["optim", "kernels", "core"],
-    "zoo": ["core"],
-    "train": ["amp", "optim", "parallel", "comm", "zoo", "core"],
+    "amp": ["nn", "optim", "kernels", "core"],
+    "zoo": ["nn", "core"],
+    "train": ["amp", "nn", "optim", "parallel", "comm", "zoo", "core"],
 }
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 
