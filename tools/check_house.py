@@ -17,7 +17,7 @@ ROOMS = {
     "launch": ["core"],
     "nn": ["kernels", "core"],
     "optim": ["kernels", "core"],
-    "parallel": ["comm", "kernels", "core"],
+    "parallel": ["comm", "nn", "kernels", "core"],
     "amp": ["nn", "optim", "kernels", "core"],
     "zoo": ["nn", "core"],
     "train": ["amp", "nn", "optim", "parallel", "comm", "zoo", "core"],

@@ -1,19 +1,36 @@
 #include "semitone/parallel/sync_batch_norm.h"
 
 #include "semitone/core/error.h"
+#include "src/nn/batch_norm.h"
 #include "src/parallel/sync_mark.h"
-#include "src/parallel/synced_batch_norm.h"
 
 #include <ATen/ops/batch_norm_native.h>
 #include <torch/library.h>
 #include <torch/nn/functional/batchnorm.h>
 #include <torch/types.h>
 
+#include <memory>
 #include <set>
 #include <utility>
 
 namespace semitone::parallel {
 namespace {
+
+constexpr auto kWhere = "parallel.sync_batch_norm";
+
+// The batches of a group's ranks.
+class GroupPeers final : public nn::BatchNormPeers {
+ public:
+  explicit GroupPeers(comm::Group group) : group_(std::move(group)) {}
+
+  at::Tensor all_gather(const at::Tensor& own) const override {
+    return at::stack(group_.all_gather(own));
+  }
+  void all_reduce(at::Tensor& sums) const override { group_.all_reduce(sums); }
+
+ private:
+  comm::Group group_;
+};
 
 at::Tensor value_of(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
@@ -32,13 +49,14 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
                                   momentum, eps, cudnn_enabled);
   }
-  return synced_batch_norm(input, {.weight = mark->is_placeholder ? at::Tensor() : value_of(weight),
-                                   .bias = value_of(bias),
-                                   .running_mean = value_of(running_mean),
-                                   .running_var = value_of(running_var),
-                                   .momentum = momentum,
-                                   .eps = eps,
-                                   .group = mark->group});
+  return nn::batch_norm(input, {.where = kWhere,
+                                .weight = mark->is_placeholder ? at::Tensor() : value_of(weight),
+                                .bias = value_of(bias),
+                                .running_mean = value_of(running_mean),
+                                .running_var = value_of(running_var),
+                                .momentum = momentum,
+                                .eps = eps,
+                                .peers = std::make_shared<GroupPeers>(mark->group)});
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
@@ -104,8 +122,7 @@ SyncBatchNormImpl::SyncBatchNormImpl(const SyncBatchNormOptions& options_)
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   if (input.dim() < 2 || input.size(1) != options.num_features()) {
-    throw Error("parallel.sync_batch_norm",
-                "an input (N, " + std::to_string(options.num_features()) + ", ...)",
+    throw Error(kWhere, "an input (N, " + std::to_string(options.num_features()) + ", ...)",
                 c10::str("one of shape ", input.sizes()));
   }
 }
@@ -122,15 +139,16 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   const double share = share_of_batch();
   const bool of_batch = is_training() || !options.track_running_stats();
   if (of_batch && options.group().size() > 1) {
-    return synced_batch_norm(input, {.weight = weight,
-                                     .bias = bias,
-                                     .running_mean = running_mean,
-                                     .running_var = running_var,
-                                     .momentum = share,
-                                     .eps = options.eps(),
-                                     .group = options.group(),
-                                     .residual = residual,
-                                     .relu = options.fuse_relu()});
+    return nn::batch_norm(input, {.where = kWhere,
+                                  .weight = weight,
+                                  .bias = bias,
+                                  .running_mean = running_mean,
+                                  .running_var = running_var,
+                                  .momentum = share,
+                                  .eps = options.eps(),
+                                  .peers = std::make_shared<GroupPeers>(options.group()),
+                                  .residual = residual,
+                                  .relu = options.fuse_relu()});
   }
   namespace functional = torch::nn::functional;
   at::Tensor result = functional::batch_norm(input, running_mean, running_var,

@@ -1,8 +1,9 @@
-#include "src/parallel/synced_batch_norm.h"
+#include "src/nn/batch_norm.h"
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/batch_norm.h"
+#include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -17,50 +18,49 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::nn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr auto kWhere = "parallel.sync_batch_norm";
-
-// Of the batches of all ranks. Per channel, fp64; count has one element, and stays on the device.
+// Of the batches of all processes. Per channel, fp64; count has one element, and stays on the device.
 struct Statistics {
   at::Tensor mean;
   at::Tensor variance;  // biased
   at::Tensor count;
 };
 
-void check(const at::Tensor& input, const SyncedBatchNorm& layer) {
+void check(const at::Tensor& input, const BatchNorm& layer) {
   if (!input.defined() || !input.is_floating_point() || input.layout() != at::kStrided) {
-    throw Error(kWhere, "a dense floating-point input",
+    throw Error(layer.where, "a dense floating-point input",
                 !input.defined() ? "an undefined tensor"
                                  : c10::str(dtype_name(input.scalar_type()), ", ", input.layout()));
   }
   if (input.dim() < 2) {
-    throw Error(kWhere, "an input (N, C, ...)", c10::str("one of shape ", input.sizes()));
+    throw Error(layer.where, "an input (N, C, ...)", c10::str("one of shape ", input.sizes()));
   }
   for (const at::Tensor& tensor :
        {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
     if (tensor.defined() && tensor.numel() != input.size(1)) {
-      throw Error(kWhere, c10::str("an input with ", tensor.numel(), " channels"),
+      throw Error(layer.where, c10::str("an input with ", tensor.numel(), " channels"),
                   c10::str("one of shape ", input.sizes()));
     }
   }
   if (layer.residual.defined() && layer.residual.sizes() != input.sizes()) {
-    throw Error(kWhere, c10::str("a residual of the input's shape ", input.sizes()),
+    throw Error(layer.where, c10::str("a residual of the input's shape ", input.sizes()),
                 c10::str("one of shape ", layer.residual.sizes()));
   }
 }
 
-// Chan, Golub and LeVeque: deviations from the common mean, weighted by what each rank has.
-Statistics gather_statistics(const at::Tensor& input, const comm::Group& group) {
+// Chan, Golub and LeVeque: deviations from the common mean, weighted by what each process has.
+Statistics gather_statistics(const at::Tensor& input, const BatchNormPeers* peers) {
   const std::int64_t channels = input.size(1);
   const auto own = kernels::moments(input);
   const at::Tensor own_count =
       at::full({1}, channels == 0 ? 0 : input.numel() / channels, own.mean.options());
-  const at::Tensor all = at::stack(group.all_gather(at::cat({own.mean, own.m2, own_count})));
+  if (peers == nullptr) return {own.mean, own.m2.div(own_count.clamp_min(1)), own_count};
+  const at::Tensor all = peers->all_gather(at::cat({own.mean, own.m2, own_count}));
   const at::Tensor means = all.narrow(1, 0, channels);
   const at::Tensor m2s = all.narrow(1, channels, channels);
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);
@@ -78,8 +78,8 @@ void update_running(const at::Tensor& running, const at::Tensor& batch, const at
   running.copy_(before.add(batch.sub(before).mul_(share)));
 }
 
-void update_running(const SyncedBatchNorm& layer, const Statistics& batch) {
-  // Without a value on any rank there is nothing to learn.
+void update_running(const BatchNorm& layer, const Statistics& batch) {
+  // Without a value in any process there is nothing to learn.
   const at::Tensor share = batch.count.gt(0).to(at::kDouble).mul_(layer.momentum);
   const at::Tensor unbiased =
       batch.variance.mul(batch.count).div_(batch.count.sub(1).clamp_min_(1));
@@ -87,9 +87,14 @@ void update_running(const SyncedBatchNorm& layer, const Statistics& batch) {
   update_running(layer.running_var, unbiased, share);
 }
 
-struct GroupHolder : torch::CustomClassHolder {
-  explicit GroupHolder(comm::Group value) : group(std::move(value)) {}
-  comm::Group group;
+// What the backward pass has to know of a layer.
+struct Settings : torch::CustomClassHolder {
+  explicit Settings(const BatchNorm& layer)
+      : where(layer.where), eps(layer.eps), relu(layer.relu), peers(layer.peers) {}
+  std::string_view where;
+  double eps;
+  bool relu;
+  std::shared_ptr<const BatchNormPeers> peers;
 };
 
 std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
@@ -99,13 +104,15 @@ std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
 // Hands a gradient on, and refuses to be differentiated by what it was made from.
 class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> {
  public:
-  static at::Tensor forward(AutogradContext*, const at::Tensor& gradient, const at::Tensor&,
-                            const at::Tensor&, const std::optional<at::Tensor>&) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gradient, const at::Tensor&,
+                            const at::Tensor&, const std::optional<at::Tensor>&,
+                            std::string_view where) {
+    ctx->saved_data["where"] = std::string(where);
     return gradient.alias();
   }
-  [[noreturn]] static variable_list backward(AutogradContext*, const variable_list&) {
-    throw Error(kWhere, "a layer that is differentiated once", "a gradient of its gradient",
-                "put the layer into evaluation mode for that");
+  [[noreturn]] static variable_list backward(AutogradContext* ctx, const variable_list&) {
+    throw Error(ctx->saved_data["where"].toStringRef(), "a layer that is differentiated once",
+                "a gradient of its gradient", "put the layer into evaluation mode for that");
   }
 };
 
@@ -116,12 +123,11 @@ class Function : public torch::autograd::Function<Function> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& /*weight*/,
                             const std::optional<at::Tensor>& /*bias*/,
-                            const std::optional<at::Tensor>& /*residual*/,
-                            const SyncedBatchNorm& layer) {
+                            const std::optional<at::Tensor>& /*residual*/, const BatchNorm& layer) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    const Statistics batch = gather_statistics(input, layer.group);
+    const Statistics batch = gather_statistics(input, layer.peers.get());
     if (batch.count.is_cpu() && batch.count.item<double>() == 1) {
-      throw Error(kWhere, "more than 1 value a channel on all ranks together",
+      throw Error(layer.where, "more than 1 value a channel on all ranks together",
                   c10::str("1 (this rank's input has shape ", input.sizes(), ")"),
                   "use larger batches, or evaluation mode");
     }
@@ -134,20 +140,26 @@ class Function : public torch::autograd::Function<Function> {
     ctx->save_for_backward(
         {input, layer.weight, batch.mean, invstd, batch.count, layer.relu ? output : at::Tensor()});
     ctx->saved_data["edges"] = edges({input, layer.weight, layer.bias, layer.residual});
-    ctx->saved_data["relu"] = layer.relu;
-    ctx->saved_data["group"] =
-        c10::IValue::make_capsule(c10::make_intrusive<GroupHolder>(layer.group));
+    ctx->saved_data["settings"] = c10::IValue::make_capsule(c10::make_intrusive<Settings>(layer));
     return output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto holder = ctx->saved_data["settings"].toCapsule();
+    const auto& settings = static_cast<const Settings&>(*holder);
     const variable_list saved = ctx->get_saved_variables();
-    variable_list result = gradients_of_arguments(ctx, saved, gradients[0]);
-    if (at::GradMode::is_enabled()) {  // create_graph
+    const bool recorded = at::GradMode::is_enabled();  // create_graph
+    at::Tensor grad = gradients[0];
+    if (settings.relu) grad = at::threshold_backward(grad, saved[5], 0);
+    variable_list result = recorded && settings.peers == nullptr
+                               ? gradients_through_libtorch(ctx, settings, saved, grad)
+                               : gradients_of_arguments(ctx, settings, saved, grad);
+    if (recorded && settings.peers != nullptr) {
       for (at::Tensor& gradient : result) {
-        if (gradient.defined())
-          gradient =
-              OnceDifferentiable::apply(gradient, gradients[0], saved[0], if_defined(saved[1]));
+        if (gradient.defined()) {
+          gradient = OnceDifferentiable::apply(gradient, gradients[0], saved[0],
+                                               if_defined(saved[1]), settings.where);
+        }
       }
     }
     result.emplace_back();  // of the layer
@@ -166,6 +178,11 @@ class Function : public torch::autograd::Function<Function> {
     return result;
   }
 
+  static bool is_needed(AutogradContext* ctx, Argument argument) {
+    const auto edge = ctx->saved_data["edges"].toIntVector()[argument];
+    return edge >= 0 && ctx->needs_input_grad(static_cast<std::size_t>(edge));
+  }
+
   static at::Tensor scale_of(const at::Tensor& weight, const at::Tensor& invstd) {
     return fp64_or(1, weight, invstd).mul(invstd);
   }
@@ -174,13 +191,8 @@ class Function : public torch::autograd::Function<Function> {
     return values.defined() ? values.to(at::kDouble) : at::full_like(like, value);
   }
 
-  static comm::Group group_of(AutogradContext* ctx) {
-    const auto holder = ctx->saved_data["group"].toCapsule();
-    return static_cast<const GroupHolder&>(*holder).group;
-  }
-
-  static variable_list gradients_of_arguments(AutogradContext* ctx, const variable_list& saved,
-                                              at::Tensor grad) {
+  static variable_list gradients_of_arguments(AutogradContext* ctx, const Settings& settings,
+                                              const variable_list& saved, const at::Tensor& grad) {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const at::Tensor& input = saved[0];
@@ -188,23 +200,18 @@ class Function : public torch::autograd::Function<Function> {
     const at::Tensor& mean = saved[2];
     const at::Tensor& invstd = saved[3];
     const at::Tensor& count = saved[4];
-    if (ctx->saved_data["relu"].toBool()) grad = at::threshold_backward(grad, saved[5], 0);
-    const auto edge_of = ctx->saved_data["edges"].toIntVector();
-    const auto is_needed = [&](Argument argument) {
-      return edge_of[argument] >= 0 &&
-             ctx->needs_input_grad(static_cast<std::size_t>(edge_of[argument]));
-    };
 
     variable_list result(kArguments);
-    if (is_needed(kResidual)) result[kResidual] = grad;
-    if (!is_needed(kInput) && !is_needed(kWeight) && !is_needed(kBias)) return result;
+    if (is_needed(ctx, kResidual)) result[kResidual] = grad;
+    const bool input_needed = is_needed(ctx, kInput);
+    if (!input_needed && !is_needed(ctx, kWeight) && !is_needed(ctx, kBias)) return result;
     const auto sums = kernels::gradient_sums(grad, input, mean);
     // In fp64: the engine brings them into the parameters' dtypes.
-    if (is_needed(kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
-    if (is_needed(kBias)) result[kBias] = sums.grad;
-    if (is_needed(kInput)) {
+    if (is_needed(ctx, kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
+    if (is_needed(ctx, kBias)) result[kBias] = sums.grad;
+    if (input_needed) {
       at::Tensor means = at::stack({sums.grad, sums.grad_times_centred});
-      group_of(ctx).all_reduce(means);
+      if (settings.peers != nullptr) settings.peers->all_reduce(means);
       means.div_(count);
       const at::Tensor scale = scale_of(weight, invstd);
       result[kInput] = kernels::gradient_of_input(grad, input, mean, scale,
@@ -213,14 +220,37 @@ class Function : public torch::autograd::Function<Function> {
     }
     return result;
   }
+
+  static variable_list gradients_through_libtorch(AutogradContext* ctx, const Settings& settings,
+                                                  const variable_list& saved,
+                                                  const at::Tensor& grad) {
+    const at::Tensor& input = saved[0];
+    const auto dtype = at::promote_types(input.scalar_type(), at::kFloat);
+    // The gradients of what is added do not depend on its values.
+    const auto stand_in = [&](Argument argument, at::IntArrayRef shape) {
+      return is_needed(ctx, argument)
+                 ? at::zeros(shape, input.options().dtype(dtype)).requires_grad_()
+                 : at::Tensor();
+    };
+    const at::Tensor bias = stand_in(kBias, saved[2].sizes());
+    const at::Tensor residual = stand_in(kResidual, input.sizes());
+    const auto definition = [&] {
+      const at::Tensor weight = saved[1].defined() ? saved[1].to(dtype) : at::Tensor();
+      const at::Tensor normal =
+          at::batch_norm(input.to(dtype), weight, bias, {}, {}, /*training=*/true, 0, settings.eps,
+                         /*cudnn_enabled=*/false);
+      return (residual.defined() ? normal.add(residual) : normal).to(input.scalar_type());
+    };
+    return recorded_gradients({input, saved[1], bias, residual}, grad, definition);
+  }
 };
 
 }  // namespace
 
-at::Tensor synced_batch_norm(const at::Tensor& input, const SyncedBatchNorm& layer) {
+at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
   check(input, layer);
   return Function::apply(input, if_defined(layer.weight), if_defined(layer.bias),
                          if_defined(layer.residual), layer);
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::nn

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/types.h>
+
+#include <cstddef>
+
+// Gradients that can be differentiated again, for functions whose own backward pass cannot.
+namespace semitone::nn {
+
+// The gradients of definition(), LibTorch's operators on `inputs`, with the way that they were
+// computed recorded. Undefined where an input is, or needs none. For the backward pass of a
+// function, where autograd records it (create_graph).
+template <typename Definition>
+torch::autograd::variable_list recorded_gradients(const torch::autograd::variable_list& inputs,
+                                                  const at::Tensor& grad,
+                                                  const Definition& definition) {
+  const at::AutoGradMode recording(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  torch::autograd::variable_list wanted;
+  for (const at::Tensor& input : inputs) {
+    if (input.defined() && input.requires_grad()) wanted.push_back(input);
+  }
+  torch::autograd::variable_list result(inputs.size());
+  if (wanted.empty()) return result;
+  const auto gradients =
+      torch::autograd::grad({definition()}, wanted, {grad}, /*retain_graph=*/true,
+                            /*create_graph=*/true, /*allow_unused=*/true);
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].defined() && inputs[i].requires_grad()) result[i] = gradients[next++];
+  }
+  return result;
+}
+
+}  // namespace semitone::nn
