@@ -23,43 +23,8 @@ constexpr std::size_t kTerms = 256;
 // What a block of rows is made of is still in a cache for the second look that moments take.
 constexpr std::size_t kBlock = 8 * 1024;
 
-using Float = hn::ScalableTag<float>;
-using Vector = hn::Vec<Float>;
-
-// `count` elements, the other lanes 0.
-template <class F>
-HWY_INLINE Vector load_some(F format, const typename F::Stored* from, std::size_t count) {
-  const Float d;
-  if (count == hn::Lanes(d)) return load(format, d, from);
-  HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)] = {};
-  std::copy(from, from + count, padded);
-  return load(format, d, padded);
-}
-
-template <class F>
-HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size_t count) {
-  const Float d;
-  if (count == hn::Lanes(d)) {
-    store(format, d, v, to);
-    return;
-  }
-  HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)];
-  store(format, d, v, padded);
-  std::copy(padded, padded + count, to);
-}
-
 HWY_INLINE void add_to(float* sums, std::size_t count, Vector v) {
   store_some(Fp32{}, hn::Add(load_some(Fp32{}, sums, count), v), sums, count);
-}
-
-// Calls visit(i, count) for each vector of `size` elements; count is less than a vector's lanes at
-// the end only.
-template <class Visit>
-HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
-  const std::size_t lanes = hn::Lanes(Float());
-  std::size_t i = 0;
-  for (; i + lanes <= size; i += lanes) visit(i, lanes);
-  if (i < size) visit(i, size - i);
 }
 
 // Elements of a plane, and rows, that are summed in fp32.
@@ -294,19 +259,6 @@ void gradient_of_input_pieces(const BatchLayout& layout, const BatchGradient& wo
       store_some(F{}, v, output + offset + i, n);
     });
   });
-}
-
-// Calls work.operator()<format>().
-template <class Work>
-HWY_INLINE void with_format(Format format, const Work& work) {
-  switch (format) {
-    case Format::fp32:
-      return work(Fp32{});
-    case Format::fp16:
-      return work(Fp16{});
-    case Format::bf16:
-      return work(Bf16{});
-  }
 }
 
 void batch_moments(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,

@@ -7,10 +7,12 @@
 #define SEMITONE_KERNELS_CPU_VEC_INL_H_
 #endif
 
+#include "src/kernels/kernels.h"
 #include "src/kernels/rounding.h"
 
 #include <hwy/highway.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -96,6 +98,55 @@ HWY_INLINE void store(Fp16, [[maybe_unused]] D d, hn::Vec<D> v, std::uint16_t* t
   hn::Store(hn::BitCast(hn::RebindToUnsigned<D>(), v), hn::RebindToUnsigned<D>(), bits);
   for (std::size_t i = 0; i < hn::Lanes(d); ++i) to[i] = fp16_from_fp32(bits[i]);
 #endif
+}
+
+// Work on memory of any size and format, a vector of fp32 at a time.
+using Float = hn::ScalableTag<float>;
+using Vector = hn::Vec<Float>;
+
+// `count` elements, the other lanes 0.
+template <class F>
+HWY_INLINE Vector load_some(F format, const typename F::Stored* from, std::size_t count) {
+  const Float d;
+  if (count == hn::Lanes(d)) return load(format, d, from);
+  HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)] = {};
+  std::copy(from, from + count, padded);
+  return load(format, d, padded);
+}
+
+template <class F>
+HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size_t count) {
+  const Float d;
+  if (count == hn::Lanes(d)) {
+    store(format, d, v, to);
+    return;
+  }
+  HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)];
+  store(format, d, v, padded);
+  std::copy(padded, padded + count, to);
+}
+
+// Calls visit(i, count) for each vector of `size` elements; count is less than a vector's lanes at
+// the end only.
+template <class Visit>
+HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
+  const std::size_t lanes = hn::Lanes(Float());
+  std::size_t i = 0;
+  for (; i + lanes <= size; i += lanes) visit(i, lanes);
+  if (i < size) visit(i, size - i);
+}
+
+// Calls work(format as a type).
+template <class Work>
+HWY_INLINE void with_format(Format format, const Work& work) {
+  switch (format) {
+    case Format::fp32:
+      return work(Fp32{});
+    case Format::fp16:
+      return work(Fp16{});
+    case Format::bf16:
+      return work(Bf16{});
+  }
 }
 
 }  // namespace HWY_NAMESPACE
