@@ -10,11 +10,11 @@
 //
 // benchmarks/ddp_scaling.py runs them side by side with PyTorch's, and over slow links.
 #include "benchmarks/support/interleave.h"
-#include "benchmarks/support/resnet50.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/launch/launcher.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/zoo/resnet50.h"
 
 #include <torch/torch.h>
 
@@ -100,11 +100,11 @@ template <typename Model>
 using MakeTraining = std::function<std::unique_ptr<Training<Model>>()>;
 
 // The same start on all ranks, another batch on each.
-std::unique_ptr<Training<semitone::bench::Resnet50>> resnet_training(int rank, int images) {
+std::unique_ptr<Training<semitone::zoo::ResNet50>> resnet_training(int rank, int images) {
   torch::manual_seed(0);
-  const semitone::bench::Resnet50 model;
+  const semitone::zoo::ResNet50 model;
   torch::manual_seed(1 + static_cast<std::uint64_t>(rank));
-  return std::make_unique<Training<semitone::bench::Resnet50>>(
+  return std::make_unique<Training<semitone::zoo::ResNet50>>(
       model, torch::randn({images, 3, 96, 96}), torch::randint(1000, {images}));
 }
 

@@ -1,4 +1,6 @@
-#include "benchmarks/support/resnet50.h"
+#include "semitone/zoo/resnet50.h"
+
+#include "semitone/core/error.h"
 
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/functional.h>
@@ -7,8 +9,9 @@
 #include <torch/types.h>
 
 #include <array>
+#include <string>
 
-namespace semitone::bench {
+namespace semitone::zoo {
 namespace {
 
 namespace nn = torch::nn;
@@ -23,14 +26,20 @@ nn::Sequential convolution(std::int64_t in, std::int64_t out, std::int64_t size,
 }
 
 // 1 x 1, 3 x 3, 1 x 1, and the way around them.
-class BottleneckImpl : public nn::Module {
+class BottleneckImpl : public nn::Cloneable<BottleneckImpl> {
  public:
   BottleneckImpl(std::int64_t in, std::int64_t width, std::int64_t stride)
-      : reduce_(register_module("reduce", convolution(in, width, 1, 1))),
-        middle_(register_module("middle", convolution(width, width, 3, stride))),
-        expand_(register_module("expand", convolution(width, width * kExpansion, 1, 1))) {
-    if (stride != 1 || in != width * kExpansion)
-      shortcut_ = register_module("shortcut", convolution(in, width * kExpansion, 1, stride));
+      : in_(in), width_(width), stride_(stride) {
+    reset();
+  }
+
+  void reset() override {
+    const std::int64_t out = width_ * kExpansion;
+    reduce_ = register_module("reduce", convolution(in_, width_, 1, 1));
+    middle_ = register_module("middle", convolution(width_, width_, 3, stride_));
+    expand_ = register_module("expand", convolution(width_, out, 1, 1));
+    if (stride_ != 1 || in_ != out)
+      shortcut_ = register_module("shortcut", convolution(in_, out, 1, stride_));
   }
 
   at::Tensor forward(const at::Tensor& x) {
@@ -41,34 +50,41 @@ class BottleneckImpl : public nn::Module {
   }
 
  private:
-  nn::Sequential reduce_;
-  nn::Sequential middle_;
-  nn::Sequential expand_;
+  std::int64_t in_;
+  std::int64_t width_;
+  std::int64_t stride_;
+  nn::Sequential reduce_{nullptr};
+  nn::Sequential middle_{nullptr};
+  nn::Sequential expand_{nullptr};
   nn::Sequential shortcut_{nullptr};
 };
 TORCH_MODULE(Bottleneck);
 
 }  // namespace
 
-Resnet50Impl::Resnet50Impl(std::int64_t classes)
-    : head_(register_module("head", nn::Linear(512 * kExpansion, classes))) {
-  features_->extend(*convolution(3, 64, 7, 2));
-  features_->push_back(nn::Functional([](at::Tensor x) { return torch::relu(x); }));
-  features_->push_back(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
+ResNet50Impl::ResNet50Impl(std::int64_t classes) : classes_(classes) {
+  if (classes <= 0) throw Error("zoo.resnet50", "classes above 0", std::to_string(classes));
+  reset();
+}
+
+void ResNet50Impl::reset() {
+  features = register_module("features", convolution(3, 64, 7, 2));
+  features->push_back(nn::Functional([](const at::Tensor& x) { return torch::relu(x); }));
+  features->push_back(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
   constexpr std::array<std::int64_t, 4> kBlocks{3, 4, 6, 3};
   std::int64_t channels = 64;
   std::int64_t width = 64;
   for (std::size_t stage = 0; stage < kBlocks.size(); ++stage, width *= 2) {
     for (std::int64_t block = 0; block < kBlocks[stage]; ++block) {
-      features_->push_back(Bottleneck(channels, width, stage > 0 && block == 0 ? 2 : 1));
+      features->push_back(Bottleneck(channels, width, stage > 0 && block == 0 ? 2 : 1));
       channels = width * kExpansion;
     }
   }
-  register_module("features", features_);
+  head = register_module("head", nn::Linear(channels, classes_));
 }
 
-at::Tensor Resnet50Impl::forward(const at::Tensor& images) {
-  return head_->forward(features_->forward(images).mean({2, 3}));
+at::Tensor ResNet50Impl::forward(const at::Tensor& images) {
+  return head->forward(features->forward(images).mean({2, 3}));
 }
 
-}  // namespace semitone::bench
+}  // namespace semitone::zoo
