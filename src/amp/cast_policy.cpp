@@ -6,6 +6,7 @@
 #include "src/amp/compiled_policy.h"
 #include "src/amp/dispatch.h"
 #include "src/amp/emulation.h"
+#include "src/amp/fast_kernels.h"
 #include "src/amp/op_names.h"
 #include "src/amp/presets/presets.h"
 
@@ -158,9 +159,11 @@ CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<Ca
 
 CastPolicy CastPolicy::semitone(CastTarget target) {
   return preset("semitone", target, [target] {
-    return target.device == c10::DeviceType::CPU
-               ? PolicyBuilder::build("semitone", target, presets::semitone_cpu())
-               : PolicyBuilder::build_exact("semitone", target, presets::torch_cuda(), false);
+    CastPolicy policy =
+        target.device == c10::DeviceType::CPU
+            ? PolicyBuilder::build("semitone", target, presets::semitone_cpu())
+            : PolicyBuilder::build_exact("semitone", target, presets::torch_cuda(), false);
+    return policy.fast_kernels(true);
   });
 }
 
@@ -186,7 +189,7 @@ CastPolicy CastPolicy::paddle(CastTarget target, PaddleLevel level) {
 }
 
 CastPolicy CastPolicy::none(CastTarget target) {
-  return CastPolicy("none", target);
+  return CastPolicy("none", target).fast_kernels(true);
 }
 
 CastPolicy CastPolicy::by_name(std::string_view name, CastTarget target) {
@@ -270,6 +273,33 @@ CastPolicy& CastPolicy::emulation(Emulation value) {
   return *this;
 }
 
+CastPolicy& CastPolicy::fast_kernel(std::string_view op, bool on) {
+  const std::string name = display_name(op);
+  if (find_fast_kernel(name) == nullptr) {
+    std::string known;
+    for (const FastKernel& kernel : amp::fast_kernels())
+      known.append(known.empty() ? "" : ", ").append(kernel.op);
+    throw Error("amp.cast_policy", "an operator that has a fast kernel", "'" + name + "'",
+                "there are some for " + known);
+  }
+  if (on) {
+    fast_kernels_.insert(name);
+  } else {
+    fast_kernels_.erase(name);
+  }
+  edited();
+  return *this;
+}
+
+CastPolicy& CastPolicy::fast_kernels(bool on) {
+  fast_kernels_.clear();
+  if (on) {
+    for (const FastKernel& kernel : amp::fast_kernels()) fast_kernels_.emplace(kernel.op);
+  }
+  edited();
+  return *this;
+}
+
 bool CastPolicy::keeps_fp32(const at::Tensor& parameter) const {
   return compiled()->keeps_fp32(parameter);
 }
@@ -314,6 +344,14 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
       if (!op.has_value()) continue;  // a library that was unloaded since
       policy->set_action(op_id(*op), row.action);
       install_kernel(*op, target_.device);
+    }
+    if (target_.device == c10::DeviceType::CPU) {
+      for (const std::string& name : fast_kernels_) {
+        const auto op = find_operator(name);
+        if (!op.has_value()) continue;  // not in this version of LibTorch
+        policy->use_fast_kernel(op_id(*op));
+        install_kernel(*op, target_.device);
+      }
     }
     if (rows_->empty()) policy->lower_mixed();
     if (policy->emulates_any() || policy->lowers_mixed()) {

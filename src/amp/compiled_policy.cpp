@@ -58,6 +58,11 @@ void CompiledPolicy::keep_operator(OpId op) {
   kept_operators_[op] = true;
 }
 
+void CompiledPolicy::use_fast_kernel(OpId op) {
+  if (op >= fast_.size()) fast_.resize(op + 1);
+  fast_[op] = true;
+}
+
 void CompiledPolicy::add(const BoundParameter& parameter) {
   const auto [known, added] = parameters_.emplace(parameter.impl._unsafe_get_target(), parameter);
   // A shared parameter has several names: one that matches is enough.

@@ -51,6 +51,8 @@ class CompiledPolicy {
   }
   // Whether an operator runs in fp32 that gets a parameter to be kept so.
   bool keeps_operator(OpId op) const { return op < kept_operators_.size() && kept_operators_[op]; }
+  // Whether our own kernel of the operator is to run (fast_kernels.h).
+  bool uses_fast_kernel(OpId op) const { return op < fast_.size() && fast_[op]; }
   // Whether this dtype's matrix products are to go through fp32.
   bool emulates(c10::ScalarType dtype) const {
     return dtype == at::kHalf ? emulate_fp16_ : dtype == at::kBFloat16 && emulate_bf16_;
@@ -72,6 +74,7 @@ class CompiledPolicy {
 
   void set_action(OpId op, CastAction action);
   void keep_operator(OpId op);
+  void use_fast_kernel(OpId op);
   void add(const BoundParameter& parameter);
 
  private:
@@ -79,6 +82,7 @@ class CompiledPolicy {
   CastTarget target_;
   std::vector<std::optional<CastAction>> actions_;
   std::vector<bool> kept_operators_;
+  std::vector<bool> fast_;
   std::unordered_map<const c10::TensorImpl*, BoundParameter> parameters_;
   bool casts_ = true;
   bool as_libtorch_;

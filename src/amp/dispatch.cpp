@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/caster.h"
 #include "src/amp/emulation.h"
+#include "src/amp/fast_kernels.h"
 #include "src/amp/op_names.h"
 #include "src/amp/regions.h"
 
@@ -122,7 +123,8 @@ class Kernel final : public c10::OperatorKernel {
         is_aten_(is_aten(op.operator_name())),
         is_script_cast_(std::find(kScriptCasts.begin(), kScriptCasts.end(), name_) !=
                         kScriptCasts.end()),
-        product_(matrix_product(op)) {
+        product_(matrix_product(op)),
+        fast_(find_fast_kernel(name_)) {
     if (op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key))
       stock_ = op.getComputedKernelForDispatchKey(key);
     const auto& arguments = op.schema().arguments();
@@ -154,21 +156,23 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     const Caster cast(*regions, policy, name_);
+    const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
         const auto dtype = policy.dtype();
         const bool emulated =
             product_ != MatrixProduct::none && goes_through_fp32(arguments, policy, dtype);
-        run_lowered(op, keys, stack, arguments, cast, dtype, emulated);
+        run_lowered(op, keys, stack, arguments, cast, dtype, emulated, fast);
         return;
       }
       case CastAction::fp32:
-        run_in_fp32(op, keys, stack, arguments, cast);
+        run_in_fp32(op, keys, stack, arguments, cast, fast);
         return;
       case CastAction::ban:
         refuse_16bit(op, arguments, policy);
         [[fallthrough]];
       default:
+        if (runs_fast(fast, arguments, stack)) return;
         run_uncast(op, keys, stack, arguments, cast, policy);
     }
   }
@@ -185,18 +189,20 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   void run_lowered(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
-                   Arguments arguments, const Caster& cast, c10::ScalarType dtype,
-                   bool emulated) const {
+                   Arguments arguments, const Caster& cast, c10::ScalarType dtype, bool emulated,
+                   const FastKernel* fast = nullptr) const {
     const Conversion conversion = conversion_to(dtype, emulated);
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     replace_tensors(arguments,
                     [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
+    if (runs_fast(fast, arguments, stack)) return;
     run_without_casts(op, keys, stack);
     if (emulated) round_results(op, dtype, stack);
   }
 
   void run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
-                   Arguments arguments, const Caster& cast) const {
+                   Arguments arguments, const Caster& cast, const FastKernel* fast) const {
+    if (fast != nullptr && fast->widens && runs_fast(fast, arguments, stack)) return;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     if (dtype_argument_.has_value()) {
       c10::IValue& dtype = arguments[*dtype_argument_];
@@ -208,6 +214,7 @@ class Kernel final : public c10::OperatorKernel {
     } else {
       replace_tensors(arguments, [&](const at::Tensor& tensor) { return cast.to_fp32(tensor); });
     }
+    if (runs_fast(fast, arguments, stack)) return;
     run_without_casts(op, keys, stack);
   }
 
@@ -226,6 +233,17 @@ class Kernel final : public c10::OperatorKernel {
       }
     }
     op.redispatchBoxed(keys & below(key_), stack);
+  }
+
+  // The operator's result in place of its arguments, if the kernel does these.
+  static bool runs_fast(const FastKernel* fast, Arguments arguments, Stack* stack) {
+    if (fast == nullptr) return false;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    auto result = fast->run(arguments);
+    if (!result.has_value()) return false;
+    torch::jit::drop(*stack, arguments.size());
+    stack->emplace_back(std::move(*result));
+    return true;
   }
 
   // With every Autocast key excluded by the caller.
@@ -306,6 +324,7 @@ class Kernel final : public c10::OperatorKernel {
   bool is_aten_;
   bool is_script_cast_;
   MatrixProduct product_;
+  const FastKernel* fast_;  // null: none
   std::optional<std::size_t> dtype_argument_;
   std::optional<c10::SafeKernelFunction> stock_;
 };

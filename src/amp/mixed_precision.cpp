@@ -93,7 +93,9 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   if (properties.device != c10::DeviceType::CPU && given.fp32_param_globs().empty()) {
     return std::nullopt;
   }
-  CastPolicy weights_only = CastPolicy::none(target).emulation(given.emulation());
+  CastPolicy weights_only =
+      CastPolicy::none(target).emulation(given.emulation()).fast_kernels(false);
+  for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
   for (const std::string& glob : given.fp32_param_globs()) weights_only.keep_fp32_params(glob);
   return weights_only.bind(models);
 }

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -126,6 +127,17 @@ class CastPolicy {
   /// Default: automatic.
   CastPolicy& emulation(Emulation value);
 
+  /// Whether an operator runs in Semitone's own kernel where that can do the arguments: one pass
+  /// over memory instead of several, on the CPU; models need not know. What the kernels compute is
+  /// what LibTorch's operators do, within rounding, and can be differentiated as often; dropout
+  /// draws other random numbers, from the same generator. Rows decide about dtypes as before.
+  ///
+  /// fast_kernel names one, with an Error for an operator that has none; fast_kernels switches all
+  /// of them. Default: all in preset semitone and in `none`, none in the others, which compute what
+  /// their systems do. `semitone ops` marks them.
+  CastPolicy& fast_kernel(std::string_view op, bool on = true);
+  CastPolicy& fast_kernels(bool on);
+
   /// The same policy, for the parameters of a model: resolves the globs (Error if one matches
   /// nothing) and lets the weight-cast cache keep frozen parameters too. The policy remembers the
   /// parameters, it does not own them.
@@ -140,6 +152,8 @@ class CastPolicy {
   c10::DeviceType device() const { return target_.device; }
   c10::ScalarType dtype() const { return target_.dtype; }
   Emulation emulation() const { return emulation_; }
+  /// The operators of fast_kernel() that are on.
+  const std::set<std::string>& fast_kernels() const { return fast_kernels_; }
   const std::vector<std::string>& fp32_param_globs() const { return globs_; }
 
   /// Whether bind() was called: whether the globs are resolved.
@@ -173,6 +187,7 @@ class CastPolicy {
   std::shared_ptr<const Rows> rows_;  // shared by copies, replaced by edits
   std::vector<std::string> globs_;
   Emulation emulation_ = Emulation::automatic;
+  std::set<std::string> fast_kernels_;
   bool as_libtorch_ = false;  // of preset torch: raises where LibTorch raises
   std::shared_ptr<const Binding> binding_;
   std::shared_ptr<Compiled> compiled_;
