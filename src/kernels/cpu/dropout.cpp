@@ -1,0 +1,167 @@
+#include "src/kernels/dropout_groups.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/dropout.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/vec-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+// A vector has at most as many lanes as a group has blocks.
+using Lanes32 = hn::CappedTag<float, kDropoutBlocks>;
+using Words32 = hn::RebindToUnsigned<Lanes32>;
+
+// for_masks calls visit(i, mask) for each vector of a group: which of its elements from i on are
+// dropped.
+#if HWY_TARGET == HWY_SCALAR
+
+template <class Visit>
+HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visit& visit) {
+  const Words32 d32;
+  const auto numbers = dropout_numbers(work.stream, group);
+  for (std::size_t i = 0; i < kDropoutGroup; ++i)
+    visit(i, hn::Lt(hn::Set(d32, numbers[i]), hn::Set(d32, work.threshold)));
+}
+
+#else
+
+using Words64 = hn::RepartitionToWide<Words32>;
+using Word = hn::Vec<Words32>;
+
+// Philox of as many counters as there are lanes, in two halves: those of the even and of the odd
+// lanes, each in the lower 32 bits of 64. There a product of 32 x 32 bits is one instruction, and
+// what lands in the upper bits is never looked at.
+struct Half {
+  Word w0, w1, w2, w3;
+};
+
+HWY_INLINE void philox_round(Half& half, Word key0, Word key1) {
+  const Words32 d32;
+  const auto first = hn::MulEven(half.w0, hn::Set(d32, kPhiloxMultipliers[0]));
+  const auto second = hn::MulEven(half.w2, hn::Set(d32, kPhiloxMultipliers[1]));
+  half.w0 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(second)), half.w1, key0);
+  half.w2 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(first)), half.w3, key1);
+  half.w1 = hn::BitCast(d32, second);
+  half.w3 = hn::BitCast(d32, first);
+}
+
+// The halves' words in one vector again.
+HWY_INLINE Word join(Word even, Word odd) {
+  const Words32 d32;
+  const Words64 d64;
+  return hn::OddEven(hn::BitCast(d32, hn::ShiftLeft<32>(hn::BitCast(d64, odd))), even);
+}
+
+template <class Visit>
+HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visit& visit) {
+  const Words32 d32;
+  const PhiloxKey key = key_of(work.stream);
+  // The number of a group's first block is a multiple of 16: counting its blocks carries nowhere.
+  const PhiloxBlock counter = counter_of(work.stream, std::uint64_t{group} * kDropoutBlocks);
+  const auto threshold = hn::Set(d32, work.threshold << 16);
+  for (std::size_t from = 0; from < kDropoutBlocks; from += hn::Lanes(d32)) {
+    const auto first = hn::Set(d32, counter[0] + static_cast<std::uint32_t>(from));
+    Half even{hn::Add(first, hn::Iota(d32, 0)), hn::Set(d32, counter[1]), hn::Set(d32, counter[2]),
+              hn::Set(d32, counter[3])};
+    Half odd = even;
+    odd.w0 = hn::Add(even.w0, hn::Set(d32, 1));
+    for (std::uint32_t round = 0; round < kPhiloxRounds; ++round) {
+      const auto key0 = hn::Set(d32, key[0] + round * kPhiloxWeyl[0]);
+      const auto key1 = hn::Set(d32, key[1] + round * kPhiloxWeyl[1]);
+      philox_round(even, key0, key1);
+      philox_round(odd, key0, key1);
+    }
+    const auto both = [&](std::size_t word, Word words) {
+      visit(2 * word * kDropoutBlocks + from, hn::Lt(hn::ShiftLeft<16>(words), threshold));
+      visit((2 * word + 1) * kDropoutBlocks + from, hn::Lt(words, threshold));
+    };
+    both(0, join(even.w0, odd.w0));
+    both(1, join(even.w1, odd.w1));
+    both(2, join(even.w2, odd.w2));
+    both(3, join(even.w3, odd.w3));
+  }
+}
+
+#endif  // HWY_TARGET
+
+template <class In, class Out, bool kResidual>
+void whole_group(const DropoutWork& work, std::size_t group, const typename In::Stored* input,
+                 [[maybe_unused]] const typename Out::Stored* residual,
+                 typename Out::Stored* output) {
+  const Lanes32 d;
+  const auto scale = hn::Set(d, work.scale);
+  for_masks(work, group, [&](std::size_t i, auto dropped) {
+    const auto factor = hn::IfThenZeroElse(hn::RebindMask(d, dropped), scale);
+    auto v = hn::Mul(load(In{}, d, input + i), factor);
+    if constexpr (kResidual) v = hn::Add(load(Out{}, d, residual + i), v);
+    store(Out{}, d, v, output + i);
+  });
+}
+
+template <class In, class Out, bool kResidual>
+void groups_of(const DropoutWork& work, std::size_t begin, std::size_t end) {
+  const auto* input = static_cast<const typename In::Stored*>(work.input);
+  // Never looked at where there is none.
+  const auto* residual =
+      static_cast<const typename Out::Stored*>(kResidual ? work.residual : work.output);
+  auto* output = static_cast<typename Out::Stored*>(work.output);
+  const std::size_t whole = std::min(end, work.size / kDropoutGroup);
+  for (std::size_t group = begin; group < whole; ++group) {
+    const std::size_t at = group * kDropoutGroup;
+    whole_group<In, Out, kResidual>(work, group, input + at, residual + at, output + at);
+  }
+  if (end <= whole) return;
+  const std::size_t at = whole * kDropoutGroup;
+  const std::size_t rest = work.size - at;
+  typename In::Stored input_rest[kDropoutGroup] = {};
+  typename Out::Stored output_rest[kDropoutGroup] = {};
+  std::copy_n(input + at, rest, input_rest);
+  if (kResidual) std::copy_n(residual + at, rest, output_rest);
+  whole_group<In, Out, kResidual>(work, whole, input_rest, output_rest, output_rest);
+  std::copy_n(output_rest, rest, output + at);
+}
+
+template <class In, class Out>
+void groups_of(const DropoutWork& work, std::size_t begin, std::size_t end) {
+  work.residual != nullptr ? groups_of<In, Out, true>(work, begin, end)
+                           : groups_of<In, Out, false>(work, begin, end);
+}
+
+void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end) {
+  if (work.input_format == work.output_format) {
+    with_format(work.input_format, [&](auto format) {
+      groups_of<decltype(format), decltype(format)>(work, begin, end);
+    });
+  } else if (work.output_format == Format::fp32) {
+    with_format(work.input_format,
+                [&](auto format) { groups_of<decltype(format), Fp32>(work, begin, end); });
+  } else {
+    with_format(work.output_format,
+                [&](auto format) { groups_of<Fp32, decltype(format)>(work, begin, end); });
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(dropout_groups);
+
+void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(dropout_groups)(work, begin, end);
+}
+
+}  // namespace semitone::kernels
+#endif

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "src/kernels/kernels.h"
+
+#include <cstddef>
+#include <cstdint>
+
+// The functions on pointers behind cross_entropy.h: each does some rows, so that threads can share
+// them.
+namespace semitone::kernels {
+
+struct CrossEntropyRows {
+  const void* logits;  // of row i: `classes` values from logits + i * stride on
+  Format format;
+  std::size_t stride;  // in elements
+  std::size_t classes;
+  const std::int64_t* target;  // a class, or ignore_index
+  std::int64_t ignore_index;
+  double label_smoothing;
+};
+
+// Of row i: its loss, its largest logit, and 1 / the sum of exp(logit - largest).
+struct CrossEntropyResults {
+  float* loss;
+  float* max;
+  float* inv_sum;
+};
+
+// Rows [begin, end); zeros for rows that are ignored. Exponentials and their products in fp32, sums
+// of at most 256 terms in fp32, the rest in fp64.
+void cross_entropy_rows(const CrossEntropyRows& rows, const CrossEntropyResults& results,
+                        std::size_t begin, std::size_t end);
+
+struct CrossEntropyGradient {
+  const float* max;
+  const float* inv_sum;
+  const float* grad;      // of the loss of row i: grad[i * grad_step]
+  std::size_t grad_step;  // 1, or 0 where all rows have the same
+  void* output;           // in the logits' format; may be the logits
+  std::size_t stride;     // of the output
+};
+
+// output = round((softmax - target's share) * grad); zeros for rows that are ignored.
+void cross_entropy_gradient_rows(const CrossEntropyRows& rows, const CrossEntropyGradient& work,
+                                 std::size_t begin, std::size_t end);
+
+}  // namespace semitone::kernels

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "src/kernels/philox.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+// Dropout in one pass over memory. Which elements are dropped is computed from a seed, so the
+// gradient needs nothing else.
+namespace semitone::kernels {
+
+// Which elements are dropped, and what the others are multiplied with. Element i, in order of the
+// result's memory, has a random number of 16 bits that depends on the stream and i only, and is
+// dropped if that is less than the threshold.
+class Dropout {
+ public:
+  // @param p  in [0, 1]: rounded to a multiple of 2^-16, and to 1 - 2^-16 if it is between that and
+  //           1. What the remaining elements are multiplied with is exact for the rounded one.
+  Dropout(double p, PhiloxStream stream);
+
+  const PhiloxStream& stream() const { return stream_; }
+  // p = threshold / 2^16.
+  std::uint32_t threshold() const { return threshold_; }
+  // 1 / (1 - p), and 0 if p is 1.
+  double scale() const;
+
+ private:
+  PhiloxStream stream_;
+  std::uint32_t threshold_;
+};
+
+// residual + input * (0 or scale), computed in fp32, in fp64 if input or result are fp64, and rounded
+// once to `dtype`. residual: undefined, or of the input's shape and of a dtype that goes into `dtype`
+// without loss. The result is dense; where the input is, it is laid out like it. Infinities and NaNs
+// that are dropped become NaN, as in at::dropout. Any device; in one pass: fp32, fp16 and bf16 on the
+// CPU.
+at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarType dtype,
+                   const at::Tensor& residual = {});
+
+namespace ref {
+// The definition, composed of ATen operators.
+at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarType dtype,
+                   const at::Tensor& residual = {});
+}  // namespace ref
+
+}  // namespace semitone::kernels

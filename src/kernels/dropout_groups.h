@@ -1,0 +1,52 @@
+#pragma once
+
+#include "src/kernels/kernels.h"
+#include "src/kernels/philox.h"
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+// The function on pointers behind dropout.h, and what decides which elements are dropped: both the
+// vectors and the definition go by it.
+namespace semitone::kernels {
+
+// Random numbers of 16 bits come in groups of 128, from 16 blocks of Philox4x32. Numbers 16 w … 16 w
+// + 15 of a group are the w-th sixteen bits of its blocks: the lower (w even) or upper (w odd) half
+// of word w / 2. So a vector of words holds numbers of neighbouring elements, whatever the size of
+// vectors up to 16 lanes.
+constexpr std::size_t kDropoutBlocks = 16;
+constexpr std::size_t kDropoutGroup = 8 * kDropoutBlocks;
+
+// The random numbers of a group, one at a time.
+constexpr std::array<std::uint16_t, kDropoutGroup> dropout_numbers(const PhiloxStream& stream,
+                                                                   std::uint64_t group) {
+  std::array<std::uint16_t, kDropoutGroup> numbers{};
+  for (std::size_t i = 0; i < kDropoutBlocks; ++i) {
+    const PhiloxBlock block =
+        philox(counter_of(stream, group * kDropoutBlocks + i), key_of(stream));
+    for (std::size_t w = 0; w < 8; ++w) {
+      numbers[kDropoutBlocks * w + i] = static_cast<std::uint16_t>(block[w / 2] >> (16 * (w % 2)));
+    }
+  }
+  return numbers;
+}
+
+struct DropoutWork {
+  const void* input;
+  Format input_format;
+  const void* residual;  // may be null; in the output's format
+  void* output;
+  Format output_format;  // the input's, or one of both is fp32
+  std::size_t size;
+  PhiloxStream stream;
+  std::uint32_t threshold;  // < 2^16: an element whose random number is less is dropped
+  float scale;              // of the others
+};
+
+// output = round(residual + input * (0 or scale)) for the groups [begin, end), of which the last
+// may be cut short by `size`. The multiplication and the addition are rounded to fp32. output may
+// be residual, or input where the formats are the same.
+void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end);
+
+}  // namespace semitone::kernels

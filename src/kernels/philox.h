@@ -1,0 +1,51 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+// Philox4x32, a counter-based generator of random bits: block number `counter` of the sequence that
+// `key` names, without the blocks before it. J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw:
+// "Parallel random numbers: as easy as 1, 2, 3", SC11.
+namespace semitone::kernels {
+
+// Seven is the least number of rounds with which it passes all of SmallCrush, Crush and BigCrush
+// (section 4.3 and table 2 there); the authors' default of ten is a margin for simulations.
+constexpr int kPhiloxRounds = 7;
+
+constexpr std::uint32_t kPhiloxMultipliers[] = {0xD2511F53, 0xCD9E8D57};
+// What the key grows by from round to round: the golden ratio and the square root of 3, less 1.
+constexpr std::uint32_t kPhiloxWeyl[] = {0x9E3779B9, 0xBB67AE85};
+
+using PhiloxBlock = std::array<std::uint32_t, 4>;
+using PhiloxKey = std::array<std::uint32_t, 2>;
+
+// A sequence of blocks.
+struct PhiloxStream {
+  std::uint64_t seed;        // the key
+  std::uint64_t offset = 0;  // upper half of the counter; the lower is the number of the block
+};
+
+constexpr PhiloxKey key_of(const PhiloxStream& stream) {
+  return {static_cast<std::uint32_t>(stream.seed), static_cast<std::uint32_t>(stream.seed >> 32)};
+}
+
+constexpr PhiloxBlock counter_of(const PhiloxStream& stream, std::uint64_t block) {
+  return {static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(block >> 32),
+          static_cast<std::uint32_t>(stream.offset),
+          static_cast<std::uint32_t>(stream.offset >> 32)};
+}
+
+constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key, int rounds = kPhiloxRounds) {
+  for (int round = 0; round < rounds; ++round) {
+    const auto first = std::uint64_t{kPhiloxMultipliers[0]} * counter[0];
+    const auto second = std::uint64_t{kPhiloxMultipliers[1]} * counter[2];
+    counter = {static_cast<std::uint32_t>(second >> 32) ^ counter[1] ^ key[0],
+               static_cast<std::uint32_t>(second),
+               static_cast<std::uint32_t>(first >> 32) ^ counter[3] ^ key[1],
+               static_cast<std::uint32_t>(first)};
+    key = {key[0] + kPhiloxWeyl[0], key[1] + kPhiloxWeyl[1]};
+  }
+  return counter;
+}
+
+}  // namespace semitone::kernels
