@@ -3,13 +3,19 @@
 #include "semitone/amp/autocast.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/optim/fused_optimizer.h"
 #include "src/amp/gradients.h"
 #include "src/amp/same_memory.h"
 #include "src/core/archive.h"
+#include "src/kernels/flat.h"
+#include "src/kernels/multi_tensor_norm.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <unordered_set>
@@ -50,7 +56,7 @@ void widen(torch::optim::OptimizerParamState& state) {
 }  // namespace
 
 MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact)
-    : optimizer_(&optimizer) {
+    : optimizer_(&optimizer), fused_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)) {
   if (evaluates_loss(optimizer)) {
     throw Error("amp.master_weights", "an optimizer that takes its gradients as they are", "LBFGS",
                 "it evaluates the loss again inside its step, where the model is not written yet");
@@ -101,6 +107,10 @@ void MasterWeights::adopt(const ExactValues& exact) {
 }
 
 void MasterWeights::take_gradients(Gradients& pass) {
+  const bool any = std::any_of(pairs_.begin(), pairs_.end(),
+                               [](const Pair& pair) { return pair.parameter.grad().defined(); });
+  if (!any) return;
+  move_deferred_gradients();
   maybe_stepped_ = true;
   for (const Pair& pair : pairs_) pass.move(pair.parameter, pair.master);
 }
@@ -114,6 +124,98 @@ bool MasterWeights::take_gradients(float inverse_scale) {
   std::vector<at::Tensor> found_inf;
   pass.run(found_inf);
   return any_found_inf(found_inf);
+}
+
+// A gradient that is a part of something larger, such as a bucket that is reduced over ranks, is
+// not ours to keep: the next backward pass writes there.
+bool MasterWeights::can_defer() const {
+  const auto is_own = [](const at::Tensor& grad) {
+    return grad.layout() == at::kStrided && grad.is_cpu() && !grad.is_view() &&
+           grad.storage().nbytes() == grad.nbytes();
+  };
+  return fused_ != nullptr && std::all_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
+           const at::Tensor& grad = pair.parameter.grad();
+           return !pair.master.grad().defined() &&
+                  (!grad.defined() ||
+                   (is_own(grad) && kernels::same_flat_layout(grad, pair.master)));
+         });
+}
+
+bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
+  if (!can_defer()) return false;
+  maybe_stepped_ = true;
+  deferred_inverse_ = inverse_scale;
+  std::vector<at::Tensor> grads;
+  for (Pair& pair : pairs_) {
+    pair.deferred = pair.parameter.grad();
+    if (!pair.deferred.defined()) continue;
+    grads.push_back(pair.deferred);
+    pair.parameter.mutable_grad().reset();
+    pair.placeholder = at::full({}, std::numeric_limits<float>::quiet_NaN(), pair.master.options())
+                           .expand(pair.master.sizes())
+                           .variable_data();
+    pair.master.mutable_grad() = pair.placeholder;
+  }
+  for (const double largest :
+       kernels::multi_tensor_norms(grads, std::numeric_limits<double>::infinity())) {
+    // What the product is where the gradients are moved.
+    found_inf = found_inf || !std::isfinite(static_cast<float>(largest) * inverse_scale);
+  }
+  return true;
+}
+
+// Puts a deferred gradient back into the model. False: there is none, or somebody has dropped or
+// replaced it in the optimizer.
+bool MasterWeights::take_deferred(Pair& pair) {
+  if (!pair.deferred.defined()) return false;
+  const at::Tensor grad = std::exchange(pair.deferred, {});
+  const at::Tensor placeholder = std::exchange(pair.placeholder, {});
+  if (!pair.master.grad().is_same(placeholder)) return false;
+  pair.master.mutable_grad().reset();
+  pair.parameter.mutable_grad() = grad;
+  return true;
+}
+
+void MasterWeights::move_deferred_gradients() {
+  std::vector<std::pair<const Pair*, at::Tensor>> later;  // what the model has got since
+  Gradients pass(deferred_inverse_);
+  for (Pair& pair : pairs_) {
+    const at::Tensor since = pair.parameter.grad();
+    if (!take_deferred(pair)) continue;
+    if (since.defined()) later.emplace_back(&pair, since);
+    pass.move(pair.parameter, pair.master);
+  }
+  std::vector<at::Tensor> known;  // was found when they were deferred
+  pass.run(known);
+  for (const auto& [pair, grad] : later) pair->parameter.mutable_grad() = grad;
+}
+
+void MasterWeights::step() {
+  if (fused_ == nullptr) {
+    optimizer_->step();
+    write_model();
+    return;
+  }
+  optim::ModelCopies copies;
+  std::vector<Pair*> stepped;
+  for (Pair& pair : pairs_) {
+    copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
+    if (take_deferred(pair) || pair.master.grad().defined()) stepped.push_back(&pair);
+  }
+  try {
+    fused_->step(optim::FusedStep().copies(&copies).copies_inv_scale(deferred_inverse_));
+  } catch (...) {  // as after any other optimizer's step that throws: the masters have them
+    Gradients pass(deferred_inverse_);
+    for (const Pair* pair : stepped) pass.move(pair->parameter, pair->master);
+    std::vector<at::Tensor> known;
+    pass.run(known);
+    throw;
+  }
+  for (Pair* pair : stepped) {
+    pair->parameter.mutable_grad().reset();
+    agreed(*pair);
+  }
+  maybe_stepped_ = false;
 }
 
 void MasterWeights::write_model() {
@@ -162,7 +264,11 @@ void MasterWeights::sync() {
 }
 
 void MasterWeights::clear_gradients() {
-  for (Pair& pair : pairs_) pair.master.mutable_grad().reset();
+  for (Pair& pair : pairs_) {
+    pair.master.mutable_grad().reset();
+    pair.deferred.reset();
+    pair.placeholder.reset();
+  }
   maybe_stepped_ = false;
 }
 

@@ -261,7 +261,10 @@ std::int64_t MixedPrecision::skipped_steps() const {
 
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
   auto& known = impl_->of(optimizer, "master_params");
-  if (known.masters.has_value() && impl_->fp32_scopes == 0) known.masters->pull();
+  if (known.masters.has_value()) {
+    if (impl_->fp32_scopes == 0) known.masters->pull();
+    known.masters->move_deferred_gradients();
+  }
   std::vector<at::Tensor> parameters;
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     parameters.push_back(parameter);

@@ -38,6 +38,7 @@ struct ScaledLoss::Work {
   void set_others_aside();
   void restore_others() noexcept;
   void forget_set_aside(const PerOptimizer& optimizer);
+  bool defers(PerOptimizer& known, std::vector<at::Tensor>& found_inf);
 };
 
 void ScaledLoss::Work::check() const {
@@ -73,6 +74,7 @@ void ScaledLoss::Work::begin() {
   begun = true;
   set_others_aside();
   for (PerOptimizer* known : optimizers) {
+    if (known->masters.has_value()) known->masters->move_deferred_gradients();
     if (!known->scaled.has_value()) {  // else what is there is scaled alike
       known->for_each_leaf([this](const at::Tensor& parameter) {
         if (!parameter.grad().defined()) return;
@@ -111,6 +113,18 @@ void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
   });
 }
 
+// Whether the model's gradients stay where they are until the step.
+bool ScaledLoss::Work::defers(PerOptimizer& known, std::vector<at::Tensor>& found_inf) {
+  bool any_earlier = false;
+  known.for_each_leaf([&](const at::Tensor& parameter) {
+    any_earlier = any_earlier || mixed->set_aside.count(parameter.unsafeGetTensorImpl()) > 0;
+  });
+  bool found = false;
+  if (any_earlier || !known.masters->defer_gradients(inverse, found)) return false;
+  if (found) found_inf_on(found_inf, device_of(*known.optimizer)).fill_(1);
+  return true;
+}
+
 void ScaledLoss::Work::finish() {
   begin();  // where backward was not run at all
   if (delay) {
@@ -131,10 +145,12 @@ void ScaledLoss::Work::finish() {
 
   Gradients scaled(inverse);
   for (PerOptimizer* known : optimizers) {
-    if (known->masters.has_value()) known->masters->take_gradients(scaled);
+    if (known->masters.has_value() && !defers(*known, found_inf))
+      known->masters->take_gradients(scaled);
     for_each_parameter(*known->optimizer,
                        [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-                         scaled.unscale(parameter, earlier(parameter));
+                         if (!known->masters.has_value() || !known->masters->is_master(parameter))
+                           scaled.unscale(parameter, earlier(parameter));
                        });
   }
   scaled.run(found_inf);
@@ -275,6 +291,7 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimiz
   Overflow overflow;
   if (say || scaler.wants_names()) {
     if (optimizer.masters.has_value()) {
+      optimizer.masters->move_deferred_gradients();
       optimizer.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
         mixed.names.add_alias(master, parameter);
       });
@@ -359,13 +376,10 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   const auto found_by_loss = resolve(*impl_, known);
   const bool skip = std::exchange(known.skip, false);
   if (!skip) {
-    optimizer.step();
+    known.masters.has_value() ? known.masters->step() : void(optimizer.step());
     clear_cast_cache();
   }
-  if (known.masters.has_value()) {
-    if (!skip) known.masters->write_model();
-    known.masters->clear_gradients();
-  }
+  if (known.masters.has_value()) known.masters->clear_gradients();
   std::exception_ptr diverged;
   for (const auto& [loss_id, found] : found_by_loss) {
     try {

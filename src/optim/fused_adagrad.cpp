@@ -63,9 +63,9 @@ std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(
   return {{.name = "sum", .initial = own.initial_accumulator_value()}};
 }
 
-void FusedAdagrad::update(std::span<Work> work, double grad_scale) {
+void FusedAdagrad::update(std::span<Work> work) {
   const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
-    return rule_of(one.options_as<FusedAdagradOptions>(), one.state->step, grad_scale);
+    return rule_of(one.options_as<FusedAdagradOptions>(), one.state->step, one.grad_scale);
   });
   kernels::multi_tensor_adagrad(items, rules);
 }

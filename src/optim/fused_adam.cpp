@@ -81,9 +81,9 @@ bool FusedAdam::splits_masters(const torch::optim::OptimizerOptions& options) co
   return static_cast<const FusedAdamOptions&>(options).split_master();
 }
 
-void FusedAdam::update(std::span<Work> work, double grad_scale) {
+void FusedAdam::update(std::span<Work> work) {
   const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
-    return rule_of(one.options_as<FusedAdamOptions>(), one.state->step, grad_scale);
+    return rule_of(one.options_as<FusedAdamOptions>(), one.state->step, one.grad_scale);
   });
   kernels::multi_tensor_adam(items, rules);
 }

@@ -81,18 +81,19 @@ std::vector<FusedOptimizer::Slot> FusedLAMB::slots(
   return {{.name = "exp_avg"}, {.name = "exp_avg_sq"}};
 }
 
-void FusedLAMB::update(std::span<Work> work, double grad_scale) {
+void FusedLAMB::update(std::span<Work> work) {
   std::vector<at::Tensor> grads;
   for (const Work& one : work) grads.push_back(one.update.grad);
-  const double norm =
-      std::abs(grad_scale) * kernels::total_norm(kernels::multi_tensor_norms(grads, 2), 2);
+  std::vector<double> norms = kernels::multi_tensor_norms(grads, 2);
+  for (std::size_t i = 0; i < norms.size(); ++i) norms[i] *= std::abs(work[i].grad_scale);
+  const double norm = kernels::total_norm(norms, 2);
   auto [items, rules] = items_and_rules(work, [&](const Work& one) {
-    return rule_of(one.options_as<FusedLAMBOptions>(), one.state->step, grad_scale, norm);
+    return rule_of(one.options_as<FusedLAMBOptions>(), one.state->step, one.grad_scale, norm);
   });
-  const auto norms = kernels::multi_tensor_lamb_moments(items, rules);
+  const auto moments = kernels::multi_tensor_lamb_moments(items, rules);
   for (std::size_t i = 0; i < rules.size(); ++i) {
     const auto& options = work[i].options_as<FusedLAMBOptions>();
-    rules[i].step_size = options.lr() * trust_ratio(options, norms[i]);
+    rules[i].step_size = options.lr() * trust_ratio(options, moments[i]);
   }
   kernels::multi_tensor_lamb_apply(items, rules);
 }

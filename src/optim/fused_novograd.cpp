@@ -96,20 +96,20 @@ std::vector<FusedOptimizer::Slot> FusedNovoGrad::slots(
   return {{.name = "exp_avg"}, {.name = "grad_norm", .number = true}};
 }
 
-void FusedNovoGrad::update(std::span<Work> work, double grad_scale) {
+void FusedNovoGrad::update(std::span<Work> work) {
   // One pass for each order in use.
   std::vector<double> norms(work.size());
   for (const double order : {2.0, std::numeric_limits<double>::infinity()}) {
     std::vector<at::Tensor> grads;
-    std::vector<double*> results;
+    std::vector<std::size_t> places;
     for (std::size_t i = 0; i < work.size(); ++i) {
       if (order_of(work[i].options_as<FusedNovoGradOptions>()) != order) continue;
       grads.push_back(work[i].update.grad);
-      results.push_back(&norms[i]);
+      places.push_back(i);
     }
     const auto of_order = kernels::multi_tensor_norms(grads, order);
-    for (std::size_t k = 0; k < results.size(); ++k)
-      *results[k] = std::abs(grad_scale) * of_order[k];
+    for (std::size_t k = 0; k < places.size(); ++k)
+      norms[places[k]] = std::abs(work[places[k]].grad_scale) * of_order[k];
   }
   std::size_t i = 0;
   const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
@@ -118,7 +118,7 @@ void FusedNovoGrad::update(std::span<Work> work, double grad_scale) {
     auto* running = one.state->tensors[kNorm].mutable_data_ptr<double>();
     const double before = one.fresh[kNorm] && !options.init_zero() ? norm : *running;
     *running = moved_norm(options, before, norm);
-    return rule_of(options, one.state->step, grad_scale, *running);
+    return rule_of(options, one.state->step, one.grad_scale, *running);
   });
   kernels::multi_tensor_novograd(items, rules);
 }

@@ -111,14 +111,16 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
 
 bool FusedOptimizer::step(const FusedStep& how) {
   const at::NoGradGuard no_grad;
-  const double grad_scale = how.inv_scale() * how.clip();
   if (is_set(where(), how.found_inf())) return false;
-  if (!(std::abs(grad_scale) <= double{std::numeric_limits<float>::max()}))
-    throw Error(where(), "an inv_scale * clip that float32 holds", c10::str(grad_scale));
+  const double grad_scale = how.inv_scale() * how.clip();
+  for (const double scale : {grad_scale, grad_scale * how.copies_inv_scale()}) {
+    if (!(std::abs(scale) <= double{std::numeric_limits<float>::max()}))
+      throw Error(where(), "an inv_scale * clip that float32 holds", c10::str(scale));
+  }
   std::vector<Work> work = gather(how);
   for (Work& one : work) prepare(one);
   for (Work& one : work) ++one.state->step;
-  update(work, grad_scale);
+  update(work);
   return true;
 }
 
@@ -140,6 +142,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
       if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
       at::Tensor grad = parameter.grad();
       at::Tensor copy;
+      double grad_scale = how.inv_scale() * how.clip();
       if (how.copies() != nullptr) {
         const auto entry = how.copies()->find(parameter.unsafeGetTensorImpl());
         if (entry != how.copies()->end()) {
@@ -149,7 +152,10 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
             throw Error(where(), "one gradient for " + place(g, i),
                         "one of the master and one of the model copy", "add them up first");
           }
-          if (!grad.defined()) grad = copy.grad();
+          if (!grad.defined()) {
+            grad = copy.grad();
+            grad_scale *= how.copies_inv_scale();
+          }
         }
       }
       if (!grad.defined()) continue;
@@ -162,7 +168,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
       if (const FusedState* state = find(parameter); state != nullptr) {
         check_state(*state, parameter, slots(group.options()), place(g, i));
       }
-      Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, {}};
+      Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, {}};
       if (!lies_like(grad, parameter))
         one.update.grad = laid_out_like(parameter, grad, grad.scalar_type());
       work.push_back(std::move(one));

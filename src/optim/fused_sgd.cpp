@@ -69,9 +69,9 @@ bool FusedSGD::splits_masters(const torch::optim::OptimizerOptions& options) con
   return static_cast<const FusedSGDOptions&>(options).split_master();
 }
 
-void FusedSGD::update(std::span<Work> work, double grad_scale) {
+void FusedSGD::update(std::span<Work> work) {
   const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
-    return rule_of(one.options_as<FusedSGDOptions>(), one.fresh[0], grad_scale);
+    return rule_of(one.options_as<FusedSGDOptions>(), one.fresh[0], one.grad_scale);
   });
   kernels::multi_tensor_sgd(items, rules);
 }

@@ -14,6 +14,7 @@ struct FusedOptimizer::Work {
   const torch::optim::OptimizerOptions* options;
   FusedState* state;
   kernels::Update update;       // update.state: the state's tensors, but not its numbers
+  double grad_scale = 1;        // what the gradient is multiplied by
   std::array<bool, 3> fresh{};  // state that was made in this step
 
   template <typename Options>

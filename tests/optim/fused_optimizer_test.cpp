@@ -3,7 +3,7 @@
 #include "semitone/optim/fused_optimizer.h"
 
 #include "semitone/core/dtype.h"
-#include "tests/optim/all_optimizers.h"
+#include "tests/optim/all_fused_optimizers.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 
@@ -662,7 +662,7 @@ TEST_P(FusedOptimizers, RefuseAParameterThatWasResized) {
   expect_error([&] { optimizer->step(); }, {"state of shape [5]", "got [3]", "resized"});
 }
 
-INSTANTIATE_TEST_SUITE_P(All, FusedOptimizers, testing::ValuesIn(all_optimizers()),
+INSTANTIATE_TEST_SUITE_P(All, FusedOptimizers, testing::ValuesIn(all_fused_optimizers()),
                          [](const auto& which) { return which.param.name; });
 
 }  // namespace

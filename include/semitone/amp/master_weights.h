@@ -12,6 +12,14 @@ namespace semitone::amp {
 
 class Gradients;
 
+}  // namespace semitone::amp
+
+namespace semitone::optim {
+class FusedOptimizer;
+}  // namespace semitone::optim
+
+namespace semitone::amp {
+
 /// fp32 copies of an optimizer's 16-bit parameters: the optimizer updates the copies, and the model
 /// gets them rounded. Updates that are too small for 16 bits add up instead of getting lost.
 ///
@@ -76,8 +84,23 @@ class MasterWeights {
   /// The half of sync() that changes masters only.
   void pull();
 
+  /// optimizer.step() and write_model(); of a FusedOptimizer, in one pass.
+  void step();
+
   /// Drops the masters' gradients: there will be no step with them.
   void clear_gradients();
+
+  /// take_gradients() without the pass that moves them: the model's gradients are looked at, and
+  /// kept in 16 bits for step() to read. Only for a FusedOptimizer on the CPU, and only if nothing
+  /// is there that they would have to be added to; returns whether that was so.
+  ///
+  /// Until they are moved or the step is over, each master has a gradient of NaNs in place of its
+  /// own, one number spread over its shape, to be dropped or to be noticed.
+  /// @param found_inf  set to true if an inf or NaN was found; else left
+  bool defer_gradients(float inverse_scale, bool& found_inf);
+
+  /// Moves what was deferred to the masters.
+  void move_deferred_gradients();
 
   /// For the library itself: take_gradients() of the masters alone, as part of a larger pass.
   void take_gradients(Gradients& pass);
@@ -111,6 +134,8 @@ class MasterWeights {
     const void* parameter_data;
     std::uint32_t master_version;
     const void* master_data;
+    at::Tensor deferred = {};     // the model's gradient, scaled
+    at::Tensor placeholder = {};  // the master's gradient meanwhile
   };
 
   void adopt(const ExactValues& exact);
@@ -118,16 +143,20 @@ class MasterWeights {
   static bool master_changed(const Pair& pair);
   at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact) const;
   static void agreed(Pair& pair);
+  bool can_defer() const;
+  bool take_deferred(Pair& pair);
   template <typename Visit>
   void for_each_place(Visit&& visit) const;
 
   torch::optim::Optimizer* optimizer_;
+  optim::FusedOptimizer* fused_;  // the optimizer, if it is one
   std::vector<Pair> pairs_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_master_;
   // The masters got gradients and were not written since: the optimizer may have stepped. No
   // version counter tells: LibTorch's SGD writes through tensor.data().
   bool maybe_stepped_ = false;
+  float deferred_inverse_ = 1;  // of the scale of all deferred gradients
 };
 
 }  // namespace semitone::amp

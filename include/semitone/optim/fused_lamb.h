@@ -59,7 +59,7 @@ class FusedLAMB : public FusedOptimizer {
   std::string_view where() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
-  void update(std::span<Work> work, double grad_scale) override;
+  void update(std::span<Work> work) override;
 };
 
 }  // namespace semitone::optim

@@ -44,6 +44,9 @@ struct FusedStep {
   /// new value rounded in the same pass. If the master has no gradient, the model parameter's is
   /// used, in its own dtype: nothing has to be moved or converted first. Null: none. Default null.
   TORCH_ARG(copies_t, copies) = nullptr;
+  /// One more factor for the gradients of model parameters: they are scaled where those of the
+  /// masters are not. Default 1.
+  TORCH_ARG(double, copies_inv_scale) = 1;
 };
 
 /// What a fused optimizer keeps for one parameter.
@@ -141,7 +144,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return false;
   }
   /// The step, for parameters whose state is there and whose step count includes this step.
-  virtual void update(std::span<Work> work, double grad_scale) = 0;
+  virtual void update(std::span<Work> work) = 0;
 
   std::vector<Work> gather(const FusedStep& how);
   void prepare(Work& work);

@@ -50,7 +50,7 @@ class FusedSGD : public FusedOptimizer {
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   bool splits_masters(const torch::optim::OptimizerOptions& options) const override;
-  void update(std::span<Work> work, double grad_scale) override;
+  void update(std::span<Work> work) override;
 };
 
 }  // namespace semitone::optim

@@ -43,7 +43,7 @@ Kind kind(const std::string& name, const std::string& first_state, const Options
           splits_masters};
 }
 
-inline std::vector<Kind> all_optimizers() {
+inline std::vector<Kind> all_fused_optimizers() {
   using optim::FusedAdagrad;
   using optim::FusedAdagradOptions;
   using optim::FusedAdam;

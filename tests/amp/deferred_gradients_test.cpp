@@ -1,0 +1,202 @@
+// Gradients that a fused optimizer reads in 16 bits, from where backward put them: O2's step in one
+// pass. Whoever asks for the masters' gradients gets them moved first, and the same training.
+
+#include "semitone/amp/mixed_precision.h"
+#include "tests/optim/all_fused_optimizers.h"
+#include "tests/support/errors.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace semitone::amp {
+namespace {
+
+using test::expect_bitwise_equal;
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : first(9, 33), norm(33), second(33, 5) {
+    register_module("first", first);
+    register_module("norm", norm);
+    register_module("second", second);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(norm(first(x)).relu()); }
+
+  torch::nn::Linear first;
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear second;
+};
+TORCH_MODULE(Net);
+
+// A model at O2 with a scale that is a power of two, so that taking it out is exact.
+struct Trained {
+  explicit Trained(const test::Kind& kind, c10::ScalarType dtype = torch::kHalf)
+      : model(make()),
+        optimizer(kind(model->parameters())),
+        mixed(initialize(model, *optimizer,
+                         Options(OptLevel::O2).dtype(dtype).loss_scale(128.0).verbosity(0))) {}
+
+  static Net make() {
+    torch::manual_seed(7);
+    return {};
+  }
+
+  at::Tensor loss(std::int64_t step) {
+    torch::manual_seed(100 + static_cast<std::uint64_t>(step));
+    const at::Tensor input = torch::randn({16, 9});
+    return torch::cross_entropy_loss(mixed.forward(model, input), torch::randint(5, {16}));
+  }
+  void backward(std::int64_t step, ScaleLossOptions how = {}) {
+    mixed.scale_loss(loss(step), *optimizer, how).backward();
+  }
+  const std::vector<at::Tensor>& masters() const { return optimizer->param_groups()[0].params(); }
+
+  Net model;
+  std::unique_ptr<optim::FusedOptimizer> optimizer;
+  MixedPrecision mixed;
+};
+
+void expect_same_training(const Trained& got, const Trained& want) {
+  for (std::size_t i = 0; i < want.masters().size(); ++i) {
+    expect_bitwise_equal(got.masters()[i], want.masters()[i]);
+    expect_bitwise_equal(got.model->parameters()[i], want.model->parameters()[i]);
+  }
+}
+
+class DeferredGradients : public testing::TestWithParam<test::Kind> {};
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, DeferredGradients,
+                         testing::ValuesIn(test::all_fused_optimizers()),
+                         [](const auto& kind) { return kind.param.name; });
+
+TEST_P(DeferredGradients, TrainAsMovedOnesDo) {
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+    SCOPED_TRACE(dtype);
+    Trained deferred(GetParam(), dtype);
+    Trained moved(GetParam(), dtype);
+    for (std::int64_t step = 0; step < 6; ++step) {
+      for (Trained* one : {&deferred, &moved}) {
+        one->backward(2 * step);
+        if (step % 2 == 1) one->backward(2 * step + 1);  // accumulated
+        if (one == &moved) {
+          const auto params = one->mixed.master_params(*one->optimizer);
+          for (const at::Tensor& param : params) {
+            EXPECT_EQ(param.grad().scalar_type(), torch::kFloat);
+            EXPECT_TRUE(param.grad().isfinite().all().item<bool>());
+          }
+        }
+        EXPECT_EQ(one->mixed.step(*one->optimizer), Step::stepped);
+        for (const at::Tensor& parameter : one->model->parameters())
+          EXPECT_TRUE(!parameter.grad().defined() || parameter.scalar_type() == torch::kFloat);
+        one->optimizer->zero_grad();
+      }
+      expect_same_training(deferred, moved);
+    }
+  }
+}
+
+TEST_P(DeferredGradients, AreSkippedWithTheStep) {
+  Trained trained(GetParam());
+  trained.backward(0);
+  trained.mixed.step(*trained.optimizer);
+  trained.optimizer->zero_grad();
+  Trained untouched(GetParam());
+  untouched.backward(0);
+  untouched.mixed.step(*untouched.optimizer);
+
+  const at::Tensor loss = trained.loss(1) * std::numeric_limits<float>::infinity();
+  trained.mixed.scale_loss(loss, *trained.optimizer).backward();
+  EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::skipped);
+  expect_same_training(trained, untouched);
+  for (const at::Tensor& master : trained.masters())
+    EXPECT_TRUE(!master.grad().defined() || master.grad().numel() == 33);  // BatchNorm's own
+}
+
+const test::Kind& adam() {
+  static const auto* const kinds = new std::vector<test::Kind>(test::all_fused_optimizers());
+  return kinds->front();
+}
+
+TEST(DeferredGradientsOfAdam, TakeNoMemoryInTheMasters) {
+  Trained trained(adam());
+  trained.backward(0);
+  for (const at::Tensor& master : trained.masters()) {
+    if (master.numel() == 33) continue;  // BatchNorm's are fp32 in the model
+    EXPECT_EQ(master.grad().storage().nbytes(), sizeof(float));
+    EXPECT_EQ(master.grad().sizes(), master.sizes());
+  }
+}
+
+// Whoever reads them past master_params() must notice.
+TEST(DeferredGradientsOfAdam, AreNaNWhereNobodyMayLook) {
+  Trained trained(adam());
+  trained.backward(0);
+  const at::Tensor& master = trained.masters()[0];
+  EXPECT_TRUE(std::isnan(master.grad().sum().item<double>()));
+  EXPECT_THROW(master.grad().mul_(0.5), c10::Error);
+  const auto params = trained.mixed.master_params(*trained.optimizer);
+  EXPECT_TRUE(params[0].grad().isfinite().all().item<bool>());
+  params[0].mutable_grad().mul_(0.5);
+}
+
+TEST(DeferredGradientsOfAdam, GoWithZeroGrad) {
+  Trained trained(adam());
+  trained.backward(0);
+  trained.optimizer->zero_grad();
+  trained.backward(1);
+  trained.mixed.step(*trained.optimizer);
+  Trained other(adam());
+  other.loss(0);  // BatchNorm sees it
+  other.backward(1);
+  other.mixed.step(*other.optimizer);
+  expect_same_training(trained, other);
+}
+
+TEST(DeferredGradientsOfAdam, GiveWayToOnesThatAreSetByHand) {
+  Trained trained(adam());
+  trained.backward(0);
+  const at::Tensor before = trained.masters()[0].detach().clone();
+  trained.masters()[0].mutable_grad() = torch::zeros_like(trained.masters()[0]);
+  trained.mixed.step(*trained.optimizer);
+  expect_bitwise_equal(trained.masters()[0], before.mul(1 - 0.01 * 0.1));  // weight decay alone
+}
+
+// The next backward pass writes into a bucket: what it holds is moved at once.
+TEST(DeferredGradientsOfAdam, ArePartsOfNothingLarger) {
+  Trained trained(adam());
+  auto scaled = trained.mixed.scale_loss(trained.loss(0), *trained.optimizer);
+  scaled.value().backward();
+  at::Tensor weight = trained.model->first->weight;
+  const at::Tensor bucket = torch::zeros({weight.numel() + 1}, torch::kHalf);
+  bucket.narrow(0, 0, weight.numel()).copy_(weight.grad().flatten());
+  weight.mutable_grad() = bucket.narrow(0, 0, weight.numel()).view_as(weight);
+  scaled.finish();
+  EXPECT_EQ(trained.masters()[0].grad().scalar_type(), torch::kFloat);
+  EXPECT_TRUE(trained.masters()[0].grad().is_contiguous());
+}
+
+TEST(DeferredGradientsOfAdam, SurviveAStepThatThrows) {
+  Trained trained(adam());
+  auto& options =
+      static_cast<optim::FusedAdamOptions&>(trained.optimizer->param_groups()[0].options());
+  trained.backward(0);
+  options.lr(-1);
+  EXPECT_FALSE(test::error_of([&] { trained.mixed.step(*trained.optimizer); }).empty());
+  options.lr(0.01);
+  EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
+  Trained other(adam());
+  other.backward(0);
+  other.mixed.step(*other.optimizer);
+  expect_same_training(trained, other);
+}
+
+}  // namespace
+}  // namespace semitone::amp
