@@ -17,18 +17,19 @@ namespace semitone::nn {
 /// mean and variance (biased) are those of each row: what the last dimensions, normalized_shape,
 /// hold.
 ///
-/// @param input             floating-point, (…, normalized_shape); any number of rows, none too
+/// @param input             fp16, bf16, fp32 or fp64; (…, normalized_shape), any number of rows, none
+///                          too
 /// @param normalized_shape  at least one dimension
-/// @param weight, bias      undefined, or of normalized_shape: of the input's dtype, or fp32 with a
-///                          16-bit input. Their gradients have their dtypes.
+/// @param weight, bias      undefined, or of normalized_shape: fp16, bf16 or fp32 whatever the
+///                          input, fp64 with an fp64 one. Their gradients have their dtypes.
 /// @return  the input's shape and dtype, contiguous
 ///
 /// On the CPU, fp32, fp16 and bf16 are computed in fp32 by vector code and rounded once; gradients
-/// of weight and bias are sums of at most 256 terms in fp32 that go on in fp64. Other dtypes and
+/// of weight and bias are sums of at most 256 terms in fp32 that go on in fp64. fp64 and other
 /// devices are composed of ATen operators. Results do not depend on the number of threads. With
-/// gradients switched off nothing is saved.
+/// gradients switched off nothing is saved. Gradients can be differentiated again, by ATen operators.
 ///
-/// Error for other shapes and dtypes, and for a gradient of a gradient: at::layer_norm has that.
+/// Error for other shapes and dtypes.
 at::Tensor fused_layer_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                             const at::Tensor& weight = {}, const at::Tensor& bias = {},
                             double eps = 1e-5);

@@ -133,7 +133,7 @@ HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
   const std::size_t lanes = hn::Lanes(Float());
   std::size_t i = 0;
   for (; i + lanes <= size; i += lanes) visit(i, lanes);
-  if (i < size) visit(i, size - i);
+  if (hn::MaxLanes(Float()) > 1 && i < size) visit(i, size - i);
 }
 
 // Calls work(format as a type).

@@ -1,0 +1,191 @@
+#include "src/kernels/rows.h"
+
+#include <algorithm>
+#include <cstddef>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/gelu.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/exp-inl.h"
+#include "src/kernels/cpu/vec-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+// From here on both forms are x or 0 in fp32.
+constexpr float kFar = 16;
+
+HWY_INLINE Vector polynomial(Vector, float c) {
+  return hn::Set(Float(), c);
+}
+
+// c0 + c1 x + c2 x^2 + ...
+template <class... More>
+HWY_INLINE Vector polynomial(Vector x, float c0, More... more) {
+  return hn::MulAdd(polynomial(x, more...), x, hn::Set(Float(), c0));
+}
+
+// The standard normal distribution: P(X < x), and its density.
+struct Normal {
+  Vector below;
+  Vector density;
+};
+
+// For a = |x|, P(X > a) = exp(-a^2 / 2) R(a), where R falls from 1/2 like 1 / a: R as a polynomial in
+// (a - 3) / (a + 3), off by 1.2e-7 at most for a < 14.6, beyond which all is 0 in fp32. So both tails
+// keep their relative accuracy, and the density costs a multiplication.
+HWY_INLINE Normal normal_at(Vector x) {
+  const Float d;
+  const auto a = hn::Min(hn::Abs(x), hn::Set(d, kFar));
+  const auto square = hn::Mul(a, a);
+  // What rounding a^2 lost, where multiplication and addition are one instruction.
+  const auto lost = hn::MulSub(a, a, square);
+  const auto half = hn::Set(d, -0.5F);
+  auto bell = exp_of_negative(d, hn::Mul(square, half));
+  bell = hn::MulAdd(bell, hn::Mul(lost, half), bell);
+  const auto t =
+      hn::MulAdd(a, hn::Div(hn::Set(d, 2.0F), hn::Add(a, hn::Set(d, 3.0F))), hn::Set(d, -1.0F));
+  const auto ratio = polynomial(t, 0x1.f1b89cp-4F, -0x1.a6b66ap-3F, 0x1.f8baccp-4F, -0x1.7a9460p-5F,
+                                0x1.91e020p-8F, 0x1.7cb80ap-9F, -0x1.01e5d2p-10F, -0x1.6407bep-12F,
+                                0x1.e44430p-14F, 0x1.c17076p-15F);
+  const auto above = hn::Mul(bell, ratio);
+  const auto below =
+      hn::IfThenElse(hn::Lt(x, hn::Zero(d)), above, hn::Sub(hn::Set(d, 1.0F), above));
+  return {below, hn::Mul(bell, hn::Set(d, 0x1.988454p-2F))};  // 1 / sqrt(2 pi)
+}
+
+struct ErfGelu {
+  static HWY_INLINE Vector value(Vector x) { return hn::Mul(x, normal_at(x).below); }
+  static HWY_INLINE Vector slope(Vector x) {
+    const Normal normal = normal_at(x);
+    return hn::MulAdd(x, normal.density, normal.below);
+  }
+};
+
+// x / 2 (1 + tanh(u)) = x / (1 + exp(-2u)): in e = exp(-|2u|), which does not overflow.
+class TanhGelu {
+ public:
+  static HWY_INLINE Vector value(Vector x) { return hn::Mul(x, Logistic(x).is_one); }
+  static HWY_INLINE Vector slope(Vector x) {
+    const Logistic logistic(x);
+    const auto of_argument =
+        hn::MulAdd(logistic.square, hn::Set(Float(), 3 * kCubic), hn::Set(Float(), kLinear));
+    const auto of_logistic = hn::Mul(hn::Mul(logistic.is_one, logistic.is_zero), of_argument);
+    return hn::MulAdd(x, of_logistic, logistic.is_one);
+  }
+
+ private:
+  // 2u = x (kLinear + kCubic x^2).
+  static constexpr float kLinear = 0x1.988454p+0F;  // 2 sqrt(2 / pi)
+  static constexpr float kCubic = 0x1.2444f2p-4F;   // 0.044715 of that
+
+  struct Logistic {
+    explicit HWY_INLINE Logistic(Vector x) {
+      const Float d;
+      const auto far = hn::Set(d, kFar);
+      const auto near = hn::Max(hn::Min(x, far), hn::Neg(far));
+      square = hn::Mul(near, near);
+      const auto argument =
+          hn::Mul(near, hn::MulAdd(square, hn::Set(d, kCubic), hn::Set(d, kLinear)));
+      const auto one = hn::Set(d, 1.0F);
+      const auto e = exp_of_negative(d, hn::Neg(hn::Abs(argument)));
+      const auto larger = hn::Div(one, hn::Add(one, e));
+      const auto smaller = hn::Mul(e, larger);
+      const auto negative = hn::Lt(argument, hn::Zero(d));
+      is_one = hn::IfThenElse(negative, smaller, larger);
+      is_zero = hn::IfThenElse(negative, larger, smaller);
+    }
+    Vector square;
+    Vector is_one;   // 1 / (1 + exp(-2u))
+    Vector is_zero;  // 1 minus that
+  };
+};
+
+template <class Work>
+HWY_INLINE void with_form(GeluForm form, const Work& work) {
+  switch (form) {
+    case GeluForm::erf:
+      return work(ErfGelu{});
+    case GeluForm::tanh:
+      return work(TanhGelu{});
+  }
+}
+
+template <class F, class Form>
+void values(std::size_t columns, const Gelu& work, std::size_t begin, std::size_t end) {
+  // Without a bias, all rows are one.
+  const std::size_t size = work.bias == nullptr ? (end - begin) * columns : columns;
+  for (std::size_t offset = begin * columns; offset < end * columns; offset += size) {
+    const auto* in = static_cast<const typename F::Stored*>(work.input) + offset;
+    auto* out = static_cast<typename F::Stored*>(work.output) + offset;
+    for_vectors(size, [&](std::size_t i, std::size_t n) {
+      auto x = load_some(F{}, in + i, n);
+      if (work.bias != nullptr) x = hn::Add(x, load_some(Fp32{}, work.bias + i, n));
+      store_some(F{}, Form::value(x), out + i, n);
+    });
+  }
+}
+
+template <class F, class Form>
+void gradients(std::size_t columns, const GeluGradient& work, std::size_t begin, std::size_t end,
+               float* sums) {
+  if (sums != nullptr) std::fill(sums, sums + columns, 0.0F);
+  const bool one_row = work.bias == nullptr && sums == nullptr;
+  const std::size_t size = one_row ? (end - begin) * columns : columns;
+  for (std::size_t offset = begin * columns; offset < end * columns; offset += size) {
+    const auto* grad = static_cast<const typename F::Stored*>(work.grad) + offset;
+    const auto* in = static_cast<const typename F::Stored*>(work.input) + offset;
+    auto* out = static_cast<typename F::Stored*>(work.output) + offset;
+    for_vectors(size, [&](std::size_t i, std::size_t n) {
+      auto x = load_some(F{}, in + i, n);
+      if (work.bias != nullptr) x = hn::Add(x, load_some(Fp32{}, work.bias + i, n));
+      const auto v = hn::Mul(load_some(F{}, grad + i, n), Form::slope(x));
+      store_some(F{}, v, out + i, n);
+      if (sums != nullptr)
+        store_some(Fp32{}, hn::Add(load_some(Fp32{}, sums + i, n), v), sums + i, n);
+    });
+  }
+}
+
+void gelu(const RowLayout& layout, const Gelu& work, std::size_t begin, std::size_t end) {
+  with_format(layout.format, [&](auto format) {
+    with_form(work.form, [&](auto form) {
+      values<decltype(format), decltype(form)>(layout.columns, work, begin, end);
+    });
+  });
+}
+
+void gelu_gradient(const RowLayout& layout, const GeluGradient& work, std::size_t begin,
+                   std::size_t end, float* sums) {
+  with_format(layout.format, [&](auto format) {
+    with_form(work.form, [&](auto form) {
+      gradients<decltype(format), decltype(form)>(layout.columns, work, begin, end, sums);
+    });
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(gelu);
+HWY_EXPORT(gelu_gradient);
+
+void gelu(const RowLayout& layout, const Gelu& work, std::size_t begin, std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(gelu)(layout, work, begin, end);
+}
+
+void gelu_gradient(const RowLayout& layout, const GeluGradient& work, std::size_t begin,
+                   std::size_t end, float* sums) {
+  HWY_DYNAMIC_DISPATCH(gelu_gradient)(layout, work, begin, end, sums);
+}
+
+}  // namespace semitone::kernels
+#endif

@@ -1,0 +1,86 @@
+#include "src/kernels/gelu.h"
+
+#include "src/kernels/flat.h"
+#include "src/kernels/row_parts.h"
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace semitone::kernels {
+namespace {
+
+std::optional<Format> kernel_format_of(const at::Tensor& input) {
+  return input.is_cpu() && input.numel() > 0 ? format_of(input.scalar_type()) : std::nullopt;
+}
+
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.resolve_neg().contiguous();
+}
+
+at::Tensor fp32(const at::Tensor& values) {
+  return dense(values.to(at::kFloat));
+}
+
+// Without a bias the order of the elements does not matter.
+at::Tensor without_gaps(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() ? tensor : dense(tensor);
+}
+
+at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& flat) {
+  return same_flat_layout(tensor, flat) ? tensor : at::empty_like(flat).copy_(tensor);
+}
+
+}  // namespace
+
+at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form) {
+  const auto format = kernel_format_of(input);
+  if (!format.has_value()) return ref::gelu(input, bias, form);
+  const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
+  const at::Tensor shift = bias.defined() ? fp32(bias) : at::Tensor();
+  at::Tensor output = at::empty_like(elements);
+  const Gelu work{.form = form,
+                  .input = elements.const_data_ptr(),
+                  .bias = bias.defined() ? shift.const_data_ptr<float>() : nullptr,
+                  .output = output.mutable_data_ptr()};
+  const std::int64_t columns = bias.defined() ? bias.numel() : 1;
+  for_all_rows(input.numel() / columns, columns, [&](std::size_t begin, std::size_t end) {
+    gelu({*format, static_cast<std::size_t>(columns)}, work, begin, end);
+  });
+  return output;
+}
+
+GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& bias,
+                            GeluForm form, bool bias_wanted) {
+  const auto format = kernel_format_of(input);
+  if (!format.has_value() || !grad.is_cpu())
+    return ref::gelu_backward(grad, input, bias, form, bias_wanted);
+  const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
+  const at::Tensor upper = laid_out_like(grad.to(input.scalar_type()), elements);
+  const at::Tensor shift = bias.defined() ? fp32(bias) : at::Tensor();
+  GeluGradients result;
+  result.input = at::empty_like(elements);
+  const GeluGradient work{.form = form,
+                          .grad = upper.const_data_ptr(),
+                          .input = elements.const_data_ptr(),
+                          .bias = bias.defined() ? shift.const_data_ptr<float>() : nullptr,
+                          .output = result.input.mutable_data_ptr()};
+  const std::int64_t columns = bias.defined() ? bias.numel() : 1;
+  const std::int64_t rows = input.numel() / columns;
+  const RowLayout layout{*format, static_cast<std::size_t>(columns)};
+  if (!bias_wanted) {
+    for_all_rows(rows, columns, [&](std::size_t begin, std::size_t end) {
+      gelu_gradient(layout, work, begin, end, nullptr);
+    });
+    return result;
+  }
+  const at::Tensor sums =
+      RowParts(rows, columns).add_up(1, [&](std::size_t begin, std::size_t end, float* part) {
+        gelu_gradient(layout, work, begin, end, part);
+      });
+  result.bias = sums[0].to(bias.scalar_type());
+  return result;
+}
+
+}  // namespace semitone::kernels

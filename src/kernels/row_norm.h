@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+// Layer norm and RMS norm: rows normalised by their own mean and variance.
+//
+// An input is floating-point, of any layout and device, and a number of rows of `columns` elements
+// one after the other. It is computed in fp32, in fp64 if it is fp64, and rounded once. On the CPU a
+// sum over a column has at most 256 terms in fp32 before it goes on in fp64, and so have the sums
+// of a lane over a row. Results do not depend on the number of threads.
+namespace semitone::kernels {
+
+struct RowNorm {
+  std::int64_t columns;
+  bool centred;  // layer norm; without, the mean is taken to be 0 (RMS norm) and bias is undefined
+  double eps;
+  at::Tensor weight;  // undefined, or `columns` elements of any floating dtype
+  at::Tensor bias;
+};
+
+// The output has the input's shape and dtype and is contiguous. Statistics: fp32 (rows), fp64 for
+// an fp64 input; mean is undefined for RMS norm. Kernels leave both undefined unless asked.
+struct NormalizedRows {
+  at::Tensor output;
+  at::Tensor mean;
+  at::Tensor rstd;
+};
+NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_statistics);
+
+// Undefined where not wanted. input: of the input's dtype; weight and bias: of their shapes and
+// dtypes.
+struct RowNormGradients {
+  at::Tensor input;
+  at::Tensor weight;
+  at::Tensor bias;
+};
+struct RowNormWanted {
+  bool input;
+  bool weight;
+  bool bias;
+};
+RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                   const at::Tensor& mean, const at::Tensor& rstd,
+                                   const RowNorm& norm, const RowNormWanted& wanted);
+
+namespace ref {
+// The definitions, composed of ATen operators. The first can be differentiated.
+NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm);
+RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                   const at::Tensor& mean, const at::Tensor& rstd,
+                                   const RowNorm& norm, const RowNormWanted& wanted);
+}  // namespace ref
+
+}  // namespace semitone::kernels

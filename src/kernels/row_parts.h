@@ -1,0 +1,78 @@
+#pragma once
+
+#include "src/kernels/rows.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+// The rows of a matrix, shared by threads.
+namespace semitone::kernels {
+
+// A thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
+constexpr std::int64_t kGrain = 16 * 1024;
+
+// Calls work(first row, last row) from several threads.
+template <typename Work>
+void for_all_rows(std::int64_t rows, std::int64_t columns, const Work& work) {
+  at::parallel_for(0, rows, std::max<std::int64_t>(1, kGrain / columns),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+                   });
+}
+
+// Rows cut into parts, whatever the number of threads, each of which adds up its columns in fp32;
+// then the parts are added up in fp64, in order.
+class RowParts {
+ public:
+  RowParts(std::int64_t rows, std::int64_t columns)
+      : rows_(rows),
+        columns_(columns),
+        size_(std::clamp((rows + kParts - 1) / kParts, kFewest, kMost)),
+        count_((rows + size_ - 1) / size_) {}
+
+  // Calls work(first row, last row, sums of this part), the sums fp32 (values, columns) and not
+  // initialised, or null where `values` is 0. Returns the sums over all parts, (values, columns).
+  template <typename Work>
+  at::Tensor add_up(std::int64_t values, const Work& work) const {
+    const at::Tensor parts = at::empty({count_, values, columns_}, at::kFloat);
+    auto* const data = values == 0 ? nullptr : parts.mutable_data_ptr<float>();
+    const std::int64_t stride = values * columns_;
+    at::parallel_for(0, count_, std::max<std::int64_t>(1, kGrain / (size_ * columns_)),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       for (std::int64_t part = begin; part < end; ++part) {
+                         work(static_cast<std::size_t>(part * size_),
+                              static_cast<std::size_t>(std::min(rows_, (part + 1) * size_)),
+                              data == nullptr ? nullptr : data + part * stride);
+                       }
+                     });
+    at::Tensor sums = at::empty({values, columns_}, at::kFloat);
+    auto* const result = sums.mutable_data_ptr<float>();
+    at::parallel_for(0, stride, std::max<std::int64_t>(1, kGrain / count_),
+                     [&](std::int64_t begin, std::int64_t end) {
+                       add_up_parts(
+                           data, static_cast<std::size_t>(count_), static_cast<std::size_t>(stride),
+                           static_cast<std::size_t>(begin), static_cast<std::size_t>(end), result);
+                     });
+    return sums;
+  }
+
+ private:
+  // So many that many threads have work. At least 64 rows each, so that sums are little beside the
+  // rows: 2 % where two sums are taken of three tensors of 16 bits. At most 256 rows, since
+  // rounding errors have one sign where all terms lack the same bits.
+  static constexpr std::int64_t kParts = 64;
+  static constexpr std::int64_t kFewest = 64;
+  static constexpr std::int64_t kMost = 256;
+
+  std::int64_t rows_;
+  std::int64_t columns_;
+  std::int64_t size_;
+  std::int64_t count_;
+};
+
+}  // namespace semitone::kernels

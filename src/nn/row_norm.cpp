@@ -1,0 +1,98 @@
+#include "src/nn/row_norm.h"
+
+#include "semitone/core/error.h"
+#include "src/kernels/row_norm.h"
+#include "src/nn/arguments.h"
+#include "src/nn/checks.h"
+#include "src/nn/recorded_gradients.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+#include <optional>
+#include <string>
+
+namespace semitone::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void check(const at::Tensor& input, const RowNormLayer& layer) {
+  check_input(layer.where, input);
+  const auto shape = layer.normalized_shape;
+  if (shape.empty()) throw Error(layer.where, "a normalized_shape of 1 dimension or more", "none");
+  if (input.sizes().size() < shape.size() ||
+      input.sizes().slice(input.sizes().size() - shape.size()) != shape) {
+    throw Error(layer.where, c10::str("an input (..., ", shape, ")"),
+                c10::str("one of shape ", input.sizes()));
+  }
+  check_values(layer.where, "weight", layer.weight, input, shape);
+  check_values(layer.where, "bias", layer.bias, input, shape);
+}
+
+class Function : public torch::autograd::Function<Function> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
+                            const std::optional<at::Tensor>& /*weight*/,
+                            const std::optional<at::Tensor>& /*bias*/,
+                            const kernels::RowNorm& norm) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const auto rows = kernels::row_norm(input, norm, /*with_statistics=*/true);
+    ctx->save_for_backward({input, norm.weight, norm.bias, rows.mean, rows.rstd});
+    save_edges(ctx, {input, norm.weight, norm.bias});
+    ctx->saved_data["columns"] = norm.columns;
+    ctx->saved_data["centred"] = norm.centred;
+    ctx->saved_data["eps"] = norm.eps;
+    return rows.output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor& input = saved[kInput];
+    const kernels::RowNorm norm{.columns = ctx->saved_data["columns"].toInt(),
+                                .centred = ctx->saved_data["centred"].toBool(),
+                                .eps = ctx->saved_data["eps"].toDouble(),
+                                .weight = saved[kWeight],
+                                .bias = saved[kBias]};
+    const at::Tensor& grad = gradients[0];
+    variable_list result;
+    if (at::GradMode::is_enabled()) {  // create_graph
+      result = recorded_gradients({input, norm.weight, norm.bias}, grad,
+                                  [&] { return kernels::ref::row_norm(input, norm).output; });
+    } else {
+      const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+      auto rows =
+          kernels::row_norm_backward(grad, input, saved[kArguments], saved[kArguments + 1], norm,
+                                     {.input = is_needed(ctx, kInput),
+                                      .weight = is_needed(ctx, kWeight),
+                                      .bias = is_needed(ctx, kBias)});
+      result = {rows.input, rows.weight, rows.bias};
+    }
+    result.emplace_back();  // of the settings
+    return result;
+  }
+
+ private:
+  // Arguments that can have a gradient, in order; what else is saved follows them.
+  enum Argument : std::size_t { kInput, kWeight, kBias, kArguments };
+};
+
+}  // namespace
+
+at::Tensor row_norm(const at::Tensor& input, const RowNormLayer& layer) {
+  check(input, layer);
+  const kernels::RowNorm norm{.columns = c10::multiply_integers(layer.normalized_shape),
+                              .centred = layer.centred,
+                              .eps = layer.eps,
+                              .weight = layer.weight,
+                              .bias = layer.bias};
+  if (is_recorded({input, norm.weight, norm.bias}))
+    return Function::apply(input, if_defined(norm.weight), if_defined(norm.bias), norm);
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  return kernels::row_norm(input, norm, /*with_statistics=*/false).output;
+}
+
+}  // namespace semitone::nn

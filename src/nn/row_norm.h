@@ -1,0 +1,23 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
+// Layer norm and RMS norm with their gradients.
+namespace semitone::nn {
+
+// What goes with the input. Tensors that a layer does not have are undefined.
+struct RowNormLayer {
+  std::string_view where;  // the name in messages: a literal
+  at::IntArrayRef normalized_shape;
+  bool centred;  // layer norm; else RMS norm, without a bias
+  double eps;
+  at::Tensor weight;
+  at::Tensor bias = {};
+};
+
+// Error for shapes and dtypes that the public functions exclude.
+at::Tensor row_norm(const at::Tensor& input, const RowNormLayer& layer);
+
+}  // namespace semitone::nn
