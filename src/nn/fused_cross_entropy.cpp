@@ -1,0 +1,195 @@
+#include "semitone/nn/fused_cross_entropy.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/kernels/cross_entropy.h"
+#include "src/nn/recorded_gradients.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/core/Reduction.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/enum.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace semitone::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr auto kWhere = "nn.fused_cross_entropy";
+
+struct Settings {
+  std::int64_t reduction;
+  std::int64_t ignore_index;
+  double label_smoothing;
+  bool inplace_backward;
+};
+
+bool is_floating_cpu(const at::Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  return tensor.is_cpu() && tensor.layout() == at::kStrided &&
+         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+          dtype == at::kDouble);
+}
+
+void check_defined(const at::Tensor& tensor, const char* what) {
+  if (!tensor.defined()) throw Error(kWhere, c10::str(what, " as a tensor"), "an undefined one");
+}
+
+void check_label_smoothing(double label_smoothing) {
+  if (!(label_smoothing >= 0 && label_smoothing <= 1))
+    throw Error(kWhere, "a label_smoothing in [0, 1]", std::to_string(label_smoothing));
+}
+
+// For logits (N, C) without class weights.
+void check_targets(const at::Tensor& logits, const at::Tensor& target) {
+  if (target.dim() != 1 || target.size(0) != logits.size(0)) {
+    throw Error(kWhere,
+                c10::str("targets (N) or (N, C) for logits (N, C) of shape ", logits.sizes()),
+                c10::str("targets of shape ", target.sizes()));
+  }
+  if (target.scalar_type() != at::kLong && target.scalar_type() != at::kByte) {
+    throw Error(kWhere, "int64 targets", dtype_name(target.scalar_type()),
+                "call target.to(torch::kLong)");
+  }
+  if (target.device() != logits.device()) {
+    throw Error(kWhere, c10::str("targets on the logits' device ", logits.device()),
+                c10::str("some on ", target.device()));
+  }
+}
+
+// The number of rows that are not ignored. Error if one has a target that is no class.
+std::int64_t count_rows(const at::Tensor& target, std::int64_t classes, std::int64_t ignore_index) {
+  const at::Tensor contiguous = target.contiguous();
+  const auto* const data = contiguous.const_data_ptr<std::int64_t>();
+  std::int64_t count = 0;
+  for (std::int64_t row = 0; row < contiguous.numel(); ++row) {
+    if (data[row] == ignore_index) continue;
+    if (data[row] < 0 || data[row] >= classes) {
+      throw Error(kWhere, c10::str("targets in [0, ", classes, "), or ignore_index ", ignore_index),
+                  c10::str(data[row], " in row ", row));
+    }
+    ++count;
+  }
+  return count;
+}
+
+// In fp64 and in order, so that threads have no part in it.
+double sum_in_order(const at::Tensor& values) {
+  const at::Tensor fp64 = values.to(at::kDouble);
+  const auto* const data = fp64.const_data_ptr<double>();
+  double sum = 0;
+  for (std::int64_t i = 0; i < fp64.numel(); ++i) sum += data[i];
+  return sum;
+}
+
+// 16-bit logits in fp32.
+at::Tensor libtorch_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                                  const at::Tensor& weight, const Settings& settings) {
+  const auto dtype = at::toOpMathType(logits.scalar_type());
+  return at::cross_entropy_loss(
+      logits.to(dtype), target.is_floating_point() ? target.to(dtype) : target,
+      weight.defined() ? std::optional(weight.to(dtype)) : std::nullopt, settings.reduction,
+      settings.ignore_index, settings.label_smoothing);
+}
+
+class Function : public torch::autograd::Function<Function> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
+                            const at::Tensor& target, const Settings& settings) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const std::int64_t count = count_rows(target, logits.size(1), settings.ignore_index);
+    const auto losses =
+        kernels::cross_entropy(logits, {target, settings.ignore_index, settings.label_smoothing});
+    ctx->save_for_backward({logits, target, losses.max, losses.inv_sum});
+    ctx->saved_data["count"] = count;
+    ctx->saved_data["reduction"] = settings.reduction;
+    ctx->saved_data["ignore_index"] = settings.ignore_index;
+    ctx->saved_data["label_smoothing"] = settings.label_smoothing;
+    ctx->saved_data["inplace_backward"] = settings.inplace_backward;
+    if (settings.reduction == at::Reduction::None) return losses.loss;
+    const double sum = sum_in_order(losses.loss);
+    return at::full(
+        {}, settings.reduction == at::Reduction::Mean ? sum / static_cast<double>(count) : sum,
+        losses.loss.options());
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Settings settings = settings_of(ctx);
+    if (at::GradMode::is_enabled()) {  // create_graph
+      const auto result = recorded_gradients({saved[0]}, gradients[0], [&] {
+        return libtorch_cross_entropy(saved[0], saved[1], {}, settings);
+      });
+      return {result[0], {}, {}};
+    }
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    at::Tensor grad = gradients[0];
+    if (settings.reduction == at::Reduction::Mean) {
+      const auto count = static_cast<double>(ctx->saved_data["count"].toInt());
+      grad = grad.to(at::kDouble).div(count);
+    }
+    const at::Tensor result = kernels::cross_entropy_gradient(
+        saved[0].detach(), {saved[1], settings.ignore_index, settings.label_smoothing},
+        {.loss = {}, .max = saved[2], .inv_sum = saved[3]}, grad.to(saved[2].scalar_type()),
+        settings.inplace_backward && !saved[0].is_leaf());
+    return {result, {}, {}};
+  }
+
+ private:
+  static Settings settings_of(AutogradContext* ctx) {
+    return {.reduction = ctx->saved_data["reduction"].toInt(),
+            .ignore_index = ctx->saved_data["ignore_index"].toInt(),
+            .label_smoothing = ctx->saved_data["label_smoothing"].toDouble(),
+            .inplace_backward = ctx->saved_data["inplace_backward"].toBool()};
+  }
+};
+
+}  // namespace
+
+at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                               const FusedCrossEntropyOptions& options) {
+  check_defined(logits, "logits");
+  check_defined(target, "targets");
+  check_label_smoothing(options.label_smoothing());
+  const Settings settings{.reduction = torch::enumtype::reduction_get_enum(options.reduction()),
+                          .ignore_index = options.ignore_index(),
+                          .label_smoothing = options.label_smoothing(),
+                          .inplace_backward = options.inplace_backward()};
+  const bool probabilities = target.sizes() == logits.sizes() && target.is_floating_point();
+  if (options.weight().defined() || probabilities || logits.dim() != 2 ||
+      !is_floating_cpu(logits)) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    return libtorch_cross_entropy(logits, target, options.weight(), settings);
+  }
+  check_targets(logits, target);
+  return Function::apply(logits, target.to(at::kLong), settings);
+}
+
+FusedCrossEntropyImpl::FusedCrossEntropyImpl(FusedCrossEntropyOptions options_)
+    : options(std::move(options_)) {
+  FusedCrossEntropyImpl::reset();
+}
+
+at::Tensor FusedCrossEntropyImpl::forward(const at::Tensor& logits, const at::Tensor& target) {
+  FusedCrossEntropyOptions with_buffer = options;
+  return fused_cross_entropy(logits, target, with_buffer.weight(weight));
+}
+
+void FusedCrossEntropyImpl::reset() {
+  check_label_smoothing(options.label_smoothing());
+  weight = register_buffer("weight", options.weight());
+}
+
+void FusedCrossEntropyImpl::pretty_print(std::ostream& stream) const {
+  stream << "semitone::nn::FusedCrossEntropy(ignore_index=" << options.ignore_index()
+         << ", label_smoothing=" << options.label_smoothing() << ")";
+}
+
+}  // namespace semitone::nn
