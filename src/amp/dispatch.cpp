@@ -156,7 +156,9 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     const Caster cast(*regions, policy, name_);
-    const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
+    // Those that multiply matrices do it in the dtype that arrives.
+    const bool may_be_fast = product_ == MatrixProduct::none || !policy.emulates_any();
+    const FastKernel* const fast = may_be_fast && policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
         const auto dtype = policy.dtype();
@@ -195,14 +197,14 @@ class Kernel final : public c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     replace_tensors(arguments,
                     [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
-    if (runs_fast(fast, arguments, stack)) return;
-    run_without_casts(op, keys, stack);
+    if (!runs_fast(fast, arguments, stack)) run_without_casts(op, keys, stack);
     if (emulated) round_results(op, dtype, stack);
   }
 
   void run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                    Arguments arguments, const Caster& cast, const FastKernel* fast) const {
-    if (fast != nullptr && fast->widens && runs_fast(fast, arguments, stack)) return;
+    if (fast != nullptr && fast->widens && runs_fast(fast, arguments, stack, /*widen=*/true))
+      return;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     if (dtype_argument_.has_value()) {
       c10::IValue& dtype = arguments[*dtype_argument_];
@@ -236,11 +238,13 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // The operator's result in place of its arguments, if the kernel does these.
-  static bool runs_fast(const FastKernel* fast, Arguments arguments, Stack* stack) {
+  static bool runs_fast(const FastKernel* fast, Arguments arguments, Stack* stack,
+                        bool widen = false) {
     if (fast == nullptr) return false;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     auto result = fast->run(arguments);
     if (!result.has_value()) return false;
+    if (fast->widens && !widen) result = result->to(arguments[0].toTensor().scalar_type());
     torch::jit::drop(*stack, arguments.size());
     stack->emplace_back(std::move(*result));
     return true;

@@ -1,13 +1,23 @@
 #include "src/amp/fast_kernels.h"
 
+#include "semitone/nn/fused_cross_entropy.h"
+#include "semitone/nn/fused_dropout.h"
+#include "semitone/nn/fused_gelu.h"
+#include "semitone/nn/fused_layer_norm.h"
+#include "semitone/nn/fused_rms_norm.h"
 #include "src/nn/batch_norm.h"
 
+#include <ATen/core/Reduction.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/enum.h>
+#include <torch/types.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
@@ -50,8 +60,104 @@ std::optional<at::Tensor> batch_norm(Arguments arguments) {
   return nn::batch_norm(input, layer);
 }
 
-constexpr std::array<FastKernel, 1> kKernels{{
+std::optional<at::Tensor> dropout(Arguments arguments) {
+  enum { kInput, kProbability, kTrain };
+  const at::Tensor& input = arguments[kInput].toTensor();
+  if (!arguments[kTrain].toBool() || !is_suitable(input)) return std::nullopt;
+  return nn::fused_dropout(input, arguments[kProbability].toDouble());
+}
+
+std::optional<at::Tensor> gelu(Arguments arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  if (!is_suitable(input)) return std::nullopt;
+  return nn::fused_gelu(input, arguments[1].toStringView());
+}
+
+// Whether a weight or bias is one that goes with this input.
+bool fits(const at::Tensor& values, const at::Tensor& input) {
+  return !values.defined() ||
+         (values.is_cpu() && values.layout() == at::kStrided && values.is_floating_point() &&
+          values.scalar_type() != at::kDouble &&
+          (values.scalar_type() == at::kFloat || values.scalar_type() == input.scalar_type()));
+}
+
+// A list of sizes; nothing if one of them is symbolic.
+std::optional<std::vector<std::int64_t>> sizes_of(const c10::IValue& value) {
+  return value.isIntList() ? std::optional(value.toIntVector()) : std::nullopt;
+}
+
+std::optional<at::Tensor> layer_norm(Arguments arguments) {
+  enum { kInput, kShape, kWeight, kBias, kEps };
+  const at::Tensor& input = arguments[kInput].toTensor();
+  const at::Tensor weight = tensor_or_none(arguments[kWeight]);
+  const at::Tensor bias = tensor_or_none(arguments[kBias]);
+  const auto shape = sizes_of(arguments[kShape]);
+  if (!shape.has_value() || !is_suitable(input) || !fits(weight, input) || !fits(bias, input))
+    return std::nullopt;
+  return nn::fused_layer_norm(input, *shape, weight, bias, arguments[kEps].toDouble());
+}
+
+std::optional<at::Tensor> rms_norm(Arguments arguments) {
+  enum { kInput, kShape, kWeight, kEps };
+  const at::Tensor& input = arguments[kInput].toTensor();
+  const at::Tensor weight = tensor_or_none(arguments[kWeight]);
+  const auto shape = sizes_of(arguments[kShape]);
+  if (!shape.has_value() || !is_suitable(input) || !fits(weight, input)) return std::nullopt;
+  return nn::fused_rms_norm(input, *shape, weight, arguments[kEps].toOptional<double>());
+}
+
+std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
+  enum { kLogits, kTarget, kWeight, kReduction, kIgnoreIndex, kLabelSmoothing };
+  const at::Tensor& logits = arguments[kLogits].toTensor();
+  const at::Tensor& target = arguments[kTarget].toTensor();
+  if (arguments[kWeight].isTensor() || !is_suitable(logits) || logits.dim() != 2 ||
+      target.dim() != 1 || target.scalar_type() != at::kLong || !target.is_cpu())
+    return std::nullopt;
+  nn::FusedCrossEntropyOptions options;
+  options.ignore_index(arguments[kIgnoreIndex].toInt())
+      .label_smoothing(arguments[kLabelSmoothing].toDouble());
+  switch (arguments[kReduction].toInt()) {
+    case at::Reduction::None:
+      options.reduction(torch::kNone);
+      break;
+    case at::Reduction::Sum:
+      options.reduction(torch::kSum);
+      break;
+    default:
+      options.reduction(torch::kMean);
+  }
+  return nn::fused_cross_entropy(logits, target, options);
+}
+
+// With dropout LibTorch's CPU has no fused attention: it composes these operators, and its dropout
+// takes as long as the products.
+std::optional<at::Tensor> attention(Arguments arguments) {
+  enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGrouped };
+  const at::Tensor& query = arguments[kQuery].toTensor();
+  const double p = arguments[kDropout].toDouble();
+  if (p == 0 || !is_suitable(query) || query.dim() < 2 || arguments[kMask].isTensor() ||
+      arguments[kCausal].toBool() || arguments[kGrouped].toBool())
+    return std::nullopt;
+  const at::Tensor& key = arguments[kKey].toTensor();
+  const at::Tensor& value = arguments[kValue].toTensor();
+  if (key.scalar_type() != query.scalar_type() || value.scalar_type() != query.scalar_type())
+    return std::nullopt;
+  const double scale = arguments[kScale].isNone()
+                           ? 1 / std::sqrt(static_cast<double>(query.size(-1)))
+                           : arguments[kScale].toDouble();
+  // Scaled before the product, which may overflow fp16.
+  const at::Tensor scores = at::matmul(query.mul(scale), key.transpose(-2, -1));
+  return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
+}
+
+constexpr std::array<FastKernel, 7> kKernels{{
     {.op = "batch_norm", .run = batch_norm},
+    {.op = "cross_entropy_loss", .run = cross_entropy_loss, .widens = true},
+    {.op = "dropout", .run = dropout},
+    {.op = "gelu", .run = gelu},
+    {.op = "layer_norm", .run = layer_norm},
+    {.op = "rms_norm", .run = rms_norm},
+    {.op = "scaled_dot_product_attention", .run = attention},
 }};
 
 }  // namespace

@@ -83,8 +83,14 @@ at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactVa
 }
 
 void MasterWeights::adopt(const ExactValues& exact) {
-  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& parameter) {
+  for_each_parameter(*optimizer_, [&](std::size_t group, std::size_t, at::Tensor& parameter) {
     if (!is_16bit(parameter.scalar_type()) || !parameter.requires_grad()) return;
+    if (fused_ != nullptr && parameter.scalar_type() == at::kBFloat16 &&
+        fused_->splits_masters(optimizer_->param_groups()[group])) {
+      if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end())
+        fused_->set_master(parameter, value->second);
+      return;
+    }
     const auto known = by_parameter_.find(parameter.unsafeGetTensorImpl());
     if (known != by_parameter_.end()) {  // a tied weight that stands in the optimizer twice
       parameter = pairs_[known->second].master;
@@ -274,11 +280,17 @@ void MasterWeights::clear_gradients() {
 
 at::Tensor MasterWeights::master_of(const at::Tensor& parameter) const {
   const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
-  return found == by_parameter_.end() ? at::Tensor() : pairs_[found->second].master;
+  if (found != by_parameter_.end()) return pairs_[found->second].master;
+  const bool is_split = fused_ != nullptr && fused_->has_split_master(parameter);
+  return is_split ? fused_->master_of(parameter).to(at::kFloat) : at::Tensor();
 }
 
 void MasterWeights::set(const at::Tensor& parameter, const at::Tensor& value) {
   const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
+  if (found == by_parameter_.end() && fused_ != nullptr && fused_->has_split_master(parameter)) {
+    fused_->set_master(parameter, value);
+    return;
+  }
   if (found == by_parameter_.end()) {
     throw Error("amp.master_weights.set", "a parameter that has a master", "one that has none");
   }

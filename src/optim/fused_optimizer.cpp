@@ -136,7 +136,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     auto& group = param_groups_[g];
     check(group.options());
-    const bool splits = splits_masters(group.options());
+    const bool splits = splits_masters(group);
     for (std::size_t i = 0; i < group.params().size(); ++i) {
       const at::Tensor& parameter = group.params()[i];
       if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
@@ -253,15 +253,19 @@ at::Tensor FusedOptimizer::master_of(const at::Tensor& parameter) const {
   return kernels::join_split_master(parameter, state->master_low);
 }
 
+bool FusedOptimizer::has_split_master(const at::Tensor& parameter) const {
+  if (parameter.scalar_type() != at::kBFloat16) return false;
+  return std::any_of(param_groups_.begin(), param_groups_.end(),
+                     [&](const torch::optim::OptimizerParamGroup& group) {
+                       return splits_masters(group) &&
+                              std::any_of(
+                                  group.params().begin(), group.params().end(),
+                                  [&](const at::Tensor& one) { return one.is_same(parameter); });
+                     });
+}
+
 void FusedOptimizer::set_master(const at::Tensor& parameter, const at::Tensor& value) {
-  const bool splits = std::any_of(
-      param_groups_.begin(), param_groups_.end(),
-      [&](const torch::optim::OptimizerParamGroup& group) {
-        return splits_masters(group.options()) &&
-               std::any_of(group.params().begin(), group.params().end(),
-                           [&](const at::Tensor& one) { return one.is_same(parameter); });
-      });
-  if (!splits || parameter.scalar_type() != at::kBFloat16) {
+  if (!has_split_master(parameter)) {
     throw Error(where(), "a bfloat16 parameter of a group with split_master", "another tensor");
   }
   if (!value.defined() || value.sizes() != parameter.sizes() || !value.is_floating_point()) {

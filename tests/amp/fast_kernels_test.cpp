@@ -10,7 +10,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstdint>
 #include <functional>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -139,6 +142,122 @@ TEST(FastKernels, GradientsCanBeDifferentiatedAgain) {
     ASSERT_TRUE(want[i].defined());
     expect_close(got[i], want[i], test::reduction_tolerance(torch::kFloat, 8 * 6 * 16));
   }
+}
+
+// A function of an input, and what it computes with and without our kernels.
+struct Function {
+  std::string op;
+  Tensors inputs;
+  std::function<at::Tensor(const Tensors&)> run;
+  std::int64_t terms = 1;  // of the longest sum that is rounded
+};
+
+void PrintTo(const Function& function, std::ostream* stream) {
+  *stream << function.op;
+}
+
+std::vector<Function> functions() {
+  torch::manual_seed(3);
+  const at::Tensor target = torch::randint(11, {6});
+  return {
+      {"layer_norm",
+       {torch::randn({6, 40}), torch::rand({40}) + 0.5, torch::randn({40})},
+       [](const Tensors& in) { return torch::layer_norm(in[0], {40}, in[1], in[2]); },
+       40},
+      {"rms_norm",
+       {torch::randn({6, 40}), torch::rand({40}) + 0.5},
+       [](const Tensors& in) { return torch::rms_norm(in[0], {40}, in[1]); },
+       40},
+      // LibTorch's 1 + erf(x) in fp32 loses digits where x is negative.
+      {"gelu", {torch::randn({6, 40})}, [](const Tensors& in) { return torch::gelu(in[0]); }, 4},
+      {"gelu",
+       {torch::randn({6, 40})},
+       [](const Tensors& in) { return torch::gelu(in[0], "tanh"); }},
+      {"cross_entropy_loss",
+       {torch::randn({6, 11}) * 3},
+       [target](const Tensors& in) { return torch::cross_entropy_loss(in[0], target); },
+       11},
+      {"cross_entropy_loss",
+       {torch::randn({6, 11}) * 3},
+       [target](const Tensors& in) {
+         return torch::cross_entropy_loss(in[0], target, {}, at::Reduction::None, 3, 0.1);
+       },
+       11},
+  };
+}
+
+class FastFunctions : public testing::TestWithParam<Function> {};
+
+INSTANTIATE_TEST_SUITE_P(All, FastFunctions, testing::ValuesIn(functions()));
+
+TEST_P(FastFunctions, ComputeWhatLibTorchDoes) {
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    SCOPED_TRACE(dtype);
+    const auto run = [&](const CastPolicy& policy) {
+      Tensors leaves;
+      for (const at::Tensor& input : GetParam().inputs)
+        leaves.push_back(leaf(leaves.empty() ? input.to(dtype) : input));
+      const Autocast region(policy);
+      const at::Tensor result = GetParam().run(leaves);
+      return Outcome{
+          result, torch::autograd::grad({result}, leaves, {torch::ones_like(result)}), {}};
+    };
+    const Outcome got = run(with_kernels());
+    const Outcome want = run(without_kernels());
+    EXPECT_TRUE(is_ours(got.result));
+    EXPECT_FALSE(is_ours(want.result));
+    const double tolerance = test::reduction_tolerance(dtype, GetParam().terms);
+    expect_close(got.result, want.result, tolerance);
+    for (std::size_t i = 0; i < want.gradients.size(); ++i)
+      expect_close(got.gradients[i], want.gradients[i], tolerance);
+  }
+}
+
+TEST_P(FastFunctions, CanBeDifferentiatedAgain) {
+  const Tensors got = second_gradients(with_kernels(), GetParam().inputs, GetParam().run);
+  const Tensors want = second_gradients(without_kernels(), GetParam().inputs, GetParam().run);
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    if (want[i].defined())
+      expect_close(got[i], want[i], test::reduction_tolerance(torch::kFloat, 40 * 40));
+  }
+}
+
+TEST(FastKernels, DropoutIsOursInTrainingAlone) {
+  const at::Tensor input = torch::ones({64, 100}, torch::kBFloat16).requires_grad_();
+  const Autocast region(with_kernels());
+  const at::Tensor result = torch::dropout(input, 0.25, true);
+  EXPECT_TRUE(is_ours(result));
+  const double kept = result.ne(0).to(torch::kFloat).mean().item<double>();
+  EXPECT_NEAR(kept, 0.75, 5 * std::sqrt(0.75 * 0.25 / 6400));
+  EXPECT_TRUE(torch::dropout(input, 0.25, false).is_same(input));
+}
+
+TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
+  torch::manual_seed(4);
+  const Tensors inputs{torch::randn({2, 3, 17, 8}), torch::randn({2, 3, 19, 8}),
+                       torch::randn({2, 3, 19, 8})};
+  const auto run = [&](const CastPolicy& policy, double p) {
+    Tensors leaves;
+    for (const at::Tensor& input : inputs) leaves.push_back(leaf(input));
+    const Autocast region(policy);
+    const at::Tensor result =
+        torch::scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], {}, p);
+    return Outcome{result, torch::autograd::grad({result}, leaves, {torch::ones_like(result)}), {}};
+  };
+  // Of so small a probability that hardly anything is dropped, in the end nothing.
+  const Outcome got = run(with_kernels(), 1e-9);
+  const Outcome want = run(without_kernels(), 0);
+  const double tolerance = test::reduction_tolerance(torch::kBFloat16, 19);
+  expect_close(got.result, want.result, tolerance);
+  for (std::size_t i = 0; i < want.gradients.size(); ++i)
+    expect_close(got.gradients[i], want.gradients[i], tolerance);
+  // The mean over many masks is the result without any.
+  at::Tensor sum = torch::zeros_like(want.result, torch::kFloat);
+  constexpr int kTimes = 400;
+  for (int i = 0; i < kTimes; ++i) sum += run(with_kernels(), 0.25).result.detach();
+  const at::Tensor off = (sum / kTimes - want.result.to(torch::kFloat)).abs();
+  EXPECT_LT(off.mean().item<double>(), 0.05);
+  EXPECT_GT(off.mean().item<double>(), 1e-4);
 }
 
 TEST(FastKernels, ArePartOfThePolicy) {

@@ -25,7 +25,8 @@ namespace semitone::amp {
 ///
 /// From construction on the optimizer's param_groups hold the masters in place of the 16-bit
 /// parameters; parameters in fp32 stay as they are (they are their own masters), frozen ones too.
-/// State that the optimizer already has moves along, in fp32.
+/// State that the optimizer already has moves along, in fp32. Parameters whose masters a
+/// FusedOptimizer splits (split_master) stay too: their masters are in the optimizer's state.
 ///
 ///     model->to(torch::kBFloat16);  // BatchNorm excepted: amp::initialize does that
 ///     torch::optim::AdamW optimizer(model->parameters(), 1e-3);
@@ -53,7 +54,7 @@ class MasterWeights {
   MasterWeights(MasterWeights&&) = default;
   MasterWeights& operator=(MasterWeights&&) = delete;
 
-  /// How many parameters have a master.
+  /// How many parameters have a master here.
   std::size_t size() const { return pairs_.size(); }
 
   /// Moves gradients from the model to the masters: master.grad = model.grad / scale, added to what
@@ -110,7 +111,8 @@ class MasterWeights {
     return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
 
-  /// The fp32 value of a parameter: its master, undefined if it has none.
+  /// The fp32 value of a parameter: its master, put together if it is split; undefined if it has
+  /// none.
   at::Tensor master_of(const at::Tensor& parameter) const;
 
   /// Sets a parameter and its master to an fp32 value. Error if it has no master.

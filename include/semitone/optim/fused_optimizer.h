@@ -95,6 +95,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// optimizer does not have.
   at::Tensor state_of(const at::Tensor& parameter, std::string_view name) const;
 
+  /// Whether the bf16 parameters of a group have split masters.
+  bool splits_masters(const torch::optim::OptimizerParamGroup& group) const {
+    return splits_masters(group.options());
+  }
+  /// Whether a parameter of the optimizer is bf16 and in such a group.
+  bool has_split_master(const at::Tensor& parameter) const;
+
   /// The exact fp32 value of a parameter that has a split master; the parameter itself otherwise.
   at::Tensor master_of(const at::Tensor& parameter) const;
 
