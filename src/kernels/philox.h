@@ -8,8 +8,8 @@
 // "Parallel random numbers: as easy as 1, 2, 3", SC11.
 namespace semitone::kernels {
 
-// Seven is the least number of rounds with which it passes all of SmallCrush, Crush and BigCrush
-// (section 4.3 and table 2 there); the authors' default of ten is a margin for simulations.
+// With seven rounds it passes SmallCrush, Crush and BigCrush, as its authors report; their default
+// of ten is a margin for simulations.
 constexpr int kPhiloxRounds = 7;
 
 constexpr std::uint32_t kPhiloxMultipliers[] = {0xD2511F53, 0xCD9E8D57};

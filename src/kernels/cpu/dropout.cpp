@@ -37,21 +37,17 @@ HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visi
 using Words64 = hn::RepartitionToWide<Words32>;
 using Word = hn::Vec<Words32>;
 
-// Philox of as many counters as there are lanes, in two halves: those of the even and of the odd
-// lanes, each in the lower 32 bits of 64. There a product of 32 x 32 bits is one instruction, and
-// what lands in the upper bits is never looked at.
-struct Half {
-  Word w0, w1, w2, w3;
-};
-
-HWY_INLINE void philox_round(Half& half, Word key0, Word key1) {
+// Philox of as many counters as there are lanes is computed in two halves: those of the even and of
+// the odd lanes, each in the lower 32 bits of 64. There a product of 32 x 32 bits is one
+// instruction, and what lands in the upper bits is never looked at.
+HWY_INLINE void philox_round(Word& w0, Word& w1, Word& w2, Word& w3, Word key0, Word key1) {
   const Words32 d32;
-  const auto first = hn::MulEven(half.w0, hn::Set(d32, kPhiloxMultipliers[0]));
-  const auto second = hn::MulEven(half.w2, hn::Set(d32, kPhiloxMultipliers[1]));
-  half.w0 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(second)), half.w1, key0);
-  half.w2 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(first)), half.w3, key1);
-  half.w1 = hn::BitCast(d32, second);
-  half.w3 = hn::BitCast(d32, first);
+  const auto first = hn::MulEven(w0, hn::Set(d32, kPhiloxMultipliers[0]));
+  const auto second = hn::MulEven(w2, hn::Set(d32, kPhiloxMultipliers[1]));
+  w0 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(second)), w1, key0);
+  w2 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(first)), w3, key1);
+  w1 = hn::BitCast(d32, second);
+  w3 = hn::BitCast(d32, first);
 }
 
 // The halves' words in one vector again.
@@ -70,24 +66,28 @@ HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visi
   const auto threshold = hn::Set(d32, work.threshold << 16);
   for (std::size_t from = 0; from < kDropoutBlocks; from += hn::Lanes(d32)) {
     const auto first = hn::Set(d32, counter[0] + static_cast<std::uint32_t>(from));
-    Half even{hn::Add(first, hn::Iota(d32, 0)), hn::Set(d32, counter[1]), hn::Set(d32, counter[2]),
-              hn::Set(d32, counter[3])};
-    Half odd = even;
-    odd.w0 = hn::Add(even.w0, hn::Set(d32, 1));
+    auto even0 = hn::Add(first, hn::Iota(d32, 0));
+    auto even1 = hn::Set(d32, counter[1]);
+    auto even2 = hn::Set(d32, counter[2]);
+    auto even3 = hn::Set(d32, counter[3]);
+    auto odd0 = hn::Add(even0, hn::Set(d32, 1));
+    auto odd1 = even1;
+    auto odd2 = even2;
+    auto odd3 = even3;
     for (std::uint32_t round = 0; round < kPhiloxRounds; ++round) {
       const auto key0 = hn::Set(d32, key[0] + round * kPhiloxWeyl[0]);
       const auto key1 = hn::Set(d32, key[1] + round * kPhiloxWeyl[1]);
-      philox_round(even, key0, key1);
-      philox_round(odd, key0, key1);
+      philox_round(even0, even1, even2, even3, key0, key1);
+      philox_round(odd0, odd1, odd2, odd3, key0, key1);
     }
     const auto both = [&](std::size_t word, Word words) {
       visit(2 * word * kDropoutBlocks + from, hn::Lt(hn::ShiftLeft<16>(words), threshold));
       visit((2 * word + 1) * kDropoutBlocks + from, hn::Lt(words, threshold));
     };
-    both(0, join(even.w0, odd.w0));
-    both(1, join(even.w1, odd.w1));
-    both(2, join(even.w2, odd.w2));
-    both(3, join(even.w3, odd.w3));
+    both(0, join(even0, odd0));
+    both(1, join(even1, odd1));
+    both(2, join(even2, odd2));
+    both(3, join(even3, odd3));
   }
 }
 
