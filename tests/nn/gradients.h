@@ -1,0 +1,39 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <vector>
+
+// A function and its gradients, for comparisons.
+namespace semitone::test {
+
+struct Gradients {
+  at::Tensor output;
+  std::vector<at::Tensor> inputs;  // undefined where an input is
+};
+
+// Of function(inputs) for the gradient `grad` of its output. Inputs are copied, undefined ones
+// handed on.
+template <typename Function>
+Gradients gradients_of(const Function& function, const std::vector<at::Tensor>& inputs,
+                       const at::Tensor& grad) {
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor& input : inputs) {
+    leaves.push_back(input.defined() ? input.detach().clone().requires_grad_() : input);
+  }
+  const at::Tensor output = function(leaves);
+  output.backward(grad);
+  Gradients result{output.detach(), {}};
+  for (const at::Tensor& leaf : leaves)
+    result.inputs.push_back(leaf.defined() ? leaf.grad() : leaf);
+  return result;
+}
+
+inline std::vector<at::Tensor> in_fp64(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& tensor : tensors)
+    result.push_back(tensor.defined() ? tensor.to(torch::kDouble) : tensor);
+  return result;
+}
+
+}  // namespace semitone::test
