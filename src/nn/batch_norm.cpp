@@ -253,4 +253,13 @@ at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
                          if_defined(layer.residual), layer);
 }
 
+at::Tensor batch_norm_in_evaluation(const at::Tensor& input, const BatchNorm& layer) {
+  check(input, layer);
+  at::Tensor result = at::batch_norm(input, layer.weight, layer.bias, layer.running_mean,
+                                     layer.running_var, /*training=*/false, layer.momentum,
+                                     layer.eps, at::globalContext().userEnabledCuDNN());
+  if (layer.residual.defined()) result = result + layer.residual;
+  return layer.relu ? result.relu() : result;
+}
+
 }  // namespace semitone::nn

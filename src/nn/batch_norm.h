@@ -46,4 +46,7 @@ struct BatchNorm {
 // without peers, by LibTorch's operators; with peers that is an Error.
 at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer);
 
+// The same with the running statistics in place of the batch's, by LibTorch's operators.
+at::Tensor batch_norm_in_evaluation(const at::Tensor& input, const BatchNorm& layer);
+
 }  // namespace semitone::nn

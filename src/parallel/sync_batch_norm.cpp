@@ -138,28 +138,18 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor&
   _check_input_dim(input);
   const double share = share_of_batch();
   const bool of_batch = is_training() || !options.track_running_stats();
-  if (of_batch && options.group().size() > 1) {
-    return nn::batch_norm(input, {.where = kWhere,
-                                  .weight = weight,
-                                  .bias = bias,
-                                  .running_mean = running_mean,
-                                  .running_var = running_var,
-                                  .momentum = share,
-                                  .eps = options.eps(),
-                                  .peers = std::make_shared<GroupPeers>(options.group()),
-                                  .residual = residual,
-                                  .relu = options.fuse_relu()});
-  }
-  namespace functional = torch::nn::functional;
-  at::Tensor result = functional::batch_norm(input, running_mean, running_var,
-                                             functional::BatchNormFuncOptions()
-                                                 .weight(weight)
-                                                 .bias(bias)
-                                                 .training(of_batch)
-                                                 .momentum(share)
-                                                 .eps(options.eps()));
-  if (residual.defined()) result = result + residual;
-  return options.fuse_relu() ? result.relu() : result;
+  nn::BatchNorm layer{.where = kWhere,
+                      .weight = weight,
+                      .bias = bias,
+                      .running_mean = running_mean,
+                      .running_var = running_var,
+                      .momentum = share,
+                      .eps = options.eps(),
+                      .residual = residual,
+                      .relu = options.fuse_relu()};
+  if (!of_batch) return nn::batch_norm_in_evaluation(input, layer);
+  if (options.group().size() > 1) layer.peers = std::make_shared<GroupPeers>(options.group());
+  return nn::batch_norm(input, layer);
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {

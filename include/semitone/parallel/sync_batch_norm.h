@@ -55,10 +55,10 @@ struct SyncBatchNormOptions {
 /// In training, each forward is one all_gather of 2 C + 1 numbers, each backward one all_reduce of
 /// 2 C: every rank has to run the layer equally often and in the same order, and back-propagate
 /// through it if one does. The gradients of weight and bias are those of this rank's rows:
-/// DistributedDataParallel adds them up. In evaluation (but not without running statistics), and
-/// with a group of one, it is torch::nn::BatchNorm and nothing is sent.
+/// DistributedDataParallel adds them up. In evaluation (but not without running statistics)
+/// it is torch::nn::BatchNorm, and with a group of one nn::FusedBatchNorm: nothing is sent.
 ///
-/// The backward pass cannot be differentiated again.
+/// With more than one rank the backward pass cannot be differentiated again.
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<2, SyncBatchNormImpl, SyncBatchNormOptions>,
       public KeepFp32 {

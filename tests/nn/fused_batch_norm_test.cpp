@@ -1,0 +1,153 @@
+#include "semitone/nn/fused_batch_norm.h"
+
+#include "tests/support/errors.h"
+#include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <sstream>
+#include <vector>
+
+namespace semitone::nn {
+namespace {
+
+using test::expect_bitwise_equal;
+using test::expect_close;
+
+constexpr std::int64_t kChannels = 6;
+// Values that one channel's statistics are made of.
+constexpr std::int64_t kValues = 5 * 7 * 9;
+
+at::Tensor images(c10::ScalarType dtype) {
+  return torch::randn({5, kChannels, 7, 9})
+      .mul(2)
+      .add(1)
+      .to(dtype)
+      .contiguous(at::MemoryFormat::ChannelsLast)
+      .requires_grad_();
+}
+
+void randomize(torch::nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : module.parameters()) parameter.uniform_(0.5, 1.5);
+}
+
+template <typename From, typename To>
+void copy_state(From& from, To& to) {
+  std::stringstream stream;
+  torch::save(from, stream);
+  torch::load(to, stream);
+}
+
+// A layer's result, and the gradients of its input, residual, weight and bias for a gradient.
+template <typename Result>
+std::vector<at::Tensor> gradients(const Result& result, const std::vector<at::Tensor>& of,
+                                  const at::Tensor& grad) {
+  return torch::autograd::grad({result}, of, {grad}, /*retain_graph=*/true);
+}
+
+TEST(FusedBatchNorm, IsBatchNormAdditionAndReLU) {
+  torch::manual_seed(0);
+  for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kBFloat16}) {
+    SCOPED_TRACE(dtype);
+    FusedBatchNorm fused(FusedBatchNormOptions(kChannels).relu(true));
+    randomize(*fused);
+    torch::nn::BatchNorm2d plain(kChannels);
+    copy_state(fused, plain);
+    if (dtype == torch::kDouble) {
+      fused->to(dtype);
+      plain->to(dtype);
+    }
+    const at::Tensor input = images(dtype);
+    const at::Tensor residual = images(dtype);
+    const at::Tensor grad = torch::randn_like(input);
+    const at::Tensor got = fused(input, residual);
+    // The definition in fp32 at least, rounded where ours is.
+    const auto exact = at::promote_types(dtype, torch::kFloat);
+    const at::Tensor want = (plain(input.to(exact)) + residual.to(exact)).relu().to(dtype);
+    expect_close(got, want, test::pointwise_tolerance(dtype));
+    EXPECT_EQ(got.strides(), input.strides());
+
+    const double tolerance = test::reduction_tolerance(dtype, kValues);
+    const auto got_grads = gradients(got, {input, residual, fused->weight, fused->bias}, grad);
+    const auto want_grads = gradients(want, {input, residual, plain->weight, plain->bias}, grad);
+    for (std::size_t i = 0; i < want_grads.size(); ++i)
+      expect_close(got_grads[i], want_grads[i], tolerance);
+    const double statistics = test::reduction_tolerance(torch::kFloat, kValues);
+    expect_close(fused->running_mean, plain->running_mean, statistics);
+    expect_close(fused->running_var, plain->running_var, statistics);
+    EXPECT_EQ(fused->num_batches_tracked.item<std::int64_t>(), 1);
+  }
+}
+
+TEST(FusedBatchNorm, InEvaluationUsesTheRunningStatistics) {
+  torch::manual_seed(1);
+  FusedBatchNorm fused(FusedBatchNormOptions(kChannels).relu(true));
+  randomize(*fused);
+  fused(images(torch::kFloat));
+  torch::nn::BatchNorm2d plain(kChannels);
+  copy_state(fused, plain);
+  fused->eval();
+  plain->eval();
+  const at::Tensor input = images(torch::kFloat);
+  const at::Tensor residual = images(torch::kFloat);
+  expect_bitwise_equal(fused(input, residual), (plain(input) + residual).relu());
+}
+
+TEST(FusedBatchNorm, CanBeDifferentiatedAgain) {
+  torch::manual_seed(2);
+  const auto second = [](auto& layer, const auto& forward) {
+    torch::manual_seed(3);
+    const at::Tensor input = images(torch::kDouble);
+    const at::Tensor residual = images(torch::kDouble);
+    const at::Tensor result = forward(layer, input, residual);
+    const auto first = torch::autograd::grad({result.pow(4).sum()}, {input}, {}, true,
+                                             /*create_graph=*/true);
+    return torch::autograd::grad({first[0].square().sum()},
+                                 {input, residual, layer->weight, layer->bias});
+  };
+  FusedBatchNorm fused(FusedBatchNormOptions(kChannels).relu(true));
+  randomize(*fused);
+  fused->to(torch::kDouble);
+  torch::nn::BatchNorm2d plain(kChannels);
+  plain->to(torch::kDouble);
+  copy_state(fused, plain);
+  const auto got = second(fused, [](auto& layer, const at::Tensor& x, const at::Tensor& residual) {
+    return layer(x, residual);
+  });
+  const auto want = second(plain, [](auto& layer, const at::Tensor& x, const at::Tensor& residual) {
+    return (layer(x) + residual).relu();
+  });
+  for (std::size_t i = 0; i < want.size(); ++i) expect_close(got[i], want[i], 1e-10);
+}
+
+TEST(FusedBatchNorm, WithoutMomentumAveragesAllBatches) {
+  FusedBatchNorm layer(FusedBatchNormOptions(2).momentum(std::nullopt));
+  layer(torch::tensor({{0.0F, 2.0F}, {2.0F, 2.0F}}));
+  layer(torch::tensor({{4.0F, 2.0F}, {6.0F, 2.0F}}));
+  expect_bitwise_equal(layer->running_mean, torch::tensor({3.0F, 2.0F}));
+}
+
+TEST(FusedBatchNorm, RefusesInputsThatDoNotFit) {
+  FusedBatchNorm layer(FusedBatchNormOptions(3));
+  test::expect_error([&] { layer(torch::ones({2, 4})); }, {"[nn.fused_batch_norm]", "(N, 3, ...)"});
+  test::expect_error([&] { layer(torch::ones({3})); }, {"(N, 3, ...)"});
+  test::expect_error([&] { layer(torch::ones({1, 3})); }, {"more than 1 value a channel"});
+  test::expect_error([&] { layer(torch::ones({2, 3}), torch::ones({3, 3})); }, {"residual"});
+  test::expect_error([&] { layer(torch::ones({2, 3}, torch::kLong)); }, {"floating-point input"});
+}
+
+TEST(FusedBatchNorm, SaysWhatItIs) {
+  std::ostringstream stream;
+  FusedBatchNorm(FusedBatchNormOptions(8).relu(true))->pretty_print(stream);
+  EXPECT_EQ(stream.str(),
+            "semitone::nn::FusedBatchNorm(8, eps=1e-05, momentum=0.1, affine=true, "
+            "track_running_stats=true, relu=true)");
+}
+
+}  // namespace
+}  // namespace semitone::nn
