@@ -72,15 +72,17 @@ at::Tensor rounding(const at::Tensor& want, c10::ScalarType dtype) {
   return want.abs() * test::rounding_tolerance(dtype) + dtype_limits(dtype).min_subnormal / 2;
 }
 
-// How far the value may be off, in proportion: what rounding the exponential's argument costs grows
-// with its size. Below 2^-100 anything small will do.
+// How far the value may be off. What rounding the exponential's argument costs grows with its size,
+// and P(X > x) is approximated more roughly where it will be rounded to 16 bits.
 at::Tensor allowed(const at::Tensor& x, const at::Tensor& want, GeluForm form,
                    c10::ScalarType dtype) {
   const at::Tensor wide = x.to(torch::kDouble);
+  const bool rough = form == GeluForm::erf && dtype != torch::kFloat;
+  const double near = rough ? 5e-6 : test::pointwise_tolerance(torch::kFloat);
   const double far = form == GeluForm::erf ? 5e-6 : 1.3e-5;
-  const at::Tensor relative =
-      torch::where(wide.lt(-3), far, test::pointwise_tolerance(torch::kFloat));
-  return want.abs() * relative + rounding(want, dtype) + 0x1p-100;
+  at::Tensor relative = torch::where(wide.lt(-3), far, near);
+  if (rough) relative = torch::where(wide.lt(-7), 0.03, relative);
+  return want.abs() * relative + rounding(want, dtype) + (rough ? 1e-19 : 0x1p-100);
 }
 
 void expect_within(const at::Tensor& got, const at::Tensor& want, const at::Tensor& tolerance,
@@ -125,7 +127,8 @@ TEST_P(GeluKernels, AreAccurateForEveryNumber) {
 TEST_P(GeluKernels, AreAsDefinedForEverySize) {
   for (const auto dtype : kDtypes) {
     const auto wide = dtype == torch::kDouble ? dtype : torch::kFloat;
-    const double tolerance = test::rounding_tolerance(dtype) + test::pointwise_tolerance(wide);
+    const double tolerance = test::rounding_tolerance(dtype) +
+                             (is_16bit(dtype) ? 5e-6 : test::pointwise_tolerance(wide));
     std::vector<std::int64_t> sizes;
     for (std::int64_t size = 0; size <= 70; ++size) sizes.push_back(size);
     for (const std::int64_t columns : sizes) {

@@ -15,10 +15,11 @@ namespace semitone::nn {
 /// @param approximate  "none" or "tanh"
 /// @return  the input's shape, dtype and, if it has no gaps, layout
 ///
-/// On the CPU, fp32, fp16 and bf16 are computed in fp32 by vector code and rounded once. Both tails
-/// keep their relative accuracy: at::gelu in fp32 loses all digits of the negative one below -5. fp64
-/// and other devices are composed of ATen operators. With gradients switched off nothing is saved.
-/// Gradients can be differentiated again, by ATen operators.
+/// On the CPU, fp32, fp16 and bf16 are computed in fp32 by vector code and rounded once. In fp32 both
+/// tails keep their relative accuracy to 5e-6 down to -10, where at::gelu has lost all digits below
+/// -5.5; docs/fused_layers.md has the errors. fp64 and other devices are composed of ATen operators.
+/// With gradients switched off nothing is saved. Gradients can be differentiated again, by ATen
+/// operators.
 ///
 /// Error for other dtypes and names.
 at::Tensor fused_gelu(const at::Tensor& input, std::string_view approximate = "none");
