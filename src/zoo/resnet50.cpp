@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 
+#include <torch/nn/init.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/conv.h>
@@ -28,8 +29,8 @@ nn::Sequential convolution(std::int64_t in, std::int64_t out, std::int64_t size,
 // 1 x 1, 3 x 3, 1 x 1, and the way around them.
 class BottleneckImpl : public nn::Cloneable<BottleneckImpl> {
  public:
-  BottleneckImpl(std::int64_t in, std::int64_t width, std::int64_t stride)
-      : in_(in), width_(width), stride_(stride) {
+  BottleneckImpl(std::int64_t in, std::int64_t width, std::int64_t stride, double gain)
+      : in_(in), width_(width), stride_(stride), gain_(gain) {
     reset();
   }
 
@@ -38,6 +39,7 @@ class BottleneckImpl : public nn::Cloneable<BottleneckImpl> {
     reduce_ = register_module("reduce", convolution(in_, width_, 1, 1));
     middle_ = register_module("middle", convolution(width_, width_, 3, stride_));
     expand_ = register_module("expand", convolution(width_, out, 1, 1));
+    nn::init::constant_((*expand_)[1]->as<nn::BatchNorm2d>()->weight, gain_);
     if (stride_ != 1 || in_ != out)
       shortcut_ = register_module("shortcut", convolution(in_, out, 1, stride_));
   }
@@ -53,6 +55,7 @@ class BottleneckImpl : public nn::Cloneable<BottleneckImpl> {
   std::int64_t in_;
   std::int64_t width_;
   std::int64_t stride_;
+  double gain_;
   nn::Sequential reduce_{nullptr};
   nn::Sequential middle_{nullptr};
   nn::Sequential expand_{nullptr};
@@ -62,7 +65,8 @@ TORCH_MODULE(Bottleneck);
 
 }  // namespace
 
-ResNet50Impl::ResNet50Impl(std::int64_t classes) : classes_(classes) {
+ResNet50Impl::ResNet50Impl(std::int64_t classes, double residual_gain)
+    : classes_(classes), residual_gain_(residual_gain) {
   if (classes <= 0) throw Error("zoo.resnet50", "classes above 0", std::to_string(classes));
   reset();
 }
@@ -76,7 +80,8 @@ void ResNet50Impl::reset() {
   std::int64_t width = 64;
   for (std::size_t stage = 0; stage < kBlocks.size(); ++stage, width *= 2) {
     for (std::int64_t block = 0; block < kBlocks[stage]; ++block) {
-      features->push_back(Bottleneck(channels, width, stage > 0 && block == 0 ? 2 : 1));
+      features->push_back(
+          Bottleneck(channels, width, stage > 0 && block == 0 ? 2 : 1, residual_gain_));
       channels = width * kExpansion;
     }
   }

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
 #include <vector>
 
 namespace semitone::zoo {
@@ -63,6 +64,22 @@ TEST(ResNet50, LearnsABatch) {
     losses.push_back(loss.item<double>());
   }
   EXPECT_LT(losses.back(), 0.9 * losses.front());
+}
+
+TEST(ResNet50, ItsBlocksStartWithTheGainThatIsAskedFor) {
+  for (const double gain : {1.0, 0.25, 0.0}) {
+    const ResNet50 model(4, gain);
+    int64_t last_ones = 0;
+    int64_t ones = 0;
+    for (const auto& item : model->named_parameters()) {
+      if (item.key().find("expand.1.weight") != std::string::npos)
+        last_ones += torch::equal(item.value(), torch::full_like(item.value(), gain));
+      else if (item.value().dim() == 1 && item.key().find(".1.weight") != std::string::npos)
+        ones += torch::equal(item.value(), torch::ones_like(item.value()));
+    }
+    EXPECT_EQ(last_ones, 16);
+    EXPECT_EQ(ones, 37);
+  }
 }
 
 TEST(ResNet50, NeedsAClass) {
