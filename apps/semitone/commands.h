@@ -11,6 +11,7 @@ using Action = std::function<int()>;
 
 // Each adds one command, which sets the action when it is chosen.
 void add_train_command(CLI::App& app, Action& action);
+void add_bench_command(CLI::App& app, Action& action);
 void add_ops_command(CLI::App& app, Action& action);
 void add_launch_command(CLI::App& app, Action& action);
 

@@ -28,23 +28,25 @@ void Flags::accept_underscores() {
 }
 
 std::string Flags::spellings(const std::string& name) const {
+  if (!name.starts_with('-')) return name;
   std::string other = name.substr(name.rfind("--") + 2);
   std::replace(other.begin(), other.end(), '-', '_');
   const bool same = other.find('_') == std::string::npos;
   return underscores_ && !same ? name + ",--" + other : name;
 }
 
-void Flags::add(const std::string& name, const std::string& type, const std::string& fallback,
-                const std::function<bool(const std::string&)>& take, const std::string& expected,
-                const std::string& help) {
-  const std::string longest = name.substr(name.rfind("--"));
+CLI::Option& Flags::add(const std::string& name, const std::string& type,
+                        const std::string& fallback,
+                        const std::function<bool(const std::string&)>& take,
+                        const std::string& expected, const std::string& help) {
+  const std::string longest = name.starts_with('-') ? name.substr(name.rfind("--")) : name;
   const auto checked = [where = where_, wanted = longest + " " + expected,
                         take](const std::string& text) {
     if (!take(text)) throw UsageError(where, wanted, "'" + text + "'");
   };
-  command_.add_option_function<std::string>(spellings(name), checked, help)
-      ->type_name(type)
-      ->default_str(fallback);
+  return *command_.add_option_function<std::string>(spellings(name), checked, help)
+              ->type_name(type)
+              ->default_str(fallback);
 }
 
 void Flags::integer(const std::string& name, std::int64_t& variable, std::int64_t least,
@@ -64,14 +66,24 @@ void Flags::number(const std::string& name, double& variable,
   add(name, "X", fmt::format("{}", variable), take, expected, help);
 }
 
-void Flags::choice(const std::string& name, std::string& variable,
-                   const std::vector<std::string>& choices, const std::string& help) {
+CLI::Option& Flags::one_of(const std::string& name, std::string& variable,
+                           const std::vector<std::string>& choices, const std::string& help) {
   const auto take = [&variable, choices](const std::string& text) {
     variable = text;
     return std::find(choices.begin(), choices.end(), text) != choices.end();
   };
-  add(name, fmt::format("{}", fmt::join(choices, "|")), variable, take,
-      fmt::format("to be one of {}", fmt::join(choices, ", ")), help);
+  return add(name, fmt::format("{}", fmt::join(choices, "|")), variable, take,
+             fmt::format("to be one of {}", fmt::join(choices, ", ")), help);
+}
+
+void Flags::choice(const std::string& name, std::string& variable,
+                   const std::vector<std::string>& choices, const std::string& help) {
+  one_of(name, variable, choices, help);
+}
+
+void Flags::argument(const std::string& name, std::string& variable,
+                     const std::vector<std::string>& choices, const std::string& help) {
+  one_of(name, variable, choices, help).required();
 }
 
 void Flags::text(const std::string& name, std::string& variable, const std::string& type,

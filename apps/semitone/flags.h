@@ -37,6 +37,9 @@ class Flags {
               const std::string& expected, const std::string& help);
   void choice(const std::string& name, std::string& variable,
               const std::vector<std::string>& choices, const std::string& help);
+  // One that has no dashes and must be given.
+  void argument(const std::string& name, std::string& variable,
+                const std::vector<std::string>& choices, const std::string& help);
   // @param type  what to show in --help: "FILE". The text may not be empty.
   void text(const std::string& name, std::string& variable, const std::string& type,
             const std::string& help);
@@ -50,9 +53,12 @@ class Flags {
 
  private:
   // @param take  stores the text; false if it makes no sense
-  void add(const std::string& name, const std::string& type, const std::string& fallback,
-           const std::function<bool(const std::string&)>& take, const std::string& expected,
-           const std::string& help);
+  CLI::Option& add(const std::string& name, const std::string& type, const std::string& fallback,
+                   const std::function<bool(const std::string&)>& take, const std::string& expected,
+                   const std::string& help);
+
+  CLI::Option& one_of(const std::string& name, std::string& variable,
+                      const std::vector<std::string>& choices, const std::string& help);
 
   // The name with its other spellings, as CLI11 wants them.
   std::string spellings(const std::string& name) const;

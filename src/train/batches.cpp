@@ -15,14 +15,6 @@ std::uint64_t mixed(std::uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// A copy in channels last, said by its strides. contiguous() would leave a tensor with one channel
-// as it is, whose strides can be read either way.
-at::Tensor channels_last(const at::Tensor& tensor) {
-  return torch::empty(tensor.sizes(),
-                      tensor.options().memory_format(at::MemoryFormat::ChannelsLast))
-      .copy_(tensor);
-}
-
 }  // namespace
 
 Batches::Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last, Share share)
@@ -63,6 +55,12 @@ Batch Batches::batch(const at::Tensor& indices) const {
   at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255).unsqueeze(1);
   if (channels_last_) images = channels_last(images);
   return {images, set_.labels.index_select(0, indices)};
+}
+
+at::Tensor channels_last(const at::Tensor& tensor) {
+  return torch::empty(tensor.sizes(),
+                      tensor.options().memory_format(at::MemoryFormat::ChannelsLast))
+      .copy_(tensor);
 }
 
 void to_channels_last(torch::nn::Module& model) {

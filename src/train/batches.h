@@ -51,6 +51,10 @@ class Batches {
   Share share_;
 };
 
+// A copy of a 4-D tensor in channels last, said by its strides. contiguous() would leave a tensor
+// with one channel as it is, whose strides can be read either way.
+at::Tensor channels_last(const at::Tensor& tensor);
+
 // Lays the weights of convolutions out as channels last.
 void to_channels_last(torch::nn::Module& model);
 

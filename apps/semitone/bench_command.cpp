@@ -1,0 +1,222 @@
+#include "apps/semitone/bench_flags.h"
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+#include "semitone/core/version.h"
+#include "semitone/train/workload.h"
+
+#include <ATen/Parallel.h>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <charconv>
+#include <iostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace semitone::cli {
+namespace {
+
+using nlohmann::ordered_json;
+using train::TensorMemory;
+using train::Workload;
+
+constexpr auto kWhere = "cli.bench";
+constexpr double kMegabyte = 1 << 20;
+constexpr std::int64_t kManySteps = 1'000'000;
+
+double megabytes(std::int64_t bytes) {
+  return static_cast<double>(bytes) / kMegabyte;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+bool trains_on_images(const Workload& workload) {
+  return workload.options().kind() != train::WorkloadKind::encoder;
+}
+
+const char* name_of_items(const Workload& workload) {
+  return trains_on_images(workload) ? "images" : "tokens";
+}
+
+ordered_json json_of(const TensorMemory& memory) {
+  return {{"peak", megabytes(memory.peak)},
+          {"parameters", megabytes(memory.parameters)},
+          {"masters", megabytes(memory.masters)},
+          {"gradients", megabytes(memory.gradients)},
+          {"optimizer_state", megabytes(memory.optimizer_state)},
+          {"rest", megabytes(memory.rest())}};
+}
+
+// @param seconds  of each step, or of each step of a group on average
+std::string json_of(const BenchFlags& flags, const Workload& workload,
+                    const std::vector<double>& seconds) {
+  const auto& options = workload.options();
+  const auto& check = workload.check();
+  ordered_json object{
+      {"workload", name_of(options.kind())},
+      {"opt_level", amp::name_of(options.opt_level())},
+      {"dtype", dtype_name(workload.dtype())},
+      {"policy", flags.policy},
+      {"memory_format", nullptr},
+      {"optimizer", flags.optimizer},
+      {"batch_size", options.batch_size()},
+      {"items", name_of_items(workload)},
+      {"items_per_step", workload.items()},
+      {"seed", options.seed()},
+      {"threads", at::get_num_threads()},
+      {"check",
+       {{"losses", check.losses},
+        {"float32_losses", check.fp32_losses},
+        {"difference", check.difference()},
+        {"tolerance", check.tolerance}}},
+      {"losses", workload.losses()},
+      {"skipped_steps", workload.skipped_steps()},
+      {"step_seconds", seconds},
+      {"min_step_seconds", nullptr},
+      {"median_step_seconds", nullptr},
+      {"items_per_second", nullptr},
+      {"tensor_mb", json_of(workload.memory())},
+      {"versions",
+       {{"semitone", version()}, {"libtorch", libtorch_version()}, {"compiler", compiler()}}}};
+  if (trains_on_images(workload))
+    object["memory_format"] = train::name_of(workload.memory_format());
+  if (!seconds.empty()) {
+    object["min_step_seconds"] = *std::min_element(seconds.begin(), seconds.end());
+    object["median_step_seconds"] = median(seconds);
+    object["items_per_second"] = static_cast<double>(workload.items()) / median(seconds);
+  }
+  return object.dump(2);
+}
+
+void line(std::ostream& out, const char* what, const std::string& text) {
+  out << fmt::format("{:<10}{}\n", what, text) << std::flush;
+}
+
+void print_head(std::ostream& out, const BenchFlags& flags) {
+  line(out, "semitone",
+       fmt::format("{}, LibTorch {}, {}", version(), libtorch_version(), compiler()));
+  line(out, "device", describe_device(default_device()));
+  line(out, "workload",
+       fmt::format("{} at {}, {} optimizer, seed {}", flags.workload, flags.opt_level,
+                   flags.optimizer, flags.seed));
+}
+
+void print_set_up(std::ostream& out, const Workload& workload) {
+  const auto& check = workload.check();
+  const auto& memory = workload.memory();
+  const std::string format = trains_on_images(workload)
+                                 ? fmt::format(", {}", train::name_of(workload.memory_format()))
+                                 : "";
+  line(out, "step",
+       fmt::format("{} {} in {}{}", workload.items(), name_of_items(workload),
+                   dtype_name(workload.dtype()), format));
+  line(out, "check",
+       fmt::format("{} losses from {:.4f} to {:.4f}, off from float32's by {:.1e} of the first at "
+                   "most; {:.0e} is allowed",
+                   check.losses.size(), check.losses.front(), check.losses.back(),
+                   check.difference(), check.tolerance));
+  line(out, "memory",
+       fmt::format("{:.1f} MB of tensors at most: parameters {:.1f}, masters {:.1f}, gradients "
+                   "{:.1f}, optimizer {:.1f}, activations and the rest {:.1f}",
+                   megabytes(memory.peak), megabytes(memory.parameters), megabytes(memory.masters),
+                   megabytes(memory.gradients), megabytes(memory.optimizer_state),
+                   megabytes(memory.rest())));
+}
+
+void print_times(std::ostream& out, const Workload& workload, const std::vector<double>& seconds) {
+  const double typical = median(seconds);
+  line(out, "time",
+       fmt::format("{:.3f} ms a step at least, {:.3f} ms in the median of {}; {:.1f} {}/s",
+                   1e3 * *std::min_element(seconds.begin(), seconds.end()), 1e3 * typical,
+                   seconds.size(), static_cast<double>(workload.items()) / typical,
+                   name_of_items(workload)));
+}
+
+// The number of "step N"; 0 if the line is something else.
+std::int64_t steps_of(std::string_view command) {
+  constexpr std::string_view kStep = "step ";
+  if (!command.starts_with(kStep)) return 0;
+  command.remove_prefix(kStep.size());
+  std::int64_t steps = 0;
+  const auto [stop, error] =
+      std::from_chars(command.data(), command.data() + command.size(), steps);
+  const bool whole = error == std::errc() && stop == command.data() + command.size();
+  return whole && steps <= kManySteps ? std::max<std::int64_t>(steps, 0) : 0;
+}
+
+// Says that it is ready, and then runs as many steps as each line asks for.
+std::vector<double> run_as_asked(Workload& workload) {
+  std::vector<double> seconds;
+  std::cout << "ready\n" << std::flush;
+  for (std::string command; std::getline(std::cin, command);) {
+    const std::int64_t steps = steps_of(command);
+    if (steps == 0) {
+      throw UsageError(kWhere,
+                       fmt::format("'step N' with N from 1 to {} on standard input", kManySteps),
+                       "'" + command + "'");
+    }
+    const double taken = workload.run(steps);
+    seconds.push_back(taken / static_cast<double>(steps));
+    const ordered_json answer{
+        {"steps", steps}, {"seconds", taken}, {"loss", workload.losses().back()}};
+    std::cout << answer.dump() << '\n' << std::flush;
+  }
+  return seconds;
+}
+
+std::vector<double> run_rounds(Workload& workload, std::int64_t rounds) {
+  std::vector<double> seconds;
+  for (std::int64_t round = 0; round < rounds; ++round) seconds.push_back(workload.run(1));
+  return seconds;
+}
+
+Workload make_workload(const BenchFlags& flags) {
+  try {
+    return Workload(options_of(flags));
+  } catch (const DivergedError&) {
+    throw;
+  } catch (const Error& error) {
+    // What the encoder's shape can have wrong is known there.
+    if (error.where() == "zoo.encoder") throw UsageError(error);
+    throw;
+  }
+}
+
+int run(const CLI::App& command, const BenchFlags& flags) {
+  check(flags, command);
+  require_json_writable(flags.json);
+  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
+  std::ostream& out = flags.steps_from_stdin ? std::cerr : for_people(flags.json);
+  print_head(out, flags);
+  Workload workload = make_workload(flags);
+  print_set_up(out, workload);
+  const auto seconds =
+      flags.steps_from_stdin ? run_as_asked(workload) : run_rounds(workload, flags.rounds);
+  if (!seconds.empty()) print_times(out, workload, seconds);
+  write_json(flags.json, flags.json.empty() ? "" : json_of(flags, workload, seconds));
+  return kSuccess;
+}
+
+}  // namespace
+
+void add_bench_command(CLI::App& app, Action& action) {
+  CLI::App& command = *app.add_subcommand(
+      "bench",
+      "Check a training on made-up data against float32, and measure its speed and memory");
+  const auto flags = add_bench_flags(command);
+  command.callback(
+      [&action, &command, flags] { action = [&command, flags] { return run(command, *flags); }; });
+}
+
+}  // namespace semitone::cli

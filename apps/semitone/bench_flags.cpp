@@ -1,0 +1,141 @@
+#include "apps/semitone/bench_flags.h"
+
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "semitone/core/device.h"
+#include "semitone/core/dtype.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kWhere = "cli.bench";
+constexpr std::int64_t kMany = 1'000'000;
+// Of the feed-forward part, as BERT has it.
+constexpr std::int64_t kFfnPerWidth = 4;
+
+constexpr auto kFooter =
+    R"(Workloads (--batch-size, sizes and seed can be changed):
+  mnist     the ConvNet, 100 images of 28 x 28, SGD with momentum
+  resnet50  ResNet-50, 16 images of 224 x 224, SGD with momentum
+  encoder   BERT's layers, 8 x 128 tokens, loss over 18000 words, AdamW, dropout 0.1
+Before anything is timed, the first losses have to be float32's within a tolerance that is shown.
+images/s and tokens/s are of the median step; a MB is 2^20 bytes.
+
+With --steps-from-stdin the program says "ready" when it is warm and runs the steps that each line
+"step N" on standard input asks for; the answer is a line of JSON with the seconds. So programs that
+are to be compared can take turns: benchmarks/compare.py.
+
+Examples:
+  semitone bench mnist
+  semitone bench resnet50 --opt-level O2 --optimizer torch --json resnet50.json
+  semitone bench encoder --layers 1 --width 64 --heads 4 --vocabulary 500 --length 16
+  echo step 10 | semitone bench mnist --steps-from-stdin
+
+)";
+
+}  // namespace
+
+std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
+  const auto flags = std::make_shared<BenchFlags>();
+  const train::WorkloadOptions defaults(train::WorkloadKind::encoder);
+  const zoo::EncoderOptions& encoder = defaults.encoder();
+  flags->image_size = defaults.image_size();
+  flags->length = defaults.length();
+  flags->layers = encoder.layers();
+  flags->width = encoder.width();
+  flags->heads = encoder.heads();
+  flags->vocabulary = encoder.vocabulary();
+  flags->check_steps = defaults.check_steps();
+  flags->warm_up = defaults.warm_up();
+
+  Flags add(command, kWhere);
+  add.argument("workload", flags->workload, {"mnist", "resnet50", "encoder"}, "What to train");
+  add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3"},
+             "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits");
+  add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
+             "What 16 bits are; auto: bf16 on a CPU");
+  add.choice("--policy", flags->policy,
+             {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"},
+             "What autocast does at O1: semitone ops --policy");
+  add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
+             "How images lie in memory; auto: nhwc");
+  add.choice("--optimizer", flags->optimizer, {"fused", "torch"},
+             "Semitone's optimizers, of one pass, or LibTorch's");
+  add.integer("--batch-size", flags->batch_size, 0, kMany,
+              "Images or sequences of a step; 0: the workload's");
+  add.integer("--image-size", flags->image_size, 32, 4096, "Of resnet50: height and width");
+  add.integer("--length", flags->length, 1, kMany, "Of encoder: tokens of a sequence");
+  add.integer("--layers", flags->layers, 1, 1000, "Of encoder");
+  add.integer("--width", flags->width, 1, kMany,
+              "Of encoder: of a token's vector; the feed-forward part is four times as wide");
+  add.integer("--heads", flags->heads, 1, kMany, "Of encoder: a divisor of the width");
+  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kMany, "Of encoder");
+  add.integer("--check-steps", flags->check_steps, 2, kMany,
+              "Losses to be compared with float32's");
+  add.integer("--warm-up", flags->warm_up, 1, kMany, "Steps before the first that is timed");
+  add.integer("--rounds", flags->rounds, 1, kMany, "Steps that are timed");
+  add.integer("--seed", flags->seed, 0, 1'000'000'000, "Of weights, data and dropout");
+  add.integer("--threads", flags->threads, 0, 1024,
+              "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
+  add.mark("--steps-from-stdin", flags->steps_from_stdin,
+           "Run the steps that standard input asks for, see below");
+  add.json(flags->json);
+  command.footer(std::string(kFooter) + kExitCodesHelp);
+  return flags;
+}
+
+void check(const BenchFlags& flags, const CLI::App& command) {
+  const auto refuse = [&](const char* flag, const std::string& expected, const std::string& got) {
+    if (command.count(flag) > 0)
+      throw UsageError(kWhere, std::string(flag) + " with " + expected + " only", got);
+  };
+  if (flags.workload != "resnet50") refuse("--image-size", "resnet50", flags.workload);
+  if (flags.workload == "encoder") {
+    refuse("--memory-format", "mnist or resnet50", flags.workload);
+  } else {
+    for (const char* const flag : {"--length", "--layers", "--width", "--heads", "--vocabulary"})
+      refuse(flag, "encoder", flags.workload);
+  }
+  if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
+  if (flags.steps_from_stdin) {
+    if (command.count("--rounds") > 0)
+      throw UsageError(kWhere, "--rounds or --steps-from-stdin", "both");
+    if (flags.json == "-") {
+      throw UsageError(kWhere, "a file for --json with --steps-from-stdin", "standard output",
+                       "its answers go there");
+    }
+  }
+}
+
+train::WorkloadOptions options_of(const BenchFlags& flags) {
+  train::WorkloadOptions options(train::parse_workload(flags.workload));
+  options.opt_level(amp::parse_opt_level(flags.opt_level))
+      .device(default_device())
+      .memory_format(train::parse_memory_format(flags.memory_format))
+      .fused_optimizer(flags.optimizer == "fused")
+      .image_size(flags.image_size)
+      .length(flags.length)
+      .seed(static_cast<std::uint64_t>(flags.seed))
+      .check_steps(flags.check_steps)
+      .warm_up(flags.warm_up);
+  options.encoder()
+      .layers(flags.layers)
+      .width(flags.width)
+      .heads(flags.heads)
+      .ffn(kFfnPerWidth * flags.width)
+      .vocabulary(flags.vocabulary);
+  options.encoder().max_positions(std::max(options.encoder().max_positions(), flags.length));
+  if (flags.batch_size > 0) options.batch_size(flags.batch_size);
+  if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
+  if (flags.opt_level == "O1" && flags.policy != "semitone") {
+    const auto dtype = options.dtype().value_or(default_16bit_dtype(options.device()));
+    options.policy(amp::CastPolicy::by_name(flags.policy, {options.device(), dtype}));
+  }
+  return options;
+}
+
+}  // namespace semitone::cli

@@ -1,0 +1,46 @@
+#pragma once
+
+#include "semitone/train/workload.h"
+
+#include <CLI/CLI.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace semitone::cli {
+
+// The command line of `semitone bench`, checked.
+struct BenchFlags {
+  std::string workload;
+  std::string opt_level = "O1";
+  std::string dtype = "auto";
+  std::string policy = "semitone";
+  std::string memory_format = "auto";
+  std::string optimizer = "fused";
+  std::int64_t batch_size = 0;  // 0: the workload's
+  std::int64_t image_size;
+  std::int64_t length;
+  std::int64_t layers;
+  std::int64_t width;
+  std::int64_t heads;
+  std::int64_t vocabulary;
+  std::int64_t check_steps;
+  std::int64_t warm_up;
+  std::int64_t rounds = 10;
+  std::int64_t seed = 0;
+  std::int64_t threads = 0;  // 0: as many as LibTorch takes
+  bool steps_from_stdin = false;
+  std::string json;
+};
+
+// Adds the flags to the command; what they say lies in the result once the command line is parsed.
+std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command);
+
+// UsageError for flags that contradict each other or the workload.
+void check(const BenchFlags& flags, const CLI::App& command);
+
+// What the flags ask of the library.
+train::WorkloadOptions options_of(const BenchFlags& flags);
+
+}  // namespace semitone::cli

@@ -1,0 +1,246 @@
+#include "semitone/launch/process.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+// `semitone bench` as a user meets it, at sizes that take no time.
+namespace semitone {
+namespace {
+
+using launch::Finished;
+using launch::Output;
+using launch::ProcessOptions;
+using nlohmann::json;
+using test::read_text;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+using Words = std::vector<std::string>;
+
+Finished run(const Words& arguments) {
+  Words words{"bench"};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  return launch::run(
+      ProcessOptions(SEMITONE_PROGRAM).arguments(words).out(Output::capture).err(Output::capture));
+}
+
+// With lines on standard input.
+Finished run_with_input(const Words& arguments, const std::string& lines) {
+  Words words{"-c", "printf '" + lines + "' | \"$0\" bench \"$@\"", SEMITONE_PROGRAM};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  return launch::run(
+      ProcessOptions("sh").arguments(words).out(Output::capture).err(Output::capture));
+}
+
+Words mnist(const Words& more = {}) {
+  Words words{"mnist", "--batch-size", "50", "--threads", "1"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+Words encoder(const Words& more = {}) {
+  Words words{"encoder", "--batch-size", "2", "--layers",     "1",   "--width",   "32", "--heads",
+              "4",       "--length",     "8", "--vocabulary", "100", "--threads", "1"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+TEST(BenchCommand, HelpHasExamplesAndExitCodes) {
+  const Finished help = run({"--help"});
+  EXPECT_TRUE(help.status.success());
+  EXPECT_EQ(help.err, "");
+  EXPECT_THAT(help.out, AllOf(HasSubstr("Examples:\n  semitone bench"), HasSubstr("--json"),
+                              HasSubstr("Exit codes: 0 success"), HasSubstr("step N")));
+}
+
+TEST(BenchCommand, SaysWhatItMeasures) {
+  const Finished finished = run(mnist({"--rounds", "3"}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  for (const char* text :
+       {"device    CPU, 1 threads", "workload  mnist at O1, fused optimizer, seed 0",
+        "step      50 images in bfloat16, nhwc", "check     4 losses from ", "of the first at most",
+        "memory    ", "time      ", "in the median of 3; ", " images/s"})
+    EXPECT_THAT(finished.out, HasSubstr(text));
+  EXPECT_THAT(run(encoder()).out,
+              AllOf(HasSubstr("16 tokens in bfloat16\n"), HasSubstr(" tokens/s")));
+}
+
+TEST(BenchCommand, WritesJson) {
+  for (const char* level : {"O0", "O1", "O2", "O3"}) {
+    const Finished finished = run(encoder({"--opt-level", level, "--dtype", "fp16", "--optimizer",
+                                           "torch", "--seed", "3", "--rounds", "4", "--json"}));
+    ASSERT_TRUE(finished.status.success()) << finished.err;
+    const json result = json::parse(finished.out);
+    EXPECT_THAT(finished.err, HasSubstr("tokens/s"));
+    EXPECT_EQ(result.at("workload"), "encoder");
+    EXPECT_EQ(result.at("opt_level"), level);
+    EXPECT_EQ(result.at("dtype"), std::string(level) == "O0" ? "float32" : "float16");
+    EXPECT_EQ(result.at("memory_format"), nullptr);
+    EXPECT_EQ(result.at("optimizer"), "torch");
+    EXPECT_EQ(result.at("batch_size"), 2);
+    EXPECT_EQ(result.at("items"), "tokens");
+    EXPECT_EQ(result.at("items_per_step"), 16);
+    EXPECT_EQ(result.at("seed"), 3);
+    EXPECT_EQ(result.at("threads"), 1);
+    EXPECT_EQ(result.at("losses").size(), 4U);
+    EXPECT_LE(result.at("check").at("difference"), result.at("check").at("tolerance"));
+    EXPECT_EQ(result.at("check").at("losses").size(), 4U);
+    const auto seconds = result.at("step_seconds").get<std::vector<double>>();
+    ASSERT_EQ(seconds.size(), 4U);
+    EXPECT_EQ(result.at("min_step_seconds"), *std::min_element(seconds.begin(), seconds.end()));
+    EXPECT_GE(result.at("median_step_seconds"), result.at("min_step_seconds"));
+    EXPECT_NEAR(result.at("items_per_second").get<double>() *
+                    result.at("median_step_seconds").get<double>(),
+                16, 1e-6);
+    const json& memory = result.at("tensor_mb");
+    double sum = 0;
+    for (const char* kind : {"parameters", "masters", "gradients", "optimizer_state", "rest"})
+      sum += memory.at(kind).get<double>();
+    EXPECT_NEAR(memory.at("peak").get<double>(), sum, 1e-6);
+    EXPECT_EQ(memory.at("masters").get<double>() > 0, std::string(level) == "O2");
+    for (const char* name : {"semitone", "libtorch", "compiler"})
+      EXPECT_NE(result.at("versions").at(name), "");
+  }
+}
+
+TEST(BenchCommand, JsonGoesToAFile) {
+  const test::TemporaryFolder folder;
+  const std::string file = (folder / "x.json").string();
+  const Finished finished =
+      run(mnist({"--memory-format", "nchw", "--rounds", "1", "--json", file}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr("images/s"));
+  EXPECT_EQ(json::parse(read_text(file)).at("memory_format"), "nchw");
+  const Finished failed = run(mnist({"--json", "/no/such/folder/x.json"}));
+  EXPECT_EQ(failed.status.code, 1);
+  EXPECT_THAT(failed.err, HasSubstr("expected to write"));
+  EXPECT_EQ(failed.out, "") << "before it measures";
+}
+
+TEST(BenchCommand, TrainsResNet50) {
+  const Finished finished =
+      run({"resnet50", "--opt-level", "O0", "--image-size", "64", "--batch-size", "8", "--rounds",
+           "1", "--check-steps", "2", "--warm-up", "1", "--threads", "1", "--json"});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const json result = json::parse(finished.out);
+  EXPECT_EQ(result.at("items_per_step"), 8);
+  EXPECT_GT(result.at("tensor_mb").at("peak"), 3 * 97) << "weights, gradients, momentum";
+}
+
+TEST(BenchCommand, RunsUnderEveryPolicy) {
+  for (const char* policy : {"torch", "apex", "paddle", "none"}) {
+    const Finished finished = run(encoder({"--policy", policy, "--rounds", "1", "--json"}));
+    ASSERT_TRUE(finished.status.success()) << finished.err;
+    EXPECT_EQ(json::parse(finished.out).at("policy"), policy);
+  }
+}
+
+TEST(BenchCommand, RunsTheStepsThatStandardInputAsksFor) {
+  const test::TemporaryFolder folder;
+  const std::string file = (folder / "x.json").string();
+  const Finished finished =
+      run_with_input(mnist({"--steps-from-stdin", "--json", file}), "step 3\\nstep 1\\n");
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const auto lines = lines_of(finished.out);
+  ASSERT_EQ(lines.size(), 3U) << finished.out;
+  EXPECT_EQ(lines[0], "ready");
+  const json first = json::parse(lines[1]);
+  EXPECT_EQ(first.at("steps"), 3);
+  EXPECT_GT(first.at("seconds"), 0);
+  const json second = json::parse(lines[2]);
+  EXPECT_EQ(second.at("steps"), 1);
+  EXPECT_LT(second.at("loss"), first.at("loss"));
+  EXPECT_THAT(finished.err, AllOf(HasSubstr("check "), HasSubstr("in the median of 2;")));
+  const json result = json::parse(read_text(file));
+  EXPECT_EQ(result.at("losses").size(), 4U);
+  EXPECT_EQ(result.at("step_seconds").size(), 2U);
+  EXPECT_DOUBLE_EQ(result.at("step_seconds").at(0), first.at("seconds").get<double>() / 3);
+}
+
+TEST(BenchCommand, StandardInputMayAskForNothing) {
+  const test::TemporaryFolder folder;
+  const std::string file = (folder / "x.json").string();
+  const Finished finished = run_with_input(mnist({"--steps-from-stdin", "--json", file}), "");
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_EQ(finished.out, "ready\n");
+  EXPECT_EQ(json::parse(read_text(file)).at("min_step_seconds"), nullptr);
+}
+
+TEST(BenchCommand, AnythingElseOnStandardInputIsCode2) {
+  for (const char* line : {"step", "step 0", "step -1", "step 1x", "step 1000001", "stop",
+                           "step  1", "step 99999999999999999999"}) {
+    const Finished finished =
+        run_with_input(mnist({"--steps-from-stdin"}), std::string(line) + "\\n");
+    EXPECT_EQ(finished.status.code, 2) << line;
+    EXPECT_EQ(finished.out, "ready\n");
+    EXPECT_THAT(finished.err, HasSubstr("[cli.bench] expected 'step N' with N from 1 to 1000000 "
+                                        "on standard input, got '" +
+                                        std::string(line) + "'"));
+  }
+}
+
+TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{}, "workload is required"},
+      {{"bert"}, "expected workload to be one of mnist, resnet50, encoder, got 'bert'"},
+      {{"mnist", "encoder"}, "expected flags of this command, got 'encoder'"},
+      {{"mnist", "--opt-level", "all"}, "expected --opt-level to be one of O0, O1, O2, O3"},
+      {{"mnist", "--dtype", "fp8"}, "expected --dtype to be one of auto, bf16, fp16"},
+      {{"mnist", "--optimizer", "sgd"}, "expected --optimizer to be one of fused, torch"},
+      {{"mnist", "--policy", "mine"}, "expected --policy to be one of semitone"},
+      {{"mnist", "--batch-size", "-1"}, "expected --batch-size from 0"},
+      {{"mnist", "--rounds", "0"}, "expected --rounds from 1"},
+      {{"mnist", "--warm-up", "0"}, "expected --warm-up from 1"},
+      {{"mnist", "--check-steps", "1"}, "expected --check-steps from 2"},
+      {{"mnist", "--image-size", "32"}, "expected --image-size with resnet50 only, got mnist"},
+      {{"resnet50", "--image-size", "16"}, "expected --image-size from 32"},
+      {{"resnet50", "--layers", "2"}, "expected --layers with encoder only, got resnet50"},
+      {{"encoder", "--memory-format", "nhwc"},
+       "expected --memory-format with mnist or resnet50 only, got encoder"},
+      {{"mnist", "--opt-level", "O2", "--policy", "torch"},
+       "expected --policy with --opt-level O1 only, got O2"},
+      {{"mnist", "--steps-from-stdin", "--rounds", "3"},
+       "expected --rounds or --steps-from-stdin, got both"},
+      {{"mnist", "--steps-from-stdin", "--json"},
+       "expected a file for --json with --steps-from-stdin, got standard output"},
+  };
+  for (const auto& [arguments, message] : cases) {
+    const Finished finished = run(arguments);
+    SCOPED_TRACE(message);
+    EXPECT_EQ(finished.status.code, 2);
+    EXPECT_EQ(finished.out, "");
+    EXPECT_THAT(finished.err, AllOf(StartsWith("[cli.bench] "), HasSubstr(message)));
+    EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1);
+  }
+  // Known only where the model is made.
+  const Finished finished = run({"encoder", "--width", "32", "--heads", "5"});
+  EXPECT_EQ(finished.status.code, 2);
+  EXPECT_THAT(finished.err, HasSubstr("a width that is a multiple of heads, got 32 and 5"));
+}
+
+TEST(BenchCommand, AProofThatFailsIsCode1) {
+  const Finished finished = run(
+      {"resnet50", "--image-size", "32", "--batch-size", "4", "--rounds", "1", "--threads", "1"});
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err, HasSubstr("[train.workload] expected the losses of float32, "));
+  EXPECT_THAT(finished.out, Not(HasSubstr("time ")));
+}
+
+}  // namespace
+}  // namespace semitone

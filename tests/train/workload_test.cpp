@@ -1,0 +1,195 @@
+#include "semitone/train/workload.h"
+
+#include "semitone/core/dtype.h"
+#include "tests/support/errors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace semitone::train {
+namespace {
+
+using amp::OptLevel;
+
+constexpr std::int64_t kFloat = 4;
+
+WorkloadOptions small(WorkloadKind kind, OptLevel level, c10::ScalarType dtype = torch::kBFloat16) {
+  WorkloadOptions options(kind);
+  options.opt_level(level).dtype(dtype).image_size(64).length(16);
+  if (kind == WorkloadKind::resnet50) options.batch_size(8).check_steps(2).warm_up(1);
+  options.encoder().layers(1).width(32).heads(4).ffn(64).vocabulary(100);
+  return options;
+}
+
+std::int64_t size_of(const WorkloadOptions& options) {
+  std::int64_t size = 0;
+  for (const at::Tensor& parameter : zoo::Encoder(options.encoder())->parameters())
+    size += parameter.numel();
+  return size;
+}
+
+TEST(Workload, NamesGoBothWays) {
+  for (const auto kind : {WorkloadKind::mnist, WorkloadKind::resnet50, WorkloadKind::encoder})
+    EXPECT_EQ(parse_workload(name_of(kind)), kind);
+  test::expect_error([] { parse_workload("bert"); },
+                     {"[train.workload] expected mnist, resnet50 or encoder, got 'bert'"});
+}
+
+TEST(Workload, DefaultsAreTheTables) {
+  EXPECT_EQ(WorkloadOptions(WorkloadKind::mnist).batch_size(), 100);
+  EXPECT_EQ(WorkloadOptions(WorkloadKind::resnet50).batch_size(), 16);
+  EXPECT_EQ(WorkloadOptions(WorkloadKind::resnet50).image_size(), 224);
+  EXPECT_EQ(WorkloadOptions(WorkloadKind::encoder).batch_size(), 8);
+  EXPECT_EQ(WorkloadOptions(WorkloadKind::encoder).length(), 128);
+}
+
+TEST(Workload, ProvesItselfAtEveryLevel) {
+  for (const auto kind : {WorkloadKind::mnist, WorkloadKind::encoder}) {
+    for (const auto level : {OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3}) {
+      for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+        for (const bool fused : {true, false}) {
+          if (!fused && dtype == torch::kHalf) continue;
+          SCOPED_TRACE(std::string(name_of(kind)) + " " + std::string(amp::name_of(level)) + " " +
+                       dtype_name(dtype) + (fused ? " fused" : ""));
+          Workload workload(small(kind, level, dtype).fused_optimizer(fused));
+          const WorkloadCheck& check = workload.check();
+          EXPECT_EQ(check.losses.size(), 4U);
+          EXPECT_EQ(check.fp32_losses.size(), level == OptLevel::O3 ? 1U : 4U);
+          EXPECT_LE(check.difference(), check.tolerance);
+          EXPECT_EQ(workload.dtype(), level == OptLevel::O0 ? torch::kFloat : dtype);
+          EXPECT_GT(workload.run(2), 0);
+          EXPECT_EQ(workload.losses().size(), 2U);
+        }
+      }
+    }
+  }
+}
+
+TEST(Workload, ComparesWithPlainLibTorch) {
+  const Workload plain(small(WorkloadKind::mnist, OptLevel::O0)
+                           .fused_optimizer(false)
+                           .memory_format(MemoryFormat::nchw));
+  EXPECT_EQ(plain.check().losses, plain.check().fp32_losses);
+  EXPECT_EQ(plain.memory_format(), MemoryFormat::nchw);
+  const Workload other(small(WorkloadKind::mnist, OptLevel::O1));
+  EXPECT_EQ(other.check().fp32_losses, plain.check().losses);
+  EXPECT_NE(other.check().losses, plain.check().losses);
+  EXPECT_EQ(other.memory_format(), MemoryFormat::nhwc);
+}
+
+TEST(Workload, TrainsResNet50) {
+  Workload workload(small(WorkloadKind::resnet50, OptLevel::O1));
+  EXPECT_EQ(workload.items(), 8);
+  EXPECT_GT(workload.run(1), 0);
+  EXPECT_LT(workload.losses().front(), workload.check().losses.front());
+  EXPECT_NEAR(static_cast<double>(workload.memory().parameters), 25'610'205 * kFloat, 1000);
+}
+
+TEST(Workload, GoesOnFromStepToStep) {
+  Workload workload(small(WorkloadKind::mnist, OptLevel::O1).warm_up(1));
+  workload.run(3);
+  workload.run(2);
+  EXPECT_EQ(workload.losses().size(), 5U);
+  EXPECT_LT(workload.losses().back(), workload.losses().front());
+  EXPECT_EQ(workload.skipped_steps(), 0);
+}
+
+TEST(Workload, TheSameSeedGivesTheSameLosses) {
+  const auto losses = [](std::uint64_t seed) {
+    Workload workload(small(WorkloadKind::encoder, OptLevel::O1).seed(seed));
+    workload.run(2);
+    return workload.losses();
+  };
+  EXPECT_EQ(losses(1), losses(1));
+  EXPECT_NE(losses(1), losses(2));
+}
+
+TEST(Workload, CountsWhatItTrainsOn) {
+  EXPECT_EQ(Workload(small(WorkloadKind::mnist, OptLevel::O0).batch_size(20)).items(), 20);
+  EXPECT_EQ(Workload(small(WorkloadKind::encoder, OptLevel::O0).batch_size(3)).items(), 48);
+}
+
+// The encoder has no buffers: what each level keeps is known to the byte.
+TEST(Workload, CountsTensorMemoryByKind) {
+  const auto options = [](OptLevel level) { return small(WorkloadKind::encoder, level); };
+  const std::int64_t size = size_of(options(OptLevel::O0));
+  for (const bool fused : {true, false}) {
+    for (const auto level : {OptLevel::O0, OptLevel::O1}) {
+      const Workload workload(options(level).fused_optimizer(fused));
+      const TensorMemory& memory = workload.memory();
+      EXPECT_EQ(memory.parameters, size * kFloat);
+      EXPECT_EQ(memory.masters, 0);
+      EXPECT_EQ(memory.gradients, size * kFloat);
+      EXPECT_EQ(memory.optimizer_state, 2 * size * kFloat);
+      EXPECT_GT(memory.rest(), 0);
+    }
+    const Workload mixed(options(OptLevel::O2).fused_optimizer(fused));
+    EXPECT_EQ(mixed.memory().parameters, size * 2);
+    // Their lower halves, or whole ones.
+    EXPECT_GE(mixed.memory().masters, size * (fused ? 2 : kFloat));
+    EXPECT_LE(mixed.memory().masters, size * kFloat);
+    EXPECT_GE(mixed.memory().gradients, size * 2);
+    EXPECT_EQ(mixed.memory().optimizer_state, 2 * size * kFloat);
+    EXPECT_GT(mixed.memory().rest(), 0);
+  }
+  EXPECT_EQ(Workload(options(OptLevel::O3)).memory().masters, 0);
+  const Workload sgd(small(WorkloadKind::mnist, OptLevel::O0));
+  EXPECT_EQ(sgd.memory().optimizer_state, 29'034 * kFloat);
+}
+
+TEST(Workload, LargerBatchesTakeMoreActivations) {
+  const auto rest = [](std::int64_t batch) {
+    return Workload(small(WorkloadKind::encoder, OptLevel::O0).batch_size(batch)).memory().rest();
+  };
+  EXPECT_GT(rest(16), 1.5 * static_cast<double>(rest(8)));
+}
+
+TEST(Workload, RunsUnderAnotherPolicy) {
+  const Workload semitone(small(WorkloadKind::encoder, OptLevel::O1));
+  const Workload none(small(WorkloadKind::encoder, OptLevel::O1)
+                          .policy(amp::CastPolicy::none(torch::kBFloat16).fast_kernels(false)));
+  // Without casts it is fp32.
+  EXPECT_LT(none.check().difference(), 1e-5);
+  EXPECT_GT(semitone.check().difference(), none.check().difference());
+}
+
+TEST(Workload, ALossThatIsOffIsFoundOut) {
+  WorkloadCheck check{{2, 1.5}, {2, 1.4}, 0.01};
+  EXPECT_NEAR(check.difference(), 0.05, 1e-12);
+  check.losses[1] = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_FALSE(check.difference() <= 1e9);
+  // The smallest batches of ResNet-50 are beyond what 16 bits can follow.
+  test::expect_error(
+      [] {
+        Workload workload(small(WorkloadKind::resnet50, OptLevel::O1)
+                              .batch_size(4)
+                              .image_size(32)
+                              .check_steps(4));
+      },
+      {"[train.workload] expected the losses of float32, ", "of the first, got "});
+}
+
+TEST(Workload, RefusesOptionsThatMakeNoSense) {
+  const auto refuses = [](const WorkloadOptions& options, const char* message) {
+    test::expect_error([&] { Workload workload(options); }, {"expected ", message});
+  };
+  const auto options = small(WorkloadKind::encoder, OptLevel::O1);
+  refuses(WorkloadOptions(options).batch_size(0), "batch_size of at least 1, got 0");
+  refuses(WorkloadOptions(options).image_size(31), "image_size of at least 32, got 31");
+  refuses(WorkloadOptions(options).length(0), "length of at least 1, got 0");
+  refuses(WorkloadOptions(options).check_steps(1), "check_steps of at least 2, got 1");
+  refuses(WorkloadOptions(options).warm_up(0), "warm_up of at least 1, got 0");
+  refuses(WorkloadOptions(options).dtype(torch::kFloat), "float16 or bfloat16, got float32");
+  refuses(WorkloadOptions(options).encoder(zoo::EncoderOptions().heads(0)), "heads of at least 1");
+  refuses(WorkloadOptions(options).length(600), "sequences of 1 to 512 tokens, got 600");
+  Workload workload(options);
+  test::expect_error([&] { workload.run(0); }, {"at least one step, got 0"});
+}
+
+}  // namespace
+}  // namespace semitone::train
