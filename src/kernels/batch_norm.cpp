@@ -71,8 +71,15 @@ bool match(const at::Tensor& tensor, const at::Tensor& input) {
          tensor.sizes() == input.sizes();
 }
 
-at::Tensor fp32(const at::Tensor& values) {
-  return values.to(at::kFloat).contiguous();
+// Per-channel values are few and operators cost 1 to 2 us each, as much as a thousand numbers: what
+// happens to them here happens in loops.
+std::vector<float> fp32(const at::Tensor& values) {
+  const at::Tensor fp64 = values.to(at::kDouble).contiguous();
+  const auto* const data = fp64.const_data_ptr<double>();
+  std::vector<float> result(static_cast<std::size_t>(fp64.numel()));
+  std::transform(data, data + fp64.numel(), result.begin(),
+                 [](double value) { return static_cast<float>(value); });
+  return result;
 }
 
 // Calls work(first piece, last piece) from several threads.
@@ -102,6 +109,33 @@ at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& wo
   return results;
 }
 
+// Moments of parts (count, mean, m2 by channel), as Chan, Golub and LeVeque merge them.
+Moments merged(const at::Tensor& parts) {
+  const std::int64_t channels = parts.size(2);
+  const auto* const data = parts.const_data_ptr<double>();
+  const auto value = [&](std::int64_t part, std::int64_t which, std::int64_t channel) {
+    return data[(part * 3 + which) * channels + channel];
+  };
+  Moments all{at::empty({channels}, parts.options()), at::empty({channels}, parts.options())};
+  for (std::int64_t channel = 0; channel < channels; ++channel) {
+    double count = 0;
+    double sum = 0;
+    for (std::int64_t part = 0; part < parts.size(0); ++part) {
+      count += value(part, 0, channel);
+      sum += value(part, 0, channel) * value(part, 1, channel);
+    }
+    const double mean = sum / count;
+    double m2 = 0;
+    for (std::int64_t part = 0; part < parts.size(0); ++part) {
+      const double off = value(part, 1, channel) - mean;
+      m2 += value(part, 2, channel) + value(part, 0, channel) * off * off;
+    }
+    all.mean.mutable_data_ptr<double>()[channel] = mean;
+    all.m2.mutable_data_ptr<double>()[channel] = m2;
+  }
+  return all;
+}
+
 }  // namespace
 
 Moments moments(const at::Tensor& input) {
@@ -113,11 +147,7 @@ Moments moments(const at::Tensor& input) {
         batch_moments(batch->layout, input.const_data_ptr(), begin, end,
                       {results, results + channels, results + 2 * channels});
       });
-  const at::Tensor counts = parts.select(1, 0);
-  const at::Tensor means = parts.select(1, 1);
-  const at::Tensor mean = means.mul(counts).sum(0).div_(counts.sum(0));
-  const at::Tensor m2 = parts.select(1, 2).add(means.sub(mean).square_().mul_(counts)).sum(0);
-  return {mean, m2};
+  return merged(parts);
 }
 
 at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& scale,
@@ -126,16 +156,16 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
   if (!batch.has_value() || (residual.defined() && !match(residual, input)))
     return ref::normalize(input, mean, scale, shift, residual, relu);
   at::Tensor output = at::empty_like(input);
-  const at::Tensor means = fp32(mean);
-  const at::Tensor scales = fp32(scale);
-  const at::Tensor shifts = fp32(shift);
+  const auto means = fp32(mean);
+  const auto scales = fp32(scale);
+  const auto shifts = fp32(shift);
   const at::Tensor added = residual.defined() ? laid_out_like(residual, input) : residual;
   const BatchNormalize work{.input = input.const_data_ptr(),
                             .residual = added.defined() ? added.const_data_ptr() : nullptr,
                             .output = output.mutable_data_ptr(),
-                            .mean = means.const_data_ptr<float>(),
-                            .scale = scales.const_data_ptr<float>(),
-                            .shift = shifts.const_data_ptr<float>(),
+                            .mean = means.data(),
+                            .scale = scales.data(),
+                            .shift = shifts.data(),
                             .relu = relu};
   for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
     batch_normalize(batch->layout, work, begin, end);
@@ -147,11 +177,10 @@ GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
                            const at::Tensor& mean) {
   const auto batch = Batch::of(input);
   if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean);
-  const at::Tensor means = fp32(mean);
+  const auto means = fp32(mean);
   const at::Tensor gradient = laid_out_like(grad, input);
-  const BatchGradient work{.grad = gradient.const_data_ptr(),
-                           .input = input.const_data_ptr(),
-                           .mean = means.const_data_ptr<float>()};
+  const BatchGradient work{
+      .grad = gradient.const_data_ptr(), .input = input.const_data_ptr(), .mean = means.data()};
   const at::Tensor sums =
       for_all_parts(*batch, 2, [&](std::size_t begin, std::size_t end, double* results) {
         batch_gradient_sums(batch->layout, work, begin, end, results,
@@ -167,18 +196,18 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
   if (!batch.has_value() || !match(grad, input))
     return ref::gradient_of_input(grad, input, mean, a, b, c);
   at::Tensor output = at::empty_like(input);
-  const at::Tensor means = fp32(mean);
-  const at::Tensor as = fp32(a);
-  const at::Tensor bs = fp32(b);
-  const at::Tensor cs = fp32(c);
+  const auto means = fp32(mean);
+  const auto as = fp32(a);
+  const auto bs = fp32(b);
+  const auto cs = fp32(c);
   const at::Tensor gradient = laid_out_like(grad, input);
   const BatchGradient work{.grad = gradient.const_data_ptr(),
                            .input = input.const_data_ptr(),
-                           .mean = means.const_data_ptr<float>(),
+                           .mean = means.data(),
                            .output = output.mutable_data_ptr(),
-                           .a = as.const_data_ptr<float>(),
-                           .b = bs.const_data_ptr<float>(),
-                           .c = cs.const_data_ptr<float>()};
+                           .a = as.data(),
+                           .b = bs.data(),
+                           .c = cs.data()};
   for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
     batch_gradient_of_input(batch->layout, work, begin, end);
   });

@@ -10,6 +10,8 @@
 #include <torch/custom_class.h>
 #include <torch/types.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -59,7 +61,10 @@ Statistics gather_statistics(const at::Tensor& input, const BatchNormPeers* peer
   const auto own = kernels::moments(input);
   const at::Tensor own_count =
       at::full({1}, channels == 0 ? 0 : input.numel() / channels, own.mean.options());
-  if (peers == nullptr) return {own.mean, own.m2.div(own_count.clamp_min(1)), own_count};
+  if (peers == nullptr) {
+    const auto rows = std::max<std::int64_t>(1, channels == 0 ? 1 : input.numel() / channels);
+    return {own.mean, own.m2.div(static_cast<double>(rows)), own_count};
+  }
   const at::Tensor all = peers->all_gather(at::cat({own.mean, own.m2, own_count}));
   const at::Tensor means = all.narrow(1, 0, channels);
   const at::Tensor m2s = all.narrow(1, channels, channels);
@@ -72,19 +77,119 @@ Statistics gather_statistics(const at::Tensor& input, const BatchNormPeers* peer
   return {mean, m2.div(divisor), count};
 }
 
+// On the CPU, a loop over channels: each ATen operator takes 1 to 2 us however few there are, and a
+// layer would need 50 of them.
+class Loop {
+ public:
+  explicit Loop(const at::Tensor& channels) : like_(channels) {}
+
+  // fp64 values, `otherwise` where the layer has none.
+  class Values {
+   public:
+    Values(const at::Tensor& tensor, double otherwise)
+        : fp64_(tensor.defined() ? tensor.to(at::kDouble).contiguous() : tensor),
+          data_(tensor.defined() ? fp64_.const_data_ptr<double>() : nullptr),
+          otherwise_(otherwise) {}
+    double operator[](std::int64_t channel) const {
+      return data_ == nullptr ? otherwise_ : data_[channel];
+    }
+
+   private:
+    at::Tensor fp64_;
+    const double* data_;
+    double otherwise_;
+  };
+
+  // value(channel) of each channel.
+  template <typename Value>
+  at::Tensor operator()(const Value& value) const {
+    at::Tensor result = at::empty_like(like_);
+    auto* const data = result.mutable_data_ptr<double>();
+    for (std::int64_t channel = 0; channel < result.numel(); ++channel)
+      data[channel] = value(channel);
+    return result;
+  }
+
+ private:
+  const at::Tensor& like_;
+};
+
+// running + (batch * factor - running) * share
+void update_running(const at::Tensor& running, const at::Tensor& batch, double factor,
+                    double share) {
+  if (!running.defined()) return;
+  const Loop::Values before(running, 0);
+  const Loop::Values now(batch, 0);
+  running.copy_(Loop(batch)([&](std::int64_t channel) {
+    return before[channel] + (now[channel] * factor - before[channel]) * share;
+  }));
+}
+
 void update_running(const at::Tensor& running, const at::Tensor& batch, const at::Tensor& share) {
   if (!running.defined()) return;
   const at::Tensor before = running.to(at::kDouble);
   running.copy_(before.add(batch.sub(before).mul_(share)));
 }
 
+// Without a value in any process there is nothing to learn.
 void update_running(const BatchNorm& layer, const Statistics& batch) {
-  // Without a value in any process there is nothing to learn.
+  if (batch.count.is_cpu()) {
+    const auto count = batch.count.item<double>();
+    if (count == 0) return;
+    update_running(layer.running_mean, batch.mean, 1, layer.momentum);
+    update_running(layer.running_var, batch.variance, count / std::max(1.0, count - 1),
+                   layer.momentum);
+    return;
+  }
   const at::Tensor share = batch.count.gt(0).to(at::kDouble).mul_(layer.momentum);
   const at::Tensor unbiased =
       batch.variance.mul(batch.count).div_(batch.count.sub(1).clamp_min_(1));
   update_running(layer.running_mean, batch.mean, share);
   update_running(layer.running_var, unbiased, share);
+}
+
+at::Tensor fp64_or(double value, const at::Tensor& values, const at::Tensor& like) {
+  return values.defined() ? values.to(at::kDouble) : at::full_like(like, value);
+}
+
+at::Tensor invstd_of(const at::Tensor& variance, double eps) {
+  if (!variance.is_cpu()) return variance.add(eps).rsqrt_();
+  const Loop::Values of(variance, 0);
+  return Loop(variance)([&](std::int64_t channel) { return 1 / std::sqrt(of[channel] + eps); });
+}
+
+at::Tensor scale_of(const at::Tensor& weight, const at::Tensor& invstd) {
+  if (!invstd.is_cpu()) return fp64_or(1, weight, invstd).mul(invstd);
+  const Loop::Values weights(weight, 1);
+  const Loop::Values invstds(invstd, 0);
+  return Loop(invstd)([&](std::int64_t channel) { return weights[channel] * invstds[channel]; });
+}
+
+// The factors of kernels::gradient_of_input: grad * a + (input - mean) * b + c.
+struct Factors {
+  at::Tensor a;
+  at::Tensor b;
+  at::Tensor c;
+};
+
+// @param sums  of all processes
+Factors factors_of(const at::Tensor& weight, const at::Tensor& invstd,
+                   const kernels::GradientSums& sums, const at::Tensor& count) {
+  const at::Tensor scale = scale_of(weight, invstd);
+  if (!scale.is_cpu()) {
+    return {scale, sums.grad_times_centred.div(count).mul_(invstd.square()).mul_(scale).neg_(),
+            sums.grad.div(count).mul_(scale).neg_()};
+  }
+  const auto rows = count.item<double>();
+  const Loop loop(scale);
+  const Loop::Values scales(scale, 0);
+  const Loop::Values invstds(invstd, 0);
+  const Loop::Values grads(sums.grad, 0);
+  const Loop::Values centred(sums.grad_times_centred, 0);
+  return {scale, loop([&](std::int64_t channel) {
+            return -centred[channel] / rows * invstds[channel] * invstds[channel] * scales[channel];
+          }),
+          loop([&](std::int64_t channel) { return -grads[channel] / rows * scales[channel]; })};
 }
 
 // What the backward pass has to know of a layer.
@@ -133,7 +238,7 @@ class Function : public torch::autograd::Function<Function> {
     }
     update_running(layer, batch);
 
-    const at::Tensor invstd = batch.variance.add(layer.eps).rsqrt_();
+    const at::Tensor invstd = invstd_of(batch.variance, layer.eps);
     at::Tensor output =
         kernels::normalize(input, batch.mean, scale_of(layer.weight, invstd),
                            fp64_or(0, layer.bias, invstd), layer.residual, layer.relu);
@@ -183,14 +288,6 @@ class Function : public torch::autograd::Function<Function> {
     return edge >= 0 && ctx->needs_input_grad(static_cast<std::size_t>(edge));
   }
 
-  static at::Tensor scale_of(const at::Tensor& weight, const at::Tensor& invstd) {
-    return fp64_or(1, weight, invstd).mul(invstd);
-  }
-
-  static at::Tensor fp64_or(double value, const at::Tensor& values, const at::Tensor& like) {
-    return values.defined() ? values.to(at::kDouble) : at::full_like(like, value);
-  }
-
   static variable_list gradients_of_arguments(AutogradContext* ctx, const Settings& settings,
                                               const variable_list& saved, const at::Tensor& grad) {
     const at::NoGradGuard no_grad;
@@ -210,13 +307,15 @@ class Function : public torch::autograd::Function<Function> {
     if (is_needed(ctx, kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
     if (is_needed(ctx, kBias)) result[kBias] = sums.grad;
     if (input_needed) {
-      at::Tensor means = at::stack({sums.grad, sums.grad_times_centred});
-      if (settings.peers != nullptr) settings.peers->all_reduce(means);
-      means.div_(count);
-      const at::Tensor scale = scale_of(weight, invstd);
-      result[kInput] = kernels::gradient_of_input(grad, input, mean, scale,
-                                                  means[1].mul(invstd.square()).mul_(scale).neg_(),
-                                                  means[0].mul(scale).neg_());
+      kernels::GradientSums all = sums;
+      if (settings.peers != nullptr) {
+        at::Tensor both = at::stack({sums.grad, sums.grad_times_centred});
+        settings.peers->all_reduce(both);
+        all = {both[0], both[1]};
+      }
+      const Factors factors = factors_of(weight, invstd, all, count);
+      result[kInput] =
+          kernels::gradient_of_input(grad, input, mean, factors.a, factors.b, factors.c);
     }
     return result;
   }
