@@ -30,16 +30,14 @@ HWY_INLINE Vector polynomial(Vector x, float c0, More... more) {
   return hn::MulAdd(polynomial(x, more...), x, hn::Set(Float(), c0));
 }
 
-// Of the standard normal distribution at a >= 0: P(X > a), and the density.
-struct Normal {
-  Vector above;
-  Vector density;
-};
+// Results go into vectors of the caller: not every processor has structures of vectors.
 
+// Of the standard normal distribution at a >= 0: P(X > a), and the density.
+//
 // P(X > a) = exp(-a^2 / 2) R(a), where R falls from 1/2 like 1 / a: as a polynomial in
 // (a - 3) / (a + 3), off by 1.1e-8 at most up to 14.6. So the tail keeps its relative accuracy, and the
 // density costs a multiplication.
-HWY_INLINE Normal normal_at(Vector a) {
+HWY_INLINE void normal_at(Vector a, Vector& above, Vector& density) {
   const Float d;
   const auto bell = exp_of_negative(d, hn::Mul(hn::Mul(a, a), hn::Set(d, -0.5F)));
   const auto t =
@@ -47,7 +45,8 @@ HWY_INLINE Normal normal_at(Vector a) {
   const auto ratio = polynomial(t, 0x1.f1b89cp-4F, -0x1.a6b66ap-3F, 0x1.f8baccp-4F, -0x1.7a9460p-5F,
                                 0x1.91e020p-8F, 0x1.7cb80ap-9F, -0x1.01e5d2p-10F, -0x1.6407bep-12F,
                                 0x1.e44430p-14F, 0x1.c17076p-15F);
-  return {hn::Mul(bell, ratio), hn::Mul(bell, hn::Set(d, 0x1.988454p-2F))};  // 1 / sqrt(2 pi)
+  above = hn::Mul(bell, ratio);
+  density = hn::Mul(bell, hn::Set(d, 0x1.988454p-2F));  // 1 / sqrt(2 pi)
 }
 
 // P(X > a) where the result is rounded to 16 bits, in half the time: P^(-1/32) as a polynomial.
@@ -68,9 +67,10 @@ struct ErfGelu {
     const Float d;
     const auto size = hn::Abs(x);
     const auto a = hn::Min(size, hn::Set(d, kFar));
-    Vector above;
+    auto above = a;
     if constexpr (std::is_same_v<F, Fp32>) {
-      above = normal_at(a).above;
+      auto density = a;
+      normal_at(a, above, density);
     } else {
       above = roughly_above(a);
     }
@@ -81,10 +81,12 @@ struct ErfGelu {
   }
   static HWY_INLINE Vector slope(Vector x) {
     const Float d;
-    const Normal normal = normal_at(hn::Min(hn::Abs(x), hn::Set(d, kFar)));
-    const auto below = hn::IfThenElse(hn::Lt(x, hn::Zero(d)), normal.above,
-                                      hn::Sub(hn::Set(d, 1.0F), normal.above));
-    return hn::MulAdd(x, normal.density, below);
+    auto above = x;
+    auto density = x;
+    normal_at(hn::Min(hn::Abs(x), hn::Set(d, kFar)), above, density);
+    const auto below =
+        hn::IfThenElse(hn::Lt(x, hn::Zero(d)), above, hn::Sub(hn::Set(d, 1.0F), above));
+    return hn::MulAdd(x, density, below);
   }
 };
 
@@ -93,14 +95,20 @@ class TanhGelu {
  public:
   template <class F>
   static HWY_INLINE Vector value(F, Vector x) {
-    return hn::Mul(x, Logistic(x).is_one);
+    auto square = x;
+    auto logistic = x;
+    auto rest = x;
+    logistic_at(x, square, logistic, rest);
+    return hn::Mul(x, logistic);
   }
   static HWY_INLINE Vector slope(Vector x) {
-    const Logistic logistic(x);
+    auto square = x;
+    auto logistic = x;
+    auto rest = x;
+    logistic_at(x, square, logistic, rest);
     const auto of_argument =
-        hn::MulAdd(logistic.square, hn::Set(Float(), 3 * kCubic), hn::Set(Float(), kLinear));
-    const auto of_logistic = hn::Mul(hn::Mul(logistic.is_one, logistic.is_zero), of_argument);
-    return hn::MulAdd(x, of_logistic, logistic.is_one);
+        hn::MulAdd(square, hn::Set(Float(), 3 * kCubic), hn::Set(Float(), kLinear));
+    return hn::MulAdd(x, hn::Mul(hn::Mul(logistic, rest), of_argument), logistic);
   }
 
  private:
@@ -108,26 +116,22 @@ class TanhGelu {
   static constexpr float kLinear = 0x1.988454p+0F;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0x1.2444f2p-4F;   // 0.044715 of that
 
-  struct Logistic {
-    explicit HWY_INLINE Logistic(Vector x) {
-      const Float d;
-      const auto far = hn::Set(d, kFar);
-      const auto near = hn::Max(hn::Min(x, far), hn::Neg(far));
-      square = hn::Mul(near, near);
-      const auto argument =
-          hn::Mul(near, hn::MulAdd(square, hn::Set(d, kCubic), hn::Set(d, kLinear)));
-      const auto one = hn::Set(d, 1.0F);
-      const auto e = exp_of_negative(d, hn::Neg(hn::Abs(argument)));
-      const auto larger = hn::Div(one, hn::Add(one, e));
-      const auto smaller = hn::Mul(e, larger);
-      const auto negative = hn::Lt(argument, hn::Zero(d));
-      is_one = hn::IfThenElse(negative, smaller, larger);
-      is_zero = hn::IfThenElse(negative, larger, smaller);
-    }
-    Vector square;
-    Vector is_one;   // 1 / (1 + exp(-2u))
-    Vector is_zero;  // 1 minus that
-  };
+  // x^2 of an x that is not too far, 1 / (1 + exp(-2u)), and 1 minus that.
+  static HWY_INLINE void logistic_at(Vector x, Vector& square, Vector& logistic, Vector& rest) {
+    const Float d;
+    const auto far = hn::Set(d, kFar);
+    const auto near = hn::Max(hn::Min(x, far), hn::Neg(far));
+    square = hn::Mul(near, near);
+    const auto argument =
+        hn::Mul(near, hn::MulAdd(square, hn::Set(d, kCubic), hn::Set(d, kLinear)));
+    const auto one = hn::Set(d, 1.0F);
+    const auto e = exp_of_negative(d, hn::Neg(hn::Abs(argument)));
+    const auto larger = hn::Div(one, hn::Add(one, e));
+    const auto smaller = hn::Mul(e, larger);
+    const auto negative = hn::Lt(argument, hn::Zero(d));
+    logistic = hn::IfThenElse(negative, smaller, larger);
+    rest = hn::IfThenElse(negative, larger, smaller);
+  }
 };
 
 template <class Work>

@@ -135,42 +135,61 @@ struct GradientMeans {
   double g_times_a = 0;
 };
 
-// Of kRows rows from `row` on, whose shares are added to the columns' sums.
+// One row's share in the sums, at some of its columns.
+template <class F, bool kCentred>
+HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::size_t row,
+                        std::size_t i, std::size_t n, Vector weight, Vector& g_sum,
+                        Vector& g_times_a_sum, Vector& weight_sum, Vector& bias_sum) {
+  const Float d;
+  const std::size_t offset = row * columns + i;
+  const auto upper = load_some(F{}, static_cast<const typename F::Stored*>(work.grad) + offset, n);
+  auto a = load_some(F{}, static_cast<const typename F::Stored*>(work.input) + offset, n);
+  if constexpr (kCentred) a = hn::Sub(a, hn::Set(d, work.mean[row]));
+  a = hn::Mul(a, hn::Set(d, work.rstd[row]));
+  const auto g = hn::Mul(upper, weight);
+  g_sum = hn::Add(g_sum, g);
+  g_times_a_sum = hn::MulAdd(g, a, g_times_a_sum);
+  weight_sum = hn::MulAdd(upper, a, weight_sum);
+  bias_sum = hn::Add(bias_sum, upper);
+}
+
+// Of one row, or kTogether, from `row` on, whose shares are added to the columns' sums.
 template <class F, bool kCentred, std::size_t kRows>
 HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work, std::size_t row,
                                float* weight_sums, float* bias_sums, GradientMeans* means) {
+  static_assert(kRows == 1 || kRows == 4);
   const Float d;
-  const auto* grad = static_cast<const typename F::Stored*>(work.grad) + row * columns;
-  const auto* input = static_cast<const typename F::Stored*>(work.input) + row * columns;
+  const auto size = static_cast<double>(columns);
   const std::size_t block = kTerms * hn::Lanes(d);
   for (std::size_t first = 0; first < columns; first += block) {
-    Vector g_sum[kRows];
-    Vector g_times_a_sum[kRows];
-    for (std::size_t r = 0; r < kRows; ++r) g_sum[r] = g_times_a_sum[r] = hn::Zero(d);
+    // Not arrays: not every processor has arrays of vectors.
+    auto g0 = hn::Zero(d), g1 = g0, g2 = g0, g3 = g0;
+    auto ga0 = g0, ga1 = g0, ga2 = g0, ga3 = g0;
     for_vectors(std::min(block, columns - first), [&](std::size_t offset, std::size_t n) {
       const std::size_t i = first + offset;
       const auto weight = load_some(Fp32{}, work.weight + i, n);
       auto weight_sum = hn::Zero(d);
       auto bias_sum = hn::Zero(d);
-      for (std::size_t r = 0; r < kRows; ++r) {
-        const auto upper = load_some(F{}, grad + r * columns + i, n);
-        auto a = load_some(F{}, input + r * columns + i, n);
-        if constexpr (kCentred) a = hn::Sub(a, hn::Set(d, work.mean[row + r]));
-        a = hn::Mul(a, hn::Set(d, work.rstd[row + r]));
-        const auto g = hn::Mul(upper, weight);
-        g_sum[r] = hn::Add(g_sum[r], g);
-        g_times_a_sum[r] = hn::MulAdd(g, a, g_times_a_sum[r]);
-        weight_sum = hn::MulAdd(upper, a, weight_sum);
-        bias_sum = hn::Add(bias_sum, upper);
+      add_row<F, kCentred>(columns, work, row, i, n, weight, g0, ga0, weight_sum, bias_sum);
+      if constexpr (kRows > 1) {
+        add_row<F, kCentred>(columns, work, row + 1, i, n, weight, g1, ga1, weight_sum, bias_sum);
+        add_row<F, kCentred>(columns, work, row + 2, i, n, weight, g2, ga2, weight_sum, bias_sum);
+        add_row<F, kCentred>(columns, work, row + 3, i, n, weight, g3, ga3, weight_sum, bias_sum);
       }
       if (weight_sums == nullptr) return;
       store_some(Fp32{}, hn::Add(load_some(Fp32{}, weight_sums + i, n), weight_sum),
                  weight_sums + i, n);
       store_some(Fp32{}, hn::Add(load_some(Fp32{}, bias_sums + i, n), bias_sum), bias_sums + i, n);
     });
-    for (std::size_t r = 0; r < kRows; ++r) {
-      means[r].g += sum_of_lanes(g_sum[r]) / static_cast<double>(columns);
-      means[r].g_times_a += sum_of_lanes(g_times_a_sum[r]) / static_cast<double>(columns);
+    const auto add_means = [&](std::size_t r, Vector g, Vector ga) {
+      means[r].g += sum_of_lanes(g) / size;
+      means[r].g_times_a += sum_of_lanes(ga) / size;
+    };
+    add_means(0, g0, ga0);
+    if constexpr (kRows > 1) {
+      add_means(1, g1, ga1);
+      add_means(2, g2, ga2);
+      add_means(3, g3, ga3);
     }
   }
 }
