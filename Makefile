@@ -5,6 +5,7 @@
 #   SEMITONE_LIBTORCH=DIR                 a LibTorch that you have: the folder that holds include/ and lib/
 #   JOBS=N                                compile jobs, default: one per core
 #   NPROC=N|auto                          processes of mnist-ddp, default: 2
+#   SEMITONE_PEER_PYTHON=PYTHON           one that has torch, for bench-compare; default: bench-peers installs it
 
 PRESET ?= release
 TORCH ?= 2.11.0
@@ -17,7 +18,7 @@ export TORCH SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program mnist mnist-ddp test bench format check-format tidy clean
+.PHONY: help setup configure build program mnist mnist-ddp test bench bench-peers bench-compare format check-format tidy clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -54,6 +55,13 @@ bench: configure  ## Build and run the benchmarks
 	$(say) "compiling the benchmarks with $(JOBS) jobs"
 	@cmake --build $(BUILD) -j $(JOBS) --target semitone_benchmarks
 	@for program in $(BUILD)/benchmarks/*_bench; do echo "== $$program"; $$program $(ARGS) || exit 1; done
+
+bench-peers:  ## Install PyTorch and Paddle beside, to compare with
+	@benchmarks/peers/install.sh
+
+bench-compare: program bench-peers  ## Compare training speed with theirs, into build/bench/
+	$(say) "some 20 minutes; nothing else should run on the machine"
+	@python3 benchmarks/compare.py --program $(BUILD)/apps/semitone $(ARGS)
 
 format:  ## Format the C++ sources
 	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i

@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""Compares the speed of `semitone bench` with PyTorch's and Paddle's on the same workloads: docs/performance.md.
+
+    compare.py [WORKLOAD ...] [flags] [-- flags of semitone bench for sizes, for everybody: --batch-size 4 …]
+
+Starts each contender as a process that checks itself and warms up, then asks one after the other for a few steps, round after round,
+each round beginning with another one. Whoever is not asked waits for its standard input and computes nothing. Prints a table, and
+writes WORKLOAD.json, WORKLOAD.svg and what each contender said (*.log) to a folder.
+"""
+import argparse
+import datetime
+import html
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+WORKLOADS = ["mnist", "resnet50", "encoder"]
+# What a round asks each contender for: about a second, or one step.
+STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1}
+OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
+TORCH = {f"pytorch {mode}": ["--mode", mode] for mode in ("fp32", "bf16", "compile")}
+PADDLE = {"paddle fp32": ["--mode", "fp32"]}
+DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", *TORCH, *PADDLE]
+
+
+class Failed(Exception):
+    pass
+
+
+class Contender:
+    """A process that runs steps when it is asked to."""
+
+    def __init__(self, name, command, environment, log, report):
+        self.name, self.report_file = name, report
+        self.log = open(log, "w+")
+        self.seconds = []  # of a step, one for each round
+        self.process = subprocess.Popen([*map(str, command), "--json", str(report)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=self.log, env=environment, text=True)
+
+    def wait_until_ready(self):
+        self.expect("ready")
+
+    def expect(self, what=None):
+        line = self.process.stdout.readline()
+        if not line or (what and line.strip() != what):
+            self.process.kill()
+            self.process.wait()
+            self.log.seek(0)
+            said = self.log.read().strip().splitlines()
+            raise Failed(f"{self.name}: {said[-1] if said else 'no word why'} (all of it in {self.log.name})")
+        return line
+
+    def step(self, count):
+        try:
+            print(f"step {count}", file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # expect() tells why
+        self.seconds.append(json.loads(self.expect())["seconds"] / count)
+
+    def finish(self):
+        """Lets it end by itself; returns its report."""
+        self.process.stdin.close()
+        if self.process.wait() != 0:
+            raise Failed(f"{self.name}: exit code {self.process.returncode} (see {self.log.name})")
+        return json.loads(self.report_file.read_text())
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+
+def program_of(name, options):
+    if name in OURS:
+        return [options.program, "bench"], OURS[name]
+    if name in TORCH:
+        return [options.python, HERE / "peers/torch_workloads.py"], TORCH[name]
+    return [options.paddle_python, HERE / "peers/paddle_workloads.py"], PADDLE[name]
+
+
+def environment(options):
+    variables = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    # A pool that spins while its process waits would take the cores of whoever computes.
+    if options.wait == "passive":
+        variables |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    return variables
+
+
+def start(workload, options, folder, reports):
+    """Those that come so far as to say "ready"; the others are named."""
+    contenders, failures = [], {}
+    for name in options.contenders:
+        program, flags = program_of(name, options)
+        if name in OURS:
+            flags = [*flags, *options.ours.split(), "--steps-from-stdin"]
+        command = [*program, workload, *flags, "--threads", options.threads, "--seed", options.seed, *options.sizes]
+        label = name.replace(" ", "-")
+        print(f"[{workload}] {name}: checks itself and warms up", file=sys.stderr)
+        contender = None
+        try:
+            contender = Contender(name, command, environment(options), folder / f"{workload}-{label}.log", reports / f"{label}.json")
+            contender.wait_until_ready()
+            contenders.append(contender)
+        except (Failed, OSError) as failure:
+            failures[name] = str(failure)
+            print(f"[{workload}] left out: {failure}", file=sys.stderr)
+            if contender:
+                contender.kill()
+    return contenders, failures
+
+
+def take_turns(workload, contenders, rounds, steps):
+    for turn in range(rounds):
+        for place in range(len(contenders)):
+            contenders[(turn + place) % len(contenders)].step(steps)
+        print(f"[{workload}] round {turn + 1} of {rounds}", file=sys.stderr)
+
+
+def ratios(mine, other):
+    """How many times faster I am, round by round."""
+    pairs = [theirs / ours for ours, theirs in zip(mine, other)]
+    return {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs)}
+
+
+def machine():
+    def field(path, key):
+        lines = pathlib.Path(path).read_text().splitlines()
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "unknown")
+
+    return {"cpu": field("/proc/cpuinfo", "model name"), "cores": len(os.sched_getaffinity(0)),
+            "memory": field("/proc/meminfo", "MemTotal"), "kernel": platform.release(), "load_before": os.getloadavg()[0]}
+
+
+def items_per_step(reports):
+    return next((report["items_per_step"] for report in reports.values() if "items_per_step" in report), None)
+
+
+def print_table(result):
+    contenders = result["contenders"]
+    peers = [name for name in contenders if name not in OURS]
+    items = result["items_per_step"]
+    print(f"\n{result['workload']}: {result['rounds']} rounds of {result['steps_per_round']} steps, {result['threads']} threads; "
+          "ratios to peers: least (median) of the rounds, above 1 where Semitone is faster")
+    print(f"{'':<18}{'min ms':>10}{'median ms':>11}{'items/s':>10}" + "".join(f"{'vs ' + peer:>22}" for peer in peers))
+    for name, row in contenders.items():
+        rate = f"{items / row['median']:.1f}" if items else "-"
+        cells = (result["ratios"].get(name, {}).get(peer) for peer in peers)
+        print(f"{name:<18}{1e3 * row['min']:>10.2f}{1e3 * row['median']:>11.2f}{rate:>10}"
+              + "".join(f"{cell['min']:.2f} ({cell['median']:.2f})".rjust(22) if cell else "" for cell in cells))
+    for failure in result["left_out"].values():
+        print(f"left out: {failure}")
+
+
+def bar_chart(result):
+    """Median milliseconds of a step, as SVG."""
+    rows = list(result["contenders"].items())
+    height, left, right, top = 28, 150, 110, 46
+    width = 480
+    largest = max(row["median"] for _, row in rows)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + right}" height="{top + height * len(rows) + 14}" '
+             'font-family="sans-serif" font-size="13">',
+             '<rect width="100%" height="100%" fill="white"/>',
+             f'<text x="10" y="26" font-size="15">{html.escape(result["workload"])}: ms a step, median of '
+             f'{result["rounds"]} rounds, {result["threads"]} threads (less is better)</text>']
+    for place, (name, row) in enumerate(rows):
+        y = top + height * place
+        length = max(1.0, width * row["median"] / largest)
+        colour = "#2a6fb0" if name in OURS else "#9aa5b1"
+        parts += [f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{html.escape(name)}</text>',
+                  f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{height - 8}" fill="{colour}"/>',
+                  f'<text x="{left + length + 6:.1f}" y="{y + 16}">{1e3 * row["median"]:.1f}</text>']
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def compare(workload, options):
+    folder = pathlib.Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = options.steps or STEPS[workload]
+    begun = datetime.datetime.now(datetime.timezone.utc)
+    host = machine()
+    with tempfile.TemporaryDirectory() as temporary:
+        contenders, failures = start(workload, options, folder, pathlib.Path(temporary))
+        try:
+            take_turns(workload, contenders, options.rounds, steps)
+            reports = {contender.name: contender.finish() for contender in contenders}
+        finally:
+            for contender in contenders:
+                contender.kill()
+    if not any(contender.name in OURS for contender in contenders):
+        raise Failed(f"{workload}: nothing of Semitone's could run")
+    seconds = {contender.name: contender.seconds for contender in contenders}
+    result = {"workload": workload, "date": begun.isoformat(timespec="seconds"), "machine": host, "threads": options.threads,
+              "wait_policy": options.wait, "rounds": options.rounds, "steps_per_round": steps, "sizes": options.sizes,
+              "items_per_step": items_per_step(reports),
+              "contenders": {name: {"min": min(taken), "median": statistics.median(taken), "seconds": taken, "report": reports[name]}
+                             for name, taken in seconds.items()},
+              "ratios": {mine: {other: ratios(seconds[mine], seconds[other]) for other in seconds if other not in OURS}
+                         for mine in seconds if mine in OURS},
+              "left_out": failures}
+    print_table(result)
+    (folder / f"{workload}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{workload}.svg").write_text(bar_chart(result))
+    print(f"written: {folder / workload}.json, .svg")
+
+
+def parse():
+    arguments = sys.argv[1:]
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
+    parser.add_argument("--contenders", default=",".join(DEFAULT_CONTENDERS),
+                        help=f"of {', '.join([*OURS, *TORCH, *PADDLE])}, with commas between them; default: all but O3")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=0, help=f"of each contender in each round; default: {STEPS}")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wait", choices=["passive", "default"], default="passive",
+                        help="how OpenMP's threads wait for work: passive means that they sleep at once")
+    parser.add_argument("--ours", default="", help="more flags for semitone bench alone, in one word: '--optimizer torch'")
+    parser.add_argument("--program", default=ROOT / "build/release/apps/semitone")
+    parser.add_argument("--python", default=os.environ.get("SEMITONE_PEER_PYTHON", ROOT / ".deps/peers/bin/python"),
+                        help="one that has torch; default: SEMITONE_PEER_PYTHON, or what make bench-peers made")
+    parser.add_argument("--paddle-python", help="one that has paddle; default: as --python")
+    parser.add_argument("--out", default=ROOT / "build/bench")
+    options = parser.parse_args(arguments[:cut])
+    options.sizes = arguments[cut + 1:]
+    options.paddle_python = options.paddle_python or options.python
+    options.workloads = options.workloads or WORKLOADS
+    options.contenders = [name.strip() for name in options.contenders.split(",")]
+    unknown = [name for name in options.contenders if name not in {**OURS, **TORCH, **PADDLE}]
+    unknown += [name for name in options.workloads if name not in WORKLOADS]
+    if unknown or options.rounds < 1 or options.threads < 1:
+        parser.error(f"unknown: {', '.join(unknown)}" if unknown else "--rounds and --threads have to be at least 1")
+    return options
+
+
+def main():
+    options = parse()
+    try:
+        for workload in options.workloads:
+            compare(workload, options)
+    except Failed as failure:
+        sys.exit(f"[compare] {failure}")
+
+
+if __name__ == "__main__":
+    main()
