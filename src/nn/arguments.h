@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <utility>
 #include <vector>
 
 // Arguments of a torch::autograd::Function, some of which a caller may not have given. Autograd

@@ -54,7 +54,7 @@ RowNorm exact(RowNorm norm) {
   return norm;
 }
 
-// Layer norm with and without weight and bias, RMS norm with and without a weight.
+// Layer norm with weight and bias and with neither, RMS norm with and without a weight.
 std::vector<RowNorm> norms(std::int64_t columns, c10::ScalarType weights) {
   const at::Tensor weight = torch::randn({columns}).to(weights);
   const at::Tensor bias = torch::randn({columns}).to(weights);
