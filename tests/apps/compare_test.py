@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""benchmarks/compare.py with contenders that only pretend, and with the program.
+
+    compare_test.py PROGRAM
+"""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.dom.minidom
+
+COMPARE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/compare.py"
+PROGRAM = sys.argv.pop(1)
+
+# Stands for the program, and for a Python with a peer. Says that a step takes a second less in each round; notes when it is asked.
+PRETENDER = """#!/usr/bin/env python3
+import json, os, sys
+words = sys.argv
+mode = next(words[place + 1] for place, word in enumerate(words) if word in ("--mode", "--opt-level"))
+report = words[words.index("--json") + 1]
+note = open(os.environ["NOTES"], "a")
+if mode == os.environ.get("BROKEN"):
+    sys.exit("no good")
+print("ready", flush=True)
+seconds = {"O1": 10, "fp32": 40, "bf16": 20}[mode]
+for line in sys.stdin:
+    note.write(f"{mode} {line}")
+    note.flush()
+    count = int(line.split()[1])
+    if mode == os.environ.get("DIES"):
+        sys.exit("killed")
+    print(json.dumps({"steps": count, "seconds": seconds * count}), flush=True)
+    seconds -= 1
+json.dump({"items_per_step": 100} if mode.startswith("O") else {}, open(report, "w"))
+"""
+
+
+class CompareTest(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = pathlib.Path(temporary.name)
+        self.pretender = self.folder / "pretender"
+        self.pretender.write_text(PRETENDER)
+        self.pretender.chmod(0o755)
+        self.notes = self.folder / "notes"
+
+    def run_compare(self, *words, **variables):
+        command = [sys.executable, COMPARE, "--out", self.folder / "out", *words]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300,
+                              env={**os.environ, "NOTES": str(self.notes), **variables})
+
+    def pretend(self, *words, contenders="semitone O1,pytorch fp32,pytorch bf16", **variables):
+        return self.run_compare("mnist", "--program", self.pretender, "--python", self.pretender, "--contenders", contenders, *words,
+                                **variables)
+
+    def result(self):
+        return json.loads((self.folder / "out/mnist.json").read_text())
+
+    def test_contenders_take_turns_and_each_begins_a_round(self):
+        done = self.pretend("--rounds", 3, "--steps", 5)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        order = [line.split()[0] for line in self.notes.read_text().splitlines()]
+        self.assertEqual(order, ["O1", "fp32", "bf16", "fp32", "bf16", "O1", "bf16", "O1", "fp32"])
+        self.assertIn("O1 step 5", self.notes.read_text())
+
+    def test_times_and_ratios_are_of_a_step_and_of_pairs(self):
+        done = self.pretend("--rounds", 3, "--steps", 5)
+        result = self.result()
+        self.assertEqual(result["contenders"]["semitone O1"]["seconds"], [10, 9, 8])
+        self.assertEqual(result["contenders"]["pytorch bf16"]["min"], 18)
+        self.assertEqual(result["contenders"]["pytorch bf16"]["median"], 19)
+        ratio = result["ratios"]["semitone O1"]["pytorch bf16"]
+        self.assertEqual([ratio["min"], ratio["median"], ratio["max"]], [20 / 10, 19 / 9, 18 / 8])
+        self.assertNotIn("pytorch bf16", result["ratios"])
+        self.assertEqual(result["items_per_step"], 100)
+        self.assertIn("2.00 (2.11)", done.stdout)
+        self.assertIn("11.1", done.stdout)  # items/s
+        chart = xml.dom.minidom.parse(str(self.folder / "out/mnist.svg"))
+        self.assertEqual(len(chart.getElementsByTagName("rect")), 1 + 3)
+
+    def test_who_cannot_start_is_left_out_with_the_reason(self):
+        done = self.pretend("--rounds", 1, BROKEN="bf16")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(list(self.result()["contenders"]), ["semitone O1", "pytorch fp32"])
+        self.assertIn("no good", self.result()["left_out"]["pytorch bf16"])
+        self.assertIn("left out: pytorch bf16: no good", done.stdout)
+        done = self.pretend("--rounds", 1, "--paddle-python", "/no/such", contenders="semitone O1,paddle fp32")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("No such file", self.result()["left_out"]["paddle fp32"])
+
+    def test_without_ours_or_with_one_that_dies_it_fails(self):
+        done = self.pretend("--rounds", 1, BROKEN="O1")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("[compare] mnist: nothing of Semitone's could run", done.stderr)
+        done = self.pretend("--rounds", 1, DIES="fp32")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("[compare] pytorch fp32: killed", done.stderr)
+
+    def test_wrong_usage_is_code_2(self):
+        for words in (["bert"], ["mnist", "--contenders", "jax"], ["mnist", "--rounds", "0"]):
+            self.assertEqual(self.run_compare(*words).returncode, 2)
+
+    def test_the_program_speaks_the_protocol(self):
+        done = self.run_compare("mnist", "--program", PROGRAM, "--contenders", "semitone O0,semitone O1", "--rounds", 2, "--steps", 2,
+                                "--threads", 1, "--", "--batch-size", 50)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        result = self.result()
+        self.assertEqual(result["items_per_step"], 50)
+        for name, level in {"semitone O0": "O0", "semitone O1": "O1"}.items():
+            report = result["contenders"][name]["report"]
+            self.assertEqual(report["opt_level"], level)
+            self.assertEqual(len(report["losses"]), 4)
+            self.assertEqual(report["step_seconds"], result["contenders"][name]["seconds"])
+
+
+if __name__ == "__main__":
+    unittest.main()
