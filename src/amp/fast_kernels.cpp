@@ -6,6 +6,7 @@
 #include "semitone/nn/fused_layer_norm.h"
 #include "semitone/nn/fused_rms_norm.h"
 #include "src/nn/batch_norm.h"
+#include "src/nn/max_pool.h"
 
 #include <ATen/core/Reduction.h>
 #include <torch/csrc/autograd/variable.h>
@@ -106,6 +107,32 @@ std::optional<at::Tensor> rms_norm(Arguments arguments) {
   return nn::fused_rms_norm(input, *shape, weight, arguments[kEps].toOptional<double>());
 }
 
+// Numbers for height and width, of which one may stand for both.
+std::optional<std::array<std::int64_t, 2>> pair_of(const c10::IValue& value) {
+  const auto sizes = sizes_of(value);
+  if (!sizes.has_value() || sizes->empty() || sizes->size() > 2) return std::nullopt;
+  return std::array{sizes->front(), sizes->back()};
+}
+
+std::optional<at::Tensor> max_pool2d(Arguments arguments) {
+  enum { kInput, kKernel, kStride, kPadding, kDilation, kCeilMode };
+  // Fewer would leave vectors half empty.
+  constexpr std::int64_t kChannels = 8;
+  const at::Tensor& input = arguments[kInput].toTensor();
+  const auto stride = sizes_of(arguments[kStride]);
+  const bool one_kernel_apart = stride.has_value() && stride->empty();
+  const auto kernel = pair_of(arguments[kKernel]);
+  const auto step = pair_of(arguments[one_kernel_apart ? kKernel : kStride]);
+  const auto padding = pair_of(arguments[kPadding]);
+  const auto dilation = pair_of(arguments[kDilation]);
+  if (!kernel.has_value() || !step.has_value() || !padding.has_value() ||
+      dilation != std::array<std::int64_t, 2>{1, 1} || arguments[kCeilMode].toBool())
+    return std::nullopt;
+  const kernels::MaxPool pool{.kernel = *kernel, .stride = *step, .padding = *padding};
+  if (!kernels::has_max_pool_kernel(input, pool) || input.size(1) < kChannels) return std::nullopt;
+  return nn::max_pool2d(input, pool);
+}
+
 std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
   enum { kLogits, kTarget, kWeight, kReduction, kIgnoreIndex, kLabelSmoothing };
   const at::Tensor& logits = arguments[kLogits].toTensor();
@@ -150,12 +177,13 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
 }
 
-constexpr std::array<FastKernel, 7> kKernels{{
+constexpr std::array<FastKernel, 8> kKernels{{
     {.op = "batch_norm", .run = batch_norm},
     {.op = "cross_entropy_loss", .run = cross_entropy_loss, .widens = true},
     {.op = "dropout", .run = dropout},
     {.op = "gelu", .run = gelu},
     {.op = "layer_norm", .run = layer_norm},
+    {.op = "max_pool2d", .run = max_pool2d},
     {.op = "rms_norm", .run = rms_norm},
     {.op = "scaled_dot_product_attention", .run = attention},
 }};

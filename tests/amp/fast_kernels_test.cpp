@@ -222,6 +222,74 @@ TEST_P(FastFunctions, CanBeDifferentiatedAgain) {
   }
 }
 
+at::Tensor image(const at::Tensor& values, c10::ScalarType dtype = torch::kFloat) {
+  return values.to(dtype).contiguous(at::MemoryFormat::ChannelsLast);
+}
+
+TEST(FastKernels, MaxPool2dComputesWhatLibTorchDoes) {
+  torch::manual_seed(5);
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    SCOPED_TRACE(dtype);
+    const at::Tensor input = image(torch::randn({3, 20, 11, 9}), dtype);
+    const auto run = [&](const CastPolicy& policy, const auto& function) {
+      const at::Tensor x = leaf(input);
+      const Autocast region(policy);
+      const at::Tensor result = function(x);
+      const at::Tensor weights = torch::linspace(-1, 1, result.numel()).view(result.sizes());
+      return Outcome{result, torch::autograd::grad({result}, {x}, {weights.to(dtype)}), {}};
+    };
+    const std::vector<std::function<at::Tensor(const at::Tensor&)>> pools{
+        [](const at::Tensor& x) { return torch::max_pool2d(x, 2); },
+        [](const at::Tensor& x) { return torch::max_pool2d(x, {3}, {2}, {1}); },
+        [](const at::Tensor& x) {
+          return torch::max_pool2d(x, {3, 2}, {1, 3}, {1, 0});
+        },
+    };
+    for (const auto& pool : pools) {
+      const Outcome got = run(with_kernels(), pool);
+      const Outcome want = run(without_kernels(), pool);
+      EXPECT_TRUE(is_ours(got.result));
+      EXPECT_FALSE(is_ours(want.result));
+      expect_bitwise_equal(got.result, want.result);
+      EXPECT_EQ(got.result.strides(), want.result.strides());
+      EXPECT_EQ(got.gradients[0].strides(), want.gradients[0].strides());
+      // LibTorch rounds after each of up to nine additions.
+      expect_close(got.gradients[0], want.gradients[0], test::reduction_tolerance(dtype, 9));
+      const at::NoGradGuard no_grad;
+      const Autocast region(with_kernels());
+      expect_bitwise_equal(pool(input), want.result);
+    }
+  }
+}
+
+TEST(FastKernels, MaxPool2dOfOtherArgumentsIsLibTorchs) {
+  const at::Tensor x = image(torch::randn({2, 8, 40, 40})).requires_grad_();
+  const Autocast region(with_kernels());
+  EXPECT_TRUE(is_ours(torch::max_pool2d(x, 2)));
+  EXPECT_TRUE(is_ours(torch::max_pool2d(x, {15, 17})));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(x, {16, 16})));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(x, 2, 2, 0, /*dilation=*/2)));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(x, 2, 2, 0, 1, /*ceil_mode=*/true)));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(x.contiguous(), 2)));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(x.to(torch::kDouble), 2)));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(x[0], 2)));
+  EXPECT_FALSE(is_ours(torch::max_pool2d(image(x.slice(1, 0, 7)), 2)));
+  EXPECT_THROW(torch::max_pool2d(x, 2, 2, /*padding=*/2), c10::Error);
+  EXPECT_THROW(torch::max_pool2d(x, 41), c10::Error);
+}
+
+TEST(FastKernels, MaxPool2dCanBeDifferentiatedAgain) {
+  torch::manual_seed(6);
+  const Tensors inputs{image(torch::randn({2, 8, 7, 6}))};
+  const auto pool = [](const Tensors& leaves) {
+    return torch::max_pool2d(leaves[0], {3}, {2}, {1});
+  };
+  const Tensors got = second_gradients(with_kernels(), inputs, pool);
+  const Tensors want = second_gradients(without_kernels(), inputs, pool);
+  ASSERT_TRUE(want[0].defined());
+  expect_close(got[0], want[0], test::reduction_tolerance(torch::kFloat, 9));
+}
+
 TEST(FastKernels, DropoutIsOursInTrainingAlone) {
   const at::Tensor input = torch::ones({64, 100}, torch::kBFloat16).requires_grad_();
   const Autocast region(with_kernels());

@@ -1,0 +1,271 @@
+#include "src/kernels/max_pool_rows.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+// Highway compiles this file once for each instruction set: the order of these lines matters.
+// clang-format off
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/max_pool.cpp"
+#include <hwy/foreach_target.h>
+#include "src/kernels/cpu/vec-inl.h"
+// clang-format on
+
+HWY_BEFORE_NAMESPACE();
+namespace semitone::kernels {
+namespace HWY_NAMESPACE {
+
+// Elements as they lie in memory, in vectors of integers of their size.
+template <class F>
+using Bits = hn::ScalableTag<
+    std::conditional_t<sizeof(typename F::Stored) == 2, std::int16_t, std::int32_t>>;
+template <class F>
+using BitVector = hn::Vec<Bits<F>>;
+
+// `count` numbers, the other lanes 0.
+template <class D>
+HWY_INLINE hn::Vec<D> load_first(D d, const hn::TFromD<D>* from, std::size_t count) {
+  if (count == hn::Lanes(d)) return hn::LoadU(d, from);
+  HWY_ALIGN hn::TFromD<D> padded[hn::MaxLanes(D())] = {};
+  std::memcpy(padded, from, count * sizeof(*from));
+  return hn::Load(d, padded);
+}
+
+template <class D>
+HWY_INLINE void store_first(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::size_t count) {
+  if (count == hn::Lanes(d)) {
+    hn::StoreU(v, d, to);
+    return;
+  }
+  HWY_ALIGN hn::TFromD<D> padded[hn::MaxLanes(D())];
+  hn::Store(v, d, padded);
+  std::memcpy(to, padded, count * sizeof(*to));
+}
+
+template <class F>
+HWY_INLINE BitVector<F> load_bits(F, const typename F::Stored* from, std::size_t count) {
+  return load_first(Bits<F>(), reinterpret_cast<const hn::TFromD<Bits<F>>*>(from), count);
+}
+
+template <class F>
+HWY_INLINE void store_bits(F, BitVector<F> v, typename F::Stored* to, std::size_t count) {
+  store_first(Bits<F>(), v, reinterpret_cast<hn::TFromD<Bits<F>>*>(to), count);
+}
+
+// Places, in lanes of an element's size.
+template <class D>
+HWY_INLINE hn::Vec<D> load_places([[maybe_unused]] D d, const std::uint8_t* from,
+                                  std::size_t count) {
+  return hn::PromoteTo(d, load_first(hn::Rebind<std::uint8_t, D>(), from, count));
+}
+
+template <class D>
+HWY_INLINE void store_places(D, hn::Vec<D> places, std::uint8_t* to, std::size_t count) {
+  const hn::Rebind<std::uint8_t, D> bytes;
+  store_first(bytes, hn::DemoteTo(bytes, places), to, count);
+}
+
+// Calls visit(i, count) for each vector of so many lanes.
+template <class D, class Visit>
+HWY_INLINE void for_vectors_of(D d, std::size_t size, const Visit& visit) {
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + lanes <= size; i += lanes) visit(i, lanes);
+  if (hn::MaxLanes(d) > 1 && i < size) visit(i, size - i);
+}
+
+// Integers that are ordered as the values are: equal for both zeros, kNan for NaNs, above all
+// others. So 16-bit values need no conversion, and twice as many fit into a vector.
+template <class T>
+constexpr T kNan = std::numeric_limits<T>::max();
+
+template <class F>
+constexpr hn::TFromD<Bits<F>> kInfinity = std::is_same_v<F, Fp32>
+                                              ? 0x7F800000
+                                              : (std::is_same_v<F, Bf16> ? 0x7F80 : 0x7C00);
+
+template <class F>
+HWY_INLINE BitVector<F> order_of(F, BitVector<F> bits) {
+  const Bits<F> d;
+  using T = hn::TFromD<Bits<F>>;
+  const auto magnitude = hn::And(bits, hn::Set(d, kNan<T>));  // all bits but the sign
+  const auto sign = hn::BroadcastSignBit(bits);
+  const auto order = hn::Sub(hn::Xor(magnitude, sign), sign);
+  return hn::IfThenElse(hn::Gt(magnitude, hn::Set(d, kInfinity<F>)), hn::Set(d, kNan<T>), order);
+}
+
+// The part of a window that is in the input: [begin, end) there, `skipped` places after the
+// window's first.
+struct Span {
+  std::size_t begin;
+  std::size_t end;
+  std::size_t skipped;
+};
+
+HWY_INLINE Span window_of(const PoolAxis& axis, std::size_t i) {
+  const std::size_t first = i * axis.stride;  // in the padded input
+  const std::size_t begin = std::max(first, axis.padding);
+  const std::size_t end = std::min(first + axis.kernel, axis.input + axis.padding);
+  return {begin - axis.padding, end - axis.padding, begin - first};
+}
+
+template <class F, bool kWithPlaces>
+void max_pool_rows(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
+                   std::size_t begin, std::size_t end) {
+  using T = hn::TFromD<Bits<F>>;
+  const Bits<F> d;
+  const std::size_t channels = layout.channels;
+  const auto largest_number = hn::Set(d, kNan<T> - 1);
+  for (std::size_t row = begin; row < end; ++row) {
+    const std::size_t image = row / layout.height.output;
+    const auto* plane = static_cast<const typename F::Stored*>(input) +
+                        image * layout.height.input * layout.width.input * channels;
+    const Span ys = window_of(layout.height, row % layout.height.output);
+    for (std::size_t column = 0; column < layout.width.output; ++column) {
+      const Span xs = window_of(layout.width, column);
+      const std::size_t to = (row * layout.width.output + column) * channels;
+      for_vectors_of(d, channels, [&](std::size_t i, std::size_t n) {
+        const std::size_t first_place = ys.skipped * layout.width.kernel + xs.skipped;
+        auto best =
+            load_bits(F{}, plane + (ys.begin * layout.width.input + xs.begin) * channels + i, n);
+        auto best_order = order_of(F{}, best);
+        auto best_place = hn::Set(d, static_cast<T>(first_place));
+        for (std::size_t y = ys.begin; y < ys.end; ++y) {
+          const auto* from = plane + (y * layout.width.input + xs.begin) * channels + i;
+          std::size_t place = first_place + (y - ys.begin) * layout.width.kernel;
+          for (std::size_t x = xs.begin; x < xs.end; ++x, ++place, from += channels) {
+            const auto bits = load_bits(F{}, from, n);
+            const auto order = order_of(F{}, bits);
+            const auto wins = hn::Gt(order, hn::Min(best_order, largest_number));
+            best = hn::IfThenElse(wins, bits, best);
+            best_order = hn::Max(order, best_order);
+            if constexpr (kWithPlaces)
+              best_place = hn::IfThenElse(wins, hn::Set(d, static_cast<T>(place)), best_place);
+          }
+        }
+        store_bits(F{}, best, static_cast<typename F::Stored*>(output) + to + i, n);
+        if constexpr (kWithPlaces) store_places(d, best_place, places + to + i, n);
+      });
+    }
+  }
+}
+
+// The windows [begin, end) that contain an input's element.
+struct Windows {
+  std::size_t begin;
+  std::size_t end;
+};
+
+HWY_INLINE Windows windows_of(const PoolAxis& axis, std::size_t i) {
+  const std::size_t padded = i + axis.padding;
+  const std::size_t begin = padded < axis.kernel ? 0 : (padded - axis.kernel) / axis.stride + 1;
+  const std::size_t end = std::min(axis.output, padded / axis.stride + 1);
+  return {begin, std::max(begin, end)};
+}
+
+// Where an element is in a window of one direction.
+HWY_INLINE std::size_t place_in(const PoolAxis& axis, std::size_t window, std::size_t i) {
+  return i + axis.padding - window * axis.stride;
+}
+
+template <class F>
+void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* grad,
+                            const std::uint8_t* places, typename F::Stored* grad_input,
+                            std::size_t begin, std::size_t end) {
+  const Bits<F> d;
+  const Float f;
+  const hn::RebindToSigned<Float> lanes;
+  const PoolAxis& height = layout.height;
+  const PoolAxis& width = layout.width;
+  const std::size_t channels = layout.channels;
+  // A division costs as much as a vector's work.
+  std::vector<Windows> columns;
+  for (std::size_t x = 0; x < width.input; ++x) columns.push_back(windows_of(width, x));
+  for (std::size_t row = begin; row < end; ++row) {
+    const std::size_t image = row / height.input;
+    const std::size_t y = row % height.input;
+    const Windows vs = windows_of(height, y);
+    typename F::Stored* to = grad_input + row * width.input * channels;
+    for (std::size_t x = 0; x < width.input; ++x, to += channels) {
+      const Windows us = columns[x];
+      const auto place = [&](std::size_t v, std::size_t u) {
+        return place_in(height, v, y) * width.kernel + place_in(width, u, x);
+      };
+      const auto offset = [&](std::size_t v, std::size_t u) {
+        return ((image * height.output + v) * width.output + u) * channels;
+      };
+      const std::size_t count = (vs.end - vs.begin) * (us.end - us.begin);
+      if (count == 0) {
+        std::fill(to, to + channels, typename F::Stored{});
+      } else if (count == 1) {
+        const std::size_t from = offset(vs.begin, us.begin);
+        const auto own = hn::Set(d, static_cast<hn::TFromD<Bits<F>>>(place(vs.begin, us.begin)));
+        for_vectors_of(d, channels, [&](std::size_t i, std::size_t n) {
+          const auto chosen = hn::Eq(load_places(d, places + from + i, n), own);
+          store_bits(F{}, hn::IfThenElseZero(chosen, load_bits(F{}, grad + from + i, n)), to + i,
+                     n);
+        });
+      } else {
+        for_vectors(channels, [&](std::size_t i, std::size_t n) {
+          auto sum = hn::Zero(f);
+          for (std::size_t v = vs.begin; v < vs.end; ++v) {
+            for (std::size_t u = us.begin; u < us.end; ++u) {
+              const std::size_t from = offset(v, u) + i;
+              const auto own = hn::Set(lanes, static_cast<std::int32_t>(place(v, u)));
+              const auto chosen =
+                  hn::RebindMask(f, hn::Eq(load_places(lanes, places + from, n), own));
+              sum = hn::Add(sum, hn::IfThenElseZero(chosen, load_some(F{}, grad + from, n)));
+            }
+          }
+          store_some(F{}, sum, to + i, n);
+        });
+      }
+    }
+  }
+}
+
+void max_pool(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
+              std::size_t begin, std::size_t end) {
+  with_format(layout.format, [&](auto format) {
+    using F = decltype(format);
+    places == nullptr ? max_pool_rows<F, false>(layout, input, output, places, begin, end)
+                      : max_pool_rows<F, true>(layout, input, output, places, begin, end);
+  });
+}
+
+void max_pool_backward(const PoolLayout& layout, const void* grad, const std::uint8_t* places,
+                       void* grad_input, std::size_t begin, std::size_t end) {
+  with_format(layout.format, [&](auto format) {
+    using F = decltype(format);
+    max_pool_backward_rows<F>(layout, static_cast<const typename F::Stored*>(grad), places,
+                              static_cast<typename F::Stored*>(grad_input), begin, end);
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace semitone::kernels {
+
+HWY_EXPORT(max_pool);
+HWY_EXPORT(max_pool_backward);
+
+void max_pool(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
+              std::size_t begin, std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(max_pool)(layout, input, output, places, begin, end);
+}
+
+void max_pool_backward(const PoolLayout& layout, const void* grad, const std::uint8_t* places,
+                       void* grad_input, std::size_t begin, std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(max_pool_backward)(layout, grad, places, grad_input, begin, end);
+}
+
+}  // namespace semitone::kernels
+#endif

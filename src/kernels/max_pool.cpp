@@ -1,0 +1,119 @@
+#include "src/kernels/max_pool.h"
+
+#include "src/kernels/max_pool_rows.h"
+
+#include <ATen/Parallel.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+
+namespace semitone::kernels {
+namespace {
+
+// A thread's share reads or writes at least so many elements.
+constexpr std::int64_t kGrain = 16 * 1024;
+
+std::optional<Format> format_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return Format::fp32;
+    case at::kHalf:
+      return Format::fp16;
+    case at::kBFloat16:
+      return Format::bf16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Nothing where LibTorch has an error to report.
+std::optional<PoolAxis> axis_of(const at::Tensor& input, const MaxPool& pool, std::size_t axis) {
+  const std::int64_t size = input.size(static_cast<std::int64_t>(axis) + 2);
+  const std::int64_t kernel = pool.kernel[axis];
+  const std::int64_t stride = pool.stride[axis];
+  const std::int64_t padding = pool.padding[axis];
+  if (kernel < 1 || stride < 1 || padding < 0 || padding > kernel / 2 ||
+      size + 2 * padding < kernel)
+    return std::nullopt;
+  return PoolAxis{.input = static_cast<std::size_t>(size),
+                  .output = static_cast<std::size_t>((size + 2 * padding - kernel) / stride + 1),
+                  .kernel = static_cast<std::size_t>(kernel),
+                  .stride = static_cast<std::size_t>(stride),
+                  .padding = static_cast<std::size_t>(padding)};
+}
+
+// How the kernels see an input; nothing: only the definition can.
+std::optional<PoolLayout> layout_of(const at::Tensor& input, const MaxPool& pool) {
+  const auto format = format_of(input.scalar_type());
+  if (!format.has_value() || !input.is_cpu() || input.layout() != at::kStrided ||
+      input.dim() != 4 || input.numel() == 0 || input.is_neg() ||
+      input.suggest_memory_format() != at::MemoryFormat::ChannelsLast ||
+      !input.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return std::nullopt;
+  const auto height = axis_of(input, pool, 0);
+  const auto width = axis_of(input, pool, 1);
+  if (!height.has_value() || !width.has_value() || height->kernel > kMaxPoolWindow ||
+      width->kernel > kMaxPoolWindow || pool.window() > kMaxPoolWindow)
+    return std::nullopt;
+  return PoolLayout{.format = *format,
+                    .channels = static_cast<std::size_t>(input.size(1)),
+                    .height = *height,
+                    .width = *width};
+}
+
+// Calls work(first row, last row) from several threads. `cost`: elements that a row takes.
+template <typename Work>
+void for_all_rows(std::int64_t images, std::size_t height, std::size_t cost, const Work& work) {
+  const auto grain = std::max<std::int64_t>(1, kGrain / static_cast<std::int64_t>(cost));
+  at::parallel_for(0, images * static_cast<std::int64_t>(height), grain,
+                   [&](std::int64_t begin, std::int64_t end) {
+                     work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+                   });
+}
+
+}  // namespace
+
+bool has_max_pool_kernel(const at::Tensor& input, const MaxPool& pool) {
+  return layout_of(input, pool).has_value();
+}
+
+MaxPooled max_pool2d(const at::Tensor& input, const MaxPool& pool, bool with_places) {
+  const auto layout = layout_of(input, pool);
+  if (!layout.has_value()) return ref::max_pool2d(input, pool, with_places);
+  const auto channels_last = input.options().memory_format(at::MemoryFormat::ChannelsLast);
+  const std::array<std::int64_t, 4> shape{input.size(0), input.size(1),
+                                          static_cast<std::int64_t>(layout->height.output),
+                                          static_cast<std::int64_t>(layout->width.output)};
+  MaxPooled pooled{.output = at::empty(shape, channels_last), .places = {}};
+  if (with_places) pooled.places = at::empty(shape, channels_last.dtype(at::kByte));
+  const void* const in = input.const_data_ptr();
+  void* const out = pooled.output.mutable_data_ptr();
+  auto* const places = with_places ? pooled.places.mutable_data_ptr<std::uint8_t>() : nullptr;
+  const auto window = static_cast<std::size_t>(pool.window());
+  for_all_rows(
+      shape[0], layout->height.output, layout->width.output * layout->channels * window,
+      [&](std::size_t begin, std::size_t end) { max_pool(*layout, in, out, places, begin, end); });
+  return pooled;
+}
+
+at::Tensor max_pool2d_backward(const at::Tensor& grad, const at::Tensor& places,
+                               const at::Tensor& input, const MaxPool& pool) {
+  const auto layout = layout_of(input, pool);
+  if (!layout.has_value() || grad.scalar_type() != input.scalar_type() || !grad.is_cpu() ||
+      grad.sizes() != places.sizes())
+    return ref::max_pool2d_backward(grad, places, input, pool);
+  const at::Tensor gradient = grad.resolve_neg().contiguous(at::MemoryFormat::ChannelsLast);
+  at::Tensor result = at::empty_like(input);
+  const void* const from = gradient.const_data_ptr();
+  const auto* const where = places.const_data_ptr<std::uint8_t>();
+  void* const to = result.mutable_data_ptr();
+  for_all_rows(input.size(0), layout->height.input, layout->width.input * layout->channels,
+               [&](std::size_t begin, std::size_t end) {
+                 max_pool_backward(*layout, from, where, to, begin, end);
+               });
+  return result;
+}
+
+}  // namespace semitone::kernels

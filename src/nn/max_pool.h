@@ -1,0 +1,14 @@
+#pragma once
+
+#include "src/kernels/max_pool.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace semitone::nn {
+
+// at::max_pool2d of an input (N, C, H, W), with windows of at most kernels::kMaxPoolWindow elements
+// (Error otherwise). Saves the input and a byte for each element of the result. The gradient can be
+// differentiated again, by LibTorch's operators.
+at::Tensor max_pool2d(const at::Tensor& input, const kernels::MaxPool& pool);
+
+}  // namespace semitone::nn
