@@ -63,8 +63,8 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "What autocast does at O1: semitone ops --policy");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "How images lie in memory; auto: nhwc");
-  add.choice("--optimizer", flags->optimizer, {"fused", "torch"},
-             "Semitone's optimizers, of one pass, or LibTorch's");
+  add.choice("--optimizer", flags->optimizer, {"fused", "split", "torch"},
+             "Semitone's optimizers, of one pass; the same with split masters; LibTorch's");
   add.integer("--batch-size", flags->batch_size, 0, kMany,
               "Images or sequences of a step; 0: the workload's");
   add.integer("--image-size", flags->image_size, 32, 4096, "Of resnet50: height and width");
@@ -116,7 +116,8 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
   options.opt_level(amp::parse_opt_level(flags.opt_level))
       .device(default_device())
       .memory_format(train::parse_memory_format(flags.memory_format))
-      .fused_optimizer(flags.optimizer == "fused")
+      .fused_optimizer(flags.optimizer != "torch")
+      .split_masters(flags.optimizer == "split")
       .image_size(flags.image_size)
       .length(flags.length)
       .seed(static_cast<std::uint64_t>(flags.seed))

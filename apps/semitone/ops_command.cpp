@@ -7,12 +7,14 @@
 #include "semitone/core/dtype.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <map>
 #include <memory>
 #include <ostream>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -70,6 +72,11 @@ bool is_emulated(const amp::CastPolicy& policy) {
   return !has_fast_dtype(policy.device(), policy.dtype());
 }
 
+// They are for the CPU.
+std::set<std::string> fast_kernels(const amp::CastPolicy& policy) {
+  return policy.device() == c10::DeviceType::CPU ? policy.fast_kernels() : std::set<std::string>();
+}
+
 std::string json_of(const amp::CastPolicy& policy,
                     const std::map<std::string, amp::CastRow>& rows) {
   auto list = nlohmann::ordered_json::array();
@@ -80,6 +87,7 @@ std::string json_of(const amp::CastPolicy& policy,
                                          {"device", c10::DeviceTypeName(policy.device(), true)},
                                          {"dtype", dtype_name(policy.dtype())},
                                          {"emulated", is_emulated(policy)},
+                                         {"fast_kernels", fast_kernels(policy)},
                                          {"ops", std::move(list)}};
   return object.dump(2);
 }
@@ -94,6 +102,8 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
         "CPU has no instructions for it\n",
         dtype_name(policy.dtype()));
   }
+  if (const auto fast = fast_kernels(policy); !fast.empty())
+    out << fmt::format("in kernels of Semitone's own: {}\n", fmt::join(fast, ", "));
   out << '\n';
   if (rows.empty()) {
     out << (flags.op.empty() ? "nothing is listed" : flags.op + " is not listed")

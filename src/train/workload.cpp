@@ -4,6 +4,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/nn/fused_cross_entropy.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/train/meter.h"
@@ -147,11 +148,13 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Te
   const double eps = fp16_only ? 0x1p-14 : 1e-8;
   const auto set = [&](auto adamw) { return adamw.eps(eps).weight_decay(kWeightDecay); };
   if (options.fused_optimizer()) {
-    if (traits.adamw)
-      return std::make_unique<optim::FusedAdam>(parameters,
-                                                set(optim::FusedAdamOptions(traits.lr)));
-    return std::make_unique<optim::FusedSGD>(parameters,
-                                             optim::FusedSGDOptions(traits.lr).momentum(kMomentum));
+    const bool split = options.split_masters();
+    if (traits.adamw) {
+      return std::make_unique<optim::FusedAdam>(
+          parameters, set(optim::FusedAdamOptions(traits.lr)).split_master(split));
+    }
+    return std::make_unique<optim::FusedSGD>(
+        parameters, optim::FusedSGDOptions(traits.lr).momentum(kMomentum).split_master(split));
   }
   if (traits.adamw)
     return std::make_unique<torch::optim::AdamW>(parameters,
@@ -165,6 +168,8 @@ amp::Options amp_options(const WorkloadOptions& options) {
   result.dtype(dtype_16bit(options)).device(options.device()).verbosity(0);
   result.loss_scale_options(amp::LossScaleOptions().max_consecutive_skips(kMaxConsecutiveSkips));
   if (options.policy().has_value()) result.policy(*options.policy());
+  // The loss takes logits as they are.
+  if (options.opt_level() != amp::OptLevel::O0) result.cast_model_outputs(dtype_16bit(options));
   return result;
 }
 
@@ -207,8 +212,7 @@ class Training {
   // @param between  called between backward and the optimizer's step
   Done step(const FixedBatch& batch, const Between& between = {}) {
     optimizer_->zero_grad();
-    const at::Tensor loss =
-        torch::cross_entropy_loss(model_.forward(mixed_, batch.inputs), batch.labels);
+    const at::Tensor loss = loss_of(model_.forward(mixed_, batch.inputs), batch.labels);
     mixed_.scale_loss(loss, *optimizer_).backward();
     if (between) between();
     const bool skipped = mixed_.step(*optimizer_) == amp::Step::skipped;
@@ -216,15 +220,6 @@ class Training {
     if (!skipped && !std::isfinite(value))
       throw DivergedError(kWhere, "a finite training loss", fmt::format("{}", value));
     return {value, skipped};
-  }
-
-  std::int64_t gradient_bytes() const {
-    Bytes bytes;
-    std::int64_t sum = 0;
-    for (const at::Tensor& tensor : model_.module()->parameters()) sum += bytes.of(tensor.grad());
-    for (const at::Tensor& tensor : mixed_.master_params(*optimizer_))
-      sum += bytes.of(tensor.grad());
-    return sum;
   }
 
   // Parameters, masters and state: what stays between steps.
@@ -252,6 +247,11 @@ class Training {
   }
 
  private:
+  static at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& labels) {
+    return is_16bit(logits.scalar_type()) ? nn::fused_cross_entropy(logits, labels)
+                                          : torch::cross_entropy_loss(logits, labels);
+  }
+
   Classifier model_;
   amp::Model handle_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
@@ -327,14 +327,15 @@ struct Workload::Impl {
         batch(make_batch(options, format)) {
     const TensorMemoryMeter meter;
     training = std::make_unique<Training>(options, format);
-    std::int64_t gradients = 0;
+    // After backward, when activations are gone; in the second step there is optimizer state.
+    std::int64_t held = 0;
     std::int64_t steps = 0;
-    while (steps < options.warm_up()) {
-      const auto done = training->step(batch, [&] { gradients = training->gradient_bytes(); });
+    while (steps < std::max<std::int64_t>(2, options.warm_up())) {
+      const auto done = training->step(batch, [&] { held = meter.current_bytes(); });
       if (!done.skipped) ++steps;
     }
     memory = training->lasting_bytes();
-    memory.gradients = gradients;
+    memory.gradients = held - memory.parameters - memory.masters - memory.optimizer_state;
     memory.peak = meter.peak_bytes();
   }
 

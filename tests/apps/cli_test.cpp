@@ -161,6 +161,8 @@ TEST_F(CliTest, OpsPrintsEveryPolicy) {
     }
   }
   EXPECT_THAT(semitone({"ops", "--policy", "none"}).out, HasSubstr("nothing is listed"));
+  EXPECT_THAT(semitone({"ops"}).out, HasSubstr("kernels of Semitone's own: batch_norm, "));
+  EXPECT_THAT(semitone({"ops", "--device", "cuda"}).out, Not(HasSubstr("Semitone's own")));
 }
 
 TEST_F(CliTest, OpsShowsOneOperatorWithItsOverloads) {
@@ -179,6 +181,7 @@ TEST_F(CliTest, OpsWritesJson) {
   EXPECT_EQ(object.at("policy"), "semitone");
   EXPECT_EQ(object.at("device"), "cpu");
   EXPECT_EQ(object.at("dtype"), "float16");
+  EXPECT_THAT(object.at("fast_kernels"), testing::Contains("layer_norm"));
   EXPECT_GT(object.at("ops").size(), 100U);
   for (const json& row : object.at("ops")) {
     EXPECT_NE(row.at("op"), "");

@@ -49,6 +49,8 @@ class WorkloadOptions {
   TORCH_ARG(MemoryFormat, memory_format) = MemoryFormat::automatic;
   /// optim::FusedSGD and optim::FusedAdam; false: LibTorch's own SGD and AdamW.
   TORCH_ARG(bool, fused_optimizer) = true;
+  /// Whether a fused optimizer splits the masters of bf16 weights (O2; docs/optimizers.md).
+  TORCH_ARG(bool, split_masters) = false;
 
   /// Images or sequences of a step.
   TORCH_ARG(std::int64_t, batch_size);
