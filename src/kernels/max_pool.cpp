@@ -12,6 +12,8 @@
 namespace semitone::kernels {
 namespace {
 
+static_assert(kMaxPoolWindow == kMostPlaces);
+
 // A thread's share reads or writes at least so many elements.
 constexpr std::int64_t kGrain = 16 * 1024;
 

@@ -9,6 +9,8 @@
 // share it.
 namespace semitone::kernels {
 
+constexpr std::size_t kMostPlaces = 255;  // that a byte can number
+
 // One direction of a plane: window i has `kernel` places, the first at i * stride - padding. Each
 // window has a place in the input.
 struct PoolAxis {
@@ -20,7 +22,7 @@ struct PoolAxis {
 };
 
 // Tensors are (N, height, width, channels) in memory. Places are numbered row by row within their
-// window, which has at most 255.
+// window, which has at most kMostPlaces.
 struct PoolLayout {
   Format format;
   std::size_t channels;

@@ -1,6 +1,7 @@
 #include "src/kernels/max_pool_rows.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -177,12 +178,18 @@ template <class F>
 void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* grad,
                             const std::uint8_t* places, typename F::Stored* grad_input,
                             std::size_t begin, std::size_t end) {
+  using T = hn::TFromD<Bits<F>>;
   const Bits<F> d;
   const Float f;
   const hn::RebindToSigned<Float> lanes;
   const PoolAxis& height = layout.height;
   const PoolAxis& width = layout.width;
   const std::size_t channels = layout.channels;
+  struct Candidate {  // a window that contains the element
+    std::size_t offset;
+    T place;  // the element's in it
+  };
+  std::array<Candidate, kMostPlaces> candidates;
   // A division costs as much as a vector's work.
   std::vector<Windows> columns;
   for (std::size_t x = 0; x < width.input; ++x) columns.push_back(windows_of(width, x));
@@ -193,18 +200,19 @@ void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* 
     typename F::Stored* to = grad_input + row * width.input * channels;
     for (std::size_t x = 0; x < width.input; ++x, to += channels) {
       const Windows us = columns[x];
-      const auto place = [&](std::size_t v, std::size_t u) {
-        return place_in(height, v, y) * width.kernel + place_in(width, u, x);
-      };
-      const auto offset = [&](std::size_t v, std::size_t u) {
-        return ((image * height.output + v) * width.output + u) * channels;
-      };
-      const std::size_t count = (vs.end - vs.begin) * (us.end - us.begin);
+      std::size_t count = 0;
+      for (std::size_t v = vs.begin; v < vs.end; ++v) {
+        for (std::size_t u = us.begin; u < us.end; ++u) {
+          candidates[count++] = {
+              ((image * height.output + v) * width.output + u) * channels,
+              static_cast<T>(place_in(height, v, y) * width.kernel + place_in(width, u, x))};
+        }
+      }
       if (count == 0) {
         std::fill(to, to + channels, typename F::Stored{});
       } else if (count == 1) {
-        const std::size_t from = offset(vs.begin, us.begin);
-        const auto own = hn::Set(d, static_cast<hn::TFromD<Bits<F>>>(place(vs.begin, us.begin)));
+        const std::size_t from = candidates[0].offset;
+        const auto own = hn::Set(d, candidates[0].place);
         for_vectors_of(d, channels, [&](std::size_t i, std::size_t n) {
           const auto chosen = hn::Eq(load_places(d, places + from + i, n), own);
           store_bits(F{}, hn::IfThenElseZero(chosen, load_bits(F{}, grad + from + i, n)), to + i,
@@ -213,14 +221,12 @@ void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* 
       } else {
         for_vectors(channels, [&](std::size_t i, std::size_t n) {
           auto sum = hn::Zero(f);
-          for (std::size_t v = vs.begin; v < vs.end; ++v) {
-            for (std::size_t u = us.begin; u < us.end; ++u) {
-              const std::size_t from = offset(v, u) + i;
-              const auto own = hn::Set(lanes, static_cast<std::int32_t>(place(v, u)));
-              const auto chosen =
-                  hn::RebindMask(f, hn::Eq(load_places(lanes, places + from, n), own));
-              sum = hn::Add(sum, hn::IfThenElseZero(chosen, load_some(F{}, grad + from, n)));
-            }
+          for (std::size_t c = 0; c < count; ++c) {
+            const std::size_t from = candidates[c].offset + i;
+            const auto own = hn::Set(lanes, std::int32_t{candidates[c].place});
+            const auto chosen =
+                hn::RebindMask(f, hn::Eq(load_places(lanes, places + from, n), own));
+            sum = hn::Add(sum, hn::IfThenElseZero(chosen, load_some(F{}, grad + from, n)));
           }
           store_some(F{}, sum, to + i, n);
         });
