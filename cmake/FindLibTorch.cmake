@@ -83,6 +83,18 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_compile_options(LibTorch::LibTorch INTERFACE
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include>"
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include/torch/csrc/api/include>")
+  # at::parallel_for is a template: where LibTorch's threads are OpenMP's, who calls it has to be compiled for OpenMP
+  # too, or it runs on one thread without a word. And with LibTorch's own copy of the runtime: two would have two pools
+  # of threads that take the cores from each other.
+  file(STRINGS ${LibTorch_ROOT_DIR}/include/ATen/Config.h _openmp REGEX "define AT_PARALLEL_OPENMP 1")
+  if(_openmp)
+    file(GLOB _gomp ${LibTorch_ROOT_DIR}/lib/libgomp*.so*)
+    if(NOT _gomp)
+      set(_gomp gomp)
+    endif()
+    target_compile_options(LibTorch::LibTorch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
+    target_link_libraries(LibTorch::LibTorch INTERFACE ${_gomp})
+  endif()
   # libtorch_cpu needs libcudart and libcupti, which it finds by its own RPATH: not the linker's business.
   target_link_options(LibTorch::LibTorch INTERFACE -Wl,--allow-shlib-undefined)
   if(LibTorch_HAS_CUDA)

@@ -1,0 +1,45 @@
+// That kernels run on LibTorch's threads: at::parallel_for does what its caller was compiled for.
+
+#include <ATen/Parallel.h>
+
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <cstdint>
+#include <mutex>
+#include <set>
+#include <thread>
+
+namespace semitone::kernels {
+namespace {
+
+class Threads {
+ public:
+  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
+  ~Threads() { at::set_num_threads(before_); }
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+ private:
+  int before_;
+};
+
+TEST(Threads, ParallelForUsesAllOfThem) {
+  const Threads threads(3);
+  std::mutex mutex;
+  std::set<std::thread::id> seen;
+  at::parallel_for(0, 3, 1, [&](std::int64_t, std::int64_t) {
+    const std::lock_guard lock(mutex);
+    seen.insert(std::this_thread::get_id());
+  });
+  EXPECT_EQ(seen.size(), 3U);
+}
+
+// A second runtime would not have heard of at::set_num_threads.
+TEST(Threads, BelongToOneRuntime) {
+  const Threads threads(3);
+  EXPECT_EQ(omp_get_max_threads(), 3);
+}
+
+}  // namespace
+}  // namespace semitone::kernels
