@@ -92,7 +92,8 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
     if(NOT _gomp)
       set(_gomp gomp)
     endif()
-    target_compile_options(LibTorch::LibTorch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
+    target_compile_options(LibTorch::LibTorch INTERFACE
+      $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-fopenmp>)
     target_link_libraries(LibTorch::LibTorch INTERFACE ${_gomp})
   endif()
   # libtorch_cpu needs libcudart and libcupti, which it finds by its own RPATH: not the linker's business.

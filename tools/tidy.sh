@@ -18,7 +18,7 @@ entries = json.load(open(source))
 for entry in entries:
     command = entry["command"]
     command = re.sub(r"-include \S*cmake_pch\.hxx", "", command)
-    command = re.sub(r"-Winvalid-pch|-Wno-error=\S+|-Wno-(maybe-uninitialized|array-bounds|stringop-\S+|free-nonheap-object|dangling-\S+)|-Wduplicated-\S+|-Wlogical-op|-Wuseless-cast", "", command)
+    command = re.sub(r"-Winvalid-pch|-fopenmp|-Wno-error=\S+|-Wno-(maybe-uninitialized|array-bounds|stringop-\S+|free-nonheap-object|dangling-\S+)|-Wduplicated-\S+|-Wlogical-op|-Wuseless-cast", "", command)
     entry["command"] = command + " -Wno-unknown-warning-option"
 json.dump(entries, open(target, "w"))
 PYTHON

@@ -11,6 +11,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 #include <array>
@@ -237,10 +238,20 @@ class Kernel final : public c10::OperatorKernel {
     op.redispatchBoxed(keys & below(key_), stack);
   }
 
+  // Tracers and forward-mode derivatives know LibTorch's operators alone.
+  static bool is_plain(Arguments arguments) {
+    bool plain = !torch::jit::tracer::isTracing();
+    for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+      plain = plain && (!tensor.defined() ||
+                        (!tensor.is_nested() && !tensor._fw_grad(/*level=*/0).defined()));
+    });
+    return plain;
+  }
+
   // The operator's result in place of its arguments, if the kernel does these.
   static bool runs_fast(const FastKernel* fast, Arguments arguments, Stack* stack,
                         bool widen = false) {
-    if (fast == nullptr) return false;
+    if (fast == nullptr || !is_plain(arguments)) return false;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     auto result = fast->run(arguments);
     if (!result.has_value()) return false;

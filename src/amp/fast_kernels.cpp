@@ -44,6 +44,14 @@ bool has_hooks(const at::Tensor& tensor) {
                      [](const auto& hook) { return static_cast<bool>(hook); });
 }
 
+// Whether a weight or bias is one that goes with this input.
+bool fits(const at::Tensor& values, const at::Tensor& input) {
+  return !values.defined() ||
+         (values.is_cpu() && values.layout() == at::kStrided && values.is_floating_point() &&
+          values.scalar_type() != at::kDouble &&
+          (values.scalar_type() == at::kFloat || values.scalar_type() == input.scalar_type()));
+}
+
 std::optional<at::Tensor> batch_norm(Arguments arguments) {
   enum { kInput, kWeight, kBias, kRunningMean, kRunningVar, kTraining, kMomentum, kEps };
   const at::Tensor& input = arguments[kInput].toTensor();
@@ -58,6 +66,10 @@ std::optional<at::Tensor> batch_norm(Arguments arguments) {
                             .momentum = arguments[kMomentum].toDouble(),
                             .eps = arguments[kEps].toDouble()};
   if (has_hooks(layer.weight) || has_hooks(layer.running_mean)) return std::nullopt;
+  for (const at::Tensor& values :
+       {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
+    if (!fits(values, input)) return std::nullopt;
+  }
   return nn::batch_norm(input, layer);
 }
 
@@ -72,14 +84,6 @@ std::optional<at::Tensor> gelu(Arguments arguments) {
   const at::Tensor& input = arguments[0].toTensor();
   if (!is_suitable(input)) return std::nullopt;
   return nn::fused_gelu(input, arguments[1].toStringView());
-}
-
-// Whether a weight or bias is one that goes with this input.
-bool fits(const at::Tensor& values, const at::Tensor& input) {
-  return !values.defined() ||
-         (values.is_cpu() && values.layout() == at::kStrided && values.is_floating_point() &&
-          values.scalar_type() != at::kDouble &&
-          (values.scalar_type() == at::kFloat || values.scalar_type() == input.scalar_type()));
 }
 
 // A list of sizes; nothing if one of them is symbolic.

@@ -44,6 +44,11 @@ void Gradients::add(const at::Tensor& grad, const at::Tensor& out, const at::Ten
   by_device_[grad.device().index()].push_back({grad, out, addend});
 }
 
+at::Tensor Gradients::own(const at::Tensor& values) {
+  return values.numel() == 0 || changed_.insert(values.const_data_ptr()).second ? values
+                                                                                : values.clone();
+}
+
 void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
   if (!seen_.insert(parameter.unsafeGetTensorImpl()).second) return;
   if (!parameter.grad().defined()) {
@@ -52,10 +57,14 @@ void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
   }
   const at::NoGradGuard no_grad;
   const at::Tensor grad = coalesced(parameter.grad());
-  const at::Tensor values = values_of(grad);
+  const at::Tensor before = values_of(grad);
+  const at::Tensor values = own(before);
   const bool sum_later = is_sparse(grad) || is_sparse(addend);
   add(values, values, sum_later ? at::Tensor() : addend);
-  results_.push_back({parameter, grad, sum_later ? addend : at::Tensor(), {}});
+  results_.push_back({parameter,
+                      values.is_same(before) ? grad : with_values(grad, values),
+                      sum_later ? addend : at::Tensor(),
+                      {}});
 }
 
 void Gradients::move(const at::Tensor& from, const at::Tensor& to) {

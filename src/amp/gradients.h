@@ -44,6 +44,8 @@ class Gradients {
 
  private:
   void add(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& addend);
+  // The values of a gradient to be changed in place: a copy if another one has the same memory.
+  at::Tensor own(const at::Tensor& values);
 
   struct Result {
     at::Tensor parameter;
@@ -54,6 +56,7 @@ class Gradients {
 
   float inverse_scale_;
   std::unordered_set<const c10::TensorImpl*> seen_;
+  std::unordered_set<const void*> changed_;  // memory that is changed in place
   std::map<c10::DeviceIndex, std::vector<kernels::Unscale>> by_device_;
   std::vector<Result> results_;
 };

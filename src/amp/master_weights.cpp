@@ -134,10 +134,10 @@ bool MasterWeights::take_gradients(float inverse_scale) {
 
 // A gradient that is a part of something larger, such as a bucket that is reduced over ranks, is
 // not ours to keep: the next backward pass writes there.
-bool MasterWeights::can_defer() const {
+bool MasterWeights::can_defer_gradients() const {
   const auto is_own = [](const at::Tensor& grad) {
     return grad.layout() == at::kStrided && grad.is_cpu() && !grad.is_view() &&
-           grad.storage().nbytes() == grad.nbytes();
+           grad.storage().nbytes() == grad.nbytes() && grad.storage().use_count() == 1;
   };
   return fused_ != nullptr && std::all_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
            const at::Tensor& grad = pair.parameter.grad();
@@ -148,7 +148,7 @@ bool MasterWeights::can_defer() const {
 }
 
 bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
-  if (!can_defer()) return false;
+  if (!can_defer_gradients()) return false;
   maybe_stepped_ = true;
   deferred_inverse_ = inverse_scale;
   std::vector<at::Tensor> grads;
@@ -157,6 +157,11 @@ bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
     if (!pair.deferred.defined()) continue;
     grads.push_back(pair.deferred);
     pair.parameter.mutable_grad().reset();
+    if (pair.master.numel() <= 1) {
+      pair.master.mutable_grad() =
+          std::exchange(pair.deferred, {}).to(at::kFloat).mul_(inverse_scale);
+      continue;
+    }
     pair.placeholder = at::full({}, std::numeric_limits<float>::quiet_NaN(), pair.master.options())
                            .expand(pair.master.sizes())
                            .variable_data();
@@ -177,6 +182,10 @@ bool MasterWeights::take_deferred(Pair& pair) {
   const at::Tensor grad = std::exchange(pair.deferred, {});
   const at::Tensor placeholder = std::exchange(pair.placeholder, {});
   if (!pair.master.grad().is_same(placeholder)) return false;
+  if (!std::isnan(*placeholder.const_data_ptr<float>())) {  // zeroed, or filled
+    pair.master.mutable_grad() = placeholder.contiguous();
+    return false;
+  }
   pair.master.mutable_grad().reset();
   pair.parameter.mutable_grad() = grad;
   return true;
@@ -202,6 +211,11 @@ void MasterWeights::step() {
     write_model();
     return;
   }
+  // Gradients that are in the model beside deferred ones have another scale.
+  const bool any_in_model = std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& pair) {
+    return pair.parameter.grad().defined();
+  });
+  if (any_in_model) take_gradients();
   optim::ModelCopies copies;
   std::vector<Pair*> stepped;
   for (Pair& pair : pairs_) {

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <map>
 #include <string>
 #include <unordered_set>
@@ -38,7 +39,7 @@ struct ScaledLoss::Work {
   void set_others_aside();
   void restore_others() noexcept;
   void forget_set_aside(const PerOptimizer& optimizer);
-  bool defers(PerOptimizer& known, std::vector<at::Tensor>& found_inf);
+  bool may_defer(const PerOptimizer& known) const;
 };
 
 void ScaledLoss::Work::check() const {
@@ -113,16 +114,14 @@ void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
   });
 }
 
-// Whether the model's gradients stay where they are until the step.
-bool ScaledLoss::Work::defers(PerOptimizer& known, std::vector<at::Tensor>& found_inf) {
+// Whether the model's gradients can stay where they are until the step.
+bool ScaledLoss::Work::may_defer(const PerOptimizer& known) const {
+  if (!known.masters.has_value() || !known.masters->can_defer_gradients()) return false;
   bool any_earlier = false;
   known.for_each_leaf([&](const at::Tensor& parameter) {
     any_earlier = any_earlier || mixed->set_aside.count(parameter.unsafeGetTensorImpl()) > 0;
   });
-  bool found = false;
-  if (any_earlier || !known.masters->defer_gradients(inverse, found)) return false;
-  if (found) found_inf_on(found_inf, device_of(*known.optimizer)).fill_(1);
-  return true;
+  return !any_earlier;
 }
 
 void ScaledLoss::Work::finish() {
@@ -143,10 +142,15 @@ void ScaledLoss::Work::finish() {
   std::vector<at::Tensor> found_inf;
   if (pending != mixed->pending.end()) found_inf = pending->found_inf;
 
+  std::vector<PerOptimizer*> deferring;
+  std::copy_if(optimizers.begin(), optimizers.end(), std::back_inserter(deferring),
+               [this](const PerOptimizer* known) { return may_defer(*known); });
+  const auto defers = [&](const PerOptimizer* known) {
+    return std::find(deferring.begin(), deferring.end(), known) != deferring.end();
+  };
   Gradients scaled(inverse);
   for (PerOptimizer* known : optimizers) {
-    if (known->masters.has_value() && !defers(*known, found_inf))
-      known->masters->take_gradients(scaled);
+    if (known->masters.has_value() && !defers(known)) known->masters->take_gradients(scaled);
     for_each_parameter(*known->optimizer,
                        [&](std::size_t, std::size_t, const at::Tensor& parameter) {
                          if (!known->masters.has_value() || !known->masters->is_master(parameter))
@@ -158,13 +162,20 @@ void ScaledLoss::Work::finish() {
   // Gradients that were back-propagated without a scale, by hand, go to the masters too.
   Gradients by_hand(1.0F);
   for (PerOptimizer* known : optimizers) {
-    if (!known->masters.has_value()) continue;
+    if (!known->masters.has_value() || defers(known)) continue;
     known->masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
       parameter.mutable_grad() = earlier(parameter);
     });
     known->masters->take_gradients(by_hand);
   }
   by_hand.run(found_inf);
+  // Last: what threw before has left them in the model.
+  for (PerOptimizer* known : deferring) {
+    bool found = false;
+    known->masters->defer_gradients(inverse, found);
+    at::Tensor& flag = found_inf_on(found_inf, device_of(*known->optimizer));
+    if (found) flag.fill_(1);
+  }
 
   if (pending != mixed->pending.end()) {
     pending->found_inf = std::move(found_inf);

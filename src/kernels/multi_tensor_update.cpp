@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace semitone::kernels {
@@ -108,16 +109,24 @@ void check(std::span<const Update> items, std::span<const Rule> rules) {
   for (const Update& item : items) check(item);
 }
 
-// The memory of several parameters in chunks.
+// The memory of several parameters in chunks. Tied parameters that are different tensors over the
+// same memory are updated one after the other, by waves; all of a wave at once.
 template <typename Rule>
 class Parts {
  public:
   void add(const Update& item, const Rule& rule) {
     const UpdateSpan whole = span_of(item);
+    const bool known = memory_.count(whole.param) > 0 || memory_.count(whole.copy) > 0;
+    if (waves_.empty() || known) {
+      waves_.push_back({parts_.size(), {}});
+      memory_.clear();
+    }
+    memory_.insert(whole.param);
+    if (whole.copy != nullptr) memory_.insert(whole.copy);
     for (std::size_t begin = 0; begin < whole.size; begin += kChunk) {
       const auto size = std::min<std::size_t>(kChunk, whole.size - begin);
       parts_.push_back({part_of(whole, begin, size), &rule});
-      chunks_.add(size);
+      waves_.back().chunks.add(size);
     }
   }
 
@@ -126,7 +135,12 @@ class Parts {
   // Calls visit(number of the part, its span, its rule) from several threads.
   template <typename Visit>
   void for_each(const Visit& visit) {
-    chunks_.for_each([&](std::size_t i) { visit(i, parts_[i].span, *parts_[i].rule); });
+    for (Wave& wave : waves_) {
+      wave.chunks.for_each([&](std::size_t i) {
+        const std::size_t number = wave.first + i;
+        visit(number, parts_[number].span, *parts_[number].rule);
+      });
+    }
   }
 
  private:
@@ -134,8 +148,13 @@ class Parts {
     UpdateSpan span;
     const Rule* rule;
   };
+  struct Wave {
+    std::size_t first;  // of its parts
+    Chunks chunks;
+  };
   std::vector<Part> parts_;
-  Chunks chunks_;
+  std::vector<Wave> waves_;
+  std::unordered_set<const void*> memory_;  // that the last wave writes
 };
 
 template <typename Rule>

@@ -44,6 +44,10 @@ void check(const at::Tensor& input, const BatchNorm& layer) {
   }
   for (const at::Tensor& tensor :
        {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
+    if (tensor.defined() && tensor.device() != input.device()) {
+      throw Error(layer.where, c10::str("parameters and buffers on ", input.device()),
+                  c10::str("one on ", tensor.device()), "move layer and input to one device");
+    }
     if (tensor.defined() && tensor.numel() != input.size(1)) {
       throw Error(layer.where, c10::str("an input with ", tensor.numel(), " channels"),
                   c10::str("one of shape ", input.sizes()));

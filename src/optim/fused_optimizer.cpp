@@ -59,12 +59,24 @@ void check_parameter(std::string_view where, const at::Tensor& parameter, const 
   }
 }
 
+// What amp::MasterWeights leaves in a master whose gradient stays in the model: NaN, spread over its
+// shape.
+bool is_placeholder(const at::Tensor& grad) {
+  return grad.numel() > 1 && grad.is_cpu() && grad.scalar_type() == at::kFloat &&
+         grad.storage().nbytes() == sizeof(float) && std::isnan(*grad.const_data_ptr<float>());
+}
+
 void check_gradient(std::string_view where, const at::Tensor& grad, const at::Tensor& parameter,
                     const std::string& name) {
   if (grad.layout() != at::kStrided) {
     throw Error(where, "dense gradients", c10::str(grad.layout(), " for ", name),
                 "use a dense gradient (an embedding without sparse), or an optimizer for sparse "
                 "ones for this parameter");
+  }
+  if (is_placeholder(grad)) {
+    throw Error(where, "a step through MixedPrecision::step, or MasterWeights::step",
+                "one past it, while the gradient of " + name + " is still in the model",
+                "or call MixedPrecision::master_params first: it moves gradients");
   }
   if (!is_supported(grad.scalar_type()) || grad.sizes() != parameter.sizes() ||
       grad.device() != parameter.device()) {

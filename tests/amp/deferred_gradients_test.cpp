@@ -162,6 +162,26 @@ TEST(DeferredGradientsOfAdam, GoWithZeroGrad) {
   expect_same_training(trained, other);
 }
 
+TEST(DeferredGradientsOfAdam, GoWithZeroGradInPlaceToo) {
+  Trained trained(adam());
+  trained.backward(0);
+  const at::Tensor before = trained.masters()[0].detach().clone();
+  trained.optimizer->zero_grad(/*set_to_none=*/false);
+  trained.mixed.step(*trained.optimizer);
+  expect_bitwise_equal(trained.masters()[0], before.mul(1 - 0.01 * 0.1));  // weight decay alone
+}
+
+TEST(DeferredGradientsOfAdam, AreNotSteppedPastTheirMasters) {
+  Trained trained(adam());
+  trained.backward(0);
+  test::expect_error([&] { trained.optimizer->step(); }, {"MixedPrecision::step", "master_params"});
+  EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::stepped);
+  Trained other(adam());
+  other.backward(0);
+  other.mixed.step(*other.optimizer);
+  expect_same_training(trained, other);
+}
+
 TEST(DeferredGradientsOfAdam, GiveWayToOnesThatAreSetByHand) {
   Trained trained(adam());
   trained.backward(0);
@@ -183,6 +203,19 @@ TEST(DeferredGradientsOfAdam, ArePartsOfNothingLarger) {
   scaled.finish();
   EXPECT_EQ(trained.masters()[0].grad().scalar_type(), torch::kFloat);
   EXPECT_TRUE(trained.masters()[0].grad().is_contiguous());
+}
+
+TEST(DeferredGradientsOfAdam, BelongToNobodyElse) {
+  Trained trained(adam());
+  auto scaled = trained.mixed.scale_loss(trained.loss(0), *trained.optimizer);
+  scaled.value().backward();
+  at::Tensor weight = trained.model->first->weight;
+  const at::Tensor bucket = weight.grad().clone();
+  weight.mutable_grad() = bucket.variable_data();
+  scaled.finish();
+  const at::Tensor want = bucket.to(torch::kFloat).div(128);
+  bucket.zero_();
+  expect_bitwise_equal(trained.masters()[0].grad(), want);
 }
 
 TEST(DeferredGradientsOfAdam, SurviveAStepThatThrows) {

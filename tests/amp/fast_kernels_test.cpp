@@ -6,6 +6,8 @@
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -15,6 +17,7 @@
 #include <functional>
 #include <ostream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace semitone::amp {
@@ -326,6 +329,35 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   const at::Tensor off = (sum / kTimes - want.result.to(torch::kFloat)).abs();
   EXPECT_LT(off.mean().item<double>(), 0.05);
   EXPECT_GT(off.mean().item<double>(), 1e-4);
+}
+
+// Tracers and forward-mode derivatives know LibTorch's operators.
+TEST(FastKernels, LeaveTracingToLibTorch) {
+  const auto traced = torch::jit::tracer::trace(
+      {torch::randn({3, 4})},
+      [](const torch::jit::Stack& inputs) {
+        const Autocast region(with_kernels());
+        return torch::jit::Stack{torch::gelu(inputs[0].toTensor())};
+      },
+      [](const torch::autograd::Variable&) { return ""; });
+  EXPECT_NE(traced.first->graph->toString().find("aten::gelu"), std::string::npos);
+}
+
+TEST(FastKernels, LeaveForwardDerivativesToLibTorch) {
+  const at::Tensor input = torch::randn({3, 4});
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+  {
+    const at::Tensor dual =
+        at::_make_dual(input, torch::ones_like(input), static_cast<std::int64_t>(level));
+    const Autocast region(with_kernels());
+    const at::Tensor tangent =
+        std::get<1>(at::_unpack_dual(torch::gelu(dual), static_cast<std::int64_t>(level)));
+    ASSERT_TRUE(tangent.defined());
+    const at::Tensor leaf_input = leaf(input);
+    const auto want = torch::autograd::grad({torch::gelu(leaf_input).sum()}, {leaf_input});
+    expect_close(tangent, want[0], test::reduction_tolerance(torch::kFloat, 4));
+  }
+  torch::autograd::ForwardADLevel::release_idx(level);
 }
 
 TEST(FastKernels, ArePartOfThePolicy) {

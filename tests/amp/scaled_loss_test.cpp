@@ -844,6 +844,18 @@ TEST(ScaledLoss, TheHookIsCalledForALossWithoutGradients) {
   EXPECT_EQ(calls, 1);
 }
 
+// Autograd may give two parameters the same memory as their gradient.
+TEST(ScaledLoss, AGradientThatTwoParametersShareIsUnscaledOnce) {
+  Trained trained(dynamic_scale(options("O1")));
+  auto scaled = trained.mixed.scale_loss(trained.loss(), trained.optimizer);
+  scaled.value().backward();
+  trained.model->a.mutable_grad() = trained.model->b.grad().variable_data();
+  const at::Tensor want = trained.model->b.grad().div(kFirstScale);
+  scaled.finish();
+  EXPECT_TRUE(same_bits(trained.model->a.grad(), want));
+  EXPECT_TRUE(same_bits(trained.model->b.grad(), want));
+}
+
 TEST(ScaledLoss, AHookThatThrowsLeavesAUsableState) {
   Trained trained(dynamic_scale(options("O2")));
   trained.mixed.set_found_inf_hook(

@@ -141,6 +141,16 @@ TEST(FusedBatchNorm, RefusesInputsThatDoNotFit) {
   test::expect_error([&] { layer(torch::ones({2, 3}, torch::kLong)); }, {"floating-point input"});
 }
 
+TEST(FusedBatchNorm, RefusesAnInputOnAnotherDevice) {
+  FusedBatchNorm layer(FusedBatchNormOptions(3));
+  layer->weight = torch::ones({3}, torch::kMeta);
+  test::expect_error(
+      [&] {
+        layer(torch::ones({2, 3}));
+      },
+      {"parameters and buffers on cpu", "one on meta"});
+}
+
 TEST(FusedBatchNorm, SaysWhatItIs) {
   std::ostringstream stream;
   FusedBatchNorm(FusedBatchNormOptions(8).relu(true))->pretty_print(stream);

@@ -124,6 +124,22 @@ TEST(FusedSGD, SplitMastersAreThoseOfFp32Training) {
   }
 }
 
+// Different tensors over one memory, as a tied weight can be: each step counts, on any number of
+// threads.
+TEST(FusedSGD, UpdatesTiedMemoryOneAfterTheOther) {
+  const at::Tensor memory = torch::randn({100'000});
+  const at::Tensor before = memory.clone();
+  Tensors tied;
+  for (int i = 0; i < 4; ++i) {
+    tied.push_back(memory.variable_data().requires_grad_());
+    tied.back().mutable_grad() = torch::randn_like(memory);
+  }
+  at::Tensor want = before.clone();
+  for (const at::Tensor& one : tied) want = want - one.grad() * 0.5;
+  FusedSGD(tied, FusedSGDOptions(0.5)).step();
+  expect_bitwise_equal(memory, want);
+}
+
 TEST(FusedSGD, RefusesOptionsOutOfRange) {
   const auto make = [](const FusedSGDOptions& options) {
     return [options] { FusedSGD optimizer(Tensors{torch::ones({2})}, options); };

@@ -96,9 +96,12 @@ class MasterWeights {
   /// is there that they would have to be added to; returns whether that was so.
   ///
   /// Until they are moved or the step is over, each master has a gradient of NaNs in place of its
-  /// own, one number spread over its shape, to be dropped or to be noticed.
+  /// own, one number spread over its shape, to be dropped or to be noticed: FusedOptimizer::step,
+  /// called past this object, is an Error. (A master of one number gets its gradient at once.)
   /// @param found_inf  set to true if an inf or NaN was found; else left
   bool defer_gradients(float inverse_scale, bool& found_inf);
+  /// Whether it would.
+  bool can_defer_gradients() const;
 
   /// Moves what was deferred to the masters.
   void move_deferred_gradients();
@@ -145,7 +148,6 @@ class MasterWeights {
   static bool master_changed(const Pair& pair);
   at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact) const;
   static void agreed(Pair& pair);
-  bool can_defer() const;
   bool take_deferred(Pair& pair);
   template <typename Visit>
   void for_each_place(Visit&& visit) const;
