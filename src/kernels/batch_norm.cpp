@@ -1,6 +1,7 @@
 #include "src/kernels/batch_norm.h"
 
 #include "src/kernels/batch_pieces.h"
+#include "src/kernels/flat.h"
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -19,19 +20,6 @@ namespace {
 constexpr std::int64_t kParts = 32;
 // A part or a thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
 constexpr std::int64_t kGrain = 16 * 1024;
-
-std::optional<Format> format_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Format::fp32;
-    case at::kHalf:
-      return Format::fp16;
-    case at::kBFloat16:
-      return Format::bf16;
-    default:
-      return std::nullopt;
-  }
-}
 
 // How the kernels see an input; nothing: only the definition can.
 struct Batch {

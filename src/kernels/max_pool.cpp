@@ -1,5 +1,6 @@
 #include "src/kernels/max_pool.h"
 
+#include "src/kernels/flat.h"
 #include "src/kernels/max_pool_rows.h"
 
 #include <ATen/Parallel.h>
@@ -16,19 +17,6 @@ static_assert(kMaxPoolWindow == kMostPlaces);
 
 // A thread's share reads or writes at least so many elements.
 constexpr std::int64_t kGrain = 16 * 1024;
-
-std::optional<Format> format_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Format::fp32;
-    case at::kHalf:
-      return Format::fp16;
-    case at::kBFloat16:
-      return Format::bf16;
-    default:
-      return std::nullopt;
-  }
-}
 
 // Nothing where LibTorch has an error to report.
 std::optional<PoolAxis> axis_of(const at::Tensor& input, const MaxPool& pool, std::size_t axis) {

@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/batch_norm.h"
+#include "src/nn/arguments.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -14,7 +15,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -206,10 +206,6 @@ struct Settings : torch::CustomClassHolder {
   std::shared_ptr<const BatchNormPeers> peers;
 };
 
-std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
-
 // Hands a gradient on, and refuses to be differentiated by what it was made from.
 class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> {
  public:
@@ -248,7 +244,7 @@ class Function : public torch::autograd::Function<Function> {
                            fp64_or(0, layer.bias, invstd), layer.residual, layer.relu);
     ctx->save_for_backward(
         {input, layer.weight, batch.mean, invstd, batch.count, layer.relu ? output : at::Tensor()});
-    ctx->saved_data["edges"] = edges({input, layer.weight, layer.bias, layer.residual});
+    save_edges(ctx, {input, layer.weight, layer.bias, layer.residual});
     ctx->saved_data["settings"] = c10::IValue::make_capsule(c10::make_intrusive<Settings>(layer));
     return output;
   }
@@ -278,19 +274,6 @@ class Function : public torch::autograd::Function<Function> {
  private:
   // Arguments that can have a gradient, in order.
   enum Argument : std::size_t { kInput, kWeight, kBias, kResidual, kArguments };
-
-  // The number of each argument's edge in the graph, -1 if it has none.
-  static std::vector<std::int64_t> edges(std::initializer_list<at::Tensor> arguments) {
-    std::vector<std::int64_t> result;
-    std::int64_t next = 0;
-    for (const at::Tensor& argument : arguments) result.push_back(argument.defined() ? next++ : -1);
-    return result;
-  }
-
-  static bool is_needed(AutogradContext* ctx, Argument argument) {
-    const auto edge = ctx->saved_data["edges"].toIntVector()[argument];
-    return edge >= 0 && ctx->needs_input_grad(static_cast<std::size_t>(edge));
-  }
 
   static variable_list gradients_of_arguments(AutogradContext* ctx, const Settings& settings,
                                               const variable_list& saved, const at::Tensor& grad) {
