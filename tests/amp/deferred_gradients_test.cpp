@@ -2,6 +2,7 @@
 // pass. Whoever asks for the masters' gradients gets them moved first, and the same training.
 
 #include "semitone/amp/mixed_precision.h"
+#include "tests/amp/small_net.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -22,20 +23,6 @@ namespace {
 
 using test::expect_bitwise_equal;
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() : first(9, 33), norm(33), second(33, 5) {
-    register_module("first", first);
-    register_module("norm", norm);
-    register_module("second", second);
-  }
-  at::Tensor forward(const at::Tensor& x) { return second(norm(first(x)).relu()); }
-
-  torch::nn::Linear first;
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear second;
-};
-TORCH_MODULE(Net);
-
 // A model at O2 with a scale that is a power of two, so that taking it out is exact.
 struct Trained {
   explicit Trained(const test::Kind& kind, c10::ScalarType dtype = torch::kHalf)
@@ -44,7 +31,7 @@ struct Trained {
         mixed(initialize(model, *optimizer,
                          Options(OptLevel::O2).dtype(dtype).loss_scale(128.0).verbosity(0))) {}
 
-  static Net make() {
+  static test::SmallNet make() {
     torch::manual_seed(7);
     return {};
   }
@@ -59,7 +46,7 @@ struct Trained {
   }
   const std::vector<at::Tensor>& masters() const { return optimizer->param_groups()[0].params(); }
 
-  Net model;
+  test::SmallNet model;
   std::unique_ptr<optim::FusedOptimizer> optimizer;
   MixedPrecision mixed;
 };

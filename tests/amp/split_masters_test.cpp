@@ -4,6 +4,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
+#include "tests/amp/small_net.h"
 #include "tests/support/tensors.h"
 
 #include <torch/torch.h>
@@ -21,20 +22,6 @@ namespace {
 
 using test::expect_bitwise_equal;
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() : first(9, 33), norm(33), second(33, 5) {
-    register_module("first", first);
-    register_module("norm", norm);
-    register_module("second", second);
-  }
-  at::Tensor forward(const at::Tensor& x) { return second(norm(first(x)).relu()); }
-
-  torch::nn::Linear first;
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear second;
-};
-TORCH_MODULE(Net);
-
 struct Trained {
   explicit Trained(bool split, c10::ScalarType dtype = torch::kBFloat16)
       : model(make()),
@@ -42,7 +29,7 @@ struct Trained {
         mixed(initialize(model, optimizer,
                          Options(OptLevel::O2).dtype(dtype).loss_scale(128.0).verbosity(0))) {}
 
-  static Net make() {
+  static test::SmallNet make() {
     torch::manual_seed(7);
     return {};
   }
@@ -64,14 +51,14 @@ struct Trained {
     return values;
   }
 
-  Net model;
+  test::SmallNet model;
   optim::FusedAdam optimizer;
   MixedPrecision mixed;
 };
 
 TEST(SplitMasters, StartFromTheWeightsBeforeTheCast) {
   Trained split(true);
-  const Net original = Trained::make();
+  const test::SmallNet original = Trained::make();
   const auto values = split.exact();
   for (std::size_t i = 0; i < values.size(); ++i)
     expect_bitwise_equal(values[i], original->parameters()[i].detach());
