@@ -1,12 +1,11 @@
 #include "semitone/parallel/sync_batch_norm.h"
 
-#include "semitone/core/error.h"
 #include "src/nn/batch_norm.h"
+#include "src/nn/batch_norm_layer.h"
 #include "src/parallel/sync_mark.h"
 
 #include <ATen/ops/batch_norm_native.h>
 #include <torch/library.h>
-#include <torch/nn/functional/batchnorm.h>
 #include <torch/types.h>
 
 #include <memory>
@@ -121,48 +120,20 @@ SyncBatchNormImpl::SyncBatchNormImpl(const SyncBatchNormOptions& options_)
     : torch::nn::NormImplBase<2, SyncBatchNormImpl, SyncBatchNormOptions>(options_) {}
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  if (input.dim() < 2 || input.size(1) != options.num_features()) {
-    throw Error(kWhere, "an input (N, " + std::to_string(options.num_features()) + ", ...)",
-                c10::str("one of shape ", input.sizes()));
-  }
-}
-
-double SyncBatchNormImpl::share_of_batch() {
-  if (!is_training() || !options.track_running_stats()) return 0;
-  num_batches_tracked += 1;
-  return options.momentum().has_value() ? *options.momentum()
-                                        : 1 / num_batches_tracked.item<double>();
+  nn::check_channels(kWhere, input, options.num_features());
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& residual) {
   _check_input_dim(input);
-  const double share = share_of_batch();
-  const bool of_batch = is_training() || !options.track_running_stats();
-  nn::BatchNorm layer{.where = kWhere,
-                      .weight = weight,
-                      .bias = bias,
-                      .running_mean = running_mean,
-                      .running_var = running_var,
-                      .momentum = share,
-                      .eps = options.eps(),
-                      .residual = residual,
-                      .relu = options.fuse_relu()};
-  if (!of_batch) return nn::batch_norm_in_evaluation(input, layer);
+  nn::BatchNorm layer = nn::layer_of(*this, kWhere, residual, options.fuse_relu());
+  if (!nn::uses_batch(*this)) return nn::batch_norm_in_evaluation(input, layer);
   if (options.group().size() > 1) layer.peers = std::make_shared<GroupPeers>(options.group());
   return nn::batch_norm(input, layer);
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "semitone::parallel::SyncBatchNorm(" << options.num_features()
-         << ", eps=" << options.eps() << ", momentum=";
-  if (options.momentum().has_value()) {
-    stream << *options.momentum();
-  } else {
-    stream << "None";
-  }
-  stream << ", affine=" << options.affine()
-         << ", track_running_stats=" << options.track_running_stats()
-         << ", fuse_relu=" << options.fuse_relu() << ", ranks=" << options.group().size() << ")";
+  nn::print_options(stream, "semitone::parallel::SyncBatchNorm", options)
+      << ", fuse_relu=" << options.fuse_relu() << ", ranks=" << options.group().size() << ")";
 }
 
 std::size_t convert_sync_batchnorm(torch::nn::Module& module, const comm::Group& group) {

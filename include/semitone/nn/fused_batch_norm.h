@@ -66,10 +66,6 @@ class FusedBatchNormImpl
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
 
   void _check_input_dim(const at::Tensor& input) override;
-
- private:
-  // Counts this batch; returns its share in the running statistics.
-  double share_of_batch();
 };
 TORCH_MODULE(FusedBatchNorm);
 
