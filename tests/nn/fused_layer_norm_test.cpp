@@ -39,11 +39,6 @@ auto libtorchs(std::vector<std::int64_t> shape, double eps = 1e-5) {
   };
 }
 
-double tolerance_of(c10::ScalarType dtype, std::int64_t terms) {
-  const auto computed = dtype == torch::kDouble ? dtype : torch::kFloat;
-  return test::rounding_tolerance(dtype) + test::reduction_tolerance(computed, terms);
-}
-
 class FusedLayerNormTest : public testing::Test {
  protected:
   void SetUp() override { torch::manual_seed(1); }
@@ -72,7 +67,7 @@ TEST_F(FusedLayerNormTest, IsLibTorchsWithItsGradients) {
           const auto got = gradients_of(ours(normalized), inputs, grad);
           const auto want =
               gradients_of(libtorchs(normalized), in_fp64(inputs), grad.to(torch::kDouble));
-          const double tolerance = tolerance_of(dtype, input.numel());
+          const double tolerance = test::rounded_sum_tolerance(dtype, input.numel());
           EXPECT_EQ(got.output.scalar_type(), dtype);
           EXPECT_TRUE(got.output.is_contiguous());
           EXPECT_TRUE(test::near(got.output, want.output, tolerance));

@@ -1,7 +1,10 @@
 #pragma once
 
+#include "tests/support/tolerance.h"
+
 #include <torch/torch.h>
 
+#include <cstdint>
 #include <vector>
 
 // A function and its gradients, for comparisons.
@@ -27,6 +30,12 @@ Gradients gradients_of(const Function& function, const std::vector<at::Tensor>& 
   for (const at::Tensor& leaf : leaves)
     result.inputs.push_back(leaf.defined() ? leaf.grad() : leaf);
   return result;
+}
+
+// A sum that is computed in fp32 at least and rounded to the dtype once.
+inline double rounded_sum_tolerance(c10::ScalarType dtype, std::int64_t terms) {
+  const auto computed = dtype == torch::kDouble ? dtype : torch::kFloat;
+  return rounding_tolerance(dtype) + reduction_tolerance(computed, terms);
 }
 
 inline std::vector<at::Tensor> in_fp64(const std::vector<at::Tensor>& tensors) {
