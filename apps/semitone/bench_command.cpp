@@ -3,6 +3,7 @@
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/output.h"
+#include "apps/semitone/results.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
@@ -27,13 +28,7 @@ using nlohmann::ordered_json;
 using train::TensorMemory;
 using train::Workload;
 
-constexpr auto kWhere = "cli.bench";
-constexpr double kMegabyte = 1 << 20;
 constexpr std::int64_t kManySteps = 1'000'000;
-
-double megabytes(std::int64_t bytes) {
-  return static_cast<double>(bytes) / kMegabyte;
-}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -162,7 +157,7 @@ std::vector<double> run_as_asked(Workload& workload) {
   for (std::string command; std::getline(std::cin, command);) {
     const std::int64_t steps = steps_of(command);
     if (steps == 0) {
-      throw UsageError(kWhere,
+      throw UsageError(kBench,
                        fmt::format("'step N' with N from 1 to {} on standard input", kManySteps),
                        "'" + command + "'");
     }

@@ -12,12 +12,11 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kWhere = "cli.bench";
-constexpr std::int64_t kMany = 1'000'000;
+constexpr std::int64_t kMostRuns = 1'000'000;
 // Of the feed-forward part, as BERT has it.
 constexpr std::int64_t kFfnPerWidth = 4;
 
-constexpr auto kFooter =
+constexpr auto kBenchFooter =
     R"(Workloads (--batch-size, sizes and seed can be changed):
   mnist     the ConvNet, 100 images of 28 x 28, SGD with momentum
   resnet50  ResNet-50, 16 images of 224 x 224, SGD with momentum
@@ -52,7 +51,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   flags->check_steps = defaults.check_steps();
   flags->warm_up = defaults.warm_up();
 
-  Flags add(command, kWhere);
+  Flags add(command, kBench);
   add.argument("workload", flags->workload, {"mnist", "resnet50", "encoder"}, "What to train");
   add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3"},
              "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits");
@@ -65,33 +64,33 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "How images lie in memory; auto: nhwc");
   add.choice("--optimizer", flags->optimizer, {"fused", "split", "torch"},
              "Semitone's optimizers, of one pass; the same with split masters; LibTorch's");
-  add.integer("--batch-size", flags->batch_size, 0, kMany,
+  add.integer("--batch-size", flags->batch_size, 0, kMostRuns,
               "Images or sequences of a step; 0: the workload's");
   add.integer("--image-size", flags->image_size, 32, 4096, "Of resnet50: height and width");
-  add.integer("--length", flags->length, 1, kMany, "Of encoder: tokens of a sequence");
+  add.integer("--length", flags->length, 1, kMostRuns, "Of encoder: tokens of a sequence");
   add.integer("--layers", flags->layers, 1, 1000, "Of encoder");
-  add.integer("--width", flags->width, 1, kMany,
+  add.integer("--width", flags->width, 1, kMostRuns,
               "Of encoder: of a token's vector; the feed-forward part is four times as wide");
-  add.integer("--heads", flags->heads, 1, kMany, "Of encoder: a divisor of the width");
-  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kMany, "Of encoder");
-  add.integer("--check-steps", flags->check_steps, 2, kMany,
+  add.integer("--heads", flags->heads, 1, kMostRuns, "Of encoder: a divisor of the width");
+  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kMostRuns, "Of encoder");
+  add.integer("--check-steps", flags->check_steps, 2, kMostRuns,
               "Losses to be compared with float32's");
-  add.integer("--warm-up", flags->warm_up, 1, kMany, "Steps before the first that is timed");
-  add.integer("--rounds", flags->rounds, 1, kMany, "Steps that are timed");
+  add.integer("--warm-up", flags->warm_up, 1, kMostRuns, "Steps before the first that is timed");
+  add.integer("--rounds", flags->rounds, 1, kMostRuns, "Steps that are timed");
   add.integer("--seed", flags->seed, 0, 1'000'000'000, "Of weights, data and dropout");
   add.integer("--threads", flags->threads, 0, 1024,
               "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
   add.mark("--steps-from-stdin", flags->steps_from_stdin,
            "Run the steps that standard input asks for, see below");
   add.json(flags->json);
-  command.footer(std::string(kFooter) + kExitCodesHelp);
+  command.footer(std::string(kBenchFooter) + kExitCodesHelp);
   return flags;
 }
 
 void check(const BenchFlags& flags, const CLI::App& command) {
   const auto refuse = [&](const char* flag, const std::string& expected, const std::string& got) {
     if (command.count(flag) > 0)
-      throw UsageError(kWhere, std::string(flag) + " with " + expected + " only", got);
+      throw UsageError(kBench, std::string(flag) + " with " + expected + " only", got);
   };
   if (flags.workload != "resnet50") refuse("--image-size", "resnet50", flags.workload);
   if (flags.workload == "encoder") {
@@ -103,9 +102,9 @@ void check(const BenchFlags& flags, const CLI::App& command) {
   if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
   if (flags.steps_from_stdin) {
     if (command.count("--rounds") > 0)
-      throw UsageError(kWhere, "--rounds or --steps-from-stdin", "both");
+      throw UsageError(kBench, "--rounds or --steps-from-stdin", "both");
     if (flags.json == "-") {
-      throw UsageError(kWhere, "a file for --json with --steps-from-stdin", "standard output",
+      throw UsageError(kBench, "a file for --json with --steps-from-stdin", "standard output",
                        "its answers go there");
     }
   }

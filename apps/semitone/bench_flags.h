@@ -10,6 +10,9 @@
 
 namespace semitone::cli {
 
+// Who speaks in errors.
+inline constexpr auto kBench = "cli.bench";
+
 // The command line of `semitone bench`, checked.
 struct BenchFlags {
   std::string workload;

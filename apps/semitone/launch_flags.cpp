@@ -11,9 +11,9 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kWhere = "cli.launch";
+constexpr auto kLaunch = "cli.launch";
 
-constexpr auto kFooter =
+constexpr auto kLaunchFooter =
     R"(PROGRAM is any program that reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 MASTER_PORT …); ${local_rank} in its arguments becomes the number. What follows it is never looked at. When one
 process fails, all stop, on every node, and the first failure is shown; with --max-restarts all start again.
@@ -49,15 +49,15 @@ class LaunchHelp : public CLI::Formatter {
 };
 
 void require(bool right, std::string_view expected, std::string_view got) {
-  if (!right) throw UsageError(kWhere, expected, got);
+  if (!right) throw UsageError(kLaunch, expected, got);
 }
 
 std::vector<std::string> program_of(const CLI::App& command) {
   const std::vector<std::string> words = command.remaining();
   const auto help = "see semitone launch --help";
-  if (words.empty()) throw UsageError(kWhere, "a program to launch", "none", help);
+  if (words.empty()) throw UsageError(kLaunch, "a program to launch", "none", help);
   if (words.front().starts_with('-'))
-    throw UsageError(kWhere, "flags of this command", "'" + words.front() + "'", help);
+    throw UsageError(kLaunch, "flags of this command", "'" + words.front() + "'", help);
   return words;
 }
 
@@ -87,7 +87,7 @@ void set_meeting(launch::LaunchOptions& options, const LaunchFlags& flags,
 
 std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
   const auto flags = std::make_shared<LaunchFlags>();
-  Flags add(command, kWhere);
+  Flags add(command, kLaunch);
   add.accept_underscores();
   const auto seconds = [](double value) { return std::isfinite(value) && value >= 0; };
   constexpr auto kSeconds = "from 0";
@@ -135,7 +135,7 @@ std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
   add.text("--json", flags->json, "FILE", "Write how the job ended, as JSON");
   command.prefix_command();
   command.formatter(std::make_shared<LaunchHelp>());
-  command.footer(kFooter);
+  command.footer(kLaunchFooter);
   return flags;
 }
 

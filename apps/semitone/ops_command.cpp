@@ -21,7 +21,7 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kWhere = "cli.ops";
+constexpr auto kOps = "cli.ops";
 
 struct OpsFlags {
   std::string policy = "semitone";
@@ -52,7 +52,7 @@ void require_operator(const std::string& op) {
   } catch (const Error& error) {
     const std::string_view message = error.what();
     const auto proposal = message.find("did you mean");
-    throw UsageError(kWhere, "--op to name an operator", "'" + op + "'",
+    throw UsageError(kOps, "--op to name an operator", "'" + op + "'",
                      proposal == std::string_view::npos ? "" : message.substr(proposal));
   }
 }
@@ -127,7 +127,7 @@ int run(OpsFlags flags) {
   return kSuccess;
 }
 
-constexpr auto kFooter = R"(Actions:
+constexpr auto kOpsFooter = R"(Actions:
   lower    cast to the 16-bit dtype           fp32    cast to float32
   promote  16 bits unless an argument is fp32 widest  cast to the widest argument
   leave    run in the dtype that arrives      ban     an error if an argument is 16-bit
@@ -147,7 +147,7 @@ void add_ops_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
       "ops", "Print a cast policy: what autocast does with each operator, and why");
   const auto flags = std::make_shared<OpsFlags>();
-  Flags add(command, kWhere);
+  Flags add(command, kOps);
   add.choice("--policy", flags->policy,
              {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"}, "Which table");
   add.choice("--device", flags->device, {"cpu", "cuda"}, "For which device; it need not be here");
@@ -155,7 +155,7 @@ void add_ops_command(CLI::App& app, Action& action) {
              "The 16-bit dtype; auto: bf16 on a CPU, else fp16");
   add.text("--op", flags->op, "NAME", "Only this operator and its overloads");
   add.json(flags->json);
-  command.footer(std::string(kFooter) + kExitCodesHelp);
+  command.footer(std::string(kOpsFooter) + kExitCodesHelp);
   command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
 }
 

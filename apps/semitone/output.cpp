@@ -11,7 +11,7 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kWhere = "cli.json";
+constexpr auto kJson = "cli.json";
 
 // A terminal that understands escape sequences.
 bool is_capable_terminal(int descriptor) {
@@ -29,12 +29,12 @@ void write_json(const std::string& json, const std::string& text) {
   if (json == "-") {
     std::cout << text << '\n';
   } else {
-    write_file(json, text + "\n", kWhere);
+    write_file(json, text + "\n", kJson);
   }
 }
 
 void require_json_writable(const std::string& json) {
-  if (!json.empty() && json != "-") require_writable(json, kWhere);
+  if (!json.empty() && json != "-") require_writable(json, kJson);
 }
 
 std::string bold(const std::ostream& stream, const std::string& text) {

@@ -20,10 +20,6 @@ using train::TrainResult;
 
 constexpr double kMegabyte = 1 << 20;
 
-double megabytes(std::int64_t bytes) {
-  return static_cast<double>(bytes) / kMegabyte;
-}
-
 std::int64_t bytes(double megabytes) {
   return std::llround(megabytes * kMegabyte);
 }
@@ -78,6 +74,10 @@ TrainResult result_of(const ordered_json& object) {
 }
 
 }  // namespace
+
+double megabytes(std::int64_t bytes) {
+  return static_cast<double>(bytes) / kMegabyte;
+}
 
 std::string to_json(const std::vector<TrainResult>& results) {
   auto array = ordered_json::array();

@@ -8,6 +8,8 @@
 
 namespace semitone::cli {
 
+double megabytes(std::int64_t bytes);
+
 // An array with one object a level.
 std::string to_json(const std::vector<train::TrainResult>& results);
 // What to_json wrote. Error for anything else.

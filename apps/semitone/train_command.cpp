@@ -31,12 +31,10 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kWhere = "cli.train";
-
 train::DataSet load_data(const TrainFlags& flags) {
   std::error_code ignored;
   if (!std::filesystem::is_directory(flags.data, ignored)) {
-    throw FileError(kWhere, "a folder with the data at '" + flags.data + "'", "none",
+    throw FileError(kTrain, "a folder with the data at '" + flags.data + "'", "none",
                     std::string("give --data DIR or set ") + env::kDataDir.name);
   }
   return {zoo::load_mnist(flags.data, zoo::Split::train),
@@ -114,7 +112,7 @@ class TemporaryFolder {
   TemporaryFolder() {
     std::string path = (std::filesystem::temp_directory_path() / "semitone-XXXXXX").string();
     if (::mkdtemp(path.data()) == nullptr) {
-      throw FileError(kWhere, "a folder for temporary files",
+      throw FileError(kTrain, "a folder for temporary files",
                       std::error_code(errno, std::generic_category()).message(), "set TMPDIR");
     }
     path_ = path;
@@ -146,7 +144,7 @@ int train_apart(const CLI::App& command, amp::OptLevel level, std::string& resul
   result = finished.out;
   if (finished.status.success()) return kSuccess;
   const std::string name(amp::name_of(level));
-  std::cerr << Error(kWhere, name + " to train", finished.status.to_string()).what() << '\n';
+  std::cerr << Error(kTrain, name + " to train", finished.status.to_string()).what() << '\n';
   return finished.status.signal != 0 ? static_cast<int>(kFailure) : finished.status.code;
 }
 

@@ -16,14 +16,13 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kWhere = "cli.train";
-constexpr std::int64_t kMany = 1'000'000'000;
+constexpr std::int64_t kMostSteps = 1'000'000'000;
 
 // What says how many processes train, and where; not meant for those processes.
 constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
                                "--master-port"};
 
-constexpr auto kFooter =
+constexpr auto kTrainFooter =
     R"(The data are four IDX files as MNIST has them (train-images-idx3-ubyte, train-labels-idx1-ubyte,
 t10k-…), plain or .gz: any number of images of 28 x 28, labels 0 to 9.
 images/s and ms/step (median) are of training; a MB is 2^20 bytes; tensors is the most memory that the
@@ -47,7 +46,7 @@ Examples:
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   const auto flags = std::make_shared<TrainFlags>();
   flags->data = env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
-  Flags add(command, kWhere);
+  Flags add(command, kTrain);
   add.choice("--model", flags->model, {"convnet"}, "What to train");
   add.text("--data", flags->data, "DIR", "Where the data lie");
   add.choice(
@@ -70,16 +69,17 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
              "How the learning rate moves; cosine: up over a quarter of the steps, then down to 0");
   add.number_or_word("--loss-scale", flags->loss_scale, {"auto", "dynamic"},
                      "dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", flags->growth_interval, 0, kMany,
+  add.integer("--growth-interval", flags->growth_interval, 0, kMostSteps,
               "Good steps after which a dynamic loss scale doubles; 0: never");
-  add.integer("--seed", flags->seed, 0, kMany, "Of the first weights and the order of the images");
+  add.integer("--seed", flags->seed, 0, kMostSteps,
+              "Of the first weights and the order of the images");
   add.integer("--threads", flags->threads, 0, 1024,
               "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "How images lie in memory; auto: nhwc, which is faster at every level");
-  add.integer("--limit-batches", flags->limit_batches, 0, kMany,
+  add.integer("--limit-batches", flags->limit_batches, 0, kMostSteps,
               "Batches an epoch at most; 0: all");
-  add.integer("--max-steps", flags->max_steps, 0, kMany,
+  add.integer("--max-steps", flags->max_steps, 0, kMostSteps,
               "Stop after this step, counted from the very first; 0: at the end");
   add.text(
       "-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
@@ -102,7 +102,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.json(flags->json);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");
   command.add_flag("--as-part", flags->as_part)->group("");
-  command.footer(std::string(kFooter) + kExitCodesHelp);
+  command.footer(std::string(kTrainFooter) + kExitCodesHelp);
   return flags;
 }
 
@@ -118,20 +118,20 @@ int TrainFlags::processes() const {
 
 void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place) {
   if (flags.optimizer != "sgd" && command.count("--momentum") > 0)
-    throw UsageError(kWhere, "--momentum with --optimizer sgd only",
+    throw UsageError(kTrain, "--momentum with --optimizer sgd only",
                      "--optimizer " + flags.optimizer);
   std::error_code ignored;
   if (!flags.save.empty() && !flags.json.empty() &&
       std::filesystem::weakly_canonical(flags.save, ignored) ==
           std::filesystem::weakly_canonical(flags.json, ignored))
-    throw UsageError(kWhere, "two files for --save and --json", "'" + flags.save + "' for both");
+    throw UsageError(kTrain, "two files for --save and --json", "'" + flags.save + "' for both");
   for (const char* const flag : {"--save", "--resume"}) {
     if (flags.levels().size() > 1 && command.count(flag) > 0)
-      throw UsageError(kWhere, std::string("one level with ") + flag, "--opt-level all");
+      throw UsageError(kTrain, std::string("one level with ") + flag, "--opt-level all");
   }
   for (const char* const flag : kJobFlags) {
     if (place.world_size > 1 && command.count(flag) > 0) {
-      throw UsageError(kWhere, std::string("no ") + flag + " in a process that was launched",
+      throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",
                        fmt::format("{} as rank {} of {}", flag, place.rank, place.world_size),
                        "give the number of processes to the launcher, or leave the launcher out");
     }

@@ -13,6 +13,9 @@
 
 namespace semitone::cli {
 
+// Who speaks in errors.
+inline constexpr auto kTrain = "cli.train";
+
 // The command line of `semitone train`, checked.
 struct TrainFlags {
   std::string model = "convnet";

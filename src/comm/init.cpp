@@ -24,13 +24,11 @@
 namespace semitone::comm {
 namespace {
 
-constexpr auto kWhere = "comm.init";
-
 int parse_number(std::string_view text, std::string_view name, int least, int most) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-    throw Error(kWhere, fmt::format("{} from {} to {}", name, least, most),
+    throw Error(kInit, fmt::format("{} from {} to {}", name, least, most),
                 fmt::format("'{}'", text));
   }
   return value;
@@ -42,7 +40,7 @@ constexpr int kMostRanks = 1 << 20;
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
   const auto text = env::get(variable);
   if (!text.has_value()) {
-    throw Error(kWhere, fmt::format("{} in the environment", variable.name), "nothing",
+    throw Error(kInit, fmt::format("{} in the environment", variable.name), "nothing",
                 fmt::format("{} sets it", launcher));
   }
   return parse_number(*text, variable.name, least, most);
@@ -79,7 +77,7 @@ Rendezvous from_torchrun() {
   place.local_world_size = optional(env::kLocalWorldSize, place.world_size, 1, kMostRanks);
   const auto host = env::get(env::kMasterAddr);
   if (!host.has_value() && place.world_size > 1) {
-    throw Error(kWhere, "MASTER_ADDR in the environment", "nothing",
+    throw Error(kInit, "MASTER_ADDR in the environment", "nothing",
                 fmt::format("{} sets it", kLauncher));
   }
   place.host = host.value_or("127.0.0.1");
@@ -111,7 +109,7 @@ Rendezvous from_open_mpi() {
   place.local_world_size = optional(env::kMpiLocalSize, place.world_size, 1, kMostRanks);
   const auto host = env::get(env::kMasterAddr);
   if (!host.has_value() && place.local_world_size < place.world_size) {
-    throw Error(kWhere, "MASTER_ADDR in the environment of a job on several machines", "nothing",
+    throw Error(kInit, "MASTER_ADDR in the environment of a job on several machines", "nothing",
                 "mpirun -x MASTER_ADDR=<address of rank 0's machine> …");
   }
   place.host = host.value_or("127.0.0.1");
@@ -138,7 +136,7 @@ std::map<std::string, std::string> parse_query(std::string_view query) {
     const auto equals = item.find('=');
     const std::string name(item.substr(0, equals));
     if (name != "rank" && name != "world_size")
-      throw Error(kWhere, "rank and world_size in the URL", fmt::format("'{}'", item));
+      throw Error(kInit, "rank and world_size in the URL", fmt::format("'{}'", item));
     values[name] = equals == std::string_view::npos ? "" : item.substr(equals + 1);
     query = end == std::string_view::npos ? "" : query.substr(end + 1);
   }
@@ -155,7 +153,7 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
     if (given.has_value()) return parse_number(std::to_string(*given), name, least, most);
     const auto found = query.find(name);
     if (found == query.end()) {
-      throw Error(kWhere, fmt::format("{} in the URL", name), fmt::format("'{}'", url),
+      throw Error(kInit, fmt::format("{} in the URL", name), fmt::format("'{}'", url),
                   fmt::format("append {}{}=…", query.empty() ? "?" : "&", name));
     }
     return parse_number(found->second, name, least, most);
@@ -168,16 +166,16 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
     place.kind = Rendezvous::Kind::file;
     place.path = place_text.substr(7);
     if (place.path.empty() || place.path.front() != '/')
-      throw Error(kWhere, "file:///ABSOLUTE/PATH", fmt::format("'{}'", url));
+      throw Error(kInit, "file:///ABSOLUTE/PATH", fmt::format("'{}'", url));
     return place;
   }
   std::string_view address = place_text.substr(6);  // after tcp://
   const auto colon = address.rfind(':');
   if (colon == std::string_view::npos || colon == 0)
-    throw Error(kWhere, "tcp://HOST:PORT", fmt::format("'{}'", url));
+    throw Error(kInit, "tcp://HOST:PORT", fmt::format("'{}'", url));
   std::string_view host = address.substr(0, colon);
   if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);  // IPv6
-  if (host.empty()) throw Error(kWhere, "tcp://HOST:PORT", fmt::format("'{}'", url));
+  if (host.empty()) throw Error(kInit, "tcp://HOST:PORT", fmt::format("'{}'", url));
   place.host = host;
   place.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
   return place;
@@ -188,7 +186,7 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
 void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds timeout) {
   if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
     throw CommError(
-        kWhere, fmt::format("one process of rank {}", place.rank), "a second one",
+        kInit, fmt::format("one process of rank {}", place.rank), "a second one",
         place.kind == Rendezvous::Kind::file
             ? "was the process started twice, or is the file from an earlier run? It must "
               "be a new one for each"
@@ -198,7 +196,7 @@ void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds
   put(store, fmt::format("size/{}", place.rank), std::to_string(place.world_size));
   const auto missing = wait_for_ranks(store, "size/", place.world_size, timeout);
   if (!missing.empty()) {
-    throw CommError(kWhere,
+    throw CommError(kInit,
                     fmt::format("{} ranks to meet within {}", place.world_size,
                                 seconds(std::chrono::duration<double>(timeout).count())),
                     "no sign of " + name_ranks(missing),
@@ -207,7 +205,7 @@ void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds
   for (int rank = 0; rank < place.world_size; ++rank) {
     const std::string size = get(store, fmt::format("size/{}", rank));
     if (size == std::to_string(place.world_size)) continue;
-    throw CommError(kWhere, fmt::format("a world size of {} on all ranks", place.world_size),
+    throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
                     fmt::format("{} on rank {}", size, rank), "start all with the same one",
                     {rank});
   }
@@ -223,7 +221,7 @@ std::string own_address(const Rendezvous& place, const InitOptions& options) {
   const std::string address = address_towards(place.host, place.port);
   if (is_loopback(address) && place.local_world_size < place.world_size) {
     throw Error(
-        kWhere, "a master address that other machines can reach",
+        kInit, "a master address that other machines can reach",
         fmt::format("'{}', which is {} here, for a job on several machines", place.host, address),
         "set MASTER_ADDR to the address of a network interface of rank 0's machine");
   }
@@ -236,7 +234,7 @@ CheckLevel check_level(const InitOptions& options) {
   if (level == "none") return CheckLevel::none;
   if (level == "calls") return CheckLevel::calls;
   if (level == "full") return CheckLevel::full;
-  throw Error(kWhere, fmt::format("{} to be none, calls or full", env::kCommCheck.name),
+  throw Error(kInit, fmt::format("{} to be none, calls or full", env::kCommCheck.name),
               fmt::format("'{}'", level));
 }
 
@@ -245,8 +243,7 @@ std::string chosen_backend(const InitOptions& options) {
     return default_device() == c10::DeviceType::CUDA && has_nccl() ? "nccl" : "gloo";
   }
   if (!has_backend(options.backend())) {
-    throw Error(kWhere, fmt::format("a build with the backend {}", options.backend()),
-                "one without",
+    throw Error(kInit, fmt::format("a build with the backend {}", options.backend()), "one without",
                 "use gloo, or configure with SEMITONE_CUDA=ON and a LibTorch that has NCCL");
   }
   return options.backend();
@@ -256,7 +253,7 @@ std::string chosen_backend(const InitOptions& options) {
 
 InitOptions& InitOptions::backend(std::string value) {
   if (value != "auto" && value != "gloo" && value != "nccl") {
-    throw Error(kWhere, "the backend gloo, nccl or auto", fmt::format("'{}'", value),
+    throw Error(kInit, "the backend gloo, nccl or auto", fmt::format("'{}'", value),
                 value == "mpi"
                     ? "processes that mpirun starts can use gloo: init(\"env://\") reads "
                       "Open MPI's variables"
@@ -267,7 +264,7 @@ InitOptions& InitOptions::backend(std::string value) {
 }
 InitOptions& InitOptions::timeout(std::chrono::milliseconds value) {
   if (value.count() <= 0)
-    throw Error(kWhere, "a timeout above 0", fmt::format("{} ms", value.count()));
+    throw Error(kInit, "a timeout above 0", fmt::format("{} ms", value.count()));
   timeout_ = value;
   return *this;
 }
@@ -289,13 +286,13 @@ InitOptions& InitOptions::check(CheckLevel value) {
 }
 InitOptions& InitOptions::heartbeat(std::chrono::milliseconds value) {
   if (value.count() < 10)
-    throw Error(kWhere, "a heartbeat of at least 10 ms", fmt::format("{} ms", value.count()));
+    throw Error(kInit, "a heartbeat of at least 10 ms", fmt::format("{} ms", value.count()));
   heartbeat_ = value;
   return *this;
 }
 InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
   if (value.count() < 100) {
-    throw Error(kWhere, "a heartbeat timeout of at least 100 ms",
+    throw Error(kInit, "a heartbeat timeout of at least 100 ms",
                 fmt::format("{} ms", value.count()));
   }
   heartbeat_timeout_ = value;
@@ -313,7 +310,7 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
     return place;
   }
   if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
-  throw Error(kWhere,
+  throw Error(kInit,
               "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",
               fmt::format("'{}'", url));
 }
@@ -327,7 +324,7 @@ Group init(std::string_view url, const InitOptions& given) {
   InitOptions options = given;
   options.check(check_level(given));
   if (options.heartbeat_timeout() <= options.heartbeat()) {
-    throw Error(kWhere, "a heartbeat timeout longer than the heartbeat",
+    throw Error(kInit, "a heartbeat timeout longer than the heartbeat",
                 fmt::format("{} ms and {} ms", options.heartbeat_timeout().count(),
                             options.heartbeat().count()));
   }
@@ -356,7 +353,7 @@ Group init(std::string_view url, const InitOptions& given) {
     meet(*group->store, place, options.timeout());
     group->watch = std::make_shared<Watch>(group->store, watch);
   } catch (const c10::DistError& error) {
-    throw CommError(kWhere, "rank 0 to keep the store until all have met",
+    throw CommError(kInit, "rank 0 to keep the store until all have met",
                     error.what_without_backtrace(), "see its output for the reason", {0});
   }
   connect(*group);

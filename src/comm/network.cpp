@@ -22,8 +22,6 @@
 namespace semitone::comm {
 namespace {
 
-constexpr auto kWhere = "comm.init";
-
 // A line longer than this is not from one of us.
 constexpr std::size_t kLongestLine = 1 << 16;
 
@@ -71,7 +69,7 @@ AddressList resolve(const std::string& host, int port, int type) {
   addrinfo* found = nullptr;
   const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
   if (error != 0) {
-    throw Error(kWhere, "a master address that can be resolved",
+    throw Error(kInit, "a master address that can be resolved",
                 fmt::format("'{}': {}", host, ::gai_strerror(error)),
                 "check MASTER_ADDR or the host in the URL");
   }
@@ -118,7 +116,7 @@ Descriptor listen_on(const std::string& host, int port) {
     }
     reason = errno;
   }
-  throw CommError(kWhere, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
+  throw CommError(kInit, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
                   reason == EADDRINUSE
                       ? "another job uses the port: choose another with MASTER_PORT or in the URL"
                       : "MASTER_ADDR or the URL must name the machine that runs rank 0",
@@ -142,7 +140,7 @@ Descriptor connect_to(const Address& to, std::chrono::milliseconds timeout) {
     }
     if (reason == 0) return socket;
   }
-  throw CommError(kWhere, fmt::format("an answer from {}:{}", to.host, to.port), reason_of(reason),
+  throw CommError(kInit, fmt::format("an answer from {}:{}", to.host, to.port), reason_of(reason),
                   "can this machine reach it?");
 }
 
@@ -156,13 +154,13 @@ std::string address_towards(const std::string& host, int port) {
     Address local = local_address(probe.number());
     if (!local.host.empty()) return local.host;
   }
-  throw CommError(kWhere, fmt::format("a route to {}", host), "none", "is the network up?");
+  throw CommError(kInit, fmt::format("a route to {}", host), "none", "is the network up?");
 }
 
 std::string address_of_interface(const std::string& name) {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0)
-    throw Error(kWhere, "the list of network interfaces", reason_of(errno));
+    throw Error(kInit, "the list of network interfaces", reason_of(errno));
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(all, &freeifaddrs);
   std::string names;
   for (const int family : {AF_INET, AF_INET6}) {
@@ -172,7 +170,7 @@ std::string address_of_interface(const std::string& name) {
       if (family == AF_INET) names.append(names.empty() ? "" : ", ").append(entry->ifa_name);
     }
   }
-  throw Error(kWhere, "a network interface with an address", fmt::format("'{}'", name),
+  throw Error(kInit, "a network interface with an address", fmt::format("'{}'", name),
               "there are: " + names);
 }
 

@@ -9,6 +9,9 @@
 // carry lines of text.
 namespace semitone::comm {
 
+// Who speaks in errors.
+inline constexpr auto kInit = "comm.init";
+
 // A file descriptor, closed at the end of its scope.
 class Descriptor {
  public:

@@ -14,13 +14,11 @@
 namespace semitone::comm {
 namespace {
 
-constexpr auto kWhere = "comm.init";
-
 c10::intrusive_ptr<c10d::Store> open_file_store(const Rendezvous& rendezvous,
                                                 std::chrono::milliseconds timeout) {
   const auto folder = std::filesystem::path(rendezvous.path).parent_path();
   if (!std::filesystem::is_directory(folder)) {
-    throw Error(kWhere, "a file in a folder that exists", fmt::format("'{}'", rendezvous.path));
+    throw Error(kInit, "a file in a folder that exists", fmt::format("'{}'", rendezvous.path));
   }
   auto store = c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
   store->setTimeout(timeout);
@@ -43,7 +41,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
   try {
     return c10::make_intrusive<c10d::TCPStore>(rendezvous.host, options);
   } catch (const std::exception&) {
-    throw CommError(kWhere,
+    throw CommError(kInit,
                     fmt::format("rank 0 to answer at {}:{}", rendezvous.host, rendezvous.port),
                     "nothing within " + seconds(std::chrono::duration<double>(timeout).count()),
                     "was rank 0 started? Can this machine reach it? Are MASTER_ADDR and "

@@ -18,8 +18,6 @@ namespace {
 // Reductions are cut into at most so many parts, whatever the number of threads, whose results are
 // then merged in order.
 constexpr std::int64_t kParts = 32;
-// A part or a thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
-constexpr std::int64_t kGrain = 16 * 1024;
 
 // How the kernels see an input; nothing: only the definition can.
 struct Batch {
@@ -47,12 +45,6 @@ struct Batch {
            (input.dim() == 5 && input.is_contiguous(at::MemoryFormat::ChannelsLast3d));
   }
 };
-
-// The tensor with its elements in the input's order.
-at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& input) {
-  if (tensor.strides() == input.strides() && !tensor.is_neg()) return tensor;
-  return at::empty_like(input).copy_(tensor);
-}
 
 bool match(const at::Tensor& tensor, const at::Tensor& input) {
   return tensor.scalar_type() == input.scalar_type() && tensor.device() == input.device() &&
@@ -147,7 +139,8 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
   const auto means = fp32(mean);
   const auto scales = fp32(scale);
   const auto shifts = fp32(shift);
-  const at::Tensor added = residual.defined() ? laid_out_like(residual, input) : residual;
+  const at::Tensor added =
+      residual.defined() ? laid_out_like(residual, input, input.scalar_type()) : residual;
   const BatchNormalize work{.input = input.const_data_ptr(),
                             .residual = added.defined() ? added.const_data_ptr() : nullptr,
                             .output = output.mutable_data_ptr(),
@@ -166,7 +159,7 @@ GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
   const auto batch = Batch::of(input);
   if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean);
   const auto means = fp32(mean);
-  const at::Tensor gradient = laid_out_like(grad, input);
+  const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
   const BatchGradient work{
       .grad = gradient.const_data_ptr(), .input = input.const_data_ptr(), .mean = means.data()};
   const at::Tensor sums =
@@ -188,7 +181,7 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
   const auto as = fp32(a);
   const auto bs = fp32(b);
   const auto cs = fp32(c);
-  const at::Tensor gradient = laid_out_like(grad, input);
+  const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
   const BatchGradient work{.grad = gradient.const_data_ptr(),
                            .input = input.const_data_ptr(),
                            .mean = means.data(),

@@ -2,8 +2,8 @@
 
 #include "src/kernels/cross_entropy_rows.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/row_parts.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -38,15 +38,6 @@ CrossEntropyRows rows_of(const at::Tensor& logits, const at::Tensor& classes,
           .label_smoothing = targets.label_smoothing};
 }
 
-// Calls work(first row, last row) from several threads.
-template <typename Work>
-void for_all_rows(const at::Tensor& logits, const Work& work) {
-  const std::int64_t grain = std::max<std::int64_t>(1, kChunk / logits.size(1));
-  at::parallel_for(0, logits.size(0), grain, [&](std::int64_t begin, std::int64_t end) {
-    work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
-  });
-}
-
 }  // namespace
 
 RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
@@ -60,7 +51,7 @@ RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
   const CrossEntropyResults results{losses.loss.mutable_data_ptr<float>(),
                                     losses.max.mutable_data_ptr<float>(),
                                     losses.inv_sum.mutable_data_ptr<float>()};
-  for_all_rows(from, [&](std::size_t begin, std::size_t end) {
+  for_all_rows(from.size(0), from.size(1), [&](std::size_t begin, std::size_t end) {
     cross_entropy_rows(rows, results, begin, end);
   });
   return losses;
@@ -80,7 +71,7 @@ at::Tensor cross_entropy_gradient(const at::Tensor& logits, const ClassTargets& 
                                   .grad_step = grads.dim() == 0 ? 0U : 1U,
                                   .output = written_data(output),
                                   .stride = static_cast<std::size_t>(output.stride(0))};
-  for_all_rows(from, [&](std::size_t begin, std::size_t end) {
+  for_all_rows(from.size(0), from.size(1), [&](std::size_t begin, std::size_t end) {
     cross_entropy_gradient_rows(rows, work, begin, end);
   });
   return output;

@@ -15,18 +15,11 @@ namespace semitone::kernels {
 namespace {
 
 constexpr std::uint32_t kOne = 1 << 16;  // p = 1 as a threshold
-constexpr std::int64_t kGrain = kChunk / static_cast<std::int64_t>(kDropoutGroup);
+constexpr std::int64_t kGroupGrain = kGrain / static_cast<std::int64_t>(kDropoutGroup);
 
 std::uint32_t threshold_for(double p) {
   if (p == 1) return kOne;
   return std::min(kOne - 1, static_cast<std::uint32_t>(std::lround(p * kOne)));
-}
-
-// The tensor with its elements in the order of the result's memory, and in one of its formats.
-at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& result, at::ScalarType dtype) {
-  if (tensor.scalar_type() == dtype && tensor.strides() == result.strides() && !tensor.is_neg())
-    return tensor;
-  return at::empty_like(result, result.options().dtype(dtype)).copy_(tensor);
 }
 
 }  // namespace
@@ -61,7 +54,7 @@ at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarTy
                          .threshold = dropout.threshold(),
                          .scale = static_cast<float>(dropout.scale())};
   const auto groups = static_cast<std::int64_t>((size + kDropoutGroup - 1) / kDropoutGroup);
-  at::parallel_for(0, groups, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  at::parallel_for(0, groups, kGroupGrain, [&](std::int64_t begin, std::int64_t end) {
     dropout_groups(work, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
   });
   return output;

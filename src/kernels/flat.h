@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
 
 #include <cstddef>
@@ -22,6 +23,8 @@ namespace semitone::kernels {
 // cache, and a thread's wake-up (about 5 us) is paid back by a few chunks (about 4 us each at 30
 // GB/s).
 constexpr std::int64_t kChunk = 16 * 1024;
+// A thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
+constexpr std::int64_t kGrain = kChunk;
 
 inline std::optional<Format> format_of(at::ScalarType dtype) {
   switch (dtype) {
@@ -41,6 +44,17 @@ inline std::optional<Format> format_of(at::ScalarType dtype) {
 inline bool same_flat_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
          !a.is_neg() && !b.is_neg();
+}
+
+inline at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.resolve_neg().contiguous();
+}
+
+// The tensor in a dtype, its elements in the order of the other one's memory.
+inline at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& other,
+                                at::ScalarType dtype) {
+  if (tensor.scalar_type() == dtype && same_flat_layout(tensor, other)) return tensor;
+  return at::empty_like(other, other.options().dtype(dtype)).copy_(tensor);
 }
 
 // Memory that a kernel writes, as autograd has to know.

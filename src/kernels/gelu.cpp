@@ -15,21 +15,9 @@ std::optional<Format> kernel_format_of(const at::Tensor& input) {
   return input.is_cpu() && input.numel() > 0 ? format_of(input.scalar_type()) : std::nullopt;
 }
 
-at::Tensor dense(const at::Tensor& tensor) {
-  return tensor.resolve_neg().contiguous();
-}
-
-at::Tensor fp32(const at::Tensor& values) {
-  return dense(values.to(at::kFloat));
-}
-
 // Without a bias the order of the elements does not matter.
 at::Tensor without_gaps(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() ? tensor : dense(tensor);
-}
-
-at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& flat) {
-  return same_flat_layout(tensor, flat) ? tensor : at::empty_like(flat).copy_(tensor);
 }
 
 }  // namespace
@@ -38,7 +26,7 @@ at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form) 
   const auto format = kernel_format_of(input);
   if (!format.has_value()) return ref::gelu(input, bias, form);
   const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
-  const at::Tensor shift = bias.defined() ? fp32(bias) : at::Tensor();
+  const at::Tensor shift = bias.defined() ? dense(bias.to(at::kFloat)) : at::Tensor();
   at::Tensor output = at::empty_like(elements);
   const Gelu work{.form = form,
                   .input = elements.const_data_ptr(),
@@ -57,8 +45,8 @@ GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, con
   if (!format.has_value() || !grad.is_cpu())
     return ref::gelu_backward(grad, input, bias, form, bias_wanted);
   const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
-  const at::Tensor upper = laid_out_like(grad.to(input.scalar_type()), elements);
-  const at::Tensor shift = bias.defined() ? fp32(bias) : at::Tensor();
+  const at::Tensor upper = laid_out_like(grad, elements, input.scalar_type());
+  const at::Tensor shift = bias.defined() ? dense(bias.to(at::kFloat)) : at::Tensor();
   GeluGradients result;
   result.input = at::empty_like(elements);
   const GeluGradient work{.form = form,

@@ -2,8 +2,8 @@
 
 #include "src/kernels/flat.h"
 #include "src/kernels/max_pool_rows.h"
+#include "src/kernels/row_parts.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -14,9 +14,6 @@ namespace semitone::kernels {
 namespace {
 
 static_assert(kMaxPoolWindow == kMostPlaces);
-
-// A thread's share reads or writes at least so many elements.
-constexpr std::int64_t kGrain = 16 * 1024;
 
 // Nothing where LibTorch has an error to report.
 std::optional<PoolAxis> axis_of(const at::Tensor& input, const MaxPool& pool, std::size_t axis) {
@@ -53,16 +50,6 @@ std::optional<PoolLayout> layout_of(const at::Tensor& input, const MaxPool& pool
                     .width = *width};
 }
 
-// Calls work(first row, last row) from several threads. `cost`: elements that a row takes.
-template <typename Work>
-void for_all_rows(std::int64_t images, std::size_t height, std::size_t cost, const Work& work) {
-  const auto grain = std::max<std::int64_t>(1, kGrain / static_cast<std::int64_t>(cost));
-  at::parallel_for(0, images * static_cast<std::int64_t>(height), grain,
-                   [&](std::int64_t begin, std::int64_t end) {
-                     work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
-                   });
-}
-
 }  // namespace
 
 bool has_max_pool_kernel(const at::Tensor& input, const MaxPool& pool) {
@@ -81,9 +68,8 @@ MaxPooled max_pool2d(const at::Tensor& input, const MaxPool& pool, bool with_pla
   const void* const in = input.const_data_ptr();
   void* const out = pooled.output.mutable_data_ptr();
   auto* const places = with_places ? pooled.places.mutable_data_ptr<std::uint8_t>() : nullptr;
-  const auto window = static_cast<std::size_t>(pool.window());
   for_all_rows(
-      shape[0], layout->height.output, layout->width.output * layout->channels * window,
+      shape[0] * shape[2], shape[1] * shape[3] * pool.window(),
       [&](std::size_t begin, std::size_t end) { max_pool(*layout, in, out, places, begin, end); });
   return pooled;
 }
@@ -99,7 +85,7 @@ at::Tensor max_pool2d_backward(const at::Tensor& grad, const at::Tensor& places,
   const void* const from = gradient.const_data_ptr();
   const auto* const where = places.const_data_ptr<std::uint8_t>();
   void* const to = result.mutable_data_ptr();
-  for_all_rows(input.size(0), layout->height.input, layout->width.input * layout->channels,
+  for_all_rows(input.size(0) * input.size(2), input.size(1) * input.size(3),
                [&](std::size_t begin, std::size_t end) {
                  max_pool_backward(*layout, from, where, to, begin, end);
                });

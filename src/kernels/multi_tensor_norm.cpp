@@ -15,12 +15,12 @@
 namespace semitone::kernels {
 namespace {
 
-constexpr auto kWhere = "kernels.multi_tensor_norms";
+constexpr auto kNorms = "kernels.multi_tensor_norms";
 
 void check(const at::Tensor& tensor) {
-  if (!tensor.defined()) throw Error(kWhere, "defined tensors", "an undefined one");
+  if (!tensor.defined()) throw Error(kNorms, "defined tensors", "an undefined one");
   if (!tensor.is_floating_point() || tensor.layout() != at::kStrided) {
-    throw Error(kWhere, "dense floating tensors",
+    throw Error(kNorms, "dense floating tensors",
                 c10::str(dtype_name(tensor.scalar_type()), ", ", tensor.layout()));
   }
 }
@@ -70,7 +70,7 @@ void run_on_cpu(std::span<const at::Tensor> tensors, const std::vector<std::size
 }  // namespace
 
 std::vector<double> multi_tensor_norms(std::span<const at::Tensor> tensors, double p) {
-  if (!(p > 0)) throw Error(kWhere, "a norm of positive order", std::to_string(p));
+  if (!(p > 0)) throw Error(kNorms, "a norm of positive order", std::to_string(p));
   std::vector<double> norms(tensors.size(), 0.0);
   std::vector<std::size_t> flat;
   ReadOnce others;

@@ -16,22 +16,22 @@
 namespace semitone::kernels {
 namespace {
 
-constexpr auto kWhere = "kernels.multi_tensor_update";
+constexpr auto kUpdate = "kernels.multi_tensor_update";
 
 void check_like_param(const at::Tensor& tensor, const Update& item, const char* what) {
   if (tensor.layout() != at::kStrided || tensor.device() != item.param.device() ||
       tensor.sizes() != item.param.sizes()) {
     throw Error(
-        kWhere,
+        kUpdate,
         c10::str(what, " like its parameter, ", item.param.sizes(), " on ", item.param.device()),
         c10::str(tensor.sizes(), " on ", tensor.device(), ", ", tensor.layout()));
   }
 }
 
 void check_floating(const at::Tensor& tensor, const Update& item, const char* what) {
-  if (!tensor.defined()) throw Error(kWhere, what, "an undefined tensor");
+  if (!tensor.defined()) throw Error(kUpdate, what, "an undefined tensor");
   if (!tensor.is_floating_point())
-    throw Error(kWhere, c10::str(what, " of a floating dtype"), dtype_name(tensor.scalar_type()));
+    throw Error(kUpdate, c10::str(what, " of a floating dtype"), dtype_name(tensor.scalar_type()));
   check_like_param(tensor, item, what);
 }
 
@@ -44,13 +44,13 @@ void check(const Update& item) {
     if (!state.defined()) continue;
     check_like_param(state, item, "state");
     if (state.scalar_type() != wide) {
-      throw Error(kWhere, "state in " + dtype_name(wide), dtype_name(state.scalar_type()));
+      throw Error(kUpdate, "state in " + dtype_name(wide), dtype_name(state.scalar_type()));
     }
   }
   if (!item.low.defined()) return;
   check_like_param(item.low, item, "lower halves");
   if (item.param.scalar_type() != at::kBFloat16 || item.low.scalar_type() != at::kShort) {
-    throw Error(kWhere, "int16 lower halves of a bfloat16 parameter",
+    throw Error(kUpdate, "int16 lower halves of a bfloat16 parameter",
                 dtype_name(item.low.scalar_type()) + " of " + dtype_name(item.param.scalar_type()));
   }
 }
@@ -104,7 +104,8 @@ UpdateSpan part_of(const UpdateSpan& whole, std::size_t begin, std::size_t size)
 template <typename Rule>
 void check(std::span<const Update> items, std::span<const Rule> rules) {
   if (items.size() != rules.size()) {
-    throw Error(kWhere, "a rule for each parameter", c10::str(rules.size(), " for ", items.size()));
+    throw Error(kUpdate, "a rule for each parameter",
+                c10::str(rules.size(), " for ", items.size()));
   }
   for (const Update& item : items) check(item);
 }

@@ -21,7 +21,7 @@ std::optional<RowLayout> layout_of(const at::Tensor& input, const RowNorm& norm)
 // In fp32, one for each column.
 at::Tensor values_or(const at::Tensor& values, double otherwise, std::int64_t columns) {
   if (!values.defined()) return at::full({columns}, otherwise, at::kFloat);
-  return values.to(at::kFloat).resolve_neg().contiguous();
+  return dense(values.to(at::kFloat));
 }
 
 // -0 is what changes nothing when it is added.
@@ -31,10 +31,6 @@ at::Tensor bias_of(const RowNorm& norm) {
 
 at::Tensor weight_of(const RowNorm& norm) {
   return values_or(norm.weight, 1, norm.columns);
-}
-
-at::Tensor dense(const at::Tensor& tensor) {
-  return tensor.resolve_neg().contiguous();
 }
 
 float* data_of(const at::Tensor& statistics) {

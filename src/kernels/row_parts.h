@@ -1,5 +1,6 @@
 #pragma once
 
+#include "src/kernels/flat.h"
 #include "src/kernels/rows.h"
 
 #include <ATen/Parallel.h>
@@ -12,9 +13,6 @@
 
 // The rows of a matrix, shared by threads.
 namespace semitone::kernels {
-
-// A thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
-constexpr std::int64_t kGrain = 16 * 1024;
 
 // Calls work(first row, last row) from several threads.
 template <typename Work>

@@ -197,8 +197,8 @@ Factors factors_of(const at::Tensor& weight, const at::Tensor& invstd,
 }
 
 // What the backward pass has to know of a layer.
-struct Settings : torch::CustomClassHolder {
-  explicit Settings(const BatchNorm& layer)
+struct BatchNormSettings : torch::CustomClassHolder {
+  explicit BatchNormSettings(const BatchNorm& layer)
       : where(layer.where), eps(layer.eps), relu(layer.relu), peers(layer.peers) {}
   std::string_view where;
   double eps;
@@ -221,7 +221,7 @@ class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> 
   }
 };
 
-class Function : public torch::autograd::Function<Function> {
+class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
  public:
   // The tensors that the layer does not have are no arguments: autograd knows none that are
   // undefined.
@@ -245,13 +245,14 @@ class Function : public torch::autograd::Function<Function> {
     ctx->save_for_backward(
         {input, layer.weight, batch.mean, invstd, batch.count, layer.relu ? output : at::Tensor()});
     save_edges(ctx, {input, layer.weight, layer.bias, layer.residual});
-    ctx->saved_data["settings"] = c10::IValue::make_capsule(c10::make_intrusive<Settings>(layer));
+    ctx->saved_data["settings"] =
+        c10::IValue::make_capsule(c10::make_intrusive<BatchNormSettings>(layer));
     return output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto holder = ctx->saved_data["settings"].toCapsule();
-    const auto& settings = static_cast<const Settings&>(*holder);
+    const auto& settings = static_cast<const BatchNormSettings&>(*holder);
     const variable_list saved = ctx->get_saved_variables();
     const bool recorded = at::GradMode::is_enabled();  // create_graph
     at::Tensor grad = gradients[0];
@@ -275,7 +276,8 @@ class Function : public torch::autograd::Function<Function> {
   // Arguments that can have a gradient, in order.
   enum Argument : std::size_t { kInput, kWeight, kBias, kResidual, kArguments };
 
-  static variable_list gradients_of_arguments(AutogradContext* ctx, const Settings& settings,
+  static variable_list gradients_of_arguments(AutogradContext* ctx,
+                                              const BatchNormSettings& settings,
                                               const variable_list& saved, const at::Tensor& grad) {
     const at::NoGradGuard no_grad;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
@@ -307,7 +309,8 @@ class Function : public torch::autograd::Function<Function> {
     return result;
   }
 
-  static variable_list gradients_through_libtorch(AutogradContext* ctx, const Settings& settings,
+  static variable_list gradients_through_libtorch(AutogradContext* ctx,
+                                                  const BatchNormSettings& settings,
                                                   const variable_list& saved,
                                                   const at::Tensor& grad) {
     const at::Tensor& input = saved[0];
@@ -335,8 +338,8 @@ class Function : public torch::autograd::Function<Function> {
 
 at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer) {
   check(input, layer);
-  return Function::apply(input, if_defined(layer.weight), if_defined(layer.bias),
-                         if_defined(layer.residual), layer);
+  return BatchNormFunction::apply(input, if_defined(layer.weight), if_defined(layer.bias),
+                                  if_defined(layer.residual), layer);
 }
 
 at::Tensor batch_norm_in_evaluation(const at::Tensor& input, const BatchNorm& layer) {

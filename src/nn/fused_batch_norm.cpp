@@ -8,7 +8,7 @@
 namespace semitone::nn {
 namespace {
 
-constexpr auto kWhere = "nn.fused_batch_norm";
+constexpr auto kFusedBatchNorm = "nn.fused_batch_norm";
 
 }  // namespace
 
@@ -16,12 +16,12 @@ FusedBatchNormImpl::FusedBatchNormImpl(const FusedBatchNormOptions& options_)
     : torch::nn::NormImplBase<2, FusedBatchNormImpl, FusedBatchNormOptions>(options_) {}
 
 void FusedBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  check_channels(kWhere, input, options.num_features());
+  check_channels(kFusedBatchNorm, input, options.num_features());
 }
 
 at::Tensor FusedBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& residual) {
   _check_input_dim(input);
-  const BatchNorm layer = layer_of(*this, kWhere, residual, options.relu());
+  const BatchNorm layer = layer_of(*this, kFusedBatchNorm, residual, options.relu());
   return uses_batch(*this) ? batch_norm(input, layer) : batch_norm_in_evaluation(input, layer);
 }
 

@@ -22,9 +22,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr auto kWhere = "nn.fused_cross_entropy";
+constexpr auto kFusedCrossEntropy = "nn.fused_cross_entropy";
 
-struct Settings {
+struct CrossEntropySettings {
   std::int64_t reduction;
   std::int64_t ignore_index;
   double label_smoothing;
@@ -39,27 +39,28 @@ bool is_floating_cpu(const at::Tensor& tensor) {
 }
 
 void check_defined(const at::Tensor& tensor, const char* what) {
-  if (!tensor.defined()) throw Error(kWhere, c10::str(what, " as a tensor"), "an undefined one");
+  if (!tensor.defined())
+    throw Error(kFusedCrossEntropy, c10::str(what, " as a tensor"), "an undefined one");
 }
 
 void check_label_smoothing(double label_smoothing) {
   if (!(label_smoothing >= 0 && label_smoothing <= 1))
-    throw Error(kWhere, "a label_smoothing in [0, 1]", std::to_string(label_smoothing));
+    throw Error(kFusedCrossEntropy, "a label_smoothing in [0, 1]", std::to_string(label_smoothing));
 }
 
 // For logits (N, C) without class weights.
 void check_targets(const at::Tensor& logits, const at::Tensor& target) {
   if (target.dim() != 1 || target.size(0) != logits.size(0)) {
-    throw Error(kWhere,
+    throw Error(kFusedCrossEntropy,
                 c10::str("targets (N) or (N, C) for logits (N, C) of shape ", logits.sizes()),
                 c10::str("targets of shape ", target.sizes()));
   }
   if (target.scalar_type() != at::kLong && target.scalar_type() != at::kByte) {
-    throw Error(kWhere, "int64 targets", dtype_name(target.scalar_type()),
+    throw Error(kFusedCrossEntropy, "int64 targets", dtype_name(target.scalar_type()),
                 "call target.to(torch::kLong)");
   }
   if (target.device() != logits.device()) {
-    throw Error(kWhere, c10::str("targets on the logits' device ", logits.device()),
+    throw Error(kFusedCrossEntropy, c10::str("targets on the logits' device ", logits.device()),
                 c10::str("some on ", target.device()));
   }
 }
@@ -72,7 +73,8 @@ std::int64_t count_rows(const at::Tensor& target, std::int64_t classes, std::int
   for (std::int64_t row = 0; row < contiguous.numel(); ++row) {
     if (data[row] == ignore_index) continue;
     if (data[row] < 0 || data[row] >= classes) {
-      throw Error(kWhere, c10::str("targets in [0, ", classes, "), or ignore_index ", ignore_index),
+      throw Error(kFusedCrossEntropy,
+                  c10::str("targets in [0, ", classes, "), or ignore_index ", ignore_index),
                   c10::str(data[row], " in row ", row));
     }
     ++count;
@@ -91,7 +93,7 @@ double sum_in_order(const at::Tensor& values) {
 
 // 16-bit logits in fp32.
 at::Tensor libtorch_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
-                                  const at::Tensor& weight, const Settings& settings) {
+                                  const at::Tensor& weight, const CrossEntropySettings& settings) {
   const auto dtype = at::toOpMathType(logits.scalar_type());
   return at::cross_entropy_loss(
       logits.to(dtype), target.is_floating_point() ? target.to(dtype) : target,
@@ -99,10 +101,10 @@ at::Tensor libtorch_cross_entropy(const at::Tensor& logits, const at::Tensor& ta
       settings.ignore_index, settings.label_smoothing);
 }
 
-class Function : public torch::autograd::Function<Function> {
+class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
-                            const at::Tensor& target, const Settings& settings) {
+                            const at::Tensor& target, const CrossEntropySettings& settings) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const std::int64_t count = count_rows(target, logits.size(1), settings.ignore_index);
     const auto losses =
@@ -122,7 +124,7 @@ class Function : public torch::autograd::Function<Function> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
-    const Settings settings = settings_of(ctx);
+    const CrossEntropySettings settings = settings_of(ctx);
     if (at::GradMode::is_enabled()) {  // create_graph
       const auto result = recorded_gradients({saved[0]}, gradients[0], [&] {
         return libtorch_cross_entropy(saved[0], saved[1], {}, settings);
@@ -143,7 +145,7 @@ class Function : public torch::autograd::Function<Function> {
   }
 
  private:
-  static Settings settings_of(AutogradContext* ctx) {
+  static CrossEntropySettings settings_of(AutogradContext* ctx) {
     return {.reduction = ctx->saved_data["reduction"].toInt(),
             .ignore_index = ctx->saved_data["ignore_index"].toInt(),
             .label_smoothing = ctx->saved_data["label_smoothing"].toDouble(),
@@ -158,10 +160,11 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
   check_defined(logits, "logits");
   check_defined(target, "targets");
   check_label_smoothing(options.label_smoothing());
-  const Settings settings{.reduction = torch::enumtype::reduction_get_enum(options.reduction()),
-                          .ignore_index = options.ignore_index(),
-                          .label_smoothing = options.label_smoothing(),
-                          .inplace_backward = options.inplace_backward()};
+  const CrossEntropySettings settings{
+      .reduction = torch::enumtype::reduction_get_enum(options.reduction()),
+      .ignore_index = options.ignore_index(),
+      .label_smoothing = options.label_smoothing(),
+      .inplace_backward = options.inplace_backward()};
   const bool probabilities = target.sizes() == logits.sizes() && target.is_floating_point();
   if (options.weight().defined() || probabilities || logits.dim() != 2 ||
       !is_floating_cpu(logits)) {
@@ -169,7 +172,7 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
     return libtorch_cross_entropy(logits, target, options.weight(), settings);
   }
   check_targets(logits, target);
-  return Function::apply(logits, target.to(at::kLong), settings);
+  return CrossEntropyFunction::apply(logits, target.to(at::kLong), settings);
 }
 
 FusedCrossEntropyImpl::FusedCrossEntropyImpl(FusedCrossEntropyOptions options_)

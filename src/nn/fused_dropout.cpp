@@ -36,16 +36,16 @@ bool has_kernel(const at::Tensor& tensor) {
 }
 
 // What the backward pass has to know.
-struct Settings : torch::CustomClassHolder {
-  Settings(const kernels::Dropout& dropout_, at::ScalarType input_dtype_,
-           std::vector<std::int64_t> strides_)
+struct DropoutSettings : torch::CustomClassHolder {
+  DropoutSettings(const kernels::Dropout& dropout_, at::ScalarType input_dtype_,
+                  std::vector<std::int64_t> strides_)
       : dropout(dropout_), input_dtype(input_dtype_), strides(std::move(strides_)) {}
   kernels::Dropout dropout;
   at::ScalarType input_dtype;
   std::vector<std::int64_t> strides;  // of the result: the mask is in order of its memory
 };
 
-class Function : public torch::autograd::Function<Function> {
+class DropoutFunction : public torch::autograd::Function<DropoutFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& residual,
@@ -53,7 +53,7 @@ class Function : public torch::autograd::Function<Function> {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     at::Tensor output = kernels::dropout(input, dropout, dtype, residual.value_or(at::Tensor()));
     ctx->saved_data["settings"] = c10::IValue::make_capsule(
-        c10::make_intrusive<Settings>(dropout, input.scalar_type(), output.strides().vec()));
+        c10::make_intrusive<DropoutSettings>(dropout, input.scalar_type(), output.strides().vec()));
     ctx->saved_data["residual"] = residual.has_value();
     return output;
   }
@@ -61,7 +61,7 @@ class Function : public torch::autograd::Function<Function> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto holder = ctx->saved_data["settings"].toCapsule();
-    const auto& settings = static_cast<const Settings&>(*holder);
+    const auto& settings = static_cast<const DropoutSettings&>(*holder);
     const at::Tensor& grad = gradients[0];
     variable_list result(4);
     if (ctx->needs_input_grad(0)) {
@@ -101,8 +101,8 @@ at::Tensor fused_dropout(const at::Tensor& input, double p, bool train) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return at::dropout(input, p, train);
   }
-  return Function::apply(input, std::nullopt, kernels::Dropout(p, draw_stream()),
-                         input.scalar_type());
+  return DropoutFunction::apply(input, std::nullopt, kernels::Dropout(p, draw_stream()),
+                                input.scalar_type());
 }
 
 at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual, double p,
@@ -117,8 +117,8 @@ at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual
   if (p == 0 || !train || input.numel() == 0) return at::add(residual, input);
   if (!has_kernel(input) || !has_kernel(residual))
     return at::add(residual, fused_dropout(input, p, train));
-  return Function::apply(input, residual, kernels::Dropout(p, draw_stream()),
-                         at::promote_types(input.scalar_type(), residual.scalar_type()));
+  return DropoutFunction::apply(input, residual, kernels::Dropout(p, draw_stream()),
+                                at::promote_types(input.scalar_type(), residual.scalar_type()));
 }
 
 FusedDropoutImpl::FusedDropoutImpl(const FusedDropoutOptions& options_) : options(options_) {

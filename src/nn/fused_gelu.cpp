@@ -26,7 +26,7 @@ GeluForm form_of(std::string_view where, std::string_view approximate) {
   throw Error(where, "approximate 'none' or 'tanh'", c10::str("'", approximate, "'"));
 }
 
-class Function : public torch::autograd::Function<Function> {
+class GeluFunction : public torch::autograd::Function<GeluFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& bias, GeluForm form) {
@@ -58,7 +58,7 @@ class Function : public torch::autograd::Function<Function> {
 };
 
 at::Tensor apply(const at::Tensor& input, const at::Tensor& bias, GeluForm form) {
-  if (is_recorded({input, bias})) return Function::apply(input, if_defined(bias), form);
+  if (is_recorded({input, bias})) return GeluFunction::apply(input, if_defined(bias), form);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   return kernels::gelu(input, bias, form);
 }

@@ -32,7 +32,7 @@ Pair pair_of(const c10::IValue& list) {
   return {values.at(0), values.at(1)};
 }
 
-class Function : public torch::autograd::Function<Function> {
+class MaxPoolFunction : public torch::autograd::Function<MaxPoolFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const MaxPool& pool) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
@@ -81,7 +81,7 @@ void check(const at::Tensor& input, const MaxPool& pool) {
 
 at::Tensor max_pool2d(const at::Tensor& input, const MaxPool& pool) {
   check(input, pool);
-  if (is_recorded({input})) return Function::apply(input, pool);
+  if (is_recorded({input})) return MaxPoolFunction::apply(input, pool);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   return kernels::max_pool2d(input, pool, /*with_places=*/false).output;
 }

@@ -33,7 +33,7 @@ void check(const at::Tensor& input, const RowNormLayer& layer) {
   check_values(layer.where, "bias", layer.bias, input, shape);
 }
 
-class Function : public torch::autograd::Function<Function> {
+class RowNormFunction : public torch::autograd::Function<RowNormFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& /*weight*/,
@@ -90,7 +90,7 @@ at::Tensor row_norm(const at::Tensor& input, const RowNormLayer& layer) {
                               .weight = layer.weight,
                               .bias = layer.bias};
   if (is_recorded({input, norm.weight, norm.bias}))
-    return Function::apply(input, if_defined(norm.weight), if_defined(norm.bias), norm);
+    return RowNormFunction::apply(input, if_defined(norm.weight), if_defined(norm.bias), norm);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   return kernels::row_norm(input, norm, /*with_statistics=*/false).output;
 }

@@ -6,11 +6,11 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kWhere = "optim.fused_adagrad";
+constexpr auto kFusedAdagrad = "optim.fused_adagrad";
 
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visit>
-void for_each_option(Options& options, Visit&& visit) {
+void for_each_adagrad_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("lr_decay", options.lr_decay())("weight_decay", options.weight_decay())(
       "initial_accumulator_value", options.initial_accumulator_value())("eps", options.eps())(
       "adagrad_w_mode", options.adagrad_w_mode());
@@ -31,11 +31,11 @@ kernels::AdagradRule rule_of(const FusedAdagradOptions& options, std::int64_t st
 FusedAdagradOptions::FusedAdagradOptions(double lr) : lr_(lr) {}
 
 void FusedAdagradOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_option(*this, OptionsReader(archive));
+  for_each_adagrad_option(*this, OptionsReader(archive));
 }
 
 void FusedAdagradOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_option(*this, OptionsWriter(archive));
+  for_each_adagrad_option(*this, OptionsWriter(archive));
 }
 
 FusedAdagrad::FusedAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -45,16 +45,16 @@ FusedAdagrad::FusedAdagrad(const std::vector<torch::optim::OptimizerParamGroup>&
 }
 
 std::string_view FusedAdagrad::where() const {
-  return kWhere;
+  return kFusedAdagrad;
 }
 
 void FusedAdagrad::check(const torch::optim::OptimizerOptions& options) const {
-  const auto& own = options_as<FusedAdagradOptions>(options, kWhere);
-  require_range(kWhere, "lr", own.lr(), 0);
-  require_range(kWhere, "lr_decay", own.lr_decay(), 0);
-  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  require_range(kWhere, "initial_accumulator_value", own.initial_accumulator_value(), 0);
-  require_range(kWhere, "eps", own.eps(), 0);
+  const auto& own = options_as<FusedAdagradOptions>(options, kFusedAdagrad);
+  require_range(kFusedAdagrad, "lr", own.lr(), 0);
+  require_range(kFusedAdagrad, "lr_decay", own.lr_decay(), 0);
+  require_range(kFusedAdagrad, "weight_decay", own.weight_decay(), 0);
+  require_range(kFusedAdagrad, "initial_accumulator_value", own.initial_accumulator_value(), 0);
+  require_range(kFusedAdagrad, "eps", own.eps(), 0);
 }
 
 std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(

@@ -8,11 +8,11 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kWhere = "optim.fused_adam";
+constexpr auto kFusedAdam = "optim.fused_adam";
 
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visit>
-void for_each_option(Options& options, Visit&& visit) {
+void for_each_adam_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("betas", options.betas())("eps", options.eps())(
       "weight_decay", options.weight_decay())("adam_w_mode", options.adam_w_mode())(
       "bias_correction", options.bias_correction())("amsgrad", options.amsgrad())(
@@ -44,11 +44,11 @@ kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, do
 FusedAdamOptions::FusedAdamOptions(double lr) : lr_(lr) {}
 
 void FusedAdamOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_option(*this, OptionsReader(archive));
+  for_each_adam_option(*this, OptionsReader(archive));
 }
 
 void FusedAdamOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_option(*this, OptionsWriter(archive));
+  for_each_adam_option(*this, OptionsWriter(archive));
 }
 
 FusedAdam::FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -58,15 +58,15 @@ FusedAdam::FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& group
 }
 
 std::string_view FusedAdam::where() const {
-  return kWhere;
+  return kFusedAdam;
 }
 
 void FusedAdam::check(const torch::optim::OptimizerOptions& options) const {
-  const auto& own = options_as<FusedAdamOptions>(options, kWhere);
-  require_range(kWhere, "lr", own.lr(), 0);
-  require_range(kWhere, "eps", own.eps(), 0);
-  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  require_betas(kWhere, own.betas());
+  const auto& own = options_as<FusedAdamOptions>(options, kFusedAdam);
+  require_range(kFusedAdam, "lr", own.lr(), 0);
+  require_range(kFusedAdam, "eps", own.eps(), 0);
+  require_range(kFusedAdam, "weight_decay", own.weight_decay(), 0);
+  require_betas(kFusedAdam, own.betas());
 }
 
 std::vector<FusedOptimizer::Slot> FusedAdam::slots(

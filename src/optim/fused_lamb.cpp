@@ -9,11 +9,11 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kWhere = "optim.fused_lamb";
+constexpr auto kFusedLamb = "optim.fused_lamb";
 
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visit>
-void for_each_option(Options& options, Visit&& visit) {
+void for_each_lamb_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("betas", options.betas())("eps", options.eps())(
       "weight_decay", options.weight_decay())("adam_w_mode", options.adam_w_mode())(
       "bias_correction", options.bias_correction())("grad_averaging", options.grad_averaging())(
@@ -50,11 +50,11 @@ double trust_ratio(const FusedLAMBOptions& options, const kernels::LambNorms& no
 FusedLAMBOptions::FusedLAMBOptions(double lr) : lr_(lr) {}
 
 void FusedLAMBOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_option(*this, OptionsReader(archive));
+  for_each_lamb_option(*this, OptionsReader(archive));
 }
 
 void FusedLAMBOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_option(*this, OptionsWriter(archive));
+  for_each_lamb_option(*this, OptionsWriter(archive));
 }
 
 FusedLAMB::FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -64,16 +64,16 @@ FusedLAMB::FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& group
 }
 
 std::string_view FusedLAMB::where() const {
-  return kWhere;
+  return kFusedLamb;
 }
 
 void FusedLAMB::check(const torch::optim::OptimizerOptions& options) const {
-  const auto& own = options_as<FusedLAMBOptions>(options, kWhere);
-  require_range(kWhere, "lr", own.lr(), 0);
-  require_range(kWhere, "eps", own.eps(), 0);
-  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  require_range(kWhere, "max_grad_norm", own.max_grad_norm(), 0);
-  require_betas(kWhere, own.betas());
+  const auto& own = options_as<FusedLAMBOptions>(options, kFusedLamb);
+  require_range(kFusedLamb, "lr", own.lr(), 0);
+  require_range(kFusedLamb, "eps", own.eps(), 0);
+  require_range(kFusedLamb, "weight_decay", own.weight_decay(), 0);
+  require_range(kFusedLamb, "max_grad_norm", own.max_grad_norm(), 0);
+  require_betas(kFusedLamb, own.betas());
 }
 
 std::vector<FusedOptimizer::Slot> FusedLAMB::slots(

@@ -11,11 +11,11 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kWhere = "optim.fused_novograd";
+constexpr auto kFusedNovograd = "optim.fused_novograd";
 
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visit>
-void for_each_option(Options& options, Visit&& visit) {
+void for_each_novograd_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("betas", options.betas())("eps", options.eps())(
       "weight_decay", options.weight_decay())("bias_correction", options.bias_correction())(
       "grad_averaging", options.grad_averaging())("reg_inside_moment", options.reg_inside_moment())(
@@ -64,11 +64,11 @@ kernels::NovoGradRule rule_of(const FusedNovoGradOptions& options, std::int64_t 
 FusedNovoGradOptions::FusedNovoGradOptions(double lr) : lr_(lr) {}
 
 void FusedNovoGradOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_option(*this, OptionsReader(archive));
+  for_each_novograd_option(*this, OptionsReader(archive));
 }
 
 void FusedNovoGradOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_option(*this, OptionsWriter(archive));
+  for_each_novograd_option(*this, OptionsWriter(archive));
 }
 
 FusedNovoGrad::FusedNovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -78,17 +78,17 @@ FusedNovoGrad::FusedNovoGrad(const std::vector<torch::optim::OptimizerParamGroup
 }
 
 std::string_view FusedNovoGrad::where() const {
-  return kWhere;
+  return kFusedNovograd;
 }
 
 void FusedNovoGrad::check(const torch::optim::OptimizerOptions& options) const {
-  const auto& own = options_as<FusedNovoGradOptions>(options, kWhere);
-  require_range(kWhere, "lr", own.lr(), 0);
-  require_range(kWhere, "eps", own.eps(), 0);
-  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  require_betas(kWhere, own.betas());
+  const auto& own = options_as<FusedNovoGradOptions>(options, kFusedNovograd);
+  require_range(kFusedNovograd, "lr", own.lr(), 0);
+  require_range(kFusedNovograd, "eps", own.eps(), 0);
+  require_range(kFusedNovograd, "weight_decay", own.weight_decay(), 0);
+  require_betas(kFusedNovograd, own.betas());
   if (own.norm_type() != 0 && own.norm_type() != 2)
-    throw Error(kWhere, "norm_type 2 or 0", std::to_string(own.norm_type()));
+    throw Error(kFusedNovograd, "norm_type 2 or 0", std::to_string(own.norm_type()));
 }
 
 std::vector<FusedOptimizer::Slot> FusedNovoGrad::slots(

@@ -6,11 +6,11 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kWhere = "optim.fused_sgd";
+constexpr auto kFusedSgd = "optim.fused_sgd";
 
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visit>
-void for_each_option(Options& options, Visit&& visit) {
+void for_each_sgd_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("momentum", options.momentum())("dampening", options.dampening())(
       "weight_decay", options.weight_decay())("nesterov", options.nesterov())(
       "wd_after_momentum", options.wd_after_momentum())("maximize", options.maximize())(
@@ -34,11 +34,11 @@ kernels::SgdRule rule_of(const FusedSGDOptions& options, bool first, double grad
 FusedSGDOptions::FusedSGDOptions(double lr) : lr_(lr) {}
 
 void FusedSGDOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_option(*this, OptionsReader(archive));
+  for_each_sgd_option(*this, OptionsReader(archive));
 }
 
 void FusedSGDOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_option(*this, OptionsWriter(archive));
+  for_each_sgd_option(*this, OptionsWriter(archive));
 }
 
 FusedSGD::FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -48,15 +48,15 @@ FusedSGD::FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
 }
 
 std::string_view FusedSGD::where() const {
-  return kWhere;
+  return kFusedSgd;
 }
 
 void FusedSGD::check(const torch::optim::OptimizerOptions& options) const {
-  const auto& own = options_as<FusedSGDOptions>(options, kWhere);
-  require_range(kWhere, "lr", own.lr(), 0);
-  require_range(kWhere, "momentum", own.momentum(), 0);
-  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  require_nesterov(kWhere, own.nesterov(), own.momentum(), own.dampening());
+  const auto& own = options_as<FusedSGDOptions>(options, kFusedSgd);
+  require_range(kFusedSgd, "lr", own.lr(), 0);
+  require_range(kFusedSgd, "momentum", own.momentum(), 0);
+  require_range(kFusedSgd, "weight_decay", own.weight_decay(), 0);
+  require_nesterov(kFusedSgd, own.nesterov(), own.momentum(), own.dampening());
 }
 
 std::vector<FusedOptimizer::Slot> FusedSGD::slots(

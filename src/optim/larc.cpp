@@ -11,11 +11,11 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kWhere = "optim.larc";
+constexpr auto kLarc = "optim.larc";
 
 // Calls visit(name, value) for every option.
 template <typename Options, typename Visit>
-void for_each_option(Options& options, Visit&& visit) {
+void for_each_larc_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("momentum", options.momentum())("dampening", options.dampening())(
       "weight_decay", options.weight_decay())("nesterov", options.nesterov())(
       "trust_coefficient", options.trust_coefficient())("clip", options.clip())("eps",
@@ -45,11 +45,11 @@ kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_sca
 LARCOptions::LARCOptions(double lr) : lr_(lr) {}
 
 void LARCOptions::serialize(torch::serialize::InputArchive& archive) {
-  for_each_option(*this, OptionsReader(archive));
+  for_each_larc_option(*this, OptionsReader(archive));
 }
 
 void LARCOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  for_each_option(*this, OptionsWriter(archive));
+  for_each_larc_option(*this, OptionsWriter(archive));
 }
 
 LARC::LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -59,20 +59,20 @@ LARC::LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,
 }
 
 std::string_view LARC::where() const {
-  return kWhere;
+  return kLarc;
 }
 
 void LARC::check(const torch::optim::OptimizerOptions& options) const {
-  const auto& own = options_as<LARCOptions>(options, kWhere);
-  require_range(kWhere, "lr", own.lr(), 0);
-  require_range(kWhere, "momentum", own.momentum(), 0);
-  require_range(kWhere, "weight_decay", own.weight_decay(), 0);
-  require_range(kWhere, "eps", own.eps(), 0);
+  const auto& own = options_as<LARCOptions>(options, kLarc);
+  require_range(kLarc, "lr", own.lr(), 0);
+  require_range(kLarc, "momentum", own.momentum(), 0);
+  require_range(kLarc, "weight_decay", own.weight_decay(), 0);
+  require_range(kLarc, "eps", own.eps(), 0);
   if (!(own.trust_coefficient() > 0 && std::isfinite(own.trust_coefficient()))) {
-    throw Error(kWhere, "trust_coefficient above 0 and finite",
+    throw Error(kLarc, "trust_coefficient above 0 and finite",
                 std::to_string(own.trust_coefficient()));
   }
-  require_nesterov(kWhere, own.nesterov(), own.momentum(), own.dampening());
+  require_nesterov(kLarc, own.nesterov(), own.momentum(), own.dampening());
 }
 
 std::vector<FusedOptimizer::Slot> LARC::slots(const torch::optim::OptimizerOptions& options) const {

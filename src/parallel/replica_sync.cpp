@@ -25,8 +25,6 @@
 namespace semitone::parallel {
 namespace {
 
-constexpr auto kWhere = "parallel.ddp";
-
 // A rank that waits for others for so many steps has too little data.
 constexpr int kSkewToWarnOf = 1000;
 
@@ -226,7 +224,7 @@ void ReplicaSync::Impl::listen(std::size_t index) {
 void ReplicaSync::Impl::on_gradient(std::size_t index) {
   if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) return;
   if (mode == Mode::idle) {
-    throw Error(kWhere, "backward passes of forwards through ddp.forward(), one for each",
+    throw Error(kDdp, "backward passes of forwards through ddp.forward(), one for each",
                 fmt::format("a gradient for '{}' from another", trained.parameters[index].name),
                 "call ddp.forward(), not the model's own; add losses and call backward once; in "
                 "no_sync(), gradients stay each rank's own");
@@ -249,7 +247,7 @@ void ReplicaSync::Impl::require_unchanged() const {
   for (std::size_t i = 0; i < model.parameters.size(); ++i) {
     const at::Tensor& tensor = model.parameters[i].tensor;
     if (as_constructed[i].fits(tensor)) continue;
-    throw Error(kWhere,
+    throw Error(kDdp,
                 fmt::format("'{}' to be {} as at construction", model.parameters[i].name,
                             as_constructed[i].to_string()),
                 Kind(tensor).to_string(),
@@ -364,7 +362,7 @@ bool ReplicaSync::wants_outputs() const {
 }
 
 void ReplicaSync::refuse_outputs() {
-  throw Error(kWhere, "a forward that returns tensors, or containers of them",
+  throw Error(kDdp, "a forward that returns tensors, or containers of them",
               "another type, which cannot be searched for unused parameters",
               "give the type a method map_tensors, see core/map_tensors.h");
 }
@@ -388,7 +386,7 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   auto listener = c10::make_intrusive<Outputs::Listener>();
   listener->on_gradient = [impl = impl_.get(), alive = std::weak_ptr(impl_->alive)] {
     if (alive.expired()) {
-      throw Error(kWhere, "DistributedDataParallel to live until the backward pass is done",
+      throw Error(kDdp, "DistributedDataParallel to live until the backward pass is done",
                   "one that is gone");
     }
     impl->reduction->on_outputs_gradient();

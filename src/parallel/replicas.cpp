@@ -24,7 +24,7 @@
 namespace semitone::parallel {
 namespace {
 
-constexpr auto kWhere = "parallel.data_parallel";
+constexpr auto kReplicas = "parallel.data_parallel";
 
 c10::Device device_of(const ModelTensors& model) {
   for (const auto* entries : {&model.parameters, &model.buffers}) {
@@ -46,7 +46,7 @@ void require_present(c10::Device device) {
                         ? c10::impl::VirtualGuardImpl(device.type()).deviceCount()
                         : 0;
   if (device.index() < count && count > 0) return;
-  throw Error(kWhere, "devices that this machine has", device.str(),
+  throw Error(kReplicas, "devices that this machine has", device.str(),
               c10::str("there are ", count, " of this type"));
 }
 
@@ -80,7 +80,8 @@ void limit_threads(int threads) {
     from_torch.add_context(place);
     throw;
   } catch (const std::exception& other) {
-    std::throw_with_nested(Error(kWhere, "a forward that ends well", place + ": " + other.what()));
+    std::throw_with_nested(
+        Error(kReplicas, "a forward that ends well", place + ": " + other.what()));
   }
 }
 
@@ -89,7 +90,7 @@ at::Tensor join(const ReplicaPlan& plan, const std::vector<at::Tensor>& parts) {
                                      [](const at::Tensor& part) { return part.defined(); });
   if (defined == 0) return {};
   if (defined != std::ssize(parts)) {
-    throw Error(kWhere, "the same results from every replica",
+    throw Error(kReplicas, "the same results from every replica",
                 "a tensor that some leave undefined");
   }
   std::vector<at::Tensor> moved;
@@ -104,28 +105,29 @@ ReplicaPlan::ReplicaPlan(const ModelTensors& model, const DataParallelOptions& o
     : output_device(at::kCPU), dim(options.dim()) {
   const c10::Device first = device_of(model);
   if (options.replicas().has_value()) {
-    if (!options.device_ids().empty()) throw Error(kWhere, "device_ids or replicas", "both");
+    if (!options.device_ids().empty()) throw Error(kReplicas, "device_ids or replicas", "both");
     const int count = *options.replicas();
-    if (count < 1) throw Error(kWhere, "at least one replica", std::to_string(count));
+    if (count < 1) throw Error(kReplicas, "at least one replica", std::to_string(count));
     devices.assign(static_cast<std::size_t>(count), first);
   } else if (options.device_ids().empty()) {
     devices = all_like(first);
   } else {
     for (const c10::Device device : options.device_ids()) {
       if (device.type() != first.type()) {
-        throw Error(kWhere, c10::str("devices of the model's type, ", first.type()), device.str());
+        throw Error(kReplicas, c10::str("devices of the model's type, ", first.type()),
+                    device.str());
       }
       devices.push_back(numbered(device));
       require_present(devices.back());
     }
     if (devices.front() != first) {
-      throw Error(kWhere, c10::str("the model on the first device, ", devices.front()), first.str(),
-                  c10::str("move it there: model->to(\"", devices.front(), "\")"));
+      throw Error(kReplicas, c10::str("the model on the first device, ", devices.front()),
+                  first.str(), c10::str("move it there: model->to(\"", devices.front(), "\")"));
     }
   }
   output_device = numbered(options.output_device().value_or(first));
   require_present(output_device);
-  if (dim < 0) throw Error(kWhere, "a dim of 0 or more", std::to_string(dim));
+  if (dim < 0) throw Error(kReplicas, "a dim of 0 or more", std::to_string(dim));
   if (const std::string imbalance = imbalance_of(devices); !imbalance.empty())
     log()->warn("{}", imbalance);
 }
@@ -133,12 +135,12 @@ ReplicaPlan::ReplicaPlan(const ModelTensors& model, const DataParallelOptions& o
 void BatchCut::look_at(const at::Tensor& tensor) {
   if (plan_->devices.size() == 1 || !tensor.defined() || tensor.dim() == 0) return;
   if (tensor.dim() <= plan_->dim) {
-    throw Error(kWhere, c10::str("tensors with a dimension ", plan_->dim, " to cut along"),
+    throw Error(kReplicas, c10::str("tensors with a dimension ", plan_->dim, " to cut along"),
                 c10::str("one of shape ", tensor.sizes()));
   }
   const std::int64_t rows = tensor.size(plan_->dim);
   if (rows_.value_or(rows) != rows) {
-    throw Error(kWhere, c10::str("the same extent of all tensors in dimension ", plan_->dim),
+    throw Error(kReplicas, c10::str("the same extent of all tensors in dimension ", plan_->dim),
                 c10::str(*rows_, " and ", rows),
                 "expand() what is meant for all rows, or make it a member of the model");
   }
@@ -153,7 +155,7 @@ std::int64_t BatchCut::rows_of_a_part() const {
 std::size_t BatchCut::parts() const {
   if (plan_->devices.size() == 1) return 1;
   if (!rows_.has_value()) {
-    throw Error(kWhere, "a tensor with dimensions among the arguments, to cut", "none",
+    throw Error(kReplicas, "a tensor with dimensions among the arguments, to cut", "none",
                 "a type of your own needs a method map_tensors: see core/map_tensors.h");
   }
   const std::int64_t size = rows_of_a_part();
@@ -210,7 +212,7 @@ std::vector<at::Tensor> gather(const ReplicaPlan& plan,
     std::vector<at::Tensor> parts;
     for (const auto& result : results) {
       if (result.size() != results.front().size()) {
-        throw Error(kWhere, "the same results from every replica",
+        throw Error(kReplicas, "the same results from every replica",
                     c10::str(results.front().size(), " tensors and ", result.size()));
       }
       parts.push_back(result[place]);

@@ -17,7 +17,7 @@
 namespace semitone::parallel {
 namespace {
 
-constexpr auto kWhere = "parallel.data_parallel";
+constexpr auto kReplicate = "parallel.data_parallel";
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
@@ -71,7 +71,7 @@ void require_on(const ModelTensors& model, c10::Device device) {
   for (const auto* entries : {&model.parameters, &model.buffers}) {
     for (const auto& entry : *entries) {
       if (entry.tensor.device() == device) continue;
-      throw Error(kWhere, c10::str("the whole model on the first device, ", device),
+      throw Error(kReplicate, c10::str("the whole model on the first device, ", device),
                   c10::str("'", entry.name, "' on ", entry.tensor.device()),
                   "move the model before DataParallel is constructed");
     }
@@ -92,7 +92,7 @@ std::shared_ptr<torch::nn::Module> clone(const torch::nn::Module& model, c10::De
   try {
     return model.clone(device);
   } catch (const c10::Error& error) {
-    throw Error(kWhere, "a model that can be cloned", error.what_without_backtrace(),
+    throw Error(kReplicate, "a model that can be cloned", error.what_without_backtrace(),
                 "derive it from torch::nn::Cloneable, and make its layers in reset()");
   }
 }
@@ -160,11 +160,11 @@ Replicas<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& 
     for (const auto& copy : copies) {
       const at::Tensor* const found = copy.find(parameter.key());
       if (found == nullptr) {
-        throw Error(kWhere, "clones with the model's parameters",
+        throw Error(kReplicate, "clones with the model's parameters",
                     "one without '" + parameter.key() + "'");
       }
       if (found->is_same(parameter.value())) {
-        throw Error(kWhere, "clones with parameters of their own",
+        throw Error(kReplicate, "clones with parameters of their own",
                     "one that shares '" + parameter.key() + "'", "clone() has to copy them");
       }
       if (seen.insert(found->unsafeGetTensorImpl()).second) fresh.push_back(*found);

@@ -14,8 +14,6 @@
 namespace semitone::parallel {
 namespace {
 
-constexpr auto kWhere = "parallel.ddp";
-
 std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions& options) {
   std::vector<Property> properties;
   const auto add = [&](const std::string& kind, const ModelTensors::Entry& entry) {
@@ -69,14 +67,14 @@ std::string unfitness(const ModelTensors& model, const comm::Group& group,
 void require_same_model(const ModelTensors& model, const comm::Group& group,
                         const DdpOptions& options) {
   require_agreement(properties_of(model, options), unfitness(model, group, options), group,
-                    {.where = kWhere,
+                    {.where = kDdp,
                      .expected = "one trainable model, the same on every rank",
                      .remedy = "construct the model and its options in the same way on all ranks"});
 }
 
 void require_consistent(const DdpOptions& options) {
   const auto exclude = [](bool both, const char* first, const char* second) {
-    if (both) throw Error(kWhere, fmt::format("{} or {}", first, second), "both");
+    if (both) throw Error(kDdp, fmt::format("{} or {}", first, second), "both");
   };
   exclude(options.delay_allreduce() && options.find_unused_parameters(), "delay_allreduce",
           "find_unused_parameters");

@@ -6,6 +6,9 @@
 
 namespace semitone::parallel {
 
+// Who speaks in errors.
+inline constexpr auto kDdp = "parallel.ddp";
+
 // Error on every rank, which names rank and parameter, unless all ranks have the same model and
 // options, and one that can be trained.
 void require_same_model(const ModelTensors& model, const comm::Group& group,

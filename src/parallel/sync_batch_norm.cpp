@@ -15,7 +15,7 @@
 namespace semitone::parallel {
 namespace {
 
-constexpr auto kWhere = "parallel.sync_batch_norm";
+constexpr auto kSyncBatchNorm = "parallel.sync_batch_norm";
 
 // The batches of a group's ranks.
 class GroupPeers final : public nn::BatchNormPeers {
@@ -48,7 +48,7 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
                                   momentum, eps, cudnn_enabled);
   }
-  return nn::batch_norm(input, {.where = kWhere,
+  return nn::batch_norm(input, {.where = kSyncBatchNorm,
                                 .weight = mark->is_placeholder ? at::Tensor() : value_of(weight),
                                 .bias = value_of(bias),
                                 .running_mean = value_of(running_mean),
@@ -120,12 +120,12 @@ SyncBatchNormImpl::SyncBatchNormImpl(const SyncBatchNormOptions& options_)
     : torch::nn::NormImplBase<2, SyncBatchNormImpl, SyncBatchNormOptions>(options_) {}
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  nn::check_channels(kWhere, input, options.num_features());
+  nn::check_channels(kSyncBatchNorm, input, options.num_features());
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& residual) {
   _check_input_dim(input);
-  nn::BatchNorm layer = nn::layer_of(*this, kWhere, residual, options.fuse_relu());
+  nn::BatchNorm layer = nn::layer_of(*this, kSyncBatchNorm, residual, options.fuse_relu());
   if (!nn::uses_batch(*this)) return nn::batch_norm_in_evaluation(input, layer);
   if (options.group().size() > 1) layer.peers = std::make_shared<GroupPeers>(options.group());
   return nn::batch_norm(input, layer);

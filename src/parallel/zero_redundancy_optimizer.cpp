@@ -22,7 +22,7 @@
 namespace semitone::parallel {
 namespace {
 
-constexpr auto kWhere = "parallel.zero_redundancy_optimizer";
+constexpr auto kZero = "parallel.zero_redundancy_optimizer";
 
 using ParamGroups = ZeroRedundancyOptimizer::ParamGroups;
 using ParametersByGroup = std::vector<std::vector<at::Tensor>>;
@@ -45,13 +45,13 @@ bool are_same(const ParametersByGroup& a, const ParametersByGroup& b) {
 OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamGroups groups) {
   const ParametersByGroup given = parameters_of(groups);
   OptimizerPtr optimizer = make_optimizer == nullptr ? nullptr : make_optimizer(std::move(groups));
-  if (optimizer == nullptr) throw Error(kWhere, "an optimizer from the factory", "none");
+  if (optimizer == nullptr) throw Error(kZero, "an optimizer from the factory", "none");
   if (!are_same(parameters_of(optimizer->param_groups()), given)) {
-    throw Error(kWhere, "an optimizer of the parameter groups that the factory was given",
+    throw Error(kZero, "an optimizer of the parameter groups that the factory was given",
                 "one of others", "hand them to the optimizer's constructor as they are");
   }
   if (dynamic_cast<const torch::optim::LBFGS*>(optimizer.get()) != nullptr) {
-    throw Error(kWhere, "an optimizer that steps each parameter by itself", "LBFGS",
+    throw Error(kZero, "an optimizer that steps each parameter by itself", "LBFGS",
                 "it looks at all gradients together");
   }
   return optimizer;
@@ -80,7 +80,7 @@ void require_same_parameters(const ParamGroups& groups, const comm::Group& group
   if (properties.empty()) problem = "no parameters";
   require_agreement(
       properties, std::move(problem), group,
-      {.where = kWhere,
+      {.where = kZero,
        .expected = "the same parameters on every rank",
        .remedy = "construct the model and its optimizer in the same way on all ranks"});
 }
@@ -224,7 +224,7 @@ OptimizerPtr ZeroRedundancyOptimizer::with_state(ParamGroups groups) const {
 
 void ZeroRedundancyOptimizer::consolidate(int to_rank) {
   if (to_rank < 0 || to_rank >= group_.size()) {
-    throw Error(std::string(kWhere) + ".consolidate",
+    throw Error(std::string(kZero) + ".consolidate",
                 fmt::format("a rank from 0 to {}", group_.size() - 1), std::to_string(to_rank));
   }
   update_share();
@@ -247,7 +247,7 @@ void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) con
   } else if (consolidated_ != nullptr) {
     consolidated_->save(archive);
   } else {
-    throw Error(std::string(kWhere) + ".save",
+    throw Error(std::string(kZero) + ".save",
                 fmt::format("the state of all ranks on rank {}", group_.rank()),
                 "none that is newer than the last step",
                 fmt::format("call consolidate({}) on all ranks before", group_.rank()));
@@ -259,7 +259,7 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
   try {
     whole->load(archive);
   } catch (const c10::Error& error) {
-    throw FileError(std::string(kWhere) + ".load",
+    throw FileError(std::string(kZero) + ".load",
                     "what this kind of optimizer saved for such parameter groups",
                     error.what_without_backtrace());
   }

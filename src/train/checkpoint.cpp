@@ -21,7 +21,7 @@
 namespace semitone::train {
 namespace {
 
-constexpr auto kWhere = "train.checkpoint";
+constexpr auto kCheckpoint = "train.checkpoint";
 constexpr auto kFormat = "semitone.train/1";
 
 std::string to_text(const Agreement& agreement) {
@@ -50,7 +50,7 @@ void require_agreement(const std::filesystem::path& path, const Agreement& saved
       if (saved_name == name) other = saved_value;
     }
     if (other != value) {
-      throw FileError(kWhere, name + " " + value + " in '" + path.string() + "'", other,
+      throw FileError(kCheckpoint, name + " " + value + " in '" + path.string() + "'", other,
                       "resume with the options of the saved run");
     }
   }
@@ -116,14 +116,15 @@ std::string read_checked(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   std::string bytes(std::istreambuf_iterator<char>(file), {});
   if (!file) {
-    throw FileError(kWhere, "to read '" + path.string() + "'",
+    throw FileError(kCheckpoint, "to read '" + path.string() + "'",
                     std::error_code(errno, std::generic_category()).message());
   }
   const std::size_t size = bytes.size() < kChecksumBytes ? 0 : bytes.size() - kChecksumBytes;
   const std::string saved = bytes.substr(size);
   bytes.resize(size);
   if (saved != checksum_of(bytes)) {
-    throw FileError(kWhere, "a state that `semitone train --save` wrote in '" + path.string() + "'",
+    throw FileError(kCheckpoint,
+                    "a state that `semitone train --save` wrote in '" + path.string() + "'",
                     "other bytes than its checksum is of",
                     "was it truncated or changed, or written by another program?");
   }
@@ -138,7 +139,8 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   c10::IValue format;
   if (!archive.try_read("format", format) || !format.isString() ||
       format.toStringRef() != kFormat) {
-    throw FileError(kWhere, "a state that `semitone train --save` wrote in '" + path.string() + "'",
+    throw FileError(kCheckpoint,
+                    "a state that `semitone train --save` wrote in '" + path.string() + "'",
                     "an archive of another kind");
   }
   require_agreement(path, from_text(read_value<std::string>(archive, "options")), agreement);
@@ -149,7 +151,7 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   const Position position{read_value<std::int64_t>(archive, "step"), loss_sums[rank].item<double>(),
                           read_value<std::int64_t>(archive, "loss_count")};
   if (position.step < 0 || position.loss_count < 0)
-    throw FileError(kWhere, "a step and a count of 0 or more in '" + path.string() + "'",
+    throw FileError(kCheckpoint, "a step and a count of 0 or more in '" + path.string() + "'",
                     fmt::format("{} and {}", position.step, position.loss_count));
   {
     auto fp32 = training.mixed.fp32_weights(training.model);
@@ -189,14 +191,14 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
     write_part(archive, "model", *training.model.module());
     archive.save_to(append);
   }
-  write_file(path, bytes + checksum_of(bytes), kWhere);
+  write_file(path, bytes + checksum_of(bytes), kCheckpoint);
 }
 
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement) {
   std::error_code ignored;
   if (training.group.rank() == 0 && !std::filesystem::is_regular_file(path, ignored))
-    throw FileError(kWhere, "a saved state '" + path.string() + "'", "no such file");
+    throw FileError(kCheckpoint, "a saved state '" + path.string() + "'", "no such file");
   try {
     load(path, training, agreement);
   } catch (const Error&) {
@@ -204,7 +206,7 @@ void load_checkpoint(const std::filesystem::path& path, const Training& training
   } catch (const std::exception& error) {
     const auto* const from_torch = dynamic_cast<const c10::Error*>(&error);
     std::string reason = from_torch ? from_torch->what_without_backtrace() : error.what();
-    throw FileError(kWhere, "a whole saved state in '" + path.string() + "'",
+    throw FileError(kCheckpoint, "a whole saved state in '" + path.string() + "'",
                     reason.substr(0, reason.find('\n')), "is the file damaged?");
   }
 }

@@ -30,7 +30,7 @@
 namespace semitone::train {
 namespace {
 
-constexpr auto kWhere = "train.trainer";
+constexpr auto kTrainer = "train.trainer";
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) {
@@ -43,14 +43,14 @@ c10::ScalarType dtype_of(const TrainOptions& options) {
 
 void check_set(const zoo::ImageSet& set, const char* name) {
   if (set.images.dim() != 3 || set.images.scalar_type() != torch::kByte || set.size() == 0) {
-    throw Error(kWhere, std::string("uint8 images (N, height, width) in the ") + name + " set",
+    throw Error(kTrainer, std::string("uint8 images (N, height, width) in the ") + name + " set",
                 set.images.defined() ? c10::str(dtype_name(set.images.scalar_type()), " of sizes ",
                                                 set.images.sizes())
                                      : "none");
   }
   if (!set.labels.defined() || set.labels.scalar_type() != torch::kLong || set.labels.dim() != 1 ||
       set.labels.size(0) != set.size()) {
-    throw Error(kWhere, std::to_string(set.size()) + " int64 labels in the " + name + " set",
+    throw Error(kTrainer, std::to_string(set.size()) + " int64 labels in the " + name + " set",
                 set.labels.defined() ? c10::str(dtype_name(set.labels.scalar_type()), " of sizes ",
                                                 set.labels.sizes())
                                      : "none");
@@ -63,7 +63,7 @@ bool has_fp16_weights_only(const TrainOptions& options) {
 
 void check_options(const TrainOptions& options) {
   const auto require = [](bool good, const char* expected, double got) {
-    if (!good) throw Error(kWhere, expected, fmt::format("{}", got));
+    if (!good) throw Error(kTrainer, expected, fmt::format("{}", got));
   };
   const auto count = [](std::int64_t value) { return static_cast<double>(value); };
   require(options.epochs() > 0, "epochs above 0", count(options.epochs()));
@@ -84,7 +84,7 @@ void check_options(const TrainOptions& options) {
           count(options.limit_batches()));
   require(options.max_steps() >= 0, "a step limit of 0 (none) or more", count(options.max_steps()));
   if (options.dtype().has_value() && !is_16bit(*options.dtype()))
-    throw Error(kWhere, "float16 or bfloat16", dtype_name(*options.dtype()));
+    throw Error(kTrainer, "float16 or bfloat16", dtype_name(*options.dtype()));
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
@@ -164,7 +164,7 @@ class Run {
     const std::int64_t end =
         options_.max_steps() > 0 ? std::min(options_.max_steps(), steps_) : steps_;
     if (position_.step >= end) {
-      throw Error(kWhere, fmt::format("a state with fewer than {} steps", end),
+      throw Error(kTrainer, fmt::format("a state with fewer than {} steps", end),
                   std::to_string(position_.step),
                   options_.schedule() == Schedule::constant || end < steps_
                       ? "raise --epochs or --max-steps"
@@ -214,7 +214,7 @@ class Run {
     const double value = loss.item<double>();
     if (!skipped) {
       if (!std::isfinite(value)) {
-        throw DivergedError(kWhere, "a finite training loss",
+        throw DivergedError(kTrainer, "a finite training loss",
                             fmt::format("{} at step {}", value, position_.step + 1),
                             "lower the learning rate, or use a level with a loss scale");
       }
@@ -248,7 +248,7 @@ class Run {
     const auto images = static_cast<double>(test_.size());
     const Tested tested{total(static_cast<double>(correct)) / images, total(loss) / images};
     if (!std::isfinite(tested.loss)) {
-      throw DivergedError(kWhere, "a finite test loss", fmt::format("{}", tested.loss),
+      throw DivergedError(kTrainer, "a finite test loss", fmt::format("{}", tested.loss),
                           "lower the learning rate, or use a level with a loss scale");
     }
     observer_.on(tested);
@@ -399,7 +399,7 @@ TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data
   check_set(data.train, "training");
   check_set(data.test, "test");
   const bool writes = !options.save().empty() && options.group().rank() == 0;
-  if (writes) require_writable(options.save(), kWhere);
+  if (writes) require_writable(options.save(), kTrainer);
   const TensorMemoryMeter memory;
   TrainResult result;
   {

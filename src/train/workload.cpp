@@ -34,7 +34,7 @@
 namespace semitone::train {
 namespace {
 
-constexpr auto kWhere = "train.workload";
+constexpr auto kWorkload = "train.workload";
 using Clock = std::chrono::steady_clock;
 
 // What a workload is, besides its model.
@@ -81,7 +81,7 @@ double tolerance_of(const WorkloadOptions& options) {
 void check_options(const WorkloadOptions& options) {
   const auto require = [](const char* name, std::int64_t value, std::int64_t least) {
     if (value < least)
-      throw Error(kWhere, fmt::format("{} of at least {}", name, least), std::to_string(value));
+      throw Error(kWorkload, fmt::format("{} of at least {}", name, least), std::to_string(value));
   };
   require("batch_size", options.batch_size(), 1);
   require("image_size", options.image_size(), 32);
@@ -89,7 +89,7 @@ void check_options(const WorkloadOptions& options) {
   require("check_steps", options.check_steps(), 2);
   require("warm_up", options.warm_up(), 1);
   if (options.dtype().has_value() && !is_16bit(*options.dtype()))
-    throw Error(kWhere, "float16 or bfloat16", dtype_name(*options.dtype()));
+    throw Error(kWorkload, "float16 or bfloat16", dtype_name(*options.dtype()));
 }
 
 // One that all steps train on, in fp32.
@@ -193,7 +193,7 @@ class Bytes {
 };
 
 // The loop that is measured.
-class Training {
+class WorkloadTraining {
  public:
   using Between = std::function<void()>;
   struct Done {
@@ -201,7 +201,7 @@ class Training {
     bool skipped;
   };
 
-  Training(const WorkloadOptions& options, MemoryFormat format)
+  WorkloadTraining(const WorkloadOptions& options, MemoryFormat format)
       : model_(make_model(options, format)),
         handle_(model_.module()),
         optimizer_(make_optimizer(model_.module()->parameters(), options)),
@@ -218,7 +218,7 @@ class Training {
     const bool skipped = mixed_.step(*optimizer_) == amp::Step::skipped;
     const double value = loss.item<double>();
     if (!skipped && !std::isfinite(value))
-      throw DivergedError(kWhere, "a finite training loss", fmt::format("{}", value));
+      throw DivergedError(kWorkload, "a finite training loss", fmt::format("{}", value));
     return {value, skipped};
   }
 
@@ -260,7 +260,7 @@ class Training {
 
 std::vector<double> first_losses(const WorkloadOptions& options, std::int64_t count) {
   const MemoryFormat format = chosen_format(options);
-  Training training(options, format);
+  WorkloadTraining training(options, format);
   const FixedBatch batch = make_batch(options, format);
   std::vector<double> losses;
   while (static_cast<std::int64_t>(losses.size()) < count) {
@@ -283,13 +283,13 @@ WorkloadCheck prove(const WorkloadOptions& options) {
       first_losses(exact, options.opt_level() == amp::OptLevel::O3 ? 1 : options.check_steps());
   check.tolerance = tolerance_of(options);
   if (!(check.difference() <= check.tolerance)) {
-    throw Error(kWhere,
+    throw Error(kWorkload,
                 fmt::format("the losses of float32, {:.6g}, within {:.1e} of the first",
                             fmt::join(check.fp32_losses, " "), check.tolerance),
                 fmt::format("{:.6g}", fmt::join(check.losses, " ")));
   }
   if (!(check.losses.back() < check.losses.front())) {
-    throw Error(kWhere, "losses that fall", fmt::format("{:.6g}", fmt::join(check.losses, " ")));
+    throw Error(kWorkload, "losses that fall", fmt::format("{:.6g}", fmt::join(check.losses, " ")));
   }
   return check;
 }
@@ -304,7 +304,7 @@ WorkloadKind parse_workload(std::string_view name) {
   for (const auto kind : {WorkloadKind::mnist, WorkloadKind::resnet50, WorkloadKind::encoder}) {
     if (name == name_of(kind)) return kind;
   }
-  throw Error(kWhere, "mnist, resnet50 or encoder", "'" + std::string(name) + "'");
+  throw Error(kWorkload, "mnist, resnet50 or encoder", "'" + std::string(name) + "'");
 }
 
 WorkloadOptions::WorkloadOptions(WorkloadKind kind)
@@ -326,7 +326,7 @@ struct Workload::Impl {
         check(prove(options)),
         batch(make_batch(options, format)) {
     const TensorMemoryMeter meter;
-    training = std::make_unique<Training>(options, format);
+    training = std::make_unique<WorkloadTraining>(options, format);
     // After backward, when activations are gone; in the second step there is optimizer state.
     std::int64_t held = 0;
     std::int64_t steps = 0;
@@ -343,7 +343,7 @@ struct Workload::Impl {
   MemoryFormat format;
   WorkloadCheck check;
   FixedBatch batch;
-  std::unique_ptr<Training> training;
+  std::unique_ptr<WorkloadTraining> training;
   TensorMemory memory;
   std::vector<double> losses;
   std::int64_t skipped = 0;
@@ -359,7 +359,7 @@ Workload::Workload(Workload&&) noexcept = default;
 Workload& Workload::operator=(Workload&&) noexcept = default;
 
 double Workload::run(std::int64_t steps) {
-  if (steps < 1) throw Error(kWhere, "at least one step", std::to_string(steps));
+  if (steps < 1) throw Error(kWorkload, "at least one step", std::to_string(steps));
   const auto begin = Clock::now();
   for (std::int64_t i = 0; i < steps; ++i) {
     const auto done = impl_->training->step(impl_->batch);

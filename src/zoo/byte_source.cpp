@@ -15,7 +15,6 @@
 namespace semitone::zoo {
 namespace {
 
-constexpr auto kWhere = "zoo.idx";
 constexpr std::size_t kBuffer = std::size_t{1} << 18;
 constexpr unsigned char kGzipMagic[] = {0x1f, 0x8b};
 // windowBits of inflateInit2: the largest window, and gzip headers only.
@@ -40,7 +39,7 @@ struct ByteSource::State {
 
   [[noreturn]] void fail(const std::string& expected, const std::string& got,
                          const std::string& remedy = {}) const {
-    throw FileError(kWhere, expected + " '" + path.string() + "'", got, remedy);
+    throw FileError(kIdx, expected + " '" + path.string() + "'", got, remedy);
   }
 
   // Whether there is more of the file to use.

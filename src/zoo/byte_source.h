@@ -7,6 +7,9 @@
 
 namespace semitone::zoo {
 
+// Who speaks in errors.
+inline constexpr auto kIdx = "zoo.idx";
+
 // The bytes of a file, unpacked on the way if it is gzipped (one member or several in a row).
 // Throws FileError if it cannot be opened or read, or if the gzip stream is corrupt or ends early.
 class ByteSource {

@@ -15,12 +15,12 @@ namespace {
 
 namespace nn = torch::nn;
 
-constexpr auto kWhere = "zoo.encoder";
+constexpr auto kEncoder = "zoo.encoder";
 constexpr double kInitialDeviation = 0.02;
 
 void check(const EncoderOptions& options) {
   const auto require_size = [](const char* name, std::int64_t size) {
-    if (size < 1) throw Error(kWhere, std::string(name) + " of at least 1", std::to_string(size));
+    if (size < 1) throw Error(kEncoder, std::string(name) + " of at least 1", std::to_string(size));
   };
   require_size("layers", options.layers());
   require_size("width", options.width());
@@ -29,11 +29,11 @@ void check(const EncoderOptions& options) {
   require_size("vocabulary", options.vocabulary());
   require_size("max_positions", options.max_positions());
   if (options.width() % options.heads() != 0) {
-    throw Error(kWhere, "a width that is a multiple of heads",
+    throw Error(kEncoder, "a width that is a multiple of heads",
                 std::to_string(options.width()) + " and " + std::to_string(options.heads()));
   }
   if (!(options.dropout() >= 0 && options.dropout() < 1))
-    throw Error(kWhere, "dropout from 0 to below 1", std::to_string(options.dropout()));
+    throw Error(kEncoder, "dropout from 0 to below 1", std::to_string(options.dropout()));
 }
 
 void initialize(nn::Module& module) {
@@ -112,12 +112,13 @@ void EncoderImpl::reset() {
 
 at::Tensor EncoderImpl::forward(const at::Tensor& tokens) {
   if (tokens.dim() != 2 || tokens.scalar_type() != torch::kLong) {
-    throw Error(kWhere, "int64 tokens (N, length)",
+    throw Error(kEncoder, "int64 tokens (N, length)",
                 c10::str(dtype_name(tokens.scalar_type()), " of sizes ", tokens.sizes()));
   }
   const std::int64_t length = tokens.size(1);
   if (length < 1 || length > options_.max_positions()) {
-    throw Error(kWhere, "sequences of 1 to " + std::to_string(options_.max_positions()) + " tokens",
+    throw Error(kEncoder,
+                "sequences of 1 to " + std::to_string(options_.max_positions()) + " tokens",
                 std::to_string(length), "raise max_positions");
   }
   const at::Tensor positions =

@@ -13,7 +13,6 @@
 namespace semitone::zoo {
 namespace {
 
-constexpr auto kWhere = "zoo.idx";
 constexpr unsigned kUint8 = 0x08;
 // What LibTorch prints and indexes without surprise; IDX itself allows 255.
 constexpr unsigned kMaxDimensions = 8;
@@ -45,18 +44,18 @@ std::vector<std::int64_t> read_header(ByteSource& source, const std::filesystem:
   std::array<unsigned char, 4> bytes{};
   const auto next = [&] {
     if (source.read(bytes.data(), bytes.size()) < bytes.size())
-      throw FileError(kWhere, "a whole IDX header" + in(path), "one that ends early");
+      throw FileError(kIdx, "a whole IDX header" + in(path), "one that ends early");
   };
   next();
   const unsigned type = bytes[2];
   const unsigned dimensions = bytes[3];
   if (bytes[0] != 0 || bytes[1] != 0 || dimensions == 0 || dimensions > kMaxDimensions) {
-    throw FileError(kWhere, "the magic number 0 0 8 <dimensions> of an IDX file" + in(path),
+    throw FileError(kIdx, "the magic number 0 0 8 <dimensions> of an IDX file" + in(path),
                     std::to_string(bytes[0]) + " " + std::to_string(bytes[1]) + " " +
                         std::to_string(type) + " " + std::to_string(dimensions));
   }
   if (type != kUint8) {
-    throw FileError(kWhere, "uint8 elements (type 8)" + in(path),
+    throw FileError(kIdx, "uint8 elements (type 8)" + in(path),
                     element_type(type) + " (type " + std::to_string(type) + ")");
   }
   std::vector<std::int64_t> shape;
@@ -76,7 +75,7 @@ std::int64_t count_elements(const std::vector<std::int64_t>& shape, std::int64_t
   for (const std::int64_t size : shape) {
     if (size == 0) continue;  // strides are products of the others
     if (size > limit / count) {
-      throw FileError(kWhere, "at most " + std::to_string(limit) + " bytes of data" + in(path),
+      throw FileError(kIdx, "at most " + std::to_string(limit) + " bytes of data" + in(path),
                       c10::str("sizes ", at::IntArrayRef(shape)), "is the header corrupt?");
     }
     count *= size;
@@ -92,7 +91,7 @@ at::Tensor read_idx(const std::filesystem::path& path, std::int64_t max_bytes) {
   const std::vector<std::int64_t> shape = read_header(source, path);
   const std::int64_t count = count_elements(shape, max_bytes, path);
   const auto truncated = [&](const std::string& came) {
-    throw FileError(kWhere, std::to_string(count) + " bytes of data" + in(path), came,
+    throw FileError(kIdx, std::to_string(count) + " bytes of data" + in(path), came,
                     c10::str("its header says ", at::IntArrayRef(shape), ": copy the file again"));
   };
   if (static_cast<std::uint64_t>(count) > source.most_bytes()) {
@@ -111,7 +110,7 @@ at::Tensor read_idx(const std::filesystem::path& path, std::int64_t max_bytes) {
   // Reading on to the end also makes zlib check the sum over what it unpacked.
   unsigned char more = 0;
   if (source.read(&more, 1) != 0) {
-    throw FileError(kWhere, std::to_string(count) + " bytes of data" + in(path), "more",
+    throw FileError(kIdx, std::to_string(count) + " bytes of data" + in(path), "more",
                     c10::str("its header says ", at::IntArrayRef(shape)));
   }
   return data.view(shape);

@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr auto kWhere = "zoo.mnist";
+constexpr auto kMnist = "zoo.mnist";
 constexpr std::int64_t kSide = 28;
 constexpr std::int64_t kClasses = 10;
 
@@ -27,7 +27,7 @@ fs::path find(const fs::path& folder, const std::string& name, const std::string
       if (fs::exists(path, ignored)) return path;
     }
   }
-  throw FileError(kWhere, "a file " + name + "-" + kind + "[.gz] in '" + folder.string() + "'",
+  throw FileError(kMnist, "a file " + name + "-" + kind + "[.gz] in '" + folder.string() + "'",
                   "none", "is the folder right?");
 }
 
@@ -36,14 +36,14 @@ void check_images(const at::Tensor& images, const fs::path& path) {
       images.size(0) > 0) {
     return;
   }
-  throw FileError(kWhere, "at least one image of 28 x 28 in '" + path.string() + "'",
+  throw FileError(kMnist, "at least one image of 28 x 28 in '" + path.string() + "'",
                   c10::str("sizes ", images.sizes()));
 }
 
 void check_labels(const at::Tensor& labels, std::int64_t images, const fs::path& path) {
   if (labels.dim() != 1 || labels.size(0) != images) {
     throw FileError(
-        kWhere, std::to_string(images) + " labels, one for each image, in '" + path.string() + "'",
+        kMnist, std::to_string(images) + " labels, one for each image, in '" + path.string() + "'",
         c10::str("sizes ", labels.sizes()));
   }
   const auto* const begin = labels.const_data_ptr<std::uint8_t>();
@@ -51,7 +51,7 @@ void check_labels(const at::Tensor& labels, std::int64_t images, const fs::path&
   const auto* const bad =
       std::find_if(begin, end, [](std::uint8_t label) { return label >= kClasses; });
   if (bad != end) {
-    throw FileError(kWhere, "labels from 0 to 9 in '" + path.string() + "'",
+    throw FileError(kMnist, "labels from 0 to 9 in '" + path.string() + "'",
                     std::to_string(*bad) + " at index " + std::to_string(bad - begin));
   }
 }
@@ -61,7 +61,7 @@ void check_labels(const at::Tensor& labels, std::int64_t images, const fs::path&
 ImageSet load_mnist(const fs::path& folder, Split split) {
   std::error_code error;
   if (!fs::is_directory(folder, error)) {
-    throw FileError(kWhere, "a folder '" + folder.string() + "'",
+    throw FileError(kMnist, "a folder '" + folder.string() + "'",
                     fs::exists(folder, error) ? "a file of that name" : "none");
   }
   const std::string half = split == Split::train ? "train" : "t10k";

@@ -24,7 +24,7 @@
 #include <thread>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::autocast_test {
 namespace {
 
 using test::error_of;
@@ -1216,4 +1216,4 @@ TEST(AutocastConcurrency, OneRegionServesManyCarriedThreads) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::autocast_test

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::cast_cache_test {
 namespace {
 
 using test::CastRecording;
@@ -625,4 +625,4 @@ TEST_F(CastCacheTest, EventsTellOfEveryConversionAndOfNothingElse) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::cast_cache_test

@@ -25,7 +25,7 @@ TORCH_LIBRARY(semitone_policy_test, library) {
   library.def("halve_(Tensor(a!) x) -> Tensor(a!)");
 }
 
-namespace semitone::amp {
+namespace semitone::amp::cast_policy_test {
 namespace {
 
 using test::error_of;
@@ -439,4 +439,4 @@ TEST(CastPolicyParams, ABoundPolicyDoesNotOwnTheParameters) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::cast_policy_test

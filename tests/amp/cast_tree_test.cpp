@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-namespace semitone::amp {
+namespace semitone::amp::cast_tree_test {
 namespace {
 
 constexpr auto kFp32 = torch::kFloat;
@@ -51,4 +51,4 @@ TEST(CastFloating, TakesIValuesToo) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::cast_tree_test

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::deferred_gradients_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -221,4 +221,4 @@ TEST(DeferredGradientsOfAdam, SurviveAStepThatThrows) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::deferred_gradients_test

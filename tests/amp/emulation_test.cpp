@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::emulation_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -584,4 +584,4 @@ TEST(ConvolvesWrongly, AsksOnlyAbout16BitConvolutionsOnACpu) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::emulation_test

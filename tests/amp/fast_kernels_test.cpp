@@ -20,7 +20,7 @@
 #include <tuple>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::fast_kernels_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -380,4 +380,4 @@ TEST(FastKernels, OneThatDoesNotExistIsAnError) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::fast_kernels_test

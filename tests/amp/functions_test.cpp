@@ -48,7 +48,7 @@ TORCH_LIBRARY_IMPL(semitone_functions_test, AutocastCPU, library) {
   library.impl("own", autocast_own);
 }
 
-namespace semitone::amp {
+namespace semitone::amp::functions_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -453,4 +453,4 @@ TEST_F(CustomFunctions, CastContainers) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::functions_test

@@ -19,7 +19,7 @@
 #include <stdexcept>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::grad_scaler_test {
 namespace {
 
 using test::message_of;
@@ -842,4 +842,4 @@ TEST(GradScaler, LoadingSomethingElseIsAnErrorThatChangesNothing) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::grad_scaler_test

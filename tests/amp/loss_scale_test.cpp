@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::loss_scale_test {
 namespace {
 
 using test::message_of;
@@ -274,4 +274,4 @@ TEST(NextLossScale, AFixedScaleNeverMoves) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::loss_scale_test

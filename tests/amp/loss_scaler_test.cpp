@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::loss_scaler_test {
 namespace {
 
 using test::archived;
@@ -359,4 +359,4 @@ TEST(LossScaler, LoadedCountersAreFittedToTheirLimits) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::loss_scaler_test

@@ -17,7 +17,7 @@
 #include <sstream>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::master_weights_test {
 namespace {
 
 using test::archived;
@@ -628,4 +628,4 @@ TEST(MasterWeights, MisfitsSayWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::master_weights_test

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::mixed_precision_grid_test {
 namespace {
 
 using c10::ScalarType;
@@ -376,4 +376,4 @@ TEST(MixedPrecisionGroups, AddedAfterInitializeTrainsAsInFp32) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::mixed_precision_grid_test

@@ -27,7 +27,7 @@
 #include <tuple>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::mixed_precision_io_test {
 namespace {
 
 using c10::ScalarType;
@@ -601,4 +601,4 @@ TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::mixed_precision_io_test

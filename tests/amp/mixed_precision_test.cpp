@@ -24,7 +24,7 @@
 #include <tuple>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::mixed_precision_test {
 namespace {
 
 using c10::ScalarType;
@@ -812,4 +812,4 @@ TEST(MixedPrecision, VerbosityIsSilentByZeroTellsByOneAndShowsCastsByTwo) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::mixed_precision_test

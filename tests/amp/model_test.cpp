@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::model_test {
 namespace {
 
 using test::expect_error;
@@ -186,4 +186,4 @@ TEST(ScriptModel, IsTheSameForEveryHandleOfTheModule) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::model_test

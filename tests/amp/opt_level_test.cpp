@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::opt_level_test {
 namespace {
 
 using c10::ScalarType;
@@ -301,4 +301,4 @@ TEST(Properties, ToStringShowsEveryProperty) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::opt_level_test

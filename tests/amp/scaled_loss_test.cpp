@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::scaled_loss_test {
 namespace {
 
 using c10::ScalarType;
@@ -868,4 +868,4 @@ TEST(ScaledLoss, AHookThatThrowsLeavesAUsableState) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::scaled_loss_test

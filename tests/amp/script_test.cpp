@@ -17,7 +17,7 @@
 #include <tuple>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::script_test {
 namespace {
 
 using test::CastRecording;
@@ -335,4 +335,4 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, ScriptLevels, testing::Values(kBf16, kFp16),
                          [](const auto& tested) { return dtype_name(tested.param); });
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::script_test

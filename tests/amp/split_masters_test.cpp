@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::amp {
+namespace semitone::amp::split_masters_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -125,4 +125,4 @@ TEST(SplitMasters, AreWholeInFp16) {
 }
 
 }  // namespace
-}  // namespace semitone::amp
+}  // namespace semitone::amp::split_masters_test

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::batch_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -215,4 +215,4 @@ TEST(BatchNormKernelsThreads, HaveNoPartInTheResults) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::batch_norm_test

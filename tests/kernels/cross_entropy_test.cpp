@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::cross_entropy_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -282,4 +282,4 @@ TEST(CrossEntropyKernelsThreads, HaveNoPartInTheResults) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::cross_entropy_test

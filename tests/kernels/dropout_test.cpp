@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::dropout_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -224,4 +224,4 @@ TEST(DropoutKernelsMask, StreamsAreIndependentOfEachOther) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::dropout_test

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::gelu_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -256,4 +256,4 @@ TEST(GeluThreads, HaveNoPartInTheResults) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::gelu_test

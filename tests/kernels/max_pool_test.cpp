@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::max_pool_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -215,4 +215,4 @@ TEST(MaxPool, ThreadsHaveNoPartInTheResults) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::max_pool_test

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::multi_tensor_norm_test {
 namespace {
 
 using test::expect_error;
@@ -150,4 +150,4 @@ INSTANTIATE_TEST_SUITE_P(InstructionSets, NormTargets,
                          });
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::multi_tensor_norm_test

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::multi_tensor_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -423,4 +423,4 @@ INSTANTIATE_TEST_SUITE_P(InstructionSets, UnscaleTargets,
                          });
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::multi_tensor_test

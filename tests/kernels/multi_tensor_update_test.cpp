@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::multi_tensor_update_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -651,4 +651,4 @@ INSTANTIATE_TEST_SUITE_P(InstructionSets, UpdateTargets,
                          });
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::multi_tensor_update_test

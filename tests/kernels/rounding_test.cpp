@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-namespace semitone::kernels {
+namespace semitone::kernels::rounding_test {
 namespace {
 
 using nlohmann::json;
@@ -131,4 +131,4 @@ TEST(Fp16Rounding, KeepsSubnormalsDownToHalfOfTheSmallest) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::rounding_test

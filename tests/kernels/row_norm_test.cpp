@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::kernels {
+namespace semitone::kernels::row_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -331,4 +331,4 @@ TEST(RowNormSums, OfManyEqualTermsAreExact) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::row_norm_test

@@ -10,7 +10,7 @@
 #include <set>
 #include <thread>
 
-namespace semitone::kernels {
+namespace semitone::kernels::threads_test {
 namespace {
 
 class Threads {
@@ -42,4 +42,4 @@ TEST(Threads, BelongToOneRuntime) {
 }
 
 }  // namespace
-}  // namespace semitone::kernels
+}  // namespace semitone::kernels::threads_test

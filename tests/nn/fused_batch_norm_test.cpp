@@ -12,7 +12,7 @@
 #include <sstream>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_batch_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -160,4 +160,4 @@ TEST(FusedBatchNorm, SaysWhatItIs) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_batch_norm_test

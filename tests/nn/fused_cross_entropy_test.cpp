@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_cross_entropy_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -348,4 +348,4 @@ TEST_F(FusedCrossEntropyTest, BadArgumentsAreErrors) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_cross_entropy_test

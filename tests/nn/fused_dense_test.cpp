@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_dense_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -176,4 +176,4 @@ TEST_F(FusedDenseTest, ModulesPrintThemselves) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_dense_test

@@ -15,7 +15,7 @@
 #include <sstream>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_dropout_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -227,4 +227,4 @@ TEST_F(FusedDropoutTest, BadArgumentsAreErrors) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_dropout_test

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_gelu_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -126,4 +126,4 @@ TEST_F(FusedGelu, WrongArgumentsAreErrors) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_gelu_test

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_layer_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -229,4 +229,4 @@ TEST_F(FusedLayerNormTest, ModuleIsTheFunctionWithItsOptions) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_layer_norm_test

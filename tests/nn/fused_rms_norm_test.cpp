@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::nn {
+namespace semitone::nn::fused_rms_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -148,4 +148,4 @@ TEST_F(FusedRMSNormTest, ModuleIsTheFunctionWithItsOptions) {
 }
 
 }  // namespace
-}  // namespace semitone::nn
+}  // namespace semitone::nn::fused_rms_norm_test

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::convert_sync_batch_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -371,4 +371,4 @@ TEST(ConvertSyncBatchNorm, WorksInsideAutocastAndAtEveryOptLevel) {
 }
 
 }  // namespace
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::convert_sync_batch_norm_test

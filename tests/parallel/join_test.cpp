@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::join_test {
 namespace {
 
 using test::Batch;
@@ -315,4 +315,4 @@ TEST(Join, DoesNotNest) {
 }
 
 }  // namespace
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::join_test

@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::sync_batch_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -426,4 +426,4 @@ TEST(SyncBatchNormRanks, RefuseWhatHasNoAnswer) {
 }
 
 }  // namespace
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::sync_batch_norm_test

@@ -193,7 +193,7 @@ constexpr std::array<Name, 13> kPromote{
 
 constexpr std::array<Name, 4> kLeave{"group_norm", "layer_norm", "native_layer_norm", "rms_norm"};
 
-constexpr std::array<Rows, 4> kCpu{{
+constexpr std::array<Rows, 4> kSemitoneCpu{{
     {CastAction::lower, kLower},
     {CastAction::fp32, kFp32},
     {CastAction::promote, kPromote},
@@ -203,7 +203,7 @@ constexpr std::array<Rows, 4> kCpu{{
 }  // namespace
 
 std::span<const Rows> semitone_cpu() {
-  return kCpu;
+  return kSemitoneCpu;
 }
 
 }  // namespace semitone::amp::presets

@@ -263,7 +263,7 @@ constexpr std::array<Name, 11> kCudaPromote{"addcdiv",     "addcmul",   "atan2",
 
 constexpr std::array<Name, 1> kCudaBan{"binary_cross_entropy"};
 
-constexpr std::array<Rows, 3> kCpu{{
+constexpr std::array<Rows, 3> kTorchCpu{{
     {CastAction::lower, kCpuLower},
     {CastAction::fp32, kCpuFp32},
     {CastAction::promote, kCpuPromote},
@@ -279,7 +279,7 @@ constexpr std::array<Rows, 4> kCuda{{
 }  // namespace
 
 std::span<const Rows> torch_cpu() {
-  return kCpu;
+  return kTorchCpu;
 }
 std::span<const Rows> torch_cuda() {
   return kCuda;

@@ -1,5 +1,7 @@
 #include "src/kernels/batch_norm.h"
 
+#include "src/kernels/ref/wide.h"
+
 #include <ATen/OpMathType.h>
 #include <torch/types.h>
 
@@ -7,10 +9,6 @@
 
 namespace semitone::kernels::ref {
 namespace {
-
-at::Tensor wide(const at::Tensor& tensor) {
-  return tensor.to(at::toOpMathType(tensor.scalar_type()));
-}
 
 // (C) -> (1, C, 1, …), in the dtype that the input is computed in.
 at::Tensor along_channels(const at::Tensor& values, const at::Tensor& input) {

@@ -1,14 +1,12 @@
 #include "src/kernels/cross_entropy.h"
 
+#include "src/kernels/ref/wide.h"
+
 #include <ATen/OpMathType.h>
 #include <torch/types.h>
 
 namespace semitone::kernels::ref {
 namespace {
-
-at::Tensor wide(const at::Tensor& tensor) {
-  return tensor.to(at::toOpMathType(tensor.scalar_type()));
-}
 
 at::Tensor ignored_rows(const ClassTargets& targets) {
   return targets.classes.eq(targets.ignore_index).unsqueeze(1);
