@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs clang-tidy (.clang-tidy) over every source of a build folder: tools/tidy.sh BUILD JOBS [PATTERN]
-# The precompiled header is GCC's, so clang reads its text instead: about 20 s a source.
+# The precompiled header is GCC's, so clang reads its text instead: about 20 s each time. Sources that the build compiles
+# together are read together. PATTERN chooses among the files of compile_commands.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build="$1"
@@ -22,6 +23,8 @@ for entry in entries:
     entry["command"] = command + " -Wno-unknown-warning-option"
 json.dump(entries, open(target, "w"))
 PYTHON
-git ls-files 'src/*.cpp' 'apps/*.cpp' 'tests/*.cpp' 'examples/*.cpp' 'benchmarks/*.cpp' | grep -v consumer | grep -E "$pattern" \
-  | xargs -P "$jobs" -n 1 clang-tidy --quiet -p "$commands"
+python3 -c 'import json, sys; print(*(entry["file"] for entry in json.load(open(sys.argv[1]))), sep="\n")' "$commands/compile_commands.json" \
+  | grep -vE "/alone/|semitone_pch|/pch.cpp" | sort -u | grep -E "$pattern" > "$commands/sources" \
+  || { echo "[tidy] expected a pattern that matches sources in $commands/compile_commands.json, got '$pattern'" >&2; exit 1; }
+xargs -P "$jobs" -n 1 clang-tidy --quiet -p "$commands" < "$commands/sources"
 echo "[tidy] no findings"
