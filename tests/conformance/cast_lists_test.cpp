@@ -9,9 +9,11 @@
 #include <torch/torch.h>
 #include <torch/version.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -24,6 +26,7 @@ namespace {
 using amp::CastAction;
 using amp::CastPolicy;
 using nlohmann::json;
+using testing::IsEmpty;
 using Names = std::vector<std::string>;
 
 // ---- LibTorch ----------------------------------------------------------------------------------
@@ -78,6 +81,9 @@ Actions torch_lists(const json& data, c10::DeviceType device) {
     }
   }
 #endif
+  // LibTorch 2.15 registers it for CUDA too, past the macros that the lists were read from.
+  if (kRegistered.at(device).count("linalg_matrix_sqrth") > 0)
+    actions.emplace("linalg_matrix_sqrth", CastAction::fp32);
   // Its kernel is in libtorch_cuda, which need not be there.
   if (kRegistered.at(device).count("_cudnn_rnn") == 0) actions.erase("_cudnn_rnn");
   return actions;
@@ -111,7 +117,11 @@ TEST_P(TorchLists, PresetTorchHasExactlyThePublishedRows) {
 TEST_P(TorchLists, PresetTorchHasExactlyTheOperatorsThatLibTorchHasKernelsFor) {
   std::set<std::string> got;
   for (const auto& [name, row] : CastPolicy::torch(GetParam()).rows()) got.insert(name);
-  EXPECT_EQ(got, kRegistered.at(GetParam()));
+  const std::set<std::string>& want = kRegistered.at(GetParam());
+  Names either;
+  std::set_symmetric_difference(got.begin(), got.end(), want.begin(), want.end(),
+                                std::back_inserter(either));
+  EXPECT_THAT(either, IsEmpty());
 }
 
 TEST_P(TorchLists, StockOperatorsAreTakenBeforeOursAreInstalled) {

@@ -27,7 +27,10 @@ TEST_P(DtypeLimitsTest, AgreeWithRounding) {
     EXPECT_NE(rounded(limits.min_subnormal * 0.49), limits.min_subnormal);
     EXPECT_EQ(rounded(limits.min_subnormal * 0.49), 0);
     EXPECT_NE(rounded(1 + limits.epsilon * 0.49), 1 + limits.epsilon);
-    EXPECT_FALSE(std::isfinite(rounded(limits.max * (1 + limits.epsilon))));
+    // Without infinities, LibTorch 2.15 saturates and 2.11 makes a NaN.
+    const double above = rounded(limits.max * (1 + limits.epsilon));
+    EXPECT_TRUE(!std::isfinite(above) || (dtype == torch::kFloat8_e4m3fn && above == limits.max))
+        << above;
   }
   EXPECT_EQ(limits.epsilon, std::ldexp(1.0, -limits.mantissa_bits));
 }
