@@ -136,6 +136,10 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
   const Tensors split_model = with_grads(like(values, at::kBFloat16));
   optim::FusedAdam split(split_model, optim::FusedAdamOptions(options).split_master(true));
 
+  const Tensors compact_model = with_grads(like(values, at::kBFloat16));
+  optim::FusedAdam compact(compact_model,
+                           optim::FusedAdamOptions(options).split_master(true).bf16_state(true));
+
   const Tensors torch_model = with_grads(like(values, at::kBFloat16));
   const Tensors torch_masters = masters_of(torch_model);
   torch::optim::AdamW adamw(torch_masters,
@@ -151,25 +155,33 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
       {"at::_fused_adamw_",
        [&] { step_around(kernel_model, kernel_masters, kInvScale, [&] { kernel.step(); }); }},
       {"FusedAdam, fp32 masters", [&] { fused.step(how); }},
-      {"FusedAdam, split masters", [&] { split.step(optim::FusedStep().inv_scale(kInvScale)); }}};
+      {"FusedAdam, split masters", [&] { split.step(optim::FusedStep().inv_scale(kInvScale)); }},
+      {"FusedAdam, split, bf16 state",
+       [&] { compact.step(optim::FusedStep().inv_scale(kInvScale)); }}};
   for (int i = 0; i < 3; ++i) {
     for (const Contender& contender : contenders) contender.body();
   }
   require_close(kernel_masters, torch_masters, 1e-6, "at::_fused_adamw_");
   require_close(masters, torch_masters, 1e-6, "FusedAdam");
-  Tensors exact;
-  for (const at::Tensor& parameter : split_model) exact.push_back(split.master_of(parameter));
-  require_close(exact, torch_masters, 1e-6, "FusedAdam with split masters");
+  const auto exact = [](const optim::FusedAdam& optimizer, const Tensors& parameters) {
+    Tensors result;
+    for (const at::Tensor& parameter : parameters) result.push_back(optimizer.master_of(parameter));
+    return result;
+  };
+  require_close(exact(split, split_model), torch_masters, 1e-6, "FusedAdam with split masters");
+  // Three steps of at most lr, of moments that are less than 1/128 off.
+  require_close(exact(compact, compact_model), torch_masters, 3 * kLr * 1.5 / 128,
+                "FusedAdam with state in bf16");
   for (std::size_t i = 0; i < model.size(); ++i) {
     if (!torch::equal(model[i], masters[i].to(at::kBFloat16)))
       throw semitone::Error("bench.optimizer", "a model that is its masters rounded", "another");
   }
 
   // Gradient 2 in; master, two moments 12 in and 12 out; model 2 out. Split: model and lower half 4
-  // in and 4 out, in place of master and model.
+  // in and 4 out, in place of master and model. State in bf16: 4 in and 4 out in place of 8 and 8.
   const auto elements = static_cast<double>(values.size()) * static_cast<double>(kTensor);
   report("bf16 model, fp32 masters, bf16 gradients: unscale, AdamW, write the model", contenders,
-         {28 * elements, 28 * elements, 28 * elements, 26 * elements}, rounds);
+         {28 * elements, 28 * elements, 28 * elements, 26 * elements, 18 * elements}, rounds);
 }
 
 void compare_fp32(const Tensors& values, const Tensors& grads, int rounds) {

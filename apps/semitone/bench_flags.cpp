@@ -62,8 +62,9 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "What autocast does at O1: semitone ops --policy");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "How images lie in memory; auto: nhwc");
-  add.choice("--optimizer", flags->optimizer, {"fused", "split", "torch"},
-             "Semitone's optimizers, of one pass; the same with split masters; LibTorch's");
+  add.choice("--optimizer", flags->optimizer, {"fused", "split", "compact", "torch"},
+             "Semitone's optimizers, of one pass; with split masters; with these and state in "
+             "bf16; LibTorch's");
   add.integer("--batch-size", flags->batch_size, 0, kMostRuns,
               "Images or sequences of a step; 0: the workload's");
   add.integer("--image-size", flags->image_size, 32, 4096, "Of resnet50: height and width");
@@ -116,7 +117,8 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
       .device(default_device())
       .memory_format(train::parse_memory_format(flags.memory_format))
       .fused_optimizer(flags.optimizer != "torch")
-      .split_masters(flags.optimizer == "split")
+      .split_masters(flags.optimizer == "split" || flags.optimizer == "compact")
+      .bf16_state(flags.optimizer == "compact")
       .image_size(flags.image_size)
       .length(flags.length)
       .seed(static_cast<std::uint64_t>(flags.seed))

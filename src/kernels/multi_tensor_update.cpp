@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <unordered_set>
 #include <vector>
 
@@ -35,18 +36,28 @@ void check_floating(const at::Tensor& tensor, const Update& item, const char* wh
   check_like_param(tensor, item, what);
 }
 
-void check(const Update& item) {
-  check_floating(item.param, item, "a parameter");
-  check_floating(item.grad, item, "a gradient");
-  if (item.copy.defined()) check_floating(item.copy, item, "a copy");
+template <typename Rule>
+constexpr bool kTakesBf16State = std::is_same_v<Rule, AdamRule> || std::is_same_v<Rule, SgdRule>;
+
+void check_state(const Update& item, bool takes_bf16) {
   const auto wide = item.param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = takes_bf16 && wide == at::kFloat && item.state[0].defined() &&
+                             item.state[0].scalar_type() == at::kBFloat16
+                         ? at::kBFloat16
+                         : wide;
   for (const at::Tensor& state : item.state) {
     if (!state.defined()) continue;
     check_like_param(state, item, "state");
-    if (state.scalar_type() != wide) {
-      throw Error(kUpdate, "state in " + dtype_name(wide), dtype_name(state.scalar_type()));
-    }
+    if (state.scalar_type() != dtype)
+      throw Error(kUpdate, "state in " + dtype_name(dtype), dtype_name(state.scalar_type()));
   }
+}
+
+void check(const Update& item, bool takes_bf16_state) {
+  check_floating(item.param, item, "a parameter");
+  check_floating(item.grad, item, "a gradient");
+  if (item.copy.defined()) check_floating(item.copy, item, "a copy");
+  check_state(item, takes_bf16_state);
   if (!item.low.defined()) return;
   check_like_param(item.low, item, "lower halves");
   if (item.param.scalar_type() != at::kBFloat16 || item.low.scalar_type() != at::kShort) {
@@ -79,9 +90,11 @@ UpdateSpan span_of(const Update& item) {
     span.copy_format = *format_of(item.copy.scalar_type());
   }
   for (std::size_t k = 0; k < item.state.size(); ++k) {
-    if (item.state[k].defined())
-      span.state[k] = static_cast<float*>(static_cast<void*>(written_data(item.state[k])));
+    if (!item.state[k].defined()) continue;
+    span.state[k] = written_data(item.state[k]);
+    span.state_format = *format_of(item.state[k].scalar_type());
   }
+  span.seed = item.seed;
   span.size = static_cast<std::size_t>(item.param.numel());
   return span;
 }
@@ -94,9 +107,10 @@ UpdateSpan part_of(const UpdateSpan& whole, std::size_t begin, std::size_t size)
   if (whole.low != nullptr) part.low = whole.low + begin;
   if (whole.copy != nullptr)
     part.copy = static_cast<char*>(whole.copy) + begin * bytes_of(whole.copy_format);
-  for (float*& state : part.state) {
-    if (state != nullptr) state += begin;
+  for (void*& state : part.state) {
+    if (state != nullptr) state = static_cast<char*>(state) + begin * bytes_of(whole.state_format);
   }
+  part.first_element = whole.first_element + static_cast<std::uint32_t>(begin);
   part.size = size;
   return part;
 }
@@ -107,7 +121,7 @@ void check(std::span<const Update> items, std::span<const Rule> rules) {
     throw Error(kUpdate, "a rule for each parameter",
                 c10::str(rules.size(), " for ", items.size()));
   }
-  for (const Update& item : items) check(item);
+  for (const Update& item : items) check(item, kTakesBf16State<Rule>);
 }
 
 // The memory of several parameters in chunks. Tied parameters that are different tensors over the

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -17,9 +18,13 @@ struct Update {
   at::Tensor param;  // fp32, fp16, bf16 or fp64: written
   at::Tensor low;  // undefined, or int16: the lower halves of split masters, whose upper halves are
                    // param, a bf16 (rounding.h): written
-  at::Tensor grad;                  // any of these dtypes, whatever the parameter's
-  at::Tensor copy;                  // undefined, or receives the new parameter in its own dtype
-  std::array<at::Tensor, 3> state;  // those that the rule names: fp32, or fp64 for an fp64 param
+  at::Tensor grad;  // any of these dtypes, whatever the parameter's
+  at::Tensor copy;  // undefined, or receives the new parameter in its own dtype
+  // Those that the rule names: fp32, or fp64 for an fp64 param; for Adam and SGD also bf16, all of
+  // them, rounded stochastically (updates.h), for which an element's number is its place in the
+  // parameter's memory, or without gaps where that has some.
+  std::array<at::Tensor, 3> state;
+  std::uint32_t seed = 0;  // for bf16 state: another one in each step
 };
 
 // Each item's parameter, state and copy after a step by its rule. rules has an element for each

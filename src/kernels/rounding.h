@@ -71,4 +71,21 @@ constexpr std::uint32_t join_fp32(SplitFp32 split) {
   return ((split.high - borrow) << 16) | split.low;
 }
 
+// Stochastic rounding (Gupta et al. 2015): down or up with the probability of the other's distance,
+// so that the expected result is the number itself, and sums of small steps are not lost. Of
+// `random`, 16 evenly distributed bits. What bf16 holds is kept; a NaN is made quiet.
+constexpr std::uint16_t bf16_from_fp32_stochastic(std::uint32_t bits, std::uint16_t random) {
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
+  return static_cast<std::uint16_t>((bits + random) >> 16);
+}
+
+// A bijection whose results look random: the last step of MurmurHash3 (Austin Appleby, public
+// domain). 10 vector instructions, where a cipher such as Philox takes more time than an optimizer
+// has to wait for its memory.
+constexpr std::uint32_t hash_bits(std::uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6B;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35;
+  return x ^ (x >> 16);
+}
+
 }  // namespace semitone::kernels

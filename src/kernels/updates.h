@@ -25,8 +25,14 @@ struct UpdateSpan {
   void* copy = nullptr;
   Format copy_format = Format::bf16;
 
-  // The optimizer's state: which of them, says each rule. An unused one is null.
-  float* state[3] = {nullptr, nullptr, nullptr};
+  // The optimizer's state: which of them, says each rule. An unused one is null. Adam and SGD take
+  // bf16 too. What is read again in the next step is then rounded stochastically (rounding.h): of
+  // hash_bits(number of the element ^ seed), state 0 takes the lower half and state 1 the upper
+  // one; this step goes on with the number in fp32.
+  void* state[3] = {nullptr, nullptr, nullptr};
+  Format state_format = Format::fp32;
+  std::uint32_t seed = 0;
+  std::uint32_t first_element = 0;  // its number
 
   std::size_t size = 0;
 };
@@ -36,7 +42,8 @@ struct UpdateSpan {
 // g = grad * grad_scale.
 
 // Adam and AdamW, in torch.optim's order of operations. State: m, v and, for amsgrad, the largest
-// v.
+// v, which in bf16 is rounded to nearest: rounding the largest up and down too would make it grow
+// further.
 //
 //   g += decay * p;  p *= keep
 //   m = beta1 * m + (1 - beta1) * g

@@ -98,8 +98,11 @@ void FusedOptimizer::save(OutputArchive& archive) const {
       one.write("step", c10::IValue(state->step));
       const std::vector<Slot> names = slots(group.options());
       for (std::size_t k = 0; k < names.size(); ++k) {
-        if (state->tensors[k].defined())
-          one.write(std::string(names[k].name), c10::IValue(state->tensors[k]));
+        const at::Tensor& tensor = state->tensors[k];
+        if (!tensor.defined()) continue;
+        // LibTorch's optimizers would go on in bf16, rounding to nearest.
+        const bool narrow = tensor.scalar_type() == at::kBFloat16;
+        one.write(std::string(names[k].name), c10::IValue(narrow ? tensor.to(at::kFloat) : tensor));
       }
       if (state->master_low.defined()) one.write(kLow, c10::IValue(state->master_low));
       states.write(entry->second, one);
@@ -140,7 +143,7 @@ void FusedOptimizer::load(InputArchive& archive) {
       if (!one.has_value()) continue;
       auto state = std::make_unique<FusedState>();
       state->step = find_value<std::int64_t>(*one, "step", kLoad).value_or(0);
-      const auto dtype = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const auto dtype = state_dtype(*options, parameter);
       const std::vector<Slot> names = slots(*options);
       for (std::size_t k = 0; k < names.size(); ++k) {
         const std::string name(names[k].name);

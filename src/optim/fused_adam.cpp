@@ -16,7 +16,8 @@ void for_each_adam_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("betas", options.betas())("eps", options.eps())(
       "weight_decay", options.weight_decay())("adam_w_mode", options.adam_w_mode())(
       "bias_correction", options.bias_correction())("amsgrad", options.amsgrad())(
-      "maximize", options.maximize())("split_master", options.split_master());
+      "maximize", options.maximize())("split_master", options.split_master())("bf16_state",
+                                                                              options.bf16_state());
 }
 
 kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, double grad_scale) {
@@ -79,6 +80,10 @@ std::vector<FusedOptimizer::Slot> FusedAdam::slots(
 
 bool FusedAdam::splits_masters(const torch::optim::OptimizerOptions& options) const {
   return static_cast<const FusedAdamOptions&>(options).split_master();
+}
+
+bool FusedAdam::keeps_bf16_state(const torch::optim::OptimizerOptions& options) const {
+  return static_cast<const FusedAdamOptions&>(options).bf16_state();
 }
 
 void FusedAdam::update(std::span<Work> work) {

@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/rounding.h"
 #include "src/optim/work.h"
 
 #include <torch/types.h>
@@ -22,18 +23,14 @@ bool is_supported(c10::ScalarType dtype) {
   return dtype == at::kDouble || kernels::format_of(dtype);
 }
 
-c10::ScalarType state_dtype(const at::Tensor& parameter) {
-  return parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // Whether kernels can run over a tensor of the parameter's shape together with the parameter, or
 // could not anyhow.
 bool lies_like(const at::Tensor& tensor, const at::Tensor& parameter) {
   return kernels::same_flat_layout(tensor, parameter) || !parameter.is_non_overlapping_and_dense();
 }
 
-at::Tensor laid_out_like(const at::Tensor& parameter, const at::Tensor& value,
-                         c10::ScalarType dtype) {
+at::Tensor copied_like(const at::Tensor& parameter, const at::Tensor& value,
+                       c10::ScalarType dtype) {
   at::Tensor tensor = at::empty_like(parameter, parameter.options().dtype(dtype));
   tensor.copy_(value);
   return tensor;
@@ -43,7 +40,7 @@ at::Tensor laid_out_like(const at::Tensor& parameter, const at::Tensor& value,
 void follow(at::Tensor& tensor, const at::Tensor& parameter, c10::ScalarType dtype) {
   if (tensor.scalar_type() != dtype || tensor.device() != parameter.device() ||
       !lies_like(tensor, parameter))
-    tensor = laid_out_like(parameter, tensor, dtype);
+    tensor = copied_like(parameter, tensor, dtype);
 }
 
 // A parameter by its place, for messages.
@@ -109,7 +106,27 @@ bool is_set(std::string_view where, const at::Tensor& found_inf) {
   return !(found_inf.item<double>() == 0);
 }
 
+// Of the random bits that bf16 state is rounded with. Nothing in it depends on the other parameters
+// of the optimizer: a rank's share of them has to draw the same bits as all of them.
+std::uint32_t seed_of(const at::Tensor& parameter, std::int64_t step) {
+  auto seed = kernels::hash_bits(static_cast<std::uint32_t>(step));
+  for (const std::int64_t size : parameter.sizes())
+    seed = kernels::hash_bits(seed + static_cast<std::uint32_t>(size));
+  return seed;
+}
+
 }  // namespace
+
+FusedOptimizer::FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                               std::unique_ptr<torch::optim::OptimizerOptions> defaults)
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)) {
+  for (const auto& group : groups) add_param_group(group);
+}
+
+void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+}
 
 at::Tensor FusedOptimizer::step(LossClosure closure) {
   at::Tensor loss;
@@ -131,7 +148,10 @@ bool FusedOptimizer::step(const FusedStep& how) {
   }
   std::vector<Work> work = gather(how);
   for (Work& one : work) prepare(one);
-  for (Work& one : work) ++one.state->step;
+  for (Work& one : work) {
+    ++one.state->step;
+    one.update.seed = seed_of(one.update.param, one.state->step);
+  }
   update(work);
   return true;
 }
@@ -182,7 +202,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
       }
       Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, {}};
       if (!lies_like(grad, parameter))
-        one.update.grad = laid_out_like(parameter, grad, grad.scalar_type());
+        one.update.grad = copied_like(parameter, grad, grad.scalar_type());
       work.push_back(std::move(one));
     }
   }
@@ -208,7 +228,7 @@ void FusedOptimizer::prepare(Work& work) {
   if (entry == nullptr) entry = std::make_unique<FusedState>();
   auto& state = static_cast<FusedState&>(*entry);
   work.state = &state;
-  const auto dtype = state_dtype(parameter);
+  const auto dtype = state_dtype(*work.options, parameter);
   const std::vector<Slot> wanted = slots(*work.options);
   for (std::size_t k = 0; k < wanted.size(); ++k) {
     if (!wanted[k].wanted) continue;
@@ -233,6 +253,12 @@ void FusedOptimizer::prepare(Work& work) {
     }
     work.update.low = state.master_low;
   }
+}
+
+c10::ScalarType FusedOptimizer::state_dtype(const torch::optim::OptimizerOptions& options,
+                                            const at::Tensor& parameter) const {
+  if (parameter.scalar_type() == at::kDouble) return at::kDouble;
+  return keeps_bf16_state(options) ? at::kBFloat16 : at::kFloat;
 }
 
 const FusedState* FusedOptimizer::find(const at::Tensor& parameter) const {

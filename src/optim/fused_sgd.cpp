@@ -14,7 +14,7 @@ void for_each_sgd_option(Options& options, Visit&& visit) {
   visit("lr", options.lr())("momentum", options.momentum())("dampening", options.dampening())(
       "weight_decay", options.weight_decay())("nesterov", options.nesterov())(
       "wd_after_momentum", options.wd_after_momentum())("maximize", options.maximize())(
-      "split_master", options.split_master());
+      "split_master", options.split_master())("bf16_state", options.bf16_state());
 }
 
 kernels::SgdRule rule_of(const FusedSGDOptions& options, bool first, double grad_scale) {
@@ -67,6 +67,10 @@ std::vector<FusedOptimizer::Slot> FusedSGD::slots(
 
 bool FusedSGD::splits_masters(const torch::optim::OptimizerOptions& options) const {
   return static_cast<const FusedSGDOptions&>(options).split_master();
+}
+
+bool FusedSGD::keeps_bf16_state(const torch::optim::OptimizerOptions& options) const {
+  return static_cast<const FusedSGDOptions&>(options).bf16_state();
 }
 
 void FusedSGD::update(std::span<Work> work) {

@@ -129,9 +129,11 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(ParamGroups groups, const Facto
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(OptimizerPtr whole, Factory make_optimizer,
                                                  comm::Group group)
-    : Optimizer(whole->param_groups(), whole->defaults().clone()),
+    : Optimizer(ParamGroups(), whole->defaults().clone()),
       make_optimizer_(std::move(make_optimizer)),
       group_(std::move(group)) {
+  // LibTorch 2.15's own way loses options of classes that it does not know.
+  for (const auto& one : whole->param_groups()) param_groups_.emplace_back(one);
   update_share();
 }
 
@@ -176,7 +178,7 @@ void ZeroRedundancyOptimizer::update_share() {
   ParametersByGroup now = parameters_of(param_groups_);
   if (local_ == nullptr || !are_same(now, parameters_)) {
     require_same_parameters(param_groups_, group_);
-    local_ = make(make_optimizer_, share_of(group_.rank()));
+    local_ = make(make_optimizer_, share_of(group_.rank()));  // options are set below
     parameters_ = std::move(now);
     const auto owners = this->owners();
     shares_.assign(static_cast<std::size_t>(group_.size()), {});
@@ -210,9 +212,24 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   return loss;
 }
 
+void ZeroRedundancyOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  // What the optimizer alone makes of the group's options.
+  const OptimizerPtr alone = make(make_optimizer_, {group});
+  param_groups_.back().set_options(alone->param_groups()[0].options().clone());
+}
+
+// An optimizer with the options of these groups, which LibTorch 2.15 would mix with its defaults.
+OptimizerPtr ZeroRedundancyOptimizer::make_with_options(const ParamGroups& groups) const {
+  OptimizerPtr optimizer = make(make_optimizer_, groups);
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    optimizer->param_groups()[g].set_options(groups[g].options().clone());
+  return optimizer;
+}
+
 // An optimizer of some of the parameters that shares their state.
-OptimizerPtr ZeroRedundancyOptimizer::with_state(ParamGroups groups) const {
-  OptimizerPtr optimizer = make(make_optimizer_, std::move(groups));
+OptimizerPtr ZeroRedundancyOptimizer::with_state(const ParamGroups& groups) const {
+  OptimizerPtr optimizer = make_with_options(groups);
   for (const auto& group : optimizer->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
@@ -229,12 +246,12 @@ void ZeroRedundancyOptimizer::consolidate(int to_rank) {
   }
   update_share();
   consolidated_.reset();
-  OptimizerPtr whole = group_.rank() == to_rank ? make(make_optimizer_, param_groups_) : nullptr;
+  OptimizerPtr whole = group_.rank() == to_rank ? make_with_options(param_groups_) : nullptr;
   for (int owner = 0; owner < group_.size(); ++owner) {
     std::string text = owner == group_.rank() ? to_text(*with_state(share_of(owner))) : "";
     text = group_.broadcast(std::move(text), owner);
     if (whole == nullptr) continue;
-    const OptimizerPtr share = make(make_optimizer_, share_of(owner));
+    const OptimizerPtr share = make_with_options(share_of(owner));
     from_text(*share, std::move(text));
     for (auto& [parameter, state] : share->state()) whole->state()[parameter] = std::move(state);
   }
@@ -255,7 +272,7 @@ void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) con
 }
 
 void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
-  const OptimizerPtr whole = make(make_optimizer_, param_groups_);
+  const OptimizerPtr whole = make_with_options(param_groups_);
   try {
     whole->load(archive);
   } catch (const c10::Error& error) {

@@ -147,14 +147,16 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Te
       options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
   const double eps = fp16_only ? 0x1p-14 : 1e-8;
   const auto set = [&](auto adamw) { return adamw.eps(eps).weight_decay(kWeightDecay); };
+  const auto compact = [&](auto fused) {
+    return fused.split_master(options.split_masters()).bf16_state(options.bf16_state());
+  };
   if (options.fused_optimizer()) {
-    const bool split = options.split_masters();
     if (traits.adamw) {
-      return std::make_unique<optim::FusedAdam>(
-          parameters, set(optim::FusedAdamOptions(traits.lr)).split_master(split));
+      return std::make_unique<optim::FusedAdam>(parameters,
+                                                compact(set(optim::FusedAdamOptions(traits.lr))));
     }
     return std::make_unique<optim::FusedSGD>(
-        parameters, optim::FusedSGDOptions(traits.lr).momentum(kMomentum).split_master(split));
+        parameters, compact(optim::FusedSGDOptions(traits.lr).momentum(kMomentum)));
   }
   if (traits.adamw)
     return std::make_unique<torch::optim::AdamW>(parameters,

@@ -37,6 +37,7 @@ struct Step {
   std::size_t states;
   std::function<void(std::span<const Update>)> kernel;
   std::function<void(const Update&)> definition;
+  bool takes_bf16_state = false;
 };
 
 template <typename Rule>
@@ -46,7 +47,8 @@ Step step(const std::string& name, std::size_t states, const Rule& rule,
   return {
       name, states,
       [=](std::span<const Update> items) { kernel(items, std::vector<Rule>(items.size(), rule)); },
-      [=](const Update& item) { definition(item, rule); }};
+      [=](const Update& item) { definition(item, rule); },
+      std::is_same_v<Rule, AdamRule> || (std::is_same_v<Rule, SgdRule> && states > 0)};
 }
 
 // One of LAMB's passes.
@@ -56,7 +58,7 @@ Step lamb_step(const std::string& name, const LambRule& rule, bool moments) {
           [=](std::span<const Update> items) {
             multi_tensor_lamb_moments(items, std::vector<LambRule>(items.size(), rule));
           },
-          [=](const Update& item) { ref::lamb_moments(item, rule); }};
+          [=](const Update& item) { ref::lamb_moments(item, rule); }, false};
 }
 
 // Numbers that no two of which are equal, so that a swap shows; every branch of every rule.
@@ -121,11 +123,13 @@ struct Case {
   c10::ScalarType grad;
   std::optional<c10::ScalarType> copy;
   bool split = false;
+  bool bf16_state = false;
 };
 
 std::string name_of(const testing::TestParamInfo<Case>& info) {
   const Case& c = info.param;
-  return (c.split ? "split_" : "") + dtype_name(c.param) + "_grad_" + dtype_name(c.grad) +
+  return std::string(c.split ? "split_" : "") + (c.bf16_state ? "bf16_state_" : "") +
+         dtype_name(c.param) + "_grad_" + dtype_name(c.grad) +
          (c.copy ? "_copy_" + dtype_name(*c.copy) : "");
 }
 
@@ -146,6 +150,7 @@ at::Tensor in_layout_of(const at::Tensor& layout, const at::Tensor& value, c10::
 Update item_like(const at::Tensor& layout, const Case& c, std::size_t states) {
   const auto wide = c.param == at::kDouble ? at::kDouble : at::kFloat;
   Update item;
+  item.seed = 0x89ABCDEF;
   item.param = in_layout_of(layout, values(layout.sizes()), c.param);
   item.grad = in_layout_of(layout, values(layout.sizes()), c.grad);
   if (c.copy) item.copy = in_layout_of(layout, at::full(layout.sizes(), 7), *c.copy);
@@ -155,7 +160,8 @@ Update item_like(const at::Tensor& layout, const Case& c, std::size_t states) {
   }
   for (std::size_t k = 0; k < states; ++k)  // some of them are under a root
     item.state[k] =
-        in_layout_of(layout, k == 0 ? values(layout.sizes()) : values(layout.sizes()).abs(), wide);
+        in_layout_of(layout, k == 0 ? values(layout.sizes()) : values(layout.sizes()).abs(),
+                     c.bf16_state ? at::kBFloat16 : wide);
   return item;
 }
 
@@ -168,7 +174,8 @@ Update copy_of(const Update& item) {
           copy_of(item.low),
           copy_of(item.grad),
           copy_of(item.copy),
-          {copy_of(item.state[0]), copy_of(item.state[1]), copy_of(item.state[2])}};
+          {copy_of(item.state[0]), copy_of(item.state[1]), copy_of(item.state[2])},
+          item.seed};
 }
 
 void expect_equal(const Update& got, const Update& want) {
@@ -196,6 +203,13 @@ void expect_as_defined(const Step& step, const std::vector<Update>& items) {
   }
 }
 
+// Those that the case's state is for.
+std::vector<Step> steps_for(const Case& c) {
+  std::vector<Step> steps = all_steps();
+  if (c.bf16_state) std::erase_if(steps, [](const Step& step) { return !step.takes_bf16_state; });
+  return steps;
+}
+
 // One thread: for thousands of small tensors, waking others would take most of the time.
 class MultiTensorUpdate : public testing::TestWithParam<Case> {
  protected:
@@ -216,7 +230,7 @@ TEST_P(MultiTensorUpdate, IsItsDefinitionAtEverySize) {
   for (const std::int64_t size : {63, 64, 65, 127, 1000}) sizes.push_back(size);
   for (const auto edge : {kChunk, 2 * kChunk})
     for (const auto offset : {-1, 0, 1, 17}) sizes.push_back(edge + offset);
-  for (const Step& step : all_steps()) {
+  for (const Step& step : steps_for(GetParam())) {
     std::vector<Update> items;
     for (const auto size : sizes)
       items.push_back(item_like(at::empty({size}), GetParam(), step.states));
@@ -232,7 +246,7 @@ TEST_P(MultiTensorUpdate, IsItsDefinitionInEveryLayout) {
       at::empty({2, 3, 4, 5}).permute({3, 1, 0, 2}),
       at::empty({4, 0, 3}),
   };
-  for (const Step& step : all_steps()) {
+  for (const Step& step : steps_for(GetParam())) {
     std::vector<Update> items;
     for (const at::Tensor& layout : layouts)
       items.push_back(item_like(layout, GetParam(), step.states));
@@ -241,7 +255,7 @@ TEST_P(MultiTensorUpdate, IsItsDefinitionInEveryLayout) {
 }
 
 TEST_P(MultiTensorUpdate, TakesTensorsWithGapsAndOfDifferentLayouts) {
-  for (const Step& step : all_steps()) {
+  for (const Step& step : steps_for(GetParam())) {
     SCOPED_TRACE(step.name);
     const Update dense = item_like(at::empty({6, 10}), GetParam(), step.states);
     const auto with_gaps = [](const at::Tensor& tensor) {
@@ -256,13 +270,15 @@ TEST_P(MultiTensorUpdate, TakesTensorsWithGapsAndOfDifferentLayouts) {
         copy_of(dense.low),
         with_gaps(dense.grad),
         copy_of(dense.copy),
-        {with_gaps(dense.state[0]), copy_of(dense.state[1]), with_gaps(dense.state[2])}};
+        {with_gaps(dense.state[0]), copy_of(dense.state[1]), with_gaps(dense.state[2])},
+        dense.seed};
     const Update mixed{
         copy_of(dense.param),
         transposed(dense.low),
         transposed(dense.grad),
         transposed(dense.copy),
-        {transposed(dense.state[0]), copy_of(dense.state[1]), copy_of(dense.state[2])}};
+        {transposed(dense.state[0]), copy_of(dense.state[1]), copy_of(dense.state[2])},
+        dense.seed};
     const std::vector<Update> items{copy_of(dense), gaps, mixed};
     step.kernel(items);
     expect_equal(items[1], items[0]);
@@ -275,7 +291,7 @@ TEST_P(MultiTensorUpdate, TakesTensorsWithGapsAndOfDifferentLayouts) {
 TEST_P(MultiTensorUpdate, CarriesInfAndNanWhereTheDefinitionDoes) {
   const float infinity = std::numeric_limits<float>::infinity();
   const std::int64_t size = kChunk + 21;  // the last one lies in a tail
-  for (const Step& step : all_steps()) {
+  for (const Step& step : steps_for(GetParam())) {
     std::vector<Update> items;
     for (const float bad : {infinity, -infinity, std::numeric_limits<float>::quiet_NaN()}) {
       for (const std::int64_t where : {std::int64_t{0}, size / 2, size - 1}) {
@@ -302,7 +318,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{at::kBFloat16, at::kBFloat16, {}}, Case{at::kBFloat16, at::kFloat, at::kHalf},
         Case{at::kBFloat16, at::kBFloat16, {}, true},
         Case{at::kBFloat16, at::kFloat, at::kHalf, true}, Case{at::kDouble, at::kDouble, {}},
-        Case{at::kDouble, at::kFloat, at::kBFloat16}),
+        Case{at::kDouble, at::kFloat, at::kBFloat16}, Case{at::kFloat, at::kFloat, {}, false, true},
+        Case{at::kFloat, at::kBFloat16, at::kBFloat16, false, true},
+        Case{at::kBFloat16, at::kBFloat16, {}, true, true}),
     name_of);
 
 // ---- formulas -----------------------------------------------------------------------------------
@@ -487,6 +505,24 @@ TEST(SplitMaster, AForeignUpperHalfMovesByAtMostHalfItsUnit) {
       const auto again = split_fp32(std::bit_cast<std::uint32_t>(joined)).high;
       ASSERT_EQ(again, high) << low;
     }
+  }
+}
+
+TEST(SplitMaster, OfALargeTensorIsThatOfItsRows) {
+  torch::manual_seed(5);
+  const at::Tensor value = torch::randn({3, 700001});
+  const auto split = [](const at::Tensor& of) {
+    Update item;
+    item.param = at::empty(of.sizes(), at::kBFloat16);
+    item.low = at::empty(of.sizes(), at::kShort);
+    split_master(of, item.param, item.low);
+    return item;
+  };
+  const Update whole = split(value);
+  for (std::int64_t row = 0; row < value.size(0); ++row) {
+    const Update want = split(value[row]);
+    expect_bitwise_equal(whole.param[row], want.param);
+    expect_bitwise_equal(whole.low[row], want.low);
   }
 }
 

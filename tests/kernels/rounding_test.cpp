@@ -36,6 +36,10 @@ bool is_nan_code(std::uint32_t code) {
   return (code & 0x7FFF) > Format::kInfinity;
 }
 
+// fmix32 of the author's MurmurHash3.cpp.
+static_assert(hash_bits(0) == 0);
+static_assert(hash_bits(1) == 0x514E28B7);
+
 template <typename Format>
 class Rounding : public testing::Test {};
 
@@ -128,6 +132,38 @@ TEST(Fp16Rounding, KeepsSubnormalsDownToHalfOfTheSmallest) {
   EXPECT_EQ(fp16_from_fp32(std::bit_cast<std::uint32_t>(0x1p-25F)), 0);
   EXPECT_EQ(fp16_from_fp32(std::bit_cast<std::uint32_t>(0x1.000002p-25F)), 1);
   EXPECT_EQ(fp16_from_fp32(1), 0) << "the smallest fp32";
+}
+
+// ---- stochastic ---------------------------------------------------------------------------------
+
+// Of all 2^16 random numbers as many round up as the fraction says.
+TEST(StochasticRounding, GoesUpAsOftenAsTheNumberIsCloseToIt) {
+  for (const std::uint32_t low : {0U, 1U, 0x1234U, 0x8000U, 0xFFFFU}) {
+    for (const std::uint32_t high :
+         {0x0000U, 0x3F80U, 0xBF81U, 0x7F7FU}) {  // 0, 1, -1.0078, the largest
+      std::uint32_t up = 0;
+      for (std::uint32_t random = 0; random < 0x10000; ++random) {
+        const std::uint32_t code =
+            bf16_from_fp32_stochastic((high << 16) | low, static_cast<std::uint16_t>(random));
+        ASSERT_TRUE(code == high || code == high + 1) << std::hex << high << low;
+        up += code - high;
+      }
+      EXPECT_EQ(up, low) << std::hex << high;
+    }
+  }
+}
+
+TEST(StochasticRounding, KeepsInfinitiesAndNans) {
+  for (const std::uint16_t random :
+       {std::uint16_t{0}, std::uint16_t{0x7FFF}, std::uint16_t{0xFFFF}}) {
+    EXPECT_EQ(bf16_from_fp32_stochastic(0x7F800000, random), 0x7F80);
+    EXPECT_EQ(bf16_from_fp32_stochastic(0xFF800000, random), 0xFF80);
+    for (const std::uint32_t nan : {0x7F800001U, 0x7FFFFFFFU, 0xFF80FFFFU, 0xFFFFFFFFU}) {
+      const std::uint16_t code = bf16_from_fp32_stochastic(nan, random);
+      EXPECT_TRUE(is_nan_code<Bf16>(code)) << std::hex << nan;
+      EXPECT_EQ(code >> 15, nan >> 31);
+    }
+  }
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ TEST(FusedAdam, HasApexsDefaults) {
   EXPECT_TRUE(options.bias_correction());
   EXPECT_FALSE(options.amsgrad());
   EXPECT_FALSE(options.split_master());
+  EXPECT_FALSE(options.bf16_state());
 }
 
 TEST(FusedAdam, IsTorchsAdamW) {

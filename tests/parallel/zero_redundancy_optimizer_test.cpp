@@ -60,6 +60,8 @@ std::vector<Kind> all_kinds() {
       {"Adam", factory<torch_optim::Adam>(torch_optim::AdamOptions(0.01).amsgrad(true))},
       {"AdamW", factory<torch_optim::AdamW>(torch_optim::AdamWOptions(0.01).weight_decay(0.1))},
       {"FusedAdam", factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).weight_decay(0.1))},
+      {"FusedAdam, state in bf16",
+       factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).bf16_state(true))},
   };
 }
 
@@ -174,6 +176,42 @@ TEST(Zero, KeepsTheStateOfItsShareOnly) {
     optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{
         torch::ones({3}, torch::requires_grad()), torch::ones({4}, torch::requires_grad())}));
     EXPECT_EQ(optimizer.owners()[1], (std::vector<int>{0, 1}));
+  });
+}
+
+// Of a class that LibTorch 2.15's own add_param_group does not know.
+TEST(Zero, TakesNewGroupsWithOptionsOfTheirOwn) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const at::Tensor first = torch::ones({3}).requires_grad_();
+    const at::Tensor second = torch::ones({2}).requires_grad_();
+    const auto make = factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).weight_decay(0.1));
+    ZeroRedundancyOptimizer optimizer({first}, make, group);
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup(
+        {second}, std::make_unique<optim::FusedAdamOptions>(0.5)));
+    const auto& options =
+        static_cast<const optim::FusedAdamOptions&>(optimizer.param_groups()[1].options());
+    EXPECT_EQ(options.lr(), 0.5);
+    EXPECT_EQ(options.weight_decay(), 0);
+    first.mutable_grad() = torch::ones({3});
+    second.mutable_grad() = torch::ones({2});
+    optimizer.step();
+    EXPECT_TRUE(torch::allclose(second, torch::full({2}, 0.5)));
+  });
+}
+
+// LibTorch 2.15 takes an option that is its class's default for one that was not set.
+TEST(Zero, SavesOptionsThatAreTheDefaultsOfTheirClass) {
+  run_ranks(1, [](Rank&) {
+    const at::Tensor weight = torch::ones({3}).requires_grad_();
+    const auto make = factory<torch::optim::Adam>(torch::optim::AdamOptions(0.01));
+    ZeroRedundancyOptimizer optimizer({weight}, make, comm::init());
+    optimizer.param_groups()[0].options().set_lr(torch::optim::AdamOptions().lr());
+    std::stringstream file;
+    torch::save(optimizer, file);
+    torch::optim::Adam alone(std::vector<at::Tensor>{weight}, torch::optim::AdamOptions(0.5));
+    torch::load(alone, file);
+    EXPECT_EQ(alone.param_groups()[0].options().get_lr(), torch::optim::AdamOptions().lr());
   });
 }
 

@@ -145,6 +145,9 @@ TEST(Workload, CountsTensorMemoryByKind) {
   const Workload split(options(OptLevel::O2).split_masters(true));
   EXPECT_EQ(split.memory().masters, size * 2);
   expect_gradients(split.memory(), size * 2);
+
+  const Workload compact(options(OptLevel::O2).split_masters(true).bf16_state(true));
+  EXPECT_EQ(compact.memory().optimizer_state * 2, split.memory().optimizer_state);
   EXPECT_EQ(Workload(options(OptLevel::O3)).memory().masters, 0);
   const Workload sgd(small(WorkloadKind::mnist, OptLevel::O0));
   EXPECT_EQ(sgd.memory().optimizer_state, 29'034 * kFloat);

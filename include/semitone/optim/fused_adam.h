@@ -34,6 +34,14 @@ struct FusedAdamOptions : torch::optim::OptimizerCloneableOptions<FusedAdamOptio
   /// 4 bytes a weight instead of 6, and the same masters bit for bit as training with fp32 masters.
   /// fp32 and fp64 parameters need none; fp16 ones are refused. Default false.
   TORCH_ARG(bool, split_master) = false;
+  /// Keep the moments in bf16: 4 bytes a weight instead of 8 (fp64 parameters keep fp64 ones).
+  /// Arithmetic stays fp32; what the next step reads is rounded stochastically (Gupta et al. 2015),
+  /// since rounded to nearest exp_avg_sq would stop where a step moves it by less than half its unit
+  /// (1/512 to 1/256 of it), as with the default betas it soon does. max_exp_avg_sq is rounded to
+  /// nearest; it is the largest of numbers with noise, and so grows further than in fp32. The random
+  /// bits are a hash of the parameter's shape, its step and the element's place in memory: the same
+  /// every time, on every rank and after loading. Default false.
+  TORCH_ARG(bool, bf16_state) = false;
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -65,6 +73,7 @@ class FusedAdam : public FusedOptimizer {
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   bool splits_masters(const torch::optim::OptimizerOptions& options) const override;
+  bool keeps_bf16_state(const torch::optim::OptimizerOptions& options) const override;
   void update(std::span<Work> work) override;
 };
 

@@ -65,10 +65,10 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
 /// param_groups, torch::save and torch::load work as with LibTorch's own.
 ///
 /// Parameters may be fp32, fp16, bf16 or fp64, dense, in any layout; state is fp32 (fp64 for fp64
-/// parameters). Arithmetic is fp32, with one rounding into a 16-bit parameter. Gradients may have
-/// another dtype than their parameter. On the CPU a step is one pass in vector code over all
-/// tensors at once; fp64, tensors with gaps and other devices take the composed operators that
-/// define it.
+/// parameters, bf16 on request). Arithmetic is fp32, with one rounding into a 16-bit parameter.
+/// Gradients may have another dtype than their parameter. On the CPU a step is one pass in vector
+/// code over all tensors at once; fp64, tensors with gaps and other devices take the composed
+/// operators that define it.
 ///
 /// - A parameter without a gradient is left alone: no decay, no state, and its own step count (bias
 ///   corrections are by parameter) does not move.
@@ -86,6 +86,11 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// A step with unscaling, clipping, skipping and writing of the model in the same pass.
   /// @return false if found_inf was set: nothing was changed
   bool step(const FusedStep& how);
+
+  /// Adds a group with its own options, or with the defaults if it has none. LibTorch's function of
+  /// this name replaces options of classes that it does not know by the defaults (2.15; 2.11 keeps
+  /// them): do not call it through a torch::optim::Optimizer&.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   /// Steps that a parameter took part in.
   std::int64_t steps_of(const at::Tensor& parameter) const;
@@ -133,8 +138,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   struct Work;
 
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                 std::unique_ptr<torch::optim::OptimizerOptions> defaults)
-      : Optimizer(groups, std::move(defaults)) {}
+                 std::unique_ptr<torch::optim::OptimizerOptions> defaults);
 
   /// Checks the defaults and the options of all groups. At the end of a constructor.
   void check_options() const;
@@ -150,6 +154,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
   virtual bool splits_masters(const torch::optim::OptimizerOptions& /*options*/) const {
     return false;
   }
+  /// Whether state is bf16, rounded stochastically.
+  virtual bool keeps_bf16_state(const torch::optim::OptimizerOptions& /*options*/) const {
+    return false;
+  }
   /// The step, for parameters whose state is there and whose step count includes this step.
   virtual void update(std::span<Work> work) = 0;
 
@@ -158,6 +166,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void check_state(const FusedState& state, const at::Tensor& parameter,
                    const std::vector<Slot>& slots, const std::string& name) const;
   const FusedState* find(const at::Tensor& parameter) const;
+  c10::ScalarType state_dtype(const torch::optim::OptimizerOptions& options,
+                              const at::Tensor& parameter) const;
 };
 
 }  // namespace semitone::optim

@@ -27,6 +27,8 @@ struct FusedSGDOptions : torch::optim::OptimizerCloneableOptions<FusedSGDOptions
   TORCH_ARG(bool, maximize) = false;
   /// As FusedAdamOptions::split_master. Default false.
   TORCH_ARG(bool, split_master) = false;
+  /// As FusedAdamOptions::bf16_state, for the momentum buffer. Default false.
+  TORCH_ARG(bool, bf16_state) = false;
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
@@ -50,6 +52,7 @@ class FusedSGD : public FusedOptimizer {
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   bool splits_masters(const torch::optim::OptimizerOptions& options) const override;
+  bool keeps_bf16_state(const torch::optim::OptimizerOptions& options) const override;
   void update(std::span<Work> work) override;
 };
 

@@ -64,6 +64,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
                           comm::Group group);
   ZeroRedundancyOptimizer(ParamGroups groups, const Factory& make_optimizer, comm::Group group);
 
+  /// Adds a group, with its own options or the defaults. On all ranks. As for FusedOptimizer, not
+  /// through a torch::optim::Optimizer&.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   /// Steps this rank's share, and gets the others' from their ranks. Collective; CommError if a rank
   /// is lost. With a closure, evaluates it first, with gradients enabled, and returns its loss.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -94,7 +98,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   ZeroRedundancyOptimizer(std::unique_ptr<torch::optim::Optimizer> whole, Factory make_optimizer,
                           comm::Group group);
 
-  std::unique_ptr<torch::optim::Optimizer> with_state(ParamGroups groups) const;
+  std::unique_ptr<torch::optim::Optimizer> make_with_options(const ParamGroups& groups) const;
+  std::unique_ptr<torch::optim::Optimizer> with_state(const ParamGroups& groups) const;
   ParamGroups share_of(int rank) const;
   void update_share();
 

@@ -51,6 +51,8 @@ class WorkloadOptions {
   TORCH_ARG(bool, fused_optimizer) = true;
   /// Whether a fused optimizer splits the masters of bf16 weights (O2; docs/optimizers.md).
   TORCH_ARG(bool, split_masters) = false;
+  /// Whether a fused optimizer keeps its state in bf16, rounded stochastically.
+  TORCH_ARG(bool, bf16_state) = false;
 
   /// Images or sequences of a step.
   TORCH_ARG(std::int64_t, batch_size);

@@ -24,9 +24,8 @@ struct AdagradMath {
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (decay != 0) grad = scaled_sum(d, decay, param, grad);
-    float* const h_at = span.state[0] + i;
-    const auto h = hn::Add(hn::LoadU(d, h_at), hn::Mul(grad, grad));
-    hn::StoreU(h, d, h_at);
+    const auto h = hn::Add(load_state(d, span, 0, i), hn::Mul(grad, grad));
+    store_state(d, h, span, 0, i);
     auto update = hn::Div(grad, hn::Add(hn::Sqrt(h), hn::Set(d, eps)));
     if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
     return scaled_sum(d, minus_lr, update, param);

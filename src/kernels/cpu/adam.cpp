@@ -30,18 +30,15 @@ struct AdamMath {
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (decay != 0) grad = scaled_sum(d, decay, param, grad);
     if (keep != 1) param = hn::Mul(param, hn::Set(d, keep));
-    float* const m_at = span.state[0] + i;
-    float* const v_at = span.state[1] + i;
-    const auto m = scaled_sum(d, beta1, hn::LoadU(d, m_at), hn::Mul(hn::Set(d, rest1), grad));
+    const auto m =
+        scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, rest1), grad));
     const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
-    auto v = scaled_sum(d, beta2, hn::LoadU(d, v_at), square);
-    hn::StoreU(m, d, m_at);
-    hn::StoreU(v, d, v_at);
+    auto v = scaled_sum(d, beta2, load_state(d, span, 1, i), square);
+    store_moments(d, span, i, m, &v);
     if (span.state[2] != nullptr) {
-      float* const largest_at = span.state[2] + i;
-      const auto before = hn::LoadU(d, largest_at);
+      const auto before = load_state(d, span, 2, i);
       v = hn::IfThenElse(hn::Or(hn::Gt(v, before), hn::IsNaN(v)), v, before);
-      hn::StoreU(v, d, largest_at);
+      store_state(d, v, span, 2, i);
     }
     const auto denominator =
         hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, root_correction)), hn::Set(d, eps));

@@ -31,19 +31,18 @@ struct LambMath {
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE void move(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (decay != 0) grad = scaled_sum(d, decay, param, grad);
-    float* const m_at = span.state[0] + i;
-    float* const v_at = span.state[1] + i;
-    const auto m = scaled_sum(d, beta1, hn::LoadU(d, m_at), hn::Mul(hn::Set(d, averaged), grad));
+    const auto m =
+        scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, averaged), grad));
     const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
-    hn::StoreU(m, d, m_at);
-    hn::StoreU(scaled_sum(d, beta2, hn::LoadU(d, v_at), square), d, v_at);
+    store_state(d, m, span, 0, i);
+    store_state(d, scaled_sum(d, beta2, load_state(d, span, 1, i), square), span, 1, i);
   }
 
   // The update that the moments call for.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V update(D d, const UpdateSpan& span, std::size_t i, V param) const {
-    const auto m = hn::Mul(hn::LoadU(d, span.state[0] + i), hn::Set(d, correction1));
-    const auto v = hn::Mul(hn::LoadU(d, span.state[1] + i), hn::Set(d, correction2));
+    const auto m = hn::Mul(load_state(d, span, 0, i), hn::Set(d, correction1));
+    const auto v = hn::Mul(load_state(d, span, 1, i), hn::Set(d, correction2));
     const auto u = hn::Div(m, hn::Add(hn::Sqrt(v), hn::Set(d, eps)));
     return late_decay != 0 ? scaled_sum(d, late_decay, param, u) : u;
   }

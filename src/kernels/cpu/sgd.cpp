@@ -30,13 +30,12 @@ struct SgdMath {
     if (decay != 0) grad = scaled_sum(d, decay, param, grad);
     if (local != 1) grad = hn::Mul(grad, hn::Set(d, local));
     if (span.state[0] != nullptr) {
-      float* const buffer_at = span.state[0] + i;
       auto buffer = grad;
       if (!first) {
         buffer =
-            scaled_sum(d, momentum, hn::LoadU(d, buffer_at), hn::Mul(hn::Set(d, undamped), grad));
+            scaled_sum(d, momentum, load_state(d, span, 0, i), hn::Mul(hn::Set(d, undamped), grad));
       }
-      hn::StoreU(buffer, d, buffer_at);
+      store_moments(d, span, i, buffer);
       grad = nesterov ? scaled_sum(d, momentum, buffer, grad) : buffer;
     }
     if (late_decay != 0) grad = scaled_sum(d, late_decay, param, grad);

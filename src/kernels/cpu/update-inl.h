@@ -75,6 +75,58 @@ HWY_INLINE void store_split(D /*d*/, hn::Vec<D> v, std::uint16_t* high, std::uin
 }
 
 template <class D>
+HWY_INLINE hn::Vec<D> load_state(D d, const UpdateSpan& span, std::size_t k, std::size_t i) {
+  return load(span.state_format, d, span.state[k], i);
+}
+
+// To nearest, where the state is not fp32.
+template <class D>
+HWY_INLINE void store_state(D d, hn::Vec<D> v, const UpdateSpan& span, std::size_t k,
+                            std::size_t i) {
+  store(span.state_format, d, v, span.state[k], i);
+}
+
+// Random bits for the elements from i on, rounding.h's hash_bits.
+template <class D, class D32 = hn::RebindToUnsigned<D>>
+HWY_INLINE hn::Vec<D32> random_bits(D /*d*/, const UpdateSpan& span, std::size_t i) {
+  const D32 d32;
+  const auto number = hn::Iota(d32, span.first_element + static_cast<std::uint32_t>(i));
+  auto x = hn::Xor(number, hn::Set(d32, span.seed));
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(d32, 0x85EBCA6B));
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<13>(x)), hn::Set(d32, 0xC2B2AE35));
+  return hn::Xor(x, hn::ShiftRight<16>(x));
+}
+
+// rounding.h's bf16_from_fp32_stochastic; `random` is below 2^16.
+template <class D>
+HWY_INLINE void store_stochastic(D /*d*/, hn::Vec<D> v, hn::Vec<hn::RebindToUnsigned<D>> random,
+                                 void* to, std::size_t i) {
+  const hn::RebindToUnsigned<D> d32;
+  const hn::Rebind<std::uint16_t, D> d16;
+  const auto bits = hn::BitCast(d32, v);
+  const auto quiet = hn::Or(bits, hn::Set(d32, 0x400000));
+  const auto is_nan = hn::RebindMask(d32, hn::IsNaN(v));
+  const auto rounded = hn::IfThenElse(is_nan, quiet, hn::Add(bits, random));
+  hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(rounded)), d16,
+             static_cast<std::uint16_t*>(to) + i);
+}
+
+// State 0 and, with `second`, state 1, as the next step will read them.
+template <class D>
+HWY_INLINE void store_moments(D d, const UpdateSpan& span, std::size_t i, hn::Vec<D> first,
+                              const hn::Vec<D>* second = nullptr) {
+  if (span.state_format == Format::fp32) {
+    store_state(d, first, span, 0, i);
+    if (second != nullptr) store_state(d, *second, span, 1, i);
+    return;
+  }
+  const hn::RebindToUnsigned<D> d32;
+  const auto random = random_bits(d, span, i);
+  store_stochastic(d, first, hn::And(random, hn::Set(d32, 0xFFFF)), span.state[0], i);
+  if (second != nullptr) store_stochastic(d, *second, hn::ShiftRight<16>(random), span.state[1], i);
+}
+
+template <class D>
 HWY_INLINE hn::Vec<D> load_param(D d, const UpdateSpan& span, std::size_t i) {
   if (span.low == nullptr) return load(span.param_format, d, span.param, i);
   return load_split(d, static_cast<const std::uint16_t*>(span.param) + i, span.low + i);
@@ -97,6 +149,7 @@ class SpanTail {
   SpanTail(const UpdateSpan& whole, std::size_t begin) : whole_(whole), begin_(begin) {
     inner_ = whole;
     inner_.size = whole.size - begin;
+    inner_.first_element = whole.first_element + static_cast<std::uint32_t>(begin);
     take(grad_, whole.grad, bytes_of(whole.grad_format));
     take(param_, whole.param, bytes_of(whole.param_format));
     inner_.grad = grad_;
@@ -108,7 +161,7 @@ class SpanTail {
     if (whole.copy != nullptr) inner_.copy = copy_;
     for (std::size_t k = 0; k < kStates; ++k) {
       if (whole.state[k] == nullptr) continue;
-      take(state_[k], whole.state[k], sizeof(float));
+      take(state_[k], whole.state[k], bytes_of(whole.state_format));
       inner_.state[k] = state_[k];
     }
   }
@@ -123,7 +176,8 @@ class SpanTail {
     if (whole_.low != nullptr) give(low_, whole_.low, sizeof(*low_));
     if (whole_.copy != nullptr) give(copy_, whole_.copy, bytes_of(whole_.copy_format));
     for (std::size_t k = 0; k < kStates; ++k) {
-      if (whole_.state[k] != nullptr) give(state_[k], whole_.state[k], sizeof(float));
+      if (whole_.state[k] != nullptr)
+        give(state_[k], whole_.state[k], bytes_of(whole_.state_format));
     }
   }
 

@@ -2,6 +2,10 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
 namespace semitone::kernels {
 
 // The arithmetic of rounding.h's split_fp32 and join_fp32 on whole tensors, in int32. Shifts of
@@ -16,6 +20,19 @@ at::Tensor join_split_master(const at::Tensor& param, const at::Tensor& low) {
 
 void split_master(const at::Tensor& value, const at::Tensor& param, const at::Tensor& low) {
   const at::NoGradGuard no_grad;
+  // In halves, and their halves: what is made on the way takes 16 bytes an element.
+  constexpr std::int64_t kMost = 1 << 20;
+  if (value.numel() > kMost) {
+    const auto largest = std::max_element(value.sizes().begin(), value.sizes().end());
+    const auto dim = largest - value.sizes().begin();
+    const std::int64_t half = *largest / 2;
+    for (const auto& [begin, size] :
+         {std::pair{std::int64_t{0}, half}, std::pair{half, *largest - half}}) {
+      const auto part = [&](const at::Tensor& tensor) { return tensor.narrow(dim, begin, size); };
+      split_master(part(value), part(param), part(low));
+    }
+    return;
+  }
   const at::Tensor bits = value.detach().contiguous().view(at::kInt);
   const at::Tensor quiet = bits.bitwise_or(0x400000).bitwise_and(-0x10000);
   const at::Tensor number = at::where(value.isnan(), quiet, bits);
@@ -50,8 +67,52 @@ void write(const Update& item, const at::Tensor& value) {
 
 // Products are tensors of their own: add(tensor, alpha) would fuse them with the addition on some
 // processors.
+at::Tensor accumulated(const at::Tensor& average, double keep, const at::Tensor& added) {
+  return average.to(added.scalar_type()).mul(keep).add(added);
+}
+
 void accumulate(const at::Tensor& average, double keep, const at::Tensor& added) {
-  average.copy_(average.mul(keep).add(added));
+  average.copy_(accumulated(average, keep, added));
+}
+
+// The upper bits of int32 numbers, without their sign.
+at::Tensor shift_right(const at::Tensor& bits, int by) {
+  return bits.__rshift__(by).bitwise_and_((1 << (32 - by)) - 1);
+}
+
+// rounding.h's, in int32, where products wrap.
+at::Tensor hash_bits(at::Tensor x) {
+  x = x.bitwise_xor(shift_right(x, 16)).mul_(static_cast<std::int32_t>(0x85EBCA6B));
+  x = x.bitwise_xor(shift_right(x, 13)).mul_(static_cast<std::int32_t>(0xC2B2AE35));
+  return x.bitwise_xor(shift_right(x, 16));
+}
+
+// Random bits for each element, by its place in memory.
+at::Tensor random_bits(const Update& item) {
+  const at::Tensor places = at::arange(item.param.numel(), item.param.options().dtype(at::kLong));
+  const at::Tensor numbers = item.param.is_non_overlapping_and_dense()
+                                 ? places.as_strided(item.param.sizes(), item.param.strides())
+                                 : places.view(item.param.sizes());
+  return hash_bits(numbers.to(at::kInt).bitwise_xor_(static_cast<std::int32_t>(item.seed)));
+}
+
+// bf16_from_fp32_stochastic. A NaN is rounded to nearest, which makes it quiet as well.
+at::Tensor round_stochastically(const at::Tensor& value, const at::Tensor& random) {
+  const at::Tensor bits = value.contiguous().view(at::kInt).add(random);
+  const at::Tensor upper = bits.__rshift__(16).to(at::kShort).view(at::kBFloat16);
+  return at::where(value.isnan(), value.to(at::kBFloat16), upper);
+}
+
+// State 0 and, if defined, state 1.
+void store_moments(const Update& item, const at::Tensor& first, const at::Tensor& second = {}) {
+  if (item.state[0].scalar_type() != at::kBFloat16) {
+    item.state[0].copy_(first);
+    if (second.defined()) item.state[1].copy_(second);
+    return;
+  }
+  const at::Tensor random = random_bits(item);
+  item.state[0].copy_(round_stochastically(first, random.bitwise_and(0xFFFF)));
+  if (second.defined()) item.state[1].copy_(round_stochastically(second, shift_right(random, 16)));
 }
 
 // The correctly rounded root: in fp32, LibTorch's own (MKL's) is off by a unit in one of 160
@@ -69,12 +130,15 @@ void adam(const Update& item, const AdamRule& rule) {
   if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
   if (rule.keep != 1) param = param.mul(rule.keep);
   const auto& [m, v, largest] = item.state;
-  accumulate(m, rule.beta1, grad.mul(1 - rule.beta1));
-  accumulate(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
-  if (largest.defined()) largest.copy_(at::maximum(largest, v));
-  const at::Tensor denominator =
-      root(largest.defined() ? largest : v).div(rule.root_correction).add(rule.eps);
-  write(item, param.add(m.mul(-rule.step_size).div(denominator)));
+  const at::Tensor new_m = accumulated(m, rule.beta1, grad.mul(1 - rule.beta1));
+  at::Tensor new_v = accumulated(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
+  store_moments(item, new_m, new_v);
+  if (largest.defined()) {
+    new_v = at::maximum(largest.to(new_v.scalar_type()), new_v);
+    largest.copy_(new_v);
+  }
+  const at::Tensor denominator = root(new_v).div(rule.root_correction).add(rule.eps);
+  write(item, param.add(new_m.mul(-rule.step_size).div(denominator)));
 }
 
 void sgd(const Update& item, const SgdRule& rule) {
@@ -84,12 +148,10 @@ void sgd(const Update& item, const SgdRule& rule) {
   if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
   if (rule.local != 1) grad = grad.mul(rule.local);
   if (const at::Tensor& buffer = item.state[0]; buffer.defined()) {
-    if (rule.first) {
-      buffer.copy_(grad);
-    } else {
-      accumulate(buffer, rule.momentum, grad.mul(rule.undamped));
-    }
-    grad = rule.nesterov ? buffer.mul(rule.momentum).add(grad) : buffer;
+    const at::Tensor moved =
+        rule.first ? grad : accumulated(buffer, rule.momentum, grad.mul(rule.undamped));
+    store_moments(item, moved);
+    grad = rule.nesterov ? moved.mul(rule.momentum).add(grad) : moved;
   }
   if (rule.late_decay != 0) grad = param.mul(rule.late_decay).add(grad);
   write(item, grad.mul(-rule.lr).add(param));

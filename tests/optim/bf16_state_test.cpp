@@ -1,0 +1,183 @@
+// Optimizer state in bf16, rounded stochastically.
+
+#include "semitone/optim/fused_adam.h"
+#include "semitone/optim/fused_sgd.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <sstream>
+#include <vector>
+
+namespace semitone::test {
+namespace {
+
+using optim::FusedAdam;
+using optim::FusedAdamOptions;
+using optim::FusedOptimizer;
+using optim::FusedSGD;
+using optim::FusedSGDOptions;
+
+at::Tensor weight_of(at::IntArrayRef shape, c10::ScalarType dtype = at::kFloat) {
+  torch::manual_seed(4);
+  return torch::randn(shape).to(dtype).requires_grad_();
+}
+
+void step_with(FusedOptimizer& optimizer, const at::Tensor& weight, const at::Tensor& grad) {
+  weight.mutable_grad() = grad.to(weight.scalar_type());
+  optimizer.step();
+}
+
+// Some gradient of each step.
+void step_number(FusedOptimizer& optimizer, const at::Tensor& weight, int number) {
+  step_with(optimizer, weight, torch::cos(torch::arange(weight.numel()) + number).view_as(weight));
+}
+
+TEST(Bf16State, TakesTwoBytesANumber) {
+  const at::Tensor weight = weight_of({3, 5});
+  FusedAdam adam({weight}, FusedAdamOptions().amsgrad(true).bf16_state(true));
+  step_number(adam, weight, 0);
+  for (const char* name : {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+    EXPECT_EQ(adam.state_of(weight, name).scalar_type(), at::kBFloat16) << name;
+  FusedSGD sgd({weight}, FusedSGDOptions().momentum(0.9).bf16_state(true));
+  step_number(sgd, weight, 0);
+  EXPECT_EQ(sgd.state_of(weight, "momentum_buffer").scalar_type(), at::kBFloat16);
+}
+
+TEST(Bf16State, LeavesFp64ParametersTheirFp64State) {
+  const at::Tensor weight = weight_of({3}, at::kDouble);
+  FusedAdam adam({weight}, FusedAdamOptions().bf16_state(true));
+  step_number(adam, weight, 0);
+  EXPECT_EQ(adam.state_of(weight, "exp_avg").scalar_type(), at::kDouble);
+}
+
+// Rounded to nearest, exp_avg_sq would stop at 0.25, from where a step adds less than half a unit.
+TEST(Bf16State, MovesInStepsThatAreBelowItsUnit) {
+  constexpr int kSteps = 3000;
+  const at::Tensor weight = torch::zeros({4096}).requires_grad_();
+  FusedAdam adam({weight}, FusedAdamOptions(0).bf16_state(true));
+  const at::Tensor grad = torch::ones({4096});
+  for (int i = 0; i < kSteps; ++i) step_with(adam, weight, grad);
+  const at::Tensor squares = adam.state_of(weight, "exp_avg_sq").to(at::kDouble);
+  const double want = 1 - std::pow(0.999, kSteps);
+  // A step's rounding error has a variance of at most a quarter of a squared unit, 2^-16 below 1,
+  // and 0.999 of an error is left after each step: 0.045 of standard deviation for a number at
+  // most, 0.0007 for the mean of 4096.
+  EXPECT_NEAR(squares.mean().item<double>(), want, 5 * 0.0007);
+  EXPECT_LT(squares.std().item<double>(), 0.045);
+  EXPECT_GT(squares.std().item<double>(), 0.001);  // each element draws its own
+}
+
+TEST(Bf16State, IsDrawnAnewForEachShapeAndStep) {
+  const at::Tensor a = torch::zeros({512}).requires_grad_();
+  const at::Tensor b = torch::zeros({2, 256}).requires_grad_();
+  FusedSGD sgd({a, b}, FusedSGDOptions(0).momentum(0.5).bf16_state(true));
+  const at::Tensor grad = torch::full({512}, 1 + 0x1p-8);  // between two numbers
+  a.mutable_grad() = grad;
+  b.mutable_grad() = grad.view({2, 256});
+  sgd.step();
+  const at::Tensor first = sgd.state_of(a, "momentum_buffer").clone();
+  EXPECT_FALSE(first.equal(sgd.state_of(b, "momentum_buffer").flatten()));
+  sgd.state_of(a, "momentum_buffer").zero_();
+  sgd.step();
+  EXPECT_FALSE(first.equal(sgd.state_of(a, "momentum_buffer")));
+}
+
+TEST(Bf16State, GoesOnBitForBitFromAFile) {
+  const auto options = FusedAdamOptions(0.01).bf16_state(true).split_master(true);
+  const at::Tensor weight = weight_of({33, 7}, at::kBFloat16);
+  FusedAdam adam({weight}, options);
+  for (int i = 0; i < 3; ++i) step_number(adam, weight, i);
+  std::stringstream file;
+  torch::save(adam, file);
+  const at::Tensor restored = weight.detach().clone().requires_grad_();
+  FusedAdam other({restored}, FusedAdamOptions());
+  torch::load(other, file);
+  for (int i = 3; i < 6; ++i) {
+    step_number(adam, weight, i);
+    step_number(other, restored, i);
+  }
+  expect_bitwise_equal(restored, weight);
+  EXPECT_EQ(other.state_of(restored, "exp_avg_sq").scalar_type(), at::kBFloat16);
+  expect_bitwise_equal(other.state_of(restored, "exp_avg_sq"), adam.state_of(weight, "exp_avg_sq"));
+}
+
+// Which keep state in the dtype that the file has.
+TEST(Bf16State, IsFp32InFilesForLibTorchsOptimizers) {
+  const at::Tensor weight = weight_of({9});
+  FusedAdam adam({weight}, FusedAdamOptions(0.01).bf16_state(true));
+  step_number(adam, weight, 0);
+  std::stringstream file;
+  torch::save(adam, file);
+  torch::optim::AdamW theirs(std::vector<at::Tensor>{weight}, torch::optim::AdamWOptions(0.01));
+  torch::load(theirs, file);
+  const auto& state = static_cast<const torch::optim::AdamWParamState&>(
+      *theirs.state().at(weight.unsafeGetTensorImpl()));
+  expect_bitwise_equal(state.exp_avg_sq(), adam.state_of(weight, "exp_avg_sq").to(at::kFloat));
+}
+
+TEST(Bf16State, TakesTheStateOfLibTorchsOptimizers) {
+  const at::Tensor weight = weight_of({9});
+  torch::optim::AdamW theirs(std::vector<at::Tensor>{weight}, torch::optim::AdamWOptions(0.01));
+  weight.mutable_grad() = torch::ones({9});
+  theirs.step();
+  std::stringstream file;
+  torch::save(theirs, file);
+  FusedAdam adam({weight}, FusedAdamOptions(0.01).bf16_state(true));
+  torch::load(adam, file);
+  const auto& state = static_cast<const torch::optim::AdamWParamState&>(
+      *theirs.state().at(weight.unsafeGetTensorImpl()));
+  expect_bitwise_equal(adam.state_of(weight, "exp_avg"), state.exp_avg().to(at::kBFloat16));
+}
+
+TEST(Bf16State, DoesNotDependOnTheNumberOfThreads) {
+  const int before = at::get_num_threads();
+  std::vector<at::Tensor> weights;
+  for (const int threads : {1, 3}) {
+    at::set_num_threads(threads);
+    weights.push_back(weight_of({100003}));
+    FusedAdam adam({weights.back()}, FusedAdamOptions().bf16_state(true));
+    for (int i = 0; i < 2; ++i) step_number(adam, weights.back(), i);
+  }
+  at::set_num_threads(before);
+  expect_bitwise_equal(weights[1], weights[0]);
+}
+
+// Within what rounding to 8 bits can do to a step: Adam's are lr long.
+TEST(Bf16State, TrainsAsFp32StateDoes) {
+  const at::Tensor wide = weight_of({64, 32});
+  const at::Tensor narrow = weight_of({64, 32});
+  FusedAdam a({wide}, FusedAdamOptions(1e-3));
+  FusedAdam b({narrow}, FusedAdamOptions(1e-3).bf16_state(true));
+  const at::Tensor start = wide.detach().clone();
+  for (int i = 0; i < 100; ++i) {
+    step_number(a, wide, i / 10);
+    step_number(b, narrow, i / 10);
+  }
+  const double moved = (wide - start).norm().item<double>();
+  EXPECT_GT(moved, 0.1);
+  EXPECT_LT((wide - narrow).norm().item<double>(), 0.01 * moved);
+}
+
+TEST(Bf16State, CanBeTurnedOnAndOffBetweenSteps) {
+  const at::Tensor weight = weight_of({16});
+  FusedAdam adam({weight}, FusedAdamOptions());
+  step_number(adam, weight, 0);
+  const at::Tensor wide = adam.state_of(weight, "exp_avg").clone();
+  auto& options = static_cast<FusedAdamOptions&>(adam.param_groups()[0].options());
+  options.bf16_state(true).betas({0.999, 0.999}).lr(0);
+  step_with(adam, weight, torch::zeros({16}));
+  const at::Tensor narrow = adam.state_of(weight, "exp_avg");
+  EXPECT_EQ(narrow.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(at::allclose(narrow.to(at::kFloat), wide, 0.02, 0));
+  options.bf16_state(false);
+  step_with(adam, weight, torch::zeros({16}));
+  EXPECT_EQ(adam.state_of(weight, "exp_avg").scalar_type(), at::kFloat);
+}
+
+}  // namespace
+}  // namespace semitone::test
