@@ -118,7 +118,7 @@ void LossScaler::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void LossScaler::load(torch::serialize::InputArchive& archive) {
-  constexpr auto kWhere = "amp.loss_scaler.load";
+  static constexpr auto kWhere = "amp.loss_scaler.load";
   const auto real = [&](const char* key) { return read_value<double>(archive, key, kWhere); };
   const auto integer = [&](const char* key) {
     return read_value<std::int64_t>(archive, key, kWhere);

@@ -6,6 +6,7 @@
 #include "src/core/archive.h"
 #include "src/core/log.h"
 
+#include <torch/csrc/jit/serialization/import.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 namespace semitone::kernels {
 
@@ -26,11 +25,12 @@ void split_master(const at::Tensor& value, const at::Tensor& param, const at::Te
     const auto largest = std::max_element(value.sizes().begin(), value.sizes().end());
     const auto dim = largest - value.sizes().begin();
     const std::int64_t half = *largest / 2;
-    for (const auto& [begin, size] :
-         {std::pair{std::int64_t{0}, half}, std::pair{half, *largest - half}}) {
-      const auto part = [&](const at::Tensor& tensor) { return tensor.narrow(dim, begin, size); };
-      split_master(part(value), part(param), part(low));
-    }
+    const auto split_part = [&](std::int64_t begin, std::int64_t size) {
+      split_master(value.narrow(dim, begin, size), param.narrow(dim, begin, size),
+                   low.narrow(dim, begin, size));
+    };
+    split_part(0, half);
+    split_part(half, *largest - half);
     return;
   }
   const at::Tensor bits = value.detach().contiguous().view(at::kInt);
