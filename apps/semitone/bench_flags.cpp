@@ -12,7 +12,7 @@
 namespace semitone::cli {
 namespace {
 
-constexpr std::int64_t kMostRuns = 1'000'000;
+constexpr std::int64_t kBenchMost = 1'000'000;
 // Of the feed-forward part, as BERT has it.
 constexpr std::int64_t kFfnPerWidth = 4;
 
@@ -65,19 +65,19 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.choice("--optimizer", flags->optimizer, {"fused", "split", "compact", "torch"},
              "Semitone's optimizers, of one pass; with split masters; with these and state in "
              "bf16; LibTorch's");
-  add.integer("--batch-size", flags->batch_size, 0, kMostRuns,
+  add.integer("--batch-size", flags->batch_size, 0, kBenchMost,
               "Images or sequences of a step; 0: the workload's");
   add.integer("--image-size", flags->image_size, 32, 4096, "Of resnet50: height and width");
-  add.integer("--length", flags->length, 1, kMostRuns, "Of encoder: tokens of a sequence");
+  add.integer("--length", flags->length, 1, kBenchMost, "Of encoder: tokens of a sequence");
   add.integer("--layers", flags->layers, 1, 1000, "Of encoder");
-  add.integer("--width", flags->width, 1, kMostRuns,
+  add.integer("--width", flags->width, 1, kBenchMost,
               "Of encoder: of a token's vector; the feed-forward part is four times as wide");
-  add.integer("--heads", flags->heads, 1, kMostRuns, "Of encoder: a divisor of the width");
-  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kMostRuns, "Of encoder");
-  add.integer("--check-steps", flags->check_steps, 2, kMostRuns,
+  add.integer("--heads", flags->heads, 1, kBenchMost, "Of encoder: a divisor of the width");
+  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost, "Of encoder");
+  add.integer("--check-steps", flags->check_steps, 2, kBenchMost,
               "Losses to be compared with float32's");
-  add.integer("--warm-up", flags->warm_up, 1, kMostRuns, "Steps before the first that is timed");
-  add.integer("--rounds", flags->rounds, 1, kMostRuns, "Steps that are timed");
+  add.integer("--warm-up", flags->warm_up, 1, kBenchMost, "Steps before the first that is timed");
+  add.integer("--rounds", flags->rounds, 1, kBenchMost, "Steps that are timed");
   add.integer("--seed", flags->seed, 0, 1'000'000'000, "Of weights, data and dropout");
   add.integer("--threads", flags->threads, 0, 1024,
               "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");

@@ -16,7 +16,7 @@
 namespace semitone::cli {
 namespace {
 
-constexpr std::int64_t kMostSteps = 1'000'000'000;
+constexpr std::int64_t kTrainMost = 1'000'000'000;
 
 // What says how many processes train, and where; not meant for those processes.
 constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
@@ -69,17 +69,17 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
              "How the learning rate moves; cosine: up over a quarter of the steps, then down to 0");
   add.number_or_word("--loss-scale", flags->loss_scale, {"auto", "dynamic"},
                      "dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", flags->growth_interval, 0, kMostSteps,
+  add.integer("--growth-interval", flags->growth_interval, 0, kTrainMost,
               "Good steps after which a dynamic loss scale doubles; 0: never");
-  add.integer("--seed", flags->seed, 0, kMostSteps,
+  add.integer("--seed", flags->seed, 0, kTrainMost,
               "Of the first weights and the order of the images");
   add.integer("--threads", flags->threads, 0, 1024,
               "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "How images lie in memory; auto: nhwc, which is faster at every level");
-  add.integer("--limit-batches", flags->limit_batches, 0, kMostSteps,
+  add.integer("--limit-batches", flags->limit_batches, 0, kTrainMost,
               "Batches an epoch at most; 0: all");
-  add.integer("--max-steps", flags->max_steps, 0, kMostSteps,
+  add.integer("--max-steps", flags->max_steps, 0, kTrainMost,
               "Stop after this step, counted from the very first; 0: at the end");
   add.text(
       "-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",

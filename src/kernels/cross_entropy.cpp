@@ -6,7 +6,6 @@
 
 #include <torch/types.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
