@@ -1,9 +1,9 @@
 // What data-parallel training costs. One thread a process; without a launcher around it, it starts
 // itself twice.
 //
-//     ddp_scaling resnet [rounds, default 5] [JSON file] [images, default 16]   a step of ResNet-50
-//         with images of 96 x 96 in one process, in all without a word between them, and under
-//         DistributedDataParallel
+//     ddp_scaling resnet [rounds, default 5] [JSON file] [images, default 16] [edge, default 96]
+//         a step of ResNet-50 with images of edge x edge in one process, in all without a word
+//         between them, and under DistributedDataParallel
 //     ddp_scaling wire [rounds, default 20] [JSON file]    four Linear(2048, 2048), one row: what
 //         travels, and how long it takes, with gradients in fp32, fp16 and bf16
 //     ddp_scaling link [rounds, default 7] [JSON file]     all_reduce of 4 KB to 100 MB
@@ -99,13 +99,19 @@ struct Training {
 template <typename Model>
 using MakeTraining = std::function<std::unique_ptr<Training<Model>>()>;
 
+struct Images {
+  int count;
+  int edge;
+};
+
 // The same start on all ranks, another batch on each.
-std::unique_ptr<Training<semitone::zoo::ResNet50>> resnet_training(int rank, int images) {
+std::unique_ptr<Training<semitone::zoo::ResNet50>> resnet_training(int rank, Images images) {
   torch::manual_seed(0);
   const semitone::zoo::ResNet50 model;
   torch::manual_seed(1 + static_cast<std::uint64_t>(rank));
   return std::make_unique<Training<semitone::zoo::ResNet50>>(
-      model, torch::randn({images, 3, 96, 96}), torch::randint(1000, {images}));
+      model, torch::randn({images.count, 3, images.edge, images.edge}),
+      torch::randint(1000, {images.count}));
 }
 
 std::unique_ptr<Training<Mlp>> mlp_training(int rank) {
@@ -172,7 +178,7 @@ double median(std::vector<double> values) {
   return values.at(values.size() / 2);
 }
 
-json measure_resnet(const comm::Group& group, int rounds, int images) {
+json measure_resnet(const comm::Group& group, int rounds, Images images) {
   const auto alone = resnet_training(group.rank(), images);
   const auto shared = resnet_training(group.rank(), images);
   const auto observed = resnet_training(group.rank(), images);
@@ -202,7 +208,8 @@ json measure_resnet(const comm::Group& group, int rounds, int images) {
   for (const auto& bucket : observer->buckets())
     buckets.push_back({bucket.bytes, median(bucket.seconds)});
   if (group.rank() == 0) {
-    semitone::bench::print(fmt::format("a step of ResNet-50, {} images of 96 x 96, SGD", images),
+    semitone::bench::print(fmt::format("a step of ResNet-50, {} images of {} x {}, SGD",
+                                       images.count, images.edge, images.edge),
                            timings, 1e-3, "ms");
     fmt::print("DDP / each on its own: {:.3f} (min), {:.3f} (median)\n",
                timings[3].min_seconds / timings[1].min_seconds,
@@ -211,8 +218,8 @@ json measure_resnet(const comm::Group& group, int rounds, int images) {
   const auto row = [&](std::size_t i) {
     return json{{"min", timings[i].min_seconds}, {"median", timings[i].median_seconds}};
   };
-  return {{"one", row(0)}, {"apart", row(1)},    {"silent", row(2)},
-          {"ddp", row(3)}, {"buckets", buckets}, {"images", images}};
+  return {{"one", row(0)},       {"apart", row(1)},    {"silent", row(2)},      {"ddp", row(3)},
+          {"edge", images.edge}, {"buckets", buckets}, {"images", images.count}};
 }
 
 // What this machine has sent so far on all its interfaces, as the kernel counts: payload and headers.
@@ -317,7 +324,10 @@ int main(int argc, char** argv) {
   const comm::Group group = comm::init("env://", unchecked);
   json result;
   if (what == "resnet") {
-    result = measure_resnet(group, rounds(5), argc > 4 ? std::stoi(argv[4]) : 16);
+    const auto number = [&](int at, int standard) {
+      return argc > at ? std::stoi(argv[at]) : standard;
+    };
+    result = measure_resnet(group, rounds(5), {number(4, 16), number(5, 96)});
   } else if (what == "wire") {
     result = measure_wire(group, rounds(20));
   } else if (what == "link") {

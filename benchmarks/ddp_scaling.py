@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Runs ddp_scaling side by side with PyTorch's DDP, and over links of a known rate (tools/hosts.py, which needs root).
 
-    ddp_scaling.py peers          ResNet-50, 16 images a rank, ours and PyTorch's by turns; PYTHON names a Python that has torch
-    ddp_scaling.py small          the same with 4 images: a step in which communication weighs more
+    ddp_scaling.py full           ResNet-50, 16 images of 224 x 224 a rank, ours and PyTorch's by turns; PYTHON names a Python
+                                  that has torch
+    ddp_scaling.py peers          the same with images of 96 x 96: a step in which communication weighs more
+    ddp_scaling.py small          with 4 of them: in which it weighs most
     ddp_scaling.py wire           bytes a step in fp32, fp16 and bf16, without a limit and at 1 Gbit/s
     ddp_scaling.py link           all_reduce over each link
     ddp_scaling.py throttled      ResNet-50 over 1 Gbit/s and 200 Mbit/s
@@ -55,12 +57,12 @@ def summary(runs):
             for way in ("one", "apart", "ddp")}
 
 
-def peers(images=16, turns=2, rounds=3):
+def peers(images=16, edge=96, turns=2, rounds=3):
     ours, theirs = [], []
     for _ in range(turns):
-        ours.append(run([PROGRAM, "resnet", rounds], more=[images]))
-        theirs.append(run([PYTHON, HERE / "peers/ddp_resnet.py", rounds], more=[images]))
-    result = {"images": images, "ours": {**summary(ours), "silent": ours[0]["silent"], "buckets": ours[0]["buckets"]},
+        ours.append(run([PROGRAM, "resnet", rounds], more=[images, edge]))
+        theirs.append(run([PYTHON, HERE / "peers/ddp_resnet.py", rounds], more=[images, edge]))
+    result = {"images": images, "edge": edge, "ours": {**summary(ours), "silent": ours[0]["silent"], "buckets": ours[0]["buckets"]},
               "pytorch": {**summary(theirs), "torch": theirs[0]["torch"]}}
     for who in ("ours", "pytorch"):
         for kind in ("min", "median"):
@@ -82,10 +84,14 @@ def throttled():
     return {rate: over(rate, "resnet", 2) for rate in ("1 Gbit/s", "200 Mbit/s")}
 
 
+KINDS = {"full": lambda: peers(edge=224), "peers": peers, "small": lambda: peers(4, turns=3),
+         "wire": wire, "link": link, "throttled": throttled}
+
+
 def main():
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for what in sys.argv[1:] or sys.exit(__doc__):
-        results[what] = {"peers": peers, "small": lambda: peers(4, 3), "wire": wire, "link": link, "throttled": throttled}[what]()
+        results[what] = KINDS[what]()
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -2,7 +2,7 @@
 """`ddp_scaling resnet` with PyTorch: the same network, batch, optimizer and order of measurement under its own
 DistributedDataParallel. Each rank is started with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    ddp_resnet.py [rounds, default 5] [JSON file] [images, default 16]
+    ddp_resnet.py [rounds, default 5] [JSON file] [images, default 16] [edge, default 96]
 """
 import json
 import os
@@ -52,12 +52,12 @@ class ResNet50(nn.Module):
 
 
 class Training:
-    def __init__(self, rank, shared, images):
+    def __init__(self, rank, shared, images, edge):
         torch.manual_seed(0)
         self.model = ResNet50()
         assert sum(parameter.numel() for parameter in self.model.parameters()) == 25_557_032
         torch.manual_seed(1 + rank)
-        self.input, self.target = torch.randn(images, 3, 96, 96), torch.randint(1000, (images,))
+        self.input, self.target = torch.randn(images, 3, edge, edge), torch.randint(1000, (images,))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
         self.forward = nn.parallel.DistributedDataParallel(self.model) if shared else self.model
 
@@ -73,10 +73,11 @@ class Training:
 def main():
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     images = int(sys.argv[3]) if len(sys.argv) > 3 else 16
+    edge = int(sys.argv[4]) if len(sys.argv) > 4 else 96
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    alone, shared = Training(rank, False, images), Training(rank, True, images)
+    alone, shared = (Training(rank, shared, images, edge) for shared in (False, True))
     for _ in range(2):
         alone.gradients()
         shared.gradients()
@@ -99,7 +100,7 @@ def main():
                 seconds[name].append(time.perf_counter() - start)
     if rank == 0:
         result = {name: {"min": min(taken), "median": statistics.median(taken)} for name, taken in seconds.items()}
-        result |= {"torch": torch.__version__, "images": images}
+        result |= {"torch": torch.__version__, "images": images, "edge": edge}
         print(json.dumps(result))
         if len(sys.argv) > 2:
             with open(sys.argv[2], "w") as file:
