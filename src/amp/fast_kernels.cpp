@@ -5,8 +5,10 @@
 #include "semitone/nn/fused_gelu.h"
 #include "semitone/nn/fused_layer_norm.h"
 #include "semitone/nn/fused_rms_norm.h"
+#include "src/kernels/pointwise.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/max_pool.h"
+#include "src/nn/pointwise.h"
 
 #include <ATen/core/Reduction.h>
 #include <torch/csrc/autograd/variable.h>
@@ -78,6 +80,53 @@ std::optional<at::Tensor> dropout(Arguments arguments) {
   const at::Tensor& input = arguments[kInput].toTensor();
   if (!arguments[kTrain].toBool() || !is_suitable(input)) return std::nullopt;
   return nn::fused_dropout(input, arguments[kProbability].toDouble());
+}
+
+// LibTorch's kernels for 16 bits go through fp32, at half the speed of memory. Below so many elements
+// that costs less than recording a function of our own, 4 us.
+bool is_worth_a_kernel(const at::Tensor& input) {
+  constexpr std::int64_t kElements = 64 * 1024;
+  return input.numel() >= kElements && input.element_size() == 2 &&
+         kernels::has_pointwise_kernel(input);
+}
+
+// LibTorch keeps track of views that are written.
+bool is_writable(const at::Tensor& input) {
+  return is_worth_a_kernel(input) && !input.is_view() && !input.is_inference();
+}
+
+std::optional<at::Tensor> relu(Arguments arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  if (!is_worth_a_kernel(input)) return std::nullopt;
+  return nn::relu(input);
+}
+
+std::optional<at::Tensor> relu_(Arguments arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  if (!is_writable(input)) return std::nullopt;
+  return nn::relu_(input);
+}
+
+// Whether these are two tensors of the same memory layout, and nothing else.
+bool is_plain_sum(Arguments arguments) {
+  enum { kSelf, kOther, kAlpha };
+  const at::Tensor& self = arguments[kSelf].toTensor();
+  const at::Tensor& other = arguments[kOther].toTensor();
+  return other.sizes() == self.sizes() && other.strides() == self.strides() &&
+         other.scalar_type() == self.scalar_type() && other.is_cpu() &&
+         arguments[kAlpha].toScalar().equal(1);
+}
+
+std::optional<at::Tensor> add(Arguments arguments) {
+  const at::Tensor& self = arguments[0].toTensor();
+  if (!is_worth_a_kernel(self) || !is_plain_sum(arguments)) return std::nullopt;
+  return nn::add(self, arguments[1].toTensor());
+}
+
+std::optional<at::Tensor> add_(Arguments arguments) {
+  const at::Tensor& self = arguments[0].toTensor();
+  if (!is_writable(self) || !is_plain_sum(arguments)) return std::nullopt;
+  return nn::add_(self, arguments[1].toTensor());
 }
 
 std::optional<at::Tensor> gelu(Arguments arguments) {
@@ -181,13 +230,17 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
 }
 
-constexpr std::array<FastKernel, 8> kKernels{{
+constexpr std::array<FastKernel, 12> kKernels{{
+    {.op = "add.Tensor", .run = add},
+    {.op = "add_.Tensor", .run = add_},
     {.op = "batch_norm", .run = batch_norm},
     {.op = "cross_entropy_loss", .run = cross_entropy_loss, .widens = true},
     {.op = "dropout", .run = dropout},
     {.op = "gelu", .run = gelu},
     {.op = "layer_norm", .run = layer_norm},
     {.op = "max_pool2d", .run = max_pool2d},
+    {.op = "relu", .run = relu},
+    {.op = "relu_", .run = relu_},
     {.op = "rms_norm", .run = rms_norm},
     {.op = "scaled_dot_product_attention", .run = attention},
 }};

@@ -30,4 +30,14 @@ bool unscale(const void* in, Format in_format, const void* addend, void* out, Fo
 double sum_of_squares(const void* in, Format format, std::size_t size);
 float max_magnitude(const void* in, Format format, std::size_t size);
 
+// out[i] = 0 where in[i] < 0, else in[i]: so NaNs and -0 stay. out may be in.
+void relu(const void* in, void* out, Format format, std::size_t size);
+
+// out[i] = grad[i] where result[i], of relu, is positive or NaN, else 0. out may be grad.
+void relu_gradient(const void* grad, const void* result, void* out, Format format,
+                   std::size_t size);
+
+// out[i] = round(a[i] + b[i]), the addition in fp32. out may be a, or b.
+void add(const void* a, const void* b, void* out, Format format, std::size_t size);
+
 }  // namespace semitone::kernels

@@ -293,6 +293,99 @@ TEST(FastKernels, MaxPool2dCanBeDifferentiatedAgain) {
   expect_close(got[0], want[0], test::reduction_tolerance(torch::kFloat, 9));
 }
 
+// Operators on one or two tensors, of which the first may be written.
+struct PointwiseCase {
+  const char* name;
+  std::function<at::Tensor(at::Tensor, const at::Tensor&)> function;
+};
+
+const std::vector<PointwiseCase>& pointwise_cases() {
+  static const std::vector<PointwiseCase> kCases{
+      {"relu", [](const at::Tensor& x, const at::Tensor&) { return torch::relu(x); }},
+      {"relu_", [](at::Tensor x, const at::Tensor&) { return torch::relu_(x); }},
+      {"add", [](const at::Tensor& x, const at::Tensor& y) { return torch::add(x, y); }},
+      {"add_", [](const at::Tensor& x, const at::Tensor& y) { return x.add_(y); }},
+      {"both", [](const at::Tensor& x, const at::Tensor& y) { return torch::relu_(x.add_(y)); }},
+      {"twice", [](const at::Tensor& x, const at::Tensor&) { return x.add_(x); }},
+  };
+  return kCases;
+}
+
+TEST(FastKernels, ReluAndAdditionComputeWhatLibTorchDoes) {
+  torch::manual_seed(7);
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    for (const auto& [name, function] : pointwise_cases()) {
+      SCOPED_TRACE(c10::str(name, " ", dtype));
+      const Tensors inputs{image(torch::randn({4, 16, 33, 32}), dtype),
+                           image(torch::randn({4, 16, 33, 32}), dtype)};
+      const at::Tensor grad = image(torch::randn({4, 16, 33, 32}), dtype);
+      const auto run = [&](const CastPolicy& policy) {
+        const Tensors leaves{leaf(inputs[0]), leaf(inputs[1])};
+        const Autocast region(policy);
+        // Not a leaf, and saved for its own gradient by nobody.
+        const at::Tensor result = function(leaves[0] * 1, leaves[1]);
+        const auto gradients = torch::autograd::grad({result}, leaves, {grad}, {}, false,
+                                                     /*allow_unused=*/true);
+        return Outcome{result, gradients, {}};
+      };
+      const Outcome got = run(with_kernels());
+      const Outcome want = run(without_kernels());
+      EXPECT_TRUE(is_ours(got.result));
+      EXPECT_FALSE(is_ours(want.result));
+      expect_bitwise_equal(got.result, want.result);
+      EXPECT_EQ(got.result.strides(), want.result.strides());
+      for (std::size_t i = 0; i < want.gradients.size(); ++i)
+        expect_bitwise_equal(got.gradients[i], want.gradients[i]);
+      const at::NoGradGuard no_grad;
+      const Autocast region(with_kernels());
+      expect_bitwise_equal(function(inputs[0].clone(), inputs[1]), want.result);
+    }
+  }
+}
+
+TEST(FastKernels, ReluAndAdditionOfOtherArgumentsAreLibTorchs) {
+  const at::Tensor x = torch::randn({2, 16, 64, 64}, torch::kBFloat16).requires_grad_();
+  const at::Tensor y = torch::randn({2, 16, 64, 64}, torch::kBFloat16);
+  const Autocast region(with_kernels());
+  EXPECT_TRUE(is_ours(torch::relu(x)));
+  EXPECT_TRUE(is_ours(x + y));
+  EXPECT_FALSE(is_ours(torch::relu(x.to(torch::kFloat))));
+  EXPECT_FALSE(is_ours(torch::relu(x[0].slice(0, 0, 1))));  // few elements
+  EXPECT_FALSE(is_ours(torch::relu(x.slice(3, 0, 63))));    // gaps
+  EXPECT_FALSE(is_ours(torch::add(x, y, 2)));
+  EXPECT_FALSE(is_ours(x + 1));
+  EXPECT_FALSE(is_ours(x + y[0]));
+  EXPECT_FALSE(is_ours(x + y.to(torch::kFloat)));
+  EXPECT_FALSE(is_ours(x + y.transpose(2, 3)));
+  at::Tensor base = x * 1;
+  EXPECT_FALSE(is_ours(base.view({-1}).relu_()));
+  EXPECT_TRUE(torch::autograd::grad({base.sum()}, {x})[0].equal(x.gt(0).to(torch::kBFloat16)));
+}
+
+TEST(FastKernels, WritingToALeafOrToWhatAGradientNeedsIsAnErrorAsEver) {
+  at::Tensor x = torch::randn({2, 16, 64, 64}, torch::kBFloat16).requires_grad_();
+  const at::Tensor y = torch::randn({2, 16, 64, 64}, torch::kBFloat16);
+  const Autocast region(with_kernels());
+  EXPECT_THROW(torch::relu_(x), c10::Error);
+  EXPECT_THROW(x.add_(y), c10::Error);
+  const at::Tensor squared = x * x;
+  const at::Tensor result = torch::relu(squared);
+  result.add_(y);  // which relu has kept
+  EXPECT_THROW(result.sum().backward(), c10::Error);
+}
+
+TEST(FastKernels, ReluCanBeDifferentiatedAgain) {
+  torch::manual_seed(8);
+  const Tensors inputs{torch::randn({2, 16, 64, 64}, torch::kBFloat16)};
+  const auto cube = [](const Tensors& leaves) {
+    return torch::relu(leaves[0] * leaves[0] * leaves[0] + leaves[0]);
+  };
+  const Tensors got = second_gradients(with_kernels(), inputs, cube);
+  const Tensors want = second_gradients(without_kernels(), inputs, cube);
+  ASSERT_TRUE(want[0].defined());
+  expect_bitwise_equal(got[0], want[0]);
+}
+
 TEST(FastKernels, DropoutIsOursInTrainingAlone) {
   const at::Tensor input = torch::ones({64, 100}, torch::kBFloat16).requires_grad_();
   const Autocast region(with_kernels());
