@@ -157,15 +157,13 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     const Caster cast(*regions, policy, name_);
-    // Those that multiply matrices do it in the dtype that arrives.
-    const bool may_be_fast = product_ == MatrixProduct::none || !policy.emulates_any();
-    const FastKernel* const fast = may_be_fast && policy.uses_fast_kernel(id_) ? fast_ : nullptr;
+    const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
         const auto dtype = policy.dtype();
         const bool emulated =
             product_ != MatrixProduct::none && goes_through_fp32(arguments, policy, dtype);
-        run_lowered(op, keys, stack, arguments, cast, dtype, emulated, fast);
+        run_lowered(op, keys, stack, arguments, cast, dtype, emulated, emulated ? nullptr : fast);
         return;
       }
       case CastAction::fp32:
@@ -175,7 +173,8 @@ class Kernel final : public c10::OperatorKernel {
         refuse_16bit(op, arguments, policy);
         [[fallthrough]];
       default:
-        if (runs_fast(fast, arguments, stack)) return;
+        if (fast != nullptr && !is_emulated(arguments, policy) && runs_fast(fast, arguments, stack))
+          return;
         run_uncast(op, keys, stack, arguments, cast, policy);
     }
   }
@@ -307,6 +306,13 @@ class Kernel final : public c10::OperatorKernel {
     // Every convolution operator takes (input, weight, …).
     return product_ == MatrixProduct::convolution && policy.repairs() && arguments[1].isTensor() &&
            convolves_wrongly(arguments[1].toTensor(), dtype);
+  }
+
+  // Whether it multiplies matrices in a dtype that goes through fp32.
+  bool is_emulated(Arguments arguments, const CompiledPolicy& policy) const {
+    if (product_ == MatrixProduct::none) return false;
+    const auto dtype = Dtypes(arguments, device_).common_16bit();
+    return dtype.has_value() && goes_through_fp32(arguments, policy, *dtype);
   }
 
   static void round_results(const c10::OperatorHandle& op, c10::ScalarType dtype, Stack* stack) {

@@ -7,6 +7,7 @@
 #include "semitone/nn/fused_rms_norm.h"
 #include "src/kernels/pointwise.h"
 #include "src/nn/batch_norm.h"
+#include "src/nn/conv1x1.h"
 #include "src/nn/max_pool.h"
 #include "src/nn/pointwise.h"
 
@@ -186,6 +187,23 @@ std::optional<at::Tensor> max_pool2d(Arguments arguments) {
   return nn::max_pool2d(input, pool);
 }
 
+// Where a gradient is wanted: the forward pass is LibTorch's.
+std::optional<at::Tensor> conv2d(Arguments arguments) {
+  enum { kInput, kWeight, kBias, kStride, kPadding, kDilation, kGroups };
+  constexpr std::int64_t kElements = 64 * 1024;
+  const at::Tensor& input = arguments[kInput].toTensor();
+  const at::Tensor& weight = arguments[kWeight].toTensor();
+  const at::Tensor bias = tensor_or_none(arguments[kBias]);
+  if (!at::GradMode::is_enabled() || !(input.requires_grad() || weight.requires_grad()) ||
+      input.numel() < kElements || arguments[kGroups].toInt() != 1 ||
+      pair_of(arguments[kPadding]) != std::array<std::int64_t, 2>{0, 0} ||
+      !nn::fits_conv1x1(input, weight, bias))
+    return std::nullopt;
+  const auto stride = pair_of(arguments[kStride]);
+  if (!stride.has_value() || (*stride)[0] < 1 || (*stride)[1] < 1) return std::nullopt;
+  return nn::conv1x1(input, weight, bias, *stride);
+}
+
 std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
   enum { kLogits, kTarget, kWeight, kReduction, kIgnoreIndex, kLabelSmoothing };
   const at::Tensor& logits = arguments[kLogits].toTensor();
@@ -230,10 +248,11 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
 }
 
-constexpr std::array<FastKernel, 12> kKernels{{
+constexpr std::array<FastKernel, 13> kKernels{{
     {.op = "add.Tensor", .run = add},
     {.op = "add_.Tensor", .run = add_},
     {.op = "batch_norm", .run = batch_norm},
+    {.op = "conv2d", .run = conv2d},
     {.op = "cross_entropy_loss", .run = cross_entropy_loss, .widens = true},
     {.op = "dropout", .run = dropout},
     {.op = "gelu", .run = gelu},

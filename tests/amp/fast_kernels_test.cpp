@@ -293,6 +293,81 @@ TEST(FastKernels, MaxPool2dCanBeDifferentiatedAgain) {
   expect_close(got[0], want[0], test::reduction_tolerance(torch::kFloat, 9));
 }
 
+struct Conv1x1Case {
+  std::int64_t channels;
+  std::int64_t out;
+  std::vector<std::int64_t> stride;
+  bool bias;
+};
+
+TEST(FastKernels, ConvolutionsOf1x1ComputeWhatLibTorchDoes) {
+  torch::manual_seed(9);
+  const std::vector<Conv1x1Case> cases{{24, 40, {1}, false}, {24, 40, {1, 1}, true},
+                                       {40, 24, {2}, false}, {33, 17, {2, 1}, true},
+                                       {64, 1, {1}, false},  {32, 48, {3}, true}};
+  for (const auto& [channels, out, stride, with_bias] : cases) {
+    SCOPED_TRACE(c10::str(channels, " to ", out, ", stride ", stride));
+    Tensors inputs{image(torch::randn({5, channels, 27, 28}), torch::kBFloat16),
+                   torch::randn({out, channels, 1, 1}).div(std::sqrt(channels))};
+    if (with_bias) inputs.push_back(torch::randn({out}));
+    const auto run = [&](const CastPolicy& policy) {
+      Tensors leaves;
+      for (const at::Tensor& input : inputs) leaves.push_back(leaf(input));
+      const Autocast region(policy);
+      const at::Tensor result =
+          torch::conv2d(leaves[0], leaves[1], with_bias ? leaves[2] : at::Tensor(), stride);
+      torch::manual_seed(10);
+      return Outcome{
+          result, torch::autograd::grad({result}, leaves, {torch::randn_like(result)}), {}};
+    };
+    const Outcome got = run(with_kernels());
+    const Outcome want = run(without_kernels());
+    EXPECT_TRUE(is_ours(got.result));
+    EXPECT_FALSE(is_ours(want.result));
+    expect_bitwise_equal(got.result, want.result);
+    EXPECT_EQ(got.result.strides(), want.result.strides());
+    // Sums in fp32 and one rounding on both sides.
+    for (std::size_t i = 0; i < want.gradients.size(); ++i)
+      expect_close(got.gradients[i], want.gradients[i],
+                   test::pointwise_tolerance(torch::kBFloat16));
+  }
+}
+
+TEST(FastKernels, OtherConvolutionsAreLibTorchs) {
+  const at::Tensor x = image(torch::randn({4, 32, 33, 32}), torch::kBFloat16).requires_grad_();
+  const at::Tensor weight = torch::randn({16, 32, 1, 1}).requires_grad_();
+  const Autocast region(with_kernels());
+  EXPECT_TRUE(is_ours(torch::conv2d(x, weight)));
+  EXPECT_FALSE(is_ours(torch::conv2d(x.contiguous(), weight)));
+  EXPECT_FALSE(is_ours(torch::conv2d(x, weight, {}, 1, /*padding=*/1)));
+  EXPECT_FALSE(is_ours(torch::conv2d(x, torch::randn({16, 32, 3, 3}))));
+  EXPECT_FALSE(is_ours(torch::conv2d(x, torch::randn({16, 16, 1, 1}), {}, at::IntArrayRef{1},
+                                     at::IntArrayRef{0}, at::IntArrayRef{1}, /*groups=*/2)));
+  EXPECT_FALSE(is_ours(torch::conv2d(x.slice(0, 0, 1), weight)));  // few elements
+  EXPECT_THROW(torch::conv2d(x, weight.slice(1, 0, 31)), c10::Error);
+  EXPECT_THROW(torch::conv2d(x, weight, {}, 0), c10::Error);
+  const at::NoGradGuard no_grad;
+  expect_bitwise_equal(torch::conv2d(x, weight), [&] {
+    const Autocast stock(without_kernels());
+    return torch::conv2d(x, weight);
+  }());
+}
+
+TEST(FastKernels, ConvolutionsOf1x1CanBeDifferentiatedAgain) {
+  torch::manual_seed(11);
+  const Tensors inputs{image(torch::randn({4, 32, 33, 32}), torch::kBFloat16),
+                       torch::randn({8, 32, 1, 1}, torch::kBFloat16)};
+  const auto square = [](const Tensors& leaves) {
+    return torch::conv2d(leaves[0] * leaves[0], leaves[1], {}, 2);
+  };
+  const Tensors got = second_gradients(with_kernels(), inputs, square);
+  const Tensors want = second_gradients(without_kernels(), inputs, square);
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_TRUE(want[i].defined());
+    expect_close(got[i], want[i], test::pointwise_tolerance(torch::kBFloat16));
+  }
+}
+
 // Operators on one or two tensors, of which the first may be written.
 struct PointwiseCase {
   const char* name;
@@ -468,8 +543,8 @@ TEST(FastKernels, ArePartOfThePolicy) {
 }
 
 TEST(FastKernels, OneThatDoesNotExistIsAnError) {
-  test::expect_error([] { CastPolicy::semitone().fast_kernel("conv2d"); },
-                     {"[amp.cast_policy]", "'conv2d'", "batch_norm"});
+  test::expect_error([] { CastPolicy::semitone().fast_kernel("conv3d"); },
+                     {"[amp.cast_policy]", "'conv3d'", "batch_norm"});
 }
 
 }  // namespace
