@@ -11,6 +11,8 @@
 #include "src/nn/max_pool.h"
 #include "src/nn/pointwise.h"
 
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/core/Reduction.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/enum.h>
@@ -248,7 +250,21 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
 }
 
-constexpr std::array<FastKernel, 13> kKernels{{
+// What initialize laid out channels last may be viewed by a model that knows nothing of it. Where
+// LibTorch would raise, a copy.
+std::optional<at::Tensor> view(Arguments arguments) {
+  const at::Tensor& input = arguments[0].toTensor();
+  const auto sizes = sizes_of(arguments[1]);
+  if (!sizes.has_value() || input.layout() != at::kStrided || input.dim() != 4 ||
+      input.is_contiguous() || !input.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return std::nullopt;
+  const auto wanted = at::infer_size_dv(*sizes, input.numel());
+  if (at::detail::computeStride(input.sizes(), input.strides(), wanted).has_value())
+    return std::nullopt;
+  return input.contiguous().view(wanted);
+}
+
+constexpr std::array<FastKernel, 14> kKernels{{
     {.op = "add.Tensor", .run = add},
     {.op = "add_.Tensor", .run = add_},
     {.op = "batch_norm", .run = batch_norm},
@@ -262,6 +278,7 @@ constexpr std::array<FastKernel, 13> kKernels{{
     {.op = "relu_", .run = relu_},
     {.op = "rms_norm", .run = rms_norm},
     {.op = "scaled_dot_product_attention", .run = attention},
+    {.op = "view", .run = view},
 }};
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
+#include "semitone/core/map_tensors.h"
+#include "src/amp/memory_format.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/amp/same_memory.h"
@@ -98,6 +100,18 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
   for (const std::string& glob : given.fp32_param_globs()) weights_only.keep_fp32_params(glob);
   return weights_only.bind(models);
+}
+
+// Weights of convolutions are all there is to lay out: what the layers return follows them.
+c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,
+                                       const Properties& properties,
+                                       const std::optional<CastPolicy>& policy) {
+  if (properties.memory_format.has_value()) return *properties.memory_format;
+  const bool can_view = properties.device == c10::DeviceType::CPU && policy.has_value() &&
+                        policy->fast_kernels().count("view") == 1;
+  return !weights.empty() && properties.opt_level != OptLevel::O0 && can_view
+             ? c10::MemoryFormat::ChannelsLast
+             : c10::MemoryFormat::Preserve;
 }
 
 // Casts a model's floating tensors in place. Tensors that share their memory go on sharing it.
@@ -208,6 +222,16 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   }
 
   const at::NoGradGuard no_grad;
+  if (properties.enabled) {
+    std::vector<at::Tensor> weights;
+    for (const Model& model : models) {
+      const auto more = conv2d_weights(model);
+      weights.insert(weights.end(), more.begin(), more.end());
+    }
+    const auto format = choose_memory_format(weights, properties, impl->policy);
+    impl->properties.memory_format = format;
+    if (format != c10::MemoryFormat::Preserve) lay_out(weights, format);
+  }
   MasterWeights::ExactValues exact;
   if (properties.enabled && properties.cast_model_type.has_value()) {
     if (properties.master_weights) {
@@ -293,13 +317,20 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
 }
 
 at::Tensor MixedPrecision::cast_input(const at::Tensor& tensor) const {
-  const auto& type = impl_->properties.cast_model_type;
-  return impl_->properties.enabled && type.has_value() ? cast_floating(tensor, *type) : tensor;
+  const Properties& properties = impl_->properties;
+  if (!properties.enabled) return tensor;
+  const at::Tensor cast = properties.cast_model_type.has_value()
+                              ? cast_floating(tensor, *properties.cast_model_type)
+                              : tensor;
+  const auto format = properties.memory_format.value_or(c10::MemoryFormat::Preserve);
+  const bool laid_out = format != c10::MemoryFormat::Preserve && cast.defined() &&
+                        cast.dim() == 4 && cast.layout() == at::kStrided &&
+                        cast.is_floating_point();
+  return laid_out ? cast.contiguous(format) : cast;
 }
 
 c10::IValue MixedPrecision::cast_input(const c10::IValue& value) const {
-  const auto& type = impl_->properties.cast_model_type;
-  return impl_->properties.enabled && type.has_value() ? cast_floating(value, *type) : value;
+  return map_tensors(value, [this](const at::Tensor& tensor) { return cast_input(tensor); });
 }
 
 at::Tensor MixedPrecision::cast_output(const at::Tensor& tensor) const {

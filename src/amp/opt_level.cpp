@@ -161,6 +161,16 @@ Options& Options::policy(CastPolicy value) {
   return *this;
 }
 
+Options& Options::memory_format(c10::MemoryFormat value) {
+  if (value != c10::MemoryFormat::Preserve && value != c10::MemoryFormat::Contiguous &&
+      value != c10::MemoryFormat::ChannelsLast) {
+    throw Error("amp.options.memory_format", "Preserve, Contiguous or ChannelsLast",
+                c10::str(value));
+  }
+  memory_format_ = value;
+  return *this;
+}
+
 Properties Properties::defaults(OptLevel level, c10::ScalarType dtype) {
   const LossScale scale =
       dtype == c10::ScalarType::BFloat16 ? LossScale(1.0) : LossScale("dynamic");
@@ -235,6 +245,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   properties.num_losses = options.num_losses_;
   properties.verbosity = options.verbosity_;
   properties.policy = options.policy_;
+  properties.memory_format = options.memory_format_;
 
   // Apex's ceiling of 2^24 holds unless somebody says otherwise.
   LossScaleOptions rule =
@@ -269,7 +280,8 @@ std::string Properties::to_string() const {
       "  keep_batchnorm_fp32   {}\n"
       "  master_weights        {}\n"
       "  loss_scale            {}\n"
-      "  cast_model_outputs    {}",
+      "  cast_model_outputs    {}\n"
+      "  memory_format         {}",
       name_of(opt_level), dtype_name(dtype), c10::DeviceTypeName(device, true),
       cast_model_type.has_value() ? dtype_name(*cast_model_type) : "none",
       yes(patch_torch_functions),
@@ -277,7 +289,8 @@ std::string Properties::to_string() const {
           ? fmt::format(", policy '{}'", policy.has_value() ? policy->name() : "semitone")
           : " off",
       yes(keep_batchnorm_fp32), yes(master_weights), loss_scale.to_string(),
-      dtype_name(cast_model_outputs));
+      dtype_name(cast_model_outputs),
+      memory_format.has_value() ? c10::str(*memory_format) : "chosen for each model");
 }
 
 }  // namespace semitone::amp

@@ -63,11 +63,9 @@ at::Tensor channels_last(const at::Tensor& tensor) {
       .copy_(tensor);
 }
 
-void to_channels_last(torch::nn::Module& model) {
-  const torch::NoGradGuard no_grad;
-  for (at::Tensor& parameter : model.parameters()) {
-    if (parameter.dim() == 4) parameter.set_data(channels_last(parameter.detach()));
-  }
+at::MemoryFormat layout_of(MemoryFormat format) {
+  return format == MemoryFormat::nhwc ? at::MemoryFormat::ChannelsLast
+                                      : at::MemoryFormat::Contiguous;
 }
 
 }  // namespace semitone::train

@@ -1,10 +1,10 @@
 #pragma once
 
+#include "semitone/train/trainer.h"
 #include "semitone/zoo/mnist.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/data/samplers/base.h>
-#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <vector>
@@ -55,7 +55,7 @@ class Batches {
 // with one channel as it is, whose strides can be read either way.
 at::Tensor channels_last(const at::Tensor& tensor);
 
-// Lays the weights of convolutions out as channels last.
-void to_channels_last(torch::nn::Module& model);
+// LibTorch's word for a format that was chosen.
+at::MemoryFormat layout_of(MemoryFormat format);
 
 }  // namespace semitone::train

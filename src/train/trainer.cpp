@@ -104,9 +104,9 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Te
       parameters, torch::optim::SGDOptions(options.lr()).momentum(options.momentum()));
 }
 
-amp::Options amp_options(const TrainOptions& options) {
+amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
   amp::Options result(options.opt_level());
-  result.dtype(dtype_of(options)).verbosity(0);
+  result.dtype(dtype_of(options)).verbosity(0).memory_format(layout_of(format));
   result.loss_scale_options(amp::LossScaleOptions()
                                 .growth_interval(options.growth_interval())
                                 .max_consecutive_skips(options.max_consecutive_skips()));
@@ -147,8 +147,8 @@ class Run {
         test_(data.test, c10::Device(options.device()), format_ == MemoryFormat::nhwc, share()),
         model_(make_seeded(make_model, options)),
         handle_(model_.module()),
-        optimizer_(lay_out_and_optimize()),
-        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options))),
+        optimizer_(make_optimizer(model_.module()->parameters(), options)),
+        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options, format_))),
         replicas_(parallel::tensors_of(*model_.module()), options.group(), options.ddp()) {
     reseed(options.group());
     const std::int64_t all = train_.count(options.batch_size());
@@ -194,12 +194,6 @@ class Run {
   }
 
  private:
-  // The optimizer takes the parameters as they lie: its state follows their memory format.
-  std::unique_ptr<torch::optim::Optimizer> lay_out_and_optimize() {
-    if (format_ == MemoryFormat::nhwc) to_channels_last(*model_.module());
-    return make_optimizer(model_.module()->parameters(), options_);
-  }
-
   void step(const at::Tensor& indices) {
     const auto begin = Clock::now();
     const Batch batch = train_.batch(indices);

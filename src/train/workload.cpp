@@ -120,7 +120,7 @@ FixedBatch make_batch(const WorkloadOptions& options, MemoryFormat format) {
   return {batch.inputs.to(device), batch.labels.to(device)};
 }
 
-Classifier make_model(const WorkloadOptions& options, MemoryFormat format) {
+Classifier make_model(const WorkloadOptions& options) {
   torch::manual_seed(options.seed());
   const auto make = [&]() -> Classifier {
     switch (options.kind()) {
@@ -135,7 +135,6 @@ Classifier make_model(const WorkloadOptions& options, MemoryFormat format) {
   };
   Classifier model = make();
   model.module()->to(c10::Device(options.device()));
-  if (format == MemoryFormat::nhwc) to_channels_last(*model.module());
   return model;
 }
 
@@ -165,9 +164,10 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Te
       parameters, torch::optim::SGDOptions(traits.lr).momentum(kMomentum));
 }
 
-amp::Options amp_options(const WorkloadOptions& options) {
+amp::Options amp_options(const WorkloadOptions& options, MemoryFormat format) {
   amp::Options result(options.opt_level());
   result.dtype(dtype_16bit(options)).device(options.device()).verbosity(0);
+  result.memory_format(layout_of(format));
   result.loss_scale_options(amp::LossScaleOptions().max_consecutive_skips(kMaxConsecutiveSkips));
   if (options.policy().has_value()) result.policy(*options.policy());
   // The loss takes logits as they are.
@@ -204,10 +204,10 @@ class WorkloadTraining {
   };
 
   WorkloadTraining(const WorkloadOptions& options, MemoryFormat format)
-      : model_(make_model(options, format)),
+      : model_(make_model(options)),
         handle_(model_.module()),
         optimizer_(make_optimizer(model_.module()->parameters(), options)),
-        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options))) {
+        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options, format))) {
     model_.module()->train();
   }
 

@@ -59,14 +59,6 @@ TEST_F(BatchesTest, ChannelsLastIsSaidByTheStridesAlsoWithOneChannel) {
   const at::Tensor images = last.batch(indices).images;
   EXPECT_EQ(images.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
   EXPECT_TRUE(torch::equal(images, batches_.batch(indices).images));
-
-  torch::nn::Conv2d conv(torch::nn::Conv2dOptions(1, 4, 3));
-  const at::Tensor before = conv->weight.detach().clone();
-  const auto* const identity = conv->weight.unsafeGetTensorImpl();
-  to_channels_last(*conv);
-  EXPECT_EQ(conv->weight.unsafeGetTensorImpl(), identity);
-  EXPECT_EQ(conv->weight.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
-  EXPECT_TRUE(torch::equal(conv->weight, before));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "semitone/amp/loss_scale.h"
 
 #include <c10/core/DeviceType.h>
+#include <c10/core/MemoryFormat.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -116,6 +117,17 @@ class Options {
   /// nothing: those above do.
   Options& policy(CastPolicy value);
 
+  /// How the weights of Conv2d and ConvTranspose2d layers lie, which decides how these layers
+  /// compute: ChannelsLast is faster in 16 bits, on CPUs and on tensor cores. initialize lays the
+  /// weights out once, forward its arguments of 4 dimensions. Contiguous does so in LibTorch's usual
+  /// layout, Preserve leaves everything as it is. Default: ChannelsLast at O1 to O3 for models with
+  /// such layers, on a CPU, if the policy has the fast kernel "view" (CastPolicy::semitone has), else
+  /// Preserve.
+  ///
+  /// What a convolution returns channels last, `x.view({x.size(0), -1})` cannot show without a copy:
+  /// LibTorch raises then. Inside forward's region the fast kernel "view" copies, as reshape() does.
+  Options& memory_format(c10::MemoryFormat value);
+
   OptLevel opt_level() const { return level_; }
 
  private:
@@ -137,6 +149,7 @@ class Options {
   std::optional<double> max_loss_scale_;
   std::optional<LossScaleOptions> loss_scale_options_;
   std::optional<CastPolicy> policy_;
+  std::optional<c10::MemoryFormat> memory_format_;
 };
 
 /// What is in force: the level's defaults with the options applied, checked for sense.
@@ -155,6 +168,7 @@ struct Properties {
   int verbosity = 1;
   LossScaleOptions loss_scale_options;  ///< the rule that loss_scale and its bounds amount to
   std::optional<CastPolicy> policy;     ///< as given
+  std::optional<c10::MemoryFormat> memory_format;  ///< as given; initialize chooses one otherwise
 
   /// The defaults of a level for a 16-bit dtype: one row of the table above.
   static Properties defaults(OptLevel level, c10::ScalarType dtype);

@@ -1,0 +1,61 @@
+#include "src/amp/memory_format.h"
+
+#include "src/amp/same_memory.h"
+
+#include <torch/nn/modules/conv.h>
+#include <torch/types.h>
+
+#include <cstddef>
+#include <string>
+
+namespace semitone::amp {
+namespace {
+
+// Not contiguous(): where both formats are the same memory, as with one channel, the strides have to
+// say which.
+at::Tensor laid_out(const at::Tensor& tensor, at::MemoryFormat format) {
+  return at::empty(tensor.sizes(), tensor.options().memory_format(format)).copy_(tensor);
+}
+
+bool has_layout(const at::Tensor& tensor, at::MemoryFormat format) {
+  return tensor.strides() ==
+         at::empty(tensor.sizes(), tensor.options().device(at::kMeta).memory_format(format))
+             .strides();
+}
+
+}  // namespace
+
+std::vector<at::Tensor> conv2d_weights(const Model& model) {
+  std::vector<at::Tensor> weights;
+  if (const torch::nn::Module* module = model.module()) {
+    for (const auto& layer : module->modules()) {
+      if (const auto* conv = layer->as<torch::nn::Conv2dImpl>()) weights.push_back(conv->weight);
+      if (const auto* conv = layer->as<torch::nn::ConvTranspose2dImpl>())
+        weights.push_back(conv->weight);
+    }
+    return weights;
+  }
+  for (const torch::jit::Module& layer : model.script()->modules()) {
+    const auto name = layer.type()->name();
+    if (!name.has_value() || !layer.hasattr("weight")) continue;
+    const std::string& class_name = name->name();
+    if (class_name == "Conv2d" || class_name == "ConvTranspose2d")
+      weights.push_back(layer.attr("weight").toTensor());
+  }
+  return weights;
+}
+
+void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> old;
+  for (const at::Tensor& tensor : tensors) old.push_back(tensor.variable_data());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (has_layout(old[i], format)) continue;
+    std::size_t first = 0;  // of those that share their memory with it
+    while (!same_memory(old[first], old[i])) ++first;
+    tensors[i].set_data(first < i ? tensors[first].variable_data() : laid_out(old[i], format));
+    if (at::Tensor& grad = tensors[i].mutable_grad(); grad.defined()) grad = laid_out(grad, format);
+  }
+}
+
+}  // namespace semitone::amp
