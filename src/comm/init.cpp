@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <functional>
 #include <map>
@@ -68,11 +69,23 @@ std::string first_slurm_node(std::string_view list) {
          std::string(list.substr(bracket + 1, end - bracket - 1));
 }
 
-Rendezvous from_torchrun() {
+// How many processes there are and which of them this is: what the options say, or else these
+// variables.
+void place_among_ranks(Rendezvous& place, const InitOptions& options, const env::Variable& size,
+                       const env::Variable& rank, std::string_view launcher) {
+  place.world_size =
+      options.world_size().has_value()
+          ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMostRanks)
+          : required(size, 1, kMostRanks, launcher);
+  place.rank = options.rank().has_value()
+                   ? parse_number(std::to_string(*options.rank()), "rank", 0, place.world_size - 1)
+                   : required(rank, 0, place.world_size - 1, launcher);
+}
+
+Rendezvous from_torchrun(const InitOptions& options) {
   constexpr auto kLauncher = "torchrun or semitone launch";
   Rendezvous place;
-  place.world_size = required(env::kWorldSize, 1, kMostRanks, kLauncher);
-  place.rank = required(env::kRank, 0, place.world_size - 1, kLauncher);
+  place_among_ranks(place, options, env::kWorldSize, env::kRank, kLauncher);
   place.local_rank = optional(env::kLocalRank, place.rank, 0, kMostRanks);
   place.local_world_size = optional(env::kLocalWorldSize, place.world_size, 1, kMostRanks);
   const auto host = env::get(env::kMasterAddr);
@@ -86,25 +99,48 @@ Rendezvous from_torchrun() {
   return place;
 }
 
-Rendezvous from_slurm() {
+// How many of a step's tasks are on a node: "2(x3),1" are two on the first three nodes, and one on
+// the fourth.
+int slurm_tasks_on(int node, std::string_view list) {
+  while (!list.empty()) {
+    const std::string_view item = list.substr(0, list.find(','));
+    list.remove_prefix(std::min(item.size() + 1, list.size()));
+    const auto bracket = item.find("(x");
+    const int tasks =
+        parse_number(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMostRanks);
+    const int nodes = bracket == std::string_view::npos
+                          ? 1
+                          : parse_number(item.substr(bracket + 2, item.size() - bracket - 3),
+                                         env::kSlurmTasksPerNode.name, 1, kMostRanks);
+    if (node < nodes) return tasks;
+    node -= nodes;
+  }
+  throw Error(kInit, fmt::format("the tasks of every node in {}", env::kSlurmTasksPerNode.name),
+              "fewer nodes");
+}
+
+Rendezvous from_slurm(const InitOptions& options) {
   constexpr auto kLauncher = "srun";
   Rendezvous place;
-  place.world_size = required(env::kSlurmTasks, 1, kMostRanks, kLauncher);
-  place.rank = required(env::kSlurmProcId, 0, place.world_size - 1, kLauncher);
+  place_among_ranks(place, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
   place.local_rank = optional(env::kSlurmLocalId, place.rank, 0, kMostRanks);
-  place.local_world_size = optional(env::kSlurmTasksPerNode, place.world_size, 1, kMostRanks);
+  const auto tasks = env::get(env::kSlurmTasksPerNode);
+  place.local_world_size =
+      tasks.has_value() ? slurm_tasks_on(optional(env::kSlurmNodeId, 0, 0, kMostRanks), *tasks)
+                        : place.world_size;
   place.host = env::get(env::kMasterAddr)
                    .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
-  place.port = optional(env::kMasterPort,
-                        port_of_job("slurm" + env::get(env::kSlurmJobId).value_or("")), 1, 65535);
+  // Several steps of a job may run at the same time.
+  const std::string step = fmt::format("slurm{}.{}", env::get(env::kSlurmJobId).value_or(""),
+                                       env::get(env::kSlurmStepId).value_or(""));
+  place.port = optional(env::kMasterPort, port_of_job(step), 1, 65535);
   return place;
 }
 
-Rendezvous from_open_mpi() {
+Rendezvous from_open_mpi(const InitOptions& options) {
   constexpr auto kLauncher = "mpirun";
   Rendezvous place;
-  place.world_size = required(env::kMpiSize, 1, kMostRanks, kLauncher);
-  place.rank = required(env::kMpiRank, 0, place.world_size - 1, kLauncher);
+  place_among_ranks(place, options, env::kMpiSize, env::kMpiRank, kLauncher);
   place.local_rank = optional(env::kMpiLocalRank, place.rank, 0, kMostRanks);
   place.local_world_size = optional(env::kMpiLocalSize, place.world_size, 1, kMostRanks);
   const auto host = env::get(env::kMasterAddr);
@@ -118,12 +154,17 @@ Rendezvous from_open_mpi() {
   return place;
 }
 
-Rendezvous from_environment() {
+// Innermost launcher first: mpirun may run in a Slurm job, and torchrun under either.
+Rendezvous from_environment(const InitOptions& options) {
   if (env::get(env::kRank).has_value() || env::get(env::kWorldSize).has_value())
-    return from_torchrun();
+    return from_torchrun(options);
+  if (env::get(env::kMpiRank).has_value()) return from_open_mpi(options);
+  // A batch script without srun has a SLURM_PROCID too, but is not one of several ranks.
   if (env::get(env::kSlurmProcId).has_value() && env::get(env::kSlurmTasks).value_or("1") != "1")
-    return from_slurm();
-  if (env::get(env::kMpiRank).has_value()) return from_open_mpi();
+    return from_slurm(options);
+  // No launcher, but a program that knows its place: the rest is as torchrun would set it.
+  if (options.world_size().value_or(1) != 1 || options.rank().value_or(0) != 0)
+    return from_torchrun(options);
   return {};
 }
 
@@ -300,15 +341,7 @@ InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
 }
 
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
-  if (url == "env://") {
-    Rendezvous place = from_environment();
-    if (options.world_size().has_value())
-      place.world_size =
-          parse_number(std::to_string(*options.world_size()), "world_size", 1, kMostRanks);
-    if (options.rank().has_value())
-      place.rank = parse_number(std::to_string(*options.rank()), "rank", 0, place.world_size - 1);
-    return place;
-  }
+  if (url == "env://") return from_environment(options);
   if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
   throw Error(kInit,
               "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",

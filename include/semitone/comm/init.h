@@ -82,11 +82,12 @@ struct Rendezvous {
 /// Reads a URL:
 ///
 /// - `env://`: what the launcher has put into the environment: torchrun's and `semitone launch`'s
-///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Slurm's
-///   SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID … (MASTER_ADDR defaults to the first node of the
-///   job, MASTER_PORT is made from the job's number); else Open MPI's OMPI_COMM_WORLD_RANK …
-///   (MASTER_ADDR defaults to this machine, if all processes are on it). Without any of these: a
-///   single process.
+///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Open MPI's
+///   OMPI_COMM_WORLD_RANK … (MASTER_ADDR defaults to this machine, if all processes are on it); else
+///   those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS … (MASTER_ADDR
+///   defaults to the first node of the job, MASTER_PORT is made from the numbers of job and step).
+///   Without any of these, as in a batch script that does not use srun: a single process, unless
+///   the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
 /// - `tcp://HOST:PORT?rank=R&world_size=N`
 /// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run
 ///
