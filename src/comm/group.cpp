@@ -88,6 +88,11 @@ at::Tensor transportable(const at::Tensor& tensor) {
   return tensor.detach().view({-1}).view(at::kByte);
 }
 
+// Tells autograd, and whoever else looks at versions, that a transport has written a tensor.
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 void check_root(int root, int size) {
   if (root < 0 || root >= size) {
     throw Error("comm.broadcast", fmt::format("a root from 0 to {}", size - 1),
@@ -136,7 +141,6 @@ Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
     done->markCompleted(tensor);
     return Work(std::move(done));
   }
-  impl_->transport->announce("all_reduce", describe({tensor}));
   std::vector<at::Tensor> tensors{tensor.detach()};
   c10d::AllreduceOptions options;
   options.reduceOp = to_c10d(op);
@@ -145,6 +149,7 @@ Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   return Work(sum->then(
       [tensor, divisor](c10::ivalue::Future& done) -> c10::IValue {
         done.value();  // throws if it failed
+        mark_written(tensor);
         if (divisor != 1) tensor.detach().div_(divisor);
         return tensor;
       },
@@ -152,6 +157,8 @@ Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
 }
 
 void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
+  check_reducible(tensor, "all_reduce", op);
+  if (impl_->process_group != nullptr) impl_->transport->announce("all_reduce", describe({tensor}));
   all_reduce_async(tensor, op).wait();
 }
 
@@ -165,6 +172,7 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
   c10d::BroadcastOptions options;
   options.rootRank = root;
   impl_->process_group->broadcast(tensors, options)->wait();
+  mark_written(tensor);
 }
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {

@@ -15,9 +15,10 @@ namespace semitone::comm {
 /// more than it expects.
 enum class CheckLevel {
   none,   ///< nothing
-  calls,  ///< the collectives that the program itself calls on a Group. Each costs one more small
+  calls,  ///< the collectives that the program itself calls on a Group, but for those whose names
+          ///< end in _async: to compare is to wait for the other ranks. Each costs one more small
           ///< exchange, 0.1 ms between processes of a machine
-  full,   ///< those that DistributedDataParallel and its kin make, too: for finding mistakes
+  full,   ///< all, with those that DistributedDataParallel and its kin make: for finding mistakes
 };
 
 /// Options of init, with chained setters.
