@@ -137,13 +137,22 @@ class WatchedBackend::Unfinished {
     empty_.notify_all();
   }
 
-  // Whether all came to a good end, or do so within a while. Nothing that ends later is heard.
+  // Whether all came to a good end, or do so within a while. What does not has failed then: its end
+  // would not be heard.
   bool settle() {
-    std::unique_lock lock(mutex_);
-    const bool ended = empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
-    works_.clear();
-    watch_.reset();
-    return ended && !failed_;
+    std::set<c10::intrusive_ptr<Work>> left;
+    {
+      std::unique_lock lock(mutex_);
+      empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
+      left.swap(works_);
+      watch_.reset();
+    }
+    for (const auto& work : left) {
+      work->fail(std::make_exception_ptr(
+          CommError("comm." + work->collective(), "the group to live until it is done",
+                    "the group was destroyed", "wait for it before")));
+    }
+    return left.empty() && !failed_;
   }
 
  private:
