@@ -215,17 +215,25 @@ std::string Group::broadcast(std::string text, int root) const {
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
   check_tensor(tensor, "all_gather");
   if (impl_->process_group == nullptr) return {tensor.clone()};
-  const at::NoGradGuard no_grad;
   impl_->transport->announce("all_gather", describe({tensor}));
+  return all_gather_unchecked(*this, tensor);
+}
+
+std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
   std::vector<at::Tensor> inputs{transportable(tensor)};
   std::vector<at::Tensor> gathered;
   std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < size(); ++rank) {
+  for (int rank = 0; rank < group.size(); ++rank) {
     gathered.push_back(at::empty_like(tensor));
     outputs[0].push_back(transportable(gathered.back()));
   }
-  impl_->process_group->allgather(outputs, inputs)->wait();
+  process_group(group)->allgather(outputs, inputs)->wait();
   return gathered;
+}
+
+void all_reduce_unchecked(const Group& group, at::Tensor& sums) {
+  group.all_reduce_async(sums).wait();
 }
 
 std::vector<std::string> Group::all_gather(const std::string& text) const {

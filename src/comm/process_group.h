@@ -41,7 +41,10 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) 
   return group.impl()->process_group;
 }
 
-// Group::broadcast of a list, without its checks: for those who know that all ranks call it.
+// Collectives of a group of several ranks without their checks: for the library's own calls, which
+// are compared at CheckLevel::full only.
 void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root);
+std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor);
+void all_reduce_unchecked(const Group& group, at::Tensor& sums);
 
 }  // namespace semitone::comm

@@ -256,12 +256,14 @@ void WatchedBackend::compare(const std::string& collective, const std::string& a
   std::string message = fmt::format("{:08x}{}", checksum(mine), mine);
   message.resize(kCallBytes);
   std::vector<at::Tensor> inputs{to_bytes(message, kCallBytes).to(options_.device)};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < getSize(); ++rank) outputs[0].push_back(at::empty_like(inputs[0]));
+  const at::Tensor all =
+      at::empty({getSize(), static_cast<std::int64_t>(kCallBytes)}, inputs[0].options());
+  std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
   watched(collective, [&] { return inner_->allgather(outputs, inputs); })->wait();
+  const std::string texts = to_text(all, all.numel());
   std::map<std::string, std::vector<int>> callers;
-  for (std::size_t rank = 0; rank < outputs[0].size(); ++rank) {
-    callers[to_text(outputs[0][rank], kCallBytes)].push_back(options_.members[rank]);
+  for (std::size_t rank = 0; rank < options_.members.size(); ++rank) {
+    callers[texts.substr(rank * kCallBytes, kCallBytes)].push_back(options_.members[rank]);
   }
   if (callers.size() == 1) return;
   std::string list;

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 
 #include <c10/util/StringUtil.h>
@@ -207,8 +208,10 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
     const LentState lent(*local_, state_);
     local_->step();
   }
-  for (int owner = 0; owner < group_.size(); ++owner)
-    group_.broadcast(shares_[static_cast<std::size_t>(owner)], owner);
+  for (int owner = 0; owner < group_.size(); ++owner) {
+    const auto& share = shares_[static_cast<std::size_t>(owner)];
+    if (group_.size() > 1 && !share.empty()) comm::broadcast_unchecked(group_, share, owner);
+  }
   return loss;
 }
 
