@@ -1,6 +1,10 @@
 #include "src/parallel/agreement.h"
 
+#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+
+#include <c10/util/DimVector.h>
+#include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
 
@@ -72,6 +76,17 @@ void require_agreement(const std::vector<Property>& mine, std::string problem,
   }
   if (named > kMostNamed) list += fmt::format("; and on {} more ranks", named - kMostNamed);
   if (!list.empty()) throw Error(error.where, error.expected, list, error.remedy);
+}
+
+std::string describe_layout(const at::Tensor& tensor) {
+  std::string text = dtype_name(tensor.scalar_type()) + c10::str(tensor.sizes());
+  if (tensor.layout() != at::kStrided) return c10::str(text, ", ", tensor.layout());
+  if (tensor.is_contiguous()) return text;
+  c10::DimVector strides(tensor.strides());
+  for (std::size_t i = 0; i < strides.size(); ++i) {
+    if (tensor.sizes()[i] == 1) strides[i] = 1;  // it could be any
+  }
+  return c10::str(text, " with strides ", strides);
 }
 
 std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,

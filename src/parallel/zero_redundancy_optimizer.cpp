@@ -1,11 +1,9 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 
-#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 
-#include <c10/util/StringUtil.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -58,13 +56,6 @@ OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamG
   return optimizer;
 }
 
-std::string describe(const at::Tensor& parameter) {
-  std::string text = dtype_name(parameter.scalar_type()) + c10::str(parameter.sizes());
-  if (parameter.layout() != at::kStrided) return c10::str(text, ", ", parameter.layout());
-  if (!parameter.is_contiguous()) text += c10::str(" with strides ", parameter.strides());
-  return text;
-}
-
 void require_same_parameters(const ParamGroups& groups, const comm::Group& group) {
   std::vector<Property> properties;
   std::string problem;
@@ -72,7 +63,7 @@ void require_same_parameters(const ParamGroups& groups, const comm::Group& group
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& parameter = groups[g].params()[i];
       const std::string name = fmt::format("parameter {} of group {}", i, g);
-      properties.push_back({name, describe(parameter)});
+      properties.push_back({name, describe_layout(parameter)});
       if (!problem.empty()) continue;
       problem = parameter.layout() == at::kStrided ? unfit_to_send(parameter, name, group)
                                                    : name + " that is not dense";

@@ -403,6 +403,29 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
   });
 }
 
+TEST(Models, ThatLieInMemoryInOtherWaysAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4));
+    if (rank.number() == 1) {
+      for (at::Tensor& parameter : model->parameters()) {
+        if (parameter.dim() == 4)
+          parameter.set_data(parameter.detach().contiguous(at::MemoryFormat::ChannelsLast));
+      }
+    }
+    expect_error([&] { DistributedDataParallel<torch::nn::Sequential> ddp(model, group); },
+                 {"on rank 1", "'0.weight' is float32[4, 3, 3, 3] with strides [27, 1, 9, 3]",
+                  "on rank 0 float32[4, 3, 3, 3]"});
+    // But not strides of dimensions of extent 1, which have no meaning.
+    torch::nn::Sequential other(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, {1, 2})));
+    const at::Tensor weight = other->parameters()[0];
+    const std::int64_t any = rank.number() == 1 ? 6 : 77;
+    other->parameters()[0].set_data(
+        at::empty({6 * 77}).as_strided({4, 3, 1, 2}, {6, 1, any, 3}).copy_(weight));
+    DistributedDataParallel<torch::nn::Sequential> ddp(other, group);
+  });
+}
+
 TEST(Models, ThatAreCastAfterwardsAreNamed) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
