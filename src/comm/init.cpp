@@ -8,6 +8,7 @@
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
 #include "src/comm/store.h"
+#include "src/core/host_name.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -36,6 +37,8 @@ int parse_number(std::string_view text, std::string_view name, int least, int mo
 }
 
 constexpr int kMostRanks = 1 << 20;
+
+constexpr std::string_view kEnvironment = "env://";
 
 // An environment variable that has to be there, as a number.
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
@@ -222,9 +225,10 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   return place;
 }
 
-// Returns when all ranks have come and agree on how many they are; CommError with those that have
-// not or do not.
-void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds timeout) {
+// Returns when all ranks have come and agree on how many they are, the names of their machines;
+// CommError with those that have not or do not.
+std::vector<std::string> meet(c10d::Store& store, const Rendezvous& place,
+                              std::chrono::milliseconds timeout) {
   if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
     throw CommError(
         kInit, fmt::format("one process of rank {}", place.rank), "a second one",
@@ -234,8 +238,9 @@ void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds
             : "was the process started twice, or does another job use the same port?",
         {place.rank});
   }
-  put(store, fmt::format("size/{}", place.rank), std::to_string(place.world_size));
-  const auto missing = wait_for_ranks(store, "size/", place.world_size, timeout);
+  put(store, fmt::format("rank/{}", place.rank),
+      fmt::format("{} {}", place.world_size, host_name()));
+  const auto missing = wait_for_ranks(store, "rank/", place.world_size, timeout);
   if (!missing.empty()) {
     throw CommError(kInit,
                     fmt::format("{} ranks to meet within {}", place.world_size,
@@ -243,20 +248,48 @@ void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds
                     "no sign of " + name_ranks(missing),
                     "were all processes started, with the same world size and address?", missing);
   }
-  for (int rank = 0; rank < place.world_size; ++rank) {
-    const std::string size = get(store, fmt::format("size/{}", rank));
-    if (size == std::to_string(place.world_size)) continue;
-    throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
-                    fmt::format("{} on rank {}", size, rank), "start all with the same one",
-                    {rank});
+  std::vector<std::string> hosts;
+  for (const std::string& text : get_of_ranks(store, "rank/", place.world_size)) {
+    const std::string size = text.substr(0, text.find(' '));
+    const int rank = static_cast<int>(hosts.size());
+    if (size != std::to_string(place.world_size)) {
+      throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
+                      fmt::format("{} on rank {}", size, rank), "start all with the same one",
+                      {rank});
+    }
+    hosts.push_back(text.substr(size.size() + 1));
+  }
+  return hosts;
+}
+
+// Who shares this rank's machine, where nothing but the ranks' meeting tells.
+void find_neighbours(Rendezvous& place, const std::vector<std::string>& hosts) {
+  const auto self = hosts.begin() + place.rank;
+  place.local_rank = static_cast<int>(std::count(hosts.begin(), self, *self));
+  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *self));
+}
+
+std::string chosen_interface(const InitOptions& options) {
+  return options.interface().empty() ? env::get(env::kGlooInterface).value_or("")
+                                     : options.interface();
+}
+
+// A file says nothing about the network.
+void require_interface(const Rendezvous& place, const std::vector<std::string>& hosts,
+                       const InitOptions& options) {
+  if (place.kind != Rendezvous::Kind::file || !chosen_interface(options).empty()) return;
+  for (std::size_t rank = 1; rank < hosts.size(); ++rank) {
+    if (hosts[rank] == hosts[0]) continue;
+    throw Error(
+        kInit, "the name of an interface that leads to the other machines",
+        fmt::format("none, for rank 0 on '{}' and rank {} on '{}'", hosts[0], rank, hosts[rank]),
+        "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
   }
 }
 
 // The local address to listen on.
 std::string own_address(const Rendezvous& place, const InitOptions& options) {
-  const std::string interface = !options.interface().empty()
-                                    ? options.interface()
-                                    : env::get(env::kGlooInterface).value_or("");
+  const std::string interface = chosen_interface(options);
   if (!interface.empty()) return address_of_interface(interface);
   if (place.kind == Rendezvous::Kind::file) return "127.0.0.1";
   const std::string address = address_towards(place.host, place.port);
@@ -341,7 +374,7 @@ InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
 }
 
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
-  if (url == "env://") return from_environment(options);
+  if (url == kEnvironment) return from_environment(options);
   if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
   throw Error(kInit,
               "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",
@@ -353,7 +386,7 @@ bool has_backend(std::string_view name) {
 }
 
 Group init(std::string_view url, const InitOptions& given) {
-  const Rendezvous place = parse_rendezvous(url, given);
+  Rendezvous place = parse_rendezvous(url, given);
   InitOptions options = given;
   options.check(check_level(given));
   if (options.heartbeat_timeout() <= options.heartbeat()) {
@@ -383,7 +416,9 @@ Group init(std::string_view url, const InitOptions& given) {
   watch.silence = options.heartbeat_timeout();
   watch.timeout = options.timeout();
   try {
-    meet(*group->store, place, options.timeout());
+    const auto hosts = meet(*group->store, place, options.timeout());
+    if (url != kEnvironment) find_neighbours(place, hosts);
+    require_interface(place, hosts, options);
     group->watch = std::make_shared<Watch>(group->store, watch);
   } catch (const c10::DistError& error) {
     throw CommError(kInit, "rank 0 to keep the store until all have met",

@@ -1,9 +1,9 @@
 #include "src/launch/worker_group.h"
 
 #include "semitone/core/error.h"
+#include "src/core/host_name.h"
 #include "src/core/log.h"
 #include "src/launch/log_files.h"
-#include "src/launch/machine.h"
 #include "src/launch/polling.h"
 #include "src/launch/process_group.h"
 #include "src/launch/spawn.h"

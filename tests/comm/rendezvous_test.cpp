@@ -2,6 +2,10 @@
 #include "semitone/core/env.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
+#include "tests/support/temporary_folder.h"
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <gtest/gtest.h>
 
@@ -23,6 +27,7 @@ class Rendezvous_ : public ::testing::Test {
                             "MASTER_ADDR",
                             "MASTER_PORT",
                             "TORCHELASTIC_USE_AGENT_STORE",
+                            "TORCHELASTIC_RESTART_COUNT",
                             "SLURM_PROCID",
                             "SLURM_NTASKS",
                             "SLURM_STEP_NUM_TASKS",
@@ -254,6 +259,17 @@ TEST_F(FileUrl, NeedsAnAbsolutePath) {
   expect_error([] { parse_rendezvous("file://?rank=1&world_size=2"); }, {"file:///"});
   expect_error([] { init("file:///no/such/folder/meet?rank=1&world_size=2"); },
                {"folder", "/no/such/folder/meet"});
+}
+
+TEST_F(FileUrl, NeedsAnInterfaceForRanksOfOtherMachines) {
+  const test::TemporaryFolder folder;
+  const std::string path = (folder / "meet").string();
+  // Rank 1, as it introduces itself.
+  c10d::PrefixStore store("semitone/0", c10::make_intrusive<c10d::FileStore>(path, 2));
+  const std::string introduction = "2 elsewhere";
+  store.set("rank/1", std::vector<std::uint8_t>(introduction.begin(), introduction.end()));
+  expect_error([&] { init("file://" + path + "?rank=0&world_size=2"); },
+               {"interface", "rank 1 on 'elsewhere'", "GLOO_SOCKET_IFNAME"});
 }
 
 TEST_F(Init, OptionsRefuseWhatMakesNoSense) {

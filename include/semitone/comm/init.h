@@ -90,7 +90,10 @@ struct Rendezvous {
 ///   Without any of these, as in a batch script that does not use srun: a single process, unless
 ///   the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
 /// - `tcp://HOST:PORT?rank=R&world_size=N`
-/// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run
+/// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run. Those of
+///   several machines need InitOptions::interface
+///
+/// init counts the local ranks of the last two by the names of the machines.
 ///
 /// Error with the name of what is missing or wrong.
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {});
