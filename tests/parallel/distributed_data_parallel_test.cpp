@@ -712,7 +712,7 @@ TEST(CommHook, MayGiveAnythingThatFits) {
     EXPECT_THAT([&] { backward_with(std::make_shared<Throws>(), 1); },
                 ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("a hook of no use")));
     expect_error([&] { backward_with(std::make_shared<Misfit>(), 1); },
-                 {"[parallel.comm_hook]", "float64[", "got float64[1]"});
+                 {"[parallel.comm_hook]", "float64[", "got float32[1]"});
   });
 }
 
