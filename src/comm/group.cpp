@@ -104,10 +104,6 @@ std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
 }
 
-c10::DeviceType device_of(const std::string& backend) {
-  return backend == "nccl" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
-}
-
 }  // namespace
 
 void Work::wait() {
@@ -129,6 +125,9 @@ int Group::size() const {
 }
 std::string_view Group::backend() const {
   return impl_->backend;
+}
+c10::Device Group::device() const {
+  return impl_->device;
 }
 std::chrono::milliseconds Group::timeout() const {
   return impl_->options.timeout();
@@ -203,11 +202,10 @@ void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tens
 std::string Group::broadcast(std::string text, int root) const {
   check_root(root, size());
   if (impl_->process_group == nullptr) return text;
-  const c10::Device device = device_of(impl_->backend);
   at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()),
-                               at::TensorOptions(at::kLong).device(device));
+                               at::TensorOptions(at::kLong).device(device()));
   broadcast(length, root);
-  at::Tensor bytes = to_bytes(text, length.item<std::int64_t>()).to(device);
+  at::Tensor bytes = to_bytes(text, length.item<std::int64_t>()).to(device());
   if (bytes.numel() > 0) broadcast(bytes, root);
   return to_text(bytes, bytes.numel());
 }
@@ -238,7 +236,7 @@ void all_reduce_unchecked(const Group& group, at::Tensor& sums) {
 
 std::vector<std::string> Group::all_gather(const std::string& text) const {
   if (impl_->process_group == nullptr) return {text};
-  return gather_texts(text, device_of(impl_->backend),
+  return gather_texts(text, device(),
                       [this](const at::Tensor& tensor) { return all_gather(tensor); });
 }
 
@@ -319,6 +317,7 @@ void connect(Group::Impl& group) {
   request.size = group.size;
   request.timeout = group.options.timeout();
   request.address = group.address;
+  request.device = group.device;
   const bool nccl = group.backend == "nccl";
   c10::intrusive_ptr<c10d::Backend> transport;
   try {
@@ -331,7 +330,7 @@ void connect(Group::Impl& group) {
 
   WatchedBackendOptions options;
   options.watch = group.watch;
-  options.device = device_of(group.backend);
+  options.device = group.device;
   options.check = group.options.check().value_or(CheckLevel::none);
   options.timeout = group.options.timeout();
   options.members = group.members;
@@ -341,7 +340,7 @@ void connect(Group::Impl& group) {
   const Type type = nccl ? Type::NCCL : Type::GLOO;
   group.process_group =
       c10::make_intrusive<c10d::ProcessGroup>(group.store, group.rank, group.size);
-  group.process_group->setBackend(device_of(group.backend), type, group.transport);
+  group.process_group->setBackend(group.device.type(), type, group.transport);
   group.process_group->setDefaultBackend(type);
   // Nobody goes on, or away, before all are connected.
   group.process_group->barrier()->wait();

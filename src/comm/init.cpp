@@ -4,6 +4,7 @@
 #include "semitone/core/env.h"
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/comm/gpu.h"
 #include "src/comm/network.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
@@ -424,6 +425,7 @@ Group init(std::string_view url, const InitOptions& given) {
     throw CommError(kInit, "rank 0 to keep the store until all have met",
                     error.what_without_backtrace(), "see its output for the reason", {0});
   }
+  if (backend == "nccl") group->device = take_gpu(place);
   connect(*group);
   return Group(std::move(group));
 }

@@ -19,6 +19,7 @@ struct Group::Impl {
   int rank = 0;
   int size = 1;
   std::string backend = "none";
+  c10::Device device = c10::kCPU;  // of the tensors that the transport takes
   InitOptions options;
   std::string address;             // local IP address to listen on
   std::vector<int> members = {0};  // the ranks in the group of all

@@ -68,6 +68,13 @@ class WatchedBackend::Work final : public c10d::Work {
 
   c10::intrusive_ptr<Future> getFuture() override { return future_; }
   void synchronize() override { inner_->synchronize(); }
+  // NCCL's works are done when they are queued: whether all ranks are at a barrier only its own
+  // wait() tells.
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = c10d::Work::wait(timeout);
+    if (retrieveOpType() == c10d::OpType::BARRIER) inner_->wait(timeout);
+    return done;
+  }
 
   void succeed(Future& result) {
     if (!begin_to_end()) return;
@@ -241,6 +248,10 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::started(const std::string& collec
                                                        Start&& start) {
   try {
     return start();
+  } catch (const c10::DistError& error) {
+    // NCCL connects the ranks in their first collective.
+    std::rethrow_exception(
+        options_.watch->explain(collective, error.what_without_backtrace(), false));
   } catch (const c10::Error& error) {
     // Refused before anything was sent: a tensor that the transport does not take.
     throw Error("comm." + collective, "tensors that " + getBackendName() + " takes",

@@ -91,10 +91,13 @@ std::string describe_layout(const at::Tensor& tensor) {
 
 std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,
                           const comm::Group& group) {
-  const auto served = group.backend() == "nccl" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
-  if (group.size() == 1 || tensor.device().type() == served) return {};
-  return fmt::format("{} on {}, which the backend {} does not serve", name, tensor.device().str(),
-                     group.backend());
+  const c10::Device served = group.device();
+  if (group.size() == 1 || tensor.device().type() == served.type()) return {};
+  return fmt::format(
+      "{} on {}, which the backend {} does not serve: it has to be on {}, or the group be made by "
+      "comm::init with backend(\"{}\")",
+      name, tensor.device().str(), group.backend(), served.str(),
+      served.is_cpu() ? "nccl" : "gloo");
 }
 
 }  // namespace semitone::parallel

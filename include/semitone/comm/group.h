@@ -61,6 +61,9 @@ class Group {
   int size() const;
   /// "gloo", "nccl", or "none" for a single process.
   std::string_view backend() const;
+  /// Where tensors have to be: the CPU for gloo; for nccl this rank's GPU, as init chose it. The CPU
+  /// for a single process, which takes any.
+  c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 
   void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;

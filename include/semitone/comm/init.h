@@ -25,7 +25,8 @@ enum class CheckLevel {
 class InitOptions {
  public:
   /// "gloo", "nccl", or "auto": nccl where there is a GPU for this process and the build has NCCL,
-  /// else gloo. Default auto. init throws Error if the build does not have the backend.
+  /// else gloo. Default auto. init throws Error if the build does not have the backend. A model on
+  /// the CPU of a machine with GPUs needs gloo.
   InitOptions& backend(std::string value);
   /// How long a collective, and the meeting of all processes at the start, may take. Default 30
   /// minutes, as torch's.
@@ -103,6 +104,10 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {
 /// that make no sense, and for a backend that the build does not have; CommError if the port is
 /// taken, the master cannot be reached, a rank is there twice, or the ranks disagree on the world
 /// size. A port or file serves one group of all: a second call needs another.
+///
+/// With nccl each rank has a GPU of its own: the only one that it sees, or number LOCAL_RANK of all.
+/// It becomes the current device of the calling thread, and is Group::device(). Error, with both
+/// numbers, if a machine has fewer GPUs than ranks.
 ///
 /// Nothing on the network is encrypted or authenticated. All sockets listen on one address only:
 /// the store on the master's, all others on that of the interface that leads to the master. Give an
