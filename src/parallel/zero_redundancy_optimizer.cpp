@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <unordered_map>
@@ -100,10 +101,10 @@ std::string to_text(const torch::optim::Optimizer& optimizer) {
   return std::move(stream).str();
 }
 
-void from_text(torch::optim::Optimizer& optimizer, std::string text) {
+void from_text(torch::optim::Optimizer& optimizer, std::string text, c10::Device device) {
   std::istringstream stream(std::move(text));
   torch::serialize::InputArchive archive;
-  archive.load_from(stream, at::kCPU);
+  archive.load_from(stream, device);
   optimizer.load(archive);
 }
 
@@ -246,7 +247,7 @@ void ZeroRedundancyOptimizer::consolidate(int to_rank) {
     text = group_.broadcast(std::move(text), owner);
     if (whole == nullptr) continue;
     const OptimizerPtr share = make_with_options(share_of(owner));
-    from_text(*share, std::move(text));
+    from_text(*share, std::move(text), at::kCPU);
     for (auto& [parameter, state] : share->state()) whole->state()[parameter] = std::move(state);
   }
   consolidated_ = std::move(whole);
@@ -274,20 +275,22 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
                     "what this kind of optimizer saved for such parameter groups",
                     error.what_without_backtrace());
   }
-  const auto owners = this->owners();
-  State share;
-  for (std::size_t g = 0; g < owners.size(); ++g) {
-    for (std::size_t i = 0; i < owners[g].size(); ++i) {
-      void* const parameter = param_groups_[g].params()[i].unsafeGetTensorImpl();
-      const auto found = whole->state().find(parameter);
-      if (owners[g][i] == group_.rank() && found != whole->state().end() &&
-          found->second != nullptr)
-        share[parameter] = std::move(found->second);
+  const OptimizerPtr share = make_with_options(share_of(group_.rank()));
+  std::optional<c10::Device> device;
+  for (const auto& group : share->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      device = parameter.device();
+      const auto found = whole->state().find(parameter.unsafeGetTensorImpl());
+      if (found != whole->state().end() && found->second != nullptr)
+        share->state()[found->first] = std::move(found->second);
     }
   }
-  for (std::size_t g = 0; g < owners.size(); ++g)
+  // From where the archive was read to, which most often is the CPU, to where the parameters are:
+  // a state is opaque, but archives read to any device.
+  if (device.has_value()) from_text(*share, to_text(*share), *device);
+  for (std::size_t g = 0; g < param_groups_.size(); ++g)
     param_groups_[g].set_options(whole->param_groups()[g].options().clone());
-  state_ = std::move(share);
+  state_ = std::move(share->state());
   consolidated_.reset();
 }
 
