@@ -16,8 +16,8 @@ namespace {
 
 std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions& options) {
   std::vector<Property> properties;
-  // Gradients travel as they lie in memory, which is as their parameters do. Buffers are sent in the
-  // order of their elements.
+  // Gradients travel as they lie in memory, which is as their parameters do. Buffers are sent in
+  // the order of their elements.
   for (const auto& [name, tensor, sparse_gradient] : model.parameters) {
     properties.push_back({fmt::format("parameter '{}'", name),
                           fmt::format("{}{}{}", describe_layout(tensor),

@@ -61,8 +61,8 @@ class Group {
   int size() const;
   /// "gloo", "nccl", or "none" for a single process.
   std::string_view backend() const;
-  /// Where tensors have to be: the CPU for gloo; for nccl this rank's GPU, as init chose it. The CPU
-  /// for a single process, which takes any.
+  /// Where tensors have to be: the CPU for gloo; for nccl this rank's GPU, as init chose it. The
+  /// CPU for a single process, which takes any.
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 

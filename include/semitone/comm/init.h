@@ -85,11 +85,11 @@ struct Rendezvous {
 ///
 /// - `env://`: what the launcher has put into the environment: torchrun's and `semitone launch`'s
 ///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Open MPI's
-///   OMPI_COMM_WORLD_RANK … (MASTER_ADDR defaults to this machine, if all processes are on it); else
-///   those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS … (MASTER_ADDR
-///   defaults to the first node of the job, MASTER_PORT is made from the numbers of job and step).
-///   Without any of these, as in a batch script that does not use srun: a single process, unless
-///   the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
+///   OMPI_COMM_WORLD_RANK … (MASTER_ADDR defaults to this machine, if all processes are on it);
+///   else those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS …
+///   (MASTER_ADDR defaults to the first node of the job, MASTER_PORT is made from the numbers of
+///   job and step). Without any of these, as in a batch script that does not use srun: a single
+///   process, unless the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
 /// - `tcp://HOST:PORT?rank=R&world_size=N`
 /// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run. Those of
 ///   several machines need InitOptions::interface
@@ -105,9 +105,9 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {
 /// taken, the master cannot be reached, a rank is there twice, or the ranks disagree on the world
 /// size. A port or file serves one group of all: a second call needs another.
 ///
-/// With nccl each rank has a GPU of its own: the only one that it sees, or number LOCAL_RANK of all.
-/// It becomes the current device of the calling thread, and is Group::device(). Error, with both
-/// numbers, if a machine has fewer GPUs than ranks.
+/// With nccl each rank has a GPU of its own: the only one that it sees, or number LOCAL_RANK of
+/// all. It becomes the current device of the calling thread, and is Group::device(). Error, with
+/// both numbers, if a machine has fewer GPUs than ranks.
 ///
 /// Nothing on the network is encrypted or authenticated. All sockets listen on one address only:
 /// the store on the master's, all others on that of the interface that leads to the master. Give an
