@@ -33,7 +33,7 @@ class InitOptions {
   InitOptions& timeout(std::chrono::milliseconds value);
   /// Network interface for connections between ranks ("eth0"). Default: the one that leads to the
   /// master's address; GLOO_SOCKET_IFNAME counts too. All listening sockets are bound to that
-  /// interface's address, and to no other.
+  /// interface's address, and to no other; but NCCL's own, which go by NCCL_SOCKET_IFNAME.
   InitOptions& interface(std::string value);
   /// In place of what the URL or the environment says.
   InitOptions& rank(int value);
