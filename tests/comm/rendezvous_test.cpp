@@ -35,6 +35,7 @@ class Rendezvous_ : public ::testing::Test {
                             "SLURM_NODEID",
                             "SLURM_STEP_TASKS_PER_NODE",
                             "SLURM_JOB_NODELIST",
+                            "SLURM_STEP_NODELIST",
                             "SLURM_JOB_ID",
                             "SLURM_STEP_ID",
                             "OMPI_COMM_WORLD_RANK",
@@ -111,7 +112,8 @@ TEST_F(EnvironmentUrl, ReadsSlurmsVariables) {
                     {"SLURM_LOCALID", "1"},
                     {"SLURM_NODEID", "1"},
                     {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
-                    {"SLURM_JOB_NODELIST", "gpu[07-08,12]"},
+                    {"SLURM_JOB_NODELIST", "gpu[01-12]"},
+                    {"SLURM_STEP_NODELIST", "gpu[07-08,12]"},
                     {"SLURM_JOB_ID", "4711"},
                     {"SLURM_STEP_ID", "0"}});
   const Rendezvous place = parse_rendezvous(kEnv);
@@ -126,7 +128,7 @@ TEST_F(EnvironmentUrl, ReadsSlurmsVariables) {
   EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
   environment_.set({{"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "4712"}});
   EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
-  environment_.set({{"SLURM_JOB_NODELIST", "alpha,beta[1-3]"}});
+  environment_.set({{"SLURM_STEP_NODELIST", "alpha,beta[1-3]"}});
   EXPECT_EQ(parse_rendezvous(kEnv).host, "alpha");
   environment_.set({{"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29501"}});
   EXPECT_EQ(parse_rendezvous(kEnv).host, "10.0.0.1");

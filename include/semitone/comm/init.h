@@ -87,7 +87,7 @@ struct Rendezvous {
 ///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Open MPI's
 ///   OMPI_COMM_WORLD_RANK … (MASTER_ADDR defaults to this machine, if all processes are on it);
 ///   else those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS …
-///   (MASTER_ADDR defaults to the first node of the job, MASTER_PORT is made from the numbers of
+///   (MASTER_ADDR defaults to the first node of the step, MASTER_PORT is made from the numbers of
 ///   job and step). Without any of these, as in a batch script that does not use srun: a single
 ///   process, unless the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
 /// - `tcp://HOST:PORT?rank=R&world_size=N`

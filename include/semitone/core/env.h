@@ -50,8 +50,8 @@ inline constexpr Variable kSlurmLocalId{"SLURM_LOCALID", "Slurm's LOCAL_RANK"};
 inline constexpr Variable kSlurmTasksPerNode{"SLURM_STEP_TASKS_PER_NODE",
                                              "Slurm's LOCAL_WORLD_SIZE of every node: 2(x3),1"};
 inline constexpr Variable kSlurmNodeId{"SLURM_NODEID", "Slurm's GROUP_RANK"};
-inline constexpr Variable kSlurmNodeList{"SLURM_JOB_NODELIST",
-                                         "The first of Slurm's nodes is the default MASTER_ADDR"};
+inline constexpr Variable kSlurmNodeList{
+    "SLURM_STEP_NODELIST", "The first of the step's nodes is the default MASTER_ADDR"};
 inline constexpr Variable kSlurmJobId{"SLURM_JOB_ID",
                                       "Makes the default MASTER_PORT of a Slurm job"};
 inline constexpr Variable kSlurmStepId{"SLURM_STEP_ID",
