@@ -39,14 +39,21 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-void check_dense(const at::Tensor& tensor, const std::string& collective) {
+void check_dense(const Group& group, const at::Tensor& tensor, const std::string& collective) {
   const std::string where = "comm." + collective;
   if (!tensor.defined()) throw Error(where, "a tensor", "an undefined one");
   if (tensor.layout() != at::kStrided) throw Error(where, "a dense tensor", "a sparse one");
+  const c10::Device served = group.device();
+  if (group.size() == 1 || tensor.device().type() == served.type()) return;
+  throw Error(where,
+              fmt::format("a tensor on {}, as the backend {} takes", served.str(), group.backend()),
+              "one on " + tensor.device().str(),
+              fmt::format("move it, or call comm::init with backend(\"{}\")",
+                          served.is_cpu() ? "nccl" : "gloo"));
 }
 
-void check_tensor(const at::Tensor& tensor, const std::string& collective) {
-  check_dense(tensor, collective);
+void check_tensor(const Group& group, const at::Tensor& tensor, const std::string& collective) {
+  check_dense(group, tensor, collective);
   if (!tensor.is_contiguous()) {
     throw Error("comm." + collective, "a contiguous tensor",
                 c10::str("one of strides ", tensor.strides()), "pass tensor.contiguous()");
@@ -69,8 +76,9 @@ bool is_reducible(at::ScalarType dtype) {
   }
 }
 
-void check_reducible(const at::Tensor& tensor, const std::string& collective, ReduceOp op) {
-  check_tensor(tensor, collective);
+void check_reducible(const Group& group, const at::Tensor& tensor, const std::string& collective,
+                     ReduceOp op) {
+  check_tensor(group, tensor, collective);
   if (!is_reducible(tensor.scalar_type())) {
     throw Error("comm." + collective,
                 "fp64, fp32, fp16, bf16 or an integer that transports can reduce",
@@ -134,7 +142,7 @@ std::chrono::milliseconds Group::timeout() const {
 }
 
 Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
-  check_reducible(tensor, "all_reduce", op);
+  check_reducible(*this, tensor, "all_reduce", op);
   if (impl_->process_group == nullptr) {
     auto done = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
     done->markCompleted(tensor);
@@ -156,13 +164,13 @@ Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
 }
 
 void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
-  check_reducible(tensor, "all_reduce", op);
+  check_reducible(*this, tensor, "all_reduce", op);
   if (impl_->process_group != nullptr) impl_->transport->announce("all_reduce", describe({tensor}));
   all_reduce_async(tensor, op).wait();
 }
 
 void Group::broadcast(at::Tensor& tensor, int root) const {
-  check_tensor(tensor, "broadcast");
+  check_tensor(*this, tensor, "broadcast");
   check_root(root, size());
   if (impl_->process_group == nullptr) return;
   const at::NoGradGuard no_grad;
@@ -175,7 +183,7 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
 }
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
-  for (const at::Tensor& tensor : tensors) check_dense(tensor, "broadcast");
+  for (const at::Tensor& tensor : tensors) check_dense(*this, tensor, "broadcast");
   check_root(root, size());
   if (impl_->process_group == nullptr || tensors.empty()) return;
   impl_->transport->announce("broadcast", call_of(tensors, root));
@@ -211,7 +219,7 @@ std::string Group::broadcast(std::string text, int root) const {
 }
 
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
-  check_tensor(tensor, "all_gather");
+  check_tensor(*this, tensor, "all_gather");
   if (impl_->process_group == nullptr) return {tensor.clone()};
   impl_->transport->announce("all_gather", describe({tensor}));
   return all_gather_unchecked(*this, tensor);
@@ -241,7 +249,7 @@ std::vector<std::string> Group::all_gather(const std::string& text) const {
 }
 
 at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
-  check_reducible(tensor, "reduce_scatter", op);
+  check_reducible(*this, tensor, "reduce_scatter", op);
   if (tensor.dim() == 0 || tensor.size(0) % size() != 0) {
     throw Error("comm.reduce_scatter",
                 fmt::format("a first dimension that is a multiple of {}", size()),

@@ -204,6 +204,21 @@ TEST(Collectives, ThatWriteATensorCountAsChangesInPlace) {
   });
 }
 
+TEST(Collectives, RefuseTensorsOfDevicesThatTheBackendDoesNotServe) {
+  run_ranks(2, [](Rank&) {
+    const Group group = init();
+    EXPECT_EQ(group.device(), at::Device(at::kCPU));
+    at::Tensor elsewhere = torch::empty({2}, torch::kMeta);
+    const std::vector<at::Tensor> list = {elsewhere};
+    expect_error([&] { group.all_reduce(elsewhere); },
+                 {"[comm.all_reduce]", "a tensor on cpu", "backend gloo", "one on meta", "nccl"});
+    expect_error([&] { group.all_gather(elsewhere); }, {"[comm.all_gather]", "one on meta"});
+    expect_error([&] { group.broadcast(elsewhere); }, {"[comm.broadcast]", "one on meta"});
+    expect_error([&] { group.broadcast(list); }, {"[comm.broadcast]", "one on meta"});
+    group.barrier();
+  });
+}
+
 TEST(Collectives, ReduceNotANumberToItself) {
   run_ranks(2, [](Rank& rank) {
     const Group group = init();
