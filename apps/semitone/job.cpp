@@ -5,6 +5,8 @@
 #include <atomic>
 #include <csignal>
 #include <iostream>
+#include <utility>
+#include <vector>
 
 namespace semitone::cli {
 namespace {
@@ -13,8 +15,8 @@ using launch::LaunchOutcome;
 using launch::LaunchResult;
 using launch::WorkerStatus;
 
-// Hands this process's signals to a launcher while it lives. What the process was started to ignore
-// (SIGHUP under nohup) stays ignored.
+// Hands this process's signals to a launcher while it lives; then they are as before. What the
+// process was started to ignore (SIGHUP under nohup) stays ignored.
 class SignalsTo {
  public:
   explicit SignalsTo(launch::Launcher& launcher) {
@@ -22,10 +24,11 @@ class SignalsTo {
     // Ignored, it would hide how processes end.
     ::signal(SIGCHLD, SIG_DFL);
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction before {};
+      ::sigaction(signal, nullptr, &before);
+      if (before.sa_handler == SIG_IGN) continue;
+      before_.emplace_back(signal, before);
       struct sigaction action {};
-      ::sigaction(signal, nullptr, &action);
-      if (action.sa_handler == SIG_IGN) continue;
-      action = {};
       action.sa_handler = [](int number) {
         if (launch::Launcher* const target = launcher_.load()) target->stop(number);
       };
@@ -33,12 +36,16 @@ class SignalsTo {
       ::sigaction(signal, &action, nullptr);
     }
   }
-  ~SignalsTo() { launcher_ = nullptr; }
+  ~SignalsTo() {
+    for (const auto& [signal, before] : before_) ::sigaction(signal, &before, nullptr);
+    launcher_ = nullptr;
+  }
   SignalsTo(const SignalsTo&) = delete;
   SignalsTo& operator=(const SignalsTo&) = delete;
 
  private:
   static inline std::atomic<launch::Launcher*> launcher_ = nullptr;
+  std::vector<std::pair<int, struct sigaction>> before_;
 };
 
 // Those of this node that failed after the first.

@@ -15,6 +15,7 @@ struct BackendRequest {
   int size = 1;
   std::chrono::milliseconds timeout{};
   std::string address;  // local IP address to listen on
+  c10::Device device = c10::kCPU;
 };
 
 c10::intrusive_ptr<c10d::Backend> make_gloo(const BackendRequest& request);

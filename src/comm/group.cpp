@@ -39,14 +39,21 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   return c10d::ReduceOp::SUM;
 }
 
-void check_dense(const at::Tensor& tensor, const std::string& collective) {
+void check_dense(const Group& group, const at::Tensor& tensor, const std::string& collective) {
   const std::string where = "comm." + collective;
   if (!tensor.defined()) throw Error(where, "a tensor", "an undefined one");
   if (tensor.layout() != at::kStrided) throw Error(where, "a dense tensor", "a sparse one");
+  const c10::Device served = group.device();
+  if (group.size() == 1 || tensor.device().type() == served.type()) return;
+  throw Error(where,
+              fmt::format("a tensor on {}, as the backend {} takes", served.str(), group.backend()),
+              "one on " + tensor.device().str(),
+              fmt::format("move it, or call comm::init with backend(\"{}\")",
+                          served.is_cpu() ? "nccl" : "gloo"));
 }
 
-void check_tensor(const at::Tensor& tensor, const std::string& collective) {
-  check_dense(tensor, collective);
+void check_tensor(const Group& group, const at::Tensor& tensor, const std::string& collective) {
+  check_dense(group, tensor, collective);
   if (!tensor.is_contiguous()) {
     throw Error("comm." + collective, "a contiguous tensor",
                 c10::str("one of strides ", tensor.strides()), "pass tensor.contiguous()");
@@ -69,8 +76,9 @@ bool is_reducible(at::ScalarType dtype) {
   }
 }
 
-void check_reducible(const at::Tensor& tensor, const std::string& collective, ReduceOp op) {
-  check_tensor(tensor, collective);
+void check_reducible(const Group& group, const at::Tensor& tensor, const std::string& collective,
+                     ReduceOp op) {
+  check_tensor(group, tensor, collective);
   if (!is_reducible(tensor.scalar_type())) {
     throw Error("comm." + collective,
                 "fp64, fp32, fp16, bf16 or an integer that transports can reduce",
@@ -88,6 +96,11 @@ at::Tensor transportable(const at::Tensor& tensor) {
   return tensor.detach().view({-1}).view(at::kByte);
 }
 
+// Tells autograd, and whoever else looks at versions, that a transport has written a tensor.
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 void check_root(int root, int size) {
   if (root < 0 || root >= size) {
     throw Error("comm.broadcast", fmt::format("a root from 0 to {}", size - 1),
@@ -97,10 +110,6 @@ void check_root(int root, int size) {
 
 std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
-}
-
-c10::DeviceType device_of(const std::string& backend) {
-  return backend == "nccl" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
 }
 
 }  // namespace
@@ -125,18 +134,20 @@ int Group::size() const {
 std::string_view Group::backend() const {
   return impl_->backend;
 }
+c10::Device Group::device() const {
+  return impl_->device;
+}
 std::chrono::milliseconds Group::timeout() const {
   return impl_->options.timeout();
 }
 
 Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
-  check_reducible(tensor, "all_reduce", op);
+  check_reducible(*this, tensor, "all_reduce", op);
   if (impl_->process_group == nullptr) {
     auto done = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
     done->markCompleted(tensor);
     return Work(std::move(done));
   }
-  impl_->transport->announce("all_reduce", describe({tensor}));
   std::vector<at::Tensor> tensors{tensor.detach()};
   c10d::AllreduceOptions options;
   options.reduceOp = to_c10d(op);
@@ -145,6 +156,7 @@ Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
   return Work(sum->then(
       [tensor, divisor](c10::ivalue::Future& done) -> c10::IValue {
         done.value();  // throws if it failed
+        mark_written(tensor);
         if (divisor != 1) tensor.detach().div_(divisor);
         return tensor;
       },
@@ -152,11 +164,13 @@ Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
 }
 
 void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
+  check_reducible(*this, tensor, "all_reduce", op);
+  if (impl_->process_group != nullptr) impl_->transport->announce("all_reduce", describe({tensor}));
   all_reduce_async(tensor, op).wait();
 }
 
 void Group::broadcast(at::Tensor& tensor, int root) const {
-  check_tensor(tensor, "broadcast");
+  check_tensor(*this, tensor, "broadcast");
   check_root(root, size());
   if (impl_->process_group == nullptr) return;
   const at::NoGradGuard no_grad;
@@ -165,10 +179,11 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
   c10d::BroadcastOptions options;
   options.rootRank = root;
   impl_->process_group->broadcast(tensors, options)->wait();
+  mark_written(tensor);
 }
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
-  for (const at::Tensor& tensor : tensors) check_dense(tensor, "broadcast");
+  for (const at::Tensor& tensor : tensors) check_dense(*this, tensor, "broadcast");
   check_root(root, size());
   if (impl_->process_group == nullptr || tensors.empty()) return;
   impl_->transport->announce("broadcast", call_of(tensors, root));
@@ -195,39 +210,46 @@ void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tens
 std::string Group::broadcast(std::string text, int root) const {
   check_root(root, size());
   if (impl_->process_group == nullptr) return text;
-  const c10::Device device = device_of(impl_->backend);
   at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()),
-                               at::TensorOptions(at::kLong).device(device));
+                               at::TensorOptions(at::kLong).device(device()));
   broadcast(length, root);
-  at::Tensor bytes = to_bytes(text, length.item<std::int64_t>()).to(device);
+  at::Tensor bytes = to_bytes(text, length.item<std::int64_t>()).to(device());
   if (bytes.numel() > 0) broadcast(bytes, root);
   return to_text(bytes, bytes.numel());
 }
 
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
-  check_tensor(tensor, "all_gather");
+  check_tensor(*this, tensor, "all_gather");
   if (impl_->process_group == nullptr) return {tensor.clone()};
-  const at::NoGradGuard no_grad;
   impl_->transport->announce("all_gather", describe({tensor}));
+  return all_gather_unchecked(*this, tensor);
+}
+
+std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
   std::vector<at::Tensor> inputs{transportable(tensor)};
   std::vector<at::Tensor> gathered;
   std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < size(); ++rank) {
+  for (int rank = 0; rank < group.size(); ++rank) {
     gathered.push_back(at::empty_like(tensor));
     outputs[0].push_back(transportable(gathered.back()));
   }
-  impl_->process_group->allgather(outputs, inputs)->wait();
+  process_group(group)->allgather(outputs, inputs)->wait();
   return gathered;
+}
+
+void all_reduce_unchecked(const Group& group, at::Tensor& sums) {
+  group.all_reduce_async(sums).wait();
 }
 
 std::vector<std::string> Group::all_gather(const std::string& text) const {
   if (impl_->process_group == nullptr) return {text};
-  return gather_texts(text, device_of(impl_->backend),
+  return gather_texts(text, device(),
                       [this](const at::Tensor& tensor) { return all_gather(tensor); });
 }
 
 at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
-  check_reducible(tensor, "reduce_scatter", op);
+  check_reducible(*this, tensor, "reduce_scatter", op);
   if (tensor.dim() == 0 || tensor.size(0) % size() != 0) {
     throw Error("comm.reduce_scatter",
                 fmt::format("a first dimension that is a multiple of {}", size()),
@@ -303,6 +325,7 @@ void connect(Group::Impl& group) {
   request.size = group.size;
   request.timeout = group.options.timeout();
   request.address = group.address;
+  request.device = group.device;
   const bool nccl = group.backend == "nccl";
   c10::intrusive_ptr<c10d::Backend> transport;
   try {
@@ -315,7 +338,7 @@ void connect(Group::Impl& group) {
 
   WatchedBackendOptions options;
   options.watch = group.watch;
-  options.device = device_of(group.backend);
+  options.device = group.device;
   options.check = group.options.check().value_or(CheckLevel::none);
   options.timeout = group.options.timeout();
   options.members = group.members;
@@ -325,7 +348,7 @@ void connect(Group::Impl& group) {
   const Type type = nccl ? Type::NCCL : Type::GLOO;
   group.process_group =
       c10::make_intrusive<c10d::ProcessGroup>(group.store, group.rank, group.size);
-  group.process_group->setBackend(device_of(group.backend), type, group.transport);
+  group.process_group->setBackend(group.device.type(), type, group.transport);
   group.process_group->setDefaultBackend(type);
   // Nobody goes on, or away, before all are connected.
   group.process_group->barrier()->wait();

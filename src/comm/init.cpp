@@ -4,16 +4,19 @@
 #include "semitone/core/env.h"
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/comm/gpu.h"
 #include "src/comm/network.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
 #include "src/comm/store.h"
+#include "src/core/host_name.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <functional>
 #include <map>
@@ -35,6 +38,8 @@ int parse_number(std::string_view text, std::string_view name, int least, int mo
 }
 
 constexpr int kMostRanks = 1 << 20;
+
+constexpr std::string_view kEnvironment = "env://";
 
 // An environment variable that has to be there, as a number.
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
@@ -68,11 +73,23 @@ std::string first_slurm_node(std::string_view list) {
          std::string(list.substr(bracket + 1, end - bracket - 1));
 }
 
-Rendezvous from_torchrun() {
+// How many processes there are and which of them this is: what the options say, or else these
+// variables.
+void place_among_ranks(Rendezvous& place, const InitOptions& options, const env::Variable& size,
+                       const env::Variable& rank, std::string_view launcher) {
+  place.world_size =
+      options.world_size().has_value()
+          ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMostRanks)
+          : required(size, 1, kMostRanks, launcher);
+  place.rank = options.rank().has_value()
+                   ? parse_number(std::to_string(*options.rank()), "rank", 0, place.world_size - 1)
+                   : required(rank, 0, place.world_size - 1, launcher);
+}
+
+Rendezvous from_torchrun(const InitOptions& options) {
   constexpr auto kLauncher = "torchrun or semitone launch";
   Rendezvous place;
-  place.world_size = required(env::kWorldSize, 1, kMostRanks, kLauncher);
-  place.rank = required(env::kRank, 0, place.world_size - 1, kLauncher);
+  place_among_ranks(place, options, env::kWorldSize, env::kRank, kLauncher);
   place.local_rank = optional(env::kLocalRank, place.rank, 0, kMostRanks);
   place.local_world_size = optional(env::kLocalWorldSize, place.world_size, 1, kMostRanks);
   const auto host = env::get(env::kMasterAddr);
@@ -86,25 +103,48 @@ Rendezvous from_torchrun() {
   return place;
 }
 
-Rendezvous from_slurm() {
+// How many of a step's tasks are on a node: "2(x3),1" are two on the first three nodes, and one on
+// the fourth.
+int slurm_tasks_on(int node, std::string_view list) {
+  while (!list.empty()) {
+    const std::string_view item = list.substr(0, list.find(','));
+    list.remove_prefix(std::min(item.size() + 1, list.size()));
+    const auto bracket = item.find("(x");
+    const int tasks =
+        parse_number(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMostRanks);
+    const int nodes = bracket == std::string_view::npos
+                          ? 1
+                          : parse_number(item.substr(bracket + 2, item.size() - bracket - 3),
+                                         env::kSlurmTasksPerNode.name, 1, kMostRanks);
+    if (node < nodes) return tasks;
+    node -= nodes;
+  }
+  throw Error(kInit, fmt::format("the tasks of every node in {}", env::kSlurmTasksPerNode.name),
+              "fewer nodes");
+}
+
+Rendezvous from_slurm(const InitOptions& options) {
   constexpr auto kLauncher = "srun";
   Rendezvous place;
-  place.world_size = required(env::kSlurmTasks, 1, kMostRanks, kLauncher);
-  place.rank = required(env::kSlurmProcId, 0, place.world_size - 1, kLauncher);
+  place_among_ranks(place, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
   place.local_rank = optional(env::kSlurmLocalId, place.rank, 0, kMostRanks);
-  place.local_world_size = optional(env::kSlurmTasksPerNode, place.world_size, 1, kMostRanks);
+  const auto tasks = env::get(env::kSlurmTasksPerNode);
+  place.local_world_size =
+      tasks.has_value() ? slurm_tasks_on(optional(env::kSlurmNodeId, 0, 0, kMostRanks), *tasks)
+                        : place.world_size;
   place.host = env::get(env::kMasterAddr)
                    .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
-  place.port = optional(env::kMasterPort,
-                        port_of_job("slurm" + env::get(env::kSlurmJobId).value_or("")), 1, 65535);
+  // Several steps of a job may run at the same time.
+  const std::string step = fmt::format("slurm{}.{}", env::get(env::kSlurmJobId).value_or(""),
+                                       env::get(env::kSlurmStepId).value_or(""));
+  place.port = optional(env::kMasterPort, port_of_job(step), 1, 65535);
   return place;
 }
 
-Rendezvous from_open_mpi() {
+Rendezvous from_open_mpi(const InitOptions& options) {
   constexpr auto kLauncher = "mpirun";
   Rendezvous place;
-  place.world_size = required(env::kMpiSize, 1, kMostRanks, kLauncher);
-  place.rank = required(env::kMpiRank, 0, place.world_size - 1, kLauncher);
+  place_among_ranks(place, options, env::kMpiSize, env::kMpiRank, kLauncher);
   place.local_rank = optional(env::kMpiLocalRank, place.rank, 0, kMostRanks);
   place.local_world_size = optional(env::kMpiLocalSize, place.world_size, 1, kMostRanks);
   const auto host = env::get(env::kMasterAddr);
@@ -118,12 +158,17 @@ Rendezvous from_open_mpi() {
   return place;
 }
 
-Rendezvous from_environment() {
+// Innermost launcher first: mpirun may run in a Slurm job, and torchrun under either.
+Rendezvous from_environment(const InitOptions& options) {
   if (env::get(env::kRank).has_value() || env::get(env::kWorldSize).has_value())
-    return from_torchrun();
+    return from_torchrun(options);
+  if (env::get(env::kMpiRank).has_value()) return from_open_mpi(options);
+  // A batch script without srun has a SLURM_PROCID too, but is not one of several ranks.
   if (env::get(env::kSlurmProcId).has_value() && env::get(env::kSlurmTasks).value_or("1") != "1")
-    return from_slurm();
-  if (env::get(env::kMpiRank).has_value()) return from_open_mpi();
+    return from_slurm(options);
+  // No launcher, but a program that knows its place: the rest is as torchrun would set it.
+  if (options.world_size().value_or(1) != 1 || options.rank().value_or(0) != 0)
+    return from_torchrun(options);
   return {};
 }
 
@@ -181,9 +226,10 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   return place;
 }
 
-// Returns when all ranks have come and agree on how many they are; CommError with those that have
-// not or do not.
-void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds timeout) {
+// Returns when all ranks have come and agree on how many they are, the names of their machines;
+// CommError with those that have not or do not.
+std::vector<std::string> meet(c10d::Store& store, const Rendezvous& place,
+                              std::chrono::milliseconds timeout) {
   if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
     throw CommError(
         kInit, fmt::format("one process of rank {}", place.rank), "a second one",
@@ -193,8 +239,9 @@ void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds
             : "was the process started twice, or does another job use the same port?",
         {place.rank});
   }
-  put(store, fmt::format("size/{}", place.rank), std::to_string(place.world_size));
-  const auto missing = wait_for_ranks(store, "size/", place.world_size, timeout);
+  put(store, fmt::format("rank/{}", place.rank),
+      fmt::format("{} {}", place.world_size, host_name()));
+  const auto missing = wait_for_ranks(store, "rank/", place.world_size, timeout);
   if (!missing.empty()) {
     throw CommError(kInit,
                     fmt::format("{} ranks to meet within {}", place.world_size,
@@ -202,20 +249,48 @@ void meet(c10d::Store& store, const Rendezvous& place, std::chrono::milliseconds
                     "no sign of " + name_ranks(missing),
                     "were all processes started, with the same world size and address?", missing);
   }
-  for (int rank = 0; rank < place.world_size; ++rank) {
-    const std::string size = get(store, fmt::format("size/{}", rank));
-    if (size == std::to_string(place.world_size)) continue;
-    throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
-                    fmt::format("{} on rank {}", size, rank), "start all with the same one",
-                    {rank});
+  std::vector<std::string> hosts;
+  for (const std::string& text : get_of_ranks(store, "rank/", place.world_size)) {
+    const std::string size = text.substr(0, text.find(' '));
+    const int rank = static_cast<int>(hosts.size());
+    if (size != std::to_string(place.world_size)) {
+      throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
+                      fmt::format("{} on rank {}", size, rank), "start all with the same one",
+                      {rank});
+    }
+    hosts.push_back(text.substr(size.size() + 1));
+  }
+  return hosts;
+}
+
+// Who shares this rank's machine, where nothing but the ranks' meeting tells.
+void find_neighbours(Rendezvous& place, const std::vector<std::string>& hosts) {
+  const auto self = hosts.begin() + place.rank;
+  place.local_rank = static_cast<int>(std::count(hosts.begin(), self, *self));
+  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *self));
+}
+
+std::string chosen_interface(const InitOptions& options) {
+  return options.interface().empty() ? env::get(env::kGlooInterface).value_or("")
+                                     : options.interface();
+}
+
+// A file says nothing about the network.
+void require_interface(const Rendezvous& place, const std::vector<std::string>& hosts,
+                       const InitOptions& options) {
+  if (place.kind != Rendezvous::Kind::file || !chosen_interface(options).empty()) return;
+  for (std::size_t rank = 1; rank < hosts.size(); ++rank) {
+    if (hosts[rank] == hosts[0]) continue;
+    throw Error(
+        kInit, "the name of an interface that leads to the other machines",
+        fmt::format("none, for rank 0 on '{}' and rank {} on '{}'", hosts[0], rank, hosts[rank]),
+        "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
   }
 }
 
 // The local address to listen on.
 std::string own_address(const Rendezvous& place, const InitOptions& options) {
-  const std::string interface = !options.interface().empty()
-                                    ? options.interface()
-                                    : env::get(env::kGlooInterface).value_or("");
+  const std::string interface = chosen_interface(options);
   if (!interface.empty()) return address_of_interface(interface);
   if (place.kind == Rendezvous::Kind::file) return "127.0.0.1";
   const std::string address = address_towards(place.host, place.port);
@@ -300,15 +375,7 @@ InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
 }
 
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
-  if (url == "env://") {
-    Rendezvous place = from_environment();
-    if (options.world_size().has_value())
-      place.world_size =
-          parse_number(std::to_string(*options.world_size()), "world_size", 1, kMostRanks);
-    if (options.rank().has_value())
-      place.rank = parse_number(std::to_string(*options.rank()), "rank", 0, place.world_size - 1);
-    return place;
-  }
+  if (url == kEnvironment) return from_environment(options);
   if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
   throw Error(kInit,
               "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",
@@ -320,7 +387,7 @@ bool has_backend(std::string_view name) {
 }
 
 Group init(std::string_view url, const InitOptions& given) {
-  const Rendezvous place = parse_rendezvous(url, given);
+  Rendezvous place = parse_rendezvous(url, given);
   InitOptions options = given;
   options.check(check_level(given));
   if (options.heartbeat_timeout() <= options.heartbeat()) {
@@ -350,12 +417,15 @@ Group init(std::string_view url, const InitOptions& given) {
   watch.silence = options.heartbeat_timeout();
   watch.timeout = options.timeout();
   try {
-    meet(*group->store, place, options.timeout());
+    const auto hosts = meet(*group->store, place, options.timeout());
+    if (url != kEnvironment) find_neighbours(place, hosts);
+    require_interface(place, hosts, options);
     group->watch = std::make_shared<Watch>(group->store, watch);
   } catch (const c10::DistError& error) {
     throw CommError(kInit, "rank 0 to keep the store until all have met",
                     error.what_without_backtrace(), "see its output for the reason", {0});
   }
+  if (backend == "nccl") group->device = take_gpu(place);
   connect(*group);
   return Group(std::move(group));
 }

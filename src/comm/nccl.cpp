@@ -11,8 +11,11 @@ bool has_nccl() {
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest& request) {
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = request.timeout;
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
-                                                     options);
+  auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
+                                                          options);
+  // Barriers, which have no tensors, would guess it from the rank.
+  nccl->setBoundDeviceId(request.device);
+  return nccl;
 }
 
 }  // namespace semitone::comm

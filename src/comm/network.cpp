@@ -13,8 +13,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <memory>
 #include <system_error>
@@ -24,6 +26,8 @@ namespace {
 
 // A line longer than this is not from one of us.
 constexpr std::size_t kLongestLine = 1 << 16;
+// What is kept for a peer that does not read.
+constexpr std::size_t kMostUnsent = 1 << 16;
 
 std::string reason_of(int number) {
   return std::error_code(number, std::generic_category()).message();
@@ -86,8 +90,16 @@ void make_nonblocking(int socket) {
 
 // 0, or the reason.
 int finish_connecting(int socket, std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   pollfd ready{socket, POLLOUT, 0};
-  if (::poll(&ready, 1, static_cast<int>(timeout.count())) <= 0) return ETIMEDOUT;
+  int count = 0;
+  do {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    count = ::poll(&ready, 1, static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, INT_MAX)));
+  } while (count < 0 && errno == EINTR);
+  if (count == 0) return ETIMEDOUT;
+  if (count < 0) return errno;
   int error = 0;
   socklen_t size = sizeof(error);
   ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
@@ -186,15 +198,25 @@ LineChannel::LineChannel(Descriptor socket) : socket_(std::move(socket)) {
 
 void LineChannel::send(const std::string& line) {
   if (closed_) return;
-  const std::string text = line + "\n";
-  const auto sent = ::send(number(), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-  // Full: the other side has not read for hours, which its silence tells. Half a line would make
-  // nonsense of what follows.
-  if (sent >= 0 && static_cast<std::size_t>(sent) < text.size()) closed_ = true;
+  unsent_.append(line).append("\n");
+  send_rest();
+  // It has not read for hours, which its silence tells.
+  if (unsent_.size() > kMostUnsent) closed_ = true;
+}
+
+// As much as the other side's buffers take.
+void LineChannel::send_rest() {
+  while (!unsent_.empty()) {
+    const auto sent = ::send(number(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    // A connection that is broken is closed by receive(), after what has come through it.
+    if (sent < 0 && errno != EINTR) return;
+    if (sent > 0) unsent_.erase(0, static_cast<std::size_t>(sent));
+  }
 }
 
 std::vector<std::string> LineChannel::receive() {
   std::array<char, 4096> buffer{};
+  if (!closed_) send_rest();
   while (!closed_) {
     const auto count = ::recv(number(), buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (count > 0) {

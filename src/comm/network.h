@@ -65,7 +65,8 @@ class LineChannel {
   // The other side has closed it, or is gone.
   bool closed() const { return closed_; }
 
-  // Lines longer than a few hundred bytes are of no use here.
+  // Lines longer than a few hundred bytes are of no use here. What does not go out at once does in
+  // the next call of send or receive.
   void send(const std::string& line);
   // What has come since the last call, without line ends.
   std::vector<std::string> receive();
@@ -73,8 +74,11 @@ class LineChannel {
   void finish();
 
  private:
+  void send_rest();
+
   Descriptor socket_;
   std::string received_;
+  std::string unsent_;
   bool closed_ = false;
 };
 

@@ -19,6 +19,7 @@ struct Group::Impl {
   int rank = 0;
   int size = 1;
   std::string backend = "none";
+  c10::Device device = c10::kCPU;  // of the tensors that the transport takes
   InitOptions options;
   std::string address;             // local IP address to listen on
   std::vector<int> members = {0};  // the ranks in the group of all
@@ -41,7 +42,10 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) 
   return group.impl()->process_group;
 }
 
-// Group::broadcast of a list, without its checks: for those who know that all ranks call it.
+// Collectives of a group of several ranks without their checks: for the library's own calls, which
+// are compared at CheckLevel::full only.
 void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root);
+std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor);
+void all_reduce_unchecked(const Group& group, at::Tensor& sums);
 
 }  // namespace semitone::comm

@@ -25,6 +25,12 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const Rendezvous& rendezvous,
   return store;
 }
 
+std::vector<std::string> keys_of_ranks(const std::string& prefix, int size) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size; ++rank) keys.push_back(prefix + std::to_string(rank));
+  return keys;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
@@ -60,24 +66,23 @@ std::string get(c10d::Store& store, const std::string& key) {
   return {value.begin(), value.end()};
 }
 
+std::vector<std::string> get_of_ranks(c10d::Store& store, const std::string& prefix, int size) {
+  std::vector<std::string> texts;
+  for (const auto& value : store.multiGet(keys_of_ranks(prefix, size)))
+    texts.emplace_back(value.begin(), value.end());
+  return texts;
+}
+
 std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
                                 std::chrono::milliseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto came = [&](int rank) {
-    const std::string key = prefix + std::to_string(rank);
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    if (left.count() <= 0) return store.check({key});
-    try {
-      store.wait({key}, left);
-      return true;
-    } catch (const c10::DistStoreError&) {
-      return false;
-    }
-  };
+  const auto keys = keys_of_ranks(prefix, size);
   std::vector<int> missing;
-  for (int rank = 0; rank < size; ++rank) {
-    if (!came(rank)) missing.push_back(rank);
+  try {
+    store.wait(keys, timeout);
+  } catch (const c10::DistStoreError&) {
+    for (int rank = 0; rank < size; ++rank) {
+      if (!store.check({keys[static_cast<std::size_t>(rank)]})) missing.push_back(rank);
+    }
   }
   return missing;
 }

@@ -21,6 +21,9 @@ c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
 void put(c10d::Store& store, const std::string& key, std::string_view value);
 std::string get(c10d::Store& store, const std::string& key);  // waits for the key
 
+// What is at prefix + rank of every rank.
+std::vector<std::string> get_of_ranks(c10d::Store& store, const std::string& prefix, int size);
+
 // Waits for prefix + rank of every rank, and returns the ranks that did not come in time.
 std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,
                                 std::chrono::milliseconds timeout);

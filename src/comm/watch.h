@@ -58,6 +58,7 @@ class Watch {
 
   // How many collectives this rank has called.
   void count_call() { ++calls_; }
+  std::uint64_t calls() const { return calls_; }
 
   // The CommError that a failed collective amounts to. Waits a moment for the news from rank 0 if
   // there are none yet.

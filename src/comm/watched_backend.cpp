@@ -68,6 +68,13 @@ class WatchedBackend::Work final : public c10d::Work {
 
   c10::intrusive_ptr<Future> getFuture() override { return future_; }
   void synchronize() override { inner_->synchronize(); }
+  // NCCL's works are done when they are queued: whether all ranks are at a barrier only its own
+  // wait() tells.
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = c10d::Work::wait(timeout);
+    if (retrieveOpType() == c10d::OpType::BARRIER) inner_->wait(timeout);
+    return done;
+  }
 
   void succeed(Future& result) {
     if (!begin_to_end()) return;
@@ -137,13 +144,22 @@ class WatchedBackend::Unfinished {
     empty_.notify_all();
   }
 
-  // Whether all came to a good end, or do so within a while. Nothing that ends later is heard.
+  // Whether all came to a good end, or do so within a while. What does not has failed then: its end
+  // would not be heard.
   bool settle() {
-    std::unique_lock lock(mutex_);
-    const bool ended = empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
-    works_.clear();
-    watch_.reset();
-    return ended && !failed_;
+    std::set<c10::intrusive_ptr<Work>> left;
+    {
+      std::unique_lock lock(mutex_);
+      empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
+      left.swap(works_);
+      watch_.reset();
+    }
+    for (const auto& work : left) {
+      work->fail(std::make_exception_ptr(
+          CommError("comm." + work->collective(), "the group to live until it is done",
+                    "the group was destroyed", "wait for it before")));
+    }
+    return left.empty() && !failed_;
   }
 
  private:
@@ -232,6 +248,10 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::started(const std::string& collec
                                                        Start&& start) {
   try {
     return start();
+  } catch (const c10::DistError& error) {
+    // NCCL connects the ranks in their first collective.
+    std::rethrow_exception(
+        options_.watch->explain(collective, error.what_without_backtrace(), false));
   } catch (const c10::Error& error) {
     // Refused before anything was sent: a tensor that the transport does not take.
     throw Error("comm." + collective, "tensors that " + getBackendName() + " takes",
@@ -247,12 +267,14 @@ void WatchedBackend::compare(const std::string& collective, const std::string& a
   std::string message = fmt::format("{:08x}{}", checksum(mine), mine);
   message.resize(kCallBytes);
   std::vector<at::Tensor> inputs{to_bytes(message, kCallBytes).to(options_.device)};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < getSize(); ++rank) outputs[0].push_back(at::empty_like(inputs[0]));
+  const at::Tensor all =
+      at::empty({getSize(), static_cast<std::int64_t>(kCallBytes)}, inputs[0].options());
+  std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
   watched(collective, [&] { return inner_->allgather(outputs, inputs); })->wait();
+  const std::string texts = to_text(all, all.numel());
   std::map<std::string, std::vector<int>> callers;
-  for (std::size_t rank = 0; rank < outputs[0].size(); ++rank) {
-    callers[to_text(outputs[0][rank], kCallBytes)].push_back(options_.members[rank]);
+  for (std::size_t rank = 0; rank < options_.members.size(); ++rank) {
+    callers[texts.substr(rank * kCallBytes, kCallBytes)].push_back(options_.members[rank]);
   }
   if (callers.size() == 1) return;
   std::string list;

@@ -2,9 +2,7 @@
 
 #include <dlfcn.h>
 #include <sched.h>
-#include <unistd.h>
 
-#include <array>
 #include <thread>
 
 namespace semitone::launch {
@@ -28,12 +26,6 @@ int usable_gpus() {
   int count = 0;
   if (init == nullptr || get_count == nullptr || init(0) != 0 || get_count(&count) != 0) return 0;
   return count;
-}
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  if (::gethostname(name.data(), name.size() - 1) != 0) return "unknown";
-  return name.data();
 }
 
 }  // namespace semitone::launch

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 namespace semitone::launch {
 
 // Cores that this process may run on.
@@ -9,8 +7,5 @@ int usable_cores();
 
 // GPUs that CUDA programs started from here see. 0 where there is no driver.
 int usable_gpus();
-
-// The name that people know this machine by.
-std::string host_name();
 
 }  // namespace semitone::launch

@@ -1,8 +1,8 @@
 #include "src/launch/meeting.h"
 
 #include "semitone/core/error.h"
+#include "src/core/host_name.h"
 #include "src/core/log.h"
-#include "src/launch/machine.h"
 #include "src/launch/polling.h"
 
 #include <fmt/chrono.h>

@@ -1,6 +1,7 @@
 #include "src/launch/sockets.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/polling.h"
 
 #include <fmt/format.h>
 #include <netdb.h>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <random>
 #include <string_view>
+#include <vector>
 
 namespace semitone::launch {
 namespace {
@@ -82,8 +84,12 @@ bool is_ours(const addrinfo* addresses) {
 
 // Waits for a connection that was begun; returns its errno.
 int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout) {
-  pollfd ready{socket.number(), POLLOUT, 0};
-  if (::poll(&ready, 1, static_cast<int>(timeout.count())) == 0) return ETIMEDOUT;
+  const Time deadline = Clock::now() + timeout;
+  std::vector<pollfd> ready{{socket.number(), POLLOUT, 0}};
+  do {
+    poll_until(ready, deadline);
+  } while (ready[0].revents == 0 && Clock::now() < deadline);
+  if (ready[0].revents == 0) return ETIMEDOUT;
   int error = 0;
   socklen_t size = sizeof error;
   ::getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size);

@@ -1,9 +1,9 @@
 #include "src/launch/worker_group.h"
 
 #include "semitone/core/error.h"
+#include "src/core/host_name.h"
 #include "src/core/log.h"
 #include "src/launch/log_files.h"
-#include "src/launch/machine.h"
 #include "src/launch/polling.h"
 #include "src/launch/process_group.h"
 #include "src/launch/spawn.h"
@@ -121,7 +121,10 @@ void WorkerGroup::update(Time now) {
   std::optional<std::size_t> first;
   for (std::size_t i = 0; i < workers_.size(); ++i) {
     Worker& worker = workers_[i];
-    if (!reap(worker) || stopping_ || worker.status->success()) continue;
+    const bool ended = reap(worker);
+    // At once: without a process in it, the group's number is free for others.
+    look_for_leftovers(worker);
+    if (!ended || stopping_ || worker.status->success()) continue;
     // Of those that ended since we looked, one that a signal ended is the cause: the others notice
     // that it is gone, and return something.
     if (!first.has_value() || (worker.status->signal != 0 && workers_[*first].status->signal == 0))
@@ -135,8 +138,6 @@ void WorkerGroup::update(Time now) {
     give_up_at_ = now + kPatience;
   }
   if (now >= give_up_at_) give_up();
-  if (!stopping_) return;
-  for (Worker& worker : workers_) look_for_leftovers(worker);
 }
 
 // Whether it has ended since the last time.
@@ -196,6 +197,7 @@ void WorkerGroup::give_up() {
     log()->warn("process {} does not end, not even by SIGKILL: left alone", worker.id);
     if (!worker.status.has_value()) worker.status = ExitStatus{0, SIGKILL};
     worker.group_gone = true;
+    guardian_.forget(worker.id);
   }
   give_up_at_ = Time::max();
 }

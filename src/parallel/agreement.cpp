@@ -1,6 +1,10 @@
 #include "src/parallel/agreement.h"
 
+#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+
+#include <c10/util/DimVector.h>
+#include <c10/util/StringUtil.h>
 
 #include <fmt/format.h>
 
@@ -74,12 +78,26 @@ void require_agreement(const std::vector<Property>& mine, std::string problem,
   if (!list.empty()) throw Error(error.where, error.expected, list, error.remedy);
 }
 
+std::string describe_layout(const at::Tensor& tensor) {
+  std::string text = dtype_name(tensor.scalar_type()) + c10::str(tensor.sizes());
+  if (tensor.layout() != at::kStrided) return c10::str(text, ", ", tensor.layout());
+  if (tensor.is_contiguous()) return text;
+  c10::DimVector strides(tensor.strides());
+  for (std::size_t i = 0; i < strides.size(); ++i) {
+    if (tensor.sizes()[i] == 1) strides[i] = 1;  // it could be any
+  }
+  return c10::str(text, " with strides ", strides);
+}
+
 std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,
                           const comm::Group& group) {
-  const auto served = group.backend() == "nccl" ? c10::DeviceType::CUDA : c10::DeviceType::CPU;
-  if (group.size() == 1 || tensor.device().type() == served) return {};
-  return fmt::format("{} on {}, which the backend {} does not serve", name, tensor.device().str(),
-                     group.backend());
+  const c10::Device served = group.device();
+  if (group.size() == 1 || tensor.device().type() == served.type()) return {};
+  return fmt::format(
+      "{} on {}, which the backend {} does not serve: it has to be on {}, or the group be made by "
+      "comm::init with backend(\"{}\")",
+      name, tensor.device().str(), group.backend(), served.str(),
+      served.is_cpu() ? "nccl" : "gloo");
 }
 
 }  // namespace semitone::parallel

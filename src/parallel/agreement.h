@@ -26,6 +26,10 @@ struct Disagreement {
 void require_agreement(const std::vector<Property>& mine, std::string problem,
                        const comm::Group& group, const Disagreement& error);
 
+// "float32[3, 4]": a tensor's dtype and shape, and, where it is not contiguous, its strides. Two
+// tensors of the same text lie in memory in the same way.
+std::string describe_layout(const at::Tensor& tensor);
+
 // What is wrong with a tensor that the group has to send; empty if nothing is.
 std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,
                           const comm::Group& group);

@@ -1,6 +1,7 @@
 // The only file that sees c10d's Reducer, whose interface moves between LibTorch's versions.
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
+#include "src/parallel/agreement.h"
 #include "src/parallel/averaging.h"
 #include "src/parallel/reduction.h"
 
@@ -39,10 +40,15 @@ class HookAdapter final : public c10d::CommHookInterface {
     return future->then(
         [buffer](c10::ivalue::Future& done) -> c10::IValue {
           const c10::IValue result = done.value();  // throws if it failed
-          const bool fits = result.isTensor() && result.toTensor().sizes() == buffer.sizes() &&
-                            result.toTensor().scalar_type() == buffer.scalar_type();
-          if (!fits)
-            throw Error(kWhere, "a tensor like the bucket's buffer from the hook", "another");
+          const at::Tensor tensor = result.isTensor() ? result.toTensor() : at::Tensor();
+          const bool fits = tensor.defined() && tensor.sizes() == buffer.sizes() &&
+                            tensor.scalar_type() == buffer.scalar_type();
+          if (!fits) {
+            throw Error(kWhere,
+                        fmt::format("a tensor like the bucket's buffer, {}, from the hook",
+                                    describe_layout(buffer)),
+                        tensor.defined() ? describe_layout(tensor) : "none");
+          }
           return result;
         },
         c10::TensorType::get());

@@ -1,5 +1,5 @@
 // Apex's delay_allreduce: nothing is reduced before backward is done; then all gradients are, flat,
-// one message for each dtype.
+// one message for each dtype and device.
 #include "src/comm/process_group.h"
 #include "src/parallel/averaging.h"
 #include "src/parallel/reduction.h"
@@ -10,10 +10,18 @@
 #include <torch/types.h>
 
 #include <map>
+#include <tuple>
 #include <utility>
 
 namespace semitone::parallel {
 namespace {
+
+// What tensors in one message have in common.
+using MessageKind = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+
+MessageKind kind_of(const at::Tensor& tensor) {
+  return {tensor.scalar_type(), tensor.device().type(), tensor.device().index()};
+}
 
 class DelayedReduction final : public Reduction {
  public:
@@ -62,7 +70,7 @@ class DelayedReduction final : public Reduction {
     comm::process_group(group_)->allreduce(tensors, maximum)->wait();
     used = used.cpu();
 
-    std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+    std::map<MessageKind, std::vector<at::Tensor>> by_kind;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (used[static_cast<std::int64_t>(i)].item<int>() == 0) continue;
       const at::Tensor& parameter = parameters_[i];
@@ -71,9 +79,9 @@ class DelayedReduction final : public Reduction {
         gradient = at::zeros_like(parameter);
         if (takes_part) parameter.mutable_grad() = gradient;
       }
-      by_dtype[gradient.scalar_type()].push_back(gradient);
+      by_kind[kind_of(gradient)].push_back(gradient);
     }
-    for (const auto& [dtype, gradients] : by_dtype) {
+    for (const auto& [kind, gradients] : by_kind) {
       const at::Tensor flat = at::flatten_dense_tensors(gradients);
       averaging_.start(flat, group_)->waitAndThrow();
       const auto means = at::unflatten_dense_tensors(flat, gradients);

@@ -138,6 +138,17 @@ struct ReplicaSync::Impl {
   void require_unchanged() const;
   void restore_accumulators() const;
 
+  // A number from each rank, and what they make together.
+  struct Reduced {
+    at::Tensor value;
+    c10::intrusive_ptr<c10d::Work> work;
+
+    std::int64_t get() const {
+      work->wait();
+      return value.item<std::int64_t>();
+    }
+  };
+  Reduced start_all_reduce(std::int64_t value, c10d::ReduceOp op) const;
   std::int64_t all_reduce(std::int64_t value, c10d::ReduceOp op) const;
   std::int64_t announce(bool has_input);
   int last_rank_with(bool condition) const;
@@ -264,22 +275,24 @@ void ReplicaSync::Impl::restore_accumulators() const {
   }
 }
 
-std::int64_t ReplicaSync::Impl::all_reduce(std::int64_t value, c10d::ReduceOp op) const {
+ReplicaSync::Impl::Reduced ReplicaSync::Impl::start_all_reduce(std::int64_t value,
+                                                               c10d::ReduceOp op) const {
   std::vector<at::Tensor> tensors{
       at::full({1}, value, model.parameters.front().tensor.options().dtype(at::kLong))};
   c10d::AllreduceOptions reduce;
   reduce.reduceOp = std::move(op);
-  comm::process_group(group)->allreduce(tensors, reduce)->wait();
-  return tensors[0].item<std::int64_t>();
+  auto work = comm::process_group(group)->allreduce(tensors, reduce);
+  return {tensors[0], std::move(work)};
+}
+
+std::int64_t ReplicaSync::Impl::all_reduce(std::int64_t value, c10d::ReduceOp op) const {
+  return start_all_reduce(value, std::move(op)).get();
 }
 
 // Before each step of a joined loop: how many ranks have input for it.
 std::int64_t ReplicaSync::Impl::announce(bool has_input) {
-  std::vector<at::Tensor> tensors{
-      at::full({1}, has_input ? 1 : 0, model.parameters.front().tensor.options().dtype(at::kLong))};
-  const auto work = comm::process_group(group)->allreduce(tensors);
-  work->wait();
-  joining->live = tensors[0].item<std::int64_t>();
+  const Reduced live = start_all_reduce(has_input ? 1 : 0, c10d::ReduceOp::SUM);
+  joining->live = live.get();
   if (joining->live < group.size() && joining->live > 0 &&
       joining->options.throw_on_early_termination) {
     const auto rank = all_reduce(has_input ? -1 : group.rank(), c10d::ReduceOp::MAX);
@@ -287,7 +300,7 @@ std::int64_t ReplicaSync::Impl::announce(bool has_input) {
                 fmt::format("none left on rank {}", rank),
                 "give all ranks the same number, or let the others go on");
   }
-  if (has_input && !joining->options.divide_by_initial_world_size) reduction->divide_by(work);
+  if (has_input && !joining->options.divide_by_initial_world_size) reduction->divide_by(live.work);
   return joining->live;
 }
 

@@ -16,16 +16,18 @@ namespace {
 
 std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions& options) {
   std::vector<Property> properties;
-  const auto add = [&](const std::string& kind, const ModelTensors::Entry& entry) {
-    const at::Tensor& tensor = entry.tensor;
-    properties.push_back(
-        {fmt::format("{} '{}'", kind, entry.name),
-         fmt::format("{}{}{}{}", dtype_name(tensor.scalar_type()), c10::str(tensor.sizes()),
-                     tensor.requires_grad() ? "" : " without gradient",
-                     entry.sparse_gradient ? " with sparse gradient" : "")});
-  };
-  for (const auto& entry : model.parameters) add("parameter", entry);
-  for (const auto& entry : model.buffers) add("buffer", entry);
+  // Gradients travel as they lie in memory, which is as their parameters do. Buffers are sent in
+  // the order of their elements.
+  for (const auto& [name, tensor, sparse_gradient] : model.parameters) {
+    properties.push_back({fmt::format("parameter '{}'", name),
+                          fmt::format("{}{}{}", describe_layout(tensor),
+                                      tensor.requires_grad() ? "" : " without gradient",
+                                      sparse_gradient ? " with sparse gradient" : "")});
+  }
+  for (const auto& [name, tensor, sparse_gradient] : model.buffers) {
+    properties.push_back({fmt::format("buffer '{}'", name),
+                          dtype_name(tensor.scalar_type()) + c10::str(tensor.sizes())});
+  }
   const auto option = [&](const std::string& name, const auto& value) {
     properties.push_back({"the option " + name, fmt::format("{}", value)});
   };

@@ -1,5 +1,6 @@
 #include "semitone/parallel/sync_batch_norm.h"
 
+#include "src/comm/process_group.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/batch_norm_layer.h"
 #include "src/parallel/sync_mark.h"
@@ -23,9 +24,9 @@ class GroupPeers final : public nn::BatchNormPeers {
   explicit GroupPeers(comm::Group group) : group_(std::move(group)) {}
 
   at::Tensor all_gather(const at::Tensor& own) const override {
-    return at::stack(group_.all_gather(own));
+    return at::stack(comm::all_gather_unchecked(group_, own));
   }
-  void all_reduce(at::Tensor& sums) const override { group_.all_reduce(sums); }
+  void all_reduce(at::Tensor& sums) const override { comm::all_reduce_unchecked(group_, sums); }
 
  private:
   comm::Group group_;

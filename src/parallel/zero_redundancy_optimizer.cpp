@@ -1,10 +1,9 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 
-#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 
-#include <c10/util/StringUtil.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -13,6 +12,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <unordered_map>
@@ -57,13 +57,6 @@ OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamG
   return optimizer;
 }
 
-std::string describe(const at::Tensor& parameter) {
-  std::string text = dtype_name(parameter.scalar_type()) + c10::str(parameter.sizes());
-  if (parameter.layout() != at::kStrided) return c10::str(text, ", ", parameter.layout());
-  if (!parameter.is_contiguous()) text += c10::str(" with strides ", parameter.strides());
-  return text;
-}
-
 void require_same_parameters(const ParamGroups& groups, const comm::Group& group) {
   std::vector<Property> properties;
   std::string problem;
@@ -71,7 +64,7 @@ void require_same_parameters(const ParamGroups& groups, const comm::Group& group
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& parameter = groups[g].params()[i];
       const std::string name = fmt::format("parameter {} of group {}", i, g);
-      properties.push_back({name, describe(parameter)});
+      properties.push_back({name, describe_layout(parameter)});
       if (!problem.empty()) continue;
       problem = parameter.layout() == at::kStrided ? unfit_to_send(parameter, name, group)
                                                    : name + " that is not dense";
@@ -108,10 +101,10 @@ std::string to_text(const torch::optim::Optimizer& optimizer) {
   return std::move(stream).str();
 }
 
-void from_text(torch::optim::Optimizer& optimizer, std::string text) {
+void from_text(torch::optim::Optimizer& optimizer, std::string text, c10::Device device) {
   std::istringstream stream(std::move(text));
   torch::serialize::InputArchive archive;
-  archive.load_from(stream, at::kCPU);
+  archive.load_from(stream, device);
   optimizer.load(archive);
 }
 
@@ -207,8 +200,10 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
     const LentState lent(*local_, state_);
     local_->step();
   }
-  for (int owner = 0; owner < group_.size(); ++owner)
-    group_.broadcast(shares_[static_cast<std::size_t>(owner)], owner);
+  for (int owner = 0; owner < group_.size(); ++owner) {
+    const auto& share = shares_[static_cast<std::size_t>(owner)];
+    if (group_.size() > 1 && !share.empty()) comm::broadcast_unchecked(group_, share, owner);
+  }
   return loss;
 }
 
@@ -252,7 +247,7 @@ void ZeroRedundancyOptimizer::consolidate(int to_rank) {
     text = group_.broadcast(std::move(text), owner);
     if (whole == nullptr) continue;
     const OptimizerPtr share = make_with_options(share_of(owner));
-    from_text(*share, std::move(text));
+    from_text(*share, std::move(text), at::kCPU);
     for (auto& [parameter, state] : share->state()) whole->state()[parameter] = std::move(state);
   }
   consolidated_ = std::move(whole);
@@ -280,20 +275,22 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
                     "what this kind of optimizer saved for such parameter groups",
                     error.what_without_backtrace());
   }
-  const auto owners = this->owners();
-  State share;
-  for (std::size_t g = 0; g < owners.size(); ++g) {
-    for (std::size_t i = 0; i < owners[g].size(); ++i) {
-      void* const parameter = param_groups_[g].params()[i].unsafeGetTensorImpl();
-      const auto found = whole->state().find(parameter);
-      if (owners[g][i] == group_.rank() && found != whole->state().end() &&
-          found->second != nullptr)
-        share[parameter] = std::move(found->second);
+  const OptimizerPtr share = make_with_options(share_of(group_.rank()));
+  std::optional<c10::Device> device;
+  for (const auto& group : share->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      device = parameter.device();
+      const auto found = whole->state().find(parameter.unsafeGetTensorImpl());
+      if (found != whole->state().end() && found->second != nullptr)
+        share->state()[found->first] = std::move(found->second);
     }
   }
-  for (std::size_t g = 0; g < owners.size(); ++g)
+  // From where the archive was read to, which most often is the CPU, to where the parameters are:
+  // a state is opaque, but archives read to any device.
+  if (device.has_value()) from_text(*share, to_text(*share), *device);
+  for (std::size_t g = 0; g < param_groups_.size(); ++g)
     param_groups_[g].set_options(whole->param_groups()[g].options().clone());
-  state_ = std::move(share);
+  state_ = std::move(share->state());
   consolidated_.reset();
 }
 

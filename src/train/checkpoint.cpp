@@ -4,6 +4,7 @@
 #include "semitone/core/file.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <torch/nn/module.h>
 #include <torch/serialize.h>
 
@@ -56,14 +57,26 @@ void require_agreement(const std::filesystem::path& path, const Agreement& saved
   }
 }
 
-at::Tensor random_state() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
+c10::Device device_of(const Training& training) {
+  return training.model.module()->parameters().front().device();
+}
+
+// The default generators that a training draws from, by the names of their states.
+std::vector<std::pair<std::string, at::Generator>> generators_of(const Training& training) {
+  std::vector<std::pair<std::string, at::Generator>> generators{
+      {"random", at::detail::getDefaultCPUGenerator()}};
+  const c10::Device device = device_of(training);
+  if (!device.is_cpu())
+    generators.emplace_back("random_device", at::globalContext().defaultGenerator(device));
+  return generators;
+}
+
+at::Tensor state_of(at::Generator& generator) {
   const std::lock_guard lock(generator.mutex());
   return generator.get_state();
 }
 
-void set_random_state(const at::Tensor& state) {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
+void set_state(at::Generator& generator, const at::Tensor& state) {
   const std::lock_guard lock(generator.mutex());
   generator.set_state(state);
 }
@@ -135,7 +148,7 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   const int rank = training.group.rank();
   const std::string bytes = training.group.broadcast(rank == 0 ? read_checked(path) : "");
   torch::serialize::InputArchive archive;
-  archive.load_from(bytes.data(), bytes.size());
+  archive.load_from(bytes.data(), bytes.size(), device_of(training));
   c10::IValue format;
   if (!archive.try_read("format", format) || !format.isString() ||
       format.toStringRef() != kFormat) {
@@ -145,9 +158,13 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   }
   require_agreement(path, from_text(read_value<std::string>(archive, "options")), agreement);
   at::Tensor loss_sums;
-  at::Tensor random;
   archive.read("loss_sums", loss_sums);
-  archive.read("random", random);
+  auto generators = generators_of(training);
+  std::vector<at::Tensor> random(generators.size());
+  archive.read("random", random[0]);
+  // Absent after a training on the CPU.
+  for (std::size_t i = 1; i < generators.size(); ++i)
+    archive.try_read(generators[i].first, random[i]);
   const Position position{read_value<std::int64_t>(archive, "step"), loss_sums[rank].item<double>(),
                           read_value<std::int64_t>(archive, "loss_count")};
   if (position.step < 0 || position.loss_count < 0)
@@ -160,7 +177,9 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
   }
   read_part(archive, "optimizer", training.optimizer);
   read_part(archive, "mixed_precision", training.mixed);
-  set_random_state(random[rank].clone());
+  for (std::size_t i = 0; i < generators.size(); ++i) {
+    if (random[i].defined()) set_state(generators[i].second, random[i][rank].cpu().clone());
+  }
   training.position = position;
 }
 
@@ -170,7 +189,9 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
                      const Agreement& agreement) {
   const auto loss_sums =
       rows_by_rank(torch::full({}, training.position.loss_sum, torch::kDouble), training.group);
-  const auto random = rows_by_rank(random_state(), training.group);
+  std::vector<std::pair<std::string, at::Tensor>> random;
+  for (auto& [name, generator] : generators_of(training))
+    random.emplace_back(name, rows_by_rank(state_of(generator), training.group));
   if (training.group.rank() != 0) return;
   torch::serialize::OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
@@ -178,7 +199,7 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
   archive.write("step", c10::IValue(training.position.step));
   archive.write("loss_sums", loss_sums);
   archive.write("loss_count", c10::IValue(training.position.loss_count));
-  archive.write("random", random);
+  for (const auto& [name, states] : random) archive.write(name, states);
   write_part(archive, "optimizer", training.optimizer);
   write_part(archive, "mixed_precision", training.mixed);
   std::string bytes;

@@ -34,8 +34,8 @@ struct Training {
   const comm::Group& group;
 };
 
-// Writes everything, and the states of the default CPU generators of all processes. FileError, on
-// rank 0, which writes, if it cannot. Every rank calls it.
+// Writes everything, and the states of the default generators, the CPU's and the model's device's,
+// of all processes. FileError, on rank 0, which writes, if it cannot. Every rank calls it.
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 

@@ -114,10 +114,16 @@ amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
   return result;
 }
 
+// This process's: of several GPUs, the one that its group has given it.
+c10::Device device_of(const TrainOptions& options) {
+  const c10::Device given = options.group().device();
+  return given.type() == options.device() ? given : c10::Device(options.device());
+}
+
 Classifier make_seeded(const ModelFactory& make_model, const TrainOptions& options) {
   torch::manual_seed(options.seed());
   Classifier model = make_model();
-  model.module()->to(c10::Device(options.device()));
+  model.module()->to(device_of(options));
   if (options.sync_batch_norm()) {
     parallel::convert_sync_batchnorm(*model.module(), options.group());
   }
@@ -143,8 +149,8 @@ class Run {
         format_(options.memory_format() == MemoryFormat::automatic
                     ? choose_memory_format(options.device())
                     : options.memory_format()),
-        train_(data.train, c10::Device(options.device()), format_ == MemoryFormat::nhwc, share()),
-        test_(data.test, c10::Device(options.device()), format_ == MemoryFormat::nhwc, share()),
+        train_(data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
+        test_(data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
         model_(make_seeded(make_model, options)),
         handle_(model_.module()),
         optimizer_(make_optimizer(model_.module()->parameters(), options)),
@@ -277,7 +283,7 @@ class Run {
   double total(double value) const {
     if (group().size() == 1) return value;
     at::Tensor sum =
-        torch::full({1}, value, torch::dtype(torch::kDouble).device(options_.device()));
+        torch::full({1}, value, torch::dtype(torch::kDouble).device(device_of(options_)));
     group().all_reduce(sum);
     return sum.item<double>();
   }

@@ -3,6 +3,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "tests/support/errors.h"
+#include "tests/support/processes.h"
 #include "tests/support/run_ranks.h"
 
 #include <torch/types.h>
@@ -11,6 +12,9 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <optional>
 #include <thread>
 
 namespace semitone::comm {
@@ -163,6 +167,27 @@ TEST(Loss, LeavesNothingBehindThatWaits) {
         rank.say("ended");
       },
       options);
+}
+
+TEST(Destruction, EndsWhatIsStillUnderWay) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    const auto file = rank.folder() / "destroyed";
+    std::optional<Group> group = init("env://", quick());
+    if (rank.number() == 1) {
+      // Alive, and elsewhere.
+      EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(file); }));
+      return;
+    }
+    at::Tensor tensor = torch::ones({1000});
+    Work work = group->all_reduce_async(tensor);
+    group.reset();
+    EXPECT_TRUE(work.done());
+    say_error(rank, [&] {
+      if (work.done()) work.wait();
+    });
+    std::ofstream(file) << "done";
+  });
+  expect_errors(results, {1}, "", "the group was destroyed");
 }
 
 TEST(LateRank, IsNamedWhenTheTimeIsUp) {

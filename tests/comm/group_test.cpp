@@ -10,6 +10,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <set>
 #include <sstream>
 
@@ -165,6 +166,56 @@ TEST(Collectives, OfOtherKindsAreRight) {
     EXPECT_TRUE(one.done());
     expect_equal(first, torch::full({1000}, 2.0));
     expect_equal(second, torch::full({1000}, 3.0));
+  });
+}
+
+TEST(Collectives, ThatWriteATensorCountAsChangesInPlace) {
+  run_ranks(2, [](Rank&) {
+    const Group group = init();
+    const std::vector<std::function<void(at::Tensor&)>> writers = {
+        [&](at::Tensor& tensor) { group.all_reduce(tensor); },
+        [&](at::Tensor& tensor) { group.all_reduce(tensor, ReduceOp::mean); },
+        [&](at::Tensor& tensor) { group.all_reduce_async(tensor).wait(); },
+        [&](at::Tensor& tensor) { group.broadcast(tensor); },
+        [&](at::Tensor& tensor) { group.broadcast(std::vector<at::Tensor>{tensor}); },
+    };
+    for (std::size_t i = 0; i < writers.size(); ++i) {
+      SCOPED_TRACE(i);
+      at::Tensor parameter = torch::ones({3}).requires_grad_();
+      const at::Tensor squares = (parameter * parameter).sum();
+      const auto version = parameter._version();
+      writers[i](parameter);
+      EXPECT_GT(parameter._version(), version);
+      EXPECT_THROW(squares.backward(), c10::Error);
+      EXPECT_TRUE(parameter.is_leaf());
+      EXPECT_TRUE(parameter.requires_grad());
+
+      const c10::InferenceMode inference;
+      at::Tensor without_version = torch::ones({3});
+      writers[i](without_version);
+    }
+    at::Tensor flags = torch::ones({3}, torch::kBool);  // travels as bytes
+    group.broadcast(flags);
+    EXPECT_GT(flags._version(), 0);
+    const at::Tensor input = torch::ones({3});
+    group.all_gather(input);
+    group.reduce_scatter(torch::ones({2}));
+    EXPECT_EQ(input._version(), 0);
+  });
+}
+
+TEST(Collectives, RefuseTensorsOfDevicesThatTheBackendDoesNotServe) {
+  run_ranks(2, [](Rank&) {
+    const Group group = init();
+    EXPECT_EQ(group.device(), at::Device(at::kCPU));
+    at::Tensor elsewhere = torch::empty({2}, torch::kMeta);
+    const std::vector<at::Tensor> list = {elsewhere};
+    expect_error([&] { group.all_reduce(elsewhere); },
+                 {"[comm.all_reduce]", "a tensor on cpu", "backend gloo", "one on meta", "nccl"});
+    expect_error([&] { group.all_gather(elsewhere); }, {"[comm.all_gather]", "one on meta"});
+    expect_error([&] { group.broadcast(elsewhere); }, {"[comm.broadcast]", "one on meta"});
+    expect_error([&] { group.broadcast(list); }, {"[comm.broadcast]", "one on meta"});
+    group.barrier();
   });
 }
 

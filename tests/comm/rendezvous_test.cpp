@@ -2,6 +2,10 @@
 #include "semitone/core/env.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
+#include "tests/support/temporary_folder.h"
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <gtest/gtest.h>
 
@@ -23,12 +27,17 @@ class Rendezvous_ : public ::testing::Test {
                             "MASTER_ADDR",
                             "MASTER_PORT",
                             "TORCHELASTIC_USE_AGENT_STORE",
+                            "TORCHELASTIC_RESTART_COUNT",
                             "SLURM_PROCID",
                             "SLURM_NTASKS",
+                            "SLURM_STEP_NUM_TASKS",
                             "SLURM_LOCALID",
-                            "SLURM_NTASKS_PER_NODE",
+                            "SLURM_NODEID",
+                            "SLURM_STEP_TASKS_PER_NODE",
                             "SLURM_JOB_NODELIST",
+                            "SLURM_STEP_NODELIST",
                             "SLURM_JOB_ID",
+                            "SLURM_STEP_ID",
                             "OMPI_COMM_WORLD_RANK",
                             "OMPI_COMM_WORLD_SIZE",
                             "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -98,11 +107,15 @@ TEST_F(EnvironmentUrl, RefusesValuesThatMakeNoSense) {
 
 TEST_F(EnvironmentUrl, ReadsSlurmsVariables) {
   environment_.set({{"SLURM_PROCID", "3"},
-                    {"SLURM_NTASKS", "4"},
+                    {"SLURM_NTASKS", "16"},  // the job's, not the step's
+                    {"SLURM_STEP_NUM_TASKS", "4"},
                     {"SLURM_LOCALID", "1"},
-                    {"SLURM_NTASKS_PER_NODE", "2"},
-                    {"SLURM_JOB_NODELIST", "gpu[07-08,12]"},
-                    {"SLURM_JOB_ID", "4711"}});
+                    {"SLURM_NODEID", "1"},
+                    {"SLURM_STEP_TASKS_PER_NODE", "2(x2)"},
+                    {"SLURM_JOB_NODELIST", "gpu[01-12]"},
+                    {"SLURM_STEP_NODELIST", "gpu[07-08,12]"},
+                    {"SLURM_JOB_ID", "4711"},
+                    {"SLURM_STEP_ID", "0"}});
   const Rendezvous place = parse_rendezvous(kEnv);
   EXPECT_EQ(place.rank, 3);
   EXPECT_EQ(place.world_size, 4);
@@ -111,13 +124,60 @@ TEST_F(EnvironmentUrl, ReadsSlurmsVariables) {
   EXPECT_EQ(place.host, "gpu07");
   EXPECT_GE(place.port, 1024);
   EXPECT_EQ(place.port, parse_rendezvous(kEnv).port);
-  environment_.set({{"SLURM_JOB_ID", "4712"}});
+  environment_.set({{"SLURM_STEP_ID", "1"}});
   EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
-  environment_.set({{"SLURM_JOB_NODELIST", "alpha,beta[1-3]"}});
+  environment_.set({{"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "4712"}});
+  EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
+  environment_.set({{"SLURM_STEP_NODELIST", "alpha,beta[1-3]"}});
   EXPECT_EQ(parse_rendezvous(kEnv).host, "alpha");
   environment_.set({{"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29501"}});
   EXPECT_EQ(parse_rendezvous(kEnv).host, "10.0.0.1");
   EXPECT_EQ(parse_rendezvous(kEnv).port, 29501);
+}
+
+TEST_F(EnvironmentUrl, CountsTheTasksOfItsOwnNodeUnderSlurm) {
+  environment_.set({{"SLURM_PROCID", "7"},
+                    {"SLURM_STEP_NUM_TASKS", "8"},
+                    {"SLURM_STEP_TASKS_PER_NODE", "3,2(x2),1"}});
+  const std::vector<int> counts = {3, 2, 2, 1};
+  for (std::size_t node = 0; node < counts.size(); ++node) {
+    environment_.set({{"SLURM_NODEID", std::to_string(node)}});
+    EXPECT_EQ(parse_rendezvous(kEnv).local_world_size, counts[node]) << node;
+  }
+  environment_.set({{"SLURM_NODEID", "4"}});
+  expect_error([] { parse_rendezvous(kEnv); }, {"SLURM_STEP_TASKS_PER_NODE", "fewer nodes"});
+  for (const char* nonsense : {"x", "3,", "2(x", "2(x)", "2(x2", "(x2)"}) {
+    SCOPED_TRACE(nonsense);
+    environment_.set({{"SLURM_STEP_TASKS_PER_NODE", nonsense}});
+    expect_error([] { parse_rendezvous(kEnv); }, {"SLURM_STEP_TASKS_PER_NODE"});
+  }
+}
+
+TEST_F(EnvironmentUrl, IsASingleProcessInABatchScriptOfSlurm) {
+  environment_.set({{"SLURM_PROCID", "0"},
+                    {"SLURM_NTASKS", "4"},
+                    {"SLURM_LOCALID", "0"},
+                    {"SLURM_NODEID", "0"},
+                    {"SLURM_JOB_NODELIST", "gpu[07-08]"},
+                    {"SLURM_JOB_ID", "4711"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).world_size, 1);
+}
+
+TEST_F(EnvironmentUrl, TakesTheLauncherThatIsClosestToTheProcess) {
+  // mpirun in a batch script, and in a step, whose variables all of its processes have.
+  environment_.set({{"SLURM_PROCID", "0"},
+                    {"SLURM_NTASKS", "4"},
+                    {"SLURM_JOB_NODELIST", "gpu[07-08]"},
+                    {"OMPI_COMM_WORLD_RANK", "2"},
+                    {"OMPI_COMM_WORLD_SIZE", "3"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).rank, 2);
+  environment_.set({{"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_STEP_ID", "0"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).rank, 2);
+  EXPECT_EQ(parse_rendezvous(kEnv).world_size, 3);
+  environment_.set(
+      {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29501"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).rank, 1);
+  EXPECT_EQ(parse_rendezvous(kEnv).world_size, 2);
 }
 
 TEST_F(EnvironmentUrl, ReadsOpenMpisVariables) {
@@ -140,6 +200,24 @@ TEST_F(EnvironmentUrl, OptionsComeBeforeTheEnvironment) {
   EXPECT_EQ(place.rank, 2);
   EXPECT_EQ(place.world_size, 3);
   expect_error([] { parse_rendezvous(kEnv, InitOptions().rank(2)); }, {"rank", "'2'"});
+  expect_error([] { parse_rendezvous(kEnv, InitOptions().world_size(1)); },
+               {"RANK from 0 to 0", "'1'"});
+}
+
+TEST_F(EnvironmentUrl, OptionsAloneNeedAMaster) {
+  const auto options = InitOptions().rank(1).world_size(3);
+  expect_error([&] { parse_rendezvous(kEnv, options); }, {"MASTER_ADDR", "torchrun"});
+  environment_.set({{"MASTER_ADDR", "node7"}});
+  expect_error([&] { parse_rendezvous(kEnv, options); }, {"MASTER_PORT", "torchrun"});
+  environment_.set({{"MASTER_PORT", "29501"}});
+  const Rendezvous place = parse_rendezvous(kEnv, options);
+  EXPECT_EQ(place.rank, 1);
+  EXPECT_EQ(place.world_size, 3);
+  EXPECT_EQ(place.host, "node7");
+  EXPECT_EQ(place.port, 29501);
+  expect_error([] { parse_rendezvous(kEnv, InitOptions().world_size(3)); }, {"RANK", "nothing"});
+  expect_error([] { parse_rendezvous(kEnv, InitOptions().rank(1)); }, {"WORLD_SIZE", "nothing"});
+  EXPECT_EQ(parse_rendezvous(kEnv, InitOptions().rank(0).world_size(1)).world_size, 1);
 }
 
 TEST_F(TcpUrl, SaysAll) {
@@ -183,6 +261,17 @@ TEST_F(FileUrl, NeedsAnAbsolutePath) {
   expect_error([] { parse_rendezvous("file://?rank=1&world_size=2"); }, {"file:///"});
   expect_error([] { init("file:///no/such/folder/meet?rank=1&world_size=2"); },
                {"folder", "/no/such/folder/meet"});
+}
+
+TEST_F(FileUrl, NeedsAnInterfaceForRanksOfOtherMachines) {
+  const test::TemporaryFolder folder;
+  const std::string path = (folder / "meet").string();
+  // Rank 1, as it introduces itself.
+  c10d::PrefixStore store("semitone/0", c10::make_intrusive<c10d::FileStore>(path, 2));
+  const std::string introduction = "2 elsewhere";
+  store.set("rank/1", std::vector<std::uint8_t>(introduction.begin(), introduction.end()));
+  expect_error([&] { init("file://" + path + "?rank=0&world_size=2"); },
+               {"interface", "rank 1 on 'elsewhere'", "GLOO_SOCKET_IFNAME"});
 }
 
 TEST_F(Init, OptionsRefuseWhatMakesNoSense) {

@@ -6,6 +6,7 @@
 #include "semitone/core/dtype.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
+#include "tests/support/processes.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
@@ -18,6 +19,8 @@
 #include <atomic>
 #include <cmath>
 #include <csignal>
+#include <filesystem>
+#include <fstream>
 
 namespace semitone::parallel {
 namespace {
@@ -400,6 +403,29 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
   });
 }
 
+TEST(Models, ThatLieInMemoryInOtherWaysAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4));
+    if (rank.number() == 1) {
+      for (at::Tensor& parameter : model->parameters()) {
+        if (parameter.dim() == 4)
+          parameter.set_data(parameter.detach().contiguous(at::MemoryFormat::ChannelsLast));
+      }
+    }
+    expect_error([&] { DistributedDataParallel<torch::nn::Sequential> ddp(model, group); },
+                 {"on rank 1", "'0.weight' is float32[4, 3, 3, 3] with strides [27, 1, 9, 3]",
+                  "on rank 0 float32[4, 3, 3, 3]"});
+    // But not strides of dimensions of extent 1, which have no meaning.
+    torch::nn::Sequential other(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, {1, 2})));
+    const at::Tensor weight = other->parameters()[0];
+    const std::int64_t any = rank.number() == 1 ? 6 : 77;
+    other->parameters()[0].set_data(
+        at::empty({6 * 77}).as_strided({4, 3, 1, 2}, {6, 1, any, 3}).copy_(weight));
+    DistributedDataParallel<torch::nn::Sequential> ddp(other, group);
+  });
+}
+
 TEST(Models, ThatAreCastAfterwardsAreNamed) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
@@ -605,6 +631,39 @@ TEST(SingleProcess, OnlyCallsTheModel) {
                {"no parameter that needs a gradient"});
 }
 
+// Writes a file when the group has taken a bucket.
+class NotingHook final : public CommHook {
+ public:
+  explicit NotingHook(std::filesystem::path file) : file_(std::move(file)) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                 const comm::Group& group) override {
+    at::Tensor gradients = bucket.buffer;
+    const auto future = group.all_reduce_async(gradients).future();
+    std::ofstream(file_) << "under way";
+    return future;
+  }
+
+ private:
+  const std::filesystem::path file_;
+};
+
+TEST(CommHook, GoesOnWhileOtherRanksAreLate) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    const auto file = rank.folder() / ("rank" + std::to_string(rank.number()));
+    DistributedDataParallel ddp(model, group,
+                                DdpOptions().comm_hook(std::make_shared<NotingHook>(file)));
+    const at::Tensor loss = ddp.forward(batch_of(1, 2).data).sum();
+    if (rank.number() == 1) {
+      const auto first = rank.folder() / "rank0";
+      EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(first); }));
+    }
+    loss.backward();
+  });
+}
+
 TEST(CommHook, MayGiveAnythingThatFits) {
   struct Zeros final : CommHook {
     c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
@@ -652,7 +711,8 @@ TEST(CommHook, MayGiveAnythingThatFits) {
     EXPECT_TRUE(zeros->last);
     EXPECT_THAT([&] { backward_with(std::make_shared<Throws>(), 1); },
                 ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("a hook of no use")));
-    expect_error([&] { backward_with(std::make_shared<Misfit>(), 1); }, {"[parallel.comm_hook]"});
+    expect_error([&] { backward_with(std::make_shared<Misfit>(), 1); },
+                 {"[parallel.comm_hook]", "float64[", "got float32[1]"});
   });
 }
 
@@ -750,6 +810,23 @@ TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
 }
 
 // 200 steps, with infs on rank 1 now and then, from other weights on each rank.
+TEST(MixedPrecision, MastersFollowParametersThatAreBroadcastOneByOne) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()));
+    model->to(torch::kFloat);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+    auto mixed = amp::initialize(
+        *model, optimizer,
+        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(1.f).verbosity(0));
+    for (at::Tensor& parameter : model->parameters()) group.broadcast(parameter);
+    for (const at::Tensor& parameter : model->parameters())
+      parameter.mutable_grad() = torch::ones_like(parameter);
+    mixed.step(optimizer);
+    expect_equal_on_all_ranks(group, model->parameters());
+  });
+}
+
 TEST(MixedPrecision, MastersAndScalesStayEqualThroughOverflowsOnOneRank) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

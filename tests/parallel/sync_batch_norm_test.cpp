@@ -5,6 +5,7 @@
 #include "semitone/amp/autocast.h"
 #include "semitone/comm/init.h"
 #include "semitone/zoo/convnet.h"
+#include "src/comm/process_group.h"
 #include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
@@ -331,6 +332,20 @@ TEST(SyncBatchNormRanks, TakeSixteenBitInputsWithFp32Parameters) {
     EXPECT_EQ(output.scalar_type(), torch::kHalf);
     EXPECT_EQ(half->weight.grad().scalar_type(), torch::kHalf);
     EXPECT_EQ(half->running_var.scalar_type(), torch::kHalf);
+  });
+}
+
+TEST(SyncBatchNormRanks, TalkOnceAPass) {
+  run_ranks(2, [](Rank&) {
+    const comm::Group group =
+        comm::init("env://", comm::InitOptions().check(comm::CheckLevel::calls));
+    SyncBatchNorm layer(SyncBatchNormOptions(3).group(group));
+    const auto calls = [&] { return group.impl()->watch->calls(); };
+    const auto before = calls();
+    const at::Tensor output = layer->forward(torch::randn({4, 3, 2, 2}).requires_grad_());
+    EXPECT_EQ(calls() - before, 1u);
+    output.sum().backward();
+    EXPECT_EQ(calls() - before, 2u);
   });
 }
 

@@ -5,6 +5,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "src/comm/process_group.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
@@ -155,6 +156,18 @@ TEST(Zero, IsTheOptimizerAloneInASingleProcess) {
     expect_same_weights(*model, *alone);
     expect_same_weights(*resumed, *alone);
   }
+}
+
+TEST(Zero, SendsEachShareInOneMessage) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init("env://", comm::InitOptions().check(comm::CheckLevel::calls));
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    back_propagate(model, 0);
+    const auto before = group.impl()->watch->calls();
+    optimizer.step();
+    EXPECT_EQ(group.impl()->watch->calls() - before, 2u);
+  });
 }
 
 TEST(Zero, KeepsTheStateOfItsShareOnly) {

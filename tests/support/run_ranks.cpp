@@ -67,6 +67,8 @@ launch::ProcessOptions process_of(int rank, int count, int port, const std::stri
       .environment("MASTER_PORT", std::to_string(port))
       // As torchrun does: threads of several processes that compete for cores slow all of them.
       .environment("OMP_NUM_THREADS", "1")
+      // On the CPU, and so over Gloo, wherever the tests run.
+      .environment("CUDA_VISIBLE_DEVICES", "-1")
       .out(launch::Output::capture)
       .err(launch::Output::capture)
       .death_signal(SIGKILL);

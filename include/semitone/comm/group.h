@@ -41,7 +41,8 @@ class Work {
 /// device that the backend serves: the CPU for gloo, CUDA for nccl. Their dtype is one of fp64,
 /// fp32, fp16, bf16, int64, int32, int8, uint8 and, for broadcast and all_gather, any. Error for a
 /// tensor that is not so. Collectives work in place, outside autograd, and block until the result
-/// is there unless their name ends in _async.
+/// is there unless their name ends in _async. What they write counts as changed in place: autograd
+/// refuses to use a saved value that is gone, and fp32 master weights follow their parameters.
 ///
 /// CommError, naming the rank, when a peer dies (at once), stops or cannot be reached (after
 /// InitOptions::heartbeat_timeout), or does not come within the timeout. After the loss of a rank
@@ -60,9 +61,14 @@ class Group {
   int size() const;
   /// "gloo", "nccl", or "none" for a single process.
   std::string_view backend() const;
+  /// Where tensors have to be: the CPU for gloo; for nccl this rank's GPU, as init chose it. The
+  /// CPU for a single process, which takes any.
+  c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 
   void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  /// The same, but returns at once, unless the check is CheckLevel::full. All ranks call this one,
+  /// or all call all_reduce.
   Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
 
   /// Copies root's values to all ranks.

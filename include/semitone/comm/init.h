@@ -15,23 +15,25 @@ namespace semitone::comm {
 /// more than it expects.
 enum class CheckLevel {
   none,   ///< nothing
-  calls,  ///< the collectives that the program itself calls on a Group. Each costs one more small
+  calls,  ///< the collectives that the program itself calls on a Group, but for those whose names
+          ///< end in _async: to compare is to wait for the other ranks. Each costs one more small
           ///< exchange, 0.1 ms between processes of a machine
-  full,   ///< those that DistributedDataParallel and its kin make, too: for finding mistakes
+  full,   ///< all, with those that DistributedDataParallel and its kin make: for finding mistakes
 };
 
 /// Options of init, with chained setters.
 class InitOptions {
  public:
   /// "gloo", "nccl", or "auto": nccl where there is a GPU for this process and the build has NCCL,
-  /// else gloo. Default auto. init throws Error if the build does not have the backend.
+  /// else gloo. Default auto. init throws Error if the build does not have the backend. A model on
+  /// the CPU of a machine with GPUs needs gloo.
   InitOptions& backend(std::string value);
   /// How long a collective, and the meeting of all processes at the start, may take. Default 30
   /// minutes, as torch's.
   InitOptions& timeout(std::chrono::milliseconds value);
   /// Network interface for connections between ranks ("eth0"). Default: the one that leads to the
   /// master's address; GLOO_SOCKET_IFNAME counts too. All listening sockets are bound to that
-  /// interface's address, and to no other.
+  /// interface's address, and to no other; but NCCL's own, which go by NCCL_SOCKET_IFNAME.
   InitOptions& interface(std::string value);
   /// In place of what the URL or the environment says.
   InitOptions& rank(int value);
@@ -82,13 +84,17 @@ struct Rendezvous {
 /// Reads a URL:
 ///
 /// - `env://`: what the launcher has put into the environment: torchrun's and `semitone launch`'s
-///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Slurm's
-///   SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID … (MASTER_ADDR defaults to the first node of the
-///   job, MASTER_PORT is made from the job's number); else Open MPI's OMPI_COMM_WORLD_RANK …
-///   (MASTER_ADDR defaults to this machine, if all processes are on it). Without any of these: a
-///   single process.
+///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Open MPI's
+///   OMPI_COMM_WORLD_RANK … (MASTER_ADDR defaults to this machine, if all processes are on it);
+///   else those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS …
+///   (MASTER_ADDR defaults to the first node of the step, MASTER_PORT is made from the numbers of
+///   job and step). Without any of these, as in a batch script that does not use srun: a single
+///   process, unless the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
 /// - `tcp://HOST:PORT?rank=R&world_size=N`
-/// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run
+/// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run. Those of
+///   several machines need InitOptions::interface
+///
+/// init counts the local ranks of the last two by the names of the machines.
 ///
 /// Error with the name of what is missing or wrong.
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {});
@@ -98,6 +104,10 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {
 /// that make no sense, and for a backend that the build does not have; CommError if the port is
 /// taken, the master cannot be reached, a rank is there twice, or the ranks disagree on the world
 /// size. A port or file serves one group of all: a second call needs another.
+///
+/// With nccl each rank has a GPU of its own: the only one that it sees, or number LOCAL_RANK of
+/// all. It becomes the current device of the calling thread, and is Group::device(). Error, with
+/// both numbers, if a machine has fewer GPUs than ranks.
 ///
 /// Nothing on the network is encrypted or authenticated. All sockets listen on one address only:
 /// the store on the master's, all others on that of the interface that leads to the master. Give an

@@ -44,13 +44,18 @@ inline constexpr Variable kUseAgentStore{"TORCHELASTIC_USE_AGENT_STORE",
 inline constexpr Variable kRestartCount{"TORCHELASTIC_RESTART_COUNT",
                                         "How often the launcher has restarted the processes"};
 inline constexpr Variable kSlurmProcId{"SLURM_PROCID", "Slurm's RANK"};
-inline constexpr Variable kSlurmTasks{"SLURM_NTASKS", "Slurm's WORLD_SIZE"};
+/// Only srun sets it: a batch script has SLURM_NTASKS and SLURM_PROCID as well.
+inline constexpr Variable kSlurmTasks{"SLURM_STEP_NUM_TASKS", "Slurm's WORLD_SIZE"};
 inline constexpr Variable kSlurmLocalId{"SLURM_LOCALID", "Slurm's LOCAL_RANK"};
-inline constexpr Variable kSlurmTasksPerNode{"SLURM_NTASKS_PER_NODE", "Slurm's LOCAL_WORLD_SIZE"};
-inline constexpr Variable kSlurmNodeList{"SLURM_JOB_NODELIST",
-                                         "The first of Slurm's nodes is the default MASTER_ADDR"};
+inline constexpr Variable kSlurmTasksPerNode{"SLURM_STEP_TASKS_PER_NODE",
+                                             "Slurm's LOCAL_WORLD_SIZE of every node: 2(x3),1"};
+inline constexpr Variable kSlurmNodeId{"SLURM_NODEID", "Slurm's GROUP_RANK"};
+inline constexpr Variable kSlurmNodeList{
+    "SLURM_STEP_NODELIST", "The first of the step's nodes is the default MASTER_ADDR"};
 inline constexpr Variable kSlurmJobId{"SLURM_JOB_ID",
                                       "Makes the default MASTER_PORT of a Slurm job"};
+inline constexpr Variable kSlurmStepId{"SLURM_STEP_ID",
+                                       "Makes the default MASTER_PORT of a Slurm job, too"};
 inline constexpr Variable kMpiRank{"OMPI_COMM_WORLD_RANK", "Open MPI's RANK"};
 inline constexpr Variable kMpiSize{"OMPI_COMM_WORLD_SIZE", "Open MPI's WORLD_SIZE"};
 inline constexpr Variable kMpiLocalRank{"OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's LOCAL_RANK"};

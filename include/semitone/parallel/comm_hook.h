@@ -25,7 +25,8 @@ struct GradientBucket {
 ///
 /// Called in the middle of a backward pass, from the thread that runs it, once for each bucket as
 /// soon as it is full, in the same order on every rank. It starts the communication and returns;
-/// backward goes on meanwhile, and waits for all at its end.
+/// backward goes on meanwhile, and waits for all at its end. (At comm::CheckLevel::full a group
+/// compares each call before it starts it, which waits for the other ranks.)
 class CommHook {
  public:
   CommHook() = default;

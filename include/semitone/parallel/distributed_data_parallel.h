@@ -27,10 +27,10 @@ namespace semitone::parallel {
 ///     }
 ///
 /// Construction makes the parameters and buffers of all ranks equal to rank 0's. Before that it
-/// verifies that all ranks have the same model: a difference in number, name, shape, dtype or
-/// requires_grad of the parameters is an Error on every rank that names rank and parameter. Error,
-/// too, for a model without parameters that need gradients, for tensors on a device that the group's
-/// backend does not serve, and for options that exclude each other.
+/// verifies that all ranks have the same model: a difference in number, name, shape, strides, dtype
+/// or requires_grad of the parameters is an Error on every rank that names rank and parameter.
+/// Error, too, for a model without parameters that need gradients, for tensors on a device that the
+/// group's backend does not serve, and for options that exclude each other.
 ///
 /// It is a handle on the model, not a copy: optimizers, amp::initialize (before this) and checkpoints
 /// work on the model itself, and its parameters' gradients are the means after backward. Dtypes,

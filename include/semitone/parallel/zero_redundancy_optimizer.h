@@ -85,8 +85,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// torch::load: reads what save() or the optimizer alone wrote, on every rank, and keeps this
-  /// rank's share; the whole state is in memory meanwhile. Options become the saved ones. FileError,
-  /// and nothing is changed, if the file is not of such an optimizer with such parameter groups.
+  /// rank's share, on its parameters' device; the whole state is in memory meanwhile. Options
+  /// become the saved ones. FileError, and nothing is changed, if the file is not of such an
+  /// optimizer with such parameter groups.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// The rank whose share a parameter is in, by group and place in the group.

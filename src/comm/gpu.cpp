@@ -1,0 +1,33 @@
+#include "src/comm/gpu.h"
+
+#include "semitone/core/error.h"
+#include "src/comm/network.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <fmt/format.h>
+
+#include <string>
+
+namespace semitone::comm {
+
+int gpu_of(int local_rank, int local_world_size, int gpus) {
+  // A launcher may show each process its own one only: srun --gpus-per-task 1.
+  if (gpus == 1) return 0;
+  if (gpus < local_world_size) {
+    throw Error(kInit,
+                fmt::format("a GPU for each of the {} ranks of this machine", local_world_size),
+                std::to_string(gpus), "start fewer, or choose backend(\"gloo\") and the CPU");
+  }
+  return local_rank % gpus;
+}
+
+c10::Device take_gpu(const Rendezvous& place) {
+  const c10::impl::VirtualGuardImpl gpus(c10::DeviceType::CUDA);
+  const int number = gpu_of(place.local_rank, place.local_world_size, gpus.deviceCount());
+  const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(number));
+  gpus.setDevice(device);
+  return device;
+}
+
+}  // namespace semitone::comm

@@ -1,0 +1,32 @@
+#include "src/comm/gpu.h"
+
+#include "tests/support/errors.h"
+
+#include <gtest/gtest.h>
+
+namespace semitone::comm {
+namespace {
+
+using test::expect_error;
+
+TEST(Gpu, IsTheOneOfTheLocalRank) {
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(gpu_of(rank, 4, 4), rank);
+  EXPECT_EQ(gpu_of(1, 2, 8), 1);
+}
+
+TEST(Gpu, IsTheOnlyOneThatTheProcessSees) {
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(gpu_of(rank, 4, 1), 0);
+}
+
+TEST(Gpu, OfEachRankIsAnother) {
+  expect_error([] { gpu_of(0, 4, 2); }, {"[comm.init]", "each of the 4 ranks", "got 2", "gloo"});
+  expect_error([] { gpu_of(0, 1, 0); }, {"each of the 1 ranks", "got 0"});
+}
+
+TEST(Gpu, IsThereForALocalRankThatIsNotBelowTheirNumber) {
+  // LOCAL_RANK and LOCAL_WORLD_SIZE come from whoever started the process.
+  EXPECT_EQ(gpu_of(5, 2, 2), 1);
+}
+
+}  // namespace
+}  // namespace semitone::comm
