@@ -7,6 +7,11 @@ namespace semitone::kernels {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+__device__ bool is_class(const CrossEntropyRows& rows, std::size_t row) {
+  return rows.target[row] >= 0 && static_cast<std::size_t>(rows.target[row]) < rows.classes;
+}
 
 // One block for each row.
 template <typename F>
@@ -15,6 +20,10 @@ __global__ void loss_of_row(const __grid_constant__ CrossEntropyRows rows,
   const std::size_t row = blockIdx.x;
   if (rows.target[row] == rows.ignore_index) {
     if (threadIdx.x == 0) results.loss[row] = results.max[row] = results.inv_sum[row] = 0;
+    return;
+  }
+  if (!is_class(rows, row)) {
+    if (threadIdx.x == 0) results.loss[row] = results.max[row] = results.inv_sum[row] = kNan;
     return;
   }
   const std::size_t first = row * rows.stride;
@@ -55,6 +64,11 @@ __global__ void gradient_of_row(const __grid_constant__ CrossEntropyRows rows,
   if (rows.target[row] == rows.ignore_index) {
     for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
       store<F>(0, work.output, to + i);
+    return;
+  }
+  if (!is_class(rows, row)) {
+    for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
+      store<F>(kNan, work.output, to + i);
     return;
   }
   const double smoothing = rows.label_smoothing;

@@ -118,7 +118,8 @@ void gelu_gradient_cuda(const RowLayout& layout, const GeluGradient& work, std::
 void add_up_parts_cuda(const float* parts, std::size_t count, std::size_t size, float* sums,
                        CudaStream stream);
 
-// cross_entropy_rows.h
+// cross_entropy_rows.h. Targets need not have been looked at: where one is no class, the row's results
+// and gradients are NaN.
 void cross_entropy_cuda(const CrossEntropyRows& rows, const CrossEntropyResults& results,
                         std::size_t count, CudaStream stream);
 void cross_entropy_gradient_cuda(const CrossEntropyRows& rows, const CrossEntropyGradient& work,
