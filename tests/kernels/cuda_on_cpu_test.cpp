@@ -63,8 +63,8 @@ TEST_P(CudaOnCpu, DoesNotDependOnTheOrderOfThreads) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, CudaOnCpu, testing::ValuesIn(test::cuda_cases()),
-                         [](const auto& info) {
-                           std::string name = info.param.name;
+                         [](const auto& which) {
+                           std::string name = which.param.name;
                            for (char& c : name)
                              if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
                            return name;

@@ -54,7 +54,7 @@ dim3 grid_of(const Units& units, std::size_t parts) {
   return dim3(narrow_grid(columns), static_cast<unsigned>(parts));
 }
 
-const dim3 kTile(kWarp, kTileRows);
+constexpr dim3 kTile(kWarp, kTileRows);
 
 // This thread's channel; none from `channels` on.
 __device__ std::size_t channel_of(const Units& units) {

@@ -15,8 +15,7 @@ __global__ void drop(const __grid_constant__ DropoutWork work, std::uint64_t phi
   for (std::uint64_t number = std::uint64_t{blockIdx.x} * kThreads + threadIdx.x;
        number < philox_blocks; number += step) {
     const PhiloxBlock block = philox(counter_of(work.stream, number), key);
-    const std::size_t first =
-        number / kDropoutBlocks * kDropoutGroup + static_cast<std::size_t>(number % kDropoutBlocks);
+    const std::size_t first = number / kDropoutBlocks * kDropoutGroup + number % kDropoutBlocks;
 #pragma unroll
     for (unsigned w = 0; w < 8; ++w) {
       const std::size_t i = first + kDropoutBlocks * w;

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -12,11 +13,11 @@
 namespace semitone::kernels {
 
 __device__ inline std::uint32_t bits_of(float value) {
-  return static_cast<std::uint32_t>(__float_as_uint(value));
+  return std::bit_cast<std::uint32_t>(value);
 }
 
 __device__ inline float number_of(std::uint32_t bits) {
-  return __uint_as_float(bits);
+  return std::bit_cast<float>(bits);
 }
 
 __device__ inline bool is_nan(float value) {

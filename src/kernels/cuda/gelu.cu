@@ -132,7 +132,7 @@ dim3 column_grid(const Elements& elements) {
               grid_row(ceil_divide(elements.columns, kWarp)));
 }
 
-const dim3 kTile(kWarp, kTileRows);
+constexpr dim3 kTile(kWarp, kTileRows);
 
 }  // namespace
 

@@ -5,7 +5,7 @@ namespace semitone::kernels {
 namespace {
 
 // A block has kTileRows places of one row of a plane, and kWarp of their channels at a time.
-const dim3 kTile(kWarp, kTileRows);
+constexpr dim3 kTile(kWarp, kTileRows);
 
 // The part of a window that is in the input: [begin, end) there, `skipped` places after the
 // window's first.

@@ -37,7 +37,7 @@ __global__ void join_parts(const __grid_constant__ PartRanges tensors, unsigned 
 template <typename Item, typename Join>
 void join_parts_of(const Table<Item>& table, unsigned values, const double* parts, double* results,
                    const Join& join, CudaStream stream) {
-  PartRanges tensors;
+  PartRanges tensors{};
   for (unsigned i = 0; i < table.count; ++i)
     tensors.ranges[i] = {table.first_block[i], table.first_block[i + 1] - table.first_block[i]};
   launch(stream, dim3(table.count, values), kThreads, join_parts<Join>, tensors, values, parts,

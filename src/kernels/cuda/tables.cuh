@@ -44,7 +44,7 @@ template <typename Item, typename ItemAt, typename Run>
 void for_tables(std::size_t count, const ItemAt& item_at, const Run& run) {
   std::size_t blocks_before = 0;
   for (std::size_t first = 0; first < count; first += kMostItems) {
-    Table<Item> table;
+    Table<Item> table{};
     table.count = static_cast<unsigned>(std::min<std::size_t>(kMostItems, count - first));
     std::size_t blocks = 0;
     for (unsigned i = 0; i < table.count; ++i) {

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <tuple>
 #include <type_traits>
@@ -103,11 +103,4 @@ T __shfl_xor_sync(unsigned mask, T value, int away) {
   bits = cuda_on_cpu::exchange(bits).values[from];
   std::memcpy(&value, &bits, sizeof(T));
   return value;
-}
-
-inline unsigned __float_as_uint(float value) {
-  return std::bit_cast<unsigned>(value);
-}
-inline float __uint_as_float(unsigned bits) {
-  return std::bit_cast<float>(bits);
 }
