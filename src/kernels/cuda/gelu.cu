@@ -9,10 +9,17 @@ namespace {
 // From here on both forms are x or 0 in fp32.
 constexpr float kFar = 16;
 
-// P(X < x) of the standard normal distribution. In the tail below 0 its relative error grows with
-// x^2, as far as 1e-6 at -4: that is what rounding x / sqrt(2) does to it.
+constexpr float kRootHalf = 0x1.6a09e6p-1F;       // 1 / sqrt(2)
+constexpr float kRootHalfRest = 0x1.99fcefp-27F;  // less that
+
+// P(X < x) of the standard normal distribution. In the tail the rounding of x / sqrt(2) alone would
+// be 5e-6 at -10; erfc(a + lost) is erfc(a) (1 - 2 a lost) there.
 __device__ float normal_below(float x) {
-  return 0.5F * erfcf(x * -0x1.6a09e6p-1F);
+  const float a = x * -kRootHalf;
+  const float below = 0.5F * erfcf(a);
+  if (!(a > 1 && a < kFar)) return below;
+  const float lost = fmaf(x, -kRootHalf, -a) - x * kRootHalfRest;
+  return below - below * (2 * a * lost);
 }
 
 __device__ float erf_slope(float x) {
