@@ -6,7 +6,7 @@
 namespace semitone::kernels {
 
 bool runs_on_cuda(const at::Tensor& tensor) {
-  return tensor.is_cuda() && has_cuda_kernels();
+  return tensor.is_cuda() && has_cuda_kernels(tensor.get_device());
 }
 
 CurrentCuda::CurrentCuda(const at::Tensor& tensor)

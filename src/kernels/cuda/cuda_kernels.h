@@ -24,8 +24,9 @@
 // in fp64. No results depend on the device, on what runs beside, or on atomics.
 namespace semitone::kernels {
 
-// Whether the library was built with these functions. Where not, calling one is an error.
-bool has_cuda_kernels();
+// Whether the library was built with these functions, for devices such as this one. Where not, calling
+// one is an error.
+bool has_cuda_kernels(int device);
 
 // A cudaStream_t.
 struct CudaStream {

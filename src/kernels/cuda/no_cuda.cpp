@@ -1,7 +1,7 @@
 #include "semitone/core/error.h"
 #include "src/kernels/cuda/cuda_kernels.h"
 
-// In place of the CUDA kernels where there is no nvcc. Nobody calls them, since has_cuda_kernels()
+// In place of the CUDA kernels where there is no nvcc. Nobody calls them, since has_cuda_kernels
 // says no.
 namespace semitone::kernels {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 
 }  // namespace
 
-bool has_cuda_kernels() {
+bool has_cuda_kernels(int) {
   return false;
 }
 

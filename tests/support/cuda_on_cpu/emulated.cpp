@@ -34,10 +34,6 @@ WithoutEmulatedCuda::~WithoutEmulatedCuda() {
 
 namespace kernels {
 
-bool has_cuda_kernels() {
-  return true;
-}
-
 bool runs_on_cuda(const at::Tensor& tensor) {
   return tensor.is_cpu() && emulated();
 }
