@@ -1,5 +1,6 @@
-# Decides SEMITONE_WITH_CUDA: the CUDA kernels are built where nvcc is, and needed nowhere.
-# There are none so far: CUDA tensors take the definitions in src/kernels/ref, which are composed of ATen operators.
+# Decides SEMITONE_WITH_CUDA: the CUDA kernels (src/kernels/cuda) are built where nvcc is, and needed nowhere: without them,
+# CUDA tensors take the definitions in src/kernels/ref, which are composed of ATen operators. The kernels link the static CUDA
+# runtime, which looks for a driver when it is first used: a program with them starts where there is none.
 set(SEMITONE_WITH_CUDA OFF)
 if(NOT SEMITONE_CUDA STREQUAL OFF)
   include(CheckLanguage)
@@ -10,11 +11,18 @@ if(NOT SEMITONE_CUDA STREQUAL OFF)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
-    find_package(CUDAToolkit REQUIRED)
-    set(CMAKE_CUDA_STANDARD 17)
-    set(SEMITONE_WITH_CUDA ON)
-  elseif(SEMITONE_CUDA STREQUAL ON)
-    message(FATAL_ERROR "[cmake.cuda] expected nvcc because SEMITONE_CUDA=ON, got none — "
+    # C++20, and kernels with more than 4 KiB of arguments.
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
+      find_package(CUDAToolkit REQUIRED)
+      set(CMAKE_CUDA_STANDARD 20)
+      set(CMAKE_CUDA_EXTENSIONS OFF)
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)  # CMake 3.25 does not know that nvcc has it
+      set(SEMITONE_WITH_CUDA ON)
+    endif()
+  endif()
+  if(SEMITONE_CUDA STREQUAL ON AND NOT SEMITONE_WITH_CUDA)
+    message(FATAL_ERROR "[cmake.cuda] expected nvcc 12.1 or newer because SEMITONE_CUDA=ON, got "
+      "'${CMAKE_CUDA_COMPILER}' ${CMAKE_CUDA_COMPILER_VERSION} — "
       "install the CUDA toolkit or configure with -DSEMITONE_CUDA=AUTO")
   endif()
 endif()

@@ -1,8 +1,8 @@
 # What each sanitizer is told when tests run, by make and by ctest alike.
 set(SEMITONE_TEST_ENVIRONMENT "")
 if(SEMITONE_SANITIZE)
-  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SEMITONE_SANITIZE}> -fno-omit-frame-pointer
-    -Wno-maybe-uninitialized)  # GCC sees ghosts behind the sanitizers' checks
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SEMITONE_SANITIZE};-fno-omit-frame-pointer>"
+    $<$<COMPILE_LANGUAGE:CXX>:-Wno-maybe-uninitialized>)  # GCC sees ghosts behind the sanitizers' checks
   add_link_options(-fsanitize=${SEMITONE_SANITIZE})
   set(tools ${PROJECT_SOURCE_DIR}/tools)
   if(SEMITONE_SANITIZE STREQUAL thread)

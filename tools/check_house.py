@@ -30,6 +30,9 @@ BANNED_IN_PUBLIC = re.compile(
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 BUILD_OPTION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\b(SEMITONE_|USE_|NDEBUG|__CUDA)")
+# What touches raw memory knows nothing of LibTorch, so that a CUDA compiler never sees its headers.
+LIBTORCH = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)/')
+CUDA_FOLDER = "src/kernels/cuda/"
 EXITS = re.compile(r"(?<![\w.:>])(?:std::)?(exit|_exit|abort|quick_exit|printf|puts)\s*\(")
 STREAMS = re.compile(r"\bstd::(cout|cerr|clog)\b")
 
@@ -73,6 +76,8 @@ def check(root: pathlib.Path):
                 problems.append(f"{where}: a public header includes a library that only sources may use")
             if public and BUILD_OPTION.search(line):
                 problems.append(f"{where}: a public header depends on a build option")
+            if name.startswith(CUDA_FOLDER) and LIBTORCH.search(line):
+                problems.append(f"{where}: CUDA sources know nothing of LibTorch")
             if name.startswith(("include/", "src/")) and (EXITS.search(line) or STREAMS.search(line)):
                 problems.append(f"{where}: the library neither prints nor ends the program")
     return problems

@@ -24,7 +24,7 @@ for entry in entries:
 json.dump(entries, open(target, "w"))
 PYTHON
 python3 -c 'import json, sys; print(*(entry["file"] for entry in json.load(open(sys.argv[1]))), sep="\n")' "$commands/compile_commands.json" \
-  | grep -vE "/alone/|semitone_pch|/pch.cpp" | sort -u | grep -E "$pattern" > "$commands/sources" \
+  | grep -vE "/alone/|semitone_pch|/pch.cpp|\.cu$" | sort -u | grep -E "$pattern" > "$commands/sources" \
   || { echo "[tidy] expected a pattern that matches sources in $commands/compile_commands.json, got '$pattern'" >&2; exit 1; }
 xargs -P "$jobs" -n 1 clang-tidy --quiet -p "$commands" < "$commands/sources"
 echo "[tidy] no findings"

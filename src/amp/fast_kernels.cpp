@@ -185,7 +185,9 @@ std::optional<at::Tensor> max_pool2d(Arguments arguments) {
       dilation != std::array<std::int64_t, 2>{1, 1} || arguments[kCeilMode].toBool())
     return std::nullopt;
   const kernels::MaxPool pool{.kernel = *kernel, .stride = *step, .padding = *padding};
-  if (!kernels::has_max_pool_kernel(input, pool) || input.size(1) < kChannels) return std::nullopt;
+  if (!is_suitable(input) || !kernels::has_max_pool_kernel(input, pool) ||
+      input.size(1) < kChannels)
+    return std::nullopt;
   return nn::max_pool2d(input, pool);
 }
 

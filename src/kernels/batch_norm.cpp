@@ -2,6 +2,7 @@
 
 #include "src/kernels/batch_pieces.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -27,7 +28,8 @@ struct Batch {
 
   static std::optional<Batch> of(const at::Tensor& input) {
     const auto format = format_of(input.scalar_type());
-    if (!format.has_value() || !input.is_cpu() || input.numel() == 0 || input.is_neg()) return {};
+    if (!format.has_value() || !has_kernels(input) || input.numel() == 0 || input.is_neg())
+      return {};
     const std::int64_t channels = input.size(1);
     const std::int64_t plane = input.numel() / input.size(0) / channels;
     const bool planes = input.is_contiguous() && plane > 1;
@@ -51,15 +53,44 @@ bool match(const at::Tensor& tensor, const at::Tensor& input) {
          tensor.sizes() == input.sizes();
 }
 
-// Per-channel values are few and operators cost 1 to 2 us each, as much as a thousand numbers: what
-// happens to them here happens in loops.
-std::vector<float> fp32(const at::Tensor& values) {
-  const at::Tensor fp64 = values.to(at::kDouble).contiguous();
-  const auto* const data = fp64.const_data_ptr<double>();
-  std::vector<float> result(static_cast<std::size_t>(fp64.numel()));
-  std::transform(data, data + fp64.numel(), result.begin(),
-                 [](double value) { return static_cast<float>(value); });
-  return result;
+// Per-channel values in fp32. On the CPU they are few and operators cost 1 to 2 us each, as much as a
+// thousand numbers: what happens to them there happens in a loop.
+class ChannelValues {
+ public:
+  explicit ChannelValues(const at::Tensor& values) {
+    if (!values.is_cpu()) {
+      on_device_ = values.to(at::kFloat).contiguous();
+      return;
+    }
+    const at::Tensor fp64 = values.to(at::kDouble).contiguous();
+    const auto* const data = fp64.const_data_ptr<double>();
+    on_host_.resize(static_cast<std::size_t>(fp64.numel()));
+    std::transform(data, data + fp64.numel(), on_host_.begin(),
+                   [](double value) { return static_cast<float>(value); });
+  }
+
+  const float* data() const {
+    return on_device_.defined() ? on_device_.const_data_ptr<float>() : on_host_.data();
+  }
+
+ private:
+  at::Tensor on_device_;
+  std::vector<float> on_host_;
+};
+
+std::size_t pieces_of(const Batch& batch) {
+  return static_cast<std::size_t>(batch.pieces);
+}
+
+// fp64 numbers for each channel, on the input's device.
+at::Tensor channel_memory(const Batch& batch, const at::Tensor& input, std::int64_t values) {
+  return at::empty({values, static_cast<std::int64_t>(batch.layout.channels)},
+                   at::TensorOptions(input.device()).dtype(at::kDouble));
+}
+
+at::Tensor parts_on_cuda(const Batch& batch, const at::Tensor& input, std::int64_t values) {
+  const std::size_t parts = batch_parts_cuda(batch.layout, pieces_of(batch));
+  return channel_memory(batch, input, static_cast<std::int64_t>(parts) * values);
 }
 
 // Calls work(first piece, last piece) from several threads.
@@ -121,6 +152,15 @@ Moments merged(const at::Tensor& parts) {
 Moments moments(const at::Tensor& input) {
   const auto batch = Batch::of(input);
   if (!batch.has_value()) return ref::moments(input);
+  if (runs_on_cuda(input)) {
+    const at::Tensor parts = parts_on_cuda(*batch, input, 3);
+    const at::Tensor results = channel_memory(*batch, input, 2);
+    Moments all{results[0], results[1]};
+    batch_moments_cuda(batch->layout, input.const_data_ptr(), pieces_of(*batch),
+                       parts.mutable_data_ptr<double>(), all.mean.mutable_data_ptr<double>(),
+                       all.m2.mutable_data_ptr<double>(), CurrentCuda(input).stream());
+    return all;
+  }
   const auto channels = batch->layout.channels;
   const at::Tensor parts =
       for_all_parts(*batch, 3, [&](std::size_t begin, std::size_t end, double* results) {
@@ -136,9 +176,9 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
   if (!batch.has_value() || (residual.defined() && !match(residual, input)))
     return ref::normalize(input, mean, scale, shift, residual, relu);
   at::Tensor output = at::empty_like(input);
-  const auto means = fp32(mean);
-  const auto scales = fp32(scale);
-  const auto shifts = fp32(shift);
+  const ChannelValues means(mean);
+  const ChannelValues scales(scale);
+  const ChannelValues shifts(shift);
   const at::Tensor added =
       residual.defined() ? laid_out_like(residual, input, input.scalar_type()) : residual;
   const BatchNormalize work{.input = input.const_data_ptr(),
@@ -148,6 +188,10 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
                             .scale = scales.data(),
                             .shift = shifts.data(),
                             .relu = relu};
+  if (runs_on_cuda(input)) {
+    batch_normalize_cuda(batch->layout, work, pieces_of(*batch), CurrentCuda(input).stream());
+    return output;
+  }
   for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
     batch_normalize(batch->layout, work, begin, end);
   });
@@ -158,10 +202,20 @@ GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
                            const at::Tensor& mean) {
   const auto batch = Batch::of(input);
   if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean);
-  const auto means = fp32(mean);
+  const ChannelValues means(mean);
   const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
   const BatchGradient work{
       .grad = gradient.const_data_ptr(), .input = input.const_data_ptr(), .mean = means.data()};
+  if (runs_on_cuda(input)) {
+    const at::Tensor parts = parts_on_cuda(*batch, input, 2);
+    const at::Tensor results = channel_memory(*batch, input, 2);
+    GradientSums all{results[0], results[1]};
+    batch_gradient_sums_cuda(batch->layout, work, pieces_of(*batch),
+                             parts.mutable_data_ptr<double>(), all.grad.mutable_data_ptr<double>(),
+                             all.grad_times_centred.mutable_data_ptr<double>(),
+                             CurrentCuda(input).stream());
+    return all;
+  }
   const at::Tensor sums =
       for_all_parts(*batch, 2, [&](std::size_t begin, std::size_t end, double* results) {
         batch_gradient_sums(batch->layout, work, begin, end, results,
@@ -177,10 +231,10 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
   if (!batch.has_value() || !match(grad, input))
     return ref::gradient_of_input(grad, input, mean, a, b, c);
   at::Tensor output = at::empty_like(input);
-  const auto means = fp32(mean);
-  const auto as = fp32(a);
-  const auto bs = fp32(b);
-  const auto cs = fp32(c);
+  const ChannelValues means(mean);
+  const ChannelValues as(a);
+  const ChannelValues bs(b);
+  const ChannelValues cs(c);
   const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
   const BatchGradient work{.grad = gradient.const_data_ptr(),
                            .input = input.const_data_ptr(),
@@ -189,6 +243,11 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
                            .a = as.data(),
                            .b = bs.data(),
                            .c = cs.data()};
+  if (runs_on_cuda(input)) {
+    batch_gradient_of_input_cuda(batch->layout, work, pieces_of(*batch),
+                                 CurrentCuda(input).stream());
+    return output;
+  }
   for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
     batch_gradient_of_input(batch->layout, work, begin, end);
   });

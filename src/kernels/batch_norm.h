@@ -6,7 +6,7 @@
 //
 // An input is (N, C, …), floating-point, in any layout and on any device; N may be 0. Per-channel
 // values are fp64 of shape (C), on the input's device. Elements are computed in fp32, in fp64 if
-// the input is fp64, and rounded once. On the CPU a sum has at most 256 terms in fp32 before it
+// the input is fp64, and rounded once. In kernels a sum has at most 256 terms in fp32 before it
 // goes on in fp64. What has an input's shape is dense if the input is, and then laid out like it.
 // Results do not depend on the number of threads.
 namespace semitone::kernels {

@@ -2,6 +2,7 @@
 
 #include "src/kernels/cross_entropy_rows.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 #include "src/kernels/row_parts.h"
 
 #include <torch/types.h>
@@ -12,8 +13,9 @@
 namespace semitone::kernels {
 namespace {
 
-bool has_kernel(const at::Tensor& logits) {
-  return logits.is_cpu() && format_of(logits.scalar_type()).has_value() && logits.numel() > 0;
+bool has_kernel(const at::Tensor& logits, const ClassTargets& targets) {
+  return has_kernels(logits) && format_of(logits.scalar_type()).has_value() && logits.numel() > 0 &&
+         beside(targets.classes, logits);
 }
 
 // Whether each row lies without gaps, and no two in the same place.
@@ -40,7 +42,7 @@ CrossEntropyRows rows_of(const at::Tensor& logits, const at::Tensor& classes,
 }  // namespace
 
 RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
-  if (!has_kernel(logits)) return ref::cross_entropy(logits, targets);
+  if (!has_kernel(logits, targets)) return ref::cross_entropy(logits, targets);
   const at::Tensor from = with_rows(logits);
   const at::Tensor classes = targets.classes.contiguous();
   const auto fp32 = logits.options().dtype(at::kFloat);
@@ -50,6 +52,11 @@ RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
   const CrossEntropyResults results{losses.loss.mutable_data_ptr<float>(),
                                     losses.max.mutable_data_ptr<float>(),
                                     losses.inv_sum.mutable_data_ptr<float>()};
+  if (runs_on_cuda(from)) {
+    cross_entropy_cuda(rows, results, static_cast<std::size_t>(from.size(0)),
+                       CurrentCuda(from).stream());
+    return losses;
+  }
   for_all_rows(from.size(0), from.size(1), [&](std::size_t begin, std::size_t end) {
     cross_entropy_rows(rows, results, begin, end);
   });
@@ -58,7 +65,8 @@ RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
 
 at::Tensor cross_entropy_gradient(const at::Tensor& logits, const ClassTargets& targets,
                                   const RowLosses& losses, const at::Tensor& grad, bool in_place) {
-  if (!has_kernel(logits)) return ref::cross_entropy_gradient(logits, targets, losses, grad);
+  if (!has_kernel(logits, targets) || !beside(grad, logits))
+    return ref::cross_entropy_gradient(logits, targets, losses, grad);
   const at::Tensor from = with_rows(logits);
   const at::Tensor classes = targets.classes.contiguous();
   const at::Tensor grads = grad.contiguous();
@@ -70,6 +78,11 @@ at::Tensor cross_entropy_gradient(const at::Tensor& logits, const ClassTargets& 
                                   .grad_step = grads.dim() == 0 ? 0U : 1U,
                                   .output = written_data(output),
                                   .stride = static_cast<std::size_t>(output.stride(0))};
+  if (runs_on_cuda(from)) {
+    cross_entropy_gradient_cuda(rows, work, static_cast<std::size_t>(from.size(0)),
+                                CurrentCuda(from).stream());
+    return output;
+  }
   for_all_rows(from.size(0), from.size(1), [&](std::size_t begin, std::size_t end) {
     cross_entropy_gradient_rows(rows, work, begin, end);
   });

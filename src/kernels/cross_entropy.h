@@ -8,8 +8,9 @@
 //
 // Logits are (N, C), floating-point, in any layout and on any device; targets (N), int64, on the same
 // device, each a class in [0, C) or ignore_index. Everything is computed in fp32, in fp64 if the
-// logits are fp64. In one pass: fp32, fp16 and bf16 on the CPU. There a sum has at most 256 terms a
-// lane in fp32 before it goes on in fp64. Results do not depend on the number of threads.
+// logits are fp64. In one pass: fp32, fp16 and bf16 on the CPU and with CUDA kernels. There a sum has
+// at most 256 terms a lane in fp32 before it goes on in fp64. Results do not depend on the number of
+// threads.
 namespace semitone::kernels {
 
 struct ClassTargets {

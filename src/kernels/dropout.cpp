@@ -2,6 +2,7 @@
 
 #include "src/kernels/dropout_groups.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -36,8 +37,9 @@ at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarTy
   const auto output_format = format_of(dtype);
   const bool of_one_format =
       input.scalar_type() == dtype || input_format == Format::fp32 || output_format == Format::fp32;
-  if (!input.is_cpu() || !input_format.has_value() || !output_format.has_value() ||
-      !of_one_format || dropout.threshold() == kOne || input.numel() == 0) {
+  if (!has_kernels(input) || !beside(residual, input) || !input_format.has_value() ||
+      !output_format.has_value() || !of_one_format || dropout.threshold() == kOne ||
+      input.numel() == 0) {
     return ref::dropout(input, dropout, dtype, residual);
   }
   at::Tensor output = at::empty_like(input, input.options().dtype(dtype));
@@ -53,6 +55,10 @@ at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarTy
                          .stream = dropout.stream(),
                          .threshold = dropout.threshold(),
                          .scale = static_cast<float>(dropout.scale())};
+  if (runs_on_cuda(input)) {
+    dropout_cuda(work, CurrentCuda(input).stream());
+    return output;
+  }
   const auto groups = static_cast<std::int64_t>((size + kDropoutGroup - 1) / kDropoutGroup);
   at::parallel_for(0, groups, kGroupGrain, [&](std::int64_t begin, std::int64_t end) {
     dropout_groups(work, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));

@@ -34,7 +34,7 @@ class Dropout {
 // once to `dtype`. residual: undefined, or of the input's shape and of a dtype that goes into `dtype`
 // without loss. The result is dense; where the input is, it is laid out like it. Infinities and NaNs
 // that are dropped become NaN, as in at::dropout. Any device; in one pass: fp32, fp16 and bf16 on the
-// CPU.
+// CPU and with CUDA kernels.
 at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarType dtype,
                    const at::Tensor& residual = {});
 

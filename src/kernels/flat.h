@@ -4,8 +4,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/stack.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -104,16 +104,21 @@ class ReadOnce {
  public:
   // Results under a number; all of one ReadOnce have the same number of elements.
   void add(std::size_t number, const at::Tensor& results) {
+    add(std::vector<std::size_t>{number}, results.reshape({1, -1}));
+  }
+
+  // Results under several numbers, a row for each.
+  void add(const std::vector<std::size_t>& added, const at::Tensor& results) {
     auto& [numbers, tensors] = by_device_[results.device().str()];
-    numbers.push_back(number);
-    tensors.push_back(results.flatten());
+    numbers.insert(numbers.end(), added.begin(), added.end());
+    tensors.push_back(results);
   }
 
   // Calls visit(number, results) for everything that was added.
   template <typename Visit>
   void for_each(const Visit& visit) const {
     for (const auto& [device, added] : by_device_) {
-      const at::Tensor read = at::stack(added.second).cpu();
+      const at::Tensor read = at::cat(added.second).cpu();
       for (std::size_t i = 0; i < added.first.size(); ++i)
         visit(added.first[i],
               read.const_data_ptr<double>() + static_cast<std::int64_t>(i) * read.size(1));

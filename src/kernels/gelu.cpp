@@ -1,6 +1,7 @@
 #include "src/kernels/gelu.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 #include "src/kernels/row_parts.h"
 
 #include <torch/types.h>
@@ -11,8 +12,10 @@
 namespace semitone::kernels {
 namespace {
 
-std::optional<Format> kernel_format_of(const at::Tensor& input) {
-  return input.is_cpu() && input.numel() > 0 ? format_of(input.scalar_type()) : std::nullopt;
+std::optional<Format> kernel_format_of(const at::Tensor& input, const at::Tensor& bias) {
+  return has_kernels(input) && input.numel() > 0 && beside(bias, input)
+             ? format_of(input.scalar_type())
+             : std::nullopt;
 }
 
 // Without a bias the order of the elements does not matter.
@@ -23,7 +26,7 @@ at::Tensor without_gaps(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form) {
-  const auto format = kernel_format_of(input);
+  const auto format = kernel_format_of(input, bias);
   if (!format.has_value()) return ref::gelu(input, bias, form);
   const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
   const at::Tensor shift = bias.defined() ? dense(bias.to(at::kFloat)) : at::Tensor();
@@ -33,16 +36,21 @@ at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form) 
                   .bias = bias.defined() ? shift.const_data_ptr<float>() : nullptr,
                   .output = output.mutable_data_ptr()};
   const std::int64_t columns = bias.defined() ? bias.numel() : 1;
-  for_all_rows(input.numel() / columns, columns, [&](std::size_t begin, std::size_t end) {
-    gelu({*format, static_cast<std::size_t>(columns)}, work, begin, end);
-  });
+  const std::int64_t rows = input.numel() / columns;
+  const RowLayout layout{*format, static_cast<std::size_t>(columns)};
+  if (runs_on_cuda(input)) {
+    gelu_cuda(layout, work, static_cast<std::size_t>(rows), CurrentCuda(input).stream());
+    return output;
+  }
+  for_all_rows(rows, columns,
+               [&](std::size_t begin, std::size_t end) { gelu(layout, work, begin, end); });
   return output;
 }
 
 GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& bias,
                             GeluForm form, bool bias_wanted) {
-  const auto format = kernel_format_of(input);
-  if (!format.has_value() || !grad.is_cpu())
+  const auto format = kernel_format_of(input, bias);
+  if (!format.has_value() || !beside(grad, input))
     return ref::gelu_backward(grad, input, bias, form, bias_wanted);
   const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
   const at::Tensor upper = laid_out_like(grad, elements, input.scalar_type());
@@ -57,6 +65,18 @@ GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, con
   const std::int64_t columns = bias.defined() ? bias.numel() : 1;
   const std::int64_t rows = input.numel() / columns;
   const RowLayout layout{*format, static_cast<std::size_t>(columns)};
+  if (runs_on_cuda(input)) {
+    const CurrentCuda cuda(input);
+    const at::Tensor sums =
+        RowParts(rows, columns)
+            .add_up_on_cuda(bias_wanted ? 1 : 0, input, cuda.stream(),
+                            [&](std::size_t rows_of_part, float* parts) {
+                              gelu_gradient_cuda(layout, work, static_cast<std::size_t>(rows),
+                                                 rows_of_part, parts, cuda.stream());
+                            });
+    if (bias_wanted) result.bias = sums[0].to(bias.scalar_type());
+    return result;
+  }
   if (!bias_wanted) {
     for_all_rows(rows, columns, [&](std::size_t begin, std::size_t end) {
       gelu_gradient(layout, work, begin, end, nullptr);

@@ -2,6 +2,7 @@
 
 #include "src/kernels/flat.h"
 #include "src/kernels/max_pool_rows.h"
+#include "src/kernels/on_cuda.h"
 #include "src/kernels/row_parts.h"
 
 #include <torch/types.h>
@@ -33,7 +34,7 @@ std::optional<PoolAxis> axis_of(const at::Tensor& input, const MaxPool& pool, st
 // How the kernels see an input; nothing: only the definition can.
 std::optional<PoolLayout> layout_of(const at::Tensor& input, const MaxPool& pool) {
   const auto format = format_of(input.scalar_type());
-  if (!format.has_value() || !input.is_cpu() || input.layout() != at::kStrided ||
+  if (!format.has_value() || !has_kernels(input) || input.layout() != at::kStrided ||
       input.dim() != 4 || input.numel() == 0 || input.is_neg() ||
       input.suggest_memory_format() != at::MemoryFormat::ChannelsLast ||
       !input.is_contiguous(at::MemoryFormat::ChannelsLast))
@@ -67,6 +68,11 @@ MaxPooled max_pool2d(const at::Tensor& input, const MaxPool& pool, bool with_pla
   const void* const in = input.const_data_ptr();
   void* const out = pooled.output.mutable_data_ptr();
   auto* const places = with_places ? pooled.places.mutable_data_ptr<std::uint8_t>() : nullptr;
+  if (runs_on_cuda(input)) {
+    max_pool_cuda(*layout, in, out, places, static_cast<std::size_t>(shape[0]),
+                  CurrentCuda(input).stream());
+    return pooled;
+  }
   for_all_rows(
       shape[0] * shape[2], shape[1] * shape[3] * pool.window(),
       [&](std::size_t begin, std::size_t end) { max_pool(*layout, in, out, places, begin, end); });
@@ -76,7 +82,7 @@ MaxPooled max_pool2d(const at::Tensor& input, const MaxPool& pool, bool with_pla
 at::Tensor max_pool2d_backward(const at::Tensor& grad, const at::Tensor& places,
                                const at::Tensor& input, const MaxPool& pool) {
   const auto layout = layout_of(input, pool);
-  if (!layout.has_value() || grad.scalar_type() != input.scalar_type() || !grad.is_cpu() ||
+  if (!layout.has_value() || grad.scalar_type() != input.scalar_type() || !beside(grad, input) ||
       grad.sizes() != places.sizes())
     return ref::max_pool2d_backward(grad, places, input, pool);
   const at::Tensor gradient = grad.resolve_neg().contiguous(at::MemoryFormat::ChannelsLast);
@@ -84,6 +90,11 @@ at::Tensor max_pool2d_backward(const at::Tensor& grad, const at::Tensor& places,
   const void* const from = gradient.const_data_ptr();
   const auto* const where = places.const_data_ptr<std::uint8_t>();
   void* const to = result.mutable_data_ptr();
+  if (runs_on_cuda(input)) {
+    max_pool_backward_cuda(*layout, from, where, to, static_cast<std::size_t>(input.size(0)),
+                           CurrentCuda(input).stream());
+    return result;
+  }
   for_all_rows(input.size(0) * input.size(2), input.size(1) * input.size(3),
                [&](std::size_t begin, std::size_t end) {
                  max_pool_backward(*layout, from, where, to, begin, end);

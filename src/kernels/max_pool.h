@@ -28,8 +28,8 @@ struct MaxPooled {
   at::Tensor places;
 };
 
-// Whether there is a kernel for it: on the CPU, fp32, fp16 or bf16, channels last in memory. The
-// rest takes the definition's path.
+// Whether there is a kernel for it: fp32, fp16 or bf16, channels last in memory, on the CPU or on CUDA
+// in a build that has CUDA kernels. The rest takes the definition's path.
 bool has_max_pool_kernel(const at::Tensor& input, const MaxPool& pool);
 
 // As at::max_pool2d_with_indices: the first of equal maxima is taken, the last NaN before any

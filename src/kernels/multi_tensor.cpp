@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/kernels.h"
+#include "src/kernels/on_cuda.h"
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -16,10 +17,10 @@
 namespace semitone::kernels {
 namespace {
 
-bool fits_cpu_kernel(const Unscale& item) {
+bool fits_kernel(const Unscale& item) {
   const auto in = format_of(item.grad.scalar_type());
   const auto out = format_of(item.out.scalar_type());
-  return item.grad.is_cpu() && in.has_value() && out.has_value() &&
+  return has_kernels(item.grad) && in.has_value() && out.has_value() &&
          (in == out || out == Format::fp32) && same_flat_layout(item.grad, item.out) &&
          (!item.addend.defined() || (item.addend.scalar_type() == item.out.scalar_type() &&
                                      same_flat_layout(item.addend, item.out)));
@@ -88,6 +89,20 @@ void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& fou
   if (non_finite) found_inf.fill_(1);
 }
 
+void run_on_cuda(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+  std::vector<UnscaleSpan> spans;
+  for (const Unscale& item : items) {
+    spans.push_back({.in = item.grad.const_data_ptr(),
+                     .in_format = *format_of(item.grad.scalar_type()),
+                     .addend = item.addend.defined() ? item.addend.const_data_ptr() : nullptr,
+                     .out = written_data(item.out),
+                     .out_format = *format_of(item.out.scalar_type()),
+                     .size = static_cast<std::size_t>(item.grad.numel())});
+  }
+  auto* const flag = static_cast<float*>(static_cast<void*>(written_data(found_inf)));
+  unscale_cuda(spans, inv_scale, nullptr, flag, CurrentCuda(found_inf).stream());
+}
+
 }  // namespace
 
 void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
@@ -100,9 +115,10 @@ void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::T
   std::vector<Unscale> others;
   for (const Unscale& item : items) {
     check(item, found_inf);
-    (fits_cpu_kernel(item) ? flat : others).push_back(item);
+    (fits_kernel(item) ? flat : others).push_back(item);
   }
-  if (!flat.empty()) run_on_cpu(flat, inv_scale, found_inf);
+  if (!flat.empty())
+    (runs_on_cuda(found_inf) ? run_on_cuda : run_on_cpu)(flat, inv_scale, found_inf);
   if (!others.empty()) ref::multi_tensor_unscale(others, inv_scale, found_inf);
 }
 

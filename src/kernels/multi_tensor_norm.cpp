@@ -3,12 +3,14 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 
 #include <torch/types.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -25,8 +27,8 @@ void check(const at::Tensor& tensor) {
   }
 }
 
-bool fits_cpu_kernel(const at::Tensor& tensor, double p) {
-  return tensor.is_cpu() && format_of(tensor.scalar_type()).has_value() &&
+bool fits_kernel(const at::Tensor& tensor, double p) {
+  return has_kernels(tensor) && format_of(tensor.scalar_type()).has_value() &&
          tensor.is_non_overlapping_and_dense() && (p == 2 || std::isinf(p));
 }
 
@@ -67,21 +69,47 @@ void run_on_cpu(std::span<const at::Tensor> tensors, const std::vector<std::size
   for (const std::size_t index : which) norms[index] = std::sqrt(norms[index]);
 }
 
+// In (tensors, 1) numbers on their device.
+at::Tensor run_on_cuda(std::span<const at::Tensor> tensors, const std::vector<std::size_t>& which,
+                       double p) {
+  std::vector<NormSpan> spans;
+  std::size_t parts = 0;
+  for (const std::size_t index : which) {
+    const at::Tensor& tensor = tensors[index];
+    spans.push_back({.in = tensor.const_data_ptr(),
+                     .format = *format_of(tensor.scalar_type()),
+                     .size = static_cast<std::size_t>(tensor.numel())});
+    parts += cuda_blocks(spans.back().size);
+  }
+  const at::Tensor& first = tensors[which.front()];
+  const auto fp64 = at::TensorOptions(first.device()).dtype(at::kDouble);
+  const at::Tensor memory = at::empty({static_cast<std::int64_t>(parts)}, fp64);
+  at::Tensor results = at::empty({static_cast<std::int64_t>(which.size()), 1}, fp64);
+  (p == 2 ? sums_of_squares_cuda : max_magnitudes_cuda)(spans, memory.mutable_data_ptr<double>(),
+                                                        results.mutable_data_ptr<double>(),
+                                                        CurrentCuda(first).stream());
+  return p == 2 ? results.sqrt_() : results;
+}
+
 }  // namespace
 
 std::vector<double> multi_tensor_norms(std::span<const at::Tensor> tensors, double p) {
   if (!(p > 0)) throw Error(kNorms, "a norm of positive order", std::to_string(p));
   std::vector<double> norms(tensors.size(), 0.0);
   std::vector<std::size_t> flat;
+  std::map<std::string, std::vector<std::size_t>> on_cuda;  // by device
   ReadOnce others;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     check(tensors[i]);
-    if (fits_cpu_kernel(tensors[i], p)) {
-      flat.push_back(i);
-    } else {
+    if (!fits_kernel(tensors[i], p)) {
       others.add(i, ref::norm(tensors[i], p));
+    } else if (runs_on_cuda(tensors[i])) {
+      on_cuda[tensors[i].device().str()].push_back(i);
+    } else {
+      flat.push_back(i);
     }
   }
+  for (const auto& [device, which] : on_cuda) others.add(which, run_on_cuda(tensors, which, p));
   run_on_cpu(tensors, flat, p, norms);
   others.for_each([&](std::size_t i, const double* norm) { norms[i] = *norm; });
   return norms;

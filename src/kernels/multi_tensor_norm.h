@@ -11,9 +11,9 @@ namespace semitone::kernels {
 // 0 for an empty tensor; NaN if an element is NaN. p > 0.
 //
 // Dense floating tensors on any devices: one host read for each device that is not the CPU. fp32
-// and 16-bit tensors without gaps on the CPU take vector code for p = 2 and infinity: squares are
-// exact in fp64, and partial sums of fixed chunks are added in their order, so that the result does
-// not depend on the number of threads.
+// and 16-bit tensors without gaps, on the CPU or with CUDA kernels, take one pass for p = 2 and
+// infinity: squares are exact in fp64, and partial sums of fixed chunks are added in their order, so
+// that the result does not depend on the number of threads.
 std::vector<double> multi_tensor_norms(std::span<const at::Tensor> tensors, double p);
 
 // The norm of norms: that of all their elements together.

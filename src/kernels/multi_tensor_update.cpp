@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 
 #include <torch/types.h>
 
@@ -66,11 +67,11 @@ void check(const Update& item, bool takes_bf16_state) {
   }
 }
 
-bool fits_cpu_kernel(const Update& item) {
+bool fits_kernel(const Update& item) {
   const auto flat = [&](const at::Tensor& tensor) {
     return !tensor.defined() || same_flat_layout(tensor, item.param);
   };
-  return item.param.is_cpu() && format_of(item.param.scalar_type()).has_value() &&
+  return has_kernels(item.param) && format_of(item.param.scalar_type()).has_value() &&
          format_of(item.grad.scalar_type()).has_value() &&
          (!item.copy.defined() || format_of(item.copy.scalar_type()).has_value()) &&
          flat(item.param) && flat(item.low) && flat(item.grad) && flat(item.copy) &&
@@ -124,20 +125,34 @@ void check(std::span<const Update> items, std::span<const Rule> rules) {
   for (const Update& item : items) check(item, kTakesBf16State<Rule>);
 }
 
-// The memory of several parameters in chunks. Tied parameters that are different tensors over the
-// same memory are updated one after the other, by waves; all of a wave at once.
+// Tied parameters that are different tensors over the same memory are updated one after the other,
+// by waves; all of a wave at once. This is the memory that a wave writes.
+class WaveMemory {
+ public:
+  bool holds(const UpdateSpan& span) const {
+    return memory_.count(span.param) > 0 || memory_.count(span.copy) > 0;
+  }
+  void add(const UpdateSpan& span) {
+    memory_.insert(span.param);
+    if (span.copy != nullptr) memory_.insert(span.copy);
+  }
+  void clear() { memory_.clear(); }
+
+ private:
+  std::unordered_set<const void*> memory_;
+};
+
+// The memory of several parameters in chunks, by waves.
 template <typename Rule>
 class Parts {
  public:
   void add(const Update& item, const Rule& rule) {
     const UpdateSpan whole = span_of(item);
-    const bool known = memory_.count(whole.param) > 0 || memory_.count(whole.copy) > 0;
-    if (waves_.empty() || known) {
+    if (waves_.empty() || memory_.holds(whole)) {
       waves_.push_back({parts_.size(), {}});
       memory_.clear();
     }
-    memory_.insert(whole.param);
-    if (whole.copy != nullptr) memory_.insert(whole.copy);
+    memory_.add(whole);
     for (std::size_t begin = 0; begin < whole.size; begin += kChunk) {
       const auto size = std::min<std::size_t>(kChunk, whole.size - begin);
       parts_.push_back({part_of(whole, begin, size), &rule});
@@ -169,22 +184,65 @@ class Parts {
   };
   std::vector<Part> parts_;
   std::vector<Wave> waves_;
-  std::unordered_set<const void*> memory_;  // that the last wave writes
+  WaveMemory memory_;  // of the last wave
+};
+
+// The same for CUDA devices, where a wave is on one device, and launches follow each other.
+template <typename Rule>
+class CudaWaves {
+ public:
+  void add(std::size_t number, const Update& item, const Rule& rule) {
+    const UpdateSpan whole = span_of(item);
+    if (waves_.empty() || memory_.holds(whole) || !beside(item.param, waves_.back().param)) {
+      waves_.push_back({item.param, {}, {}, {}});
+      memory_.clear();
+    }
+    memory_.add(whole);
+    waves_.back().numbers.push_back(number);
+    waves_.back().spans.push_back(whole);
+    waves_.back().rules.push_back(rule);
+  }
+
+  // Calls visit(a parameter of the wave, numbers of its items, step, stream).
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (const Wave& wave : waves_) {
+      const CurrentCuda cuda(wave.param);
+      visit(wave.param, wave.numbers, CudaStep<Rule>{.spans = wave.spans, .rules = wave.rules},
+            cuda.stream());
+    }
+  }
+
+ private:
+  struct Wave {
+    at::Tensor param;  // one of them
+    std::vector<std::size_t> numbers;
+    std::vector<UpdateSpan> spans;
+    std::vector<Rule> rules;
+  };
+  std::vector<Wave> waves_;
+  WaveMemory memory_;  // of the last wave
 };
 
 template <typename Rule>
 void run(std::span<const Update> items, std::span<const Rule> rules,
          void (*kernel)(const UpdateSpan&, const Rule&),
+         void (*cuda_kernel)(const CudaStep<Rule>&, CudaStream),
          void (*definition)(const Update&, const Rule&)) {
   check(items, rules);
   Parts<Rule> parts;
+  CudaWaves<Rule> waves;
   for (std::size_t i = 0; i < items.size(); ++i) {
-    if (fits_cpu_kernel(items[i])) {
-      parts.add(items[i], rules[i]);
-    } else {
+    if (!fits_kernel(items[i])) {
       definition(items[i], rules[i]);
+    } else if (runs_on_cuda(items[i].param)) {
+      waves.add(i, items[i], rules[i]);
+    } else {
+      parts.add(items[i], rules[i]);
     }
   }
+  waves.for_each([&](const at::Tensor&, const std::vector<std::size_t>&, const CudaStep<Rule>& step,
+                     CudaStream stream) { cuda_kernel(step, stream); });
   parts.for_each(
       [&](std::size_t, const UpdateSpan& span, const Rule& rule) { kernel(span, rule); });
 }
@@ -192,23 +250,23 @@ void run(std::span<const Update> items, std::span<const Rule> rules,
 }  // namespace
 
 void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> rules) {
-  run<AdamRule>(items, rules, adam, ref::adam);
+  run<AdamRule>(items, rules, adam, adam_cuda, ref::adam);
 }
 
 void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules) {
-  run<SgdRule>(items, rules, sgd, ref::sgd);
+  run<SgdRule>(items, rules, sgd, sgd_cuda, ref::sgd);
 }
 
 void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules) {
-  run<NovoGradRule>(items, rules, novograd, ref::novograd);
+  run<NovoGradRule>(items, rules, novograd, novograd_cuda, ref::novograd);
 }
 
 void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules) {
-  run<AdagradRule>(items, rules, adagrad, ref::adagrad);
+  run<AdagradRule>(items, rules, adagrad, adagrad_cuda, ref::adagrad);
 }
 
 void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules) {
-  run<LambRule>(items, rules, lamb_apply, ref::lamb_apply);
+  run<LambRule>(items, rules, lamb_apply, lamb_apply_cuda, ref::lamb_apply);
 }
 
 std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
@@ -216,18 +274,34 @@ std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
   check(items, rules);
   std::vector<LambNorms> norms(items.size());
   Parts<LambRule> parts;
+  CudaWaves<LambRule> waves;
   std::vector<std::size_t> item_of_part;
   ReadOnce others;
   for (std::size_t i = 0; i < items.size(); ++i) {
-    if (!fits_cpu_kernel(items[i])) {
+    if (!fits_kernel(items[i])) {
       others.add(i, ref::lamb_moments(items[i], rules[i]));
       continue;
     }
     Update moments = items[i];
     moments.copy = at::Tensor();  // written by the second pass
+    if (runs_on_cuda(items[i].param)) {
+      waves.add(i, moments, rules[i]);
+      continue;
+    }
     parts.add(moments, rules[i]);
     item_of_part.resize(parts.size(), i);
   }
+  waves.for_each([&](const at::Tensor& param, const std::vector<std::size_t>& numbers,
+                     const CudaStep<LambRule>& step, CudaStream stream) {
+    std::size_t blocks = 0;
+    for (const UpdateSpan& span : step.spans) blocks += cuda_blocks(span.size);
+    const auto fp64 = at::TensorOptions(param.device()).dtype(at::kDouble);
+    const at::Tensor memory = at::empty({static_cast<std::int64_t>(blocks), 2}, fp64);
+    const at::Tensor sums = at::empty({static_cast<std::int64_t>(numbers.size()), 2}, fp64);
+    lamb_moments_cuda(step, memory.mutable_data_ptr<double>(), sums.mutable_data_ptr<double>(),
+                      stream);
+    others.add(numbers, sums.sqrt());
+  });
   std::vector<LambSquares> squares(parts.size());
   parts.for_each([&](std::size_t part, const UpdateSpan& span, const LambRule& rule) {
     squares[part] = lamb_moments(span, rule);

@@ -1,6 +1,7 @@
 #include "src/kernels/row_norm.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 #include "src/kernels/row_parts.h"
 #include "src/kernels/rows.h"
 
@@ -14,23 +15,30 @@ namespace {
 // How the kernels see an input; nothing: only the definition can.
 std::optional<RowLayout> layout_of(const at::Tensor& input, const RowNorm& norm) {
   const auto format = format_of(input.scalar_type());
-  if (!format.has_value() || !input.is_cpu() || input.numel() == 0) return {};
+  if (!format.has_value() || !has_kernels(input) || input.numel() == 0 ||
+      !beside(norm.weight, input) || !beside(norm.bias, input))
+    return {};
   return RowLayout{*format, static_cast<std::size_t>(norm.columns)};
 }
 
+at::TensorOptions fp32_beside(const at::Tensor& input) {
+  return at::TensorOptions(input.device()).dtype(at::kFloat);
+}
+
 // In fp32, one for each column.
-at::Tensor values_or(const at::Tensor& values, double otherwise, std::int64_t columns) {
-  if (!values.defined()) return at::full({columns}, otherwise, at::kFloat);
+at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& norm,
+                     const at::Tensor& input) {
+  if (!values.defined()) return at::full({norm.columns}, otherwise, fp32_beside(input));
   return dense(values.to(at::kFloat));
 }
 
 // -0 is what changes nothing when it is added.
-at::Tensor bias_of(const RowNorm& norm) {
-  return values_or(norm.bias, -0.0, norm.columns);
+at::Tensor bias_of(const RowNorm& norm, const at::Tensor& input) {
+  return values_or(norm.bias, -0.0, norm, input);
 }
 
-at::Tensor weight_of(const RowNorm& norm) {
-  return values_or(norm.weight, 1, norm.columns);
+at::Tensor weight_of(const RowNorm& norm, const at::Tensor& input) {
+  return values_or(norm.weight, 1, norm, input);
 }
 
 float* data_of(const at::Tensor& statistics) {
@@ -44,13 +52,13 @@ NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_
   if (!layout.has_value()) return ref::row_norm(input, norm);
   const std::int64_t rows = input.numel() / norm.columns;
   const at::Tensor rows_in = dense(input);
-  const at::Tensor weight = weight_of(norm);
-  const at::Tensor bias = bias_of(norm);
+  const at::Tensor weight = weight_of(norm, input);
+  const at::Tensor bias = bias_of(norm, input);
   NormalizedRows result;
   result.output = at::empty(input.sizes(), input.options());
   if (with_statistics) {
-    result.rstd = at::empty({rows}, at::kFloat);
-    if (norm.centred) result.mean = at::empty({rows}, at::kFloat);
+    result.rstd = at::empty({rows}, fp32_beside(input));
+    if (norm.centred) result.mean = at::empty({rows}, fp32_beside(input));
   }
   const RowNormalize work{.input = rows_in.const_data_ptr(),
                           .output = result.output.mutable_data_ptr(),
@@ -60,6 +68,10 @@ NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_
                           .eps = norm.eps,
                           .mean = data_of(result.mean),
                           .rstd = data_of(result.rstd)};
+  if (runs_on_cuda(input)) {
+    row_normalize_cuda(*layout, work, static_cast<std::size_t>(rows), CurrentCuda(input).stream());
+    return result;
+  }
   for_all_rows(rows, norm.columns, [&](std::size_t begin, std::size_t end) {
     row_normalize(*layout, work, begin, end);
   });
@@ -70,11 +82,11 @@ RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& inp
                                    const at::Tensor& mean, const at::Tensor& rstd,
                                    const RowNorm& norm, const RowNormWanted& wanted) {
   const auto layout = layout_of(input, norm);
-  if (!layout.has_value() || !grad.is_cpu())
+  if (!layout.has_value() || !beside(grad, input))
     return ref::row_norm_backward(grad, input, mean, rstd, norm, wanted);
   const at::Tensor rows_in = dense(input);
   const at::Tensor rows_grad = dense(grad.to(input.scalar_type()));
-  const at::Tensor weight = weight_of(norm);
+  const at::Tensor weight = weight_of(norm, input);
   RowNormGradients result;
   if (wanted.input) result.input = at::empty(input.sizes(), input.options());
   const RowNormGradient work{.grad = rows_grad.const_data_ptr(),
@@ -84,13 +96,23 @@ RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& inp
                              .centred = norm.centred,
                              .mean = mean.defined() ? mean.const_data_ptr<float>() : nullptr,
                              .rstd = rstd.const_data_ptr<float>()};
-  const at::Tensor sums =
-      RowParts(input.numel() / norm.columns, norm.columns)
-          .add_up(wanted.weight || wanted.bias ? 2 : 0,
-                  [&](std::size_t begin, std::size_t end, float* part) {
-                    row_norm_gradient(*layout, work, begin, end, part,
-                                      part == nullptr ? nullptr : part + layout->columns);
-                  });
+  const std::int64_t rows = input.numel() / norm.columns;
+  const RowParts parts(rows, norm.columns);
+  const std::int64_t values = wanted.weight || wanted.bias ? 2 : 0;
+  at::Tensor sums;
+  if (runs_on_cuda(input)) {
+    const CurrentCuda cuda(input);
+    sums = parts.add_up_on_cuda(
+        values, input, cuda.stream(), [&](std::size_t rows_of_part, float* of_parts) {
+          row_norm_gradient_cuda(*layout, work, static_cast<std::size_t>(rows), rows_of_part,
+                                 of_parts, cuda.stream());
+        });
+  } else {
+    sums = parts.add_up(values, [&](std::size_t begin, std::size_t end, float* part) {
+      row_norm_gradient(*layout, work, begin, end, part,
+                        part == nullptr ? nullptr : part + layout->columns);
+    });
+  }
   if (wanted.weight)
     result.weight = sums[0].view(norm.weight.sizes()).to(norm.weight.scalar_type());
   if (wanted.bias) result.bias = sums[1].view(norm.bias.sizes()).to(norm.bias.scalar_type());

@@ -7,7 +7,7 @@
 // Layer norm and RMS norm: rows normalised by their own mean and variance.
 //
 // An input is floating-point, of any layout and device, and a number of rows of `columns` elements
-// one after the other. It is computed in fp32, in fp64 if it is fp64, and rounded once. On the CPU a
+// one after the other. It is computed in fp32, in fp64 if it is fp64, and rounded once. In kernels a
 // sum over a column has at most 256 terms in fp32 before it goes on in fp64, and so have the sums
 // of a lane over a row. Results do not depend on the number of threads.
 namespace semitone::kernels {

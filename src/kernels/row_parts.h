@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/kernels/flat.h"
+#include "src/kernels/on_cuda.h"
 #include "src/kernels/rows.h"
 
 #include <ATen/Parallel.h>
@@ -56,6 +57,23 @@ class RowParts {
                            data, static_cast<std::size_t>(count_), static_cast<std::size_t>(stride),
                            static_cast<std::size_t>(begin), static_cast<std::size_t>(end), result);
                      });
+    return sums;
+  }
+
+  // The same on the device of `input`, where one call of work(rows of a part, sums of all parts, which
+  // are (parts, values, columns)) does all of them.
+  template <typename Work>
+  at::Tensor add_up_on_cuda(std::int64_t values, const at::Tensor& input, CudaStream stream,
+                            const Work& work) const {
+    const auto fp32 = at::TensorOptions(input.device()).dtype(at::kFloat);
+    const at::Tensor parts = at::empty({count_, values, columns_}, fp32);
+    work(static_cast<std::size_t>(size_), values == 0 ? nullptr : parts.mutable_data_ptr<float>());
+    at::Tensor sums = at::empty({values, columns_}, fp32);
+    if (values > 0) {
+      add_up_parts_cuda(parts.const_data_ptr<float>(), static_cast<std::size_t>(count_),
+                        static_cast<std::size_t>(values * columns_), sums.mutable_data_ptr<float>(),
+                        stream);
+    }
     return sums;
   }
 

@@ -44,6 +44,16 @@ class CheckHouse(unittest.TestCase):
                 self.assertEqual(len(problems_of({"src/amp/a.cpp": text + "\n"})), 1)
         self.assertEqual(problems_of({"src/amp/a.cpp": "// printf() is not for libraries\nstd::snprintf(a, b, c);\n"}), [])
 
+    def test_cuda_sources_are_free_of_libtorch(self):
+        for name in ("adam.cu", "launch.cuh", "no_cuda.cpp"):
+            with self.subTest(name):
+                text = "#pragma once\n#include <cuda_runtime.h>\n"
+                self.assertEqual(problems_of({f"src/kernels/cuda/{name}": text}), [])
+                for header in ("ATen/ATen.h", "torch/types.h", "c10/core/Device.h"):
+                    found = problems_of({f"src/kernels/cuda/{name}": f"{text}#include <{header}>\n"})
+                    self.assertEqual(found, [f"src/kernels/cuda/{name}:3: CUDA sources know nothing of LibTorch"])
+        self.assertEqual(problems_of({"src/kernels/on_cuda.h": "#pragma once\n#include <ATen/ATen.h>\n"}), [])
+
     def test_a_room_must_be_known(self):
         self.assertEqual(len(problems_of({"src/cellar/a.cpp": "int x;\n"})), 1)
 

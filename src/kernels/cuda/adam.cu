@@ -1,0 +1,46 @@
+#include "src/kernels/cuda/update.cuh"
+
+namespace semitone::kernels {
+namespace {
+
+struct AdamMath {
+  __device__ explicit AdamMath(const AdamRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        keep(static_cast<float>(rule.keep)),
+        beta1(static_cast<float>(rule.beta1)),
+        rest1(static_cast<float>(1 - rule.beta1)),
+        beta2(static_cast<float>(rule.beta2)),
+        rest2(static_cast<float>(1 - rule.beta2)),
+        eps(static_cast<float>(rule.eps)),
+        minus_step_size(static_cast<float>(-rule.step_size)),
+        root_correction(static_cast<float>(rule.root_correction)) {}
+
+  static __device__ float grad_scale(const AdamRule& rule) {
+    return static_cast<float>(rule.grad_scale);
+  }
+
+  __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
+                              float param) const {
+    if (decay != 0) grad = scaled_sum(decay, param, grad);
+    if (keep != 1) param = param * keep;
+    const float m = scaled_sum(beta1, load_state(span, 0, i), rest1 * grad);
+    float v = scaled_sum(beta2, load_state(span, 1, i), rest2 * grad * grad);
+    store_moments<true>(span, i, m, v);
+    if (span.state[2] != nullptr) {
+      const float before = load_state(span, 2, i);
+      v = v > before || is_nan(v) ? v : before;
+      store_state(v, span, 2, i);
+    }
+    return param + minus_step_size * m / (sqrtf(v) / root_correction + eps);
+  }
+
+  float decay, keep, beta1, rest1, beta2, rest2, eps, minus_step_size, root_correction;
+};
+
+}  // namespace
+
+void adam_cuda(const CudaStep<AdamRule>& step, CudaStream stream) {
+  update<AdamMath>(step, stream);
+}
+
+}  // namespace semitone::kernels

@@ -1,0 +1,96 @@
+#include "src/kernels/cuda/parts.cuh"
+#include "src/kernels/cuda/update.cuh"
+
+namespace semitone::kernels {
+namespace {
+
+struct LambMath {
+  __device__ explicit LambMath(const LambRule& rule)
+      : decay(static_cast<float>(rule.decay)),
+        late_decay(static_cast<float>(rule.late_decay)),
+        beta1(static_cast<float>(rule.beta1)),
+        averaged(static_cast<float>(rule.averaged)),
+        beta2(static_cast<float>(rule.beta2)),
+        rest2(static_cast<float>(1 - rule.beta2)),
+        eps(static_cast<float>(rule.eps)),
+        correction1(static_cast<float>(rule.correction1)),
+        correction2(static_cast<float>(rule.correction2)),
+        minus_step_size(static_cast<float>(-rule.step_size)) {}
+
+  // Of the second pass, which has no use for the gradient.
+  static __device__ float grad_scale(const LambRule&) { return 1; }
+
+  // Moves the moments at element i of a span.
+  __device__ void move(const UpdateSpan& span, std::size_t i, float grad, float param) const {
+    if (decay != 0) grad = scaled_sum(decay, param, grad);
+    store_state(scaled_sum(beta1, load_state(span, 0, i), averaged * grad), span, 0, i);
+    store_state(scaled_sum(beta2, load_state(span, 1, i), rest2 * grad * grad), span, 1, i);
+  }
+
+  // The update that the moments call for.
+  __device__ float update(const UpdateSpan& span, std::size_t i, float param) const {
+    const float m = load_state(span, 0, i) * correction1;
+    const float v = load_state(span, 1, i) * correction2;
+    const float u = m / (sqrtf(v) + eps);
+    return late_decay != 0 ? scaled_sum(late_decay, param, u) : u;
+  }
+
+  // The second pass, as update_table wants it.
+  __device__ float operator()(const UpdateSpan& span, std::size_t i, float /*grad*/,
+                              float param) const {
+    return scaled_sum(minus_step_size, update(span, i, param), param);
+  }
+
+  float decay, late_decay, beta1, averaged, beta2, rest2, eps, correction1, correction2,
+      minus_step_size;
+};
+
+__device__ double square(float value) {
+  return static_cast<double>(value) * static_cast<double>(value);
+}
+
+// parts: two sums of each block.
+__global__ void move_moments(const __grid_constant__ Table<UpdateItem<LambRule>> table,
+                             const LambRule* rules_on_device, const float* found_inf,
+                             double* parts) {
+  const Share share = share_of_block(table);
+  const UpdateSpan& span = table.items[share.item].span;
+  const LambRule& rule = rule_of(table, share.item, rules_on_device);
+  const LambMath math(rule);
+  const float scale = static_cast<float>(rule.grad_scale);
+  const std::size_t end = is_set(found_inf) ? share.begin : share.end;
+  double params = 0;
+  double updates = 0;
+  for (std::size_t i = share.begin + threadIdx.x; i < end; i += kThreads) {
+    const float param = load_param(span, i);
+    math.move(span, i, load(span.grad_format, span.grad, i) * scale, param);
+    params += square(param);
+    updates += square(math.update(span, i, param));
+  }
+  params = block_sum(params);
+  updates = block_sum(updates);
+  if (threadIdx.x != 0) return;
+  parts[2 * std::size_t{blockIdx.x}] = params;
+  parts[2 * std::size_t{blockIdx.x} + 1] = updates;
+}
+
+}  // namespace
+
+void lamb_moments_cuda(const CudaStep<LambRule>& step, double* parts, double* squares,
+                       CudaStream stream) {
+  for_update_tables(step, [&](const Table<UpdateItem<LambRule>>& table, const LambRule* rules,
+                              std::size_t first_item, std::size_t first_block) {
+    double* const of_table = parts + 2 * first_block;
+    if (blocks_of(table) > 0) {
+      launch(stream, blocks_of(table), kThreads, move_moments, table, rules, step.found_inf,
+             of_table);
+    }
+    join_parts_of(table, 2, of_table, squares + 2 * first_item, Plus{}, stream);
+  });
+}
+
+void lamb_apply_cuda(const CudaStep<LambRule>& step, CudaStream stream) {
+  update<LambMath>(step, stream);
+}
+
+}  // namespace semitone::kernels

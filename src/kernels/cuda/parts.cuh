@@ -1,0 +1,47 @@
+#pragma once
+
+#include "src/kernels/cuda/launch.cuh"
+#include "src/kernels/cuda/reduce.cuh"
+#include "src/kernels/cuda/tables.cuh"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+// The second look of a reduction over many tensors: results of blocks become those of tensors.
+namespace semitone::kernels {
+
+// Of each tensor: where its blocks' results begin, and how many there are.
+struct PartRange {
+  unsigned first;
+  unsigned count;
+};
+struct PartRanges {
+  PartRange ranges[kMostItems];
+};
+
+// One block for each tensor and value; a block's results are `values` numbers side by side, and so
+// are a tensor's.
+template <typename Join>
+__global__ void join_parts(const __grid_constant__ PartRanges tensors, unsigned values,
+                           const double* parts, double* results, Join join) {
+  const PartRange range = tensors.ranges[blockIdx.x];
+  const unsigned value = blockIdx.y;
+  double joined = 0;
+  for (unsigned i = threadIdx.x; i < range.count; i += blockDim.x)
+    joined = join(joined, parts[(std::size_t{range.first} + i) * values + value]);
+  joined = over_block(joined, join);
+  if (threadIdx.x == 0) results[blockIdx.x * values + value] = joined;
+}
+
+template <typename Item, typename Join>
+void join_parts_of(const Table<Item>& table, unsigned values, const double* parts, double* results,
+                   const Join& join, CudaStream stream) {
+  PartRanges tensors{};
+  for (unsigned i = 0; i < table.count; ++i)
+    tensors.ranges[i] = {table.first_block[i], table.first_block[i + 1] - table.first_block[i]};
+  launch(stream, dim3(table.count, values), kThreads, join_parts<Join>, tensors, values, parts,
+         results, join);
+}
+
+}  // namespace semitone::kernels

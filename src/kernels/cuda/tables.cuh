@@ -1,0 +1,67 @@
+#pragma once
+
+#include "src/kernels/cuda/launch.cuh"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+
+// One launch for many tensors: what a kernel has to know of each travels in its arguments, which
+// lie in constant memory. Each block of threads does kCudaBlockElements of one tensor.
+namespace semitone::kernels {
+
+// 64 optimizer steps take 11 KiB, of the 32 KiB that arguments may take.
+constexpr unsigned kMostItems = 64;
+
+template <typename Item>
+struct Table {
+  unsigned count;
+  unsigned first_block[kMostItems + 1];  // of each item, and behind the last one
+  Item items[kMostItems];
+};
+
+// What a block has to do: elements [begin, end) of an item.
+struct Share {
+  unsigned item;
+  std::size_t begin;
+  std::size_t end;
+};
+
+// Item must have a `size()`, the number of its elements.
+template <typename Item>
+__device__ Share share_of_block(const Table<Item>& table) {
+  unsigned item = 0;
+  while (blockIdx.x >= table.first_block[item + 1]) ++item;
+  const std::size_t begin = (blockIdx.x - table.first_block[item]) * kCudaBlockElements;
+  const std::size_t rest = table.items[item].size() - begin;
+  return {item, begin, begin + (rest < kCudaBlockElements ? rest : kCudaBlockElements)};
+}
+
+// Calls run(table, number of its first item, number of its first block) for tables that together
+// hold item_at(i), i < count, in their order.
+template <typename Item, typename ItemAt, typename Run>
+void for_tables(std::size_t count, const ItemAt& item_at, const Run& run) {
+  std::size_t blocks_before = 0;
+  for (std::size_t first = 0; first < count; first += kMostItems) {
+    Table<Item> table{};
+    table.count = static_cast<unsigned>(std::min<std::size_t>(kMostItems, count - first));
+    std::size_t blocks = 0;
+    for (unsigned i = 0; i < table.count; ++i) {
+      table.items[i] = item_at(first + i);
+      table.first_block[i] = narrow_grid(blocks);
+      blocks += cuda_blocks(table.items[i].size());
+    }
+    table.first_block[table.count] = narrow_grid(blocks);
+    run(table, first, blocks_before);
+    blocks_before += blocks;
+  }
+}
+
+// Blocks of a table, and none if all tensors are empty.
+template <typename Item>
+unsigned blocks_of(const Table<Item>& table) {
+  return table.first_block[table.count];
+}
+
+}  // namespace semitone::kernels
