@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
@@ -66,6 +67,55 @@ TEST(Workload, ProvesItselfAtEveryLevel) {
           EXPECT_EQ(workload.losses().size(), 2U);
         }
       }
+    }
+  }
+}
+
+// The first 20 losses, without dropout: its random numbers are not LibTorch's.
+std::vector<double> twenty_losses(WorkloadOptions options) {
+  options.encoder().dropout(0);
+  Workload workload(options.check_steps(2));
+  std::vector<double> losses = workload.check().losses;
+  losses.resize(1);
+  workload.run(20);
+  losses.insert(losses.end(), workload.losses().begin(), workload.losses().end());
+  return losses;
+}
+
+// With kernels of our own, our optimizers and channels last, and with none of that.
+TEST(Workload, AfterTwentyStepsLossesAreThoseOfLibTorchsKernels) {
+  for (const auto kind : {WorkloadKind::mnist, WorkloadKind::encoder, WorkloadKind::resnet50}) {
+    for (const auto level : {OptLevel::O1, OptLevel::O2}) {
+      SCOPED_TRACE(std::string(name_of(kind)) + " " + std::string(amp::name_of(level)));
+      const auto fused = twenty_losses(small(kind, level));
+      const auto plain = twenty_losses(
+          small(kind, level)
+              .fused_optimizer(false)
+              .memory_format(MemoryFormat::nchw)
+              .policy(
+                  amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).fast_kernels(false)));
+      ASSERT_EQ(fused.size(), 21U);
+      ASSERT_EQ(plain.size(), 21U);
+      // As the proof of a workload: one rounding of the first loss.
+      const double tolerance = dtype_limits(torch::kBFloat16).epsilon / 2 * plain.front();
+      for (std::size_t i = 0; i < plain.size(); ++i)
+        EXPECT_TRUE(std::abs(fused[i] - plain[i]) <= tolerance)
+            << i << ": " << fused[i] << " and " << plain[i];
+      EXPECT_LT(plain.back(), plain.front());
+    }
+  }
+}
+
+TEST(Workload, IsTheSameBitForBitEveryTime) {
+  for (const auto kind : {WorkloadKind::mnist, WorkloadKind::encoder, WorkloadKind::resnet50}) {
+    for (const auto level : {OptLevel::O1, OptLevel::O2}) {
+      SCOPED_TRACE(std::string(name_of(kind)) + " " + std::string(amp::name_of(level)));
+      const auto losses = [&] {
+        Workload workload(small(kind, level).check_steps(2));
+        workload.run(5);
+        return workload.losses();
+      };
+      EXPECT_EQ(losses(), losses());
     }
   }
 }
