@@ -10,7 +10,7 @@ namespace {
 constexpr float kFar = 16;
 
 constexpr float kRootHalf = 0x1.6a09e6p-1F;       // 1 / sqrt(2)
-constexpr float kRootHalfRest = 0x1.99fcefp-27F;  // less that
+constexpr float kRootHalfRest = 0x1.99fcf0p-27F;  // less that
 
 // P(X < x) of the standard normal distribution. In the tail the rounding of x / sqrt(2) alone would
 // be 5e-6 at -10; erfc(a + lost) is erfc(a) (1 - 2 a lost) there.
