@@ -23,24 +23,33 @@ bool has_layout(const at::Tensor& tensor, at::MemoryFormat format) {
              .strides();
 }
 
-}  // namespace
+// Not Module::modules(), which throws for a model that no shared pointer holds.
+void collect(const torch::nn::Module& module, std::vector<at::Tensor>& weights) {
+  if (const auto* conv = dynamic_cast<const torch::nn::Conv2dImpl*>(&module))
+    weights.push_back(conv->weight);
+  if (const auto* conv = dynamic_cast<const torch::nn::ConvTranspose2dImpl*>(&module))
+    weights.push_back(conv->weight);
+  for (const auto& child : module.children()) collect(*child, weights);
+}
 
-std::vector<at::Tensor> conv2d_weights(const Model& model) {
-  std::vector<at::Tensor> weights;
-  if (const torch::nn::Module* module = model.module()) {
-    for (const auto& layer : module->modules()) {
-      if (const auto* conv = layer->as<torch::nn::Conv2dImpl>()) weights.push_back(conv->weight);
-      if (const auto* conv = layer->as<torch::nn::ConvTranspose2dImpl>())
-        weights.push_back(conv->weight);
-    }
-    return weights;
-  }
-  for (const torch::jit::Module& layer : model.script()->modules()) {
+void collect(const torch::jit::Module& script, std::vector<at::Tensor>& weights) {
+  for (const torch::jit::Module& layer : script.modules()) {
     const auto name = layer.type()->name();
     if (!name.has_value() || !layer.hasattr("weight")) continue;
     const std::string& class_name = name->name();
     if (class_name == "Conv2d" || class_name == "ConvTranspose2d")
       weights.push_back(layer.attr("weight").toTensor());
+  }
+}
+
+}  // namespace
+
+std::vector<at::Tensor> conv2d_weights(const Model& model) {
+  std::vector<at::Tensor> weights;
+  if (const torch::nn::Module* module = model.module()) {
+    collect(*module, weights);
+  } else {
+    collect(*model.script(), weights);
   }
   return weights;
 }

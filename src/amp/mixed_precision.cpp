@@ -104,12 +104,15 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
 
 // Weights of convolutions are all there is to lay out: what the layers return follows them.
 c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,
+                                       const OptimizerRefs& optimizers,
                                        const Properties& properties,
                                        const std::optional<CastPolicy>& policy) {
   if (properties.memory_format.has_value()) return *properties.memory_format;
   const bool can_view = properties.device == c10::DeviceType::CPU && policy.has_value() &&
                         policy->fast_kernels().count("view") == 1;
-  return !weights.empty() && properties.opt_level != OptLevel::O0 && can_view
+  // LBFGS views gradients as vectors.
+  const bool views = std::any_of(optimizers.begin(), optimizers.end(), evaluates_loss);
+  return !weights.empty() && properties.opt_level != OptLevel::O0 && can_view && !views
              ? c10::MemoryFormat::ChannelsLast
              : c10::MemoryFormat::Preserve;
 }
@@ -228,7 +231,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
       const auto more = conv2d_weights(model);
       weights.insert(weights.end(), more.begin(), more.end());
     }
-    const auto format = choose_memory_format(weights, properties, impl->policy);
+    const auto format = choose_memory_format(weights, optimizers, properties, impl->policy);
     impl->properties.memory_format = format;
     if (format != c10::MemoryFormat::Preserve) lay_out(weights, format);
   }

@@ -155,7 +155,7 @@ TEST(MemoryFormatOfModels, SharedWeightsStayShared) {
 TEST(MemoryFormatOfModels, TorchScriptModelsAreLaidOutToo) {
   torch::jit::Module script("Conv2d");
   script.register_parameter("weight", torch::randn({4, 3, 5, 5}), /*is_buffer=*/false);
-  script.define("def forward(self, x): return torch.conv2d(x, self.weight)");
+  script.define("def forward(self, x):\n  return torch.conv2d(x, self.weight)\n");
   const auto mixed = initialize(script, quiet(OptLevel::O1));
   EXPECT_TRUE(is_channels_last(script.attr("weight").toTensor()));
 }

@@ -121,11 +121,13 @@ class Options {
   /// compute: ChannelsLast is faster in 16 bits, on CPUs and on tensor cores. initialize lays the
   /// weights out once, forward its arguments of 4 dimensions. Contiguous does so in LibTorch's usual
   /// layout, Preserve leaves everything as it is. Default: ChannelsLast at O1 to O3 for models with
-  /// such layers, on a CPU, if the policy has the fast kernel "view" (CastPolicy::semitone has), else
-  /// Preserve.
+  /// such layers, on a CPU, if the policy has the fast kernel "view" (CastPolicy::semitone has) and no
+  /// optimizer is LBFGS, which views gradients as vectors; else Preserve.
   ///
   /// What a convolution returns channels last, `x.view({x.size(0), -1})` cannot show without a copy:
   /// LibTorch raises then. Inside forward's region the fast kernel "view" copies, as reshape() does.
+  /// Outside of it, code that views weights or gradients (torch::nn::utils::parameters_to_vector)
+  /// needs Preserve.
   Options& memory_format(c10::MemoryFormat value);
 
   OptLevel opt_level() const { return level_; }
