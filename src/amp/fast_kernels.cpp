@@ -12,6 +12,7 @@
 #include "src/nn/pointwise.h"
 
 #include <ATen/InferSize.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Reduction.h>
 #include <torch/csrc/autograd/variable.h>
@@ -93,9 +94,10 @@ bool is_worth_a_kernel(const at::Tensor& input) {
          kernels::has_pointwise_kernel(input);
 }
 
-// LibTorch keeps track of views that are written.
+// LibTorch keeps track of views that are written, and refuses to write to leaves before it does.
 bool is_writable(const at::Tensor& input) {
-  return is_worth_a_kernel(input) && !input.is_view() && !input.is_inference();
+  const bool is_refused = at::GradMode::is_enabled() && input.is_leaf() && input.requires_grad();
+  return is_worth_a_kernel(input) && !input.is_view() && !input.is_inference() && !is_refused;
 }
 
 std::optional<at::Tensor> relu(Arguments arguments) {
@@ -115,8 +117,9 @@ bool is_plain_sum(Arguments arguments) {
   enum { kSelf, kOther, kAlpha };
   const at::Tensor& self = arguments[kSelf].toTensor();
   const at::Tensor& other = arguments[kOther].toTensor();
-  return other.sizes() == self.sizes() && other.strides() == self.strides() &&
-         other.scalar_type() == self.scalar_type() && other.is_cpu() &&
+  return other.layout() == at::kStrided && other.is_cpu() && other.sizes() == self.sizes() &&
+         other.strides() == self.strides() && other.scalar_type() == self.scalar_type() &&
+         at::get_overlap_status(self, other) != at::MemOverlapStatus::Partial &&
          arguments[kAlpha].toScalar().equal(1);
 }
 

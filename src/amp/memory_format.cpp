@@ -23,22 +23,26 @@ bool has_layout(const at::Tensor& tensor, at::MemoryFormat format) {
              .strides();
 }
 
+void add(const at::Tensor& weight, std::vector<at::Tensor>& weights) {
+  if (weight.defined() && weight.dim() == 4) weights.push_back(weight);
+}
+
 // Not Module::modules(), which throws for a model that no shared pointer holds.
 void collect(const torch::nn::Module& module, std::vector<at::Tensor>& weights) {
   if (const auto* conv = dynamic_cast<const torch::nn::Conv2dImpl*>(&module))
-    weights.push_back(conv->weight);
+    add(conv->weight, weights);
   if (const auto* conv = dynamic_cast<const torch::nn::ConvTranspose2dImpl*>(&module))
-    weights.push_back(conv->weight);
+    add(conv->weight, weights);
   for (const auto& child : module.children()) collect(*child, weights);
 }
 
 void collect(const torch::jit::Module& script, std::vector<at::Tensor>& weights) {
   for (const torch::jit::Module& layer : script.modules()) {
     const auto name = layer.type()->name();
-    if (!name.has_value() || !layer.hasattr("weight")) continue;
+    if (!name.has_value() || !layer.hasattr("weight") || !layer.attr("weight").isTensor()) continue;
     const std::string& class_name = name->name();
     if (class_name == "Conv2d" || class_name == "ConvTranspose2d")
-      weights.push_back(layer.attr("weight").toTensor());
+      add(layer.attr("weight").toTensor(), weights);
   }
 }
 

@@ -13,8 +13,8 @@ namespace semitone::amp {
 // The weights of a model's Conv2d and ConvTranspose2d layers, of TorchScript too.
 std::vector<at::Tensor> conv2d_weights(const Model& model);
 
-// Lays tensors of 4 dimensions out so, in place, gradients too. Tensors that share their memory go on
-// sharing it.
+// Lays tensors of 4 dimensions out in a format, in place, gradients too. Those among them that share
+// their memory go on sharing it; others that did are parted from them.
 void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format);
 
 }  // namespace semitone::amp

@@ -3,7 +3,6 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
-#include "semitone/core/map_tensors.h"
 #include "src/amp/memory_format.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
@@ -320,20 +319,13 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
 }
 
 at::Tensor MixedPrecision::cast_input(const at::Tensor& tensor) const {
-  const Properties& properties = impl_->properties;
-  if (!properties.enabled) return tensor;
-  const at::Tensor cast = properties.cast_model_type.has_value()
-                              ? cast_floating(tensor, *properties.cast_model_type)
-                              : tensor;
-  const auto format = properties.memory_format.value_or(c10::MemoryFormat::Preserve);
-  const bool laid_out = format != c10::MemoryFormat::Preserve && cast.defined() &&
-                        cast.dim() == 4 && cast.layout() == at::kStrided &&
-                        cast.is_floating_point();
-  return laid_out ? cast.contiguous(format) : cast;
+  const auto& type = impl_->properties.cast_model_type;
+  return impl_->properties.enabled && type.has_value() ? cast_floating(tensor, *type) : tensor;
 }
 
 c10::IValue MixedPrecision::cast_input(const c10::IValue& value) const {
-  return map_tensors(value, [this](const at::Tensor& tensor) { return cast_input(tensor); });
+  const auto& type = impl_->properties.cast_model_type;
+  return impl_->properties.enabled && type.has_value() ? cast_floating(value, *type) : value;
 }
 
 at::Tensor MixedPrecision::cast_output(const at::Tensor& tensor) const {

@@ -171,6 +171,11 @@ Options& Options::memory_format(c10::MemoryFormat value) {
   return *this;
 }
 
+Options& Options::choose_memory_format() {
+  memory_format_.reset();
+  return *this;
+}
+
 Properties Properties::defaults(OptLevel level, c10::ScalarType dtype) {
   const LossScale scale =
       dtype == c10::ScalarType::BFloat16 ? LossScale(1.0) : LossScale("dynamic");

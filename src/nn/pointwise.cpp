@@ -64,11 +64,13 @@ void check(const char* where, const at::Tensor& input) {
 
 void check_sum(const char* where, const at::Tensor& a, const at::Tensor& b) {
   check(where, a);
-  if (b.sizes() == a.sizes() && b.scalar_type() == a.scalar_type() && b.is_cpu()) return;
-  throw Error(
-      where,
-      c10::str("tensors of one shape and dtype: ", dtype_name(a.scalar_type()), " ", a.sizes()),
-      c10::str(dtype_name(b.scalar_type()), " ", b.sizes()));
+  if (b.layout() == at::kStrided && b.is_cpu() && b.sizes() == a.sizes() &&
+      b.scalar_type() == a.scalar_type())
+    return;
+  throw Error(where,
+              c10::str("dense tensors of one shape and dtype: ", dtype_name(a.scalar_type()), " ",
+                       a.sizes()),
+              c10::str(dtype_name(b.scalar_type()), " ", b.sizes()));
 }
 
 }  // namespace

@@ -432,6 +432,17 @@ TEST(FastKernels, ReluAndAdditionOfOtherArgumentsAreLibTorchs) {
   EXPECT_FALSE(is_ours(x + y[0]));
   EXPECT_FALSE(is_ours(x + y.to(torch::kFloat)));
   EXPECT_FALSE(is_ours(x + y.transpose(2, 3)));
+  const at::Tensor rows = torch::randn({512, 256}, torch::kBFloat16);
+  const Autocast stock(without_kernels());
+  const at::Tensor want = rows + rows.to_sparse_csr();
+  {
+    const Autocast ours(with_kernels());
+    expect_bitwise_equal(rows + rows.to_sparse_csr(), want);
+    const at::Tensor memory = torch::zeros({3 * 65536}, torch::kBFloat16);
+    EXPECT_THROW(memory.narrow(0, 0, 2 * 65536).detach().add_(memory.narrow(0, 1, 2 * 65536)),
+                 c10::Error);
+  }
+  const Autocast again(with_kernels());
   at::Tensor base = x * 1;
   EXPECT_FALSE(is_ours(base.view({-1}).relu_()));
   EXPECT_TRUE(torch::autograd::grad({base.sum()}, {x})[0].equal(x.gt(0).to(torch::kBFloat16)));
@@ -441,8 +452,10 @@ TEST(FastKernels, WritingToALeafOrToWhatAGradientNeedsIsAnErrorAsEver) {
   at::Tensor x = torch::randn({2, 16, 64, 64}, torch::kBFloat16).requires_grad_();
   const at::Tensor y = torch::randn({2, 16, 64, 64}, torch::kBFloat16);
   const Autocast region(with_kernels());
+  const at::Tensor before = x.detach().clone();
   EXPECT_THROW(torch::relu_(x), c10::Error);
   EXPECT_THROW(x.add_(y), c10::Error);
+  expect_bitwise_equal(x.detach(), before);
   const at::Tensor squared = x * x;
   const at::Tensor result = torch::relu(squared);
   result.add_(y);  // which relu has kept

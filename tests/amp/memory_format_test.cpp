@@ -78,8 +78,8 @@ struct Training {
 class Levels : public testing::TestWithParam<OptLevel> {};
 
 TEST_P(Levels, In16BitsConvolutionsAreChannelsLastAndComputeTheSame) {
-  Training chosen(quiet(GetParam()));
-  Training preserved(quiet(GetParam()).memory_format(MemoryFormat::Preserve));
+  Training chosen(quiet(GetParam()).choose_memory_format());
+  Training preserved(quiet(GetParam()));
   EXPECT_EQ(chosen.mixed->properties().memory_format, MemoryFormat::ChannelsLast);
   EXPECT_EQ(preserved.mixed->properties().memory_format, MemoryFormat::Preserve);
   EXPECT_TRUE(is_channels_last(chosen.model->first->weight));
@@ -103,17 +103,23 @@ TEST_P(Levels, In16BitsConvolutionsAreChannelsLastAndComputeTheSame) {
 INSTANTIATE_TEST_SUITE_P(All, Levels, testing::Values(OptLevel::O1, OptLevel::O2, OptLevel::O3),
                          [](const auto& level) { return std::string(name_of(level.param)); });
 
-TEST(MemoryFormatOfModels, StaysAsItIsWhereNobodyAsks) {
-  EXPECT_EQ(Training(quiet(OptLevel::O0)).mixed->properties().memory_format,
-            MemoryFormat::Preserve);
+TEST(MemoryFormatOfModels, StaysAsItIsWhereThatIsBetter) {
+  const auto chosen = [](const Training& training) {
+    return training.mixed->properties().memory_format;
+  };
+  EXPECT_EQ(chosen(Training(quiet(OptLevel::O0).choose_memory_format())), MemoryFormat::Preserve);
   // LibTorch's view raises, so a policy without ours takes the model as it is.
-  Training stock(quiet(OptLevel::O1).policy(CastPolicy::torch()));
-  EXPECT_EQ(stock.mixed->properties().memory_format, MemoryFormat::Preserve);
+  Training stock(quiet(OptLevel::O1).policy(CastPolicy::torch()).choose_memory_format());
+  EXPECT_EQ(chosen(stock), MemoryFormat::Preserve);
   EXPECT_GT(stock.step(), 0);
 
   torch::nn::Linear linear(3, 2);
-  const auto without = initialize(linear, quiet(OptLevel::O1));
+  const auto without = initialize(linear, quiet(OptLevel::O1).choose_memory_format());
   EXPECT_EQ(without.properties().memory_format, MemoryFormat::Preserve);
+  ImageNet model;
+  torch::optim::LBFGS lbfgs(model->parameters());
+  const auto viewed = initialize(model, lbfgs, quiet(OptLevel::O1).choose_memory_format());
+  EXPECT_EQ(viewed.properties().memory_format, MemoryFormat::Preserve);
   ImageNet off;
   const auto disabled =
       initialize(off, quiet(OptLevel::O1).enabled(false).memory_format(MemoryFormat::ChannelsLast));
@@ -145,7 +151,7 @@ TEST(MemoryFormatOfModels, SharedWeightsStayShared) {
   second.set_data(first.detach());
   const auto* const identity = first.unsafeGetTensorImpl();
   first.mutable_grad() = torch::ones_like(first);
-  const auto mixed = initialize(model, quiet(OptLevel::O1));
+  const auto mixed = initialize(model, quiet(OptLevel::O1).choose_memory_format());
   EXPECT_EQ(first.unsafeGetTensorImpl(), identity);
   EXPECT_TRUE(is_channels_last(first));
   EXPECT_TRUE(is_channels_last(first.grad()));
@@ -156,8 +162,11 @@ TEST(MemoryFormatOfModels, TorchScriptModelsAreLaidOutToo) {
   torch::jit::Module script("Conv2d");
   script.register_parameter("weight", torch::randn({4, 3, 5, 5}), /*is_buffer=*/false);
   script.define("def forward(self, x):\n  return torch.conv2d(x, self.weight)\n");
-  const auto mixed = initialize(script, quiet(OptLevel::O1));
+  const auto mixed = initialize(script, quiet(OptLevel::O1).choose_memory_format());
   EXPECT_TRUE(is_channels_last(script.attr("weight").toTensor()));
+  torch::jit::Module other("Conv2d");  // of somebody else's making
+  other.register_parameter("weight", torch::randn({4, 3}), /*is_buffer=*/false);
+  EXPECT_NO_THROW(initialize(other, quiet(OptLevel::O1).choose_memory_format()));
 }
 
 TEST(MemoryFormatOfModels, ViewsCopyOnlyWhereLibTorchCannotShowThem) {

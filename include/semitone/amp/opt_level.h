@@ -118,17 +118,21 @@ class Options {
   Options& policy(CastPolicy value);
 
   /// How the weights of Conv2d and ConvTranspose2d layers lie, which decides how these layers
-  /// compute: ChannelsLast is faster in 16 bits, on CPUs and on tensor cores. initialize lays the
-  /// weights out once, forward its arguments of 4 dimensions. Contiguous does so in LibTorch's usual
-  /// layout, Preserve leaves everything as it is. Default: ChannelsLast at O1 to O3 for models with
-  /// such layers, on a CPU, if the policy has the fast kernel "view" (CastPolicy::semitone has) and no
-  /// optimizer is LBFGS, which views gradients as vectors; else Preserve.
+  /// compute, and how what they return lies: ChannelsLast is faster in 16 bits, on CPUs and on tensor
+  /// cores. initialize lays the weights out once; tensors of other layers that share their memory are
+  /// parted from them. Contiguous does so in LibTorch's usual layout. Default: Preserve, everything
+  /// stays as it is.
   ///
-  /// What a convolution returns channels last, `x.view({x.size(0), -1})` cannot show without a copy:
-  /// LibTorch raises then. Inside forward's region the fast kernel "view" copies, as reshape() does.
-  /// Outside of it, code that views weights or gradients (torch::nn::utils::parameters_to_vector)
-  /// needs Preserve.
+  /// What lies channels last, `x.view({x.size(0), -1})` cannot show without a copy: LibTorch raises.
+  /// Inside forward's region the fast kernel "view" (CastPolicy::semitone has it, on a CPU) copies,
+  /// as reshape() does: what is written through such a view is lost. Elsewhere — in code on forward's
+  /// results, on weights or gradients (torch::nn::utils::parameters_to_vector), or after loading a
+  /// saved model, whose weights lie as they did — take reshape().
   Options& memory_format(c10::MemoryFormat value);
+  /// Lets initialize choose: ChannelsLast at O1 to O3 for models with such layers, on a CPU, if the
+  /// policy has the fast kernel "view" and no optimizer is LBFGS, which views gradients as vectors;
+  /// else Preserve. Properties::memory_format says what was chosen.
+  Options& choose_memory_format();
 
   OptLevel opt_level() const { return level_; }
 
@@ -151,7 +155,7 @@ class Options {
   std::optional<double> max_loss_scale_;
   std::optional<LossScaleOptions> loss_scale_options_;
   std::optional<CastPolicy> policy_;
-  std::optional<c10::MemoryFormat> memory_format_;
+  std::optional<c10::MemoryFormat> memory_format_ = c10::MemoryFormat::Preserve;
 };
 
 /// What is in force: the level's defaults with the options applied, checked for sense.
@@ -170,7 +174,8 @@ struct Properties {
   int verbosity = 1;
   LossScaleOptions loss_scale_options;  ///< the rule that loss_scale and its bounds amount to
   std::optional<CastPolicy> policy;     ///< as given
-  std::optional<c10::MemoryFormat> memory_format;  ///< as given; initialize chooses one otherwise
+  /// Nothing until initialize has chosen.
+  std::optional<c10::MemoryFormat> memory_format = c10::MemoryFormat::Preserve;
 
   /// The defaults of a level for a 16-bit dtype: one row of the table above.
   static Properties defaults(OptLevel level, c10::ScalarType dtype);
