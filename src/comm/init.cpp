@@ -18,9 +18,12 @@
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <numeric>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -226,6 +229,17 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   return place;
 }
 
+// How many ranks have read what the others said.
+constexpr auto kHaveRead = "have_read";
+
+// The store ends with rank 0: before it goes on to fail, the others get the time to see why.
+void let_others_read(c10d::Store& store, int ranks) {
+  constexpr auto kPatience = std::chrono::seconds(2);
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (store.add(kHaveRead, 0) < ranks && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
+
 // Returns when all ranks have come and agree on how many they are, the names of their machines;
 // CommError with those that have not or do not.
 std::vector<std::string> meet(c10d::Store& store, const Rendezvous& place,
@@ -249,11 +263,14 @@ std::vector<std::string> meet(c10d::Store& store, const Rendezvous& place,
                     "no sign of " + name_ranks(missing),
                     "were all processes started, with the same world size and address?", missing);
   }
+  const auto texts = get_of_ranks(store, "rank/", place.world_size);
+  store.add(kHaveRead, 1);
   std::vector<std::string> hosts;
-  for (const std::string& text : get_of_ranks(store, "rank/", place.world_size)) {
+  for (const std::string& text : texts) {
     const std::string size = text.substr(0, text.find(' '));
     const int rank = static_cast<int>(hosts.size());
     if (size != std::to_string(place.world_size)) {
+      if (place.rank == 0) let_others_read(store, place.world_size);
       throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
                       fmt::format("{} on rank {}", size, rank), "start all with the same one",
                       {rank});
