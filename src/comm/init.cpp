@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <csignal>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -229,6 +230,16 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   return place;
 }
 
+// c10d's store writes to sockets whose other end may be gone, and leaves SIGPIPE to the program, where
+// Python ignores it: a lost rank would end the others without a word. A handler of the program's own
+// stays.
+void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = SIG_IGN;
+  ::sigaction(SIGPIPE, &action, nullptr);
+}
+
 // How many ranks have read what the others said.
 constexpr auto kHaveRead = "have_read";
 
@@ -416,6 +427,7 @@ Group init(std::string_view url, const InitOptions& given) {
   group->options = options;
   const std::string backend = chosen_backend(options);
   if (place.world_size == 1) return Group(std::move(group));
+  ignore_broken_pipes();
   group->backend = backend;
   group->rank = place.rank;
   group->size = place.world_size;

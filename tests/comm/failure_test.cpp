@@ -294,6 +294,16 @@ TEST(Meeting, NamesTheRanksThatDoNotCome) {
   EXPECT_EQ(results[2].said.size(), 2u);
 }
 
+TEST(Meeting, MakesABrokenPipeAnErrorAndNoSignal) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    const Group group = init("env://", quick());
+    std::raise(SIGPIPE);
+    rank.say("alive");
+  });
+  EXPECT_THAT(results[0].said, testing::ElementsAre("alive"));
+  EXPECT_THAT(results[1].said, testing::ElementsAre("alive"));
+}
+
 TEST(Meeting, NamesTheMasterThatDoesNotAnswer) {
   const auto results = run_ranks(2, [](Rank& rank) {
     if (rank.number() == 0) return;

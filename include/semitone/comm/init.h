@@ -109,6 +109,9 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {
 /// all. It becomes the current device of the calling thread, and is Group::device(). Error, with
 /// both numbers, if a machine has fewer GPUs than ranks.
 ///
+/// SIGPIPE is ignored from then on, as in Python, unless the program handles it: a rank that is lost
+/// is an exception in the others.
+///
 /// Nothing on the network is encrypted or authenticated. All sockets listen on one address only:
 /// the store on the master's, all others on that of the interface that leads to the master. Give an
 /// address of a network that you trust.
