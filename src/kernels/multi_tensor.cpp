@@ -50,7 +50,10 @@ void check(const Unscale& item, const at::Tensor& found_inf) {
   if (item.addend.defined()) check(item.addend, item, found_inf);
 }
 
-void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+void run_on_cpu(std::span<const Unscale> items, const InverseScale& inverse,
+                at::Tensor& found_inf) {
+  const float inv_scale =
+      inverse.on_device.defined() ? *inverse.on_device.const_data_ptr<float>() : inverse.number;
   struct Chunk {
     const char* in;
     const char* addend;
@@ -89,7 +92,8 @@ void run_on_cpu(std::span<const Unscale> items, float inv_scale, at::Tensor& fou
   if (non_finite) found_inf.fill_(1);
 }
 
-void run_on_cuda(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+void run_on_cuda(std::span<const Unscale> items, const InverseScale& inverse,
+                 at::Tensor& found_inf) {
   std::vector<UnscaleSpan> spans;
   for (const Unscale& item : items) {
     spans.push_back({.in = item.grad.const_data_ptr(),
@@ -100,15 +104,25 @@ void run_on_cuda(std::span<const Unscale> items, float inv_scale, at::Tensor& fo
                      .size = static_cast<std::size_t>(item.grad.numel())});
   }
   auto* const flag = static_cast<float*>(static_cast<void*>(written_data(found_inf)));
-  unscale_cuda(spans, inv_scale, nullptr, flag, CurrentCuda(found_inf).stream());
+  const float* const on_device =
+      inverse.on_device.defined() ? inverse.on_device.const_data_ptr<float>() : nullptr;
+  unscale_cuda(spans, inverse.number, on_device, flag, CurrentCuda(found_inf).stream());
 }
 
 }  // namespace
 
-void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+void multi_tensor_unscale(std::span<const Unscale> items, const InverseScale& inv_scale,
+                          at::Tensor& found_inf) {
   if (found_inf.scalar_type() != at::kFloat || found_inf.numel() != 1) {
     fail("found_inf of one float32",
          c10::str(found_inf.numel(), " of ", dtype_name(found_inf.scalar_type())));
+  }
+  const at::Tensor& inverse = inv_scale.on_device;
+  if (inverse.defined() && (inverse.scalar_type() != at::kFloat || inverse.numel() != 1 ||
+                            inverse.device() != found_inf.device())) {
+    fail("an inverse scale of one float32 where found_inf is",
+         c10::str(inverse.numel(), " of ", dtype_name(inverse.scalar_type()), " on ",
+                  inverse.device()));
   }
   const at::NoGradGuard no_grad;
   std::vector<Unscale> flat;

@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
 #include <span>
+#include <utility>
 
 // Operations over many tensors in one pass: what a training step does to every parameter.
 namespace semitone::kernels {
@@ -16,6 +18,15 @@ struct Unscale {
                       // which are not scaled any more
 };
 
+// What gradients are multiplied by: a number, or, where a step is captured in a CUDA graph, fp32 of one
+// element in their device's memory, which is read when the kernels run.
+struct InverseScale {
+  InverseScale(float number_ = 1) : number(number_) {}  // NOLINT(google-explicit-constructor)
+  explicit InverseScale(at::Tensor on_device_) : on_device(std::move(on_device_)) {}
+  float number = std::numeric_limits<float>::quiet_NaN();
+  at::Tensor on_device;
+};
+
 // out = grad * inv_scale + addend for every item, and found_inf = 1 if an element of a result is
 // inf or NaN, and not only because the addend is: what was found before is not blamed on this gradient.
 // found_inf is never cleared here. The test is on the result: so a scale of 0, whose inverse is
@@ -24,11 +35,13 @@ struct Unscale {
 //
 // found_inf: fp32, one element, on the device of the items, all of which must be on one device.
 // Nothing is read back to the host.
-void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf);
+void multi_tensor_unscale(std::span<const Unscale> items, const InverseScale& inv_scale,
+                          at::Tensor& found_inf);
 
 namespace ref {
 // The definition, composed of ATen operators. Any dtype, layout and device.
-void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf);
+void multi_tensor_unscale(std::span<const Unscale> items, const InverseScale& inv_scale,
+                          at::Tensor& found_inf);
 }  // namespace ref
 
 }  // namespace semitone::kernels

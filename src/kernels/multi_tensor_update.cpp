@@ -224,17 +224,37 @@ class CudaWaves {
   WaveMemory memory_;  // of the last wave
 };
 
+// A rule's kernels and its definition.
 template <typename Rule>
-void run(std::span<const Update> items, std::span<const Rule> rules,
-         void (*kernel)(const UpdateSpan&, const Rule&),
-         void (*cuda_kernel)(const CudaStep<Rule>&, CudaStream),
-         void (*definition)(const Update&, const Rule&)) {
+struct Kernels {
+  void (*cpu)(const UpdateSpan&, const Rule&);
+  void (*cuda)(const CudaStep<Rule>&, CudaStream);
+  void (*definition)(const Update&, const Rule&);
+};
+constexpr Kernels<AdamRule> kAdam{adam, adam_cuda, ref::adam};
+constexpr Kernels<SgdRule> kSgd{sgd, sgd_cuda, ref::sgd};
+constexpr Kernels<AdagradRule> kAdagrad{adagrad, adagrad_cuda, ref::adagrad};
+constexpr Kernels<NovoGradRule> kNovoGrad{novograd, novograd_cuda, ref::novograd};
+constexpr Kernels<LambRule> kLambApply{lamb_apply, lamb_apply_cuda, ref::lamb_apply};
+
+constexpr const Kernels<AdamRule>& kernels_of(const AdamRule*) {
+  return kAdam;
+}
+constexpr const Kernels<SgdRule>& kernels_of(const SgdRule*) {
+  return kSgd;
+}
+constexpr const Kernels<AdagradRule>& kernels_of(const AdagradRule*) {
+  return kAdagrad;
+}
+
+template <typename Rule>
+void run(std::span<const Update> items, std::span<const Rule> rules, const Kernels<Rule>& kernels) {
   check(items, rules);
   Parts<Rule> parts;
   CudaWaves<Rule> waves;
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (!fits_kernel(items[i])) {
-      definition(items[i], rules[i]);
+      kernels.definition(items[i], rules[i]);
     } else if (runs_on_cuda(items[i].param)) {
       waves.add(i, items[i], rules[i]);
     } else {
@@ -242,31 +262,116 @@ void run(std::span<const Update> items, std::span<const Rule> rules,
     }
   }
   waves.for_each([&](const at::Tensor&, const std::vector<std::size_t>&, const CudaStep<Rule>& step,
-                     CudaStream stream) { cuda_kernel(step, stream); });
+                     CudaStream stream) { kernels.cuda(step, stream); });
   parts.for_each(
-      [&](std::size_t, const UpdateSpan& span, const Rule& rule) { kernel(span, rule); });
+      [&](std::size_t, const UpdateSpan& span, const Rule& rule) { kernels.cpu(span, rule); });
+}
+
+void check_found_inf(const at::Tensor& found_inf, c10::Device device) {
+  if (!found_inf.defined()) return;
+  if (found_inf.scalar_type() != at::kFloat || found_inf.numel() != 1 ||
+      found_inf.device() != device) {
+    throw Error(kUpdate, c10::str("found_inf of one float32 on ", device),
+                c10::str(found_inf.numel(), " of ", dtype_name(found_inf.scalar_type()), " on ",
+                         found_inf.device()));
+  }
+}
+
+// With rules and found_inf in the memory of the parameters' device.
+template <typename Rule>
+void run_there(std::span<const Update> items, const at::Tensor& rules,
+               const at::Tensor& found_inf) {
+  const Kernels<Rule>& kernels = kernels_of(static_cast<const Rule*>(nullptr));
+  const auto* const list = static_cast<const Rule*>(rules.const_data_ptr());
+  const std::span<const Rule> known(list, static_cast<std::size_t>(rules.numel()) / sizeof(Rule));
+  check(items, known);
+  for (const Update& item : items) {
+    if (item.param.device() == rules.device() && fits_kernel(item)) continue;
+    throw Error(kUpdate,
+                c10::str("float32 or 16-bit parameters without gaps on ", rules.device(),
+                         ", and gradients and state that lie alike"),
+                c10::str("one of ", dtype_name(item.param.scalar_type()), ", ", item.param.sizes(),
+                         " on ", item.param.device()));
+  }
+  const float* const flag = found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr;
+  if (!runs_on_cuda(rules)) {
+    if (flag == nullptr || *flag == 0) run(items, known, kernels);
+    return;
+  }
+  CudaWaves<Rule> waves;
+  for (std::size_t i = 0; i < items.size(); ++i) waves.add(i, items[i], Rule{});
+  waves.for_each([&](const at::Tensor&, const std::vector<std::size_t>& numbers,
+                     const CudaStep<Rule>& step, CudaStream stream) {
+    kernels.cuda({.spans = step.spans,
+                  .rules = {},
+                  .rules_on_device = list + numbers.front(),  // a wave's numbers are consecutive
+                  .found_inf = flag},
+                 stream);
+  });
 }
 
 }  // namespace
 
 void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> rules) {
-  run<AdamRule>(items, rules, adam, adam_cuda, ref::adam);
+  run(items, rules, kAdam);
 }
 
 void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules) {
-  run<SgdRule>(items, rules, sgd, sgd_cuda, ref::sgd);
+  run(items, rules, kSgd);
 }
 
 void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules) {
-  run<NovoGradRule>(items, rules, novograd, novograd_cuda, ref::novograd);
+  run(items, rules, kNovoGrad);
 }
 
 void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules) {
-  run<AdagradRule>(items, rules, adagrad, adagrad_cuda, ref::adagrad);
+  run(items, rules, kAdagrad);
 }
 
 void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules) {
-  run<LambRule>(items, rules, lamb_apply, lamb_apply_cuda, ref::lamb_apply);
+  run(items, rules, kLambApply);
+}
+
+void multi_tensor_update(std::span<const Update> items, const Rules& rules) {
+  std::visit(
+      [&]<typename Rule>(const std::vector<Rule>& list) {
+        run(items, std::span<const Rule>(list), kernels_of(static_cast<const Rule*>(nullptr)));
+      },
+      rules);
+}
+
+RepeatedUpdate::RepeatedUpdate(c10::Device device) : device_(device) {}
+
+void RepeatedUpdate::send(const Rules& rules) {
+  std::visit(
+      [&]<typename Rule>(const std::vector<Rule>& list) {
+        static_assert(std::is_trivially_copyable_v<Rule>);
+        const auto bytes = static_cast<std::int64_t>(list.size() * sizeof(Rule));
+        if (!rules_.defined()) {
+          kind_ = rules.index();
+          rules_ = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
+        }
+        if (rules.index() != kind_ || rules_.numel() != bytes)
+          throw Error(kUpdate, "as many rules as before, of the same kind", "others");
+        const at::Tensor host = at::empty({bytes}, at::kByte);
+        std::copy(list.begin(), list.end(), static_cast<Rule*>(host.mutable_data_ptr()));
+        // Memory that is not pinned has been read when the call returns.
+        rules_.copy_(host, /*non_blocking=*/true);
+      },
+      rules);
+}
+
+void RepeatedUpdate::run(std::span<const Update> items, const at::Tensor& found_inf) const {
+  if (!rules_.defined()) throw Error(kUpdate, "rules that were sent", "none");
+  check_found_inf(found_inf, device_);
+  switch (kind_) {
+    case 0:
+      return run_there<AdamRule>(items, rules_, found_inf);
+    case 1:
+      return run_there<SgdRule>(items, rules_, found_inf);
+    default:
+      return run_there<AdagradRule>(items, rules_, found_inf);
+  }
 }
 
 std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,

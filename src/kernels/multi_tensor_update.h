@@ -5,8 +5,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <variant>
 #include <vector>
 
 // Optimizer steps over many parameters in one pass: updates.h for tensors.
@@ -33,6 +35,31 @@ void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> 
 void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules);
 void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules);
 void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules);
+
+// The rules of a step by which each parameter is updated on its own.
+using Rules = std::variant<std::vector<AdamRule>, std::vector<SgdRule>, std::vector<AdagradRule>>;
+void multi_tensor_update(std::span<const Update> items, const Rules& rules);
+
+// Such a step taken again and again without the host: its rules and found_inf are read from the
+// parameters' device when the kernels run, so that it can be captured in a CUDA graph.
+class RepeatedUpdate {
+ public:
+  explicit RepeatedUpdate(c10::Device device);
+
+  // Sends the rules of the next step to the device. The first call takes memory there; the later ones
+  // have as many rules of the same kind.
+  void send(const Rules& rules);
+
+  // The step, by the rules that were sent; nothing if found_inf, of one fp32 element, is not 0 (may be
+  // undefined). Nothing is read back. Error unless all parameters are on the device and fit its
+  // kernels: 16 bits or fp32, without gaps.
+  void run(std::span<const Update> items, const at::Tensor& found_inf) const;
+
+ private:
+  c10::Device device_;
+  std::size_t kind_ = 0;  // of Rules
+  at::Tensor rules_;      // bytes
+};
 
 // The two passes of LAMB. The first returns the norms of each parameter and its update; one host
 // read for each device that is not the CPU.

@@ -281,6 +281,22 @@ TEST(MultiTensorUnscaleList, BumpsTheVersionOfWhatItWrites) {
   EXPECT_GT(grad._version(), before);
 }
 
+TEST(MultiTensorUnscaleScale, MayLieInTheDevicesMemory) {
+  torch::manual_seed(3);
+  for (const auto dtype : {torch::kFloat, torch::kHalf, torch::kDouble}) {
+    const at::Tensor grad = torch::randn({1000}).to(dtype);
+    at::Tensor got = grad.clone();
+    at::Tensor want = grad.clone();
+    at::Tensor found_inf = torch::zeros({});
+    at::Tensor inverse = torch::full({1}, 3, torch::kFloat);
+    const std::vector<Unscale> items{{got, got, {}}};
+    inverse.fill_(0.37F);  // it is read when the work runs
+    multi_tensor_unscale(items, InverseScale(inverse), found_inf);
+    multi_tensor_unscale(std::vector<Unscale>{{want, want, {}}}, 0.37F, found_inf);
+    expect_bitwise_equal(got, want);
+  }
+}
+
 TEST(MultiTensorUnscaleErrors, NameWhatIsWrong) {
   const auto grad = torch::ones({4});
   const auto run = [&](Unscale item, at::Tensor found_inf = torch::zeros({1})) {
@@ -288,6 +304,12 @@ TEST(MultiTensorUnscaleErrors, NameWhatIsWrong) {
   };
   const auto meta = torch::ones({4}, torch::kMeta);
   expect_error(run({grad.to(torch::kInt), grad, {}}), {"[kernels.multi_tensor_unscale]", "int32"});
+  expect_error(
+      [&] {
+        at::Tensor flag = torch::zeros({});
+        multi_tensor_unscale({}, InverseScale(torch::ones({2})), flag);
+      },
+      {"[kernels.multi_tensor_unscale]", "an inverse scale of one float32"});
   expect_error(run({grad, grad.to(torch::kInt), {}}), {"floating-point", "int32"});
   expect_error(run({grad, grad, grad.to(torch::kLong)}), {"floating-point", "int64"});
   expect_error(run({meta, meta, {}}), {"on one device", "meta", "cpu"});

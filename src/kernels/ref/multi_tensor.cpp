@@ -4,11 +4,14 @@
 
 namespace semitone::kernels::ref {
 
-void multi_tensor_unscale(std::span<const Unscale> items, float inv_scale, at::Tensor& found_inf) {
+void multi_tensor_unscale(std::span<const Unscale> items, const InverseScale& inv_scale,
+                          at::Tensor& found_inf) {
   const at::NoGradGuard no_grad;
   for (const Unscale& item : items) {
     const auto compute_dtype = item.grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    at::Tensor result = item.grad.to(compute_dtype).mul(inv_scale);
+    at::Tensor result = item.grad.to(compute_dtype);
+    result = inv_scale.on_device.defined() ? result.mul(inv_scale.on_device.reshape({}))
+                                           : result.mul(inv_scale.number);
     at::Tensor fine = result.isfinite();
     at::Tensor known = at::zeros_like(fine);  // to be inf or NaN
     if (item.addend.defined()) {              // before out, which may be the addend, is written
