@@ -63,11 +63,10 @@ std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(
   return {{.name = "sum", .initial = own.initial_accumulator_value()}};
 }
 
-void FusedAdagrad::update(std::span<Work> work) {
-  const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+std::optional<FusedOptimizer::Rules> FusedAdagrad::rules_of(std::span<const Work> work) const {
+  return Rules{rules_for(work, [](const Work& one) {
     return rule_of(one.options_as<FusedAdagradOptions>(), one.state->step, one.grad_scale);
-  });
-  kernels::multi_tensor_adagrad(items, rules);
+  })};
 }
 
 }  // namespace semitone::optim

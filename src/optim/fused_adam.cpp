@@ -86,11 +86,10 @@ bool FusedAdam::keeps_bf16_state(const torch::optim::OptimizerOptions& options) 
   return static_cast<const FusedAdamOptions&>(options).bf16_state();
 }
 
-void FusedAdam::update(std::span<Work> work) {
-  const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+std::optional<FusedOptimizer::Rules> FusedAdam::rules_of(std::span<const Work> work) const {
+  return Rules{rules_for(work, [](const Work& one) {
     return rule_of(one.options_as<FusedAdamOptions>(), one.state->step, one.grad_scale);
-  });
-  kernels::multi_tensor_adam(items, rules);
+  })};
 }
 
 }  // namespace semitone::optim

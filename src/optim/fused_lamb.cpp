@@ -87,7 +87,8 @@ void FusedLAMB::update(std::span<Work> work) {
   std::vector<double> norms = kernels::multi_tensor_norms(grads, 2);
   for (std::size_t i = 0; i < norms.size(); ++i) norms[i] *= std::abs(work[i].grad_scale);
   const double norm = kernels::total_norm(norms, 2);
-  auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+  const auto items = items_of(work);
+  auto rules = rules_for(work, [&](const Work& one) {
     return rule_of(one.options_as<FusedLAMBOptions>(), one.state->step, one.grad_scale, norm);
   });
   const auto moments = kernels::multi_tensor_lamb_moments(items, rules);

@@ -112,7 +112,7 @@ void FusedNovoGrad::update(std::span<Work> work) {
       norms[places[k]] = std::abs(work[places[k]].grad_scale) * of_order[k];
   }
   std::size_t i = 0;
-  const auto [items, rules] = items_and_rules(work, [&](const Work& one) {
+  const auto rules = rules_for(work, [&](const Work& one) {
     const auto& options = one.options_as<FusedNovoGradOptions>();
     const double norm = norms[i++];
     auto* running = one.state->tensors[kNorm].mutable_data_ptr<double>();
@@ -120,7 +120,7 @@ void FusedNovoGrad::update(std::span<Work> work) {
     *running = moved_norm(options, before, norm);
     return rule_of(options, one.state->step, one.grad_scale, *running);
   });
-  kernels::multi_tensor_novograd(items, rules);
+  kernels::multi_tensor_novograd(items_of(work), rules);
 }
 
 }  // namespace semitone::optim

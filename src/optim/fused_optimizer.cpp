@@ -156,6 +156,15 @@ bool FusedOptimizer::step(const FusedStep& how) {
   return true;
 }
 
+void FusedOptimizer::update(std::span<Work> work) {
+  kernels::multi_tensor_update(items_of(work), rules_of(work).value().rules);
+}
+
+std::optional<FusedOptimizer::Rules> FusedOptimizer::rules_of(
+    std::span<const Work> /*work*/) const {
+  return std::nullopt;
+}
+
 void FusedOptimizer::check_options() const {
   check(defaults());
   for (const auto& group : param_groups()) check(group.options());
@@ -200,7 +209,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
       if (const FusedState* state = find(parameter); state != nullptr) {
         check_state(*state, parameter, slots(group.options()), place(g, i));
       }
-      Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, {}};
+      Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, g, {}};
       if (!lies_like(grad, parameter))
         one.update.grad = copied_like(parameter, grad, grad.scalar_type());
       work.push_back(std::move(one));

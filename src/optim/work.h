@@ -4,6 +4,7 @@
 #include "src/kernels/multi_tensor_update.h"
 
 #include <array>
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -15,6 +16,7 @@ struct FusedOptimizer::Work {
   FusedState* state;
   kernels::Update update;       // update.state: the state's tensors, but not its numbers
   double grad_scale = 1;        // what the gradient is multiplied by
+  std::size_t group = 0;        // of the optimizer's, that it stands in
   std::array<bool, 3> fresh{};  // state that was made in this step
 
   template <typename Options>
@@ -23,18 +25,26 @@ struct FusedOptimizer::Work {
   }
 };
 
-// The items of all parameters, and rule_of(work) for each.
+struct FusedOptimizer::Rules {
+  kernels::Rules rules;
+};
+
+// What kernels take of each parameter.
+template <typename Work>
+std::vector<kernels::Update> items_of(std::span<Work> work) {
+  std::vector<kernels::Update> items;
+  items.reserve(work.size());
+  for (const auto& one : work) items.push_back(one.update);
+  return items;
+}
+
+// rule_of(work) for each parameter.
 template <typename Work, typename RuleOf>
-auto items_and_rules(std::span<Work> work, const RuleOf& rule_of) {
-  using Rule = decltype(rule_of(work.front()));
-  std::pair<std::vector<kernels::Update>, std::vector<Rule>> lists;
-  lists.first.reserve(work.size());
-  lists.second.reserve(work.size());
-  for (Work& one : work) {
-    lists.first.push_back(one.update);
-    lists.second.push_back(rule_of(one));
-  }
-  return lists;
+auto rules_for(std::span<Work> work, const RuleOf& rule_of) {
+  std::vector<decltype(rule_of(work.front()))> rules;
+  rules.reserve(work.size());
+  for (Work& one : work) rules.push_back(rule_of(one));
+  return rules;
 }
 
 }  // namespace semitone::optim

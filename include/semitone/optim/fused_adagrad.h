@@ -48,7 +48,7 @@ class FusedAdagrad : public FusedOptimizer {
   std::string_view where() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
-  void update(std::span<Work> work) override;
+  std::optional<Rules> rules_of(std::span<const Work> work) const override;
 };
 
 }  // namespace semitone::optim

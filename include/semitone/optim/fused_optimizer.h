@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -134,8 +135,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     bool number = false;  ///< one fp64 number for the parameter, not a tensor of its shape
   };
 
-  /// One parameter of a step: src/optim/work.h.
+  /// One parameter of a step, and the numbers of several: src/optim/work.h.
   struct Work;
+  struct Rules;
 
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults);
@@ -144,6 +146,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void check_options() const;
 
  private:
+  friend class RepeatedStep;
+
   /// The name in messages: "optim.fused_adam".
   virtual std::string_view where() const = 0;
   /// Error if options are of another optimizer, or out of range.
@@ -159,7 +163,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return false;
   }
   /// The step, for parameters whose state is there and whose step count includes this step.
-  virtual void update(std::span<Work> work) = 0;
+  virtual void update(std::span<Work> work);
+  /// The numbers by which update() changes each parameter, where it does no more than that. Nothing
+  /// of a class that overrides update().
+  virtual std::optional<Rules> rules_of(std::span<const Work> work) const;
 
   std::vector<Work> gather(const FusedStep& how);
   void prepare(Work& work);

@@ -1,0 +1,62 @@
+#pragma once
+
+#include "semitone/optim/fused_optimizer.h"
+#include "src/kernels/multi_tensor_update.h"
+#include "src/optim/work.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+namespace semitone::optim {
+
+// A step of an optimizer that is taken again and again without the host: learning rates, step counts
+// and found_inf are read from the device's memory when the kernels run. So it can be captured in a
+// CUDA graph.
+//
+//     RepeatedStep step(optimizer, parameters);
+//     step.send_rules();        // of the next step, by the options and step counts as they are now
+//     step.run(copies, found_inf);
+//     if (…found_inf is 0…) step.count();
+class RepeatedStep {
+ public:
+  // Makes the state of these parameters, which stand in the optimizer and are all on one device: those
+  // that will have gradients. Error if the optimizer looks at norms before it updates anything (LAMB,
+  // NovoGrad, LARC), or has bf16 state, which is rounded by other random bits in each step.
+  RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters);
+  // State that was made, and that no step has been counted for, is dropped.
+  ~RepeatedStep();
+  RepeatedStep(const RepeatedStep&) = delete;
+  RepeatedStep& operator=(const RepeatedStep&) = delete;
+
+  void send_rules();
+
+  // FusedOptimizer::step, unless found_inf (may be undefined) is not 0; nothing is read back, and no
+  // step is counted. Error unless the same parameters have gradients.
+  void run(const ModelCopies* copies, const at::Tensor& found_inf);
+
+  // The step that was run has changed the parameters.
+  void count();
+
+  // Whether the optimizer still has the same parameters and state, in the same memory.
+  bool is_current() const;
+
+ private:
+  // A parameter, as it was when its state was made.
+  struct Known {
+    const void* data;
+    bool had_state;
+  };
+  void add(const at::Tensor& parameter, std::size_t group);
+
+  FusedOptimizer* optimizer_;
+  std::vector<std::size_t> group_sizes_;
+  std::vector<FusedOptimizer::Work> work_;
+  std::vector<Known> known_;  // of each in work_
+  kernels::RepeatedUpdate update_;
+  bool counted_ = false;
+};
+
+}  // namespace semitone::optim
