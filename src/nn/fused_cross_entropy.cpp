@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/cross_entropy.h"
+#include "src/kernels/on_cuda.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <ATen/OpMathType.h>
@@ -31,11 +32,12 @@ struct CrossEntropySettings {
   bool inplace_backward;
 };
 
-bool is_floating_cpu(const at::Tensor& tensor) {
+bool has_loss_kernel(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
-  return tensor.is_cpu() && tensor.layout() == at::kStrided &&
-         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
-          dtype == at::kDouble);
+  return tensor.layout() == at::kStrided &&
+         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16
+              ? kernels::has_kernels(tensor)
+              : dtype == at::kDouble && tensor.is_cpu());
 }
 
 void check_defined(const at::Tensor& tensor, const char* what) {
@@ -65,8 +67,14 @@ void check_targets(const at::Tensor& logits, const at::Tensor& target) {
   }
 }
 
-// The number of rows that are not ignored. Error if one has a target that is no class.
-std::int64_t count_rows(const at::Tensor& target, std::int64_t classes, std::int64_t ignore_index) {
+at::Tensor number(double value) {
+  return at::full({}, value, at::kDouble);
+}
+
+// The number of rows that are not ignored, in fp64 where the targets are. Error if one has a target
+// that is no class; a CUDA device is not asked, and the row's loss is NaN.
+at::Tensor count_rows(const at::Tensor& target, std::int64_t classes, std::int64_t ignore_index) {
+  if (kernels::runs_on_cuda(target)) return target.ne(ignore_index).sum(at::kDouble);
   const at::Tensor contiguous = target.contiguous();
   const auto* const data = contiguous.const_data_ptr<std::int64_t>();
   std::int64_t count = 0;
@@ -79,16 +87,17 @@ std::int64_t count_rows(const at::Tensor& target, std::int64_t classes, std::int
     }
     ++count;
   }
-  return count;
+  return number(static_cast<double>(count));
 }
 
-// In fp64 and in order, so that threads have no part in it.
-double sum_in_order(const at::Tensor& values) {
+// In fp64. On a CPU in order, so that threads have no part in it.
+at::Tensor sum_of(const at::Tensor& values) {
+  if (kernels::runs_on_cuda(values)) return values.sum(at::kDouble);
   const at::Tensor fp64 = values.to(at::kDouble);
   const auto* const data = fp64.const_data_ptr<double>();
   double sum = 0;
   for (std::int64_t i = 0; i < fp64.numel(); ++i) sum += data[i];
-  return sum;
+  return number(sum);
 }
 
 // 16-bit logits in fp32.
@@ -106,20 +115,18 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
                             const at::Tensor& target, const CrossEntropySettings& settings) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    const std::int64_t count = count_rows(target, logits.size(1), settings.ignore_index);
+    const at::Tensor count = count_rows(target, logits.size(1), settings.ignore_index);
     const auto losses =
         kernels::cross_entropy(logits, {target, settings.ignore_index, settings.label_smoothing});
-    ctx->save_for_backward({logits, target, losses.max, losses.inv_sum});
-    ctx->saved_data["count"] = count;
+    ctx->save_for_backward({logits, target, losses.max, losses.inv_sum, count});
     ctx->saved_data["reduction"] = settings.reduction;
     ctx->saved_data["ignore_index"] = settings.ignore_index;
     ctx->saved_data["label_smoothing"] = settings.label_smoothing;
     ctx->saved_data["inplace_backward"] = settings.inplace_backward;
     if (settings.reduction == at::Reduction::None) return losses.loss;
-    const double sum = sum_in_order(losses.loss);
-    return at::full(
-        {}, settings.reduction == at::Reduction::Mean ? sum / static_cast<double>(count) : sum,
-        losses.loss.options());
+    const at::Tensor sum = sum_of(losses.loss);
+    return (settings.reduction == at::Reduction::Mean ? sum.div(count) : sum)
+        .to(losses.loss.scalar_type());
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -133,10 +140,7 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     }
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     at::Tensor grad = gradients[0];
-    if (settings.reduction == at::Reduction::Mean) {
-      const auto count = static_cast<double>(ctx->saved_data["count"].toInt());
-      grad = grad.to(at::kDouble).div(count);
-    }
+    if (settings.reduction == at::Reduction::Mean) grad = grad.to(at::kDouble).div(saved[4]);
     const at::Tensor result = kernels::cross_entropy_gradient(
         saved[0].detach(), {saved[1], settings.ignore_index, settings.label_smoothing},
         {.loss = {}, .max = saved[2], .inv_sum = saved[3]}, grad.to(saved[2].scalar_type()),
@@ -166,8 +170,7 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
       .label_smoothing = options.label_smoothing(),
       .inplace_backward = options.inplace_backward()};
   const bool probabilities = target.sizes() == logits.sizes() && target.is_floating_point();
-  if (options.weight().defined() || probabilities || logits.dim() != 2 ||
-      !is_floating_cpu(logits)) {
+  if (options.weight().defined() || probabilities || logits.dim() != 2 || !has_loss_kernel(logits)) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return libtorch_cross_entropy(logits, target, options.weight(), settings);
   }

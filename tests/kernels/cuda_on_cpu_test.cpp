@@ -2,6 +2,7 @@
 // read from a device's memory. The tests of the tensor-level functions are part of this program too,
 // and find the CUDA kernels here.
 
+#include "semitone/nn/fused_cross_entropy.h"
 #include "src/kernels/cuda/cuda_kernels.h"
 #include "tests/support/cuda_cases.h"
 #include "tests/support/cuda_on_cpu/cuda_runtime.h"
@@ -40,6 +41,24 @@ void expect_same(const std::vector<at::Tensor>& got, const std::vector<at::Tenso
     } else {
       test::expect_close(got[i], want[i], relative);
     }
+  }
+}
+
+// A device is not waited for: the host does not look at targets.
+TEST(CudaCrossEntropy, RowsWhoseTargetIsNoClassAreNan) {
+  torch::manual_seed(1);
+  const at::Tensor logits = torch::randn({4, 7}).requires_grad_();
+  const at::Tensor target = torch::tensor({2, 9, -100, -1});
+  const std::size_t before = cuda_on_cpu::launches();
+  const at::Tensor losses = nn::fused_cross_entropy(
+      logits, target, nn::FusedCrossEntropyOptions().reduction(torch::kNone));
+  losses.sum().backward();
+  EXPECT_EQ(cuda_on_cpu::launches(), before + 2);
+  for (const at::Tensor& rows : {losses.view({4, 1}), logits.grad()}) {
+    EXPECT_TRUE(rows[0].isfinite().all().item<bool>());
+    EXPECT_TRUE(rows[1].isnan().all().item<bool>());
+    EXPECT_TRUE(rows[2].eq(0).all().item<bool>());
+    EXPECT_TRUE(rows[3].isnan().all().item<bool>());
   }
 }
 

@@ -45,11 +45,15 @@ struct FusedCrossEntropyOptions {
 /// gradient of rows that are ignored is 0 whatever is in them. With gradients switched off nothing
 /// is saved. The gradient can be differentiated again, by LibTorch's operators.
 ///
+/// On CUDA devices with kernels of ours likewise, but the host does not wait for the device to look at
+/// targets: the loss of a row whose target is no class is NaN (LibTorch's kernel ends the process's
+/// use of the device). So it can be captured in a CUDA graph.
+///
 /// Class weights, probabilities as targets, logits of another number of dimensions and other devices
 /// are computed by at::cross_entropy_loss, 16-bit logits in fp32.
 ///
-/// Error for targets that are no class and not ignore_index (with row, target and C), targets of
-/// another dtype, shape or device, and a label_smoothing outside [0, 1].
+/// Error for targets that are no class and not ignore_index (with row, target and C; on a CPU),
+/// targets of another dtype, shape or device, and a label_smoothing outside [0, 1].
 at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                const FusedCrossEntropyOptions& options = {});
 
