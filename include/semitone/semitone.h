@@ -4,6 +4,7 @@
 /// compiles faster.
 
 #include "semitone/amp/autocast.h"
+#include "semitone/amp/captured_step.h"
 #include "semitone/amp/cast_policy.h"
 #include "semitone/amp/functions.h"
 #include "semitone/amp/grad_scaler.h"

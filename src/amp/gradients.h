@@ -9,6 +9,7 @@
 
 #include <map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -29,7 +30,8 @@ void for_each_parameter(torch::optim::Optimizer& optimizer, Visit&& visit) {
 // parameter once however often it is named, and does it in one pass a device.
 class Gradients {
  public:
-  explicit Gradients(float inverse_scale) : inverse_scale_(inverse_scale) {}
+  explicit Gradients(kernels::InverseScale inverse_scale)
+      : inverse_scale_(std::move(inverse_scale)) {}
 
   // parameter.grad = parameter.grad / scale + addend, in place. Either may be undefined.
   void unscale(const at::Tensor& parameter, const at::Tensor& addend = {});
@@ -54,7 +56,7 @@ class Gradients {
     at::Tensor source;  // whose gradient is dropped
   };
 
-  float inverse_scale_;
+  kernels::InverseScale inverse_scale_;
   std::unordered_set<const c10::TensorImpl*> seen_;
   std::unordered_set<const void*> changed_;  // memory that is changed in place
   std::map<c10::DeviceIndex, std::vector<kernels::Unscale>> by_device_;

@@ -18,13 +18,25 @@ namespace semitone::amp {
 LossScaler::LossScaler(const LossScaleOptions& options, std::int64_t loss_id)
     : options_(options), loss_id_(loss_id), state_(initial_loss_scale(options)) {}
 
-at::Tensor LossScaler::scaled(const at::Tensor& loss) const {
+namespace {
+
+// In fp32, or fp64.
+at::Tensor widened(const at::Tensor& loss) {
   if (!loss.defined() || !loss.is_floating_point()) {
     throw Error("amp.loss_scaler", "a floating-point loss",
                 loss.defined() ? dtype_name(loss.scalar_type()) : "an undefined tensor");
   }
-  const at::Tensor wide = loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
-  return wide * state_.scale;
+  return loss.scalar_type() == at::kDouble ? loss : loss.to(at::kFloat);
+}
+
+}  // namespace
+
+at::Tensor LossScaler::scaled(const at::Tensor& loss) const {
+  return widened(loss) * state_.scale;
+}
+
+at::Tensor LossScaler::scaled(const at::Tensor& loss, const at::Tensor& scale) {
+  return widened(loss) * scale.reshape({});
 }
 
 void LossScaler::note_skip(const Overflow& overflow) {

@@ -9,6 +9,7 @@
 #include "src/core/archive.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
+#include "src/optim/repeated_step.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -235,6 +236,14 @@ void MasterWeights::step() {
     pair->parameter.mutable_grad().reset();
     agreed(*pair);
   }
+  maybe_stepped_ = false;
+}
+
+void MasterWeights::step(optim::RepeatedStep& repeated, const at::Tensor& found_inf) {
+  optim::ModelCopies copies;
+  for (const Pair& pair : pairs_) copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
+  repeated.run(&copies, found_inf);
+  for (Pair& pair : pairs_) agreed(pair);
   maybe_stepped_ = false;
 }
 

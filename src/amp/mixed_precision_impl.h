@@ -2,9 +2,11 @@
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/events.h"
+#include "src/amp/cudnn_scope.h"
 #include "src/amp/gradients.h"
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -49,6 +51,12 @@ struct MixedPrecision::Impl {
     std::vector<at::Tensor> found_inf;
   };
 
+  // A loss scale in a device's memory.
+  struct ScaleOnDevice {
+    at::Tensor scale;
+    at::Tensor inverse;
+  };
+
   // A parameter and its gradient.
   struct SetAside {
     at::Tensor parameter;
@@ -64,14 +72,21 @@ struct MixedPrecision::Impl {
   // Gradients from before a scaled backward, which are not scaled: kept apart from those in the
   // model until these are unscaled.
   std::unordered_map<const c10::TensorImpl*, SetAside> set_aside;
+  // While a step is captured: stands for the scalers' numbers.
+  std::optional<ScaleOnDevice> scale_on_device;
   ParameterNames names;
   FoundInfHook found_inf_hook;
+  std::optional<CudnnScope> cudnn;
   std::shared_ptr<events::Listener> cast_log;
   int fp32_scopes = 0;  // Fp32Weights that are alive
 
   PerOptimizer& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
+
+  // The end of an optimizer's step whose gradients are unscaled and checked: calls take() unless it is
+  // skipped, and moves the scales.
+  Step end_step(PerOptimizer& known, const std::function<void()>& take);
 
   // MasterWeights::pull and sync of every optimizer. Error inside fp32_weights().
   void pull(const char* caller);

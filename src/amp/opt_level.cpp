@@ -176,6 +176,25 @@ Options& Options::choose_memory_format() {
   return *this;
 }
 
+Options& Options::cudnn_benchmark(bool value) {
+  cudnn_.benchmark = value;
+  return *this;
+}
+
+Options& Options::cudnn_benchmark_limit(int value) {
+  if (value < 0)
+    throw Error("amp.options.cudnn_benchmark_limit", "0 or more", std::to_string(value));
+  cudnn_.benchmark_limit = value;
+  return *this;
+}
+
+Options& Options::cudnn_workspace_limit(std::int64_t mebibytes) {
+  if (mebibytes < 1)
+    throw Error("amp.options.cudnn_workspace_limit", "1 MiB or more", std::to_string(mebibytes));
+  cudnn_.workspace_limit = mebibytes;
+  return *this;
+}
+
 Properties Properties::defaults(OptLevel level, c10::ScalarType dtype) {
   const LossScale scale =
       dtype == c10::ScalarType::BFloat16 ? LossScale(1.0) : LossScale("dynamic");
@@ -251,6 +270,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   properties.verbosity = options.verbosity_;
   properties.policy = options.policy_;
   properties.memory_format = options.memory_format_;
+  properties.cudnn = options.cudnn_;
 
   // Apex's ceiling of 2^24 holds unless somebody says otherwise.
   LossScaleOptions rule =
@@ -278,7 +298,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
 std::string Properties::to_string() const {
   if (!enabled) return "mixed precision: disabled";
   const auto yes = [](bool value) { return value ? "yes" : "no"; };
-  return fmt::format(
+  std::string text = fmt::format(
       "opt level {} with {} on {}\n"
       "  cast_model_type       {}\n"
       "  patch_torch_functions {} (autocast{})\n"
@@ -296,6 +316,15 @@ std::string Properties::to_string() const {
       yes(keep_batchnorm_fp32), yes(master_weights), loss_scale.to_string(),
       dtype_name(cast_model_outputs),
       memory_format.has_value() ? c10::str(*memory_format) : "chosen for each model");
+  const auto add = [&](const char* name, const std::string& value) {
+    text += fmt::format("\n  {:<21} {}", name, value);
+  };
+  if (cudnn.benchmark.has_value()) add("cudnn_benchmark", yes(*cudnn.benchmark));
+  if (cudnn.benchmark_limit.has_value())
+    add("cudnn_benchmark_limit", std::to_string(*cudnn.benchmark_limit));
+  if (cudnn.workspace_limit.has_value())
+    add("cudnn_workspace_limit", std::to_string(*cudnn.workspace_limit) + " MiB");
+  return text;
 }
 
 }  // namespace semitone::amp

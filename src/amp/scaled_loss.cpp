@@ -25,6 +25,7 @@ struct ScaledLoss::Work {
   Impl* mixed;
   std::int64_t loss_id;
   float inverse;
+  at::Tensor inverse_on_device;  // if it is to be read there
   bool delay;
   std::vector<PerOptimizer*> optimizers;  // that were named for the loss
   std::vector<Impl::SetAside> others;     // gradients of the optimizers that were not
@@ -116,7 +117,9 @@ void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
 
 // Whether the model's gradients can stay where they are until the step.
 bool ScaledLoss::Work::may_defer(const PerOptimizer& known) const {
-  if (!known.masters.has_value() || !known.masters->can_defer_gradients()) return false;
+  if (!known.masters.has_value() || inverse_on_device.defined() ||
+      !known.masters->can_defer_gradients())
+    return false;
   bool any_earlier = false;
   known.for_each_leaf([&](const at::Tensor& parameter) {
     any_earlier = any_earlier || mixed->set_aside.count(parameter.unsafeGetTensorImpl()) > 0;
@@ -148,7 +151,8 @@ void ScaledLoss::Work::finish() {
   const auto defers = [&](const PerOptimizer* known) {
     return std::find(deferring.begin(), deferring.end(), known) != deferring.end();
   };
-  Gradients scaled(inverse);
+  Gradients scaled(inverse_on_device.defined() ? kernels::InverseScale(inverse_on_device)
+                                               : kernels::InverseScale(inverse));
   for (PerOptimizer* known : optimizers) {
     if (known->masters.has_value() && !defers(known)) known->masters->take_gradients(scaled);
     for_each_parameter(*known->optimizer,
@@ -281,13 +285,17 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
                      std::none_of(named.begin(), named.end(),
                                   [](const auto* known) { return known->masters.has_value(); });
   if (plain) return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
-  return ScaledLoss(scaler.scaled(loss),
-                    std::make_unique<ScaledLoss::Work>(ScaledLoss::Work{impl_.get(),
-                                                                        options.loss_id,
-                                                                        scaler.inverse(),
-                                                                        options.delay_unscale,
-                                                                        std::move(named),
-                                                                        {}}));
+  const auto& on_device = impl_->scale_on_device;
+  return ScaledLoss(
+      on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : scaler.scaled(loss),
+      std::make_unique<ScaledLoss::Work>(
+          ScaledLoss::Work{impl_.get(),
+                           options.loss_id,
+                           scaler.inverse(),
+                           on_device.has_value() ? on_device->inverse : at::Tensor(),
+                           options.delay_unscale,
+                           std::move(named),
+                           {}}));
 }
 
 namespace {
@@ -384,17 +392,22 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
     std::vector<at::Tensor> ignored;
     by_hand.run(ignored);
   }
-  const auto found_by_loss = resolve(*impl_, known);
+  return impl_->end_step(
+      known, [&] { known.masters.has_value() ? known.masters->step() : void(optimizer.step()); });
+}
+
+Step MixedPrecision::Impl::end_step(PerOptimizer& known, const std::function<void()>& take) {
+  const auto found_by_loss = resolve(*this, known);
   const bool skip = std::exchange(known.skip, false);
   if (!skip) {
-    known.masters.has_value() ? known.masters->step() : void(optimizer.step());
+    take();
     clear_cast_cache();
   }
   if (known.masters.has_value()) known.masters->clear_gradients();
   std::exception_ptr diverged;
   for (const auto& [loss_id, found] : found_by_loss) {
     try {
-      impl_->scaler(loss_id, "step").update(found);
+      scaler(loss_id, "step").update(found);
     } catch (const DivergedError&) {
       if (diverged == nullptr) diverged = std::current_exception();
     }

@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/keep_fp32.h"
+#include "tests/support/environment.h"
 #include "tests/support/errors.h"
 #include "tests/support/recorded_events.h"
 #include "tests/support/tensors.h"
@@ -16,6 +17,7 @@
 #include <spdlog/sinks/ostream_sink.h>
 #include <spdlog/spdlog.h>
 
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -78,6 +80,28 @@ Step train_once(MixedPrecision& mixed, Model& model, torch::optim::Optimizer& op
   optimizer.zero_grad();
   mixed.scale_loss(mixed.forward(model, x).pow(2).mean(), optimizer).backward();
   return mixed.step(optimizer);
+}
+
+TEST(Initialize, SetsCudnnForItsLifetime) {
+  constexpr auto kLimit = "CUDNN_CONV_WSCAP_DBG";
+  const test::Environment environment({kLimit});
+  at::Context& context = at::globalContext();
+  const bool benchmark = context.benchmarkCuDNN();
+  const int benchmark_limit = context.benchmarkLimitCuDNN();
+  {
+    const auto mixed = initialize(make_net(), quiet(Options("O1")
+                                                        .cudnn_benchmark(!benchmark)
+                                                        .cudnn_benchmark_limit(benchmark_limit + 1)
+                                                        .cudnn_workspace_limit(256)));
+    EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
+    EXPECT_EQ(context.benchmarkLimitCuDNN(), benchmark_limit + 1);
+    EXPECT_STREQ(std::getenv(kLimit), "256");
+    const auto other = initialize(make_net(), quiet("O1"));
+    EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
+  }
+  EXPECT_EQ(context.benchmarkCuDNN(), benchmark);
+  EXPECT_EQ(context.benchmarkLimitCuDNN(), benchmark_limit);
+  EXPECT_EQ(std::getenv(kLimit), nullptr);
 }
 
 // ------------------------------------------------------------------ what a model looks like at

@@ -286,6 +286,20 @@ TEST(Properties, AFixedRuleGivesTheNumber) {
               HasSubstr("one loss scale"));
 }
 
+TEST(Properties, KeepWhatIsSaidOfCudnn) {
+  const auto properties = resolved(
+      Options("O1").cudnn_benchmark(true).cudnn_benchmark_limit(4).cudnn_workspace_limit(64));
+  EXPECT_EQ(properties.cudnn.benchmark, true);
+  EXPECT_EQ(properties.cudnn.benchmark_limit, 4);
+  EXPECT_EQ(properties.cudnn.workspace_limit, 64);
+  EXPECT_THAT(properties.to_string(),
+              AllOf(HasSubstr("cudnn_benchmark       yes"), HasSubstr("cudnn_benchmark_limit 4"),
+                    HasSubstr("cudnn_workspace_limit 64 MiB")));
+  EXPECT_THAT(resolved("O1").to_string(), testing::Not(HasSubstr("cudnn")));
+  EXPECT_THAT(error_of([] { Options().cudnn_benchmark_limit(-1); }), HasSubstr("0 or more"));
+  EXPECT_THAT(error_of([] { Options().cudnn_workspace_limit(0); }), HasSubstr("1 MiB or more"));
+}
+
 TEST(Properties, ToStringShowsEveryProperty) {
   const auto text = resolved(Options("O2").dtype(ScalarType::Half).loss_scale(128)).to_string();
   EXPECT_THAT(

@@ -34,6 +34,9 @@ class LossScaler {
   /// loss * scale, recorded by autograd, in fp32 or fp64: fp16 holds nothing above 65504. Error for
   /// a loss that is not floating-point.
   at::Tensor scaled(const at::Tensor& loss) const;
+  /// loss * scale likewise, by a scale in the device's memory, of one fp32 element: for a step that
+  /// is captured.
+  static at::Tensor scaled(const at::Tensor& loss, const at::Tensor& scale);
 
   /// An optimizer step of this iteration is skipped: counts it and tells listeners
   /// (events::StepSkipped). Before update().

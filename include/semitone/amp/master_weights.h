@@ -16,6 +16,7 @@ class Gradients;
 
 namespace semitone::optim {
 class FusedOptimizer;
+class RepeatedStep;
 }  // namespace semitone::optim
 
 namespace semitone::amp {
@@ -108,6 +109,9 @@ class MasterWeights {
 
   /// For the library itself: take_gradients() of the masters alone, as part of a larger pass.
   void take_gradients(Gradients& pass);
+  /// For the library itself: step() by a step that can be captured, which changes nothing if
+  /// found_inf is set.
+  void step(optim::RepeatedStep& repeated, const at::Tensor& found_inf);
 
   /// Whether a tensor is one of the masters.
   bool is_master(const at::Tensor& tensor) const {

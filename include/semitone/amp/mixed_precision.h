@@ -233,6 +233,7 @@ class MixedPrecision {
 
  private:
   friend MixedPrecision initialize(const std::vector<Model>&, const OptimizerRefs&, const Options&);
+  friend class CapturedStep;
   explicit MixedPrecision(std::unique_ptr<Impl> impl);
 
   // What forward needs: the model as the key it is known by, and the region.

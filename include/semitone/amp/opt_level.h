@@ -62,6 +62,13 @@ class Flag {
   bool value_;
 };
 
+/// See Options::cudnn_benchmark. Nothing: left as it is.
+struct CudnnSettings {
+  std::optional<bool> benchmark;
+  std::optional<int> benchmark_limit;
+  std::optional<std::int64_t> workspace_limit;  ///< MiB
+};
+
 /// What amp::initialize is asked for: a level, and what is to differ from the level's defaults. The
 /// setters carry Apex's names.
 ///
@@ -134,6 +141,21 @@ class Options {
   /// else Preserve. Properties::memory_format says what was chosen.
   Options& choose_memory_format();
 
+  /// How cuDNN computes convolutions on CUDA devices. These are LibTorch's settings, and hold for the
+  /// whole process: initialize sets those that are given here, and they are as before when what it
+  /// returns is destroyed. (Paddle: cudnn_exhaustive_search, conv_workspace_size_limit. Its
+  /// cudnn_batchnorm_spatial_persistent is what LibTorch does in training by itself.)
+  ///
+  /// Whether it times its algorithms for each new shape, and keeps the fastest: for shapes that stay.
+  /// Default: as LibTorch has it, false.
+  Options& cudnn_benchmark(bool value);
+  /// How many algorithms are timed; 0: all. Default: as LibTorch has it, 10.
+  Options& cudnn_benchmark_limit(int value);
+  /// The most MiB of workspace that a convolution may take, at least 1: the environment variable
+  /// CUDNN_CONV_WSCAP_DBG, which cuDNN reads at the process's first convolution. Call initialize
+  /// before, and before other threads look at the environment. Default: as it is, no limit.
+  Options& cudnn_workspace_limit(std::int64_t mebibytes);
+
   OptLevel opt_level() const { return level_; }
 
  private:
@@ -156,6 +178,7 @@ class Options {
   std::optional<LossScaleOptions> loss_scale_options_;
   std::optional<CastPolicy> policy_;
   std::optional<c10::MemoryFormat> memory_format_ = c10::MemoryFormat::Preserve;
+  CudnnSettings cudnn_;
 };
 
 /// What is in force: the level's defaults with the options applied, checked for sense.
@@ -176,6 +199,7 @@ struct Properties {
   std::optional<CastPolicy> policy;     ///< as given
   /// Nothing until initialize has chosen.
   std::optional<c10::MemoryFormat> memory_format = c10::MemoryFormat::Preserve;
+  CudnnSettings cudnn;
 
   /// The defaults of a level for a 16-bit dtype: one row of the table above.
   static Properties defaults(OptLevel level, c10::ScalarType dtype);
