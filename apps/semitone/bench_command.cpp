@@ -28,8 +28,6 @@ using nlohmann::ordered_json;
 using train::TensorMemory;
 using train::Workload;
 
-constexpr std::int64_t kManySteps = 1'000'000;
-
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const std::size_t middle = values.size() / 2;
@@ -147,7 +145,7 @@ std::int64_t steps_of(std::string_view command) {
   const auto [stop, error] =
       std::from_chars(command.data(), command.data() + command.size(), steps);
   const bool whole = error == std::errc() && stop == command.data() + command.size();
-  return whole && steps <= kManySteps ? std::max<std::int64_t>(steps, 0) : 0;
+  return whole && steps <= kBenchMost ? std::max<std::int64_t>(steps, 0) : 0;
 }
 
 // Says that it is ready, and then runs as many steps as each line asks for.
@@ -158,7 +156,7 @@ std::vector<double> run_as_asked(Workload& workload) {
     const std::int64_t steps = steps_of(command);
     if (steps == 0) {
       throw UsageError(kBench,
-                       fmt::format("'step N' with N from 1 to {} on standard input", kManySteps),
+                       fmt::format("'step N' with N from 1 to {} on standard input", kBenchMost),
                        "'" + command + "'");
     }
     const double taken = workload.run(steps);

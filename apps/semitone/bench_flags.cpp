@@ -12,7 +12,6 @@
 namespace semitone::cli {
 namespace {
 
-constexpr std::int64_t kBenchMost = 1'000'000;
 // Of the feed-forward part, as BERT has it.
 constexpr std::int64_t kFfnPerWidth = 4;
 

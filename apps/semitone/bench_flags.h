@@ -13,6 +13,9 @@ namespace semitone::cli {
 // Who speaks in errors.
 inline constexpr auto kBench = "cli.bench";
 
+// No number that it takes is larger, unless said otherwise.
+inline constexpr std::int64_t kBenchMost = 1'000'000;
+
 // The command line of `semitone bench`, checked.
 struct BenchFlags {
   std::string workload;

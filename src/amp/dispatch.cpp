@@ -173,9 +173,7 @@ class Kernel final : public c10::OperatorKernel {
         refuse_16bit(op, arguments, policy);
         [[fallthrough]];
       default:
-        if (fast != nullptr && !is_emulated(arguments, policy) && runs_fast(fast, arguments, stack))
-          return;
-        run_uncast(op, keys, stack, arguments, cast, policy);
+        run_uncast(op, keys, stack, arguments, cast, policy, fast);
     }
   }
 
@@ -222,17 +220,24 @@ class Kernel final : public c10::OperatorKernel {
 
   // Not cast itself: the operators that this one is made of may be.
   void run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
-                  Arguments arguments, const Caster& cast, const CompiledPolicy& policy) const {
+                  Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
+                  const FastKernel* fast) const {
+    std::optional<c10::ScalarType> mixed;
     if (product_ == MatrixProduct::primitive || product_ == MatrixProduct::convolution) {
       const Dtypes dtypes(arguments, device_);
-      // What a kept parameter has made, on its way through the other weights.
-      const auto mixed = policy.lowers_mixed() ? dtypes.mixed_16bit() : std::nullopt;
-      const auto dtype = mixed.has_value() ? mixed : dtypes.common_16bit();
-      const bool emulated = dtype.has_value() && goes_through_fp32(arguments, policy, *dtype);
-      if (mixed.has_value() || emulated) {
-        run_lowered(op, keys, stack, arguments, cast, *dtype, emulated);
+      const auto dtype = dtypes.common_16bit();
+      if (dtype.has_value() && goes_through_fp32(arguments, policy, *dtype)) {
+        run_lowered(op, keys, stack, arguments, cast, *dtype, /*emulated=*/true);
         return;
       }
+      if (policy.lowers_mixed()) mixed = dtypes.mixed_16bit();
+    }
+    if (runs_fast(fast, arguments, stack)) return;
+    if (mixed.has_value()) {
+      // What a kept parameter has made, on its way through the other weights.
+      const bool emulated = goes_through_fp32(arguments, policy, *mixed);
+      run_lowered(op, keys, stack, arguments, cast, *mixed, emulated);
+      return;
     }
     op.redispatchBoxed(keys & below(key_), stack);
   }
@@ -306,13 +311,6 @@ class Kernel final : public c10::OperatorKernel {
     // Every convolution operator takes (input, weight, …).
     return product_ == MatrixProduct::convolution && policy.repairs() && arguments[1].isTensor() &&
            convolves_wrongly(arguments[1].toTensor(), dtype);
-  }
-
-  // Whether it multiplies matrices in a dtype that goes through fp32.
-  bool is_emulated(Arguments arguments, const CompiledPolicy& policy) const {
-    if (product_ == MatrixProduct::none) return false;
-    const auto dtype = Dtypes(arguments, device_).common_16bit();
-    return dtype.has_value() && goes_through_fp32(arguments, policy, *dtype);
   }
 
   static void round_results(const c10::OperatorHandle& op, c10::ScalarType dtype, Stack* stack) {

@@ -11,12 +11,6 @@
 namespace semitone::amp {
 namespace {
 
-// Not contiguous(): where both formats are the same memory, as with one channel, the strides have to
-// say which.
-at::Tensor laid_out(const at::Tensor& tensor, at::MemoryFormat format) {
-  return at::empty(tensor.sizes(), tensor.options().memory_format(format)).copy_(tensor);
-}
-
 bool has_layout(const at::Tensor& tensor, at::MemoryFormat format) {
   return tensor.strides() ==
          at::empty(tensor.sizes(), tensor.options().device(at::kMeta).memory_format(format))
@@ -66,8 +60,10 @@ void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format) {
     if (has_layout(old[i], format)) continue;
     std::size_t first = 0;  // of those that share their memory with it
     while (!same_memory(old[first], old[i])) ++first;
-    tensors[i].set_data(first < i ? tensors[first].variable_data() : laid_out(old[i], format));
-    if (at::Tensor& grad = tensors[i].mutable_grad(); grad.defined()) grad = laid_out(grad, format);
+    // Not contiguous(): where both formats are the same memory, as with one channel, the strides
+    // have to say which.
+    tensors[i].set_data(first < i ? tensors[first].variable_data() : old[i].clone(format));
+    if (at::Tensor& grad = tensors[i].mutable_grad(); grad.defined()) grad = grad.clone(format);
   }
 }
 

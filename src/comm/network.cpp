@@ -3,23 +3,18 @@
 #include "semitone/core/error.h"
 
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <memory>
-#include <system_error>
+#include <utility>
 
 namespace semitone::comm {
 namespace {
@@ -28,10 +23,6 @@ namespace {
 constexpr std::size_t kLongestLine = 1 << 16;
 // What is kept for a peer that does not read.
 constexpr std::size_t kMostUnsent = 1 << 16;
-
-std::string reason_of(int number) {
-  return std::error_code(number, std::generic_category()).message();
-}
 
 // The sockets' interface wants pointers to a common base of structures that have none.
 template <typename To, typename From>
@@ -84,33 +75,7 @@ Descriptor open_socket(const addrinfo& address) {
   return Descriptor(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, 0));
 }
 
-void make_nonblocking(int socket) {
-  ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL, 0) | O_NONBLOCK);
-}
-
-// 0, or the reason.
-int finish_connecting(int socket, std::chrono::milliseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  pollfd ready{socket, POLLOUT, 0};
-  int count = 0;
-  do {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    count = ::poll(&ready, 1, static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, INT_MAX)));
-  } while (count < 0 && errno == EINTR);
-  if (count == 0) return ETIMEDOUT;
-  if (count < 0) return errno;
-  int error = 0;
-  socklen_t size = sizeof(error);
-  ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
-  return error;
-}
-
 }  // namespace
-
-Descriptor::~Descriptor() {
-  if (is_open()) ::close(number_);
-}
 
 Descriptor listen_on(const std::string& host, int port) {
   const AddressList addresses = resolve(host, port, SOCK_STREAM);
@@ -123,7 +88,7 @@ Descriptor listen_on(const std::string& host, int port) {
     ::setsockopt(listener.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
     if (::bind(listener.number(), address->ai_addr, address->ai_addrlen) == 0 &&
         ::listen(listener.number(), SOMAXCONN) == 0) {
-      make_nonblocking(listener.number());
+      listener.set_nonblocking();
       return listener;
     }
     reason = errno;
@@ -145,10 +110,10 @@ Descriptor connect_to(const Address& to, std::chrono::milliseconds timeout) {
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     Descriptor socket = open_socket(*address);
     if (!socket.is_open()) continue;
-    make_nonblocking(socket.number());
+    socket.set_nonblocking();
     reason = 0;
     if (::connect(socket.number(), address->ai_addr, address->ai_addrlen) != 0) {
-      reason = errno == EINPROGRESS ? finish_connecting(socket.number(), timeout) : errno;
+      reason = errno == EINPROGRESS ? finish_connecting(socket, timeout) : errno;
     }
     if (reason == 0) return socket;
   }
@@ -191,7 +156,7 @@ bool is_loopback(const std::string& address) {
 }
 
 LineChannel::LineChannel(Descriptor socket) : socket_(std::move(socket)) {
-  make_nonblocking(number());
+  socket_.set_nonblocking();
   const int yes = 1;
   ::setsockopt(number(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }

@@ -1,8 +1,9 @@
 #pragma once
 
+#include "src/core/descriptor.h"
+
 #include <chrono>
 #include <string>
-#include <utility>
 #include <vector>
 
 // What the system's sockets give, as values: addresses, listening sockets, and connections that
@@ -11,25 +12,6 @@ namespace semitone::comm {
 
 // Who speaks in errors.
 inline constexpr auto kInit = "comm.init";
-
-// A file descriptor, closed at the end of its scope.
-class Descriptor {
- public:
-  explicit Descriptor(int number = -1) : number_(number) {}
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-  }
-  ~Descriptor();
-
-  int number() const { return number_; }
-  bool is_open() const { return number_ >= 0; }
-  int release() { return std::exchange(number_, -1); }
-
- private:
-  int number_;
-};
 
 // Addresses in numbers.
 struct Address {

@@ -1,6 +1,7 @@
 #include "semitone/core/file.h"
 
 #include "semitone/core/error.h"
+#include "src/core/descriptor.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -10,42 +11,21 @@
 #include <cstdlib>
 #include <string>
 #include <system_error>
-#include <utility>
 
 namespace semitone {
 namespace {
 
 namespace fs = std::filesystem;
 
-class Descriptor {
- public:
-  explicit Descriptor(int number) : number_(number) {}
-  ~Descriptor() {
-    if (is_open()) ::close(number_);
+bool write_all(const Descriptor& file, std::string_view content) {
+  while (!content.empty()) {
+    const auto written = ::write(file.number(), content.data(), content.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    content.remove_prefix(static_cast<std::size_t>(written));
   }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  bool is_open() const { return number_ >= 0; }
-
-  bool write(std::string_view content) const {
-    while (!content.empty()) {
-      const auto written = ::write(number_, content.data(), content.size());
-      if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) return false;
-      content.remove_prefix(static_cast<std::size_t>(written));
-    }
-    return true;
-  }
-
-  bool set_mode(mode_t mode) const { return ::fchmod(number_, mode) == 0; }
-  bool sync() const { return ::fsync(number_) == 0; }
-  // Some file systems (NFS) report a full disk only here.
-  bool close() { return ::close(std::exchange(number_, -1)) == 0; }
-
- private:
-  int number_;
-};
+  return true;
+}
 
 // Where the content goes: the file that a symbolic link names; and whether it is replaced or
 // written to as it is.
@@ -89,8 +69,7 @@ mode_t mode_for(const Target& target) {
 }
 
 [[noreturn]] void fail(std::string_view where, const fs::path& path, int reason) {
-  const std::string what = std::error_code(reason, std::generic_category()).message();
-  throw FileError(where, "to write '" + path.string() + "'", what);
+  throw FileError(where, "to write '" + path.string() + "'", reason_of(reason));
 }
 
 }  // namespace
@@ -99,13 +78,13 @@ void write_file(const fs::path& path, std::string_view content, std::string_view
   const Target target = target_of(path);
   if (!target.replace) {
     Descriptor file(::open(target.path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
-    if (!file.is_open() || !file.write(content) || !file.close()) fail(where, path, errno);
+    if (!file.is_open() || !write_all(file, content) || !file.close()) fail(where, path, errno);
     return;
   }
   Partial partial(target);
   if (!partial.file.is_open()) fail(where, path, errno);
-  if (!partial.file.write(content) || !partial.file.set_mode(mode_for(target)) ||
-      !partial.file.sync() || !partial.file.close() ||
+  if (!write_all(partial.file, content) || ::fchmod(partial.file.number(), mode_for(target)) != 0 ||
+      ::fsync(partial.file.number()) != 0 || !partial.file.close() ||
       ::rename(partial.path.c_str(), target.path.c_str()) != 0) {
     const int reason = errno;
     ::unlink(partial.path.c_str());

@@ -50,11 +50,13 @@ inline at::Tensor dense(const at::Tensor& tensor) {
   return tensor.resolve_neg().contiguous();
 }
 
-// The tensor in a dtype, its elements in the order of the other one's memory, which has no gaps and
-// is on the same device.
+// The tensor in a dtype, its elements on the device and in the order of the other one's memory,
+// which has no gaps.
 inline at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& other,
                                 at::ScalarType dtype) {
-  if (tensor.scalar_type() == dtype && same_flat_layout(tensor, other)) return tensor;
+  if (tensor.scalar_type() == dtype && tensor.device() == other.device() &&
+      same_flat_layout(tensor, other))
+    return tensor;
   return at::empty_like(other, other.options().dtype(dtype)).copy_(tensor);
 }
 

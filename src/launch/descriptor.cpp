@@ -7,7 +7,7 @@
 
 #include <array>
 #include <cerrno>
-#include <system_error>
+#include <utility>
 
 namespace semitone::launch {
 namespace {
@@ -15,18 +15,6 @@ namespace {
 constexpr auto kWhere = "launch.process";
 
 }  // namespace
-
-std::string reason_of(int number) {
-  return std::error_code(number, std::generic_category()).message();
-}
-
-void Descriptor::close() {
-  if (is_open()) ::close(std::exchange(number_, -1));
-}
-
-void Descriptor::set_nonblocking() const {
-  ::fcntl(number_, F_SETFL, ::fcntl(number_, F_GETFL) | O_NONBLOCK);
-}
 
 // Where this process has closed one of the standard streams, the system hands its number out again.
 Descriptor above_standard_streams(Descriptor descriptor) {

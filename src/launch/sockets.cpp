@@ -1,13 +1,11 @@
 #include "src/launch/sockets.h"
 
 #include "semitone/core/error.h"
-#include "src/launch/polling.h"
 
 #include <fmt/format.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -16,7 +14,6 @@
 #include <memory>
 #include <random>
 #include <string_view>
-#include <vector>
 
 namespace semitone::launch {
 namespace {
@@ -80,20 +77,6 @@ bool is_ours(const addrinfo* addresses) {
     if (socket.is_open() && bind_to(socket, *address, 0) == 0) return true;
   }
   return false;
-}
-
-// Waits for a connection that was begun; returns its errno.
-int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout) {
-  const Time deadline = Clock::now() + timeout;
-  std::vector<pollfd> ready{{socket.number(), POLLOUT, 0}};
-  do {
-    poll_until(ready, deadline);
-  } while (ready[0].revents == 0 && Clock::now() < deadline);
-  if (ready[0].revents == 0) return ETIMEDOUT;
-  int error = 0;
-  socklen_t size = sizeof error;
-  ::getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &error, &size);
-  return error;
 }
 
 }  // namespace

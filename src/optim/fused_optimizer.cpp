@@ -23,24 +23,13 @@ bool is_supported(c10::ScalarType dtype) {
   return dtype == at::kDouble || kernels::format_of(dtype);
 }
 
-// Whether kernels can run over a tensor of the parameter's shape together with the parameter, or
-// could not anyhow.
-bool lies_like(const at::Tensor& tensor, const at::Tensor& parameter) {
-  return kernels::same_flat_layout(tensor, parameter) || !parameter.is_non_overlapping_and_dense();
-}
-
-at::Tensor copied_like(const at::Tensor& parameter, const at::Tensor& value,
-                       c10::ScalarType dtype) {
-  at::Tensor tensor = at::empty_like(parameter, parameter.options().dtype(dtype));
-  tensor.copy_(value);
-  return tensor;
-}
-
-// Brings state to where and how its parameter is now: it may have been cast or moved since.
+// Brings a tensor to where and how its parameter is now, which may have been cast or moved since. In
+// memory with gaps, which kernels do not run over, any order will do.
 void follow(at::Tensor& tensor, const at::Tensor& parameter, c10::ScalarType dtype) {
-  if (tensor.scalar_type() != dtype || tensor.device() != parameter.device() ||
-      !lies_like(tensor, parameter))
-    tensor = copied_like(parameter, tensor, dtype);
+  if (tensor.scalar_type() == dtype && tensor.device() == parameter.device() &&
+      !parameter.is_non_overlapping_and_dense())
+    return;
+  tensor = kernels::laid_out_like(tensor, parameter, dtype);
 }
 
 // A parameter by its place, for messages.
@@ -210,8 +199,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
         check_state(*state, parameter, slots(group.options()), place(g, i));
       }
       Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, g, {}};
-      if (!lies_like(grad, parameter))
-        one.update.grad = copied_like(parameter, grad, grad.scalar_type());
+      follow(one.update.grad, parameter, grad.scalar_type());
       work.push_back(std::move(one));
     }
   }

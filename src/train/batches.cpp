@@ -53,14 +53,9 @@ std::vector<at::Tensor> Batches::cut(torch::data::samplers::Sampler<>& sampler,
 
 Batch Batches::batch(const at::Tensor& indices) const {
   at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255).unsqueeze(1);
-  if (channels_last_) images = channels_last(images);
+  // contiguous() would leave one channel as it is, whose strides can be read either way.
+  if (channels_last_) images = images.clone(at::MemoryFormat::ChannelsLast);
   return {images, set_.labels.index_select(0, indices)};
-}
-
-at::Tensor channels_last(const at::Tensor& tensor) {
-  return torch::empty(tensor.sizes(),
-                      tensor.options().memory_format(at::MemoryFormat::ChannelsLast))
-      .copy_(tensor);
 }
 
 at::MemoryFormat layout_of(MemoryFormat format) {

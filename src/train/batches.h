@@ -51,10 +51,6 @@ class Batches {
   Share share_;
 };
 
-// A copy of a 4-D tensor in channels last, said by its strides. contiguous() would leave a tensor
-// with one channel as it is, whose strides can be read either way.
-at::Tensor channels_last(const at::Tensor& tensor);
-
 // LibTorch's word for a format that was chosen.
 at::MemoryFormat layout_of(MemoryFormat format);
 

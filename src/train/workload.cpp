@@ -114,7 +114,9 @@ FixedBatch make_batch(const WorkloadOptions& options, MemoryFormat format) {
     batch.inputs = torch::randn({count, mnist ? 1 : 3, size, size}, generator);
     batch.labels =
         torch::randint(traits_of(options.kind()).classes, {count}, generator, torch::kLong);
-    if (format == MemoryFormat::nhwc) batch.inputs = channels_last(batch.inputs);
+    // As Batches does.
+    if (format == MemoryFormat::nhwc)
+      batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
   }
   const c10::Device device(options.device());
   return {batch.inputs.to(device), batch.labels.to(device)};

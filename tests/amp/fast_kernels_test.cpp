@@ -26,6 +26,7 @@ namespace {
 using test::expect_bitwise_equal;
 using test::expect_close;
 using Tensors = std::vector<at::Tensor>;
+using Function = std::function<at::Tensor(const Tensors&)>;
 
 CastPolicy with_kernels() {
   return CastPolicy::semitone({torch::kCPU, torch::kBFloat16});
@@ -43,12 +44,57 @@ at::Tensor leaf(const at::Tensor& values) {
   return values.detach().clone(at::MemoryFormat::Preserve).requires_grad_();
 }
 
+Tensors leaves_of(const Tensors& inputs) {
+  Tensors leaves;
+  for (const at::Tensor& input : inputs) leaves.push_back(leaf(input));
+  return leaves;
+}
+
 // A result, the gradients of its inputs, and whatever else it changed.
 struct Outcome {
   at::Tensor result;
   Tensors gradients;
   Tensors changed;
 };
+
+// The gradient that comes back to a result.
+using Upper = std::function<at::Tensor(const at::Tensor& result)>;
+at::Tensor ones(const at::Tensor& result) {
+  return torch::ones_like(result);
+}
+
+Outcome outcome_of(const CastPolicy& policy, const Tensors& inputs, const Function& function,
+                   const Upper& upper = ones) {
+  const Tensors leaves = leaves_of(inputs);
+  const Autocast region(policy);
+  const at::Tensor result = function(leaves);
+  return {result,
+          torch::autograd::grad({result}, leaves, {upper(result)}, {}, false,
+                                /*allow_unused=*/true),
+          {}};
+}
+
+struct Outcomes {
+  Outcome got;   // with our kernels
+  Outcome want;  // without
+};
+
+// Of two different kernels.
+Outcomes outcomes_of(const Tensors& inputs, const Function& function, const Upper& upper = ones) {
+  Outcomes both{outcome_of(with_kernels(), inputs, function, upper),
+                outcome_of(without_kernels(), inputs, function, upper)};
+  EXPECT_TRUE(is_ours(both.got.result));
+  EXPECT_FALSE(is_ours(both.want.result));
+  return both;
+}
+
+void expect_close(const Tensors& got, const Tensors& want, double tolerance) {
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_TRUE(want[i].defined());
+    expect_close(got[i], want[i], tolerance);
+  }
+}
 
 struct BatchNormCase {
   at::Tensor input;
@@ -59,7 +105,7 @@ struct BatchNormCase {
   at::Tensor grad = torch::randn_like(input);
 
   Outcome run(const CastPolicy& policy, bool training = true) const {
-    const Tensors leaves{leaf(input), leaf(weight), leaf(bias)};
+    const Tensors leaves = leaves_of({input, weight, bias});
     Outcome outcome{.result = {}, .gradients = {}, .changed = {mean.clone(), var.clone()}};
     {
       const Autocast region(policy);
@@ -89,12 +135,10 @@ TEST(FastKernels, BatchNormComputesWhatLibTorchDoes) {
     EXPECT_TRUE(is_ours(got.result));
     EXPECT_FALSE(is_ours(want.result));
     EXPECT_EQ(got.result.strides(), want.result.strides());
-    const double sum = test::reduction_tolerance(dtype, 5 * 7 * 9);
+    constexpr std::int64_t kTerms = 5 * 7 * 9;
     expect_close(got.result, want.result, test::pointwise_tolerance(dtype));
-    for (std::size_t i = 0; i < want.gradients.size(); ++i)
-      expect_close(got.gradients[i], want.gradients[i], sum);
-    for (std::size_t i = 0; i < want.changed.size(); ++i)
-      expect_close(got.changed[i], want.changed[i], test::reduction_tolerance(torch::kFloat, 315));
+    expect_close(got.gradients, want.gradients, test::reduction_tolerance(dtype, kTerms));
+    expect_close(got.changed, want.changed, test::reduction_tolerance(torch::kFloat, kTerms));
   }
 }
 
@@ -122,9 +166,8 @@ TEST(FastKernels, BatchNormThatSomebodyHooksIsLibTorchs) {
 
 // A gradient penalty: the gradient of a function of a gradient.
 Tensors second_gradients(const CastPolicy& policy, const Tensors& inputs,
-                         const std::function<at::Tensor(const Tensors&)>& function) {
-  Tensors leaves;
-  for (const at::Tensor& input : inputs) leaves.push_back(leaf(input));
+                         const Function& function) {
+  const Tensors leaves = leaves_of(inputs);
   const Autocast region(policy);
   const at::Tensor result = function(leaves);
   const Tensors first = torch::autograd::grad({result.pow(4).sum()}, {leaves[0]}, {}, true,
@@ -133,33 +176,35 @@ Tensors second_gradients(const CastPolicy& policy, const Tensors& inputs,
                                /*allow_unused=*/true);
 }
 
+void expect_close_second_gradients(const Tensors& inputs, const Function& function,
+                                   double tolerance) {
+  expect_close(second_gradients(with_kernels(), inputs, function),
+               second_gradients(without_kernels(), inputs, function), tolerance);
+}
+
 TEST(FastKernels, GradientsCanBeDifferentiatedAgain) {
   torch::manual_seed(2);
   const Tensors inputs{torch::randn({8, 6, 4, 4}), torch::rand({6}) + 0.5, torch::randn({6})};
   const auto normalize = [](const Tensors& leaves) {
     return torch::batch_norm(leaves[0], leaves[1], leaves[2], {}, {}, true, 0.1, 1e-5, false);
   };
-  const Tensors got = second_gradients(with_kernels(), inputs, normalize);
-  const Tensors want = second_gradients(without_kernels(), inputs, normalize);
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    ASSERT_TRUE(want[i].defined());
-    expect_close(got[i], want[i], test::reduction_tolerance(torch::kFloat, 8 * 6 * 16));
-  }
+  expect_close_second_gradients(inputs, normalize,
+                                test::reduction_tolerance(torch::kFloat, 8 * 6 * 16));
 }
 
 // A function of an input, and what it computes with and without our kernels.
-struct Function {
+struct FunctionCase {
   std::string op;
   Tensors inputs;
-  std::function<at::Tensor(const Tensors&)> run;
+  Function run;
   std::int64_t terms = 1;  // of the longest sum that is rounded
 };
 
-void PrintTo(const Function& function, std::ostream* stream) {
+void PrintTo(const FunctionCase& function, std::ostream* stream) {
   *stream << function.op;
 }
 
-std::vector<Function> functions() {
+std::vector<FunctionCase> functions() {
   torch::manual_seed(3);
   const at::Tensor target = torch::randint(11, {6});
   return {
@@ -189,40 +234,25 @@ std::vector<Function> functions() {
   };
 }
 
-class FastFunctions : public testing::TestWithParam<Function> {};
+class FastFunctions : public testing::TestWithParam<FunctionCase> {};
 
 INSTANTIATE_TEST_SUITE_P(All, FastFunctions, testing::ValuesIn(functions()));
 
 TEST_P(FastFunctions, ComputeWhatLibTorchDoes) {
   for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
     SCOPED_TRACE(dtype);
-    const auto run = [&](const CastPolicy& policy) {
-      Tensors leaves;
-      for (const at::Tensor& input : GetParam().inputs)
-        leaves.push_back(leaf(leaves.empty() ? input.to(dtype) : input));
-      const Autocast region(policy);
-      const at::Tensor result = GetParam().run(leaves);
-      return Outcome{
-          result, torch::autograd::grad({result}, leaves, {torch::ones_like(result)}), {}};
-    };
-    const Outcome got = run(with_kernels());
-    const Outcome want = run(without_kernels());
-    EXPECT_TRUE(is_ours(got.result));
-    EXPECT_FALSE(is_ours(want.result));
+    Tensors inputs = GetParam().inputs;
+    inputs[0] = inputs[0].to(dtype);
+    const auto [got, want] = outcomes_of(inputs, GetParam().run);
     const double tolerance = test::reduction_tolerance(dtype, GetParam().terms);
     expect_close(got.result, want.result, tolerance);
-    for (std::size_t i = 0; i < want.gradients.size(); ++i)
-      expect_close(got.gradients[i], want.gradients[i], tolerance);
+    expect_close(got.gradients, want.gradients, tolerance);
   }
 }
 
 TEST_P(FastFunctions, CanBeDifferentiatedAgain) {
-  const Tensors got = second_gradients(with_kernels(), GetParam().inputs, GetParam().run);
-  const Tensors want = second_gradients(without_kernels(), GetParam().inputs, GetParam().run);
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    if (want[i].defined())
-      expect_close(got[i], want[i], test::reduction_tolerance(torch::kFloat, 40 * 40));
-  }
+  expect_close_second_gradients(GetParam().inputs, GetParam().run,
+                                test::reduction_tolerance(torch::kFloat, 40 * 40));
 }
 
 at::Tensor image(const at::Tensor& values, c10::ScalarType dtype = torch::kFloat) {
@@ -234,25 +264,18 @@ TEST(FastKernels, MaxPool2dComputesWhatLibTorchDoes) {
   for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
     SCOPED_TRACE(dtype);
     const at::Tensor input = image(torch::randn({3, 20, 11, 9}), dtype);
-    const auto run = [&](const CastPolicy& policy, const auto& function) {
-      const at::Tensor x = leaf(input);
-      const Autocast region(policy);
-      const at::Tensor result = function(x);
-      const at::Tensor weights = torch::linspace(-1, 1, result.numel()).view(result.sizes());
-      return Outcome{result, torch::autograd::grad({result}, {x}, {weights.to(dtype)}), {}};
+    const auto graded = [](const at::Tensor& result) {
+      return torch::linspace(-1, 1, result.numel()).view(result.sizes()).to(result.scalar_type());
     };
-    const std::vector<std::function<at::Tensor(const at::Tensor&)>> pools{
-        [](const at::Tensor& x) { return torch::max_pool2d(x, 2); },
-        [](const at::Tensor& x) { return torch::max_pool2d(x, {3}, {2}, {1}); },
-        [](const at::Tensor& x) {
-          return torch::max_pool2d(x, {3, 2}, {1, 3}, {1, 0});
+    const std::vector<Function> pools{
+        [](const Tensors& in) { return torch::max_pool2d(in[0], 2); },
+        [](const Tensors& in) { return torch::max_pool2d(in[0], {3}, {2}, {1}); },
+        [](const Tensors& in) {
+          return torch::max_pool2d(in[0], {3, 2}, {1, 3}, {1, 0});
         },
     };
     for (const auto& pool : pools) {
-      const Outcome got = run(with_kernels(), pool);
-      const Outcome want = run(without_kernels(), pool);
-      EXPECT_TRUE(is_ours(got.result));
-      EXPECT_FALSE(is_ours(want.result));
+      const auto [got, want] = outcomes_of({input}, pool, graded);
       expect_bitwise_equal(got.result, want.result);
       EXPECT_EQ(got.result.strides(), want.result.strides());
       EXPECT_EQ(got.gradients[0].strides(), want.gradients[0].strides());
@@ -260,7 +283,7 @@ TEST(FastKernels, MaxPool2dComputesWhatLibTorchDoes) {
       expect_close(got.gradients[0], want.gradients[0], test::reduction_tolerance(dtype, 9));
       const at::NoGradGuard no_grad;
       const Autocast region(with_kernels());
-      expect_bitwise_equal(pool(input), want.result);
+      expect_bitwise_equal(pool({input}), want.result);
     }
   }
 }
@@ -287,10 +310,7 @@ TEST(FastKernels, MaxPool2dCanBeDifferentiatedAgain) {
   const auto pool = [](const Tensors& leaves) {
     return torch::max_pool2d(leaves[0], {3}, {2}, {1});
   };
-  const Tensors got = second_gradients(with_kernels(), inputs, pool);
-  const Tensors want = second_gradients(without_kernels(), inputs, pool);
-  ASSERT_TRUE(want[0].defined());
-  expect_close(got[0], want[0], test::reduction_tolerance(torch::kFloat, 9));
+  expect_close_second_gradients(inputs, pool, test::reduction_tolerance(torch::kFloat, 9));
 }
 
 struct Conv1x1Case {
@@ -310,26 +330,17 @@ TEST(FastKernels, ConvolutionsOf1x1ComputeWhatLibTorchDoes) {
     Tensors inputs{image(torch::randn({5, channels, 27, 28}), torch::kBFloat16),
                    torch::randn({out, channels, 1, 1}).div(std::sqrt(channels))};
     if (with_bias) inputs.push_back(torch::randn({out}));
-    const auto run = [&](const CastPolicy& policy) {
-      Tensors leaves;
-      for (const at::Tensor& input : inputs) leaves.push_back(leaf(input));
-      const Autocast region(policy);
-      const at::Tensor result =
-          torch::conv2d(leaves[0], leaves[1], with_bias ? leaves[2] : at::Tensor(), stride);
-      torch::manual_seed(10);
-      return Outcome{
-          result, torch::autograd::grad({result}, leaves, {torch::randn_like(result)}), {}};
+    const auto convolve = [&](const Tensors& in) {
+      return torch::conv2d(in[0], in[1], with_bias ? in[2] : at::Tensor(), stride);
     };
-    const Outcome got = run(with_kernels());
-    const Outcome want = run(without_kernels());
-    EXPECT_TRUE(is_ours(got.result));
-    EXPECT_FALSE(is_ours(want.result));
+    const auto [got, want] = outcomes_of(inputs, convolve, [](const at::Tensor& result) {
+      torch::manual_seed(10);
+      return torch::randn_like(result);
+    });
     expect_bitwise_equal(got.result, want.result);
     EXPECT_EQ(got.result.strides(), want.result.strides());
     // Sums in fp32 and one rounding on both sides.
-    for (std::size_t i = 0; i < want.gradients.size(); ++i)
-      expect_close(got.gradients[i], want.gradients[i],
-                   test::pointwise_tolerance(torch::kBFloat16));
+    expect_close(got.gradients, want.gradients, test::pointwise_tolerance(torch::kBFloat16));
   }
 }
 
@@ -360,12 +371,7 @@ TEST(FastKernels, ConvolutionsOf1x1CanBeDifferentiatedAgain) {
   const auto square = [](const Tensors& leaves) {
     return torch::conv2d(leaves[0] * leaves[0], leaves[1], {}, 2);
   };
-  const Tensors got = second_gradients(with_kernels(), inputs, square);
-  const Tensors want = second_gradients(without_kernels(), inputs, square);
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    ASSERT_TRUE(want[i].defined());
-    expect_close(got[i], want[i], test::pointwise_tolerance(torch::kBFloat16));
-  }
+  expect_close_second_gradients(inputs, square, test::pointwise_tolerance(torch::kBFloat16));
 }
 
 // Operators on one or two tensors, of which the first may be written.
@@ -394,19 +400,9 @@ TEST(FastKernels, ReluAndAdditionComputeWhatLibTorchDoes) {
       const Tensors inputs{image(torch::randn({4, 16, 33, 32}), dtype),
                            image(torch::randn({4, 16, 33, 32}), dtype)};
       const at::Tensor grad = image(torch::randn({4, 16, 33, 32}), dtype);
-      const auto run = [&](const CastPolicy& policy) {
-        const Tensors leaves{leaf(inputs[0]), leaf(inputs[1])};
-        const Autocast region(policy);
-        // Not a leaf, and saved for its own gradient by nobody.
-        const at::Tensor result = function(leaves[0] * 1, leaves[1]);
-        const auto gradients = torch::autograd::grad({result}, leaves, {grad}, {}, false,
-                                                     /*allow_unused=*/true);
-        return Outcome{result, gradients, {}};
-      };
-      const Outcome got = run(with_kernels());
-      const Outcome want = run(without_kernels());
-      EXPECT_TRUE(is_ours(got.result));
-      EXPECT_FALSE(is_ours(want.result));
+      // Not a leaf, and saved for its own gradient by nobody.
+      const auto run = [&](const Tensors& in) { return function(in[0] * 1, in[1]); };
+      const auto [got, want] = outcomes_of(inputs, run, [&](const at::Tensor&) { return grad; });
       expect_bitwise_equal(got.result, want.result);
       EXPECT_EQ(got.result.strides(), want.result.strides());
       for (std::size_t i = 0; i < want.gradients.size(); ++i)
@@ -489,20 +485,16 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   const Tensors inputs{torch::randn({2, 3, 17, 8}), torch::randn({2, 3, 19, 8}),
                        torch::randn({2, 3, 19, 8})};
   const auto run = [&](const CastPolicy& policy, double p) {
-    Tensors leaves;
-    for (const at::Tensor& input : inputs) leaves.push_back(leaf(input));
-    const Autocast region(policy);
-    const at::Tensor result =
-        torch::scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], {}, p);
-    return Outcome{result, torch::autograd::grad({result}, leaves, {torch::ones_like(result)}), {}};
+    return outcome_of(policy, inputs, [p](const Tensors& in) {
+      return torch::scaled_dot_product_attention(in[0], in[1], in[2], {}, p);
+    });
   };
   // Of so small a probability that hardly anything is dropped, in the end nothing.
   const Outcome got = run(with_kernels(), 1e-9);
   const Outcome want = run(without_kernels(), 0);
   const double tolerance = test::reduction_tolerance(torch::kBFloat16, 19);
   expect_close(got.result, want.result, tolerance);
-  for (std::size_t i = 0; i < want.gradients.size(); ++i)
-    expect_close(got.gradients[i], want.gradients[i], tolerance);
+  expect_close(got.gradients, want.gradients, tolerance);
   // The mean over many masks is the result without any.
   at::Tensor sum = torch::zeros_like(want.result, torch::kFloat);
   constexpr int kTimes = 400;

@@ -14,12 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct AdagradMath {
-  explicit AdagradMath(const AdagradRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        eps(static_cast<float>(rule.eps)),
-        minus_lr(static_cast<float>(-rule.lr)) {}
+struct AdagradMath : AdagradNumbers {
+  using AdagradNumbers::AdagradNumbers;
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
@@ -30,12 +26,10 @@ struct AdagradMath {
     if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
     return scaled_sum(d, minus_lr, update, param);
   }
-
-  float decay, late_decay, eps, minus_lr;
 };
 
 void adagrad(const UpdateSpan& span, const AdagradRule& rule) {
-  update_elements(span, static_cast<float>(rule.grad_scale), AdagradMath(rule));
+  update_elements(span, AdagradMath(rule));
 }
 
 }  // namespace HWY_NAMESPACE

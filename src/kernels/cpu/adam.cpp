@@ -14,17 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct AdamMath {
-  explicit AdamMath(const AdamRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        keep(static_cast<float>(rule.keep)),
-        beta1(static_cast<float>(rule.beta1)),
-        rest1(static_cast<float>(1 - rule.beta1)),
-        beta2(static_cast<float>(rule.beta2)),
-        rest2(static_cast<float>(1 - rule.beta2)),
-        eps(static_cast<float>(rule.eps)),
-        minus_step_size(static_cast<float>(-rule.step_size)),
-        root_correction(static_cast<float>(rule.root_correction)) {}
+struct AdamMath : AdamNumbers {
+  using AdamNumbers::AdamNumbers;
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
@@ -44,12 +35,10 @@ struct AdamMath {
         hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, root_correction)), hn::Set(d, eps));
     return hn::Add(param, hn::Div(hn::Mul(hn::Set(d, minus_step_size), m), denominator));
   }
-
-  float decay, keep, beta1, rest1, beta2, rest2, eps, minus_step_size, root_correction;
 };
 
 void adam(const UpdateSpan& span, const AdamRule& rule) {
-  update_elements(span, static_cast<float>(rule.grad_scale), AdamMath(rule));
+  update_elements(span, AdamMath(rule));
 }
 
 }  // namespace HWY_NAMESPACE

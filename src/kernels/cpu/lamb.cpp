@@ -14,18 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct LambMath {
-  explicit LambMath(const LambRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        beta1(static_cast<float>(rule.beta1)),
-        averaged(static_cast<float>(rule.averaged)),
-        beta2(static_cast<float>(rule.beta2)),
-        rest2(static_cast<float>(1 - rule.beta2)),
-        eps(static_cast<float>(rule.eps)),
-        correction1(static_cast<float>(rule.correction1)),
-        correction2(static_cast<float>(rule.correction2)),
-        minus_step_size(static_cast<float>(-rule.step_size)) {}
+struct LambMath : LambNumbers {
+  using LambNumbers::LambNumbers;
 
   // Moves the moments at element i of a span.
   template <class D, class V = hn::Vec<D>>
@@ -52,9 +42,6 @@ struct LambMath {
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V /*grad*/, V param) const {
     return scaled_sum(d, minus_step_size, update(d, span, i, param), param);
   }
-
-  float decay, late_decay, beta1, averaged, beta2, rest2, eps, correction1, correction2,
-      minus_step_size;
 };
 
 // The sum of the squares of a vector's first `count` lanes, lane by lane in fp64.
@@ -74,11 +61,10 @@ LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
   const hn::ScalableTag<double> wide;
   const std::size_t lanes = hn::Lanes(d);
   const LambMath math(rule);
-  const auto scale = static_cast<float>(rule.grad_scale);
   auto params = hn::Zero(wide);
   auto updates = hn::Zero(wide);
   const auto at = [&](const UpdateSpan& part, std::size_t i, std::size_t count) HWY_ATTR {
-    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, scale));
+    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, math.grad_scale));
     const auto param = load_param(d, part, i);
     math.move(d, part, i, grad, param);
     add_squares(d, param, count, wide, params);
@@ -95,7 +81,7 @@ LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
 }
 
 void lamb_apply(const UpdateSpan& span, const LambRule& rule) {
-  update_elements(span, 1, LambMath(rule));
+  update_elements(span, LambMath(rule));
 }
 
 }  // namespace HWY_NAMESPACE

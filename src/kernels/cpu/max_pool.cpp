@@ -4,9 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 // Highway compiles this file once for each instruction set: the order of these lines matters.
@@ -21,43 +19,6 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// Elements as they lie in memory, in vectors of integers of their size.
-template <class F>
-using Bits = hn::ScalableTag<
-    std::conditional_t<sizeof(typename F::Stored) == 2, std::int16_t, std::int32_t>>;
-template <class F>
-using BitVector = hn::Vec<Bits<F>>;
-
-// `count` numbers, the other lanes 0.
-template <class D>
-HWY_INLINE hn::Vec<D> load_first(D d, const hn::TFromD<D>* from, std::size_t count) {
-  if (count == hn::Lanes(d)) return hn::LoadU(d, from);
-  HWY_ALIGN hn::TFromD<D> padded[hn::MaxLanes(D())] = {};
-  std::memcpy(padded, from, count * sizeof(*from));
-  return hn::Load(d, padded);
-}
-
-template <class D>
-HWY_INLINE void store_first(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::size_t count) {
-  if (count == hn::Lanes(d)) {
-    hn::StoreU(v, d, to);
-    return;
-  }
-  HWY_ALIGN hn::TFromD<D> padded[hn::MaxLanes(D())];
-  hn::Store(v, d, padded);
-  std::memcpy(to, padded, count * sizeof(*to));
-}
-
-template <class F>
-HWY_INLINE BitVector<F> load_bits(F, const typename F::Stored* from, std::size_t count) {
-  return load_first(Bits<F>(), reinterpret_cast<const hn::TFromD<Bits<F>>*>(from), count);
-}
-
-template <class F>
-HWY_INLINE void store_bits(F, BitVector<F> v, typename F::Stored* to, std::size_t count) {
-  store_first(Bits<F>(), v, reinterpret_cast<hn::TFromD<Bits<F>>*>(to), count);
-}
-
 // Places, in lanes of an element's size.
 template <class D>
 HWY_INLINE hn::Vec<D> load_places([[maybe_unused]] D d, const std::uint8_t* from,
@@ -71,24 +32,10 @@ HWY_INLINE void store_places(D, hn::Vec<D> places, std::uint8_t* to, std::size_t
   store_first(bytes, hn::DemoteTo(bytes, places), to, count);
 }
 
-// Calls visit(i, count) for each vector of so many lanes.
-template <class D, class Visit>
-HWY_INLINE void for_vectors_of(D d, std::size_t size, const Visit& visit) {
-  const std::size_t lanes = hn::Lanes(d);
-  std::size_t i = 0;
-  for (; i + lanes <= size; i += lanes) visit(i, lanes);
-  if (hn::MaxLanes(d) > 1 && i < size) visit(i, size - i);
-}
-
 // Integers that are ordered as the values are: equal for both zeros, kNan for NaNs, above all
-// others. So 16-bit values need no conversion, and twice as many fit into a vector.
+// others. So 16-bit values need no conversion.
 template <class T>
 constexpr T kNan = std::numeric_limits<T>::max();
-
-template <class F>
-constexpr hn::TFromD<Bits<F>> kInfinity = std::is_same_v<F, Fp32>
-                                              ? 0x7F800000
-                                              : (std::is_same_v<F, Bf16> ? 0x7F80 : 0x7C00);
 
 template <class F>
 HWY_INLINE BitVector<F> order_of(F, BitVector<F> bits) {
@@ -97,7 +44,8 @@ HWY_INLINE BitVector<F> order_of(F, BitVector<F> bits) {
   const auto magnitude = hn::And(bits, hn::Set(d, kNan<T>));  // all bits but the sign
   const auto sign = hn::BroadcastSignBit(bits);
   const auto order = hn::Sub(hn::Xor(magnitude, sign), sign);
-  return hn::IfThenElse(hn::Gt(magnitude, hn::Set(d, kInfinity<F>)), hn::Set(d, kNan<T>), order);
+  return hn::IfThenElse(hn::Gt(magnitude, hn::Set(d, kInfinityBits<F>)), hn::Set(d, kNan<T>),
+                        order);
 }
 
 // The part of a window that is in the input: [begin, end) there, `skipped` places after the

@@ -14,14 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct NovoGradMath {
-  explicit NovoGradMath(const NovoGradRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        beta1(static_cast<float>(rule.beta1)),
-        averaged(static_cast<float>(rule.averaged)),
-        correction(static_cast<float>(rule.correction)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        minus_lr(static_cast<float>(-rule.lr)) {}
+struct NovoGradMath : NovoGradNumbers {
+  using NovoGradNumbers::NovoGradNumbers;
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
@@ -33,12 +27,10 @@ struct NovoGradMath {
     if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
     return scaled_sum(d, minus_lr, update, param);
   }
-
-  float decay, beta1, averaged, correction, late_decay, minus_lr;
 };
 
 void novograd(const UpdateSpan& span, const NovoGradRule& rule) {
-  update_elements(span, static_cast<float>(rule.grad_scale), NovoGradMath(rule));
+  update_elements(span, NovoGradMath(rule));
 }
 
 }  // namespace HWY_NAMESPACE

@@ -14,16 +14,8 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct SgdMath {
-  explicit SgdMath(const SgdRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        local(static_cast<float>(rule.local)),
-        momentum(static_cast<float>(rule.momentum)),
-        undamped(static_cast<float>(rule.undamped)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        minus_lr(static_cast<float>(-rule.lr)),
-        nesterov(rule.nesterov),
-        first(rule.first) {}
+struct SgdMath : SgdNumbers {
+  using SgdNumbers::SgdNumbers;
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
@@ -41,13 +33,10 @@ struct SgdMath {
     if (late_decay != 0) grad = scaled_sum(d, late_decay, param, grad);
     return scaled_sum(d, minus_lr, grad, param);
   }
-
-  float decay, local, momentum, undamped, late_decay, minus_lr;
-  bool nesterov, first;
 };
 
 void sgd(const UpdateSpan& span, const SgdRule& rule) {
-  update_elements(span, static_cast<float>(rule.grad_scale), SgdMath(rule));
+  update_elements(span, SgdMath(rule));
 }
 
 }  // namespace HWY_NAMESPACE

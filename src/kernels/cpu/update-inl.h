@@ -8,6 +8,7 @@
 #endif
 
 #include "src/kernels/cpu/vec-inl.h"
+#include "src/kernels/rule_numbers.h"
 #include "src/kernels/updates.h"
 
 #include <cstddef>
@@ -202,14 +203,14 @@ class SpanTail {
   HWY_ALIGN std::uint16_t low_[kLanes] = {};
 };
 
-// new parameter = math(d, span, i, gradient, parameter) for every vector; math loads and stores the
-// state at element i itself.
+// new parameter = math(d, span, i, gradient, parameter) for every vector; math is a rule's
+// numbers (rule_numbers.h), and loads and stores the state at element i itself.
 template <class Math>
-HWY_INLINE void update_elements(const UpdateSpan& span, float grad_scale, const Math& math) {
+HWY_INLINE void update_elements(const UpdateSpan& span, const Math& math) {
   const hn::ScalableTag<float> d;
   const std::size_t lanes = hn::Lanes(d);
   const auto at = [&](const UpdateSpan& part, std::size_t i) HWY_ATTR {
-    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, grad_scale));
+    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, math.grad_scale));
     store_param(d, math(d, part, i, grad, load_param(d, part, i)), part, i);
   };
   std::size_t i = 0;

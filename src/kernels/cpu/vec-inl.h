@@ -15,6 +15,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
@@ -126,14 +128,63 @@ HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size
   std::copy(padded, padded + count, to);
 }
 
+// Elements as they lie in memory, in vectors of integers of their size: twice as many 16-bit ones
+// as after a conversion to fp32.
+template <class F>
+using Bits = hn::ScalableTag<
+    std::conditional_t<sizeof(typename F::Stored) == 2, std::int16_t, std::int32_t>>;
+template <class F>
+using BitVector = hn::Vec<Bits<F>>;
+
+template <class F>
+constexpr hn::TFromD<Bits<F>> kInfinityBits = std::is_same_v<F, Fp32>
+                                                  ? 0x7F800000
+                                                  : (std::is_same_v<F, Bf16> ? 0x7F80 : 0x7C00);
+
+// `count` numbers, the other lanes 0.
+template <class D>
+HWY_INLINE hn::Vec<D> load_first(D d, const hn::TFromD<D>* from, std::size_t count) {
+  if (count == hn::Lanes(d)) return hn::LoadU(d, from);
+  HWY_ALIGN hn::TFromD<D> padded[hn::MaxLanes(D())] = {};
+  std::memcpy(padded, from, count * sizeof(*from));
+  return hn::Load(d, padded);
+}
+
+template <class D>
+HWY_INLINE void store_first(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::size_t count) {
+  if (count == hn::Lanes(d)) {
+    hn::StoreU(v, d, to);
+    return;
+  }
+  HWY_ALIGN hn::TFromD<D> padded[hn::MaxLanes(D())];
+  hn::Store(v, d, padded);
+  std::memcpy(to, padded, count * sizeof(*to));
+}
+
+template <class F>
+HWY_INLINE BitVector<F> load_bits(F, const typename F::Stored* from, std::size_t count) {
+  return load_first(Bits<F>(), reinterpret_cast<const hn::TFromD<Bits<F>>*>(from), count);
+}
+
+template <class F>
+HWY_INLINE void store_bits(F, BitVector<F> v, typename F::Stored* to, std::size_t count) {
+  store_first(Bits<F>(), v, reinterpret_cast<hn::TFromD<Bits<F>>*>(to), count);
+}
+
 // Calls visit(i, count) for each vector of `size` elements; count is less than a vector's lanes at
 // the end only.
-template <class Visit>
-HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
-  const std::size_t lanes = hn::Lanes(Float());
+template <class D, class Visit>
+HWY_INLINE void for_vectors_of(D d, std::size_t size, const Visit& visit) {
+  const std::size_t lanes = hn::Lanes(d);
   std::size_t i = 0;
   for (; i + lanes <= size; i += lanes) visit(i, lanes);
-  if (hn::MaxLanes(Float()) > 1 && i < size) visit(i, size - i);
+  if (hn::MaxLanes(d) > 1 && i < size) visit(i, size - i);
+}
+
+// Of fp32.
+template <class Visit>
+HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
+  for_vectors_of(Float(), size, visit);
 }
 
 // Calls work(format as a type).

@@ -3,16 +3,8 @@
 namespace semitone::kernels {
 namespace {
 
-struct AdagradMath {
-  __device__ explicit AdagradMath(const AdagradRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        eps(static_cast<float>(rule.eps)),
-        minus_lr(static_cast<float>(-rule.lr)) {}
-
-  static __device__ float grad_scale(const AdagradRule& rule) {
-    return static_cast<float>(rule.grad_scale);
-  }
+struct AdagradMath : AdagradNumbers {
+  using AdagradNumbers::AdagradNumbers;
 
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
@@ -23,8 +15,6 @@ struct AdagradMath {
     if (late_decay != 0) update = scaled_sum(late_decay, param, update);
     return scaled_sum(minus_lr, update, param);
   }
-
-  float decay, late_decay, eps, minus_lr;
 };
 
 }  // namespace

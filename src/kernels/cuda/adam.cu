@@ -3,21 +3,8 @@
 namespace semitone::kernels {
 namespace {
 
-struct AdamMath {
-  __device__ explicit AdamMath(const AdamRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        keep(static_cast<float>(rule.keep)),
-        beta1(static_cast<float>(rule.beta1)),
-        rest1(static_cast<float>(1 - rule.beta1)),
-        beta2(static_cast<float>(rule.beta2)),
-        rest2(static_cast<float>(1 - rule.beta2)),
-        eps(static_cast<float>(rule.eps)),
-        minus_step_size(static_cast<float>(-rule.step_size)),
-        root_correction(static_cast<float>(rule.root_correction)) {}
-
-  static __device__ float grad_scale(const AdamRule& rule) {
-    return static_cast<float>(rule.grad_scale);
-  }
+struct AdamMath : AdamNumbers {
+  using AdamNumbers::AdamNumbers;
 
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
@@ -33,8 +20,6 @@ struct AdamMath {
     }
     return param + minus_step_size * m / (sqrtf(v) / root_correction + eps);
   }
-
-  float decay, keep, beta1, rest1, beta2, rest2, eps, minus_step_size, root_correction;
 };
 
 }  // namespace

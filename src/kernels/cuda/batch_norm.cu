@@ -87,6 +87,14 @@ __device__ void for_runs(const Units& units, const Visit& visit) {
   }
 }
 
+// Calls visit(i) for each of this thread's elements.
+template <typename Visit>
+__device__ void for_elements(const Units& units, const Visit& visit) {
+  for_runs(units, [&](std::size_t first, std::size_t step, std::size_t count) {
+    for (std::size_t k = 0, i = first; k < count; ++k, i += step) visit(i);
+  });
+}
+
 // Over all threads that have this thread's channel.
 __device__ double channel_sum(const Units& units, double value) {
   return units.channels_last ? column_sum(value) : block_sum(value);
@@ -187,13 +195,11 @@ __global__ void normalize_elements(const __grid_constant__ Units units,
   const float mean = work.mean[channel];
   const float scale = work.scale[channel];
   const float shift = work.shift[channel];
-  for_runs(units, [&](std::size_t first, std::size_t step, std::size_t count) {
-    for (std::size_t k = 0, i = first; k < count; ++k, i += step) {
-      float v = (load<F>(work.input, i) - mean) * scale + shift;
-      if (work.residual != nullptr) v = v + load<F>(work.residual, i);
-      if (work.relu) v = v < 0 ? 0 : v;  // NaN stays
-      store<F>(v, work.output, i);
-    }
+  for_elements(units, [&](std::size_t i) {
+    float v = (load<F>(work.input, i) - mean) * scale + shift;
+    if (work.residual != nullptr) v = v + load<F>(work.residual, i);
+    if (work.relu) v = v < 0 ? 0 : v;  // NaN stays
+    store<F>(v, work.output, i);
   });
 }
 
@@ -205,12 +211,10 @@ __global__ void part_gradient_sums(const __grid_constant__ Units units,
   const float mean = channel < units.channels ? work.mean[channel] : 0;
   WideSum sum;
   WideSum centred;
-  for_runs(units, [&](std::size_t first, std::size_t step, std::size_t count) {
-    for (std::size_t k = 0, i = first; k < count; ++k, i += step) {
-      const float g = load<F>(work.grad, i);
-      sum.add(g);
-      centred.add(g * (load<F>(work.input, i) - mean));
-    }
+  for_elements(units, [&](std::size_t i) {
+    const float g = load<F>(work.grad, i);
+    sum.add(g);
+    centred.add(g * (load<F>(work.input, i) - mean));
   });
   const double all = channel_sum(units, sum.total());
   const double all_centred = channel_sum(units, centred.total());
@@ -245,12 +249,10 @@ __global__ void gradient_elements(const __grid_constant__ Units units,
   const float a = work.a[channel];
   const float b = work.b[channel];
   const float c = work.c[channel];
-  for_runs(units, [&](std::size_t first, std::size_t step, std::size_t count) {
-    for (std::size_t k = 0, i = first; k < count; ++k, i += step) {
-      const float away = load<F>(work.input, i) - mean;
-      const float g = load<F>(work.grad, i) * a;
-      store<F>(away * b + c + g, work.output, i);
-    }
+  for_elements(units, [&](std::size_t i) {
+    const float away = load<F>(work.input, i) - mean;
+    const float g = load<F>(work.grad, i) * a;
+    store<F>(away * b + c + g, work.output, i);
   });
 }
 

@@ -4,21 +4,8 @@
 namespace semitone::kernels {
 namespace {
 
-struct LambMath {
-  __device__ explicit LambMath(const LambRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        beta1(static_cast<float>(rule.beta1)),
-        averaged(static_cast<float>(rule.averaged)),
-        beta2(static_cast<float>(rule.beta2)),
-        rest2(static_cast<float>(1 - rule.beta2)),
-        eps(static_cast<float>(rule.eps)),
-        correction1(static_cast<float>(rule.correction1)),
-        correction2(static_cast<float>(rule.correction2)),
-        minus_step_size(static_cast<float>(-rule.step_size)) {}
-
-  // Of the second pass, which has no use for the gradient.
-  static __device__ float grad_scale(const LambRule&) { return 1; }
+struct LambMath : LambNumbers {
+  using LambNumbers::LambNumbers;
 
   // Moves the moments at element i of a span.
   __device__ void move(const UpdateSpan& span, std::size_t i, float grad, float param) const {
@@ -40,9 +27,6 @@ struct LambMath {
                               float param) const {
     return scaled_sum(minus_step_size, update(span, i, param), param);
   }
-
-  float decay, late_decay, beta1, averaged, beta2, rest2, eps, correction1, correction2,
-      minus_step_size;
 };
 
 __device__ double square(float value) {
@@ -55,15 +39,13 @@ __global__ void move_moments(const __grid_constant__ Table<UpdateItem<LambRule>>
                              double* parts) {
   const Share share = share_of_block(table);
   const UpdateSpan& span = table.items[share.item].span;
-  const LambRule& rule = rule_of(table, share.item, rules_on_device);
-  const LambMath math(rule);
-  const float scale = static_cast<float>(rule.grad_scale);
+  const LambMath math(rule_of(table, share.item, rules_on_device));
   const std::size_t end = is_set(found_inf) ? share.begin : share.end;
   double params = 0;
   double updates = 0;
   for (std::size_t i = share.begin + threadIdx.x; i < end; i += kThreads) {
     const float param = load_param(span, i);
-    math.move(span, i, load(span.grad_format, span.grad, i) * scale, param);
+    math.move(span, i, load(span.grad_format, span.grad, i) * math.grad_scale, param);
     params += square(param);
     updates += square(math.update(span, i, param));
   }

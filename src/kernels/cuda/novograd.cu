@@ -3,18 +3,8 @@
 namespace semitone::kernels {
 namespace {
 
-struct NovoGradMath {
-  __device__ explicit NovoGradMath(const NovoGradRule& rule)
-      : decay(static_cast<float>(rule.decay)),
-        beta1(static_cast<float>(rule.beta1)),
-        averaged(static_cast<float>(rule.averaged)),
-        correction(static_cast<float>(rule.correction)),
-        late_decay(static_cast<float>(rule.late_decay)),
-        minus_lr(static_cast<float>(-rule.lr)) {}
-
-  static __device__ float grad_scale(const NovoGradRule& rule) {
-    return static_cast<float>(rule.grad_scale);
-  }
+struct NovoGradMath : NovoGradNumbers {
+  using NovoGradNumbers::NovoGradNumbers;
 
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
@@ -25,8 +15,6 @@ struct NovoGradMath {
     if (late_decay != 0) update = scaled_sum(late_decay, param, update);
     return scaled_sum(minus_lr, update, param);
   }
-
-  float decay, beta1, averaged, correction, late_decay, minus_lr;
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "src/kernels/cuda/elements.cuh"
 #include "src/kernels/cuda/tables.cuh"
 #include "src/kernels/rounding.h"
+#include "src/kernels/rule_numbers.h"
 #include "src/kernels/updates.h"
 
 #include <cuda_runtime.h>
@@ -86,11 +87,9 @@ __global__ void update_table(const __grid_constant__ Table<UpdateItem<Rule>> tab
   if (is_set(found_inf)) return;
   const Share share = share_of_block(table);
   const UpdateSpan& span = table.items[share.item].span;
-  const Rule& rule = rule_of(table, share.item, rules_on_device);
-  const Math math(rule);
-  const float scale = Math::grad_scale(rule);
+  const Math math(rule_of(table, share.item, rules_on_device));
   for (std::size_t i = share.begin + threadIdx.x; i < share.end; i += kThreads) {
-    const float grad = load(span.grad_format, span.grad, i) * scale;
+    const float grad = load(span.grad_format, span.grad, i) * math.grad_scale;
     store_param(math(span, i, grad, load_param(span, i)), span, i);
   }
 }

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <utility>
+
+namespace semitone {
+
+// The system's words for an errno.
+std::string reason_of(int number);
+
+// A file descriptor, closed at the end of its scope.
+class Descriptor {
+ public:
+  explicit Descriptor(int number = -1) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor() { close(); }
+
+  int number() const { return number_; }
+  bool is_open() const { return number_ >= 0; }
+  int release() { return std::exchange(number_, -1); }
+  // Whether all went well, with errno otherwise: some file systems (NFS) report a full disk only
+  // here.
+  bool close();
+  // Reading and writing return at once where they would have to wait.
+  void set_nonblocking() const;
+
+ private:
+  int number_;
+};
+
+// Waits for a connection that was begun on a socket which does not block: 0, or the errno of what
+// prevented it.
+int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout);
+
+}  // namespace semitone
