@@ -4,6 +4,7 @@
 //
 //     optimizer_bench [millions of parameters, default 100] [rounds, default 7]
 #include "benchmarks/support/interleave.h"
+#include "benchmarks/support/stream.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_adam.h"
 
@@ -97,10 +98,9 @@ void require_close(const Tensors& got, const Tensors& want, double tolerance,
 // Contenders with the bytes that each has to move.
 void report(const std::string& title, std::vector<Contender> contenders, std::vector<double> bytes,
             int rounds) {
-  const auto y = at::ones({kStream});
-  const auto x = at::ones({kStream});
-  contenders.push_back({"y += x", [&] { y.add_(x); }});
-  bytes.push_back(12.0 * static_cast<double>(kStream));
+  const semitone::bench::Stream stream(kStream);
+  contenders.push_back(stream.contender());
+  bytes.push_back(stream.bytes());
   const auto timings = semitone::bench::interleave(contenders, rounds, 1);
   semitone::bench::print(title, timings, 1e-3, "ms");
   const auto rate = [&](std::size_t i) { return bytes[i] / timings[i].min_seconds; };
