@@ -176,15 +176,36 @@ bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
   return true;
 }
 
+// Whether nobody has dropped, replaced or filled the master's gradient since.
+bool MasterWeights::is_deferred(const Pair& pair) {
+  return pair.deferred.defined() && pair.master.grad().is_same(pair.placeholder) &&
+         std::isnan(*pair.placeholder.const_data_ptr<float>());
+}
+
+MasterWeights::Deferred MasterWeights::deferred_gradients() const {
+  Deferred deferred{{}, {}, deferred_inverse_};
+  for (const Pair& pair : pairs_) {
+    if (!is_deferred(pair)) continue;
+    deferred.masters.push_back(pair.master);
+    deferred.grads.push_back(pair.deferred);
+  }
+  return deferred;
+}
+
+void MasterWeights::scale_deferred_gradients(double factor) {
+  deferred_inverse_ = static_cast<float>(double{deferred_inverse_} * factor);
+}
+
 // Puts a deferred gradient back into the model. False: there is none, or somebody has dropped or
 // replaced it in the optimizer.
 bool MasterWeights::take_deferred(Pair& pair) {
   if (!pair.deferred.defined()) return false;
+  const bool still = is_deferred(pair);
   const at::Tensor grad = std::exchange(pair.deferred, {});
   const at::Tensor placeholder = std::exchange(pair.placeholder, {});
-  if (!pair.master.grad().is_same(placeholder)) return false;
-  if (!std::isnan(*placeholder.const_data_ptr<float>())) {  // zeroed, or filled
-    pair.master.mutable_grad() = placeholder.contiguous();
+  if (!still) {
+    if (pair.master.grad().is_same(placeholder))  // zeroed, or filled
+      pair.master.mutable_grad() = placeholder.contiguous();
     return false;
   }
   pair.master.mutable_grad().reset();

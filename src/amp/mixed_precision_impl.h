@@ -84,6 +84,9 @@ struct MixedPrecision::Impl {
   const Model& of(const void* identity, const char* caller) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
 
+  // Error while an optimizer's gradients are scaled.
+  static void require_unscaled(const PerOptimizer& known, const char* caller);
+
   // The end of an optimizer's step whose gradients are unscaled and checked: calls take() unless it is
   // skipped, and moves the scales.
   Step end_step(PerOptimizer& known, const std::function<void()>& take);

@@ -1,13 +1,16 @@
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/cast_tree.h"
 #include "semitone/core/error.h"
+#include "semitone/optim/clip_grad.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/core/log.h"
+#include "src/kernels/multi_tensor_norm.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <iterator>
 #include <map>
@@ -371,6 +374,48 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
 
 }  // namespace
 
+void MixedPrecision::Impl::require_unscaled(const PerOptimizer& known, const char* caller) {
+  if (!known.scaled.has_value()) return;
+  throw Error(std::string("amp.mixed_precision.") + caller, "gradients that are unscaled",
+              known.scaled->open ? "a ScaledLoss that is not finished"
+                                 : "scaled ones: the last scale_loss had delay_unscale = true",
+              known.scaled->open ? "call its backward() or finish()"
+                                 : "call the last backward of an iteration without it");
+}
+
+double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
+                                       double norm_type, bool error_if_nonfinite) {
+  Impl::PerOptimizer& known = impl_->of(optimizer, "clip_grad_norm_");
+  Impl::require_unscaled(known, "clip_grad_norm_");
+  const auto deferred =
+      known.masters.has_value() ? known.masters->deferred_gradients() : MasterWeights::Deferred{};
+  if (deferred.grads.empty()) {
+    return optim::clip_grad_norm_(master_params(optimizer), max_norm, norm_type,
+                                  error_if_nonfinite);
+  }
+  std::unordered_set<const c10::TensorImpl*> masters;
+  for (const at::Tensor& master : deferred.masters) masters.insert(master.unsafeGetTensorImpl());
+  std::vector<at::Tensor> others;
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (masters.count(parameter.unsafeGetTensorImpl()) == 0) others.push_back(parameter);
+  });
+  std::vector<double> norms{optim::grad_norm(others, norm_type)};
+  for (const double norm : kernels::multi_tensor_norms(deferred.grads, norm_type))
+    norms.push_back(norm * double{deferred.inverse_scale});
+  const double norm = kernels::total_norm(norms, norm_type);
+  const double factor = optim::clip_factor(norm, max_norm);
+  if (!std::isfinite(norm)) {
+    if (!error_if_nonfinite) return norm;
+    throw Error("amp.mixed_precision.clip_grad_norm_", "finite gradients",
+                "a norm of " + std::to_string(norm),
+                "skip the step, or clip with error_if_nonfinite false");
+  }
+  if (factor == 1) return norm;
+  optim::scale_grads_(others, factor);
+  known.masters->scale_deferred_gradients(factor);
+  return norm;
+}
+
 Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   Impl::PerOptimizer& known = impl_->of(optimizer, "step");
   if (!impl_->properties.enabled) {
@@ -378,13 +423,7 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
     clear_cast_cache();
     return Step::stepped;
   }
-  if (known.scaled.has_value()) {
-    throw Error("amp.mixed_precision.step", "gradients that are unscaled",
-                known.scaled->open ? "a ScaledLoss that is not finished"
-                                   : "scaled ones: the last scale_loss had delay_unscale = true",
-                known.scaled->open ? "call its backward() or finish()"
-                                   : "call the last backward of an iteration without it");
-  }
+  Impl::require_unscaled(known, "step");
   impl_->pull("step");
   if (known.masters.has_value()) {
     Gradients by_hand(1.0F);  // back-propagated without scale_loss

@@ -56,22 +56,10 @@ double clip_factor(double norm, double max_norm) {
   return factor >= 1 ? 1 : factor;  // a NaN stays one
 }
 
-double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
-                       bool error_if_nonfinite) {
-  constexpr auto kWhere = "optim.clip_grad_norm_";
-  require_order(kWhere, norm_type);
-  require_max_norm(kWhere, max_norm);
+void scale_grads_(const std::vector<at::Tensor>& parameters, double factor) {
   const at::NoGradGuard no_grad;
-  const std::vector<at::Tensor> values = values_of_grads(parameters);
-  const double norm = norm_of(values, norm_type);
-  if (error_if_nonfinite && !std::isfinite(norm)) {
-    throw Error(kWhere, "finite gradients", "a norm of " + std::to_string(norm),
-                "skip the step, or clip with error_if_nonfinite false");
-  }
-  const double factor = clip_factor(norm, max_norm);
-  if (factor == 1) return norm;
   std::map<std::string, std::vector<kernels::Unscale>> by_device;
-  for (const at::Tensor& value : values) {
+  for (const at::Tensor& value : values_of_grads(parameters)) {
     if (value.scalar_type() == at::kDouble) {
       value.mul_(factor);
     } else {
@@ -82,6 +70,20 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
     at::Tensor ignored = at::zeros({}, items.front().grad.options().dtype(at::kFloat));
     kernels::multi_tensor_unscale(items, static_cast<float>(factor), ignored);
   }
+}
+
+double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
+                       bool error_if_nonfinite) {
+  constexpr auto kWhere = "optim.clip_grad_norm_";
+  require_order(kWhere, norm_type);
+  require_max_norm(kWhere, max_norm);
+  const double norm = grad_norm(parameters, norm_type);
+  if (error_if_nonfinite && !std::isfinite(norm)) {
+    throw Error(kWhere, "finite gradients", "a norm of " + std::to_string(norm),
+                "skip the step, or clip with error_if_nonfinite false");
+  }
+  const double factor = clip_factor(norm, max_norm);
+  if (factor != 1) scale_grads_(parameters, factor);
   return norm;
 }
 

@@ -2,6 +2,7 @@
 // pass. Whoever asks for the masters' gradients gets them moved first, and the same training.
 
 #include "semitone/amp/mixed_precision.h"
+#include "semitone/optim/clip_grad.h"
 #include "tests/amp/small_net.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/support/errors.h"
@@ -109,6 +110,37 @@ TEST_P(DeferredGradients, AreSkippedWithTheStep) {
     EXPECT_TRUE(!master.grad().defined() || master.grad().numel() == 33);  // BatchNorm's own
 }
 
+// The products of gradients that stay are rounded once, those of moved ones twice.
+TEST_P(DeferredGradients, AreClippedAsMovedOnesAre) {
+  for (const double norm_type : {2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    for (const double max_norm : {0.01, 1e6}) {
+      Trained deferred(GetParam());
+      Trained moved(GetParam());
+      deferred.backward(0);
+      moved.backward(0);
+      const double norm = deferred.mixed.clip_grad_norm_(*deferred.optimizer, max_norm, norm_type);
+      const double want =
+          optim::clip_grad_norm_(moved.mixed.master_params(*moved.optimizer), max_norm, norm_type);
+      EXPECT_NEAR(norm, want, 1e-6 * want);
+      ASSERT_GT(want, 0.01);
+      for (const at::Tensor& master : deferred.masters()) {
+        if (master.numel() == 33) continue;  // BatchNorm's own
+        EXPECT_EQ(master.grad().storage().nbytes(), sizeof(float)) << "it was moved";
+      }
+      EXPECT_EQ(deferred.mixed.step(*deferred.optimizer), Step::stepped);
+      EXPECT_EQ(moved.mixed.step(*moved.optimizer), Step::stepped);
+      for (std::size_t i = 0; i < moved.masters().size(); ++i)
+        test::expect_close(deferred.masters()[i], moved.masters()[i], 1e-6);
+      // The next step is not clipped.
+      deferred.optimizer->zero_grad();
+      deferred.backward(1);
+      const std::vector<at::Tensor> params = deferred.mixed.master_params(*deferred.optimizer);
+      const double unclipped = optim::grad_norm(params);
+      EXPECT_GT(unclipped, 0.02);
+    }
+  }
+}
+
 const test::Kind& adam() {
   static const auto* const kinds = new std::vector<test::Kind>(test::all_fused_optimizers());
   return kinds->front();
@@ -134,6 +166,38 @@ TEST(DeferredGradientsOfAdam, AreNaNWhereNobodyMayLook) {
   const auto params = trained.mixed.master_params(*trained.optimizer);
   EXPECT_TRUE(params[0].grad().isfinite().all().item<bool>());
   params[0].mutable_grad().mul_(0.5);
+}
+
+TEST(DeferredGradientsOfAdam, AreMovedAsTheyWereClipped) {
+  Trained trained(adam());
+  trained.backward(0);
+  EXPECT_GT(trained.mixed.clip_grad_norm_(*trained.optimizer, 0.01), 0.02);
+  EXPECT_NEAR(optim::grad_norm(trained.mixed.master_params(*trained.optimizer)), 0.01, 1e-5);
+  // There is nothing deferred any more.
+  trained.mixed.clip_grad_norm_(*trained.optimizer, 0.005);
+  EXPECT_NEAR(optim::grad_norm(trained.mixed.master_params(*trained.optimizer)), 0.005, 1e-5);
+}
+
+TEST(DeferredGradientsOfAdam, AreNotClippedWhereTheyAreNotFinite) {
+  Trained trained(adam());
+  const at::Tensor loss = trained.loss(1) * std::numeric_limits<float>::infinity();
+  trained.mixed.scale_loss(loss, *trained.optimizer).backward();
+  test::expect_error(
+      [&] { trained.mixed.clip_grad_norm_(*trained.optimizer, 1, 2, /*error_if_nonfinite=*/true); },
+      {"[amp.mixed_precision.clip_grad_norm_]", "finite gradients"});
+  EXPECT_FALSE(std::isfinite(trained.mixed.clip_grad_norm_(*trained.optimizer, 1)));
+  EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::skipped);
+}
+
+TEST(DeferredGradientsOfAdam, AreClippedOnceTheyAreUnscaled) {
+  Trained trained(adam());
+  trained.backward(0, {.delay_unscale = true});
+  test::expect_error([&] { trained.mixed.clip_grad_norm_(*trained.optimizer, 1); },
+                     {"[amp.mixed_precision.clip_grad_norm_]", "delay_unscale"});
+  trained.backward(1);
+  test::expect_error([&] { trained.mixed.clip_grad_norm_(*trained.optimizer, -1); }, {"max_norm"});
+  test::expect_error([&] { trained.mixed.clip_grad_norm_(*trained.optimizer, 1, 0); },
+                     {"norm_type"});
 }
 
 TEST(DeferredGradientsOfAdam, GoWithZeroGrad) {

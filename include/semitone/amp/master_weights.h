@@ -107,6 +107,16 @@ class MasterWeights {
   /// Moves what was deferred to the masters.
   void move_deferred_gradients();
 
+  /// Gradients that are deferred, and what step() multiplies them by.
+  struct Deferred {
+    std::vector<at::Tensor> masters;
+    std::vector<at::Tensor> grads;  ///< of each master, as it is in the model
+    float inverse_scale;
+  };
+  Deferred deferred_gradients() const;
+  /// Multiplies the deferred gradients by a factor more.
+  void scale_deferred_gradients(double factor);
+
   /// For the library itself: take_gradients() of the masters alone, as part of a larger pass.
   void take_gradients(Gradients& pass);
   /// For the library itself: step() by a step that can be captured, which changes nothing if
@@ -152,6 +162,7 @@ class MasterWeights {
   static bool master_changed(const Pair& pair);
   at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact) const;
   static void agreed(Pair& pair);
+  static bool is_deferred(const Pair& pair);
   bool take_deferred(Pair& pair);
   template <typename Visit>
   void for_each_place(Visit&& visit) const;

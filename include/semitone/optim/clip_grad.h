@@ -25,10 +25,13 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2
 ///                        .found_inf(torch::full({1}, !std::isfinite(norm))));
 double clip_factor(double norm, double max_norm);
 
+/// Multiplies all gradients by a factor, in place: products in fp32 (of fp64 gradients in fp64), rounded
+/// once; of sparse ones the values, coalesced. A gradient that is named twice is multiplied once.
+void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
+
 /// Scales all gradients in place so that their norm is at most max_norm, and returns the norm that
 /// they had: torch::nn::utils::clip_grad_norm_, in one pass that reads and, only where something
-/// has to be clipped, one that writes. Gradients may have different dtypes; products are fp32 (of
-/// fp64 gradients fp64), rounded once. Sparse gradients are coalesced and their values clipped.
+/// has to be clipped, one that writes: scale_grads_.
 /// @param error_if_nonfinite  true: Error if the norm is inf or NaN, before anything is changed;
 ///                            false: as torch, an infinite norm makes gradients 0 or NaN, and a NaN
 ///                            makes them NaN
