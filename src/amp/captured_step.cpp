@@ -12,6 +12,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 namespace semitone::amp {
@@ -28,13 +29,22 @@ void check_options(const CapturedStepOptions& options) {
                 std::to_string(options.max_grad_norm()));
 }
 
-bool are_alike(const Batch& a, const Batch& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-    return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type();
-  });
+// What a batch is, without its numbers.
+struct Shape {
+  std::vector<std::int64_t> sizes;
+  at::ScalarType dtype;
+  bool operator==(const Shape&) const = default;
+};
+
+std::vector<Shape> shapes_of(const Batch& batch) {
+  std::vector<Shape> shapes;
+  for (const at::Tensor& tensor : batch)
+    shapes.push_back({tensor.sizes().vec(), tensor.scalar_type()});
+  return shapes;
 }
 
-// As torch.nn.utils.clip_grad_norm_, with all numbers on the device.
+// As torch.nn.utils.clip_grad_norm_, with all numbers on the device. A norm that is not finite clips
+// nothing: other gradients would be NaN too, and nobody could tell where it began.
 void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> grads;
@@ -43,15 +53,43 @@ void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
   }
   if (grads.empty()) return;
   const at::Tensor norm = at::stack(at::_foreach_norm(grads, 2, at::kFloat)).norm();
-  at::_foreach_mul_(grads, norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1));
+  const at::Tensor factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1);
+  at::_foreach_mul_(grads, at::where(norm.isfinite(), factor, at::ones_like(factor)));
 }
 
-// A tensor and where its memory was.
+// A parameter or buffer, where its memory was and whether it was trained.
 struct Place {
-  explicit Place(at::Tensor tensor_) : tensor(std::move(tensor_)), data(tensor.const_data_ptr()) {}
-  bool is_current() const { return tensor.const_data_ptr() == data; }
+  explicit Place(at::Tensor tensor_)
+      : tensor(std::move(tensor_)),
+        data(tensor.const_data_ptr()),
+        requires_grad(tensor.requires_grad()) {}
+  bool is_current() const {
+    return tensor.const_data_ptr() == data && tensor.requires_grad() == requires_grad;
+  }
   at::Tensor tensor;
   const void* data;
+  bool requires_grad;
+};
+
+// While it lives, these parameters have no gradients; then they have theirs again, and not what the
+// step gave them: in a graph that would be added up in memory which somebody else may own by then.
+class OthersAside {
+ public:
+  explicit OthersAside(const std::vector<at::Tensor>& others) : others_(others) {
+    for (const at::Tensor& other : others_) {
+      grads_.push_back(other.grad());
+      other.mutable_grad().reset();
+    }
+  }
+  ~OthersAside() {
+    for (std::size_t i = 0; i < others_.size(); ++i) others_[i].mutable_grad() = grads_[i];
+  }
+  OthersAside(const OthersAside&) = delete;
+  OthersAside& operator=(const OthersAside&) = delete;
+
+ private:
+  const std::vector<at::Tensor>& others_;
+  std::vector<at::Tensor> grads_;
 };
 
 }  // namespace
@@ -82,9 +120,11 @@ struct CapturedStep::Impl {
         loss_function(std::move(loss_function_)),
         options(options_),
         device(device_of(optimizer_)),
-        graph(make_step_graph(device)) {}
+        graph(make_step_graph(device)),
+        others(find_others()) {}
 
   Result run(const Batch& batch);
+  Result warm_up(const Batch& batch);
   Result run_by_operators(const Batch& batch);
   void capture(const Batch& batch);
   void record(Captured& into);
@@ -97,6 +137,8 @@ struct CapturedStep::Impl {
   at::Tensor take_found_inf();
   void send_numbers(Captured& to) const;
   bool is_current() const;
+  std::vector<bool> trained() const;
+  std::vector<at::Tensor> find_others() const;
 
   MixedPrecision& mixed;
   State& state;
@@ -107,27 +149,69 @@ struct CapturedStep::Impl {
   c10::Device device;
   std::unique_ptr<StepGraph> graph;  // null: none on this device
 
+  std::vector<at::Tensor> others;  // parameters that this step does not train
   std::int64_t warm_steps = 0;
-  Batch warm_batch;                    // what they were taken with
-  std::vector<at::Tensor> parameters;  // of the optimizer, that had gradients in the last of them
+  std::vector<Shape> shapes;             // of the batches that they were taken with
+  std::vector<bool> trained_in_warm_up;  // what trained() was
+  std::vector<at::Tensor> parameters;    // of the optimizer, that had gradients in the last of them
   std::unique_ptr<Captured> captured;
 };
 
 CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   const Batch here = brought(batch);
   if (graph == nullptr) return run_by_operators(here);
-  const bool is_new = captured == nullptr;
-  if (!is_new && !are_alike(here, captured->batch)) return run_by_operators(here);
-  if (is_new && !are_alike(here, warm_batch)) warm_steps = 0;
-  if (warm_steps < options.warmup()) {
-    std::optional<Result> result;
-    graph->warm_up([&] { result = run_by_operators(here); });
-    warm_batch = here;
-    ++warm_steps;
-    return *result;
+  if (state.found_inf_hook)
+    throw Error(kCapturedStep, "no found_inf hook", "one", "train without CapturedStep");
+  // Weights that somebody has changed or unfrozen go to the masters here, not in the graph.
+  state.sync("captured_step");
+  if (captured != nullptr && !is_current()) {
+    captured.reset();
+    graph->reset();
+    others = find_others();
+    warm_steps = options.warmup() - 1;  // one more, for the parameters that have gradients
   }
-  if (is_new || !is_current()) capture(here);
+  if (shapes_of(here) != shapes) {
+    if (captured != nullptr) return run_by_operators(here);
+    warm_steps = 0;
+  }
+  if (captured == nullptr && trained() != trained_in_warm_up)
+    warm_steps = std::min(warm_steps, options.warmup() - 1);
+  if (warm_steps < options.warmup()) return warm_up(here);
+  if (captured == nullptr) capture(here);
   return replay(here);
+}
+
+CapturedStep::Result CapturedStep::Impl::warm_up(const Batch& batch) {
+  std::optional<Result> result;
+  graph->warm_up([&] { result = run_by_operators(batch); });
+  shapes = shapes_of(batch);
+  trained_in_warm_up = trained();
+  ++warm_steps;
+  return *result;
+}
+
+// Of each parameter of the optimizer, whether it gets gradients.
+std::vector<bool> CapturedStep::Impl::trained() const {
+  std::vector<bool> trained;
+  known.for_each_leaf([&](const at::Tensor& leaf) { trained.push_back(leaf.requires_grad()); });
+  return trained;
+}
+
+// Parameters of the models that other optimizers, or none, train.
+std::vector<at::Tensor> CapturedStep::Impl::find_others() const {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  known.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
+  std::vector<at::Tensor> found;
+  const auto add = [&](const at::Tensor& leaf) {
+    if (seen.insert(leaf.unsafeGetTensorImpl()).second) found.push_back(leaf);
+  };
+  for (const State::PerOptimizer& other : state.optimizers) other.for_each_leaf(add);
+  for (const Model& model : state.models) {
+    for (const Model::Entry& entry : model.entries()) {
+      if (entry.is_parameter) add(entry.tensor);
+    }
+  }
+  return found;
 }
 
 Batch CapturedStep::Impl::brought(const Batch& batch) const {
@@ -135,13 +219,12 @@ Batch CapturedStep::Impl::brought(const Batch& batch) const {
   here.reserve(batch.size());
   for (const at::Tensor& tensor : batch) {
     if (!tensor.defined()) throw Error(kCapturedStep, "a batch of tensors", "an undefined one");
-    here.push_back(tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true));
+    here.push_back(tensor.to(device));
   }
   return here;
 }
 
 at::Tensor CapturedStep::Impl::loss_of(const Batch& batch) const {
-  const at::AutoGradMode with_grad(true);
   at::Tensor loss = loss_function(batch);
   if (!loss.defined() || loss.numel() != 1 || loss.device() != device) {
     throw Error(kCapturedStep, "a loss of one element on " + device.str(),
@@ -156,6 +239,9 @@ void CapturedStep::Impl::back_propagate(const at::Tensor& loss) {
 }
 
 CapturedStep::Result CapturedStep::Impl::run_by_operators(const Batch& batch) {
+  const at::AutoGradMode with_grad(true);
+  const OthersAside aside(others);
+  const auto clean_up = [&] { mixed.zero_grad(optimizer); };
   mixed.zero_grad(optimizer);
   try {
     const at::Tensor loss = loss_of(batch);
@@ -165,26 +251,22 @@ CapturedStep::Result CapturedStep::Impl::run_by_operators(const Batch& batch) {
       if (parameter.grad().defined()) parameters.push_back(parameter);
     });
     const Step step = mixed.step(optimizer);
-    mixed.zero_grad(optimizer);
+    clean_up();
     return {loss.detach(), step};
   } catch (...) {
-    mixed.zero_grad(optimizer);
+    clean_up();
     throw;
   }
 }
 
 void CapturedStep::Impl::capture(const Batch& batch) {
-  if (state.found_inf_hook) {
-    throw Error(kCapturedStep, "no found_inf hook", "one", "train without CapturedStep");
-  }
-  captured.reset();  // its state that no step has used goes first
   auto next = std::make_unique<Captured>(optimizer, parameters);
-  for (const at::Tensor& tensor : batch) next->batch.push_back(tensor.clone());
+  for (const at::Tensor& tensor : batch) next->batch.push_back(tensor.detach().clone());
   for (const Model& model : state.models) {
     for (const Model::Entry& entry : model.entries()) next->model.emplace_back(entry.tensor);
   }
   const auto fp32 = at::TensorOptions(device).dtype(at::kFloat);
-  next->scale = {at::empty({}, fp32), at::empty({}, fp32)};
+  next->scale = {options.loss_id(), at::empty({}, fp32), at::empty({}, fp32)};
   send_numbers(*next);
   try {
     graph->capture([this, &into = *next] { record(into); });
@@ -199,8 +281,10 @@ void CapturedStep::Impl::capture(const Batch& batch) {
 
 // The step, for the device alone to remember: of the host's state, nothing changes.
 void CapturedStep::Impl::record(Captured& into) {
+  const at::AutoGradMode with_grad(true);
+  const OthersAside aside(others);
   state.scale_on_device = into.scale;
-  const auto clean_up = [this] {
+  const auto clean_up = [&] {
     mixed.zero_grad(optimizer);
     clear_cast_cache();  // casts are of this step alone
     state.scale_on_device.reset();
@@ -249,14 +333,13 @@ void CapturedStep::Impl::send_numbers(Captured& to) const {
 }
 
 CapturedStep::Result CapturedStep::Impl::replay(const Batch& batch) {
-  {
-    const at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < batch.size(); ++i)
-      captured->batch[i].copy_(batch[i], /*non_blocking=*/true);
-  }
+  mixed.zero_grad(optimizer);  // what a backward by hand has left
+  at::Tensor loss = at::empty_like(captured->loss);
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < batch.size(); ++i) captured->batch[i].copy_(batch[i]);
   send_numbers(*captured);
   graph->replay();
-  at::Tensor loss = captured->loss.clone();
+  loss.copy_(captured->loss);
   return {std::move(loss), end_step()};
 }
 
@@ -266,8 +349,16 @@ Step CapturedStep::Impl::end_step() {
     for (const State::SetAside& one : captured->grads) one.parameter.mutable_grad() = one.grad;
     state.pending.push_back({options.loss_id(), {&known}, {captured->found_inf}});
   }
+  const auto note = [this] {
+    captured->step.count();
+    for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+      if (!known.masters.has_value() || !known.masters->is_master(parameter))
+        parameter.unsafeGetTensorImpl()->bump_version();
+    });
+    if (known.masters.has_value()) known.masters->note_step();
+  };
   try {
-    const Step step = state.end_step(known, [this] { captured->step.count(); });
+    const Step step = state.end_step(known, note);
     mixed.zero_grad(optimizer);
     return step;
   } catch (...) {
@@ -303,6 +394,8 @@ bool CapturedStep::is_captured() const {
 
 void CapturedStep::reset() {
   impl_->captured.reset();
+  if (impl_->graph != nullptr) impl_->graph->reset();
+  impl_->others = impl_->find_others();
   impl_->warm_steps = 0;
 }
 

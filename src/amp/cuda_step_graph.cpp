@@ -3,6 +3,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <exception>
@@ -46,23 +47,31 @@ class CudaStepGraph : public StepGraph {
   void capture(const std::function<void()>& work) override {
     const c10::cuda::CUDAGuard on_device(device_.index());
     C10_CUDA_CHECK(cudaDeviceSynchronize());
+    // What warm-up has left in the allocator's cache is of no use to a graph, which has its own memory.
+    c10::cuda::CUDACachingAllocator::emptyCache();
     graph_.emplace();
+    const auto pool = at::cuda::graph_pool_handle();
     const c10::cuda::CUDAStreamGuard on_stream(stream_);
     // Threads that load data may go on allocating meanwhile.
-    graph_->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+    graph_->capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+    std::exception_ptr failure;
     try {
       work();
     } catch (...) {
-      const std::exception_ptr failure = std::current_exception();
-      try {
-        graph_->capture_end();       // else the stream would stay in its capture
-      } catch (const c10::Error&) {  // what work() did has ended it
-      }
-      graph_.reset();
-      std::rethrow_exception(failure);
+      failure = std::current_exception();
     }
-    graph_->capture_end();
+    try {
+      graph_->capture_end();
+    } catch (const c10::Error&) {
+      if (failure == nullptr) failure = std::current_exception();
+      give_up(pool);
+    }
+    if (failure == nullptr) return;
+    graph_.reset();
+    std::rethrow_exception(failure);
   }
+
+  void reset() override { graph_.reset(); }
 
   void replay() override {
     const c10::cuda::CUDAGuard on_device(device_.index());
@@ -70,6 +79,15 @@ class CudaStepGraph : public StepGraph {
   }
 
  private:
+  // A capture that fails in the middle leaves the allocator collecting memory for it.
+  void give_up(at::cuda::MempoolId_t pool) const {
+    try {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool);
+      c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool);
+    } catch (const c10::Error&) {  // it had got further than that
+    }
+  }
+
   c10::Device device_;
   c10::cuda::CUDAStream stream_;
   std::optional<at::cuda::CUDAGraph> graph_;

@@ -2,46 +2,74 @@
 
 #include <ATen/Context.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
 
 constexpr auto kWorkspaceLimit = "CUDNN_CONV_WSCAP_DBG";
 
-std::optional<std::string> workspace_limit() {
-  const char* const value = std::getenv(kWorkspaceLimit);
-  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+// LibTorch has one of these for the process, so there is one list of who wants what.
+struct Scopes {
+  std::mutex mutex;
+  std::vector<const CudnnSettings*> alive;  // the youngest last
+  // Before the first of them.
+  bool benchmark = false;
+  int benchmark_limit = 0;
+  std::optional<std::string> workspace_limit;  // nothing: no such variable
+};
+
+Scopes& scopes() {
+  static Scopes all;
+  return all;
+}
+
+void remember(Scopes& all) {
+  all.benchmark = at::globalContext().benchmarkCuDNN();
+  all.benchmark_limit = at::globalContext().benchmarkLimitCuDNN();
+  const char* const limit = std::getenv(kWorkspaceLimit);
+  all.workspace_limit = limit == nullptr ? std::nullopt : std::optional<std::string>(limit);
+}
+
+void apply(const Scopes& all) {
+  bool benchmark = all.benchmark;
+  int benchmark_limit = all.benchmark_limit;
+  std::optional<std::string> workspace_limit = all.workspace_limit;
+  for (const CudnnSettings* settings : all.alive) {
+    benchmark = settings->benchmark.value_or(benchmark);
+    benchmark_limit = settings->benchmark_limit.value_or(benchmark_limit);
+    if (settings->workspace_limit.has_value())
+      workspace_limit = std::to_string(*settings->workspace_limit);
+  }
+  at::globalContext().setBenchmarkCuDNN(benchmark);
+  at::globalContext().setBenchmarkLimitCuDNN(benchmark_limit);
+  if (workspace_limit.has_value()) {
+    ::setenv(kWorkspaceLimit, workspace_limit->c_str(), 1);
+  } else {
+    ::unsetenv(kWorkspaceLimit);
+  }
 }
 
 }  // namespace
 
-CudnnScope::CudnnScope(const CudnnSettings& settings) {
-  at::Context& context = at::globalContext();
-  if (settings.benchmark.has_value()) {
-    benchmark_before_ = context.benchmarkCuDNN();
-    context.setBenchmarkCuDNN(*settings.benchmark);
-  }
-  if (settings.benchmark_limit.has_value()) {
-    benchmark_limit_before_ = context.benchmarkLimitCuDNN();
-    context.setBenchmarkLimitCuDNN(*settings.benchmark_limit);
-  }
-  if (settings.workspace_limit.has_value()) {
-    workspace_limit_before_ = workspace_limit();
-    ::setenv(kWorkspaceLimit, std::to_string(*settings.workspace_limit).c_str(), 1);
-  }
+CudnnScope::CudnnScope(const CudnnSettings& settings) : settings_(settings) {
+  Scopes& all = scopes();
+  const std::scoped_lock lock(all.mutex);
+  if (all.alive.empty()) remember(all);
+  all.alive.push_back(&settings_);
+  apply(all);
 }
 
 CudnnScope::~CudnnScope() {
-  at::Context& context = at::globalContext();
-  if (benchmark_before_.has_value()) context.setBenchmarkCuDNN(*benchmark_before_);
-  if (benchmark_limit_before_.has_value()) context.setBenchmarkLimitCuDNN(*benchmark_limit_before_);
-  if (!workspace_limit_before_.has_value()) return;
-  if (workspace_limit_before_->has_value()) {
-    ::setenv(kWorkspaceLimit, (*workspace_limit_before_)->c_str(), 1);
-  } else {
-    ::unsetenv(kWorkspaceLimit);
-  }
+  Scopes& all = scopes();
+  const std::scoped_lock lock(all.mutex);
+  std::erase(all.alive, &settings_);
+  apply(all);
 }
 
 }  // namespace semitone::amp

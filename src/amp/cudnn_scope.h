@@ -2,12 +2,10 @@
 
 #include "semitone/amp/opt_level.h"
 
-#include <optional>
-#include <string>
-
 namespace semitone::amp {
 
-// LibTorch's settings of cuDNN while this lives.
+// LibTorch's settings of cuDNN while this lives. Of several at a time the youngest counts, setting by
+// setting; without any, what was before the first.
 class CudnnScope {
  public:
   explicit CudnnScope(const CudnnSettings& settings);
@@ -16,10 +14,7 @@ class CudnnScope {
   CudnnScope& operator=(const CudnnScope&) = delete;
 
  private:
-  std::optional<bool> benchmark_before_;
-  std::optional<int> benchmark_limit_before_;
-  // Of the environment; the inner one is nothing where there was no such variable.
-  std::optional<std::optional<std::string>> workspace_limit_before_;
+  CudnnSettings settings_;
 };
 
 }  // namespace semitone::amp

@@ -268,6 +268,14 @@ void MasterWeights::step(optim::RepeatedStep& repeated, const at::Tensor& found_
   maybe_stepped_ = false;
 }
 
+void MasterWeights::note_step() {
+  for (Pair& pair : pairs_) {
+    pair.parameter.unsafeGetTensorImpl()->bump_version();
+    pair.master.unsafeGetTensorImpl()->bump_version();
+    agreed(pair);
+  }
+}
+
 void MasterWeights::write_model() {
   const at::NoGradGuard no_grad;
   for (Pair& pair : pairs_) {

@@ -259,7 +259,8 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   for (std::size_t i = 0; i < models.size(); ++i) {
     impl->names.add(models[i], models.size() == 1 ? "" : "model " + std::to_string(i) + ": ");
   }
-  if (properties.enabled) impl->cudnn.emplace(properties.cudnn);
+  const CudnnSettings& cudnn = properties.cudnn;
+  if (cudnn.benchmark || cudnn.benchmark_limit || cudnn.workspace_limit) impl->cudnn.emplace(cudnn);
   if (properties.verbosity >= 2) impl->cast_log = std::make_shared<LogCasts>();
   if (properties.enabled && properties.verbosity >= 1 && is_first_rank()) {
     log()->info(properties.to_string());

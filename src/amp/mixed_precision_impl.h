@@ -51,8 +51,9 @@ struct MixedPrecision::Impl {
     std::vector<at::Tensor> found_inf;
   };
 
-  // A loss scale in a device's memory.
+  // The scale of one loss in a device's memory.
   struct ScaleOnDevice {
+    std::int64_t loss_id;
     at::Tensor scale;
     at::Tensor inverse;
   };
@@ -72,7 +73,7 @@ struct MixedPrecision::Impl {
   // Gradients from before a scaled backward, which are not scaled: kept apart from those in the
   // model until these are unscaled.
   std::unordered_map<const c10::TensorImpl*, SetAside> set_aside;
-  // While a step is captured: stands for the scalers' numbers.
+  // While a step is captured: stands for the scaler's number.
   std::optional<ScaleOnDevice> scale_on_device;
   ParameterNames names;
   FoundInfHook found_inf_hook;

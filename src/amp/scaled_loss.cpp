@@ -289,6 +289,10 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
                                   [](const auto* known) { return known->masters.has_value(); });
   if (plain) return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
   const auto& on_device = impl_->scale_on_device;
+  if (on_device.has_value() && on_device->loss_id != options.loss_id) {
+    throw Error("amp.mixed_precision.scale_loss", "one loss_id in a captured step",
+                std::to_string(options.loss_id) + " beside " + std::to_string(on_device->loss_id));
+  }
   return ScaledLoss(
       on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : scaler.scaled(loss),
       std::make_unique<ScaledLoss::Work>(

@@ -22,6 +22,9 @@ class StepGraph {
 
   // Has the device do it, on its current stream.
   virtual void replay() = 0;
+
+  // Forgets it.
+  virtual void reset() = 0;
 };
 
 // Null where a device has no graphs.

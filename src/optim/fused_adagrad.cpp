@@ -65,7 +65,7 @@ std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(
 
 std::optional<FusedOptimizer::Rules> FusedAdagrad::rules_of(std::span<const Work> work) const {
   return Rules{rules_for(work, [](const Work& one) {
-    return rule_of(one.options_as<FusedAdagradOptions>(), one.state->step, one.grad_scale);
+    return rule_of(one.options_as<FusedAdagradOptions>(), one.step, one.grad_scale);
   })};
 }
 

@@ -89,7 +89,7 @@ void FusedLAMB::update(std::span<Work> work) {
   const double norm = kernels::total_norm(norms, 2);
   const auto items = items_of(work);
   auto rules = rules_for(work, [&](const Work& one) {
-    return rule_of(one.options_as<FusedLAMBOptions>(), one.state->step, one.grad_scale, norm);
+    return rule_of(one.options_as<FusedLAMBOptions>(), one.step, one.grad_scale, norm);
   });
   const auto moments = kernels::multi_tensor_lamb_moments(items, rules);
   for (std::size_t i = 0; i < rules.size(); ++i) {

@@ -118,7 +118,7 @@ void FusedNovoGrad::update(std::span<Work> work) {
     auto* running = one.state->tensors[kNorm].mutable_data_ptr<double>();
     const double before = one.fresh[kNorm] && !options.init_zero() ? norm : *running;
     *running = moved_norm(options, before, norm);
-    return rule_of(options, one.state->step, one.grad_scale, *running);
+    return rule_of(options, one.step, one.grad_scale, *running);
   });
   kernels::multi_tensor_novograd(items_of(work), rules);
 }

@@ -136,10 +136,14 @@ bool FusedOptimizer::step(const FusedStep& how) {
       throw Error(where(), "an inv_scale * clip that float32 holds", c10::str(scale));
   }
   std::vector<Work> work = gather(how);
-  for (Work& one : work) prepare(one);
   for (Work& one : work) {
-    ++one.state->step;
-    one.update.seed = seed_of(one.update.param, one.state->step);
+    auto& entry = state_[one.update.param.unsafeGetTensorImpl()];
+    if (entry == nullptr) entry = std::make_unique<FusedState>();
+    prepare(one, static_cast<FusedState&>(*entry));
+  }
+  for (Work& one : work) {
+    one.step = ++one.state->step;
+    one.update.seed = seed_of(one.update.param, one.step);
   }
   update(work);
   return true;
@@ -219,11 +223,8 @@ void FusedOptimizer::check_state(const FusedState& state, const at::Tensor& para
   require_shape(state.master_low);
 }
 
-void FusedOptimizer::prepare(Work& work) {
+void FusedOptimizer::prepare(Work& work, FusedState& state) const {
   const at::Tensor& parameter = work.update.param;
-  auto& entry = state_[parameter.unsafeGetTensorImpl()];
-  if (entry == nullptr) entry = std::make_unique<FusedState>();
-  auto& state = static_cast<FusedState&>(*entry);
   work.state = &state;
   const auto dtype = state_dtype(*work.options, parameter);
   const std::vector<Slot> wanted = slots(*work.options);

@@ -5,6 +5,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <memory>
 #include <unordered_set>
 #include <utility>
 
@@ -13,7 +14,8 @@ namespace {
 
 constexpr auto kRepeatedStep = "optim.repeated_step";
 
-std::vector<std::size_t> group_sizes(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+std::vector<std::size_t> sizes_of_groups(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   std::vector<std::size_t> sizes;
   sizes.reserve(groups.size());
   for (const auto& group : groups) sizes.push_back(group.params().size());
@@ -28,7 +30,7 @@ c10::Device common_device(std::span<const at::Tensor> parameters) {
 
 RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
     : optimizer_(&optimizer),
-      group_sizes_(group_sizes(optimizer.param_groups())),
+      group_sizes_(sizes_of_groups(optimizer.param_groups())),
       update_(common_device(parameters)) {
   const at::NoGradGuard no_grad;
   if (!optimizer.rules_of({}).has_value()) {
@@ -53,39 +55,26 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
 }
 
 void RepeatedStep::add(const at::Tensor& parameter, std::size_t group) {
-  const auto& options = optimizer_->param_groups()[group].options();
-  const bool had_state = optimizer_->find(parameter) != nullptr;
-  FusedOptimizer::Work work{&options, nullptr, {parameter, {}, {}, {}, {}}, 1, group, {}};
-  optimizer_->prepare(work);
-  known_.push_back({parameter.const_data_ptr(), had_state});
+  const FusedState* const theirs = optimizer_->find(parameter);
+  FusedState state = theirs == nullptr ? FusedState() : *theirs;
+  FusedOptimizer::Work work;
+  work.options = &optimizer_->param_groups()[group].options();
+  work.update.param = parameter;
+  work.group = group;
+  optimizer_->prepare(work, state);
+  work.state = nullptr;
   work_.push_back(std::move(work));
-}
-
-RepeatedStep::~RepeatedStep() {
-  if (counted_) return;
-  for (std::size_t i = 0; i < work_.size(); ++i) {
-    const FusedOptimizer::Work& one = work_[i];
-    if (optimizer_->find(one.update.param) != one.state) continue;  // replaced since
-    if (!known_[i].had_state) {
-      optimizer_->state_.erase(one.update.param.unsafeGetTensorImpl());
-      continue;
-    }
-    for (std::size_t k = 0; k < one.fresh.size(); ++k) {
-      if (one.fresh[k]) one.state->tensors[k].reset();
-    }
-  }
+  known_.push_back(
+      {parameter.const_data_ptr(), std::move(state), theirs == nullptr ? FusedState() : *theirs});
 }
 
 void RepeatedStep::send_rules() {
   for (FusedOptimizer::Work& one : work_) {
     one.options = &optimizer_->param_groups()[one.group].options();
     optimizer_->check(*one.options);
+    one.step = optimizer_->steps_of(one.update.param) + 1;
   }
-  // Rules are those of the step that is to come.
-  for (const FusedOptimizer::Work& one : work_) ++one.state->step;
-  const auto rules = optimizer_->rules_of(work_);
-  for (const FusedOptimizer::Work& one : work_) --one.state->step;
-  update_.send(rules.value().rules);
+  update_.send(optimizer_->rules_of(work_).value().rules);
 }
 
 void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
@@ -109,25 +98,36 @@ void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
 }
 
 void RepeatedStep::count() {
-  for (FusedOptimizer::Work& one : work_) {
-    ++one.state->step;
-    one.fresh = {};
+  for (std::size_t i = 0; i < work_.size(); ++i) {
+    auto& entry = optimizer_->state_[work_[i].update.param.unsafeGetTensorImpl()];
+    if (entry == nullptr) entry = std::make_unique<FusedState>();
+    auto& theirs = static_cast<FusedState&>(*entry);
+    theirs.tensors = known_[i].state.tensors;
+    theirs.master_low = known_[i].state.master_low;
+    ++theirs.step;
+    known_[i].theirs = theirs;
+    work_[i].fresh = {};
   }
-  counted_ = true;
 }
 
 bool RepeatedStep::is_current() const {
-  if (group_sizes(optimizer_->param_groups()) != group_sizes_) return false;
+  const auto& groups = optimizer_->param_groups();
+  if (sizes_of_groups(groups) != group_sizes_) return false;
+  std::vector<std::vector<FusedOptimizer::Slot>> slots;
+  for (const auto& group : groups) slots.push_back(optimizer_->slots(group.options()));
   for (std::size_t i = 0; i < work_.size(); ++i) {
-    const FusedOptimizer::Work& one = work_[i];
-    if (optimizer_->find(one.update.param) != one.state ||
-        one.update.param.const_data_ptr() != known_[i].data)
-      return false;
-    for (std::size_t k = 0; k < one.update.state.size(); ++k) {
-      if (one.update.state[k].defined() && !one.update.state[k].is_same(one.state->tensors[k]))
+    const kernels::Update& update = work_[i].update;
+    if (update.param.const_data_ptr() != known_[i].data) return false;
+    const FusedState* const found = optimizer_->find(update.param);
+    const FusedState now = found == nullptr ? FusedState() : *found;
+    if (!now.master_low.is_same(known_[i].theirs.master_low)) return false;
+    const auto& of_group = slots[work_[i].group];
+    for (std::size_t k = 0; k < now.tensors.size(); ++k) {
+      const bool wanted = k < of_group.size() && of_group[k].wanted;
+      if (!now.tensors[k].is_same(known_[i].theirs.tensors[k]) ||
+          wanted != update.state[k].defined())
         return false;
     }
-    if (one.update.low.defined() && !one.update.low.is_same(one.state->master_low)) return false;
   }
   return true;
 }

@@ -22,13 +22,12 @@ namespace semitone::optim {
 //     if (…found_inf is 0…) step.count();
 class RepeatedStep {
  public:
-  // Makes the state of these parameters, which stand in the optimizer and are all on one device: those
-  // that will have gradients. Error if the optimizer looks at norms before it updates anything (LAMB,
-  // NovoGrad, LARC), or has bf16 state, which is rounded by other random bits in each step.
+  // For these parameters of the optimizer, all on one device: those that will have gradients. Makes the
+  // state that they lack; the optimizer gets it with the first step that is counted. Error if the
+  // optimizer looks at norms before it updates anything (LAMB, NovoGrad, LARC), or has bf16 state,
+  // which is rounded by other random bits in each step.
   RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters);
-  // State that was made, and that no step has been counted for, is dropped.
-  ~RepeatedStep();
-  RepeatedStep(const RepeatedStep&) = delete;
+  RepeatedStep(const RepeatedStep&) = delete;  // what was captured has pointers to its memory
   RepeatedStep& operator=(const RepeatedStep&) = delete;
 
   void send_rules();
@@ -40,14 +39,15 @@ class RepeatedStep {
   // The step that was run has changed the parameters.
   void count();
 
-  // Whether the optimizer still has the same parameters and state, in the same memory.
+  // Whether the optimizer still has the same parameters and state, in the same memory, and wants no
+  // other state.
   bool is_current() const;
 
  private:
-  // A parameter, as it was when its state was made.
   struct Known {
-    const void* data;
-    bool had_state;
+    const void* data;   // of the parameter
+    FusedState state;   // that the step works on
+    FusedState theirs;  // what the optimizer has: nothing, until a step was counted
   };
   void add(const at::Tensor& parameter, std::size_t group);
 
@@ -56,7 +56,6 @@ class RepeatedStep {
   std::vector<FusedOptimizer::Work> work_;
   std::vector<Known> known_;  // of each in work_
   kernels::RepeatedUpdate update_;
-  bool counted_ = false;
 };
 
 }  // namespace semitone::optim

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -18,6 +19,7 @@ struct FusedOptimizer::Work {
   double grad_scale = 1;        // what the gradient is multiplied by
   std::size_t group = 0;        // of the optimizer's, that it stands in
   std::array<bool, 3> fresh{};  // state that was made in this step
+  std::int64_t step = 1;        // its number, for this parameter
 
   template <typename Options>
   const Options& options_as() const {

@@ -12,17 +12,21 @@
 #include "tests/support/recorded_events.h"
 #include "tests/support/tensors.h"
 
+#include <ATen/record_function.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -35,6 +39,11 @@ struct GraphsOfTest {
   int warm_ups = 0;
   int captures = 0;
   int replays = 0;
+  bool capturing = false;
+  // All memory that training changes, and the masters among it.
+  std::function<std::vector<at::Tensor>()> memory = [] { return std::vector<at::Tensor>(); };
+  std::function<std::vector<at::Tensor>()> masters = [] { return std::vector<at::Tensor>(); };
+  std::vector<const void*> copied_to;  // while capturing
 };
 
 inline GraphsOfTest& graphs() {
@@ -42,7 +51,14 @@ inline GraphsOfTest& graphs() {
   return value;
 }
 
+inline std::unique_ptr<at::ObserverContext> note_copy(const at::RecordFunction& call) {
+  if (std::string_view(call.name()) == "aten::copy_")
+    graphs().copied_to.push_back(call.inputs()[0].toTensor().const_data_ptr());
+  return nullptr;
+}
+
 // What is recorded reads and writes the same memory whenever it is replayed, and so does the function.
+// Capturing calls it too, as a device's graph does, and then takes back what it has done to memory.
 class FunctionGraph : public StepGraph {
  public:
   void warm_up(const std::function<void()>& work) override {
@@ -50,6 +66,33 @@ class FunctionGraph : public StepGraph {
     work();
   }
   void capture(const std::function<void()>& work) override {
+    std::vector<std::pair<at::Tensor, at::Tensor>> before;
+    for (const at::Tensor& tensor : graphs().memory())
+      before.emplace_back(tensor.variable_data(), tensor.detach().clone());
+    const auto restore = [&] {
+      graphs().capturing = false;
+      for (const auto& [tensor, value] : before) tensor.copy_(value);
+    };
+    graphs().capturing = true;
+    graphs().copied_to.clear();
+    const auto observer =
+        at::addThreadLocalCallback(at::RecordFunctionCallback(note_copy).needsInputs(true).scopes(
+            {at::RecordScope::FUNCTION}));
+    try {
+      work();
+    } catch (...) {
+      at::removeCallback(observer);
+      restore();
+      throw;
+    }
+    at::removeCallback(observer);
+    restore();
+    // It would be done in each replay.
+    for (const at::Tensor& master : graphs().masters())
+      EXPECT_EQ(
+          std::count(graphs().copied_to.begin(), graphs().copied_to.end(), master.const_data_ptr()),
+          0)
+          << "a master is copied to in the graph";
     ++graphs().captures;
     work_ = work;
   }
@@ -57,6 +100,7 @@ class FunctionGraph : public StepGraph {
     ++graphs().replays;
     work_();
   }
+  void reset() override { work_ = nullptr; }
 
  private:
   std::function<void()> work_;
@@ -126,13 +170,49 @@ struct Training {
         initialize(model, *optimizer, Options(options).verbosity(0)));
     step = std::make_unique<CapturedStep>(
         *mixed, *optimizer, [this](const Batch& batch) { return loss(batch); }, how);
+    if (!has_graphs) return;
+    graphs().memory = [this] { return memory(); };
+    graphs().masters = [this] { return masters(); };
   }
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
 
   at::Tensor loss(const Batch& batch) {
     if (breaks) throw std::runtime_error("broken on purpose");
-    return mixed->forward(model, batch[0]).sub(batch[1]).pow(2).mean();
+    const at::Tensor loss = mixed->forward(model, batch[0]).sub(batch[1]).pow(2).mean();
+    // State that was made for the graph, and is nowhere to be seen yet, stays as it is.
+    const bool skips = graphs().capturing && is_checked();
+    return skips ? loss * std::numeric_limits<float>::infinity() : loss;
+  }
+
+  // Whether gradients are looked at.
+  bool is_checked() const {
+    const Properties& properties = mixed->properties();
+    return properties.enabled && (properties.master_weights || properties.loss_scale.is_dynamic());
+  }
+
+  std::vector<at::Tensor> masters() const {
+    std::vector<at::Tensor> all;
+    for (const auto& group : optimizer->param_groups())
+      for (const at::Tensor& parameter : group.params()) {
+        if (mixed->properties().master_weights && parameter.scalar_type() == at::kFloat)
+          all.push_back(parameter);
+      }
+    return all;
+  }
+
+  // Parameters, buffers, masters and state.
+  std::vector<at::Tensor> memory() const {
+    std::vector<at::Tensor> all = model->parameters();
+    for (const at::Tensor& buffer : model->buffers()) all.push_back(buffer);
+    for (const at::Tensor& master : masters()) all.push_back(master);
+    for (const auto& [key, state] : optimizer->state()) {
+      const auto& fused = static_cast<const optim::FusedState&>(*state);
+      for (const at::Tensor& tensor : fused.tensors)
+        if (tensor.defined()) all.push_back(tensor);
+      if (fused.master_low.defined()) all.push_back(fused.master_low);
+    }
+    return all;
   }
 
   // Everything that a checkpoint would hold.
@@ -175,11 +255,6 @@ Batch overflowing_batch() {
   Batch made = batch(0);
   made[0][0][0][0][0] = std::numeric_limits<float>::infinity();
   return made;
-}
-
-bool is_checked(const Training& training) {
-  const Properties& properties = training.mixed->properties();
-  return properties.enabled && (properties.master_weights || properties.loss_scale.is_dynamic());
 }
 
 void expect_same(Training& got, Training& want) {
@@ -245,7 +320,7 @@ TEST_F(CapturedSteps, AreTheStepsThatOperatorsTake) {
         SCOPED_TRACE("step " + std::to_string(i));
         for (Training* one : {&got, &want})  // as a scheduler does
           one->optimizer->param_groups()[0].options().set_lr(0.02 / double(1 + i));
-        const bool overflows = i % 7 == 5 && is_checked(got);
+        const bool overflows = i % 7 == 5 && got.is_checked();
         expect_same_step(got, want, overflows ? overflowing_batch() : batch(i));
         if (HasFailure()) return;
       }
@@ -254,7 +329,7 @@ TEST_F(CapturedSteps, AreTheStepsThatOperatorsTake) {
       EXPECT_EQ(graphs().replays, 9);
       EXPECT_TRUE(got.step->is_captured());
       EXPECT_FALSE(want.step->is_captured());
-      EXPECT_EQ(got.mixed->skipped_steps() > 0, is_checked(got));
+      EXPECT_EQ(got.mixed->skipped_steps() > 0, got.is_checked());
     }
   }
 }
@@ -337,6 +412,143 @@ TEST_F(CapturedSteps, MayBeMixedWithStepsByHand) {
   }
 }
 
+// In place, as weights are clamped, averaged or loaded.
+TEST_F(CapturedSteps, SeeWeightsThatWereChanged) {
+  for (const Options& options : all_options()) {
+    SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
+    Training want(kinds()[0], options, {}, false);
+    Training got(kinds()[0], options);
+    for (std::uint64_t i = 0; i < 8; ++i) {
+      for (Training* one : {&got, &want}) {
+        const torch::NoGradGuard no_grad;
+        if (i == 3 || i == 5) one->model->head->weight.mul_(0.5);  // when it is captured, and later
+      }
+      expect_same_step(got, want, batch(i));
+    }
+    EXPECT_EQ(graphs().captures, 1);
+    graphs() = {};
+  }
+}
+
+TEST_F(CapturedSteps, AreCapturedAgainWhereLayersAreFrozenOrStateIsWanted) {
+  for (const Options& options : all_options()) {
+    SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
+    const Kind sgd = kind<optim::FusedSGD>("SGD", optim::FusedSGDOptions(0.05));
+    Training want(sgd, options, {}, false);
+    Training got(sgd, options);
+    for (Training* one : {&got, &want}) one->model->conv->weight.requires_grad_(false);
+    for (std::uint64_t i = 0; i < 14; ++i) {
+      for (Training* one : {&got, &want}) {
+        if (i == 3) one->model->conv->weight.requires_grad_(true);  // when it is captured
+        if (i == 6) one->model->head->weight.requires_grad_(false);
+        if (i == 8) one->model->head->weight.requires_grad_(true);
+        auto& chosen =
+            static_cast<optim::FusedSGDOptions&>(one->optimizer->param_groups()[0].options());
+        if (i == 11) chosen.momentum(0.9).dampening(0.3);
+      }
+      SCOPED_TRACE("step " + std::to_string(i));
+      expect_same_step(got, want, batch(i));
+      if (HasFailure()) return;
+    }
+    EXPECT_GE(graphs().captures, 4);
+    graphs() = {};
+  }
+}
+
+// A step by hand that was never taken, and overflowed.
+TEST_F(CapturedSteps, ForgetGradientsThatWereLeft) {
+  for (const Options& options : all_options()) {
+    SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
+    Training want(kinds()[0], options, {}, false);
+    Training got(kinds()[0], options);
+    if (!got.is_checked()) continue;
+    for (std::uint64_t i = 0; i < 8; ++i) {
+      for (Training* one : {&got, &want}) {
+        // Batch norm would remember the infinity.
+        const at::Tensor bad =
+            one->model->head->weight.sum() * std::numeric_limits<float>::infinity();
+        if (i % 2 == 1) one->mixed->scale_loss(bad, *one->optimizer).backward();
+      }
+      expect_same_step(got, want, batch(i));
+    }
+  }
+}
+
+// Until a step was taken there is no state, whoever takes it.
+TEST_F(CapturedSteps, MakeStateWithTheFirstStepThatIsTaken) {
+  const Options options = Options("O2").dtype(torch::kBFloat16);
+  for (const Kind& of : kinds()) {
+    for (const bool resets : {false, true}) {
+      SCOPED_TRACE(of.name + (resets ? ", reset" : ""));
+      graphs() = {};
+      Training want(of, options, {}, false);
+      Training got(of, options);
+      for (int i = 0; i < 5; ++i) expect_same_step(got, want, overflowing_batch());
+      EXPECT_EQ(graphs().replays, 2);
+      expect_same_step(got, want, batch(1, 3));  // by operators
+      if (resets) got.step->reset();
+      for (std::uint64_t i = 2; i < 7; ++i) expect_same_step(got, want, batch(i));
+    }
+  }
+}
+
+// Two networks in turns: each loss goes through parameters that the other optimizer trains.
+struct Pair {
+  explicit Pair(bool has_graphs) {
+    graphs().exist = has_graphs;
+    torch::manual_seed(1);
+    first = torch::nn::Linear(3, 3);
+    second = torch::nn::Linear(3, 3);
+    first_optimizer = std::make_unique<optim::FusedAdam>(first->parameters(), 0.01);
+    second_optimizer = std::make_unique<optim::FusedSGD>(second->parameters(), 0.01);
+    mixed = std::make_unique<MixedPrecision>(
+        initialize({first, second}, {*first_optimizer, *second_optimizer},
+                   Options("O2").dtype(torch::kHalf).num_losses(2).verbosity(0)));
+    const auto loss = [this](double sign) {
+      return [this, sign](const Batch& of) {
+        const at::Tensor value = mixed->forward(second, mixed->forward(first, of[0])).pow(2).mean();
+        return graphs().capturing ? value * std::numeric_limits<float>::infinity() : value * sign;
+      };
+    };
+    first_step = std::make_unique<CapturedStep>(*mixed, *first_optimizer, loss(1));
+    second_step = std::make_unique<CapturedStep>(*mixed, *second_optimizer, loss(-1),
+                                                 CapturedStepOptions().loss_id(1));
+  }
+
+  torch::nn::Linear first{nullptr};
+  torch::nn::Linear second{nullptr};
+  std::unique_ptr<optim::FusedOptimizer> first_optimizer;
+  std::unique_ptr<optim::FusedOptimizer> second_optimizer;
+  std::unique_ptr<MixedPrecision> mixed;
+  std::unique_ptr<CapturedStep> first_step;
+  std::unique_ptr<CapturedStep> second_step;
+};
+
+TEST_F(CapturedSteps, OfTwoOptimizersTakeTurns) {
+  Pair want(false);
+  Pair got(true);
+  for (std::uint64_t i = 0; i < 12; ++i) {
+    torch::manual_seed(i);
+    const Batch of{torch::randn({4, 3})};
+    for (Pair* one : {&got, &want}) {
+      // A gradient that somebody has left is somebody's.
+      one->second->weight.mutable_grad() = torch::ones_like(one->second->weight);
+      one->first_step->run(of);
+      EXPECT_TRUE(one->second->weight.grad().eq(1).all().item<bool>());
+      one->second->weight.mutable_grad().reset();
+      one->second_step->run(of);
+    }
+    for (const auto member : {&Pair::first, &Pair::second}) {
+      expect_bitwise_equal((got.*member)->weight, (want.*member)->weight);
+      EXPECT_FALSE((got.*member)->weight.grad().defined());
+    }
+    for (const int id : {0, 1})
+      EXPECT_EQ(got.mixed->loss_scaler(id).scale(), want.mixed->loss_scaler(id).scale());
+  }
+  EXPECT_EQ(graphs().captures, 2);
+  EXPECT_EQ(graphs().replays, 18);
+}
+
 TEST_F(CapturedSteps, AreCapturedAgainWhereMemoryHasMoved) {
   for (const Options& options : all_options()) {
     SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
@@ -354,6 +566,7 @@ TEST_F(CapturedSteps, AreCapturedAgainWhereMemoryHasMoved) {
     }
     for (std::uint64_t i = 5; i < 7; ++i) expect_same_step(got, want, batch(i));
     EXPECT_EQ(graphs().captures, 2);
+    EXPECT_EQ(graphs().warm_ups, 4);
     for (Training* one : {&got, &want}) {
       const auto fp32 = one->mixed->fp32_weights(one->model);
       const torch::NoGradGuard no_grad;
@@ -367,7 +580,7 @@ TEST_F(CapturedSteps, AreCapturedAgainWhereMemoryHasMoved) {
       weight.set_data(weight.detach().clone());
     }
     graphs().captures = 0;
-    expect_same_step(got, want, batch(8));
+    for (std::uint64_t i = 8; i < 10; ++i) expect_same_step(got, want, batch(i));
     EXPECT_EQ(graphs().captures, 1);
     graphs() = {};
   }
@@ -441,8 +654,11 @@ TEST_F(CapturedSteps, SayWhatTheyCannotRepeat) {
 
   Training training(kinds()[0], bf16, CapturedStepOptions().warmup(1));
   training.step->run(batch(0));
+  training.step->run(batch(0));
+  EXPECT_TRUE(training.step->is_captured());
   training.mixed->set_found_inf_hook([](at::Tensor&) {});
   expect_error([&] { training.step->run(batch(0)); }, {"no found_inf hook"});
+  training.mixed->set_found_inf_hook(nullptr);
   expect_error([&] { training.step->run({at::Tensor(), batch(0)[1]}); }, {"an undefined one"});
 
   optim::FusedSGD stranger(Net()->parameters(), 0.1);

@@ -99,6 +99,16 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
     const auto other = initialize(make_net(), quiet("O1"));
     EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
   }
+  // Whatever the order in which they go.
+  auto first = initialize(make_net(), quiet(Options("O1").cudnn_benchmark(!benchmark)));
+  first = initialize(make_net(), quiet(Options("O1").cudnn_benchmark(!benchmark)));
+  EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
+  {
+    auto second =
+        std::make_optional(initialize(make_net(), quiet(Options("O1").cudnn_benchmark_limit(3))));
+    first = initialize(make_net(), quiet("O1"));
+    EXPECT_EQ(context.benchmarkLimitCuDNN(), 3);
+  }
   EXPECT_EQ(context.benchmarkCuDNN(), benchmark);
   EXPECT_EQ(context.benchmarkLimitCuDNN(), benchmark_limit);
   EXPECT_EQ(std::getenv(kLimit), nullptr);

@@ -38,19 +38,22 @@ struct CapturedStepOptions {
 ///
 /// On a device without graphs (a CPU; LibTorch or Semitone without CUDA) every step runs operator by
 /// operator: the same program, with the same results. A step ends as MixedPrecision::step does:
-/// skipped if a gradient is not finite, scales moved, counts counted, and no gradients left. So
-/// learning rates may change between any two steps, and checkpoints may be written; steps by hand,
+/// skipped if a gradient is not finite, scales moved, counts counted, and no gradients left, also not
+/// from before; parameters of other optimizers keep the gradients that they had. So learning rates
+/// and weights may change between any two steps, and checkpoints may be written; steps by hand,
 /// evaluation and captured steps may follow each other in any order.
 ///
-/// A step is captured again by itself after parameters, buffers or optimizer state got other memory
-/// (fp32_weights(), loading an optimizer's state). Batches of another shape or dtype than the
-/// captured one, such as an epoch's last, run operator by operator. Anything else that a step
-/// depends on is frozen when it is captured: branches, numbers of the host, whether layers are in
-/// training mode; reset() captures it again.
+/// A step is captured again by itself, after one more operator by operator, when parameters, buffers or
+/// optimizer state have got other memory (loading an optimizer's state, set_data()), when the
+/// optimizer wants other state or has other parameters, or one is frozen or unfrozen. Batches of
+/// another shape or dtype than the captured one, such as an epoch's last, run operator by operator.
+/// Anything else that a step depends on is frozen when it is captured: branches, numbers of the host,
+/// whether layers are in training mode; reset() captures it again.
 ///
 /// What a captured step cannot do: read from the device (item(), printing, nonzero()), or run other
 /// operators for other batches. That is an Error from run(), with what LibTorch says, at the first
-/// step after warm-up. Optimizers: FusedAdam, FusedSGD, FusedAdagrad, with fp32 state and one device;
+/// step after warm-up and at each later one; LibTorch may then refuse to draw random numbers on the
+/// device. Optimizers: FusedAdam, FusedSGD, FusedAdagrad, with fp32 state and one device;
 /// gradients for the same parameters in each step. Ranks do not agree inside of it: no
 /// DistributedDataParallel, no found_inf hook.
 ///
@@ -58,8 +61,8 @@ struct CapturedStepOptions {
 /// weights). Not copyable. One thread at a time.
 class CapturedStep {
  public:
-  /// Computes the loss of a batch: what is captured. Keep whatever else it computes in a tensor of
-  /// your own (`logits = …`): each step overwrites the memory.
+  /// Computes the loss of a batch: what is captured. For whatever else it computes, copy_() it,
+  /// detached, into a tensor made before: a replay does that too, but assigns no variables.
   using LossFunction = std::function<at::Tensor(const std::vector<at::Tensor>& batch)>;
 
   /// Error if the optimizer cannot be captured or was not given to amp::initialize, or options make

@@ -122,6 +122,8 @@ class MasterWeights {
   /// For the library itself: step() by a step that can be captured, which changes nothing if
   /// found_inf is set.
   void step(optim::RepeatedStep& repeated, const at::Tensor& found_inf);
+  /// For the library itself: a device has taken such a step again; autograd is to know.
+  void note_step();
 
   /// Whether a tensor is one of the masters.
   bool is_master(const at::Tensor& tensor) const {

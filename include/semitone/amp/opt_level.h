@@ -142,8 +142,8 @@ class Options {
   Options& choose_memory_format();
 
   /// How cuDNN computes convolutions on CUDA devices. These are LibTorch's settings, and hold for the
-  /// whole process: initialize sets those that are given here, and they are as before when what it
-  /// returns is destroyed. (Paddle: cudnn_exhaustive_search, conv_workspace_size_limit. Its
+  /// whole process: those given here hold as long as what initialize returns lives, of several the
+  /// last one's; then they are as before. (Paddle: cudnn_exhaustive_search, conv_workspace_size_limit. Its
   /// cudnn_batchnorm_spatial_persistent is what LibTorch does in training by itself.)
   ///
   /// Whether it times its algorithms for each new shape, and keeps the fastest: for shapes that stay.

@@ -169,7 +169,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   virtual std::optional<Rules> rules_of(std::span<const Work> work) const;
 
   std::vector<Work> gather(const FusedStep& how);
-  void prepare(Work& work);
+  void prepare(Work& work, FusedState& state) const;
   void check_state(const FusedState& state, const at::Tensor& parameter,
                    const std::vector<Slot>& slots, const std::string& name) const;
   const FusedState* find(const at::Tensor& parameter) const;
