@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/events.h"
+#include "src/nn/convert.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -22,13 +23,13 @@ c10::ScalarType rounded_to(Conversion conversion) {
 at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
   switch (conversion) {
     case Conversion::fp16:
-      return tensor.to(at::kHalf);
+      return nn::convert(tensor, at::kHalf);
     case Conversion::bf16:
-      return tensor.to(at::kBFloat16);
+      return nn::convert(tensor, at::kBFloat16);
     case Conversion::fp32_by_fp16:
-      return tensor.to(at::kHalf).to(at::kFloat);
+      return nn::convert(nn::convert(tensor, at::kHalf), at::kFloat);
     case Conversion::fp32_by_bf16:
-      return tensor.to(at::kBFloat16).to(at::kFloat);
+      return nn::convert(nn::convert(tensor, at::kBFloat16), at::kFloat);
   }
   return tensor;
 }
@@ -79,7 +80,7 @@ at::Tensor Caster::convert(const at::Tensor& tensor, Conversion conversion) cons
 at::Tensor Caster::to_fp32(const at::Tensor& tensor) const {
   if (!is_eligible(tensor, policy_.device()) || tensor.scalar_type() == at::kFloat) return tensor;
   converts_to_fp32(tensor);
-  return tensor.to(at::kFloat);
+  return nn::convert(tensor, at::kFloat);
 }
 
 void Caster::converts_to_fp32(const at::Tensor& tensor) const {

@@ -30,6 +30,9 @@ bool unscale(const void* in, Format in_format, const void* addend, void* out, Fo
 double sum_of_squares(const void* in, Format format, std::size_t size);
 float max_magnitude(const void* in, Format format, std::size_t size);
 
+// out[i] = in[i], rounded to nearest, ties to even. NaNs stay NaNs.
+void convert(const void* in, Format in_format, void* out, Format out_format, std::size_t size);
+
 // out[i] = 0 where in[i] < 0, else in[i]: so NaNs and -0 stay. out may be in.
 void relu(const void* in, void* out, Format format, std::size_t size);
 

@@ -1,0 +1,11 @@
+#include "src/kernels/convert.h"
+
+#include <torch/types.h>
+
+namespace semitone::kernels::ref {
+
+at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+}
+
+}  // namespace semitone::kernels::ref

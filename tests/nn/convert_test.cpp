@@ -1,0 +1,57 @@
+#include "src/nn/convert.h"
+
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+namespace semitone::nn::convert_test {
+namespace {
+
+using test::expect_bitwise_equal;
+
+constexpr c10::ScalarType kDtypes[] = {torch::kFloat, torch::kHalf, torch::kBFloat16};
+
+TEST(Convert, HasLibTorchsResultAndGradient) {
+  torch::manual_seed(1);
+  for (const std::int64_t rows : {3, 300}) {  // LibTorch's, and ours
+    for (const auto from : kDtypes) {
+      for (const auto to : kDtypes) {
+        const at::Tensor values = torch::randn({rows, 512}).to(from);
+        const at::Tensor ours = values.clone().requires_grad_();
+        const at::Tensor theirs = values.clone().requires_grad_();
+        const at::Tensor got = convert(ours, to);
+        const at::Tensor want = theirs.to(to);
+        expect_bitwise_equal(got.detach(), want.detach());
+        const at::Tensor grad = torch::randn({rows, 512}).to(to);
+        got.mul(2).backward(grad);
+        want.mul(2).backward(grad);
+        expect_bitwise_equal(ours.grad(), theirs.grad());
+      }
+    }
+  }
+}
+
+TEST(Convert, IsTheTensorItselfWhereNothingIsToBeDone) {
+  const at::Tensor tensor = torch::randn({300, 512});
+  EXPECT_TRUE(convert(tensor, torch::kFloat).is_same(tensor));
+}
+
+TEST(Convert, IsNotRecordedWhereNobodyAsks) {
+  const at::Tensor tensor = torch::randn({300, 512}).requires_grad_();
+  const torch::NoGradGuard no_grad;
+  EXPECT_FALSE(convert(tensor, torch::kBFloat16).requires_grad());
+}
+
+TEST(Convert, CanBeDifferentiatedTwice) {
+  const at::Tensor tensor = torch::randn({300, 512}).requires_grad_();
+  const at::Tensor cube = convert(tensor, torch::kBFloat16).to(torch::kDouble).pow(3).sum();
+  const at::Tensor first = torch::autograd::grad({cube}, {tensor}, {}, true, true)[0];
+  const at::Tensor second = torch::autograd::grad({first.sum()}, {tensor})[0];
+  const at::Tensor rounded = tensor.detach().to(torch::kBFloat16).to(torch::kDouble);
+  test::expect_close(second, (6 * rounded).to(torch::kFloat), 0x1p-7);
+}
+
+}  // namespace
+}  // namespace semitone::nn::convert_test
