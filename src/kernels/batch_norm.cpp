@@ -19,6 +19,8 @@ namespace {
 // Reductions are cut into at most so many parts, whatever the number of threads, whose results are
 // then merged in order.
 constexpr std::int64_t kParts = 32;
+// Channels that are worth a thread when parts are merged.
+constexpr std::int64_t kMergeGrain = 256;
 
 // How the kernels see an input; nothing: only the definition can.
 struct Batch {
@@ -102,15 +104,16 @@ void for_all_pieces(const Batch& batch, const Work& work) {
 }
 
 // Calls work(first piece, last piece, results of this part) for each part, and returns the results:
-// (parts, values, C), zeros at first.
+// (parts, values, C), zeros at first, which each thread writes for itself.
 template <typename Work>
 at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& work) {
   const std::int64_t size = std::max(batch.grain, (batch.pieces + kParts - 1) / kParts);
   const std::int64_t parts = (batch.pieces + size - 1) / size;
   const auto channels = static_cast<std::int64_t>(batch.layout.channels);
-  at::Tensor results = at::zeros({parts, values, channels}, at::kDouble);
+  at::Tensor results = at::empty({parts, values, channels}, at::kDouble);
   auto* const data = results.mutable_data_ptr<double>();
   at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+    std::fill(data + begin * values * channels, data + end * values * channels, 0.0);
     for (std::int64_t part = begin; part < end; ++part) {
       work(static_cast<std::size_t>(part * size),
            static_cast<std::size_t>(std::min(batch.pieces, (part + 1) * size)),
@@ -124,26 +127,33 @@ at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& wo
 Moments merged(const at::Tensor& parts) {
   const std::int64_t channels = parts.size(2);
   const auto* const data = parts.const_data_ptr<double>();
-  const auto value = [&](std::int64_t part, std::int64_t which, std::int64_t channel) {
-    return data[(part * 3 + which) * channels + channel];
-  };
   Moments all{at::empty({channels}, parts.options()), at::empty({channels}, parts.options())};
-  for (std::int64_t channel = 0; channel < channels; ++channel) {
-    double count = 0;
-    double sum = 0;
-    for (std::int64_t part = 0; part < parts.size(0); ++part) {
-      count += value(part, 0, channel);
-      sum += value(part, 0, channel) * value(part, 1, channel);
-    }
-    const double mean = sum / count;
-    double m2 = 0;
-    for (std::int64_t part = 0; part < parts.size(0); ++part) {
-      const double off = value(part, 1, channel) - mean;
-      m2 += value(part, 2, channel) + value(part, 0, channel) * off * off;
-    }
-    all.mean.mutable_data_ptr<double>()[channel] = mean;
-    all.m2.mutable_data_ptr<double>()[channel] = m2;
-  }
+  auto* const mean = all.mean.mutable_data_ptr<double>();
+  auto* const m2 = all.m2.mutable_data_ptr<double>();
+  // All channels of a part before the next part, as they lie in memory: with the loops the other way
+  // round, 2048 channels are half a millisecond of cache misses.
+  at::parallel_for(0, channels, kMergeGrain, [&](std::int64_t begin, std::int64_t end) {
+    const auto for_parts = [&](const auto& visit) {
+      for (std::int64_t part = 0; part < parts.size(0); ++part) {
+        const double* const of = data + part * 3 * channels;
+        for (std::int64_t channel = begin; channel < end; ++channel)
+          visit(channel, of[channel], of[channels + channel], of[2 * channels + channel]);
+      }
+    };
+    std::vector<double> total(static_cast<std::size_t>(end - begin));
+    std::fill(mean + begin, mean + end, 0.0);
+    std::fill(m2 + begin, m2 + end, 0.0);
+    for_parts([&](std::int64_t channel, double count, double part_mean, double) {
+      total[static_cast<std::size_t>(channel - begin)] += count;
+      mean[channel] += count * part_mean;
+    });
+    for (std::int64_t channel = begin; channel < end; ++channel)
+      mean[channel] /= total[static_cast<std::size_t>(channel - begin)];
+    for_parts([&](std::int64_t channel, double count, double part_mean, double part_m2) {
+      const double off = part_mean - mean[channel];
+      m2[channel] += part_m2 + count * off * off;
+    });
+  });
   return all;
 }
 

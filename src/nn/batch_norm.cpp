@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/batch_norm.h"
+#include "src/kernels/pointwise.h"
 #include "src/nn/arguments.h"
 #include "src/nn/recorded_gradients.h"
 
@@ -256,7 +257,10 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const bool recorded = at::GradMode::is_enabled();  // create_graph
     at::Tensor grad = gradients[0];
-    if (settings.relu) grad = at::threshold_backward(grad, saved[5], 0);
+    if (settings.relu) {
+      grad = recorded ? at::threshold_backward(grad, saved[5], 0)
+                      : kernels::relu_backward(grad, saved[5]);
+    }
     variable_list result = recorded && settings.peers == nullptr
                                ? gradients_through_libtorch(ctx, settings, saved, grad)
                                : gradients_of_arguments(ctx, settings, saved, grad);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 // Highway compiles this file once for each instruction set: the order of these lines matters.
@@ -23,8 +24,16 @@ constexpr std::size_t kTerms = 256;
 // What a block of rows is made of is still in a cache for the second look that moments take.
 constexpr std::size_t kBlock = 8 * 1024;
 
-HWY_INLINE void add_to(float* sums, std::size_t count, Vector v) {
-  store_some(Fp32{}, hn::Add(load_some(Fp32{}, sums, count), v), sums, count);
+// So many rows are added up together: channels' sums come from memory once for all of them.
+constexpr std::size_t kTogether = 4;
+
+// Calls visit(row, number of rows as a type) for all of [begin, end), a few rows at a time.
+template <class Visit>
+HWY_INLINE void for_rows(std::size_t begin, std::size_t end, const Visit& visit) {
+  std::size_t row = begin;
+  for (; row + kTogether <= end; row += kTogether)
+    visit(row, std::integral_constant<std::size_t, kTogether>());
+  for (; row < end; ++row) visit(row, std::integral_constant<std::size_t, 1>());
 }
 
 // Elements of a plane, and rows, that are summed in fp32.
@@ -80,6 +89,39 @@ HWY_INLINE Part make_part(double count, float centre, double offset, double squa
           std::max(0.0, squares - offset * offset / count)};
 }
 
+// Both of these for all channels of `count` rows.
+HWY_INLINE void merge_rows(double count, const float* centre, const float* offset,
+                           const float* squares, std::size_t channels,
+                           const BatchMoments& moments) {
+  const hn::ScalableTag<double> d;
+  const hn::Rebind<float, decltype(d)> narrow;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto counts = hn::Set(d, count);
+  const auto fp64 = [&](const float* from)
+                        HWY_ATTR { return hn::PromoteTo(d, hn::LoadU(narrow, from)); };
+  std::size_t c = 0;
+  for (; c + lanes <= channels; c += lanes) {
+    const auto off = fp64(offset + c);
+    const auto part_mean = hn::Add(fp64(centre + c), hn::Div(off, counts));
+    const auto rest = hn::Sub(fp64(squares + c), hn::Div(hn::Mul(off, off), counts));
+    const auto part_m2 = hn::IfThenElseZero(hn::Gt(rest, hn::Zero(d)), rest);
+    const auto before = hn::LoadU(d, moments.count + c);
+    const auto mean = hn::LoadU(d, moments.mean + c);
+    const auto both = hn::Add(before, counts);
+    const auto delta = hn::Sub(part_mean, mean);
+    const auto weighted = hn::Mul(hn::Mul(hn::Mul(delta, delta), before), counts);
+    const auto more = hn::Add(part_m2, hn::Div(weighted, both));
+    hn::StoreU(hn::Add(hn::LoadU(d, moments.m2 + c), more), d, moments.m2 + c);
+    hn::StoreU(hn::Add(mean, hn::Div(hn::Mul(delta, counts), both)), d, moments.mean + c);
+    hn::StoreU(both, d, moments.count + c);
+  }
+  for (; c < channels; ++c) {
+    merge(make_part(count, centre[c], static_cast<double>(offset[c]),
+                    static_cast<double>(squares[c])),
+          moments.count[c], moments.mean[c], moments.m2[c]);
+  }
+}
+
 template <class F>
 void plane_moments(const typename F::Stored* in, std::size_t size, double& count, double& mean,
                    double& m2) {
@@ -90,6 +132,7 @@ void plane_moments(const typename F::Stored* in, std::size_t size, double& count
     const std::size_t length = std::min(most, size - begin);
     auto sum = hn::Zero(d);
     for_vectors(length, [&](std::size_t i, std::size_t n) {
+      ask_ahead(block + i);
       sum = hn::Add(sum, load_some(F{}, block + i, n));
     });
     const float centre = hn::GetLane(hn::SumOfLanes(d, sum)) / static_cast<float>(length);
@@ -122,25 +165,38 @@ void row_moments(const typename F::Stored* in, std::size_t rows, std::size_t cha
     std::fill(centre.begin(), centre.end(), 0.0F);
     std::fill(offset.begin(), offset.end(), 0.0F);
     std::fill(squares.begin(), squares.end(), 0.0F);
-    for (std::size_t row = 0; row < count; ++row) {
+    // Either look asks for a half of the next block: memory is never idle.
+    const std::size_t next = block * channels * sizeof(typename F::Stored);
+    for_rows(0, count, [&](std::size_t row, auto together) {
+      const typename F::Stored* from = first + row * channels;
       for_vectors(channels, [&](std::size_t i, std::size_t n) {
-        add_to(centre.data() + i, n, load_some(F{}, first + row * channels + i, n));
+        auto sum = load_some(Fp32{}, centre.data() + i, n);
+        for (std::size_t r = 0; r < together; ++r) {
+          if (r % 2 == 0) ask_ahead(from + r * channels + i, next);
+          sum = hn::Add(sum, load_some(F{}, from + r * channels + i, n));
+        }
+        store_some(Fp32{}, sum, centre.data() + i, n);
       });
-    }
+    });
     for (float& value : centre) value /= static_cast<float>(count);
-    for (std::size_t row = 0; row < count; ++row) {
+    for_rows(0, count, [&](std::size_t row, auto together) {
+      const typename F::Stored* from = first + row * channels;
       for_vectors(channels, [&](std::size_t i, std::size_t n) {
-        const auto away = hn::Sub(load_some(F{}, first + row * channels + i, n),
-                                  load_some(Fp32{}, centre.data() + i, n));
-        add_to(offset.data() + i, n, away);
-        add_to(squares.data() + i, n, hn::Mul(away, away));
+        const auto centres = load_some(Fp32{}, centre.data() + i, n);
+        auto sum = load_some(Fp32{}, offset.data() + i, n);
+        auto of_squares = load_some(Fp32{}, squares.data() + i, n);
+        for (std::size_t r = 0; r < together; ++r) {
+          if (r % 2 == 1) ask_ahead(from + r * channels + i, next);
+          const auto away = hn::Sub(load_some(F{}, from + r * channels + i, n), centres);
+          sum = hn::Add(sum, away);
+          of_squares = hn::Add(of_squares, hn::Mul(away, away));
+        }
+        store_some(Fp32{}, sum, offset.data() + i, n);
+        store_some(Fp32{}, of_squares, squares.data() + i, n);
       });
-    }
-    for (std::size_t c = 0; c < channels; ++c) {
-      merge(make_part(static_cast<double>(count), centre[c], static_cast<double>(offset[c]),
-                      static_cast<double>(squares[c])),
-            moments.count[c], moments.mean[c], moments.m2[c]);
-    }
+    });
+    merge_rows(static_cast<double>(count), centre.data(), offset.data(), squares.data(), channels,
+               moments);
   }
 }
 
@@ -179,6 +235,9 @@ void normalize_pieces(const BatchLayout& layout, const BatchNormalize& work, std
     const Value scale(work.scale, channel);
     const Value shift(work.shift, channel);
     for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
+      ask_ahead(input + offset + i);
+      ask_ahead(output + offset + i);
+      if (residual != nullptr) ask_ahead(residual + offset + i);
       auto v = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
       v = hn::Add(hn::Mul(v, scale.at(i, n)), shift.at(i, n));
       if (residual != nullptr) v = hn::Add(v, load_some(F{}, residual + offset + i, n));
@@ -202,6 +261,8 @@ void plane_gradient_sums(const BatchLayout& layout, const BatchGradient& work, s
       auto sum = hn::Zero(d);
       auto centred = hn::Zero(d);
       for_vectors(std::min(block, layout.length - first), [&](std::size_t i, std::size_t n) {
+        ask_ahead(grad + first + i);
+        ask_ahead(input + first + i);
         const auto g = load_some(F{}, grad + first + i, n);
         sum = hn::Add(sum, g);
         centred = hn::Add(centred,
@@ -221,19 +282,30 @@ void row_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std
   std::vector<float> sum(channels);
   std::vector<float> centred(channels);
   const RowValue mean(work.mean, 0);
+  const std::size_t group = kTogether * channels * sizeof(typename F::Stored);
+  const std::size_t ahead = (kBytesAhead + group - 1) / group * group;
   for (std::size_t first = begin; first < end; first += block) {
     std::fill(sum.begin(), sum.end(), 0.0F);
     std::fill(centred.begin(), centred.end(), 0.0F);
-    for (std::size_t row = first; row < std::min(end, first + block); ++row) {
+    for_rows(first, std::min(end, first + block), [&](std::size_t row, auto together) {
       const auto* grad = static_cast<const typename F::Stored*>(work.grad) + row * channels;
       const auto* input = static_cast<const typename F::Stored*>(work.input) + row * channels;
       for_vectors(channels, [&](std::size_t i, std::size_t n) {
-        const auto g = load_some(F{}, grad + i, n);
-        const auto away = hn::Sub(load_some(F{}, input + i, n), mean.at(i, n));
-        add_to(sum.data() + i, n, g);
-        add_to(centred.data() + i, n, hn::Mul(g, away));
+        const auto means = mean.at(i, n);
+        auto of_grad = load_some(Fp32{}, sum.data() + i, n);
+        auto of_centred = load_some(Fp32{}, centred.data() + i, n);
+        for (std::size_t r = 0; r < together; ++r) {
+          ask_ahead(grad + r * channels + i, ahead);
+          ask_ahead(input + r * channels + i, ahead);
+          const auto g = load_some(F{}, grad + r * channels + i, n);
+          const auto away = hn::Sub(load_some(F{}, input + r * channels + i, n), means);
+          of_grad = hn::Add(of_grad, g);
+          of_centred = hn::Add(of_centred, hn::Mul(g, away));
+        }
+        store_some(Fp32{}, of_grad, sum.data() + i, n);
+        store_some(Fp32{}, of_centred, centred.data() + i, n);
       });
-    }
+    });
     for (std::size_t c = 0; c < channels; ++c) {
       sums[c] += static_cast<double>(sum[c]);
       centred_sums[c] += static_cast<double>(centred[c]);
@@ -253,6 +325,9 @@ void gradient_of_input_pieces(const BatchLayout& layout, const BatchGradient& wo
     const Value b(work.b, channel);
     const Value c(work.c, channel);
     for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
+      ask_ahead(grad + offset + i);
+      ask_ahead(input + offset + i);
+      ask_ahead(output + offset + i);
       const auto away = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
       const auto g = hn::Mul(load_some(F{}, grad + offset + i, n), a.at(i, n));
       const auto v = hn::Add(hn::Add(hn::Mul(away, b.at(i, n)), c.at(i, n)), g);

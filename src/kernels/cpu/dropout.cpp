@@ -107,6 +107,13 @@ void whole_group(const DropoutWork& work, std::size_t group, const typename In::
   });
 }
 
+template <class F>
+HWY_INLINE void ask_ahead_for_group(const typename F::Stored* from) {
+  constexpr std::size_t kLine = 64;
+  for (std::size_t i = 0; i < kDropoutGroup * sizeof(*from); i += kLine)
+    ask_ahead(from, kBytesAhead + i);
+}
+
 template <class In, class Out, bool kResidual>
 void groups_of(const DropoutWork& work, std::size_t begin, std::size_t end) {
   const auto* input = static_cast<const typename In::Stored*>(work.input);
@@ -117,6 +124,9 @@ void groups_of(const DropoutWork& work, std::size_t begin, std::size_t end) {
   const std::size_t whole = std::min(end, work.size / kDropoutGroup);
   for (std::size_t group = begin; group < whole; ++group) {
     const std::size_t at = group * kDropoutGroup;
+    ask_ahead_for_group<In>(input + at);
+    if constexpr (kResidual) ask_ahead_for_group<Out>(residual + at);
+    ask_ahead_for_group<Out>(output + at);
     whole_group<In, Out, kResidual>(work, group, input + at, residual + at, output + at);
   }
   if (end <= whole) return;

@@ -23,7 +23,10 @@ HWY_INLINE void for_each_vector(In format, D d, const void* bytes, std::size_t s
   const std::size_t lanes = hn::Lanes(d);
   const auto* in = static_cast<const typename In::Stored*>(bytes);
   std::size_t i = 0;
-  for (; i + lanes <= size; i += lanes) visit(load(format, d, in + i));
+  for (; i + lanes <= size; i += lanes) {
+    ask_ahead(in + i);
+    visit(load(format, d, in + i));
+  }
   if (i < size) {
     HWY_ALIGN typename In::Stored tail[hn::MaxLanes(d)] = {};
     std::copy(in + i, in + size, tail);
@@ -33,18 +36,27 @@ HWY_INLINE void for_each_vector(In format, D d, const void* bytes, std::size_t s
 
 template <class In>
 double sum_of_squares_of(const void* in, std::size_t size) {
+  const hn::ScalableTag<float> d;
   const hn::ScalableTag<double> wide;
-  const hn::Rebind<float, decltype(wide)> narrow;
-  // Two sums in turn: one alone would wait for its last addition.
-  auto sum = hn::Zero(wide);
-  auto other = hn::Zero(wide);
-  for_each_vector(In{}, narrow, in, size, [&](auto v) HWY_ATTR {
+  // Two sums: one alone would wait for its last addition. A square is exact in fp64, so a fused
+  // multiplication and addition rounds as the two do.
+  auto lower = hn::Zero(wide);
+  auto upper = hn::Zero(wide);
+  for_each_vector(In{}, d, in, size, [&](auto v) HWY_ATTR {
+#if HWY_TARGET == HWY_SCALAR
     const auto x = hn::PromoteTo(wide, v);
-    const auto next = hn::Add(other, hn::Mul(x, x));
-    other = sum;
-    sum = next;
+    const auto sum = hn::MulAdd(x, x, upper);
+    upper = lower;
+    lower = sum;
+#else
+    const hn::Half<decltype(d)> half;
+    const auto x = hn::PromoteTo(wide, hn::LowerHalf(half, v));
+    const auto y = hn::PromoteTo(wide, hn::UpperHalf(half, v));
+    lower = hn::MulAdd(x, x, lower);
+    upper = hn::MulAdd(y, y, upper);
+#endif
   });
-  return hn::GetLane(hn::SumOfLanes(wide, hn::Add(sum, other)));
+  return hn::GetLane(hn::SumOfLanes(wide, hn::Add(lower, upper)));
 }
 
 template <class In>

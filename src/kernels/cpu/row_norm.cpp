@@ -23,6 +23,16 @@ constexpr std::size_t kChains = 4;
 // The gradient takes so many rows together: their shares of a column's sums meet in a register.
 constexpr std::size_t kTogether = 4;
 
+// How far ahead the gradient asks for memory, in bytes: for the next rows, the gradients on the first
+// look at these and the inputs on the second. Rows of which two arrays do not fit into the first-level
+// cache beside the next ones would drive each other out: for nothing then.
+template <class F, std::size_t kRows>
+HWY_INLINE std::size_t next_rows(std::size_t columns) {
+  constexpr std::size_t kMost = 8 * 1024;
+  const std::size_t size = kRows * columns * sizeof(typename F::Stored);
+  return size <= kMost ? size : 0;
+}
+
 HWY_INLINE double sum_of_lanes(Vector v) {
   return static_cast<double>(hn::GetLane(hn::SumOfLanes(Float(), v)));
 }
@@ -75,6 +85,7 @@ HWY_INLINE Moments moments_of(const typename F::Stored* in, std::size_t columns)
   const Float d;
   const auto size = static_cast<double>(columns);
   const double sum = two_sums(columns, [&](std::size_t i, std::size_t n, Vector& a, Vector&) {
+                       ask_ahead(in + i);
                        a = hn::Add(a, load_some(F{}, in + i, n));
                      }).a;
   const auto centre = static_cast<float>(sum / size);
@@ -96,6 +107,7 @@ template <class F>
 HWY_INLINE double mean_square_of(const typename F::Stored* in, std::size_t columns) {
   const TwoSums sums =
       two_sums(columns, [&](std::size_t i, std::size_t n, Vector& squares, Vector&) {
+        ask_ahead(in + i);
         const auto v = load_some(F{}, in + i, n);
         squares = hn::MulAdd(v, v, squares);
       });
@@ -120,6 +132,7 @@ void normalize(std::size_t columns, const RowNormalize& work, std::size_t begin,
     const auto means = hn::Set(d, moments.mean);
     const auto rstds = hn::Set(d, rstd);
     for_vectors(columns, [&](std::size_t i, std::size_t n) {
+      ask_ahead(out + i);
       auto v = load_some(F{}, in + i, n);
       if constexpr (kCentred) v = hn::Sub(v, means);
       v = hn::MulAdd(hn::Mul(v, rstds), load_some(Fp32{}, work.weight + i, n),
@@ -138,10 +151,12 @@ struct GradientMeans {
 // One row's share in the sums, at some of its columns.
 template <class F, bool kCentred>
 HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::size_t row,
-                        std::size_t i, std::size_t n, Vector weight, Vector& g_sum,
-                        Vector& g_times_a_sum, Vector& weight_sum, Vector& bias_sum) {
+                        std::size_t i, std::size_t n, std::size_t ahead, Vector weight,
+                        Vector& g_sum, Vector& g_times_a_sum, Vector& weight_sum,
+                        Vector& bias_sum) {
   const Float d;
   const std::size_t offset = row * columns + i;
+  ask_ahead(static_cast<const typename F::Stored*>(work.grad) + offset, ahead);
   const auto upper = load_some(F{}, static_cast<const typename F::Stored*>(work.grad) + offset, n);
   auto a = load_some(F{}, static_cast<const typename F::Stored*>(work.input) + offset, n);
   if constexpr (kCentred) a = hn::Sub(a, hn::Set(d, work.mean[row]));
@@ -161,6 +176,7 @@ HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work,
   const Float d;
   const auto size = static_cast<double>(columns);
   const std::size_t block = kTerms * hn::Lanes(d);
+  const std::size_t ahead = next_rows<F, kRows>(columns);
   for (std::size_t first = 0; first < columns; first += block) {
     // Not arrays: not every processor has arrays of vectors.
     auto g0 = hn::Zero(d), g1 = g0, g2 = g0, g3 = g0;
@@ -170,11 +186,14 @@ HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work,
       const auto weight = load_some(Fp32{}, work.weight + i, n);
       auto weight_sum = hn::Zero(d);
       auto bias_sum = hn::Zero(d);
-      add_row<F, kCentred>(columns, work, row, i, n, weight, g0, ga0, weight_sum, bias_sum);
+      add_row<F, kCentred>(columns, work, row, i, n, ahead, weight, g0, ga0, weight_sum, bias_sum);
       if constexpr (kRows > 1) {
-        add_row<F, kCentred>(columns, work, row + 1, i, n, weight, g1, ga1, weight_sum, bias_sum);
-        add_row<F, kCentred>(columns, work, row + 2, i, n, weight, g2, ga2, weight_sum, bias_sum);
-        add_row<F, kCentred>(columns, work, row + 3, i, n, weight, g3, ga3, weight_sum, bias_sum);
+        add_row<F, kCentred>(columns, work, row + 1, i, n, ahead, weight, g1, ga1, weight_sum,
+                             bias_sum);
+        add_row<F, kCentred>(columns, work, row + 2, i, n, ahead, weight, g2, ga2, weight_sum,
+                             bias_sum);
+        add_row<F, kCentred>(columns, work, row + 3, i, n, ahead, weight, g3, ga3, weight_sum,
+                             bias_sum);
       }
       if (weight_sums == nullptr) return;
       store_some(Fp32{}, hn::Add(load_some(Fp32{}, weight_sums + i, n), weight_sum),
@@ -196,7 +215,7 @@ HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work,
 
 template <class F, bool kCentred>
 HWY_INLINE void gradient_of_row(std::size_t columns, const RowNormGradient& work, std::size_t row,
-                                const GradientMeans& means) {
+                                std::size_t ahead, const GradientMeans& means) {
   const Float d;
   const auto* grad = static_cast<const typename F::Stored*>(work.grad) + row * columns;
   const auto* input = static_cast<const typename F::Stored*>(work.input) + row * columns;
@@ -211,6 +230,8 @@ HWY_INLINE void gradient_of_row(std::size_t columns, const RowNormGradient& work
     shift = hn::Set(d, static_cast<float>(-rstd * means.g));
   }
   for_vectors(columns, [&](std::size_t i, std::size_t n) {
+    ask_ahead(input + i, ahead);
+    ask_ahead(output + i);
     const auto g = hn::Mul(load_some(F{}, grad + i, n), load_some(Fp32{}, work.weight + i, n));
     auto v = load_some(F{}, input + i, n);
     if constexpr (kCentred) {
@@ -229,7 +250,7 @@ HWY_INLINE void gradient_of_rows(std::size_t columns, const RowNormGradient& wor
   gradient_means<F, kCentred, kRows>(columns, work, row, weight_sums, bias_sums, means);
   if (work.output == nullptr) return;
   for (std::size_t r = 0; r < kRows; ++r)
-    gradient_of_row<F, kCentred>(columns, work, row + r, means[r]);
+    gradient_of_row<F, kCentred>(columns, work, row + r, next_rows<F, kRows>(columns), means[r]);
 }
 
 template <class F, bool kCentred>

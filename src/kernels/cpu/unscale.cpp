@@ -42,8 +42,12 @@ bool unscale_elements(const void* in_bytes, const void* addend_bytes, void* out_
     poison = hn::Add(poison, hn::Add(check(product), sum));
   };
   std::size_t i = 0;
-  for (; i + lanes <= size; i += lanes)
+  for (; i + lanes <= size; i += lanes) {
+    ask_ahead(in + i);
+    if (addend != nullptr) ask_ahead(addend + i);
+    ask_ahead(out + i);
     step(in + i, addend == nullptr ? nullptr : addend + i, out + i);
+  }
   if (i < size) {
     HWY_ALIGN typename In::Stored in_tail[hn::MaxLanes(d)] = {};
     HWY_ALIGN typename Out::Stored addend_tail[hn::MaxLanes(d)] = {};

@@ -10,6 +10,7 @@
 #include "src/kernels/kernels.h"
 #include "src/kernels/rounding.h"
 
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -126,6 +127,15 @@ HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size
   HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)];
   store(format, d, v, padded);
   std::copy(padded, padded + count, to);
+}
+
+// Processors look ahead in memory by themselves, but not beyond a page of 4 KiB. Loops over large
+// arrays tell them what comes next: with 2 KiB most took 0.6 to 0.9 of the time, as with 4; with 1, a
+// little more. Where the array ends sooner, the processor takes no notice.
+constexpr std::size_t kBytesAhead = 2048;
+
+HWY_INLINE void ask_ahead(const void* from, std::size_t bytes = kBytesAhead) {
+  hwy::Prefetch(static_cast<const char*>(from) + bytes);
 }
 
 // Elements as they lie in memory, in vectors of integers of their size: twice as many 16-bit ones
