@@ -11,8 +11,6 @@
 #include "src/kernels/rule_numbers.h"
 #include "src/kernels/updates.h"
 
-#include <hwy/cache_control.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -205,10 +203,10 @@ class SpanTail {
   HWY_ALIGN std::uint16_t low_[kLanes] = {};
 };
 
-// Asks for the memory of the elements from i on.
-HWY_INLINE void prefetch(const UpdateSpan& span, std::size_t i) {
+// Asks for the memory some way behind the elements from i on.
+HWY_INLINE void ask_ahead(const UpdateSpan& span, std::size_t i) {
   const auto ask = [i](const void* array, Format format) HWY_ATTR {
-    if (array != nullptr) hwy::Prefetch(static_cast<const char*>(array) + i * bytes_of(format));
+    if (array != nullptr) ask_ahead(static_cast<const char*>(array) + i * bytes_of(format));
   };
   ask(span.grad, span.grad_format);
   ask(span.param, span.param_format);
@@ -261,10 +259,9 @@ HWY_INLINE void update_elements(const UpdateSpan& span, const Math& math) {
     store_param(d, math(d, part, i, grad, load_param(d, part, i)), part, i);
   };
   const auto whole_vectors = [&](const UpdateSpan& part) HWY_ATTR {
-    constexpr std::size_t kAhead = 512;
     std::size_t i = 0;
     for (; i + lanes <= part.size; i += lanes) {
-      prefetch(part, i + kAhead);
+      ask_ahead(part, i);
       at(part, i);
     }
     return i;
