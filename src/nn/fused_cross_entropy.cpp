@@ -170,7 +170,8 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
       .label_smoothing = options.label_smoothing(),
       .inplace_backward = options.inplace_backward()};
   const bool probabilities = target.sizes() == logits.sizes() && target.is_floating_point();
-  if (options.weight().defined() || probabilities || logits.dim() != 2 || !has_loss_kernel(logits)) {
+  if (options.weight().defined() || probabilities || logits.dim() != 2 ||
+      !has_loss_kernel(logits)) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return libtorch_cross_entropy(logits, target, options.weight(), settings);
   }
