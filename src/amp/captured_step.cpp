@@ -75,7 +75,7 @@ struct Place {
 // step gave them: in a graph that would be added up in memory which somebody else may own by then.
 class OthersAside {
  public:
-  explicit OthersAside(const std::vector<at::Tensor>& others) : others_(others) {
+  explicit OthersAside(std::vector<at::Tensor> others) : others_(std::move(others)) {
     for (const at::Tensor& other : others_) {
       grads_.push_back(other.grad());
       other.mutable_grad().reset();
@@ -88,7 +88,7 @@ class OthersAside {
   OthersAside& operator=(const OthersAside&) = delete;
 
  private:
-  const std::vector<at::Tensor>& others_;
+  std::vector<at::Tensor> others_;
   std::vector<at::Tensor> grads_;
 };
 
@@ -120,8 +120,7 @@ struct CapturedStep::Impl {
         loss_function(std::move(loss_function_)),
         options(options_),
         device(device_of(optimizer_)),
-        graph(make_step_graph(device)),
-        others(find_others()) {}
+        graph(make_step_graph(device)) {}
 
   Result run(const Batch& batch);
   Result warm_up(const Batch& batch);
@@ -149,7 +148,6 @@ struct CapturedStep::Impl {
   c10::Device device;
   std::unique_ptr<StepGraph> graph;  // null: none on this device
 
-  std::vector<at::Tensor> others;  // parameters that this step does not train
   std::int64_t warm_steps = 0;
   std::vector<Shape> shapes;             // of the batches that they were taken with
   std::vector<bool> trained_in_warm_up;  // what trained() was
@@ -167,7 +165,6 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   if (captured != nullptr && !is_current()) {
     captured.reset();
     graph->reset();
-    others = find_others();
     warm_steps = options.warmup() - 1;  // one more, for the parameters that have gradients
   }
   if (shapes_of(here) != shapes) {
@@ -240,7 +237,7 @@ void CapturedStep::Impl::back_propagate(const at::Tensor& loss) {
 
 CapturedStep::Result CapturedStep::Impl::run_by_operators(const Batch& batch) {
   const at::AutoGradMode with_grad(true);
-  const OthersAside aside(others);
+  const OthersAside aside(find_others());
   const auto clean_up = [&] { mixed.zero_grad(optimizer); };
   mixed.zero_grad(optimizer);
   try {
@@ -282,7 +279,7 @@ void CapturedStep::Impl::capture(const Batch& batch) {
 // The step, for the device alone to remember: of the host's state, nothing changes.
 void CapturedStep::Impl::record(Captured& into) {
   const at::AutoGradMode with_grad(true);
-  const OthersAside aside(others);
+  const OthersAside aside(find_others());
   state.scale_on_device = into.scale;
   const auto clean_up = [&] {
     mixed.zero_grad(optimizer);
@@ -395,7 +392,6 @@ bool CapturedStep::is_captured() const {
 void CapturedStep::reset() {
   impl_->captured.reset();
   if (impl_->graph != nullptr) impl_->graph->reset();
-  impl_->others = impl_->find_others();
   impl_->warm_steps = 0;
 }
 

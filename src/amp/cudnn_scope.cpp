@@ -2,11 +2,11 @@
 
 #include <ATen/Context.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -14,62 +14,81 @@ namespace {
 
 constexpr auto kWorkspaceLimit = "CUDNN_CONV_WSCAP_DBG";
 
-// LibTorch has one of these for the process, so there is one list of who wants what.
-struct Scopes {
-  std::mutex mutex;
-  std::vector<const CudnnSettings*> alive;  // the youngest last
-  // Before the first of them.
-  bool benchmark = false;
-  int benchmark_limit = 0;
-  std::optional<std::string> workspace_limit;  // nothing: no such variable
+// One setting of the process. Who wants it last gets it; when nobody does, what was before is back.
+template <typename Value>
+class Setting {
+ public:
+  Setting(Value (*read)(), void (*write)(const Value&)) : read_(read), write_(write) {}
+
+  template <typename Wanted>
+  void add(const CudnnScope* who, const std::optional<Wanted>& wanted) {
+    if (!wanted.has_value()) return;
+    if (wanted_.empty()) before_ = read_();
+    wanted_.emplace_back(who, Value(*wanted));
+    write_(wanted_.back().second);
+  }
+
+  void remove(const CudnnScope* who) {
+    if (std::erase_if(wanted_, [&](const auto& one) { return one.first == who; }) == 0) return;
+    write_(wanted_.empty() ? before_ : wanted_.back().second);
+  }
+
+ private:
+  Value (*read_)();
+  void (*write_)(const Value&);
+  Value before_{};
+  std::vector<std::pair<const CudnnScope*, Value>> wanted_;  // the youngest last
 };
 
-Scopes& scopes() {
-  static Scopes all;
-  return all;
-}
-
-void remember(Scopes& all) {
-  all.benchmark = at::globalContext().benchmarkCuDNN();
-  all.benchmark_limit = at::globalContext().benchmarkLimitCuDNN();
+// Nothing: there is no such variable.
+std::optional<std::string> read_workspace_limit() {
   const char* const limit = std::getenv(kWorkspaceLimit);
-  all.workspace_limit = limit == nullptr ? std::nullopt : std::optional<std::string>(limit);
+  return limit == nullptr ? std::nullopt : std::optional<std::string>(limit);
 }
 
-void apply(const Scopes& all) {
-  bool benchmark = all.benchmark;
-  int benchmark_limit = all.benchmark_limit;
-  std::optional<std::string> workspace_limit = all.workspace_limit;
-  for (const CudnnSettings* settings : all.alive) {
-    benchmark = settings->benchmark.value_or(benchmark);
-    benchmark_limit = settings->benchmark_limit.value_or(benchmark_limit);
-    if (settings->workspace_limit.has_value())
-      workspace_limit = std::to_string(*settings->workspace_limit);
-  }
-  at::globalContext().setBenchmarkCuDNN(benchmark);
-  at::globalContext().setBenchmarkLimitCuDNN(benchmark_limit);
-  if (workspace_limit.has_value()) {
-    ::setenv(kWorkspaceLimit, workspace_limit->c_str(), 1);
+void write_workspace_limit(const std::optional<std::string>& limit) {
+  if (limit.has_value()) {
+    ::setenv(kWorkspaceLimit, limit->c_str(), 1);
   } else {
     ::unsetenv(kWorkspaceLimit);
   }
 }
 
+// LibTorch has one of each for the process.
+struct Settings {
+  std::mutex mutex;
+  Setting<bool> benchmark{[] { return at::globalContext().benchmarkCuDNN(); },
+                          [](const bool& value) { at::globalContext().setBenchmarkCuDNN(value); }};
+  Setting<int> benchmark_limit{
+      [] { return at::globalContext().benchmarkLimitCuDNN(); },
+      [](const int& value) { at::globalContext().setBenchmarkLimitCuDNN(value); }};
+  Setting<std::optional<std::string>> workspace_limit{read_workspace_limit, write_workspace_limit};
+};
+
+// Never destroyed: a MixedPrecision in static storage may go later.
+Settings& settings_of_process() {
+  static Settings& all = *new Settings;  // NOLINT(cppcoreguidelines-owning-memory)
+  return all;
+}
+
 }  // namespace
 
-CudnnScope::CudnnScope(const CudnnSettings& settings) : settings_(settings) {
-  Scopes& all = scopes();
+CudnnScope::CudnnScope(const CudnnSettings& settings) {
+  Settings& all = settings_of_process();
   const std::scoped_lock lock(all.mutex);
-  if (all.alive.empty()) remember(all);
-  all.alive.push_back(&settings_);
-  apply(all);
+  all.benchmark.add(this, settings.benchmark);
+  all.benchmark_limit.add(this, settings.benchmark_limit);
+  all.workspace_limit.add(this, settings.workspace_limit.has_value()
+                                    ? std::optional(std::to_string(*settings.workspace_limit))
+                                    : std::nullopt);
 }
 
 CudnnScope::~CudnnScope() {
-  Scopes& all = scopes();
+  Settings& all = settings_of_process();
   const std::scoped_lock lock(all.mutex);
-  std::erase(all.alive, &settings_);
-  apply(all);
+  all.benchmark.remove(this);
+  all.benchmark_limit.remove(this);
+  all.workspace_limit.remove(this);
 }
 
 }  // namespace semitone::amp

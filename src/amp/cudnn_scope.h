@@ -12,9 +12,6 @@ class CudnnScope {
   ~CudnnScope();
   CudnnScope(const CudnnScope&) = delete;
   CudnnScope& operator=(const CudnnScope&) = delete;
-
- private:
-  CudnnSettings settings_;
 };
 
 }  // namespace semitone::amp

@@ -7,6 +7,7 @@
 #include "src/amp/fast_kernels.h"
 #include "src/amp/op_names.h"
 #include "src/amp/regions.h"
+#include "src/nn/plain.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/boxing/KernelFunction.h>
@@ -242,12 +243,10 @@ class Kernel final : public c10::OperatorKernel {
     op.redispatchBoxed(keys & below(key_), stack);
   }
 
-  // Tracers and forward-mode derivatives know LibTorch's operators alone.
-  static bool is_plain(Arguments arguments) {
-    bool plain = !torch::jit::tracer::isTracing();
+  static bool are_plain(Arguments arguments) {
+    bool plain = true;
     for_each_tensor(arguments, [&](const at::Tensor& tensor) {
-      plain = plain && (!tensor.defined() ||
-                        (!tensor.is_nested() && !tensor._fw_grad(/*level=*/0).defined()));
+      plain = plain && (!tensor.defined() || nn::is_plain(tensor));
     });
     return plain;
   }
@@ -255,7 +254,7 @@ class Kernel final : public c10::OperatorKernel {
   // The operator's result in place of its arguments, if the kernel does these.
   static bool runs_fast(const FastKernel* fast, Arguments arguments, Stack* stack,
                         bool widen = false) {
-    if (fast == nullptr || !is_plain(arguments)) return false;
+    if (fast == nullptr || !are_plain(arguments)) return false;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     auto result = fast->run(arguments);
     if (!result.has_value()) return false;

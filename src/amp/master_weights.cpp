@@ -182,12 +182,15 @@ bool MasterWeights::is_deferred(const Pair& pair) {
          std::isnan(*pair.placeholder.const_data_ptr<float>());
 }
 
-MasterWeights::Deferred MasterWeights::deferred_gradients() const {
+MasterWeights::Deferred MasterWeights::deferred_gradients() {
   Deferred deferred{{}, {}, deferred_inverse_};
-  for (const Pair& pair : pairs_) {
-    if (!is_deferred(pair)) continue;
-    deferred.masters.push_back(pair.master);
-    deferred.grads.push_back(pair.deferred);
+  for (Pair& pair : pairs_) {
+    if (is_deferred(pair)) {
+      deferred.masters.push_back(pair.master);
+      deferred.grads.push_back(pair.deferred);
+    } else {
+      take_deferred(pair);  // somebody has put another one in its place
+    }
   }
   return deferred;
 }

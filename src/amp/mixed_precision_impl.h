@@ -85,6 +85,9 @@ struct MixedPrecision::Impl {
   const Model& of(const void* identity, const char* caller) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
 
+  // Moves gradients that are in the model, and are not scaled, to the masters.
+  static void take_gradients_by_hand(PerOptimizer& known);
+
   // Error while an optimizer's gradients are scaled.
   static void require_unscaled(const PerOptimizer& known, const char* caller);
 

@@ -387,16 +387,23 @@ void MixedPrecision::Impl::require_unscaled(const PerOptimizer& known, const cha
                                  : "call the last backward of an iteration without it");
 }
 
+// Back-propagated without scale_loss.
+void MixedPrecision::Impl::take_gradients_by_hand(PerOptimizer& known) {
+  if (!known.masters.has_value()) return;
+  Gradients by_hand(1.0F);
+  known.masters->take_gradients(by_hand);
+  std::vector<at::Tensor> ignored;
+  by_hand.run(ignored);
+}
+
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                        double norm_type, bool error_if_nonfinite) {
   Impl::PerOptimizer& known = impl_->of(optimizer, "clip_grad_norm_");
   Impl::require_unscaled(known, "clip_grad_norm_");
+  impl_->pull("clip_grad_norm_");
+  Impl::take_gradients_by_hand(known);
   const auto deferred =
       known.masters.has_value() ? known.masters->deferred_gradients() : MasterWeights::Deferred{};
-  if (deferred.grads.empty()) {
-    return optim::clip_grad_norm_(master_params(optimizer), max_norm, norm_type,
-                                  error_if_nonfinite);
-  }
   std::unordered_set<const c10::TensorImpl*> masters;
   for (const at::Tensor& master : deferred.masters) masters.insert(master.unsafeGetTensorImpl());
   std::vector<at::Tensor> others;
@@ -416,7 +423,7 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   }
   if (factor == 1) return norm;
   optim::scale_grads_(others, factor);
-  known.masters->scale_deferred_gradients(factor);
+  if (known.masters.has_value()) known.masters->scale_deferred_gradients(factor);
   return norm;
 }
 
@@ -429,12 +436,7 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   }
   Impl::require_unscaled(known, "step");
   impl_->pull("step");
-  if (known.masters.has_value()) {
-    Gradients by_hand(1.0F);  // back-propagated without scale_loss
-    known.masters->take_gradients(by_hand);
-    std::vector<at::Tensor> ignored;
-    by_hand.run(ignored);
-  }
+  Impl::take_gradients_by_hand(known);
   return impl_->end_step(
       known, [&] { known.masters.has_value() ? known.masters->step() : void(optimizer.step()); });
 }

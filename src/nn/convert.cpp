@@ -2,6 +2,7 @@
 
 #include "src/kernels/convert.h"
 #include "src/nn/arguments.h"
+#include "src/nn/plain.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -16,6 +17,7 @@ using torch::autograd::variable_list;
 class ConvertFunction : public torch::autograd::Function<ConvertFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor, at::ScalarType dtype) {
+    ctx->set_materialize_grads(false);  // no gradient is none, as LibTorch has it
     ctx->saved_data["dtype"] = static_cast<std::int64_t>(tensor.scalar_type());
     return kernels::convert(tensor, dtype);
   }
@@ -23,6 +25,7 @@ class ConvertFunction : public torch::autograd::Function<ConvertFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
     return {convert(gradients[0], dtype), at::Tensor()};
   }
 };
@@ -30,7 +33,8 @@ class ConvertFunction : public torch::autograd::Function<ConvertFunction> {
 }  // namespace
 
 at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
-  if (tensor.scalar_type() == dtype || !kernels::is_worth_converting(tensor, dtype))
+  if (tensor.scalar_type() == dtype || !is_plain(tensor) ||
+      !kernels::is_worth_converting(tensor, dtype))
     return tensor.to(dtype);
   return is_recorded({tensor}) ? ConvertFunction::apply(tensor, dtype)
                                : kernels::convert(tensor, dtype);

@@ -14,14 +14,6 @@ namespace {
 
 constexpr auto kRepeatedStep = "optim.repeated_step";
 
-std::vector<std::size_t> sizes_of_groups(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  std::vector<std::size_t> sizes;
-  sizes.reserve(groups.size());
-  for (const auto& group : groups) sizes.push_back(group.params().size());
-  return sizes;
-}
-
 c10::Device common_device(std::span<const at::Tensor> parameters) {
   return parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().device();
 }
@@ -29,9 +21,7 @@ c10::Device common_device(std::span<const at::Tensor> parameters) {
 }  // namespace
 
 RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
-    : optimizer_(&optimizer),
-      group_sizes_(sizes_of_groups(optimizer.param_groups())),
-      update_(common_device(parameters)) {
+    : optimizer_(&optimizer), groups_(groups_now()), update_(common_device(parameters)) {
   const at::NoGradGuard no_grad;
   if (!optimizer.rules_of({}).has_value()) {
     throw Error(kRepeatedStep,
@@ -52,6 +42,18 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
         add(parameter, g);
     }
   }
+}
+
+std::vector<RepeatedStep::Group> RepeatedStep::groups_now() const {
+  std::vector<Group> groups;
+  for (const auto& group : optimizer_->param_groups()) {
+    auto& now = groups.emplace_back();
+    for (const at::Tensor& parameter : group.params())
+      now.parameters.push_back(parameter.unsafeGetTensorImpl());
+    now.splits_masters = optimizer_->splits_masters(group.options());
+    now.keeps_bf16_state = optimizer_->keeps_bf16_state(group.options());
+  }
+  return groups;
 }
 
 void RepeatedStep::add(const at::Tensor& parameter, std::size_t group) {
@@ -112,7 +114,7 @@ void RepeatedStep::count() {
 
 bool RepeatedStep::is_current() const {
   const auto& groups = optimizer_->param_groups();
-  if (sizes_of_groups(groups) != group_sizes_) return false;
+  if (groups_now() != groups_) return false;
   std::vector<std::vector<FusedOptimizer::Slot>> slots;
   for (const auto& group : groups) slots.push_back(optimizer_->slots(group.options()));
   for (std::size_t i = 0; i < work_.size(); ++i) {

@@ -44,6 +44,13 @@ class RepeatedStep {
   bool is_current() const;
 
  private:
+  struct Group {
+    std::vector<const c10::TensorImpl*> parameters;
+    bool splits_masters = false;
+    bool keeps_bf16_state = false;
+    bool operator==(const Group&) const = default;
+  };
+  std::vector<Group> groups_now() const;
   struct Known {
     const void* data;   // of the parameter
     FusedState state;   // that the step works on
@@ -52,7 +59,7 @@ class RepeatedStep {
   void add(const at::Tensor& parameter, std::size_t group);
 
   FusedOptimizer* optimizer_;
-  std::vector<std::size_t> group_sizes_;
+  std::vector<Group> groups_;  // as they were
   std::vector<FusedOptimizer::Work> work_;
   std::vector<Known> known_;  // of each in work_
   kernels::RepeatedUpdate update_;

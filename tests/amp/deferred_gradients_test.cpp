@@ -186,7 +186,39 @@ TEST(DeferredGradientsOfAdam, AreNotClippedWhereTheyAreNotFinite) {
       [&] { trained.mixed.clip_grad_norm_(*trained.optimizer, 1, 2, /*error_if_nonfinite=*/true); },
       {"[amp.mixed_precision.clip_grad_norm_]", "finite gradients"});
   EXPECT_FALSE(std::isfinite(trained.mixed.clip_grad_norm_(*trained.optimizer, 1)));
+  Trained unclipped(adam());
+  unclipped.mixed
+      .scale_loss(unclipped.loss(1) * std::numeric_limits<float>::infinity(), *unclipped.optimizer)
+      .backward();
+  const auto got = trained.mixed.master_params(*trained.optimizer);
+  const auto want = unclipped.mixed.master_params(*unclipped.optimizer);
+  for (std::size_t i = 0; i < want.size(); ++i) expect_bitwise_equal(got[i].grad(), want[i].grad());
   EXPECT_EQ(trained.mixed.step(*trained.optimizer), Step::skipped);
+}
+
+TEST(DeferredGradientsOfAdam, AreClippedTogetherWithThoseByHand) {
+  Trained trained(adam());
+  trained.backward(0);
+  trained.loss(1).backward();  // without scale_loss
+  EXPECT_GT(trained.mixed.clip_grad_norm_(*trained.optimizer, 0.01), 0.02);
+  EXPECT_NEAR(optim::grad_norm(trained.mixed.master_params(*trained.optimizer)), 0.01, 1e-5);
+  Trained alone(adam());
+  alone.loss(1).backward();
+  EXPECT_GT(alone.mixed.clip_grad_norm_(*alone.optimizer, 0.01), 0.02);
+  EXPECT_NEAR(optim::grad_norm(alone.mixed.master_params(*alone.optimizer)), 0.01, 1e-5);
+}
+
+// Of another optimizer, at another level: the name of what overflowed would be lost.
+TEST(ClippedGradients, StayAsTheyAreWhereTheyAreNotFinite) {
+  test::SmallNet model = Trained::make();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  auto mixed = initialize(model, optimizer, Options(OptLevel::O1).dtype(torch::kHalf).verbosity(0));
+  const at::Tensor loss = model->parameters()[0].pow(2).sum();
+  mixed.scale_loss(loss, optimizer).backward();
+  model->parameters()[0].mutable_grad().flatten()[3] = std::numeric_limits<float>::infinity();
+  const at::Tensor before = model->parameters()[0].grad().clone();
+  EXPECT_FALSE(std::isfinite(mixed.clip_grad_norm_(optimizer, 1)));
+  expect_bitwise_equal(model->parameters()[0].grad(), before);
 }
 
 TEST(DeferredGradientsOfAdam, AreClippedOnceTheyAreUnscaled) {

@@ -516,6 +516,33 @@ TEST(FastKernels, LeaveTracingToLibTorch) {
   EXPECT_NE(traced.first->graph->toString().find("aten::gelu"), std::string::npos);
 }
 
+// So large that a kernel of ours would cast it.
+TEST(FastKernels, LeaveCastsOfTracersAndDerivativesToLibTorch) {
+  torch::manual_seed(0);
+  const at::Tensor input = torch::randn({300, 512});
+  const at::Tensor weight = torch::randn({8, 512});
+  const auto run = [&](const at::Tensor& x) {
+    const Autocast region(with_kernels());
+    return torch::linear(x, weight);
+  };
+  const auto traced = torch::jit::tracer::trace(
+      {input},
+      [&](const torch::jit::Stack& inputs) { return torch::jit::Stack{run(inputs[0].toTensor())}; },
+      [](const torch::autograd::Variable&) { return ""; });
+  EXPECT_EQ(traced.first->graph->toString().find("aten::empty"), std::string::npos);
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+  for (const bool recorded : {false, true}) {
+    const at::Tensor tangent = torch::randn_like(input);
+    const at::Tensor dual =
+        at::_make_dual(recorded ? leaf(input) : input, tangent, static_cast<std::int64_t>(level));
+    const at::Tensor got =
+        std::get<1>(at::_unpack_dual(run(dual), static_cast<std::int64_t>(level)));
+    ASSERT_TRUE(got.defined());
+    expect_close(got.detach().to(torch::kFloat), run(tangent).to(torch::kFloat), 0.02);
+  }
+  torch::autograd::ForwardADLevel::release_idx(level);
+}
+
 TEST(FastKernels, LeaveForwardDerivativesToLibTorch) {
   const at::Tensor input = torch::randn({3, 4});
   const auto level = torch::autograd::ForwardADLevel::get_next_idx();

@@ -108,7 +108,10 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
         std::make_optional(initialize(make_net(), quiet(Options("O1").cudnn_benchmark_limit(3))));
     first = initialize(make_net(), quiet("O1"));
     EXPECT_EQ(context.benchmarkLimitCuDNN(), 3);
+    context.setBenchmarkCuDNN(!benchmark);  // by hand, and nobody else's business
   }
+  EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
+  context.setBenchmarkCuDNN(benchmark);
   EXPECT_EQ(context.benchmarkCuDNN(), benchmark);
   EXPECT_EQ(context.benchmarkLimitCuDNN(), benchmark_limit);
   EXPECT_EQ(std::getenv(kLimit), nullptr);

@@ -44,6 +44,23 @@ TEST(Convert, IsNotRecordedWhereNobodyAsks) {
   EXPECT_FALSE(convert(tensor, torch::kBFloat16).requires_grad());
 }
 
+// Its result counts for nothing.
+struct Ignored : torch::autograd::Function<Ignored> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*ctx*/, const at::Tensor& x) {
+    return x.sum();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*ctx*/,
+                                                 const torch::autograd::variable_list& /*grads*/) {
+    return {at::Tensor()};
+  }
+};
+
+TEST(Convert, HasNoGradientWhereThereIsNone) {
+  const at::Tensor tensor = torch::randn({300, 512}).requires_grad_();
+  Ignored::apply(convert(tensor, torch::kBFloat16)).backward();
+  EXPECT_FALSE(tensor.grad().defined());
+}
+
 TEST(Convert, CanBeDifferentiatedTwice) {
   const at::Tensor tensor = torch::randn({300, 512}).requires_grad_();
   const at::Tensor cube = convert(tensor, torch::kBFloat16).to(torch::kDouble).pow(3).sum();

@@ -107,14 +107,14 @@ class MasterWeights {
   /// Moves what was deferred to the masters.
   void move_deferred_gradients();
 
-  /// Gradients that are deferred, and what step() multiplies them by.
+  /// For the library itself: gradients that are deferred, and what step() multiplies them by.
   struct Deferred {
     std::vector<at::Tensor> masters;
     std::vector<at::Tensor> grads;  ///< of each master, as it is in the model
     float inverse_scale;
   };
-  Deferred deferred_gradients() const;
-  /// Multiplies the deferred gradients by a factor more.
+  Deferred deferred_gradients();
+  /// For the library itself: multiplies the deferred gradients by a factor more.
   void scale_deferred_gradients(double factor);
 
   /// For the library itself: take_gradients() of the masters alone, as part of a larger pass.

@@ -168,11 +168,12 @@ class MixedPrecision {
   /// after backward, but with clip_grad_norm_ cheaper.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) const;
 
-  /// Clips the norm of master_params' gradients, after backward and before step(), and returns the norm
-  /// that they had: optim::clip_grad_norm_, but gradients that step() takes from the model in 16 bits
-  /// (a semitone::optim optimizer at O2, on a CPU) stay there, and are multiplied by the factor in the
-  /// step. Where they are not finite nothing is clipped: such a step is skipped. Error while gradients are
-  /// scaled, as step(); for a norm_type that is not above 0, or a negative max_norm.
+  /// Clips the norm of master_params' gradients, after backward and before step(), and returns the
+  /// norm that they had: optim::clip_grad_norm_, but gradients that step() takes from the model in
+  /// 16 bits (a semitone::optim optimizer at O2, on a CPU) stay there, and are multiplied by the
+  /// factor in the step. Where the norm is not finite nothing is clipped: such a step is skipped,
+  /// unless it is plain training, where nobody looks. Error while gradients are scaled, as step();
+  /// for a norm_type that is not above 0, or a negative max_norm.
   /// @param norm_type  order of the norm; infinity: the largest magnitude
   /// @param error_if_nonfinite  Error if the norm is inf or NaN, before anything is changed
   double clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,

@@ -25,8 +25,8 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2
 ///                        .found_inf(torch::full({1}, !std::isfinite(norm))));
 double clip_factor(double norm, double max_norm);
 
-/// Multiplies all gradients by a factor, in place: products in fp32 (of fp64 gradients in fp64), rounded
-/// once; of sparse ones the values, coalesced. A gradient that is named twice is multiplied once.
+/// Multiplies all gradients by a factor, in place: products in fp32 (of fp64 gradients in fp64),
+/// rounded once; of sparse ones the values, coalesced. A parameter that is named twice counts once.
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
 
 /// Scales all gradients in place so that their norm is at most max_norm, and returns the norm that
