@@ -6,14 +6,17 @@
 #include "src/amp/step_graph.h"
 #include "src/optim/repeated_step.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/types.h>
 
 #include <algorithm>
-#include <cmath>
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
@@ -238,22 +241,15 @@ void CapturedStep::Impl::back_propagate(const at::Tensor& loss) {
 CapturedStep::Result CapturedStep::Impl::run_by_operators(const Batch& batch) {
   const at::AutoGradMode with_grad(true);
   const OthersAside aside(find_others());
-  const auto clean_up = [&] { mixed.zero_grad(optimizer); };
+  const auto clean_up = c10::make_scope_exit([&] { mixed.zero_grad(optimizer); });
   mixed.zero_grad(optimizer);
-  try {
-    const at::Tensor loss = loss_of(batch);
-    back_propagate(loss);
-    parameters.clear();
-    for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-      if (parameter.grad().defined()) parameters.push_back(parameter);
-    });
-    const Step step = mixed.step(optimizer);
-    clean_up();
-    return {loss.detach(), step};
-  } catch (...) {
-    clean_up();
-    throw;
-  }
+  const at::Tensor loss = loss_of(batch);
+  back_propagate(loss);
+  parameters.clear();
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (parameter.grad().defined()) parameters.push_back(parameter);
+  });
+  return {loss.detach(), mixed.step(optimizer)};
 }
 
 void CapturedStep::Impl::capture(const Batch& batch) {
@@ -281,29 +277,23 @@ void CapturedStep::Impl::record(Captured& into) {
   const at::AutoGradMode with_grad(true);
   const OthersAside aside(find_others());
   state.scale_on_device = into.scale;
-  const auto clean_up = [&] {
+  const auto clean_up = c10::make_scope_exit([&] {
     mixed.zero_grad(optimizer);
     clear_cast_cache();  // casts are of this step alone
     state.scale_on_device.reset();
-  };
-  try {
-    mixed.zero_grad(optimizer);
-    clear_cast_cache();
-    const at::Tensor loss = loss_of(into.batch);
-    back_propagate(loss);
-    into.loss = loss.detach();
-    into.found_inf = take_found_inf();
-    into.grads.clear();
-    for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-      if (parameter.grad().defined()) into.grads.push_back({parameter, parameter.grad()});
-    });
-    known.masters.has_value() ? known.masters->step(into.step, into.found_inf)
-                              : into.step.run(nullptr, into.found_inf);
-  } catch (...) {
-    clean_up();
-    throw;
-  }
-  clean_up();
+  });
+  mixed.zero_grad(optimizer);
+  clear_cast_cache();
+  const at::Tensor loss = loss_of(into.batch);
+  back_propagate(loss);
+  into.loss = loss.detach();
+  into.found_inf = take_found_inf();
+  into.grads.clear();
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (parameter.grad().defined()) into.grads.push_back({parameter, parameter.grad()});
+  });
+  known.masters.has_value() ? known.masters->step(into.step, into.found_inf)
+                            : into.step.run(nullptr, into.found_inf);
 }
 
 // One flag for all that the losses of the optimizer have found; undefined if nobody has looked.
@@ -354,14 +344,8 @@ Step CapturedStep::Impl::end_step() {
     });
     if (known.masters.has_value()) known.masters->note_step();
   };
-  try {
-    const Step step = state.end_step(known, note);
-    mixed.zero_grad(optimizer);
-    return step;
-  } catch (...) {
-    mixed.zero_grad(optimizer);
-    throw;
-  }
+  const auto clean_up = c10::make_scope_exit([&] { mixed.zero_grad(optimizer); });
+  return state.end_step(known, note);
 }
 
 bool CapturedStep::Impl::is_current() const {
