@@ -136,11 +136,7 @@ bool FusedOptimizer::step(const FusedStep& how) {
       throw Error(where(), "an inv_scale * clip that float32 holds", c10::str(scale));
   }
   std::vector<Work> work = gather(how);
-  for (Work& one : work) {
-    auto& entry = state_[one.update.param.unsafeGetTensorImpl()];
-    if (entry == nullptr) entry = std::make_unique<FusedState>();
-    prepare(one, static_cast<FusedState&>(*entry));
-  }
+  for (Work& one : work) prepare(one, state_in(state_, one.update.param));
   for (Work& one : work) {
     one.step = ++one.state->step;
     one.update.seed = seed_of(one.update.param, one.step);
@@ -309,9 +305,7 @@ void FusedOptimizer::set_master(const at::Tensor& parameter, const at::Tensor& v
                 value.defined() ? c10::str(value.sizes(), " of ", dtype_name(value.scalar_type()))
                                 : "an undefined tensor");
   }
-  auto& entry = state_[parameter.unsafeGetTensorImpl()];
-  if (entry == nullptr) entry = std::make_unique<FusedState>();
-  at::Tensor& low = static_cast<FusedState&>(*entry).master_low;
+  at::Tensor& low = state_in(state_, parameter).master_low;
   if (!low.defined()) low = at::empty_like(parameter, parameter.options().dtype(at::kShort));
   const at::NoGradGuard no_grad;
   kernels::split_master(value.to(parameter.options().dtype(at::kFloat)), parameter, low);

@@ -5,7 +5,6 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <memory>
 #include <unordered_set>
 #include <utility>
 
@@ -101,9 +100,7 @@ void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
 
 void RepeatedStep::count() {
   for (std::size_t i = 0; i < work_.size(); ++i) {
-    auto& entry = optimizer_->state_[work_[i].update.param.unsafeGetTensorImpl()];
-    if (entry == nullptr) entry = std::make_unique<FusedState>();
-    auto& theirs = static_cast<FusedState&>(*entry);
+    FusedState& theirs = state_in(optimizer_->state_, work_[i].update.param);
     theirs.tensors = known_[i].state.tensors;
     theirs.master_low = known_[i].state.master_low;
     ++theirs.step;

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -30,6 +31,14 @@ struct FusedOptimizer::Work {
 struct FusedOptimizer::Rules {
   kernels::Rules rules;
 };
+
+// The state of a parameter among all; made where there is none.
+template <typename States>
+FusedState& state_in(States& states, const at::Tensor& parameter) {
+  auto& entry = states[parameter.unsafeGetTensorImpl()];
+  if (entry == nullptr) entry = std::make_unique<FusedState>();
+  return static_cast<FusedState&>(*entry);
+}
 
 // What kernels take of each parameter.
 template <typename Work>
