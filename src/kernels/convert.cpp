@@ -1,6 +1,7 @@
 #include "src/kernels/convert.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/pointwise.h"
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -11,9 +12,7 @@ namespace semitone::kernels {
 namespace {
 
 bool has_convert_kernel(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided &&
-         format_of(tensor.scalar_type()).has_value() && format_of(dtype).has_value() &&
-         tensor.is_non_overlapping_and_dense() && !tensor.is_neg();
+  return has_pointwise_kernel(tensor) && format_of(dtype).has_value();
 }
 
 }  // namespace

@@ -231,24 +231,23 @@ struct Kernels {
   void (*cuda)(const CudaStep<Rule>&, CudaStream);
   void (*definition)(const Update&, const Rule&);
 };
-constexpr Kernels<AdamRule> kAdam{adam, adam_cuda, ref::adam};
-constexpr Kernels<SgdRule> kSgd{sgd, sgd_cuda, ref::sgd};
-constexpr Kernels<AdagradRule> kAdagrad{adagrad, adagrad_cuda, ref::adagrad};
-constexpr Kernels<NovoGradRule> kNovoGrad{novograd, novograd_cuda, ref::novograd};
-constexpr Kernels<LambRule> kLambApply{lamb_apply, lamb_apply_cuda, ref::lamb_apply};
-
-constexpr const Kernels<AdamRule>& kernels_of(const AdamRule*) {
-  return kAdam;
-}
-constexpr const Kernels<SgdRule>& kernels_of(const SgdRule*) {
-  return kSgd;
-}
-constexpr const Kernels<AdagradRule>& kernels_of(const AdagradRule*) {
-  return kAdagrad;
-}
+template <typename Rule>
+constexpr Kernels<Rule> kKernels;
+template <>
+constexpr Kernels<AdamRule> kKernels<AdamRule>{adam, adam_cuda, ref::adam};
+template <>
+constexpr Kernels<SgdRule> kKernels<SgdRule>{sgd, sgd_cuda, ref::sgd};
+template <>
+constexpr Kernels<AdagradRule> kKernels<AdagradRule>{adagrad, adagrad_cuda, ref::adagrad};
+template <>
+constexpr Kernels<NovoGradRule> kKernels<NovoGradRule>{novograd, novograd_cuda, ref::novograd};
+// Of the second pass.
+template <>
+constexpr Kernels<LambRule> kKernels<LambRule>{lamb_apply, lamb_apply_cuda, ref::lamb_apply};
 
 template <typename Rule>
-void run(std::span<const Update> items, std::span<const Rule> rules, const Kernels<Rule>& kernels) {
+void run(std::span<const Update> items, std::span<const Rule> rules) {
+  constexpr Kernels<Rule> kernels = kKernels<Rule>;
   check(items, rules);
   Parts<Rule> parts;
   CudaWaves<Rule> waves;
@@ -281,7 +280,6 @@ void check_found_inf(const at::Tensor& found_inf, c10::Device device) {
 template <typename Rule>
 void run_there(std::span<const Update> items, const at::Tensor& rules,
                const at::Tensor& found_inf) {
-  const Kernels<Rule>& kernels = kernels_of(static_cast<const Rule*>(nullptr));
   const auto* const list = static_cast<const Rule*>(rules.const_data_ptr());
   const std::span<const Rule> known(list, static_cast<std::size_t>(rules.numel()) / sizeof(Rule));
   check(items, known);
@@ -295,49 +293,48 @@ void run_there(std::span<const Update> items, const at::Tensor& rules,
   }
   const float* const flag = found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr;
   if (!runs_on_cuda(rules)) {
-    if (flag == nullptr || *flag == 0) run(items, known, kernels);
+    if (flag == nullptr || *flag == 0) run(items, known);
     return;
   }
   CudaWaves<Rule> waves;
   for (std::size_t i = 0; i < items.size(); ++i) waves.add(i, items[i], Rule{});
   waves.for_each([&](const at::Tensor&, const std::vector<std::size_t>& numbers,
                      const CudaStep<Rule>& step, CudaStream stream) {
-    kernels.cuda({.spans = step.spans,
-                  .rules = {},
-                  .rules_on_device = list + numbers.front(),  // a wave's numbers are consecutive
-                  .found_inf = flag},
-                 stream);
+    kKernels<Rule>.cuda(
+        {.spans = step.spans,
+         .rules = {},
+         .rules_on_device = list + numbers.front(),  // a wave's numbers are consecutive
+         .found_inf = flag},
+        stream);
   });
 }
 
 }  // namespace
 
 void multi_tensor_adam(std::span<const Update> items, std::span<const AdamRule> rules) {
-  run(items, rules, kAdam);
+  run(items, rules);
 }
 
 void multi_tensor_sgd(std::span<const Update> items, std::span<const SgdRule> rules) {
-  run(items, rules, kSgd);
+  run(items, rules);
 }
 
 void multi_tensor_novograd(std::span<const Update> items, std::span<const NovoGradRule> rules) {
-  run(items, rules, kNovoGrad);
+  run(items, rules);
 }
 
 void multi_tensor_adagrad(std::span<const Update> items, std::span<const AdagradRule> rules) {
-  run(items, rules, kAdagrad);
+  run(items, rules);
 }
 
 void multi_tensor_lamb_apply(std::span<const Update> items, std::span<const LambRule> rules) {
-  run(items, rules, kLambApply);
+  run(items, rules);
 }
 
 void multi_tensor_update(std::span<const Update> items, const Rules& rules) {
-  std::visit(
-      [&]<typename Rule>(const std::vector<Rule>& list) {
-        run(items, std::span<const Rule>(list), kernels_of(static_cast<const Rule*>(nullptr)));
-      },
-      rules);
+  std::visit([&]<typename Rule>(
+                 const std::vector<Rule>& list) { run(items, std::span<const Rule>(list)); },
+             rules);
 }
 
 RepeatedUpdate::RepeatedUpdate(c10::Device device) : device_(device) {}
@@ -348,10 +345,10 @@ void RepeatedUpdate::send(const Rules& rules) {
         static_assert(std::is_trivially_copyable_v<Rule>);
         const auto bytes = static_cast<std::int64_t>(list.size() * sizeof(Rule));
         if (!rules_.defined()) {
-          kind_ = rules.index();
+          run_ = run_there<Rule>;
           rules_ = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
         }
-        if (rules.index() != kind_ || rules_.numel() != bytes)
+        if (run_ != run_there<Rule> || rules_.numel() != bytes)
           throw Error(kUpdate, "as many rules as before, of the same kind", "others");
         const at::Tensor host = at::empty({bytes}, at::kByte);
         std::copy(list.begin(), list.end(), static_cast<Rule*>(host.mutable_data_ptr()));
@@ -364,14 +361,7 @@ void RepeatedUpdate::send(const Rules& rules) {
 void RepeatedUpdate::run(std::span<const Update> items, const at::Tensor& found_inf) const {
   if (!rules_.defined()) throw Error(kUpdate, "rules that were sent", "none");
   check_found_inf(found_inf, device_);
-  switch (kind_) {
-    case 0:
-      return run_there<AdamRule>(items, rules_, found_inf);
-    case 1:
-      return run_there<SgdRule>(items, rules_, found_inf);
-    default:
-      return run_there<AdagradRule>(items, rules_, found_inf);
-  }
+  run_(items, rules_, found_inf);
 }
 
 std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,

@@ -57,8 +57,10 @@ class RepeatedUpdate {
 
  private:
   c10::Device device_;
-  std::size_t kind_ = 0;  // of Rules
-  at::Tensor rules_;      // bytes
+  at::Tensor rules_;  // bytes
+  // By rules of the kind that was sent.
+  void (*run_)(std::span<const Update> items, const at::Tensor& rules,
+               const at::Tensor& found_inf) = nullptr;
 };
 
 // The two passes of LAMB. The first returns the norms of each parameter and its update; one host
