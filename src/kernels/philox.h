@@ -12,9 +12,13 @@ namespace semitone::kernels {
 // of ten is a margin for simulations.
 constexpr int kPhiloxRounds = 7;
 
-constexpr std::uint32_t kPhiloxMultipliers[] = {0xD2511F53, 0xCD9E8D57};
+// Numbers and no arrays of them: an array at namespace scope is a variable of the host, and nvcc
+// compiles device code that reads one to a trap, without a warning.
+constexpr std::uint32_t kPhiloxMultiplier0 = 0xD2511F53;
+constexpr std::uint32_t kPhiloxMultiplier1 = 0xCD9E8D57;
 // What the key grows by from round to round: the golden ratio and the square root of 3, less 1.
-constexpr std::uint32_t kPhiloxWeyl[] = {0x9E3779B9, 0xBB67AE85};
+constexpr std::uint32_t kPhiloxWeyl0 = 0x9E3779B9;
+constexpr std::uint32_t kPhiloxWeyl1 = 0xBB67AE85;
 
 using PhiloxBlock = std::array<std::uint32_t, 4>;
 using PhiloxKey = std::array<std::uint32_t, 2>;
@@ -37,13 +41,13 @@ constexpr PhiloxBlock counter_of(const PhiloxStream& stream, std::uint64_t block
 
 constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key, int rounds = kPhiloxRounds) {
   for (int round = 0; round < rounds; ++round) {
-    const auto first = std::uint64_t{kPhiloxMultipliers[0]} * counter[0];
-    const auto second = std::uint64_t{kPhiloxMultipliers[1]} * counter[2];
+    const auto first = std::uint64_t{kPhiloxMultiplier0} * counter[0];
+    const auto second = std::uint64_t{kPhiloxMultiplier1} * counter[2];
     counter = {static_cast<std::uint32_t>(second >> 32) ^ counter[1] ^ key[0],
                static_cast<std::uint32_t>(second),
                static_cast<std::uint32_t>(first >> 32) ^ counter[3] ^ key[1],
                static_cast<std::uint32_t>(first)};
-    key = {key[0] + kPhiloxWeyl[0], key[1] + kPhiloxWeyl[1]};
+    key = {key[0] + kPhiloxWeyl0, key[1] + kPhiloxWeyl1};
   }
   return counter;
 }

@@ -42,8 +42,8 @@ using Word = hn::Vec<Words32>;
 // instruction, and what lands in the upper bits is never looked at.
 HWY_INLINE void philox_round(Word& w0, Word& w1, Word& w2, Word& w3, Word key0, Word key1) {
   const Words32 d32;
-  const auto first = hn::MulEven(w0, hn::Set(d32, kPhiloxMultipliers[0]));
-  const auto second = hn::MulEven(w2, hn::Set(d32, kPhiloxMultipliers[1]));
+  const auto first = hn::MulEven(w0, hn::Set(d32, kPhiloxMultiplier0));
+  const auto second = hn::MulEven(w2, hn::Set(d32, kPhiloxMultiplier1));
   w0 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(second)), w1, key0);
   w2 = hn::Xor3(hn::BitCast(d32, hn::ShiftRight<32>(first)), w3, key1);
   w1 = hn::BitCast(d32, second);
@@ -75,8 +75,8 @@ HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visi
     auto odd2 = even2;
     auto odd3 = even3;
     for (std::uint32_t round = 0; round < kPhiloxRounds; ++round) {
-      const auto key0 = hn::Set(d32, key[0] + round * kPhiloxWeyl[0]);
-      const auto key1 = hn::Set(d32, key[1] + round * kPhiloxWeyl[1]);
+      const auto key0 = hn::Set(d32, key[0] + round * kPhiloxWeyl0);
+      const auto key1 = hn::Set(d32, key[1] + round * kPhiloxWeyl1);
       philox_round(even0, even1, even2, even3, key0, key1);
       philox_round(odd0, odd1, odd2, odd3, key0, key1);
     }
