@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <atomic>
 #include <csignal>
 #include <iostream>
@@ -15,6 +16,11 @@ using launch::LaunchOutcome;
 using launch::LaunchResult;
 using launch::WorkerStatus;
 
+// Stop the job.
+constexpr std::array kStop{SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+// For the processes: batch systems send them ahead of a time limit, for a checkpoint.
+constexpr std::array kForward{SIGUSR1, SIGUSR2};
+
 // Hands this process's signals to a launcher while it lives; then they are as before. What the
 // process was started to ignore (SIGHUP under nohup) stays ignored.
 class SignalsTo {
@@ -23,17 +29,15 @@ class SignalsTo {
     launcher_ = &launcher;
     // Ignored, it would hide how processes end.
     ::signal(SIGCHLD, SIG_DFL);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-      struct sigaction before {};
-      ::sigaction(signal, nullptr, &before);
-      if (before.sa_handler == SIG_IGN) continue;
-      before_.emplace_back(signal, before);
-      struct sigaction action {};
-      action.sa_handler = [](int number) {
+    for (const int signal : kStop) {
+      handle(signal, [](int number) {
         if (launch::Launcher* const target = launcher_.load()) target->stop(number);
-      };
-      action.sa_flags = SA_RESTART;
-      ::sigaction(signal, &action, nullptr);
+      });
+    }
+    for (const int signal : kForward) {
+      handle(signal, [](int number) {
+        if (launch::Launcher* const target = launcher_.load()) target->forward(number);
+      });
     }
   }
   ~SignalsTo() {
@@ -44,6 +48,17 @@ class SignalsTo {
   SignalsTo& operator=(const SignalsTo&) = delete;
 
  private:
+  void handle(int signal, void (*handler)(int)) {
+    struct sigaction before {};
+    ::sigaction(signal, nullptr, &before);
+    if (before.sa_handler == SIG_IGN) return;
+    before_.emplace_back(signal, before);
+    struct sigaction action {};
+    action.sa_handler = handler;
+    action.sa_flags = SA_RESTART;
+    ::sigaction(signal, &action, nullptr);
+  }
+
   static inline std::atomic<launch::Launcher*> launcher_ = nullptr;
   std::vector<std::pair<int, struct sigaction>> before_;
 };

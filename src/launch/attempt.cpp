@@ -1,5 +1,6 @@
 #include "src/launch/attempt.h"
 
+#include "src/core/log.h"
 #include "src/launch/polling.h"
 
 #include <algorithm>
@@ -8,10 +9,13 @@
 
 namespace semitone::launch {
 
-Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment,
-                 const Interrupt& interrupt, Channel& channel, OutputRelay& relay,
-                 Guardian& guardian)
-    : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {}
+Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
+                 Channel& channel, OutputRelay& relay, Guardian& guardian)
+    : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {
+  // It was meant for others: these have no handler for it yet.
+  while (const int signal = interrupt_.take_forwarded())
+    log()->warn("{} came while no process ran: not handed on", ExitStatus{0, signal}.to_string());
+}
 
 Verdict Attempt::run() {
   while (!verdict_.has_value() || !group_.is_gone()) {
@@ -59,9 +63,10 @@ void Attempt::obey(Time now) {
 }
 
 void Attempt::look_at_interrupt(Time now) {
+  interrupt_.acknowledge();
+  while (const int signal = interrupt_.take_forwarded()) group_.forward(signal);
   const int signal = interrupt_.signal();
   if (signal == 0) return;
-  interrupt_.acknowledge();
   if (!is_final()) {
     const std::string reason = interrupt_.reason();
     channel_.send(Leave{"it was " + reason});

@@ -17,7 +17,7 @@ class Attempt {
  public:
   // Starts them. Error if one cannot be.
   // @param channel  to node 0, which hears how they end and decides what follows
-  Attempt(const LaunchOptions& options, const Assignment& assignment, const Interrupt& interrupt,
+  Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
           Channel& channel, OutputRelay& relay, Guardian& guardian);
 
   // Waits for the end; stops what is left.
@@ -34,7 +34,7 @@ class Attempt {
   // Nothing can follow. A restart may still turn into the end.
   bool is_final() const;
 
-  const Interrupt& interrupt_;
+  Interrupt& interrupt_;
   Channel& channel_;
   WorkerGroup group_;
   bool reported_ = false;

@@ -5,6 +5,7 @@
 
 #include <sys/eventfd.h>
 
+#include <bit>
 #include <cerrno>
 #include <csignal>
 
@@ -21,9 +22,25 @@ void Interrupt::request(int signal) noexcept {
   int none = 0;
   const bool first = signal_.compare_exchange_strong(none, signal);
   // A terminal that closes may send SIGHUP twice: that is no impatience.
-  if (signal == SIGKILL || (!first && signal == SIGINT)) urgent_ = true;
+  if (signal == SIGKILL || (!first && (signal == SIGINT || signal == SIGQUIT))) urgent_ = true;
   ::eventfd_write(event_.number(), 1);
   errno = before_errno;
+}
+
+void Interrupt::forward(int signal) noexcept {
+  if (signal < 1 || signal > 64) return;
+  const int before_errno = errno;
+  forwarded_ |= std::uint64_t{1} << (signal - 1);
+  ::eventfd_write(event_.number(), 1);
+  errno = before_errno;
+}
+
+int Interrupt::take_forwarded() {
+  const std::uint64_t waiting = forwarded_;
+  if (waiting == 0) return 0;
+  const int bit = std::countr_zero(waiting);
+  forwarded_ &= ~(std::uint64_t{1} << bit);
+  return bit + 1;
 }
 
 void Interrupt::acknowledge() const {

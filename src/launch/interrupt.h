@@ -3,16 +3,20 @@
 #include "src/launch/descriptor.h"
 
 #include <atomic>
+#include <cstdint>
 #include <string>
 
 namespace semitone::launch {
 
-// A wish that something stop, from any thread or signal handler. Whoever polls wakes up.
+// A wish that something stop, or that processes be told something, from any thread or signal
+// handler. What polls wakes up.
 class Interrupt {
  public:
   Interrupt();
 
   void request(int signal) noexcept;
+  // A signal for the processes, which go on.
+  void forward(int signal) noexcept;
 
   // Readable once there is a request that acknowledge() has not seen.
   int descriptor() const { return event_.number(); }
@@ -20,6 +24,8 @@ class Interrupt {
 
   // The signal of the first request; 0 if there was none.
   int signal() const { return signal_.load(); }
+  // One of the signals to forward that was not taken yet; 0 if there is none.
+  int take_forwarded();
   // "stopped by signal 15 (Terminated)"
   std::string reason() const;
   // Whether to be done with it at once.
@@ -29,6 +35,7 @@ class Interrupt {
   Descriptor event_;
   std::atomic<int> signal_{0};
   std::atomic<bool> urgent_{false};
+  std::atomic<std::uint64_t> forwarded_{0};  // bit n-1: signal n
 };
 
 }  // namespace semitone::launch

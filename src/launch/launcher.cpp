@@ -28,6 +28,7 @@ class Launcher::Impl {
 
   LaunchResult run();
   void stop(int signal) noexcept { interrupt_.request(signal); }
+  void forward(int signal) noexcept { interrupt_.forward(signal); }
 
  private:
   Verdict attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
@@ -123,6 +124,10 @@ LaunchResult Launcher::run() {
 
 void Launcher::stop(int signal) noexcept {
   impl_->stop(signal);
+}
+
+void Launcher::forward(int signal) noexcept {
+  impl_->forward(signal);
 }
 
 }  // namespace semitone::launch

@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 
 #include <fmt/format.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -10,7 +11,7 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <charconv>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <string_view>
@@ -58,9 +59,46 @@ Opened unknown_host(const Endpoint& endpoint, int error) {
           fmt::format("'{}': {}", endpoint.host, ::gai_strerror(error))};
 }
 
+const in6_addr& v6_of(const sockaddr* address) {
+  return reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+}
+
+in_addr_t v4_of(const sockaddr* address) {
+  return ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr);
+}
+
+// Every address, or one that leads to this machine from itself only: of 127.0.0.0/8, an interface
+// has one.
+bool is_wildcard_or_loopback(const sockaddr* address) {
+  if (address->sa_family != AF_INET6)
+    return v4_of(address) == INADDR_ANY || v4_of(address) >> 24 == IN_LOOPBACKNET;
+  return IN6_IS_ADDR_UNSPECIFIED(&v6_of(address)) || IN6_IS_ADDR_LOOPBACK(&v6_of(address));
+}
+
+bool is_same(const sockaddr* one, const sockaddr* other) {
+  if (one->sa_family != other->sa_family) return false;
+  if (one->sa_family != AF_INET6) return v4_of(one) == v4_of(other);
+  return IN6_ARE_ADDR_EQUAL(&v6_of(one), &v6_of(other));
+}
+
+// bind() does not tell: with net.ipv4.ip_nonlocal_bind, as on hosts that take addresses over from
+// each other, it takes every address.
+bool is_of_this_machine(const sockaddr* address) {
+  if (is_wildcard_or_loopback(address)) return true;
+  ifaddrs* list = nullptr;
+  // Without a list, bind() has the last word.
+  if (::getifaddrs(&list) != 0) return true;
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
+  for (; list != nullptr; list = list->ifa_next) {
+    if (list->ifa_addr != nullptr && is_same(list->ifa_addr, address)) return true;
+  }
+  return false;
+}
+
 Opened listen_on(const addrinfo* addresses) {
   Opened result = failed(EADDRNOTAVAIL);
   for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
+    if (!is_of_this_machine(address->ai_addr)) continue;
     Descriptor socket = make_socket(*address);
     if (!socket.is_open()) continue;
     const int error = bind_to(socket, *address, SOMAXCONN);
@@ -74,8 +112,22 @@ Opened listen_on(const addrinfo* addresses) {
 bool is_ours(const addrinfo* addresses) {
   for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
     const Descriptor socket = make_socket(*address);
-    if (socket.is_open() && bind_to(socket, *address, 0) == 0) return true;
+    if (socket.is_open() && bind_to(socket, *address, 0) == 0 &&
+        is_of_this_machine(address->ai_addr))
+      return true;
   }
+  return false;
+}
+
+// Stricter than is_port_free(): a socket that another program has bound, and does not listen at
+// yet, counts, and so does a connection that was there a minute ago.
+bool is_port_unused(int port, std::string& problem) {
+  int error = 0;
+  const Addresses any = resolve({"0.0.0.0", port}, AI_NUMERICHOST, error);
+  if (any == nullptr) return is_port_free(port, problem);
+  const Descriptor socket = make_socket(*any);
+  if (socket.is_open() && ::bind(socket.number(), any->ai_addr, any->ai_addrlen) == 0) return true;
+  problem = reason_of(errno);
   return false;
 }
 
@@ -135,16 +187,22 @@ int port_of(const Descriptor& listener) {
                    : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
 }
 
-// Below the ports that the system hands out for connections, 32768 to 60999.
+// From 20000 to 32767, and none of those that the system hands out for connections: usually 32768
+// to 60999, but on hosts with many connections nearly all.
 int free_port() {
   constexpr int kFirst = 20000;
   constexpr int kLast = 32767;
+  int taken_from = kLast + 1;
+  int taken_to = kLast;
+  std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> taken_from >> taken_to;
+  const bool nothing_left = taken_from <= kFirst && taken_to >= kLast;
   std::random_device random;
   std::uniform_int_distribution<int> ports(kFirst, kLast);
-  std::string problem;
-  for (int attempt = 0; attempt < 100; ++attempt) {
+  std::string problem = "the system hands all of them out";
+  for (int attempt = 0; attempt < 1000; ++attempt) {
     const int port = ports(random);
-    if (is_port_free(port, problem)) return port;
+    if (!nothing_left && taken_from <= port && port <= taken_to) continue;
+    if (is_port_unused(port, problem)) return port;
   }
   throw Error(kWhere, fmt::format("a free port from {} to {}", kFirst, kLast), problem);
 }

@@ -134,6 +134,7 @@ void WorkerGroup::update(Time now) {
   if (all_succeeded()) stop(SIGTERM, now);  // what they have left behind
   if (now >= kill_at_) {
     signal_all(SIGKILL);
+    killed_ = true;
     kill_at_ = Time::max();
     give_up_at_ = now + kPatience;
   }
@@ -179,8 +180,16 @@ void WorkerGroup::signal_all(int signal) {
   }
 }
 
+void WorkerGroup::forward(int signal) {
+  for (const Worker& worker : workers_) {
+    if (!worker.status.has_value()) ::kill(worker.id, signal);
+  }
+}
+
 void WorkerGroup::stop(int signal, Time now) {
   if (stopping_ && signal != SIGKILL) return;
+  // Told again, one that SIGKILL does not end would never be given up.
+  if (killed_) return;
   if (signal == SIGKILL) {
     kill_at_ = now;
   } else {

@@ -32,6 +32,8 @@ class WorkerGroup {
   // Sees who has ended, and kills those who take too long to.
   void update(Time now);
 
+  // Sends the signal to the processes themselves, not to what they have started, and no more.
+  void forward(int signal);
   // Sends the signal to all that is left, and SIGKILL after the grace. Once; but SIGKILL at any
   // time.
   void stop(int signal, Time now);
@@ -79,6 +81,7 @@ class WorkerGroup {
   std::vector<Worker> workers_;
   std::optional<std::size_t> failed_;  // index of the first
   bool stopping_ = false;
+  bool killed_ = false;  // SIGKILL was sent to all
   Time kill_at_ = Time::max();
   Time give_up_at_ = Time::max();
 };

@@ -76,8 +76,9 @@ struct LaunchResult {
 /// they have started themselves gets it with them (each leads a process group). Then all are
 /// started again, or run() returns. Nothing outlives run(), nor this process if it is killed.
 ///
-/// Launchers of several nodes meet over TCP, without encryption or passwords: on a network that you
-/// trust. Node 0's decides; if it is gone, the job is over.
+/// Launchers of several nodes meet over TCP, without encryption: on a network that you trust. A job
+/// with an rdzv_id takes in those that bring it and no others; of one without, those that run the
+/// same program with the same arguments. Node 0's decides; if it is gone, the job is over.
 class Launcher {
  public:
   /// Error if the options make no sense or the program cannot be run, FileError if the log folder
@@ -93,9 +94,14 @@ class Launcher {
   LaunchResult run();
 
   /// Makes run() stop everything and return: the processes get the signal (SIGTERM for SIGHUP), and
-  /// SIGKILL after the grace. SIGINT a second time, or SIGKILL, kills them at once. From any thread
-  /// or signal handler.
+  /// SIGKILL after the grace. SIGINT or SIGQUIT a second time, or SIGKILL, kills them at once. From
+  /// any thread or signal handler.
   void stop(int signal) noexcept;
+
+  /// Hands a signal on to this node's processes (not to what they have started), and the job goes
+  /// on: SIGUSR1 before a time limit, for one. Those that have no handler for it die of it. Nothing
+  /// happens while no process runs, between two attempts. From any thread or signal handler.
+  void forward(int signal) noexcept;
 
  private:
   class Impl;

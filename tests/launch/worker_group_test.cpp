@@ -1,0 +1,61 @@
+#include "src/launch/worker_group.h"
+
+#include "tests/support/processes.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+
+namespace {
+
+// Processes that wait for a disk or a driver do not hear SIGKILL: none of these does.
+thread_local bool all_are_deaf = false;
+
+}  // namespace
+
+// In place of the C library's.
+extern "C" int kill(pid_t id, int signal) noexcept {
+  if (all_are_deaf && signal == SIGKILL) return 0;
+  return static_cast<int>(::syscall(SYS_kill, id, signal));
+}
+
+namespace semitone::launch {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
+  const test::TemporaryFolder folder;
+  const auto options = LaunchOptions("/bin/sh").arguments(
+      {"-c", "trap '' INT TERM; echo $$ > " + (folder / "ids").string() + "; exec sleep 1000"});
+  Guardian guardian(1);
+  OutputRelay relay;
+  WorkerGroup group(options, Assignment(), relay, guardian);
+  ASSERT_TRUE(test::eventually([&] { return test::ids_in(folder / "ids").size() == 1; }));
+  const pid_t id = test::ids_in(folder / "ids").front();
+
+  all_are_deaf = true;
+  const Time begin = Clock::now();
+  group.stop(SIGINT, begin);
+  group.stop(SIGKILL, begin);
+  Time now = begin;
+  for (; now < begin + 30s; now += 1s) {
+    group.update(now);
+    group.stop(SIGKILL, now);
+    EXPECT_FALSE(group.is_gone());
+    // A launcher that always has something to do at once takes a core for itself.
+    EXPECT_GT(group.deadline(now), now);
+  }
+  group.update(now);
+  EXPECT_TRUE(group.is_gone());
+  EXPECT_TRUE(test::is_running(id));
+  all_are_deaf = false;
+  ASSERT_EQ(::kill(id, SIGKILL), 0);
+}
+
+}  // namespace
+}  // namespace semitone::launch
