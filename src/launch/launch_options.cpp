@@ -1,6 +1,7 @@
 #include "semitone/launch/launch_options.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/log_files.h"
 #include "src/launch/machine.h"
 
 #include <fmt/format.h>
@@ -42,8 +43,9 @@ void require_duration(std::string_view name, LaunchOptions::Seconds value, doubl
 
 // Becomes a folder.
 void require_name(std::string_view name, const std::string& value) {
-  require(value.find('/') == std::string::npos && value != "." && value != "..",
-          fmt::format("{} without '/'", name), fmt::format("'{}'", value));
+  require(value.empty() || names_a_folder(value),
+          fmt::format("{} without '/' that can be the name of a folder", name),
+          fmt::format("'{}'", value));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <fstream>
 #include <system_error>
@@ -31,6 +32,12 @@ void require_log_dir(const std::filesystem::path& folder) {
   if (::access(folder.c_str(), W_OK | X_OK) != 0)
     throw FileError(kWhere, fmt::format("to write in the folder '{}'", folder.string()),
                     reason_of(errno), "choose another --log-dir");
+}
+
+bool names_a_folder(std::string_view name) {
+  const auto is_bad = [](unsigned char letter) { return letter < ' ' || letter == '/'; };
+  return !name.empty() && name != "." && name != ".." &&
+         std::none_of(name.begin(), name.end(), is_bad);
 }
 
 std::filesystem::path log_folder(const std::filesystem::path& folder,

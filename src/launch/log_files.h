@@ -6,11 +6,15 @@
 
 #include <filesystem>
 #include <string>
+#include <string_view>
 
 namespace semitone::launch {
 
 // Makes the folder. FileError if it cannot be, or nothing can be written there.
 void require_log_dir(const std::filesystem::path& folder);
+
+// Whether a folder of this name lies where it is asked for: no path, nothing that cannot be read.
+bool names_a_folder(std::string_view name);
 
 // DIR/<job>/attempt_<n>, with a folder for each rank.
 std::filesystem::path log_folder(const std::filesystem::path& folder, const Assignment& assignment);

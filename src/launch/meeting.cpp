@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/core/host_name.h"
 #include "src/core/log.h"
+#include "src/launch/log_files.h"
 #include "src/launch/polling.h"
 
 #include <fmt/chrono.h>
@@ -19,6 +20,7 @@ constexpr auto kWhere = "launch.rendezvous";
 constexpr int kDefaultMasterPort = 29500;
 constexpr auto kAttempt = std::chrono::seconds(1);
 constexpr auto kPause = std::chrono::milliseconds(250);
+constexpr std::size_t kLongestName = 255;  // of a file system
 
 Clock::duration duration(LaunchOptions::Seconds seconds) {
   return std::chrono::duration_cast<Clock::duration>(seconds);
@@ -109,13 +111,21 @@ void Meeting::host(Job job, Descriptor listener) {
 
 Job Meeting::job() const {
   Job result;
-  result.run_id = options_.rdzv_id().empty() ? made_up_id() : options_.rdzv_id();
+  result.named = !options_.rdzv_id().empty();
+  result.run_id = result.named ? options_.rdzv_id() : made_up_id();
+  result.program = program();
+  result.arguments = digest_of(options_.arguments());
   result.nodes = options_.nnodes();
   result.max_restarts = options_.max_restarts();
   result.master_port = options_.master_port();
   result.join_timeout = duration(options_.join_timeout());
   result.last_call = duration(options_.last_call());
   return result;
+}
+
+// Nodes may have it in folders of their own.
+std::string Meeting::program() const {
+  return options_.program().filename().string();
 }
 
 Join Meeting::request() const {
@@ -126,31 +136,43 @@ Join Meeting::request() const {
   const bool numbered = options_.rdzv_endpoint().empty() && options_.nnodes().max > 1;
   join.node_rank = numbered ? options_.node_rank() : -1;
   join.processes = options_.nproc_per_node();
+  join.program = program();
+  join.arguments = digest_of(options_.arguments());
   join.host = host_name();
   return join;
 }
 
 // False if interrupted.
 bool Meeting::connect(const Interrupt& interrupt) {
-  while (interrupt.signal() == 0) {
-    Opened opened = connect_to(endpoint_, kAttempt);
-    if (opened.is_open()) {
+  for (; interrupt.signal() == 0; pause(interrupt)) {
+    // A proxy, or a service of a cluster, takes the connection and closes it while node 0 is not
+    // there: that is no answer.
+    if (Opened opened = connect_to(endpoint_, kAttempt); opened.is_open()) {
       channel_.emplace(std::move(opened.socket), duration(options_.heartbeat_timeout()));
       channel_->send(request());
       return true;
+    } else if (opened.unknown) {
+      throw Error(kWhere, "the name of a machine to meet at", opened.problem);
+    } else {
+      require_time(opened.problem);
     }
-    if (opened.unknown) throw Error(kWhere, "the name of a machine to meet at", opened.problem);
-    if (Clock::now() >= deadline_) {
-      throw Error(kWhere,
-                  fmt::format("node 0's launcher to answer at {} within {:.3g} s",
-                              endpoint_.to_string(), options_.join_timeout().count()),
-                  opened.problem,
-                  "was it started? Is this the address of its machine, and the port open?");
-    }
-    std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0}};
-    poll_until(events, std::min(deadline_, Clock::now() + kPause));
   }
   return false;
+}
+
+// Error if there is none left to find node 0.
+void Meeting::require_time(const std::string& problem) const {
+  if (Clock::now() < deadline_) return;
+  throw Error(kWhere,
+              fmt::format("node 0's launcher to answer at {} within {:.3g} s",
+                          endpoint_.to_string(), options_.join_timeout().count()),
+              problem, "was it started? Is this the address of its machine, and the port open?");
+}
+
+void Meeting::pause(const Interrupt& interrupt) const {
+  std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0}};
+  poll_until(events, std::min(deadline_, Clock::now() + kPause));
+  interrupt.acknowledge();
 }
 
 std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
@@ -164,6 +186,7 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
     std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0},
                                {channel_->descriptor(), channel_->events(), 0}};
     poll_until(events, channel_->deadline());
+    interrupt.acknowledge();
     channel_->update(Clock::now());
     if (auto answer = hear()) return *std::move(answer);
     if (channel_->is_open()) continue;
@@ -174,8 +197,10 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
       throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
                   channel_->problem(), "is it another program's port?");
     }
-    // Node 0 may be starting again.
+    // Node 0 may not have started yet, or be starting again.
+    require_time(channel_->problem());
     channel_.reset();
+    pause(interrupt);
   }
   if (channel_.has_value()) channel_->send(Leave{"it was " + interrupt.reason()});
   return Verdict{Verdict::Kind::lost, std::nullopt, interrupt.reason()};
@@ -186,7 +211,12 @@ std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
   while (const auto message = channel_->receive()) {
     if (const auto* const assignment = std::get_if<Assignment>(&*message)) {
       met_ = true;
+      require_sound(*assignment);
       return *assignment;
+    }
+    if (const auto* const stand_by = std::get_if<StandBy>(&*message)) {
+      met_ = true;
+      log()->info("this node stands by, until there is room for it: {}", stand_by->reason);
     }
     const auto* const verdict = std::get_if<Verdict>(&*message);
     if (verdict == nullptr) continue;
@@ -195,6 +225,28 @@ std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
                 "refused: " + verdict->reason);
   }
   return std::nullopt;
+}
+
+// It names folders, and tells processes what to do: what answers may be no launcher of this job.
+void Meeting::require_sound(const Assignment& given) const {
+  const auto require = [&](bool right, const std::string& expected, const std::string& got) {
+    if (right) return;
+    throw Error(kWhere,
+                fmt::format("{} from node 0's launcher at {}", expected, endpoint_.to_string()),
+                got, "is it a launcher of this job?");
+  };
+  require(names_a_folder(given.run_id) && given.run_id.size() <= kLongestName,
+          "a job's name that can be a folder's", fmt::format("'{}'", given.run_id));
+  require(options_.rdzv_id().empty() || given.run_id == options_.rdzv_id(),
+          fmt::format("the rdzv-id '{}'", options_.rdzv_id()), fmt::format("'{}'", given.run_id));
+  require(0 <= given.node && given.node < given.nodes, "a number of this node",
+          fmt::format("{} of {}", given.node, given.nodes));
+  require(given.attempt >= 0 && given.first_rank >= 0 &&
+              given.first_rank <= given.world_size - options_.nproc_per_node(),
+          "ranks for this node's processes",
+          fmt::format("{} of {}", given.first_rank, given.world_size));
+  require(0 < given.master_port && given.master_port <= 65535, "a port",
+          std::to_string(given.master_port));
 }
 
 }  // namespace semitone::launch

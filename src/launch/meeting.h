@@ -8,6 +8,7 @@
 #include "src/launch/sockets.h"
 
 #include <optional>
+#include <string>
 #include <variant>
 
 namespace semitone::launch {
@@ -31,15 +32,19 @@ class Meeting {
   void meet_at_endpoint();
   void host(Job job, Descriptor listener);
   Job job() const;
+  std::string program() const;
   Join request() const;
   bool connect(const Interrupt& interrupt);
+  void require_time(const std::string& problem) const;
+  void pause(const Interrupt& interrupt) const;
+  void require_sound(const Assignment& given) const;
   std::optional<std::variant<Assignment, Verdict>> hear();
 
   const LaunchOptions& options_;
   Endpoint endpoint_;
   std::optional<Coordinator> coordinator_;
   std::optional<Channel> channel_;
-  bool met_ = false;  // an attempt has begun
+  bool met_ = false;  // node 0 has answered
   Time deadline_;     // to find node 0
 };
 

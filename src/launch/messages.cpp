@@ -1,6 +1,12 @@
 #include "src/launch/messages.h"
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
 
 namespace semitone::launch {
 
@@ -10,32 +16,56 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ExitStatus, code, signal)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(WorkerFailure, rank, local_rank, node, host, pid, status, log,
                                    last_lines)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Join, protocol, run_id, min_nodes, max_nodes, node_rank,
-                                   processes, host)
+                                   processes, program, arguments, host)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StandBy, reason)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Assignment, run_id, attempt, restarts, max_restarts, node, nodes,
                                    first_rank, world_size, master_addr, master_port)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Leave, reason)
-NLOHMANN_JSON_SERIALIZE_ENUM(Verdict::Kind, {{Verdict::Kind::succeeded, "succeeded"},
-                                             {Verdict::Kind::failed, "failed"},
-                                             {Verdict::Kind::lost, "lost"},
-                                             {Verdict::Kind::restart, "restart"},
-                                             {Verdict::Kind::refused, "refused"}})
 
 namespace {
 
+// Not NLOHMANN_JSON_SERIALIZE_ENUM, which takes an unknown word for the first of its list.
+constexpr std::array kVerdicts{
+    std::pair("succeeded", Verdict::Kind::succeeded), std::pair("failed", Verdict::Kind::failed),
+    std::pair("lost", Verdict::Kind::lost), std::pair("restart", Verdict::Kind::restart),
+    std::pair("refused", Verdict::Kind::refused)};
+
+const char* name_of(Verdict::Kind kind) {
+  const auto* const found = std::find_if(kVerdicts.begin(), kVerdicts.end(),
+                                         [&](const auto& known) { return known.second == kind; });
+  return found->first;
+}
+
+std::optional<Verdict::Kind> kind_of(const std::string& name) {
+  const auto* const found = std::find_if(kVerdicts.begin(), kVerdicts.end(),
+                                         [&](const auto& known) { return known.first == name; });
+  if (found == kVerdicts.end()) return std::nullopt;
+  return found->second;
+}
+
 json body_of(const Verdict& verdict) {
-  json body{{"kind", verdict.kind}, {"reason", verdict.reason}};
+  json body{{"kind", name_of(verdict.kind)}, {"reason", verdict.reason}};
   if (verdict.failure.has_value()) body["failure"] = *verdict.failure;
   return body;
 }
 
-Verdict verdict_of(const json& body) {
-  Verdict verdict{body.at("kind"), std::nullopt, body.at("reason")};
+std::optional<Message> verdict_of(const json& body) {
+  const auto kind = kind_of(body.at("kind").get<std::string>());
+  if (!kind.has_value()) return std::nullopt;
+  Verdict verdict{*kind, std::nullopt, body.at("reason")};
   if (body.contains("failure")) verdict.failure = body.at("failure").get<WorkerFailure>();
   return verdict;
 }
 
+Join join_of(const json& body) {
+  Join join;
+  join.protocol = body.at("protocol").get<int>();
+  return join.protocol == kProtocol ? body.get<Join>() : join;
+}
+
 struct Encode {
   json operator()(const Join& message) const { return {{"join", message}}; }
+  json operator()(const StandBy& message) const { return {{"stand_by", message}}; }
   json operator()(const Assignment& message) const { return {{"assignment", message}}; }
   json operator()(const WorkerFailure& message) const { return {{"failure", message}}; }
   json operator()(const Succeeded&) const { return {{"succeeded", true}}; }
@@ -58,7 +88,8 @@ std::optional<Message> decode(std::string_view line) {
     const std::string& name = message.begin().key();
     const json& body = message.begin().value();
     if (name == "beat") return Beat();
-    if (name == "join") return body.get<Join>();
+    if (name == "join") return join_of(body);
+    if (name == "stand_by") return body.get<StandBy>();
     if (name == "assignment") return body.get<Assignment>();
     if (name == "failure") return body.get<WorkerFailure>();
     if (name == "succeeded") return Succeeded();
@@ -68,6 +99,19 @@ std::optional<Message> decode(std::string_view line) {
     // Said below.
   }
   return std::nullopt;
+}
+
+// FNV-1a, with a zero behind each word. It is there against mistakes, not against malice.
+std::string digest_of(const std::vector<std::string>& words) {
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  const auto add = [&hash](char letter) {
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3U;
+  };
+  for (const std::string& word : words) {
+    for (const char letter : word) add(letter);
+    add('\0');
+  }
+  return fmt::format("{:016x}", hash);
 }
 
 }  // namespace semitone::launch

@@ -11,10 +11,15 @@ namespace semitone::launch {
 namespace {
 
 constexpr Roster::Id kHost = 0;
+constexpr int kMostProcesses = 4096;
 
 std::string to_string(NodeCount nodes) {
   return nodes.min == nodes.max ? fmt::format("{}", nodes.max)
                                 : fmt::format("{}:{}", nodes.min, nodes.max);
+}
+
+std::string quoted(const std::string& text) {
+  return "'" + text + "'";
 }
 
 // "rank 3", "ranks 4 to 7".
@@ -32,36 +37,102 @@ void Roster::joined(Id id, const Join& join, Time now) {
     mail_.emplace_back(id, *verdict_);
     return;
   }
+  const auto known = nodes_.find(id);
+  // One that is at work already has nothing to ask for.
+  if (known != nodes_.end() && known->second.state != State::stopping) return;
   if (const std::string objection = objection_to(id, join); !objection.empty()) {
     mail_.emplace_back(id, Verdict{Verdict::Kind::refused, std::nullopt, objection});
     return;
   }
-  nodes_[id] = {join, State::waiting, join.node_rank};
-  // Those who are done would have to do it all again.
-  if (count(State::running) > 0 && count(State::done) == 0) {
-    gather_again({Verdict::Kind::restart, std::nullopt, fmt::format("{} joined", join.host)}, now);
+  if (known != nodes_.end()) {
+    known->second = {join, State::waiting, join.node_rank};
+    // From here on, others have their time to come.
+    if (count(State::stopping) == 0) gathering_since_ = now;
+  } else if (const std::string obstacle = obstacle_to(id, join); !obstacle.empty()) {
+    nodes_[id] = {join, State::spare};
+    mail_.emplace_back(id, StandBy{obstacle});
+  } else {
+    newcomer(id, join, now);
   }
   tick(now);
 }
 
 std::string Roster::objection_to(Id id, const Join& join) const {
   if (join.protocol != kProtocol) return "it is of another version of Semitone";
-  if (!join.run_id.empty() && join.run_id != job_.run_id)
-    return fmt::format("the job here has the rdzv-id '{}', not '{}'", job_.run_id, join.run_id);
+  // Its own name is not told to who does not know it.
+  if (job_.named && join.run_id.empty())
+    return "the job here has an rdzv-id: give it on every node";
+  if (job_.named && join.run_id != job_.run_id)
+    return fmt::format("the job here has another rdzv-id than '{}'", join.run_id);
+  if (!job_.named && !join.run_id.empty())
+    return fmt::format("the job here has no rdzv-id, not '{}': give it on every node", join.run_id);
   if (join.min_nodes != job_.nodes.min || join.max_nodes != job_.nodes.max) {
     return fmt::format("the job here has nnodes {}, not {}", to_string(job_.nodes),
                        to_string({join.min_nodes, join.max_nodes}));
   }
   if (join.processes < 1) return "it has no processes";
+  if (join.processes > kMostProcesses) return "it has too many processes";
   if (job_.numbered != (join.node_rank >= 0))
     return job_.numbered ? "the nodes here have a node-rank" : "the nodes here have no node-rank";
-  for (const auto& [other, node] : nodes_) {
-    if (other != id && job_.numbered && node.join.node_rank == join.node_rank)
-      return fmt::format("node-rank {} is {}'s already", join.node_rank, node.join.host);
+  if (join.node_rank >= job_.nodes.max)
+    return fmt::format("the node-ranks here go from 0 to {}", job_.nodes.max - 1);
+  // Of nodes that meet by their numbers or by the job's name, each may have its own.
+  if (!job_.named && !job_.numbered &&
+      (join.program != job_.program || join.arguments != job_.arguments)) {
+    return fmt::format(
+        "the job here runs {}, not {}: give each job an rdzv-id, or the nodes of one job the same",
+        quoted(job_.program),
+        join.program == job_.program ? "that with other arguments" : quoted(join.program));
   }
-  if (!nodes_.contains(id) && static_cast<int>(nodes_.size()) >= job_.nodes.max)
-    return fmt::format("the job here has its {} nodes", job_.nodes.max);
+  const auto host = nodes_.find(kHost);
+  if (job_.numbered && id != kHost && host != nodes_.end() &&
+      host->second.join.node_rank == join.node_rank)
+    return fmt::format("node-rank {} is {}'s already", join.node_rank, host->second.join.host);
   return {};
+}
+
+std::string Roster::obstacle_to(Id id, const Join& join) const {
+  // The host's place is never another's, though others may have come before it.
+  if (id == kHost) return {};
+  int others = 1;
+  for (const auto& [other, node] : nodes_) {
+    if (other == id || other == kHost || node.state == State::spare) continue;
+    if (job_.numbered && node.join.node_rank == join.node_rank)
+      return fmt::format("node-rank {} is {}'s already", join.node_rank, node.join.host);
+    ++others;
+  }
+  if (others < job_.nodes.max) return {};
+  return fmt::format("the job here has its {} nodes", job_.nodes.max);
+}
+
+void Roster::newcomer(Id id, const Join& join, Time now) {
+  nodes_[id] = {join, State::waiting, join.node_rank};
+  // Others may be on their way as well: those who train go on until they are there.
+  last_call_ = now + job_.last_call;
+}
+
+void Roster::take_in_spares(Time now) {
+  for (const auto& [id, node] : nodes_) {
+    if (node.state == State::spare && obstacle_to(id, node.join).empty())
+      newcomer(id, Join(node.join), now);
+  }
+}
+
+std::string Roster::newcomers() const {
+  std::string text;
+  for (const auto& [id, node] : nodes_) {
+    if (node.state == State::waiting) text += (text.empty() ? "" : " and ") + node.join.host;
+  }
+  return text;
+}
+
+std::string Roster::spares() const {
+  std::string text;
+  for (const auto& [id, node] : nodes_) {
+    if (node.state != State::spare) continue;
+    text += fmt::format("; {} stands by: {}", node.join.host, obstacle_to(id, node.join));
+  }
+  return text;
 }
 
 void Roster::failed(Id id, const WorkerFailure& failure, Time now) {
@@ -75,6 +146,7 @@ void Roster::succeeded(Id id) {
   const auto node = nodes_.find(id);
   if (is_over() || node == nodes_.end() || node->second.state != State::running) return;
   node->second.state = State::done;
+  some_are_done_ = true;
   if (count(State::running) == 0) finish({Verdict::Kind::succeeded, std::nullopt, ""});
 }
 
@@ -87,16 +159,28 @@ void Roster::gone(Id id, const std::string& reason, Time now) {
                                        name_ranks(node.first_rank, node.join.processes), reason);
   if (id == kHost) return finish({Verdict::Kind::lost, std::nullopt, what});
   if (node.state == State::running) decide(std::nullopt, what, now);
+  if (node.state == State::stopping && count(State::stopping) == 0) gathering_since_ = now;
   tick(now);
 }
 
 void Roster::tick(Time now) {
-  if (is_over() || !is_gathering() || count(State::stopping) > 0) return;
+  if (is_over()) return;
+  if (is_gathering() || takes_in_newcomers()) take_in_spares(now);
   const int waiting = count(State::waiting);
+  if (!is_gathering()) {
+    if (waiting == 0) last_call_.reset();
+    if (!last_call_.has_value() || !takes_in_newcomers()) return;
+    const int all = waiting + count(State::running);
+    if (now >= *last_call_ || all == job_.nodes.max)
+      gather_again({Verdict::Kind::restart, std::nullopt, newcomers() + " joined"}, now);
+    return;
+  }
+  if (count(State::stopping) > 0) return;
   if (waiting == job_.nodes.max) return begin();
   if (waiting >= job_.nodes.min) {
-    if (nodes_before_ > 0 && waiting >= nodes_before_) return begin();
-    if (!last_call_.has_value()) last_call_ = now + job_.last_call;
+    const bool newcomer = last_call_.has_value();
+    if (!newcomer && nodes_before_ > 0 && waiting >= nodes_before_) return begin();
+    if (!newcomer) last_call_ = now + job_.last_call;
     if (now >= *last_call_) return begin();
     return;
   }
@@ -106,11 +190,13 @@ void Roster::tick(Time now) {
       fmt::format("{} of {} nodes came within {:.3g} s", waiting, to_string(job_.nodes),
                   std::chrono::duration<double>(job_.join_timeout).count());
   if (!last_reason_.empty()) reason += ", after " + last_reason_;
-  finish({Verdict::Kind::lost, std::nullopt, reason});
+  finish({Verdict::Kind::lost, std::nullopt, reason + spares()});
 }
 
 Time Roster::deadline() const {
-  if (is_over() || !is_gathering()) return Time::max();
+  // What stops has a time of its own, and says when it has.
+  if (is_over() || count(State::stopping) > 0) return Time::max();
+  if (!is_gathering()) return takes_in_newcomers() ? last_call_.value_or(Time::max()) : Time::max();
   return last_call_.value_or(gathering_since_ + job_.join_timeout);
 }
 
@@ -122,7 +208,9 @@ int Roster::count(State state) const {
 
 void Roster::begin() {
   std::vector<std::pair<Id, Node*>> members;
-  for (auto& [id, node] : nodes_) members.emplace_back(id, &node);
+  for (auto& [id, node] : nodes_) {
+    if (node.state != State::spare) members.emplace_back(id, &node);
+  }
   if (job_.numbered) {
     std::sort(members.begin(), members.end(), [](const auto& one, const auto& other) {
       return one.second->join.node_rank < other.second->join.node_rank;
@@ -152,6 +240,8 @@ void Roster::begin() {
     common.first_rank += node->join.processes;
   }
   nodes_before_ = common.nodes;
+  last_call_.reset();
+  some_are_done_ = false;
 }
 
 void Roster::decide(std::optional<WorkerFailure> failure, const std::string& reason, Time now) {
@@ -163,7 +253,7 @@ void Roster::decide(std::optional<WorkerFailure> failure, const std::string& rea
 
 void Roster::gather_again(const Verdict& verdict, Time now) {
   for (auto& [id, node] : nodes_) {
-    if (node.state == State::waiting) continue;
+    if (node.state == State::waiting || node.state == State::spare) continue;
     node.state = State::stopping;
     mail_.emplace_back(id, verdict);
   }

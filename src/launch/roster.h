@@ -14,6 +14,9 @@ namespace semitone::launch {
 // What node 0 knows about the job from the start.
 struct Job {
   std::string run_id;
+  bool named = false;   // the user gave the run_id: those who join have to bring it
+  std::string program;  // what it runs, as in Join
+  std::string arguments;
   NodeCount nodes;
   bool numbered = false;  // nodes come with their number, or are numbered as they come
   int max_restarts = 0;
@@ -51,6 +54,7 @@ class Roster {
 
  private:
   enum class State {
+    spare,     // stands by: there is no room for it
     waiting,   // for the attempt to begin
     running,   // its processes
     done,      // all of them returned 0
@@ -63,8 +67,18 @@ class Roster {
     int first_rank = 0;  // in the attempt
   };
 
+  // Why it can never take part; empty if it can.
   std::string objection_to(Id id, const Join& join) const;
+  // Why there is no room for it now; empty if there is.
+  std::string obstacle_to(Id id, const Join& join) const;
+  void take_in_spares(Time now);
+  // Somebody whom the job did not have.
+  void newcomer(Id id, const Join& join, Time now);
+  std::string newcomers() const;
+  std::string spares() const;
   int count(State state) const;
+  // Those who are done would have to do it all again.
+  bool takes_in_newcomers() const { return !is_over() && !some_are_done_; }
   bool is_gathering() const { return count(State::running) + count(State::done) == 0; }
   void begin();
   void decide(std::optional<WorkerFailure> failure, const std::string& reason, Time now);
@@ -77,8 +91,9 @@ class Roster {
   int restarts_ = 0;
   int nodes_before_ = 0;  // in the attempt before
   Time gathering_since_;
-  std::optional<Time> last_call_;
-  std::string last_reason_;  // why the attempt before ended
+  std::optional<Time> last_call_;  // its end
+  bool some_are_done_ = false;     // in this attempt
+  std::string last_reason_;        // why the attempt before ended
   std::optional<Verdict> verdict_;
   Mail mail_;
 };

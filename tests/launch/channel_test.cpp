@@ -46,6 +46,8 @@ TEST(Channel, BringsEveryMessageAsItWas) {
   join.max_nodes = 3;
   join.node_rank = 1;
   join.processes = 8;
+  join.program = "train";
+  join.arguments = digest_of({"--epochs", "3"});
   join.host = "here";
   ends.one.send(join);
   const Join got = received<Join>(ends.other);
@@ -55,7 +57,12 @@ TEST(Channel, BringsEveryMessageAsItWas) {
   EXPECT_EQ(got.max_nodes, 3);
   EXPECT_EQ(got.node_rank, 1);
   EXPECT_EQ(got.processes, 8);
+  EXPECT_EQ(got.program, "train");
+  EXPECT_EQ(got.arguments, join.arguments);
   EXPECT_EQ(got.host, "here");
+
+  ends.one.send(StandBy{"full"});
+  EXPECT_EQ(received<StandBy>(ends.other).reason, "full");
 
   Assignment assignment;
   assignment.attempt = 1;
@@ -86,6 +93,22 @@ TEST(Channel, BringsEveryMessageAsItWas) {
   EXPECT_EQ(received<Leave>(ends.other).reason, "done");
   ends.one.send(Succeeded());
   received<Succeeded>(ends.other);
+}
+
+TEST(Channel, SeesThatTheOtherEndIsOfAnotherVersion) {
+  auto [socket, other] = socket_pair();
+  Channel channel(std::move(socket), 60s);
+  const std::string_view text = "{\"join\":{\"protocol\":17,\"what\":[]}}\n";
+  ASSERT_EQ(::write(other.number(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  EXPECT_EQ(received<Join>(channel).protocol, 17);
+  EXPECT_TRUE(channel.is_open());
+}
+
+TEST(Messages, ListsOfWordsAreToldApart) {
+  EXPECT_EQ(digest_of({"a", "b"}), digest_of({"a", "b"}));
+  EXPECT_NE(digest_of({"a", "b"}), digest_of({"ab"}));
+  EXPECT_NE(digest_of({"a", "b"}), digest_of({"b", "a"}));
+  EXPECT_NE(digest_of({}), digest_of({""}));
 }
 
 TEST(Channel, BringsMoreThanASocketHolds) {
@@ -156,6 +179,7 @@ TEST(Channel, AnythingElseClosesIt) {
   for (const std::string& text :
        {std::string("GET / HTTP/1.1\r\n"), std::string("[]\n"), std::string("{}\n"),
         std::string("{\"join\":{}}\n"), std::string("{\"verdict\":{\"kind\":1}}\n"),
+        std::string("{\"verdict\":{\"kind\":\"what\",\"reason\":\"\"}}\n"),
         std::string("{\"what\":{}}\n"), std::string(2 << 20, 'x'), std::string("\0\n", 2)}) {
     auto [socket, other] = socket_pair();
     Channel channel(std::move(socket), 60s);

@@ -1,6 +1,8 @@
 #include "semitone/launch/launcher.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/channel.h"
+#include "src/launch/polling.h"
 #include "src/launch/sockets.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -9,6 +11,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -16,6 +19,8 @@
 #include <future>
 #include <map>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -222,7 +227,7 @@ TEST_F(LauncherTest, WhatProcessesHaveStartedGoesWithThem) {
 }
 
 TEST_F(LauncherTest, StopsWhenToldTo) {
-  for (const int signal : {SIGTERM, SIGINT, SIGHUP}) {
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGQUIT}) {
     write_text(folder_ / "ids", "");
     Launcher launcher(shell("echo $$ >> $DIR/ids; exec sleep 1000", 2));
     auto result = std::async(std::launch::async, [&] { return launcher.run(); });
@@ -252,6 +257,29 @@ TEST_F(LauncherTest, ASecondInterruptKillsAtOnce) {
   launcher.stop(SIGINT);
   EXPECT_EQ(result.get().workers.at(0).status.signal, SIGKILL);
   expect_all_gone("ids", 1);
+}
+
+TEST_F(LauncherTest, HandsSignalsOnAndTheJobGoesOn) {
+  // What a process has started does not get them: the sleep would die.
+  Launcher launcher(
+      shell("trap 'echo $RANK >> $DIR/heard' USR1\n"
+            "sleep 1000 & CHILD=$!; echo $$ >> $DIR/ids\n"
+            "while [ ! -e $DIR/go ]; do sleep 0.01; done\n"
+            "kill -0 $CHILD && kill $CHILD",
+            2));
+  auto result = std::async(std::launch::async, [&] { return launcher.run(); });
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids").size() == 2; }));
+  launcher.forward(SIGUSR1);
+  EXPECT_TRUE(eventually([&] { return words_of(folder_ / "heard").size() == 2; }));
+  write_text(folder_ / "go", "");
+  EXPECT_EQ(result.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_THAT(words_of(folder_ / "heard"), ::testing::UnorderedElementsAre("0", "1"));
+}
+
+TEST_F(LauncherTest, ASignalThatNoProcessCouldHearIsDropped) {
+  Launcher launcher(shell("exit 0"));
+  launcher.forward(SIGUSR1);
+  EXPECT_EQ(launcher.run().outcome, LaunchOutcome::succeeded);
 }
 
 TEST_F(LauncherTest, ThatWasToldToStopBeforeStartsNothing) {
@@ -620,6 +648,114 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
        "another program's port"});
 }
 
+TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
+  // As the proxy of a cluster does while node 0 is not there.
+  const Opened proxy = listen_at({"127.0.0.1", port_});
+  ASSERT_TRUE(proxy.is_open()) << proxy.problem;
+  std::atomic<bool> over = false;
+  auto connections = std::async(std::launch::async, [&] {
+    int count = 0;
+    while (!over) {
+      std::vector<pollfd> events{{proxy.socket.number(), POLLIN, 0}};
+      poll_until(events, Clock::now() + std::chrono::milliseconds(50));
+      if (events[0].revents != 0 && accept_from(proxy.socket).is_open()) ++count;
+    }
+    return count;
+  });
+  expect_error(
+      [&] {
+        run(node("exit 0", {2, 2}).join_timeout(Seconds(1)));
+      },
+      {"[launch.rendezvous] expected node 0's launcher to answer at 127.0.0.1:", "within 1 s"});
+  over = true;
+  const int count = connections.get();
+  EXPECT_GE(count, 1);
+  EXPECT_LE(count, 6) << "there is a pause of 250 ms between two attempts";
+}
+
+// Answers the first launcher that comes, as node 0 would.
+std::future<void> false_host(const Opened& listener, Assignment given) {
+  return std::async(std::launch::async, [&listener, given = std::move(given)] {
+    std::vector<pollfd> events{{listener.socket.number(), POLLIN, 0}};
+    poll_until(events, Clock::now() + std::chrono::minutes(1));
+    Channel channel(accept_from(listener.socket), std::chrono::minutes(1));
+    channel.send(given);
+    while (channel.is_open()) {
+      std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
+      poll_until(more, channel.deadline());
+      channel.update(Clock::now());
+    }
+  });
+}
+
+TEST_F(Nodes, WhatComesFromTheNetworkNamesNoOtherFolder) {
+  Assignment given;
+  given.nodes = 2;
+  given.world_size = 2;
+  given.node = 1;
+  given.first_rank = 1;
+  given.master_addr = "127.0.0.1";
+  given.master_port = 20000;
+  const auto expect = [&](const Assignment& assignment, std::string_view part) {
+    const Opened listener = listen_at({"127.0.0.1", port_});
+    ASSERT_TRUE(listener.is_open()) << listener.problem;
+    const auto host = false_host(listener, assignment);
+    expect_error(
+        [&] {
+          run(node("echo $$ >> $DIR/ids", {2, 2})
+                  .rdzv_id("job")
+                  .log_dir(folder_ / "logs")
+                  .redirects(Streams::both));
+        },
+        {"[launch.rendezvous] expected", part, "is it a launcher of this job?"});
+  };
+  for (const char* name : {"../OUTSIDE", "..", "", "a\nb"}) {
+    Assignment bad = given;
+    bad.run_id = name;
+    expect(bad, "name");
+  }
+  Assignment bad = given;
+  bad.run_id = "another";
+  expect(bad, "the rdzv-id 'job'");
+  bad.run_id = "job";
+  bad.first_rank = 2;
+  expect(bad, "ranks for this node's processes");
+  EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "OUTSIDE"));
+}
+
+TEST_F(Nodes, OneTooManyStandsByUntilAnotherIsGone) {
+  const std::string script =
+      "echo $$ >> $DIR/ids$TORCHELASTIC_RESTART_COUNT\n"
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; exec sleep 1000";
+  auto first = start(node(script, {2, 2}).max_restarts(1));
+  auto second = start(node(script, {2, 2}).max_restarts(1));
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids0").size() == 2; }));
+  auto third = start(node(script, {2, 2}).max_restarts(1));
+  // It joins, and nothing happens to the others.
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_EQ(ids_in(folder_ / "ids0").size(), 2U);
+  launchers_[1]->stop(SIGTERM);
+  EXPECT_EQ(second.get().outcome, LaunchOutcome::interrupted);
+  EXPECT_EQ(first.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(third.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(ids_in(folder_ / "ids1").size(), 2U);
+}
+
+TEST_F(Nodes, OfAnotherProgramAreRefused) {
+  auto host = start(node("exit 0", {2, 2}));
+  ASSERT_TRUE(eventually([&] {
+    return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open();
+  }));
+  expect_error(
+      [&] {
+        run(node("echo another", {2, 2}));
+      },
+      {"refused", "the job here runs 'sh', not that with other arguments", "rdzv-id"});
+  launchers_[0]->stop(SIGTERM);
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
+}
+
 TEST_F(Nodes, OfAnotherJobAreRefused) {
   auto host = start(node("exit 0", {2, 2}).rdzv_id("one"));
   // Until the host listens, the other would become it.
@@ -630,7 +766,7 @@ TEST_F(Nodes, OfAnotherJobAreRefused) {
       [&] {
         run(node("exit 0", {2, 2}).rdzv_id("other"));
       },
-      {"expected to join the job at 127.0.0.1:", "refused", "'one', not 'other'"});
+      {"expected to join the job at 127.0.0.1:", "refused", "another rdzv-id than 'other'"});
   launchers_[0]->stop(SIGTERM);
   EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
 }

@@ -149,7 +149,7 @@ TEST_F(RosterTest, RefusesWhoDoesNotFit) {
   };
   Join other = request(1, 1);
   other.run_id = "other";
-  EXPECT_THAT(reason(other), HasSubstr("rdzv-id 'job', not 'other'"));
+  EXPECT_THAT(reason(other), HasSubstr("no rdzv-id, not 'other'"));
   other = request(1, 1);
   other.max_nodes = 3;
   EXPECT_THAT(reason(other), HasSubstr("nnodes 2, not 2:3"));
@@ -159,9 +159,141 @@ TEST_F(RosterTest, RefusesWhoDoesNotFit) {
   EXPECT_THAT(reason(request(1, -1)), HasSubstr("have a node-rank"));
   EXPECT_THAT(reason(request(1, 0)), HasSubstr("node-rank 0 is somewhere's already"));
   EXPECT_THAT(reason(request(0, 1)), HasSubstr("no processes"));
+  EXPECT_THAT(reason(request(5000, 1)), HasSubstr("too many processes"));
+  EXPECT_THAT(reason(request(1, 2)), HasSubstr("from 0 to 1"));
+}
+
+TEST_F(RosterTest, AJobWithANameTakesNobodyWithoutIt) {
+  Job named = job(1, 2);
+  named.named = true;
+  Roster& roster = start(named);
+  Join own = request();
+  own.run_id = "job";
+  roster.joined(0, own, now_);
+  for (const char* name : {"", "other"}) {
+    Join stranger = request();
+    stranger.run_id = name;
+    roster.joined(5, stranger, now_);
+    const Verdict refusal = verdict(mail(), 5);
+    EXPECT_EQ(refusal.kind, Kind::refused);
+    EXPECT_THAT(refusal.reason, HasSubstr("rdzv-id"));
+    // It is the key to the job.
+    EXPECT_THAT(refusal.reason, ::testing::Not(HasSubstr("'job'")));
+  }
+  roster.joined(6, own, now_);
+  EXPECT_EQ(assignment(mail(), 6).nodes, 2);
+}
+
+TEST_F(RosterTest, AJobWithoutANameTakesThoseThatRunTheSame) {
+  Job plain = job(1, 2);
+  plain.program = "train";
+  plain.arguments = digest_of({"--epochs", "3"});
+  Roster& roster = start(plain);
+  const auto asks = [&](const std::string& program, const std::vector<std::string>& arguments) {
+    Join join = request();
+    join.program = program;
+    join.arguments = digest_of(arguments);
+    roster.joined(5, join, now_);
+    return mail();
+  };
+  EXPECT_THAT(verdict(asks("other", {"--epochs", "3"}), 5).reason,
+              HasSubstr("runs 'train', not 'other': give each job an rdzv-id"));
+  EXPECT_THAT(verdict(asks("train", {"--epochs 3"}), 5).reason, HasSubstr("other arguments"));
+  EXPECT_TRUE(asks("train", {"--epochs", "3"}).empty());
+  // Numbers and names say that several belong together.
+  for (const bool numbered : {true, false}) {
+    Job told = plain;
+    told.numbered = numbered;
+    told.named = !numbered;
+    start(told);
+    Join join = request(1, numbered ? 1 : -1);
+    join.run_id = numbered ? "" : "job";
+    roster_->joined(5, join, now_);
+    EXPECT_TRUE(mail().empty());
+  }
+}
+
+// --------------------------------------------------------------------------------------------------
+// nodes for which there is no room
+
+TEST_F(RosterTest, OneTooManyStandsByAndTakesThePlaceOfALostOne) {
+  Roster& roster = start(job(2, 2, 1));
+  join(0);
+  join(1);
+  mail();
+  join(2);
+  auto sent = mail();
+  ASSERT_TRUE(sent.contains(2) && std::holds_alternative<StandBy>(sent.at(2)));
+  EXPECT_EQ(std::get<StandBy>(sent.at(2)).reason, "the job here has its 2 nodes");
+  roster.gone(1, "silence", now_);
+  sent = mail();
+  EXPECT_EQ(verdict(sent, 0).kind, Kind::restart);
+  EXPECT_FALSE(sent.contains(2));
+  join(0);
+  sent = mail();
+  EXPECT_EQ(assignment(sent, 2).node, 1);
+  EXPECT_EQ(assignment(sent, 2).restarts, 1);
+}
+
+TEST_F(RosterTest, AReplacementStandsByUntilItsPredecessorIsKnownToBeDead) {
+  Job numbered = job(2, 2, 1);
+  numbered.numbered = true;
+  Roster& roster = start(numbered);
+  join(0, 1, 0);
   join(1, 1, 1);
   mail();
-  EXPECT_THAT(reason(request(1, 2)), HasSubstr("has its 2 nodes"));
+  join(2, 1, 1);
+  EXPECT_EQ(std::get<StandBy>(mail().at(2)).reason, "node-rank 1 is somewhere's already");
+  roster.gone(1, "nothing was heard from it for 30 s", now_);
+  mail();
+  join(0, 1, 0);
+  EXPECT_EQ(assignment(mail(), 2).node, 1);
+}
+
+TEST_F(RosterTest, ThoseThatStandByHearHowItEnds) {
+  Roster& roster = start(job(1, 1));
+  join(0);
+  join(1);
+  mail();
+  roster.succeeded(0);
+  EXPECT_EQ(verdict(mail(), 1).kind, Kind::succeeded);
+}
+
+TEST_F(RosterTest, OneThatStandsByAndGoesIsNoLoss) {
+  Roster& roster = start(job(1, 1));
+  join(0);
+  join(1);
+  mail();
+  roster.gone(1, "it was stopped", now_);
+  EXPECT_TRUE(mail().empty());
+  EXPECT_FALSE(roster.is_over());
+}
+
+TEST_F(RosterTest, ThePlaceOfTheHostIsItsOwnWhoeverComesFirst) {
+  start(job(2, 2));
+  join(1);
+  join(2);
+  EXPECT_EQ(std::get<StandBy>(mail().at(2)).reason, "the job here has its 2 nodes");
+  join(0);
+  const auto sent = mail();
+  EXPECT_EQ(assignment(sent, 0).node, 0);
+  EXPECT_EQ(assignment(sent, 1).node, 1);
+}
+
+TEST_F(RosterTest, SaysWhoStoodByWhileItWaitedInVain) {
+  Job numbered = job(3, 3);
+  numbered.numbered = true;
+  Roster& roster = start(numbered);
+  join(0, 1, 0);
+  join(1, 1, 1);
+  join(2, 1, 1);
+  mail();
+  roster.tick(now_ += 100s);
+  mail();
+  join(3, 1, 2);
+  EXPECT_EQ(verdict(mail(), 3).reason,
+            "2 of 3 nodes came within 100 s; somewhere stands by: node-rank 1 is somewhere's "
+            "already");
 }
 
 TEST_F(RosterTest, WaitsALastCallOnceTheFewestAreThere) {
@@ -360,6 +492,73 @@ TEST_F(RosterTest, ANodeThatComesLaterMakesAllBeginAnewWithoutUsingARestart) {
   EXPECT_EQ(assignment(sent, 1).node, 1);
   EXPECT_EQ(assignment(sent, 1).restarts, 0);
   EXPECT_EQ(assignment(sent, 1).attempt, 1);
+}
+
+TEST_F(RosterTest, NodesThatComeOneAfterAnotherCostOneNewBeginning) {
+  Roster& roster = start(job(1, 8));
+  join(0);
+  roster.tick(now_ += 5s);
+  EXPECT_EQ(assignment(mail(), 0).nodes, 1);
+  for (const int id : {1, 2, 3}) {
+    join(id);
+    EXPECT_EQ(roster.deadline(), now_ + 5s);
+    roster.tick(now_ += 4s);
+    EXPECT_TRUE(mail().empty()) << "node 0 goes on while others are on their way";
+  }
+  roster.tick(now_ += 1s);
+  auto sent = mail();
+  EXPECT_EQ(sent.size(), 1U);
+  EXPECT_EQ(verdict(sent, 0).reason, "somewhere and somewhere and somewhere joined");
+  join(0);
+  sent = mail();
+  EXPECT_EQ(assignment(sent, 0).nodes, 4);
+  EXPECT_EQ(assignment(sent, 3).attempt, 1);
+  EXPECT_EQ(assignment(sent, 3).restarts, 0);
+}
+
+TEST_F(RosterTest, OneThatComesWhileTheOthersStopGetsALastCallToo) {
+  Roster& roster = start(job(1, 8));
+  join(0);
+  roster.tick(now_ += 5s);
+  mail();
+  join(1);
+  roster.tick(now_ += 5s);
+  mail();
+  join(2);
+  join(0);
+  EXPECT_TRUE(mail().empty());
+  roster.tick(now_ += 5s);
+  EXPECT_EQ(assignment(mail(), 2).nodes, 3);
+}
+
+TEST_F(RosterTest, ANewcomerThatGoesAgainCostsNothing) {
+  Roster& roster = start(job(1, 8));
+  join(0);
+  roster.tick(now_ += 5s);
+  mail();
+  join(1);
+  roster.gone(1, "it was stopped", now_);
+  EXPECT_EQ(roster.deadline(), Time::max());
+  roster.tick(now_ += 5s);
+  EXPECT_TRUE(mail().empty());
+}
+
+TEST_F(RosterTest, NothingIsDueWhileOthersStop) {
+  Roster& roster = start(job(2, 2, 1));
+  join(0);
+  join(1);
+  mail();
+  roster.failed(1, failure(1), now_);
+  mail();
+  // Longer than the join timeout: a grace may be.
+  now_ += 200s;
+  EXPECT_EQ(roster.deadline(), Time::max());
+  join(0);
+  EXPECT_EQ(roster.deadline(), Time::max());
+  roster.gone(1, "silence", now_);
+  // From here on, another has its time to come.
+  EXPECT_EQ(roster.deadline(), now_ + 100s);
+  EXPECT_FALSE(roster.is_over());
 }
 
 TEST_F(RosterTest, ANodeThatComesWhenSomeAreDoneWaitsForTheEnd) {

@@ -81,8 +81,9 @@ class LaunchOptions {
   /// "[::1]:port", or a host alone (port 29400). The launcher on that host waits there for the
   /// others, is node 0, and chooses MASTER_PORT anew for every attempt.
   LaunchOptions& rdzv_endpoint(std::string value);
-  /// Name of the job, TORCHELASTIC_RUN_ID. Launchers with another name are refused. Empty: node 0
-  /// makes one up.
+  /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers that do not bring it
+  /// are refused. Empty: node 0 makes one up, and refuses launchers that have one, or run another
+  /// program or the same with other arguments.
   LaunchOptions& rdzv_id(std::string value);
   /// Address under which the other nodes reach node 0, if its endpoint is not: MASTER_ADDR.
   LaunchOptions& local_addr(std::string value);
@@ -107,7 +108,8 @@ class LaunchOptions {
   LaunchOptions& heartbeat_timeout(Seconds value);
   /// How long to wait for the (fewest) nodes to meet. Default 600 s.
   LaunchOptions& join_timeout(Seconds value);
-  /// How long to wait for more nodes once the fewest are there. Default 5 s.
+  /// How long to wait for more nodes once the fewest are there, since the last one that came; an
+  /// attempt goes on meanwhile. Default 5 s.
   LaunchOptions& last_call(Seconds value);
 
   const std::filesystem::path& program() const { return program_; }
