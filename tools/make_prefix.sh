@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 packages=("$@")
-[ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev zlib1g-dev libgtest-dev libbenchmark-dev)
+[ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev zlib1g-dev libgtest-dev)
 for package in "${packages[@]}"; do
   case "$package" in
     lib*|*-dev|nlohmann*) ;;
@@ -18,7 +18,7 @@ mapfile -t closure < <(
   for package in "${packages[@]}"; do
     echo "$package"
     apt-cache depends --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances "$package" \
-      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gtest\|gmock\|benchmark\)[^ <]*\|googletest\|zlib1g\).*/\1/p'
+      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gtest\|gmock\)[^ <]*\|googletest\|zlib1g\).*/\1/p'
   done | sort -u)
 mkdir -p .deps/prefix
 work="$(mktemp -d)"

@@ -29,7 +29,6 @@ needed=(
   "libgloo-dev:header gloo/context.h"
   "zlib1g-dev:header zlib.h"
   "libgtest-dev:header gtest/gtest.h"
-  "libbenchmark-dev:header benchmark/benchmark.h"
 )
 prefix=.deps/prefix/usr
 header() {
@@ -39,6 +38,27 @@ header() {
   done
   return 1
 }
+# What is there, or what apt-get would install, has to be new enough: said now, not after the downloads.
+version_of() {  # command package
+  if command -v "$1" >/dev/null; then
+    "$1" --version | sed -n '1s/.* \([0-9][0-9.]*\).*/\1/p'
+  elif command -v apt-cache >/dev/null; then
+    apt-cache policy "$2" | sed -n 's/^ *Candidate: \([0-9]*:\)\{0,1\}\([0-9][0-9.]*\).*/\2/p'
+  fi
+}
+require_version() {  # command package least remedy
+  local version
+  version="$(version_of "$1" "$2")"
+  [ -z "$version" ] || [ "$(printf '%s\n' "$3" "$version" | sort -V | head -1)" = "$3" ] \
+    || fail "expected $1 $3 or newer, got $version — $4"
+}
+require_version cmake cmake 3.25 "install a newer one, with 'python3 -m pip install cmake' for example"
+compiler="${CXX:-c++}"
+command -v "$compiler" >/dev/null || compiler=g++
+case "$("$compiler" --version 2>/dev/null | head -1)" in
+  *clang*) require_version "$compiler" clang 14 "install a newer one, and say so: CXX=clang++-14 make …" ;;
+  *) require_version "$compiler" g++ 12 "install a newer one, and say so: CXX=g++-12 make …" ;;
+esac
 missing=()
 for entry in "${needed[@]}"; do
   eval "${entry#*:}" >/dev/null 2>&1 || missing+=("${entry%%:*}")

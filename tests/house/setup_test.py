@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""What tools/setup.sh says about programs that are too old, before it downloads anything."""
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+SETUP = pathlib.Path(__file__).resolve().parents[2] / "tools" / "setup.sh"
+
+
+class Setup(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        (self.root / "tools").mkdir()
+        (self.root / "bin").mkdir()
+        shutil.copy(SETUP, self.root / "tools")
+        # Nothing is to be fetched here.
+        for program in ["apt-get", "sudo", "pip"]:
+            self.program(program, f"echo {program} >> {self.root}/fetched; exit 1")
+
+    def program(self, name, script):
+        path = self.root / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def run_setup(self, **variables):
+        path = f"{self.root / 'bin'}:{os.environ['PATH']}"
+        return subprocess.run([self.root / "tools" / "setup.sh"], capture_output=True, text=True,
+                              env={**os.environ, "PATH": path, **variables})
+
+    def expect_refusal(self, done, message):
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn(message, done.stderr)
+        self.assertFalse((self.root / "fetched").exists())
+
+    def test_an_old_cmake(self):
+        self.program("cmake", "echo 'cmake version 3.22.1'")
+        self.expect_refusal(self.run_setup(), "expected cmake 3.25 or newer, got 3.22.1")
+
+    def test_an_old_compiler(self):
+        self.program("cmake", "echo 'cmake version 3.100.0'")
+        self.program("c++", "echo 'c++ (Ubuntu 11.4.0-1ubuntu1~22.04) 11.4.0'")
+        self.expect_refusal(self.run_setup(CXX=""), "expected c++ 12 or newer, got 11.4.0")
+
+    def test_an_old_clang_that_was_chosen(self):
+        self.program("cmake", "echo 'cmake version 4.0.0'")
+        self.program("my-clang", "echo 'Ubuntu clang version 11.1.0-6'")
+        self.expect_refusal(self.run_setup(CXX="my-clang"), "expected my-clang 14 or newer, got 11.1.0")
+
+    def test_an_old_candidate_where_none_is_installed(self):
+        for program in ["bash", "dirname", "sed", "sort", "head", "id", "seq", "uname", "printf", "cat"]:
+            os.symlink(shutil.which(program), self.root / "bin" / program)
+        self.program("apt-cache", "echo '  Candidate: 3.22.1-1ubuntu1'")
+        done = self.run_setup(PATH=str(self.root / "bin"))
+        self.expect_refusal(done, "expected cmake 3.25 or newer, got 3.22.1")
+
+
+if __name__ == "__main__":
+    unittest.main()
