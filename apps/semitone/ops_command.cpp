@@ -1,6 +1,7 @@
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/operator_speed.h"
 #include "apps/semitone/output.h"
 #include "semitone/amp/cast_policy.h"
 #include "semitone/core/device.h"
@@ -17,6 +18,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace semitone::cli {
 namespace {
@@ -29,6 +31,7 @@ struct OpsFlags {
   std::string dtype = "auto";
   std::string op;
   std::string json;
+  bool speed = false;
 };
 
 amp::CastTarget target_of(const OpsFlags& flags) {
@@ -68,8 +71,14 @@ std::map<std::string, amp::CastRow> chosen_rows(const amp::CastPolicy& policy,
   return rows;
 }
 
-bool is_emulated(const amp::CastPolicy& policy) {
-  return !has_fast_dtype(policy.device(), policy.dtype());
+// The kinds of operators that training computes through fp32.
+std::vector<std::string_view> emulated_kinds(const amp::CastPolicy& policy) {
+  std::vector<std::string_view> names;
+  for (int i = 0; i < kOperatorKinds; ++i) {
+    const auto kind = static_cast<OperatorKind>(i);
+    if (!trains_natively(policy.device(), policy.dtype(), kind)) names.push_back(name_of(kind));
+  }
+  return names;
 }
 
 // They are for the CPU.
@@ -86,7 +95,7 @@ std::string json_of(const amp::CastPolicy& policy,
   const nlohmann::ordered_json object = {{"policy", policy.name()},
                                          {"device", c10::DeviceTypeName(policy.device(), true)},
                                          {"dtype", dtype_name(policy.dtype())},
-                                         {"emulated", is_emulated(policy)},
+                                         {"emulated", emulated_kinds(policy)},
                                          {"fast_kernels", fast_kernels(policy)},
                                          {"ops", std::move(list)}};
   return object.dump(2);
@@ -96,11 +105,11 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
            const std::map<std::string, amp::CastRow>& rows, const OpsFlags& flags) {
   out << fmt::format("policy {} for {} on {}: {} operators listed\n", policy.name(),
                      dtype_name(policy.dtype()), flags.device, policy.rows().size());
-  if (is_emulated(policy)) {
+  if (!emulated_kinds(policy).empty()) {
     out << fmt::format(
-        "matrix products and convolutions in {0} are computed in float32 and rounded to {0}: this "
-        "CPU has no instructions for it\n",
-        dtype_name(policy.dtype()));
+        "{0} on this CPU: {1}\nemulated: computed in float32 and rounded to {0}, as there is no "
+        "fast kernel in it; see --speed\n",
+        dtype_name(policy.dtype()), describe_16bit(policy.device(), policy.dtype()));
   }
   if (const auto fast = fast_kernels(policy); !fast.empty())
     out << fmt::format("in kernels of Semitone's own: {}\n", fmt::join(fast, ", "));
@@ -117,7 +126,25 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
     out << fmt::format("{:<{}}  {:<7}  {}\n", op, width, amp::name_of(row.action), row.reason);
 }
 
+int run_speed(const OpsFlags& flags) {
+  if (!flags.op.empty()) throw UsageError(kOps, "--speed or --op", "both");
+  if (flags.device != "cpu")
+    throw UsageError(kOps, "--speed for the CPU", "--device " + flags.device);
+  require_json_writable(flags.json);
+  const auto speeds = measure_operators();
+  if (flags.json != "-") {
+    std::ostream& out = for_people(flags.json);
+    out << describe_device(c10::DeviceType::CPU) << "\n\n";
+    print(out, speeds);
+  }
+  const nlohmann::ordered_json object = {{"device", describe_device(c10::DeviceType::CPU)},
+                                         {"speed", to_json(speeds)}};
+  write_json(flags.json, flags.json.empty() ? "" : object.dump(2));
+  return kSuccess;
+}
+
 int run(OpsFlags flags) {
+  if (flags.speed) return run_speed(flags);
   flags.op = plain_name(flags.op);
   const auto policy = amp::CastPolicy::by_name(flags.policy, target_of(flags));
   require_operator(flags.op);
@@ -138,6 +165,7 @@ Examples:
   semitone ops --policy torch --device cuda
   semitone ops --op softmax
   semitone ops --policy apex --json apex.json
+  semitone ops --speed
 
 )";
 
@@ -154,6 +182,9 @@ void add_ops_command(CLI::App& app, Action& action) {
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
              "The 16-bit dtype; auto: bf16 on a CPU, else fp16");
   add.text("--op", flags->op, "NAME", "Only this operator and its overloads");
+  add.mark("--speed", flags->speed,
+           "Measure each kind of operator on this CPU, in float32 and in 16 bits, native and "
+           "emulated");
   add.json(flags->json);
   command.footer(std::string(kOpsFooter) + kExitCodesHelp);
   command.callback([&action, flags] { action = [flags] { return run(*flags); }; });

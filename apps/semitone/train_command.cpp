@@ -48,9 +48,9 @@ std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
     why = dtype == torch::kBFloat16 ? "chosen for its range, which is float32's"
                                     : "chosen, as it is the faster one everywhere on a GPU";
   }
-  const char* const how = has_fast_dtype(device, dtype)
-                              ? "computed natively here"
-                              : "computed through float32 and rounded: no instructions for it here";
+  std::string how = describe_16bit(device, dtype) + " here";
+  if (how.find("emulated") != std::string::npos)
+    how += " (emulated: computed in float32 and rounded)";
   return fmt::format("{}: {}; {}", dtype_name(dtype), why, how);
 }
 

@@ -357,8 +357,7 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
     if (policy->emulates_any() || policy->lowers_mixed()) {
       for (const auto& op : matrix_products()) install_kernel(op, target_.device);
     } else if (policy->repairs()) {
-      for (const auto& op : matrix_products(MatrixProduct::convolution))
-        install_kernel(op, target_.device);
+      for (const auto& op : convolutions()) install_kernel(op, target_.device);
     }
     if (binding_ != nullptr) {
       for (const NamedParameter& named : *binding_) policy->add(named.parameter);

@@ -1,6 +1,5 @@
 #include "src/amp/compiled_policy.h"
 
-#include "semitone/core/device.h"
 #include "src/core/replica_parameters.h"
 
 #include <c10/core/UndefinedTensorImpl.h>
@@ -10,10 +9,10 @@
 namespace semitone::amp {
 namespace {
 
-bool emulates(Emulation emulation, c10::DeviceType device, c10::ScalarType dtype) {
-  if (device != c10::DeviceType::CPU) return false;
-  return emulation == Emulation::always ||
-         (emulation == Emulation::automatic && !has_fast_dtype(device, dtype));
+NativeKernels kernels_for(Emulation emulation, c10::DeviceType device, c10::ScalarType dtype) {
+  if (emulation == Emulation::automatic) return native_kernels(device, dtype);
+  const bool all = emulation == Emulation::never || device != c10::DeviceType::CPU;
+  return all ? NativeKernels::all() : NativeKernels::none();
 }
 
 }  // namespace
@@ -27,16 +26,15 @@ CompiledPolicy::CompiledPolicy(std::string name, CastTarget target, Emulation em
       target_(target),
       as_libtorch_(as_libtorch),
       repairs_(target.device == c10::DeviceType::CPU && emulation != Emulation::never),
-      emulate_fp16_(amp::emulates(emulation, target.device, at::kHalf)),
-      emulate_bf16_(amp::emulates(emulation, target.device, at::kBFloat16)) {}
+      native_fp16_(kernels_for(emulation, target.device, at::kHalf)),
+      native_bf16_(kernels_for(emulation, target.device, at::kBFloat16)) {}
 
 std::shared_ptr<const CompiledPolicy> CompiledPolicy::without_casts() const {
   auto policy = std::make_shared<CompiledPolicy>(name_, target_, Emulation::never,
                                                  /*as_libtorch=*/false);
   policy->casts_ = false;
   policy->repairs_ = repairs_;
-  policy->emulate_fp16_ = emulate_fp16_;
-  policy->emulate_bf16_ = emulate_bf16_;
+  policy->set_native(native_fp16_, native_bf16_);
   return policy;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/amp/cast_policy.h"
+#include "src/core/native_kernels.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -53,11 +54,16 @@ class CompiledPolicy {
   bool keeps_operator(OpId op) const { return op < kept_operators_.size() && kept_operators_[op]; }
   // Whether our own kernel of the operator is to run (fast_kernels.h).
   bool uses_fast_kernel(OpId op) const { return op < fast_.size() && fast_[op]; }
-  // Whether this dtype's matrix products are to go through fp32.
-  bool emulates(c10::ScalarType dtype) const {
-    return dtype == at::kHalf ? emulate_fp16_ : dtype == at::kBFloat16 && emulate_bf16_;
+  // The matrix products that are computed in this 16-bit dtype; the others go through fp32.
+  const NativeKernels& native(c10::ScalarType dtype) const {
+    return dtype == at::kHalf ? native_fp16_ : native_bf16_;
   }
-  bool emulates_any() const { return emulate_fp16_ || emulate_bf16_; }
+  bool emulates_any() const { return !native_fp16_.is_all() || !native_bf16_.is_all(); }
+  // As on another processor, for tests: where Emulation leaves the choice to the machine.
+  void set_native(const NativeKernels& fp16, const NativeKernels& bf16) {
+    native_fp16_ = fp16;
+    native_bf16_ = bf16;
+  }
   // Whether fp32 that meets 16 bits in a matrix product, which LibTorch refuses, goes to 16 bits:
   // under a policy without rows, which is for models with 16-bit weights.
   bool lowers_mixed() const { return lowers_mixed_; }
@@ -88,8 +94,8 @@ class CompiledPolicy {
   bool as_libtorch_;
   bool repairs_;
   bool lowers_mixed_ = false;
-  bool emulate_fp16_;
-  bool emulate_bf16_;
+  NativeKernels native_fp16_;
+  NativeKernels native_bf16_;
 };
 
 }  // namespace semitone::amp

@@ -162,8 +162,7 @@ class Kernel final : public c10::OperatorKernel {
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
         const auto dtype = policy.dtype();
-        const bool emulated =
-            product_ != MatrixProduct::none && goes_through_fp32(arguments, policy, dtype);
+        const bool emulated = product_.has_value() && goes_through_fp32(arguments, policy, dtype);
         run_lowered(op, keys, stack, arguments, cast, dtype, emulated, emulated ? nullptr : fast);
         return;
       }
@@ -224,7 +223,7 @@ class Kernel final : public c10::OperatorKernel {
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
                   const FastKernel* fast) const {
     std::optional<c10::ScalarType> mixed;
-    if (product_ == MatrixProduct::primitive || product_ == MatrixProduct::convolution) {
+    if (product_.has_value() && !product_->is_composite) {
       const Dtypes dtypes(arguments, device_);
       const auto dtype = dtypes.common_16bit();
       if (dtype.has_value() && goes_through_fp32(arguments, policy, *dtype)) {
@@ -306,9 +305,9 @@ class Kernel final : public c10::OperatorKernel {
 
   bool goes_through_fp32(Arguments arguments, const CompiledPolicy& policy,
                          c10::ScalarType dtype) const {
-    if (policy.emulates(dtype)) return true;
+    if (!runs_natively(*product_, arguments, policy.native(dtype))) return true;
     // Every convolution operator takes (input, weight, …).
-    return product_ == MatrixProduct::convolution && policy.repairs() && arguments[1].isTensor() &&
+    return product_->is_convolution() && policy.repairs() && arguments[1].isTensor() &&
            convolves_wrongly(arguments[1].toTensor(), dtype);
   }
 
@@ -341,7 +340,7 @@ class Kernel final : public c10::OperatorKernel {
   std::string name_;
   bool is_aten_;
   bool is_script_cast_;
-  MatrixProduct product_;
+  std::optional<MatrixProduct> product_;
   const FastKernel* fast_;  // null: none
   std::optional<std::size_t> dtype_argument_;
   std::optional<c10::SafeKernelFunction> stock_;

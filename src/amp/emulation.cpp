@@ -2,9 +2,11 @@
 
 #include "src/amp/op_names.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -13,49 +15,135 @@ namespace semitone::amp {
 namespace {
 
 const std::map<std::string, MatrixProduct>& table() {
-  using enum MatrixProduct;
+  using enum OperatorKind;
+  constexpr bool kComposite = true;
   static const std::map<std::string, MatrixProduct> products{
-      {"_addmm_activation", primitive},
-      {"_convolution", convolution},
-      {"_native_multi_head_attention", primitive},
-      {"addbmm", primitive},
-      {"addmm", primitive},
-      {"addmv", primitive},
-      {"addr", primitive},
-      {"baddbmm", primitive},
-      {"bmm", primitive},
-      {"chain_matmul", composite},
-      {"conv1d", convolution},
-      {"conv2d", convolution},
-      {"conv3d", convolution},
-      {"conv_tbc", primitive},
-      {"conv_transpose1d", primitive},
-      {"conv_transpose2d", primitive},
-      {"conv_transpose3d", primitive},
-      {"convolution", convolution},
-      {"dot", primitive},
-      {"einsum", composite},
-      {"gru", composite},
-      {"gru_cell", composite},
-      {"inner", composite},
-      {"linalg_multi_dot", composite},
-      {"linalg_vecdot", composite},
-      {"linear", composite},
-      {"lstm", composite},
-      {"lstm_cell", composite},
-      {"matmul", composite},
-      {"mkldnn_rnn_layer", primitive},
-      {"mm", primitive},
-      {"mv", primitive},
-      {"rnn_relu", composite},
-      {"rnn_relu_cell", composite},
-      {"rnn_tanh", composite},
-      {"rnn_tanh_cell", composite},
-      {"scaled_dot_product_attention", primitive},
-      {"tensordot", composite},
-      {"vdot", primitive},
+      {"_addmm_activation", {product}},
+      {"_convolution", {convolution}},
+      {"_native_multi_head_attention", {attention}},
+      {"addbmm", {product}},
+      {"addmm", {product}},
+      {"addmv", {product}},
+      {"addr", {product}},
+      {"baddbmm", {product}},
+      {"bmm", {product}},
+      {"chain_matmul", {product, kComposite}},
+      {"conv1d", {convolution}},
+      {"conv2d", {convolution}},
+      {"conv3d", {convolution}},
+      {"conv_tbc", {product}},
+      {"conv_transpose1d", {transposed_convolution}},
+      {"conv_transpose2d", {transposed_convolution}},
+      {"conv_transpose3d", {transposed_convolution}},
+      {"convolution", {convolution}},
+      {"dot", {product}},
+      {"einsum", {product, kComposite}},
+      {"gru", {product, kComposite}},
+      {"gru_cell", {product, kComposite}},
+      {"inner", {product, kComposite}},
+      {"linalg_multi_dot", {product, kComposite}},
+      {"linalg_vecdot", {product, kComposite}},
+      {"linear", {product, kComposite}},
+      {"lstm", {recurrent, kComposite}},
+      {"lstm_cell", {product, kComposite}},
+      {"matmul", {product, kComposite}},
+      {"mkldnn_rnn_layer", {recurrent}},
+      {"mm", {product}},
+      {"mv", {product}},
+      {"rnn_relu", {product, kComposite}},
+      {"rnn_relu_cell", {product, kComposite}},
+      {"rnn_tanh", {product, kComposite}},
+      {"rnn_tanh_cell", {product, kComposite}},
+      {"scaled_dot_product_attention", {attention}},
+      {"tensordot", {product, kComposite}},
+      {"vdot", {product}},
   };
   return products;
+}
+
+std::vector<c10::OperatorHandle> all_products(bool convolutions_only) {
+  using Product = std::pair<c10::OperatorHandle, MatrixProduct>;
+  // LibTorch has 3000 operators: looked through once, not for every policy that is bound to a model.
+  static const auto* const all = new std::vector<Product>([] {
+    std::vector<Product> found;
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (!is_aten(name)) continue;
+      const auto op = dispatcher.findSchema(name);
+      if (!op.has_value()) continue;
+      const auto product = matrix_product(*op);
+      if (product.has_value()) found.emplace_back(*op, *product);
+    }
+    return found;
+  }());
+  std::vector<c10::OperatorHandle> products;
+  for (const auto& [op, product] : *all) {
+    if (!convolutions_only || product.is_convolution()) products.push_back(op);
+  }
+  return products;
+}
+
+using Arguments = std::span<const c10::IValue>;
+
+// conv1d, conv2d and conv3d take these; `convolution` and `_convolution` have (transposed,
+// output_padding) before the groups.
+enum ConvolutionArgument : std::size_t {
+  kConvolvedWeight = 1,
+  kConvolutionPadding = 4,
+  kConvolutionDilation = 5,
+  kConvolutionGroups = 6,
+  kConvolutionTransposed = 6,
+  kGroupsAfterTransposed = 8,
+};
+
+OperatorKind kind_of(const MatrixProduct& product, Arguments arguments) {
+  if (!product.is_convolution()) return product.kind;
+  const bool has_transposed = arguments[kConvolutionTransposed].isBool();
+  if (has_transposed && arguments[kConvolutionTransposed].toBool())
+    return OperatorKind::transposed_convolution;
+  const c10::IValue& groups =
+      arguments[has_transposed ? kGroupsAfterTransposed : kConvolutionGroups];
+  return groups.isInt() && groups.toInt() == 1 ? OperatorKind::convolution
+                                               : OperatorKind::grouped_convolution;
+}
+
+struct WantedGradients {
+  bool of_data = false;
+  bool of_weights = false;
+};
+
+// The first argument is what an operator is applied to, in all of them. What follows may be weights.
+WantedGradients wanted_gradients(Arguments arguments) {
+  WantedGradients wanted;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    bool& recorded = i == 0 ? wanted.of_data : wanted.of_weights;
+    if (arguments[i].isTensor()) {
+      recorded = recorded || arguments[i].toTensor().requires_grad();
+    } else if (arguments[i].isTensorList()) {
+      for (const at::Tensor& tensor : arguments[i].toTensorVector())
+        recorded = recorded || tensor.requires_grad();
+    }
+  }
+  return wanted;
+}
+
+// Whether the one kernel for the gradient of fp16 weights (oneDNN's brgemm_convolution_bwd_weights_t
+// on AMX-FP16) takes a convolution: neither dilated nor padded by more than half a kernel.
+bool is_usual(Arguments arguments) {
+  const auto all_are_one = [](const c10::IValue& value) {
+    const auto sizes = value.toIntVector();
+    return std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size == 1; });
+  };
+  if (!arguments[kConvolutionDilation].isIntList() || !all_are_one(arguments[kConvolutionDilation]))
+    return false;
+  if (arguments[kConvolutionPadding].isString()) return true;  // "same" is half a kernel
+  if (!arguments[kConvolutionPadding].isIntList()) return false;
+  const auto padding = arguments[kConvolutionPadding].toIntVector();
+  const auto kernel = arguments[kConvolvedWeight].toTensor().sizes().slice(2);
+  for (std::size_t i = 0; i < kernel.size() && !padding.empty(); ++i) {
+    if (padding[std::min(i, padding.size() - 1)] > kernel[i] / 2) return false;
+  }
+  return true;
 }
 
 // Small whole numbers: exact in every dtype, so that any difference is an error and none is
@@ -75,33 +163,31 @@ bool trial_convolution_is_wrong(c10::ScalarType dtype) {
 
 }  // namespace
 
-MatrixProduct matrix_product(const c10::OperatorHandle& op) {
-  if (!is_aten(op.operator_name()) || writes_to_argument(op)) return MatrixProduct::none;
+std::optional<MatrixProduct> matrix_product(const c10::OperatorHandle& op) {
+  if (!is_aten(op.operator_name()) || writes_to_argument(op)) return std::nullopt;
   const std::string name = display_name(op.operator_name());
   const auto found = table().find(name.substr(0, name.find('.')));
-  return found == table().end() ? MatrixProduct::none : found->second;
+  return found == table().end() ? std::nullopt : std::optional(found->second);
 }
 
-std::vector<c10::OperatorHandle> matrix_products(std::optional<MatrixProduct> kind) {
-  using Product = std::pair<c10::OperatorHandle, MatrixProduct>;
-  // LibTorch has 3000 operators: looked through once, not for every policy that is bound to a model.
-  static const auto* const all = new std::vector<Product>([] {
-    std::vector<Product> found;
-    auto& dispatcher = c10::Dispatcher::singleton();
-    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-      if (!is_aten(name)) continue;
-      const auto op = dispatcher.findSchema(name);
-      if (!op.has_value()) continue;
-      const MatrixProduct product = matrix_product(*op);
-      if (product != MatrixProduct::none) found.emplace_back(*op, product);
-    }
-    return found;
-  }());
-  std::vector<c10::OperatorHandle> products;
-  for (const auto& [op, product] : *all) {
-    if (!kind.has_value() || product == *kind) products.push_back(op);
-  }
-  return products;
+std::vector<c10::OperatorHandle> matrix_products() {
+  return all_products(/*convolutions_only=*/false);
+}
+
+std::vector<c10::OperatorHandle> convolutions() {
+  return all_products(/*convolutions_only=*/true);
+}
+
+bool runs_natively(const MatrixProduct& product, std::span<const c10::IValue> arguments,
+                   const NativeKernels& kernels) {
+  if (kernels.is_all() || kernels.is_none()) return kernels.is_all();
+  const OperatorKind kind = kind_of(product, arguments);
+  if (!kernels.has(kind, Pass::forward)) return false;
+  if (!c10::GradMode::is_enabled()) return true;
+  const auto [of_data, of_weights] = wanted_gradients(arguments);
+  if (of_data && !kernels.has(kind, Pass::backward_data)) return false;
+  return !of_weights || (kernels.has(kind, Pass::backward_weights) &&
+                         (kind != OperatorKind::convolution || is_usual(arguments)));
 }
 
 bool convolves_wrongly(const at::Tensor& weight, c10::ScalarType dtype) {

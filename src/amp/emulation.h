@@ -1,26 +1,39 @@
 #pragma once
 
+#include "src/core/native_kernels.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 
 #include <optional>
+#include <span>
 #include <vector>
 
 // Which operators multiply matrices, and when they are computed through fp32 (amp/cast_policy.h,
 // Emulation).
 namespace semitone::amp {
 
-enum class MatrixProduct {
-  none,
-  composite,  // made of other operators: einsum, linear, lstm … Each of those is emulated if this
-              // one is not cast as a whole
-  primitive,  // mm, addmm, scaled_dot_product_attention …
-  convolution,  // a primitive whose weight's shape matters, see convolves_wrongly
+struct MatrixProduct {
+  OperatorKind kind;
+  // Made of other operators: einsum, linear, lstm … Each of those is emulated if this one is not
+  // cast as a whole.
+  bool is_composite = false;
+
+  // Whether the weight's shape matters (convolves_wrongly).
+  bool is_convolution() const { return kind == OperatorKind::convolution; }
 };
 
-MatrixProduct matrix_product(const c10::OperatorHandle& op);
+std::optional<MatrixProduct> matrix_product(const c10::OperatorHandle& op);
 
-// All matrix products of this LibTorch, or those of one kind.
-std::vector<c10::OperatorHandle> matrix_products(std::optional<MatrixProduct> kind = std::nullopt);
+// All matrix products of this LibTorch, or the convolutions alone: conv1d … and `convolution`, which
+// may be grouped or transposed as well.
+std::vector<c10::OperatorHandle> matrix_products();
+std::vector<c10::OperatorHandle> convolutions();
+
+// Whether a call has kernels for all that it is to compute: its result and, where it is recorded,
+// the gradients that are wanted. With the arguments that came, before any cast.
+bool runs_natively(const MatrixProduct& product, std::span<const c10::IValue> arguments,
+                   const NativeKernels& kernels);
 
 // Whether this machine's LibTorch computes a 16-bit convolution with this weight wrongly. On
 // processors with AMX, the oneDNN of LibTorch 2.11 to 2.15 returns garbage for weights with fewer

@@ -6,15 +6,44 @@
 namespace semitone::env {
 
 std::span<const Variable> all() {
-  static constexpr std::array kAll{
-      kLogLevel,     kDataDir,           kConformanceDir, kNoColor,        kTerm,
-      kRank,         kWorldSize,         kLocalRank,      kLocalWorldSize, kMasterAddr,
-      kMasterPort,   kUseAgentStore,     kRestartCount,   kSlurmProcId,    kSlurmTasks,
-      kSlurmLocalId, kSlurmTasksPerNode, kSlurmNodeId,    kSlurmNodeList,  kSlurmJobId,
-      kSlurmStepId,  kMpiRank,           kMpiSize,        kMpiLocalRank,   kMpiLocalSize,
-      kMpiJobId,     kGlooInterface,     kCommCheck,      kGroupRank,      kGroupWorldSize,
-      kRoleName,     kRoleRank,          kRoleWorldSize,  kMaxRestarts,    kRunId,
-      kOmpThreads};
+  static constexpr std::array kAll{kLogLevel,
+                                   kDataDir,
+                                   kConformanceDir,
+                                   kNoColor,
+                                   kTerm,
+                                   kRank,
+                                   kWorldSize,
+                                   kLocalRank,
+                                   kLocalWorldSize,
+                                   kMasterAddr,
+                                   kMasterPort,
+                                   kUseAgentStore,
+                                   kRestartCount,
+                                   kSlurmProcId,
+                                   kSlurmTasks,
+                                   kSlurmLocalId,
+                                   kSlurmTasksPerNode,
+                                   kSlurmNodeId,
+                                   kSlurmNodeList,
+                                   kSlurmJobId,
+                                   kSlurmStepId,
+                                   kMpiRank,
+                                   kMpiSize,
+                                   kMpiLocalRank,
+                                   kMpiLocalSize,
+                                   kMpiJobId,
+                                   kGlooInterface,
+                                   kCommCheck,
+                                   kOneDnnMaxIsa,
+                                   kDnnlMaxIsa,
+                                   kGroupRank,
+                                   kGroupWorldSize,
+                                   kRoleName,
+                                   kRoleRank,
+                                   kRoleWorldSize,
+                                   kMaxRestarts,
+                                   kRunId,
+                                   kOmpThreads};
   return kAll;
 }
 

@@ -6,6 +6,9 @@
 #include "semitone/amp/functions.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
+#include "src/amp/regions.h"
+#include "src/core/native_kernels.h"
+#include "tests/support/casts.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
@@ -14,6 +17,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -54,6 +58,7 @@ struct Product {
   Tensors (*run)(const Tensors& t);
   bool lowered = true;  // by preset semitone
   bool single = true;  // one product: no sums that are rounded in between if its parts are emulated
+  OperatorKind kind = OperatorKind::product;
 };
 
 template <typename... Results>
@@ -95,25 +100,46 @@ const std::vector<Product>& products() {
        [](const Tensors& t) { return Tensors{at::linear(t[0], t[1], t[2])}; }},
       {"conv1d",
        {{2, 3, 9}, {4, 3, 3}, {4}},
-       [](const Tensors& t) { return Tensors{at::conv1d(t[0], t[1], t[2], 2, 1)}; }},
+       [](const Tensors& t) { return Tensors{at::conv1d(t[0], t[1], t[2], 2, 1)}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::convolution},
       {"conv2d",
        {{2, 4, 7, 7}, {6, 2, 3, 3}, {6}},
-       [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], t[2], 1, 1, 1, 2)}; }},
+       [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], t[2], 1, 1, 1, 2)}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::grouped_convolution},
       {"conv2d_padding",
        {{2, 3, 7, 7}, {4, 3, 3, 3}},
-       [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], {}, 1, "same")}; }},
+       [](const Tensors& t) { return Tensors{at::conv2d(t[0], t[1], {}, 1, "same")}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::convolution},
       {"conv3d",
        {{1, 2, 5, 5, 5}, {3, 2, 3, 3, 3}, {3}},
-       [](const Tensors& t) { return Tensors{at::conv3d(t[0], t[1], t[2])}; }},
+       [](const Tensors& t) { return Tensors{at::conv3d(t[0], t[1], t[2])}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::convolution},
       {"conv_transpose1d",
        {{2, 3, 6}, {3, 4, 3}, {4}},
-       [](const Tensors& t) { return Tensors{at::conv_transpose1d(t[0], t[1], t[2], 2)}; }},
+       [](const Tensors& t) { return Tensors{at::conv_transpose1d(t[0], t[1], t[2], 2)}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::transposed_convolution},
       {"conv_transpose2d",
        {{2, 3, 5, 5}, {3, 4, 3, 3}, {4}},
-       [](const Tensors& t) { return Tensors{at::conv_transpose2d(t[0], t[1], t[2])}; }},
+       [](const Tensors& t) { return Tensors{at::conv_transpose2d(t[0], t[1], t[2])}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::transposed_convolution},
       {"conv_transpose3d",
        {{1, 2, 3, 3, 3}, {2, 3, 2, 2, 2}, {3}},
-       [](const Tensors& t) { return Tensors{at::conv_transpose3d(t[0], t[1], t[2])}; }},
+       [](const Tensors& t) { return Tensors{at::conv_transpose3d(t[0], t[1], t[2])}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::transposed_convolution},
       {"einsum",
        {{3, 5}, {5, 4}},
        [](const Tensors& t) {
@@ -133,9 +159,10 @@ const std::vector<Product>& products() {
        /*single=*/false},
       {"attention",
        {{1, 2, 6, 4}, {1, 2, 6, 4}, {1, 2, 6, 4}},
-       [](const Tensors& t) {
-         return Tensors{at::scaled_dot_product_attention(t[0], t[1], t[2])};
-       }},
+       [](const Tensors& t) { return Tensors{at::scaled_dot_product_attention(t[0], t[1], t[2])}; },
+       /*lowered=*/true,
+       /*single=*/true,
+       OperatorKind::attention},
       {"lstm",
        {{5, 2, 3}, {1, 2, 4}, {1, 2, 4}, {16, 3}, {16, 4}, {16}, {16}},
        [](const Tensors& t) {
@@ -143,7 +170,8 @@ const std::vector<Product>& products() {
                                 false, false));
        },
        /*lowered=*/true,
-       /*single=*/false},
+       /*single=*/false,
+       OperatorKind::recurrent},
       {"gru",
        {{5, 2, 3}, {1, 2, 4}, {12, 3}, {12, 4}, {12}, {12}},
        [](const Tensors& t) {
@@ -187,13 +215,36 @@ Results by_definition(const Product& product, const Tensors& inputs, const Tenso
   return results;
 }
 
+// A region of a policy; the kernels that Emulation leaves alone are another processor's.
+class Region {
+ public:
+  explicit Region(const CastPolicy& policy, std::optional<InstructionSet> processor = {})
+      : region_(policy) {
+    if (processor.has_value()) other_.emplace(kAutocastState, on(*processor));
+  }
+
+ private:
+  static std::shared_ptr<Regions> on(InstructionSet processor) {
+    auto regions = std::make_shared<Regions>(*Regions::current());
+    for (Regions::Region& region : regions->innermost) {
+      auto policy = std::make_shared<CompiledPolicy>(*region.policy);
+      policy->set_native(native_kernels(processor, kFp16), native_kernels(processor, kBf16));
+      region.policy = std::move(policy);
+    }
+    return regions;
+  }
+
+  Autocast region_;
+  std::optional<c10::DebugInfoGuard> other_;
+};
+
 Results in_region(const CastPolicy& policy, const Product& product, const Tensors& inputs,
-                  const Tensors& gradients) {
+                  const Tensors& gradients, std::optional<InstructionSet> processor = {}) {
   Tensors leaves;
   for (const at::Tensor& input : inputs) leaves.push_back(input.detach().clone().requires_grad_());
   Results results;
   {
-    const Autocast region(policy);
+    const Region region(policy, processor);
     results.outputs = product.run(leaves);
   }
   back_propagate(results, leaves, gradients);
@@ -223,6 +274,15 @@ class EmulatedProducts : public testing::TestWithParam<std::tuple<std::size_t, c
     }
   }
 
+  // As the same product with this Emulation, bit for bit.
+  void expect_same(const Results& got, Emulation like) const {
+    const auto want = in_region(semitone(dtype, like), product, low(), gradients);
+    for (std::size_t i = 0; i < want.outputs.size(); ++i)
+      expect_bitwise_equal(got.outputs[i], want.outputs[i]);
+    for (std::size_t i = 0; i < want.gradients.size(); ++i)
+      expect_bitwise_equal(got.gradients[i], want.gradients[i]);
+  }
+
   Tensors low() const {
     Tensors cast;
     for (const at::Tensor& input : inputs) cast.push_back(input.to(dtype));
@@ -241,15 +301,23 @@ TEST_P(EmulatedProducts, AreTheDefinitionBitForBitForwardAndBackward) {
   if (product.single) expect_definition(none(dtype), low());
 }
 
-TEST_P(EmulatedProducts, AutomaticIsEmulatedWhereTheMachineLacksTheDtypeOnly) {
+TEST_P(EmulatedProducts, AutomaticIsEmulatedWhereTheMachineLacksTheKernelsOnly) {
   const auto automatic =
       in_region(semitone(dtype, Emulation::automatic), product, low(), gradients);
-  const auto like = has_fast_dtype(kCpu, dtype) ? Emulation::never : Emulation::always;
-  const auto want = in_region(semitone(dtype, like), product, low(), gradients);
-  for (std::size_t i = 0; i < want.outputs.size(); ++i)
-    expect_bitwise_equal(automatic.outputs[i], want.outputs[i]);
-  for (std::size_t i = 0; i < want.gradients.size(); ++i)
-    expect_bitwise_equal(automatic.gradients[i], want.gradients[i]);
+  expect_same(automatic,
+              trains_natively(kCpu, dtype, product.kind) ? Emulation::never : Emulation::always);
+}
+
+// The same decision as on processors that this machine may not be: oneDNN and LibTorch compute what
+// the decision leaves to them, with whatever instructions there are.
+TEST_P(EmulatedProducts, AutomaticFollowsTheKernelsOfTheProcessor) {
+  for (const auto set : {InstructionSet::avx2, InstructionSet::avx512_bf16, InstructionSet::amx,
+                         InstructionSet::amx_fp16}) {
+    SCOPED_TRACE(name_of(set));
+    const auto got = in_region(semitone(dtype), product, low(), gradients, set);
+    expect_same(got, native_kernels(set, dtype).trains(product.kind) ? Emulation::never
+                                                                     : Emulation::always);
+  }
 }
 
 TEST_P(EmulatedProducts, NeverLeavesThemToLibTorch) {
@@ -265,6 +333,159 @@ INSTANTIATE_TEST_SUITE_P(Emulation, EmulatedProducts,
                            return std::string(products()[std::get<0>(tested.param)].name) + "_" +
                                   dtype_name(std::get<1>(tested.param));
                          });
+
+// ---- kinds and passes -------------------------------------------------------------------------
+
+// A call in fp16, and whether it runs in LibTorch's own fp16 on two processors that have some of its
+// kernels: Sapphire Rapids (AVX512-FP16 and AMX, no gradient of a convolution's weights), and
+// Granite Rapids (AMX-FP16).
+struct Fp16Call {
+  const char* name;
+  at::Tensor (*run)(const Tensors& t);
+  std::vector<std::vector<std::int64_t>> shapes;
+  std::vector<bool> recorded;  // which of the tensors want a gradient
+  bool on_sapphire_rapids;
+  bool on_granite_rapids;
+};
+
+at::Tensor plain_conv2d(const Tensors& t) {
+  return at::conv2d(t[0], t[1], t.size() > 2 ? t[2] : at::Tensor(), 1, 1);
+}
+at::Tensor dilated_conv2d(const Tensors& t) {
+  return at::conv2d(t[0], t[1], {}, 1, 2, 2);
+}
+at::Tensor general_convolution(const Tensors& t) {
+  return at::convolution(t[0], t[1], {}, {1, 1}, {1, 1}, {1, 1}, false, {0, 0}, 1);
+}
+
+const std::vector<Fp16Call>& fp16_calls() {
+  static const std::vector<std::vector<std::int64_t>> image{{2, 4, 7, 7}, {6, 4, 3, 3}, {6}};
+  static const std::vector<std::vector<std::int64_t>> no_bias{{2, 4, 7, 7}, {6, 4, 3, 3}};
+  static const std::vector<Fp16Call> all{
+      {"conv2d, nothing recorded", plain_conv2d, image, {false, false, false}, true, true},
+      {"conv2d, its input's gradient", plain_conv2d, image, {true, false, false}, true, true},
+      {"conv2d, its weight's gradient", plain_conv2d, image, {false, true, false}, false, true},
+      {"conv2d, its bias's gradient", plain_conv2d, image, {false, false, true}, false, true},
+      {"conv2d, all gradients", plain_conv2d, image, {true, true, true}, false, true},
+      {"convolution, nothing recorded", general_convolution, no_bias, {false, false}, true, true},
+      {"convolution, recorded", general_convolution, no_bias, {true, true}, false, true},
+      {"conv2d with padding 'same'",
+       [](const Tensors& t) { return at::conv2d(t[0], t[1], {}, 1, "same"); },
+       no_bias,
+       {true, true},
+       false,
+       true},
+      {"conv1d",
+       [](const Tensors& t) { return at::conv1d(t[0], t[1], {}, 2, 1); },
+       {{2, 4, 9}, {6, 4, 3}},
+       {true, true},
+       false,
+       true},
+      {"conv3d",
+       [](const Tensors& t) { return at::conv3d(t[0], t[1]); },
+       {{1, 2, 4, 4, 4}, {3, 2, 2, 2, 2}},
+       {true, true},
+       false,
+       true},
+      // AMX-FP16's kernel for the gradient of weights refuses these two.
+      {"a dilated conv2d", dilated_conv2d, no_bias, {true, true}, false, false},
+      {"a dilated conv2d, nothing recorded", dilated_conv2d, no_bias, {false, false}, true, true},
+      {"conv2d, padded by more than half a kernel",
+       [](const Tensors& t) { return at::conv2d(t[0], t[1], {}, 1, 2); },
+       no_bias,
+       {true, true},
+       false,
+       false},
+      {"a depthwise conv2d",
+       [](const Tensors& t) { return at::conv2d(t[0], t[1], {}, 1, 1, 1, 4); },
+       {{2, 4, 7, 7}, {4, 1, 3, 3}},
+       {false, false},
+       false,
+       false},
+      {"a grouped convolution",
+       [](const Tensors& t) {
+         return at::convolution(t[0], t[1], {}, {1, 1}, {0, 0}, {1, 1}, false, {0, 0}, 2);
+       },
+       {{2, 4, 7, 7}, {6, 2, 3, 3}},
+       {true, true},
+       false,
+       false},
+      {"conv_transpose2d",
+       [](const Tensors& t) { return at::conv_transpose2d(t[0], t[1]); },
+       {{2, 4, 5, 5}, {4, 6, 3, 3}},
+       {false, false},
+       false,
+       false},
+      {"a transposed convolution",
+       [](const Tensors& t) {
+         return at::convolution(t[0], t[1], {}, {1, 1}, {0, 0}, {1, 1}, true, {0, 0}, 1);
+       },
+       {{2, 4, 5, 5}, {4, 6, 3, 3}},
+       {true, true},
+       false,
+       false},
+      {"mm",
+       [](const Tensors& t) { return at::mm(t[0], t[1]); },
+       {{3, 5}, {5, 4}},
+       {true, true},
+       true,
+       true},
+      {"attention",
+       [](const Tensors& t) { return at::scaled_dot_product_attention(t[0], t[1], t[2]); },
+       {{1, 2, 6, 4}, {1, 2, 6, 4}, {1, 2, 6, 4}},
+       {false, false, false},
+       false,
+       false},
+      {"lstm",
+       [](const Tensors& t) {
+         return std::get<0>(at::lstm(t[0], {t[1], t[2]}, {t[3], t[4], t[5], t[6]}, true, 1, 0, true,
+                                     false, false));
+       },
+       {{5, 2, 3}, {1, 2, 4}, {1, 2, 4}, {16, 3}, {16, 4}, {16}, {16}},
+       {true, true, true, true, true, true, true},
+       false,
+       false},
+  };
+  return all;
+}
+
+TEST(Fp16Kernels, AreUsedForWhatACallComputes) {
+  torch::manual_seed(14);
+  for (const Fp16Call& call : fp16_calls()) {
+    SCOPED_TRACE(call.name);
+    const auto is_native = [&](InstructionSet processor) {
+      Tensors inputs;
+      for (std::size_t i = 0; i < call.shapes.size(); ++i)
+        inputs.push_back(torch::randn(call.shapes[i]).to(kFp16).requires_grad_(call.recorded[i]));
+      // Emulated calls take their 16-bit arguments to fp32, and tell so.
+      const test::CastRecording casts;
+      const Region region(semitone(kFp16, Emulation::automatic), processor);
+      EXPECT_EQ(call.run(inputs).scalar_type(), kFp16);
+      return casts->heard().empty();
+    };
+    EXPECT_EQ(is_native(InstructionSet::avx512_fp16), call.on_sapphire_rapids);
+    EXPECT_EQ(is_native(InstructionSet::amx), call.on_sapphire_rapids);
+    EXPECT_EQ(is_native(InstructionSet::amx_fp16), call.on_granite_rapids);
+    EXPECT_FALSE(is_native(InstructionSet::avx512_bf16));
+    const at::NoGradGuard no_grad;
+    const bool has_forward = call.on_granite_rapids ||
+                             std::string(call.name).starts_with("a dil") ||
+                             std::string(call.name).ends_with("half a kernel");
+    EXPECT_EQ(is_native(InstructionSet::amx), has_forward) << "no_grad";
+  }
+}
+
+// What preset torch lowers inside of an LSTM that it does not list: oneDNN has no fp16 LSTM that
+// trains, and raises.
+TEST(Fp16Kernels, AnLstmTrainsUnderPresetTorchToo) {
+  const auto policy = CastPolicy::torch({kCpu, kFp16});
+  torch::nn::LSTM lstm(4, 6);
+  const auto x = torch::randn({5, 3, 4}).requires_grad_();
+  const Region region(policy, InstructionSet::amx);
+  const auto output = std::get<0>(lstm(x));
+  output.to(kFp32).sum().backward();
+  EXPECT_TRUE(x.grad().abs().sum().item<double>() > 0);
+}
 
 // ---- all kinds of arguments --------------------------------------------------------------------
 

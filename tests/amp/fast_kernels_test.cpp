@@ -34,6 +34,11 @@ CastPolicy with_kernels() {
 CastPolicy without_kernels() {
   return with_kernels().fast_kernels(false);
 }
+// Where a processor has no bf16 convolutions they are emulated, and none of our kernels. LibTorch's
+// own, slow ones compute the same.
+CastPolicy never_emulated() {
+  return with_kernels().emulation(Emulation::never);
+}
 
 bool is_ours(const at::Tensor& result) {
   return result.grad_fn() != nullptr &&
@@ -80,9 +85,10 @@ struct Outcomes {
 };
 
 // Of two different kernels.
-Outcomes outcomes_of(const Tensors& inputs, const Function& function, const Upper& upper = ones) {
-  Outcomes both{outcome_of(with_kernels(), inputs, function, upper),
-                outcome_of(without_kernels(), inputs, function, upper)};
+Outcomes outcomes_of(const Tensors& inputs, const Function& function, const Upper& upper = ones,
+                     const CastPolicy& policy = with_kernels()) {
+  Outcomes both{outcome_of(policy, inputs, function, upper),
+                outcome_of(CastPolicy(policy).fast_kernels(false), inputs, function, upper)};
   EXPECT_TRUE(is_ours(both.got.result));
   EXPECT_FALSE(is_ours(both.want.result));
   return both;
@@ -333,10 +339,11 @@ TEST(FastKernels, ConvolutionsOf1x1ComputeWhatLibTorchDoes) {
     const auto convolve = [&](const Tensors& in) {
       return torch::conv2d(in[0], in[1], with_bias ? in[2] : at::Tensor(), stride);
     };
-    const auto [got, want] = outcomes_of(inputs, convolve, [](const at::Tensor& result) {
+    const Upper upper = [](const at::Tensor& result) {
       torch::manual_seed(10);
       return torch::randn_like(result);
-    });
+    };
+    const auto [got, want] = outcomes_of(inputs, convolve, upper, never_emulated());
     expect_bitwise_equal(got.result, want.result);
     EXPECT_EQ(got.result.strides(), want.result.strides());
     // Sums in fp32 and one rounding on both sides.
@@ -347,7 +354,11 @@ TEST(FastKernels, ConvolutionsOf1x1ComputeWhatLibTorchDoes) {
 TEST(FastKernels, OtherConvolutionsAreLibTorchs) {
   const at::Tensor x = image(torch::randn({4, 32, 33, 32}), torch::kBFloat16).requires_grad_();
   const at::Tensor weight = torch::randn({16, 32, 1, 1}).requires_grad_();
-  const Autocast region(with_kernels());
+  {
+    const Autocast emulated(with_kernels().emulation(Emulation::always));
+    EXPECT_FALSE(is_ours(torch::conv2d(x, weight)));
+  }
+  const Autocast region(never_emulated());
   EXPECT_TRUE(is_ours(torch::conv2d(x, weight)));
   EXPECT_FALSE(is_ours(torch::conv2d(x.contiguous(), weight)));
   EXPECT_FALSE(is_ours(torch::conv2d(x, weight, {}, 1, /*padding=*/1)));
@@ -359,7 +370,7 @@ TEST(FastKernels, OtherConvolutionsAreLibTorchs) {
   EXPECT_THROW(torch::conv2d(x, weight, {}, 0), c10::Error);
   const at::NoGradGuard no_grad;
   expect_bitwise_equal(torch::conv2d(x, weight), [&] {
-    const Autocast stock(without_kernels());
+    const Autocast stock(never_emulated().fast_kernels(false));
     return torch::conv2d(x, weight);
   }());
 }

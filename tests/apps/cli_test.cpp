@@ -16,6 +16,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -192,6 +193,52 @@ TEST_F(CliTest, OpsWritesJson) {
   EXPECT_TRUE(semitone({"ops", "--policy", "apex", "--json", file}).status.success());
   EXPECT_EQ(json::parse(read_text(file)).at("policy"), "apex");
   expect_failure(semitone({"ops", "--quiet"}), 2, "[cli.ops]");
+}
+
+// As on a processor without 16-bit instructions: everything is emulated, and said to be.
+TEST_F(CliTest, WhatIsEmulatedIsSaid) {
+  const std::string limit = "ONEDNN_MAX_CPU_ISA";
+  const Words words{"products", "convolutions", "grouped convolutions", "transposed convolutions",
+                    "LSTM",     "attention"};
+  for (const char* dtype : {"bf16", "fp16"}) {
+    const auto ops = [&](const Words& more) {
+      Words arguments{"ops", "--dtype", dtype};
+      arguments.insert(arguments.end(), more.begin(), more.end());
+      return launch::run(options_for(arguments).environment(limit, "AVX2"));
+    };
+    EXPECT_EQ(json::parse(ops({"--json"}).out).at("emulated").get<Words>(), words);
+    EXPECT_THAT(ops({}).out, HasSubstr("float16 on this CPU: emulated\nemulated: computed in "));
+  }
+  const Finished head = launch::run(
+      options_for(train({"--opt-level", "O1", "--dtype", "fp16", "--limit-batches", "1"}))
+          .environment(limit, "AVX2"));
+  EXPECT_THAT(head.out, AllOf(HasSubstr("bf16 emulated; fp16 emulated\n"),
+                              HasSubstr("float16: asked for; emulated here (emulated: computed")));
+  EXPECT_EQ(json::parse(semitone({"ops", "--device", "cuda", "--json"}).out).at("emulated"),
+            json::array());
+}
+
+TEST_F(CliTest, OpsMeasuresEveryKindOfOperator) {
+  const Finished ops = semitone({"ops", "--speed", "--json"});
+  ASSERT_TRUE(ops.status.success()) << ops.err;
+  const json object = json::parse(ops.out);
+  EXPECT_THAT(object.at("device").get<std::string>(), HasSubstr("oneDNN up to"));
+  std::map<std::string, int> rows;
+  for (const json& row : object.at("speed")) {
+    ++rows[row.at("kind").get<std::string>() + ", " + row.at("pass").get<std::string>()];
+    EXPECT_GT(row.at("fp32_ms"), 0);
+    EXPECT_GT(row.at("emulated_ms"), 0);
+    EXPECT_GT(row.at("gflop"), 0);
+    EXPECT_TRUE(row.at("native_ms").is_null() || row.at("native_ms") > 0) << row;
+    EXPECT_TRUE(row.at("chosen") == "native" || row.at("chosen") == "emulated") << row;
+    if (row.at("chosen") == "native") {
+      EXPECT_FALSE(row.at("native_ms").is_null()) << row;
+    }
+  }
+  EXPECT_EQ(rows.size(), 12U) << "6 kinds, forward and in training";
+  for (const auto& [name, count] : rows) EXPECT_EQ(count, 2) << name;
+  expect_failure(semitone({"ops", "--speed", "--op", "mm"}), 2, "--speed or --op");
+  expect_failure(semitone({"ops", "--speed", "--device", "cuda"}), 2, "--speed for the CPU");
 }
 
 TEST_F(CliTest, AFullDiskBehindStandardOutputIsAnError) {

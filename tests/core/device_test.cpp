@@ -17,17 +17,17 @@ TEST(Device, Default16BitDtypes) {
 }
 
 TEST(Device, FullPrecisionAndOtherDevicesAreAlwaysFast) {
-  EXPECT_TRUE(has_fast_dtype(torch::kCPU, torch::kFloat));
-  EXPECT_TRUE(has_fast_dtype(torch::kCPU, torch::kDouble));
-  EXPECT_TRUE(has_fast_dtype(torch::kCUDA, torch::kHalf));
+  EXPECT_TRUE(trains_natively(torch::kCPU, torch::kFloat, OperatorKind::convolution));
+  EXPECT_TRUE(trains_natively(torch::kCPU, torch::kDouble, OperatorKind::recurrent));
+  EXPECT_TRUE(trains_natively(torch::kCUDA, torch::kHalf, OperatorKind::convolution));
+  EXPECT_EQ(describe_16bit(torch::kCUDA, torch::kHalf), "native");
 }
 
 TEST(Device, DescriptionNamesBothDtypes) {
   const std::string text = describe_device(torch::kCPU);
-  EXPECT_NE(text.find("bf16 "), std::string::npos) << text;
-  EXPECT_NE(text.find("fp16 "), std::string::npos) << text;
-  EXPECT_EQ(text.find("fp16 fast") != std::string::npos, has_fast_dtype(torch::kCPU, torch::kHalf))
-      << text;
+  const std::string bf16 = "; bf16 " + describe_16bit(torch::kCPU, torch::kBFloat16);
+  const std::string fp16 = "; fp16 " + describe_16bit(torch::kCPU, torch::kHalf);
+  EXPECT_NE(text.find(bf16 + fp16), std::string::npos) << text;
 }
 
 }  // namespace

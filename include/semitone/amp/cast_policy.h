@@ -37,13 +37,13 @@ struct CastRow {
   std::string reason;  ///< why, in a few words
 };
 
-/// How a 16-bit dtype is computed that the CPU has no fast instructions for (has_fast_dtype):
-/// matrix products and convolutions take their 16-bit arguments to fp32, compute and accumulate
+/// How 16-bit operators are computed that the CPU has no fast kernels for (has_native_kernel):
+/// matrix products, convolutions, LSTM and attention take their arguments to fp32, compute and sum
 /// there, and round the result once — the numbers of a tensor core, forward and backward, at fp32's
 /// speed instead of 10 to 500 times below it.
 enum class Emulation {
-  automatic,  ///< where the hardware lacks the dtype, and for the convolutions that LibTorch's
-              ///< oneDNN gets wrong on processors with AMX (docs/numerics.md)
+  automatic,  ///< where a call needs a kernel that is missing, kind by kind, and for convolutions
+              ///< that LibTorch's oneDNN gets wrong on processors with AMX (docs/numerics.md)
   always,     ///< everywhere: the same numbers on every machine
   never,      ///< LibTorch's own kernels, come what may
 };

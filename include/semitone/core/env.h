@@ -70,6 +70,11 @@ inline constexpr Variable kCommCheck{
     "SEMITONE_COMM_CHECK",
     "Which collectives verify that all ranks call the same: none, calls, full"};
 
+/// Read by oneDNN, and here so that emulation follows (core/device.h, has_native_kernel).
+inline constexpr Variable kOneDnnMaxIsa{
+    "ONEDNN_MAX_CPU_ISA", "The instruction set that LibTorch's oneDNN uses at most: AVX2 …"};
+inline constexpr Variable kDnnlMaxIsa{"DNNL_MAX_CPU_ISA", "Its older name, read after the other"};
+
 inline constexpr Variable kGroupRank{"GROUP_RANK", "Number of this machine among those of the job"};
 inline constexpr Variable kGroupWorldSize{"GROUP_WORLD_SIZE", "How many machines the job has"};
 inline constexpr Variable kRoleName{"ROLE_NAME", "What the processes do: --role of the launcher"};

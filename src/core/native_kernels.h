@@ -1,0 +1,97 @@
+#pragma once
+
+#include "semitone/core/device.h"
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+// Which 16-bit kernels there are on a CPU (core/device.h, has_native_kernel), as functions of what
+// the processor has and of what oneDNN may use: no hardware is needed to test them.
+namespace semitone {
+
+// Those between which oneDNN's 16-bit kernels differ. Each has those above it, but that
+// AVX2-VNNI-2 is a branch of its own.
+enum class InstructionSet : std::uint8_t {
+  baseline,  // SSE4.1 and AVX
+  avx2,
+  avx2_vnni_2,  // with AVX-VNNI-INT8 and AVX-NE-CONVERT
+  avx512,       // F, BW, VL, DQ
+  avx512_bf16,
+  avx512_fp16,
+  amx,  // AMX-BF16 and AMX-INT8, with AVX512-FP16
+  amx_fp16,
+};
+
+// "SSE4.1", "AVX2", "AVX2-VNNI-2", "AVX-512", "AVX512-BF16", "AVX512-FP16", "AMX", "AMX-FP16".
+std::string_view name_of(InstructionSet set);
+
+// What CPUID and the operating system say.
+struct CpuFeatures {
+  bool avx2 = false;
+  bool avx_vnni = false;
+  bool avx_vnni_int8 = false;
+  bool avx_ne_convert = false;
+  bool avx512 = false;  // F, BW, VL and DQ
+  bool avx512_vnni = false;
+  bool avx512_bf16 = false;
+  bool avx512_fp16 = false;
+  bool amx = false;  // tiles (which the system has to grant), INT8 and BF16
+  bool amx_fp16 = false;
+};
+
+CpuFeatures read_cpu_features();
+
+// The best that the processor has and `limit` allows, by oneDNN's rules: capitals do not count, and
+// what is not a name of its own is no limit.
+InstructionSet effective_instruction_set(const CpuFeatures& cpu, std::string_view limit);
+
+// This process's. The environment counts as it was at the first call, as it does for oneDNN:
+// ONEDNN_MAX_CPU_ISA, or else DNNL_MAX_CPU_ISA.
+InstructionSet effective_instruction_set();
+
+// A set of kinds and passes.
+class NativeKernels {
+ public:
+  static NativeKernels all() { return NativeKernels((1U << (kOperatorKinds * kPasses)) - 1); }
+  static NativeKernels none() { return NativeKernels(0); }
+
+  NativeKernels with(OperatorKind kind, std::initializer_list<Pass> passes) const {
+    std::uint32_t bits = bits_;
+    for (const Pass pass : passes) bits |= bit(kind, pass);
+    return NativeKernels(bits);
+  }
+  NativeKernels with(OperatorKind kind) const {
+    return with(kind, {Pass::forward, Pass::backward_data, Pass::backward_weights});
+  }
+
+  bool has(OperatorKind kind, Pass pass) const { return (bits_ & bit(kind, pass)) != 0; }
+  bool trains(OperatorKind kind) const {
+    return has(kind, Pass::forward) && has(kind, Pass::backward_data) &&
+           has(kind, Pass::backward_weights);
+  }
+  bool is_all() const { return *this == all(); }
+  bool is_none() const { return bits_ == 0; }
+  bool operator==(const NativeKernels&) const = default;
+
+ private:
+  static constexpr int kPasses = 3;
+  explicit NativeKernels(std::uint32_t bits) : bits_(bits) {}
+  static std::uint32_t bit(OperatorKind kind, Pass pass) {
+    return 1U << (static_cast<int>(kind) * kPasses + static_cast<int>(pass));
+  }
+
+  std::uint32_t bits_;
+};
+
+// For fp16 or bf16.
+NativeKernels native_kernels(InstructionSet set, c10::ScalarType dtype);
+
+// This machine's: what the instruction set has and LibTorch uses.
+NativeKernels native_kernels(c10::DeviceType device, c10::ScalarType dtype);
+
+// describe_16bit.
+std::string describe(const NativeKernels& kernels);
+
+}  // namespace semitone
