@@ -39,7 +39,9 @@ struct UpdateSpan {
 
 // Rules: the numbers of one step for one parameter. The host computes them in fp64, and the
 // definition takes them as they are for fp64 parameters; kernels round them to fp32. In each,
-// g = grad * grad_scale.
+// g = grad * grad_scale. What a formula writes into the state (m, v, buf, h) becomes 0 where it is
+// below the smallest normal number, 2^-126 (fp64: 2^-1022), and the formulas below it read that 0:
+// flush_subnormal (rule_numbers.h).
 
 // Adam and AdamW, in torch.optim's order of operations. State: m, v and, for amsgrad, the largest
 // v, which in bf16 is rounded to nearest: rounding the largest up and down too would make it grow

@@ -5,6 +5,7 @@
 #include "semitone/core/dtype.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/rounding.h"
+#include "src/kernels/rule_numbers.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 
@@ -564,6 +565,24 @@ TEST(AdagradDefinition, IsTheFormula) {
   EXPECT_DOUBLE_EQ(item.param.item<double>(), p - 0.7 * (g / (std::sqrt(new_h) + 0.01) + 0.2 * p));
 }
 
+// Their smallest normal number is 2^-1022: 1e-310 becomes 0, 1e-300 does not.
+TEST(StateDefinitions, FlushSubnormalNumbersOfFp64) {
+  for (const Step& step : all_steps()) {
+    if (step.states == 0 || step.name.starts_with("lamb, parameters")) continue;
+    SCOPED_TRACE(step.name);
+    Update item;
+    item.param = at::zeros({2}, at::kDouble);
+    item.grad = at::zeros({2}, at::kDouble);
+    for (std::size_t k = 0; k < step.states; ++k)
+      item.state[k] = torch::tensor({1e-310, 1e-300}, at::kDouble);
+    step.definition(item);
+    for (std::size_t k = 0; k < step.states; ++k) {
+      EXPECT_EQ(item.state[k][0].item<double>(), 0);
+      EXPECT_EQ(item.state[k][1].item<double>() == 0, step.name == "momentum, first step");
+    }
+  }
+}
+
 // ---- split masters ------------------------------------------------------------------------------
 
 TEST(SplitMaster, GivesEveryKindOfNumberBack) {
@@ -745,6 +764,97 @@ TEST_P(UpdateTargets, IsItsDefinition) {
         items.push_back(item_like(at::empty({size}), c, step.states));
       items.back().grad[500] = std::numeric_limits<float>::quiet_NaN();
       expect_as_defined(step, items);
+    }
+  }
+}
+
+static_assert(flush_subnormal(0x80000000) == 0);
+static_assert(flush_subnormal(0x007FFFFF) == 0);
+static_assert(flush_subnormal(0x807FFFFF) == 0);
+static_assert(flush_subnormal(0x00800000) == 0x00800000);
+static_assert(flush_subnormal(0x80800000) == 0x80800000);
+static_assert(flush_subnormal(0xFF800000) == 0xFF800000);
+static_assert(flush_subnormal(0x7FC00001) == 0x7FC00001);
+
+// State around the smallest normal number, with gradients that leave it there.
+Update idle_item(std::int64_t size, const Case& c, std::size_t states) {
+  constexpr float kSmallest = std::numeric_limits<float>::min();
+  const at::Tensor around = torch::tensor(
+      {0.0F, std::numeric_limits<float>::denorm_min(), 1e-42F, 5e-39F,
+       std::nextafter(kSmallest, 0.0F), kSmallest, std::nextafter(kSmallest, 1.0F),
+       1.1F * kSmallest, 1.3F * kSmallest, 1e-37F, 1e-30F, 1.0F,
+       std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()});
+  const at::Tensor tiled = around.repeat({size / around.numel() + 1}).slice(0, 0, size);
+  const at::Tensor sign = torch::randint(0, 2, {size}).mul(2).sub(1);
+  Update item = item_like(at::empty({size}), c, states);
+  item.param.zero_();
+  if (item.low.defined()) item.low.zero_();
+  item.grad.copy_(torch::tensor({0.0F, 1e-20F, 1e-39F}).index({torch::randint(0, 3, {size})}));
+  for (std::size_t k = 0; k < states; ++k) item.state[k].copy_(k == 0 ? tiled * sign : tiled);
+  return item;
+}
+
+bool has_subnormal(const at::Tensor& tensor) {
+  const at::Tensor magnitude = tensor.to(at::kDouble).abs();
+  return magnitude.gt(0)
+      .logical_and(magnitude.lt(std::numeric_limits<float>::min()))
+      .any()
+      .item<bool>();
+}
+
+TEST_P(UpdateTargets, LeavesNoSubnormalState) {
+  torch::manual_seed(7);
+  for (const Case& c :
+       {Case{at::kFloat, at::kFloat, {}}, Case{at::kFloat, at::kBFloat16, at::kBFloat16},
+        Case{at::kBFloat16, at::kBFloat16, {}, true}, Case{at::kFloat, at::kFloat, {}, false, true},
+        Case{at::kHalf, at::kFloat, {}}}) {
+    for (const Step& step : steps_for(c)) {
+      if (step.name.starts_with("lamb, parameters")) continue;  // writes no state
+      SCOPED_TRACE(step.name);
+      const std::vector<Update> items{idle_item(1, c, step.states), idle_item(13, c, step.states),
+                                      idle_item(1000, c, step.states)};
+      expect_as_defined(step, items);
+      const Update got = copy_of(items.back());
+      step.kernel({&got, 1});
+      for (std::size_t k = 0; k < step.states; ++k) {
+        SCOPED_TRACE(c10::str("state ", k));
+        EXPECT_TRUE(has_subnormal(items.back().state[k]));
+        EXPECT_FALSE(has_subnormal(got.state[k]));
+        if (step.name == "momentum, first step") continue;  // takes the gradient for it
+        // Normal numbers, infinities and NaNs are not swept away with them.
+        const at::Tensor before = items.back().state[k].to(at::kFloat);
+        const at::Tensor large = before.abs().ge(1e-30).logical_or(before.isnan());
+        EXPECT_TRUE(got.state[k].ne(0).masked_select(large).all().item<bool>());
+      }
+    }
+  }
+}
+
+// Of what tensors are sliced from, kernels see any element first.
+TEST_P(UpdateTargets, TakesViewsThatBeginAnywhere) {
+  torch::manual_seed(8);
+  const auto view_of = [](const at::Tensor& tensor, std::int64_t offset) {
+    if (!tensor.defined()) return tensor;
+    const at::Tensor whole = at::full({tensor.numel() + offset}, 5, tensor.options());
+    return whole.slice(0, offset).copy_(tensor);
+  };
+  for (const Case& c : {Case{at::kFloat, at::kBFloat16, at::kBFloat16},
+                        Case{at::kBFloat16, at::kFloat, at::kHalf, true}}) {
+    for (const Step& step : all_steps()) {
+      for (const std::int64_t offset : {1, 2, 3, 5}) {
+        const Update want = item_like(at::empty({203}), c, step.states);
+        const Update got{view_of(want.param, offset),
+                         view_of(want.low, 2 * offset + 1),
+                         view_of(want.grad, offset + 1),
+                         view_of(want.copy, 1),
+                         {view_of(want.state[0], offset), view_of(want.state[1], 2),
+                          view_of(want.state[2], offset)},
+                         want.seed};
+        SCOPED_TRACE(c10::str(step.name, ", offset ", offset));
+        step.kernel({&got, 1});
+        step.definition(want);
+        expect_equal(got, want);
+      }
     }
   }
 }

@@ -21,14 +21,14 @@ struct AdamMath : AdamNumbers {
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (decay != 0) grad = scaled_sum(d, decay, param, grad);
     if (keep != 1) param = hn::Mul(param, hn::Set(d, keep));
-    const auto m =
-        scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, rest1), grad));
+    const auto m = flush_subnormal(
+        d, scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, rest1), grad)));
     const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
-    auto v = scaled_sum(d, beta2, load_state(d, span, 1, i), square);
+    auto v = flush_subnormal(d, scaled_sum(d, beta2, load_state(d, span, 1, i), square));
     store_moments(d, span, i, m, &v);
     if (span.state[2] != nullptr) {
       const auto before = load_state(d, span, 2, i);
-      v = hn::IfThenElse(hn::Or(hn::Gt(v, before), hn::IsNaN(v)), v, before);
+      v = flush_subnormal(d, hn::IfThenElse(hn::Or(hn::Gt(v, before), hn::IsNaN(v)), v, before));
       store_state(d, v, span, 2, i);
     }
     const auto denominator =

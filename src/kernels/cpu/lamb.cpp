@@ -24,8 +24,9 @@ struct LambMath : LambNumbers {
     const auto m =
         scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, averaged), grad));
     const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
-    store_state(d, m, span, 0, i);
-    store_state(d, scaled_sum(d, beta2, load_state(d, span, 1, i), square), span, 1, i);
+    const auto v = scaled_sum(d, beta2, load_state(d, span, 1, i), square);
+    store_state(d, flush_subnormal(d, m), span, 0, i);
+    store_state(d, flush_subnormal(d, v), span, 1, i);
   }
 
   // The update that the moments call for.

@@ -27,6 +27,7 @@ struct SgdMath : SgdNumbers {
         buffer =
             scaled_sum(d, momentum, load_state(d, span, 0, i), hn::Mul(hn::Set(d, undamped), grad));
       }
+      buffer = flush_subnormal(d, buffer);
       store_moments(d, span, i, buffer);
       grad = nesterov ? scaled_sum(d, momentum, buffer, grad) : buffer;
     }

@@ -80,6 +80,14 @@ HWY_INLINE hn::Vec<D> load_state(D d, const UpdateSpan& span, std::size_t k, std
   return load(span.state_format, d, span.state[k], i);
 }
 
+// rule_numbers.h's flush_subnormal. On integers: a comparison of subnormal numbers may be slow as well.
+template <class D>
+HWY_INLINE hn::Vec<D> flush_subnormal(D d, hn::Vec<D> v) {
+  const hn::RebindToUnsigned<D> d32;
+  const auto exponent = hn::And(hn::BitCast(d32, v), hn::Set(d32, 0x7F800000));
+  return hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(exponent, hn::Zero(d32))), v);
+}
+
 // To nearest, where the state is not fp32.
 template <class D>
 HWY_INLINE void store_state(D d, hn::Vec<D> v, const UpdateSpan& span, std::size_t k,

@@ -9,7 +9,7 @@ struct AdagradMath : AdagradNumbers {
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
     if (decay != 0) grad = scaled_sum(decay, param, grad);
-    const float h = load_state(span, 0, i) + grad * grad;
+    const float h = flush_subnormal(load_state(span, 0, i) + grad * grad);
     store_state(h, span, 0, i);
     float update = grad / (sqrtf(h) + eps);
     if (late_decay != 0) update = scaled_sum(late_decay, param, update);

@@ -10,8 +10,10 @@ struct LambMath : LambNumbers {
   // Moves the moments at element i of a span.
   __device__ void move(const UpdateSpan& span, std::size_t i, float grad, float param) const {
     if (decay != 0) grad = scaled_sum(decay, param, grad);
-    store_state(scaled_sum(beta1, load_state(span, 0, i), averaged * grad), span, 0, i);
-    store_state(scaled_sum(beta2, load_state(span, 1, i), rest2 * grad * grad), span, 1, i);
+    const float m = scaled_sum(beta1, load_state(span, 0, i), averaged * grad);
+    const float v = scaled_sum(beta2, load_state(span, 1, i), rest2 * grad * grad);
+    store_state(flush_subnormal(m), span, 0, i);
+    store_state(flush_subnormal(v), span, 1, i);
   }
 
   // The update that the moments call for.

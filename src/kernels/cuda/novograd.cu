@@ -9,7 +9,7 @@ struct NovoGradMath : NovoGradNumbers {
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
     if (decay != 0) grad = scaled_sum(decay, param, grad);
-    const float m = scaled_sum(beta1, load_state(span, 0, i), averaged * grad);
+    const float m = flush_subnormal(scaled_sum(beta1, load_state(span, 0, i), averaged * grad));
     store_state(m, span, 0, i);
     float update = m * correction;
     if (late_decay != 0) update = scaled_sum(late_decay, param, update);

@@ -13,6 +13,7 @@ struct SgdMath : SgdNumbers {
     if (span.state[0] != nullptr) {
       float buffer = grad;
       if (!first) buffer = scaled_sum(momentum, load_state(span, 0, i), undamped * grad);
+      buffer = flush_subnormal(buffer);
       store_moments<false>(span, i, buffer);
       grad = nesterov ? scaled_sum(momentum, buffer, grad) : buffer;
     }

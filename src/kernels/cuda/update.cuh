@@ -30,6 +30,10 @@ __device__ inline float load_state(const UpdateSpan& span, int k, std::size_t i)
   return load(span.state_format, span.state[k], i);
 }
 
+__device__ inline float flush_subnormal(float value) {
+  return number_of(flush_subnormal(bits_of(value)));
+}
+
 // To nearest, where the state is not fp32.
 __device__ inline void store_state(float value, const UpdateSpan& span, int k, std::size_t i) {
   store(span.state_format, value, span.state[k], i);

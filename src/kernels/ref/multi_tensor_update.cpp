@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 namespace semitone::kernels {
 
@@ -65,10 +66,18 @@ void write(const Update& item, const at::Tensor& value) {
   if (item.copy.defined()) item.copy.copy_(value);
 }
 
+// rule_numbers.h's flush_subnormal, of fp32 or fp64.
+at::Tensor flush_subnormal(const at::Tensor& value) {
+  const double smallest = value.scalar_type() == at::kDouble
+                              ? std::numeric_limits<double>::min()
+                              : double{std::numeric_limits<float>::min()};
+  return value.masked_fill(value.abs().lt(smallest), 0);
+}
+
 // Products are tensors of their own: add(tensor, alpha) would fuse them with the addition on some
 // processors.
 at::Tensor accumulated(const at::Tensor& average, double keep, const at::Tensor& added) {
-  return average.to(added.scalar_type()).mul(keep).add(added);
+  return flush_subnormal(average.to(added.scalar_type()).mul(keep).add(added));
 }
 
 void accumulate(const at::Tensor& average, double keep, const at::Tensor& added) {
@@ -134,7 +143,7 @@ void adam(const Update& item, const AdamRule& rule) {
   at::Tensor new_v = accumulated(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
   store_moments(item, new_m, new_v);
   if (largest.defined()) {
-    new_v = at::maximum(largest.to(new_v.scalar_type()), new_v);
+    new_v = flush_subnormal(at::maximum(largest.to(new_v.scalar_type()), new_v));
     largest.copy_(new_v);
   }
   const at::Tensor denominator = root(new_v).div(rule.root_correction).add(rule.eps);
@@ -148,8 +157,9 @@ void sgd(const Update& item, const SgdRule& rule) {
   if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
   if (rule.local != 1) grad = grad.mul(rule.local);
   if (const at::Tensor& buffer = item.state[0]; buffer.defined()) {
-    const at::Tensor moved =
-        rule.first ? grad : accumulated(buffer, rule.momentum, grad.mul(rule.undamped));
+    const at::Tensor moved = rule.first
+                                 ? flush_subnormal(grad)
+                                 : accumulated(buffer, rule.momentum, grad.mul(rule.undamped));
     store_moments(item, moved);
     grad = rule.nesterov ? moved.mul(rule.momentum).add(grad) : moved;
   }
@@ -175,7 +185,7 @@ void adagrad(const Update& item, const AdagradRule& rule) {
   const at::Tensor param = wide_param(item);
   if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
   const at::Tensor& h = item.state[0];
-  h.copy_(h.add(grad.mul(grad)));
+  h.copy_(flush_subnormal(h.add(grad.mul(grad))));
   at::Tensor update = grad.div(root(h).add(rule.eps));
   if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
   write(item, update.mul(-rule.lr).add(param));
