@@ -9,7 +9,8 @@
 // stream. Nothing of CUDA is needed to compile or link it.
 namespace semitone::kernels {
 
-// Whether the functions of cuda_kernels.h can work on the tensor's memory.
+// Whether the functions of cuda_kernels.h can work on the tensor's memory. For a tensor on a CUDA
+// device that has none of them, a warning says so, once.
 bool runs_on_cuda(const at::Tensor& tensor);
 
 // Whether there are kernels for the tensor's device, the CPU or CUDA.

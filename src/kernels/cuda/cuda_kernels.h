@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 // The functions on pointers for CUDA devices: those of kernels.h, updates.h, rows.h and the rest,
 // with the same formulas. Every pointer inside is to memory of the current device, unless a comment
@@ -24,9 +25,12 @@
 // in fp64. No results depend on the device, on what runs beside, or on atomics.
 namespace semitone::kernels {
 
-// Whether the library was built with these functions, for devices such as this one. Where not, calling
-// one is an error.
-bool has_cuda_kernels(int device);
+// Why a device has none of these functions, and what to do about it: the library was built without
+// them, or not for such a device. Empty if it has them. Where it has not, calling one is an error.
+std::string_view why_no_cuda_kernels(int device);
+inline bool has_cuda_kernels(int device) {
+  return why_no_cuda_kernels(device).empty();
+}
 
 // A cudaStream_t.
 struct CudaStream {

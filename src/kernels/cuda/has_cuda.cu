@@ -4,33 +4,60 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <string>
 #include <vector>
 
 namespace semitone::kernels {
 namespace {
 
-// Of each device: whether its compute capability is one that this file is compiled for, or a later one.
-std::vector<bool> usable_devices() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) return {};
-  std::vector<bool> usable;
-  for (int device = 0; device < count; ++device) {
-    int major = 0;
-    int minor = 0;
-    const bool known =
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
-    usable.push_back(known && 100 * major + 10 * minor >= std::min({__CUDA_ARCH_LIST__}));
-  }
-  return usable;
+// 8.0 as 800, which is how __CUDA_ARCH_LIST__ has it.
+std::string capability(int number) {
+  return std::to_string(number / 100) + "." + std::to_string(number / 10 % 10);
 }
+
+// Nothing if the device's compute capability is one that this file is compiled for, or a later one.
+std::string why_not(int device) {
+  int major = 0;
+  int minor = 0;
+  for (const auto& [value, attribute] : {std::pair(&major, cudaDevAttrComputeCapabilityMajor),
+                                         std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
+    const cudaError_t error = cudaDeviceGetAttribute(value, attribute, device);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
+  const int has = 100 * major + 10 * minor;
+  const int wanted = std::min({__CUDA_ARCH_LIST__});
+  if (has >= wanted) return "";
+  return "they were compiled for compute capability " + capability(wanted) + " and later, it has " +
+         capability(has) +
+         " (configure with -DCMAKE_CUDA_ARCHITECTURES=" + std::to_string(has / 10) +
+         ", if nvcc still knows it)";
+}
+
+// Of each device.
+struct Reasons {
+  Reasons() {
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess) {
+      without_devices = "the CUDA runtime " + std::to_string(CUDART_VERSION / 1000) + "." +
+                        std::to_string(CUDART_VERSION / 10 % 100) +
+                        " that they are built with says \"" + cudaGetErrorString(error) +
+                        "\" (update the driver, or build with an older nvcc)";
+    }
+    for (int device = 0; device < count; ++device) by_device.push_back(why_not(device));
+  }
+
+  std::vector<std::string> by_device;
+  std::string without_devices = "the CUDA runtime that they are built with does not see it";
+};
 
 }  // namespace
 
-bool has_cuda_kernels(int device) {
-  static const std::vector<bool> usable = usable_devices();
-  return device >= 0 && static_cast<std::size_t>(device) < usable.size() &&
-         usable[static_cast<std::size_t>(device)];
+std::string_view why_no_cuda_kernels(int device) {
+  static const Reasons reasons;
+  const auto place = static_cast<std::size_t>(device);
+  return device >= 0 && place < reasons.by_device.size() ? reasons.by_device[place]
+                                                         : reasons.without_devices;
 }
 
 }  // namespace semitone::kernels

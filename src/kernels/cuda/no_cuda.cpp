@@ -1,8 +1,8 @@
 #include "semitone/core/error.h"
 #include "src/kernels/cuda/cuda_kernels.h"
 
-// In place of the CUDA kernels where there is no nvcc. Nobody calls them, since has_cuda_kernels
-// says no.
+// In place of the CUDA kernels where there is no nvcc. They are not called, since
+// why_no_cuda_kernels has a reason for every device.
 namespace semitone::kernels {
 namespace {
 
@@ -12,8 +12,8 @@ namespace {
 
 }  // namespace
 
-bool has_cuda_kernels(int) {
-  return false;
+std::string_view why_no_cuda_kernels(int) {
+  return "the library was built without nvcc (build it where nvcc 12.1 or newer is found)";
 }
 
 void unscale_cuda(std::span<const UnscaleSpan>, float, const float*, float*, CudaStream) {
