@@ -41,6 +41,19 @@ constexpr std::string_view kCudnnRnn = "_cudnn_rnn";
 constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precision",
                                                        "_autocast_to_reduced_precision"};
 
+// What checks that its arguments have one dtype before it comes to the matrix products inside it.
+// (lstm.input and lstm.data; gru_cell; …)
+constexpr std::array<std::string_view, 8> kRecurrent{"gru",       "gru_cell",     "lstm",
+                                                     "lstm_cell", "rnn_relu",     "rnn_relu_cell",
+                                                     "rnn_tanh",  "rnn_tanh_cell"};
+// What takes 16-bit arguments beside fp32 weights, but not fp32 beside 16-bit weights.
+constexpr std::array<std::string_view, 2> kRowNorms{"layer_norm", "rms_norm"};
+
+template <std::size_t size>
+bool is_one_of(std::string_view op, const std::array<std::string_view, size>& names) {
+  return std::find(names.begin(), names.end(), op.substr(0, op.find('.'))) != names.end();
+}
+
 constexpr c10::DispatchKeySet below(c10::DispatchKey key) {
   return {c10::DispatchKeySet::FULL_AFTER, key};
 }
@@ -126,6 +139,8 @@ class Kernel final : public c10::OperatorKernel {
         is_script_cast_(std::find(kScriptCasts.begin(), kScriptCasts.end(), name_) !=
                         kScriptCasts.end()),
         product_(matrix_product(op)),
+        is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
+        is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
         fast_(find_fast_kernel(name_)) {
     if (op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key))
       stock_ = op.getComputedKernelForDispatchKey(key);
@@ -222,6 +237,7 @@ class Kernel final : public c10::OperatorKernel {
   void run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
                   const FastKernel* fast) const {
+    if ((is_recurrent_ || is_row_norm_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
     std::optional<c10::ScalarType> mixed;
     if (product_.has_value() && !product_->is_composite) {
       const Dtypes dtypes(arguments, device_);
@@ -240,6 +256,18 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     op.redispatchBoxed(keys & below(key_), stack);
+  }
+
+  // What meets 16-bit weights in fp32 goes on in their dtype.
+  void lower_mixed(Arguments arguments, const Caster& cast) const {
+    const c10::IValue& first = arguments[0];
+    if (is_row_norm_ && !(first.isTensor() && first.toTensor().scalar_type() == at::kFloat)) return;
+    const auto mixed = Dtypes(arguments, device_).mixed_16bit();
+    if (!mixed.has_value()) return;
+    const Conversion conversion = conversion_to(*mixed, /*emulated=*/false);
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    replace_tensors(arguments,
+                    [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
   }
 
   static bool are_plain(Arguments arguments) {
@@ -341,6 +369,8 @@ class Kernel final : public c10::OperatorKernel {
   bool is_aten_;
   bool is_script_cast_;
   std::optional<MatrixProduct> product_;
+  bool is_recurrent_;
+  bool is_row_norm_;
   const FastKernel* fast_;  // null: none
   std::optional<std::size_t> dtype_argument_;
   std::optional<c10::SafeKernelFunction> stock_;

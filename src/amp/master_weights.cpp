@@ -6,7 +6,9 @@
 #include "semitone/optim/fused_optimizer.h"
 #include "src/amp/gradients.h"
 #include "src/amp/same_memory.h"
+#include "src/amp/state_mode.h"
 #include "src/core/archive.h"
+#include "src/core/log.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/optim/repeated_step.h"
@@ -26,10 +28,16 @@ namespace semitone::amp {
 namespace {
 
 // Brings an optimizer's state for a 16-bit parameter to fp32, as that of an fp32 one is: by the way
-// in which it saves and loads itself, which all optimizers have.
+// in which it saves and loads itself, which all of LibTorch's optimizers have.
 void widen(torch::optim::OptimizerParamState& state) {
   torch::serialize::OutputArchive saved;
-  state.serialize(saved);
+  try {
+    state.serialize(saved);
+  } catch (const c10::Error&) {
+    throw Error(
+        "amp.master_weights", "an optimizer whose state can be saved", "one without serialize()",
+        "construct the masters before the optimizer's first step, or give its state serialize()");
+  }
   std::stringstream stream;
   saved.save_to(stream);
   torch::serialize::InputArchive low;
@@ -72,48 +80,113 @@ void MasterWeights::agreed(Pair& pair) {
   pair.master_data = pair.master.const_data_ptr();
 }
 
+MasterWeights::MasterWeights(MasterWeights&& other) noexcept
+    : optimizer_(std::exchange(other.optimizer_, nullptr)),
+      fused_(other.fused_),
+      pairs_(std::move(other.pairs_)),
+      by_parameter_(std::move(other.by_parameter_)),
+      by_master_(std::move(other.by_master_)),
+      maybe_stepped_(other.maybe_stepped_),
+      deferred_inverse_(other.deferred_inverse_) {}
+
+MasterWeights::~MasterWeights() {
+  if (optimizer_ == nullptr) return;
+  try {
+    give_back();
+  } catch (const std::exception& error) {
+    log()->error(error.what());
+  }
+}
+
+// An optimizer that kept the masters would go on training tensors that no model ever reads.
+void MasterWeights::give_back() {
+  // Where the optimizer is gone already, nothing else holds a master.
+  const bool in_use = std::any_of(pairs_.begin(), pairs_.end(),
+                                  [](const Pair& pair) { return pair.master.use_count() > 1; });
+  if (!in_use) return;
+  const StateMode mode;
+  move_deferred_gradients();
+  auto& state = optimizer_->state();
+  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& parameter) {
+    const auto found = by_master_.find(parameter.unsafeGetTensorImpl());
+    if (found == by_master_.end()) return;
+    const Pair& pair = pairs_[found->second];
+    if (const auto entry = state.find(parameter.unsafeGetTensorImpl()); entry != state.end()) {
+      auto moved = std::move(entry->second);
+      state.erase(entry);
+      state[pair.parameter.unsafeGetTensorImpl()] = std::move(moved);
+    }
+    if (pair.master.grad().defined() && !pair.parameter.grad().defined())
+      pair.parameter.mutable_grad() = pair.master.grad().to(pair.parameter.scalar_type());
+    parameter = pair.parameter;
+  });
+}
+
 // variable_data(), not detach(): a master has a version counter of its own.
-at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactValues& exact) const {
+at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactValues& exact,
+                                      const std::vector<Pair>& beside) const {
   if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end()) {
     return value->second.variable_data();
   }
-  for (const Pair& pair : pairs_) {
-    if (same_memory(pair.parameter, parameter)) return pair.master.variable_data();
+  for (const std::vector<Pair>* pairs : {&pairs_, &beside}) {
+    for (const Pair& pair : *pairs) {
+      if (same_memory(pair.parameter, parameter)) return pair.master.variable_data();
+    }
   }
   return parameter.detach().to(at::kFloat);
 }
 
+// All that can go wrong does so before anything is changed.
 void MasterWeights::adopt(const ExactValues& exact) {
+  const StateMode mode;
+  std::vector<Pair> fresh;
+  std::vector<std::pair<at::Tensor*, std::size_t>> places;  // in the groups, and whose
+  std::vector<std::pair<at::Tensor, at::Tensor>> split;     // parameters and their exact values
+  std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter;
   for_each_parameter(*optimizer_, [&](std::size_t group, std::size_t, at::Tensor& parameter) {
     if (!is_16bit(parameter.scalar_type()) || !parameter.requires_grad()) return;
+    const auto value = exact.find(parameter.unsafeGetTensorImpl());
     if (fused_ != nullptr && parameter.scalar_type() == at::kBFloat16 &&
         fused_->splits_masters(optimizer_->param_groups()[group])) {
-      if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end())
-        fused_->set_master(parameter, value->second);
+      if (value != exact.end()) split.emplace_back(parameter, value->second);
       return;
     }
+    // A tied weight stands in the optimizer twice.
     const auto known = by_parameter_.find(parameter.unsafeGetTensorImpl());
-    if (known != by_parameter_.end()) {  // a tied weight that stands in the optimizer twice
-      parameter = pairs_[known->second].master;
-      return;
-    }
-    at::Tensor master = make_master(parameter, exact);
+    const auto [place, added] = by_parameter.try_emplace(
+        parameter.unsafeGetTensorImpl(),
+        known != by_parameter_.end() ? known->second : pairs_.size() + fresh.size());
+    places.emplace_back(&parameter, place->second);
+    if (!added || known != by_parameter_.end()) return;
+    at::Tensor master = make_master(parameter, exact, fresh);
     master.requires_grad_(true);
+    agreed(fresh.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr}));
+    // The state of a parameter that was cast just now is in fp32 as the parameter was.
+    const auto& state = optimizer_->state();
+    const auto entry = state.find(parameter.unsafeGetTensorImpl());
+    if (entry != state.end() && value == exact.end()) widen(*entry->second);
+  });
+  for (const auto& [parameter, value] : split) fused_->set_master(parameter, value);
+  if (places.empty()) return;
+  pairs_.reserve(pairs_.size() + fresh.size());
+  by_parameter_.reserve(pairs_.size() + fresh.size());
+  by_master_.reserve(pairs_.size() + fresh.size());
+  for (Pair& pair : fresh) {
     auto& state = optimizer_->state();
-    if (const auto entry = state.find(parameter.unsafeGetTensorImpl()); entry != state.end()) {
+    if (const auto entry = state.find(pair.parameter.unsafeGetTensorImpl()); entry != state.end()) {
       auto moved = std::move(entry->second);
       state.erase(entry);
-      widen(*moved);
-      state[master.unsafeGetTensorImpl()] = std::move(moved);
+      state[pair.master.unsafeGetTensorImpl()] = std::move(moved);
     }
-    by_parameter_.emplace(parameter.unsafeGetTensorImpl(), pairs_.size());
-    by_master_.emplace(master.unsafeGetTensorImpl(), pairs_.size());
-    agreed(pairs_.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr}));
-    parameter = std::move(master);  // in the optimizer's group
-  });
+    by_parameter_.emplace(pair.parameter.unsafeGetTensorImpl(), pairs_.size());
+    by_master_.emplace(pair.master.unsafeGetTensorImpl(), pairs_.size());
+    pairs_.push_back(std::move(pair));
+  }
+  for (const auto& [place, index] : places) *place = pairs_[index].master;
 }
 
 void MasterWeights::take_gradients(Gradients& pass) {
+  const StateMode mode;
   const bool any = std::any_of(pairs_.begin(), pairs_.end(),
                                [](const Pair& pair) { return pair.parameter.grad().defined(); });
   if (!any) return;
@@ -123,6 +196,7 @@ void MasterWeights::take_gradients(Gradients& pass) {
 }
 
 bool MasterWeights::take_gradients(float inverse_scale) {
+  const StateMode mode;
   Gradients pass(inverse_scale);
   take_gradients(pass);
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
@@ -150,6 +224,7 @@ bool MasterWeights::can_defer_gradients() const {
 
 bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
   if (!can_defer_gradients()) return false;
+  const StateMode mode;
   maybe_stepped_ = true;
   deferred_inverse_ = inverse_scale;
   std::vector<at::Tensor> grads;
@@ -217,6 +292,7 @@ bool MasterWeights::take_deferred(Pair& pair) {
 }
 
 void MasterWeights::move_deferred_gradients() {
+  const StateMode mode;
   std::vector<std::pair<const Pair*, at::Tensor>> later;  // what the model has got since
   Gradients pass(deferred_inverse_);
   for (Pair& pair : pairs_) {
@@ -231,6 +307,7 @@ void MasterWeights::move_deferred_gradients() {
 }
 
 void MasterWeights::step() {
+  const StateMode mode;
   if (fused_ == nullptr) {
     optimizer_->step();
     write_model();
@@ -280,7 +357,7 @@ void MasterWeights::note_step() {
 }
 
 void MasterWeights::write_model() {
-  const at::NoGradGuard no_grad;
+  const StateMode mode;
   for (Pair& pair : pairs_) {
     pair.parameter.copy_(pair.master);
     agreed(pair);
@@ -298,19 +375,38 @@ bool MasterWeights::master_changed(const Pair& pair) {
          pair.master_data != pair.master.const_data_ptr();
 }
 
+// An element that is what the master rounds to was not changed: the master has it exactly. Compared by
+// their bits, which are those of a NaN too.
+void MasterWeights::take_parameter(Pair& pair) {
+  const at::Tensor value = pair.parameter.detach();
+  if (value.sizes() != pair.master.sizes()) {
+    throw Error("amp.master_weights",
+                c10::str("a parameter of shape ", pair.master.sizes(), ", as at first"),
+                c10::str(value.sizes()), "was a file of another model loaded into it?");
+  }
+  const bool comparable = is_16bit(value.scalar_type()) && value.device() == pair.master.device() &&
+                          !master_changed(pair);
+  if (comparable) {
+    const at::Tensor rounded = pair.master.to(value.scalar_type());
+    pair.master.copy_(
+        at::where(value.view(at::kShort).eq(rounded.view(at::kShort)), pair.master, value));
+  } else {
+    pair.master.copy_(value);
+  }
+  agreed(pair);
+}
+
 void MasterWeights::pull() {
-  const at::NoGradGuard no_grad;
+  const StateMode mode;
   adopt({});
   for (Pair& pair : pairs_) {
-    if (!parameter_changed(pair)) continue;
-    pair.master.copy_(pair.parameter);
-    agreed(pair);
+    if (parameter_changed(pair)) take_parameter(pair);
   }
 }
 
 void MasterWeights::sync() {
+  const StateMode mode;
   pull();
-  const at::NoGradGuard no_grad;
   for (Pair& pair : pairs_) {
     if (master_changed(pair)) {
       pair.parameter.copy_(pair.master);
@@ -333,14 +429,26 @@ void MasterWeights::clear_gradients() {
   maybe_stepped_ = false;
 }
 
+bool MasterWeights::has(const at::Tensor& parameter) const {
+  return by_parameter_.count(parameter.unsafeGetTensorImpl()) > 0 ||
+         (fused_ != nullptr && parameter.requires_grad() && fused_->has_split_master(parameter));
+}
+
+bool MasterWeights::has_gradient(const at::Tensor& parameter) const {
+  const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
+  return found != by_parameter_.end() && pairs_[found->second].master.grad().defined();
+}
+
 at::Tensor MasterWeights::master_of(const at::Tensor& parameter) const {
   const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
   if (found != by_parameter_.end()) return pairs_[found->second].master;
+  const StateMode mode;
   const bool is_split = fused_ != nullptr && fused_->has_split_master(parameter);
   return is_split ? fused_->master_of(parameter).to(at::kFloat) : at::Tensor();
 }
 
 void MasterWeights::set(const at::Tensor& parameter, const at::Tensor& value) {
+  const StateMode mode;
   const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
   if (found == by_parameter_.end() && fused_ != nullptr && fused_->has_split_master(parameter)) {
     fused_->set_master(parameter, value);
@@ -349,7 +457,6 @@ void MasterWeights::set(const at::Tensor& parameter, const at::Tensor& value) {
   if (found == by_parameter_.end()) {
     throw Error("amp.master_weights.set", "a parameter that has a master", "one that has none");
   }
-  const at::NoGradGuard no_grad;
   Pair& pair = pairs_[found->second];
   pair.master.copy_(value);
   pair.parameter.copy_(pair.master);

@@ -7,8 +7,11 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/amp/same_memory.h"
+#include "src/amp/state_mode.h"
+#include "src/core/exact_weights.h"
 #include "src/core/log.h"
 
+#include <ATen/EmptyTensor.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -78,8 +81,7 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
   }
 }
 
-// The policy of the region that forward runs in, bound to the models; nothing where forward runs in
-// none.
+// The policy of the region for the models, bound to them; nothing where there is nothing to cast.
 std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
                                      const Properties& properties) {
   if (!properties.enabled) return std::nullopt;
@@ -89,16 +91,21 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   if (properties.patch_torch_functions) return given.bind(models);
   const auto& type = properties.cast_model_type;
   if (!type.has_value() || !is_16bit(*type)) return std::nullopt;
-  // 16-bit weights: the region emulates what the CPU lacks, and casts for parameters that stay
-  // fp32. Elsewhere LibTorch computes 16-bit operators as they should be.
-  if (properties.device != c10::DeviceType::CPU && given.fp32_param_globs().empty()) {
-    return std::nullopt;
-  }
+  // 16-bit weights: the region emulates what the CPU lacks, casts for parameters that stay fp32, and
+  // lowers what meets 16-bit weights in fp32.
   CastPolicy weights_only =
       CastPolicy::none(target).emulation(given.emulation()).fast_kernels(false);
   for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
   for (const std::string& glob : given.fp32_param_globs()) weights_only.keep_fp32_params(glob);
   return weights_only.bind(models);
+}
+
+// Whether forward has to run in that region. It casts its arguments: on devices that LibTorch computes
+// 16-bit operators on as they should be, there is work only for parameters that stay fp32.
+bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy) {
+  return policy.has_value() &&
+         (properties.patch_torch_functions || properties.device == c10::DeviceType::CPU ||
+          !policy->fp32_param_globs().empty());
 }
 
 // Weights of convolutions are all there is to lay out: what the layers return follows them.
@@ -137,6 +144,49 @@ void cast_model(const Model& model, c10::ScalarType dtype,
   }
 }
 
+// Puts models and optimizers back as they were, unless all went well. Masters give their places back
+// by themselves.
+class Undo {
+ public:
+  Undo(const std::vector<Model>& models, const OptimizerRefs& optimizers)
+      : optimizers_(optimizers.begin(), optimizers.end()) {
+    for (const Model& model : models) {
+      for (const Model::Entry& entry : model.entries()) {
+        const at::Tensor& tensor = entry.tensor;
+        tensors_.push_back({tensor, tensor.variable_data(), tensor.grad()});
+      }
+    }
+    for (torch::optim::Optimizer& optimizer : optimizers) {
+      for (const auto& [parameter, state] : optimizer.state()) had_state_.insert(parameter);
+    }
+  }
+  Undo(const Undo&) = delete;
+  Undo& operator=(const Undo&) = delete;
+  ~Undo() {
+    if (!armed_) return;
+    for (const Before& before : tensors_) {
+      before.tensor.set_data(before.data);
+      before.tensor.mutable_grad() = before.grad;
+      // The lower half of a split master.
+      if (had_state_.count(before.tensor.unsafeGetTensorImpl()) > 0) continue;
+      for (torch::optim::Optimizer& optimizer : optimizers_)
+        optimizer.state().erase(before.tensor.unsafeGetTensorImpl());
+    }
+  }
+  void disarm() { armed_ = false; }
+
+ private:
+  struct Before {
+    at::Tensor tensor;
+    at::Tensor data;
+    at::Tensor grad;
+  };
+  OptimizerRefs optimizers_;
+  std::vector<Before> tensors_;
+  std::unordered_set<const void*> had_state_;
+  bool armed_ = true;
+};
+
 }  // namespace
 
 MixedPrecision::Impl::PerOptimizer& MixedPrecision::Impl::of(
@@ -158,6 +208,51 @@ const Model& MixedPrecision::Impl::of(const void* identity, const char* caller) 
               "name every model in initialize({model, …}, {optimizer, …})");
 }
 
+namespace {
+
+// The module at an address inside another one. Not Module::modules(), which throws for a model that no
+// shared pointer holds.
+std::shared_ptr<torch::nn::Module> find_part(const torch::nn::Module& module,
+                                             const void* identity) {
+  for (const auto& child : module.children()) {
+    if (static_cast<const void*>(child.get()) == identity) return child;
+    if (auto found = find_part(*child, identity); found != nullptr) return found;
+  }
+  return nullptr;
+}
+
+bool has_part(const torch::jit::Module& script, const void* identity) {
+  for (const torch::jit::Module& module : script.modules()) {
+    if (static_cast<const void*>(module._ivalue().get()) == identity) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::size_t MixedPrecision::Impl::model_with(const void* identity, const char* caller) {
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    if (models[i].identity() == identity) return i;
+  }
+  if (const auto known = parts.find(identity);
+      known != parts.end() && !known->second.module.expired()) {
+    return known->second.model;
+  }
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    if (const torch::nn::Module* module = models[i].module()) {
+      const auto part = find_part(*module, identity);
+      if (part == nullptr) continue;
+      parts.insert_or_assign(identity, Part{part, i});
+      return i;
+    }
+    if (has_part(*models[i].script(), identity)) return i;
+  }
+  throw Error(std::string("amp.mixed_precision.") + caller,
+              "a model that was given to amp::initialize", "another one",
+              "name every model in initialize({model, …}, {optimizer, …}); the modules inside are "
+              "known with it");
+}
+
 LossScaler& MixedPrecision::Impl::scaler(std::int64_t loss_id, const char* caller) {
   if (loss_id < 0 || loss_id >= static_cast<std::int64_t>(scalers.size())) {
     throw Error(std::string("amp.mixed_precision.") + caller,
@@ -174,8 +269,106 @@ void MixedPrecision::Impl::require_own_dtypes(const char* caller) const {
   }
 }
 
+// Masters as other rooms know them.
+class MixedPrecision::Impl::Exact final : public ExactWeights {
+ public:
+  explicit Exact(Impl& mixed) : mixed_(&mixed) {}
+
+  at::Tensor value_of(const at::Tensor& parameter) const override {
+    if (mixed_ == nullptr) return {};
+    mixed_->pull("exact_weights");
+    const MasterWeights* const masters = mixed_->masters_of(parameter);
+    return masters == nullptr ? at::Tensor() : masters->master_of(parameter);
+  }
+
+  void set(const at::Tensor& parameter, const at::Tensor& value) override {
+    MasterWeights* const masters = mixed_ == nullptr ? nullptr : mixed_->masters_of(parameter);
+    if (masters != nullptr) masters->set(parameter, value);
+  }
+
+  void detach() { mixed_ = nullptr; }
+
+ private:
+  Impl* mixed_;
+};
+
+MixedPrecision::Impl::Impl() = default;
+
+MixedPrecision::Impl::~Impl() {
+  if (exact == nullptr) return;
+  exact->detach();
+  for (const LowTensor& low : low_tensors) withdraw_exact_weight(low.tensor, exact.get());
+}
+
+MasterWeights* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
+  for (PerOptimizer& known : optimizers) {
+    if (known.masters.has_value() && known.masters->has(parameter)) return &*known.masters;
+  }
+  return nullptr;
+}
+
+void MixedPrecision::Impl::take_loaded(const char* caller) {
+  // Of 1, 2, 4 … times the memory that it needs: what a wider dtype needs. 0: another size.
+  const auto times_its_memory = [](const LowTensor& low) -> std::size_t {
+    const at::Tensor& tensor = low.tensor;
+    if (!tensor.has_storage() || tensor.storage_offset() != 0 || tensor.numel() == 0) return 0;
+    if (!is_16bit(tensor.scalar_type()) || tensor.sizes() != low.sizes) return 0;
+    const std::size_t bytes = tensor.storage().nbytes();
+    const std::size_t own =
+        at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+    return bytes % own == 0 ? bytes / own : 0;
+  };
+  std::vector<std::size_t> loaded;
+  for (std::size_t i = 0; i < low_tensors.size(); ++i) {
+    const at::Tensor& tensor = low_tensors[i].tensor;
+    if (tensor.has_storage() && tensor.storage().nbytes() <= tensor.nbytes()) continue;
+    const std::size_t times = times_its_memory(low_tensors[i]);
+    if (times == 2 || times == 4) loaded.push_back(i);
+  }
+  if (loaded.empty()) return;
+
+  const StateMode mode(inference_tensors);
+  for (const std::size_t i : loaded) {
+    const LowTensor& low = low_tensors[i];
+    const c10::StorageImpl* const storage = low.tensor.storage().unsafeGetStorageImpl();
+    std::unordered_set<const c10::TensorImpl*> sharing;
+    for (const LowTensor& other : low_tensors) {
+      if (other.tensor.has_storage() && other.tensor.storage().unsafeGetStorageImpl() == storage)
+        sharing.insert(other.tensor.unsafeGetTensorImpl());
+    }
+    if (low.tensor.storage().use_count() <= sharing.size()) continue;
+    throw Error(std::string("amp.mixed_precision.") + caller,
+                dtype_name(low.tensor.scalar_type()) + " memory of its own for '" + low.name + "'",
+                "shared memory of a wider dtype's size, as torch::load of an fp32 file leaves it",
+                "load with mixed.load_model(model, path), or inside mixed.fp32_weights(model)");
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>>
+      before;  // what was loaded, and the tensor that has it now
+  for (const std::size_t i : loaded) {
+    const at::Tensor& tensor = low_tensors[i].tensor;
+    const bool is_double = times_its_memory(low_tensors[i]) == 4;
+    const auto twin = std::find_if(before.begin(), before.end(), [&](const auto& earlier) {
+      return same_memory(earlier.first, tensor);
+    });
+    const at::Tensor loaded_as = tensor.variable_data();
+    const at::Tensor value =
+        at::empty({0}, tensor.options().dtype(is_double ? at::kDouble : at::kFloat))
+            .set_(tensor.storage(), 0, tensor.sizes(), tensor.strides());
+    tensor.set_data(twin == before.end() ? value.to(tensor.scalar_type())
+                                         : twin->second.variable_data());
+    if (MasterWeights* const masters = masters_of(tensor)) masters->set(tensor, value);
+    before.emplace_back(loaded_as, tensor);
+  }
+  if (properties.verbosity >= 1 && is_first_rank()) {
+    log()->info(
+        "took over fp32 values that torch::load has put into {} tensors of the model, '{}' first",
+        loaded.size(), low_tensors[loaded.front()].name);
+  }
+}
+
 void MixedPrecision::Impl::pull(const char* caller) {
   require_own_dtypes(caller);
+  take_loaded(caller);
   for (PerOptimizer& known : optimizers) {
     if (known.masters.has_value()) known.masters->pull();
   }
@@ -183,6 +376,7 @@ void MixedPrecision::Impl::pull(const char* caller) {
 
 void MixedPrecision::Impl::sync(const char* caller) {
   require_own_dtypes(caller);
+  take_loaded(caller);
   for (PerOptimizer& known : optimizers) {
     if (known.masters.has_value()) known.masters->sync();
   }
@@ -200,30 +394,45 @@ MixedPrecision initialize(const Model& model, const Options& options) {
 MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs& optimizers,
                           const Options& options) {
   if (models.empty()) throw Error(kInitialize, "at least one model", "none");
+  auto impl = std::make_unique<MixedPrecision::Impl>();
   auto device = c10::DeviceType::CPU;
+  bool found = false;
   for (const Model& model : models) {
-    const auto entries = model.entries();
-    if (!entries.empty()) {
-      device = entries.front().tensor.device().type();
-      break;
+    for (const Model::Entry& entry : model.entries()) {
+      if (!std::exchange(found, true)) device = entry.tensor.device().type();
+      impl->inference_tensors = impl->inference_tensors || entry.tensor.is_inference();
     }
   }
-  auto impl = std::make_unique<MixedPrecision::Impl>();
   impl->properties = Properties::resolve(options, device);
   const Properties& properties = impl->properties;
   impl->models = models;
+  impl->ran.resize(models.size());
+  impl->warned_of.resize(models.size());
 
-  // Everything is checked before anything is changed.
+  // Everything is checked before anything is changed, and what is changed is put back if something
+  // goes wrong after all.
   if (properties.enabled) {
     for (const Model& model : models) check_model(model);
   }
   check_optimizers(optimizers, properties);
   impl->policy = policy_for(models, properties);
+  impl->forward_in_region = runs_in_region(properties, impl->policy);
   for (std::int64_t i = 0; i < properties.num_losses; ++i) {
     impl->scalers.emplace_back(properties.loss_scale_options, i);
   }
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    impl->names.add(models[i], models.size() == 1 ? "" : "model " + std::to_string(i) + ": ");
+  }
+  const CudnnSettings& cudnn = properties.cudnn;
+  if (cudnn.benchmark || cudnn.benchmark_limit || cudnn.workspace_limit) impl->cudnn.emplace(cudnn);
+  if (properties.verbosity >= 2) impl->cast_log = std::make_shared<LogCasts>();
 
-  const at::NoGradGuard no_grad;
+  const StateMode mode(impl->inference_tensors);
+  const bool casts = properties.enabled && properties.cast_model_type.has_value();
+  const bool makes_masters = casts && properties.master_weights && !optimizers.empty();
+  // Without masters nothing more can go wrong but a lack of memory, which this would bring about.
+  std::optional<Undo> undo;
+  if (makes_masters) undo.emplace(models, optimizers);
   if (properties.enabled) {
     std::vector<at::Tensor> weights;
     for (const Model& model : models) {
@@ -235,20 +444,28 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
     if (format != c10::MemoryFormat::Preserve) lay_out(weights, format);
   }
   MasterWeights::ExactValues exact;
-  if (properties.enabled && properties.cast_model_type.has_value()) {
-    if (properties.master_weights) {
-      for (torch::optim::Optimizer& optimizer : optimizers) {
-        for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+  if (makes_masters) {
+    for (torch::optim::Optimizer& optimizer : optimizers) {
+      for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+        if (parameter.scalar_type() == at::kFloat)
           exact.emplace(parameter.unsafeGetTensorImpl(), parameter.variable_data());
-        });
-      }
+      });
     }
+  }
+  if (casts) {
+    std::unordered_set<const c10::TensorImpl*> seen;
     for (const Model& model : models) {
       cast_model(model, *properties.cast_model_type, [&](const Model::Entry& entry) {
         return (properties.keep_batchnorm_fp32 && entry.keep_fp32) ||
                (impl->policy.has_value() && entry.is_parameter &&
                 impl->policy->keeps_fp32(entry.tensor));
       });
+      for (const Model::Entry& entry : model.entries()) {
+        if (is_16bit(entry.tensor.scalar_type()) &&
+            seen.insert(entry.tensor.unsafeGetTensorImpl()).second)
+          impl->low_tensors.push_back(
+              {entry.name, entry.tensor, c10::DimVector(entry.tensor.sizes())});
+      }
     }
   }
   for (torch::optim::Optimizer& optimizer : optimizers) {
@@ -256,15 +473,14 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
     known.optimizer = &optimizer;
     if (properties.enabled && properties.master_weights) known.masters.emplace(optimizer, exact);
   }
-  for (std::size_t i = 0; i < models.size(); ++i) {
-    impl->names.add(models[i], models.size() == 1 ? "" : "model " + std::to_string(i) + ": ");
+  if (makes_masters) {
+    impl->exact = std::make_shared<MixedPrecision::Impl::Exact>(*impl);
+    for (const auto& low : impl->low_tensors) announce_exact_weight(low.tensor, impl->exact);
   }
-  const CudnnSettings& cudnn = properties.cudnn;
-  if (cudnn.benchmark || cudnn.benchmark_limit || cudnn.workspace_limit) impl->cudnn.emplace(cudnn);
-  if (properties.verbosity >= 2) impl->cast_log = std::make_shared<LogCasts>();
   if (properties.enabled && properties.verbosity >= 1 && is_first_rank()) {
     log()->info(properties.to_string());
   }
+  if (undo.has_value()) undo->disarm();
   return MixedPrecision(std::move(impl));
 }
 
@@ -290,7 +506,7 @@ std::int64_t MixedPrecision::skipped_steps() const {
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
   auto& known = impl_->of(optimizer, "master_params");
   if (known.masters.has_value()) {
-    if (impl_->fp32_scopes == 0) known.masters->pull();
+    if (impl_->fp32_scopes == 0) impl_->pull("master_params");
     known.masters->move_deferred_gradients();
   }
   std::vector<at::Tensor> parameters;
@@ -312,8 +528,17 @@ struct MixedPrecision::Region {
 };
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model) const {
-  impl_->of(model, "forward");
+  impl_->ran[impl_->model_with(model, "forward")] = true;
   impl_->sync("forward");
+  auto region = std::make_shared<Region>();
+  if (impl_->cast_log != nullptr) region->log.emplace(impl_->cast_log);
+  if (impl_->forward_in_region) region->autocast.emplace(*impl_->policy);
+  return region;
+}
+
+std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
+  impl_->ran_elsewhere = true;
+  impl_->sync("call");
   auto region = std::make_shared<Region>();
   if (impl_->cast_log != nullptr) region->log.emplace(impl_->cast_log);
   if (impl_->policy.has_value()) region->autocast.emplace(*impl_->policy);
@@ -342,8 +567,37 @@ c10::IValue MixedPrecision::cast_output(const c10::IValue& value) const {
 
 Autocast MixedPrecision::autocast() const {
   const Properties& properties = impl_->properties;
-  if (properties.enabled && properties.patch_torch_functions) return Autocast(*impl_->policy);
-  return Autocast(properties.device, properties.dtype, /*enabled=*/false);
+  impl_->ran_elsewhere = true;
+  if (!impl_->policy.has_value())
+    return Autocast(properties.device, properties.dtype, /*enabled=*/false);
+  if (impl_->fp32_scopes == 0) impl_->sync("autocast");
+  return Autocast(*impl_->policy);
+}
+
+void MixedPrecision::Impl::warn_of_idle_models(const PerOptimizer& known) {
+  if (ran_elsewhere || !policy.has_value() || properties.verbosity < 1) return;
+  if (std::find(ran.begin(), ran.end(), false) == ran.end() || looks_for_idle_models == 0) return;
+  --looks_for_idle_models;
+  for (std::size_t i = 0; i < models.size(); ++i) {
+    if (ran[i] || warned_of[i]) continue;
+    std::unordered_set<const c10::TensorImpl*> trained;
+    known.for_each_leaf([&](const at::Tensor& parameter) {
+      const bool has_gradient =
+          parameter.grad().defined() ||
+          (known.masters.has_value() && known.masters->has_gradient(parameter));
+      if (has_gradient) trained.insert(parameter.unsafeGetTensorImpl());
+    });
+    const auto entries = models[i].entries();
+    const bool trains = std::any_of(entries.begin(), entries.end(), [&](const Model::Entry& entry) {
+      return trained.count(entry.tensor.unsafeGetTensorImpl()) > 0;
+    });
+    if (!trains) continue;
+    warned_of[i] = true;
+    log()->warn(
+        "{} is trained, but was never run in mixed precision: call mixed.forward(model, …), not "
+        "model->forward(…); for other methods mixed.call(…), or a region mixed.autocast()",
+        models.size() == 1 ? "the model" : "model " + std::to_string(i));
+  }
 }
 
 }  // namespace semitone::amp

@@ -5,10 +5,14 @@
 #include "src/amp/cudnn_scope.h"
 #include "src/amp/gradients.h"
 
+#include <c10/util/DimVector.h>
+#include <torch/nn/module.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -17,6 +21,11 @@ namespace semitone::amp {
 // What amp::initialize made. mixed_precision.cpp sets it up and runs models, scaled_loss.cpp takes
 // gradients through their scale, mixed_precision_io.cpp saves and loads.
 struct MixedPrecision::Impl {
+  Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl();
+
   // Gradients in a model that are multiplied by a loss scale.
   struct Scaled {
     std::int64_t loss_id;
@@ -64,9 +73,34 @@ struct MixedPrecision::Impl {
     at::Tensor grad;
   };
 
+  // A tensor of a model that initialize has cast to 16 bits.
+  struct LowTensor {
+    std::string name;
+    at::Tensor tensor;
+    c10::DimVector sizes;  // as at initialize
+  };
+
+  // A module inside one of the models that forward was called with. Its address stays its own as
+  // long as it can be locked.
+  struct Part {
+    std::weak_ptr<torch::nn::Module> module;
+    std::size_t model;
+  };
+
+  class Exact;
+
   Properties properties;
   std::vector<Model> models;
-  std::optional<CastPolicy> policy;  // of the region that forward runs in
+  std::vector<LowTensor> low_tensors;
+  std::shared_ptr<Exact> exact;      // what others may know of the masters
+  bool inference_tensors = false;    // the models were made in inference mode
+  std::optional<CastPolicy> policy;  // of the region that autocast() gives, where there is one
+  bool forward_in_region = false;    // forward runs in it, too
+  std::unordered_map<const void*, Part> parts;
+  std::vector<bool> ran;           // each model, through forward
+  bool ran_elsewhere = false;      // call() or autocast() ran what the host does not know
+  int looks_for_idle_models = 32;  // that are left: a model that is idle by purpose costs no more
+  std::vector<bool> warned_of;     // each model
   std::vector<PerOptimizer> optimizers;
   std::vector<LossScaler> scalers;
   std::vector<Pending> pending;
@@ -83,6 +117,8 @@ struct MixedPrecision::Impl {
 
   PerOptimizer& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
+  // The place of the model that a module is, or is a part of.
+  std::size_t model_with(const void* identity, const char* caller);
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
 
   // Moves gradients that are in the model, and are not scaled, to the masters.
@@ -95,12 +131,24 @@ struct MixedPrecision::Impl {
   // skipped, and moves the scales.
   Step end_step(PerOptimizer& known, const std::function<void()>& take);
 
-  // MasterWeights::pull and sync of every optimizer. Error inside fp32_weights().
+  // At a step: warns, once, of a model that the optimizer trains although nothing of it ever ran
+  // through forward, call or autocast.
+  void warn_of_idle_models(const PerOptimizer& known);
+
+  // MasterWeights::pull and sync of every optimizer, after take_loaded(). Error inside
+  // fp32_weights().
   void pull(const char* caller);
   void sync(const char* caller);
 
  private:
   void require_own_dtypes(const char* caller) const;
+
+  // torch::load gives a 16-bit tensor the memory of a wider one in the file, and leaves its dtype
+  // (LibTorch 2.11: set_). Takes over what the memory holds. Error where it could be a view of
+  // other 16-bit memory.
+  void take_loaded(const char* caller);
+  // Those that hold the master of a parameter; null: none.
+  MasterWeights* masters_of(const at::Tensor& parameter);
 };
 
 }  // namespace semitone::amp

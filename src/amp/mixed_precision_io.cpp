@@ -3,6 +3,7 @@
 #include "semitone/core/file.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/same_memory.h"
+#include "src/amp/state_mode.h"
 #include "src/core/archive.h"
 #include "src/core/log.h"
 
@@ -57,8 +58,8 @@ MixedPrecision::Fp32Weights::~Fp32Weights() {
 
 void MixedPrecision::Fp32Weights::end() {
   if (saved_ == nullptr) return;
-  const at::NoGradGuard no_grad;
   const auto saved = std::move(saved_);
+  const StateMode mode(saved->mixed->inference_tensors);
   --saved->mixed->fp32_scopes;
   std::string misfit;
   for (const Saved::Item& item : saved->items) {
@@ -79,7 +80,7 @@ void MixedPrecision::Fp32Weights::end() {
 }
 
 MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
-  const at::NoGradGuard no_grad;
+  const StateMode mode(impl_->inference_tensors);
   const Model& known = impl_->of(model.identity(), "fp32_weights");
   if (impl_->fp32_scopes == 0) impl_->sync("fp32_weights");
   auto saved = std::make_unique<Fp32Weights::Saved>();
@@ -168,7 +169,7 @@ std::unordered_map<std::string, at::Tensor> saved_tensors(const Model& model,
 
 void MixedPrecision::load_model(const Model& model, const std::string& path) {
   constexpr auto kWhere = "amp.mixed_precision.load_model";
-  const at::NoGradGuard no_grad;
+  const StateMode mode(impl_->inference_tensors);
   auto fp32 = fp32_weights(model);
   std::unordered_map<std::string, at::Tensor> values;
   try {

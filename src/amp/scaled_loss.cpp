@@ -437,6 +437,7 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   Impl::require_unscaled(known, "step");
   impl_->pull("step");
   Impl::take_gradients_by_hand(known);
+  impl_->warn_of_idle_models(known);
   return impl_->end_step(
       known, [&] { known.masters.has_value() ? known.masters->step() : void(optimizer.step()); });
 }

@@ -296,14 +296,14 @@ TEST(Initialize, ModelsThatAreNotFp32AreNamed) {
     Net net = make_net();
     net->head->to(torch::kHalf);
     EXPECT_EQ(
-        message_of<Error>([&] { initialize(net, quiet(level)); }),
+        message_of<Error>([&] { std::ignore = initialize(net, quiet(level)); }),
         "[amp.initialize] expected a model in float32, got float16 parameter 'head.weight' — "
         "pass the model before casting it: initialize does that. Was it initialized already?");
     EXPECT_EQ(net->conv->weight.scalar_type(), torch::kFloat) << "nothing was changed";
   }
   Net net = make_net();
   net->norm->running_var.set_data(net->norm->running_var.to(torch::kDouble));
-  EXPECT_EQ(message_of<Error>([&] { initialize(net, quiet("O2")); }),
+  EXPECT_EQ(message_of<Error>([&] { std::ignore = initialize(net, quiet("O2")); }),
             "[amp.initialize] expected a model in float32, got float64 buffer 'norm.running_var' — "
             "cast it with ->to(torch::kFloat)");
 }
@@ -313,7 +313,7 @@ TEST(Initialize, TwiceIsAnErrorWhereWeightsWereCast) {
     Net net = make_net();
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     const auto mixed = initialize(net, optimizer, quiet(level));
-    EXPECT_THAT(message_of<Error>([&] { initialize(net, optimizer, quiet(level)); }),
+    EXPECT_THAT(message_of<Error>([&] { std::ignore = initialize(net, optimizer, quiet(level)); }),
                 HasSubstr("Was it initialized already?"));
   }
 }
@@ -321,13 +321,14 @@ TEST(Initialize, TwiceIsAnErrorWhereWeightsWereCast) {
 TEST(Initialize, NoModelOrAnOptimizerTwiceIsAnError) {
   Net net = make_net();
   torch::optim::SGD optimizer(net->parameters(), 0.1);
-  EXPECT_THAT(message_of<Error>([&] { initialize(std::vector<Model>{}, {optimizer}); }),
-              HasSubstr("expected at least one model, got none"));
+  EXPECT_THAT(
+      message_of<Error>([&] { std::ignore = initialize(std::vector<Model>{}, {optimizer}); }),
+      HasSubstr("expected at least one model, got none"));
   EXPECT_THAT(message_of<Error>([&] {
-                initialize({net}, {optimizer, optimizer});
+                std::ignore = initialize({net}, {optimizer, optimizer});
               }),
               HasSubstr("expected every optimizer once"));
-  EXPECT_THAT(message_of<Error>([] { initialize(Net(nullptr), quiet("O1")); }),
+  EXPECT_THAT(message_of<Error>([] { std::ignore = initialize(Net(nullptr), quiet("O1")); }),
               HasSubstr("got an empty module holder"));
 }
 
@@ -336,7 +337,7 @@ TEST(Initialize, AParameterOfTwoOptimizersCannotHaveMasters) {
   torch::optim::SGD first(net->parameters(), 0.1);
   torch::optim::SGD second(net->head->parameters(), 0.1);
   EXPECT_THAT(message_of<Error>([&] {
-                initialize({net}, {first, second}, quiet("O2"));
+                std::ignore = initialize({net}, {first, second}, quiet("O2"));
               }),
               HasSubstr("expected every parameter in one optimizer"));
   EXPECT_EQ(net->conv->weight.scalar_type(), torch::kFloat);
@@ -378,7 +379,7 @@ TEST(MixedPrecision, UnknownModelsOptimizersAndLossesAreErrors) {
   EXPECT_THAT(message_of<Error>([&] { mixed.forward(stranger, images()); }),
               HasSubstr("[amp.mixed_precision.forward] expected a model that was given to "
                         "amp::initialize, got another one"));
-  EXPECT_THROW(mixed.forward(net->head, torch::ones({1, 4})), Error);
+  EXPECT_THROW(mixed.forward(stranger->head, torch::ones({1, 4})), Error);
   EXPECT_THROW(mixed.fp32_weights(stranger), Error);
   EXPECT_THAT(message_of<Error>([&] { mixed.scale_loss(loss, other).backward(); }),
               HasSubstr("[amp.mixed_precision.scale_loss] expected an optimizer that was given"));
@@ -735,12 +736,18 @@ TEST(MixedPrecision, AnExceptionInForwardLeavesNoRegionBehind) {
   }
 }
 
-TEST(MixedPrecision, AutocastIsTheRegionOfO1AndNoneElsewhere) {
+TEST(MixedPrecision, AutocastIsTheRegionOfForwardWhichCastsAtO1Only) {
+  struct Probe : torch::nn::Module {
+    Probe() { register_parameter("weight", torch::ones({2})); }
+    bool forward(const at::Tensor&) { return autocast_enabled(torch::kCPU); }
+  };
   for (const std::string level : kLevels) {
-    Net net = make_net();
-    const auto mixed = initialize(net, quiet(level));
+    auto probe = std::make_shared<Probe>();
+    auto mixed = initialize(probe, quiet(level));
+    const bool in_forward = mixed.forward(probe, torch::ones({2}));
+    EXPECT_EQ(in_forward, level != "O0");
     const auto region = mixed.autocast();
-    EXPECT_EQ(autocast_enabled(torch::kCPU), level == "O1");
+    EXPECT_EQ(autocast_enabled(torch::kCPU), in_forward);
     EXPECT_EQ(torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type(),
               level == "O1" ? torch::kBFloat16 : torch::kFloat);
   }
@@ -820,7 +827,7 @@ class CapturedLog {
 std::string log_of(int verbosity, bool overflow) {
   {
     Net net = make_net();
-    initialize(net, "O0");  // the logger is made at its first use
+    std::ignore = initialize(net, "O0");  // the logger is made at its first use
   }
   const CapturedLog log;
   Net net = make_net();

@@ -42,18 +42,26 @@ namespace semitone::amp {
 ///
 /// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer but LBFGS,
 /// which is an Error: it evaluates the model inside its step. The optimizer must outlive this
-/// object; it keeps the masters when this object is gone.
-class MasterWeights {
+/// object. When this object is gone, the optimizer has the model's parameters again, with the state
+/// of their masters: it trains them in 16 bits.
+///
+/// State that outlives a call is made outside of the caller's c10::InferenceMode: evaluation in it,
+/// between two steps, is like any other.
+class [[nodiscard]] MasterWeights {
  public:
   /// Values to start from that are more exact than a parameter's own: the weights before they were
-  /// cast. A master takes over the memory; tensors that share theirs give masters that do.
+  /// cast. A master takes over the memory; tensors that share theirs give masters that do. State that
+  /// the optimizer has for such a parameter is taken to be in fp32 as the values are.
   using ExactValues = std::unordered_map<const c10::TensorImpl*, at::Tensor>;
 
+  /// Error for LBFGS, and for state in 16 bits that cannot be saved (no serialize()): it could not
+  /// be brought to fp32. Nothing is changed then.
   explicit MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact = {});
   MasterWeights(const MasterWeights&) = delete;
   MasterWeights& operator=(const MasterWeights&) = delete;
-  MasterWeights(MasterWeights&&) = default;
+  MasterWeights(MasterWeights&& other) noexcept;
   MasterWeights& operator=(MasterWeights&&) = delete;
+  ~MasterWeights();
 
   /// How many parameters have a master here.
   std::size_t size() const { return pairs_.size(); }
@@ -75,12 +83,18 @@ class MasterWeights {
   /// Rounds every master into its parameter. After optimizer.step().
   void write_model();
 
-  /// Repairs what happened behind its back: parameters that were changed since (weights loaded,
-  /// re-initialised, averaged; seen by version counters, so not through tensor.data()) give their
-  /// values to their masters; masters that were changed (optimizer.step() without write_model())
-  /// are rounded into their parameters; 16-bit parameters that were added to the optimizer, or are
-  /// frozen no more, get masters. If both sides changed, the parameter wins. Cheap when nothing
-  /// happened; as dear as write_model() between take_gradients() and write_model().
+  /// Repairs what happened behind its back: parameters that were written to since (clamped, masked,
+  /// loaded, averaged; seen by version counters, so not through tensor.data()) give their masters
+  /// the elements that are no longer what the master rounds to, NaNs too: an element that was not
+  /// changed keeps its exact value, so that clamping after each step costs no precision. Masters
+  /// that were changed (optimizer.step() without write_model()) are rounded into their parameters;
+  /// 16-bit parameters that were added to the optimizer, or are frozen no more, get masters. If both
+  /// sides changed, the parameter wins, all of it. Cheap when nothing happened; as dear as
+  /// write_model() between take_gradients() and write_model().
+  ///
+  /// Split masters have nothing that a changed element could be told by: their lower halves stay,
+  /// which is exact for elements that were not changed and moves others by at most half a unit.
+  /// Error, from here and whatever calls it, for a parameter that has another shape now.
   void sync();
 
   /// The half of sync() that changes masters only.
@@ -130,6 +144,11 @@ class MasterWeights {
     return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
 
+  /// Whether a parameter has a master here, whole or split.
+  bool has(const at::Tensor& parameter) const;
+  /// Whether there is a gradient for its whole master: moved there, or deferred.
+  bool has_gradient(const at::Tensor& parameter) const;
+
   /// The fp32 value of a parameter: its master, put together if it is split; undefined if it has
   /// none.
   at::Tensor master_of(const at::Tensor& parameter) const;
@@ -160,17 +179,20 @@ class MasterWeights {
   };
 
   void adopt(const ExactValues& exact);
+  void give_back();
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
-  at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact) const;
+  static void take_parameter(Pair& pair);
+  at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact,
+                         const std::vector<Pair>& beside) const;
   static void agreed(Pair& pair);
   static bool is_deferred(const Pair& pair);
   bool take_deferred(Pair& pair);
   template <typename Visit>
   void for_each_place(Visit&& visit) const;
 
-  torch::optim::Optimizer* optimizer_;
-  optim::FusedOptimizer* fused_;  // the optimizer, if it is one
+  torch::optim::Optimizer* optimizer_;  // null: moved from
+  optim::FusedOptimizer* fused_;        // the optimizer, if it is one
   std::vector<Pair> pairs_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_master_;

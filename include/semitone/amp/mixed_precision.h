@@ -42,16 +42,21 @@ using OptimizerRefs = std::vector<OptimizerRef>;
 /// Call it once, after the models are on their device and the optimizers constructed, before
 /// weights are wrapped for data-parallel training. Weights may be loaded before or after.
 ///
-/// Error if a floating parameter or buffer is not fp32 (named), if an optimizer cannot work with
+/// Keep what it returns: it is the training. When it is gone, models stay as they were cast, and
+/// optimizers have the models' own parameters again, with their state: at O2 they would go on as at
+/// O3.
+///
+/// If it throws, models and optimizers are as before. Error if a floating parameter or buffer is not fp32 (named), if an optimizer cannot work with
 /// the level (LBFGS with a loss scale or master weights), if the options contradict each other. The
 /// models and optimizers must outlive what is returned; models held by shared pointers are kept
 /// alive.
-MixedPrecision initialize(const Model& model, torch::optim::Optimizer& optimizer,
-                          const Options& options = {});
-MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs& optimizers,
-                          const Options& options = {});
+[[nodiscard]] MixedPrecision initialize(const Model& model, torch::optim::Optimizer& optimizer,
+                                        const Options& options = {});
+[[nodiscard]] MixedPrecision initialize(const std::vector<Model>& models,
+                                        const OptimizerRefs& optimizers,
+                                        const Options& options = {});
 /// For inference, or for optimizers of your own: models only.
-MixedPrecision initialize(const Model& model, const Options& options = {});
+[[nodiscard]] MixedPrecision initialize(const Model& model, const Options& options = {});
 
 /// Options of MixedPrecision::scale_loss.
 struct ScaleLossOptions {
@@ -109,7 +114,7 @@ class [[nodiscard]] ScaledLoss {
 
 /// What amp::initialize returns: the state of mixed-precision training. Several can live side by
 /// side; each knows only its own models and optimizers. Movable; use it from one thread at a time.
-class MixedPrecision {
+class [[nodiscard]] MixedPrecision {
  public:
   MixedPrecision(MixedPrecision&&) noexcept;
   MixedPrecision& operator=(MixedPrecision&&) noexcept;
@@ -120,8 +125,11 @@ class MixedPrecision {
   /// Runs model->forward(arguments...) as the level wants it: floating arguments (nested ones too,
   /// see map_tensors) are cast to cast_model_type, operators run under the policy at O1, results
   /// are cast to cast_model_outputs. fp64 tensors are left alone.
-  /// @param model  one of the initialized ones: a module holder, shared pointer or reference, or a
-  /// torch::jit::Module, which takes and returns IValues; or what wraps one of them and has a
+  ///
+  /// A model that is trained without it runs in fp32 at O1, and at O2 only with arguments in 16 bits:
+  /// step() warns of that, once for each model.
+  /// @param model  one of the initialized ones, or a module inside one (`model->decoder`): a module
+  /// holder, shared pointer or reference, or a torch::jit::Module, which takes and returns IValues; or what wraps one of them and has a
   /// forward() of its own, such as parallel::DistributedDataParallel. Error for another one.
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
@@ -142,8 +150,28 @@ class MixedPrecision {
     }
   }
 
-  /// The region that forward runs in, for losses and other code outside of the models. At other
-  /// levels than O1: a region without casts.
+  /// Runs any other code of the models as forward() runs forward(): returns function(arguments...)
+  /// with the arguments cast, inside the region, and with its results cast.
+  ///
+  ///     auto image = mixed.call([&](const at::Tensor& z) { return vae->decode(z); }, latent);
+  template <typename Function, typename... Arguments>
+  auto call(Function&& function, Arguments&&... arguments) {
+    const auto region = enter_any();
+    const auto cast = [this](const auto& leaf) { return cast_input(leaf); };
+    const auto uncast = [this](const auto& leaf) { return cast_output(leaf); };
+    if constexpr (std::is_void_v<decltype(std::invoke(
+                      function, map_tensors(std::forward<Arguments>(arguments), cast)...))>) {
+      std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...);
+    } else {
+      return map_tensors(
+          std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...), uncast);
+    }
+  }
+
+  /// The region that forward runs in, for losses and for methods of the models other than forward.
+  /// At O1 it casts as the policy says. At O2 and O3 nothing is cast but fp32 that meets 16-bit
+  /// weights in a product or a recurrent network, which LibTorch refuses: it is lowered. What comes
+  /// out is in the dtype that it was computed in. At O0 nothing is changed.
   Autocast autocast() const;
 
   /// See ScaledLoss. Error for an unknown optimizer or loss_id.
@@ -218,8 +246,10 @@ class MixedPrecision {
   /// holds. FileError if it cannot be written, or read, or does not fit the model, which is then as
   /// it was.
   ///
-  /// Beware of torch::load outside of this: LibTorch 2.11 takes the bytes of an fp32 file for those
-  /// of a 16-bit model, without a word.
+  /// torch::load outside of it works as well: LibTorch 2.11 leaves the bytes of an fp32 file in a
+  /// 16-bit tensor, which the next forward, autocast, scale_loss, step or save finds and takes over.
+  /// (Error where other tensors hold the memory that was loaded, too, such as an InputArchive that is
+  /// still there.) torch::save outside of it writes 16 bits, which an fp32 model cannot load.
   void save_model(const Model& model, const std::string& path);
   void load_model(const Model& model, const std::string& path);
 
@@ -256,6 +286,7 @@ class MixedPrecision {
   }
   struct Region;
   std::shared_ptr<Region> enter(const void* model) const;
+  std::shared_ptr<Region> enter_any() const;
   at::Tensor cast_input(const at::Tensor& tensor) const;
   c10::IValue cast_input(const c10::IValue& value) const;
   at::Tensor cast_output(const at::Tensor& tensor) const;

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
+
+namespace semitone::amp {
+
+// The mode in which tensors are made and written that outlive a call: without gradients, and not in
+// the caller's inference mode, whose tensors nothing outside of it may write to.
+class StateMode {
+ public:
+  // stay: in the caller's inference mode after all, for a model that was made in one.
+  explicit StateMode(bool stay = false) {
+    if (!stay && c10::InferenceMode::is_enabled()) normal_.emplace(false);
+    no_grad_.emplace();
+  }
+  StateMode(const StateMode&) = delete;
+  StateMode& operator=(const StateMode&) = delete;
+
+ private:
+  // In this order: leaving inference mode switches gradients on.
+  std::optional<c10::InferenceMode> normal_;
+  std::optional<at::NoGradGuard> no_grad_;
+};
+
+}  // namespace semitone::amp

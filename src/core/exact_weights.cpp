@@ -1,0 +1,50 @@
+#include "src/core/exact_weights.h"
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace semitone {
+namespace {
+
+struct Entry {
+  std::weak_ptr<ExactWeights> holder;
+  const ExactWeights* address;  // can be compared while the holder is destroyed
+};
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, Entry> entries;
+
+  // Never destroyed: holders may be, after it.
+  static Table& instance() {
+    static auto* const table = new Table;
+    return *table;
+  }
+};
+
+}  // namespace
+
+void announce_exact_weight(const at::Tensor& parameter, std::weak_ptr<ExactWeights> holder) {
+  Table& table = Table::instance();
+  const ExactWeights* const address = holder.lock().get();
+  const std::lock_guard lock(table.mutex);
+  table.entries.insert_or_assign(parameter.unsafeGetTensorImpl(),
+                                 Entry{std::move(holder), address});
+}
+
+void withdraw_exact_weight(const at::Tensor& parameter, const ExactWeights* holder) noexcept {
+  Table& table = Table::instance();
+  const std::lock_guard lock(table.mutex);
+  const auto found = table.entries.find(parameter.unsafeGetTensorImpl());
+  if (found != table.entries.end() && found->second.address == holder) table.entries.erase(found);
+}
+
+std::shared_ptr<ExactWeights> exact_weights_of(const at::Tensor& parameter) {
+  Table& table = Table::instance();
+  const std::lock_guard lock(table.mutex);
+  const auto found = table.entries.find(parameter.unsafeGetTensorImpl());
+  return found == table.entries.end() ? nullptr : found->second.holder.lock();
+}
+
+}  // namespace semitone

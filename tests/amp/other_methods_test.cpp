@@ -1,0 +1,361 @@
+// Running models otherwise than by the forward of a whole one: their other methods, the modules inside
+// them, and past the MixedPrecision.
+
+#include "semitone/amp/mixed_precision.h"
+#include "tests/support/errors.h"
+#include "tests/support/tensors.h"
+
+#include <torch/script.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp::other_methods_test {
+namespace {
+
+using test::expect_bitwise_equal;
+using test::message_of;
+using testing::HasSubstr;
+
+Options quiet(const char* level, c10::ScalarType dtype = torch::kBFloat16) {
+  return Options(level).dtype(dtype).loss_scale(1.0).verbosity(0);
+}
+
+// An autoencoder; encode and decode are not forward, and the decoder is a module.
+struct AutoencoderImpl : torch::nn::Module {
+  AutoencoderImpl() {
+    register_module("encoder", encoder);
+    register_module("norm", norm);
+    register_module("decoder", decoder);
+  }
+  at::Tensor encode(const at::Tensor& x) { return norm(torch::tanh(encoder(x))); }
+  at::Tensor decode(const at::Tensor& z) { return decoder->forward(norm(z)); }
+  at::Tensor forward(const at::Tensor& x) { return decode(encode(x)); }
+
+  torch::nn::Linear encoder{12, 6};
+  torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({6})};
+  torch::nn::Sequential decoder{torch::nn::Linear(6, 8), torch::nn::ReLU(),
+                                torch::nn::Linear(8, 12)};
+};
+TORCH_MODULE(Autoencoder);
+
+Autoencoder autoencoder() {
+  torch::manual_seed(2);
+  return {};
+}
+
+const std::vector<std::pair<const char*, c10::ScalarType>>& levels() {
+  static const std::vector<std::pair<const char*, c10::ScalarType>> all{
+      {"O0", torch::kBFloat16}, {"O1", torch::kBFloat16}, {"O1", torch::kHalf},
+      {"O2", torch::kBFloat16}, {"O2", torch::kHalf},     {"O3", torch::kBFloat16}};
+  return all;
+}
+
+// decode(encode(x)) is what forward computes, and so it is in parts: call() casts as forward does.
+TEST(Call, RunsOtherMethodsAsForwardRuns) {
+  for (const auto& [level, dtype] : levels()) {
+    SCOPED_TRACE(level);
+    auto model = autoencoder();
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    auto mixed = initialize(model, optimizer, quiet(level, dtype));
+    const at::Tensor x = torch::randn({5, 12});
+    const auto both = mixed.call(
+        [&](const at::Tensor& input) {
+          const at::Tensor latent = model->encode(input);
+          return std::tuple(latent, model->decode(latent));
+        },
+        x);
+    EXPECT_EQ(std::get<0>(both).scalar_type(), torch::kFloat);
+    expect_bitwise_equal(std::get<1>(both), mixed.forward(model, x));
+
+    mixed.scale_loss(std::get<1>(both).square().sum(), optimizer).backward();
+    EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+    bool called = false;
+    mixed.call([&](const at::Tensor&) { called = true; }, x);
+    EXPECT_TRUE(called);
+  }
+}
+
+// fp32 values meet 16-bit weights in the first operator of decode, whichever it is.
+TEST(AutocastOfAModel, RunsOtherMethodsOnFp32Values) {
+  for (const auto& [level, dtype] : levels()) {
+    SCOPED_TRACE(level);
+    auto model = autoencoder();
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    auto mixed = initialize(model, optimizer, quiet(level, dtype));
+    const at::Tensor x = torch::randn({5, 12});
+    const at::Tensor z = torch::randn({5, 6});
+    at::Tensor latent;
+    at::Tensor decoded;
+    {
+      const auto region = mixed.autocast();
+      latent = model->encode(x);
+      decoded = model->decode(z);
+    }
+    const auto want = mixed.call([&](const at::Tensor& input) { return model->decode(input); }, z);
+    EXPECT_TRUE(test::near(decoded, want, dtype == torch::kHalf ? 0x1p-9 : 0x1p-6));
+    latent.to(torch::kFloat).sum().backward();
+    EXPECT_TRUE(model->encoder->weight.grad().defined());
+  }
+}
+
+// It is forward's region: on a CPU without 16-bit instructions, what it computes is emulated there too.
+TEST(AutocastOfAModel, EmulatesAsForwardDoes) {
+  for (const char* level : {"O2", "O3"}) {
+    auto model = autoencoder();
+    auto options = quiet(level, torch::kHalf);
+    options.policy(CastPolicy::semitone(torch::kHalf).emulation(Emulation::always));
+    auto mixed = initialize(model, options);
+    const at::Tensor x = torch::randn({5, 12});
+    const at::Tensor want = mixed.forward(model, x);
+    at::Tensor got;
+    {
+      const auto region = mixed.autocast();
+      got = model->forward(x.to(torch::kHalf)).to(torch::kFloat);
+    }
+    expect_bitwise_equal(got, want);
+  }
+}
+
+// Weights that were changed reach their masters, and unwritten masters the weights, as before forward.
+TEST(AutocastOfAModel, SeesTheMastersValues) {
+  auto model = autoencoder();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  auto mixed = initialize(model, optimizer, quiet("O2"));
+  {
+    const torch::NoGradGuard no_grad;
+    mixed.master_params(optimizer)[0].fill_(2.0);
+  }
+  const auto region = mixed.autocast();
+  EXPECT_EQ(model->encoder->weight[0][0].item<double>(), 2.0);
+}
+
+using Recurrent = std::tuple<const char*, c10::ScalarType>;
+
+struct RecurrentNetsImpl : torch::nn::Module {
+  RecurrentNetsImpl() {
+    register_module("lstm", lstm);
+    register_module("gru", gru);
+    register_module("rnn", rnn);
+    register_module("lstm_cell", lstm_cell);
+    register_module("gru_cell", gru_cell);
+  }
+  torch::nn::LSTM lstm{torch::nn::LSTMOptions(4, 6).num_layers(2)};
+  torch::nn::GRU gru{torch::nn::GRUOptions(4, 6).bidirectional(true)};
+  torch::nn::RNN rnn{torch::nn::RNNOptions(4, 6)};
+  torch::nn::LSTMCell lstm_cell{4, 6};
+  torch::nn::GRUCell gru_cell{4, 6};
+};
+TORCH_MODULE(RecurrentNets);
+
+class RecurrentNetworks : public testing::TestWithParam<Recurrent> {};
+
+// Packed sequences too, which go through a method of their own.
+TEST_P(RecurrentNetworks, TakeFp32BesideSixteenBitWeights) {
+  const auto& [level, dtype] = GetParam();
+  torch::manual_seed(2);
+  RecurrentNets nets;
+  torch::optim::SGD optimizer(nets->parameters(), 0.1);
+  auto mixed = initialize(nets, optimizer, quiet(level, dtype));
+  const at::Tensor x = torch::randn({5, 3, 4});
+  const auto packed =
+      torch::nn::utils::rnn::pack_padded_sequence(x, torch::tensor({5, 4, 2}, torch::kLong));
+  const at::Tensor h = torch::randn({3, 6});
+  const auto run = [&] {
+    return std::vector<at::Tensor>{
+        std::get<0>(nets->lstm(x)),
+        std::get<0>(nets->gru(x)),
+        std::get<0>(nets->rnn(x)),
+        std::get<0>(nets->lstm->forward_with_packed_input(packed)).data(),
+        std::get<0>(nets->gru->forward_with_packed_input(packed)).data(),
+        std::get<0>(nets->lstm_cell(x[0], std::tuple(h, h))),
+        nets->gru_cell(x[0], h)};
+  };
+  std::vector<at::Tensor> want;
+  {
+    const auto fp32 = mixed.fp32_weights(nets);
+    const torch::NoGradGuard no_grad;
+    want = run();
+  }
+  std::vector<at::Tensor> results;
+  {
+    const auto region = mixed.autocast();
+    results = run();
+  }
+  // Values of about 1 through some ten roundings.
+  const double unit = dtype == torch::kHalf ? 0x1p-11 : 0x1p-8;
+  at::Tensor loss = torch::zeros({});
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    EXPECT_EQ(results[i].scalar_type(), dtype) << i;
+    EXPECT_LE((results[i].to(torch::kFloat) - want[i]).abs().max().item<double>(), 4 * unit) << i;
+    loss = loss + results[i].to(torch::kFloat).square().sum();
+  }
+  mixed.scale_loss(loss, optimizer).backward();
+  for (const at::Tensor& parameter : mixed.master_params(optimizer)) {
+    ASSERT_TRUE(parameter.grad().defined());
+    EXPECT_GT(parameter.grad().abs().sum().item<double>(), 0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AtEveryLevel, RecurrentNetworks,
+                         testing::Combine(testing::Values("O2", "O3"),
+                                          testing::Values(torch::kBFloat16, torch::kHalf)),
+                         [](const auto& tested) {
+                           return std::string(std::get<0>(tested.param)) +
+                                  (std::get<1>(tested.param) == torch::kHalf ? "_fp16" : "_bf16");
+                         });
+
+TEST(ModulesInsideAModel, AreRunByForward) {
+  for (const auto& [level, dtype] : levels()) {
+    SCOPED_TRACE(level);
+    auto model = autoencoder();
+    auto beside = autoencoder();
+    auto mixed = initialize(model, quiet(level, dtype));
+    const at::Tensor z = torch::randn({5, 6});
+    for (int i = 0; i < 2; ++i) {  // found, then known
+      const at::Tensor decoded = mixed.forward(model->decoder, z);
+      EXPECT_EQ(decoded.scalar_type(), torch::kFloat);
+      const at::Tensor want =
+          mixed.call([&](const at::Tensor& x) { return model->decoder->forward(x); }, z);
+      expect_bitwise_equal(decoded, want);
+    }
+    auto inner = model->decoder->ptr<torch::nn::LinearImpl>(0);
+    EXPECT_EQ(mixed.forward(inner, z).sizes(), (std::vector<std::int64_t>{5, 8}));
+    EXPECT_THAT(message_of<Error>([&] { mixed.forward(beside->decoder, z); }),
+                HasSubstr("expected a model that was given to amp::initialize"));
+  }
+}
+
+// Held by no shared pointer, as the examples' models are.
+TEST(ModulesInsideAModel, MayBelongToAModelHeldByValue) {
+  AutoencoderImpl model;
+  auto mixed = initialize(model, quiet("O2"));
+  EXPECT_EQ(mixed.forward(model.decoder, torch::randn({5, 6})).scalar_type(), torch::kFloat);
+}
+
+TEST(ModulesInsideAModel, MayBeTorchScript) {
+  torch::jit::Module inner("Inner");
+  inner.register_parameter("weight", torch::ones({3, 4}), false);
+  inner.define("def forward(self, x: Tensor):\n    return torch.linear(x, self.weight)\n");
+  torch::jit::Module outer("Outer");
+  outer.register_module("inner", inner);
+  outer.define("def forward(self, x: Tensor):\n    return self.inner.forward(x) * 2\n");
+  auto mixed = initialize(outer, quiet("O2"));
+  auto part = outer.attr("inner").toModule();
+  const auto result = mixed.forward(part, torch::ones({2, 4}));
+  EXPECT_EQ(result.toTensor().scalar_type(), torch::kFloat);
+  EXPECT_EQ(result.toTensor()[0][0].item<double>(), 4.0);
+}
+
+// What the library logs while it lives.
+class CapturedLog {
+ public:
+  CapturedLog() : logger_(spdlog::get("semitone")) {
+    before_ = logger_->sinks();
+    logger_->sinks() = {std::make_shared<spdlog::sinks::ostream_sink_mt>(stream_)};
+  }
+  ~CapturedLog() { logger_->sinks() = before_; }
+  std::string text() const { return stream_.str(); }
+
+ private:
+  std::ostringstream stream_;
+  std::shared_ptr<spdlog::logger> logger_;
+  std::vector<spdlog::sink_ptr> before_;
+};
+
+// What is logged in three steps of training with a forward of one's own.
+template <typename Forward>
+std::string log_of(const char* level, Forward&& forward) {
+  auto model = autoencoder();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  {
+    // Makes the logger.
+    const auto other = initialize(autoencoder(), Options(level).verbosity(1));
+  }
+  auto mixed = initialize(model, optimizer, quiet(level).verbosity(1));
+  const CapturedLog log;
+  for (int i = 0; i < 3; ++i) {
+    optimizer.zero_grad();
+    const at::Tensor loss = forward(mixed, model, torch::ones({2, 12}));
+    mixed.scale_loss(loss, optimizer).backward();
+    EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+  }
+  return log.text();
+}
+
+TEST(AModelThatNeverRanInMixedPrecision, IsWarnedOfOnce) {
+  for (const char* level : {"O1", "O2"}) {
+    const std::string text =
+        log_of(level, [](MixedPrecision&, Autoencoder& model, const at::Tensor& x) {
+          return model->forward(x.to(model->encoder->weight.scalar_type()))
+              .to(torch::kFloat)
+              .square()
+              .sum();
+        });
+    const auto first = text.find("mixed.forward(model, …)");
+    EXPECT_NE(first, std::string::npos) << level << text;
+    EXPECT_EQ(text.find("mixed.forward(model, …)", first + 1), std::string::npos) << text;
+  }
+}
+
+TEST(AModelThatNeverRanInMixedPrecision, IsNotWarnedOfWhereItRan) {
+  using Model = Autoencoder;
+  for (const char* level : {"O0", "O1", "O2"}) {
+    EXPECT_EQ(
+        log_of(level, [](MixedPrecision& mixed, Model& model,
+                         const at::Tensor& x) { return mixed.forward(model, x).square().sum(); }),
+        "");
+    EXPECT_EQ(log_of(level,
+                     [](MixedPrecision& mixed, Model& model, const at::Tensor& x) {
+                       const auto region = mixed.autocast();
+                       return model->forward(x).to(torch::kFloat).square().sum();
+                     }),
+              "");
+    EXPECT_EQ(log_of(level,
+                     [](MixedPrecision& mixed, Model& model, const at::Tensor& x) {
+                       return mixed
+                           .call([&](const at::Tensor& input) { return model->encode(input); }, x)
+                           .square()
+                           .sum();
+                     }),
+              "");
+    EXPECT_EQ(log_of(level,
+                     [](MixedPrecision& mixed, Model& model, const at::Tensor& x) {
+                       return mixed.forward(model->encoder, x).square().sum();
+                     }),
+              "");
+  }
+  // There is nothing to miss at O0.
+  EXPECT_EQ(log_of("O0", [](MixedPrecision&, Model& model,
+                            const at::Tensor& x) { return model->forward(x).square().sum(); }),
+            "");
+}
+
+// Of two models, the one that is meant.
+TEST(AModelThatNeverRanInMixedPrecision, IsNamedByItsPlace) {
+  auto generator = autoencoder();
+  auto discriminator = autoencoder();
+  torch::optim::SGD one(generator->parameters(), 0.1);
+  torch::optim::SGD two(discriminator->parameters(), 0.1);
+  auto mixed = initialize({generator, discriminator}, {one, two}, quiet("O1").verbosity(1));
+  const CapturedLog log;
+  const at::Tensor made = mixed.forward(generator, torch::ones({2, 12}));
+  mixed.scale_loss(discriminator->forward(made).square().sum(), OptimizerRefs{one, two}).backward();
+  mixed.step(one);
+  EXPECT_EQ(log.text(), "");
+  mixed.step(two);
+  EXPECT_THAT(log.text(), HasSubstr("model 1 is trained"));
+}
+
+}  // namespace
+}  // namespace semitone::amp::other_methods_test
