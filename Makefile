@@ -18,7 +18,7 @@ export TORCH SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program mnist mnist-ddp test bench bench-peers bench-compare format check-format tidy clean
+.PHONY: help setup configure build program mnist mnist-ddp test test-isa bench bench-peers bench-compare format check-format tidy clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,6 +50,10 @@ mnist-ddp: program  ## The same in two processes, each with its share of the ima
 test: build  ## Build and run every test
 	$(say) "running the tests"
 	@ctest --test-dir $(BUILD) --output-on-failure $(ARGS)
+
+test-isa: build  ## Run the tests of numbers at every instruction set, from SSE4.1 to this processor's
+	$(say) "running the tests of numbers at every instruction set"
+	@ctest --test-dir $(BUILD) --output-on-failure -C isa -L isa $(ARGS)
 
 bench: configure  ## Build and run the benchmarks
 	$(say) "compiling the benchmarks with $(JOBS) jobs"

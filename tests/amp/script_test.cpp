@@ -328,7 +328,10 @@ TEST_P(ScriptLevels, O1TrainsAScriptModule) {
     if (step == 0) first = last;
   }
   EXPECT_LT(last, 0.5 * first);
-  expect_bitwise_equal(net.forward({x}).toTensor(), eager(net, x));
+  // Outside of regions TorchScript takes addmm apart, which rounds once more on processors where the
+  // product adds the bias in one operation.
+  expect_close(net.forward({x}).toTensor(), eager(net, x),
+               test::reduction_tolerance(kFp32, kIn + kHidden));
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, ScriptLevels, testing::Values(kBf16, kFp16),

@@ -1,0 +1,67 @@
+// Runs tests at the instruction sets that the environment allows: ATEN_CPU_CAPABILITY limits
+// LibTorch's kernels, ONEDNN_MAX_CPU_ISA oneDNN's, and here our own, which Highway chooses, are
+// limited to what oneDNN has. Says what came of it.
+
+#include "semitone/core/env.h"
+#include "src/core/native_kernels.h"
+
+#include <ATen/Context.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <hwy/highway.h>
+
+#include <cstdint>
+#include <iostream>
+#include <string>
+
+namespace semitone {
+namespace {
+
+// Highway's name for the best of its targets that is no better than a set. Lower bits are better.
+std::int64_t highway_target(InstructionSet set) {
+  switch (set) {
+    case InstructionSet::baseline:
+      return HWY_SSE4;
+    case InstructionSet::avx2:
+    case InstructionSet::avx2_vnni_2:
+      return HWY_AVX2;
+    case InstructionSet::avx512:
+      return HWY_AVX3;
+    default:
+      return 1;
+  }
+}
+
+void limit_instruction_sets() {
+  const InstructionSet set = effective_instruction_set();
+  hwy::DisableTargets(highway_target(set) - 1);
+  const std::int64_t targets = hwy::SupportedTargets();
+  std::cout << "Instruction sets: LibTorch " << at::get_cpu_capability() << ", oneDNN "
+            << name_of(set) << ", Semitone " << hwy::TargetName(targets & -targets) << '\n';
+  const std::string limit = env::get(env::kOneDnnMaxIsa).value_or("");
+  constexpr CpuFeatures kAll{.avx2 = true,
+                             .avx_vnni = true,
+                             .avx_vnni_int8 = true,
+                             .avx_ne_convert = true,
+                             .avx512 = true,
+                             .avx512_vnni = true,
+                             .avx512_bf16 = true,
+                             .avx512_fp16 = true,
+                             .amx = true,
+                             .amx_fp16 = true};
+  const InstructionSet allowed = effective_instruction_set(kAll, limit);
+  if (!limit.empty() && allowed != set) {
+    std::cout << "Up to " << name_of(allowed) << " was allowed; this processor has no more than "
+              << name_of(set) << ", so this is the same run as without a limit\n";
+  }
+}
+
+}  // namespace
+}  // namespace semitone
+
+int main(int argc, char** argv) {
+  testing::InitGoogleMock(&argc, argv);
+  semitone::limit_instruction_sets();
+  return RUN_ALL_TESTS();
+}
