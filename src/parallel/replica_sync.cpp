@@ -6,6 +6,7 @@
 #include "src/core/log.h"
 #include "src/parallel/reduction.h"
 #include "src/parallel/same_model.h"
+#include "src/parallel/send_weights.h"
 
 #include <c10/util/DimVector.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -202,11 +203,7 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_, const DdpOptions
   for (const auto& entry : model.buffers) buffers.push_back(entry.tensor);
   if (group.size() == 1) return;
 
-  std::vector<at::Tensor> all;
-  for (const auto& entry : model.parameters) all.push_back(entry.tensor);
-  all.insert(all.end(), buffers.begin(), buffers.end());
-  group.broadcast(all);
-
+  send_weights(model, group, 0);
   const Divisor divisor = [this] {
     const bool fewer = joining.has_value() && !joining->options.divide_by_initial_world_size;
     return fewer ? joining->live : group.size();
@@ -338,13 +335,11 @@ void ReplicaSync::Impl::shadow_step() {
 
 void ReplicaSync::Impl::take_final_model(bool was_last) {
   const int root = last_rank_with(was_last);
-  std::vector<at::Tensor> all;
   if (!joining->options.follow) {
-    for (const auto& entry : model.parameters) all.push_back(entry.tensor.detach());
+    send_weights(model, group, root);
+  } else if (!buffers.empty()) {
+    comm::broadcast_unchecked(group, buffers, root);
   }
-  if (all.empty() && buffers.empty()) return;
-  all.insert(all.end(), buffers.begin(), buffers.end());
-  comm::broadcast_unchecked(group, all, root);
 }
 
 ReplicaSync::ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options)

@@ -103,7 +103,7 @@ struct JoinOptions {
   ///     };
   ///
   /// Default: nothing. The model is copied from the last ranks at the end; a rank's optimizer is
-  /// where it was when its input ended, and fp32 masters are made anew from the model.
+  /// where it was when its input ended; fp32 masters come with the model.
   std::function<void(const std::function<void()>& receive)> follow;
 };
 

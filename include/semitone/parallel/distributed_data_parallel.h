@@ -26,7 +26,8 @@ namespace semitone::parallel {
 ///       optimizer.step();
 ///     }
 ///
-/// Construction makes the parameters and buffers of all ranks equal to rank 0's. Before that it
+/// Construction makes the parameters and buffers of all ranks equal to rank 0's, and after
+/// amp::initialize their fp32 master weights, which keep their lower bits. Before that it
 /// verifies that all ranks have the same model: a difference in number, name, shape, strides, dtype
 /// or requires_grad of the parameters is an Error on every rank that names rank and parameter.
 /// Error, too, for a model without parameters that need gradients, for tensors on a device that the
