@@ -5,6 +5,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 #include <torch/serialize.h>
 
@@ -23,7 +24,7 @@ namespace semitone::train {
 namespace {
 
 constexpr auto kCheckpoint = "train.checkpoint";
-constexpr auto kFormat = "semitone.train/1";
+constexpr auto kFormat = "semitone.train/2";
 
 std::string to_text(const Agreement& agreement) {
   std::string text;
@@ -43,18 +44,43 @@ Agreement from_text(const std::string& text) {
   return agreement;
 }
 
+std::string value_in(const Agreement& values, const std::string& name) {
+  for (const auto& [known, value] : values) {
+    if (known == name) return value;
+  }
+  return "none";
+}
+
 void require_agreement(const std::filesystem::path& path, const Agreement& saved,
                        const Agreement& here) {
   for (const auto& [name, value] : here) {
-    std::string other = "none";
-    for (const auto& [saved_name, saved_value] : saved) {
-      if (saved_name == name) other = saved_value;
-    }
+    const std::string other = value_in(saved, name);
     if (other != value) {
       throw FileError(kCheckpoint, name + " " + value + " in '" + path.string() + "'", other,
                       "resume with the options of the saved run");
     }
   }
+}
+
+// A model's parameters and buffers, and their shapes: what a state of it fits. Module::load takes any
+// shape, and leaves what the file lacks.
+Agreement tensors_of(const amp::Model& model) {
+  Agreement tensors;
+  for (const amp::Model::Entry& entry : model.entries())
+    tensors.emplace_back(entry.name, c10::str(entry.tensor.sizes()));
+  return tensors;
+}
+
+void require_tensors(const std::filesystem::path& path, const Agreement& saved,
+                     const Agreement& here) {
+  const auto require = [&](const std::string& name, const std::string& wanted,
+                           const std::string& found) {
+    if (found == wanted) return;
+    throw FileError(kCheckpoint, fmt::format("'{}' {} in '{}'", name, wanted, path.string()), found,
+                    "resume with the model of the saved run");
+  };
+  for (const auto& [name, shape] : here) require(name, shape, value_in(saved, name));
+  for (const auto& [name, shape] : saved) require(name, value_in(here, name), shape);
 }
 
 c10::Device device_of(const Training& training) {
@@ -157,6 +183,8 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
                     "an archive of another kind");
   }
   require_agreement(path, from_text(read_value<std::string>(archive, "options")), agreement);
+  require_tensors(path, from_text(read_value<std::string>(archive, "tensors")),
+                  tensors_of(training.model));
   at::Tensor loss_sums;
   archive.read("loss_sums", loss_sums);
   auto generators = generators_of(training);
@@ -196,6 +224,7 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
   torch::serialize::OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
   archive.write("options", c10::IValue(to_text(agreement)));
+  archive.write("tensors", c10::IValue(to_text(tensors_of(training.model))));
   archive.write("step", c10::IValue(training.position.step));
   archive.write("loss_sums", loss_sums);
   archive.write("loss_count", c10::IValue(training.position.loss_count));

@@ -39,8 +39,9 @@ struct Training {
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 
-// FileError if the file is no checkpoint, is damaged, or was made with other options (named). Every
-// rank calls it; rank 0 reads.
+// FileError if the file is no checkpoint, is damaged, or was made with other options or by another
+// model (the option, or the first tensor that differs, is named); nothing is changed then. Every rank
+// calls it; rank 0 reads.
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 

@@ -471,6 +471,48 @@ TEST_F(SavedStateTest, OfAnotherModelIsAFileError) {
               HasSubstr("[train.checkpoint]"));
 }
 
+// The same names and the same options, so that only the shapes tell.
+struct TwoLayersImpl : torch::nn::Module {
+  explicit TwoLayersImpl(std::int64_t width) {
+    first = register_module("first", torch::nn::Linear(28 * 28, width));
+    second = register_module("second", torch::nn::Linear(width, 10));
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    return second(torch::relu(first(images.flatten(1))));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(TwoLayers);
+
+TEST(SavedStates, OfAModelOfOtherShapesAreFileErrorsAndChangeNothing) {
+  const test::TemporaryFolder folder;
+  for (const OptLevel level : {OptLevel::O0, OptLevel::O1, OptLevel::O2}) {
+    for (const OptimizerKind kind : {OptimizerKind::sgd, OptimizerKind::adam}) {
+      const auto options = options_for(level, torch::kBFloat16).optimizer(kind).max_steps(2);
+      const auto state = folder / "state";
+      train_classifier([] { return Classifier(TwoLayers(16)); }, data(),
+                       TrainOptions(options).save(state));
+      TwoLayers wide{nullptr};
+      at::Tensor first;
+      const auto make = [&] {
+        wide = TwoLayers(24);
+        first = wide->first->weight.detach().clone();
+        return Classifier(wide);
+      };
+      Recorder recorder;
+      EXPECT_THAT(message_of([&] {
+                    train_classifier(make, data(), TrainOptions(options).resume(state), recorder);
+                  }),
+                  AllOf(HasSubstr("[train.checkpoint]"), HasSubstr("'first.weight' [24, 784]"),
+                        HasSubstr("got [16, 784]"), HasSubstr(state.string())));
+      EXPECT_TRUE(recorder.steps.empty());
+      EXPECT_EQ(wide->first->weight.sizes(), first.sizes());
+      EXPECT_TRUE(
+          torch::equal(wide->first->weight.detach(), first.to(wide->first->weight.scalar_type())));
+    }
+  }
+}
+
 TEST_F(SavedStateTest, ThatCannotBeWrittenIsSaidBeforeTraining) {
   Recorder recorder;
   EXPECT_THROW(
