@@ -102,6 +102,35 @@ void expect_close(const Tensors& got, const Tensors& want, double tolerance) {
   }
 }
 
+// The same in fp64, from the same (16-bit) numbers.
+Outcome exact_outcome_of(const Tensors& inputs, const Function& function,
+                         const Upper& upper = ones) {
+  Tensors leaves;
+  for (const at::Tensor& input : inputs)
+    leaves.push_back(input.to(torch::kDouble).detach().requires_grad_());
+  const at::Tensor result = function(leaves);
+  return {result,
+          torch::autograd::grad({result}, leaves, {upper(result).to(torch::kDouble)}, {}, false,
+                                /*allow_unused=*/true),
+          {}};
+}
+
+// Computed in fp32, with sums of so many terms, and rounded to its dtype so many times.
+void expect_rounded(const at::Tensor& got, const at::Tensor& exact, std::int64_t terms,
+                    int times = 1) {
+  const double rounded =
+      test::is_16_bits(got.scalar_type()) ? test::rounding_tolerance(got.scalar_type(), times) : 0;
+  EXPECT_TRUE(test::near(got, exact, rounded + test::reduction_tolerance(torch::kFloat, terms)));
+}
+void expect_rounded(const Tensors& got, const Tensors& exact, std::int64_t terms, int times = 1) {
+  ASSERT_EQ(got.size(), exact.size());
+  for (std::size_t i = 0; i < exact.size(); ++i) {
+    SCOPED_TRACE(c10::str("tensor ", i));
+    ASSERT_TRUE(exact[i].defined());
+    expect_rounded(got[i], exact[i], terms, times);
+  }
+}
+
 struct BatchNormCase {
   at::Tensor input;
   at::Tensor weight = torch::rand({6}) + 0.5;
@@ -123,6 +152,19 @@ struct BatchNormCase {
   }
 };
 
+// In fp64, from the same numbers.
+Outcome exact_outcome_of(const BatchNormCase& layer) {
+  const auto fp64 = [](const at::Tensor& tensor) { return tensor.to(torch::kDouble); };
+  const Tensors leaves = leaves_of({fp64(layer.input), fp64(layer.weight), fp64(layer.bias)});
+  Outcome outcome{.result = {},
+                  .gradients = {},
+                  .changed = {fp64(layer.mean).clone(), fp64(layer.var).clone()}};
+  outcome.result = torch::batch_norm(leaves[0], leaves[1], leaves[2], outcome.changed[0],
+                                     outcome.changed[1], true, 0.1, 1e-5, false);
+  outcome.gradients = torch::autograd::grad({outcome.result}, leaves, {fp64(layer.grad)});
+  return outcome;
+}
+
 BatchNormCase batch_norm_case(c10::ScalarType dtype) {
   return {.input = torch::randn({5, 6, 7, 9})
                        .mul(2)
@@ -142,6 +184,10 @@ TEST(FastKernels, BatchNormComputesWhatLibTorchDoes) {
     EXPECT_FALSE(is_ours(want.result));
     EXPECT_EQ(got.result.strides(), want.result.strides());
     constexpr std::int64_t kTerms = 5 * 7 * 9;
+    const Outcome exact = exact_outcome_of(layer);
+    expect_rounded({got.result}, {exact.result}, kTerms);
+    expect_rounded(got.gradients, exact.gradients, kTerms);
+    expect_rounded(got.changed, exact.changed, kTerms);
     expect_close(got.result, want.result, test::pointwise_tolerance(dtype));
     expect_close(got.gradients, want.gradients, test::reduction_tolerance(dtype, kTerms));
     expect_close(got.changed, want.changed, test::reduction_tolerance(torch::kFloat, kTerms));
@@ -250,6 +296,9 @@ TEST_P(FastFunctions, ComputeWhatLibTorchDoes) {
     Tensors inputs = GetParam().inputs;
     inputs[0] = inputs[0].to(dtype);
     const auto [got, want] = outcomes_of(inputs, GetParam().run);
+    const Outcome exact = exact_outcome_of(inputs, GetParam().run);
+    expect_rounded({got.result}, {exact.result}, GetParam().terms);
+    expect_rounded(got.gradients, exact.gradients, GetParam().terms);
     const double tolerance = test::reduction_tolerance(dtype, GetParam().terms);
     expect_close(got.result, want.result, tolerance);
     expect_close(got.gradients, want.gradients, tolerance);
@@ -285,8 +334,10 @@ TEST(FastKernels, MaxPool2dComputesWhatLibTorchDoes) {
       expect_bitwise_equal(got.result, want.result);
       EXPECT_EQ(got.result.strides(), want.result.strides());
       EXPECT_EQ(got.gradients[0].strides(), want.gradients[0].strides());
-      // LibTorch rounds after each of up to nine additions.
-      expect_close(got.gradients[0], want.gradients[0], test::reduction_tolerance(dtype, 9));
+      // LibTorch rounds after each of up to nine additions, ours once: it is no reference.
+      const Outcome exact = exact_outcome_of(
+          {input}, pool, [&](const at::Tensor& result) { return graded(result.to(dtype)); });
+      expect_rounded(got.gradients, exact.gradients, 9);
       const at::NoGradGuard no_grad;
       const Autocast region(with_kernels());
       expect_bitwise_equal(pool({input}), want.result);
@@ -503,9 +554,9 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   // Of so small a probability that hardly anything is dropped, in the end nothing.
   const Outcome got = run(with_kernels(), 1e-9);
   const Outcome want = run(without_kernels(), 0);
-  const double tolerance = test::reduction_tolerance(torch::kBFloat16, 19);
-  expect_close(got.result, want.result, tolerance);
-  expect_close(got.gradients, want.gradients, tolerance);
+  // Scaled query, scores, their softmax, dropout and product; LibTorch's kernel rounds some of them.
+  expect_close(got.result, want.result, test::rounding_tolerance(torch::kBFloat16, 5));
+  expect_close(got.gradients, want.gradients, test::rounding_tolerance(torch::kBFloat16, 10));
   // The mean over many masks is the result without any.
   at::Tensor sum = torch::zeros_like(want.result, torch::kFloat);
   constexpr int kTimes = 400;

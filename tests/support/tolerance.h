@@ -24,9 +24,14 @@ inline double reduction_tolerance(c10::ScalarType dtype, std::int64_t terms) {
   return pointwise_tolerance(dtype) * std::sqrt(static_cast<double>(terms));
 }
 
-// A value that was rounded to the dtype once, and is otherwise exact: half a unit.
-inline double rounding_tolerance(c10::ScalarType dtype) {
-  return dtype_limits(dtype).epsilon / 2;
+// A value that was rounded to the dtype so many times, each time by half a unit at most, and is
+// otherwise exact.
+inline double rounding_tolerance(c10::ScalarType dtype, int times = 1) {
+  return times * dtype_limits(dtype).epsilon / 2;
+}
+
+inline bool is_16_bits(c10::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
 }  // namespace semitone::test
