@@ -20,6 +20,7 @@
 #include "semitone/core/events.h"
 #include "semitone/core/keep_fp32.h"
 #include "semitone/core/map_tensors.h"
+#include "semitone/core/parameter_places.h"
 #include "semitone/core/version.h"
 #include "semitone/nn/fused_batch_norm.h"
 #include "semitone/nn/fused_cross_entropy.h"

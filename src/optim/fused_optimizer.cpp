@@ -95,10 +95,11 @@ bool is_set(std::string_view where, const at::Tensor& found_inf) {
   return !(found_inf.item<double>() == 0);
 }
 
-// Of the random bits that bf16 state is rounded with. Nothing in it depends on the other parameters
-// of the optimizer: a rank's share of them has to draw the same bits as all of them.
-std::uint32_t seed_of(const at::Tensor& parameter, std::int64_t step) {
+// Of the random bits that bf16 state is rounded with: other ones for each parameter and step. Nothing
+// in it depends on memory or on what a rank's share of the parameters is.
+std::uint32_t seed_of(const at::Tensor& parameter, std::uint32_t place, std::int64_t step) {
   auto seed = kernels::hash_bits(static_cast<std::uint32_t>(step));
+  seed = kernels::hash_bits(seed + place);
   for (const std::int64_t size : parameter.sizes())
     seed = kernels::hash_bits(seed + static_cast<std::uint32_t>(size));
   return seed;
@@ -139,10 +140,14 @@ bool FusedOptimizer::step(const FusedStep& how) {
   for (Work& one : work) prepare(one, state_in(state_, one.update.param));
   for (Work& one : work) {
     one.step = ++one.state->step;
-    one.update.seed = seed_of(one.update.param, one.step);
+    one.update.seed = seed_of(one.update.param, one.place, one.step);
   }
   update(work);
   return true;
+}
+
+void FusedOptimizer::set_parameter_places(ParameterPlaces places) {
+  places_ = std::move(places);
 }
 
 void FusedOptimizer::update(std::span<Work> work) {
@@ -169,7 +174,8 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
     const bool splits = splits_masters(group);
     for (std::size_t i = 0; i < group.params().size(); ++i) {
       const at::Tensor& parameter = group.params()[i];
-      if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second || !parameter.defined()) continue;
+      const auto own_place = static_cast<std::uint32_t>(seen.size() - 1);
       at::Tensor grad = parameter.grad();
       at::Tensor copy;
       double grad_scale = how.inv_scale() * how.clip();
@@ -198,7 +204,10 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
       if (const FusedState* state = find(parameter); state != nullptr) {
         check_state(*state, parameter, slots(group.options()), place(g, i));
       }
-      Work one{&group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, g, {}};
+      const auto given_place = places_.find(parameter.unsafeGetTensorImpl());
+      const auto place = given_place == places_.end() ? own_place : given_place->second;
+      Work one{
+          &group.options(), nullptr, {parameter, {}, grad, copy, {}}, grad_scale, g, place, {}};
       follow(one.update.grad, parameter, grad.scalar_type());
       work.push_back(std::move(one));
     }

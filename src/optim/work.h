@@ -19,6 +19,7 @@ struct FusedOptimizer::Work {
   kernels::Update update;       // update.state: the state's tensors, but not its numbers
   double grad_scale = 1;        // what the gradient is multiplied by
   std::size_t group = 0;        // of the optimizer's, that it stands in
+  std::uint32_t place = 0;      // among all parameters
   std::array<bool, 3> fresh{};  // state that was made in this step
   std::int64_t step = 1;        // its number, for this parameter
 

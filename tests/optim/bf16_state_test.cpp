@@ -11,6 +11,7 @@
 #include <cmath>
 #include <memory>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 namespace semitone::test {
@@ -72,19 +73,72 @@ TEST(Bf16State, MovesInStepsThatAreBelowItsUnit) {
   EXPECT_GT(squares.std().item<double>(), 0.001);  // each element draws its own
 }
 
-TEST(Bf16State, IsDrawnAnewForEachShapeAndStep) {
-  const at::Tensor a = torch::zeros({512}).requires_grad_();
-  const at::Tensor b = torch::zeros({2, 256}).requires_grad_();
-  FusedSGD sgd({a, b}, FusedSGDOptions(0).momentum(0.5).bf16_state(true));
-  const at::Tensor grad = torch::full({512}, 1 + 0x1p-8);  // between two numbers
-  a.mutable_grad() = grad;
-  b.mutable_grad() = grad.view({2, 256});
-  sgd.step();
-  const at::Tensor first = sgd.state_of(a, "momentum_buffer").clone();
-  EXPECT_FALSE(first.equal(sgd.state_of(b, "momentum_buffer").flatten()));
-  sgd.state_of(a, "momentum_buffer").zero_();
-  sgd.step();
-  EXPECT_FALSE(first.equal(sgd.state_of(a, "momentum_buffer")));
+// Momentum of a gradient that lies in the middle between two numbers, as the way each element was
+// rounded: 1 up, -1 down.
+class Rounded {
+ public:
+  explicit Rounded(std::vector<at::Tensor> parameters)
+      : parameters_(std::move(parameters)),
+        sgd_(parameters_, FusedSGDOptions(0).momentum(0.5).bf16_state(true)) {}
+
+  FusedSGD& optimizer() { return sgd_; }
+
+  // Of each parameter, in the next step.
+  std::vector<at::Tensor> ways() {
+    for (const at::Tensor& parameter : parameters_) {
+      parameter.mutable_grad() = torch::full(parameter.sizes(), 1 + 0x1p-8);
+      if (const at::Tensor buffer = sgd_.state_of(parameter, "momentum_buffer"); buffer.defined())
+        buffer.zero_();
+    }
+    sgd_.step();
+    std::vector<at::Tensor> ways;
+    for (const at::Tensor& parameter : parameters_) {
+      const at::Tensor buffer = sgd_.state_of(parameter, "momentum_buffer").flatten();
+      ways.push_back(buffer.gt(1).to(at::kDouble).mul(2).sub(1));
+    }
+    return ways;
+  }
+
+ private:
+  std::vector<at::Tensor> parameters_;
+  FusedSGD sgd_;
+};
+
+constexpr std::int64_t kMany = 1 << 16;
+
+std::vector<at::Tensor> parameters_of(const std::vector<std::vector<std::int64_t>>& shapes) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& shape : shapes) parameters.push_back(torch::zeros(shape).requires_grad_());
+  return parameters;
+}
+
+// Parameters of equal shapes too, as the layers of a transformer have them: with the same bits their
+// errors would go the same way.
+TEST(Bf16State, IsDrawnIndependentlyForEachParameterAndStep) {
+  Rounded rounded(parameters_of({{256, 256}, {256, 256}, {kMany}, {256, 256}}));
+  std::vector<at::Tensor> ways;
+  for (int step = 0; step < 3; ++step) {
+    for (const at::Tensor& way : rounded.ways()) ways.push_back(way);
+  }
+  // Five standard deviations of the mean of so many independent 1s and -1s.
+  const double most = 5 / std::sqrt(static_cast<double>(kMany));
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    EXPECT_LT(std::abs(ways[i].mean().item<double>()), most) << i;
+    for (std::size_t j = 0; j < i; ++j)
+      EXPECT_LT(std::abs(ways[i].mul(ways[j]).mean().item<double>()), most) << i << " and " << j;
+  }
+}
+
+TEST(Bf16State, IsDrawnByThePlacesThatWereSet) {
+  const auto parameters = parameters_of({{256, 256}, {7}, {256, 256}, {256, 256}});
+  Rounded all(parameters);
+  const std::vector<at::Tensor> want = all.ways();
+  Rounded share({parameters[0], parameters[3]});
+  share.optimizer().set_parameter_places(places_of(all.optimizer().param_groups()));
+  const std::vector<at::Tensor> got = share.ways();
+  expect_bitwise_equal(got[0], want[0]);
+  expect_bitwise_equal(got[1], want[3]);
+  EXPECT_FALSE(want[2].equal(want[3]));
 }
 
 TEST(Bf16State, GoesOnBitForBitFromAFile) {

@@ -377,6 +377,31 @@ TEST_P(FusedOptimizers, StepGroupsThatAreAddedLaterByTheirOwnOptions) {
   }
 }
 
+// A weight that gets no gradient any more: its momentum does not stay at a few units of the smallest
+// subnormal number, with which some processors compute ten times slower.
+TEST_P(FusedOptimizers, StateThatFadesEndsAtZero) {
+  const at::Tensor weight = torch::zeros({37}).requires_grad_();
+  const auto optimizer = GetParam()({weight});
+  weight.mutable_grad() = torch::ones({37});
+  optimizer->step();
+  const at::Tensor state = optimizer->state_of(weight, GetParam().first_state);
+  if (!state.defined()) return;  // SGD without momentum
+  {
+    const at::NoGradGuard no_grad;
+    weight.zero_();
+  }
+  weight.mutable_grad() = torch::zeros({37});
+  state.fill_(2e-38);  // twice the smallest normal number
+  for (int i = 0; i < 30; ++i) {
+    optimizer->step();
+    const at::Tensor now = state.abs();
+    EXPECT_FALSE(
+        now.gt(0).logical_and(now.lt(std::numeric_limits<float>::min())).any().item<bool>())
+        << now[0];
+  }
+  EXPECT_EQ(state.eq(0).all().item<bool>(), GetParam().name != "adagrad");  // a sum does not fade
+}
+
 TEST_P(FusedOptimizers, FollowLearningRateSchedulers) {
   const auto parameters = make_parameters();
   const auto optimizer = GetParam()(parameters);

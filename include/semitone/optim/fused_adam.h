@@ -39,8 +39,9 @@ struct FusedAdamOptions : torch::optim::OptimizerCloneableOptions<FusedAdamOptio
   /// since rounded to nearest exp_avg_sq would stop where a step moves it by less than half its unit
   /// (1/512 to 1/256 of it), as with the default betas it soon does. max_exp_avg_sq is rounded to
   /// nearest; it is the largest of numbers with noise, and so grows further than in fp32. The random
-  /// bits are a hash of the parameter's shape, its step and the element's place in memory: the same
-  /// every time, on every rank and after loading. Default false.
+  /// bits are a hash of the parameter's place in the optimizer, its shape, its step and the element's
+  /// place in memory: the same every time, on every rank, in a ZeroRedundancyOptimizer and after
+  /// loading. Default false.
   TORCH_ARG(bool, bf16_state) = false;
 
  public:

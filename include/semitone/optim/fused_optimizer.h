@@ -1,5 +1,7 @@
 #pragma once
 
+#include "semitone/core/parameter_places.h"
+
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
@@ -67,9 +69,11 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
 ///
 /// Parameters may be fp32, fp16, bf16 or fp64, dense, in any layout; state is fp32 (fp64 for fp64
 /// parameters, bf16 on request). Arithmetic is fp32, with one rounding into a 16-bit parameter.
-/// Gradients may have another dtype than their parameter. On the CPU a step is one pass in vector
-/// code over all tensors at once; fp64, tensors with gaps and other devices take the composed
-/// operators that define it.
+/// Gradients may have another dtype than their parameter. State below the smallest normal number
+/// (2^-126; fp64: 2^-1022) becomes 0. On the CPU a step is one pass in vector code over all tensors
+/// at once, on CUDA devices from compute capability 8.0 on a kernel of ours; fp64, tensors with gaps
+/// and other devices take the composed operators that define it, which is slower (for a CUDA device
+/// without our kernels, a warning says so once).
 ///
 /// - A parameter without a gradient is left alone: no decay, no state, and its own step count (bias
 ///   corrections are by parameter) does not move.
@@ -78,7 +82,7 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
 /// - A parameter that stands in the optimizer twice is stepped once.
 /// - Parameter groups may be added, and options changed, between any two steps.
 /// - Results do not depend on the number of threads.
-class FusedOptimizer : public torch::optim::Optimizer {
+class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlaces {
  public:
   /// LibTorch's step: a FusedStep with nothing set. With a closure, evaluates it with gradients
   /// enabled first and returns its loss.
@@ -92,6 +96,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// this name replaces options of classes that it does not know by the defaults (2.15; 2.11 keeps
   /// them): do not call it through a torch::optim::Optimizer&.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  /// Where the parameters stand in a longer list, of which this optimizer has a part: the random
+  /// bits of bf16 state are drawn by these places. Default: the places in this optimizer.
+  void set_parameter_places(ParameterPlaces places) override;
 
   /// Steps that a parameter took part in.
   std::int64_t steps_of(const at::Tensor& parameter) const;
@@ -175,6 +183,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   const FusedState* find(const at::Tensor& parameter) const;
   c10::ScalarType state_dtype(const torch::optim::OptimizerOptions& options,
                               const at::Tensor& parameter) const;
+
+  ParameterPlaces places_;  // that were set
 };
 
 }  // namespace semitone::optim
