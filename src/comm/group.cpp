@@ -7,6 +7,7 @@
 #include "src/comm/ranks.h"
 #include "src/comm/texts.h"
 #include "src/comm/watched_backend.h"
+#include "src/core/exact_weights.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -167,6 +168,7 @@ void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
   check_reducible(*this, tensor, "all_reduce", op);
   if (impl_->process_group != nullptr) impl_->transport->announce("all_reduce", describe({tensor}));
   all_reduce_async(tensor, op).wait();
+  if (impl_->process_group != nullptr) settle_exact_weight(tensor);
 }
 
 void Group::broadcast(at::Tensor& tensor, int root) const {
@@ -180,6 +182,7 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
   options.rootRank = root;
   impl_->process_group->broadcast(tensors, options)->wait();
   mark_written(tensor);
+  settle_exact_weight(tensor);
 }
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
@@ -188,6 +191,7 @@ void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
   if (impl_->process_group == nullptr || tensors.empty()) return;
   impl_->transport->announce("broadcast", call_of(tensors, root));
   broadcast_unchecked(*this, tensors, root);
+  for (const at::Tensor& tensor : tensors) settle_exact_weight(tensor);
 }
 
 void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root) {

@@ -1,5 +1,9 @@
 #include "src/core/exact_weights.h"
 
+#include "semitone/core/dtype.h"
+
+#include <c10/core/GradMode.h>
+
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -45,6 +49,14 @@ std::shared_ptr<ExactWeights> exact_weights_of(const at::Tensor& parameter) {
   const std::lock_guard lock(table.mutex);
   const auto found = table.entries.find(parameter.unsafeGetTensorImpl());
   return found == table.entries.end() ? nullptr : found->second.holder.lock();
+}
+
+void settle_exact_weight(const at::Tensor& parameter) {
+  if (!is_16bit(parameter.scalar_type())) return;
+  const auto holder = exact_weights_of(parameter);
+  if (holder == nullptr || !holder->value_of(parameter).defined()) return;
+  const at::NoGradGuard no_grad;
+  holder->set(parameter, parameter.detach().to(at::kFloat));
 }
 
 }  // namespace semitone

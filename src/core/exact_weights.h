@@ -32,4 +32,8 @@ void withdraw_exact_weight(const at::Tensor& parameter, const ExactWeights* hold
 // Null: none was announced.
 std::shared_ptr<ExactWeights> exact_weights_of(const at::Tensor& parameter);
 
+// For what has given all ranks one value of a tensor: where that is a 16-bit parameter, it becomes the
+// exact value too. What the holders have below it differs from rank to rank.
+void settle_exact_weight(const at::Tensor& parameter);
+
 }  // namespace semitone

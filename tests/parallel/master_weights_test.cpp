@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -179,6 +180,36 @@ TEST(MasterWeightsOfReplicas, ThatWereLoadedBeforeResumeBitForBit) {
         second.step(second_ddp, mine(step));
       }
       expect_equal(second.exact(), first.exact());
+    }
+  });
+}
+
+// Programs without DistributedDataParallel: ranks that got equal weights by hand go on with equal ones.
+TEST(MasterWeightsOfReplicas, FollowCollectivesOfTheModelsParameters) {
+  using Send = std::function<void(const comm::Group&, std::vector<at::Tensor>)>;
+  const std::vector<Send> all{
+      [](const comm::Group& group, const std::vector<at::Tensor>& parameters) {
+        group.broadcast(parameters);
+      },
+      [](const comm::Group& group, std::vector<at::Tensor> parameters) {
+        for (at::Tensor& parameter : parameters) group.broadcast(parameter);
+      },
+      [](const comm::Group& group, std::vector<at::Tensor> parameters) {
+        for (at::Tensor& parameter : parameters) group.all_reduce(parameter, comm::ReduceOp::mean);
+      },
+  };
+  run_ranks(2, [&](Rank& rank) {
+    const auto group = comm::init();
+    at::set_num_threads(1);
+    for (const Kind kind : {Kind::whole, Kind::split, Kind::torchs}) {
+      for (const Send& send : all) {
+        SCOPED_TRACE(static_cast<int>(kind));
+        Training training(1 + static_cast<std::uint64_t>(rank.number()), kind);
+        send(group, training.net->parameters());
+        expect_equal_on_all_ranks(group, training.exact());
+        for (std::uint64_t step = 0; step < 3; ++step) training.step(training.net, 100 + step);
+        expect_equal_on_all_ranks(group, training.exact());
+      }
     }
   });
 }
