@@ -3,6 +3,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/nearest.h"
 #include "src/amp/compiled_policy.h"
 #include "src/amp/dispatch.h"
 #include "src/amp/emulation.h"

@@ -7,6 +7,7 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/amp/same_memory.h"
+#include "src/amp/small_eps.h"
 #include "src/amp/state_mode.h"
 #include "src/core/exact_weights.h"
 #include "src/core/log.h"
@@ -480,6 +481,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   if (properties.enabled && properties.verbosity >= 1 && is_first_rank()) {
     log()->info(properties.to_string());
   }
+  if (properties.enabled && properties.verbosity >= 1) warn_of_small_eps(optimizers);
   if (undo.has_value()) undo->disarm();
   return MixedPrecision(std::move(impl));
 }

@@ -1,9 +1,8 @@
 #include "src/amp/op_names.h"
 
 #include "semitone/core/error.h"
+#include "semitone/core/nearest.h"
 
-#include <algorithm>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -23,21 +22,6 @@ c10::OperatorName parse(std::string_view name) {
   const std::string_view base = name.substr(0, dot);
   const bool is_aten = base.find("::") == std::string_view::npos;
   return {std::string(is_aten ? kAten : "").append(base), std::string(overload)};
-}
-
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t substitute = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({row[j] + 1, row[j + 1] + 1, substitute});
-    }
-  }
-  return row[b.size()];
 }
 
 }  // namespace
@@ -64,27 +48,6 @@ std::optional<c10::OperatorHandle> find_operator(std::string_view name) {
 
 bool writes_to_argument(const c10::OperatorHandle& op) {
   return op.schema().is_mutable();
-}
-
-std::string nearest(std::string_view name, const std::vector<std::string>& candidates) {
-  std::vector<std::pair<std::size_t, const std::string*>> ranked;
-  for (const std::string& candidate : candidates) {
-    const std::size_t distance = edit_distance(name, candidate);
-    if (distance <= std::max<std::size_t>(2, name.size() / 3))
-      ranked.emplace_back(distance, &candidate);
-  }
-  const auto closer = [](const auto& a, const auto& b) {
-    return a.first != b.first ? a.first < b.first : *a.second < *b.second;
-  };
-  const std::size_t count = std::min<std::size_t>(3, ranked.size());
-  std::partial_sort(ranked.begin(), ranked.begin() + static_cast<std::ptrdiff_t>(count),
-                    ranked.end(), closer);
-  std::string text;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i > 0) text += i + 1 == count ? " or " : ", ";
-    text.append("'").append(*ranked[i].second).append("'");
-  }
-  return text;
 }
 
 std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::string_view caller) {

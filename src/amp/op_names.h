@@ -31,7 +31,4 @@ std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::s
 // Whether the operator writes to an argument: in-place forms and out= overloads.
 bool writes_to_argument(const c10::OperatorHandle& op);
 
-// At most three of the candidates, by edit distance, as "'a', 'b' or 'c'"; empty if none is near.
-std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
-
 }  // namespace semitone::amp

@@ -842,6 +842,51 @@ std::string log_of(int verbosity, bool overflow) {
   return log.text();
 }
 
+TEST(MixedPrecision, AnEpsThatFloat16RoundsToZeroIsWarnedAboutOnce) {
+  const auto log_with = [](const std::function<std::unique_ptr<torch::optim::Optimizer>(
+                               const std::vector<at::Tensor>&)>& make,
+                           const char* level, int verbosity) {
+    {
+      Net net = make_net();
+      std::ignore = initialize(net, "O0");  // the logger is made at its first use
+    }
+    const CapturedLog log;
+    Net net = make_net();
+    const auto optimizer = make(net->parameters());
+    auto mixed =
+        initialize(net, *optimizer, Options(level).dtype(torch::kHalf).verbosity(verbosity));
+    const std::string text = log.text();
+    const auto at = text.find("is 0 in float16");
+    EXPECT_EQ(text.find("is 0 in float16", at == text.npos ? at : at + 1), text.npos) << text;
+    return at == text.npos ? std::string() : text;
+  };
+  const auto adam = [](double eps) {
+    return
+        [eps](
+            const std::vector<at::Tensor>& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+          return std::make_unique<torch::optim::Adam>(parameters,
+                                                      torch::optim::AdamOptions(0.1).eps(eps));
+        };
+  };
+  EXPECT_THAT(
+      log_with(adam(1e-8), "O3", 1),
+      testing::AllOf(HasSubstr("Adam's eps 1e-08 is 0 in float16"), HasSubstr("or take O2")));
+  EXPECT_EQ(log_with(adam(1e-8), "O3", 0), "");
+  EXPECT_EQ(log_with(adam(6e-5), "O3", 1), "");
+  EXPECT_EQ(log_with(adam(1e-8), "O2", 1), "");
+  EXPECT_EQ(log_with(adam(1e-8), "O1", 1), "");
+  const auto rmsprop =
+      [](const std::vector<at::Tensor>& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<torch::optim::RMSprop>(parameters);
+  };
+  EXPECT_THAT(log_with(rmsprop, "O3", 1), HasSubstr("RMSprop's eps 1e-08"));
+  const auto sgd =
+      [](const std::vector<at::Tensor>& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<torch::optim::SGD>(parameters, 0.1);
+  };
+  EXPECT_EQ(log_with(sgd, "O3", 1), "");
+}
+
 TEST(MixedPrecision, VerbosityIsSilentByZeroTellsByOneAndShowsCastsByTwo) {
   EXPECT_EQ(log_of(0, true), "");
   const auto normal = log_of(1, false);
