@@ -5,7 +5,8 @@
 #   1. SEMITONE_LIBTORCH (CMake or environment): the folder that holds include/ and lib/
 #   2. Torch_DIR, CMAKE_PREFIX_PATH: an unpacked LibTorch or a site-packages/torch
 #   3. .deps/libtorch-<version>/torch, where tools/setup.sh puts it
-#   4. the torch package of python3
+#   4. LibTorch_BUILT_WITH, which the package file of an installed Semitone sets
+#   5. the torch package of python3
 # Result: LibTorch_ROOT_DIR, LibTorch_VERSION, LibTorch_HAS_CUDA.
 include(FindPackageHandleStandardArgs)
 
@@ -18,7 +19,7 @@ if(NOT _candidates)
     list(APPEND _candidates ${_prefix} ${_prefix}/torch)
   endforeach()
   file(GLOB _deps ${PROJECT_SOURCE_DIR}/.deps/libtorch-*/torch)
-  list(APPEND _candidates ${_deps})
+  list(APPEND _candidates ${_deps} ${LibTorch_BUILT_WITH})
 endif()
 
 set(LibTorch_ROOT_DIR "")
@@ -67,10 +68,13 @@ if(EXISTS /usr/include/torch/torch.h)
     "they would hide those of ${LibTorch_ROOT_DIR}: remove the package libtorch-dev")
 endif()
 
+if(NOT LibTorch_REMEDY)
+  set(LibTorch_REMEDY "run 'make setup', or give -DSEMITONE_LIBTORCH=<folder with include/ and lib/>")
+endif()
 find_package_handle_standard_args(LibTorch
   REQUIRED_VARS LibTorch_ROOT_DIR LibTorch_CPU_LIBRARY LibTorch_C10_LIBRARY
   VERSION_VAR LibTorch_VERSION
-  REASON_FAILURE_MESSAGE "run 'make setup', or give -DSEMITONE_LIBTORCH=<folder with include/ and lib/>")
+  REASON_FAILURE_MESSAGE "${LibTorch_REMEDY}")
 
 if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   add_library(LibTorch::c10 SHARED IMPORTED)

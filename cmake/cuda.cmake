@@ -1,6 +1,8 @@
-# Decides SEMITONE_WITH_CUDA: the CUDA kernels (src/kernels/cuda) are built where nvcc is, and needed nowhere: without them,
-# CUDA tensors take the definitions in src/kernels/ref, which are composed of ATen operators. The kernels link the static CUDA
-# runtime, which looks for a driver when it is first used: a program with them starts where there is none.
+# Decides SEMITONE_WITH_CUDA: the CUDA kernels (src/kernels/cuda) can be compiled, as nvcc is there; and SEMITONE_LINKS_CUDA: the
+# library has them, as LibTorch has CUDA too. With a LibTorch for CPUs no tensor could ever reach them, and who uses the library
+# would need the CUDA toolkit for nothing; tests compile them then (semitone_kernels_cuda). Nowhere are they needed: without
+# them, CUDA tensors take the definitions in src/kernels/ref, which are composed of ATen operators. The kernels link the static
+# CUDA runtime, which looks for a driver when it is first used: a program with them starts where there is none.
 set(SEMITONE_WITH_CUDA OFF)
 if(NOT SEMITONE_CUDA STREQUAL OFF)
   include(CheckLanguage)
@@ -26,4 +28,8 @@ if(NOT SEMITONE_CUDA STREQUAL OFF)
       "install the CUDA toolkit or configure with -DSEMITONE_CUDA=AUTO")
   endif()
 endif()
-message(STATUS "LibTorch ${LibTorch_VERSION} (CUDA: ${LibTorch_HAS_CUDA}) from ${LibTorch_ROOT_DIR}; CUDA kernels: ${SEMITONE_WITH_CUDA}")
+set(SEMITONE_LINKS_CUDA OFF)
+if(SEMITONE_WITH_CUDA AND LibTorch_HAS_CUDA)
+  set(SEMITONE_LINKS_CUDA ON)
+endif()
+message(STATUS "LibTorch ${LibTorch_VERSION} (CUDA: ${LibTorch_HAS_CUDA}) from ${LibTorch_ROOT_DIR}; CUDA kernels: ${SEMITONE_LINKS_CUDA}")

@@ -1,9 +1,12 @@
 # Every build option, with a sentence each. A value that makes no sense stops the configuration.
 include(CMakeDependentOption)
 
-option(SEMITONE_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+# As part of another project (add_subdirectory, FetchContent), the library alone.
+option(SEMITONE_PROGRAM "Build the program semitone" ${PROJECT_IS_TOP_LEVEL})
+cmake_dependent_option(SEMITONE_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
 option(SEMITONE_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
-option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL})
+cmake_dependent_option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
+option(SEMITONE_INSTALL "Make the target install" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
 
 set(SEMITONE_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where nvcc is found), ON (required), OFF")

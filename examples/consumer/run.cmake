@@ -2,9 +2,38 @@
 function(run)
   execute_process(COMMAND ${ARGV} COMMAND_ECHO STDOUT COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
+function(expect text pattern)
+  if(NOT text MATCHES "${pattern}")
+    message(FATAL_ERROR "expected '${pattern}' in:\n${text}")
+  endif()
+endfunction()
 file(REMOVE_RECURSE ${WORK})
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
-run(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build "-DCMAKE_PREFIX_PATH=${WORK}/prefix;${PREFIX_PATH}"
-    -DSEMITONE_LIBTORCH=${LIBTORCH} -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_BUILD_TYPE=Release)
+run(${WORK}/prefix/bin/semitone --version)
+set(ENV{SEMITONE_LIBTORCH})
+set(configure ${CMAKE_COMMAND} "-DCMAKE_PREFIX_PATH=${WORK}/prefix;${PREFIX_PATH}"
+    -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_BUILD_TYPE=Release)
+
+# No LibTorch where one is said to be: a consumer's remedy, not that of Semitone's own Makefile.
+execute_process(COMMAND ${configure} -S ${SOURCE} -B ${WORK}/without -DSEMITONE_LIBTORCH=${WORK}/none RESULT_VARIABLE code
+  ERROR_VARIABLE message OUTPUT_QUIET)
+string(REGEX REPLACE "[ \n]+" " " message "${message}")
+expect("${code}" "^[1-9]")
+expect("${message}" "give -DSEMITONE_LIBTORCH=<folder with include/ and lib/> of a LibTorch [0-9.]+")
+if(message MATCHES "make setup")
+  message(FATAL_ERROR "expected no 'make setup' in:\n${message}")
+endif()
+
+# A project of an older CMake hears nothing of policies.
+file(WRITE ${WORK}/old/CMakeLists.txt
+  "cmake_minimum_required(VERSION 3.10)\nproject(old LANGUAGES C CXX)\nfind_package(semitone REQUIRED)\n")
+execute_process(COMMAND ${configure} -S ${WORK}/old -B ${WORK}/old/build -DZLIB_ROOT=${WORK}/none
+  RESULT_VARIABLE code ERROR_VARIABLE message OUTPUT_QUIET)
+if(NOT code EQUAL 0 OR message MATCHES "CMP0074")
+  message(FATAL_ERROR "expected a configuration without warnings, got:\n${message}")
+endif()
+
+# None is named: the one that Semitone was built with.
+run(${configure} -S ${SOURCE} -B ${WORK}/build)
 run(${CMAKE_COMMAND} --build ${WORK}/build)
 run(${WORK}/build/consumer)
