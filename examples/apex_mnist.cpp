@@ -12,7 +12,7 @@
 namespace amp = semitone::amp;
 namespace zoo = semitone::zoo;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::string level = argc > 1 ? argv[1] : "O2";
   const std::string data_dir = argc > 2 ? argv[2] : "data/mnist";
   torch::manual_seed(0);
@@ -39,4 +39,7 @@ int main(int argc, char** argv) {
   std::cout << level << ": loss " << first << " -> " << last << ", skipped "
             << mixed.skipped_steps() << '\n';
   return last < first / 2 ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

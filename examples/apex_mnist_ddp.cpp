@@ -16,7 +16,7 @@ namespace comm = semitone::comm;
 namespace parallel = semitone::parallel;
 namespace zoo = semitone::zoo;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const std::string level = argc > 1 ? argv[1] : "O2";
   const std::string data_dir = argc > 2 ? argv[2] : "data/mnist";
   const auto data = zoo::load_mnist(data_dir, zoo::Split::train);
@@ -56,4 +56,7 @@ int main(int argc, char** argv) {
               << ", skipped " << mixed.skipped_steps() << '\n';
   }
   return last < first / 2 ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

@@ -15,7 +15,7 @@
 namespace amp = semitone::amp;
 namespace zoo = semitone::zoo;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const auto data = zoo::load_mnist(argc > 1 ? argv[1] : "data/mnist", zoo::Split::train);
   torch::manual_seed(0);
   zoo::ConvNet model;
@@ -45,4 +45,7 @@ int main(int argc, char** argv) {
             << first.item<double>() << " -> " << last.item<double>() << ", skipped " << skipped
             << '\n';
   return last.item<double>() < first.item<double>() / 2 ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

@@ -24,7 +24,7 @@ struct Expm1 : torch::autograd::Function<Expm1> {
   }
 };
 
-int main() {
+int main() try {
   const auto x = torch::rand({8, 16}, torch::requires_grad());
   const auto weight = torch::rand({4, 16}, torch::requires_grad());
   // Tensor arithmetic, so no operator of a policy's `lower` rows; this says that it is to be one.
@@ -46,4 +46,7 @@ int main() {
       projected.scalar_type() == torch::kBFloat16 && result.scalar_type() == torch::kFloat &&
       weight.grad().scalar_type() == torch::kFloat && x.grad().isfinite().all().item<bool>();
   return right ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

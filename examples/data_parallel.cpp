@@ -14,7 +14,7 @@ namespace amp = semitone::amp;
 namespace parallel = semitone::parallel;
 namespace zoo = semitone::zoo;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const auto data = zoo::load_mnist(argc > 1 ? argv[1] : "data/mnist", zoo::Split::train);
   const auto device = semitone::default_device();
   torch::manual_seed(0);
@@ -41,4 +41,7 @@ int main(int argc, char** argv) {
   }
   std::cout << replicas.devices().size() << " replicas, loss " << first << " -> " << last << '\n';
   return last < first / 2 ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

@@ -19,7 +19,7 @@ torch::nn::Sequential mlp(int64_t in, int64_t out) {
 
 }  // namespace
 
-int main() {
+int main() try {
   torch::manual_seed(0);
   auto generator = mlp(8, 1);
   auto discriminator = mlp(1, 1);
@@ -56,4 +56,7 @@ int main() {
             << mixed.loss_scaler(1).scale() << ", " << mixed.loss_scaler(2).scale() << ", skipped "
             << mixed.skipped_steps() << '\n';
   return std::abs(mean - 4) < 0.5 ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

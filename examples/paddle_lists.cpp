@@ -20,7 +20,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-int main() {
+int main() try {
   Net model;
   const auto policy =
       amp::CastPolicy::paddle(torch::kBFloat16)
@@ -35,4 +35,7 @@ int main() {
   }
   std::cout << "head: " << output.dtype() << '\n';
   return output.scalar_type() == torch::kFloat ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }

@@ -12,7 +12,7 @@
 namespace amp = semitone::amp;
 namespace zoo = semitone::zoo;
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const auto data = zoo::load_mnist(argc > 1 ? argv[1] : "data/mnist", zoo::Split::train);
   const auto device = semitone::default_device();
   torch::manual_seed(0);
@@ -45,4 +45,7 @@ int main(int argc, char** argv) {
   std::cout << "loss " << first << " -> " << last << ", scale " << scaler.get_scale()
             << ", skipped " << scaler.scaler().skipped_steps() << '\n';
   return last < first / 2 ? 0 : 1;
+} catch (const semitone::Error& error) {
+  std::cerr << error.what() << '\n';
+  return 1;
 }
