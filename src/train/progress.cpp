@@ -1,23 +1,64 @@
 #include "semitone/train/progress.h"
 
+#include "src/train/numbers.h"
+
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <ostream>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 namespace semitone::train {
 namespace {
 
 constexpr auto kBetweenDraws = std::chrono::milliseconds(100);
-constexpr std::int64_t kBarWidth = 20;
+constexpr std::size_t kWidestBar = 20;
+constexpr std::size_t kNarrowestBar = 5;
 
-std::string bar(std::int64_t done, std::int64_t all) {
-  const auto filled = static_cast<std::size_t>(kBarWidth * done / all);
-  std::string text(static_cast<std::size_t>(kBarWidth), ' ');
+// Part of a line. Where there is no room for all, those of a high rank are left out.
+struct Field {
+  int rank;
+  std::string_view gap;  // before it, unless it begins the line
+  std::string text;
+};
+
+// As many whole fields as there is room for, in their order. A number that was cut would be another
+// number.
+std::vector<Field> fitting(std::vector<Field> fields, std::size_t columns) {
+  std::vector<std::size_t> by_rank(fields.size());
+  std::iota(by_rank.begin(), by_rank.end(), std::size_t{0});
+  std::sort(by_rank.begin(), by_rank.end(), [&](std::size_t one, std::size_t other) {
+    return fields[one].rank < fields[other].rank;
+  });
+  std::size_t used = 0;
+  for (const std::size_t i : by_rank) {
+    Field& field = fields[i];
+    const std::size_t size = field.text.size() + (used == 0 ? 0 : field.gap.size());
+    if (used + size > columns) {
+      field.text.clear();
+    } else {
+      used += size;
+    }
+  }
+  std::erase_if(fields, [](const Field& field) { return field.text.empty(); });
+  return fields;
+}
+
+std::string joined(const std::vector<Field>& fields) {
+  std::string line;
+  for (const Field& field : fields) line.append(line.empty() ? "" : field.gap).append(field.text);
+  return line;
+}
+
+std::string bar(std::int64_t done, std::int64_t all, std::size_t width) {
+  const auto filled = static_cast<std::size_t>(static_cast<std::int64_t>(width) * done / all);
+  std::string text(width, ' ');
   std::fill_n(text.begin(), filled, '=');
   if (filled < text.size()) text[filled] = '>';
-  return text;
+  return "[" + text + "]";
 }
 
 std::string minutes(double seconds) {
@@ -25,10 +66,36 @@ std::string minutes(double seconds) {
   return fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 
+// The last column stays free: some terminals begin a new line when it is filled.
+std::size_t room_in(int columns) {
+  return columns > 0 ? static_cast<std::size_t>(columns - 1) : std::string::npos;
+}
+
+std::string moving_line(const std::string& label, const StepDone& step, std::size_t room) {
+  std::vector<Field> fields =
+      fitting({{4, "", label},
+               {3, "  ", fmt::format("epoch {}/{}", step.epoch, step.epochs)},
+               {1, " ", fmt::format("{}/{}", step.batch, step.batches)},
+               {2, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(step.loss))},
+               {6, "  ", fmt::format("scale {:g}", step.loss_scale)},
+               {5, "  ", fmt::format("{:.0f} images/s", step.images_per_second)},
+               {0, "  ", fmt::format("{} left", minutes(step.seconds_left))}},
+              room);
+  // The bar takes what the others leave.
+  const std::size_t used = joined(fields).size() + std::string_view(" []").size();
+  if (used + kNarrowestBar <= room) {
+    const auto count = std::find_if(fields.begin(), fields.end(),
+                                    [](const Field& field) { return field.rank == 1; });
+    fields.insert(count,
+                  {7, " ", bar(step.batch, step.batches, std::min(kWidestBar, room - used))});
+  }
+  return joined(fields);
+}
+
 }  // namespace
 
-Progress::Progress(std::ostream& out, std::string label, int columns)
-    : out_(out), label_(std::move(label)), columns_(columns) {}
+Progress::Progress(std::ostream& out, std::string label, int columns, std::int64_t every)
+    : out_(out), label_(std::move(label)), columns_(columns), every_(every) {}
 
 Progress::~Progress() {
   clear();
@@ -41,34 +108,47 @@ void Progress::clear() {
 }
 
 void Progress::on(const StepDone& step) {
-  if (columns_ <= 0) return;
+  columns_ > 0 ? draw(step) : say(step);
+}
+
+void Progress::draw(const StepDone& step) {
   const auto now = std::chrono::steady_clock::now();
   if (drawn_ && now - last_ < kBetweenDraws) return;
   last_ = now;
-  std::string line = fmt::format(
-      "{}  epoch {}/{} [{}] {}/{}  loss {:.4f}  scale {:g}  {:.0f} images/s  {} left", label_,
-      step.epoch, step.epochs, bar(step.batch, step.batches), step.batch, step.batches, step.loss,
-      step.loss_scale, step.images_per_second, minutes(step.seconds_left));
-  // The last column stays free: some terminals begin a new line when it is filled.
-  line.resize(std::min(line.size(), static_cast<std::size_t>(columns_ - 1)));
-  out_ << '\r' << line << "\033[K" << std::flush;
+  out_ << '\r' << moving_line(label_, step, room_in(columns_)) << "\033[K" << std::flush;
   drawn_ = true;
+}
+
+void Progress::say(const StepDone& step) {
+  // An epoch's last step has a line of its own.
+  if (every_ <= 0 || step.batch % every_ != 0 || step.batch == step.batches) return;
+  out_ << fmt::format(
+              "{}  epoch {}/{}  step {}/{}  loss {:.4f}  scale {:g}  {:.0f} images/s  {} left\n",
+              label_, step.epoch, step.epochs, step.batch, step.batches,
+              without_sign_of_nan(step.loss), step.loss_scale, step.images_per_second,
+              minutes(step.seconds_left))
+       << std::flush;
 }
 
 void Progress::on(const EpochDone& epoch) {
   clear();
-  out_ << fmt::format(
-              "{}  epoch {}/{}  loss {:.4f}  scale {:g} ({} skipped)  {:.0f} images/s  {:.1f} s\n",
-              label_, epoch.epoch, epoch.epochs, epoch.train_loss, epoch.loss_scale,
-              epoch.skipped_steps, epoch.images_per_second, epoch.seconds)
-       << std::flush;
+  const std::vector<Field> fields{
+      {2, "", label_},
+      {0, "  ", fmt::format("epoch {}/{}", epoch.epoch, epoch.epochs)},
+      {1, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(epoch.train_loss))},
+      {5, "  ", fmt::format("scale {:g} ({} skipped)", epoch.loss_scale, epoch.skipped_steps)},
+      {4, "  ", fmt::format("{:.0f} images/s", epoch.images_per_second)},
+      {3, "  ", fmt::format("{:.1f} s", epoch.seconds)}};
+  out_ << joined(fitting(fields, room_in(columns_))) << '\n' << std::flush;
 }
 
 void Progress::on(const Tested& tested) {
   clear();
-  out_ << fmt::format("{}  test accuracy {:.2f} %  loss {:.4f}\n", label_, 100 * tested.accuracy,
-                      tested.loss)
-       << std::flush;
+  const std::vector<Field> fields{
+      {1, "", label_},
+      {0, "  ", fmt::format("test accuracy {:.2f} %", 100 * tested.accuracy)},
+      {2, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(tested.loss))}};
+  out_ << joined(fitting(fields, room_in(columns_))) << '\n' << std::flush;
 }
 
 }  // namespace semitone::train

@@ -9,6 +9,7 @@
 #include "semitone/train/meter.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoint.h"
+#include "src/train/numbers.h"
 
 #include <ATen/Parallel.h>
 #include <torch/nn/functional/loss.h>
@@ -24,6 +25,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -31,6 +33,8 @@ namespace semitone::train {
 namespace {
 
 constexpr auto kTrainer = "train.trainer";
+// Steps from one question to all processes to the next: it takes some 0.1 ms, a step some 10.
+constexpr std::int64_t kBetweenQuestions = 10;
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) {
@@ -83,6 +87,10 @@ void check_options(const TrainOptions& options) {
   require(options.limit_batches() >= 0, "a batch limit of 0 (none) or more",
           count(options.limit_batches()));
   require(options.max_steps() >= 0, "a step limit of 0 (none) or more", count(options.max_steps()));
+  require(options.save_every() >= 0, "steps between saves of 0 (none) or more",
+          count(options.save_every()));
+  if (options.save_every() > 0 && options.save().empty())
+    throw Error(kTrainer, "a file to save to every so many steps", "none");
   if (options.dtype().has_value() && !is_16bit(*options.dtype()))
     throw Error(kTrainer, "float16 or bfloat16", dtype_name(*options.dtype()));
 }
@@ -162,14 +170,18 @@ class Run {
     steps_ = batches_ * options.epochs();
   }
 
-  void resume() { load_checkpoint(options_.resume(), training(), agreement()); }
+  void resume() {
+    if (goes_on_with_what_it_saves() && !is_there(options_.resume())) return;
+    load_checkpoint(options_.resume(), training(), agreement());
+  }
 
   void save() { save_checkpoint(options_.save(), training(), agreement()); }
 
   TrainResult train() {
     const std::int64_t end =
         options_.max_steps() > 0 ? std::min(options_.max_steps(), steps_) : steps_;
-    if (position_.step >= end) {
+    // One that is started again when it is finished is tested once more.
+    if (position_.step >= end && !goes_on_with_what_it_saves()) {
       throw Error(kTrainer, fmt::format("a state with fewer than {} steps", end),
                   std::to_string(position_.step),
                   options_.schedule() == Schedule::constant || end < steps_
@@ -179,7 +191,8 @@ class Run {
     end_step_ = end;
     model_.module()->train();
     std::vector<at::Tensor> order;
-    while (position_.step < end) {
+    const auto begin = Clock::now();
+    while (position_.step < end && !stopped_) {
       const std::int64_t epoch = position_.step / batches_;
       const std::int64_t batch = position_.step % batches_;
       if (batch == 0 || order.empty()) {
@@ -195,8 +208,13 @@ class Run {
         observer_.on(EpochDone{epoch + 1, options_.epochs(), train_loss(), loss_scale(),
                                mixed_.skipped_steps(), meter_.items_per_second(), epoch_seconds_});
       }
+      stopped_ = must_stop();
+      const bool last = position_.step == end || stopped_;
+      if (!last && options_.save_every() > 0 && position_.step % options_.save_every() == 0) save();
     }
-    return result(test());
+    train_seconds_ = seconds_since(begin);
+    constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+    return result(stopped_ ? Tested{kNone, kNone} : test());
   }
 
  private:
@@ -214,9 +232,10 @@ class Run {
     const double value = loss.item<double>();
     if (!skipped) {
       if (!std::isfinite(value)) {
-        throw DivergedError(kTrainer, "a finite training loss",
-                            fmt::format("{} at step {}", value, position_.step + 1),
-                            "lower the learning rate, or use a level with a loss scale");
+        throw DivergedError(
+            kTrainer, "a finite training loss",
+            fmt::format("{} at step {}", without_sign_of_nan(value), position_.step + 1),
+            "lower the learning rate, or use a level with a loss scale");
       }
       position_.loss_sum += value;
       ++position_.loss_count;
@@ -248,7 +267,8 @@ class Run {
     const auto images = static_cast<double>(test_.size());
     const Tested tested{total(static_cast<double>(correct)) / images, total(loss) / images};
     if (!std::isfinite(tested.loss)) {
-      throw DivergedError(kTrainer, "a finite test loss", fmt::format("{}", tested.loss),
+      throw DivergedError(kTrainer, "a finite test loss",
+                          fmt::format("{}", without_sign_of_nan(tested.loss)),
                           "lower the learning rate, or use a level with a loss scale");
     }
     observer_.on(tested);
@@ -269,10 +289,30 @@ class Run {
     result.ms_per_step = meter_.median_ms();
     result.skipped_steps = mixed_.skipped_steps();
     result.final_loss_scale = loss_scale();
+    result.train_seconds = train_seconds_;
+    result.stopped = stopped_;
     result.seed = options_.seed();
     result.processes = group().size();
     result.threads = at::get_num_threads();
     return result;
+  }
+
+  bool goes_on_with_what_it_saves() const {
+    return !options_.resume().empty() && options_.resume() == options_.save();
+  }
+
+  // Where rank 0 looks, which reads it.
+  bool is_there(const std::filesystem::path& path) const {
+    std::error_code ignored;
+    return total(group().rank() == 0 && std::filesystem::is_regular_file(path, ignored) ? 1 : 0) > 0;
+  }
+
+  // Said by all processes of the same step.
+  bool must_stop() const {
+    if (!options_.stop()) return false;
+    if (group().size() == 1) return options_.stop()();
+    if (position_.step % kBetweenQuestions != 0) return false;
+    return total(options_.stop()() ? 1 : 0) > 0;
   }
 
   const comm::Group& group() const { return options_.group(); }
@@ -338,6 +378,8 @@ class Run {
   Position position_;
   StepMeter meter_;
   double epoch_seconds_ = 0;
+  double train_seconds_ = 0;
+  bool stopped_ = false;
 };
 
 template <typename Enum, std::size_t n>

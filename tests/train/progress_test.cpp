@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <limits>
 #include <sstream>
 #include <string>
 
@@ -46,6 +48,36 @@ TEST(Progress, WithoutATerminalSaysALineAnEpochAndOneForTheTest) {
             "O1 float16  test accuracy 98.71 %  loss 0.0500\n");
 }
 
+TEST(Progress, WithoutATerminalSaysALineEverySoManySteps) {
+  std::ostringstream out;
+  Progress progress(out, "O1 float16", 0, 50);
+  StepDone step = kStep;
+  for (const std::int64_t batch : {349, 350, 351, 600}) {
+    step.batch = batch;
+    progress.on(step);
+  }
+  EXPECT_EQ(out.str(),
+            "O1 float16  epoch 2/3  step 350/600  loss 0.0345  scale 32768  6300 images/s  1:12 "
+            "left\n");
+  std::ostringstream silent;
+  Progress none(silent, "O1 float16", 0, 0);
+  none.on(kStep);
+  EXPECT_EQ(silent.str(), "");
+}
+
+TEST(Progress, ALossThatIsNoNumberHasNoSign) {
+  std::ostringstream out;
+  Progress progress(out, "O0", 0, 50);
+  StepDone step = kStep;
+  step.loss = -std::numeric_limits<double>::quiet_NaN();
+  progress.on(step);
+  EpochDone epoch = kEpoch;
+  epoch.train_loss = step.loss;
+  progress.on(epoch);
+  progress.on(Tested{0, step.loss});
+  EXPECT_THAT(out.str(), AllOf(HasSubstr("loss nan"), Not(HasSubstr("-nan"))));
+}
+
 TEST(Progress, OnATerminalDrawsALineThatItTakesAwayAgain) {
   std::ostringstream out;
   {
@@ -66,16 +98,51 @@ TEST(Progress, OnATerminalDrawsALineThatItTakesAwayAgain) {
   EXPECT_THAT(out.str(), EndsWith("\r\033[K"));
 }
 
-TEST(Progress, StaysWithinTheTerminal) {
+// What a terminal of this width shows of the step.
+std::string moving_line(int columns, StepDone step = kStep) {
   std::ostringstream out;
-  Progress progress(out, "O1 float16", 40);
-  progress.on(kStep);
-  EXPECT_EQ(out.str().size(), std::string("\r").size() + 39 + std::string("\033[K").size());
+  Progress progress(out, "O1 bfloat16", columns);
+  progress.on(step);
+  const std::string text = out.str();
+  EXPECT_THAT(text, AllOf(StartsWith("\r"), EndsWith("\033[K")));
+  return text.substr(1, text.size() - 4);
+}
+
+TEST(Progress, LeavesWholeFieldsOutOnANarrowTerminal) {
+  StepDone step = kStep;
+  step.images_per_second = 12297;
+  EXPECT_EQ(moving_line(120, step),
+            "O1 bfloat16  epoch 2/3 [===========>        ] 350/600  loss 0.0345  scale 32768  "
+            "12297 images/s  1:12 left");
+  EXPECT_EQ(moving_line(80, step),
+            "O1 bfloat16  epoch 2/3 350/600  loss 0.0345  12297 images/s  1:12 left");
+  EXPECT_EQ(moving_line(72, step),
+            "O1 bfloat16  epoch 2/3 350/600  loss 0.0345  12297 images/s  1:12 left");
+  EXPECT_EQ(moving_line(71, step),
+            "O1 bfloat16  epoch 2/3 [====>   ] 350/600  loss 0.0345  1:12 left");
+  EXPECT_EQ(moving_line(40, step), "350/600  loss 0.0345  1:12 left");
+  EXPECT_EQ(moving_line(20, step), "350/600  1:12 left");
+  EXPECT_EQ(moving_line(12, step), "1:12 left");
+  EXPECT_EQ(moving_line(8, step), "");
+}
+
+TEST(Progress, NoWidthIsEverExceeded) {
+  for (int columns = 1; columns < 150; ++columns)
+    EXPECT_LT(moving_line(columns).size(), static_cast<std::size_t>(columns));
+  for (int columns = 30; columns < 150; ++columns) {
+    std::ostringstream out;
+    Progress progress(out, "O1 bfloat16", columns);
+    progress.on(kEpoch);
+    progress.on(Tested{0.9871, 0.05});
+    std::istringstream lines(out.str());
+    for (std::string line; std::getline(lines, line);)
+      EXPECT_LT(line.size(), static_cast<std::size_t>(columns)) << line;
+  }
 }
 
 TEST(Progress, TheBarIsFullAtTheLastBatch) {
   std::ostringstream out;
-  Progress progress(out, "O0", 100);
+  Progress progress(out, "O0", 120);
   StepDone last = kStep;
   last.batch = last.batches;
   progress.on(last);

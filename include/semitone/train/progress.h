@@ -14,13 +14,15 @@ namespace semitone::train {
 ///     O1 float16  epoch 2/3 [=======>    ] 350/600  loss 0.0345  scale 32768  6300 images/s  0:12
 ///     left
 ///
-/// and always a line at the end of each epoch and one for the test.
+/// On a narrow one, whole fields are left out of it, the time that is left last. Without a terminal,
+/// a line every so many steps. And always a line at the end of each epoch and one for the test.
 class Progress : public Observer {
  public:
   /// @param out      must outlive this object
   /// @param label    begins every line: "O1 float16"
   /// @param columns  width of the terminal; 0: no terminal, no moving line
-  Progress(std::ostream& out, std::string label, int columns);
+  /// @param every    steps from line to line without a terminal; 0: none
+  Progress(std::ostream& out, std::string label, int columns, std::int64_t every = 100);
   /// Ends the moving line.
   ~Progress() override;
 
@@ -30,11 +32,14 @@ class Progress : public Observer {
   void on(const Tested& tested) override;
 
  private:
+  void draw(const StepDone& step);
+  void say(const StepDone& step);
   void clear();
 
   std::ostream& out_;
   std::string label_;
   int columns_;
+  std::int64_t every_;
   bool drawn_ = false;
   std::chrono::steady_clock::time_point last_;
 };

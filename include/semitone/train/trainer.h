@@ -122,8 +122,16 @@ class TrainOptions {
 
   /// Write the state at the end to this file; empty: do not. See train_classifier.
   TORCH_ARG(std::filesystem::path, save);
-  /// Go on from a saved state; empty: start anew.
+  /// Write it after so many steps each time, too; 0: at the end only. What a process that is killed
+  /// can go on from.
+  TORCH_ARG(std::int64_t, save_every) = 0;
+  /// Go on from a saved state; empty: start anew. The same file as save: start anew if it is not
+  /// there yet, so that the first start and every later one have the same options.
   TORCH_ARG(std::filesystem::path, resume);
+  /// Asked after a step whether to stop here: where a signal has said so, for one. Then the state is
+  /// saved, and nothing is tested. Of several processes every tenth step is asked, and one that says
+  /// yes stops all; either all have such a function or none. Default: none.
+  TORCH_ARG(std::function<bool()>, stop);
 };
 
 /// What the weights or operators of a training are in: fp32 at O0, else the options' 16-bit dtype.
@@ -189,6 +197,10 @@ struct TrainResult {
       0;  ///< of the training, in this process; the data set is not in it
   std::int64_t skipped_steps = 0;
   double final_loss_scale = 1;
+  /// Wall time of all of this run's steps, what lies between them included; not of the test.
+  double train_seconds = 0;
+  /// TrainOptions::stop said so: the test's numbers are NaN.
+  bool stopped = false;
   std::uint64_t seed = 0;
   int processes = 1;
   int threads = 1;  ///< of a process
