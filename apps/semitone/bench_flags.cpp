@@ -55,7 +55,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3"},
              "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
-             "What 16 bits are; auto: bf16 on a CPU");
+             "Which 16-bit format to take; auto: bf16 on a CPU");
   add.choice("--policy", flags->policy,
              {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"},
              "What autocast does at O1: semitone ops --policy");
@@ -66,20 +66,23 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "bf16; LibTorch's");
   add.integer("--batch-size", flags->batch_size, 0, kBenchMost,
               "Images or sequences of a step; 0: the workload's");
-  add.integer("--image-size", flags->image_size, 32, 4096, "Of resnet50: height and width");
-  add.integer("--length", flags->length, 1, kBenchMost, "Of encoder: tokens of a sequence");
-  add.integer("--layers", flags->layers, 1, 1000, "Of encoder");
-  add.integer("--width", flags->width, 1, kBenchMost,
-              "Of encoder: of a token's vector; the feed-forward part is four times as wide");
-  add.integer("--heads", flags->heads, 1, kBenchMost, "Of encoder: a divisor of the width");
-  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost, "Of encoder");
+  add.integer("--image-size", flags->image_size, 32, 4096, "Height and width of resnet50's images");
+  add.integer("--length", flags->length, 1, kBenchMost, "Tokens of a sequence of encoder");
+  add.integer("--layers", flags->layers, 1, 1000, "Layers of encoder");
+  add.integer(
+      "--width", flags->width, 1, kBenchMost,
+      "Numbers in a token's vector of encoder; the feed-forward part has four times as many");
+  add.integer("--heads", flags->heads, 1, kBenchMost,
+              "Attention heads of encoder: a divisor of the width");
+  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost, "Words that encoder knows");
   add.integer("--check-steps", flags->check_steps, 2, kBenchMost,
               "Losses to be compared with float32's");
   add.integer("--warm-up", flags->warm_up, 1, kBenchMost, "Steps before the first that is timed");
   add.integer("--rounds", flags->rounds, 1, kBenchMost, "Steps that are timed");
-  add.integer("--seed", flags->seed, 0, 1'000'000'000, "Of weights, data and dropout");
+  add.integer("--seed", flags->seed, 0, 1'000'000'000,
+              "Number that weights, data and dropout are drawn from");
   add.integer("--threads", flags->threads, 0, 1024,
-              "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
+              "Threads of the process, at most as many as there are cores; 0: as LibTorch chooses");
   add.mark("--steps-from-stdin", flags->steps_from_stdin,
            "Run the steps that standard input asks for, see below");
   add.json(flags->json);

@@ -1,6 +1,8 @@
 #include "apps/semitone/flags.h"
 
 #include "semitone/core/dtype.h"
+#include "semitone/core/env.h"
+#include "semitone/core/nearest.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -21,6 +23,30 @@ bool parse(const std::string& text, Number& number) {
   return error == std::errc() && stop == end;
 }
 
+std::string did_you_mean(const std::string& name, const std::vector<std::string>& candidates) {
+  const std::string near = nearest(name, candidates);
+  return near.empty() ? near : "did you mean " + near + "?";
+}
+
+std::string remedy_for_choice(const std::string& text, const std::vector<std::string>& choices) {
+  std::string with_letter = text;
+  std::replace(with_letter.begin(), with_letter.end(), '0', 'O');
+  if (with_letter != text &&
+      std::find(choices.begin(), choices.end(), with_letter) != choices.end())
+    return "the first character is the letter O, not the digit zero";
+  // Of words as short as O1, each is as near as the others.
+  return text.size() < 3 ? "" : did_you_mean(text, choices);
+}
+
+// The one that was left out: "a workload: mnist|resnet50|encoder".
+std::string missing_argument(const CLI::App& command) {
+  for (const CLI::Option* const option : command.get_options()) {
+    if (option->get_required() && option->count() == 0)
+      return fmt::format("a {}: {}", option->get_name(), option->get_type_name());
+  }
+  return {};
+}
+
 }  // namespace
 
 void Flags::accept_underscores() {
@@ -38,11 +64,13 @@ std::string Flags::spellings(const std::string& name) const {
 CLI::Option& Flags::add(const std::string& name, const std::string& type,
                         const std::string& fallback,
                         const std::function<bool(const std::string&)>& take,
-                        const std::string& expected, const std::string& help) {
+                        const std::string& expected, const std::string& help,
+                        const Remedy& remedy) {
   const std::string longest = name.starts_with('-') ? name.substr(name.rfind("--")) : name;
-  const auto checked = [where = where_, wanted = longest + " " + expected,
-                        take](const std::string& text) {
-    if (!take(text)) throw UsageError(where, wanted, "'" + text + "'");
+  const auto checked = [where = where_, wanted = longest + " " + expected, take,
+                        remedy](const std::string& text) {
+    if (take(text)) return;
+    throw UsageError(where, wanted, "'" + text + "'", remedy ? remedy(text) : "");
   };
   return *command_.add_option_function<std::string>(spellings(name), checked, help)
               ->type_name(type)
@@ -73,7 +101,8 @@ CLI::Option& Flags::one_of(const std::string& name, std::string& variable,
     return std::find(choices.begin(), choices.end(), text) != choices.end();
   };
   return add(name, fmt::format("{}", fmt::join(choices, "|")), variable, take,
-             fmt::format("to be one of {}", fmt::join(choices, ", ")), help);
+             fmt::format("to be one of {}", fmt::join(choices, ", ")), help,
+             [choices](const std::string& text) { return remedy_for_choice(text, choices); });
 }
 
 void Flags::choice(const std::string& name, std::string& variable,
@@ -126,17 +155,58 @@ void Flags::json(std::string& variable) {
       ->expected(0, 1);
 }
 
+std::string remedy_for_flag(const CLI::App& command, const std::string& flag) {
+  std::vector<std::string> known;
+  for (const CLI::Option* const option : command.get_options()) {
+    if (option->get_group().empty()) continue;
+    for (const std::string& name : option->get_lnames()) {
+      if (name.find('_') == std::string::npos) known.push_back("--" + name);
+    }
+  }
+  const std::string near = did_you_mean(flag.substr(0, flag.find('=')), known);
+  return near.empty() ? "see semitone " + command.get_name() + " --help" : near;
+}
+
+void set_master(launch::LaunchOptions& options, const std::string& addr, std::int64_t port,
+                const std::string& where) {
+  std::string host = addr;
+  int number = static_cast<int>(port);
+  if (options.nnodes().max > 1 && host.empty()) {
+    host = env::get(env::kMasterAddr).value_or("");
+  }
+  if (options.nnodes().max > 1 && number == 0) {
+    const auto text = env::get(env::kMasterPort);
+    if (text.has_value() && (!parse(*text, number) || number < 1 || number > 65535)) {
+      throw UsageError(where, fmt::format("{} from 1 to 65535", env::kMasterPort.name),
+                       "'" + *text + "'");
+    }
+  }
+  options.master_addr(host).master_port(number);
+}
+
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string command = chosen.empty() ? "" : chosen.front()->get_name();
   const std::string where = command.empty() ? "cli" : "cli." + command;
   const std::string help = "semitone " + (command.empty() ? "" : command + " ") + "--help";
   const auto unknown = app.remaining(/*recurse=*/true);
+  if (!unknown.empty() && !command.empty()) {
+    return {where, "flags of this command", fmt::format("'{}'", fmt::join(unknown, " ")),
+            remedy_for_flag(*chosen.front(), unknown.front())};
+  }
   if (!unknown.empty()) {
-    return {where, command.empty() ? "a command" : "flags of this command",
-            fmt::format("'{}'", fmt::join(unknown, " ")), "see " + help};
+    std::vector<std::string> commands{"--help", "--version"};
+    for (const CLI::App* const known : app.get_subcommands({}))
+      commands.push_back(known->get_name());
+    const std::string near = did_you_mean(unknown.front(), commands);
+    return {where, "a command", fmt::format("'{}'", fmt::join(unknown, " ")),
+            near.empty() ? "see " + help : near};
   }
   if (command.empty()) return {where, "a command", "none", "see " + help};
+  if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
+    const std::string missing = missing_argument(*chosen.front());
+    if (!missing.empty()) return {where, missing, "none", "see " + help};
+  }
   return {where, "a command line as in " + help, error.what()};
 }
 

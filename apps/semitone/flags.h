@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/core/error.h"
+#include "semitone/launch/launch_options.h"
 
 #include <CLI/CLI.hpp>
 
@@ -52,10 +53,13 @@ class Flags {
   void json(std::string& variable);
 
  private:
-  // @param take  stores the text; false if it makes no sense
+  using Remedy = std::function<std::string(const std::string&)>;
+
+  // @param take    stores the text; false if it makes no sense
+  // @param remedy  for a text that makes none; may be empty
   CLI::Option& add(const std::string& name, const std::string& type, const std::string& fallback,
                    const std::function<bool(const std::string&)>& take, const std::string& expected,
-                   const std::string& help);
+                   const std::string& help, const Remedy& remedy = {});
 
   CLI::Option& one_of(const std::string& name, std::string& variable,
                       const std::vector<std::string>& choices, const std::string& help);
@@ -67,6 +71,14 @@ class Flags {
   std::string where_;
   bool underscores_ = false;
 };
+
+// "did you mean '--epochs'?" for a flag that the command does not have, else where to look.
+std::string remedy_for_flag(const CLI::App& command, const std::string& flag);
+
+// The address and port of node 0, as the flags say. Of several nodes, what the flags leave out the
+// environment says (MASTER_ADDR, MASTER_PORT), as scripts export it for the processes themselves.
+void set_master(launch::LaunchOptions& options, const std::string& addr, std::int64_t port,
+                const std::string& where);
 
 // A command line that CLI11 refused, in our form.
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error);

@@ -2,6 +2,7 @@
 
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/help.h"
 
 #include <fmt/format.h>
 
@@ -17,7 +18,7 @@ constexpr auto kLaunchFooter =
     R"(PROGRAM is any program that reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 MASTER_PORT …); ${local_rank} in its arguments becomes the number. What follows it is never looked at. When one
 process fails, all stop, on every node, and the first failure is shown; with --max-restarts all start again.
-Ctrl-C stops them all, a second Ctrl-C kills them.
+Ctrl-C stops them all, a second Ctrl-C kills them; SIGUSR1 and SIGUSR2 are handed on to them.
 
 Examples:
   semitone launch --nproc-per-node 4 build/train --epochs 3
@@ -30,14 +31,14 @@ Exit codes: 0 every process returned 0; else that of the first process that fail
 )";
 
 // Leaves out the spellings that are there for torchrun's users, and says where the program stands.
-class LaunchHelp : public CLI::Formatter {
+class LaunchHelp : public Help {
  public:
   std::string make_usage(const CLI::App*, std::string name) const override {
     return "Usage: " + name + " [OPTIONS] PROGRAM [ARGUMENTS...]\n";
   }
 
   std::string make_option_name(const CLI::Option* option, bool positional) const override {
-    if (positional) return CLI::Formatter::make_option_name(option, positional);
+    if (positional) return Help::make_option_name(option, positional);
     std::string names;
     for (const std::string& name : option->get_snames()) names += "-" + name + ",";
     for (const std::string& name : option->get_lnames()) {
@@ -52,12 +53,22 @@ void require(bool right, std::string_view expected, std::string_view got) {
   if (!right) throw UsageError(kLaunch, expected, got);
 }
 
-std::vector<std::string> program_of(const CLI::App& command) {
+std::vector<std::string> program_of(const LaunchFlags& flags, const CLI::App& command) {
   const std::vector<std::string> words = command.remaining();
-  const auto help = "see semitone launch --help";
-  if (words.empty()) throw UsageError(kLaunch, "a program to launch", "none", help);
-  if (words.front().starts_with('-'))
-    throw UsageError(kLaunch, "flags of this command", "'" + words.front() + "'", help);
+  if (words.empty()) {
+    // Other commands' --json needs no file.
+    throw UsageError(
+        kLaunch, "a program to launch", "none",
+        flags.json.empty()
+            ? "see semitone launch --help"
+            : fmt::format("--json takes the next word, '{}', for its file: --json - is standard "
+                          "output",
+                          flags.json));
+  }
+  if (words.front().starts_with('-')) {
+    throw UsageError(kLaunch, "flags of this command", "'" + words.front() + "'",
+                     remedy_for_flag(command, words.front()));
+  }
   return words;
 }
 
@@ -72,6 +83,7 @@ void set_meeting(launch::LaunchOptions& options, const LaunchFlags& flags,
   options.master_addr(flags.master_addr).master_port(static_cast<int>(flags.master_port));
   if (flags.rdzv_endpoint.empty()) {
     require(flags.rdzv_backend != "c10d", "--rdzv-endpoint with --rdzv-backend c10d", "none");
+    set_master(options, flags.master_addr, flags.master_port, kLaunch);
     options.node_rank(static_cast<int>(flags.node_rank));
   } else if (!is_static(flags, command)) {
     options.rdzv_endpoint(flags.rdzv_endpoint);
@@ -97,14 +109,17 @@ std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
   add.text("--nnodes", flags->nnodes, "N|MIN:MAX", "Nodes of the job");
   add.integer("--node-rank", flags->node_rank, 0, 1 << 16, "Number of this node");
   add.text("--master-addr", flags->master_addr, "ADDR",
-           "Address of node 0; default: this machine, for one node");
-  add.integer("--master-port", flags->master_port, 0, 65535,
-              "Port of rank 0; 0: a free one for one node, else 29500. The launchers of several "
-              "nodes meet at the next one");
+           "Address of node 0; default: $MASTER_ADDR for several nodes, this machine for one");
+  add.integer(
+      "--master-port", flags->master_port, 0, 65535,
+      "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The launchers "
+      "of several nodes meet at the next one");
   add.text("--rdzv-endpoint", flags->rdzv_endpoint, "HOST[:PORT]",
            "Where the nodes meet and are numbered as they come; the launcher on that host is node "
            "0. Port: 29400 if not given");
-  add.text("--rdzv-id", flags->rdzv_id, "ID", "Name of the job; default: made up");
+  add.text("--rdzv-id", flags->rdzv_id, "ID",
+           "Name of the job, the same on every node: launchers without it are refused; default: "
+           "made up");
   add.choice("--rdzv-backend", flags->rdzv_backend, {"static", "c10d"},
              "As torchrun's: c10d numbers nodes as they come, static by --node-rank. Default: "
              "static if --node-rank is given");
@@ -128,11 +143,12 @@ std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
   add.number("--join-timeout", flags->join_timeout, seconds, kSeconds,
              "Seconds to wait for the (fewest) nodes");
   add.number("--last-call", flags->last_call, seconds, kSeconds,
-             "Seconds to wait for more once the fewest are there");
+             "Seconds to wait for more once the fewest are there, since the last that came");
   add.number("--monitor-interval", flags->monitor_interval, seconds, kSeconds,
              "As torchrun's, for its command lines: nothing here waits for it");
   add.mark("--no-python", flags->no_python, "As torchrun's, for its command lines");
-  add.text("--json", flags->json, "FILE", "Write how the job ended, as JSON");
+  add.text("--json", flags->json, "FILE|-",
+           "Write how the job ended as JSON to a file, or to standard output");
   command.prefix_command();
   command.formatter(std::make_shared<LaunchHelp>());
   command.footer(kLaunchFooter);
@@ -140,7 +156,7 @@ std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
 }
 
 launch::LaunchOptions options_of(const LaunchFlags& flags, const CLI::App& command) {
-  std::vector<std::string> words = program_of(command);
+  std::vector<std::string> words = program_of(flags, command);
   launch::LaunchOptions options(words.front());
   words.erase(words.begin());
   const launch::NodeCount nodes = launch::NodeCount::parse(flags.nnodes);

@@ -1,6 +1,7 @@
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/help.h"
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
 
@@ -12,6 +13,7 @@
 #include <chrono>
 #include <csignal>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,8 +36,10 @@ int run(int argc, char** argv) {
   CLI::App app("Mixed-precision training for C++ programs that use LibTorch.", "semitone");
   app.set_version_flag("--version", "semitone " + version() + " (LibTorch " + libtorch_version() +
                                         ", " + compiler() + ")");
-  app.require_subcommand(1);
+  // Commands take it over.
+  app.formatter(std::make_shared<cli::Help>());
   app.footer(cli::kExitCodesHelp);
+  app.require_subcommand(1);
   cli::Action action;
   cli::add_train_command(app, action);
   cli::add_ops_command(app, action);

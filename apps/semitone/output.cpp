@@ -18,6 +18,10 @@ bool is_capable_terminal(int descriptor) {
   return ::isatty(descriptor) != 0 && env::get(env::kTerm) != "dumb";
 }
 
+int descriptor_of(const std::ostream& stream) {
+  return &stream == &std::cout ? STDOUT_FILENO : STDERR_FILENO;
+}
+
 }  // namespace
 
 std::ostream& for_people(const std::string& json) {
@@ -38,15 +42,16 @@ void require_json_writable(const std::string& json) {
 }
 
 std::string bold(const std::ostream& stream, const std::string& text) {
-  const int descriptor = &stream == &std::cout ? STDOUT_FILENO : STDERR_FILENO;
-  if (!is_capable_terminal(descriptor) || env::get(env::kNoColor).has_value()) return text;
+  if (!is_capable_terminal(descriptor_of(stream)) || env::get(env::kNoColor).has_value())
+    return text;
   return "\033[1m" + text + "\033[0m";
 }
 
-int terminal_columns() {
-  if (!is_capable_terminal(STDERR_FILENO)) return 0;
+int terminal_columns(const std::ostream& stream) {
+  const int descriptor = descriptor_of(stream);
+  if (!is_capable_terminal(descriptor)) return 0;
   winsize size{};
-  if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  if (::ioctl(descriptor, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
   return size.ws_col;
 }
 

@@ -18,7 +18,8 @@ void require_json_writable(const std::string& json);
 // Bold on a terminal, unless NO_COLOR is set.
 std::string bold(const std::ostream& stream, const std::string& text);
 
-// Width of the terminal on standard error; 0 if there is none, or none that can draw a line again.
-int terminal_columns();
+// Width of the terminal behind standard output or standard error; 0 if there is none, or none that
+// can draw a line again.
+int terminal_columns(const std::ostream& stream);
 
 }  // namespace semitone::cli

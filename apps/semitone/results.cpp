@@ -1,5 +1,6 @@
 #include "apps/semitone/results.h"
 
+#include "apps/semitone/help.h"
 #include "apps/semitone/output.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <ostream>
 
 namespace semitone::cli {
@@ -35,6 +37,7 @@ ordered_json object_of(const TrainResult& result) {
           {"train_loss", result.train_loss},
           {"images_per_second", result.images_per_second},
           {"ms_per_step", result.ms_per_step},
+          {"train_seconds", result.train_seconds},
           {"peak_rss_mb", megabytes(result.peak_rss_bytes)},
           {"peak_tensor_mb", megabytes(result.peak_tensor_bytes)},
           {"skipped_steps", result.skipped_steps},
@@ -63,6 +66,7 @@ TrainResult result_of(const ordered_json& object) {
   result.train_loss = real(object.at("train_loss"));
   result.images_per_second = real(object.at("images_per_second"));
   result.ms_per_step = real(object.at("ms_per_step"));
+  result.train_seconds = real(object.at("train_seconds"));
   result.peak_rss_bytes = bytes(object.at("peak_rss_mb"));
   result.peak_tensor_bytes = bytes(object.at("peak_tensor_mb"));
   result.skipped_steps = object.at("skipped_steps");
@@ -71,6 +75,40 @@ TrainResult result_of(const ordered_json& object) {
   result.processes = object.at("processes");
   result.threads = object.at("threads");
   return result;
+}
+
+// Of the table. Where there is no room for all, those of a high rank are left out.
+struct Column {
+  int rank;
+  int width;     // at least
+  bool is_word;  // to the left; numbers go to the right
+  const char* head;
+  std::function<std::string(const TrainResult&)> cell;
+};
+
+std::string percent(double fraction) {
+  return fmt::format("{:.2f} %", 100 * fraction);
+}
+
+// Returns the names of the others.
+std::string keep_those_that_fit(std::vector<Column>& columns, int terminal) {
+  if (terminal <= 0) return {};
+  std::vector<Column*> by_rank;
+  for (Column& column : columns) by_rank.push_back(&column);
+  std::sort(by_rank.begin(), by_rank.end(),
+            [](const Column* one, const Column* other) { return one->rank < other->rank; });
+  int used = 0;
+  std::string left_out;
+  for (Column* const column : by_rank) {
+    if (used + column->width < terminal) {
+      used += column->width + 1;
+    } else {
+      left_out += (left_out.empty() ? "" : ", ") + std::string(column->head);
+      column->width = 0;
+    }
+  }
+  std::erase_if(columns, [](const Column& column) { return column.width == 0; });
+  return left_out;
 }
 
 }  // namespace
@@ -96,26 +134,57 @@ std::vector<TrainResult> from_json(const std::string& text) {
   return results;
 }
 
-void print_table(std::ostream& out, const std::vector<TrainResult>& results) {
+void print_table(std::ostream& out, const std::vector<TrainResult>& results, int terminal) {
   const auto base = std::find_if(results.begin(), results.end(), [](const TrainResult& result) {
     return result.opt_level == amp::OptLevel::O0;
   });
-  constexpr auto kHead = "{:<6} {:<9} {:>9} {:>8} {:>9} {:>8} {:>6} {:>9} {:>9} {:>8} {:>11}";
-  out << bold(out, fmt::format(kHead, "level", "dtype", "accuracy", "loss", "images/s", "ms/step",
-                               "speed", "RSS", "tensors", "skipped", "loss scale"))
-      << '\n';
+  const auto speed = [&](const TrainResult& result) {
+    return base == results.end() ? "-"
+                                 : fmt::format("{:.2f}x", base->ms_per_step / result.ms_per_step);
+  };
+  std::vector<Column> columns{
+      {0, 6, true, "level",
+       [](const TrainResult& r) { return std::string(amp::name_of(r.opt_level)); }},
+      {6, 9, true, "dtype", [](const TrainResult& r) { return dtype_name(r.dtype); }},
+      {1, 9, false, "accuracy", [](const TrainResult& r) { return percent(r.test_accuracy); }},
+      {4, 8, false, "loss",
+       [](const TrainResult& r) { return fmt::format("{:.4f}", r.train_loss); }},
+      {8, 9, false, "images/s",
+       [](const TrainResult& r) { return fmt::format("{:.0f}", r.images_per_second); }},
+      {2, 8, false, "ms/step",
+       [](const TrainResult& r) { return fmt::format("{:.2f}", r.ms_per_step); }},
+      {3, 6, false, "speed", speed},
+      {5, 8, false, "time",
+       [](const TrainResult& r) { return fmt::format("{:.1f} s", r.train_seconds); }},
+      {9, 9, false, "RSS",
+       [](const TrainResult& r) { return fmt::format("{:.0f} MB", megabytes(r.peak_rss_bytes)); }},
+      {7, 9, false, "tensors",
+       [](const TrainResult& r) {
+         return fmt::format("{:.1f} MB", megabytes(r.peak_tensor_bytes));
+       }},
+      {10, 8, false, "skipped",
+       [](const TrainResult& r) { return std::to_string(r.skipped_steps); }},
+      {11, 11, false, "loss scale",
+       [](const TrainResult& r) { return fmt::format("{:g}", r.final_loss_scale); }}};
+  const std::string left_out = keep_those_that_fit(columns, terminal);
+  const auto row = [&](const std::function<std::string(const Column&)>& cell) {
+    std::string line;
+    for (const Column& column : columns) {
+      const std::size_t width = static_cast<std::size_t>(column.width);
+      line += column.is_word ? fmt::format("{:<{}}", cell(column), width)
+                             : fmt::format("{:>{}}", cell(column), width);
+      line += ' ';
+    }
+    line.pop_back();
+    return line;
+  };
+  out << bold(out, row([](const Column& column) { return std::string(column.head); })) << '\n';
   for (const TrainResult& result : results) {
-    const std::string speed =
-        base == results.end()
-            ? "-"
-            : fmt::format("{:.2f}x", result.images_per_second / base->images_per_second);
-    out << fmt::format(
-        "{:<6} {:<9} {:>7.2f} % {:>8.4f} {:>9.0f} {:>8.2f} {:>6} {:>6.0f} MB {:>6.1f} MB {:>8} "
-        "{:>11g}\n",
-        amp::name_of(result.opt_level), dtype_name(result.dtype), 100 * result.test_accuracy,
-        result.train_loss, result.images_per_second, result.ms_per_step, speed,
-        megabytes(result.peak_rss_bytes), megabytes(result.peak_tensor_bytes), result.skipped_steps,
-        result.final_loss_scale);
+    out << row([&](const Column& column) { return column.cell(result); }) << '\n';
+  }
+  if (!left_out.empty()) {
+    out << wrapped("not shown at this width: " + left_out, static_cast<std::size_t>(terminal))
+        << '\n';
   }
 }
 

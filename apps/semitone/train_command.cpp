@@ -19,7 +19,9 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -72,6 +74,11 @@ std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
   return fmt::format("{}{}{}{}", count, where, synced, wire);
 }
 
+bool is_file(const std::string& path) {
+  std::error_code ignored;
+  return std::filesystem::is_regular_file(path, ignored);
+}
+
 void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet& data,
                 const comm::Group& group) {
   const auto line = [&out](const char* what, const std::string& text) {
@@ -85,6 +92,8 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
                            data.test.size(), flags.data));
   if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
+  if (flags.goes_on_with_what_it_saves() && !is_file(flags.resume))
+    line("state", fmt::format("'{}' is not there yet: a new training", flags.resume));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.epochs, flags.epochs == 1 ? "" : "s", flags.batch_size, flags.optimizer,
@@ -94,15 +103,48 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   out << std::flush;
 }
 
+// The first of the signals that end a training whose state is saved; 0: none came.
+std::atomic<int> stop_signal = 0;
+
+// Hears them as long as it lives. Those that wait for the end of a step are batch systems and
+// launchers, which send them ahead of a time limit; a second one has its usual effect.
+class StopSignals {
+ public:
+  explicit StopSignals(bool wanted) {
+    if (!wanted) return;
+    for (const int signal : {SIGTERM, SIGUSR1}) {
+      struct sigaction action {};
+      action.sa_handler = [](int number) {
+        int none = 0;
+        stop_signal.compare_exchange_strong(none, number);
+      };
+      action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
+      struct sigaction before {};
+      ::sigaction(signal, &action, &before);
+      before_.emplace_back(signal, before);
+    }
+  }
+  ~StopSignals() {
+    for (const auto& [signal, before] : before_) ::sigaction(signal, &before, nullptr);
+  }
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+ private:
+  std::vector<std::pair<int, struct sigaction>> before_;
+};
+
 train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
                               const train::DataSet& data, const comm::Group& group) {
-  const auto options = options_of(flags, level, group);
+  const StopSignals signals(!flags.save.empty());
+  auto options = options_of(flags, level, group);
+  if (!flags.save.empty()) options.stop([] { return stop_signal != 0; });
   const auto make_model = [] { return train::Classifier(zoo::ConvNet()); };
   if (flags.quiet || group.rank() > 0) return train::train_classifier(make_model, data, options);
   train::Progress progress(
       std::cerr,
       fmt::format("{} {:<8}", amp::name_of(level), dtype_name(train::training_dtype(options))),
-      terminal_columns());
+      terminal_columns(std::cerr), flags.log_every);
   return train::train_classifier(make_model, data, options, progress);
 }
 
@@ -168,6 +210,24 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
   }
 }
 
+// Before anything is loaded or said.
+void require_state(const TrainFlags& flags) {
+  if (flags.resume.empty() || flags.goes_on_with_what_it_saves() || is_file(flags.resume)) return;
+  throw FileError(kTrain, "a saved state '" + flags.resume + "'", "no such file",
+                  "to start where there is none yet, give the same file to --save");
+}
+
+// This process's own, unless another one of the job has got it.
+int signal_of_stop() {
+  const int own = stop_signal;
+  return own != 0 ? own : SIGTERM;
+}
+
+void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
+  std::cerr << fmt::format("[train] stopped by {} after step {}: the state is in '{}'\n",
+                           launch::ExitStatus{0, signal_of_stop()}.to_string(), result.steps, flags.save);
+}
+
 int run(const CLI::App& command, const TrainFlags& flags) {
   const comm::Rendezvous place = comm::parse_rendezvous("env://");
   check(flags, command, place);
@@ -176,6 +236,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   const bool speaks = place.rank == 0 && flags.node_rank == 0;
   const bool was_launched = place.world_size > 1;
   if (speaks) require_json_writable(flags.json);
+  if (speaks && !flags.starts_job()) require_state(flags);
   std::ostream& out = for_people(flags.json);
   const auto levels = flags.levels();
   std::vector<train::TrainResult> results;
@@ -198,9 +259,13 @@ int run(const CLI::App& command, const TrainFlags& flags) {
         results.push_back(train_here(flags, level, data, group));
     }
   }
+  if (results.size() == 1 && results.front().stopped) {
+    if (speaks) say_stopped(results.front(), flags);
+    return kSignal + signal_of_stop();
+  }
   if (!speaks || results.empty()) return code;
   if (!flags.as_part) {
-    print_table(out, results);
+    print_table(out, results, terminal_columns(out));
     print_notes(out, results);
   }
   write_json(flags.json, to_json(results));

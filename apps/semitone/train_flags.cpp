@@ -25,8 +25,9 @@ constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-ad
 constexpr auto kTrainFooter =
     R"(The data are four IDX files as MNIST has them (train-images-idx3-ubyte, train-labels-idx1-ubyte,
 t10k-…), plain or .gz: any number of images of 28 x 28, labels 0 to 9.
-images/s and ms/step (median) are of training; a MB is 2^20 bytes; tensors is the most memory that the
-tensors of training took, RSS that of the whole process.
+In the table, ms/step is the median step's and speed O0's ms/step over it; images/s is over all steps, time
+that of the whole training without the test. A MB is 2^20 bytes; tensors is the most memory that the tensors of
+training took, RSS that of the whole process.
 Threads that wait for each other spin: on a machine that is busy with other programs, --threads 1 or
 GOMP_SPINCOUNT=10000 can be several times faster.
 
@@ -36,6 +37,7 @@ Examples:
   semitone train --data ~/fashion-mnist --epochs 5
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the tutorials' setting
   semitone train --max-steps 300 --save half.ckpt && semitone train --resume half.ckpt
+  semitone train --save c.ckpt --resume c.ckpt --save-every 100   starts, and goes on when it is started again
   semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
   semitone train -n 2 -g 4 -nr 0 --master-addr node0    the same on node 0 of 2, with 4 processes on each
 
@@ -53,7 +55,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
       "--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3", "all"},
       "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits; or the four one by one");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
-             "What 16 bits are; auto: bf16 on a CPU");
+             "Which 16-bit format to take; auto: bf16 on a CPU");
   add.integer("--epochs", flags->epochs, 1, 1'000'000, "How often every image is seen");
   add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images a step, of each process");
   add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "What updates the weights");
@@ -72,9 +74,9 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer("--growth-interval", flags->growth_interval, 0, kTrainMost,
               "Good steps after which a dynamic loss scale doubles; 0: never");
   add.integer("--seed", flags->seed, 0, kTrainMost,
-              "Of the first weights and the order of the images");
+              "Number that the first weights and the order of the images are drawn from");
   add.integer("--threads", flags->threads, 0, 1024,
-              "Of the processor, at most as many as it has cores; 0: as LibTorch chooses");
+              "Threads of a process, at most as many as there are cores; 0: as LibTorch chooses");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "How images lie in memory; auto: nhwc, which is faster at every level");
   add.integer("--limit-batches", flags->limit_batches, 0, kTrainMost,
@@ -89,16 +91,25 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer("--node-rank,--nr", flags->node_rank, 0, 1 << 16,
               "Number of this machine, from 0; also -nr");
   add.text("--master-addr", flags->master_addr, "ADDR",
-           "Address of machine 0; default: this machine, for one");
-  add.integer("--master-port", flags->master_port, 0, 65535,
-              "Where the processes meet; 0: a free port for one machine, else 29500");
+           "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
+  add.integer(
+      "--master-port", flags->master_port, 0, 65535,
+      "Where the processes meet; 0: a free port for one machine, else $MASTER_PORT or 29500");
   add.mark("--sync-bn", flags->sync_bn,
-           "BatchNorm over the batches of all processes together, not of each");
+           "Take BatchNorm's statistics over the batches of all processes together, not of each");
   add.choice("--compress", flags->compress, {"none", "bf16", "fp16"},
-             "In what fp32 gradients travel between processes");
-  add.text("--save", flags->save, "FILE", "Write the state at the end, to resume from");
+             "Send fp32 gradients between processes in this format");
+  add.text("--save", flags->save, "FILE",
+           "Write the state at the end, to resume from; at SIGTERM or SIGUSR1, too, which end the "
+           "training then");
+  add.integer("--save-every", flags->save_every, 0, kTrainMost,
+              "Write it after so many steps each time, too; 0: do not");
   add.text("--resume", flags->resume, "FILE",
-           "Go on from a saved state, bit for bit as if there had been no break");
+           "Go on from a saved state, bit for bit as if there had been no break. The file of "
+           "--save: start anew if it is not there yet");
+  add.integer("--log-every", flags->log_every, 0, kTrainMost,
+              "Steps from one line of progress to the next where the output is no terminal; 0: "
+              "none");
   add.json(flags->json);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");
   command.add_flag("--as-part", flags->as_part)->group("");
@@ -125,6 +136,8 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
       std::filesystem::weakly_canonical(flags.save, ignored) ==
           std::filesystem::weakly_canonical(flags.json, ignored))
     throw UsageError(kTrain, "two files for --save and --json", "'" + flags.save + "' for both");
+  if (flags.save_every > 0 && flags.save.empty())
+    throw UsageError(kTrain, "--save with --save-every", "none", "say where the state goes");
   for (const char* const flag : {"--save", "--resume"}) {
     if (flags.levels().size() > 1 && command.count(flag) > 0)
       throw UsageError(kTrain, std::string("one level with ") + flag, "--opt-level all");
@@ -162,6 +175,7 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
       .group(group)
       .sync_batch_norm(flags.sync_bn)
       .save(flags.save)
+      .save_every(flags.save_every)
       .resume(flags.resume);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.loss_scale != "auto") options.loss_scale(amp::LossScale(flags.loss_scale));
@@ -172,12 +186,12 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
 
 launch::LaunchOptions job_of(const TrainFlags& flags) {
   const auto nodes = static_cast<int>(flags.nodes);
-  return launch::LaunchOptions(std::filesystem::read_symlink("/proc/self/exe"))
-      .nproc_per_node(flags.processes())
+  launch::LaunchOptions options(std::filesystem::read_symlink("/proc/self/exe"));
+  options.nproc_per_node(flags.processes())
       .nnodes({nodes, nodes})
-      .node_rank(static_cast<int>(flags.node_rank))
-      .master_addr(flags.master_addr)
-      .master_port(static_cast<int>(flags.master_port));
+      .node_rank(static_cast<int>(flags.node_rank));
+  set_master(options, flags.master_addr, flags.master_port, kTrain);
+  return options;
 }
 
 std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level,

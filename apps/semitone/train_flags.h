@@ -43,7 +43,9 @@ struct TrainFlags {
   bool sync_bn = false;
   std::string compress = "none";
   std::string save;
+  std::int64_t save_every = 0;  // steps; 0: at the end only
   std::string resume;
+  std::int64_t log_every = 100;
   std::string json;
   bool quiet = false;
   bool as_part = false;  // another process shows the result
@@ -53,6 +55,8 @@ struct TrainFlags {
   int processes() const;  // on this node
   // Whether this process is to start others that train together.
   bool starts_job() const { return processes() > 1 || nodes > 1; }
+  // One command line for the first start and for every later one.
+  bool goes_on_with_what_it_saves() const { return !save.empty() && save == resume; }
 };
 
 // Adds the flags to the command; what they say lies in the result once the command line is parsed.

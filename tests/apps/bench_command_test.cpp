@@ -197,7 +197,7 @@ TEST(BenchCommand, AnythingElseOnStandardInputIsCode2) {
 
 TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
   const std::vector<std::pair<Words, std::string>> cases{
-      {{}, "workload is required"},
+      {{}, "[cli.bench] expected a workload: mnist|resnet50|encoder, got none"},
       {{"bert"}, "expected workload to be one of mnist, resnet50, encoder, got 'bert'"},
       {{"mnist", "encoder"}, "expected flags of this command, got 'encoder'"},
       {{"mnist", "--opt-level", "all"}, "expected --opt-level to be one of O0, O1, O2, O3"},

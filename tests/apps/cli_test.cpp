@@ -14,6 +14,7 @@
 
 #include <array>
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -33,6 +34,7 @@ using nlohmann::json;
 using test::read_text;
 using test::write_text;
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -47,6 +49,12 @@ ProcessOptions options_for(const Words& arguments) {
 
 Finished semitone(const Words& arguments) {
   return launch::run(options_for(arguments));
+}
+
+std::string two_digits(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.2f", value);
+  return text.data();
 }
 
 void expect_failure(const Finished& finished, int code, const std::string& message) {
@@ -98,7 +106,12 @@ TEST_F(CliTest, VersionNamesTheLibraries) {
 TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
   const std::vector<std::pair<Words, std::string>> cases{
       {{}, "[cli] expected a command, got none — see semitone --help"},
-      {{"tarin"}, "[cli] expected a command, got 'tarin'"},
+      {{"tarin"}, "[cli] expected a command, got 'tarin' — did you mean 'train'?"},
+      {{"help"}, "got 'help' — did you mean '--help'?"},
+      {{"do-something"}, "got 'do-something' — see semitone --help"},
+      {{"train", "--epoch", "1"}, "got '--epoch 1' — did you mean '--epochs'?"},
+      {{"train", "--optlevel=O2"}, "got '--optlevel=O2' — did you mean '--opt-level'?"},
+      {{"ops", "--polcy", "apex"}, "did you mean '--policy'?"},
       {{"train", "--fo", "3"}, "[cli.train] expected flags of this command, got '--fo 3'"},
       {{"train", "extra"}, "[cli.train] expected flags of this command, got 'extra'"},
       {{"train", "--epochs"}, "--epochs: 1 required N missing"},
@@ -113,7 +126,10 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"train", "--lr", "0.1x"}, "expected --lr above 0"},
       {{"train", "--momentum", "1"}, "expected --momentum from 0 to below 1"},
       {{"train", "--opt-level", "01"},
-       "expected --opt-level to be one of O0, O1, O2, O3, all, got '01'"},
+       "expected --opt-level to be one of O0, O1, O2, O3, all, got '01' — the first character is "
+       "the letter O, not the digit zero"},
+      {{"train", "--optimizer", "adamv"}, "got 'adamv' — did you mean 'adamw' or 'adam'?"},
+      {{"train", "--save-every", "5"}, "expected --save with --save-every, got none"},
       {{"train", "--dtype", "fp8"}, "expected --dtype to be one of auto, bf16, fp16"},
       {{"train", "--optimizer", "lion"}, "expected --optimizer to be one of sgd, adam, adamw"},
       {{"train", "--schedule", "step"}, "expected --schedule to be one of constant, cosine"},
@@ -260,8 +276,8 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
   for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: asked for",
                            "memory        nhwc: chosen", "400 training and 100 test images",
                            "sgd lr 0.05 momentum 0.9, cosine, seed 0",
-                           "level  dtype      accuracy     loss  images/s  ms/step  speed       "
-                           "RSS   tensors  skipped  loss scale",
+                           "level  dtype      accuracy     loss  images/s  ms/step  speed     time "
+                           "      RSS   tensors  skipped  loss scale",
                            "\nO2     float16 "})
     EXPECT_THAT(finished.out, HasSubstr(text));
   EXPECT_THAT(finished.err,
@@ -296,6 +312,11 @@ TEST_F(CliTest, AllLevelsTrainInProcessesOfTheirOwnAndCompare) {
     EXPECT_LT(result.at("train_loss"), 0.5);
     EXPECT_GT(result.at("images_per_second"), 0);
     EXPECT_GT(result.at("ms_per_step"), 0);
+    EXPECT_GT(result.at("train_seconds"), 0);
+    // A step of several may be long; the speed is that of the others.
+    const double speed =
+        results[0].at("ms_per_step").get<double>() / result.at("ms_per_step").get<double>();
+    EXPECT_THAT(finished.out, ContainsRegex("\n" + level + " .* " + two_digits(speed) + "x "));
     EXPECT_GT(result.at("peak_rss_mb"), result.at("peak_tensor_mb"));
     EXPECT_GT(result.at("peak_tensor_mb"), 0.5);
     EXPECT_GE(result.at("skipped_steps"), 0);
@@ -348,6 +369,54 @@ TEST_F(CliTest, AResumedRunEndsLikeAWholeOne) {
        {"steps", "train_loss", "test_loss", "test_accuracy", "skipped_steps", "final_loss_scale"})
     EXPECT_EQ(resumed.at(key), whole.at(key)) << key;
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_.path()), {}), 1);
+}
+
+TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
+  const std::string state = (folder_ / "state").string();
+  const auto result = [&](const Words& more) {
+    Words words{"--save", state, "--resume", state, "--epochs", "2", "--json"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Finished finished = semitone(train(words));
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    return std::pair(json::parse(finished.out).at(0), finished.err);
+  };
+  const auto [first, said] = result({"--max-steps", "25"});
+  EXPECT_EQ(first.at("steps"), 25);
+  EXPECT_THAT(said, HasSubstr("state         '" + state + "' is not there yet: a new training"));
+  const auto [rest, said_then] = result({});
+  EXPECT_THAT(said_then, Not(HasSubstr("a new training")));
+  const json whole = json::parse(semitone(train({"--epochs", "2", "--json"})).out).at(0);
+  for (const char* key : {"steps", "train_loss", "test_loss", "test_accuracy"})
+    EXPECT_EQ(rest.at(key), whole.at(key)) << key;
+  // A launcher may start one again that is finished.
+  EXPECT_EQ(result({}).first.at("test_loss"), whole.at("test_loss"));
+}
+
+TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
+  const std::string state = (folder_ / "state").string();
+  for (const int signal : {SIGTERM, SIGUSR1}) {
+    const Words words{"--save",       state, "--resume", state,    "--schedule",  "constant",
+                      "--save-every", "3",   "--epochs", "100000", "--log-every", "1"};
+    Process process(options_for(train(words)));
+    // The first of these is there when the training goes on.
+    for (int i = 0; i < 6000 && !std::filesystem::exists(state); ++i) ::usleep(10'000);
+    ASSERT_TRUE(std::filesystem::exists(state));
+    // A second start has to have begun, too: it draws its lines.
+    ::usleep(signal == SIGTERM ? 0 : 3'000'000);
+    process.send(signal);
+    const Finished finished = process.wait();
+    EXPECT_EQ(finished.status.code, 128 + signal) << finished.err;
+    EXPECT_THAT(
+        finished.err,
+        AllOf(HasSubstr("[train] stopped by signal " + std::to_string(signal)),
+              HasSubstr("the state is in '" + state + "'"), Not(HasSubstr("test accuracy"))));
+    EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
+  }
+  // What was saved is whole, and longer than what was saved first.
+  const Finished resumed = semitone(train({"--resume", state, "--schedule", "constant", "--epochs",
+                                           "100000", "--max-steps", "1", "--quiet"}));
+  EXPECT_EQ(resumed.status.code, 1);
+  EXPECT_THAT(resumed.err, HasSubstr("a state with fewer than 1 steps"));
 }
 
 TEST_F(CliTest, OtherOptimizersAndTheTutorialsSettingRun) {
@@ -424,7 +493,8 @@ TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
 }
 
 TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
-  expect_failure(semitone(train({"--quiet", "--resume", "/no/such"})), 1, "no such file");
+  // Before the data are read and the head is written.
+  expect_failure(semitone(train({"--resume", "/no/such"})), 1, "no such file");
   write_text(folder_ / "state", "nonsense");
   expect_failure(semitone(train({"--quiet", "--resume", (folder_ / "state").string()})), 1,
                  "written by another program?");
@@ -514,9 +584,9 @@ TEST_F(CliTest, StoppingItStopsTheLevelItIsAt) {
 // --------------------------------------------------------------------------------------------------
 // on a terminal
 
-std::string on_a_terminal(const Words& arguments, bool no_color) {
+std::string on_a_terminal(const Words& arguments, bool no_color, unsigned short columns = 120) {
   int terminal = -1;
-  const winsize size{24, 120, 0, 0};
+  const winsize size{24, columns, 0, 0};
   const pid_t id = ::forkpty(&terminal, nullptr, nullptr, &size);
   if (id == 0) {
     ::setenv("TERM", "xterm", 1);
@@ -544,6 +614,51 @@ TEST_F(CliTest, ATerminalGetsAProgressBarAndBold) {
   const std::string output = on_a_terminal(train({"--opt-level", "O1"}), false);
   EXPECT_THAT(output, AllOf(HasSubstr("\rO1 bfloat16  epoch 1/1 ["), HasSubstr("/20  loss "),
                             HasSubstr(" left\033[K"), HasSubstr("\033[1mlevel")));
+}
+
+// What a terminal shows at one time or another: its lines, and each drawing of a moving one.
+std::vector<std::string> shown_lines(const std::string& output) {
+  std::vector<std::string> lines(1);
+  for (std::size_t i = 0; i < output.size(); ++i) {
+    if (output[i] == '\r' || output[i] == '\n') {
+      lines.emplace_back();
+    } else if (output[i] == '\033') {
+      i = output.find_first_of("Km", i);
+    } else if ((static_cast<unsigned char>(output[i]) & 0xC0U) != 0x80U) {
+      lines.back() += output[i];  // of each letter the first byte
+    }
+  }
+  return lines;
+}
+
+TEST_F(CliTest, NothingIsWiderThanTheTerminal) {
+  for (const unsigned short columns : {80, 40}) {
+    const std::string training = on_a_terminal(
+        train({"--opt-level", "all", "--dtype", "fp16", "--limit-batches", "10"}), true, columns);
+    const std::string table = training.substr(training.find("\nlevel"));
+    std::vector<std::string> lines = shown_lines(table);
+    for (const std::string& line : shown_lines(training)) {
+      // The head says what the machine is, and where files lie.
+      if (line.find(" left") != std::string::npos || line.find("epoch") != std::string::npos)
+        lines.push_back(line);
+    }
+    for (const Words& help : {Words{"--help"}, Words{"train", "--help"}, Words{"bench", "--help"},
+                              Words{"ops", "--help"}, Words{"launch", "--help"}}) {
+      for (const std::string& line : shown_lines(on_a_terminal(help, true, columns)))
+        lines.push_back(line);
+    }
+    for (const std::string& line : lines) EXPECT_LE(line.size(), columns) << line;
+    EXPECT_THAT(training, AllOf(HasSubstr(" left"), HasSubstr("\nlevel"), HasSubstr("ms/step"),
+                                HasSubstr("not shown at this width: ")));
+  }
+}
+
+TEST_F(CliTest, HelpIsMadeOfWholeSentencesAndFitsAPage) {
+  for (const char* command : {"train", "bench", "ops", "launch"}) {
+    const std::string help = semitone({command, "--help"}).out;
+    for (const std::string& line : shown_lines(help)) EXPECT_LE(line.size(), 80U) << line;
+    EXPECT_THAT(help, Not(ContainsRegex("  Of [a-z]")));
+  }
 }
 
 TEST_F(CliTest, NoColorIsObeyedAndQuietDrawsNothing) {

@@ -112,6 +112,10 @@ TEST_F(LaunchCommandTest, WrongUsageIsOneClearMessageAndCode2) {
   const std::vector<std::pair<Words, std::string>> cases{
       {{}, "[cli.launch] expected a program to launch, got none — see semitone launch --help"},
       {{"--nproc", "2", "sh"}, "[cli.launch] expected flags of this command, got '--nproc'"},
+      {{"--max-restart", "2", "sh"}, "got '--max-restart' — did you mean '--max-restarts'?"},
+      {{"--json", "true"},
+       "expected a program to launch, got none — --json takes the next word, 'true', for its "
+       "file: --json - is standard output"},
       {{"--nproc-per-node"}, "--nproc-per-node: 1 required"},
       {{"--nproc-per-node", "0", "sh"}, "expected nproc-per-node from 1 to 4096, got '0'"},
       {{"--nproc-per-node", "two", "sh"}, "a number, auto, cpu or gpu, got 'two'"},
@@ -180,6 +184,35 @@ TEST_F(LaunchCommandTest, TakesTorchrunsCommandLines) {
     EXPECT_TRUE(finished.status.success()) << finished.err;
     EXPECT_THAT(finished.out, StartsWith("0 of 1 at "));
   }
+}
+
+TEST_F(LaunchCommandTest, TakesTheMasterFromTheEnvironmentAsFromFlags) {
+  const int port = launch::free_port();
+  const auto node = [&](const char* rank) {
+    return command({"--nnodes", "2", "--node-rank", rank},
+                   "echo $RANK at $MASTER_ADDR $MASTER_PORT")
+        .environment("MASTER_ADDR", "localhost")
+        .environment("MASTER_PORT", std::to_string(port));
+  };
+  Process other(node("1"));
+  const Finished first = launch::run(node("0"));
+  const Finished second = other.wait();
+  EXPECT_EQ(first.out, "0 at localhost " + std::to_string(port) + "\n") << first.err;
+  EXPECT_EQ(second.out, "1 at localhost " + std::to_string(port) + "\n") << second.err;
+  // Flags come first, and one node has no use for it.
+  const Finished flag = launch::run(
+      command({"--nnodes", "2", "--master-addr", "192.0.2.1", "--join-timeout", "1"}, "exit 0")
+          .environment("MASTER_ADDR", "localhost"));
+  EXPECT_THAT(flag.err, HasSubstr("192.0.2.1"));
+  const Finished alone =
+      launch::run(command({}, "echo $MASTER_ADDR").environment("MASTER_ADDR", "192.0.2.1"));
+  EXPECT_EQ(alone.out, "127.0.0.1\n");
+  const Finished wrong = launch::run(command({"--nnodes", "2"}, "exit 0")
+                                         .environment("MASTER_ADDR", "localhost")
+                                         .environment("MASTER_PORT", "http"));
+  EXPECT_EQ(wrong.status.code, 2);
+  EXPECT_THAT(wrong.err,
+              HasSubstr("[cli.launch] expected MASTER_PORT from 1 to 65535, got 'http'"));
 }
 
 TEST_F(LaunchCommandTest, SaysHowManyProcessesAutoMeans) {
@@ -326,6 +359,32 @@ TEST_F(LaunchCommandTest, SignalsStopEverything) {
   }
 }
 
+TEST_F(LaunchCommandTest, SignalsAheadOfATimeLimitGoOnToTheProcesses) {
+  for (const int signal : {SIGUSR1, SIGUSR2}) {
+    write_text(folder_ / "ids", "");
+    Process process(command({"--nproc-per-node", "2"},
+                            "trap 'echo saved > $DIR/saved$RANK; exit 0' USR1 USR2\n"
+                            "echo $$ >> $DIR/ids; while :; do sleep 0.01; done"));
+    ASSERT_TRUE(wait_for_ids(2));
+    process.send(signal);
+    EXPECT_EQ(process.wait().status.code, 0);
+    for (const char* file : {"saved0", "saved1"}) {
+      EXPECT_EQ(words_of(folder_ / file), Words{"saved"});
+      std::filesystem::remove(folder_ / file);
+    }
+  }
+}
+
+TEST_F(LaunchCommandTest, QuitStopsWithTheGrace) {
+  Process process(command({},
+                          "trap 'echo $$ > $DIR/heard; exit 0' QUIT\n"
+                          "echo $$ >> $DIR/ids; while :; do sleep 0.01; done"));
+  ASSERT_TRUE(wait_for_ids(1));
+  process.send(SIGQUIT);
+  EXPECT_EQ(process.wait().status.code, 128 + SIGQUIT);
+  EXPECT_EQ(words_of(folder_ / "heard").size(), 1U);
+}
+
 TEST_F(LaunchCommandTest, NothingOutlivesALauncherThatIsKilled) {
   // Grandchildren too, and those that hear no signal but SIGKILL.
   Process process(command({"--nproc-per-node", "2"},
@@ -412,6 +471,31 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
       expect_all_gone(2);
     }
   }
+}
+
+TEST_F(TwoNodes, AReplacementMayComeBeforeItsPredecessorIsKnownToBeDead) {
+  const std::string script =
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && { echo $WORLD_SIZE >> $DIR/sizes; exit 0; }\n" +
+      wait_;
+  const Words flags{"--heartbeat-timeout", "3", "--max-restarts", "1"};
+  Process one(node(script, flags));
+  Process other(node(script, flags));
+  ASSERT_TRUE(wait_for_ids(2));
+  const pid_t frozen = launcher_of("1");
+  ASSERT_EQ(::kill(frozen, SIGSTOP), 0);
+  Process third(node(script, flags));
+  Process& survivor = one.id() == frozen ? other : one;
+  Process& lost = one.id() == frozen ? one : other;
+  const Finished first = survivor.wait();
+  EXPECT_EQ(first.status.code, 0) << first.err;
+  const Finished replacement = third.wait();
+  EXPECT_EQ(replacement.status.code, 0) << replacement.err;
+  EXPECT_THAT(replacement.err,
+              HasSubstr("this node stands by, until there is room for it: the job here has its 2"));
+  EXPECT_EQ(words_of(folder_ / "sizes"), (Words{"2", "2"}));
+  lost.send(SIGCONT);
+  EXPECT_EQ(lost.wait().status.code, 1);
+  expect_all_gone(2);
 }
 
 }  // namespace

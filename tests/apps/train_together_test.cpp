@@ -7,8 +7,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
+#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
@@ -138,6 +141,66 @@ TEST_F(TrainTogether, SavedStatesAreOfAllProcesses) {
       train({"--opt-level", "O2", "--dtype", "fp16", "--max-steps", "8", "--resume", state});
   EXPECT_EQ(alone.status.code, 1);
   EXPECT_THAT(alone.err, HasSubstr("[train.checkpoint] expected --nproc 1"));
+}
+
+TEST_F(TrainTogether, ARestartGoesOnWithWhatWasSaved) {
+  const std::string state = (folder_ / "state").string();
+  const std::string file = (folder_ / "restarted.json").string();
+  const auto command = [&](Words more, const std::string& before) {
+    Words all = words({"--epochs", "2"});
+    all.insert(all.end(), more.begin(), more.end());
+    Words launch{"launch",
+                 "--nproc-per-node",
+                 "2",
+                 "--max-restarts",
+                 "1",
+                 "sh",
+                 "-c",
+                 before + "exec \"$0\" \"$@\"",
+                 SEMITONE_PROGRAM};
+    launch.insert(launch.end(), all.begin(), all.end());
+    return semitone(launch);
+  };
+  // The first attempt loses a process as soon as there is something to go on from.
+  const Finished restarted =
+      launch::run(command({"--save", state, "--resume", state, "--save-every", "4", "--json", file},
+                          "[ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && { (while [ ! -e " + state +
+                              " ]; do sleep 0.01; done; kill -9 $$) & }\n"));
+  ASSERT_TRUE(restarted.status.success()) << restarted.err;
+  EXPECT_THAT(restarted.err, HasSubstr("starting again: rank 1 failed: signal 9"));
+  const std::string whole = (folder_ / "whole.json").string();
+  ASSERT_TRUE(launch::run(command({"--json", whole}, "")).status.success());
+  for (const char* key : {"steps", "test_accuracy", "test_loss", "train_loss"})
+    EXPECT_EQ(result(whole).at(key), result(file).at(key)) << key;
+}
+
+TEST_F(TrainTogether, ASignalSavesTheStateOfAll) {
+  const std::string state = (folder_ / "state").string();
+  const Words common{"--nproc", "2", "--schedule", "constant", "--epochs", "100000"};
+  Words words = common;
+  words.insert(words.end(), {"--save", state, "--resume", state, "--save-every", "5"});
+  Process process(semitone(this->words(words)));
+  for (int i = 0; i < 6000 && !std::filesystem::exists(state); ++i) ::usleep(10'000);
+  process.send(SIGTERM);
+  const Finished finished = process.wait();
+  EXPECT_EQ(finished.status.code, 128 + SIGTERM);
+  EXPECT_EQ(count(finished.err, "[train] stopped by signal 15"), 1) << finished.err;
+  words = common;
+  words.insert(words.end(), {"--resume", state, "--max-steps", "1"});
+  EXPECT_THAT(train(words).err, HasSubstr("a state with fewer than 1 steps"));
+}
+
+TEST_F(TrainTogether, TheMasterMayComeFromTheEnvironment) {
+  const Words here{"-n", "2", "-g", "1", "-nr", "1", "--threads", "1", "--quiet"};
+  const Finished finished = launch::run(semitone(words(here)).environment("MASTER_PORT", "x"));
+  EXPECT_EQ(finished.status.code, 2);
+  EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected MASTER_PORT from 1 to 65535"));
+  // As the data-parallel tutorials export it; one that the network knows nothing of ends it at once.
+  const Finished unknown = launch::run(semitone(words(here))
+                                           .environment("MASTER_ADDR", "no-such-host.invalid")
+                                           .environment("MASTER_PORT", "29400"));
+  EXPECT_EQ(unknown.status.code, 1);
+  EXPECT_THAT(unknown.err, HasSubstr("no-such-host.invalid"));
 }
 
 TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {

@@ -1,0 +1,123 @@
+#include "apps/semitone/help.h"
+
+#include "apps/semitone/output.h"
+
+#include <algorithm>
+#include <iostream>
+#include <sstream>
+
+namespace semitone::cli {
+namespace {
+
+// Where there is no terminal, or one that is too narrow for anything, or too wide to be read.
+constexpr std::size_t kUsual = 80;
+constexpr std::size_t kLeast = 30;
+constexpr std::size_t kMost = 110;
+
+// Where what a flag does begins, if there is room beside its name for a few words.
+constexpr std::size_t kSecondColumn = 30;
+constexpr std::size_t kFewWords = 28;
+
+std::size_t columns_of_help() {
+  const auto columns = static_cast<std::size_t>(terminal_columns(std::cout));
+  return columns == 0 ? kUsual : std::clamp(columns, kLeast, kMost);
+}
+
+std::string spaces(std::size_t count) {
+  return std::string(count, ' ');
+}
+
+// "  a command   what it does": in one line, or one below the other.
+std::string wrapped_item(std::string_view line, std::size_t columns) {
+  if (line.size() <= columns) return std::string(line);
+  const std::size_t gap = line.find("   ", 2);
+  const std::string_view command = line.substr(2, gap == line.npos ? gap : gap - 2);
+  std::string text = "  ";
+  // A shell goes on behind the backslash.
+  const std::string lines = wrapped(command, columns - 4, 4);
+  for (const char letter : lines)
+    text += letter == '\n' ? std::string(" \\\n") : std::string{letter};
+  if (gap == line.npos) return text;
+  std::string_view comment = line.substr(gap);
+  comment.remove_prefix(std::min(comment.find_first_not_of(' '), comment.size()));
+  return text + "\n" + spaces(6) + wrapped(comment, columns, 6);
+}
+
+}  // namespace
+
+std::string wrapped(std::string_view text, std::size_t columns, std::size_t indent) {
+  std::istringstream words{std::string(text)};
+  std::string result;
+  std::size_t column = indent;
+  for (std::string word; words >> word;) {
+    if (column > indent && column + 1 + word.size() > columns) {
+      result += "\n" + spaces(indent);
+      column = indent;
+    } else if (column > indent) {
+      result += ' ';
+      ++column;
+    }
+    result += word;
+    column += word.size();
+  }
+  return result;
+}
+
+std::string wrapped_footer(std::string_view footer, std::size_t columns) {
+  std::string result;
+  std::string paragraph;
+  const auto end_paragraph = [&] {
+    if (!paragraph.empty()) result += wrapped(paragraph, columns) + "\n";
+    paragraph.clear();
+  };
+  std::istringstream lines{std::string(footer)};
+  for (std::string line; std::getline(lines, line);) {
+    const bool is_item = line.starts_with("  ");
+    if (is_item || line.empty()) end_paragraph();
+    if (is_item) {
+      result += wrapped_item(line, columns) + "\n";
+    } else if (line.empty()) {
+      result += "\n";
+    } else {
+      paragraph += line + " ";
+      // "Examples:"
+      if (line.ends_with(':')) end_paragraph();
+    }
+  }
+  end_paragraph();
+  return result;
+}
+
+Help::Help() : columns_(columns_of_help()) {}
+
+std::string Help::entry(const std::string& name, const std::string& text) const {
+  const bool has_room = columns_ >= kSecondColumn + kFewWords;
+  const std::size_t indent = has_room ? kSecondColumn : 6;
+  std::string result = "  " + name;
+  if (text.empty()) return result + "\n";
+  if (has_room && result.size() + 2 <= kSecondColumn) {
+    result += spaces(kSecondColumn - result.size());
+  } else {
+    result = "  " + wrapped(name, columns_, 6) + "\n" + spaces(indent);
+  }
+  return result + wrapped(text, columns_, indent) + "\n";
+}
+
+std::string Help::make_option(const CLI::Option* option, bool positional) const {
+  return entry(make_option_name(option, positional) + make_option_opts(option),
+               make_option_desc(option));
+}
+
+std::string Help::make_subcommand(const CLI::App* command) const {
+  return entry(command->get_name(), command->get_description());
+}
+
+std::string Help::make_description(const CLI::App* command) const {
+  return wrapped(command->get_description(), columns_) + "\n";
+}
+
+std::string Help::make_footer(const CLI::App* command) const {
+  return wrapped_footer(command->get_footer(), columns_);
+}
+
+}  // namespace semitone::cli
