@@ -5,8 +5,8 @@ include(GNUInstallDirs)
 get_property(rooms GLOBAL PROPERTY semitone_rooms)
 install(TARGETS semitone ${rooms} EXPORT semitone ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 if(SEMITONE_PROGRAM)
-  # It finds LibTorch where the build did.
-  set_target_properties(semitone_cli PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+  # It finds LibTorch where the build did, below the sources as well.
+  set_target_properties(semitone_cli PROPERTIES INSTALL_RPATH ${LibTorch_ROOT_DIR}/lib INSTALL_RPATH_USE_LINK_PATH ON)
   install(TARGETS semitone_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 install(DIRECTORY include/semitone DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})

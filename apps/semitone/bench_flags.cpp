@@ -19,7 +19,7 @@ constexpr auto kBenchFooter =
     R"(Workloads (--batch-size, sizes and seed can be changed):
   mnist     the ConvNet, 100 images of 28 x 28, SGD with momentum
   resnet50  ResNet-50, 16 images of 224 x 224, SGD with momentum
-  encoder   BERT's layers, 8 x 128 tokens, loss over 18000 words, AdamW, dropout 0.1
+  encoder   BERT's layers, 8 x 128 tokens, 18000 words, AdamW, dropout 0.1
 Before anything is timed, the first losses have to be float32's within a tolerance that is shown.
 images/s and tokens/s are of the median step; a MB is 2^20 bytes.
 

@@ -138,7 +138,7 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
   const auto base = std::find_if(results.begin(), results.end(), [](const TrainResult& result) {
     return result.opt_level == amp::OptLevel::O0;
   });
-  const auto speed = [&](const TrainResult& result) {
+  const auto speed = [&](const TrainResult& result) -> std::string {
     return base == results.end() ? "-"
                                  : fmt::format("{:.2f}x", base->ms_per_step / result.ms_per_step);
   };

@@ -48,7 +48,7 @@ std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
   const char* why = "asked for";
   if (flags.dtype == "auto") {
     why = dtype == torch::kBFloat16 ? "chosen for its range, which is float32's"
-                                    : "chosen, as it is the faster one everywhere on a GPU";
+                                    : "chosen, as GPUs have had units for it longer";
   }
   std::string how = describe_16bit(device, dtype) + " here";
   if (how.find("emulated") != std::string::npos)
@@ -225,7 +225,8 @@ int signal_of_stop() {
 
 void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
   std::cerr << fmt::format("[train] stopped by {} after step {}: the state is in '{}'\n",
-                           launch::ExitStatus{0, signal_of_stop()}.to_string(), result.steps, flags.save);
+                           launch::ExitStatus{0, signal_of_stop()}.to_string(), result.steps,
+                           flags.save);
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {

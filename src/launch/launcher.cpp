@@ -49,7 +49,11 @@ LaunchResult Launcher::Impl::run() {
   OutputRelay relay;
   while (true) {
     const auto joined = meeting.join(interrupt_);
-    if (const auto* const verdict = std::get_if<Verdict>(&joined)) return result_of(*verdict);
+    if (const auto* const verdict = std::get_if<Verdict>(&joined)) {
+      if (verdict->kind == Verdict::Kind::succeeded)
+        log()->warn("the job is done without this node: no process was started here");
+      return result_of(*verdict);
+    }
     const auto& assignment = std::get<Assignment>(joined);
     run_id_ = assignment.run_id;
     restarts_ = assignment.restarts;

@@ -25,32 +25,33 @@ struct Field {
   std::string text;
 };
 
+std::string joined(const std::vector<Field>& fields) {
+  std::string line;
+  for (const Field& field : fields) line.append(line.empty() ? "" : field.gap).append(field.text);
+  return line;
+}
+
 // As many whole fields as there is room for, in their order. A number that was cut would be another
 // number.
-std::vector<Field> fitting(std::vector<Field> fields, std::size_t columns) {
+std::vector<Field> fitting(const std::vector<Field>& fields, std::size_t columns) {
+  std::vector<bool> is_in(fields.size(), false);
+  const auto kept = [&] {
+    std::vector<Field> result;
+    for (std::size_t i = 0; i < fields.size(); ++i) {
+      if (is_in[i]) result.push_back(fields[i]);
+    }
+    return result;
+  };
   std::vector<std::size_t> by_rank(fields.size());
   std::iota(by_rank.begin(), by_rank.end(), std::size_t{0});
   std::sort(by_rank.begin(), by_rank.end(), [&](std::size_t one, std::size_t other) {
     return fields[one].rank < fields[other].rank;
   });
-  std::size_t used = 0;
   for (const std::size_t i : by_rank) {
-    Field& field = fields[i];
-    const std::size_t size = field.text.size() + (used == 0 ? 0 : field.gap.size());
-    if (used + size > columns) {
-      field.text.clear();
-    } else {
-      used += size;
-    }
+    is_in[i] = true;
+    is_in[i] = joined(kept()).size() <= columns;
   }
-  std::erase_if(fields, [](const Field& field) { return field.text.empty(); });
-  return fields;
-}
-
-std::string joined(const std::vector<Field>& fields) {
-  std::string line;
-  for (const Field& field : fields) line.append(line.empty() ? "" : field.gap).append(field.text);
-  return line;
+  return kept();
 }
 
 std::string bar(std::int64_t done, std::int64_t all, std::size_t width) {

@@ -304,7 +304,8 @@ class Run {
   // Where rank 0 looks, which reads it.
   bool is_there(const std::filesystem::path& path) const {
     std::error_code ignored;
-    return total(group().rank() == 0 && std::filesystem::is_regular_file(path, ignored) ? 1 : 0) > 0;
+    return total(group().rank() == 0 && std::filesystem::is_regular_file(path, ignored) ? 1 : 0) >
+           0;
   }
 
   // Said by all processes of the same step.
@@ -330,7 +331,8 @@ class Run {
 
   // NaN where every step of the epoch was skipped, which all processes do together.
   double train_loss() const {
-    return total(position_.loss_sum) / static_cast<double>(position_.loss_count * group().size());
+    return without_sign_of_nan(total(position_.loss_sum) /
+                               static_cast<double>(position_.loss_count * group().size()));
   }
 
   double loss_scale() const { return mixed_.loss_scaler().scale(); }

@@ -1,5 +1,6 @@
 #include "semitone/launch/process.h"
 #include "tests/support/image_files.h"
+#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <torch/torch.h>
@@ -19,6 +20,7 @@
 #include <fstream>
 #include <map>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -393,28 +395,30 @@ TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
 }
 
 TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
-  const std::string state = (folder_ / "state").string();
+  const std::filesystem::path state = folder_ / "state";
+  const auto written = [&] {
+    std::error_code none_yet;
+    const auto time = std::filesystem::last_write_time(state, none_yet);
+    return none_yet ? std::filesystem::file_time_type::min() : time;
+  };
   for (const int signal : {SIGTERM, SIGUSR1}) {
-    const Words words{"--save",       state, "--resume", state,    "--schedule",  "constant",
-                      "--save-every", "3",   "--epochs", "100000", "--log-every", "1"};
-    Process process(options_for(train(words)));
-    // The first of these is there when the training goes on.
-    for (int i = 0; i < 6000 && !std::filesystem::exists(state); ++i) ::usleep(10'000);
-    ASSERT_TRUE(std::filesystem::exists(state));
-    // A second start has to have begun, too: it draws its lines.
-    ::usleep(signal == SIGTERM ? 0 : 3'000'000);
+    const auto before = written();
+    Process process(
+        options_for(train({"--save", state.string(), "--resume", state.string(), "--schedule",
+                           "constant", "--save-every", "3", "--epochs", "100000"})));
+    ASSERT_TRUE(test::eventually([&] { return written() != before; }));
     process.send(signal);
     const Finished finished = process.wait();
     EXPECT_EQ(finished.status.code, 128 + signal) << finished.err;
-    EXPECT_THAT(
-        finished.err,
-        AllOf(HasSubstr("[train] stopped by signal " + std::to_string(signal)),
-              HasSubstr("the state is in '" + state + "'"), Not(HasSubstr("test accuracy"))));
+    EXPECT_THAT(finished.err,
+                AllOf(HasSubstr("[train] stopped by signal " + std::to_string(signal)),
+                      HasSubstr("the state is in '" + state.string() + "'"),
+                      Not(HasSubstr("test accuracy"))));
     EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
   }
-  // What was saved is whole, and longer than what was saved first.
-  const Finished resumed = semitone(train({"--resume", state, "--schedule", "constant", "--epochs",
-                                           "100000", "--max-steps", "1", "--quiet"}));
+  // What was saved is whole, and of more steps than none.
+  const Finished resumed = semitone(train({"--resume", state.string(), "--schedule", "constant",
+                                           "--epochs", "100000", "--max-steps", "1", "--quiet"}));
   EXPECT_EQ(resumed.status.code, 1);
   EXPECT_THAT(resumed.err, HasSubstr("a state with fewer than 1 steps"));
 }
@@ -509,6 +513,15 @@ TEST_F(CliTest, DivergenceIsCode3) {
   EXPECT_EQ(finished.status.code, 3);
   EXPECT_THAT(finished.err, HasSubstr("[train.trainer] expected a finite"));
   EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
+}
+
+TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {
+  // Of an epoch all of whose steps were skipped, the mean loss is 0/0.
+  const Finished finished = semitone(train({"--opt-level", "O1", "--dtype", "fp16", "--loss-scale",
+                                            "1e20", "--limit-batches", "3", "--log-every", "1"}));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr(" nan "), Not(HasSubstr("-nan"))));
+  EXPECT_THAT(finished.err, AllOf(HasSubstr("loss nan"), Not(HasSubstr("-nan"))));
 }
 
 TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {

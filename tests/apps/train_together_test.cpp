@@ -2,12 +2,12 @@
 #include "src/launch/machine.h"
 #include "src/launch/sockets.h"
 #include "tests/support/image_files.h"
+#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -180,7 +180,7 @@ TEST_F(TrainTogether, ASignalSavesTheStateOfAll) {
   Words words = common;
   words.insert(words.end(), {"--save", state, "--resume", state, "--save-every", "5"});
   Process process(semitone(this->words(words)));
-  for (int i = 0; i < 6000 && !std::filesystem::exists(state); ++i) ::usleep(10'000);
+  ASSERT_TRUE(test::eventually([&] { return std::filesystem::exists(state); }));
   process.send(SIGTERM);
   const Finished finished = process.wait();
   EXPECT_EQ(finished.status.code, 128 + SIGTERM);
