@@ -597,9 +597,9 @@ TEST_F(CliTest, StoppingItStopsTheLevelItIsAt) {
 // --------------------------------------------------------------------------------------------------
 // on a terminal
 
-std::string on_a_terminal(const Words& arguments, bool no_color, unsigned short columns = 120) {
+std::string on_a_terminal(const Words& arguments, bool no_color, int columns = 120) {
   int terminal = -1;
-  const winsize size{24, columns, 0, 0};
+  const winsize size{24, static_cast<unsigned short>(columns), 0, 0};
   const pid_t id = ::forkpty(&terminal, nullptr, nullptr, &size);
   if (id == 0) {
     ::setenv("TERM", "xterm", 1);
@@ -645,7 +645,7 @@ std::vector<std::string> shown_lines(const std::string& output) {
 }
 
 TEST_F(CliTest, NothingIsWiderThanTheTerminal) {
-  for (const unsigned short columns : {80, 40}) {
+  for (const int columns : {80, 40}) {
     const std::string training = on_a_terminal(
         train({"--opt-level", "all", "--dtype", "fp16", "--limit-batches", "10"}), true, columns);
     const std::string table = training.substr(training.find("\nlevel"));
@@ -660,7 +660,8 @@ TEST_F(CliTest, NothingIsWiderThanTheTerminal) {
       for (const std::string& line : shown_lines(on_a_terminal(help, true, columns)))
         lines.push_back(line);
     }
-    for (const std::string& line : lines) EXPECT_LE(line.size(), columns) << line;
+    for (const std::string& line : lines)
+      EXPECT_LE(line.size(), static_cast<std::size_t>(columns)) << line;
     EXPECT_THAT(training, AllOf(HasSubstr(" left"), HasSubstr("\nlevel"), HasSubstr("ms/step"),
                                 HasSubstr("not shown at this width: ")));
   }
