@@ -1,5 +1,6 @@
 #include "semitone/core/device.h"
 
+#include "src/core/cuda_driver.h"
 #include "src/core/native_kernels.h"
 
 #include <ATen/Context.h>
@@ -35,6 +36,13 @@ bool trains_natively(c10::DeviceType device, c10::ScalarType dtype, OperatorKind
 }
 
 std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype) {
+  if (device == c10::DeviceType::CUDA) {
+    if (const auto capability = compute_capability(0); capability.has_value()) {
+      const bool is_fast = dtype == c10::ScalarType::BFloat16 ? computes_bf16_fast(*capability)
+                                                              : computes_fp16_fast(*capability);
+      return describe_speed(*capability, is_fast);
+    }
+  }
   return describe(native_kernels(device, dtype));
 }
 

@@ -1,6 +1,7 @@
 #include "src/launch/machine.h"
 
-#include <dlfcn.h>
+#include "src/core/cuda_driver.h"
+
 #include <sched.h>
 
 #include <thread>
@@ -16,16 +17,8 @@ int usable_cores() {
   return cores > 0 ? cores : 1;
 }
 
-// Asks the driver itself: LibTorch sees no GPU in a program that its CUDA half is not linked to.
 int usable_gpus() {
-  // Never unloaded: a driver may have threads.
-  static void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (driver == nullptr) return 0;
-  const auto init = reinterpret_cast<int (*)(unsigned)>(::dlsym(driver, "cuInit"));
-  const auto get_count = reinterpret_cast<int (*)(int*)>(::dlsym(driver, "cuDeviceGetCount"));
-  int count = 0;
-  if (init == nullptr || get_count == nullptr || init(0) != 0 || get_count(&count) != 0) return 0;
-  return count;
+  return gpu_count();
 }
 
 }  // namespace semitone::launch

@@ -69,7 +69,8 @@ bool trains_natively(c10::DeviceType device, c10::ScalarType dtype, OperatorKind
 
 /// Which kinds train natively, in words: "native", "emulated", or "products native, convolutions
 /// emulated, LSTM emulated, attention emulated" (kinds of convolutions are told apart where they
-/// differ).
+/// differ). Of a GPU: "native", or that it is slower than fp32 there, by its compute capability: fp16
+/// on GeForce 10 (6.1) and before 5.3, bf16 before 8.0.
 std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype);
 
 /// One line about the machine for tables and logs: "CPU, 2 threads, AVX512, oneDNN up to
