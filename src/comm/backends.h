@@ -4,6 +4,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <string>
 
 // LibTorch's transports, one file each; no_nccl.cpp stands in where the build lacks NCCL.
@@ -18,9 +20,18 @@ struct BackendRequest {
   c10::Device device = c10::kCPU;
 };
 
+struct Transport {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  bool is_queued = false;  // see queued_transport.h
+  // What a thread that asks its works needs, if anything.
+  std::function<std::shared_ptr<void>()> enter_thread;
+};
+
 c10::intrusive_ptr<c10d::Backend> make_gloo(const BackendRequest& request);
 
 bool has_nccl();
-c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest& request);
+Transport make_nccl(const BackendRequest& request);
+// What tells a GPU from every other one, on this machine and others.
+std::string gpu_identity(c10::Device device);
 
 }  // namespace semitone::comm

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include <cstddef>
+#include <map>
 #include <string>
 
 namespace semitone::comm {
@@ -22,9 +24,23 @@ int gpu_of(int local_rank, int local_world_size, int gpus) {
   return local_rank % gpus;
 }
 
+void require_own_gpus(const std::vector<std::string>& identities) {
+  std::map<std::string, std::size_t> owners;
+  for (std::size_t rank = 0; rank < identities.size(); ++rank) {
+    const auto [owner, added] = owners.try_emplace(identities[rank], rank);
+    if (added) continue;
+    throw Error(
+        kInit, "a GPU of its own for each rank",
+        fmt::format("the same one, {}, for ranks {} and {}", identities[rank], owner->second, rank),
+        "start as many processes on a machine as it has GPUs, each with a LOCAL_RANK of its "
+        "own or one GPU visible; or choose backend(\"gloo\") and the CPU");
+  }
+}
+
 c10::Device take_gpu(const Rendezvous& place) {
   const c10::impl::VirtualGuardImpl gpus(c10::DeviceType::CUDA);
-  const int number = gpu_of(place.local_rank, place.local_world_size, gpus.deviceCount());
+  const int number =
+      gpu_of(place.local_rank.value_or(0), place.local_world_size.value_or(1), gpus.deviceCount());
   const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(number));
   gpus.setDevice(device);
   return device;

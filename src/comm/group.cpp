@@ -16,6 +16,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <string_view>
+#include <thread>
 #include <utility>
 
 namespace semitone::comm {
@@ -109,8 +113,65 @@ void check_root(int root, int size) {
   }
 }
 
+// Texts travel in parts: they are as large as a checkpoint, and go through the device's memory.
+constexpr std::size_t kTextBytes = 32 * 1024 * 1024;
+
+at::Tensor length_of(std::string_view text, c10::Device device) {
+  return at::full({1}, static_cast<std::int64_t>(text.size()),
+                  at::TensorOptions(at::kLong).device(device));
+}
+
+// Gives each part of a text the bytes that `transfer` returns for it.
+template <typename Transfer>
+void for_each_part(std::string& text, const Transfer& transfer) {
+  for (std::size_t start = 0; start < text.size(); start += kTextBytes) {
+    const auto part = std::string_view(text).substr(start, kTextBytes);
+    copy_bytes(transfer(part), text.data() + start, part.size());
+  }
+}
+
 std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
+}
+
+// Gloo connects all ranks in its constructor, and waits a minute there for one that was lost meanwhile.
+// So that is done on a thread which is left to itself if the watch hears of it.
+Transport connect_gloo(const BackendRequest& request, Watch& watch) {
+  struct Connecting {
+    std::mutex mutex;
+    std::condition_variable news;
+    c10::intrusive_ptr<c10d::Backend> gloo;
+    std::exception_ptr error;
+    bool done = false;
+    bool lost = false;
+  };
+  auto connecting = std::make_shared<Connecting>();
+  std::thread([connecting, request] {
+    c10::intrusive_ptr<c10d::Backend> gloo;
+    std::exception_ptr error;
+    try {
+      gloo = make_gloo(request);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(connecting->mutex);
+    connecting->gloo = std::move(gloo);
+    connecting->error = std::move(error);
+    connecting->done = true;
+    connecting->news.notify_all();
+  }).detach();
+  const Watch::Subscription subscription(watch, [connecting] {
+    const std::lock_guard lock(connecting->mutex);
+    connecting->lost = true;
+    connecting->news.notify_all();
+  });
+  std::unique_lock lock(connecting->mutex);
+  connecting->news.wait(lock, [&] { return connecting->done || connecting->lost; });
+  if (!connecting->done) std::rethrow_exception(watch.lost("init"));
+  if (connecting->error != nullptr) std::rethrow_exception(connecting->error);
+  Transport transport;
+  transport.backend = std::move(connecting->gloo);
+  return transport;
 }
 
 }  // namespace
@@ -214,12 +275,45 @@ void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tens
 std::string Group::broadcast(std::string text, int root) const {
   check_root(root, size());
   if (impl_->process_group == nullptr) return text;
-  at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()),
-                               at::TensorOptions(at::kLong).device(device()));
+  at::Tensor length = length_of(text, device());
   broadcast(length, root);
-  at::Tensor bytes = to_bytes(text, length.item<std::int64_t>()).to(device());
-  if (bytes.numel() > 0) broadcast(bytes, root);
-  return to_text(bytes, bytes.numel());
+  text.resize(static_cast<std::size_t>(length.item<std::int64_t>()));
+  for_each_part(text, [&](std::string_view part) {
+    at::Tensor bytes = to_bytes(part, device());
+    broadcast(bytes, root);
+    return bytes;
+  });
+  return text;
+}
+
+void send_text(const Group& group, const std::string& text, int to) {
+  const auto send = [&](const at::Tensor& tensor) {
+    std::vector<at::Tensor> tensors{tensor};
+    process_group(group)->send(tensors, to, /*tag=*/0)->wait();
+  };
+  send(length_of(text, group.device()));
+  std::string_view rest = text;
+  while (!rest.empty()) {
+    send(to_bytes(rest.substr(0, kTextBytes), group.device()));
+    rest.remove_prefix(std::min(kTextBytes, rest.size()));
+  }
+}
+
+std::string receive_text(const Group& group, int from) {
+  const auto receive = [&](const at::Tensor& tensor) {
+    std::vector<at::Tensor> tensors{tensor};
+    process_group(group)->recv(tensors, from, /*tag=*/0)->wait();
+    return tensor;
+  };
+  const at::Tensor length = receive(length_of("", group.device()));
+  std::string text(static_cast<std::size_t>(length.item<std::int64_t>()), '\0');
+  for_each_part(text,
+                [&](std::string_view part) { return receive(to_bytes(part, group.device())); });
+  return text;
+}
+
+void announce(const Group& group, const std::string& call, const std::string& arguments) {
+  if (group.impl()->process_group != nullptr) group.impl()->transport->announce(call, arguments);
 }
 
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
@@ -259,6 +353,18 @@ at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
                 fmt::format("a first dimension that is a multiple of {}", size()),
                 c10::str("the shape ", tensor.sizes()));
   }
+  if (impl_->backend == "nccl") {
+    const at::NoGradGuard no_grad;
+    announce(*this, "reduce_scatter", describe({tensor}));
+    std::vector<std::int64_t> sizes = tensor.sizes().vec();
+    sizes[0] /= size();
+    at::Tensor part = at::empty(sizes, tensor.options());
+    at::Tensor whole = tensor.detach();
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = to_c10d(op);
+    impl_->process_group->_reduce_scatter_base(part, whole, options)->wait();
+    return op == ReduceOp::mean ? part.div_(size()) : part;
+  }
   // As LibTorch's Gloo does it: it has no better way.
   at::Tensor all = tensor.detach().clone();
   all_reduce(all, op);
@@ -293,7 +399,12 @@ Group Group::subgroup(const std::vector<int>& ranks) const {
   // One number for all groups that a split makes; the first rank in the name tells them apart.
   const std::string name = fmt::format("{}-{}", impl_->subgroups++, ranks.front());
   const auto mine = std::find(ranks.begin(), ranks.end(), rank());
-  if (mine == ranks.end() || ranks.size() == 1 || impl_->process_group == nullptr) return Group();
+  if (mine == ranks.end() || ranks.size() == 1 || impl_->process_group == nullptr) {
+    auto alone = std::make_shared<Impl>();
+    alone->device = impl_->device;
+    alone->options = impl_->options;
+    return Group(std::move(alone));
+  }
   auto impl = std::make_shared<Impl>(*impl_);
   impl->rank = static_cast<int>(mine - ranks.begin());
   impl->size = static_cast<int>(ranks.size());
@@ -331,9 +442,9 @@ void connect(Group::Impl& group) {
   request.address = group.address;
   request.device = group.device;
   const bool nccl = group.backend == "nccl";
-  c10::intrusive_ptr<c10d::Backend> transport;
+  Transport transport;
   try {
-    transport = nccl ? make_nccl(request) : make_gloo(request);
+    transport = nccl ? make_nccl(request) : connect_gloo(request, *group.watch);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -347,14 +458,16 @@ void connect(Group::Impl& group) {
   options.timeout = group.options.timeout();
   options.members = group.members;
   options.counts_calls = group.is_of_all;
-  group.transport = c10::make_intrusive<WatchedBackend>(std::move(transport), options);
+  options.is_queued = transport.is_queued;
+  options.enter_thread = transport.enter_thread;
+  group.transport = c10::make_intrusive<WatchedBackend>(std::move(transport.backend), options);
   using Type = c10d::ProcessGroup::BackendType;
   const Type type = nccl ? Type::NCCL : Type::GLOO;
   group.process_group =
       c10::make_intrusive<c10d::ProcessGroup>(group.store, group.rank, group.size);
   group.process_group->setBackend(group.device.type(), type, group.transport);
   group.process_group->setDefaultBackend(type);
-  // Nobody goes on, or away, before all are connected.
+  // No rank goes on, or away, before all are connected.
   group.process_group->barrier()->wait();
 }
 

@@ -1,21 +1,62 @@
+#include "semitone/core/env.h"
 #include "src/comm/backends.h"
 
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <fmt/format.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
 namespace semitone::comm {
+namespace {
+
+// What its watchdog does with a collective that failed or took too long. The default, 3, throws in the
+// watchdog's own thread, which ends the process, for a loss that the other ranks get a CommError for.
+// 2 aborts the communicator, and leaves it to the caller to notice.
+constexpr auto kErrorHandling = "2";
+
+// The watchdog's patience begins after ours, so that the error names a rank.
+constexpr std::chrono::seconds kLater(60);
+
+}  // namespace
 
 bool has_nccl() {
   return true;
 }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest& request) {
+Transport make_nccl(const BackendRequest& request) {
   auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = request.timeout;
+  options->timeout = request.timeout + kLater;
+  c10::utils::set_env(env::kNcclErrorHandling.name, kErrorHandling, /*overwrite=*/false);
   auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
                                                           options);
   // Barriers, which have no tensors, would guess it from the rank.
   nccl->setBoundDeviceId(request.device);
-  return nccl;
+  Transport transport;
+  transport.backend = std::move(nccl);
+  transport.is_queued = true;
+  // To query an event is forbidden to all threads while one of them records a CUDA graph, unless they
+  // say that it is not about that graph.
+  transport.enter_thread = [device = request.device]() -> std::shared_ptr<void> {
+    c10::cuda::set_device(device.index());
+    return std::make_shared<c10::cuda::CUDAStreamCaptureModeGuard>(
+        cudaStreamCaptureModeThreadLocal);
+  };
+  return transport;
+}
+
+std::string gpu_identity(c10::Device device) {
+  // Parts of one GPU (MIG) differ in it as well.
+  const auto& uuid = at::cuda::getDeviceProperties(device.index())->uuid.bytes;
+  std::string text = "GPU-";
+  for (const char byte : uuid) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+  return text;
 }
 
 }  // namespace semitone::comm

@@ -5,6 +5,7 @@
 #include <arpa/inet.h>
 #include <fmt/format.h>
 #include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -75,6 +76,46 @@ Descriptor open_socket(const addrinfo& address) {
   return Descriptor(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, 0));
 }
 
+// Binds and listens; what went wrong, 0 if nothing did.
+int start_listening(const Descriptor& socket, const sockaddr* address, socklen_t size) {
+  // A port whose last user has just ended would be refused for a minute.
+  const int yes = 1;
+  ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+  if (::bind(socket.number(), address, size) != 0 || ::listen(socket.number(), SOMAXCONN) != 0)
+    return errno;
+  return 0;
+}
+
+[[noreturn]] void refuse_listening(const std::string& host, int port, int reason) {
+  throw CommError(kInit, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
+                  reason == EADDRINUSE
+                      ? "another job uses the port: choose another with MASTER_PORT or in the URL"
+                      : "MASTER_ADDR or the URL must name the machine that runs rank 0",
+                  {0});
+}
+
+using InterfaceList = std::unique_ptr<ifaddrs, decltype(&freeifaddrs)>;
+
+InterfaceList list_interfaces() {
+  ifaddrs* all = nullptr;
+  if (::getifaddrs(&all) != 0)
+    throw Error(kInit, "the list of network interfaces", reason_of(errno));
+  return {all, &freeifaddrs};
+}
+
+// The local address of connections to these.
+std::string source_towards(const addrinfo* addresses) {
+  for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
+    // Connecting a datagram socket sends nothing; it only asks the routing table.
+    const Descriptor probe = open_socket(*address);
+    if (!probe.is_open()) continue;
+    if (::connect(probe.number(), address->ai_addr, address->ai_addrlen) != 0) continue;
+    Address local = local_address(probe.number());
+    if (!local.host.empty()) return local.host;
+  }
+  return {};
+}
+
 }  // namespace
 
 Descriptor listen_on(const std::string& host, int port) {
@@ -83,21 +124,36 @@ Descriptor listen_on(const std::string& host, int port) {
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     Descriptor listener = open_socket(*address);
     if (!listener.is_open()) continue;
-    // A port whose last user has just ended would be refused for a minute.
-    const int yes = 1;
-    ::setsockopt(listener.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
-    if (::bind(listener.number(), address->ai_addr, address->ai_addrlen) == 0 &&
-        ::listen(listener.number(), SOMAXCONN) == 0) {
-      listener.set_nonblocking();
-      return listener;
-    }
-    reason = errno;
+    reason = start_listening(listener, address->ai_addr, address->ai_addrlen);
+    if (reason != 0) continue;
+    listener.set_nonblocking();
+    return listener;
   }
-  throw CommError(kInit, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
-                  reason == EADDRINUSE
-                      ? "another job uses the port: choose another with MASTER_PORT or in the URL"
-                      : "MASTER_ADDR or the URL must name the machine that runs rank 0",
-                  {0});
+  refuse_listening(host, port, reason);
+}
+
+Descriptor listen_on_all(int port) {
+  const auto number = htons(static_cast<std::uint16_t>(port));
+  sockaddr_in6 any6{};
+  any6.sin6_family = AF_INET6;
+  any6.sin6_port = number;
+  Descriptor listener(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int no = 0;
+  int reason = EAFNOSUPPORT;
+  if (listener.is_open() &&
+      ::setsockopt(listener.number(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof(no)) == 0) {
+    reason = start_listening(listener, as<const sockaddr>(&any6), sizeof(any6));
+  }
+  if (reason != 0 && reason != EADDRINUSE) {  // a machine without IPv6
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    any.sin_port = number;
+    listener = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    reason = start_listening(listener, as<const sockaddr>(&any), sizeof(any));
+  }
+  if (reason != 0) refuse_listening("all interfaces", port, reason);
+  listener.set_nonblocking();
+  return listener;
 }
 
 Address address_of(const Descriptor& listener) {
@@ -122,26 +178,50 @@ Descriptor connect_to(const Address& to, std::chrono::milliseconds timeout) {
 }
 
 std::string address_towards(const std::string& host, int port) {
-  const AddressList addresses = resolve(host, port, SOCK_DGRAM);
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    // Connecting a datagram socket sends nothing; it only asks the routing table.
-    const Descriptor probe = open_socket(*address);
-    if (!probe.is_open()) continue;
-    if (::connect(probe.number(), address->ai_addr, address->ai_addrlen) != 0) continue;
-    Address local = local_address(probe.number());
-    if (!local.host.empty()) return local.host;
+  std::string address = source_towards(resolve(host, port, SOCK_DGRAM).get());
+  if (address.empty())
+    throw CommError(kInit, fmt::format("a route to {}", host), "none", "is the network up?");
+  return address;
+}
+
+std::optional<std::string> address_of_default_route() {
+  // Addresses for documentation (RFC 5737, RFC 3849), which only a default route leads to.
+  for (const char* elsewhere : {"192.0.2.1", "2001:db8::1"}) {
+    std::string address = source_towards(resolve(elsewhere, 9, SOCK_DGRAM).get());
+    if (!address.empty() && !is_loopback(address)) return address;
   }
-  throw CommError(kInit, fmt::format("a route to {}", host), "none", "is the network up?");
+  const InterfaceList interfaces = list_interfaces();
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* entry = interfaces.get(); entry != nullptr; entry = entry->ifa_next) {
+      if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family) continue;
+      if ((entry->ifa_flags & IFF_UP) == 0 || (entry->ifa_flags & IFF_LOOPBACK) != 0) continue;
+      std::string number = numbers_of(entry->ifa_addr).host;
+      if (number.substr(0, 4) != "fe80") return number;  // which only a link knows
+    }
+  }
+  return std::nullopt;
+}
+
+Whose whose_address(const std::string& host, int port) {
+  const AddressList addresses = resolve(host, port, SOCK_STREAM);
+  const InterfaceList interfaces = list_interfaces();
+  Whose whose = Whose::others;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    const std::string number = numbers_of(address->ai_addr).host;
+    if (is_loopback(number)) return Whose::loopback;
+    for (const ifaddrs* entry = interfaces.get(); entry != nullptr; entry = entry->ifa_next) {
+      if (entry->ifa_addr != nullptr && numbers_of(entry->ifa_addr).host == number)
+        whose = Whose::ours;
+    }
+  }
+  return whose;
 }
 
 std::string address_of_interface(const std::string& name) {
-  ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0)
-    throw Error(kInit, "the list of network interfaces", reason_of(errno));
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(all, &freeifaddrs);
+  const InterfaceList interfaces = list_interfaces();
   std::string names;
   for (const int family : {AF_INET, AF_INET6}) {
-    for (const ifaddrs* entry = all; entry != nullptr; entry = entry->ifa_next) {
+    for (const ifaddrs* entry = interfaces.get(); entry != nullptr; entry = entry->ifa_next) {
       if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family) continue;
       if (entry->ifa_name == name) return numbers_of(entry->ifa_addr).host;
       if (family == AF_INET) names.append(names.empty() ? "" : ", ").append(entry->ifa_name);

@@ -3,6 +3,7 @@
 #include "src/core/descriptor.h"
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,10 +20,12 @@ struct Address {
   int port = 0;
 };
 
-// A socket that listens on this address alone, and not on every interface of the machine: who can
+// A socket that listens on this address alone, and not on every interface of the machine: what can
 // reach it may write to it. It does not block. Port 0: any that is free. CommError if the port is
 // taken or the address is not this machine's.
 Descriptor listen_on(const std::string& host, int port);
+// The same on every interface, IPv6 and IPv4.
+Descriptor listen_on_all(int port);
 Address address_of(const Descriptor& listener);
 
 // CommError if nobody answers within the timeout.
@@ -31,6 +34,15 @@ Descriptor connect_to(const Address& address, std::chrono::milliseconds timeout)
 // The local IP address that connections to a host leave from: that of the interface which leads
 // there. Error if the name cannot be resolved.
 std::string address_towards(const std::string& host, int port);
+
+// That which connections to the rest of the world leave from: of the default route, or else of any
+// interface that is up and not the loopback one.
+std::optional<std::string> address_of_default_route();
+
+// Whether a host's address is one of this machine's interfaces. Asks the interfaces: to bind is allowed
+// for others' addresses, too, where net.ipv4.ip_nonlocal_bind is set.
+enum class Whose { ours, loopback, others };
+Whose whose_address(const std::string& host, int port);
 
 // The IP address of an interface. Error if there is none of that name, with the names there are.
 std::string address_of_interface(const std::string& name);

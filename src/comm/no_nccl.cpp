@@ -7,9 +7,13 @@ bool has_nccl() {
   return false;
 }
 
-c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendRequest&) {
+Transport make_nccl(const BackendRequest&) {
   throw Error("comm.init", "a build with NCCL for the backend nccl", "one without",
               "configure with SEMITONE_CUDA=ON and a LibTorch that has CUDA, or use gloo");
+}
+
+std::string gpu_identity(c10::Device device) {
+  return device.str();
 }
 
 }  // namespace semitone::comm

@@ -48,4 +48,12 @@ void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tens
 std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor);
 void all_reduce_unchecked(const Group& group, at::Tensor& sums);
 
+// A text of any length from one rank to another, past all others. Groups of several ranks.
+void send_text(const Group& group, const std::string& text, int to);
+std::string receive_text(const Group& group, int from);
+
+// Compares a call that the library makes in the program's name with the other ranks', as those of Group
+// are (CheckLevel::calls).
+void announce(const Group& group, const std::string& call, const std::string& arguments);
+
 }  // namespace semitone::comm

@@ -3,13 +3,16 @@
 #include "semitone/core/error.h"
 #include "src/comm/network.h"
 #include "src/comm/ranks.h"
+#include "src/core/log.h"
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <thread>
 
 namespace semitone::comm {
 namespace {
@@ -25,6 +28,83 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const Rendezvous& rendezvous,
   return store;
 }
 
+// Whether a loopback address leads to all ranks, as far as is known before they have met.
+bool is_on_one_machine(const Rendezvous& rendezvous) {
+  return rendezvous.local_world_size == rendezvous.world_size;
+}
+
+// Listens on the master's address alone where it can.
+Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& options) {
+  if (!options.bind_address().empty()) return listen_on(options.bind_address(), rendezvous.port);
+  const Whose whose = whose_address(rendezvous.host, rendezvous.port);
+  if (whose == Whose::ours || (whose == Whose::loopback && is_on_one_machine(rendezvous)))
+    return listen_on(rendezvous.host, rendezvous.port);
+  if (whose == Whose::others) {
+    log()->warn(
+        "MASTER_ADDR {} is no address of this machine, on which rank 0 runs: listening at port {} "
+        "of "
+        "all its interfaces",
+        rendezvous.host, rendezvous.port);
+  }
+  return listen_on_all(rendezvous.port);
+}
+
+c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
+                                           const InitOptions& options) {
+  Descriptor listener = listen_for_ranks(rendezvous, options);
+  const Address here = address_of(listener);
+  const bool on_all = here.host == "0.0.0.0" || here.host == "::";
+  c10d::TCPStoreOptions store;
+  store.port = static_cast<std::uint16_t>(here.port);
+  store.isServer = true;
+  store.waitWorkers = false;  // init waits itself, and says who is missing
+  store.timeout = options.timeout();
+  store.masterListenFd = listener.release();
+  // Its own connection: what the master's name leads to from outside need not lead here from inside.
+  return c10::make_intrusive<c10d::TCPStore>(on_all ? "localhost" : here.host, store);
+}
+
+// TCPStore waits for its server longer than it may: up to twice the timeout. So it is only made when
+// there is a server.
+c10::intrusive_ptr<c10d::Store> find_store(const Rendezvous& rendezvous,
+                                           const InitOptions& options) {
+  using std::chrono::milliseconds;
+  using Clock = std::chrono::steady_clock;
+  constexpr milliseconds kPause(100);
+  constexpr milliseconds kAnswer(5000);  // of a server that accepts connections
+  const auto deadline = Clock::now() + options.timeout();
+  const auto left = [&] {
+    return std::max(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()),
+                    milliseconds(1));
+  };
+  const bool misses_machines = !is_on_one_machine(rendezvous) &&
+                               whose_address(rendezvous.host, rendezvous.port) == Whose::loopback;
+  c10d::TCPStoreOptions store;
+  store.port = static_cast<std::uint16_t>(rendezvous.port);
+  store.waitWorkers = false;
+  do {
+    try {
+      connect_to({rendezvous.host, rendezvous.port}, left());
+      store.timeout = std::min(left(), kAnswer);
+      auto found = c10::make_intrusive<c10d::TCPStore>(rendezvous.host, store);
+      found->setTimeout(options.timeout());
+      return found;
+    } catch (const CommError&) {
+    } catch (const c10::Error&) {  // what answers is no store yet: a proxy before rank 0 is there
+    }
+    std::this_thread::sleep_for(std::min(left(), kPause));
+  } while (Clock::now() < deadline);
+  throw CommError(
+      kInit, fmt::format("rank 0 to answer at {}:{}", rendezvous.host, rendezvous.port),
+      fmt::format("nothing within {}{}",
+                  seconds(std::chrono::duration<double>(options.timeout()).count()),
+                  misses_machines ? ", and only this machine can be reached there" : ""),
+      misses_machines ? "set MASTER_ADDR to the address of a network interface of rank 0's machine"
+                      : "was rank 0 started? Can this machine reach it? Are MASTER_ADDR and "
+                        "MASTER_PORT the same on all ranks?",
+      {0});
+}
+
 std::vector<std::string> keys_of_ranks(const std::string& prefix, int size) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < size; ++rank) keys.push_back(prefix + std::to_string(rank));
@@ -34,27 +114,11 @@ std::vector<std::string> keys_of_ranks(const std::string& prefix, int size) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
-                                           std::chrono::milliseconds timeout) {
-  if (rendezvous.kind == Rendezvous::Kind::file) return open_file_store(rendezvous, timeout);
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(rendezvous.port);
-  options.isServer = rendezvous.rank == 0 && !rendezvous.store_is_hosted;
-  options.waitWorkers = false;  // init waits itself, and says who is missing
-  options.timeout = timeout;
-  if (options.isServer) {
-    options.masterListenFd = listen_on(rendezvous.host, rendezvous.port).release();
-  }
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(rendezvous.host, options);
-  } catch (const std::exception&) {
-    throw CommError(kInit,
-                    fmt::format("rank 0 to answer at {}:{}", rendezvous.host, rendezvous.port),
-                    "nothing within " + seconds(std::chrono::duration<double>(timeout).count()),
-                    "was rank 0 started? Can this machine reach it? Are MASTER_ADDR and "
-                    "MASTER_PORT the same on "
-                    "all ranks?",
-                    {0});
-  }
+                                           const InitOptions& options) {
+  if (rendezvous.kind == Rendezvous::Kind::file)
+    return open_file_store(rendezvous, options.timeout());
+  if (rendezvous.rank == 0 && !rendezvous.store_is_hosted) return host_store(rendezvous, options);
+  return find_store(rendezvous, options);
 }
 
 void put(c10d::Store& store, const std::string& key, std::string_view value) {

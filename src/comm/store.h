@@ -13,10 +13,10 @@
 // ours.
 namespace semitone::comm {
 
-// Connects to the store of a rendezvous; rank 0 hosts it unless a launcher does, and then listens
-// on the rendezvous's address alone.
+// Connects to the store of a rendezvous within the options' timeout; rank 0 hosts it unless a launcher
+// does.
 c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
-                                           std::chrono::milliseconds timeout);
+                                           const InitOptions& options);
 
 void put(c10d::Store& store, const std::string& key, std::string_view value);
 std::string get(c10d::Store& store, const std::string& key);  // waits for the key

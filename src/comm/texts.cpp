@@ -7,11 +7,20 @@
 
 namespace semitone::comm {
 
-at::Tensor to_bytes(const std::string& text, std::int64_t length) {
+at::Tensor to_bytes(std::string_view text, std::int64_t length) {
   at::Tensor bytes = at::zeros({length}, at::kByte);
   const auto used = std::min(text.size(), static_cast<std::size_t>(length));
   if (used > 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), used);
   return bytes;
+}
+
+at::Tensor to_bytes(std::string_view text, c10::Device device) {
+  return to_bytes(text, static_cast<std::int64_t>(text.size())).to(device);
+}
+
+void copy_bytes(const at::Tensor& bytes, char* to, std::size_t length) {
+  const at::Tensor here = bytes.cpu();
+  if (length > 0) std::memcpy(to, here.const_data_ptr(), length);
 }
 
 std::string to_text(const at::Tensor& bytes, std::int64_t length) {

@@ -114,6 +114,19 @@ std::optional<Watch::Loss> Watch::loss() const {
   return loss_;
 }
 
+bool Watch::has_left() const {
+  const std::lock_guard lock(mutex_);
+  return !left_.empty();
+}
+
+void Watch::give_up(const std::string& what) {
+  std::unique_lock lock(mutex_);
+  request("blame " + format_loss({{options_.rank}, what}));
+  // Back from rank 0.
+  news_.wait_for(lock, std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2)),
+                 [this] { return loss_.has_value(); });
+}
+
 std::exception_ptr Watch::error_of(const std::string& collective, const Loss& loss) const {
   const bool self = loss.ranks == std::vector<int>{options_.rank};
   return std::make_exception_ptr(CommError(

@@ -55,6 +55,11 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   std::optional<Loss> loss() const;
+  // Whether a rank has said goodbye.
+  bool has_left() const;
+
+  // Makes this rank lost to all, itself included: it cannot go on with what the others do.
+  void give_up(const std::string& what);
 
   // How many collectives this rank has called.
   void count_call() { ++calls_; }

@@ -26,9 +26,6 @@ using c10::ivalue::Future;
 constexpr std::size_t kCallBytes = 512;
 constexpr std::size_t kChecksumDigits = 8;
 
-// How long a group that is being destroyed waits for collectives under way that nobody waits for.
-constexpr std::chrono::seconds kSettling(10);
-
 // FNV-1a: the same on every machine.
 std::uint32_t checksum(std::string_view text) {
   std::uint32_t hash = 2166136261u;
@@ -38,28 +35,19 @@ std::uint32_t checksum(std::string_view text) {
   return hash;
 }
 
-std::string what_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& caught) {
-    return caught.what_without_backtrace();
-  } catch (const std::exception& caught) {
-    return caught.what();
-  } catch (...) {
-    return "an unknown error";
-  }
-}
-
 }  // namespace
 
 // A collective under way. It ends with the transport's result, or before that with the loss of a
 // rank.
 class WatchedBackend::Work final : public c10d::Work {
  public:
-  Work(const c10::intrusive_ptr<c10d::Work>& inner, std::string collective)
+  // @param queued  of whose device a barrier waits; null if the future tells all
+  Work(const c10::intrusive_ptr<c10d::Work>& inner, std::string collective,
+       std::shared_ptr<QueuedTransport> queued)
       : c10d::Work(-1, inner->retrieveOpType()),
         inner_(inner),
         collective_(std::move(collective)),
+        queued_(std::move(queued)),
         future_(c10::make_intrusive<Future>(inner->getFuture()->elementType(),
                                             inner->getFuture()->devices())) {}
 
@@ -68,11 +56,10 @@ class WatchedBackend::Work final : public c10d::Work {
 
   c10::intrusive_ptr<Future> getFuture() override { return future_; }
   void synchronize() override { inner_->synchronize(); }
-  // NCCL's works are done when they are queued: whether all ranks are at a barrier only its own
-  // wait() tells.
   bool wait(std::chrono::milliseconds timeout) override {
     const bool done = c10d::Work::wait(timeout);
-    if (retrieveOpType() == c10d::OpType::BARRIER) inner_->wait(timeout);
+    if (queued_ != nullptr && retrieveOpType() == c10d::OpType::BARRIER)
+      queued_->wait(inner_, collective_);
     return done;
   }
 
@@ -96,21 +83,61 @@ class WatchedBackend::Work final : public c10d::Work {
 
   const c10::intrusive_ptr<c10d::Work> inner_;
   const std::string collective_;
+  const std::shared_ptr<QueuedTransport> queued_;
   const Clock::time_point started_ = Clock::now();
   const c10::intrusive_ptr<Future> future_;
   bool ending_ = false;
+};
+
+// A message from one rank to another, which the transport has no future for: wait() waits for it, and
+// ends when a rank is lost.
+class WatchedBackend::Transfer final : public c10d::Work {
+ public:
+  Transfer(c10::intrusive_ptr<c10d::Work> inner, std::string what, std::shared_ptr<Watch> watch,
+           std::chrono::milliseconds timeout)
+      : c10d::Work(-1, inner->retrieveOpType()),
+        inner_(std::move(inner)),
+        what_(std::move(what)),
+        watch_(std::move(watch)),
+        timeout_(timeout) {}
+
+  bool wait(std::chrono::milliseconds) override {
+    std::string problem = "it was interrupted";
+    try {
+      if (inner_->wait(timeout_)) return true;
+    } catch (const c10::Error& error) {
+      problem = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+    std::rethrow_exception(watch_->explain(what_, problem, /*timed_out=*/false));
+  }
+  void interrupt() { inner_->abort(); }
+
+ private:
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const std::string what_;
+  const std::shared_ptr<Watch> watch_;
+  const std::chrono::milliseconds timeout_;
 };
 
 // The collectives under way. Kept apart from the backend, because the transport's threads may
 // report an end long after it.
 class WatchedBackend::Unfinished {
  public:
-  Unfinished(std::shared_ptr<Watch> watch, std::chrono::milliseconds timeout)
-      : watch_(std::move(watch)), timeout_(timeout) {}
+  Unfinished(std::shared_ptr<Watch> watch, std::chrono::milliseconds timeout,
+             std::chrono::milliseconds patience)
+      : watch_(std::move(watch)), timeout_(timeout), patience_(patience) {}
 
   void add(const c10::intrusive_ptr<Work>& work) {
     const std::lock_guard lock(mutex_);
     works_.insert(work);
+  }
+
+  void add(const c10::intrusive_ptr<Transfer>& transfer) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(transfers_, [](const auto& earlier) { return earlier.expired(); });
+    transfers_.emplace_back(transfer);
   }
 
   // The transport's result is there.
@@ -139,6 +166,9 @@ class WatchedBackend::Unfinished {
     {
       const std::lock_guard lock(mutex_);
       works.swap(works_);
+      for (const auto& transfer : transfers_) {
+        if (const auto under_way = transfer.lock()) under_way->interrupt();
+      }
     }
     for (const auto& work : works) work->fail(watch->lost(work->collective()));
     empty_.notify_all();
@@ -150,7 +180,7 @@ class WatchedBackend::Unfinished {
     std::set<c10::intrusive_ptr<Work>> left;
     {
       std::unique_lock lock(mutex_);
-      empty_.wait_for(lock, kSettling, [this] { return works_.empty(); });
+      empty_.wait_for(lock, patience_, [this] { return works_.empty(); });
       left.swap(works_);
       watch_.reset();
     }
@@ -170,22 +200,53 @@ class WatchedBackend::Unfinished {
 
   std::shared_ptr<Watch> watch_;
   const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds patience_;
   std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<Transfer>> transfers_;
   std::condition_variable empty_;
   std::set<c10::intrusive_ptr<Work>> works_;
   std::atomic<bool> failed_ = false;
 };
+
+namespace {
+
+std::shared_ptr<QueuedTransport> look_after(const c10::intrusive_ptr<c10d::Backend>& inner,
+                                            const WatchedBackendOptions& options) {
+  if (!options.is_queued) return nullptr;
+  QueuedTransportOptions queued;
+  queued.watch = options.watch;
+  queued.timeout = options.timeout;
+  queued.patience = options.patience;
+  queued.enter_thread = options.enter_thread;
+  return std::make_shared<QueuedTransport>(inner, queued);
+}
+
+}  // namespace
 
 WatchedBackend::WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner,
                                const WatchedBackendOptions& options)
     : c10d::Backend(inner->getRank(), inner->getSize()),
       inner_(std::move(inner)),
       options_(options),
-      unfinished_(std::make_shared<Unfinished>(options.watch, options.timeout)),
-      subscription_(*options.watch, [unfinished = unfinished_] { unfinished->fail_all(); }) {}
+      queued_(look_after(inner_, options)),
+      unfinished_(std::make_shared<Unfinished>(options.watch, options.timeout, options.patience)),
+      subscription_(*options.watch, [unfinished = unfinished_, queued = queued_] {
+        unfinished->fail_all();
+        if (queued != nullptr) queued->cut_off();
+      }) {}
 
 WatchedBackend::~WatchedBackend() {
-  if (unfinished_->settle()) return;
+  const bool settled = unfinished_->settle();
+  if (queued_ != nullptr) {
+    if (!settled) queued_->cut_off();
+    inner_.reset();
+    queued_->finish();
+    return;
+  }
+  if (settled) {
+    inner_->shutdown();
+    return;
+  }
   // The transport's threads may wait for a rank that never comes, and its destructor for them. They
   // are left to themselves until their timeout: Gloo has no way to wake them (closing its
   // connections does not).
@@ -212,6 +273,22 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::allgather(
                  [&] { return inner_->allgather(outputs, inputs, options); });
 }
 
+c10::intrusive_ptr<c10d::Work> WatchedBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  return checked("reduce_scatter", describe({input}),
+                 [&] { return inner_->_reduce_scatter_base(output, input, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::send(std::vector<at::Tensor>& tensors, int to,
+                                                    int tag) {
+  return transferred("send", [&] { return inner_->send(tensors, to, tag); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::recv(std::vector<at::Tensor>& tensors, int from,
+                                                    int tag) {
+  return transferred("receive", [&] { return inner_->recv(tensors, from, tag); });
+}
+
 c10::intrusive_ptr<c10d::Work> WatchedBackend::barrier(const c10d::BarrierOptions& options) {
   return checked("barrier", "", [&] { return inner_->barrier(options); });
 }
@@ -232,15 +309,38 @@ template <typename Start>
 c10::intrusive_ptr<c10d::Work> WatchedBackend::watched(const std::string& collective,
                                                        Start&& start) {
   if (options_.counts_calls) options_.watch->count_call();
-  if (const auto lost = options_.watch->lost(collective)) std::rethrow_exception(lost);
+  require_no_loss(collective);
   const auto inner = started(collective, std::forward<Start>(start));
-  auto work = c10::make_intrusive<Work>(inner, collective);
+  if (queued_ != nullptr) queued_->add(inner, collective);
+  auto work = c10::make_intrusive<Work>(inner, collective, queued_);
   unfinished_->add(work);
   // A rank may have been lost after the question above.
   if (options_.watch->loss().has_value()) unfinished_->fail_all();
   inner->getFuture()->addCallback(
       [unfinished = unfinished_, work](Future& result) { unfinished->end(work, result); });
   return work;
+}
+
+void WatchedBackend::require_no_loss(const std::string& collective) const {
+  if (const auto lost = options_.watch->lost(collective)) std::rethrow_exception(lost);
+  if (queued_ == nullptr) return;
+  if (const auto failure = queued_->failure()) std::rethrow_exception(failure);
+}
+
+template <typename Start>
+c10::intrusive_ptr<c10d::Work> WatchedBackend::transferred(const std::string& what, Start&& start) {
+  require_no_loss(what);
+  auto inner = started(what, std::forward<Start>(start));
+  if (queued_ != nullptr) {
+    queued_->add(inner, what);
+    return inner;
+  }
+  auto transfer =
+      c10::make_intrusive<Transfer>(std::move(inner), what, options_.watch, options_.timeout);
+  unfinished_->add(transfer);
+  // A rank may have been lost after the question above.
+  if (options_.watch->loss().has_value()) unfinished_->fail_all();
+  return transfer;
 }
 
 template <typename Start>

@@ -1,11 +1,13 @@
 #pragma once
 
 #include "semitone/comm/init.h"
+#include "src/comm/queued_transport.h"
 #include "src/comm/watch.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,10 +20,14 @@ struct WatchedBackendOptions {
   c10::Device device = c10::kCPU;  // of the tensors that the transport takes
   std::chrono::milliseconds timeout{};
   std::vector<int> members;   // the ranks in the group of all
-  bool counts_calls = false;  // it is the group of all ranks: its calls tell who is late
+  bool counts_calls = false;  // it is the group of all ranks: its calls tell which rank is late
+  bool is_queued = false;     // see queued_transport.h
+  std::function<std::shared_ptr<void>()> enter_thread;  // of QueuedTransportOptions
+  std::chrono::milliseconds patience =
+      std::chrono::seconds(10);  // with what is under way at the end
 };
 
-// Wraps a transport so that everybody who uses it — our groups, c10d's Reducer in the middle of a
+// Wraps a transport so that all that use it — our groups, c10d's Reducer in the middle of a
 // backward pass — gets a CommError that names the rank at fault: at once when a rank is lost, not
 // only when the transport's own patience ends. It has the collectives that those use; Backend
 // refuses the others.
@@ -44,10 +50,16 @@ class WatchedBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  // Not collectives: they are neither compared nor counted.
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
 
  private:
   class Work;
+  class Transfer;
   class Unfinished;
 
   template <typename Start>
@@ -57,10 +69,14 @@ class WatchedBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> watched(const std::string& collective, Start&& start);
   template <typename Start>
   c10::intrusive_ptr<c10d::Work> started(const std::string& collective, Start&& start);
+  template <typename Start>
+  c10::intrusive_ptr<c10d::Work> transferred(const std::string& what, Start&& start);
   void compare(const std::string& collective, const std::string& arguments);
+  void require_no_loss(const std::string& collective) const;
 
   c10::intrusive_ptr<c10d::Backend> inner_;
   const WatchedBackendOptions options_;
+  const std::shared_ptr<QueuedTransport> queued_;  // null if it is none
   const std::shared_ptr<Unfinished> unfinished_;
   const Watch::Subscription subscription_;
 };

@@ -2,14 +2,21 @@
 // error that names them, within bounded time, and ends by itself.
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
+#include "src/comm/machine.h"
+#include "src/comm/network.h"
+#include "src/comm/process_group.h"
+#include "src/comm/store.h"
+#include "src/comm/watch.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 #include "tests/support/run_ranks.h"
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/types.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
 #include <csignal>
 #include <filesystem>
@@ -128,6 +135,27 @@ TEST(Loss, IsNoticedInEveryKindOfWaiting) {
       },
       options);
   expect_errors(results, {1}, "1;", "rank 1 lost");
+}
+
+TEST(Loss, IsKnownToManyRanks) {
+  constexpr int kRanks = 12;
+  RankOptions options;
+  options.casualties = {7};
+  options.timeout = seconds(300);
+  const auto results = run_ranks(
+      kRanks,
+      [](Rank& rank) {
+        const Group group = init("env://", quick().heartbeat_timeout(seconds(60)));
+        at::Tensor sum = torch::full({1000}, rank.number(), torch::kLong);
+        group.all_reduce(sum);
+        EXPECT_EQ(sum[999].item<std::int64_t>(), kRanks * (kRanks - 1) / 2);
+        if (rank.number() == 7) std::raise(SIGKILL);
+        say_error(rank, [&] {
+          for (;;) reduce_something(group);
+        });
+      },
+      options);
+  expect_errors(results, {7}, "7;", "rank 7 lost: its process has ended");
 }
 
 TEST(Loss, OfARankThatWakesUpAgainIsToldToIt) {
@@ -354,6 +382,136 @@ TEST(Meeting, NamesTheRankThatIsThereTwice) {
   });
   expect_errors(results, {0, 1}, "1;", "one process of rank 1");
 }
+
+// Met, and gone before the transports connect: a rank that waits for it hears of it, and does not wait for the
+// minute that Gloo gives a connection.
+TEST(Loss, WhileRanksConnectIsNoticed) {
+  RankOptions options;
+  options.casualties = {1};
+  options.timeout = seconds(50);
+  const auto results = run_ranks(
+      2,
+      [](Rank& rank) {
+        if (rank.number() == 0) {
+          say_error(rank, [] { init("env://", quick()); });
+          return;
+        }
+        const auto store = c10::make_intrusive<c10d::PrefixStore>(
+            "semitone/0", open_store(parse_rendezvous("env://"), quick()));
+        store->add("taken/1", 1);
+        put(*store, "rank/1", "2 " + to_text(this_machine()));
+        WatchOptions watch;
+        watch.rank = 1;
+        watch.size = 2;
+        watch.address = "127.0.0.1";
+        watch.interval = milliseconds(50);
+        watch.silence = seconds(3);
+        watch.timeout = seconds(60);
+        const Watch member(store, watch);
+        std::this_thread::sleep_for(seconds(1));
+        std::raise(SIGKILL);
+      },
+      options);
+  expect_errors(results, {1}, "1;", "rank 1 lost: its process has ended");
+}
+
+TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
+  RankOptions options;
+  options.casualties = {2};
+  options.timeout = seconds(50);
+  const auto results = run_ranks(
+      3,
+      [](Rank& rank) {
+        const Group group = init("env://", quick());
+        if (rank.number() == 2) std::raise(SIGKILL);
+        say_error(rank, [&] { group.subgroup({0, 1, 2}); });
+      },
+      options);
+  expect_errors(results, {2}, "2;", "rank 2 lost: its process has ended");
+}
+
+// The others are done, and go; a rank that dies on its way out takes none with it.
+TEST(Loss, AtTheVeryEndHarmsNoOther) {
+  RankOptions options;
+  options.casualties = {1};
+  const auto results = run_ranks(
+      3,
+      [](Rank& rank) {
+        {
+          const Group group = init("env://", quick());
+          reduce_something(group);
+          group.barrier();
+          if (rank.number() == 1) {
+            for (const char* other : {"0", "2"}) {
+              EXPECT_TRUE(
+                  test::eventually([&] { return std::filesystem::exists(rank.folder() / other); }));
+            }
+            std::raise(SIGKILL);
+          }
+          std::ofstream(rank.folder() / std::to_string(rank.number())) << "past the barrier";
+        }
+        rank.say("out");
+      },
+      options);
+  for (const int rank : {0, 2})
+    EXPECT_THAT(results[static_cast<std::size_t>(rank)].said, testing::ElementsAre("out"));
+}
+
+// What Kubernetes' services and load balancers do while rank 0 is not up yet.
+TEST(Meeting, OutlastsAProxyThatClosesConnections) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    const int port = std::stoi(std::getenv("MASTER_PORT"));
+    if (rank.number() == 0) {
+      {
+        const Descriptor proxy = listen_on("127.0.0.1", port);
+        int connections = 0;
+        EXPECT_TRUE(test::eventually([&] {
+          const Descriptor closed(::accept(proxy.number(), nullptr, nullptr));
+          return (connections += closed.is_open() ? 1 : 0) >= 3;
+        }));
+      }
+    }
+    const Group group = init("env://", quick().timeout(seconds(60)));
+    reduce_something(group);
+    rank.say("met");
+  });
+  for (const RankResult& result : results) EXPECT_THAT(result.said, testing::ElementsAre("met"));
+}
+
+// One rank to another, past the third.
+TEST(Texts, GoFromOneRankToAnother) {
+  run_ranks(3, [](Rank& rank) {
+    const Group group = init("env://", quick());
+    std::string text(70 * 1024 * 1024, 'x');  // in three parts
+    text.back() = 'y';
+    for (const std::string& each : {text, std::string("short"), std::string()}) {
+      if (rank.number() == 1) send_text(group, each, 2);
+      if (rank.number() == 2) {
+        EXPECT_TRUE(receive_text(group, 1) == each);
+      }
+    }
+    group.barrier();
+    EXPECT_TRUE(group.broadcast(rank.number() == 1 ? text : "", 1) == text);
+  });
+}
+
+class LostSender : public ::testing::TestWithParam<int> {};
+
+TEST_P(LostSender, IsNamed) {
+  RankOptions options;
+  options.casualties = {1};
+  const auto results = run_ranks(
+      3,
+      [](Rank& rank) {
+        const Group group = init("env://", quick());
+        if (rank.number() == 1) std::raise(GetParam());
+        say_error(rank, [&] { receive_text(group, 1); });
+      },
+      options);
+  expect_errors(results, {1}, "1;", "rank 1 lost");
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, LostSender, ::testing::Values(SIGKILL, SIGSTOP));
 
 }  // namespace
 }  // namespace semitone::comm

@@ -23,6 +23,16 @@ TEST(Gpu, OfEachRankIsAnother) {
   expect_error([] { gpu_of(0, 1, 0); }, {"each of the 1 ranks", "got 0"});
 }
 
+// One GPU may be what the launcher shows each process, or all that the machine has.
+TEST(Gpu, IsNotAnotherRanksToo) {
+  require_own_gpus({"GPU-a", "GPU-b", "GPU-c"});
+  expect_error(
+      [] {
+        require_own_gpus({"GPU-a", "GPU-b", "GPU-a"});
+      },
+      {"[comm.init]", "GPU-a", "ranks 0 and 2", "LOCAL_RANK", "gloo"});
+}
+
 TEST(Gpu, IsThereForALocalRankThatIsNotBelowTheirNumber) {
   // LOCAL_RANK and LOCAL_WORLD_SIZE come from whoever started the process.
   EXPECT_EQ(gpu_of(5, 2, 2), 1);

@@ -1,9 +1,13 @@
 #include "semitone/comm/group.h"
 
 #include "semitone/comm/init.h"
+#include "src/comm/network.h"
+#include "src/comm/process_group.h"
 #include "tests/support/errors.h"
+#include "tests/support/processes.h"
 #include "tests/support/run_ranks.h"
 
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/types.h>
 
 #include <gtest/gtest.h>
@@ -11,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <set>
 #include <sstream>
 
@@ -329,6 +334,133 @@ TEST(Meeting, ListensOnTheMastersInterfaceAlone) {
     EXPECT_EQ(listening_addresses(), std::set<std::string>{"0100007F"});
     group.barrier();
   });
+}
+
+// Two real processes that meet and add up, each with its own environment.
+void expect_meeting(const std::function<std::map<std::string, std::string>(int)>& environment_of,
+                    const InitOptions& options = {}) {
+  run_ranks(2, [&](Rank& rank) {
+    for (const auto& [name, value] : environment_of(rank.number()))
+      ::setenv(name.c_str(), value.c_str(), 1);
+    const Group group = init("env://", InitOptions(options).timeout(std::chrono::seconds(60)));
+    at::Tensor sum = torch::full({1}, 1 + rank.number());
+    group.all_reduce(sum);
+    EXPECT_EQ(sum.item<std::int64_t>(), 3);
+  });
+}
+
+std::string other_address() {
+  return address_of_default_route().value_or("127.0.0.1");
+}
+
+// Kubernetes operators: MASTER_ADDR is localhost in the master's pod, and nothing tells local ranks.
+TEST(Meeting, NeedsNoLocalRanksAndNoCommonNameOfTheMaster) {
+  expect_meeting([](int rank) -> std::map<std::string, std::string> {
+    return {{"LOCAL_RANK", ""},
+            {"LOCAL_WORLD_SIZE", ""},
+            {"MASTER_ADDR", rank == 0 ? "localhost" : other_address()}};
+  });
+}
+
+TEST(Meeting, FollowsTheVariablesOfMpich) {
+  expect_meeting([](int rank) -> std::map<std::string, std::string> {
+    return {{"RANK", ""},
+            {"WORLD_SIZE", ""},
+            {"LOCAL_RANK", ""},
+            {"LOCAL_WORLD_SIZE", ""},
+            {"MASTER_ADDR", ""},
+            {"PMI_RANK", std::to_string(rank)},
+            {"PMI_SIZE", "2"},
+            {"MPI_LOCALRANKID", std::to_string(rank)},
+            {"MPI_LOCALNRANKS", "2"}};
+  });
+}
+
+// A name in /etc/hosts that stands for 127.0.1.1, as Debian's installer writes it.
+TEST(Meeting, WorksWhereTheMastersNameIsALoopbackAddressOnItsMachine) {
+  expect_meeting([](int rank) -> std::map<std::string, std::string> {
+    return {{"LOCAL_WORLD_SIZE", "1"},
+            {"LOCAL_RANK", "0"},
+            {"MASTER_ADDR", rank == 0 ? "127.0.1.1" : other_address()}};
+  });
+}
+
+// A service's address, or that of a machine which forwards a port: not the master's own.
+TEST(Meeting, WorksWhereTheMastersAddressIsNotItsOwn) {
+  expect_meeting([](int rank) -> std::map<std::string, std::string> {
+    return {{"MASTER_ADDR", rank == 0 ? "192.0.2.1" : "127.0.0.1"}};
+  });
+}
+
+// Several launchers of one machine, on its loopback interface.
+TEST(Meeting, WorksOnTheLoopbackInterfaceWithLaunchersOfSeveralNodes) {
+  expect_meeting([](int) -> std::map<std::string, std::string> {
+    return {{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}};
+  });
+}
+
+TEST(Meeting, WorksOverIpv6) {
+  if (!std::filesystem::exists("/proc/net/if_inet6")) GTEST_SKIP() << "the kernel has no IPv6";
+  expect_meeting([](int) -> std::map<std::string, std::string> {
+    return {{"MASTER_ADDR", "::1"}};
+  });
+}
+
+TEST(Meeting, ListensWhereItIsTold) {
+  run_ranks(2, [](Rank& rank) {
+    ::setenv("MASTER_ADDR", rank.number() == 0 ? "192.0.2.1" : "127.0.0.2", 1);
+    const Group group = init("env://", InitOptions().bind_address("127.0.0.2").interface("lo"));
+    EXPECT_EQ(listening_addresses(), rank.number() == 0
+                                         ? (std::set<std::string>{"0100007F", "0200007F"})
+                                         : std::set<std::string>{"0100007F"});
+    group.barrier();
+  });
+}
+
+// torchrun's store lives on when a node joins, and that is no restart.
+TEST(Meeting, TakesPlaceAgainInAStoreThatALauncherHosts) {
+  run_ranks(3, [](Rank& rank) {
+    c10::intrusive_ptr<c10d::TCPStore> store;
+    const auto ready = rank.folder() / "ready";
+    if (rank.number() == 2) {  // the launcher
+      c10d::TCPStoreOptions options;
+      options.port = static_cast<std::uint16_t>(std::stoi(std::getenv("MASTER_PORT")));
+      options.isServer = true;
+      options.waitWorkers = false;
+      store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+      std::ofstream(ready) << "ready";
+    }
+    EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(ready); }));
+    ::setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+    for (const int size : {2, 3}) {
+      if (rank.number() < size) {
+        ::setenv("WORLD_SIZE", std::to_string(size).c_str(), 1);
+        ::setenv("LOCAL_WORLD_SIZE", std::to_string(size).c_str(), 1);
+        const Group group = init("env://", InitOptions().timeout(std::chrono::seconds(60)));
+        at::Tensor ones = torch::ones({1});
+        group.all_reduce(ones);
+        EXPECT_EQ(ones.item<float>(), static_cast<float>(size));
+      }
+    }
+    // The store stays until all are done with it.
+    std::ofstream(rank.folder() / ("done" + std::to_string(rank.number()))) << "done";
+    for (const int peer : {0, 1}) {
+      const auto done = rank.folder() / ("done" + std::to_string(peer));
+      EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(done); }));
+    }
+  });
+}
+
+// A group of one has the device of the group that it is part of.
+TEST(SingleProcess, KeepsItsDevice) {
+  EXPECT_EQ(Group().device(), at::Device(at::kCPU));
+  const auto impl = std::make_shared<Group::Impl>();
+  impl->device = at::Device(at::kCUDA, 3);
+  const Group group(impl);
+  EXPECT_EQ(group.device(), at::Device(at::kCUDA, 3));
+  EXPECT_EQ(group.split(1).device(), at::Device(at::kCUDA, 3));
+  EXPECT_EQ(group.subgroup({0}).device(), at::Device(at::kCUDA, 3));
+  EXPECT_EQ(group.split(1).backend(), "none");
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 #include "src/comm/network.h"
 
+#include "semitone/core/error.h"
+#include "src/comm/machine.h"
+
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -42,6 +45,41 @@ TEST(LineChannel, GivesUpAPeerThatDoesNotRead) {
   for (int i = 0; i < 3000; ++i) writer.send(std::string(100, 'x'));
   EXPECT_TRUE(writer.closed());
   EXPECT_FALSE(reader.receive().empty());
+}
+
+TEST(Addresses, AreOursLoopbackOrOthers) {
+  EXPECT_EQ(whose_address("127.0.1.1", 1), Whose::loopback);
+  EXPECT_EQ(whose_address("localhost", 1), Whose::loopback);
+  EXPECT_EQ(whose_address("192.0.2.1", 1), Whose::others);
+  const auto routed = address_of_default_route();
+  if (!routed.has_value()) return;  // a machine without a network
+  EXPECT_EQ(whose_address(*routed, 1), Whose::ours);
+  EXPECT_FALSE(is_loopback(*routed));
+}
+
+TEST(Listening, OnAllInterfacesIsReachedThroughEach) {
+  const Descriptor listener = listen_on_all(0);
+  const int port = address_of(listener).port;
+  EXPECT_TRUE(connect_to({"127.0.0.1", port}, seconds(30)).is_open());
+  EXPECT_TRUE(connect_to({"127.0.1.1", port}, seconds(30)).is_open());
+  if (const auto routed = address_of_default_route()) {
+    EXPECT_TRUE(connect_to({*routed, port}, seconds(30)).is_open());
+  }
+  EXPECT_THROW(listen_on_all(port), CommError);
+}
+
+TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {
+  const Machine here = this_machine();
+  EXPECT_TRUE(are_same_machine(here, machine_from_text(to_text(here))));
+  EXPECT_TRUE(share_loopback(here, machine_from_text(to_text(here))));
+  const Machine pod{"pod", "kernel", "net:[1]"};
+  EXPECT_FALSE(share_loopback(pod, {"pod", "kernel", "net:[2]"}));
+  EXPECT_TRUE(share_loopback(pod, {"launcher", "kernel", "net:[1]"}));
+  EXPECT_FALSE(share_loopback(pod, {"pod", "another", "net:[1]"}));
+  EXPECT_FALSE(are_same_machine(pod, {"pod", "another", "net:[1]"}));
+  // Where the kernel tells nothing.
+  EXPECT_TRUE(share_loopback({"a", "-", "-"}, {"a", "-", "-"}));
+  EXPECT_FALSE(share_loopback({"a", "-", "-"}, {"b", "-", "-"}));
 }
 
 TEST(Connecting, OutlastsSignals) {

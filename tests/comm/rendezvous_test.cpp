@@ -43,6 +43,19 @@ class Rendezvous_ : public ::testing::Test {
                             "OMPI_COMM_WORLD_LOCAL_RANK",
                             "OMPI_COMM_WORLD_LOCAL_SIZE",
                             "PMIX_NAMESPACE",
+                            "MV2_COMM_WORLD_RANK",
+                            "MV2_COMM_WORLD_SIZE",
+                            "MV2_COMM_WORLD_LOCAL_RANK",
+                            "MV2_COMM_WORLD_LOCAL_SIZE",
+                            "PMI_RANK",
+                            "PMI_SIZE",
+                            "MPI_LOCALRANKID",
+                            "MPI_LOCALNRANKS",
+                            "PMI_LOCAL_RANK",
+                            "PMI_LOCAL_SIZE",
+                            "PALS_LOCAL_RANKID",
+                            "PALS_LOCAL_SIZE",
+                            "PALS_APID",
                             "SEMITONE_COMM_CHECK",
                             "GLOO_SOCKET_IFNAME"}};
 };
@@ -169,7 +182,8 @@ TEST_F(EnvironmentUrl, TakesTheLauncherThatIsClosestToTheProcess) {
                     {"SLURM_NTASKS", "4"},
                     {"SLURM_JOB_NODELIST", "gpu[07-08]"},
                     {"OMPI_COMM_WORLD_RANK", "2"},
-                    {"OMPI_COMM_WORLD_SIZE", "3"}});
+                    {"OMPI_COMM_WORLD_SIZE", "3"},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"}});
   EXPECT_EQ(parse_rendezvous(kEnv).rank, 2);
   environment_.set({{"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_STEP_ID", "0"}});
   EXPECT_EQ(parse_rendezvous(kEnv).rank, 2);
@@ -191,6 +205,109 @@ TEST_F(EnvironmentUrl, ReadsOpenMpisVariables) {
   EXPECT_EQ(place.host, "127.0.0.1");
   environment_.set({{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}});
   expect_error([] { parse_rendezvous(kEnv); }, {"MASTER_ADDR", "mpirun"});
+}
+
+// MPICH, Intel MPI; Cray PALS with and without Cray's PMI; MVAPICH2.
+TEST_F(EnvironmentUrl, ReadsTheVariablesOfOtherMpis) {
+  const std::vector<std::map<std::string, std::string>> launchers = {
+      {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "4"}},
+      {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"PMI_LOCAL_RANK", "1"}, {"PMI_LOCAL_SIZE", "4"}},
+      {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"PALS_LOCAL_RANKID", "1"}, {"PALS_LOCAL_SIZE", "4"}},
+      {{"MV2_COMM_WORLD_RANK", "5"},
+       {"MV2_COMM_WORLD_SIZE", "8"},
+       {"MV2_COMM_WORLD_LOCAL_RANK", "1"},
+       {"MV2_COMM_WORLD_LOCAL_SIZE", "4"}}};
+  for (const auto& launcher : launchers) {
+    SCOPED_TRACE(launcher.begin()->first);
+    environment_.set(launcher);
+    expect_error([] { parse_rendezvous(kEnv); }, {"MASTER_ADDR", "several machines", "MASTER_ADDR",
+                                                  "<address of rank 0's machine>"});
+    environment_.set({{"MASTER_ADDR", "node7"}});
+    const Rendezvous place = parse_rendezvous(kEnv);
+    EXPECT_EQ(place.rank, 5);
+    EXPECT_EQ(place.world_size, 8);
+    EXPECT_EQ(place.local_rank, 1);
+    EXPECT_EQ(place.local_world_size, 4);
+    EXPECT_EQ(place.host, "node7");
+    environment_.set({{"MASTER_PORT", "29501"}});
+    EXPECT_EQ(parse_rendezvous(kEnv).port, 29501);
+    environment_.set({{"MASTER_ADDR", ""}, {"MASTER_PORT", ""}});
+    // All on this machine.
+    for (const auto& [name, value] : launcher) {
+      if (value == "4") environment_.set({{name, "8"}});
+    }
+    EXPECT_EQ(parse_rendezvous(kEnv).host, "127.0.0.1");
+    for (const auto& [name, value] : launcher) environment_.set({{name, ""}});
+  }
+  environment_.set({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}});
+  expect_error([] { parse_rendezvous(kEnv); }, {"MASTER_ADDR", "how many of the ranks"});
+  environment_.set({{"PMI_SIZE", ""}});
+  expect_error([] { parse_rendezvous(kEnv); }, {"PMI_SIZE", "nothing", "mpiexec"});
+  environment_.set({{"PMI_SIZE", "1"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).world_size, 1);
+}
+
+TEST_F(EnvironmentUrl, TakesSrunsOwnVariablesWhereItSetsThoseOfPmiToo) {
+  environment_.set({{"SLURM_PROCID", "3"},
+                    {"SLURM_STEP_NUM_TASKS", "4"},
+                    {"SLURM_STEP_NODELIST", "gpu[07-08]"},
+                    {"PMI_RANK", "3"},
+                    {"PMI_SIZE", "4"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).host, "gpu07");
+  // Hydra starts its helpers by srun, one on each node.
+  environment_.set({{"SLURM_PROCID", "1"},
+                    {"SLURM_STEP_NUM_TASKS", "2"},
+                    {"MPI_LOCALNRANKS", "2"},
+                    {"MASTER_ADDR", "node7"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).rank, 3);
+  EXPECT_EQ(parse_rendezvous(kEnv).world_size, 4);
+  EXPECT_EQ(parse_rendezvous(kEnv).host, "node7");
+}
+
+TEST_F(EnvironmentUrl, ReadsTheFirstOfSlurmsNodes) {
+  environment_.set({{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "4"}});
+  const std::map<std::string, std::string> first_of = {
+      {"rack[1-2]-n[01-04]", "rack1-n01"},
+      {"node[01-02]-ib", "node01-ib"},
+      {"node[01-03,07],other", "node01"},
+      {"r1i[0-3]n[0-8]", "r1i0n0"},
+      {"node[007]", "node007"},
+      {"alone", "alone"},
+      {"node[", "node"},
+  };
+  for (const auto& [list, node] : first_of) {
+    environment_.set({{"SLURM_STEP_NODELIST", list}});
+    EXPECT_EQ(parse_rendezvous(kEnv).host, node);
+  }
+}
+
+// Linux gives ports from 32768 on to connections.
+TEST_F(EnvironmentUrl, ChoosesPortsThatNoConnectionGets) {
+  environment_.set({{"SLURM_PROCID", "1"},
+                    {"SLURM_STEP_NUM_TASKS", "4"},
+                    {"SLURM_STEP_NODELIST", "node1"},
+                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+  for (int job = 0; job < 200; ++job) {
+    environment_.set({{"OMPI_COMM_WORLD_RANK", job % 2 == 0 ? "1" : ""},
+                      {"OMPI_COMM_WORLD_SIZE", job % 2 == 0 ? "2" : ""},
+                      {"PMIX_NAMESPACE", std::to_string(job)},
+                      {"SLURM_JOB_ID", std::to_string(job)}});
+    const int port = parse_rendezvous(kEnv).port;
+    EXPECT_GE(port, 20000) << job;
+    EXPECT_LT(port, 32768) << job;
+  }
+}
+
+TEST_F(EnvironmentUrl, LeavesLocalRanksOpenWhereNothingTellsThem) {
+  // As Kubernetes operators do.
+  environment_.set(
+      {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "job-0"}, {"MASTER_PORT", "29501"}});
+  EXPECT_EQ(parse_rendezvous(kEnv).local_rank, std::nullopt);
+  EXPECT_EQ(parse_rendezvous(kEnv).local_world_size, std::nullopt);
+  EXPECT_EQ(parse_rendezvous("tcp://node7:4000?rank=1&world_size=2").local_world_size,
+            std::nullopt);
+  EXPECT_EQ(parse_rendezvous("tcp://localhost:4000?rank=1&world_size=2").local_world_size, 2);
 }
 
 TEST_F(EnvironmentUrl, OptionsComeBeforeTheEnvironment) {
@@ -307,13 +424,22 @@ TEST_F(Init, RefusesAMasterThatCannotBeResolved) {
                {"no-such-host.invalid"});
 }
 
-TEST_F(Init, RefusesALoopbackMasterForAJobOnSeveralMachines) {
-  environment_.set({{"RANK", "0"},
+TEST_F(Init, NamesALoopbackMasterThatNothingAnswersAt) {
+  environment_.set({{"RANK", "1"},
                     {"WORLD_SIZE", "2"},
                     {"LOCAL_WORLD_SIZE", "1"},
                     {"MASTER_ADDR", "127.0.0.1"},
                     {"MASTER_PORT", "1"}});
-  expect_error([] { init(kEnv); }, {"MASTER_ADDR", "several machines"});
+  expect_error([] { init(kEnv, InitOptions().timeout(std::chrono::seconds(1))); },
+               {"127.0.0.1:1", "only this machine", "MASTER_ADDR"});
+}
+
+TEST_F(Init, RefusesABindAddressOfAnotherMachine) {
+  expect_error(
+      [] {
+        init("tcp://127.0.0.1:1?rank=0&world_size=2", InitOptions().bind_address("192.0.2.1"));
+      },
+      {"listen on 192.0.2.1:1"});
 }
 
 }  // namespace

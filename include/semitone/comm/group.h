@@ -47,7 +47,12 @@ class Work {
 /// CommError, naming the rank, when a peer dies (at once), stops or cannot be reached (after
 /// InitOptions::heartbeat_timeout), or does not come within the timeout. After the loss of a rank
 /// the group and its subgroups are of no more use: every call throws the same error. Destroying a
-/// group takes seconds at most, whatever state the other ranks are in.
+/// group takes seconds at most after a loss, whatever state the other ranks are in; with nccl it waits
+/// for the collectives under way before.
+///
+/// With nccl, collectives return when they are queued. A loss aborts what is queued, so that what waits
+/// for the GPU goes on, with values that mean nothing; the CommError is the next call's, or the
+/// barrier's.
 ///
 /// One thread at a time may use a group. Collectives that overlap in time, on several threads, need
 /// a subgroup each.
@@ -61,8 +66,8 @@ class Group {
   int size() const;
   /// "gloo", "nccl", or "none" for a single process.
   std::string_view backend() const;
-  /// Where tensors have to be: the CPU for gloo; for nccl this rank's GPU, as init chose it. The
-  /// CPU for a single process, which takes any.
+  /// Where tensors have to be: the CPU for gloo; for nccl this rank's GPU, as init chose it. A single
+  /// process takes any tensors; its device is that which several would have, or the CPU for Group().
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 

@@ -17,7 +17,7 @@ enum class CheckLevel {
   none,   ///< nothing
   calls,  ///< the collectives that the program itself calls on a Group, but for those whose names
           ///< end in _async: to compare is to wait for the other ranks. Each costs one more small
-          ///< exchange, 0.1 ms between processes of a machine
+          ///< exchange, 0.1 ms between processes of a machine; with nccl a wait for the GPU
   full,   ///< all, with those that DistributedDataParallel and its kin make: for finding mistakes
 };
 
@@ -35,6 +35,11 @@ class InitOptions {
   /// master's address; GLOO_SOCKET_IFNAME counts too. All listening sockets are bound to that
   /// interface's address, and to no other; but NCCL's own, which go by NCCL_SOCKET_IFNAME.
   InitOptions& interface(std::string value);
+  /// The local address that rank 0's store listens on, where that is not the master's address:
+  /// "0.0.0.0" for all interfaces. Default: the master's address if it is one of this machine's. All
+  /// interfaces if it is not (a Kubernetes service, a forwarded port), and if it is a loopback address
+  /// and the environment does not say that all ranks are on this machine.
+  InitOptions& bind_address(std::string value);
   /// In place of what the URL or the environment says.
   InitOptions& rank(int value);
   InitOptions& world_size(int value);
@@ -50,6 +55,7 @@ class InitOptions {
   const std::string& backend() const { return backend_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   const std::string& interface() const { return interface_; }
+  const std::string& bind_address() const { return bind_address_; }
   std::optional<int> rank() const { return rank_; }
   std::optional<int> world_size() const { return world_size_; }
   std::optional<CheckLevel> check() const { return check_; }
@@ -60,6 +66,7 @@ class InitOptions {
   std::string backend_ = "auto";
   std::chrono::milliseconds timeout_ = std::chrono::minutes(30);
   std::string interface_;
+  std::string bind_address_;
   std::optional<int> rank_;
   std::optional<int> world_size_;
   std::optional<CheckLevel> check_;
@@ -73,8 +80,10 @@ struct Rendezvous {
   Kind kind = Kind::tcp;
   int rank = 0;
   int world_size = 1;
-  int local_rank = 0;  ///< among the processes of this machine; chooses the GPU
-  int local_world_size = 1;
+  /// Among the processes of this machine; chooses the GPU. None if nothing says it: init counts the
+  /// ranks on each machine when all have met.
+  std::optional<int> local_rank;
+  std::optional<int> local_world_size;
   std::string host;  ///< of the store; tcp only
   int port = 0;
   std::string path;              ///< of the store; file only
@@ -83,18 +92,25 @@ struct Rendezvous {
 
 /// Reads a URL:
 ///
-/// - `env://`: what the launcher has put into the environment: torchrun's and `semitone launch`'s
-///   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else Open MPI's
-///   OMPI_COMM_WORLD_RANK … (MASTER_ADDR defaults to this machine, if all processes are on it);
-///   else those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS …
-///   (MASTER_ADDR defaults to the first node of the step, MASTER_PORT is made from the numbers of
-///   job and step). Without any of these, as in a batch script that does not use srun: a single
-///   process, unless the options say otherwise, and MASTER_ADDR and MASTER_PORT where.
+/// - `env://`: what the launcher has put into the environment. The first of these that is there:
+///   1. torchrun's and `semitone launch`'s RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+///      MASTER_ADDR, MASTER_PORT. Kubernetes operators set these without the LOCAL_ ones.
+///   2. Open MPI's OMPI_COMM_WORLD_RANK …, MVAPICH2's MV2_COMM_WORLD_RANK …, and PMI_RANK … of
+///      MPICH, Intel MPI and Cray PALS. MASTER_ADDR defaults to this machine if all processes are on
+///      it, and is an Error if not. MASTER_PORT is made from the job's number, if it has one.
+///   3. Those of a step that Slurm's srun runs: SLURM_PROCID, SLURM_STEP_NUM_TASKS … MASTER_ADDR
+///      defaults to the first node of the step, MASTER_PORT is made from the numbers of job and step.
+///      They come before PMI_RANK if both say the same: srun sets that, too.
+///
+///   Without any of these, as in a batch script that does not use srun: a single process, unless the
+///   options say otherwise, and MASTER_ADDR and MASTER_PORT where. docs/environment.md has the list.
 /// - `tcp://HOST:PORT?rank=R&world_size=N`
 /// - `file:///PATH?rank=R&world_size=N`: a file that all processes see, new for each run. Those of
 ///   several machines need InitOptions::interface
 ///
-/// init counts the local ranks of the last two by the names of the machines.
+/// What does not name the local rank, as the last two, leaves it to init: ranks with the same host name
+/// on the same running kernel are on one machine. Ports that are made from a job's number lie between
+/// 20000 and 32767, below those that Linux hands out to connections.
 ///
 /// Error with the name of what is missing or wrong.
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {});
@@ -107,14 +123,16 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {
 ///
 /// With nccl each rank has a GPU of its own: the only one that it sees, or number LOCAL_RANK of
 /// all. It becomes the current device of the calling thread, and is Group::device(). Error, with
-/// both numbers, if a machine has fewer GPUs than ranks.
+/// both numbers, if a machine has fewer GPUs than ranks, and with both ranks if two have the same. A
+/// single process takes its GPU in the same way, unless the backend is gloo.
 ///
 /// SIGPIPE is ignored from then on, as in Python, unless the program handles it: a rank that is lost
 /// is an exception in the others.
 ///
-/// Nothing on the network is encrypted or authenticated. All sockets listen on one address only:
-/// the store on the master's, all others on that of the interface that leads to the master. Give an
-/// address of a network that you trust.
+/// Nothing on the network is encrypted or authenticated. The store listens on the master's address
+/// (see InitOptions::bind_address for when it cannot), all other sockets on that of the interface that
+/// leads to the master; where that is the loopback interface and not all ranks share it, on that of
+/// the default route. Give an address of a network that you trust.
 Group init(std::string_view url = "env://", const InitOptions& options = {});
 
 /// Whether this build and this LibTorch have a backend.

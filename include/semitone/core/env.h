@@ -56,6 +56,8 @@ inline constexpr Variable kSlurmJobId{"SLURM_JOB_ID",
                                       "Makes the default MASTER_PORT of a Slurm job"};
 inline constexpr Variable kSlurmStepId{"SLURM_STEP_ID",
                                        "Makes the default MASTER_PORT of a Slurm job, too"};
+/// Open MPI's mpirun sets these (Open MPI's documentation, 11.1: "Environment variables set for MPI
+/// applications").
 inline constexpr Variable kMpiRank{"OMPI_COMM_WORLD_RANK", "Open MPI's RANK"};
 inline constexpr Variable kMpiSize{"OMPI_COMM_WORLD_SIZE", "Open MPI's WORLD_SIZE"};
 inline constexpr Variable kMpiLocalRank{"OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's LOCAL_RANK"};
@@ -63,8 +65,36 @@ inline constexpr Variable kMpiLocalSize{"OMPI_COMM_WORLD_LOCAL_SIZE",
                                         "Open MPI's LOCAL_WORLD_SIZE"};
 inline constexpr Variable kMpiJobId{"PMIX_NAMESPACE",
                                     "Makes the default MASTER_PORT of an Open MPI job"};
+/// MPICH's and Intel MPI's launcher Hydra sets PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and
+/// MPI_LOCALNRANKS (Intel MPI Library, Developer Reference: "Environment Variables Not Propagated by
+/// Hydra"); HPE Cray's PALS sets PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK and PMI_LOCAL_SIZE, and
+/// PALS_LOCAL_RANKID, PALS_LOCAL_SIZE and PALS_APID (its manual page mpiexec(1)).
+inline constexpr Variable kPmiRank{"PMI_RANK", "RANK under MPICH, Intel MPI and Cray PALS"};
+inline constexpr Variable kPmiSize{"PMI_SIZE", "WORLD_SIZE under MPICH, Intel MPI and Cray PALS"};
+inline constexpr Variable kHydraLocalRank{"MPI_LOCALRANKID",
+                                          "LOCAL_RANK under MPICH and Intel MPI"};
+inline constexpr Variable kHydraLocalSize{"MPI_LOCALNRANKS",
+                                          "LOCAL_WORLD_SIZE under MPICH and Intel MPI"};
+inline constexpr Variable kPmiLocalRank{"PMI_LOCAL_RANK", "LOCAL_RANK under Cray PALS"};
+inline constexpr Variable kPmiLocalSize{"PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE under Cray PALS"};
+inline constexpr Variable kPalsLocalRank{"PALS_LOCAL_RANKID",
+                                         "LOCAL_RANK under Cray PALS, without Cray's PMI"};
+inline constexpr Variable kPalsLocalSize{"PALS_LOCAL_SIZE",
+                                         "LOCAL_WORLD_SIZE under Cray PALS, without Cray's PMI"};
+inline constexpr Variable kPalsJobId{"PALS_APID",
+                                     "Makes the default MASTER_PORT of a Cray PALS job"};
+/// MVAPICH2's launcher mpirun_rsh sets these (its source: src/pm/mpirun/src/mpispawn.c).
+inline constexpr Variable kMvapichRank{"MV2_COMM_WORLD_RANK", "MVAPICH2's RANK"};
+inline constexpr Variable kMvapichSize{"MV2_COMM_WORLD_SIZE", "MVAPICH2's WORLD_SIZE"};
+inline constexpr Variable kMvapichLocalRank{"MV2_COMM_WORLD_LOCAL_RANK", "MVAPICH2's LOCAL_RANK"};
+inline constexpr Variable kMvapichLocalSize{"MV2_COMM_WORLD_LOCAL_SIZE",
+                                            "MVAPICH2's LOCAL_WORLD_SIZE"};
 inline constexpr Variable kGlooInterface{"GLOO_SOCKET_IFNAME",
                                          "Network interface for connections between ranks"};
+/// LibTorch's. Unless it is set, comm sets it to 2 for groups of NCCL.
+inline constexpr Variable kNcclErrorHandling{
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "What NCCL's watchdog does about an error: 3 ends the process, 2 aborts the collective"};
 /// none, calls or full. Default: calls.
 inline constexpr Variable kCommCheck{
     "SEMITONE_COMM_CHECK",

@@ -1,0 +1,191 @@
+#include "src/comm/queued_transport.h"
+
+#include "semitone/core/error.h"
+#include "src/comm/ranks.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace semitone::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// How often the thread asks the oldest work, and a barrier its own.
+constexpr milliseconds kLook(50);
+constexpr std::chrono::microseconds kLookAtBarrier(500);
+
+// Of another rank's leaving, in units of the options' patience: its collectives were done, this rank's
+// part of them may come after long computations.
+constexpr int kPatiences = 3;
+
+}  // namespace
+
+// Shared with the threads that shut down or abort the transport: they may outlive it.
+struct QueuedTransport::State {
+  struct Queued {
+    c10::intrusive_ptr<c10d::Work> work;
+    std::string collective;
+    Clock::time_point since;
+  };
+
+  QueuedTransportOptions options;
+
+  std::mutex mutex;  // for what follows
+  std::condition_variable news;
+  c10::intrusive_ptr<c10d::Backend> transport;  // the threads have their own
+  std::deque<Queued> queue;
+  std::exception_ptr failure;
+  bool finishing = false;
+  bool aborting = false;
+  bool ended = false;  // the shutdown or the abort is done
+  bool stopping = false;
+
+  // With the mutex held.
+  void start_abort(const std::shared_ptr<State>& self) {
+    if (std::exchange(aborting, true)) return;
+    news.notify_all();
+    std::thread([self, aborted = transport] {
+      try {
+        aborted->abort();
+      } catch (const std::exception&) {  // it took longer than its timeout
+      }
+      const std::lock_guard lock(self->mutex);
+      self->ended = true;
+      self->news.notify_all();
+    }).detach();
+  }
+
+  void fail(const std::shared_ptr<State>& self, std::exception_ptr error) {
+    const std::lock_guard lock(mutex);
+    if (failure == nullptr) failure = std::move(error);
+    start_abort(self);
+  }
+};
+
+QueuedTransport::QueuedTransport(c10::intrusive_ptr<c10d::Backend> transport,
+                                 const QueuedTransportOptions& options)
+    : state_(std::make_shared<State>()) {
+  state_->options = options;
+  state_->transport = std::move(transport);
+  thread_ = std::thread([state = state_] { look_after(state); });
+}
+
+QueuedTransport::~QueuedTransport() {
+  finish();
+}
+
+void QueuedTransport::add(const c10::intrusive_ptr<c10d::Work>& work,
+                          const std::string& collective) {
+  const std::lock_guard lock(state_->mutex);
+  state_->queue.push_back({work, collective, Clock::now()});
+  if (state_->queue.size() == 1) state_->news.notify_all();
+}
+
+void QueuedTransport::wait(const c10::intrusive_ptr<c10d::Work>& work,
+                           const std::string& collective) const {
+  while (!work->isCompleted()) {
+    if (const auto error = failure()) std::rethrow_exception(error);
+    if (const auto lost = state_->options.watch->lost(collective)) std::rethrow_exception(lost);
+    std::this_thread::sleep_for(kLookAtBarrier);
+  }
+  if (const auto error = failure()) std::rethrow_exception(error);
+  if (const auto lost = state_->options.watch->lost(collective)) std::rethrow_exception(lost);
+  if (const auto error = work->exception()) {
+    std::rethrow_exception(state_->options.watch->explain(collective, what_of(error), false));
+  }
+}
+
+void QueuedTransport::cut_off() {
+  const std::lock_guard lock(state_->mutex);
+  state_->start_abort(state_);
+}
+
+std::exception_ptr QueuedTransport::failure() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->failure;
+}
+
+// What the thread does: takes works that are done off the queue, and finds those that will not be.
+void QueuedTransport::look_after(const std::shared_ptr<State>& state) {
+  const auto guard =
+      state->options.enter_thread == nullptr ? nullptr : state->options.enter_thread();
+  const auto patience = kPatiences * state->options.patience;
+  bool alone = false;  // a rank has left, and nothing was done since
+  Clock::time_point alone_since;
+  std::unique_lock lock(state->mutex);
+  for (;;) {
+    state->news.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
+    if (state->stopping || state->aborting) return;
+    const State::Queued oldest = state->queue.front();
+    lock.unlock();
+    std::exception_ptr failure;
+    const bool done = oldest.work->isCompleted();
+    const auto now = Clock::now();
+    if (done) {
+      alone = false;
+      if (const auto error = oldest.work->exception())
+        failure = state->options.watch->explain(oldest.collective, what_of(error), false);
+    } else if (now - oldest.since > state->options.timeout) {
+      failure = state->options.watch->explain(
+          oldest.collective,
+          "not done within " +
+              seconds(std::chrono::duration<double>(state->options.timeout).count()),
+          /*timed_out=*/true);
+    } else if (state->options.watch->has_left()) {
+      if (!std::exchange(alone, true)) alone_since = now;
+      if (now - alone_since > patience)
+        failure = state->options.watch->explain(oldest.collective, "a rank has left", false);
+    }
+    if (failure != nullptr) state->fail(state, std::move(failure));
+    lock.lock();
+    if (done) {
+      state->queue.pop_front();
+    } else {
+      state->news.wait_for(lock, kLook, [&] { return state->stopping || state->aborting; });
+    }
+  }
+}
+
+void QueuedTransport::finish() {
+  {
+    std::unique_lock lock(state_->mutex);
+    if (std::exchange(state_->finishing, true)) return;
+    if (!state_->aborting) {
+      std::thread([state = state_, ending = state_->transport] {
+        bool good = true;
+        try {
+          ending->shutdown();
+        } catch (const std::exception&) {
+          good = false;
+        }
+        const std::lock_guard guard(state->mutex);
+        if (state->aborting) return;  // whose end counts
+        if (!good) return state->start_abort(state);
+        state->ended = true;
+        state->news.notify_all();
+      }).detach();
+      // Works that are done go off the queue, and late ones are found, meanwhile.
+      state_->news.wait(lock, [this] { return state_->ended || state_->aborting; });
+    }
+    if (state_->aborting)
+      state_->news.wait_for(lock, state_->options.patience, [this] { return state_->ended; });
+    state_->stopping = true;
+    state_->news.notify_all();
+  }
+  thread_.join();
+  c10::intrusive_ptr<c10d::Backend> transport;
+  const std::lock_guard lock(state_->mutex);
+  state_->queue.clear();
+  transport = std::move(state_->transport);
+  // Its destructor waits for threads of its own: where the abort has not ended, they may not either.
+  if (!state_->ended) static_cast<void>(transport.release());
+}
+
+}  // namespace semitone::comm

@@ -1,0 +1,298 @@
+#include "semitone/comm/init.h"
+#include "semitone/core/env.h"
+#include "semitone/core/error.h"
+#include "src/comm/network.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::comm {
+namespace {
+
+int parse_number(std::string_view text, std::string_view name, int least, int most) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+    throw Error(kInit, fmt::format("{} from {} to {}", name, least, most),
+                fmt::format("'{}'", text));
+  }
+  return value;
+}
+
+constexpr int kMostRanks = 1 << 20;
+
+// An environment variable that has to be there, as a number.
+int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
+  const auto text = env::get(variable);
+  if (!text.has_value()) {
+    throw Error(kInit, fmt::format("{} in the environment", variable.name), "nothing",
+                fmt::format("{} sets it", launcher));
+  }
+  return parse_number(*text, variable.name, least, most);
+}
+
+std::optional<int> optional(const env::Variable& variable, int least, int most) {
+  const auto text = env::get(variable);
+  if (!text.has_value()) return std::nullopt;
+  return parse_number(*text, variable.name, least, most);
+}
+
+// That of the first variable that is there.
+std::optional<int> first_of(const std::vector<env::Variable>& variables, int least, int most) {
+  for (const env::Variable& variable : variables) {
+    if (const auto value = optional(variable, least, most)) return value;
+  }
+  return std::nullopt;
+}
+
+// A port from what tells one job from another, so that two jobs on a machine do not collide by
+// default. Below 32768, where the ports begin that Linux gives to connections of any process.
+int port_of_job(std::string_view job) {
+  constexpr int kFirst = 20000;
+  constexpr int kEnd = 32768;
+  return kFirst + static_cast<int>(std::hash<std::string_view>()(job) % (kEnd - kFirst));
+}
+
+// "rack[1-2]-n[01-04,07],other": the first number in each pair of brackets belongs to the first node.
+std::string first_slurm_node(std::string_view list) {
+  std::string node;
+  while (!list.empty() && list.front() != ',') {
+    if (list.front() != '[') {
+      node += list.front();
+      list.remove_prefix(1);
+      continue;
+    }
+    const auto close = std::min(list.find(']'), list.size() - 1);
+    const std::string_view numbers = list.substr(1, close - 1);
+    node += numbers.substr(0, numbers.find_first_of("-,"));
+    list.remove_prefix(close + 1);
+  }
+  return node;
+}
+
+// How many processes there are and which of them this is: what the options say, or else these
+// variables.
+void place_among_ranks(Rendezvous& place, const InitOptions& options, const env::Variable& size,
+                       const env::Variable& rank, std::string_view launcher) {
+  place.world_size =
+      options.world_size().has_value()
+          ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMostRanks)
+          : required(size, 1, kMostRanks, launcher);
+  place.rank = options.rank().has_value()
+                   ? parse_number(std::to_string(*options.rank()), "rank", 0, place.world_size - 1)
+                   : required(rank, 0, place.world_size - 1, launcher);
+}
+
+Rendezvous from_torchrun(const InitOptions& options) {
+  constexpr auto kLauncher = "torchrun or semitone launch";
+  Rendezvous place;
+  place_among_ranks(place, options, env::kWorldSize, env::kRank, kLauncher);
+  place.local_rank = optional(env::kLocalRank, 0, kMostRanks);
+  place.local_world_size = optional(env::kLocalWorldSize, 1, kMostRanks);
+  const auto host = env::get(env::kMasterAddr);
+  if (!host.has_value() && place.world_size > 1) {
+    throw Error(kInit, "MASTER_ADDR in the environment", "nothing",
+                fmt::format("{} sets it", kLauncher));
+  }
+  place.host = host.value_or("127.0.0.1");
+  if (place.world_size > 1) place.port = required(env::kMasterPort, 1, 65535, kLauncher);
+  place.store_is_hosted = env::get(env::kUseAgentStore).value_or("False") == "True";
+  return place;
+}
+
+// How many of a step's tasks are on a node: "2(x3),1" are two on the first three nodes, and one on
+// the fourth.
+int slurm_tasks_on(int node, std::string_view list) {
+  while (!list.empty()) {
+    const std::string_view item = list.substr(0, list.find(','));
+    list.remove_prefix(std::min(item.size() + 1, list.size()));
+    const auto bracket = item.find("(x");
+    const int tasks =
+        parse_number(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMostRanks);
+    const int nodes = bracket == std::string_view::npos
+                          ? 1
+                          : parse_number(item.substr(bracket + 2, item.size() - bracket - 3),
+                                         env::kSlurmTasksPerNode.name, 1, kMostRanks);
+    if (node < nodes) return tasks;
+    node -= nodes;
+  }
+  throw Error(kInit, fmt::format("the tasks of every node in {}", env::kSlurmTasksPerNode.name),
+              "fewer nodes");
+}
+
+Rendezvous from_slurm(const InitOptions& options) {
+  constexpr auto kLauncher = "srun";
+  Rendezvous place;
+  place_among_ranks(place, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
+  place.local_rank = optional(env::kSlurmLocalId, 0, kMostRanks);
+  if (const auto tasks = env::get(env::kSlurmTasksPerNode)) {
+    place.local_world_size =
+        slurm_tasks_on(optional(env::kSlurmNodeId, 0, kMostRanks).value_or(0), *tasks);
+  }
+  place.host = env::get(env::kMasterAddr)
+                   .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
+  // Several steps of a job may run at the same time.
+  const std::string step = fmt::format("slurm{}.{}", env::get(env::kSlurmJobId).value_or(""),
+                                       env::get(env::kSlurmStepId).value_or(""));
+  place.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(step));
+  return place;
+}
+
+// What a kind of MPI sets for each process.
+struct Mpi {
+  std::string_view launcher;
+  env::Variable rank;
+  env::Variable size;
+  std::vector<env::Variable> local_rank;  // the first that is there
+  std::vector<env::Variable> local_size;
+  std::string_view how_to_set_master;  // how its launcher hands a variable on
+
+  bool is_there() const { return env::get(rank).has_value() || env::get(size).has_value(); }
+};
+
+std::vector<Mpi> all_mpis() {
+  return {{"mpirun",
+           env::kMpiRank,
+           env::kMpiSize,
+           {env::kMpiLocalRank},
+           {env::kMpiLocalSize},
+           "mpirun -x MASTER_ADDR=<address of rank 0's machine> …"},
+          {"mpirun_rsh",
+           env::kMvapichRank,
+           env::kMvapichSize,
+           {env::kMvapichLocalRank},
+           {env::kMvapichLocalSize},
+           "mpirun_rsh … MASTER_ADDR=<address of rank 0's machine> PROGRAM"},
+          {"mpiexec",
+           env::kPmiRank,
+           env::kPmiSize,
+           {env::kHydraLocalRank, env::kPmiLocalRank, env::kPalsLocalRank},
+           {env::kHydraLocalSize, env::kPmiLocalSize, env::kPalsLocalSize},
+           "mpiexec -genv MASTER_ADDR <address of rank 0's machine> …; with Cray's, "
+           "mpiexec --env MASTER_ADDR=<address of rank 0's machine> …"}};
+}
+
+Rendezvous from_mpi(const Mpi& mpi, const InitOptions& options) {
+  Rendezvous place;
+  place_among_ranks(place, options, mpi.size, mpi.rank, mpi.launcher);
+  place.local_rank = first_of(mpi.local_rank, 0, kMostRanks);
+  place.local_world_size = first_of(mpi.local_size, 1, kMostRanks);
+  const auto host = env::get(env::kMasterAddr);
+  const bool on_one_machine = place.local_world_size.value_or(1) == place.world_size;
+  if (!host.has_value() && !on_one_machine) {
+    throw Error(
+        kInit,
+        place.local_world_size.has_value()
+            ? "MASTER_ADDR in the environment of a job on several machines"
+            : "MASTER_ADDR in the environment, which does not say how many of the ranks are "
+              "on this machine",
+        "nothing", std::string(mpi.how_to_set_master));
+  }
+  place.host = host.value_or("127.0.0.1");
+  std::string job = "mpi";
+  for (const env::Variable& variable : {env::kMpiJobId, env::kPalsJobId})
+    job += env::get(variable).value_or("");
+  place.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(job));
+  return place;
+}
+
+// A batch script without srun has a SLURM_PROCID too, but is not one of several ranks.
+bool is_slurm_task() {
+  return env::get(env::kSlurmProcId).has_value() && env::get(env::kSlurmTasks).value_or("1") != "1";
+}
+
+// Innermost launcher first: mpirun may run in a Slurm job, and torchrun under either.
+Rendezvous from_environment(const InitOptions& options) {
+  if (env::get(env::kRank).has_value() || env::get(env::kWorldSize).has_value())
+    return from_torchrun(options);
+  // srun sets PMI_RANK for its own tasks, and knows their nodes. Of an mpiexec that starts its helpers
+  // with srun, one on each node, the helpers' variables are there as well.
+  const bool is_sruns = is_slurm_task() && env::get(env::kPmiRank) == env::get(env::kSlurmProcId) &&
+                        env::get(env::kPmiSize) == env::get(env::kSlurmTasks);
+  for (const Mpi& mpi : all_mpis()) {
+    if (mpi.is_there() && !(is_sruns && mpi.rank.name == env::kPmiRank.name))
+      return from_mpi(mpi, options);
+  }
+  if (is_slurm_task()) return from_slurm(options);
+  // No launcher, but a program that knows its place: the rest is as torchrun would set it.
+  if (options.world_size().value_or(1) != 1 || options.rank().value_or(0) != 0)
+    return from_torchrun(options);
+  return {};
+}
+
+// rank=…&world_size=…
+std::map<std::string, std::string> parse_query(std::string_view query) {
+  std::map<std::string, std::string> values;
+  while (!query.empty()) {
+    const auto end = query.find('&');
+    const auto item = query.substr(0, end);
+    const auto equals = item.find('=');
+    const std::string name(item.substr(0, equals));
+    if (name != "rank" && name != "world_size")
+      throw Error(kInit, "rank and world_size in the URL", fmt::format("'{}'", item));
+    values[name] = equals == std::string_view::npos ? "" : item.substr(equals + 1);
+    query = end == std::string_view::npos ? "" : query.substr(end + 1);
+  }
+  return values;
+}
+
+Rendezvous from_url(std::string_view url, const InitOptions& options) {
+  const auto question = url.find('?');
+  const auto query =
+      parse_query(question == std::string_view::npos ? "" : url.substr(question + 1));
+  const std::string_view place_text = url.substr(0, question);
+  Rendezvous place;
+  const auto number = [&](const char* name, std::optional<int> given, int least, int most) {
+    if (given.has_value()) return parse_number(std::to_string(*given), name, least, most);
+    const auto found = query.find(name);
+    if (found == query.end()) {
+      throw Error(kInit, fmt::format("{} in the URL", name), fmt::format("'{}'", url),
+                  fmt::format("append {}{}=…", query.empty() ? "?" : "&", name));
+    }
+    return parse_number(found->second, name, least, most);
+  };
+  place.world_size = number("world_size", options.world_size(), 1, kMostRanks);
+  place.rank = number("rank", options.rank(), 0, place.world_size - 1);
+  if (place_text.substr(0, 7) == "file://") {
+    place.kind = Rendezvous::Kind::file;
+    place.path = place_text.substr(7);
+    if (place.path.empty() || place.path.front() != '/')
+      throw Error(kInit, "file:///ABSOLUTE/PATH", fmt::format("'{}'", url));
+    return place;
+  }
+  std::string_view address = place_text.substr(6);  // after tcp://
+  const auto colon = address.rfind(':');
+  if (colon == std::string_view::npos || colon == 0)
+    throw Error(kInit, "tcp://HOST:PORT", fmt::format("'{}'", url));
+  std::string_view host = address.substr(0, colon);
+  if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);  // IPv6
+  if (host.empty()) throw Error(kInit, "tcp://HOST:PORT", fmt::format("'{}'", url));
+  place.host = host;
+  place.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
+  // All ranks have the same URL.
+  if (place.host == "localhost" || is_loopback(place.host)) {
+    place.local_rank = place.rank;
+    place.local_world_size = place.world_size;
+  }
+  return place;
+}
+
+}  // namespace
+
+Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
+  if (url == "env://") return from_environment(options);
+  if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
+  throw Error(kInit,
+              "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",
+              fmt::format("'{}'", url));
+}
+
+}  // namespace semitone::comm
