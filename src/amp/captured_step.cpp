@@ -159,6 +159,9 @@ struct CapturedStep::Impl {
 };
 
 CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
+  state.hide_gradients(nullptr);
+  const bool before = std::exchange(state.named_only, true);
+  const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });
   const Batch here = brought(batch);
   if (graph == nullptr) return run_by_operators(here);
   if (state.found_inf_hook)

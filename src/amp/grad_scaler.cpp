@@ -3,6 +3,7 @@
 #include "semitone/amp/autocast.h"
 #include "semitone/core/error.h"
 #include "src/amp/gradients.h"
+#include "src/amp/step_watch.h"
 #include "src/core/archive.h"
 
 #include <torch/serialize.h>
@@ -53,6 +54,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   gradients.run(progress.found_inf);
   // Where there are no gradients too, other ranks may have some.
   if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
+  if (!stepped_) progress.state = StepWatch::progress_of(optimizer);
   progress_.emplace(&optimizer, std::move(progress));
 }
 
@@ -71,6 +73,7 @@ Step GradScaler::step(torch::optim::Optimizer& optimizer) {
     return Step::stepped;
   }
   require_scaled("step");
+  stepped_ = true;
   if (evaluates_loss(optimizer)) {
     throw Error("amp.grad_scaler.step", "an optimizer that takes its gradients as they are",
                 "LBFGS",
@@ -99,7 +102,15 @@ void GradScaler::update() {
   require_scaled("update");
   if (progress_.empty()) {
     throw Error("amp.grad_scaler.update", "step() or unscale_() before",
-                "neither since the last update");
+                "neither since the last update",
+                "call scaler.step(optimizer), not optimizer.step()");
+  }
+  for (auto& [optimizer, progress] : progress_) {
+    if (stepped_ || progress.stepped || StepWatch::progress_of(*optimizer) == progress.state)
+      continue;
+    progress.state = StepWatch::progress_of(*optimizer);  // said once
+    throw Error("amp.grad_scaler.update", "scaler.step(optimizer) after unscale_()",
+                "optimizer.step(), which steps on inf", "call scaler.step(optimizer) in its place");
   }
   bool overflowed = false;
   for (auto& [optimizer, progress] : progress_) {

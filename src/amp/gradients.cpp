@@ -1,5 +1,7 @@
 #include "src/amp/gradients.h"
 
+#include "semitone/core/error.h"
+
 #include <torch/optim/lbfgs.h>
 #include <torch/types.h>
 
@@ -11,14 +13,26 @@ namespace semitone::amp {
 
 namespace {
 
-// Repeated indices of a sparse gradient are added up first: their sum may overflow fp16 where no
-// single value does.
-at::Tensor coalesced(const at::Tensor& grad) {
-  return grad.is_sparse() ? grad.coalesce() : grad;
+// A gradient that can be read and written as numbers in memory. Repeated indices of a sparse one are
+// added up: their sum may overflow fp16 where no single value does. Of a complex one, a conjugation
+// that is still to come is done.
+at::Tensor resolved(const at::Tensor& grad) {
+  if (!grad.defined()) return grad;
+  if (grad.layout() != at::kStrided && !grad.is_sparse()) {
+    throw Error("amp.unscale", "dense gradients, or sparse ones in COO layout",
+                c10::str(grad.layout(), " for a parameter of shape ", grad.sizes()));
+  }
+  const at::Tensor dense = grad.is_sparse() ? grad.coalesce() : grad;
+  return dense.is_complex() && !dense.is_sparse() ? dense.resolve_conj().resolve_neg() : dense;
 }
 
 at::Tensor values_of(const at::Tensor& grad) {
   return grad.is_sparse() ? grad._values() : grad;
+}
+
+// The numbers of a complex tensor are those of its real and its imaginary part.
+at::Tensor numbers_of(const at::Tensor& values) {
+  return values.defined() && values.is_complex() ? at::view_as_real(values) : values;
 }
 
 at::Tensor with_values(const at::Tensor& grad, const at::Tensor& values) {
@@ -41,7 +55,8 @@ at::Tensor sum(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 void Gradients::add(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& addend) {
-  by_device_[grad.device().index()].push_back({grad, out, addend});
+  by_device_[grad.device().index()].push_back(
+      {numbers_of(grad), numbers_of(out), numbers_of(addend)});
 }
 
 at::Tensor Gradients::own(const at::Tensor& values) {
@@ -56,11 +71,11 @@ void Gradients::unscale(const at::Tensor& parameter, const at::Tensor& addend) {
     return;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor grad = coalesced(parameter.grad());
+  const at::Tensor grad = resolved(parameter.grad());
   const at::Tensor before = values_of(grad);
   const at::Tensor values = own(before);
   const bool sum_later = is_sparse(grad) || is_sparse(addend);
-  add(values, values, sum_later ? at::Tensor() : addend);
+  add(values, values, sum_later ? at::Tensor() : resolved(addend));
   results_.push_back({parameter,
                       values.is_same(before) ? grad : with_values(grad, values),
                       sum_later ? addend : at::Tensor(),
@@ -71,7 +86,7 @@ void Gradients::move(const at::Tensor& from, const at::Tensor& to) {
   seen_.insert(to.unsafeGetTensorImpl());
   if (!from.grad().defined()) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor grad = coalesced(from.grad());
+  const at::Tensor grad = resolved(from.grad());
   const at::Tensor values = values_of(grad);
   const at::Tensor addend = to.grad();
   const bool sum_later = is_sparse(grad) || is_sparse(addend);

@@ -87,7 +87,8 @@ MasterWeights::MasterWeights(MasterWeights&& other) noexcept
       by_parameter_(std::move(other.by_parameter_)),
       by_master_(std::move(other.by_master_)),
       maybe_stepped_(other.maybe_stepped_),
-      deferred_inverse_(other.deferred_inverse_) {}
+      deferred_inverse_(other.deferred_inverse_),
+      shown_(other.shown_) {}
 
 MasterWeights::~MasterWeights() {
   if (optimizer_ == nullptr) return;
@@ -185,8 +186,38 @@ void MasterWeights::adopt(const ExactValues& exact) {
   for (const auto& [place, index] : places) *place = pairs_[index].master;
 }
 
+void MasterWeights::show_gradients() {
+  hide_gradients();
+  for (Pair& pair : pairs_) {
+    at::Tensor& in_model = pair.parameter.mutable_grad();
+    const at::Tensor& grad = is_deferred(pair) ? pair.deferred : pair.master.grad();
+    if (in_model.defined() || !grad.defined()) continue;
+    in_model = pair.shown = grad;
+    shown_ = true;
+  }
+}
+
+void MasterWeights::hide_gradients() {
+  if (!std::exchange(shown_, false)) return;
+  for (Pair& pair : pairs_) {
+    const at::Tensor shown = std::exchange(pair.shown, {});
+    if (!shown.defined()) continue;
+    at::Tensor& in_model = pair.parameter.mutable_grad();
+    if (in_model.is_same(shown)) {
+      in_model.reset();
+      continue;
+    }
+    // What is in the model now, if anything, is the gradient, unless the master's was replaced too.
+    if (pair.deferred.defined() ? !is_deferred(pair) : !pair.master.grad().is_same(shown)) continue;
+    pair.master.mutable_grad().reset();
+    pair.deferred.reset();
+    pair.placeholder.reset();
+  }
+}
+
 void MasterWeights::take_gradients(Gradients& pass) {
   const StateMode mode;
+  hide_gradients();
   const bool any = std::any_of(pairs_.begin(), pairs_.end(),
                                [](const Pair& pair) { return pair.parameter.grad().defined(); });
   if (!any) return;
@@ -223,6 +254,7 @@ bool MasterWeights::can_defer_gradients() const {
 }
 
 bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
+  hide_gradients();
   if (!can_defer_gradients()) return false;
   const StateMode mode;
   maybe_stepped_ = true;
@@ -258,6 +290,7 @@ bool MasterWeights::is_deferred(const Pair& pair) {
 }
 
 MasterWeights::Deferred MasterWeights::deferred_gradients() {
+  hide_gradients();
   Deferred deferred{{}, {}, deferred_inverse_};
   for (Pair& pair : pairs_) {
     if (is_deferred(pair)) {
@@ -293,6 +326,7 @@ bool MasterWeights::take_deferred(Pair& pair) {
 
 void MasterWeights::move_deferred_gradients() {
   const StateMode mode;
+  hide_gradients();
   std::vector<std::pair<const Pair*, at::Tensor>> later;  // what the model has got since
   Gradients pass(deferred_inverse_);
   for (Pair& pair : pairs_) {
@@ -308,6 +342,7 @@ void MasterWeights::move_deferred_gradients() {
 
 void MasterWeights::step() {
   const StateMode mode;
+  hide_gradients();
   if (fused_ == nullptr) {
     optimizer_->step();
     write_model();
@@ -341,6 +376,7 @@ void MasterWeights::step() {
 }
 
 void MasterWeights::step(optim::RepeatedStep& repeated, const at::Tensor& found_inf) {
+  hide_gradients();
   optim::ModelCopies copies;
   for (const Pair& pair : pairs_) copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
   repeated.run(&copies, found_inf);
@@ -421,6 +457,7 @@ void MasterWeights::sync() {
 }
 
 void MasterWeights::clear_gradients() {
+  hide_gradients();
   for (Pair& pair : pairs_) {
     pair.master.mutable_grad().reset();
     pair.deferred.reset();

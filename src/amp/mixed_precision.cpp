@@ -510,6 +510,7 @@ std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& o
   if (known.masters.has_value()) {
     if (impl_->fp32_scopes == 0) impl_->pull("master_params");
     known.masters->move_deferred_gradients();
+    known.masters->show_gradients();
   }
   std::vector<at::Tensor> parameters;
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
@@ -530,8 +531,11 @@ struct MixedPrecision::Region {
 };
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model) const {
-  impl_->ran[impl_->model_with(model, "forward")] = true;
+  const std::size_t index = impl_->model_with(model, "forward");
+  impl_->ran[index] = true;
+  impl_->require_no_step_past("forward");
   impl_->sync("forward");
+  if (at::GradMode::is_enabled()) impl_->hide_gradients(&impl_->models[index]);
   auto region = std::make_shared<Region>();
   if (impl_->cast_log != nullptr) region->log.emplace(impl_->cast_log);
   if (impl_->forward_in_region) region->autocast.emplace(*impl_->policy);
@@ -540,7 +544,9 @@ std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model)
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
   impl_->ran_elsewhere = true;
+  impl_->require_no_step_past("call");
   impl_->sync("call");
+  if (at::GradMode::is_enabled()) impl_->hide_gradients(nullptr);
   auto region = std::make_shared<Region>();
   if (impl_->cast_log != nullptr) region->log.emplace(impl_->cast_log);
   if (impl_->policy.has_value()) region->autocast.emplace(*impl_->policy);

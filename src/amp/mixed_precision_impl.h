@@ -4,6 +4,7 @@
 #include "semitone/core/events.h"
 #include "src/amp/cudnn_scope.h"
 #include "src/amp/gradients.h"
+#include "src/amp/step_watch.h"
 
 #include <c10/util/DimVector.h>
 #include <torch/nn/module.h>
@@ -38,6 +39,11 @@ struct MixedPrecision::Impl {
     std::optional<MasterWeights> masters;
     std::optional<Scaled> scaled;
     bool skip = false;  // the next step: a loss overflowed
+    // Until MixedPrecision::step is called for the first time: whether the program steps past it.
+    StepWatch watch;
+    bool watched = true;
+    bool warned_of_no_gradient = false;
+    bool warned_of_no_scale = false;
 
     // Calls visit(parameter) for what backward gives gradients to: the model's parameters, not
     // their masters.
@@ -51,6 +57,17 @@ struct MixedPrecision::Impl {
         if (!masters.has_value() || !masters->is_master(parameter)) visit(parameter);
       });
     }
+
+    // Whether a gradient is there, in the model or for the optimizer to read.
+    bool has_gradient() const {
+      bool found = false;
+      const auto look = [&](const at::Tensor& tensor) { found = found || tensor.grad().defined(); };
+      for_each_leaf(look);
+      for_each_parameter(*optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+        look(parameter);
+      });
+      return found;
+    }
   };
 
   // What the backward passes of a loss found, which the host has not looked at yet.
@@ -58,6 +75,7 @@ struct MixedPrecision::Impl {
     std::int64_t loss_id;
     std::vector<PerOptimizer*> optimizers;
     std::vector<at::Tensor> found_inf;
+    bool named = true;  // false: the loss was scaled for others, whose steps move its scale
   };
 
   // The scale of one loss in a device's memory.
@@ -71,6 +89,8 @@ struct MixedPrecision::Impl {
   struct SetAside {
     at::Tensor parameter;
     at::Tensor grad;
+    at::Tensor master = {};    // whose gradient it was; undefined: the parameter's
+    bool also_inside = false;  // it is in what the model has, too, scaled: to be reduced with it
   };
 
   // A tensor of a model that initialize has cast to 16 bits.
@@ -109,6 +129,12 @@ struct MixedPrecision::Impl {
   std::unordered_map<const c10::TensorImpl*, SetAside> set_aside;
   // While a step is captured: stands for the scaler's number.
   std::optional<ScaleOnDevice> scale_on_device;
+  // A loss leaves nothing in optimizers that were not named for it: of a CapturedStep.
+  bool named_only = false;
+  // Parameters of the models that are in no optimizer, and how many were in one when this was found.
+  std::vector<at::Tensor> free_parameters;
+  std::optional<std::size_t> free_among;
+  bool warned_of_loss = false;
   ParameterNames names;
   FoundInfHook found_inf_hook;
   std::optional<CudnnScope> cudnn;
@@ -120,6 +146,31 @@ struct MixedPrecision::Impl {
   // The place of the model that a module is, or is a part of.
   std::size_t model_with(const void* identity, const char* caller);
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
+
+  // Takes the scale out of the gradients that a backward left in the model, for these optimizers;
+  // the result is where each of them reads it, with earlier ones, and shown in the model.
+  void unscale(const std::vector<PerOptimizer*>& of, std::int64_t loss_id, float inverse,
+               const at::Tensor& inverse_on_device, bool named);
+
+  // Forgets what losses of other optimizers left in one that has dropped its gradients since.
+  void drop_void(PerOptimizer& known);
+
+  // Parameters of the models that no optimizer has.
+  const std::vector<at::Tensor>& find_free_parameters();
+
+  // What MasterWeights::show_gradients shows of a model (null: of all) is hidden again: a backward
+  // pass is to come, and would add to it.
+  void hide_gradients(const Model* model);
+
+  // Error if an optimizer has stepped past MixedPrecision::step, which would have skipped the step at
+  // an overflow and moved the scale.
+  void require_no_step_past(const char* caller);
+
+  // Warnings of what would train badly, or nothing, without another word.
+  void look_at_plain(const at::Tensor& loss);
+  void warn_of_gradients(PerOptimizer& known);
+  // One line in the log, at verbosity 1 and on the first rank.
+  void warn(const std::string& text) const;
 
   // Moves gradients that are in the model, and are not scaled, to the masters.
   static void take_gradients_by_hand(PerOptimizer& known);

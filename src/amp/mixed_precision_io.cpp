@@ -196,7 +196,9 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
 void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
   const bool scaled = std::any_of(impl_->optimizers.begin(), impl_->optimizers.end(),
                                   [](const auto& known) { return known.scaled.has_value(); });
-  if (scaled || !impl_->pending.empty()) {
+  const bool pending = std::any_of(impl_->pending.begin(), impl_->pending.end(),
+                                   [](const auto& one) { return one.named; });
+  if (scaled || pending) {
     throw Error("amp.mixed_precision.save", "a call between two iterations",
                 "one between scale_loss and step", "save after step()");
   }

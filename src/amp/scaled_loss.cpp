@@ -5,7 +5,10 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/core/log.h"
+#include "src/core/unreduced.h"
 #include "src/kernels/multi_tensor_norm.h"
+
+#include <c10/util/ScopeExit.h>
 
 #include <fmt/format.h>
 
@@ -20,10 +23,65 @@
 
 namespace semitone::amp {
 
+namespace {
+
+using Impl = MixedPrecision::Impl;
+using PerOptimizer = Impl::PerOptimizer;
+using SetAside = Impl::SetAside;
+
+// A gradient to be kept while backward runs. One that is a part of something larger, such as a
+// bucket that is reduced over ranks, is copied: the backward pass writes there.
+at::Tensor kept(const at::Tensor& grad) {
+  if (grad.layout() != at::kStrided) return grad;
+  const bool own = grad.storage().use_count() == 1 && grad.storage().nbytes() == grad.nbytes();
+  return own ? grad : grad.clone();
+}
+
+// A gradient times a scale, as backward would have left it in the parameter.
+at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, float inverse) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor product = grad.mul(1.0 / double{inverse});
+  return grad.layout() == at::kStrided ? at::empty_like(parameter).copy_(product)
+                                       : product.to(parameter.scalar_type());
+}
+
+// Which gradients are marked as this rank's own (core/unreduced.h), to mark what becomes of them.
+class UnreducedMarks {
+ public:
+  explicit UnreducedMarks(const PerOptimizer& known) {
+    if (known.masters.has_value()) {
+      known.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
+        if (is_unreduced(parameter.grad()) || is_unreduced(master.grad()))
+          holders_.push_back(master);
+      });
+    }
+    for_each_parameter(*known.optimizer, [&](std::size_t, std::size_t, const at::Tensor& leaf) {
+      const bool is_master = known.masters.has_value() && known.masters->is_master(leaf);
+      if (!is_master && is_unreduced(leaf.grad())) holders_.push_back(leaf);
+    });
+  }
+  bool empty() const { return holders_.empty(); }
+  void restore() const {
+    for (const at::Tensor& holder : holders_) mark_unreduced(holder.grad());
+  }
+
+ private:
+  std::vector<at::Tensor> holders_;  // the tensors that hold them once they are unscaled
+};
+
+}  // namespace
+
 // The way of one loss through backward: begin() before it, finish() or put_back() after it.
 struct ScaledLoss::Work {
-  using Impl = MixedPrecision::Impl;
-  using PerOptimizer = Impl::PerOptimizer;
+  // An optimizer that was not named for the loss. It gets its gradients, too: as in training without
+  // a loss scale.
+  struct Other {
+    PerOptimizer* known;
+    // Whether it held gradients of another scale, delayed or in another backward; and these.
+    bool was_scaled;
+    bool was_open;
+    std::vector<SetAside> before;
+  };
 
   Impl* mixed;
   std::int64_t loss_id;
@@ -31,19 +89,26 @@ struct ScaledLoss::Work {
   at::Tensor inverse_on_device;  // if it is to be read there
   bool delay;
   std::vector<PerOptimizer*> optimizers;  // that were named for the loss
-  std::vector<Impl::SetAside> others;     // gradients of the optimizers that were not
+  std::vector<Other> others = {};
+  std::vector<SetAside> free = {};  // parameters in no optimizer
   bool begun = false;
+  int exceptions = std::uncaught_exceptions();
 
   void begin();
   void finish();
   void put_back() noexcept;
+  bool any_gradient() const;
 
  private:
   void check() const;
-  void set_others_aside();
-  void restore_others() noexcept;
+  void begin(PerOptimizer& known);
+  void begin(Other& other);
+  void begin_free();
+  void finish(Other& other);
+  void finish_free();
+  void restore(PerOptimizer& known) noexcept;
   void forget_set_aside(const PerOptimizer& optimizer);
-  bool may_defer(const PerOptimizer& known) const;
+  bool leaves_others_alone() const { return mixed->named_only || inverse_on_device.defined(); }
 };
 
 void ScaledLoss::Work::check() const {
@@ -71,45 +136,79 @@ void ScaledLoss::Work::check() const {
 }
 
 // Gradients of this backward are scaled. Those in the model so far are not: they are kept apart
-// until it is over.
+// until it is over. All parameters take part, whatever optimizer they belong to.
 void ScaledLoss::Work::begin() {
   if (begun) return;
   check();
   mixed->pull("scale_loss");
   begun = true;
-  set_others_aside();
+  for (PerOptimizer& known : mixed->optimizers) {
+    const bool named = std::find(optimizers.begin(), optimizers.end(), &known) != optimizers.end();
+    if (!named) begin(others.emplace_back(Other{&known, known.scaled.has_value(), false, {}}));
+  }
+  begin_free();
   for (PerOptimizer* known : optimizers) {
-    if (known->masters.has_value()) known->masters->move_deferred_gradients();
-    if (!known->scaled.has_value()) {  // else what is there is scaled alike
-      known->for_each_leaf([this](const at::Tensor& parameter) {
-        if (!parameter.grad().defined()) return;
-        mixed->set_aside[parameter.unsafeGetTensorImpl()] = {parameter, parameter.grad()};
-        parameter.mutable_grad().reset();
-      });
-    }
+    // Else what is there is scaled alike.
+    if (!known->scaled.has_value()) begin(*known);
     known->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
   }
 }
 
-void ScaledLoss::Work::set_others_aside() {
-  if (optimizers.size() == mixed->optimizers.size()) return;
-  std::unordered_set<const c10::TensorImpl*> named;
-  for (const PerOptimizer* known : optimizers) {
-    known->for_each_leaf(
-        [&](const at::Tensor& parameter) { named.insert(parameter.unsafeGetTensorImpl()); });
+void ScaledLoss::Work::begin(PerOptimizer& known) {
+  mixed->drop_void(known);
+  if (known.masters.has_value()) known.masters->move_deferred_gradients();
+  if (const UnreducedMarks marks(known); !marks.empty()) {
+    // What this rank alone has is to be reduced with what comes.
+    Impl::take_gradients_by_hand(known);
+    if (known.masters.has_value()) {
+      known.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
+        if (!is_unreduced(master.grad())) return;
+        mixed->set_aside[parameter.unsafeGetTensorImpl()] = {parameter, master.grad(), master,
+                                                             true};
+        parameter.mutable_grad() = scaled_again(parameter, master.grad(), inverse);
+        master.mutable_grad().reset();
+        mark_unreduced(parameter.grad());
+      });
+    }
   }
-  for (const PerOptimizer& known : mixed->optimizers) {
-    known.for_each_leaf([&](const at::Tensor& parameter) {
-      if (!named.insert(parameter.unsafeGetTensorImpl()).second) return;
-      others.push_back({parameter, parameter.grad()});
-      parameter.mutable_grad().reset();
-    });
-  }
+  known.for_each_leaf([this](const at::Tensor& parameter) {
+    at::Tensor& grad = parameter.mutable_grad();
+    if (!grad.defined()) return;
+    const auto [place, is_new] = mixed->set_aside.try_emplace(parameter.unsafeGetTensorImpl());
+    if (!is_new && place->second.also_inside) return;
+    place->second = {parameter, kept(grad), {}, is_unreduced(grad)};
+    if (!place->second.also_inside) return grad.reset();
+    grad = scaled_again(parameter, grad, inverse);
+    mark_unreduced(grad);
+  });
 }
 
-void ScaledLoss::Work::restore_others() noexcept {
-  for (const Impl::SetAside& other : others) other.parameter.mutable_grad() = other.grad;
-  others.clear();
+void ScaledLoss::Work::begin(Other& other) {
+  PerOptimizer& known = *other.known;
+  if (!other.was_scaled) {
+    begin(known);
+    known.scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+    return;
+  }
+  other.was_open = std::exchange(known.scaled->open, true);
+  known.for_each_leaf([&](const at::Tensor& parameter) {
+    other.before.push_back({parameter, parameter.grad()});
+    parameter.mutable_grad().reset();
+  });
+}
+
+void ScaledLoss::Work::begin_free() {
+  for (const at::Tensor& parameter : mixed->find_free_parameters()) {
+    at::Tensor& grad = parameter.mutable_grad();
+    SetAside before{parameter, grad.defined() ? kept(grad) : grad, {}, is_unreduced(grad)};
+    if (before.also_inside) {
+      grad = scaled_again(parameter, grad, inverse);
+      mark_unreduced(grad);
+    } else {
+      grad.reset();
+    }
+    free.push_back(std::move(before));
+  }
 }
 
 void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
@@ -118,45 +217,165 @@ void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
   });
 }
 
-// Whether the model's gradients can stay where they are until the step.
-bool ScaledLoss::Work::may_defer(const PerOptimizer& known) const {
-  if (!known.masters.has_value() || inverse_on_device.defined() ||
-      !known.masters->can_defer_gradients())
-    return false;
-  bool any_earlier = false;
-  known.for_each_leaf([&](const at::Tensor& parameter) {
-    any_earlier = any_earlier || mixed->set_aside.count(parameter.unsafeGetTensorImpl()) > 0;
-  });
-  return !any_earlier;
-}
-
 void ScaledLoss::Work::finish() {
   begin();  // where backward was not run at all
+  // What is done leaves the list, and is not put back if something else throws.
+  for (; !others.empty(); others.pop_back()) finish(others.back());
+  finish_free();
   if (delay) {
     for (PerOptimizer* known : optimizers) known->scaled->open = false;
-    restore_others();
+  } else {
+    mixed->unscale(optimizers, loss_id, inverse, inverse_on_device, /*named=*/true);
+    for (PerOptimizer* known : optimizers) {
+      forget_set_aside(*known);
+      known->scaled.reset();
+    }
+  }
+  const bool may_skip = mixed->scaler(loss_id, "scale_loss").options().dynamic() || inverse != 1;
+  for (PerOptimizer* known : optimizers) {
+    if (known->scaled.has_value() || inverse_on_device.defined()) continue;
+    if (known->masters.has_value()) known->masters->show_gradients();
+    if (known->watched && may_skip) known->watch.start(*known->optimizer);
+  }
+}
+
+void ScaledLoss::Work::finish(Other& other) {
+  PerOptimizer& known = *other.known;
+  if (other.was_scaled) {
+    Gradients pass(inverse / known.scaled->inverse);
+    for (const SetAside& before : other.before) {
+      if (leaves_others_alone()) before.parameter.mutable_grad().reset();
+      pass.unscale(before.parameter, before.grad);
+    }
+    std::vector<at::Tensor> found_later;  // once they are unscaled
+    pass.run(found_later);
+    known.scaled->open = other.was_open;
     return;
   }
-  const auto earlier = [this](const at::Tensor& parameter) {
-    const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
-    return found == mixed->set_aside.end() ? at::Tensor() : found->second.grad;
-  };
-  const auto pending =
-      std::find_if(mixed->pending.begin(), mixed->pending.end(), [this](const auto& candidate) {
-        return candidate.loss_id == loss_id && candidate.optimizers == optimizers;
-      });
-  std::vector<at::Tensor> found_inf;
-  if (pending != mixed->pending.end()) found_inf = pending->found_inf;
+  if (leaves_others_alone()) {
+    restore(known);
+    return;
+  }
+  bool any = false;
+  known.for_each_leaf(
+      [&](const at::Tensor& parameter) { any = any || parameter.grad().defined(); });
+  // A hook is called on all ranks, or on none.
+  if (any || mixed->found_inf_hook) {
+    mixed->unscale({&known}, loss_id, inverse, {}, /*named=*/false);
+    forget_set_aside(known);
+    known.scaled.reset();
+  } else {
+    restore(known);
+  }
+  if (known.masters.has_value()) known.masters->show_gradients();
+}
 
+void ScaledLoss::Work::finish_free() {
+  Gradients pass(inverse);
+  std::vector<at::Tensor> unreduced;
+  for (const SetAside& before : free) {
+    at::Tensor& grad = before.parameter.mutable_grad();
+    if (leaves_others_alone()) {
+      grad = before.grad;
+      continue;
+    }
+    if (is_unreduced(grad)) unreduced.push_back(before.parameter);
+    pass.unscale(before.parameter, before.also_inside ? at::Tensor() : before.grad);
+  }
+  std::vector<at::Tensor> ignored;  // no step to skip
+  pass.run(ignored);
+  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad());
+  free.clear();
+}
+
+// Gradients as they were before begin().
+void ScaledLoss::Work::restore(PerOptimizer& known) noexcept {
+  known.for_each_leaf([this](const at::Tensor& parameter) {
+    const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
+    parameter.mutable_grad().reset();
+    if (found == mixed->set_aside.end()) return;
+    const at::Tensor& holder =
+        found->second.master.defined() ? found->second.master : found->second.parameter;
+    holder.mutable_grad() = found->second.grad;
+  });
+  forget_set_aside(known);
+  known.scaled.reset();
+}
+
+void ScaledLoss::Work::put_back() noexcept {
+  if (!begun) return;
+  for (PerOptimizer* known : optimizers) restore(*known);
+  for (Other& other : others) {
+    if (!other.was_scaled) {
+      restore(*other.known);
+      continue;
+    }
+    for (const SetAside& before : other.before) before.parameter.mutable_grad() = before.grad;
+    if (other.known->scaled.has_value()) other.known->scaled->open = other.was_open;
+  }
+  for (const SetAside& before : free) before.parameter.mutable_grad() = before.grad;
+  for (PerOptimizer& known : mixed->optimizers) {
+    if (known.masters.has_value()) known.masters->show_gradients();
+  }
+}
+
+bool ScaledLoss::Work::any_gradient() const {
+  return std::any_of(mixed->optimizers.begin(), mixed->optimizers.end(),
+                     [](const PerOptimizer& known) {
+                       bool any = false;
+                       known.for_each_leaf([&](const at::Tensor& parameter) {
+                         any = any || parameter.grad().defined();
+                       });
+                       return any;
+                     }) ||
+         std::any_of(free.begin(), free.end(),
+                     [](const SetAside& before) { return before.parameter.grad().defined(); });
+}
+
+namespace {
+
+// Whether the model's gradients can stay where they are until the step: as they are, for programs
+// that look at them.
+bool may_defer(const Impl& mixed, const PerOptimizer& known, float inverse,
+               const at::Tensor& inverse_on_device) {
+  if (!known.masters.has_value() || inverse_on_device.defined() || inverse != 1 ||
+      !known.masters->can_defer_gradients())
+    return false;
+  bool may = true;
+  known.for_each_leaf([&](const at::Tensor& parameter) {
+    may = may && mixed.set_aside.count(parameter.unsafeGetTensorImpl()) == 0 &&
+          !is_unreduced(parameter.grad());
+  });
+  return may;
+}
+
+}  // namespace
+
+void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::int64_t loss_id,
+                                   float inverse, const at::Tensor& inverse_on_device, bool named) {
+  const auto earlier = [this](const at::Tensor& parameter) {
+    const auto found = set_aside.find(parameter.unsafeGetTensorImpl());
+    const bool apart = found != set_aside.end() && !found->second.also_inside;
+    return apart ? found->second.grad : at::Tensor();
+  };
+  const auto before = std::find_if(pending.begin(), pending.end(), [&](const Pending& candidate) {
+    return candidate.loss_id == loss_id && candidate.optimizers == of && candidate.named == named;
+  });
+  std::vector<at::Tensor> found_inf;
+  if (before != pending.end()) found_inf = before->found_inf;
+
+  std::vector<UnreducedMarks> marks;
+  for (const PerOptimizer* known : of) marks.emplace_back(*known);
   std::vector<PerOptimizer*> deferring;
-  std::copy_if(optimizers.begin(), optimizers.end(), std::back_inserter(deferring),
-               [this](const PerOptimizer* known) { return may_defer(*known); });
+  std::copy_if(of.begin(), of.end(), std::back_inserter(deferring), [&](const PerOptimizer* known) {
+    return may_defer(*this, *known, inverse, inverse_on_device);
+  });
   const auto defers = [&](const PerOptimizer* known) {
     return std::find(deferring.begin(), deferring.end(), known) != deferring.end();
   };
   Gradients scaled(inverse_on_device.defined() ? kernels::InverseScale(inverse_on_device)
                                                : kernels::InverseScale(inverse));
-  for (PerOptimizer* known : optimizers) {
+  for (PerOptimizer* known : of) {
     if (known->masters.has_value() && !defers(known)) known->masters->take_gradients(scaled);
     for_each_parameter(*known->optimizer,
                        [&](std::size_t, std::size_t, const at::Tensor& parameter) {
@@ -168,7 +387,7 @@ void ScaledLoss::Work::finish() {
 
   // Gradients that were back-propagated without a scale, by hand, go to the masters too.
   Gradients by_hand(1.0F);
-  for (PerOptimizer* known : optimizers) {
+  for (PerOptimizer* known : of) {
     if (!known->masters.has_value() || defers(known)) continue;
     known->masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
       parameter.mutable_grad() = earlier(parameter);
@@ -183,31 +402,76 @@ void ScaledLoss::Work::finish() {
     at::Tensor& flag = found_inf_on(found_inf, device_of(*known->optimizer));
     if (found) flag.fill_(1);
   }
+  for (const UnreducedMarks& one : marks) one.restore();
 
-  if (pending != mixed->pending.end()) {
-    pending->found_inf = std::move(found_inf);
+  if (before != pending.end()) {
+    before->found_inf = std::move(found_inf);
   } else {
-    mixed->pending.push_back({loss_id, optimizers, std::move(found_inf)});
+    pending.push_back({loss_id, of, std::move(found_inf), named});
   }
-  for (PerOptimizer* known : optimizers) {
-    forget_set_aside(*known);
-    known->scaled.reset();
-  }
-  restore_others();
 }
 
-void ScaledLoss::Work::put_back() noexcept {
-  if (!begun) return;
-  for (PerOptimizer* known : optimizers) {
-    known->for_each_leaf([this](const at::Tensor& parameter) {
-      const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
-      parameter.mutable_grad() =
-          found == mixed->set_aside.end() ? at::Tensor() : found->second.grad;
-    });
-    forget_set_aside(*known);
-    known->scaled.reset();
+// What another optimizer's loss left in this one, and was dropped since, is of no concern any more.
+void MixedPrecision::Impl::drop_void(PerOptimizer& known) {
+  const auto concerns = [&](const Pending& one) {
+    return !one.named && one.optimizers.front() == &known;
+  };
+  if (std::none_of(pending.begin(), pending.end(), concerns)) return;
+  if (known.masters.has_value()) known.masters->hide_gradients();
+  if (!known.has_gradient()) std::erase_if(pending, concerns);
+}
+
+const std::vector<at::Tensor>& MixedPrecision::Impl::find_free_parameters() {
+  std::size_t count = 0;
+  for (const PerOptimizer& known : optimizers) {
+    for (const auto& group : known.optimizer->param_groups()) count += group.params().size();
   }
-  restore_others();
+  if (free_among == count) return free_parameters;
+  free_among = count;
+  free_parameters.clear();
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const PerOptimizer& known : optimizers) {
+    known.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
+  }
+  for (const Model& model : models) {
+    for (const Model::Entry& entry : model.entries()) {
+      if (entry.is_parameter && seen.insert(entry.tensor.unsafeGetTensorImpl()).second)
+        free_parameters.push_back(entry.tensor);
+    }
+  }
+  return free_parameters;
+}
+
+void MixedPrecision::Impl::hide_gradients(const Model* model) {
+  std::unordered_set<const c10::TensorImpl*> of_model;
+  for (PerOptimizer& known : optimizers) {
+    if (!known.masters.has_value() || !known.masters->shows_gradients()) continue;
+    if (model != nullptr && of_model.empty()) {
+      for (const Model::Entry& entry : model->entries())
+        of_model.insert(entry.tensor.unsafeGetTensorImpl());
+    }
+    bool concerns = model == nullptr;
+    known.masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
+      concerns = concerns || of_model.count(parameter.unsafeGetTensorImpl()) > 0;
+    });
+    if (concerns) known.masters->hide_gradients();
+  }
+}
+
+void MixedPrecision::Impl::require_no_step_past(const char* caller) {
+  for (PerOptimizer& known : optimizers) {
+    if (!known.watch.is_on() || !known.watch.has_stepped(*known.optimizer)) continue;
+    known.watch.stop();
+    known.watched = false;  // said once
+    throw Error(std::string("amp.mixed_precision.") + caller,
+                "mixed.step(optimizer) after a backward through scale_loss",
+                "optimizer.step(), which steps on inf and never moves the loss scale",
+                "call mixed.step(optimizer) in its place");
+  }
+}
+
+void MixedPrecision::Impl::warn(const std::string& text) const {
+  if (properties.verbosity >= 1 && is_first_rank()) log()->warn(text);
 }
 
 ScaledLoss::ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work)
@@ -219,7 +483,23 @@ ScaledLoss::ScaledLoss(ScaledLoss&& other) noexcept
       finished_(std::exchange(other.finished_, true)) {}
 
 ScaledLoss::~ScaledLoss() {
-  if (work_ != nullptr) work_->put_back();
+  if (work_ == nullptr || !work_->begun) return;
+  const bool by_exception = std::uncaught_exceptions() > work_->exceptions;
+  const bool is_done = !by_exception && work_->any_gradient();
+  if (!is_done) work_->put_back();
+  if (by_exception) return;
+  try {
+    if (is_done) {
+      work_->finish();
+    } else {
+      work_->mixed->warn(
+          "a ScaledLoss ended between value() and finish(), and nothing was back-propagated in "
+          "between: keep it until after backward, whose gradients stay scaled otherwise");
+    }
+  } catch (const std::exception& error) {
+    log()->error(error.what());
+    work_->put_back();
+  }
 }
 
 void ScaledLoss::require_unfinished() const {
@@ -229,7 +509,7 @@ void ScaledLoss::require_unfinished() const {
   }
 }
 
-const at::Tensor& ScaledLoss::value() {
+const at::Tensor& ScaledLoss::value() & {
   require_unfinished();
   if (work_ != nullptr) work_->begin();
   return scaled_;
@@ -273,6 +553,7 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
                                       ScaleLossOptions options) {
   constexpr auto kCaller = "scale_loss";
   const LossScaler& scaler = impl_->scaler(options.loss_id, kCaller);
+  impl_->require_no_step_past(kCaller);
   std::vector<Impl::PerOptimizer*> named;
   for (const torch::optim::Optimizer& optimizer : optimizers) {
     Impl::PerOptimizer* known = &impl_->of(optimizer, kCaller);
@@ -287,7 +568,10 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
   const bool plain = !scaler.options().dynamic() && scaler.scale() == 1.0 &&
                      std::none_of(named.begin(), named.end(),
                                   [](const auto* known) { return known->masters.has_value(); });
-  if (plain) return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
+  if (plain) {
+    impl_->look_at_plain(loss);
+    return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
+  }
   const auto& on_device = impl_->scale_on_device;
   if (on_device.has_value() && on_device->loss_id != options.loss_id) {
     throw Error("amp.mixed_precision.scale_loss", "one loss_id in a captured step",
@@ -296,13 +580,23 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
   return ScaledLoss(
       on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : scaler.scaled(loss),
       std::make_unique<ScaledLoss::Work>(
-          ScaledLoss::Work{impl_.get(),
-                           options.loss_id,
-                           scaler.inverse(),
+          ScaledLoss::Work{impl_.get(), options.loss_id, scaler.inverse(),
                            on_device.has_value() ? on_device->inverse : at::Tensor(),
-                           options.delay_unscale,
-                           std::move(named),
-                           {}}));
+                           options.delay_unscale, std::move(named)}));
+}
+
+// Nothing looks at the gradients of plain training. The loss costs nothing to look at on a CPU.
+void MixedPrecision::Impl::look_at_plain(const at::Tensor& loss) {
+  if (warned_of_loss || !loss.defined() || !loss.is_cpu() || !loss.is_floating_point() ||
+      loss.layout() != at::kStrided || loss.numel() != 1)
+    return;
+  if (const double value = loss.item<double>(); !std::isfinite(value)) {
+    warned_of_loss = true;
+    warn(fmt::format(
+        "the loss is {}: steps go on, since with a loss scale of 1 and no master "
+        "weights no gradient is looked at (a loss_scale of \"dynamic\" would skip them)",
+        value));
+  }
 }
 
 namespace {
@@ -317,7 +611,9 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimiz
   Overflow overflow;
   if (say || scaler.wants_names()) {
     if (optimizer.masters.has_value()) {
+      const bool shown = optimizer.masters->shows_gradients();
       optimizer.masters->move_deferred_gradients();
+      if (shown) optimizer.masters->show_gradients();
       optimizer.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
         mixed.names.add_alias(master, parameter);
       });
@@ -366,7 +662,7 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
     const auto end = flag + static_cast<std::ptrdiff_t>(pending.found_inf.size());
     const bool found = std::find(flag, end, true) != end;
     flag = end;
-    found_by_loss[pending.loss_id] = found_by_loss[pending.loss_id] || found;
+    if (pending.named) found_by_loss[pending.loss_id] = found_by_loss[pending.loss_id] || found;
     if (!found) continue;
     for (auto* involved : pending.optimizers) {
       note_overflow(mixed, *involved, pending.loss_id);
@@ -390,10 +686,40 @@ void MixedPrecision::Impl::require_unscaled(const PerOptimizer& known, const cha
 // Back-propagated without scale_loss.
 void MixedPrecision::Impl::take_gradients_by_hand(PerOptimizer& known) {
   if (!known.masters.has_value()) return;
+  const UnreducedMarks marks(known);
   Gradients by_hand(1.0F);
   known.masters->take_gradients(by_hand);
   std::vector<at::Tensor> ignored;
   by_hand.run(ignored);
+  marks.restore();
+}
+
+// What is most likely a mistake, and would train badly or nothing, is said once.
+void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
+  if (known.warned_of_no_gradient && known.warned_of_no_scale) return;
+  if (!known.has_gradient()) {
+    if (!found_inf_hook && !std::exchange(known.warned_of_no_gradient, true)) {
+      warn(
+          "mixed.step(optimizer) without a single gradient: is it the optimizer of the model that "
+          "the loss was computed with, and was mixed.scale_loss(loss, optimizer).backward() "
+          "called?");
+    }
+    return;
+  }
+  const bool scales = std::any_of(scalers.begin(), scalers.end(), [](const LossScaler& scaler) {
+    return scaler.options().dynamic() || scaler.scale() != 1;
+  });
+  const bool scaled = std::any_of(pending.begin(), pending.end(), [&](const Pending& one) {
+    return std::find(one.optimizers.begin(), one.optimizers.end(), &known) != one.optimizers.end();
+  });
+  if (!scales || scaled || properties.dtype != at::kHalf ||
+      std::exchange(known.warned_of_no_scale, true))
+    return;
+  warn(
+      "mixed.step(optimizer) with gradients that were back-propagated without a loss scale: "
+      "float16 "
+      "keeps nothing below 6e-8; call mixed.scale_loss(loss, optimizer).backward(), not "
+      "loss.backward()");
 }
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
@@ -409,6 +735,9 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   std::vector<at::Tensor> others;
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     if (masters.count(parameter.unsafeGetTensorImpl()) == 0) others.push_back(parameter);
+  });
+  const auto show = c10::make_scope_exit([&] {
+    if (known.masters.has_value()) known.masters->show_gradients();
   });
   std::vector<double> norms{optim::grad_norm(others, norm_type)};
   for (const double norm : kernels::multi_tensor_norms(deferred.grads, norm_type))
@@ -436,6 +765,11 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   }
   Impl::require_unscaled(known, "step");
   impl_->pull("step");
+  known.watch.stop();
+  known.watched = false;
+  if (known.masters.has_value()) known.masters->hide_gradients();
+  impl_->drop_void(known);
+  impl_->warn_of_gradients(known);
   Impl::take_gradients_by_hand(known);
   impl_->warn_of_idle_models(known);
   return impl_->end_step(
@@ -464,6 +798,8 @@ Step MixedPrecision::Impl::end_step(PerOptimizer& known, const std::function<voi
 
 void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
   Impl::PerOptimizer& known = impl_->of(optimizer, "zero_grad");
+  if (known.masters.has_value()) known.masters->hide_gradients();
+  known.watch.stop();
   optimizer.zero_grad();
   known.for_each_leaf([this](const at::Tensor& parameter) {
     parameter.mutable_grad().reset();

@@ -25,9 +25,16 @@ std::vector<at::Tensor> values_of_grads(const std::vector<at::Tensor>& parameter
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) continue;
     if (grad.is_sparse() && !grad.is_coalesced()) grad = grad.coalesce();
+    if (grad.is_conj()) grad = grad.resolve_conj();
     values.push_back(grad.is_sparse() ? grad._values() : grad.detach());
   }
   return values;
+}
+
+// Complex numbers have the 2-norm of their real and imaginary parts; else it is one of magnitudes.
+at::Tensor numbers_to_norm(const at::Tensor& values, double norm_type) {
+  if (!values.is_complex()) return values;
+  return norm_type == 2 ? at::view_as_real(values) : values.abs();
 }
 
 void require_order(std::string_view where, double norm_type) {
@@ -38,7 +45,8 @@ void require_max_norm(std::string_view where, double max_norm) {
   if (!(max_norm >= 0)) throw Error(where, "a max_norm of at least 0", std::to_string(max_norm));
 }
 
-double norm_of(const std::vector<at::Tensor>& values, double norm_type) {
+double norm_of(std::vector<at::Tensor> values, double norm_type) {
+  for (at::Tensor& value : values) value = numbers_to_norm(value, norm_type);
   return kernels::total_norm(kernels::multi_tensor_norms(values, norm_type), norm_type);
 }
 
@@ -59,7 +67,8 @@ double clip_factor(double norm, double max_norm) {
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor) {
   const at::NoGradGuard no_grad;
   std::map<std::string, std::vector<kernels::Unscale>> by_device;
-  for (const at::Tensor& value : values_of_grads(parameters)) {
+  for (at::Tensor value : values_of_grads(parameters)) {
+    if (value.is_complex()) value = at::view_as_real(value);
     if (value.scalar_type() == at::kDouble) {
       value.mul_(factor);
     } else {

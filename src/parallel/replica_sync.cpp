@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
 #include "src/core/log.h"
+#include "src/core/unreduced.h"
 #include "src/parallel/reduction.h"
 #include "src/parallel/same_model.h"
 #include "src/parallel/send_weights.h"
@@ -180,6 +181,7 @@ struct ReplicaSync::Impl {
   std::optional<Joining> joining;
   Mode mode = Mode::idle;
   bool end_queued = false;
+  bool any_unreduced = false;  // gradients of no_sync() that are still to be reduced
 
   struct Hook {
     decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
@@ -230,7 +232,11 @@ void ReplicaSync::Impl::listen(std::size_t index) {
 }
 
 void ReplicaSync::Impl::on_gradient(std::size_t index) {
-  if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) return;
+  if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) {
+    mark_unreduced(trained.parameters[index].tensor.grad());
+    any_unreduced = true;
+    return;
+  }
   if (mode == Mode::idle) {
     throw Error(kDdp, "backward passes of forwards through ddp.forward(), one for each",
                 fmt::format("a gradient for '{}' from another", trained.parameters[index].name),
@@ -248,7 +254,11 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
 
 void ReplicaSync::Impl::at_end_of_backward() {
   end_queued = false;
-  if (reduction->finished()) mode = Mode::idle;
+  const bool finished = reduction->finished();
+  if (finished) mode = Mode::idle;
+  if (!finished && !options.delay_allreduce()) return;
+  if (!std::exchange(any_unreduced, false)) return;
+  for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
 }
 
 void ReplicaSync::Impl::require_unchanged() const {

@@ -494,9 +494,28 @@ TEST(GradScaler, ParameterGroupsAddedLaterTakePart) {
   EXPECT_EQ(scaler.step(optimizer), Step::skipped);
 }
 
+// On inf, perhaps, and never with another scale.
+TEST(GradScaler, AStepOfTheOptimizerItselfIsAnError) {
+  for (const auto& kind : test::all_optimizers()) {
+    if (kind.name == "SGD") continue;  // keeps nothing that would tell
+    SCOPED_TRACE(kind.name);
+    const auto weight = parameter({2});
+    const auto optimizer = kind.make({weight});
+    GradScaler scaler = used_once();
+    weight.mutable_grad() = torch::ones({2});
+    scaler.unscale_(*optimizer);
+    optimizer->step();
+    EXPECT_THAT(test::error_of([&] { scaler.update(); }), HasSubstr("call scaler.step(optimizer)"));
+    EXPECT_NO_THROW(scaler.update());
+    weight.mutable_grad() = torch::ones({2});
+    EXPECT_EQ(scaler.step(*optimizer), Step::stepped);
+    EXPECT_NO_THROW(scaler.update());
+  }
+}
+
 TEST(GradScaler, GradientsOfTheWrongKindAreAnErrorThatLeavesItUsable) {
-  const auto weight = torch::zeros({2}, torch::kComplexFloat).requires_grad_(true);
-  weight.mutable_grad() = torch::ones({2}, torch::kComplexFloat);
+  const auto weight = parameter({2, 2});
+  weight.mutable_grad() = torch::eye(2).to_sparse_csr();
   torch::optim::SGD optimizer({weight}, 1.0);
   GradScaler scaler = used_once();
   EXPECT_THROW(scaler.step(optimizer), Error);

@@ -4,6 +4,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/dtype.h"
+#include "semitone/optim/fused_sgd.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -21,6 +22,8 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <optional>
 
 namespace semitone::parallel {
 namespace {
@@ -898,6 +901,170 @@ TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
       return copies(result);
     };
     expect_near(gradients(true), gradients(false), 8 * dtype_limits(torch::kBFloat16).epsilon);
+  });
+}
+
+// Each pass unscales its gradients by itself, as the words of both interfaces suggest.
+struct Accumulation {
+  std::string name;
+  amp::Options amp;
+  DdpOptions ddp;
+  bool fused = false;
+  bool local = true;  // all passes but the last in no_sync()
+};
+
+std::vector<Accumulation> accumulations() {
+  const auto at = [](const char* level, c10::ScalarType dtype, const char* scale) {
+    return amp::Options(level).dtype(dtype).verbosity(0).loss_scale(scale).loss_scale_options(
+        amp::LossScaleOptions().init_scale(64));
+  };
+  const auto view = DdpOptions().gradient_as_bucket_view(true);
+  const auto delayed = DdpOptions().delay_allreduce(true);
+  std::vector<Accumulation> all;
+  const auto add = [&](const std::string& name, const amp::Options& amp) {
+    for (const bool fused : {false, true}) {
+      for (const bool local : {true, false}) {
+        const std::string how = name + (fused ? ", fused" : "") + (local ? ", no_sync" : "");
+        all.push_back({how, amp, {}, fused, local});
+        all.push_back({how + ", view", amp, view, fused, local});
+        all.push_back({how + ", delayed", amp, delayed, fused, local});
+      }
+    }
+  };
+  add("O1 fp16", at("O1", torch::kHalf, "dynamic"));
+  add("O1 bf16", at("O1", torch::kBFloat16, "1"));
+  add("O2 bf16", at("O2", torch::kBFloat16, "1"));
+  add("O2 fp16", at("O2", torch::kHalf, "dynamic"));
+  return all;
+}
+
+std::unique_ptr<torch::optim::Optimizer> sgd(const Net& model, bool fused) {
+  if (fused)
+    return std::make_unique<optim::FusedSGD>(model->parameters(), optim::FusedSGDOptions(0.01));
+  return std::make_unique<torch::optim::SGD>(model->parameters(), 0.01);
+}
+
+TEST(MixedPrecision, AccumulatesWithoutDelayedUnscalingAsOneProcessOnTheWholeBatch) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const Accumulation& one : accumulations()) {
+      SCOPED_TRACE(one.name);
+      const auto dtype = amp::Properties::resolve(one.amp, torch::kCPU).dtype;
+      std::vector<std::vector<at::Tensor>> gradients;
+      for (const bool parallel : {true, false}) {
+        Net model = seeded<Net>(1);
+        model->to(torch::kFloat);
+        const auto optimizer = sgd(model, one.fused);
+        auto mixed = amp::initialize(model, *optimizer, one.amp);
+        DistributedDataParallel ddp(model, parallel ? group : comm::Group(), one.ddp);
+        const auto pass = [&](int row, bool last) {
+          const Batch batch = batch_of(1, 6).rows(row, row + 1);
+          std::optional<NoSync> local;
+          if (!last && one.local) local.emplace(ddp.no_sync());
+          const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                           batch.target.to(torch::kFloat));
+          mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer).backward();
+        };
+        // The first of two steps lets DDP build its buckets anew.
+        for (int step = 0; step < 2; ++step) {
+          for (int row = 0; row < 6; ++row) {
+            if (!parallel || row / 3 == rank.number())
+              pass(row, parallel ? row % 3 == 2 : row == 5);
+          }
+          std::vector<at::Tensor> result;
+          for (const at::Tensor& master : mixed.master_params(*optimizer))
+            result.push_back(master.grad());
+          if (step == 0) {
+            gradients.push_back(copies(result));
+          }
+          EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
+          optimizer->zero_grad();
+        }
+        if (parallel) {
+          expect_equal_on_all_ranks(group, copies(mixed.master_params(*optimizer)));
+          expect_equal_on_all_ranks(group, copies(model->parameters()));
+        }
+      }
+      expect_near(gradients[0], gradients[1], 8 * dtype_limits(dtype).epsilon);
+    }
+  });
+}
+
+TEST(MixedPrecision, LocalGradientsAreScaledAsTheLossThatFollows) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {"O1", "O2"}) {
+      SCOPED_TRACE(level);
+      std::vector<std::vector<at::Tensor>> gradients;
+      for (const bool parallel : {true, false}) {
+        Net model = seeded<Net>(1);
+        model->to(torch::kFloat);
+        const auto optimizer = sgd(model, false);
+        auto mixed = amp::initialize(
+            model, *optimizer,
+            amp::Options(level)
+                .dtype(torch::kHalf)
+                .verbosity(0)
+                .num_losses(2)
+                .loss_scale_options(amp::LossScaleOptions().init_scale(64).growth_interval(1)));
+        DistributedDataParallel ddp(model, parallel ? group : comm::Group());
+        const auto pass = [&](int row, bool last) {
+          const Batch batch = batch_of(1, 4).rows(row, row + 1);
+          std::optional<NoSync> local;
+          if (!last) local.emplace(ddp.no_sync());
+          const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                           batch.target.to(torch::kFloat));
+          mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer, {.loss_id = last ? 1 : 0})
+              .backward();
+          // What is there before the last pass may be looked at: it has no scale.
+          for (const at::Tensor& master : mixed.master_params(*optimizer))
+            EXPECT_LT(master.grad().abs().max().item<double>(), 1000);
+        };
+        for (int row = 0; row < 4; ++row) {
+          if (!parallel || row / 2 == rank.number()) pass(row, parallel ? row % 2 == 1 : row == 3);
+        }
+        std::vector<at::Tensor> result;
+        for (const at::Tensor& master : mixed.master_params(*optimizer))
+          result.push_back(master.grad());
+        gradients.push_back(copies(result));
+        EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
+        EXPECT_EQ(mixed.loss_scaler(0).scale(), 128);
+        EXPECT_EQ(mixed.loss_scaler(1).scale(), 128);
+        // And where a rank keeps its own for good, it steps with them.
+        if (parallel) {
+          mixed.zero_grad(*optimizer);
+          pass(rank.number(), false);
+          EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
+        }
+      }
+      expect_near(gradients[0], gradients[1], 8 * dtype_limits(torch::kHalf).epsilon);
+    }
+  });
+}
+
+TEST(MixedPrecision, AnOverflowInNoSyncSkipsTheStepOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {"O1", "O2"}) {
+      SCOPED_TRACE(level);
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      const auto optimizer = sgd(model, false);
+      auto mixed =
+          amp::initialize(model, *optimizer, amp::Options(level).dtype(torch::kHalf).verbosity(0));
+      DistributedDataParallel ddp(model, group);
+      const auto before = copies(mixed.master_params(*optimizer));
+      {
+        const auto local = ddp.no_sync();
+        const double factor = rank.number() == 1 ? HUGE_VAL : 1e-6;
+        mixed.scale_loss(mixed.forward(ddp, torch::ones({2, 6})).sum() * factor, *optimizer)
+            .backward();
+      }
+      mixed.scale_loss(mixed.forward(ddp, torch::ones({2, 6})).sum() * 1e-6, *optimizer).backward();
+      EXPECT_EQ(mixed.step(*optimizer), amp::Step::skipped);
+      expect_near(copies(mixed.master_params(*optimizer)), before, 0);
+      EXPECT_EQ(mixed.loss_scaler().scale(), 32768);
+    }
   });
 }
 

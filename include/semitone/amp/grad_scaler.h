@@ -7,6 +7,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <cstdint>
 #include <functional>
 #include <unordered_map>
 #include <utility>
@@ -81,7 +82,8 @@ class GradScaler {
             const torch::optim::Optimizer::LossClosure& closure) = delete;
 
   /// Moves the scale by what the steps since the last update found: an overflow in any optimizer
-  /// backs off. Error if no gradients were looked at. DivergedError after max_consecutive_skips
+  /// backs off. Error if no gradients were looked at, or if after unscale_() the optimizer stepped
+  /// past step(), as far as its state tells. DivergedError after max_consecutive_skips
   /// skipped iterations in a row.
   void update();
 
@@ -119,6 +121,7 @@ class GradScaler {
     std::vector<at::Tensor> found_inf;  // one a device, at least one
     bool stepped = false;               // or skipped
     bool overflowed = false;            // found_inf as the host read it, valid once stepped
+    std::int64_t state = 0;             // of the optimizer, when gradients were unscaled
   };
 
   void require_scaled(const char* caller) const;
@@ -126,7 +129,8 @@ class GradScaler {
 
   LossScaler scaler_;
   bool enabled_;
-  bool scaled_ = false;  // scale() was called at least once
+  bool scaled_ = false;   // scale() was called at least once
+  bool stepped_ = false;  // step() was
   std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;  // since the last update
   ParameterNames names_;
   FoundInfHook found_inf_hook_;

@@ -121,6 +121,16 @@ class [[nodiscard]] MasterWeights {
   /// Moves what was deferred to the masters.
   void move_deferred_gradients();
 
+  /// For the library itself: gives the model's parameters the gradients that their masters have,
+  /// the same tensors: fp32 ones, or the model's own where they are deferred. What is done to
+  /// `parameter.grad()` in place is done to what step() reads.
+  void show_gradients();
+  /// For the library itself: ends that. A gradient that was replaced in the model replaces the
+  /// master's, and one that was dropped on either side is dropped on both.
+  void hide_gradients();
+  /// Whether some are shown.
+  bool shows_gradients() const { return shown_; }
+
   /// For the library itself: gradients that are deferred, and what step() multiplies them by.
   struct Deferred {
     std::vector<at::Tensor> masters;
@@ -176,6 +186,7 @@ class [[nodiscard]] MasterWeights {
     const void* master_data;
     at::Tensor deferred = {};     // the model's gradient, scaled
     at::Tensor placeholder = {};  // the master's gradient meanwhile
+    at::Tensor shown = {};        // what show_gradients() gave the parameter
   };
 
   void adopt(const ExactValues& exact);
@@ -200,6 +211,7 @@ class [[nodiscard]] MasterWeights {
   // version counter tells: LibTorch's SGD writes through tensor.data().
   bool maybe_stepped_ = false;
   float deferred_inverse_ = 1;  // of the scale of all deferred gradients
+  bool shown_ = false;          // some gradients are
 };
 
 }  // namespace semitone::amp

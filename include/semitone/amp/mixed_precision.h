@@ -70,25 +70,39 @@ struct ScaleLossOptions {
 
 /// A loss times its scale, on its way through backward: what MixedPrecision::scale_loss returns.
 ///
-/// backward() is all that is usually needed. To build on the scaled loss, take value(), call
-/// torch's backward on what you make of it, and then finish(). An object that is destroyed without
-/// either, or by an exception, puts the gradients back as they were; those of earlier passes with
-/// delay_unscale are dropped.
+/// backward() is all that is usually needed. To build on the scaled loss, keep the object, take
+/// value(), call torch's backward on what you make of it, and then finish(), which the end of the
+/// object does where it was forgotten. An object that ends by an exception, or before anything was
+/// back-propagated (with a warning), puts the gradients back as they were; those of earlier passes
+/// with delay_unscale are dropped.
 ///
-/// Gradients go to the optimizers that were named. Those of the other optimizers' parameters are
-/// afterwards as they were before (but in plain training, with a scale of 1 and no master weights,
-/// where nothing is looked at): a GAN's generator loss leaves nothing in the discriminator.
+/// All parameters of the models get their gradients, without the scale, at every level, as from
+/// torch's backward; so a GAN zeroes the discriminator's after the generator's loss. Of the
+/// optimizers that are named, the next step is skipped if the loss overflows, and moves the scale.
+/// Another optimizer skips its next step if it still has the gradients then (they were not zeroed).
 ///
-/// Between value() and finish() an optimizer can be in one backward only. Must not outlive its
-/// MixedPrecision.
+/// After backward `parameter.grad()` of the model is what the step will read: fp32 where there is a
+/// master weight, whatever the parameter's dtype (in 16 bits with a semitone::optim optimizer on
+/// the CPU and a scale of 1). Clipping, averaging over ranks and what else is done to it in place,
+/// or by another tensor in its place, is done to the step. The next forward() of the model puts it
+/// away, until the next backward.
+///
+/// Between value() and finish() an optimizer can be in one backward only, named or not. Must not
+/// outlive its MixedPrecision.
 class [[nodiscard]] ScaledLoss {
  public:
   ScaledLoss(ScaledLoss&& other) noexcept;
   ScaledLoss& operator=(ScaledLoss&&) = delete;
   ~ScaledLoss();
 
-  /// loss * scale, in fp32 (fp64 for an fp64 loss).
-  const at::Tensor& value();
+  /// loss * scale, in fp32 (fp64 for an fp64 loss). Not of a temporary: it would be gone, and the
+  /// gradients scaled for good, before a backward of yours is over.
+  ///
+  ///     auto scaled = mixed.scale_loss(loss, optimizer);
+  ///     (scaled.value() + penalty).backward();
+  ///     scaled.finish();
+  const at::Tensor& value() &;
+  const at::Tensor& value() && = delete;  // keep the ScaledLoss, or call its backward()
 
   /// Back-propagates and finishes. If backward throws, the gradients are as before and the
   /// exception goes on. Once: Error at a second call.

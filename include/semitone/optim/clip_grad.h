@@ -10,7 +10,7 @@ namespace semitone::optim {
 /// gradients in vector code, which adds up in a fixed order whatever the number of threads.
 /// Parameters without a gradient do not count, one that is named twice counts once; 0 if there is
 /// no gradient. Inf or NaN if a gradient is: the norm also tells whether a step has to be skipped.
-/// One host read for each device that is not the CPU.
+/// Complex gradients count by their magnitudes, as in torch. One host read for each device that is not the CPU.
 /// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
 

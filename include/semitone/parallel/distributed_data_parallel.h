@@ -77,9 +77,8 @@ class DistributedDataParallel : public WrappedModel<Model> {
   }
 
   /// Gradient accumulation: forwards in the scope of the result, and their backward passes, add to
-  /// each rank's own gradients. The next backward of a forward outside of it reduces the sum, so
-  /// nobody may take the gradients out of the parameters meanwhile (with MixedPrecision::scale_loss:
-  /// delay_unscale for all but the last).
+  /// each rank's own gradients. The next backward of a forward outside of it reduces the sum, with
+  /// MixedPrecision::scale_loss too, so the gradients must be in the parameters then.
   ///
   ///     { const auto local = ddp.no_sync(); loss_of(ddp.forward(first)).backward(); }
   ///     loss_of(ddp.forward(second)).backward();

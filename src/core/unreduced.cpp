@@ -1,0 +1,44 @@
+#include "src/core/unreduced.h"
+
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace semitone {
+namespace {
+
+using Hook = torch::autograd::hooks_list::value_type;
+
+// In the list of a tensor's hooks, which nothing calls for a gradient that needs none itself.
+struct Unreduced {
+  at::TensorBase operator()(const at::TensorBase& gradient) const { return gradient; }
+};
+
+// The entry that is the mark. Null: none.
+Hook* find(const at::Tensor& gradient) {
+  if (!gradient.defined()) return nullptr;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(gradient);
+  if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return nullptr;
+  for (Hook& hook : *meta->cpp_hooks_list_) {
+    if (hook.target<Unreduced>() != nullptr) return &hook;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void mark_unreduced(const at::Tensor& gradient) {
+  if (!gradient.defined() || is_unreduced(gradient)) return;
+  auto* meta = torch::autograd::impl::materialize_autograd_meta(gradient);
+  if (meta->cpp_hooks_list_ == nullptr) torch::autograd::impl::create_cpp_hook(gradient);
+  meta->cpp_hooks_list_->emplace_back(Unreduced());
+}
+
+void clear_unreduced(const at::Tensor& gradient) {
+  if (Hook* hook = find(gradient)) *hook = nullptr;
+}
+
+bool is_unreduced(const at::Tensor& gradient) {
+  return find(gradient) != nullptr;
+}
+
+}  // namespace semitone
