@@ -1,10 +1,12 @@
 #include "src/amp/step_graph.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
 
 #include <exception>
 #include <memory>
@@ -18,6 +20,16 @@ void wait_for(const c10::cuda::CUDAStream& stream, const c10::cuda::CUDAStream& 
   reached.record(stream);
   reached.block(waiting);
 }
+
+// What LibTorch warns of meanwhile is dropped.
+class WithoutWarnings {
+ private:
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning& /*warning*/) override {}
+  };
+  Silent silent_;
+  c10::WarningUtils::WarningHandlerGuard guard_{&silent_};
+};
 
 // Everything runs on a stream of its own: the default one cannot be captured, and what autograd and
 // the libraries keep for a stream should be there before.
@@ -52,19 +64,21 @@ class CudaStepGraph : public StepGraph {
     graph_.emplace();
     const auto pool = at::cuda::graph_pool_handle();
     const c10::cuda::CUDAStreamGuard on_stream(stream_);
-    // Threads that load data may go on allocating meanwhile.
-    graph_->capture_begin(pool, cudaStreamCaptureModeThreadLocal);
     std::exception_ptr failure;
     try {
+      // Threads that load data may go on allocating meanwhile.
+      graph_->capture_begin(pool, cudaStreamCaptureModeThreadLocal);
       work();
     } catch (...) {
       failure = std::current_exception();
     }
     try {
       graph_->capture_end();
-    } catch (const c10::Error&) {
+    } catch (...) {
       if (failure == nullptr) failure = std::current_exception();
-      give_up(pool);
+      close_pools(pool);
+      graph_.reset();
+      end_capture_of_generators();
     }
     if (failure == nullptr) return;
     graph_.reset();
@@ -79,12 +93,35 @@ class CudaStepGraph : public StepGraph {
   }
 
  private:
-  // A capture that fails in the middle leaves the allocator collecting memory for it.
-  void give_up(at::cuda::MempoolId_t pool) const {
+  // A capture that fails in the middle leaves the allocators of device and pinned memory collecting
+  // for it, by a function that belongs to the graph: while that lives, they are told to stop. What the
+  // capture had not begun, or has ended, they do not know: an exception.
+  void close_pools(at::cuda::MempoolId_t pool) const {
     try {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool);
       c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool);
-    } catch (const c10::Error&) {  // it had got further than that
+    } catch (const std::exception&) {
+    }
+    try {
+      at::HostAllocator* const host = at::getHostAllocator(at::kCUDA);
+      host->end_allocate_to_pool(pool);
+      host->release_pool(pool);
+    } catch (const std::exception&) {
+    }
+  }
+
+  // LibTorch 2.11 ends the capture of its random generators only where that of the stream has
+  // succeeded; after another one, each dropout or randn on the device would raise "Offset increment
+  // outside graph capture encountered unexpectedly". A capture of nothing ends it.
+  void end_capture_of_generators() const {
+    const WithoutWarnings quiet;  // of a graph without nodes
+    const auto pool = at::cuda::graph_pool_handle();
+    at::cuda::CUDAGraph nothing;
+    try {
+      nothing.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+      nothing.capture_end();
+    } catch (const std::exception&) {  // the device itself has failed: the first error says more
+      close_pools(pool);
     }
   }
 
