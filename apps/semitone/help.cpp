@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iostream>
 #include <sstream>
+#include <utility>
 
 namespace semitone::cli {
 namespace {
@@ -25,6 +26,13 @@ std::size_t columns_of_help() {
 
 std::string spaces(std::size_t count) {
   return std::string(count, ' ');
+}
+
+// The first letters of a word that is longer than a line, behind a sign that separates if there is
+// one.
+std::size_t cut_of(std::string_view word, std::size_t room) {
+  const std::size_t sign = word.substr(0, room).find_last_of("|/,=");
+  return sign == word.npos || sign == 0 ? room : sign + 1;
 }
 
 // "  a command   what it does": in one line, or one below the other.
@@ -56,6 +64,11 @@ std::string wrapped(std::string_view text, std::size_t columns, std::size_t inde
     } else if (column > indent) {
       result += ' ';
       ++column;
+    }
+    for (; column + word.size() > columns && columns > column; column = indent) {
+      const std::size_t cut = cut_of(word, columns - column);
+      result += word.substr(0, cut) + "\n" + spaces(indent);
+      word.erase(0, cut);
     }
     result += word;
     column += word.size();
@@ -110,6 +123,10 @@ std::string Help::make_option(const CLI::Option* option, bool positional) const 
 
 std::string Help::make_subcommand(const CLI::App* command) const {
   return entry(command->get_name(), command->get_description());
+}
+
+std::string Help::make_usage(const CLI::App* command, std::string name) const {
+  return wrapped(CLI::Formatter::make_usage(command, std::move(name)), columns_, 2) + "\n";
 }
 
 std::string Help::make_description(const CLI::App* command) const {

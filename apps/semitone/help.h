@@ -23,8 +23,12 @@ class Help : public CLI::Formatter {
 
   std::string make_option(const CLI::Option* option, bool positional) const override;
   std::string make_subcommand(const CLI::App* command) const override;
+  std::string make_usage(const CLI::App* command, std::string name) const override;
   std::string make_description(const CLI::App* command) const override;
   std::string make_footer(const CLI::App* command) const override;
+
+ protected:
+  std::size_t columns() const { return columns_; }
 
  private:
   std::string entry(const std::string& name, const std::string& text) const;

@@ -34,7 +34,7 @@ Exit codes: 0 every process returned 0; else that of the first process that fail
 class LaunchHelp : public Help {
  public:
   std::string make_usage(const CLI::App*, std::string name) const override {
-    return "Usage: " + name + " [OPTIONS] PROGRAM [ARGUMENTS...]\n";
+    return wrapped("Usage: " + name + " [OPTIONS] PROGRAM [ARGUMENTS...]", columns(), 2) + "\n";
   }
 
   std::string make_option_name(const CLI::Option* option, bool positional) const override {

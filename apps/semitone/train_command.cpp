@@ -1,6 +1,7 @@
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/help.h"
 #include "apps/semitone/job.h"
 #include "apps/semitone/output.h"
 #include "apps/semitone/results.h"
@@ -202,11 +203,16 @@ int train_together(const CLI::App& command, const TrainFlags& flags, amp::OptLev
 }
 
 void print_notes(std::ostream& out, const std::vector<train::TrainResult>& results) {
+  constexpr int kUsual = 104;  // as wide as the table's lines
+  const int columns = terminal_columns(out);
   for (const train::TrainResult& result : results) {
     if (result.opt_level != amp::OptLevel::O3 || result.dtype != torch::kHalf) continue;
-    out << "O3 in float16 keeps nothing in float32: gradients below 6e-8 become 0 unless a "
-           "--loss-scale lifts them,\nand updates smaller than 2^-11 of a weight are lost. This "
-           "model bears it; others may not.\n";
+    out << wrapped(
+               "O3 in float16 keeps nothing in float32: gradients below 6e-8 become 0 unless a "
+               "--loss-scale lifts them, and updates smaller than 2^-11 of a weight are lost. This "
+               "model bears it; others may not.",
+               static_cast<std::size_t>(columns > 0 ? columns : kUsual))
+        << '\n';
   }
 }
 
