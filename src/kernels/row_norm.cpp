@@ -25,11 +25,13 @@ at::TensorOptions fp32_beside(const at::Tensor& input) {
   return at::TensorOptions(input.device()).dtype(at::kFloat);
 }
 
-// In fp32, one for each column.
+// In fp32, one for each column. CUDA kernels do without those that are not given: filling them would be
+// a launch of its own in each call.
 at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& norm,
                      const at::Tensor& input) {
-  if (!values.defined()) return at::full({norm.columns}, otherwise, fp32_beside(input));
-  return dense(values.to(at::kFloat));
+  if (values.defined()) return dense(values.to(at::kFloat));
+  if (runs_on_cuda(input)) return {};
+  return at::full({norm.columns}, otherwise, fp32_beside(input));
 }
 
 // -0 is what changes nothing when it is added.
@@ -43,6 +45,10 @@ at::Tensor weight_of(const RowNorm& norm, const at::Tensor& input) {
 
 float* data_of(const at::Tensor& statistics) {
   return statistics.defined() ? statistics.mutable_data_ptr<float>() : nullptr;
+}
+
+const float* values_in(const at::Tensor& values) {
+  return values.defined() ? values.const_data_ptr<float>() : nullptr;
 }
 
 }  // namespace
@@ -62,8 +68,8 @@ NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_
   }
   const RowNormalize work{.input = rows_in.const_data_ptr(),
                           .output = result.output.mutable_data_ptr(),
-                          .weight = weight.const_data_ptr<float>(),
-                          .bias = bias.const_data_ptr<float>(),
+                          .weight = values_in(weight),
+                          .bias = values_in(bias),
                           .centred = norm.centred,
                           .eps = norm.eps,
                           .mean = data_of(result.mean),
@@ -92,7 +98,7 @@ RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& inp
   const RowNormGradient work{.grad = rows_grad.const_data_ptr(),
                              .input = rows_in.const_data_ptr(),
                              .output = wanted.input ? result.input.mutable_data_ptr() : nullptr,
-                             .weight = weight.const_data_ptr<float>(),
+                             .weight = values_in(weight),
                              .centred = norm.centred,
                              .mean = mean.defined() ? mean.const_data_ptr<float>() : nullptr,
                              .rstd = rstd.const_data_ptr<float>()};

@@ -18,8 +18,8 @@ struct RowLayout {
 struct RowNormalize {
   const void* input;
   void* output;
-  const float* weight;
-  const float* bias;
+  const float* weight;  // null for CUDA kernels: 1
+  const float* bias;    // null for CUDA kernels: none
   bool centred;
   double eps;
   // Receive a value for each row. Both may be null, and mean is if centred is not set.
@@ -41,7 +41,7 @@ struct RowNormGradient {
   const void* grad;
   const void* input;
   void* output;
-  const float* weight;
+  const float* weight;  // null for CUDA kernels: 1
   bool centred;
   const float* mean;  // null if not centred
   const float* rstd;

@@ -24,9 +24,10 @@ namespace semitone::nn {
 ///                          input, fp64 with an fp64 one. Their gradients have their dtypes.
 /// @return  the input's shape and dtype, contiguous
 ///
-/// On the CPU, fp32, fp16 and bf16 are computed in fp32 by vector code and rounded once; gradients
-/// of weight and bias are sums of at most 256 terms in fp32 that go on in fp64. fp64 and other
-/// devices are composed of ATen operators. Results do not depend on the number of threads. With
+/// fp32, fp16 and bf16 are computed in fp32 and rounded once, on the CPU by vector code, on CUDA
+/// devices from compute capability 8.0 on by a kernel of ours; gradients of weight and bias are sums
+/// of at most 256 terms in fp32 that go on in fp64. fp64 and other devices are composed of ATen
+/// operators. Results do not depend on the number of threads. With
 /// gradients switched off nothing is saved. Gradients can be differentiated again, by ATen operators.
 ///
 /// Error for other shapes and dtypes.

@@ -4,6 +4,10 @@
 namespace semitone::kernels {
 namespace {
 
+__device__ float weight_at(const float* weight, std::size_t i) {
+  return weight == nullptr ? 1 : weight[i];
+}
+
 // One block for each row.
 template <typename F>
 __global__ void normalize_row(const __grid_constant__ RowNormalize work, std::size_t columns) {
@@ -46,7 +50,8 @@ __global__ void normalize_row(const __grid_constant__ RowNormalize work, std::si
   for (std::size_t i = threadIdx.x; i < columns; i += blockDim.x) {
     float v = load<F>(work.input, first + i);
     if (work.centred) v = v - mean;
-    store<F>(v * rstd * work.weight[i] + work.bias[i], work.output, first + i);
+    v = v * rstd * weight_at(work.weight, i);
+    store<F>(work.bias == nullptr ? v : v + work.bias[i], work.output, first + i);
   }
 }
 
@@ -62,7 +67,7 @@ __global__ void gradient_of_row(const __grid_constant__ RowNormGradient work, st
   for (std::size_t i = threadIdx.x; i < columns; i += blockDim.x) {
     float a = load<F>(work.input, first + i);
     if (work.centred) a = a - mean;
-    const float g = load<F>(work.grad, first + i) * work.weight[i];
+    const float g = load<F>(work.grad, first + i) * weight_at(work.weight, i);
     own_g.add(g);
     own_g_times_a.add(g * (a * rstd));
   }
@@ -73,7 +78,7 @@ __global__ void gradient_of_row(const __grid_constant__ RowNormGradient work, st
   const float slope = static_cast<float>(-wide_rstd * wide_rstd * mean_g_times_a);
   const float shift = static_cast<float>(-wide_rstd * mean_g);
   for (std::size_t i = threadIdx.x; i < columns; i += blockDim.x) {
-    const float g = load<F>(work.grad, first + i) * work.weight[i];
+    const float g = load<F>(work.grad, first + i) * weight_at(work.weight, i);
     float v = load<F>(work.input, first + i);
     v = work.centred ? (v - mean) * slope + shift : v * slope;
     store<F>(g * rstd + v, work.output, first + i);

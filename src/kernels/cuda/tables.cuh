@@ -31,8 +31,17 @@ struct Share {
 // Item must have a `size()`, the number of its elements.
 template <typename Item>
 __device__ Share share_of_block(const Table<Item>& table) {
+  // The last item that begins at this block or before it: an empty one begins where the next does.
   unsigned item = 0;
-  while (blockIdx.x >= table.first_block[item + 1]) ++item;
+  unsigned end = table.count;
+  while (end - item > 1) {
+    const unsigned middle = (item + end) / 2;
+    if (blockIdx.x >= table.first_block[middle]) {
+      item = middle;
+    } else {
+      end = middle;
+    }
+  }
   const std::size_t begin = (blockIdx.x - table.first_block[item]) * kCudaBlockElements;
   const std::size_t rest = table.items[item].size() - begin;
   return {item, begin, begin + (rest < kCudaBlockElements ? rest : kCudaBlockElements)};
