@@ -20,6 +20,11 @@ c10::ScalarType rounded_to(Conversion conversion) {
                                                                                   : at::kBFloat16;
 }
 
+at::Tensor rounded_through(const at::Tensor& tensor, c10::ScalarType dtype) {
+  if (tensor.scalar_type() == at::kFloat) return nn::round_to(tensor, dtype);
+  return nn::convert(nn::convert(tensor, dtype), at::kFloat);
+}
+
 at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
   switch (conversion) {
     case Conversion::fp16:
@@ -27,9 +32,9 @@ at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
     case Conversion::bf16:
       return nn::convert(tensor, at::kBFloat16);
     case Conversion::fp32_by_fp16:
-      return nn::convert(nn::convert(tensor, at::kHalf), at::kFloat);
+      return rounded_through(tensor, at::kHalf);
     case Conversion::fp32_by_bf16:
-      return nn::convert(nn::convert(tensor, at::kBFloat16), at::kFloat);
+      return rounded_through(tensor, at::kBFloat16);
   }
   return tensor;
 }

@@ -6,6 +6,8 @@
 #include <ATen/Parallel.h>
 #include <torch/types.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 
 namespace semitone::kernels {
@@ -32,6 +34,25 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     convert(in + begin * tensor.element_size(), from, out + begin * result.element_size(), to,
             static_cast<std::size_t>(end - begin));
+  });
+  return result;
+}
+
+at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
+  if (!has_convert_kernel(tensor, dtype)) return ref::round_to(tensor, dtype);
+  // Through 16 bits that stay in the first cache.
+  constexpr std::int64_t kPiece = 4096;
+  at::Tensor result = at::empty_like(tensor);
+  const auto* const in = tensor.const_data_ptr<float>();
+  auto* const out = result.mutable_data_ptr<float>();
+  const Format through = *format_of(dtype);
+  at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    std::array<std::uint16_t, kPiece> piece;
+    for (std::int64_t i = begin; i < end; i += kPiece) {
+      const auto size = static_cast<std::size_t>(std::min(kPiece, end - i));
+      convert(in + i, Format::fp32, piece.data(), through, size);
+      convert(piece.data(), through, out + i, Format::fp32, size);
+    }
   });
   return result;
 }

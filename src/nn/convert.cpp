@@ -30,7 +30,31 @@ class ConvertFunction : public torch::autograd::Function<ConvertFunction> {
   }
 };
 
+class RoundFunction : public torch::autograd::Function<RoundFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor, at::ScalarType dtype) {
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["dtype"] = static_cast<std::int64_t>(dtype);
+    return kernels::round_to(tensor, dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const auto dtype = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
+    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
+    return {round_to(gradients[0], dtype), at::Tensor()};
+  }
+};
+
 }  // namespace
+
+at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
+  if (tensor.scalar_type() != at::kFloat || !is_plain(tensor) ||
+      !kernels::is_worth_converting(tensor, dtype))
+    return tensor.to(dtype).to(at::kFloat);
+  return is_recorded({tensor}) ? RoundFunction::apply(tensor, dtype)
+                               : kernels::round_to(tensor, dtype);
+}
 
 at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   if (tensor.scalar_type() == dtype || !is_plain(tensor) ||

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 namespace semitone::kernels::convert_test {
 namespace {
@@ -42,6 +43,29 @@ class Conversions : public testing::TestWithParam<std::int64_t> {
   }
   void TearDown() override { hwy::SetSupportedTargetsForTest(0); }
 };
+
+// To 16 bits and back in one pass: the same numbers, in the same layout.
+TEST_P(Conversions, RoundAsTwoOfThem) {
+  const at::Tensor bits = torch::arange(-32768, 32768, torch::kInt).mul(65536);
+  std::vector<at::Tensor> tensors{
+      torch::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast),
+      torch::randn({4, 5}).t(), torch::randn({4, 5}).slice(1, 0, 5, 2)};
+  for (const std::int64_t size : {0, 1, 17, 4095, 4096, 4097, 70000})
+    tensors.push_back(torch::randn({size}) * 1000);
+  for (const int next : {0, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF})
+    tensors.push_back(bits.add(next).view(torch::kFloat));
+  for (const at::Tensor& tensor : tensors) {
+    for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+      SCOPED_TRACE(c10::str(dtype_name(dtype), ", ", tensor.sizes()));
+      const at::Tensor got = round_to(tensor, dtype);
+      const at::Tensor want = ref::round_to(tensor, dtype);
+      EXPECT_EQ(got.strides(), want.strides());
+      EXPECT_FALSE(got.is_alias_of(tensor));
+      expect_bitwise_equal(got.isnan(), want.isnan());
+      expect_bitwise_equal(got.masked_fill(got.isnan(), 0), want.masked_fill(want.isnan(), 0));
+    }
+  }
+}
 
 TEST_P(Conversions, AreLibTorchsForEverySize) {
   for (const auto from : kDtypes)

@@ -8,4 +8,8 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }
 
+at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.to(dtype).to(at::kFloat);
+}
+
 }  // namespace semitone::kernels::ref
