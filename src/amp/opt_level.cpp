@@ -319,6 +319,12 @@ std::string Properties::to_string() const {
   const auto add = [&](const char* name, const std::string& value) {
     text += fmt::format("\n  {:<21} {}", name, value);
   };
+  // What is emulated costs what fp32 does, and the conversions besides.
+  const bool has_16bit = cast_model_type != c10::ScalarType::Float || patch_torch_functions;
+  if (device == c10::DeviceType::CPU && has_16bit) {
+    const auto kinds = describe_16bit(device, dtype);
+    if (kinds != "native") add("emulation", kinds + ": through float32, at no more than its speed");
+  }
   if (cudnn.benchmark.has_value()) add("cudnn_benchmark", yes(*cudnn.benchmark));
   if (cudnn.benchmark_limit.has_value())
     add("cudnn_benchmark_limit", std::to_string(*cudnn.benchmark_limit));

@@ -1,5 +1,6 @@
 #include "semitone/amp/opt_level.h"
 
+#include "semitone/core/device.h"
 #include "semitone/core/error.h"
 #include "tests/support/errors.h"
 
@@ -298,6 +299,20 @@ TEST(Properties, KeepWhatIsSaidOfCudnn) {
   EXPECT_THAT(resolved("O1").to_string(), testing::Not(HasSubstr("cudnn")));
   EXPECT_THAT(error_of([] { Options().cudnn_benchmark_limit(-1); }), HasSubstr("0 or more"));
   EXPECT_THAT(error_of([] { Options().cudnn_workspace_limit(0); }), HasSubstr("1 MiB or more"));
+}
+
+TEST(Properties, SayWhatIsEmulated) {
+  const auto said = [](const char* level, ScalarType dtype, c10::DeviceType device) {
+    const auto text = resolved(Options(level).dtype(dtype), device).to_string();
+    return text.find("\n  emulation             ") != std::string::npos;
+  };
+  for (const auto dtype : {ScalarType::Half, ScalarType::BFloat16}) {
+    const bool emulated = describe_16bit(c10::DeviceType::CPU, dtype) != "native";
+    for (const char* level : {"O1", "O2", "O3"})
+      EXPECT_EQ(said(level, dtype, c10::DeviceType::CPU), emulated) << level;
+    EXPECT_FALSE(said("O0", dtype, c10::DeviceType::CPU));
+    EXPECT_FALSE(said("O1", dtype, c10::DeviceType::CUDA));
+  }
 }
 
 TEST(Properties, ToStringShowsEveryProperty) {
