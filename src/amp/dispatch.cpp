@@ -239,14 +239,14 @@ class Kernel final : public c10::OperatorKernel {
                   const FastKernel* fast) const {
     if ((is_recurrent_ || is_row_norm_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
     std::optional<c10::ScalarType> mixed;
-    if (product_.has_value() && !product_->is_composite) {
+    if (product_.has_value() && (!product_->is_composite || product_->has_steps)) {
       const Dtypes dtypes(arguments, device_);
       const auto dtype = dtypes.common_16bit();
       if (dtype.has_value() && goes_through_fp32(arguments, policy, *dtype)) {
         run_lowered(op, keys, stack, arguments, cast, *dtype, /*emulated=*/true);
         return;
       }
-      if (policy.lowers_mixed()) mixed = dtypes.mixed_16bit();
+      if (policy.lowers_mixed() && !product_->is_composite) mixed = dtypes.mixed_16bit();
     }
     if (runs_fast(fast, arguments, stack)) return;
     if (mixed.has_value()) {
@@ -334,6 +334,7 @@ class Kernel final : public c10::OperatorKernel {
   bool goes_through_fp32(Arguments arguments, const CompiledPolicy& policy,
                          c10::ScalarType dtype) const {
     if (!runs_natively(*product_, arguments, policy.native(dtype))) return true;
+    if (product_->has_steps) return policy.repairs() && has_small_steps(arguments);
     // Every convolution operator takes (input, weight, …).
     return product_->is_convolution() && policy.repairs() && arguments[1].isTensor() &&
            convolves_wrongly(arguments[1].toTensor(), dtype);

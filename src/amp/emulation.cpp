@@ -17,6 +17,7 @@ namespace {
 const std::map<std::string, MatrixProduct>& table() {
   using enum OperatorKind;
   constexpr bool kComposite = true;
+  constexpr bool kSteps = true;
   static const std::map<std::string, MatrixProduct> products{
       {"_addmm_activation", {product}},
       {"_convolution", {convolution}},
@@ -38,22 +39,23 @@ const std::map<std::string, MatrixProduct>& table() {
       {"convolution", {convolution}},
       {"dot", {product}},
       {"einsum", {product, kComposite}},
-      {"gru", {product, kComposite}},
-      {"gru_cell", {product, kComposite}},
+      {"gru", {product, kComposite, kSteps}},
+      {"gru_cell", {product, kComposite, kSteps}},
       {"inner", {product, kComposite}},
       {"linalg_multi_dot", {product, kComposite}},
       {"linalg_vecdot", {product, kComposite}},
       {"linear", {product, kComposite}},
       {"lstm", {recurrent, kComposite}},
-      {"lstm_cell", {product, kComposite}},
+      {"lstm.data", {product, kComposite, kSteps}},  // of packed sequences
+      {"lstm_cell", {product, kComposite, kSteps}},
       {"matmul", {product, kComposite}},
       {"mkldnn_rnn_layer", {recurrent}},
       {"mm", {product}},
       {"mv", {product}},
-      {"rnn_relu", {product, kComposite}},
-      {"rnn_relu_cell", {product, kComposite}},
-      {"rnn_tanh", {product, kComposite}},
-      {"rnn_tanh_cell", {product, kComposite}},
+      {"rnn_relu", {product, kComposite, kSteps}},
+      {"rnn_relu_cell", {product, kComposite, kSteps}},
+      {"rnn_tanh", {product, kComposite, kSteps}},
+      {"rnn_tanh_cell", {product, kComposite, kSteps}},
       {"scaled_dot_product_attention", {attention}},
       {"tensordot", {product, kComposite}},
       {"vdot", {product}},
@@ -166,7 +168,8 @@ bool trial_convolution_is_wrong(c10::ScalarType dtype) {
 std::optional<MatrixProduct> matrix_product(const c10::OperatorHandle& op) {
   if (!is_aten(op.operator_name()) || writes_to_argument(op)) return std::nullopt;
   const std::string name = display_name(op.operator_name());
-  const auto found = table().find(name.substr(0, name.find('.')));
+  auto found = table().find(name);
+  if (found == table().end()) found = table().find(name.substr(0, name.find('.')));
   return found == table().end() ? std::nullopt : std::optional(found->second);
 }
 
@@ -188,6 +191,18 @@ bool runs_natively(const MatrixProduct& product, std::span<const c10::IValue> ar
   if (of_data && !kernels.has(kind, Pass::backward_data)) return false;
   return !of_weights || (kernels.has(kind, Pass::backward_weights) &&
                          (kind != OperatorKind::convolution || is_usual(arguments)));
+}
+
+bool has_small_steps(std::span<const c10::IValue> arguments) {
+  constexpr std::int64_t kWeights = 32 * 1024;
+  // Cells take (input, state, input weights, state weights, …); networks a list of these, after
+  // (input, state) or, of packed sequences, (data, batch sizes, state).
+  const c10::IValue& fourth = arguments[3];
+  if (fourth.isTensor()) return fourth.toTensor().numel() < kWeights;
+  const c10::IValue& weights = fourth.isTensorList() ? fourth : arguments[2];
+  if (!weights.isTensorList()) return false;
+  const auto list = weights.toTensorVector();
+  return list.size() > 1 && list[1].numel() < kWeights;
 }
 
 bool convolves_wrongly(const at::Tensor& weight, c10::ScalarType dtype) {
