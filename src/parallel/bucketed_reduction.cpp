@@ -95,6 +95,46 @@ std::vector<std::size_t> indices_without_gradient(std::string_view message) {
   }
 }
 
+// Reducer takes for granted that every backward pass that begins also ends.
+class Reducer final : public c10d::Reducer {
+ public:
+  using c10d::Reducer::Reducer;
+
+  // Whether gradients that come now are reduced.
+  bool expects_gradients() const {
+    const std::lock_guard lock(mutex_);
+    return expect_autograd_hooks_;
+  }
+
+  // From now on they are not, until the next prepare_for_backward.
+  void ignore_gradients() {
+    const std::lock_guard lock(mutex_);
+    expect_autograd_hooks_ = false;
+  }
+
+  // Forgets the gradients since prepare_for_backward. False if some have been sent.
+  bool forget_gradients() {
+    const std::lock_guard lock(mutex_);
+    if (next_bucket_ > 0) return false;
+    expect_autograd_hooks_ = false;
+    require_finalize_ = false;
+    // All of one pass, or none.
+    rebuilt_params_.clear();
+    rebuilt_param_indices_.clear();
+    // A static graph's is that of its first step, for good.
+    if (!static_graph_ && local_used_map_.defined()) local_used_map_.zero_();
+    return true;
+  }
+
+  // Forgets how often each parameter got a gradient, which a static graph's first step counts.
+  void count_from_here() {
+    const std::lock_guard lock(mutex_);
+    for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
+    num_bwd_calls_ = 0;
+    first_autograd_hook_called_ = false;
+  }
+};
+
 class BucketedReduction final : public Reduction {
  public:
   BucketedReduction(const ModelTensors& model, comm::Group group, const DdpOptions& options,
@@ -120,7 +160,7 @@ class BucketedReduction final : public Reduction {
                                             static_cast<std::size_t>(cap)};
     auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters_, caps, sparse));
     std::reverse(buckets.begin(), buckets.end());
-    reducer_ = std::make_shared<c10d::Reducer>(
+    reducer_ = std::make_shared<Reducer>(
         parameters_, std::move(buckets), comm::process_group(group_), std::move(sparse), cap,
         options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
         first_cap, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
@@ -135,6 +175,12 @@ class BucketedReduction final : public Reduction {
   }
 
   void before_forward() override {
+    if (learns() && has_gradients_) {
+      throw Error("parallel.ddp", "gradients that are reduced at the end of backward",
+                  fmt::format("those of the first step on rank {} were not", group_.rank()),
+                  "with static_graph(true), the first step's loss must come from ddp.forward()'s "
+                  "results; or use find_unused_parameters(true)");
+    }
     // Not before the first step: it would count the gradients of no_sync(), too.
     if (options_.static_graph() && !std::exchange(started_, true)) reducer_->set_static_graph();
     reducer_->prepare_for_forward();
@@ -145,11 +191,16 @@ class BucketedReduction final : public Reduction {
     reducer_->set_forward_pass_work_handle(live, /*useStaticWorldSize=*/live == nullptr);
   }
 
+  void expect_local_gradients() override { reducer_->ignore_gradients(); }
+
   void before_backward(const std::vector<at::Tensor>& outputs) override {
+    if (learns()) reducer_->count_from_here();
+    waits_for_end_ = false;
     explained([&] { reducer_->prepare_for_backward(outputs); });
   }
 
   bool finished() override {
+    if (learns() && has_gradients_) return false;  // a pass inside the whole one is done
     try {
       reducer_->check_finalized();
     } catch (const c10::Error&) {
@@ -159,13 +210,29 @@ class BucketedReduction final : public Reduction {
     return true;
   }
 
+  bool forget_backward() override {
+    has_gradients_ = false;
+    return reducer_->forget_gradients();
+  }
+
   bool wants_outputs() const override { return searches() || learns(); }
 
+  // The end of the whole backward pass is that of the pass which comes to the outputs: with
+  // activation checkpointing, the first gradients may come from a pass inside it.
   void on_outputs_gradient() override {
+    if (learns()) learn_at_end();
+  }
+
+  void on_gradient() override {
+    if (!reducer_->expects_gradients()) {
+      throw Error("parallel.ddp", "one backward pass for each ddp.forward()",
+                  fmt::format("gradients on rank {} after all were reduced", group_.rank()),
+                  "add losses and call backward once");
+    }
     if (!learns()) return;
-    learned_ = true;
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [this] { reducer_->delay_all_reduce(); });
+    has_gradients_ = true;
+    // Not all losses come from the outputs: a gradient penalty comes from their derivatives.
+    if (!waits_for_end_) learn_at_end();
   }
 
   void shadow(bool keep) override {
@@ -196,6 +263,19 @@ class BucketedReduction final : public Reduction {
   bool searches() const { return options_.find_unused_parameters() && !options_.static_graph(); }
   // Whether the first step is still to find out which parameters are used.
   bool learns() const { return options_.static_graph() && !learned_; }
+
+  // Reduces the first step's gradients when the backward pass under way is done. It may have none:
+  // torch::autograd::grad comes to the outputs, too.
+  void learn_at_end() {
+    waits_for_end_ = true;
+    torch::autograd::Engine::get_default_engine().queue_callback([this] {
+      waits_for_end_ = false;
+      if (!learns() || !has_gradients_) return;
+      reducer_->delay_all_reduce();
+      learned_ = true;
+      has_gradients_ = false;
+    });
+  }
 
   // Gradients that share the buckets' memory, as Reducer asks, but are no views to autograd: detach_(),
   // which every torch::optim::Optimizer::zero_grad() calls, refuses views.
@@ -233,6 +313,12 @@ class BucketedReduction final : public Reduction {
 
   [[noreturn]] void explain(const c10::Error& error) const {
     const std::string message = error.what_without_backtrace();
+    if (options_.static_graph()) {
+      throw Error(
+          "parallel.ddp", "the first step's graph in every step, with static_graph(true)",
+          fmt::format("fewer gradients in the last backward pass on rank {}", group_.rank()),
+          "use find_unused_parameters(true) or delay_allreduce(true)");
+    }
     std::vector<std::string> unused;
     for (const std::size_t index : indices_without_gradient(message)) {
       if (index < names_.size()) unused.push_back("'" + names_[index] + "'");
@@ -250,10 +336,13 @@ class BucketedReduction final : public Reduction {
   const DdpOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
-  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;  // Reducer takes it for granted when it searches
   bool started_ = false;
-  bool learned_ = false;
+  // Of a static graph's first step:
+  bool learned_ = false;        // it is done
+  bool has_gradients_ = false;  // it has some, not yet reduced
+  bool waits_for_end_ = false;  // of the backward pass under way
 };
 
 }  // namespace

@@ -37,13 +37,20 @@ class DelayedReduction final : public Reduction {
     if (std::exchange(queued_, true)) return;
     torch::autograd::Engine::get_default_engine().queue_callback([this] {
       queued_ = false;
+      sending_ = true;
       reduce(true);
+      sending_ = false;
     });
   }
 
   // Further backward passes of the same forward are welcome: what they add is reduced again, and a
   // mean over equal values changes nothing.
   bool finished() override { return false; }
+
+  bool forget_backward() override {
+    queued_ = false;
+    return !sending_;
+  }
 
   void shadow(bool keep) override {
     if (keep) {
@@ -93,6 +100,7 @@ class DelayedReduction final : public Reduction {
   const Averaging averaging_;
   std::vector<at::Tensor> parameters_;
   bool queued_ = false;
+  bool sending_ = false;  // stays true where an exception ended it
 };
 
 }  // namespace

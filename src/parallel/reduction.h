@@ -28,6 +28,9 @@ class Reduction {
 
   // Before a forward whose gradients will be reduced.
   virtual void before_forward() {}
+  // After a forward whose gradients stay on this rank, even if those of an earlier one were to be
+  // reduced and never came.
+  virtual void expect_local_gradients() {}
   // The sum over the ranks of 1 for each that has input, under way or done: what to divide by from
   // now on. Null: the number of ranks.
   virtual void divide_by(const c10::intrusive_ptr<c10d::Work>&) {}
@@ -38,6 +41,9 @@ class Reduction {
   virtual void on_gradient() {}
   // Whether everything that before_backward announced is done. Asked at the end of a backward pass.
   virtual bool finished() = 0;
+  // Forgets a backward pass that an exception ended. False if it cannot: part of its gradients have
+  // been sent.
+  virtual bool forget_backward() = 0;
 
   // Whether before_backward, and then on_outputs_gradient, need the results.
   virtual bool wants_outputs() const { return false; }

@@ -135,6 +135,7 @@ struct ReplicaSync::Impl {
   Impl& operator=(const Impl&) = delete;
 
   void listen(std::size_t index);
+  void forget_failed_backward();
   void on_gradient(std::size_t index);
   void at_end_of_backward();
   void require_unchanged() const;
@@ -170,6 +171,7 @@ struct ReplicaSync::Impl {
   struct Joining {
     JoinOptions options;
     std::int64_t live = 0;  // ranks that have input
+    bool ended = false;     // on all ranks, early
   };
 
   ModelTensors model;    // all of it
@@ -180,8 +182,12 @@ struct ReplicaSync::Impl {
   std::shared_ptr<int> unsynced = std::make_shared<int>(0);  // NoSyncs alive
   std::optional<Joining> joining;
   Mode mode = Mode::idle;
-  bool end_queued = false;
   bool any_unreduced = false;  // gradients of no_sync() that are still to be reduced
+  bool end_queued = false;     // a backward pass is under way, or an exception has ended it
+  // The last forward, or its backward pass, threw: the next stands for it.
+  bool repeats_step = false;
+  bool awaits_gradients = false;  // the last reduced forward has had no backward pass
+  bool abandoned = false;         // and forwards in no_sync came after it
 
   struct Hook {
     decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
@@ -232,6 +238,13 @@ void ReplicaSync::Impl::listen(std::size_t index) {
 }
 
 void ReplicaSync::Impl::on_gradient(std::size_t index) {
+  if (mode == Mode::local && abandoned && *unsynced == 0) {
+    throw Error(
+        kDdp, "the backward pass of each ddp.forward() before forwards in no_sync()",
+        fmt::format("a gradient for '{}' after both", trained.parameters[index].name),
+        "call backward in the scope of no_sync(), and forwards without a backward pass with "
+        "torch::NoGradGuard");
+  }
   if (mode == Mode::local || (mode == Mode::idle && *unsynced > 0)) {
     mark_unreduced(trained.parameters[index].tensor.grad());
     any_unreduced = true;
@@ -243,6 +256,7 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
                 "call ddp.forward(), not the model's own; add losses and call backward once; in "
                 "no_sync(), gradients stay each rank's own");
   }
+  awaits_gradients = false;
   reduction->on_gradient();
   if (std::exchange(end_queued, true)) return;
   auto& engine = torch::autograd::Engine::get_default_engine();
@@ -259,6 +273,23 @@ void ReplicaSync::Impl::at_end_of_backward() {
   if (!finished && !options.delay_allreduce()) return;
   if (!std::exchange(any_unreduced, false)) return;
   for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
+}
+
+// The next forward takes the place of the one whose backward pass threw: the other ranks still wait
+// for this step's gradients. What comes before a forward has been communicated already.
+void ReplicaSync::Impl::forget_failed_backward() {
+  if (mode != Mode::reduced || !end_queued) return;
+  if (const auto lost = group.impl()->watch->lost("ddp")) std::rethrow_exception(lost);
+  if (!reduction->forget_backward()) {
+    throw Error(kDdp, "backward passes that end without an exception",
+                fmt::format("one on rank {} that threw after part of its gradients had been sent",
+                            group.rank()),
+                "end this process, so that the others hear of it, and resume from a checkpoint; "
+                "with delay_allreduce(true) nothing is sent before backward is done");
+  }
+  mode = Mode::idle;
+  end_queued = false;
+  repeats_step = true;
 }
 
 void ReplicaSync::Impl::require_unchanged() const {
@@ -303,6 +334,7 @@ std::int64_t ReplicaSync::Impl::announce(bool has_input) {
   if (joining->live < group.size() && joining->live > 0 &&
       joining->options.throw_on_early_termination) {
     const auto rank = all_reduce(has_input ? -1 : group.rank(), c10d::ReduceOp::MAX);
+    joining->ended = true;
     throw Error("parallel.join", "as many batches on every rank",
                 fmt::format("none left on rank {}", rank),
                 "give all ranks the same number, or let the others go on");
@@ -366,12 +398,15 @@ void ReplicaSync::before_forward() {
   if (impl_->alone() || !at::GradMode::is_enabled()) return;
   impl_->require_unchanged();
   impl_->restore_accumulators();
-  if (impl_->joining.has_value()) impl_->announce(true);
+  impl_->forget_failed_backward();
+  const bool announces = impl_->joining.has_value() && !impl_->repeats_step;
+  if (announces) impl_->announce(true);
   const bool reduces = *impl_->unsynced == 0;
-  if (impl_->joining.has_value()) impl_->agree_to_reduce(reduces);
+  if (announces) impl_->agree_to_reduce(reduces);
   if (!reduces) return;
   impl_->reduction->before_forward();
-  impl_->sync_buffers(true);
+  if (!impl_->repeats_step) impl_->sync_buffers(true);
+  impl_->repeats_step = true;
 }
 
 bool ReplicaSync::wants_outputs() const {
@@ -389,9 +424,13 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   if (impl_->alone() || !at::GradMode::is_enabled()) return outputs;
   impl_->end_queued = false;
   if (*impl_->unsynced > 0) {
+    impl_->abandoned = impl_->awaits_gradients;
     impl_->mode = Impl::Mode::local;
+    impl_->reduction->expect_local_gradients();
     return outputs;
   }
+  impl_->repeats_step = impl_->abandoned = false;
+  impl_->awaits_gradients = true;
   impl_->mode = Impl::Mode::reduced;
   impl_->reduction->before_backward(outputs);
   if (outputs.empty()) return outputs;
@@ -444,17 +483,25 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   };
   impl_->joining = Impl::Joining{options, impl_->group.size()};
   const Scope scope{*impl_};
-  loop();
-  bool was_last = true;
-  for (int steps = 0; impl_->announce(false) > 0; ++steps) {
-    if (steps == kSkewToWarnOf) {
-      log()->warn("rank {} has had no input for {} steps while others go on: share the data evenly",
-                  impl_->group.rank(), steps);
+  try {
+    loop();
+    bool was_last = true;
+    for (int steps = 0; impl_->announce(false) > 0; ++steps) {
+      if (steps == kSkewToWarnOf) {
+        log()->warn(
+            "rank {} has had no input for {} steps while others go on: share the data evenly",
+            impl_->group.rank(), steps);
+      }
+      impl_->shadow_step();
+      was_last = false;
     }
-    impl_->shadow_step();
-    was_last = false;
+    impl_->take_final_model(was_last);
+  } catch (...) {
+    // The others would wait for this rank's next step.
+    if (!impl_->joining->ended)
+      impl_->group.impl()->watch->give_up("left a joined loop by an exception");
+    throw;
   }
-  impl_->take_final_model(was_last);
 }
 
 }  // namespace semitone::parallel

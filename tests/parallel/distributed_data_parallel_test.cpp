@@ -246,6 +246,40 @@ TEST(Ddp, NoSyncNests) {
   });
 }
 
+// A forward in grad mode whose result is thrown away, as in a validation without NoGradGuard.
+TEST(Ddp, NoSyncCommunicatesNothingAfterAForwardWithoutBackward) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net alone = seeded<Net>(1);
+      Net model = seeded<Net>(1);
+      DdpOptions quiet = options;
+      DistributedDataParallel ddp(model, group, quiet.broadcast_buffers(false));
+      for (int step = 0; step < 3; ++step) {
+        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+        model->zero_grad();
+        alone->zero_grad();
+        // First on one rank only: what it would send next, no rank would answer. Later, forwards have
+        // to be equally many on all ranks.
+        if (step > 0 || rank.number() == 0) ddp.forward(batch.data);
+        {
+          const auto local = ddp.no_sync();
+          const Batch part = rows.rows(0, 1);
+          sum_of_squares(ddp.forward(part.data), part.target).backward();
+        }
+        const auto others = group.all_gather(model->second->bias.grad());
+        EXPECT_FALSE(torch::equal(others[0], others[1]));
+        const Batch part = rows.rows(1, 4);
+        sum_of_squares(ddp.forward(part.data), part.target).backward();
+        (sum_of_squares(alone->forward(batch.data), batch.target) / 2).backward();
+        expect_near(gradients_of(*model), gradients_of(*alone));
+      }
+    }
+  });
+}
+
 TEST(UnusedParameters, AreNamedInTheError) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -312,6 +346,159 @@ TEST(UnusedParameters, AreFoundOutOnceInAStaticGraph) {
       (sum_of_squares(ddp.forward(rows.data, true), rows.target) * 2 / 8).backward();
     });
     expect_near(model->parameters(), alone->parameters());
+  });
+}
+
+// Trains `model` on this rank's half of each batch, and `alone` on both; the gradients have to be
+// the same in every step.
+// @param loss_of  of a forward and a batch: a mean over equal halves, which only looks at the rows
+template <typename Model, typename Forward, typename LossOf>
+void expect_gradients_of_one_process(Model& model, Model& alone, int rank, const Forward& forward,
+                                     const LossOf& loss_of) {
+  for (int step = 0; step < 4; ++step) {
+    SCOPED_TRACE(step);
+    const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+    model->zero_grad();
+    alone->zero_grad();
+    loss_of(forward, batch.rows(4 * rank, 4 * rank + 4)).backward();
+    for (int each = 0; each < 2; ++each) {
+      const auto one = [&](const at::Tensor& x) { return alone->forward(x); };
+      (loss_of(one, batch.rows(4 * each, 4 * each + 4)) / 2).backward();
+    }
+    const at::NoGradGuard no_grad;
+    const auto others = alone->parameters();
+    for (std::size_t i = 0; i < others.size(); ++i) {
+      const at::Tensor parameter = model->parameters()[i];
+      if (!parameter.requires_grad()) continue;
+      ASSERT_TRUE(parameter.grad().defined()) << i;
+      EXPECT_TRUE(test::near(parameter.grad(), others[i].grad(), kTolerance)) << i;
+      parameter.sub_(parameter.grad(), 0.01);
+      others[i].sub_(others[i].grad(), 0.01);
+    }
+  }
+}
+
+// torch::autograd::grad comes to forward's results before any backward pass does.
+TEST(Derivatives, InALossAreReducedAsInOneProcess) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto slopes = [](const auto& forward, const Batch& rows, bool differentiable) {
+      const at::Tensor x = rows.data.detach().requires_grad_();
+      const at::Tensor y = forward(x);
+      const at::Tensor slope =
+          torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true, differentiable)[0];
+      return std::pair(y, slope);
+    };
+    const auto penalty = [](const at::Tensor& slope) {
+      return (slope.pow(2).sum(1).sqrt() - 1).pow(2).sum();
+    };
+    using Forward = std::function<at::Tensor(const at::Tensor&)>;
+    const std::vector<
+        std::pair<std::string, std::function<at::Tensor(const Forward&, const Batch&)>>>
+        losses = {
+            {"a penalty beside the loss",
+             [&](const Forward& forward, const Batch& rows) {
+               const auto [y, slope] = slopes(forward, rows, true);
+               return sum_of_squares(y, rows.target) + penalty(slope);
+             }},
+            {"a number that is computed from it", [&](const Forward& forward, const Batch& rows) {
+               const auto [y, slope] = slopes(forward, rows, false);
+               return sum_of_squares(y, rows.target) * (1 + slope.abs().mean());
+             }}};
+    for (const auto& [name, options] : all_ways()) {
+      for (const auto& [what, loss] : losses) {
+        SCOPED_TRACE(name + ", " + what);
+        Net model = seeded<Net>(1);
+        Net alone = seeded<Net>(1);
+        DistributedDataParallel ddp(model, group, options);
+        expect_gradients_of_one_process(
+            model, alone, rank.number(), [&](const at::Tensor& x) { return ddp.forward(x); }, loss);
+      }
+    }
+  });
+}
+
+// A loss of nothing but derivatives: backward never comes to forward's results.
+TEST(Derivatives, MayBeTheWholeLossOfAStaticGraph) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    Net alone = seeded<Net>(1);
+    for (const Net& net : {model, alone}) net->second->bias.set_requires_grad(false);
+    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    const auto loss = [](const auto& forward, const Batch& rows) {
+      const at::Tensor x = rows.data.detach().requires_grad_();
+      return torch::autograd::grad({forward(x).sum()}, {x}, {}, true, true)[0].pow(2).sum();
+    };
+    expect_gradients_of_one_process(
+        model, alone, rank.number(), [&](const at::Tensor& x) { return ddp.forward(x); }, loss);
+  });
+}
+
+// Runs its inner backward pass when the outer one comes to it, as activation checkpointing does.
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  struct Layers : torch::CustomClassHolder {
+    std::function<at::Tensor(const at::Tensor&)> forward;
+  };
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const c10::intrusive_ptr<Layers>& layers) {
+    context->save_for_backward({x});
+    context->saved_data["layers"] = c10::IValue::make_capsule(layers);
+    const at::NoGradGuard no_grad;
+    return layers->forward(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const at::AutoGradMode with_grad(true);
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    const auto layers =
+        c10::static_intrusive_pointer_cast<Layers>(context->saved_data["layers"].toCapsule());
+    layers->forward(x).backward(gradients[0]);
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+struct CheckpointedImpl : test::NetImpl {
+  at::Tensor forward(const at::Tensor& x) {
+    auto layers = c10::make_intrusive<Checkpoint::Layers>();
+    layers->forward = [this](const at::Tensor& hidden) {
+      return second->forward(torch::tanh(hidden));
+    };
+    return Checkpoint::apply(first->forward(x), layers);
+  }
+};
+TORCH_MODULE(Checkpointed);
+
+TEST(StaticGraph, MayRecomputeActivations) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Checkpointed model = seeded<Checkpointed>(1);
+    Checkpointed alone = seeded<Checkpointed>(1);
+    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    expect_gradients_of_one_process(
+        model, alone, rank.number(), [&](const at::Tensor& x) { return ddp.forward(x); },
+        [](const auto& forward, const Batch& rows) {
+          return sum_of_squares(forward(rows.data), rows.target);
+        });
+  });
+}
+
+TEST(StaticGraph, ThatChangesIsAnError) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();
+    }
+    // The trunk's gradients come, the left head's do not.
+    const at::Tensor output = ddp.forward(batch.data, true);
+    model->trunk->forward(batch.data).sum().backward();
+    expect_error([&] { ddp.forward(batch.data, true); },
+                 {"[parallel.ddp]", "static_graph(true)", "fewer gradients",
+                  "rank " + std::to_string(rank.number())});
   });
 }
 
@@ -579,6 +766,25 @@ TEST(Misuse, ForwardOfTheModelItselfIsAnErrorInBackward) {
     // But where gradients are to stay local.
     const auto local = ddp.no_sync();
     model->second->bias.sum().backward();
+  });
+}
+
+TEST(Misuse, ABackwardPassOfBothKindsOfForwardsIsAnError) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      const at::Tensor reduced = ddp.forward(batch.data).sum();
+      const at::Tensor local = [&] {
+        const auto scope = ddp.no_sync();
+        return ddp.forward(batch.data).sum();
+      }();
+      expect_error([&] { (reduced + local).backward(); },
+                   {"[parallel.ddp]", "before forwards in no_sync()", "NoGradGuard"});
+    }
   });
 }
 
@@ -1108,6 +1314,103 @@ TEST(Script, ModulesTrainLikeOthers) {
     output.toTensor().backward();
     EXPECT_TRUE(test::same_bits(model.attr("weight").toTensor().grad(),
                                 torch::full({6}, 2, torch::kDouble)));
+  });
+}
+
+// ---- exceptions ---------------------------------------------------------------------------------
+
+struct OutOfMemory : std::runtime_error {
+  OutOfMemory() : std::runtime_error("out of memory") {}
+};
+
+// Throws in forward, or in the backward pass between its two layers, as often as it is told to.
+struct FragileImpl : test::NetImpl {
+  FragileImpl() : NetImpl(/*normalised=*/true) {}
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor hidden = torch::tanh(norm->forward(first->forward(x)));
+    if (forward_failures > 0 && forward_failures-- > 0) throw OutOfMemory();
+    if (hidden.requires_grad()) {
+      hidden.register_hook([this](const at::Tensor&) {
+        if (backward_failures > 0 && backward_failures-- > 0) throw OutOfMemory();
+      });
+    }
+    return second->forward(hidden);
+  }
+  int forward_failures = 0;
+  int backward_failures = 0;
+};
+TORCH_MODULE(Fragile);
+
+// A rank that tries a step again is still in the same one: nothing is sent twice, and the others,
+// which wait for its gradients, get them.
+TEST(Exceptions, LetAStepBeTriedAgain) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool on_all_ranks : {true, false}) {
+      for (const auto& [name, options] : all_ways()) {
+        if (name.find("small") != std::string::npos || name == "find_unused, views")
+          continue;  // see below
+        SCOPED_TRACE(name + (on_all_ranks ? ", on all ranks" : ", on one rank"));
+        Fragile alone = seeded<Fragile>(1);
+        Fragile model = seeded<Fragile>(1);
+        DistributedDataParallel ddp(model, group, options);
+        for (int step = 0; step < 5; ++step) {
+          SCOPED_TRACE(step);
+          const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+          const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+          const bool fails = step != 2 && (on_all_ranks || rank.number() == step % 2);
+          if (fails) model->backward_failures = step == 4 ? 2 : 1;
+          if (fails && step == 3) model->forward_failures = 1;
+          int attempts = 0;
+          for (bool done = false; !done;) {
+            ++attempts;
+            model->zero_grad();
+            try {
+              sum_of_squares(ddp.forward(rows.data), rows.target).backward();
+              done = true;
+            } catch (const OutOfMemory&) {
+            }
+          }
+          EXPECT_EQ(attempts, !fails ? 1 : step < 3 ? 2 : 3);
+          alone->zero_grad();
+          for (int each = 0; each < 2; ++each) {
+            const Batch half = batch.rows(4 * each, 4 * each + 4);
+            (sum_of_squares(alone->forward(half.data), half.target) / 2).backward();
+          }
+          expect_near(gradients_of(*model), gradients_of(*alone));
+        }
+      }
+    }
+  });
+}
+
+// What the second layer sent cannot be taken back.
+TEST(Exceptions, AfterPartOfTheGradientsWereSentAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const std::string number = std::to_string(rank.number());
+    for (const bool searches : {false, true}) {
+      Fragile model = seeded<Fragile>(1);
+      DistributedDataParallel ddp(
+          model, group,
+          DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001).find_unused_parameters(
+              searches));
+      const Batch batch = batch_of(1, 4);
+      for (int step = 0; step < 3; ++step) {
+        if (step == 2) model->backward_failures = 1;
+        const at::Tensor loss = sum_of_squares(ddp.forward(batch.data), batch.target);
+        if (step < 2) {
+          loss.backward();
+        } else {
+          EXPECT_THROW(loss.backward(), OutOfMemory);
+        }
+      }
+      for (int again = 0; again < 2; ++again) {
+        expect_error([&] { ddp.forward(batch.data); },
+                     {"[parallel.ddp]", "end without an exception", "on rank " + number,
+                      "threw after part of its gradients had been sent", "checkpoint"});
+      }
+    }
   });
 }
 

@@ -1,8 +1,10 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
+#include "semitone/core/error.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
+#include "tests/support/processes.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
@@ -11,6 +13,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -303,6 +308,46 @@ TEST(Join, EndsOnAllRanksWhereThatIsAskedFor) {
     // All are at the same place: the group is as good as before.
     sum_of_squares(ddp.forward(batch_for(0, 0).data), batch_for(0, 0).target).backward();
   });
+}
+
+// The group lives on, as where the exception is caught: the others must not wait for the next step.
+TEST(Join, ALoopThatThrowsLeavesTheGroup) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const auto join = [&] {
+      ddp.join([&] {
+        for (int step = 0; step < 5; ++step) {
+          if (rank.number() == 1 && step == 2) throw std::runtime_error("a bad file");
+          const Batch batch = batch_for(rank.number(), step);
+          sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+        }
+      });
+    };
+    if (rank.number() == 1) {
+      EXPECT_THROW(join(), std::runtime_error);
+      for (const char* other : {"0", "2"})
+        EXPECT_TRUE(
+            test::eventually([&] { return std::filesystem::exists(rank.folder() / other); }));
+      EXPECT_THROW(group.barrier(), CommError);
+      return;
+    }
+    try {
+      join();
+      ADD_FAILURE();
+    } catch (const CommError& error) {
+      EXPECT_EQ(error.ranks(), std::vector<int>{1});
+      rank.say(error.what());
+    }
+    std::ofstream(rank.folder() / std::to_string(rank.number())) << "caught";
+  });
+  for (const int rank : {0, 2}) {
+    const auto& said = results[static_cast<std::size_t>(rank)].said;
+    ASSERT_EQ(said.size(), 1u);
+    EXPECT_NE(said[0].find("rank 1 lost: left a joined loop by an exception"), std::string::npos)
+        << said[0];
+  }
 }
 
 TEST(Join, DoesNotNest) {

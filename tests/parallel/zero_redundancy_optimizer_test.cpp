@@ -3,6 +3,7 @@
 #include "semitone/amp/grad_scaler.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
+#include "semitone/core/error.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "src/comm/process_group.h"
@@ -17,6 +18,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <csignal>
+#include <fstream>
 #include <limits>
 #include <memory>
 #include <sstream>
@@ -566,6 +569,71 @@ TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   EXPECT_THAT(test::message_of<FileError>([&] { optimizer.load(archive); }),
               HasSubstr("[parallel.zero_redundancy_optimizer.load]"));
   EXPECT_EQ(elements_of_adam_state(optimizer), elements);
+}
+
+// The largest part of this process that was ever in memory, in MiB.
+double peak_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    double kib = 0;
+    if (word == "VmHWM:" && status >> kib) return kib / 1024;
+  }
+  return NAN;
+}
+
+TEST(ZeroState, GoesToTheRankThatSavesItAndToNoOther) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    // 32 MiB, and twice as much state on rank 0.
+    const at::Tensor parameter = torch::zeros({8 << 20}).requires_grad_();
+    ZeroRedundancyOptimizer optimizer({parameter}, adam(), group);
+    parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer.step();
+    const double before = peak_memory();
+    optimizer.consolidate(1);
+    const double grown = peak_memory() - before;
+    if (rank.number() == 2) {
+      EXPECT_LT(grown, 32);
+    }
+    if (rank.number() == 1) {
+      EXPECT_GT(grown, 32);  // so that the measure is one
+      EXPECT_EQ(elements_of_adam_state(optimizer), 0);
+    }
+  });
+}
+
+TEST(ZeroErrors, NameRanksThatConsolidateElsewhere) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    expect_error([&] { optimizer.consolidate(rank.number()); },
+                 {"consolidate", "rank 0: consolidate to rank 0", "rank 1: consolidate to rank 1"});
+  });
+}
+
+TEST(ZeroErrors, NameARankThatIsLostInAStep) {
+  test::RankOptions options;
+  options.casualties = {1};
+  const auto results = run_ranks(
+      3,
+      [](Rank& rank) {
+        const auto group = comm::init();
+        Net model = seeded<Net>(1);
+        ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+        back_propagate(model, 0);
+        optimizer.step();
+        if (rank.number() == 1) std::raise(SIGKILL);
+        try {
+          for (;;) optimizer.step();
+        } catch (const CommError& error) {
+          EXPECT_EQ(error.ranks(), std::vector<int>{1});
+          rank.say("lost");
+        }
+      },
+      options);
+  for (const std::size_t rank : {0u, 2u})
+    EXPECT_THAT(results[rank].said, ::testing::ElementsAre("lost"));
 }
 
 TEST(ZeroErrors, NameWhatDiffersOnEveryRank) {

@@ -45,8 +45,11 @@ namespace semitone::parallel {
 /// - Error at the next forward, naming them, if parameters got no gradient in a backward pass:
 ///   see DdpOptions::find_unused_parameters, static_graph, delay_allreduce.
 ///
-/// All ranks must call forward and backward equally often: see join and no_sync. torch::autograd::
-/// grad does not reduce anything. With a group of one process it does nothing but call the model.
+/// All ranks must call forward and backward equally often: see join and no_sync. A rank may try a step
+/// again whose forward or backward threw, if it clears the gradients: the next forward stands for the
+/// one that failed, and the others wait. Error at that forward if part of the gradients had been sent:
+/// with delay_allreduce none are before backward is done, else a bucket is when it is full.
+/// torch::autograd::grad does not reduce anything. With a group of one process it does nothing but call the model.
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module
 template <typename Model>
@@ -83,7 +86,8 @@ class DistributedDataParallel : public WrappedModel<Model> {
   ///     { const auto local = ddp.no_sync(); loss_of(ddp.forward(first)).backward(); }
   ///     loss_of(ddp.forward(second)).backward();
   ///
-  /// Backward passes without ddp.forward() are allowed in it, too: for terms that are the same on
+  /// Error if a backward pass outside of it adds gradients of forwards from both sides, the one outside
+  /// first. Backward passes without ddp.forward() are allowed in it, too: for terms that are the same on
   /// all ranks, such as penalties on the parameters.
   NoSync no_sync() { return sync_.no_sync(); }
 
