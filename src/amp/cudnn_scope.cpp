@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <mutex>
 #include <optional>
@@ -20,11 +21,10 @@ class Setting {
  public:
   Setting(Value (*read)(), void (*write)(const Value&)) : read_(read), write_(write) {}
 
-  template <typename Wanted>
-  void add(const CudnnScope* who, const std::optional<Wanted>& wanted) {
+  void add(const CudnnScope* who, const std::optional<Value>& wanted) {
     if (!wanted.has_value()) return;
     if (wanted_.empty()) before_ = read_();
-    wanted_.emplace_back(who, Value(*wanted));
+    wanted_.emplace_back(who, *wanted);
     write_(wanted_.back().second);
   }
 
@@ -40,18 +40,12 @@ class Setting {
   std::vector<std::pair<const CudnnScope*, Value>> wanted_;  // the youngest last
 };
 
-// Nothing: there is no such variable.
-std::optional<std::string> read_workspace_limit() {
-  const char* const limit = std::getenv(kWorkspaceLimit);
-  return limit == nullptr ? std::nullopt : std::optional<std::string>(limit);
-}
-
-void write_workspace_limit(const std::optional<std::string>& limit) {
-  if (limit.has_value()) {
-    ::setenv(kWorkspaceLimit, limit->c_str(), 1);
-  } else {
-    ::unsetenv(kWorkspaceLimit);
-  }
+// Written where it differs only, and not taken back: other threads may read the environment meanwhile,
+// which the C library does not guard, and cuDNN, which reads this variable once, would not notice.
+void set_workspace_limit(std::int64_t mebibytes) {
+  const std::string wanted = std::to_string(mebibytes);
+  const char* const known = std::getenv(kWorkspaceLimit);
+  if (known == nullptr || known != wanted) ::setenv(kWorkspaceLimit, wanted.c_str(), 1);
 }
 
 // LibTorch has one of each for the process.
@@ -62,7 +56,6 @@ struct Settings {
   Setting<int> benchmark_limit{
       [] { return at::globalContext().benchmarkLimitCuDNN(); },
       [](const int& value) { at::globalContext().setBenchmarkLimitCuDNN(value); }};
-  Setting<std::optional<std::string>> workspace_limit{read_workspace_limit, write_workspace_limit};
 };
 
 // Never destroyed: a MixedPrecision in static storage may go later.
@@ -78,9 +71,7 @@ CudnnScope::CudnnScope(const CudnnSettings& settings) {
   const std::scoped_lock lock(all.mutex);
   all.benchmark.add(this, settings.benchmark);
   all.benchmark_limit.add(this, settings.benchmark_limit);
-  all.workspace_limit.add(this, settings.workspace_limit.has_value()
-                                    ? std::optional(std::to_string(*settings.workspace_limit))
-                                    : std::nullopt);
+  if (settings.workspace_limit.has_value()) set_workspace_limit(*settings.workspace_limit);
 }
 
 CudnnScope::~CudnnScope() {
@@ -88,7 +79,6 @@ CudnnScope::~CudnnScope() {
   const std::scoped_lock lock(all.mutex);
   all.benchmark.remove(this);
   all.benchmark_limit.remove(this);
-  all.workspace_limit.remove(this);
 }
 
 }  // namespace semitone::amp

@@ -114,7 +114,11 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
   context.setBenchmarkCuDNN(benchmark);
   EXPECT_EQ(context.benchmarkCuDNN(), benchmark);
   EXPECT_EQ(context.benchmarkLimitCuDNN(), benchmark_limit);
-  EXPECT_EQ(std::getenv(kLimit), nullptr);
+  // cuDNN reads it once, and other threads may read the environment now: it stays.
+  EXPECT_STREQ(std::getenv(kLimit), "256");
+  const char* const known = std::getenv(kLimit);
+  const auto again = initialize(make_net(), quiet(Options("O1").cudnn_workspace_limit(256)));
+  EXPECT_EQ(std::getenv(kLimit), known);  // not written once more
 }
 
 // ------------------------------------------------------------------ what a model looks like at
@@ -268,11 +272,16 @@ TEST(Initialize, O0IsPlainFp32TrainingBitForBit) {
 
 TEST(Initialize, ForInferenceWithoutOptimizers) {
   for (const std::string level : kLevels) {
+    SCOPED_TRACE(level);
     Net net = make_net();
     net->eval();
-    auto mixed = initialize(net, quiet(level));
     const torch::NoGradGuard no_grad;
-    EXPECT_EQ(mixed.forward(net, images()).scalar_type(), torch::kFloat);
+    const at::Tensor expected = net->forward(images());
+    auto mixed = initialize(net, quiet(level));
+    const at::Tensor output = mixed.forward(net, images());
+    EXPECT_EQ(output.scalar_type(), torch::kFloat);
+    EXPECT_TRUE(
+        near(output, expected, level == "O0" ? 0 : test::rounding_tolerance(torch::kBFloat16, 6)));
   }
 }
 
@@ -503,9 +512,9 @@ TEST(Initialize, KeptLayersMayStandAnywhere) {
           EXPECT_EQ(model->parameters()[0].scalar_type(), torch::kFloat);
         }
         const auto output = mixed.forward(model, input);
-        // Sums of four to 36 products of numbers around 1.
+        // Inputs, weights and results of two layers are rounded.
         test::expect_close(output.detach().to(torch::kFloat), expected,
-                           32 * dtype_limits(dtype).epsilon);
+                           test::rounding_tolerance(dtype, 8));
         mixed.scale_loss(output.square().sum(), optimizer).backward();
         EXPECT_EQ(mixed.step(optimizer), Step::stepped);
       }
@@ -667,14 +676,21 @@ TEST(MixedPrecision, ForwardCastsWhateverHoldsTensors) {
 
 TEST(MixedPrecision, ForwardTakesModulesHoweverTheyAreHeld) {
   for (const std::string level : kLevels) {
+    SCOPED_TRACE(level);
+    torch::manual_seed(6);
     auto pointer = std::make_shared<NetImpl>();
     Net holder(pointer);
+    torch::manual_seed(6);
     NetImpl reference;
+    const at::Tensor expected = reference.forward(images());
     auto mixed = initialize({pointer, reference}, {}, quiet(level));
-    EXPECT_NO_THROW(mixed.forward(pointer, images()));
-    EXPECT_NO_THROW(mixed.forward(*pointer, images()));
-    EXPECT_NO_THROW(mixed.forward(holder, images()));
-    EXPECT_NO_THROW(mixed.forward(reference, images()));
+    // Of the batch, in training: the same each time.
+    const at::Tensor output = mixed.forward(pointer, images());
+    EXPECT_TRUE(
+        near(output, expected, level == "O0" ? 0 : test::rounding_tolerance(torch::kBFloat16, 6)));
+    EXPECT_TRUE(same_bits(mixed.forward(*pointer, images()), output));
+    EXPECT_TRUE(same_bits(mixed.forward(holder, images()), output));
+    EXPECT_TRUE(same_bits(mixed.forward(reference, images()), output));
   }
 }
 

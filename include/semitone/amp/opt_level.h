@@ -153,7 +153,8 @@ class Options {
   Options& cudnn_benchmark_limit(int value);
   /// The most MiB of workspace that a convolution may take, at least 1: the environment variable
   /// CUDNN_CONV_WSCAP_DBG, which cuDNN reads at the process's first convolution. Call initialize
-  /// before, and before other threads look at the environment. Default: as it is, no limit.
+  /// before, and before other threads look at the environment. The variable stays set. Default: as it
+  /// is, no limit.
   Options& cudnn_workspace_limit(std::int64_t mebibytes);
 
   OptLevel opt_level() const { return level_; }
