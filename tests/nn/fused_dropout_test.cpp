@@ -52,6 +52,35 @@ TEST_F(FusedDropoutTest, ExpectationIsTheInput) {
   }
 }
 
+// Masks of calls behind each other, and of ranks, which seed with their numbers: what is dropped here
+// says nothing of what is dropped there, at the same place, beside it, and in the whole.
+TEST_F(FusedDropoutTest, MasksOfCallsAndOfRanksAreIndependent) {
+  constexpr std::int64_t kSize = 1 << 18;
+  constexpr double kP = 0.3;
+  std::vector<at::Tensor> masks;
+  for (std::uint64_t rank = 0; rank < 4; ++rank) {
+    torch::manual_seed(1000 + rank);
+    for (int call = 0; call < 3; ++call) {
+      const at::Tensor dropped = fused_dropout(torch::ones({kSize}), kP).eq(0).to(torch::kDouble);
+      // Of mean 0 and variance 1.
+      masks.push_back(dropped.sub(kP).div(std::sqrt(kP * (1 - kP))));
+    }
+  }
+  // Five standard deviations of a mean of products; p itself is rounded to 2^-16.
+  const double most = 5 / std::sqrt(static_cast<double>(kSize)) + 0x1p-15;
+  for (std::size_t i = 0; i < masks.size(); ++i) {
+    EXPECT_LT(std::abs(masks[i].mean().item<double>()), most) << i;
+    for (std::size_t j = 0; j <= i; ++j) {
+      for (const std::int64_t shift : {0, 1, 8, 128, 1024}) {
+        if (i == j && shift == 0) continue;
+        const at::Tensor product = masks[i].mul(masks[j].roll(shift));
+        EXPECT_LT(std::abs(product.mean().item<double>()), most)
+            << i << " and " << j << ", shifted by " << shift;
+      }
+    }
+  }
+}
+
 TEST_F(FusedDropoutTest, GradientHasTheSameMask) {
   for (const auto dtype : kDtypes) {
     for (const bool channels_last : {false, true}) {

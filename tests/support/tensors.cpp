@@ -79,6 +79,11 @@ AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want) {
 AssertionResult near(const at::Tensor& got, const at::Tensor& want, double relative) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  if (!(relative <= kLargestTolerance)) {
+    return AssertionFailure() << "a relative tolerance of " << relative << " is more than "
+                              << kLargestTolerance
+                              << ": compare with a result that is rounded as often, or a wider one";
+  }
   if (auto shape = same_shape(got, want); !shape || !got.defined() || got.numel() == 0) {
     return shape;
   }

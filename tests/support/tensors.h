@@ -11,6 +11,9 @@ namespace semitone::test {
 // The same dtype, shape and bits: -0 is not 0. NaNs are equal to each other whatever their payload.
 testing::AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want);
 
+// With a larger one, near() fails whatever is compared: it could not tell a gradient from a part of it.
+inline constexpr double kLargestTolerance = 0.1;
+
 // The same shape, and |got - want| <= relative * max(|want|, mean |want|) for each element: the
 // mean is there because a sum that cancels is as exact as its terms. Infinities and NaNs must be in
 // the same places. Dtypes may differ. `relative` comes from tests/support/tolerance.h.
