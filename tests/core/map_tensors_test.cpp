@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,6 +15,7 @@
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace semitone {
@@ -66,6 +69,129 @@ TEST(MapTensors, LooksIntoTypesThatOffer) {
   EXPECT_EQ(map_tensors(batch, kLower).data.scalar_type(), kBf16);
   EXPECT_EQ(map_tensors(std::vector<Batch>{batch}, kLower)[0].label, 7);
   EXPECT_EQ(map_tensors(std::vector<Batch>{batch}, kLower)[0].data.scalar_type(), kBf16);
+}
+
+struct Pair {
+  at::Tensor a;
+  at::Tensor b;
+};
+struct Everything {
+  Pair pair;
+  std::vector<Pair> pairs;
+  std::optional<at::Tensor> maybe;
+  std::array<at::Tensor, 2> two;
+  std::map<std::string, Batch> batches;
+  const std::string name;
+  double number = 0.5;
+};
+struct Arrays {
+  int counts[3];
+  at::Tensor tensors[2];
+  at::Tensor last;
+};
+struct Tree {
+  at::Tensor value;
+  std::vector<Tree> children;
+};
+struct WithReference {
+  const std::string& name;
+  at::Tensor tensor;
+};
+struct OnlyMoves {
+  std::unique_ptr<int> number;
+  at::Tensor tensor;
+};
+struct Derived : Pair {
+  at::Tensor c;
+};
+struct NothingInside {
+  std::string name;
+  int number;
+};
+class Closed {
+ public:
+  const std::string& name() const { return name_; }
+
+ private:
+  std::string name_ = "closed";
+};
+class Declared : public Closed {};
+
+}  // namespace
+}  // namespace semitone
+
+template <>
+inline constexpr bool semitone::holds_no_tensors<semitone::Declared> = true;
+
+namespace semitone {
+namespace {
+
+TEST(MapTensors, LooksIntoStructs) {
+  const auto x = torch::ones({2});
+  const Everything before{{x, x}, {{x, x}}, x, {x, x}, {{"a", {x, 7}}}, "name"};
+  const Everything after = map_tensors(before, kLower);
+  for (const at::Tensor& tensor : {after.pair.a, after.pair.b, after.pairs[0].b, *after.maybe,
+                                   after.two[1], after.batches.at("a").data})
+    EXPECT_EQ(tensor.scalar_type(), kBf16);
+  EXPECT_EQ(before.pair.a.scalar_type(), kFp32);
+  EXPECT_EQ(after.name, "name");
+  EXPECT_EQ(after.number, 0.5);
+  EXPECT_EQ(after.batches.at("a").label, 7);
+}
+
+TEST(MapTensors, LooksIntoStructsOfEveryKind) {
+  const auto x = torch::ones({2});
+  const Arrays arrays = map_tensors(Arrays{{1, 2, 3}, {x, x}, x}, kLower);
+  EXPECT_EQ(arrays.counts[2], 3);
+  EXPECT_EQ(arrays.tensors[1].scalar_type(), kBf16);
+  EXPECT_EQ(arrays.last.scalar_type(), kBf16);
+  const Tree tree = map_tensors(Tree{x, {{x, {}}, {x, {{x, {}}}}}}, kLower);
+  EXPECT_EQ(tree.children[1].children[0].value.scalar_type(), kBf16);
+  const std::string name = "name";
+  const WithReference with_reference = map_tensors(WithReference{name, x}, kLower);
+  EXPECT_EQ(&with_reference.name, &name);
+  EXPECT_EQ(with_reference.tensor.scalar_type(), kBf16);
+  const OnlyMoves moved = map_tensors(OnlyMoves{std::make_unique<int>(3), x}, kLower);
+  EXPECT_EQ(*moved.number, 3);
+  EXPECT_EQ(moved.tensor.scalar_type(), kBf16);
+}
+
+TEST(MapTensors, LooksIntoWhatElseModelsTake) {
+  const auto x = torch::ones({2});
+  EXPECT_EQ(
+      std::get<at::Tensor>(map_tensors(std::variant<int, at::Tensor>(x), kLower)).scalar_type(),
+      kBf16);
+  EXPECT_EQ(map_tensors(std::deque<at::Tensor>{x}, kLower)[0].scalar_type(), kBf16);
+  EXPECT_EQ(map_tensors(c10::List<at::Tensor>({x}), kLower).get(0).scalar_type(), kBf16);
+  const std::vector<at::Tensor> owner{x, x};
+  const std::vector<at::Tensor> list = map_tensors(at::TensorList(owner), kLower);
+  EXPECT_EQ(list.at(1).scalar_type(), kBf16);
+  const auto packed = torch::nn::utils::rnn::pack_padded_sequence(
+      torch::ones({3, 2, 4}), torch::tensor({3, 2}), false, true);
+  const auto lowered = map_tensors(packed, kLower);
+  EXPECT_EQ(lowered.data().scalar_type(), kBf16);
+  EXPECT_TRUE(at::equal(lowered.batch_sizes(), packed.batch_sizes()));
+}
+
+TEST(MapTensors, KnowsWhatItCannotLookInto) {
+  using detail::Holding;
+  using detail::holding;
+  static_assert(holding<Pair>() == Holding::tensors);
+  static_assert(holding<Tree>() == Holding::tensors);
+  static_assert(holding<NothingInside>() == Holding::none);
+  static_assert(holding<Closed>() == Holding::unknown);
+  static_assert(holding<std::vector<Closed>>() == Holding::unknown);
+  static_assert(holding<Derived>() == Holding::unknown, "a base class hides its fields");
+  static_assert(holding<Declared>() == Holding::none);
+  static_assert(holding<std::function<void()>>() == Holding::none);
+  static_assert(holding<std::shared_ptr<Pair>>() == Holding::none);
+  static_assert(holding<torch::nn::Linear>() == Holding::none);
+  static_assert(holding<c10::Device>() == Holding::none);
+  static_assert(holding<at::TensorOptions>() == Holding::none);
+  static_assert(holding<at::Scalar>() == Holding::none);
+  static_assert(holding<at::IntArrayRef>() == Holding::none);
+  EXPECT_EQ(map_tensors(Declared(), kLower).name(), "closed");
+  EXPECT_EQ(map_tensors(NothingInside{"x", 1}, kLower).name, "x");
 }
 
 TEST(MapTensors, ReturnsEverythingElseAsItIs) {

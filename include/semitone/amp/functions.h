@@ -34,7 +34,8 @@ std::vector<c10::DeviceType> devices_with_casts();
 /// An argument with its tensors replaced; one that can hold none is passed on as it came.
 template <typename T, typename Transform>
 decltype(auto) with_tensors(T&& argument, const Transform& transform) {
-  if constexpr (semitone::detail::HoldsTensors<std::remove_cvref_t<T>>::value) {
+  if constexpr (semitone::detail::holding<std::remove_cvref_t<T>>() !=
+                semitone::detail::Holding::none) {
     return map_tensors(argument, transform);
   } else {
     return std::forward<T>(argument);
@@ -79,8 +80,7 @@ auto casting(Function f, MakeCast make_cast) {
 
 }  // namespace detail
 
-/// A callable that casts its tensor arguments (nested ones too, see map_tensors; not those in an
-/// at::TensorList or c10::List) to the region's 16-bit dtype and runs f with casts off, as if f were
+/// A callable that casts its tensor arguments (nested ones too, see map_tensors) to the region's 16-bit dtype and runs f with casts off, as if f were
 /// one operator of the policy's `lower` rows; 16-bit matrix products inside are computed as the
 /// policy's Emulation says. Outside a region it calls f as it is. f takes tensors by value or const
 /// reference; other arguments are passed on as they come.

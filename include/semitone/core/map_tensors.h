@@ -1,50 +1,46 @@
 #pragma once
 
+#include "semitone/core/fields.h"
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Scalar.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/FunctionRef.h>
 
 #include <array>
+#include <concepts>
 #include <cstddef>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
-/// Looking into whatever a model takes and returns: tensors in any nesting of standard containers and
-/// IValues.
+namespace torch::nn::utils::rnn {
+class PackedSequence;
+}  // namespace torch::nn::utils::rnn
+
+/// Looking into whatever a model takes and returns: tensors in any nesting of structs, standard
+/// containers and IValues.
 namespace semitone {
 
+/// Whether a class of yours holds no tensors that map_tensors would have to find. Say so for one that
+/// it cannot look into:
+///
+///     template <>
+///     inline constexpr bool semitone::holds_no_tensors<MyConfig> = true;
+template <typename T>
+inline constexpr bool holds_no_tensors = false;
+
 namespace detail {
-
-template <typename T>
-struct IsTuple : std::false_type {};
-template <typename... Elements>
-struct IsTuple<std::tuple<Elements...>> : std::true_type {};
-template <typename First, typename Second>
-struct IsTuple<std::pair<First, Second>> : std::true_type {};
-template <typename Element, std::size_t size>
-struct IsTuple<std::array<Element, size>> : std::true_type {};
-
-template <typename T>
-struct IsSequence : std::false_type {};
-template <typename Element, typename Allocator>
-struct IsSequence<std::vector<Element, Allocator>> : std::true_type {};
-
-template <typename T>
-struct IsMap : std::false_type {};
-template <typename Key, typename Value, typename... Rest>
-struct IsMap<std::map<Key, Value, Rest...>> : std::true_type {};
-template <typename Key, typename Value, typename... Rest>
-struct IsMap<std::unordered_map<Key, Value, Rest...>> : std::true_type {};
-
-template <typename T>
-struct IsOptional : std::false_type {};
-template <typename Value>
-struct IsOptional<std::optional<Value>> : std::true_type {};
 
 using TensorTransform = c10::function_ref<at::Tensor(const at::Tensor&)>;
 
@@ -56,36 +52,196 @@ concept MapsItsTensors = requires(const T& value, TensorTransform transform) {
   value.map_tensors(transform);
 };
 
-/// Whether map_tensors looks into values of this type.
+template <typename T, template <typename...> typename Template>
+inline constexpr bool is_a = false;
+template <template <typename...> typename Template, typename... Arguments>
+inline constexpr bool is_a<Template<Arguments...>, Template> = true;
+
 template <typename T>
-struct HoldsTensors : std::bool_constant<std::is_same_v<T, at::Tensor> ||
-                                         std::is_same_v<T, c10::IValue> || MapsItsTensors<T>> {};
-template <typename... Elements>
-struct HoldsTensors<std::tuple<Elements...>> : std::disjunction<HoldsTensors<Elements>...> {};
-template <typename First, typename Second>
-struct HoldsTensors<std::pair<First, Second>>
-    : std::disjunction<HoldsTensors<First>, HoldsTensors<Second>> {};
+inline constexpr bool is_std_array = false;
 template <typename Element, std::size_t size>
-struct HoldsTensors<std::array<Element, size>> : HoldsTensors<Element> {};
-template <typename Element, typename Allocator>
-struct HoldsTensors<std::vector<Element, Allocator>> : HoldsTensors<Element> {};
-template <typename Key, typename Value, typename... Rest>
-struct HoldsTensors<std::map<Key, Value, Rest...>> : HoldsTensors<Value> {};
-template <typename Key, typename Value, typename... Rest>
-struct HoldsTensors<std::unordered_map<Key, Value, Rest...>> : HoldsTensors<Value> {};
-template <typename Value>
-struct HoldsTensors<std::optional<Value>> : HoldsTensors<Value> {};
+inline constexpr bool is_std_array<std::array<Element, size>> = true;
+
+/// Tuples, pairs and arrays.
+template <typename T>
+concept TupleLike = is_a<T, std::tuple> || is_a<T, std::pair> || is_std_array<T>;
+template <typename T>
+concept MapLike = is_a<T, std::map> || is_a<T, std::unordered_map>;
+/// vector, deque, list, c10::SmallVector.
+template <typename T>
+concept Sequence = !is_a<T, std::basic_string> && requires(T value, const T& other) {
+  typename T::value_type;
+  value.push_back(*other.begin());
+  other.end();
+};
+/// The smart pointers, callables and values of the standard library and of LibTorch that have
+/// destructors, and no tensors of their own in them.
+template <typename T>
+concept KnownOpaque = is_a<T, std::basic_string> || is_a<T, std::function> ||
+    is_a<T, std::shared_ptr> || is_a<T, std::unique_ptr> || is_a<T, std::weak_ptr> ||
+    is_a<T, c10::intrusive_ptr> || std::same_as<T, at::Scalar> || std::same_as<T, c10::SymInt> ||
+    std::same_as<T, at::Generator> || requires {
+  typename T::ContainedType;
+};  // torch::nn::ModuleHolder
+
+enum class Holding {
+  none,
+  tensors,
+  unknown,  // a class that map_tensors cannot look into
+};
+
+constexpr Holding operator|(Holding a, Holding b) {
+  if (a == Holding::tensors || b == Holding::tensors) return Holding::tensors;
+  return a == Holding::unknown ? a : b;
+}
+
+template <typename T, typename... Outer>
+consteval Holding holding();
+
+template <typename... Outer, typename... Elements>
+consteval Holding holding_of_any(TypeList<Elements...>) {
+  return (Holding::none | ... | holding<std::remove_cvref_t<Elements>, Outer...>());
+}
+
+template <typename T>
+struct ElementTypes;
+template <template <typename...> typename Template, typename... Elements>
+struct ElementTypes<Template<Elements...>> {
+  using Types = TypeList<Elements...>;
+};
+template <typename Element, std::size_t size>
+struct ElementTypes<std::array<Element, size>> {
+  using Types = TypeList<Element>;
+};
+
+struct CollectTypes {
+  template <typename Types, typename... Fields>
+  constexpr Types operator()(Types types, Fields&...) const {
+    return types;
+  }
+};
+template <typename T>
+using FieldTypes = decltype(with_fields(std::declval<T&>(), CollectTypes()));
+
+/// What map_tensors finds in values of a type. Outer: the types that it is looked for in, since a
+/// struct may hold a list of its own kind.
+template <typename T, typename... Outer>
+consteval Holding holding() {
+  if constexpr (std::is_array_v<T>) {
+    return holding<std::remove_cv_t<std::remove_all_extents_t<T>>, Outer...>();
+  } else if constexpr (!std::is_class_v<T> || (std::is_same_v<T, Outer> || ...) ||
+                       holds_no_tensors<T>) {
+    return Holding::none;
+  } else if constexpr (std::is_same_v<T, at::Tensor> || std::is_same_v<T, c10::IValue> ||
+                       std::is_same_v<T, torch::nn::utils::rnn::PackedSequence> ||
+                       std::is_same_v<T, at::TensorList> || MapsItsTensors<T>) {
+    return Holding::tensors;
+  } else if constexpr (TupleLike<T> || is_a<T, std::variant>) {
+    return holding_of_any<T, Outer...>(typename ElementTypes<T>::Types());
+  } else if constexpr (MapLike<T>) {
+    return holding<typename T::mapped_type, T, Outer...>();
+  } else if constexpr (is_a<T, c10::List>) {
+    return holding<std::remove_cvref_t<typename T::value_type>, T, Outer...>();
+  } else if constexpr (is_a<T, std::optional> || Sequence<T>) {
+    return holding<std::remove_cvref_t<typename T::value_type>, T, Outer...>();
+  } else if constexpr (KnownOpaque<T>) {
+    return Holding::none;
+  } else if constexpr (field_count<T>() > 0) {
+    return holding_of_any<T, Outer...>(FieldTypes<T>());
+  } else {
+    // A tensor has a destructor, and so has whatever has one in it.
+    return std::is_trivially_destructible_v<T> ? Holding::none : Holding::unknown;
+  }
+}
+
+/// Whether map_tensors finds tensors in values of this type.
+template <typename T>
+struct HoldsTensors : std::bool_constant<holding<T>() == Holding::tensors> {};
+
+/// What map_tensors makes of a type: the type itself, but a list in place of a view of one.
+template <typename T>
+using Mapped = std::conditional_t<std::is_same_v<std::remove_cvref_t<T>, at::TensorList>,
+                                  std::vector<at::Tensor>, std::decay_t<T>>;
 
 }  // namespace detail
 
 /// Calls transform, a function from tensor to tensor, on every tensor of a value and returns the
-/// value with the results in their places: tensors, IValues, std::vector, array, pair, tuple,
-/// optional, map and unordered_map, nested in any way. A type of your own takes part if it has a
-/// method `T map_tensors(transform) const`. Everything else is returned as it is.
+/// value with the results in their places. It finds tensors in
+/// - IValues, std::vector, deque, list, array, pair, tuple, optional, variant, map and unordered_map,
+///   c10::List, c10::SmallVector and torch's PackedSequence; an at::TensorList becomes a vector;
+/// - structs without base classes, private fields and constructors, of up to 16 fields: what models
+///   return in C++;
+/// - classes of your own with a method `T map_tensors(transform) const`;
+/// nested in any way. What holds no tensors is returned as it is.
+///
+/// A class that it cannot look into is a compile-time error, unless it has no destructor (so no
+/// tensor), or is one of the standard library's or LibTorch's that hold none: give it a method
+/// map_tensors, or say holds_no_tensors. What is behind pointers and references stays as it is.
 template <typename T, typename Transform>
-auto map_tensors(T&& value, const Transform& transform) {
+detail::Mapped<T> map_tensors(T&& value, const Transform& transform);
+
+namespace detail {
+
+/// A field of a struct in the struct that map_tensors makes.
+template <typename Field, bool movable, typename Value, typename Transform>
+decltype(auto) map_field(Value& field, const Transform& transform) {
+  if constexpr (holding<std::remove_cvref_t<Field>>() != Holding::none) {
+    static_assert(
+        !std::is_reference_v<Field>,
+        "map_tensors cannot replace a tensor that a struct holds by reference: hold it by "
+        "value, which copies no data");
+    return map_tensors(field, transform);
+  } else if constexpr (std::is_reference_v<Field>) {
+    return static_cast<Field>(field);
+  } else if constexpr (movable && !std::is_const_v<Value>) {
+    return std::move(field);
+  } else {
+    return static_cast<const Value&>(field);
+  }
+}
+
+template <typename Field, typename Transform>
+void assign_field(Field& field, const Transform& transform) {
+  if constexpr (holding<std::remove_cv_t<Field>>() == Holding::none) {
+    return;
+  } else if constexpr (std::is_array_v<Field>) {
+    for (auto& element : field) assign_field(element, transform);
+  } else {
+    field = map_tensors(field, transform);
+  }
+}
+
+template <typename T, typename Transform>
+std::remove_cvref_t<T> map_struct(T&& value, const Transform& transform) {
   using Value = std::remove_cvref_t<T>;
-  if constexpr (!detail::HoldsTensors<Value>::value) {
+  constexpr bool movable = !std::is_lvalue_reference_v<T>;
+  constexpr bool has_arrays = []<typename... Fields>(TypeList<Fields...>) {
+    return (std::is_array_v<Fields> || ...);
+  }(FieldTypes<Value>());
+  if constexpr (has_arrays) {
+    Value result(std::forward<T>(value));
+    with_fields(result, [&](auto, auto&... fields) { (assign_field(fields, transform), ...); });
+    return result;
+  } else {
+    return with_fields(value, [&]<typename... Fields>(TypeList<Fields...>, auto&... fields) {
+      return Value{map_field<Fields, movable>(fields, transform)...};
+    });
+  }
+}
+
+}  // namespace detail
+
+template <typename T, typename Transform>
+detail::Mapped<T> map_tensors(T&& value, const Transform& transform) {
+  using Value = std::remove_cvref_t<T>;
+  constexpr auto found = detail::holding<Value>();
+  static_assert(
+      found != detail::Holding::unknown,
+      "semitone cannot look into this class for tensors (a model's arguments and results "
+      "are cast, split or gathered). Give it a method `T map_tensors(const auto& f) const` "
+      "that calls f on each of its tensors, or, if it has none, write `template <> inline "
+      "constexpr bool semitone::holds_no_tensors<T> = true;`");
+  if constexpr (found != detail::Holding::tensors) {
     return std::decay_t<T>(std::forward<T>(value));
   } else if constexpr (std::is_same_v<Value, at::Tensor>) {
     return at::Tensor(transform(value));
@@ -93,21 +249,29 @@ auto map_tensors(T&& value, const Transform& transform) {
     return detail::map_ivalue(value, transform);
   } else if constexpr (detail::MapsItsTensors<Value>) {
     return value.map_tensors(transform);
-  } else if constexpr (detail::IsOptional<Value>::value) {
+  } else if constexpr (std::is_same_v<Value, torch::nn::utils::rnn::PackedSequence>) {
+    // LibTorch wants the batch sizes on the CPU, where they are.
+    return Value(transform(value.data()), value.batch_sizes(), transform(value.sorted_indices()),
+                 transform(value.unsorted_indices()));
+  } else if constexpr (detail::is_a<Value, std::optional>) {
     return value.has_value() ? Value(map_tensors(*value, transform)) : Value();
-  } else if constexpr (detail::IsTuple<Value>::value) {
+  } else if constexpr (detail::is_a<Value, std::variant>) {
+    return std::visit([&](const auto& held) { return Value(map_tensors(held, transform)); }, value);
+  } else if constexpr (detail::TupleLike<Value>) {
     return std::apply(
         [&](const auto&... elements) { return Value{map_tensors(elements, transform)...}; }, value);
-  } else if constexpr (detail::IsSequence<Value>::value) {
-    Value result;
-    result.reserve(value.size());
-    for (const auto& element : value) result.push_back(map_tensors(element, transform));
-    return result;
-  } else {
-    static_assert(detail::IsMap<Value>::value);
+  } else if constexpr (detail::MapLike<Value>) {
     Value result;
     for (const auto& [key, element] : value) result.emplace(key, map_tensors(element, transform));
     return result;
+  } else if constexpr (detail::is_a<Value, c10::List>) {
+    return detail::map_ivalue(c10::IValue(value), transform).template to<Value>();
+  } else if constexpr (detail::Sequence<Value> || std::is_same_v<Value, at::TensorList>) {
+    detail::Mapped<Value> result;
+    for (const auto& element : value) result.push_back(map_tensors(element, transform));
+    return result;
+  } else {
+    return detail::map_struct(std::forward<T>(value), transform);
   }
 }
 

@@ -65,17 +65,21 @@ class ReplicaSync {
       expect_backward({});
       return output;
     }
-    if constexpr (!detail::HoldsTensors<Output>::value) refuse_outputs();
-    std::vector<at::Tensor> tensors;
-    const auto collect = [&](const at::Tensor& tensor) {
-      tensors.push_back(tensor);
-      return tensor;
-    };
-    output = map_tensors(std::move(output), collect);
-    tensors = expect_backward(tensors);
-    auto next = tensors.begin();
-    const auto replace = [&](const at::Tensor&) { return *next++; };
-    return map_tensors(std::move(output), replace);
+    if constexpr (detail::HoldsTensors<Output>::value) {
+      std::vector<at::Tensor> tensors;
+      const auto collect = [&](const at::Tensor& tensor) {
+        tensors.push_back(tensor);
+        return tensor;
+      };
+      output = map_tensors(std::move(output), collect);
+      tensors = expect_backward(tensors);
+      auto next = tensors.begin();
+      const auto replace = [&](const at::Tensor&) { return *next++; };
+      return map_tensors(std::move(output), replace);
+    } else {
+      refuse_outputs();
+      return output;
+    }
   }
   /// After a forward that returns nothing.
   void after_forward() { expect_backward({}); }
