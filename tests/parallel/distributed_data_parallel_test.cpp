@@ -531,13 +531,69 @@ TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
 
 struct OpaqueImpl : torch::nn::Module {
   OpaqueImpl() : linear(register_module("linear", torch::nn::Linear(6, 3))) { to(torch::kDouble); }
-  struct Result {
+  class Result {
+   public:
+    explicit Result(at::Tensor result) : value(std::move(result)) {}
     at::Tensor value;
+
+   private:
+    std::string name_ = "hides its fields";
   };
-  Result forward(const at::Tensor& x) { return {linear->forward(x)}; }
+  Result forward(const at::Tensor& x) { return Result(linear->forward(x)); }
   torch::nn::Linear linear;
 };
 TORCH_MODULE(Opaque);
+
+// Two results, of which a step uses one.
+struct BothHeads : torch::nn::Module {
+  BothHeads() {
+    left = register_module("left", torch::nn::Linear(6, 3));
+    right = register_module("right", torch::nn::Linear(6, 3));
+    to(torch::kDouble);
+  }
+  struct Result {
+    at::Tensor left;
+    at::Tensor right;
+  };
+  Result forward(const at::Tensor& x) { return {left(x), right(x)}; }
+  torch::nn::Linear left{nullptr}, right{nullptr};
+};
+
+TEST(Results, InStructsAreSearched) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    torch::manual_seed(1);
+    const auto model = std::make_shared<BothHeads>();
+    DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+    const Batch batch = batch_of(1, 2);
+    for (int step = 0; step < 3; ++step) {
+      const auto result = ddp.forward(batch.data);
+      sum_of_squares(step == 1 ? result.right : result.left, batch.target).backward();
+    }
+    EXPECT_TRUE(model->left->weight.grad().defined());
+    EXPECT_TRUE(model->right->weight.grad().defined());
+  });
+}
+
+// As in LibTorch's own examples: struct Net : torch::nn::Module, and an object of it.
+TEST(Models, ThatAreObjectsAreTakenByReference) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::manual_seed(1);
+    BothHeads alone;
+    const Batch whole = batch_of(1, 4);
+    sum_of_squares(alone.forward(whole.data).left, whole.target).div(2).backward();
+    torch::manual_seed(1 + static_cast<std::uint64_t>(rank.number()));
+    BothHeads model;
+    DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+    EXPECT_EQ(&ddp.module(), &model);
+    const auto mine = torch::arange(2) + 2 * rank.number();
+    sum_of_squares(ddp.forward(whole.data.index_select(0, mine)).left,
+                   whole.target.index_select(0, mine))
+        .backward();
+    expect_near({model.left->weight.grad()}, {alone.left->weight.grad()});
+  });
+}
 
 TEST(Results, OfAnyTypePassThrough) {
   run_ranks(2, [](Rank&) {

@@ -86,7 +86,8 @@ class DataParallelOptions {
 ///
 /// Not for two threads at a time.
 ///
-/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module
+/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A module
+/// that is an object itself is taken by reference and has to outlive this.
 template <typename Model>
 class DataParallel : public WrappedModel<Model> {
  public:
@@ -110,7 +111,7 @@ class DataParallel : public WrappedModel<Model> {
     (static_cast<void>(map_tensors(arguments, look)), ...);
     const std::size_t count = cut.parts();
 
-    std::vector<std::tuple<std::decay_t<const Arguments&>...>> inputs;
+    std::vector<std::tuple<detail::Mapped<Arguments>...>> inputs;
     for (std::size_t replica = 0; replica < count; ++replica) {
       const auto part = [&](const at::Tensor& tensor) { return cut.part(tensor, replica); };
       inputs.emplace_back(map_tensors(arguments, part)...);
@@ -146,7 +147,8 @@ class DataParallel : public WrappedModel<Model> {
  private:
   static torch::jit::Module& as_module(torch::jit::Module& copy) { return copy; }
   static auto& as_module(const std::shared_ptr<torch::nn::Module>& copy) {
-    return dynamic_cast<std::remove_reference_t<decltype(*std::declval<Model&>())>&>(*copy);
+    using Module = std::remove_reference_t<decltype(std::declval<WrappedModel<Model>&>().module())>;
+    return dynamic_cast<Module&>(*copy);
   }
 
   template <typename Output>
@@ -159,5 +161,9 @@ class DataParallel : public WrappedModel<Model> {
 
   ReplicaPlan plan_;
 };
+
+template <std::derived_from<torch::nn::Module> Module>
+explicit DataParallel(Module&, const DataParallelOptions& = {})
+    -> DataParallel<std::reference_wrapper<Module>>;
 
 }  // namespace semitone::parallel

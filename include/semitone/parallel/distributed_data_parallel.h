@@ -7,6 +7,7 @@
 
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <functional>
 #include <type_traits>
 #include <utility>
@@ -51,7 +52,9 @@ namespace semitone::parallel {
 /// with delay_allreduce none are before backward is done, else a bucket is when it is full.
 /// torch::autograd::grad does not reduce anything. With a group of one process it does nothing but call the model.
 ///
-/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module
+/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A module
+/// that is an object itself (struct Net : torch::nn::Module; Net model;) is taken by reference and has
+/// to outlive this.
 template <typename Model>
 class DistributedDataParallel : public WrappedModel<Model> {
  public:
@@ -106,5 +109,9 @@ class DistributedDataParallel : public WrappedModel<Model> {
  private:
   ReplicaSync sync_;
 };
+
+template <std::derived_from<torch::nn::Module> Module>
+DistributedDataParallel(Module&, comm::Group, const DdpOptions& = {})
+    -> DistributedDataParallel<std::reference_wrapper<Module>>;
 
 }  // namespace semitone::parallel

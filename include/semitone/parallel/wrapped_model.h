@@ -2,34 +2,30 @@
 
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
 
+#include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace semitone::parallel {
 
 /// What DistributedDataParallel and DataParallel have in common: the model that they run, and access
 /// to it. `wrapper->` is the model, for all but forward.
 ///
-/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module
+/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, torch::jit::Module, or a
+/// std::reference_wrapper of a module, which is what a module that is given by itself becomes
 template <typename Model>
 class WrappedModel {
+  static_assert(!std::is_base_of_v<torch::nn::Module, Model>,
+                "a module by value would be trained in a copy: give a variable (Net model; wrapper "
+                "(model)), which is taken by reference, a std::shared_ptr or a module holder");
+
  public:
   /// The model.
-  auto& module() {
-    if constexpr (kIsScript) {
-      return model_;
-    } else {
-      return *model_;
-    }
-  }
-  const auto& module() const {
-    if constexpr (kIsScript) {
-      return model_;
-    } else {
-      return *model_;
-    }
-  }
+  auto& module() { return module_of(model_); }
+  const auto& module() const { return module_of(model_); }
   auto& operator*() { return module(); }
   const auto& operator*() const { return module(); }
   auto* operator->() { return &module(); }
@@ -37,10 +33,14 @@ class WrappedModel {
  protected:
   explicit WrappedModel(Model model) : model_(std::move(model)) {}
 
-  /// The forward of the model, or of a copy; a TorchScript one takes IValues, or what becomes one.
+  /// The forward of the model, or of a copy; a TorchScript one takes IValues, or what becomes one, or
+  /// a std::vector<IValue> of all inputs.
   template <typename Module, typename... Arguments>
   static auto call(Module& module, Arguments&&... arguments) {
-    if constexpr (kIsScript) {
+    if constexpr (kIsScript && std::is_same_v<std::tuple<std::decay_t<Arguments>...>,
+                                              std::tuple<std::vector<c10::IValue>>>) {
+      return module.forward(std::forward<Arguments>(arguments)...);
+    } else if constexpr (kIsScript) {
       return module.forward({c10::IValue(std::forward<Arguments>(arguments))...});
     } else {
       return module.forward(std::forward<Arguments>(arguments)...);
@@ -49,6 +49,17 @@ class WrappedModel {
 
  private:
   static constexpr bool kIsScript = std::is_same_v<Model, torch::jit::Module>;
+
+  template <typename Held>
+  static auto& module_of(Held& held) {
+    if constexpr (kIsScript) {
+      return held;
+    } else if constexpr (requires { *held; }) {
+      return *held;
+    } else {
+      return held.get();
+    }
+  }
 
   Model model_;
 };
