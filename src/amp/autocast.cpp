@@ -2,26 +2,35 @@
 
 #include "semitone/core/device.h"
 #include "semitone/core/error.h"
+#include "src/amp/custom_backward.h"
 #include "src/amp/regions.h"
+#include "src/core/log.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
-#include <list>
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
 
 using Region = Regions::Region;
 
-// The regions of this thread with one of them replaced.
-std::shared_ptr<Regions> with(const Region& region) {
+const Regions* as_regions(const c10::DebugInfoBase* info) {
+  return static_cast<const Regions*>(info);
+}
+
+// The outer regions with one of them replaced.
+std::shared_ptr<Regions> with(const Region& region, const Regions* outer) {
   auto regions = std::make_shared<Regions>();
-  if (const Regions* outer = Regions::current()) {
+  if (outer != nullptr) {
     regions->innermost = outer->innermost;
     regions->cache = outer->cache;
   } else {
@@ -36,44 +45,170 @@ std::shared_ptr<Regions> with(const Region& region) {
   return regions;
 }
 
-// LibTorch's thread-local switches for one device, set as a region wants them and restored in the
-// end.
-class Switches {
- public:
-  explicit Switches(const Region& region)
-      : device_(region.device),
-        was_enabled_(at::autocast::is_autocast_enabled(region.device)),
-        dtype_before_(at::autocast::get_autocast_dtype(region.device)) {
-    at::autocast::set_autocast_enabled(device_, region.policy != nullptr);
-    at::autocast::set_autocast_dtype(device_, region.dtype);
+// LibTorch's thread-local switches for one device.
+struct Switches {
+  explicit Switches(c10::DeviceType of)
+      : device(of),
+        enabled(at::autocast::is_autocast_enabled(of)),
+        dtype(at::autocast::get_autocast_dtype(of)) {}
+  void set() const {
+    at::autocast::set_autocast_enabled(device, enabled);
+    at::autocast::set_autocast_dtype(device, dtype);
   }
-  ~Switches() {
-    at::autocast::set_autocast_dtype(device_, dtype_before_);
-    at::autocast::set_autocast_enabled(device_, was_enabled_);
-  }
-  Switches(const Switches&) = delete;
-  Switches& operator=(const Switches&) = delete;
 
- private:
-  c10::DeviceType device_;
-  bool was_enabled_;
-  c10::ScalarType dtype_before_;
+  c10::DeviceType device;
+  bool enabled;
+  c10::ScalarType dtype;
 };
 
+// Regions in force on this thread until the end of the scope, with LibTorch's switches as they want
+// them.
+//
 // TorchScript's optimizer differentiates whole graphs by itself, and fuses operators past the
 // dispatcher, both with dtypes that it takes from the graph and not from the policy. In a region
 // operators run one by one; the flag is the thread's own.
-using PlainTorchScript = torch::jit::GraphOptimizerEnabledGuard;
+//
+// LibTorch has a cache of weights' casts of its own, one for the process, which kernels of other
+// libraries fill by at::autocast::cached_cast, and some of LibTorch's that run in our regions. It
+// does not see that a weight changes: it is emptied where Python's torch.autocast does, at the end
+// of the outermost region, and wherever ours is.
+//
+// A scope that ends on another thread is left to the thread that it is on, which ends it when its next
+// scope begins or ends.
+class RegionScope {
+ public:
+  struct End {
+    void operator()(RegionScope* scope) const {
+      if (scope->thread_ == &innermost()) {
+        delete scope;
+        return;
+      }
+      log()->error(
+          "[amp.autocast] expected a region to end on the thread that it began on, got another "
+          "thread — it goes on there until the next region begins");
+      scope->is_abandoned_ = true;
+    }
+  };
+  using Handle = std::unique_ptr<RegionScope, End>;
+
+  static Handle begin(const Regions::List& regions, ThreadStateGuard::Make make) {
+    end_abandoned();
+    return Handle(new RegionScope(regions, std::move(make)));
+  }
+
+  RegionScope(const RegionScope&) = delete;
+  RegionScope& operator=(const RegionScope&) = delete;
+
+ private:
+  RegionScope(const Regions::List& regions, ThreadStateGuard::Make make)
+      : is_outermost_(Regions::current() == nullptr),
+        outer_had_gradients_(
+            std::exchange(custom_backward::begun_with_gradients(), c10::GradMode::is_enabled())),
+        outer_(innermost()) {
+    for (const Region& region : regions) switch_to(region);
+    info_.emplace(kAutocastState, std::move(make));
+    innermost() = this;
+  }
+
+  ~RegionScope() {
+    info_->end();
+    if (innermost() == this) {
+      innermost() = outer_;
+      custom_backward::begun_with_gradients() = outer_had_gradients_;
+      for (const Switches& switches : before_) switches.set();
+      if (script_before_.has_value()) torch::jit::setGraphExecutorOptimize(*script_before_);
+      if (is_outermost_) at::autocast::clear_cache();
+      end_abandoned();
+    } else {
+      hand_over();
+      static std::once_flag said;
+      std::call_once(said, [] {
+        log()->warn(
+            "[amp.autocast] expected regions to end in the reverse order of their construction, "
+            "got one that ended before a region inside it — the inner one goes on; said once");
+      });
+    }
+  }
+
+  static void end_abandoned() {
+    while (innermost() != nullptr && innermost()->is_abandoned_) delete innermost();
+  }
+
+  static RegionScope*& innermost() {
+    static thread_local RegionScope* scope = nullptr;
+    return scope;
+  }
+
+  void switch_to(const Region& region) {
+    before_.emplace_back(region.device);
+    at::autocast::set_autocast_enabled(region.device, region.policy != nullptr);
+    at::autocast::set_autocast_dtype(region.device, region.dtype);
+    if (region.policy == nullptr || script_before_.has_value()) return;
+    script_before_ = torch::jit::getGraphExecutorOptimize();
+    torch::jit::setGraphExecutorOptimize(false);
+  }
+
+  // What the next scope inside this one restores is what this one would have; where there is none
+  // it is restored now.
+  void hand_over() {
+    RegionScope* inside = innermost();
+    std::vector<RegionScope*> inner;  // from the innermost outwards
+    for (; inside != nullptr && inside != this; inside = inside->outer_) inner.push_back(inside);
+    if (inside == nullptr) return;
+    inner.back()->outer_ = outer_;
+    inner.back()->outer_had_gradients_ = outer_had_gradients_;
+    inner.back()->is_outermost_ = inner.back()->is_outermost_ || is_outermost_;
+    for (const Switches& switches : before_) {
+      bool handed = false;
+      for (auto scope = inner.rbegin(); scope != inner.rend() && !handed; ++scope) {
+        for (Switches& theirs : (*scope)->before_) {
+          if (theirs.device != switches.device) continue;
+          theirs = switches;
+          handed = true;
+        }
+      }
+      if (!handed) switches.set();
+    }
+    if (!script_before_.has_value()) return;
+    for (auto scope = inner.rbegin(); scope != inner.rend(); ++scope) {
+      if (!(*scope)->script_before_.has_value()) continue;
+      (*scope)->script_before_ = script_before_;
+      return;
+    }
+    torch::jit::setGraphExecutorOptimize(*script_before_);
+  }
+
+  const void* thread_ = &innermost();
+  std::atomic<bool> is_abandoned_{false};
+  bool is_outermost_;
+  bool outer_had_gradients_;
+  RegionScope* outer_;
+  c10::SmallVector<Switches, 2> before_;
+  std::optional<bool> script_before_;
+  std::optional<ThreadStateGuard> info_;
+};
+
+// As Python's torch.autocast does. Nothing is cast in such a region: operators on the CPU go on in
+// fp32.
+void warn_without_device(c10::DeviceType device) {
+  if (device != c10::DeviceType::CUDA || at::hasCUDA()) return;
+  static std::once_flag said;
+  std::call_once(said, [] {
+    log()->warn(
+        "[amp.autocast] expected a GPU for a region of CUDA operators, got none — nothing is cast "
+        "in it; amp::Autocast region(semitone::default_device()) is for wherever a program runs; "
+        "said once");
+  });
+}
 
 }  // namespace
 
 struct Autocast::Guard {
-  explicit Guard(const Region& region) : switches(region), info(kAutocastState, with(region)) {
-    if (region.policy != nullptr) plain.emplace(false);
-  }
-  Switches switches;
-  c10::DebugInfoGuard info;
-  std::optional<PlainTorchScript> plain;
+  explicit Guard(const Region& region)
+      : scope(RegionScope::begin({region}, [region](const c10::DebugInfoBase* outer) {
+          return with(region, as_regions(outer));
+        })) {}
+  RegionScope::Handle scope;
 };
 
 Autocast::Autocast(const CastPolicy& policy) {
@@ -82,11 +217,13 @@ Autocast::Autocast(const CastPolicy& policy) {
                 "'" + policy.fp32_param_globs().front() + "' in a policy that is not bound",
                 "Autocast region(policy.bind(model))");
   }
+  warn_without_device(policy.device());
   guard_ = std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()});
 }
 
 Autocast::Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype, bool enabled) {
   const CastTarget target(device, dtype.value_or(default_16bit_dtype(device)));
+  if (enabled) warn_without_device(device);
   guard_ = std::make_unique<Guard>(
       Region{device, target.dtype, enabled ? CastPolicy::semitone(target).compiled() : nullptr});
 }
@@ -116,6 +253,7 @@ c10::ScalarType autocast_dtype(c10::DeviceType device) {
 
 void clear_cast_cache() {
   if (const Regions* regions = Regions::current()) regions->cache->clear();
+  at::autocast::clear_cache();
 }
 
 // The cache is not kept alive: it dies with the outermost region, also where a graph that waits for
@@ -126,19 +264,18 @@ struct AutocastState::Data {
 };
 
 struct AutocastState::Scope::Guard {
-  explicit Guard(const Data& data) {
-    for (const Region& region : data.active) switches.emplace_back(region);
+  explicit Guard(const Data& data) : scope(RegionScope::begin(data.active, regions_of(data))) {}
+
+  static ThreadStateGuard::Make regions_of(const Data& data) {
     auto regions = std::make_shared<Regions>();
     regions->innermost = data.active;
     regions->cache = data.cache.lock();
     if (regions->cache == nullptr) regions->cache = std::make_shared<CastCache>();
-    info.emplace(kAutocastState, std::move(regions));
-    if (!data.active.empty()) plain.emplace(false);
+    return [regions = std::move(regions)](const c10::DebugInfoBase*) { return regions; };
   }
+
   c10::impl::ExcludeDispatchKeyGuard all_off{c10::autocast_dispatch_keyset};
-  std::list<Switches> switches;  // one a device: their order does not matter
-  std::optional<c10::DebugInfoGuard> info;
-  std::optional<PlainTorchScript> plain;
+  RegionScope::Handle scope;
 };
 
 AutocastState::Scope::Scope(std::unique_ptr<Guard> guard) : guard_(std::move(guard)) {}

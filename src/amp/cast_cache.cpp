@@ -1,11 +1,13 @@
 #include "src/amp/cast_cache.h"
 
+#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
@@ -56,7 +58,7 @@ std::uint64_t CastCache::fingerprint_of(const at::Tensor& weight) {
 
 bool CastCache::can_keep(const at::Tensor& tensor) {
   return tensor.is_leaf() && !tensor.is_view() && !tensor.is_inference() &&
-         tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.grad().defined();
+         tensor.layout() == at::kStrided && tensor.has_storage();
 }
 
 std::optional<std::int64_t> CastCache::version_of(const at::Tensor& tensor) {
@@ -80,6 +82,7 @@ void CastCache::forget_after_backward(const at::Tensor& converted) {
   if (!converted.requires_grad()) return;
   converted.register_hook([cache = weak_from_this()](const at::Tensor&) {
     if (const auto alive = cache.lock()) alive->clear();
+    at::autocast::clear_cache();
   });
 }
 
@@ -107,12 +110,33 @@ at::Tensor CastCache::find(const at::Tensor& weight, Conversion conversion) {
 }
 
 void CastCache::insert(const Key& key, Entry entry) {
+  std::vector<Entry>
+      forgotten;  // this and the entry replaced: destroyed after the lock is released
   const std::lock_guard lock(mutex_);
   const auto [place, added] = entries_.try_emplace(key, std::move(entry));
-  if (!added) std::swap(place->second, entry);  // the old one is destroyed after the lock is free
+  if (!added) std::swap(place->second, entry);
   if (entries_.size() < sweep_at_) return;
-  std::erase_if(entries_, [](const auto& item) { return item.second.weight.expired(); });
+  forget_locked(is_unused, forgotten);
   sweep_at_ = std::max(kSweepAbove, 2 * entries_.size());
+}
+
+// A cast with a gradient holds its weight, by the node that accumulates the weight's gradient: where
+// nothing but such casts holds the weight, and nothing but the cache holds this cast, both are gone
+// for the program.
+bool CastCache::is_unused(const Entry& entry) {
+  const std::size_t weight_uses = entry.weight.use_count();
+  return weight_uses == 0 ||
+         (weight_uses == 1 && entry.converted.requires_grad() && entry.converted.use_count() == 1);
+}
+
+void CastCache::forget_memory_of(const at::Tensor& written) {
+  if (!written.has_storage() || written.storage().use_count() == 1) return;
+  const c10::StorageImpl* const storage = written.storage().unsafeGetStorageImpl();
+  std::vector<Entry> forgotten;
+  const std::lock_guard lock(mutex_);
+  forget_locked(
+      [storage](const Entry& entry) { return entry.storage._unsafe_get_target() == storage; },
+      forgotten);
 }
 
 void CastCache::clear() {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace semitone::amp {
 
@@ -28,14 +29,13 @@ enum class Conversion : std::uint8_t {
 // tensor; and it is made anew with a gradient if it was made without one (under no_grad) and one is
 // needed now.
 //
-// torch::optim::SGD writes through tensor.data(), which no counter shows. It needs a gradient for
-// that. So a backward pass through any cast here forgets them all, and nothing is kept of a weight
-// that has a gradient: the optimizer may step at any moment then. Gradients that come otherwise, by
-// hand or from a backward pass with casts off, are gone again after zero_grad(); the weight shows
-// it: on a CPU a fingerprint of some elements has to be the same, too.
+// torch::optim::SGD writes through tensor.data(), which no counter shows. So a backward pass through
+// any cast here forgets them all; the kernels of add_ and sub_ tell of the memory that they write
+// to, by which SGD steps; and on a CPU a fingerprint of some of the weight's elements has to be the
+// same, too. A weight may have a gradient: while micro-batches are accumulated, all of them do.
 class CastCache : public std::enable_shared_from_this<CastCache> {
  public:
-  // Whether the casts of a tensor may be kept: a strided leaf without a gradient.
+  // Whether the casts of a tensor may be kept: a strided leaf.
   static bool can_keep(const at::Tensor& tensor);
 
   // The cached conversion of a tensor that can_keep(), or convert(weight), which is then
@@ -55,6 +55,10 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
   }
 
   void clear();
+
+  // Forgets the casts of what lies in the memory of a tensor that is written to. Costs nothing where
+  // nothing else lies there.
+  void forget_memory_of(const at::Tensor& written);
 
  private:
   struct Key {
@@ -86,6 +90,19 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
   static std::optional<std::int64_t> version_of(const at::Tensor& tensor);
   static std::uint64_t fingerprint_of(const at::Tensor& weight);
   static Entry entry_for(const at::Tensor& weight);  // without the conversion
+  static bool is_unused(const Entry& entry);
+  // Moves the entries that a condition holds for out of the map.
+  template <typename Condition>
+  void forget_locked(const Condition& condition, std::vector<Entry>& forgotten) {
+    for (auto entry = entries_.begin(); entry != entries_.end();) {
+      if (!condition(entry->second)) {
+        ++entry;
+        continue;
+      }
+      forgotten.push_back(std::move(entry->second));
+      entry = entries_.erase(entry);
+    }
+  }
   void forget_after_backward(const at::Tensor& converted);
   at::Tensor find(const at::Tensor& weight, Conversion conversion);
   void insert(const Key& key, Entry entry);

@@ -17,6 +17,8 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
@@ -67,15 +69,40 @@ struct CastPolicy::NamedParameter {
   BoundParameter parameter;
 };
 
+struct CastPolicy::Preset {
+  Rows rows;
+  bool as_libtorch;  // of preset torch: raises where LibTorch raises
+
+  // The actions by OpId, with the operators' kernels installed on a device: always the same one.
+  const CompiledPolicy::Actions& actions(c10::DeviceType device) const {
+    std::call_once(once, [&] {
+      for (const auto& [name, row] : rows) {
+        const auto op = find_operator(name);
+        if (!op.has_value()) continue;  // a library that was unloaded since
+        const OpId id = op_id(*op);
+        if (id >= by_id.size()) by_id.resize(id + 1);
+        by_id[id] = row.action;
+        install_kernel(*op, device);
+      }
+    });
+    return by_id;
+  }
+
+  mutable std::once_flag once;
+  mutable CompiledPolicy::Actions by_id;
+};
+
 struct CastPolicy::Compiled {
   std::once_flag once;
   std::shared_ptr<const CompiledPolicy> policy;
+  std::once_flag rows_once;
+  Rows rows;  // the preset's with the edits
 };
 
-CastPolicy::CastPolicy(std::string name, CastTarget target, Rows rows)
+CastPolicy::CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset)
     : name_(std::move(name)),
       target_(target),
-      rows_(std::make_shared<const Rows>(std::move(rows))),
+      preset_(std::move(preset)),
       compiled_(std::make_shared<Compiled>()) {}
 
 void CastPolicy::edited() {
@@ -84,38 +111,42 @@ void CastPolicy::edited() {
 
 class PolicyBuilder {
  public:
-  static CastPolicy build(std::string name, CastTarget target,
-                          std::span<const presets::Rows> table) {
-    CastPolicy::Rows rows;
+  using Rows = CastPolicy::Rows;
+
+  static Rows rows(std::span<const presets::Rows> table) {
+    Rows rows;
     for (const presets::Rows& group : table) {
       for (const std::string_view op : group.ops) add(rows, op, group.action);
     }
-    return {std::move(name), target, std::move(rows)};
+    return rows;
   }
 
-  // Like build, for a table whose names are complete: "prod" is the overload without a name and no
+  // Like rows, for a table whose names are complete: "prod" is the overload without a name and no
   // other. Keeps those that LibTorch has a kernel for.
-  static CastPolicy build_exact(std::string name, CastTarget target,
-                                std::span<const presets::Rows> table, bool as_libtorch) {
-    CastPolicy::Rows rows;
-    const auto& stock = stock_operators(target.device);
+  static Rows exact_rows(c10::DeviceType device, std::span<const presets::Rows> table) {
+    Rows rows;
+    const auto& stock = stock_operators(device);
     const std::set<std::string_view> registered(stock.begin(), stock.end());
     for (const presets::Rows& group : table) {
       for (const std::string_view op : group.ops) {
         if (registered.count(op) > 0) insert(rows, std::string(op), group.action);
       }
     }
-    CastPolicy policy(std::move(name), target, std::move(rows));
-    policy.as_libtorch_ = as_libtorch;
-    return policy;
+    return rows;
+  }
+
+  static CastPolicy policy(std::string_view name, CastTarget target, Rows rows,
+                           bool as_libtorch = false) {
+    auto preset = std::make_shared<CastPolicy::Preset>();
+    preset->rows = std::move(rows);
+    preset->as_libtorch = as_libtorch;
+    return {std::string(name), target, std::move(preset)};
   }
 
  private:
-  static void add(CastPolicy::Rows& rows, std::string_view name, CastAction action) {
-    static const auto* const overloads =
-        new std::map<std::string, std::vector<c10::OperatorHandle>>(aten_operators());
-    const auto found = overloads->find(std::string(name));
-    if (found == overloads->end()) return;  // not in this version of LibTorch
+  static void add(Rows& rows, std::string_view name, CastAction action) {
+    const auto found = aten_operators().find(std::string(name));
+    if (found == aten_operators().end()) return;  // not in this version of LibTorch
     const bool only_writing =
         std::all_of(found->second.begin(), found->second.end(), writes_to_argument);
     for (const auto& op : found->second) {
@@ -124,21 +155,8 @@ class PolicyBuilder {
     }
   }
 
-  static std::map<std::string, std::vector<c10::OperatorHandle>> aten_operators() {
-    std::map<std::string, std::vector<c10::OperatorHandle>> by_base;
-    auto& dispatcher = c10::Dispatcher::singleton();
-    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-      if (!is_aten(name)) continue;
-      const auto op = dispatcher.findSchema(name);
-      if (op.has_value()) by_base[base_of(display_name(name))].push_back(*op);
-    }
-    return by_base;
-  }
-
-  static std::string base_of(const std::string& name) { return name.substr(0, name.find('.')); }
-
-  static void insert(CastPolicy::Rows& rows, const std::string& name, CastAction action) {
-    rows[name] = {action, std::string(presets::reason(action, base_of(name)))};
+  static void insert(Rows& rows, const std::string& name, CastAction action) {
+    rows[name] = {action, std::string(presets::reason(action, name.substr(0, name.find('.'))))};
   }
 };
 
@@ -156,14 +174,68 @@ CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<Ca
   return known != made->end() ? known->second : made->emplace(key, build()).first->second;
 }
 
+// Calls install() once for each device; twice, which does no harm, where two threads ask at the same
+// time. What a policy may need besides its rows is installed whole: asking for each operator's
+// kernel every time that a policy is edited would cost 0.1 ms.
+class OncePerDevice {
+ public:
+  void operator()(c10::DeviceType device, c10::function_ref<void()> install) {
+    const auto bit = std::uint32_t{1} << static_cast<unsigned>(device);
+    if ((done_.load(std::memory_order_acquire) & bit) != 0) return;
+    install();
+    done_.fetch_or(bit, std::memory_order_release);
+  }
+
+ private:
+  std::atomic<std::uint32_t> done_{0};
+};
+
+// The operators of fast kernels by name, installed on a device.
+const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device) {
+  using Operators = std::map<std::string_view, OpId>;
+  static const auto* const operators = new Operators([] {
+    Operators ids;
+    for (const FastKernel& kernel : fast_kernels()) {
+      const auto op = find_operator(kernel.op);
+      if (op.has_value()) ids.emplace(kernel.op, op_id(*op));  // else not in this LibTorch
+    }
+    return ids;
+  }());
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const auto& [name, id] : *operators) install_kernel(*find_operator(name), device);
+  });
+  return *operators;
+}
+
+void install_matrix_products(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const auto& op : matrix_products()) install_kernel(op, device);
+  });
+}
+
+void install_for_mixed(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] { install_mixed_kernels(device); });
+}
+
+void install_convolutions(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const auto& op : convolutions()) install_kernel(op, device);
+  });
+}
+
 }  // namespace
 
 CastPolicy CastPolicy::semitone(CastTarget target) {
   return preset("semitone", target, [target] {
-    CastPolicy policy =
+    CastPolicy policy = PolicyBuilder::policy(
+        "semitone", target,
         target.device == c10::DeviceType::CPU
-            ? PolicyBuilder::build("semitone", target, presets::semitone_cpu())
-            : PolicyBuilder::build_exact("semitone", target, presets::torch_cuda(), false);
+            ? PolicyBuilder::rows(presets::semitone_cpu())
+            : PolicyBuilder::exact_rows(target.device, presets::torch_cuda()));
     return policy.fast_kernels(true);
   });
 }
@@ -171,26 +243,32 @@ CastPolicy CastPolicy::semitone(CastTarget target) {
 CastPolicy CastPolicy::torch(CastTarget target) {
   return preset("torch", target, [target] {
     const bool on_cpu = target.device == c10::DeviceType::CPU;
-    return PolicyBuilder::build_exact("torch", target,
-                                      on_cpu ? presets::torch_cpu() : presets::torch_cuda(), true);
+    return PolicyBuilder::policy(
+        "torch", target,
+        PolicyBuilder::exact_rows(target.device,
+                                  on_cpu ? presets::torch_cpu() : presets::torch_cuda()),
+        /*as_libtorch=*/true);
   });
 }
 
 CastPolicy CastPolicy::apex(CastTarget target) {
-  return preset("apex", target,
-                [target] { return PolicyBuilder::build("apex", target, presets::apex()); });
+  return preset("apex", target, [target] {
+    return PolicyBuilder::policy("apex", target, PolicyBuilder::rows(presets::apex()));
+  });
 }
 
 CastPolicy CastPolicy::paddle(CastTarget target, PaddleLevel level) {
   const bool first = level == PaddleLevel::O1;
   const char* const name = first ? "paddle" : "paddle-o2";
   return preset(name, target, [&] {
-    return PolicyBuilder::build(name, target, first ? presets::paddle_o1() : presets::paddle_o2());
+    return PolicyBuilder::policy(
+        name, target, PolicyBuilder::rows(first ? presets::paddle_o1() : presets::paddle_o2()));
   });
 }
 
 CastPolicy CastPolicy::none(CastTarget target) {
-  return CastPolicy("none", target).fast_kernels(true);
+  return preset("none", target,
+                [target] { return PolicyBuilder::policy("none", target, {}).fast_kernels(true); });
 }
 
 CastPolicy CastPolicy::by_name(std::string_view name, CastTarget target) {
@@ -205,7 +283,7 @@ CastPolicy CastPolicy::by_name(std::string_view name, CastTarget target) {
 }
 
 CastPolicy& CastPolicy::set(std::string_view op, CastAction action, std::string_view reason) {
-  Rows rows = *rows_;
+  Rows edits = edits_;
   for (const auto& handle : resolve_operators(op, "amp.cast_policy")) {
     const std::string name = display_name(handle.operator_name());
     if (writes_to_argument(handle) && action != CastAction::ban && action != CastAction::leave) {
@@ -213,9 +291,9 @@ CastPolicy& CastPolicy::set(std::string_view op, CastAction action, std::string_
                   "'" + name + "', which writes to its argument",
                   "name the out-of-place form; an in-place one can only be banned or left");
     }
-    rows[name] = {action, std::string(reason)};
+    edits[name] = {action, std::string(reason)};
   }
-  rows_ = std::make_shared<const Rows>(std::move(rows));
+  edits_ = std::move(edits);
   edited();
   return *this;
 }
@@ -308,14 +386,27 @@ bool CastPolicy::keeps_fp32(const at::Tensor& parameter) const {
 CastPolicy CastPolicy::with_target(CastTarget target) const {
   CastPolicy policy = *this;
   policy.target_ = target;
-  policy.as_libtorch_ = as_libtorch_ && target.device == target_.device;
+  if (target.device != target_.device) policy.preset_ = by_name(name_, target).preset_;
   policy.edited();
   return policy;
 }
 
 std::optional<CastRow> CastPolicy::find(std::string_view op) const {
-  const auto found = rows_->find(display_name(op));
-  return found == rows_->end() ? std::nullopt : std::optional(found->second);
+  const std::string name = display_name(op);
+  for (const Rows* rows : {&edits_, &preset_->rows}) {
+    const auto found = rows->find(name);
+    if (found != rows->end()) return found->second;
+  }
+  return std::nullopt;
+}
+
+const CastPolicy::Rows& CastPolicy::rows() const {
+  if (edits_.empty()) return preset_->rows;
+  std::call_once(compiled_->rows_once, [this] {
+    compiled_->rows = preset_->rows;
+    for (const auto& [name, row] : edits_) compiled_->rows[name] = row;
+  });
+  return compiled_->rows;
 }
 
 CastPolicy CastPolicy::bind(const Model& model) const {
@@ -338,27 +429,31 @@ CastPolicy CastPolicy::bind(const std::vector<Model>& models) const {
 
 std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
   std::call_once(compiled_->once, [this] {
-    auto policy = std::make_shared<CompiledPolicy>(name_, target_, emulation_, as_libtorch_);
-    install_stock_kernels(target_.device);
-    for (const auto& [name, row] : *rows_) {
+    const c10::DeviceType device = target_.device;
+    auto policy =
+        std::make_shared<CompiledPolicy>(name_, target_, emulation_, preset_->as_libtorch);
+    install_stock_kernels(device);
+    policy->set_actions(preset_->actions(device));
+    for (const auto& [name, row] : edits_) {
       const auto op = find_operator(name);
       if (!op.has_value()) continue;  // a library that was unloaded since
       policy->set_action(op_id(*op), row.action);
-      install_kernel(*op, target_.device);
+      install_kernel(*op, device);
     }
-    if (target_.device == c10::DeviceType::CPU) {
+    if (device == c10::DeviceType::CPU && !fast_kernels_.empty()) {
+      const auto& operators = fast_operators(device);
       for (const std::string& name : fast_kernels_) {
-        const auto op = find_operator(name);
-        if (!op.has_value()) continue;  // not in this version of LibTorch
-        policy->use_fast_kernel(op_id(*op));
-        install_kernel(*op, target_.device);
+        const auto id = operators.find(name);
+        if (id != operators.end()) policy->use_fast_kernel(id->second);
       }
     }
-    if (rows_->empty()) policy->lower_mixed();
-    if (policy->emulates_any() || policy->lowers_mixed()) {
-      for (const auto& op : matrix_products()) install_kernel(op, target_.device);
+    if (preset_->rows.empty() && edits_.empty()) policy->lower_mixed();
+    if (policy->lowers_mixed()) {
+      install_for_mixed(device);
+    } else if (policy->emulates_any()) {
+      install_matrix_products(device);
     } else if (policy->repairs()) {
-      for (const auto& op : convolutions()) install_kernel(op, target_.device);
+      install_convolutions(device);
     }
     if (binding_ != nullptr) {
       for (const NamedParameter& named : *binding_) policy->add(named.parameter);
@@ -369,10 +464,10 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
           const auto op = find_operator(name);
           if (!op.has_value() || writes_to_argument(*op)) continue;  // the write would go to a copy
           policy->keep_operator(op_id(*op));
-          install_kernel(*op, target_.device);
+          install_kernel(*op, device);
         }
       };
-      keep(*rows_);
+      keep(rows());
       keep(semitone(target_).rows());
     }
     compiled_->policy = std::move(policy);

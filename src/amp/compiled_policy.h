@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -78,6 +79,9 @@ class CompiledPolicy {
     return parameters_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
 
+  // Actions by OpId.
+  using Actions = std::vector<std::optional<CastAction>>;
+  void set_actions(Actions actions) { actions_ = std::move(actions); }
   void set_action(OpId op, CastAction action);
   void keep_operator(OpId op);
   void use_fast_kernel(OpId op);
@@ -86,7 +90,7 @@ class CompiledPolicy {
  private:
   std::string name_;
   CastTarget target_;
-  std::vector<std::optional<CastAction>> actions_;
+  Actions actions_;
   std::vector<bool> kept_operators_;
   std::vector<bool> fast_;
   std::unordered_map<const c10::TensorImpl*, BoundParameter> parameters_;

@@ -2,7 +2,9 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/amp/attention_scores.h"
 #include "src/amp/caster.h"
+#include "src/amp/custom_backward.h"
 #include "src/amp/emulation.h"
 #include "src/amp/fast_kernels.h"
 #include "src/amp/op_names.h"
@@ -11,11 +13,13 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/boxing/KernelFunction.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -41,6 +45,11 @@ constexpr std::string_view kCudnnRnn = "_cudnn_rnn";
 constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precision",
                                                        "_autocast_to_reduced_precision"};
 
+// Operators that LibTorch refuses for arguments of two floating dtypes, in which a model with 16-bit
+// weights brings fp32 along: a grid, an index, a target. They compute in fp32 then.
+constexpr std::array<std::string_view, 9> kWidensMixed{
+    "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
+    "index_put", "scatter_add", "vdot"};
 // What checks that its arguments have one dtype before it comes to the matrix products inside it.
 // (lstm.input and lstm.data; gru_cell; …)
 constexpr std::array<std::string_view, 8> kRecurrent{"gru",       "gru_cell",     "lstm",
@@ -51,7 +60,9 @@ constexpr std::array<std::string_view, 2> kRowNorms{"layer_norm", "rms_norm"};
 
 template <std::size_t size>
 bool is_one_of(std::string_view op, const std::array<std::string_view, size>& names) {
-  return std::find(names.begin(), names.end(), op.substr(0, op.find('.'))) != names.end();
+  return std::any_of(names.begin(), names.end(), [op](std::string_view name) {
+    return op.starts_with(name) && (op.size() == name.size() || op[name.size()] == '.');
+  });
 }
 
 constexpr c10::DispatchKeySet below(c10::DispatchKey key) {
@@ -138,7 +149,9 @@ class Kernel final : public c10::OperatorKernel {
         is_aten_(is_aten(op.operator_name())),
         is_script_cast_(std::find(kScriptCasts.begin(), kScriptCasts.end(), name_) !=
                         kScriptCasts.end()),
+        is_bmm_(name_ == "bmm"),
         product_(matrix_product(op)),
+        widens_mixed_(is_aten_ && is_one_of(name_, kWidensMixed)),
         is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
         is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
         fast_(find_fast_kernel(name_)) {
@@ -165,6 +178,24 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
 
+    if (!c10::GradMode::is_enabled()) custom_backward::see_operator_without_gradients();
+    // Where fp32 can go on: a product with 16 bits is lowered.
+    const bool may_be_scores = is_bmm_ && (policy.casts() || policy.lowers_mixed()) &&
+                               attention_scores::may_follow(arguments);
+    run(op, keys, stack, arguments, *regions, policy);
+    if (may_be_scores) attention_scores::remember(stack->back().toTensor());
+  }
+
+  bool has_row(const CompiledPolicy& policy) const {
+    return policy.action(id_).has_value() || policy.keeps_operator(id_);
+  }
+  bool has_fast_kernel(const CompiledPolicy& policy) const { return policy.uses_fast_kernel(id_); }
+
+ private:
+  using Arguments = std::span<c10::IValue>;
+
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+           Arguments arguments, const Regions& regions, const CompiledPolicy& policy) const {
     std::optional<CastAction> action = policy.action(id_);
     if (policy.keeps_operator(id_) && has_kept_argument(arguments, policy))
       action = CastAction::fp32;
@@ -172,7 +203,7 @@ class Kernel final : public c10::OperatorKernel {
       run_as_stock(op, keys, stack);
       return;
     }
-    const Caster cast(*regions, policy, name_);
+    const Caster cast(regions, policy, name_);
     const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
@@ -191,9 +222,6 @@ class Kernel final : public c10::OperatorKernel {
         run_uncast(op, keys, stack, arguments, cast, policy, fast);
     }
   }
-
- private:
-  using Arguments = std::span<c10::IValue>;
 
   void run_as_stock(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
     if (stock_.has_value()) {
@@ -247,6 +275,11 @@ class Kernel final : public c10::OperatorKernel {
         return;
       }
       if (policy.lowers_mixed() && !product_->is_composite) mixed = dtypes.mixed_16bit();
+    }
+    if (widens_mixed_ && policy.lowers_mixed() &&
+        Dtypes(arguments, device_).mixed_16bit().has_value()) {
+      run_in_fp32(op, keys, stack, arguments, cast, fast);
+      return;
     }
     if (runs_fast(fast, arguments, stack)) return;
     if (mixed.has_value()) {
@@ -369,13 +402,111 @@ class Kernel final : public c10::OperatorKernel {
   std::string name_;
   bool is_aten_;
   bool is_script_cast_;
+  bool is_bmm_;
   std::optional<MatrixProduct> product_;
+  bool widens_mixed_;
   bool is_recurrent_;
   bool is_row_norm_;
   const FastKernel* fast_;  // null: none
   std::optional<std::size_t> dtype_argument_;
   std::optional<c10::SafeKernelFunction> stock_;
 };
+
+// The kernels of operators that are called too often to be boxed each time, and that have something to
+// see in every region. What policies say is for the boxed kernel to do.
+class WatchingKernel : public c10::OperatorKernel {
+ public:
+  WatchingKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                 c10::DispatchKey key)
+      : op_(op), boxed_(op, id, device, key), device_(device), key_(key) {}
+
+ protected:
+  struct InForce {
+    const Regions* regions;
+    const CompiledPolicy* policy;  // null: no region of ours, or one that is off
+  };
+  InForce in_force() const {
+    const Regions* regions = Regions::current();
+    const Regions::Region* region = regions == nullptr ? nullptr : regions->find(device_);
+    return {regions, region == nullptr ? nullptr : region->policy.get()};
+  }
+
+  template <typename... Arguments>
+  at::Tensor run_boxed(c10::DispatchKeySet keys, const Arguments&... arguments) const {
+    Stack stack;
+    torch::jit::push(stack, arguments...);
+    boxed_(op_, keys, &stack);
+    return std::move(stack.back()).toTensor();
+  }
+
+  c10::OperatorHandle op_;
+  Kernel boxed_;
+  c10::DeviceType device_;
+  c10::DispatchKey key_;
+};
+
+class ViewKernel final : public WatchingKernel {
+ public:
+  using WatchingKernel::WatchingKernel;
+
+  at::Tensor operator()(c10::DispatchKeySet keys, const at::Tensor& self,
+                        c10::SymIntArrayRef sizes) const {
+    const auto [regions, policy] = in_force();
+    if (policy != nullptr) {
+      if (attention_scores::are_viewed(self, sizes)) {
+        const Caster cast(*regions, *policy, "view");
+        const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+        return cast.to_fp32(self).view_symint(sizes);
+      }
+      const bool may_be_fast =
+          boxed_.has_fast_kernel(*policy) && self.dim() == 4 && !self.is_contiguous();
+      if (may_be_fast || boxed_.has_row(*policy)) return run_boxed(keys, self, sizes);
+    }
+    return at::_ops::view::redispatch(keys & below(key_), self, sizes);
+  }
+};
+
+// add_ and sub_, by which torch::optim::SGD and hand-written optimizers write to weights through
+// tensor.data(), without a trace in the version counter.
+template <typename Operator>
+class WritingKernel final : public WatchingKernel {
+ public:
+  using WatchingKernel::WatchingKernel;
+
+  at::Tensor& operator()(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other,
+                         const at::Scalar& alpha) const {
+    const auto [regions, policy] = in_force();
+    if (policy != nullptr) {
+      if (!self.requires_grad()) regions->cache->forget_memory_of(self);
+      if (boxed_.has_row(*policy) || boxed_.has_fast_kernel(*policy)) {
+        run_boxed(keys, self, other, alpha);
+        return self;
+      }
+    }
+    return Operator::redispatch(keys & below(key_), self, other, alpha);
+  }
+};
+
+template <typename Functor>
+c10::KernelFunction unboxed(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                            c10::DispatchKey key) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Functor>(
+      std::make_unique<Functor>(op, id, device, key));
+}
+
+constexpr std::array<std::string_view, 3> kWatched{"view", "add_.Tensor", "sub_.Tensor"};
+
+c10::KernelFunction make_kernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                                c10::DispatchKey key) {
+  const std::string name = display_name(op.operator_name());
+  if (name == "view") return unboxed<ViewKernel>(op, id, device, key);
+  if (name == "add_.Tensor")
+    return unboxed<WritingKernel<at::_ops::add__Tensor>>(op, id, device, key);
+  if (name == "sub_.Tensor")
+    return unboxed<WritingKernel<at::_ops::sub__Tensor>>(op, id, device, key);
+  return c10::KernelFunction::makeFromBoxedFunctor<Kernel>(
+      std::make_unique<Kernel>(op, id, device, key));
+}
 
 // LibTorch warns, once a process, that a kernel is overridden: that is the purpose here.
 struct Silence : c10::WarningHandler {
@@ -391,6 +522,17 @@ std::vector<std::string> aten_operators_with_kernel(c10::DispatchKey key) {
   }
   std::sort(names.begin(), names.end());
   return names;
+}
+
+std::vector<c10::OperatorHandle> operators_that_widen_mixed() {
+  std::vector<c10::OperatorHandle> operators;
+  for (const std::string_view name : kWidensMixed) {
+    const auto found = aten_operators().find(std::string(name));
+    if (found == aten_operators().end()) continue;  // not in this version of LibTorch
+    std::copy_if(found->second.begin(), found->second.end(), std::back_inserter(operators),
+                 [](const c10::OperatorHandle& op) { return !writes_to_argument(op); });
+  }
+  return operators;
 }
 
 class Registry {
@@ -418,6 +560,9 @@ class Registry {
       if (const auto op = find_operator(name)) install_locked(*op, device);
     }
     for (const std::string_view name : kScriptCasts) {
+      if (const auto op = find_operator(name)) install_locked(*op, device);
+    }
+    for (const std::string_view name : kWatched) {
       if (const auto op = find_operator(name)) install_locked(*op, device);
     }
   }
@@ -448,10 +593,8 @@ class Registry {
     const c10::WarningUtils::WarningHandlerGuard guard(&silence);
     installed_.emplace(std::pair(id, device),
                        c10::Dispatcher::singleton().registerImpl(
-                           op.operator_name(), key,
-                           c10::KernelFunction::makeFromBoxedFunctor<Kernel>(
-                               std::make_unique<Kernel>(op, id, device, key)),
-                           std::nullopt, nullptr, "semitone autocast"));
+                           op.operator_name(), key, make_kernel(op, id, device, key), std::nullopt,
+                           nullptr, "semitone autocast"));
   }
 
   std::mutex mutex_;
@@ -473,6 +616,11 @@ void install_stock_kernels(c10::DeviceType device) {
 
 void install_kernel(const c10::OperatorHandle& op, c10::DeviceType device) {
   Registry::instance().install(op, device);
+}
+
+void install_mixed_kernels(c10::DeviceType device) {
+  for (const auto& op : matrix_products()) install_kernel(op, device);
+  for (const auto& op : operators_that_widen_mixed()) install_kernel(op, device);
 }
 
 const std::vector<std::string>& stock_operators(c10::DeviceType device) {

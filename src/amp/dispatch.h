@@ -31,6 +31,9 @@ void install_stock_kernels(c10::DeviceType device);
 // Makes one more operator obey policies on this device type.
 void install_kernel(const c10::OperatorHandle& op, c10::DeviceType device);
 
+// The operators that a policy with lowers_mixed() has something to do for.
+void install_mixed_kernels(c10::DeviceType device);
+
 // The ATen operators that LibTorch itself has a kernel for on the device type's Autocast key, as
 // display names.
 const std::vector<std::string>& stock_operators(c10::DeviceType device);

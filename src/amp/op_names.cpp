@@ -3,6 +3,9 @@
 #include "semitone/core/error.h"
 #include "semitone/core/nearest.h"
 
+#include <algorithm>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -46,9 +49,44 @@ std::optional<c10::OperatorHandle> find_operator(std::string_view name) {
   return c10::Dispatcher::singleton().findSchema(parse(name));
 }
 
+const std::map<std::string, std::vector<c10::OperatorHandle>>& aten_operators() {
+  using Operators = std::map<std::string, std::vector<c10::OperatorHandle>>;
+  static const auto* const operators = new Operators([] {
+    Operators by_base;
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      if (!is_aten(name)) continue;
+      const auto op = dispatcher.findSchema(name);
+      if (op.has_value()) by_base[name.name.substr(kAten.size())].push_back(*op);
+    }
+    return by_base;
+  }());
+  return *operators;
+}
+
 bool writes_to_argument(const c10::OperatorHandle& op) {
   return op.schema().is_mutable();
 }
+
+namespace {
+
+std::vector<c10::OperatorHandle> overloads_of(const c10::OperatorName& wanted) {
+  if (is_aten(wanted)) {
+    const auto& aten = aten_operators();
+    const auto known = aten.find(wanted.name.substr(kAten.size()));
+    if (known != aten.end()) return known->second;
+  }
+  // Other libraries may register theirs at any time.
+  std::vector<c10::OperatorHandle> overloads;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& known : dispatcher.getAllOpNames()) {
+    if (known.name != wanted.name) continue;
+    if (const auto op = dispatcher.findSchema(known)) overloads.push_back(*op);
+  }
+  return overloads;
+}
+
+}  // namespace
 
 std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::string_view caller) {
   const c10::OperatorName wanted = parse(name);
@@ -57,13 +95,11 @@ std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::s
   if (!wanted.overload_name.empty()) {
     if (const auto op = dispatcher.findSchema(wanted)) found.push_back(*op);
   } else {
-    std::vector<c10::OperatorHandle> writing;
-    for (const c10::OperatorName& known : dispatcher.getAllOpNames()) {
-      if (known.name != wanted.name) continue;
-      if (const auto op = dispatcher.findSchema(known))
-        (writes_to_argument(*op) ? writing : found).push_back(*op);
-    }
-    if (found.empty()) found = std::move(writing);
+    found = overloads_of(wanted);
+    std::vector<c10::OperatorHandle> out_of_place;
+    std::copy_if(found.begin(), found.end(), std::back_inserter(out_of_place),
+                 [](const c10::OperatorHandle& op) { return !writes_to_argument(op); });
+    if (!out_of_place.empty()) found = std::move(out_of_place);
   }
   if (!found.empty()) return found;
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -22,6 +23,10 @@ bool is_aten(const c10::OperatorName& name);
 // The operator with exactly this display name ("conv2d": the overload without a name), if LibTorch
 // has it.
 std::optional<c10::OperatorHandle> find_operator(std::string_view name);
+
+// All overloads of ATen's operators, by display name without the overload. Looked up once: LibTorch
+// has 3000 operators.
+const std::map<std::string, std::vector<c10::OperatorHandle>>& aten_operators();
 
 // What a user means by a name: one overload if one is named, else all overloads that write to no
 // argument (all overloads if there are only such: "exp_"). Error with the nearest names if there is

@@ -2,6 +2,7 @@
 #include "semitone/amp/cast_tree.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/clip_grad.h"
+#include "src/amp/custom_backward.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/core/log.h"
@@ -518,6 +519,7 @@ const at::Tensor& ScaledLoss::value() & {
 void ScaledLoss::backward(const at::Tensor& gradient, bool retain_graph, bool create_graph) {
   value();
   try {
+    const auto region = custom_backward::region_for(scaled_);
     scaled_.backward(gradient, retain_graph, create_graph);
   } catch (...) {
     cancel();

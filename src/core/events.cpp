@@ -23,10 +23,11 @@ void tell(const Event& event) {
   for (const auto& listener : listeners->all) listener->on(event);
 }
 
-std::shared_ptr<Listeners> with(std::shared_ptr<Listener> listener) {
+std::shared_ptr<Listeners> with(const std::shared_ptr<Listener>& listener,
+                                const c10::DebugInfoBase* outer) {
   auto listeners = std::make_shared<Listeners>();
-  if (const Listeners* outer = current()) listeners->all = outer->all;
-  listeners->all.push_back(std::move(listener));
+  if (outer != nullptr) listeners->all = static_cast<const Listeners*>(outer)->all;
+  listeners->all.push_back(listener);
   return listeners;
 }
 
@@ -34,8 +35,10 @@ std::shared_ptr<Listeners> with(std::shared_ptr<Listener> listener) {
 
 struct Listen::Guard {
   explicit Guard(std::shared_ptr<Listener> listener)
-      : info(kEventsState, with(std::move(listener))) {}
-  c10::DebugInfoGuard info;
+      : info(kEventsState, [listener = std::move(listener)](const c10::DebugInfoBase* outer) {
+          return with(listener, outer);
+        }) {}
+  ThreadStateGuard info;
 };
 
 Listen::Listen(std::shared_ptr<Listener> listener)

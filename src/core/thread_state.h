@@ -2,6 +2,8 @@
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <functional>
+#include <memory>
 #include <string_view>
 #include <type_traits>
 
@@ -27,5 +29,38 @@ inline constexpr std::string_view kReplicaStateName = "semitone replica";
 inline constexpr c10::DebugInfoKind kEventsState = thread_state_kind(200, &kEventsStateName);
 inline constexpr c10::DebugInfoKind kAutocastState = thread_state_kind(201, &kAutocastStateName);
 inline constexpr c10::DebugInfoKind kReplicaState = thread_state_kind(202, &kReplicaStateName);
+
+// Puts an object in force on this thread until destroyed, as c10::DebugInfoGuard does, with two
+// differences.
+//
+// It lies below a profiler's state: LibTorch's profilers put theirs on top of the chain when they
+// start and raise unless it is on top when they stop, which a scope that begins or ends in between
+// must not change.
+//
+// Guards may end in another order than the reverse of their construction. The chain is then what it
+// would be if the guard that ends had never been constructed.
+class ThreadStateGuard {
+ public:
+  // The object to put in force, from the one of its kind that is in force outside; null: none.
+  using Make = std::function<std::shared_ptr<c10::DebugInfoBase>(const c10::DebugInfoBase* outer)>;
+
+  enum class End {
+    in_order,
+    out_of_order,  // guards that were constructed later are alive
+    elsewhere,     // on another thread, where the chain is left alone
+  };
+
+  ThreadStateGuard(c10::DebugInfoKind kind, Make make);
+  ~ThreadStateGuard();
+  ThreadStateGuard(const ThreadStateGuard&) = delete;
+  ThreadStateGuard& operator=(const ThreadStateGuard&) = delete;
+
+  // What the destructor does otherwise.
+  End end();
+
+ private:
+  struct Link;
+  Link* link_;  // null: ended
+};
 
 }  // namespace semitone

@@ -8,6 +8,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/profiler_legacy.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -16,9 +18,11 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <latch>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -119,6 +123,108 @@ TEST(Autocast, RestoresWhenAnOperatorRaises) {
   EXPECT_THROW(at::mm(torch::ones({2, 3}), torch::ones({2, 3})), c10::Error);
   EXPECT_TRUE(autocast_enabled(kCpu));
   EXPECT_EQ(product_dtype(), kBf16);
+}
+
+// Regions that a program holds by pointers may end in any order.
+TEST(Autocast, EndsInAnyOrder) {
+  const bool optimizes_scripts = torch::jit::getGraphExecutorOptimize();
+  const auto outside = at::autocast::get_autocast_dtype(kCpu);
+  auto a = std::make_unique<Autocast>(kCpu, kBf16);
+  auto b = std::make_unique<Autocast>(kCpu, kFp16);
+  auto c = std::make_unique<Autocast>(torch::kCUDA, kBf16);
+  a.reset();
+  EXPECT_EQ(product_dtype(), kFp16) << "the inner region goes on";
+  EXPECT_TRUE(autocast_enabled(torch::kCUDA));
+  EXPECT_FALSE(torch::jit::getGraphExecutorOptimize());
+  b.reset();
+  EXPECT_EQ(product_dtype(), kFp32);
+  EXPECT_FALSE(autocast_enabled(kCpu));
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(kCpu));
+  EXPECT_EQ(at::autocast::get_autocast_dtype(kCpu), outside);
+  EXPECT_TRUE(autocast_enabled(torch::kCUDA));
+  EXPECT_EQ(autocast_dtype(torch::kCUDA), kBf16);
+  c.reset();
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCUDA));
+  EXPECT_EQ(torch::jit::getGraphExecutorOptimize(), optimizes_scripts);
+  EXPECT_EQ(product_dtype(), kFp32);
+
+  a = std::make_unique<Autocast>(kCpu, kBf16);
+  b = std::make_unique<Autocast>(kCpu, kFp16);
+  c = std::make_unique<Autocast>(kCpu, kFp16, /*enabled=*/false);
+  b.reset();
+  EXPECT_EQ(product_dtype(), kFp32);
+  c.reset();
+  EXPECT_EQ(product_dtype(), kBf16);
+  a.reset();
+  EXPECT_EQ(product_dtype(), kFp32);
+}
+
+TEST(Autocast, ThatEndsOnAnotherThreadIsSaidAndDoesNoHarmThere) {
+  std::thread([] {
+    auto region = std::make_unique<Autocast>(kCpu, kBf16);
+    std::thread([&region] {
+      const Autocast own(kCpu, kFp16);
+      region.reset();
+      EXPECT_EQ(product_dtype(), kFp16);
+    }).join();
+    // The next region of this thread finds it out.
+    { const Autocast next(kCpu, kFp16); }
+  }).join();
+  EXPECT_EQ(product_dtype(), kFp32);
+}
+
+TEST(Autocast, WithoutAGpuSaysOnceThatACudaRegionCastsNothing) {
+  if (at::hasCUDA()) return;
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, which said nothing yet
+  const auto run = [] {
+    { const Autocast cpu(kCpu, kBf16); }
+    { const Autocast region(torch::kCUDA, kFp16); }
+    std::exit(product_dtype() == kFp32 ? 0 : 1);
+  };
+  EXPECT_EXIT(run(), testing::ExitedWithCode(0), "expected a GPU.*default_device");
+}
+
+// ---- LibTorch's profiler, whose state is in the same chain as our regions ----------------------
+
+TEST(AutocastAndTheProfiler, StartAndStopInAnyOrder) {
+  using namespace torch::autograd::profiler;
+  const auto start = [] {
+    enableProfilerLegacy(
+        torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::CPU));
+  };
+  // The products that it has seen.
+  const auto stop = [] {
+    int products = 0;
+    for (const auto& thread : disableProfilerLegacy()) {
+      for (const auto& event : thread) {
+        products += event.kind() == EventKind::PushRange && std::string(event.name()) == "aten::mm";
+      }
+    }
+    return products;
+  };
+  {
+    start();
+    const Autocast region(kCpu, kBf16);
+    EXPECT_EQ(product_dtype(), kBf16);
+    EXPECT_EQ(stop(), 1) << "stopped inside";
+    EXPECT_EQ(product_dtype(), kBf16);
+  }
+  EXPECT_EQ(product_dtype(), kFp32);
+  {
+    const Autocast region(kCpu, kBf16);
+    start();
+    EXPECT_EQ(product_dtype(), kBf16);
+  }
+  EXPECT_EQ(product_dtype(), kFp32);
+  EXPECT_EQ(stop(), 2) << "stopped after it";
+  start();
+  {
+    const Autocast region(kCpu, kBf16);
+    const Autocast inner(kCpu, kFp16);
+    EXPECT_EQ(product_dtype(), kFp16);
+  }
+  EXPECT_EQ(product_dtype(), kFp32);
+  EXPECT_EQ(stop(), 2) << "around it";
 }
 
 TEST(Autocast, ConcernsItsDeviceOnly) {

@@ -9,6 +9,8 @@
 #include "tests/support/tolerance.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -196,6 +198,40 @@ TYPED_TEST(CastCacheOptimizers, AStepInsideTheRegionIsSeen) {
   }
 }
 
+// One element of many, between those that are compared, by an optimizer that nothing tells of.
+TEST_F(CastCacheTest, ASparseStepOfSgdInsideTheRegionIsSeen) {
+  const auto eye = torch::eye(256);
+  for (const char* preset : {"semitone", "torch", "apex", "paddle", "none"}) {
+    for (const double momentum : {0.0, 0.9}) {
+      SCOPED_TRACE(preset);
+      const auto large = torch::zeros({256, 256}).requires_grad_();
+      torch::optim::SGD optimizer({large}, torch::optim::SGDOptions(0.5).momentum(momentum));
+      const Autocast region(CastPolicy::by_name(preset, {torch::kCPU, kBf16}).lower("mm"));
+      large.mutable_grad() = torch::zeros({256, 256});
+      large.mutable_grad()[3][5] = 1;
+      at::mm(eye, large);
+      optimizer.step();
+      expect_bitwise_equal(at::mm(eye, large).detach(), large.detach().to(kBf16));
+    }
+  }
+}
+
+TEST_F(CastCacheTest, HandWrittenStepsThroughDataAreSeen) {
+  const auto large = torch::zeros({256, 256}).requires_grad_();
+  const auto eye = torch::eye(256);
+  const Autocast region(bf16);
+  large.mutable_grad() = torch::zeros({256, 256});
+  large.mutable_grad()[3][5] = 1;
+  const auto expect_seen = [&] {
+    expect_bitwise_equal(at::mm(eye, large).detach(), large.detach().to(kBf16));
+  };
+  expect_seen();
+  large.data() -= 0.5 * large.grad();
+  expect_seen();
+  large.data().add_(large.grad(), -0.5);
+  expect_seen();
+}
+
 // Two ways in which SGD steps without a backward pass through the cast.
 TEST_F(CastCacheTest, AStepOfSgdAfterABackwardWithCastsOffIsSeen) {
   torch::optim::SGD optimizer({weight}, 0.5);
@@ -346,6 +382,100 @@ TEST_F(CastCacheTest, RequiresGradToggledOnABoundWeight) {
     linear->weight.requires_grad_(train);
     linear->bias.requires_grad_(train);
     EXPECT_EQ(linear(x).requires_grad(), train);
+  }
+}
+
+// While gradients are accumulated every weight has one.
+TEST_F(CastCacheTest, AWeightThatHasAGradientIsCastOnce) {
+  for (const bool outer_region : {false, true}) {
+    SCOPED_TRACE(outer_region ? "in one region" : "in a region each");
+    weight.mutable_grad().reset();
+    std::optional<Autocast> outer;
+    if (outer_region) outer.emplace(bf16);
+    for (int micro_batch = 0; micro_batch < 3; ++micro_batch) {
+      const CastRecording casts;
+      at::Tensor sum = torch::zeros({});
+      {
+        const Autocast region(bf16);
+        for (int use = 0; use < 5; ++use) sum = sum + at::mm(x, weight).to(torch::kFloat).sum();
+      }
+      sum.backward();
+      EXPECT_EQ(casts->computed(kWeight), 1U) << "micro-batch " << micro_batch;
+      EXPECT_EQ(casts->cached(kWeight), 4U) << "micro-batch " << micro_batch;
+    }
+  }
+}
+
+// ---- LibTorch's own cache, which kernels of other libraries fill -------------------------------
+
+at::Tensor scaled(const at::Tensor& x, const at::Tensor& weight) {
+  return at::mm(x, weight);
+}
+at::Tensor scaled_autocast(const at::Tensor& x, const at::Tensor& weight) {
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::DispatchKey::AutocastCPU);
+  const auto cast = [](const at::Tensor& tensor) {
+    return at::autocast::cached_cast(kBf16, tensor, torch::kCPU);
+  };
+  return scaled(cast(x), cast(weight));
+}
+at::Tensor call_scaled(const at::Tensor& x, const at::Tensor& weight) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("semitone_cast_cache_test::scaled", "")
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
+  return op.call(x, weight);
+}
+
+TORCH_LIBRARY(semitone_cast_cache_test, library) {
+  library.def("scaled(Tensor x, Tensor weight) -> Tensor", scaled);
+}
+TORCH_LIBRARY_IMPL(semitone_cast_cache_test, AutocastCPU, library) {
+  library.impl("scaled", scaled_autocast);
+}
+
+TEST_F(CastCacheTest, OperatorsThatUseLibTorchsCacheSeeNewWeightsInEveryRegion) {
+  for (int i = 0; i < 3; ++i) {
+    {
+      const Autocast region(bf16);
+      const Autocast inner(bf16);
+      const auto got = call_scaled(x, weight).to(torch::kFloat);
+      expect_current(got.to(kBf16));
+    }
+    const torch::NoGradGuard no_grad;
+    weight.add_(1);
+  }
+}
+
+TEST_F(CastCacheTest, OperatorsThatUseLibTorchsCacheTrain) {
+  struct Net : torch::nn::Module {
+    explicit Net(const at::Tensor& initial) { weight = register_parameter("weight", initial); }
+    at::Tensor forward(const at::Tensor& x) { return call_scaled(x, weight); }
+    at::Tensor weight;
+  };
+  Net net(weight.detach().clone());
+  torch::optim::SGD optimizer(net.parameters(), 0.25);
+  auto mixed = initialize(net, optimizer, Options(OptLevel::O1).dtype(kBf16).verbosity(0));
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    const auto got = mixed.forward(net, x);
+    expect_bitwise_equal(got.detach(),
+                         at::mm(x.to(kBf16), net.weight.detach().to(kBf16)).to(torch::kFloat));
+    mixed.scale_loss(got.sum(), optimizer).backward();
+    mixed.step(optimizer);
+  }
+}
+
+TEST_F(CastCacheTest, BackwardAndClearCastCacheEmptyLibTorchsCacheToo) {
+  const Autocast region(bf16);
+  for (const bool by_backward : {false, true}) {
+    (void)call_scaled(x, weight);
+    if (by_backward) {
+      at::mm(x, weight).sum().backward();
+      weight.data().add_(1);
+    } else {
+      weight.data().add_(1);
+      clear_cast_cache();
+    }
+    expect_current(call_scaled(x, weight).detach());
   }
 }
 
@@ -555,6 +685,23 @@ TEST_F(CastCacheTest, FreedWeightsLeaveNothingBehindAtTheirAddress) {
     weight = torch::full({kIn, kOut}, static_cast<float>(i % 7)).requires_grad_();
     expect_current(at::mm(x, weight));
   }
+}
+
+// A cast with a gradient holds its weight, and would hold it until the region ends.
+TEST_F(CastCacheTest, WeightsThatTheProgramDropsAreFreedInALongRegion) {
+  const Autocast region(bf16);
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
+  std::vector<at::Tensor> kept;
+  for (int i = 0; i < 600; ++i) {
+    const auto dropped = torch::rand({kIn, kOut}).requires_grad_();
+    memory.push_back(memory_of(dropped));
+    (void)at::mm(x, dropped);
+    if (i % 100 == 0) kept.push_back(at::mm(x, dropped));  // whose backward pass is to come
+  }
+  std::int64_t alive = 0;
+  for (const auto& weight : memory) alive += weight.expired() ? 0 : 1;
+  EXPECT_LE(alive, 140) << "of 600";
+  for (const at::Tensor& result : kept) result.sum().backward();
 }
 
 TEST_F(CastCacheTest, WeightsWithoutMemoryOfTheirOwnAreCastButNotCached) {

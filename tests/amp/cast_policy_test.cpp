@@ -175,14 +175,30 @@ TEST(CastTarget, RefusesDevicesWithoutAutocast) {
     expect_error([&] { (void)CastPolicy::by_name(name, torch::kMeta); }, {"device type", "meta"});
 }
 
-TEST(CastPolicyTargets, WithTargetKeepsTheRows) {
+TEST(CastPolicyTargets, WithTargetTakesThePresetsRowsOfTheDevice) {
   auto policy = CastPolicy::torch({torch::kCPU, torch::kBFloat16}).lower("relu", "why not");
   const auto moved = policy.with_target({torch::kCUDA, torch::kHalf});
   EXPECT_EQ(moved.device(), torch::kCUDA);
   EXPECT_EQ(moved.dtype(), torch::kHalf);
   EXPECT_EQ(moved.name(), "torch");
-  EXPECT_EQ(moved.rows().size(), policy.rows().size());
   EXPECT_EQ(moved.find("relu")->reason, "why not");
+  for (const std::string& name : kPresets) {
+    SCOPED_TRACE(name);
+    for (const auto from : {torch::kCPU, torch::kCUDA}) {
+      const auto to = from == torch::kCPU ? torch::kCUDA : torch::kCPU;
+      auto edited = CastPolicy::by_name(name, {from, torch::kHalf}).keep_fp32("relu");
+      (void)edited.compiled();
+      const auto again = edited.with_target({to, torch::kBFloat16});
+      const auto want = CastPolicy::by_name(name, {to, torch::kBFloat16}).keep_fp32("relu");
+      ASSERT_EQ(again.rows().size(), want.rows().size());
+      for (const auto& [op, row] : want.rows()) {
+        ASSERT_TRUE(again.find(op).has_value()) << op;
+        EXPECT_EQ(again.find(op)->action, row.action) << op;
+      }
+      EXPECT_EQ(again.emulation(), edited.emulation());
+      EXPECT_EQ(again.fast_kernels(), edited.fast_kernels());
+    }
+  }
   EXPECT_EQ(policy.device(), torch::kCPU);
 }
 

@@ -1,5 +1,6 @@
 #include "semitone/amp/functions.h"
 
+#include "semitone/amp/mixed_precision.h"
 #include "tests/support/casts.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -450,6 +451,80 @@ TEST_F(CustomFunctions, CastContainers) {
   };
   const Autocast region(fp16);
   EXPECT_EQ(Sum::apply(x, x).scalar_type(), kBf16);
+}
+
+// The function of pytorch/examples/cpp/autograd, which knows nothing of mixed precision: forward casts
+// its products, and backward multiplies a 16-bit gradient by the fp32 weight that it saved.
+struct LinearFunction : torch::autograd::Function<LinearFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                            const at::Tensor& weight, const at::Tensor& bias) {
+    ctx->save_for_backward({input, weight, bias});
+    auto output = input.mm(weight.t());
+    output += bias.unsqueeze(0).expand_as(output);
+    return output;
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* ctx, const torch::autograd::variable_list& grad_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor& grad_output = grad_outputs[0];
+    return {grad_output.mm(saved[1]), grad_output.t().mm(saved[0]), grad_output.sum(0)};
+  }
+};
+
+struct CustomLinear : torch::nn::Module {
+  CustomLinear() {
+    torch::manual_seed(3);
+    weight = register_parameter("weight", torch::randn({5, 4}));
+    bias = register_parameter("bias", torch::randn({5}));
+    head = register_module("head", torch::nn::Linear(5, 2));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return head(torch::relu(LinearFunction::apply(x, weight, bias)));
+  }
+  at::Tensor weight;
+  at::Tensor bias;
+  torch::nn::Linear head{nullptr};
+};
+
+TEST(CustomFunctionsOfOthers, TrainAtEveryLevel) {
+  const auto train = [](const std::string& level, c10::ScalarType dtype) {
+    const auto model = std::make_shared<CustomLinear>();
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    auto mixed =
+        initialize(model, optimizer, Options(level).dtype(dtype).loss_scale(4).verbosity(0));
+    torch::manual_seed(4);
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      const auto loss = mixed.forward(model, torch::randn({3, 4})).pow(2).mean();
+      mixed.scale_loss(loss, optimizer).backward();
+      EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+    }
+    EXPECT_FALSE(autocast_enabled(torch::kCPU));
+    std::vector<at::Tensor> trained;
+    for (const at::Tensor& parameter : mixed.master_params(optimizer))
+      trained.push_back(parameter.detach().to(kFp32));
+    return trained;
+  };
+  const auto before = CustomLinear().parameters();
+  const auto want = train("O0", kBf16);
+  for (const auto dtype : {kBf16, kFp16}) {
+    for (const char* level : {"O1", "O2"}) {
+      SCOPED_TRACE(c10::str(level, " ", dtype));
+      const auto got = train(level, dtype);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        const auto moved = want[i] - before[i].detach();
+        const double error = ((got[i] - want[i]).norm() / moved.norm()).item<double>();
+        EXPECT_LT(error, dtype == kFp16 ? 0.01 : 0.08) << i;
+      }
+    }
+  }
+}
+
+TEST(CustomFunctionsOfOthers, TrainInARegionIfBackwardRunsThere) {
+  const auto model = std::make_shared<CustomLinear>();
+  const Autocast region(torch::kCPU, kBf16);
+  model->forward(torch::randn({3, 4})).to(kFp32).sum().backward();
+  EXPECT_EQ(model->weight.grad().scalar_type(), kFp32);
 }
 
 }  // namespace

@@ -26,27 +26,34 @@ namespace semitone::amp {
 /// - A region belongs to its thread. LibTorch carries it to the threads that work for this one: the
 ///   autograd engine's, at::launch's and the JIT's. For threads of your own and for
 ///   at::parallel_for, see AutocastState.
-/// - A weight used twice in a region is cast once (fp32 parameters without a gradient; also seen
-///   through .t(), which is how Linear uses it). The cached copy is dropped as soon as the weight
-///   changes, is not shared between dtypes, and is made again with a gradient if the first use had
-///   none. It dies with the outermost region, and with a backward pass through it.
+/// - A weight used twice in a region is cast once (fp32 parameters; also seen through .t(), which is
+///   how Linear uses it). The cached copy is dropped as soon as the weight changes, is not shared
+///   between dtypes, and is made again with a gradient if the first use had none. It dies with the
+///   outermost region, and with a backward pass through it.
 /// - What counts as a change: every write that LibTorch counts (in place, to an alias, set_data),
-///   other memory, and on a CPU another value of one of 32 elements spread over the weight. So the
-///   steps of optimizers are seen, also of torch::optim::SGD, which writes through tensor.data().
-///   Not seen: a write through tensor.data() on another device than the CPU, or to few elements of
-///   a large weight, if no backward pass has gone through the cast before it and the weight has no
-///   gradient after it. Write under torch::NoGradGuard instead, or call clear_cast_cache().
+///   other memory, a write to that memory by add_ or sub_ in the region, and on a CPU another value of
+///   one of 32 elements spread over the weight. So the steps of optimizers are seen, also of
+///   torch::optim::SGD, which writes through tensor.data() by add_. Not seen: a write through
+///   tensor.data() by another operator, or where casts are off, on another device than the CPU or to
+///   few elements of a large weight, if no backward pass has gone through the cast before it. Write
+///   under torch::NoGradGuard instead, or call clear_cast_cache().
+/// - LibTorch's own cache of casts, which kernels of other libraries fill (at::autocast::cached_cast),
+///   is emptied at the same times.
+/// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
 /// - In-place operators and out= overloads run as they are, in their output's dtype.
 /// - TorchScript modules are covered: their operators go through the same dispatcher.
 ///
-/// Destroy on the thread that constructed it, in the reverse order of construction.
+/// Destroy on the thread that constructed it, in the reverse order of construction. In another order,
+/// the regions that go on are as if the one that ended had never been, and the log says so once; on
+/// another thread, the log says so, and it goes on where it began until the next region does.
 class [[nodiscard]] Autocast {
  public:
   /// The policy's device and dtype. Error for one whose keep_fp32_params() are not resolved: bind()
   /// it.
   explicit Autocast(const CastPolicy& policy);
 
-  /// The default policy, CastPolicy::semitone, for a device.
+  /// The default policy, CastPolicy::semitone, for a device. For CUDA where there is no GPU: nothing is
+  /// cast, and the log says so once.
   /// @param dtype    fp16 or bf16; default: default_16bit_dtype(device). Error for any other.
   /// @param enabled  false: operators of the device run without casts in this scope, also inside an
   /// enabled region
@@ -85,7 +92,8 @@ bool autocast_enabled(c10::DeviceType device);
 /// The 16-bit dtype of the region that this thread is in; the device's default outside.
 c10::ScalarType autocast_dtype(c10::DeviceType device);
 
-/// Forgets the casts of weights on this thread's regions; outside of a region there are none.
+/// Forgets the casts of weights on this thread's regions, of which there are none outside of one, and
+/// those in LibTorch's own cache.
 /// Needed only after a write that Autocast does not see.
 void clear_cast_cache();
 

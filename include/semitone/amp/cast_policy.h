@@ -145,7 +145,8 @@ class CastPolicy {
   /// For several models at once: a glob has to match in one of them.
   CastPolicy bind(const std::vector<Model>& models) const;
 
-  /// The same rows for another device or dtype.
+  /// The same preset for another device or dtype, with the same edits: its rows are those that the
+  /// preset has for that device.
   CastPolicy with_target(CastTarget target) const;
 
   std::string_view name() const { return name_; }
@@ -165,7 +166,7 @@ class CastPolicy {
   /// a name.
   std::optional<CastRow> find(std::string_view op) const;
   /// All rows by operator, in alphabetical order: "conv2d", "conv2d.padding", "mylib::my_op".
-  const std::map<std::string, CastRow>& rows() const { return *rows_; }
+  const std::map<std::string, CastRow>& rows() const;
 
   /// For the library itself: the table in the form that the kernels read.
   std::shared_ptr<const CompiledPolicy> compiled() const;
@@ -173,22 +174,23 @@ class CastPolicy {
  private:
   friend class PolicyBuilder;
   struct NamedParameter;
+  struct Preset;    // its rows for one device, shared by all policies made of it
   struct Compiled;  // made at first use, shared by copies, replaced by edits
 
   using Binding = std::vector<NamedParameter>;  // the parameters of bind()
   using Rows = std::map<std::string, CastRow>;
 
-  CastPolicy(std::string name, CastTarget target, Rows rows = {});
+  CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset);
   static void keep_matching(Binding& binding, const std::string& glob);
   void edited();
 
   std::string name_;
   CastTarget target_;
-  std::shared_ptr<const Rows> rows_;  // shared by copies, replaced by edits
+  std::shared_ptr<const Preset> preset_;
+  Rows edits_;  // rows in place of the preset's
   std::vector<std::string> globs_;
   Emulation emulation_ = Emulation::automatic;
   std::set<std::string> fast_kernels_;
-  bool as_libtorch_ = false;  // of preset torch: raises where LibTorch raises
   std::shared_ptr<const Binding> binding_;
   std::shared_ptr<Compiled> compiled_;
 };

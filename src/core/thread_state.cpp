@@ -1,0 +1,117 @@
+#include "src/core/thread_state.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+namespace semitone {
+namespace {
+
+using Chain = std::shared_ptr<c10::ThreadLocalDebugInfo>;
+
+// Takes a profiler's state off the top of the chain for as long as it lives.
+class ProfilerAside {
+ public:
+  ProfilerAside() {
+    if (c10::ThreadLocalDebugInfo::get(kind()) == nullptr) return;
+    try {
+      state_ = c10::ThreadLocalDebugInfo::_pop(kind());
+    } catch (const c10::Error&) {
+      // Something else lies above it, which LibTorch's profiler has to live with as well.
+    }
+  }
+  ~ProfilerAside() {
+    if (state_ != nullptr) c10::ThreadLocalDebugInfo::_push(kind(), std::move(state_));
+  }
+  ProfilerAside(const ProfilerAside&) = delete;
+  ProfilerAside& operator=(const ProfilerAside&) = delete;
+
+ private:
+  static c10::DebugInfoKind kind() { return c10::DebugInfoKind::PROFILER_STATE; }
+
+  std::shared_ptr<c10::DebugInfoBase> state_;
+};
+
+}  // namespace
+
+// A guard as its thread knows it. It belongs to the guard, and to the thread's list once the guard
+// has ended on another thread.
+struct ThreadStateGuard::Link {
+  c10::DebugInfoKind kind;
+  Make make;
+  Chain before;
+  Chain own;
+  Link* outer;
+  std::atomic<bool> abandoned{false};
+
+  static Link*& innermost() {
+    // Not an object with a destructor: guards may end after those of the thread's.
+    static thread_local Link* link = nullptr;
+    return link;
+  }
+
+  void push() {
+    before = c10::ThreadLocalDebugInfo::current();
+    c10::ThreadLocalDebugInfo::_push(kind, make(c10::ThreadLocalDebugInfo::get(kind)));
+    own = c10::ThreadLocalDebugInfo::current();
+  }
+
+  // Takes a link out of this thread's list, and its object out of the chain. False: not this
+  // thread's.
+  static bool remove(Link* link) {
+    std::vector<Link*> inner;
+    Link* next = innermost();
+    for (; next != nullptr && next != link; next = next->outer) inner.push_back(next);
+    if (next == nullptr) return false;
+    const ProfilerAside aside;
+    // The guard was constructed under a chain that is not this one: a thread pool's, say.
+    const bool in_force = c10::ThreadLocalDebugInfo::current() == innermost()->own;
+    if (inner.empty()) {
+      innermost() = link->outer;
+      if (in_force) c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(link->before);
+      return true;
+    }
+    inner.back()->outer = link->outer;
+    if (in_force) {
+      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(link->before);
+      for (auto above = inner.rbegin(); above != inner.rend(); ++above) (*above)->push();
+    }
+    return true;
+  }
+
+  static void remove_abandoned() {
+    while (innermost() != nullptr && innermost()->abandoned) {
+      const std::unique_ptr<Link> link(innermost());
+      remove(link.get());
+    }
+  }
+};
+
+ThreadStateGuard::ThreadStateGuard(c10::DebugInfoKind kind, Make make) {
+  Link::remove_abandoned();
+  auto link = std::make_unique<Link>(kind, std::move(make), nullptr, nullptr, Link::innermost());
+  const ProfilerAside aside;
+  link->push();
+  link_ = link.release();
+  Link::innermost() = link_;
+}
+
+ThreadStateGuard::~ThreadStateGuard() {
+  end();
+}
+
+ThreadStateGuard::End ThreadStateGuard::end() {
+  if (link_ == nullptr) return End::in_order;
+  Link* const link = std::exchange(link_, nullptr);
+  const bool in_order = Link::innermost() == link;
+  if (!Link::remove(link)) {
+    link->abandoned = true;
+    return End::elsewhere;
+  }
+  delete link;
+  return in_order ? End::in_order : End::out_of_order;
+}
+
+}  // namespace semitone
