@@ -13,10 +13,13 @@
 #include "src/core/log.h"
 
 #include <ATen/EmptyTensor.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/types.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -82,6 +85,50 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
   }
 }
 
+// The device of most of the models' elements.
+c10::DeviceType device_of(const std::vector<Model>& models) {
+  std::map<c10::DeviceType, std::int64_t> elements;
+  for (const Model& model : models) {
+    for (const Model::Entry& entry : model.entries())
+      elements[entry.tensor.device().type()] += entry.tensor.numel();
+  }
+  const auto most =
+      std::max_element(elements.begin(), elements.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  return most == elements.end() ? c10::DeviceType::CPU : most->first;
+}
+
+// A tensor of a model on the device that it is prepared for; undefined for a model without tensors.
+// Error if it has tensors, but none there: its operators would run without casts.
+at::Tensor tensor_on(c10::DeviceType device, const Model& model) {
+  const auto entries = model.entries();
+  for (const Model::Entry& entry : entries) {
+    if (entry.tensor.device().type() == device) return entry.tensor;
+  }
+  if (entries.empty()) return {};
+  const Model::Entry& first = entries.front();
+  throw Error(
+      kInitialize, "a model on " + c10::DeviceTypeName(device, true) + ", which it is prepared for",
+      "'" + first.name + "' on " + first.tensor.device().str(),
+      "move the models to their device first; Options::device is where they are, and models on "
+      "devices of different types need an initialize each");
+}
+
+// Whether there is LibTorch's attention, whose padding needs a region (src/amp/attention_scores.h).
+bool has_attention(const std::vector<Model>& models) {
+  return std::any_of(models.begin(), models.end(), [](const Model& model) {
+    const torch::nn::Module* const whole = model.module();
+    if (whole == nullptr) return false;
+    const auto is_attention = [](const torch::nn::Module* module) {
+      return dynamic_cast<const torch::nn::MultiheadAttentionImpl*>(module) != nullptr;
+    };
+    const auto parts = whole->modules(/*include_self=*/false);
+    return is_attention(whole) || std::any_of(parts.begin(), parts.end(), [&](const auto& part) {
+             return is_attention(part.get());
+           });
+  });
+}
+
 // The policy of the region for the models, bound to them; nothing where there is nothing to cast.
 std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
                                      const Properties& properties) {
@@ -103,10 +150,12 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
 
 // Whether forward has to run in that region. It casts its arguments: on devices that LibTorch computes
 // 16-bit operators on as they should be, there is work only for parameters that stay fp32.
-bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy) {
+// And for attention with padded keys, which LibTorch computes in fp32 only.
+bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy,
+                    const std::vector<Model>& models) {
   return policy.has_value() &&
          (properties.patch_torch_functions || properties.device == c10::DeviceType::CPU ||
-          !policy->fp32_param_globs().empty());
+          !policy->fp32_param_globs().empty() || has_attention(models));
 }
 
 // Weights of convolutions are all there is to lay out: what the layers return follows them.
@@ -254,6 +303,16 @@ std::size_t MixedPrecision::Impl::model_with(const void* identity, const char* c
               "known with it");
 }
 
+void MixedPrecision::Impl::require_on_device(std::size_t model) const {
+  const at::Tensor& tensor = located[model];
+  if (!tensor.defined() || tensor.device().type() == properties.device) return;
+  throw Error(
+      "amp.mixed_precision.forward",
+      "a model on " + c10::DeviceTypeName(properties.device, true) + ", where initialize found it",
+      "one that was moved to " + tensor.device().str(),
+      "move models to their device before amp::initialize");
+}
+
 LossScaler& MixedPrecision::Impl::scaler(std::int64_t loss_id, const char* caller) {
   if (loss_id < 0 || loss_id >= static_cast<std::int64_t>(scalers.size())) {
     throw Error(std::string("amp.mixed_precision.") + caller,
@@ -396,15 +455,11 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
                           const Options& options) {
   if (models.empty()) throw Error(kInitialize, "at least one model", "none");
   auto impl = std::make_unique<MixedPrecision::Impl>();
-  auto device = c10::DeviceType::CPU;
-  bool found = false;
   for (const Model& model : models) {
-    for (const Model::Entry& entry : model.entries()) {
-      if (!std::exchange(found, true)) device = entry.tensor.device().type();
+    for (const Model::Entry& entry : model.entries())
       impl->inference_tensors = impl->inference_tensors || entry.tensor.is_inference();
-    }
   }
-  impl->properties = Properties::resolve(options, device);
+  impl->properties = Properties::resolve(options, device_of(models));
   const Properties& properties = impl->properties;
   impl->models = models;
   impl->ran.resize(models.size());
@@ -415,9 +470,15 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   if (properties.enabled) {
     for (const Model& model : models) check_model(model);
   }
+  const bool lowers =
+      properties.patch_torch_functions || is_16bit(properties.cast_model_type.value_or(at::kFloat));
+  for (const Model& model : models) {
+    impl->located.push_back(properties.enabled && lowers ? tensor_on(properties.device, model)
+                                                         : at::Tensor());
+  }
   check_optimizers(optimizers, properties);
   impl->policy = policy_for(models, properties);
-  impl->forward_in_region = runs_in_region(properties, impl->policy);
+  impl->forward_in_region = runs_in_region(properties, impl->policy, models);
   for (std::int64_t i = 0; i < properties.num_losses; ++i) {
     impl->scalers.emplace_back(properties.loss_scale_options, i);
   }
@@ -532,6 +593,7 @@ struct MixedPrecision::Region {
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model) const {
   const std::size_t index = impl_->model_with(model, "forward");
+  impl_->require_on_device(index);
   impl_->ran[index] = true;
   impl_->require_no_step_past("forward");
   impl_->sync("forward");

@@ -111,6 +111,7 @@ struct MixedPrecision::Impl {
 
   Properties properties;
   std::vector<Model> models;
+  std::vector<at::Tensor> located;  // a tensor of each model; undefined: wherever it is will do
   std::vector<LowTensor> low_tensors;
   std::shared_ptr<Exact> exact;      // what others may know of the masters
   bool inference_tensors = false;    // the models were made in inference mode
@@ -145,6 +146,8 @@ struct MixedPrecision::Impl {
   const Model& of(const void* identity, const char* caller) const;
   // The place of the model that a module is, or is a part of.
   std::size_t model_with(const void* identity, const char* caller);
+  // Error if a model is no longer where initialize found it.
+  void require_on_device(std::size_t model) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
 
   // Takes the scale out of the gradients that a backward left in the model, for these optimizers;

@@ -674,6 +674,185 @@ TEST(MixedPrecision, ForwardCastsWhateverHoldsTensors) {
   }
 }
 
+struct Losses {
+  at::Tensor reconstruction;
+  at::Tensor divergence;
+};
+struct Encoded {
+  at::Tensor mean;
+  Losses losses;
+  std::vector<at::Tensor> layers;
+  std::int64_t steps = 0;
+};
+struct Images {
+  at::Tensor data;
+  std::string name;
+};
+struct EncoderImpl : torch::nn::Module {
+  EncoderImpl() { register_module("linear", linear); }
+  Encoded forward(const Images& images) {
+    seen = images.data.scalar_type();
+    const auto y = linear(images.data);
+    return {.mean = y, .losses = {y * 2, y * 3}, .layers = {y, y + 1}, .steps = 7};
+  }
+  torch::nn::Linear linear{3, 3};
+  ScalarType seen = ScalarType::Undefined;
+};
+TORCH_MODULE(Encoder);
+
+TEST(MixedPrecision, ForwardLooksIntoStructs) {
+  const Images input{torch::randn({2, 3}), "digits"};
+  for (const auto dtype : kDtypes) {
+    for (const std::string level : {"O1", "O2", "O3"}) {
+      SCOPED_TRACE(level + " " + dtype_name(dtype));
+      Encoder model;
+      auto mixed = initialize(model, quiet(Options(level).dtype(dtype)));
+      const Encoded result = mixed.forward(model, input);
+      EXPECT_EQ(model->seen, level == "O1" ? torch::kFloat : dtype);
+      for (const at::Tensor& tensor :
+           {result.mean, result.losses.reconstruction, result.losses.divergence,
+            result.layers.at(0), result.layers.at(1)})
+        EXPECT_EQ(tensor.scalar_type(), torch::kFloat);
+      EXPECT_EQ(result.steps, 7);
+      EXPECT_TRUE(near(result.losses.reconstruction, result.mean * 2, pointwise_tolerance(dtype)));
+      EXPECT_EQ(input.data.scalar_type(), torch::kFloat);
+    }
+  }
+}
+
+TEST(MixedPrecision, ForwardTakesAnyModules) {
+  for (const std::string level : kLevels) {
+    torch::manual_seed(5);
+    torch::nn::AnyModule model(torch::nn::Linear(4, 2));
+    torch::optim::SGD optimizer(model.ptr()->parameters(), 0.1);
+    auto mixed = initialize(model, optimizer, quiet(level));
+    const auto weight = model.ptr()->parameters()[0].detach().to(torch::kFloat).clone();
+    EXPECT_EQ(train_once(mixed, model, optimizer, torch::randn({3, 4})), Step::stepped);
+    EXPECT_FALSE(near(model.ptr()->parameters()[0].detach(), weight, 1e-4)) << level;
+  }
+}
+
+// Without an error its operators would run without casts.
+TEST(MixedPrecision, AModelOnAnotherDeviceIsAnError) {
+  const auto build = [](const Options& options) {
+    return [options] { (void)initialize(make_net(), quiet(options)); };
+  };
+  for (const char* level : {"O1", "O2", "O3"}) {
+    test::expect_error(build(Options(level).device(torch::kCUDA).dtype(torch::kHalf)),
+                       {"[amp.initialize]", "'conv.weight' on cpu", "Options::device"});
+  }
+  EXPECT_NO_THROW(build(Options("O0").device(torch::kCUDA))());
+  Net net = make_net();
+  Net elsewhere = make_net();
+  elsewhere->to(torch::kMeta);
+  test::expect_error(
+      [&] {
+        (void)initialize({net, elsewhere}, {}, quiet(Options("O1")));
+      },
+      {"[amp.initialize]", "'conv.weight' on meta"});
+  for (const char* level : {"O1", "O2"}) {
+    Net moved = make_net();
+    auto mixed = initialize(moved, quiet(Options(level)));
+    mixed.forward(moved, images());
+    moved->to(torch::kMeta);
+    test::expect_error([&] { mixed.forward(moved, images()); },
+                       {"forward", "a model on cpu", "meta", "before amp::initialize"});
+  }
+}
+
+// An embedding that stays on the CPU does not decide for the model.
+TEST(MixedPrecision, TheDeviceIsThatOfMostElements) {
+  struct Mixed : torch::nn::Module {
+    Mixed() {
+      register_module("first", first);
+      register_module("rest", rest);
+      first->to(torch::kMeta);
+    }
+    torch::nn::Linear first{2, 2};
+    torch::nn::Linear rest{8, 8};
+  };
+  Mixed model;
+  EXPECT_EQ(initialize(model, quiet(Options("O1"))).properties().device, torch::kCPU);
+}
+
+// The policy is what its preset and its edits say for the model's device.
+TEST(MixedPrecision, APolicyForAnotherDeviceTakesTheRowsOfTheModels) {
+  struct Volumes : torch::nn::Module {
+    Volumes() { register_module("conv", conv); }
+    at::Tensor forward(const at::Tensor& x) { return torch::avg_pool3d(conv(x), 2); }
+    torch::nn::Conv3d conv{torch::nn::Conv3dOptions(1, 2, 3)};
+  };
+  const auto model = std::make_shared<Volumes>();
+  const auto policy = CastPolicy::semitone({torch::kCUDA, torch::kHalf}).lower("softmax");
+  auto mixed = initialize(model, quiet(Options("O1").policy(policy).dtype(torch::kBFloat16)));
+  const auto x = torch::randn({1, 1, 6, 6, 6});
+  EXPECT_TRUE(
+      near(mixed.forward(model, x), model->forward(x), reduction_tolerance(torch::kBFloat16, 27)));
+}
+
+// What a forward makes itself is fp32, where the weights are not.
+TEST(MixedPrecision, ForwardMayMakeFp32TensorsOfItsOwnAtO2) {
+  struct Maker : torch::nn::Module {
+    Maker() {
+      register_module("conv", conv);
+      register_module("line", line);
+      register_module("volume", volume);
+      register_module("lstm", lstm);
+      register_module("gru", gru);
+      register_module("cell", cell);
+    }
+    std::vector<at::Tensor> forward(const at::Tensor& x) {
+      const auto grid =
+          torch::nn::functional::affine_grid(torch::eye(2, 3).unsqueeze(0), {1, 2, 6, 6}, false);
+      const auto image = torch::grid_sampler(conv(x), grid, 0, 0, false);
+      const auto state = torch::zeros({1, 1, 6});
+      const auto sequence = image.mean(1).transpose(0, 1);
+      const auto [out, hidden] = lstm(sequence, std::tuple(state, state));
+      const auto h = std::get<0>(gru(out, state));
+      const auto c = std::get<0>(cell(h[0], std::tuple(state[0], state[0])));
+      const auto index = torch::zeros({1, 6}, torch::kLong);
+      return {image,
+              h,
+              c,
+              line(torch::ones({1, 2, 6})),
+              volume(torch::ones({1, 2, 4, 4, 4})),
+              torch::dot(c[0], torch::ones({6})),
+              torch::scatter_add(torch::zeros({1, 6}), 0, index, c),
+              torch::bilinear(c, torch::ones({1, 6}), torch::ones({2, 6, 6}), {})};
+    }
+    torch::nn::Conv2d conv{torch::nn::Conv2dOptions(2, 2, 3).padding(1)};
+    torch::nn::Conv1d line{torch::nn::Conv1dOptions(2, 2, 3)};
+    torch::nn::Conv3d volume{torch::nn::Conv3dOptions(2, 2, 3)};
+    torch::nn::LSTM lstm{torch::nn::LSTMOptions(6, 6)};
+    torch::nn::GRU gru{torch::nn::GRUOptions(6, 6)};
+    torch::nn::LSTMCell cell{torch::nn::LSTMCellOptions(6, 6)};
+  };
+  const auto run = [](const std::string& level, ScalarType dtype) {
+    torch::manual_seed(5);
+    const auto model = std::make_shared<Maker>();
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    auto mixed = initialize(model, optimizer, quiet(Options(level).dtype(dtype).loss_scale(8)));
+    torch::manual_seed(6);
+    auto results = mixed.forward(model, torch::randn({1, 2, 6, 6}));
+    at::Tensor loss = torch::zeros({});
+    for (const at::Tensor& result : results) loss = loss + result.pow(2).sum();
+    mixed.scale_loss(loss, optimizer).backward();
+    EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+    return results;
+  };
+  const auto want = run("O0", torch::kBFloat16);
+  for (const auto dtype : kDtypes) {
+    for (const char* level : {"O1", "O2"}) {
+      SCOPED_TRACE(level + (" " + dtype_name(dtype)));
+      const auto got = run(level, dtype);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        const double error = ((got[i] - want[i]).norm() / want[i].norm()).item<double>();
+        EXPECT_LT(error, dtype == torch::kHalf ? 5e-3 : 4e-2) << "result " << i;
+      }
+    }
+  }
+}
+
 TEST(MixedPrecision, ForwardTakesModulesHoweverTheyAreHeld) {
   for (const std::string level : kLevels) {
     SCOPED_TRACE(level);

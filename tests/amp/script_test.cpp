@@ -337,5 +337,27 @@ TEST_P(ScriptLevels, O1TrainsAScriptModule) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ScriptLevels, testing::Values(kBf16, kFp16),
                          [](const auto& tested) { return dtype_name(tested.param); });
 
+// LibTorch's own idiom: std::vector<torch::jit::IValue> inputs, and keyword arguments.
+TEST(ScriptModules, TakeAllInputsInOneVector) {
+  torch::jit::Module module("Net");
+  module.register_parameter("weight", torch::ones({kOut, kIn}), false);
+  module.define(R"(
+    def forward(self, x: Tensor, factor: float = 1.0):
+        return torch.linear(x, self.weight) * factor
+  )");
+  const auto x = torch::full({2, kIn}, 0.5);
+  for (const char* level : {"O1", "O2"}) {
+    auto copy = module.deepcopy();
+    auto mixed = initialize(copy, Options(level).dtype(kBf16).verbosity(0));
+    const std::vector<torch::jit::IValue> inputs{x};
+    const auto one = mixed.forward(copy, inputs).toTensor();
+    EXPECT_EQ(one.scalar_type(), kFp32);
+    EXPECT_TRUE(at::equal(one, torch::full({2, kOut}, 0.5 * kIn)));
+    const torch::jit::Kwargs named{{"factor", 2.0}};
+    EXPECT_TRUE(at::equal(mixed.forward(copy, inputs, named).toTensor(), 2 * one));
+    EXPECT_TRUE(at::equal(mixed.forward(copy, x, 2.0).toTensor(), 2 * one)) << "one by one";
+  }
+}
+
 }  // namespace
 }  // namespace semitone::amp::script_test

@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -143,8 +144,13 @@ class [[nodiscard]] MixedPrecision {
   /// A model that is trained without it runs in fp32 at O1, and at O2 only with arguments in 16 bits:
   /// step() warns of that, once for each model.
   /// @param model  one of the initialized ones, or a module inside one (`model->decoder`): a module
-  /// holder, shared pointer or reference, or a torch::jit::Module, which takes and returns IValues; or what wraps one of them and has a
-  /// forward() of its own, such as parallel::DistributedDataParallel. Error for another one.
+  /// holder, shared pointer, AnyModule or reference, or a torch::jit::Module, which takes IValues, or
+  /// what becomes one, or a std::vector<IValue> of all inputs, with or without torch::jit::Kwargs, and
+  /// returns an IValue; or what wraps one of them and has a forward() of its own, such as
+  /// parallel::DistributedDataParallel. Error for another one, and for one that was moved to another
+  /// device since.
+  /// @param arguments  as in a call of a function template: braces have no type, so that `{}` for "no
+  /// mask" has to be written torch::Tensor()
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
@@ -152,7 +158,7 @@ class [[nodiscard]] MixedPrecision {
     const auto uncast = [this](const auto& leaf) { return cast_output(leaf); };
     if constexpr (std::is_same_v<std::remove_const_t<M>, torch::jit::Module>) {
       return cast_output(
-          model.forward({c10::IValue(map_tensors(std::forward<Arguments>(arguments), cast))...}));
+          run_script(model, map_tensors(std::forward<Arguments>(arguments), cast)...));
     } else if constexpr (requires {
                            model.forward(map_tensors(std::forward<Arguments>(arguments), cast)...);
                          }) {
@@ -297,6 +303,20 @@ class [[nodiscard]] MixedPrecision {
   template <typename Held>
   static auto handle_of(const Held& held) -> decltype(handle_of(*held)) {
     return handle_of(*held);
+  }
+  static const void* handle_of(const torch::nn::AnyModule& module) { return module.ptr().get(); }
+  // The inputs of a script as LibTorch takes them, or one by one.
+  template <typename... Inputs>
+  static c10::IValue run_script(torch::jit::Module& script, Inputs&&... inputs) {
+    constexpr bool is_list =
+        std::is_same_v<std::tuple<std::decay_t<Inputs>...>, std::tuple<std::vector<c10::IValue>>> ||
+        std::is_same_v<std::tuple<std::decay_t<Inputs>...>,
+                       std::tuple<std::vector<c10::IValue>, torch::jit::Kwargs>>;
+    if constexpr (is_list) {
+      return script.forward(std::forward<Inputs>(inputs)...);
+    } else {
+      return script.forward({c10::IValue(std::forward<Inputs>(inputs))...});
+    }
   }
   struct Region;
   std::shared_ptr<Region> enter(const void* model) const;

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
 #include <functional>
@@ -25,6 +26,8 @@ class Model {
   template <typename Module>
   Model(const torch::nn::ModuleHolder<Module>& holder)  // NOLINT(google-explicit-constructor)
       : Model(std::shared_ptr<torch::nn::Module>(holder.is_empty() ? nullptr : holder.ptr())) {}
+  Model(const torch::nn::AnyModule& module)  // NOLINT(google-explicit-constructor)
+      : Model(module.is_empty() ? nullptr : module.ptr()) {}
   Model(std::shared_ptr<torch::nn::Module> module);  // NOLINT(google-explicit-constructor)
   Model(torch::nn::Module& module);                  // NOLINT(google-explicit-constructor)
   Model(torch::jit::Module module);                  // NOLINT(google-explicit-constructor)

@@ -85,7 +85,8 @@ class Options {
   Options& enabled(bool value);
   /// fp16 or bf16: what "16 bits" is. Default: default_16bit_dtype of the device.
   Options& dtype(c10::ScalarType value);
-  /// Where the model is. Default: the device of its first parameter.
+  /// Where the models are. Default: the device of most of their elements. initialize raises an Error
+  /// if a model has nothing there, forward if it was moved since.
   Options& device(c10::DeviceType value);
 
   /// The dtype that weights and inputs are cast to: fp32, fp16 or bf16 (a 16-bit one sets dtype()
