@@ -699,7 +699,7 @@ TEST_F(CastCacheTest, WeightsThatTheProgramDropsAreFreedInALongRegion) {
     if (i % 100 == 0) kept.push_back(at::mm(x, dropped));  // whose backward pass is to come
   }
   std::int64_t alive = 0;
-  for (const auto& weight : memory) alive += weight.expired() ? 0 : 1;
+  for (const auto& left : memory) alive += left.expired() ? 0 : 1;
   EXPECT_LE(alive, 140) << "of 600";
   for (const at::Tensor& result : kept) result.sum().backward();
 }

@@ -18,15 +18,15 @@ inline constexpr std::size_t kMostInitializers = 64;
 /// Converts to whatever a field is. Never called.
 struct AnyField {
   template <typename Field>
-  constexpr operator Field() const noexcept;  // NOLINT(google-explicit-constructor)
+  operator Field() const noexcept;  // NOLINT(google-explicit-constructor)
 };
 
 /// Converts to a base of a class.
 template <typename Class>
 struct AnyBase {
   template <typename Base>
-  requires(std::is_base_of_v<Base, Class> && !std::is_same_v<Base, Class>) constexpr operator Base()
-      const noexcept;  // NOLINT(google-explicit-constructor)
+    requires(std::is_base_of_v<Base, Class> && !std::is_same_v<Base, Class>)
+  operator Base() const noexcept;  // NOLINT(google-explicit-constructor)
 };
 
 template <std::size_t>

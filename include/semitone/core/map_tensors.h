@@ -251,8 +251,11 @@ detail::Mapped<T> map_tensors(T&& value, const Transform& transform) {
     return value.map_tensors(transform);
   } else if constexpr (std::is_same_v<Value, torch::nn::utils::rnn::PackedSequence>) {
     // LibTorch wants the batch sizes on the CPU, where they are.
-    return Value(transform(value.data()), value.batch_sizes(), transform(value.sorted_indices()),
-                 transform(value.unsorted_indices()));
+    const auto map = [&](const at::Tensor& tensor) {
+      return tensor.defined() ? at::Tensor(transform(tensor)) : tensor;
+    };
+    return Value(map(value.data()), value.batch_sizes(), map(value.sorted_indices()),
+                 map(value.unsorted_indices()));
   } else if constexpr (detail::is_a<Value, std::optional>) {
     return value.has_value() ? Value(map_tensors(*value, transform)) : Value();
   } else if constexpr (detail::is_a<Value, std::variant>) {
