@@ -69,8 +69,8 @@ TEST(MissingKernels, AreSaidWhereATensorIsOnSuchADevice) {
   EXPECT_EQ(log.text(), "");
   ASSERT_FALSE(why_no_cuda_kernels(62).empty());
   EXPECT_FALSE(runs_on_cuda(tensor_on_cuda(62)));
-  EXPECT_THAT(log.text(), AllOf(HasSubstr("CUDA device 62"),
-                                HasSubstr(std::string(why_no_cuda_kernels(62)))));
+  EXPECT_THAT(log.text(),
+              AllOf(HasSubstr("CUDA device 62"), HasSubstr(std::string(why_no_cuda_kernels(62)))));
   const std::string once = log.text();
   EXPECT_FALSE(has_kernels(tensor_on_cuda(62)));
   EXPECT_EQ(log.text(), once);
