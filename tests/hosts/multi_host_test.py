@@ -3,8 +3,9 @@
 
     sudo tests/hosts/multi_host_test.py [PROGRAM, default build/release/apps/semitone]      about three minutes
 
-By hand, because it needs root; it leaves nothing behind (tools/hosts.py). The tests of other launchers need torchrun (or
-TORCHRUN, its path) and mpirun.
+It needs root, and leaves nothing behind (tools/hosts.py). ctest runs the classes Training and Kills, in about a minute, where it
+may make network namespaces; the others, which wait for heartbeats or need torchrun (or TORCHRUN, its path) and mpirun, run by
+hand.
 """
 import json
 import os
@@ -64,8 +65,17 @@ class Folder(unittest.TestCase):
         result, = json.loads(path.read_text())
         return {key: result[key] for key in SAME}
 
+    computed = {}  # on one host, by the number of processes
+
     def on_one_host(self, processes):
-        return self.result([PROGRAM, *SHORT, "--nproc", processes, "--json", "{}"])
+        if processes not in self.computed:
+            self.computed[processes] = self.result([PROGRAM, *SHORT, "--nproc", processes, "--json", "{}"])
+        return self.computed[processes]
+
+    def environment(self, **more):
+        """Nothing of a launcher, but this."""
+        names = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|OMPI_|SLURM_|PMI_|MPI_|MV2_|PALS_)")
+        return {**{key: value for key, value in os.environ.items() if not names.match(key)}, **more}
 
 
 class SeveralHosts(Folder):
@@ -74,11 +84,12 @@ class SeveralHosts(Folder):
         hosts = Hosts(COUNT)
         self.hosts = self.enterContext(hosts)
 
-    def start(self, command_of):
+    def start(self, command_of, environment_of=lambda number: {}):
         self.launchers = []
         for number, host in enumerate(self.hosts):
             with open(self.folder / f"log{number}", "w") as log:
-                self.launchers.append(host.start(command_of(number), stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+                self.launchers.append(host.start(command_of(number), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                                                 env=self.environment(**environment_of(number))))
 
     def launch(self, training):
         self.start(lambda number: [PROGRAM, "launch", "--nnodes", COUNT, "--rdzv-endpoint", self.hosts[0].address, PROGRAM, *training])
@@ -143,12 +154,25 @@ class Training(SeveralHosts):
         self.assertEqual(self.same(self.folder / "result0.json"), self.on_one_host(COUNT))
 
 
-class Failures(SeveralHosts):
+class Operators(SeveralHosts):
+    """As Kubernetes operators start processes: no LOCAL_ variables, and in the master's pod MASTER_ADDR is localhost."""
+
+    def test_a_master_that_knows_itself_as_localhost(self):
+        self.start(lambda number: [PROGRAM, *SHORT, "--json", self.folder / "result.json"],
+                   lambda number: {"RANK": str(number), "WORLD_SIZE": str(COUNT), "MASTER_PORT": "29500",
+                                   "MASTER_ADDR": "localhost" if number == 0 else self.hosts[0].address})
+        self.assertEqual(self.codes(120), [0] * COUNT, "".join(map(self.log, range(COUNT))))
+        self.assertEqual(self.same(self.folder / "result.json"), self.on_one_host(COUNT))
+
+
+class Failing(SeveralHosts):
     def setUp(self):
         super().setUp()
         self.launch(LONG)
         self.ranks = self.workers()
 
+
+class Failures(Failing):
     def test_a_pulled_cable_ends_all(self):
         rank = 2
         cut = self.host_of(self.ranks[rank])
@@ -161,6 +185,8 @@ class Failures(SeveralHosts):
         os.kill(self.ranks[1], signal.SIGSTOP)
         self.expect_all_end(1, TIMEOUT, range(COUNT))
 
+
+class Kills(Failing):
     def test_a_killed_rank_ends_all_at_once(self):
         os.kill(self.ranks[1], signal.SIGKILL)
         self.expect_all_end(1, 15, range(COUNT))
@@ -175,11 +201,6 @@ class Failures(SeveralHosts):
 
 class OtherLaunchers(Folder):
     """The same binary, started by others, computes what `--nproc 2` does."""
-
-    # As the other launchers have it; ports that are free now.
-    def environment(self, **more):
-        names = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|OMPI_|SLURM_)")
-        return {**{key: value for key, value in os.environ.items() if not names.match(key)}, **more}
 
     def test_torchrun(self):
         torchrun = os.environ.get("TORCHRUN") or shutil.which("torchrun")
