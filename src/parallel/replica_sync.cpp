@@ -404,7 +404,15 @@ void ReplicaSync::before_forward() {
   const bool reduces = *impl_->unsynced == 0;
   if (announces) impl_->agree_to_reduce(reduces);
   if (!reduces) return;
+  // Gradients that move into new buckets are other tensors, without the marks.
+  std::vector<at::Tensor> unreduced;
+  if (impl_->any_unreduced) {
+    for (const auto& entry : impl_->trained.parameters) {
+      if (is_unreduced(entry.tensor.grad())) unreduced.push_back(entry.tensor);
+    }
+  }
   impl_->reduction->before_forward();
+  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad());
   if (!impl_->repeats_step) impl_->sync_buffers(true);
   impl_->repeats_step = true;
 }
