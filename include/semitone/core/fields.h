@@ -25,8 +25,8 @@ struct AnyField {
 template <typename Class>
 struct AnyBase {
   template <typename Base>
-    requires(std::is_base_of_v<Base, Class> && !std::is_same_v<Base, Class>)
-  operator Base() const noexcept;  // NOLINT(google-explicit-constructor)
+  requires(std::is_base_of_v<Base, Class> && !std::is_same_v<Base, Class>) operator Base()
+      const noexcept;  // NOLINT(google-explicit-constructor)
 };
 
 template <std::size_t>
