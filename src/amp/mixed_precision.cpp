@@ -86,7 +86,7 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
 }
 
 // The device of most of the models' elements.
-c10::DeviceType device_of(const std::vector<Model>& models) {
+c10::DeviceType device_of_models(const std::vector<Model>& models) {
   std::map<c10::DeviceType, std::int64_t> elements;
   for (const Model& model : models) {
     for (const Model::Entry& entry : model.entries())
@@ -459,7 +459,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
     for (const Model::Entry& entry : model.entries())
       impl->inference_tensors = impl->inference_tensors || entry.tensor.is_inference();
   }
-  impl->properties = Properties::resolve(options, device_of(models));
+  impl->properties = Properties::resolve(options, device_of_models(models));
   const Properties& properties = impl->properties;
   impl->models = models;
   impl->ran.resize(models.size());
