@@ -17,6 +17,8 @@
 namespace semitone::comm {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 c10::intrusive_ptr<c10d::Store> open_file_store(const Rendezvous& rendezvous,
                                                 std::chrono::milliseconds timeout) {
   const auto folder = std::filesystem::path(rendezvous.path).parent_path();
@@ -69,7 +71,6 @@ c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
 c10::intrusive_ptr<c10d::Store> find_store(const Rendezvous& rendezvous,
                                            const InitOptions& options) {
   using std::chrono::milliseconds;
-  using Clock = std::chrono::steady_clock;
   constexpr milliseconds kPause(100);
   constexpr milliseconds kAnswer(5000);  // of a server that accepts connections
   const auto deadline = Clock::now() + options.timeout();
