@@ -203,7 +203,7 @@ int train_together(const CLI::App& command, const TrainFlags& flags, amp::OptLev
 }
 
 void print_notes(std::ostream& out, const std::vector<train::TrainResult>& results) {
-  constexpr int kUsual = 104;  // as wide as the table's lines
+  constexpr int kTableWidth = 104;  // of its lines
   const int columns = terminal_columns(out);
   for (const train::TrainResult& result : results) {
     if (result.opt_level != amp::OptLevel::O3 || result.dtype != torch::kHalf) continue;
@@ -211,7 +211,7 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
                "O3 in float16 keeps nothing in float32: gradients below 6e-8 become 0 unless a "
                "--loss-scale lifts them, and updates smaller than 2^-11 of a weight are lost. This "
                "model bears it; others may not.",
-               static_cast<std::size_t>(columns > 0 ? columns : kUsual))
+               static_cast<std::size_t>(columns > 0 ? columns : kTableWidth))
         << '\n';
   }
 }
