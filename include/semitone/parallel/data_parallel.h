@@ -111,7 +111,7 @@ class DataParallel : public WrappedModel<Model> {
     (static_cast<void>(map_tensors(arguments, look)), ...);
     const std::size_t count = cut.parts();
 
-    std::vector<std::tuple<detail::Mapped<Arguments>...>> inputs;
+    std::vector<std::tuple<detail::Mapped<const Arguments&>...>> inputs;
     for (std::size_t replica = 0; replica < count; ++replica) {
       const auto part = [&](const at::Tensor& tensor) { return cut.part(tensor, replica); };
       inputs.emplace_back(map_tensors(arguments, part)...);
