@@ -270,7 +270,9 @@ class Kernel final : public c10::OperatorKernel {
     if (product_.has_value() && (!product_->is_composite || product_->has_steps)) {
       const Dtypes dtypes(arguments, device_);
       const auto dtype = dtypes.common_16bit();
-      if (dtype.has_value() && goes_through_fp32(arguments, policy, *dtype)) {
+      // In another dtype than the policy's, the parts of a composite operator are cast one by one.
+      const bool is_whole = !product_->is_composite || dtype == policy.dtype();
+      if (dtype.has_value() && is_whole && goes_through_fp32(arguments, policy, *dtype)) {
         run_lowered(op, keys, stack, arguments, cast, *dtype, /*emulated=*/true);
         return;
       }
