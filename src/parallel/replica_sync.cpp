@@ -95,18 +95,27 @@ struct Outputs : public torch::autograd::Function<Outputs> {
   }
 };
 
+using SparseWeights = std::set<const c10::TensorImpl*>;
+
+template <typename Layer>
+void add_if_sparse(SparseWeights& sparse, const torch::nn::Module& module) {
+  const auto* const layer = module.as<Layer>();
+  if (layer != nullptr && layer->options.sparse())
+    sparse.insert(layer->weight.unsafeGetTensorImpl());
+}
+
+// Not Module::modules(), which throws for a model that no shared pointer holds.
+void add_sparse_weights(SparseWeights& sparse, const torch::nn::Module& module) {
+  add_if_sparse<torch::nn::Embedding>(sparse, module);
+  add_if_sparse<torch::nn::EmbeddingBag>(sparse, module);
+  for (const auto& child : module.children()) add_sparse_weights(sparse, *child);
+}
+
 }  // namespace
 
 ModelTensors tensors_of(const torch::nn::Module& model) {
-  std::set<const c10::TensorImpl*> sparse;
-  for (const auto& module : model.modules()) {
-    if (const auto* embedding = module->as<torch::nn::Embedding>()) {
-      if (embedding->options.sparse()) sparse.insert(embedding->weight.unsafeGetTensorImpl());
-    }
-    if (const auto* bag = module->as<torch::nn::EmbeddingBag>()) {
-      if (bag->options.sparse()) sparse.insert(bag->weight.unsafeGetTensorImpl());
-    }
-  }
+  SparseWeights sparse;
+  add_sparse_weights(sparse, model);
   ModelTensors tensors;
   Collector collector;
   for (const auto& item : model.named_parameters()) {
