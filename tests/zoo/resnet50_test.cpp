@@ -56,14 +56,15 @@ TEST(ResNet50, LearnsABatch) {
   const at::Tensor images = torch::rand({8, 3, 64, 64});
   const at::Tensor labels = torch::arange(8) % 4;
   std::vector<double> losses;
-  for (int step = 0; step < 6; ++step) {
+  // The first steps go up and down, each processor its own way; after 20 the loss is below 0.01.
+  for (int step = 0; step < 20; ++step) {
     optimizer.zero_grad();
     const at::Tensor loss = torch::cross_entropy_loss(model->forward(images), labels);
     loss.backward();
     optimizer.step();
     losses.push_back(loss.item<double>());
   }
-  EXPECT_LT(losses.back(), 0.9 * losses.front());
+  EXPECT_LT(losses.back(), 0.1 * losses.front());
 }
 
 TEST(ResNet50, ItsBlocksStartWithTheGainThatIsAskedFor) {
