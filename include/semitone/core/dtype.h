@@ -7,7 +7,7 @@
 
 namespace semitone {
 
-/// What a floating-point format can hold. All values are exact in fp64.
+/// The range and precision of a floating-point format. All values are exact in fp64.
 struct DtypeLimits {
   double max;            ///< largest finite value: 65504 for fp16
   double min_normal;     ///< smallest positive normal value: 2^-14 for fp16
@@ -16,17 +16,17 @@ struct DtypeLimits {
   int mantissa_bits;     ///< explicit bits of the significand: 10 for fp16
 };
 
-/// Limits of fp64, fp32, fp16, bf16, fp8 e4m3fn or e5m2. Error for any other dtype.
+/// Returns the limits of fp64, fp32, fp16, bf16, fp8 e4m3fn or e5m2. Error for any other dtype.
 DtypeLimits dtype_limits(c10::ScalarType dtype);
 
-/// Name as Python users know it: "float32", "bfloat16", "float16", "int64" …
+/// Returns a dtype's name in Python: "float32", "bfloat16", "float16", "int64" …
 std::string dtype_name(c10::ScalarType dtype);
 
 /// Parses a floating dtype: fp32, float32, float, fp16, float16, half, bf16, bfloat16, fp64,
 /// float64, double. Case does not matter. Error for anything else.
 c10::ScalarType parse_dtype(std::string_view name);
 
-/// fp16 or bf16: the dtypes that autocast and the opt levels lower to.
+/// Returns whether a dtype is fp16 or bf16, to which autocast and the opt levels cast.
 constexpr bool is_16bit(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
 }

@@ -7,8 +7,8 @@
 
 namespace semitone::env {
 
-/// An environment variable that Semitone reads, or sets for the processes that it launches. This
-/// list is the only place that names them.
+/// An environment variable that Semitone reads, or sets for the processes that it launches. All
+/// variable names of the library are in this list.
 struct Variable {
   const char* name;
   const char* meaning;
@@ -17,18 +17,18 @@ struct Variable {
 /// trace, debug, info, warning, error or off. Default: info.
 inline constexpr Variable kLogLevel{
     "SEMITONE_LOG_LEVEL", "How much the library logs: trace, debug, info, warning, error, off"};
-/// Default: data/mnist beside the sources that the program was built from.
+/// Default: data/mnist in the source folder that the program was built from.
 inline constexpr Variable kDataDir{"SEMITONE_DATA_DIR", "Where the default data set lies"};
 /// Default: tests/conformance/data.
 inline constexpr Variable kConformanceDir{
     "SEMITONE_CONFORMANCE_DIR",
     "Where the conformance tests read their cases, instead of the repository's"};
-/// Set by any program for libraries that follow the convention: plain output, see no-color.org.
+/// A convention of terminal programs, see no-color.org: if it is set, output is plain.
 inline constexpr Variable kNoColor{"NO_COLOR", "Set to anything: no colours on the terminal"};
-/// Set by every terminal to its kind.
+/// Every terminal sets this to its type.
 inline constexpr Variable kTerm{"TERM", "dumb: no colours and no moving line on the terminal"};
 
-/// The number of this process among those that train together, as torchrun sets it.
+/// The rank of this process in the job, as torchrun sets it.
 inline constexpr Variable kRank{"RANK", "Number of this process among those that train together"};
 
 inline constexpr Variable kWorldSize{"WORLD_SIZE", "How many processes train together"};
@@ -66,8 +66,8 @@ inline constexpr Variable kMpiLocalSize{"OMPI_COMM_WORLD_LOCAL_SIZE",
 inline constexpr Variable kMpiJobId{"PMIX_NAMESPACE",
                                     "Makes the default MASTER_PORT of an Open MPI job"};
 /// MPICH's and Intel MPI's launcher Hydra sets PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and
-/// MPI_LOCALNRANKS (Intel MPI Library, Developer Reference: "Environment Variables Not Propagated by
-/// Hydra"); HPE Cray's PALS sets PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK and PMI_LOCAL_SIZE, and
+/// MPI_LOCALNRANKS (Intel MPI Library, Developer Reference: "Environment Variables Not Propagated
+/// by Hydra"); HPE Cray's PALS sets PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK and PMI_LOCAL_SIZE, and
 /// PALS_LOCAL_RANKID, PALS_LOCAL_SIZE and PALS_APID (its manual page mpiexec(1)).
 inline constexpr Variable kPmiRank{"PMI_RANK", "RANK under MPICH, Intel MPI and Cray PALS"};
 inline constexpr Variable kPmiSize{"PMI_SIZE", "WORLD_SIZE under MPICH, Intel MPI and Cray PALS"};
@@ -91,7 +91,7 @@ inline constexpr Variable kMvapichLocalSize{"MV2_COMM_WORLD_LOCAL_SIZE",
                                             "MVAPICH2's LOCAL_WORLD_SIZE"};
 inline constexpr Variable kGlooInterface{"GLOO_SOCKET_IFNAME",
                                          "Network interface for connections between ranks"};
-/// LibTorch's. Unless it is set, comm sets it to 2 for groups of NCCL.
+/// LibTorch reads this. comm sets it to 2 for NCCL groups if it is not set.
 inline constexpr Variable kNcclErrorHandling{
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "What NCCL's watchdog does about an error: 3 ends the process, 2 aborts the collective"};
@@ -100,7 +100,8 @@ inline constexpr Variable kCommCheck{
     "SEMITONE_COMM_CHECK",
     "Which collectives verify that all ranks call the same: none, calls, full"};
 
-/// Read by oneDNN, and here so that emulation follows (core/device.h, has_native_kernel).
+/// oneDNN reads this. Semitone reads it too, so that emulation follows oneDNN: has_native_kernel in
+/// core/device.h.
 inline constexpr Variable kOneDnnMaxIsa{
     "ONEDNN_MAX_CPU_ISA", "The instruction set that LibTorch's oneDNN uses at most: AVX2 …"};
 inline constexpr Variable kDnnlMaxIsa{"DNNL_MAX_CPU_ISA", "Its older name, read after the other"};
@@ -116,10 +117,10 @@ inline constexpr Variable kRunId{"TORCHELASTIC_RUN_ID", "Name of the launcher's 
 inline constexpr Variable kOmpThreads{"OMP_NUM_THREADS",
                                       "Threads of a process; the launcher shares the cores out"};
 
-/// Every variable above, for documentation and tests.
+/// All variables above, for documentation and tests.
 std::span<const Variable> all();
 
-/// The value of a variable, nothing if it is unset or empty.
+/// Returns the value of a variable, or nothing if it is unset or empty.
 std::optional<std::string> get(const Variable& variable);
 
 }  // namespace semitone::env

@@ -8,25 +8,25 @@
 
 namespace semitone {
 
-/// Base of every exception that Semitone throws on purpose: bad input, wrong use, a file that
-/// cannot be read.
+/// Base of every exception that Semitone throws on purpose: bad input, wrong use, an unreadable
+/// file.
 ///
-/// The message has one form everywhere, so that a reader finds the cure without the source:
+/// All messages have the same form, and most name the remedy:
 ///
 ///     [amp.initialize] expected fp32 parameters, got bfloat16 'conv1.weight' — pass the model
 ///     before casting it
 ///
-/// Errors of LibTorch itself (shapes that do not fit, for example) pass through as c10::Error.
+/// Errors of LibTorch itself, such as shapes that do not match, pass through as c10::Error.
 class Error : public std::runtime_error {
  public:
-  /// @param where     room and thing, without brackets: "amp.initialize"
+  /// @param where     the component, without brackets: "amp.initialize"
   /// @param expected  what would have been right
-  /// @param got       what came instead, with names and values
-  /// @param remedy    what to do; may be empty where it is obvious
+  /// @param got       what was found instead, with names and values
+  /// @param remedy    what to do; may be empty if it is obvious
   Error(std::string_view where, std::string_view expected, std::string_view got,
         std::string_view remedy = {});
 
-  /// Room and thing, without brackets.
+  /// The component, without brackets.
   const std::string& where() const noexcept { return where_; }
 
  private:
@@ -39,14 +39,14 @@ class FileError : public Error {
   using Error::Error;
 };
 
-/// Training cannot go on: too many steps in a row were skipped (see amp/loss_scale.h).
+/// Training cannot continue: too many consecutive steps were skipped (see amp/loss_scale.h).
 class DivergedError : public Error {
  public:
   using Error::Error;
 };
 
-/// Processes that train together lost each other: a peer died, stopped, cannot be reached, came too
-/// late or called something else.
+/// A process lost contact with others of its group: a peer died, stopped, is unreachable, arrived
+/// too late or called another collective.
 class CommError : public Error {
  public:
   /// @param ranks  the ranks at fault, as far as known

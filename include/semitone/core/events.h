@@ -7,27 +7,27 @@
 #include <string>
 #include <string_view>
 
-/// What happens inside while a program trains, told to whoever listens: reports, progress displays,
-/// tests.
+/// Events of a training in progress, for reports, progress displays and tests.
 ///
-/// A listener hears the thread that installed it and every thread that works for it (autograd's
-/// device threads, at::launch tasks). Nothing is process-wide: two trainings in two threads do not
-/// hear each other. Without a listener an event costs one thread-local read.
+/// A listener receives the events of the thread that installed it and of every thread that works
+/// for that one: autograd's device threads, at::launch tasks. Nothing is process-wide: two
+/// trainings in two threads do not receive each other's events. Without a listener an event costs
+/// one thread-local read.
 namespace semitone::events {
 
-/// Autocast converted an argument of an operator. Where 16-bit arithmetic is emulated too, an fp32
-/// argument becomes 16-bit numbers, and a 16-bit one is told as converted to fp32.
+/// Autocast converted an argument of an operator. Under emulation, an fp32 argument becomes 16-bit
+/// numbers, and a 16-bit argument is reported as converted to fp32.
 struct Cast {
   std::string_view op;  ///< "conv2d", "softmax.int", "mylib::my_op"
   c10::ScalarType from;
   c10::ScalarType to;
   std::int64_t numel;  ///< elements of the converted tensor
-  bool cached;         ///< taken from the weight-cast cache: nothing was computed
+  bool cached;         ///< taken from the weight cache: nothing was computed
 };
 
 /// A loss scale was updated after a step.
 struct LossScaleUpdated {
-  std::int64_t loss_id;  ///< which scaler, 0 where there is one
+  std::int64_t loss_id;  ///< the scaler's index; 0 with a single scaler
   double before;
   double after;
   bool found_inf;  ///< the step had a non-finite gradient
@@ -35,16 +35,15 @@ struct LossScaleUpdated {
 
 /// An optimizer step was skipped because a gradient was inf or NaN.
 struct StepSkipped {
-  std::string
-      parameter;  ///< the non-finite parameter nearest the loss, by name where names are known
+  std::string parameter;  ///< the non-finite parameter nearest the loss, by name if names are known
   std::int64_t non_finite;   ///< how many parameters had non-finite gradients
   std::int64_t consecutive;  ///< skips in a row, this one included
   std::int64_t total;        ///< skips so far
   double loss_scale;         ///< the scale that the gradients had
 };
 
-/// Receives events; override what is of interest. Called from the thread where the event happens,
-/// so an implementation that is shared between threads locks for itself. Must not throw.
+/// Receives events. Override the functions for the events of interest. The thread in which an event
+/// happens calls them, so a listener that several threads share needs a lock. Must not throw.
 class Listener {
  public:
   Listener() = default;
@@ -57,8 +56,8 @@ class Listener {
   virtual void on(const StepSkipped&) {}
 };
 
-/// Installs a listener for this thread until the end of the scope. Scopes nest; every listener
-/// hears every event. Destroy in the reverse order of construction, on the same thread.
+/// Installs a listener for this thread until the end of the scope. Scopes nest, and every listener
+/// receives every event. Destroy in the reverse order of construction, on the same thread.
 class [[nodiscard]] Listen {
  public:
   explicit Listen(std::shared_ptr<Listener> listener);
@@ -71,7 +70,7 @@ class [[nodiscard]] Listen {
   std::unique_ptr<Guard> guard_;
 };
 
-/// Whether anybody listens on this thread: ask before computing what only an event needs.
+/// Returns whether this thread has a listener. Check it before computing a value only for an event.
 bool listening();
 
 void emit(const Cast& event);

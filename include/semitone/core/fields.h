@@ -4,18 +4,18 @@
 #include <type_traits>
 #include <utility>
 
-/// The fields of a plain struct, found at compile time: for map_tensors.
+/// Finds the fields of a plain struct at compile time, for map_tensors.
 namespace semitone::detail {
 
 template <typename... Types>
 struct TypeList {};
 
-/// The most fields of a struct that is looked into.
+/// The largest number of fields that a struct may have.
 inline constexpr std::size_t kMostFields = 16;
-/// The most values that its braces take, where each element of an array counts.
+/// The largest number of values that its braces may take; each array element counts.
 inline constexpr std::size_t kMostInitializers = 64;
 
-/// Converts to whatever a field is. Never called.
+/// Converts to any field type. Never called.
 struct AnyField {
   template <typename Field>
   operator Field() const noexcept;  // NOLINT(google-explicit-constructor)
@@ -47,7 +47,7 @@ consteval bool takes(std::index_sequence<fields...>) {
   };
 }
 
-/// The most values that T's braces take: its fields, where those of type Element[n] count as n.
+/// The most values that T's braces take: one for each field, n for a field of type Element[n].
 template <typename T, std::size_t count = kMostInitializers + 1>
 consteval std::size_t initializer_count() {
   if constexpr (count == 0 || takes<T>(std::make_index_sequence<count>())) {
@@ -57,7 +57,7 @@ consteval std::size_t initializer_count() {
   }
 }
 
-/// How many of them the field takes that begins at one: its length if it is an array, else 1.
+/// How many of these values belong to the field that begins at `at`: an array's length, or else 1.
 template <typename T, std::size_t total, std::size_t at, std::size_t length = total - at>
 consteval std::size_t initializers_of_field() {
   if constexpr (length < 2) {
@@ -67,7 +67,7 @@ consteval std::size_t initializers_of_field() {
     using Array = std::make_index_sequence<length>;
     constexpr bool fits =
         takes_array<T>(Before(), Array(), std::make_index_sequence<total - at - length>());
-    // Of an object that is made of several values too many are left for the other fields.
+    // An aggregate member that is not an array leaves too many values for the other fields.
     constexpr bool is_full =
         !takes_array<T>(Before(), Array(), std::make_index_sequence<total - at - length + 1>());
     if constexpr (fits && is_full) {
@@ -87,8 +87,8 @@ consteval std::size_t count_fields() {
   }
 }
 
-/// How many fields with_fields can visit; 0: none, or not such a struct. Structs without base classes
-/// can be, with at most kMostFields fields.
+/// How many fields with_fields can visit. 0 if there are none or the struct is not supported: it
+/// must be an aggregate without base classes, with at most kMostFields fields.
 template <typename T>
 consteval std::size_t field_count() {
   if constexpr (!std::is_class_v<T> || !std::is_aggregate_v<T>) {

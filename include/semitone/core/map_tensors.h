@@ -28,12 +28,12 @@ namespace torch::nn::utils::rnn {
 class PackedSequence;
 }  // namespace torch::nn::utils::rnn
 
-/// Looking into whatever a model takes and returns: tensors in any nesting of structs, standard
+/// Finds the tensors in a model's arguments and results: in any nesting of structs, standard
 /// containers and IValues.
 namespace semitone {
 
-/// Whether a class of yours holds no tensors that map_tensors would have to find. Say so for one that
-/// it cannot look into:
+/// Whether a class of yours holds no tensors that map_tensors would have to find. Specialise it for
+/// a class that map_tensors cannot look into:
 ///
 ///     template <>
 ///     inline constexpr bool semitone::holds_no_tensors<MyConfig> = true;
@@ -44,7 +44,7 @@ namespace detail {
 
 using TensorTransform = c10::function_ref<at::Tensor(const at::Tensor&)>;
 
-/// map_tensors of an IValue. What holds no tensor that changes stays the same object.
+/// map_tensors of an IValue. A part in which no tensor changes stays the same object.
 c10::IValue map_ivalue(const c10::IValue& value, TensorTransform transform);
 
 template <typename T>
@@ -74,8 +74,8 @@ concept Sequence = !is_a<T, std::basic_string> && requires(T value, const T& oth
   value.push_back(*other.begin());
   other.end();
 };
-/// The smart pointers, callables and values of the standard library and of LibTorch that have
-/// destructors, and no tensors of their own in them.
+/// The smart pointers, callables and values of the standard library and LibTorch that have
+/// destructors but hold no tensors of their own.
 template <typename T>
 concept KnownOpaque = is_a<T, std::basic_string> || is_a<T, std::function> ||
     is_a<T, std::shared_ptr> || is_a<T, std::unique_ptr> || is_a<T, std::weak_ptr> ||
@@ -123,8 +123,8 @@ struct CollectTypes {
 template <typename T>
 using FieldTypes = decltype(with_fields(std::declval<T&>(), CollectTypes()));
 
-/// What map_tensors finds in values of a type. Outer: the types that it is looked for in, since a
-/// struct may hold a list of its own kind.
+/// What map_tensors finds in values of a type. Outer lists the enclosing types, since a struct may
+/// hold a list of its own type.
 template <typename T, typename... Outer>
 consteval Holding holding() {
   if constexpr (std::is_array_v<T>) {
@@ -149,7 +149,7 @@ consteval Holding holding() {
   } else if constexpr (field_count<T>() > 0) {
     return holding_of_any<T, Outer...>(FieldTypes<T>());
   } else {
-    // A tensor has a destructor, and so has whatever has one in it.
+    // A tensor has a destructor, and so has every class that holds one.
     return std::is_trivially_destructible_v<T> ? Holding::none : Holding::unknown;
   }
 }
@@ -158,31 +158,33 @@ consteval Holding holding() {
 template <typename T>
 struct HoldsTensors : std::bool_constant<holding<T>() == Holding::tensors> {};
 
-/// What map_tensors makes of a type: the type itself, but a list in place of a view of one.
+/// The type that map_tensors returns: the type itself, or a vector for an at::TensorList.
 template <typename T>
 using Mapped = std::conditional_t<std::is_same_v<std::remove_cvref_t<T>, at::TensorList>,
                                   std::vector<at::Tensor>, std::decay_t<T>>;
 
 }  // namespace detail
 
-/// Calls transform, a function from tensor to tensor, on every tensor of a value and returns the
-/// value with the results in their places. It finds tensors in
-/// - IValues, std::vector, deque, list, array, pair, tuple, optional, variant, map and unordered_map,
-///   c10::List, c10::SmallVector and torch's PackedSequence; an at::TensorList becomes a vector;
-/// - structs without base classes, private fields and constructors, of up to 16 fields: what models
-///   return in C++;
+/// Calls transform, a function from tensor to tensor, on every tensor in a value, and returns the
+/// value with the results in place of the tensors. It finds tensors in
+/// - IValues, std::vector, deque, list, array, pair, tuple, optional, variant, map and
+///   unordered_map, c10::List, c10::SmallVector and torch's PackedSequence; an at::TensorList
+///   becomes a vector;
+/// - structs without base classes, private fields and constructors, of up to 16 fields, which
+///   models return in C++;
 /// - classes of your own with a method `T map_tensors(transform) const`;
-/// nested in any way. What holds no tensors is returned as it is.
+/// nested in any way. A value without tensors is returned unchanged. Tensors behind pointers and
+/// references are not touched.
 ///
-/// A class that it cannot look into is a compile-time error, unless it has no destructor (so no
-/// tensor), or is one of the standard library's or LibTorch's that hold none: give it a method
-/// map_tensors, or say holds_no_tensors. What is behind pointers and references stays as it is.
+/// A class that map_tensors cannot look into is a compile-time error. Give it a method map_tensors,
+/// or specialise holds_no_tensors for it. Classes with a trivial destructor hold no tensor and are
+/// allowed, as are the standard library's and LibTorch's opaque classes.
 template <typename T, typename Transform>
 detail::Mapped<T> map_tensors(T&& value, const Transform& transform);
 
 namespace detail {
 
-/// A field of a struct in the struct that map_tensors makes.
+/// Returns what map_tensors puts in place of one field of a struct.
 template <typename Field, bool movable, typename Value, typename Transform>
 decltype(auto) map_field(Value& field, const Transform& transform) {
   if constexpr (holding<std::remove_cvref_t<Field>>() != Holding::none) {
@@ -250,7 +252,7 @@ detail::Mapped<T> map_tensors(T&& value, const Transform& transform) {
   } else if constexpr (detail::MapsItsTensors<Value>) {
     return value.map_tensors(transform);
   } else if constexpr (std::is_same_v<Value, torch::nn::utils::rnn::PackedSequence>) {
-    // LibTorch wants the batch sizes on the CPU, where they are.
+    // LibTorch requires the batch sizes on the CPU, so they stay there.
     const auto map = [&](const at::Tensor& tensor) {
       return tensor.defined() ? at::Tensor(transform(tensor)) : tensor;
     };

@@ -6,9 +6,9 @@
 
 namespace semitone {
 
-/// What a user may have meant by a name that is none: at most three of the candidates, the nearest
-/// by edit distance first, as "'a', 'b' or 'c'". Empty if none is within a third of the name's
-/// letters, or two.
+/// Suggests names for one that does not exist: at most three of the candidates, nearest by edit
+/// distance first, as "'a', 'b' or 'c'". Empty if no candidate is within two edits or a third of
+/// the name's length.
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace semitone

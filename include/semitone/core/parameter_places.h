@@ -9,14 +9,14 @@
 namespace semitone {
 
 /// The place of each parameter in the groups of an optimizer: 0, 1, 2 … group after group. A
-/// parameter that stands there twice has its first place, and the next one follows on.
+/// parameter that appears twice keeps its first place, and the second appearance takes no place.
 using ParameterPlaces = std::unordered_map<const c10::TensorImpl*, std::uint32_t>;
 ParameterPlaces places_of(const std::vector<torch::optim::OptimizerParamGroup>& groups);
 
-/// An optimizer whose numbers depend on the places of its parameters, as the random bits do with
-/// which optim::FusedOptimizer rounds bf16 state. A wrapper that gives it only some parameters of
-/// its own list (parallel::ZeroRedundancyOptimizer) tells it their places there, and every rank
-/// computes what the optimizer of all of them would.
+/// An optimizer whose results depend on the places of its parameters. optim::FusedOptimizer is one:
+/// the places seed the random bits with which it rounds bf16 state. A wrapper that gives an
+/// optimizer only part of a parameter list (parallel::ZeroRedundancyOptimizer) sets the places in
+/// the whole list, so that every rank computes what one optimizer of all parameters would.
 class UsesParameterPlaces {
  public:
   UsesParameterPlaces() = default;
@@ -24,8 +24,8 @@ class UsesParameterPlaces {
   UsesParameterPlaces& operator=(const UsesParameterPlaces&) = default;
   virtual ~UsesParameterPlaces() = default;
 
-  /// Takes the places of another list than the optimizer's own. They hold for the parameters that
-  /// are in them until the next call.
+  /// Sets places from another list than the optimizer's own. They apply to the parameters in that
+  /// list until the next call.
   virtual void set_parameter_places(ParameterPlaces places) = 0;
 };
 
