@@ -1,7 +1,6 @@
 #pragma once
 
-/// All of Semitone. A program that uses one part may include that part's header instead, which
-/// compiles faster.
+/// Includes all of Semitone. A program that uses one part compiles faster with that part's header.
 
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/captured_step.h"

@@ -10,21 +10,21 @@
 
 namespace semitone::launch {
 
-/// Standard output, standard error, both or none.
+/// Standard output, standard error, both or neither.
 enum class Streams { none = 0, out = 1, err = 2, both = 3 };
 
-/// Streams of each process of a node.
+/// Selects the streams of each process of a node.
 class StreamsByRank {
  public:
-  /// The same for all.
+  /// Selects the same streams for all processes.
   StreamsByRank(Streams all = Streams::none) : all_(all) {}
 
-  /// In torchrun's words: "3" for both streams of every process (0 none, 1 output, 2 errors), or
-  /// "0:1,1:3" for some by their local rank, none for the others. Error for anything else.
+  /// Parses torchrun's syntax: "3" selects both streams of every process (0 none, 1 output, 2
+  /// errors); "0:1,1:3" selects by local rank, and none for the others. Error for anything else.
   static StreamsByRank parse(std::string_view text);
 
   Streams of(int local_rank) const;
-  /// Whether any process has any.
+  /// Whether any stream of any process is selected.
   bool any() const;
 
  private:
@@ -32,21 +32,21 @@ class StreamsByRank {
   std::map<int, Streams> by_rank_;
 };
 
-/// How many machines, "nodes", a job runs on: as many as come, between two bounds.
+/// The number of machines ("nodes") of a job, as a range.
 struct NodeCount {
   int min = 1;
   int max = 1;
 
-  /// "2" or "1:4". Error for anything else.
+  /// Parses "2" or "1:4". Error for anything else.
   static NodeCount parse(std::string_view text);
 };
 
-/// A place on the network.
+/// A host and a port.
 struct Endpoint {
   std::string host;
   int port = 29400;
 
-  /// "host:port", "[::1]:port", or a host alone. Error for anything else.
+  /// Parses "host:port", "[::1]:port", or a host alone. Error for anything else.
   static Endpoint parse(std::string_view text);
   std::string to_string() const;
 };
@@ -62,54 +62,56 @@ class LaunchOptions {
   /// @param program  a path, or a name to look up in PATH
   explicit LaunchOptions(std::filesystem::path program) : program_(std::move(program)) {}
 
-  /// What comes after the program's name. "${local_rank}" in them becomes the process's LOCAL_RANK.
+  /// Arguments of the program. "${local_rank}" in them is replaced by the process's LOCAL_RANK.
   LaunchOptions& arguments(std::vector<std::string> value);
-  /// Processes on this node. Nodes may differ. Default 1.
+  /// Number of processes on this node. It may differ between nodes. Default 1.
   LaunchOptions& nproc_per_node(int value);
-  /// Nodes of the job. Default 1. A range needs rdzv_endpoint.
+  /// Number of nodes. Default 1. A range requires rdzv_endpoint.
   LaunchOptions& nnodes(NodeCount value);
 
-  /// Number of this node: its processes get the ranks after those of the nodes before it. For jobs
-  /// with a master_addr; with an rdzv_endpoint the nodes are numbered as they come. Default 0.
+  /// Number of this node. Its processes get the ranks after those of the preceding nodes. Used with
+  /// master_addr; with rdzv_endpoint, nodes are numbered in order of arrival. Default 0.
   LaunchOptions& node_rank(int value);
-  /// Address of node 0, MASTER_ADDR of all processes. Default: 127.0.0.1 for one node.
+  /// Address of node 0, which becomes MASTER_ADDR. Default for one node: 127.0.0.1.
   LaunchOptions& master_addr(std::string value);
   /// MASTER_PORT of all processes. 0: a free port for one node, 29500 for several. The launchers of
-  /// several nodes meet at the port after it.
+  /// several nodes use the next port for their own rendezvous.
   LaunchOptions& master_port(int value);
   /// Where the launchers of the nodes meet, instead of master_addr and node_rank: "host:port",
-  /// "[::1]:port", or a host alone (port 29400). The launcher on that host waits there for the
-  /// others, is node 0, and chooses MASTER_PORT anew for every attempt.
+  /// "[::1]:port", or a host alone (port 29400). The launcher on that host waits for the others,
+  /// becomes node 0, and chooses a new MASTER_PORT for every attempt.
   LaunchOptions& rdzv_endpoint(std::string value);
-  /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers that do not bring it
-  /// are refused. Empty: node 0 makes one up, and refuses launchers that have one, or run another
-  /// program or the same with other arguments.
+  /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers with another name are
+  /// refused. If it is empty, node 0 generates a name. It then refuses launchers that specify one,
+  /// and launchers of another program or of other arguments.
   LaunchOptions& rdzv_id(std::string value);
-  /// Address under which the other nodes reach node 0, if its endpoint is not: MASTER_ADDR.
+  /// Address at which the other nodes reach node 0, if it is not the endpoint's. Sets MASTER_ADDR.
   LaunchOptions& local_addr(std::string value);
 
-  /// How often all processes are started again after a failure. Node 0 decides. Default 0.
+  /// How many times all processes are restarted after a failure. Node 0 decides. Default 0.
   LaunchOptions& max_restarts(int value);
   /// ROLE_NAME. Default "default".
   LaunchOptions& role(std::string value);
 
-  /// What the processes write goes to DIR/<job>/attempt_<n>/<rank>/stdout.log and stderr.log: the
-  /// streams of redirects and tee, or all, and to the console too, if neither is given.
+  /// Folder for the output of the processes: DIR/<job>/attempt_<n>/<rank>/stdout.log and
+  /// stderr.log. It holds the streams of redirects and tee. If neither is set, it holds all
+  /// streams, and they also go to the console.
   LaunchOptions& log_dir(std::filesystem::path value);
-  /// Streams that go to their files only. Needs log_dir. Default none.
+  /// Streams that go to the log files only. Requires log_dir. Default none.
   LaunchOptions& redirects(StreamsByRank value);
-  /// Streams that go line by line to this process's own, each line after "[rank3]: ", and to their
-  /// files if there is a log_dir. Default none: processes write to this process's streams directly.
+  /// Streams that are relayed line by line to the same stream of this process, with the prefix
+  /// "[rank3]: ", and to the log files if there is a log_dir. Default none: processes inherit this
+  /// process's streams.
   LaunchOptions& tee(StreamsByRank value);
 
-  /// How long processes may take to end after SIGTERM, before SIGKILL. Default 10 s.
+  /// Time between SIGTERM and SIGKILL when processes are stopped. Default 10 s.
   LaunchOptions& grace(Seconds value);
-  /// How long another node's launcher may be silent before it counts as gone. Default 30 s.
+  /// How long another node's launcher may be silent before it counts as lost. Default 30 s.
   LaunchOptions& heartbeat_timeout(Seconds value);
-  /// How long to wait for the (fewest) nodes to meet. Default 600 s.
+  /// How long to wait for the minimum number of nodes. Default 600 s.
   LaunchOptions& join_timeout(Seconds value);
-  /// How long to wait for more nodes once the fewest are there, since the last one that came; an
-  /// attempt goes on meanwhile. Default 5 s.
+  /// How long to wait for more nodes once the minimum has arrived, counted from the latest arrival.
+  /// A running attempt continues meanwhile. Default 5 s.
   LaunchOptions& last_call(Seconds value);
 
   const std::filesystem::path& program() const { return program_; }
@@ -132,7 +134,8 @@ class LaunchOptions {
   Seconds join_timeout() const { return join_timeout_; }
   Seconds last_call() const { return last_call_; }
 
-  /// Error if a value makes no sense, or two contradict each other. Looks at nothing outside.
+  /// Error if a value is invalid or two values contradict each other. Checks the values only, not
+  /// the system.
   void check() const;
 
  private:
@@ -157,14 +160,14 @@ class LaunchOptions {
   Seconds last_call_{5};
 };
 
-/// How many processes to run on this node.
+/// The number of processes to run on this node.
 struct ProcessCount {
   int count = 1;
-  std::string reason;  ///< "one for each of 2 cores"; empty if it was given as a number
+  std::string reason;  ///< "one for each of 2 cores"; empty for an explicit number
 
-  /// In torchrun's words: a number, "gpu" (one for each GPU), "cpu" (one for each core that this
-  /// process may use), or "auto" (gpu where there is any, else cpu). Error for anything else, and
-  /// for "gpu" where there is none.
+  /// Parses torchrun's syntax: a number, "gpu" (one for each GPU), "cpu" (one for each core that
+  /// this process may use), or "auto" ("gpu" if there is a GPU, otherwise "cpu"). Error for
+  /// anything else, and for "gpu" on a machine without a GPU.
   static ProcessCount parse(std::string_view text);
 };
 

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-/// torchrun's job for native programs: the same program several times, on one machine or more, each
-/// process told by its environment who it is and where the others are.
+/// The counterpart of torchrun for native programs: runs the same program several times, on one
+/// machine or more. Each process finds its rank and the address of the others in its environment.
 namespace semitone::launch {
 
-/// A process that failed: the first of its job, wherever it ran.
+/// The first process of a job that failed, on any node.
 struct WorkerFailure {
   int rank = 0;
   int local_rank = 0;
@@ -22,85 +22,88 @@ struct WorkerFailure {
   std::string host;  ///< the node's name
   int pid = 0;       ///< on that node
   ExitStatus status;
-  std::string log;         ///< its file with the last lines; empty if there is none
-  std::string last_lines;  ///< up to 20 of what it wrote last, errors first; empty if not relayed
+  std::string log;         ///< the file with the last lines; empty without log files
+  std::string last_lines;  ///< up to 20 of its last lines, errors first; empty if not relayed
 
-  /// For people: who, how, and the last lines. Several lines, without a newline at the end.
+  /// A message with the process, its exit status and its last lines. No newline at the end.
   std::string to_string() const;
 };
 
-/// One of this node's processes, in the last attempt.
+/// A process of this node, in the last attempt.
 struct WorkerStatus {
   int rank = 0;
   int local_rank = 0;
   pid_t pid = 0;
   ExitStatus status;     ///< how it ended
-  bool stopped = false;  ///< it was still running when the launcher told it to stop
+  bool stopped = false;  ///< it was still running when the launcher stopped it
 };
 
 enum class LaunchOutcome {
   succeeded,    ///< every process of every node returned 0
   failed,       ///< a process failed, and no restart was left
-  lost,         ///< a node's launcher is gone, was stopped, or too few came
-  interrupted,  ///< Launcher::stop was called here
+  lost,         ///< a node's launcher was lost or stopped, or too few nodes arrived
+  interrupted,  ///< Launcher::stop was called on this node
 };
 
 /// How a job ended.
 struct LaunchResult {
   LaunchOutcome outcome = LaunchOutcome::succeeded;
-  std::optional<WorkerFailure> first_failure;  ///< of the last attempt; always there after `failed`
+  std::optional<WorkerFailure> first_failure;  ///< in the last attempt; always set after `failed`
   std::string reason;                          ///< one sentence; empty after `succeeded`
   std::string run_id;                          ///< name of the job
-  int restarts = 0;                            ///< that used up one of max_restarts
-  int signal = 0;                              ///< what stop() was called with
+  int restarts = 0;                            ///< restarts that counted towards max_restarts
+  int signal = 0;                              ///< the argument of stop()
   std::vector<WorkerStatus> workers;           ///< of this node; empty if none was started
 
-  /// What a program returns for it, as shells do: 0; the first failed process's own code, or 128 +
-  /// its signal; 128 + the signal of stop(); 1 for a lost node.
+  /// The exit code for a program, as shells define it: 0 on success; the first failed process's
+  /// exit code, or 128 + its signal; 128 + the signal of stop(); 1 for a lost node.
   int exit_code() const;
 };
 
-/// Launches a job, or this node's part of it, and watches it to its end.
+/// Launches a job, or this node's part of it, and watches it until it ends.
 ///
 ///     launch::Launcher launcher(launch::LaunchOptions("build/train").nproc_per_node(2));
 ///     const launch::LaunchResult result = launcher.run();
 ///
-/// Environment of each process, as torchrun sets it: RANK, LOCAL_RANK, WORLD_SIZE,
+/// The environment of each process is the one that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE,
 /// LOCAL_WORLD_SIZE, GROUP_RANK (the node), GROUP_WORLD_SIZE, ROLE_NAME, ROLE_RANK,
 /// ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
 /// TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE (False: rank 0
-/// hosts the store at MASTER_PORT), and OMP_NUM_THREADS (the cores shared out, unless it is set or
-/// there is one process). Standard input is empty.
+/// hosts the store at MASTER_PORT), and OMP_NUM_THREADS (the cores divided by the processes, unless
+/// it is set already or there is one process). Standard input is empty.
 ///
-/// One fails, all stop: the processes on every node get SIGTERM, SIGKILL after the grace, and what
-/// they have started themselves gets it with them (each leads a process group). Then all are
-/// started again, or run() returns. Nothing outlives run(), nor this process if it is killed.
+/// If one process fails, all are stopped: the processes on every node get SIGTERM, and SIGKILL
+/// after the grace period. Each process leads a process group, so that the processes that it
+/// started are stopped with it. Then all processes are restarted, or run() returns. No process
+/// outlives run(), nor this process if it is killed.
 ///
-/// Launchers of several nodes meet over TCP, without encryption: on a network that you trust. A job
-/// with an rdzv_id takes in those that bring it and no others; of one without, those that run the
-/// same program with the same arguments. Node 0's decides; if it is gone, the job is over.
+/// Launchers of several nodes connect over TCP without encryption, so use a network that you trust.
+/// A job with an rdzv_id accepts launchers with the same rdzv_id only. A job without one accepts
+/// launchers that run the same program with the same arguments. Node 0's launcher makes all
+/// decisions; if it is lost, the job ends.
 class Launcher {
  public:
-  /// Error if the options make no sense or the program cannot be run, FileError if the log folder
-  /// cannot be made. Nothing is started yet.
+  /// Error if the options are invalid or the program cannot be run, FileError if the log folder
+  /// cannot be created. Starts nothing yet.
   explicit Launcher(LaunchOptions options);
   ~Launcher();
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
-  /// Once. Returns when all of this node's processes are gone. Error if the job cannot begin (a
-  /// port in use, an endpoint that cannot be reached, a program that the system refuses); no
-  /// process is left then.
+  /// Runs the job; call it once. Returns when all of this node's processes have ended. Error if the
+  /// job cannot start (a port in use, an unreachable endpoint, a program that the system refuses to
+  /// run). No process is left then.
   LaunchResult run();
 
-  /// Makes run() stop everything and return: the processes get the signal (SIGTERM for SIGHUP), and
-  /// SIGKILL after the grace. SIGINT or SIGQUIT a second time, or SIGKILL, kills them at once. From
-  /// any thread or signal handler.
+  /// Makes run() stop all processes and return. The processes get the signal (SIGTERM for SIGHUP),
+  /// and SIGKILL after the grace period. A second SIGINT or SIGQUIT, or SIGKILL, kills them at
+  /// once. May be called from any thread or signal handler.
   void stop(int signal) noexcept;
 
-  /// Hands a signal on to this node's processes (not to what they have started), and the job goes
-  /// on: SIGUSR1 before a time limit, for one. Those that have no handler for it die of it. Nothing
-  /// happens while no process runs, between two attempts. From any thread or signal handler.
+  /// Forwards a signal to this node's processes, but not to the processes that those have started,
+  /// and the job continues. An example is SIGUSR1 before a time limit. A process without a handler
+  /// for the signal may die of it. Between two attempts the signal has no effect. May be called
+  /// from any thread or signal handler.
   void forward(int signal) noexcept;
 
  private:

@@ -9,17 +9,17 @@
 #include <utility>
 #include <vector>
 
-/// Starting other programs and watching them.
+/// Starts other programs and watches them.
 namespace semitone::launch {
 
-/// Where what a process writes goes.
+/// Destination of a process's output.
 enum class Output {
-  inherit,  ///< where this process's goes
-  capture,  ///< into memory, for Process::wait
+  inherit,  ///< this process's stream
+  capture,  ///< memory, for Process::wait
   discard,
 };
 
-/// What to run, and how.
+/// The program to run, with its arguments and settings.
 ///
 ///     const auto result = launch::run(launch::ProcessOptions("git").arguments({"log"})
 ///                                         .out(launch::Output::capture));
@@ -28,15 +28,15 @@ class ProcessOptions {
   /// @param program  a path, or a name to look up in PATH
   explicit ProcessOptions(std::filesystem::path program) : program_(std::move(program)) {}
 
-  /// What comes after the program's name. No shell looks at it.
+  /// Arguments of the program. They do not pass through a shell.
   ProcessOptions& arguments(std::vector<std::string> value);
-  /// Adds a variable to this process's environment, or replaces it there, for the child.
+  /// Adds or replaces an environment variable of the child. The rest is inherited.
   ProcessOptions& environment(std::string name, std::string value);
   /// Standard output and standard error. Default: inherit.
   ProcessOptions& out(Output value);
   ProcessOptions& err(Output value);
-  /// What the child gets when the thread that started it ends. Default SIGTERM; a child that
-  /// ignores that needs SIGKILL.
+  /// The signal that the child gets when the thread that started it ends. Default SIGTERM. For a
+  /// child that ignores SIGTERM use SIGKILL.
   ProcessOptions& death_signal(int value);
 
   const std::filesystem::path& program() const { return program_; }
@@ -74,25 +74,26 @@ struct Finished {
   std::string err;  ///< standard error, if captured
 };
 
-/// A running child process. It never outlives this one by accident: the destructor kills it, and so
-/// does the end of this process, whatever ends it (ProcessOptions::death_signal). It stays in this
-/// process's group, so Ctrl-C on a terminal reaches both.
+/// A running child process. It does not outlive this process by accident: the destructor kills it,
+/// and so does the end of this process, for any reason (ProcessOptions::death_signal). It stays in
+/// this process's group, so that Ctrl-C on a terminal reaches both.
 class Process {
  public:
-  /// Starts it. Error if the program cannot be run (not found, not executable), or the system has
-  /// no room for another process. Keep the calling thread alive as long as the child is to live.
+  /// Starts the process. Error if the program cannot be run (not found, not executable) or the
+  /// system cannot create another process. The calling thread must live as long as the child is
+  /// needed.
   explicit Process(const ProcessOptions& options);
   Process(Process&&) noexcept;
   Process& operator=(Process&&) = delete;
-  /// Kills it (SIGKILL), unless it was waited for.
+  /// Kills the process with SIGKILL, unless wait() has returned.
   ~Process();
 
   pid_t id() const;
 
-  /// Sends a signal. Nothing happens if it was waited for.
+  /// Sends a signal. No effect after wait().
   void send(int signal) const;
 
-  /// Reads what is captured to its end, then waits. Call once.
+  /// Reads the captured output to its end, then waits for the process. Call it once.
   Finished wait();
 
  private:
