@@ -13,7 +13,7 @@
 
 namespace semitone::nn {
 
-/// Options of FusedBatchNorm: those of torch::nn::BatchNorm, and the ReLU.
+/// Options of FusedBatchNorm: those of torch::nn::BatchNorm, and relu.
 struct FusedBatchNormOptions {
   FusedBatchNormOptions(
       std::int64_t num_features)  // NOLINT(google-explicit-constructor): as LibTorch's
@@ -23,32 +23,34 @@ struct FusedBatchNormOptions {
   TORCH_ARG(std::int64_t, num_features);
   /// Added to the variance.
   TORCH_ARG(double, eps) = 1e-5;
-  /// Share of the new batch in the running statistics; nothing: the mean over all batches so far.
+  /// Weight of the new batch in the running statistics. Nothing: the mean over all batches so far.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
-  /// Whether there are a weight and a bias.
+  /// Whether the layer has a weight and a bias.
   TORCH_ARG(bool, affine) = true;
-  /// Whether there are running statistics; without, evaluation uses the batch's as well.
+  /// Whether the layer has running statistics. Without them, evaluation uses the batch's
+  /// statistics.
   TORCH_ARG(bool, track_running_stats) = true;
-  /// Whether the result goes through a ReLU.
+  /// Whether a ReLU is applied to the result.
   TORCH_ARG(bool, relu) = false;
 };
 
-/// Batch normalisation, and with it the addition of a residual and a ReLU, in two passes over the
-/// input forward (statistics, result) and two backward: what apex.contrib's groupbn does on a GPU.
+/// Batch normalisation, optionally with the addition of a residual and a ReLU. The forward is two
+/// passes over the input (statistics, result), and so is the backward. apex.contrib's groupbn does
+/// the same on a GPU.
 ///
 ///     nn::FusedBatchNorm norm(nn::FusedBatchNormOptions(64).relu(true));
 ///     auto y = norm(x);             // relu(batch_norm(x))
 ///     auto z = norm(x, shortcut);   // relu(batch_norm(x) + shortcut)
 ///
-/// Input (N, C, …), at least 2-D, fp16, bf16, fp32 or fp64, in any layout; the result has its
-/// shape, dtype and layout (channels last stays so). Sums are formed in fp32 by 256 terms and in
-/// fp64 from there, whatever the input's dtype, and every element is rounded once; parameters and
-/// running statistics stay in fp32 for 16-bit inputs (semitone::KeepFp32). Results do not depend on
-/// the number of threads.
+/// The input (N, C, …) has at least two dimensions, is fp16, bf16, fp32 or fp64, and may have any
+/// strides. The result has its shape, dtype and memory format (channels last is preserved). Sums of
+/// up to 256 terms are computed in fp32 and added in fp64, for every input dtype, and each element
+/// is rounded once. Parameters and running statistics stay in fp32 for 16-bit inputs
+/// (semitone::KeepFp32). Results do not depend on the number of threads.
 ///
-/// Parameters, buffers and their names are those of torch::nn::BatchNorm1d, 2d and 3d: what one
-/// saved, the other loads. In evaluation it is torch::nn::BatchNorm, with the addition and the ReLU
-/// after it. For the statistics of several processes together: parallel::SyncBatchNorm.
+/// Parameters and buffers have the names of torch::nn::BatchNorm1d, 2d and 3d, so each class loads
+/// what the other saved. In evaluation the layer computes torch::nn::BatchNorm, followed by the
+/// addition and the ReLU. For statistics over several processes use parallel::SyncBatchNorm.
 class FusedBatchNormImpl
     : public torch::nn::NormImplBase<2, FusedBatchNormImpl, FusedBatchNormOptions>,
       public KeepFp32 {
@@ -57,7 +59,8 @@ class FusedBatchNormImpl
 
   /// @param input     (N, num_features, …)
   /// @param residual  undefined, or of the input's shape: added before the ReLU
-  /// Error for an input of another kind or shape, and in training for one value a channel.
+  /// Error for an unsupported dtype or shape, and in training for an input with one value per
+  /// channel.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& residual = {});
 
   void pretty_print(std::ostream& stream) const override;

@@ -11,53 +11,54 @@
 
 namespace semitone::nn {
 
-/// Options of fused_cross_entropy: those of torch::nn::CrossEntropyLoss, and one more.
+/// Options of fused_cross_entropy: those of torch::nn::CrossEntropyLoss, and inplace_backward.
 struct FusedCrossEntropyOptions {
   using reduction_t = torch::nn::CrossEntropyLossOptions::reduction_t;
 
-  /// Of each class: (C). Undefined: 1.
+  /// Weight of each class: (C). Undefined: 1.
   TORCH_ARG(at::Tensor, weight);
-  /// Rows with this target have no part in loss and gradient.
+  /// Rows with this target contribute neither to the loss nor to the gradient.
   TORCH_ARG(std::int64_t, ignore_index) = -100;
-  /// torch::kMean (over the rows that are not ignored; NaN if all are), torch::kSum or torch::kNone.
+  /// torch::kMean (over the rows that are not ignored; NaN if all are), torch::kSum or
+  /// torch::kNone.
   TORCH_ARG(reduction_t, reduction) = torch::kMean;
-  /// In [0, 1]: this share of a target goes to all classes alike.
+  /// The share of the target distribution that is spread over all classes, in [0, 1].
   TORCH_ARG(double, label_smoothing) = 0;
-  /// Whether the backward pass may write the gradient of the logits over the logits, which saves
-  /// memory of their size. For logits that nobody looks at after the loss: not the function that
-  /// made them, nor a second backward pass (LibTorch then raises an error that they were modified).
-  /// Leaves of the graph and logits whose rows overlap are never overwritten.
+  /// Whether the backward pass may overwrite the logits with their gradient, which saves memory of
+  /// their size. Set it only if nothing reads the logits after the loss: neither the function that
+  /// produced them, nor a second backward pass. LibTorch then raises its error for modified
+  /// tensors. Leaves of the graph, and logits whose rows overlap, are never overwritten.
   TORCH_ARG(bool, inplace_backward) = false;
 };
 
-/// Softmax cross entropy in one pass over the logits, and its gradient in another:
-/// at::cross_entropy_loss without copies of 16-bit logits in fp32, and without the log-softmax in
-/// memory.
+/// Softmax cross entropy in one pass over the logits, and its gradient in another. Unlike
+/// at::cross_entropy_loss it neither copies 16-bit logits to fp32 nor stores the log-softmax.
 ///
 /// @param logits  (N, C), floating-point
 /// @param target  (N), int64 (or uint8): classes in [0, C), or ignore_index
-/// @return  in fp32 (fp64 for fp64 logits): a number, or (N) with torch::kNone. Gradients of the
-///          logits have their dtype.
+/// @return  fp32 (fp64 for fp64 logits): a scalar, or (N) with torch::kNone. The gradient has the
+///          logits' dtype.
 ///
-/// fp32, fp16 and bf16 logits on the CPU are computed in fp32, with sums of at most 256 terms a lane
-/// in fp32 that go on in fp64; fp64 ones by ATen operators. Results do not depend on the number of
-/// threads. Exponentials below 2^-126 count as 0. Infinities and NaNs go on as in LibTorch, but the
-/// gradient of rows that are ignored is 0 whatever is in them. With gradients switched off nothing
-/// is saved. The gradient can be differentiated again, by LibTorch's operators.
+/// On the CPU, fp32, fp16 and bf16 logits are computed in fp32. Each vector lane sums at most 256
+/// terms in fp32 and continues in fp64. fp64 logits use ATen operators. Results do not depend on
+/// the number of threads. Exponentials below 2^-126 count as 0. Infinities and NaNs propagate as in
+/// LibTorch, except that the gradient of an ignored row is always 0. Nothing is saved when
+/// gradients are disabled. The gradient can be differentiated again, through LibTorch's operators.
 ///
-/// On CUDA devices with kernels of ours likewise, but the host does not wait for the device to look at
-/// targets: the loss of a row whose target is no class is NaN (LibTorch's kernel ends the process's
-/// use of the device). So it can be captured in a CUDA graph.
+/// CUDA devices with Semitone's kernels work in the same way, but the host does not wait for the
+/// device to check the targets. The loss of a row with an invalid target is NaN there, whereas
+/// LibTorch's kernel makes the device unusable for the process. The function can therefore be
+/// captured in a CUDA graph.
 ///
-/// Class weights, probabilities as targets, logits of another number of dimensions and other devices
-/// are computed by at::cross_entropy_loss, 16-bit logits in fp32.
+/// at::cross_entropy_loss computes all other cases: class weights, probabilities as targets, logits
+/// with another number of dimensions, other devices. 16-bit logits are then converted to fp32.
 ///
-/// Error for targets that are no class and not ignore_index (with row, target and C; on a CPU),
-/// targets of another dtype, shape or device, and a label_smoothing outside [0, 1].
+/// Error for targets that are neither a class nor ignore_index (on a CPU, with row, target and C),
+/// for targets of another dtype, shape or device, and for a label_smoothing outside [0, 1].
 at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                const FusedCrossEntropyOptions& options = {});
 
-/// torch::nn::CrossEntropyLoss by fused_cross_entropy.
+/// torch::nn::CrossEntropyLoss implemented by fused_cross_entropy.
 ///
 ///     nn::FusedCrossEntropy loss_fn(nn::FusedCrossEntropyOptions().label_smoothing(0.1));
 ///     auto loss = loss_fn(logits.flatten(0, 1), tokens.flatten());

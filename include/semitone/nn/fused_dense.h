@@ -14,13 +14,13 @@
 
 namespace semitone::nn {
 
-/// LibTorch's: in_features, out_features, bias (true).
+/// LibTorch's options: in_features, out_features, bias (true).
 using FusedDenseOptions = torch::nn::LinearOptions;
 
-/// Apex's name for a linear layer whose bias the matrix product adds: at::linear, as
-/// torch::nn::Linear should be (it calls addmm or matmul, and with three dimensions and more adds the
-/// bias in a pass of its own). Parameters have torch::nn::Linear's names, shapes and initial values,
-/// so what torch::save wrote of one torch::load reads into the other.
+/// Apex's name for a linear layer whose matrix product adds the bias. It calls at::linear, whereas
+/// torch::nn::Linear calls addmm or matmul, and for inputs with three or more dimensions adds the
+/// bias in a separate pass. Parameters have torch::nn::Linear's names, shapes and initial values,
+/// so that each class loads what the other saved.
 class FusedDenseImpl : public torch::nn::Cloneable<FusedDenseImpl> {
  public:
   FusedDenseImpl(std::int64_t in_features, std::int64_t out_features)
@@ -53,14 +53,14 @@ struct FusedDenseGeluDenseOptions {
   TORCH_ARG(std::int64_t, out_features);
   /// Whether both products have a bias.
   TORCH_ARG(bool, bias) = true;
-  /// Of the GELU: "none" or "tanh".
+  /// Approximation of the GELU: "none" or "tanh".
   TORCH_ARG(std::string, approximate) = "none";
 };
 
-/// linear(gelu(linear(x))), the feed-forward part of a transformer: the first bias, the GELU and the
-/// gradients of both are one pass each way (fused_bias_gelu). Between product and GELU nothing is
-/// rounded but the product. Parameters have the names of Apex's layer, and start as
-/// torch::nn::Linear's do.
+/// linear(gelu(linear(x))), the feed-forward part of a transformer. The first bias and the GELU are
+/// one pass forward, and their gradients are one pass backward (fused_bias_gelu). The product is
+/// rounded, but nothing else between product and GELU. Parameters have the names of Apex's layer
+/// and the initial values of torch::nn::Linear.
 class FusedDenseGeluDenseImpl : public torch::nn::Cloneable<FusedDenseGeluDenseImpl> {
  public:
   FusedDenseGeluDenseImpl(std::int64_t in_features, std::int64_t intermediate_features,
@@ -89,23 +89,23 @@ struct MlpOptions {
   MlpOptions(std::vector<std::int64_t> sizes)  // NOLINT(google-explicit-constructor): as LibTorch's
       : sizes_(std::move(sizes)) {}
 
-  /// Features of the input and of each layer: at least 2, all positive.
+  /// Number of features of the input and of each layer: at least two numbers, all positive.
   TORCH_ARG(std::vector<std::int64_t>, sizes);
   /// Whether the layers have a bias.
   TORCH_ARG(bool, bias) = true;
-  /// After each layer, the last too: "none", "relu", "sigmoid" or "gelu".
+  /// Applied after each layer, including the last: "none", "relu", "sigmoid" or "gelu".
   TORCH_ARG(std::string, activation) = "relu";
 };
 
 /// Apex's MLP: linear layers, each with its bias and activation. Parameters are weight_0, bias_0,
-/// weight_1 …, and start as Apex's: weights normal with variance 2 / (in + out), biases normal with
-/// variance 1 / out.
+/// weight_1 … Initial values are Apex's: weights normal with variance 2 / (in + out), biases normal
+/// with variance 1 / out.
 ///
 ///     nn::Mlp mlp(nn::MlpOptions({480, 1024, 256}).activation("gelu"));
 ///
-/// Bias and GELU are one pass; ReLU and sigmoid run in place on the product.
+/// Bias and GELU are one pass. ReLU and sigmoid are applied in place to the product.
 ///
-/// Error for other sizes and activations.
+/// Error for invalid sizes and activations.
 class MlpImpl : public torch::nn::Cloneable<MlpImpl> {
  public:
   explicit MlpImpl(MlpOptions options_);
@@ -119,7 +119,7 @@ class MlpImpl : public torch::nn::Cloneable<MlpImpl> {
 
   MlpOptions options;
   std::vector<at::Tensor> weights;
-  std::vector<at::Tensor> biases;  ///< undefined ones without bias
+  std::vector<at::Tensor> biases;  ///< undefined tensors without bias
 };
 TORCH_MODULE(Mlp);
 

@@ -10,38 +10,41 @@
 
 namespace semitone::nn {
 
-/// Dropout in one pass over memory each way, without a mask in memory: at::dropout, several times
-/// as fast on the CPU.
+/// Dropout in one pass over memory forward and one backward, without a mask in memory. On the CPU
+/// it is several times as fast as at::dropout.
 ///
-/// Each element is set to 0 with probability p, and multiplied with 1 / (1 - p) otherwise. Which
-/// are dropped follows from a seed, one 64-bit number of LibTorch's default CPU generator for each
-/// call, by the counter-based generator Philox4x32-7: torch::manual_seed makes it repeat, and a
-/// saved generator state continues it. It does not depend on the number of threads, the dtype or
-/// the processor. The backward pass computes it again: nothing but the seed is saved.
+/// Each element is set to 0 with probability p, and otherwise multiplied by 1 / (1 - p). A seed
+/// selects the dropped elements: each call draws one 64-bit number from LibTorch's default CPU
+/// generator, and the counter-based generator Philox4x32-7 expands it. torch::manual_seed therefore
+/// makes the mask reproducible, and a saved generator state continues it. The mask does not depend
+/// on the number of threads, the dtype or the processor. The backward pass regenerates it, so only
+/// the seed is saved.
 ///
-/// @param input  floating-point, of any shape and layout; a dense one's layout is kept
+/// @param input  floating-point, of any shape and strides; the strides of a dense input are
+///               preserved
 /// @param p      in [0, 1]. It is rounded to a multiple of 2^-16 (and to 1 - 2^-16 if it is between
-///               that and 1); the factor is exact for the rounded one.
-/// @param train  false: the input itself is returned; as with p = 0 or without elements, and then no
-///               number is drawn
+///               that and 1); the factor is exact for the rounded probability.
+/// @param train  false: returns the input itself. So do p = 0 and an input without elements. No
+///               random number is drawn in these cases.
 ///
-/// Computed in fp32 (fp64 for fp64) and rounded once. As in at::dropout the dropped are multiplied
-/// with 0: infinities and NaNs become NaN, and negative numbers -0. The mask is another than that
-/// of at::dropout after the same torch::manual_seed. It can be differentiated any number of times.
+/// The product is computed in fp32 (fp64 for fp64) and rounded once. As in at::dropout, dropped
+/// elements are multiplied by 0: infinities and NaNs become NaN, and negative numbers -0. The mask
+/// differs from at::dropout's after the same torch::manual_seed. The function can be differentiated
+/// any number of times.
 ///
-/// fp32, fp16 and bf16 on the CPU take the fast way; fp64 there a slow one with the same mask;
-/// everything else is at::dropout.
+/// fp32, fp16 and bf16 on the CPU use the fused kernel. fp64 on the CPU uses a slower
+/// implementation with the same mask. All other inputs go to at::dropout.
 ///
-/// Error for an undefined input and p outside [0, 1].
+/// Error for an undefined input and for p outside [0, 1].
 at::Tensor fused_dropout(const at::Tensor& input, double p = 0.5, bool train = true);
 
-/// residual + fused_dropout(input, p, train) in the same one pass, rounded once: the end of a
-/// residual branch.
+/// residual + fused_dropout(input, p, train) in one pass, rounded once: the end of a residual
+/// branch.
 ///
-/// The result has the dtype that at::add would give, so the fp32 residual of a 16-bit branch stays
-/// fp32; and the input's layout.
+/// The result has the dtype of at::add, so that the fp32 residual of a 16-bit branch stays fp32. It
+/// has the input's strides.
 ///
-/// Error also for a residual of another shape.
+/// In addition, Error for a residual of another shape.
 at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual, double p = 0.5,
                              bool train = true);
 
@@ -54,7 +57,7 @@ struct FusedDropoutOptions {
   TORCH_ARG(double, p);
 };
 
-/// torch::nn::Dropout by fused_dropout, with an optional residual.
+/// torch::nn::Dropout implemented by fused_dropout, with an optional residual.
 ///
 ///     nn::FusedDropout dropout(0.1);
 ///     x = dropout(attention(x), x);   // x + dropout(attention(x))

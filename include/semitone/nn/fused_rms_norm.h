@@ -13,21 +13,24 @@
 
 namespace semitone::nn {
 
-/// RMS normalisation in one pass over memory each way: what at::rms_norm computes.
+/// RMS normalisation in one pass over memory forward and one backward. It computes at::rms_norm.
 ///
 ///     y = x / sqrt(mean of x^2 + eps) * weight
 ///
-/// @param input             fp16, bf16, fp32 or fp64; (…, normalized_shape), any number of rows, none
-///                          too
+/// @param input             fp16, bf16, fp32 or fp64; (…, normalized_shape), with any number of
+///               rows,
+///                          including 0
 /// @param normalized_shape  at least one dimension
-/// @param weight            undefined, or of normalized_shape: fp16, bf16 or fp32 whatever the input,
-///                          fp64 with an fp64 one. Its gradient has its dtype.
-/// @param eps               nothing: the distance from 1 to the next number of the dtype that is
-///                          computed in, 2^-23 for fp32, fp16 and bf16, 2^-52 for fp64
-///                          (at::rms_norm's rule)
-/// @return  the input's shape and dtype, contiguous
+/// @param weight            undefined, or of normalized_shape: fp16, bf16 or fp32 for any input,
+///                fp64
+///                          for an fp64 input. Its gradient has its dtype.
+/// @param eps               added to the mean square. Nothing: the epsilon of the dtype of the
+///                          computation, 2^-23 for fp32, fp16 and bf16, 2^-52 for fp64, as in
+///                          at::rms_norm
+/// @return  a contiguous tensor of the input's shape and dtype
 ///
-/// Computed as fused_layer_norm is. Error for other shapes and dtypes.
+/// Dtypes, devices, rounding and gradients are those of fused_layer_norm. Error for other shapes
+/// and dtypes.
 at::Tensor fused_rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                           const at::Tensor& weight = {}, std::optional<double> eps = std::nullopt);
 
@@ -36,15 +39,16 @@ struct FusedRMSNormOptions {
   FusedRMSNormOptions(std::vector<std::int64_t> normalized_shape)  // NOLINT: as LibTorch's
       : normalized_shape_(std::move(normalized_shape)) {}
 
-  /// Of the input's last dimensions.
+  /// Sizes of the input's last dimensions.
   TORCH_ARG(std::vector<std::int64_t>, normalized_shape);
-  /// Added to the mean square; nothing: see fused_rms_norm.
+  /// Added to the mean square. Nothing: see fused_rms_norm.
   TORCH_ARG(std::optional<double>, eps);
-  /// Whether there is a weight.
+  /// Whether the layer has a weight.
   TORCH_ARG(bool, elementwise_affine) = true;
 };
 
-/// torch.nn.RMSNorm, which LibTorch lacks in C++, by fused_rms_norm. Its one parameter is `weight`.
+/// torch.nn.RMSNorm, which LibTorch lacks in C++, implemented by fused_rms_norm. Its parameter is
+/// `weight`.
 ///
 ///     nn::FusedRMSNorm norm(nn::FusedRMSNormOptions({1024}).eps(1e-6));
 class FusedRMSNormImpl : public torch::nn::Cloneable<FusedRMSNormImpl> {
@@ -54,7 +58,7 @@ class FusedRMSNormImpl : public torch::nn::Cloneable<FusedRMSNormImpl> {
   at::Tensor forward(const at::Tensor& input);
 
   void reset() override;
-  /// weight 1.
+  /// Sets weight to 1.
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
 

@@ -6,17 +6,18 @@
 
 namespace semitone::optim {
 
-/// The norm of all gradients together, as if they were one vector, in fp64. One pass over the
-/// gradients in vector code, which adds up in a fixed order whatever the number of threads.
-/// Parameters without a gradient do not count, one that is named twice counts once; 0 if there is
-/// no gradient. Inf or NaN if a gradient is: the norm also tells whether a step has to be skipped.
-/// Complex gradients count by their magnitudes, as in torch. One host read for each device that is not the CPU.
+/// Returns the norm of all gradients together, as if they were one vector, in fp64. One vectorised
+/// pass over the gradients, which sums in a fixed order for any number of threads. Parameters
+/// without a gradient are ignored, and a duplicate parameter counts once; the result is 0 if there
+/// is no gradient. It is inf or NaN if a gradient is, so the norm also tells whether a step must be
+/// skipped. Complex gradients contribute their magnitudes, as in torch. One host read for each
+/// device other than the CPU.
 /// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
 
-/// What gradients of this norm are multiplied by so that it is at most max_norm:
-/// min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_. For FusedStep::clip, which
-/// clips without a pass of its own:
+/// Returns the factor that reduces gradients of this norm to a norm of at most max_norm:
+/// min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_. Pass it to FusedStep::clip,
+/// which clips without a separate pass:
 ///
 ///     const double norm = optim::grad_norm(parameters) / scale;      // of scaled gradients
 ///     optimizer.step(optim::FusedStep()
@@ -25,16 +26,17 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2
 ///                        .found_inf(torch::full({1}, !std::isfinite(norm))));
 double clip_factor(double norm, double max_norm);
 
-/// Multiplies all gradients by a factor, in place: products in fp32 (of fp64 gradients in fp64),
-/// rounded once; of sparse ones the values, coalesced. A parameter that is named twice counts once.
+/// Multiplies all gradients by a factor, in place. Products are computed in fp32 (fp64 for fp64
+/// gradients) and rounded once. Sparse gradients are coalesced, and their values are multiplied. A
+/// duplicate parameter counts once.
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
 
-/// Scales all gradients in place so that their norm is at most max_norm, and returns the norm that
-/// they had: torch::nn::utils::clip_grad_norm_, in one pass that reads and, only where something
-/// has to be clipped, one that writes: scale_grads_.
+/// Scales all gradients in place so that their norm is at most max_norm, and returns the norm
+/// before scaling: torch::nn::utils::clip_grad_norm_ with one pass that reads, and one that writes
+/// (scale_grads_) only if the gradients have to be clipped.
 /// @param error_if_nonfinite  true: Error if the norm is inf or NaN, before anything is changed;
-///                            false: as torch, an infinite norm makes gradients 0 or NaN, and a NaN
-///                            makes them NaN
+///                            false: as in torch, an infinite norm makes gradients 0 or NaN, and
+///                            a NaN norm makes them NaN
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                        double norm_type = 2.0, bool error_if_nonfinite = false);
 

@@ -6,22 +6,23 @@
 
 namespace semitone::optim {
 
-/// Options of FusedAdagrad, by group. The defaults are those of torch.optim.Adagrad and Apex.
+/// Options of FusedAdagrad, per group. The defaults are those of torch.optim.Adagrad and Apex.
 struct FusedAdagradOptions : torch::optim::OptimizerCloneableOptions<FusedAdagradOptions> {
   FusedAdagradOptions(double lr = 1e-2);  // NOLINT(google-explicit-constructor): as torch.optim's
 
   /// Learning rate, at least 0. Default 1e-2.
   TORCH_ARG(double, lr);
-  /// Step t uses lr / (1 + (t - 1) lr_decay). At least 0. Default 0.
+  /// Decay of the learning rate: step t uses lr / (1 + (t - 1) lr_decay). At least 0. Default 0.
   TORCH_ARG(double, lr_decay) = 0;
-  /// At least 0. Default 0.
+  /// Weight decay, at least 0. Default 0.
   TORCH_ARG(double, weight_decay) = 0;
-  /// What the sum of squares starts at, at least 0. By group: torch.optim's C++ Adagrad takes it
-  /// from the defaults only. Default 0.
+  /// Initial value of the sum of squares, at least 0. It is read per group, whereas torch.optim's
+  /// C++ Adagrad reads it from the defaults only. Default 0.
   TORCH_ARG(double, initial_accumulator_value) = 0;
   /// Added to the denominator, at least 0. Default 1e-10.
   TORCH_ARG(double, eps) = 1e-10;
-  /// True: the decay is part of the update; false: of the gradient (L2). Default false.
+  /// True: the weight decay is part of the update. False: it is added to the gradient (L2). Default
+  /// false.
   TORCH_ARG(bool, adagrad_w_mode) = false;
 
  public:

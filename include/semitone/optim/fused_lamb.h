@@ -7,29 +7,31 @@
 
 namespace semitone::optim {
 
-/// Options of FusedLAMB, by group. The defaults are those of Apex's FusedLAMB.
+/// Options of FusedLAMB, per group. The defaults are those of Apex's FusedLAMB.
 struct FusedLAMBOptions : torch::optim::OptimizerCloneableOptions<FusedLAMBOptions> {
   FusedLAMBOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor): as torch.optim's
 
   /// Learning rate, at least 0. Default 1e-3.
   TORCH_ARG(double, lr);
   typedef std::tuple<double, double> betas_t;
-  /// Decay of the two moments, in [0, 1). Default 0.9, 0.999.
+  /// Decay rates of the two moments, in [0, 1). Default 0.9, 0.999.
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the denominator, at least 0. Default 1e-6.
   TORCH_ARG(double, eps) = 1e-6;
-  /// At least 0. Default 0.01.
+  /// Weight decay, at least 0. Default 0.01.
   TORCH_ARG(double, weight_decay) = 0.01;
-  /// True: the decay is part of the update; false: of the gradient (L2). Default true.
+  /// True: the weight decay is part of the update. False: it is added to the gradient (L2). Default
+  /// true.
   TORCH_ARG(bool, adam_w_mode) = true;
   /// Divide the moments by 1 - beta^step. Default true.
   TORCH_ARG(bool, bias_correction) = true;
-  /// The gradient enters the first moment multiplied by 1 - beta1 (true) or by 1. Default true.
+  /// True: the gradient enters the first moment multiplied by 1 - beta1. False: multiplied by 1.
+  /// Default true.
   TORCH_ARG(bool, grad_averaging) = true;
-  /// Gradients are clipped so that the norm of those of all groups is at most this; 0: not at all.
+  /// Clips gradients so that the norm over all groups is at most this value; 0: no clipping.
   /// Default 1.
   TORCH_ARG(double, max_grad_norm) = 1;
-  /// Use the trust ratio also where there is no weight decay. Default false.
+  /// Use the trust ratio also for groups without weight decay. Default false.
   TORCH_ARG(bool, use_nvlamb) = false;
 
  public:
@@ -39,15 +41,15 @@ struct FusedLAMBOptions : torch::optim::OptimizerCloneableOptions<FusedLAMBOptio
   void set_lr(const double value) override { lr(value); }
 };
 
-/// LAMB (You et al. 2020) as Apex computes it: Adam's update u, scaled for each tensor so that its
-/// norm is that of the weights.
+/// LAMB (You et al. 2020) as Apex computes it: Adam's update u is scaled per tensor so that its
+/// norm equals that of the weights.
 ///
 ///     g /= max(1, |all g| / max_grad_norm)
 ///     u = (m / (1 - beta1^t)) / (√(v / (1 - beta2^t)) + eps) + weight_decay p
 ///     p -= lr · r · u         r = |p| / |u|, and 1 if a norm is 0, or without weight decay
 ///
-/// Two passes over memory and one over the gradients for the norm; gradients are left as they are.
-/// Norms are added up in fp64 in a fixed order. State: "exp_avg", "exp_avg_sq".
+/// Needs two passes over memory, and one over the gradients for the norm. Gradients are not
+/// modified. Norms are summed in fp64 in a fixed order. State: "exp_avg", "exp_avg_sq".
 class FusedLAMB : public FusedOptimizer {
  public:
   explicit FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,

@@ -8,28 +8,29 @@
 
 namespace semitone::optim {
 
-/// Options of FusedNovoGrad, by group. The defaults are those of Apex's FusedNovoGrad.
+/// Options of FusedNovoGrad, per group. The defaults are those of Apex's FusedNovoGrad.
 struct FusedNovoGradOptions : torch::optim::OptimizerCloneableOptions<FusedNovoGradOptions> {
   FusedNovoGradOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor): as torch.optim's
 
   /// Learning rate, at least 0. Default 1e-3.
   TORCH_ARG(double, lr);
   typedef std::tuple<double, double> betas_t;
-  /// Decay of the moment and of the norm, in [0, 1). Default 0.9, 0.999.
+  /// Decay rates of the moment and of the norm, in [0, 1). Default 0.9, 0.999.
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the denominator, at least 0. Default 1e-8.
   TORCH_ARG(double, eps) = 1e-8;
-  /// At least 0. Default 0.
+  /// Weight decay, at least 0. Default 0.
   TORCH_ARG(double, weight_decay) = 0;
   /// Divide by 1 - beta^step. Default true.
   TORCH_ARG(bool, bias_correction) = true;
-  /// The gradient enters the moment multiplied by 1 - beta1 (true) or by 1. Default true.
+  /// True: the gradient enters the moment multiplied by 1 - beta1. False: multiplied by 1. Default
+  /// true.
   TORCH_ARG(bool, grad_averaging) = true;
-  /// The decay enters the moment (true), or the update (false). Default false.
+  /// True: the weight decay enters the moment. False: it enters the update. Default false.
   TORCH_ARG(bool, reg_inside_moment) = false;
   /// 2: Euclidean norm of a gradient; 0: its largest magnitude. Default 2.
   TORCH_ARG(std::int64_t, norm_type) = 2;
-  /// The running norm starts at 0 (true), or as the first norm (false). Default false.
+  /// True: the running norm starts at 0. False: it starts at the first norm. Default false.
   TORCH_ARG(bool, init_zero) = false;
 
  public:
@@ -39,7 +40,7 @@ struct FusedNovoGradOptions : torch::optim::OptimizerCloneableOptions<FusedNovoG
   void set_lr(const double value) override { lr(value); }
 };
 
-/// NovoGrad (Ginsburg et al. 2019) as Apex computes it: the second moment is one number n for each
+/// NovoGrad (Ginsburg et al. 2019) as Apex computes it. The second moment is one number n per
 /// tensor, a running norm of its gradient.
 ///
 ///     n = √(beta2 n² + (1 - beta2) |g|²)         norm_type 0: n = beta2 n + (1 - beta2) max|g|
@@ -48,7 +49,7 @@ struct FusedNovoGradOptions : torch::optim::OptimizerCloneableOptions<FusedNovoG
 ///     p -= lr · (m / (1 - beta1^t) / d + weight_decay p)
 ///
 /// With reg_inside_moment, m takes g / d + weight_decay p, and p -= lr · m / (1 - beta1^t).
-/// One pass over memory and one over the gradients for the norms.
+/// Needs one pass over memory, and one over the gradients for the norms.
 /// State: "exp_avg" and "grad_norm", one fp64 number on the host.
 class FusedNovoGrad : public FusedOptimizer {
  public:

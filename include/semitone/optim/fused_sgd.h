@@ -6,7 +6,7 @@
 
 namespace semitone::optim {
 
-/// Options of FusedSGD, by group. The defaults are those of torch.optim.SGD.
+/// Options of FusedSGD, per group. The defaults are those of torch.optim.SGD.
 struct FusedSGDOptions : torch::optim::OptimizerCloneableOptions<FusedSGDOptions> {
   FusedSGDOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor): as torch.optim's
 
@@ -14,14 +14,14 @@ struct FusedSGDOptions : torch::optim::OptimizerCloneableOptions<FusedSGDOptions
   TORCH_ARG(double, lr);
   /// Decay of the momentum buffer, at least 0; 0: no buffer. Default 0.
   TORCH_ARG(double, momentum) = 0;
-  /// The gradient enters the buffer multiplied by 1 - dampening, other than the first time.
-  /// Default 0.
+  /// The gradient enters the buffer multiplied by 1 - dampening, except in the first step. Default
+  /// 0.
   TORCH_ARG(double, dampening) = 0;
-  /// At least 0. Default 0.
+  /// Weight decay, at least 0. Default 0.
   TORCH_ARG(double, weight_decay) = 0;
-  /// Nesterov's momentum; needs momentum and no dampening. Default false.
+  /// Nesterov momentum; requires momentum above 0 and dampening 0. Default false.
   TORCH_ARG(bool, nesterov) = false;
-  /// Apex's wd_after_momentum: the decay does not enter the buffer. Default false.
+  /// Apex's wd_after_momentum: the weight decay does not enter the buffer. Default false.
   TORCH_ARG(bool, wd_after_momentum) = false;
   /// Ascend instead of descend. Default false.
   TORCH_ARG(bool, maximize) = false;
@@ -37,9 +37,9 @@ struct FusedSGDOptions : torch::optim::OptimizerCloneableOptions<FusedSGDOptions
   void set_lr(const double value) override { lr(value); }
 };
 
-/// Stochastic gradient descent with the formulas of torch.optim.SGD in their order. The momentum
-/// buffer is made, as the gradient itself, in the first step that is taken.
-/// State: "momentum_buffer".
+/// Stochastic gradient descent with torch.optim.SGD's formulas, evaluated in its order. The first
+/// step that is taken creates the momentum buffer as a copy of the gradient. State:
+/// "momentum_buffer".
 class FusedSGD : public FusedOptimizer {
  public:
   explicit FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,

@@ -6,7 +6,7 @@
 
 namespace semitone::optim {
 
-/// Options of LARC, by group. The defaults are those of Apex's LARC around SGD.
+/// Options of LARC, per group. The defaults are those of Apex's LARC around SGD.
 struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
   LARCOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor): as torch.optim's
 
@@ -14,16 +14,18 @@ struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
   TORCH_ARG(double, lr);
   /// Decay of the momentum buffer, at least 0; 0: no buffer. Default 0.
   TORCH_ARG(double, momentum) = 0;
-  /// The gradient enters the buffer multiplied by 1 - dampening, other than the first time.
-  /// Default 0.
+  /// The gradient enters the buffer multiplied by 1 - dampening, except in the first step. Default
+  /// 0.
   TORCH_ARG(double, dampening) = 0;
-  /// At least 0. Default 0.
+  /// Weight decay, at least 0. Default 0.
   TORCH_ARG(double, weight_decay) = 0;
-  /// Nesterov's momentum; needs momentum and no dampening. Default false.
+  /// Nesterov momentum; requires momentum above 0 and dampening 0. Default false.
   TORCH_ARG(bool, nesterov) = false;
-  /// The local learning rate of a tensor is this times |p| / |g|. Above 0. Default 0.02.
+  /// The local learning rate of a tensor is this coefficient times |p| / |g|. Above 0. Default
+  /// 0.02.
   TORCH_ARG(double, trust_coefficient) = 0.02;
-  /// True: the learning rate is min(local, lr) (LARC); false: local * lr (LARS). Default true.
+  /// True: the learning rate is min(local rate, lr) (LARC). False: it is local rate * lr (LARS).
+  /// Default true.
   TORCH_ARG(bool, clip) = true;
   /// Added to the denominator, at least 0. Default 1e-8.
   TORCH_ARG(double, eps) = 1e-8;
@@ -35,15 +37,15 @@ struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
   void set_lr(const double value) override { lr(value); }
 };
 
-/// Layer-wise adaptive rate control (You et al. 2017): SGD in which each tensor has a learning rate
-/// that fits its weights and gradients, as Apex's LARC around SGD computes it:
+/// Layer-wise adaptive rate control (You et al. 2017): SGD with a learning rate for each tensor
+/// that adapts to its weights and gradients, as Apex's LARC around SGD computes it:
 ///
 ///     a = trust_coefficient |p| / (|g| + weight_decay |p| + eps);   clip: a = min(a / lr, 1)
 ///     g = (g + weight_decay p) · a, then SGD without weight decay
 ///
-/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. One pass over memory, and
-/// one over parameters and gradients for the norms. Unlike Apex's it is an optimizer, not a
-/// wrapper, so schedulers see it. State: "momentum_buffer".
+/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. Needs one pass over
+/// memory, and one over parameters and gradients for the norms. Apex's LARC wraps an optimizer.
+/// This one is an optimizer, so schedulers see it. State: "momentum_buffer".
 class LARC : public FusedOptimizer {
  public:
   explicit LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,
