@@ -15,19 +15,20 @@ namespace semitone::amp {
 
 /// Options of a CapturedStep.
 struct CapturedStepOptions {
-  /// Steps that run operator by operator before one is captured, so that libraries have chosen their
-  /// algorithms and memory is there. At least 1. Default 3, as torch.cuda.make_graphed_callables.
+  /// Number of steps that run operator by operator before one is captured, so that libraries select
+  /// their algorithms and allocate memory. At least 1. Default 3, as
+  /// torch.cuda.make_graphed_callables.
   TORCH_ARG(std::int64_t, warmup) = 3;
-  /// Clips the norm of all (unscaled) gradients, without a host read. 0: no clipping. Default 0.
+  /// Clips the norm of all unscaled gradients, without a host read. 0: no clipping. Default 0.
   TORCH_ARG(double, max_grad_norm) = 0;
-  /// See ScaleLossOptions. Default 0.
+  /// Index of the loss scaler, see ScaleLossOptions. Default 0.
   TORCH_ARG(std::int64_t, loss_id) = 0;
 };
 
-/// A whole training step — forward, loss, backward, unscaling, clipping, the optimizer — that is
-/// captured once in a CUDA graph and then replayed: one launch instead of thousands. What
-/// torch.cuda.graph and Apex's capturable optimizers are for, with the loss scale, learning rates
-/// and step counts in the device's memory.
+/// Captures a whole training step once in a CUDA graph and then replays it: one launch instead of
+/// thousands. The step consists of forward, loss, backward, unscaling, clipping and the optimizer.
+/// torch.cuda.graph and Apex's capturable optimizers serve the same purpose. Loss scale, learning
+/// rates and step counts are in the device's memory.
 ///
 ///     amp::CapturedStep step(mixed, optimizer, [&](const std::vector<at::Tensor>& batch) {
 ///       return torch::cross_entropy_loss(mixed.forward(model, batch[0]), batch[1]);
@@ -36,38 +37,44 @@ struct CapturedStepOptions {
 ///       const auto [loss, taken] = step.run({batch.data, batch.target});
 ///     }
 ///
-/// On a device without graphs (a CPU; LibTorch or Semitone without CUDA) every step runs operator by
-/// operator: the same program, with the same results. A step ends as MixedPrecision::step does:
-/// skipped if a gradient is not finite, scales moved, counts counted, and no gradients left, also not
-/// from before; parameters of other optimizers keep the gradients that they had. So learning rates
-/// and weights may change between any two steps, and checkpoints may be written; steps by hand,
-/// evaluation and captured steps may follow each other in any order.
+/// On a device without graphs every step runs operator by operator, with the same results: on a
+/// CPU, and with a LibTorch or Semitone without CUDA. A step ends as MixedPrecision::step does. It
+/// is skipped if a gradient is not finite, the scales and counters are updated, and no gradients
+/// are left, including earlier ones. Gradients of parameters that belong to other optimizers are
+/// left unchanged. Learning rates and weights may therefore change between any two steps, and
+/// checkpoints may be written. Captured steps, ordinary steps and evaluation may follow each other
+/// in any order.
 ///
-/// A step is captured again by itself, after one more operator by operator, when parameters, buffers or
-/// optimizer state have got other memory (loading an optimizer's state, set_data()), when the
-/// optimizer wants other state or has other parameters, or one is frozen or unfrozen. Batches of
-/// another shape or dtype than the captured one, such as an epoch's last, run operator by operator.
-/// Anything else that a step depends on is frozen when it is captured: branches, numbers of the host,
-/// whether layers are in training mode; reset() captures it again.
+/// The step is captured again, after one that runs operator by operator, when
+/// - parameters, buffers or optimizer state are in other memory (after loading an optimizer's
+///   state, or set_data()),
+/// - the optimizer needs other state or has other parameters, or
+/// - a parameter is frozen or unfrozen.
 ///
-/// What a captured step cannot do: read from the device (item(), printing, nonzero()), or run other
-/// operators for other batches. That is an Error from run(), with what LibTorch says, at the first
-/// step after warm-up and at each later one; LibTorch may then refuse to draw random numbers on the
-/// device. Optimizers: FusedAdam, FusedSGD, FusedAdagrad, with fp32 state and one device;
-/// gradients for the same parameters in each step. Ranks do not agree inside of it: no
-/// DistributedDataParallel, no found_inf hook.
+/// Batches whose shape or dtype differs from the captured one, such as an epoch's last batch, run
+/// operator by operator. Everything else that a step depends on is fixed at capture: branches,
+/// numbers on the host, the training mode of layers. Call reset() to capture again.
 ///
-/// One host read a step, of found_inf; none in plain training (a loss scale of 1 and no master
+/// A captured step cannot read from the device (item(), printing, nonzero()), nor run other
+/// operators for other batches. Doing so is an Error from run() with LibTorch's message, at the
+/// first step after the warm-up and at each later one; LibTorch may then refuse to draw random
+/// numbers on the device. Supported optimizers are FusedAdam, FusedSGD and FusedAdagrad with fp32
+/// state on one device. The same parameters must have gradients in each step. Ranks cannot agree
+/// within a captured step, so DistributedDataParallel and found_inf hooks are not supported.
+///
+/// One host read per step, of found_inf; none in plain training (a loss scale of 1 and no master
+/// weights). Not copyable. Use it from one thread at a time.
 /// weights). Not copyable. One thread at a time.
 class CapturedStep {
  public:
-  /// Computes the loss of a batch: what is captured. For whatever else it computes, copy_() it,
-  /// detached, into a tensor made before: a replay does that too, but assigns no variables.
+  /// Computes the loss of a batch; this is what is captured. To get other results out of it,
+  /// copy_() them, detached, into a tensor that already exists: a replay repeats the copy, but not
+  /// assignments to variables.
   using LossFunction = std::function<at::Tensor(const std::vector<at::Tensor>& batch)>;
 
-  /// Error if the optimizer cannot be captured or was not given to amp::initialize, or options make
-  /// no sense.
-  /// @param mixed, optimizer  must outlive this object, and not be moved
+  /// Error if the optimizer cannot be captured or was not passed to amp::initialize, or if options
+  /// are invalid.
+  /// @param mixed, optimizer  must outlive this object, and must not be moved
   CapturedStep(MixedPrecision& mixed, optim::FusedOptimizer& optimizer, LossFunction loss,
                const CapturedStepOptions& options = {});
   ~CapturedStep();
@@ -75,16 +82,16 @@ class CapturedStep {
   CapturedStep& operator=(const CapturedStep&) = delete;
 
   struct Result {
-    at::Tensor loss;  ///< detached, on the model's device; yours to keep
+    at::Tensor loss;  ///< detached, on the model's device; later steps do not overwrite it
     Step step;        ///< taken or skipped
   };
-  /// Takes a step with a batch, which is brought to the model's device first. Errors and exceptions
-  /// of the loss function, DivergedError too, leave an object that goes on.
+  /// Takes a step with a batch, which is moved to the model's device first. After an Error, an
+  /// exception of the loss function or a DivergedError the object remains usable.
   Result run(const std::vector<at::Tensor>& batch);
 
-  /// Whether there is a captured step, which batches like the captured one replay.
+  /// Returns whether a step is captured. Batches like the captured one then replay it.
   bool is_captured() const;
-  /// Forgets the captured step; warms up and captures again.
+  /// Drops the captured step. The next steps warm up and capture again.
   void reset();
 
  private:

@@ -23,15 +23,16 @@ namespace semitone::amp {
 
 namespace detail {
 
-/// Casts one argument as the region of its device says, weights through the region's cache; outside
-/// a region it stays as it is.
+/// Casts one argument as the region of its device says. Weights use the region's cache. Outside of
+/// regions the tensor is returned unchanged.
 at::Tensor cast_to_lower(const at::Tensor& tensor);
 at::Tensor cast_to_fp32(const at::Tensor& tensor);
 
-/// The devices that are in a region on this thread, with casts on.
+/// Returns the devices that have a region with casts on this thread.
 std::vector<c10::DeviceType> devices_with_casts();
 
-/// An argument with its tensors replaced; one that can hold none is passed on as it came.
+/// Returns an argument with its tensors replaced. Arguments that cannot hold tensors are passed
+/// through.
 template <typename T, typename Transform>
 decltype(auto) with_tensors(T&& argument, const Transform& transform) {
   if constexpr (semitone::detail::holding<std::remove_cvref_t<T>>() !=
@@ -42,7 +43,7 @@ decltype(auto) with_tensors(T&& argument, const Transform& transform) {
   }
 }
 
-/// Casts to the widest dtype among the arguments that it is constructed from; nothing is lowered.
+/// Casts to the widest dtype of the arguments of its constructor. Nothing is cast to 16 bits.
 class CastToWidest {
  public:
   template <typename... Arguments>
@@ -58,13 +59,13 @@ class CastToWidest {
   std::optional<c10::ScalarType> widest_;
 };
 
-/// Casts are off, Emulation is on: for code that gets 16-bit tensors.
+/// Turns casts off and keeps Emulation on, for code that receives 16-bit tensors.
 struct EmulationOnly {
   AutocastState::Scope scope = AutocastState::current().without_casts().enter();
 };
 
-/// f with its tensor arguments cast, by what make_cast(arguments...) returns, and with casts off
-/// inside, by a NoCasts. Outside of a region f as it is.
+/// Returns f with its tensor arguments cast by the result of make_cast(arguments...). Inside f a
+/// NoCasts object turns casts off. Outside of regions f is called unchanged.
 template <typename NoCasts, typename Function, typename MakeCast>
 auto casting(Function f, MakeCast make_cast) {
   return [f = std::move(f), make_cast = std::move(make_cast)](auto&&... arguments) {
@@ -80,33 +81,35 @@ auto casting(Function f, MakeCast make_cast) {
 
 }  // namespace detail
 
-/// A callable that casts its tensor arguments (nested ones too, see map_tensors) to the region's 16-bit dtype and runs f with casts off, as if f were
-/// one operator of the policy's `lower` rows; 16-bit matrix products inside are computed as the
-/// policy's Emulation says. Outside a region it calls f as it is. f takes tensors by value or const
-/// reference; other arguments are passed on as they come.
+/// Returns a callable that casts its tensor arguments to the region's 16-bit dtype and runs f with
+/// casts off, as if f were one operator in the policy's `lower` rows. Nested tensors are cast too
+/// (see map_tensors). 16-bit matrix products inside f are computed as the policy's Emulation says.
+/// Outside of regions f is called unchanged. f takes tensors by value or const reference; other
+/// arguments are passed through.
 template <typename Function>
 auto half_function(Function f) {
   return detail::casting<detail::EmulationOnly>(
       std::move(f), [](const auto&...) { return detail::cast_to_lower; });
 }
 
-/// The same to fp32: for code that needs the range or the precision.
+/// As half_function, with a cast to fp32: for code that needs the range or the precision.
 template <typename Function>
 auto float_function(Function f) {
   return detail::casting<DisableCasts>(std::move(f),
                                        [](const auto&...) { return detail::cast_to_fp32; });
 }
 
-/// The same to the widest dtype among the arguments: fp32 if one is fp32, or if fp16 meets bf16.
+/// As half_function, with a cast to the widest dtype of the arguments: fp32 if one is fp32, or if
+/// fp16 meets bf16.
 template <typename Function>
 auto promote_function(Function f) {
   return detail::casting<detail::EmulationOnly>(
       std::move(f), [](const auto&... arguments) { return detail::CastToWidest(arguments...); });
 }
 
-/// Apex's names. For an operator registered with LibTorch: a row in a policy. For a callable: a
-/// wrapped callable — in C++ a function cannot be replaced behind its callers' backs, so call the
-/// wrapped one.
+/// Apex's names. With an operator that is registered with LibTorch, they set a row of a policy.
+/// With a callable, they return a wrapped callable. C++ cannot replace a function for its callers,
+/// so call the wrapped one.
 inline CastPolicy& register_half_function(CastPolicy& policy, std::string_view op) {
   return policy.lower(op);
 }
@@ -129,23 +132,24 @@ auto register_promote_function(Function f) {
   return promote_function(std::move(f));
 }
 
-/// The job of torch.amp.custom_fwd, at the top of a custom autograd function's forward:
+/// The counterpart of torch.amp.custom_fwd, at the top of a custom autograd function's forward:
 ///
 ///     static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
 ///       const amp::CustomForward scope(ctx, torch::kFloat);  // no dtype: as the region says
-///       x = scope.cast(x);
+///       const amp::CustomForward scope(ctx, torch::kFloat);  // without a dtype: no cast
 ///       …
 ///     }
 ///
-/// Remembers the regions for CustomBackward. With a dtype: inside a region, cast() casts tensors of
-/// its device to it and casts are off until the end of the scope (with a 16-bit dtype, matrix
-/// products are computed as the policy's Emulation says); outside a region both do nothing.
+/// Saves the regions for CustomBackward. With a dtype and inside a region, cast() casts tensors on
+/// the region's device to that dtype, and casts are off until the end of the scope. With a 16-bit
+/// dtype, matrix products are computed as the policy's Emulation says. Outside of regions both do
+/// nothing.
 class [[nodiscard]] CustomForward {
  public:
   explicit CustomForward(torch::autograd::AutogradContext* ctx,
                          std::optional<c10::ScalarType> cast_inputs = std::nullopt);
 
-  /// A tensor, or tensors in containers, in cast_inputs' dtype.
+  /// Casts a tensor, or the tensors in containers, to cast_inputs.
   template <typename T>
   auto cast(const T& value) const {
     return map_tensors(value, [this](const at::Tensor& tensor) { return cast_tensor(tensor); });
@@ -160,7 +164,7 @@ class [[nodiscard]] CustomForward {
   std::optional<detail::EmulationOnly> emulation_only_;
 };
 
-/// The job of torch.amp.custom_bwd, at the top of the backward: runs it in the regions of the
+/// The counterpart of torch.amp.custom_bwd, at the top of the backward: enters the regions of the
 /// forward.
 class [[nodiscard]] CustomBackward {
  public:

@@ -5,75 +5,77 @@
 #include <cstdint>
 #include <limits>
 
-/// The rule by which a loss scale moves, as a value and a pure function: no tensors, no device, no
-/// side effects. GradScaler and MixedPrecision apply it; tests run it against what PyTorch, Apex,
-/// Paddle and DeepSpeed compute.
+/// The rule by which a loss scale changes, as a value and a pure function: no tensors, no device,
+/// no side effects. GradScaler and MixedPrecision apply it. Tests compare it with the results of
+/// PyTorch, Apex, Paddle and DeepSpeed.
 namespace semitone::amp {
 
-/// How overflowing steps are counted before the scale backs off: LossScaleOptions::hysteresis of
-/// them.
+/// How overflowing steps are counted before the scale backs off, which happens at a count of
+/// LossScaleOptions::hysteresis.
 enum class OverflowCount {
-  /// Overflows in a row; a good step forgets them, and so does a backoff: with hysteresis 2, every
+  /// Consecutive overflows; a good step and a backoff reset the count. With hysteresis 2, every
   /// second overflow of a run backs off. Paddle's decr_every_n_nan_or_inf.
   run_then_restart,
-  /// Overflows in a row; a good step forgets them: with hysteresis 2, a run backs off from its
-  /// second overflow on, at every step. Apex's update_scale_hysteresis; DeepSpeed with
+  /// Consecutive overflows; only a good step resets the count. With hysteresis 2, every overflow of
+  /// a run from the second on backs off. Apex's update_scale_hysteresis; DeepSpeed with
   /// consecutive_hysteresis.
   run,
-  /// Overflows since the scale last grew, in a row or not. DeepSpeed's default.
+  /// Overflows since the scale last grew, consecutive or not. DeepSpeed's default.
   since_growth,
 };
 
-/// Parameters of the rule. The defaults are those of torch.amp.GradScaler, with a floor: torch's
-/// scale can fall to 0, where all gradients are NaN and training is lost without a word.
+/// Parameters of the rule. The defaults are those of torch.amp.GradScaler, with a lower bound.
+/// Without a bound, torch's scale can fall to 0, which makes all gradients NaN and loses the
+/// training silently.
 ///
-/// Setters return the object, so that calls chain; each is an Error for a value out of its range:
+/// Setters return the object, so that calls chain. Each is an Error for a value out of its range:
 ///
 ///     auto rule = LossScaleOptions().init_scale(1024).growth_interval(500).min_scale(1);
 class LossScaleOptions {
  public:
-  /// The presets: what each system does by default, to the bit.
+  /// Presets: exactly what each system does by default.
   static LossScaleOptions torch();      ///< torch.amp.GradScaler: no floor
   static LossScaleOptions apex();       ///< apex.amp "dynamic": at most 2^24, no floor, fp64
   static LossScaleOptions paddle();     ///< paddle.amp.GradScaler with the kernel's floor of 1
   static LossScaleOptions deepspeed();  ///< 2^16, window 1000, hysteresis 2, floor 1, fp64
-  /// A scale that never moves: 1 for bf16, or a number that is known to work.
+  /// A constant scale: 1 for bf16, or a number that is known to work.
   static LossScaleOptions fixed(double scale);
 
-  /// First scale, clamped to max_scale; above 0. Default 65536.
+  /// Initial scale, above 0; clamped to max_scale. Default 65536.
   LossScaleOptions& init_scale(double value);
-  /// Multiplies the scale after growth_interval good steps in a row; at least 1. Default 2.
+  /// Multiplies the scale after growth_interval consecutive good steps; at least 1. Default 2.
   LossScaleOptions& growth_factor(double value);
   /// Multiplies the scale at an overflow; in (0, 1). Default 0.5.
   LossScaleOptions& backoff_factor(double value);
-  /// Good steps in a row between two growths; 0: never grows. Default 2000.
+  /// Number of consecutive good steps before the scale grows; 0: it never grows. Default 2000.
   LossScaleOptions& growth_interval(std::int64_t value);
-  /// Good steps that do not count towards growth_interval, at the start and after each overflow.
-  /// Default 0; 1 is DeepSpeed's way.
+  /// Number of good steps, at the start and after each overflow, that do not count towards
+  /// growth_interval. Default 0; DeepSpeed uses 1.
   LossScaleOptions& growth_delay(std::int64_t value);
-  /// Floor: a backoff gives max(min_scale, scale * backoff_factor). 0: none. Default 2^-24, the
-  /// mirror of Apex's ceiling: a loss so large that its gradients overflow fp16 even unscaled is
-  /// still trained, and 1/scale stays finite.
+  /// Lower bound: a backoff gives max(min_scale, scale * backoff_factor). 0: no bound. Default
+  /// 2^-24, the reciprocal of Apex's upper bound. With it a loss whose gradients overflow fp16 even
+  /// unscaled can still be trained, and 1/scale stays finite.
   LossScaleOptions& min_scale(double value);
-  /// Ceiling: a growth gives min(max_scale, scale * growth_factor). A product that is not finite is
-  /// refused and the scale stays, unless max_scale is infinite. Default: the largest fp32.
+  /// Upper bound: growth gives min(max_scale, scale * growth_factor). If the product is not finite,
+  /// the scale stays as it is, unless max_scale is infinite. Default: the largest fp32 number.
   LossScaleOptions& max_scale(double value);
-  /// Overflows until the scale backs off, counted as overflow_count says; at least 1. Default 1,
-  /// at each.
+  /// Number of overflows before the scale backs off, counted as overflow_count says; at least 1.
+  /// Default 1: every overflow backs off.
   LossScaleOptions& hysteresis(std::int64_t value);
   /// Default: run.
   LossScaleOptions& overflow_count(OverflowCount value);
-  /// False: the scale never moves. Steps with inf or NaN are still found and skipped; but
-  /// MixedPrecision with a scale of 1 and without master weights, which is plain training, does not
-  /// look for any. Default true.
+  /// False: the scale never changes. Steps with inf or NaN are still detected and skipped, except
+  /// in plain training, which MixedPrecision does not check: a scale of 1 without master weights.
+  /// Default true.
   LossScaleOptions& dynamic(bool value);
-  /// Stop with a DivergedError that names the first non-finite parameter after so many skipped
-  /// steps in a row; 0: never. Default 0. Where no step is skipped, see dynamic, it does nothing.
+  /// Number of consecutive skipped steps after which a DivergedError stops training; it names the
+  /// first non-finite parameter. 0: never. Default 0. No effect in plain training, which skips no
+  /// steps; see dynamic.
   LossScaleOptions& max_consecutive_skips(std::int64_t value);
-  /// What the scale is rounded to: fp32 as torch, or fp64. Default fp32.
+  /// The dtype that the scale is rounded to: fp32, as in torch, or fp64. Default fp32.
   LossScaleOptions& scale_dtype(c10::ScalarType value);
 
-  /// A scale as scale_dtype holds it.
+  /// Returns a scale rounded to scale_dtype.
   double rounded(double scale) const;
 
   double init_scale() const { return init_scale_; }
@@ -104,26 +106,27 @@ class LossScaleOptions {
   c10::ScalarType scale_dtype_ = c10::ScalarType::Float;
 };
 
-/// Where a loss scale stands.
+/// The current scale and counters.
 struct LossScaleState {
   double scale = 65536.0;
-  /// Good steps since the last overflow or growth; it starts at -growth_delay. torch:
-  /// _growth_tracker, Apex: unskipped, Paddle: good_steps.
+  /// Good steps since the last overflow or growth; starts at -growth_delay. torch: _growth_tracker,
+  /// Apex: unskipped, Paddle: good_steps.
   std::int64_t growth_tracker = 0;
-  /// Overflows counted towards the next backoff. Apex: hysteresis - hysteresis_tracker, Paddle:
+  /// Overflows that count towards the next backoff. Apex: hysteresis - hysteresis_tracker, Paddle:
   /// bad_steps, DeepSpeed: hysteresis - cur_hysteresis, which stops at 1.
   std::int64_t overflows = 0;
 
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };
 
-/// The state before the first step. Error if the options contradict each other: a floor above the
-/// ceiling, an init_scale that scale_dtype cannot hold.
+/// Returns the state before the first step. Error if the options contradict each other: a lower
+/// bound above the upper bound, or an init_scale that scale_dtype cannot represent.
 LossScaleState initial_loss_scale(const LossScaleOptions& options);
 
-/// The state after a step whose gradients were all finite, or not (found_inf). growth_interval, and
-/// hysteresis with run_then_restart, are tested for equality: a counter beyond its limit does not
-/// fire until it starts anew (torch, Paddle; LossScaler keeps its counters within their limits).
+/// Returns the state after a step. found_inf says whether a gradient was not finite.
+/// growth_interval, and hysteresis with run_then_restart, are compared for equality: a counter
+/// beyond its limit has no effect until it restarts, as in torch and Paddle. (LossScaler keeps its
+/// counters within their limits.)
 LossScaleState next_loss_scale(const LossScaleOptions& options, const LossScaleState& state,
                                bool found_inf);
 

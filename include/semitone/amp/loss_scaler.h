@@ -10,65 +10,66 @@
 
 namespace semitone::amp {
 
-/// Where non-finite gradients were found.
+/// The result of a search for non-finite gradients.
 struct Overflow {
-  /// The non-finite parameter nearest the loss. Backward runs from the loss to the input and inf
-  /// spreads with it, so this is the one that went wrong first: the last of the non-finite ones in
-  /// the model's order. Empty where nobody looked, or where it was on another rank.
+  /// The non-finite parameter nearest the loss: the last one in the model's order. Backward runs
+  /// from the loss to the input and inf spreads with it, so this parameter overflowed first. Empty
+  /// if no search was made, or if the overflow was on another rank.
   std::string parameter;
-  std::int64_t parameters = 0;  ///< how many parameters have an inf or NaN in their gradient
+  std::int64_t parameters = 0;  ///< number of parameters with an inf or NaN in their gradients
 };
 
-/// One loss scale in use: the rule, its state, and the count of what was skipped. GradScaler holds
-/// one, MixedPrecision one per loss. Lives on the host; a copy is a snapshot.
+/// One loss scale in use: its rule, its state, and the counters of skipped steps. GradScaler has
+/// one, and MixedPrecision one for each loss. It is in host memory. A copy is a snapshot.
 class LossScaler {
  public:
-  /// @param loss_id  number for events and messages
+  /// @param loss_id  index in events and messages
   /// Error if the options contradict each other: see initial_loss_scale.
   explicit LossScaler(const LossScaleOptions& options = {}, std::int64_t loss_id = 0);
 
-  /// What losses are multiplied by.
+  /// The factor for losses.
   double scale() const { return state_.scale; }
-  /// What gradients are multiplied by: 1/scale in fp64, rounded to fp32, as torch does it.
+  /// The factor for gradients: 1/scale in fp64, rounded to fp32, as in torch.
   float inverse() const { return static_cast<float>(1.0 / state_.scale); }
-  /// loss * scale, recorded by autograd, in fp32 or fp64: fp16 holds nothing above 65504. Error for
-  /// a loss that is not floating-point.
+  /// Returns loss * scale, recorded by autograd, in fp32 or fp64: fp16 ends at 65504. Error for a
+  /// loss that is not floating-point.
   at::Tensor scaled(const at::Tensor& loss) const;
-  /// loss * scale likewise, by a scale in the device's memory, of one fp32 element: for a step that
-  /// is captured.
+  /// Returns loss * scale, with a scale in the device's memory, of one fp32 element: for a captured
+  /// step.
   static at::Tensor scaled(const at::Tensor& loss, const at::Tensor& scale);
 
-  /// An optimizer step of this iteration is skipped: counts it and tells listeners
-  /// (events::StepSkipped). Before update().
+  /// Counts a skipped optimizer step and notifies listeners (events::StepSkipped). Call it before
+  /// update().
   void note_skip(const Overflow& overflow);
 
-  /// Where this loss overflowed in a step that is skipped, and counted, because of another one too:
-  /// for the DivergedError. Before update().
+  /// Records where this loss overflowed, for the DivergedError, in a step that another loss's
+  /// overflow has already caused to be skipped and counted. Call it before update().
   void note_overflow(const Overflow& overflow);
 
-  /// The iteration is over: moves the scale (next_loss_scale) and tells listeners
-  /// (events::LossScaleUpdated). DivergedError after max_consecutive_skips iterations in a row with
-  /// found_inf; the object stays usable.
+  /// Ends an iteration: updates the scale (next_loss_scale) and notifies listeners
+  /// (events::LossScaleUpdated). DivergedError after max_consecutive_skips consecutive iterations
+  /// with found_inf; the object stays usable.
   void update(bool found_inf);
 
-  /// Replaces the scale, rounded to scale_dtype; Error unless positive and finite. Counters stay.
+  /// Sets the scale, rounded to scale_dtype. Error unless it is positive and finite. Counters stay.
   void set_scale(double scale);
 
   const LossScaleOptions& options() const { return options_; }
-  /// Replaces the rule. Scale and counters stay; a counter that the new rule's limits would never
-  /// let fire again is set back to one before its limit. Error as in the constructor.
+  /// Replaces the rule. Scale and counters stay, but a counter at or beyond its new limit, which
+  /// could never have an effect again, is set to one below the limit. Error as in the constructor.
   void set_options(const LossScaleOptions& options);
   const LossScaleState& state() const { return state_; }
   std::int64_t skipped_steps() const { return skipped_; }
   std::int64_t consecutive_skips() const { return consecutive_; }
 
-  /// Whether it is worth searching for the names of non-finite parameters at this skip: somebody
-  /// listens, or this is the first of a run that may end in a DivergedError. The search reads one
+  /// Returns whether to search for the names of non-finite parameters at this skip: when there is a
+  /// listener, or at the first skip of a run that may end in a DivergedError. The search reads one
   /// flag per parameter from the device.
   bool wants_names() const;
 
-  /// Rule, state and counters. load() is a FileError, and changes nothing, if the archive lacks one
-  /// or holds nonsense; its counters are fitted to their limits as in set_options().
+  /// Saves and loads rule, state and counters. load() is a FileError, and changes nothing, if the
+  /// archive lacks a value or holds an invalid one. Loaded counters are adjusted to their limits as
+  /// in set_options().
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -25,11 +25,11 @@ namespace semitone::amp {
 
 class MixedPrecision;
 
-/// Optimizers given by reference, one or several.
+/// References to one or several optimizers.
 using OptimizerRef = std::reference_wrapper<torch::optim::Optimizer>;
 using OptimizerRefs = std::vector<OptimizerRef>;
 
-/// Prepares models and optimizers for an opt level, in place: Apex's amp.initialize.
+/// Prepares models and optimizers for an opt level, in place. Apex: amp.initialize.
 ///
 ///     auto mixed = amp::initialize(model, optimizer, amp::Options(amp::OptLevel::O2));
 ///     for (auto& batch : *loader) {
@@ -40,64 +40,65 @@ using OptimizerRefs = std::vector<OptimizerRef>;
 ///       mixed.step(optimizer);
 ///     }
 ///
-/// Call it once, after the models are on their device and the optimizers constructed, before
-/// weights are wrapped for data-parallel training. Weights may be loaded before or after.
+/// Call it once, after the models are on their device and the optimizers are constructed, and
+/// before models are wrapped for data-parallel training. Weights may be loaded before or after.
 ///
-/// Keep what it returns: it is the training. When it is gone, models stay as they were cast, and
-/// optimizers have the models' own parameters again, with their state: at O2 they would go on as at
-/// O3.
+/// Keep the returned object for as long as training lasts. Its destructor leaves the models as they
+/// were cast, and gives the optimizers the models' own parameters back, with their state: training
+/// at O2 would continue as at O3.
 ///
-/// If it throws, models and optimizers are as before. Error if a floating parameter or buffer is not fp32 (named), if an optimizer cannot work with
-/// the level (LBFGS with a loss scale or master weights), if the options contradict each other. The
-/// models and optimizers must outlive what is returned; models held by shared pointers are kept
-/// alive.
+/// If it throws, models and optimizers are unchanged. Error if a floating parameter or buffer is
+/// not fp32 (the message names it), if an optimizer does not support the level (LBFGS with a loss
+/// scale or master weights), or if options contradict each other. Models and optimizers must
+/// outlive the returned object; models held by shared pointers are kept alive.
 [[nodiscard]] MixedPrecision initialize(const Model& model, torch::optim::Optimizer& optimizer,
                                         const Options& options = {});
 [[nodiscard]] MixedPrecision initialize(const std::vector<Model>& models,
                                         const OptimizerRefs& optimizers,
                                         const Options& options = {});
-/// For inference, or for optimizers of your own: models only.
+/// For inference, or for optimizers of your own: prepares models only.
 [[nodiscard]] MixedPrecision initialize(const Model& model, const Options& options = {});
 
 /// Options of MixedPrecision::scale_loss.
 struct ScaleLossOptions {
-  /// Which of Options::num_losses scalers to use.
+  /// Index of the loss scaler, below Options::num_losses.
   std::int64_t loss_id = 0;
-  /// Leave the gradients scaled: more backward passes with the same scale follow before the one
-  /// that is not delayed. Saves one pass over the gradients for each; not needed for gradient
-  /// accumulation to be right.
+  /// Leave the gradients scaled, because more backward passes with the same scale follow before one
+  /// that is not delayed. This saves one pass over the gradients for each. Gradient accumulation is
+  /// correct without it, too.
   bool delay_unscale = false;
 };
 
-/// A loss times its scale, on its way through backward: what MixedPrecision::scale_loss returns.
+/// A scaled loss on which backward has not finished, as returned by MixedPrecision::scale_loss.
 ///
-/// backward() is all that is usually needed. To build on the scaled loss, keep the object, take
-/// value(), call torch's backward on what you make of it, and then finish(), which the end of the
-/// object does where it was forgotten. An object that ends by an exception, or before anything was
-/// back-propagated (with a warning), puts the gradients back as they were; those of earlier passes
-/// with delay_unscale are dropped.
+/// Usually backward() is all that is needed. To compute with the scaled loss, keep the object, take
+/// value(), call torch's backward on the result, and then call finish(). The destructor calls
+/// finish() if it was not called. If an exception destroys the object, or nothing was
+/// back-propagated (with a warning), the gradients are restored to their earlier values, and those
+/// of earlier passes with delay_unscale are dropped.
 ///
-/// All parameters of the models get their gradients, without the scale, at every level, as from
-/// torch's backward; so a GAN zeroes the discriminator's after the generator's loss. Of the
-/// optimizers that are named, the next step is skipped if the loss overflows, and moves the scale.
-/// Another optimizer skips its next step if it still has the gradients then (they were not zeroed).
+/// All parameters of the models get unscaled gradients, at every level, as from torch's backward. A
+/// GAN therefore zeroes the discriminator's gradients after the generator's loss. If the loss
+/// overflows, the next step of each optimizer named here is skipped, and moves the scale. Another
+/// optimizer skips its next step only if it still has these gradients then, that is, if they were
+/// not zeroed.
 ///
-/// After backward `parameter.grad()` of the model is what the step will read: fp32 where there is a
-/// master weight, whatever the parameter's dtype (in 16 bits with a semitone::optim optimizer on
-/// the CPU and a scale of 1). Clipping, averaging over ranks and what else is done to it in place,
-/// or by another tensor in its place, is done to the step. The next forward() of the model puts it
-/// away, until the next backward.
+/// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
+/// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a
+/// semitone::optim optimizer on the CPU with a scale of 1.) Clipping, averaging over ranks and any
+/// other change, in place or by another tensor, therefore takes effect in the step. The next
+/// forward() of the model removes it until the next backward.
 ///
-/// Between value() and finish() an optimizer can be in one backward only, named or not. Must not
-/// outlive its MixedPrecision.
+/// Between value() and finish() an optimizer can take part in one backward only, whether it is
+/// named or not. Must not outlive its MixedPrecision.
 class [[nodiscard]] ScaledLoss {
  public:
   ScaledLoss(ScaledLoss&& other) noexcept;
   ScaledLoss& operator=(ScaledLoss&&) = delete;
   ~ScaledLoss();
 
-  /// loss * scale, in fp32 (fp64 for an fp64 loss). Not of a temporary: it would be gone, and the
-  /// gradients scaled for good, before a backward of yours is over.
+  /// loss * scale, in fp32 (fp64 for an fp64 loss). Not callable on a temporary: the ScaledLoss
+  /// would be destroyed before your backward is done, and the gradients would stay scaled.
   ///
   ///     auto scaled = mixed.scale_loss(loss, optimizer);
   ///     (scaled.value() + penalty).backward();
@@ -105,14 +106,14 @@ class [[nodiscard]] ScaledLoss {
   const at::Tensor& value() &;
   const at::Tensor& value() && = delete;  // keep the ScaledLoss, or call its backward()
 
-  /// Back-propagates and finishes. If backward throws, the gradients are as before and the
-  /// exception goes on. Once: Error at a second call.
-  /// @param gradient  for a loss that is no scalar, as in torch::Tensor::backward
+  /// Back-propagates and finishes. If backward throws, the gradients are restored and the exception
+  /// propagates. Error at a second call.
+  /// @param gradient  for a loss that is not a scalar, as in torch::Tensor::backward
   void backward(const at::Tensor& gradient = {}, bool retain_graph = false,
                 bool create_graph = false);
 
-  /// Takes the scale out of the gradients (into the master weights' where there are some), adds
-  /// earlier ones, looks for inf and NaN. Once.
+  /// Unscales the gradients (into the gradients of master weights, if there are any), adds earlier
+  /// gradients, and checks for inf and NaN. Call it once.
   void finish();
 
  private:
@@ -123,12 +124,13 @@ class [[nodiscard]] ScaledLoss {
   void cancel() noexcept;
 
   at::Tensor scaled_;
-  std::unique_ptr<Work> work_;  // null where there is nothing to do, or no more
+  std::unique_ptr<Work> work_;  // null if there is nothing, or nothing more, to do
   bool finished_ = false;
 };
 
-/// What amp::initialize returns: the state of mixed-precision training. Several can live side by
-/// side; each knows only its own models and optimizers. Movable; use it from one thread at a time.
+/// The state of mixed-precision training, as returned by amp::initialize. Several objects may exist
+/// at a time; each manages its own models and optimizers only. Movable. Use it from one thread at a
+/// time.
 class [[nodiscard]] MixedPrecision {
  public:
   MixedPrecision(MixedPrecision&&) noexcept;
@@ -137,20 +139,21 @@ class [[nodiscard]] MixedPrecision {
 
   const Properties& properties() const;
 
-  /// Runs model->forward(arguments...) as the level wants it: floating arguments (nested ones too,
-  /// see map_tensors) are cast to cast_model_type, operators run under the policy at O1, results
-  /// are cast to cast_model_outputs. fp64 tensors are left alone.
+  /// Runs model->forward(arguments...) as the level requires: floating arguments, also nested ones
+  /// (see map_tensors), are cast to cast_model_type, operators run under the policy at O1, and
+  /// results are cast to cast_model_outputs. fp64 tensors are not cast.
   ///
-  /// A model that is trained without it runs in fp32 at O1, and at O2 only with arguments in 16 bits:
-  /// step() warns of that, once for each model.
-  /// @param model  one of the initialized ones, or a module inside one (`model->decoder`): a module
-  /// holder, shared pointer, AnyModule or reference, or a torch::jit::Module, which takes IValues, or
-  /// what becomes one, or a std::vector<IValue> of all inputs, with or without torch::jit::Kwargs, and
-  /// returns an IValue; or what wraps one of them and has a forward() of its own, such as
-  /// parallel::DistributedDataParallel. Error for another one, and for one that was moved to another
-  /// device since.
-  /// @param arguments  as in a call of a function template: braces have no type, so that `{}` for "no
-  /// mask" has to be written torch::Tensor()
+  /// A model that is called directly runs in fp32 at O1, and at O2 accepts 16-bit arguments only.
+  /// step() warns about direct calls, once per model.
+  /// @param model  an initialized model, or a module inside one (`model->decoder`). It may be a
+  ///               module
+  /// holder, shared pointer, AnyModule or reference. It may also be a torch::jit::Module, which
+  /// takes IValues (or arguments that convert to them) or a std::vector<IValue> of all inputs, with
+  /// or without torch::jit::Kwargs, and returns an IValue. Finally it may be a wrapper of these
+  /// with a forward() of its own, such as parallel::DistributedDataParallel. Error for any other
+  /// model, and for a model that has moved to another device.
+  /// @param arguments  deduced like a function template's: braces have no type, so write
+  /// torch::Tensor() instead of `{}` for "no mask"
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
@@ -170,8 +173,8 @@ class [[nodiscard]] MixedPrecision {
     }
   }
 
-  /// Runs any other code of the models as forward() runs forward(): returns function(arguments...)
-  /// with the arguments cast, inside the region, and with its results cast.
+  /// Runs other code of the models as forward() does: returns function(arguments...) with the
+  /// arguments cast, inside the region, and with the results cast.
   ///
   ///     auto image = mixed.call([&](const at::Tensor& z) { return vae->decode(z); }, latent);
   template <typename Function, typename... Arguments>
@@ -188,59 +191,60 @@ class [[nodiscard]] MixedPrecision {
     }
   }
 
-  /// The region that forward runs in, for losses and for methods of the models other than forward.
-  /// At O1 it casts as the policy says. At O2 and O3 nothing is cast but fp32 that meets 16-bit
-  /// weights in a product or a recurrent network, which LibTorch refuses: it is lowered. What comes
-  /// out is in the dtype that it was computed in. At O0 nothing is changed.
+  /// The region in which forward() runs, for losses and for other methods of the models. At O1 it
+  /// casts as the policy says. At O2 and O3 it casts only fp32 arguments that meet 16-bit weights
+  /// in a product or a recurrent network, to 16 bits, since LibTorch refuses mixed dtypes there;
+  /// results keep the dtype of the computation. At O0 it casts nothing.
   Autocast autocast() const;
 
-  /// See ScaledLoss. Error for an unknown optimizer or loss_id.
-  /// @param optimizers  those whose parameters are to get gradients from this loss; at least one
+  /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
+  /// @param optimizers  at least one; their parameters get gradients from this loss
   ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
                         ScaleLossOptions options = {});
   ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                         ScaleLossOptions options = {});
 
-  /// Steps the optimizer and writes the master weights into the model, or skips: if a loss that was
-  /// scaled for this optimizer since its last step overflowed — with it, every other optimizer
-  /// named for that loss skips its next step. Moves the scales of those losses, once however many
-  /// backward passes were accumulated. One host read. The masters' gradients are dropped.
+  /// Steps the optimizer and writes the master weights into the model. Skips the step instead if a
+  /// loss that was scaled for this optimizer since its last step overflowed; all other optimizers
+  /// named for that loss then skip their next step too. Moves the scales of those losses, once for
+  /// any number of accumulated backward passes. One host read. Drops the masters' gradients.
   ///
-  /// Gradients are looked at where they pass through an unscale: always but with a loss scale of 1
-  /// and no master weights, which is plain training. Error while gradients are scaled: before
-  /// finish(), or after delay_unscale. DivergedError: see LossScaleOptions::max_consecutive_skips;
-  /// the step counts as skipped then.
+  /// Gradients are checked for inf and NaN when they are unscaled. This is always the case except
+  /// in plain training: a loss scale of 1 without master weights. Error while gradients are scaled,
+  /// that is before finish() or after delay_unscale. For DivergedError see
+  /// LossScaleOptions::max_consecutive_skips; the step then counts as skipped.
   Step step(torch::optim::Optimizer& optimizer);
 
-  /// The parameters that the optimizer updates: master weights, and fp32 parameters. What to clip,
-  /// after backward, but with clip_grad_norm_ cheaper.
+  /// Returns the parameters that the optimizer updates: master weights and fp32 parameters. After
+  /// backward they can be clipped; clip_grad_norm_ does that at less cost.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) const;
 
-  /// Clips the norm of master_params' gradients, after backward and before step(), and returns the
-  /// norm that they had: optim::clip_grad_norm_, but gradients that step() takes from the model in
-  /// 16 bits (a semitone::optim optimizer at O2, on a CPU) stay there, and are multiplied by the
-  /// factor in the step. Where the norm is not finite nothing is clipped: such a step is skipped,
-  /// unless it is plain training, where nobody looks. Error while gradients are scaled, as step();
-  /// for a norm_type that is not above 0, or a negative max_norm.
+  /// Clips the norm of the gradients of master_params, after backward and before step(), and
+  /// returns the norm before clipping. Works as optim::clip_grad_norm_, except for gradients that
+  /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 on a CPU): these are
+  /// not moved, and step() multiplies them by the factor. If the norm is not finite, nothing is
+  /// clipped, since step() will skip; in plain training, which has no checks, it will not. Error
+  /// while gradients are scaled, as in step(), for a norm_type that is not above 0, and for a
+  /// negative max_norm.
   /// @param norm_type  order of the norm; infinity: the largest magnitude
   /// @param error_if_nonfinite  Error if the norm is inf or NaN, before anything is changed
   double clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                          double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  /// Drops the gradients of the optimizer's parameters and their masters, and forgets what was
-  /// found in them. After a step, optimizer.zero_grad() and model->zero_grad() do as well: nothing
-  /// is left on the other side. To discard a backward pass without a step takes this one.
+  /// Drops the gradients of the optimizer's parameters and their masters, and the result of the
+  /// check for inf and NaN. After a step, optimizer.zero_grad() or model->zero_grad() has the same
+  /// effect. To discard a backward pass without a step, call this function.
   void zero_grad(torch::optim::Optimizer& optimizer);
 
-  /// The scaler of a loss.
+  /// Returns the scaler of a loss.
   const LossScaler& loss_scaler(std::int64_t loss_id = 0) const;
-  /// Steps skipped so far, of all optimizers.
+  /// Returns the number of skipped steps of all optimizers.
   std::int64_t skipped_steps() const;
 
-  /// While it lives, the model's parameters and buffers are fp32: the exact master weights where
-  /// there are some. For saving, loading, exporting and averaging: saved weights are fp32 at every
-  /// level, and what is changed or loaded meanwhile is what training goes on with. No forward or
-  /// step in the meantime.
+  /// While this object exists, the model's parameters and buffers are fp32, with the exact values
+  /// of master weights. Use it for saving, loading, exporting and averaging: weights are saved in
+  /// fp32 at every level, and training continues with any values that were loaded or changed. Do
+  /// not call forward() or step() during that time.
   ///
   ///     { const auto fp32 = mixed.fp32_weights(model); torch::save(model, "model.pt"); }
   class [[nodiscard]] Fp32Weights {
@@ -248,9 +252,9 @@ class [[nodiscard]] MixedPrecision {
     ~Fp32Weights();
     Fp32Weights(Fp32Weights&&) noexcept;
     Fp32Weights& operator=(Fp32Weights&&) = delete;
-    /// What the destructor does, with exceptions: casts back. Error if a tensor has another shape
-    /// now; it is then as before, the others are taken over. (The destructor writes that to the
-    /// log.)
+    /// Casts back, as the destructor does, but reports errors. Error if a tensor's shape has
+    /// changed; that tensor gets its earlier value, and the others are taken over. (The destructor
+    /// logs the error.)
     void end();
 
    private:
@@ -261,32 +265,33 @@ class [[nodiscard]] MixedPrecision {
   };
   Fp32Weights fp32_weights(const Model& model);
 
-  /// torch::save and torch::load of a model inside fp32_weights() (a TorchScript one: its own
-  /// format). The file appears whole or not at all, and can be loaded whatever floating dtypes it
-  /// holds. FileError if it cannot be written, or read, or does not fit the model, which is then as
-  /// it was.
+  /// torch::save and torch::load of a model inside fp32_weights(). A TorchScript module uses its
+  /// own format. The file appears whole or not at all. load_model accepts a file with any floating
+  /// dtypes. FileError if the file cannot be written or read, or does not match the model, which is
+  /// then unchanged.
   ///
-  /// torch::load outside of it works as well: LibTorch 2.11 leaves the bytes of an fp32 file in a
-  /// 16-bit tensor, which the next forward, autocast, scale_loss, step or save finds and takes over.
-  /// (Error where other tensors hold the memory that was loaded, too, such as an InputArchive that is
-  /// still there.) torch::save outside of it writes 16 bits, which an fp32 model cannot load.
+  /// torch::load without fp32_weights() works as well. LibTorch 2.11 puts the bytes of an fp32 file
+  /// into a 16-bit tensor; the next forward, autocast, scale_loss, step or save detects that and
+  /// converts the values. (Error if other tensors share the loaded memory, such as those of an
+  /// InputArchive that still exists.) torch::save without fp32_weights() writes 16 bits, which an
+  /// fp32 model cannot load.
   void save_model(const Model& model, const std::string& path);
   void load_model(const Model& model, const std::string& path);
 
-  /// Loss scalers and master weights: with the model's and the optimizer's own state, all that a
-  /// resumed run needs to go on bit for bit. Save models inside fp32_weights(); load the three in
-  /// any order, before or after the first step.
+  /// Saves or loads loss scalers and master weights. Together with the state of model and
+  /// optimizer, this is all that a resumed run needs to continue bit for bit. Save models inside
+  /// fp32_weights(). The three may be loaded in any order, before or after the first step.
   ///
-  /// save() is an Error with gradients under way (between scale_loss and step). load() drops
-  /// gradients; it is a FileError, and changes nothing, unless level, dtype, the shapes of the
-  /// masters and the numbers of models, optimizers and losses are the saved run's.
+  /// save() is an Error between scale_loss and step, while gradients exist. load() drops gradients.
+  /// It is a FileError, and changes nothing, unless level, dtype, the shapes of the masters and the
+  /// numbers of models, optimizers and losses match the saved run.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// As GradScaler::set_found_inf_hook: lets ranks agree on found_inf. Called by step(), for each
-  /// loss of the optimizer in the order of their first backward; not in plain training, where
-  /// nothing is looked at. Under DistributedDataParallel no hook is needed: an inf on one rank is in
-  /// everybody's mean.
+  /// Sets a hook with which ranks agree on found_inf, as GradScaler::set_found_inf_hook. step()
+  /// calls it for each loss of the optimizer, in the order of their first backward, except in plain
+  /// training, which has no checks. DistributedDataParallel needs no hook: an inf on one rank
+  /// reaches the mean on all ranks.
   void set_found_inf_hook(FoundInfHook hook);
 
   /// The implementation.
@@ -297,7 +302,7 @@ class [[nodiscard]] MixedPrecision {
   friend class CapturedStep;
   explicit MixedPrecision(std::unique_ptr<Impl> impl);
 
-  // What forward needs: the model as the key it is known by, and the region.
+  // For forward: the address that identifies the model, and the region.
   static const void* handle_of(const torch::nn::Module& module) { return &module; }
   static const void* handle_of(const torch::jit::Module& module) { return module._ivalue().get(); }
   template <typename Held>
@@ -305,7 +310,7 @@ class [[nodiscard]] MixedPrecision {
     return handle_of(*held);
   }
   static const void* handle_of(const torch::nn::AnyModule& module) { return module.ptr().get(); }
-  // The inputs of a script as LibTorch takes them, or one by one.
+  // Calls a script with a list of inputs, or with inputs one by one.
   template <typename... Inputs>
   static c10::IValue run_script(torch::jit::Module& script, Inputs&&... inputs) {
     constexpr bool is_list =

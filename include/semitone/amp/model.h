@@ -14,9 +14,9 @@
 
 namespace semitone::amp {
 
-/// Any model that mixed precision can prepare: a torch::nn::Module, however it is held, or a
-/// TorchScript module. Converts from all of them; keeps a model alive that is held by a shared
-/// pointer, and refers to one that is given by reference.
+/// A model to prepare for mixed precision: a torch::nn::Module in any holder, or a TorchScript
+/// module. It converts from all of them. It shares ownership of a model in a shared pointer, and
+/// refers to a model that is passed by reference.
 class Model {
  public:
   template <typename Module,
@@ -35,11 +35,12 @@ class Model {
   /// One parameter or buffer.
   struct Entry {
     std::string name;   ///< "layer1.conv.weight"
-    at::Tensor tensor;  ///< shares its identity with the model: set_data() on it changes the model
+    at::Tensor tensor;  ///< the model's own tensor: set_data() on it changes the model
     bool is_parameter;
     bool keep_fp32;  ///< belongs to an affine BatchNorm, or to a module marked KeepFp32
   };
-  /// All parameters and buffers, in the model's order; a tensor that occurs twice comes twice.
+  /// Returns all parameters and buffers, in the model's order. A tensor that occurs twice appears
+  /// twice.
   std::vector<Entry> entries() const;
 
   /// The torch::nn::Module, or null for a TorchScript module.
@@ -47,8 +48,7 @@ class Model {
   /// The TorchScript module, or null for a torch::nn::Module.
   const torch::jit::Module* script() const;
 
-  /// What tells one model from another: the address of its torch::nn::Module or of its TorchScript
-  /// object.
+  /// The identity of a model: the address of its torch::nn::Module or of its TorchScript object.
   const void* identity() const;
   bool is(const Model& other) const { return identity() == other.identity(); }
 

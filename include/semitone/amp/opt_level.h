@@ -14,7 +14,7 @@
 
 namespace semitone::amp {
 
-/// How a model is trained: Apex's four levels.
+/// The precision of training: Apex's four levels.
 ///
 /// | level | weights | operators           | BatchNorm | master weights | loss scale |
 /// |-------|---------|---------------------|-----------|----------------|------------|
@@ -23,15 +23,15 @@ namespace semitone::amp {
 /// | O2    | 16 bits | 16 bits             | fp32      | yes            | dynamic    |
 /// | O3    | 16 bits | 16 bits             | 16 bits   | no             | 1          |
 ///
-/// With bf16 the default loss scale is 1 at every level: bf16 has fp32's range, nothing underflows
-/// that fp32 would keep. (Apex knows fp16 only.)
+/// With bf16 the default loss scale is 1 at every level: bf16 has fp32's range, so a value
+/// underflows only if it does in fp32. (Apex supports fp16 only.)
 enum class OptLevel { O0, O1, O2, O3 };
 
 std::string_view name_of(OptLevel level);
-/// Parses "O0" … "O3". Error for anything else, with a hint where a zero stands for the letter O.
+/// Parses "O0" … "O3". Error for anything else, with a hint if a zero stands for the letter O.
 OptLevel parse_opt_level(std::string_view name);
 
-/// A loss scale as a user gives it: a number above 0, as text too, or "dynamic". Error otherwise.
+/// A loss scale: a number above 0, also as a string, or "dynamic". Error for anything else.
 class LossScale {
  public:
   LossScale(double scale);              // NOLINT(google-explicit-constructor)
@@ -40,7 +40,7 @@ class LossScale {
       : LossScale(std::string(scale)) {}
 
   bool is_dynamic() const { return dynamic_; }
-  /// The number; 1 if dynamic.
+  /// The number; 1 for a dynamic scale.
   double value() const { return value_; }
   std::string to_string() const;
 
@@ -49,8 +49,8 @@ class LossScale {
   double value_ = 1.0;
 };
 
-/// Yes, no, or "True" / "False" as programs pass on what stood on their command line. Error for any
-/// other text.
+/// A boolean that also converts from "True" and "False", as programs receive them on the command
+/// line. Error for any other string.
 class Flag {
  public:
   Flag(bool value) : value_(value) {}                  // NOLINT(google-explicit-constructor)
@@ -62,15 +62,15 @@ class Flag {
   bool value_;
 };
 
-/// See Options::cudnn_benchmark. Nothing: left as it is.
+/// See Options::cudnn_benchmark. A value that is not set leaves the setting unchanged.
 struct CudnnSettings {
   std::optional<bool> benchmark;
   std::optional<int> benchmark_limit;
   std::optional<std::int64_t> workspace_limit;  ///< MiB
 };
 
-/// What amp::initialize is asked for: a level, and what is to differ from the level's defaults. The
-/// setters carry Apex's names.
+/// Options of amp::initialize: a level, and the values that differ from its defaults. The setters
+/// have Apex's names.
 ///
 ///     amp::Options(amp::OptLevel::O2).loss_scale(128.0).keep_batchnorm_fp32(false)
 class Options {
@@ -81,81 +81,85 @@ class Options {
   Options(const char* level)  // NOLINT(google-explicit-constructor)
       : level_(parse_opt_level(level)) {}
 
-  /// False: initialize changes nothing, forward, scale_loss and step only pass on. Default true.
+  /// False: initialize changes nothing, and forward, scale_loss and step only call through. Default
+  /// true.
   Options& enabled(bool value);
-  /// fp16 or bf16: what "16 bits" is. Default: default_16bit_dtype of the device.
+  /// The 16-bit dtype: fp16 or bf16. Default: default_16bit_dtype of the device.
   Options& dtype(c10::ScalarType value);
-  /// Where the models are. Default: the device of most of their elements. initialize raises an Error
-  /// if a model has nothing there, forward if it was moved since.
+  /// The device of the models. Default: the device with most of their elements. initialize throws
+  /// Error if a model has no tensor there, and forward throws Error if a model has moved since.
   Options& device(c10::DeviceType value);
 
-  /// The dtype that weights and inputs are cast to: fp32, fp16 or bf16 (a 16-bit one sets dtype()
-  /// too); nothing: no cast. Error at O1 unless nothing or fp32. Default: fp32 at O0, nothing at
-  /// O1, dtype() at O2 and O3.
+  /// The dtype that weights and inputs are cast to: fp32, fp16 or bf16. A 16-bit dtype sets dtype()
+  /// too. Nothing: no cast. At O1 anything but nothing or fp32 is an Error. Default: fp32 at O0,
+  /// nothing at O1, dtype() at O2 and O3.
   Options& cast_model_type(std::optional<c10::ScalarType> value);
-  /// Whether forward runs in an autocast region. (Apex patches torch's functions for that.) Only O1
-  /// can have it, and has.
+  /// Whether forward runs in an autocast region, for which Apex patches torch's functions. True is an
+  /// Error at other levels than O1. Default: true at O1, else false.
   Options& patch_torch_functions(bool value);
   /// Whether affine BatchNorm layers and modules marked KeepFp32 keep their weights, buffers and
-  /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: at O2.
+  /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: true at O2, else false.
   Options& keep_batchnorm_fp32(Flag value);
-  /// Whether the optimizer works on fp32 copies of 16-bit weights. Error at O1. Default: at O2.
+  /// Whether the optimizer updates fp32 copies of 16-bit weights. Error at O1. Default: true at O2,
+  /// else false.
   Options& master_weights(Flag value);
   /// A number, or "dynamic". Default: dynamic at O1 and O2 with fp16, else 1.
   Options& loss_scale(LossScale value);
   /// The dtype that forward's results are cast to. Default: fp32, so that a loss outside of forward
-  /// is computed in fp32. (Apex's patches reach the loss too, and its O1 leaves results as they
-  /// are.)
+  /// is computed in fp32. (Apex's patches also cover the loss, and its O1 does not cast results.)
   Options& cast_model_outputs(c10::ScalarType value);
-  /// How many losses are scaled one by one, each with its own loss_id. Default 1.
+  /// Number of loss scalers, selected by loss_id. Default 1.
   Options& num_losses(std::int64_t value);
-  /// 0: silent; 1: the level and its properties, and skipped steps; 2: every cast too. Written to
-  /// the log. Default 1.
+  /// Logging. 0: nothing. 1: the level, its properties, and skipped steps. 2: also every cast.
+  /// Default 1.
   Options& verbosity(int value);
   /// Bounds of a dynamic scale. Default 2^-24 (Apex: none) and 2^24.
   Options& min_loss_scale(double value);
   Options& max_loss_scale(double value);
-  /// The rest of the scale's rule: window, factors, hysteresis, max_consecutive_skips …; its
-  /// init_scale and bounds are taken too, unless set above. A rule that is not dynamic
-  /// (LossScaleOptions::fixed) gives the number too, unless loss_scale does; with loss_scale
-  /// "dynamic" it is an Error.
+  /// The rest of the scale's rule: window, factors, hysteresis, max_consecutive_skips … Its
+  /// init_scale and bounds apply unless the setters above set them. A rule that is not dynamic
+  /// (LossScaleOptions::fixed) also sets the scale, unless loss_scale does. Such a rule together
+  /// with loss_scale "dynamic" is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);
-  /// The policy of O1's region, and the parameters that stay fp32 at O2 and O3
-  /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. Its device and dtype count for
-  /// nothing: those above do.
+  /// The policy of O1's region. At O2 and O3 it selects the parameters that stay fp32
+  /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. The policy's own device and
+  /// dtype are ignored in favour of device() and dtype().
   Options& policy(CastPolicy value);
 
-  /// How the weights of Conv2d and ConvTranspose2d layers lie, which decides how these layers
-  /// compute, and how what they return lies: ChannelsLast is faster in 16 bits, on CPUs and on tensor
-  /// cores. initialize lays the weights out once; tensors of other layers that share their memory are
-  /// parted from them. Contiguous does so in LibTorch's usual layout. Default: Preserve, everything
-  /// stays as it is.
+  /// The memory format of the weights of Conv2d and ConvTranspose2d layers. It decides how these
+  /// layers compute, and the memory format of their results. ChannelsLast is faster in 16 bits, on
+  /// CPUs and on tensor cores; Contiguous is LibTorch's usual format. initialize converts the
+  /// weights once. Tensors of other layers that share their memory get memory of their own.
+  /// Default: Preserve, which converts nothing.
   ///
-  /// What lies channels last, `x.view({x.size(0), -1})` cannot show without a copy: LibTorch raises.
-  /// Inside forward's region the fast kernel "view" (CastPolicy::semitone has it, on a CPU) copies,
-  /// as reshape() does: what is written through such a view is lost. Elsewhere — in code on forward's
-  /// results, on weights or gradients (torch::nn::utils::parameters_to_vector), or after loading a
-  /// saved model, whose weights lie as they did — take reshape().
+  /// `x.view({x.size(0), -1})` of a channels-last tensor needs a copy, so LibTorch raises an error.
+  /// Inside forward's region the fast kernel "view" copies instead, as reshape() does, so that
+  /// writes through such a view are lost. (CastPolicy::semitone has this kernel on a CPU.)
+  /// Elsewhere use reshape(): for forward's results, for weights or gradients
+  /// (torch::nn::utils::parameters_to_vector), and after loading a saved model, whose weights keep
+  /// their memory format.
   Options& memory_format(c10::MemoryFormat value);
-  /// Lets initialize choose: ChannelsLast at O1 to O3 for models with such layers, on a CPU, if the
-  /// policy has the fast kernel "view" and no optimizer is LBFGS, which views gradients as vectors;
-  /// else Preserve. Properties::memory_format says what was chosen.
+  /// Lets initialize choose the memory format. It chooses ChannelsLast at O1 to O3 for models with
+  /// such layers on a CPU, if the policy has the fast kernel "view" and no optimizer is LBFGS,
+  /// which views gradients as vectors. Otherwise it chooses Preserve. Properties::memory_format
+  /// holds the result.
   Options& choose_memory_format();
 
-  /// How cuDNN computes convolutions on CUDA devices. These are LibTorch's settings, and hold for the
-  /// whole process: those given here hold as long as what initialize returns lives, of several the
-  /// last one's; then they are as before. (Paddle: cudnn_exhaustive_search, conv_workspace_size_limit. Its
-  /// cudnn_batchnorm_spatial_persistent is what LibTorch does in training by itself.)
+  /// Settings of cuDNN's convolutions on CUDA devices. These are LibTorch's settings for the whole
+  /// process. They last as long as the object that initialize returns. With several objects the
+  /// most recent one wins; destroying it restores the previous values. (Paddle:
+  /// cudnn_exhaustive_search, conv_workspace_size_limit. LibTorch always trains the way
+  /// cudnn_batchnorm_spatial_persistent does.)
   ///
-  /// Whether it times its algorithms for each new shape, and keeps the fastest: for shapes that stay.
-  /// Default: as LibTorch has it, false.
+  /// Whether cuDNN times its algorithms for each new shape and keeps the fastest. Useful if shapes
+  /// rarely change. Default: LibTorch's setting, false.
   Options& cudnn_benchmark(bool value);
-  /// How many algorithms are timed; 0: all. Default: as LibTorch has it, 10.
+  /// Number of algorithms to time; 0: all. Default: LibTorch's setting, 10.
   Options& cudnn_benchmark_limit(int value);
-  /// The most MiB of workspace that a convolution may take, at least 1: the environment variable
-  /// CUDNN_CONV_WSCAP_DBG, which cuDNN reads at the process's first convolution. Call initialize
-  /// before, and before other threads look at the environment. The variable stays set. Default: as it
-  /// is, no limit.
+  /// Largest workspace of a convolution in MiB, at least 1. Sets the environment variable
+  /// CUDNN_CONV_WSCAP_DBG, which cuDNN reads at the first convolution of the process. Call
+  /// initialize before that, and before other threads read the environment. The variable is not
+  /// reset afterwards. Default: unchanged, no limit.
   Options& cudnn_workspace_limit(std::int64_t mebibytes);
 
   OptLevel opt_level() const { return level_; }
@@ -183,13 +187,13 @@ class Options {
   CudnnSettings cudnn_;
 };
 
-/// What is in force: the level's defaults with the options applied, checked for sense.
+/// The settings in force: the level's defaults with the options applied, and checked.
 struct Properties {
   bool enabled = true;
   OptLevel opt_level = OptLevel::O1;
   c10::DeviceType device = c10::DeviceType::CPU;
   c10::ScalarType dtype = c10::ScalarType::Half;
-  std::optional<c10::ScalarType> cast_model_type;  ///< nothing: weights and inputs stay as they are
+  std::optional<c10::ScalarType> cast_model_type;  ///< nothing: weights and inputs are not cast
   bool patch_torch_functions = false;
   bool keep_batchnorm_fp32 = false;
   bool master_weights = false;
@@ -197,20 +201,20 @@ struct Properties {
   c10::ScalarType cast_model_outputs = c10::ScalarType::Float;
   std::int64_t num_losses = 1;
   int verbosity = 1;
-  LossScaleOptions loss_scale_options;  ///< the rule that loss_scale and its bounds amount to
-  std::optional<CastPolicy> policy;     ///< as given
+  LossScaleOptions loss_scale_options;  ///< the complete rule, with loss_scale and its bounds
+  std::optional<CastPolicy> policy;     ///< as set in the options
   /// Nothing until initialize has chosen.
   std::optional<c10::MemoryFormat> memory_format = c10::MemoryFormat::Preserve;
   CudnnSettings cudnn;
 
-  /// The defaults of a level for a 16-bit dtype: one row of the table above.
+  /// Returns the defaults of a level for a 16-bit dtype: one row of the table above.
   static Properties defaults(OptLevel level, c10::ScalarType dtype);
 
-  /// @param model_device  where the model is, if the options do not say
-  /// Error for what contradicts itself: see the setters of Options.
+  /// @param model_device  the models' device, used if the options do not set one
+  /// Error if options contradict each other; see the setters of Options.
   static Properties resolve(const Options& options, c10::DeviceType model_device);
 
-  /// Several lines, as verbosity 1 prints them.
+  /// Several lines, as logged at verbosity 1.
   std::string to_string() const;
 };
 

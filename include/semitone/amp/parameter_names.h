@@ -11,27 +11,28 @@
 
 namespace semitone::amp {
 
-/// What parameters are called, for messages: a parameter of an optimizer is an anonymous tensor,
-/// its name is the model's.
+/// Names of parameters for messages. An optimizer holds anonymous tensors; the names are the
+/// model's.
 class ParameterNames {
  public:
   struct Name {
     std::string name;      ///< "conv1.weight"
-    std::size_t position;  ///< in the order in which parameters were added: the model's
+    std::size_t position;  ///< in the order in which parameters were added, which is the model's
   };
 
-  /// Learns the names of a model's parameters; prefix is put in front. The first name stays.
+  /// Adds the names of a model's parameters, with a prefix. A parameter that already has a name
+  /// keeps it.
   void add(const Model& model, std::string_view prefix = {});
-  /// Learns that a tensor stands for a known parameter: a master weight. Nothing happens if the
-  /// parameter is not known.
+  /// Adds a tensor that stands for a parameter, such as a master weight. No effect if the parameter
+  /// has no name.
   void add_alias(const at::Tensor& alias, const at::Tensor& parameter);
 
-  /// Null if the parameter is not known.
+  /// Returns a parameter's name, or null if it has none.
   const Name* find(const at::Tensor& parameter) const;
 
  private:
-  // Addresses are only compared. A parameter that dies may leave its name to a later one at the
-  // same place: wrong in a message, never in a computation.
+  // Addresses are only compared. After a parameter is destroyed, a later one at the same address
+  // may get its name: wrong in a message, never in a computation.
   std::unordered_map<const c10::TensorImpl*, Name> names_;
 };
 

@@ -18,12 +18,10 @@ namespace semitone::nn {
 /// normalized_shape gives.
 ///
 /// @param input             fp16, bf16, fp32 or fp64; (…, normalized_shape), with any number of
-///               rows,
-///                          including 0
+///                          rows, including 0
 /// @param normalized_shape  at least one dimension
 /// @param weight, bias      undefined, or of normalized_shape: fp16, bf16 or fp32 for any input,
-///        fp64
-///                          for an fp64 input. Their gradients have their dtypes.
+///                          fp64 for an fp64 input. Their gradients have their dtypes.
 /// @return  a contiguous tensor of the input's shape and dtype
 ///
 /// fp32, fp16 and bf16 are computed in fp32 and rounded once: by vector code on the CPU, and by one

@@ -18,12 +18,10 @@ namespace semitone::nn {
 ///     y = x / sqrt(mean of x^2 + eps) * weight
 ///
 /// @param input             fp16, bf16, fp32 or fp64; (…, normalized_shape), with any number of
-///               rows,
-///                          including 0
+///                          rows, including 0
 /// @param normalized_shape  at least one dimension
 /// @param weight            undefined, or of normalized_shape: fp16, bf16 or fp32 for any input,
-///                fp64
-///                          for an fp64 input. Its gradient has its dtype.
+///                          fp64 for an fp64 input. Its gradient has its dtype.
 /// @param eps               added to the mean square. Nothing: the epsilon of the dtype of the
 ///                          computation, 2^-23 for fp32, fp16 and bf16, 2^-52 for fp64, as in
 ///                          at::rms_norm
