@@ -1,6 +1,7 @@
 #include "src/amp/memory_format.h"
 
 #include "src/amp/same_memory.h"
+#include "src/core/for_each_module.h"
 
 #include <torch/nn/modules/conv.h>
 #include <torch/types.h>
@@ -21,13 +22,11 @@ void add(const at::Tensor& weight, std::vector<at::Tensor>& weights) {
   if (weight.defined() && weight.dim() == 4) weights.push_back(weight);
 }
 
-// Not Module::modules(), which throws for a model that no shared pointer holds.
-void collect(const torch::nn::Module& module, std::vector<at::Tensor>& weights) {
-  if (const auto* conv = dynamic_cast<const torch::nn::Conv2dImpl*>(&module))
-    add(conv->weight, weights);
-  if (const auto* conv = dynamic_cast<const torch::nn::ConvTranspose2dImpl*>(&module))
-    add(conv->weight, weights);
-  for (const auto& child : module.children()) collect(*child, weights);
+void collect(const torch::nn::Module& model, std::vector<at::Tensor>& weights) {
+  for_each_module(model, [&](const torch::nn::Module& layer) {
+    if (const auto* conv = layer.as<torch::nn::Conv2d>()) add(conv->weight, weights);
+    if (const auto* conv = layer.as<torch::nn::ConvTranspose2d>()) add(conv->weight, weights);
+  });
 }
 
 void collect(const torch::jit::Module& script, std::vector<at::Tensor>& weights) {

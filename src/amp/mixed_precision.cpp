@@ -10,6 +10,7 @@
 #include "src/amp/small_eps.h"
 #include "src/amp/state_mode.h"
 #include "src/core/exact_weights.h"
+#include "src/core/for_each_module.h"
 #include "src/core/log.h"
 
 #include <ATen/EmptyTensor.h>
@@ -260,15 +261,15 @@ const Model& MixedPrecision::Impl::of(const void* identity, const char* caller) 
 
 namespace {
 
-// The module at an address inside another one. Not Module::modules(), which throws for a model that no
-// shared pointer holds.
-std::shared_ptr<torch::nn::Module> find_part(const torch::nn::Module& module,
-                                             const void* identity) {
-  for (const auto& child : module.children()) {
-    if (static_cast<const void*>(child.get()) == identity) return child;
-    if (auto found = find_part(*child, identity); found != nullptr) return found;
-  }
-  return nullptr;
+// The layer of a model that has an address, or null.
+std::shared_ptr<const torch::nn::Module> find_part(const torch::nn::Module& model,
+                                                   const void* identity) {
+  std::shared_ptr<const torch::nn::Module> found;
+  for_each_module(model, [&](const torch::nn::Module& layer) {
+    if (&layer != &model && static_cast<const void*>(&layer) == identity)
+      found = layer.shared_from_this();
+  });
+  return found;
 }
 
 bool has_part(const torch::jit::Module& script, const void* identity) {

@@ -103,7 +103,7 @@ struct MixedPrecision::Impl {
   // A module inside one of the models that forward was called with. Its address stays its own as
   // long as it can be locked.
   struct Part {
-    std::weak_ptr<torch::nn::Module> module;
+    std::weak_ptr<const torch::nn::Module> module;
     std::size_t model;
   };
 

@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
+#include "src/core/for_each_module.h"
 #include "src/core/log.h"
 #include "src/core/unreduced.h"
 #include "src/parallel/reduction.h"
@@ -104,18 +105,19 @@ void add_if_sparse(SparseWeights& sparse, const torch::nn::Module& module) {
     sparse.insert(layer->weight.unsafeGetTensorImpl());
 }
 
-// Not Module::modules(), which throws for a model that no shared pointer holds.
-void add_sparse_weights(SparseWeights& sparse, const torch::nn::Module& module) {
-  add_if_sparse<torch::nn::Embedding>(sparse, module);
-  add_if_sparse<torch::nn::EmbeddingBag>(sparse, module);
-  for (const auto& child : module.children()) add_sparse_weights(sparse, *child);
+SparseWeights sparse_weights(const torch::nn::Module& model) {
+  SparseWeights sparse;
+  for_each_module(model, [&](const torch::nn::Module& layer) {
+    add_if_sparse<torch::nn::Embedding>(sparse, layer);
+    add_if_sparse<torch::nn::EmbeddingBag>(sparse, layer);
+  });
+  return sparse;
 }
 
 }  // namespace
 
 ModelTensors tensors_of(const torch::nn::Module& model) {
-  SparseWeights sparse;
-  add_sparse_weights(sparse, model);
+  const SparseWeights sparse = sparse_weights(model);
   ModelTensors tensors;
   Collector collector;
   for (const auto& item : model.named_parameters()) {

@@ -1,6 +1,7 @@
 #include "semitone/parallel/sync_batch_norm.h"
 
 #include "src/comm/process_group.h"
+#include "src/core/for_each_module.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/batch_norm_layer.h"
 #include "src/parallel/sync_mark.h"
@@ -10,7 +11,6 @@
 #include <torch/types.h>
 
 #include <memory>
-#include <set>
 #include <utility>
 
 namespace semitone::parallel {
@@ -106,15 +106,6 @@ bool convert_layer(torch::nn::Module& module, const comm::Group& group) {
          convert_if<torch::nn::BatchNorm3dImpl>(module, group);
 }
 
-// Not Module::modules(), which needs a module that a shared_ptr owns.
-std::size_t convert_all(torch::nn::Module& module, const comm::Group& group,
-                        std::set<const torch::nn::Module*>& seen) {
-  if (!seen.insert(&module).second) return 0;
-  std::size_t converted = convert_layer(module, group) ? 1 : 0;
-  for (const auto& child : module.children()) converted += convert_all(*child, group, seen);
-  return converted;
-}
-
 }  // namespace
 
 SyncBatchNormImpl::SyncBatchNormImpl(const SyncBatchNormOptions& options_)
@@ -138,8 +129,11 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
 }
 
 std::size_t convert_sync_batchnorm(torch::nn::Module& module, const comm::Group& group) {
-  std::set<const torch::nn::Module*> seen;
-  return convert_all(module, group, seen);
+  std::size_t converted = 0;
+  for_each_module(module, [&](torch::nn::Module& layer) {
+    if (convert_layer(layer, group)) ++converted;
+  });
+  return converted;
 }
 
 }  // namespace semitone::parallel
