@@ -4,6 +4,7 @@
 #include "src/core/native_kernels.h"
 
 #include "semitone/core/env.h"
+#include "tests/support/processors.h"
 
 #include <torch/types.h>
 
@@ -16,46 +17,6 @@ namespace semitone {
 namespace {
 
 using enum InstructionSet;
-
-constexpr CpuFeatures kNehalem{};
-constexpr CpuFeatures kHaswell{.avx2 = true};
-constexpr CpuFeatures kAlderLake{.avx2 = true, .avx_vnni = true};
-constexpr CpuFeatures kSierraForest{
-    .avx2 = true, .avx_vnni = true, .avx_vnni_int8 = true, .avx_ne_convert = true};
-constexpr CpuFeatures kSkylake{.avx2 = true, .avx512 = true};
-constexpr CpuFeatures kIceLake{.avx2 = true, .avx512 = true, .avx512_vnni = true};
-constexpr CpuFeatures kZen4{.avx2 = true, .avx512 = true, .avx512_vnni = true, .avx512_bf16 = true};
-constexpr CpuFeatures kZen5{
-    .avx2 = true, .avx_vnni = true, .avx512 = true, .avx512_vnni = true, .avx512_bf16 = true};
-constexpr CpuFeatures kSapphireRapids{.avx2 = true,
-                                      .avx_vnni = true,
-                                      .avx512 = true,
-                                      .avx512_vnni = true,
-                                      .avx512_bf16 = true,
-                                      .avx512_fp16 = true,
-                                      .amx = true};
-constexpr CpuFeatures without_amx(CpuFeatures cpu) {
-  cpu.amx = false;
-  return cpu;
-}
-constexpr CpuFeatures kGraniteRapids{.avx2 = true,
-                                     .avx_vnni = true,
-                                     .avx512 = true,
-                                     .avx512_vnni = true,
-                                     .avx512_bf16 = true,
-                                     .avx512_fp16 = true,
-                                     .amx = true,
-                                     .amx_fp16 = true};
-constexpr CpuFeatures kDiamondRapids{.avx2 = true,
-                                     .avx_vnni = true,
-                                     .avx_vnni_int8 = true,
-                                     .avx_ne_convert = true,
-                                     .avx512 = true,
-                                     .avx512_vnni = true,
-                                     .avx512_bf16 = true,
-                                     .avx512_fp16 = true,
-                                     .amx = true,
-                                     .amx_fp16 = true};
 
 TEST(InstructionSets, AreWhatTheProcessorHas) {
   EXPECT_EQ(effective_instruction_set(kNehalem, ""), baseline);

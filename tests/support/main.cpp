@@ -4,6 +4,7 @@
 
 #include "semitone/core/env.h"
 #include "src/core/native_kernels.h"
+#include "tests/support/processors.h"
 
 #include <ATen/Context.h>
 
@@ -40,17 +41,7 @@ void limit_instruction_sets() {
   std::cout << "Instruction sets: LibTorch " << at::get_cpu_capability() << ", oneDNN "
             << name_of(set) << ", Semitone " << hwy::TargetName(targets & -targets) << '\n';
   const std::string limit = env::get(env::kOneDnnMaxIsa).value_or("");
-  constexpr CpuFeatures kAll{.avx2 = true,
-                             .avx_vnni = true,
-                             .avx_vnni_int8 = true,
-                             .avx_ne_convert = true,
-                             .avx512 = true,
-                             .avx512_vnni = true,
-                             .avx512_bf16 = true,
-                             .avx512_fp16 = true,
-                             .amx = true,
-                             .amx_fp16 = true};
-  const InstructionSet allowed = effective_instruction_set(kAll, limit);
+  const InstructionSet allowed = effective_instruction_set(kDiamondRapids, limit);
   if (!limit.empty() && allowed != set) {
     std::cout << "Up to " << name_of(allowed) << " was allowed; this processor has no more than "
               << name_of(set) << ", so this is the same run as without a limit\n";
