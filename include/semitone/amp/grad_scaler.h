@@ -18,7 +18,7 @@ namespace semitone::amp {
 /// The outcome of a step.
 enum class Step {
   stepped,  ///< the optimizer updated its parameters
-  skipped,  ///< a gradient was inf or NaN: nothing was changed, and the loss scale may have backed off
+  skipped,  ///< a gradient was inf or NaN: nothing changed, and the loss scale may have backed off
 };
 
 /// See GradScaler::set_found_inf_hook.

@@ -21,15 +21,16 @@ class RepeatedStep;
 
 namespace semitone::amp {
 
-/// fp32 copies of an optimizer's 16-bit parameters: the optimizer updates the copies, and the model
-/// gets them rounded. Updates that are too small for 16 bits add up instead of getting lost.
+/// fp32 copies of an optimizer's 16-bit parameters. The optimizer updates the copies ("masters"),
+/// and the model gets them rounded. Updates that are too small for 16 bits accumulate instead of
+/// getting lost.
 ///
-/// From construction on the optimizer's param_groups hold the masters in place of the 16-bit
-/// parameters; parameters in fp32 stay as they are (they are their own masters), frozen ones too.
-/// State that the optimizer already has moves along, in fp32. Parameters whose masters a
-/// FusedOptimizer splits (split_master) stay too: their masters are in the optimizer's state.
+/// From construction on, the optimizer's param_groups hold the masters in place of the 16-bit
+/// parameters. fp32 parameters and frozen parameters stay in the groups. Existing optimizer state
+/// moves to the masters, in fp32. Parameters whose masters a FusedOptimizer splits (split_master)
+/// also stay: their masters are part of the optimizer's state.
 ///
-///     model->to(torch::kBFloat16);  // BatchNorm excepted: amp::initialize does that
+///     model->to(torch::kBFloat16);  // except BatchNorm: amp::initialize does that
 ///     torch::optim::AdamW optimizer(model->parameters(), 1e-3);
 ///     amp::MasterWeights masters(optimizer);
 ///     …
@@ -40,22 +41,22 @@ namespace semitone::amp {
 ///       masters.write_model();
 ///     }
 ///
-/// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer but LBFGS,
+/// amp::initialize does all of this at O2. Works with every torch::optim::Optimizer except LBFGS,
 /// which is an Error: it evaluates the model inside its step. The optimizer must outlive this
-/// object. When this object is gone, the optimizer has the model's parameters again, with the state
-/// of their masters: it trains them in 16 bits.
+/// object. The destructor gives the optimizer the model's parameters back, with the state of their
+/// masters; it then trains them in 16 bits.
 ///
-/// State that outlives a call is made outside of the caller's c10::InferenceMode: evaluation in it,
-/// between two steps, is like any other.
+/// Tensors that outlive a call are created outside of the caller's c10::InferenceMode. Evaluation
+/// in inference mode between two steps is therefore safe.
 class [[nodiscard]] MasterWeights {
  public:
-  /// Values to start from that are more exact than a parameter's own: the weights before they were
-  /// cast. A master takes over the memory; tensors that share theirs give masters that do. State that
-  /// the optimizer has for such a parameter is taken to be in fp32 as the values are.
+  /// Initial values that are more exact than the parameters: the weights before they were cast. A
+  /// master takes over the memory of its value, and values that share memory give masters that
+  /// share it. Optimizer state for such a parameter is taken to be in fp32, like the values.
   using ExactValues = std::unordered_map<const c10::TensorImpl*, at::Tensor>;
 
-  /// Error for LBFGS, and for state in 16 bits that cannot be saved (no serialize()): it could not
-  /// be brought to fp32. Nothing is changed then.
+  /// Error for LBFGS, and for 16-bit optimizer state without serialize(), which cannot be widened
+  /// to fp32. Nothing is changed then.
   explicit MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact = {});
   MasterWeights(const MasterWeights&) = delete;
   MasterWeights& operator=(const MasterWeights&) = delete;
@@ -63,14 +64,14 @@ class [[nodiscard]] MasterWeights {
   MasterWeights& operator=(MasterWeights&&) = delete;
   ~MasterWeights();
 
-  /// How many parameters have a master here.
+  /// Number of parameters with a master in this object.
   std::size_t size() const { return pairs_.size(); }
 
-  /// Moves gradients from the model to the masters: master.grad = model.grad / scale, added to what
-  /// master.grad holds; the model's gradients are dropped. fp32 parameters' gradients are divided
-  /// in place, all of what they hold: to accumulate under a scale, accumulate in the model and take
-  /// once. Returns whether an inf or NaN was found (one host read); it stays in the gradients until
-  /// they are zeroed.
+  /// Moves gradients from the model to the masters: adds model.grad / scale to master.grad, and
+  /// drops the model's gradients. Gradients of fp32 parameters are divided in place, including
+  /// anything accumulated before. To accumulate under a scale, accumulate in the model and call
+  /// this once. Returns whether an inf or NaN was found, with one host read. Non-finite values stay
+  /// in the gradients until these are zeroed.
   /// @param inverse_scale  1/scale
   bool take_gradients(float inverse_scale = 1.0F);
 
@@ -80,73 +81,78 @@ class [[nodiscard]] MasterWeights {
     for (const Pair& pair : pairs_) visit(pair.parameter, pair.master);
   }
 
-  /// Rounds every master into its parameter. After optimizer.step().
+  /// Rounds every master into its parameter. Call it after optimizer.step().
   void write_model();
 
-  /// Repairs what happened behind its back: parameters that were written to since (clamped, masked,
-  /// loaded, averaged; seen by version counters, so not through tensor.data()) give their masters
-  /// the elements that are no longer what the master rounds to, NaNs too: an element that was not
-  /// changed keeps its exact value, so that clamping after each step costs no precision. Masters
-  /// that were changed (optimizer.step() without write_model()) are rounded into their parameters;
-  /// 16-bit parameters that were added to the optimizer, or are frozen no more, get masters. If both
-  /// sides changed, the parameter wins, all of it. Cheap when nothing happened; as dear as
+  /// Synchronises parameters and masters after changes that this class did not make.
+  /// - A parameter was written to (clamped, masked, loaded, averaged), as seen by its version
+  ///   counter, so not through tensor.data(). Elements that differ from their rounded master, also
+  ///   NaNs, are copied to the master. Other elements keep their exact value, so that clamping
+  ///   after each step costs no precision.
+  /// - A master was changed (optimizer.step() without write_model()). It is rounded into its
+  ///   parameter.
+  /// - A 16-bit parameter was added to the optimizer or unfrozen. It gets a master.
+  ///
+  /// If both sides changed, the whole parameter wins. Cheap if nothing changed; as expensive as
   /// write_model() between take_gradients() and write_model().
   ///
-  /// Split masters have nothing that a changed element could be told by: their lower halves stay,
-  /// which is exact for elements that were not changed and moves others by at most half a unit.
-  /// Error, from here and whatever calls it, for a parameter that has another shape now.
+  /// With split masters, a changed element cannot be recognised, so the lower halves stay. This is
+  /// exact for unchanged elements, and shifts changed ones by at most half a unit in the last
+  /// place. This function and all that call it throw Error for a parameter whose shape has changed.
   void sync();
 
-  /// The half of sync() that changes masters only.
+  /// The part of sync() that changes masters only.
   void pull();
 
-  /// optimizer.step() and write_model(); of a FusedOptimizer, in one pass.
+  /// optimizer.step() and write_model(); one pass for a FusedOptimizer.
   void step();
 
-  /// Drops the masters' gradients: there will be no step with them.
+  /// Drops the masters' gradients, if no step will use them.
   void clear_gradients();
 
-  /// take_gradients() without the pass that moves them: the model's gradients are looked at, and
-  /// kept in 16 bits for step() to read. Only for a FusedOptimizer on the CPU, and only if nothing
-  /// is there that they would have to be added to; returns whether that was so.
+  /// take_gradients() without the pass that moves gradients: checks the model's gradients, and
+  /// leaves them in 16 bits for step() to read. Only for a FusedOptimizer on the CPU, and only if
+  /// the masters have no gradients to add to. Returns whether the gradients were deferred.
   ///
-  /// Until they are moved or the step is over, each master has a gradient of NaNs in place of its
-  /// own, one number spread over its shape, to be dropped or to be noticed: FusedOptimizer::step,
-  /// called past this object, is an Error. (A master of one number gets its gradient at once.)
-  /// @param found_inf  set to true if an inf or NaN was found; else left
+  /// Until the gradients are moved or the step is over, reading a master's gradient returns a
+  /// placeholder: one NaN expanded to its shape. FusedOptimizer::step, called directly instead of
+  /// step() of this class, recognises placeholders and is an Error. (A master of one element gets
+  /// its gradient at once.)
+  /// @param found_inf  set to true if an inf or NaN was found, otherwise unchanged
   bool defer_gradients(float inverse_scale, bool& found_inf);
-  /// Whether it would.
+  /// Returns whether defer_gradients() would defer.
   bool can_defer_gradients() const;
 
-  /// Moves what was deferred to the masters.
+  /// Moves deferred gradients to the masters.
   void move_deferred_gradients();
 
-  /// For the library itself: gives the model's parameters the gradients that their masters have,
-  /// the same tensors: fp32 ones, or the model's own where they are deferred. What is done to
-  /// `parameter.grad()` in place is done to what step() reads.
+  /// For the library itself: sets the gradients of the model's parameters to the tensors that
+  /// step() will read: the masters' fp32 gradients, or the model's own if they are deferred.
+  /// In-place changes of `parameter.grad()` therefore take effect in step().
   void show_gradients();
-  /// For the library itself: ends that. A gradient that was replaced in the model replaces the
-  /// master's, and one that was dropped on either side is dropped on both.
+  /// For the library itself: undoes show_gradients(). A gradient that was replaced in the model
+  /// replaces the master's, and one that was dropped on either side is dropped on both.
   void hide_gradients();
-  /// Whether some are shown.
+  /// Whether gradients are shown.
   bool shows_gradients() const { return shown_; }
 
-  /// For the library itself: gradients that are deferred, and what step() multiplies them by.
+  /// For the library itself: deferred gradients, and the factor that step() applies to them.
   struct Deferred {
     std::vector<at::Tensor> masters;
-    std::vector<at::Tensor> grads;  ///< of each master, as it is in the model
+    std::vector<at::Tensor> grads;  ///< the model's gradient for each master
     float inverse_scale;
   };
   Deferred deferred_gradients();
-  /// For the library itself: multiplies the deferred gradients by a factor more.
+  /// For the library itself: multiplies the deferred gradients by an additional factor.
   void scale_deferred_gradients(double factor);
 
-  /// For the library itself: take_gradients() of the masters alone, as part of a larger pass.
+  /// For the library itself: take_gradients() for the masters only, as part of a larger pass.
   void take_gradients(Gradients& pass);
-  /// For the library itself: step() by a step that can be captured, which changes nothing if
-  /// found_inf is set.
+  /// For the library itself: a step that can be captured, and that changes nothing if found_inf is
+  /// set.
   void step(optim::RepeatedStep& repeated, const at::Tensor& found_inf);
-  /// For the library itself: a device has taken such a step again; autograd is to know.
+  /// For the library itself: a device has replayed such a step. Updates autograd's version
+  /// counters.
   void note_step();
 
   /// Whether a tensor is one of the masters.
@@ -154,24 +160,25 @@ class [[nodiscard]] MasterWeights {
     return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
   }
 
-  /// Whether a parameter has a master here, whole or split.
+  /// Whether a parameter has a master, as a tensor in this object or split.
   bool has(const at::Tensor& parameter) const;
-  /// Whether there is a gradient for its whole master: moved there, or deferred.
+  /// Whether a parameter's master (not a split one) has a gradient, moved or deferred.
   bool has_gradient(const at::Tensor& parameter) const;
 
-  /// The fp32 value of a parameter: its master, put together if it is split; undefined if it has
-  /// none.
+  /// Returns the fp32 value of a parameter: its master, assembled from its halves if it is split.
+  /// Undefined without a master.
   at::Tensor master_of(const at::Tensor& parameter) const;
 
   /// Sets a parameter and its master to an fp32 value. Error if it has no master.
   void set(const at::Tensor& parameter, const at::Tensor& value);
 
-  /// Saves the masters by their places in the optimizer, exactly. load() is a FileError, and
-  /// changes nothing, if one is missing, too many, or of another shape.
+  /// Saves and loads the masters by their places in the optimizer, exactly. load() is a FileError,
+  /// and changes nothing, if a master is missing, is extra, or has another shape.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// The two halves of load(): what an archive holds for these masters, and taking it over.
+  /// The two halves of load(): read() returns an archive's values for these masters, and assign()
+  /// sets the masters to them.
   std::vector<at::Tensor> read(torch::serialize::InputArchive& archive);
   void assign(const std::vector<at::Tensor>& values);
 
@@ -179,14 +186,14 @@ class [[nodiscard]] MasterWeights {
   struct Pair {
     at::Tensor parameter;
     at::Tensor master;
-    // What the two looked like when they last agreed.
+    // Versions and addresses when the two last agreed.
     std::uint32_t parameter_version;
     const void* parameter_data;
     std::uint32_t master_version;
     const void* master_data;
-    at::Tensor deferred = {};     // the model's gradient, scaled
-    at::Tensor placeholder = {};  // the master's gradient meanwhile
-    at::Tensor shown = {};        // what show_gradients() gave the parameter
+    at::Tensor deferred = {};     // the model's scaled gradient, while it is deferred
+    at::Tensor placeholder = {};  // the master's gradient during that time
+    at::Tensor shown = {};        // the gradient that show_gradients() set on the parameter
   };
 
   void adopt(const ExactValues& exact);
@@ -202,16 +209,16 @@ class [[nodiscard]] MasterWeights {
   template <typename Visit>
   void for_each_place(Visit&& visit) const;
 
-  torch::optim::Optimizer* optimizer_;  // null: moved from
-  optim::FusedOptimizer* fused_;        // the optimizer, if it is one
+  torch::optim::Optimizer* optimizer_;  // null after a move
+  optim::FusedOptimizer* fused_;        // optimizer_ if it is a FusedOptimizer, else null
   std::vector<Pair> pairs_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_master_;
-  // The masters got gradients and were not written since: the optimizer may have stepped. No
-  // version counter tells: LibTorch's SGD writes through tensor.data().
+  // The masters got gradients, and were not written to the model since: the optimizer may have
+  // stepped. Version counters cannot tell, since LibTorch's SGD writes through tensor.data().
   bool maybe_stepped_ = false;
-  float deferred_inverse_ = 1;  // of the scale of all deferred gradients
-  bool shown_ = false;          // some gradients are
+  float deferred_inverse_ = 1;  // 1/scale of all deferred gradients
+  bool shown_ = false;          // some gradients are shown
 };
 
 }  // namespace semitone::amp

@@ -10,22 +10,22 @@
 
 namespace semitone::parallel {
 
-/// Some of a model's gradients on their way to the other ranks.
+/// Part of a model's gradients, to be reduced over the ranks.
 struct GradientBucket {
-  /// The gradients one after the other, flat, in the order of the parameters and in their dtype.
+  /// The gradients, flattened and concatenated in the order of the parameters, in their dtype.
   at::Tensor buffer;
-  /// Whose gradients they are; dense, and all of one dtype and device.
+  /// The parameters of these gradients. The gradients are dense, and have one dtype and device.
   std::vector<at::Tensor> parameters;
   std::size_t index = 0;  ///< in the order in which buckets are reduced, from 0
-  bool is_last = false;   ///< of this backward pass
+  bool is_last = false;   ///< the last bucket of this backward pass
 };
 
-/// How gradients are combined over the ranks, in place of the plain mean: for compression, other
+/// Combines gradients over the ranks, in place of the plain mean: for compression, other
 /// topologies, statistics.
 ///
-/// Called in the middle of a backward pass, from the thread that runs it, once for each bucket as
-/// soon as it is full, in the same order on every rank. It starts the communication and returns;
-/// backward goes on meanwhile, and waits for all at its end. (At comm::CheckLevel::full a group
+/// A backward pass calls it from its thread, once for each bucket as soon as the bucket is full, in
+/// the same order on every rank. It starts the communication and returns. The backward pass
+/// continues meanwhile, and waits for all buckets at its end. (At comm::CheckLevel::full a group
 /// compares each call before it starts it, which waits for the other ranks.)
 class CommHook {
  public:
@@ -40,8 +40,8 @@ class CommHook {
   ///     return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
   ///
   /// @param group  of the ranks that share the model
-  /// @return a future of a tensor like bucket.buffer, or of that very one, that becomes the
-  /// gradients: the same on every rank. Nothing that runs when it completes may hold a Group.
+  /// @return a future of a tensor like bucket.buffer, or of bucket.buffer itself, with the combined
+  /// gradients. They must be equal on every rank. Callbacks of the future must not hold a Group.
   virtual c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
                                                          const comm::Group& group) = 0;
 };

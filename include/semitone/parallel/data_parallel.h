@@ -23,18 +23,20 @@ namespace semitone::parallel {
 
 /// Options of DataParallel.
 class DataParallelOptions {
-  /// One replica on each; all of one type, the first where the model is. A device may come several
-  /// times. Default: the model's device and all others of its type: every GPU for a model on a GPU.
+  /// One replica per entry. All devices have one type, and the first is the model's. A device may
+  /// appear several times. Default: the model's device and all others of its type, that is every
+  /// GPU for a model on a GPU.
   TORCH_ARG(std::vector<c10::Device>, device_ids);
-  /// In place of device_ids: so many replicas on the model's own device. On a CPU they are threads.
+  /// Number of replicas on the model's own device, instead of device_ids. On a CPU they are
+  /// threads.
   TORCH_ARG(std::optional<int>, replicas);
-  /// Where results are put together. Default: the model's device.
+  /// The device of the results. Default: the model's device.
   TORCH_ARG(std::optional<c10::Device>, output_device);
-  /// Along which batches are cut and results joined, counted from 0.
+  /// The dimension, counted from 0, along which batches are split and results concatenated.
   TORCH_ARG(std::int64_t, dim) = 0;
 };
 
-/// Runs a model on several devices of one process, each with its share of the batch: what
+/// Runs a model on several devices of one process, each with its share of the batch, as
 /// torch.nn.DataParallel does.
 ///
 ///     Net model;                                  // a torch::nn::Cloneable
@@ -47,47 +49,49 @@ class DataParallelOptions {
 ///       optimizer.step();
 ///     }
 ///
-/// It is a handle on the model, not a copy: optimizers, amp::initialize (before or after) and
-/// checkpoints work on the model itself, and gradients arrive there. `*replicas` is the model.
-/// DistributedDataParallel is faster, on one machine too: here each forward copies the weights, and
-/// one thread runs all of a CPU's backward pass.
+/// It is a handle on the model, not a copy. Optimizers, amp::initialize (before or after) and
+/// checkpoints use the model itself, and gradients arrive there. `*replicas` is the model.
+/// DistributedDataParallel is faster, also on one machine: here each forward copies the weights,
+/// and one thread runs the whole backward pass of a CPU.
 ///
 /// A forward
-/// - cuts every tensor of the arguments, nested ones too (see map_tensors), along `dim` as
-///   torch::chunk does: parts of equal size, the last one smaller where it does not come out even. A
-///   batch with fewer rows than replicas takes fewer of them. All tensors must have the same extent
-///   there. Tensors without dimensions, and everything that is no tensor, go to all replicas.
-/// - copies the model (torch::nn::Module::clone) for all replicas but the first, which is the model
-///   itself. So what a forward writes to buffers (running statistics) or members stays in the first
-///   replica, which saw the first part of the batch, and is lost in the others. Parameters' hooks
-///   and the marks of convert_sync_batchnorm are not in the copies.
-/// - runs the replicas in threads, with the caller's autocast region, grad and inference mode, event
-///   listeners, and the current stream of each device. CPU replicas share the caller's intra-op
-///   threads out among themselves, and the random generator: random layers give other numbers in
-///   each run. What copies of the model share, such as an object behind a pointer, is used by several
-///   threads at a time.
-/// - joins the tensors of the results along `dim` on the output device; what is no tensor is the
+/// - splits every tensor of the arguments, nested ones too (see map_tensors), along `dim` as
+///   torch::chunk does: into parts of equal size, of which the last may be smaller. A batch with
+///   fewer rows than replicas uses fewer replicas. All tensors must have the same extent in that
+///   dimension. Tensors without dimensions, and arguments that are not tensors, go to all replicas.
+/// - copies the model (torch::nn::Module::clone) for all replicas except the first, which is the
+///   model itself. Writes of a forward to buffers (running statistics) or members therefore persist
+///   in the first replica only, which sees the first part of the batch, and are lost in the others.
+///   The copies have neither the parameters' hooks nor the marks of convert_sync_batchnorm.
+/// - runs the replicas in threads, with the caller's autocast region, grad mode, inference mode,
+///   event listeners, and current stream of each device. CPU replicas divide the caller's intra-op
+///   threads among themselves and share the random generator, so random layers differ from run to
+///   run. Several threads use what the copies share, such as an object behind a pointer, at the
+///   same time.
+/// - concatenates the tensors of the results along `dim` on the output device. Other values are the
 ///   first replica's. Tensors without dimensions, such as losses, become a vector with one element
-///   for each replica used. The mean of such a vector weighs replicas equally, whatever their
-///   number of rows: it is the mean over the batch only if that comes out even. Return losses by
-///   row, or sums, where that matters.
+///   per replica. The mean of this vector weights replicas equally, so it is the mean over the
+///   batch only if all parts have the same number of rows. Return losses by row, or sums, if that
+///   matters.
 ///
-/// With one device the model is just called, on the whole batch, and losses stay as they are.
+/// With one device the model is called directly on the whole batch, and losses keep their shape.
 ///
-/// An exception in a replica goes on when all have ended, with the replica's number and device: the
-/// first replica's if there are several. LibTorch's errors keep their type and get that as context;
-/// others become an Error, with the original nested in it.
+/// An exception in a replica propagates when all replicas have ended, with the replica's number and
+/// device. If several replicas throw, the first replica's exception propagates. LibTorch's errors
+/// keep their type and get number and device as context. Others become an Error with the original
+/// nested in it.
 ///
-/// Error, at construction: devices of different types, missing ones, the first not the model's, both
-/// device_ids and replicas, a model that cannot be cloned. In forward: no tensor that could be cut,
-/// tensors whose extents differ or that lack the dimension, a model that was moved, results that
-/// are tensors in some replicas only. GPUs of which one has less than 75 % of another's memory or
-/// multiprocessors are worth a warning in the log.
+/// The constructor throws Error for devices of different types, missing devices, a first device
+/// that is not the model's, both device_ids and replicas, and a model that cannot be cloned.
+/// forward throws Error for arguments without a tensor to split, tensors whose extents differ or
+/// that lack the dimension, a model that has moved, and results that are tensors in some replicas
+/// only. A warning is logged if one GPU has less than 75 % of another's memory or multiprocessors.
 ///
-/// Not for two threads at a time.
+/// Use it from one thread at a time.
 ///
-/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A module
-/// that is an object itself is taken by reference and has to outlive this.
+/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
+///                module
+/// object is taken by reference and must outlive this object.
 template <typename Model>
 class DataParallel : public WrappedModel<Model> {
  public:
@@ -95,11 +99,11 @@ class DataParallel : public WrappedModel<Model> {
       : WrappedModel<Model>(std::move(model)), plan_(tensors_of(this->module()), options) {
     const std::size_t two = 2;
     replicate(this->module(), plan_,
-              std::min(two, plan_.devices.size()));  // whether that is possible
+              std::min(two, plan_.devices.size()));  // checks that the model can be replicated
   }
 
-  /// The model's forward on all replicas. Arguments are copied for each; results are tensors in any
-  /// containers, or nothing. A TorchScript one takes IValues, or what becomes one.
+  /// The model's forward on all replicas. Arguments are copied for each. Results are tensors in any
+  /// containers, or void. A TorchScript module takes IValues, or arguments that convert to them.
   template <typename... Arguments>
   auto forward(const Arguments&... arguments) {
     using Output = std::decay_t<decltype(this->call(this->module(), arguments...))>;
@@ -141,7 +145,7 @@ class DataParallel : public WrappedModel<Model> {
     return forward(arguments...);
   }
 
-  /// Where the replicas are.
+  /// The devices of the replicas.
   const std::vector<c10::Device>& devices() const { return plan_.devices; }
 
  private:

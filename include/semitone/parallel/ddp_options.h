@@ -10,41 +10,45 @@
 
 namespace semitone::parallel {
 
-/// Options of DistributedDataParallel, with chained setters. Every rank must give the same.
+/// Options of DistributedDataParallel, with chained setters. They must be equal on every rank.
 class DdpOptions {
  public:
-  /// Gradients travel in buckets of about this size, in MiB: small enough that the first can leave
-  /// while backward still computes the others, large enough for few messages. Default 25.
+  /// Approximate size in MiB of the buckets in which gradients are sent. Small buckets can be sent
+  /// while backward still computes other gradients; large buckets need fewer messages. Default 25.
   DdpOptions& bucket_cap_mb(double value);
-  /// The first bucket, the gradients nearest to the loss, leaves early. Default 1.
+  /// Size in MiB of the first bucket, which holds the gradients nearest to the loss. A small one is
+  /// sent early. Default 1.
   DdpOptions& first_bucket_mb(double value);
-  /// Before each forward, buffers (running statistics) are made equal to rank 0's. Default true.
+  /// Sets buffers (running statistics) to rank 0's before each forward. Default true.
   DdpOptions& broadcast_buffers(bool value);
-  /// Some parameters may get no gradient in some steps: the graph is searched from forward's results
-  /// in each step, and gradients of parameters that no rank used are left alone. Costs that search
-  /// and a copy of the results. Default false.
+  /// Allows parameters without a gradient in some steps. Each step searches the graph from
+  /// forward's results, and gradients of parameters that no rank used are not changed. This costs
+  /// the search and a copy of the results. Default false.
   DdpOptions& find_unused_parameters(bool value);
-  /// The same parameters are used, as often, in every step; the first step finds out which, and how
-  /// often. Allows unused parameters without a search, and activation checkpointing. Default false.
+  /// Promises that every step uses the same parameters, the same number of times. The first step
+  /// records them. Allows unused parameters without a search, and activation checkpointing. Default
+  /// false.
   DdpOptions& static_graph(bool value);
-  /// Gradients lie in the buckets, which saves their size in memory and a copy. A gradient that is
-  /// replaced by another tensor is copied into its bucket in the next step. Default false.
+  /// Makes gradients views into the buckets, which saves their memory and a copy. If a gradient is
+  /// replaced by another tensor, the next step copies that into the bucket. Default false.
   DdpOptions& gradient_as_bucket_view(bool value);
-  /// All gradients are reduced in one message for each dtype when backward is done: no overlap, and
-  /// nothing to be set for unused parameters, several backward passes or graphs that change. Default
-  /// false. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and comm_hook.
+  /// Reduces all gradients when backward is done, in one message per dtype: no overlap with
+  /// backward. No other option is then needed for unused parameters, several backward passes or
+  /// graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and
+  /// comm_hook. Default false.
   DdpOptions& delay_allreduce(bool value);
-  /// Gradients are divided by this before they are summed over the ranks, and by world size / this
-  /// afterwards: against overflow or underflow of 16-bit sums. Default: the world size; its square
-  /// root for compress.
+  /// Divides gradients by this factor before they are summed over the ranks, and by world size /
+  /// factor afterwards, against overflow or underflow of 16-bit sums. Default: the world size; with
+  /// compress its square root.
   DdpOptions& gradient_predivide_factor(double value);
-  /// 16-bit gradients are converted to fp32 before they are reduced, and back. Default false.
+  /// Converts 16-bit gradients to fp32 for the reduction, and back. Default false.
   DdpOptions& allreduce_always_fp32(bool value);
-  /// Wider gradients are converted to this dtype, kHalf or kBFloat16, before they are reduced, and
-  /// back: half the traffic or less. Values beyond fp16's range become inf, which a loss scaler
-  /// sees.
+  /// Converts wider gradients to this dtype, kHalf or kBFloat16, for the reduction, and back, which
+  /// halves the traffic or better. Values beyond fp16's range become inf, which a loss scaler
+  /// detects. Default: no conversion.
   DdpOptions& compress(at::ScalarType value);
-  /// A reduction of your own. Excludes gradient_predivide_factor, allreduce_always_fp32, compress.
+  /// Sets a custom reduction. Excludes gradient_predivide_factor, allreduce_always_fp32 and
+  /// compress.
   DdpOptions& comm_hook(std::shared_ptr<CommHook> value);
 
   double bucket_cap_mb() const { return bucket_cap_mb_; }
@@ -75,15 +79,16 @@ class DdpOptions {
 
 /// Options of DistributedDataParallel::join.
 struct JoinOptions {
-  /// Gradients are divided by the number of all ranks, or by that of the ranks that still have
-  /// input. The former keeps every row's weight the same if all batches are of one size.
+  /// Divides gradients by the number of all ranks (true), or of the ranks that still have input
+  /// (false). With true, every row keeps the same weight if all batches have the same size.
   bool divide_by_initial_world_size = true;
-  /// The first rank to run out of input ends the loop of all: an Error on every rank, naming one.
+  /// Ends the loop of all ranks when the first one runs out of input: an Error on every rank,
+  /// naming it.
   bool throw_on_early_termination = false;
 
-  /// What a rank without input does in each step of the others, so that weights, optimizer state and
-  /// loss scale stay equal on all ranks bit for bit. Once in each call it calls receive(), which
-  /// gives the parameters the others' mean gradients, as a backward pass does:
+  /// Called on a rank without input in each step of the others, so that weights, optimizer state
+  /// and loss scale stay equal on all ranks, bit for bit. It must call receive() once, which sets
+  /// the gradients of the parameters to the others' means, as a backward pass does:
   ///
   ///     options.follow = [&](const auto& receive) {
   ///       optimizer.zero_grad();
@@ -102,8 +107,8 @@ struct JoinOptions {
   ///       mixed.zero_grad(optimizer);
   ///     };
   ///
-  /// Default: nothing. The model is copied from the last ranks at the end; a rank's optimizer is
-  /// where it was when its input ended; fp32 masters come with the model.
+  /// Default: nothing is called. Then the model is copied from the last ranks at the end, with its
+  /// fp32 masters, and the rank's optimizer state is as it was when the input ended.
   std::function<void(const std::function<void()>& receive)> follow;
 };
 

@@ -14,8 +14,8 @@
 
 namespace semitone::parallel {
 
-/// Trains one model on several processes, each with its share of the data: the same weights
-/// everywhere, and gradients that are the mean over all ranks, reduced while backward still runs.
+/// Trains one model on several processes, each with its share of the data. All processes have the
+/// same weights. Gradients are averaged over all ranks, while the backward pass is still running.
 ///
 ///     const auto group = comm::init();
 ///     Net model;
@@ -27,34 +27,36 @@ namespace semitone::parallel {
 ///       optimizer.step();
 ///     }
 ///
-/// Construction makes the parameters and buffers of all ranks equal to rank 0's, and after
-/// amp::initialize their fp32 master weights, which keep their lower bits. Before that it
-/// verifies that all ranks have the same model: a difference in number, name, shape, strides, dtype
-/// or requires_grad of the parameters is an Error on every rank that names rank and parameter.
-/// Error, too, for a model without parameters that need gradients, for tensors on a device that the
-/// group's backend does not serve, and for options that exclude each other.
+/// The constructor makes the parameters and buffers of all ranks equal to rank 0's, and after
+/// amp::initialize also their fp32 master weights, including the lower bits. First it verifies that
+/// all ranks have the same model. A difference in number, name, shape, strides, dtype or
+/// requires_grad of the parameters is an Error on every rank that names rank and parameter. It is
+/// also an Error if no parameter needs gradients, if tensors are on a device that the group's
+/// backend does not support, or if options exclude each other.
 ///
-/// It is a handle on the model, not a copy: optimizers, amp::initialize (before this) and checkpoints
-/// work on the model itself, and its parameters' gradients are the means after backward. Dtypes,
-/// devices and requires_grad stay as they are from then on. `ddp->` is the model, for all but
-/// forward: a backward pass of a forward that did not go through ddp.forward() is an Error (with
-/// delay_allreduce from the second step on it is reduced as well). Backward passes must be done
-/// before it is destroyed.
+/// It is a handle on the model, not a copy. Optimizers, amp::initialize (call it before) and
+/// checkpoints use the model itself, and after backward its parameters' gradients are the means. Do
+/// not change dtypes, devices or requires_grad afterwards. `ddp->` is the model, for everything
+/// except forward. A backward pass of a forward that did not go through ddp.forward() is an Error.
+/// (With delay_allreduce its gradients are reduced, from the second step on.) Backward passes must
+/// be done before the object is destroyed.
 ///
-/// Errors, besides those of forward and backward themselves:
-/// - CommError, naming the rank, out of forward or backward if a rank is lost; see comm::Group.
-/// - Error at the next forward, naming them, if parameters got no gradient in a backward pass:
-///   see DdpOptions::find_unused_parameters, static_graph, delay_allreduce.
+/// In addition to the errors of forward and backward themselves:
+/// - forward and backward throw CommError, naming the rank, if a rank is lost; see comm::Group.
+/// - The next forward throws Error if parameters got no gradient in a backward pass, and names
+///   them. See DdpOptions::find_unused_parameters, static_graph, delay_allreduce.
 ///
-/// All ranks must call forward and backward equally often: see join and no_sync. A rank may try a step
-/// again whose forward or backward threw, if it clears the gradients: the next forward stands for the
-/// one that failed, and the others wait. Error at that forward if part of the gradients had been sent:
-/// with delay_allreduce none are before backward is done, else a bucket is when it is full.
-/// torch::autograd::grad does not reduce anything. With a group of one process it does nothing but call the model.
+/// All ranks must call forward and backward equally often; see join and no_sync. If forward or
+/// backward throws, a rank may repeat the step after clearing the gradients: the next forward
+/// replaces the failed one, and the other ranks wait. That forward throws Error if part of the
+/// gradients had been sent already. With delay_allreduce none are sent before backward is done;
+/// otherwise a bucket is sent when it is full. torch::autograd::grad reduces nothing. With a group
+/// of one process, forward only calls the model.
 ///
-/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A module
-/// that is an object itself (struct Net : torch::nn::Module; Net model;) is taken by reference and has
-/// to outlive this.
+/// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
+///                module
+/// object (struct Net : torch::nn::Module; Net model;) is taken by reference and must outlive this
+/// object.
 template <typename Model>
 class DistributedDataParallel : public WrappedModel<Model> {
  public:
@@ -62,8 +64,8 @@ class DistributedDataParallel : public WrappedModel<Model> {
       : WrappedModel<Model>(std::move(model)),
         sync_(tensors_of(this->module()), std::move(group), options) {}
 
-  /// The model's forward, whatever it takes and returns; a TorchScript one takes IValues, or what
-  /// becomes one. Not for two threads at a time.
+  /// The model's forward, with any arguments and results. A TorchScript module takes IValues, or
+  /// arguments that convert to them. Use it from one thread at a time.
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
     sync_.before_forward();
@@ -82,24 +84,26 @@ class DistributedDataParallel : public WrappedModel<Model> {
     return forward(std::forward<Arguments>(arguments)...);
   }
 
-  /// Gradient accumulation: forwards in the scope of the result, and their backward passes, add to
-  /// each rank's own gradients. The next backward of a forward outside of it reduces the sum, with
-  /// MixedPrecision::scale_loss too, so the gradients must be in the parameters then.
+  /// Gradient accumulation: while the returned object exists, backward passes of forwards made
+  /// during that time add to each rank's own gradients. The next backward pass of a forward outside
+  /// of that time reduces the sum, also with MixedPrecision::scale_loss, so the gradients must
+  /// still be in the parameters.
   ///
   ///     { const auto local = ddp.no_sync(); loss_of(ddp.forward(first)).backward(); }
   ///     loss_of(ddp.forward(second)).backward();
   ///
-  /// Error if a backward pass outside of it adds gradients of forwards from both sides, the one outside
-  /// first. Backward passes without ddp.forward() are allowed in it, too: for terms that are the same on
-  /// all ranks, such as penalties on the parameters.
+  /// Error if a backward pass outside combines forwards from both sides, and the forward outside
+  /// came first. Inside, backward passes without ddp.forward() are allowed too: for terms that are
+  /// equal on all ranks, such as penalties on the parameters.
   NoSync no_sync() { return sync_.no_sync(); }
 
-  /// Runs a training loop in which ranks may have different numbers of batches: a rank that is done
-  /// takes part in the others' reductions with zeros until all are done, and may follow their steps
-  /// (JoinOptions::follow), which the optimizer's state needs. At the end all ranks have the model
-  /// of those that were last. Costs two small messages more in each step. The loop must not call any
-  /// other collectives, and SyncBatchNorm's layers are such; its exceptions go on, and the rank
-  /// leaves the group. Error with static_graph and with sparse gradients.
+  /// Runs a training loop in which ranks may have different numbers of batches. A rank without
+  /// batches left takes part in the others' reductions with zeros until all are done, and may
+  /// follow their steps (JoinOptions::follow), which keeps its optimizer state equal. At the end
+  /// all ranks have the model of the ranks that finished last. Each step costs two small messages
+  /// more. The loop must not call other collectives; SyncBatchNorm layers do. An exception of the
+  /// loop propagates, and the rank leaves the group. Error with static_graph and with sparse
+  /// gradients.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }

@@ -16,7 +16,7 @@
 
 namespace semitone::parallel {
 
-/// A model's tensors, each once.
+/// A model's parameters and buffers, each once.
 struct ModelTensors {
   struct Entry {
     std::string name;  ///< "layer1.conv.weight"
@@ -29,8 +29,8 @@ struct ModelTensors {
 ModelTensors tensors_of(const torch::nn::Module& model);
 ModelTensors tensors_of(const torch::jit::Module& model);
 
-/// While it lives, backward passes of forwards that are made meanwhile accumulate gradients on each
-/// rank, and nothing is communicated.
+/// While it exists, backward passes of forwards made during that time accumulate gradients on each
+/// rank without communication.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(std::shared_ptr<int> depth) : depth_(std::move(depth)) { ++*depth_; }
@@ -44,8 +44,8 @@ class [[nodiscard]] NoSync {
   std::shared_ptr<int> depth_;
 };
 
-/// What DistributedDataParallel does besides calling the model: for a forward of any shape. See
-/// there for contracts and errors.
+/// The part of DistributedDataParallel that does not depend on the signature of forward. See there
+/// for contracts and errors.
 class ReplicaSync {
  public:
   ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options);
@@ -55,10 +55,10 @@ class ReplicaSync {
 
   const comm::Group& group() const;
 
-  /// Before the model's forward.
+  /// Call before the model's forward.
   void before_forward();
 
-  /// After it. Returns what to hand out in place of its results.
+  /// Call after it. Returns the results to hand out in place of the model's.
   template <typename Output>
   Output after_forward(Output output) {
     if (!wants_outputs()) {
@@ -81,7 +81,7 @@ class ReplicaSync {
       return output;
     }
   }
-  /// After a forward that returns nothing.
+  /// Call after a forward that returns nothing.
   void after_forward() { expect_backward({}); }
 
   NoSync no_sync();

@@ -24,28 +24,28 @@ namespace semitone::parallel {
 
 class DataParallelOptions;
 
-/// What DataParallel does besides calling the model: for a forward of any shape. See there for
+/// The settings of a DataParallel: its devices and the dimension of the batch. See there for
 /// contracts and errors.
 struct ReplicaPlan {
   ReplicaPlan(const ModelTensors& model, const DataParallelOptions& options);
 
   std::vector<c10::Device> devices;  ///< of the replicas, at least one; the first is the model's
   c10::Device output_device;
-  std::int64_t dim;  ///< along which batches are cut
+  std::int64_t dim;  ///< along which batches are split
 };
 
-/// How a batch is cut into one part for each replica: as torch::chunk cuts.
+/// Splits a batch into one part per replica, as torch::chunk does.
 class BatchCut {
  public:
   explicit BatchCut(const ReplicaPlan& plan) : plan_(&plan) {}
 
-  /// Every tensor of the batch, first: all that have dimensions have to have the same extent.
+  /// Call with every tensor of the batch first. All that have dimensions must have the same extent.
   void look_at(const at::Tensor& tensor);
 
-  /// How many parts there are, and replicas needed: no more than there are rows.
+  /// The number of parts, and of replicas needed: no more than there are rows.
   std::size_t parts() const;
 
-  /// The share of one replica, on its device. A tensor without dimensions is everybody's.
+  /// The share of one replica, on its device. A tensor without dimensions goes to every replica.
   at::Tensor part(const at::Tensor& tensor, std::size_t replica) const;
 
  private:
@@ -55,31 +55,32 @@ class BatchCut {
   std::optional<std::int64_t> rows_;
 };
 
-/// Copies of a model, a std::shared_ptr to a module or a torch::jit::Module each.
+/// Copies of a model: each is a std::shared_ptr to a module, or a torch::jit::Module.
 template <typename Copy>
 struct Replicas {
   std::vector<Copy> copies;  ///< replicas 1, 2 …; replica 0 is the model
-  std::shared_ptr<const ReplicaParameters> parameters;  ///< whose copies theirs are
+  std::shared_ptr<const ReplicaParameters> parameters;  ///< the originals of the copies' parameters
 };
 
-/// Makes replicas 1 … count - 1. In grad mode their parameters are results of the model's: their
-/// gradients go back to those, added up in the order of the replicas.
+/// Makes replicas 1 … count - 1. In grad mode autograd records the copies of the parameters, so
+/// that their gradients flow back to the model's parameters, summed in the order of the replicas.
 Replicas<std::shared_ptr<torch::nn::Module>> replicate(const torch::nn::Module& model,
                                                        const ReplicaPlan& plan, std::size_t count);
 Replicas<torch::jit::Module> replicate(const torch::jit::Module& model, const ReplicaPlan& plan,
                                        std::size_t count);
 
-/// Calls work(replica) for replicas 0 … count - 1, each on a thread of its own with the caller's
-/// thread state, and waits for all.
+/// Calls work(replica) for replicas 0 … count - 1, each on its own thread with the caller's thread
+/// state, and waits for all.
 void run_replicas(const ReplicaPlan& plan, std::size_t count,
                   const std::shared_ptr<const ReplicaParameters>& parameters,
                   c10::function_ref<void(std::size_t)> work);
 
-/// The tensors of all replicas' results (by replica, then by place) as one result's.
+/// Combines the tensors of all replicas' results (by replica, then by place) into those of one
+/// result.
 std::vector<at::Tensor> gather(const ReplicaPlan& plan,
                                const std::vector<std::vector<at::Tensor>>& results);
 
-/// The same for whole results, in the form of the first.
+/// The same for whole results, in the structure of the first.
 template <typename Output>
 Output gather(const ReplicaPlan& plan, std::vector<Output> outputs) {
   static_assert(detail::HoldsTensors<Output>::value,

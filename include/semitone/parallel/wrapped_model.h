@@ -11,11 +11,11 @@
 
 namespace semitone::parallel {
 
-/// What DistributedDataParallel and DataParallel have in common: the model that they run, and access
-/// to it. `wrapper->` is the model, for all but forward.
+/// The common base of DistributedDataParallel and DataParallel: holds the model and gives access to
+/// it. `wrapper->` is the model, for everything except forward.
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, torch::jit::Module, or a
-/// std::reference_wrapper of a module, which is what a module that is given by itself becomes
+/// std::reference_wrapper of a module, which is deduced for a module object
 template <typename Model>
 class WrappedModel {
   static_assert(!std::is_base_of_v<torch::nn::Module, Model>,
@@ -33,8 +33,8 @@ class WrappedModel {
  protected:
   explicit WrappedModel(Model model) : model_(std::move(model)) {}
 
-  /// The forward of the model, or of a copy; a TorchScript one takes IValues, or what becomes one, or
-  /// a std::vector<IValue> of all inputs.
+  /// Calls the forward of the model, or of a copy. A TorchScript module takes IValues, arguments
+  /// that convert to them, or a std::vector<IValue> of all inputs.
   template <typename Module, typename... Arguments>
   static auto call(Module& module, Arguments&&... arguments) {
     if constexpr (kIsScript && std::is_same_v<std::tuple<std::decay_t<Arguments>...>,

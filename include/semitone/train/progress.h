@@ -9,19 +9,19 @@
 
 namespace semitone::train {
 
-/// Shows how a training goes on. With a terminal, one line that is drawn again ten times a second:
+/// Displays the progress of a training. On a terminal it redraws one line ten times a second:
 ///
 ///     O1 float16  epoch 2/3 [=======>    ] 350/600  loss 0.0345  scale 32768  6300 images/s  0:12
 ///     left
 ///
-/// On a narrow one, whole fields are left out of it, the time that is left last. Without a terminal,
-/// a line every so many steps. And always a line at the end of each epoch and one for the test.
+/// A narrow terminal omits whole fields, the remaining time last. Without a terminal, a line is
+/// printed every `every` steps. A line is always printed at the end of each epoch and for the test.
 class Progress : public Observer {
  public:
   /// @param out      must outlive this object
-  /// @param label    begins every line: "O1 float16"
+  /// @param label    prefix of every line: "O1 float16"
   /// @param columns  width of the terminal; 0: no terminal, no moving line
-  /// @param every    steps from line to line without a terminal; 0: none
+  /// @param every    steps between lines without a terminal; 0: no such lines
   Progress(std::ostream& out, std::string label, int columns, std::int64_t every = 100);
   /// Ends the moving line.
   ~Progress() override;

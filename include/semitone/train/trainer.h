@@ -23,10 +23,10 @@
 #include <optional>
 #include <string_view>
 
-/// Training a classifier of images at an opt level: what `semitone train` does.
+/// Trains an image classifier at an opt level, as `semitone train` does.
 namespace semitone::train {
 
-/// A model that maps images, (N, 1, height, width) from 0 to 1, to logits, (N, classes).
+/// A model that maps images, (N, 1, height, width) in [0, 1], to logits, (N, classes).
 class Classifier {
  public:
   template <typename Module>
@@ -46,7 +46,7 @@ class Classifier {
   std::function<at::Tensor(amp::MixedPrecision&, const at::Tensor&)> forward_;
 };
 
-/// Makes a model with fresh weights, drawn from LibTorch's default generator.
+/// Creates a model with new weights, drawn from LibTorch's default generator.
 using ModelFactory = std::function<Classifier()>;
 
 struct DataSet {
@@ -54,104 +54,108 @@ struct DataSet {
   zoo::ImageSet test;
 };
 
-/// LibTorch's optimizers, with LibTorch's defaults for what TrainOptions does not set. With fp16
-/// weights and no masters (O3), Adam's and AdamW's eps is 2^-14 in place of 1e-8, which fp16 rounds
-/// to 0: 0/0 where a gradient is 0.
+/// LibTorch's optimizers, with LibTorch's defaults for everything that TrainOptions does not set.
+/// With fp16 weights and no masters (O3), eps of Adam and AdamW is 2^-14 instead of 1e-8. fp16
+/// rounds 1e-8 to 0, which gives 0/0 where a gradient is 0.
 enum class OptimizerKind { sgd, adam, adamw };
 
 std::string_view name_of(OptimizerKind kind);
-/// "sgd", "adam" or "adamw". Error for anything else.
+/// Parses "sgd", "adam" or "adamw". Error for anything else.
 OptimizerKind parse_optimizer(std::string_view name);
 
-/// How images and weights of convolutions lie in memory.
+/// The memory format of images and of the weights of convolutions.
 enum class MemoryFormat { automatic, nchw, nhwc };
 
 std::string_view name_of(MemoryFormat format);
-/// "auto", "nchw" or "nhwc". Error for anything else.
+/// Parses "auto", "nchw" or "nhwc". Error for anything else.
 MemoryFormat parse_memory_format(std::string_view name);
 
-/// What automatic means: nhwc on every device. The ConvNet's convolutions take it without
-/// reordering, so a step at 16 bits is about a fifth shorter; in fp32 the two are even.
+/// Returns the format that automatic stands for: nhwc on every device. The ConvNet's convolutions
+/// use it without reordering, so that a step in 16 bits is about a fifth shorter; in fp32 both are
+/// equally fast.
 MemoryFormat choose_memory_format(c10::DeviceType device);
 
-/// How to train. Setters return the object:
+/// Options of a training. Setters return the object:
 ///
 ///     TrainOptions().opt_level(amp::OptLevel::O2).dtype(torch::kHalf).epochs(2)
 ///
-/// The defaults bring the ConvNet on MNIST above 98.5 % at every level in one epoch.
+/// With the defaults the ConvNet exceeds 98.5 % on MNIST at every level in one epoch.
 class TrainOptions {
   TORCH_ARG(amp::OptLevel, opt_level) = amp::OptLevel::O1;
-  /// fp16 or bf16; default: default_16bit_dtype of the device.
+  /// The 16-bit dtype, fp16 or bf16. Default: default_16bit_dtype of the device.
   TORCH_ARG(std::optional<c10::ScalarType>, dtype);
   TORCH_ARG(c10::DeviceType, device) = c10::DeviceType::CPU;
-  /// Default: the level's, see amp::OptLevel.
+  /// Loss scale. Default: the level's, see amp::OptLevel.
   TORCH_ARG(std::optional<amp::LossScale>, loss_scale);
 
   TORCH_ARG(std::int64_t, epochs) = 1;
-  /// Images a step, of each process; the last batch of an epoch has what is left.
+  /// Images per step and process. The last batch of an epoch may be smaller.
   TORCH_ARG(std::int64_t, batch_size) = 100;
   TORCH_ARG(OptimizerKind, optimizer) = OptimizerKind::sgd;
   TORCH_ARG(double, lr) = 0.05;
-  /// Of SGD.
+  /// Momentum of SGD.
   TORCH_ARG(double, momentum) = 0.9;
   TORCH_ARG(Schedule, schedule) = Schedule::cosine;
-  /// Of the initial weights and of each epoch's order, which the level has no part in.
+  /// Random seed of the initial weights and of each epoch's order. It gives the same at every
+  /// level.
   TORCH_ARG(std::uint64_t, seed) = 0;
   TORCH_ARG(MemoryFormat, memory_format) = MemoryFormat::automatic;
 
-  /// Good steps after which a dynamic loss scale doubles. LibTorch's 2000 would be more than most
-  /// trainings of this size have.
+  /// Number of good steps after which a dynamic loss scale doubles. LibTorch's default of 2000
+  /// exceeds the length of most trainings of this size.
   TORCH_ARG(std::int64_t, growth_interval) = 100;
 
-  /// Batches an epoch at most; 0: all.
+  /// Largest number of batches per epoch; 0: all.
   TORCH_ARG(std::int64_t, limit_batches) = 0;
-  /// Stop when so many steps are done, those before a resume included, and leave the schedule as it
-  /// is; 0: at the end.
+  /// Stop after this number of steps, including those before a resume, without changing the
+  /// schedule; 0: train to the end.
   TORCH_ARG(std::int64_t, max_steps) = 0;
-  /// Stop with a DivergedError after so many skipped steps in a row; 0: never. A scale of 2^16
-  /// needs 40 to fall to its floor.
+  /// Stop with a DivergedError after this number of consecutive skipped steps; 0: never. A scale of
+  /// 2^16 needs 40 skips to fall to its lower bound.
   TORCH_ARG(std::int64_t, max_consecutive_skips) = 100;
 
-  /// The processes that train together, each with its share of the images; default: this one alone.
-  /// All give the same options.
+  /// The processes that train together, each with its share of the images. Their options must be
+  /// equal. Default: this process only.
   TORCH_ARG(comm::Group, group);
-  /// BatchNorm layers take the statistics of all processes' batches together.
+  /// Use the statistics of all processes' batches together in BatchNorm layers.
   TORCH_ARG(bool, sync_batch_norm) = false;
-  /// How gradients are averaged.
+  /// Options for averaging gradients.
   TORCH_ARG(parallel::DdpOptions, ddp);
 
-  /// Write the state at the end to this file; empty: do not. See train_classifier.
+  /// File for the state at the end; empty: none. See train_classifier.
   TORCH_ARG(std::filesystem::path, save);
-  /// Write it after so many steps each time, too; 0: at the end only. What a process that is killed
-  /// can go on from.
+  /// Also save the state after each this many steps; 0: at the end only. A process that is killed
+  /// can resume from it.
   TORCH_ARG(std::int64_t, save_every) = 0;
-  /// Go on from a saved state; empty: start anew. The same file as save: start anew if it is not
-  /// there yet, so that the first start and every later one have the same options.
+  /// Saved state to resume from; empty: start anew. If it is the same file as save, and does not
+  /// exist yet, training starts anew, so that the first start and every later one can have the same
+  /// options.
   TORCH_ARG(std::filesystem::path, resume);
-  /// Asked after a step whether to stop here: where a signal has said so, for one. Then the state is
-  /// saved, and nothing is tested. Of several processes every tenth step is asked, and one that says
-  /// yes stops all; either all have such a function or none. Default: none.
+  /// Called after a step; true stops the training there, for example after a signal. The state is
+  /// then saved, and nothing is tested. With several processes it is called after every tenth step,
+  /// and true on one stops all. Either all processes set it or none. Default: none.
   TORCH_ARG(std::function<bool()>, stop);
 };
 
-/// What the weights or operators of a training are in: fp32 at O0, else the options' 16-bit dtype.
+/// Returns the dtype of a training's weights or operators: fp32 at O0, else the options' 16-bit
+/// dtype.
 c10::ScalarType training_dtype(const TrainOptions& options);
 
-/// A step is done.
+/// Event: a step is done.
 struct StepDone {
   std::int64_t epoch;  ///< from 1
   std::int64_t epochs;
-  std::int64_t batch;    ///< of the epoch, from 1
-  std::int64_t batches;  ///< of an epoch
-  std::int64_t step;     ///< of the training, from 1
+  std::int64_t batch;    ///< in the epoch, from 1
+  std::int64_t batches;  ///< per epoch
+  std::int64_t step;     ///< in the training, from 1
   double loss;           ///< of this process's batch, before the step
   bool skipped;
   double loss_scale;         ///< after the step
-  double images_per_second;  ///< so far, of all processes together
-  double seconds_left;       ///< of the training, estimated
+  double images_per_second;  ///< so far, over all processes
+  double seconds_left;       ///< until the end of the training, estimated
 };
 
-/// The last batch of an epoch is done.
+/// Event: the last batch of an epoch is done.
 struct EpochDone {
   std::int64_t epoch;
   std::int64_t epochs;
@@ -159,16 +163,16 @@ struct EpochDone {
   double loss_scale;
   std::int64_t skipped_steps;  ///< so far
   double images_per_second;    ///< so far
-  double seconds;              ///< that the steps of this epoch took
+  double seconds;              ///< duration of this epoch's steps
 };
 
-/// The test images were classified.
+/// Event: the test images were classified.
 struct Tested {
   double accuracy;  ///< 0 to 1
   double loss;      ///< mean
 };
 
-/// Hears how a training goes on; override what is of interest.
+/// Receives the events of a training. Override the functions for the events of interest.
 class Observer {
  public:
   Observer() = default;
@@ -184,47 +188,47 @@ class Observer {
 struct TrainResult {
   amp::OptLevel opt_level = amp::OptLevel::O1;
   c10::ScalarType dtype = c10::ScalarType::Float;   ///< of the level: fp32 at O0
-  MemoryFormat memory_format = MemoryFormat::nchw;  ///< as chosen
-  std::int64_t epochs = 0;                          ///< as asked for
-  std::int64_t steps = 0;                           ///< done, those before a resume included
+  MemoryFormat memory_format = MemoryFormat::nchw;  ///< the chosen one
+  std::int64_t epochs = 0;                          ///< as requested
+  std::int64_t steps = 0;                           ///< including those before a resume
   double test_accuracy = 0;                         ///< 0 to 1
   double test_loss = 0;
-  double train_loss = 0;            ///< mean over the last epoch's steps that were not skipped
-  double images_per_second = 0;     ///< of all processes together
-  double ms_per_step = 0;           ///< median; making the batch included
-  std::int64_t peak_rss_bytes = 0;  ///< of this process
-  std::int64_t peak_tensor_bytes =
-      0;  ///< of the training, in this process; the data set is not in it
+  double train_loss = 0;               ///< mean over the last epoch's steps that were not skipped
+  double images_per_second = 0;        ///< over all processes
+  double ms_per_step = 0;              ///< median; includes making the batch
+  std::int64_t peak_rss_bytes = 0;     ///< of this process
+  std::int64_t peak_tensor_bytes = 0;  ///< of the training in this process, without the data set
   std::int64_t skipped_steps = 0;
   double final_loss_scale = 1;
-  /// Wall time of all of this run's steps, what lies between them included; not of the test.
+  /// Wall time of all of this run's steps and of the time between them, without the test.
   double train_seconds = 0;
-  /// TrainOptions::stop said so: the test's numbers are NaN.
+  /// Whether TrainOptions::stop ended the training; the results of the test are then NaN.
   bool stopped = false;
   std::uint64_t seed = 0;
   int processes = 1;
-  int threads = 1;  ///< of a process
+  int threads = 1;  ///< per process
 };
 
-/// Trains, and then classifies the test images.
+/// Trains a classifier and then tests it.
 ///
-/// Deterministic: with the same options, data, threads and machine, every loss and weight comes out
-/// the same bit for bit, in one run or in several with save and resume between them. Seeds
-/// LibTorch's default generator.
+/// Training is deterministic. With the same options, data, threads and machine, every loss and
+/// weight is bit for bit the same, in one run or in several with save and resume between them.
+/// Seeds LibTorch's default generator.
 ///
-/// With a group, every process calls it; each step is one of batch_size images of each, in the order
-/// that one process with batches as large in all would take them, and the gradients are averaged: see
-/// parallel::DistributedDataParallel. Each process draws random numbers of its own. Accuracy and
-/// losses are those over all processes, on each of them. Observers hear of their own process.
+/// With a group, every process must call it. Each step trains on batch_size images per process, in
+/// the order in which one process with batches of the total size would take them. Gradients are
+/// averaged by parallel::DistributedDataParallel. Each process draws its own random numbers.
+/// Accuracy and losses are those over all processes, on each of them. An observer receives the
+/// events of its own process.
 ///
 /// A saved state is one file: weights (fp32 at every level), master weights, optimizer, loss scale,
-/// random numbers, position, and the options that a resumed run must agree on. It appears whole or
-/// not at all. Rank 0 alone writes and reads it.
+/// random numbers, position, and the options that must match in a resumed run. It appears whole or
+/// not at all. Only rank 0 reads and writes it.
 ///
-/// Error for options out of range; FileError for a state that cannot be written (asked before
-/// training) or read, or that belongs to another run. DivergedError if training cannot go on: too
-/// many steps in a row were skipped, a loss that is not finite was stepped on, or the test loss is
-/// not finite; nothing is saved then. CommError, naming the rank, if another process is lost.
+/// Error for options out of range. FileError for a state that cannot be written (checked before
+/// training) or read, or that belongs to another run. DivergedError if too many consecutive steps
+/// were skipped, if a step was taken with a non-finite loss, or if the test loss is not finite;
+/// nothing is saved then. CommError, naming the rank, if another process is lost.
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer);
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

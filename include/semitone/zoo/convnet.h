@@ -8,12 +8,12 @@
 
 namespace semitone::zoo {
 
-/// The network of the data-parallel tutorials for MNIST: two layers of convolution 5 x 5,
-/// BatchNorm, ReLU and max pooling 2 x 2 (1 -> 16 -> 32 channels), and a linear one. 29,034
+/// The network of the data-parallel tutorials for MNIST. It has two blocks of 5 x 5 convolution,
+/// BatchNorm, ReLU and 2 x 2 max pooling (1 -> 16 -> 32 channels), and a linear layer. 29,034
 /// parameters.
 class ConvNetImpl : public torch::nn::Cloneable<ConvNetImpl> {
  public:
-  /// @param classes  outputs; 10 for MNIST
+  /// @param classes  number of outputs; 10 for MNIST
   explicit ConvNetImpl(int64_t classes = 10);
   void reset() override;
 

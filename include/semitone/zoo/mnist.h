@@ -7,7 +7,7 @@
 
 namespace semitone::zoo {
 
-/// Images and what they show.
+/// Images and their labels.
 struct ImageSet {
   at::Tensor images;  ///< uint8, (N, height, width)
   at::Tensor labels;  ///< int64, (N), from 0
@@ -17,15 +17,16 @@ struct ImageSet {
 
 enum class Split { train, test };
 
-/// Reads one half of MNIST, or of any data set that comes in its four files: images of 28 x 28, any
-/// number of them, and labels from 0 to 9 (Fashion-MNIST, KMNIST, one's own).
+/// Reads one half of MNIST, or of a data set in the same four files: any number of images of 28 x
+/// 28, and labels from 0 to 9 (Fashion-MNIST, KMNIST, or your own).
 ///
-/// The files of a folder are train-images-idx3-ubyte and train-labels-idx1-ubyte, t10k-… for the
-/// test half; names with a dot (train-images.idx3-ubyte) and with .gz at the end are found too.
-/// Where several are there, the first of that list is taken.
+/// The files in the folder are train-images-idx3-ubyte and train-labels-idx1-ubyte, or t10k-… for
+/// the test half. Names with a dot (train-images.idx3-ubyte) and with the suffix .gz are found too.
+/// If several exist, the first in that order is read.
 ///
-/// FileError: see read_idx; a file is missing, images are not 28 x 28, there are none, images and
-/// labels differ in number, a label is above 9 (the first such one is named).
+/// FileError as in read_idx, and if a file is missing, if images are not 28 x 28, if there are
+/// none, if images and labels differ in number, or if a label is above 9 (the message names the
+/// first such one).
 ImageSet load_mnist(const std::filesystem::path& folder, Split split);
 
 }  // namespace semitone::zoo

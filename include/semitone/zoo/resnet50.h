@@ -9,19 +9,19 @@
 
 namespace semitone::zoo {
 
-/// ResNet-50 (He et al. 2015) with the stride in the 3 x 3 convolution, as torchvision has it:
-/// 25,557,032 parameters for 1000 classes, LibTorch's initial weights.
+/// ResNet-50 (He et al. 2015) with the stride in the 3 x 3 convolution, as in torchvision:
+/// 25,557,032 parameters for 1000 classes, with LibTorch's initial weights.
 class ResNet50Impl : public torch::nn::Cloneable<ResNet50Impl> {
  public:
-  /// @param classes        outputs, above 0; 1000 for ImageNet. Error otherwise.
-  /// @param residual_gain  what the weights of each block's last BatchNorm start from. With 1 the
-  ///                       first gradients depend on rounding: in fp32 they are 1 to 2 % off from
-  ///                       those in fp64 (8 images of 64 x 64). A smaller one calms them; 0 is usual
+  /// @param classes        number of outputs, above 0; 1000 for ImageNet. Error otherwise.
+  /// @param residual_gain  initial weight of each block's last BatchNorm. With 1 the first
+  ///                       gradients depend on rounding: in fp32 they differ by 1 to 2 % from those
+  ///                       in fp64 (8 images of 64 x 64). A smaller gain reduces that; 0 is usual
   ///                       for large batches (Goyal et al. 2017).
   explicit ResNet50Impl(std::int64_t classes = 1000, double residual_gain = 1);
   void reset() override;
 
-  /// @param images  (N, 3, H, W), floating, from 32 x 32 on
+  /// @param images  (N, 3, H, W), floating, at least 32 x 32
   /// @return        logits, (N, classes)
   at::Tensor forward(const at::Tensor& images);
 
