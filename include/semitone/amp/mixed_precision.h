@@ -146,9 +146,8 @@ class [[nodiscard]] MixedPrecision {
   /// A model that is called directly runs in fp32 at O1, and at O2 accepts 16-bit arguments only.
   /// step() warns about direct calls, once per model.
   /// @param model  an initialized model, or a module inside one (`model->decoder`). It may be a
-  ///               module
-  /// holder, shared pointer, AnyModule or reference. It may also be a torch::jit::Module, which
-  /// takes IValues (or arguments that convert to them) or a std::vector<IValue> of all inputs, with
+  /// module holder, shared pointer, AnyModule or reference. It may also be a torch::jit::Module,
+  /// which takes IValues (or arguments that convert to them) or a std::vector<IValue> of all inputs, with
   /// or without torch::jit::Kwargs, and returns an IValue. Finally it may be a wrapper of these
   /// with a forward() of its own, such as parallel::DistributedDataParallel. Error for any other
   /// model, and for a model that has moved to another device.

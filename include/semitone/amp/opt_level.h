@@ -94,8 +94,8 @@ class Options {
   /// too. Nothing: no cast. At O1 anything but nothing or fp32 is an Error. Default: fp32 at O0,
   /// nothing at O1, dtype() at O2 and O3.
   Options& cast_model_type(std::optional<c10::ScalarType> value);
-  /// Whether forward runs in an autocast region, for which Apex patches torch's functions. True is an
-  /// Error at other levels than O1. Default: true at O1, else false.
+  /// Whether forward runs in an autocast region, for which Apex patches torch's functions. True is
+  /// an Error at other levels than O1. Default: true at O1, else false.
   Options& patch_torch_functions(bool value);
   /// Whether affine BatchNorm layers and modules marked KeepFp32 keep their weights, buffers and
   /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: true at O2, else false.

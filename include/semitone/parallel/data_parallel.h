@@ -90,8 +90,7 @@ class DataParallelOptions {
 /// Use it from one thread at a time.
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
-///                module
-/// object is taken by reference and must outlive this object.
+/// module object is taken by reference and must outlive this object.
 template <typename Model>
 class DataParallel : public WrappedModel<Model> {
  public:

@@ -54,9 +54,8 @@ namespace semitone::parallel {
 /// of one process, forward only calls the model.
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
-///                module
-/// object (struct Net : torch::nn::Module; Net model;) is taken by reference and must outlive this
-/// object.
+/// module object (struct Net : torch::nn::Module; Net model;) is taken by reference and must
+/// outlive this object.
 template <typename Model>
 class DistributedDataParallel : public WrappedModel<Model> {
  public:
