@@ -1,24 +1,38 @@
-# semitone_room(NAME SOURCES file... [ROOMS room...] [LIBRARIES target...])
+# semitone_room(NAME SOURCES file... [LIBRARIES target...])
 #
-# A room is one folder of src/ and its headers in include/semitone/, built as one static library. ROOMS are the
-# arrows: the rooms that it may include. The same list is checked against the #include lines by
-# tools/check_house.py, so a forgotten arrow fails a test and not only the link.
+# A room is one folder of src/ and its headers in include/semitone/, built as one static library. src/rooms.txt lists the
+# rooms that it may include; it links these and no others. tools/check_house.py checks the #include lines against the same
+# table, so that a wrong arrow fails a test even where the linker would not notice.
 add_library(semitone INTERFACE)
 add_library(semitone::semitone ALIAS semitone)
 set_property(GLOBAL PROPERTY semitone_rooms "")
 
+# The libraries of the rooms that a room may include.
+function(semitone_arrows name result)
+  set(table ${PROJECT_SOURCE_DIR}/src/rooms.txt)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table})
+  file(STRINGS ${table} line REGEX "^${name}:")
+  if(NOT line)
+    message(FATAL_ERROR "semitone_room: expected a room of src/rooms.txt, got '${name}' — add it there")
+  endif()
+  string(REGEX REPLACE "^${name}: *" "" arrows "${line}")
+  string(REPLACE " " ";" arrows "${arrows}")
+  list(TRANSFORM arrows PREPEND semitone::)
+  set(${result} "${arrows}" PARENT_SCOPE)
+endfunction()
+
 function(semitone_room name)
-  cmake_parse_arguments(arg "" "" "SOURCES;ROOMS;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "" "" "SOURCES;LIBRARIES" ${ARGN})
   set(target semitone_${name})
+  semitone_arrows(${name} arrows)
   add_library(${target} STATIC ${arg_SOURCES})
   add_library(semitone::${name} ALIAS ${target})
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
   target_include_directories(${target}
     PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
     PRIVATE ${PROJECT_SOURCE_DIR})
-  list(TRANSFORM arg_ROOMS PREPEND semitone::)
   target_link_libraries(${target}
-    PUBLIC ${arg_ROOMS} LibTorch::LibTorch
+    PUBLIC ${arrows} LibTorch::LibTorch
     PRIVATE $<BUILD_INTERFACE:semitone_warnings> ${arg_LIBRARIES})
   target_compile_features(${target} PUBLIC cxx_std_20)
   semitone_use_pch(${target})

@@ -9,19 +9,6 @@ import pathlib
 import re
 import sys
 
-# Each room and the rooms whose headers it may include, besides its own.
-ROOMS = {
-    "core": [],
-    "kernels": ["core"],
-    "comm": ["core"],
-    "launch": ["core"],
-    "nn": ["kernels", "core"],
-    "optim": ["kernels", "core"],
-    "parallel": ["comm", "nn", "kernels", "core"],
-    "amp": ["nn", "optim", "kernels", "core"],
-    "zoo": ["nn", "core"],
-    "train": ["amp", "nn", "optim", "parallel", "comm", "zoo", "core"],
-}
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 
 # What a public header must not drag in: libraries that only sources use, and everything of CUDA, NCCL and MPI.
@@ -37,6 +24,25 @@ EXITS = re.compile(r"(?<![\w.:>])(?:std::)?(exit|_exit|abort|quick_exit|printf|p
 STREAMS = re.compile(r"\bstd::(cout|cerr|clog)\b")
 
 
+ROOM_ROW = re.compile(r"^\| `(\w+)`[^|]*\|.*\|([^|]*)\|$", re.M)
+
+
+def read_rooms(root: pathlib.Path) -> dict:
+    """Each room and the rooms that it may include besides its own: src/rooms.txt."""
+    lines = [line for line in (root / "src/rooms.txt").read_text().splitlines() if line and not line.startswith("#")]
+    return {name: arrows.split() for name, _, arrows in (line.partition(":") for line in lines)}
+
+
+def check_page(root: pathlib.Path, rooms: dict):
+    """That docs/house.md draws the arrows of src/rooms.txt."""
+    page = root / "docs/house.md"
+    if not page.exists():
+        return []
+    drawn = {name: re.findall(r"`(\w+)`", arrows) for name, arrows in ROOM_ROW.findall(page.read_text()) if name in rooms}
+    return [f"docs/house.md: room '{name}': expected the arrows '{' '.join(arrows)}' of src/rooms.txt, got '{' '.join(drawn.get(name, ['no row']))}'"
+            for name, arrows in rooms.items() if drawn.get(name) != arrows]
+
+
 def room_of(path: str):
     """The room of an include path or file: semitone/amp/x.h, include/semitone/amp/x.h, src/amp/x.h."""
     match = re.match(r"(?:include/)?semitone/(\w+)/|src/(\w+)/", path)
@@ -49,15 +55,16 @@ def without_comments(text: str) -> str:
 
 
 def check(root: pathlib.Path):
-    problems = []
+    rooms = read_rooms(root)
+    problems = check_page(root, rooms)
     files = sorted(p for d in ["include", "src", *PROGRAMS] for p in (root / d).rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
     for path in files:
         name = path.relative_to(root).as_posix()
         room = room_of(name)
         public = name.startswith("include/")
         lines = without_comments(path.read_text()).splitlines()
-        if room is not None and room not in ROOMS:
-            problems.append(f"{name}: room '{room}' is not in tools/check_house.py")
+        if room is not None and room not in rooms:
+            problems.append(f"{name}: room '{room}' is not in src/rooms.txt")
             continue
         if path.suffix in {".h", ".cuh"} and not name.endswith("-inl.h") and "#pragma once" not in path.read_text():
             problems.append(f"{name}: no #pragma once")
@@ -66,7 +73,7 @@ def check(root: pathlib.Path):
             include = INCLUDE.match(line)
             if include:
                 target = room_of(include.group(1))
-                if room is not None and target is not None and target != room and target not in ROOMS[room]:
+                if room is not None and target is not None and target != room and target not in rooms[room]:
                     problems.append(f"{where}: room '{room}' may not include room '{target}'")
                 if public and include.group(1).startswith("src/"):
                     problems.append(f"{where}: a public header includes a private one")

@@ -13,6 +13,7 @@ spec.loader.exec_module(check_house)
 def problems_of(files):
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
+        files = {"src/rooms.txt": (ROOT / "src/rooms.txt").read_text(), **files}
         for name, text in files.items():
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,6 +30,13 @@ class CheckHouse(unittest.TestCase):
         found = problems_of({"src/core/a.cpp": '#include "semitone/amp/autocast.h"\n'})
         self.assertEqual(found, ["src/core/a.cpp:1: room 'core' may not include room 'amp'"])
         self.assertEqual(len(problems_of({"src/kernels/a.cpp": '#include "src/amp/dispatch.h"\n'})), 1)
+
+    def test_the_page_draws_the_arrows_of_the_table(self):
+        table = {"src/rooms.txt": "core:\nkernels: core\n"}
+        core = "| `core` | errors | LibTorch |\n"
+        self.assertEqual(problems_of({**table, "docs/house.md": core + "| `kernels` (private) | memory | `core` |\n"}), [])
+        self.assertEqual(len(problems_of({**table, "docs/house.md": core + "| `kernels` (private) | memory | `amp` |\n"})), 1)
+        self.assertEqual(len(problems_of({**table, "docs/house.md": core})), 1)
 
     def test_public_headers_are_clean(self):
         for text in ("#include <fmt/format.h>", "#include <cuda_runtime.h>", '#include "src/amp/dispatch.h"', "#ifdef SEMITONE_CUDA"):
