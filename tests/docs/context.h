@@ -1,0 +1,50 @@
+// What the C++ blocks of README.md and docs/ take for granted: a model, its optimizer, data. Only
+// declared: the blocks are compiled, not run.
+
+#pragma once
+
+#include "semitone/semitone.h"
+
+#include <torch/torch.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace semitone::docs {
+
+struct NetImpl : torch::nn::Cloneable<NetImpl> {
+  torch::Tensor forward(const torch::Tensor& input);
+  void reset() override;
+};
+TORCH_MODULE(Net);
+
+using Batch = torch::data::Example<>;
+using Loader = std::vector<Batch>;
+
+extern Net model;
+extern torch::optim::SGD optimizer;
+extern amp::MixedPrecision mixed;
+extern amp::CastPolicy policy;
+extern amp::GradScaler scaler;
+
+extern std::unique_ptr<Loader> loader;
+extern Batch batch;
+extern torch::data::datasets::MNIST data;
+extern const std::size_t epochs;
+extern const int world_size, rank;
+
+extern torch::Tensor x, y, weight, bias, loss, logits, tokens;
+torch::Tensor loss_fn(const torch::Tensor& output, const torch::Tensor& target);
+torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
+torch::Tensor attention(const torch::Tensor& input);
+void all_reduce_max(at::Tensor& tensor);
+bool is_training();
+
+extern int skipped;
+extern std::vector<at::Tensor> masters, model_parameters;
+extern const double scale;
+
+}  // namespace semitone::docs

@@ -1,0 +1,89 @@
+"""That tools/check_docs.py and tools/doc_snippets.py accept this repository's pages and find each kind of violation."""
+import argparse
+import importlib.util
+import pathlib
+import stat
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = None  # set from the command line
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_docs = load("check_docs")
+doc_snippets = load("doc_snippets")
+
+HELP = """#!/bin/sh
+[ "$1" = train ] || [ "$1" = launch ] || exit 1
+echo '  --epochs N  -n N'
+"""
+
+
+def problems_of(text, **files):
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder).resolve()
+        (root / "docs").mkdir()
+        (root / "README.md").write_text(text)
+        (root / "Makefile").write_text("test: build\nmnist-ddp: program\n")
+        (root / "docs/a.md").write_text("# Title\n## `step()`, and after\n```sh\n# not a heading\n```\n")
+        program = root / "semitone"
+        program.write_text(HELP)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        return check_docs.check(root, program)
+
+
+def shell(line):
+    return problems_of(f"```sh\n{line}\n```\n")
+
+
+class CheckDocs(unittest.TestCase):
+    def test_this_repository_is_in_order(self):
+        self.assertIsNotNone(PROGRAM)
+        self.assertEqual(check_docs.check(ROOT, PROGRAM), [])
+
+    def test_links_lead_to_files_and_headings(self):
+        for link in ("docs/a.md", "docs/a.md#title", "docs/a.md#step-and-after", "https://example.org/x", "docs"):
+            with self.subTest(link):
+                self.assertEqual(problems_of(f"[a]({link})"), [])
+        for link in ("docs/b.md", "docs/a.md#other", "docs/a.md#not-a-heading", "../elsewhere", "#nowhere"):
+            with self.subTest(link):
+                self.assertEqual(len(problems_of(f"\n[a]({link})")), 1)
+        self.assertTrue(problems_of("\n\n[a](docs/b.md)")[0].startswith("README.md:3: "))
+
+    def test_commands_exist(self):
+        for line in ("make test ARGS=x  # why", "PRESET=debug make mnist-ddp", "./semitone train --epochs 3", "# nothing", "cmake -S . -B b",
+                     "semitone launch -n 2 semitone train --epochs=3", "semitone launch --epochs 2 their_program --flags"):
+            with self.subTest(line):
+                self.assertEqual(shell(line), [])
+        for line in ("make tset", "./semitone trian", "./semitone train --epoch 3", "semitone launch --nproc 2 a",
+                     "semitone launch -n 2 semitone train --epoch 3", "build/release/benchmarks/none_bench", "apt-get install x"):
+            with self.subTest(line):
+                self.assertEqual(len(shell(line)), 1)
+
+
+class Snippets(unittest.TestCase):
+    def test_blocks_follow_each_other_in_one_function(self):
+        text = "a\n```cpp\n#include <x.h>\nint a;\n```\n```sh\nls\n```\n```cpp\na = 1; …\n```\n"
+        self.assertEqual(doc_snippets.blocks_of(text), [(3, "#include <x.h>\nint a;\n"), (10, "a = 1; \n")])
+
+    def test_every_block_of_the_pages_is_in_the_source(self):
+        source = doc_snippets.source_of(ROOT)
+        blocks = sum(page.read_text().count("\n```cpp\n") for page in doc_snippets.pages(ROOT))
+        self.assertGreater(blocks, 0)
+        self.assertEqual(source.count("\n#line "), blocks)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", type=pathlib.Path, required=True)
+    options, rest = parser.parse_known_args()
+    PROGRAM = options.program
+    unittest.main(argv=[sys.argv[0], *rest])

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Checks what README.md and docs/ say against the project: links, anchors, and the commands in shell blocks.
+
+    tools/check_docs.py [--program build/release/apps/semitone] [ROOT]
+
+A link within the project leads to a file that git would keep, an anchor to a heading of that page. A line of a shell block runs a target of
+the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. Without
+--program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
+"""
+import argparse
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*?) *$", re.M)
+CODE_BLOCK = re.compile(r"^```.*?^```$", re.M | re.S)
+SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.M | re.S)
+ASSIGNMENT = re.compile(r"^[A-Z_]+=")
+INSTALLED = {"cmake", "ctest", "git"}  # by tools/setup.sh, or before it
+
+
+def pages(root):
+    found = [root / "README.md", *sorted(root.glob("docs/*.md"))]
+    return found + [page for page in (root / "CONTRIBUTING.md", root / "CHANGELOG.md") if page.exists()]
+
+
+def anchor_of(heading):
+    """As GitHub makes it: lower case, without punctuation, blanks as hyphens."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors_of(page):
+    return {anchor_of(heading) for heading in HEADING.findall(CODE_BLOCK.sub("", page.read_text()))}
+
+
+def line_of(text, offset):
+    return text.count("\n", 0, offset) + 1
+
+
+def check_links(root, page):
+    text = page.read_text()
+    visible = CODE_BLOCK.sub(lambda block: re.sub(r"[^\n]", " ", block.group(0)), text)
+    for link in LINK.finditer(visible):
+        target, _, anchor = link.group(1).partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue  # elsewhere: not asked for by a test
+        where = f"{page.relative_to(root)}:{line_of(text, link.start())}"
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or root not in [file, *file.parents]:
+            yield f"{where}: expected a file of the project, got the link '{target}'"
+        elif anchor and file.suffix == ".md" and anchor not in anchors_of(file):
+            yield f"{where}: expected a heading of {file.relative_to(root)}, got the anchor '#{anchor}'"
+
+
+class Commands:
+    """What shell blocks may run."""
+
+    def __init__(self, root, program):
+        self.targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+        self.root, self.program, self.helps = root, program, {}
+
+    def flags(self, command):
+        if command not in self.helps:
+            done = subprocess.run([self.program, command, "--help"], capture_output=True, text=True)
+            self.helps[command] = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout)) if done.returncode == 0 else None
+        return self.helps[command]
+
+    def problem(self, line):
+        words = [word for word in shlex.split(line, comments=True)]
+        while words and ASSIGNMENT.match(words[0]):
+            words.pop(0)
+        if not words:
+            return None
+        name, arguments = words[0], words[1:]
+        if name == "make":
+            unknown = [word for word in arguments if not ASSIGNMENT.match(word) and word not in self.targets]
+            return f"no target '{unknown[0]}' in the Makefile" if unknown else None
+        if pathlib.Path(name).name == "semitone":
+            return self.problem_of_program(arguments)
+        if "benchmarks/" in name:
+            benchmark = pathlib.Path(name).name
+            return None if list(self.root.glob(f"benchmarks/**/{benchmark}*")) else f"no benchmark '{benchmark}'"
+        return None if name in INSTALLED or (self.root / name).exists() else f"no program '{name}' that the project has or installs"
+
+    def problem_of_program(self, arguments):
+        if self.program is None or not arguments or arguments[0].startswith("-"):
+            return None
+        command, rest = arguments[0], arguments[1:]
+        known = self.flags(command)
+        if known is None:
+            return f"no command '{command}' of the program"
+        if command == "launch":  # behind the program come that program's flags
+            return self.problem_of_launch(rest, known)
+        unknown = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+        return f"'semitone {command}' has no flag {unknown[0]}" if unknown else None
+
+    def problem_of_launch(self, arguments, known):
+        words = list(arguments)
+        while words and words[0].startswith("-"):
+            if words[0] not in known:
+                return f"'semitone launch' has no flag {words[0]}"
+            words = words[2:]  # a flag and its value
+        if words and words[0] == "semitone":
+            return self.problem_of_program(words[1:])
+        return None
+
+
+def check_commands(root, page, commands):
+    text = page.read_text()
+    for block in SHELL_BLOCK.finditer(text):
+        start = line_of(text, block.start(1))
+        for number, line in enumerate(block.group(1).splitlines()):
+            problem = commands.problem(line)
+            if problem:
+                yield f"{page.relative_to(root)}:{start + number}: {problem}"
+
+
+def check(root, program=None):
+    commands = Commands(root, program)
+    return [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", type=pathlib.Path)
+    parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
+    options = parser.parse_args()
+    problems = check(options.root.resolve(), options.program and options.program.resolve())
+    print(*problems, f"{len(problems)} violations", sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

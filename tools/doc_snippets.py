@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Writes the C++ blocks of README.md and docs/ as one source that is compiled: documentation that does not compile fails the build.
+
+    tools/doc_snippets.py OUTPUT [ROOT]
+
+Each page becomes a function. A block may use what earlier blocks of its page declare, and the names of tests/docs/context.h. Blocks
+that begin with a class stand before the function. "…" stands for what a reader writes himself and is left out.
+"""
+import pathlib
+import re
+import sys
+
+BLOCK = re.compile(r"^```cpp\n(.*?)^```$", re.M | re.S)
+
+
+def pages(root: pathlib.Path):
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def blocks_of(text: str):
+    """(line number of the first line, code) of each C++ block."""
+    return [(text.count("\n", 0, match.start(1)) + 1, match.group(1).replace("…", "")) for match in BLOCK.finditer(text)]
+
+
+def is_class(code: str) -> bool:
+    return re.match(r"\s*(struct|class|template)\b", code) is not None
+
+
+def is_include(line: str) -> bool:
+    return line.startswith("#include")
+
+
+def without_includes(code: str) -> str:
+    return "".join("\n" if is_include(line) else line for line in code.splitlines(keepends=True))
+
+
+def source_of(root: pathlib.Path) -> str:
+    includes, classes, functions = {}, [], []
+    for page in pages(root):
+        body = []
+        for line, code in blocks_of(page.read_text()):
+            includes.update((text, None) for text in code.splitlines() if is_include(text))
+            placed = f'#line {line} "{page.relative_to(root).as_posix()}"\n{without_includes(code)}'
+            if is_class(code):
+                classes.append(placed)
+            else:
+                body.append(placed)
+        if body:
+            name = re.sub(r"\W", "_", page.stem.lower())
+            functions.append(f"static void {name}() {{\n" + "{\n".join(body) + "}" * len(body) + "\n")
+    head = ['#include "tests/docs/context.h"', *includes]
+    return "\n".join([*head, "namespace semitone::docs {", *classes, *functions, "}  // namespace semitone::docs\n"])
+
+
+def main():
+    output = pathlib.Path(sys.argv[1])
+    root = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else pathlib.Path(__file__).parent.parent).resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(source_of(root))
+
+
+if __name__ == "__main__":
+    main()
