@@ -115,13 +115,13 @@ void print_set_up(std::ostream& out, const Workload& workload) {
        fmt::format("{} {} in {}{}", workload.items(), name_of_items(workload),
                    dtype_name(workload.dtype()), format));
   line(out, "check",
-       fmt::format("{} losses from {:.4f} to {:.4f}, off from float32's by {:.1e} of the first at "
-                   "most; {:.0e} is allowed",
+       fmt::format("{} losses from {:.4f} to {:.4f}; they differ from float32's by at most {:.1e} "
+                   "of the first ({:.0e} is allowed)",
                    check.losses.size(), check.losses.front(), check.losses.back(),
                    check.difference(), check.tolerance));
   line(out, "memory",
-       fmt::format("{:.1f} MB of tensors at most: parameters {:.1f}, masters {:.1f}, gradients "
-                   "{:.1f}, optimizer {:.1f}, activations and the rest {:.1f}",
+       fmt::format("peak of {:.1f} MB of tensors: parameters {:.1f}, masters {:.1f}, gradients "
+                   "{:.1f}, optimizer {:.1f}, activations and others {:.1f}",
                    megabytes(memory.peak), megabytes(memory.parameters), megabytes(memory.masters),
                    megabytes(memory.gradients), megabytes(memory.optimizer_state),
                    megabytes(memory.rest())));
@@ -130,7 +130,7 @@ void print_set_up(std::ostream& out, const Workload& workload) {
 void print_times(std::ostream& out, const Workload& workload, const std::vector<double>& seconds) {
   const double typical = median(seconds);
   line(out, "time",
-       fmt::format("{:.3f} ms a step at least, {:.3f} ms in the median of {}; {:.1f} {}/s",
+       fmt::format("minimum {:.3f} ms, median {:.3f} ms per step over {}; {:.1f} {}/s",
                    1e3 * *std::min_element(seconds.begin(), seconds.end()), 1e3 * typical,
                    seconds.size(), static_cast<double>(workload.items()) / typical,
                    name_of_items(workload)));
@@ -206,7 +206,7 @@ int run(const CLI::App& command, const BenchFlags& flags) {
 void add_bench_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
       "bench",
-      "Check a training on made-up data against float32, and measure its speed and memory");
+      "Check a training on synthetic data against float32, and measure its speed and memory");
   const auto flags = add_bench_flags(command);
   command.callback(
       [&action, &command, flags] { action = [&command, flags] { return run(command, *flags); }; });

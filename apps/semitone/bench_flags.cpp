@@ -20,12 +20,12 @@ constexpr auto kBenchFooter =
   mnist     the ConvNet, 100 images of 28 x 28, SGD with momentum
   resnet50  ResNet-50, 16 images of 224 x 224, SGD with momentum
   encoder   BERT's layers, 8 x 128 tokens, 18000 words, AdamW, dropout 0.1
-Before anything is timed, the first losses have to be float32's within a tolerance that is shown.
-images/s and tokens/s are of the median step; a MB is 2^20 bytes.
+Before anything is timed, the first losses must match float32's within a tolerance, which is printed.
+images/s and tokens/s are those of the median step; a MB is 2^20 bytes.
 
-With --steps-from-stdin the program says "ready" when it is warm and runs the steps that each line
-"step N" on standard input asks for; the answer is a line of JSON with the seconds. So programs that
-are to be compared can take turns: benchmarks/compare.py.
+With --steps-from-stdin the program prints "ready" after the warm-up, and runs N steps for each line
+"step N" on standard input. It answers with a line of JSON that contains the seconds. This lets
+benchmarks/compare.py interleave programs that it compares.
 
 Examples:
   semitone bench mnist
@@ -51,40 +51,40 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   flags->warm_up = defaults.warm_up();
 
   Flags add(command, kBench);
-  add.argument("workload", flags->workload, {"mnist", "resnet50", "encoder"}, "What to train");
+  add.argument("workload", flags->workload, {"mnist", "resnet50", "encoder"},
+               "Workload to measure");
   add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3"},
-             "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits");
+             "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
-             "Which 16-bit format to take; auto: bf16 on a CPU");
+             "16-bit dtype; auto: bf16 on a CPU, else fp16");
   add.choice("--policy", flags->policy,
              {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"},
-             "What autocast does at O1: semitone ops --policy");
+             "Cast policy at O1, see semitone ops --policy");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
-             "How images lie in memory; auto: nhwc");
+             "Memory format of images; auto: nhwc");
   add.choice("--optimizer", flags->optimizer, {"fused", "split", "compact", "torch"},
-             "Semitone's optimizers, of one pass; with split masters; with these and state in "
-             "bf16; LibTorch's");
+             "Semitone's fused optimizers; the same with split masters; with split masters and "
+             "bf16 state; LibTorch's");
   add.integer("--batch-size", flags->batch_size, 0, kBenchMost,
-              "Images or sequences of a step; 0: the workload's");
+              "Images or sequences per step; 0: the workload's default");
   add.integer("--image-size", flags->image_size, 32, 4096, "Height and width of resnet50's images");
-  add.integer("--length", flags->length, 1, kBenchMost, "Tokens of a sequence of encoder");
+  add.integer("--length", flags->length, 1, kBenchMost, "Tokens per sequence of encoder");
   add.integer("--layers", flags->layers, 1, 1000, "Layers of encoder");
-  add.integer(
-      "--width", flags->width, 1, kBenchMost,
-      "Numbers in a token's vector of encoder; the feed-forward part has four times as many");
+  add.integer("--width", flags->width, 1, kBenchMost,
+              "Size of a token's vector in encoder; the feed-forward part is four times as wide");
   add.integer("--heads", flags->heads, 1, kBenchMost,
               "Attention heads of encoder: a divisor of the width");
-  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost, "Words that encoder knows");
+  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost,
+              "Size of encoder's vocabulary");
   add.integer("--check-steps", flags->check_steps, 2, kBenchMost,
-              "Losses to be compared with float32's");
-  add.integer("--warm-up", flags->warm_up, 1, kBenchMost, "Steps before the first that is timed");
-  add.integer("--rounds", flags->rounds, 1, kBenchMost, "Steps that are timed");
-  add.integer("--seed", flags->seed, 0, 1'000'000'000,
-              "Number that weights, data and dropout are drawn from");
+              "Number of losses to compare with float32's");
+  add.integer("--warm-up", flags->warm_up, 1, kBenchMost, "Number of steps before timing starts");
+  add.integer("--rounds", flags->rounds, 1, kBenchMost, "Number of steps to time");
+  add.integer("--seed", flags->seed, 0, 1'000'000'000, "Random seed of weights, data and dropout");
   add.integer("--threads", flags->threads, 0, 1024,
               "Threads of the process, at most as many as there are cores; 0: as LibTorch chooses");
   add.mark("--steps-from-stdin", flags->steps_from_stdin,
-           "Run the steps that standard input asks for, see below");
+           "Run the steps that standard input requests, see below");
   add.json(flags->json);
   command.footer(std::string(kBenchFooter) + kExitCodesHelp);
   return flags;

@@ -149,8 +149,8 @@ void Flags::json(std::string& variable) {
   command_
       .add_option_function<std::vector<std::string>>(
           "--json", take,
-          "Write the result as JSON to a file, or without one to standard output; what is meant "
-          "for people then goes to standard error")
+          "Write the result as JSON to a file, or without one to standard output; readable output "
+          "then goes to standard error")
       ->type_name("[FILE]")
       ->expected(0, 1);
 }

@@ -78,7 +78,7 @@ int run(const CLI::App& command, const LaunchFlags& flags) {
 
 void add_launch_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
-      "launch", "Run a program as several processes that train together, on one machine or more");
+      "launch", "Run a program as several processes on one or more machines, like torchrun");
   const auto flags = add_launch_flags(command);
   command.callback(
       [&action, &command, flags] { action = [&command, flags] { return run(command, *flags); }; });

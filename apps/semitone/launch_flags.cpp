@@ -16,9 +16,10 @@ constexpr auto kLaunch = "cli.launch";
 
 constexpr auto kLaunchFooter =
     R"(PROGRAM is any program that reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT …); ${local_rank} in its arguments becomes the number. What follows it is never looked at. When one
-process fails, all stop, on every node, and the first failure is shown; with --max-restarts all start again.
-Ctrl-C stops them all, a second Ctrl-C kills them; SIGUSR1 and SIGUSR2 are handed on to them.
+MASTER_PORT …); ${local_rank} in its arguments is replaced by the local rank. Its other arguments are passed on
+unchanged. If one process fails, all processes on every node are stopped, and the first failure is shown; with
+--max-restarts all are restarted. Ctrl-C stops all processes, a second Ctrl-C kills them. SIGUSR1 and SIGUSR2 are
+forwarded to them.
 
 Examples:
   semitone launch --nproc-per-node 4 build/train --epochs 3
@@ -26,8 +27,8 @@ Examples:
   semitone launch --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 build/train   and 1 on the other
   semitone launch --nnodes 1:4 --rdzv-endpoint node0:29400 --max-restarts 3 build/train   the same on every node
 
-Exit codes: 0 every process returned 0; else that of the first process that failed, 128 + N if signal N ended it;
-128 + N if signal N stopped the launcher; 1 if the job could not begin or a node was lost; 2 wrong usage.
+Exit codes: 0 every process returned 0; otherwise that of the first failed process, or 128 + N if signal N ended it;
+128 + N if signal N stopped the launcher; 1 if the job could not start or a node was lost; 2 wrong usage.
 )";
 
 // Leaves out the spellings that are there for torchrun's users, and says where the program stands.
@@ -104,51 +105,53 @@ std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
   const auto seconds = [](double value) { return std::isfinite(value) && value >= 0; };
   constexpr auto kSeconds = "from 0";
   add.text("--nproc-per-node", flags->nproc_per_node, "N|auto|cpu|gpu",
-           "Processes on this node; gpu: one for each GPU, cpu: for each core, auto: gpu or else "
-           "cpu");
-  add.text("--nnodes", flags->nnodes, "N|MIN:MAX", "Nodes of the job");
-  add.integer("--node-rank", flags->node_rank, 0, 1 << 16, "Number of this node");
+           "Processes on this node; gpu: one per GPU, cpu: one per core, auto: gpu if there is "
+           "one, else cpu");
+  add.text("--nnodes", flags->nnodes, "N|MIN:MAX", "Number of nodes");
+  add.integer("--node-rank", flags->node_rank, 0, 1 << 16, "Index of this node");
   add.text("--master-addr", flags->master_addr, "ADDR",
            "Address of node 0; default: $MASTER_ADDR for several nodes, this machine for one");
-  add.integer(
-      "--master-port", flags->master_port, 0, 65535,
-      "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The launchers "
-      "of several nodes meet at the next one");
+  add.integer("--master-port", flags->master_port, 0, 65535,
+              "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The "
+              "launchers of several nodes meet at the next port");
   add.text("--rdzv-endpoint", flags->rdzv_endpoint, "HOST[:PORT]",
-           "Where the nodes meet and are numbered as they come; the launcher on that host is node "
-           "0. Port: 29400 if not given");
+           "Where the nodes meet, numbered in order of arrival; the launcher on that host is node "
+           "0. Default port: 29400");
   add.text("--rdzv-id", flags->rdzv_id, "ID",
-           "Name of the job, the same on every node: launchers without it are refused; default: "
-           "made up");
+           "Name of the job, the same on every node; launchers without it are refused. Default: "
+           "generated");
   add.choice("--rdzv-backend", flags->rdzv_backend, {"static", "c10d"},
-             "As torchrun's: c10d numbers nodes as they come, static by --node-rank. Default: "
-             "static if --node-rank is given");
-  add.mark("--standalone", flags->standalone, "One node, whatever else runs here: the default");
+             "As in torchrun: c10d numbers nodes in order of arrival, static by --node-rank. "
+             "Default: static if --node-rank is given");
+  add.mark("--standalone", flags->standalone,
+           "One node, independent of other jobs on this machine; this is the default");
   add.text("--local-addr", flags->local_addr, "ADDR",
-           "MASTER_ADDR if this is node 0, where it is not the address to meet at");
+           "MASTER_ADDR if this is node 0 and its address differs from the endpoint's");
   add.integer("--max-restarts", flags->max_restarts, 0, 1'000'000,
-              "How often to start all processes again after a failure");
+              "Number of restarts of all processes after a failure");
   add.text("--role", flags->role, "NAME", "ROLE_NAME of the processes");
   add.text("--log-dir", flags->log_dir, "DIR",
-           "Write what processes say to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; alone it "
-           "means --tee 3");
+           "Write the processes' output to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; alone "
+           "it implies --tee 3");
   add.text("-r,--redirects", flags->redirects, "0|1|2|3|RANK:N,…",
            "Streams that go to files only: 1 output, 2 errors, 3 both; for all, or by local rank");
   add.text("-t,--tee", flags->tee, "0|1|2|3|RANK:N,…",
-           "Streams to show line by line after [rankN], and to write to files with --log-dir");
+           "Streams to relay line by line with the prefix [rankN], and to write to files with "
+           "--log-dir");
   add.number("--grace", flags->grace, seconds, kSeconds,
-             "Seconds from SIGTERM to SIGKILL for processes that have to stop");
+             "Seconds from SIGTERM to SIGKILL when processes are stopped");
   add.number("--heartbeat-timeout", flags->heartbeat_timeout, seconds, kSeconds,
-             "Seconds of silence after which a node is lost");
+             "Seconds of silence after which a node counts as lost");
   add.number("--join-timeout", flags->join_timeout, seconds, kSeconds,
-             "Seconds to wait for the (fewest) nodes");
+             "Seconds to wait for the minimum number of nodes");
   add.number("--last-call", flags->last_call, seconds, kSeconds,
-             "Seconds to wait for more once the fewest are there, since the last that came");
+             "Seconds to wait for more nodes after the minimum has arrived, counted from the "
+             "latest arrival");
   add.number("--monitor-interval", flags->monitor_interval, seconds, kSeconds,
-             "As torchrun's, for its command lines: nothing here waits for it");
-  add.mark("--no-python", flags->no_python, "As torchrun's, for its command lines");
+             "Accepted for compatibility with torchrun; no effect");
+  add.mark("--no-python", flags->no_python, "Accepted for compatibility with torchrun; no effect");
   add.text("--json", flags->json, "FILE|-",
-           "Write how the job ended as JSON to a file, or to standard output");
+           "Write the outcome as JSON to a file, or to standard output");
   command.prefix_command();
   command.formatter(std::make_shared<LaunchHelp>());
   command.footer(kLaunchFooter);

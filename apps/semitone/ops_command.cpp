@@ -107,16 +107,16 @@ void print(std::ostream& out, const amp::CastPolicy& policy,
                      dtype_name(policy.dtype()), flags.device, policy.rows().size());
   if (!emulated_kinds(policy).empty()) {
     out << fmt::format(
-        "{0} on this CPU: {1}\nemulated: computed in float32 and rounded to {0}, as there is no "
-        "fast kernel in it; see --speed\n",
+        "{0} on this CPU: {1}\nemulated: computed in float32 and rounded to {0}, since this CPU "
+        "has no fast kernel; see --speed\n",
         dtype_name(policy.dtype()), describe_16bit(policy.device(), policy.dtype()));
   }
   if (const auto fast = fast_kernels(policy); !fast.empty())
-    out << fmt::format("in kernels of Semitone's own: {}\n", fmt::join(fast, ", "));
+    out << fmt::format("in Semitone's own kernels: {}\n", fmt::join(fast, ", "));
   out << '\n';
   if (rows.empty()) {
     out << (flags.op.empty() ? "nothing is listed" : flags.op + " is not listed")
-        << ": every operator runs in the dtype that arrives\n";
+        << ": every operator runs in the dtypes of its arguments\n";
     return;
   }
   std::size_t width = 2;
@@ -157,8 +157,8 @@ int run(OpsFlags flags) {
 constexpr auto kOpsFooter = R"(Actions:
   lower    cast to the 16-bit dtype           fp32    cast to float32
   promote  16 bits unless an argument is fp32 widest  cast to the widest argument
-  leave    run in the dtype that arrives      ban     an error if an argument is 16-bit
-An operator that is not listed runs in the dtype that arrives.
+  leave    no cast                            ban     an error if an argument is 16-bit
+An operator that is not listed runs in the dtypes of its arguments.
 
 Examples:
   semitone ops
@@ -177,11 +177,12 @@ void add_ops_command(CLI::App& app, Action& action) {
   const auto flags = std::make_shared<OpsFlags>();
   Flags add(command, kOps);
   add.choice("--policy", flags->policy,
-             {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"}, "Which table");
-  add.choice("--device", flags->device, {"cpu", "cuda"}, "For which device; it need not be here");
+             {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"}, "Cast policy to print");
+  add.choice("--device", flags->device, {"cpu", "cuda"},
+             "Device of the table; the machine need not have it");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
              "The 16-bit dtype; auto: bf16 on a CPU, else fp16");
-  add.text("--op", flags->op, "NAME", "Only this operator and its overloads");
+  add.text("--op", flags->op, "NAME", "Print only this operator and its overloads");
   add.mark("--speed", flags->speed,
            "Measure each kind of operator on this CPU, in float32 and in 16 bits, native and "
            "emulated");

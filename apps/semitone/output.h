@@ -9,7 +9,7 @@ namespace semitone::cli {
 // Standard output, or standard error where standard output is for JSON ("-").
 std::ostream& for_people(const std::string& json);
 
-// Writes a JSON text where --json asked for it; nothing if it was not given. FileError.
+// Writes a JSON text where --json requested it; nothing if it was not given. FileError.
 void write_json(const std::string& json, const std::string& text);
 
 // Whether write_json will have a place to write to: before long work. FileError.

@@ -46,10 +46,10 @@ train::DataSet load_data(const TrainFlags& flags) {
 
 std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
   const auto dtype = flags.dtype == "auto" ? default_16bit_dtype(device) : parse_dtype(flags.dtype);
-  const char* why = "asked for";
+  const char* why = "requested";
   if (flags.dtype == "auto") {
-    why = dtype == torch::kBFloat16 ? "chosen for its range, which is float32's"
-                                    : "chosen, as GPUs have had units for it longer";
+    why = dtype == torch::kBFloat16 ? "default, since it has float32's range"
+                                    : "default, since older GPUs support it too";
   }
   std::string how = describe_16bit(device, dtype) + " here";
   if (how.find("emulated") != std::string::npos)
@@ -58,16 +58,16 @@ std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
 }
 
 std::string format_line(const TrainFlags& flags) {
-  if (flags.memory_format != "auto") return flags.memory_format + ": asked for";
+  if (flags.memory_format != "auto") return flags.memory_format + ": requested";
   const auto format = train::choose_memory_format(default_device());
-  return fmt::format("{}: chosen, as the faster one for convolutions", train::name_of(format));
+  return fmt::format("{}: default, since convolutions are faster in it", train::name_of(format));
 }
 
 std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
-  const std::string synced = flags.sync_bn ? ", BatchNorm over all of them" : "";
+  const std::string synced = flags.sync_bn ? ", BatchNorm over all processes" : "";
   const std::string wire = flags.compress == "none" ? "" : ", gradients sent in " + flags.compress;
   if (!flags.starts_job()) {
-    return fmt::format("{} that were launched together, over {}{}{}", group.size(), group.backend(),
+    return fmt::format("{} that a launcher started, over {}{}{}", group.size(), group.backend(),
                        synced, wire);
   }
   const auto count = flags.nodes * flags.processes();
@@ -94,7 +94,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
                            data.test.size(), flags.data));
   if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
   if (flags.goes_on_with_what_it_saves() && !is_file(flags.resume))
-    line("state", fmt::format("'{}' is not there yet: a new training", flags.resume));
+    line("state", fmt::format("'{}' does not exist yet: a new training", flags.resume));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.epochs, flags.epochs == 1 ? "" : "s", flags.batch_size, flags.optimizer,
@@ -210,7 +210,7 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
     out << wrapped(
                "O3 in float16 keeps nothing in float32: gradients below 6e-8 become 0 unless a "
                "--loss-scale lifts them, and updates smaller than 2^-11 of a weight are lost. This "
-               "model bears it; others may not.",
+               "model tolerates it; others may not.",
                static_cast<std::size_t>(columns > 0 ? columns : kTableWidth))
         << '\n';
   }
@@ -220,7 +220,7 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
 void require_state(const TrainFlags& flags) {
   if (flags.resume.empty() || flags.goes_on_with_what_it_saves() || is_file(flags.resume)) return;
   throw FileError(kTrain, "a saved state '" + flags.resume + "'", "no such file",
-                  "to start where there is none yet, give the same file to --save");
+                  "to start a new training with this file, pass it to --save too");
 }
 
 // This process's own, unless another one of the job has got it.
@@ -283,7 +283,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
 
 void add_train_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
-      "train", "Train a model on real data at one opt level or at all of them, and compare");
+      "train", "Train a model on a data set at one opt level, or compare all levels");
   const auto flags = add_train_flags(command);
   command.callback(
       [&action, &command, flags] { action = [&command, flags] { return run(command, *flags); }; });

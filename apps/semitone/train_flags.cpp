@@ -23,23 +23,23 @@ constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-ad
                                "--master-port"};
 
 constexpr auto kTrainFooter =
-    R"(The data are four IDX files as MNIST has them (train-images-idx3-ubyte, train-labels-idx1-ubyte,
-t10k-…), plain or .gz: any number of images of 28 x 28, labels 0 to 9.
-In the table, ms/step is the median step's and speed O0's ms/step over it; images/s is over all steps, time
-that of the whole training without the test. A MB is 2^20 bytes; tensors is the most memory that the tensors of
-training took, RSS that of the whole process.
-Threads that wait for each other spin: on a machine that is busy with other programs, --threads 1 or
-GOMP_SPINCOUNT=10000 can be several times faster.
+    R"(The data set consists of four IDX files with MNIST's names (train-images-idx3-ubyte, train-labels-idx1-ubyte,
+t10k-…), plain or .gz, with any number of images of 28 x 28 and labels from 0 to 9.
+In the table, ms/step is the median, speed is O0's ms/step divided by it, images/s is the average over all steps,
+and time is the duration of the training without the test. A MB is 2^20 bytes; tensors is the peak memory of the
+training's tensors, and RSS that of the whole process.
+Waiting threads spin. If other programs use the machine, --threads 1 or GOMP_SPINCOUNT=10000 can be several times
+faster.
 
 Examples:
-  semitone train --opt-level all                       the four levels, each in a process of its own
+  semitone train --opt-level all                       the four levels, each in its own process
   semitone train --opt-level O2 --dtype fp16 --json o2.json
   semitone train --data ~/fashion-mnist --epochs 5
-  semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the tutorials' setting
+  semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --max-steps 300 --save half.ckpt && semitone train --resume half.ckpt
-  semitone train --save c.ckpt --resume c.ckpt --save-every 100   starts, and goes on when it is started again
+  semitone train --save c.ckpt --resume c.ckpt --save-every 100   starts, and resumes when it is run again
   semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
-  semitone train -n 2 -g 4 -nr 0 --master-addr node0    the same on node 0 of 2, with 4 processes on each
+  semitone train -n 2 -g 4 -nr 0 --master-addr node0    on node 0 of 2, with 4 processes on each
 
 )";
 
@@ -49,67 +49,66 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   const auto flags = std::make_shared<TrainFlags>();
   flags->data = env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
   Flags add(command, kTrain);
-  add.choice("--model", flags->model, {"convnet"}, "What to train");
-  add.text("--data", flags->data, "DIR", "Where the data lie");
-  add.choice(
-      "--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3", "all"},
-      "fp32, autocast, 16-bit weights with fp32 masters, all 16 bits; or the four one by one");
+  add.choice("--model", flags->model, {"convnet"}, "Model to train");
+  add.text("--data", flags->data, "DIR", "Directory of the data set");
+  add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3", "all"},
+             "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
+             "the four in turn");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
-             "Which 16-bit format to take; auto: bf16 on a CPU");
-  add.integer("--epochs", flags->epochs, 1, 1'000'000, "How often every image is seen");
-  add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images a step, of each process");
-  add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "What updates the weights");
+             "16-bit dtype; auto: bf16 on a CPU, else fp16");
+  add.integer("--epochs", flags->epochs, 1, 1'000'000, "Number of epochs");
+  add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images per step and process");
+  add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "Optimizer");
   const auto positive = [](double value) {
     return value > 0 && value <= dtype_limits(torch::kFloat).max;
   };
   add.number("--lr", flags->lr, positive, "above 0 that float32 holds",
-             "Learning rate, the highest of the schedule");
+             "Learning rate, the maximum of the schedule");
   add.number(
       "--momentum", flags->momentum, [](double value) { return value >= 0 && value < 1; },
       "from 0 to below 1", "Momentum of sgd");
   add.choice("--schedule", flags->schedule, {"constant", "cosine"},
-             "How the learning rate moves; cosine: up over a quarter of the steps, then down to 0");
-  add.number_or_word("--loss-scale", flags->loss_scale, {"auto", "dynamic"},
-                     "dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
+             "Learning rate schedule; cosine: up over a quarter of the steps, then down to 0");
+  add.number_or_word(
+      "--loss-scale", flags->loss_scale, {"auto", "dynamic"},
+      "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
   add.integer("--growth-interval", flags->growth_interval, 0, kTrainMost,
-              "Good steps after which a dynamic loss scale doubles; 0: never");
+              "Number of good steps after which a dynamic loss scale doubles; 0: never");
   add.integer("--seed", flags->seed, 0, kTrainMost,
-              "Number that the first weights and the order of the images are drawn from");
+              "Random seed of the initial weights and the order of the images");
   add.integer("--threads", flags->threads, 0, 1024,
-              "Threads of a process, at most as many as there are cores; 0: as LibTorch chooses");
+              "Threads per process, at most the number of cores; 0: LibTorch's choice");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
-             "How images lie in memory; auto: nhwc, which is faster at every level");
+             "Memory format of images; auto: nhwc, which is fastest at every level");
   add.integer("--limit-batches", flags->limit_batches, 0, kTrainMost,
-              "Batches an epoch at most; 0: all");
+              "Largest number of batches per epoch; 0: all");
   add.integer("--max-steps", flags->max_steps, 0, kTrainMost,
-              "Stop after this step, counted from the very first; 0: at the end");
-  add.text(
-      "-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
-      "Processes that train together, on each node: a number, or one for each core or GPU. Also "
-      "with semitone launch, torchrun --no-python, srun or mpirun before this command");
-  add.integer("-n,--nodes", flags->nodes, 1, 1 << 16, "Machines that train together");
+              "Stop after this step, counted from the start of the training; 0: train to the end");
+  add.text("-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
+           "Processes per machine: a number, or one for each core or GPU. Alternatively run this "
+           "command under semitone launch, torchrun --no-python, srun or mpirun");
+  add.integer("-n,--nodes", flags->nodes, 1, 1 << 16, "Number of machines");
   add.integer("--node-rank,--nr", flags->node_rank, 0, 1 << 16,
-              "Number of this machine, from 0; also -nr");
+              "Index of this machine, from 0; also -nr");
   add.text("--master-addr", flags->master_addr, "ADDR",
            "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
-  add.integer(
-      "--master-port", flags->master_port, 0, 65535,
-      "Where the processes meet; 0: a free port for one machine, else $MASTER_PORT or 29500");
+  add.integer("--master-port", flags->master_port, 0, 65535,
+              "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
   add.mark("--sync-bn", flags->sync_bn,
-           "Take BatchNorm's statistics over the batches of all processes together, not of each");
+           "Compute BatchNorm's statistics over the batches of all processes");
   add.choice("--compress", flags->compress, {"none", "bf16", "fp16"},
-             "Send fp32 gradients between processes in this format");
+             "Dtype in which fp32 gradients are sent between processes");
   add.text("--save", flags->save, "FILE",
-           "Write the state at the end, to resume from; at SIGTERM or SIGUSR1, too, which end the "
-           "training then");
+           "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
+           "saved too");
   add.integer("--save-every", flags->save_every, 0, kTrainMost,
-              "Write it after so many steps each time, too; 0: do not");
+              "Also save the state every N steps; 0: never");
   add.text("--resume", flags->resume, "FILE",
-           "Go on from a saved state, bit for bit as if there had been no break. The file of "
-           "--save: start anew if it is not there yet");
-  add.integer("--log-every", flags->log_every, 0, kTrainMost,
-              "Steps from one line of progress to the next where the output is no terminal; 0: "
-              "none");
+           "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
+           "yet, start a new training");
+  add.integer(
+      "--log-every", flags->log_every, 0, kTrainMost,
+      "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
   add.json(flags->json);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");
   command.add_flag("--as-part", flags->as_part)->group("");
@@ -137,7 +136,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
           std::filesystem::weakly_canonical(flags.json, ignored))
     throw UsageError(kTrain, "two files for --save and --json", "'" + flags.save + "' for both");
   if (flags.save_every > 0 && flags.save.empty())
-    throw UsageError(kTrain, "--save with --save-every", "none", "say where the state goes");
+    throw UsageError(kTrain, "--save with --save-every", "none", "name the file of the state");
   for (const char* const flag : {"--save", "--resume"}) {
     if (flags.levels().size() > 1 && command.count(flag) > 0)
       throw UsageError(kTrain, std::string("one level with ") + flag, "--opt-level all");
@@ -146,7 +145,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
     if (place.world_size > 1 && command.count(flag) > 0) {
       throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",
                        fmt::format("{} as rank {} of {}", flag, place.rank, place.world_size),
-                       "give the number of processes to the launcher, or leave the launcher out");
+                       "pass the number of processes to the launcher, or run without a launcher");
     }
   }
   try {

@@ -85,7 +85,7 @@ class RegionScope {
       }
       log()->error(
           "[amp.autocast] expected a region to end on the thread that it began on, got another "
-          "thread — it goes on there until the next region begins");
+          "thread — the region stays in force there until the next one begins");
       scope->is_abandoned_ = true;
     }
   };
@@ -125,7 +125,8 @@ class RegionScope {
       std::call_once(said, [] {
         log()->warn(
             "[amp.autocast] expected regions to end in the reverse order of their construction, "
-            "got one that ended before a region inside it — the inner one goes on; said once");
+            "got one that ended before a region inside it — the inner one stays in force; this is "
+            "logged once");
       });
     }
   }
@@ -196,8 +197,8 @@ void warn_without_device(c10::DeviceType device) {
   std::call_once(said, [] {
     log()->warn(
         "[amp.autocast] expected a GPU for a region of CUDA operators, got none — nothing is cast "
-        "in it; amp::Autocast region(semitone::default_device()) is for wherever a program runs; "
-        "said once");
+        "in it; amp::Autocast region(semitone::default_device()) works on every machine; this is "
+        "logged once");
   });
 }
 

@@ -269,8 +269,8 @@ void CapturedStep::Impl::capture(const Batch& batch) {
   } catch (const c10::Error& error) {
     throw Error(kCapturedStep, "a step that can be captured in a CUDA graph",
                 error.what_without_backtrace(),
-                "it must not read from the device (item(), printing, nonzero()) nor depend on the "
-                "batch's values");
+                "do not read from the device (item(), printing, nonzero()), and do not depend on "
+                "the batch's values");
   }
   captured = std::move(next);
 }

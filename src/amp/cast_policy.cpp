@@ -56,7 +56,7 @@ CastTarget::CastTarget(c10::DeviceType device_type, c10::ScalarType lower_dtype)
     : device(device_type), dtype(lower_dtype) {
   if (!is_16bit(dtype)) {
     throw Error("amp.cast_policy", "float16 or bfloat16 to lower to", dtype_name(dtype),
-                "for fp32 leave the region out, or construct it with enabled = false");
+                "for fp32 omit the region, or construct it with enabled = false");
   }
   if (!at::autocast::is_autocast_available(device)) {
     throw Error("amp.cast_policy", "a device type that LibTorch has autocast for",
@@ -287,9 +287,9 @@ CastPolicy& CastPolicy::set(std::string_view op, CastAction action, std::string_
   for (const auto& handle : resolve_operators(op, "amp.cast_policy")) {
     const std::string name = display_name(handle.operator_name());
     if (writes_to_argument(handle) && action != CastAction::ban && action != CastAction::leave) {
-      throw Error("amp.cast_policy", "an out-of-place operator to cast",
+      throw Error("amp.cast_policy", "an out-of-place operator",
                   "'" + name + "', which writes to its argument",
-                  "name the out-of-place form; an in-place one can only be banned or left");
+                  "name the out-of-place form; in-place operators accept only ban() and leave()");
     }
     edits[name] = {action, std::string(reason)};
   }
@@ -358,8 +358,8 @@ CastPolicy& CastPolicy::fast_kernel(std::string_view op, bool on) {
     std::string known;
     for (const FastKernel& kernel : amp::fast_kernels())
       known.append(known.empty() ? "" : ", ").append(kernel.op);
-    throw Error("amp.cast_policy", "an operator that has a fast kernel", "'" + name + "'",
-                "there are some for " + known);
+    throw Error("amp.cast_policy", "an operator with a fast kernel", "'" + name + "'",
+                "the operators with fast kernels are " + known);
   }
   if (on) {
     fast_kernels_.insert(name);

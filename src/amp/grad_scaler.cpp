@@ -75,10 +75,9 @@ Step GradScaler::step(torch::optim::Optimizer& optimizer) {
   require_scaled("step");
   stepped_ = true;
   if (evaluates_loss(optimizer)) {
-    throw Error("amp.grad_scaler.step", "an optimizer that takes its gradients as they are",
-                "LBFGS",
-                "it evaluates the loss again inside its step, where gradients would be scaled: "
-                "train without a scaler");
+    throw Error("amp.grad_scaler.step",
+                "an optimizer that does not evaluate the loss inside its step", "LBFGS",
+                "its gradients would be scaled there: train without a scaler");
   }
   if (progress_.count(&optimizer) == 0) unscale_(optimizer);
   Progress& progress = progress_.at(&optimizer);
@@ -110,7 +109,7 @@ void GradScaler::update() {
       continue;
     progress.state = StepWatch::progress_of(*optimizer);  // said once
     throw Error("amp.grad_scaler.update", "scaler.step(optimizer) after unscale_()",
-                "optimizer.step(), which steps on inf", "call scaler.step(optimizer) in its place");
+                "optimizer.step(), which steps on inf", "call scaler.step(optimizer) instead");
   }
   bool overflowed = false;
   for (auto& [optimizer, progress] : progress_) {
@@ -142,7 +141,7 @@ void GradScaler::load(torch::serialize::InputArchive& archive) {
   if (!enabled_) return;
   if (!was_enabled) {
     throw FileError(kWhere, "the state of an enabled scaler", "that of a disabled one",
-                    "construct the scaler with enabled = false, or start it anew");
+                    "construct the scaler with enabled = false, or do not load its state");
   }
   scaler_.load(archive);
   progress_.clear();

@@ -69,10 +69,10 @@ void LossScaler::update(bool found_inf) {
                         first_of_run_.parameters, first_of_run_.parameter);
   throw DivergedError(
       "amp.loss_scaler", fmt::format("finite gradients within {} steps", limit),
-      fmt::format("{} skipped steps in a row for loss {}, {}; the loss scale is {}", consecutive_,
-                  loss_id_, first, state_.scale),
-      "look at the loss and the input first: a lower learning rate or gradient clipping may help, "
-      "a smaller scale will not");
+      fmt::format("{} consecutive skipped steps for loss {}, {}; the loss scale is {}",
+                  consecutive_, loss_id_, first, state_.scale),
+      "check the loss and the input first; a lower learning rate or gradient clipping may help, a "
+      "smaller scale will not");
 }
 
 void LossScaler::set_scale(double scale) {
@@ -173,7 +173,7 @@ void LossScaler::load(torch::serialize::InputArchive& archive) {
   } catch (const FileError&) {
     throw;
   } catch (const Error& error) {
-    throw FileError(kWhere, "a rule that makes sense", error.what());
+    throw FileError(kWhere, "a valid rule", error.what());
   }
   require(loaded.state_.growth_tracker >= -loaded.options_.growth_delay(),
           "a growth_tracker of at least -growth_delay", loaded.state_.growth_tracker);

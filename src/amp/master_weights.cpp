@@ -67,8 +67,9 @@ void widen(torch::optim::OptimizerParamState& state) {
 MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact)
     : optimizer_(&optimizer), fused_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)) {
   if (evaluates_loss(optimizer)) {
-    throw Error("amp.master_weights", "an optimizer that takes its gradients as they are", "LBFGS",
-                "it evaluates the loss again inside its step, where the model is not written yet");
+    throw Error("amp.master_weights",
+                "an optimizer that does not evaluate the loss inside its step", "LBFGS",
+                "the model does not have the new weights there: use another optimizer");
   }
   adopt(exact);
 }
@@ -417,7 +418,7 @@ void MasterWeights::take_parameter(Pair& pair) {
   const at::Tensor value = pair.parameter.detach();
   if (value.sizes() != pair.master.sizes()) {
     throw Error("amp.master_weights",
-                c10::str("a parameter of shape ", pair.master.sizes(), ", as at first"),
+                c10::str("a parameter of shape ", pair.master.sizes(), ", as at construction"),
                 c10::str(value.sizes()), "was a file of another model loaded into it?");
   }
   const bool comparable = is_16bit(value.scalar_type()) && value.device() == pair.master.device() &&

@@ -56,10 +56,9 @@ void check_optimizer(torch::optim::Optimizer& optimizer, const Properties& prope
   const bool plain = !properties.loss_scale.is_dynamic() && properties.loss_scale.value() == 1 &&
                      !properties.master_weights;
   if (!plain && evaluates_loss(optimizer)) {
-    throw Error(kInitialize, "an optimizer that takes its gradients as they are",
+    throw Error(kInitialize, "an optimizer that does not evaluate the loss inside its step",
                 "LBFGS at " + std::string(name_of(properties.opt_level)),
-                "it evaluates the loss again inside its step: use O0, or a loss scale of 1 without "
-                "master weights");
+                "use O0, or a loss scale of 1 without master weights");
   }
 }
 
@@ -68,7 +67,7 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
   std::unordered_set<const c10::TensorImpl*> owned;
   for (torch::optim::Optimizer& optimizer : optimizers) {
     if (!seen.insert(&optimizer).second) {
-      throw Error(kInitialize, "every optimizer once", "one of them twice");
+      throw Error(kInitialize, "each optimizer once", "one of them twice");
     }
     if (!properties.enabled) continue;
     check_optimizer(optimizer, properties);
@@ -79,9 +78,8 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
     });
     for (const c10::TensorImpl* parameter : own) {
       if (owned.insert(parameter).second) continue;
-      throw Error(kInitialize, "every parameter in one optimizer where there are master weights",
-                  "one that two optimizers share",
-                  "a parameter has one master: make it one optimizer with two groups, or use O1");
+      throw Error(kInitialize, "each parameter in one optimizer only, with master weights",
+                  "one that two optimizers share", "use one optimizer with two groups, or O1");
     }
   }
 }
@@ -108,11 +106,11 @@ at::Tensor tensor_on(c10::DeviceType device, const Model& model) {
   }
   if (entries.empty()) return {};
   const Model::Entry& first = entries.front();
-  throw Error(
-      kInitialize, "a model on " + c10::DeviceTypeName(device, true) + ", which it is prepared for",
-      "'" + first.name + "' on " + first.tensor.device().str(),
-      "move the models to their device first; Options::device is where they are, and models on "
-      "devices of different types need an initialize each");
+  throw Error(kInitialize,
+              "a model on " + c10::DeviceTypeName(device, true) + ", which it is prepared for",
+              "'" + first.name + "' on " + first.tensor.device().str(),
+              "move the models to their device first, and set Options::device if necessary; call "
+              "initialize once per device type");
 }
 
 // Whether there is LibTorch's attention, whose padding needs a region (src/amp/attention_scores.h).
@@ -298,10 +296,10 @@ std::size_t MixedPrecision::Impl::model_with(const void* identity, const char* c
     }
     if (has_part(*models[i].script(), identity)) return i;
   }
-  throw Error(std::string("amp.mixed_precision.") + caller,
-              "a model that was given to amp::initialize", "another one",
-              "name every model in initialize({model, …}, {optimizer, …}); the modules inside are "
-              "known with it");
+  throw Error(
+      std::string("amp.mixed_precision.") + caller, "a model that was given to amp::initialize",
+      "another one",
+      "name every model in initialize({model, …}, {optimizer, …}); their submodules are included");
 }
 
 void MixedPrecision::Impl::require_on_device(std::size_t model) const {
@@ -422,7 +420,8 @@ void MixedPrecision::Impl::take_loaded(const char* caller) {
   }
   if (properties.verbosity >= 1 && is_first_rank()) {
     log()->info(
-        "took over fp32 values that torch::load has put into {} tensors of the model, '{}' first",
+        "converted fp32 values that torch::load put into {} tensors of the model, the first is "
+        "'{}'",
         loaded.size(), low_tensors[loaded.front()].name);
   }
 }
@@ -665,8 +664,8 @@ void MixedPrecision::Impl::warn_of_idle_models(const PerOptimizer& known) {
     if (!trains) continue;
     warned_of[i] = true;
     log()->warn(
-        "{} is trained, but was never run in mixed precision: call mixed.forward(model, …), not "
-        "model->forward(…); for other methods mixed.call(…), or a region mixed.autocast()",
+        "{} is trained, but never ran in mixed precision: call mixed.forward(model, …) instead of "
+        "model->forward(…); for other methods use mixed.call(…), or the region mixed.autocast()",
         models.size() == 1 ? "the model" : "model " + std::to_string(i));
   }
 }

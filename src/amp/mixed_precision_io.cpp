@@ -75,7 +75,7 @@ void MixedPrecision::Fp32Weights::end() {
   }
   if (!misfit.empty()) {
     throw Error("amp.mixed_precision.fp32_weights", "weights of the model's shapes", misfit,
-                "the others were taken over");
+                "the other weights were taken over");
   }
 }
 
@@ -228,7 +228,8 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   const auto must_be = [&](const std::string& what, const std::string& here,
                            const std::string& saved) {
     if (here != saved)
-      throw FileError(kWhere, what + " " + here, saved, "initialize as the saved run did");
+      throw FileError(kWhere, what + " " + here, saved,
+                      "call initialize with the options of the saved run");
   };
   must_be("opt level", std::string(name_of(properties.opt_level)),
           read_value<std::string>(archive, "opt_level", kWhere));

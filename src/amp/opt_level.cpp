@@ -239,7 +239,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
     if (options.dtype_.has_value() && options.dtype_ != **cast) {
       conflict("one 16-bit dtype",
                "dtype " + dtype_name(dtype) + " and cast_model_type " + dtype_name(**cast),
-               "give one of the two");
+               "set one of the two");
     }
     dtype = **cast;
   }
@@ -248,7 +248,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   }
   if (level == OptLevel::O1 && options.master_weights_.has_value()) {
     conflict("no master_weights at O1", "master_weights",
-             "all weights are fp32 at O1, there is nothing to copy");
+             "all weights are fp32 at O1, so there are no masters");
   }
   if (level != OptLevel::O1 && options.patch_torch_functions_.value_or(false)) {
     conflict("patch_torch_functions at O1 only", "patch_torch_functions", "use O1");
@@ -278,7 +278,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   if (!rule.dynamic()) {
     if (options.loss_scale_.has_value() && options.loss_scale_->is_dynamic()) {
       conflict("one loss scale", "loss_scale dynamic and loss_scale_options that are not",
-               "leave one of the two out");
+               "omit one of the two");
     }
     if (!options.loss_scale_.has_value()) properties.loss_scale = rule.init_scale();
   }

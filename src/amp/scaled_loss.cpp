@@ -120,18 +120,18 @@ void ScaledLoss::Work::check() const {
     if (scaled.open) {
       throw Error(kWhere, "one loss at a time in backward for an optimizer",
                   "a second one while the first is not finished",
-                  "call finish() after a backward of your own through value()");
+                  "call finish() after your own backward through value()");
     }
     if (scaled.loss_id != loss_id) {
       throw Error(kWhere,
                   "loss_id " + std::to_string(scaled.loss_id) +
-                      ", whose gradients the optimizer holds scaled",
+                      ", with which the optimizer's gradients are scaled",
                   std::to_string(loss_id),
                   "finish the delayed loss first: call it once with delay_unscale = false");
     }
     if (scaled.inverse != inverse) {
       throw Error(kWhere, "the loss scale that the delayed gradients have", "another one",
-                  "a step with the same loss_id moved it: give such losses their own loss_ids");
+                  "a step with the same loss_id changed it: use separate loss_ids");
     }
   }
 }
@@ -466,8 +466,8 @@ void MixedPrecision::Impl::require_no_step_past(const char* caller) {
     known.watched = false;  // said once
     throw Error(std::string("amp.mixed_precision.") + caller,
                 "mixed.step(optimizer) after a backward through scale_loss",
-                "optimizer.step(), which steps on inf and never moves the loss scale",
-                "call mixed.step(optimizer) in its place");
+                "optimizer.step(), which steps on inf and never updates the loss scale",
+                "call mixed.step(optimizer) instead");
   }
 }
 
@@ -494,8 +494,8 @@ ScaledLoss::~ScaledLoss() {
       work_->finish();
     } else {
       work_->mixed->warn(
-          "a ScaledLoss ended between value() and finish(), and nothing was back-propagated in "
-          "between: keep it until after backward, whose gradients stay scaled otherwise");
+          "a ScaledLoss was destroyed after value() without a backward pass: keep it until after "
+          "backward, otherwise gradients stay scaled");
     }
   } catch (const std::exception& error) {
     log()->error(error.what());
@@ -563,7 +563,7 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
   }
   if (named.empty()) {
     throw Error("amp.mixed_precision.scale_loss", "at least one optimizer", "none",
-                "name those whose parameters the loss is to train");
+                "name the optimizers whose parameters the loss trains");
   }
   if (!impl_->properties.enabled) return ScaledLoss(loss, nullptr);
   // Nothing to take out of the gradients, and nowhere to take them: plain training.
@@ -595,8 +595,8 @@ void MixedPrecision::Impl::look_at_plain(const at::Tensor& loss) {
   if (const double value = loss.item<double>(); !std::isfinite(value)) {
     warned_of_loss = true;
     warn(fmt::format(
-        "the loss is {}: steps go on, since with a loss scale of 1 and no master "
-        "weights no gradient is looked at (a loss_scale of \"dynamic\" would skip them)",
+        "the loss is {}: steps are not skipped, since gradients are not checked with a loss scale "
+        "of 1 and no master weights (a loss_scale of \"dynamic\" would skip them)",
         value));
   }
 }
@@ -682,7 +682,7 @@ void MixedPrecision::Impl::require_unscaled(const PerOptimizer& known, const cha
               known.scaled->open ? "a ScaledLoss that is not finished"
                                  : "scaled ones: the last scale_loss had delay_unscale = true",
               known.scaled->open ? "call its backward() or finish()"
-                                 : "call the last backward of an iteration without it");
+                                 : "omit it in the last backward of an iteration");
 }
 
 // Back-propagated without scale_loss.
@@ -702,9 +702,8 @@ void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
   if (!known.has_gradient()) {
     if (!found_inf_hook && !std::exchange(known.warned_of_no_gradient, true)) {
       warn(
-          "mixed.step(optimizer) without a single gradient: is it the optimizer of the model that "
-          "the loss was computed with, and was mixed.scale_loss(loss, optimizer).backward() "
-          "called?");
+          "mixed.step(optimizer) without any gradient: does the optimizer belong to the model that "
+          "computed the loss, and was mixed.scale_loss(loss, optimizer).backward() called?");
     }
     return;
   }
@@ -718,9 +717,8 @@ void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
       std::exchange(known.warned_of_no_scale, true))
     return;
   warn(
-      "mixed.step(optimizer) with gradients that were back-propagated without a loss scale: "
-      "float16 "
-      "keeps nothing below 6e-8; call mixed.scale_loss(loss, optimizer).backward(), not "
+      "mixed.step(optimizer) with gradients that were back-propagated without a loss scale: values "
+      "below 6e-8 are 0 in float16; call mixed.scale_loss(loss, optimizer).backward() instead of "
       "loss.backward()");
 }
 

@@ -50,7 +50,7 @@ void warn_of_small_eps(const OptimizerRefs& optimizers) {
       if (static_cast<float>(c10::Half(static_cast<float>(eps->value))) != 0) continue;
       log()->warn(
           "{}'s eps {:g} is 0 in float16: the step of a weight whose gradient is 0 is 0/0 = NaN. "
-          "Give an eps that float16 holds, 6e-5 for one; or take O2, which steps in float32",
+          "Set an eps that float16 can represent, such as 6e-5, or use O2, which steps in float32",
           eps->optimizer, eps->value);
       return;
     }

@@ -91,7 +91,7 @@ void check_reducible(const Group& group, const at::Tensor& tensor, const std::st
   }
   if (op == ReduceOp::mean && !tensor.is_floating_point()) {
     throw Error("comm." + collective, "a floating-point tensor for a mean",
-                dtype_name(tensor.scalar_type()), "sum, and divide as is right for integers");
+                dtype_name(tensor.scalar_type()), "use sum, and divide the result");
   }
 }
 
@@ -386,7 +386,7 @@ void Group::monitored_barrier(std::chrono::milliseconds timeout) const {
   throw CommError(std::string("comm.") + kName,
                   fmt::format("all {} ranks within {}", size(),
                               seconds(std::chrono::duration<double>(timeout).count())),
-                  "no sign of " + name_ranks(missing), "see what they do instead", missing);
+                  "no sign of " + name_ranks(missing), "check these ranks", missing);
 }
 
 Group Group::subgroup(const std::vector<int>& ranks) const {

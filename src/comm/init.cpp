@@ -83,8 +83,8 @@ std::vector<Machine> meet(c10d::Store& store, const Rendezvous& place,
     if (size != std::to_string(place.world_size)) {
       if (place.rank == 0) let_others_read(store, place.world_size);
       throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
-                      fmt::format("{} on rank {}", size, rank), "start all with the same one",
-                      {rank});
+                      fmt::format("{} on rank {}", size, rank),
+                      "start all ranks with the same world size", {rank});
     }
     machines.push_back(machine_from_text(text.substr(size.size() + 1)));
   }
@@ -195,7 +195,7 @@ std::string chosen_backend(const InitOptions& options) {
     if (default_device() != c10::DeviceType::CUDA) return "gloo";
     if (has_nccl()) return "nccl";
     log()->warn(
-        "this build has no NCCL: groups use gloo, whose tensors are on the CPU; configure with "
+        "this build has no NCCL, so groups use gloo, with tensors on the CPU; configure with "
         "NCCL_INCLUDE_DIR=<folder of nccl.h>");
     return "gloo";
   }

@@ -43,9 +43,8 @@ Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& opt
     return listen_on(rendezvous.host, rendezvous.port);
   if (whose == Whose::others) {
     log()->warn(
-        "MASTER_ADDR {} is no address of this machine, on which rank 0 runs: listening at port {} "
-        "of "
-        "all its interfaces",
+        "MASTER_ADDR {} is not an address of this machine, on which rank 0 runs: listening on port "
+        "{} of all interfaces",
         rendezvous.host, rendezvous.port);
   }
   return listen_on_all(rendezvous.port);

@@ -132,7 +132,7 @@ std::exception_ptr Watch::error_of(const std::string& collective, const Loss& lo
   return std::make_exception_ptr(CommError(
       "comm." + collective, fmt::format("all {} ranks to take part", options_.size),
       fmt::format("{}{} lost: {}", name_ranks(loss.ranks), self ? " (this one)" : "", loss.what),
-      self ? "the others have given up; start again" : "see its output for the reason",
+      self ? "the other ranks have given up; restart the job" : "see its output for the reason",
       loss.ranks));
 }
 
@@ -164,9 +164,9 @@ std::exception_ptr Watch::explain(const std::string& collective, const std::stri
   if (loss_.has_value()) return error_of(collective, *loss_);
   return std::make_exception_ptr(
       CommError("comm." + collective, fmt::format("all {} ranks to take part", options_.size),
-                "all of them alive, but: " + problem,
-                "do all ranks run the same collectives, in the same order, with the same shapes? "
-                "SEMITONE_COMM_CHECK=full finds out"));
+                "all ranks alive, but: " + problem,
+                "check that all ranks run the same collectives in the same order with the same "
+                "shapes: SEMITONE_COMM_CHECK=full reports a difference"));
 }
 
 // With mutex_ held.

@@ -186,8 +186,8 @@ class WatchedBackend::Unfinished {
     }
     for (const auto& work : left) {
       work->fail(std::make_exception_ptr(
-          CommError("comm." + work->collective(), "the group to live until it is done",
-                    "the group was destroyed", "wait for it before")));
+          CommError("comm." + work->collective(), "the group to exist until it is done",
+                    "the group was destroyed", "wait for it first")));
     }
     return left.empty() && !failed_;
   }

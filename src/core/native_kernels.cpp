@@ -33,7 +33,7 @@ bool libtorch_uses_onednn(c10::ScalarType dtype) {
 }
 
 #if defined(__x86_64__)
-// Whether Linux would let this process use AMX's tile data, which is off until asked for. oneDNN
+// Whether Linux would let this process use AMX's tile data, which is off until requested. oneDNN
 // asks for it.
 bool system_grants_amx() {
   constexpr long kGetSupported = 0x1021;  // ARCH_GET_XCOMP_SUPP

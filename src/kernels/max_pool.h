@@ -22,7 +22,7 @@ struct MaxPool {
 constexpr std::int64_t kMaxPoolWindow = 255;
 
 // Output, and of each of its elements where in its window the maximum was, uint8: row by row from
-// the window's first place, padding counted. Undefined if not asked for.
+// the window's first place, padding counted. Undefined if not requested.
 struct MaxPooled {
   at::Tensor output;
   at::Tensor places;
@@ -34,7 +34,7 @@ bool has_max_pool_kernel(const at::Tensor& input, const MaxPool& pool);
 
 // As at::max_pool2d_with_indices: the first of equal maxima is taken, the last NaN before any
 // number, never the padding. Output and places are laid out as LibTorch's. A window has at most
-// kMaxPoolWindow elements if places are asked for.
+// kMaxPoolWindow elements if places are requested.
 MaxPooled max_pool2d(const at::Tensor& input, const MaxPool& pool, bool with_places);
 
 // The input's gradient, in its dtype and layout; nothing else of the input matters. Gradients that

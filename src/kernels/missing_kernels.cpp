@@ -13,8 +13,7 @@ void warn_of_missing_kernels(int device, std::string_view reason) {
   if ((said.load(std::memory_order_relaxed) & bit) != 0 || (said.fetch_or(bit) & bit) != 0) return;
   log()->warn(
       "CUDA device {} has none of Semitone's kernels: {}; until then its fused optimizers and "
-      "layers "
-      "are composed of LibTorch's operators, several times slower",
+      "layers use LibTorch's operators, which are several times slower",
       device, reason);
 }
 

@@ -287,7 +287,7 @@ void run_there(std::span<const Update> items, const at::Tensor& rules,
     if (item.param.device() == rules.device() && fits_kernel(item)) continue;
     throw Error(kUpdate,
                 c10::str("float32 or 16-bit parameters without gaps on ", rules.device(),
-                         ", and gradients and state that lie alike"),
+                         ", and gradients and state with the same strides"),
                 c10::str("one of ", dtype_name(item.param.scalar_type()), ", ", item.param.sizes(),
                          " on ", item.param.device()));
   }

@@ -14,7 +14,8 @@ Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Int
     : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {
   // It was meant for others: these have no handler for it yet.
   while (const int signal = interrupt_.take_forwarded())
-    log()->warn("{} came while no process ran: not handed on", ExitStatus{0, signal}.to_string());
+    log()->warn("{} arrived while no process was running: not forwarded",
+                ExitStatus{0, signal}.to_string());
 }
 
 Verdict Attempt::run() {

@@ -42,7 +42,7 @@ void close_from(int first, int last) {
     const ssize_t count = ::read(words, &word, sizeof word);
     if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (count != static_cast<ssize_t>(sizeof word)) break;
-    // A group, or the negative of one that is gone.
+    // A group, or the negative of one that has ended.
     const pid_t before = word > 0 ? 0 : -word;
     const pid_t after = word > 0 ? word : 0;
     const auto place = std::find(groups.begin(), groups.end(), before);

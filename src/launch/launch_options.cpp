@@ -239,11 +239,11 @@ void LaunchOptions::check() const {
     require(endpoint.port > 0 || nnodes_.max == 1, "rdzv-endpoint with a port for several nodes",
             fmt::format("'{}'", rdzv_endpoint_));
     require(master_addr_.empty() && node_rank_ == 0, "rdzv-endpoint, or master-addr and node-rank",
-            "both", "with an endpoint, nodes are numbered as they come");
+            "both", "with an endpoint, nodes are numbered in order of arrival");
   }
   require_name("rdzv-id", rdzv_id_);
   require(!redirects_.any() || !log_dir_.empty(), "log-dir with redirects", "none",
-          "say where the files go");
+          "set the folder of the log files");
   require_duration("grace", grace_, 0);
   require_duration("heartbeat-timeout", heartbeat_timeout_, 0.1);
   require_duration("join-timeout", join_timeout_, 0);

@@ -51,7 +51,7 @@ LaunchResult Launcher::Impl::run() {
     const auto joined = meeting.join(interrupt_);
     if (const auto* const verdict = std::get_if<Verdict>(&joined)) {
       if (verdict->kind == Verdict::Kind::succeeded)
-        log()->warn("the job is done without this node: no process was started here");
+        log()->warn("the job ended without this node: no process was started here");
       return result_of(*verdict);
     }
     const auto& assignment = std::get<Assignment>(joined);
@@ -63,7 +63,7 @@ LaunchResult Launcher::Impl::run() {
       relay.finish(interrupt_);
       return result_of(verdict);
     }
-    log()->warn("starting again: {}",
+    log()->warn("restarting: {}",
                 verdict.failure.has_value() ? verdict.failure->to_string() : verdict.reason);
   }
 }
@@ -86,7 +86,7 @@ void Launcher::Impl::announce(const Assignment& assignment) const {
   if (assignment.attempt == 0) {
     if (const int threads = threads_of_each(options_); threads > 0) {
       log()->info(
-          "OMP_NUM_THREADS={} for each of {} processes, as there are {} cores; set it to choose",
+          "OMP_NUM_THREADS={} for each of {} processeson {} cores; set the variable to override",
           threads, count, usable_cores());
     }
   }

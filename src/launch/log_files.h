@@ -13,7 +13,7 @@ namespace semitone::launch {
 // Makes the folder. FileError if it cannot be, or nothing can be written there.
 void require_log_dir(const std::filesystem::path& folder);
 
-// Whether a folder of this name lies where it is asked for: no path, nothing that cannot be read.
+// Whether a folder of this name lies where it is requested: no path, nothing that cannot be read.
 bool names_a_folder(std::string_view name);
 
 // DIR/<job>/attempt_<n>, with a folder for each rank.

@@ -44,7 +44,7 @@ void require_free(int port) {
   std::string problem;
   if (is_port_free(port, problem)) return;
   throw Error(kWhere, fmt::format("master-port {} to be free", port), problem,
-              "choose another, or none for a free one");
+              "choose another port, or 0 for a free one");
 }
 
 }  // namespace
@@ -195,7 +195,7 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
     }
     if (channel_->state() != Channel::State::closed) {
       throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
-                  channel_->problem(), "is it another program's port?");
+                  channel_->problem(), "does the port belong to another program?");
     }
     // Node 0 may not have started yet, or be starting again.
     require_time(channel_->problem());
@@ -216,7 +216,7 @@ std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
     }
     if (const auto* const stand_by = std::get_if<StandBy>(&*message)) {
       met_ = true;
-      log()->info("this node stands by, until there is room for it: {}", stand_by->reason);
+      log()->info("this node waits until there is room for it: {}", stand_by->reason);
     }
     const auto* const verdict = std::get_if<Verdict>(&*message);
     if (verdict == nullptr) continue;

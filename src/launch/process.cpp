@@ -123,7 +123,7 @@ void Process::send(int signal) const {
 }
 
 Finished Process::wait() {
-  if (child_ == nullptr) throw Error(kWhere, "a process that was not waited for yet", "another");
+  if (child_ == nullptr) throw Error(kWhere, "one call of wait() for each process", "another");
   Finished result;
   while (child_->out.is_open() || child_->err.is_open()) {
     // poll() passes over negative descriptors.

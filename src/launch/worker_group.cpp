@@ -162,9 +162,10 @@ void WorkerGroup::report_stopped() const {
         ::waitid(P_PID, static_cast<id_t>(worker.id), &info, WSTOPPED | WNOHANG | WNOWAIT) != 0 ||
         info.si_pid != worker.id)
       continue;
-    log()->warn("rank {} (process {}) is stopped, by {}: the others may have failed because of it",
-                assignment_.first_rank + worker.local_rank, worker.id,
-                ExitStatus{0, info.si_status}.to_string());
+    log()->warn(
+        "rank {} (process {}) was stopped by {}: other processes may have failed because of it",
+        assignment_.first_rank + worker.local_rank, worker.id,
+        ExitStatus{0, info.si_status}.to_string());
   }
 }
 
@@ -203,7 +204,7 @@ void WorkerGroup::stop(int signal, Time now) {
 void WorkerGroup::give_up() {
   for (Worker& worker : workers_) {
     if (worker.group_gone) continue;
-    log()->warn("process {} does not end, not even by SIGKILL: left alone", worker.id);
+    log()->warn("process {} does not end, even after SIGKILL: abandoned", worker.id);
     if (!worker.status.has_value()) worker.status = ExitStatus{0, SIGKILL};
     worker.group_gone = true;
     guardian_.forget(worker.id);

@@ -218,7 +218,8 @@ class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> 
   }
   [[noreturn]] static variable_list backward(AutogradContext* ctx, const variable_list&) {
     throw Error(ctx->saved_data["where"].toStringRef(), "a layer that is differentiated once",
-                "a gradient of its gradient", "put the layer into evaluation mode for that");
+                "a gradient of its gradient",
+                "put the layer into evaluation mode to differentiate twice");
   }
 };
 

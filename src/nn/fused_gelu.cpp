@@ -76,7 +76,9 @@ at::Tensor fused_bias_gelu(const at::Tensor& input, const at::Tensor& bias,
   constexpr auto kWhere = "nn.fused_bias_gelu";
   check_input(kWhere, input);
   if (input.dim() == 0) throw Error(kWhere, "an input (..., N)", "a scalar");
-  if (!bias.defined()) throw Error(kWhere, "a bias", "an undefined tensor", "fused_gelu has none");
+  if (!bias.defined())
+    throw Error(kWhere, "a bias", "an undefined tensor",
+                "call fused_gelu for an input without bias");
   check_values(kWhere, "bias", bias, input, input.sizes().slice(input.sizes().size() - 1));
   return apply(input, bias, form_of(kWhere, approximate));
 }

@@ -73,7 +73,7 @@ void check(const at::Tensor& input, const MaxPool& pool) {
   if (longest > kernels::kMaxPoolWindow || pool.window() > kernels::kMaxPoolWindow) {
     throw Error(kWhere, c10::str("a window of at most ", kernels::kMaxPoolWindow, " elements"),
                 c10::str("one of ", pool.kernel[0], " x ", pool.kernel[1]),
-                "at::max_pool2d has any");
+                "use at::max_pool2d for larger windows");
   }
 }
 

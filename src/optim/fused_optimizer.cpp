@@ -55,13 +55,13 @@ bool is_placeholder(const at::Tensor& grad) {
 void check_gradient(std::string_view where, const at::Tensor& grad, const at::Tensor& parameter,
                     const std::string& name) {
   if (grad.layout() != at::kStrided) {
-    throw Error(where, "dense gradients", c10::str(grad.layout(), " for ", name),
-                "use a dense gradient (an embedding without sparse), or an optimizer for sparse "
-                "ones for this parameter");
+    throw Error(
+        where, "dense gradients", c10::str(grad.layout(), " for ", name),
+        "use a dense gradient (an embedding without sparse), or an optimizer for sparse gradients");
   }
   if (is_placeholder(grad)) {
     throw Error(where, "a step through MixedPrecision::step, or MasterWeights::step",
-                "one past it, while the gradient of " + name + " is still in the model",
+                "another call, while the gradient of " + name + " is still in the model",
                 "or call MixedPrecision::master_params first: it moves gradients");
   }
   if (!is_supported(grad.scalar_type()) || grad.sizes() != parameter.sizes() ||
@@ -186,7 +186,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
           check_copy(where(), copy, parameter, place(g, i));
           if (grad.defined() && copy.grad().defined()) {
             throw Error(where(), "one gradient for " + place(g, i),
-                        "one of the master and one of the model copy", "add them up first");
+                        "one of the master and one of the model copy", "add the two first");
           }
           if (!grad.defined()) {
             grad = copy.grad();
@@ -199,7 +199,7 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
       check_gradient(where(), grad, parameter, place(g, i));
       if (splits && parameter.scalar_type() == at::kHalf) {
         throw Error(where(), "bfloat16 or float32 parameters with split_master",
-                    "float16 for " + place(g, i), "keep fp32 masters for it");
+                    "float16 for " + place(g, i), "use fp32 masters for it");
       }
       if (const FusedState* state = find(parameter); state != nullptr) {
         check_state(*state, parameter, slots(group.options()), place(g, i));

@@ -21,7 +21,7 @@ const Options& options_as(const torch::optim::OptimizerOptions& options, std::st
   const auto* own = dynamic_cast<const Options*>(&options);
   if (own == nullptr) {
     throw Error(where, "its own options in every parameter group", "those of another optimizer",
-                "make the group with the options type of this optimizer");
+                "use this optimizer's options type for the group");
   }
   return *own;
 }

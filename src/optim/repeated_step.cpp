@@ -24,8 +24,8 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
   const at::NoGradGuard no_grad;
   if (!optimizer.rules_of({}).has_value()) {
     throw Error(kRepeatedStep,
-                "an optimizer that updates each parameter by itself: Adam, SGD or Adagrad",
-                std::string(optimizer.where()) + ", which looks at norms first");
+                "an optimizer that updates each parameter independently: Adam, SGD or Adagrad",
+                std::string(optimizer.where()) + ", which computes norms first");
   }
   std::unordered_set<const c10::TensorImpl*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
@@ -34,7 +34,7 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
     optimizer.check(groups[g].options());
     if (optimizer.keeps_bf16_state(groups[g].options())) {
       throw Error(kRepeatedStep, "state in float32", "bf16_state in group " + std::to_string(g),
-                  "its rounding takes other random bits in each step: take fp32 state");
+                  "its rounding needs other random bits in each step: use fp32 state");
     }
     for (const at::Tensor& parameter : groups[g].params()) {
       if (parameter.defined() && wanted.erase(parameter.unsafeGetTensorImpl()) > 0)
@@ -89,7 +89,7 @@ void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
     throw Error(kRepeatedStep, "gradients of the same parameters in each step",
                 "some of " + std::to_string(now.size()) + " parameters instead of " +
                     std::to_string(work_.size()),
-                "a step that is repeated cannot leave layers out by turns");
+                "a captured step must compute the same layers each time");
   }
   for (std::size_t i = 0; i < now.size(); ++i) {
     now[i].update.state = work_[i].update.state;

@@ -226,7 +226,7 @@ class BucketedReduction final : public Reduction {
   void on_gradient() override {
     if (!reducer_->expects_gradients()) {
       throw Error("parallel.ddp", "one backward pass for each ddp.forward()",
-                  fmt::format("gradients on rank {} after all were reduced", group_.rank()),
+                  fmt::format("more gradients on rank {} after all were reduced", group_.rank()),
                   "add losses and call backward once");
     }
     if (!learns()) return;

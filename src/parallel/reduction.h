@@ -35,7 +35,7 @@ class Reduction {
   // now on. Null: the number of ranks.
   virtual void divide_by(const c10::intrusive_ptr<c10d::Work>&) {}
   // After it.
-  // @param outputs  its results, where the reduction asked for them
+  // @param outputs  its results, where the reduction requested them
   virtual void before_backward(const std::vector<at::Tensor>& outputs) = 0;
   // A parameter has its gradient. Called in backward.
   virtual void on_gradient() {}

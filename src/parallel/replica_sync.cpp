@@ -295,7 +295,7 @@ void ReplicaSync::Impl::forget_failed_backward() {
     throw Error(kDdp, "backward passes that end without an exception",
                 fmt::format("one on rank {} that threw after part of its gradients had been sent",
                             group.rank()),
-                "end this process, so that the others hear of it, and resume from a checkpoint; "
+                "end this process, so that the other ranks notice, and resume from a checkpoint; "
                 "with delay_allreduce(true) nothing is sent before backward is done");
   }
   mode = Mode::idle;
@@ -348,7 +348,7 @@ std::int64_t ReplicaSync::Impl::announce(bool has_input) {
     joining->ended = true;
     throw Error("parallel.join", "as many batches on every rank",
                 fmt::format("none left on rank {}", rank),
-                "give all ranks the same number, or let the others go on");
+                "give all ranks the same number, or set throw_on_early_termination to false");
   }
   if (has_input && !joining->options.divide_by_initial_world_size) reduction->divide_by(live.work);
   return joining->live;
@@ -462,8 +462,8 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   auto listener = c10::make_intrusive<Outputs::Listener>();
   listener->on_gradient = [impl = impl_.get(), alive = std::weak_ptr(impl_->alive)] {
     if (alive.expired()) {
-      throw Error(kDdp, "DistributedDataParallel to live until the backward pass is done",
-                  "one that is gone");
+      throw Error(kDdp, "DistributedDataParallel to exist until the backward pass is done",
+                  "one that was destroyed");
     }
     impl->reduction->on_outputs_gradient();
   };
@@ -484,14 +484,14 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   if (impl_->joining.has_value())
     throw Error("parallel.join", "one joined loop at a time", "another inside it");
   if (impl_->options.static_graph()) {
-    throw Error("parallel.join", "a graph that may change", "static_graph",
-                "a rank without input has none: use find_unused_parameters");
+    throw Error("parallel.join", "options without static_graph", "static_graph",
+                "a rank without input has no graph: use find_unused_parameters");
   }
   for (const auto& entry : impl_->trained.parameters) {
     if (!entry.sparse_gradient) continue;
     throw Error("parallel.join", "dense gradients",
                 fmt::format("'{}' with sparse ones", entry.name),
-                "a rank without input has none to send: use Embedding without sparse(true)");
+                "a rank without input cannot send them: use Embedding without sparse(true)");
   }
   struct Scope {
     Impl& impl;
@@ -508,7 +508,8 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
     for (int steps = 0; impl_->announce(false) > 0; ++steps) {
       if (steps == kSkewToWarnOf) {
         log()->warn(
-            "rank {} has had no input for {} steps while others go on: share the data evenly",
+            "rank {} has had no input for {} steps while other ranks continue: distribute the data "
+            "evenly",
             impl_->group.rank(), steps);
       }
       impl_->shadow_step();

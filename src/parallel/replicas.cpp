@@ -81,7 +81,7 @@ void limit_threads(int threads) {
     throw;
   } catch (const std::exception& other) {
     std::throw_with_nested(
-        Error(kReplicas, "a forward that ends well", place + ": " + other.what()));
+        Error(kReplicas, "a forward without an exception", place + ": " + other.what()));
   }
 }
 
@@ -135,14 +135,14 @@ ReplicaPlan::ReplicaPlan(const ModelTensors& model, const DataParallelOptions& o
 void BatchCut::look_at(const at::Tensor& tensor) {
   if (plan_->devices.size() == 1 || !tensor.defined() || tensor.dim() == 0) return;
   if (tensor.dim() <= plan_->dim) {
-    throw Error(kReplicas, c10::str("tensors with a dimension ", plan_->dim, " to cut along"),
+    throw Error(kReplicas, c10::str("tensors with a dimension ", plan_->dim, " to split along"),
                 c10::str("one of shape ", tensor.sizes()));
   }
   const std::int64_t rows = tensor.size(plan_->dim);
   if (rows_.value_or(rows) != rows) {
     throw Error(kReplicas, c10::str("the same extent of all tensors in dimension ", plan_->dim),
                 c10::str(*rows_, " and ", rows),
-                "expand() what is meant for all rows, or make it a member of the model");
+                "expand() tensors that apply to all rows, or make them members of the model");
   }
   rows_ = rows;
 }
@@ -155,7 +155,7 @@ std::int64_t BatchCut::rows_of_a_part() const {
 std::size_t BatchCut::parts() const {
   if (plan_->devices.size() == 1) return 1;
   if (!rows_.has_value()) {
-    throw Error(kReplicas, "a tensor with dimensions among the arguments, to cut", "none",
+    throw Error(kReplicas, "a tensor with dimensions to split among the arguments", "none",
                 "a type of your own needs a method map_tensors: see core/map_tensors.h");
   }
   const std::int64_t size = rows_of_a_part();

@@ -49,11 +49,11 @@ OptimizerPtr make(const ZeroRedundancyOptimizer::Factory& make_optimizer, ParamG
   if (optimizer == nullptr) throw Error(kZero, "an optimizer from the factory", "none");
   if (!are_same(parameters_of(optimizer->param_groups()), given)) {
     throw Error(kZero, "an optimizer of the parameter groups that the factory was given",
-                "one of others", "hand them to the optimizer's constructor as they are");
+                "one of others", "pass them to the optimizer's constructor unchanged");
   }
   if (dynamic_cast<const torch::optim::LBFGS*>(optimizer.get()) != nullptr) {
-    throw Error(kZero, "an optimizer that steps each parameter by itself", "LBFGS",
-                "it looks at all gradients together");
+    throw Error(kZero, "an optimizer that steps each parameter independently", "LBFGS",
+                "it combines all gradients: use another optimizer");
   }
   return optimizer;
 }

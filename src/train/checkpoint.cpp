@@ -164,7 +164,7 @@ std::string read_checked(const std::filesystem::path& path) {
   if (saved != checksum_of(bytes)) {
     throw FileError(kCheckpoint,
                     "a state that `semitone train --save` wrote in '" + path.string() + "'",
-                    "other bytes than its checksum is of",
+                    "bytes that do not match the checksum",
                     "was it truncated or changed, or written by another program?");
   }
   return bytes;

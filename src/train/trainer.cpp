@@ -90,7 +90,7 @@ void check_options(const TrainOptions& options) {
   require(options.save_every() >= 0, "steps between saves of 0 (none) or more",
           count(options.save_every()));
   if (options.save_every() > 0 && options.save().empty())
-    throw Error(kTrainer, "a file to save to every so many steps", "none");
+    throw Error(kTrainer, "a file to save to, with save_every", "none");
   if (options.dtype().has_value() && !is_16bit(*options.dtype()))
     throw Error(kTrainer, "float16 or bfloat16", dtype_name(*options.dtype()));
 }
@@ -185,8 +185,8 @@ class Run {
       throw Error(kTrainer, fmt::format("a state with fewer than {} steps", end),
                   std::to_string(position_.step),
                   options_.schedule() == Schedule::constant || end < steps_
-                      ? "raise --epochs or --max-steps"
-                      : "a cosine schedule that came to its end cannot be extended");
+                      ? "raise epochs or max_steps"
+                      : "a finished cosine schedule cannot be extended");
     }
     end_step_ = end;
     model_.module()->train();

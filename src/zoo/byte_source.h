@@ -17,7 +17,7 @@ class ByteSource {
   explicit ByteSource(const std::filesystem::path& path);
   ~ByteSource();
 
-  // Fills the buffer as far as there is data. Returns how many bytes came: fewer than asked for
+  // Fills the buffer as far as there is data. Returns how many bytes came: fewer than requested
   // only at the end.
   std::size_t read(void* buffer, std::size_t size);
 

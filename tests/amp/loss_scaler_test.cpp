@@ -129,7 +129,7 @@ TEST(LossScaler, StopsAfterTooManySkipsInARowAndNamesTheFirst) {
   skip("conv1.weight");
   skip("");
   const auto message = message_of<DivergedError>([&] { skip("fc.bias"); });
-  EXPECT_THAT(message, HasSubstr("3 skipped steps in a row"));
+  EXPECT_THAT(message, HasSubstr("3 consecutive skipped steps"));
   EXPECT_THAT(message, HasSubstr("'conv1.weight'"));
   EXPECT_THAT(message, HasSubstr("in 2 gradients"));
   EXPECT_THAT(message, HasSubstr("5.960464477539063e-08"));  // 2^-24, not 0.000000

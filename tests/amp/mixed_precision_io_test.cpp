@@ -201,7 +201,7 @@ TEST(Fp32Weights, AMisfitIsAnErrorThatNamesItAndKeepsIt) {
   run.net->conv->weight.set_data(torch::ones({4, 2, 3, 3}));
   EXPECT_EQ(message_of<Error>([&] { fp32.end(); }),
             "[amp.mixed_precision.fp32_weights] expected weights of the model's shapes, got [7, 7] "
-            "for 'head.weight' of shape [3, 4] — the others were taken over");
+            "for 'head.weight' of shape [3, 4] — the other weights were taken over");
   EXPECT_NO_THROW(fp32.end()) << "once";
   EXPECT_TRUE(same_bits(run.net->head->weight, before));
   EXPECT_TRUE(same_bits(run.net->conv->weight, torch::ones({4, 2, 3, 3}, torch::kBFloat16)));
@@ -567,8 +567,8 @@ TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
     return saved(another.mixed);
   };
   EXPECT_EQ(refused(state_of(options("O1", torch::kHalf).loss_scale(128))),
-            "[amp.mixed_precision.load] expected opt level O2, got O1 — initialize as the saved "
-            "run did");
+            "[amp.mixed_precision.load] expected opt level O2, got O1 — call initialize with the "
+            "options of the saved run");
   EXPECT_THAT(refused(state_of(options("O2", torch::kBFloat16))),
               HasSubstr("expected dtype float16, got bfloat16"));
   EXPECT_THAT(refused(state_of(Options(given).num_losses(2))),

@@ -336,7 +336,7 @@ TEST(Initialize, NoModelOrAnOptimizerTwiceIsAnError) {
   EXPECT_THAT(message_of<Error>([&] {
                 std::ignore = initialize({net}, {optimizer, optimizer});
               }),
-              HasSubstr("expected every optimizer once"));
+              HasSubstr("expected each optimizer once"));
   EXPECT_THAT(message_of<Error>([] { std::ignore = initialize(Net(nullptr), quiet("O1")); }),
               HasSubstr("got an empty module holder"));
 }
@@ -348,7 +348,7 @@ TEST(Initialize, AParameterOfTwoOptimizersCannotHaveMasters) {
   EXPECT_THAT(message_of<Error>([&] {
                 std::ignore = initialize({net}, {first, second}, quiet("O2"));
               }),
-              HasSubstr("expected every parameter in one optimizer"));
+              HasSubstr("expected each parameter in one optimizer only"));
   EXPECT_EQ(net->conv->weight.scalar_type(), torch::kFloat);
   EXPECT_NO_THROW(initialize({net}, {first, second}, quiet("O1")));
 }

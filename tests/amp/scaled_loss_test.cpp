@@ -470,7 +470,7 @@ TEST_P(ScaledLossAtEveryLevel, AStepOfTheOptimizerItselfIsRepairedOrRefused) {
       if (one == &trained && step == 1 && could_overflow) {
         // Said once; what was stepped is repaired as elsewhere.
         EXPECT_THAT(message_of<Error>([&] { trained.loss(); }),
-                    HasSubstr("call mixed.step(optimizer) in its place"));
+                    HasSubstr("call mixed.step(optimizer) instead"));
       }
       one->backward();
       one->optimizer.step();
@@ -610,8 +610,9 @@ TEST(ScaledLoss, SteppingOnScaledGradientsIsAnError) {
 TEST(ScaledLoss, DelayedGradientsWantTheSameLossAndScale) {
   Trained trained(options("O1").num_losses(2).loss_scale(128));
   trained.backward({.loss_id = 1, .delay_unscale = true});
-  EXPECT_THAT(message_of<Error>([&] { trained.backward({.loss_id = 0}); }),
-              HasSubstr("expected loss_id 1, whose gradients the optimizer holds scaled, got 0"));
+  EXPECT_THAT(
+      message_of<Error>([&] { trained.backward({.loss_id = 0}); }),
+      HasSubstr("expected loss_id 1, with which the optimizer's gradients are scaled, got 0"));
   trained.backward({.loss_id = 1});
   EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::stepped);
 
@@ -630,7 +631,7 @@ TEST(ScaledLoss, DelayedGradientsWantTheSameLossAndScale) {
   EXPECT_THAT(message_of<Error>([&] {
                 mixed.scale_loss(mixed.forward(second, ones()), second_optimizer).backward();
               }),
-              HasSubstr("a step with the same loss_id moved it"));
+              HasSubstr("a step with the same loss_id changed it"));
   mixed.zero_grad(second_optimizer);
   mixed.scale_loss(mixed.forward(second, ones()), second_optimizer).backward();
   EXPECT_EQ(mixed.step(second_optimizer), Step::stepped);

@@ -181,7 +181,7 @@ TEST_F(CliTest, OpsPrintsEveryPolicy) {
   }
   EXPECT_THAT(semitone({"ops", "--policy", "none"}).out, HasSubstr("nothing is listed"));
   EXPECT_THAT(semitone({"ops"}).out,
-              HasSubstr("kernels of Semitone's own: add.Tensor, add_.Tensor, batch_norm, "));
+              HasSubstr("Semitone's own kernels: add.Tensor, add_.Tensor, batch_norm, "));
   EXPECT_THAT(semitone({"ops", "--device", "cuda"}).out, Not(HasSubstr("Semitone's own")));
 }
 
@@ -231,7 +231,7 @@ TEST_F(CliTest, WhatIsEmulatedIsSaid) {
       options_for(train({"--opt-level", "O1", "--dtype", "fp16", "--limit-batches", "1"}))
           .environment(limit, "AVX2"));
   EXPECT_THAT(head.out, AllOf(HasSubstr("bf16 emulated; fp16 emulated\n"),
-                              HasSubstr("float16: asked for; emulated here (emulated: computed")));
+                              HasSubstr("float16: requested; emulated here (emulated: computed")));
   EXPECT_EQ(json::parse(semitone({"ops", "--device", "cuda", "--json"}).out).at("emulated"),
             json::array());
 }
@@ -275,7 +275,7 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
   const Finished finished =
       semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2"}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
-  for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: asked for",
+  for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: requested",
                            "memory        nhwc: chosen", "400 training and 100 test images",
                            "sgd lr 0.05 momentum 0.9, cosine, seed 0",
                            "level  dtype      accuracy     loss  images/s  ms/step  speed     time "
@@ -384,7 +384,7 @@ TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
   };
   const auto [first, said] = result({"--max-steps", "25"});
   EXPECT_EQ(first.at("steps"), 25);
-  EXPECT_THAT(said, HasSubstr("state         '" + state + "' is not there yet: a new training"));
+  EXPECT_THAT(said, HasSubstr("state         '" + state + "' does not exist yet: a new training"));
   const auto [rest, said_then] = result({});
   EXPECT_THAT(said_then, Not(HasSubstr("a new training")));
   const json whole = json::parse(semitone(train({"--epochs", "2", "--json"})).out).at(0);
@@ -532,7 +532,7 @@ TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
   EXPECT_EQ(finished.status.code, 3);
   EXPECT_THAT(
       finished.err,
-      AllOf(HasSubstr("O0 float32   test accuracy"), HasSubstr("steps in a row"),
+      AllOf(HasSubstr("O0 float32   test accuracy"), HasSubstr("consecutive skipped steps"),
             HasSubstr("[cli.train] expected O1 to train, got exit code 3"), Not(HasSubstr("O2 "))));
   // The level that was done is not lost.
   EXPECT_THAT(finished.out, HasSubstr("O0     float32"));

@@ -325,7 +325,7 @@ TEST_F(LaunchCommandTest, AFailureNamesTheProcessThatIsStopped) {
     exit 3)sh");
   EXPECT_EQ(finished.status.code, 3);
   EXPECT_THAT(finished.err,
-              AllOf(HasSubstr("rank 1 (process "), HasSubstr("is stopped, by signal 19"),
+              AllOf(HasSubstr("rank 1 (process "), HasSubstr("was stopped by signal 19"),
                     HasSubstr("rank 2 failed: exit code 3"), Not(HasSubstr("rank 0"))));
 }
 
@@ -491,7 +491,7 @@ TEST_F(TwoNodes, AReplacementMayComeBeforeItsPredecessorIsKnownToBeDead) {
   const Finished replacement = third.wait();
   EXPECT_EQ(replacement.status.code, 0) << replacement.err;
   EXPECT_THAT(replacement.err,
-              HasSubstr("this node stands by, until there is room for it: the job here has its 2"));
+              HasSubstr("this node waits until there is room for it: the job here has its 2"));
   EXPECT_EQ(words_of(folder_ / "sizes"), (Words{"2", "2"}));
   lost.send(SIGCONT);
   EXPECT_EQ(lost.wait().status.code, 1);

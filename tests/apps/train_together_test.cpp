@@ -69,7 +69,7 @@ TEST_F(TrainTogether, OneProcessSpeaksForAll) {
       train({"--nproc", "2", "--sync-bn", "--compress", "bf16", "--epochs", "3", "--json", file});
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.out,
-              AllOf(HasSubstr("processes     2, BatchNorm over all of them, gradients "
+              AllOf(HasSubstr("processes     2, BatchNorm over all processes, gradients "
                               "sent in bf16"),
                     HasSubstr("\nO1     bfloat16")));
   EXPECT_EQ(count(finished.out, "\nO1 "), 1);
@@ -170,7 +170,7 @@ TEST_F(TrainTogether, ARestartGoesOnWithWhatWasSaved) {
                           "[ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && { (while [ ! -e " + state +
                               " ]; do sleep 0.01; done; kill -9 $$) & }\n"));
   ASSERT_TRUE(restarted.status.success()) << restarted.err;
-  EXPECT_THAT(restarted.err, HasSubstr("starting again: rank 1 failed: signal 9"));
+  EXPECT_THAT(restarted.err, HasSubstr("restarting: rank 1 failed: signal 9"));
   const std::string whole = (folder_ / "whole.json").string();
   ASSERT_TRUE(launch::run(command({"--json", whole}, "")).status.success());
   for (const char* key : {"steps", "test_accuracy", "test_loss", "train_loss"})

@@ -387,11 +387,11 @@ TEST_F(LauncherTest, AProgramThatCannotBeRunIsAnError) {
     expect_error([&] { Launcher launcher{LaunchOptions(program)}; },
                  {"[launch.program] expected a program to launch, got", part});
   };
-  expect("/no/such/program", "'/no/such/program', which is not there");
-  expect("semitone-no-such-program", "which no folder of PATH has");
+  expect("/no/such/program", "'/no/such/program', which does not exist");
+  expect("semitone-no-such-program", "which is not in PATH");
   expect("/tmp", "a folder");
   write_text(folder_ / "data", "text");
-  expect(folder_ / "data", "which may not be run — chmod +x");
+  expect(folder_ / "data", "which is not executable — chmod +x");
   // Only the system knows that it has no such interpreter.
   const auto script = folder_ / "script";
   write_text(script, "#!/no/such/interpreter\n");

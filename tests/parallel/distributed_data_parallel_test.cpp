@@ -853,7 +853,7 @@ TEST(Misuse, ABackwardAfterItsEndIsAnError) {
       DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
       return sum_of_squares(ddp.forward(batch.data), batch.target);
     }();
-    test::expect_error([&] { loss.backward(); }, {"[parallel.ddp]", "to live until"});
+    test::expect_error([&] { loss.backward(); }, {"[parallel.ddp]", "to exist until"});
   });
 }
 

@@ -36,7 +36,7 @@ Indices rest_of(torch::data::samplers::Sampler<>& sampler, std::size_t batch_siz
   return all;
 }
 
-// Gives back the number that it is asked for.
+// Returns its argument.
 class Numbers : public torch::data::datasets::Dataset<Numbers, std::size_t> {
  public:
   explicit Numbers(std::size_t size) : size_(size) {}

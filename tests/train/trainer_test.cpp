@@ -405,7 +405,7 @@ TEST_F(SavedStateTest, OfOtherDataIsRefused) {
 
 TEST_F(SavedStateTest, ThatIsAlreadyThereCannotGoOn) {
   EXPECT_THAT(message(options()),
-              AllOf(HasSubstr("fewer than 3 steps"), HasSubstr("raise --epochs or --max-steps")));
+              AllOf(HasSubstr("fewer than 3 steps"), HasSubstr("raise epochs or max_steps")));
 }
 
 TEST_F(SavedStateTest, WithAConstantRateMayTakeMoreEpochs) {
@@ -426,9 +426,9 @@ TEST_F(SavedStateTest, MissingForeignAndDamagedFilesAreFileErrors) {
   std::filesystem::remove(state_);
   EXPECT_THAT(message(more), AllOf(HasSubstr("no such file"), HasSubstr(state_.string())));
   test::write_text(state_, "");
-  EXPECT_THAT(message(more), HasSubstr("other bytes than its checksum is of"));
+  EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum"));
   test::write_text(state_, "no archive");
-  EXPECT_THAT(message(more), HasSubstr("other bytes than its checksum is of"));
+  EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum"));
   for (const double part : {0.1, 0.5, 0.9, 0.999}) {
     test::write_text(
         state_,
@@ -440,7 +440,7 @@ TEST_F(SavedStateTest, MissingForeignAndDamagedFilesAreFileErrors) {
     std::string flipped = bytes;
     flipped[at] = static_cast<char>(flipped[at] ^ 1);
     test::write_text(state_, flipped);
-    EXPECT_THAT(message(more), HasSubstr("other bytes than its checksum is of")) << at;
+    EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum")) << at;
   }
   torch::save(DropNet(), state_.string());
   EXPECT_THAT(message(more), HasSubstr("written by another program?"));

@@ -16,33 +16,31 @@ struct Variable {
 
 /// trace, debug, info, warning, error or off. Default: info.
 inline constexpr Variable kLogLevel{
-    "SEMITONE_LOG_LEVEL", "How much the library logs: trace, debug, info, warning, error, off"};
+    "SEMITONE_LOG_LEVEL", "Log level of the library: trace, debug, info, warning, error, off"};
 /// Default: data/mnist in the source folder that the program was built from.
-inline constexpr Variable kDataDir{"SEMITONE_DATA_DIR", "Where the default data set lies"};
+inline constexpr Variable kDataDir{"SEMITONE_DATA_DIR", "Directory of the default data set"};
 /// Default: tests/conformance/data.
 inline constexpr Variable kConformanceDir{
     "SEMITONE_CONFORMANCE_DIR",
-    "Where the conformance tests read their cases, instead of the repository's"};
+    "Directory of the conformance tests' cases, in place of the repository's"};
 /// A convention of terminal programs, see no-color.org: if it is set, output is plain.
 inline constexpr Variable kNoColor{"NO_COLOR", "Set to anything: no colours on the terminal"};
 /// Every terminal sets this to its type.
 inline constexpr Variable kTerm{"TERM", "dumb: no colours and no moving line on the terminal"};
 
 /// The rank of this process in the job, as torchrun sets it.
-inline constexpr Variable kRank{"RANK", "Number of this process among those that train together"};
+inline constexpr Variable kRank{"RANK", "Rank of this process in the job"};
 
-inline constexpr Variable kWorldSize{"WORLD_SIZE", "How many processes train together"};
-inline constexpr Variable kLocalRank{"LOCAL_RANK",
-                                     "Number of this process among those of its machine"};
+inline constexpr Variable kWorldSize{"WORLD_SIZE", "Number of processes in the job"};
+inline constexpr Variable kLocalRank{"LOCAL_RANK", "Rank of this process on its machine"};
 inline constexpr Variable kLocalWorldSize{"LOCAL_WORLD_SIZE",
-                                          "How many of the processes run on this machine"};
+                                          "Number of processes on this machine"};
 inline constexpr Variable kMasterAddr{"MASTER_ADDR", "Address of the machine that rank 0 runs on"};
-inline constexpr Variable kMasterPort{"MASTER_PORT",
-                                      "Port of the store at which the processes meet"};
+inline constexpr Variable kMasterPort{"MASTER_PORT", "Port of the store for the rendezvous"};
 inline constexpr Variable kUseAgentStore{"TORCHELASTIC_USE_AGENT_STORE",
-                                         "True: the launcher runs the store, rank 0 does not"};
+                                         "True: the launcher runs the store, not rank 0"};
 inline constexpr Variable kRestartCount{"TORCHELASTIC_RESTART_COUNT",
-                                        "How often the launcher has restarted the processes"};
+                                        "Number of restarts of the processes so far"};
 inline constexpr Variable kSlurmProcId{"SLURM_PROCID", "Slurm's RANK"};
 /// Only srun sets it: a batch script has SLURM_NTASKS and SLURM_PROCID as well.
 inline constexpr Variable kSlurmTasks{"SLURM_STEP_NUM_TASKS", "Slurm's WORLD_SIZE"};
@@ -50,12 +48,12 @@ inline constexpr Variable kSlurmLocalId{"SLURM_LOCALID", "Slurm's LOCAL_RANK"};
 inline constexpr Variable kSlurmTasksPerNode{"SLURM_STEP_TASKS_PER_NODE",
                                              "Slurm's LOCAL_WORLD_SIZE of every node: 2(x3),1"};
 inline constexpr Variable kSlurmNodeId{"SLURM_NODEID", "Slurm's GROUP_RANK"};
-inline constexpr Variable kSlurmNodeList{
-    "SLURM_STEP_NODELIST", "The first of the step's nodes is the default MASTER_ADDR"};
+inline constexpr Variable kSlurmNodeList{"SLURM_STEP_NODELIST",
+                                         "Its first node is the default MASTER_ADDR"};
 inline constexpr Variable kSlurmJobId{"SLURM_JOB_ID",
-                                      "Makes the default MASTER_PORT of a Slurm job"};
+                                      "Determines the default MASTER_PORT of a Slurm job"};
 inline constexpr Variable kSlurmStepId{"SLURM_STEP_ID",
-                                       "Makes the default MASTER_PORT of a Slurm job, too"};
+                                       "Also determines the default MASTER_PORT of a Slurm job"};
 /// Open MPI's mpirun sets these (Open MPI's documentation, 11.1: "Environment variables set for MPI
 /// applications").
 inline constexpr Variable kMpiRank{"OMPI_COMM_WORLD_RANK", "Open MPI's RANK"};
@@ -64,7 +62,7 @@ inline constexpr Variable kMpiLocalRank{"OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI'
 inline constexpr Variable kMpiLocalSize{"OMPI_COMM_WORLD_LOCAL_SIZE",
                                         "Open MPI's LOCAL_WORLD_SIZE"};
 inline constexpr Variable kMpiJobId{"PMIX_NAMESPACE",
-                                    "Makes the default MASTER_PORT of an Open MPI job"};
+                                    "Determines the default MASTER_PORT of an Open MPI job"};
 /// MPICH's and Intel MPI's launcher Hydra sets PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and
 /// MPI_LOCALNRANKS (Intel MPI Library, Developer Reference: "Environment Variables Not Propagated
 /// by Hydra"); HPE Cray's PALS sets PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK and PMI_LOCAL_SIZE, and
@@ -82,7 +80,7 @@ inline constexpr Variable kPalsLocalRank{"PALS_LOCAL_RANKID",
 inline constexpr Variable kPalsLocalSize{"PALS_LOCAL_SIZE",
                                          "LOCAL_WORLD_SIZE under Cray PALS, without Cray's PMI"};
 inline constexpr Variable kPalsJobId{"PALS_APID",
-                                     "Makes the default MASTER_PORT of a Cray PALS job"};
+                                     "Determines the default MASTER_PORT of a Cray PALS job"};
 /// MVAPICH2's launcher mpirun_rsh sets these (its source: src/pm/mpirun/src/mpispawn.c).
 inline constexpr Variable kMvapichRank{"MV2_COMM_WORLD_RANK", "MVAPICH2's RANK"};
 inline constexpr Variable kMvapichSize{"MV2_COMM_WORLD_SIZE", "MVAPICH2's WORLD_SIZE"};
@@ -98,24 +96,25 @@ inline constexpr Variable kNcclErrorHandling{
 /// none, calls or full. Default: calls.
 inline constexpr Variable kCommCheck{
     "SEMITONE_COMM_CHECK",
-    "Which collectives verify that all ranks call the same: none, calls, full"};
+    "Which collectives verify that all ranks make the same call: none, calls, full"};
 
 /// oneDNN reads this. Semitone reads it too, so that emulation follows oneDNN: has_native_kernel in
 /// core/device.h.
 inline constexpr Variable kOneDnnMaxIsa{
-    "ONEDNN_MAX_CPU_ISA", "The instruction set that LibTorch's oneDNN uses at most: AVX2 …"};
-inline constexpr Variable kDnnlMaxIsa{"DNNL_MAX_CPU_ISA", "Its older name, read after the other"};
+    "ONEDNN_MAX_CPU_ISA", "Highest instruction set that LibTorch's oneDNN uses: AVX2 …"};
+inline constexpr Variable kDnnlMaxIsa{"DNNL_MAX_CPU_ISA",
+                                      "Older name of ONEDNN_MAX_CPU_ISA, read second"};
 
-inline constexpr Variable kGroupRank{"GROUP_RANK", "Number of this machine among those of the job"};
-inline constexpr Variable kGroupWorldSize{"GROUP_WORLD_SIZE", "How many machines the job has"};
-inline constexpr Variable kRoleName{"ROLE_NAME", "What the processes do: --role of the launcher"};
+inline constexpr Variable kGroupRank{"GROUP_RANK", "Index of this machine in the job"};
+inline constexpr Variable kGroupWorldSize{"GROUP_WORLD_SIZE", "Number of machines in the job"};
+inline constexpr Variable kRoleName{"ROLE_NAME", "Role of the processes: --role of the launcher"};
 inline constexpr Variable kRoleRank{"ROLE_RANK", "RANK among the processes of this role"};
 inline constexpr Variable kRoleWorldSize{"ROLE_WORLD_SIZE", "WORLD_SIZE of this role"};
 inline constexpr Variable kMaxRestarts{"TORCHELASTIC_MAX_RESTARTS",
-                                       "How often the launcher restarts the processes at most"};
+                                       "Largest number of restarts of the processes"};
 inline constexpr Variable kRunId{"TORCHELASTIC_RUN_ID", "Name of the launcher's job"};
 inline constexpr Variable kOmpThreads{"OMP_NUM_THREADS",
-                                      "Threads of a process; the launcher shares the cores out"};
+                                      "Threads per process; the launcher divides the cores"};
 
 /// All variables above, for documentation and tests.
 std::span<const Variable> all();

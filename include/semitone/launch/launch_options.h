@@ -69,7 +69,7 @@ class LaunchOptions {
   /// Number of nodes. Default 1. A range requires rdzv_endpoint.
   LaunchOptions& nnodes(NodeCount value);
 
-  /// Number of this node. Its processes get the ranks after those of the preceding nodes. Used with
+  /// Index of this node. Its processes get the ranks after those of the preceding nodes. Used with
   /// master_addr; with rdzv_endpoint, nodes are numbered in order of arrival. Default 0.
   LaunchOptions& node_rank(int value);
   /// Address of node 0, which becomes MASTER_ADDR. Default for one node: 127.0.0.1.
