@@ -73,8 +73,8 @@ struct Switches {
 // does not see that a weight changes: it is emptied where Python's torch.autocast does, at the end
 // of the outermost region, and wherever ours is.
 //
-// A scope that ends on another thread is left to the thread that it is on, which ends it when its next
-// scope begins or ends.
+// A scope that ends on another thread is left to the thread that it is on, which ends it when its
+// next scope begins or ends.
 class RegionScope {
  public:
   struct End {

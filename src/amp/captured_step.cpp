@@ -46,8 +46,8 @@ std::vector<Shape> shapes_of(const Batch& batch) {
   return shapes;
 }
 
-// As torch.nn.utils.clip_grad_norm_, with all numbers on the device. A norm that is not finite clips
-// nothing: other gradients would be NaN too, and nobody could tell where it began.
+// As torch.nn.utils.clip_grad_norm_, with all numbers on the device. A norm that is not finite
+// clips nothing: other gradients would be NaN too, and nobody could tell where it began.
 void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> grads;

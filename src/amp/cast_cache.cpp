@@ -120,9 +120,9 @@ void CastCache::insert(const Key& key, Entry entry) {
   sweep_at_ = std::max(kSweepAbove, 2 * entries_.size());
 }
 
-// A cast with a gradient holds its weight, by the node that accumulates the weight's gradient: where
-// nothing but such casts holds the weight, and nothing but the cache holds this cast, both are gone
-// for the program.
+// A cast with a gradient holds its weight, by the node that accumulates the weight's gradient:
+// where nothing but such casts holds the weight, and nothing but the cache holds this cast, both
+// are gone for the program.
 bool CastCache::is_unused(const Entry& entry) {
   const std::size_t weight_uses = entry.weight.use_count();
   return weight_uses == 0 ||

@@ -15,7 +15,7 @@
 
 namespace semitone::amp {
 
-// What a weight was converted to.
+// The dtype that a weight was converted to.
 enum class Conversion : std::uint8_t {
   fp16,
   bf16,
@@ -23,23 +23,23 @@ enum class Conversion : std::uint8_t {
   fp32_by_bf16,
 };
 
-// The casts of weights in a region: each weight is converted once, however often it is used.
-// Thread-safe. An entry is only as good as the weight that it was made from. It is used while the
-// weight has the same version counter, storage and layout, and while nobody wrote to the converted
-// tensor; and it is made anew with a gradient if it was made without one (under no_grad) and one is
-// needed now.
+// The casts of weights in a region. Each weight is converted once, however often it is used.
+// Thread-safe. An entry is valid while the weight has the same version counter, storage and layout,
+// and while the converted tensor has not been written to. An entry that was made under no_grad is
+// made again when a gradient is needed.
 //
-// torch::optim::SGD writes through tensor.data(), which no counter shows. So a backward pass through
-// any cast here forgets them all; the kernels of add_ and sub_ tell of the memory that they write
-// to, by which SGD steps; and on a CPU a fingerprint of some of the weight's elements has to be the
-// same, too. A weight may have a gradient: while micro-batches are accumulated, all of them do.
+// torch::optim::SGD writes through tensor.data(), which no counter shows. Three measures cover
+// that. A backward pass through any cast drops all entries. The kernels of add_ and sub_, with
+// which SGD steps, report the memory that they write to. On a CPU a fingerprint of some of the
+// weight's elements must match. A weight may have a gradient: during gradient accumulation all of
+// them do.
 class CastCache : public std::enable_shared_from_this<CastCache> {
  public:
   // Whether the casts of a tensor may be kept: a strided leaf.
   static bool can_keep(const at::Tensor& tensor);
 
-  // The cached conversion of a tensor that can_keep(), or convert(weight), which is then
-  // remembered.
+  // Returns the cached conversion of a tensor for which can_keep() holds. If there is none, it
+  // calls convert(weight) and caches the result.
   template <typename Convert>
   at::Tensor get(const at::Tensor& weight, Conversion conversion, bool* hit, Convert&& convert) {
     at::Tensor found = find(weight, conversion);
@@ -56,8 +56,8 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
 
   void clear();
 
-  // Forgets the casts of what lies in the memory of a tensor that is written to. Costs nothing where
-  // nothing else lies there.
+  // Drops the casts of weights in the memory of a tensor that is written to. Costs nothing if there
+  // are none.
   void forget_memory_of(const at::Tensor& written);
 
  private:
@@ -91,7 +91,7 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
   static std::uint64_t fingerprint_of(const at::Tensor& weight);
   static Entry entry_for(const at::Tensor& weight);  // without the conversion
   static bool is_unused(const Entry& entry);
-  // Moves the entries that a condition holds for out of the map.
+  // Removes the entries for which a condition holds from the map.
   template <typename Condition>
   void forget_locked(const Condition& condition, std::vector<Entry>& forgotten) {
     for (auto entry = entries_.begin(); entry != entries_.end();) {

@@ -174,8 +174,8 @@ CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<Ca
   return known != made->end() ? known->second : made->emplace(key, build()).first->second;
 }
 
-// Calls install() once for each device; twice, which does no harm, where two threads ask at the same
-// time. What a policy may need besides its rows is installed whole: asking for each operator's
+// Calls install() once for each device; twice, which does no harm, where two threads ask at the
+// same time. What a policy may need besides its rows is installed whole: asking for each operator's
 // kernel every time that a policy is edited would cost 0.1 ms.
 class OncePerDevice {
  public:

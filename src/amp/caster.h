@@ -8,23 +8,23 @@
 
 namespace semitone::amp {
 
-// What autocast casts: fp32, fp16 and bf16 tensors on the region's device.
+// Whether autocast casts a tensor: fp32, fp16 and bf16 tensors on the region's device.
 bool is_eligible(const at::Tensor& tensor, c10::DeviceType device);
 
 // To this 16-bit dtype; emulated: and back to fp32, rounded.
 Conversion conversion_to(c10::ScalarType lower, bool emulated);
 
-// Converts arguments of one call under one region: weights through the region's cache, with an
-// event for each conversion. Refers to what it is given.
+// Converts the arguments of one call under one region: weights through the region's cache, with an
+// event for each conversion. Holds references to its constructor's arguments.
 class Caster {
  public:
   Caster(const Regions& regions, const CompiledPolicy& policy, std::string_view op);
 
-  // Left as it is: a tensor that is not eligible, or has the dtype already.
+  // Returns a tensor unchanged if it is not eligible or has the dtype already.
   at::Tensor convert(const at::Tensor& tensor, Conversion conversion) const;
   at::Tensor to_fp32(const at::Tensor& tensor) const;
 
-  // Tells listeners that the operator itself converts this argument to fp32.
+  // Notifies listeners that the operator itself converts this argument to fp32.
   void converts_to_fp32(const at::Tensor& tensor) const;
 
  private:

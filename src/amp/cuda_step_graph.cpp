@@ -59,7 +59,8 @@ class CudaStepGraph : public StepGraph {
   void capture(const std::function<void()>& work) override {
     const c10::cuda::CUDAGuard on_device(device_.index());
     C10_CUDA_CHECK(cudaDeviceSynchronize());
-    // What warm-up has left in the allocator's cache is of no use to a graph, which has its own memory.
+    // What warm-up has left in the allocator's cache is of no use to a graph, which has its own
+    // memory.
     c10::cuda::CUDACachingAllocator::emptyCache();
     graph_.emplace();
     const auto pool = at::cuda::graph_pool_handle();
@@ -94,8 +95,8 @@ class CudaStepGraph : public StepGraph {
 
  private:
   // A capture that fails in the middle leaves the allocators of device and pinned memory collecting
-  // for it, by a function that belongs to the graph: while that lives, they are told to stop. What the
-  // capture had not begun, or has ended, they do not know: an exception.
+  // for it, by a function that belongs to the graph: while that lives, they are told to stop. What
+  // the capture had not begun, or has ended, they do not know: an exception.
   void close_pools(at::cuda::MempoolId_t pool) const {
     try {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool);

@@ -40,8 +40,9 @@ class Setting {
   std::vector<std::pair<const CudnnScope*, Value>> wanted_;  // the youngest last
 };
 
-// Written where it differs only, and not taken back: other threads may read the environment meanwhile,
-// which the C library does not guard, and cuDNN, which reads this variable once, would not notice.
+// Written where it differs only, and not taken back: other threads may read the environment
+// meanwhile, which the C library does not guard, and cuDNN, which reads this variable once, would
+// not notice.
 void set_workspace_limit(std::int64_t mebibytes) {
   const std::string wanted = std::to_string(mebibytes);
   const char* const known = std::getenv(kWorkspaceLimit);

@@ -4,8 +4,9 @@
 
 namespace semitone::amp {
 
-// LibTorch's settings of cuDNN while this lives. Of several at a time the youngest counts, setting by
-// setting; without any, what was before the first. The limit of workspace alone stays.
+// Applies settings to LibTorch's cuDNN while this object exists. With several objects the most
+// recent one wins, setting by setting. Destroying the last restores the original values, except the
+// workspace limit, which stays.
 class CudnnScope {
  public:
   explicit CudnnScope(const CudnnSettings& settings);

@@ -45,8 +45,8 @@ constexpr std::string_view kCudnnRnn = "_cudnn_rnn";
 constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precision",
                                                        "_autocast_to_reduced_precision"};
 
-// Operators that LibTorch refuses for arguments of two floating dtypes, in which a model with 16-bit
-// weights brings fp32 along: a grid, an index, a target. They compute in fp32 then.
+// Operators that LibTorch refuses for arguments of two floating dtypes, in which a model with
+// 16-bit weights brings fp32 along: a grid, an index, a target. They compute in fp32 then.
 constexpr std::array<std::string_view, 9> kWidensMixed{
     "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
     "index_put", "scatter_add", "vdot"};
@@ -414,8 +414,8 @@ class Kernel final : public c10::OperatorKernel {
   std::optional<c10::SafeKernelFunction> stock_;
 };
 
-// The kernels of operators that are called too often to be boxed each time, and that have something to
-// see in every region. What policies say is for the boxed kernel to do.
+// The kernels of operators that are called too often to be boxed each time, and that have something
+// to see in every region. What policies say is for the boxed kernel to do.
 class WatchingKernel : public c10::OperatorKernel {
  public:
   WatchingKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,

@@ -65,7 +65,8 @@ const std::map<std::string, MatrixProduct>& table() {
 
 std::vector<c10::OperatorHandle> all_products(bool convolutions_only) {
   using Product = std::pair<c10::OperatorHandle, MatrixProduct>;
-  // LibTorch has 3000 operators: looked through once, not for every policy that is bound to a model.
+  // LibTorch has 3000 operators: looked through once, not for every policy that is bound to a
+  // model.
   static const auto* const all = new std::vector<Product>([] {
     std::vector<Product> found;
     auto& dispatcher = c10::Dispatcher::singleton();
@@ -114,7 +115,8 @@ struct WantedGradients {
   bool of_weights = false;
 };
 
-// The first argument is what an operator is applied to, in all of them. What follows may be weights.
+// The first argument is what an operator is applied to, in all of them. What follows may be
+// weights.
 WantedGradients wanted_gradients(Arguments arguments) {
   WantedGradients wanted;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -129,8 +131,9 @@ WantedGradients wanted_gradients(Arguments arguments) {
   return wanted;
 }
 
-// Whether the one kernel for the gradient of fp16 weights (oneDNN's brgemm_convolution_bwd_weights_t
-// on AMX-FP16) takes a convolution: neither dilated nor padded by more than half a kernel.
+// Whether the one kernel for the gradient of fp16 weights (oneDNN's
+// brgemm_convolution_bwd_weights_t on AMX-FP16) takes a convolution: neither dilated nor padded by
+// more than half a kernel.
 bool is_usual(Arguments arguments) {
   const auto all_are_one = [](const c10::IValue& value) {
     const auto sizes = value.toIntVector();

@@ -86,8 +86,8 @@ std::optional<at::Tensor> dropout(Arguments arguments) {
   return nn::fused_dropout(input, arguments[kProbability].toDouble());
 }
 
-// LibTorch's kernels for 16 bits go through fp32, at half the speed of memory. Below so many elements
-// that costs less than recording a function of our own, 4 us.
+// LibTorch's kernels for 16 bits go through fp32, at half the speed of memory. Below so many
+// elements that costs less than recording a function of our own, 4 us.
 bool is_worth_a_kernel(const at::Tensor& input) {
   constexpr std::int64_t kElements = 64 * 1024;
   return input.numel() >= kElements && input.element_size() == 2 &&

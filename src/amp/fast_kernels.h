@@ -8,22 +8,23 @@
 #include <string_view>
 #include <vector>
 
-// Kernels of our own in place of LibTorch's, for operators of models that know nothing of them.
+// Semitone's kernels in place of LibTorch's, for operators of unmodified models.
 namespace semitone::amp {
 
 struct FastKernel {
   std::string_view op;  // the display name of one overload
-  // The operator's result; nothing where the kernel does not do these arguments, which is then
-  // LibTorch's to do. With every Autocast key excluded.
+  // Returns the operator's result, or nothing if the kernel does not support the arguments; then
+  // LibTorch's kernel runs. Called with every Autocast key excluded.
   std::optional<at::Tensor> (*run)(std::span<const c10::IValue> arguments);
-  // It takes 16-bit arguments and returns fp32 itself: no casts where a policy wants fp32.
+  // Whether it takes 16-bit arguments and returns fp32 itself, so that a policy's fp32 needs no
+  // casts.
   bool widens = false;
 };
 
-// All of them.
+// All kernels.
 std::span<const FastKernel> fast_kernels();
 
-// By operator. Null: none.
+// The kernel of an operator, or null.
 const FastKernel* find_fast_kernel(std::string_view op);
 
 }  // namespace semitone::amp

@@ -13,9 +13,9 @@ namespace semitone::amp {
 
 namespace {
 
-// A gradient that can be read and written as numbers in memory. Repeated indices of a sparse one are
-// added up: their sum may overflow fp16 where no single value does. Of a complex one, a conjugation
-// that is still to come is done.
+// A gradient that can be read and written as numbers in memory. Repeated indices of a sparse one
+// are added up: their sum may overflow fp16 where no single value does. Of a complex one, a
+// conjugation that is still to come is done.
 at::Tensor resolved(const at::Tensor& grad) {
   if (!grad.defined()) return grad;
   if (grad.layout() != at::kStrided && !grad.is_sparse()) {

@@ -26,8 +26,8 @@ void for_each_parameter(torch::optim::Optimizer& optimizer, Visit&& visit) {
   }
 }
 
-// Takes the scale out of gradients and looks for inf and NaN: collects what is to be done, each
-// parameter once however often it is named, and does it in one pass a device.
+// Unscales gradients and checks for inf and NaN. Collects the work, each parameter once however
+// often it is added, and does it in one pass per device.
 class Gradients {
  public:
   explicit Gradients(kernels::InverseScale inverse_scale)
@@ -36,17 +36,17 @@ class Gradients {
   // parameter.grad = parameter.grad / scale + addend, in place. Either may be undefined.
   void unscale(const at::Tensor& parameter, const at::Tensor& addend = {});
 
-  // to.grad = from.grad / scale + to.grad, in to's dtype, and from.grad is dropped.
+  // to.grad = from.grad / scale + to.grad, in to's dtype; drops from.grad.
   void move(const at::Tensor& from, const at::Tensor& to);
 
-  // found_inf: one flag a device, made where there is none, set to 1 where a result is inf or NaN.
-  // Everything on a device is checked before anything there is written; no gradient is replaced if it
-  // throws.
+  // found_inf: one flag per device, created if missing, set to 1 if a result is inf or NaN.
+  // Everything on a device is checked before anything there is written. If it throws, no gradient
+  // is replaced.
   void run(std::vector<at::Tensor>& found_inf);
 
  private:
   void add(const at::Tensor& grad, const at::Tensor& out, const at::Tensor& addend);
-  // The values of a gradient to be changed in place: a copy if another one has the same memory.
+  // The values of a gradient to change in place: a copy if another gradient has the same memory.
   at::Tensor own(const at::Tensor& values);
 
   struct Result {
@@ -63,21 +63,21 @@ class Gradients {
   std::vector<Result> results_;
 };
 
-// Whether an optimizer evaluates the loss itself, in its step: it would see scaled gradients, and
+// Whether an optimizer evaluates the loss itself, in its step. It would see scaled gradients, and
 // weights that are not written to the model yet.
 bool evaluates_loss(const torch::optim::Optimizer& optimizer);
 
 // The device of the optimizer's first parameter; the CPU if it has none.
 c10::Device device_of(torch::optim::Optimizer& optimizer);
 
-// The flag of a device among one flag a device; made, as 0, where there is none.
+// The flag of a device in a list with one flag per device; created as 0 if missing.
 at::Tensor& found_inf_on(std::vector<at::Tensor>& flags, c10::Device device);
 
-// Whether each flag is set, with one read for each device that has flags.
+// Whether each flag is set. One read per device with flags.
 std::vector<bool> read_flags(const std::vector<at::Tensor>& flags);
 bool any_found_inf(const std::vector<at::Tensor>& flags);
 
-// Which gradients of the optimizer are not finite. One read for each parameter: for messages only.
+// The gradients of the optimizer that are not finite. One read per parameter: for messages only.
 Overflow find_overflow(torch::optim::Optimizer& optimizer, const ParameterNames& names);
 
 }  // namespace semitone::amp

@@ -412,8 +412,8 @@ bool MasterWeights::master_changed(const Pair& pair) {
          pair.master_data != pair.master.const_data_ptr();
 }
 
-// An element that is what the master rounds to was not changed: the master has it exactly. Compared by
-// their bits, which are those of a NaN too.
+// An element that is what the master rounds to was not changed: the master has it exactly. Compared
+// by their bits, which are those of a NaN too.
 void MasterWeights::take_parameter(Pair& pair) {
   const at::Tensor value = pair.parameter.detach();
   if (value.sizes() != pair.master.sizes()) {

@@ -6,15 +6,15 @@
 
 #include <vector>
 
-// Images whose channels lie next to each other in memory: what convolutions on CPUs and tensor cores
-// are fastest with.
+// The memory format of images with the channels innermost, in which convolutions are fastest on
+// CPUs and tensor cores.
 namespace semitone::amp {
 
-// The weights of a model's Conv2d and ConvTranspose2d layers, of TorchScript too.
+// The weights of a model's Conv2d and ConvTranspose2d layers, also in TorchScript.
 std::vector<at::Tensor> conv2d_weights(const Model& model);
 
-// Lays tensors of 4 dimensions out in a format, in place, gradients too. Those among them that share
-// their memory go on sharing it; others that did are parted from them.
+// Converts 4-D tensors to a memory format, in place, with their gradients. Tensors in the list that
+// share memory still share it; other tensors that shared it get memory of their own.
 void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format);
 
 }  // namespace semitone::amp

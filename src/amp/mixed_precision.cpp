@@ -138,8 +138,8 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   if (properties.patch_torch_functions) return given.bind(models);
   const auto& type = properties.cast_model_type;
   if (!type.has_value() || !is_16bit(*type)) return std::nullopt;
-  // 16-bit weights: the region emulates what the CPU lacks, casts for parameters that stay fp32, and
-  // lowers what meets 16-bit weights in fp32.
+  // 16-bit weights: the region emulates what the CPU lacks, casts for parameters that stay fp32,
+  // and lowers what meets 16-bit weights in fp32.
   CastPolicy weights_only =
       CastPolicy::none(target).emulation(given.emulation()).fast_kernels(false);
   for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
@@ -147,8 +147,8 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   return weights_only.bind(models);
 }
 
-// Whether forward has to run in that region. It casts its arguments: on devices that LibTorch computes
-// 16-bit operators on as they should be, there is work only for parameters that stay fp32.
+// Whether forward has to run in that region. It casts its arguments: on devices that LibTorch
+// computes 16-bit operators on as they should be, there is work only for parameters that stay fp32.
 // And for attention with padded keys, which LibTorch computes in fp32 only.
 bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy,
                     const std::vector<Model>& models) {
@@ -193,8 +193,8 @@ void cast_model(const Model& model, c10::ScalarType dtype,
   }
 }
 
-// Puts models and optimizers back as they were, unless all went well. Masters give their places back
-// by themselves.
+// Puts models and optimizers back as they were, unless all went well. Masters give their places
+// back by themselves.
 class Undo {
  public:
   Undo(const std::vector<Model>& models, const OptimizerRefs& optimizers)

@@ -19,8 +19,8 @@
 
 namespace semitone::amp {
 
-// What amp::initialize made. mixed_precision.cpp sets it up and runs models, scaled_loss.cpp takes
-// gradients through their scale, mixed_precision_io.cpp saves and loads.
+// The state behind amp::initialize. mixed_precision.cpp sets it up and runs models, scaled_loss.cpp
+// unscales gradients, mixed_precision_io.cpp saves and loads.
 struct MixedPrecision::Impl {
   Impl();
   Impl(const Impl&) = delete;
@@ -39,14 +39,14 @@ struct MixedPrecision::Impl {
     std::optional<MasterWeights> masters;
     std::optional<Scaled> scaled;
     bool skip = false;  // the next step: a loss overflowed
-    // Until MixedPrecision::step is called for the first time: whether the program steps past it.
+    // Until the first call of MixedPrecision::step: watches for calls of optimizer.step().
     StepWatch watch;
     bool watched = true;
     bool warned_of_no_gradient = false;
     bool warned_of_no_scale = false;
 
-    // Calls visit(parameter) for what backward gives gradients to: the model's parameters, not
-    // their masters.
+    // Calls visit(parameter) for the tensors that backward gives gradients: the model's parameters,
+    // not their masters.
     template <typename Visit>
     void for_each_leaf(Visit&& visit) const {
       if (masters.has_value()) {
@@ -58,7 +58,7 @@ struct MixedPrecision::Impl {
       });
     }
 
-    // Whether a gradient is there, in the model or for the optimizer to read.
+    // Whether there is a gradient, in the model or for the optimizer.
     bool has_gradient() const {
       bool found = false;
       const auto look = [&](const at::Tensor& tensor) { found = found || tensor.grad().defined(); };
@@ -70,7 +70,7 @@ struct MixedPrecision::Impl {
     }
   };
 
-  // What the backward passes of a loss found, which the host has not looked at yet.
+  // The result of a loss's backward passes, not yet read by the host.
   struct Pending {
     std::int64_t loss_id;
     std::vector<PerOptimizer*> optimizers;
@@ -78,7 +78,7 @@ struct MixedPrecision::Impl {
     bool named = true;  // false: the loss was scaled for others, whose steps move its scale
   };
 
-  // The scale of one loss in a device's memory.
+  // The scale of one loss, in a device's memory.
   struct ScaleOnDevice {
     std::int64_t loss_id;
     at::Tensor scale;
@@ -93,15 +93,15 @@ struct MixedPrecision::Impl {
     bool also_inside = false;  // it is in what the model has, too, scaled: to be reduced with it
   };
 
-  // A tensor of a model that initialize has cast to 16 bits.
+  // A tensor of a model that initialize cast to 16 bits.
   struct LowTensor {
     std::string name;
     at::Tensor tensor;
     c10::DimVector sizes;  // as at initialize
   };
 
-  // A module inside one of the models that forward was called with. Its address stays its own as
-  // long as it can be locked.
+  // A submodule that forward was called with. While it can be locked, no other module has its
+  // address.
   struct Part {
     std::weak_ptr<const torch::nn::Module> module;
     std::size_t model;
@@ -125,14 +125,15 @@ struct MixedPrecision::Impl {
   std::vector<PerOptimizer> optimizers;
   std::vector<LossScaler> scalers;
   std::vector<Pending> pending;
-  // Gradients from before a scaled backward, which are not scaled: kept apart from those in the
-  // model until these are unscaled.
+  // Gradients from before a scaled backward, which are not scaled. They are kept apart from the
+  // model's until these are unscaled.
   std::unordered_map<const c10::TensorImpl*, SetAside> set_aside;
-  // While a step is captured: stands for the scaler's number.
+  // While a step is captured, replaces the scaler's number.
   std::optional<ScaleOnDevice> scale_on_device;
-  // A loss leaves nothing in optimizers that were not named for it: of a CapturedStep.
+  // For a CapturedStep: a loss changes nothing in optimizers that were not named for it.
   bool named_only = false;
-  // Parameters of the models that are in no optimizer, and how many were in one when this was found.
+  // Parameters of the models that are in no optimizer, and the number of those that were in one
+  // when this was computed.
   std::vector<at::Tensor> free_parameters;
   std::optional<std::size_t> free_among;
   bool warned_of_loss = false;
@@ -144,32 +145,33 @@ struct MixedPrecision::Impl {
 
   PerOptimizer& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
-  // The place of the model that a module is, or is a part of.
+  // The index of the model that a module is, or is part of.
   std::size_t model_with(const void* identity, const char* caller);
-  // Error if a model is no longer where initialize found it.
+  // Error if a model is no longer on the device where initialize found it.
   void require_on_device(std::size_t model) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
 
-  // Takes the scale out of the gradients that a backward left in the model, for these optimizers;
-  // the result is where each of them reads it, with earlier ones, and shown in the model.
+  // Unscales the gradients that a backward left in the model, for these optimizers. The result,
+  // with earlier gradients added, is where each optimizer reads it, and is shown in the model.
   void unscale(const std::vector<PerOptimizer*>& of, std::int64_t loss_id, float inverse,
                const at::Tensor& inverse_on_device, bool named);
 
-  // Forgets what losses of other optimizers left in one that has dropped its gradients since.
+  // If an optimizer has dropped its gradients since, drops what losses of other optimizers recorded
+  // for it.
   void drop_void(PerOptimizer& known);
 
-  // Parameters of the models that no optimizer has.
+  // Parameters of the models that are in no optimizer.
   const std::vector<at::Tensor>& find_free_parameters();
 
-  // What MasterWeights::show_gradients shows of a model (null: of all) is hidden again: a backward
-  // pass is to come, and would add to it.
+  // Undoes MasterWeights::show_gradients for a model (null: for all): the coming backward pass
+  // would add to these gradients.
   void hide_gradients(const Model* model);
 
-  // Error if an optimizer has stepped past MixedPrecision::step, which would have skipped the step at
-  // an overflow and moved the scale.
+  // Error if an optimizer has stepped without MixedPrecision::step, which would have skipped the
+  // step at an overflow and updated the scale.
   void require_no_step_past(const char* caller);
 
-  // Warnings of what would train badly, or nothing, without another word.
+  // Warnings for code that would silently train badly or not at all.
   void look_at_plain(const at::Tensor& loss);
   void warn_of_gradients(PerOptimizer& known);
   // One line in the log, at verbosity 1 and on the first rank.
@@ -181,12 +183,12 @@ struct MixedPrecision::Impl {
   // Error while an optimizer's gradients are scaled.
   static void require_unscaled(const PerOptimizer& known, const char* caller);
 
-  // The end of an optimizer's step whose gradients are unscaled and checked: calls take() unless it is
-  // skipped, and moves the scales.
+  // Ends the step of an optimizer whose gradients are unscaled and checked: calls take() unless the
+  // step is skipped, and updates the scales.
   Step end_step(PerOptimizer& known, const std::function<void()>& take);
 
-  // At a step: warns, once, of a model that the optimizer trains although nothing of it ever ran
-  // through forward, call or autocast.
+  // At a step: warns, once, of a model that the optimizer trains but that never ran through
+  // forward, call or autocast.
   void warn_of_idle_models(const PerOptimizer& known);
 
   // MasterWeights::pull and sync of every optimizer, after take_loaded(). Error inside
@@ -197,11 +199,11 @@ struct MixedPrecision::Impl {
  private:
   void require_own_dtypes(const char* caller) const;
 
-  // torch::load gives a 16-bit tensor the memory of a wider one in the file, and leaves its dtype
-  // (LibTorch 2.11: set_). Takes over what the memory holds. Error where it could be a view of
-  // other 16-bit memory.
+  // torch::load gives a 16-bit tensor the memory of a wider one in the file, and keeps its dtype
+  // (LibTorch 2.11: set_). Converts the values in that memory. Error if it could be a view of other
+  // 16-bit memory.
   void take_loaded(const char* caller);
-  // Those that hold the master of a parameter; null: none.
+  // The MasterWeights with the master of a parameter, or null.
   MasterWeights* masters_of(const at::Tensor& parameter);
 };
 

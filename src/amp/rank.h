@@ -4,8 +4,7 @@
 
 namespace semitone::amp {
 
-// Whether this process speaks for all that train together: what is alike on every rank is logged
-// once.
+// Whether this process logs messages that concern all ranks: they are logged once.
 inline bool is_first_rank() {
   return env::get(env::kRank).value_or("0") == "0";
 }

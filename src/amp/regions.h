@@ -12,8 +12,8 @@
 
 namespace semitone::amp {
 
-// The regions that a thread is in: for each device the innermost one, and the cache that all share.
-// Immutable; a new region makes a new object. Rides to other threads with at::ThreadLocalState.
+// The regions of a thread: for each device the innermost one, and the cache that they share.
+// Immutable: a new region makes a new object. at::ThreadLocalState carries it to other threads.
 struct Regions : c10::DebugInfoBase {
   struct Region {
     c10::DeviceType device;

@@ -4,8 +4,8 @@
 
 namespace semitone::amp {
 
-// Whether two tensors are views of all the same memory, element by element: one weight that a model
-// holds under two names.
+// Whether two tensors view the same memory, element by element: one weight with two names in a
+// model.
 inline bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() > 0 && a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
          a.strides() == b.strides();

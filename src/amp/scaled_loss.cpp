@@ -74,8 +74,8 @@ class UnreducedMarks {
 
 // The way of one loss through backward: begin() before it, finish() or put_back() after it.
 struct ScaledLoss::Work {
-  // An optimizer that was not named for the loss. It gets its gradients, too: as in training without
-  // a loss scale.
+  // An optimizer that was not named for the loss. It gets its gradients, too: as in training
+  // without a loss scale.
   struct Other {
     PerOptimizer* known;
     // Whether it held gradients of another scale, delayed or in another backward; and these.

@@ -4,8 +4,8 @@
 
 namespace semitone::amp {
 
-// Says so, once, where one of LibTorch's optimizers steps fp16 weights and has an eps that fp16
-// rounds to 0: it divides 0 by 0 where a gradient is 0.
+// Warns, once, if one of LibTorch's optimizers steps fp16 weights with an eps that fp16 rounds to
+// 0. It divides 0 by 0 where a gradient is 0.
 void warn_of_small_eps(const OptimizerRefs& optimizers);
 
 }  // namespace semitone::amp

@@ -7,11 +7,11 @@
 
 namespace semitone::amp {
 
-// The mode in which tensors are made and written that outlive a call: without gradients, and not in
-// the caller's inference mode, whose tensors nothing outside of it may write to.
+// The mode for creating and writing tensors that outlive a call: without gradients, and not in the
+// caller's inference mode, whose tensors cannot be written to outside of it.
 class StateMode {
  public:
-  // stay: in the caller's inference mode after all, for a model that was made in one.
+  // stay: remain in the caller's inference mode, for a model that was created in one.
   explicit StateMode(bool stay = false) {
     if (!stay && c10::InferenceMode::is_enabled()) normal_.emplace(false);
     no_grad_.emplace();

@@ -8,20 +8,20 @@
 
 namespace semitone::amp {
 
-// Tells whether an optimizer has stepped in the meantime, past those who skip its steps where
-// gradients overflow. LibTorch's optimizers have no hooks; but what they keep tells: their state
-// appears, its step counts and its tensors' versions move.
+// Detects that an optimizer has stepped by a direct call of optimizer.step(), which does not skip
+// steps at an overflow. LibTorch's optimizers have no hooks, but their state reveals a step: it
+// appears, and its step counts and its tensors' versions change.
 //
-// torch::optim::SGD without momentum keeps nothing, and writes through tensor.data(), which leaves
-// versions as they are. So while there is no state, a few numbers of each CPU parameter are looked
-// at: did they move against their gradients, without a new version? A program that changes weights
-// itself moves versions, or (as sharpness-aware minimization) goes along the gradients.
+// torch::optim::SGD without momentum has no state, and writes through tensor.data(), which does not
+// change versions. While there is no state, a few numbers of each CPU parameter are therefore
+// compared: did they move against their gradients, without a new version? A program that changes
+// weights itself changes versions, or moves along the gradients (sharpness-aware minimization).
 class StepWatch {
  public:
-  // A number that differs once the optimizer has stepped, as far as its state tells.
+  // A number that changes when the optimizer steps, as far as its state shows it.
   static std::int64_t progress_of(const torch::optim::Optimizer& optimizer);
 
-  // From now on. Gradients are where the optimizer reads them.
+  // Starts the observation. Gradients are where the optimizer reads them.
   void start(torch::optim::Optimizer& optimizer);
   void stop();
   bool is_on() const { return on_; }

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-// Which of a machine's GPUs a rank uses.
+// The assignment of a machine's GPUs to ranks.
 namespace semitone::comm {
 
-// The number of a rank's GPU. Error if there are too few; one alone may be this rank's own, of several
-// that the launcher has given out: whether it is, require_own_gpus tells.
+// The index of a rank's GPU. Error if there are too few. A single visible GPU may be this rank's
+// own, if the launcher assigned one to each rank; require_own_gpus checks that.
 // @param gpus  that this process sees: all of the machine, or its own one
 int gpu_of(int local_rank, int local_world_size, int gpus);
 
@@ -19,7 +19,7 @@ int gpu_of(int local_rank, int local_world_size, int gpus);
 // @param identities  of each rank's
 void require_own_gpus(const std::vector<std::string>& identities);
 
-// The GPU of a rank, which becomes this thread's current device.
+// Selects the GPU of a rank, which becomes this thread's current device.
 c10::Device take_gpu(const Rendezvous& place);
 
 }  // namespace semitone::comm

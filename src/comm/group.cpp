@@ -134,8 +134,8 @@ std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
 }
 
-// Gloo connects all ranks in its constructor, and waits a minute there for one that was lost meanwhile.
-// So that is done on a thread which is left to itself if the watch hears of it.
+// Gloo connects all ranks in its constructor, and waits a minute there for one that was lost
+// meanwhile. So that is done on a thread which is left to itself if the watch hears of it.
 Transport connect_gloo(const BackendRequest& request, Watch& watch) {
   struct Connecting {
     std::mutex mutex;

@@ -30,9 +30,9 @@
 namespace semitone::comm {
 namespace {
 
-// c10d's store writes to sockets whose other end may be gone, and leaves SIGPIPE to the program, where
-// Python ignores it: a lost rank would end the others without a word. A handler of the program's own
-// stays.
+// c10d's store writes to sockets whose other end may be gone, and leaves SIGPIPE to the program,
+// where Python ignores it: a lost rank would end the others without a word. A handler of the
+// program's own stays.
 void ignore_broken_pipes() {
   struct sigaction action {};
   if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
@@ -51,8 +51,8 @@ void let_others_read(c10d::Store& store, int ranks) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-// Returns when all ranks have come and agree on how many they are, their machines; CommError with those
-// that have not or do not.
+// Returns when all ranks have come and agree on how many they are, their machines; CommError with
+// those that have not or do not.
 std::vector<Machine> meet(c10d::Store& store, const Rendezvous& place,
                           std::chrono::milliseconds timeout) {
   if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
@@ -154,8 +154,8 @@ std::string own_address(const Rendezvous& place, const std::vector<Machine>& mac
 }
 
 // Under which the processes' keys stand in the store. Restarted workers meet under other names than
-// those before them. torchrun's own store outlives its workers, and a node that joins or leaves does
-// not count as a restart, but changes their number.
+// those before them. torchrun's own store outlives its workers, and a node that joins or leaves
+// does not count as a restart, but changes their number.
 std::string store_prefix(const Rendezvous& place) {
   std::string prefix = "semitone/" + env::get(env::kRestartCount).value_or("0");
   if (place.store_is_hosted) prefix += fmt::format("/{}", place.world_size);

@@ -2,7 +2,7 @@
 
 #include <string>
 
-// Where a process runs, for the ranks to compare.
+// The machine that a process runs on, for comparison between ranks.
 namespace semitone::comm {
 
 struct Machine {
@@ -11,17 +11,17 @@ struct Machine {
   std::string network;  // of the network namespace
 };
 
-// That of this process.
+// The machine of this process.
 Machine this_machine();
 
-// Words, to send; the later ones may be missing.
+// The fields as words, for sending; the later ones may be missing.
 std::string to_text(const Machine& machine);
 Machine machine_from_text(const std::string& text);
 
-// Whether their processes share GPUs and cores: one host name on one kernel.
+// Whether the processes share GPUs and cores: the same host name and the same kernel.
 bool are_same_machine(const Machine& one, const Machine& other);
 
-// Whether the loopback interface of one is that of the other.
+// Whether they share a loopback interface.
 bool share_loopback(const Machine& one, const Machine& other);
 
 }  // namespace semitone::comm

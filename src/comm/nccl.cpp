@@ -16,9 +16,9 @@
 namespace semitone::comm {
 namespace {
 
-// What its watchdog does with a collective that failed or took too long. The default, 3, throws in the
-// watchdog's own thread, which ends the process, for a loss that the other ranks get a CommError for.
-// 2 aborts the communicator, and leaves it to the caller to notice.
+// What its watchdog does with a collective that failed or took too long. The default, 3, throws in
+// the watchdog's own thread, which ends the process, for a loss that the other ranks get a
+// CommError for. 2 aborts the communicator, and leaves it to the caller to notice.
 constexpr auto kErrorHandling = "2";
 
 // The watchdog's patience begins after ours, so that the error names a rank.
@@ -41,8 +41,8 @@ Transport make_nccl(const BackendRequest& request) {
   Transport transport;
   transport.backend = std::move(nccl);
   transport.is_queued = true;
-  // To query an event is forbidden to all threads while one of them records a CUDA graph, unless they
-  // say that it is not about that graph.
+  // To query an event is forbidden to all threads while one of them records a CUDA graph, unless
+  // they say that it is not about that graph.
   transport.enter_thread = [device = request.device]() -> std::shared_ptr<void> {
     c10::cuda::set_device(device.index());
     return std::make_shared<c10::cuda::CUDAStreamCaptureModeGuard>(

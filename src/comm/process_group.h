@@ -28,8 +28,8 @@ struct Group::Impl {
   int barriers = 0;
   c10::intrusive_ptr<c10d::Store> store;
   std::shared_ptr<Watch> watch;
-  // Null for a single process. The last members: they go first, while the watch can still say
-  // goodbye, and the store is still there for others.
+  // Null for a single process. These members are the last, so they are destroyed first, while the
+  // watch can still say goodbye and the store still serves others.
   c10::intrusive_ptr<WatchedBackend> transport;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
 };
@@ -37,23 +37,24 @@ struct Group::Impl {
 // Makes the process group of a set of processes that share a store.
 void connect(Group::Impl& group);
 
-// c10d's group behind a Group, for c10d::Reducer. Null for a single process.
+// The c10d group behind a Group, for c10d::Reducer. Null for a single process.
 inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) {
   return group.impl()->process_group;
 }
 
-// Collectives of a group of several ranks without their checks: for the library's own calls, which
+// Collectives of a group of several ranks without their checks, for the library's own calls, which
 // are compared at CheckLevel::full only.
 void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root);
 std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor);
 void all_reduce_unchecked(const Group& group, at::Tensor& sums);
 
-// A text of any length from one rank to another, past all others. Groups of several ranks.
+// Sends a string of any length from one rank to another, without the other ranks. For groups of
+// several ranks.
 void send_text(const Group& group, const std::string& text, int to);
 std::string receive_text(const Group& group, int from);
 
-// Compares a call that the library makes in the program's name with the other ranks', as those of Group
-// are (CheckLevel::calls).
+// Compares a call that the library makes on behalf of the program with the other ranks' calls, like
+// a call on a Group (CheckLevel::calls).
 void announce(const Group& group, const std::string& call, const std::string& arguments);
 
 }  // namespace semitone::comm

@@ -21,8 +21,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLook(50);
 constexpr std::chrono::microseconds kLookAtBarrier(500);
 
-// Of another rank's leaving, in units of the options' patience: its collectives were done, this rank's
-// part of them may come after long computations.
+// Of another rank's leaving, in units of the options' patience: its collectives were done, this
+// rank's part of them may come after long computations.
 constexpr int kPatiences = 3;
 
 }  // namespace
@@ -184,7 +184,8 @@ void QueuedTransport::finish() {
   const std::lock_guard lock(state_->mutex);
   state_->queue.clear();
   transport = std::move(state_->transport);
-  // Its destructor waits for threads of its own: where the abort has not ended, they may not either.
+  // Its destructor waits for threads of its own: where the abort has not ended, they may not
+  // either.
   if (!state_->ended) static_cast<void>(transport.release());
 }
 

@@ -11,22 +11,22 @@
 #include <string>
 #include <thread>
 
-// The ends of a transport whose collectives run on a device: NCCL.
+// The completion of collectives that run on a device: NCCL.
 //
-// Its works' futures are complete when the kernels are queued. So nothing but Work::isCompleted() tells
-// whether a collective has run, and a kernel that waits for a rank which never comes ends by abort()
-// only. A thread asks for both. What it cannot do is to make a call throw that waits for the device
-// itself, such as Tensor::item(): that returns when the kernels were aborted, and the next call of the
+// The futures of its works complete when the kernels are queued. Only Work::isCompleted() tells
+// whether a collective has run, and only abort() ends a kernel that waits for a lost rank. A thread
+// polls the one and calls the other. It cannot make a call throw that waits for the device itself,
+// such as Tensor::item(): that call returns when the kernels were aborted, and the next call of the
 // group throws.
 namespace semitone::comm {
 
 struct QueuedTransportOptions {
   std::shared_ptr<Watch> watch;
   std::chrono::milliseconds timeout{};  // of a collective
-  // How long destruction waits for an abort, and three times as long for collectives under way after
-  // another rank has left.
+  // How long destruction waits for an abort. It waits three times as long for collectives in
+  // progress after another rank has left.
   std::chrono::milliseconds patience = std::chrono::seconds(10);
-  // Called by the thread before it asks works; what it returns lives as long as the thread.
+  // Called by the thread before it polls works; the result lives as long as the thread.
   std::function<std::shared_ptr<void>()> enter_thread;
 };
 
@@ -44,14 +44,15 @@ class QueuedTransport {
   // Waits until the device is done with a work; CommError if a rank is lost or late.
   void wait(const c10::intrusive_ptr<c10d::Work>& work, const std::string& collective) const;
 
-  // Ends the kernels under way, on a thread of its own.
+  // Ends the kernels in progress, on a separate thread.
   void cut_off();
 
-  // The CommError of a collective that did not end well; null if there is none.
+  // The CommError of a collective that failed; null if there is none.
   std::exception_ptr failure() const;
 
-  // Waits for the kernels under way, and lets go of the transport; or aborts them if a rank is lost or
-  // late, or if `cut_off` was called. Returns within seconds then, even if the abort does not.
+  // Waits for the kernels in progress, and releases the transport. If a rank is lost or late, or
+  // `cut_off` was called, it aborts them instead, and returns within seconds even if the abort does
+  // not.
   void finish();
 
  private:

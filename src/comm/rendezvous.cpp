@@ -61,7 +61,8 @@ int port_of_job(std::string_view job) {
   return kFirst + static_cast<int>(std::hash<std::string_view>()(job) % (kEnd - kFirst));
 }
 
-// "rack[1-2]-n[01-04,07],other": the first number in each pair of brackets belongs to the first node.
+// "rack[1-2]-n[01-04,07],other": the first number in each pair of brackets belongs to the first
+// node.
 std::string first_slurm_node(std::string_view list) {
   std::string node;
   while (!list.empty() && list.front() != ',') {
@@ -213,8 +214,8 @@ bool is_slurm_task() {
 Rendezvous from_environment(const InitOptions& options) {
   if (env::get(env::kRank).has_value() || env::get(env::kWorldSize).has_value())
     return from_torchrun(options);
-  // srun sets PMI_RANK for its own tasks, and knows their nodes. Of an mpiexec that starts its helpers
-  // with srun, one on each node, the helpers' variables are there as well.
+  // srun sets PMI_RANK for its own tasks, and knows their nodes. Of an mpiexec that starts its
+  // helpers with srun, one on each node, the helpers' variables are there as well.
   const bool is_sruns = is_slurm_task() && env::get(env::kPmiRank) == env::get(env::kSlurmProcId) &&
                         env::get(env::kPmiSize) == env::get(env::kSlurmTasks);
   for (const Mpi& mpi : all_mpis()) {

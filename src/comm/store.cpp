@@ -61,12 +61,13 @@ c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
   store.waitWorkers = false;  // init waits itself, and says who is missing
   store.timeout = options.timeout();
   store.masterListenFd = listener.release();
-  // Its own connection: what the master's name leads to from outside need not lead here from inside.
+  // Its own connection: what the master's name leads to from outside need not lead here from
+  // inside.
   return c10::make_intrusive<c10d::TCPStore>(on_all ? "localhost" : here.host, store);
 }
 
-// TCPStore waits for its server longer than it may: up to twice the timeout. So it is only made when
-// there is a server.
+// TCPStore waits for its server longer than it may: up to twice the timeout. So it is only made
+// when there is a server.
 c10::intrusive_ptr<c10d::Store> find_store(const Rendezvous& rendezvous,
                                            const InitOptions& options) {
   using std::chrono::milliseconds;

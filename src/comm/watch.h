@@ -18,16 +18,16 @@
 #include <thread>
 #include <vector>
 
-// Who takes part, who is lost, and who is late.
+// Tracks which ranks take part, are lost, or are late.
 //
-// Transports know when a connection breaks, not which rank is the cause, and a rank that is merely
-// stopped breaks none. So every rank keeps one more connection, to rank 0, over which it shows
-// every second that it lives and how far it is. A process that dies closes its connection at once;
-// one that is stopped, or whose machine is gone, falls silent. Rank 0 tells all others, and the
-// first loss is the one that counts, so that all ranks name the same culprit.
+// Transports notice a broken connection, but not which rank caused it, and a rank that is merely
+// stopped breaks none. So every rank keeps one more connection, to rank 0. Every second it sends a
+// heartbeat with its progress. A process that dies closes its connection at once. A process that is
+// stopped, or whose machine is lost, becomes silent. Rank 0 informs all others. The first loss is
+// the one that counts, so that all ranks name the same rank.
 //
-// What is sent, one line each. To rank 0: "hello TOKEN RANK", "beat CALLS", "blame RANKS: WHAT",
-// "bye". From rank 0: "beat CALLS RANKS" (the fewest calls of any rank, and who made so few), "left
+// The messages are lines. To rank 0: "hello TOKEN RANK", "beat CALLS", "blame RANKS: WHAT", "bye".
+// From rank 0: "beat CALLS RANKS" (the smallest number of calls, and the ranks with it), "left
 // RANK", "lost RANKS: WHAT", "bye".
 namespace semitone::comm {
 
@@ -42,14 +42,14 @@ struct WatchOptions {
 
 class Watch {
  public:
-  // Ranks that are lost to the group for good.
+  // Ranks that are permanently lost to the group.
   struct Loss {
     std::vector<int> ranks;
     std::string what;  // "its process has ended"
   };
 
   Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options);
-  // Says goodbye. Rank 0 then waits a little for the others to leave: it may host their store.
+  // Says goodbye. Rank 0 then waits briefly for the others to leave, since it may host their store.
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
@@ -58,29 +58,29 @@ class Watch {
   // Whether a rank has said goodbye.
   bool has_left() const;
 
-  // Makes this rank lost to all, itself included: it cannot go on with what the others do.
+  // Reports this rank as lost to all ranks, including itself: it cannot continue with the others.
   void give_up(const std::string& what);
 
-  // How many collectives this rank has called.
+  // The number of collectives that this rank has called.
   void count_call() { ++calls_; }
   std::uint64_t calls() const { return calls_; }
 
-  // The CommError that a failed collective amounts to. Waits a moment for the news from rank 0 if
-  // there are none yet.
-  // @param timed_out  it took as long as it may
+  // The CommError for a failed collective. Waits briefly for a message of rank 0 if none has
+  // arrived.
+  // @param timed_out  the collective reached its timeout
   std::exception_ptr explain(const std::string& collective, const std::string& problem,
                              bool timed_out);
 
-  // The CommError for calling something after a loss, null if there is none.
+  // The CommError for a call after a loss, or null if there is no loss.
   std::exception_ptr lost(const std::string& collective) const;
 
-  // Waits until all these ranks have come to the same place, and returns those that did not in
-  // time. CommError if a rank is lost.
-  // @param place  new for each meeting
+  // Waits until all these ranks have reached the same place, and returns those that did not arrive
+  // in time. CommError if a rank is lost.
+  // @param place  new for each use
   std::vector<int> meet(const std::string& place, const std::vector<int>& ranks,
                         std::chrono::milliseconds timeout, const std::string& collective);
 
-  // Calls a function when a rank is lost, from the watch's own thread; at once, too, if one is lost
+  // Calls a function when a rank is lost, from the watch's thread, or at once if one is lost
   // already. It may be called twice. The subscription ends with the scope and must not outlive the
   // watch.
   class Subscription {
@@ -122,7 +122,7 @@ class Watch {
   const WatchOptions options_;
   std::string token_;  // so that nobody else's connection is taken for a rank's
 
-  // The thread's own.
+  // Used by the thread only.
   Descriptor listener_;  // of rank 0
   Descriptor wake_;
   std::vector<Peer> newcomers_;  // connected, not introduced

@@ -89,8 +89,8 @@ class WatchedBackend::Work final : public c10d::Work {
   bool ending_ = false;
 };
 
-// A message from one rank to another, which the transport has no future for: wait() waits for it, and
-// ends when a rank is lost.
+// A message from one rank to another, which the transport has no future for: wait() waits for it,
+// and ends when a rank is lost.
 class WatchedBackend::Transfer final : public c10d::Work {
  public:
   Transfer(c10::intrusive_ptr<c10d::Work> inner, std::string what, std::shared_ptr<Watch> watch,

@@ -27,17 +27,17 @@ struct WatchedBackendOptions {
       std::chrono::seconds(10);  // with what is under way at the end
 };
 
-// Wraps a transport so that all that use it — our groups, c10d's Reducer in the middle of a
-// backward pass — gets a CommError that names the rank at fault: at once when a rank is lost, not
-// only when the transport's own patience ends. It has the collectives that those use; Backend
-// refuses the others.
+// Wraps a transport, so that all its users (Semitone's groups, and c10d's Reducer in a backward
+// pass) get a CommError that names the rank at fault: at once when a rank is lost, not only at the
+// transport's own timeout. It implements the collectives that these use; Backend refuses the
+// others.
 class WatchedBackend final : public c10d::Backend {
  public:
   WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner, const WatchedBackendOptions& options);
   ~WatchedBackend() override;
 
-  // For what a program calls on a Group: compares the call with the other ranks', unless the check
-  // is off, or is made for every collective anyway.
+  // For a call of the program on a Group: compares it with the other ranks' calls, unless the check
+  // is off or is made for every collective anyway.
   void announce(const std::string& collective, const std::string& arguments);
 
   const std::string getBackendName() const override { return inner_->getBackendName(); }

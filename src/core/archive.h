@@ -13,8 +13,8 @@
 
 namespace semitone {
 
-// Reads one value from an archive: bool, int64, double, string or tensor. None where it has no such
-// key; FileError where it is of another type.
+// Reads one value from an archive: bool, int64, double, string or tensor. Returns nothing if the
+// key is missing; FileError if the value has another type.
 template <typename T>
 std::optional<T> find_value(torch::serialize::InputArchive& archive, const std::string& key,
                             std::string_view where) {
@@ -35,7 +35,7 @@ std::optional<T> find_value(torch::serialize::InputArchive& archive, const std::
   return value.to<T>();
 }
 
-// The same; FileError where it has no such key.
+// The same; FileError if the key is missing.
 template <typename T>
 T read_value(torch::serialize::InputArchive& archive, const std::string& key,
              std::string_view where) {
@@ -44,7 +44,7 @@ T read_value(torch::serialize::InputArchive& archive, const std::string& key,
                   "was it saved by this kind of object?");
 }
 
-// An archive inside an archive, none where there is no such key.
+// An archive inside an archive, or nothing if the key is missing.
 inline std::optional<torch::serialize::InputArchive> find_archive(
     torch::serialize::InputArchive& archive, const std::string& key, std::string_view where) {
   torch::serialize::InputArchive inner;

@@ -4,11 +4,11 @@
 #include <optional>
 #include <string>
 
-// What NVIDIA's driver says of the GPUs, without CUDA's headers and without LibTorch, which sees no
-// GPU in a program that its CUDA half is not linked to.
+// Queries NVIDIA's driver about the GPUs, without CUDA's headers and without LibTorch, which sees
+// no GPU in a program that is not linked to its CUDA libraries.
 namespace semitone {
 
-// Those that this process may use (CUDA_VISIBLE_DEVICES); 0 without a driver.
+// The number of GPUs that this process may use (CUDA_VISIBLE_DEVICES); 0 without a driver.
 int gpu_count();
 
 // The version of a GPU's instructions: 8.0, 9.0 …
@@ -19,7 +19,7 @@ struct ComputeCapability {
   auto operator<=>(const ComputeCapability&) const = default;
 };
 
-// Nothing without a driver, or for a number that is none of a GPU.
+// Nothing without a driver, or for an invalid index.
 std::optional<ComputeCapability> compute_capability(int gpu);
 
 // Whether fp16 or bf16 products take at most the time of fp32's. fp16: from 5.3 on, where the

@@ -23,18 +23,18 @@ class Descriptor {
   int number() const { return number_; }
   bool is_open() const { return number_ >= 0; }
   int release() { return std::exchange(number_, -1); }
-  // Whether all went well, with errno otherwise: some file systems (NFS) report a full disk only
-  // here.
+  // Returns whether closing succeeded, with errno otherwise: some file systems (NFS) report a full
+  // disk only here.
   bool close();
-  // Reading and writing return at once where they would have to wait.
+  // Makes reads and writes return at once instead of waiting.
   void set_nonblocking() const;
 
  private:
   int number_;
 };
 
-// Waits for a connection that was begun on a socket which does not block: 0, or the errno of what
-// prevented it.
+// Waits for a connection that was started on a non-blocking socket. Returns 0, or the errno of the
+// failure.
 int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout);
 
 }  // namespace semitone

@@ -4,7 +4,7 @@
 
 namespace semitone {
 
-// The name that people know this machine by.
+// This machine's host name.
 std::string host_name();
 
 }  // namespace semitone

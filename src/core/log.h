@@ -6,9 +6,9 @@
 
 namespace semitone {
 
-// The library's logger, named "semitone" in spdlog's registry: on stderr, level from
-// SEMITONE_LOG_LEVEL. A program that registers its own logger of that name before the first use
-// takes over.
+// The library's logger, named "semitone" in spdlog's registry: on stderr, with the level of
+// SEMITONE_LOG_LEVEL. If a program registers its own logger of that name before the first use, that
+// one is used.
 std::shared_ptr<spdlog::logger> log();
 
 }  // namespace semitone

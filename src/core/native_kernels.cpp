@@ -144,9 +144,10 @@ InstructionSet effective_instruction_set() {
   return kSet;
 }
 
-// From oneDNN 3.10's lists of implementations (cpu_convolution_list.cpp, cpu_deconvolution_list.cpp,
-// cpu_matmul_list.cpp, rnn/ref_rnn.cpp) and what those refuse. What is missing there ends in a
-// reference loop, `ref:any` in its log, that takes 10 to 150 times as long as fp32, or in an error.
+// From oneDNN 3.10's lists of implementations (cpu_convolution_list.cpp,
+// cpu_deconvolution_list.cpp, cpu_matmul_list.cpp, rnn/ref_rnn.cpp) and what those refuse. What is
+// missing there ends in a reference loop, `ref:any` in its log, that takes 10 to 150 times as long
+// as fp32, or in an error.
 NativeKernels native_kernels(InstructionSet set, c10::ScalarType dtype) {
   using enum InstructionSet;
   using enum OperatorKind;

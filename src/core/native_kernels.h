@@ -7,12 +7,12 @@
 #include <string>
 #include <string_view>
 
-// Which 16-bit kernels there are on a CPU (core/device.h, has_native_kernel), as functions of what
-// the processor has and of what oneDNN may use: no hardware is needed to test them.
+// The 16-bit kernels of a CPU (core/device.h, has_native_kernel), as functions of the processor's
+// features and of the limit on oneDNN: tests need no particular hardware.
 namespace semitone {
 
-// Those between which oneDNN's 16-bit kernels differ. Each has those above it, but that
-// AVX2-VNNI-2 is a branch of its own.
+// The instruction sets between which oneDNN's 16-bit kernels differ. Each includes those above it,
+// except that AVX2-VNNI-2 is a separate branch.
 enum class InstructionSet : std::uint8_t {
   baseline,  // SSE4.1 and AVX
   avx2,
@@ -27,7 +27,7 @@ enum class InstructionSet : std::uint8_t {
 // "SSE4.1", "AVX2", "AVX2-VNNI-2", "AVX-512", "AVX512-BF16", "AVX512-FP16", "AMX", "AMX-FP16".
 std::string_view name_of(InstructionSet set);
 
-// What CPUID and the operating system say.
+// The results of CPUID and of the operating system.
 struct CpuFeatures {
   bool avx2 = false;
   bool avx_vnni = false;
@@ -43,11 +43,11 @@ struct CpuFeatures {
 
 CpuFeatures read_cpu_features();
 
-// The best that the processor has and `limit` allows, by oneDNN's rules: capitals do not count, and
-// what is not a name of its own is no limit.
+// The best instruction set that the processor has and `limit` allows, by oneDNN's rules: case does
+// not matter, and an unknown name is no limit.
 InstructionSet effective_instruction_set(const CpuFeatures& cpu, std::string_view limit);
 
-// This process's. The environment counts as it was at the first call, as it does for oneDNN:
+// The instruction set of this process. As in oneDNN, the environment is read at the first call:
 // ONEDNN_MAX_CPU_ISA, or else DNNL_MAX_CPU_ISA.
 InstructionSet effective_instruction_set();
 
@@ -88,7 +88,7 @@ class NativeKernels {
 // For fp16 or bf16.
 NativeKernels native_kernels(InstructionSet set, c10::ScalarType dtype);
 
-// This machine's: what the instruction set has and LibTorch uses.
+// The kernels of this machine: those of its instruction set that LibTorch uses.
 NativeKernels native_kernels(c10::DeviceType device, c10::ScalarType dtype);
 
 // describe_16bit.

@@ -9,13 +9,13 @@
 
 namespace semitone {
 
-// A thread that runs a copy of a model knows whose copies its parameters are: what is said about a
-// parameter, such as that it stays in fp32, holds for its copies.
+// Tells a thread that runs a copy of a model which parameters its tensors are copies of. A property
+// of a parameter, such as staying in fp32, then also holds for its copies.
 struct ReplicaParameters : c10::DebugInfoBase {
   std::unordered_map<const c10::TensorImpl*, const c10::TensorImpl*> originals;  // by copy
 };
 
-// The parameter that a tensor is a copy of on this thread; itself if it is none.
+// The parameter of which a tensor is a copy on this thread, or the tensor itself.
 inline const c10::TensorImpl* original_of(const at::Tensor& tensor) {
   const auto* parameters =
       static_cast<const ReplicaParameters*>(c10::ThreadLocalDebugInfo::get(kReplicaState));

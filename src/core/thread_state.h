@@ -11,9 +11,9 @@ namespace semitone {
 
 // LibTorch carries ThreadLocalDebugInfo to every thread that works for another one (autograd,
 // at::launch, the JIT), as part of at::ThreadLocalState. It is a chain of (kind, object), searched
-// by kind, so further kinds of ours ride along. Up to LibTorch 2.14 a kind is a number of an
-// enumeration with a fixed underlying type, where values beyond LibTorch's own are well defined;
-// since then it is the address of a name.
+// by kind, so that Semitone can add kinds. Up to LibTorch 2.14 a kind is a value of an enumeration
+// with a fixed underlying type, which may have values beyond LibTorch's own. Since then it is the
+// address of a name.
 template <typename Kind = c10::DebugInfoKind>
 constexpr Kind thread_state_kind(int number, const std::string_view* name) {
   if constexpr (std::is_enum_v<Kind>) {
@@ -30,18 +30,18 @@ inline constexpr c10::DebugInfoKind kEventsState = thread_state_kind(200, &kEven
 inline constexpr c10::DebugInfoKind kAutocastState = thread_state_kind(201, &kAutocastStateName);
 inline constexpr c10::DebugInfoKind kReplicaState = thread_state_kind(202, &kReplicaStateName);
 
-// Puts an object in force on this thread until destroyed, as c10::DebugInfoGuard does, with two
+// Installs an object on this thread until destroyed, as c10::DebugInfoGuard does, with two
 // differences.
 //
-// It lies below a profiler's state: LibTorch's profilers put theirs on top of the chain when they
-// start and raise unless it is on top when they stop, which a scope that begins or ends in between
-// must not change.
+// The object is placed below a profiler's state. LibTorch's profilers put their state on top of the
+// chain when they start, and raise an error unless it is on top when they stop. A scope that begins
+// or ends in between must not change that.
 //
-// Guards may end in another order than the reverse of their construction. The chain is then what it
-// would be if the guard that ends had never been constructed.
+// Guards may end in another order than the reverse of their construction. The chain is then as if
+// the guard that ends had never been constructed.
 class ThreadStateGuard {
  public:
-  // The object to put in force, from the one of its kind that is in force outside; null: none.
+  // Returns the object to install, given the one of its kind that is in force outside; null: none.
   using Make = std::function<std::shared_ptr<c10::DebugInfoBase>(const c10::DebugInfoBase* outer)>;
 
   enum class End {
@@ -55,7 +55,7 @@ class ThreadStateGuard {
   ThreadStateGuard(const ThreadStateGuard&) = delete;
   ThreadStateGuard& operator=(const ThreadStateGuard&) = delete;
 
-  // What the destructor does otherwise.
+  // Does the destructor's work, and returns what was irregular.
   End end();
 
  private:

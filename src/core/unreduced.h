@@ -4,10 +4,10 @@
 
 namespace semitone {
 
-// A mark on a gradient: it is this rank's own so far, and the next backward pass that reduces
-// gradients over the ranks is to reduce it too (parallel's no_sync). The mark lasts as long as the
-// gradient, in place additions included. Whatever takes such a gradient out of its parameter has to
-// put it back before that backward pass.
+// Marks a gradient as this rank's own: the next backward pass that reduces gradients over the ranks
+// must reduce it too (parallel's no_sync). The mark lasts as long as the gradient, also through
+// in-place additions. Code that takes such a gradient out of its parameter must put it back before
+// that backward pass.
 void mark_unreduced(const at::Tensor& gradient);
 void clear_unreduced(const at::Tensor& gradient);
 bool is_unreduced(const at::Tensor& gradient);

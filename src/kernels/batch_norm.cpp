@@ -55,8 +55,8 @@ bool match(const at::Tensor& tensor, const at::Tensor& input) {
          tensor.sizes() == input.sizes();
 }
 
-// Per-channel values in fp32. On the CPU they are few and operators cost 1 to 2 us each, as much as a
-// thousand numbers: what happens to them there happens in a loop.
+// Per-channel values in fp32. On the CPU they are few and operators cost 1 to 2 us each, as much as
+// a thousand numbers: what happens to them there happens in a loop.
 class ChannelValues {
  public:
   explicit ChannelValues(const at::Tensor& values) {
@@ -130,8 +130,8 @@ Moments merged(const at::Tensor& parts) {
   Moments all{at::empty({channels}, parts.options()), at::empty({channels}, parts.options())};
   auto* const mean = all.mean.mutable_data_ptr<double>();
   auto* const m2 = all.m2.mutable_data_ptr<double>();
-  // All channels of a part before the next part, as they lie in memory: with the loops the other way
-  // round, 2048 channels are half a millisecond of cache misses.
+  // All channels of a part before the next part, as they lie in memory: with the loops the other
+  // way round, 2048 channels are half a millisecond of cache misses.
   at::parallel_for(0, channels, kMergeGrain, [&](std::int64_t begin, std::int64_t end) {
     const auto for_parts = [&](const auto& visit) {
       for (std::int64_t part = 0; part < parts.size(0); ++part) {

@@ -2,22 +2,22 @@
 
 #include <ATen/core/Tensor.h>
 
-// Batch normalisation in pieces, for a layer whose statistics do not come from one tensor alone.
+// Batch normalisation in parts, for a layer whose statistics come from more than one tensor.
 //
 // An input is (N, C, …), floating-point, in any layout and on any device; N may be 0. Per-channel
-// values are fp64 of shape (C), on the input's device. Elements are computed in fp32, in fp64 if
-// the input is fp64, and rounded once. In kernels a sum has at most 256 terms in fp32 before it
-// goes on in fp64. What has an input's shape is dense if the input is, and then laid out like it.
+// values are fp64 of shape (C), on the input's device. Elements are computed in fp32 (fp64 for an
+// fp64 input) and rounded once. In kernels a sum has at most 256 terms in fp32 before it continues
+// in fp64. Results of the input's shape are dense if the input is, and have its strides then.
 // Results do not depend on the number of threads.
 namespace semitone::kernels {
 
-// Mean, and sum of the squared distances from it. Zeros where there are no elements.
+// Mean, and sum of squared deviations. Zeros if there are no elements.
 struct Moments {
   at::Tensor mean;
   at::Tensor m2;
 };
 
-// Sums over what a channel has: of the gradient, and of gradient times (input - mean).
+// Sums over the elements of a channel: of the gradient, and of gradient times (input - mean).
 struct GradientSums {
   at::Tensor grad;
   at::Tensor grad_times_centred;
@@ -25,7 +25,7 @@ struct GradientSums {
 
 Moments moments(const at::Tensor& input);
 
-// (input - mean) * scale + shift + residual, then relu if asked. residual: undefined, or of the
+// (input - mean) * scale + shift + residual, then relu if requested. residual: undefined, or of the
 // input's shape.
 at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& scale,
                      const at::Tensor& shift, const at::Tensor& residual, bool relu);
@@ -38,7 +38,7 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
                              const at::Tensor& c);
 
 namespace ref {
-// The definitions, composed of ATen operators.
+// The reference implementations, composed of ATen operators.
 Moments moments(const at::Tensor& input);
 at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& scale,
                      const at::Tensor& shift, const at::Tensor& residual, bool relu);

@@ -4,13 +4,14 @@
 
 #include <cstddef>
 
-// The functions on pointers behind batch_norm.h: each does some pieces of a batch, so that threads
-// can share it.
+// The functions on pointers behind batch_norm.h. Each processes a range of pieces of a batch, so
+// that threads can share the work.
 namespace semitone::kernels {
 
-// How the values of a batch (N, C, …) lie: pieces, one after the other. Without channels_last a
+// The memory layout of a batch (N, C, …): pieces, one after the other. Without channels_last a
 // piece is a plane, the `length` values of one image and channel, and piece i has channel i %
-// channels. With it, a piece is a row: one value for each channel, and length == channels.
+// channels. With channels_last a piece is a row: one value for each channel, and length ==
+// channels.
 struct BatchLayout {
   Format format;
   bool channels_last;
@@ -18,7 +19,7 @@ struct BatchLayout {
   std::size_t length;
 };
 
-// Of each channel: number of values, mean, sum of squared distances from the mean.
+// For each channel: number of values, mean, sum of squared deviations.
 struct BatchMoments {
   double* count;
   double* mean;

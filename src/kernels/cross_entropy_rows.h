@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// The functions on pointers behind cross_entropy.h: each does some rows, so that threads can share
-// them.
+// The functions on pointers behind cross_entropy.h. Each processes a range of rows, so that threads
+// can share the work.
 namespace semitone::kernels {
 
 struct CrossEntropyRows {
@@ -19,15 +19,15 @@ struct CrossEntropyRows {
   double label_smoothing;
 };
 
-// Of row i: its loss, its largest logit, and 1 / the sum of exp(logit - largest).
+// For row i: its loss, its largest logit, and 1 / the sum of exp(logit - largest).
 struct CrossEntropyResults {
   float* loss;
   float* max;
   float* inv_sum;
 };
 
-// Rows [begin, end); zeros for rows that are ignored. Exponentials and their products in fp32, sums
-// of at most 256 terms in fp32, the rest in fp64.
+// Computes rows [begin, end); zeros for ignored rows. Exponentials and their products are in fp32,
+// sums of at most 256 terms in fp32, the rest in fp64.
 void cross_entropy_rows(const CrossEntropyRows& rows, const CrossEntropyResults& results,
                         std::size_t begin, std::size_t end);
 
@@ -40,7 +40,7 @@ struct CrossEntropyGradient {
   std::size_t stride;     // of the output
 };
 
-// output = round((softmax - target's share) * grad); zeros for rows that are ignored.
+// output = round((softmax - target's share) * grad); zeros for ignored rows.
 void cross_entropy_gradient_rows(const CrossEntropyRows& rows, const CrossEntropyGradient& work,
                                  std::size_t begin, std::size_t end);
 

@@ -6,17 +6,17 @@
 
 #include <cstdint>
 
-// Dropout in one pass over memory. Which elements are dropped is computed from a seed, so the
-// gradient needs nothing else.
+// Dropout in one pass over memory. A seed determines the dropped elements, so the gradient needs
+// nothing else.
 namespace semitone::kernels {
 
-// Which elements are dropped, and what the others are multiplied with. Element i, in order of the
-// result's memory, has a random number of 16 bits that depends on the stream and i only, and is
-// dropped if that is less than the threshold.
+// Which elements are dropped, and the factor of the others. Element i, in the order of the result's
+// memory, has a random number of 16 bits that depends on the stream and i only. It is dropped if
+// the number is less than the threshold.
 class Dropout {
  public:
   // @param p  in [0, 1]: rounded to a multiple of 2^-16, and to 1 - 2^-16 if it is between that and
-  //           1. What the remaining elements are multiplied with is exact for the rounded one.
+  //           1. The factor of the remaining elements is exact for the rounded p.
   Dropout(double p, PhiloxStream stream);
 
   const PhiloxStream& stream() const { return stream_; }
@@ -30,16 +30,16 @@ class Dropout {
   std::uint32_t threshold_;
 };
 
-// residual + input * (0 or scale), computed in fp32, in fp64 if input or result are fp64, and rounded
-// once to `dtype`. residual: undefined, or of the input's shape and of a dtype that goes into `dtype`
-// without loss. The result is dense; where the input is, it is laid out like it. Infinities and NaNs
-// that are dropped become NaN, as in at::dropout. Any device; in one pass: fp32, fp16 and bf16 on the
-// CPU and with CUDA kernels.
+// residual + input * (0 or scale), computed in fp32 (fp64 if input or result are fp64) and rounded
+// once to `dtype`. residual: undefined, or of the input's shape and of a dtype that converts to
+// `dtype` exactly. The result is dense, and has the input's strides if the input is dense. Dropped
+// infinities and NaNs become NaN, as in at::dropout. Works on any device, and in one pass for fp32,
+// fp16 and bf16 on the CPU and with CUDA kernels.
 at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarType dtype,
                    const at::Tensor& residual = {});
 
 namespace ref {
-// The definition, composed of ATen operators.
+// The reference implementation, composed of ATen operators.
 at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarType dtype,
                    const at::Tensor& residual = {});
 }  // namespace ref

@@ -7,14 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 
-// The function on pointers behind dropout.h, and what decides which elements are dropped: both the
-// vectors and the definition go by it.
+// The function on pointers behind dropout.h, and the random numbers that decide which elements are
+// dropped: both the vector code and the reference use them.
 namespace semitone::kernels {
 
-// Random numbers of 16 bits come in groups of 128, from 16 blocks of Philox4x32. Numbers 16 w … 16 w
-// + 15 of a group are the w-th sixteen bits of its blocks: the lower (w even) or upper (w odd) half
-// of word w / 2. So a vector of words holds numbers of neighbouring elements, whatever the size of
-// vectors up to 16 lanes.
+// Random numbers of 16 bits come in groups of 128, from 16 blocks of Philox4x32. Numbers 16 w … 16
+// w + 15 of a group are the w-th sixteen bits of its blocks: the lower (w even) or upper (w odd)
+// half of word w / 2. A vector of words therefore holds numbers of neighbouring elements, for all
+// vector sizes up to 16 lanes.
 constexpr std::size_t kDropoutBlocks = 16;
 constexpr std::size_t kDropoutGroup = 8 * kDropoutBlocks;
 
@@ -44,9 +44,9 @@ struct DropoutWork {
   float scale;              // of the others
 };
 
-// output = round(residual + input * (0 or scale)) for the groups [begin, end), of which the last
-// may be cut short by `size`. The multiplication and the addition are rounded to fp32. output may
-// be residual, or input where the formats are the same.
+// output = round(residual + input * (0 or scale)) for the groups [begin, end), the last of which
+// may be truncated by `size`. The multiplication and the addition are rounded to fp32. output may
+// be residual, or input if the formats are the same.
 void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end);
 
 }  // namespace semitone::kernels

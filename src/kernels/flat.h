@@ -15,15 +15,15 @@
 #include <utility>
 #include <vector>
 
-// Tensors as flat memory: what the tensor-level functions need before they call a kernel.
+// Tensors as flat memory, for tensor-level functions that call a kernel.
 namespace semitone::kernels {
 
 // Work is split into chunks of this many elements, so that one huge tensor and a thousand small
-// ones both spread evenly. 16 Ki fp32 elements are 64 KiB: in and out of a chunk fit a 256 KiB L2
-// cache, and a thread's wake-up (about 5 us) is paid back by a few chunks (about 4 us each at 30
-// GB/s).
+// ones are distributed evenly. 16 Ki fp32 elements are 64 KiB: input and output of a chunk fit in a
+// 256 KiB L2 cache, and a few chunks (about 4 us each at 30 GB/s) make up for a thread's wake-up
+// (about 5 us).
 constexpr std::int64_t kChunk = 16 * 1024;
-// A thread's share has at least so many elements: 64 KiB of fp32, about 4 us of work.
+// Smallest number of elements per thread: 64 KiB of fp32, about 4 us of work.
 constexpr std::int64_t kGrain = kChunk;
 
 inline std::optional<Format> format_of(at::ScalarType dtype) {
@@ -39,8 +39,8 @@ inline std::optional<Format> format_of(at::ScalarType dtype) {
   }
 }
 
-// Whether the elements of both lie in the same order without gaps, so that a kernel can run over
-// them as flat memory. A negative view would have to be negated on the way.
+// Whether the elements of both have the same order without gaps, so that a kernel can process them
+// as flat memory. A negative view would need a negation on the way.
 inline bool same_flat_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
          !a.is_neg() && !b.is_neg();
@@ -50,8 +50,8 @@ inline at::Tensor dense(const at::Tensor& tensor) {
   return tensor.resolve_neg().contiguous();
 }
 
-// The tensor in a dtype, its elements on the device and in the order of the other one's memory,
-// which has no gaps.
+// The tensor in a dtype, on the device and in the memory order of the other tensor, which has no
+// gaps.
 inline at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& other,
                                 at::ScalarType dtype) {
   if (tensor.scalar_type() == dtype && tensor.device() == other.device() &&
@@ -60,15 +60,15 @@ inline at::Tensor laid_out_like(const at::Tensor& tensor, const at::Tensor& othe
   return at::empty_like(other, other.options().dtype(dtype)).copy_(tensor);
 }
 
-// Memory that a kernel writes, as autograd has to know.
+// Marks memory that a kernel writes, for autograd.
 inline char* written_data(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   return static_cast<char*>(tensor.mutable_data_ptr());
 }
 
-// Parts of tensors, of at most kChunk elements each, gathered into chunks for threads: so many
-// small tensors that they make up a chunk are one piece of work. Which part is in which chunk does
-// not depend on the number of threads.
+// Parts of tensors, of at most kChunk elements each, grouped into chunks for threads: many small
+// tensors that together make up a chunk are one unit of work. The grouping does not depend on the
+// number of threads.
 class Chunks {
  public:
   // Appends a part.
@@ -78,7 +78,7 @@ class Chunks {
     if (elements_ >= static_cast<std::size_t>(kChunk)) end_chunk();
   }
 
-  // Calls visit(number of the part) for every part, from several threads.
+  // Calls visit(index of the part) for every part, from several threads.
   template <typename Visit>
   void for_each(const Visit& visit) {
     if (parts_ > ends_.back()) end_chunk();
@@ -101,15 +101,15 @@ class Chunks {
   std::vector<std::size_t> ends_{0};  // chunk c holds the parts [ends_[c], ends_[c + 1])
 };
 
-// Small fp64 results on any devices, brought to the host with one read for each device.
+// Small fp64 results on any devices, copied to the host with one read per device.
 class ReadOnce {
  public:
-  // Results under a number; all of one ReadOnce have the same number of elements.
+  // Adds results under a number; all results of one ReadOnce have the same number of elements.
   void add(std::size_t number, const at::Tensor& results) {
     add(std::vector<std::size_t>{number}, results.reshape({1, -1}));
   }
 
-  // Results under several numbers, a row for each.
+  // Adds results under several numbers, one row for each.
   void add(const std::vector<std::size_t>& added, const at::Tensor& results) {
     auto& [numbers, tensors] = by_device_[results.device().str()];
     numbers.insert(numbers.end(), added.begin(), added.end());

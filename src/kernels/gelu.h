@@ -6,9 +6,9 @@
 
 // The Gaussian error linear unit of input + bias, both forms of which rows.h defines.
 //
-// An input is floating-point, of any layout and device; a bias is undefined, or has one element of
-// any floating dtype for each position in the input's last dimension. Elements are computed in fp32,
-// in fp64 if the input is fp64, and rounded once: input + bias is not rounded to 16 bits between.
+// An input is floating-point, of any layout and device. A bias is undefined, or has one element of
+// any floating dtype for each position in the input's last dimension. Elements are computed in fp32
+// (fp64 for an fp64 input) and rounded once: input + bias is not rounded to 16 bits in between.
 //
 // Errors of the vector code against fp64, over every fp16 and bf16 number and 6.6 million of fp32,
 // before the result is rounded: for z >= -1, 3e-7 of the value; below, where rounding the exponent
@@ -17,11 +17,12 @@
 // off by 2e-7.
 namespace semitone::kernels {
 
-// Laid out like the input if that has no gaps and there is no bias, else contiguous.
+// The result has the input's strides if the input has no gaps and there is no bias; otherwise it is
+// contiguous.
 at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form);
 
-// Of the input (of its dtype), and if wanted of the bias (of its dtype): the sums over all other
-// dimensions, of at most 256 terms in fp32 before they go on in fp64.
+// Gradients of the input (in its dtype), and if requested of the bias (in its dtype): the sums over
+// all other dimensions, of at most 256 terms in fp32 before they continue in fp64.
 struct GeluGradients {
   at::Tensor input;
   at::Tensor bias;
@@ -30,7 +31,7 @@ GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, con
                             GeluForm form, bool bias_wanted);
 
 namespace ref {
-// The definitions, composed of ATen operators. The first can be differentiated.
+// The reference implementations, composed of ATen operators. The first can be differentiated.
 at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form);
 GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& bias,
                             GeluForm form, bool bias_wanted);

@@ -3,30 +3,30 @@
 #include <cstddef>
 #include <cstdint>
 
-// Plain C functions on pointers: what touches raw memory, and nothing of LibTorch. Sizes are in
-// elements. One implementation per processor family: cpu/ (vectorised by Google Highway, chosen at
-// run time) and cuda/ (the functions that end in _cuda; no_cuda.cpp stands in where there is no
-// nvcc). The tensor-level functions of multi_tensor.h check, split the work and choose;
-// src/kernels/ref/ holds each one's definition.
+// Plain C functions on pointers, which work on raw memory and do not use LibTorch. Sizes are in
+// elements. There is one implementation per processor family: cpu/ (vectorised with Google Highway,
+// chosen at run time) and cuda/ (the functions that end in _cuda; no_cuda.cpp replaces them if
+// there is no nvcc). The tensor-level functions of multi_tensor.h check, split the work and choose.
+// src/kernels/ref/ has the reference implementations.
 namespace semitone::kernels {
 
-// How an element lies in memory. fp64 and the rest take the definition's path.
+// The format of an element in memory. fp64 and all others use the reference implementations.
 enum class Format : std::uint8_t { fp32, fp16, bf16 };
 
 constexpr std::size_t bytes_of(Format format) {
   return format == Format::fp32 ? 4 : 2;
 }
 
-// out[i] = round(in[i] * inv_scale + addend[i]), the multiplication and the addition rounded to
-// fp32 one after the other, the result rounded to nearest even where out is a 16-bit format. addend
-// may be null (nothing is added) and has out's format. out may be in, or addend. Returns whether an
-// out[i] is inf or NaN, and would be were addend[i] finite. Formats: in == out, or a 16-bit in with
-// out fp32.
+// out[i] = round(in[i] * inv_scale + addend[i]). The multiplication and the addition are rounded to
+// fp32 one after the other, and the result is rounded to nearest even if out is a 16-bit format.
+// addend may be null (nothing is added) and has out's format. out may be in, or addend. Returns
+// whether an out[i] is inf or NaN, and would be if addend[i] were finite. Formats: in == out, or a
+// 16-bit in with out fp32.
 bool unscale(const void* in, Format in_format, const void* addend, void* out, Format out_format,
              std::size_t size, float inv_scale);
 
-// The sum of in[i]^2, squared and added up in fp64, and the largest |in[i]|; both NaN if an element
-// is NaN. The order of the additions depends on the instruction set, not on what in contains.
+// The sum of in[i]^2, squared and added in fp64, and the largest |in[i]|; both NaN if an element is
+// NaN. The order of the additions depends on the instruction set only, not on the values.
 double sum_of_squares(const void* in, Format format, std::size_t size);
 float max_magnitude(const void* in, Format format, std::size_t size);
 

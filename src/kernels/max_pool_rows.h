@@ -5,14 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
-// The functions on pointers behind max_pool.h: each does some rows of a batch, so that threads can
-// share it.
+// The functions on pointers behind max_pool.h. Each processes a range of rows of a batch, so that
+// threads can share the work.
 namespace semitone::kernels {
 
 constexpr std::size_t kMostPlaces = 255;  // that a byte can number
 
-// One direction of a plane: window i has `kernel` places, the first at i * stride - padding. Each
-// window has a place in the input.
+// One direction of a plane: window i has `kernel` positions, the first at i * stride - padding.
+// Each window has at least one position in the input.
 struct PoolAxis {
   std::size_t input;
   std::size_t output;
@@ -21,8 +21,8 @@ struct PoolAxis {
   std::size_t padding;
 };
 
-// Tensors are (N, height, width, channels) in memory. Places are numbered row by row within their
-// window, which has at most kMostPlaces.
+// Tensors are (N, height, width, channels) in memory. Positions are numbered row by row within
+// their window, which has at most kMostPlaces.
 struct PoolLayout {
   Format format;
   std::size_t channels;
@@ -30,14 +30,14 @@ struct PoolLayout {
   PoolAxis width;
 };
 
-// Rows [begin, end) of the N * height.output of the output: the first of the largest values in each
-// window, or its last NaN, and its place if `places` is not null.
+// Computes rows [begin, end) of the N * height.output of the output: the first of the largest
+// values in each window, or its last NaN, and its position if `places` is not null.
 void max_pool(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
               std::size_t begin, std::size_t end);
 
-// Rows [begin, end) of the N * height.input of the input's gradient: the gradients of the windows
-// whose maximum an element is, added up in fp32 window by window, row by row, and rounded once. One
-// gradient is copied, and without any the result is 0.
+// Computes rows [begin, end) of the N * height.input of the input's gradient: the gradients of the
+// windows in which an element is the maximum, added in fp32 window by window, row by row, and
+// rounded once. A single gradient is copied, and without any the result is 0.
 void max_pool_backward(const PoolLayout& layout, const void* grad, const std::uint8_t* places,
                        void* grad_input, std::size_t begin, std::size_t end);
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <utility>
 
-// Operations over many tensors in one pass: what a training step does to every parameter.
+// Operations over many tensors in one pass, which a training step applies to every parameter.
 namespace semitone::kernels {
 
 // One gradient of an unscale pass.
@@ -18,8 +18,8 @@ struct Unscale {
                       // which are not scaled any more
 };
 
-// What gradients are multiplied by: a number, or, where a step is captured in a CUDA graph, fp32 of one
-// element in their device's memory, which is read when the kernels run.
+// The factor of gradients: a number or, if a step is captured in a CUDA graph, one fp32 element in
+// their device's memory, which is read when the kernels run.
 struct InverseScale {
   InverseScale(float number_ = 1) : number(number_) {}  // NOLINT(google-explicit-constructor)
   explicit InverseScale(at::Tensor on_device_) : on_device(std::move(on_device_)) {}
@@ -27,11 +27,11 @@ struct InverseScale {
   at::Tensor on_device;
 };
 
-// out = grad * inv_scale + addend for every item, and found_inf = 1 if an element of a result is
-// inf or NaN, and not only because the addend is: what was found before is not blamed on this gradient.
-// found_inf is never cleared here. The test is on the result: so a scale of 0, whose inverse is
-// inf, is caught where a test of the scaled gradient would let NaNs through (torch's GradScaler,
-// at::_amp_foreach_non_finite_check_and_unscale_).
+// out = grad * inv_scale + addend for every item. Sets found_inf = 1 if an element of a result is
+// inf or NaN, and not only because its addend is: earlier non-finite values are not attributed to
+// this gradient. found_inf is never cleared here. The test is on the result. A scale of 0, whose
+// inverse is inf, is therefore detected, where a test of the scaled gradient would let NaNs through
+// (torch's GradScaler, at::_amp_foreach_non_finite_check_and_unscale_).
 //
 // found_inf: fp32, one element, on the device of the items, all of which must be on one device.
 // Nothing is read back to the host.
@@ -39,7 +39,7 @@ void multi_tensor_unscale(std::span<const Unscale> items, const InverseScale& in
                           at::Tensor& found_inf);
 
 namespace ref {
-// The definition, composed of ATen operators. Any dtype, layout and device.
+// The reference implementation, composed of ATen operators. Any dtype, layout and device.
 void multi_tensor_unscale(std::span<const Unscale> items, const InverseScale& inv_scale,
                           at::Tensor& found_inf);
 }  // namespace ref

@@ -350,8 +350,9 @@ void RepeatedUpdate::send(const Rules& rules) {
         }
         if (run_ != run_there<Rule> || rules_.numel() != bytes)
           throw Error(kUpdate, "as many rules as before, of the same kind", "others");
-        // Pinned memory goes back to LibTorch's allocator, which waits for the copy before it gives it
-        // away again. Of other memory CUDA only says that it may have been read when the call returns.
+        // Pinned memory goes back to LibTorch's allocator, which waits for the copy before it gives
+        // it away again. Of other memory CUDA only says that it may have been read when the call
+        // returns.
         const auto host_memory =
             at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda());
         const at::Tensor host = at::empty({bytes}, host_memory);

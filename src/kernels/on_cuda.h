@@ -5,12 +5,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
-// How a tensor-level function finds out that a tensor is the CUDA kernels' business, and on which
+// How a tensor-level function decides whether the CUDA kernels support a tensor, and on which
 // stream. Nothing of CUDA is needed to compile or link it.
 namespace semitone::kernels {
 
-// Whether the functions of cuda_kernels.h can work on the tensor's memory. For a tensor on a CUDA
-// device that has none of them, a warning says so, once.
+// Whether the functions of cuda_kernels.h support the tensor's memory. For a tensor on a CUDA
+// device without these functions, a warning says so, once.
 bool runs_on_cuda(const at::Tensor& tensor);
 
 // Whether there are kernels for the tensor's device, the CPU or CUDA.
@@ -23,8 +23,9 @@ inline bool beside(const at::Tensor& tensor, const at::Tensor& other) {
   return !tensor.defined() || tensor.device() == other.device();
 }
 
-// While it lives, the tensor's device is the current one, and `stream` is LibTorch's current stream
-// there. Memory that is given back to LibTorch meanwhile goes to later work on that stream only.
+// While this object exists, the tensor's device is the current one, and `stream` is LibTorch's
+// current stream there. Memory that is freed during that time is reused by later work on that
+// stream only.
 class CurrentCuda {
  public:
   explicit CurrentCuda(const at::Tensor& tensor);

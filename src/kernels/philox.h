@@ -3,20 +3,21 @@
 #include <array>
 #include <cstdint>
 
-// Philox4x32, a counter-based generator of random bits: block number `counter` of the sequence that
-// `key` names, without the blocks before it. J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw:
-// "Parallel random numbers: as easy as 1, 2, 3", SC11.
+// Philox4x32, a counter-based generator of random bits. It computes block number `counter` of the
+// sequence that `key` selects, without the blocks before it. J. K. Salmon, M. A. Moraes, R. O.
+// Dror, D. E. Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC11.
 namespace semitone::kernels {
 
 // With seven rounds it passes SmallCrush, Crush and BigCrush, as its authors report; their default
 // of ten is a margin for simulations.
 constexpr int kPhiloxRounds = 7;
 
-// Numbers and no arrays of them: an array at namespace scope is a variable of the host, and nvcc
+// These are numbers rather than arrays: an array at namespace scope is a host variable, and nvcc
 // compiles device code that reads one to a trap, without a warning.
 constexpr std::uint32_t kPhiloxMultiplier0 = 0xD2511F53;
 constexpr std::uint32_t kPhiloxMultiplier1 = 0xCD9E8D57;
-// What the key grows by from round to round: the golden ratio and the square root of 3, less 1.
+// The increments of the key from round to round: the golden ratio and the square root of 3, minus
+// 1.
 constexpr std::uint32_t kPhiloxWeyl0 = 0x9E3779B9;
 constexpr std::uint32_t kPhiloxWeyl1 = 0xBB67AE85;
 

@@ -25,8 +25,8 @@ at::TensorOptions fp32_beside(const at::Tensor& input) {
   return at::TensorOptions(input.device()).dtype(at::kFloat);
 }
 
-// In fp32, one for each column. CUDA kernels do without those that are not given: filling them would be
-// a launch of its own in each call.
+// In fp32, one for each column. CUDA kernels do without those that are not given: filling them
+// would be a launch of its own in each call.
 at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& norm,
                      const at::Tensor& input) {
   if (values.defined()) return dense(values.to(at::kFloat));

@@ -6,10 +6,10 @@
 
 // Layer norm and RMS norm: rows normalised by their own mean and variance.
 //
-// An input is floating-point, of any layout and device, and a number of rows of `columns` elements
-// one after the other. It is computed in fp32, in fp64 if it is fp64, and rounded once. In kernels a
-// sum over a column has at most 256 terms in fp32 before it goes on in fp64, and so have the sums
-// of a lane over a row. Results do not depend on the number of threads.
+// An input is floating-point, of any layout and device, and consists of rows of `columns` elements,
+// one after the other. It is computed in fp32 (fp64 for fp64) and rounded once. In kernels a sum
+// over a column has at most 256 terms in fp32 before it continues in fp64, and so have the sums of
+// a lane over a row. Results do not depend on the number of threads.
 namespace semitone::kernels {
 
 struct RowNorm {
@@ -20,8 +20,9 @@ struct RowNorm {
   at::Tensor bias;
 };
 
-// The output has the input's shape and dtype and is contiguous. Statistics: fp32 (rows), fp64 for
-// an fp64 input; mean is undefined for RMS norm. Kernels leave both undefined unless asked.
+// The output is contiguous, with the input's shape and dtype. Statistics are fp32 (rows), or fp64
+// for an fp64 input; mean is undefined for RMS norm. Kernels leave both undefined unless they are
+// requested.
 struct NormalizedRows {
   at::Tensor output;
   at::Tensor mean;
@@ -29,7 +30,7 @@ struct NormalizedRows {
 };
 NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_statistics);
 
-// Undefined where not wanted. input: of the input's dtype; weight and bias: of their shapes and
+// Undefined if not requested. input: in the input's dtype; weight and bias: in their shapes and
 // dtypes.
 struct RowNormGradients {
   at::Tensor input;
@@ -46,7 +47,7 @@ RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& inp
                                    const RowNorm& norm, const RowNormWanted& wanted);
 
 namespace ref {
-// The definitions, composed of ATen operators. The first can be differentiated.
+// The reference implementations, composed of ATen operators. The first can be differentiated.
 NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm);
 RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
                                    const at::Tensor& mean, const at::Tensor& rstd,

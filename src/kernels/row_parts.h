@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// The rows of a matrix, shared by threads.
+// Distributes the rows of a matrix over threads.
 namespace semitone::kernels {
 
 // Calls work(first row, last row) from several threads.
@@ -24,8 +24,8 @@ void for_all_rows(std::int64_t rows, std::int64_t columns, const Work& work) {
                    });
 }
 
-// Rows cut into parts, whatever the number of threads, each of which adds up its columns in fp32;
-// then the parts are added up in fp64, in order.
+// Splits rows into parts, independently of the number of threads. The columns of each part are
+// summed in fp32; then the parts are added in fp64, in order.
 class RowParts {
  public:
   RowParts(std::int64_t rows, std::int64_t columns)
@@ -34,8 +34,8 @@ class RowParts {
         size_(std::clamp((rows + kParts - 1) / kParts, kFewest, kMost)),
         count_((rows + size_ - 1) / size_) {}
 
-  // Calls work(first row, last row, sums of this part), the sums fp32 (values, columns) and not
-  // initialised, or null where `values` is 0. Returns the sums over all parts, (values, columns).
+  // Calls work(first row, last row, sums of this part). The sums are fp32 (values, columns) and not
+  // initialised, or null if `values` is 0. Returns the sums over all parts, (values, columns).
   template <typename Work>
   at::Tensor add_up(std::int64_t values, const Work& work) const {
     const at::Tensor parts = at::empty({count_, values, columns_}, at::kFloat);
@@ -60,8 +60,8 @@ class RowParts {
     return sums;
   }
 
-  // The same on the device of `input`, where one call of work(rows of a part, sums of all parts, which
-  // are (parts, values, columns)) does all of them.
+  // The same on the device of `input`, where one call of work(rows per part, sums of all parts)
+  // processes all parts. The sums are (parts, values, columns).
   template <typename Work>
   at::Tensor add_up_on_cuda(std::int64_t values, const at::Tensor& input, CudaStream stream,
                             const Work& work) const {
@@ -78,9 +78,9 @@ class RowParts {
   }
 
  private:
-  // So many that many threads have work. At least 64 rows each, so that sums are little beside the
-  // rows: 2 % where two sums are taken of three tensors of 16 bits. At most 256 rows, since
-  // rounding errors have one sign where all terms lack the same bits.
+  // The number of rows per part, small enough that many threads have work. At least 64, so that the
+  // sums are small compared with the rows: 2 % for two sums of three tensors of 16 bits. At most
+  // 256, since rounding errors have one sign where all terms lack the same bits.
   static constexpr std::int64_t kParts = 64;
   static constexpr std::int64_t kFewest = 64;
   static constexpr std::int64_t kMost = 256;

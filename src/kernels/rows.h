@@ -4,8 +4,8 @@
 
 #include <cstddef>
 
-// The functions on pointers behind row_norm.h and gelu.h: each does some rows of a matrix, so that
-// threads can share it. Rows lie one after the other without gaps.
+// The functions on pointers behind row_norm.h and gelu.h. Each processes a range of rows of a
+// matrix, so that threads can share the work. Rows follow each other without gaps.
 namespace semitone::kernels {
 
 struct RowLayout {
@@ -22,7 +22,7 @@ struct RowNormalize {
   const float* bias;    // null for CUDA kernels: none
   bool centred;
   double eps;
-  // Receive a value for each row. Both may be null, and mean is if centred is not set.
+  // Receive a value for each row. Both may be null; mean is null if centred is not set.
   float* mean;
   float* rstd;
 };
@@ -31,12 +31,12 @@ void row_normalize(const RowLayout& layout, const RowNormalize& work, std::size_
 
 // The gradient of that. With a = (input - mean) * rstd and g = grad * weight:
 //
-//   output = round((g - mean of g - a * mean of g * a) * rstd)    (without mean of g if not centred)
-//   weight_sums = sum over the rows of grad * a
+//   output = round((g - mean of g - a * mean of g * a) * rstd)    (without mean of g if not
+//   centred) weight_sums = sum over the rows of grad * a
 //   bias_sums = sum over the rows of grad
 //
-// output may be null; so may both sums together. They have at most end - begin fp32 terms each:
-// take 256 rows at most. What they held before does not count.
+// output may be null, and so may both sums together. Sums have at most end - begin fp32 terms each:
+// use 256 rows at most. Their earlier contents do not matter.
 struct RowNormGradient {
   const void* grad;
   const void* input;

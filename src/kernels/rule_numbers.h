@@ -4,13 +4,14 @@
 
 #include <cstdint>
 
-// What kernels compute with: the numbers of a rule, each rounded to fp32 once, and what becomes of
-// state that is too small.
+// The numbers of a rule as kernels use them, each rounded to fp32 once, and the treatment of state
+// that is too small.
 namespace semitone::kernels {
 
-// Optimizer state: a number below the smallest normal one, 2^-126, becomes 0. Infinities and NaNs stay.
-// A moving average would never leave the subnormal numbers (0.9 times 4 units is rounded to 4 units
-// again), and Intel's processors take some 150 cycles for each product of one.
+// Flushes optimizer state: a number below the smallest normal one, 2^-126, becomes 0. Infinities
+// and NaNs stay. Otherwise a moving average would never leave the subnormal numbers (0.9 times 4
+// units is rounded to 4 units), and Intel's processors take some 150 cycles for each product with
+// one.
 constexpr std::uint32_t flush_subnormal(std::uint32_t bits) {
   return (bits & 0x7F800000) == 0 ? 0 : bits;
 }

@@ -6,12 +6,13 @@
 #include <cstdint>
 
 // Optimizer steps as plain C functions on pointers. A step reads a gradient, a parameter and its
-// state, and writes the parameter and the state back, all in one pass over memory. Arithmetic is
-// fp32, one rounding per operation in the order of the formulas below; a 16-bit result is rounded
-// once. multi_tensor_update.h has the tensor-level functions, src/kernels/ref/ the definitions.
+// state, and writes the parameter and the state back, in one pass over memory. Arithmetic is fp32,
+// with one rounding per operation in the order of the formulas below; a 16-bit result is rounded
+// once. multi_tensor_update.h has the tensor-level functions, src/kernels/ref/ the reference
+// implementations.
 namespace semitone::kernels {
 
-// A stretch of one parameter: every pointer stands at the same element.
+// A contiguous part of one parameter: every pointer points to the same element.
 struct UpdateSpan {
   const void* grad = nullptr;
   Format grad_format = Format::fp32;
@@ -25,10 +26,10 @@ struct UpdateSpan {
   void* copy = nullptr;
   Format copy_format = Format::bf16;
 
-  // The optimizer's state: which of them, says each rule. An unused one is null. Adam and SGD take
-  // bf16 too. What is read again in the next step is then rounded stochastically (rounding.h): of
-  // hash_bits(number of the element ^ seed), state 0 takes the lower half and state 1 the upper
-  // one; this step goes on with the number in fp32.
+  // The optimizer's state tensors; each rule says which. An unused one is null. For Adam and SGD
+  // they may be bf16. The values that the next step reads are then rounded stochastically
+  // (rounding.h), with the bits of hash_bits(number of the element ^ seed): state 0 uses the lower
+  // half, state 1 the upper half. This step continues with the unrounded fp32 numbers.
   void* state[3] = {nullptr, nullptr, nullptr};
   Format state_format = Format::fp32;
   std::uint32_t seed = 0;
@@ -37,14 +38,14 @@ struct UpdateSpan {
   std::size_t size = 0;
 };
 
-// Rules: the numbers of one step for one parameter. The host computes them in fp64, and the
-// definition takes them as they are for fp64 parameters; kernels round them to fp32. In each,
-// g = grad * grad_scale. What a formula writes into the state (m, v, buf, h) becomes 0 where it is
-// below the smallest normal number, 2^-126 (fp64: 2^-1022), and the formulas below it read that 0:
+// Rules: the numbers of one step for one parameter. The host computes them in fp64. The reference
+// uses them directly for fp64 parameters; kernels round them to fp32. In each, g = grad *
+// grad_scale. A value that a formula writes into the state (m, v, buf, h) becomes 0 if it is below
+// the smallest normal number, 2^-126 (fp64: 2^-1022), and later formulas read that 0:
 // flush_subnormal (rule_numbers.h).
 
 // Adam and AdamW, in torch.optim's order of operations. State: m, v and, for amsgrad, the largest
-// v, which in bf16 is rounded to nearest: rounding the largest up and down too would make it grow
+// v, which in bf16 is rounded to nearest, since stochastic rounding would make a maximum grow
 // further.
 //
 //   g += decay * p;  p *= keep
@@ -82,15 +83,16 @@ struct SgdRule {
 };
 void sgd(const UpdateSpan& span, const SgdRule& rule);
 
-// LAMB in two passes, between which the host takes the trust ratio from the norms. State: m, v.
+// LAMB in two passes, between which the host computes the trust ratio from the norms. State: m, v.
 //
 //   g += decay * p
 //   m = beta1 * m + averaged * g
 //   v = beta2 * v + (1 - beta2) * g * g
 //   u = (m * correction1) / (sqrt(v * correction2) + eps) + late_decay * p
 //
-// The first pass writes the moments and measures p and u; the second computes u again from the
-// moments (nothing else has to be stored, and gradients stay) and writes p += -step_size * u.
+// The first pass writes the moments and measures p and u. The second computes u again from the
+// moments and writes p += -step_size * u. Nothing else has to be stored, and gradients are not
+// changed.
 struct LambRule {
   double grad_scale = 1;
   double decay = 0;
@@ -110,8 +112,8 @@ struct LambSquares {
 LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule);
 void lamb_apply(const UpdateSpan& span, const LambRule& rule);
 
-// NovoGrad, whose second moment is one number for each parameter and part of grad_scale or
-// correction. State: m.
+// NovoGrad. Its second moment is one number per parameter, and is part of grad_scale or correction.
+// State: m.
 //
 //   g += decay * p
 //   m = beta1 * m + averaged * g

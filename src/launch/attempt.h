@@ -12,15 +12,15 @@
 
 namespace semitone::launch {
 
-// One attempt on this node: from the start of its processes until none is left.
+// One attempt on this node: from the start of its processes until all have ended.
 class Attempt {
  public:
-  // Starts them. Error if one cannot be.
-  // @param channel  to node 0, which hears how they end and decides what follows
+  // Starts the processes. Error if one cannot be started.
+  // @param channel  to node 0, which receives their results and decides what follows
   Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
           Channel& channel, OutputRelay& relay, Guardian& guardian);
 
-  // Waits for the end; stops what is left.
+  // Waits for the end, and stops the remaining processes.
   Verdict run();
 
   std::vector<WorkerStatus> statuses() const { return group_.statuses(); }
@@ -31,7 +31,7 @@ class Attempt {
   void obey(Time now);
   void look_at_interrupt(Time now);
   void end(const Verdict& verdict, int signal, Time now);
-  // Nothing can follow. A restart may still turn into the end.
+  // The outcome is final. A restart may still turn into the end of the job.
   bool is_final() const;
 
   Interrupt& interrupt_;

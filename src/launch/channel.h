@@ -13,28 +13,28 @@ namespace semitone::launch {
 using Clock = std::chrono::steady_clock;
 using Time = Clock::time_point;
 
-// Messages to and from another launcher over a socket. Never waits.
+// Messages to and from another launcher over a socket. Never blocks.
 class Channel {
  public:
-  // @param timeout  silence after which the other end counts as gone; a beat is sent five times
-  //                 as often
+  // @param timeout  silence after which the other end counts as lost; heartbeats are sent five
+  //                 times as often
   Channel(Descriptor socket, Clock::duration timeout);
 
   int descriptor() const { return socket_.number(); }
-  // What to poll for.
+  // The events to poll for.
   short events() const;
 
   void send(const Message& message);
 
-  // For us, all is said.
+  // This side has nothing more to send.
   void hang_up() { close(State::closed, "we closed the connection"); }
 
-  // Reads and writes what can be, says that we live, and looks whether the other end does.
+  // Reads and writes as far as possible, sends heartbeats, and checks those of the other end.
   void update(Time now);
-  // When to call update() although poll() tells nothing.
+  // When to call update() even without an event.
   Time deadline() const;
 
-  // The next message, except beats.
+  // The next message, except heartbeats.
   std::optional<Message> receive();
 
   enum class State {
@@ -45,7 +45,7 @@ class Channel {
   };
   State state() const { return state_; }
   bool is_open() const { return state_ == State::open; }
-  // Why it is not open. What receive() still has came before.
+  // Why the channel is not open. Messages that receive() still returns arrived before.
   const std::string& problem() const { return problem_; }
 
  private:

@@ -11,18 +11,18 @@
 
 namespace semitone::launch {
 
-// Node 0's other half: a thread that keeps the roster and talks to the launchers of all nodes, its
-// own among them.
+// The part of node 0 that manages the job: a thread that keeps the roster and communicates with the
+// launchers of all nodes, including its own.
 class Coordinator {
  public:
-  // @param listener  where the other nodes' launchers come; closed for one node
+  // @param listener  where the other nodes' launchers connect; closed for one node
   Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout);
-  // Waits up to five seconds for the others to hear the verdict.
+  // Waits up to five seconds until the others have received the verdict.
   ~Coordinator();
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  // This node's own connection. Once.
+  // This node's own connection. Call it once.
   Channel connect() { return {std::move(own_end_), heartbeat_timeout_}; }
 
  private:

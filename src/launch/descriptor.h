@@ -10,7 +10,7 @@ struct Pipe {
 };
 
 // All of them are closed by exec, and have numbers above those of the standard streams, which a
-// child replaces. Error if the system gives no more.
+// child replaces. Error if the system has no more descriptors.
 Pipe make_pipe();
 Descriptor open_null(int flags);
 Descriptor above_standard_streams(Descriptor descriptor);

@@ -6,19 +6,19 @@
 
 namespace semitone::launch {
 
-// A small process beside this one that does nothing until this one ends, however it ends: then it
-// kills the process groups that were left in its care. The system's own death signal reaches the
-// children only, not what they have started.
+// A small helper process that does nothing until this process ends, for any reason. It then kills
+// the process groups that were added to it. The system's own death signal reaches the children
+// only, not the processes that they have started.
 class Guardian {
  public:
-  // @param most  groups in its care at a time
+  // @param most  largest number of groups at a time
   explicit Guardian(int most);
   ~Guardian();
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
 
   void guard(pid_t group);
-  // The group is gone; another may get its number.
+  // Removes a group that has ended; another group may get its number.
   void forget(pid_t group);
 
  private:

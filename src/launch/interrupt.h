@@ -8,27 +8,27 @@
 
 namespace semitone::launch {
 
-// A wish that something stop, or that processes be told something, from any thread or signal
-// handler. What polls wakes up.
+// A request to stop, or to forward a signal to the processes, from any thread or signal handler. It
+// wakes threads that poll.
 class Interrupt {
  public:
   Interrupt();
 
   void request(int signal) noexcept;
-  // A signal for the processes, which go on.
+  // A signal for the processes, which continue.
   void forward(int signal) noexcept;
 
-  // Readable once there is a request that acknowledge() has not seen.
+  // Readable while there is a request that acknowledge() has not seen.
   int descriptor() const { return event_.number(); }
   void acknowledge() const;
 
   // The signal of the first request; 0 if there was none.
   int signal() const { return signal_.load(); }
-  // One of the signals to forward that was not taken yet; 0 if there is none.
+  // A signal to forward that was not returned yet; 0 if there is none.
   int take_forwarded();
   // "stopped by signal 15 (Terminated)"
   std::string reason() const;
-  // Whether to be done with it at once.
+  // Whether to kill the processes at once.
   bool urgent() const { return urgent_.load(); }
 
  private:

@@ -10,22 +10,22 @@
 
 namespace semitone::launch {
 
-// Makes the folder. FileError if it cannot be, or nothing can be written there.
+// Creates the folder. FileError if it cannot be created or written to.
 void require_log_dir(const std::filesystem::path& folder);
 
-// Whether a folder of this name lies where it is requested: no path, nothing that cannot be read.
+// Whether a name can be used for a single folder: no path separators, no unprintable characters.
 bool names_a_folder(std::string_view name);
 
 // DIR/<job>/attempt_<n>, with a folder for each rank.
 std::filesystem::path log_folder(const std::filesystem::path& folder, const Assignment& assignment);
 
-// Opens it to write at its end, and makes its folders. FileError.
+// Opens a file for appending, and creates its folders. FileError.
 Descriptor open_log(const std::filesystem::path& file);
 
-// What the file has at its end, at most 64 KiB; empty if it cannot be read.
+// The end of a file, at most 64 KiB; empty if it cannot be read.
 std::string end_of_file(const std::filesystem::path& file);
 
-// Where the streams of a process go.
+// The log files for the streams of a process.
 Streams teed(const LaunchOptions& options, int local_rank);
 Streams redirected(const LaunchOptions& options, int local_rank);
 

@@ -5,7 +5,7 @@ namespace semitone::launch {
 // Cores that this process may run on.
 int usable_cores();
 
-// GPUs that CUDA programs started from here see. 0 where there is no driver.
+// GPUs that CUDA programs started from here see. 0 without a driver.
 int usable_gpus();
 
 }  // namespace semitone::launch

@@ -13,17 +13,18 @@
 
 namespace semitone::launch {
 
-// Where the launchers of all nodes meet, seen from one of them: it finds node 0, or is node 0.
+// The rendezvous of the launchers of all nodes, seen from one of them: it finds node 0, or is node
+// 0.
 class Meeting {
  public:
-  // Begins to listen where this is node 0. Error if it cannot.
+  // Starts to listen if this is node 0. Error if it cannot.
   explicit Meeting(const LaunchOptions& options);
 
-  // Waits for the next attempt to begin. The verdict, if none will. Leaves if interrupted. Error if
-  // node 0 cannot be found, or refuses.
+  // Waits for the next attempt to begin. Returns the verdict if there will be none. Leaves the job
+  // if interrupted. Error if node 0 cannot be found, or refuses.
   std::variant<Assignment, Verdict> join(const Interrupt& interrupt);
 
-  // To node 0, between attempts.
+  // The channel to node 0, between attempts.
   Channel& channel() { return *channel_; }
 
  private:

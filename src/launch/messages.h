@@ -8,14 +8,14 @@
 #include <variant>
 #include <vector>
 
-// What launchers say to each other: one line of JSON each.
+// The messages between launchers: one line of JSON each.
 namespace semitone::launch {
 
-// Two launchers work together if theirs are equal. Of every other version, what a join has under
-// "protocol" and a verdict that refuses can be read.
+// Two launchers work together if their versions are equal. Of a message of another version,
+// "protocol" in a join and a refusing verdict can be read.
 constexpr int kProtocol = 2;
 
-// A node's launcher wants to take part in the next attempt.
+// A node's launcher asks to take part in the next attempt.
 struct Join {
   int protocol = kProtocol;
   std::string run_id;  // empty: none was given
@@ -28,12 +28,12 @@ struct Join {
   std::string host;
 };
 
-// There is no room for a node in the job: it waits until another one is gone.
+// The job has no room for a node: it waits until another node is lost.
 struct StandBy {
   std::string reason;
 };
 
-// An attempt begins; what a node has to know for it.
+// An attempt begins, with everything that a node needs for it.
 struct Assignment {
   std::string run_id;
   int attempt = 0;  // counts every start, restarts only those after a failure
@@ -50,7 +50,7 @@ struct Assignment {
 // All of a node's processes returned 0.
 struct Succeeded {};
 
-// A node's launcher stops its processes and goes.
+// A node's launcher stops its processes and leaves.
 struct Leave {
   std::string reason;
 };
@@ -64,20 +64,21 @@ struct Verdict {
   std::string reason;
 };
 
-// Said now and then, so that silence means something.
+// A heartbeat, so that silence is meaningful.
 struct Beat {};
 
 using Message =
     std::variant<Join, StandBy, Assignment, WorkerFailure, Succeeded, Leave, Verdict, Beat>;
 
-// With a newline at its end.
+// The message as a line, with a newline.
 std::string encode(const Message& message);
 
-// Nothing if it is not one of ours. A join of another version has its protocol and nothing else.
+// Nothing if the line is not a message. A join of another version has its protocol and nothing
+// else.
 std::optional<Message> decode(std::string_view line);
 
-// Of equal lists the same, of others another: what a program is told need not go over the network
-// to be compared.
+// The same for equal lists and different for others, so that the arguments of a program need not be
+// sent over the network for comparison.
 std::string digest_of(const std::vector<std::string>& words);
 
 }  // namespace semitone::launch

@@ -18,9 +18,9 @@ namespace semitone::launch {
 // The last lines of a text, up to 20.
 std::string last_lines_of(std::string_view text);
 
-// Brings what processes write, line by line and never two mixed, to this process's streams and to
-// files. In a thread of its own: where nobody reads (a pager that waits), only the processes that
-// write wait with it, not their launcher.
+// Relays what processes write, line by line without mixing lines, to this process's streams and to
+// files. It runs in its own thread: if nothing reads the output (a pager that waits), only the
+// writing processes wait, not their launcher.
 class OutputRelay {
  public:
   using Id = int;
@@ -34,23 +34,23 @@ class OutputRelay {
   };
 
   OutputRelay();
-  // Drops what is left.
+  // Drops the remaining output.
   ~OutputRelay();
   OutputRelay(const OutputRelay&) = delete;
   OutputRelay& operator=(const OutputRelay&) = delete;
 
   Id add(Source source);
 
-  // Up to 20 lines that it wrote last. Call when its process has ended; waits up to a second for
-  // what it has written to come through.
+  // Up to 20 of its last lines. Call it after its process has ended; it waits up to a second for
+  // the remaining output.
   std::string last_lines(Id id);
 
-  // Forgets the source as soon as what is there is relayed, though somebody may still hold the
-  // other end.
+  // Removes the source as soon as its available output is relayed, even if another process still
+  // has the other end.
   void retire(Id id);
 
-  // Retires all, and waits until everything is relayed. Drops what is left if the interrupt becomes
-  // urgent.
+  // Retires all sources, and waits until everything is relayed. Drops the remaining output if the
+  // interrupt becomes urgent.
   void finish(const Interrupt& interrupt);
 
  private:

@@ -10,11 +10,11 @@
 
 namespace semitone::launch {
 
-// Waits for an event, or for a time to come.
+// Waits for an event or until a time.
 void poll_until(std::vector<pollfd>& events, Time until);
 
-// A thread that gets no signals: they are for the threads of whoever uses us. That includes
-// SIGPIPE; writing to a pipe that nobody reads is an error for it like any other.
+// A thread that gets no signals, since they are for the program's own threads. That includes
+// SIGPIPE: writing to a pipe without a reader is an ordinary error in this thread.
 std::thread quiet_thread(std::function<void()> work);
 
 }  // namespace semitone::launch

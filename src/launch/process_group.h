@@ -4,9 +4,8 @@
 
 namespace semitone::launch {
 
-// Whether a process of the group is alive. Those that have ended and that nobody waits for (their
-// parent is gone, and the first process of a container does not care) do not count, though the
-// system still knows the group.
+// Whether a process of the group is alive. Zombies do not count, although the system still knows
+// the group: their parent has ended, and the first process of a container may not reap them.
 bool is_group_alive(pid_t group);
 
 }  // namespace semitone::launch

@@ -11,7 +11,7 @@
 
 namespace semitone::launch {
 
-// What node 0 knows about the job from the start.
+// Node 0's initial knowledge of the job.
 struct Job {
   std::string run_id;
   bool named = false;   // the user gave the run_id: those who join have to bring it
@@ -26,12 +26,12 @@ struct Job {
   Clock::duration last_call{};
 };
 
-// Decides for all nodes: when an attempt begins and who is who in it, what a failure leads to, when
-// the job is over. Hears what happens, and tells what to say to whom; knows neither sockets nor
-// processes.
+// The state machine of a job. It decides for all nodes when an attempt begins and which ranks each
+// node gets, what follows a failure, and when the job is over. Its inputs are events, and its
+// outputs are messages with their recipients. It uses neither sockets nor processes.
 class Roster {
  public:
-  // Names the connections in the order in which they came. 0 is node 0's own.
+  // Numbers the connections in the order of their arrival. 0 is node 0's own.
   using Id = int;
   using Mail = std::vector<std::pair<Id, Message>>;
 
@@ -40,16 +40,16 @@ class Roster {
   void joined(Id id, const Join& join, Time now);
   void failed(Id id, const WorkerFailure& failure, Time now);
   void succeeded(Id id);
-  // It will not be heard of again.
+  // The connection is lost.
   void gone(Id id, const std::string& reason, Time now);
-  // Time passes.
+  // Time has passed.
   void tick(Time now);
 
   // When to call tick().
   Time deadline() const;
-  // Nothing follows but verdicts for those who come late.
+  // Whether the job is over: only verdicts for late launchers follow.
   bool is_over() const { return verdict_.has_value(); }
-  // What is to be said since the last call.
+  // The messages to send since the last call.
   Mail take_mail() { return std::exchange(mail_, {}); }
 
  private:
@@ -67,17 +67,17 @@ class Roster {
     int first_rank = 0;  // in the attempt
   };
 
-  // Why it can never take part; empty if it can.
+  // Why a node can never take part; empty if it can.
   std::string objection_to(Id id, const Join& join) const;
   // Why there is no room for it now; empty if there is.
   std::string obstacle_to(Id id, const Join& join) const;
   void take_in_spares(Time now);
-  // Somebody whom the job did not have.
+  // A launcher that is new to the job.
   void newcomer(Id id, const Join& join, Time now);
   std::string newcomers() const;
   std::string spares() const;
   int count(State state) const;
-  // Those who are done would have to do it all again.
+  // Whether nodes have finished, which would have to do everything again.
   bool takes_in_newcomers() const { return !is_over() && !some_are_done_; }
   bool is_gathering() const { return count(State::running) + count(State::done) == 0; }
   void begin();

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-// TCP, as far as launchers that meet need it.
+// TCP, as far as the launchers' rendezvous needs it.
 namespace semitone::launch {
 
 // An attempt to listen or to connect.
@@ -20,9 +20,9 @@ struct Opened {
   bool is_open() const { return socket.is_open(); }
 };
 
-// Listens there, if the host is this machine (else error is EADDRNOTAVAIL). A name that is not
-// localhost's means all addresses of this machine: other machines may know it by another address
-// than it does itself.
+// Listens there, if the host is this machine (otherwise error is EADDRNOTAVAIL). For a name other
+// than localhost's it listens on all addresses: other machines may reach this one under another
+// address than it resolves itself.
 Opened listen_at(const Endpoint& endpoint);
 
 // One attempt. Non-blocking afterwards.
@@ -31,16 +31,16 @@ Opened connect_to(const Endpoint& endpoint, std::chrono::milliseconds timeout);
 // The next connection, or a closed descriptor.
 Descriptor accept_from(const Descriptor& listener);
 
-// Two ends that know each other.
+// Two connected ends.
 std::pair<Descriptor, Descriptor> socket_pair();
 
-// The port that a socket listens at.
+// The port on which a socket listens.
 int port_of(const Descriptor& listener);
 
-// A port that nobody listens at, and that the system gives to nobody who does not ask for it.
+// A port on which nothing listens, and which the system does not assign to connections.
 int free_port();
 
-// Whether a process can listen at this port of all addresses; else why not.
+// Whether a process can listen on this port of all addresses; otherwise the reason.
 bool is_port_free(int port, std::string& problem);
 
 }  // namespace semitone::launch

@@ -13,7 +13,7 @@ namespace semitone::launch {
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
 
-// What a child process is made of.
+// The parameters of a child process.
 struct Spawn {
   std::vector<std::string> words;  // the program, and what comes after its name
   Variables environment;           // added to this process's own
@@ -24,10 +24,11 @@ struct Spawn {
   int death_signal = SIGTERM;  // when the thread that spawned it ends
 };
 
-// Starts a process; returns when it runs. Error if it cannot be run. No signal is blocked in it.
+// Starts a process; returns when it runs. Error if it cannot be run. The child has no blocked
+// signals.
 pid_t spawn(const Spawn& child);
 
-// As waitpid() tells it.
+// The status as waitpid() returns it.
 ExitStatus exit_status(int status);
 // Waits for it to end.
 ExitStatus wait_for(pid_t id);

@@ -7,14 +7,14 @@
 
 namespace semitone::launch {
 
-// What a process is told about itself, in torchrun's names.
+// The environment variables of a process, with torchrun's names.
 Variables worker_environment(const Assignment& assignment, const LaunchOptions& options,
                              int local_rank);
 
-// The threads of each process, where the launcher chooses them; else 0.
+// The number of threads per process if the launcher chooses it; else 0.
 int threads_of_each(const LaunchOptions& options);
 
-// "${local_rank}" becomes the number, wherever it stands.
+// Replaces "${local_rank}" by the number everywhere.
 std::string with_local_rank(std::string argument, int local_rank);
 
 }  // namespace semitone::launch

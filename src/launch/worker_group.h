@@ -14,35 +14,35 @@
 
 namespace semitone::launch {
 
-// This node's processes of one attempt. Never waits.
+// This node's processes in one attempt. Never blocks.
 class WorkerGroup {
  public:
-  // Starts them. Error if one cannot be; none is left then.
+  // Starts the processes. If one cannot be started: Error, and none is left.
   WorkerGroup(const LaunchOptions& options, const Assignment& assignment, OutputRelay& relay,
               Guardian& guardian);
-  // Kills what is left.
+  // Kills the remaining processes.
   ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
 
-  // Adds what to poll.
+  // Adds the events to poll for.
   void watch(std::vector<pollfd>& events) const;
-  // When to call update() although poll() tells nothing.
+  // When to call update() even without an event.
   Time deadline(Time now) const;
-  // Sees who has ended, and kills those who take too long to.
+  // Detects processes that have ended, and kills those whose grace period is over.
   void update(Time now);
 
-  // Sends the signal to the processes themselves, not to what they have started, and no more.
+  // Sends the signal to the processes only, not to those that they have started.
   void forward(int signal);
-  // Sends the signal to all that is left, and SIGKILL after the grace. Once; but SIGKILL at any
-  // time.
+  // Sends the signal to all remaining processes, and SIGKILL after the grace period. Call it once;
+  // SIGKILL may be sent at any time.
   void stop(int signal, Time now);
 
-  // Every process has returned 0.
+  // Whether every process has returned 0.
   bool all_succeeded() const;
-  // The first that failed by itself, before stop().
+  // The first process that failed before stop().
   std::optional<WorkerFailure> first_failure() const;
-  // Nothing is left, of what they have started neither.
+  // Whether all processes have ended, including those that they have started.
   bool is_gone() const;
 
   std::vector<WorkerStatus> statuses() const;

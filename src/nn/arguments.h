@@ -10,15 +10,15 @@
 #include <utility>
 #include <vector>
 
-// Arguments of a torch::autograd::Function, some of which a caller may not have given. Autograd
-// knows no undefined ones: they have no edge in its graph.
+// Arguments of a torch::autograd::Function, some of which may be undefined. Autograd does not
+// support undefined arguments: they have no edge in its graph.
 namespace semitone::nn {
 
 inline std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-// Keeps for the backward pass which of the arguments, in order, have an edge.
+// Saves for the backward pass which of the arguments, in order, have an edge.
 inline void save_edges(torch::autograd::AutogradContext* ctx,
                        std::initializer_list<at::Tensor> arguments) {
   std::vector<std::int64_t> edges;
@@ -27,13 +27,13 @@ inline void save_edges(torch::autograd::AutogradContext* ctx,
   ctx->saved_data["edges"] = std::move(edges);
 }
 
-// Whether the gradient of that argument is wanted.
+// Whether the gradient of that argument is needed.
 inline bool is_needed(torch::autograd::AutogradContext* ctx, std::size_t argument) {
   const auto edge = ctx->saved_data["edges"].toIntVector()[argument];
   return edge >= 0 && ctx->needs_input_grad(static_cast<std::size_t>(edge));
 }
 
-// Whether autograd records what is done with one of them.
+// Whether autograd records operations on one of them.
 inline bool is_recorded(std::initializer_list<at::Tensor> arguments) {
   if (!at::GradMode::is_enabled()) return false;
   for (const at::Tensor& argument : arguments) {

@@ -27,7 +27,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Of the batches of all processes. Per channel, fp64; count has one element, and stays on the device.
+// Of the batches of all processes. Per channel, fp64; count has one element, and stays on the
+// device.
 struct Statistics {
   at::Tensor mean;
   at::Tensor variance;  // biased

@@ -10,7 +10,7 @@
 #include <ostream>
 #include <string_view>
 
-// What modules of batch normalisation have in common: children of torch::nn::NormImplBase with the
+// The common part of modules for batch normalisation: children of torch::nn::NormImplBase with the
 // options of torch::nn::BatchNorm.
 namespace semitone::nn {
 
@@ -22,7 +22,7 @@ inline void check_channels(std::string_view where, const at::Tensor& input, std:
   }
 }
 
-// Counts a batch; returns its share in the running statistics.
+// Counts a batch, and returns its weight in the running statistics.
 template <typename Module>
 double share_of_batch(Module& module) {
   if (!module.is_training() || !module.options.track_running_stats()) return 0;
@@ -32,13 +32,13 @@ double share_of_batch(Module& module) {
              : 1 / module.num_batches_tracked.template item<double>();
 }
 
-// Whether the statistics are those of the batch.
+// Whether to use the statistics of the batch.
 template <typename Module>
 bool uses_batch(const Module& module) {
   return module.is_training() || !module.options.track_running_stats();
 }
 
-// Counts the batch, and describes what is to be done with it.
+// Counts the batch, and returns the parameters of its normalisation.
 template <typename Module>
 BatchNorm layer_of(Module& module, std::string_view where, const at::Tensor& residual, bool relu) {
   return {.where = where,

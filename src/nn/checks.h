@@ -4,14 +4,14 @@
 
 #include <string_view>
 
-// What functions of this room ask of their arguments.
+// Checks of arguments for the functions of this room.
 namespace semitone::nn {
 
 // Error unless it is a dense floating-point tensor.
 void check_input(std::string_view where, const at::Tensor& input);
 
-// Error unless it is undefined, or of that shape, on the input's device and of a floating dtype not
-// wider than what the input is computed in: fp64 for an fp64 input, else fp32.
+// Error unless the tensor is undefined, or of that shape, on the input's device and of a floating
+// dtype that is not wider than the computation: fp64 for an fp64 input, else fp32.
 void check_values(std::string_view where, std::string_view name, const at::Tensor& values,
                   const at::Tensor& input, at::IntArrayRef shape);
 

@@ -5,8 +5,8 @@
 
 namespace semitone::nn {
 
-// Whether a function of ours may take a tensor's memory for what it is. Tracers, forward-mode
-// derivatives and vmap know LibTorch's operators alone, and some tensors have no memory.
+// Whether Semitone's functions may read a tensor's memory directly. Tracers, forward-mode
+// derivatives and vmap support LibTorch's operators only, and some tensors have no memory.
 inline bool is_plain(const at::Tensor& tensor) {
   return !torch::jit::tracer::isTracing() && !tensor.is_nested() && tensor.has_storage() &&
          !tensor._is_zerotensor() && !tensor._fw_grad(/*level=*/0).defined();

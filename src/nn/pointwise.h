@@ -4,7 +4,7 @@
 
 namespace semitone::nn {
 
-// at::relu and at::relu_, in kernels of our own where kernels::has_pointwise_kernel. The gradient is
+// at::relu and at::relu_, in Semitone's kernels if kernels::has_pointwise_kernel. The gradient is
 // computed from the result, and can be differentiated again.
 at::Tensor relu(const at::Tensor& input);
 at::Tensor relu_(const at::Tensor& input);

@@ -10,9 +10,9 @@
 // Gradients that can be differentiated again, for functions whose own backward pass cannot.
 namespace semitone::nn {
 
-// The gradients of definition(), LibTorch's operators on `inputs`, with the way that they were
-// computed recorded. Undefined where an input is, or needs none. For the backward pass of a
-// function, where autograd records it (create_graph).
+// The gradients of definition(), LibTorch's operators on `inputs`, with their computation recorded.
+// Undefined where an input is, or needs none. For the backward pass of a function if autograd
+// records it (create_graph).
 template <typename Definition>
 torch::autograd::variable_list recorded_gradients(const torch::autograd::variable_list& inputs,
                                                   const at::Tensor& grad,

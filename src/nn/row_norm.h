@@ -7,7 +7,7 @@
 // Layer norm and RMS norm with their gradients.
 namespace semitone::nn {
 
-// What goes with the input. Tensors that a layer does not have are undefined.
+// The parameters of a normalisation. Tensors that a layer does not have are undefined.
 struct RowNormLayer {
   std::string_view where;  // the name in messages: a literal
   at::IntArrayRef normalized_shape;

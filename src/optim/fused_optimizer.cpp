@@ -23,8 +23,8 @@ bool is_supported(c10::ScalarType dtype) {
   return dtype == at::kDouble || kernels::format_of(dtype);
 }
 
-// Brings a tensor to where and how its parameter is now, which may have been cast or moved since. In
-// memory with gaps, which kernels do not run over, any order will do.
+// Brings a tensor to where and how its parameter is now, which may have been cast or moved since.
+// In memory with gaps, which kernels do not run over, any order will do.
 void follow(at::Tensor& tensor, const at::Tensor& parameter, c10::ScalarType dtype) {
   if (tensor.scalar_type() == dtype && tensor.device() == parameter.device() &&
       !parameter.is_non_overlapping_and_dense())
@@ -45,8 +45,8 @@ void check_parameter(std::string_view where, const at::Tensor& parameter, const 
   }
 }
 
-// What amp::MasterWeights leaves in a master whose gradient stays in the model: NaN, spread over its
-// shape.
+// What amp::MasterWeights leaves in a master whose gradient stays in the model: NaN, spread over
+// its shape.
 bool is_placeholder(const at::Tensor& grad) {
   return grad.numel() > 1 && grad.is_cpu() && grad.scalar_type() == at::kFloat &&
          grad.storage().nbytes() == sizeof(float) && std::isnan(*grad.const_data_ptr<float>());
@@ -95,8 +95,8 @@ bool is_set(std::string_view where, const at::Tensor& found_inf) {
   return !(found_inf.item<double>() == 0);
 }
 
-// Of the random bits that bf16 state is rounded with: other ones for each parameter and step. Nothing
-// in it depends on memory or on what a rank's share of the parameters is.
+// Of the random bits that bf16 state is rounded with: other ones for each parameter and step.
+// Nothing in it depends on memory or on what a rank's share of the parameters is.
 std::uint32_t seed_of(const at::Tensor& parameter, std::uint32_t place, std::int64_t step) {
   auto seed = kernels::hash_bits(static_cast<std::uint32_t>(step));
   seed = kernels::hash_bits(seed + place);

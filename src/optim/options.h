@@ -12,10 +12,10 @@
 #include <string_view>
 #include <tuple>
 
-// Checking and storing of options.
+// Checks and stores options.
 namespace semitone::optim {
 
-// The options as the optimizer's own type; Error if a group was given those of another optimizer.
+// The options as the optimizer's own type; Error if a group has another optimizer's options.
 template <typename Options>
 const Options& options_as(const torch::optim::OptimizerOptions& options, std::string_view where) {
   const auto* own = dynamic_cast<const Options*>(&options);
@@ -49,8 +49,8 @@ inline void require_nesterov(std::string_view where, bool nesterov, double momen
               c10::str("momentum ", momentum, " and dampening ", dampening));
 }
 
-// Options in an archive, by the names and types of torch.optim. Reading leaves a value alone that
-// the archive lacks: LibTorch's optimizers save fewer.
+// Options in an archive, with the names and types of torch.optim. Reading keeps a value that the
+// archive lacks, since LibTorch's optimizers save fewer.
 class OptionsWriter {
  public:
   explicit OptionsWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {}

@@ -12,9 +12,9 @@
 
 namespace semitone::optim {
 
-// A step of an optimizer that is taken again and again without the host: learning rates, step counts
-// and found_inf are read from the device's memory when the kernels run. So it can be captured in a
-// CUDA graph.
+// A step of an optimizer that is repeated without the host: learning rates, step counts and
+// found_inf are read from the device's memory when the kernels run. It can therefore be captured in
+// a CUDA graph.
 //
 //     RepeatedStep step(optimizer, parameters);
 //     step.send_rules();        // of the next step, by the options and step counts as they are now
@@ -22,24 +22,24 @@ namespace semitone::optim {
 //     if (…found_inf is 0…) step.count();
 class RepeatedStep {
  public:
-  // For these parameters of the optimizer, all on one device: those that will have gradients. Makes the
-  // state that they lack; the optimizer gets it with the first step that is counted. Error if the
-  // optimizer looks at norms before it updates anything (LAMB, NovoGrad, LARC), or has bf16 state,
-  // which is rounded by other random bits in each step.
+  // For these parameters of the optimizer, all on one device: those that will have gradients.
+  // Creates the state that they lack; the optimizer gets it with the first counted step. Error if
+  // the optimizer computes norms before it updates anything (LAMB, NovoGrad, LARC), or has bf16
+  // state, which is rounded with other random bits in each step.
   RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters);
   RepeatedStep(const RepeatedStep&) = delete;  // what was captured has pointers to its memory
   RepeatedStep& operator=(const RepeatedStep&) = delete;
 
   void send_rules();
 
-  // FusedOptimizer::step, unless found_inf (may be undefined) is not 0; nothing is read back, and no
-  // step is counted. Error unless the same parameters have gradients.
+  // FusedOptimizer::step, unless found_inf (may be undefined) is not 0. Nothing is read back, and
+  // the step is not counted. Error unless the same parameters have gradients.
   void run(const ModelCopies* copies, const at::Tensor& found_inf);
 
-  // The step that was run has changed the parameters.
+  // Counts a step that was run and has changed the parameters.
   void count();
 
-  // Whether the optimizer still has the same parameters and state, in the same memory, and wants no
+  // Whether the optimizer still has the same parameters and state, in the same memory, and needs no
   // other state.
   bool is_current() const;
 

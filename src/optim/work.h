@@ -33,7 +33,7 @@ struct FusedOptimizer::Rules {
   kernels::Rules rules;
 };
 
-// The state of a parameter among all; made where there is none.
+// The state of a parameter in the optimizer's map; created if missing.
 template <typename States>
 FusedState& state_in(States& states, const at::Tensor& parameter) {
   auto& entry = states[parameter.unsafeGetTensorImpl()];
@@ -41,7 +41,7 @@ FusedState& state_in(States& states, const at::Tensor& parameter) {
   return static_cast<FusedState&>(*entry);
 }
 
-// What kernels take of each parameter.
+// The kernels' view of each parameter.
 template <typename Work>
 std::vector<kernels::Update> items_of(std::span<Work> work) {
   std::vector<kernels::Update> items;

@@ -9,16 +9,16 @@
 
 namespace semitone::parallel {
 
-// The mean of a flat buffer over the ranks, in the dtype and with the division that the options ask
-// for.
+// The mean of a flat buffer over the ranks, in the dtype and with the division that the options
+// request.
 class Averaging {
  public:
   Averaging(const DdpOptions& options, Divisor divisor);
 
-  // Whether it is what c10d's Reducer does by itself: division by the number of ranks, and a sum.
+  // Whether c10d's Reducer does the same itself: division by the number of ranks, and a sum.
   bool is_plain() const;
 
-  // Starts it; the future completes with the buffer, which holds the mean then.
+  // Starts the reduction. The future completes with the buffer, which then holds the mean.
   c10::intrusive_ptr<c10::ivalue::Future> start(const at::Tensor& buffer,
                                                 const comm::Group& group) const;
 

@@ -277,8 +277,8 @@ class BucketedReduction final : public Reduction {
     });
   }
 
-  // Gradients that share the buckets' memory, as Reducer asks, but are no views to autograd: detach_(),
-  // which every torch::optim::Optimizer::zero_grad() calls, refuses views.
+  // Gradients that share the buckets' memory, as Reducer asks, but are no views to autograd:
+  // detach_(), which every torch::optim::Optimizer::zero_grad() calls, refuses views.
   void forget_views() const {
     for (const at::Tensor& parameter : parameters_) {
       at::Tensor& gradient = parameter.mutable_grad();

@@ -13,8 +13,8 @@ struct GpuCapacity {
   int multiprocessors = 0;
 };
 
-// Names two devices of which the one has less than 75 % of the other's memory or multiprocessors,
-// as torch.nn.DataParallel does; empty if there are none. The slower one makes all others wait.
+// Names two devices of which one has less than 75 % of the other's memory or multiprocessors, as
+// torch.nn.DataParallel does; empty if there are none. The slower one makes all others wait.
 std::string imbalance_of(const std::vector<c10::Device>& devices,
                          const std::vector<GpuCapacity>& capacities);
 

@@ -15,10 +15,10 @@
 
 namespace semitone::parallel {
 
-// By how much sums of gradients are divided: the number of ranks, or of those that still have input.
+// The divisor of gradient sums: the number of ranks, or of those that still have input.
 using Divisor = std::function<std::int64_t()>;
 
-// Makes gradients their mean over the ranks in backward passes: how DistributedDataParallel does it.
+// The way in which DistributedDataParallel averages gradients over the ranks in backward passes.
 class Reduction {
  public:
   Reduction() = default;
@@ -26,42 +26,43 @@ class Reduction {
   Reduction& operator=(const Reduction&) = delete;
   virtual ~Reduction() = default;
 
-  // Before a forward whose gradients will be reduced.
+  // Call before a forward whose gradients will be reduced.
   virtual void before_forward() {}
-  // After a forward whose gradients stay on this rank, even if those of an earlier one were to be
-  // reduced and never came.
+  // Call after a forward whose gradients stay on this rank, even if gradients of an earlier forward
+  // were to be reduced and never arrived.
   virtual void expect_local_gradients() {}
-  // The sum over the ranks of 1 for each that has input, under way or done: what to divide by from
-  // now on. Null: the number of ranks.
+  // The sum over the ranks of 1 for each with input, in progress or done: the divisor from now on.
+  // Null: the number of ranks.
   virtual void divide_by(const c10::intrusive_ptr<c10d::Work>&) {}
-  // After it.
-  // @param outputs  its results, where the reduction requested them
+  // Call after it.
+  // @param outputs  its results, if the reduction needs them
   virtual void before_backward(const std::vector<at::Tensor>& outputs) = 0;
   // A parameter has its gradient. Called in backward.
   virtual void on_gradient() {}
-  // Whether everything that before_backward announced is done. Asked at the end of a backward pass.
+  // Whether everything that before_backward announced is done. Called at the end of a backward
+  // pass.
   virtual bool finished() = 0;
-  // Forgets a backward pass that an exception ended. False if it cannot: part of its gradients have
-  // been sent.
+  // Forgets a backward pass that an exception ended. False if that is impossible, because part of
+  // its gradients have been sent.
   virtual bool forget_backward() = 0;
 
   // Whether before_backward, and then on_outputs_gradient, need the results.
   virtual bool wants_outputs() const { return false; }
-  // Called in backward where it comes to the results of forward.
+  // Called in backward when it reaches the results of forward.
   virtual void on_outputs_gradient() {}
 
-  // What a step communicates besides buffers, with zeros: for a rank without input.
+  // The communication of a step except buffers, with zeros: for a rank without input.
   // @param keep  whether the parameters get the gradients
   virtual void shadow(bool keep) = 0;
 };
 
-// c10d's Reducer: buckets that leave while backward goes on.
+// c10d's Reducer: sends buckets while backward is running.
 std::unique_ptr<Reduction> make_bucketed_reduction(const ModelTensors& model,
                                                    const comm::Group& group,
                                                    const DdpOptions& options,
                                                    const Divisor& divisor);
 
-// Everything at the end of backward.
+// Sends everything at the end of backward.
 std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
                                                   const comm::Group& group,
                                                   const DdpOptions& options,

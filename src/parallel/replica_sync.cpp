@@ -69,8 +69,9 @@ c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
   return c10::weak_intrusive_ptr<Node>(node);
 }
 
-// Results of forward, on their way to the loss. Backward comes to it first, and then, with undefined
-// gradients, also to results that the loss does not use: so all that led to any result is reached.
+// Results of forward, on their way to the loss. Backward comes to it first, and then, with
+// undefined gradients, also to results that the loss does not use: so all that led to any result is
+// reached.
 struct Outputs : public torch::autograd::Function<Outputs> {
   struct Listener : torch::CustomClassHolder {
     std::function<void()> on_gradient;

@@ -6,11 +6,11 @@
 
 namespace semitone::parallel {
 
-// Who speaks in errors.
+// The component in errors.
 inline constexpr auto kDdp = "parallel.ddp";
 
-// Error on every rank, which names rank and parameter, unless all ranks have the same model and
-// options, and one that can be trained.
+// Unless all ranks have the same model and options, and the model can be trained: Error on every
+// rank, naming rank and parameter.
 void require_same_model(const ModelTensors& model, const comm::Group& group,
                         const DdpOptions& options);
 

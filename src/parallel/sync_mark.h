@@ -4,20 +4,20 @@
 
 #include <ATen/core/Tensor.h>
 
-// Tensors that say: batch_norm, when it gets me, is to use the statistics of a group.
+// Marks on tensors, which tell batch_norm to use the statistics of a group.
 //
-// A mark is an entry in the tensor's list of gradient hooks that changes no gradient: LibTorch's
-// one place where a C++ tensor owns an object of someone else's. So a mark lives and dies with its
-// tensor, set_data and set_ (and with them Module::to and torch::load) leave it alone, and no table
-// of the process has to know about it.
+// A mark is an entry in the tensor's list of gradient hooks that changes no gradient. This list is
+// the only place in LibTorch where a C++ tensor can own a foreign object. A mark therefore lives
+// and dies with its tensor, set_data and set_ (and with them Module::to and torch::load) keep it,
+// and no process-wide table is needed.
 namespace semitone::parallel {
 
 struct SyncMark {
   comm::Group group;
-  // The tensor is a weight of ones that was given to a layer without tensors, to bear the mark.
+  // Whether the tensor is a weight of ones, created to carry the mark of a layer without tensors.
   bool is_placeholder = false;
 
-  // The hook: no other gradient.
+  // The hook: returns the gradient unchanged.
   at::TensorBase operator()(const at::TensorBase&) const { return {}; }
 };
 

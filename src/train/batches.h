@@ -16,13 +16,13 @@ struct Batch {
   at::Tensor labels;  // int64, (B)
 };
 
-// Whose share of a set it is: one of so many processes.
+// A process's share of a set: its index and the number of processes.
 struct Share {
   int rank = 0;
   int ranks = 1;
 };
 
-// An image set on its device, cut into batches.
+// An image set on its device, divided into batches.
 class Batches {
  public:
   Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last, Share share = {});
@@ -32,9 +32,10 @@ class Batches {
   // Batches of a pass over this share.
   std::int64_t count(std::int64_t batch_size) const;
 
-  // The images' numbers, batch by batch, the last one with what is left. The order of an epoch
-  // depends on seed and epoch alone; batch after batch, all ranks together have the images that one
-  // would have. Some come twice where the set is no multiple of the ranks.
+  // The indices of the images, batch by batch; the last batch may be smaller. The order of an epoch
+  // depends on seed and epoch only. In each batch, all ranks together have the images that a single
+  // rank would have. Some images appear twice if the size of the set is not a multiple of the
+  // ranks.
   std::vector<at::Tensor> shuffled(std::int64_t batch_size, std::uint64_t seed,
                                    std::int64_t epoch) const;
   // Every image once, on one of the ranks.
@@ -51,7 +52,7 @@ class Batches {
   Share share_;
 };
 
-// LibTorch's word for a format that was chosen.
+// LibTorch's type for the chosen format.
 at::MemoryFormat layout_of(MemoryFormat format);
 
 }  // namespace semitone::train

@@ -62,8 +62,8 @@ void require_agreement(const std::filesystem::path& path, const Agreement& saved
   }
 }
 
-// A model's parameters and buffers, and their shapes: what a state of it fits. Module::load takes any
-// shape, and leaves what the file lacks.
+// A model's parameters and buffers, and their shapes: what a state of it fits. Module::load takes
+// any shape, and leaves what the file lacks.
 Agreement tensors_of(const amp::Model& model) {
   Agreement tensors;
   for (const amp::Model::Entry& entry : model.entries())

@@ -14,18 +14,19 @@
 
 namespace semitone::train {
 
-// How far a training is.
+// The position of a training.
 struct Position {
   std::int64_t step = 0;  // steps done
-  // Of the epoch under way, or just done: the steps that were not skipped. The sum is this process's.
+  // For the current epoch, or the one just done: the steps that were not skipped. The sum is this
+  // process's.
   double loss_sum = 0;
   std::int64_t loss_count = 0;
 };
 
-// What saved and resumed run must have in common: (the option's flag, its value).
+// The settings that must match on resume: (the option's flag, its value).
 using Agreement = std::vector<std::pair<std::string, std::string>>;
 
-// What a checkpoint is made of, and read into.
+// The objects that a checkpoint saves and restores.
 struct Training {
   const amp::Model& model;
   torch::optim::Optimizer& optimizer;
@@ -34,14 +35,14 @@ struct Training {
   const comm::Group& group;
 };
 
-// Writes everything, and the states of the default generators, the CPU's and the model's device's,
-// of all processes. FileError, on rank 0, which writes, if it cannot. Every rank calls it.
+// Writes everything, and the states of the default generators (the CPU's and the model's device's)
+// of all processes. FileError on rank 0, which writes, if it cannot. Every rank calls it.
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 
-// FileError if the file is no checkpoint, is damaged, or was made with other options or by another
-// model (the option, or the first tensor that differs, is named); nothing is changed then. Every rank
-// calls it; rank 0 reads.
+// FileError if the file is not a checkpoint, is damaged, or was made with other options or another
+// model (the message names the option, or the first tensor that differs); nothing is changed then.
+// Every rank calls it; rank 0 reads.
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
                      const Agreement& agreement);
 

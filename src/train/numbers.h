@@ -5,7 +5,7 @@
 
 namespace semitone::train {
 
-// A NaN's sign means nothing, and "-nan" is read as a number that is negative.
+// Removes a NaN's sign: it has no meaning, and "-nan" looks like a negative number.
 inline double without_sign_of_nan(double value) {
   return std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
 }

@@ -71,7 +71,8 @@ c10::ScalarType dtype_of(const WorkloadOptions& options) {
   return options.opt_level() == amp::OptLevel::O0 ? c10::ScalarType::Float : dtype_16bit(options);
 }
 
-// In 16 bits one rounding, in fp32 sums in another order. Measured in bf16 with 16 images: 0.3 of it.
+// In 16 bits one rounding, in fp32 sums in another order. Measured in bf16 with 16 images: 0.3 of
+// it.
 double tolerance_of(const WorkloadOptions& options) {
   constexpr double kFp32Tolerance = 1e-4;
   const c10::ScalarType dtype = dtype_of(options);

@@ -7,7 +7,7 @@
 
 namespace semitone::zoo {
 
-// Who speaks in errors.
+// The component in errors.
 inline constexpr auto kIdx = "zoo.idx";
 
 // The bytes of a file, unpacked on the way if it is gzipped (one member or several in a row).
@@ -17,12 +17,12 @@ class ByteSource {
   explicit ByteSource(const std::filesystem::path& path);
   ~ByteSource();
 
-  // Fills the buffer as far as there is data. Returns how many bytes came: fewer than requested
-  // only at the end.
+  // Fills the buffer as far as there is data. Returns the number of bytes, which is less than
+  // requested only at the end.
   std::size_t read(void* buffer, std::size_t size);
 
-  // No more bytes than this can come, whatever the header says: the size of a plain file, and 1032
-  // times that of a gzipped one, which is the most that deflate can pack.
+  // An upper bound of the number of bytes: the size of a plain file, and 1032 times that of a
+  // gzipped one, which is deflate's largest ratio.
   std::uint64_t most_bytes() const;
 
  private:

@@ -147,10 +147,10 @@ class [[nodiscard]] MixedPrecision {
   /// step() warns about direct calls, once per model.
   /// @param model  an initialized model, or a module inside one (`model->decoder`). It may be a
   /// module holder, shared pointer, AnyModule or reference. It may also be a torch::jit::Module,
-  /// which takes IValues (or arguments that convert to them) or a std::vector<IValue> of all inputs,
-  /// with or without torch::jit::Kwargs, and returns an IValue. Finally it may be a wrapper of these
-  /// with a forward() of its own, such as parallel::DistributedDataParallel. Error for any other
-  /// model, and for a model that has moved to another device.
+  /// which takes IValues (or arguments that convert to them) or a std::vector<IValue> of all
+  /// inputs, with or without torch::jit::Kwargs, and returns an IValue. Finally it may be a wrapper
+  /// of these with a forward() of its own, such as parallel::DistributedDataParallel. Error for any
+  /// other model, and for a model that has moved to another device.
   /// @param arguments  deduced like a function template's: braces have no type, so write
   /// torch::Tensor() instead of `{}` for "no mask"
   template <typename M, typename... Arguments>

@@ -6,8 +6,8 @@
 #include <string_view>
 
 // The tables of the presets, as data. A name without an overload means all overloads that write to
-// no argument; a name that this LibTorch does not have is left out, so that one table serves
-// several versions.
+// no argument. A name that this LibTorch does not have is skipped, so that one table serves several
+// versions.
 namespace semitone::amp::presets {
 
 struct Rows {
@@ -22,7 +22,7 @@ std::span<const Rows> apex();
 std::span<const Rows> paddle_o1();
 std::span<const Rows> paddle_o2();
 
-// Why an operator, by the name without overload, is treated as it is.
+// The reason for an operator's row, by the name without overload.
 std::string_view reason(CastAction action, std::string_view op);
 
 }  // namespace semitone::amp::presets

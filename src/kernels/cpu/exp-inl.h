@@ -38,7 +38,7 @@ HWY_INLINE hn::Vec<D> exp_of_negative(D d, hn::Vec<D> x) {
   // 2^n: n is the exponent, biased by 127; the upper bits of `shifted` are shifted out.
   const auto biased = hn::Add(hn::BitCast(d32, shifted), hn::Set(d32, 127));
   const auto power = hn::BitCast(d, hn::ShiftLeft<23>(biased));
-  // Of a NaN the power may be anything but e is NaN.
+  // For NaN the power may have any value, but e is NaN.
   constexpr float kLowest = -0x1.5d589ep6F;  // 126 ln 2
   return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, kLowest)), hn::Mul(e, power));
 }

@@ -35,8 +35,8 @@ HWY_INLINE Vector polynomial(Vector x, float c0, More... more) {
 // Of the standard normal distribution at a >= 0: P(X > a), and the density.
 //
 // P(X > a) = exp(-a^2 / 2) R(a), where R falls from 1/2 like 1 / a: as a polynomial in
-// (a - 3) / (a + 3), off by 1.1e-8 at most up to 14.6. So the tail keeps its relative accuracy, and the
-// density costs a multiplication.
+// (a - 3) / (a + 3), off by 1.1e-8 at most up to 14.6. So the tail keeps its relative accuracy, and
+// the density costs a multiplication.
 HWY_INLINE void normal_at(Vector a, Vector& above, Vector& density) {
   const Float d;
   const auto bell = exp_of_negative(d, hn::Mul(hn::Mul(a, a), hn::Set(d, -0.5F)));
@@ -50,8 +50,8 @@ HWY_INLINE void normal_at(Vector a, Vector& above, Vector& density) {
 }
 
 // P(X > a) where the result is rounded to 16 bits, in half the time: P^(-1/32) as a polynomial.
-// Off by 5e-6 up to 7, a hundredth of what that rounding costs; by 2 % at 9, where P is 1e-19; 0 from
-// 16 on, where the power is infinite.
+// Off by 5e-6 up to 7, a hundredth of what that rounding costs; by 2 % at 9, where P is 1e-19; 0
+// from 16 on, where the power is infinite.
 HWY_INLINE Vector roughly_above(Vector a) {
   auto root = polynomial(a, 0x1.059b0cp+0F, 0x1.a17efep-6F, 0x1.5721bep-7F, 0x1.7999e8p-10F,
                          -0x1.9725dap-14F, 0x1.b56d76p-16F, -0x1.ea87c4p-21F, 0x1.d84572p-27F,

@@ -23,9 +23,9 @@ constexpr std::size_t kChains = 4;
 // The gradient takes so many rows together: their shares of a column's sums meet in a register.
 constexpr std::size_t kTogether = 4;
 
-// How far ahead the gradient asks for memory, in bytes: for the next rows, the gradients on the first
-// look at these and the inputs on the second. Rows of which two arrays do not fit into the first-level
-// cache beside the next ones would drive each other out: for nothing then.
+// How far ahead the gradient asks for memory, in bytes: for the next rows, the gradients on the
+// first look at these and the inputs on the second. Rows of which two arrays do not fit into the
+// first-level cache beside the next ones would drive each other out: for nothing then.
 template <class F, std::size_t kRows>
 HWY_INLINE std::size_t next_rows(std::size_t columns) {
   constexpr std::size_t kMost = 8 * 1024;

@@ -19,9 +19,9 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// Formats are looked at anew for each vector: a branch that always goes the same way costs a cycle,
-// where a vector of Adam's operands takes more than a hundred from memory. A template over all
-// formats would be 27 copies of each rule for each instruction set.
+// Formats are checked again for each vector. A branch that always goes the same way costs a cycle,
+// while a vector of Adam's operands takes more than a hundred to arrive from memory. A template
+// over all formats would need 27 copies of each rule for each instruction set.
 template <class D>
 HWY_INLINE hn::Vec<D> load(Format format, D d, const void* from, std::size_t i) {
   switch (format) {
@@ -80,7 +80,8 @@ HWY_INLINE hn::Vec<D> load_state(D d, const UpdateSpan& span, std::size_t k, std
   return load(span.state_format, d, span.state[k], i);
 }
 
-// rule_numbers.h's flush_subnormal. On integers: a comparison of subnormal numbers may be slow as well.
+// rule_numbers.h's flush_subnormal. On integers: a comparison of subnormal numbers may be slow as
+// well.
 template <class D>
 HWY_INLINE hn::Vec<D> flush_subnormal(D d, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> d32;
@@ -88,7 +89,7 @@ HWY_INLINE hn::Vec<D> flush_subnormal(D d, hn::Vec<D> v) {
   return hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(exponent, hn::Zero(d32))), v);
 }
 
-// To nearest, where the state is not fp32.
+// Rounded to nearest, if the state is not fp32.
 template <class D>
 HWY_INLINE void store_state(D d, hn::Vec<D> v, const UpdateSpan& span, std::size_t k,
                             std::size_t i) {
@@ -151,8 +152,8 @@ HWY_INLINE void store_param(D d, hn::Vec<D> v, const UpdateSpan& span, std::size
   if (span.copy != nullptr) store(span.copy_format, d, v, span.copy, i);
 }
 
-// The elements behind the last whole vector, in memory of a vector's size: one code serves both.
-// What is no element is 0.
+// The elements after the last whole vector, in memory of a vector's size, so that one code serves
+// both. Lanes without an element are 0.
 class SpanTail {
  public:
   SpanTail(const UpdateSpan& whole, std::size_t begin) : whole_(whole), begin_(begin) {
@@ -211,7 +212,7 @@ class SpanTail {
   HWY_ALIGN std::uint16_t low_[kLanes] = {};
 };
 
-// Asks for the memory some way behind the elements from i on.
+// Prefetches the memory some distance after the elements from i on.
 HWY_INLINE void ask_ahead(const UpdateSpan& span, std::size_t i) {
   const auto ask = [i](const void* array, Format format) HWY_ATTR {
     if (array != nullptr) ask_ahead(static_cast<const char*>(array) + i * bytes_of(format));
@@ -239,7 +240,7 @@ inline bool is_of(const SpanKind& kind, const UpdateSpan& span) {
          (!kind.has_copy || span.copy_format == kind.copy);
 }
 
-// The same span; if it is of a kind that is known when this is compiled, so is the copy.
+// The same span. If its kind is known at compile time, so is that of the copy.
 HWY_INLINE UpdateSpan known(const SpanKind& kind, const UpdateSpan& span) {
   UpdateSpan same = span;
   same.state_format = Format::fp32;
@@ -251,13 +252,13 @@ HWY_INLINE UpdateSpan known(const SpanKind& kind, const UpdateSpan& span) {
   return same;
 }
 
-// new parameter = math(d, span, i, gradient, parameter) for every vector; math is a rule's
-// numbers (rule_numbers.h), and loads and stores the state at element i itself.
+// new parameter = math(d, span, i, gradient, parameter) for every vector. math uses a rule's
+// numbers (rule_numbers.h), and itself loads and stores the state at element i.
 //
-// Processors look ahead in memory by themselves, but not beyond a page of 4 KiB, and these are five
-// arrays at a time. Where they are told what comes next, and loops are so short that many loads are
-// under way at a time, fp32 SGD with momentum moves 51 GB/s instead of 31. So the usual kinds of spans
-// have loops of their own; all 27 combinations of formats would be too many.
+// Processors prefetch by themselves, but not beyond a page of 4 KiB, and there are five arrays at a
+// time. With explicit prefetches, and loops so short that many loads are in flight, fp32 SGD with
+// momentum moves 51 GB/s instead of 31. The usual kinds of spans therefore have loops of their own;
+// all 27 combinations of formats would be too many.
 template <class Math>
 HWY_INLINE void update_elements(const UpdateSpan& span, const Math& math) {
   const hn::ScalableTag<float> d;

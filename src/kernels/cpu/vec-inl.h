@@ -48,7 +48,7 @@ HWY_INLINE hn::Vec<D> load(Bf16, D d, const std::uint16_t* from) {
 }
 
 // fp16 conversions in vectors: F16C on x86 from AVX2 on, and Arm. On older x86 Highway truncates
-// where it should round; there, one element at a time by the definition.
+// where it should round, so the reference converts one element at a time there.
 #undef SEMITONE_VECTOR_FP16
 #if HWY_ARCH_ARM || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2)
 #define SEMITONE_VECTOR_FP16 1
@@ -103,11 +103,11 @@ HWY_INLINE void store(Fp16, [[maybe_unused]] D d, hn::Vec<D> v, std::uint16_t* t
 #endif
 }
 
-// Work on memory of any size and format, a vector of fp32 at a time.
+// Processes memory of any size and format, a vector of fp32 at a time.
 using Float = hn::ScalableTag<float>;
 using Vector = hn::Vec<Float>;
 
-// `count` elements, the other lanes 0.
+// Loads `count` elements; the other lanes are 0.
 template <class F>
 HWY_INLINE Vector load_some(F format, const typename F::Stored* from, std::size_t count) {
   const Float d;
@@ -129,16 +129,16 @@ HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size
   std::copy(padded, padded + count, to);
 }
 
-// Processors look ahead in memory by themselves, but not beyond a page of 4 KiB. Loops over large
-// arrays tell them what comes next: with 2 KiB most took 0.6 to 0.9 of the time, as with 4; with 1, a
-// little more. Where the array ends sooner, the processor takes no notice.
+// Processors prefetch by themselves, but not beyond a page of 4 KiB. Loops over large arrays
+// therefore prefetch explicitly. 2 KiB ahead, most took 0.6 to 0.9 of the time, as with 4 KiB; with
+// 1 KiB a little more. Prefetches beyond the end of the array have no effect.
 constexpr std::size_t kBytesAhead = 2048;
 
 HWY_INLINE void ask_ahead(const void* from, std::size_t bytes = kBytesAhead) {
   hwy::Prefetch(static_cast<const char*>(from) + bytes);
 }
 
-// Elements as they lie in memory, in vectors of integers of their size: twice as many 16-bit ones
+// Elements in their memory format, in vectors of integers of their size: twice as many 16-bit ones
 // as after a conversion to fp32.
 template <class F>
 using Bits = hn::ScalableTag<
@@ -151,7 +151,7 @@ constexpr hn::TFromD<Bits<F>> kInfinityBits = std::is_same_v<F, Fp32>
                                                   ? 0x7F800000
                                                   : (std::is_same_v<F, Bf16> ? 0x7F80 : 0x7C00);
 
-// `count` numbers, the other lanes 0.
+// Loads `count` numbers; the other lanes are 0.
 template <class D>
 HWY_INLINE hn::Vec<D> load_first(D d, const hn::TFromD<D>* from, std::size_t count) {
   if (count == hn::Lanes(d)) return hn::LoadU(d, from);
@@ -197,7 +197,7 @@ HWY_INLINE void for_vectors(std::size_t size, const Visit& visit) {
   for_vectors_of(Float(), size, visit);
 }
 
-// Calls work(format as a type).
+// Calls work with the format as a type.
 template <class Work>
 HWY_INLINE void with_format(Format format, const Work& work) {
   switch (format) {

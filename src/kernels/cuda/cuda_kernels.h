@@ -13,20 +13,20 @@
 #include <span>
 #include <string_view>
 
-// The functions on pointers for CUDA devices: those of kernels.h, updates.h, rows.h and the rest,
-// with the same formulas. Every pointer inside is to memory of the current device, unless a comment
-// says otherwise; spans and structures are the host's and are read before a function returns. A
-// function starts work on a stream and does not wait for it.
+// The functions on pointers for CUDA devices: those of kernels.h, updates.h, rows.h and the others,
+// with the same formulas. Every pointer in them is to memory of the current device, unless a
+// comment says otherwise. Spans and structures are in host memory, and are read before a function
+// returns. A function starts work on a stream and does not wait for it.
 //
-// An operation is rounded once: nvcc is told not to fuse multiplications with additions
-// (-fmad=false), and its divisions and roots are correctly rounded. So what has one order of
-// operations, as optimizer steps, dropout, unscaling and maxima have, comes out bit for bit as on a
-// CPU. Sums are added up in an order that depends on the shape alone: at most 256 terms in fp32, then
-// in fp64. No results depend on the device, on what runs beside, or on atomics.
+// Each operation is rounded once: nvcc may not fuse multiplications and additions (-fmad=false),
+// and its divisions and roots are correctly rounded. Results with a fixed order of operations
+// (optimizer steps, dropout, unscaling, maxima) therefore equal the CPU's bit for bit. Sums are
+// added in an order that depends only on the shape: at most 256 terms in fp32, then in fp64.
+// Results do not depend on the device, on concurrent work, or on atomics.
 namespace semitone::kernels {
 
-// Why a device has none of these functions, and what to do about it: the library was built without
-// them, or not for such a device. Empty if it has them. Where it has not, calling one is an error.
+// Why a device has none of these functions, with the remedy: the library was built without them, or
+// not for such a device. Empty if it has them. If it has not, calling one is an error.
 std::string_view why_no_cuda_kernels(int device);
 inline bool has_cuda_kernels(int device) {
   return why_no_cuda_kernels(device).empty();
@@ -49,34 +49,35 @@ struct UnscaleSpan {
   std::size_t size;
 };
 
-// found_inf = 1 where an element of a result is inf or NaN, and would be were its addend finite.
-// Gradients are multiplied with inv_scale, or with what inv_scale_on_device points to if that is
+// Sets found_inf = 1 if an element of a result is inf or NaN, and would be if its addend were
+// finite. Gradients are multiplied by inv_scale, or by the number at inv_scale_on_device if that is
 // not null.
 void unscale_cuda(std::span<const UnscaleSpan> spans, float inv_scale,
                   const float* inv_scale_on_device, float* found_inf, CudaStream stream);
 
-// A tensor whose norm is wanted.
+// A tensor whose norm is computed.
 struct NormSpan {
   const void* in;
   Format format;
   std::size_t size;
 };
 
-// What one block of threads does of a tensor: so many elements.
+// The number of elements of a tensor that one block of threads processes.
 constexpr std::size_t kCudaBlockElements = 8 * 1024;
 constexpr std::size_t cuda_blocks(std::size_t size) {
   return (size + kCudaBlockElements - 1) / kCudaBlockElements;
 }
 
-// The sum of squares in fp64, or the largest magnitude, of each tensor. parts: memory for as many
-// numbers as all tensors have blocks (cuda_blocks) together.
+// The sum of squares in fp64, or the largest magnitude, of each tensor. parts: memory for one
+// number per block (cuda_blocks) of all tensors together.
 void sums_of_squares_cuda(std::span<const NormSpan> spans, double* parts, double* results,
                           CudaStream stream);
 void max_magnitudes_cuda(std::span<const NormSpan> spans, double* parts, double* results,
                          CudaStream stream);
 
 // An optimizer step of several parameters (updates.h), which must not share memory. With
-// rules_on_device and found_inf, it can be captured in a CUDA graph and repeated with other numbers.
+// rules_on_device and found_inf, it can be captured in a CUDA graph and repeated with other
+// numbers.
 template <typename Rule>
 struct CudaStep {
   std::span<const UpdateSpan> spans;
@@ -90,15 +91,15 @@ void novograd_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream);
 void adagrad_cuda(const CudaStep<AdagradRule>& step, CudaStream stream);
 void lamb_apply_cuda(const CudaStep<LambRule>& step, CudaStream stream);
 
-// parts: memory for two numbers for each block of all parameters. squares: of each parameter, the
-// sum of its squares and that of its update's; zeros if found_inf is set.
+// parts: memory for two numbers per block of all parameters. squares: for each parameter the sum of
+// its squares and of its update's; zeros if found_inf is set.
 void lamb_moments_cuda(const CudaStep<LambRule>& step, double* parts, double* squares,
                        CudaStream stream);
 
 // ---- one tensor ---------------------------------------------------------------------------------
 
-// batch_pieces.h, for all pieces of a batch at once. parts: memory for batch_parts_cuda(…) * 3 (or 2,
-// for sums) * channels numbers. Means, sums and so on have one number for each channel.
+// batch_pieces.h, for all pieces of a batch at once. parts: memory for batch_parts_cuda(…) * 3 (or
+// 2, for sums) * channels numbers. Means, sums and so on have one number for each channel.
 std::size_t batch_parts_cuda(const BatchLayout& layout, std::size_t pieces);
 void batch_moments_cuda(const BatchLayout& layout, const void* input, std::size_t pieces,
                         double* parts, double* mean, double* m2, CudaStream stream);
@@ -110,9 +111,9 @@ void batch_gradient_sums_cuda(const BatchLayout& layout, const BatchGradient& wo
 void batch_gradient_of_input_cuda(const BatchLayout& layout, const BatchGradient& work,
                                   std::size_t pieces, CudaStream stream);
 
-// rows.h. Where columns are summed, rows are cut into parts of rows_of_part (256 at most), and `parts`
-// takes their sums: (parts, 2, columns) of the weight and bias, (parts, columns) of gelu's bias. It
-// may be null: no sums.
+// rows.h. If columns are summed, rows are split into parts of rows_of_part (at most 256), and
+// `parts` receives their sums: (parts, 2, columns) of weight and bias, (parts, columns) of gelu's
+// bias. It may be null: no sums.
 void row_normalize_cuda(const RowLayout& layout, const RowNormalize& work, std::size_t rows,
                         CudaStream stream);
 void row_norm_gradient_cuda(const RowLayout& layout, const RowNormGradient& work, std::size_t rows,
@@ -123,7 +124,7 @@ void gelu_gradient_cuda(const RowLayout& layout, const GeluGradient& work, std::
 void add_up_parts_cuda(const float* parts, std::size_t count, std::size_t size, float* sums,
                        CudaStream stream);
 
-// cross_entropy_rows.h. Targets need not have been looked at: where one is no class, the row's results
+// cross_entropy_rows.h. Targets need not have been checked: for an invalid one, the row's results
 // and gradients are NaN.
 void cross_entropy_cuda(const CrossEntropyRows& rows, const CrossEntropyResults& results,
                         std::size_t count, CudaStream stream);
@@ -133,7 +134,7 @@ void cross_entropy_gradient_cuda(const CrossEntropyRows& rows, const CrossEntrop
 // dropout_groups.h: all groups.
 void dropout_cuda(const DropoutWork& work, CudaStream stream);
 
-// max_pool_rows.h, for so many images.
+// max_pool_rows.h, for this number of images.
 void max_pool_cuda(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
                    std::size_t images, CudaStream stream);
 void max_pool_backward_cuda(const PoolLayout& layout, const void* grad, const std::uint8_t* places,

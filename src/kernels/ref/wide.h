@@ -5,7 +5,7 @@
 
 namespace semitone::kernels::ref {
 
-// In the dtype that LibTorch computes in: fp32 for 16 bits.
+// The dtype in which LibTorch computes: fp32 for 16 bits.
 inline at::Tensor wide(const at::Tensor& tensor) {
   return tensor.to(at::toOpMathType(tensor.scalar_type()));
 }
