@@ -524,7 +524,7 @@ TEST(Warnings, OfABackwardWithoutALossScale) {
       mixed.zero_grad(optimizer);
     }
   };
-  const std::string warning = "not loss.backward()";
+  const std::string warning = "instead of loss.backward()";
   for (const std::string level : {"O1", "O2"}) {
     EXPECT_EQ(count(log_of(plain, Options(level).dtype(torch::kHalf)), warning), 1U) << level;
     EXPECT_EQ(count(log_of(scaled, Options(level).dtype(torch::kHalf)), warning), 0U) << level;

@@ -166,7 +166,7 @@ TEST(BenchCommand, RunsTheStepsThatStandardInputAsksFor) {
   const json second = json::parse(lines[2]);
   EXPECT_EQ(second.at("steps"), 1);
   EXPECT_LT(second.at("loss"), first.at("loss"));
-  EXPECT_THAT(finished.err, AllOf(HasSubstr("check "), HasSubstr("in the median of 2;")));
+  EXPECT_THAT(finished.err, AllOf(HasSubstr("check "), HasSubstr(" ms per step over 2;")));
   const json result = json::parse(read_text(file));
   EXPECT_EQ(result.at("losses").size(), 4U);
   EXPECT_EQ(result.at("step_seconds").size(), 2U);

@@ -645,7 +645,7 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
         run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2)));
       },
       {"[launch.rendezvous] expected node 0's launcher at", "nothing was heard",
-       "another program's port"});
+       "to another program"});
 }
 
 TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
