@@ -148,7 +148,7 @@ std::int64_t steps_of(std::string_view command) {
   return whole && steps <= kBenchMost ? std::max<std::int64_t>(steps, 0) : 0;
 }
 
-// Says that it is ready, and then runs as many steps as each line asks for.
+// Prints that it is ready, and then runs the number of steps that each line requests.
 std::vector<double> run_as_asked(Workload& workload) {
   std::vector<double> seconds;
   std::cout << "ready\n" << std::flush;
@@ -180,7 +180,7 @@ Workload make_workload(const BenchFlags& flags) {
   } catch (const DivergedError&) {
     throw;
   } catch (const Error& error) {
-    // What the encoder's shape can have wrong is known there.
+    // The encoder's constructor checks its sizes.
     if (error.where() == "zoo.encoder") throw UsageError(error);
     throw;
   }

@@ -12,7 +12,7 @@
 namespace semitone::cli {
 namespace {
 
-// Of the feed-forward part, as BERT has it.
+// Width of the feed-forward part relative to the token's, as in BERT.
 constexpr std::int64_t kFfnPerWidth = 4;
 
 constexpr auto kBenchFooter =

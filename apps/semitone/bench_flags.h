@@ -10,10 +10,10 @@
 
 namespace semitone::cli {
 
-// Who speaks in errors.
+// The component in errors.
 inline constexpr auto kBench = "cli.bench";
 
-// No number that it takes is larger, unless said otherwise.
+// Largest number that flags accept, unless they have another limit.
 inline constexpr std::int64_t kBenchMost = 1'000'000;
 
 // The command line of `semitone bench`, checked.
@@ -40,13 +40,13 @@ struct BenchFlags {
   std::string json;
 };
 
-// Adds the flags to the command; what they say lies in the result once the command line is parsed.
+// Adds the flags to the command. The result holds their values once the command line is parsed.
 std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command);
 
 // UsageError for flags that contradict each other or the workload.
 void check(const BenchFlags& flags, const CLI::App& command);
 
-// What the flags ask of the library.
+// The library's options for the flags.
 train::WorkloadOptions options_of(const BenchFlags& flags);
 
 }  // namespace semitone::cli

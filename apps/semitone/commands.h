@@ -6,10 +6,10 @@
 
 namespace semitone::cli {
 
-// What the command line chose to do; returns an ExitCode.
+// The action that the command line selects; returns an ExitCode.
 using Action = std::function<int()>;
 
-// Each adds one command, which sets the action when it is chosen.
+// Each function adds one command, which sets the action when it is selected.
 void add_train_command(CLI::App& app, Action& action);
 void add_bench_command(CLI::App& app, Action& action);
 void add_ops_command(CLI::App& app, Action& action);

@@ -2,7 +2,7 @@
 
 namespace semitone::cli {
 
-// What the program returns. Every --help shows this list.
+// The program's exit codes. Every --help shows this list.
 enum ExitCode {
   kSuccess = 0,
   kFailure = 1,   // a file is missing, damaged or cannot be written; a level's process was killed

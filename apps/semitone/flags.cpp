@@ -15,7 +15,7 @@
 namespace semitone::cli {
 namespace {
 
-// The whole text as a number; false if it is none.
+// Parses the whole text as a number; false if it is not one.
 template <typename Number>
 bool parse(const std::string& text, Number& number) {
   const char* const end = text.data() + text.size();
@@ -34,11 +34,11 @@ std::string remedy_for_choice(const std::string& text, const std::vector<std::st
   if (with_letter != text &&
       std::find(choices.begin(), choices.end(), with_letter) != choices.end())
     return "the first character is the letter O, not the digit zero";
-  // Of words as short as O1, each is as near as the others.
+  // Among words as short as O1 all are equally near.
   return text.size() < 3 ? "" : did_you_mean(text, choices);
 }
 
-// The one that was left out: "a workload: mnist|resnet50|encoder".
+// The missing argument: "a workload: mnist|resnet50|encoder".
 std::string missing_argument(const CLI::App& command) {
   for (const CLI::Option* const option : command.get_options()) {
     if (option->get_required() && option->count() == 0)

@@ -12,17 +12,17 @@
 
 namespace semitone::cli {
 
-// The command line makes no sense: exit code 2.
+// The command line is invalid: exit code 2.
 class UsageError : public Error {
  public:
   using Error::Error;
-  // The library's words for what the command line asks of it.
+  // Wraps the library's error about a value from the command line.
   explicit UsageError(const Error& error) : Error(error) {}
 };
 
-// Adds flags to a command, each with one clear message for a value that makes no sense:
-// "[cli.train] expected --epochs from 1 to 1000000, got 'three'". The variables get the values
-// while the command line is parsed, and their values before are shown as the defaults.
+// Adds flags to a command, each with one clear message for an invalid value:
+// "[cli.train] expected --epochs from 1 to 1000000, got 'three'". Parsing sets the variables; their
+// values before that are shown as the defaults.
 class Flags {
  public:
   // @param where  "cli.train"
@@ -33,12 +33,12 @@ class Flags {
 
   void integer(const std::string& name, std::int64_t& variable, std::int64_t least,
                std::int64_t most, const std::string& help);
-  // @param expected  what the check asks for: "above 0"
+  // @param expected  the requirement: "above 0"
   void number(const std::string& name, double& variable, const std::function<bool(double)>& check,
               const std::string& expected, const std::string& help);
   void choice(const std::string& name, std::string& variable,
               const std::vector<std::string>& choices, const std::string& help);
-  // One that has no dashes and must be given.
+  // A required argument without dashes.
   void argument(const std::string& name, std::string& variable,
                 const std::vector<std::string>& choices, const std::string& help);
   // @param type  what to show in --help: "FILE". The text may not be empty.
@@ -47,7 +47,7 @@ class Flags {
   // A number above 0, or one of the words.
   void number_or_word(const std::string& name, std::string& variable,
                       const std::vector<std::string>& words, const std::string& help);
-  // Whether it was given.
+  // Whether the flag was given.
   void mark(const std::string& name, bool& variable, const std::string& help);
   // --json [FILE]: empty if not given, "-" for standard output.
   void json(std::string& variable);
@@ -55,8 +55,8 @@ class Flags {
  private:
   using Remedy = std::function<std::string(const std::string&)>;
 
-  // @param take    stores the text; false if it makes no sense
-  // @param remedy  for a text that makes none; may be empty
+  // @param take    stores the text; false if it is invalid
+  // @param remedy  for an invalid text; may be empty
   CLI::Option& add(const std::string& name, const std::string& type, const std::string& fallback,
                    const std::function<bool(const std::string&)>& take, const std::string& expected,
                    const std::string& help, const Remedy& remedy = {});
@@ -64,7 +64,7 @@ class Flags {
   CLI::Option& one_of(const std::string& name, std::string& variable,
                       const std::vector<std::string>& choices, const std::string& help);
 
-  // The name with its other spellings, as CLI11 wants them.
+  // The name with its other spellings, in CLI11's syntax.
   std::string spellings(const std::string& name) const;
 
   CLI::App& command_;
@@ -72,15 +72,16 @@ class Flags {
   bool underscores_ = false;
 };
 
-// "did you mean '--epochs'?" for a flag that the command does not have, else where to look.
+// For an unknown flag: "did you mean '--epochs'?", or else where to look.
 std::string remedy_for_flag(const CLI::App& command, const std::string& flag);
 
-// The address and port of node 0, as the flags say. Of several nodes, what the flags leave out the
-// environment says (MASTER_ADDR, MASTER_PORT), as scripts export it for the processes themselves.
+// Sets the address and port of node 0 from the flags. For several nodes, MASTER_ADDR and
+// MASTER_PORT of the environment complete them, as scripts export these for the processes
+// themselves.
 void set_master(launch::LaunchOptions& options, const std::string& addr, std::int64_t port,
                 const std::string& where);
 
-// A command line that CLI11 refused, in our form.
+// Converts an error of CLI11 to this program's form.
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error);
 
 }  // namespace semitone::cli

@@ -10,12 +10,12 @@
 namespace semitone::cli {
 namespace {
 
-// Where there is no terminal, or one that is too narrow for anything, or too wide to be read.
+// Widths used without a terminal, or with one that is too narrow or too wide.
 constexpr std::size_t kUsual = 80;
 constexpr std::size_t kLeast = 30;
 constexpr std::size_t kMost = 110;
 
-// Where what a flag does begins, if there is room beside its name for a few words.
+// Column of a flag's description, if there is room next to its name for a few words.
 constexpr std::size_t kSecondColumn = 30;
 constexpr std::size_t kFewWords = 28;
 
@@ -28,20 +28,19 @@ std::string spaces(std::size_t count) {
   return std::string(count, ' ');
 }
 
-// The first letters of a word that is longer than a line, behind a sign that separates if there is
-// one.
+// The first letters of a word that is longer than a line, up to a separator if there is one.
 std::size_t cut_of(std::string_view word, std::size_t room) {
   const std::size_t sign = word.substr(0, room).find_last_of("|/,=");
   return sign == word.npos || sign == 0 ? room : sign + 1;
 }
 
-// "  a command   what it does": in one line, or one below the other.
+// "  a command   description": in one line, or one below the other.
 std::string wrapped_item(std::string_view line, std::size_t columns) {
   if (line.size() <= columns) return std::string(line);
   const std::size_t gap = line.find("   ", 2);
   const std::string_view command = line.substr(2, gap == line.npos ? gap : gap - 2);
   std::string text = "  ";
-  // A shell goes on behind the backslash.
+  // A shell continues the line after the backslash.
   const std::string lines = wrapped(command, columns - 4, 4);
   for (const char letter : lines)
     text += letter == '\n' ? std::string(" \\\n") : std::string{letter};

@@ -5,18 +5,18 @@
 #include <string>
 #include <string_view>
 
-// What --help prints, as wide as the terminal and no wider.
+// The output of --help, as wide as the terminal.
 namespace semitone::cli {
 
-// The text in lines of at most so many columns, broken between words. All but the first begin with
-// so many spaces.
+// Breaks a text between words into lines of at most this many columns. All lines except the first
+// are indented by this many spaces.
 std::string wrapped(std::string_view text, std::size_t columns, std::size_t indent = 0);
 
-// The end of a --help page. Lines that begin with two spaces are kept where there is room for them:
-// "  a command   what it does"; others are paragraphs.
+// The end of a --help page. Lines that begin with two spaces are kept if there is room:
+// "  a command   description"; others are paragraphs.
 std::string wrapped_footer(std::string_view footer, std::size_t columns);
 
-// Every command's.
+// The help formatter of all commands.
 class Help : public CLI::Formatter {
  public:
   Help();

@@ -18,16 +18,17 @@ using launch::WorkerStatus;
 
 // Stop the job.
 constexpr std::array kStop{SIGINT, SIGTERM, SIGHUP, SIGQUIT};
-// For the processes: batch systems send them ahead of a time limit, for a checkpoint.
+// Forwarded to the processes: batch systems send these before a time limit, for a checkpoint.
 constexpr std::array kForward{SIGUSR1, SIGUSR2};
 
-// Hands this process's signals to a launcher while it lives; then they are as before. What the
-// process was started to ignore (SIGHUP under nohup) stays ignored.
+// Forwards this process's signals to a launcher while this object exists; then the previous
+// handlers are restored. Signals that the process was started to ignore (SIGHUP under nohup) stay
+// ignored.
 class SignalsTo {
  public:
   explicit SignalsTo(launch::Launcher& launcher) {
     launcher_ = &launcher;
-    // Ignored, it would hide how processes end.
+    // If it were ignored, exit statuses would be lost.
     ::signal(SIGCHLD, SIG_DFL);
     for (const int signal : kStop) {
       handle(signal, [](int number) {
@@ -63,7 +64,7 @@ class SignalsTo {
   std::vector<std::pair<int, struct sigaction>> before_;
 };
 
-// Those of this node that failed after the first.
+// Prints the processes of this node that failed after the first.
 void print_others(const LaunchResult& result) {
   for (const WorkerStatus& worker : result.workers) {
     if (worker.stopped || worker.status.success() || worker.rank == result.first_failure->rank)

@@ -4,7 +4,7 @@
 
 namespace semitone::cli {
 
-// Runs a job to its end. This process's signals stop it; how it failed goes to standard error.
+// Runs a job to its end. This process's signals stop it; a failure is reported on standard error.
 launch::LaunchResult run_job(const launch::LaunchOptions& options);
 
 }  // namespace semitone::cli

@@ -31,7 +31,7 @@ Exit codes: 0 every process returned 0; otherwise that of the first failed proce
 128 + N if signal N stopped the launcher; 1 if the job could not start or a node was lost; 2 wrong usage.
 )";
 
-// Leaves out the spellings that are there for torchrun's users, and says where the program stands.
+// Omits the spellings for users of torchrun, and shows the position of the program.
 class LaunchHelp : public Help {
  public:
   std::string make_usage(const CLI::App*, std::string name) const override {
@@ -57,7 +57,7 @@ void require(bool right, std::string_view expected, std::string_view got) {
 std::vector<std::string> program_of(const LaunchFlags& flags, const CLI::App& command) {
   const std::vector<std::string> words = command.remaining();
   if (words.empty()) {
-    // Other commands' --json needs no file.
+    // In other commands --json needs no file.
     throw UsageError(
         kLaunch, "a program to launch", "none",
         flags.json.empty()
@@ -73,7 +73,7 @@ std::vector<std::string> program_of(const LaunchFlags& flags, const CLI::App& co
   return words;
 }
 
-// torchrun's "static" takes the endpoint for the address of node 0.
+// torchrun's "static" uses the endpoint as the address of node 0.
 bool is_static(const LaunchFlags& flags, const CLI::App& command) {
   if (flags.rdzv_backend.empty()) return command.count("--node-rank") > 0;
   return flags.rdzv_backend == "static";

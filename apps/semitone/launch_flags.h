@@ -10,7 +10,7 @@
 
 namespace semitone::cli {
 
-// The command line of `semitone launch`. What follows the program's name is the program's own.
+// The command line of `semitone launch`. Words after the program's name belong to the program.
 struct LaunchFlags {
   std::string nproc_per_node = "1";
   std::string nnodes = "1";
@@ -38,10 +38,10 @@ struct LaunchFlags {
 
 std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command);
 
-// What the flags ask of the library. UsageError if they make no sense.
+// The library's options for the flags. UsageError if they are invalid.
 launch::LaunchOptions options_of(const LaunchFlags& flags, const CLI::App& command);
 
-// Why there are so many processes, where the flags do not say it; or empty.
+// The reason for the number of processes, if the flags do not give a number; else empty.
 std::string reason_for_processes(const LaunchFlags& flags);
 
 }  // namespace semitone::cli

@@ -36,7 +36,7 @@ int run(int argc, char** argv) {
   CLI::App app("Mixed-precision training for C++ programs that use LibTorch.", "semitone");
   app.set_version_flag("--version", "semitone " + version() + " (LibTorch " + libtorch_version() +
                                         ", " + compiler() + ")");
-  // Commands take it over.
+  // Commands replace it.
   app.formatter(std::make_shared<cli::Help>());
   app.footer(cli::kExitCodesHelp);
   app.require_subcommand(1);
@@ -64,7 +64,7 @@ int fail(const std::exception& error, int code) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // A parent that ignores it would have our children vanish before they can be waited for.
+  // If the parent ignores it, children would disappear before they can be waited for.
   std::signal(SIGCHLD, SIG_DFL);
   try {
     const int code = run(argc, argv);
@@ -76,8 +76,8 @@ int main(int argc, char** argv) {
   } catch (const DivergedError& error) {
     return fail(error, cli::kDiverged);
   } catch (const CommError& error) {
-    // Launchers name the process that ends first: let that be the one that was lost, whose own
-    // message tells why, and which takes some 0.3 s to unload LibTorch.
+    // Launchers name the process that ends first. End quickly, so that this is the lost process and
+    // its message gives the reason; unloading LibTorch would take some 0.3 s.
     const int code = fail(error, cli::kFailure);
     std::this_thread::sleep_for(std::chrono::seconds(1));
     return code;

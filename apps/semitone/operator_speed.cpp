@@ -21,7 +21,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// One operator of a kind, of a size at which fp32 takes about a millisecond.
+// An operator of each kind, of a size for which fp32 takes about a millisecond.
 struct Example {
   OperatorKind kind;
   std::vector<std::vector<std::int64_t>> shapes;
@@ -62,7 +62,7 @@ std::vector<Example> examples() {
   };
 }
 
-// The least time of a call, in ms; nothing if the first raises.
+// The minimum time of a call, in ms; nothing if the first call raises.
 std::optional<double> least_ms(const std::function<void()>& call) {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::milliseconds kEnough{60};

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
-// `semitone ops --speed`: what each kind of operator takes on this CPU in fp32, in a 16-bit dtype's
-// own kernels and emulated, beside what Semitone chooses.
+// `semitone ops --speed`: the time of each kind of operator on this CPU in fp32, in a 16-bit
+// dtype's own kernels, and emulated, with Semitone's choice.
 namespace semitone::cli {
 
 struct OperatorSpeed {
@@ -23,7 +23,7 @@ struct OperatorSpeed {
   bool is_native;  // what Semitone chooses
 };
 
-// The least of several calls, on as many threads as LibTorch uses. Some 10 seconds.
+// The minimum of several calls, on as many threads as LibTorch uses. Takes some 10 seconds.
 std::vector<OperatorSpeed> measure_operators();
 
 void print(std::ostream& out, const std::vector<OperatorSpeed>& speeds);

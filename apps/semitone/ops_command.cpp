@@ -39,7 +39,7 @@ amp::CastTarget target_of(const OpsFlags& flags) {
   return {device, flags.dtype == "auto" ? default_16bit_dtype(device) : parse_dtype(flags.dtype)};
 }
 
-// As policies list it: "aten::softmax" is "softmax", and so is "softmax.".
+// The name in policies: "softmax" for "aten::softmax" and for "softmax.".
 std::string plain_name(std::string op) {
   constexpr std::string_view kNamespace = "aten::";
   if (op.starts_with(kNamespace)) op.erase(0, kNamespace.size());
@@ -47,7 +47,7 @@ std::string plain_name(std::string op) {
   return op;
 }
 
-// UsageError if there is no such operator, with the nearest names that there are.
+// UsageError with the nearest names if there is no such operator.
 void require_operator(const std::string& op) {
   if (op.empty()) return;
   try {
@@ -71,7 +71,7 @@ std::map<std::string, amp::CastRow> chosen_rows(const amp::CastPolicy& policy,
   return rows;
 }
 
-// The kinds of operators that training computes through fp32.
+// The kinds of operators that training emulates through fp32.
 std::vector<std::string_view> emulated_kinds(const amp::CastPolicy& policy) {
   std::vector<std::string_view> names;
   for (int i = 0; i < kOperatorKinds; ++i) {
@@ -81,7 +81,7 @@ std::vector<std::string_view> emulated_kinds(const amp::CastPolicy& policy) {
   return names;
 }
 
-// They are for the CPU.
+// These kernels are for the CPU.
 std::set<std::string> fast_kernels(const amp::CastPolicy& policy) {
   return policy.device() == c10::DeviceType::CPU ? policy.fast_kernels() : std::set<std::string>();
 }

@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kJson = "cli.json";
 
-// A terminal that understands escape sequences.
+// Whether a descriptor is a terminal that supports escape sequences.
 bool is_capable_terminal(int descriptor) {
   return ::isatty(descriptor) != 0 && env::get(env::kTerm) != "dumb";
 }

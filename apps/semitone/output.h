@@ -3,23 +3,23 @@
 #include <iosfwd>
 #include <string>
 
-// Where the program's words go, and how they look there.
+// Destinations and formats of the program's output.
 namespace semitone::cli {
 
-// Standard output, or standard error where standard output is for JSON ("-").
+// Standard output, or standard error if standard output is for JSON ("-").
 std::ostream& for_people(const std::string& json);
 
-// Writes a JSON text where --json requested it; nothing if it was not given. FileError.
+// Writes a JSON text to the destination of --json, or nothing without --json. FileError.
 void write_json(const std::string& json, const std::string& text);
 
-// Whether write_json will have a place to write to: before long work. FileError.
+// FileError unless write_json will be able to write. Call it before long work.
 void require_json_writable(const std::string& json);
 
 // Bold on a terminal, unless NO_COLOR is set.
 std::string bold(const std::ostream& stream, const std::string& text);
 
-// Width of the terminal behind standard output or standard error; 0 if there is none, or none that
-// can draw a line again.
+// Width of the terminal at standard output or standard error; 0 if there is none, or none that can
+// redraw a line.
 int terminal_columns(const std::ostream& stream);
 
 }  // namespace semitone::cli

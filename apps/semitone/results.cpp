@@ -77,7 +77,7 @@ TrainResult result_of(const ordered_json& object) {
   return result;
 }
 
-// Of the table. Where there is no room for all, those of a high rank are left out.
+// A column of the table. If there is no room for all, those with a high rank are omitted.
 struct Column {
   int rank;
   int width;     // at least
@@ -90,7 +90,7 @@ std::string percent(double fraction) {
   return fmt::format("{:.2f} %", 100 * fraction);
 }
 
-// Returns the names of the others.
+// Returns the names of the omitted columns.
 std::string keep_those_that_fit(std::vector<Column>& columns, int terminal) {
   if (terminal <= 0) return {};
   std::vector<Column*> by_rank;

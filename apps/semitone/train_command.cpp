@@ -104,11 +104,11 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   out << std::flush;
 }
 
-// The first of the signals that end a training whose state is saved; 0: none came.
+// The first of the signals that end a training and save its state; 0: none has arrived.
 std::atomic<int> stop_signal = 0;
 
-// Hears them as long as it lives. Those that wait for the end of a step are batch systems and
-// launchers, which send them ahead of a time limit; a second one has its usual effect.
+// Handles these signals while it exists. Batch systems and launchers send them before a time limit,
+// and the step is finished first. A second signal has its usual effect.
 class StopSignals {
  public:
   explicit StopSignals(bool wanted) {
@@ -149,7 +149,7 @@ train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
   return train::train_classifier(make_model, data, options, progress);
 }
 
-// A folder for this process's own files, which goes with it.
+// A folder for this process's own files, removed with this object.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -178,8 +178,8 @@ std::string read_text(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Trains a level in a process of its own: peak memory, threads and the state of the allocators are
-// then the level's own. Returns the exit code; the result is JSON.
+// Trains a level in its own process, so that peak memory, threads and the state of the allocators
+// are those of the level. Returns the exit code; the result is JSON.
 int train_apart(const CLI::App& command, amp::OptLevel level, std::string& result) {
   const auto finished = launch::run(launch::ProcessOptions("/proc/self/exe")
                                         .arguments(arguments_for(command, level, "-"))
@@ -191,7 +191,7 @@ int train_apart(const CLI::App& command, amp::OptLevel level, std::string& resul
   return finished.status.signal != 0 ? static_cast<int>(kFailure) : finished.status.code;
 }
 
-// The same in several processes. The result is on node 0, and empty elsewhere.
+// The same in several processes. The result is on node 0 only, and empty on others.
 int train_together(const CLI::App& command, const TrainFlags& flags, amp::OptLevel level,
                    std::string& result) {
   const TemporaryFolder folder;
@@ -216,14 +216,14 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
   }
 }
 
-// Before anything is loaded or said.
+// Called before anything is loaded or printed.
 void require_state(const TrainFlags& flags) {
   if (flags.resume.empty() || flags.goes_on_with_what_it_saves() || is_file(flags.resume)) return;
   throw FileError(kTrain, "a saved state '" + flags.resume + "'", "no such file",
                   "to start a new training with this file, pass it to --save too");
 }
 
-// This process's own, unless another one of the job has got it.
+// The file for this process's state, unless another process of the job saves it.
 int signal_of_stop() {
   const int own = stop_signal;
   return own != 0 ? own : SIGTERM;
@@ -239,7 +239,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   const comm::Rendezvous place = comm::parse_rendezvous("env://");
   check(flags, command, place);
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
-  // One process speaks for all.
+  // One process prints for all.
   const bool speaks = place.rank == 0 && flags.node_rank == 0;
   const bool was_launched = place.world_size > 1;
   if (speaks) require_json_writable(flags.json);
@@ -254,7 +254,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
     if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, data, group);
     if (flags.starts_job() || (levels.size() > 1 && !was_launched)) {
       data = {};
-      // What a level that fails leaves behind are the levels before it.
+      // If a level fails, the results of earlier levels remain.
       for (std::size_t i = 0; i < levels.size() && code == kSuccess; ++i) {
         std::string result;
         code = flags.starts_job() ? train_together(command, flags, levels[i], result)

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::int64_t kTrainMost = 1'000'000'000;
 
-// What says how many processes train, and where; not meant for those processes.
+// Flags for the number and places of the processes; they are not passed on to these processes.
 constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
                                "--master-port"};
 
@@ -202,7 +202,7 @@ std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel le
         std::find(kJobFlags.begin(), kJobFlags.end(), name) != kJobFlags.end())
       continue;
     arguments.push_back(name);
-    // A flag without a value has a "true" for one.
+    // CLI11 gives a flag without a value the value "true".
     if (option->get_items_expected_max() > 0) arguments.push_back(option->results().front());
   }
   arguments.insert(arguments.end(),

@@ -13,7 +13,7 @@
 
 namespace semitone::cli {
 
-// Who speaks in errors.
+// The component in errors.
 inline constexpr auto kTrain = "cli.train";
 
 // The command line of `semitone train`, checked.
@@ -50,30 +50,30 @@ struct TrainFlags {
   bool quiet = false;
   bool as_part = false;  // another process shows the result
 
-  // One, or all of them.
+  // One level, or all of them.
   std::vector<amp::OptLevel> levels() const;
   int processes() const;  // on this node
-  // Whether this process is to start others that train together.
+  // Whether this process starts others that train together.
   bool starts_job() const { return processes() > 1 || nodes > 1; }
-  // One command line for the first start and for every later one.
+  // The same command line serves the first start and every later one.
   bool goes_on_with_what_it_saves() const { return !save.empty() && save == resume; }
 };
 
-// Adds the flags to the command; what they say lies in the result once the command line is parsed.
+// Adds the flags to the command. The result holds their values once the command line is parsed.
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command);
 
-// UsageError for flags that contradict each other, or where this process stands among others.
+// UsageError for flags that contradict each other, or this process's place in a job.
 void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place);
 
-// What the flags ask of the library, for one level.
+// The library's options for the flags, for one level.
 train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group);
 
-// The processes that train one level together.
+// The job whose processes train one level together.
 launch::LaunchOptions job_of(const TrainFlags& flags);
 
-// The arguments that make another process, or several together, train one level and write the result
-// to a file, or to standard output ("-"): those that were given, and what differs.
+// Arguments for another process, or several together, that trains one level and writes the result
+// to a file or to standard output ("-"): the given arguments with the necessary changes.
 std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level,
                                        const std::string& json);
 
