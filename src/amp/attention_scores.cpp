@@ -12,7 +12,7 @@ namespace {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// Weak: its address stays taken, its memory does not.
+// Weak: the address stays reserved, the memory does not.
 std::optional<WeakTensor>& last_product() {
   static thread_local std::optional<WeakTensor> product;
   return product;

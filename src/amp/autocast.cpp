@@ -27,7 +27,7 @@ const Regions* as_regions(const c10::DebugInfoBase* info) {
   return static_cast<const Regions*>(info);
 }
 
-// The outer regions with one of them replaced.
+// The enclosing regions with one of them replaced.
 std::shared_ptr<Regions> with(const Region& region, const Regions* outer) {
   auto regions = std::make_shared<Regions>();
   if (outer != nullptr) {
@@ -61,20 +61,20 @@ struct Switches {
   c10::ScalarType dtype;
 };
 
-// Regions in force on this thread until the end of the scope, with LibTorch's switches as they want
-// them.
+// Applies regions to this thread until the end of the scope, and sets LibTorch's switches
+// accordingly.
 //
-// TorchScript's optimizer differentiates whole graphs by itself, and fuses operators past the
-// dispatcher, both with dtypes that it takes from the graph and not from the policy. In a region
-// operators run one by one; the flag is the thread's own.
+// TorchScript's optimizer differentiates whole graphs itself, and fuses operators without the
+// dispatcher. For both it uses dtypes from the graph, not from the policy. In a region operators
+// therefore run one by one; the flag is thread-local.
 //
-// LibTorch has a cache of weights' casts of its own, one for the process, which kernels of other
-// libraries fill by at::autocast::cached_cast, and some of LibTorch's that run in our regions. It
-// does not see that a weight changes: it is emptied where Python's torch.autocast does, at the end
-// of the outermost region, and wherever ours is.
+// LibTorch has its own process-wide cache of weight casts, which kernels of other libraries fill by
+// at::autocast::cached_cast, as do some of LibTorch's that run in Semitone's regions. It does not
+// notice changes of weights. It is emptied where Python's torch.autocast empties it, at the end of
+// the outermost region, and whenever Semitone's cache is emptied.
 //
-// A scope that ends on another thread is left to the thread that it is on, which ends it when its
-// next scope begins or ends.
+// A scope that ends on another thread stays in force on its own thread, which ends it when the next
+// scope begins or ends there.
 class RegionScope {
  public:
   struct End {
@@ -149,8 +149,8 @@ class RegionScope {
     torch::jit::setGraphExecutorOptimize(false);
   }
 
-  // What the next scope inside this one restores is what this one would have; where there is none
-  // it is restored now.
+  // The next scope inside this one restores what this one would restore. If there is none, it is
+  // restored now.
   void hand_over() {
     RegionScope* inside = innermost();
     std::vector<RegionScope*> inner;  // from the innermost outwards
@@ -189,7 +189,7 @@ class RegionScope {
   std::optional<ThreadStateGuard> info_;
 };
 
-// As Python's torch.autocast does. Nothing is cast in such a region: operators on the CPU go on in
+// As in Python's torch.autocast, nothing is cast in such a region: operators on the CPU run in
 // fp32.
 void warn_without_device(c10::DeviceType device) {
   if (device != c10::DeviceType::CUDA || at::hasCUDA()) return;
@@ -257,8 +257,8 @@ void clear_cast_cache() {
   at::autocast::clear_cache();
 }
 
-// The cache is not kept alive: it dies with the outermost region, also where a graph that waits for
-// its backward pass holds the state.
+// The cache is not kept alive: it is destroyed with the outermost region, even if a graph that
+// waits for its backward pass holds the state.
 struct AutocastState::Data {
   Regions::List active;
   std::weak_ptr<CastCache> cache;

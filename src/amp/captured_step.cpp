@@ -32,7 +32,7 @@ void check_options(const CapturedStepOptions& options) {
                 std::to_string(options.max_grad_norm()));
 }
 
-// What a batch is, without its numbers.
+// The shapes, dtypes and devices of a batch.
 struct Shape {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype;
@@ -47,7 +47,7 @@ std::vector<Shape> shapes_of(const Batch& batch) {
 }
 
 // As torch.nn.utils.clip_grad_norm_, with all numbers on the device. A norm that is not finite
-// clips nothing: other gradients would be NaN too, and nobody could tell where it began.
+// clips nothing: otherwise all gradients would become NaN, and the origin could no longer be found.
 void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> grads;
@@ -60,7 +60,7 @@ void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
   at::_foreach_mul_(grads, at::where(norm.isfinite(), factor, at::ones_like(factor)));
 }
 
-// A parameter or buffer, where its memory was and whether it was trained.
+// A parameter or buffer, with its memory and requires_grad at capture.
 struct Place {
   explicit Place(at::Tensor tensor_)
       : tensor(std::move(tensor_)),
@@ -74,8 +74,9 @@ struct Place {
   bool requires_grad;
 };
 
-// While it lives, these parameters have no gradients; then they have theirs again, and not what the
-// step gave them: in a graph that would be added up in memory which somebody else may own by then.
+// While this object exists, these parameters have no gradients; then their own gradients are
+// restored, instead of those of the step. In a graph these would be accumulated in memory that
+// other code may own by then.
 class OthersAside {
  public:
   explicit OthersAside(std::vector<at::Tensor> others) : others_(std::move(others)) {
@@ -100,7 +101,7 @@ class OthersAside {
 struct CapturedStep::Impl {
   using State = MixedPrecision::Impl;
 
-  // What a captured step reads and writes.
+  // The tensors that a captured step reads and writes.
   struct Captured {
     Captured(optim::FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
         : step(optimizer, parameters) {}
@@ -166,7 +167,7 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   if (graph == nullptr) return run_by_operators(here);
   if (state.found_inf_hook)
     throw Error(kCapturedStep, "no found_inf hook", "one", "train without CapturedStep");
-  // Weights that somebody has changed or unfrozen go to the masters here, not in the graph.
+  // Changed or unfrozen weights update the masters here, not in the graph.
   state.sync("captured_step");
   if (captured != nullptr && !is_current()) {
     captured.reset();
@@ -193,7 +194,7 @@ CapturedStep::Result CapturedStep::Impl::warm_up(const Batch& batch) {
   return *result;
 }
 
-// Of each parameter of the optimizer, whether it gets gradients.
+// For each parameter of the optimizer, whether it gets gradients.
 std::vector<bool> CapturedStep::Impl::trained() const {
   std::vector<bool> trained;
   known.for_each_leaf([&](const at::Tensor& leaf) { trained.push_back(leaf.requires_grad()); });
@@ -275,7 +276,7 @@ void CapturedStep::Impl::capture(const Batch& batch) {
   captured = std::move(next);
 }
 
-// The step, for the device alone to remember: of the host's state, nothing changes.
+// Runs the step's device work only: the host's state does not change.
 void CapturedStep::Impl::record(Captured& into) {
   const at::AutoGradMode with_grad(true);
   const OthersAside aside(find_others());
@@ -299,7 +300,7 @@ void CapturedStep::Impl::record(Captured& into) {
                             : into.step.run(nullptr, into.found_inf);
 }
 
-// One flag for all that the losses of the optimizer have found; undefined if nobody has looked.
+// One flag for the overflows of all losses of the optimizer; undefined if no check has been made.
 at::Tensor CapturedStep::Impl::take_found_inf() {
   std::vector<at::Tensor> flags;
   std::erase_if(state.pending, [&](const State::Pending& pending) {
@@ -333,7 +334,7 @@ CapturedStep::Result CapturedStep::Impl::replay(const Batch& batch) {
   return {std::move(loss), end_step()};
 }
 
-// What MixedPrecision::step does after the device has done its part.
+// Does the host's part of MixedPrecision::step after the device has done its part.
 Step CapturedStep::Impl::end_step() {
   if (captured->found_inf.defined()) {
     for (const State::SetAside& one : captured->grads) one.parameter.mutable_grad() = one.grad;

@@ -12,7 +12,7 @@
 namespace semitone::amp {
 namespace {
 
-// Where an element is in memory, counted in elements, by its place in the order of the sizes.
+// The offset of an element in memory, from its index in the order of the sizes.
 std::int64_t offset_of(const at::Tensor& tensor, std::int64_t place) {
   std::int64_t offset = 0;
   for (std::int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
@@ -23,10 +23,10 @@ std::int64_t offset_of(const at::Tensor& tensor, std::int64_t place) {
   return offset;
 }
 
-// 32 elements, or all if there are fewer. They are spread by the golden ratio and not by a fixed
-// step, which in a matrix with 2^n columns would see one column only: that of an input which may
-// always be zero. A change of one element always changes the sum, since its factor is odd. Some 30
-// ns for a weight that is in the processor's cache.
+// 32 elements, or all if there are fewer. The golden ratio distributes them. A fixed step would
+// sample a single column of a matrix with 2^n columns: that of an input which may always be zero. A
+// change of one element always changes the sum, since its factor is odd. Takes some 30 ns for a
+// weight in the processor's cache.
 template <typename Bits>
 std::uint64_t sum_of_some(const at::Tensor& weight) {
   constexpr std::int64_t kLookedAt = 32;
@@ -100,11 +100,11 @@ at::Tensor CastCache::find(const at::Tensor& weight, Conversion conversion) {
 
   const at::Tensor& converted = entry.converted;
   if (entry.converted_version != version_of(converted)) return {};
-  // Made in inference mode, it could not be saved for a backward pass.
+  // A cast made in inference mode could not be saved for a backward pass.
   if (converted.is_inference() && !c10::InferenceMode::is_enabled()) return {};
   const bool needs_grad = c10::GradMode::is_enabled() && weight.requires_grad();
   if (needs_grad && !converted.requires_grad()) return {};
-  // The other way round, a weight frozen since must not get a gradient through an old cast.
+  // Conversely, a weight that was frozen since must not get a gradient through an old cast.
   if (!weight.requires_grad() && converted.requires_grad()) return {};
   return converted;
 }
@@ -120,9 +120,9 @@ void CastCache::insert(const Key& key, Entry entry) {
   sweep_at_ = std::max(kSweepAbove, 2 * entries_.size());
 }
 
-// A cast with a gradient holds its weight, by the node that accumulates the weight's gradient:
-// where nothing but such casts holds the weight, and nothing but the cache holds this cast, both
-// are gone for the program.
+// A cast with a gradient holds its weight through the node that accumulates the weight's gradient.
+// If nothing but such casts holds the weight, and nothing but the cache holds this cast, the
+// program can reach neither.
 bool CastCache::is_unused(const Entry& entry) {
   const std::size_t weight_uses = entry.weight.use_count();
   return weight_uses == 0 ||

@@ -73,7 +73,8 @@ struct CastPolicy::Preset {
   Rows rows;
   bool as_libtorch;  // of preset torch: raises where LibTorch raises
 
-  // The actions by OpId, with the operators' kernels installed on a device: always the same one.
+  // Compiles the actions by OpId, with the operators' kernels installed on a device. Always the
+  // same object.
   const CompiledPolicy::Actions& actions(c10::DeviceType device) const {
     std::call_once(once, [&] {
       for (const auto& [name, row] : rows) {
@@ -121,8 +122,8 @@ class PolicyBuilder {
     return rows;
   }
 
-  // Like rows, for a table whose names are complete: "prod" is the overload without a name and no
-  // other. Keeps those that LibTorch has a kernel for.
+  // Like rows, for a table with complete names: "prod" is only the overload without a name. Keeps
+  // the operators for which LibTorch has a kernel.
   static Rows exact_rows(c10::DeviceType device, std::span<const presets::Rows> table) {
     Rows rows;
     const auto& stock = stock_operators(device);
@@ -162,8 +163,8 @@ class PolicyBuilder {
 
 namespace {
 
-// Presets are made once for each target, and their copies share the compiled form: a program may
-// ask for one at every step.
+// Presets are made once for each target, and their copies share the compiled form, since a program
+// may construct one at every step.
 CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<CastPolicy()> build) {
   using Key = std::tuple<std::string_view, c10::DeviceType, c10::ScalarType>;
   static std::mutex mutex;
@@ -174,9 +175,9 @@ CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<Ca
   return known != made->end() ? known->second : made->emplace(key, build()).first->second;
 }
 
-// Calls install() once for each device; twice, which does no harm, where two threads ask at the
-// same time. What a policy may need besides its rows is installed whole: asking for each operator's
-// kernel every time that a policy is edited would cost 0.1 ms.
+// Calls install() once for each device. Two threads at the same time may call it twice, which is
+// harmless. Everything that a policy may need besides its rows is installed at once: looking up
+// each operator's kernel at every edit of a policy would cost 0.1 ms.
 class OncePerDevice {
  public:
   void operator()(c10::DeviceType device, c10::function_ref<void()> install) {

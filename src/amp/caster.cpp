@@ -14,7 +14,7 @@ bool is_emulated(Conversion conversion) {
   return conversion == Conversion::fp32_by_fp16 || conversion == Conversion::fp32_by_bf16;
 }
 
-// The 16-bit dtype whose numbers come out, also where they are emulated in fp32.
+// The 16-bit dtype of the results, also if they are emulated in fp32.
 c10::ScalarType rounded_to(Conversion conversion) {
   return conversion == Conversion::fp16 || conversion == Conversion::fp32_by_fp16 ? at::kHalf
                                                                                   : at::kBFloat16;
@@ -39,9 +39,9 @@ at::Tensor converted(const at::Tensor& tensor, Conversion conversion) {
   return tensor;
 }
 
-// Whether a tensor is weight.t() and nothing else: how torch::nn::Linear passes its weight to addmm
-// and matmul. A view that was made under no_grad has no gradient to give to the weight, so it
-// counts only where none is wanted.
+// Whether a tensor is weight.t() and nothing else: torch::nn::Linear passes its weight in this form
+// to addmm and matmul. A view that was made under no_grad passes no gradient to the weight, so it
+// counts only if no gradient is needed.
 bool is_transposed(const at::Tensor& view, const at::Tensor& weight) {
   return view.dim() == 2 && weight.dim() == 2 && view.is_alias_of(weight) &&
          view.size(0) == weight.size(1) && view.size(1) == weight.size(0) &&
@@ -93,7 +93,7 @@ void Caster::converts_to_fp32(const at::Tensor& tensor) const {
   events::emit(events::Cast{op_, tensor.scalar_type(), at::kFloat, tensor.numel(), false});
 }
 
-// A weight is what trains, or what the policy was bound to.
+// A weight is a tensor that is trained, or to which the policy was bound.
 bool Caster::is_weight(const at::Tensor& tensor) const {
   return (tensor.requires_grad() || policy_.is_parameter(tensor)) && CastCache::can_keep(tensor);
 }

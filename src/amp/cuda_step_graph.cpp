@@ -21,7 +21,7 @@ void wait_for(const c10::cuda::CUDAStream& stream, const c10::cuda::CUDAStream& 
   reached.block(waiting);
 }
 
-// What LibTorch warns of meanwhile is dropped.
+// Drops LibTorch's warnings meanwhile.
 class WithoutWarnings {
  private:
   struct Silent : c10::WarningHandler {
@@ -31,8 +31,8 @@ class WithoutWarnings {
   c10::WarningUtils::WarningHandlerGuard guard_{&silent_};
 };
 
-// Everything runs on a stream of its own: the default one cannot be captured, and what autograd and
-// the libraries keep for a stream should be there before.
+// Everything runs on a separate stream. The default stream cannot be captured, and the per-stream
+// state of autograd and the libraries should exist before the capture.
 class CudaStepGraph : public StepGraph {
  public:
   explicit CudaStepGraph(c10::Device device)
@@ -59,15 +59,14 @@ class CudaStepGraph : public StepGraph {
   void capture(const std::function<void()>& work) override {
     const c10::cuda::CUDAGuard on_device(device_.index());
     C10_CUDA_CHECK(cudaDeviceSynchronize());
-    // What warm-up has left in the allocator's cache is of no use to a graph, which has its own
-    // memory.
+    // A graph has its own memory, and cannot use what the warm-up left in the allocator's cache.
     c10::cuda::CUDACachingAllocator::emptyCache();
     graph_.emplace();
     const auto pool = at::cuda::graph_pool_handle();
     const c10::cuda::CUDAStreamGuard on_stream(stream_);
     std::exception_ptr failure;
     try {
-      // Threads that load data may go on allocating meanwhile.
+      // Threads that load data may allocate meanwhile.
       graph_->capture_begin(pool, cudaStreamCaptureModeThreadLocal);
       work();
     } catch (...) {
@@ -94,9 +93,9 @@ class CudaStepGraph : public StepGraph {
   }
 
  private:
-  // A capture that fails in the middle leaves the allocators of device and pinned memory collecting
-  // for it, by a function that belongs to the graph: while that lives, they are told to stop. What
-  // the capture had not begun, or has ended, they do not know: an exception.
+  // If a capture fails in the middle, the allocators of device and pinned memory still collect for
+  // it, through a function that belongs to the graph. They are told to stop while the graph exists.
+  // For a collection that has not begun, or has ended, they throw.
   void close_pools(at::cuda::MempoolId_t pool) const {
     try {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool);
@@ -111,9 +110,9 @@ class CudaStepGraph : public StepGraph {
     }
   }
 
-  // LibTorch 2.11 ends the capture of its random generators only where that of the stream has
-  // succeeded; after another one, each dropout or randn on the device would raise "Offset increment
-  // outside graph capture encountered unexpectedly". A capture of nothing ends it.
+  // LibTorch 2.11 ends the capture of its random generators only after a successful capture of the
+  // stream. After a failed one each dropout or randn on the device would raise "Offset increment
+  // outside graph capture encountered unexpectedly". An empty capture ends it.
   void end_capture_of_generators() const {
     const WithoutWarnings quiet;  // of a graph without nodes
     const auto pool = at::cuda::graph_pool_handle();

@@ -15,7 +15,8 @@ namespace {
 
 constexpr auto kWorkspaceLimit = "CUDNN_CONV_WSCAP_DBG";
 
-// One setting of the process. Who wants it last gets it; when nobody does, what was before is back.
+// One process-wide setting. The most recent request wins; without requests, the original value
+// returns.
 template <typename Value>
 class Setting {
  public:
@@ -40,16 +41,15 @@ class Setting {
   std::vector<std::pair<const CudnnScope*, Value>> wanted_;  // the youngest last
 };
 
-// Written where it differs only, and not taken back: other threads may read the environment
-// meanwhile, which the C library does not guard, and cuDNN, which reads this variable once, would
-// not notice.
+// Written only if it differs, and not restored: other threads may read the environment meanwhile,
+// which the C library does not guard, and cuDNN reads this variable once, so it would not notice.
 void set_workspace_limit(std::int64_t mebibytes) {
   const std::string wanted = std::to_string(mebibytes);
   const char* const known = std::getenv(kWorkspaceLimit);
   if (known == nullptr || known != wanted) ::setenv(kWorkspaceLimit, wanted.c_str(), 1);
 }
 
-// LibTorch has one of each for the process.
+// LibTorch has one of each per process.
 struct Settings {
   std::mutex mutex;
   Setting<bool> benchmark{[] { return at::globalContext().benchmarkCuDNN(); },
@@ -59,7 +59,7 @@ struct Settings {
       [](const int& value) { at::globalContext().setBenchmarkLimitCuDNN(value); }};
 };
 
-// Never destroyed: a MixedPrecision in static storage may go later.
+// Never destroyed: a MixedPrecision in static storage may be destroyed later.
 Settings& settings_of_process() {
   static Settings& all = *new Settings;  // NOLINT(cppcoreguidelines-owning-memory)
   return all;

@@ -9,7 +9,8 @@
 namespace semitone::amp::custom_backward {
 namespace {
 
-// Once seen they are there in every step. For the process, since it costs time only.
+// Such functions appear in every step once they have been seen. Process-wide, since it only costs
+// time.
 std::atomic<bool>& seen() {
   static std::atomic<bool> flag{false};
   return flag;

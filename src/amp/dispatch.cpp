@@ -35,27 +35,27 @@ namespace {
 
 using torch::jit::Stack;
 
-// cuDNN's recurrent networks: LibTorch's own kernel rebuilds the flat weight buffer that cuDNN
-// wants, a plain cast of the arguments would not do.
+// cuDNN's recurrent networks: LibTorch's own kernel rebuilds cuDNN's flat weight buffer, so a plain
+// cast of the arguments would not be sufficient.
 constexpr std::string_view kCudnnRnn = "_cudnn_rnn";
 
-// TorchScript has an autocast of its own: when it compiles a function inside a region, it writes
-// these casts into the graph, by a list of its own. In a region of ours they do nothing, so that
-// the policy decides.
+// TorchScript has its own autocast: when it compiles a function inside a region, it writes these
+// casts into the graph, from its own list. In Semitone's regions they do nothing, so that the
+// policy decides.
 constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precision",
                                                        "_autocast_to_reduced_precision"};
 
-// Operators that LibTorch refuses for arguments of two floating dtypes, in which a model with
-// 16-bit weights brings fp32 along: a grid, an index, a target. They compute in fp32 then.
+// Operators that LibTorch refuses for arguments of two floating dtypes, where a model with 16-bit
+// weights may pass fp32: a grid, an index, a target. They compute in fp32 then.
 constexpr std::array<std::string_view, 9> kWidensMixed{
     "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
     "index_put", "scatter_add", "vdot"};
-// What checks that its arguments have one dtype before it comes to the matrix products inside it.
+// Operators that check for a single dtype before they reach the matrix products inside them.
 // (lstm.input and lstm.data; gru_cell; …)
 constexpr std::array<std::string_view, 8> kRecurrent{"gru",       "gru_cell",     "lstm",
                                                      "lstm_cell", "rnn_relu",     "rnn_relu_cell",
                                                      "rnn_tanh",  "rnn_tanh_cell"};
-// What takes 16-bit arguments beside fp32 weights, but not fp32 beside 16-bit weights.
+// Operators that accept 16-bit arguments with fp32 weights, but not fp32 with 16-bit weights.
 constexpr std::array<std::string_view, 2> kRowNorms{"layer_norm", "rms_norm"};
 
 template <std::size_t size>
@@ -90,7 +90,7 @@ void replace_tensors(std::span<c10::IValue> arguments, Convert&& convert) {
       at::Tensor after = convert(before);
       if (!after.is_same(before)) argument = std::move(after);
     } else if (argument.isTensorList()) {
-      // A new list: the caller's own must not change.
+      // A new list: the caller's own list must not change.
       c10::List<at::Tensor> converted;
       const auto tensors = argument.toTensorVector();
       converted.reserve(tensors.size());
@@ -101,7 +101,7 @@ void replace_tensors(std::span<c10::IValue> arguments, Convert&& convert) {
   }
 }
 
-// What the eligible arguments of a call have in common.
+// The common properties of the eligible arguments of a call.
 struct Dtypes {
   Dtypes(std::span<const c10::IValue> arguments, c10::DeviceType device) {
     for_each_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -116,7 +116,7 @@ struct Dtypes {
     });
   }
 
-  // fp16 holds numbers that bf16 does not and the other way round: only fp32 holds both.
+  // fp16 and bf16 each represent numbers that the other cannot; only fp32 represents both.
   c10::ScalarType widest() const {
     if (fp32 || (fp16 && bf16)) return at::kFloat;
     return fp16 ? at::kHalf : bf16 ? at::kBFloat16 : c10::ScalarType::Undefined;
@@ -127,7 +127,7 @@ struct Dtypes {
     return !foreign && is_16bit(dtype) ? std::optional(dtype) : std::nullopt;
   }
 
-  // The one 16-bit dtype beside fp32.
+  // The one 16-bit dtype that occurs together with fp32.
   std::optional<c10::ScalarType> mixed_16bit() const {
     if (foreign || !fp32 || fp16 == bf16) return std::nullopt;
     return fp16 ? at::kHalf : at::kBFloat16;
@@ -179,7 +179,7 @@ class Kernel final : public c10::OperatorKernel {
     }
 
     if (!c10::GradMode::is_enabled()) custom_backward::see_operator_without_gradients();
-    // Where fp32 can go on: a product with 16 bits is lowered.
+    // fp32 that meets 16 bits in a product is lowered.
     const bool may_be_scores = is_bmm_ && (policy.casts() || policy.lowers_mixed()) &&
                                attention_scores::may_follow(arguments);
     run(op, keys, stack, arguments, *regions, policy);
@@ -261,7 +261,7 @@ class Kernel final : public c10::OperatorKernel {
     run_without_casts(op, keys, stack);
   }
 
-  // Not cast itself: the operators that this one is made of may be.
+  // This operator is not cast, but those inside it may be.
   void run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
                   const FastKernel* fast) const {
@@ -270,7 +270,7 @@ class Kernel final : public c10::OperatorKernel {
     if (product_.has_value() && (!product_->is_composite || product_->has_steps)) {
       const Dtypes dtypes(arguments, device_);
       const auto dtype = dtypes.common_16bit();
-      // In another dtype than the policy's, the parts of a composite operator are cast one by one.
+      // The policy's dtype differs, so the parts of a composite operator are cast one by one.
       const bool is_whole = !product_->is_composite || dtype == policy.dtype();
       if (dtype.has_value() && is_whole && goes_through_fp32(arguments, policy, *dtype)) {
         run_lowered(op, keys, stack, arguments, cast, *dtype, /*emulated=*/true);
@@ -285,7 +285,7 @@ class Kernel final : public c10::OperatorKernel {
     }
     if (runs_fast(fast, arguments, stack)) return;
     if (mixed.has_value()) {
-      // What a kept parameter has made, on its way through the other weights.
+      // A result of a kept parameter, on its way through the other weights.
       const bool emulated = goes_through_fp32(arguments, policy, *mixed);
       run_lowered(op, keys, stack, arguments, cast, *mixed, emulated);
       return;
@@ -293,7 +293,7 @@ class Kernel final : public c10::OperatorKernel {
     op.redispatchBoxed(keys & below(key_), stack);
   }
 
-  // What meets 16-bit weights in fp32 goes on in their dtype.
+  // An fp32 argument that meets 16-bit weights is cast to their dtype.
   void lower_mixed(Arguments arguments, const Caster& cast) const {
     const c10::IValue& first = arguments[0];
     if (is_row_norm_ && !(first.isTensor() && first.toTensor().scalar_type() == at::kFloat)) return;
@@ -313,7 +313,7 @@ class Kernel final : public c10::OperatorKernel {
     return plain;
   }
 
-  // The operator's result in place of its arguments, if the kernel does these.
+  // Replaces the arguments by the operator's result, if the kernel supports them.
   static bool runs_fast(const FastKernel* fast, Arguments arguments, Stack* stack,
                         bool widen = false) {
     if (fast == nullptr || !are_plain(arguments)) return false;
@@ -332,7 +332,7 @@ class Kernel final : public c10::OperatorKernel {
     op.redispatchBoxed((keys & below(key_)) - c10::autocast_dispatch_keyset, stack);
   }
 
-  // Whether LibTorch's own kernel has to run, or that of the library which the operator is from.
+  // Whether LibTorch's own kernel must run, or that of the operator's library.
   bool belongs_to_stock(std::optional<CastAction> action, Arguments arguments,
                         const CompiledPolicy& policy) const {
     if (!stock_.has_value()) return false;
@@ -346,7 +346,7 @@ class Kernel final : public c10::OperatorKernel {
     return *action == CastAction::ban;
   }
 
-  // What promote and widest come to for these arguments.
+  // The dtype that promote and widest choose for these arguments.
   CastAction without_promotion(CastAction action, Arguments arguments,
                                const CompiledPolicy& policy) const {
     if (action != CastAction::promote && action != CastAction::widest) return action;
@@ -414,8 +414,8 @@ class Kernel final : public c10::OperatorKernel {
   std::optional<c10::SafeKernelFunction> stock_;
 };
 
-// The kernels of operators that are called too often to be boxed each time, and that have something
-// to see in every region. What policies say is for the boxed kernel to do.
+// Kernels of operators that are called too often for boxing, and that have work in every region.
+// The boxed kernel applies the policies.
 class WatchingKernel : public c10::OperatorKernel {
  public:
   WatchingKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
@@ -468,8 +468,8 @@ class ViewKernel final : public WatchingKernel {
   }
 };
 
-// add_ and sub_, by which torch::optim::SGD and hand-written optimizers write to weights through
-// tensor.data(), without a trace in the version counter.
+// add_ and sub_: torch::optim::SGD and hand-written optimizers use them to write to weights through
+// tensor.data(), without a change of the version counter.
 template <typename Operator>
 class WritingKernel final : public WatchingKernel {
  public:
@@ -510,7 +510,7 @@ c10::KernelFunction make_kernel(const c10::OperatorHandle& op, OpId id, c10::Dev
       std::make_unique<Kernel>(op, id, device, key));
 }
 
-// LibTorch warns, once a process, that a kernel is overridden: that is the purpose here.
+// LibTorch warns, once per process, that a kernel is overridden, which is intended here.
 struct Silence : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

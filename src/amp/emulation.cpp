@@ -65,7 +65,7 @@ const std::map<std::string, MatrixProduct>& table() {
 
 std::vector<c10::OperatorHandle> all_products(bool convolutions_only) {
   using Product = std::pair<c10::OperatorHandle, MatrixProduct>;
-  // LibTorch has 3000 operators: looked through once, not for every policy that is bound to a
+  // LibTorch has 3000 operators, so they are searched once, not for every policy that is bound to a
   // model.
   static const auto* const all = new std::vector<Product>([] {
     std::vector<Product> found;
@@ -115,8 +115,7 @@ struct WantedGradients {
   bool of_weights = false;
 };
 
-// The first argument is what an operator is applied to, in all of them. What follows may be
-// weights.
+// In all of them the first argument is the operator's input, and weights follow.
 WantedGradients wanted_gradients(Arguments arguments) {
   WantedGradients wanted;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -131,9 +130,9 @@ WantedGradients wanted_gradients(Arguments arguments) {
   return wanted;
 }
 
-// Whether the one kernel for the gradient of fp16 weights (oneDNN's
-// brgemm_convolution_bwd_weights_t on AMX-FP16) takes a convolution: neither dilated nor padded by
-// more than half a kernel.
+// Whether the only kernel for the gradient of fp16 weights (oneDNN's
+// brgemm_convolution_bwd_weights_t on AMX-FP16) supports a convolution: neither dilated nor padded
+// by more than half a kernel.
 bool is_usual(Arguments arguments) {
   const auto all_are_one = [](const c10::IValue& value) {
     const auto sizes = value.toIntVector();
@@ -151,8 +150,7 @@ bool is_usual(Arguments arguments) {
   return true;
 }
 
-// Small whole numbers: exact in every dtype, so that any difference is an error and none is
-// rounding.
+// Small integers are exact in every dtype, so any difference is an error rather than rounding.
 at::Tensor small_integers(at::IntArrayRef shape) {
   return torch::arange(c10::multiply_integers(shape), at::kFloat).remainder(5).sub_(2).view(shape);
 }

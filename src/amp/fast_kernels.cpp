@@ -40,8 +40,8 @@ bool is_suitable(const at::Tensor& input) {
          input.scalar_type() != at::kDouble && input.numel() > 0;
 }
 
-// Whether somebody else has a say in what happens to a tensor: SyncBatchNorm marks so the layers
-// whose statistics go over several processes.
+// Whether other code has marked a tensor: SyncBatchNorm marks layers whose statistics cover several
+// processes with a hook.
 bool has_hooks(const at::Tensor& tensor) {
   if (!tensor.defined()) return false;
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
@@ -50,7 +50,7 @@ bool has_hooks(const at::Tensor& tensor) {
                      [](const auto& hook) { return static_cast<bool>(hook); });
 }
 
-// Whether a weight or bias is one that goes with this input.
+// Whether a weight or bias matches this input.
 bool fits(const at::Tensor& values, const at::Tensor& input) {
   return !values.defined() ||
          (values.is_cpu() && values.layout() == at::kStrided && values.is_floating_point() &&
@@ -86,15 +86,15 @@ std::optional<at::Tensor> dropout(Arguments arguments) {
   return nn::fused_dropout(input, arguments[kProbability].toDouble());
 }
 
-// LibTorch's kernels for 16 bits go through fp32, at half the speed of memory. Below so many
-// elements that costs less than recording a function of our own, 4 us.
+// LibTorch's 16-bit kernels go through fp32, at half the speed of memory. Below this number of
+// elements that costs less than recording a function of Semitone's, 4 us.
 bool is_worth_a_kernel(const at::Tensor& input) {
   constexpr std::int64_t kElements = 64 * 1024;
   return input.numel() >= kElements && input.element_size() == 2 &&
          kernels::has_pointwise_kernel(input);
 }
 
-// LibTorch keeps track of views that are written, and refuses to write to leaves before it does.
+// LibTorch tracks views that are written to, and refuses writes to leaves before the kernel runs.
 bool is_writable(const at::Tensor& input) {
   const bool is_refused = at::GradMode::is_enabled() && input.is_leaf() && input.requires_grad();
   return is_worth_a_kernel(input) && !input.is_view() && !input.is_inference() && !is_refused;
@@ -166,7 +166,7 @@ std::optional<at::Tensor> rms_norm(Arguments arguments) {
   return nn::fused_rms_norm(input, *shape, weight, arguments[kEps].toOptional<double>());
 }
 
-// Numbers for height and width, of which one may stand for both.
+// Values for height and width; a single one stands for both.
 std::optional<std::array<std::int64_t, 2>> pair_of(const c10::IValue& value) {
   const auto sizes = sizes_of(value);
   if (!sizes.has_value() || sizes->empty() || sizes->size() > 2) return std::nullopt;
@@ -175,7 +175,7 @@ std::optional<std::array<std::int64_t, 2>> pair_of(const c10::IValue& value) {
 
 std::optional<at::Tensor> max_pool2d(Arguments arguments) {
   enum { kInput, kKernel, kStride, kPadding, kDilation, kCeilMode };
-  // Fewer would leave vectors half empty.
+  // Fewer channels would leave vectors half empty.
   constexpr std::int64_t kChannels = 8;
   const at::Tensor& input = arguments[kInput].toTensor();
   const auto stride = sizes_of(arguments[kStride]);
@@ -194,7 +194,7 @@ std::optional<at::Tensor> max_pool2d(Arguments arguments) {
   return nn::max_pool2d(input, pool);
 }
 
-// Where a gradient is wanted: the forward pass is LibTorch's.
+// For calls that need a gradient; the forward pass is LibTorch's.
 std::optional<at::Tensor> conv2d(Arguments arguments) {
   enum { kInput, kWeight, kBias, kStride, kPadding, kDilation, kGroups };
   constexpr std::int64_t kElements = 64 * 1024;
@@ -234,7 +234,7 @@ std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
   return nn::fused_cross_entropy(logits, target, options);
 }
 
-// With dropout LibTorch's CPU has no fused attention: it composes these operators, and its dropout
+// LibTorch's CPU has no fused attention with dropout. It composes these operators, and its dropout
 // takes as long as the products.
 std::optional<at::Tensor> attention(Arguments arguments) {
   enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGrouped };
@@ -255,8 +255,8 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
 }
 
-// What initialize laid out channels last may be viewed by a model that knows nothing of it. Where
-// LibTorch would raise, a copy.
+// A model may view a tensor that initialize made channels last. Where LibTorch would raise, this
+// copies.
 std::optional<at::Tensor> view(Arguments arguments) {
   const at::Tensor& input = arguments[0].toTensor();
   const auto sizes = sizes_of(arguments[1]);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kStateKey = "semitone.autocast";
 
-// AutogradContext keeps IValues: this makes one of a state.
+// AutogradContext stores IValues; this wraps a state in one.
 struct StateHolder : torch::CustomClassHolder {
   explicit StateHolder(AutocastState kept) : state(std::move(kept)) {}
   AutocastState state;

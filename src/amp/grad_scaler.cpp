@@ -52,7 +52,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   });
   Progress progress;
   gradients.run(progress.found_inf);
-  // Where there are no gradients too, other ranks may have some.
+  // Without gradients here, other ranks may still have some.
   if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
   if (!stepped_) progress.state = StepWatch::progress_of(optimizer);
   progress_.emplace(&optimizer, std::move(progress));

@@ -13,9 +13,9 @@ namespace semitone::amp {
 
 namespace {
 
-// A gradient that can be read and written as numbers in memory. Repeated indices of a sparse one
-// are added up: their sum may overflow fp16 where no single value does. Of a complex one, a
-// conjugation that is still to come is done.
+// Returns a gradient that can be read and written as numbers in memory. Repeated indices of a
+// sparse gradient are coalesced: their sum may overflow fp16 even if no single value does. A
+// pending conjugation of a complex gradient is resolved.
 at::Tensor resolved(const at::Tensor& grad) {
   if (!grad.defined()) return grad;
   if (grad.layout() != at::kStrided && !grad.is_sparse()) {
@@ -30,7 +30,7 @@ at::Tensor values_of(const at::Tensor& grad) {
   return grad.is_sparse() ? grad._values() : grad;
 }
 
-// The numbers of a complex tensor are those of its real and its imaginary part.
+// The numbers of a complex tensor are its real and imaginary parts.
 at::Tensor numbers_of(const at::Tensor& values) {
   return values.defined() && values.is_complex() ? at::view_as_real(values) : values;
 }
@@ -44,7 +44,7 @@ bool is_sparse(const at::Tensor& grad) {
   return grad.defined() && grad.is_sparse();
 }
 
-// LibTorch adds no sparse fp16 tensors on the CPU; put behind one another, they are the same sum.
+// LibTorch cannot add sparse fp16 tensors on the CPU; concatenated, they represent the same sum.
 at::Tensor sum(const at::Tensor& a, const at::Tensor& b) {
   if (!a.is_sparse() || !b.is_sparse()) return a.is_sparse() ? b.add(a) : a.add(b);
   return at::_sparse_coo_tensor_unsafe(at::cat({a._indices(), b._indices()}, 1),
@@ -107,7 +107,7 @@ void Gradients::run(std::vector<at::Tensor>& found_inf) {
     if (!result.addend.defined()) continue;
     result.grad = sum(result.grad, result.addend);
     if (result.grad.scalar_type() != at::kHalf) continue;
-    // Two fp16 numbers can overflow together.
+    // The sum of two finite fp16 numbers can overflow.
     const at::Tensor values = values_of(result.grad);
     kernels::multi_tensor_unscale(std::vector<kernels::Unscale>{{values, values, {}}}, 1.0F,
                                   found_inf_on(found_inf, values.device()));

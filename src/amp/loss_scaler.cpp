@@ -91,7 +91,8 @@ void LossScaler::set_options(const LossScaleOptions& options) {
   fit_counters();
 }
 
-// The rule tests for equality with its limits: a counter at or beyond its limit would not fire.
+// The rule compares with its limits for equality: a counter at or beyond its limit would have no
+// effect.
 void LossScaler::fit_counters() {
   if (!options_.dynamic()) return;
   if (options_.growth_interval() > 0) {
@@ -147,7 +148,7 @@ void LossScaler::load(torch::serialize::InputArchive& archive) {
 
   LossScaler loaded = *this;
   loaded.state_ = {real("scale"), integer("growth_tracker"), counter("overflows")};
-  // A rule without a floor can reach 0, one without a ceiling infinity.
+  // A rule without a lower bound can reach 0, one without an upper bound infinity.
   require(loaded.state_.scale >= 0, "a scale of at least 0", loaded.state_.scale);
   loaded.skipped_ = counter("skipped");
   loaded.consecutive_ = counter("consecutive");

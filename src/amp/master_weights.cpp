@@ -27,8 +27,8 @@
 namespace semitone::amp {
 namespace {
 
-// Brings an optimizer's state for a 16-bit parameter to fp32, as that of an fp32 one is: by the way
-// in which it saves and loads itself, which all of LibTorch's optimizers have.
+// Widens optimizer state to fp32 by serialising and reloading it, which all of LibTorch's
+// optimizers support.
 void widen(torch::optim::OptimizerParamState& state) {
   torch::serialize::OutputArchive saved;
   try {
@@ -100,9 +100,9 @@ MasterWeights::~MasterWeights() {
   }
 }
 
-// An optimizer that kept the masters would go on training tensors that no model ever reads.
+// An optimizer that kept the masters would go on training tensors that no model reads.
 void MasterWeights::give_back() {
-  // Where the optimizer is gone already, nothing else holds a master.
+  // If the optimizer has been destroyed already, nothing else holds a master.
   const bool in_use = std::any_of(pairs_.begin(), pairs_.end(),
                                   [](const Pair& pair) { return pair.master.use_count() > 1; });
   if (!in_use) return;
@@ -124,7 +124,7 @@ void MasterWeights::give_back() {
   });
 }
 
-// variable_data(), not detach(): a master has a version counter of its own.
+// variable_data(), not detach(): a master needs its own version counter.
 at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactValues& exact,
                                       const std::vector<Pair>& beside) const {
   if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end()) {
@@ -138,7 +138,7 @@ at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactVa
   return parameter.detach().to(at::kFloat);
 }
 
-// All that can go wrong does so before anything is changed.
+// Everything that can fail does so before anything is changed.
 void MasterWeights::adopt(const ExactValues& exact) {
   const StateMode mode;
   std::vector<Pair> fresh;
@@ -153,7 +153,7 @@ void MasterWeights::adopt(const ExactValues& exact) {
       if (value != exact.end()) split.emplace_back(parameter, value->second);
       return;
     }
-    // A tied weight stands in the optimizer twice.
+    // A tied weight appears in the optimizer twice.
     const auto known = by_parameter_.find(parameter.unsafeGetTensorImpl());
     const auto [place, added] = by_parameter.try_emplace(
         parameter.unsafeGetTensorImpl(),
@@ -163,7 +163,7 @@ void MasterWeights::adopt(const ExactValues& exact) {
     at::Tensor master = make_master(parameter, exact, fresh);
     master.requires_grad_(true);
     agreed(fresh.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr}));
-    // The state of a parameter that was cast just now is in fp32 as the parameter was.
+    // The state of a parameter that was just cast is in fp32, as the parameter was.
     const auto& state = optimizer_->state();
     const auto entry = state.find(parameter.unsafeGetTensorImpl());
     if (entry != state.end() && value == exact.end()) widen(*entry->second);
@@ -208,7 +208,7 @@ void MasterWeights::hide_gradients() {
       in_model.reset();
       continue;
     }
-    // What is in the model now, if anything, is the gradient, unless the master's was replaced too.
+    // The model's current gradient counts, if there is one, unless the master's was replaced too.
     if (pair.deferred.defined() ? !is_deferred(pair) : !pair.master.grad().is_same(shown)) continue;
     pair.master.mutable_grad().reset();
     pair.deferred.reset();
@@ -239,8 +239,8 @@ bool MasterWeights::take_gradients(float inverse_scale) {
   return any_found_inf(found_inf);
 }
 
-// A gradient that is a part of something larger, such as a bucket that is reduced over ranks, is
-// not ours to keep: the next backward pass writes there.
+// A gradient that is part of a larger tensor, such as a bucket that is reduced over ranks, cannot
+// be kept: the next backward pass writes there.
 bool MasterWeights::can_defer_gradients() const {
   const auto is_own = [](const at::Tensor& grad) {
     return grad.layout() == at::kStrided && grad.is_cpu() && !grad.is_view() &&
@@ -278,13 +278,13 @@ bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
   }
   for (const double largest :
        kernels::multi_tensor_norms(grads, std::numeric_limits<double>::infinity())) {
-    // What the product is where the gradients are moved.
+    // The result of the multiplication, as for gradients that are moved.
     found_inf = found_inf || !std::isfinite(static_cast<float>(largest) * inverse_scale);
   }
   return true;
 }
 
-// Whether nobody has dropped, replaced or filled the master's gradient since.
+// Whether the master's placeholder has not been dropped, replaced or filled since.
 bool MasterWeights::is_deferred(const Pair& pair) {
   return pair.deferred.defined() && pair.master.grad().is_same(pair.placeholder) &&
          std::isnan(*pair.placeholder.const_data_ptr<float>());
@@ -308,8 +308,8 @@ void MasterWeights::scale_deferred_gradients(double factor) {
   deferred_inverse_ = static_cast<float>(double{deferred_inverse_} * factor);
 }
 
-// Puts a deferred gradient back into the model. False: there is none, or somebody has dropped or
-// replaced it in the optimizer.
+// Returns a deferred gradient to the model. False if there is none, or if it was dropped or
+// replaced in the optimizer.
 bool MasterWeights::take_deferred(Pair& pair) {
   if (!pair.deferred.defined()) return false;
   const bool still = is_deferred(pair);
@@ -349,7 +349,7 @@ void MasterWeights::step() {
     write_model();
     return;
   }
-  // Gradients that are in the model beside deferred ones have another scale.
+  // Gradients in the model that coexist with deferred ones have another scale.
   const bool any_in_model = std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& pair) {
     return pair.parameter.grad().defined();
   });
@@ -412,8 +412,8 @@ bool MasterWeights::master_changed(const Pair& pair) {
          pair.master_data != pair.master.const_data_ptr();
 }
 
-// An element that is what the master rounds to was not changed: the master has it exactly. Compared
-// by their bits, which are those of a NaN too.
+// An element equal to its rounded master was not changed, so the master's exact value stays.
+// Elements are compared by their bits, so that NaNs can be equal.
 void MasterWeights::take_parameter(Pair& pair) {
   const at::Tensor value = pair.parameter.detach();
   if (value.sizes() != pair.master.sizes()) {
@@ -449,7 +449,7 @@ void MasterWeights::sync() {
       pair.parameter.copy_(pair.master);
       agreed(pair);
     } else if (maybe_stepped_) {
-      // As a rule it did not step, and a graph that saved the parameter must stay good: no new
+      // Usually it did not step, and a graph that saved the parameter must stay valid: no new
       // version.
       pair.parameter.variable_data().copy_(pair.master);
     }
@@ -501,8 +501,8 @@ void MasterWeights::set(const at::Tensor& parameter, const at::Tensor& value) {
   agreed(pair);
 }
 
-// Calls visit(key, pair) for every master at the first of its places in the optimizer. Not in the
-// order of pairs_, which tells when a parameter got its master: later for one that was frozen.
+// Calls visit(key, pair) for every master, in the order of its first place in the optimizer. This
+// differs from the order of pairs_, in which a parameter that was frozen comes later.
 template <typename Visit>
 void MasterWeights::for_each_place(Visit&& visit) const {
   std::unordered_set<const c10::TensorImpl*> seen;

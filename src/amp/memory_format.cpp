@@ -59,8 +59,8 @@ void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format) {
     if (has_layout(old[i], format)) continue;
     std::size_t first = 0;  // of those that share their memory with it
     while (!same_memory(old[first], old[i])) ++first;
-    // Not contiguous(): where both formats are the same memory, as with one channel, the strides
-    // have to say which.
+    // Not contiguous(): if both formats use the same memory, as with one channel, the strides must
+    // tell which format it is.
     tensors[i].set_data(first < i ? tensors[first].variable_data() : old[i].clone(format));
     if (at::Tensor& grad = tensors[i].mutable_grad(); grad.defined()) grad = grad.clone(format);
   }

@@ -84,7 +84,7 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
   }
 }
 
-// The device of most of the models' elements.
+// The device with most of the models' elements.
 c10::DeviceType device_of_models(const std::vector<Model>& models) {
   std::map<c10::DeviceType, std::int64_t> elements;
   for (const Model& model : models) {
@@ -113,7 +113,8 @@ at::Tensor tensor_on(c10::DeviceType device, const Model& model) {
               "initialize once per device type");
 }
 
-// Whether there is LibTorch's attention, whose padding needs a region (src/amp/attention_scores.h).
+// Whether the models contain LibTorch's attention, whose padding needs a region
+// (src/amp/attention_scores.h).
 bool has_attention(const std::vector<Model>& models) {
   return std::any_of(models.begin(), models.end(), [](const Model& model) {
     const torch::nn::Module* const whole = model.module();
@@ -128,7 +129,7 @@ bool has_attention(const std::vector<Model>& models) {
   });
 }
 
-// The policy of the region for the models, bound to them; nothing where there is nothing to cast.
+// The policy of the region for the models, bound to them; nothing if there is nothing to cast.
 std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
                                      const Properties& properties) {
   if (!properties.enabled) return std::nullopt;
@@ -139,7 +140,7 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   const auto& type = properties.cast_model_type;
   if (!type.has_value() || !is_16bit(*type)) return std::nullopt;
   // 16-bit weights: the region emulates what the CPU lacks, casts for parameters that stay fp32,
-  // and lowers what meets 16-bit weights in fp32.
+  // and lowers fp32 arguments that meet 16-bit weights.
   CastPolicy weights_only =
       CastPolicy::none(target).emulation(given.emulation()).fast_kernels(false);
   for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
@@ -147,9 +148,9 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   return weights_only.bind(models);
 }
 
-// Whether forward has to run in that region. It casts its arguments: on devices that LibTorch
-// computes 16-bit operators on as they should be, there is work only for parameters that stay fp32.
-// And for attention with padded keys, which LibTorch computes in fp32 only.
+// Whether forward must run in that region. forward itself casts the arguments. On devices with
+// correct 16-bit operators, the region has work only for parameters that stay fp32, and for
+// attention with padded keys, which LibTorch computes in fp32 only.
 bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy,
                     const std::vector<Model>& models) {
   return policy.has_value() &&
@@ -157,7 +158,7 @@ bool runs_in_region(const Properties& properties, const std::optional<CastPolicy
           !policy->fp32_param_globs().empty() || has_attention(models));
 }
 
-// Weights of convolutions are all there is to lay out: what the layers return follows them.
+// Only the weights of convolutions are converted: the layers' results follow their format.
 c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,
                                        const OptimizerRefs& optimizers,
                                        const Properties& properties,
@@ -172,7 +173,7 @@ c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,
              : c10::MemoryFormat::Preserve;
 }
 
-// Casts a model's floating tensors in place. Tensors that share their memory go on sharing it.
+// Casts a model's floating tensors in place. Tensors that share memory still share it afterwards.
 void cast_model(const Model& model, c10::ScalarType dtype,
                 const std::function<bool(const Model::Entry&)>& keep) {
   std::vector<at::Tensor> tensors;
@@ -193,8 +194,8 @@ void cast_model(const Model& model, c10::ScalarType dtype,
   }
 }
 
-// Puts models and optimizers back as they were, unless all went well. Masters give their places
-// back by themselves.
+// Restores models and optimizers unless initialize succeeded. Masters restore their places
+// themselves.
 class Undo {
  public:
   Undo(const std::vector<Model>& models, const OptimizerRefs& optimizers)
@@ -259,7 +260,7 @@ const Model& MixedPrecision::Impl::of(const void* identity, const char* caller) 
 
 namespace {
 
-// The layer of a model that has an address, or null.
+// The layer of a model with an address, or null.
 std::shared_ptr<const torch::nn::Module> find_part(const torch::nn::Module& model,
                                                    const void* identity) {
   std::shared_ptr<const torch::nn::Module> found;
@@ -328,7 +329,7 @@ void MixedPrecision::Impl::require_own_dtypes(const char* caller) const {
   }
 }
 
-// Masters as other rooms know them.
+// Masters as seen by other rooms.
 class MixedPrecision::Impl::Exact final : public ExactWeights {
  public:
   explicit Exact(Impl& mixed) : mixed_(&mixed) {}
@@ -367,7 +368,8 @@ MasterWeights* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
 }
 
 void MixedPrecision::Impl::take_loaded(const char* caller) {
-  // Of 1, 2, 4 … times the memory that it needs: what a wider dtype needs. 0: another size.
+  // The ratio of its memory to what it needs, 1, 2, 4 …, where more than 1 means a wider dtype. 0:
+  // another size.
   const auto times_its_memory = [](const LowTensor& low) -> std::size_t {
     const at::Tensor& tensor = low.tensor;
     if (!tensor.has_storage() || tensor.storage_offset() != 0 || tensor.numel() == 0) return 0;
@@ -465,8 +467,8 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   impl->ran.resize(models.size());
   impl->warned_of.resize(models.size());
 
-  // Everything is checked before anything is changed, and what is changed is put back if something
-  // goes wrong after all.
+  // Everything is checked before anything is changed, and changes are undone if something still
+  // fails.
   if (properties.enabled) {
     for (const Model& model : models) check_model(model);
   }
@@ -492,7 +494,8 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   const StateMode mode(impl->inference_tensors);
   const bool casts = properties.enabled && properties.cast_model_type.has_value();
   const bool makes_masters = casts && properties.master_weights && !optimizers.empty();
-  // Without masters nothing more can go wrong but a lack of memory, which this would bring about.
+  // Without masters only a lack of memory can still cause a failure, which this call would bring
+  // about.
   std::optional<Undo> undo;
   if (makes_masters) undo.emplace(models, optimizers);
   if (properties.enabled) {

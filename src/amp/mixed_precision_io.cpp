@@ -21,8 +21,8 @@
 namespace semitone::amp {
 namespace {
 
-// Gives a tensor other memory, dtype and shape. Not set_data(): at a change of dtype that drops the
-// node that accumulates the tensor's gradient, and with it the hooks of data-parallel training.
+// Gives a tensor other memory, dtype and shape. Not set_data(), which at a change of dtype drops
+// the node that accumulates the tensor's gradient, and with it the hooks of data-parallel training.
 void lend(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
@@ -96,7 +96,7 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
         return {&*optimizer.masters, master};
       }
     }
-    // Tensors that share their memory go on sharing it.
+    // Tensors that share memory still share it afterwards.
     for (const auto& item : items) {
       if (same_memory(item.low, tensor)) return {nullptr, item.tensor};
     }
@@ -132,9 +132,9 @@ void MixedPrecision::save_model(const Model& model, const std::string& path) {
 
 namespace {
 
-// The tensors of a saved model by name, as torch::save or TorchScript wrote it. Not through
-// Module::load(): LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and the
-// shape of any.
+// The tensors of a saved model by name, as written by torch::save or TorchScript. Module::load()
+// does not work here: LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and
+// accepts any shape.
 void collect(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
              const std::string& prefix, std::unordered_map<std::string, at::Tensor>& values) {
   const auto take = [&](const std::string& key, bool is_buffer) {

@@ -18,7 +18,7 @@ bool is_affine(const torch::nn::Module& module) {
   return norm != nullptr && norm->options.affine();
 }
 
-// Only affine layers: one without weights has none to keep, and its arithmetic follows its input.
+// Affine layers only: others have no weights to keep, and their arithmetic follows the input.
 bool keeps_fp32(const torch::nn::Module& module) {
   return dynamic_cast<const KeepFp32*>(&module) != nullptr ||
          is_affine<torch::nn::BatchNorm1dImpl>(module) ||

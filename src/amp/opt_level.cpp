@@ -40,7 +40,7 @@ OptLevel parse_opt_level(std::string_view name) {
 }
 
 LossScale::LossScale(double scale) : value_(scale) {
-  // It multiplies fp32 losses, its inverse fp32 gradients.
+  // fp32 losses are multiplied by it, and fp32 gradients by its inverse.
   const DtypeLimits fp32 = dtype_limits(at::kFloat);
   if (!(scale >= fp32.min_normal && scale <= fp32.max)) {
     throw Error("amp.initialize", kLossScaleValues, fmt::format("{}", scale));
@@ -272,7 +272,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   properties.memory_format = options.memory_format_;
   properties.cudnn = options.cudnn_;
 
-  // Apex's ceiling of 2^24 holds unless somebody says otherwise.
+  // Apex's upper bound of 2^24 applies unless the options set another one.
   LossScaleOptions rule =
       options.loss_scale_options_.value_or(LossScaleOptions().max_scale(0x1p24));
   if (!rule.dynamic()) {
@@ -285,7 +285,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   if (options.min_loss_scale_.has_value()) rule.min_scale(*options.min_loss_scale_);
   if (options.max_loss_scale_.has_value()) rule.max_scale(*options.max_loss_scale_);
   if (!properties.loss_scale.is_dynamic()) {
-    // A scale that was given holds, whatever the bounds of a dynamic one.
+    // An explicit scale is not clamped to the bounds of a dynamic one.
     const double scale = properties.loss_scale.value();
     rule.dynamic(false).init_scale(scale);
     rule.min_scale(std::min(rule.min_scale(), scale)).max_scale(std::max(rule.max_scale(), scale));
@@ -319,7 +319,7 @@ std::string Properties::to_string() const {
   const auto add = [&](const char* name, const std::string& value) {
     text += fmt::format("\n  {:<21} {}", name, value);
   };
-  // What is emulated costs what fp32 does, and the conversions besides.
+  // Emulated operators take fp32's time, plus the conversions.
   const bool has_16bit = cast_model_type != c10::ScalarType::Float || patch_torch_functions;
   if (device == c10::DeviceType::CPU && has_16bit) {
     const auto kinds = describe_16bit(device, dtype);

@@ -30,8 +30,8 @@ using Impl = MixedPrecision::Impl;
 using PerOptimizer = Impl::PerOptimizer;
 using SetAside = Impl::SetAside;
 
-// A gradient to be kept while backward runs. One that is a part of something larger, such as a
-// bucket that is reduced over ranks, is copied: the backward pass writes there.
+// Keeps a gradient while backward runs. A gradient that is part of a larger tensor, such as a
+// bucket that is reduced over ranks, is copied, since the backward pass writes there.
 at::Tensor kept(const at::Tensor& grad) {
   if (grad.layout() != at::kStrided) return grad;
   const bool own = grad.storage().use_count() == 1 && grad.storage().nbytes() == grad.nbytes();
@@ -46,7 +46,8 @@ at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, flo
                                        : product.to(parameter.scalar_type());
 }
 
-// Which gradients are marked as this rank's own (core/unreduced.h), to mark what becomes of them.
+// The gradients that are marked as this rank's own (core/unreduced.h), so that their successors get
+// the mark too.
 class UnreducedMarks {
  public:
   explicit UnreducedMarks(const PerOptimizer& known) {
@@ -72,13 +73,14 @@ class UnreducedMarks {
 
 }  // namespace
 
-// The way of one loss through backward: begin() before it, finish() or put_back() after it.
+// The processing of one loss around backward: begin() before it, finish() or put_back() after it.
 struct ScaledLoss::Work {
-  // An optimizer that was not named for the loss. It gets its gradients, too: as in training
+  // An optimizer that was not named for the loss. It also gets its gradients, as in training
   // without a loss scale.
   struct Other {
     PerOptimizer* known;
-    // Whether it held gradients of another scale, delayed or in another backward; and these.
+    // Whether it held gradients of another scale, delayed or of another backward; and these
+    // gradients.
     bool was_scaled;
     bool was_open;
     std::vector<SetAside> before;
@@ -136,8 +138,8 @@ void ScaledLoss::Work::check() const {
   }
 }
 
-// Gradients of this backward are scaled. Those in the model so far are not: they are kept apart
-// until it is over. All parameters take part, whatever optimizer they belong to.
+// Gradients of this backward are scaled. Those in the model so far are not, and are kept apart
+// until it is over. This covers all parameters, of every optimizer.
 void ScaledLoss::Work::begin() {
   if (begun) return;
   check();
@@ -149,7 +151,7 @@ void ScaledLoss::Work::begin() {
   }
   begin_free();
   for (PerOptimizer* known : optimizers) {
-    // Else what is there is scaled alike.
+    // Otherwise the existing gradients have the same scale.
     if (!known->scaled.has_value()) begin(*known);
     known->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
   }
@@ -159,7 +161,7 @@ void ScaledLoss::Work::begin(PerOptimizer& known) {
   mixed->drop_void(known);
   if (known.masters.has_value()) known.masters->move_deferred_gradients();
   if (const UnreducedMarks marks(known); !marks.empty()) {
-    // What this rank alone has is to be reduced with what comes.
+    // This rank's own gradients must be reduced together with the new ones.
     Impl::take_gradients_by_hand(known);
     if (known.masters.has_value()) {
       known.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
@@ -220,7 +222,7 @@ void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
 
 void ScaledLoss::Work::finish() {
   begin();  // where backward was not run at all
-  // What is done leaves the list, and is not put back if something else throws.
+  // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();
   if (delay) {
@@ -335,8 +337,8 @@ bool ScaledLoss::Work::any_gradient() const {
 
 namespace {
 
-// Whether the model's gradients can stay where they are until the step: as they are, for programs
-// that look at them.
+// Whether the model's gradients can stay where they are until the step. Only with a scale of 1,
+// since programs may inspect them there.
 bool may_defer(const Impl& mixed, const PerOptimizer& known, float inverse,
                const at::Tensor& inverse_on_device) {
   if (!known.masters.has_value() || inverse_on_device.defined() || inverse != 1 ||
@@ -386,7 +388,7 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::in
   }
   scaled.run(found_inf);
 
-  // Gradients that were back-propagated without a scale, by hand, go to the masters too.
+  // Gradients that were back-propagated without a scale also go to the masters.
   Gradients by_hand(1.0F);
   for (PerOptimizer* known : of) {
     if (!known->masters.has_value() || defers(known)) continue;
@@ -396,7 +398,7 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::in
     known->masters->take_gradients(by_hand);
   }
   by_hand.run(found_inf);
-  // Last: what threw before has left them in the model.
+  // Last: if an earlier statement throws, the gradients stay in the model.
   for (PerOptimizer* known : deferring) {
     bool found = false;
     known->masters->defer_gradients(inverse, found);
@@ -412,7 +414,7 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::in
   }
 }
 
-// What another optimizer's loss left in this one, and was dropped since, is of no concern any more.
+// Drops records of other optimizers' losses whose gradients were dropped in this optimizer since.
 void MixedPrecision::Impl::drop_void(PerOptimizer& known) {
   const auto concerns = [&](const Pending& one) {
     return !one.named && one.optimizers.front() == &known;
@@ -566,7 +568,7 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
                 "name the optimizers whose parameters the loss trains");
   }
   if (!impl_->properties.enabled) return ScaledLoss(loss, nullptr);
-  // Nothing to take out of the gradients, and nowhere to take them: plain training.
+  // Plain training: nothing to unscale, and no masters.
   const bool plain = !scaler.options().dynamic() && scaler.scale() == 1.0 &&
                      std::none_of(named.begin(), named.end(),
                                   [](const auto* known) { return known->masters.has_value(); });
@@ -587,7 +589,7 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRef
                            options.delay_unscale, std::move(named)}));
 }
 
-// Nothing looks at the gradients of plain training. The loss costs nothing to look at on a CPU.
+// Plain training does not check gradients. On a CPU, checking the loss costs nothing.
 void MixedPrecision::Impl::look_at_plain(const at::Tensor& loss) {
   if (warned_of_loss || !loss.defined() || !loss.is_cpu() || !loss.is_floating_point() ||
       loss.layout() != at::kStrided || loss.numel() != 1)
@@ -603,8 +605,8 @@ void MixedPrecision::Impl::look_at_plain(const at::Tensor& loss) {
 
 namespace {
 
-// An optimizer skips its next step because a loss overflowed; a step that several losses want to be
-// skipped is counted for the first of them.
+// An optimizer skips its next step because a loss overflowed. If several losses overflow, the skip
+// is counted for the first of them.
 void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimizer& optimizer,
                    std::int64_t loss_id) {
   LossScaler& scaler = mixed.scaler(loss_id, "step");
@@ -634,8 +636,8 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimiz
   first ? scaler.note_skip(overflow) : scaler.note_overflow(overflow);
 }
 
-// Decides, with one host read, what became of the losses that an optimizer was named for, and takes
-// them off the list. Returns found_inf by loss.
+// Determines, with one host read, the results of the losses that an optimizer was named for, and
+// removes them from the list. Returns found_inf by loss.
 std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
                                      MixedPrecision::Impl::PerOptimizer& optimizer) {
   using Pending = MixedPrecision::Impl::Pending;
@@ -646,7 +648,7 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
   std::vector<at::Tensor> flags;
   for (Pending& pending : mixed.pending) {
     if (!concerns(pending)) continue;
-    // Where there were no gradients too, other ranks may have some.
+    // Without gradients here, other ranks may still have some.
     if (pending.found_inf.empty()) {
       found_inf_on(pending.found_inf, device_of(*optimizer.optimizer));
     }
@@ -685,7 +687,7 @@ void MixedPrecision::Impl::require_unscaled(const PerOptimizer& known, const cha
                                  : "omit it in the last backward of an iteration");
 }
 
-// Back-propagated without scale_loss.
+// Whether gradients were back-propagated without scale_loss.
 void MixedPrecision::Impl::take_gradients_by_hand(PerOptimizer& known) {
   if (!known.masters.has_value()) return;
   const UnreducedMarks marks(known);
@@ -696,7 +698,7 @@ void MixedPrecision::Impl::take_gradients_by_hand(PerOptimizer& known) {
   marks.restore();
 }
 
-// What is most likely a mistake, and would train badly or nothing, is said once.
+// Warns once of a probable mistake that would silently train badly or not at all.
 void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
   if (known.warned_of_no_gradient && known.warned_of_no_scale) return;
   if (!known.has_gradient()) {
@@ -805,7 +807,7 @@ void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
     parameter.mutable_grad().reset();
     impl_->set_aside.erase(parameter.unsafeGetTensorImpl());
   });
-  // What was found in them is gone with them.
+  // The results of their check are dropped too.
   if (known.scaled.has_value() && !known.scaled->open) known.scaled.reset();
   known.skip = false;
   for (Impl::Pending& pending : impl_->pending) std::erase(pending.optimizers, &known);

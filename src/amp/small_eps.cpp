@@ -20,7 +20,7 @@ struct Eps {
   double value;
 };
 
-// Of those that add it to a root in the dtype of their parameters. Semitone's own compute in fp32.
+// Optimizers that add eps to a root in their parameters' dtype. Semitone's own compute in fp32.
 std::optional<Eps> eps_of(const torch::optim::OptimizerOptions& options) {
   if (const auto* const adam = dynamic_cast<const torch::optim::AdamOptions*>(&options))
     return Eps{"Adam", adam->eps()};

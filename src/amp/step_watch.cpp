@@ -13,7 +13,7 @@
 namespace semitone::amp {
 namespace {
 
-// A number that grows with each step, as far as a parameter's state tells.
+// A number that grows with each step, as far as a parameter's state shows it.
 std::int64_t steps_in(const torch::optim::OptimizerParamState& state) {
   using namespace torch::optim;  // NOLINT(google-build-using-namespace)
   if (const auto* fused = dynamic_cast<const optim::FusedState*>(&state)) return fused->step;

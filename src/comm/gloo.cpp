@@ -1,6 +1,5 @@
-// The only file that sees Gloo's headers. They are of another version than the Gloo inside
-// LibTorch: of its types only pointers are used, and of its functions only those that LibTorch
-// exports.
+// The only file that includes Gloo's headers. Their version differs from the Gloo inside LibTorch:
+// only pointers to its types are used, and only functions that LibTorch exports.
 #include "src/comm/backends.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -10,7 +9,7 @@
 namespace semitone::comm {
 namespace {
 
-// All ranks are known to be there when the transport connects them.
+// All ranks are present when the transport connects them.
 constexpr std::chrono::milliseconds kConnecting(60'000);
 
 }  // namespace

@@ -14,7 +14,7 @@
 namespace semitone::comm {
 
 int gpu_of(int local_rank, int local_world_size, int gpus) {
-  // A launcher may show each process its own one only: srun --gpus-per-task 1.
+  // A launcher may show each process its own GPU only: srun --gpus-per-task 1.
   if (gpus == 1) return 0;
   if (gpus < local_world_size) {
     throw Error(kInit,

@@ -25,7 +25,7 @@
 namespace semitone::comm {
 namespace {
 
-// Coalesced broadcasts go through buffers of this size, as torch's DistributedDataParallel sends a
+// Coalesced broadcasts use buffers of this size, as torch's DistributedDataParallel does for a
 // model.
 constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
 
@@ -101,7 +101,7 @@ at::Tensor transportable(const at::Tensor& tensor) {
   return tensor.detach().view({-1}).view(at::kByte);
 }
 
-// Tells autograd, and whoever else looks at versions, that a transport has written a tensor.
+// Marks a tensor that a transport has written, for autograd and others that compare versions.
 void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
@@ -113,7 +113,8 @@ void check_root(int root, int size) {
   }
 }
 
-// Texts travel in parts: they are as large as a checkpoint, and go through the device's memory.
+// Strings are sent in parts: they may be as large as a checkpoint, and pass through the device's
+// memory.
 constexpr std::size_t kTextBytes = 32 * 1024 * 1024;
 
 at::Tensor length_of(std::string_view text, c10::Device device) {
@@ -121,7 +122,7 @@ at::Tensor length_of(std::string_view text, c10::Device device) {
                   at::TensorOptions(at::kLong).device(device));
 }
 
-// Gives each part of a text the bytes that `transfer` returns for it.
+// Replaces each part of a string by the bytes that `transfer` returns for it.
 template <typename Transfer>
 void for_each_part(std::string& text, const Transfer& transfer) {
   for (std::size_t start = 0; start < text.size(); start += kTextBytes) {
@@ -134,8 +135,8 @@ std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
 }
 
-// Gloo connects all ranks in its constructor, and waits a minute there for one that was lost
-// meanwhile. So that is done on a thread which is left to itself if the watch hears of it.
+// Gloo connects all ranks in its constructor, and waits a minute there for a rank that was lost
+// meanwhile. This runs on a separate thread, which is abandoned if the watch reports a loss.
 Transport connect_gloo(const BackendRequest& request, Watch& watch) {
   struct Connecting {
     std::mutex mutex;
@@ -365,7 +366,7 @@ at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
     impl_->process_group->_reduce_scatter_base(part, whole, options)->wait();
     return op == ReduceOp::mean ? part.div_(size()) : part;
   }
-  // As LibTorch's Gloo does it: it has no better way.
+  // As LibTorch's Gloo does, which has no native operation for this.
   at::Tensor all = tensor.detach().clone();
   all_reduce(all, op);
   return all.chunk(size())[static_cast<std::size_t>(rank())].clone();
@@ -396,7 +397,7 @@ Group Group::subgroup(const std::vector<int>& ranks) const {
     throw Error("comm.subgroup", fmt::format("ascending ranks from 0 to {}", size() - 1),
                 c10::str(ranks));
   }
-  // One number for all groups that a split makes; the first rank in the name tells them apart.
+  // One number for all groups of a split; the first rank in the name distinguishes them.
   const std::string name = fmt::format("{}-{}", impl_->subgroups++, ranks.front());
   const auto mine = std::find(ranks.begin(), ranks.end(), rank());
   if (mine == ranks.end() || ranks.size() == 1 || impl_->process_group == nullptr) {
@@ -467,7 +468,7 @@ void connect(Group::Impl& group) {
       c10::make_intrusive<c10d::ProcessGroup>(group.store, group.rank, group.size);
   group.process_group->setBackend(group.device.type(), type, group.transport);
   group.process_group->setDefaultBackend(type);
-  // No rank goes on, or away, before all are connected.
+  // No rank continues, or leaves, before all are connected.
   group.process_group->barrier()->wait();
 }
 

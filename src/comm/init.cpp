@@ -30,9 +30,9 @@
 namespace semitone::comm {
 namespace {
 
-// c10d's store writes to sockets whose other end may be gone, and leaves SIGPIPE to the program,
-// where Python ignores it: a lost rank would end the others without a word. A handler of the
-// program's own stays.
+// c10d's store writes to sockets whose other end may be closed, and leaves SIGPIPE to the program,
+// where Python ignores it. A lost rank would silently end the others. A handler of the program
+// stays installed.
 void ignore_broken_pipes() {
   struct sigaction action {};
   if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
@@ -40,10 +40,10 @@ void ignore_broken_pipes() {
   ::sigaction(SIGPIPE, &action, nullptr);
 }
 
-// How many ranks have read what the others said.
+// The number of ranks that have read the others' values.
 constexpr auto kHaveRead = "have_read";
 
-// The store ends with rank 0: before it goes on to fail, the others get the time to see why.
+// The store ends with rank 0. Before rank 0 fails, the others get time to read the reason.
 void let_others_read(c10d::Store& store, int ranks) {
   constexpr auto kPatience = std::chrono::seconds(2);
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -51,8 +51,8 @@ void let_others_read(c10d::Store& store, int ranks) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-// Returns when all ranks have come and agree on how many they are, their machines; CommError with
-// those that have not or do not.
+// Waits until all ranks have arrived and agree on the world size, and returns their machines.
+// Otherwise CommError with the ranks that are missing or disagree.
 std::vector<Machine> meet(c10d::Store& store, const Rendezvous& place,
                           std::chrono::milliseconds timeout) {
   if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
@@ -91,7 +91,7 @@ std::vector<Machine> meet(c10d::Store& store, const Rendezvous& place,
   return machines;
 }
 
-// Which ranks share this rank's machine, where nothing but the ranks' meeting tells.
+// Which ranks share this rank's machine, if only the rendezvous can tell.
 void find_neighbours(Rendezvous& place, const std::vector<Machine>& machines) {
   const auto self = machines.begin() + place.rank;
   const auto is_here = [&](const Machine& other) { return are_same_machine(*self, other); };
@@ -108,7 +108,7 @@ std::string chosen_interface(const InitOptions& options) {
                                      : options.interface();
 }
 
-// The first rank that a loopback address of this one's does not reach.
+// The first rank that cannot reach this rank's loopback address.
 std::optional<std::size_t> rank_elsewhere(const Rendezvous& place,
                                           const std::vector<Machine>& machines) {
   const Machine& self = machines[static_cast<std::size_t>(place.rank)];
@@ -132,7 +132,7 @@ std::string own_address(const Rendezvous& place, const std::vector<Machine>& mac
   };
   if (place.kind == Rendezvous::Kind::file) {
     if (!elsewhere.has_value()) return "127.0.0.1";
-    // A file says nothing about the network.
+    // A file URL contains nothing about the network.
     throw Error(kInit, "the name of an interface that leads to the other machines",
                 "none, " + names(),
                 "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
@@ -144,7 +144,7 @@ std::string own_address(const Rendezvous& place, const std::vector<Machine>& mac
     if (elsewhere.has_value()) throw;
   }
   if (!is_loopback(address) || !elsewhere.has_value()) return address;
-  // MASTER_ADDR is localhost in the master's pod, or a host's name stands for 127.0.1.1 there.
+  // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
   if (const auto routed = address_of_default_route()) return *routed;
   throw Error(
       kInit, "an address of this machine that other machines can reach",
@@ -153,22 +153,22 @@ std::string own_address(const Rendezvous& place, const std::vector<Machine>& mac
       "network interface of rank 0's machine");
 }
 
-// Under which the processes' keys stand in the store. Restarted workers meet under other names than
-// those before them. torchrun's own store outlives its workers, and a node that joins or leaves
-// does not count as a restart, but changes their number.
+// The prefix of the processes' keys in the store. Restarted workers use other names than those
+// before them. torchrun's own store outlives its workers, and a node that joins or leaves does not
+// count as a restart, but changes their number.
 std::string store_prefix(const Rendezvous& place) {
   std::string prefix = "semitone/" + env::get(env::kRestartCount).value_or("0");
   if (place.store_is_hosted) prefix += fmt::format("/{}", place.world_size);
   return prefix;
 }
 
-// A single process uses its GPU as one of several does.
+// A single process uses its GPU as one of several processes does.
 c10::Device device_of_single_process(const Rendezvous& place, const InitOptions& options) {
   if (options.backend() == "gloo" || default_device() != c10::DeviceType::CUDA) return c10::kCPU;
   return take_gpu(place);
 }
 
-// NCCL would only say so in the first collective, in words of its own.
+// NCCL would report this only in the first collective, with another message.
 void compare_gpus(c10d::Store& store, const Rendezvous& place, c10::Device device) {
   put(store, fmt::format("gpu/{}", place.rank), gpu_identity(device));
   require_own_gpus(get_of_ranks(store, "gpu/", place.world_size));

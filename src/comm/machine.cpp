@@ -10,7 +10,7 @@
 namespace semitone::comm {
 namespace {
 
-// A name that no other process of ours finds: where the kernel gives none, as in some sandboxes.
+// A name that is unique to this process, for kernels without one, as in some sandboxes.
 constexpr auto kUnknown = "-";
 
 std::string kernel() {

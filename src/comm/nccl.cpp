@@ -16,12 +16,12 @@
 namespace semitone::comm {
 namespace {
 
-// What its watchdog does with a collective that failed or took too long. The default, 3, throws in
-// the watchdog's own thread, which ends the process, for a loss that the other ranks get a
-// CommError for. 2 aborts the communicator, and leaves it to the caller to notice.
+// NCCL's watchdog's reaction to a collective that failed or took too long. The default, 3, throws
+// in the watchdog's own thread, which ends the process, for a loss that raises a CommError on the
+// other ranks. 2 aborts the communicator, and the caller notices.
 constexpr auto kErrorHandling = "2";
 
-// The watchdog's patience begins after ours, so that the error names a rank.
+// The watchdog's timeout starts after Semitone's, so that the error names a rank.
 constexpr std::chrono::seconds kLater(60);
 
 }  // namespace
@@ -36,13 +36,13 @@ Transport make_nccl(const BackendRequest& request) {
   c10::utils::set_env(env::kNcclErrorHandling.name, kErrorHandling, /*overwrite=*/false);
   auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank, request.size,
                                                           options);
-  // Barriers, which have no tensors, would guess it from the rank.
+  // Barriers, which have no tensors, would guess the device from the rank.
   nccl->setBoundDeviceId(request.device);
   Transport transport;
   transport.backend = std::move(nccl);
   transport.is_queued = true;
-  // To query an event is forbidden to all threads while one of them records a CUDA graph, unless
-  // they say that it is not about that graph.
+  // While a thread records a CUDA graph, other threads may not query an event, unless they declare
+  // that it does not concern that graph.
   transport.enter_thread = [device = request.device]() -> std::shared_ptr<void> {
     c10::cuda::set_device(device.index());
     return std::make_shared<c10::cuda::CUDAStreamCaptureModeGuard>(
@@ -52,7 +52,7 @@ Transport make_nccl(const BackendRequest& request) {
 }
 
 std::string gpu_identity(c10::Device device) {
-  // Parts of one GPU (MIG) differ in it as well.
+  // Parts of one GPU (MIG) also have different identities.
   const auto& uuid = at::cuda::getDeviceProperties(device.index())->uuid.bytes;
   std::string text = "GPU-";
   for (const char byte : uuid) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));

@@ -20,12 +20,12 @@
 namespace semitone::comm {
 namespace {
 
-// A line longer than this is not from one of us.
+// A longer line is not from a Semitone process.
 constexpr std::size_t kLongestLine = 1 << 16;
-// What is kept for a peer that does not read.
+// Limit of the data kept for a peer that does not read.
 constexpr std::size_t kMostUnsent = 1 << 16;
 
-// The sockets' interface wants pointers to a common base of structures that have none.
+// The sockets' interface takes pointers to a common base of structures that have none.
 template <typename To, typename From>
 To* as(From* address) {
   return static_cast<To*>(static_cast<void*>(address));
@@ -76,9 +76,9 @@ Descriptor open_socket(const addrinfo& address) {
   return Descriptor(::socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, 0));
 }
 
-// Binds and listens; what went wrong, 0 if nothing did.
+// Binds and listens. Returns the errno, or 0 on success.
 int start_listening(const Descriptor& socket, const sockaddr* address, socklen_t size) {
-  // A port whose last user has just ended would be refused for a minute.
+  // Otherwise a port whose last user has just ended would be refused for a minute.
   const int yes = 1;
   ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
   if (::bind(socket.number(), address, size) != 0 || ::listen(socket.number(), SOMAXCONN) != 0)
@@ -103,10 +103,10 @@ InterfaceList list_interfaces() {
   return {all, &freeifaddrs};
 }
 
-// The local address of connections to these.
+// The local address of connections to these addresses.
 std::string source_towards(const addrinfo* addresses) {
   for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
-    // Connecting a datagram socket sends nothing; it only asks the routing table.
+    // Connecting a datagram socket sends nothing; it only queries the routing table.
     const Descriptor probe = open_socket(*address);
     if (!probe.is_open()) continue;
     if (::connect(probe.number(), address->ai_addr, address->ai_addrlen) != 0) continue;
@@ -185,7 +185,7 @@ std::string address_towards(const std::string& host, int port) {
 }
 
 std::optional<std::string> address_of_default_route() {
-  // Addresses for documentation (RFC 5737, RFC 3849), which only a default route leads to.
+  // Addresses for documentation (RFC 5737, RFC 3849), to which only a default route leads.
   for (const char* elsewhere : {"192.0.2.1", "2001:db8::1"}) {
     std::string address = source_towards(resolve(elsewhere, 9, SOCK_DGRAM).get());
     if (!address.empty() && !is_loopback(address)) return address;
@@ -245,15 +245,15 @@ void LineChannel::send(const std::string& line) {
   if (closed_) return;
   unsent_.append(line).append("\n");
   send_rest();
-  // It has not read for hours, which its silence tells.
+  // The peer has not read for hours, which its silence reveals too.
   if (unsent_.size() > kMostUnsent) closed_ = true;
 }
 
-// As much as the other side's buffers take.
+// Writes as much as the other side's buffers take.
 void LineChannel::send_rest() {
   while (!unsent_.empty()) {
     const auto sent = ::send(number(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    // A connection that is broken is closed by receive(), after what has come through it.
+    // receive() closes a broken connection, after the data that arrived before.
     if (sent < 0 && errno != EINTR) return;
     if (sent > 0) unsent_.erase(0, static_cast<std::size_t>(sent));
   }

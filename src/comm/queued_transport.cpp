@@ -17,17 +17,18 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// How often the thread asks the oldest work, and a barrier its own.
+// How often the thread polls the oldest work, and a barrier its own.
 constexpr milliseconds kLook(50);
 constexpr std::chrono::microseconds kLookAtBarrier(500);
 
-// Of another rank's leaving, in units of the options' patience: its collectives were done, this
+// Factor of the patience after another rank has left: its collectives were done, but this rank's
+// part of them may follow long computations.
 // rank's part of them may come after long computations.
 constexpr int kPatiences = 3;
 
 }  // namespace
 
-// Shared with the threads that shut down or abort the transport: they may outlive it.
+// Shared with the threads that shut down or abort the transport, which may outlive it.
 struct QueuedTransport::State {
   struct Queued {
     c10::intrusive_ptr<c10d::Work> work;
@@ -112,7 +113,8 @@ std::exception_ptr QueuedTransport::failure() const {
   return state_->failure;
 }
 
-// What the thread does: takes works that are done off the queue, and finds those that will not be.
+// The thread's loop: removes works that are done from the queue, and detects those that will not
+// finish.
 void QueuedTransport::look_after(const std::shared_ptr<State>& state) {
   const auto guard =
       state->options.enter_thread == nullptr ? nullptr : state->options.enter_thread();
@@ -171,7 +173,7 @@ void QueuedTransport::finish() {
         state->ended = true;
         state->news.notify_all();
       }).detach();
-      // Works that are done go off the queue, and late ones are found, meanwhile.
+      // Meanwhile works that are done are removed from the queue, and late ones are detected.
       state_->news.wait(lock, [this] { return state_->ended || state_->aborting; });
     }
     if (state_->aborting)
@@ -184,8 +186,7 @@ void QueuedTransport::finish() {
   const std::lock_guard lock(state_->mutex);
   state_->queue.clear();
   transport = std::move(state_->transport);
-  // Its destructor waits for threads of its own: where the abort has not ended, they may not
-  // either.
+  // Its destructor waits for its own threads. If the abort has not ended, they may not end either.
   if (!state_->ended) static_cast<void>(transport.release());
 }
 

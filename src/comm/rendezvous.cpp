@@ -29,7 +29,7 @@ int parse_number(std::string_view text, std::string_view name, int least, int mo
 
 constexpr int kMostRanks = 1 << 20;
 
-// An environment variable that has to be there, as a number.
+// The value of a required environment variable, as a number.
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
   const auto text = env::get(variable);
   if (!text.has_value()) {
@@ -45,7 +45,7 @@ std::optional<int> optional(const env::Variable& variable, int least, int most) 
   return parse_number(*text, variable.name, least, most);
 }
 
-// That of the first variable that is there.
+// The value of the first variable that is set.
 std::optional<int> first_of(const std::vector<env::Variable>& variables, int least, int most) {
   for (const env::Variable& variable : variables) {
     if (const auto value = optional(variable, least, most)) return value;
@@ -53,8 +53,9 @@ std::optional<int> first_of(const std::vector<env::Variable>& variables, int lea
   return std::nullopt;
 }
 
-// A port from what tells one job from another, so that two jobs on a machine do not collide by
-// default. Below 32768, where the ports begin that Linux gives to connections of any process.
+// A port derived from the identity of a job, so that by default two jobs on a machine do not
+// collide. It is below 32768, where the ports begin that Linux assigns to connections of any
+// process.
 int port_of_job(std::string_view job) {
   constexpr int kFirst = 20000;
   constexpr int kEnd = 32768;
@@ -79,8 +80,7 @@ std::string first_slurm_node(std::string_view list) {
   return node;
 }
 
-// How many processes there are and which of them this is: what the options say, or else these
-// variables.
+// The number of processes and this process's rank, from the options or else from these variables.
 void place_among_ranks(Rendezvous& place, const InitOptions& options, const env::Variable& size,
                        const env::Variable& rank, std::string_view launcher) {
   place.world_size =
@@ -109,7 +109,7 @@ Rendezvous from_torchrun(const InitOptions& options) {
   return place;
 }
 
-// How many of a step's tasks are on a node: "2(x3),1" are two on the first three nodes, and one on
+// The number of a step's tasks on a node: "2(x3),1" means two on the first three nodes, and one on
 // the fourth.
 int slurm_tasks_on(int node, std::string_view list) {
   while (!list.empty()) {
@@ -147,7 +147,7 @@ Rendezvous from_slurm(const InitOptions& options) {
   return place;
 }
 
-// What a kind of MPI sets for each process.
+// The variables that a kind of MPI sets for each process.
 struct Mpi {
   std::string_view launcher;
   env::Variable rank;
@@ -210,12 +210,12 @@ bool is_slurm_task() {
   return env::get(env::kSlurmProcId).has_value() && env::get(env::kSlurmTasks).value_or("1") != "1";
 }
 
-// Innermost launcher first: mpirun may run in a Slurm job, and torchrun under either.
+// The innermost launcher comes first: mpirun may run in a Slurm job, and torchrun under either.
 Rendezvous from_environment(const InitOptions& options) {
   if (env::get(env::kRank).has_value() || env::get(env::kWorldSize).has_value())
     return from_torchrun(options);
-  // srun sets PMI_RANK for its own tasks, and knows their nodes. Of an mpiexec that starts its
-  // helpers with srun, one on each node, the helpers' variables are there as well.
+  // srun sets PMI_RANK for its own tasks. If an mpiexec starts its helpers with srun, one on each
+  // node, the helpers' variables are set as well.
   const bool is_sruns = is_slurm_task() && env::get(env::kPmiRank) == env::get(env::kSlurmProcId) &&
                         env::get(env::kPmiSize) == env::get(env::kSlurmTasks);
   for (const Mpi& mpi : all_mpis()) {
@@ -223,7 +223,8 @@ Rendezvous from_environment(const InitOptions& options) {
       return from_mpi(mpi, options);
   }
   if (is_slurm_task()) return from_slurm(options);
-  // No launcher, but a program that knows its place: the rest is as torchrun would set it.
+  // Without a launcher, a program may still set its rank itself: the rest is as torchrun would set
+  // it.
   if (options.world_size().value_or(1) != 1 || options.rank().value_or(0) != 0)
     return from_torchrun(options);
   return {};

@@ -30,12 +30,12 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const Rendezvous& rendezvous,
   return store;
 }
 
-// Whether a loopback address leads to all ranks, as far as is known before they have met.
+// Whether a loopback address reaches all ranks, as far as is known before the rendezvous.
 bool is_on_one_machine(const Rendezvous& rendezvous) {
   return rendezvous.local_world_size == rendezvous.world_size;
 }
 
-// Listens on the master's address alone where it can.
+// Listens on the master's address only, if possible.
 Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& options) {
   if (!options.bind_address().empty()) return listen_on(options.bind_address(), rendezvous.port);
   const Whose whose = whose_address(rendezvous.host, rendezvous.port);
@@ -61,13 +61,13 @@ c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
   store.waitWorkers = false;  // init waits itself, and says who is missing
   store.timeout = options.timeout();
   store.masterListenFd = listener.release();
-  // Its own connection: what the master's name leads to from outside need not lead here from
-  // inside.
+  // Rank 0's own connection: the address that others use for the master may not be reachable from
+  // the master itself.
   return c10::make_intrusive<c10d::TCPStore>(on_all ? "localhost" : here.host, store);
 }
 
-// TCPStore waits for its server longer than it may: up to twice the timeout. So it is only made
-// when there is a server.
+// TCPStore may wait twice the timeout for its server. It is therefore constructed only once there
+// is a server.
 c10::intrusive_ptr<c10d::Store> find_store(const Rendezvous& rendezvous,
                                            const InitOptions& options) {
   using std::chrono::milliseconds;

@@ -21,11 +21,12 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long rank 0 stays for the others to leave before it, and the others for rank 0 to hear them.
+// How long rank 0 waits for the others to leave first, and the others for rank 0 to receive their
+// goodbye.
 constexpr milliseconds kLinger(5000);
 constexpr milliseconds kGoodbye(500);
 
-// A beat names no more ranks than this.
+// Largest number of ranks in a beat.
 constexpr std::size_t kMostNamed = 8;
 
 std::string make_token() {
@@ -33,7 +34,7 @@ std::string make_token() {
   return fmt::format("{:08x}{:08x}", random(), random());
 }
 
-// Takes the first word off a line.
+// Removes the first word from a line and returns it.
 std::string_view next_word(std::string_view& line) {
   const auto end = line.find(' ');
   const std::string_view word = line.substr(0, end);
@@ -122,7 +123,7 @@ bool Watch::has_left() const {
 void Watch::give_up(const std::string& what) {
   std::unique_lock lock(mutex_);
   request("blame " + format_loss({{options_.rank}, what}));
-  // Back from rank 0.
+  // The reply of rank 0.
   news_.wait_for(lock, std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2)),
                  [this] { return loss_.has_value(); });
 }
@@ -151,11 +152,11 @@ std::exception_ptr Watch::explain(const std::string& collective, const std::stri
                                 collective, calls_.load())};
     request("blame " + format_loss(late));
   }
-  // A connection breaks a moment before the news of the reason are here.
+  // A connection may break a moment before the message with the reason arrives.
   const auto patience = std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2));
   news_.wait_for(lock, patience, [this] { return loss_.has_value() || !left_.empty(); });
   if (!loss_.has_value() && !left_.empty()) {
-    // Those that left because of it are not the reason: whoever says so first is right.
+    // Ranks that left because of the failure are not its cause: the first report counts.
     const Loss gone{left_, fmt::format("left the group while others are in {}", collective)};
     request("blame " + format_loss(gone));
     news_.wait_for(lock, patience, [this] { return loss_.has_value(); });
@@ -194,7 +195,7 @@ std::vector<int> Watch::meet(const std::string& place, const std::vector<int>& r
     news_.wait_for(lock, 2 * options_.interval, decided);
   }
   if (!missing.empty() && loss_.has_value()) std::rethrow_exception(error_of(collective, *loss_));
-  // Rank 0 keeps the list for those that still ask.
+  // Rank 0 keeps the list for ranks that still ask.
   if (missing.empty() || options_.rank != 0) arrived_.erase(place);
   std::erase(missing, options_.rank);
   return missing;
@@ -280,7 +281,7 @@ void Watch::greet_newcomers() {
     for (std::size_t line = 1; line < lines.size(); ++line) understand(rank, lines[line]);
     if (const auto loss = this->loss()) member.channel.send("lost " + format_loss(*loss));
   }
-  // Those that are a member's now, said nothing of use, or say nothing.
+  // Removes newcomers that became members, sent something invalid, or are silent for too long.
   const auto now = Clock::now();
   std::erase_if(newcomers_, [&](const Peer& peer) {
     return peer.channel.number() < 0 || peer.channel.closed() ||
@@ -338,7 +339,7 @@ void Watch::understand(int rank, std::string_view line) {
 
 void Watch::judge() {
   const auto now = Clock::now();
-  // It was this process that slept: the others' silence means nothing.
+  // This process itself was stopped, so the others' silence means nothing.
   const bool slept = now - std::exchange(last_look_, now) > options_.silence / 2;
   if (slept) started_ = now;
   const std::string silent = fmt::format(

@@ -22,7 +22,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using c10::ivalue::Future;
 
-// A call is compared by this much of its text, and a checksum of all of it.
+// A call is compared by this many characters of its description, and a checksum of all of it.
 constexpr std::size_t kCallBytes = 512;
 constexpr std::size_t kChecksumDigits = 8;
 
@@ -37,11 +37,11 @@ std::uint32_t checksum(std::string_view text) {
 
 }  // namespace
 
-// A collective under way. It ends with the transport's result, or before that with the loss of a
+// A collective in progress. It ends with the transport's result, or earlier with the loss of a
 // rank.
 class WatchedBackend::Work final : public c10d::Work {
  public:
-  // @param queued  of whose device a barrier waits; null if the future tells all
+  // @param queued  the transport whose device a barrier waits for; null if the future is sufficient
   Work(const c10::intrusive_ptr<c10d::Work>& inner, std::string collective,
        std::shared_ptr<QueuedTransport> queued)
       : c10d::Work(-1, inner->retrieveOpType()),
@@ -75,7 +75,7 @@ class WatchedBackend::Work final : public c10d::Work {
   }
 
  private:
-  // Whether this call is the one that ends it.
+  // Whether this call ends it.
   bool begin_to_end() {
     const std::lock_guard lock(mutex_);
     return !std::exchange(ending_, true);
@@ -89,7 +89,7 @@ class WatchedBackend::Work final : public c10d::Work {
   bool ending_ = false;
 };
 
-// A message from one rank to another, which the transport has no future for: wait() waits for it,
+// A message from one rank to another, for which the transport has no future: wait() waits for it,
 // and ends when a rank is lost.
 class WatchedBackend::Transfer final : public c10d::Work {
  public:
@@ -121,8 +121,8 @@ class WatchedBackend::Transfer final : public c10d::Work {
   const std::chrono::milliseconds timeout_;
 };
 
-// The collectives under way. Kept apart from the backend, because the transport's threads may
-// report an end long after it.
+// The collectives in progress. Separate from the backend, because the transport's threads may
+// report an end long after the backend was destroyed.
 class WatchedBackend::Unfinished {
  public:
   Unfinished(std::shared_ptr<Watch> watch, std::chrono::milliseconds timeout,
@@ -140,12 +140,12 @@ class WatchedBackend::Unfinished {
     transfers_.emplace_back(transfer);
   }
 
-  // The transport's result is there.
+  // The transport's result has arrived.
   void end(const c10::intrusive_ptr<Work>& work, Future& result) {
     if (!result.hasError()) {
       work->succeed(result);
     } else if (const auto watch = this->watch()) {
-      // A transport may give up a little before its time.
+      // A transport may give up slightly before its timeout.
       const bool timed_out = Clock::now() - work->started() >= timeout_ * 9 / 10;
       failed_ = true;
       work->fail(watch->explain(work->collective(), what_of(result.exception_ptr()), timed_out));
@@ -174,8 +174,8 @@ class WatchedBackend::Unfinished {
     empty_.notify_all();
   }
 
-  // Whether all came to a good end, or do so within a while. What does not has failed then: its end
-  // would not be heard.
+  // Whether all ended successfully, or do so within a while. Those that do not have failed, and
+  // their end would not be noticed.
   bool settle() {
     std::set<c10::intrusive_ptr<Work>> left;
     {
@@ -247,9 +247,9 @@ WatchedBackend::~WatchedBackend() {
     inner_->shutdown();
     return;
   }
-  // The transport's threads may wait for a rank that never comes, and its destructor for them. They
-  // are left to themselves until their timeout: Gloo has no way to wake them (closing its
-  // connections does not).
+  // The transport's threads may wait for a lost rank, and its destructor for these threads. They
+  // are abandoned until their timeout, since Gloo cannot wake them (closing its connections does
+  // not).
   inner_->abort();
   static_cast<void>(inner_.release());
 }
@@ -314,7 +314,7 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::watched(const std::string& collec
   if (queued_ != nullptr) queued_->add(inner, collective);
   auto work = c10::make_intrusive<Work>(inner, collective, queued_);
   unfinished_->add(work);
-  // A rank may have been lost after the question above.
+  // A rank may have been lost after the check above.
   if (options_.watch->loss().has_value()) unfinished_->fail_all();
   inner->getFuture()->addCallback(
       [unfinished = unfinished_, work](Future& result) { unfinished->end(work, result); });
@@ -338,7 +338,7 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::transferred(const std::string& wh
   auto transfer =
       c10::make_intrusive<Transfer>(std::move(inner), what, options_.watch, options_.timeout);
   unfinished_->add(transfer);
-  // A rank may have been lost after the question above.
+  // A rank may have been lost after the check above.
   if (options_.watch->loss().has_value()) unfinished_->fail_all();
   return transfer;
 }
@@ -353,7 +353,7 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::started(const std::string& collec
     std::rethrow_exception(
         options_.watch->explain(collective, error.what_without_backtrace(), false));
   } catch (const c10::Error& error) {
-    // Refused before anything was sent: a tensor that the transport does not take.
+    // Refused before anything was sent: the transport does not support the tensor.
     throw Error("comm." + collective, "tensors that " + getBackendName() + " takes",
                 error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -361,7 +361,7 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::started(const std::string& collec
   }
 }
 
-// Every rank tells the others what it is about to call, whatever that is.
+// Sends a description of the next call, of any kind, to all other ranks.
 void WatchedBackend::compare(const std::string& collective, const std::string& arguments) {
   const std::string mine = collective + (arguments.empty() ? "" : " " + arguments);
   std::string message = fmt::format("{:08x}{}", checksum(mine), mine);

@@ -6,7 +6,7 @@
 namespace semitone {
 namespace {
 
-// Of cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+// From cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 constexpr int kMajor = 75;
 constexpr int kMinor = 76;
 
@@ -18,7 +18,7 @@ struct Driver {
 const Driver& driver() {
   static const Driver found = [] {
     Driver result;
-    // Never unloaded: a driver may have threads.
+    // Never unloaded, since a driver may have threads.
     void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return result;
     const auto init = reinterpret_cast<int (*)(unsigned)>(::dlsym(library, "cuInit"));

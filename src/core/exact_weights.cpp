@@ -20,7 +20,7 @@ struct Table {
   std::mutex mutex;
   std::unordered_map<const c10::TensorImpl*, Entry> entries;
 
-  // Never destroyed: holders may be, after it.
+  // Never destroyed: holders may be destroyed after it.
   static Table& instance() {
     static auto* const table = new Table;
     return *table;

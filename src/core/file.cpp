@@ -27,15 +27,15 @@ bool write_all(const Descriptor& file, std::string_view content) {
   return true;
 }
 
-// Where the content goes: the file that a symbolic link names; and whether it is replaced or
-// written to as it is.
+// The destination of the content: the file that a symbolic link points to, and whether to replace
+// it or to write to it directly.
 struct Target {
   fs::path path;
   bool replace;
 };
 
 // /dev/stdout, /dev/fd/3: open files of this process. They may lead to a regular file, which must
-// not be replaced: the shell and others have it open.
+// not be replaced, since the shell and others have it open.
 bool is_open_file(const fs::path& path) {
   const std::string name = path.lexically_normal().string();
   return name.starts_with("/dev/") || name.starts_with("/proc/");
@@ -50,7 +50,7 @@ Target target_of(const fs::path& path) {
   return {is_link ? fs::weakly_canonical(path, ignored) : path, true};
 }
 
-// A new file beside the target, under a name that nobody else has.
+// A new file in the target's folder, with a unique name.
 struct Partial {
   std::string path;
   Descriptor file;
@@ -59,7 +59,7 @@ struct Partial {
       : path(target.path.string() + ".partial-XXXXXX"), file(::mkostemp(path.data(), O_CLOEXEC)) {}
 };
 
-// What open(2) gives a new file here, or what the file had that is replaced.
+// The mode that open(2) gives a new file here, or the mode of the replaced file.
 mode_t mode_for(const Target& target) {
   struct stat status {};
   if (::stat(target.path.c_str(), &status) == 0) return status.st_mode & 07777;

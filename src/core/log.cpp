@@ -12,7 +12,7 @@ std::shared_ptr<spdlog::logger> make_logger() {
   auto logger = spdlog::stderr_color_mt("semitone");
   logger->set_pattern("%^[%n] %l:%$ %v");
   if (const auto name = env::get(env::kLogLevel)) {
-    // from_str makes "off" of what it does not know.
+    // from_str returns "off" for an unknown name.
     const auto level = spdlog::level::from_str(*name);
     if (level == spdlog::level::off && *name != "off") {
       logger->warn("expected {} to be trace, debug, info, warning, error or off, got '{}' — info",

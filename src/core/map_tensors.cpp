@@ -23,7 +23,7 @@ c10::IValue map_tuple(const c10::IValue& value, TensorTransform transform) {
     changed = changed || !same(element, elements.back());
   }
   if (!changed) return value;
-  // A NamedTuple keeps the type that its fields' names are in.
+  // A NamedTuple keeps its type, which has the fields' names.
   const auto type = tuple->type();
   return type->schema() != nullptr ? c10::ivalue::Tuple::createNamed(std::move(elements), type)
                                    : c10::ivalue::Tuple::create(std::move(elements));

@@ -20,8 +20,8 @@
 namespace semitone {
 namespace {
 
-// LibTorch asks oneDNN what the processor can do and shows the answer as an operator without
-// arguments. False: its own loops run, and oneDNN is not called.
+// LibTorch queries oneDNN about the processor and exposes the answer as an operator without
+// arguments. False: LibTorch's own loops run, and oneDNN is not called.
 bool libtorch_uses_onednn(c10::ScalarType dtype) {
   const char* const name = dtype == at::kHalf ? "mkldnn::_is_mkldnn_fp16_supported"
                                               : "mkldnn::_is_mkldnn_bf16_supported";
@@ -33,8 +33,8 @@ bool libtorch_uses_onednn(c10::ScalarType dtype) {
 }
 
 #if defined(__x86_64__)
-// Whether Linux would let this process use AMX's tile data, which is off until requested. oneDNN
-// asks for it.
+// Whether Linux would let this process use AMX's tile data, which must be requested. oneDNN
+// requests it.
 bool system_grants_amx() {
   constexpr long kGetSupported = 0x1021;  // ARCH_GET_XCOMP_SUPP
   constexpr std::uint64_t kTileData = 1U << 18;
@@ -43,7 +43,7 @@ bool system_grants_amx() {
 }
 #endif
 
-// What oneDNN may use at most, by the names of ONEDNN_MAX_CPU_ISA.
+// The limit on oneDNN, by the names of ONEDNN_MAX_CPU_ISA.
 struct Limit {
   InstructionSet set;
   bool vnni_2;  // AVX2-VNNI-2 is a branch of its own: AVX-512 without AVX10.2 does not have it
@@ -66,7 +66,7 @@ const std::map<std::string, Limit, std::less<>>& limits() {
       {"avx10_1_512_amx", {amx, false}},
       {"avx512_core_amx_fp16", {amx_fp16, false}},
       {"avx10_1_512_amx_fp16", {amx_fp16, false}},
-      // Those of AVX10.2 allow all that is told apart here.
+      // The names of AVX10.2 allow everything that matters here.
   };
   return kLimits;
 }
@@ -89,7 +89,7 @@ std::string_view name_of(InstructionSet set) {
 CpuFeatures read_cpu_features() {
   CpuFeatures cpu;
 #if defined(__x86_64__)
-  // These two also ask whether the system keeps the registers.
+  // These two also check whether the system saves the registers.
   __builtin_cpu_init();
   cpu.avx2 = __builtin_cpu_supports("avx2");
   cpu.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -121,7 +121,7 @@ InstructionSet effective_instruction_set(const CpuFeatures& cpu, std::string_vie
   using enum InstructionSet;
   const auto found = limits().find(lower_case(limit));
   const Limit allowed = found == limits().end() ? Limit{amx_fp16, true} : found->second;
-  // From the best downwards, each with what it builds on.
+  // From the best downwards, each with its prerequisites.
   const bool has_bf16 = cpu.avx2 && cpu.avx512 && cpu.avx512_vnni && cpu.avx512_bf16;
   const bool has_fp16 = has_bf16 && cpu.avx512_fp16 && cpu.avx_vnni;
   const bool has_amx = has_fp16 && cpu.amx;
@@ -145,22 +145,22 @@ InstructionSet effective_instruction_set() {
 }
 
 // From oneDNN 3.10's lists of implementations (cpu_convolution_list.cpp,
-// cpu_deconvolution_list.cpp, cpu_matmul_list.cpp, rnn/ref_rnn.cpp) and what those refuse. What is
-// missing there ends in a reference loop, `ref:any` in its log, that takes 10 to 150 times as long
-// as fp32, or in an error.
+// cpu_deconvolution_list.cpp, cpu_matmul_list.cpp, rnn/ref_rnn.cpp) and their conditions.
+// Everything else ends in a reference loop, `ref:any` in its log, which takes 10 to 150 times as
+// long as fp32, or in an error.
 NativeKernels native_kernels(InstructionSet set, c10::ScalarType dtype) {
   using enum InstructionSet;
   using enum OperatorKind;
   if (dtype == at::kBFloat16) {
-    // Below, products are made of fp32 instructions and conversions: 45 GF/s against 124 in fp32
-    // (512^3, two threads, AVX512_CORE on Zen 5), and with AVX2-VNNI-2 there is no gradient of a
+    // Below AVX512-BF16 products consist of fp32 instructions and conversions: 45 GF/s against 124
+    // in fp32 (512^3, two threads, AVX512_CORE on Zen 5), and AVX2-VNNI-2 has no gradient of a
     // convolution's weights.
     return set >= avx512_bf16 ? NativeKernels::all() : NativeKernels::none();
   }
   if (set < avx512_fp16) return NativeKernels::none();
-  // Sums are fp32 here as well: AVX512-FP16 converts and uses fp32 instructions, so that products
-  // take what they take in fp32. The gradient of a convolution's weights has AMX-FP16's kernel and
-  // no other. Not native in fp16 anywhere:
+  // Sums are fp32 here as well: AVX512-FP16 converts and uses fp32 instructions, so products take
+  // as long as in fp32. Only AMX-FP16 has a kernel for the gradient of a convolution's weights. Not
+  // native in fp16 anywhere:
   // - LSTM: oneDNN refuses to train one ("f16 training not supported"), on every processor.
   // - depthwise convolutions: no gradient has a kernel. Other groups of channels: only where their
   //   sizes are multiples of 16.
@@ -194,7 +194,7 @@ std::string describe(const NativeKernels& kernels) {
     return kernels.trains(kind) ? " native" : " emulated";
   };
   std::vector<OperatorKind> kinds{product, convolution};
-  // Told apart from other convolutions only where they differ.
+  // Listed separately from other convolutions only if they differ.
   for (const OperatorKind kind : {grouped_convolution, transposed_convolution}) {
     if (kernels.trains(kind) != kernels.trains(convolution)) kinds.push_back(kind);
   }

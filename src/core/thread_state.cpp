@@ -11,7 +11,7 @@ namespace {
 
 using Chain = std::shared_ptr<c10::ThreadLocalDebugInfo>;
 
-// Takes a profiler's state off the top of the chain for as long as it lives.
+// Removes a profiler's state from the top of the chain while this object exists.
 class ProfilerAside {
  public:
   ProfilerAside() {
@@ -19,7 +19,7 @@ class ProfilerAside {
     try {
       state_ = c10::ThreadLocalDebugInfo::_pop(kind());
     } catch (const c10::Error&) {
-      // Something else lies above it, which LibTorch's profiler has to live with as well.
+      // Another state is above it, which LibTorch's profiler would find too.
     }
   }
   ~ProfilerAside() {
@@ -36,8 +36,8 @@ class ProfilerAside {
 
 }  // namespace
 
-// A guard as its thread knows it. It belongs to the guard, and to the thread's list once the guard
-// has ended on another thread.
+// A guard's entry in its thread's list. It belongs to the guard and, once the guard has ended on
+// another thread, to the list.
 struct ThreadStateGuard::Link {
   c10::DebugInfoKind kind;
   Make make;
@@ -47,7 +47,7 @@ struct ThreadStateGuard::Link {
   std::atomic<bool> abandoned{false};
 
   static Link*& innermost() {
-    // Not an object with a destructor: guards may end after those of the thread's.
+    // Not an object with a destructor: guards may end after the thread's objects.
     static thread_local Link* link = nullptr;
     return link;
   }
@@ -58,15 +58,15 @@ struct ThreadStateGuard::Link {
     own = c10::ThreadLocalDebugInfo::current();
   }
 
-  // Takes a link out of this thread's list, and its object out of the chain. False: not this
-  // thread's.
+  // Removes a link from this thread's list, and its object from the chain. False if it belongs to
+  // another thread.
   static bool remove(Link* link) {
     std::vector<Link*> inner;
     Link* next = innermost();
     for (; next != nullptr && next != link; next = next->outer) inner.push_back(next);
     if (next == nullptr) return false;
     const ProfilerAside aside;
-    // The guard was constructed under a chain that is not this one: a thread pool's, say.
+    // The guard was constructed under another chain, for example that of a thread pool.
     const bool in_force = c10::ThreadLocalDebugInfo::current() == innermost()->own;
     if (inner.empty()) {
       innermost() = link->outer;

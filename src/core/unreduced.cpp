@@ -8,12 +8,13 @@ namespace {
 
 using Hook = torch::autograd::hooks_list::value_type;
 
-// In the list of a tensor's hooks, which nothing calls for a gradient that needs none itself.
+// An entry in a tensor's list of hooks, which are never called for a gradient that needs no
+// gradient.
 struct Unreduced {
   at::TensorBase operator()(const at::TensorBase& gradient) const { return gradient; }
 };
 
-// The entry that is the mark. Null: none.
+// The mark's entry, or null.
 Hook* find(const at::Tensor& gradient) {
   if (!gradient.defined()) return nullptr;
   const auto* meta = torch::autograd::impl::get_autograd_meta(gradient);

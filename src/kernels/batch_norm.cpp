@@ -16,13 +16,13 @@
 namespace semitone::kernels {
 namespace {
 
-// Reductions are cut into at most so many parts, whatever the number of threads, whose results are
-// then merged in order.
+// Reductions are split into at most this many parts, for any number of threads; the results are
+// merged in order.
 constexpr std::int64_t kParts = 32;
-// Channels that are worth a thread when parts are merged.
+// Number of channels that justifies a thread when parts are merged.
 constexpr std::int64_t kMergeGrain = 256;
 
-// How the kernels see an input; nothing: only the definition can.
+// An input as the kernels see it; nothing if only the reference supports it.
 struct Batch {
   BatchLayout layout;
   std::int64_t pieces;
@@ -55,8 +55,8 @@ bool match(const at::Tensor& tensor, const at::Tensor& input) {
          tensor.sizes() == input.sizes();
 }
 
-// Per-channel values in fp32. On the CPU they are few and operators cost 1 to 2 us each, as much as
-// a thousand numbers: what happens to them there happens in a loop.
+// Per-channel values in fp32. On the CPU there are few of them, and an operator costs 1 to 2 us, as
+// much as a thousand numbers, so they are computed in a loop.
 class ChannelValues {
  public:
   explicit ChannelValues(const at::Tensor& values) {
@@ -104,7 +104,7 @@ void for_all_pieces(const Batch& batch, const Work& work) {
 }
 
 // Calls work(first piece, last piece, results of this part) for each part, and returns the results:
-// (parts, values, C), zeros at first, which each thread writes for itself.
+// (parts, values, C), initially zeros, which each thread writes for itself.
 template <typename Work>
 at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& work) {
   const std::int64_t size = std::max(batch.grain, (batch.pieces + kParts - 1) / kParts);
@@ -130,8 +130,8 @@ Moments merged(const at::Tensor& parts) {
   Moments all{at::empty({channels}, parts.options()), at::empty({channels}, parts.options())};
   auto* const mean = all.mean.mutable_data_ptr<double>();
   auto* const m2 = all.m2.mutable_data_ptr<double>();
-  // All channels of a part before the next part, as they lie in memory: with the loops the other
-  // way round, 2048 channels are half a millisecond of cache misses.
+  // All channels of a part before the next part, in memory order. In the other order, 2048 channels
+  // cost half a millisecond of cache misses.
   at::parallel_for(0, channels, kMergeGrain, [&](std::int64_t begin, std::int64_t end) {
     const auto for_parts = [&](const auto& visit) {
       for (std::int64_t part = 0; part < parts.size(0); ++part) {

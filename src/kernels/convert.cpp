@@ -40,7 +40,7 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
 
 at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
   if (!has_convert_kernel(tensor, dtype)) return ref::round_to(tensor, dtype);
-  // Through 16 bits that stay in the first cache.
+  // Through 16-bit values that stay in the first-level cache.
   constexpr std::int64_t kPiece = 4096;
   at::Tensor result = at::empty_like(tensor);
   const auto* const in = tensor.const_data_ptr<float>();

@@ -18,7 +18,7 @@ bool has_kernel(const at::Tensor& logits, const ClassTargets& targets) {
          beside(targets.classes, logits);
 }
 
-// Whether each row lies without gaps, and no two in the same place.
+// Whether each row has no gaps, and no two rows overlap.
 bool has_rows(const at::Tensor& logits) {
   return !logits.is_neg() && (logits.stride(1) == 1 || logits.size(1) == 1) &&
          (logits.stride(0) >= logits.size(1) || logits.size(0) == 1);

@@ -15,7 +15,7 @@ namespace {
 
 static_assert(kMaxPoolWindow == kMostPlaces);
 
-// Nothing where LibTorch has an error to report.
+// Returns nothing for arguments for which LibTorch must report an error.
 std::optional<PoolAxis> axis_of(const at::Tensor& input, const MaxPool& pool, std::size_t axis) {
   const std::int64_t size = input.size(static_cast<std::int64_t>(axis) + 2);
   const std::int64_t kernel = pool.kernel[axis];
@@ -31,7 +31,7 @@ std::optional<PoolAxis> axis_of(const at::Tensor& input, const MaxPool& pool, st
                   .padding = static_cast<std::size_t>(padding)};
 }
 
-// How the kernels see an input; nothing: only the definition can.
+// An input as the kernels see it; nothing if only the reference supports it.
 std::optional<PoolLayout> layout_of(const at::Tensor& input, const MaxPool& pool) {
   const auto format = format_of(input.scalar_type());
   if (!format.has_value() || !has_kernels(input) || input.layout() != at::kStrided ||

@@ -32,7 +32,7 @@ bool fits_kernel(const at::Tensor& tensor, double p) {
          tensor.is_non_overlapping_and_dense() && (p == 2 || std::isinf(p));
 }
 
-// What is left of the norms of two parts: a sum of squares, or the larger of two, NaN if one is.
+// Combines the results of two parts: a sum of squares, or the maximum, NaN if one is NaN.
 double joined(double a, double b, double p) {
   if (!std::isinf(p)) return a + b;
   return b > a || std::isnan(b) ? b : a;

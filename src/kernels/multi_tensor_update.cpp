@@ -125,8 +125,8 @@ void check(std::span<const Update> items, std::span<const Rule> rules) {
   for (const Update& item : items) check(item, kTakesBf16State<Rule>);
 }
 
-// Tied parameters that are different tensors over the same memory are updated one after the other,
-// by waves; all of a wave at once. This is the memory that a wave writes.
+// Tied parameters that are different tensors with the same memory are updated one after the other,
+// in waves; all of a wave at once. This is the memory that a wave writes.
 class WaveMemory {
  public:
   bool holds(const UpdateSpan& span) const {
@@ -187,7 +187,7 @@ class Parts {
   WaveMemory memory_;  // of the last wave
 };
 
-// The same for CUDA devices, where a wave is on one device, and launches follow each other.
+// The same for CUDA devices, where a wave is on one device and launches follow each other.
 template <typename Rule>
 class CudaWaves {
  public:
@@ -224,7 +224,7 @@ class CudaWaves {
   WaveMemory memory_;  // of the last wave
 };
 
-// A rule's kernels and its definition.
+// The kernels and the reference of a rule.
 template <typename Rule>
 struct Kernels {
   void (*cpu)(const UpdateSpan&, const Rule&);
@@ -350,9 +350,8 @@ void RepeatedUpdate::send(const Rules& rules) {
         }
         if (run_ != run_there<Rule> || rules_.numel() != bytes)
           throw Error(kUpdate, "as many rules as before, of the same kind", "others");
-        // Pinned memory goes back to LibTorch's allocator, which waits for the copy before it gives
-        // it away again. Of other memory CUDA only says that it may have been read when the call
-        // returns.
+        // LibTorch's allocator keeps pinned memory until the copy is done. For other memory CUDA
+        // only promises that it may have been read when the call returns.
         const auto host_memory =
             at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda());
         const at::Tensor host = at::empty({bytes}, host_memory);
@@ -405,7 +404,7 @@ std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
   parts.for_each([&](std::size_t part, const UpdateSpan& span, const LambRule& rule) {
     squares[part] = lamb_moments(span, rule);
   });
-  // In the order of the parts, whatever thread they came from.
+  // In the order of the parts, independently of the threads.
   for (std::size_t part = 0; part < parts.size(); ++part) {
     norms[item_of_part[part]].param += squares[part].param;
     norms[item_of_part[part]].update += squares[part].update;

@@ -12,7 +12,7 @@
 namespace semitone::kernels {
 namespace {
 
-// How the kernels see an input; nothing: only the definition can.
+// An input as the kernels see it; nothing if only the reference supports it.
 std::optional<RowLayout> layout_of(const at::Tensor& input, const RowNorm& norm) {
   const auto format = format_of(input.scalar_type());
   if (!format.has_value() || !has_kernels(input) || input.numel() == 0 ||
@@ -25,8 +25,8 @@ at::TensorOptions fp32_beside(const at::Tensor& input) {
   return at::TensorOptions(input.device()).dtype(at::kFloat);
 }
 
-// In fp32, one for each column. CUDA kernels do without those that are not given: filling them
-// would be a launch of its own in each call.
+// A vector in fp32 with one number for each column. CUDA kernels accept missing ones: filling them
+// would be a separate launch in each call.
 at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& norm,
                      const at::Tensor& input) {
   if (values.defined()) return dense(values.to(at::kFloat));

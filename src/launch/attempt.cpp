@@ -12,7 +12,7 @@ namespace semitone::launch {
 Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
                  Channel& channel, OutputRelay& relay, Guardian& guardian)
     : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {
-  // It was meant for others: these have no handler for it yet.
+  // It was meant for earlier processes: the new ones have no handler for it yet.
   while (const int signal = interrupt_.take_forwarded())
     log()->warn("{} arrived while no process was running: not forwarded",
                 ExitStatus{0, signal}.to_string());
@@ -41,7 +41,7 @@ void Attempt::wait() {
 void Attempt::report(Time now) {
   if (reported_ || verdict_.has_value()) return;
   if (const auto failure = group_.first_failure()) {
-    // Whatever is decided, the others are over.
+    // Whatever follows, the remaining processes are stopped.
     channel_.send(*failure);
     group_.stop(SIGTERM, now);
     reported_ = true;
@@ -56,7 +56,7 @@ void Attempt::obey(Time now) {
     const auto* const verdict = std::get_if<Verdict>(&*message);
     if (verdict == nullptr || is_final()) continue;
     end(*verdict, SIGTERM, now);
-    // Node 0 waits until all have heard how it ended, not until all have stopped.
+    // Node 0 waits until all launchers have received the outcome, not until all have stopped.
     if (is_final()) channel_.hang_up();
   }
   if (!channel_.is_open() && !verdict_.has_value())

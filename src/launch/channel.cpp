@@ -11,7 +11,7 @@
 namespace semitone::launch {
 namespace {
 
-// No message of ours is longer: a failure brings 20 lines.
+// Longest message: a failure contains 20 lines.
 constexpr std::size_t kMostBytes = 1 << 20;
 constexpr auto kForeign = "what answers there is no launcher of Semitone";
 
@@ -41,7 +41,7 @@ void Channel::send(const Message& message) {
 
 void Channel::update(Time now) {
   if (!is_open()) return;
-  // Ctrl-Z and fg: it was us who did not listen.
+  // Ctrl-Z and fg: this process was stopped, not the other end.
   if (now - looked_ > timeout_ / 2) heard_ = now;
   looked_ = now;
   read(now);
@@ -89,7 +89,7 @@ void Channel::write() {
     } else if (errno == EAGAIN) {
       return;
     } else if (errno != EINTR) {
-      // What the other end said last may still lie there to be read.
+      // The other end's last messages may still be unread.
       read(Clock::now());
       close(State::closed, reason_of(errno));
     }

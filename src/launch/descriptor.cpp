@@ -16,7 +16,7 @@ constexpr auto kWhere = "launch.process";
 
 }  // namespace
 
-// Where this process has closed one of the standard streams, the system hands its number out again.
+// If this process has closed one of the standard streams, the system reuses its number.
 Descriptor above_standard_streams(Descriptor descriptor) {
   if (!descriptor.is_open() || descriptor.number() > STDERR_FILENO) return descriptor;
   Descriptor copy(::fcntl(descriptor.number(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));

@@ -26,13 +26,13 @@ void close_from(int first, int last) {
     ::syscall(SYS_close_range, static_cast<unsigned>(first), static_cast<unsigned>(last), 0U);
 }
 
-// The guardian's life, in a forked process that may use async-signal-safe calls only.
+// The guardian's main loop, in a forked process that may use async-signal-safe calls only.
 [[noreturn]] void watch(int words, std::vector<pid_t>& groups) {
   ::setsid();
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
     ::signal(signal, SIG_IGN);
   ::prctl(PR_SET_NAME, "semitone-guard");
-  // Whoever waits for the end of this process's output must not wait for ours.
+  // A reader that waits for the end of this process's output must not wait for the guardian's.
   close_from(0, words - 1);
   close_from(words + 1, INT_MAX);
   while (true) {

@@ -21,7 +21,7 @@ void Interrupt::request(int signal) noexcept {
   const int before_errno = errno;
   int none = 0;
   const bool first = signal_.compare_exchange_strong(none, signal);
-  // A terminal that closes may send SIGHUP twice: that is no impatience.
+  // A terminal that closes may send SIGHUP twice, which is not a request to kill at once.
   if (signal == SIGKILL || (!first && (signal == SIGINT || signal == SIGQUIT))) urgent_ = true;
   ::eventfd_write(event_.number(), 1);
   errno = before_errno;

@@ -41,7 +41,7 @@ void require_duration(std::string_view name, LaunchOptions::Seconds value, doubl
           fmt::format("{}", value.count()));
 }
 
-// Becomes a folder.
+// The value names a folder.
 void require_name(std::string_view name, const std::string& value) {
   require(value.empty() || names_a_folder(value),
           fmt::format("{} without '/' that can be the name of a folder", name),
@@ -225,7 +225,7 @@ void LaunchOptions::check() const {
       std::to_string(node_rank_));
   require(max_restarts_ >= 0, "max-restarts from 0", std::to_string(max_restarts_));
   const bool meets_by_rank = rdzv_endpoint_.empty() && nnodes_.max > 1;
-  // The port after it is where the launchers meet.
+  // The launchers meet at the next port.
   const int most_port = meets_by_rank ? 65534 : 65535;
   require(master_port_ >= 0 && master_port_ <= most_port,
           fmt::format("master-port from 0 to {}", most_port), std::to_string(master_port_));

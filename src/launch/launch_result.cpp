@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kLost = 1;
 
-// As shells do it.
+// Shells use the same numbers.
 int code_of_signal(int signal) {
   return 128 + signal;
 }

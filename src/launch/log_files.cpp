@@ -66,7 +66,7 @@ std::string end_of_file(const std::filesystem::path& file) {
 }
 
 Streams teed(const LaunchOptions& options, int local_rank) {
-  // A folder alone asks for everything.
+  // A folder without other options selects all streams.
   const bool folder_alone = !options.log_dir().empty() && !options.redirects().any();
   if (folder_alone && !options.tee().any()) return Streams::both;
   return options.tee().of(local_rank);

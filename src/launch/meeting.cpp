@@ -26,7 +26,7 @@ Clock::duration duration(LaunchOptions::Seconds seconds) {
   return std::chrono::duration_cast<Clock::duration>(seconds);
 }
 
-// "20261231-235959-1a2b": when it began, and something that tells two at the same time apart.
+// "20261231-235959-1a2b": the start time, and a random part that distinguishes simultaneous jobs.
 std::string made_up_id() {
   std::random_device random;
   return fmt::format("{:%Y%m%d-%H%M%S}-{:04x}", fmt::localtime(std::time(nullptr)),
@@ -100,7 +100,7 @@ void Meeting::meet_at_endpoint() {
   } else if (opened.unknown) {
     throw Error(kWhere, "the name of a machine in rdzv-endpoint", opened.problem);
   }
-  // Else it is another machine's, or another launcher of this one has it.
+  // Otherwise the address is another machine's, or another launcher of this machine uses it.
 }
 
 void Meeting::host(Job job, Descriptor listener) {
@@ -123,7 +123,7 @@ Job Meeting::job() const {
   return result;
 }
 
-// Nodes may have it in folders of their own.
+// The folder may differ between nodes.
 std::string Meeting::program() const {
   return options_.program().filename().string();
 }
@@ -145,8 +145,8 @@ Join Meeting::request() const {
 // False if interrupted.
 bool Meeting::connect(const Interrupt& interrupt) {
   for (; interrupt.signal() == 0; pause(interrupt)) {
-    // A proxy, or a service of a cluster, takes the connection and closes it while node 0 is not
-    // there: that is no answer.
+    // While node 0 is not there, a proxy or a cluster's service may accept the connection and close
+    // it: that is not an answer.
     if (Opened opened = connect_to(endpoint_, kAttempt); opened.is_open()) {
       channel_.emplace(std::move(opened.socket), duration(options_.heartbeat_timeout()));
       channel_->send(request());
@@ -160,7 +160,7 @@ bool Meeting::connect(const Interrupt& interrupt) {
   return false;
 }
 
-// Error if there is none left to find node 0.
+// Error if no time is left to find node 0.
 void Meeting::require_time(const std::string& problem) const {
   if (Clock::now() < deadline_) return;
   throw Error(kWhere,
@@ -197,7 +197,7 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
       throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
                   channel_->problem(), "does the port belong to another program?");
     }
-    // Node 0 may not have started yet, or be starting again.
+    // Node 0 may not have started yet, or may be restarting.
     require_time(channel_->problem());
     channel_.reset();
     pause(interrupt);
@@ -206,7 +206,7 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
   return Verdict{Verdict::Kind::lost, std::nullopt, interrupt.reason()};
 }
 
-// What node 0 says to the request.
+// Node 0's reply to the join.
 std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
   while (const auto message = channel_->receive()) {
     if (const auto* const assignment = std::get_if<Assignment>(&*message)) {
@@ -227,7 +227,8 @@ std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
   return std::nullopt;
 }
 
-// It names folders, and tells processes what to do: what answers may be no launcher of this job.
+// It names folders and configures processes, so it is checked: the sender may not be a launcher of
+// this job.
 void Meeting::require_sound(const Assignment& given) const {
   const auto require = [&](bool right, const std::string& expected, const std::string& got) {
     if (right) return;

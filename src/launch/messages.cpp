@@ -24,7 +24,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Leave, reason)
 
 namespace {
 
-// Not NLOHMANN_JSON_SERIALIZE_ENUM, which takes an unknown word for the first of its list.
+// Not NLOHMANN_JSON_SERIALIZE_ENUM, which converts an unknown word to the first of its list.
 constexpr std::array kVerdicts{
     std::pair("succeeded", Verdict::Kind::succeeded), std::pair("failed", Verdict::Kind::failed),
     std::pair("lost", Verdict::Kind::lost), std::pair("restart", Verdict::Kind::restart),
@@ -96,12 +96,12 @@ std::optional<Message> decode(std::string_view line) {
     if (name == "leave") return body.get<Leave>();
     if (name == "verdict") return verdict_of(body);
   } catch (const json::exception&) {
-    // Said below.
+    // Reported below.
   }
   return std::nullopt;
 }
 
-// FNV-1a, with a zero behind each word. It is there against mistakes, not against malice.
+// FNV-1a, with a zero after each word. It detects mistakes, not attacks.
 std::string digest_of(const std::vector<std::string>& words) {
   std::uint64_t hash = 0xcbf29ce484222325U;
   const auto add = [&hash](char letter) {

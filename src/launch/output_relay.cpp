@@ -18,9 +18,10 @@ namespace {
 
 constexpr auto kWhere = "launch.output";
 constexpr int kLastLines = 20;
-// Enough for 20 lines, and where a line is cut that has no end.
+// Enough for 20 lines; a line without an end is cut at this length.
 constexpr std::size_t kMostBytes = 1 << 16;
-// What a pipe takes in one piece, and without waiting once poll() says that it takes anything.
+// The size that a pipe accepts in one piece, without blocking once poll() reports that it is
+// writable.
 constexpr std::size_t kPiece = 4096;
 
 Descriptor make_event() {
@@ -29,7 +30,7 @@ Descriptor make_event() {
   return above_standard_streams(std::move(event));
 }
 
-// To a file; false if it cannot be.
+// Writes to a file; false if that fails.
 bool write_all(int file, std::string_view text) {
   while (!text.empty()) {
     const ssize_t count = ::write(file, text.data(), text.size());
@@ -165,7 +166,7 @@ bool OutputRelay::is_retired(const Stream& stream) {
   return stream.retired;
 }
 
-// One piece, so that no stream waits long for the others.
+// Reads one piece, so that no stream waits long for the others.
 void OutputRelay::read(Stream& stream) {
   std::array<char, kMostBytes> buffer;
   const ssize_t count = ::read(stream.source.pipe.number(), buffer.data(), buffer.size());
@@ -196,7 +197,7 @@ void OutputRelay::read(Stream& stream) {
   changed_.notify_all();
 }
 
-// Whole lines, several at once where they fit into a piece.
+// Writes whole lines, several at once if they fit into a piece.
 void OutputRelay::relay(Stream& stream, bool all) {
   std::string pieces;
   std::size_t begin = 0;

@@ -12,7 +12,7 @@ void poll_until(std::vector<pollfd>& events, Time until) {
     milliseconds = static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 3'600'000));
   }
   for (pollfd& event : events) event.revents = 0;
-  // An interrupted call is like one whose time has come: the caller looks at everything.
+  // An interrupted call is treated as a timeout: the caller checks everything.
   ::poll(events.data(), events.size(), milliseconds);
 }
 

@@ -18,7 +18,7 @@ namespace {
 
 constexpr auto kWhere = "launch.process";
 
-// One of the child's standard streams: what it is in the child, and what we keep of it.
+// One of the child's standard streams: the child's end, and this process's.
 struct Stream {
   Descriptor theirs;
   Descriptor ours;
@@ -38,7 +38,7 @@ Stream make_stream(Output output) {
   return {Descriptor(), Descriptor()};
 }
 
-// Appends what is there; closes at the end.
+// Appends the available data; closes at the end.
 void drain(Descriptor& from, std::string& into) {
   std::array<char, 1 << 16> buffer{};
   const auto count = ::read(from.number(), buffer.data(), buffer.size());
@@ -126,7 +126,7 @@ Finished Process::wait() {
   if (child_ == nullptr) throw Error(kWhere, "one call of wait() for each process", "another");
   Finished result;
   while (child_->out.is_open() || child_->err.is_open()) {
-    // poll() passes over negative descriptors.
+    // poll() ignores negative descriptors.
     std::array<pollfd, 2> ready{pollfd{child_->out.number(), POLLIN, 0},
                                 pollfd{child_->err.number(), POLLIN, 0}};
     if (::poll(ready.data(), ready.size(), -1) < 0) {

@@ -11,8 +11,8 @@
 namespace semitone::launch {
 namespace {
 
-// The state and the group in /proc/<id>/stat: "17 (name) S <parent> <group> …", where a name may
-// have anything in it.
+// Reads the state and the group from /proc/<id>/stat: "17 (name) S <parent> <group> …", where a
+// name may contain any character.
 bool is_living_member(const std::filesystem::path& process, pid_t group) {
   std::ifstream file(process / "stat");
   std::string line;

@@ -21,7 +21,7 @@ bool is_runnable(const std::filesystem::path& file) {
 
 bool is_in_path(const std::string& name) {
   const char* const path = std::getenv("PATH");
-  // The system's own default.
+  // The system's default.
   std::string_view rest = path == nullptr ? "/bin:/usr/bin" : path;
   while (true) {
     const std::string_view folder = rest.substr(0, rest.find(':'));

@@ -38,7 +38,7 @@ void Roster::joined(Id id, const Join& join, Time now) {
     return;
   }
   const auto known = nodes_.find(id);
-  // One that is at work already has nothing to ask for.
+  // A node that takes part already has no reason to ask.
   if (known != nodes_.end() && known->second.state != State::stopping) return;
   if (const std::string objection = objection_to(id, join); !objection.empty()) {
     mail_.emplace_back(id, Verdict{Verdict::Kind::refused, std::nullopt, objection});
@@ -46,7 +46,7 @@ void Roster::joined(Id id, const Join& join, Time now) {
   }
   if (known != nodes_.end()) {
     known->second = {join, State::waiting, join.node_rank};
-    // From here on, others have their time to come.
+    // The time for more nodes starts now.
     if (count(State::stopping) == 0) gathering_since_ = now;
   } else if (const std::string obstacle = obstacle_to(id, join); !obstacle.empty()) {
     nodes_[id] = {join, State::spare};
@@ -59,7 +59,7 @@ void Roster::joined(Id id, const Join& join, Time now) {
 
 std::string Roster::objection_to(Id id, const Join& join) const {
   if (join.protocol != kProtocol) return "it is of another version of Semitone";
-  // Its own name is not told to who does not know it.
+  // The job's own name is not revealed to a launcher that does not know it.
   if (job_.named && join.run_id.empty())
     return "the job here has an rdzv-id: give it on every node";
   if (job_.named && join.run_id != job_.run_id)
@@ -76,7 +76,7 @@ std::string Roster::objection_to(Id id, const Join& join) const {
     return job_.numbered ? "the nodes here have a node-rank" : "the nodes here have no node-rank";
   if (join.node_rank >= job_.nodes.max)
     return fmt::format("the node-ranks here go from 0 to {}", job_.nodes.max - 1);
-  // Of nodes that meet by their numbers or by the job's name, each may have its own.
+  // For nodes that are numbered or use the job's name, the program may differ.
   if (!job_.named && !job_.numbered &&
       (join.program != job_.program || join.arguments != job_.arguments)) {
     return fmt::format(
@@ -92,7 +92,7 @@ std::string Roster::objection_to(Id id, const Join& join) const {
 }
 
 std::string Roster::obstacle_to(Id id, const Join& join) const {
-  // The host's place is never another's, though others may have come before it.
+  // Node 0's place is never given to another node, even if others arrived first.
   if (id == kHost) return {};
   int others = 1;
   for (const auto& [other, node] : nodes_) {
@@ -107,7 +107,7 @@ std::string Roster::obstacle_to(Id id, const Join& join) const {
 
 void Roster::newcomer(Id id, const Join& join, Time now) {
   nodes_[id] = {join, State::waiting, join.node_rank};
-  // Others may be on their way as well: those who train go on until they are there.
+  // More nodes may follow: running nodes continue until the last call is over.
   last_call_ = now + job_.last_call;
 }
 
@@ -137,7 +137,7 @@ std::string Roster::spares() const {
 
 void Roster::failed(Id id, const WorkerFailure& failure, Time now) {
   const auto node = nodes_.find(id);
-  // One that was told to stop already brings nothing new.
+  // A node that was told to stop already reports nothing new.
   if (is_over() || node == nodes_.end() || node->second.state != State::running) return;
   decide(failure, fmt::format("rank {} failed: {}", failure.rank, failure.status.to_string()), now);
 }
@@ -194,7 +194,7 @@ void Roster::tick(Time now) {
 }
 
 Time Roster::deadline() const {
-  // What stops has a time of its own, and says when it has.
+  // A node that stops has its own deadline, and reports when it has stopped.
   if (is_over() || count(State::stopping) > 0) return Time::max();
   if (!is_gathering()) return takes_in_newcomers() ? last_call_.value_or(Time::max()) : Time::max();
   return last_call_.value_or(gathering_since_ + job_.join_timeout);

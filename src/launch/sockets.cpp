@@ -37,11 +37,11 @@ Descriptor make_socket(const addrinfo& address) {
   return Descriptor(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
 }
 
-// The address, and a listener on it if backlog is above 0.
+// Resolves the address, for listening if backlog is above 0.
 int bind_to(const Descriptor& socket, const addrinfo& address, int backlog) {
   const int yes = 1;
   ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  // So that 0.0.0.0 can be taken beside it.
+  // So that 0.0.0.0 can be used on the same port.
   if (address.ai_family == AF_INET6)
     ::setsockopt(socket.number(), IPPROTO_IPV6, IPV6_V6ONLY, &yes, sizeof yes);
   if (::bind(socket.number(), address.ai_addr, address.ai_addrlen) != 0) return errno;
@@ -67,8 +67,8 @@ in_addr_t v4_of(const sockaddr* address) {
   return ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr);
 }
 
-// Every address, or one that leads to this machine from itself only: of 127.0.0.0/8, an interface
-// has one.
+// Whether a name means every address, or one that is reachable from this machine only: of
+// 127.0.0.0/8, an interface has one.
 bool is_wildcard_or_loopback(const sockaddr* address) {
   if (address->sa_family != AF_INET6)
     return v4_of(address) == INADDR_ANY || v4_of(address) >> 24 == IN_LOOPBACKNET;
@@ -81,12 +81,12 @@ bool is_same(const sockaddr* one, const sockaddr* other) {
   return IN6_ARE_ADDR_EQUAL(&v6_of(one), &v6_of(other));
 }
 
-// bind() does not tell: with net.ipv4.ip_nonlocal_bind, as on hosts that take addresses over from
-// each other, it takes every address.
+// bind() cannot tell: with net.ipv4.ip_nonlocal_bind, as on hosts that take over each other's
+// addresses, it accepts every address.
 bool is_of_this_machine(const sockaddr* address) {
   if (is_wildcard_or_loopback(address)) return true;
   ifaddrs* list = nullptr;
-  // Without a list, bind() has the last word.
+  // Without a list of interfaces, bind() decides.
   if (::getifaddrs(&list) != 0) return true;
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
   for (; list != nullptr; list = list->ifa_next) {
@@ -119,8 +119,8 @@ bool is_ours(const addrinfo* addresses) {
   return false;
 }
 
-// Stricter than is_port_free(): a socket that another program has bound, and does not listen at
-// yet, counts, and so does a connection that was there a minute ago.
+// Stricter than is_port_free(): a socket that another program has bound without listening counts,
+// and so does a connection that ended a minute ago.
 bool is_port_unused(int port, std::string& problem) {
   int error = 0;
   const Addresses any = resolve({"0.0.0.0", port}, AI_NUMERICHOST, error);
@@ -187,8 +187,8 @@ int port_of(const Descriptor& listener) {
                    : reinterpret_cast<const sockaddr_in*>(&address)->sin_port);
 }
 
-// From 20000 to 32767, and none of those that the system hands out for connections: usually 32768
-// to 60999, but on hosts with many connections nearly all.
+// From 20000 to 32767, without those that the system assigns to connections: usually 32768 to
+// 60999, but nearly all on hosts with many connections.
 int free_port() {
   constexpr int kFirst = 20000;
   constexpr int kLast = 32767;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr auto kWhere = "launch.process";
 
-// argv or envp: pointers into strings that outlive it, and a null at the end.
+// argv or envp: pointers to strings that outlive it, terminated by null.
 std::vector<char*> pointers(std::vector<std::string>& strings) {
   std::vector<char*> result;
   result.reserve(strings.size() + 1);
@@ -43,8 +43,8 @@ bool replace(int stream, int descriptor) {
   return descriptor < 0 || ::dup2(descriptor, stream) >= 0;
 }
 
-// In the child between fork and exec, where only async-signal-safe calls are allowed: other threads
-// of the parent may have held any lock.
+// Runs in the child between fork and exec. Only async-signal-safe calls are allowed, since other
+// threads of the parent may have held any lock.
 [[noreturn]] void become(const Spawn& child, char* const* words, char* const* environment,
                          pid_t parent, int report) {
   sigset_t none;
@@ -54,7 +54,7 @@ bool replace(int stream, int descriptor) {
                      replace(STDERR_FILENO, child.err) &&
                      ::sigprocmask(SIG_SETMASK, &none, nullptr) == 0 &&
                      ::prctl(PR_SET_PDEATHSIG, child.death_signal) == 0;
-  // The parent may have ended before the prctl: then no signal will come.
+  // The parent may have ended before the prctl, so that no signal will arrive.
   if (ready && ::getppid() != parent) ::_exit(127);
   if (ready) ::execvpe(words[0], words, environment);
   const int reason = errno;
@@ -63,7 +63,7 @@ bool replace(int stream, int descriptor) {
   ::_exit(127);
 }
 
-// What the child says before it becomes the program: an errno, or nothing.
+// The child's report before exec: an errno, or nothing.
 int read_report(Descriptor from) {
   int reason = 0;
   ssize_t count = 0;
@@ -80,7 +80,7 @@ pid_t spawn(const Spawn& child) {
   std::vector<std::string> variables = whole_environment(child.environment);
   const std::vector<char*> arguments = pointers(words);
   const std::vector<char*> environment = pointers(variables);
-  // Closed by a successful exec; else it brings the reason.
+  // A successful exec closes it; otherwise it carries the errno.
   Pipe report = make_pipe();
 
   const pid_t parent = ::getpid();

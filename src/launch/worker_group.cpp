@@ -22,16 +22,16 @@
 namespace semitone::launch {
 namespace {
 
-// How often to look where nothing wakes us.
+// How often to check if no event arrives.
 constexpr auto kLook = std::chrono::milliseconds(20);
-// How long SIGKILL may take: a process that waits for a disk or a driver does not hear it.
+// How long SIGKILL may take: a process that waits for a disk or a driver does not react to it.
 constexpr auto kPatience = std::chrono::seconds(30);
 
 bool has(Streams streams, Streams one) {
   return (static_cast<int>(streams) & static_cast<int>(one)) != 0;
 }
 
-// Readable when the process has ended. Closed where the system has no such thing (before Linux
+// Readable when the process has ended. Closed if the system does not support it (before Linux 5.3).
 // 5.3).
 Descriptor handle_of(pid_t id) {
   return above_standard_streams(Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, id, 0))));
@@ -122,11 +122,11 @@ void WorkerGroup::update(Time now) {
   for (std::size_t i = 0; i < workers_.size(); ++i) {
     Worker& worker = workers_[i];
     const bool ended = reap(worker);
-    // At once: without a process in it, the group's number is free for others.
+    // At once: without a process in it, the group's number may be reused.
     look_for_leftovers(worker);
     if (!ended || stopping_ || worker.status->success()) continue;
-    // Of those that ended since we looked, one that a signal ended is the cause: the others notice
-    // that it is gone, and return something.
+    // Of the processes that ended since the last check, one that a signal ended is the cause: the
+    // others notice the loss and return an exit code.
     if (!first.has_value() || (worker.status->signal != 0 && workers_[*first].status->signal == 0))
       first = i;
   }
@@ -141,20 +141,20 @@ void WorkerGroup::update(Time now) {
   if (now >= give_up_at_) give_up();
 }
 
-// Whether it has ended since the last time.
+// Whether the process has ended since the last check.
 bool WorkerGroup::reap(Worker& worker) {
   if (worker.status.has_value()) return false;
   int status = 0;
   const pid_t ended = ::waitpid(worker.id, &status, WNOHANG);
   if (ended == 0 || (ended < 0 && errno != ECHILD)) return false;
-  // Where this program ignores SIGCHLD, nobody learns how a process ended.
+  // If this program ignores SIGCHLD, the exit status of a process is lost.
   worker.status = ended > 0 ? exit_status(status) : ExitStatus{255, 0};
   worker.stopped = stopping_;
   worker.handle.close();
   return true;
 }
 
-// One that somebody has stopped does not fail: the others do, which wait for it.
+// A stopped process does not fail itself: others that wait for it fail.
 void WorkerGroup::report_stopped() const {
   for (const Worker& worker : workers_) {
     siginfo_t info{};
@@ -189,7 +189,7 @@ void WorkerGroup::forward(int signal) {
 
 void WorkerGroup::stop(int signal, Time now) {
   if (stopping_ && signal != SIGKILL) return;
-  // Told again, one that SIGKILL does not end would never be given up.
+  // Otherwise a process that SIGKILL does not end would never be abandoned.
   if (killed_) return;
   if (signal == SIGKILL) {
     kill_at_ = now;

@@ -27,8 +27,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Of the batches of all processes. Per channel, fp64; count has one element, and stays on the
-// device.
+// The statistics of the batches of all processes. Per channel, fp64; count has one element, and
+// stays on the device.
 struct Statistics {
   at::Tensor mean;
   at::Tensor variance;  // biased
@@ -61,7 +61,7 @@ void check(const at::Tensor& input, const BatchNorm& layer) {
   }
 }
 
-// Chan, Golub and LeVeque: deviations from the common mean, weighted by what each process has.
+// Chan, Golub and LeVeque: deviations from the common mean, weighted by each process's count.
 Statistics gather_statistics(const at::Tensor& input, const BatchNormPeers* peers) {
   const std::int64_t channels = input.size(1);
   const auto own = kernels::moments(input);
@@ -83,13 +83,13 @@ Statistics gather_statistics(const at::Tensor& input, const BatchNormPeers* peer
   return {mean, m2.div(divisor), count};
 }
 
-// On the CPU, a loop over channels: each ATen operator takes 1 to 2 us however few there are, and a
-// layer would need 50 of them.
+// On the CPU, a loop over channels: each ATen operator takes 1 to 2 us for any size, and a layer
+// would need 50 of them.
 class Loop {
  public:
   explicit Loop(const at::Tensor& channels) : like_(channels) {}
 
-  // fp64 values, `otherwise` where the layer has none.
+  // fp64 values, or `otherwise` if the layer has none.
   class Values {
    public:
     Values(const at::Tensor& tensor, double otherwise)
@@ -137,7 +137,7 @@ void update_running(const at::Tensor& running, const at::Tensor& batch, const at
   running.copy_(before.add(batch.sub(before).mul_(share)));
 }
 
-// Without a value in any process there is nothing to learn.
+// Whether there is no value in any process.
 void update_running(const BatchNorm& layer, const Statistics& batch) {
   if (batch.count.is_cpu()) {
     const auto count = batch.count.item<double>();
@@ -198,7 +198,7 @@ Factors factors_of(const at::Tensor& weight, const at::Tensor& invstd,
           loop([&](std::int64_t channel) { return -grads[channel] / rows * scales[channel]; })};
 }
 
-// What the backward pass has to know of a layer.
+// The data that the backward pass needs from a layer.
 struct BatchNormSettings : torch::CustomClassHolder {
   explicit BatchNormSettings(const BatchNorm& layer)
       : where(layer.where), eps(layer.eps), relu(layer.relu), peers(layer.peers) {}
@@ -208,7 +208,7 @@ struct BatchNormSettings : torch::CustomClassHolder {
   std::shared_ptr<const BatchNormPeers> peers;
 };
 
-// Hands a gradient on, and refuses to be differentiated by what it was made from.
+// Passes a gradient on, and is an Error if that is differentiated with respect to its inputs.
 class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gradient, const at::Tensor&,
@@ -226,8 +226,8 @@ class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> 
 
 class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
  public:
-  // The tensors that the layer does not have are no arguments: autograd knows none that are
-  // undefined.
+  // Tensors that the layer does not have are not arguments, since autograd does not support
+  // undefined ones.
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& /*weight*/,
                             const std::optional<at::Tensor>& /*bias*/,
@@ -298,7 +298,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const bool input_needed = is_needed(ctx, kInput);
     if (!input_needed && !is_needed(ctx, kWeight) && !is_needed(ctx, kBias)) return result;
     const auto sums = kernels::gradient_sums(grad, input, mean);
-    // In fp64: the engine brings them into the parameters' dtypes.
+    // In fp64: the engine converts them to the parameters' dtypes.
     if (is_needed(ctx, kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
     if (is_needed(ctx, kBias)) result[kBias] = sums.grad;
     if (input_needed) {
@@ -321,7 +321,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
                                                   const at::Tensor& grad) {
     const at::Tensor& input = saved[0];
     const auto dtype = at::promote_types(input.scalar_type(), at::kFloat);
-    // The gradients of what is added do not depend on its values.
+    // The gradients of summands do not depend on their values.
     const auto stand_in = [&](Argument argument, at::IntArrayRef shape) {
       return is_needed(ctx, argument)
                  ? at::zeros(shape, input.options().dtype(dtype)).requires_grad_()

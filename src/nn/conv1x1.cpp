@@ -20,12 +20,12 @@ using torch::autograd::variable_list;
 
 using Stride = std::array<std::int64_t, 2>;
 
-// What a convolution sees of its input.
+// The elements of the input that the convolution reads.
 at::Tensor every(const at::Tensor& image, Stride stride) {
   return image.slice(2, 0, image.size(2), stride[0]).slice(3, 0, image.size(3), stride[1]);
 }
 
-// (N, C, H, W) as (N * H * W, C): a view where the image is channels last without gaps.
+// (N, C, H, W) as (N * H * W, C): a view if the image is channels last without gaps.
 at::Tensor rows_of(const at::Tensor& image) {
   return image.permute({0, 2, 3, 1}).reshape({-1, image.size(1)});
 }
@@ -51,7 +51,7 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
 at::Tensor gradient_of_weight(const at::Tensor& grad, const at::Tensor& input,
                               const at::Tensor& weight, Stride stride) {
   const at::Tensor product = at::mm(rows_of(grad).t(), rows_of(every(input, stride)));
-  // The same memory whatever the strides of dimensions of size 1 say.
+  // The same memory for any strides of dimensions of size 1.
   return product.as_strided(weight.sizes(), weight.strides());
 }
 

@@ -71,8 +71,8 @@ at::Tensor number(double value) {
   return at::full({}, value, at::kDouble);
 }
 
-// The number of rows that are not ignored, in fp64 where the targets are. Error if one has a target
-// that is no class; a CUDA device is not asked, and the row's loss is NaN.
+// The number of rows that are not ignored, in fp64 on the targets' device. Error for an invalid
+// target on a CPU; a CUDA device is not checked, and the row's loss is NaN.
 at::Tensor count_rows(const at::Tensor& target, std::int64_t classes, std::int64_t ignore_index) {
   if (kernels::runs_on_cuda(target)) return target.ne(ignore_index).sum(at::kDouble);
   const at::Tensor contiguous = target.contiguous();
@@ -90,7 +90,7 @@ at::Tensor count_rows(const at::Tensor& target, std::int64_t classes, std::int64
   return number(static_cast<double>(count));
 }
 
-// In fp64. On a CPU in order, so that threads have no part in it.
+// In fp64. On a CPU in order, independently of the threads.
 at::Tensor sum_of(const at::Tensor& values) {
   if (kernels::runs_on_cuda(values)) return values.sum(at::kDouble);
   const at::Tensor fp64 = values.to(at::kDouble);
@@ -100,7 +100,7 @@ at::Tensor sum_of(const at::Tensor& values) {
   return number(sum);
 }
 
-// 16-bit logits in fp32.
+// Converts 16-bit logits to fp32.
 at::Tensor libtorch_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                   const at::Tensor& weight, const CrossEntropySettings& settings) {
   const auto dtype = at::toOpMathType(logits.scalar_type());

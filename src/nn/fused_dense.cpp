@@ -16,7 +16,7 @@
 namespace semitone::nn {
 namespace {
 
-// What torch::nn::Linear begins with.
+// The initial values of torch::nn::Linear.
 void reset_linear(at::Tensor& weight, at::Tensor& bias) {
   torch::nn::init::kaiming_uniform_(weight, std::sqrt(5));
   if (!bias.defined()) return;

@@ -35,7 +35,7 @@ bool has_kernel(const at::Tensor& tensor) {
           dtype == at::kDouble);
 }
 
-// What the backward pass has to know.
+// The data that the backward pass needs.
 struct DropoutSettings : torch::CustomClassHolder {
   DropoutSettings(const kernels::Dropout& dropout_, at::ScalarType input_dtype_,
                   std::vector<std::int64_t> strides_)

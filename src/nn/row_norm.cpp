@@ -76,7 +76,7 @@ class RowNormFunction : public torch::autograd::Function<RowNormFunction> {
   }
 
  private:
-  // Arguments that can have a gradient, in order; what else is saved follows them.
+  // Arguments that can have a gradient, in order, followed by other saved tensors.
   enum Argument : std::size_t { kInput, kWeight, kBias, kArguments };
 };
 

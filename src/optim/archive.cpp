@@ -1,5 +1,5 @@
-// Optimizers in files: the layout of torch.optim's C++ archives, with running numbers where
-// LibTorch writes addresses. Either reads the other's.
+// Serialisation of optimizers in the layout of torch.optim's C++ archives, with running numbers
+// where LibTorch writes addresses. Each reads the other's files.
 
 #include "src/core/archive.h"
 
@@ -40,8 +40,8 @@ void require_equal(std::size_t got, std::size_t want, const std::string& what) {
                   "was it saved from the same model and optimizer?");
 }
 
-// A tensor of an archive in the dtype, layout and place that the parameter asks for; undefined if
-// the archive has none.
+// A tensor of an archive, converted to the dtype, layout and device that the parameter requires;
+// undefined if the archive has none.
 at::Tensor read_like(InputArchive& archive, const std::string& name, const at::Tensor& parameter,
                      c10::ScalarType dtype) {
   const auto stored = find_value<at::Tensor>(archive, name, kLoad);
@@ -100,7 +100,7 @@ void FusedOptimizer::save(OutputArchive& archive) const {
       for (std::size_t k = 0; k < names.size(); ++k) {
         const at::Tensor& tensor = state->tensors[k];
         if (!tensor.defined()) continue;
-        // LibTorch's optimizers would go on in bf16, rounding to nearest.
+        // LibTorch's optimizers would continue in bf16, rounding to nearest.
         const bool narrow = tensor.scalar_type() == at::kBFloat16;
         one.write(std::string(names[k].name), c10::IValue(narrow ? tensor.to(at::kFloat) : tensor));
       }
@@ -124,7 +124,7 @@ void FusedOptimizer::load(InputArchive& archive) {
   InputArchive groups = read_archive(archive, "param_groups", kLoad);
   require_equal(read_size(groups, "param_groups/size"), param_groups_.size(), "parameter groups");
 
-  // All is read and checked before anything is changed.
+  // Everything is read and checked before anything is changed.
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> new_options;
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> new_state;
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {

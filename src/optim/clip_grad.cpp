@@ -31,7 +31,8 @@ std::vector<at::Tensor> values_of_grads(const std::vector<at::Tensor>& parameter
   return values;
 }
 
-// Complex numbers have the 2-norm of their real and imaginary parts; else it is one of magnitudes.
+// The 2-norm of complex numbers is that of their real and imaginary parts; other norms use
+// magnitudes.
 at::Tensor numbers_to_norm(const at::Tensor& values, double norm_type) {
   if (!values.is_complex()) return values;
   return norm_type == 2 ? at::view_as_real(values) : values.abs();

@@ -28,7 +28,7 @@ double order_of(const FusedNovoGradOptions& options) {
   return options.norm_type() == 0 ? std::numeric_limits<double>::infinity() : 2;
 }
 
-// The running norm after a step whose gradient has a norm.
+// The running norm after a step, from the norm of its gradient.
 double moved_norm(const FusedNovoGradOptions& options, double before, double norm) {
   const double beta2 = std::get<1>(options.betas());
   return options.norm_type() == 0 ? beta2 * before + (1 - beta2) * norm
@@ -97,7 +97,7 @@ std::vector<FusedOptimizer::Slot> FusedNovoGrad::slots(
 }
 
 void FusedNovoGrad::update(std::span<Work> work) {
-  // One pass for each order in use.
+  // One pass for each norm_type in use.
   std::vector<double> norms(work.size());
   for (const double order : {2.0, std::numeric_limits<double>::infinity()}) {
     std::vector<at::Tensor> grads;

@@ -23,8 +23,8 @@ bool is_supported(c10::ScalarType dtype) {
   return dtype == at::kDouble || kernels::format_of(dtype);
 }
 
-// Brings a tensor to where and how its parameter is now, which may have been cast or moved since.
-// In memory with gaps, which kernels do not run over, any order will do.
+// Converts a tensor to its parameter's current dtype, device and layout, since the parameter may
+// have been cast or moved. In memory with gaps, which kernels do not process, any order is fine.
 void follow(at::Tensor& tensor, const at::Tensor& parameter, c10::ScalarType dtype) {
   if (tensor.scalar_type() == dtype && tensor.device() == parameter.device() &&
       !parameter.is_non_overlapping_and_dense())
@@ -32,7 +32,7 @@ void follow(at::Tensor& tensor, const at::Tensor& parameter, c10::ScalarType dty
   tensor = kernels::laid_out_like(tensor, parameter, dtype);
 }
 
-// A parameter by its place, for messages.
+// The name of a parameter by its place, for messages.
 std::string place(std::size_t group, std::size_t index) {
   return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
 }
@@ -45,8 +45,8 @@ void check_parameter(std::string_view where, const at::Tensor& parameter, const 
   }
 }
 
-// What amp::MasterWeights leaves in a master whose gradient stays in the model: NaN, spread over
-// its shape.
+// Whether a gradient is the placeholder that amp::MasterWeights sets on a master whose gradient
+// stays in the model: a NaN expanded to its shape.
 bool is_placeholder(const at::Tensor& grad) {
   return grad.numel() > 1 && grad.is_cpu() && grad.scalar_type() == at::kFloat &&
          grad.storage().nbytes() == sizeof(float) && std::isnan(*grad.const_data_ptr<float>());
@@ -95,8 +95,8 @@ bool is_set(std::string_view where, const at::Tensor& found_inf) {
   return !(found_inf.item<double>() == 0);
 }
 
-// Of the random bits that bf16 state is rounded with: other ones for each parameter and step.
-// Nothing in it depends on memory or on what a rank's share of the parameters is.
+// Seed of the random bits that round bf16 state: different for each parameter and step. It does not
+// depend on memory, or on a rank's share of the parameters.
 std::uint32_t seed_of(const at::Tensor& parameter, std::uint32_t place, std::int64_t step) {
   auto seed = kernels::hash_bits(static_cast<std::uint32_t>(step));
   seed = kernels::hash_bits(seed + place);
@@ -164,7 +164,7 @@ void FusedOptimizer::check_options() const {
   for (const auto& group : param_groups()) check(group.options());
 }
 
-// Everything that can be wrong is found here, before anything is changed.
+// All errors are detected here, before anything is changed.
 std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
   std::vector<Work> work;
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -15,7 +15,7 @@
 namespace semitone::parallel {
 namespace {
 
-// An error names no more ranks than this.
+// Largest number of ranks in an error.
 constexpr int kMostNamed = 8;
 
 std::string to_text(const std::vector<Property>& properties) {
@@ -34,7 +34,7 @@ std::vector<Property> from_text(const std::string& text) {
   return properties;
 }
 
-// How mine differs from rank 0's; empty if it does not.
+// The difference of this rank from rank 0; empty if there is none.
 std::string difference(const std::vector<Property>& mine, const std::vector<Property>& first) {
   const auto by_name = [](const std::vector<Property>& properties) {
     std::unordered_map<std::string, std::string> values;

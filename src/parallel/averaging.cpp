@@ -13,7 +13,7 @@
 namespace semitone::parallel {
 namespace {
 
-// The dtype in which a buffer travels.
+// The dtype in which a buffer is sent.
 at::ScalarType wire_dtype(at::ScalarType dtype, const DdpOptions& options) {
   if (options.allreduce_always_fp32() && is_16bit(dtype)) return at::kFloat;
   if (options.compress().has_value() && (dtype == at::kFloat || dtype == at::kDouble))
@@ -34,8 +34,8 @@ bool Averaging::is_plain() const {
 c10::intrusive_ptr<c10::ivalue::Future> Averaging::start(const at::Tensor& buffer,
                                                          const comm::Group& group) const {
   const auto count = static_cast<double>(divisor_());
-  // With 16 bits, the root of the number of ranks on either side of the sum keeps both the addends
-  // and the sum as far as can be from the ends of the range.
+  // With 16 bits, dividing by the root of the number of ranks before and after the sum keeps both
+  // the summands and the sum as far as possible from the ends of the range.
   const double before = options_.gradient_predivide_factor().value_or(
       options_.compress().has_value() ? std::sqrt(count) : count);
   const double after = count / before;

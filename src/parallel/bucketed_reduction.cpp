@@ -1,4 +1,4 @@
-// The only file that sees c10d's Reducer, whose interface moves between LibTorch's versions.
+// The only file that includes c10d's Reducer, whose interface changes between LibTorch's versions.
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
@@ -26,7 +26,7 @@ namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
 
-// A CommHook as c10d wants it.
+// Adapts a CommHook to c10d's interface.
 class HookAdapter final : public c10d::CommHookInterface {
  public:
   HookAdapter(std::shared_ptr<CommHook> hook, comm::Group group)
@@ -76,8 +76,8 @@ class AveragingHook final : public CommHook {
   const Averaging averaging_;
 };
 
-// The numbers that stand after "Parameter indices which did not receive grad for rank R:" in
-// Reducer's message; none if it is another one.
+// The numbers after "Parameter indices which did not receive grad for rank R:" in Reducer's
+// message; none for another message.
 std::vector<std::size_t> indices_without_gradient(std::string_view message) {
   constexpr std::string_view kBefore = "did not receive grad for rank ";
   std::vector<std::size_t> indices;
@@ -95,38 +95,38 @@ std::vector<std::size_t> indices_without_gradient(std::string_view message) {
   }
 }
 
-// Reducer takes for granted that every backward pass that begins also ends.
+// Reducer assumes that every backward pass that begins also ends.
 class Reducer final : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
 
-  // Whether gradients that come now are reduced.
+  // Whether gradients that arrive now are reduced.
   bool expects_gradients() const {
     const std::lock_guard lock(mutex_);
     return expect_autograd_hooks_;
   }
 
-  // From now on they are not, until the next prepare_for_backward.
+  // Stops that until the next prepare_for_backward.
   void ignore_gradients() {
     const std::lock_guard lock(mutex_);
     expect_autograd_hooks_ = false;
   }
 
-  // Forgets the gradients since prepare_for_backward. False if some have been sent.
+  // Drops the gradients since prepare_for_backward. False if some have been sent.
   bool forget_gradients() {
     const std::lock_guard lock(mutex_);
     if (next_bucket_ > 0) return false;
     expect_autograd_hooks_ = false;
     require_finalize_ = false;
-    // All of one pass, or none.
+    // All gradients of one pass, or none.
     rebuilt_params_.clear();
     rebuilt_param_indices_.clear();
-    // A static graph's is that of its first step, for good.
+    // A static graph is that of its first step, permanently.
     if (!static_graph_ && local_used_map_.defined()) local_used_map_.zero_();
     return true;
   }
 
-  // Forgets how often each parameter got a gradient, which a static graph's first step counts.
+  // Drops the number of gradients of each parameter, which a static graph's first step counts.
   void count_from_here() {
     const std::lock_guard lock(mutex_);
     for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
@@ -151,8 +151,8 @@ class BucketedReduction final : public Reduction {
     const auto cap = static_cast<std::int64_t>(options.bucket_cap_mb() * kMiB);
     const auto first_cap =
         std::min(cap, static_cast<std::int64_t>(options.first_bucket_mb() * kMiB));
-    // The first step finds out in which order gradients come; buckets are made in that order then.
-    // Only where the set of gradients may change are the first ones final.
+    // The first step determines the order of gradients, in which buckets are then rebuilt. The
+    // first buckets are final only if the set of gradients may change.
     const bool rebuilds = options.static_graph() || !options.find_unused_parameters();
     const std::vector<std::size_t> caps =
         rebuilds ? std::vector<std::size_t>{std::numeric_limits<std::size_t>::max()}
@@ -181,7 +181,7 @@ class BucketedReduction final : public Reduction {
                   "with static_graph(true), the first step's loss must come from ddp.forward()'s "
                   "results; or use find_unused_parameters(true)");
     }
-    // Not before the first step: it would count the gradients of no_sync(), too.
+    // Not before the first step, which would also count the gradients of no_sync().
     if (options_.static_graph() && !std::exchange(started_, true)) reducer_->set_static_graph();
     reducer_->prepare_for_forward();
     explained([this] { reducer_->rebuild_buckets(); });
@@ -217,8 +217,8 @@ class BucketedReduction final : public Reduction {
 
   bool wants_outputs() const override { return searches() || learns(); }
 
-  // The end of the whole backward pass is that of the pass which comes to the outputs: with
-  // activation checkpointing, the first gradients may come from a pass inside it.
+  // The whole backward pass ends with the pass that reaches the outputs: with activation
+  // checkpointing, the first gradients may come from a pass inside it.
   void on_outputs_gradient() override {
     if (learns()) learn_at_end();
   }
@@ -261,11 +261,11 @@ class BucketedReduction final : public Reduction {
  private:
   // Whether unused parameters are searched for in every step.
   bool searches() const { return options_.find_unused_parameters() && !options_.static_graph(); }
-  // Whether the first step is still to find out which parameters are used.
+  // Whether the first step still has to determine which parameters are used.
   bool learns() const { return options_.static_graph() && !learned_; }
 
-  // Reduces the first step's gradients when the backward pass under way is done. It may have none:
-  // torch::autograd::grad comes to the outputs, too.
+  // Reduces the first step's gradients when the current backward pass is done. There may be none:
+  // torch::autograd::grad reaches the outputs, too.
   void learn_at_end() {
     waits_for_end_ = true;
     torch::autograd::Engine::get_default_engine().queue_callback([this] {
@@ -277,8 +277,8 @@ class BucketedReduction final : public Reduction {
     });
   }
 
-  // Gradients that share the buckets' memory, as Reducer asks, but are no views to autograd:
-  // detach_(), which every torch::optim::Optimizer::zero_grad() calls, refuses views.
+  // Gradients that share the buckets' memory, as Reducer requires, but are not views for autograd,
+  // since detach_(), which every torch::optim::Optimizer::zero_grad() calls, refuses views.
   void forget_views() const {
     for (const at::Tensor& parameter : parameters_) {
       at::Tensor& gradient = parameter.mutable_grad();
@@ -286,7 +286,7 @@ class BucketedReduction final : public Reduction {
     }
   }
 
-  // Gives parameters the gradients in a bucket, where they lie as Reducer lays them out.
+  // Sets parameters' gradients to those in a bucket, in Reducer's layout.
   static void store(const at::Tensor& bucket, const std::vector<at::Tensor>& parameters,
                     const std::unordered_set<const c10::TensorImpl*>& unused) {
     std::int64_t offset = 0;
@@ -301,7 +301,7 @@ class BucketedReduction final : public Reduction {
     }
   }
 
-  // Runs what complains about an earlier step, in words of this program.
+  // Runs code that may complain about an earlier step, and converts its message.
   template <typename Call>
   void explained(const Call& call) const {
     try {
@@ -339,7 +339,7 @@ class BucketedReduction final : public Reduction {
   std::shared_ptr<Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;  // Reducer takes it for granted when it searches
   bool started_ = false;
-  // Of a static graph's first step:
+  // In a static graph's first step:
   bool learned_ = false;        // it is done
   bool has_gradients_ = false;  // it has some, not yet reduced
   bool waits_for_end_ = false;  // of the backward pass under way

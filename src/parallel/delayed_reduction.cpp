@@ -1,5 +1,5 @@
-// Apex's delay_allreduce: nothing is reduced before backward is done; then all gradients are, flat,
-// one message for each dtype and device.
+// Apex's delay_allreduce: nothing is reduced before backward is done. Then all gradients are
+// reduced, flattened, in one message for each dtype and device.
 #include "src/comm/process_group.h"
 #include "src/parallel/averaging.h"
 #include "src/parallel/reduction.h"
@@ -16,7 +16,7 @@
 namespace semitone::parallel {
 namespace {
 
-// What tensors in one message have in common.
+// The common properties of tensors in one message.
 using MessageKind = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
 MessageKind kind_of(const at::Tensor& tensor) {
@@ -43,7 +43,7 @@ class DelayedReduction final : public Reduction {
     });
   }
 
-  // Further backward passes of the same forward are welcome: what they add is reduced again, and a
+  // Further backward passes of the same forward are allowed: what they add is reduced again, and a
   // mean over equal values changes nothing.
   bool finished() override { return false; }
 
@@ -62,7 +62,7 @@ class DelayedReduction final : public Reduction {
  private:
   void reduce(bool takes_part) {
     const at::NoGradGuard no_grad;
-    // All ranks reduce what any of them has.
+    // All ranks reduce the gradients that any of them has.
     const auto device = parameters_.front().device();
     at::Tensor used = at::zeros({static_cast<std::int64_t>(parameters_.size())}, at::kInt);
     if (takes_part) {

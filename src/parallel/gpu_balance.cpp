@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kLeastShare = 0.75;
 
-// Of the driver, which LibTorch has loaded where there is a GPU.
+// From the driver, which LibTorch has loaded if there is a GPU.
 std::optional<GpuCapacity> capacity_of(c10::Device device) {
   constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
   static void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

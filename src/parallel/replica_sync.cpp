@@ -28,7 +28,7 @@
 namespace semitone::parallel {
 namespace {
 
-// A rank that waits for others for so many steps has too little data.
+// Number of steps without input after which a warning says that a rank has too little data.
 constexpr int kSkewToWarnOf = 1000;
 
 // Adds each tensor once, under its first name.
@@ -44,7 +44,7 @@ class Collector {
   std::set<const c10::TensorImpl*> seen_;
 };
 
-// What a parameter and its gradient are like.
+// The properties of a parameter and its gradient.
 struct Kind {
   explicit Kind(const at::Tensor& tensor)
       : dtype(tensor.scalar_type()), device(tensor.device()), sizes(tensor.sizes()) {}
@@ -69,15 +69,15 @@ c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
   return c10::weak_intrusive_ptr<Node>(node);
 }
 
-// Results of forward, on their way to the loss. Backward comes to it first, and then, with
-// undefined gradients, also to results that the loss does not use: so all that led to any result is
-// reached.
+// Results of forward, on their way to the loss. Backward reaches this node first, and then, with
+// undefined gradients, also results that the loss does not use. All nodes that led to any result
+// are therefore reached.
 struct Outputs : public torch::autograd::Function<Outputs> {
   struct Listener : torch::CustomClassHolder {
     std::function<void()> on_gradient;
   };
 
-  // A TensorList: autograd does not look into a vector.
+  // A TensorList, since autograd does not look into a vector.
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
                                                 at::TensorList outputs,
                                                 const c10::intrusive_ptr<Listener>& listener) {
@@ -153,7 +153,7 @@ struct ReplicaSync::Impl {
   void require_unchanged() const;
   void restore_accumulators() const;
 
-  // A number from each rank, and what they make together.
+  // A number from each rank, and their combination.
   struct Reduced {
     at::Tensor value;
     c10::intrusive_ptr<c10d::Work> work;
@@ -174,7 +174,7 @@ struct ReplicaSync::Impl {
 
   bool alone() const { return reduction == nullptr; }
 
-  // What the gradients of the last forward are for.
+  // What happens to the gradients of the last forward.
   enum class Mode {
     idle,    // all is done: no gradients are expected
     local,   // accumulation
@@ -196,7 +196,7 @@ struct ReplicaSync::Impl {
   Mode mode = Mode::idle;
   bool any_unreduced = false;  // gradients of no_sync() that are still to be reduced
   bool end_queued = false;     // a backward pass is under way, or an exception has ended it
-  // The last forward, or its backward pass, threw: the next stands for it.
+  // The last forward, or its backward pass, threw: the next forward replaces it.
   bool repeats_step = false;
   bool awaits_gradients = false;  // the last reduced forward has had no backward pass
   bool abandoned = false;         // and forwards in no_sync came after it
@@ -272,7 +272,7 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
   reduction->on_gradient();
   if (std::exchange(end_queued, true)) return;
   auto& engine = torch::autograd::Engine::get_default_engine();
-  // Twice around: what the reduction has queued meanwhile comes first.
+  // Queued twice, so that the reduction's own callbacks run first.
   engine.queue_callback([this] {
     torch::autograd::Engine::get_default_engine().queue_callback([this] { at_end_of_backward(); });
   });
@@ -287,8 +287,8 @@ void ReplicaSync::Impl::at_end_of_backward() {
   for (const auto& entry : trained.parameters) clear_unreduced(entry.tensor.grad());
 }
 
-// The next forward takes the place of the one whose backward pass threw: the other ranks still wait
-// for this step's gradients. What comes before a forward has been communicated already.
+// The next forward replaces the one whose backward pass threw: the other ranks still wait for this
+// step's gradients. The communication before a forward has been done already.
 void ReplicaSync::Impl::forget_failed_backward() {
   if (mode != Mode::reduced || !end_queued) return;
   if (const auto lost = group.impl()->watch->lost("ddp")) std::rethrow_exception(lost);
@@ -339,7 +339,7 @@ std::int64_t ReplicaSync::Impl::all_reduce(std::int64_t value, c10d::ReduceOp op
   return start_all_reduce(value, std::move(op)).get();
 }
 
-// Before each step of a joined loop: how many ranks have input for it.
+// Before each step of a joined loop: returns how many ranks have input for it.
 std::int64_t ReplicaSync::Impl::announce(bool has_input) {
   const Reduced live = start_all_reduce(has_input ? 1 : 0, c10d::ReduceOp::SUM);
   joining->live = live.get();
@@ -362,7 +362,7 @@ int ReplicaSync::Impl::last_rank_with(bool condition) const {
 
 void ReplicaSync::Impl::sync_buffers(bool has_input) {
   if (!options.broadcast_buffers() || buffers.empty()) return;
-  // A rank without input has old ones.
+  // A rank without input has outdated buffers.
   const int root = joining.has_value() ? last_rank_with(has_input) : 0;
   comm::broadcast_unchecked(group, buffers, root);
 }
@@ -518,7 +518,7 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
     }
     impl_->take_final_model(was_last);
   } catch (...) {
-    // The others would wait for this rank's next step.
+    // Otherwise the others would wait for this rank's next step.
     if (!impl_->joining->ended)
       impl_->group.impl()->watch->give_up("left a joined loop by an exception");
     throw;

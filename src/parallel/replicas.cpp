@@ -33,7 +33,8 @@ c10::Device device_of(const ModelTensors& model) {
   return at::kCPU;
 }
 
-// With an index where devices of the type have numbers, without on a CPU: so that equal ones are.
+// With an index if devices of the type have numbers, without on a CPU, so that equal devices
+// compare equal.
 c10::Device numbered(c10::Device device) {
   if (device.is_cpu()) return at::kCPU;
   if (device.has_index()) return device;
@@ -60,12 +61,12 @@ std::vector<c10::Device> all_like(c10::Device first) {
   return devices;
 }
 
-// The number of intra-op threads of the calling thread, and of no other one: at::set_num_threads
-// sets what threads of the whole process begin with, and makes a thread pool anew.
+// Sets the number of intra-op threads of the calling thread only. at::set_num_threads sets the
+// initial number of all threads of the process, and recreates a thread pool.
 void limit_threads(int threads) {
   at::get_num_threads();  // a thread gets the process's number when it first asks: not after this
   for (const char* setter : {"omp_set_num_threads", "MKL_Set_Num_Threads_Local"}) {
-    // Those that LibTorch has loaded: it comes with an OpenMP of its own.
+    // The functions of the OpenMP that LibTorch has loaded: it comes with its own.
     if (auto* const set = ::dlsym(RTLD_DEFAULT, setter))
       reinterpret_cast<void (*)(int)>(set)(threads);
   }

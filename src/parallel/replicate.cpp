@@ -22,8 +22,8 @@ constexpr auto kReplicate = "parallel.data_parallel";
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Makes tensors that hold a parameter's values results of the parameter. Their gradients are added
-// up in the order of the replicas, whichever comes first.
+// Makes copies of a parameter's values results of the parameter in autograd. Their gradients are
+// added in the order of the replicas, whichever arrives first.
 struct Replicate : public torch::autograd::Function<Replicate> {
   static variable_list forward(AutogradContext* context, const at::Tensor& parameter,
                                at::TensorList copies) {
@@ -47,8 +47,8 @@ struct Replicate : public torch::autograd::Function<Replicate> {
   }
 };
 
-// Modules initialize their copies before these get the values: draws that a program with one device
-// does not make.
+// Modules initialize their copies before these get the values, which draws random numbers that a
+// program with one device does not draw.
 class KeepRandomState {
  public:
   KeepRandomState() : generator_(at::detail::getDefaultCPUGenerator()) {
@@ -78,7 +78,7 @@ void require_on(const ModelTensors& model, c10::Device device) {
   }
 }
 
-// Of every replica, the copy of one parameter.
+// The copy of one parameter in every replica.
 void connect(const at::Tensor& parameter, const variable_list& copies,
              ReplicaParameters& parameters) {
   for (const at::Tensor& copy : copies)
@@ -97,7 +97,7 @@ std::shared_ptr<torch::nn::Module> clone(const torch::nn::Module& model, c10::De
   }
 }
 
-// Copies the tensors of a TorchScript module and what holds them; the code is shared.
+// Copies the tensors of a TorchScript module and their owners; the code is shared.
 class ScriptCopier {
  public:
   explicit ScriptCopier(c10::Device device) : device_(device) {}
@@ -116,7 +116,7 @@ class ScriptCopier {
     return result;
   }
 
-  // Undefined for a tensor that was not met.
+  // Undefined for a tensor that has not been found yet.
   at::Tensor copy_of(const at::Tensor& tensor) const {
     const auto known = tensors_.find(tensor.unsafeGetTensorImpl());
     return known == tensors_.end() ? at::Tensor() : known->second;

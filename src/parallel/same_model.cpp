@@ -16,8 +16,8 @@ namespace {
 
 std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions& options) {
   std::vector<Property> properties;
-  // Gradients travel as they lie in memory, which is as their parameters do. Buffers are sent in
-  // the order of their elements.
+  // Gradients are sent in memory order, which is that of their parameters. Buffers are sent in the
+  // order of their elements.
   for (const auto& [name, tensor, sparse_gradient] : model.parameters) {
     properties.push_back({fmt::format("parameter '{}'", name),
                           fmt::format("{}{}{}", describe_layout(tensor),
@@ -44,7 +44,7 @@ std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions&
   return properties;
 }
 
-// What makes the model unfit on any rank; empty if nothing does.
+// Why no rank can train the model; empty if all can.
 std::string unfitness(const ModelTensors& model, const comm::Group& group,
                       const DdpOptions& options) {
   bool trainable = false;

@@ -36,8 +36,8 @@ at::Tensor value_of(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
-// Takes the place of LibTorch's kernel for aten::batch_norm, and is it, but for marked tensors in
-// training.
+// Replaces LibTorch's kernel for aten::batch_norm. It calls that kernel except for marked tensors
+// in training.
 at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& running_mean,

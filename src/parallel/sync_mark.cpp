@@ -11,7 +11,7 @@ namespace {
 
 using Hook = torch::autograd::hooks_list::value_type;
 
-// The entry that is a mark. Null: none.
+// The mark's entry, or null.
 Hook* find(const at::Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
@@ -36,7 +36,7 @@ void set_sync_mark(const at::Tensor& tensor, SyncMark mark) {
 }
 
 void remove_sync_mark(const at::Tensor& tensor) {
-  // An empty entry, as Tensor::remove_hook leaves it: the others keep their numbers.
+  // Leaves an empty entry, as Tensor::remove_hook does, so that the others keep their numbers.
   if (Hook* hook = find(tensor)) *hook = nullptr;
 }
 

@@ -79,7 +79,7 @@ void require_same_parameters(const ParamGroups& groups, const comm::Group& group
        .remedy = "construct the model and its optimizer in the same way on all ranks"});
 }
 
-// Gives an optimizer its state for a while.
+// Lends an optimizer its state for a while.
 class LentState {
  public:
   LentState(torch::optim::Optimizer& to, State& state) : to_(to.state()), state_(state) {
@@ -126,7 +126,7 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(OptimizerPtr whole, Factory mak
     : Optimizer(ParamGroups(), whole->defaults().clone()),
       make_optimizer_(std::move(make_optimizer)),
       group_(std::move(group)) {
-  // LibTorch 2.15's own way loses options of classes that it does not know.
+  // LibTorch 2.15's function drops options of classes that it does not know.
   for (const auto& one : whole->param_groups()) param_groups_.emplace_back(one);
   update_share();
 }
@@ -167,7 +167,7 @@ ParamGroups ZeroRedundancyOptimizer::share_of(int rank) const {
   return share;
 }
 
-// Follows what happened to the parameter groups.
+// Adapts to changes of the parameter groups.
 void ZeroRedundancyOptimizer::update_share() {
   ParametersByGroup now = parameters_of(param_groups_);
   if (local_ == nullptr || !are_same(now, parameters_)) {
@@ -212,7 +212,7 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
 
 void ZeroRedundancyOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
-  // What the optimizer alone makes of the group's options.
+  // The group's options as the unsharded optimizer completes them.
   const OptimizerPtr alone = make(make_optimizer_, {group});
   param_groups_.back().set_options(alone->param_groups()[0].options().clone());
 }
@@ -291,8 +291,8 @@ void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
         share->state()[found->first] = std::move(found->second);
     }
   }
-  // From where the archive was read to, which most often is the CPU, to where the parameters are:
-  // a state is opaque, but archives read to any device.
+  // Moves the state from the archive's device, usually the CPU, to the parameters'. A state is
+  // opaque, but archives can be read to any device.
   if (device.has_value()) from_text(*share, to_text(*share), *device);
   for (std::size_t g = 0; g < param_groups_.size(); ++g)
     param_groups_[g].set_options(whole->param_groups()[g].options().clone());

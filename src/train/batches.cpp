@@ -7,7 +7,7 @@
 namespace semitone::train {
 namespace {
 
-// splitmix64: seed 0 in its epoch 1 and seed 1 in its epoch 0 have unrelated orders.
+// splitmix64: seed 0 in epoch 1 and seed 1 in epoch 0 get unrelated orders.
 std::uint64_t mixed(std::uint64_t value) {
   value += 0x9E3779B97F4A7C15U;
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
@@ -53,7 +53,7 @@ std::vector<at::Tensor> Batches::cut(torch::data::samplers::Sampler<>& sampler,
 
 Batch Batches::batch(const at::Tensor& indices) const {
   at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255).unsqueeze(1);
-  // contiguous() would leave one channel as it is, whose strides can be read either way.
+  // contiguous() would keep a single channel as it is, whose strides fit both formats.
   if (channels_last_) images = images.clone(at::MemoryFormat::ChannelsLast);
   return {images, set_.labels.index_select(0, indices)};
 }

@@ -62,8 +62,8 @@ void require_agreement(const std::filesystem::path& path, const Agreement& saved
   }
 }
 
-// A model's parameters and buffers, and their shapes: what a state of it fits. Module::load takes
-// any shape, and leaves what the file lacks.
+// A model's parameters and buffers with their shapes, which a state must match. Module::load
+// accepts any shape, and keeps tensors that the file lacks.
 Agreement tensors_of(const amp::Model& model) {
   Agreement tensors;
   for (const amp::Model::Entry& entry : model.entries())
@@ -107,7 +107,7 @@ void set_state(at::Generator& generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// The tensors of all ranks in rows, whatever devices the group serves.
+// Gathers the tensors of all ranks in rows, for groups on any device.
 at::Tensor rows_by_rank(const at::Tensor& mine, const comm::Group& group) {
   const std::string bytes(static_cast<const char*>(mine.const_data_ptr()), mine.nbytes());
   std::vector<at::Tensor> rows;
@@ -140,8 +140,8 @@ T read_value(torch::serialize::InputArchive& archive, const std::string& key) {
   return value.to<T>();
 }
 
-// LibTorch's reader does not look at the checksums of its own format, so a changed byte would be
-// loaded as a weight. The file is the archive and, behind it, the CRC-32 of the archive.
+// LibTorch's reader does not check the checksums of its own format, so a changed byte would be
+// loaded as a weight. The file is the archive, followed by the CRC-32 of the archive.
 constexpr std::size_t kChecksumBytes = 8;  // in hexadecimal
 
 std::string checksum_of(std::string_view bytes) {
@@ -150,7 +150,7 @@ std::string checksum_of(std::string_view bytes) {
   return fmt::format("{:08x}", crc);
 }
 
-// The archive's bytes. FileError if they are not what was written.
+// The archive's bytes. FileError if they do not match the checksum.
 std::string read_checked(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   std::string bytes(std::istreambuf_iterator<char>(file), {});

@@ -57,7 +57,7 @@ class Ledger : public c10::MemoryReportingInfoBase {
                          std::size_t reserved, c10::Device device) override {
     if (outer_ != nullptr) outer_->reportMemoryUsage(block, size, allocated, reserved, device);
     const std::lock_guard lock(mutex_);
-    // An address can come again if another thread freed the block, unheard.
+    // An address can appear again if another thread freed the block, which is not reported here.
     if (const auto known = blocks_.find(block); known != blocks_.end()) {
       current_ -= known->second;
       blocks_.erase(known);
@@ -99,7 +99,7 @@ TensorMemoryMeter::TensorMemoryMeter() : impl_(std::make_unique<Impl>()) {
   auto* const there = c10::ThreadLocalDebugInfo::get(place);
   auto* const outer = dynamic_cast<Ledger*>(there);
   impl_->ledger = std::make_shared<Ledger>(outer);
-  // The profiler takes whatever is in this place for its own state: never hide that.
+  // The profiler assumes that any object in this place is its own state, so never hide that.
   if (there == nullptr || outer != nullptr) impl_->guard.emplace(place, impl_->ledger);
 }
 

@@ -18,7 +18,7 @@ constexpr auto kBetweenDraws = std::chrono::milliseconds(100);
 constexpr std::size_t kWidestBar = 20;
 constexpr std::size_t kNarrowestBar = 5;
 
-// Part of a line. Where there is no room for all, those of a high rank are left out.
+// Part of a line. If there is no room for all, parts with a high rank are omitted.
 struct Field {
   int rank;
   std::string_view gap;  // before it, unless it begins the line
@@ -31,7 +31,7 @@ std::string joined(const std::vector<Field>& fields) {
   return line;
 }
 
-// As many whole fields as there is room for, in their order. A number that was cut would be another
+// As many whole fields as there is room for, in their order. A truncated number would be another
 // number.
 std::vector<Field> fitting(const std::vector<Field>& fields, std::size_t columns) {
   std::vector<bool> is_in(fields.size(), false);
@@ -67,7 +67,7 @@ std::string minutes(double seconds) {
   return fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 
-// The last column stays free: some terminals begin a new line when it is filled.
+// The last column stays free: some terminals start a new line when it is filled.
 std::size_t room_in(int columns) {
   return columns > 0 ? static_cast<std::size_t>(columns - 1) : std::string::npos;
 }
@@ -82,7 +82,7 @@ std::string moving_line(const std::string& label, const StepDone& step, std::siz
                {5, "  ", fmt::format("{:.0f} images/s", step.images_per_second)},
                {0, "  ", fmt::format("{} left", minutes(step.seconds_left))}},
               room);
-  // The bar takes what the others leave.
+  // The bar gets the remaining width.
   const std::size_t used = joined(fields).size() + std::string_view(" []").size();
   if (used + kNarrowestBar <= room) {
     const auto count = std::find_if(fields.begin(), fields.end(),
@@ -121,7 +121,7 @@ void Progress::draw(const StepDone& step) {
 }
 
 void Progress::say(const StepDone& step) {
-  // An epoch's last step has a line of its own.
+  // An epoch's last step has its own line.
   if (every_ <= 0 || step.batch % every_ != 0 || step.batch == step.batches) return;
   out_ << fmt::format(
               "{}  epoch {}/{}  step {}/{}  loss {:.4f}  scale {:g}  {:.0f} images/s  {} left\n",

@@ -33,7 +33,7 @@ namespace semitone::train {
 namespace {
 
 constexpr auto kTrainer = "train.trainer";
-// Steps from one question to all processes to the next: it takes some 0.1 ms, a step some 10.
+// Number of steps between two queries of all processes: a query takes some 0.1 ms, a step some 10.
 constexpr std::int64_t kBetweenQuestions = 10;
 using Clock = std::chrono::steady_clock;
 
@@ -122,7 +122,7 @@ amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
   return result;
 }
 
-// This process's: of several GPUs, the one that its group has given it.
+// This process's device: of several GPUs, the one that its group selected.
 c10::Device device_of(const TrainOptions& options) {
   const c10::Device given = options.group().device();
   return given.type() == options.device() ? given : c10::Device(options.device());
@@ -139,7 +139,7 @@ Classifier make_seeded(const ModelFactory& make_model, const TrainOptions& optio
 }
 
 // The processes have equal weights, but each draws its own dropout. The first one draws what a
-// process alone would.
+// single process would.
 void reseed(const comm::Group& group) {
   if (group.rank() == 0) return;
   const auto next =
@@ -180,7 +180,7 @@ class Run {
   TrainResult train() {
     const std::int64_t end =
         options_.max_steps() > 0 ? std::min(options_.max_steps(), steps_) : steps_;
-    // One that is started again when it is finished is tested once more.
+    // A finished training that is started again is only tested.
     if (position_.step >= end && !goes_on_with_what_it_saves()) {
       throw Error(kTrainer, fmt::format("a state with fewer than {} steps", end),
                   std::to_string(position_.step),
@@ -301,14 +301,14 @@ class Run {
     return !options_.resume().empty() && options_.resume() == options_.save();
   }
 
-  // Where rank 0 looks, which reads it.
+  // Checked on rank 0, which reads it.
   bool is_there(const std::filesystem::path& path) const {
     std::error_code ignored;
     return total(group().rank() == 0 && std::filesystem::is_regular_file(path, ignored) ? 1 : 0) >
            0;
   }
 
-  // Said by all processes of the same step.
+  // All processes save the same step.
   bool must_stop() const {
     if (!options_.stop()) return false;
     if (group().size() == 1) return options_.stop()();
@@ -329,7 +329,7 @@ class Run {
     return sum.item<double>();
   }
 
-  // NaN where every step of the epoch was skipped, which all processes do together.
+  // NaN if every step of the epoch was skipped, which happens on all processes together.
   double train_loss() const {
     return without_sign_of_nan(total(position_.loss_sum) /
                                static_cast<double>(position_.loss_count * group().size()));
@@ -358,7 +358,7 @@ class Run {
          options_.ddp().compress() ? dtype_name(*options_.ddp().compress()) : "none"}};
     if (options_.optimizer() == OptimizerKind::sgd)
       result.emplace_back("--momentum", text(options_.momentum()));
-    // A constant rate does not know where the end is, so it may be moved.
+    // A constant rate does not depend on the end, so the end may change.
     if (options_.schedule() != Schedule::constant)
       result.emplace_back("--epochs", text(options_.epochs()));
     return result;

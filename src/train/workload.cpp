@@ -37,7 +37,7 @@ namespace {
 constexpr auto kWorkload = "train.workload";
 using Clock = std::chrono::steady_clock;
 
-// What a workload is, besides its model.
+// The properties of a workload, except its model.
 struct Traits {
   std::string_view name;
   std::int64_t batch_size;
@@ -46,7 +46,7 @@ struct Traits {
   double lr;
 };
 
-// Rates at which the first steps of a batch lower its loss at every level.
+// Learning rates at which the first steps on a batch lower its loss at every level.
 const Traits& traits_of(WorkloadKind kind) {
   static constexpr std::array<Traits, 3> kTraits{{{"mnist", 100, 10, false, 0.01},
                                                   {"resnet50", 16, 1000, false, 0.001},
@@ -57,7 +57,8 @@ const Traits& traits_of(WorkloadKind kind) {
 constexpr double kMomentum = 0.9;
 constexpr double kWeightDecay = 0.01;
 constexpr std::int64_t kMnistSize = 28;
-// With more of it, ResNet-50's losses depend on rounding, in fp32 too: no proof would be possible.
+// With a larger gain, ResNet-50's losses depend on rounding, in fp32 too: no check would be
+// possible.
 constexpr double kResidualGain = 0.2;
 constexpr double kMasked = 0.15;
 constexpr std::int64_t kMaskToken = 0;
@@ -71,8 +72,8 @@ c10::ScalarType dtype_of(const WorkloadOptions& options) {
   return options.opt_level() == amp::OptLevel::O0 ? c10::ScalarType::Float : dtype_16bit(options);
 }
 
-// In 16 bits one rounding, in fp32 sums in another order. Measured in bf16 with 16 images: 0.3 of
-// it.
+// The effect of one rounding in 16 bits, and of sums in another order in fp32. In bf16 with 16
+// images the measured difference is 0.3 of it.
 double tolerance_of(const WorkloadOptions& options) {
   constexpr double kFp32Tolerance = 1e-4;
   const c10::ScalarType dtype = dtype_of(options);
@@ -93,7 +94,7 @@ void check_options(const WorkloadOptions& options) {
     throw Error(kWorkload, "float16 or bfloat16", dtype_name(*options.dtype()));
 }
 
-// One that all steps train on, in fp32.
+// A batch on which all steps train, in fp32.
 struct FixedBatch {
   at::Tensor inputs;
   at::Tensor labels;
@@ -173,7 +174,7 @@ amp::Options amp_options(const WorkloadOptions& options, MemoryFormat format) {
   result.memory_format(layout_of(format));
   result.loss_scale_options(amp::LossScaleOptions().max_consecutive_skips(kMaxConsecutiveSkips));
   if (options.policy().has_value()) result.policy(*options.policy());
-  // The loss takes logits as they are.
+  // The loss accepts logits of any dtype.
   if (options.opt_level() != amp::OptLevel::O0) result.cast_model_outputs(dtype_16bit(options));
   return result;
 }
@@ -184,7 +185,7 @@ MemoryFormat chosen_format(const WorkloadOptions& options) {
                                                             : options.memory_format();
 }
 
-// Bytes of what is counted, each block of memory once.
+// Counts bytes, each block of memory once.
 class Bytes {
  public:
   std::int64_t of(const at::Tensor& tensor) {
@@ -227,7 +228,7 @@ class WorkloadTraining {
     return {value, skipped};
   }
 
-  // Parameters, masters and state: what stays between steps.
+  // Parameters, masters and state, which persist between steps.
   TensorMemory lasting_bytes() const {
     Bytes bytes;
     TensorMemory memory;
@@ -332,7 +333,8 @@ struct Workload::Impl {
         batch(make_batch(options, format)) {
     const TensorMemoryMeter meter;
     training = std::make_unique<WorkloadTraining>(options, format);
-    // After backward, when activations are gone; in the second step there is optimizer state.
+    // After backward, when activations have been freed; in the second step there is optimizer
+    // state.
     std::int64_t held = 0;
     std::int64_t steps = 0;
     while (steps < std::max<std::int64_t>(2, options.warm_up())) {

@@ -42,7 +42,7 @@ struct ByteSource::State {
     throw FileError(kIdx, expected + " '" + path.string() + "'", got, remedy);
   }
 
-  // Whether there is more of the file to use.
+  // Whether the file has more data.
   bool fill() {
     if (available > 0) return true;
     file.read(reinterpret_cast<char*>(buffer.data()), static_cast<std::streamsize>(buffer.size()));

@@ -100,8 +100,8 @@ void EncoderImpl::reset() {
   dropout = register_module("dropout", nn::Dropout(options_.dropout()));
   layers = register_module("layers", nn::ModuleList());
   for (std::int64_t i = 0; i < options_.layers(); ++i) layers->push_back(EncoderLayer(options_));
-  // A tied weight is registered once: LibTorch's parameters() would list it twice, and its
-  // optimizers step it twice.
+  // A tied weight is registered once: otherwise LibTorch's parameters() would list it twice, and
+  // its optimizers would step it twice.
   if (options_.tied_head()) {
     head_bias = register_parameter("head_bias", torch::zeros({options_.vocabulary()}));
   } else {

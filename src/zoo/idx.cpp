@@ -14,9 +14,9 @@ namespace semitone::zoo {
 namespace {
 
 constexpr unsigned kUint8 = 0x08;
-// What LibTorch prints and indexes without surprise; IDX itself allows 255.
+// The largest number of dimensions that LibTorch prints and indexes well; IDX itself allows 255.
 constexpr unsigned kMaxDimensions = 8;
-// Memory is taken as the data come, in doubling pieces from here on.
+// Memory is allocated as the data arrive, in doubling pieces from this size on.
 constexpr std::int64_t kFirstPiece = std::int64_t{16} << 20;
 
 std::string in(const std::filesystem::path& path) {
@@ -107,7 +107,7 @@ at::Tensor read_idx(const std::filesystem::path& path, std::int64_t max_bytes) {
     filled += static_cast<std::int64_t>(came);
     if (came < wanted) truncated(std::to_string(filled));
   }
-  // Reading on to the end also makes zlib check the sum over what it unpacked.
+  // Reading to the end also makes zlib check the checksum of the data.
   unsigned char more = 0;
   if (source.read(&more, 1) != 0) {
     throw FileError(kIdx, std::to_string(count) + " bytes of data" + in(path), "more",

@@ -26,7 +26,7 @@ nn::Sequential convolution(std::int64_t in, std::int64_t out, std::int64_t size,
       nn::BatchNorm2d(out));
 }
 
-// 1 x 1, 3 x 3, 1 x 1, and the way around them.
+// 1 x 1, 3 x 3, 1 x 1, and the shortcut.
 class BottleneckImpl : public nn::Cloneable<BottleneckImpl> {
  public:
   BottleneckImpl(std::int64_t in, std::int64_t width, std::int64_t stride, double gain)

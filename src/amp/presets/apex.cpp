@@ -2,10 +2,10 @@
 
 #include <array>
 
-// What NVIDIA Apex's O1 patches (commit e13873de, apex/amp/lists), by the ATen operators that those
-// Python functions call. Without a counterpart: softmin, normalize, local_response_norm and
-// multilabel_soft_margin_loss, which are made of listed operators, and Tensor.cpu. In-place forms
-// of the float list raise on a 16-bit tensor.
+// The functions that NVIDIA Apex's O1 patches (commit e13873de, apex/amp/lists), by the ATen
+// operators that they call. No counterparts exist for softmin, normalize, local_response_norm and
+// multilabel_soft_margin_loss, which consist of listed operators, and for Tensor.cpu. In-place
+// forms of the float list raise on a 16-bit tensor.
 namespace semitone::amp::presets {
 namespace {
 

@@ -2,11 +2,11 @@
 
 #include <array>
 
-// PaddlePaddle 3.3 (paddle/amp/amp_lists), by the ATen operators that correspond. Paddle's "mul"
-// and "matmul_v2" are matrix products. Without a counterpart: its fused and collective operators,
-// hsigmoid_loss, margin_cross_entropy; tanh_shrink and softmin are made of others. mse_loss is
-// Paddle's square and mean, smooth_l1_loss its huber_loss. What is in neither list is computed in
-// the widest dtype of its arguments, which is what LibTorch does with them by itself.
+// PaddlePaddle 3.3 (paddle/amp/amp_lists), by the corresponding ATen operators. Paddle's "mul" and
+// "matmul_v2" are matrix products. No counterparts exist for its fused and collective operators,
+// hsigmoid_loss and margin_cross_entropy; tanh_shrink and softmin consist of other operators.
+// mse_loss is Paddle's square and mean, smooth_l1_loss its huber_loss. Operators in neither list
+// compute in the widest dtype of their arguments, which LibTorch does by itself.
 namespace semitone::amp::presets {
 namespace {
 

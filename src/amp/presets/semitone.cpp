@@ -2,11 +2,11 @@
 
 #include <array>
 
-// The default. On a GPU it is LibTorch's list. On a CPU, where LibTorch's list leaves softmax,
-// exponentials and sums in 16 bits and lets mixed arguments of mv, dot, index_put, scatter_add and
-// bilinear fail with dtype errors, it is LibTorch's list for GPUs, and the rows that only
-// LibTorch's CPU list has (operators without a 16-bit CPU kernel). Recurrent networks run in 16
-// bits as a whole: in LibTorch's list LSTM does, GRU and the cells do not.
+// The default. On a GPU it is LibTorch's list. On a CPU, LibTorch's list leaves softmax,
+// exponentials and sums in 16 bits, and mixed arguments of mv, dot, index_put, scatter_add and
+// bilinear fail with dtype errors. There this preset is LibTorch's list for GPUs, with the rows
+// that only LibTorch's CPU list has (operators without a 16-bit CPU kernel). Recurrent networks run
+// in 16 bits as a whole: in LibTorch's list LSTM does, GRU and the cells do not.
 namespace semitone::amp::presets {
 namespace {
 

@@ -2,9 +2,9 @@
 
 #include <array>
 
-// LibTorch's own lists: what 2.11.0 registers on AutocastCPU (129 kernels) and AutocastCUDA (126),
-// and what 2.15.0 adds. Names carry their overloads, because these lists do: the out-of-place
-// overloads that LibTorch leaves out stay out.
+// LibTorch's own lists: the kernels that 2.11.0 registers on AutocastCPU (129) and AutocastCUDA
+// (126), and those that 2.15.0 adds. Names include their overloads, as in these lists: out-of-place
+// overloads that LibTorch omits are not listed.
 namespace semitone::amp::presets {
 namespace {
 

@@ -17,14 +17,15 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// fp32 partial sums have at most so many terms a lane or channel before they are added up in fp64.
-// Not more, because their rounding errors have one sign where all terms lack the same bits, as
-// 16-bit values minus a mean do: 2730 such terms were 3e-5 of their sizes off, random ones 1e-8.
+// fp32 partial sums have at most this many terms per lane or channel before they are added in fp64.
+// The limit matters because rounding errors have one sign if all terms lack the same bits, as
+// 16-bit values minus a mean do: 2730 such terms had an error of 3e-5 of their sizes, random ones
+// 1e-8.
 constexpr std::size_t kTerms = 256;
-// What a block of rows is made of is still in a cache for the second look that moments take.
+// The size of a block of rows, so that it is still in a cache when the moments read it again.
 constexpr std::size_t kBlock = 8 * 1024;
 
-// So many rows are added up together: channels' sums come from memory once for all of them.
+// Number of rows that are summed together, so that channels' sums are loaded once for all of them.
 constexpr std::size_t kTogether = 4;
 
 // Calls visit(row, number of rows as a type) for all of [begin, end), a few rows at a time.
@@ -36,7 +37,7 @@ HWY_INLINE void for_rows(std::size_t begin, std::size_t end, const Visit& visit)
   for (; row < end; ++row) visit(row, std::integral_constant<std::size_t, 1>());
 }
 
-// Elements of a plane, and rows, that are summed in fp32.
+// Number of elements of a plane, or of rows, that are summed in fp32.
 HWY_INLINE std::size_t plane_block() {
   return kTerms * hn::Lanes(Float());
 }
@@ -45,7 +46,7 @@ HWY_INLINE std::size_t row_block(std::size_t channels) {
   return std::clamp<std::size_t>(kBlock / channels, 8, kTerms);
 }
 
-// A per-channel value for the elements of a piece: one for all of a plane, one for each of a row.
+// A per-channel value for the elements of a piece: one for a whole plane, or one for each of a row.
 class PlaneValue {
  public:
   PlaneValue(const float* values, std::size_t channel)
@@ -67,14 +68,14 @@ class RowValue {
   const float* values_;
 };
 
-// A plane's or row's share of a channel.
+// The contribution of a plane or row to a channel.
 struct Part {
   double count;
   double mean;
   double m2;
 };
 
-// Chan, Golub and LeVeque.
+// The formula of Chan, Golub and LeVeque.
 HWY_INLINE void merge(const Part& part, double& count, double& mean, double& m2) {
   const double both = count + part.count;
   const double delta = part.mean - mean;
@@ -83,7 +84,7 @@ HWY_INLINE void merge(const Part& part, double& count, double& mean, double& m2)
   count = both;
 }
 
-// Around a mean that is rounded to fp32: its error, offset / count, is taken out again.
+// Around a mean that is rounded to fp32; its error, offset / count, is subtracted.
 HWY_INLINE Part make_part(double count, float centre, double offset, double squares) {
   return {count, static_cast<double>(centre) + offset / count,
           std::max(0.0, squares - offset * offset / count)};
@@ -165,7 +166,7 @@ void row_moments(const typename F::Stored* in, std::size_t rows, std::size_t cha
     std::fill(centre.begin(), centre.end(), 0.0F);
     std::fill(offset.begin(), offset.end(), 0.0F);
     std::fill(squares.begin(), squares.end(), 0.0F);
-    // Either look asks for a half of the next block: memory is never idle.
+    // Each of the two readings prefetches one half of the next block, so that memory is never idle.
     const std::size_t next = block * channels * sizeof(typename F::Stored);
     for_rows(0, count, [&](std::size_t row, auto together) {
       const typename F::Stored* from = first + row * channels;
@@ -241,7 +242,7 @@ void normalize_pieces(const BatchLayout& layout, const BatchNormalize& work, std
       auto v = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
       v = hn::Add(hn::Mul(v, scale.at(i, n)), shift.at(i, n));
       if (residual != nullptr) v = hn::Add(v, load_some(F{}, residual + offset + i, n));
-      // Not Max, which would lose NaNs.
+      // Not Max, which would drop NaNs.
       if (work.relu) v = hn::IfThenElse(hn::Lt(v, zero), zero, v);
       store_some(F{}, v, output + offset + i, n);
     });

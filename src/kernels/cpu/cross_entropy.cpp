@@ -18,7 +18,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// fp32 partial sums have at most so many terms a lane before they are added up in fp64.
+// fp32 partial sums have at most this many terms per lane before they are added in fp64.
 constexpr std::size_t kTerms = 256;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -33,7 +33,7 @@ HWY_INLINE void set_value(typename F::Stored* to, double value) {
   store_some(F{}, hn::Set(Float(), static_cast<float>(value)), to, 1);
 }
 
-// Lanes from `count` on get another value.
+// Replaces lanes from `count` on by another value.
 HWY_INLINE Vector fill_rest(Vector v, std::size_t count, float value) {
   const Float d;
   if (count == hn::Lanes(d)) return v;
@@ -44,18 +44,18 @@ HWY_INLINE double sum_of(Vector v) {
   return static_cast<double>(hn::GetLane(hn::SumOfLanes(Float(), v)));
 }
 
-// What the logits seen so far come to.
+// The running maximum and sum over the logits so far.
 struct Seen {
   float max = -kInfinity;
   double sum = 0;   // of exp(logit - centre)
   double away = 0;  // of logit - centre
 
-  // What is subtracted: the largest, but a finite number as long as all are -inf.
+  // The number that is subtracted: the maximum, but finite while all logits are -inf.
   float centre() const { return max == -kInfinity ? 0 : max; }
 };
 
-// Each block comes from memory for its maximum, and from the first-level cache for its sums. NaNs
-// get lost on the way to the maximum, but not to the sums.
+// Each block is loaded from memory for its maximum, and from the first-level cache for its sums.
+// The maximum drops NaNs, but the sums do not.
 template <class F, bool kAway>
 void see_block(const typename F::Stored* block, std::size_t before, std::size_t size, Seen& seen) {
   const Float d;
@@ -137,7 +137,7 @@ void gradients_of(const CrossEntropyRows& rows, const CrossEntropyGradient& work
     // Not grad * 0, which is NaN for an infinite gradient.
     const double shared = smoothing == 0 ? 0 : grad * smoothing / static_cast<double>(rows.classes);
 
-    // The target's, before the logit may be overwritten.
+    // The target's probability, before its logit may be overwritten.
     const auto at = static_cast<std::size_t>(rows.target[row]);
     const double target = static_cast<double>(value_at<F>(logits + at));
     const double probability = std::exp(target - max) * inv_sum;

@@ -20,8 +20,8 @@ namespace HWY_NAMESPACE {
 using Lanes32 = hn::CappedTag<float, kDropoutBlocks>;
 using Words32 = hn::RebindToUnsigned<Lanes32>;
 
-// for_masks calls visit(i, mask) for each vector of a group: which of its elements from i on are
-// dropped.
+// for_masks calls visit(i, mask) for each vector of a group; the mask marks the dropped elements
+// from i on.
 #if HWY_TARGET == HWY_SCALAR
 
 template <class Visit>
@@ -37,9 +37,9 @@ HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visi
 using Words64 = hn::RepartitionToWide<Words32>;
 using Word = hn::Vec<Words32>;
 
-// Philox of as many counters as there are lanes is computed in two halves: those of the even and of
-// the odd lanes, each in the lower 32 bits of 64. There a product of 32 x 32 bits is one
-// instruction, and what lands in the upper bits is never looked at.
+// Philox for as many counters as there are lanes is computed in two halves: the even and the odd
+// lanes, each in the lower 32 bits of 64. A product of 32 x 32 bits is then one instruction, and
+// the upper bits are never used.
 HWY_INLINE void philox_round(Word& w0, Word& w1, Word& w2, Word& w3, Word key0, Word key1) {
   const Words32 d32;
   const auto first = hn::MulEven(w0, hn::Set(d32, kPhiloxMultiplier0));
@@ -50,7 +50,7 @@ HWY_INLINE void philox_round(Word& w0, Word& w1, Word& w2, Word& w3, Word key0, 
   w3 = hn::BitCast(d32, first);
 }
 
-// The halves' words in one vector again.
+// Combines the halves' words into one vector.
 HWY_INLINE Word join(Word even, Word odd) {
   const Words32 d32;
   const Words64 d64;
@@ -61,7 +61,8 @@ template <class Visit>
 HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visit& visit) {
   const Words32 d32;
   const PhiloxKey key = key_of(work.stream);
-  // The number of a group's first block is a multiple of 16: counting its blocks carries nowhere.
+  // The number of a group's first block is a multiple of 16, so counting its blocks causes no
+  // carry.
   const PhiloxBlock counter = counter_of(work.stream, std::uint64_t{group} * kDropoutBlocks);
   const auto threshold = hn::Set(d32, work.threshold << 16);
   for (std::size_t from = 0; from < kDropoutBlocks; from += hn::Lanes(d32)) {
@@ -117,7 +118,7 @@ HWY_INLINE void ask_ahead_for_group(const typename F::Stored* from) {
 template <class In, class Out, bool kResidual>
 void groups_of(const DropoutWork& work, std::size_t begin, std::size_t end) {
   const auto* input = static_cast<const typename In::Stored*>(work.input);
-  // Never looked at where there is none.
+  // Never read if there is none.
   const auto* residual =
       static_cast<const typename Out::Stored*>(kResidual ? work.residual : work.output);
   auto* output = static_cast<typename Out::Stored*>(work.output);

@@ -17,7 +17,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// From here on both forms are x or 0 in fp32.
+// Beyond this bound both forms are x or 0 in fp32.
 constexpr float kFar = 16;
 
 HWY_INLINE Vector polynomial(Vector, float c) {
@@ -30,13 +30,13 @@ HWY_INLINE Vector polynomial(Vector x, float c0, More... more) {
   return hn::MulAdd(polynomial(x, more...), x, hn::Set(Float(), c0));
 }
 
-// Results go into vectors of the caller: not every processor has structures of vectors.
+// Results are written to the caller's vectors: not every processor supports structures of vectors.
 
-// Of the standard normal distribution at a >= 0: P(X > a), and the density.
+// For the standard normal distribution at a >= 0: P(X > a), and the density.
 //
-// P(X > a) = exp(-a^2 / 2) R(a), where R falls from 1/2 like 1 / a: as a polynomial in
-// (a - 3) / (a + 3), off by 1.1e-8 at most up to 14.6. So the tail keeps its relative accuracy, and
-// the density costs a multiplication.
+// P(X > a) = exp(-a^2 / 2) R(a), where R falls from 1/2 like 1 / a. It is a polynomial in
+// (a - 3) / (a + 3), with an error of at most 1.1e-8 up to 14.6. The tail therefore keeps its
+// relative accuracy, and the density costs one multiplication.
 HWY_INLINE void normal_at(Vector a, Vector& above, Vector& density) {
   const Float d;
   const auto bell = exp_of_negative(d, hn::Mul(hn::Mul(a, a), hn::Set(d, -0.5F)));
@@ -49,9 +49,9 @@ HWY_INLINE void normal_at(Vector a, Vector& above, Vector& density) {
   density = hn::Mul(bell, hn::Set(d, 0x1.988454p-2F));  // 1 / sqrt(2 pi)
 }
 
-// P(X > a) where the result is rounded to 16 bits, in half the time: P^(-1/32) as a polynomial.
-// Off by 5e-6 up to 7, a hundredth of what that rounding costs; by 2 % at 9, where P is 1e-19; 0
-// from 16 on, where the power is infinite.
+// P(X > a) for results that are rounded to 16 bits, in half the time: P^(-1/32) as a polynomial.
+// The error is 5e-6 up to 7, a hundredth of that rounding; 2 % at 9, where P is 1e-19. The result
+// is 0 from 16 on, where the power is infinite.
 HWY_INLINE Vector roughly_above(Vector a) {
   auto root = polynomial(a, 0x1.059b0cp+0F, 0x1.a17efep-6F, 0x1.5721bep-7F, 0x1.7999e8p-10F,
                          -0x1.9725dap-14F, 0x1.b56d76p-16F, -0x1.ea87c4p-21F, 0x1.d84572p-27F,
@@ -74,7 +74,7 @@ struct ErfGelu {
     } else {
       above = roughly_above(a);
     }
-    // Not Max, which would lose NaNs.
+    // Not Max, which would drop NaNs.
     const auto half = hn::Set(d, 0.5F);
     const auto positive_part = hn::MulAdd(x, half, hn::Mul(size, half));
     return hn::CopySign(hn::NegMulAdd(a, above, positive_part), x);  // -0 for -0
@@ -116,7 +116,7 @@ class TanhGelu {
   static constexpr float kLinear = 0x1.988454p+0F;  // 2 sqrt(2 / pi)
   static constexpr float kCubic = 0x1.2444f2p-4F;   // 0.044715 of that
 
-  // x^2 of an x that is not too far, 1 / (1 + exp(-2u)), and 1 minus that.
+  // x^2 of an x within the bound, 1 / (1 + exp(-2u)), and 1 minus that.
   static HWY_INLINE void logistic_at(Vector x, Vector& square, Vector& logistic, Vector& rest) {
     const Float d;
     const auto far = hn::Set(d, kFar);
@@ -146,7 +146,7 @@ HWY_INLINE void with_form(GeluForm form, const Work& work) {
 
 template <class F, class Form>
 void values(std::size_t columns, const Gelu& work, std::size_t begin, std::size_t end) {
-  // Without a bias, all rows are one.
+  // Without a bias all rows count as one.
   const std::size_t size = work.bias == nullptr ? (end - begin) * columns : columns;
   for (std::size_t offset = begin * columns; offset < end * columns; offset += size) {
     const auto* in = static_cast<const typename F::Stored*>(work.input) + offset;

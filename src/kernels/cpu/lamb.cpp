@@ -17,7 +17,7 @@ namespace HWY_NAMESPACE {
 struct LambMath : LambNumbers {
   using LambNumbers::LambNumbers;
 
-  // Moves the moments at element i of a span.
+  // Updates the moments at element i of a span.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE void move(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (decay != 0) grad = scaled_sum(d, decay, param, grad);
@@ -29,7 +29,7 @@ struct LambMath : LambNumbers {
     store_state(d, flush_subnormal(d, v), span, 1, i);
   }
 
-  // The update that the moments call for.
+  // The update that follows from the moments.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V update(D d, const UpdateSpan& span, std::size_t i, V param) const {
     const auto m = hn::Mul(load_state(d, span, 0, i), hn::Set(d, correction1));
@@ -38,7 +38,7 @@ struct LambMath : LambNumbers {
     return late_decay != 0 ? scaled_sum(d, late_decay, param, u) : u;
   }
 
-  // The second pass, as update_elements wants it.
+  // The second pass, in the form that update_elements needs.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V /*grad*/, V param) const {
     return scaled_sum(d, minus_step_size, update(d, span, i, param), param);

@@ -19,7 +19,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// Places, in lanes of an element's size.
+// Positions, in lanes of an element's size.
 template <class D>
 HWY_INLINE hn::Vec<D> load_places([[maybe_unused]] D d, const std::uint8_t* from,
                                   std::size_t count) {
@@ -32,8 +32,8 @@ HWY_INLINE void store_places(D, hn::Vec<D> places, std::uint8_t* to, std::size_t
   store_first(bytes, hn::DemoteTo(bytes, places), to, count);
 }
 
-// Integers that are ordered as the values are: equal for both zeros, kNan for NaNs, above all
-// others. So 16-bit values need no conversion.
+// Integers with the order of the values: equal for both zeros, and kNan, above all others, for
+// NaNs. 16-bit values therefore need no conversion.
 template <class T>
 constexpr T kNan = std::numeric_limits<T>::max();
 
@@ -48,7 +48,7 @@ HWY_INLINE BitVector<F> order_of(F, BitVector<F> bits) {
                         order);
 }
 
-// The part of a window that is in the input: [begin, end) there, `skipped` places after the
+// The part of a window that is in the input: [begin, end) there, `skipped` positions after the
 // window's first.
 struct Span {
   std::size_t begin;
@@ -119,7 +119,7 @@ HWY_INLINE Windows windows_of(const PoolAxis& axis, std::size_t i) {
   return {begin, std::max(begin, end)};
 }
 
-// Where an element is in a window of one direction.
+// The position of an element in a window of one direction.
 HWY_INLINE std::size_t place_in(const PoolAxis& axis, std::size_t window, std::size_t i) {
   return i + axis.padding - window * axis.stride;
 }
@@ -140,7 +140,7 @@ void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* 
     T place;  // the element's in it
   };
   std::array<Candidate, kMostPlaces> candidates;
-  // A division costs as much as a vector's work.
+  // A division costs as much as the work on a vector.
   std::vector<Windows> columns;
   for (std::size_t x = 0; x < width.input; ++x) columns.push_back(windows_of(width, x));
   for (std::size_t row = begin; row < end; ++row) {

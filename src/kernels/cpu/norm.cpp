@@ -38,8 +38,8 @@ template <class In>
 double sum_of_squares_of(const void* in, std::size_t size) {
   const hn::ScalableTag<float> d;
   const hn::ScalableTag<double> wide;
-  // Two sums: one alone would wait for its last addition. A square is exact in fp64, so a fused
-  // multiplication and addition rounds as the two do.
+  // Two sums, since a single one would wait for its last addition. A square is exact in fp64, so a
+  // fused multiplication and addition rounds like the two operations.
   auto lower = hn::Zero(wide);
   auto upper = hn::Zero(wide);
   for_each_vector(In{}, d, in, size, [&](auto v) HWY_ATTR {

@@ -14,8 +14,9 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// relu looks at sign and magnitude, which integers have too: those over the bits of -infinity are
-// positive numbers, 0, and NaNs of either sign; the least of all are the bits of -0.
+// relu depends on sign and magnitude, which the integer representations have too. Integers above
+// the bits of -infinity are positive numbers, 0, and NaNs of either sign; the smallest integer has
+// the bits of -0.
 template <class F>
 constexpr hn::TFromD<Bits<F>> kMinusZero = hwy::LimitsMin<hn::TFromD<Bits<F>>>();
 template <class F>

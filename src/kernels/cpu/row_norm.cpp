@@ -16,16 +16,18 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-// A lane's sums over a row have at most so many terms before they go on in fp64.
+// A lane's sums over a row have at most this many terms before they continue in fp64.
 constexpr std::size_t kTerms = 256;
-// So many vectors are added up side by side, since an addition takes four cycles.
+// Number of vectors that are summed in parallel, since an addition takes four cycles.
 constexpr std::size_t kChains = 4;
-// The gradient takes so many rows together: their shares of a column's sums meet in a register.
+// Number of rows that the gradient processes together: their contributions to a column sum are
+// added in a register.
 constexpr std::size_t kTogether = 4;
 
-// How far ahead the gradient asks for memory, in bytes: for the next rows, the gradients on the
-// first look at these and the inputs on the second. Rows of which two arrays do not fit into the
-// first-level cache beside the next ones would drive each other out: for nothing then.
+// Prefetch distance of the gradient in bytes, to the next rows: the gradients when it first reads
+// these rows, the inputs when it reads them again. If two arrays of a row do not fit in the
+// first-level cache together with the next ones, they would evict each other, so nothing is
+// prefetched then.
 template <class F, std::size_t kRows>
 HWY_INLINE std::size_t next_rows(std::size_t columns) {
   constexpr std::size_t kMost = 8 * 1024;
@@ -77,8 +79,8 @@ struct Moments {
   double variance;
 };
 
-// Two looks at the row, the second from the cache. The first mean is off by the roundings of its
-// sum; what the distances from it add up to corrects that, and a row of equal numbers has variance
+// Reads the row twice, the second time from the cache. The first mean has the rounding errors of
+// its sum. The sum of the deviations from it corrects that, and a row of equal numbers has variance
 // 0.
 template <class F>
 HWY_INLINE Moments moments_of(const typename F::Stored* in, std::size_t columns) {
@@ -97,7 +99,7 @@ HWY_INLINE Moments moments_of(const typename F::Stored* in, std::size_t columns)
         offset = hn::Add(offset, v);
         squares = hn::MulAdd(v, v, squares);
       });
-  // Not std::max, which would lose NaNs.
+  // Not std::max, which would drop NaNs.
   const double variance = (away.b - away.a * away.a / size) / size;
   return {static_cast<float>(static_cast<double>(centre) + away.a / size),
           variance < 0 ? 0 : variance};
@@ -148,7 +150,7 @@ struct GradientMeans {
   double g_times_a = 0;
 };
 
-// One row's share in the sums, at some of its columns.
+// The contribution of one row to the sums, at some of its columns.
 template <class F, bool kCentred>
 HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::size_t row,
                         std::size_t i, std::size_t n, std::size_t ahead, Vector weight,
@@ -168,7 +170,8 @@ HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::s
   bias_sum = hn::Add(bias_sum, upper);
 }
 
-// Of one row, or kTogether, from `row` on, whose shares are added to the columns' sums.
+// For one row, or kTogether rows, from `row` on, whose contributions are added to the columns'
+// sums.
 template <class F, bool kCentred, std::size_t kRows>
 HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work, std::size_t row,
                                float* weight_sums, float* bias_sums, GradientMeans* means) {
@@ -178,7 +181,7 @@ HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work,
   const std::size_t block = kTerms * hn::Lanes(d);
   const std::size_t ahead = next_rows<F, kRows>(columns);
   for (std::size_t first = 0; first < columns; first += block) {
-    // Not arrays: not every processor has arrays of vectors.
+    // Not arrays: not every processor supports arrays of vectors.
     auto g0 = hn::Zero(d), g1 = g0, g2 = g0, g3 = g0;
     auto ga0 = g0, ga1 = g0, ga2 = g0, ga3 = g0;
     for_vectors(std::min(block, columns - first), [&](std::size_t offset, std::size_t n) {

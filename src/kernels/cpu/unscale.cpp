@@ -24,7 +24,7 @@ bool unscale_elements(const void* in_bytes, const void* addend_bytes, void* out_
   auto* out = static_cast<typename Out::Stored*>(out_bytes);
   const auto inv_scale = hn::Set(d, scale);
   const std::size_t lanes = hn::Lanes(d);
-  // x - x is 0 for a finite x and NaN otherwise; adding it up keeps a NaN, and one test at the end
+  // x - x is 0 for a finite x and NaN otherwise. Its sum keeps a NaN, so one test at the end
   // suffices. The stored value is tested, since rounding to fp16 can overflow.
   auto poison = hn::Zero(d);
   const auto check = [](auto v) { return hn::Sub(v, v); };

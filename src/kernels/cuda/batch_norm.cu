@@ -6,9 +6,9 @@
 namespace semitone::kernels {
 namespace {
 
-// A batch as blocks of (kWarp, kTileRows) threads see it, each of whose threads has to do with one
-// channel only. With channels_last, a block has kWarp channels side by side, and a unit is a row.
-// Without, a block has one channel, and a unit is a segment of a plane, a warp's work.
+// A batch for blocks of (kWarp, kTileRows) threads, each of whose threads processes a single
+// channel. With channels_last, a block has kWarp neighbouring channels, and a unit is a row.
+// Without, a block has one channel, and a unit is a segment of a plane, one warp's work.
 struct Units {
   bool channels_last;
   std::size_t channels;
@@ -38,12 +38,12 @@ std::size_t cut(Units& units, std::size_t fewest, std::size_t most) {
   return ceil_divide(units.count, units.of_part);
 }
 
-// Some 100 blocks to the channel for large batches: parts cost another launch and 24 bytes each.
+// About 100 blocks per channel for large batches: parts cost another launch and 24 bytes each.
 std::size_t cut_for_sums(Units& units) {
   return cut(units, 32 * kTileRows, 128);
 }
 
-// Elements alone can be cut finer.
+// Work without reductions can be split into smaller units.
 std::size_t cut_for_elements(Units& units) {
   return cut(units, 4 * kTileRows, kMostGridRows);
 }
@@ -95,7 +95,7 @@ __device__ void for_elements(const Units& units, const Visit& visit) {
   });
 }
 
-// Over all threads that have this thread's channel.
+// Over all threads of this thread's channel.
 __device__ double channel_sum(const Units& units, double value) {
   return units.channels_last ? column_sum(value) : block_sum(value);
 }
@@ -113,7 +113,7 @@ struct Part {
   double m2 = 0;
 };
 
-// Chan, Golub and LeVeque.
+// The formula of Chan, Golub and LeVeque.
 __device__ void merge(Part& all, const Part& part) {
   const double both = all.count + part.count;
   const double delta = part.mean - all.mean;
@@ -122,10 +122,10 @@ __device__ void merge(Part& all, const Part& part) {
   all.count = both;
 }
 
-// Not more than lie in registers, where they are looked at twice.
+// No more than fit in registers, where they are read twice.
 constexpr int kHeld = 16;
 
-// Around a mean that is rounded to fp32: its error, offset / count, is taken out again.
+// Around a mean that is rounded to fp32; its error, offset / count, is subtracted.
 template <typename F>
 __device__ Part part_of(const void* input, std::size_t first, std::size_t step, int count) {
   float held[kHeld];
@@ -173,7 +173,7 @@ __global__ void part_moments(const __grid_constant__ Units units, const void* in
   results[2 * units.channels] = m2;
 }
 
-// A thread for each channel.
+// One thread per channel.
 __global__ void merge_moments(const double* parts, std::size_t count, std::size_t channels,
                               double* mean, double* m2) {
   const std::size_t channel = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -224,7 +224,7 @@ __global__ void part_gradient_sums(const __grid_constant__ Units units,
   results[units.channels] = all_centred;
 }
 
-// A thread for each sum.
+// One thread per sum.
 __global__ void add_gradient_sums(const double* parts, std::size_t count, std::size_t channels,
                                   double* sums, double* centred_sums) {
   const std::size_t channel = std::size_t{blockIdx.x} * kThreads + threadIdx.x;

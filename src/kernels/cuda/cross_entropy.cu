@@ -13,7 +13,7 @@ __device__ bool is_class(const CrossEntropyRows& rows, std::size_t row) {
   return rows.target[row] >= 0 && static_cast<std::size_t>(rows.target[row]) < rows.classes;
 }
 
-// One block for each row.
+// One block per row.
 template <typename F>
 __global__ void loss_of_row(const __grid_constant__ CrossEntropyRows rows,
                             const __grid_constant__ CrossEntropyResults results) {
@@ -27,7 +27,7 @@ __global__ void loss_of_row(const __grid_constant__ CrossEntropyRows rows,
     return;
   }
   const std::size_t first = row * rows.stride;
-  // NaNs get lost on the way to the maximum, but not to the sums.
+  // The maximum drops NaNs, but the sums do not.
   float own_max = -kInfinity;
   for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
     own_max = LargerNumber{}(own_max, load<F>(rows.logits, first + i));
@@ -53,8 +53,8 @@ __global__ void loss_of_row(const __grid_constant__ CrossEntropyRows rows,
   results.inv_sum[row] = static_cast<float>(1 / sum);
 }
 
-// One block for each row. Every element is read and written by one thread alone, since the output
-// may be the logits.
+// One block per row. Every element is read and written by one thread only, since the output may be
+// the logits.
 template <typename F>
 __global__ void gradient_of_row(const __grid_constant__ CrossEntropyRows rows,
                                 const __grid_constant__ CrossEntropyGradient work) {

@@ -6,8 +6,8 @@
 namespace semitone::kernels {
 namespace {
 
-// A thread takes a block of Philox, whose eight numbers belong to elements kDropoutBlocks apart: so
-// sixteen threads read sixteen neighbours.
+// A thread computes a block of Philox, whose eight numbers belong to elements kDropoutBlocks apart,
+// so that sixteen threads read sixteen neighbours.
 template <typename In, typename Out>
 __global__ void drop(const __grid_constant__ DropoutWork work, std::uint64_t philox_blocks) {
   const PhiloxKey key = key_of(work.stream);
@@ -31,7 +31,7 @@ __global__ void drop(const __grid_constant__ DropoutWork work, std::uint64_t phi
 template <typename In, typename Out>
 void drop_all(const DropoutWork& work, CudaStream stream) {
   const std::uint64_t blocks = ceil_divide(work.size, kDropoutGroup) * kDropoutBlocks;
-  // Beyond so many blocks of threads, each does more.
+  // Above this number of blocks of threads, each does more.
   constexpr std::size_t kMost = 1 << 16;
   const auto grid = static_cast<unsigned>(std::min(ceil_divide(blocks, kThreads), kMost));
   launch(stream, grid, kThreads, drop<In, Out>, work, blocks);

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Elements in memory and as fp32, by the definitions of rounding.h.
+// Conversion between elements in memory and fp32, as defined by rounding.h.
 namespace semitone::kernels {
 
 __device__ inline std::uint32_t bits_of(float value) {
@@ -41,7 +41,7 @@ struct Bf16 {
   static __device__ std::uint16_t stored(float value) { return bf16_from_fp32(bits_of(value)); }
 };
 
-// Calls work(format as a type).
+// Calls work with the format as a type.
 template <typename Work>
 void with_format(Format format, const Work& work) {
   switch (format) {
@@ -64,7 +64,7 @@ __device__ inline void store(float value, void* to, std::size_t i) {
   static_cast<typename F::Stored*>(to)[i] = F::stored(value);
 }
 
-// Formats looked at anew for each element: all threads of a warp go the same way.
+// Formats are checked again for each element: all threads of a warp take the same branch.
 __device__ inline float load(Format format, const void* from, std::size_t i) {
   switch (format) {
     case Format::fp32:

@@ -6,14 +6,14 @@
 namespace semitone::kernels {
 namespace {
 
-// From here on both forms are x or 0 in fp32.
+// Beyond this bound both forms are x or 0 in fp32.
 constexpr float kFar = 16;
 
 constexpr float kRootHalf = 0x1.6a09e6p-1F;       // 1 / sqrt(2)
 constexpr float kRootHalfRest = 0x1.99fcf0p-27F;  // less that
 
 // P(X < x) of the standard normal distribution. In the tail the rounding of x / sqrt(2) alone would
-// be 5e-6 at -10; erfc(a + lost) is erfc(a) (1 - 2 a lost) there.
+// cause an error of 5e-6 at -10; erfc(a + lost) is erfc(a) (1 - 2 a lost) there.
 __device__ float normal_below(float x) {
   const float a = x * -kRootHalf;
   const float below = 0.5F * erfcf(a);
@@ -60,8 +60,8 @@ __device__ float slope_at(GeluForm form, float x) {
          logistic.value;
 }
 
-// Without bias and sums, elements have no columns. With, a block is for kWarp columns and a part of
-// the rows; a part has 256 rows at most, of which a thread does 32.
+// Without bias and sums, elements have no columns. With them, a block covers kWarp columns and a
+// part of the rows; a part has at most 256 rows, of which a thread processes 32.
 struct Elements {
   std::size_t columns;
   std::size_t rows;
@@ -128,7 +128,7 @@ __global__ void gradients_by_column(const __grid_constant__ GeluGradient work,
     parts[blockIdx.x * elements.columns + column] = static_cast<float>(all);
 }
 
-// Four elements a thread, and more where there are very many.
+// Four elements per thread, and more for very large tensors.
 unsigned flat_grid(std::size_t size) {
   constexpr std::size_t kMost = 1 << 16;
   return static_cast<unsigned>(std::min(ceil_divide(size, 4 * std::size_t{kThreads}), kMost));

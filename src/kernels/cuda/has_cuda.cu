@@ -10,12 +10,12 @@
 namespace semitone::kernels {
 namespace {
 
-// 8.0 as 800, which is how __CUDA_ARCH_LIST__ has it.
+// 8.0 as 800, the format of __CUDA_ARCH_LIST__.
 std::string capability(int number) {
   return std::to_string(number / 100) + "." + std::to_string(number / 10 % 10);
 }
 
-// Nothing if the device's compute capability is one that this file is compiled for, or a later one.
+// Nothing if this file is compiled for the device's compute capability or an earlier one.
 std::string why_not(int device) {
   int major = 0;
   int minor = 0;
@@ -33,7 +33,7 @@ std::string why_not(int device) {
          ", if nvcc still knows it)";
 }
 
-// Of each device.
+// For each device.
 struct Reasons {
   Reasons() {
     int count = 0;

@@ -7,7 +7,7 @@ namespace {
 struct LambMath : LambNumbers {
   using LambNumbers::LambNumbers;
 
-  // Moves the moments at element i of a span.
+  // Updates the moments at element i of a span.
   __device__ void move(const UpdateSpan& span, std::size_t i, float grad, float param) const {
     if (decay != 0) grad = scaled_sum(decay, param, grad);
     const float m = scaled_sum(beta1, load_state(span, 0, i), averaged * grad);
@@ -16,7 +16,7 @@ struct LambMath : LambNumbers {
     store_state(flush_subnormal(v), span, 1, i);
   }
 
-  // The update that the moments call for.
+  // The update that follows from the moments.
   __device__ float update(const UpdateSpan& span, std::size_t i, float param) const {
     const float m = load_state(span, 0, i) * correction1;
     const float v = load_state(span, 1, i) * correction2;
@@ -24,7 +24,7 @@ struct LambMath : LambNumbers {
     return late_decay != 0 ? scaled_sum(late_decay, param, u) : u;
   }
 
-  // The second pass, as update_table wants it.
+  // The second pass, in the form that update_table needs.
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float /*grad*/,
                               float param) const {
     return scaled_sum(minus_step_size, update(span, i, param), param);

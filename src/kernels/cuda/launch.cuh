@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <limits>
 
-// Starting kernels.
+// Launches kernels.
 namespace semitone::kernels {
 
 constexpr unsigned kWarp = 32;
@@ -17,7 +17,7 @@ constexpr unsigned kWarp = 32;
 constexpr unsigned kThreads = 256;
 // The same as a tile: 32 columns, so that a warp reads neighbours, of 8 rows.
 constexpr unsigned kTileRows = kThreads / kWarp;
-// Sums have at most so many terms in fp32 before they go on in fp64.
+// Sums have at most this many terms in fp32 before they continue in fp64.
 constexpr int kTerms = 256;
 
 // Whole warps, with a few elements for each thread of a short row.

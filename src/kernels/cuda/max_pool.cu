@@ -4,10 +4,10 @@
 namespace semitone::kernels {
 namespace {
 
-// A block has kTileRows places of one row of a plane, and kWarp of their channels at a time.
+// A block covers kTileRows positions in one row of a plane, and kWarp of their channels at a time.
 constexpr dim3 kTile(kWarp, kTileRows);
 
-// The part of a window that is in the input: [begin, end) there, `skipped` places after the
+// The part of a window that is in the input: [begin, end) there, `skipped` positions after the
 // window's first.
 struct Span {
   std::size_t begin;
@@ -67,7 +67,7 @@ __device__ Windows windows_of(const PoolAxis& axis, std::size_t i) {
   return {begin, begin > end ? begin : end};
 }
 
-// Where an element is in a window of one direction.
+// The position of an element in a window of one direction.
 __device__ std::size_t place_in(const PoolAxis& axis, std::size_t window, std::size_t i) {
   return i + axis.padding - window * axis.stride;
 }

@@ -1,8 +1,8 @@
 #include "semitone/core/error.h"
 #include "src/kernels/cuda/cuda_kernels.h"
 
-// In place of the CUDA kernels where there is no nvcc. They are not called, since
-// why_no_cuda_kernels has a reason for every device.
+// Replaces the CUDA kernels if there is no nvcc. These functions are not called, since
+// why_no_cuda_kernels returns a reason for every device.
 namespace semitone::kernels {
 namespace {
 

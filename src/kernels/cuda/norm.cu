@@ -10,7 +10,7 @@ struct Item {
   __host__ __device__ std::size_t size() const { return span.size; }
 };
 
-// What an element adds to the result.
+// The contribution of an element to the result.
 struct Square {
   __device__ double operator()(float value) const {
     return static_cast<double>(value) * static_cast<double>(value);

@@ -8,10 +8,11 @@
 
 #include <cstddef>
 
-// The second look of a reduction over many tensors: results of blocks become those of tensors.
+// The second stage of a reduction over many tensors: combines the results of blocks into those of
+// tensors.
 namespace semitone::kernels {
 
-// Of each tensor: where its blocks' results begin, and how many there are.
+// For each tensor: the first of its blocks' results, and their number.
 struct PartRange {
   unsigned first;
   unsigned count;
@@ -20,8 +21,8 @@ struct PartRanges {
   PartRange ranges[kMostItems];
 };
 
-// One block for each tensor and value; a block's results are `values` numbers side by side, and so
-// are a tensor's.
+// One block per tensor and value. A block's results are `values` neighbouring numbers, and so are a
+// tensor's.
 template <typename Join>
 __global__ void join_parts(const __grid_constant__ PartRanges tensors, unsigned values,
                            const double* parts, double* results, Join join) {

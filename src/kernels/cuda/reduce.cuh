@@ -4,15 +4,15 @@
 
 #include <cuda_runtime.h>
 
-// Sums and maxima over threads, in an order that depends on nothing but the size of a block. Every
-// thread of a block has to take part, and every thread of a group gets the result.
+// Sums and maxima over threads, in an order that depends only on the size of a block. Every thread
+// of a block must take part, and every thread of a group gets the result.
 namespace semitone::kernels {
 
 struct Plus {
   __device__ double operator()(double a, double b) const { return a + b; }
 };
 
-// The larger one, NaN if one is.
+// The maximum, or NaN if one is NaN.
 struct LargerOrNan {
   template <typename T>
   __device__ T operator()(T a, T b) const {
@@ -20,7 +20,7 @@ struct LargerOrNan {
   }
 };
 
-// The larger one, a number if one is.
+// The maximum, or the other number if one is NaN.
 struct LargerNumber {
   template <typename T>
   __device__ T operator()(T a, T b) const {

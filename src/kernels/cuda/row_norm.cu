@@ -8,7 +8,7 @@ __device__ float weight_at(const float* weight, std::size_t i) {
   return weight == nullptr ? 1 : weight[i];
 }
 
-// One block for each row.
+// One block per row.
 template <typename F>
 __global__ void normalize_row(const __grid_constant__ RowNormalize work, std::size_t columns) {
   const std::size_t row = blockIdx.x;
@@ -17,8 +17,8 @@ __global__ void normalize_row(const __grid_constant__ RowNormalize work, std::si
   float mean = 0;
   double variance = 0;
   if (work.centred) {
-    // Two looks at the row. The first mean is off by the roundings of its sum; what the distances
-    // from it add up to corrects that, and a row of equal numbers has variance 0.
+    // Reads the row twice. The first mean has the rounding errors of its sum. The sum of the
+    // deviations from it corrects that, and a row of equal numbers has variance 0.
     WideSum own;
     for (std::size_t i = threadIdx.x; i < columns; i += blockDim.x)
       own.add(load<F>(work.input, first + i));
@@ -55,7 +55,7 @@ __global__ void normalize_row(const __grid_constant__ RowNormalize work, std::si
   }
 }
 
-// One block for each row: the gradient of the input.
+// One block per row: the gradient of the input.
 template <typename F>
 __global__ void gradient_of_row(const __grid_constant__ RowNormGradient work, std::size_t columns) {
   const std::size_t row = blockIdx.x;
@@ -85,7 +85,7 @@ __global__ void gradient_of_row(const __grid_constant__ RowNormGradient work, st
   }
 }
 
-// A block for kWarp columns and a part of the rows, of at most 256: kTileRows sums of 32 terms.
+// One block for kWarp columns and a part of the rows, of at most 256: kTileRows sums of 32 terms.
 template <typename F>
 __global__ void column_sums(const __grid_constant__ RowNormGradient work, std::size_t columns,
                             std::size_t rows, std::size_t rows_of_part, float* parts) {

@@ -7,11 +7,11 @@
 #include <algorithm>
 #include <cstddef>
 
-// One launch for many tensors: what a kernel has to know of each travels in its arguments, which
-// lie in constant memory. Each block of threads does kCudaBlockElements of one tensor.
+// One launch for many tensors: the kernel's arguments contain the data of each tensor, in constant
+// memory. Each block of threads processes kCudaBlockElements of one tensor.
 namespace semitone::kernels {
 
-// 64 optimizer steps take 11 KiB, of the 32 KiB that arguments may take.
+// 64 optimizer steps take 11 KiB of the 32 KiB that arguments may take.
 constexpr unsigned kMostItems = 64;
 
 template <typename Item>
@@ -21,7 +21,7 @@ struct Table {
   Item items[kMostItems];
 };
 
-// What a block has to do: elements [begin, end) of an item.
+// The work of a block: elements [begin, end) of an item.
 struct Share {
   unsigned item;
   std::size_t begin;
@@ -31,7 +31,7 @@ struct Share {
 // Item must have a `size()`, the number of its elements.
 template <typename Item>
 __device__ Share share_of_block(const Table<Item>& table) {
-  // The last item that begins at this block or before it: an empty one begins where the next does.
+  // The last item that begins at this block or before it. An empty item begins where the next does.
   unsigned item = 0;
   unsigned end = table.count;
   while (end - item > 1) {

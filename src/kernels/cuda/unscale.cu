@@ -13,7 +13,7 @@ __device__ bool finite(float value) {
   return value - value == 0;
 }
 
-// out = in * inv_scale + addend. Returns whether that is to be reported.
+// out = in * inv_scale + addend. Returns whether found_inf must be set.
 template <typename Out>
 __device__ bool unscale_element(const UnscaleSpan& span, std::size_t i, float inv_scale) {
   const float product = load(span.in_format, span.in, i) * inv_scale;
@@ -51,7 +51,7 @@ __global__ void unscale_table(const __grid_constant__ Table<Item> table, float i
       found = unscale_share<Bf16>(span, share, inv_scale);
       break;
   }
-  // All that write it write the same.
+  // All threads that write it write the same value.
   if (found) *found_inf = 1;
 }
 

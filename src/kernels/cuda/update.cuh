@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Walking over the UpdateSpans of a table, an element for each thread at a time.
+// Processes the UpdateSpans of a table, one element per thread at a time.
 namespace semitone::kernels {
 
 template <typename Rule>
@@ -34,7 +34,7 @@ __device__ inline float flush_subnormal(float value) {
   return number_of(flush_subnormal(bits_of(value)));
 }
 
-// To nearest, where the state is not fp32.
+// Rounded to nearest, if the state is not fp32.
 __device__ inline void store_state(float value, const UpdateSpan& span, int k, std::size_t i) {
   store(span.state_format, value, span.state[k], i);
 }
@@ -83,8 +83,8 @@ __device__ inline bool is_set(const float* found_inf) {
   return found_inf != nullptr && *found_inf != 0;
 }
 
-// new parameter = math(span, i, gradient, parameter) for every element; math, which is made of the
-// rule, loads and stores the state at element i itself.
+// new parameter = math(span, i, gradient, parameter) for every element. math is made of the rule,
+// and itself loads and stores the state at element i.
 template <typename Math, typename Rule>
 __global__ void update_table(const __grid_constant__ Table<UpdateItem<Rule>> table,
                              const Rule* rules_on_device, const float* found_inf) {

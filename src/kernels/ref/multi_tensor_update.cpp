@@ -20,7 +20,7 @@ at::Tensor join_split_master(const at::Tensor& param, const at::Tensor& low) {
 
 void split_master(const at::Tensor& value, const at::Tensor& param, const at::Tensor& low) {
   const at::NoGradGuard no_grad;
-  // In halves, and their halves: what is made on the way takes 16 bytes an element.
+  // Split recursively into halves, since temporaries take 16 bytes per element.
   constexpr std::int64_t kMost = 1 << 20;
   if (value.numel() > kMost) {
     const auto largest = std::max_element(value.sizes().begin(), value.sizes().end());
@@ -74,7 +74,7 @@ at::Tensor flush_subnormal(const at::Tensor& value) {
   return value.masked_fill(value.abs().lt(smallest), 0);
 }
 
-// Products are tensors of their own: add(tensor, alpha) would fuse them with the addition on some
+// Products are separate tensors: add(tensor, alpha) would fuse them with the addition on some
 // processors.
 at::Tensor accumulated(const at::Tensor& average, double keep, const at::Tensor& added) {
   return flush_subnormal(average.to(added.scalar_type()).mul(keep).add(added));
@@ -96,7 +96,7 @@ at::Tensor hash_bits(at::Tensor x) {
   return x.bitwise_xor(shift_right(x, 16));
 }
 
-// Random bits for each element, by its place in memory.
+// Random bits for each element, by its position in memory.
 at::Tensor random_bits(const Update& item) {
   const at::Tensor places = at::arange(item.param.numel(), item.param.options().dtype(at::kLong));
   const at::Tensor numbers = item.param.is_non_overlapping_and_dense()
