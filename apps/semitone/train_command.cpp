@@ -223,7 +223,7 @@ void require_state(const TrainFlags& flags) {
                   "to start a new training with this file, pass it to --save too");
 }
 
-// The file for this process's state, unless another process of the job saves it.
+// The signal that this process received, or SIGTERM if another process of the job received one.
 int signal_of_stop() {
   const int own = stop_signal;
   return own != 0 ? own : SIGTERM;

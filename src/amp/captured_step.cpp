@@ -98,6 +98,13 @@ class OthersAside {
 
 }  // namespace
 
+// A step is in one of three stages. It warms up until options.warmup steps have run operator by
+// operator, which also finds the parameters that get gradients. The next step is captured: record()
+// runs forward, backward and the update on the device's memory, without changing the host's state.
+// All later steps replay: they copy the batch and the numbers to the device, launch the graph, and
+// end_step() updates the host's state (scales, counters, step counts, versions). If memory, state
+// or trained parameters have changed (is_current), the step is dropped, one step runs operator by
+// operator, and the next is captured again.
 struct CapturedStep::Impl {
   using State = MixedPrecision::Impl;
 

@@ -24,6 +24,23 @@
 #include <unordered_set>
 #include <utility>
 
+// A gradient passes through these states between backward and step():
+//
+// - In the model: parameter.grad, as backward left it.
+// - Moved (take_gradients): master.grad has the unscaled fp32 gradient, and the model has none.
+// - Deferred (defer_gradients): Pair::deferred has the model's 16-bit gradient, still scaled, and
+//   master.grad is Pair::placeholder, a NaN. step() reads it from there in one pass, or
+//   move_deferred_gradients() moves it after all. If the placeholder has been dropped, replaced or
+//   filled in the meantime (is_deferred), that change wins.
+// - Shown, in addition to moved or deferred (show_gradients): parameter.grad is the tensor that
+//   step() will read (Pair::shown). Every function that needs the states above calls
+//   hide_gradients() first.
+//
+// Weights have states too. A pair agrees while both versions and addresses are those recorded by
+// agreed(). pull() copies changed elements of a parameter to its master; sync() also rounds a
+// changed master into its parameter. maybe_stepped_ stands for changes of masters that no version
+// counter shows.
+
 namespace semitone::amp {
 namespace {
 

@@ -16,6 +16,18 @@
 #include <random>
 #include <utility>
 
+// On rank 0 a connection goes through these states. It is a newcomer until its first line, "hello"
+// with the token, makes it a peer; newcomers that send anything else are dropped after the silence.
+// A peer is alive until it says "bye" (left), its connection closes without that (lost), or it is
+// silent for too long (lost). Other ranks have one peer, rank 0, with the same states.
+//
+// Only the first loss counts: set_loss() keeps it, and later losses are ignored. Rank 0 sends it
+// to all peers, also to those that arrive later. A rank that only knows that a collective failed
+// asks for the cause with "blame", and waits for rank 0's "lost" (explain, give_up).
+//
+// The thread owns connections and peers. Callers communicate with it through requests_, guarded by
+// mutex_, and wait for its results on news_.
+
 namespace semitone::comm {
 namespace {
 
@@ -123,7 +135,7 @@ bool Watch::has_left() const {
 void Watch::give_up(const std::string& what) {
   std::unique_lock lock(mutex_);
   request("blame " + format_loss({{options_.rank}, what}));
-  // The reply of rank 0.
+  // Wait for rank 0's reply.
   news_.wait_for(lock, std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2)),
                  [this] { return loss_.has_value(); });
 }

@@ -26,8 +26,9 @@
 // stopped, or whose machine is lost, becomes silent. Rank 0 informs all others. The first loss is
 // the one that counts, so that all ranks name the same rank.
 //
-// The messages are lines. To rank 0: "hello TOKEN RANK", "beat CALLS", "blame RANKS: WHAT", "bye".
-// From rank 0: "beat CALLS RANKS" (the smallest number of calls, and the ranks with it), "left
+// The messages are lines. To rank 0: "hello TOKEN RANK", "beat CALLS", "blame RANKS: WHAT",
+// "arrive COUNT PLACE" (of COUNT ranks that meet there), "who PLACE", "bye". From rank 0: "beat
+// CALLS RANKS" (the smallest number of calls, and the ranks with it), "arrived RANKS PLACE", "left
 // RANK", "lost RANKS: WHAT", "bye".
 namespace semitone::comm {
 

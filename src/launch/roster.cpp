@@ -7,6 +7,21 @@
 
 #include <algorithm>
 
+// The job alternates between two phases.
+//
+// While it gathers (no node is running or done), nodes that join become `waiting`. The attempt
+// begins when all nodes.max have joined, or when nodes.min have joined and the last call is over,
+// or, after a failure, as soon as as many nodes as before are back. If join_timeout passes first,
+// the job ends.
+//
+// While an attempt runs, its nodes are `running`, then `done`. The job ends when all are done. A
+// failure or a lost node ends it too, unless a restart is left. A restart makes all members
+// `stopping`; each joins again once its processes have ended, and the next attempt waits for all of
+// them. Newcomers also cause a restart, after their last call, which does not count towards
+// max_restarts.
+//
+// A node without room is a `spare`, and takes part as soon as there is room for it.
+
 namespace semitone::launch {
 namespace {
 

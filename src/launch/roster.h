@@ -77,7 +77,8 @@ class Roster {
   std::string newcomers() const;
   std::string spares() const;
   int count(State state) const;
-  // Whether nodes have finished, which would have to do everything again.
+  // Whether newcomers are admitted: not once some nodes are done, which would have to repeat
+  // everything.
   bool takes_in_newcomers() const { return !is_over() && !some_are_done_; }
   bool is_gathering() const { return count(State::running) + count(State::done) == 0; }
   void begin();

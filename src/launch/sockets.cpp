@@ -67,8 +67,8 @@ in_addr_t v4_of(const sockaddr* address) {
   return ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr);
 }
 
-// Whether a name means every address, or one that is reachable from this machine only: of
-// 127.0.0.0/8, an interface has one.
+// Whether an address is the wildcard, or a loopback address. The list of interfaces contains a
+// single address of 127.0.0.0/8.
 bool is_wildcard_or_loopback(const sockaddr* address) {
   if (address->sa_family != AF_INET6)
     return v4_of(address) == INADDR_ANY || v4_of(address) >> 24 == IN_LOOPBACKNET;
