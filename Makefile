@@ -1,11 +1,11 @@
-# The front door. Every target sets up what is missing, says what it does, and does nothing twice.
+# The main entry point. Every target sets up what is missing, reports what it does, and repeats no work.
 #
-#   PRESET=release|debug|asan|tsan|cuda   how to build          (CMakePresets.json)
-#   TORCH=2.11.0                          which LibTorch to get (tools/setup.sh)
-#   SEMITONE_LIBTORCH=DIR                 a LibTorch that you have: the folder that holds include/ and lib/
-#   JOBS=N                                compile jobs, default: one per core
-#   NPROC=N|auto                          processes of mnist-ddp, default: 2
-#   SEMITONE_PEER_PYTHON=PYTHON           one that has torch, for bench-compare; default: bench-peers installs it
+#   PRESET=release|debug|asan|tsan|cuda   the kind of build             (CMakePresets.json)
+#   TORCH=2.11.0                          the LibTorch release to fetch (tools/setup.sh)
+#   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
+#   JOBS=N                                number of compile jobs, default: one per core
+#   NPROC=N|auto                          number of processes of mnist-ddp, default: 2
+#   SEMITONE_PEER_PYTHON=PYTHON           a Python with torch, for bench-compare; default: bench-peers installs one
 
 PRESET ?= release
 TORCH ?= 2.11.0
@@ -23,7 +23,7 @@ say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-setup:  ## Install packages and LibTorch where they are missing
+setup:  ## Install missing packages and LibTorch
 	@tools/setup.sh
 
 configure: setup  # ninja configures again by itself when a CMake file changes
@@ -31,7 +31,7 @@ configure: setup  # ninja configures again by itself when a CMake file changes
 	  cmake --preset $(PRESET) -B $(BUILD) -DSEMITONE_LIBTORCH=$(LIBTORCH) > $(BUILD).log 2>&1 \
 	    || { cat $(BUILD).log; rm -f $(BUILD)/build.ninja; exit 1; }; }
 
-program: configure  ## Build the program ./semitone alone
+program: configure  ## Build the program ./semitone only
 	$(say) "compiling the program semitone with $(JOBS) jobs"
 	@cmake --build $(BUILD) -j $(JOBS) --target semitone_cli
 
@@ -51,7 +51,7 @@ test: build  ## Build and run every test
 	$(say) "running the tests"
 	@ctest --test-dir $(BUILD) --output-on-failure $(ARGS)
 
-test-isa: build  ## Run the tests of numbers at every instruction set, from SSE4.1 to this processor's
+test-isa: build  ## Run the numerical tests at every instruction set, from SSE4.1 to this processor's
 	$(say) "running the tests of numbers at every instruction set"
 	@ctest --test-dir $(BUILD) --output-on-failure -C isa -L isa $(ARGS)
 
@@ -60,10 +60,10 @@ bench: configure  ## Build and run the benchmarks
 	@cmake --build $(BUILD) -j $(JOBS) --target semitone_benchmarks
 	@for program in $(BUILD)/benchmarks/*_bench; do echo "== $$program"; $$program $(ARGS) || exit 1; done
 
-bench-peers:  ## Install PyTorch and Paddle beside, to compare with
+bench-peers:  ## Install PyTorch and Paddle for comparison
 	@benchmarks/peers/install.sh
 
-bench-compare: program bench-peers  ## Compare training speed with theirs, into build/bench/
+bench-compare: program bench-peers  ## Compare training speed with PyTorch and Paddle, into build/bench/
 	$(say) "some 20 minutes; nothing else should run on the machine"
 	@python3 benchmarks/compare.py --program $(BUILD)/apps/semitone $(ARGS)
 

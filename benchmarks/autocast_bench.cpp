@@ -1,5 +1,6 @@
-// What a region costs an operator: chains of operators on tensors so small that nothing else counts, in LibTorch's own
-// autocast, in a region of the preset `torch` (the same rows) and in one of the preset `semitone`.
+// The cost of a region per operator. Chains of operators run on tensors so small that nothing else
+// matters: in LibTorch's own autocast, in a region of the preset `torch` (the same rows) and in one
+// of the preset `semitone`.
 #include "benchmarks/support/interleave.h"
 #include "semitone/amp/autocast.h"
 #include "semitone/core/error.h"
@@ -21,7 +22,7 @@ struct Chain {
   torch::Tensor (*step)(const torch::Tensor& x, const torch::Tensor& weight);
 };
 
-// LibTorch's own region: what torch.autocast does.
+// LibTorch's own region, like torch.autocast.
 class StockRegion {
  public:
   StockRegion() : enabled_(at::autocast::is_autocast_enabled(at::kCPU)) {
@@ -52,7 +53,7 @@ void require_equal(const torch::Tensor& got, const torch::Tensor& expected, cons
   }
 }
 
-// The first timing is that of stock.
+// The first timing is LibTorch's own region.
 void print_added(const std::vector<semitone::bench::Timing>& timings) {
   constexpr double kPerOperator = 1e6 / kOperators;
   const auto& stock = timings.front();

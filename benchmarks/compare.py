@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compares the speed of `semitone bench` with PyTorch's and Paddle's on the same workloads: docs/performance.md.
 
-    compare.py [WORKLOAD ...] [flags] [-- flags of semitone bench for sizes, for everybody: --batch-size 4 …]
+    compare.py [WORKLOAD ...] [flags] [-- flags of semitone bench for sizes, for all contenders: --batch-size 4 …]
 
 Starts each contender as a process that checks itself and warms up, then asks one after the other for a few steps, round after round,
-each round beginning with another one. Whoever is not asked waits for its standard input and computes nothing. Prints a table, and
-writes WORKLOAD.json, WORKLOAD.svg and what each contender said (*.log) to a folder.
+each round beginning with another one. Meanwhile the others wait for their standard input and compute nothing. Prints a table, and
+writes WORKLOAD.json, WORKLOAD.svg and each contender's output (*.log) to a folder.
 """
 import argparse
 import datetime
@@ -22,7 +22,7 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 WORKLOADS = ["mnist", "resnet50", "encoder"]
-# What a round asks each contender for: about a second, or one step.
+# Steps of each contender in a round: about a second, or one step.
 STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1}
 OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
 TORCH = {f"pytorch {mode}": ["--mode", mode] for mode in ("fp32", "bf16", "compile")}
@@ -35,7 +35,7 @@ class Failed(Exception):
 
 
 class Contender:
-    """A process that runs steps when it is asked to."""
+    """A process that runs steps on request."""
 
     def __init__(self, name, command, environment, log, report):
         self.name, self.report_file = name, report
@@ -65,7 +65,7 @@ class Contender:
         self.seconds.append(json.loads(self.expect())["seconds"] / count)
 
     def finish(self):
-        """Lets it end by itself; returns its report."""
+        """Ends its standard input, waits for its end, and returns its report."""
         self.process.stdin.close()
         if self.process.wait() != 0:
             raise Failed(f"{self.name}: exit code {self.process.returncode} (see {self.log.name})")
@@ -88,14 +88,14 @@ def program_of(name, options):
 
 def environment(options):
     variables = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    # A pool that spins while its process waits would take the cores of whoever computes.
+    # A pool that spins while its process waits would take the cores of the process that computes.
     if options.wait == "passive":
         variables |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     return variables
 
 
 def start(workload, options, folder, reports):
-    """Those that come so far as to say "ready"; the others are named."""
+    """The contenders that reach "ready"; the others are reported."""
     contenders, failures = [], {}
     for name in options.contenders:
         program, flags = program_of(name, options)
@@ -125,7 +125,7 @@ def take_turns(workload, contenders, rounds, steps):
 
 
 def ratios(mine, other):
-    """How many times faster I am, round by round."""
+    """The speed-up of this contender, round by round."""
     pairs = [theirs / ours for ours, theirs in zip(mine, other)]
     return {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs)}
 
@@ -160,7 +160,7 @@ def print_table(result):
 
 
 def bar_chart(result):
-    """Median milliseconds of a step, as SVG."""
+    """Median milliseconds per step, as SVG."""
     rows = list(result["contenders"].items())
     height, left, right, top = 28, 150, 110, 46
     width = 480
@@ -223,12 +223,12 @@ def parse():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wait", choices=["passive", "default"], default="passive",
-                        help="how OpenMP's threads wait for work: passive means that they sleep at once")
-    parser.add_argument("--ours", default="", help="more flags for semitone bench alone, in one word: '--optimizer torch'")
+                        help="how OpenMP's threads wait for work; passive: they sleep at once")
+    parser.add_argument("--ours", default="", help="additional flags for semitone bench only, as one argument: '--optimizer torch'")
     parser.add_argument("--program", default=ROOT / "build/release/apps/semitone")
     parser.add_argument("--python", default=os.environ.get("SEMITONE_PEER_PYTHON", ROOT / ".deps/peers/bin/python"),
-                        help="one that has torch; default: SEMITONE_PEER_PYTHON, or what make bench-peers made")
-    parser.add_argument("--paddle-python", help="one that has paddle; default: as --python")
+                        help="a Python with torch; default: SEMITONE_PEER_PYTHON, or the one of make bench-peers")
+    parser.add_argument("--paddle-python", help="a Python with paddle; default: as --python")
     parser.add_argument("--out", default=ROOT / "build/bench")
     options = parser.parse_args(arguments[:cut])
     options.sizes = arguments[cut + 1:]

@@ -1,14 +1,14 @@
-// What data-parallel training costs. One thread a process; without a launcher around it, it starts
-// itself twice.
+// The cost of data-parallel training, with one thread per process. Without a launcher, the program
+// starts itself twice.
 //
 //     ddp_scaling resnet [rounds, default 5] [JSON file] [images, default 16] [edge, default 96]
-//         a step of ResNet-50 with images of edge x edge in one process, in all without a word
-//         between them, and under DistributedDataParallel
-//     ddp_scaling wire [rounds, default 20] [JSON file]    four Linear(2048, 2048), one row: what
-//         travels, and how long it takes, with gradients in fp32, fp16 and bf16
+//         a step of ResNet-50 with images of edge x edge: in one process, in all without
+//         communication, and under DistributedDataParallel
+//     ddp_scaling wire [rounds, default 20] [JSON file]    four Linear(2048, 2048), one row:
+//         bytes sent and time, with gradients in fp32, fp16 and bf16
 //     ddp_scaling link [rounds, default 7] [JSON file]     all_reduce of 4 KB to 100 MB
 //
-// benchmarks/ddp_scaling.py runs them side by side with PyTorch's, and over slow links.
+// benchmarks/ddp_scaling.py compares them with PyTorch's, also over slow links.
 #include "benchmarks/support/interleave.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
@@ -51,7 +51,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Between two barriers, so that a call takes as long as its slowest rank.
+// Between two barriers, so that a call takes as long as on its slowest rank.
 Contender on_all(const std::string& name, const comm::Group& group, std::function<void()> body) {
   return {name, [group, body = std::move(body)] {
             group.barrier();
@@ -67,7 +67,7 @@ json to_json(const std::vector<Timing>& timings) {
   return all;
 }
 
-// A model, who trains it, and one batch.
+// A model with its training method, and one batch.
 template <typename Model>
 struct Training {
   Training(Model its_model, at::Tensor its_input, at::Tensor its_target)
@@ -104,7 +104,7 @@ struct Images {
   int edge;
 };
 
-// The same start on all ranks, another batch on each.
+// The same initial weights on all ranks, and another batch on each.
 std::unique_ptr<Training<semitone::zoo::ResNet50>> resnet_training(int rank, Images images) {
   torch::manual_seed(0);
   const semitone::zoo::ResNet50 model;
@@ -122,7 +122,7 @@ std::unique_ptr<Training<Mlp>> mlp_training(int rank) {
   return std::make_unique<Training<Mlp>>(model, torch::randn({1, 2048}), torch::randint(2048, {1}));
 }
 
-// The gradients under DDP have to be the mean of those without it.
+// Checks that the gradients under DDP are the mean of those without it.
 template <typename Model>
 void require_means(Training<Model>& shared, Training<Model>& alone, const comm::Group& group,
                    double tolerance, const std::string& name) {
@@ -145,7 +145,7 @@ void require_means(Training<Model>& shared, Training<Model>& alone, const comm::
   }
 }
 
-// Notes when each bucket is full, and sends no gradients.
+// Records when each bucket is full, and sends no gradients.
 class Observer final : public parallel::CommHook {
  public:
   struct Bucket {
@@ -186,7 +186,7 @@ json measure_resnet(const comm::Group& group, int rounds, Images images) {
   shared->share(group, {});
   observed->share(group, parallel::DdpOptions().comm_hook(observer));
   require_means(*shared, *alone, group, 1e-6, "DistributedDataParallel");
-  // The first step has one bucket for all.
+  // The first step has a single bucket.
   observed->gradients();
   observer->forget();
 
@@ -222,8 +222,8 @@ json measure_resnet(const comm::Group& group, int rounds, Images images) {
           {"edge", images.edge}, {"buckets", buckets}, {"images", images.count}};
 }
 
-// What this machine has sent so far on all its interfaces, as the kernel counts: payload and headers.
-// Every network namespace has counters of its own.
+// The bytes that this machine has sent so far on all its interfaces, as counted by the kernel:
+// payload and headers. Every network namespace has its own counters.
 double bytes_sent() {
   constexpr int kColumns = 8;  // of what came in, before those of what went out
   std::ifstream file("/proc/net/dev");
@@ -319,7 +319,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const std::string what = argc > 1 ? argv[1] : "resnet";
   const auto rounds = [&](int standard) { return argc > 2 ? std::stoi(argv[2]) : standard; };
-  // What DistributedDataParallel's own collectives do, too, in any case.
+  // The checks that DistributedDataParallel's own collectives always make too.
   const auto unchecked = comm::InitOptions().check(comm::CheckLevel::none);
   const comm::Group group = comm::init("env://", unchecked);
   json result;

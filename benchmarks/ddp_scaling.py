@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs ddp_scaling side by side with PyTorch's DDP, and over links of a known rate (tools/hosts.py, which needs root).
 
-    ddp_scaling.py full           ResNet-50, 16 images of 224 x 224 a rank, ours and PyTorch's by turns; PYTHON names a Python
-                                  that has torch
+    ddp_scaling.py full           ResNet-50, 16 images of 224 x 224 per rank, Semitone's and PyTorch's alternately; PYTHON is
+                                  a Python with torch
     ddp_scaling.py peers          the same with images of 96 x 96: a step in which communication weighs more
     ddp_scaling.py small          with 4 of them: in which it weighs most
     ddp_scaling.py wire           bytes a step in fp32, fp16 and bf16, without a limit and at 1 Gbit/s
@@ -32,7 +32,7 @@ RATES = {"no limit": None, "1 Gbit/s": "1gbit", "200 Mbit/s": "200mbit"}
 
 
 def run(command, hosts=None, more=()):
-    """Two ranks of a command, to which the name of a file for its JSON is added, and `more`; returns what is in the file."""
+    """Two ranks of a command, with the name of a JSON file and `more` appended; returns the contents of the file."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "result.json"
         ranks = []
@@ -52,7 +52,7 @@ def over(rate, *arguments):
 
 
 def summary(runs):
-    """The least minimum and the median of the medians of several runs."""
+    """The smallest minimum and the median of the medians of several runs."""
     return {way: {"min": min(one[way]["min"] for one in runs), "median": statistics.median(one[way]["median"] for one in runs)}
             for way in ("one", "apart", "ddp")}
 

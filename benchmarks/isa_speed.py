@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What `semitone train` takes a step in a 16-bit dtype, against fp32, at each instruction set up to the processor's.
+"""The time per step of `semitone train` in a 16-bit dtype, compared with fp32, at each instruction set up to the processor's.
 
     isa_speed.py [--program build/release/apps/semitone] [--dtype fp16 bf16] [--rounds 3] [--batches 40] [--json FILE]
 
-Each level is a process of its own, with ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA set, and the levels take turns; the least of all rounds
-counts. Proves first that every level trains: a finite loss, all its steps. Wanted: O1 to O3 at no more than 1.3 times O0's time, also where
+Each level runs in its own process, with ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA set, in interleaved rounds; the minimum of all rounds
+counts. First checks that every level trains: a finite loss, all its steps. Wanted: O1 to O3 at no more than 1.3 times O0's time, also where
 the processor has no such instructions and the dtype is emulated. Says where that is missed, and fails not: nothing else should run on the
 machine, and that is not known here.
 """
@@ -56,7 +56,7 @@ def ms_per_step(options, limit, level, dtype):
 
 
 def decisions(program, limit, dtype):
-    """What is native and what is emulated there, in semitone's words."""
+    """Semitone's description of native and emulated kinds there."""
     emulated = json.loads(run(program, limit, ["ops", "--dtype", dtype, "--json"]))["emulated"]
     return "all native" if not emulated else "emulated: " + ", ".join(emulated)
 

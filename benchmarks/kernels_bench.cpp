@@ -1,5 +1,5 @@
-// Every kernel that training uses: first proved right, then timed in turn with LibTorch's way to the same
-// result and with what the machine gives. docs/performance.md has the meaning of the columns.
+// Every kernel that training uses: first checked, then timed in interleaved rounds with LibTorch's
+// implementation and with a baseline of the machine. docs/performance.md explains the columns.
 //
 //     kernels_bench [--only REGEX] [--rounds N] [--json FILE] [--small]
 #include "benchmarks/kernels/cases.h"
@@ -50,7 +50,7 @@ struct Flags {
   bool small = false;
 };
 
-// What the machine gives: memory's bandwidth, or the fastest product of large squares.
+// The baseline of the machine: memory bandwidth, or the fastest product of large squares.
 struct Yardstick {
   Contender contender;
   double work;  // bytes or operations of a call
@@ -69,7 +69,8 @@ class Yardsticks {
   }
 
  private:
-  // Of squares, and of both layouts of the second: by rows, and by columns like a layer's weight.
+  // Products of squares, in both layouts of the second: by rows, and by columns like a layer's
+  // weight.
   Yardstick fastest_product(c10::ScalarType dtype) const {
     constexpr int kRounds = 5;
     std::vector<Yardstick> products;
@@ -111,7 +112,7 @@ struct Result {
   double rate() const { return work / kernel.min_seconds; }
   double yardstick_rate() const { return yardstick_work / yardstick.min_seconds; }
   double share() const { return rate() / yardstick_rate(); }
-  // Above 1 where LibTorch takes longer.
+  // Above 1 if LibTorch takes longer.
   double ratio() const { return libtorch->min_seconds / kernel.min_seconds; }
 };
 
@@ -121,7 +122,7 @@ double work_of(const Row& row) {
   return work;
 }
 
-// The yardstick goes before each, so that neither finds in the caches what the other left.
+// The baseline runs before each, so that neither finds its data in a warm cache.
 Result measure(const Row& row, const Yardstick& yardstick, int rounds) {
   std::vector<Contender> contenders{{"Semitone", row.work}, yardstick.contender};
   if (row.libtorchs) {
@@ -213,8 +214,8 @@ std::vector<Case> cases_of(const Flags& flags, const Sizes& sizes) {
   return all;
 }
 
-// glibc would give large blocks back to the system after each call, and have the next one take a fault
-// for every page: up to half of the time of a kernel that writes 50 MB.
+// Otherwise glibc would return large blocks to the system after each call, and the next call would
+// take a page fault for every page: up to half of the time of a kernel that writes 50 MB.
 void keep_memory() {
 #ifdef __GLIBC__
   constexpr int kNever = 2'000'000'000;
@@ -273,7 +274,7 @@ void run(const Flags& flags) {
   semitone::write_file(flags.json, all.dump(2) + "\n", kWhere);
 }
 
-// Empty if the text is a regular expression.
+// Empty if the text is a valid regular expression.
 std::string complaint_of(const std::string& text) {
   try {
     const std::regex regex(text);

@@ -1,6 +1,6 @@
 // A step of AdamW in mixed precision and in fp32: FusedAdam, torch::optim::AdamW and
-// at::_fused_adamw_ (the kernel behind Python's fused=True). In gigabytes a second that have to
-// move, beside what this machine moves in y += x, the plainest update in place.
+// at::_fused_adamw_ (the kernel behind Python's fused=True). Results are in gigabytes per second
+// that have to move, compared with this machine's y += x, the simplest update in place.
 //
 //     optimizer_bench [millions of parameters, default 100] [rounds, default 7]
 #include "benchmarks/support/interleave.h"
@@ -66,8 +66,8 @@ class TorchFusedAdamW {
   Tensors parameters_, m_, v_, steps_;
 };
 
-// What a program without a fused step does around its optimizer: gradients to fp32 and unscaled,
-// step, round.
+// The work of a program without a fused step around its optimizer: gradients to fp32 and unscaled,
+// step, rounding.
 void step_around(const Tensors& model, const Tensors& masters, double inv_scale,
                  const std::function<void()>& step) {
   const at::NoGradGuard no_grad;
@@ -95,7 +95,7 @@ void require_close(const Tensors& got, const Tensors& want, double tolerance,
   }
 }
 
-// Contenders with the bytes that each has to move.
+// Contenders, with the bytes that each has to move.
 void report(const std::string& title, std::vector<Contender> contenders, std::vector<double> bytes,
             int rounds) {
   const semitone::bench::Stream stream(kStream);

@@ -75,7 +75,7 @@ def uniform(size, compute, cap=25 * 2**20, bytes_each=4):
 
 
 def profile(run):
-    """The least compute that was measured, and when in it the buckets are ready; without communication."""
+    """The smallest measured compute, and when in it the buckets are ready; without communication."""
     compute = run["silent"]["min"]
     return compute, [(size, ready * compute / run["silent"]["median"]) for size, ready in run["buckets"]]
 

@@ -1,7 +1,7 @@
 # Finds LibTorch without a CUDA toolkit and without a GPU, and makes the target LibTorch::LibTorch.
 #
-# LibTorch's own package file, as the Python wheel carries it, demands the CUDA toolkit of its build and links
-# NVSHMEM; this one takes libtorch_cpu and libc10 as they lie there. Searched, first hit wins:
+# LibTorch's own package file in the Python wheel requires the CUDA toolkit of its build and links NVSHMEM. This module
+# uses libtorch_cpu and libc10 directly. It searches these places, and the first hit counts:
 #   1. SEMITONE_LIBTORCH (CMake or environment): the folder that holds include/ and lib/
 #   2. Torch_DIR, CMAKE_PREFIX_PATH: an unpacked LibTorch or a site-packages/torch
 #   3. .deps/libtorch-<version>/torch, where tools/setup.sh puts it
@@ -82,14 +82,14 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   add_library(LibTorch::LibTorch SHARED IMPORTED)
   set_target_properties(LibTorch::LibTorch PROPERTIES IMPORTED_LOCATION ${LibTorch_CPU_LIBRARY})
   target_link_libraries(LibTorch::LibTorch INTERFACE LibTorch::c10)
-  # LibTorch's include folder carries other libraries too (fmt 12 among them). -idirafter searches it last, so that
+  # LibTorch's include folder contains other libraries too (fmt 12 among them). -idirafter searches it last, so that
   # the system's own fmt, which spdlog is built with, is not hidden; its headers still count as system headers.
   target_compile_options(LibTorch::LibTorch INTERFACE
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include>"
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include/torch/csrc/api/include>")
-  # at::parallel_for is a template: where LibTorch's threads are OpenMP's, who calls it has to be compiled for OpenMP
-  # too, or it runs on one thread without a word. And with LibTorch's own copy of the runtime: two would have two pools
-  # of threads that take the cores from each other.
+  # at::parallel_for is a template. If LibTorch's threads are OpenMP's, its callers must be compiled for OpenMP too;
+  # otherwise it silently runs on one thread. They must link LibTorch's own copy of the runtime: two copies would have
+  # two pools of threads that compete for the cores.
   file(STRINGS ${LibTorch_ROOT_DIR}/include/ATen/Config.h _openmp REGEX "define AT_PARALLEL_OPENMP 1")
   if(_openmp)
     file(GLOB _gomp ${LibTorch_ROOT_DIR}/lib/libgomp*.so*)
@@ -100,7 +100,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
       $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-fopenmp>)
     target_link_libraries(LibTorch::LibTorch INTERFACE ${_gomp})
   endif()
-  # libtorch_cpu needs libcudart and libcupti, which it finds by its own RPATH: not the linker's business.
+  # libtorch_cpu needs libcudart and libcupti, which it finds by its own RPATH, without the linker.
   target_link_options(LibTorch::LibTorch INTERFACE -Wl,--allow-shlib-undefined)
   if(LibTorch_HAS_CUDA)
     add_library(LibTorch::cuda SHARED IMPORTED)

@@ -1,13 +1,14 @@
-# Decides SEMITONE_WITH_CUDA: the CUDA kernels (src/kernels/cuda) can be compiled, as nvcc is there; and SEMITONE_LINKS_CUDA: the
-# library has them, as LibTorch has CUDA too. With a LibTorch for CPUs no tensor could ever reach them, and who uses the library
-# would need the CUDA toolkit for nothing; tests compile them then (semitone_kernels_cuda). Nowhere are they needed: without
-# them, CUDA tensors take the definitions in src/kernels/ref, which are composed of ATen operators. The kernels link the static
-# CUDA runtime, which looks for a driver when it is first used: a program with them starts where there is none.
+# Decides SEMITONE_WITH_CUDA: the CUDA kernels (src/kernels/cuda) can be compiled, since there is an nvcc; and
+# SEMITONE_LINKS_CUDA: the library contains them, since LibTorch has CUDA too. With a LibTorch for CPUs no tensor could
+# reach them, and users of the library would need the CUDA toolkit for nothing; then only tests compile them
+# (semitone_kernels_cuda). The kernels are never required: without them, CUDA tensors use the reference implementations in
+# src/kernels/ref, which are composed of ATen operators. The kernels link the static CUDA runtime, which looks for a driver
+# when it is first used, so a program with them starts without a driver.
 set(SEMITONE_WITH_CUDA OFF)
 if(NOT SEMITONE_CUDA STREQUAL OFF)
   include(CheckLanguage)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    # Ampere, Hopper, and PTX of the latter for what comes after.
+    # Ampere, Hopper, and PTX of the latter for later devices.
     set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual)
   endif()
   check_language(CUDA)

@@ -1,7 +1,7 @@
-# Every build option, with a sentence each. A value that makes no sense stops the configuration.
+# Every build option, with a description. An invalid value stops the configuration.
 include(CMakeDependentOption)
 
-# As part of another project (add_subdirectory, FetchContent), the library alone.
+# As a subproject (add_subdirectory, FetchContent), only the library is built.
 option(SEMITONE_PROGRAM "Build the program semitone" ${PROJECT_IS_TOP_LEVEL})
 cmake_dependent_option(SEMITONE_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
 option(SEMITONE_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
@@ -31,10 +31,10 @@ endif()
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
-# One flag for libraries and programs alike, so that all share one precompiled header.
+# The same flag for libraries and programs, so that all share one precompiled header.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)
-# A multiplication and an addition stay two roundings: the same numbers on every processor. GCC would fuse them wherever
-# the instruction set allows, even across the intrinsics that Highway is made of.
+# A multiplication and an addition are rounded separately, for the same numbers on every processor. GCC would fuse them
+# wherever the instruction set allows, even across Highway's intrinsics.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
 # Libraries that tools/setup.sh unpacked where packages cannot be installed (no root).

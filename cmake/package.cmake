@@ -5,7 +5,7 @@ include(GNUInstallDirs)
 get_property(rooms GLOBAL PROPERTY semitone_rooms)
 install(TARGETS semitone ${rooms} EXPORT semitone ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 if(SEMITONE_PROGRAM)
-  # It finds LibTorch where the build did, below the sources as well.
+  # It finds LibTorch in the build's place, even below the sources.
   set_target_properties(semitone_cli PROPERTIES INSTALL_RPATH ${LibTorch_ROOT_DIR}/lib INSTALL_RPATH_USE_LINK_PATH ON)
   install(TARGETS semitone_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()

@@ -2,7 +2,7 @@
 #
 # A room is one folder of src/ and its headers in include/semitone/, built as one static library. src/rooms.txt lists the
 # rooms that it may include; it links these and no others. tools/check_house.py checks the #include lines against the same
-# table, so that a wrong arrow fails a test even where the linker would not notice.
+# table, so that a wrong arrow fails a test even if the linker does not notice it.
 add_library(semitone INTERFACE)
 add_library(semitone::semitone ALIAS semitone)
 set_property(GLOBAL PROPERTY semitone_rooms "")
@@ -45,7 +45,7 @@ endfunction()
 # (CMAKE_UNITY_BUILD): the program takes 5 minutes on 2 cores instead of 14.
 function(semitone_use_pch target)
   if(NOT TARGET semitone_pch)
-    # Written where it differs only, so that configuring again compiles nothing again.
+    # Written only if it differs, so that another configuration recompiles nothing.
     file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/pch.cpp CONTENT "// Holds the precompiled header.\n")
     add_library(semitone_pch OBJECT ${PROJECT_BINARY_DIR}/pch.cpp)
     target_precompile_headers(semitone_pch PRIVATE <torch/torch.h> <torch/script.h>)

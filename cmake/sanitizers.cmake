@@ -1,4 +1,4 @@
-# What each sanitizer is told when tests run, by make and by ctest alike.
+# The options of each sanitizer when tests run, from make or from ctest.
 set(SEMITONE_TEST_ENVIRONMENT "")
 if(SEMITONE_SANITIZE)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SEMITONE_SANITIZE};-fno-omit-frame-pointer>"

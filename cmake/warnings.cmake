@@ -1,11 +1,11 @@
-# Warnings for our own code; LibTorch and other libraries come in as system headers.
+# Warnings for Semitone's code; headers of LibTorch and other libraries are system headers.
 add_library(semitone_warnings INTERFACE)
 target_compile_options(semitone_warnings INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wold-style-cast
     -Wnon-virtual-dtor -Woverloaded-virtual -Wcast-align -Wunused -Wdouble-promotion
     -Wformat=2 -Wimplicit-fallthrough -Wmissing-declarations>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-Wduplicated-cond -Wlogical-op -Wuseless-cast>
-  # Sources that are compiled together (CMAKE_UNITY_BUILD) look like headers to this one.
+  # This warning takes sources that are compiled together (CMAKE_UNITY_BUILD) for headers.
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<BOOL:${CMAKE_UNITY_BUILD}>>:-Wno-subobject-linkage>
   # GCC 12 sees overflows in every std::string concatenation at -O3 (gcc bug 105651).
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<VERSION_LESS:$<CXX_COMPILER_VERSION>,13>>:-Wno-stringop-overflow -Wno-array-bounds

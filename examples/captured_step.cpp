@@ -1,5 +1,4 @@
-// A training step that is captured in a CUDA graph; on a CPU the same program runs it operator by
-// operator.
+// Captures a training step in a CUDA graph. On a CPU the same program runs it operator by operator.
 //
 //   captured_step [DATA_DIR]
 #include <semitone/optim/fused_adam.h>

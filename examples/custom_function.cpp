@@ -1,5 +1,5 @@
-// Code of one's own under autocast: an autograd function that needs fp32, and a plain callable that is to run in 16
-// bits.
+// Your own code under autocast: an autograd function that needs fp32, and a plain callable that
+// runs in 16 bits.
 #include <semitone/semitone.h>
 
 #include <torch/torch.h>
@@ -8,7 +8,7 @@
 
 namespace amp = semitone::amp;
 
-// exp(x) - 1, which cancels in 16 bits: forward and backward run in fp32 whatever the caller's region says.
+// exp(x) - 1, which cancels in 16 bits: forward and backward run in fp32 in every region.
 struct Expm1 : torch::autograd::Function<Expm1> {
   static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
     const amp::CustomForward scope(ctx, torch::kFloat);
@@ -27,7 +27,7 @@ struct Expm1 : torch::autograd::Function<Expm1> {
 int main() try {
   const auto x = torch::rand({8, 16}, torch::requires_grad());
   const auto weight = torch::rand({4, 16}, torch::requires_grad());
-  // Tensor arithmetic, so no operator of a policy's `lower` rows; this says that it is to be one.
+  // Tensor arithmetic, which has no row in a policy; half_function makes it run in 16 bits.
   const auto project = amp::half_function([](const torch::Tensor& input, const torch::Tensor& w) {
     return (input.unsqueeze(1) * w).sum(-1);
   });

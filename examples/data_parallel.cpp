@@ -1,5 +1,5 @@
-// One process, several devices: torch.nn.DataParallel for C++, with mixed precision. On a machine
-// with GPUs on all of them, else on two replicas in threads of the CPU.
+// One process, several devices: torch.nn.DataParallel for C++, with mixed precision. It uses all
+// GPUs of the machine, or else two replicas in threads of the CPU.
 //
 //   data_parallel [DATA_DIR]
 #include <semitone/semitone.h>

@@ -1,6 +1,6 @@
-// Two models, two optimizers, three losses with a loss scale each: the shape of DCGAN, which Apex's
-// example made well known. The generator learns to imitate a normal distribution with mean 4 and
-// deviation 1.25.
+// Two models, two optimizers, and three losses with a loss scale each: the structure of DCGAN in
+// Apex's example. The generator learns to imitate a normal distribution with mean 4 and deviation
+// 1.25.
 #include <semitone/semitone.h>
 
 #include <torch/torch.h>

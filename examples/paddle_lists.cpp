@@ -1,5 +1,5 @@
-// Cast lists, as Paddle users know them: which operators run in 16 bits is a value that a program
-// edits.
+// Cast lists, as Paddle users know them: a program edits a value that says which operators run in
+// 16 bits.
 #include <semitone/semitone.h>
 
 #include <torch/torch.h>

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Looks at the machine code of CUDA kernels: what nvcc compiled, which no test on a machine without a GPU runs.
+"""Checks the machine code of CUDA kernels as nvcc compiled it, which no test on a machine without a GPU runs.
 
     tools/check_cuda_objects.py OBJECT...
 
 Reads the cubins in object files (or cubins themselves) without tools of the CUDA toolkit. Prints one line for each
 problem and exits with 1 if there is one:
 
-- a trap (the instruction BPT): nvcc compiles device code that reads a host's variable to one, without a warning;
+- a trap (the instruction BPT): nvcc compiles device code that reads a host variable to one, without a warning;
 - local memory: registers that were spilled, or an array that is indexed at run time;
 - more registers than the kernel's budget: fewer threads fit on a multiprocessor;
 - fewer registers than a kernel can do its work with: an empty body, or one that the compiler could remove;
@@ -19,7 +19,7 @@ import struct
 import sys
 
 # A multiprocessor has 65536 registers and takes 2048 threads (compute capability 8.0 and 9.0). 64 registers leave room for
-# 1024 threads, four of our blocks: half of it.
+# 1024 threads, four of Semitone's blocks: half of it.
 BUDGET = 64
 # Kernels with a larger one, by a part of their name, and why.
 BUDGETS = {
@@ -28,7 +28,7 @@ BUDGETS = {
 # Launch parameters, an index, an address and a value take more than this; the smallest kernel today has 18.
 LEAST = 16
 
-# Objects that only ask for devices.
+# Objects that only query devices.
 WITHOUT_KERNELS = ["has_cuda.cu.o"]
 
 ELF_CUDA = 190
@@ -91,7 +91,7 @@ def read_cubin(elf: bytes) -> Cubin:
 
 
 def cubins_of(data: bytes):
-    """Those in an object file, which nvcc leaves uncompressed unless it is told otherwise."""
+    """The kernels of an object file, which nvcc does not compress by default."""
     cubins = []
     for match in re.finditer(b"\x7fELF\x02\x01", data):
         elf = data[match.start() :]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the structure that docs/house.md draws: which room may include which, and what a public header may contain.
+"""Checks the structure in docs/house.md: which room may include which, and what a public header may contain.
 
     tools/check_house.py [ROOT]
 
@@ -11,13 +11,13 @@ import sys
 
 PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 
-# What a public header must not drag in: libraries that only sources use, and everything of CUDA, NCCL and MPI.
+# A public header must not include libraries that only sources use, nor anything of CUDA, NCCL and MPI.
 BANNED_IN_PUBLIC = re.compile(
     r'#\s*include\s*[<"](CLI/|fmt/|spdlog/|nlohmann/|hwy/|zlib|gtest/|benchmark/|cuda|nccl|mpi)'
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 BUILD_OPTION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\b(SEMITONE_|USE_|NDEBUG|__CUDA)")
-# What touches raw memory knows nothing of LibTorch, so that a CUDA compiler never sees its headers.
+# Code that works on raw memory does not include LibTorch, so that a CUDA compiler never reads its headers.
 LIBTORCH = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)/')
 CUDA_FOLDER = "src/kernels/cuda/"
 EXITS = re.compile(r"(?<![\w.:>])(?:std::)?(exit|_exit|abort|quick_exit|printf|puts)\s*\(")

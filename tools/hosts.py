@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several hosts on one machine: network namespaces, each with a link of its own to a switch. Needs root, and iproute2.
+"""Several hosts on one machine: network namespaces, each with its own link to a switch. Needs root, and iproute2.
 
     with Hosts(3, rate="1gbit") as hosts:
         program = hosts[0].start(["semitone", "launch", ...])
@@ -33,7 +33,7 @@ def processes_in(namespace):
 
 
 def remove(namespace):
-    """Kills what runs there, stopped processes too, and removes it with its links."""
+    """Kills its processes, also stopped ones, and removes it with its links."""
     deadline = time.monotonic() + 10
     while (ids := processes_in(namespace)) and time.monotonic() < deadline:
         for number in ids:
@@ -46,7 +46,7 @@ def remove(namespace):
 
 
 def remove_leftovers():
-    """Those of runs that are gone: the names hold their process numbers."""
+    """The namespaces of earlier runs that have ended; their names contain the process numbers."""
     for name in re.findall(rf"^{PREFIX}-\d+-\w+", ip("netns", "list"), re.M):
         if not os.path.exists(f"/proc/{name.split('-')[2]}"):
             remove(name)
@@ -62,7 +62,7 @@ class Host:
         return subprocess.Popen(["ip", "netns", "exec", self.namespace, *map(str, command)], **options)
 
     def processes(self):
-        """The numbers of all processes that run here."""
+        """The numbers of all processes on this host."""
         return processes_in(self.namespace)
 
     def ip(self, *arguments):
@@ -73,7 +73,7 @@ class Host:
 
 
 class Hosts:
-    """`rate`: what each link carries in each direction, in tc's words ("1gbit"); None: no limit."""
+    """`rate`: limit of each link in each direction, in tc's syntax ("1gbit"); None: no limit."""
 
     def __init__(self, count, rate=None):
         self._count = count
@@ -85,7 +85,7 @@ class Hosts:
         if os.geteuid() != 0:
             raise PermissionError("making hosts needs root")
         remove_leftovers()
-        # Ctrl-C ends a `with` as an exception does; so do these now.
+        # Ctrl-C ends a `with` as an exception does; make these signals do the same.
         self._handlers = {number: signal.signal(number, lambda *_: sys.exit(1)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             self._make()
@@ -131,7 +131,7 @@ class Hosts:
 def main():
     parser = argparse.ArgumentParser(description="Runs a command on several hosts at once, which are made for it.")
     parser.add_argument("--count", type=int, default=2)
-    parser.add_argument("--rate", help="of each link: 1gbit, 100mbit; default: no limit")
+    parser.add_argument("--rate", help="rate of each link: 1gbit, 100mbit; default: no limit")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     options = parser.parse_args()
     with Hosts(options.count, options.rate) as hosts:

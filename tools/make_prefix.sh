@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Unpacks Debian packages into .deps/prefix without root, so that one folder holds every library the build needs.
-# The folder can be carried to a machine without a network: the build looks there by itself.
+# The folder can be copied to a machine without a network: the build searches it automatically.
 #
 #   tools/make_prefix.sh [package...]      default: every library of tools/setup.sh
 set -euo pipefail

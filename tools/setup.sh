@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what the build needs and is not here yet: compiler and libraries (Debian packages by name) and LibTorch.
-# Runs again at no cost and without a network once everything is there. `make setup` calls it.
+# Installs what the build needs and is missing: compiler and libraries (Debian packages by name) and LibTorch.
+# Once everything is there, another run costs nothing and needs no network. `make setup` calls it.
 #
 #   TORCH=2.11.0            the LibTorch release to fetch into .deps/libtorch-<release>/
 #   SEMITONE_LIBTORCH=DIR   use this LibTorch (the folder that holds include/ and lib/) and fetch none
@@ -12,7 +12,7 @@ say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
 fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
 
 # --- compiler and libraries ------------------------------------------------------------------------------------
-# package: what proves that it is there already, installed as a package or in any other way
+# package: a file or command that shows that it is installed, as a package or in another way
 needed=(
   "g++:command -v g++"
   "make:command -v make"
@@ -38,7 +38,7 @@ header() {
   done
   return 1
 }
-# What is there, or what apt-get would install, has to be new enough: said now, not after the downloads.
+# Existing versions, or those that apt-get would install, must be new enough. Checked now, before the downloads.
 version_of() {  # command package
   if command -v "$1" >/dev/null; then
     "$1" --version | sed -n '1s/.* \([0-9][0-9.]*\).*/\1/p'
@@ -95,8 +95,8 @@ if [ -e "$target/complete" ]; then
   exit 0
 fi
 
-# The C++ LibTorch that any machine can install by name lies inside the Python package `torch`. Nothing of Python
-# is needed to use it; pip only downloads.
+# The Python package `torch` contains the C++ LibTorch, and any machine can install it by name. Using it needs no Python;
+# pip only downloads.
 if ! python3 -m pip --version >/dev/null 2>&1; then
   if [ "$(id -u)" -eq 0 ]; then
     say "installing packages: python3-pip"
@@ -122,7 +122,7 @@ say "LibTorch $torch_release: downloading (530 MB, once)"
 fetch "torch==$torch_release" || fail "could not download torch==$torch_release — is there a network? Or give SEMITONE_LIBTORCH"
 say "LibTorch $torch_release: unpacking headers and libraries"
 wheel="$(ls "$work"/torch-*.whl)"
-# Its CUDA libraries would need 2 GB of others beside them: with a GPU, give a complete LibTorch (SEMITONE_LIBTORCH).
+# Its CUDA libraries would need 2 GB of other libraries. With a GPU, use a complete LibTorch (SEMITONE_LIBTORCH).
 unzip -q -o "$wheel" 'torch/include/*' 'torch/lib/*' 'torch/version.py' \
   -x '*libtorch_python*' '*libtorch_cuda*' '*libtorch_nvshmem*' '*libc10_cuda*' -d "$target.partial"
 cuda="$(sed -n "s/^cuda.*= '\([0-9]*\)\..*/\1/p" "$target.partial/torch/version.py")"

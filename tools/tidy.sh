@@ -9,7 +9,7 @@ jobs="$2"
 pattern="${3:-.}"
 command -v clang-tidy >/dev/null || { echo "[tidy] expected clang-tidy, got none — install the package clang-tidy" >&2; exit 1; }
 
-# What only GCC understands goes out of the compile commands.
+# Removes flags that only GCC supports from the compile commands.
 commands="$build/tidy"
 mkdir -p "$commands"
 python3 - "$build/compile_commands.json" "$commands/compile_commands.json" <<'PYTHON'

@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-// What kernels_bench measures: every kernel that training uses, beside LibTorch's way to the same result.
+// The cases of kernels_bench: every kernel that training uses, and LibTorch's implementation of
+// each.
 namespace semitone::bench {
 
 using Work = std::function<void()>;
@@ -29,16 +30,17 @@ struct Row {
   bool is_product() const { return moved.empty(); }
 };
 
-// A kernel with its data, which are made when its turn comes and live as long as the rows.
+// A kernel with its data, which are created just before the measurement and live as long as the
+// rows.
 struct Case {
   std::string kernel;
   c10::ScalarType dtype;
   std::string shape;
-  // Makes the data, proves the results right (Error otherwise), and returns what to time.
+  // Creates the data, checks the results (Error otherwise), and returns the functions to time.
   std::function<std::vector<Row>()> make;
 };
 
-// How large everything is.
+// The sizes of the data.
 struct Sizes {
   std::int64_t tensors;   // of the optimizer's parameters
   std::int64_t elements;  // of each of them
@@ -52,7 +54,7 @@ struct Sizes {
   static Sizes full() {
     return {6, 4 * 1024 * 1024, 8192, 1024, 16, 1024, {512, 1024, 2048}, 32 * 1024 * 1024};
   }
-  // For trying out whether everything is right: seconds, and figures that mean nothing.
+  // Small sizes, to check everything in seconds; the figures mean nothing.
   static Sizes small() { return {2, 65536 + 3, 64, 16, 2, 128, {128, 256}, 1024 * 1024}; }
 };
 

@@ -6,7 +6,7 @@
 
 namespace semitone::bench {
 
-// What a region casts large tensors with.
+// The casts of large tensors in a region.
 void add_casts(std::vector<Case>& cases, const Sizes& sizes) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (const bool down : {true, false}) {

@@ -28,8 +28,8 @@ struct Differentiable {
 struct Proof {
   Function definition;  // run in fp64
   Tolerance tolerance;
-  // Whether a ReLU comes after the definition. Its gradient takes the mask of our result: zero is where
-  // fp64 and fp32 may be on different sides.
+  // Whether a ReLU follows the reference. Its gradient uses the mask of the kernel's result: near
+  // zero, fp64 and fp32 may have different signs.
   bool relu = false;
 };
 

@@ -28,7 +28,7 @@ std::vector<Row> cross_entropy(std::int64_t tokens, at::ScalarType dtype) {
                    [target](const Tensors& of) { return at::cross_entropy_loss(of[0], target); },
                .tolerance = {.share_of_largest = 1e-6}});
 
-  // Over the logits, which then are others: what it computes from them does not matter.
+  // Overwrites the logits, so repeated calls compute with other values; that does not matter.
   const at::Tensor logits = x.clone();
   const kernels::ClassTargets targets{target, -100, 0};
   const kernels::RowLosses losses = kernels::cross_entropy(logits, targets);

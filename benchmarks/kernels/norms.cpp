@@ -61,7 +61,7 @@ std::vector<Row> batch_norm(const Batch& batch, at::ScalarType dtype) {
                       .backward = {moved("dy", x), moved("x", x), moved("dx", x)}};
   if (batch.residual) {
     both.forward = {moved("x", x), moved("r", x), moved("y", x)};
-    // Without a residual, x says where the ReLU was 0.
+    // Without a residual, x tells where the ReLU was 0.
     both.backward = {moved("dy", x), moved("x", x), moved("y", x), moved("dx", x), moved("dr", x)};
   }
   prove(both, {.definition = sum, .tolerance = kSums, .relu = batch.relu});

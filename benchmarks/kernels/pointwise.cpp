@@ -1,4 +1,4 @@
-// What is between the products: activations, sums, dropout, pooling.
+// The operators between the products: activations, sums, dropout, pooling.
 #include "src/nn/pointwise.h"
 
 #include "benchmarks/kernels/differentiable.h"
@@ -42,7 +42,7 @@ std::vector<Row> gelu(std::int64_t rows, at::ScalarType dtype, const std::string
     both.ours = [form](const Tensors& of) { return nn::fused_bias_gelu(of[0], of[1], form); };
     both.libtorchs = [form](const Tensors& of) { return at::gelu(of[0] + of[1], form); };
   }
-  // 16-bit values are computed to 5e-6 of themselves, the bias's gradient is a sum.
+  // 16-bit values have an error of 5e-6; the bias's gradient is a sum.
   return proved(both, {.share_of_largest = 1e-5});
 }
 
@@ -61,7 +61,7 @@ std::vector<Row> add(const std::vector<std::int64_t>& shape, at::ScalarType dtyp
   const at::Tensor a = random(shape, dtype);
   const at::Tensor b = random(shape, dtype);
   require_within(nn::add(a, b), a.to(at::kDouble) + b.to(at::kDouble), kPointwise, "a sum");
-  // In place, again and again, the first summand is not what it was.
+  // In repeated in-place calls, the first summand changes.
   return {{.moved = {moved("a", a), moved("b", b), moved("y", a)},
            .work = [a, b] { nn::add(a, b); },
            .libtorchs = [a, b] { at::add(a, b); }},
@@ -88,8 +88,8 @@ std::vector<Row> max_pool(const std::vector<std::int64_t>& shape, at::ScalarType
                 kPointwise);
 }
 
-// That a share 1 - p is kept, scaled, and the gradient of the same elements too. What is kept shows a
-// call of the same seed on ones.
+// Checks that a share 1 - p is kept and scaled, and that the gradient keeps the same elements. A
+// call with the same seed on ones shows which elements are kept.
 void prove_dropout(const Differentiable& both) {
   const auto seeded = [&](const Tensors& inputs) {
     torch::manual_seed(kSeed);

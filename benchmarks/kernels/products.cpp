@@ -1,4 +1,4 @@
-// Products of matrices and convolutions: oneDNN's and MKL's, but for the gradients of 1 x 1
+// Matrix products and convolutions: oneDNN's and MKL's, except for the gradients of 1 x 1
 // convolutions.
 #include "benchmarks/kernels/differentiable.h"
 #include "benchmarks/support/check.h"
@@ -47,7 +47,7 @@ struct Convolution {
   at::Tensor operator()(const at::Tensor& image, const at::Tensor& weight) const {
     return at::conv2d(image, weight, {}, strides(), padding());
   }
-  // Of the image or of the weight.
+  // The gradient of the image or of the weight.
   at::Tensor gradient(const at::Tensor& grad, const at::Tensor& image, const at::Tensor& weight,
                       bool of_image) const {
     const auto both = at::convolution_backward(grad, image, weight, std::nullopt, strides(),
@@ -118,7 +118,7 @@ void add_products(std::vector<Case>& cases, const Sizes& sizes) {
           {"matmul", dtype, name_of_shape({of.m, of.k, of.n}), [=] { return matmul(of, dtype); }});
     }
   }
-  // Of ResNet-50.
+  // The convolutions of ResNet-50.
   for (const Convolution& of : {Convolution{64, 64, 3, 56},
                                 {128, 128, 3, 28},
                                 {256, 256, 3, 14},

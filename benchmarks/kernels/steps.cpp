@@ -1,4 +1,4 @@
-// What a step does to every gradient and parameter.
+// The work of a step on every gradient and parameter.
 #include "benchmarks/kernels/differentiable.h"
 #include "benchmarks/support/check.h"
 #include "src/kernels/multi_tensor.h"
@@ -22,7 +22,7 @@ constexpr double kLr = 1e-3;
 constexpr double kMomentum = 0.9;
 constexpr double kInvScale = 1.0 / 1024;
 constexpr int kStep = 10;
-// Of a few operations in fp32.
+// Tolerance for a few operations in fp32.
 constexpr Tolerance kFp32{.share_of_largest = 1e-7, .roundings = 3};
 
 Tensors random(const Sizes& sizes, at::ScalarType dtype, double factor = 1) {
@@ -72,7 +72,7 @@ std::vector<Row> unscale(const Sizes& sizes, at::ScalarType dtype, bool in_place
   const Tensors grads = random(sizes, dtype, 1 / kInvScale);
   prove_unscale(grads, in_place ? dtype : at::kFloat);
   const Tensors out = in_place ? grads : like(grads, at::kFloat);
-  // Again and again in place: by 1.
+  // Repeated in place, so the scale is 1.
   const auto work = [items = items_of(grads, out), found = at::zeros({1})]() mutable {
     kernels::multi_tensor_unscale(items, 1, found);
   };
@@ -98,7 +98,7 @@ std::vector<Row> norm(const Sizes& sizes, at::ScalarType dtype) {
            .libtorchs = [grads] { at::_foreach_norm(grads, 2); }}};
 }
 
-// How the parameters and their state lie in memory.
+// The memory layout of parameters and their state.
 struct Layout {
   at::ScalarType grad;
   bool copy = false;     // fp32 masters, which a model in the gradients' dtype is rounded from
@@ -106,7 +106,7 @@ struct Layout {
   bool compact = false;  // state in bf16
 };
 
-// Parameters and as much state as a rule takes; LibTorch's side has them in fp32.
+// Parameters, with as many state tensors as a rule needs; LibTorch's side has them in fp32.
 struct Parameters {
   Tensors params;
   Tensors lows;
@@ -154,7 +154,7 @@ Parameters make(const Sizes& sizes, const Layout& layout, std::size_t states) {
       kernels::split_master(values[i], made.params[i], made.lows[i]);
   }
   if (layout.copy) made.copies = like(values, layout.grad);
-  // Like moments of such gradients: none is far larger than the root of the other.
+  // Like moments of such gradients: no first moment far exceeds the root of its second.
   const auto state = layout.compact ? at::kBFloat16 : at::kFloat;
   made.state.push_back(random(sizes, state, 0.1 * kInvScale));
   if (states > 1) {
@@ -166,7 +166,7 @@ Parameters make(const Sizes& sizes, const Layout& layout, std::size_t states) {
   return made;
 }
 
-// A step of copies, beside the definition in fp64.
+// Compares a step on copies with the reference in fp64.
 template <typename Step, typename Definition>
 void prove_step(const Parameters& of, const Step& step, const Definition& definition) {
   Parameters ours;
@@ -199,8 +199,8 @@ void prove_step(const Parameters& of, const Step& step, const Definition& defini
   }
 }
 
-// What a program without a fused step does around LibTorch's: gradients to fp32 and unscaled, step,
-// round.
+// The work of a program without a fused step around LibTorch's optimizer: gradients to fp32 and
+// unscaled, step, rounding.
 template <typename Step>
 Work around(const Sizes& sizes, const Layout& layout, std::size_t states, const Step& step) {
   Layout plain{.grad = layout.grad, .copy = layout.grad != at::kFloat};

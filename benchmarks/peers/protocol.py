@@ -1,4 +1,4 @@
-"""What the peers of `semitone bench` have in common: its flags, its rates, and how they are driven step by step.
+"""The common part of the peers of `semitone bench`: its flags, its rates, and how they are driven step by step.
 
 A training has step(), which returns the loss, and lasting_mb(), the memory that stays between steps by kind.
 """
@@ -13,7 +13,7 @@ MOMENTUM = 0.9
 WEIGHT_DECAY = 0.01
 MASKED = 0.15
 DROPOUT = 0.1
-RESIDUAL_GAIN = 0.2  # what the last BatchNorm of each block of ResNet-50 starts from
+RESIDUAL_GAIN = 0.2  # initial weight of the last BatchNorm of each block of ResNet-50
 CLASSES = {"mnist": 10, "resnet50": 1000}
 RATES = {"mnist": 0.01, "resnet50": 0.001, "encoder": 1e-4}
 BATCH_SIZES = {"mnist": 100, "resnet50": 16, "encoder": 8}

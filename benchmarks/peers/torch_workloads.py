@@ -3,8 +3,8 @@
 
     torch_workloads.py mnist|resnet50|encoder --mode fp32|bf16|compile [flags of semitone bench for sizes, threads, seed]
 
-    fp32      as PyTorch comes: eager, images in NCHW; AdamW with fused=True, SGD with its default
-    bf16      the usual advice: torch.autocast in bfloat16, channels last for images, fused optimizers
+    fp32      PyTorch's defaults: eager, images in NCHW; AdamW with fused=True, SGD with its default
+    bf16      the usual recommendations: torch.autocast in bfloat16, channels last for images, fused optimizers
     compile   bf16, with the model and its loss under torch.compile; needs a C++ compiler
 
 First checks, without dropout, that the losses are finite and fall. Then says "ready" and runs the steps that each line "step N" on

@@ -6,9 +6,9 @@
 
 namespace semitone::bench {
 
-/// How far a result may be from the exact one: so many half units of its dtype's last place at the
-/// exact value's size (1: rounded once), and a share of the largest value of the tensor, for what was
-/// rounded in fp32 on the way.
+/// The tolerance of a result: this many half units in the last place of its dtype at the exact
+/// value (1: rounded once), and a share of the tensor's largest value, for intermediate rounding in
+/// fp32.
 struct Tolerance {
   double share_of_largest;
   double roundings = 1;
@@ -19,7 +19,7 @@ struct Tolerance {
 void require_within(const at::Tensor& got, const at::Tensor& want, const Tolerance& tolerance,
                     const std::string& name);
 
-/// Error, with the name, unless it holds.
+/// Error, with the name, unless the condition holds.
 void require(bool holds, const std::string& name);
 
 }  // namespace semitone::bench

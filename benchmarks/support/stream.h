@@ -8,12 +8,12 @@
 
 namespace semitone::bench {
 
-/// What memory gives: `y += x` in fp32, the plainest update in place. It reads x and y and writes y, all
-/// of which memory moves; a kernel that writes a new tensor makes the processor read what it writes to
-/// as well, which is not counted for it.
+/// The memory bandwidth: `y += x` in fp32, the simplest update in place. It reads x and y and
+/// writes y, and memory moves all of these. A kernel that writes a new tensor makes the processor
+/// also read the memory that it writes to, which is not counted for the kernel.
 class Stream {
  public:
-  /// @param elements  of x and of y: both together should be far larger than the caches
+  /// @param elements  of x and of y; both together should be far larger than the caches
   explicit Stream(std::int64_t elements);
 
   /// Takes the tensors along.
