@@ -1,4 +1,4 @@
-// torch::nn::MultiheadAttention and what is made of it, with padded keys.
+// torch::nn::MultiheadAttention and layers that contain it, with padded keys.
 
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/mixed_precision.h"
@@ -40,7 +40,7 @@ double error_of(const at::Tensor& got, const at::Tensor& want) {
   return ((got.to(torch::kDouble) - want.to(torch::kDouble)).norm() / want.norm()).item<double>();
 }
 
-// Some ten roundings lie one after the other.
+// About ten roundings in a row.
 double tolerance(c10::ScalarType dtype) {
   return dtype == torch::kHalf ? 4e-3 : 3e-2;
 }
@@ -50,7 +50,7 @@ torch::nn::MultiheadAttention make_attention() {
   return torch::nn::MultiheadAttention(torch::nn::MultiheadAttentionOptions(kWidth, 4));
 }
 
-// What a run leaves to be compared: results, and the gradients of weights.
+// The results of a run to compare: outputs, and the gradients of weights.
 struct Outcome {
   std::vector<at::Tensor> results;
   std::vector<at::Tensor> gradients;

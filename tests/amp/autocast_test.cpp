@@ -42,7 +42,7 @@ constexpr auto kFp32 = torch::kFloat;
 constexpr auto kFp16 = torch::kHalf;
 constexpr auto kBf16 = torch::kBFloat16;
 
-// The dtype that a matrix product of fp32 tensors comes out in: what the region here does.
+// The dtype of a matrix product of fp32 tensors in the current region.
 c10::ScalarType product_dtype() {
   return at::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
 }
@@ -125,7 +125,7 @@ TEST(Autocast, RestoresWhenAnOperatorRaises) {
   EXPECT_EQ(product_dtype(), kBf16);
 }
 
-// Regions that a program holds by pointers may end in any order.
+// A program that holds regions by pointers may end them in any order.
 TEST(Autocast, EndsInAnyOrder) {
   const bool optimizes_scripts = torch::jit::getGraphExecutorOptimize();
   const auto outside = at::autocast::get_autocast_dtype(kCpu);
@@ -167,7 +167,7 @@ TEST(Autocast, ThatEndsOnAnotherThreadIsSaidAndDoesNoHarmThere) {
       region.reset();
       EXPECT_EQ(product_dtype(), kFp16);
     }).join();
-    // The next region of this thread finds it out.
+    // The next region of this thread detects it.
     { const Autocast next(kCpu, kFp16); }
   }).join();
   EXPECT_EQ(product_dtype(), kFp32);
@@ -184,7 +184,7 @@ TEST(Autocast, WithoutAGpuSaysOnceThatACudaRegionCastsNothing) {
   EXPECT_EXIT(run(), testing::ExitedWithCode(0), "expected a GPU.*default_device");
 }
 
-// ---- LibTorch's profiler, whose state is in the same chain as our regions ----------------------
+// ---- LibTorch's profiler, whose state is in the same chain as the regions ----------------------
 
 TEST(AutocastAndTheProfiler, StartAndStopInAnyOrder) {
   using namespace torch::autograd::profiler;
@@ -192,7 +192,7 @@ TEST(AutocastAndTheProfiler, StartAndStopInAnyOrder) {
     enableProfilerLegacy(
         torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::CPU));
   };
-  // The products that it has seen.
+  // The products that the profiler has recorded.
   const auto stop = [] {
     int products = 0;
     for (const auto& thread : disableProfilerLegacy()) {
@@ -274,8 +274,7 @@ TEST(Autocast, RefusesOtherDtypesAndDevices) {
 
 struct OpCase {
   const char* name;
-  // torch, semitone, apex, paddle, paddle-o2: l(ower), f(p32) or -, as it is. none: as it is,
-  // always.
+  // torch, semitone, apex, paddle, paddle-o2: l(ower), f(p32) or - (no cast). none: never a cast.
   const char* by_preset;
   at::Tensor (*run)(const at::Tensor& x);  // x: 4x4, positive; all other arguments in its dtype
 };
@@ -310,7 +309,7 @@ const std::vector<OpCase>& op_cases() {
        [](const at::Tensor& x) { return torch::nn::functional::conv2d(image(x), image(x)); }},
       {"conv_transpose2d", "lll--",
        [](const at::Tensor& x) { return at::conv_transpose2d(image(x), image(x)); }},
-      // Not on the list of torch and apex, but made of bmm, which is.
+      // Not in the lists of torch and apex, but composed of bmm, which is.
       {"einsum", "lllll",
        [](const at::Tensor& x) {
          return at::einsum("ij,jk->ik", {x, x});
@@ -400,8 +399,8 @@ TEST_P(PresetOps, RunInTheDtypeOfTheirRow) {
     for (const auto dtype : {kFp32, lower}) {
       SCOPED_TRACE(dtype_name(dtype) + " input");
       const auto input = x.to(dtype);
-      // No cast is left out and none is in excess: the numbers are those of casts by hand, to the
-      // rounding of the result (where fp16 is emulated the sums inside are more exact).
+      // No cast is missing or superfluous: the numbers are those of explicit casts, up to the
+      // rounding of the result (where fp16 is emulated, the sums inside are more exact).
       const auto run_in = row == 'l' ? lower : row == 'f' ? kFp32 : dtype;
       const at::Tensor by_hand = one.run(input.to(run_in));
       at::Tensor got;
@@ -424,7 +423,7 @@ INSTANTIATE_TEST_SUITE_P(Autocast, PresetOps,
                                   dtype_name(std::get<1>(tested.param));
                          });
 
-// Operators that have no 16-bit kernel on a CPU.
+// Operators without a 16-bit kernel on a CPU.
 TEST(AutocastPolicies, RunInFp32WhatLibTorchHasNo16BitKernelFor) {
   const auto x = torch::rand({4, 4});
   for (const char* preset : {"torch", "semitone"}) {
@@ -439,7 +438,7 @@ TEST(AutocastPolicies, RunInFp32WhatLibTorchHasNo16BitKernelFor) {
   }
 }
 
-// A policy's own edits decide over the preset's rows.
+// A policy's own edits override the preset's rows.
 TEST(AutocastPolicies, ObeyEdits) {
   const auto x = torch::rand({4, 4});
   const auto policy = CastPolicy::semitone({kCpu, kBf16})
@@ -473,7 +472,7 @@ TEST(AutocastPolicies, KeptParametersKeepTheirOperatorsInFp32) {
   }
 }
 
-// What writes to an argument cannot be cast: the write would go to the copy.
+// An operator that writes to an argument cannot be cast: it would write to the copy.
 TEST(AutocastPolicies, KeptParametersLeaveOperatorsAloneThatWriteToAnArgument) {
   torch::nn::Linear linear(2, 2);
   {
@@ -532,8 +531,8 @@ const std::vector<KeptCase>& kept_cases() {
 
 class KeptParameters : public testing::TestWithParam<const char*> {};
 
-// Also where the policy's own table does not list the operator, and whatever policies this process
-// has used: each preset is the first of a process in the test amp_test.first_use.
+// Also if the policy's own table does not list the operator, and for any policies that this process
+// has used: in the test amp_test.first_use each preset is the first of a process.
 TEST_P(KeptParameters, KeepEveryCastOperatorInFp32) {
   torch::nn::Linear linear(torch::nn::LinearOptions(4, 4).bias(false));
   const auto x = torch::rand({4, 4}).to(kBf16);
@@ -558,8 +557,8 @@ INSTANTIATE_TEST_SUITE_P(AutocastPolicies, KeptParameters,
                            return name;
                          });
 
-// An operator that neither the policy nor preset semitone lists is not cast, whether another policy
-// has installed a kernel for it or not.
+// An operator that neither the policy nor preset semitone lists is not cast, even if another policy
+// has installed a kernel for it.
 TEST(AutocastPolicies, KeptParametersDoNotCastWhatNoListNames) {
   torch::nn::Linear linear(torch::nn::LinearOptions(4, 4).bias(false));
   const auto x = torch::rand({4, 4}).to(kBf16);
@@ -656,7 +655,7 @@ TEST(AutocastPromotion, MixedArgumentsThatLibTorchsCpuListRefusesWorkInPresetSem
   EXPECT_EQ(at::bilinear(low, x, x.view({1, 4, 4})).scalar_type(), kFp32);
 }
 
-// Preset torch does as LibTorch does, also where LibTorch raises, whatever other policies this
+// Preset torch behaves as LibTorch, also where LibTorch raises, for any other policies that this
 // process has used.
 TEST(AutocastPromotion, PresetTorchRaisesWhereLibTorchRaises) {
   const auto half = torch::ones({2}, kFp16);
@@ -840,7 +839,7 @@ TEST_P(AutocastGradients, OfAGradientWork) {
 
 // ---- composite operators and modules -----------------------------------------------------------
 
-// fp32 values that the dtype holds: to cast them changes nothing.
+// fp32 values that the dtype represents, so casting does not change them.
 at::Tensor held(const at::Tensor& values, c10::ScalarType dtype) {
   return values.to(dtype).to(kFp32);
 }
@@ -849,15 +848,15 @@ void hold(torch::nn::Module& module, c10::ScalarType dtype) {
   for (const at::Tensor& parameter : module.parameters()) parameter.copy_(held(parameter, dtype));
 }
 
-// So many roundings one after the other, each by up to half a unit in any direction: their sum has
-// 0.58 sqrt(count) half units of standard deviation, and one of some hundred elements is 3.5 times
-// that away. Sums are in fp32 and add nothing.
+// The tolerance for this number of successive roundings, each by up to half a unit in any
+// direction. Their sum has a standard deviation of 0.58 sqrt(count) half units, and one of some
+// hundred elements is 3.5 times that away. Sums are in fp32 and add nothing.
 double roundings(c10::ScalarType dtype, int count) {
   return test::rounding_tolerance(dtype) * 2 * std::sqrt(count);
 }
 
-// What a module makes of x in fp32 and in a region, and the gradients of both, where weights and x
-// are held: they differ by the roundings of what the operators pass on, and by nothing else.
+// Compares a module on x in fp32 and in a region, with the gradients of both; the 16-bit dtype
+// represents weights and x exactly. The two differ only by the roundings of intermediate results.
 template <typename Run>
 void expect_only_roundings(torch::nn::Module& module, at::Tensor x, const CastPolicy& policy,
                            const Run& run, double results_apart, double gradients_apart,
@@ -1260,7 +1259,7 @@ TEST(AutocastState, EntersAlsoUnderDisableCastsAndUnderLibTorchsOwnRegion) {
 // ---- many threads at once
 // ------------------------------------------------------------------------
 
-// What one thread of the following tests does: its own policy, checked over and over.
+// The work of one thread in the following tests: its own policy, checked repeatedly.
 struct Worker {
   CastPolicy policy;
   c10::ScalarType product;
@@ -1292,8 +1291,8 @@ void work(const Worker& worker, int iterations, std::atomic<int>& wrong) {
   }
 }
 
-// In a process of its own, which is the test amp_test.first_use.threads, this is also the first use
-// of every policy: kernels are installed while other threads run operators.
+// In its own process, which is the test amp_test.first_use.threads, this is also the first use of
+// every policy: kernels are installed while other threads run operators.
 TEST(AutocastConcurrency, ThreadsHaveTheirOwnPoliciesFromTheFirstUseOn) {
   const std::vector<Worker> all = workers();
   std::atomic<int> wrong = 0;

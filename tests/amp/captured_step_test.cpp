@@ -1,4 +1,4 @@
-// Captured steps, on a CPU: the graph here keeps the work as a function and calls it to replay it.
+// Captured steps on a CPU: the graph here stores the work as a function, and a replay calls it.
 
 #include "semitone/amp/captured_step.h"
 
@@ -33,14 +33,14 @@
 namespace semitone::amp {
 namespace captured_step_test {
 
-// What happened to the graphs of a test, and whether devices have some.
+// A record of the test's graphs, and whether devices have graphs.
 struct GraphsOfTest {
   bool exist = true;
   int warm_ups = 0;
   int captures = 0;
   int replays = 0;
   bool capturing = false;
-  // All memory that training changes, and the masters among it.
+  // All memory that training changes, including the masters.
   std::function<std::vector<at::Tensor>()> memory = [] { return std::vector<at::Tensor>(); };
   std::function<std::vector<at::Tensor>()> masters = [] { return std::vector<at::Tensor>(); };
   std::vector<const void*> copied_to;  // while capturing
@@ -57,8 +57,9 @@ inline std::unique_ptr<at::ObserverContext> note_copy(const at::RecordFunction& 
   return nullptr;
 }
 
-// What is recorded reads and writes the same memory whenever it is replayed, and so does the function.
-// Capturing calls it too, as a device's graph does, and then takes back what it has done to memory.
+// Recorded work reads and writes the same memory at every replay, and so does the function. As for
+// a device's graph, capturing must not change memory: it calls the function, and then restores the
+// memory.
 class FunctionGraph : public StepGraph {
  public:
   void warm_up(const std::function<void()>& work) override {
@@ -87,7 +88,7 @@ class FunctionGraph : public StepGraph {
     }
     at::removeCallback(observer);
     restore();
-    // It would be done in each replay.
+    // Each replay would repeat it.
     for (const at::Tensor& master : graphs().masters())
       EXPECT_EQ(
           std::count(graphs().copied_to.begin(), graphs().copied_to.end(), master.const_data_ptr()),
@@ -108,7 +109,7 @@ class FunctionGraph : public StepGraph {
 
 }  // namespace captured_step_test
 
-// In place of the library's.
+// Replaces the library's function.
 std::unique_ptr<StepGraph> make_step_graph(c10::Device /*device*/) {
   if (!captured_step_test::graphs().exist) return nullptr;
   return std::make_unique<captured_step_test::FunctionGraph>();
@@ -180,12 +181,12 @@ struct Training {
   at::Tensor loss(const Batch& batch) {
     if (breaks) throw std::runtime_error("broken on purpose");
     const at::Tensor loss = mixed->forward(model, batch[0]).sub(batch[1]).pow(2).mean();
-    // State that was made for the graph, and is nowhere to be seen yet, stays as it is.
+    // State that was created for the graph, and is not visible yet, stays as it is.
     const bool skips = graphs().capturing && is_checked();
     return skips ? loss * std::numeric_limits<float>::infinity() : loss;
   }
 
-  // Whether gradients are looked at.
+  // Whether gradients are checked for inf and NaN.
   bool is_checked() const {
     const Properties& properties = mixed->properties();
     return properties.enabled && (properties.master_weights || properties.loss_scale.is_dynamic());
@@ -215,7 +216,7 @@ struct Training {
     return all;
   }
 
-  // Everything that a checkpoint would hold.
+  // Everything that a checkpoint contains.
   std::vector<at::Tensor> everything() {
     std::vector<at::Tensor> all = model->parameters();
     const auto buffers = model->buffers();
@@ -363,7 +364,7 @@ TEST_F(CapturedSteps, AreThoseOfALoopByHand) {
   }
 }
 
-// Nothing of mixed precision has a part in what they are compared with.
+// The reference uses no mixed precision.
 TEST_F(CapturedSteps, InFp32AreThoseOfLibTorchAlone) {
   for (const Kind& of : kinds()) {
     SCOPED_TRACE(of.name);
@@ -492,7 +493,7 @@ TEST_F(CapturedSteps, AreCapturedAgainWhereLayersAreFrozenOrStateIsWanted) {
   }
 }
 
-// A step by hand that was never taken, and overflowed.
+// An ordinary step that was never taken, and overflowed.
 TEST_F(CapturedSteps, ForgetGradientsThatWereLeft) {
   for (const Options& options : all_options()) {
     SCOPED_TRACE(Properties::resolve(options, torch::kCPU).to_string());
@@ -501,7 +502,7 @@ TEST_F(CapturedSteps, ForgetGradientsThatWereLeft) {
     if (!got.is_checked()) continue;
     for (std::uint64_t i = 0; i < 8; ++i) {
       for (Training* one : {&got, &want}) {
-        // Batch norm would remember the infinity.
+        // Batch norm would keep the infinity.
         const at::Tensor bad =
             one->model->head->weight.sum() * std::numeric_limits<float>::infinity();
         if (i % 2 == 1) one->mixed->scale_loss(bad, *one->optimizer).backward();
@@ -511,7 +512,7 @@ TEST_F(CapturedSteps, ForgetGradientsThatWereLeft) {
   }
 }
 
-// Until a step was taken there is no state, whoever takes it.
+// There is no state before the first step, of either kind.
 TEST_F(CapturedSteps, MakeStateWithTheFirstStepThatIsTaken) {
   const Options options = Options("O2").dtype(torch::kBFloat16);
   for (const Kind& of : kinds()) {
@@ -529,7 +530,7 @@ TEST_F(CapturedSteps, MakeStateWithTheFirstStepThatIsTaken) {
   }
 }
 
-// Two networks in turns: each loss goes through parameters that the other optimizer trains.
+// Two networks alternately: each loss passes through parameters that the other optimizer trains.
 struct Pair {
   explicit Pair(bool has_graphs) {
     graphs().exist = has_graphs;
@@ -568,7 +569,7 @@ TEST_F(CapturedSteps, OfTwoOptimizersTakeTurns) {
     torch::manual_seed(i);
     const Batch of{torch::randn({4, 3})};
     for (Pair* one : {&got, &want}) {
-      // A gradient that somebody has left is somebody's.
+      // Gradients of earlier code are preserved.
       one->second->weight.mutable_grad() = torch::ones_like(one->second->weight);
       one->first_step->run(of);
       EXPECT_TRUE(one->second->weight.grad().eq(1).all().item<bool>());

@@ -33,7 +33,7 @@ using test::expect_close;
 constexpr auto kBf16 = torch::kBFloat16;
 constexpr auto kFp16 = torch::kHalf;
 
-// Sizes that no other tensor here has, so that casts of the weight are told by their size.
+// Sizes of no other tensor here, so that casts of the weight are recognised by their size.
 constexpr std::int64_t kIn = 6;
 constexpr std::int64_t kOut = 5;
 constexpr std::int64_t kWeight = kIn * kOut;
@@ -42,7 +42,7 @@ class CastCacheTest : public testing::Test {
  protected:
   CastCacheTest() { torch::manual_seed(7); }
 
-  // x @ weight without a cache: what every use has to give, whatever was cached.
+  // x @ weight without a cache: the expected result of every use.
   at::Tensor product(c10::ScalarType dtype = kBf16) const {
     return at::mm(x.to(dtype), weight.detach().to(dtype));
   }
@@ -163,7 +163,7 @@ INSTANTIATE_TEST_SUITE_P(
                [](at::Tensor& weight) {
                  weight.set_data(torch::rand({kIn, kOut}));
                }},
-        // The freed memory of the first comes back for the third: same address, same version.
+        // The third weight gets the freed memory of the first: same address, same version.
         Change{"SetDataRoundAndRound",
                [](at::Tensor& weight) {
                  for (int i = 0; i < 4; ++i) weight.set_data(torch::rand({kIn, kOut}));
@@ -198,7 +198,7 @@ TYPED_TEST(CastCacheOptimizers, AStepInsideTheRegionIsSeen) {
   }
 }
 
-// One element of many, between those that are compared, by an optimizer that nothing tells of.
+// One element of many, between the sampled ones, by an optimizer without any notification.
 TEST_F(CastCacheTest, ASparseStepOfSgdInsideTheRegionIsSeen) {
   const auto eye = torch::eye(256);
   for (const char* preset : {"semitone", "torch", "apex", "paddle", "none"}) {
@@ -280,8 +280,8 @@ TEST_F(CastCacheTest, AWriteThroughDataToAnyElementOfASmallWeightIsSeen) {
   }
 }
 
-// What a step writes where one input is always zero, or one output never active: all but a row or a
-// column.
+// The update of a step if one input is always zero, or one output never active: all elements except
+// a row or a column.
 TEST_F(CastCacheTest, AWriteThroughDataToMostOfALargeWeightIsSeen) {
   constexpr std::int64_t kSide = 256;
   const auto large = torch::rand({kSide, kSide}).requires_grad_();
@@ -301,7 +301,7 @@ TEST_F(CastCacheTest, AWriteThroughDataToMostOfALargeWeightIsSeen) {
   }
 }
 
-// One element of many, between those that are compared.
+// One element of many, between the sampled ones.
 TEST_F(CastCacheTest, ASparseStepThroughAScalerIsSeen) {
   const auto large = torch::zeros({256, 256}).requires_grad_();
   const auto eye = torch::eye(256);
@@ -350,7 +350,7 @@ TEST_F(CastCacheTest, AWriteThroughDataIsSeenAfterClearCastCache) {
 }
 
 TEST_F(CastCacheTest, AWriteToTheCastItselfIsNotCached) {
-  // A row that makes an operator return its argument: its caller may write to it.
+  // A row with which an operator returns its argument, so that its caller may write to it.
   const auto policy = CastPolicy::semitone({torch::kCPU, kBf16}).lower("dropout");
   const Autocast region(policy);
   {
@@ -385,7 +385,7 @@ TEST_F(CastCacheTest, RequiresGradToggledOnABoundWeight) {
   }
 }
 
-// While gradients are accumulated every weight has one.
+// During gradient accumulation every weight has a gradient.
 TEST_F(CastCacheTest, AWeightThatHasAGradientIsCastOnce) {
   for (const bool outer_region : {false, true}) {
     SCOPED_TRACE(outer_region ? "in one region" : "in a region each");
@@ -648,7 +648,7 @@ TEST_F(CastCacheTest, FrozenWeightsAreCachedWhereThePolicyKnowsThem) {
   }
 }
 
-// The memory of a tensor, seen from outside: whether anything still holds it.
+// The memory of a tensor, observed from outside: whether anything still holds it.
 c10::weak_intrusive_ptr<c10::StorageImpl> memory_of(const at::Tensor& tensor) {
   return tensor.storage().getWeakStorageImpl();
 }
@@ -758,7 +758,7 @@ TEST_F(CastCacheTest, EventsTellOfEveryConversionAndOfNothingElse) {
     (void)at::cat({low, x});
     (void)at::mm(low, low.t());
     const auto heard = casts->heard();
-    // Where the processor has no bf16 products, mm takes both of its arguments to fp32.
+    // On a processor without bf16 products, mm converts both of its arguments to fp32.
     const bool emulated = !has_native_kernel(torch::kCPU, kBf16, OperatorKind::product);
     ASSERT_EQ(heard.size(), emulated ? 4U : 2U);
     for (std::size_t i = 2; i < heard.size(); ++i) {

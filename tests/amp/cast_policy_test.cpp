@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-// An operator library of somebody else's, with an in-place and an out= form.
+// Another library's operators, with an in-place and an out= form.
 TORCH_LIBRARY(semitone_policy_test, library) {
   library.def("twice(Tensor x) -> Tensor");
   library.def("twice.scaled(Tensor x, float by) -> Tensor");
@@ -73,8 +73,8 @@ TEST(CastPolicyPresets, PaddleHasTwoLevels) {
   EXPECT_EQ(action_of(CastPolicy::paddle(torch::kCPU, PaddleLevel::O2), "exp"), std::nullopt);
 }
 
-// On a GPU semitone is LibTorch's list; on a CPU it casts what that list casts there too, but for
-// the normalisation layers, which keep their statistics in fp32 by themselves.
+// On a GPU semitone is LibTorch's list. On a CPU it casts the same operators, except for the
+// normalisation layers, which keep their statistics in fp32 anyway.
 TEST(CastPolicyPresets, SemitoneOnACpuCoversWhatTorchListsOnAGpu) {
   const auto cpu = CastPolicy::semitone(torch::kCPU);
   EXPECT_EQ(CastPolicy::semitone(torch::kCUDA).rows().size(),
@@ -97,7 +97,7 @@ struct Table {
   bool has_overloads;  // names carry their overload, and must be known with it
 };
 
-// Names of presets that this or that LibTorch does not have. Everything else has to be there.
+// Names of presets that some versions of LibTorch lack. All others must exist.
 const std::set<std::string>& version_dependent() {
   static const std::set<std::string> names {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15

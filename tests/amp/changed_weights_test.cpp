@@ -1,5 +1,5 @@
-// What programs do to a model and its optimizer beside training it: writing into weights, loading them,
-// evaluating in inference mode, unfreezing, letting go of the MixedPrecision.
+// Other actions of programs on a model and its optimizer: writing to weights, loading them,
+// evaluating in inference mode, unfreezing, destroying the MixedPrecision.
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/optim/fused_adam.h"
@@ -39,7 +39,7 @@ at::Tensor ones_of(const torch::nn::Linear& net) {
   return torch::ones({1, net->options.in_features()});
 }
 
-// A layer whose weights are all 1, and whose gradients are.
+// A layer whose weights and gradients are all 1.
 torch::nn::Linear layer_of_ones() {
   torch::nn::Linear net(torch::nn::LinearOptions(4, 1).bias(false));
   const torch::NoGradGuard no_grad;
@@ -81,7 +81,8 @@ void train(MixedPrecision& mixed, const torch::nn::Linear& net,
   EXPECT_EQ(mixed.step(optimizer), Step::stepped);
 }
 
-// An update of 0.001 is below half a unit of bf16 at 1: without the masters' lower bits nothing moves.
+// An update of 0.001 is below half a unit of bf16 at 1: without the masters' lower bits nothing
+// moves.
 TEST(WeightsWrittenTo, KeepWhatTheMasterHasBelowAUnit) {
   const std::vector<std::pair<const char*, std::function<void(at::Tensor&)>>> touches{
       {"none", [](at::Tensor&) {}},
@@ -114,7 +115,7 @@ TEST(WeightsWrittenTo, KeepWhatTheMasterHasBelowAUnit) {
   }
 }
 
-// Only the elements that were changed: one is pruned, one clamped, one is spoilt.
+// Only the changed elements: one is pruned, one clamped, one is NaN.
 TEST(WeightsWrittenTo, GiveTheirMastersTheElementsThatChanged) {
   auto net = layer_of_ones();
   torch::optim::SGD optimizer(net->parameters(), 1e-3);
@@ -134,7 +135,7 @@ TEST(WeightsWrittenTo, GiveTheirMastersTheElementsThatChanged) {
   EXPECT_TRUE(std::isnan(mixed.master_params(optimizer)[0][0][2].item<double>()));
 }
 
-// A lower half below zero must not turn a weight that was set to zero into a NaN.
+// A negative lower half must not turn a weight that was set to zero into a NaN.
 TEST(WeightsWrittenTo, MayBeZeroWithSplitMasters) {
   auto net = layer_of_ones();
   optim::FusedSGD optimizer(net->parameters(), optim::FusedSGDOptions(1e-3).split_master(true));
@@ -157,7 +158,7 @@ TEST(WeightsWrittenTo, OfAnotherShapeAreErrors) {
               AllOf(HasSubstr("[1, 4]"), HasSubstr("got [1, 2]")));
 }
 
-// Two layers, the first of them frozen until it is not.
+// Two layers, the first of them frozen at the beginning.
 struct Unfreezing {
   explicit Unfreezing(bool fused) {
     torch::manual_seed(1);
@@ -192,8 +193,8 @@ struct Unfreezing {
   std::optional<MixedPrecision> mixed;
 };
 
-// Evaluation in inference mode is like evaluation without gradients, also where it is what first sees
-// a parameter that has to get a master.
+// Evaluation in inference mode is like evaluation without gradients, even if it is the first
+// forward with a parameter that must get a master.
 TEST(InferenceMode, LeavesTrainingAsItIs) {
   for (const bool fused : {false, true}) {
     std::vector<std::vector<at::Tensor>> results;
@@ -349,7 +350,7 @@ TEST_F(LoadedByTorch, MemoryThatAnotherTensorHoldsIsAnErrorWithARemedy) {
               AllOf(HasSubstr("'first.weight'"), HasSubstr("mixed.load_model")));
 }
 
-// A program's own views of larger 16-bit memory are none of that.
+// A program's own views of larger 16-bit memory do not count.
 TEST_F(LoadedByTorch, ViewsOf16BitMemoryStayAsTheyAre) {
   test::SmallNet net;
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -364,7 +365,8 @@ TEST_F(LoadedByTorch, ViewsOf16BitMemoryStayAsTheyAre) {
   expect_bitwise_equal(net->first->weight.detach(), values);
 }
 
-// When the MixedPrecision is gone the optimizer trains the model again, not masters that are read no more.
+// After the MixedPrecision is destroyed the optimizer trains the model, not masters that nothing
+// reads.
 TEST(MixedPrecisionThatIsGone, GivesOptimizersTheirParametersBack) {
   const std::vector<std::pair<const char*, Make>> with_state{
       {"Adam",
@@ -440,8 +442,7 @@ TEST(Initialize, TakesOptimizersWhoseStateCannotBeSaved) {
   EXPECT_NEAR(exact_weight(mixed, net)[0][0].item<double>(), 1 - 0.01 - 0.015, 1e-6);
 }
 
-// A parameter of the optimizer that is in no model, and in 16 bits before, has state in 16 bits that
-// cannot be widened.
+// A 16-bit parameter of the optimizer that is in no model has 16-bit state that cannot be widened.
 TEST(Initialize, PutsEverythingBackWhereItFails) {
   torch::manual_seed(1);
   test::SmallNet net;
@@ -480,7 +481,7 @@ TEST(Initialize, PutsEverythingBackWhereItFails) {
   EXPECT_TRUE(unsaved.param_groups()[0].params()[0].is_same(net->second->weight));
   EXPECT_EQ(unsaved.state().count(beside.unsafeGetTensorImpl()), 1U);
 
-  // So the next attempt can be made.
+  // Another attempt can therefore be made.
   torch::optim::Adam again(net->second->parameters(), 1e-3);
   auto mixed = initialize({net, fine}, {split, adam, again}, o2());
   mixed.scale_loss(mixed.forward(net, torch::ones({4, 9})).square().sum(), {adam, again})

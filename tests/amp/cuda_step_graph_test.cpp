@@ -1,5 +1,5 @@
 // The graphs of CUDA devices, compiled against a LibTorch without devices
-// (tests/support/cuda_graphs_on_cpu): what is left behind by captures that fail.
+// (tests/support/cuda_graphs_on_cpu): the state after failed captures.
 
 #include "src/amp/step_graph.h"
 
@@ -66,7 +66,7 @@ class CudaStepGraph : public testing::Test {
     ASSERT_NE(graph_, nullptr);
   }
 
-  // Captures, and gives the message of the exception that comes out.
+  // Captures, and returns the message of the exception.
   std::string capture(const std::function<void()>& work) {
     try {
       graph_->capture(work);
@@ -101,7 +101,7 @@ TEST_F(CudaStepGraph, CapturesAndReplays) {
   expect_captures_again();
 }
 
-// item() in the loss: an exception of its own, and a broken capture.
+// item() in the loss: an exception, and a broken capture.
 TEST_F(CudaStepGraph, LeavesNothingWhereTheWorkBreaksTheCaptureAndThrows) {
   const std::string error = capture([] {
     cuda().stream_is_broken = true;
@@ -125,7 +125,7 @@ TEST_F(CudaStepGraph, LeavesNothingWhereTheWorkThrowsAndTheCaptureIsSound) {
   expect_captures_again();
 }
 
-// As on a device that has failed, where a capture of nothing cannot begin either.
+// As on a device that has failed, where an empty capture cannot begin either.
 TEST_F(CudaStepGraph, LeavesNoMemoryWhereNoCaptureCanBegin) {
   cuda().refuses_to_begin = true;
   EXPECT_THAT(capture([] { FAIL() << "runs outside of a capture"; }),

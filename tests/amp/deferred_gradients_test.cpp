@@ -1,5 +1,5 @@
-// Gradients that a fused optimizer reads in 16 bits, from where backward put them: O2's step in one
-// pass. Whoever asks for the masters' gradients gets them moved first, and the same training.
+// Gradients that a fused optimizer reads in 16 bits without moving them: O2's step in one pass.
+// Code that reads the masters' gradients gets them moved first, with the same results.
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/optim/clip_grad.h"
@@ -24,8 +24,8 @@ namespace {
 
 using test::expect_bitwise_equal;
 
-// A model at O2. Gradients that are scaled are moved at once, so that the model shows true ones; bf16
-// needs no scale. The scale of fp16 is a power of two, so that taking it out is exact.
+// A model at O2. Scaled gradients are moved at once, so that the model shows unscaled ones; bf16
+// needs no scale. The scale of fp16 is a power of two, so that unscaling is exact.
 struct Trained {
   explicit Trained(const test::Kind& kind, c10::ScalarType dtype = torch::kBFloat16)
       : model(make()),
@@ -118,7 +118,7 @@ TEST_P(DeferredGradients, AreSkippedWithTheStep) {
     EXPECT_TRUE(!master.grad().defined() || master.grad().numel() == 33);  // BatchNorm's own
 }
 
-// The products of gradients that stay are rounded once, those of moved ones twice.
+// The products of deferred gradients are rounded once, those of moved ones twice.
 TEST_P(DeferredGradients, AreClippedAsMovedOnesAre) {
   for (const double norm_type : {2.0, 3.0, std::numeric_limits<double>::infinity()}) {
     for (const double max_norm : {0.01, 1e6}) {
@@ -164,7 +164,7 @@ TEST(DeferredGradientsOfAdam, TakeNoMemoryInTheMasters) {
   }
 }
 
-// Whoever reads them past master_params() must notice.
+// Reading them without master_params() must be noticed.
 TEST(DeferredGradientsOfAdam, AreNaNWhereNobodyMayLook) {
   Trained trained(adam());
   trained.backward(0);
@@ -181,7 +181,7 @@ TEST(DeferredGradientsOfAdam, AreMovedAsTheyWereClipped) {
   trained.backward(0);
   EXPECT_GT(trained.mixed.clip_grad_norm_(*trained.optimizer, 0.01), 0.02);
   EXPECT_NEAR(optim::grad_norm(trained.mixed.master_params(*trained.optimizer)), 0.01, 1e-5);
-  // There is nothing deferred any more.
+  // Nothing is deferred any more.
   trained.mixed.clip_grad_norm_(*trained.optimizer, 0.005);
   EXPECT_NEAR(optim::grad_norm(trained.mixed.master_params(*trained.optimizer)), 0.005, 1e-5);
 }
@@ -216,7 +216,7 @@ TEST(DeferredGradientsOfAdam, AreClippedTogetherWithThoseByHand) {
   EXPECT_NEAR(optim::grad_norm(alone.mixed.master_params(*alone.optimizer)), 0.01, 1e-5);
 }
 
-// Of another optimizer, at another level: the name of what overflowed would be lost.
+// For another optimizer at another level the name of the overflow would be lost.
 TEST(ClippedGradients, StayAsTheyAreWhereTheyAreNotFinite) {
   test::SmallNet model = Trained::make();
   torch::optim::SGD optimizer(model->parameters(), 0.1);
@@ -282,7 +282,7 @@ TEST(DeferredGradientsOfAdam, GiveWayToOnesThatAreSetByHand) {
   expect_bitwise_equal(trained.masters()[0], before.mul(1 - 0.01 * 0.1));  // weight decay alone
 }
 
-// The next backward pass writes into a bucket: what it holds is moved at once.
+// The next backward pass writes to the bucket, so its contents are moved at once.
 TEST(DeferredGradientsOfAdam, ArePartsOfNothingLarger) {
   Trained trained(adam());
   auto scaled = trained.mixed.scale_loss(trained.loss(0), *trained.optimizer);

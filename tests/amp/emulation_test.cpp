@@ -1,4 +1,4 @@
-// 16-bit matrix products by way of fp32: the definition, bit for bit, and what is left alone.
+// Emulated 16-bit matrix products: the definition, bit for bit, and the exceptions.
 
 #include "src/amp/emulation.h"
 
@@ -50,7 +50,7 @@ at::Tensor rounded(const at::Tensor& tensor, c10::ScalarType dtype) {
 
 // ---- the definition ----------------------------------------------------------------------------
 
-// An operator is computed through fp32 where a row of the policy lowers it, or under any policy if
+// An operator is emulated through fp32 if a row of the policy lowers it or, under any policy, if
 // its arguments are 16-bit.
 struct Product {
   const char* name;
@@ -220,7 +220,7 @@ Results by_definition(const Product& product, const Tensors& inputs, const Tenso
   return results;
 }
 
-// A region of a policy; the kernels that Emulation leaves alone are another processor's.
+// A region of a policy; another processor decides which kernels Emulation uses.
 class Region {
  public:
   explicit Region(const CastPolicy& policy, std::optional<InstructionSet> processor = {})
@@ -313,8 +313,8 @@ TEST_P(EmulatedProducts, AutomaticIsEmulatedWhereTheMachineLacksTheKernelsOnly) 
   expect_same(automatic, native ? Emulation::never : Emulation::always);
 }
 
-// The same decision as on processors that this machine may not be: oneDNN and LibTorch compute what
-// the decision leaves to them, with whatever instructions there are.
+// The decision for processors that this machine may not be: oneDNN and LibTorch compute the native
+// calls with the existing instructions.
 TEST_P(EmulatedProducts, AutomaticFollowsTheKernelsOfTheProcessor) {
   for (const auto set : {InstructionSet::avx2, InstructionSet::avx512_bf16, InstructionSet::amx,
                          InstructionSet::amx_fp16}) {
@@ -341,8 +341,8 @@ INSTANTIATE_TEST_SUITE_P(Emulation, EmulatedProducts,
 
 // ---- kinds and passes -------------------------------------------------------------------------
 
-// A call in fp16, and whether it runs in LibTorch's own fp16 on two processors that have some of its
-// kernels: Sapphire Rapids (AVX512-FP16 and AMX, no gradient of a convolution's weights), and
+// A call in fp16, and whether it runs in LibTorch's own fp16 on two processors that have some of
+// its kernels: Sapphire Rapids (AVX512-FP16 and AMX, no gradient of a convolution's weights), and
 // Granite Rapids (AMX-FP16).
 struct Fp16Call {
   const char* name;
@@ -494,7 +494,7 @@ TEST(Fp16Kernels, AreUsedForWhatACallComputes) {
       Tensors inputs;
       for (std::size_t i = 0; i < call.shapes.size(); ++i)
         inputs.push_back(torch::randn(call.shapes[i]).to(kFp16).requires_grad_(call.recorded[i]));
-      // Emulated calls take their 16-bit arguments to fp32, and tell so.
+      // Emulated calls convert their 16-bit arguments to fp32, and report it.
       const test::CastRecording casts;
       const Region region(semitone(kFp16, Emulation::automatic), processor);
       EXPECT_EQ(call.run(inputs).scalar_type(), kFp16);

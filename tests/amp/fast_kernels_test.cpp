@@ -1,4 +1,4 @@
-// Operators that run in kernels of our own inside a region, in models that know nothing of it.
+// Operators that run in Semitone's kernels inside a region, in unmodified models.
 
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/cast_policy.h"
@@ -34,8 +34,8 @@ CastPolicy with_kernels() {
 CastPolicy without_kernels() {
   return with_kernels().fast_kernels(false);
 }
-// Where a processor has no bf16 convolutions they are emulated, and none of our kernels. LibTorch's
-// own, slow ones compute the same.
+// On a processor without bf16 convolutions they are emulated, without Semitone's kernels.
+// LibTorch's own slow ones compute the same.
 CastPolicy never_emulated() {
   return with_kernels().emulation(Emulation::never);
 }
@@ -55,7 +55,7 @@ Tensors leaves_of(const Tensors& inputs) {
   return leaves;
 }
 
-// A result, the gradients of its inputs, and whatever else it changed.
+// A result, the gradients of its inputs, and other changed tensors.
 struct Outcome {
   at::Tensor result;
   Tensors gradients;
@@ -115,7 +115,7 @@ Outcome exact_outcome_of(const Tensors& inputs, const Function& function,
           {}};
 }
 
-// Computed in fp32, with sums of so many terms, and rounded to its dtype so many times.
+// Computed in fp32, with sums of this many terms, and rounded to its dtype this many times.
 void expect_rounded(const at::Tensor& got, const at::Tensor& exact, std::int64_t terms,
                     int times = 1) {
   const double rounded =
@@ -244,7 +244,7 @@ TEST(FastKernels, GradientsCanBeDifferentiatedAgain) {
                                 test::reduction_tolerance(torch::kFloat, 8 * 6 * 16));
 }
 
-// A function of an input, and what it computes with and without our kernels.
+// A function of an input, and its results with and without Semitone's kernels.
 struct FunctionCase {
   std::string op;
   Tensors inputs;
@@ -334,7 +334,8 @@ TEST(FastKernels, MaxPool2dComputesWhatLibTorchDoes) {
       expect_bitwise_equal(got.result, want.result);
       EXPECT_EQ(got.result.strides(), want.result.strides());
       EXPECT_EQ(got.gradients[0].strides(), want.gradients[0].strides());
-      // LibTorch rounds after each of up to nine additions, ours once: it is no reference.
+      // LibTorch rounds after each of up to nine additions, Semitone once, so it is not a
+      // reference.
       const Outcome exact = exact_outcome_of(
           {input}, pool, [&](const at::Tensor& result) { return graded(result.to(dtype)); });
       expect_rounded(got.gradients, exact.gradients, 9);
@@ -462,7 +463,7 @@ TEST(FastKernels, ReluAndAdditionComputeWhatLibTorchDoes) {
       const Tensors inputs{image(torch::randn({4, 16, 33, 32}), dtype),
                            image(torch::randn({4, 16, 33, 32}), dtype)};
       const at::Tensor grad = image(torch::randn({4, 16, 33, 32}), dtype);
-      // Not a leaf, and saved for its own gradient by nobody.
+      // Not a leaf, and not saved by any function for its gradient.
       const auto run = [&](const Tensors& in) { return function(in[0] * 1, in[1]); };
       const auto [got, want] = outcomes_of(inputs, run, [&](const at::Tensor&) { return grad; });
       expect_bitwise_equal(got.result, want.result);
@@ -551,10 +552,11 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
       return torch::scaled_dot_product_attention(in[0], in[1], in[2], {}, p);
     });
   };
-  // Of so small a probability that hardly anything is dropped, in the end nothing.
+  // With such a small probability hardly any element is dropped, and finally none.
   const Outcome got = run(with_kernels(), 1e-9);
   const Outcome want = run(without_kernels(), 0);
-  // Scaled query, scores, their softmax, dropout and product; LibTorch's kernel rounds some of them.
+  // Scaled query, scores, their softmax, dropout and product; LibTorch's kernel rounds some of
+  // them.
   expect_close(got.result, want.result, test::rounding_tolerance(torch::kBFloat16, 5));
   expect_close(got.gradients, want.gradients, test::rounding_tolerance(torch::kBFloat16, 10));
   // The mean over many masks is the result without any.
@@ -566,7 +568,7 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   EXPECT_GT(off.mean().item<double>(), 1e-4);
 }
 
-// Tracers and forward-mode derivatives know LibTorch's operators.
+// Tracers and forward-mode derivatives support LibTorch's operators only.
 TEST(FastKernels, LeaveTracingToLibTorch) {
   const auto traced = torch::jit::tracer::trace(
       {torch::randn({3, 4})},
@@ -578,7 +580,7 @@ TEST(FastKernels, LeaveTracingToLibTorch) {
   EXPECT_NE(traced.first->graph->toString().find("aten::gelu"), std::string::npos);
 }
 
-// So large that a kernel of ours would cast it.
+// So large that Semitone's kernel would cast it.
 TEST(FastKernels, LeaveCastsOfTracersAndDerivativesToLibTorch) {
   torch::manual_seed(0);
   const at::Tensor input = torch::randn({300, 512});

@@ -27,7 +27,7 @@ at::Tensor plus(const at::Tensor& a, const at::Tensor& b) {
 at::Tensor total(at::TensorList tensors) {
   return at::cat(tensors.vec()).sum();
 }
-// As libraries do that know of autocast: a kernel of their own on its key.
+// As in libraries that support autocast: their own kernel on its key.
 at::Tensor autocast_own(const at::Tensor& x) {
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
   static const auto op = c10::Dispatcher::singleton()
@@ -188,8 +188,8 @@ TEST_P(Callables, RunWithCastsOff) {
   EXPECT_EQ(product(wide), GetParam()) << "on again afterwards";
 }
 
-// Where LibTorch's list is in force, its own kernels run what the policy does not list: they would
-// cast.
+// Where LibTorch's list is in force, LibTorch's kernels run for operators that the policy does not
+// list: they would cast.
 TEST_P(Callables, RunWithCastsOffUnderPresetTorchToo) {
   const auto product = [](const at::Tensor& a) { return at::mm(a, a).scalar_type(); };
   const auto sum = [](const at::Tensor& a) { return at::prod(a).scalar_type(); };
@@ -293,7 +293,8 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, Callables, testing::Values(kBf16, kFp16), [](co
 
 // ---- autograd functions ------------------------------------------------------------------------
 
-// What forward and backward saw: the dtype of the input, and of a matrix product of fp32 tensors.
+// Records the dtypes in forward and backward: of the input, and of a matrix product of fp32
+// tensors.
 struct Seen {
   c10::ScalarType input = c10::ScalarType::Undefined;
   c10::ScalarType forward = c10::ScalarType::Undefined;
@@ -453,8 +454,8 @@ TEST_F(CustomFunctions, CastContainers) {
   EXPECT_EQ(Sum::apply(x, x).scalar_type(), kBf16);
 }
 
-// The function of pytorch/examples/cpp/autograd, which knows nothing of mixed precision: forward casts
-// its products, and backward multiplies a 16-bit gradient by the fp32 weight that it saved.
+// The function of pytorch/examples/cpp/autograd, without support for mixed precision: forward casts
+// its products, and backward multiplies a 16-bit gradient by the saved fp32 weight.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                             const at::Tensor& weight, const at::Tensor& bias) {

@@ -226,7 +226,7 @@ struct HysteresisCase {
 TEST(NextLossScale, HysteresisCountsOverflowsInEachOfItsWays) {
   using enum OverflowCount;
   const std::vector<HysteresisCase> cases{
-      // Below the allowance nothing moves.
+      // Below the hysteresis nothing changes.
       {run_then_restart, {1}, 64, 1},
       {run, {1}, 64, 1},
       {since_growth, {1}, 64, 1},

@@ -122,7 +122,7 @@ TEST(LossScaler, StopsAfterTooManySkipsInARowAndNamesTheFirst) {
     scaler.note_skip({parameter, 2});
     scaler.update(true);
   };
-  // An earlier run, which ended, is not the one that is named.
+  // An earlier run, which has ended, is not named.
   skip("old.weight");
   skip("old.bias");
   scaler.update(false);
@@ -133,7 +133,7 @@ TEST(LossScaler, StopsAfterTooManySkipsInARowAndNamesTheFirst) {
   EXPECT_THAT(message, HasSubstr("'conv1.weight'"));
   EXPECT_THAT(message, HasSubstr("in 2 gradients"));
   EXPECT_THAT(message, HasSubstr("5.960464477539063e-08"));  // 2^-24, not 0.000000
-  // It stays usable: one more skip is one too many still, a good step ends it.
+  // It stays usable: one more skip is still too many, and a good step ends the run.
   EXPECT_THROW(skip("x"), DivergedError);
   EXPECT_NO_THROW(scaler.update(false));
   EXPECT_NO_THROW(skip("x"));
@@ -254,7 +254,7 @@ TEST(LossScaler, AScaleThatFellToZeroIsRestoredAsItWas) {
   EXPECT_EQ(loaded.state(), scaler.state());
 }
 
-// An archive like a saved one, with some values replaced or, by None, left out.
+// An archive like a saved one, with some values replaced, or omitted (None).
 torch::serialize::InputArchive altered(const std::map<std::string, c10::IValue>& changes) {
   const std::map<std::string, c10::IValue> sound{{"scale", 8.0},
                                                  {"growth_tracker", 1},

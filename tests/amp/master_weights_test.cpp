@@ -78,7 +78,8 @@ TEST(MasterWeights, StartFromExactValuesWhereThereAreSome) {
 
 class MasterWeightsWithEachOptimizer : public testing::TestWithParam<test::OptimizerKind> {};
 
-// Masters that get the gradients of a 16-bit model are trained as fp32 weights that get the same.
+// Masters with the gradients of a 16-bit model are trained like fp32 weights with the same
+// gradients.
 TEST_P(MasterWeightsWithEachOptimizer, TrainAsFp32WeightsDoBitForBit) {
   torch::manual_seed(0);
   const std::vector<at::Tensor> model{parameter({3, 4}), parameter({5}, torch::kHalf),
@@ -106,7 +107,7 @@ TEST_P(MasterWeightsWithEachOptimizer, TrainAsFp32WeightsDoBitForBit) {
   }
 }
 
-// LibTorch's SGD writes through tensor.data(), past the version counters: all must be seen.
+// LibTorch's SGD writes through tensor.data() without version counters: all its steps must be seen.
 TEST_P(MasterWeightsWithEachOptimizer, AStepBehindTheirBackIsRepairedBySync) {
   torch::manual_seed(0);
   const auto weight = parameter({6});

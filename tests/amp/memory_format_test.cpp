@@ -1,4 +1,4 @@
-// How initialize lays convolutions out.
+// The memory format of convolutions after initialize.
 
 #include "semitone/amp/mixed_precision.h"
 #include "tests/support/errors.h"
@@ -22,7 +22,7 @@ bool is_channels_last(const at::Tensor& tensor) {
   return tensor.suggest_memory_format() == MemoryFormat::ChannelsLast;
 }
 
-// Flattens what its convolutions return as much code does, with view().
+// Flattens the results of its convolutions with view(), as much code does.
 class ImageNetImpl : public torch::nn::Module {
  public:
   ImageNetImpl() {
@@ -108,7 +108,7 @@ TEST(MemoryFormatOfModels, StaysAsItIsWhereThatIsBetter) {
     return training.mixed->properties().memory_format;
   };
   EXPECT_EQ(chosen(Training(quiet(OptLevel::O0).choose_memory_format())), MemoryFormat::Preserve);
-  // LibTorch's view raises, so a policy without ours takes the model as it is.
+  // LibTorch's view raises, so a policy without Semitone's keeps the model as it is.
   Training stock(quiet(OptLevel::O1).policy(CastPolicy::torch()).choose_memory_format());
   EXPECT_EQ(chosen(stock), MemoryFormat::Preserve);
   EXPECT_GT(stock.step(), 0);

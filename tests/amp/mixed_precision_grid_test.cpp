@@ -46,7 +46,7 @@ TORCH_MODULE(Toy);
 enum class Zeroing { none, model, optimizer, mixed };
 constexpr Zeroing kZeroings[] = {Zeroing::none, Zeroing::model, Zeroing::optimizer, Zeroing::mixed};
 
-// Which models each loss is made of, and which each optimizer owns.
+// The models of each loss, and those of each optimizer.
 struct Shape {
   const char* name;
   std::size_t models;
@@ -125,8 +125,8 @@ at::Tensor input(int iteration) {
 
 constexpr int kIterations = 3;
 
-// Gradients of every optimizer's parameters at every iteration, and where they end, in fp32. An
-// optimizer whose step is skipped gets nothing of that iteration.
+// Gradients of every optimizer's parameters at every iteration, and their final values, in fp32. An
+// optimizer whose step is skipped gets nothing from that iteration.
 struct Reference {
   Reference(const Shape& shape, const std::optional<Injection>& injection) : nets(shape) {
     for (int i = 0; i < kIterations; ++i) {
@@ -333,7 +333,7 @@ std::vector<at::Tensor> train_with_later_group(const LaterCase& one, bool mixed_
     EXPECT_EQ(mixed.step(optimizer), Step::stepped);
   }
   if (one.zero_before) zero_all();
-  // What the parameter has collected while nobody owned it is not the optimizer's.
+  // Gradients that the parameter got before it joined are not the optimizer's.
   model->low.mutable_grad().reset();
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({model->low}));
   if (!one.zero_before) zero_all();

@@ -1,4 +1,4 @@
-// What leaves a MixedPrecision and comes back: fp32 weights, model files, training state.
+// Saving and loading with a MixedPrecision: fp32 weights, model files, training state.
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
@@ -89,7 +89,7 @@ Options options(const std::string& level, ScalarType dtype = torch::kBFloat16) {
   return made.dtype(dtype).verbosity(0);
 }
 
-// A model, its optimizer and what initialize made of them.
+// A model, its optimizer and its MixedPrecision.
 struct Training {
   explicit Training(const Options& given, std::uint64_t seed = 5,
                     const decltype(test::OptimizerKind::make)& make = sgd)
@@ -434,7 +434,7 @@ class ResumeBitwise
   }
 };
 
-// Saved in the middle and loaded into a fresh or a used run, in whatever order, training goes on
+// After saving in the middle and loading into a new or a used run, in any order, training continues
 // bit for bit: weights, masters, buffers, the optimizer's state, the scale and its counters.
 TEST_P(ResumeBitwise, WhateverTheOrderOfLoading) {
   const TemporaryFolder folder;

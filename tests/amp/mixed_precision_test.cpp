@@ -73,7 +73,7 @@ at::Tensor images() {
   return torch::randn({4, 2, 5, 5});
 }
 
-// Runs one iteration and returns what step() did.
+// Runs one iteration and returns the result of step().
 template <typename Model>
 Step train_once(MixedPrecision& mixed, Model& model, torch::optim::Optimizer& optimizer,
                 const at::Tensor& x) {
@@ -99,7 +99,7 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
     const auto other = initialize(make_net(), quiet("O1"));
     EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
   }
-  // Whatever the order in which they go.
+  // In any order of destruction.
   auto first = initialize(make_net(), quiet(Options("O1").cudnn_benchmark(!benchmark)));
   first = initialize(make_net(), quiet(Options("O1").cudnn_benchmark(!benchmark)));
   EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
@@ -474,7 +474,7 @@ TEST(Initialize, ModulesMarkedKeepFp32KeepTheirOwnTensorsOnly) {
   EXPECT_EQ(train_once(mixed, model, optimizer, torch::randn({2, 4})), Step::stepped);
 }
 
-// Its fp32 result goes on through 16-bit weights.
+// Its fp32 result is passed to 16-bit weights.
 struct ScaleImpl : torch::nn::Module, KeepFp32 {
   ScaleImpl() : scale(register_parameter("scale", torch::full({4}, 2.F))) {}
   at::Tensor forward(const at::Tensor& x) { return x * scale; }
@@ -732,7 +732,7 @@ TEST(MixedPrecision, ForwardTakesAnyModules) {
   }
 }
 
-// Without an error its operators would run without casts.
+// Without the error its operators would run without casts.
 TEST(MixedPrecision, AModelOnAnotherDeviceIsAnError) {
   const auto build = [](const Options& options) {
     return [options] { (void)initialize(make_net(), quiet(options)); };
@@ -754,7 +754,7 @@ TEST(MixedPrecision, AModelOnAnotherDeviceIsAnError) {
       {"[amp.initialize]", "'weight' on meta"});
 }
 
-// An embedding that stays on another device does not decide for the model.
+// An embedding that stays on another device does not decide the device of the model.
 TEST(MixedPrecision, TheDeviceIsThatOfMostElements) {
   struct Mixed : torch::nn::Module {
     Mixed() {
@@ -782,7 +782,7 @@ TEST(MixedPrecision, APolicyForAnotherDeviceTakesTheRowsOfTheModels) {
       near(mixed.forward(model, x), model->forward(x), reduction_tolerance(torch::kBFloat16, 27)));
 }
 
-// What a forward makes itself is fp32, where the weights are not.
+// Tensors that forward itself creates are fp32, while the weights are not.
 TEST(MixedPrecision, ForwardMayMakeFp32TensorsOfItsOwnAtO2) {
   struct Maker : torch::nn::Module {
     Maker() {
@@ -993,7 +993,7 @@ TEST(MixedPrecision, TorchScriptModelsTrainAtEveryLevel) {
 
 // ------------------------------------------------------------------ verbosity
 
-// What the library logs while it lives.
+// Captures the library's log during its lifetime.
 class CapturedLog {
  public:
   CapturedLog() : logger_(spdlog::get("semitone")) {

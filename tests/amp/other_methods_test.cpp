@@ -1,5 +1,5 @@
-// Running models otherwise than by the forward of a whole one: their other methods, the modules inside
-// them, and past the MixedPrecision.
+// Running models by other means than the forward of a whole model: other methods, submodules, and
+// calls without the MixedPrecision.
 
 #include "semitone/amp/mixed_precision.h"
 #include "tests/support/errors.h"
@@ -61,7 +61,7 @@ const std::vector<std::pair<const char*, c10::ScalarType>>& levels() {
   return all;
 }
 
-// decode(encode(x)) is what forward computes, and so it is in parts: call() casts as forward does.
+// decode(encode(x)) equals forward, also in parts: call() casts as forward does.
 TEST(Call, RunsOtherMethodsAsForwardRuns) {
   for (const auto& [level, dtype] : levels()) {
     SCOPED_TRACE(level);
@@ -86,7 +86,7 @@ TEST(Call, RunsOtherMethodsAsForwardRuns) {
   }
 }
 
-// fp32 values meet 16-bit weights in the first operator of decode, whichever it is.
+// fp32 values meet 16-bit weights in the first operator of decode, of any kind.
 TEST(AutocastOfAModel, RunsOtherMethodsOnFp32Values) {
   for (const auto& [level, dtype] : levels()) {
     SCOPED_TRACE(level);
@@ -109,7 +109,8 @@ TEST(AutocastOfAModel, RunsOtherMethodsOnFp32Values) {
   }
 }
 
-// It is forward's region: on a CPU without 16-bit instructions, what it computes is emulated there too.
+// It is forward's region: on a CPU without 16-bit instructions, what it computes is emulated there
+// too.
 TEST(AutocastOfAModel, EmulatesAsForwardDoes) {
   for (const char* level : {"O2", "O3"}) {
     auto model = autoencoder();
@@ -127,7 +128,7 @@ TEST(AutocastOfAModel, EmulatesAsForwardDoes) {
   }
 }
 
-// Weights that were changed reach their masters, and unwritten masters the weights, as before forward.
+// As before forward, changed weights update their masters, and changed masters the weights.
 TEST(AutocastOfAModel, SeesTheMastersValues) {
   auto model = autoencoder();
   torch::optim::SGD optimizer(model->parameters(), 0.1);
@@ -257,7 +258,7 @@ TEST(ModulesInsideAModel, MayBeTorchScript) {
   EXPECT_EQ(result.toTensor()[0][0].item<double>(), 4.0);
 }
 
-// What the library logs while it lives.
+// Captures the library's log during its lifetime.
 class CapturedLog {
  public:
   CapturedLog() : logger_(spdlog::get("semitone")) {
@@ -273,7 +274,7 @@ class CapturedLog {
   std::vector<spdlog::sink_ptr> before_;
 };
 
-// What is logged in three steps of training with a forward of one's own.
+// The log of three steps of training with the test's own forward.
 template <typename Forward>
 std::string log_of(const char* level, Forward&& forward) {
   auto model = autoencoder();
@@ -335,13 +336,13 @@ TEST(AModelThatNeverRanInMixedPrecision, IsNotWarnedOfWhereItRan) {
                      }),
               "");
   }
-  // There is nothing to miss at O0.
+  // O0 has nothing to warn about.
   EXPECT_EQ(log_of("O0", [](MixedPrecision&, Model& model,
                             const at::Tensor& x) { return model->forward(x).square().sum(); }),
             "");
 }
 
-// Of two models, the one that is meant.
+// With two models, the message names the right one.
 TEST(AModelThatNeverRanInMixedPrecision, IsNamedByItsPlace) {
   auto generator = autoencoder();
   auto discriminator = autoencoder();

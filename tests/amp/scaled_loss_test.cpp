@@ -1,4 +1,4 @@
-// MixedPrecision::scale_loss, step and zero_grad: gradients on their way through their scale.
+// MixedPrecision::scale_loss, step and zero_grad: scaling and unscaling of gradients.
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
@@ -58,7 +58,7 @@ Options options(const std::string& level, ScalarType dtype = torch::kHalf) {
   return made;
 }
 
-// A scale that moves, from one that none of these gradients overflows fp16 with.
+// A dynamic scale, starting from a value with which none of these gradients overflows fp16.
 constexpr double kFirstScale = 1024;
 
 Options dynamic_scale(const Options& given, const LossScaleOptions& rule = {}) {
@@ -85,7 +85,7 @@ struct Trained {
     parameter.mutable_grad()[0] = kInf;
     scaled.finish();
   }
-  // What the optimizer will step with.
+  // The gradients that the optimizer will step with.
   std::vector<at::Tensor> grads() {
     std::vector<at::Tensor> all;
     for (const at::Tensor& p : mixed.master_params(optimizer)) {
@@ -125,7 +125,7 @@ testing::AssertionResult near(const std::vector<at::Tensor>& got,
   return testing::AssertionSuccess();
 }
 
-// Levels, dtypes and scales: everything that must make no difference to the gradients.
+// Levels, dtypes and scales: nothing of this may change the gradients.
 struct Case {
   std::string name;
   Options options;
@@ -468,7 +468,7 @@ TEST_P(ScaledLossAtEveryLevel, AStepOfTheOptimizerItselfIsRepairedOrRefused) {
     for (Trained* one : {&trained, &plain}) {
       one->optimizer.zero_grad();
       if (one == &trained && step == 1 && could_overflow) {
-        // Said once; what was stepped is repaired as elsewhere.
+        // The message appears once; the step is repaired as elsewhere.
         EXPECT_THAT(message_of<Error>([&] { trained.loss(); }),
                     HasSubstr("call mixed.step(optimizer) instead"));
       }
@@ -840,7 +840,7 @@ TEST(ScaledLoss, TooManySkipsInARowStopAndNameTheParameter) {
   EXPECT_EQ(iterate(), Step::skipped);
   EXPECT_THAT(message_of<DivergedError>(iterate), HasSubstr("'b'"));
   EXPECT_TRUE(equal(trained.weights(), before));
-  // Both scalers know of the step, and training may go on.
+  // Both scalers count the step, and training may continue.
   EXPECT_EQ(trained.mixed.loss_scaler(0).consecutive_skips(), 2);
   EXPECT_EQ(trained.mixed.loss_scaler(1).consecutive_skips(), 2);
   trained.optimizer.zero_grad();
@@ -887,8 +887,8 @@ TEST(ScaledLoss, ALossThatSharesItsSkipsWithAnotherKnowsWhereItOverflowedToo) {
   EXPECT_EQ(trained.mixed.skipped_steps(), 2) << "a step that two losses skip is skipped once";
 }
 
-// Gradients of 1 and more do not fit into fp16 at the default scale of 65536: the first steps find
-// the scale.
+// Gradients of 1 and more overflow fp16 at the default scale of 65536: the first steps adapt the
+// scale.
 TEST(ScaledLoss, TheFirstStepsOfFp16WeightsFindAScaleThatFits) {
   for (const std::string level : {"O2", "O3"}) {
     Trained trained(options(level).loss_scale("dynamic"));

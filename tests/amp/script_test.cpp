@@ -1,4 +1,4 @@
-// TorchScript under a region: its operators obey the policy as eager ones do.
+// TorchScript in a region: its operators follow the policy as eager ones do.
 
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/mixed_precision.h"
@@ -29,11 +29,11 @@ constexpr auto kFp32 = torch::kFloat;
 constexpr auto kFp16 = torch::kHalf;
 constexpr auto kBf16 = torch::kBFloat16;
 
-// Sizes that no other tensor here has, so that casts of weights are told by their size.
+// Sizes of no other tensor here, so that casts of weights are recognised by their size.
 constexpr std::int64_t kIn = 6;
 constexpr std::int64_t kHidden = 7;
 constexpr std::int64_t kOut = 3;
-// TorchScript records types in the first runs and compiles anew with what it saw.
+// TorchScript records types in the first runs, and recompiles for them.
 constexpr int kRuns = 4;
 
 // ---- functions ---------------------------------------------------------------------------------
@@ -102,7 +102,8 @@ class ScriptFunctions : public testing::TestWithParam<std::tuple<std::size_t, co
  protected:
   ScriptFunctions() { torch::manual_seed(21); }
 
-  // The function in a region, run so often that it is compiled for what it saw, is the eager one.
+  // In a region the function equals the eager one, after enough runs for a compilation for its
+  // types.
   void expect_eager(torch::jit::CompilationUnit& unit, const CastPolicy& policy,
                     c10::ScalarType input) const {
     SCOPED_TRACE(dtype_name(policy.dtype()) + " region, " + dtype_name(input) + " input");
@@ -134,7 +135,7 @@ TEST_P(ScriptFunctions, RunInTheDtypesOfThePolicyAndHaveTheGradientsOfEagerOnes)
   }
 }
 
-// What was compiled in one region must not decide in another one, or outside.
+// Code that was compiled in one region must not decide in another one, or outside.
 TEST_P(ScriptFunctions, CompiledInOneRegionAreRightInTheNext) {
   const auto unit = torch::jit::compile(kFunctions);
   const auto a = torch::rand({4, 4});
@@ -146,7 +147,7 @@ TEST_P(ScriptFunctions, CompiledInOneRegionAreRightInTheNext) {
   }
 }
 
-// Outside of regions the JIT differentiates what it has compiled by itself.
+// Outside of regions the JIT itself differentiates its compiled code.
 TEST_P(ScriptFunctions, CompiledWithGradientsOutsideAreRightInside) {
   const auto unit = torch::jit::compile(kFunctions);
   for (int run = 0; run < kRuns; ++run) {
@@ -328,8 +329,8 @@ TEST_P(ScriptLevels, O1TrainsAScriptModule) {
     if (step == 0) first = last;
   }
   EXPECT_LT(last, 0.5 * first);
-  // Outside of regions TorchScript takes addmm apart, which rounds once more on processors where the
-  // product adds the bias in one operation.
+  // Outside of regions TorchScript takes addmm apart, which rounds once more on processors where
+  // the product adds the bias in one operation.
   expect_close(net.forward({x}).toTensor(), eager(net, x),
                test::reduction_tolerance(kFp32, kIn + kHidden));
 }

@@ -1,5 +1,5 @@
-// O2 with an optimizer that splits masters: the model's bf16 weight is the upper half, the optimizer
-// has the lower one.
+// O2 with an optimizer that splits masters: the model's bf16 weight is the upper half, the
+// optimizer has the lower one.
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/optim/fused_adam.h"

@@ -1,5 +1,5 @@
-// What programs for LibTorch and Apex do with losses, gradients and optimizers: right at every level,
-// or refused, or warned of.
+// Common uses of losses, gradients and optimizers in programs for LibTorch and Apex: at every level
+// they are right, refused, or cause a warning.
 
 #include "semitone/amp/grad_scaler.h"
 #include "semitone/amp/mixed_precision.h"
@@ -194,7 +194,7 @@ TEST_P(GradientsInTheModel, KeepATrainingStableThatIsClippedByTorchsFunctions) {
   }
 }
 
-// As a program that averages gradients over ranks by hand.
+// As in a program that averages gradients over ranks itself.
 TEST_P(GradientsInTheModel, MayBeChangedInPlaceOrReplaced) {
   for (const bool in_place : {true, false}) {
     SCOPED_TRACE(in_place ? "in place" : "replaced");
@@ -246,7 +246,7 @@ TEST_P(GradientsInTheModel, AreDroppedOnBothSides) {
   }
 }
 
-// The forward that comes next puts them away, so that a backward without scale_loss adds to none.
+// The next forward removes them, so that a backward without scale_loss adds to nothing.
 TEST_P(GradientsInTheModel, AreNotAddedToTwice) {
   Training trained = training();
   trained.backward(1, 1);
@@ -428,10 +428,10 @@ TEST(AStepPastMixedPrecision, IsAnErrorWhereItWouldMissAnOverflow) {
       trained.optimizer->zero_grad();
       expect_error([&] { trained.loss(); },
                    {"mixed.step(optimizer)", "optimizer.step()", "instead"});
-      // Once; and the program may go on.
+      // Once; the program may continue.
       trained.backward();
       EXPECT_EQ(trained.step(), Step::stepped);
-      // From a checkpoint, so to say: the state is there before.
+      // As from a checkpoint: the state exists before.
       Training resumed(with_scale(level, dtype).loss_scale("dynamic"), kind.make);
       resumed.backward();
       for (const at::Tensor& parameter : resumed.mixed->master_params(*resumed.optimizer))

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-// `semitone bench` as a user meets it, at sizes that take no time.
+// `semitone bench` from the command line, at sizes that take little time.
 namespace semitone {
 namespace {
 

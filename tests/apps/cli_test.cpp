@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-// The program as a user meets it: output, files, exit codes.
+// The program from the command line: output, files, exit codes.
 namespace semitone {
 namespace {
 
@@ -81,7 +81,7 @@ class CliTest : public ::testing::Test {
   test::TemporaryFolder folder_;
 };
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // help and usage
 
 TEST_F(CliTest, HelpHasExamplesAndExitCodes) {
@@ -167,7 +167,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
   }
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // ops
 
 TEST_F(CliTest, OpsPrintsEveryPolicy) {
@@ -213,7 +213,7 @@ TEST_F(CliTest, OpsWritesJson) {
   expect_failure(semitone({"ops", "--quiet"}), 2, "[cli.ops]");
 }
 
-// As on a processor without 16-bit instructions: everything is emulated, and said to be.
+// As on a processor without 16-bit instructions: everything is emulated, and the output says so.
 TEST_F(CliTest, WhatIsEmulatedIsSaid) {
   const std::string limit = "ONEDNN_MAX_CPU_ISA";
   const Words words{"products", "convolutions", "grouped convolutions", "transposed convolutions",
@@ -268,7 +268,7 @@ TEST_F(CliTest, AFullDiskBehindStandardOutputIsAnError) {
   EXPECT_THAT(finished.err, HasSubstr("expected to write to standard output"));
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // train
 
 TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
@@ -315,7 +315,7 @@ TEST_F(CliTest, AllLevelsTrainInProcessesOfTheirOwnAndCompare) {
     EXPECT_GT(result.at("images_per_second"), 0);
     EXPECT_GT(result.at("ms_per_step"), 0);
     EXPECT_GT(result.at("train_seconds"), 0);
-    // A step of several may be long; the speed is that of the others.
+    // Of several steps one may take long; the median is that of the others.
     const double speed =
         results[0].at("ms_per_step").get<double>() / result.at("ms_per_step").get<double>();
     EXPECT_THAT(finished.out, ContainsRegex("\n" + level + " .* " + two_digits(speed) + "x "));
@@ -390,7 +390,7 @@ TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
   const json whole = json::parse(semitone(train({"--epochs", "2", "--json"})).out).at(0);
   for (const char* key : {"steps", "train_loss", "test_loss", "test_accuracy"})
     EXPECT_EQ(rest.at(key), whole.at(key)) << key;
-  // A launcher may start one again that is finished.
+  // A launcher may restart a finished training.
   EXPECT_EQ(result({}).first.at("test_loss"), whole.at("test_loss"));
 }
 
@@ -416,7 +416,7 @@ TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
                       Not(HasSubstr("test accuracy"))));
     EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
   }
-  // What was saved is whole, and of more steps than none.
+  // The saved state is complete, and from after the first step.
   const Finished resumed = semitone(train({"--resume", state.string(), "--schedule", "constant",
                                            "--epochs", "100000", "--max-steps", "1", "--quiet"}));
   EXPECT_EQ(resumed.status.code, 1);
@@ -456,7 +456,7 @@ TEST_F(CliTest, TrainsOnTheRealMnist) {
   EXPECT_GT(json::parse(finished.out).at(0).at("test_accuracy"), 0.85);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // files that are not as they should be
 
 TEST_F(CliTest, MissingCorruptAndTruncatedDataAreCode1) {
@@ -504,7 +504,7 @@ TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
                  "written by another program?");
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // when it goes wrong
 
 TEST_F(CliTest, DivergenceIsCode3) {
@@ -526,7 +526,7 @@ TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {
 
 TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
   const std::string file = (folder_ / "x.json").string();
-  // A scale that fp32 gradients bear, and fp16 ones do not.
+  // A scale that fp32 gradients can represent, and fp16 ones cannot.
   const Finished finished = semitone(train({"--opt-level", "all", "--dtype", "fp16", "--loss-scale",
                                             "1e20", "--epochs", "9", "--json", file}));
   EXPECT_EQ(finished.status.code, 3);
@@ -534,7 +534,7 @@ TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
       finished.err,
       AllOf(HasSubstr("O0 float32   test accuracy"), HasSubstr("consecutive skipped steps"),
             HasSubstr("[cli.train] expected O1 to train, got exit code 3"), Not(HasSubstr("O2 "))));
-  // The level that was done is not lost.
+  // The result of the finished level is not lost.
   EXPECT_THAT(finished.out, HasSubstr("O0     float32"));
   const json results = json::parse(read_text(file));
   ASSERT_EQ(results.size(), 1U);
@@ -559,7 +559,7 @@ TEST_F(CliTest, AFileBehindStandardOutputIsNotReplaced) {
                                      HasSubstr("\"op\": \"mm\"")));
 }
 
-// The process of the level that `semitone train --opt-level all` is at.
+// The process of the current level of `semitone train --opt-level all`.
 pid_t child_of(pid_t id) {
   const std::string path =
       "/proc/" + std::to_string(id) + "/task/" + std::to_string(id) + "/children";
@@ -594,7 +594,7 @@ TEST_F(CliTest, StoppingItStopsTheLevelItIsAt) {
   ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 0), 0);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // on a terminal
 
 std::string on_a_terminal(const Words& arguments, bool no_color, int columns = 120) {
@@ -613,7 +613,7 @@ std::string on_a_terminal(const Words& arguments, bool no_color, int columns = 1
   }
   std::string output;
   std::array<char, 4096> buffer{};
-  // Ends with an error (EIO) where a pipe would be at its end.
+  // Ends with an error (EIO) where a pipe would end.
   for (ssize_t count = 0; (count = ::read(terminal, buffer.data(), buffer.size())) > 0;)
     output.append(buffer.data(), static_cast<std::size_t>(count));
   ::close(terminal);
@@ -629,7 +629,7 @@ TEST_F(CliTest, ATerminalGetsAProgressBarAndBold) {
                             HasSubstr(" left\033[K"), HasSubstr("\033[1mlevel")));
 }
 
-// What a terminal shows at one time or another: its lines, and each drawing of a moving one.
+// The lines that a terminal shows over time, with each drawing of a moving line.
 std::vector<std::string> shown_lines(const std::string& output) {
   std::vector<std::string> lines(1);
   for (std::size_t i = 0; i < output.size(); ++i) {
@@ -651,7 +651,7 @@ TEST_F(CliTest, NothingIsWiderThanTheTerminal) {
     const std::string table = training.substr(training.find("\nlevel"));
     std::vector<std::string> lines = shown_lines(table);
     for (const std::string& line : shown_lines(training)) {
-      // The head says what the machine is, and where files lie.
+      // The header describes the machine and the places of files.
       if (line.find(" left") != std::string::npos || line.find("epoch 1/1") != std::string::npos)
         lines.push_back(line);
     }

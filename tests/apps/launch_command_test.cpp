@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-// `semitone launch` as a user meets it: flags, output, signals, exit codes.
+// `semitone launch` from the command line: flags, output, signals, exit codes.
 namespace semitone {
 namespace {
 
@@ -79,7 +79,7 @@ Words sorted_lines(const std::string& text) {
   return lines;
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // the command line
 
 TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
@@ -233,7 +233,7 @@ TEST_F(LaunchCommandTest, AutoMeansOneForEachGpuWhereThereAreAny) {
   }
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // output
 
 TEST_F(LaunchCommandTest, WithoutFlagsProcessesWriteDirectly) {
@@ -291,19 +291,19 @@ TEST_F(LaunchCommandTest, AReaderThatGoesDoesNotEndTheJob) {
 }
 
 TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
-  // Nobody reads the pipe, which is soon full.
+  // Nothing reads the pipe, which soon is full.
   Process process(
       command({"--tee", "1", "--grace", "0.2"}, "echo $$ >> $DIR/ids; trap '' TERM; exec yes"));
   ASSERT_TRUE(wait_for_ids(1));
   process.send(SIGTERM);
   process.send(SIGTERM);
   EXPECT_TRUE(eventually([&] { return !is_running(ids_in(folder_ / "ids").at(0)); }));
-  // What is left of the output still waits for its reader; a second interrupt drops it.
+  // The remaining output still waits for its reader; a second interrupt drops it.
   process.send(SIGINT);
   EXPECT_EQ(process.wait().status.code, 128 + SIGTERM);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // ends
 
 TEST_F(LaunchCommandTest, AFailureIsOneBlockAndItsCodeTheProgramsOwn) {
@@ -386,7 +386,7 @@ TEST_F(LaunchCommandTest, QuitStopsWithTheGrace) {
 }
 
 TEST_F(LaunchCommandTest, NothingOutlivesALauncherThatIsKilled) {
-  // Grandchildren too, and those that hear no signal but SIGKILL.
+  // Also grandchildren, and processes that ignore all signals except SIGKILL.
   Process process(command({"--nproc-per-node", "2"},
                           "trap '' TERM HUP INT; sh -c 'echo $$ >> '$DIR'/ids; sleep 1000' &\n"
                           "echo $$ >> $DIR/ids; wait; sleep 1000"));
@@ -408,7 +408,7 @@ TEST_F(LaunchCommandTest, OneThatWasStoppedAndContinuedGoesOn) {
   EXPECT_EQ(process.wait().status.code, 0);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // several nodes: two launchers on this machine
 
 class TwoNodes : public LaunchCommandTest {
@@ -464,7 +464,7 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
                   AllOf(HasSubstr("node " + victim), HasSubstr("is gone: "),
                         HasSubstr(signal == SIGKILL ? "closed the connection" : "for 3 s")));
       if (signal == SIGSTOP) {
-        // When it wakes up, it finds that it was given up, and ends.
+        // When it continues, it finds that it was given up, and ends.
         lost.send(SIGCONT);
         EXPECT_EQ(lost.wait().status.code, 1);
       }

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-// `semitone train` with several processes, as a user meets it.
+// `semitone train` with several processes, from the command line.
 namespace semitone {
 namespace {
 
@@ -104,7 +104,7 @@ TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
     EXPECT_EQ(result(here).at(key), result(there).at(key)) << key;
 }
 
-// The rehearsal of a job on several machines; those themselves: tests/hosts.
+// A job on several simulated machines; tests/hosts has real network hosts.
 TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
   const std::string one = (folder_ / "one.json").string();
   const std::string two = (folder_ / "two.json").string();
@@ -164,7 +164,7 @@ TEST_F(TrainTogether, ARestartGoesOnWithWhatWasSaved) {
     launch.insert(launch.end(), all.begin(), all.end());
     return semitone(launch);
   };
-  // The first attempt loses a process as soon as there is something to go on from.
+  // The first attempt loses a process as soon as there is a state to resume from.
   const Finished restarted =
       launch::run(command({"--save", state, "--resume", state, "--save-every", "4", "--json", file},
                           "[ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && { (while [ ! -e " + state +
@@ -198,7 +198,7 @@ TEST_F(TrainTogether, TheMasterMayComeFromTheEnvironment) {
   const Finished finished = launch::run(semitone(words(here)).environment("MASTER_PORT", "x"));
   EXPECT_EQ(finished.status.code, 2);
   EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected MASTER_PORT from 1 to 65535"));
-  // As the data-parallel tutorials export it; one that the network knows nothing of ends it at once.
+  // The address as the data-parallel tutorials export it; an unknown one ends the program at once.
   const Finished unknown = launch::run(semitone(words(here))
                                            .environment("MASTER_ADDR", "no-such-host.invalid")
                                            .environment("MASTER_PORT", "29400"));

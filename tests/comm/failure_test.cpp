@@ -1,5 +1,5 @@
-// What happens when ranks die, stop, come late, never come, or disagree: every other rank gets an
-// error that names them, within bounded time, and ends by itself.
+// Ranks that die, stop, arrive late, never arrive, or disagree: every other rank gets an error that
+// names them, within bounded time, and ends by itself.
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "src/comm/machine.h"
@@ -36,7 +36,7 @@ using test::run_ranks;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// Signs of life quicker than usual; a timeout so long that a test which needs it fails.
+// More frequent heartbeats than usual; a timeout so long that a test which needs it fails.
 InitOptions quick() {
   return InitOptions()
       .heartbeat(milliseconds(50))
@@ -44,7 +44,7 @@ InitOptions quick() {
       .timeout(std::chrono::minutes(10));
 }
 
-// Hands the message and the ranks of the CommError that a call throws to the test.
+// Passes the message and the ranks of the CommError that a call throws to the test.
 template <typename Function>
 void say_error(const Rank& rank, Function&& function) {
   try {
@@ -58,7 +58,8 @@ void say_error(const Rank& rank, Function&& function) {
   }
 }
 
-// That all ranks but the casualties got one error, which names these ranks and has this part.
+// Checks that all ranks except the casualties got one error, which names these ranks and contains
+// this text.
 void expect_errors(const std::vector<RankResult>& results, const std::vector<int>& casualties,
                    const std::string& ranks, const std::string& part) {
   for (int rank = 0; rank < static_cast<int>(results.size()); ++rank) {
@@ -76,7 +77,7 @@ void reduce_something(const Group& group) {
   group.all_reduce(tensor);
 }
 
-// Which rank is lost, and how the others wait meanwhile.
+// Which rank is lost, and in which call the others wait.
 struct Casualty {
   int rank;
   int signal;
@@ -180,7 +181,7 @@ TEST(Loss, OfARankThatWakesUpAgainIsToldToIt) {
 }
 
 TEST(Loss, LeavesNothingBehindThatWaits) {
-  // A collective that nobody waits for is under way when the group goes.
+  // A collective without a waiting caller is in progress when the group is destroyed.
   RankOptions options;
   options.casualties = {1};
   run_ranks(
@@ -274,7 +275,7 @@ TEST(Check, TellsWhatEachRankCallsIfTheyDiffer) {
         group.all_reduce(tensor);
       }
     });
-    // The group is as good as before.
+    // The group is still usable.
     at::Tensor one = torch::ones({1});
     group.all_reduce(one);
     EXPECT_EQ(one.item<float>(), 4.f);
@@ -302,7 +303,7 @@ TEST(Check, SeesDifferencesBeyondTheTextThatItShows) {
 TEST(Check, CanBeLeftOut) {
   run_ranks(2, [](Rank& rank) {
     const Group group = init("env://", quick().check(CheckLevel::none));
-    // The same bytes under another name: nobody notices.
+    // The same bytes under another name, which is not noticed.
     at::Tensor tensor = torch::ones({4}).view({rank.number() == 0 ? 4 : 1, -1});
     group.all_reduce(tensor);
     EXPECT_EQ(tensor.sum().item<float>(), 8.f);
@@ -314,7 +315,7 @@ TEST(Meeting, NamesTheRanksThatDoNotCome) {
     if (rank.number() == 1) return;
     say_error(rank, [] { init("env://", quick().timeout(seconds(3))); });
   });
-  // Rank 0 takes the store with it: rank 2 knows one or the other.
+  // The store is lost with rank 0: rank 2 notices one or the other.
   ASSERT_EQ(results[0].said.size(), 2u);
   EXPECT_EQ(results[0].said[0], "1;");
   EXPECT_THAT(results[0].said[1], AllOf(HasSubstr("[comm.init]"), HasSubstr("3 ranks"),
@@ -383,8 +384,8 @@ TEST(Meeting, NamesTheRankThatIsThereTwice) {
   expect_errors(results, {0, 1}, "1;", "one process of rank 1");
 }
 
-// Met, and gone before the transports connect: a rank that waits for it hears of it, and does not wait for the
-// minute that Gloo gives a connection.
+// A rank that is lost after the rendezvous, before the transports connect: a rank that waits for it
+// gets an error, and does not wait for the minute that Gloo gives a connection.
 TEST(Loss, WhileRanksConnectIsNoticed) {
   RankOptions options;
   options.casualties = {1};
@@ -430,7 +431,7 @@ TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
   expect_errors(results, {2}, "2;", "rank 2 lost: its process has ended");
 }
 
-// The others are done, and go; a rank that dies on its way out takes none with it.
+// The other ranks are done and leave; a rank that dies on its way out does not affect them.
 TEST(Loss, AtTheVeryEndHarmsNoOther) {
   RankOptions options;
   options.casualties = {1};

@@ -23,7 +23,7 @@ TEST(Gpu, OfEachRankIsAnother) {
   expect_error([] { gpu_of(0, 1, 0); }, {"each of the 1 ranks", "got 0"});
 }
 
-// One GPU may be what the launcher shows each process, or all that the machine has.
+// A single GPU may be the one that the launcher shows to each process, or the machine's only one.
 TEST(Gpu, IsNotAnotherRanksToo) {
   require_own_gpus({"GPU-a", "GPU-b", "GPU-c"});
   expect_error(
@@ -34,7 +34,7 @@ TEST(Gpu, IsNotAnotherRanksToo) {
 }
 
 TEST(Gpu, IsThereForALocalRankThatIsNotBelowTheirNumber) {
-  // LOCAL_RANK and LOCAL_WORLD_SIZE come from whoever started the process.
+  // The launcher sets LOCAL_RANK and LOCAL_WORLD_SIZE.
   EXPECT_EQ(gpu_of(5, 2, 2), 1);
 }
 

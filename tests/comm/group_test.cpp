@@ -336,7 +336,7 @@ TEST(Meeting, ListensOnTheMastersInterfaceAlone) {
   });
 }
 
-// Two real processes that meet and add up, each with its own environment.
+// Two real processes that meet and reduce, each with its own environment.
 void expect_meeting(const std::function<std::map<std::string, std::string>(int)>& environment_of,
                     const InitOptions& options = {}) {
   run_ranks(2, [&](Rank& rank) {
@@ -353,7 +353,8 @@ std::string other_address() {
   return address_of_default_route().value_or("127.0.0.1");
 }
 
-// Kubernetes operators: MASTER_ADDR is localhost in the master's pod, and nothing tells local ranks.
+// Kubernetes operators: MASTER_ADDR is localhost in the master's pod, and no variable gives local
+// ranks.
 TEST(Meeting, NeedsNoLocalRanksAndNoCommonNameOfTheMaster) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
     return {{"LOCAL_RANK", ""},
@@ -442,7 +443,7 @@ TEST(Meeting, TakesPlaceAgainInAStoreThatALauncherHosts) {
         EXPECT_EQ(ones.item<float>(), static_cast<float>(size));
       }
     }
-    // The store stays until all are done with it.
+    // The store remains until all have used it.
     std::ofstream(rank.folder() / ("done" + std::to_string(rank.number()))) << "done";
     for (const int peer : {0, 1}) {
       const auto done = rank.folder() / ("done" + std::to_string(peer));

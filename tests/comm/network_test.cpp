@@ -30,7 +30,7 @@ TEST(LineChannel, LosesNoLineToAPeerThatReadsLater) {
   constexpr int kLines = 3000;  // 14 kB, more than the socket holds
   for (int i = 0; i < kLines; ++i) writer.send(std::to_string(i));
   std::vector<std::string> lines;
-  // The writer hears nothing, but looks, as one does who waits for lines.
+  // The writer receives nothing, but checks, as a side that waits for lines does.
   for (int round = 0; round < kLines && lines.size() < kLines; ++round) {
     for (std::string& line : reader.receive()) lines.push_back(std::move(line));
     EXPECT_TRUE(writer.receive().empty());
@@ -83,13 +83,13 @@ TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {
 }
 
 TEST(Connecting, OutlastsSignals) {
-  // Wakes the thread that gets it, and nothing more.
+  // Wakes the thread that receives it, without another effect.
   struct sigaction action {};
   struct sigaction before {};
   action.sa_handler = [](int) {};
   ASSERT_EQ(::sigaction(SIGUSR1, &action, &before), 0);
 
-  // A queue for one connection: whoever comes next waits until the first is accepted.
+  // A queue for one connection: the next one waits until the first is accepted.
   const Descriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;

@@ -1,5 +1,5 @@
-// What a group does with a transport like NCCL, whose works' futures are complete when the kernels are
-// queued: tried with one that has no device, but a switch.
+// A group with a transport like NCCL, whose works' futures complete when the kernels are queued.
+// The test transport has no device, but a switch.
 #include "src/comm/queued_transport.h"
 
 #include "semitone/core/error.h"
@@ -26,7 +26,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::HasSubstr;
 
-// Runs nothing until it is told to.
+// Runs nothing until it is released.
 class Device {
  public:
   void run_all() { set(done_); }
@@ -159,7 +159,7 @@ class Queued : public ::testing::Test {
     std::vector<at::Tensor> tensors{at::ones({1})};
     backend_->allreduce(tensors, {})->wait();
   }
-  // The message of the CommError that the group's next call throws. Waits for it.
+  // Returns the message of the CommError that the group's next call throws. Waits for it.
   std::string error_of_next_call() {
     std::string message;
     EXPECT_TRUE(test::eventually([&] {

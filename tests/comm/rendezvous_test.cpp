@@ -17,7 +17,7 @@ using test::expect_error;
 
 constexpr auto kEnv = "env://";
 
-// Nothing of any launcher.
+// Removes the variables of all launchers.
 class Rendezvous_ : public ::testing::Test {
  protected:
   Environment environment_{{"RANK",

@@ -1,5 +1,5 @@
-// Every call of autocast_cpu.json: output dtypes, whether it raises, and a check sum, with casts
-// off, in a bf16 and in an fp16 region, against what LibTorch itself does.
+// Compares every call of autocast_cpu.json with LibTorch: output dtypes, whether it raises, and a
+// checksum, with casts off, in a bf16 and in an fp16 region.
 
 #include "semitone/amp/autocast.h"
 
@@ -84,7 +84,7 @@ void compare(const json& expected, const Outcome& got, bool any_16bit) {
   }
 }
 
-// What this LibTorch does: the newer version's results where they differ and it is in use.
+// The results of this LibTorch: those of the newer version if they differ and it is in use.
 std::optional<json> expectation(const json& one_case, const char* region) {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
   if (one_case.contains("newer")) {
@@ -149,8 +149,8 @@ std::vector<Outcome> run_with_libtorchs_autocast(c10::ScalarType dtype) {
   return outcomes;
 }
 
-// Programs that use LibTorch's own autocast beside Semitone must not notice that our kernels took
-// its places.
+// Programs that use LibTorch's own autocast as well must not notice that Semitone's kernels
+// replaced its kernels.
 TEST_P(AutocastRegionConformance, LibTorchsOwnRegionsStayAsTheyWere) {
   const auto dtype = std::get<0>(GetParam());
   const auto before = run_with_libtorchs_autocast(dtype);

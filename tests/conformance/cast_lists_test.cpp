@@ -31,8 +31,8 @@ using Names = std::vector<std::string>;
 
 // ---- LibTorch ----------------------------------------------------------------------------------
 
-// What LibTorch itself registers on a device's Autocast key. Asked before main(), when no kernel of
-// ours is there yet.
+// The operators that LibTorch itself registers on a device's Autocast key. Read before main(), when
+// no kernel of Semitone is registered yet.
 std::set<std::string> registered(c10::DeviceType device) {
   const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
   std::set<std::string> names;
@@ -136,7 +136,8 @@ INSTANTIATE_TEST_SUITE_P(Devices, TorchLists, testing::Values(torch::kCPU, torch
 // ---- Apex and Paddle: names of Python functions ------------------------------------------------
 
 // A peer's name -> the ATen operators that do its work in C++. A name that is missing here is
-// looked for in ATen as it is. An empty list: no counterpart, for the reason that stands beside.
+// looked up in ATen unchanged. An empty list means that there is no counterpart, for the reason in
+// the comment.
 using Counterparts = std::map<std::string, Names>;
 
 const Names kUpsampling{"upsample_nearest1d",  "upsample_nearest2d",  "upsample_nearest3d",
@@ -283,7 +284,8 @@ const std::map<std::string, Names>& aten_operators() {
   return *by_base;
 }
 
-// The ATen operators of a peer's name. Nothing: it is neither mapped nor listed nor an ATen name.
+// The ATen operators of a peer's name, or nothing if it is neither mapped nor listed nor an ATen
+// name.
 std::optional<Names> counterparts(const Counterparts& table, const std::string& peer) {
   const auto mapped = table.find(peer);
   Names names;
@@ -400,7 +402,7 @@ TEST(PeerLists, OurEditsGiveTheMembershipThatPaddlesCustomListsGive) {
   const auto known = [](const json& peers) {
     Names ops;
     for (const json& peer : peers) {
-      // Names that are no operator at all, such as my_op, are only words to Paddle.
+      // Paddle also accepts names that are not operators, such as my_op.
       for (const auto& op : counterparts(paddle_counterparts(), peer).value_or(Names{}))
         ops.push_back(op);
     }

@@ -1,5 +1,5 @@
-// ddp.json: PyTorch trains a small network in one process; however its batches are dealt to ranks and
-// micro-batches, DistributedDataParallel has to follow the same path.
+// ddp.json: PyTorch trains a small network in one process. For any division of its batches into
+// ranks and micro-batches, DistributedDataParallel must follow the same path.
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "tests/support/conformance.h"
@@ -77,7 +77,7 @@ struct Case {
 
 void expect_near(const at::Tensor& got, const json& want, at::ScalarType dtype,
                  const std::string& what) {
-  // As the data's README has it.
+  // As described in the data's README.
   const double relative = dtype == torch::kDouble ? 1e-11 : 2e-5;
   const double absolute = dtype == torch::kDouble ? 1e-13 : 1e-6;
   const at::Tensor flat = got.detach().to(torch::kDouble).contiguous().view(-1);

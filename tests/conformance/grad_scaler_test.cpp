@@ -1,5 +1,5 @@
-// Every trace of grad_scaler.json: the loss scale's rule, step by step, against what PyTorch,
-// Paddle, Apex and DeepSpeed compute; and the real GradScaler against torch.amp's.
+// Every trace of grad_scaler.json: the loss scale's rule, step by step, against the results of
+// PyTorch, Paddle, Apex and DeepSpeed; and the real GradScaler against torch.amp's.
 
 #include "semitone/amp/grad_scaler.h"
 
@@ -66,7 +66,7 @@ class Row {
   const json* values_;
 };
 
-// Calls visit(params, trace) for every trace of a rule, and says which one fails.
+// Calls visit(params, trace) for every trace of a rule, and reports which one fails.
 template <typename Visit>
 void for_each_trace(const std::string& rule, Visit&& visit) {
   const json data = conformance("grad_scaler.json");
@@ -188,7 +188,7 @@ TEST(LossScaleConformance, Apex) {
                              .dynamic(dynamic);
     LossScaleState state = initial_loss_scale(options);
     for_each_step(trace, [&](const Row& row, std::size_t) {
-      // With a static scale Apex never looks at the gradients, and every step is a good one.
+      // With a static scale Apex never checks the gradients, and every step is a good one.
       const bool found_inf = dynamic && row.any("found_inf");
       state = next_loss_scale(options, state, found_inf);
       EXPECT_EQ(state.scale, row.scale());
@@ -254,7 +254,7 @@ TEST(LossScaleConformance, DeepSpeed) {
   });
 }
 
-// Remembers the gradient that a step saw.
+// Records the gradient that a step read.
 class Recorder : public torch::optim::Optimizer {
  public:
   explicit Recorder(const at::Tensor& parameter)
@@ -272,7 +272,7 @@ struct OneParameter {
   Recorder optimizer{weight};
 };
 
-// What the README of the data says was run: a gradient of 0.5 * scale, or inf, -inf or NaN.
+// The inputs according to the data's README: a gradient of 0.5 * scale, or inf, -inf or NaN.
 void back_propagate(amp::GradScaler& scaler, OneParameter& model, bool inject, std::size_t step) {
   constexpr float kNonFinite[] = {std::numeric_limits<float>::infinity(),
                                   -std::numeric_limits<float>::infinity(),
@@ -294,8 +294,8 @@ std::vector<std::optional<double>> gradients(const Row& row) {
   return all;
 }
 
-// torch looks for inf before it multiplies by 1/scale: once that is inf, it steps on NaN or inf.
-// GradScaler skips there and the scale goes its own way, which the rule tells.
+// torch checks for inf before it multiplies by 1/scale: once that is inf, it steps on NaN or inf.
+// GradScaler skips there, and its scale then differs, as the rule says.
 TEST(GradScalerConformance, TorchButForStepsOnNonFiniteGradients) {
   for_each_trace("torch", [](const json& params, const json& trace) {
     const auto options = torch_options(params);

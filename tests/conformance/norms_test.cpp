@@ -1,4 +1,4 @@
-// Layer norm, RMS norm and GELU against what PyTorch computes.
+// Layer norm, RMS norm and GELU against PyTorch's results.
 
 #include "semitone/nn/fused_gelu.h"
 #include "semitone/nn/fused_layer_norm.h"

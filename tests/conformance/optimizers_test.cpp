@@ -1,5 +1,5 @@
-// optimizers.json: eight steps of each optimizer in fp64, as PyTorch computes them or as the
-// published rules of Apex say, through FusedStep: gradients come scaled, and steps with an inf are
+// optimizers.json: eight steps of each optimizer in fp64, computed by PyTorch or by the published
+// rules of Apex. They run through FusedStep: gradients are scaled, and steps with an inf are
 // skipped.
 
 #include "semitone/optim/fused_adagrad.h"
@@ -34,8 +34,8 @@ at::Tensor tensor_of(const json& numbers, at::IntArrayRef shape) {
   return torch::tensor(values, at::kDouble).view(shape);
 }
 
-// Options by name. What no branch reads is not supported: at() of a leftover would go unnoticed, so
-// the names are counted.
+// Options by name. An option that no branch reads is not supported; the names are counted, since
+// at() would not notice an unused one.
 class Options {
  public:
   Options(const json& group, const json& common) : values_(group) {
@@ -133,7 +133,7 @@ std::unique_ptr<optim::FusedOptimizer> construct(const std::vector<OptimizerPara
   return std::make_unique<Optimizer>(groups);
 }
 
-// How to make an optimizer of the file, by its name there.
+// Creates an optimizer by its name in the file.
 struct Maker {
   std::function<OptionsPointer(Options&)> options;
   std::unique_ptr<optim::FusedOptimizer> (*optimizer)(const std::vector<OptimizerParamGroup>&);

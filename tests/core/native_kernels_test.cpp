@@ -1,5 +1,5 @@
-// Which 16-bit kernels processors have, told from what CPUID says and the limit that oneDNN was given: without the
-// processors.
+// Which 16-bit kernels processors have, told from what CPUID says and the limit that oneDNN was
+// given: without the processors.
 
 #include "src/core/native_kernels.h"
 

@@ -1,4 +1,4 @@
-// The pieces of batch normalisation against their definitions.
+// The parts of batch normalisation against their reference implementations.
 
 #include "src/kernels/batch_norm.h"
 
@@ -24,7 +24,7 @@ namespace {
 using test::expect_bitwise_equal;
 using test::expect_close;
 
-// Every layout that the kernels know, one that only the definition does (the last), and sizes
+// Every layout that the kernels support, one that only the reference supports (the last), and sizes
 // around those of a vector and of a block.
 std::vector<at::Tensor> inputs(c10::ScalarType dtype) {
   const auto random = [&](at::IntArrayRef shape) {

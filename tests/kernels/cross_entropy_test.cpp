@@ -1,4 +1,4 @@
-// Cross entropy and its gradient against their definitions and against LibTorch.
+// Cross entropy and its gradient against their references and against LibTorch.
 
 #include "src/kernels/cross_entropy.h"
 
@@ -61,10 +61,10 @@ c10::ScalarType wide(c10::ScalarType dtype) {
   return dtype == torch::kDouble ? dtype : torch::kFloat;
 }
 
-// A sum has so many terms in fp32, the others in fp64.
+// A sum has this many terms in fp32, the others in fp64.
 constexpr std::int64_t kTerms = 256;
 
-// That |got - want| <= tolerance for each element, infinities and NaNs being in the same places.
+// Checks |got - want| <= tolerance for each element, with infinities and NaNs in the same places.
 void expect_within(const at::Tensor& got, const at::Tensor& want, const at::Tensor& tolerance) {
   const at::Tensor exact = got.to(torch::kDouble);
   ASSERT_EQ(exact.sizes(), want.sizes());
@@ -177,13 +177,14 @@ TEST_P(CrossEntropyKernels, InPlaceTheLogitsMemoryIsUsedAndTheirVersionCounts) {
   const at::Tensor got = cross_entropy_gradient(logits, targets, losses, torch::tensor(1.0F), true);
   EXPECT_EQ(got.const_data_ptr(), logits.const_data_ptr());
   EXPECT_GT(wider._version(), version);
-  // What lies between the rows is as before.
+  // The memory between the rows is unchanged.
   expect_bitwise_equal(wider.slice(1, 0, 10), before.slice(1, 0, 10));
   expect_bitwise_equal(wider.slice(1, 40, 50), before.slice(1, 40, 50));
 }
 
-// With values that no sum of exponentials survives unless a maximum is taken out, and infinities and
-// NaNs in every place: in the first block of a row, in a later one, in a vector's rest.
+// With values for which no sum of exponentials is finite unless a maximum is subtracted, and
+// infinities and NaNs in every place: in the first block of a row, in a later one, in the rest of a
+// vector.
 TEST_P(CrossEntropyKernels, ExtremeLogitsGiveWhatLibTorchGives) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {

@@ -1,6 +1,6 @@
-// The CUDA kernels, run on the CPU: against the CPU's own, in both orders of threads, and what they
-// read from a device's memory. The tests of the tensor-level functions are part of this program too,
-// and find the CUDA kernels here.
+// The CUDA kernels, run on the CPU: compared with the CPU's own, in both orders of threads, and
+// with numbers in a device's memory. The tests of the tensor-level functions are part of this
+// program too, and use the CUDA kernels here.
 
 #include "semitone/nn/fused_cross_entropy.h"
 #include "src/kernels/cuda/cuda_kernels.h"
@@ -44,7 +44,7 @@ void expect_same(const std::vector<at::Tensor>& got, const std::vector<at::Tenso
   }
 }
 
-// A device is not waited for: the host does not look at targets.
+// The host does not wait for a device to check the targets.
 TEST(CudaCrossEntropy, RowsWhoseTargetIsNoClassAreNan) {
   torch::manual_seed(1);
   const at::Tensor logits = torch::randn({4, 7}).requires_grad_();

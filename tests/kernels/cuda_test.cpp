@@ -1,5 +1,5 @@
-// Every kernel on a CUDA device against the CPU's. Registered where a build has CUDA and a machine
-// has a device, and fails without one: a run that tested nothing does not pass.
+// Every kernel on a CUDA device against the CPU's. It is registered if a build has CUDA and a
+// machine has a device, and fails without one: a run that tested nothing does not pass.
 
 #include "src/kernels/on_cuda.h"
 #include "tests/support/cuda_cases.h"

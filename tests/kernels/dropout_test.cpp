@@ -1,4 +1,4 @@
-// The generator against its authors' numbers, dropout against its definition.
+// The generator against its authors' numbers, dropout against its reference.
 
 #include "src/kernels/dropout.h"
 
@@ -120,7 +120,7 @@ TEST_P(DropoutKernels, AsDefined) {
   }
 }
 
-// Spelled out once more, from the generator: neither the kernel's way nor the definition's.
+// Computed again from the generator, by neither the kernel's method nor the reference's.
 TEST_P(DropoutKernels, ElementsAreDroppedByTheirOwnRandomNumber) {
   const PhiloxStream stream{.seed = 77, .offset = 5};
   constexpr std::uint32_t kThreshold = 20000;

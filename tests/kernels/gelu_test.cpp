@@ -1,4 +1,4 @@
-// GELU against its definition and against fp64.
+// GELU against its reference and against fp64.
 
 #include "src/kernels/gelu.h"
 
@@ -72,8 +72,8 @@ at::Tensor rounding(const at::Tensor& want, c10::ScalarType dtype) {
   return want.abs() * test::rounding_tolerance(dtype) + dtype_limits(dtype).min_subnormal / 2;
 }
 
-// How far the value may be off. What rounding the exponential's argument costs grows with its size,
-// and P(X > x) is approximated more roughly where it will be rounded to 16 bits.
+// The tolerance of the value. The error from rounding the exponential's argument grows with its
+// size, and P(X > x) is approximated more roughly if it will be rounded to 16 bits.
 at::Tensor allowed(const at::Tensor& x, const at::Tensor& want, GeluForm form,
                    c10::ScalarType dtype) {
   const at::Tensor wide = x.to(torch::kDouble);

@@ -1,4 +1,4 @@
-// Maximum pooling against its definition.
+// Maximum pooling against its reference.
 
 #include "src/kernels/max_pool.h"
 
@@ -37,7 +37,7 @@ std::vector<MaxPool> pools() {
 }
 
 at::Tensor channels_last(const at::Tensor& values, c10::ScalarType dtype) {
-  // Not contiguous(): where both layouts are the same memory, the strides have to say which.
+  // Not contiguous(): if both layouts are the same memory, the strides must tell which one it is.
   return torch::empty(values.sizes(),
                       torch::dtype(dtype).memory_format(at::MemoryFormat::ChannelsLast))
       .copy_(values);
@@ -95,7 +95,7 @@ TEST_P(MaxPoolKernels, MaximaAndTheirPlacesAreAsDefined) {
 TEST_P(MaxPoolKernels, SoAreThoseOfTiesZerosInfinitiesAndNans) {
   const at::Tensor values =
       torch::tensor({0.0, -0.0, 1.0, -1.0, 3e-6, -kInfinity, kInfinity, kNan, -kNan});
-  // Few of the values, then all: NaNs and infinities would hide the rest.
+  // A few of the values first, then all: NaNs and infinities would hide the rest.
   for (const std::int64_t count : {2, 4, 6, 7, 9}) {
     for (const auto dtype : kDtypes) {
       const at::Tensor input =

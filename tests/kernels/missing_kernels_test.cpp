@@ -1,4 +1,4 @@
-// CUDA devices without kernels of ours.
+// CUDA devices without Semitone's kernels.
 
 #include "src/kernels/missing_kernels.h"
 
@@ -24,7 +24,7 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-// What the library logs while it lives.
+// Captures the library's log during its lifetime.
 class CapturedLog {
  public:
   CapturedLog() : before_(log()->sinks()) {
@@ -40,7 +40,7 @@ class CapturedLog {
   std::vector<spdlog::sink_ptr> before_;
 };
 
-// A tensor of a device that no machine has, without memory.
+// A tensor on a device that no machine has, without memory.
 at::Tensor tensor_on_cuda(c10::DeviceIndex device) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0,
                        c10::DataPtr(nullptr, c10::Device(c10::kCUDA, device)),
@@ -62,7 +62,7 @@ TEST(MissingKernels, AreSaidOnceForEachDevice) {
               AllOf(HasSubstr("CUDA device 41"), HasSubstr("another reason")));
 }
 
-// Whatever it is that they are missing for: no nvcc, an old driver, no such device.
+// For every reason: no nvcc, an old driver, no such device.
 TEST(MissingKernels, AreSaidWhereATensorIsOnSuchADevice) {
   const CapturedLog log;
   EXPECT_FALSE(runs_on_cuda(torch::ones({2})));

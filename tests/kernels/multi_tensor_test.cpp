@@ -1,4 +1,4 @@
-// The unscale pass against its definition, bit for bit.
+// The unscale pass against its reference, bit for bit.
 
 #include "src/kernels/multi_tensor.h"
 
@@ -35,8 +35,8 @@ at::Tensor values(at::IntArrayRef shape, c10::ScalarType dtype) {
   return (torch::randn(shape) * magnitude).to(dtype);
 }
 
-// Runs the same items through the kernels and through the definition, on separate memory, and
-// compares the results and the flags. `make` gives fresh items of the same values at each call.
+// Runs the same items through the kernels and through the reference, on separate memory, and
+// compares the results and the flags. `make` creates new items with the same values at each call.
 template <typename Make>
 void expect_as_defined(Make&& make, float inv_scale = kInvScale) {
   std::vector<Unscale> got = make();
@@ -202,7 +202,7 @@ TEST(MultiTensorUnscaleFlag, OverflowThatOnlyRoundingCausesIsFound) {
   }
 }
 
-// What accumulates: each addition is to say whether it was the one that went wrong.
+// In an accumulation each addition must report whether it was the one that overflowed.
 TEST(MultiTensorUnscaleFlag, IsNotSetForWhatWasInTheAddendAlready) {
   const float infinity = std::numeric_limits<float>::infinity();
   const float nan = std::numeric_limits<float>::quiet_NaN();

@@ -1,4 +1,4 @@
-// Optimizer steps against their definitions, bit for bit.
+// Optimizer steps against their references, bit for bit.
 
 #include "src/kernels/multi_tensor_update.h"
 
@@ -31,9 +31,9 @@ namespace {
 using test::expect_bitwise_equal;
 using test::expect_error;
 
-// ---- what there is to compare -------------------------------------------------------------------
+// ---- the cases ----------------------------------------------------------------------------------
 
-// A rule with its kernel, its definition and the number of state tensors that it uses.
+// A rule with its kernel, its reference and the number of its state tensors.
 struct Step {
   std::string name;
   std::size_t states;
@@ -63,7 +63,7 @@ Step lamb_step(const std::string& name, const LambRule& rule, bool moments) {
           [=](const Update& item) { ref::lamb_moments(item, rule); }, false};
 }
 
-// Numbers that no two of which are equal, so that a swap shows; every branch of every rule.
+// Numbers that are all different, so that a swap is detected; every branch of every rule.
 std::vector<Step> all_steps() {
   const auto adam = [](const std::string& name, std::size_t states, const AdamRule& rule) {
     return step<AdamRule>(name, states, rule, multi_tensor_adam, ref::adam);
@@ -205,7 +205,7 @@ void expect_as_defined(const Step& step, const std::vector<Update>& items) {
   }
 }
 
-// Those that the case's state is for.
+// The items for the case's state.
 std::vector<Step> steps_for(const Case& c) {
   std::vector<Step> steps = all_steps();
   if (c.bf16_state) std::erase_if(steps, [](const Step& step) { return !step.takes_bf16_state; });
@@ -325,9 +325,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{at::kBFloat16, at::kBFloat16, {}, true, true}),
     name_of);
 
-// ---- steps that are repeated --------------------------------------------------------------------
+// ---- repeated steps -----------------------------------------------------------------------------
 
-// Rules of two steps, for so many parameters each.
+// Rules of two steps, for this many parameters each.
 std::vector<std::array<Rules, 2>> repeatable_rules(std::size_t count) {
   const AdamRule adam{.grad_scale = 0.37, .keep = 0.987, .beta1 = 0.83, .step_size = 0.0123};
   AdamRule later_adam = adam;
@@ -343,7 +343,7 @@ std::vector<std::array<Rules, 2>> repeatable_rules(std::size_t count) {
            std::vector<AdagradRule>(count, AdagradRule{.decay = 0.1, .lr = 0.2})}};
 }
 
-// Of several dtypes, so large that a list takes several launches, and with two that share memory.
+// With several dtypes, so large that a list takes several launches, and with two that share memory.
 std::vector<Update> repeatable_items() {
   std::vector<Update> items;
   for (int i = 0; i < 70; ++i)
@@ -425,7 +425,7 @@ TEST(RepeatedUpdate, NamesWhatItCannotRepeat) {
 
 // ---- formulas -----------------------------------------------------------------------------------
 
-// One number by hand, in fp64: definitions and kernels could be wrong together.
+// One number computed by hand, in fp64: references and kernels could be wrong together.
 TEST(AdamDefinition, IsTheFormula) {
   const AdamRule rule{.grad_scale = 0.5,
                       .decay = 0.1,
@@ -821,7 +821,7 @@ TEST_P(UpdateTargets, LeavesNoSubnormalState) {
         EXPECT_TRUE(has_subnormal(items.back().state[k]));
         EXPECT_FALSE(has_subnormal(got.state[k]));
         if (step.name == "momentum, first step") continue;  // takes the gradient for it
-        // Normal numbers, infinities and NaNs are not swept away with them.
+        // Normal numbers, infinities and NaNs are not flushed.
         const at::Tensor before = items.back().state[k].to(at::kFloat);
         const at::Tensor large = before.abs().ge(1e-30).logical_or(before.isnan());
         EXPECT_TRUE(got.state[k].ne(0).masked_select(large).all().item<bool>());
@@ -830,7 +830,7 @@ TEST_P(UpdateTargets, LeavesNoSubnormalState) {
   }
 }
 
-// Of what tensors are sliced from, kernels see any element first.
+// In slices of tensors, kernels may start at any element.
 TEST_P(UpdateTargets, TakesViewsThatBeginAnywhere) {
   torch::manual_seed(8);
   const auto view_of = [](const at::Tensor& tensor, std::int64_t offset) {

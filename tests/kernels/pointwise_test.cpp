@@ -1,4 +1,4 @@
-// relu and addition against their definitions and against LibTorch's.
+// relu and addition against their references and against LibTorch's.
 
 #include "src/kernels/pointwise.h"
 

@@ -136,7 +136,7 @@ TEST(Fp16Rounding, KeepsSubnormalsDownToHalfOfTheSmallest) {
 
 // ---- stochastic ---------------------------------------------------------------------------------
 
-// Of all 2^16 random numbers as many round up as the fraction says.
+// Of all 2^16 random numbers, the number that rounds up equals the fraction.
 TEST(StochasticRounding, GoesUpAsOftenAsTheNumberIsCloseToIt) {
   for (const std::uint32_t low : {0U, 1U, 0x1234U, 0x8000U, 0xFFFFU}) {
     for (const std::uint32_t high :

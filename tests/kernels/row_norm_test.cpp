@@ -1,4 +1,4 @@
-// Layer norm and RMS norm against their definitions.
+// Layer norm and RMS norm against their references.
 
 #include "src/kernels/row_norm.h"
 
@@ -28,7 +28,7 @@ using test::expect_close;
 constexpr c10::ScalarType kDtypes[] = {torch::kFloat, torch::kHalf, torch::kBFloat16,
                                        torch::kDouble};
 
-// What the kernel computes in, whose roundings count.
+// The dtype of the kernel's computation, whose roundings count.
 c10::ScalarType computed(c10::ScalarType dtype) {
   return dtype == torch::kDouble ? dtype : torch::kFloat;
 }

@@ -1,4 +1,5 @@
-// That kernels run on LibTorch's threads: at::parallel_for does what its caller was compiled for.
+// Kernels run on LibTorch's threads: at::parallel_for depends on the flags of its caller's
+// compilation.
 
 #include <ATen/Parallel.h>
 
@@ -35,7 +36,7 @@ TEST(Threads, ParallelForUsesAllOfThem) {
   EXPECT_EQ(seen.size(), 3U);
 }
 
-// A second runtime would not have heard of at::set_num_threads.
+// A second runtime would not be affected by at::set_num_threads.
 TEST(Threads, BelongToOneRuntime) {
   const Threads threads(3);
   EXPECT_EQ(omp_get_max_threads(), 3);

@@ -61,7 +61,7 @@ class LauncherTest : public ::testing::Test {
     return result;
   }
 
-  // That no process is left whose id the workers wrote to the file.
+  // Checks that no process is left whose id the workers wrote to the file.
   void expect_all_gone(const std::string& file, std::size_t count) const {
     const auto ids = ids_in(folder_ / file);
     EXPECT_EQ(ids.size(), count);
@@ -75,7 +75,7 @@ LaunchResult run(const LaunchOptions& options) {
   return Launcher(options).run();
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // one node
 
 TEST_F(LauncherTest, TellsEachProcessWhoItIs) {
@@ -212,7 +212,7 @@ TEST_F(LauncherTest, ThoseThatHearItMayFinishWhatTheyDo) {
 }
 
 TEST_F(LauncherTest, WhatProcessesHaveStartedGoesWithThem) {
-  // The second deaf one shows that SIGKILL reaches the group though its leader is gone.
+  // The second process ignores signals: SIGKILL must reach the group although its leader has ended.
   const std::string children =
       "sleep 1000 & echo $! >> $DIR/ids\n"
       "sh -c \"trap '' TERM; echo ready > $DIR/ready; sleep 1000\" & echo $! >> $DIR/ids\n"
@@ -260,7 +260,7 @@ TEST_F(LauncherTest, ASecondInterruptKillsAtOnce) {
 }
 
 TEST_F(LauncherTest, HandsSignalsOnAndTheJobGoesOn) {
-  // What a process has started does not get them: the sleep would die.
+  // Processes that a worker has started do not get them: the sleep would die.
   Launcher launcher(
       shell("trap 'echo $RANK >> $DIR/heard' USR1\n"
             "sleep 1000 & CHILD=$!; echo $$ >> $DIR/ids\n"
@@ -315,7 +315,7 @@ TEST_F(LauncherTest, GivesUpAfterTheLastRestart) {
   expect_all_gone("ids", 3);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // output
 
 TEST_F(LauncherTest, WritesLogsByJobAttemptAndRank) {
@@ -327,7 +327,7 @@ TEST_F(LauncherTest, WritesLogsByJobAttemptAndRank) {
                                       .redirects(Streams::both));
   for (const std::string attempt : {"attempt_0", "attempt_1"}) {
     const auto folder = logs / "job" / attempt;
-    // One of both may have been stopped before it wrote.
+    // One of the two may have been stopped before it wrote.
     const std::string rank = std::to_string(result.first_failure->rank);
     EXPECT_TRUE(std::filesystem::is_directory(folder / "0"));
     EXPECT_TRUE(std::filesystem::is_directory(folder / "1"));
@@ -379,7 +379,7 @@ TEST_F(LauncherTest, DoesNotWaitForOutputOfProcessesThatLeftTheirGroup) {
   for (const pid_t id : ids_in(folder_ / "ids")) ::kill(id, SIGKILL);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // what cannot be launched
 
 TEST_F(LauncherTest, AProgramThatCannotBeRunIsAnError) {
@@ -392,7 +392,7 @@ TEST_F(LauncherTest, AProgramThatCannotBeRunIsAnError) {
   expect("/tmp", "a folder");
   write_text(folder_ / "data", "text");
   expect(folder_ / "data", "which is not executable — chmod +x");
-  // Only the system knows that it has no such interpreter.
+  // Only the system can detect that the interpreter does not exist.
   const auto script = folder_ / "script";
   write_text(script, "#!/no/such/interpreter\n");
   std::filesystem::permissions(script, std::filesystem::perms::owner_all);
@@ -432,12 +432,12 @@ TEST_F(LauncherTest, ANodeZeroThatIsElsewhereIsAnError) {
       {"[launch.rendezvous]", "no-such-host.invalid"});
 }
 
-// --------------------------------------------------------------------------------------------------
-// several nodes: launchers in threads of this process, as on machines of their own
+// -------------------------------------------------------------------------------------------------
+// several nodes: launchers in threads of this process, as if on separate machines
 
 class Nodes : public LauncherTest {
  protected:
-  // With a short wait where the default is long, and an endpoint.
+  // With a short timeout instead of the long default, and an endpoint.
   LaunchOptions node(const std::string& script, NodeCount nodes, int processes = 1) const {
     return shell(script, processes)
         .nnodes(nodes)
@@ -469,7 +469,7 @@ TEST_F(Nodes, MeetAtAnEndpointAndShareTheRanks) {
   EXPECT_EQ(second.outcome, LaunchOutcome::succeeded);
   EXPECT_EQ(first.run_id, second.run_id);
   EXPECT_THAT(first.run_id, Not(IsEmpty()));
-  // Which of both hosts is a race; the host has the first ranks.
+  // The host is decided by a race; it has the first ranks.
   std::map<std::string, int> ranks_of_node;
   for (int rank = 0; rank < 5; ++rank) {
     auto environment = environment_of(std::to_string(rank));
@@ -540,7 +540,7 @@ TEST_F(Nodes, RestartTogether) {
       "while [ $(wc -l < $DIR/ids) -lt 2 ]; do sleep 0.01; done\n"
       "[ $RANK = 1 ] && exit 1\n"
       "exec sleep 1000";
-  // The host's word counts.
+  // The host's value counts.
   auto first = start(node(script, {2, 2}).max_restarts(1));
   auto second = start(node(script, {2, 2}).max_restarts(1));
   for (const LaunchResult& result : {first.get(), second.get()}) {
@@ -637,7 +637,7 @@ TEST_F(Nodes, AnEndpointThatDoesNotAnswerIsAnError) {
 }
 
 TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
-  // It takes connections and says nothing.
+  // It accepts connections and sends nothing.
   const Opened other = listen_at({"127.0.0.1", port_});
   ASSERT_TRUE(other.is_open()) << other.problem;
   expect_error(
@@ -649,7 +649,7 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
 }
 
 TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
-  // As the proxy of a cluster does while node 0 is not there.
+  // As a cluster's proxy does while node 0 is not there.
   const Opened proxy = listen_at({"127.0.0.1", port_});
   ASSERT_TRUE(proxy.is_open()) << proxy.problem;
   std::atomic<bool> over = false;
@@ -673,7 +673,7 @@ TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
   EXPECT_LE(count, 6) << "there is a pause of 250 ms between two attempts";
 }
 
-// Answers the first launcher that comes, as node 0 would.
+// Answers the first launcher that connects, as node 0 would.
 std::future<void> false_host(const Opened& listener, Assignment given) {
   return std::async(std::launch::async, [&listener, given = std::move(given)] {
     std::vector<pollfd> events{{listener.socket.number(), POLLIN, 0}};
@@ -732,7 +732,7 @@ TEST_F(Nodes, OneTooManyStandsByUntilAnotherIsGone) {
   auto second = start(node(script, {2, 2}).max_restarts(1));
   ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids0").size() == 2; }));
   auto third = start(node(script, {2, 2}).max_restarts(1));
-  // It joins, and nothing happens to the others.
+  // It joins, and the others are not affected.
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   EXPECT_EQ(ids_in(folder_ / "ids0").size(), 2U);
   launchers_[1]->stop(SIGTERM);
@@ -758,7 +758,7 @@ TEST_F(Nodes, OfAnotherProgramAreRefused) {
 
 TEST_F(Nodes, OfAnotherJobAreRefused) {
   auto host = start(node("exit 0", {2, 2}).rdzv_id("one"));
-  // Until the host listens, the other would become it.
+  // Until the host listens, the other launcher would become it.
   ASSERT_TRUE(eventually([&] {
     return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open();
   }));

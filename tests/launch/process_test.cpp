@@ -39,7 +39,7 @@ std::string message_of(const std::function<void()>& act) {
   return "nothing was thrown";
 }
 
-// Runs in a process of its own, which must return 0.
+// Runs in a separate process, which must return 0.
 void expect_success_in_fork(const std::function<bool()>& act) {
   const pid_t id = ::fork();
   if (id == 0) ::_exit(act() ? 0 : 1);

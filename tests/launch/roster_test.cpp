@@ -55,7 +55,7 @@ class RosterTest : public ::testing::Test {
     return result;
   }
 
-  // What was said to each since the last call.
+  // The messages to each node since the last call.
   std::map<Roster::Id, Message> mail() {
     std::map<Roster::Id, Message> result;
     for (auto& [id, message] : roster_->take_mail()) {
@@ -177,7 +177,7 @@ TEST_F(RosterTest, AJobWithANameTakesNobodyWithoutIt) {
     const Verdict refusal = verdict(mail(), 5);
     EXPECT_EQ(refusal.kind, Kind::refused);
     EXPECT_THAT(refusal.reason, HasSubstr("rdzv-id"));
-    // It is the key to the job.
+    // The name serves as the job's key.
     EXPECT_THAT(refusal.reason, ::testing::Not(HasSubstr("'job'")));
   }
   roster.joined(6, own, now_);
@@ -200,7 +200,7 @@ TEST_F(RosterTest, AJobWithoutANameTakesThoseThatRunTheSame) {
               HasSubstr("runs 'train', not 'other': give each job an rdzv-id"));
   EXPECT_THAT(verdict(asks("train", {"--epochs 3"}), 5).reason, HasSubstr("other arguments"));
   EXPECT_TRUE(asks("train", {"--epochs", "3"}).empty());
-  // Numbers and names say that several belong together.
+  // Numbers and names show that several nodes belong together.
   for (const bool numbered : {true, false}) {
     Job told = plain;
     told.numbered = numbered;
@@ -213,7 +213,7 @@ TEST_F(RosterTest, AJobWithoutANameTakesThoseThatRunTheSame) {
   }
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // nodes for which there is no room
 
 TEST_F(RosterTest, OneTooManyStandsByAndTakesThePlaceOfALostOne) {
@@ -372,7 +372,7 @@ TEST_F(RosterTest, RestartsAfterAFailureUntilNoneIsLeft) {
   auto sent = mail();
   EXPECT_EQ(verdict(sent, 0).kind, Kind::restart);
   EXPECT_EQ(verdict(sent, 1).failure->rank, 1);
-  // What comes of the attempt before says nothing about the next.
+  // The outcome of the previous attempt says nothing about the next.
   roster.failed(0, failure(0), now_);
   roster.succeeded(0);
   join(0);
@@ -550,13 +550,13 @@ TEST_F(RosterTest, NothingIsDueWhileOthersStop) {
   mail();
   roster.failed(1, failure(1), now_);
   mail();
-  // Longer than the join timeout: a grace may be.
+  // Longer than the join timeout, as a grace period may be.
   now_ += 200s;
   EXPECT_EQ(roster.deadline(), Time::max());
   join(0);
   EXPECT_EQ(roster.deadline(), Time::max());
   roster.gone(1, "silence", now_);
-  // From here on, another has its time to come.
+  // From here on, another node has its time to join.
   EXPECT_EQ(roster.deadline(), now_ + 100s);
   EXPECT_FALSE(roster.is_over());
 }

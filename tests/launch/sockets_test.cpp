@@ -12,12 +12,12 @@
 
 namespace {
 
-// As on hosts that take addresses over from each other (net.ipv4.ip_nonlocal_bind).
+// As on hosts that take over each other's addresses (net.ipv4.ip_nonlocal_bind).
 thread_local bool every_address_can_be_bound = false;
 
 }  // namespace
 
-// In place of the C library's.
+// Replaces the C library's function.
 extern "C" int bind(int socket, const sockaddr* address, socklen_t size) noexcept {
   const auto bind_to = [&](const sockaddr* to) {
     return static_cast<int>(::syscall(SYS_bind, socket, to, size));

@@ -12,12 +12,12 @@
 
 namespace {
 
-// Processes that wait for a disk or a driver do not hear SIGKILL: none of these does.
+// Processes that wait for a disk or a driver do not react to SIGKILL: none of these does.
 thread_local bool all_are_deaf = false;
 
 }  // namespace
 
-// In place of the C library's.
+// Replaces the C library's function.
 extern "C" int kill(pid_t id, int signal) noexcept {
   if (all_are_deaf && signal == SIGKILL) return 0;
   return static_cast<int>(::syscall(SYS_kill, id, signal));
@@ -47,7 +47,7 @@ TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
     group.update(now);
     group.stop(SIGKILL, now);
     EXPECT_FALSE(group.is_gone());
-    // A launcher that always has something to do at once takes a core for itself.
+    // A launcher that never waits would take a core for itself.
     EXPECT_GT(group.deadline(now), now);
   }
   group.update(now);

@@ -1,4 +1,4 @@
-// Run by the launchers that the machine has, which start it several times: a rank each.
+// The launchers on this machine start this program several times, once per rank.
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "tests/parallel/models.h"

@@ -19,7 +19,7 @@ using test::expect_bitwise_equal;
 using test::expect_close;
 
 constexpr std::int64_t kChannels = 6;
-// Values that one channel's statistics are made of.
+// The values of one channel's statistics.
 constexpr std::int64_t kValues = 5 * 7 * 9;
 
 at::Tensor images(c10::ScalarType dtype) {
@@ -66,7 +66,7 @@ TEST(FusedBatchNorm, IsBatchNormAdditionAndReLU) {
     const at::Tensor residual = images(dtype);
     const at::Tensor grad = torch::randn_like(input);
     const at::Tensor got = fused(input, residual);
-    // The definition in fp32 at least, rounded where ours is.
+    // The reference in fp32 or wider, rounded where Semitone's is.
     const auto exact = at::promote_types(dtype, torch::kFloat);
     const at::Tensor want = (plain(input.to(exact)) + residual.to(exact)).relu().to(dtype);
     expect_close(got, want, test::pointwise_tolerance(dtype));

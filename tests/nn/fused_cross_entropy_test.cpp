@@ -44,7 +44,7 @@ struct LossAndGradient {
   at::Tensor gradient;
 };
 
-// Of a loss that is weighted, so that rows have gradients of their own.
+// The gradient of a weighted loss, so that rows have different gradients.
 template <typename Loss>
 LossAndGradient backward(const at::Tensor& values, const Loss& loss_of) {
   const at::Tensor logits = values.detach().clone().requires_grad_();
@@ -124,7 +124,7 @@ TEST_F(FusedCrossEntropyTest, IgnoredTargetsNeedNotBeClasses) {
   expect_close(loss, at::cross_entropy_loss(logits, target, {}, at::Reduction::None), 1e-6);
 }
 
-// Where LibTorch's is NaN.
+// LibTorch's is NaN there.
 TEST_F(FusedCrossEntropyTest, IgnoredRowsHaveGradientZeroWhateverIsInThem) {
   const at::Tensor values = torch::randn({3, 5});
   values[1].fill_(std::nan(""));
@@ -277,7 +277,7 @@ TEST_F(FusedCrossEntropyTest, ThreadsHaveNoPartInTheResult) {
   expect_bitwise_equal(three.gradient, one.gradient);
 }
 
-// What LibTorch computes: the result's dtype is ours.
+// LibTorch's result, in the dtype of Semitone's.
 TEST_F(FusedCrossEntropyTest, WeightsProbabilitiesAndMoreDimensionsAreLibTorchs) {
   const at::Tensor target = torch::randint(7, {5}, torch::kLong);
   for (const auto dtype : kDtypes) {

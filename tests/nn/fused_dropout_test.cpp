@@ -52,8 +52,8 @@ TEST_F(FusedDropoutTest, ExpectationIsTheInput) {
   }
 }
 
-// Masks of calls behind each other, and of ranks, which seed with their numbers: what is dropped here
-// says nothing of what is dropped there, at the same place, beside it, and in the whole.
+// The masks of successive calls, and of ranks, which seed with their numbers, are independent: at
+// the same place, at neighbouring places, and in total.
 TEST_F(FusedDropoutTest, MasksOfCallsAndOfRanksAreIndependent) {
   constexpr std::int64_t kSize = 1 << 18;
   constexpr double kP = 0.3;
@@ -107,7 +107,7 @@ TEST_F(FusedDropoutTest, GradientOfAGradientHasTheSameMask) {
   test::expect_close(gradient.detach(), 2 * input.detach() * mask, 1e-6);
   test::expect_close(second, 2 * mask, 1e-6);
 
-  // And of the gradient by what it was given.
+  // Also for the gradient with respect to its argument.
   at::Tensor cotangent = torch::randn({1000}).requires_grad_();
   const at::Tensor x = torch::randn({1000}).requires_grad_();
   const at::Tensor y = fused_dropout(x, 0.4);
@@ -162,7 +162,7 @@ TEST_F(FusedDropoutTest, IsTheIdentityInEvaluationAndWithoutProbabilityOrElement
   EXPECT_TRUE(fused_dropout(empty, 0.5).is_same(empty));
   expect_bitwise_equal(fused_dropout_add(input, residual, 0.5, false), residual + input);
   expect_bitwise_equal(fused_dropout_add(input, residual, 0), residual + input);
-  // And takes nothing from the generator.
+  // It draws nothing from the generator.
   expect_bitwise_equal(at::detail::getDefaultCPUGenerator().get_state(), state);
 }
 
@@ -193,7 +193,7 @@ TEST_F(FusedDropoutTest, SeedsAreThoseOfTheDefaultGenerator) {
   EXPECT_FALSE(first.equal(second));
   torch::manual_seed(3);
   expect_bitwise_equal(fused_dropout(ones), first);
-  // As a checkpoint does it.
+  // As activation checkpointing does.
   const auto state = at::detail::getDefaultCPUGenerator().get_state();
   expect_bitwise_equal(fused_dropout(ones), second);
   at::Generator generator = at::detail::getDefaultCPUGenerator();

@@ -15,8 +15,8 @@ struct Gradients {
   std::vector<at::Tensor> inputs;  // undefined where an input is
 };
 
-// Of function(inputs) for the gradient `grad` of its output. Inputs are copied, undefined ones
-// handed on.
+// The gradients of function(inputs) for the gradient `grad` of its output. Inputs are copied;
+// undefined ones are passed on.
 template <typename Function>
 Gradients gradients_of(const Function& function, const std::vector<at::Tensor>& inputs,
                        const at::Tensor& grad) {
@@ -32,7 +32,7 @@ Gradients gradients_of(const Function& function, const std::vector<at::Tensor>& 
   return result;
 }
 
-// A sum that is computed in fp32 at least and rounded to the dtype once.
+// The tolerance of a sum that is computed in fp32 or wider and rounded to the dtype once.
 inline double rounded_sum_tolerance(c10::ScalarType dtype, std::int64_t terms) {
   const auto computed = dtype == torch::kDouble ? dtype : torch::kFloat;
   return rounding_tolerance(dtype) + reduction_tolerance(computed, terms);

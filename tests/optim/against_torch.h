@@ -11,21 +11,23 @@
 #include <memory>
 #include <vector>
 
-// A fused optimizer beside LibTorch's.
+// Compares a fused optimizer with LibTorch's.
 namespace semitone::test {
 
-// How many roundings a step of one parameter takes: fp32 operations whose result is as large as the
-// weight, and others, which lead to the update. LibTorch's root, off by up to a unit, counts twice.
+// The number of roundings in a step of one parameter: fp32 operations whose result is as large as
+// the weight, and others, which lead to the update. LibTorch's root, off by up to a unit, counts
+// twice.
 struct Operations {
   int of_weight = 1;
   int of_update;
 };
 
-// How far two fp32 trajectories may be apart, of which neither is the right one: LibTorch fuses
-// some products into additions, ours are rounded by themselves. An operation is off by at most half
-// a unit in the last place of its result on either side, so that the sides differ by one. What is
-// off in the weight stays there; what is off in the optimizer's state stays there too, at most as
-// much (it is multiplied by factors below 1), and is in every later update. After step t that is
+// The largest distance between two fp32 trajectories, of which neither is more correct: LibTorch
+// fuses some multiplications and additions, Semitone rounds them separately. An operation has an
+// error of at most half a unit in the last place of its result on either side, so the sides differ
+// by at most one. An error of the weight persists. An error of the optimizer's state persists at
+// most unchanged (it is multiplied by factors below 1), and is part of every later update. After
+// step t the distance is
 //
 //   t units of the weight for each of its operations, and
 //   1 + 2 + … + t units of the update for each of the others.
@@ -76,8 +78,8 @@ struct Pair {
   std::unique_ptr<torch::optim::Optimizer> theirs;
 };
 
-// Takes `steps` steps with both over the same random values and gradients. make(parameters of ours,
-// parameters of theirs) gives the pair.
+// Takes `steps` steps with both over the same random values and gradients. make(parameters of the
+// fused optimizer, parameters of LibTorch's) returns the pair.
 template <typename Make>
 void expect_as_torch(const Make& make, Operations operations, int steps = 20) {
   using Shape = std::vector<std::int64_t>;

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-// The one list of optimizers that every behaviour common to all is tested on.
+// The list of optimizers for all tests of common behaviour.
 namespace semitone::test {
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;

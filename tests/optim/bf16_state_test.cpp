@@ -33,7 +33,7 @@ void step_with(FusedOptimizer& optimizer, const at::Tensor& weight, const at::Te
   optimizer.step();
 }
 
-// Some gradient of each step.
+// A gradient for each step.
 void step_number(FusedOptimizer& optimizer, const at::Tensor& weight, int number) {
   step_with(optimizer, weight, torch::cos(torch::arange(weight.numel()) + number).view_as(weight));
 }
@@ -112,8 +112,8 @@ std::vector<at::Tensor> parameters_of(const std::vector<std::vector<std::int64_t
   return parameters;
 }
 
-// Parameters of equal shapes too, as the layers of a transformer have them: with the same bits their
-// errors would go the same way.
+// Parameters of equal shapes too, as the layers of a transformer have them: with the same bits
+// their errors would go the same way.
 TEST(Bf16State, IsDrawnIndependentlyForEachParameterAndStep) {
   Rounded rounded(parameters_of({{256, 256}, {256, 256}, {kMany}, {256, 256}}));
   std::vector<at::Tensor> ways;
@@ -160,7 +160,7 @@ TEST(Bf16State, GoesOnBitForBitFromAFile) {
   expect_bitwise_equal(other.state_of(restored, "exp_avg_sq"), adam.state_of(weight, "exp_avg_sq"));
 }
 
-// Which keep state in the dtype that the file has.
+// LibTorch's optimizers keep state in the file's dtype.
 TEST(Bf16State, IsFp32InFilesForLibTorchsOptimizers) {
   const at::Tensor weight = weight_of({9});
   FusedAdam adam({weight}, FusedAdamOptions(0.01).bf16_state(true));

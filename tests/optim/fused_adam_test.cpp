@@ -177,7 +177,7 @@ TEST(FusedAdam, RefusesOptionsOutOfRange) {
 
 // ---- split masters ------------------------------------------------------------------------------
 
-// bf16 parameters beside fp32 masters of the same values, with the same gradients.
+// Compares bf16 parameters with fp32 masters of the same values, with the same gradients.
 TEST(FusedAdamSplitMaster, HoldsTheMastersOfFp32TrainingBitForBit) {
   torch::manual_seed(12);
   const auto split = torch::randn({70, 31}).to(at::kBFloat16).requires_grad_();

@@ -1,4 +1,4 @@
-// What all fused optimizers have in common.
+// The common behaviour of all fused optimizers.
 
 #include "semitone/optim/fused_optimizer.h"
 
@@ -63,7 +63,7 @@ void set_grads(const std::vector<at::Tensor>& parameters, const std::vector<at::
   }
 }
 
-// Everything that an optimizer holds, as one list to compare.
+// Everything that an optimizer holds, as one list for comparison.
 std::vector<at::Tensor> everything(const FusedOptimizer& optimizer) {
   std::vector<at::Tensor> all;
   for (const auto& group : optimizer.param_groups()) {
@@ -93,7 +93,8 @@ class FusedOptimizers : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override { torch::manual_seed(7); }
 
-  // Steps two optimizers over the same values, each in its own way, and compares all they hold.
+  // Steps two optimizers over the same values, each by its own method, and compares everything they
+  // hold.
   template <typename StepA, typename StepB>
   void expect_same_steps(const StepA& step_a, const StepB& step_b, int count = 4) {
     const auto a = make_parameters();
@@ -207,7 +208,7 @@ TEST_P(FusedOptimizers, LeaveParametersWithoutGradientsAlone) {
     expect_bitwise_equal(parameters[2].detach(), before);
     EXPECT_EQ(optimizer->state().count(parameters[2].unsafeGetTensorImpl()), 0U);
   }
-  // It starts then as if it were the first step of all: state and step counts are by parameter.
+  // It then starts as if it were its first step: state and step counts are per parameter.
   const auto fresh = clones(parameters);
   const auto other = GetParam()(fresh);
   for (int i = 0; i < 2; ++i) {
@@ -291,7 +292,7 @@ TEST_P(FusedOptimizers, Fp64ParametersAreComputedInFp64) {
   std::vector<at::Tensor> narrow;
   for (const at::Tensor& parameter : parameters)
     narrow.push_back(parameter.detach().to(at::kFloat).requires_grad_());
-  // Values that fp32 has not.
+  // Values that fp32 cannot represent.
   {
     const at::NoGradGuard no_grad;
     for (const at::Tensor& parameter : parameters) parameter.add_(1e-12);
@@ -377,8 +378,8 @@ TEST_P(FusedOptimizers, StepGroupsThatAreAddedLaterByTheirOwnOptions) {
   }
 }
 
-// A weight that gets no gradient any more: its momentum does not stay at a few units of the smallest
-// subnormal number, with which some processors compute ten times slower.
+// A weight that no longer gets a gradient: its momentum does not stay at a few units of the
+// smallest subnormal number, with which some processors compute ten times slower.
 TEST_P(FusedOptimizers, StateThatFadesEndsAtZero) {
   const at::Tensor weight = torch::zeros({37}).requires_grad_();
   const auto optimizer = GetParam()({weight});

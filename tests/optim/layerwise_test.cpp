@@ -1,4 +1,4 @@
-// LAMB, NovoGrad, LARC and Adagrad: what the conformance data does not show.
+// LAMB, NovoGrad, LARC and Adagrad: behaviour that the conformance data do not cover.
 
 #include "semitone/optim/fused_adagrad.h"
 #include "semitone/optim/fused_lamb.h"
@@ -104,7 +104,7 @@ TEST(FusedAdagrad, RefusesOptionsOutOfRange) {
 
 // ---- LAMB ---------------------------------------------------------------------------------------
 
-// Apex's, of their code: its docstrings say otherwise.
+// The formulas of Apex's code; its docstrings differ.
 TEST(LayerwiseOptimizers, HaveApexsDefaults) {
   const optim::FusedLAMBOptions lamb;
   EXPECT_EQ(lamb.lr(), 1e-3);

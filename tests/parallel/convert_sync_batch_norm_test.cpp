@@ -1,4 +1,4 @@
-// torch::nn::BatchNorm layers that were converted, in models that know nothing of it.
+// Converted torch::nn::BatchNorm layers, in unmodified models.
 
 #include "semitone/amp/autocast.h"
 #include "semitone/amp/mixed_precision.h"
@@ -69,7 +69,7 @@ void expect_same_state(const torch::nn::Module& got, const torch::nn::Module& wa
   }
 }
 
-// Whether a layer with 3 channels sees the other ranks.
+// Whether a layer with 3 channels uses the other ranks' batches.
 template <typename Layer>
 bool is_synchronised(Layer& layer, const comm::Group& group,
                      c10::ScalarType dtype = torch::kFloat) {
@@ -232,7 +232,7 @@ TEST(ConvertSyncBatchNorm, MovesBetweenGroupsAndBack) {
     convert_sync_batchnorm(*model, comm::Group());
     EXPECT_FALSE(is_synchronised(layer, group));
     EXPECT_FALSE(is_synchronised(ours, group));
-    // As if it had never been.
+    // As if it had never been converted.
     torch::manual_seed(static_cast<std::uint64_t>(rank.number()));
     const at::Tensor input = torch::randn({2, 3, 4, 4});
     torch::nn::BatchNorm2d fresh(3);
@@ -255,7 +255,7 @@ TEST(ConvertSyncBatchNorm, LetsGoOfTheGroupWithTheModel) {
   });
 }
 
-// Keeps what goes into its BatchNorm layer and what comes out.
+// Records the input and the output of its BatchNorm layer.
 struct ObservedNetImpl : torch::nn::Module {
   ObservedNetImpl()
       : conv(register_module("conv",
@@ -288,17 +288,17 @@ at::Tensor among_zeros(const at::Tensor& share, const comm::Group& group) {
   return whole;
 }
 
-// That a result was computed in fp32, as a sum of so many terms, and rounded to its dtype.
+// Checks a result that was computed in fp32, as a sum of this many terms, and rounded to its dtype.
 void expect_rounded(const at::Tensor& got, const at::Tensor& exact, std::int64_t terms) {
   EXPECT_TRUE(test::near(got, exact,
                          test::rounding_tolerance(got.scalar_type()) +
                              test::reduction_tolerance(torch::kFloat, terms)));
 }
 
-// The layer by itself: in the network's results each rounding to 16 bits goes through a ReLU and
-// more layers, where no bound follows (one process with ConvNet in bf16 has gradients up to 29 %
-// away from those in fp64). And against fp64, as LibTorch's BatchNorm is no measure: it keeps mean
-// and 1 / sigma of a batch in bf16 where all is bf16.
+// The layer alone, compared with fp64. In the network's results each rounding to 16 bits passes
+// through a ReLU and more layers, so that no bound follows (one process with ConvNet in bf16 has
+// gradients up to 29 % away from those in fp64). LibTorch's BatchNorm is not a reference: it keeps
+// mean and 1 / sigma of a batch in bf16 if everything is bf16.
 TEST(ConvertSyncBatchNorm, WorksInsideAutocastAndAtEveryOptLevel) {
   run_ranks(2, [](Rank&) {
     const comm::Group group = comm::init();

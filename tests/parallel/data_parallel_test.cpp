@@ -69,7 +69,7 @@ at::Tensor rows(std::int64_t count, at::ScalarType dtype = at::kDouble) {
   return torch::randn({count, 6}, torch::kDouble).to(dtype);
 }
 
-// Runs what it is given, on the rows of each replica.
+// Runs a function on the rows of each replica.
 struct ProbeImpl : torch::nn::Cloneable<ProbeImpl> {
   using Function = std::function<at::Tensor(const at::Tensor&)>;
   explicit ProbeImpl(Function what) : function(std::move(what)) { reset(); }
@@ -247,7 +247,7 @@ TEST(Gather, MakesAVectorOfScalars) {
   EXPECT_TRUE(test::near(vector.mean(), model->forward(x).pow(2).mean(), kTolerance));
   vector.mean().backward();
   EXPECT_TRUE(model->first->weight.grad().defined());
-  // Alone, as the model gives it.
+  // The result without a wrapper.
   DataParallel one(losses, on(1));
   EXPECT_EQ(one(x).dim(), 0);
 }
@@ -506,7 +506,7 @@ TEST(Policies, HoldForTheParametersOfAllReplicas) {
     };
     auto mixed = mixed_of();
     const at::Tensor x = rows(6, at::kFloat);
-    // Were the last layer in bf16 in some, the results would have eight bits there.
+    // If the last layer of some replicas were in bf16, the results would have eight bits there.
     const at::Tensor got = mixed.forward(parallel, x);
     EXPECT_TRUE(test::near(got, mixed.forward(model, x), test::reduction_tolerance(at::kFloat, 8)));
     const torch::NoGradGuard no_grad;

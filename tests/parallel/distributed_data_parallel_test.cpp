@@ -67,7 +67,7 @@ std::vector<at::Tensor> gradients_of(const torch::nn::Module& model) {
   return gradients;
 }
 
-// Averages as a program would do it that writes its own hook.
+// Averages in a custom hook, as a program would.
 class MeanHook final : public CommHook {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
@@ -80,7 +80,7 @@ class MeanHook final : public CommHook {
   }
 };
 
-// The ways to reduce that must all give the same.
+// Ways of reducing that must all give the same results.
 std::vector<std::pair<std::string, DdpOptions>> all_ways() {
   return {
       {"default", DdpOptions()},
@@ -114,7 +114,7 @@ TEST(Ddp, TrainsAsOneProcessOnTheWholeBatch) {
     for (const auto& [name, options] : all_ways()) {
       for (const auto& share : shares) {
         SCOPED_TRACE(name);
-        // Other weights on other ranks: rank 0's count.
+        // Different weights on the other ranks: rank 0's count.
         Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()));
         DistributedDataParallel ddp(model, group, options);
         expect_near(model->parameters(), before, 0);
@@ -261,8 +261,8 @@ TEST(Ddp, NoSyncCommunicatesNothingAfterAForwardWithoutBackward) {
         const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
         model->zero_grad();
         alone->zero_grad();
-        // First on one rank only: what it would send next, no rank would answer. Later, forwards have
-        // to be equally many on all ranks.
+        // First on one rank only: no other rank would answer its next message. Later, all ranks
+        // must call forward equally often.
         if (step > 0 || rank.number() == 0) ddp.forward(batch.data);
         {
           const auto local = ddp.no_sync();
@@ -349,9 +349,10 @@ TEST(UnusedParameters, AreFoundOutOnceInAStaticGraph) {
   });
 }
 
-// Trains `model` on this rank's half of each batch, and `alone` on both; the gradients have to be
-// the same in every step.
-// @param loss_of  of a forward and a batch: a mean over equal halves, which only looks at the rows
+// Trains `model` on this rank's half of each batch, and `alone` on both. The gradients must be
+// equal in every step.
+// @param loss_of  of a forward and a batch: a mean over equal halves, which depends only on the
+//                 rows
 template <typename Model, typename Forward, typename LossOf>
 void expect_gradients_of_one_process(Model& model, Model& alone, int rank, const Forward& forward,
                                      const LossOf& loss_of) {
@@ -378,7 +379,7 @@ void expect_gradients_of_one_process(Model& model, Model& alone, int rank, const
   }
 }
 
-// torch::autograd::grad comes to forward's results before any backward pass does.
+// torch::autograd::grad reaches forward's results before any backward pass does.
 TEST(Derivatives, InALossAreReducedAsInOneProcess) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -418,7 +419,7 @@ TEST(Derivatives, InALossAreReducedAsInOneProcess) {
   });
 }
 
-// A loss of nothing but derivatives: backward never comes to forward's results.
+// A loss of derivatives only: backward never reaches forward's results.
 TEST(Derivatives, MayBeTheWholeLossOfAStaticGraph) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -435,7 +436,7 @@ TEST(Derivatives, MayBeTheWholeLossOfAStaticGraph) {
   });
 }
 
-// Runs its inner backward pass when the outer one comes to it, as activation checkpointing does.
+// Runs its inner backward pass when the outer one reaches it, as activation checkpointing does.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   struct Layers : torch::CustomClassHolder {
     std::function<at::Tensor(const at::Tensor&)> forward;
@@ -604,7 +605,7 @@ TEST(Results, OfAnyTypePassThrough) {
       DistributedDataParallel ddp(model, group);
       sum_of_squares(ddp.forward(batch.data).value, batch.target).backward();
     }
-    // But cannot be searched.
+    // It cannot be searched.
     DistributedDataParallel searching(model, group, DdpOptions().find_unused_parameters(true));
     expect_error([&] { searching.forward(batch.data); }, {"[parallel.ddp]", "map_tensors"});
   });
@@ -642,7 +643,7 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
     EXPECT_THAT(error_of(all_frozen), got("no parameter that needs a gradient"));
     EXPECT_THAT(error_of(Sequential(Linear(2, 3)), DdpOptions().bucket_cap_mb(odd ? 5 : 25)),
                 got("the option bucket_cap_mb is 5, on rank 0 25"));
-    // The group is as good as before.
+    // The group is still usable.
     Sequential good(Linear(2, 3));
     DistributedDataParallel ddp(good, group);
     ddp.forward(torch::ones({1, 2})).sum().backward();
@@ -762,7 +763,7 @@ TEST(Buffers, AreRankZerosInEveryForward) {
   });
 }
 
-// Gloo knows neither complex numbers nor int16.
+// Gloo supports neither complex numbers nor int16.
 TEST(Buffers, MayBeOfAnyDtype) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -812,14 +813,14 @@ TEST(Misuse, ForwardOfTheModelItselfIsAnErrorInBackward) {
     expect_refusal(sum_of_squares(ddp->forward(batch.data), batch.target));
     const at::Tensor loss = sum_of_squares(ddp.forward(batch.data), batch.target);
     loss.backward({}, true);
-    // Nobody would reduce it.
+    // No rank would reduce it.
     expect_refusal(loss);
-    // A step without backward does no harm, and several backward passes in turn make one.
+    // A step without backward is harmless, and several backward passes in a row make one.
     ddp.forward(batch.data);
     const at::Tensor left = ddp.forward(batch.data).sum();
     left.backward();
     expect_refusal(left.detach() + model->second->bias.sum());
-    // But where gradients are to stay local.
+    // Except where gradients stay local.
     const auto local = ddp.no_sync();
     model->second->bias.sum().backward();
   });
@@ -896,7 +897,7 @@ TEST(SingleProcess, OnlyCallsTheModel) {
                {"no parameter that needs a gradient"});
 }
 
-// Writes a file when the group has taken a bucket.
+// Writes a file when the group has received a bucket.
 class NotingHook final : public CommHook {
  public:
   explicit NotingHook(std::filesystem::path file) : file_(std::move(file)) {}
@@ -971,7 +972,7 @@ TEST(CommHook, MayGiveAnythingThatFits) {
     for (const at::Tensor& gradient : backward_with(zeros, 2)) {
       EXPECT_TRUE(torch::equal(gradient, torch::zeros_like(gradient)));
     }
-    // One bucket to find out the order, then small ones.
+    // One bucket to determine the order, then small ones.
     EXPECT_THAT(zeros->buckets, ::testing::ElementsAre(0, 0, 1));
     EXPECT_TRUE(zeros->last);
     EXPECT_THAT([&] { backward_with(std::make_shared<Throws>(), 1); },
@@ -1166,7 +1167,7 @@ TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
   });
 }
 
-// Each pass unscales its gradients by itself, as the words of both interfaces suggest.
+// Each pass unscales its gradients, as the documentation of both interfaces suggests.
 struct Accumulation {
   std::string name;
   amp::Options amp;
@@ -1227,7 +1228,7 @@ TEST(MixedPrecision, AccumulatesWithoutDelayedUnscalingAsOneProcessOnTheWholeBat
                                            batch.target.to(torch::kFloat));
           mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer).backward();
         };
-        // The first of two steps lets DDP build its buckets anew.
+        // In the first of two steps DDP rebuilds its buckets.
         for (int step = 0; step < 2; ++step) {
           for (int row = 0; row < 6; ++row) {
             if (!parallel || row / 3 == rank.number())
@@ -1278,7 +1279,7 @@ TEST(MixedPrecision, LocalGradientsAreScaledAsTheLossThatFollows) {
                                            batch.target.to(torch::kFloat));
           mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer, {.loss_id = last ? 1 : 0})
               .backward();
-          // What is there before the last pass may be looked at: it has no scale.
+          // Gradients before the last pass may be inspected: they are unscaled.
           for (const at::Tensor& master : mixed.master_params(*optimizer))
             EXPECT_LT(master.grad().abs().max().item<double>(), 1000);
         };
@@ -1292,7 +1293,7 @@ TEST(MixedPrecision, LocalGradientsAreScaledAsTheLossThatFollows) {
         EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
         EXPECT_EQ(mixed.loss_scaler(0).scale(), 128);
         EXPECT_EQ(mixed.loss_scaler(1).scale(), 128);
-        // And where a rank keeps its own for good, it steps with them.
+        // If a rank keeps its own gradients permanently, it steps with them.
         if (parallel) {
           mixed.zero_grad(*optimizer);
           pass(rank.number(), false);
@@ -1379,7 +1380,7 @@ struct OutOfMemory : std::runtime_error {
   OutOfMemory() : std::runtime_error("out of memory") {}
 };
 
-// Throws in forward, or in the backward pass between its two layers, as often as it is told to.
+// Throws in forward, or in the backward pass between its two layers, as often as requested.
 struct FragileImpl : test::NetImpl {
   FragileImpl() : NetImpl(/*normalised=*/true) {}
   at::Tensor forward(const at::Tensor& x) {
@@ -1397,7 +1398,7 @@ struct FragileImpl : test::NetImpl {
 };
 TORCH_MODULE(Fragile);
 
-// A rank that tries a step again is still in the same one: nothing is sent twice, and the others,
+// A rank that repeats a step is still in the same one: nothing is sent twice, and the other ranks,
 // which wait for its gradients, get them.
 TEST(Exceptions, LetAStepBeTriedAgain) {
   run_ranks(2, [](Rank& rank) {
@@ -1440,7 +1441,7 @@ TEST(Exceptions, LetAStepBeTriedAgain) {
   });
 }
 
-// What the second layer sent cannot be taken back.
+// Gradients that the second layer sent cannot be withdrawn.
 TEST(Exceptions, AfterPartOfTheGradientsWereSentAreNamed) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -1492,7 +1493,7 @@ TEST_P(LostInBackward, IsNamedByAllOthers) {
           for (int step = 0;; ++step) {
             const at::Tensor output = ddp.forward(batch.data);
             if (rank.number() == 1 && step == 3) {
-              // When the gradients of the second layer are on their way, and the first's are not.
+              // When the gradients of the second layer are being sent, and the first's are not yet.
               model->first->bias.register_hook([&](const at::Tensor&) { std::raise(signal); });
             }
             sum_of_squares(output, batch.target).backward();

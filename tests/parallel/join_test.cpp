@@ -42,7 +42,7 @@ Batch batch_for(int rank, int step) {
   return batch_of(static_cast<std::uint64_t>(100 * rank + step), 4);
 }
 
-// What the ranks compute together, on one: `loss` of each rank that has a batch in a step.
+// The ranks' joint computation on a single rank: `loss` of each rank that has a batch in a step.
 template <typename Model>
 void train_alone(Model& model, bool divide_by_all,
                  const std::function<at::Tensor(Model&, int, int)>& loss) {
@@ -101,7 +101,7 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
   });
 }
 
-// Two epochs: in the second, what the first has left behind counts. Momentum, masters, loss scale.
+// Two epochs: the second depends on the state after the first: momentum, masters, loss scale.
 TEST(Join, RanksThatFollowStayEqualBitForBit) {
   run_ranks(3, [](Rank& rank) {
     const auto group = comm::init();
@@ -140,7 +140,7 @@ TEST(Join, RanksThatFollowStayEqualBitForBit) {
                 const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat), step % 2 == 0);
                 at::Tensor loss =
                     sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat));
-                // Of the rank that is alone then.
+                // The number of the only rank that is left.
                 if (step == 4 && epoch == 0) loss = loss * HUGE_VAL;
                 mixed.scale_loss(loss, optimizer).backward();
                 mixed.step(optimizer);
@@ -274,7 +274,7 @@ TEST(Join, WithEqualInputsChangesNothing) {
         });
       };
       joined ? ddp.join(loop) : loop();
-      // And the loop after it is as ever.
+      // The next loop works as usual.
       loop();
       return test::copies(model->parameters());
     };
@@ -305,12 +305,12 @@ TEST(Join, EndsOnAllRanksWhereThatIsAskedFor) {
         },
         {"[parallel.join]", "none left on rank 1"});
     EXPECT_EQ(steps, 2);
-    // All are at the same place: the group is as good as before.
+    // All ranks are at the same place: the group is still usable.
     sum_of_squares(ddp.forward(batch_for(0, 0).data), batch_for(0, 0).target).backward();
   });
 }
 
-// The group lives on, as where the exception is caught: the others must not wait for the next step.
+// The group continues, as if the exception was caught: the others must not wait for the next step.
 TEST(Join, ALoopThatThrowsLeavesTheGroup) {
   const auto results = run_ranks(3, [](Rank& rank) {
     const auto group = comm::init();

@@ -66,7 +66,7 @@ void expect_same(const torch::nn::Module& got, const torch::nn::Module& want) {
     EXPECT_TRUE(test::near(entry.value(), buffers[entry.key()], kTolerance)) << entry.key();
 }
 
-// Trains with each share and way. `pass` computes the gradients of rows [begin, end) of a batch.
+// Trains with each share and method. `pass` computes the gradients of rows [begin, end) of a batch.
 void train_together(Rank& rank, bool normalised,
                     const std::function<void(DistributedDataParallel<Net>&, const Batch&,
                                              std::int64_t begin, std::int64_t end)>& pass) {

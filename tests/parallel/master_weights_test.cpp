@@ -70,7 +70,7 @@ struct Training {
     EXPECT_EQ(mixed->step(*optimizer), amp::Step::stepped);
   }
 
-  // The masters, put together where they are split.
+  // The masters, assembled if they are split.
   std::vector<at::Tensor> exact() {
     const auto fp32 = mixed->fp32_weights(net);
     std::vector<at::Tensor> values;
@@ -111,8 +111,8 @@ std::vector<at::Tensor> with_rounded_frozen(const Net& net, std::vector<at::Tens
   return values;
 }
 
-// Each rank draws its own weights: those of rank 0 count, as they were before they were cast. With
-// the same batch on every rank it is what one process computes.
+// Each rank draws different weights: rank 0's count, as they were before the cast. With the same
+// batch on every rank the result is that of one process.
 TEST(MasterWeightsOfReplicas, AreRankZerosExactOnesAndStayEqual) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -184,7 +184,8 @@ TEST(MasterWeightsOfReplicas, ThatWereLoadedBeforeResumeBitForBit) {
   });
 }
 
-// Programs without DistributedDataParallel: ranks that got equal weights by hand go on with equal ones.
+// Programs without DistributedDataParallel: ranks that were given equal weights continue with equal
+// ones. ones.
 TEST(MasterWeightsOfReplicas, FollowCollectivesOfTheModelsParameters) {
   using Send = std::function<void(const comm::Group&, std::vector<at::Tensor>)>;
   const std::vector<Send> all{
@@ -213,7 +214,7 @@ TEST(MasterWeightsOfReplicas, FollowCollectivesOfTheModelsParameters) {
     }
   });
 }
-
+// The exact weights of the ranks that had input last, on all ranks: the next epoch starts equally.
 // The weights of the ranks that had input last, exactly, on all: the next epoch starts alike.
 TEST(MasterWeightsOfReplicas, AreTheSameAfterUnevenInputs) {
   run_ranks(2, [](Rank& rank) {

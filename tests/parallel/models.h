@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-// Models and data for the tests of data-parallel training, in fp64 unless said otherwise.
+// Models and data for the tests of data-parallel training, in fp64 by default.
 namespace semitone::test {
 
 // Two layers; with a normalisation between them, whose statistics are buffers.
@@ -47,7 +47,7 @@ struct HeadsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Heads);
 
-// The same on every rank, whatever was drawn before.
+// The same on every rank, independently of earlier draws.
 template <typename Model, typename... Arguments>
 Model seeded(std::uint64_t seed, Arguments&&... arguments) {
   torch::manual_seed(seed);

@@ -84,7 +84,7 @@ void back_propagate(Net& model, int step) {
   sum_of_squares(model->forward(batch.data), batch.target).backward();
 }
 
-// Steps [begin, end) of a run, with a learning rate that falls.
+// Steps [begin, end) of a run, with a decreasing learning rate.
 void train(Net& model, torch::optim::Optimizer& optimizer, int begin, int end) {
   for (int step = begin; step < end; ++step) {
     for (auto& group : optimizer.param_groups()) group.options().set_lr(0.01 / (1 + step));
@@ -188,7 +188,7 @@ TEST(Zero, KeepsTheStateOfItsShareOnly) {
     const std::vector<std::int64_t> elements = {9, 8, 9};
     EXPECT_EQ(elements_of_adam_state(optimizer),
               3 * elements[static_cast<std::size_t>(rank.number())]);
-    // Shares go on from group to group.
+    // Assignments continue from group to group.
     optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>{
         torch::ones({3}, torch::requires_grad()), torch::ones({4}, torch::requires_grad())}));
     EXPECT_EQ(optimizer.owners()[1], (std::vector<int>{0, 1}));
@@ -216,7 +216,7 @@ TEST(Zero, TakesNewGroupsWithOptionsOfTheirOwn) {
   });
 }
 
-// LibTorch 2.15 takes an option that is its class's default for one that was not set.
+// LibTorch 2.15 treats an option with its class's default value as not set.
 TEST(Zero, SavesOptionsThatAreTheDefaultsOfTheirClass) {
   run_ranks(1, [](Rank&) {
     const at::Tensor weight = torch::ones({3}).requires_grad_();
@@ -546,7 +546,7 @@ TEST(ZeroState, HasTheOptionsOfItsTime) {
     optimizer.param_groups()[0].options().set_lr(0.25);
     torch::load(optimizer, file);
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.125);
-    // A step makes what was consolidated old.
+    // A step invalidates the consolidated state.
     optimizer.consolidate();
     optimizer.step();
     torch::serialize::OutputArchive archive;
@@ -571,7 +571,7 @@ TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   EXPECT_EQ(elements_of_adam_state(optimizer), elements);
 }
 
-// The largest part of this process that was ever in memory, in MiB.
+// The peak resident memory of this process, in MiB.
 double peak_memory() {
   std::ifstream status("/proc/self/status");
   for (std::string word; status >> word;) {

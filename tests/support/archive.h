@@ -6,7 +6,7 @@
 
 namespace semitone::test {
 
-// What write(archive) wrote, as it comes back from a file.
+// The output of write(archive), as read from a file.
 template <typename Write>
 torch::serialize::InputArchive archived(Write&& write) {
   torch::serialize::OutputArchive out;
@@ -18,7 +18,7 @@ torch::serialize::InputArchive archived(Write&& write) {
   return in;
 }
 
-// What a save(archive) const method saved.
+// The output of a save(archive) const method.
 template <typename T>
 torch::serialize::InputArchive saved(const T& object) {
   return archived([&](torch::serialize::OutputArchive& archive) { object.save(archive); });

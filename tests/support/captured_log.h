@@ -12,7 +12,7 @@
 
 namespace semitone::test {
 
-// What the library logs while it lives.
+// Captures the library's log during its lifetime.
 class CapturedLog {
  public:
   CapturedLog() : logger_(log()) {

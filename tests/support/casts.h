@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-// What autocast converts, as a listener hears it.
+// The conversions of autocast, as a listener receives them.
 namespace semitone::test {
 
 class CastRecorder : public events::Listener {

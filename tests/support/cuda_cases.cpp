@@ -40,7 +40,7 @@ class Inputs {
   at::Tensor channels_last(at::IntArrayRef shape) const {
     return put(torch::randn(shape).contiguous(at::MemoryFormat::ChannelsLast), dtype_);
   }
-  // With what is no number at three places.
+  // With infinities and NaNs at three places.
   at::Tensor wild(at::IntArrayRef shape) const {
     at::Tensor tensor = torch::randn(shape);
     at::Tensor flat = tensor.view(-1);
@@ -54,7 +54,7 @@ class Inputs {
   at::ScalarType dtype() const { return dtype_; }
 
  private:
-  // The same values; most tensors begin where no vector could be aligned.
+  // The same values; most tensors start at an address that is not aligned for vectors.
   at::Tensor put(const at::Tensor& values, at::ScalarType dtype) const {
     const std::int64_t offset = made_++ % 7 % 4;
     const at::Tensor memory =
@@ -217,7 +217,8 @@ void add_multi_tensor(Cases& cases, at::ScalarType dtype) {
             });
 }
 
-// Planes, rows and vectors; one of them with more units than a part has, and one with many channels.
+// Planes, rows and vectors; one of them with more units than a part has, and one with many
+// channels.
 std::vector<at::Tensor> batches(const Inputs& inputs) {
   return {inputs.random({3, 5, 7, 9}),         inputs.random({70, 3, 33, 35}),
           inputs.random({2, 3, 70, 71}),       inputs.random({6, 40}),
@@ -271,7 +272,8 @@ void add_batch_norm(Cases& cases, at::ScalarType dtype) {
 }
 
 void add_rows(Cases& cases, at::ScalarType dtype) {
-  // 16 bits are rounded once on each side. fp32: three times, since the sums behind an element round too.
+  // 16 bits are rounded once on each side. fp32: three times, since the sums behind an element
+  // round too.
   const double tolerance =
       is_16_bits(dtype) ? rounding_tolerance(dtype, 2) : 3 * pointwise_tolerance(dtype);
   const double sums = reduction_tolerance(at::kFloat, 3000);

@@ -6,18 +6,18 @@
 #include <string>
 #include <vector>
 
-// What every kernel computes, with tensors on any device: to compare devices with each other.
+// The results of every kernel with tensors on any device, for comparing devices.
 namespace semitone::test {
 
 struct CudaCase {
   std::string name;
   // The results, on the CPU. The inputs are always the same.
   std::function<std::vector<at::Tensor>(at::Device)> run;
-  // How far the CPU's and CUDA's results may be apart (tests/support/tolerance.h); 0: not one bit.
+  // The tolerance between the CPU's and CUDA's results (tests/support/tolerance.h); 0: equal bits.
   double relative;
 };
 
-// Odd sizes, three dtypes, all layouts, NaNs and infinities where no sum would hide the rest.
+// Odd sizes, three dtypes, all layouts, and NaNs and infinities where no sum would hide the rest.
 std::vector<CudaCase> cuda_cases();
 
 }  // namespace semitone::test

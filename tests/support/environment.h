@@ -8,7 +8,7 @@
 
 namespace semitone::test {
 
-// Takes variables out of the environment, and puts them back as they were at the end of the scope.
+// Removes variables from the environment, and restores them at the end of the scope.
 class Environment {
  public:
   explicit Environment(const std::vector<std::string>& names) {

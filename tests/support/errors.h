@@ -11,8 +11,8 @@
 
 namespace semitone::test {
 
-// The message of the E that a call raises, without C++ stack trace; fails, and is empty, if it
-// raises nothing or something else.
+// Returns the message of the E that a call raises, without a C++ stack trace. If it raises nothing
+// or something else, the test fails and the result is empty.
 template <typename E, typename Function>
 std::string message_of(Function&& function) {
   try {
@@ -32,7 +32,7 @@ std::string error_of(Function&& function) {
   return message_of<Error>(function);
 }
 
-// That a call raises an Error whose message has all these parts.
+// Checks that a call raises an Error whose message contains all these parts.
 template <typename Function>
 void expect_error(Function&& function, std::initializer_list<std::string_view> parts) {
   const std::string message = error_of(function);

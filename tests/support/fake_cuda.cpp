@@ -1,4 +1,4 @@
-// A CUDA driver with three GPUs of compute capability 6.1, as far as that goes.
+// A stand-in for a CUDA driver with three GPUs of compute capability 6.1.
 extern "C" {
 
 int cuInit(unsigned flags);

@@ -8,20 +8,20 @@
 #include <filesystem>
 #include <string>
 
-// Data sets in MNIST's format, made up.
+// Synthetic data sets in MNIST's format.
 namespace semitone::test {
 
-// Ten classes that a small network tells apart after some ten steps: a bright square whose place
+// Ten classes that a small network distinguishes after some ten steps: a bright square whose place
 // depends on the class, shifted by up to two pixels, in noise.
 zoo::ImageSet made_up_images(std::int64_t count, std::uint64_t seed);
 
 // A uint8 tensor as the bytes of an IDX file.
 std::string idx_bytes(const at::Tensor& data);
 
-// Packed as gzip does it.
+// Compressed by gzip.
 std::string gzip(const std::string& bytes);
 
-// Writes the four files of a data set of made-up images, the training half gzipped.
+// Writes the four files of a data set of synthetic images, the training half gzipped.
 void write_data_set(const std::filesystem::path& folder, std::int64_t train, std::int64_t test);
 
 }  // namespace semitone::test

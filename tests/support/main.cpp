@@ -1,6 +1,6 @@
-// Runs tests at the instruction sets that the environment allows: ATEN_CPU_CAPABILITY limits
-// LibTorch's kernels, ONEDNN_MAX_CPU_ISA oneDNN's, and here our own, which Highway chooses, are
-// limited to what oneDNN has. Says what came of it.
+// Runs tests at the instruction sets that the environment allows. ATEN_CPU_CAPABILITY limits
+// LibTorch's kernels, and ONEDNN_MAX_CPU_ISA oneDNN's. This program limits Semitone's kernels,
+// which Highway selects, to oneDNN's instruction set, and reports the result.
 
 #include "semitone/core/env.h"
 #include "src/core/native_kernels.h"

@@ -9,8 +9,8 @@
 
 namespace semitone::test {
 
-// LibTorch's optimizers that take their gradients as they are, with settings that use all of their
-// state.
+// LibTorch's optimizers, except those that evaluate the loss inside their step, with settings that
+// use all of their state.
 struct OptimizerKind {
   std::string name;
   std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)> make;

@@ -7,17 +7,17 @@
 #include <string>
 #include <vector>
 
-// Watching processes that a test does not own.
+// Watches processes that a test does not own.
 namespace semitone::test {
 
-// Whether it is there and no zombie.
+// Whether a process exists and is not a zombie.
 bool is_running(pid_t id);
 
-// Looks every 10 ms whether it is so, for a minute at most: a limit against hanging, not a
+// Checks a condition every 10 ms for at most a minute. The limit prevents hanging; it is not a
 // measurement.
 bool eventually(const std::function<bool()>& condition);
 
-// The words of a file; none if it is not there.
+// The words of a file; none if it does not exist.
 std::vector<std::string> words_of(const std::filesystem::path& file);
 
 // The numbers in a file that processes write their ids to.

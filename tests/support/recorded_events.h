@@ -7,7 +7,7 @@
 
 namespace semitone::test {
 
-// Hears what happens from construction to destruction, on this thread.
+// Records the events of this thread during its lifetime.
 class RecordedEvents {
  public:
   const std::vector<events::LossScaleUpdated>& updates() const { return recorder_->updates; }

@@ -65,7 +65,8 @@ launch::ProcessOptions process_of(int rank, int count, int port, const std::stri
       .environment("LOCAL_WORLD_SIZE", ranks)
       .environment("MASTER_ADDR", "127.0.0.1")
       .environment("MASTER_PORT", std::to_string(port))
-      // As torchrun does: threads of several processes that compete for cores slow all of them.
+      // As torchrun does: threads of several processes that compete for cores slow all of them
+      // down.
       .environment("OMP_NUM_THREADS", "1")
       // On the CPU, and so over Gloo, wherever the tests run.
       .environment("CUDA_VISIBLE_DEVICES", "-1")

@@ -19,12 +19,13 @@
 //       });
 //     }
 //
-// The test starts itself again, once for each rank, with the variables that torchrun sets. There
-// the call of run_ranks runs the body, and ends the process; here it waits for all, and the test
-// fails, with what the rank wrote, if an expectation failed in one of them.
+// The test starts itself again, once for each rank, with the variables that torchrun sets. In these
+// processes the call of run_ranks runs the body, and ends the process. In the original process it
+// waits for all, and the test fails, with the rank's output, if an expectation failed in one of
+// them.
 namespace semitone::test {
 
-// In the body: the process's own rank.
+// In the body: describes the process's own rank.
 class Rank {
  public:
   Rank(int number, int count, std::filesystem::path folder)
@@ -36,7 +37,7 @@ class Rank {
   // An empty folder that all ranks share.
   const std::filesystem::path& folder() const { return folder_; }
 
-  // Hands a text to the test: RankResult::said.
+  // Passes a string to the test: RankResult::said.
   void say(const std::string& text) const;
 
  private:
@@ -54,14 +55,15 @@ struct RankResult {
 struct RankOptions {
   // All ranks are killed, and the test fails, if they take longer.
   std::chrono::seconds timeout = std::chrono::seconds(120);
-  // The ranks that do not end well, and whose end is not waited for: they are killed when all
+  // Ranks that do not end properly, and whose end is not waited for: they are killed when all
   // others have ended.
   std::vector<int> casualties = {};
-  // In place of, and besides, what torchrun sets; an empty value is as good as none.
+  // Overrides of the variables that torchrun sets, and additions; an empty value removes a
+  // variable.
   std::vector<std::pair<std::string, std::string>> environment = {};
 };
 
-// One call in each test, before anything that all ranks need not do.
+// One call in each test, before anything that not all ranks need to do.
 std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& body,
                                   const RankOptions& options = {});
 

@@ -5,7 +5,7 @@
 
 namespace semitone::test {
 
-// An empty folder of one's own, gone with everything in it at the end of the scope.
+// An empty folder, removed with its contents at the end of the scope.
 class TemporaryFolder {
  public:
   TemporaryFolder();

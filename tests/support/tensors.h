@@ -4,14 +4,15 @@
 
 #include <gtest/gtest.h>
 
-// Comparing tensors so that a NaN or a wrong shape always fails. Sparse tensors are compared as
+// Compares tensors so that a NaN or a wrong shape always fails. Sparse tensors are compared as
 // dense ones; two undefined tensors are equal.
 namespace semitone::test {
 
 // The same dtype, shape and bits: -0 is not 0. NaNs are equal to each other whatever their payload.
 testing::AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want);
 
-// With a larger one, near() fails whatever is compared: it could not tell a gradient from a part of it.
+// With a larger one, near() fails whatever is compared: it could not tell a gradient from a part of
+// it.
 inline constexpr double kLargestTolerance = 0.1;
 
 // The same shape, and |got - want| <= relative * max(|want|, mean |want|) for each element: the

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <cstdint>
 
-// How far two computations of the same thing may be apart, as a relative error: from the dtype and
-// the number of terms, never invented in a test.
+// The tolerances between two computations of the same value, as relative errors. They follow from
+// the dtype and the number of terms, and are never invented in a test.
 namespace semitone::test {
 
 // A value that was rounded to the dtype so many times, each time by half a unit at most, and is

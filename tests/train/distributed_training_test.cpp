@@ -48,7 +48,7 @@ struct DropNetImpl : torch::nn::Cloneable<DropNetImpl> {
 };
 TORCH_MODULE(DropNet);
 
-// Hands each model that it makes to the test.
+// Passes each model that it creates to the test.
 class Models {
  public:
   explicit Models(double dropout) : dropout_(dropout) {}
@@ -91,7 +91,7 @@ std::string bits(const std::vector<at::Tensor>& tensors) {
   return text;
 }
 
-// Rank 0's weights and buffers are everybody's.
+// All ranks have rank 0's weights and buffers.
 void expect_same_everywhere(const DropNet& model, const comm::Group& group) {
   const std::string mine = bits(model->parameters()) + bits(model->buffers());
   EXPECT_TRUE(group.broadcast(mine) == mine);

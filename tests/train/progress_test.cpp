@@ -98,7 +98,7 @@ TEST(Progress, OnATerminalDrawsALineThatItTakesAwayAgain) {
   EXPECT_THAT(out.str(), EndsWith("\r\033[K"));
 }
 
-// What a terminal of this width shows of the step.
+// The text of the step on a terminal of this width.
 std::string moving_line(int columns, StepDone step = kStep) {
   std::ostringstream out;
   Progress progress(out, "O1 bfloat16", columns);

@@ -22,8 +22,8 @@ using amp::OptLevel;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// Small and quick, with everything that a resumed run has to bring back: buffers, random numbers,
-// layers that stay fp32 at O2.
+// Small and fast, with everything that a resumed run must restore: buffers, random numbers, layers
+// that stay fp32 at O2.
 struct DropNetImpl : torch::nn::Cloneable<DropNetImpl> {
   DropNetImpl() { reset(); }
   void reset() override {
@@ -51,7 +51,7 @@ const DataSet& data() {
   return data;
 }
 
-// Every loss and scale, as they were.
+// Every loss and scale.
 struct Recorder : Observer {
   using Observer::on;
   void on(const StepDone& step) override {
@@ -79,7 +79,7 @@ std::string message_of(const std::function<void()>& act) {
   return "nothing was thrown";
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // at every level and dtype
 
 using LevelAndDtype = std::tuple<OptLevel, c10::ScalarType>;
@@ -145,7 +145,7 @@ TEST_P(TrainerAtEveryLevel, AResumedRunGoesOnBitForBit) {
 
   Recorder first;
   train_classifier(drop_net, data(), options().max_steps(50).save(folder_ / "half"), first);
-  // What a new process would not have.
+  // State that a new process would not have.
   torch::manual_seed(12345);
   Recorder second;
   const TrainResult resumed = train_classifier(
@@ -171,7 +171,7 @@ TEST_P(TrainerAtEveryLevel, AResumedRunGoesOnBitForBit) {
   };
   expect_equal(*kept, *expected_model);
 
-  // The fp32 weights in the two files: the masters, where there are some.
+  // The fp32 weights in the two files: the masters, if there are some.
   const auto saved_weights = [this](const char* name) {
     torch::serialize::InputArchive archive;
     archive.load_from((folder_ / name).string());
@@ -197,7 +197,7 @@ INSTANTIATE_TEST_SUITE_P(Levels, TrainerAtEveryLevel,
                                             ::testing::Values(torch::kBFloat16, torch::kHalf)),
                          name_of_case);
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // options
 
 TEST(Trainer, ResumesWithEveryOptimizerBitForBit) {
@@ -232,7 +232,7 @@ TEST(Trainer, MemoryFormatsGiveTheSameUpToRounding) {
   train_classifier(conv_net, data(), TrainOptions(options).memory_format(MemoryFormat::nchw), nchw);
   train_classifier(conv_net, data(), TrainOptions(options).memory_format(MemoryFormat::nhwc), nhwc);
   ASSERT_EQ(nchw.losses.size(), nhwc.losses.size());
-  // The first loss before any update, the others after updates that rounding has parted.
+  // The first loss is before any update, the others are after updates that differ by rounding.
   EXPECT_TRUE(std::abs(nchw.losses[0] - nhwc.losses[0]) <= 1e-5) << nchw.losses[0];
   for (std::size_t i = 1; i < nchw.losses.size(); ++i)
     EXPECT_TRUE(std::abs(nchw.losses[i] - nhwc.losses[i]) <= 1e-3) << i;
@@ -321,12 +321,12 @@ TEST(Trainer, EnumsHaveNames) {
   EXPECT_THROW(parse_memory_format("NCHW"), Error);
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // divergence
 
 TEST(Trainer, AStepOnALossThatIsNotFiniteEndsTheTraining) {
   const test::TemporaryFolder folder;
-  // O0 steps on whatever comes.
+  // O0 steps on any values.
   const auto options = options_for(OptLevel::O0, torch::kBFloat16).lr(1e30).save(folder / "state");
   EXPECT_THROW(train_classifier(drop_net, data(), options), DivergedError);
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
@@ -341,7 +341,7 @@ TEST(Trainer, TooManySkipsInARowEndTheTraining) {
 }
 
 TEST(Trainer, ATestLossThatIsNotFiniteIsADivergence) {
-  // The last step ruins the weights, and no training step comes to notice.
+  // The last step ruins the weights, and no later training step notices it.
   const auto options = options_for(OptLevel::O0, torch::kBFloat16)
                            .lr(1e38)
                            .schedule(Schedule::constant)
@@ -350,7 +350,7 @@ TEST(Trainer, ATestLossThatIsNotFiniteIsADivergence) {
               HasSubstr("a finite test loss"));
 }
 
-// --------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // saved states
 
 class SavedStateTest : public ::testing::Test {
@@ -471,7 +471,7 @@ TEST_F(SavedStateTest, OfAnotherModelIsAFileError) {
               HasSubstr("[train.checkpoint]"));
 }
 
-// The same names and the same options, so that only the shapes tell.
+// The same names and options, so that only the shapes differ.
 struct TwoLayersImpl : torch::nn::Module {
   explicit TwoLayersImpl(std::int64_t width) {
     first = register_module("first", torch::nn::Linear(28 * 28, width));

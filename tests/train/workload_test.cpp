@@ -82,7 +82,7 @@ std::vector<double> twenty_losses(WorkloadOptions options) {
   return losses;
 }
 
-// With kernels of our own, our optimizers and channels last, and with none of that.
+// With Semitone's kernels, fused optimizers and channels last, and without all of these.
 TEST(Workload, AfterTwentyStepsLossesAreThoseOfLibTorchsKernels) {
   for (const auto kind : {WorkloadKind::mnist, WorkloadKind::encoder, WorkloadKind::resnet50}) {
     for (const auto level : {OptLevel::O1, OptLevel::O2}) {
@@ -164,13 +164,13 @@ TEST(Workload, CountsWhatItTrainsOn) {
   EXPECT_EQ(Workload(small(WorkloadKind::encoder, OptLevel::O0).batch_size(3)).items(), 48);
 }
 
-// Gradients are what backward leaves, with the loss and other single numbers.
+// Gradients are those after backward, with the loss and other single numbers.
 void expect_gradients(const TensorMemory& memory, std::int64_t bytes) {
   EXPECT_GE(memory.gradients, bytes);
   EXPECT_LE(memory.gradients, bytes + 1024);
 }
 
-// The encoder has no buffers: what each level keeps is known to the byte.
+// The encoder has no buffers: each level's memory is known to the byte.
 TEST(Workload, CountsTensorMemoryByKind) {
   const auto options = [](OptLevel level) { return small(WorkloadKind::encoder, level); };
   const std::int64_t size = size_of(options(OptLevel::O0));
@@ -224,7 +224,7 @@ TEST(Workload, ALossThatIsOffIsFoundOut) {
   EXPECT_NEAR(check.difference(), 0.05, 1e-12);
   check.losses[1] = std::numeric_limits<double>::quiet_NaN();
   EXPECT_FALSE(check.difference() <= 1e9);
-  // The smallest batches of ResNet-50 are beyond what 16 bits can follow.
+  // 16 bits cannot follow the smallest batches of ResNet-50.
   test::expect_error(
       [] {
         Workload workload(small(WorkloadKind::resnet50, OptLevel::O1)

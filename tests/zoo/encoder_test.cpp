@@ -121,7 +121,7 @@ TEST(Encoder, ATiedHeadSharesTheEmbeddings) {
   Encoder model(small().tied_head(true));
   EXPECT_TRUE(model->head.is_empty());
   model->eval();
-  // A token that is not in the batch: only the head can tell that it changed.
+  // A token that is not in the batch: only the head can change its value.
   const at::Tensor batch = tokens(2, 4).clamp_max(48);
   const at::Tensor before = model->forward(batch);
   {

@@ -70,7 +70,7 @@ TEST_F(MnistTest, ReadsTheRealOne) {
   const ImageSet test = load_mnist(folder, Split::test);
   EXPECT_EQ(train.size(), 60000);
   EXPECT_EQ(test.size(), 10000);
-  // The mean pixel that everybody normalises by is 0.1307.
+  // The mean pixel that is commonly used for normalisation is 0.1307.
   EXPECT_NEAR(train.images.to(torch::kDouble).mean().item<double>() / 255, 0.1307, 5e-5);
   EXPECT_EQ(train.labels.slice(0, 0, 5).sum().item<int64_t>(), 5 + 0 + 4 + 1 + 9);
   EXPECT_EQ(torch::bincount(test.labels).min().item<int64_t>(), 892);  // fives

@@ -56,7 +56,8 @@ TEST(ResNet50, LearnsABatch) {
   const at::Tensor images = torch::rand({8, 3, 64, 64});
   const at::Tensor labels = torch::arange(8) % 4;
   std::vector<double> losses;
-  // The first steps go up and down, each processor its own way; after 20 the loss is below 0.01.
+  // The loss of the first steps goes up and down, differently on each processor; after 20 it is
+  // below 0.01.
   for (int step = 0; step < 20; ++step) {
     optimizer.zero_grad();
     const at::Tensor loss = torch::cross_entropy_loss(model->forward(images), labels);

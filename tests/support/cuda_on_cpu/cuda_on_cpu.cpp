@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::size_t kStack = 256 * 1024;
 
-// Two stacks that take turns. AddressSanitizer has to be told.
+// Two stacks that alternate. AddressSanitizer must be informed.
 class Context {
  public:
   void save_stack(const void* bottom, std::size_t size) {
@@ -32,7 +32,7 @@ class Context {
   std::size_t size() const { return size_; }
   ucontext_t* raw() { return &raw_; }
 
-  // Goes on with the other one; comes back when somebody switches here.
+  // Continues with the other stack; returns when a switch comes back here.
   void switch_to(Context& other) {
 #if defined(__SANITIZE_ADDRESS__)
     void* fake = nullptr;
@@ -97,7 +97,7 @@ class Processor {
   void wait(State state) {
     Thread* const self = current_;
     self->state = state;
-    // Straight to the next one where it can go on: half as many switches.
+    // Directly to the next one if it can continue: half as many switches.
     Thread* const next = next_running(*self);
     self->fiber->context.switch_to(next == nullptr ? scheduler_ : next->fiber->context);
     current_ = self;
@@ -107,7 +107,7 @@ class Processor {
 
   const Exchanged& exchange(std::uint64_t value) {
     const std::size_t warp = number_of(*current_) / kWarp;
-    // Two in turn: a thread may give its next value before another one has read this one.
+    // Two buffers alternate: a thread may give its next value before another one has read this one.
     Exchanged& exchanged = exchanged_[warp][current_->exchanges++ % 2];
     exchanged.values[lane()] = value;
     wait(State::at_exchange);

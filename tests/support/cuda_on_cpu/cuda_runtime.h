@@ -16,9 +16,9 @@
 // barriers and exchanges.
 //
 // What it finds: wrong indices and results (under AddressSanitizer, any access outside of memory),
-// barriers that not all threads of a block reach, and, by running threads in the opposite order, what
-// depends on their order. What it cannot find: races between barriers that either order hides, the
-// arithmetic of NVIDIA's own functions such as expf, speed.
+// barriers that not all threads of a block reach, and, by running threads in the opposite order,
+// what depends on their order. What it cannot find: races between barriers that either order hides,
+// the arithmetic of NVIDIA's own functions such as expf, speed.
 
 #define __global__
 #define __device__

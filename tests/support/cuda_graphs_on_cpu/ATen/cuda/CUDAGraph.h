@@ -10,9 +10,9 @@
 #include <utility>
 
 // What src/amp/cuda_step_graph.cpp takes from LibTorch's CUDA headers, without a device: found in
-// their place by the test that compiles it. Captures follow LibTorch 2.11's order: memory pools, the
-// random generator, the stream; and at the end, the stream first, so that a capture that was broken
-// leaves the rest as it is.
+// their place by the test that compiles it. Captures follow LibTorch 2.11's order: memory pools,
+// the random generator, the stream; and at the end, the stream first, so that a capture that was
+// broken leaves the rest as it is.
 namespace semitone::test {
 
 // The state of the device and of LibTorch.
