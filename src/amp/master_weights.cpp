@@ -315,7 +315,7 @@ MasterWeights::Deferred MasterWeights::deferred_gradients() {
       deferred.masters.push_back(pair.master);
       deferred.grads.push_back(pair.deferred);
     } else {
-      take_deferred(pair);  // somebody has put another one in its place
+      take_deferred(pair);  // another gradient has replaced it
     }
   }
   return deferred;

@@ -31,7 +31,7 @@ struct MixedPrecision::Impl {
   struct Scaled {
     std::int64_t loss_id;
     float inverse;  // of the scale
-    bool open;      // a ScaledLoss is at it; else delay_unscale left them
+    bool open;      // a ScaledLoss is in progress; else delay_unscale left them
   };
 
   struct PerOptimizer {
@@ -75,7 +75,7 @@ struct MixedPrecision::Impl {
     std::int64_t loss_id;
     std::vector<PerOptimizer*> optimizers;
     std::vector<at::Tensor> found_inf;
-    bool named = true;  // false: the loss was scaled for others, whose steps move its scale
+    bool named = true;  // false: the loss was scaled for others, whose steps update its scale
   };
 
   // The scale of one loss, in a device's memory.
@@ -90,7 +90,7 @@ struct MixedPrecision::Impl {
     at::Tensor parameter;
     at::Tensor grad;
     at::Tensor master = {};    // whose gradient it was; undefined: the parameter's
-    bool also_inside = false;  // it is in what the model has, too, scaled: to be reduced with it
+    bool also_inside = false;  // the model's gradient contains it too, scaled
   };
 
   // A tensor of a model that initialize cast to 16 bits.
@@ -111,16 +111,16 @@ struct MixedPrecision::Impl {
 
   Properties properties;
   std::vector<Model> models;
-  std::vector<at::Tensor> located;  // a tensor of each model; undefined: wherever it is will do
+  std::vector<at::Tensor> located;  // a tensor of each model; undefined: any device will do
   std::vector<LowTensor> low_tensors;
-  std::shared_ptr<Exact> exact;      // what others may know of the masters
+  std::shared_ptr<Exact> exact;      // the masters as seen by other rooms
   bool inference_tensors = false;    // the models were made in inference mode
   std::optional<CastPolicy> policy;  // of the region that autocast() gives, where there is one
   bool forward_in_region = false;    // forward runs in it, too
   std::unordered_map<const void*, Part> parts;
   std::vector<bool> ran;           // each model, through forward
-  bool ran_elsewhere = false;      // call() or autocast() ran what the host does not know
-  int looks_for_idle_models = 32;  // that are left: a model that is idle by purpose costs no more
+  bool ran_elsewhere = false;      // call() or autocast() ran code of unknown models
+  int looks_for_idle_models = 32;  // remaining checks, which bound the cost of idle models
   std::vector<bool> warned_of;     // each model
   std::vector<PerOptimizer> optimizers;
   std::vector<LossScaler> scalers;

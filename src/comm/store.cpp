@@ -58,7 +58,7 @@ c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(here.port);
   store.isServer = true;
-  store.waitWorkers = false;  // init waits itself, and says who is missing
+  store.waitWorkers = false;  // init itself waits, and reports missing ranks
   store.timeout = options.timeout();
   store.masterListenFd = listener.release();
   // Rank 0's own connection: the address that others use for the master may not be reachable from

@@ -37,7 +37,7 @@ struct WatchOptions {
   int size = 1;
   std::string address;                   // local IP address for rank 0 to listen on
   std::chrono::milliseconds interval{};  // between two signs of life
-  std::chrono::milliseconds silence{};   // after which a rank counts as lost
+  std::chrono::milliseconds silence{};   // duration after which a rank counts as lost
   std::chrono::milliseconds timeout{};   // for connecting
 };
 
@@ -121,12 +121,12 @@ class Watch {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const WatchOptions options_;
-  std::string token_;  // so that nobody else's connection is taken for a rank's
+  std::string token_;  // so that a foreign connection is not taken for a rank's
 
   // Used by the thread only.
   Descriptor listener_;  // of rank 0
   Descriptor wake_;
-  std::vector<Peer> newcomers_;  // connected, not introduced
+  std::vector<Peer> newcomers_;  // connected, without a valid hello so far
   std::map<int, Peer> peers_;    // rank 0: all others; the others: rank 0
   Clock::time_point started_;
   Clock::time_point last_beat_;
@@ -134,7 +134,7 @@ class Watch {
 
   std::atomic<std::uint64_t> calls_ = 0;
 
-  mutable std::mutex mutex_;  // for what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::condition_variable news_;
   std::optional<Loss> loss_;
   std::vector<int> left_;

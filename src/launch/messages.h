@@ -18,13 +18,13 @@ constexpr int kProtocol = 2;
 // A node's launcher asks to take part in the next attempt.
 struct Join {
   int protocol = kProtocol;
-  std::string run_id;  // empty: none was given
+  std::string run_id;  // empty: not set
   int min_nodes = 1;
   int max_nodes = 1;
-  int node_rank = -1;  // -1: as it comes
+  int node_rank = -1;  // -1: in order of arrival
   int processes = 1;
   std::string program;    // the name of its file
-  std::string arguments;  // what tells two lists apart: digest_of()
+  std::string arguments;  // digest of the arguments: digest_of()
   std::string host;
 };
 

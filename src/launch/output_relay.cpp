@@ -232,7 +232,7 @@ void OutputRelay::write_console(int console, std::string_view text) {
     if (count > 0) {
       text.remove_prefix(static_cast<std::size_t>(count));
     } else if (errno != EINTR && errno != EAGAIN) {
-      gone = true;  // nobody reads it any more; the files go on
+      gone = true;  // it has no reader any more; the files continue
     }
   }
 }

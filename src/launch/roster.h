@@ -14,11 +14,11 @@ namespace semitone::launch {
 // Node 0's initial knowledge of the job.
 struct Job {
   std::string run_id;
-  bool named = false;   // the user gave the run_id: those who join have to bring it
-  std::string program;  // what it runs, as in Join
+  bool named = false;   // the user set the run_id: launchers that join must have it
+  std::string program;  // its file name, as in Join
   std::string arguments;
   NodeCount nodes;
-  bool numbered = false;  // nodes come with their number, or are numbered as they come
+  bool numbered = false;  // nodes have numbers, or are numbered in order of arrival
   int max_restarts = 0;
   std::string master_addr;
   int master_port = 0;  // 0: a free one for each attempt
@@ -54,11 +54,11 @@ class Roster {
 
  private:
   enum class State {
-    spare,     // stands by: there is no room for it
-    waiting,   // for the attempt to begin
-    running,   // its processes
-    done,      // all of them returned 0
-    stopping,  // was told to begin anew, and has not come back yet
+    spare,     // there is no room for it
+    waiting,   // waits for the attempt to begin
+    running,   // its processes run
+    done,      // all its processes returned 0
+    stopping,  // was told to restart, and has not joined again yet
   };
   struct Node {
     Join join;

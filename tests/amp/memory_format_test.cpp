@@ -164,7 +164,7 @@ TEST(MemoryFormatOfModels, TorchScriptModelsAreLaidOutToo) {
   script.define("def forward(self, x):\n  return torch.conv2d(x, self.weight)\n");
   const auto mixed = initialize(script, quiet(OptLevel::O1).choose_memory_format());
   EXPECT_TRUE(is_channels_last(script.attr("weight").toTensor()));
-  torch::jit::Module other("Conv2d");  // of somebody else's making
+  torch::jit::Module other("Conv2d");  // made by other code
   other.register_parameter("weight", torch::randn({4, 3}), /*is_buffer=*/false);
   EXPECT_NO_THROW(initialize(other, quiet(OptLevel::O1).choose_memory_format()));
 }

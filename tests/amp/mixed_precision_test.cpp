@@ -108,7 +108,7 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
         std::make_optional(initialize(make_net(), quiet(Options("O1").cudnn_benchmark_limit(3))));
     first = initialize(make_net(), quiet("O1"));
     EXPECT_EQ(context.benchmarkLimitCuDNN(), 3);
-    context.setBenchmarkCuDNN(!benchmark);  // by hand, and nobody else's business
+    context.setBenchmarkCuDNN(!benchmark);  // set directly, and kept by initialize
   }
   EXPECT_EQ(context.benchmarkCuDNN(), !benchmark);
   context.setBenchmarkCuDNN(benchmark);

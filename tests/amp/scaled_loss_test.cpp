@@ -261,7 +261,7 @@ TEST_P(ScaledLossAtEveryLevel, GradientsFromAPlainBackwardAreKept) {
   for (int step = 0; step < 2; ++step) {
     trained.mixed.zero_grad(trained.optimizer);
     plain.mixed.zero_grad(plain.optimizer);
-    trained.loss().backward();  // a regulariser, say, that nobody scaled
+    trained.loss().backward();  // for example a regulariser without a scale
     trained.backward();
     for (int i = 0; i < 2; ++i) plain.backward();
     EXPECT_TRUE(near(trained.grads(), plain.grads(), 0));

@@ -67,7 +67,7 @@ TEST(Descriptor, CanBeMadeNotToWait) {
 }
 
 TEST(Connecting, EndsWithItsTimeout) {
-  // A pipe that is full takes nothing more, like a connection that nobody answers.
+  // A pipe that is full takes nothing more, like a connection without an answer.
   int ends[2];
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), 0);
   const Descriptor read(ends[0]);

@@ -29,7 +29,7 @@ SHORT = ["train", "--limit-batches", "30", "--threads", "1", "--quiet"]
 LONG = ["train", "--epochs", "100", "--threads", "1", "--quiet"]
 # 30 s without a sign of life, 10 s from SIGTERM to SIGKILL, and some for a busy machine.
 TIMEOUT = 60
-# What one training computes, on however many hosts and whoever starts it.
+# The results of one training, the same for any number of hosts and any launcher.
 SAME = ["steps", "processes", "train_loss", "test_loss", "test_accuracy", "skipped_steps", "final_loss_scale"]
 
 

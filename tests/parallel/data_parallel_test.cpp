@@ -364,7 +364,7 @@ TEST(Threads, ShareTheIntraOpThreadsOut) {
   DataParallel parallel(model, on(2));
   parallel(torch::ones({2}));
   EXPECT_EQ(most, std::max(1, before / 2));
-  // Of nobody else.
+  // Other threads are not affected.
   EXPECT_EQ(at::get_num_threads(), before);
   std::thread([&] { EXPECT_EQ(at::get_num_threads(), before); }).join();
 }
