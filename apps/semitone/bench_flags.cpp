@@ -63,8 +63,8 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc");
   add.choice("--optimizer", flags->optimizer, {"fused", "split", "compact", "torch"},
-             "Semitone's fused optimizers; the same with split masters; with split masters and "
-             "bf16 state; LibTorch's");
+             "fused: Semitone's; split: with split masters; compact: also with bf16 state; torch: "
+             "LibTorch's");
   add.integer("--batch-size", flags->batch_size, 0, kBenchMost,
               "Images or sequences per step; 0: the workload's default");
   add.integer("--image-size", flags->image_size, 32, 4096, "Height and width of resnet50's images");
@@ -82,7 +82,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.integer("--rounds", flags->rounds, 1, kBenchMost, "Number of steps to time");
   add.integer("--seed", flags->seed, 0, 1'000'000'000, "Random seed of weights, data and dropout");
   add.integer("--threads", flags->threads, 0, 1024,
-              "Threads of the process, at most as many as there are cores; 0: as LibTorch chooses");
+              "Threads of the process, at most the number of cores; 0: LibTorch's choice");
   add.mark("--steps-from-stdin", flags->steps_from_stdin,
            "Run the steps that standard input requests, see below");
   add.json(flags->json);
