@@ -185,7 +185,7 @@ TEST(MasterWeightsOfReplicas, ThatWereLoadedBeforeResumeBitForBit) {
 }
 
 // Programs without DistributedDataParallel: ranks that were given equal weights continue with equal
-// ones. ones.
+// ones.
 TEST(MasterWeightsOfReplicas, FollowCollectivesOfTheModelsParameters) {
   using Send = std::function<void(const comm::Group&, std::vector<at::Tensor>)>;
   const std::vector<Send> all{
@@ -214,8 +214,8 @@ TEST(MasterWeightsOfReplicas, FollowCollectivesOfTheModelsParameters) {
     }
   });
 }
+
 // The exact weights of the ranks that had input last, on all ranks: the next epoch starts equally.
-// The weights of the ranks that had input last, exactly, on all: the next epoch starts alike.
 TEST(MasterWeightsOfReplicas, AreTheSameAfterUnevenInputs) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();

@@ -64,7 +64,6 @@ struct CapturedStepOptions {
 ///
 /// One host read per step, of found_inf; none in plain training (a loss scale of 1 and no master
 /// weights). Not copyable. Use it from one thread at a time.
-/// weights). Not copyable. One thread at a time.
 class CapturedStep {
  public:
   /// Computes the loss of a batch; this is what is captured. To get other results out of it,

@@ -134,7 +134,6 @@ Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options = {
 /// store listens on the master's address (exceptions: InitOptions::bind_address). All other sockets
 /// listen on the address of the interface that leads to the master. If that is the loopback
 /// interface and not all ranks share it, they use the interface of the default route.
-/// the default route. Give an address of a network that you trust.
 Group init(std::string_view url = "env://", const InitOptions& options = {});
 
 /// Returns whether this build and this LibTorch have a backend.
