@@ -448,7 +448,7 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
         if (id != operators.end()) policy->use_fast_kernel(id->second);
       }
     }
-    if (preset_->rows.empty() && edits_.empty()) policy->lower_mixed();
+    if (preset_->rows.empty()) policy->lower_mixed();
     if (policy->lowers_mixed()) {
       install_for_mixed(device);
     } else if (policy->emulates_any()) {

@@ -67,7 +67,7 @@ class CompiledPolicy {
     native_bf16_ = bf16;
   }
   // Whether an fp32 argument that meets 16 bits in a matrix product, which LibTorch refuses, is
-  // cast to 16 bits. True for a policy without rows, which models with 16-bit weights use.
+  // cast to 16 bits. True for preset none and its edits, which models with 16-bit weights use.
   bool lowers_mixed() const { return lowers_mixed_; }
   void lower_mixed() { lowers_mixed_ = true; }
 

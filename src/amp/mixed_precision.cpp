@@ -5,6 +5,7 @@
 #include "semitone/core/events.h"
 #include "src/amp/memory_format.h"
 #include "src/amp/mixed_precision_impl.h"
+#include "src/amp/presets/presets.h"
 #include "src/amp/rank.h"
 #include "src/amp/same_memory.h"
 #include "src/amp/small_eps.h"
@@ -20,9 +21,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -140,11 +144,16 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   const auto& type = properties.cast_model_type;
   if (!type.has_value() || !is_16bit(*type)) return std::nullopt;
   // 16-bit weights: the region emulates what the CPU lacks, casts for parameters that stay fp32,
-  // and lowers fp32 arguments that meet 16-bit weights.
+  // lowers fp32 arguments that meet 16-bit weights, and computes losses in fp32.
   CastPolicy weights_only =
       CastPolicy::none(target).emulation(given.emulation()).fast_kernels(false);
   for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
   for (const std::string& glob : given.fp32_param_globs()) weights_only.keep_fp32_params(glob);
+  // forward() returns fp32, so losses outside of it are in fp32. In autocast()'s region models return
+  // 16 bits.
+  for (const std::string_view op : presets::losses()) {
+    weights_only.keep_fp32(op, presets::reason(CastAction::fp32, op));
+  }
   return weights_only.bind(models);
 }
 
@@ -352,12 +361,53 @@ class MixedPrecision::Impl::Exact final : public ExactWeights {
   Impl* mixed_;
 };
 
+namespace {
+
+// Finds the MixedPrecision that has an optimizer, among all of the process.
+struct Owners {
+  std::mutex mutex;
+  std::unordered_multimap<const torch::optim::Optimizer*, MixedPrecision::Impl*> by_optimizer;
+
+  // Never destroyed, since a MixedPrecision may be destroyed later.
+  static Owners& instance() {
+    static auto* const owners = new Owners;
+    return *owners;
+  }
+};
+
+}  // namespace
+
 MixedPrecision::Impl::Impl() = default;
 
 MixedPrecision::Impl::~Impl() {
+  {
+    Owners& owners = Owners::instance();
+    const std::lock_guard lock(owners.mutex);
+    std::erase_if(owners.by_optimizer, [this](const auto& entry) { return entry.second == this; });
+  }
   if (exact == nullptr) return;
   exact->detach();
   for (const LowTensor& low : low_tensors) withdraw_exact_weight(low.tensor, exact.get());
+}
+
+void MixedPrecision::Impl::own_optimizers() {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  for (const PerOptimizer& known : optimizers) owners.by_optimizer.emplace(known.optimizer, this);
+}
+
+MixedPrecision::Impl& MixedPrecision::Impl::owner_of(const torch::optim::Optimizer& optimizer,
+                                                     const char* caller) {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  const auto [first, last] = owners.by_optimizer.equal_range(&optimizer);
+  const auto count = std::distance(first, last);
+  if (count == 1) return *first->second;
+  throw Error(
+      std::string("amp.") + caller, "an optimizer that was given to one amp::initialize",
+      count == 0 ? "one that no MixedPrecision has" : "one that " + std::to_string(count) + " have",
+      count == 0 ? "call amp::initialize with it before, and keep what that returns"
+                 : "call it of the MixedPrecision that is meant");
 }
 
 MasterWeights* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
@@ -546,6 +596,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
     log()->info(properties.to_string());
   }
   if (properties.enabled && properties.verbosity >= 1) warn_of_small_eps(optimizers);
+  impl->own_optimizers();
   if (undo.has_value()) undo->disarm();
   return MixedPrecision(std::move(impl));
 }

@@ -143,6 +143,11 @@ struct MixedPrecision::Impl {
   std::shared_ptr<events::Listener> cast_log;
   int fp32_scopes = 0;  // Fp32Weights that are alive
 
+  // Lets owner_of() find this object by its optimizers.
+  void own_optimizers();
+  // The object that has an optimizer, among all of the process. Error if there is none, or several.
+  static Impl& owner_of(const torch::optim::Optimizer& optimizer, const char* caller);
+
   PerOptimizer& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
   // The index of the model that a module is, or is part of.
@@ -150,6 +155,11 @@ struct MixedPrecision::Impl {
   // Error if a model is no longer on the device where initialize found it.
   void require_on_device(std::size_t model) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
+
+  // Those of MixedPrecision.
+  ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
+                        ScaleLossOptions options);
+  Step step(torch::optim::Optimizer& optimizer);
 
   // Unscales the gradients that a backward left in the model, for these optimizers. The result,
   // with earlier gradients added, is where each optimizer reads it, and is shown in the model.

@@ -555,36 +555,41 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, torch::optim::Opti
 
 ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                                       ScaleLossOptions options) {
+  return impl_->scale_loss(loss, optimizers, options);
+}
+
+ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
+                                            ScaleLossOptions options) {
   constexpr auto kCaller = "scale_loss";
-  const LossScaler& scaler = impl_->scaler(options.loss_id, kCaller);
-  impl_->require_no_step_past(kCaller);
-  std::vector<Impl::PerOptimizer*> named;
-  for (const torch::optim::Optimizer& optimizer : optimizers) {
-    Impl::PerOptimizer* known = &impl_->of(optimizer, kCaller);
+  const LossScaler& with = scaler(options.loss_id, kCaller);
+  require_no_step_past(kCaller);
+  std::vector<PerOptimizer*> named;
+  for (const torch::optim::Optimizer& optimizer : refs) {
+    PerOptimizer* known = &of(optimizer, kCaller);
     if (std::find(named.begin(), named.end(), known) == named.end()) named.push_back(known);
   }
   if (named.empty()) {
     throw Error("amp.mixed_precision.scale_loss", "at least one optimizer", "none",
                 "name the optimizers whose parameters the loss trains");
   }
-  if (!impl_->properties.enabled) return ScaledLoss(loss, nullptr);
+  if (!properties.enabled) return ScaledLoss(loss, nullptr);
   // Plain training: nothing to unscale, and no masters.
-  const bool plain = !scaler.options().dynamic() && scaler.scale() == 1.0 &&
+  const bool plain = !with.options().dynamic() && with.scale() == 1.0 &&
                      std::none_of(named.begin(), named.end(),
                                   [](const auto* known) { return known->masters.has_value(); });
   if (plain) {
-    impl_->look_at_plain(loss);
+    look_at_plain(loss);
     return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
   }
-  const auto& on_device = impl_->scale_on_device;
+  const auto& on_device = scale_on_device;
   if (on_device.has_value() && on_device->loss_id != options.loss_id) {
     throw Error("amp.mixed_precision.scale_loss", "one loss_id in a captured step",
                 std::to_string(options.loss_id) + " beside " + std::to_string(on_device->loss_id));
   }
   return ScaledLoss(
-      on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : scaler.scaled(loss),
+      on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : with.scaled(loss),
       std::make_unique<ScaledLoss::Work>(
-          ScaledLoss::Work{impl_.get(), options.loss_id, scaler.inverse(),
+          ScaledLoss::Work{this, options.loss_id, with.inverse(),
                            on_device.has_value() ? on_device->inverse : at::Tensor(),
                            options.delay_unscale, std::move(named)}));
 }
@@ -759,22 +764,26 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
 }
 
 Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
-  Impl::PerOptimizer& known = impl_->of(optimizer, "step");
-  if (!impl_->properties.enabled) {
+  return impl_->step(optimizer);
+}
+
+Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
+  PerOptimizer& known = of(optimizer, "step");
+  if (!properties.enabled) {
     optimizer.step();
     clear_cast_cache();
     return Step::stepped;
   }
-  Impl::require_unscaled(known, "step");
-  impl_->pull("step");
+  require_unscaled(known, "step");
+  pull("step");
   known.watch.stop();
   known.watched = false;
   if (known.masters.has_value()) known.masters->hide_gradients();
-  impl_->drop_void(known);
-  impl_->warn_of_gradients(known);
-  Impl::take_gradients_by_hand(known);
-  impl_->warn_of_idle_models(known);
-  return impl_->end_step(
+  drop_void(known);
+  warn_of_gradients(known);
+  take_gradients_by_hand(known);
+  warn_of_idle_models(known);
+  return end_step(
       known, [&] { known.masters.has_value() ? known.masters->step() : void(optimizer.step()); });
 }
 
@@ -812,6 +821,16 @@ void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
   known.skip = false;
   for (Impl::Pending& pending : impl_->pending) std::erase(pending.optimizers, &known);
   std::erase_if(impl_->pending, [](const auto& pending) { return pending.optimizers.empty(); });
+}
+
+ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
+                      ScaleLossOptions options) {
+  return MixedPrecision::Impl::owner_of(optimizer, "scale_loss")
+      .scale_loss(loss, {optimizer}, options);
+}
+
+Step step(torch::optim::Optimizer& optimizer) {
+  return MixedPrecision::Impl::owner_of(optimizer, "step").step(optimizer);
 }
 
 }  // namespace semitone::amp

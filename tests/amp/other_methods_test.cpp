@@ -141,6 +141,178 @@ TEST(AutocastOfAModel, SeesTheMastersValues) {
   EXPECT_EQ(model->encoder->weight[0][0].item<double>(), 2.0);
 }
 
+// What forward returns is in fp32, and losses of it are. In the region it is in 16 bits, and targets are not.
+TEST(AutocastOfAModel, ComputesLossesInFp32) {
+  namespace F = torch::nn::functional;
+  using Loss = at::Tensor (*)(const at::Tensor& scores);
+  const std::vector<std::pair<const char*, Loss>> losses{
+      {"cross entropy",
+       [](const at::Tensor& scores) {
+         return torch::cross_entropy_loss(scores, torch::arange(5, torch::kLong));
+       }},
+      {"negative log-likelihood",
+       [](const at::Tensor& scores) {
+         return torch::nll_loss(scores, torch::arange(5, torch::kLong));
+       }},
+      {"mean square",
+       [](const at::Tensor& scores) {
+         return torch::mse_loss(scores, torch::ones({5, 12}));
+       }},
+      {"smooth L1",
+       [](const at::Tensor& scores) {
+         return torch::smooth_l1_loss(scores, torch::ones({5, 12}));
+       }},
+      {"binary cross entropy",
+       [](const at::Tensor& scores) {
+         return F::binary_cross_entropy(scores.abs().clamp_max(1), torch::full({5, 12}, 0.3F),
+                                        F::BinaryCrossEntropyFuncOptions().reduction(torch::kSum));
+       }},
+      {"with logits",
+       [](const at::Tensor& scores) {
+         return F::binary_cross_entropy_with_logits(scores, torch::full({5, 12}, 0.3F));
+       }},
+      {"divergence",
+       [](const at::Tensor& scores) {
+         return F::kl_div(scores, torch::full({5, 12}, 0.1F));
+       }},
+  };
+  for (const char* level : {"O2", "O3"}) {
+    for (const c10::ScalarType dtype : {torch::kBFloat16, torch::kHalf}) {
+      auto model = autoencoder();
+      auto mixed = initialize(model, quiet(level, dtype));
+      for (const auto& [name, loss_of] : losses) {
+        SCOPED_TRACE(std::string(level) + ", " + name);
+        model->zero_grad();
+        at::Tensor scores;
+        at::Tensor loss;
+        {
+          const auto region = mixed.autocast();
+          scores = model->forward(torch::randn({5, 12}));
+          loss = loss_of(scores);
+        }
+        EXPECT_EQ(scores.scalar_type(), dtype);
+        EXPECT_EQ(loss.scalar_type(), torch::kFloat);
+        expect_bitwise_equal(loss, loss_of(scores.detach().to(torch::kFloat)));
+        loss.backward();
+        EXPECT_TRUE(model->encoder->weight.grad().abs().sum().to(torch::kFloat).item<float>() > 0);
+      }
+    }
+  }
+}
+
+// A program as it was, but for the lines of initialize and the region: functions that train and test get
+// the model and the optimizer.
+double train(Autoencoder& model, torch::optim::Optimizer& optimizer) {
+  model->train();
+  torch::manual_seed(5);
+  double sum = 0;
+  for (int i = 0; i < 6; ++i) {
+    const at::Tensor x = torch::randn({8, 12});
+    optimizer.zero_grad();
+    const at::Tensor loss = torch::mse_loss(model->forward(x), x);
+    scale_loss(loss, optimizer).backward();
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 0.5);
+    EXPECT_EQ(step(optimizer), Step::stepped);
+    sum += loss.item<double>();
+  }
+  return sum;
+}
+
+double evaluate(Autoencoder& model) {
+  const c10::InferenceMode inference;
+  model->eval();
+  torch::manual_seed(6);
+  const at::Tensor x = torch::randn({8, 12});
+  return torch::mse_loss(model->decode(model->encode(x)), x).item<double>();
+}
+
+struct Course {
+  std::vector<double> losses;
+  std::vector<at::Tensor> weights;
+};
+
+Course train_in_region(Options options) {
+  auto model = autoencoder();
+  torch::optim::Adam optimizer(model->parameters(), 1e-2);
+  auto mixed = initialize(model, optimizer, options);
+  Course run;
+  {
+    const auto region = mixed.autocast();
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      run.losses.push_back(train(model, optimizer));
+      run.losses.push_back(evaluate(model));
+    }
+  }
+  for (const at::Tensor& weight : mixed.master_params(optimizer))
+    run.weights.push_back(weight.detach().clone());
+  return run;
+}
+
+Course train_by_forward(Options options) {
+  auto model = autoencoder();
+  torch::optim::Adam optimizer(model->parameters(), 1e-2);
+  auto mixed = initialize(model, optimizer, options);
+  Course run;
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    torch::manual_seed(5);
+    double sum = 0;
+    for (int i = 0; i < 6; ++i) {
+      const at::Tensor x = torch::randn({8, 12});
+      optimizer.zero_grad();
+      const at::Tensor loss = torch::mse_loss(mixed.forward(model, x), x);
+      mixed.scale_loss(loss, optimizer).backward();
+      torch::nn::utils::clip_grad_norm_(model->parameters(), 0.5);
+      mixed.step(optimizer);
+      sum += loss.item<double>();
+    }
+    run.losses.push_back(sum);
+    torch::manual_seed(6);
+    const at::Tensor x = torch::randn({8, 12});
+    const c10::InferenceMode inference;
+    run.losses.push_back(torch::mse_loss(mixed.forward(model, x), x).item<double>());
+  }
+  for (const at::Tensor& weight : mixed.master_params(optimizer))
+    run.weights.push_back(weight.detach().clone());
+  return run;
+}
+
+TEST(AWholeProgramInTheRegion, TrainsAsWithForwardBitForBit) {
+  for (const auto& [level, dtype] : levels()) {
+    SCOPED_TRACE(std::string(level) + (dtype == torch::kHalf ? " fp16" : " bf16"));
+    Options options(level);
+    options.dtype(dtype).verbosity(0);
+    if (dtype == torch::kHalf)
+      options.loss_scale("dynamic").loss_scale_options(LossScaleOptions().init_scale(256));
+    const Course got = train_in_region(options);
+    const Course want = train_by_forward(options);
+    EXPECT_EQ(got.losses, want.losses);
+    EXPECT_LT(got.losses.back(), got.losses[1]);
+    ASSERT_EQ(got.weights.size(), want.weights.size());
+    for (std::size_t i = 0; i < got.weights.size(); ++i)
+      expect_bitwise_equal(got.weights[i], want.weights[i]);
+  }
+}
+
+TEST(StepOfAnOptimizer, IsOfTheMixedPrecisionThatHasIt) {
+  auto model = autoencoder();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  const at::Tensor loss = torch::ones({}, torch::requires_grad());
+  EXPECT_THAT(message_of<Error>([&] { step(optimizer); }),
+              HasSubstr("one that no MixedPrecision has"));
+  EXPECT_THAT(message_of<Error>([&] { scale_loss(loss, optimizer).backward(); }),
+              HasSubstr("one that no MixedPrecision has"));
+  {
+    auto mixed = initialize(model, optimizer, quiet("O1"));
+    auto moved = std::move(mixed);
+    scale_loss(moved.forward(model, torch::ones({2, 12})).sum(), optimizer).backward();
+    EXPECT_EQ(step(optimizer), Step::stepped);
+    auto second = initialize(model, optimizer, quiet("O1"));
+    EXPECT_THAT(message_of<Error>([&] { step(optimizer); }), HasSubstr("one that 2 have"));
+  }
+  EXPECT_THAT(message_of<Error>([&] { step(optimizer); }),
+              HasSubstr("one that no MixedPrecision has"));
+}
+
 using Recurrent = std::tuple<const char*, c10::ScalarType>;
 
 struct RecurrentNetsImpl : torch::nn::Module {

@@ -190,10 +190,12 @@ class [[nodiscard]] MixedPrecision {
     }
   }
 
-  /// The region in which forward() runs, for losses and for other methods of the models. At O1 it
-  /// casts as the policy says. At O2 and O3 it casts only fp32 arguments that meet 16-bit weights
-  /// in a product or a recurrent network, to 16 bits, since LibTorch refuses mixed dtypes there;
-  /// results keep the dtype of the computation. At O0 it casts nothing.
+  /// The region in which forward() runs, for losses and for other methods of the models. It may
+  /// cover a whole program: calls of model->forward(…) then stay as they are, also in evaluation. At
+  /// O1 it casts as the policy says. At O2 and O3 it casts fp32 arguments that meet 16-bit weights
+  /// in a product or a recurrent network, to 16 bits, since LibTorch refuses mixed dtypes there, and
+  /// the arguments of LibTorch's loss functions, to fp32; results keep the dtype of the computation.
+  /// At O0 it casts nothing.
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
@@ -332,5 +334,21 @@ class [[nodiscard]] MixedPrecision {
 
   std::unique_ptr<Impl> impl_;
 };
+
+/// scale_loss() and step() of the MixedPrecision that the optimizer was given to, for functions that
+/// have the optimizer only: Apex's amp.scale_loss.
+///
+///     void train(Net& model, Loader& loader, torch::optim::Optimizer& optimizer) {
+///       for (auto& batch : loader) {
+///         …
+///         amp::scale_loss(loss, optimizer).backward();
+///         amp::step(optimizer);
+///       }
+///     }
+///
+/// Error if no MixedPrecision that is alive has the optimizer, or more than one.
+ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
+                      ScaleLossOptions options = {});
+Step step(torch::optim::Optimizer& optimizer);
 
 }  // namespace semitone::amp

@@ -22,6 +22,9 @@ std::span<const Rows> apex();
 std::span<const Rows> paddle_o1();
 std::span<const Rows> paddle_o2();
 
+// The operators that are losses, by the names without overload.
+std::span<const std::string_view> losses();
+
 // The reason for an operator's row, by the name without overload.
 std::string_view reason(CastAction action, std::string_view op);
 

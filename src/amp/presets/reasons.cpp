@@ -56,6 +56,10 @@ bool contains(std::span<const Name> ops, std::string_view op) {
 
 }  // namespace
 
+std::span<const std::string_view> losses() {
+  return kLosses;
+}
+
 std::string_view reason(CastAction action, std::string_view op) {
   switch (action) {
     case CastAction::lower:
