@@ -521,6 +521,9 @@ const at::Tensor& ScaledLoss::value() & {
 void ScaledLoss::backward(const at::Tensor& gradient, bool retain_graph, bool create_graph) {
   value();
   try {
+    // A region around the whole program would lower the products in backward passes of fp32 operators,
+    // and round emulated ones twice.
+    const DisableCasts as_outside;
     const auto region = custom_backward::region_for(scaled_);
     scaled_.backward(gradient, retain_graph, create_graph);
   } catch (...) {
@@ -791,6 +794,8 @@ Step MixedPrecision::Impl::end_step(PerOptimizer& known, const std::function<voi
   const auto found_by_loss = resolve(*this, known);
   const bool skip = std::exchange(known.skip, false);
   if (!skip) {
+    // An optimizer may multiply matrices, which a region would lower.
+    const DisableCasts as_outside;
     take();
     clear_cast_cache();
   }

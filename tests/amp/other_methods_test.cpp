@@ -293,6 +293,61 @@ TEST(AWholeProgramInTheRegion, TrainsAsWithForwardBitForBit) {
   }
 }
 
+// A layer in fp32 has its gradients from fp32 products, as outside of a region, where they are from
+// matrix products that O1 lowers.
+TEST(AWholeProgramInTheRegion, BackPropagatesWithoutCasts) {
+  for (const c10::ScalarType dtype : {torch::kBFloat16, torch::kHalf}) {
+    const auto grad = [&](bool in_region) {
+      auto model = autoencoder();
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto options = quiet("O1", dtype);
+      options.policy(CastPolicy::semitone(dtype).keep_fp32_params("encoder.*"));
+      auto mixed = initialize(model, optimizer, options);
+      torch::manual_seed(7);
+      const at::Tensor x = torch::randn({8, 12});
+      if (in_region) {
+        const auto region = mixed.autocast();
+        mixed.scale_loss(torch::mse_loss(model->forward(x), x), optimizer).backward();
+      } else {
+        mixed.scale_loss(torch::mse_loss(mixed.forward(model, x), x), optimizer).backward();
+      }
+      return model->encoder->weight.grad().clone();
+    };
+    expect_bitwise_equal(grad(true), grad(false));
+  }
+}
+
+// Takes its steps along W W^T g, in fp32.
+struct MultiplyingOptimizer : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure) override {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& weight : param_groups()[0].params())
+      weight.sub_(0.1 * weight.mm(weight.t()).mm(weight.grad()));
+    return {};
+  }
+};
+
+TEST(AWholeProgramInTheRegion, StepsWithoutCasts) {
+  for (const char* level : {"O1", "O2"}) {
+    torch::manual_seed(8);
+    torch::nn::Linear model(torch::nn::LinearOptions(12, 12).bias(false));
+    MultiplyingOptimizer optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+    auto mixed = initialize(model, optimizer, quiet(level));
+    const auto region = mixed.autocast();
+    mixed.scale_loss(model->forward(torch::randn({8, 12})).square().sum(), optimizer).backward();
+    const at::Tensor weight = mixed.master_params(optimizer)[0].detach().clone();
+    const at::Tensor grad = mixed.master_params(optimizer)[0].grad().to(torch::kFloat);
+    at::Tensor want;
+    {
+      const DisableCasts no_casts;
+      want = weight - 0.1 * weight.mm(weight.t()).mm(grad);
+    }
+    mixed.step(optimizer);
+    expect_bitwise_equal(mixed.master_params(optimizer)[0].detach(), want);
+  }
+}
+
 TEST(StepOfAnOptimizer, IsOfTheMixedPrecisionThatHasIt) {
   auto model = autoencoder();
   torch::optim::SGD optimizer(model->parameters(), 0.1);

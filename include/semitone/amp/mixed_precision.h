@@ -195,7 +195,7 @@ class [[nodiscard]] MixedPrecision {
   /// O1 it casts as the policy says. At O2 and O3 it casts fp32 arguments that meet 16-bit weights
   /// in a product or a recurrent network, to 16 bits, since LibTorch refuses mixed dtypes there, and
   /// the arguments of LibTorch's loss functions, to fp32; results keep the dtype of the computation.
-  /// At O0 it casts nothing.
+  /// At O0 it casts nothing. ScaledLoss::backward() and step() run without casts, in the region too.
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
