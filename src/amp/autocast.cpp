@@ -214,7 +214,8 @@ struct Autocast::Guard {
 
 Autocast::Autocast(const CastPolicy& policy) {
   if (!policy.fp32_param_globs().empty() && !policy.is_bound()) {
-    throw Error("amp.autocast", "a policy that knows the model whose parameters it keeps in fp32",
+    throw Error("amp.autocast",
+                "a policy that is bound to the model whose parameters it keeps in fp32",
                 "'" + policy.fp32_param_globs().front() + "' in a policy that is not bound",
                 "Autocast region(policy.bind(model))");
   }

@@ -60,7 +60,7 @@ void Attempt::obey(Time now) {
     if (is_final()) channel_.hang_up();
   }
   if (!channel_.is_open() && !verdict_.has_value())
-    end({Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_.problem()}, SIGTERM, now);
+    end({Verdict::Kind::lost, std::nullopt, "node 0 is lost: " + channel_.problem()}, SIGTERM, now);
 }
 
 void Attempt::look_at_interrupt(Time now) {

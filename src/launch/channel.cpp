@@ -48,7 +48,7 @@ void Channel::update(Time now) {
   if (now - said_ >= timeout_ / 5) send(Beat());
   write();
   if (is_open() && now - heard_ >= timeout_)
-    close(State::silent, fmt::format("nothing was heard from it for {:.3g} s", seconds(timeout_)));
+    close(State::silent, fmt::format("no message from it for {:.3g} s", seconds(timeout_)));
 }
 
 Time Channel::deadline() const {

@@ -191,7 +191,7 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
     if (auto answer = hear()) return *std::move(answer);
     if (channel_->is_open()) continue;
     if (met_) {
-      return Verdict{Verdict::Kind::lost, std::nullopt, "node 0 is gone: " + channel_->problem()};
+      return Verdict{Verdict::Kind::lost, std::nullopt, "node 0 is lost: " + channel_->problem()};
     }
     if (channel_->state() != Channel::State::closed) {
       throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),

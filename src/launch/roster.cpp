@@ -73,36 +73,38 @@ void Roster::joined(Id id, const Join& join, Time now) {
 }
 
 std::string Roster::objection_to(Id id, const Join& join) const {
-  if (join.protocol != kProtocol) return "it is of another version of Semitone";
+  if (join.protocol != kProtocol) return "the node has another version of Semitone";
   // The job's own name is not revealed to a launcher that does not know it.
-  if (job_.named && join.run_id.empty())
-    return "the job here has an rdzv-id: give it on every node";
+  if (job_.named && join.run_id.empty()) return "this job has an rdzv-id: set it on every node";
   if (job_.named && join.run_id != job_.run_id)
-    return fmt::format("the job here has another rdzv-id than '{}'", join.run_id);
+    return fmt::format("this job has another rdzv-id than '{}'", join.run_id);
   if (!job_.named && !join.run_id.empty())
-    return fmt::format("the job here has no rdzv-id, not '{}': give it on every node", join.run_id);
+    return fmt::format("this job has no rdzv-id, but the node has '{}': set it on every node",
+                       join.run_id);
   if (join.min_nodes != job_.nodes.min || join.max_nodes != job_.nodes.max) {
-    return fmt::format("the job here has nnodes {}, not {}", to_string(job_.nodes),
+    return fmt::format("this job has nnodes {}, not {}", to_string(job_.nodes),
                        to_string({join.min_nodes, join.max_nodes}));
   }
-  if (join.processes < 1) return "it has no processes";
-  if (join.processes > kMostProcesses) return "it has too many processes";
+  if (join.processes < 1) return "the node has no processes";
+  if (join.processes > kMostProcesses) return "the node has too many processes";
   if (job_.numbered != (join.node_rank >= 0))
-    return job_.numbered ? "the nodes here have a node-rank" : "the nodes here have no node-rank";
+    return job_.numbered ? "the nodes of this job have a node-rank"
+                         : "the nodes of this job have no node-rank";
   if (join.node_rank >= job_.nodes.max)
-    return fmt::format("the node-ranks here go from 0 to {}", job_.nodes.max - 1);
+    return fmt::format("the node-ranks of this job go from 0 to {}", job_.nodes.max - 1);
   // For nodes that are numbered or use the job's name, the program may differ.
   if (!job_.named && !job_.numbered &&
       (join.program != job_.program || join.arguments != job_.arguments)) {
     return fmt::format(
-        "the job here runs {}, not {}: give each job an rdzv-id, or the nodes of one job the same",
+        "this job runs {}, not {}: set an rdzv-id for each job, the same on its nodes",
         quoted(job_.program),
-        join.program == job_.program ? "that with other arguments" : quoted(join.program));
+        join.program == job_.program ? "the same with other arguments" : quoted(join.program));
   }
   const auto host = nodes_.find(kHost);
   if (job_.numbered && id != kHost && host != nodes_.end() &&
       host->second.join.node_rank == join.node_rank)
-    return fmt::format("node-rank {} is {}'s already", join.node_rank, host->second.join.host);
+    return fmt::format("node-rank {} is already used by {}", join.node_rank,
+                       host->second.join.host);
   return {};
 }
 
@@ -113,11 +115,11 @@ std::string Roster::obstacle_to(Id id, const Join& join) const {
   for (const auto& [other, node] : nodes_) {
     if (other == id || other == kHost || node.state == State::spare) continue;
     if (job_.numbered && node.join.node_rank == join.node_rank)
-      return fmt::format("node-rank {} is {}'s already", join.node_rank, node.join.host);
+      return fmt::format("node-rank {} is already used by {}", join.node_rank, node.join.host);
     ++others;
   }
   if (others < job_.nodes.max) return {};
-  return fmt::format("the job here has its {} nodes", job_.nodes.max);
+  return fmt::format("this job already has {} nodes", job_.nodes.max);
 }
 
 void Roster::newcomer(Id id, const Join& join, Time now) {
@@ -145,7 +147,7 @@ std::string Roster::spares() const {
   std::string text;
   for (const auto& [id, node] : nodes_) {
     if (node.state != State::spare) continue;
-    text += fmt::format("; {} stands by: {}", node.join.host, obstacle_to(id, node.join));
+    text += fmt::format("; {} waits for room: {}", node.join.host, obstacle_to(id, node.join));
   }
   return text;
 }
@@ -170,7 +172,7 @@ void Roster::gone(Id id, const std::string& reason, Time now) {
   if (is_over() || found == nodes_.end()) return;
   const Node node = found->second;
   nodes_.erase(found);
-  const std::string what = fmt::format("node {} ({}, {}) is gone: {}", node.number, node.join.host,
+  const std::string what = fmt::format("node {} ({}, {}) is lost: {}", node.number, node.join.host,
                                        name_ranks(node.first_rank, node.join.processes), reason);
   if (id == kHost) return finish({Verdict::Kind::lost, std::nullopt, what});
   if (node.state == State::running) decide(std::nullopt, what, now);
@@ -202,7 +204,7 @@ void Roster::tick(Time now) {
   last_call_.reset();
   if (now < gathering_since_ + job_.join_timeout) return;
   std::string reason =
-      fmt::format("{} of {} nodes came within {:.3g} s", waiting, to_string(job_.nodes),
+      fmt::format("{} of {} nodes joined within {:.3g} s", waiting, to_string(job_.nodes),
                   std::chrono::duration<double>(job_.join_timeout).count());
   if (!last_reason_.empty()) reason += ", after " + last_reason_;
   finish({Verdict::Kind::lost, std::nullopt, reason + spares()});

@@ -82,7 +82,7 @@ void check_options(const TrainOptions& options) {
           options.momentum());
   require(options.growth_interval() >= 0, "a growth interval of 0 (never) or more",
           count(options.growth_interval()));
-  require(options.max_consecutive_skips() >= 0, "a limit of skips in a row of 0 (none) or more",
+  require(options.max_consecutive_skips() >= 0, "a limit of consecutive skips of 0 (none) or more",
           count(options.max_consecutive_skips()));
   require(options.limit_batches() >= 0, "a batch limit of 0 (none) or more",
           count(options.limit_batches()));

@@ -461,7 +461,7 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
       const Finished finished = survivor.wait();
       EXPECT_EQ(finished.status.code, 1);
       EXPECT_THAT(finished.err,
-                  AllOf(HasSubstr("node " + victim), HasSubstr("is gone: "),
+                  AllOf(HasSubstr("node " + victim), HasSubstr("is lost: "),
                         HasSubstr(signal == SIGKILL ? "closed the connection" : "for 3 s")));
       if (signal == SIGSTOP) {
         // When it continues, it finds that it was given up, and ends.
@@ -491,7 +491,7 @@ TEST_F(TwoNodes, AReplacementMayComeBeforeItsPredecessorIsKnownToBeDead) {
   const Finished replacement = third.wait();
   EXPECT_EQ(replacement.status.code, 0) << replacement.err;
   EXPECT_THAT(replacement.err,
-              HasSubstr("this node waits until there is room for it: the job here has its 2"));
+              HasSubstr("this node waits until there is room for it: this job already has 2"));
   EXPECT_EQ(words_of(folder_ / "sizes"), (Words{"2", "2"}));
   lost.send(SIGCONT);
   EXPECT_EQ(lost.wait().status.code, 1);

@@ -148,7 +148,7 @@ TEST(Channel, SilenceForTooLongClosesIt) {
   EXPECT_LE(ends.one.deadline(), begin + 61s);
   ends.one.update(begin + 61s);
   EXPECT_EQ(ends.one.state(), Channel::State::silent);
-  EXPECT_EQ(ends.one.problem(), "nothing was heard from it for 60 s");
+  EXPECT_EQ(ends.one.problem(), "no message from it for 60 s");
 }
 
 TEST(Channel, SilenceDoesNotCountWhileNobodyListened) {

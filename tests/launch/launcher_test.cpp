@@ -570,7 +570,7 @@ TEST_F(Nodes, OneThatIsStoppedEndsTheJobOfAll) {
   EXPECT_EQ(result.outcome, LaunchOutcome::lost);
   EXPECT_EQ(result.exit_code(), 1);
   EXPECT_THAT(result.reason,
-              AllOf(HasSubstr("is gone: it was stopped by signal 15"), HasSubstr("node ")));
+              AllOf(HasSubstr("is lost: it was stopped by signal 15"), HasSubstr("node ")));
   expect_all_gone("ids", 2);
 }
 
@@ -619,7 +619,7 @@ TEST_F(Nodes, GoOnWithoutOneThatWasStopped) {
 TEST_F(Nodes, TooFewIsAnEndWithAReason) {
   const LaunchResult result = run(node("echo $$ >> $DIR/ids", {2, 2}).join_timeout(Seconds(0.2)));
   EXPECT_EQ(result.outcome, LaunchOutcome::lost);
-  EXPECT_EQ(result.reason, "1 of 2 nodes came within 0.2 s");
+  EXPECT_EQ(result.reason, "1 of 2 nodes joined within 0.2 s");
   EXPECT_EQ(result.exit_code(), 1);
   EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
 }
@@ -644,8 +644,7 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
       [&] {
         run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2)));
       },
-      {"[launch.rendezvous] expected node 0's launcher at", "nothing was heard",
-       "to another program"});
+      {"[launch.rendezvous] expected node 0's launcher at", "no message", "to another program"});
 }
 
 TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
@@ -751,7 +750,7 @@ TEST_F(Nodes, OfAnotherProgramAreRefused) {
       [&] {
         run(node("echo another", {2, 2}));
       },
-      {"refused", "the job here runs 'sh', not that with other arguments", "rdzv-id"});
+      {"refused", "this job runs 'sh', not the same with other arguments", "rdzv-id"});
   launchers_[0]->stop(SIGTERM);
   EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
 }

@@ -149,7 +149,7 @@ TEST_F(RosterTest, RefusesWhoDoesNotFit) {
   };
   Join other = request(1, 1);
   other.run_id = "other";
-  EXPECT_THAT(reason(other), HasSubstr("no rdzv-id, not 'other'"));
+  EXPECT_THAT(reason(other), HasSubstr("no rdzv-id, but the node has 'other'"));
   other = request(1, 1);
   other.max_nodes = 3;
   EXPECT_THAT(reason(other), HasSubstr("nnodes 2, not 2:3"));
@@ -157,7 +157,7 @@ TEST_F(RosterTest, RefusesWhoDoesNotFit) {
   other.protocol = 0;
   EXPECT_THAT(reason(other), HasSubstr("another version"));
   EXPECT_THAT(reason(request(1, -1)), HasSubstr("have a node-rank"));
-  EXPECT_THAT(reason(request(1, 0)), HasSubstr("node-rank 0 is somewhere's already"));
+  EXPECT_THAT(reason(request(1, 0)), HasSubstr("node-rank 0 is already used by somewhere"));
   EXPECT_THAT(reason(request(0, 1)), HasSubstr("no processes"));
   EXPECT_THAT(reason(request(5000, 1)), HasSubstr("too many processes"));
   EXPECT_THAT(reason(request(1, 2)), HasSubstr("from 0 to 1"));
@@ -197,7 +197,7 @@ TEST_F(RosterTest, AJobWithoutANameTakesThoseThatRunTheSame) {
     return mail();
   };
   EXPECT_THAT(verdict(asks("other", {"--epochs", "3"}), 5).reason,
-              HasSubstr("runs 'train', not 'other': give each job an rdzv-id"));
+              HasSubstr("runs 'train', not 'other': set an rdzv-id for each job"));
   EXPECT_THAT(verdict(asks("train", {"--epochs 3"}), 5).reason, HasSubstr("other arguments"));
   EXPECT_TRUE(asks("train", {"--epochs", "3"}).empty());
   // Numbers and names show that several nodes belong together.
@@ -224,7 +224,7 @@ TEST_F(RosterTest, OneTooManyStandsByAndTakesThePlaceOfALostOne) {
   join(2);
   auto sent = mail();
   ASSERT_TRUE(sent.contains(2) && std::holds_alternative<StandBy>(sent.at(2)));
-  EXPECT_EQ(std::get<StandBy>(sent.at(2)).reason, "the job here has its 2 nodes");
+  EXPECT_EQ(std::get<StandBy>(sent.at(2)).reason, "this job already has 2 nodes");
   roster.gone(1, "silence", now_);
   sent = mail();
   EXPECT_EQ(verdict(sent, 0).kind, Kind::restart);
@@ -243,8 +243,8 @@ TEST_F(RosterTest, AReplacementStandsByUntilItsPredecessorIsKnownToBeDead) {
   join(1, 1, 1);
   mail();
   join(2, 1, 1);
-  EXPECT_EQ(std::get<StandBy>(mail().at(2)).reason, "node-rank 1 is somewhere's already");
-  roster.gone(1, "nothing was heard from it for 30 s", now_);
+  EXPECT_EQ(std::get<StandBy>(mail().at(2)).reason, "node-rank 1 is already used by somewhere");
+  roster.gone(1, "no message from it for 30 s", now_);
   mail();
   join(0, 1, 0);
   EXPECT_EQ(assignment(mail(), 2).node, 1);
@@ -273,7 +273,7 @@ TEST_F(RosterTest, ThePlaceOfTheHostIsItsOwnWhoeverComesFirst) {
   start(job(2, 2));
   join(1);
   join(2);
-  EXPECT_EQ(std::get<StandBy>(mail().at(2)).reason, "the job here has its 2 nodes");
+  EXPECT_EQ(std::get<StandBy>(mail().at(2)).reason, "this job already has 2 nodes");
   join(0);
   const auto sent = mail();
   EXPECT_EQ(assignment(sent, 0).node, 0);
@@ -291,9 +291,10 @@ TEST_F(RosterTest, SaysWhoStoodByWhileItWaitedInVain) {
   roster.tick(now_ += 100s);
   mail();
   join(3, 1, 2);
-  EXPECT_EQ(verdict(mail(), 3).reason,
-            "2 of 3 nodes came within 100 s; somewhere stands by: node-rank 1 is somewhere's "
-            "already");
+  EXPECT_EQ(
+      verdict(mail(), 3).reason,
+      "2 of 3 nodes joined within 100 s; somewhere waits for room: node-rank 1 is already used by "
+      "somewhere");
 }
 
 TEST_F(RosterTest, WaitsALastCallOnceTheFewestAreThere) {
@@ -327,7 +328,7 @@ TEST_F(RosterTest, GivesUpIfTooFewCome) {
   roster.tick(now_ += 100s);
   const auto sent = mail();
   EXPECT_EQ(verdict(sent, 0).kind, Kind::lost);
-  EXPECT_EQ(verdict(sent, 1).reason, "2 of 3 nodes came within 100 s");
+  EXPECT_EQ(verdict(sent, 1).reason, "2 of 3 nodes joined within 100 s");
   EXPECT_TRUE(roster.is_over());
   join(2);
   EXPECT_EQ(verdict(mail(), 2).kind, Kind::lost);
@@ -418,7 +419,7 @@ TEST_F(RosterTest, ANodeThatVanishesEndsTheJob) {
   const Verdict lost = verdict(mail(), 0);
   EXPECT_EQ(lost.kind, Kind::lost);
   EXPECT_FALSE(lost.failure.has_value());
-  EXPECT_EQ(lost.reason, "node 1 (somewhere, ranks 2 to 4) is gone: silence");
+  EXPECT_EQ(lost.reason, "node 1 (somewhere, ranks 2 to 4) is lost: silence");
 }
 
 TEST_F(RosterTest, ANodeThatVanishesAfterItIsDoneIsNoLoss) {
@@ -474,7 +475,7 @@ TEST_F(RosterTest, SaysWhyItWaitedInVain) {
   join(0);
   roster.tick(now_ += 100s);
   EXPECT_EQ(verdict(mail(), 0).reason,
-            "1 of 2 nodes came within 100 s, after node 1 (somewhere, rank 1) is gone: silence");
+            "1 of 2 nodes joined within 100 s, after node 1 (somewhere, rank 1) is lost: silence");
 }
 
 TEST_F(RosterTest, ANodeThatComesLaterMakesAllBeginAnewWithoutUsingARestart) {
