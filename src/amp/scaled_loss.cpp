@@ -723,13 +723,21 @@ void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
   const bool scaled = std::any_of(pending.begin(), pending.end(), [&](const Pending& one) {
     return std::find(one.optimizers.begin(), one.optimizers.end(), &known) != one.optimizers.end();
   });
-  if (!scales || scaled || properties.dtype != at::kHalf ||
-      std::exchange(known.warned_of_no_scale, true))
-    return;
+  if (scaled) return;
+  const bool underflows = scales && properties.dtype == at::kHalf;
+  // Gradients that a loss leaves in the model of another optimizer stay there, where that optimizer's
+  // zero_grad(), which has the masters, does not reach them.
+  const bool remain = optimizers.size() > 1 && known.masters.has_value();
+  if ((!underflows && !remain) || std::exchange(known.warned_of_no_scale, true)) return;
   warn(
-      "mixed.step(optimizer) with gradients that were back-propagated without a loss scale: values "
-      "below 6e-8 are 0 in float16; call mixed.scale_loss(loss, optimizer).backward() instead of "
-      "loss.backward()");
+      underflows
+          ? "mixed.step(optimizer) with gradients that were back-propagated without a loss scale: "
+            "values below 6e-8 are 0 in float16; call mixed.scale_loss(loss, optimizer).backward() "
+            "instead of loss.backward()"
+          : "mixed.step(optimizer) with gradients of loss.backward(), and several optimizers with "
+            "master weights: optimizer.zero_grad() does not clear such gradients in the model; "
+            "call "
+            "mixed.scale_loss(loss, optimizer).backward() instead, or model->zero_grad()");
 }
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,

@@ -585,5 +585,31 @@ TEST(AModelThatNeverRanInMixedPrecision, IsNamedByItsPlace) {
   EXPECT_THAT(log.text(), HasSubstr("model 1 is trained"));
 }
 
+// A loss that reaches two models leaves gradients in both. At O2 those of loss.backward() are in the
+// 16-bit models, and zero_grad() of the optimizer, which has the masters, leaves them there.
+TEST(BackwardWithoutScaleLoss, IsWarnedOfWhereZeroGradDoesNotReach) {
+  const auto log_of = [](const char* level, bool by_scale_loss) {
+    auto one = autoencoder();
+    auto two = autoencoder();
+    torch::optim::SGD first(one->parameters(), 0.1);
+    torch::optim::SGD second(two->parameters(), 0.1);
+    auto mixed = initialize({one, two}, {first, second}, quiet(level).verbosity(1));
+    const CapturedLog log;
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor loss = mixed.forward(two, mixed.forward(one, torch::ones({2, 12}))).sum();
+      first.zero_grad();
+      by_scale_loss ? mixed.scale_loss(loss, first).backward() : loss.backward();
+      mixed.step(first);
+    }
+    return log.text();
+  };
+  const std::string text = log_of("O2", false);
+  const auto said = text.find("does not clear such gradients in the model");
+  EXPECT_NE(said, std::string::npos) << text;
+  EXPECT_EQ(text.find("does not clear", said + 20), std::string::npos) << text;
+  EXPECT_EQ(log_of("O2", true), "");
+  EXPECT_EQ(log_of("O1", false), "");
+}
+
 }  // namespace
 }  // namespace semitone::amp::other_methods_test
