@@ -4,7 +4,7 @@
     tools/doc_snippets.py OUTPUT [ROOT]
 
 Each page becomes a function. A block may use what earlier blocks of its page declare, and the names of tests/docs/context.h. Blocks
-that begin with a class stand before the function. "…" stands for what a reader writes himself and is left out.
+that begin with a class or a function stand before it. "…" stands for what a reader writes himself and is left out.
 """
 import pathlib
 import re
@@ -22,8 +22,8 @@ def blocks_of(text: str):
     return [(text.count("\n", 0, match.start(1)) + 1, match.group(1).replace("…", "")) for match in BLOCK.finditer(text)]
 
 
-def is_class(code: str) -> bool:
-    return re.match(r"\s*(struct|class|template)\b", code) is not None
+def is_definition(code: str) -> bool:
+    return re.match(r"\s*(struct|class|template|void)\b", code) is not None
 
 
 def is_include(line: str) -> bool:
@@ -35,21 +35,21 @@ def without_includes(code: str) -> str:
 
 
 def source_of(root: pathlib.Path) -> str:
-    includes, classes, functions = {}, [], []
+    includes, definitions, functions = {}, [], []
     for page in pages(root):
         body = []
         for line, code in blocks_of(page.read_text()):
             includes.update((text, None) for text in code.splitlines() if is_include(text))
             placed = f'#line {line} "{page.relative_to(root).as_posix()}"\n{without_includes(code)}'
-            if is_class(code):
-                classes.append(placed)
+            if is_definition(code):
+                definitions.append(placed)
             else:
                 body.append(placed)
         if body:
-            name = re.sub(r"\W", "_", page.stem.lower())
+            name = "page_" + re.sub(r"\W", "_", page.stem.lower())
             functions.append(f"static void {name}() {{\n" + "{\n".join(body) + "}" * len(body) + "\n")
     head = ['#include "tests/docs/context.h"', *includes]
-    return "\n".join([*head, "namespace semitone::docs {", *classes, *functions, "}  // namespace semitone::docs\n"])
+    return "\n".join([*head, "namespace semitone::docs {", *definitions, *functions, "}  // namespace semitone::docs\n"])
 
 
 def main():

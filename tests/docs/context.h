@@ -30,7 +30,7 @@ extern amp::MixedPrecision mixed;
 extern amp::CastPolicy policy;
 extern amp::GradScaler scaler;
 
-extern std::unique_ptr<Loader> loader;
+extern std::unique_ptr<Loader> loader, train_loader, test_loader;
 extern Batch batch;
 extern torch::data::datasets::MNIST data;
 extern const std::size_t epochs;
@@ -42,6 +42,7 @@ torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 torch::Tensor attention(const torch::Tensor& input);
 void all_reduce_max(at::Tensor& tensor);
 bool is_training();
+void test(Net& model, Loader& loader);
 
 extern int skipped;
 extern std::vector<at::Tensor> masters, model_parameters;
