@@ -50,6 +50,75 @@ constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precis
 constexpr std::array<std::string_view, 9> kWidensMixed{
     "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
     "index_put", "scatter_add", "vdot"};
+// Operators that LibTorch has no CPU kernels of in 16 bits, or (matrix_exp in LibTorch 2.11) wrong
+// ones: in a model with 16-bit weights they compute, and return, fp32.
+constexpr std::array<std::string_view, 67> kLack16Bits{"avg_pool3d",
+                                                       "cdist",
+                                                       "cholesky",
+                                                       "cholesky_inverse",
+                                                       "cholesky_solve",
+                                                       "complex",
+                                                       "ctc_loss",
+                                                       "det",
+                                                       "fft_fft",
+                                                       "fft_fft2",
+                                                       "fft_fftn",
+                                                       "fft_hfft",
+                                                       "fft_ifft",
+                                                       "fft_ifft2",
+                                                       "fft_ifftn",
+                                                       "fft_ihfft",
+                                                       "fft_irfft",
+                                                       "fft_irfft2",
+                                                       "fft_irfftn",
+                                                       "fft_rfft",
+                                                       "fft_rfft2",
+                                                       "fft_rfftn",
+                                                       "geqrf",
+                                                       "inverse",
+                                                       "istft",
+                                                       "linalg_cholesky",
+                                                       "linalg_cholesky_ex",
+                                                       "linalg_cond",
+                                                       "linalg_det",
+                                                       "linalg_eig",
+                                                       "linalg_eigh",
+                                                       "linalg_eigvals",
+                                                       "linalg_eigvalsh",
+                                                       "linalg_householder_product",
+                                                       "linalg_inv",
+                                                       "linalg_inv_ex",
+                                                       "linalg_lstsq",
+                                                       "linalg_lu",
+                                                       "linalg_lu_factor",
+                                                       "linalg_lu_solve",
+                                                       "linalg_matrix_exp",
+                                                       "linalg_matrix_rank",
+                                                       "linalg_pinv",
+                                                       "linalg_qr",
+                                                       "linalg_slogdet",
+                                                       "linalg_solve",
+                                                       "linalg_solve_triangular",
+                                                       "linalg_svd",
+                                                       "linalg_svdvals",
+                                                       "linalg_tensorinv",
+                                                       "linalg_tensorsolve",
+                                                       "logdet",
+                                                       "matrix_exp",
+                                                       "multi_margin_loss",
+                                                       "multilabel_margin_loss",
+                                                       "nanquantile",
+                                                       "pdist",
+                                                       "pinverse",
+                                                       "polar",
+                                                       "qr",
+                                                       "quantile",
+                                                       "slogdet",
+                                                       "stft",
+                                                       "svd",
+                                                       "trace",
+                                                       "triangular_solve",
+                                                       "view_as_complex"};
 // Operators that check for a single dtype before they reach the matrix products inside them.
 // (lstm.input and lstm.data; gru_cell; …)
 constexpr std::array<std::string_view, 8> kRecurrent{"gru",       "gru_cell",     "lstm",
@@ -139,6 +208,14 @@ struct Dtypes {
   bool foreign = false;  // fp64, fp8, or on another device
 };
 
+// Whether an argument is sparse: LibTorch's CPU kernels of sparse products know fp32 and fp64.
+bool has_sparse(std::span<const c10::IValue> arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::IValue& argument) {
+    return argument.isTensor() && argument.toTensor().defined() &&
+           argument.toTensor().layout() != at::kStrided;
+  });
+}
+
 class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device, c10::DispatchKey key)
@@ -152,6 +229,7 @@ class Kernel final : public c10::OperatorKernel {
         is_bmm_(name_ == "bmm"),
         product_(matrix_product(op)),
         widens_mixed_(is_aten_ && is_one_of(name_, kWidensMixed)),
+        lacks_16bit_(is_aten_ && is_one_of(name_, kLack16Bits)),
         is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
         is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
         fast_(find_fast_kernel(name_)) {
@@ -207,6 +285,10 @@ class Kernel final : public c10::OperatorKernel {
     const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
+        if (device_ == c10::DeviceType::CPU && has_sparse(arguments)) {
+          run_in_fp32(op, keys, stack, arguments, cast, fast);
+          return;
+        }
         const auto dtype = policy.dtype();
         const bool emulated = product_.has_value() && goes_through_fp32(arguments, policy, dtype);
         run_lowered(op, keys, stack, arguments, cast, dtype, emulated, emulated ? nullptr : fast);
@@ -266,6 +348,14 @@ class Kernel final : public c10::OperatorKernel {
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
                   const FastKernel* fast) const {
     if ((is_recurrent_ || is_row_norm_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
+    const bool in_fp32 =
+        policy.lowers_mixed() &&
+        (lacks_16bit_ ||
+         (product_.has_value() && device_ == c10::DeviceType::CPU && has_sparse(arguments)));
+    if (in_fp32) {
+      run_in_fp32(op, keys, stack, arguments, cast, fast);
+      return;
+    }
     std::optional<c10::ScalarType> mixed;
     if (product_.has_value() && (!product_->is_composite || product_->has_steps)) {
       const Dtypes dtypes(arguments, device_);
@@ -407,6 +497,7 @@ class Kernel final : public c10::OperatorKernel {
   bool is_bmm_;
   std::optional<MatrixProduct> product_;
   bool widens_mixed_;
+  bool lacks_16bit_;
   bool is_recurrent_;
   bool is_row_norm_;
   const FastKernel* fast_;  // null: none
@@ -526,14 +617,16 @@ std::vector<std::string> aten_operators_with_kernel(c10::DispatchKey key) {
   return names;
 }
 
-std::vector<c10::OperatorHandle> operators_that_widen_mixed() {
+std::vector<c10::OperatorHandle> operators_of_16bit_models() {
   std::vector<c10::OperatorHandle> operators;
-  for (const std::string_view name : kWidensMixed) {
+  const auto add = [&](std::string_view name) {
     const auto found = aten_operators().find(std::string(name));
-    if (found == aten_operators().end()) continue;  // not in this version of LibTorch
+    if (found == aten_operators().end()) return;  // not in this version of LibTorch
     std::copy_if(found->second.begin(), found->second.end(), std::back_inserter(operators),
                  [](const c10::OperatorHandle& op) { return !writes_to_argument(op); });
-  }
+  };
+  for (const std::string_view name : kWidensMixed) add(name);
+  for (const std::string_view name : kLack16Bits) add(name);
   return operators;
 }
 
@@ -622,7 +715,7 @@ void install_kernel(const c10::OperatorHandle& op, c10::DeviceType device) {
 
 void install_mixed_kernels(c10::DeviceType device) {
   for (const auto& op : matrix_products()) install_kernel(op, device);
-  for (const auto& op : operators_that_widen_mixed()) install_kernel(op, device);
+  for (const auto& op : operators_of_16bit_models()) install_kernel(op, device);
 }
 
 const std::vector<std::string>& stock_operators(c10::DeviceType device) {

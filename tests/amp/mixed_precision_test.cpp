@@ -845,6 +845,95 @@ TEST(MixedPrecision, ForwardMayMakeFp32TensorsOfItsOwnAtO2) {
   }
 }
 
+// LibTorch's CPU kernels know fp32 and fp64 only, or are wrong in 16 bits.
+TEST(MixedPrecision, OperatorsWithout16BitKernelsComputeInFp32AtO2) {
+  struct Maker : torch::nn::Module {
+    Maker() { register_module("linear", linear); }
+    std::vector<at::Tensor> forward(const at::Tensor& x) {
+      const at::Tensor h = linear(x);
+      const at::Tensor square = h.t().mm(h) / 8 + torch::eye(6, h.options());
+      const at::Tensor pairs = torch::view_as_complex(h.view({8, 3, 2}));
+      return {torch::fft_rfft(h).abs(),
+              torch::cdist(h, h + 1),
+              torch::linalg_solve(square, h.t()),
+              torch::linalg_svdvals(square),
+              torch::matrix_exp(square * 0.1),
+              torch::trace(square),
+              torch::quantile(h, 0.25, 0),
+              torch::view_as_real(pairs * pairs),
+              torch::ctc_loss(h.view({4, 2, 6}).log_softmax(2), torch::ones({2, 2}, torch::kLong),
+                              torch::full({2}, 4, torch::kLong), torch::full({2}, 1, torch::kLong)),
+              torch::nn::functional::avg_pool3d(h.view({1, 2, 2, 2, 6}),
+                                                torch::nn::functional::AvgPool3dFuncOptions(2))};
+    }
+    torch::nn::Linear linear{6, 6};
+  };
+  const auto run = [](const std::string& level, ScalarType dtype) {
+    torch::manual_seed(5);
+    const auto model = std::make_shared<Maker>();
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    auto mixed = initialize(model, optimizer, quiet(Options(level).dtype(dtype).loss_scale(8)));
+    torch::manual_seed(6);
+    auto results = mixed.forward(model, torch::randn({8, 6}));
+    at::Tensor loss = torch::zeros({});
+    for (const at::Tensor& result : results) loss = loss + result.pow(2).mean();
+    mixed.scale_loss(loss, optimizer).backward();
+    results.push_back(mixed.master_params(optimizer)[0].grad().clone());
+    EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+    return results;
+  };
+  const auto want = run("O0", torch::kBFloat16);
+  for (const auto dtype : kDtypes) {
+    for (const char* level : {"O2", "O3"}) {
+      SCOPED_TRACE(level + (" " + dtype_name(dtype)));
+      const auto got = run(level, dtype);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        const double error = ((got[i] - want[i]).norm() / want[i].norm()).item<double>();
+        EXPECT_LT(error, dtype == torch::kHalf ? 5e-3 : 4e-2) << "result " << i;
+      }
+    }
+  }
+}
+
+// A graph's neighbourhoods, as graph networks multiply by them.
+TEST(MixedPrecision, SparseMatricesMayStandInProductsAtEveryLevel) {
+  struct Graph : torch::nn::Module {
+    Graph() { register_module("linear", linear); }
+    at::Tensor forward(const at::Tensor& x, const at::Tensor& neighbours) {
+      return torch::mm(neighbours, linear(torch::mm(neighbours, x)));
+    }
+    torch::nn::Linear linear{6, 4};
+  };
+  torch::manual_seed(7);
+  const at::Tensor x = torch::randn({5, 6});
+  const at::Tensor dense = torch::rand({5, 5}).gt(0.5).to(torch::kFloat);
+  for (const bool rows : {false, true}) {
+    const at::Tensor sparse = rows ? dense.to_sparse_csr() : dense.to_sparse();
+    for (const std::string level : kLevels) {
+      for (const auto dtype : kDtypes) {
+        SCOPED_TRACE(level + " " + dtype_name(dtype) + (rows ? " csr" : " coo"));
+        torch::manual_seed(8);
+        const auto model = std::make_shared<Graph>();
+        const at::Tensor want = model->forward(x, dense).detach();
+        const at::Tensor loss = model->forward(x, dense).pow(2).sum();
+        loss.backward();
+        const at::Tensor gradient = model->linear->weight.grad().clone();
+        model->zero_grad();
+        torch::optim::SGD optimizer(model->parameters(), 0.1);
+        auto mixed =
+            initialize(model, optimizer, quiet(Options(level).dtype(dtype).loss_scale(1.0)));
+        const at::Tensor got = mixed.forward(model, x, sparse);
+        const double tolerance = dtype == torch::kHalf ? 5e-3 : 4e-2;
+        EXPECT_LT(((got - want).norm() / want.norm()).item<double>(), tolerance);
+        mixed.scale_loss(got.pow(2).sum(), optimizer).backward();
+        const at::Tensor seen = mixed.master_params(optimizer)[0].grad().to(torch::kFloat);
+        EXPECT_LT(((seen - gradient).norm() / gradient.norm()).item<double>(), tolerance);
+        EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+      }
+    }
+  }
+}
+
 TEST(MixedPrecision, ForwardTakesModulesHoweverTheyAreHeld) {
   for (const std::string level : kLevels) {
     SCOPED_TRACE(level);
