@@ -96,6 +96,7 @@ void MasterWeights::agreed(Pair& pair) {
   pair.parameter_data = pair.parameter.const_data_ptr();
   pair.master_version = static_cast<std::uint32_t>(pair.master._version());
   pair.master_data = pair.master.const_data_ptr();
+  pair.replaced = {};
 }
 
 MasterWeights::MasterWeights(MasterWeights&& other) noexcept
@@ -429,8 +430,17 @@ bool MasterWeights::master_changed(const Pair& pair) {
          pair.master_data != pair.master.const_data_ptr();
 }
 
+namespace {
+
+// Where a 16-bit tensor is not what exact values round to. Compared by their bits, which are those
+// of a NaN too.
+at::Tensor differ(const at::Tensor& value, const at::Tensor& exact) {
+  return value.view(at::kShort).ne(exact.to(value.scalar_type()).view(at::kShort));
+}
+
+}  // namespace
+
 // An element equal to its rounded master was not changed, so the master's exact value stays.
-// Elements are compared by their bits, so that NaNs can be equal.
 void MasterWeights::take_parameter(Pair& pair) {
   const at::Tensor value = pair.parameter.detach();
   if (value.sizes() != pair.master.sizes()) {
@@ -440,14 +450,49 @@ void MasterWeights::take_parameter(Pair& pair) {
   }
   const bool comparable = is_16bit(value.scalar_type()) && value.device() == pair.master.device() &&
                           !master_changed(pair);
-  if (comparable) {
-    const at::Tensor rounded = pair.master.to(value.scalar_type());
-    pair.master.copy_(
-        at::where(value.view(at::kShort).eq(rounded.view(at::kShort)), pair.master, value));
-  } else {
+  if (!comparable) {
     pair.master.copy_(value);
+    agreed(pair);
+    return;
   }
+  const at::Tensor differs = differ(value, pair.master);
+  const at::Tensor taken = with_replaced(pair, value, at::where(differs, value, pair.master));
+  keep_replaced(pair, differs);
+  pair.master.copy_(taken);
+  Replaced replaced = std::move(pair.replaced);
   agreed(pair);
+  pair.replaced = std::move(replaced);
+}
+
+// The elements that a parameter has got back are those that were replaced.
+at::Tensor MasterWeights::with_replaced(const Pair& pair, const at::Tensor& value,
+                                        const at::Tensor& otherwise) {
+  const auto& [places, values] = pair.replaced;
+  if (!values.defined()) return otherwise;
+  if (!places.defined()) return at::where(differ(value, values), otherwise, values);
+  const at::Tensor result = otherwise.reshape(-1);
+  const at::Tensor now = value.reshape(-1).index_select(0, places);
+  return result
+      .index_copy(0, places, at::where(differ(now, values), result.index_select(0, places), values))
+      .view(otherwise.sizes());
+}
+
+// Remembers the elements of the master that are about to be replaced: all of them where they are
+// many. The first replaced are the exact ones.
+void MasterWeights::keep_replaced(Pair& pair, const at::Tensor& differs) {
+  auto& [places, values] = pair.replaced;
+  if (values.defined() && !places.defined()) return;  // all are remembered
+  const at::Tensor fresh = differs.reshape(-1).nonzero().squeeze(1);
+  if (fresh.numel() == 0) return;
+  const at::Tensor master = pair.master.reshape(-1);
+  if (!values.defined() && 4 * fresh.numel() <= master.numel()) {
+    places = fresh;
+    values = master.index_select(0, fresh);
+    return;
+  }
+  const at::Tensor all = values.defined() ? master.index_copy(0, places, values) : master.clone();
+  places.reset();
+  values = all.view(pair.master.sizes());
 }
 
 void MasterWeights::pull() {

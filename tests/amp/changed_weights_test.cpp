@@ -115,6 +115,64 @@ TEST(WeightsWrittenTo, KeepWhatTheMasterHasBelowAUnit) {
   }
 }
 
+// As programs evaluate averaged weights: each forward with them takes them over.
+TEST(WeightsWrittenTo, AreExactAgainAfterAnEvaluationWithOtherWeights) {
+  const std::vector<std::pair<const char*, std::function<void(at::Tensor&, const at::Tensor&)>>>
+      swaps{{"copy_", [](at::Tensor& weight, const at::Tensor& value) { weight.copy_(value); }},
+            {"set_data",
+             [](at::Tensor& weight, const at::Tensor& value) { weight.set_data(value.clone()); }}};
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    for (const auto& [name, make] : optimizers()) {
+      for (const auto& [how, swap] : swaps) {
+        for (const int changed : {1, 4}) {
+          SCOPED_TRACE(std::string(name) + ", " + how + ", " + std::to_string(changed));
+          auto net = layer_of_ones();
+          const auto optimizer = make(net->parameters());
+          auto mixed = initialize(net, *optimizer, o2(dtype));
+          for (int step = 0; step < 100; ++step) {
+            train(mixed, net, *optimizer);
+            const torch::NoGradGuard no_grad;
+            const at::Tensor own = net->weight.detach().clone();
+            at::Tensor other = own.clone();
+            other.narrow(1, 0, changed).fill_(0.5);
+            for (int evaluation = 0; evaluation < 2; ++evaluation) {
+              swap(net->weight, other);
+              EXPECT_EQ(mixed.forward(net, ones_of(net)).item<float>(), other.sum().item<float>());
+              swap(net->weight, own);
+            }
+            mixed.forward(net, ones_of(net));
+          }
+          const at::Tensor exact = exact_weight(mixed, net)[0];
+          EXPECT_NEAR(exact[0].item<double>(), 0.9, 1e-5);
+          EXPECT_NEAR(exact[3].item<double>(), 0.9, 1e-5);
+        }
+      }
+    }
+  }
+}
+
+// Pruned for good, after weights were swapped and back.
+TEST(WeightsWrittenTo, StayAsTheyWereWrittenAfterASwap) {
+  auto net = layer_of_ones();
+  torch::optim::SGD optimizer(net->parameters(), 1e-3);
+  auto mixed = initialize(net, optimizer, o2());
+  for (int step = 0; step < 10; ++step) train(mixed, net, optimizer);
+  const auto write = [&](const at::Tensor& value) {
+    const torch::NoGradGuard no_grad;
+    net->weight.copy_(value);
+    mixed.forward(net, ones_of(net));
+  };
+  const at::Tensor own = net->weight.detach().clone();
+  at::Tensor pruned = own.clone();
+  pruned[0][0] = 0;
+  write(pruned);
+  write(torch::full_like(own, 0.25));
+  write(pruned);
+  const at::Tensor exact = exact_weight(mixed, net)[0];
+  EXPECT_EQ(exact[0].item<double>(), 0);
+  for (int i = 1; i < 4; ++i) EXPECT_NEAR(exact[i].item<double>(), 0.99, 1e-6);
+}
+
 // Only the changed elements: one is pruned, one clamped, one is NaN.
 TEST(WeightsWrittenTo, GiveTheirMastersTheElementsThatChanged) {
   auto net = layer_of_ones();

@@ -183,6 +183,12 @@ class [[nodiscard]] MasterWeights {
   void assign(const std::vector<at::Tensor>& values);
 
  private:
+  // Exact values that a parameter has overwritten since the last step: it may get its own back, as
+  // after an evaluation with averaged weights.
+  struct Replaced {
+    at::Tensor places;  // in the order of the sizes; undefined: all
+    at::Tensor values;  // undefined: none
+  };
   struct Pair {
     at::Tensor parameter;
     at::Tensor master;
@@ -194,6 +200,7 @@ class [[nodiscard]] MasterWeights {
     at::Tensor deferred = {};     // the model's scaled gradient, while it is deferred
     at::Tensor placeholder = {};  // the master's gradient during that time
     at::Tensor shown = {};        // the gradient that show_gradients() set on the parameter
+    Replaced replaced = {};
   };
 
   void adopt(const ExactValues& exact);
@@ -201,6 +208,9 @@ class [[nodiscard]] MasterWeights {
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
   static void take_parameter(Pair& pair);
+  static void keep_replaced(Pair& pair, const at::Tensor& differs);
+  static at::Tensor with_replaced(const Pair& pair, const at::Tensor& value,
+                                  const at::Tensor& otherwise);
   at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact,
                          const std::vector<Pair>& beside) const;
   static void agreed(Pair& pair);
