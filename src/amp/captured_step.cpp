@@ -370,7 +370,7 @@ CapturedStep::CapturedStep(MixedPrecision& mixed, optim::FusedOptimizer& optimiz
   check_options(options);
   if (!loss) throw Error(kCapturedStep, "a function that computes the loss", "none");
   mixed.loss_scaler(options.loss_id());  // is there
-  impl_ = std::make_unique<Impl>(mixed, *mixed.impl_, optimizer, std::move(loss), options);
+  impl_ = std::make_unique<Impl>(mixed, mixed.impl(), optimizer, std::move(loss), options);
   if (impl_->graph != nullptr) const optim::RepeatedStep can_be_repeated(optimizer, {});
 }
 

@@ -478,8 +478,29 @@ void MixedPrecision::Impl::take_loaded(const char* caller) {
   }
 }
 
+void MixedPrecision::Impl::require_dtypes_as_left(const char* caller) const {
+  const auto refuse = [caller](const std::string& name, c10::ScalarType left,
+                               c10::ScalarType found) {
+    throw Error(std::string("amp.mixed_precision.") + caller,
+                "'" + name + "' in " + dtype_name(left) + ", as initialize left it",
+                dtype_name(found),
+                "leave the model's dtypes to amp::initialize: cast a copy, or before it; for fp32 "
+                "weights to save or export take mixed.fp32_weights(model)");
+  };
+  for (const WideTensor& wide : wide_tensors) {
+    if (wide.impl.use_count() == 0) continue;
+    const auto dtype = c10::typeMetaToScalarType(wide.impl._unsafe_get_target()->dtype());
+    if (dtype != at::kFloat) refuse(wide.name, at::kFloat, dtype);
+  }
+  for (const LowTensor& low : low_tensors) {
+    const auto dtype = low.tensor.scalar_type();
+    if (dtype != low.dtype && dtype != at::kFloat) refuse(low.name, low.dtype, dtype);
+  }
+}
+
 void MixedPrecision::Impl::pull(const char* caller) {
   require_own_dtypes(caller);
+  look_at_parameters(caller);
   take_loaded(caller);
   for (PerOptimizer& known : optimizers) {
     if (known.masters.has_value()) known.masters->pull();
@@ -488,6 +509,8 @@ void MixedPrecision::Impl::pull(const char* caller) {
 
 void MixedPrecision::Impl::sync(const char* caller) {
   require_own_dtypes(caller);
+  require_dtypes_as_left(caller);
+  look_at_parameters(caller);
   take_loaded(caller);
   for (PerOptimizer& known : optimizers) {
     if (known.masters.has_value()) known.masters->sync();
@@ -568,18 +591,27 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
     }
   }
   if (casts) {
-    std::unordered_set<const c10::TensorImpl*> seen;
     for (const Model& model : models) {
       cast_model(model, *properties.cast_model_type, [&](const Model::Entry& entry) {
         return (properties.keep_batchnorm_fp32 && entry.keep_fp32) ||
                (impl->policy.has_value() && entry.is_parameter &&
                 impl->policy->keeps_fp32(entry.tensor));
       });
+    }
+  }
+  if (properties.enabled) {
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const Model& model : models) {
       for (const Model::Entry& entry : model.entries()) {
-        if (is_16bit(entry.tensor.scalar_type()) &&
-            seen.insert(entry.tensor.unsafeGetTensorImpl()).second)
+        const at::Tensor& tensor = entry.tensor;
+        if (!tensor.is_floating_point() || !seen.insert(tensor.unsafeGetTensorImpl()).second)
+          continue;
+        if (is_16bit(tensor.scalar_type())) {
           impl->low_tensors.push_back(
-              {entry.name, entry.tensor, c10::DimVector(entry.tensor.sizes())});
+              {entry.name, tensor, c10::DimVector(tensor.sizes()), tensor.scalar_type()});
+        } else {
+          impl->wide_tensors.emplace_back(entry.name, tensor);
+        }
       }
     }
   }
@@ -602,29 +634,40 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
 }
 
 MixedPrecision::MixedPrecision(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+MixedPrecision::Impl& MixedPrecision::impl() const {
+  if (impl_ == nullptr) {
+    throw Error("amp.mixed_precision", "what amp::initialize returned",
+                "an object that was moved from", "use the one that it was moved to");
+  }
+  return *impl_;
+}
+
 MixedPrecision::MixedPrecision(MixedPrecision&&) noexcept = default;
 MixedPrecision& MixedPrecision::operator=(MixedPrecision&&) noexcept = default;
 MixedPrecision::~MixedPrecision() = default;
 
 const Properties& MixedPrecision::properties() const {
-  return impl_->properties;
+  return impl().properties;
 }
 
 const LossScaler& MixedPrecision::loss_scaler(std::int64_t loss_id) const {
-  return impl_->scaler(loss_id, "loss_scaler");
+  return impl().scaler(loss_id, "loss_scaler");
 }
 
 std::int64_t MixedPrecision::skipped_steps() const {
   std::int64_t sum = 0;
-  for (const LossScaler& scaler : impl_->scalers) sum += scaler.skipped_steps();
+  for (const LossScaler& scaler : impl().scalers) sum += scaler.skipped_steps();
   return sum;
 }
 
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
-  auto& known = impl_->of(optimizer, "master_params");
+  auto& known = impl().of(optimizer, "master_params");
   if (known.masters.has_value()) {
-    if (impl_->fp32_scopes == 0) impl_->pull("master_params");
+    if (impl().fp32_scopes == 0) impl().pull("master_params");
     known.masters->move_deferred_gradients();
+    // Also those of a backward past scale_loss, and those that the program has put into the model.
+    if (!known.scaled.has_value()) Impl::take_gradients_by_hand(known);
     known.masters->show_gradients();
   }
   std::vector<at::Tensor> parameters;
@@ -635,7 +678,7 @@ std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& o
 }
 
 void MixedPrecision::set_found_inf_hook(FoundInfHook hook) {
-  impl_->found_inf_hook = std::move(hook);
+  impl().found_inf_hook = std::move(hook);
 }
 
 // Running models.
@@ -646,56 +689,56 @@ struct MixedPrecision::Region {
 };
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter(const void* model) const {
-  const std::size_t index = impl_->model_with(model, "forward");
-  impl_->require_on_device(index);
-  impl_->ran[index] = true;
-  impl_->require_no_step_past("forward");
-  impl_->sync("forward");
-  if (at::GradMode::is_enabled()) impl_->hide_gradients(&impl_->models[index]);
+  const std::size_t index = impl().model_with(model, "forward");
+  impl().require_on_device(index);
+  impl().ran[index] = true;
+  impl().require_no_step_past("forward");
+  impl().sync("forward");
+  if (at::GradMode::is_enabled()) impl().hide_gradients(&impl().models[index]);
   auto region = std::make_shared<Region>();
-  if (impl_->cast_log != nullptr) region->log.emplace(impl_->cast_log);
-  if (impl_->forward_in_region) region->autocast.emplace(*impl_->policy);
+  if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
+  if (impl().forward_in_region) region->autocast.emplace(*impl().policy);
   return region;
 }
 
 std::shared_ptr<MixedPrecision::Region> MixedPrecision::enter_any() const {
-  impl_->ran_elsewhere = true;
-  impl_->require_no_step_past("call");
-  impl_->sync("call");
-  if (at::GradMode::is_enabled()) impl_->hide_gradients(nullptr);
+  impl().ran_elsewhere = true;
+  impl().require_no_step_past("call");
+  impl().sync("call");
+  if (at::GradMode::is_enabled()) impl().hide_gradients(nullptr);
   auto region = std::make_shared<Region>();
-  if (impl_->cast_log != nullptr) region->log.emplace(impl_->cast_log);
-  if (impl_->policy.has_value()) region->autocast.emplace(*impl_->policy);
+  if (impl().cast_log != nullptr) region->log.emplace(impl().cast_log);
+  if (impl().policy.has_value()) region->autocast.emplace(*impl().policy);
   return region;
 }
 
 at::Tensor MixedPrecision::cast_input(const at::Tensor& tensor) const {
-  const auto& type = impl_->properties.cast_model_type;
-  return impl_->properties.enabled && type.has_value() ? cast_floating(tensor, *type) : tensor;
+  const auto& type = impl().properties.cast_model_type;
+  return impl().properties.enabled && type.has_value() ? cast_floating(tensor, *type) : tensor;
 }
 
 c10::IValue MixedPrecision::cast_input(const c10::IValue& value) const {
-  const auto& type = impl_->properties.cast_model_type;
-  return impl_->properties.enabled && type.has_value() ? cast_floating(value, *type) : value;
+  const auto& type = impl().properties.cast_model_type;
+  return impl().properties.enabled && type.has_value() ? cast_floating(value, *type) : value;
 }
 
 at::Tensor MixedPrecision::cast_output(const at::Tensor& tensor) const {
-  return impl_->properties.enabled ? cast_floating(tensor, impl_->properties.cast_model_outputs)
+  return impl().properties.enabled ? cast_floating(tensor, impl().properties.cast_model_outputs)
                                    : tensor;
 }
 
 c10::IValue MixedPrecision::cast_output(const c10::IValue& value) const {
-  return impl_->properties.enabled ? cast_floating(value, impl_->properties.cast_model_outputs)
+  return impl().properties.enabled ? cast_floating(value, impl().properties.cast_model_outputs)
                                    : value;
 }
 
 Autocast MixedPrecision::autocast() const {
-  const Properties& properties = impl_->properties;
-  impl_->ran_elsewhere = true;
-  if (!impl_->policy.has_value())
+  const Properties& properties = impl().properties;
+  impl().ran_elsewhere = true;
+  if (!impl().policy.has_value())
     return Autocast(properties.device, properties.dtype, /*enabled=*/false);
-  if (impl_->fp32_scopes == 0) impl_->sync("autocast");
-  return Autocast(*impl_->policy);
+  if (impl().fp32_scopes == 0) impl().sync("autocast");
+  return Autocast(*impl().policy);
 }
 
 void MixedPrecision::Impl::warn_of_idle_models(const PerOptimizer& known) {

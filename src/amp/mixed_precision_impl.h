@@ -6,6 +6,7 @@
 #include "src/amp/gradients.h"
 #include "src/amp/step_watch.h"
 
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/DimVector.h>
 #include <torch/nn/module.h>
 
@@ -15,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -42,6 +44,8 @@ struct MixedPrecision::Impl {
     // Until the first call of MixedPrecision::step: watches for calls of optimizer.step().
     StepWatch watch;
     bool watched = true;
+    // The same number: optimizers that have parameters in common, directly or by way of another one.
+    std::size_t component = 0;
     bool warned_of_no_gradient = false;
     bool warned_of_no_scale = false;
 
@@ -98,6 +102,15 @@ struct MixedPrecision::Impl {
     std::string name;
     at::Tensor tensor;
     c10::DimVector sizes;  // as at initialize
+    c10::ScalarType dtype;
+  };
+
+  // One that stays fp32. Its address stays its own, its memory does not stay for this.
+  struct WideTensor {
+    WideTensor(std::string name_, const at::Tensor& tensor)
+        : name(std::move(name_)), impl(tensor.getIntrusivePtr()) {}
+    std::string name;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl;
   };
 
   // A submodule that forward was called with. While it can be locked, no other module has its
@@ -135,7 +148,9 @@ struct MixedPrecision::Impl {
   // Parameters of the models that are in no optimizer, and the number of those that were in one
   // when this was computed.
   std::vector<at::Tensor> free_parameters;
-  std::optional<std::size_t> free_among;
+  std::optional<std::size_t> looked_at;
+  // The models' other floating-point tensors, which stay fp32.
+  std::vector<WideTensor> wide_tensors;
   bool warned_of_loss = false;
   ParameterNames names;
   FoundInfHook found_inf_hook;
@@ -161,17 +176,20 @@ struct MixedPrecision::Impl {
                         ScaleLossOptions options);
   Step step(torch::optim::Optimizer& optimizer);
 
-  // Unscales the gradients that a backward left in the model, for these optimizers. The result,
-  // with earlier gradients added, is where each optimizer reads it, and is shown in the model.
-  void unscale(const std::vector<PerOptimizer*>& of, std::int64_t loss_id, float inverse,
-               const at::Tensor& inverse_on_device, bool named);
+  // Unscales the gradients that a backward left in the model, for these optimizers and those that
+  // share parameters with them. The result, with earlier gradients added, is where each optimizer
+  // reads it, and is shown in the model.
+  void unscale(const std::vector<PerOptimizer*>& of, const std::vector<PerOptimizer*>& sharing,
+               std::int64_t loss_id, float inverse, const at::Tensor& inverse_on_device,
+               bool named);
 
   // If an optimizer has dropped its gradients since, drops what losses of other optimizers recorded
   // for it.
   void drop_void(PerOptimizer& known);
 
-  // Parameters of the models that are in no optimizer.
-  const std::vector<at::Tensor>& find_free_parameters();
+  // Finds free_parameters and the optimizers that share some, again when a group was added. Error
+  // for master weights of a parameter that two optimizers have.
+  void look_at_parameters(const char* caller);
 
   // Undoes MasterWeights::show_gradients for a model (null: for all): the coming backward pass
   // would add to these gradients.
@@ -208,6 +226,9 @@ struct MixedPrecision::Impl {
 
  private:
   void require_own_dtypes(const char* caller) const;
+  // Error if the program has cast a model since: to 16 bits, where nothing would keep what is below
+  // them, or to what no product takes. 16-bit weights may be fp32 again.
+  void require_dtypes_as_left(const char* caller) const;
 
   // torch::load gives a 16-bit tensor the memory of a wider one in the file, and keeps its dtype
   // (LibTorch 2.11: set_). Converts the values in that memory. Error if it could be a view of other

@@ -80,17 +80,17 @@ void MixedPrecision::Fp32Weights::end() {
 }
 
 MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
-  const StateMode mode(impl_->inference_tensors);
-  const Model& known = impl_->of(model.identity(), "fp32_weights");
-  if (impl_->fp32_scopes == 0) impl_->sync("fp32_weights");
+  const StateMode mode(impl().inference_tensors);
+  const Model& known = impl().of(model.identity(), "fp32_weights");
+  if (impl().fp32_scopes == 0) impl().sync("fp32_weights");
   auto saved = std::make_unique<Fp32Weights::Saved>();
-  saved->mixed = impl_.get();
+  saved->mixed = &impl();
   std::vector<Fp32Weights::Saved::Item>& items = saved->items;
-  ++impl_->fp32_scopes;
+  ++impl().fp32_scopes;
   Fp32Weights scope(std::move(saved));  // ends if a cast throws
 
   const auto find = [&](const at::Tensor& tensor) -> std::pair<MasterWeights*, at::Tensor> {
-    for (auto& optimizer : impl_->optimizers) {
+    for (auto& optimizer : impl().optimizers) {
       if (!optimizer.masters.has_value()) continue;
       if (at::Tensor master = optimizer.masters->master_of(tensor); master.defined()) {
         return {&*optimizer.masters, master};
@@ -169,7 +169,7 @@ std::unordered_map<std::string, at::Tensor> saved_tensors(const Model& model,
 
 void MixedPrecision::load_model(const Model& model, const std::string& path) {
   constexpr auto kWhere = "amp.mixed_precision.load_model";
-  const StateMode mode(impl_->inference_tensors);
+  const StateMode mode(impl().inference_tensors);
   auto fp32 = fp32_weights(model);
   std::unordered_map<std::string, at::Tensor> values;
   try {
@@ -194,37 +194,37 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
 }
 
 void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
-  const bool scaled = std::any_of(impl_->optimizers.begin(), impl_->optimizers.end(),
+  const bool scaled = std::any_of(impl().optimizers.begin(), impl().optimizers.end(),
                                   [](const auto& known) { return known.scaled.has_value(); });
-  const bool pending = std::any_of(impl_->pending.begin(), impl_->pending.end(),
+  const bool pending = std::any_of(impl().pending.begin(), impl().pending.end(),
                                    [](const auto& one) { return one.named; });
   if (scaled || pending) {
     throw Error("amp.mixed_precision.save", "a call between two iterations",
                 "one between scale_loss and step", "save after step()");
   }
-  if (impl_->fp32_scopes == 0) impl_->pull("save");
-  const Properties& properties = impl_->properties;
+  if (impl().fp32_scopes == 0) impl().pull("save");
+  const Properties& properties = impl().properties;
   archive.write("opt_level", c10::IValue(std::string(name_of(properties.opt_level))));
   archive.write("dtype", c10::IValue(dtype_name(properties.dtype)));
-  archive.write("models", c10::IValue(static_cast<std::int64_t>(impl_->models.size())));
-  archive.write("losses", c10::IValue(static_cast<std::int64_t>(impl_->scalers.size())));
-  archive.write("optimizers", c10::IValue(static_cast<std::int64_t>(impl_->optimizers.size())));
-  for (std::size_t i = 0; i < impl_->scalers.size(); ++i) {
+  archive.write("models", c10::IValue(static_cast<std::int64_t>(impl().models.size())));
+  archive.write("losses", c10::IValue(static_cast<std::int64_t>(impl().scalers.size())));
+  archive.write("optimizers", c10::IValue(static_cast<std::int64_t>(impl().optimizers.size())));
+  for (std::size_t i = 0; i < impl().scalers.size(); ++i) {
     torch::serialize::OutputArchive scaler;
-    impl_->scalers[i].save(scaler);
+    impl().scalers[i].save(scaler);
     archive.write("loss" + std::to_string(i), scaler);
   }
-  for (std::size_t i = 0; i < impl_->optimizers.size(); ++i) {
-    if (!impl_->optimizers[i].masters.has_value()) continue;
+  for (std::size_t i = 0; i < impl().optimizers.size(); ++i) {
+    if (!impl().optimizers[i].masters.has_value()) continue;
     torch::serialize::OutputArchive masters;
-    impl_->optimizers[i].masters->save(masters);
+    impl().optimizers[i].masters->save(masters);
     archive.write("masters" + std::to_string(i), masters);
   }
 }
 
 void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   constexpr auto kWhere = "amp.mixed_precision.load";
-  const Properties& properties = impl_->properties;
+  const Properties& properties = impl().properties;
   const auto must_be = [&](const std::string& what, const std::string& here,
                            const std::string& saved) {
     if (here != saved)
@@ -241,9 +241,9 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     must_be("number of " + what, std::to_string(here),
             std::to_string(read_value<std::int64_t>(archive, what, kWhere)));
   };
-  must_be_as_many("models", impl_->models.size());
-  must_be_as_many("losses", impl_->scalers.size());
-  must_be_as_many("optimizers", impl_->optimizers.size());
+  must_be_as_many("models", impl().models.size());
+  must_be_as_many("losses", impl().scalers.size());
+  must_be_as_many("optimizers", impl().optimizers.size());
   const auto part = [&](const std::string& key) {
     torch::serialize::InputArchive inner;
     if (!archive.try_read(key, inner))
@@ -251,20 +251,20 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     return inner;
   };
   // Everything is read before anything is changed.
-  std::vector<LossScaler> scalers = impl_->scalers;
+  std::vector<LossScaler> scalers = impl().scalers;
   for (std::size_t i = 0; i < scalers.size(); ++i) {
     auto inner = part("loss" + std::to_string(i));
     scalers[i].load(inner);
   }
-  std::vector<std::vector<at::Tensor>> masters(impl_->optimizers.size());
+  std::vector<std::vector<at::Tensor>> masters(impl().optimizers.size());
   for (std::size_t i = 0; i < masters.size(); ++i) {
-    if (!impl_->optimizers[i].masters.has_value()) continue;
+    if (!impl().optimizers[i].masters.has_value()) continue;
     auto inner = part("masters" + std::to_string(i));
-    masters[i] = impl_->optimizers[i].masters->read(inner);
+    masters[i] = impl().optimizers[i].masters->read(inner);
   }
-  impl_->scalers = std::move(scalers);
+  impl().scalers = std::move(scalers);
   for (std::size_t i = 0; i < masters.size(); ++i) {
-    auto& known = impl_->optimizers[i];
+    auto& known = impl().optimizers[i];
     if (known.masters.has_value()) known.masters->assign(masters[i]);
     zero_grad(*known.optimizer);
   }

@@ -75,12 +75,11 @@ class UnreducedMarks {
 
 // The processing of one loss around backward: begin() before it, finish() or put_back() after it.
 struct ScaledLoss::Work {
-  // An optimizer that was not named for the loss. It also gets its gradients, as in training
-  // without a loss scale.
+  // Optimizers that were not named for the loss: one, or several that share parameters. They get
+  // their gradients, too: as in training without a loss scale.
   struct Other {
-    PerOptimizer* known;
-    // Whether it held gradients of another scale, delayed or of another backward; and these
-    // gradients.
+    std::vector<PerOptimizer*> all;
+    // Whether they held gradients of another scale, delayed or in another backward; and these.
     bool was_scaled;
     bool was_open;
     std::vector<SetAside> before;
@@ -91,7 +90,8 @@ struct ScaledLoss::Work {
   float inverse;
   at::Tensor inverse_on_device;  // if it is to be read there
   bool delay;
-  std::vector<PerOptimizer*> optimizers;  // that were named for the loss
+  std::vector<PerOptimizer*> optimizers;    // that were named for the loss
+  std::vector<PerOptimizer*> sharing = {};  // and those that share parameters with them
   std::vector<Other> others = {};
   std::vector<SetAside> free = {};  // parameters in no optimizer
   bool begun = false;
@@ -103,20 +103,25 @@ struct ScaledLoss::Work {
   bool any_gradient() const;
 
  private:
+  std::vector<PerOptimizer*> concerned() const {
+    std::vector<PerOptimizer*> all = optimizers;
+    all.insert(all.end(), sharing.begin(), sharing.end());
+    return all;
+  }
   void check() const;
   void begin(PerOptimizer& known);
   void begin(Other& other);
   void begin_free();
   void finish(Other& other);
   void finish_free();
-  void restore(PerOptimizer& known) noexcept;
+  void restore(const std::vector<PerOptimizer*>& all) noexcept;
   void forget_set_aside(const PerOptimizer& optimizer);
   bool leaves_others_alone() const { return mixed->named_only || inverse_on_device.defined(); }
 };
 
 void ScaledLoss::Work::check() const {
   constexpr auto kWhere = "amp.mixed_precision.scale_loss";
-  for (const PerOptimizer* known : optimizers) {
+  for (const PerOptimizer* known : concerned()) {
     if (!known->scaled.has_value()) continue;
     const auto& scaled = *known->scaled;
     if (scaled.open) {
@@ -145,12 +150,15 @@ void ScaledLoss::Work::begin() {
   check();
   mixed->pull("scale_loss");
   begun = true;
+  const std::vector<PerOptimizer*> all = concerned();
+  std::map<std::size_t, Other> by_component;
   for (PerOptimizer& known : mixed->optimizers) {
-    const bool named = std::find(optimizers.begin(), optimizers.end(), &known) != optimizers.end();
-    if (!named) begin(others.emplace_back(Other{&known, known.scaled.has_value(), false, {}}));
+    if (std::find(all.begin(), all.end(), &known) == all.end())
+      by_component[known.component].all.push_back(&known);
   }
+  for (auto& [component, other] : by_component) begin(others.emplace_back(std::move(other)));
   begin_free();
-  for (PerOptimizer* known : optimizers) {
+  for (PerOptimizer* known : all) {
     // Otherwise the existing gradients have the same scale.
     if (!known->scaled.has_value()) begin(*known);
     known->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
@@ -187,21 +195,31 @@ void ScaledLoss::Work::begin(PerOptimizer& known) {
 }
 
 void ScaledLoss::Work::begin(Other& other) {
-  PerOptimizer& known = *other.known;
+  const auto scaled = std::find_if(other.all.begin(), other.all.end(),
+                                   [](const auto* known) { return known->scaled.has_value(); });
+  other.was_scaled = scaled != other.all.end();
   if (!other.was_scaled) {
-    begin(known);
-    known.scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+    for (PerOptimizer* known : other.all) {
+      begin(*known);
+      known->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+    }
     return;
   }
-  other.was_open = std::exchange(known.scaled->open, true);
-  known.for_each_leaf([&](const at::Tensor& parameter) {
-    other.before.push_back({parameter, parameter.grad()});
-    parameter.mutable_grad().reset();
-  });
+  const Impl::Scaled as_the_others = *(*scaled)->scaled;
+  other.was_open = as_the_others.open;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (PerOptimizer* known : other.all) {
+    known->scaled = Impl::Scaled{as_the_others.loss_id, as_the_others.inverse, /*open=*/true};
+    known->for_each_leaf([&](const at::Tensor& parameter) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) return;
+      other.before.push_back({parameter, parameter.grad()});
+      parameter.mutable_grad().reset();
+    });
+  }
 }
 
 void ScaledLoss::Work::begin_free() {
-  for (const at::Tensor& parameter : mixed->find_free_parameters()) {
+  for (const at::Tensor& parameter : mixed->free_parameters) {
     at::Tensor& grad = parameter.mutable_grad();
     SetAside before{parameter, grad.defined() ? kept(grad) : grad, {}, is_unreduced(grad)};
     if (before.also_inside) {
@@ -225,11 +243,12 @@ void ScaledLoss::Work::finish() {
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();
+  const std::vector<PerOptimizer*> all = concerned();
   if (delay) {
-    for (PerOptimizer* known : optimizers) known->scaled->open = false;
+    for (PerOptimizer* known : all) known->scaled->open = false;
   } else {
-    mixed->unscale(optimizers, loss_id, inverse, inverse_on_device, /*named=*/true);
-    for (PerOptimizer* known : optimizers) {
+    mixed->unscale(optimizers, sharing, loss_id, inverse, inverse_on_device, /*named=*/true);
+    for (PerOptimizer* known : all) {
       forget_set_aside(*known);
       known->scaled.reset();
     }
@@ -243,34 +262,39 @@ void ScaledLoss::Work::finish() {
 }
 
 void ScaledLoss::Work::finish(Other& other) {
-  PerOptimizer& known = *other.known;
   if (other.was_scaled) {
-    Gradients pass(inverse / known.scaled->inverse);
+    Gradients pass(inverse / other.all.front()->scaled->inverse);
     for (const SetAside& before : other.before) {
       if (leaves_others_alone()) before.parameter.mutable_grad().reset();
       pass.unscale(before.parameter, before.grad);
     }
     std::vector<at::Tensor> found_later;  // once they are unscaled
     pass.run(found_later);
-    known.scaled->open = other.was_open;
+    for (PerOptimizer* known : other.all) known->scaled->open = other.was_open;
     return;
   }
   if (leaves_others_alone()) {
-    restore(known);
+    restore(other.all);
     return;
   }
   bool any = false;
-  known.for_each_leaf(
-      [&](const at::Tensor& parameter) { any = any || parameter.grad().defined(); });
+  for (const PerOptimizer* known : other.all) {
+    known->for_each_leaf(
+        [&](const at::Tensor& parameter) { any = any || parameter.grad().defined(); });
+  }
   // A hook is called on all ranks, or on none.
   if (any || mixed->found_inf_hook) {
-    mixed->unscale({&known}, loss_id, inverse, {}, /*named=*/false);
-    forget_set_aside(known);
-    known.scaled.reset();
+    mixed->unscale({}, other.all, loss_id, inverse, {}, /*named=*/false);
+    for (PerOptimizer* known : other.all) {
+      forget_set_aside(*known);
+      known->scaled.reset();
+    }
   } else {
-    restore(known);
+    restore(other.all);
   }
-  if (known.masters.has_value()) known.masters->show_gradients();
+  for (PerOptimizer* known : other.all) {
+    if (known->masters.has_value()) known->masters->show_gradients();
+  }
 }
 
 void ScaledLoss::Work::finish_free() {
@@ -292,29 +316,35 @@ void ScaledLoss::Work::finish_free() {
 }
 
 // Gradients as they were before begin().
-void ScaledLoss::Work::restore(PerOptimizer& known) noexcept {
-  known.for_each_leaf([this](const at::Tensor& parameter) {
-    const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
-    parameter.mutable_grad().reset();
-    if (found == mixed->set_aside.end()) return;
-    const at::Tensor& holder =
-        found->second.master.defined() ? found->second.master : found->second.parameter;
-    holder.mutable_grad() = found->second.grad;
-  });
-  forget_set_aside(known);
-  known.scaled.reset();
+void ScaledLoss::Work::restore(const std::vector<PerOptimizer*>& all) noexcept {
+  for (const PerOptimizer* known : all) {
+    known->for_each_leaf([this](const at::Tensor& parameter) {
+      const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
+      parameter.mutable_grad().reset();
+      if (found == mixed->set_aside.end()) return;
+      const at::Tensor& holder =
+          found->second.master.defined() ? found->second.master : found->second.parameter;
+      holder.mutable_grad() = found->second.grad;
+    });
+  }
+  for (PerOptimizer* known : all) {
+    forget_set_aside(*known);
+    known->scaled.reset();
+  }
 }
 
 void ScaledLoss::Work::put_back() noexcept {
   if (!begun) return;
-  for (PerOptimizer* known : optimizers) restore(*known);
+  restore(concerned());
   for (Other& other : others) {
     if (!other.was_scaled) {
-      restore(*other.known);
+      restore(other.all);
       continue;
     }
     for (const SetAside& before : other.before) before.parameter.mutable_grad() = before.grad;
-    if (other.known->scaled.has_value()) other.known->scaled->open = other.was_open;
+    for (PerOptimizer* known : other.all) {
+      if (known->scaled.has_value()) known->scaled->open = other.was_open;
+    }
   }
   for (const SetAside& before : free) before.parameter.mutable_grad() = before.grad;
   for (PerOptimizer& known : mixed->optimizers) {
@@ -354,31 +384,43 @@ bool may_defer(const Impl& mixed, const PerOptimizer& known, float inverse,
 
 }  // namespace
 
-void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::int64_t loss_id,
+void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of,
+                                   const std::vector<PerOptimizer*>& sharing, std::int64_t loss_id,
                                    float inverse, const at::Tensor& inverse_on_device, bool named) {
   const auto earlier = [this](const at::Tensor& parameter) {
     const auto found = set_aside.find(parameter.unsafeGetTensorImpl());
     const bool apart = found != set_aside.end() && !found->second.also_inside;
     return apart ? found->second.grad : at::Tensor();
   };
-  const auto before = std::find_if(pending.begin(), pending.end(), [&](const Pending& candidate) {
-    return candidate.loss_id == loss_id && candidate.optimizers == of && candidate.named == named;
-  });
+  std::vector<PerOptimizer*> all = of;
+  all.insert(all.end(), sharing.begin(), sharing.end());
+  // Those that only share parameters with what is unscaled skip their own next steps.
+  std::vector<std::pair<std::vector<PerOptimizer*>, bool>> noted;
+  if (!of.empty()) noted.emplace_back(of, named);
+  for (PerOptimizer* known : sharing) noted.emplace_back(std::vector{known}, false);
+  const auto note_of = [&](const auto& one) {
+    return std::find_if(pending.begin(), pending.end(), [&](const Pending& candidate) {
+      return candidate.loss_id == loss_id && candidate.optimizers == one.first &&
+             candidate.named == one.second;
+    });
+  };
   std::vector<at::Tensor> found_inf;
-  if (before != pending.end()) found_inf = before->found_inf;
+  if (const auto before = note_of(noted.front()); before != pending.end())
+    found_inf = before->found_inf;
 
   std::vector<UnreducedMarks> marks;
-  for (const PerOptimizer* known : of) marks.emplace_back(*known);
+  for (const PerOptimizer* known : all) marks.emplace_back(*known);
   std::vector<PerOptimizer*> deferring;
-  std::copy_if(of.begin(), of.end(), std::back_inserter(deferring), [&](const PerOptimizer* known) {
-    return may_defer(*this, *known, inverse, inverse_on_device);
-  });
+  std::copy_if(all.begin(), all.end(), std::back_inserter(deferring),
+               [&](const PerOptimizer* known) {
+                 return may_defer(*this, *known, inverse, inverse_on_device);
+               });
   const auto defers = [&](const PerOptimizer* known) {
     return std::find(deferring.begin(), deferring.end(), known) != deferring.end();
   };
   Gradients scaled(inverse_on_device.defined() ? kernels::InverseScale(inverse_on_device)
                                                : kernels::InverseScale(inverse));
-  for (PerOptimizer* known : of) {
+  for (PerOptimizer* known : all) {
     if (known->masters.has_value() && !defers(known)) known->masters->take_gradients(scaled);
     for_each_parameter(*known->optimizer,
                        [&](std::size_t, std::size_t, const at::Tensor& parameter) {
@@ -390,7 +432,7 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::in
 
   // Gradients that were back-propagated without a scale also go to the masters.
   Gradients by_hand(1.0F);
-  for (PerOptimizer* known : of) {
+  for (PerOptimizer* known : all) {
     if (!known->masters.has_value() || defers(known)) continue;
     known->masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
       parameter.mutable_grad() = earlier(parameter);
@@ -407,10 +449,17 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of, std::in
   }
   for (const UnreducedMarks& one : marks) one.restore();
 
-  if (before != pending.end()) {
-    before->found_inf = std::move(found_inf);
-  } else {
-    pending.push_back({loss_id, of, std::move(found_inf), named});
+  for (const auto& one : noted) {
+    const auto before = note_of(one);
+    if (before == pending.end()) {
+      pending.push_back({loss_id, one.first, found_inf, one.second});
+      continue;
+    }
+    for (const at::Tensor& flag : found_inf) {
+      const bool known = std::any_of(before->found_inf.begin(), before->found_inf.end(),
+                                     [&](const at::Tensor& other) { return other.is_same(flag); });
+      if (!known) before->found_inf.push_back(flag);
+    }
   }
 }
 
@@ -424,25 +473,39 @@ void MixedPrecision::Impl::drop_void(PerOptimizer& known) {
   if (!known.has_gradient()) std::erase_if(pending, concerns);
 }
 
-const std::vector<at::Tensor>& MixedPrecision::Impl::find_free_parameters() {
+void MixedPrecision::Impl::look_at_parameters(const char* caller) {
   std::size_t count = 0;
   for (const PerOptimizer& known : optimizers) {
     for (const auto& group : known.optimizer->param_groups()) count += group.params().size();
   }
-  if (free_among == count) return free_parameters;
-  free_among = count;
-  free_parameters.clear();
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const PerOptimizer& known : optimizers) {
-    known.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
+  if (looked_at == count) return;
+  std::unordered_map<const c10::TensorImpl*, PerOptimizer*> owners;
+  for (std::size_t i = 0; i < optimizers.size(); ++i) optimizers[i].component = i;
+  for (PerOptimizer& known : optimizers) {
+    known.for_each_leaf([&](const at::Tensor& leaf) {
+      const PerOptimizer& owner =
+          *owners.try_emplace(leaf.unsafeGetTensorImpl(), &known).first->second;
+      if (&owner == &known) return;
+      if (known.masters.has_value()) {
+        throw Error(std::string("amp.mixed_precision.") + caller,
+                    "every parameter in one optimizer where there are master weights",
+                    "one that was added to a second optimizer",
+                    "a parameter has one master: make it one optimizer with two groups, or use O1");
+      }
+      const std::size_t merged = known.component;
+      for (PerOptimizer& one : optimizers) {
+        if (one.component == merged) one.component = owner.component;
+      }
+    });
   }
+  free_parameters.clear();
   for (const Model& model : models) {
     for (const Model::Entry& entry : model.entries()) {
-      if (entry.is_parameter && seen.insert(entry.tensor.unsafeGetTensorImpl()).second)
+      if (entry.is_parameter && owners.try_emplace(entry.tensor.unsafeGetTensorImpl()).second)
         free_parameters.push_back(entry.tensor);
     }
   }
-  return free_parameters;
+  looked_at = count;
 }
 
 void MixedPrecision::Impl::hide_gradients(const Model* model) {
@@ -558,7 +621,7 @@ ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, torch::optim::Opti
 
 ScaledLoss MixedPrecision::scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                                       ScaleLossOptions options) {
-  return impl_->scale_loss(loss, optimizers, options);
+  return impl().scale_loss(loss, optimizers, options);
 }
 
 ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
@@ -566,6 +629,7 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
   constexpr auto kCaller = "scale_loss";
   const LossScaler& with = scaler(options.loss_id, kCaller);
   require_no_step_past(kCaller);
+  if (properties.enabled) look_at_parameters(kCaller);
   std::vector<PerOptimizer*> named;
   for (const torch::optim::Optimizer& optimizer : refs) {
     PerOptimizer* known = &of(optimizer, kCaller);
@@ -589,12 +653,23 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
     throw Error("amp.mixed_precision.scale_loss", "one loss_id in a captured step",
                 std::to_string(options.loss_id) + " beside " + std::to_string(on_device->loss_id));
   }
+  std::vector<PerOptimizer*> sharing;
+  for (PerOptimizer& known : optimizers) {
+    const auto shares = [&](const auto* one) { return one->component == known.component; };
+    if (std::find(named.begin(), named.end(), &known) == named.end() &&
+        std::any_of(named.begin(), named.end(), shares))
+      sharing.push_back(&known);
+  }
+  if (named_only && !sharing.empty()) {
+    throw Error("amp.captured_step", "an optimizer that shares no parameter with another one",
+                "one that does", "make them one optimizer with two groups");
+  }
   return ScaledLoss(
       on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : with.scaled(loss),
       std::make_unique<ScaledLoss::Work>(
           ScaledLoss::Work{this, options.loss_id, with.inverse(),
                            on_device.has_value() ? on_device->inverse : at::Tensor(),
-                           options.delay_unscale, std::move(named)}));
+                           options.delay_unscale, std::move(named), std::move(sharing)}));
 }
 
 // Plain training does not check gradients. On a CPU, checking the loss costs nothing.
@@ -742,9 +817,9 @@ void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                        double norm_type, bool error_if_nonfinite) {
-  Impl::PerOptimizer& known = impl_->of(optimizer, "clip_grad_norm_");
+  Impl::PerOptimizer& known = impl().of(optimizer, "clip_grad_norm_");
   Impl::require_unscaled(known, "clip_grad_norm_");
-  impl_->pull("clip_grad_norm_");
+  impl().pull("clip_grad_norm_");
   Impl::take_gradients_by_hand(known);
   const auto deferred =
       known.masters.has_value() ? known.masters->deferred_gradients() : MasterWeights::Deferred{};
@@ -775,7 +850,7 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
 }
 
 Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
-  return impl_->step(optimizer);
+  return impl().step(optimizer);
 }
 
 Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
@@ -821,19 +896,19 @@ Step MixedPrecision::Impl::end_step(PerOptimizer& known, const std::function<voi
 }
 
 void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
-  Impl::PerOptimizer& known = impl_->of(optimizer, "zero_grad");
+  Impl::PerOptimizer& known = impl().of(optimizer, "zero_grad");
   if (known.masters.has_value()) known.masters->hide_gradients();
   known.watch.stop();
   optimizer.zero_grad();
   known.for_each_leaf([this](const at::Tensor& parameter) {
     parameter.mutable_grad().reset();
-    impl_->set_aside.erase(parameter.unsafeGetTensorImpl());
+    impl().set_aside.erase(parameter.unsafeGetTensorImpl());
   });
   // The results of their check are dropped too.
   if (known.scaled.has_value() && !known.scaled->open) known.scaled.reset();
   known.skip = false;
-  for (Impl::Pending& pending : impl_->pending) std::erase(pending.optimizers, &known);
-  std::erase_if(impl_->pending, [](const auto& pending) { return pending.optimizers.empty(); });
+  for (Impl::Pending& pending : impl().pending) std::erase(pending.optimizers, &known);
+  std::erase_if(impl().pending, [](const auto& pending) { return pending.optimizers.empty(); });
 }
 
 ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,

@@ -207,6 +207,40 @@ TEST(WeightsWrittenTo, MayBeZeroWithSplitMasters) {
   EXPECT_NEAR(exact_weight(mixed, net)[0][3].item<double>(), 0.99, 1e-6);
 }
 
+// Nothing would keep what updates add below 16 bits.
+TEST(ModelsThatAreCastLater, AreErrors) {
+  for (const std::string level : {"O0", "O1", "O2", "O3"}) {
+    for (const auto dtype : {torch::kHalf, torch::kDouble}) {
+      SCOPED_TRACE(level + ", " + c10::toString(dtype));
+      torch::nn::BatchNorm1d norm(4);
+      torch::nn::Sequential net(torch::nn::Linear(4, 4), norm);
+      torch::optim::SGD optimizer(net->parameters(), 1e-3);
+      auto mixed = initialize(net, optimizer, Options(level).dtype(torch::kBFloat16).verbosity(0));
+      const at::Tensor x = torch::ones({2, 4});
+      mixed.forward(net, x);
+      const auto before = net->parameters().front().scalar_type();
+      net->to(dtype);
+      EXPECT_THAT(message_of<Error>([&] { mixed.forward(net, x); }),
+                  AllOf(HasSubstr("as initialize left it"), HasSubstr("weight")));
+      EXPECT_THAT(message_of<Error>([&] { mixed.call([&](const at::Tensor& t) { return t; }, x); }),
+                  HasSubstr("as initialize left it"));
+      net->to(before);
+      if (level == "O2") norm->to(torch::kFloat);
+      mixed.forward(net, x);
+    }
+  }
+}
+
+TEST(ModelsThatAreCastLater, MayBeFp32Again) {
+  auto net = layer_of_ones();
+  torch::optim::SGD optimizer(net->parameters(), 1e-3);
+  auto mixed = initialize(net, optimizer, o2());
+  for (int step = 0; step < 50; ++step) train(mixed, net, optimizer);
+  net->to(torch::kFloat);
+  for (int step = 0; step < 50; ++step) train(mixed, net, optimizer);
+  EXPECT_NEAR(net->weight[0][0].item<double>(), 0.9, 2e-3);
+}
+
 TEST(WeightsWrittenTo, OfAnotherShapeAreErrors) {
   torch::nn::Linear net(torch::nn::LinearOptions(4, 1).bias(false));
   torch::optim::SGD optimizer(net->parameters(), 0.1);

@@ -24,6 +24,7 @@
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp::mixed_precision_test {
@@ -932,6 +933,19 @@ TEST(MixedPrecision, SparseMatricesMayStandInProductsAtEveryLevel) {
       }
     }
   }
+}
+
+TEST(MixedPrecision, ThatWasMovedFromIsAnError) {
+  auto net = make_net();
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  auto mixed = initialize(net, optimizer, quiet("O2"));
+  auto moved = std::move(mixed);
+  moved.forward(net, images());
+  // NOLINTBEGIN(bugprone-use-after-move)
+  EXPECT_THAT(message_of<Error>([&] { mixed.forward(net, images()); }), HasSubstr("moved from"));
+  EXPECT_THAT(message_of<Error>([&] { mixed.step(optimizer); }), HasSubstr("moved from"));
+  EXPECT_THAT(message_of<Error>([&] { mixed.skipped_steps(); }), HasSubstr("moved from"));
+  // NOLINTEND(bugprone-use-after-move)
 }
 
 TEST(MixedPrecision, ForwardTakesModulesHoweverTheyAreHeld) {

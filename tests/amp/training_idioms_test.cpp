@@ -386,6 +386,118 @@ TEST(OptimizersThatWereNotNamed, HaveTheirOwnAgainWhereBackwardThrows) {
   }
 }
 
+// Two optimizers with a parameter in common, of which losses name one.
+struct Shared {
+  explicit Shared(const Options& options) : net(torch::nn::LinearOptions(4, 4)) {
+    {
+      const torch::NoGradGuard no_grad;
+      net->weight.copy_(torch::eye(4));
+      net->bias.zero_();
+    }
+    all = std::make_unique<torch::optim::SGD>(net->parameters(), 0.125);
+    bias = std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{net->bias}, 0.125);
+    other_bias = std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{net->bias}, 0.125);
+    mixed = std::make_unique<MixedPrecision>(
+        initialize({net}, {*all, *bias, *other_bias}, Options(options).verbosity(0)));
+  }
+  at::Tensor loss() { return mixed->forward(net, torch::ones({2, 4})).sum(); }
+  torch::nn::Linear net;
+  std::unique_ptr<torch::optim::SGD> all;
+  std::unique_ptr<torch::optim::SGD> bias;
+  std::unique_ptr<torch::optim::SGD> other_bias;
+  std::unique_ptr<MixedPrecision> mixed;
+};
+
+TEST(OptimizersThatShareParameters, GetTheGradientsOfPlainTraining) {
+  for (const std::string level : {"O0", "O1", "O3"}) {
+    for (const std::string scale : {"1", "128", "dynamic"}) {
+      if (level == "O0" && scale != "1") continue;
+      for (const bool delayed : {false, true}) {
+        SCOPED_TRACE(level + " " + scale + (delayed ? " delayed" : ""));
+        for (int named = 0; named < 3; ++named) {
+          Shared shared(scaled_by(level, torch::kHalf, scale));
+          auto& optimizer = *std::vector{shared.all.get(), shared.bias.get(),
+                                         shared.other_bias.get()}[static_cast<std::size_t>(named)];
+          for (int pass = 0; pass < 3; ++pass) {
+            shared.mixed
+                ->scale_loss(shared.loss(), optimizer, {.delay_unscale = delayed && pass < 2})
+                .backward();
+          }
+          EXPECT_TRUE(shared.net->bias.grad().eq(6).all().item<bool>()) << shared.net->bias.grad();
+          EXPECT_TRUE(shared.net->weight.grad().eq(6).all().item<bool>());
+          for (auto* one : {shared.all.get(), shared.bias.get(), shared.other_bias.get()})
+            EXPECT_EQ(shared.mixed->step(*one), Step::stepped);
+          EXPECT_TRUE(shared.net->bias.eq(-3 * 0.125 * 6).all().item<bool>());
+        }
+      }
+    }
+  }
+}
+
+TEST(OptimizersThatShareParameters, SkipTheirStepsTogether) {
+  Shared shared(scaled_by("O1", torch::kHalf, "dynamic"));
+  shared.mixed->scale_loss(shared.loss() * kInf, *shared.bias).backward();
+  for (auto* one : {shared.bias.get(), shared.all.get(), shared.other_bias.get()})
+    EXPECT_EQ(shared.mixed->step(*one), Step::skipped);
+  EXPECT_EQ(shared.mixed->loss_scaler().scale(), 128) << "moved once";
+  for (auto* one : {shared.bias.get(), shared.all.get()}) one->zero_grad();
+  shared.mixed->scale_loss(shared.loss(), *shared.all).backward();
+  for (auto* one : {shared.bias.get(), shared.all.get()})
+    EXPECT_EQ(shared.mixed->step(*one), Step::stepped);
+}
+
+TEST(OptimizersThatShareParameters, HaveTheirGradientsAgainWhereBackwardThrows) {
+  Shared shared(scaled_by("O1", torch::kHalf, "dynamic"));
+  shared.mixed->scale_loss(shared.loss(), *shared.bias).backward();
+  const at::Tensor loss = shared.loss();
+  torch::autograd::grad({loss}, {shared.net->weight});  // frees the graph
+  EXPECT_THROW(shared.mixed->scale_loss(loss, *shared.all).backward(), std::exception);
+  EXPECT_TRUE(shared.net->bias.grad().eq(2).all().item<bool>());
+  EXPECT_TRUE(shared.net->weight.grad().eq(2).all().item<bool>());
+}
+
+TEST(OptimizersThatShareParameters, AreErrorsWhereOneGetsThemLaterAndThereAreMasters) {
+  torch::nn::Linear net(4, 4);
+  torch::nn::Linear other(4, 4);
+  torch::optim::SGD first(net->parameters(), 0.125);
+  torch::optim::SGD second(other->parameters(), 0.125);
+  auto mixed = initialize({net, other}, {first, second}, Options("O2").verbosity(0));
+  second.add_param_group(torch::optim::OptimizerParamGroup(net->parameters()));
+  expect_error(
+      [&] {
+        mixed.forward(net, torch::ones({2, 4}));
+      },
+      {"every parameter in one optimizer", "second optimizer", "one master"});
+}
+
+// What clipping by master_params() has to see.
+TEST(MasterParams, HaveGradientsByHandToo) {
+  for (const auto& make : {sgd(0.5), fused_sgd(0.5)}) {
+    for (const bool replaced : {false, true}) {
+      SCOPED_TRACE(replaced ? "replaced" : "back-propagated without scale_loss");
+      Training trained(with_scale("O2", torch::kBFloat16), make);
+      if (replaced) {
+        trained.backward();
+        for (at::Tensor& parameter : trained.model->parameters())
+          parameter.mutable_grad() = parameter.grad() * 2;
+      } else {
+        trained.loss().backward();
+      }
+      const double before = optim::grad_norm(trained.mixed->master_params(*trained.optimizer));
+      ASSERT_GT(before, 0.1);
+      torch::nn::utils::clip_grad_norm_(trained.mixed->master_params(*trained.optimizer), 0.01);
+      EXPECT_NEAR(optim::grad_norm(trained.model->parameters()), 0.01, 1e-4);
+      const auto weights = trained.masters();
+      EXPECT_EQ(trained.step(), Step::stepped);
+      double moved = 0;
+      const auto now = trained.masters();
+      for (std::size_t i = 0; i < now.size(); ++i)
+        moved += (now[i] - weights[i]).pow(2).sum().item<double>();
+      EXPECT_NEAR(std::sqrt(moved), 0.005, 1e-4);
+    }
+  }
+}
+
 TEST(ParametersInNoOptimizer, GetUnscaledGradients) {
   for (const std::string level : kLevels) {
     for (const auto dtype : kDtypes) {

@@ -302,6 +302,8 @@ class [[nodiscard]] MixedPrecision {
   friend MixedPrecision initialize(const std::vector<Model>&, const OptimizerRefs&, const Options&);
   friend class CapturedStep;
   explicit MixedPrecision(std::unique_ptr<Impl> impl);
+  // Error for an object that was moved from.
+  Impl& impl() const;
 
   // For forward: the address that identifies the model, and the region.
   static const void* handle_of(const torch::nn::Module& module) { return &module; }
