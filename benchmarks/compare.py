@@ -25,6 +25,8 @@ WORKLOADS = ["mnist", "resnet50", "encoder"]
 # Steps of each contender in a round: about a second, or one step.
 STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1}
 OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
+# Another build of the program, such as that of an earlier commit: what did a change cost?
+BASELINE = {f"baseline {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
 TORCH = {f"pytorch {mode}": ["--mode", mode] for mode in ("fp32", "bf16", "compile")}
 PADDLE = {"paddle fp32": ["--mode", "fp32"]}
 DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", *TORCH, *PADDLE]
@@ -81,6 +83,8 @@ class Contender:
 def program_of(name, options):
     if name in OURS:
         return [options.program, "bench"], OURS[name]
+    if name in BASELINE:
+        return [options.baseline, "bench"], BASELINE[name]
     if name in TORCH:
         return [options.python, HERE / "peers/torch_workloads.py"], TORCH[name]
     return [options.paddle_python, HERE / "peers/paddle_workloads.py"], PADDLE[name]
@@ -99,7 +103,7 @@ def start(workload, options, folder, reports):
     contenders, failures = [], {}
     for name in options.contenders:
         program, flags = program_of(name, options)
-        if name in OURS:
+        if name in OURS or name in BASELINE:
             flags = [*flags, *options.ours.split(), "--steps-from-stdin"]
         command = [*program, workload, *flags, "--threads", options.threads, "--seed", options.seed, *options.sizes]
         label = name.replace(" ", "-")
@@ -216,8 +220,9 @@ def parse():
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
-    parser.add_argument("--contenders", default=",".join(DEFAULT_CONTENDERS),
-                        help=f"of {', '.join([*OURS, *TORCH, *PADDLE])}, with commas between them; default: all but O3")
+    parser.add_argument("--contenders",
+                        help=f"of {', '.join([*OURS, *BASELINE, *TORCH, *PADDLE])}, with commas between them; default: O0 to O2, PyTorch, "
+                             "Paddle; with --baseline: O0 to O3 of both programs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help=f"of each contender in each round; default: {STEPS}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
@@ -226,6 +231,7 @@ def parse():
                         help="how OpenMP's threads wait for work; passive: they sleep at once")
     parser.add_argument("--ours", default="", help="additional flags for semitone bench only, as one argument: '--optimizer torch'")
     parser.add_argument("--program", default=ROOT / "build/release/apps/semitone")
+    parser.add_argument("--baseline", metavar="PROGRAM", help="another build of the program, to compare with instead of the peers")
     parser.add_argument("--python", default=os.environ.get("SEMITONE_PEER_PYTHON", ROOT / ".deps/peers/bin/python"),
                         help="a Python with torch; default: SEMITONE_PEER_PYTHON, or the one of make bench-peers")
     parser.add_argument("--paddle-python", help="a Python with paddle; default: as --python")
@@ -234,8 +240,10 @@ def parse():
     options.sizes = arguments[cut + 1:]
     options.paddle_python = options.paddle_python or options.python
     options.workloads = options.workloads or WORKLOADS
-    options.contenders = [name.strip() for name in options.contenders.split(",")]
-    unknown = [name for name in options.contenders if name not in {**OURS, **TORCH, **PADDLE}]
+    default = [*OURS, *BASELINE] if options.baseline else DEFAULT_CONTENDERS
+    options.contenders = [name.strip() for name in options.contenders.split(",")] if options.contenders else default
+    known = {**OURS, **TORCH, **PADDLE, **(BASELINE if options.baseline else {})}
+    unknown = [name for name in options.contenders if name not in known]
     unknown += [name for name in options.workloads if name not in WORKLOADS]
     if unknown or options.rounds < 1 or options.threads < 1:
         parser.error(f"unknown: {', '.join(unknown)}" if unknown else "--rounds and --threads have to be at least 1")

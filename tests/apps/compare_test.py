@@ -82,6 +82,15 @@ class CompareTest(unittest.TestCase):
         chart = xml.dom.minidom.parse(str(self.folder / "out/mnist.svg"))
         self.assertEqual(len(chart.getElementsByTagName("rect")), 1 + 3)
 
+    def test_another_build_is_a_peer(self):
+        done = self.pretend("--rounds", 1, "--baseline", self.pretender, contenders="semitone O1,baseline O1")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(self.result()["ratios"]["semitone O1"]["baseline O1"]["median"], 1)
+        self.assertNotIn("baseline O1", self.result()["ratios"])
+        without = self.pretend("--rounds", 1, contenders="semitone O1,baseline O1")
+        self.assertEqual(without.returncode, 2)
+        self.assertIn("unknown: baseline O1", without.stderr)
+
     def test_who_cannot_start_is_left_out_with_the_reason(self):
         done = self.pretend("--rounds", 1, BROKEN="bf16")
         self.assertEqual(done.returncode, 0, done.stderr)
