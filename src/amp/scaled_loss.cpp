@@ -509,6 +509,7 @@ void MixedPrecision::Impl::look_at_parameters(const char* caller) {
 }
 
 void MixedPrecision::Impl::hide_gradients(const Model* model) {
+  if (models.size() == 1) model = nullptr;  // entries() allocates a name for each tensor
   std::unordered_set<const c10::TensorImpl*> of_model;
   for (PerOptimizer& known : optimizers) {
     if (!known.masters.has_value() || !known.masters->shows_gradients()) continue;
