@@ -47,7 +47,7 @@ def source_of(root: pathlib.Path) -> str:
                 body.append(placed)
         if body:
             name = "page_" + re.sub(r"\W", "_", page.stem.lower())
-            functions.append(f"static void {name}() {{\n" + "{\n".join(body) + "}" * len(body) + "\n")
+            functions.append(f"void {name}() {{\n" + "{\n".join(body) + "}" * len(body) + "\n")
     head = ['#include "tests/docs/context.h"', *includes]
     return "\n".join([*head, "namespace semitone::docs {", *definitions, *functions, "}  // namespace semitone::docs\n"])
 

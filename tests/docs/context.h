@@ -49,3 +49,11 @@ extern std::vector<at::Tensor> masters, model_parameters;
 extern const double scale;
 
 }  // namespace semitone::docs
+
+// A page shows results that its next block does not use, declares the same names again in the next
+// block, and defines functions that no header declares.
+#pragma GCC diagnostic ignored "-Wunused"
+#pragma GCC diagnostic ignored "-Wunused-variable"
+#pragma GCC diagnostic ignored "-Wunused-but-set-variable"
+#pragma GCC diagnostic ignored "-Wshadow"
+#pragma GCC diagnostic ignored "-Wmissing-declarations"
