@@ -285,7 +285,7 @@ class Kernel final : public c10::OperatorKernel {
     const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
-        if (device_ == c10::DeviceType::CPU && has_sparse(arguments)) {
+        if (product_.has_value() && device_ == c10::DeviceType::CPU && has_sparse(arguments)) {
           run_in_fp32(op, keys, stack, arguments, cast, fast);
           return;
         }

@@ -1160,7 +1160,7 @@ TEST(MixedPrecision, AnEpsThatFloat16RoundsToZeroIsWarnedAboutOnce) {
   };
   EXPECT_THAT(
       log_with(adam(1e-8), "O3", 1),
-      testing::AllOf(HasSubstr("Adam's eps 1e-08 is 0 in float16"), HasSubstr("or take O2")));
+      testing::AllOf(HasSubstr("Adam's eps 1e-08 is 0 in float16"), HasSubstr("or use O2")));
   EXPECT_EQ(log_with(adam(1e-8), "O3", 0), "");
   EXPECT_EQ(log_with(adam(6e-5), "O3", 1), "");
   EXPECT_EQ(log_with(adam(1e-8), "O2", 1), "");
