@@ -9,14 +9,24 @@
 
 namespace semitone::launch {
 
-Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
-                 Channel& channel, OutputRelay& relay, Guardian& guardian)
-    : interrupt_(interrupt), channel_(channel), group_(options, assignment, relay, guardian) {
-  // It was meant for earlier processes: the new ones have no handler for it yet.
-  while (const int signal = interrupt_.take_forwarded())
+namespace {
+
+// Signals that arrived before the processes of an attempt start were meant for earlier ones. To be
+// called before the start: a later signal is for the new processes.
+Interrupt& without_earlier_signals(Interrupt& interrupt) {
+  while (const int signal = interrupt.take_forwarded())
     log()->warn("{} arrived while no process was running: not forwarded",
                 ExitStatus{0, signal}.to_string());
+  return interrupt;
 }
+
+}  // namespace
+
+Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
+                 Channel& channel, OutputRelay& relay, Guardian& guardian)
+    : interrupt_(without_earlier_signals(interrupt)),
+      channel_(channel),
+      group_(options, assignment, relay, guardian) {}
 
 Verdict Attempt::run() {
   while (!verdict_.has_value() || !group_.is_gone()) {

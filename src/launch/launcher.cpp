@@ -86,7 +86,7 @@ void Launcher::Impl::announce(const Assignment& assignment) const {
   if (assignment.attempt == 0) {
     if (const int threads = threads_of_each(options_); threads > 0) {
       log()->info(
-          "OMP_NUM_THREADS={} for each of {} processeson {} cores; set the variable to override",
+          "OMP_NUM_THREADS={} for each of {} processes on {} cores; set the variable to override",
           threads, count, usable_cores());
     }
   }

@@ -276,7 +276,7 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
       semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2"}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: requested",
-                           "memory        nhwc: chosen", "400 training and 100 test images",
+                           "memory        nhwc: default", "400 training and 100 test images",
                            "sgd lr 0.05 momentum 0.9, cosine, seed 0",
                            "level  dtype      accuracy     loss  images/s  ms/step  speed     time "
                            "      RSS   tensors  skipped  loss scale",
