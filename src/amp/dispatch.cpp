@@ -8,6 +8,7 @@
 #include "src/amp/emulation.h"
 #include "src/amp/fast_kernels.h"
 #include "src/amp/op_names.h"
+#include "src/amp/presets/presets.h"
 #include "src/amp/regions.h"
 #include "src/nn/plain.h"
 
@@ -50,75 +51,23 @@ constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precis
 constexpr std::array<std::string_view, 9> kWidensMixed{
     "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
     "index_put", "scatter_add", "vdot"};
-// Operators that LibTorch has no CPU kernels of in 16 bits, or (matrix_exp in LibTorch 2.11) wrong
-// ones: in a model with 16-bit weights they compute, and return, fp32.
-constexpr std::array<std::string_view, 67> kLack16Bits{"avg_pool3d",
-                                                       "cdist",
-                                                       "cholesky",
-                                                       "cholesky_inverse",
-                                                       "cholesky_solve",
-                                                       "complex",
-                                                       "ctc_loss",
+// In a model with 16-bit weights these compute, and return, fp32, as do those of
+// presets::without_16bit_kernels(): LibTorch's CPU has no 16-bit kernels of them either, or
+// (matrix_exp in LibTorch 2.11) wrong ones.
+constexpr std::array<std::string_view, 14> kLack16Bits{"complex",
                                                        "det",
-                                                       "fft_fft",
-                                                       "fft_fft2",
-                                                       "fft_fftn",
-                                                       "fft_hfft",
-                                                       "fft_ifft",
-                                                       "fft_ifft2",
-                                                       "fft_ifftn",
-                                                       "fft_ihfft",
-                                                       "fft_irfft",
-                                                       "fft_irfft2",
-                                                       "fft_irfftn",
-                                                       "fft_rfft",
-                                                       "fft_rfft2",
-                                                       "fft_rfftn",
-                                                       "geqrf",
-                                                       "inverse",
                                                        "istft",
-                                                       "linalg_cholesky",
-                                                       "linalg_cholesky_ex",
-                                                       "linalg_cond",
                                                        "linalg_det",
-                                                       "linalg_eig",
-                                                       "linalg_eigh",
-                                                       "linalg_eigvals",
-                                                       "linalg_eigvalsh",
-                                                       "linalg_householder_product",
-                                                       "linalg_inv",
-                                                       "linalg_inv_ex",
-                                                       "linalg_lstsq",
                                                        "linalg_lu",
                                                        "linalg_lu_factor",
                                                        "linalg_lu_solve",
                                                        "linalg_matrix_exp",
-                                                       "linalg_matrix_rank",
                                                        "linalg_pinv",
-                                                       "linalg_qr",
                                                        "linalg_slogdet",
-                                                       "linalg_solve",
                                                        "linalg_solve_triangular",
-                                                       "linalg_svd",
-                                                       "linalg_svdvals",
-                                                       "linalg_tensorinv",
-                                                       "linalg_tensorsolve",
                                                        "logdet",
                                                        "matrix_exp",
-                                                       "multi_margin_loss",
-                                                       "multilabel_margin_loss",
-                                                       "nanquantile",
-                                                       "pdist",
-                                                       "pinverse",
-                                                       "polar",
-                                                       "qr",
-                                                       "quantile",
-                                                       "slogdet",
-                                                       "stft",
-                                                       "svd",
-                                                       "trace",
-                                                       "triangular_solve",
-                                                       "view_as_complex"};
+                                                       "slogdet"};
 // Operators that check for a single dtype before they reach the matrix products inside them.
 // (lstm.input and lstm.data; gru_cell; …)
 constexpr std::array<std::string_view, 8> kRecurrent{"gru",       "gru_cell",     "lstm",
@@ -127,8 +76,7 @@ constexpr std::array<std::string_view, 8> kRecurrent{"gru",       "gru_cell",   
 // Operators that accept 16-bit arguments with fp32 weights, but not fp32 with 16-bit weights.
 constexpr std::array<std::string_view, 2> kRowNorms{"layer_norm", "rms_norm"};
 
-template <std::size_t size>
-bool is_one_of(std::string_view op, const std::array<std::string_view, size>& names) {
+bool is_one_of(std::string_view op, std::span<const std::string_view> names) {
   return std::any_of(names.begin(), names.end(), [op](std::string_view name) {
     return op.starts_with(name) && (op.size() == name.size() || op[name.size()] == '.');
   });
@@ -229,7 +177,8 @@ class Kernel final : public c10::OperatorKernel {
         is_bmm_(name_ == "bmm"),
         product_(matrix_product(op)),
         widens_mixed_(is_aten_ && is_one_of(name_, kWidensMixed)),
-        lacks_16bit_(is_aten_ && is_one_of(name_, kLack16Bits)),
+        lacks_16bit_(is_aten_ && (is_one_of(name_, kLack16Bits) ||
+                                  is_one_of(name_, presets::without_16bit_kernels()))),
         is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
         is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
         fast_(find_fast_kernel(name_)) {
@@ -285,7 +234,7 @@ class Kernel final : public c10::OperatorKernel {
     const FastKernel* const fast = policy.uses_fast_kernel(id_) ? fast_ : nullptr;
     switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
       case CastAction::lower: {
-        if (product_.has_value() && device_ == c10::DeviceType::CPU && has_sparse(arguments)) {
+        if (multiplies_sparse(arguments)) {
           run_in_fp32(op, keys, stack, arguments, cast, fast);
           return;
         }
@@ -343,16 +292,16 @@ class Kernel final : public c10::OperatorKernel {
     run_without_casts(op, keys, stack);
   }
 
+  bool multiplies_sparse(Arguments arguments) const {
+    return product_.has_value() && device_ == c10::DeviceType::CPU && has_sparse(arguments);
+  }
+
   // This operator is not cast, but those inside it may be.
   void run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                   Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
                   const FastKernel* fast) const {
     if ((is_recurrent_ || is_row_norm_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
-    const bool in_fp32 =
-        policy.lowers_mixed() &&
-        (lacks_16bit_ ||
-         (product_.has_value() && device_ == c10::DeviceType::CPU && has_sparse(arguments)));
-    if (in_fp32) {
+    if (policy.lowers_mixed() && (lacks_16bit_ || multiplies_sparse(arguments))) {
       run_in_fp32(op, keys, stack, arguments, cast, fast);
       return;
     }
@@ -627,6 +576,7 @@ std::vector<c10::OperatorHandle> operators_of_16bit_models() {
   };
   for (const std::string_view name : kWidensMixed) add(name);
   for (const std::string_view name : kLack16Bits) add(name);
+  for (const std::string_view name : presets::without_16bit_kernels()) add(name);
   return operators;
 }
 

@@ -783,6 +783,22 @@ TEST(MixedPrecision, APolicyForAnotherDeviceTakesTheRowsOfTheModels) {
       near(mixed.forward(model, x), model->forward(x), reduction_tolerance(torch::kBFloat16, 27)));
 }
 
+// run(level, dtype) trains a step and returns tensors, which must be those of O0.
+template <typename Run>
+void expect_results_of_o0(const Run& run, std::initializer_list<const char*> levels) {
+  const std::vector<torch::Tensor> want = run("O0", torch::kBFloat16);
+  for (const auto dtype : kDtypes) {
+    for (const char* level : levels) {
+      SCOPED_TRACE(level + (" " + dtype_name(dtype)));
+      const std::vector<torch::Tensor> got = run(level, dtype);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        const double error = ((got[i] - want[i]).norm() / want[i].norm()).item<double>();
+        EXPECT_LT(error, dtype == torch::kHalf ? 5e-3 : 4e-2) << "result " << i;
+      }
+    }
+  }
+}
+
 // Tensors that forward itself creates are fp32, while the weights are not.
 TEST(MixedPrecision, ForwardMayMakeFp32TensorsOfItsOwnAtO2) {
   struct Maker : torch::nn::Module {
@@ -833,17 +849,7 @@ TEST(MixedPrecision, ForwardMayMakeFp32TensorsOfItsOwnAtO2) {
     EXPECT_EQ(mixed.step(optimizer), Step::stepped);
     return results;
   };
-  const auto want = run("O0", torch::kBFloat16);
-  for (const auto dtype : kDtypes) {
-    for (const char* level : {"O1", "O2"}) {
-      SCOPED_TRACE(level + (" " + dtype_name(dtype)));
-      const auto got = run(level, dtype);
-      for (std::size_t i = 0; i < want.size(); ++i) {
-        const double error = ((got[i] - want[i]).norm() / want[i].norm()).item<double>();
-        EXPECT_LT(error, dtype == torch::kHalf ? 5e-3 : 4e-2) << "result " << i;
-      }
-    }
-  }
+  expect_results_of_o0(run, {"O1", "O2"});
 }
 
 // LibTorch's CPU kernels know fp32 and fp64 only, or are wrong in 16 bits.
@@ -883,17 +889,7 @@ TEST(MixedPrecision, OperatorsWithout16BitKernelsComputeInFp32AtO2) {
     EXPECT_EQ(mixed.step(optimizer), Step::stepped);
     return results;
   };
-  const auto want = run("O0", torch::kBFloat16);
-  for (const auto dtype : kDtypes) {
-    for (const char* level : {"O2", "O3"}) {
-      SCOPED_TRACE(level + (" " + dtype_name(dtype)));
-      const auto got = run(level, dtype);
-      for (std::size_t i = 0; i < want.size(); ++i) {
-        const double error = ((got[i] - want[i]).norm() / want[i].norm()).item<double>();
-        EXPECT_LT(error, dtype == torch::kHalf ? 5e-3 : 4e-2) << "result " << i;
-      }
-    }
-  }
+  expect_results_of_o0(run, {"O2", "O3"});
 }
 
 // A graph's neighbourhoods, as graph networks multiply by them.

@@ -22,6 +22,10 @@ std::span<const Rows> apex();
 std::span<const Rows> paddle_o1();
 std::span<const Rows> paddle_o2();
 
+// The operators of semitone_cpu() that LibTorch's CPU has no 16-bit kernels of, by the names without
+// overload.
+std::span<const std::string_view> without_16bit_kernels();
+
 // The operators that are losses, by the names without overload.
 std::span<const std::string_view> losses();
 
