@@ -43,7 +43,7 @@ using semitone::bench::Timing;
 using Clock = std::chrono::steady_clock;
 using Mlp = torch::nn::Sequential;
 
-constexpr auto kWhere = "bench.ddp_scaling";
+constexpr auto kComponent = "bench.ddp_scaling";
 constexpr double kLr = 0.01;
 constexpr double kMB = 1e6;
 
@@ -138,7 +138,8 @@ void require_means(Training<Model>& shared, Training<Model>& alone, const comm::
       const double size = want.norm().template item<double>();
       if (!(off <= tolerance * size)) {
         throw semitone::Error(
-            kWhere, fmt::format("the mean of the gradients within {} under {}", tolerance, name),
+            kComponent,
+            fmt::format("the mean of the gradients within {} under {}", tolerance, name),
             fmt::format("parameter {} off by {} of {}", i, off, size));
       }
     }
@@ -286,7 +287,7 @@ json measure_link(const comm::Group& group, int rounds) {
     at::Tensor tensor = torch::ones({static_cast<std::int64_t>(bytes / sizeof(float))});
     group.all_reduce(tensor);
     if (!(tensor == static_cast<double>(group.size())).all().item<bool>())
-      throw semitone::Error(kWhere, "the sum of the ranks' ones", "another");
+      throw semitone::Error(kComponent, "the sum of the ranks' ones", "another");
     const int repeats = bytes < 1e6 ? 50 : 1;
     const auto timings =
         semitone::bench::interleave({on_all("all_reduce", group,
@@ -333,7 +334,7 @@ int main(int argc, char** argv) {
   } else if (what == "link") {
     result = measure_link(group, rounds(7));
   } else {
-    throw semitone::Error(kWhere, "resnet, wire or link", "'" + what + "'");
+    throw semitone::Error(kComponent, "resnet, wire or link", "'" + what + "'");
   }
   result["processes"] = group.size();
   if (argc > 3 && group.rank() == 0) std::ofstream(argv[3]) << result.dump(2) << '\n';

@@ -41,7 +41,7 @@ using bench::Sizes;
 using bench::Timing;
 using nlohmann::ordered_json;
 
-constexpr auto kWhere = "bench.kernels";
+constexpr auto kComponent = "bench.kernels";
 
 struct Flags {
   int rounds = 7;
@@ -208,7 +208,7 @@ std::vector<Case> cases_of(const Flags& flags, const Sizes& sizes) {
     return !std::regex_search(name, only);
   });
   if (all.empty()) {
-    throw semitone::Error(kWhere, "--only to match a kernel, its dtype and shape",
+    throw semitone::Error(kComponent, "--only to match a kernel, its dtype and shape",
                           "'" + flags.only + "'", "run without --only to see them");
   }
   return all;
@@ -225,7 +225,7 @@ void keep_memory() {
 }
 
 void run(const Flags& flags) {
-  if (!flags.json.empty()) semitone::require_writable(flags.json, kWhere);
+  if (!flags.json.empty()) semitone::require_writable(flags.json, kComponent);
   keep_memory();
   torch::manual_seed(0);
   const Sizes sizes = flags.small ? Sizes::small() : Sizes::full();
@@ -244,7 +244,7 @@ void run(const Flags& flags) {
       made = of.make();
     } catch (const semitone::Error& error) {
       throw semitone::Error(
-          kWhere,
+          kComponent,
           fmt::format("a right {} of {} {}", of.kernel, semitone::dtype_name(of.dtype), of.shape),
           error.what());
     }
@@ -271,7 +271,7 @@ void run(const Flags& flags) {
                            {"libtorch", semitone::libtorch_version()},
                            {"compiler", semitone::compiler()}}},
                          {"rows", rows}};
-  semitone::write_file(flags.json, all.dump(2) + "\n", kWhere);
+  semitone::write_file(flags.json, all.dump(2) + "\n", kComponent);
 }
 
 // Empty if the text is a valid regular expression.

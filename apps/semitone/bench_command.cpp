@@ -181,7 +181,7 @@ Workload make_workload(const BenchFlags& flags) {
     throw;
   } catch (const Error& error) {
     // The encoder's constructor checks its sizes.
-    if (error.where() == "zoo.encoder") throw UsageError(error);
+    if (error.component() == "zoo.encoder") throw UsageError(error);
     throw;
   }
 }

@@ -67,10 +67,10 @@ CLI::Option& Flags::add(const std::string& name, const std::string& type,
                         const std::string& expected, const std::string& help,
                         const Remedy& remedy) {
   const std::string longest = name.starts_with('-') ? name.substr(name.rfind("--")) : name;
-  const auto checked = [where = where_, wanted = longest + " " + expected, take,
+  const auto checked = [component = component_, wanted = longest + " " + expected, take,
                         remedy](const std::string& text) {
     if (take(text)) return;
-    throw UsageError(where, wanted, "'" + text + "'", remedy ? remedy(text) : "");
+    throw UsageError(component, wanted, "'" + text + "'", remedy ? remedy(text) : "");
   };
   return *command_.add_option_function<std::string>(spellings(name), checked, help)
               ->type_name(type)
@@ -168,7 +168,7 @@ std::string remedy_for_flag(const CLI::App& command, const std::string& flag) {
 }
 
 void set_master(launch::LaunchOptions& options, const std::string& addr, std::int64_t port,
-                const std::string& where) {
+                const std::string& component) {
   std::string host = addr;
   int number = static_cast<int>(port);
   if (options.nnodes().max > 1 && host.empty()) {
@@ -177,7 +177,7 @@ void set_master(launch::LaunchOptions& options, const std::string& addr, std::in
   if (options.nnodes().max > 1 && number == 0) {
     const auto text = env::get(env::kMasterPort);
     if (text.has_value() && (!parse(*text, number) || number < 1 || number > 65535)) {
-      throw UsageError(where, fmt::format("{} from 1 to 65535", env::kMasterPort.name),
+      throw UsageError(component, fmt::format("{} from 1 to 65535", env::kMasterPort.name),
                        "'" + *text + "'");
     }
   }
@@ -187,11 +187,11 @@ void set_master(launch::LaunchOptions& options, const std::string& addr, std::in
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string command = chosen.empty() ? "" : chosen.front()->get_name();
-  const std::string where = command.empty() ? "cli" : "cli." + command;
+  const std::string component = command.empty() ? "cli" : "cli." + command;
   const std::string help = "semitone " + (command.empty() ? "" : command + " ") + "--help";
   const auto unknown = app.remaining(/*recurse=*/true);
   if (!unknown.empty() && !command.empty()) {
-    return {where, "flags of this command", fmt::format("'{}'", fmt::join(unknown, " ")),
+    return {component, "flags of this command", fmt::format("'{}'", fmt::join(unknown, " ")),
             remedy_for_flag(*chosen.front(), unknown.front())};
   }
   if (!unknown.empty()) {
@@ -199,15 +199,15 @@ UsageError usage_error(const CLI::App& app, const CLI::ParseError& error) {
     for (const CLI::App* const known : app.get_subcommands({}))
       commands.push_back(known->get_name());
     const std::string near = did_you_mean(unknown.front(), commands);
-    return {where, "a command", fmt::format("'{}'", fmt::join(unknown, " ")),
+    return {component, "a command", fmt::format("'{}'", fmt::join(unknown, " ")),
             near.empty() ? "see " + help : near};
   }
-  if (command.empty()) return {where, "a command", "none", "see " + help};
+  if (command.empty()) return {component, "a command", "none", "see " + help};
   if (dynamic_cast<const CLI::RequiredError*>(&error) != nullptr) {
     const std::string missing = missing_argument(*chosen.front());
-    if (!missing.empty()) return {where, missing, "none", "see " + help};
+    if (!missing.empty()) return {component, missing, "none", "see " + help};
   }
-  return {where, "a command line as in " + help, error.what()};
+  return {component, "a command line as in " + help, error.what()};
 }
 
 }  // namespace semitone::cli

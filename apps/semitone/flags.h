@@ -25,8 +25,9 @@ class UsageError : public Error {
 // values before that are shown as the defaults.
 class Flags {
  public:
-  // @param where  "cli.train"
-  Flags(CLI::App& command, std::string where) : command_(command), where_(std::move(where)) {}
+  // @param component  "cli.train"
+  Flags(CLI::App& command, std::string component)
+      : command_(command), component_(std::move(component)) {}
 
   // From now on --some-flag is --some_flag too, as in torchrun.
   void accept_underscores();
@@ -68,7 +69,7 @@ class Flags {
   std::string spellings(const std::string& name) const;
 
   CLI::App& command_;
-  std::string where_;
+  std::string component_;
   bool underscores_ = false;
 };
 
@@ -79,7 +80,7 @@ std::string remedy_for_flag(const CLI::App& command, const std::string& flag);
 // MASTER_PORT of the environment complete them, as scripts export these for the processes
 // themselves.
 void set_master(launch::LaunchOptions& options, const std::string& addr, std::int64_t port,
-                const std::string& where);
+                const std::string& component);
 
 // Converts an error of CLI11 to this program's form.
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error);

@@ -34,7 +34,7 @@ std::vector<Row> batch_norm(const Batch& batch, at::ScalarType dtype) {
   Tensors inputs{random(), torch::rand({batch.shape[1]}) + 0.5, torch::randn({batch.shape[1]})};
   if (batch.residual) inputs.push_back(random());
   const auto ours = [relu = batch.relu](const Tensors& of) {
-    return nn::batch_norm(of[0], {.where = "bench.batch_norm",
+    return nn::batch_norm(of[0], {.component = "bench.batch_norm",
                                   .weight = of[1],
                                   .bias = of[2],
                                   .running_mean = {},

@@ -64,7 +64,7 @@ std::optional<at::Tensor> batch_norm(Arguments arguments) {
   if (!arguments[kTraining].toBool() || !is_suitable(input) || input.dim() < 2 ||
       input.numel() <= input.size(1))
     return std::nullopt;
-  const nn::BatchNorm layer{.where = "batch_norm",
+  const nn::BatchNorm layer{.component = "batch_norm",
                             .weight = tensor_or_none(arguments[kWeight]),
                             .bias = tensor_or_none(arguments[kBias]),
                             .running_mean = tensor_or_none(arguments[kRunningMean]),

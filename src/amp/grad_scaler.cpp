@@ -136,11 +136,11 @@ void GradScaler::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void GradScaler::load(torch::serialize::InputArchive& archive) {
-  constexpr auto kWhere = "amp.grad_scaler.load";
-  const bool was_enabled = read_value<bool>(archive, "enabled", kWhere);
+  constexpr auto kComponent = "amp.grad_scaler.load";
+  const bool was_enabled = read_value<bool>(archive, "enabled", kComponent);
   if (!enabled_) return;
   if (!was_enabled) {
-    throw FileError(kWhere, "the state of an enabled scaler", "that of a disabled one",
+    throw FileError(kComponent, "the state of an enabled scaler", "that of a disabled one",
                     "construct the scaler with enabled = false, or do not load its state");
   }
   scaler_.load(archive);

@@ -131,14 +131,16 @@ void LossScaler::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void LossScaler::load(torch::serialize::InputArchive& archive) {
-  static constexpr auto kWhere = "amp.loss_scaler.load";
-  const auto real = [&](const char* key) { return read_value<double>(archive, key, kWhere); };
+  static constexpr auto kComponent = "amp.loss_scaler.load";
+  const auto real = [&](const char* key) { return read_value<double>(archive, key, kComponent); };
   const auto integer = [&](const char* key) {
-    return read_value<std::int64_t>(archive, key, kWhere);
+    return read_value<std::int64_t>(archive, key, kComponent);
   };
-  const auto text = [&](const char* key) { return read_value<std::string>(archive, key, kWhere); };
+  const auto text = [&](const char* key) {
+    return read_value<std::string>(archive, key, kComponent);
+  };
   const auto require = [](bool holds, const char* expected, auto got) {
-    if (!holds) throw FileError(kWhere, expected, fmt::format("{}", got));
+    if (!holds) throw FileError(kComponent, expected, fmt::format("{}", got));
   };
   const auto counter = [&](const char* key) {
     const std::int64_t value = integer(key);
@@ -167,14 +169,14 @@ void LossScaler::load(torch::serialize::InputArchive& archive) {
         .max_scale(real("max_scale"))
         .hysteresis(integer("hysteresis"))
         .overflow_count(static_cast<OverflowCount>(overflow_count))
-        .dynamic(read_value<bool>(archive, "dynamic", kWhere))
+        .dynamic(read_value<bool>(archive, "dynamic", kComponent))
         .max_consecutive_skips(integer("max_consecutive_skips"))
         .scale_dtype(parse_dtype(text("scale_dtype")));
     initial_loss_scale(loaded.options_);  // checks them together
   } catch (const FileError&) {
     throw;
   } catch (const Error& error) {
-    throw FileError(kWhere, "a valid rule", error.what());
+    throw FileError(kComponent, "a valid rule", error.what());
   }
   require(loaded.state_.growth_tracker >= -loaded.options_.growth_delay(),
           "a growth_tracker of at least -growth_delay", loaded.state_.growth_tracker);

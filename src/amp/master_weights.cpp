@@ -583,19 +583,20 @@ void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
 }
 
 std::vector<at::Tensor> MasterWeights::read(torch::serialize::InputArchive& archive) {
-  constexpr auto kWhere = "amp.master_weights.load";
+  constexpr auto kComponent = "amp.master_weights.load";
   adopt({});
-  const auto size = read_value<std::int64_t>(archive, "size", kWhere);
+  const auto size = read_value<std::int64_t>(archive, "size", kComponent);
   if (size != static_cast<std::int64_t>(pairs_.size())) {
-    throw FileError(kWhere, std::to_string(pairs_.size()) + " master weights", std::to_string(size),
+    throw FileError(kComponent, std::to_string(pairs_.size()) + " master weights",
+                    std::to_string(size),
                     "was it saved from the same model and optimizer, at the same opt level, with "
                     "the same layers frozen?");
   }
   std::vector<at::Tensor> values;
   for_each_place([&](const std::string& key, const Pair& pair) {
-    values.push_back(read_value<at::Tensor>(archive, key, kWhere));
+    values.push_back(read_value<at::Tensor>(archive, key, kComponent));
     if (values.back().sizes() != pair.master.sizes()) {
-      throw FileError(kWhere, c10::str("a master weight of shape ", pair.master.sizes()),
+      throw FileError(kComponent, c10::str("a master weight of shape ", pair.master.sizes()),
                       c10::str(values.back().sizes(), " at ", key),
                       "was it saved from the same model?");
     }

@@ -168,21 +168,21 @@ std::unordered_map<std::string, at::Tensor> saved_tensors(const Model& model,
 }  // namespace
 
 void MixedPrecision::load_model(const Model& model, const std::string& path) {
-  constexpr auto kWhere = "amp.mixed_precision.load_model";
+  constexpr auto kComponent = "amp.mixed_precision.load_model";
   const StateMode mode(impl().inference_tensors);
   auto fp32 = fp32_weights(model);
   std::unordered_map<std::string, at::Tensor> values;
   try {
     values = saved_tensors(model, path);
   } catch (const std::exception& error) {
-    throw FileError(kWhere, "a saved model in '" + path + "'", reason(error));
+    throw FileError(kComponent, "a saved model in '" + path + "'", reason(error));
   }
   const auto entries = model.entries();
   for (const Model::Entry& entry : entries) {
     const std::string what = "'" + entry.name + "' " + c10::str(entry.tensor.sizes());
     const auto value = values.find(entry.name);
     if (value == values.end() || value->second.sizes() != entry.tensor.sizes()) {
-      throw FileError(kWhere, what + " in '" + path + "'",
+      throw FileError(kComponent, what + " in '" + path + "'",
                       value == values.end() ? "none" : c10::str(value->second.sizes()),
                       "was it saved from the same model?");
     }
@@ -223,23 +223,23 @@ void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void MixedPrecision::load(torch::serialize::InputArchive& archive) {
-  constexpr auto kWhere = "amp.mixed_precision.load";
+  constexpr auto kComponent = "amp.mixed_precision.load";
   const Properties& properties = impl().properties;
   const auto must_be = [&](const std::string& what, const std::string& here,
                            const std::string& saved) {
     if (here != saved)
-      throw FileError(kWhere, what + " " + here, saved,
+      throw FileError(kComponent, what + " " + here, saved,
                       "call initialize with the options of the saved run");
   };
   must_be("opt level", std::string(name_of(properties.opt_level)),
-          read_value<std::string>(archive, "opt_level", kWhere));
+          read_value<std::string>(archive, "opt_level", kComponent));
   if (properties.cast_model_type.has_value() || properties.patch_torch_functions) {
     must_be("dtype", dtype_name(properties.dtype),
-            read_value<std::string>(archive, "dtype", kWhere));
+            read_value<std::string>(archive, "dtype", kComponent));
   }
   const auto must_be_as_many = [&](const std::string& what, std::size_t here) {
     must_be("number of " + what, std::to_string(here),
-            std::to_string(read_value<std::int64_t>(archive, what, kWhere)));
+            std::to_string(read_value<std::int64_t>(archive, what, kComponent)));
   };
   must_be_as_many("models", impl().models.size());
   must_be_as_many("losses", impl().scalers.size());
@@ -247,7 +247,7 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   const auto part = [&](const std::string& key) {
     torch::serialize::InputArchive inner;
     if (!archive.try_read(key, inner))
-      throw FileError(kWhere, "'" + key + "' in the archive", "none", "is the file complete?");
+      throw FileError(kComponent, "'" + key + "' in the archive", "none", "is the file complete?");
     return inner;
   };
   // Everything is read before anything is changed.

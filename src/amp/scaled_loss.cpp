@@ -120,24 +120,24 @@ struct ScaledLoss::Work {
 };
 
 void ScaledLoss::Work::check() const {
-  constexpr auto kWhere = "amp.mixed_precision.scale_loss";
+  constexpr auto kComponent = "amp.mixed_precision.scale_loss";
   for (const PerOptimizer* known : concerned()) {
     if (!known->scaled.has_value()) continue;
     const auto& scaled = *known->scaled;
     if (scaled.open) {
-      throw Error(kWhere, "one loss at a time in backward for an optimizer",
+      throw Error(kComponent, "one loss at a time in backward for an optimizer",
                   "a second one while the first is not finished",
                   "call finish() after your own backward through value()");
     }
     if (scaled.loss_id != loss_id) {
-      throw Error(kWhere,
+      throw Error(kComponent,
                   "loss_id " + std::to_string(scaled.loss_id) +
                       ", with which the optimizer's gradients are scaled",
                   std::to_string(loss_id),
                   "finish the delayed loss first: call it once with delay_unscale = false");
     }
     if (scaled.inverse != inverse) {
-      throw Error(kWhere, "the loss scale that the delayed gradients have", "another one",
+      throw Error(kComponent, "the loss scale that the delayed gradients have", "another one",
                   "a step with the same loss_id changed it: use separate loss_ids");
     }
   }

@@ -45,12 +45,12 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
 }
 
 void check_dense(const Group& group, const at::Tensor& tensor, const std::string& collective) {
-  const std::string where = "comm." + collective;
-  if (!tensor.defined()) throw Error(where, "a tensor", "an undefined one");
-  if (tensor.layout() != at::kStrided) throw Error(where, "a dense tensor", "a sparse one");
+  const std::string component = "comm." + collective;
+  if (!tensor.defined()) throw Error(component, "a tensor", "an undefined one");
+  if (tensor.layout() != at::kStrided) throw Error(component, "a dense tensor", "a sparse one");
   const c10::Device served = group.device();
   if (group.size() == 1 || tensor.device().type() == served.type()) return;
-  throw Error(where,
+  throw Error(component,
               fmt::format("a tensor on {}, as the backend {} takes", served.str(), group.backend()),
               "one on " + tensor.device().str(),
               fmt::format("move it, or call comm::init with backend(\"{}\")",

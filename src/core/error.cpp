@@ -3,10 +3,10 @@
 namespace semitone {
 namespace {
 
-std::string message(std::string_view where, std::string_view expected, std::string_view got,
+std::string message(std::string_view component, std::string_view expected, std::string_view got,
                     std::string_view remedy) {
   std::string text;
-  text.append("[").append(where).append("] expected ").append(expected);
+  text.append("[").append(component).append("] expected ").append(expected);
   text.append(", got ").append(got);
   if (!remedy.empty()) text.append(" — ").append(remedy);
   return text;
@@ -14,8 +14,8 @@ std::string message(std::string_view where, std::string_view expected, std::stri
 
 }  // namespace
 
-Error::Error(std::string_view where, std::string_view expected, std::string_view got,
+Error::Error(std::string_view component, std::string_view expected, std::string_view got,
              std::string_view remedy)
-    : std::runtime_error(message(where, expected, got, remedy)), where_(where) {}
+    : std::runtime_error(message(component, expected, got, remedy)), component_(component) {}
 
 }  // namespace semitone

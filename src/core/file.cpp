@@ -68,40 +68,40 @@ mode_t mode_for(const Target& target) {
   return 0666 & ~mask;
 }
 
-[[noreturn]] void fail(std::string_view where, const fs::path& path, int reason) {
-  throw FileError(where, "to write '" + path.string() + "'", reason_of(reason));
+[[noreturn]] void fail(std::string_view component, const fs::path& path, int reason) {
+  throw FileError(component, "to write '" + path.string() + "'", reason_of(reason));
 }
 
 }  // namespace
 
-void write_file(const fs::path& path, std::string_view content, std::string_view where) {
+void write_file(const fs::path& path, std::string_view content, std::string_view component) {
   const Target target = target_of(path);
   if (!target.replace) {
     Descriptor file(::open(target.path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
-    if (!file.is_open() || !write_all(file, content) || !file.close()) fail(where, path, errno);
+    if (!file.is_open() || !write_all(file, content) || !file.close()) fail(component, path, errno);
     return;
   }
   Partial partial(target);
-  if (!partial.file.is_open()) fail(where, path, errno);
+  if (!partial.file.is_open()) fail(component, path, errno);
   if (!write_all(partial.file, content) || ::fchmod(partial.file.number(), mode_for(target)) != 0 ||
       ::fsync(partial.file.number()) != 0 || !partial.file.close() ||
       ::rename(partial.path.c_str(), target.path.c_str()) != 0) {
     const int reason = errno;
     ::unlink(partial.path.c_str());
-    fail(where, path, reason);
+    fail(component, path, reason);
   }
 }
 
-void require_writable(const fs::path& path, std::string_view where) {
+void require_writable(const fs::path& path, std::string_view component) {
   const Target target = target_of(path);
   if (!target.replace) {
-    if (::access(target.path.c_str(), W_OK) != 0) fail(where, path, errno);
+    if (::access(target.path.c_str(), W_OK) != 0) fail(component, path, errno);
     std::error_code ignored;
-    if (fs::is_directory(target.path, ignored)) fail(where, path, EISDIR);
+    if (fs::is_directory(target.path, ignored)) fail(component, path, EISDIR);
     return;
   }
   const Partial partial(target);
-  if (!partial.file.is_open()) fail(where, path, errno);
+  if (!partial.file.is_open()) fail(component, path, errno);
   ::unlink(partial.path.c_str());
 }
 

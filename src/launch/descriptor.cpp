@@ -12,7 +12,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.process";
+constexpr auto kComponent = "launch.process";
 
 }  // namespace
 
@@ -20,14 +20,15 @@ constexpr auto kWhere = "launch.process";
 Descriptor above_standard_streams(Descriptor descriptor) {
   if (!descriptor.is_open() || descriptor.number() > STDERR_FILENO) return descriptor;
   Descriptor copy(::fcntl(descriptor.number(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  if (!copy.is_open()) throw Error(kWhere, "a file descriptor from the system", reason_of(errno));
+  if (!copy.is_open())
+    throw Error(kComponent, "a file descriptor from the system", reason_of(errno));
   return copy;
 }
 
 Pipe make_pipe() {
   std::array<int, 2> ends{};
   if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
-    throw Error(kWhere, "a pipe from the system", reason_of(errno), "raise 'ulimit -n'");
+    throw Error(kComponent, "a pipe from the system", reason_of(errno), "raise 'ulimit -n'");
   }
   Descriptor read(ends[0]);
   Descriptor write(ends[1]);
@@ -36,7 +37,7 @@ Pipe make_pipe() {
 
 Descriptor open_null(int flags) {
   Descriptor null(::open("/dev/null", flags | O_CLOEXEC));
-  if (!null.is_open()) throw Error(kWhere, "to open /dev/null", reason_of(errno));
+  if (!null.is_open()) throw Error(kComponent, "to open /dev/null", reason_of(errno));
   return above_standard_streams(std::move(null));
 }
 

@@ -19,7 +19,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.launcher";
+constexpr auto kComponent = "launch.launcher";
 
 void close_from(int first, int last) {
   if (first <= last)
@@ -61,7 +61,7 @@ Guardian::Guardian(int most) {
   auto [ours, theirs] = socket_pair();
   id_ = ::fork();
   if (id_ == 0) watch(theirs.number(), groups);
-  if (id_ < 0) throw Error(kWhere, "another process from the system", reason_of(errno));
+  if (id_ < 0) throw Error(kComponent, "another process from the system", reason_of(errno));
   words_ = std::move(ours);
 }
 

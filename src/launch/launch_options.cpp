@@ -13,7 +13,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.options";
+constexpr auto kComponent = "launch.options";
 constexpr int kMostProcesses = 4096;
 constexpr int kMostNodes = 1 << 16;
 
@@ -32,7 +32,7 @@ std::optional<Streams> streams(std::string_view text) {
 
 void require(bool right, std::string_view expected, std::string_view got,
              std::string_view remedy = {}) {
-  if (!right) throw Error(kWhere, expected, got, remedy);
+  if (!right) throw Error(kComponent, expected, got, remedy);
 }
 
 void require_duration(std::string_view name, LaunchOptions::Seconds value, double least) {
@@ -98,7 +98,8 @@ std::string Endpoint::to_string() const {
 
 Endpoint Endpoint::parse(std::string_view text) {
   const auto wrong = [&] {
-    return Error(kWhere, "an endpoint as in node0:29400 or [::1]:29400", fmt::format("'{}'", text));
+    return Error(kComponent, "an endpoint as in node0:29400 or [::1]:29400",
+                 fmt::format("'{}'", text));
   };
   Endpoint result;
   std::string_view rest = text;

@@ -14,14 +14,14 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.logs";
+constexpr auto kComponent = "launch.logs";
 constexpr std::streamoff kMostBytes = 1 << 16;
 
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error)
-    throw FileError(kWhere, fmt::format("to make the folder '{}'", folder.string()),
+    throw FileError(kComponent, fmt::format("to make the folder '{}'", folder.string()),
                     error.message(), "choose another --log-dir");
 }
 
@@ -30,7 +30,7 @@ void make_folder(const std::filesystem::path& folder) {
 void require_log_dir(const std::filesystem::path& folder) {
   make_folder(folder);
   if (::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw FileError(kWhere, fmt::format("to write in the folder '{}'", folder.string()),
+    throw FileError(kComponent, fmt::format("to write in the folder '{}'", folder.string()),
                     reason_of(errno), "choose another --log-dir");
 }
 
@@ -49,7 +49,7 @@ Descriptor open_log(const std::filesystem::path& file) {
   make_folder(file.parent_path());
   Descriptor result(::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!result.is_open())
-    throw FileError(kWhere, fmt::format("to write '{}'", file.string()), reason_of(errno));
+    throw FileError(kComponent, fmt::format("to write '{}'", file.string()), reason_of(errno));
   return above_standard_streams(std::move(result));
 }
 

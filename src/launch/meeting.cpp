@@ -16,7 +16,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.rendezvous";
+constexpr auto kComponent = "launch.rendezvous";
 constexpr int kDefaultMasterPort = 29500;
 constexpr auto kAttempt = std::chrono::seconds(1);
 constexpr auto kPause = std::chrono::milliseconds(250);
@@ -34,7 +34,7 @@ std::string made_up_id() {
 }
 
 [[noreturn]] void cannot_listen(const Endpoint& endpoint, const Opened& opened) {
-  throw Error(kWhere, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
+  throw Error(kComponent, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
               opened.error == EADDRINUSE      ? "another job uses the port: choose another"
               : opened.error == EADDRNOTAVAIL ? "node 0 must run on the machine with this address"
                                               : "");
@@ -43,7 +43,7 @@ std::string made_up_id() {
 void require_free(int port) {
   std::string problem;
   if (is_port_free(port, problem)) return;
-  throw Error(kWhere, fmt::format("master-port {} to be free", port), problem,
+  throw Error(kComponent, fmt::format("master-port {} to be free", port), problem,
               "choose another port, or 0 for a free one");
 }
 
@@ -98,7 +98,7 @@ void Meeting::meet_at_endpoint() {
              opened.error != EHOSTUNREACH) {
     cannot_listen(endpoint_, opened);
   } else if (opened.unknown) {
-    throw Error(kWhere, "the name of a machine in rdzv-endpoint", opened.problem);
+    throw Error(kComponent, "the name of a machine in rdzv-endpoint", opened.problem);
   }
   // Otherwise the address is another machine's, or another launcher of this machine uses it.
 }
@@ -152,7 +152,7 @@ bool Meeting::connect(const Interrupt& interrupt) {
       channel_->send(request());
       return true;
     } else if (opened.unknown) {
-      throw Error(kWhere, "the name of a machine to meet at", opened.problem);
+      throw Error(kComponent, "the name of a machine to meet at", opened.problem);
     } else {
       require_time(opened.problem);
     }
@@ -163,7 +163,7 @@ bool Meeting::connect(const Interrupt& interrupt) {
 // Error if no time is left to find node 0.
 void Meeting::require_time(const std::string& problem) const {
   if (Clock::now() < deadline_) return;
-  throw Error(kWhere,
+  throw Error(kComponent,
               fmt::format("node 0's launcher to answer at {} within {:.3g} s",
                           endpoint_.to_string(), options_.join_timeout().count()),
               problem, "was it started? Is this the address of its machine, and the port open?");
@@ -194,7 +194,7 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
       return Verdict{Verdict::Kind::lost, std::nullopt, "node 0 is lost: " + channel_->problem()};
     }
     if (channel_->state() != Channel::State::closed) {
-      throw Error(kWhere, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
+      throw Error(kComponent, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
                   channel_->problem(), "does the port belong to another program?");
     }
     // Node 0 may not have started yet, or may be restarting.
@@ -221,7 +221,7 @@ std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
     const auto* const verdict = std::get_if<Verdict>(&*message);
     if (verdict == nullptr) continue;
     if (verdict->kind != Verdict::Kind::refused) return *verdict;
-    throw Error(kWhere, fmt::format("to join the job at {}", endpoint_.to_string()),
+    throw Error(kComponent, fmt::format("to join the job at {}", endpoint_.to_string()),
                 "refused: " + verdict->reason);
   }
   return std::nullopt;
@@ -232,7 +232,7 @@ std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
 void Meeting::require_sound(const Assignment& given) const {
   const auto require = [&](bool right, const std::string& expected, const std::string& got) {
     if (right) return;
-    throw Error(kWhere,
+    throw Error(kComponent,
                 fmt::format("{} from node 0's launcher at {}", expected, endpoint_.to_string()),
                 got, "is it a launcher of this job?");
   };

@@ -16,7 +16,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.output";
+constexpr auto kComponent = "launch.output";
 constexpr int kLastLines = 20;
 // Enough for 20 lines; a line without an end is cut at this length.
 constexpr std::size_t kMostBytes = 1 << 16;
@@ -26,7 +26,7 @@ constexpr std::size_t kPiece = 4096;
 
 Descriptor make_event() {
   Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event.is_open()) throw Error(kWhere, "an event from the system", reason_of(errno));
+  if (!event.is_open()) throw Error(kComponent, "an event from the system", reason_of(errno));
   return above_standard_streams(std::move(event));
 }
 

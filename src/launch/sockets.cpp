@@ -19,7 +19,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kWhere = "launch.rendezvous";
+constexpr auto kComponent = "launch.rendezvous";
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
@@ -172,7 +172,7 @@ Descriptor accept_from(const Descriptor& listener) {
 std::pair<Descriptor, Descriptor> socket_pair() {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0)
-    throw Error(kWhere, "a pair of sockets from the system", reason_of(errno));
+    throw Error(kComponent, "a pair of sockets from the system", reason_of(errno));
   Descriptor first(ends[0]);
   Descriptor second(ends[1]);
   return {above_standard_streams(std::move(first)), above_standard_streams(std::move(second))};
@@ -204,7 +204,7 @@ int free_port() {
     if (!nothing_left && taken_from <= port && port <= taken_to) continue;
     if (is_port_unused(port, problem)) return port;
   }
-  throw Error(kWhere, fmt::format("a free port from {} to {}", kFirst, kLast), problem);
+  throw Error(kComponent, fmt::format("a free port from {} to {}", kFirst, kLast), problem);
 }
 
 bool is_port_free(int port, std::string& problem) {

@@ -37,26 +37,26 @@ struct Statistics {
 
 void check(const at::Tensor& input, const BatchNorm& layer) {
   if (!input.defined() || !input.is_floating_point() || input.layout() != at::kStrided) {
-    throw Error(layer.where, "a dense floating-point input",
+    throw Error(layer.component, "a dense floating-point input",
                 !input.defined() ? "an undefined tensor"
                                  : c10::str(dtype_name(input.scalar_type()), ", ", input.layout()));
   }
   if (input.dim() < 2) {
-    throw Error(layer.where, "an input (N, C, ...)", c10::str("one of shape ", input.sizes()));
+    throw Error(layer.component, "an input (N, C, ...)", c10::str("one of shape ", input.sizes()));
   }
   for (const at::Tensor& tensor :
        {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
     if (tensor.defined() && tensor.device() != input.device()) {
-      throw Error(layer.where, c10::str("parameters and buffers on ", input.device()),
+      throw Error(layer.component, c10::str("parameters and buffers on ", input.device()),
                   c10::str("one on ", tensor.device()), "move layer and input to one device");
     }
     if (tensor.defined() && tensor.numel() != input.size(1)) {
-      throw Error(layer.where, c10::str("an input with ", tensor.numel(), " channels"),
+      throw Error(layer.component, c10::str("an input with ", tensor.numel(), " channels"),
                   c10::str("one of shape ", input.sizes()));
     }
   }
   if (layer.residual.defined() && layer.residual.sizes() != input.sizes()) {
-    throw Error(layer.where, c10::str("a residual of the input's shape ", input.sizes()),
+    throw Error(layer.component, c10::str("a residual of the input's shape ", input.sizes()),
                 c10::str("one of shape ", layer.residual.sizes()));
   }
 }
@@ -201,8 +201,8 @@ Factors factors_of(const at::Tensor& weight, const at::Tensor& invstd,
 // The data that the backward pass needs from a layer.
 struct BatchNormSettings : torch::CustomClassHolder {
   explicit BatchNormSettings(const BatchNorm& layer)
-      : where(layer.where), eps(layer.eps), relu(layer.relu), peers(layer.peers) {}
-  std::string_view where;
+      : component(layer.component), eps(layer.eps), relu(layer.relu), peers(layer.peers) {}
+  std::string_view component;
   double eps;
   bool relu;
   std::shared_ptr<const BatchNormPeers> peers;
@@ -213,8 +213,8 @@ class OnceDifferentiable : public torch::autograd::Function<OnceDifferentiable> 
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gradient, const at::Tensor&,
                             const at::Tensor&, const std::optional<at::Tensor>&,
-                            std::string_view where) {
-    ctx->saved_data["where"] = std::string(where);
+                            std::string_view component) {
+    ctx->saved_data["where"] = std::string(component);
     return gradient.alias();
   }
   [[noreturn]] static variable_list backward(AutogradContext* ctx, const variable_list&) {
@@ -235,7 +235,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const Statistics batch = gather_statistics(input, layer.peers.get());
     if (batch.count.is_cpu() && batch.count.item<double>() == 1) {
-      throw Error(layer.where, "more than 1 value a channel on all ranks together",
+      throw Error(layer.component, "more than 1 value a channel on all ranks together",
                   c10::str("1 (this rank's input has shape ", input.sizes(), ")"),
                   "use larger batches, or evaluation mode");
     }
@@ -270,7 +270,7 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
       for (at::Tensor& gradient : result) {
         if (gradient.defined()) {
           gradient = OnceDifferentiable::apply(gradient, gradients[0], saved[0],
-                                               if_defined(saved[1]), settings.where);
+                                               if_defined(saved[1]), settings.component);
         }
       }
     }

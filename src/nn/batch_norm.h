@@ -25,7 +25,7 @@ class BatchNormPeers {
 
 // The parameters of a batch normalisation. Tensors that a layer does not have are undefined.
 struct BatchNorm {
-  std::string_view where;  // the name in messages: a literal
+  std::string_view component;  // the name in messages: a literal
   at::Tensor weight;
   at::Tensor bias;
   at::Tensor running_mean;  // updated

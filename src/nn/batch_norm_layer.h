@@ -15,9 +15,10 @@
 namespace semitone::nn {
 
 // Error unless the input is (N, features, ...).
-inline void check_channels(std::string_view where, const at::Tensor& input, std::int64_t features) {
+inline void check_channels(std::string_view component, const at::Tensor& input,
+                           std::int64_t features) {
   if (input.dim() < 2 || input.size(1) != features) {
-    throw Error(where, c10::str("an input (N, ", features, ", ...)"),
+    throw Error(component, c10::str("an input (N, ", features, ", ...)"),
                 c10::str("one of shape ", input.sizes()));
   }
 }
@@ -40,8 +41,9 @@ bool uses_batch(const Module& module) {
 
 // Counts the batch, and returns the parameters of its normalisation.
 template <typename Module>
-BatchNorm layer_of(Module& module, std::string_view where, const at::Tensor& residual, bool relu) {
-  return {.where = where,
+BatchNorm layer_of(Module& module, std::string_view component, const at::Tensor& residual,
+                   bool relu) {
+  return {.component = component,
           .weight = module.weight,
           .bias = module.bias,
           .running_mean = module.running_mean,

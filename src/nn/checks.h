@@ -8,11 +8,11 @@
 namespace semitone::nn {
 
 // Error unless it is a dense floating-point tensor.
-void check_input(std::string_view where, const at::Tensor& input);
+void check_input(std::string_view component, const at::Tensor& input);
 
 // Error unless the tensor is undefined, or of that shape, on the input's device and of a floating
 // dtype that is not wider than the computation: fp64 for an fp64 input, else fp32.
-void check_values(std::string_view where, std::string_view name, const at::Tensor& values,
+void check_values(std::string_view component, std::string_view name, const at::Tensor& values,
                   const at::Tensor& input, at::IntArrayRef shape);
 
 }  // namespace semitone::nn

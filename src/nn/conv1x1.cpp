@@ -114,15 +114,15 @@ bool fits_conv1x1(const at::Tensor& input, const at::Tensor& weight, const at::T
 
 at::Tensor conv1x1(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                    Stride stride) {
-  constexpr auto kWhere = "nn.conv1x1";
+  constexpr auto kComponent = "nn.conv1x1";
   if (!fits_conv1x1(input, weight, bias)) {
     throw Error(
-        kWhere, "a 16-bit input (N, C, H, W), channels last, and a weight (K, C, 1, 1)",
+        kComponent, "a 16-bit input (N, C, H, W), channels last, and a weight (K, C, 1, 1)",
         c10::str(dtype_name(input.scalar_type()), " ", input.sizes(), " of strides ",
                  input.strides(), " and ", dtype_name(weight.scalar_type()), " ", weight.sizes()));
   }
   if (stride[0] < 1 || stride[1] < 1)
-    throw Error(kWhere, "a stride above 0", c10::str(at::IntArrayRef(stride)));
+    throw Error(kComponent, "a stride above 0", c10::str(at::IntArrayRef(stride)));
   return Conv1x1Function::apply(input, weight, if_defined(bias), stride);
 }
 

@@ -36,14 +36,14 @@ at::Tensor linear_gelu(const at::Tensor& input, const at::Tensor& weight, const 
 }
 
 void check(const MlpOptions& options) {
-  constexpr auto kWhere = "nn.mlp";
+  constexpr auto kComponent = "nn.mlp";
   const auto& sizes = options.sizes();
   if (sizes.size() < 2 ||
       std::any_of(sizes.begin(), sizes.end(), [](auto size) { return size < 1; }))
-    throw Error(kWhere, "2 positive sizes or more", c10::str(torch::IntArrayRef(sizes)));
+    throw Error(kComponent, "2 positive sizes or more", c10::str(torch::IntArrayRef(sizes)));
   const std::string& name = options.activation();
   if (name != "none" && name != "relu" && name != "sigmoid" && name != "gelu") {
-    throw Error(kWhere, "an activation 'none', 'relu', 'sigmoid' or 'gelu'",
+    throw Error(kComponent, "an activation 'none', 'relu', 'sigmoid' or 'gelu'",
                 c10::str("'", name, "'"));
   }
 }

@@ -20,10 +20,10 @@ using kernels::GeluForm;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-GeluForm form_of(std::string_view where, std::string_view approximate) {
+GeluForm form_of(std::string_view component, std::string_view approximate) {
   if (approximate == "none") return GeluForm::erf;
   if (approximate == "tanh") return GeluForm::tanh;
-  throw Error(where, "approximate 'none' or 'tanh'", c10::str("'", approximate, "'"));
+  throw Error(component, "approximate 'none' or 'tanh'", c10::str("'", approximate, "'"));
 }
 
 class GeluFunction : public torch::autograd::Function<GeluFunction> {
@@ -66,21 +66,21 @@ at::Tensor apply(const at::Tensor& input, const at::Tensor& bias, GeluForm form)
 }  // namespace
 
 at::Tensor fused_gelu(const at::Tensor& input, std::string_view approximate) {
-  constexpr auto kWhere = "nn.fused_gelu";
-  check_input(kWhere, input);
-  return apply(input, {}, form_of(kWhere, approximate));
+  constexpr auto kComponent = "nn.fused_gelu";
+  check_input(kComponent, input);
+  return apply(input, {}, form_of(kComponent, approximate));
 }
 
 at::Tensor fused_bias_gelu(const at::Tensor& input, const at::Tensor& bias,
                            std::string_view approximate) {
-  constexpr auto kWhere = "nn.fused_bias_gelu";
-  check_input(kWhere, input);
-  if (input.dim() == 0) throw Error(kWhere, "an input (..., N)", "a scalar");
+  constexpr auto kComponent = "nn.fused_bias_gelu";
+  check_input(kComponent, input);
+  if (input.dim() == 0) throw Error(kComponent, "an input (..., N)", "a scalar");
   if (!bias.defined())
-    throw Error(kWhere, "a bias", "an undefined tensor",
+    throw Error(kComponent, "a bias", "an undefined tensor",
                 "call fused_gelu for an input without bias");
-  check_values(kWhere, "bias", bias, input, input.sizes().slice(input.sizes().size() - 1));
-  return apply(input, bias, form_of(kWhere, approximate));
+  check_values(kComponent, "bias", bias, input, input.sizes().slice(input.sizes().size() - 1));
+  return apply(input, bias, form_of(kComponent, approximate));
 }
 
 }  // namespace semitone::nn

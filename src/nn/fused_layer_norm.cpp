@@ -11,7 +11,7 @@ namespace semitone::nn {
 
 at::Tensor fused_layer_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                             const at::Tensor& weight, const at::Tensor& bias, double eps) {
-  return row_norm(input, {.where = "nn.fused_layer_norm",
+  return row_norm(input, {.component = "nn.fused_layer_norm",
                           .normalized_shape = normalized_shape,
                           .centred = true,
                           .eps = eps,

@@ -21,7 +21,7 @@ double default_eps(const at::Tensor& input) {
 
 at::Tensor fused_rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                           const at::Tensor& weight, std::optional<double> eps) {
-  return row_norm(input, {.where = "nn.fused_rms_norm",
+  return row_norm(input, {.component = "nn.fused_rms_norm",
                           .normalized_shape = normalized_shape,
                           .centred = false,
                           .eps = eps.value_or(default_eps(input)),

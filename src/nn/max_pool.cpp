@@ -65,13 +65,13 @@ class MaxPoolFunction : public torch::autograd::Function<MaxPoolFunction> {
 };
 
 void check(const at::Tensor& input, const MaxPool& pool) {
-  constexpr auto kWhere = "nn.max_pool2d";
-  check_input(kWhere, input);
+  constexpr auto kComponent = "nn.max_pool2d";
+  check_input(kComponent, input);
   if (input.dim() != 4)
-    throw Error(kWhere, "an input (N, C, H, W)", c10::str("one of shape ", input.sizes()));
+    throw Error(kComponent, "an input (N, C, H, W)", c10::str("one of shape ", input.sizes()));
   const auto longest = std::max(pool.kernel[0], pool.kernel[1]);
   if (longest > kernels::kMaxPoolWindow || pool.window() > kernels::kMaxPoolWindow) {
-    throw Error(kWhere, c10::str("a window of at most ", kernels::kMaxPoolWindow, " elements"),
+    throw Error(kComponent, c10::str("a window of at most ", kernels::kMaxPoolWindow, " elements"),
                 c10::str("one of ", pool.kernel[0], " x ", pool.kernel[1]),
                 "use at::max_pool2d for larger windows");
   }

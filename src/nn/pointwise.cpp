@@ -55,11 +55,11 @@ class AddFunction : public torch::autograd::Function<AddFunction> {
   }
 };
 
-void check_sum(const char* where, const at::Tensor& a, const at::Tensor& b) {
+void check_sum(const char* component, const at::Tensor& a, const at::Tensor& b) {
   if (b.layout() == at::kStrided && b.device() == a.device() && b.sizes() == a.sizes() &&
       b.scalar_type() == a.scalar_type())
     return;
-  throw Error(where,
+  throw Error(component,
               c10::str("dense tensors of one shape and dtype: ", dtype_name(a.scalar_type()), " ",
                        a.sizes()),
               c10::str(dtype_name(b.scalar_type()), " ", b.sizes()));

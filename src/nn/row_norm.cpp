@@ -21,16 +21,17 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 void check(const at::Tensor& input, const RowNormLayer& layer) {
-  check_input(layer.where, input);
+  check_input(layer.component, input);
   const auto shape = layer.normalized_shape;
-  if (shape.empty()) throw Error(layer.where, "a normalized_shape of 1 dimension or more", "none");
+  if (shape.empty())
+    throw Error(layer.component, "a normalized_shape of 1 dimension or more", "none");
   if (input.sizes().size() < shape.size() ||
       input.sizes().slice(input.sizes().size() - shape.size()) != shape) {
-    throw Error(layer.where, c10::str("an input (..., ", shape, ")"),
+    throw Error(layer.component, c10::str("an input (..., ", shape, ")"),
                 c10::str("one of shape ", input.sizes()));
   }
-  check_values(layer.where, "weight", layer.weight, input, shape);
-  check_values(layer.where, "bias", layer.bias, input, shape);
+  check_values(layer.component, "weight", layer.weight, input, shape);
+  check_values(layer.component, "bias", layer.bias, input, shape);
 }
 
 class RowNormFunction : public torch::autograd::Function<RowNormFunction> {

@@ -9,7 +9,7 @@ namespace semitone::nn {
 
 // The parameters of a normalisation. Tensors that a layer does not have are undefined.
 struct RowNormLayer {
-  std::string_view where;  // the name in messages: a literal
+  std::string_view component;  // the name in messages: a literal
   at::IntArrayRef normalized_shape;
   bool centred;  // layer norm; else RMS norm, without a bias
   double eps;

@@ -38,12 +38,13 @@ at::Tensor numbers_to_norm(const at::Tensor& values, double norm_type) {
   return norm_type == 2 ? at::view_as_real(values) : values.abs();
 }
 
-void require_order(std::string_view where, double norm_type) {
-  if (!(norm_type > 0)) throw Error(where, "a norm_type above 0", std::to_string(norm_type));
+void require_order(std::string_view component, double norm_type) {
+  if (!(norm_type > 0)) throw Error(component, "a norm_type above 0", std::to_string(norm_type));
 }
 
-void require_max_norm(std::string_view where, double max_norm) {
-  if (!(max_norm >= 0)) throw Error(where, "a max_norm of at least 0", std::to_string(max_norm));
+void require_max_norm(std::string_view component, double max_norm) {
+  if (!(max_norm >= 0))
+    throw Error(component, "a max_norm of at least 0", std::to_string(max_norm));
 }
 
 double norm_of(std::vector<at::Tensor> values, double norm_type) {
@@ -84,12 +85,12 @@ void scale_grads_(const std::vector<at::Tensor>& parameters, double factor) {
 
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
                        bool error_if_nonfinite) {
-  constexpr auto kWhere = "optim.clip_grad_norm_";
-  require_order(kWhere, norm_type);
-  require_max_norm(kWhere, max_norm);
+  constexpr auto kComponent = "optim.clip_grad_norm_";
+  require_order(kComponent, norm_type);
+  require_max_norm(kComponent, max_norm);
   const double norm = grad_norm(parameters, norm_type);
   if (error_if_nonfinite && !std::isfinite(norm)) {
-    throw Error(kWhere, "finite gradients", "a norm of " + std::to_string(norm),
+    throw Error(kComponent, "finite gradients", "a norm of " + std::to_string(norm),
                 "skip the step, or clip with error_if_nonfinite false");
   }
   const double factor = clip_factor(norm, max_norm);

@@ -44,7 +44,7 @@ FusedAdagrad::FusedAdagrad(const std::vector<torch::optim::OptimizerParamGroup>&
   check_options();
 }
 
-std::string_view FusedAdagrad::where() const {
+std::string_view FusedAdagrad::component() const {
   return kFusedAdagrad;
 }
 

@@ -58,7 +58,7 @@ FusedAdam::FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& group
   check_options();
 }
 
-std::string_view FusedAdam::where() const {
+std::string_view FusedAdam::component() const {
   return kFusedAdam;
 }
 

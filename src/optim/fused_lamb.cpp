@@ -63,7 +63,7 @@ FusedLAMB::FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& group
   check_options();
 }
 
-std::string_view FusedLAMB::where() const {
+std::string_view FusedLAMB::component() const {
   return kFusedLamb;
 }
 

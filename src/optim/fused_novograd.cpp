@@ -77,7 +77,7 @@ FusedNovoGrad::FusedNovoGrad(const std::vector<torch::optim::OptimizerParamGroup
   check_options();
 }
 
-std::string_view FusedNovoGrad::where() const {
+std::string_view FusedNovoGrad::component() const {
   return kFusedNovograd;
 }
 

@@ -37,10 +37,11 @@ std::string place(std::size_t group, std::size_t index) {
   return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
 }
 
-void check_parameter(std::string_view where, const at::Tensor& parameter, const std::string& name) {
+void check_parameter(std::string_view component, const at::Tensor& parameter,
+                     const std::string& name) {
   if (!is_supported(parameter.scalar_type()) || parameter.layout() != at::kStrided) {
     throw Error(
-        where, "dense float32, float16, bfloat16 or float64 parameters",
+        component, "dense float32, float16, bfloat16 or float64 parameters",
         c10::str(name, ", ", dtype_name(parameter.scalar_type()), ", ", parameter.layout()));
   }
 }
@@ -52,35 +53,35 @@ bool is_placeholder(const at::Tensor& grad) {
          grad.storage().nbytes() == sizeof(float) && std::isnan(*grad.const_data_ptr<float>());
 }
 
-void check_gradient(std::string_view where, const at::Tensor& grad, const at::Tensor& parameter,
+void check_gradient(std::string_view component, const at::Tensor& grad, const at::Tensor& parameter,
                     const std::string& name) {
   if (grad.layout() != at::kStrided) {
     throw Error(
-        where, "dense gradients", c10::str(grad.layout(), " for ", name),
+        component, "dense gradients", c10::str(grad.layout(), " for ", name),
         "use a dense gradient (an embedding without sparse), or an optimizer for sparse gradients");
   }
   if (is_placeholder(grad)) {
-    throw Error(where, "a step through MixedPrecision::step, or MasterWeights::step",
+    throw Error(component, "a step through MixedPrecision::step, or MasterWeights::step",
                 "another call, while the gradient of " + name + " is still in the model",
                 "or call MixedPrecision::master_params first: it moves gradients");
   }
   if (!is_supported(grad.scalar_type()) || grad.sizes() != parameter.sizes() ||
       grad.device() != parameter.device()) {
     throw Error(
-        where,
+        component,
         c10::str("a floating gradient of shape ", parameter.sizes(), " on ", parameter.device(),
                  " for ", name),
         c10::str(dtype_name(grad.scalar_type()), ", ", grad.sizes(), " on ", grad.device()));
   }
 }
 
-void check_copy(std::string_view where, const at::Tensor& copy, const at::Tensor& parameter,
+void check_copy(std::string_view component, const at::Tensor& copy, const at::Tensor& parameter,
                 const std::string& name) {
   if (copy.defined() && copy.is_floating_point() && copy.layout() == at::kStrided &&
       copy.sizes() == parameter.sizes() && copy.device() == parameter.device() &&
       !copy.is_alias_of(parameter))
     return;
-  throw Error(where,
+  throw Error(component,
               c10::str("a model copy of shape ", parameter.sizes(), " on ", parameter.device(),
                        " with memory of its own for ", name),
               copy.defined() ? c10::str(dtype_name(copy.scalar_type()), ", ", copy.sizes(), " on ",
@@ -88,10 +89,10 @@ void check_copy(std::string_view where, const at::Tensor& copy, const at::Tensor
                              : "an undefined tensor");
 }
 
-bool is_set(std::string_view where, const at::Tensor& found_inf) {
+bool is_set(std::string_view component, const at::Tensor& found_inf) {
   if (!found_inf.defined()) return false;
   if (found_inf.numel() != 1)
-    throw Error(where, "found_inf of one element", c10::str(found_inf.sizes()));
+    throw Error(component, "found_inf of one element", c10::str(found_inf.sizes()));
   return !(found_inf.item<double>() == 0);
 }
 
@@ -130,11 +131,11 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
 
 bool FusedOptimizer::step(const FusedStep& how) {
   const at::NoGradGuard no_grad;
-  if (is_set(where(), how.found_inf())) return false;
+  if (is_set(component(), how.found_inf())) return false;
   const double grad_scale = how.inv_scale() * how.clip();
   for (const double scale : {grad_scale, grad_scale * how.copies_inv_scale()}) {
     if (!(std::abs(scale) <= double{std::numeric_limits<float>::max()}))
-      throw Error(where(), "an inv_scale * clip that float32 holds", c10::str(scale));
+      throw Error(component(), "an inv_scale * clip that float32 holds", c10::str(scale));
   }
   std::vector<Work> work = gather(how);
   for (Work& one : work) prepare(one, state_in(state_, one.update.param));
@@ -183,9 +184,9 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
         const auto entry = how.copies()->find(parameter.unsafeGetTensorImpl());
         if (entry != how.copies()->end()) {
           copy = entry->second;
-          check_copy(where(), copy, parameter, place(g, i));
+          check_copy(component(), copy, parameter, place(g, i));
           if (grad.defined() && copy.grad().defined()) {
-            throw Error(where(), "one gradient for " + place(g, i),
+            throw Error(component(), "one gradient for " + place(g, i),
                         "one of the master and one of the model copy", "add the two first");
           }
           if (!grad.defined()) {
@@ -195,10 +196,10 @@ std::vector<FusedOptimizer::Work> FusedOptimizer::gather(const FusedStep& how) {
         }
       }
       if (!grad.defined()) continue;
-      check_parameter(where(), parameter, place(g, i));
-      check_gradient(where(), grad, parameter, place(g, i));
+      check_parameter(component(), parameter, place(g, i));
+      check_gradient(component(), grad, parameter, place(g, i));
       if (splits && parameter.scalar_type() == at::kHalf) {
-        throw Error(where(), "bfloat16 or float32 parameters with split_master",
+        throw Error(component(), "bfloat16 or float32 parameters with split_master",
                     "float16 for " + place(g, i), "use fp32 masters for it");
       }
       if (const FusedState* state = find(parameter); state != nullptr) {
@@ -219,7 +220,7 @@ void FusedOptimizer::check_state(const FusedState& state, const at::Tensor& para
                                  const std::vector<Slot>& slots, const std::string& name) const {
   const auto require_shape = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.sizes() == parameter.sizes()) return;
-    throw Error(where(), c10::str("state of shape ", parameter.sizes(), " for ", name),
+    throw Error(component(), c10::str("state of shape ", parameter.sizes(), " for ", name),
                 c10::str(tensor.sizes()), "the parameter was resized");
   };
   for (std::size_t k = 0; k < slots.size(); ++k) {
@@ -284,7 +285,7 @@ at::Tensor FusedOptimizer::state_of(const at::Tensor& parameter, std::string_vie
     }
     known.append(k == 0 ? "" : ", ").append(all[k].name);
   }
-  throw Error(where(), "one of the state's names, " + known, std::string(name));
+  throw Error(component(), "one of the state's names, " + known, std::string(name));
 }
 
 at::Tensor FusedOptimizer::master_of(const at::Tensor& parameter) const {
@@ -307,10 +308,10 @@ bool FusedOptimizer::has_split_master(const at::Tensor& parameter) const {
 
 void FusedOptimizer::set_master(const at::Tensor& parameter, const at::Tensor& value) {
   if (!has_split_master(parameter)) {
-    throw Error(where(), "a bfloat16 parameter of a group with split_master", "another tensor");
+    throw Error(component(), "a bfloat16 parameter of a group with split_master", "another tensor");
   }
   if (!value.defined() || value.sizes() != parameter.sizes() || !value.is_floating_point()) {
-    throw Error(where(), c10::str("a floating value of shape ", parameter.sizes()),
+    throw Error(component(), c10::str("a floating value of shape ", parameter.sizes()),
                 value.defined() ? c10::str(value.sizes(), " of ", dtype_name(value.scalar_type()))
                                 : "an undefined tensor");
   }

@@ -47,7 +47,7 @@ FusedSGD::FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
   check_options();
 }
 
-std::string_view FusedSGD::where() const {
+std::string_view FusedSGD::component() const {
   return kFusedSgd;
 }
 

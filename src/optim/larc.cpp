@@ -58,7 +58,7 @@ LARC::LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,
   check_options();
 }
 
-std::string_view LARC::where() const {
+std::string_view LARC::component() const {
   return kLarc;
 }
 

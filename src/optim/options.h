@@ -17,35 +17,36 @@ namespace semitone::optim {
 
 // The options as the optimizer's own type; Error if a group has another optimizer's options.
 template <typename Options>
-const Options& options_as(const torch::optim::OptimizerOptions& options, std::string_view where) {
+const Options& options_as(const torch::optim::OptimizerOptions& options,
+                          std::string_view component) {
   const auto* own = dynamic_cast<const Options*>(&options);
   if (own == nullptr) {
-    throw Error(where, "its own options in every parameter group", "those of another optimizer",
+    throw Error(component, "its own options in every parameter group", "those of another optimizer",
                 "use this optimizer's options type for the group");
   }
   return *own;
 }
 
 // Error unless low <= value, and value < below. A NaN is never in range.
-inline void require_range(std::string_view where, std::string_view name, double value, double low,
-                          double below = std::numeric_limits<double>::infinity()) {
+inline void require_range(std::string_view component, std::string_view name, double value,
+                          double low, double below = std::numeric_limits<double>::infinity()) {
   if (value >= low && value < below) return;
   const bool bounded = below != std::numeric_limits<double>::infinity();
-  throw Error(where,
+  throw Error(component,
               c10::str(name, bounded ? c10::str(" in [", low, ", ", below, ")")
                                      : c10::str(" of at least ", low, " and finite")),
               c10::str(value));
 }
 
-inline void require_betas(std::string_view where, const std::tuple<double, double>& betas) {
-  require_range(where, "the first of betas", std::get<0>(betas), 0, 1);
-  require_range(where, "the second of betas", std::get<1>(betas), 0, 1);
+inline void require_betas(std::string_view component, const std::tuple<double, double>& betas) {
+  require_range(component, "the first of betas", std::get<0>(betas), 0, 1);
+  require_range(component, "the second of betas", std::get<1>(betas), 0, 1);
 }
 
-inline void require_nesterov(std::string_view where, bool nesterov, double momentum,
+inline void require_nesterov(std::string_view component, bool nesterov, double momentum,
                              double dampening) {
   if (!nesterov || (momentum > 0 && dampening == 0)) return;
-  throw Error(where, "momentum and no dampening with nesterov",
+  throw Error(component, "momentum and no dampening with nesterov",
               c10::str("momentum ", momentum, " and dampening ", dampening));
 }
 
@@ -69,17 +70,17 @@ class OptionsReader {
   explicit OptionsReader(torch::serialize::InputArchive& archive) : archive_(archive) {}
   template <typename T>
   OptionsReader& operator()(const std::string& name, T& value) {
-    constexpr auto kWhere = "optim.load";
+    constexpr auto kComponent = "optim.load";
     if constexpr (std::is_same_v<T, std::tuple<double, double>>) {
       c10::IValue stored;
       if (!archive_.try_read(name, stored)) return *this;
       const bool two = stored.isTuple() && stored.toTupleRef().elements().size() == 2 &&
                        stored.toTupleRef().elements()[0].isDouble() &&
                        stored.toTupleRef().elements()[1].isDouble();
-      if (!two) throw FileError(kWhere, "two numbers for '" + name + "'", stored.tagKind());
+      if (!two) throw FileError(kComponent, "two numbers for '" + name + "'", stored.tagKind());
       value = stored.to<T>();
     } else {
-      value = find_value<T>(archive_, name, kWhere).value_or(value);
+      value = find_value<T>(archive_, name, kComponent).value_or(value);
     }
     return *this;
   }

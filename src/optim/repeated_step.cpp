@@ -25,7 +25,7 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
   if (!optimizer.rules_of({}).has_value()) {
     throw Error(kRepeatedStep,
                 "an optimizer that updates each parameter independently: Adam, SGD or Adagrad",
-                std::string(optimizer.where()) + ", which computes norms first");
+                std::string(optimizer.component()) + ", which computes norms first");
   }
   std::unordered_set<const c10::TensorImpl*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());

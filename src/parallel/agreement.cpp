@@ -75,7 +75,7 @@ void require_agreement(const std::vector<Property>& mine, std::string problem,
     list += fmt::format("{}on rank {}: {}", list.empty() ? "" : "; ", rank, problems[rank]);
   }
   if (named > kMostNamed) list += fmt::format("; and on {} more ranks", named - kMostNamed);
-  if (!list.empty()) throw Error(error.where, error.expected, list, error.remedy);
+  if (!list.empty()) throw Error(error.component, error.expected, list, error.remedy);
 }
 
 std::string describe_layout(const at::Tensor& tensor) {

@@ -16,7 +16,7 @@ struct Property {
 
 // The parts of the Error that do not depend on the difference.
 struct Disagreement {
-  std::string_view where;
+  std::string_view component;
   std::string_view expected;
   std::string_view remedy;
 };

@@ -36,7 +36,7 @@ class HookAdapter final : public c10d::CommHookInterface {
     const at::Tensor buffer = bucket.getBuffer();
     const auto future =
         hook_->reduce({buffer, bucket.getParameters(), bucket.getIndex(), bucket.isLast()}, group_);
-    if (future == nullptr) throw Error(kWhere, "a future from the hook", "none");
+    if (future == nullptr) throw Error(kComponent, "a future from the hook", "none");
     return future->then(
         [buffer](c10::ivalue::Future& done) -> c10::IValue {
           const c10::IValue result = done.value();  // throws if it failed
@@ -44,7 +44,7 @@ class HookAdapter final : public c10d::CommHookInterface {
           const bool fits = tensor.defined() && tensor.sizes() == buffer.sizes() &&
                             tensor.scalar_type() == buffer.scalar_type();
           if (!fits) {
-            throw Error(kWhere,
+            throw Error(kComponent,
                         fmt::format("a tensor like the bucket's buffer, {}, from the hook",
                                     describe_layout(buffer)),
                         tensor.defined() ? describe_layout(tensor) : "none");
@@ -57,7 +57,7 @@ class HookAdapter final : public c10d::CommHookInterface {
   at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
 
  private:
-  static constexpr auto kWhere = "parallel.comm_hook";
+  static constexpr auto kComponent = "parallel.comm_hook";
 
   const std::shared_ptr<CommHook> hook_;
   const comm::Group group_;

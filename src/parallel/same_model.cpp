@@ -69,7 +69,7 @@ std::string unfitness(const ModelTensors& model, const comm::Group& group,
 void require_same_model(const ModelTensors& model, const comm::Group& group,
                         const DdpOptions& options) {
   require_agreement(properties_of(model, options), unfitness(model, group, options), group,
-                    {.where = kDdp,
+                    {.component = kDdp,
                      .expected = "one trainable model, the same on every rank",
                      .remedy = "construct the model and its options in the same way on all ranks"});
 }

@@ -13,29 +13,29 @@
 namespace semitone::parallel {
 namespace {
 
-std::size_t checked_replicas(std::string_view where, int num_replicas) {
+std::size_t checked_replicas(std::string_view component, int num_replicas) {
   if (num_replicas < 1)
-    throw Error(where, "at least 1 replica", "num_replicas " + std::to_string(num_replicas));
+    throw Error(component, "at least 1 replica", "num_replicas " + std::to_string(num_replicas));
   return static_cast<std::size_t>(num_replicas);
 }
 
-std::size_t checked_rank(std::string_view where, int rank, std::size_t num_replicas) {
+std::size_t checked_rank(std::string_view component, int rank, std::size_t num_replicas) {
   if (rank < 0 || static_cast<std::size_t>(rank) >= num_replicas) {
     throw Error(
-        where, "a rank from 0 to " + std::to_string(num_replicas - 1),
+        component, "a rank from 0 to " + std::to_string(num_replicas - 1),
         "rank " + std::to_string(rank) + " of " + std::to_string(num_replicas) + " replicas",
         "the arguments are size, num_replicas, rank");
   }
   return static_cast<std::size_t>(rank);
 }
 
-void check_batch_size(std::string_view where, std::size_t batch_size) {
-  if (batch_size == 0) throw Error(where, "a batch size of at least 1", "0");
+void check_batch_size(std::string_view component, std::size_t batch_size) {
+  if (batch_size == 0) throw Error(component, "a batch size of at least 1", "0");
 }
 
-void check_index(std::string_view where, std::size_t index, std::size_t num_samples) {
+void check_index(std::string_view component, std::size_t index, std::size_t num_samples) {
   if (index > num_samples) {
-    throw Error(where,
+    throw Error(component,
                 "a position within the " + std::to_string(num_samples) + " samples of this rank",
                 std::to_string(index), "load what a sampler with the same options has saved");
   }

@@ -49,7 +49,7 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
                                   momentum, eps, cudnn_enabled);
   }
-  return nn::batch_norm(input, {.where = kSyncBatchNorm,
+  return nn::batch_norm(input, {.component = kSyncBatchNorm,
                                 .weight = mark->is_placeholder ? at::Tensor() : value_of(weight),
                                 .bias = value_of(bias),
                                 .running_mean = value_of(running_mean),

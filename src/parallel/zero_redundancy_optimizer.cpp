@@ -74,7 +74,7 @@ void require_same_parameters(const ParamGroups& groups, const comm::Group& group
   if (properties.empty()) problem = "no parameters";
   require_agreement(
       properties, std::move(problem), group,
-      {.where = kZero,
+      {.component = kZero,
        .expected = "the same parameters on every rank",
        .remedy = "construct the model and its optimizer in the same way on all ranks"});
 }

@@ -385,12 +385,12 @@ class Run {
 };
 
 template <typename Enum, std::size_t n>
-Enum parse(std::string_view name, const Enum (&values)[n], const char* where,
+Enum parse(std::string_view name, const Enum (&values)[n], const char* component,
            const char* expected) {
   for (const Enum value : values) {
     if (name == name_of(value)) return value;
   }
-  throw Error(where, expected, "'" + std::string(name) + "'");
+  throw Error(component, expected, "'" + std::string(name) + "'");
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ TEST(Error, SaysWhereExpectedGotAndRemedy) {
   const Error error("amp.initialize", "fp32 parameters", "bfloat16 'w'", "cast later");
   EXPECT_STREQ(error.what(),
                "[amp.initialize] expected fp32 parameters, got bfloat16 'w' — cast later");
-  EXPECT_EQ(error.where(), "amp.initialize");
+  EXPECT_EQ(error.component(), "amp.initialize");
 }
 
 TEST(Error, LeavesOutAnEmptyRemedy) {

@@ -57,9 +57,9 @@ TEST_P(MultiTensorNorms, AreTheirDefinitionAtEverySizeAndLayout) {
 TEST_P(MultiTensorNorms, AreNotFiniteWhereAnElementIsNot) {
   const std::int64_t size = kChunk + 21;
   for (const double bad : {kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
-    for (const std::int64_t where : {std::int64_t{0}, std::int64_t{5}, size / 2, size - 1}) {
+    for (const std::int64_t component : {std::int64_t{0}, std::int64_t{5}, size / 2, size - 1}) {
       auto tensor = torch::randn({size}).to(GetParam());
-      tensor[where] = bad;
+      tensor[component] = bad;
       auto both = tensor.clone();
       both[7] = kInfinity;
       for (const double p : {2.0, kInfinity, 3.0})

@@ -136,15 +136,15 @@ TEST_P(MultiTensorUnscale, SetsTheFlagForANonFiniteElementAnywhere) {
   const float infinity = std::numeric_limits<float>::infinity();
   const std::int64_t size = kChunk + 21;  // the last one lies in a tail
   for (const float bad : {infinity, -infinity, std::numeric_limits<float>::quiet_NaN()}) {
-    for (const std::int64_t where : {std::int64_t{0}, size / 2, size - 1}) {
-      SCOPED_TRACE(c10::str(bad, " at ", where));
+    for (const std::int64_t component : {std::int64_t{0}, size / 2, size - 1}) {
+      SCOPED_TRACE(c10::str(bad, " at ", component));
       at::Tensor grad = values({size}, GetParam().in);
-      grad[where] = bad;
+      grad[component] = bad;
       std::vector<Unscale> items{item(values({40}, GetParam().in)), item(grad)};
       auto found_inf = torch::zeros({1});
       multi_tensor_unscale(items, kInvScale, found_inf);
       EXPECT_EQ(found_inf.item<float>(), 1);
-      EXPECT_FALSE(items[1].out[where].isfinite().item<bool>());
+      EXPECT_FALSE(items[1].out[component].isfinite().item<bool>());
       expect_as_defined([&] { return std::vector<Unscale>{item(grad)}; });
     }
   }

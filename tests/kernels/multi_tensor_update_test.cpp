@@ -296,12 +296,12 @@ TEST_P(MultiTensorUpdate, CarriesInfAndNanWhereTheDefinitionDoes) {
   for (const Step& step : steps_for(GetParam())) {
     std::vector<Update> items;
     for (const float bad : {infinity, -infinity, std::numeric_limits<float>::quiet_NaN()}) {
-      for (const std::int64_t where : {std::int64_t{0}, size / 2, size - 1}) {
+      for (const std::int64_t component : {std::int64_t{0}, size / 2, size - 1}) {
         Update item = item_like(at::empty({size}), GetParam(), step.states);
-        item.grad[where] = bad;
+        item.grad[component] = bad;
         items.push_back(item);
         Update other = item_like(at::empty({35}), GetParam(), step.states);
-        other.param[34 * where / size] = bad;
+        other.param[34 * component / size] = bad;
         if (other.state[1].defined()) other.state[1][3] = bad;
         items.push_back(other);
       }

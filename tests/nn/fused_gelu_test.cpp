@@ -117,12 +117,13 @@ TEST_F(FusedGelu, WrongArgumentsAreErrors) {
   expect_error([&] { fused_gelu({}); }, {"[nn.fused_gelu]", "an undefined tensor"});
   expect_error([&] { fused_gelu(torch::ones({3}, torch::kInt)); }, {"[nn.fused_gelu]", "int32"});
   expect_error([&] { fused_gelu(input, "erf"); }, {"[nn.fused_gelu]", "'none' or 'tanh'", "'erf'"});
-  const std::string where = "[nn.fused_bias_gelu]";
-  expect_error([&] { fused_bias_gelu(input, {}); }, {where, "a bias", "fused_gelu"});
-  expect_error([&] { fused_bias_gelu(input, torch::ones({5})); }, {where, "[33]", "[5]"});
+  const std::string component = "[nn.fused_bias_gelu]";
+  expect_error([&] { fused_bias_gelu(input, {}); }, {component, "a bias", "fused_gelu"});
+  expect_error([&] { fused_bias_gelu(input, torch::ones({5})); }, {component, "[33]", "[5]"});
   expect_error([&] { fused_bias_gelu(input, torch::ones({33}, torch::kDouble)); },
-               {where, "bias", "float64"});
-  expect_error([&] { fused_bias_gelu(torch::ones({}), torch::ones({1})); }, {where, "a scalar"});
+               {component, "bias", "float64"});
+  expect_error([&] { fused_bias_gelu(torch::ones({}), torch::ones({1})); },
+               {component, "a scalar"});
 }
 
 }  // namespace

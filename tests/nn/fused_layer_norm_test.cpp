@@ -163,30 +163,30 @@ TEST_F(FusedLayerNormTest, RegionsOfAutocastDoNotReachInside) {
 
 TEST_F(FusedLayerNormTest, WrongArgumentsAreErrors) {
   const at::Tensor input = torch::randn({5, 33});
-  const std::string where = "[nn.fused_layer_norm]";
-  expect_error([&] { fused_layer_norm({}, {33}); }, {where, "an undefined tensor"});
+  const std::string component = "[nn.fused_layer_norm]";
+  expect_error([&] { fused_layer_norm({}, {33}); }, {component, "an undefined tensor"});
   expect_error(
       [&] {
         fused_layer_norm(torch::ones({5, 33}, torch::kInt), {33});
       },
-      {where, "float16, bfloat16, float32 or float64", "int32"});
-  expect_error([&] { fused_layer_norm(input.to_sparse(), {33}); }, {where, "Sparse"});
-  expect_error([&] { fused_layer_norm(input, {}); }, {where, "1 dimension or more", "none"});
-  expect_error([&] { fused_layer_norm(input, {5}); }, {where, "(..., [5])", "[5, 33]"});
-  expect_error([&] { fused_layer_norm(input, {2, 5, 33}); }, {where, "[2, 5, 33]"});
-  expect_error([&] { fused_layer_norm(torch::randn({}), {1}); }, {where, "shape []"});
+      {component, "float16, bfloat16, float32 or float64", "int32"});
+  expect_error([&] { fused_layer_norm(input.to_sparse(), {33}); }, {component, "Sparse"});
+  expect_error([&] { fused_layer_norm(input, {}); }, {component, "1 dimension or more", "none"});
+  expect_error([&] { fused_layer_norm(input, {5}); }, {component, "(..., [5])", "[5, 33]"});
+  expect_error([&] { fused_layer_norm(input, {2, 5, 33}); }, {component, "[2, 5, 33]"});
+  expect_error([&] { fused_layer_norm(torch::randn({}), {1}); }, {component, "shape []"});
   expect_error([&] { fused_layer_norm(input, {33}, torch::ones({32})); },
-               {where, "a weight of shape [33]", "[32]"});
+               {component, "a weight of shape [33]", "[32]"});
   expect_error(
       [&] {
         fused_layer_norm(input, {33}, {}, torch::ones({1, 33}));
       },
-      {where, "a bias of shape [33]", "[1, 33]"});
+      {component, "a bias of shape [33]", "[1, 33]"});
   expect_error([&] { fused_layer_norm(input, {33}, torch::ones({33}, torch::kDouble)); },
-               {where, "weight", "float32", "float64"});
+               {component, "weight", "float32", "float64"});
   expect_error(
       [&] { fused_layer_norm(input, {33}, {}, torch::ones({33}, torch::device(torch::kMeta))); },
-      {where, "bias", "cpu", "meta"});
+      {component, "bias", "cpu", "meta"});
 }
 
 template <typename From, typename To>

@@ -110,17 +110,17 @@ TEST_F(FusedRMSNormTest, GradientsCanBeDifferentiated) {
 
 TEST_F(FusedRMSNormTest, WrongArgumentsAreErrors) {
   const at::Tensor input = torch::randn({5, 33});
-  const std::string where = "[nn.fused_rms_norm]";
-  expect_error([&] { fused_rms_norm({}, {33}); }, {where, "an undefined tensor"});
-  expect_error([&] { fused_rms_norm(input, {5}); }, {where, "(..., [5])", "[5, 33]"});
-  expect_error([&] { fused_rms_norm(input, {}); }, {where, "1 dimension or more"});
+  const std::string component = "[nn.fused_rms_norm]";
+  expect_error([&] { fused_rms_norm({}, {33}); }, {component, "an undefined tensor"});
+  expect_error([&] { fused_rms_norm(input, {5}); }, {component, "(..., [5])", "[5, 33]"});
+  expect_error([&] { fused_rms_norm(input, {}); }, {component, "1 dimension or more"});
   expect_error(
       [&] {
         fused_rms_norm(input, {33}, torch::ones({3, 11}));
       },
-      {where, "a weight of shape [33]", "[3, 11]"});
+      {component, "a weight of shape [33]", "[3, 11]"});
   expect_error([&] { fused_rms_norm(input, {33}, torch::ones({33}, torch::kInt)); },
-               {where, "weight", "int32"});
+               {component, "weight", "int32"});
 }
 
 TEST_F(FusedRMSNormTest, ModuleIsTheFunctionWithItsOptions) {

@@ -19,18 +19,18 @@ namespace semitone {
 /// Errors of LibTorch itself, such as shapes that do not match, pass through as c10::Error.
 class Error : public std::runtime_error {
  public:
-  /// @param where     the component, without brackets: "amp.initialize"
-  /// @param expected  what would have been right
-  /// @param got       what was found instead, with names and values
-  /// @param remedy    what to do; may be empty if it is obvious
-  Error(std::string_view where, std::string_view expected, std::string_view got,
+  /// @param component  the component, without brackets: "amp.initialize"
+  /// @param expected   what would have been right
+  /// @param got        what was found instead, with names and values
+  /// @param remedy     what to do; may be empty if it is obvious
+  Error(std::string_view component, std::string_view expected, std::string_view got,
         std::string_view remedy = {});
 
   /// The component, without brackets.
-  const std::string& where() const noexcept { return where_; }
+  const std::string& component() const noexcept { return component_; }
 
  private:
-  std::string where_;
+  std::string component_;
 };
 
 /// A file or folder is missing, unreadable, truncated, corrupt or cannot be written.
@@ -50,9 +50,9 @@ class DivergedError : public Error {
 class CommError : public Error {
  public:
   /// @param ranks  the ranks at fault, as far as known
-  CommError(std::string_view where, std::string_view expected, std::string_view got,
+  CommError(std::string_view component, std::string_view expected, std::string_view got,
             std::string_view remedy = {}, std::vector<int> ranks = {})
-      : Error(where, expected, got, remedy), ranks_(std::move(ranks)) {}
+      : Error(component, expected, got, remedy), ranks_(std::move(ranks)) {}
 
   const std::vector<int>& ranks() const noexcept { return ranks_; }
 

@@ -11,14 +11,14 @@ namespace semitone {
 /// points to is replaced. Anything that is not a regular file (a pipe), and any path through /dev
 /// or /proc (/dev/stdout), is appended to directly.
 ///
-/// @param where  the calling component, for the message: "train.checkpoint"
+/// @param component  the calling component, for the message: "train.checkpoint"
 /// FileError with the system's reason (no folder, no permission, disk full …). A regular file at
 /// PATH is then unchanged, and no partial file is left.
 void write_file(const std::filesystem::path& path, std::string_view content,
-                std::string_view where);
+                std::string_view component);
 
 /// Throws FileError unless write_file() could start to write there now. Call it before hours of
 /// work. Changes nothing.
-void require_writable(const std::filesystem::path& path, std::string_view where);
+void require_writable(const std::filesystem::path& path, std::string_view component);
 
 }  // namespace semitone

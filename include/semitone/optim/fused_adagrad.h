@@ -46,7 +46,7 @@ class FusedAdagrad : public FusedOptimizer {
       : FusedAdagrad({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
 
  private:
-  std::string_view where() const override;
+  std::string_view component() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   std::optional<Rules> rules_of(std::span<const Work> work) const override;

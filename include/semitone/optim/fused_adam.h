@@ -72,7 +72,7 @@ class FusedAdam : public FusedOptimizer {
       : FusedAdam({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
 
  private:
-  std::string_view where() const override;
+  std::string_view component() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   bool splits_masters(const torch::optim::OptimizerOptions& options) const override;

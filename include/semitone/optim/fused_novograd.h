@@ -60,7 +60,7 @@ class FusedNovoGrad : public FusedOptimizer {
       : FusedNovoGrad({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
 
  private:
-  std::string_view where() const override;
+  std::string_view component() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   void update(std::span<Work> work) override;

@@ -161,7 +161,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   friend class RepeatedStep;
 
   /// The component in messages: "optim.fused_adam".
-  virtual std::string_view where() const = 0;
+  virtual std::string_view component() const = 0;
   /// Error if the options belong to another optimizer or are out of range.
   virtual void check(const torch::optim::OptimizerOptions& options) const = 0;
   /// The slots, at most three: always the same ones in the same order.
