@@ -78,9 +78,7 @@ int main() {
       {"softmax",
        [](const torch::Tensor& x, const torch::Tensor&) { return torch::softmax(x, 1); }},
       {"stack (promote)",
-       [](const torch::Tensor& x, const torch::Tensor&) {
-         return torch::stack({x, x})[0];
-       }},
+       [](const torch::Tensor& x, const torch::Tensor&) { return torch::stack({x, x})[0]; }},
       {"relu (in no list)",
        [](const torch::Tensor& x, const torch::Tensor&) { return torch::relu(x); }},
   };

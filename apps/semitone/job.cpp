@@ -50,11 +50,11 @@ class SignalsTo {
 
  private:
   void handle(int signal, void (*handler)(int)) {
-    struct sigaction before {};
+    struct sigaction before{};
     ::sigaction(signal, nullptr, &before);
     if (before.sa_handler == SIG_IGN) return;
     before_.emplace_back(signal, before);
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_handler = handler;
     action.sa_flags = SA_RESTART;
     ::sigaction(signal, &action, nullptr);

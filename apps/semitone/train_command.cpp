@@ -114,13 +114,13 @@ class StopSignals {
   explicit StopSignals(bool wanted) {
     if (!wanted) return;
     for (const int signal : {SIGTERM, SIGUSR1}) {
-      struct sigaction action {};
+      struct sigaction action{};
       action.sa_handler = [](int number) {
         int none = 0;
         stop_signal.compare_exchange_strong(none, number);
       };
       action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
-      struct sigaction before {};
+      struct sigaction before{};
       ::sigaction(signal, &action, &before);
       before_.emplace_back(signal, before);
     }

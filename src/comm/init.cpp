@@ -34,7 +34,7 @@ namespace {
 // where Python ignores it. A lost rank would silently end the others. A handler of the program
 // stays installed.
 void ignore_broken_pipes() {
-  struct sigaction action {};
+  struct sigaction action{};
   if (::sigaction(SIGPIPE, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) return;
   action.sa_handler = SIG_IGN;
   ::sigaction(SIGPIPE, &action, nullptr);

@@ -61,7 +61,7 @@ struct Partial {
 
 // The mode that open(2) gives a new file here, or the mode of the replaced file.
 mode_t mode_for(const Target& target) {
-  struct stat status {};
+  struct stat status{};
   if (::stat(target.path.c_str(), &status) == 0) return status.st_mode & 07777;
   const mode_t mask = ::umask(0);
   ::umask(mask);

@@ -168,7 +168,9 @@ TEST(Autocast, ThatEndsOnAnotherThreadIsSaidAndDoesNoHarmThere) {
       EXPECT_EQ(product_dtype(), kFp16);
     }).join();
     // The next region of this thread detects it.
-    { const Autocast next(kCpu, kFp16); }
+    {
+      const Autocast next(kCpu, kFp16);
+    }
   }).join();
   EXPECT_EQ(product_dtype(), kFp32);
 }
@@ -177,8 +179,12 @@ TEST(Autocast, WithoutAGpuSaysOnceThatACudaRegionCastsNothing) {
   if (at::hasCUDA()) return;
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, which said nothing yet
   const auto run = [] {
-    { const Autocast cpu(kCpu, kBf16); }
-    { const Autocast region(torch::kCUDA, kFp16); }
+    {
+      const Autocast cpu(kCpu, kBf16);
+    }
+    {
+      const Autocast region(torch::kCUDA, kFp16);
+    }
     std::exit(product_dtype() == kFp32 ? 0 : 1);
   };
   EXPECT_EXIT(run(), testing::ExitedWithCode(0), "expected a GPU.*default_device");
@@ -299,9 +305,7 @@ const std::vector<OpCase>& op_cases() {
       {"mv", "-llll", [](const at::Tensor& x) { return at::mv(x, x[0]); }},
       {"addmv", "-ll--", [](const at::Tensor& x) { return at::addmv(x[0], x, x[0]); }},
       {"conv1d", "lll--",
-       [](const at::Tensor& x) {
-         return at::conv1d(x.view({1, 2, 8}), x.view({4, 2, 2}));
-       }},
+       [](const at::Tensor& x) { return at::conv1d(x.view({1, 2, 8}), x.view({4, 2, 2})); }},
       {"conv2d", "lllll", [](const at::Tensor& x) { return at::conv2d(image(x), image(x)); }},
       {"conv2d_padding", "lllll",
        [](const at::Tensor& x) { return at::conv2d(image(x), image(x), {}, 1, "same"); }},
@@ -310,10 +314,7 @@ const std::vector<OpCase>& op_cases() {
       {"conv_transpose2d", "lll--",
        [](const at::Tensor& x) { return at::conv_transpose2d(image(x), image(x)); }},
       // Not in the lists of torch and apex, but composed of bmm, which is.
-      {"einsum", "lllll",
-       [](const at::Tensor& x) {
-         return at::einsum("ij,jk->ik", {x, x});
-       }},
+      {"einsum", "lllll", [](const at::Tensor& x) { return at::einsum("ij,jk->ik", {x, x}); }},
       {"scaled_dot_product_attention", "ll-ll",
        [](const at::Tensor& x) {
          const auto q = image(x);
@@ -346,32 +347,21 @@ const std::vector<OpCase>& op_cases() {
       {"mse_loss", "ffff-", [](const at::Tensor& x) { return at::mse_loss(x, x); }},
       {"l1_loss", "ffff-", [](const at::Tensor& x) { return at::l1_loss(x, x); }},
       {"cross_entropy_loss", "ffff-",
-       [](const at::Tensor& x) {
-         return at::cross_entropy_loss(x, torch::tensor({0, 1, 2, 3}));
-       }},
+       [](const at::Tensor& x) { return at::cross_entropy_loss(x, torch::tensor({0, 1, 2, 3})); }},
       {"nll_loss", "ffff-",
-       [](const at::Tensor& x) {
-         return at::nll_loss(x, torch::tensor({0, 1, 2, 3}));
-       }},
+       [](const at::Tensor& x) { return at::nll_loss(x, torch::tensor({0, 1, 2, 3})); }},
       {"bce_with_logits", "ffff-",
        [](const at::Tensor& x) { return at::binary_cross_entropy_with_logits(x, x); }},
       {"upsample_bilinear2d", "-ffff",
-       [](const at::Tensor& x) {
-         return at::upsample_bilinear2d(image(x), {8, 8}, false);
-       }},
+       [](const at::Tensor& x) { return at::upsample_bilinear2d(image(x), {8, 8}, false); }},
       {"embedding", "---ff",
-       [](const at::Tensor& x) {
-         return at::embedding(x, torch::tensor({0, 2}));
-       }},
+       [](const at::Tensor& x) { return at::embedding(x, torch::tensor({0, 2})); }},
       {"max_pool2d", "---ll", [](const at::Tensor& x) { return at::max_pool2d(image(x), 2); }},
       {"relu", "-----", [](const at::Tensor& x) { return at::relu(x); }},
       {"tanh", "-----", [](const at::Tensor& x) { return at::tanh(x); }},
       {"add", "-----", [](const at::Tensor& x) { return x + x; }},
       {"mul", "-----", [](const at::Tensor& x) { return x * x; }},
-      {"cat", "-----",
-       [](const at::Tensor& x) {
-         return at::cat({x, x});
-       }},
+      {"cat", "-----", [](const at::Tensor& x) { return at::cat({x, x}); }},
       {"batch_norm_training", "-----",
        [](const at::Tensor& x) {
          return at::batch_norm(x, x[0], x[1], {}, {}, true, 0.1, 1e-5, false);
@@ -514,14 +504,9 @@ const std::vector<KeptCase>& kept_cases() {
       {"addr", [](const at::Tensor& w, const at::Tensor& x) { return at::addr(w, x[0], x[1]); }},
       {"dot", [](const at::Tensor& w, const at::Tensor& x) { return at::dot(w[0], x[0]); }},
       {"einsum",
-       [](const at::Tensor& w, const at::Tensor& x) {
-         return at::einsum("ij,jk->ik", {x, w});
-       }},
+       [](const at::Tensor& w, const at::Tensor& x) { return at::einsum("ij,jk->ik", {x, w}); }},
       {"prelu", [](const at::Tensor& w, const at::Tensor& x) { return at::prelu(x, w[0]); }},
-      {"cat",
-       [](const at::Tensor& w, const at::Tensor& x) {
-         return at::cat({x, w});
-       }},
+      {"cat", [](const at::Tensor& w, const at::Tensor& x) { return at::cat({x, w}); }},
       {"layer_norm",
        [](const at::Tensor& w, const at::Tensor& x) { return at::layer_norm(x, {4}, w[0]); }},
       {"relu", [](const at::Tensor& w, const at::Tensor&) { return at::relu(w); }},
@@ -659,7 +644,9 @@ TEST(AutocastPromotion, MixedArgumentsThatLibTorchsCpuListRefusesWorkInPresetSem
 // process has used.
 TEST(AutocastPromotion, PresetTorchRaisesWhereLibTorchRaises) {
   const auto half = torch::ones({2}, kFp16);
-  { const Autocast installs(CastPolicy::apex(kCpu)); }
+  {
+    const Autocast installs(CastPolicy::apex(kCpu));
+  }
   const Autocast region(CastPolicy::torch({kCpu, kBf16}));
   EXPECT_THROW(at::cat({half, half}), c10::Error);
   EXPECT_EQ(at::cat({half.to(kBf16), torch::ones({2})}).scalar_type(), kFp32);
@@ -707,9 +694,7 @@ TEST(AutocastLeavesAlone, DoublesIntegersAndComplexNumbers) {
     expect_bitwise_equal(in_region([&] { return at::mm(wide, wide); }), at::mm(wide, wide));
     expect_bitwise_equal(in_region([&] { return at::softmax(wide, 0); }), at::softmax(wide, 0));
     expect_bitwise_equal(in_region([&] { return at::sum(whole); }), at::sum(whole));
-    expect_bitwise_equal(in_region([&] {
-                           return at::cat({whole, whole});
-                         }),
+    expect_bitwise_equal(in_region([&] { return at::cat({whole, whole}); }),
                          at::cat({whole, whole}));
     EXPECT_EQ(in_region([&] { return at::mm(complex, complex); }).scalar_type(),
               torch::kComplexFloat);
@@ -1097,7 +1082,9 @@ TEST(DisableCasts, TurnsEveryDeviceOffAndNestsBothWays) {
 }
 
 TEST(DisableCasts, OutsideOfARegionDoesNothing) {
-  { const DisableCasts disabled; }
+  {
+    const DisableCasts disabled;
+  }
   EXPECT_EQ(product_dtype(), kFp32);
   const Autocast region(kCpu, kBf16);
   EXPECT_EQ(product_dtype(), kBf16);

@@ -723,11 +723,8 @@ TEST_F(CapturedSteps, RefuseLayersThatTakeTurns) {
   });
   for (std::uint64_t i = 0; i < 3; ++i) step.run({torch::ones({2, 3})});
   const at::Tensor before = second->weight.clone();
-  expect_error(
-      [&] {
-        step.run({torch::ones({2, 3})});
-      },
-      {"[optim.repeated_step]", "the same parameters in each step"});
+  expect_error([&] { step.run({torch::ones({2, 3})}); },
+               {"[optim.repeated_step]", "the same parameters in each step"});
   expect_bitwise_equal(second->weight, before);
 }
 

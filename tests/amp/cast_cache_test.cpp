@@ -159,10 +159,7 @@ INSTANTIATE_TEST_SUITE_P(
                  const torch::NoGradGuard no_grad;
                  weight.copy_(torch::rand_like(weight));
                }},
-        Change{"SetData",
-               [](at::Tensor& weight) {
-                 weight.set_data(torch::rand({kIn, kOut}));
-               }},
+        Change{"SetData", [](at::Tensor& weight) { weight.set_data(torch::rand({kIn, kOut})); }},
         // The third weight gets the freed memory of the first: same address, same version.
         Change{"SetDataRoundAndRound",
                [](at::Tensor& weight) {
@@ -534,9 +531,8 @@ TEST_F(CastCacheTest, TrainEvaluateTrainGivesTheGradientsOfAnUncachedReference) 
   const std::vector<std::pair<const char*, Function>> functions{
       {"lower", [](const at::Tensor& a, const at::Tensor& w) { return at::mm(a, w); }},
       {"fp32", [](const at::Tensor& a, const at::Tensor& w) { return at::pow(at::mm(a, w), 2); }},
-      {"promote", [](const at::Tensor& a, const at::Tensor& w) {
-         return at::cat({at::mm(a, w), w});
-       }}};
+      {"promote",
+       [](const at::Tensor& a, const at::Tensor& w) { return at::cat({at::mm(a, w), w}); }}};
   for (const auto& [name, function] : functions) {
     for (const auto weight_dtype : {torch::kFloat, kBf16}) {
       for (const bool one_region : {true, false}) {

@@ -99,13 +99,20 @@ struct Table {
 
 // Names of presets that some versions of LibTorch lack. All others must exist.
 const std::set<std::string>& version_dependent() {
-  static const std::set<std::string> names {
+  static const std::set<std::string> names{
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-    "linalg_matrix_sqrth",
+      "linalg_matrix_sqrth",
 #else
-    "cholesky", "cumprod.dimname", "cumsum.dimname", "index_copy.dimname", "log_softmax.Dimname",
-        "norm.names_ScalarOpt_dim", "prod.dim_Dimname", "qr", "softmax.Dimname",
-        "sum.dim_DimnameList",
+      "cholesky",
+      "cumprod.dimname",
+      "cumsum.dimname",
+      "index_copy.dimname",
+      "log_softmax.Dimname",
+      "norm.names_ScalarOpt_dim",
+      "prod.dim_Dimname",
+      "qr",
+      "softmax.Dimname",
+      "sum.dim_DimnameList",
 #endif
   };
   return names;

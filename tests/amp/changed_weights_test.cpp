@@ -436,9 +436,7 @@ TEST_F(LoadedByTorch, MemoryThatAnotherTensorHoldsIsAnErrorWithARemedy) {
   torch::serialize::InputArchive archive;  // holds what it has read
   archive.load_from(path_);
   net->load(archive);
-  EXPECT_THAT(message_of<Error>([&] {
-                mixed.forward(net, torch::ones({3, 9}));
-              }),
+  EXPECT_THAT(message_of<Error>([&] { mixed.forward(net, torch::ones({3, 9})); }),
               AllOf(HasSubstr("'first.weight'"), HasSubstr("mixed.load_model")));
 }
 

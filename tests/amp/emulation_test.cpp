@@ -143,14 +143,10 @@ const std::vector<Product>& products() {
        OperatorKind::transposed_convolution},
       {"einsum",
        {{3, 5}, {5, 4}},
-       [](const Tensors& t) {
-         return Tensors{at::einsum("ij,jk->ik", {t[0], t[1]})};
-       }},
+       [](const Tensors& t) { return Tensors{at::einsum("ij,jk->ik", {t[0], t[1]})}; }},
       {"einsum_of_three",
        {{3, 5}, {5, 4}, {4, 2}},
-       [](const Tensors& t) {
-         return Tensors{at::einsum("ij,jk,kl->il", {t[0], t[1], t[2]})};
-       },
+       [](const Tensors& t) { return Tensors{at::einsum("ij,jk,kl->il", {t[0], t[1], t[2]})}; },
        /*lowered=*/true,
        /*single=*/false},
       {"multi_dot",

@@ -325,9 +325,7 @@ TEST(FastKernels, MaxPool2dComputesWhatLibTorchDoes) {
     const std::vector<Function> pools{
         [](const Tensors& in) { return torch::max_pool2d(in[0], 2); },
         [](const Tensors& in) { return torch::max_pool2d(in[0], {3}, {2}, {1}); },
-        [](const Tensors& in) {
-          return torch::max_pool2d(in[0], {3, 2}, {1, 3}, {1, 0});
-        },
+        [](const Tensors& in) { return torch::max_pool2d(in[0], {3, 2}, {1, 3}, {1, 0}); },
     };
     for (const auto& pool : pools) {
       const auto [got, want] = outcomes_of({input}, pool, graded);

@@ -246,7 +246,9 @@ TEST(Fp32Weights, KeepWhatHangsOnTheParameters) {
   int calls = 0;
   const auto accumulator = torch::autograd::impl::grad_accumulator(run.net->conv->weight);
   run.net->conv->weight.register_hook([&](const at::Tensor&) { ++calls; });
-  { const auto fp32 = run.mixed.fp32_weights(run.net); }
+  {
+    const auto fp32 = run.mixed.fp32_weights(run.net);
+  }
   EXPECT_EQ(torch::autograd::impl::grad_accumulator(run.net->conv->weight), accumulator);
   run.train(0);
   EXPECT_EQ(calls, 1);

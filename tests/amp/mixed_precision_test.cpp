@@ -334,9 +334,7 @@ TEST(Initialize, NoModelOrAnOptimizerTwiceIsAnError) {
   EXPECT_THAT(
       message_of<Error>([&] { std::ignore = initialize(std::vector<Model>{}, {optimizer}); }),
       HasSubstr("expected at least one model, got none"));
-  EXPECT_THAT(message_of<Error>([&] {
-                std::ignore = initialize({net}, {optimizer, optimizer});
-              }),
+  EXPECT_THAT(message_of<Error>([&] { std::ignore = initialize({net}, {optimizer, optimizer}); }),
               HasSubstr("expected each optimizer once"));
   EXPECT_THAT(message_of<Error>([] { std::ignore = initialize(Net(nullptr), quiet("O1")); }),
               HasSubstr("got an empty module holder"));
@@ -346,10 +344,9 @@ TEST(Initialize, AParameterOfTwoOptimizersCannotHaveMasters) {
   Net net = make_net();
   torch::optim::SGD first(net->parameters(), 0.1);
   torch::optim::SGD second(net->head->parameters(), 0.1);
-  EXPECT_THAT(message_of<Error>([&] {
-                std::ignore = initialize({net}, {first, second}, quiet("O2"));
-              }),
-              HasSubstr("expected each parameter in one optimizer only"));
+  EXPECT_THAT(
+      message_of<Error>([&] { std::ignore = initialize({net}, {first, second}, quiet("O2")); }),
+      HasSubstr("expected each parameter in one optimizer only"));
   EXPECT_EQ(net->conv->weight.scalar_type(), torch::kFloat);
   EXPECT_NO_THROW(initialize({net}, {first, second}, quiet("O1")));
 }
@@ -748,11 +745,8 @@ TEST(MixedPrecision, AModelOnAnotherDeviceIsAnError) {
   };
   Net net = make_net();
   const auto elsewhere = std::make_shared<Elsewhere>();
-  test::expect_error(
-      [&] {
-        (void)initialize({net, elsewhere}, {}, quiet(Options("O1")));
-      },
-      {"[amp.initialize]", "'weight' on meta"});
+  test::expect_error([&] { (void)initialize({net, elsewhere}, {}, quiet(Options("O1"))); },
+                     {"[amp.initialize]", "'weight' on meta"});
 }
 
 // An embedding that stays on another device does not decide the device of the model.

@@ -155,9 +155,7 @@ TEST(AutocastOfAModel, ComputesLossesInFp32) {
          return torch::nll_loss(scores, torch::arange(5, torch::kLong));
        }},
       {"mean square",
-       [](const at::Tensor& scores) {
-         return torch::mse_loss(scores, torch::ones({5, 12}));
-       }},
+       [](const at::Tensor& scores) { return torch::mse_loss(scores, torch::ones({5, 12})); }},
       {"smooth L1",
        [](const at::Tensor& scores) {
          return torch::smooth_l1_loss(scores, torch::ones({5, 12}));
@@ -172,9 +170,7 @@ TEST(AutocastOfAModel, ComputesLossesInFp32) {
          return F::binary_cross_entropy_with_logits(scores, torch::full({5, 12}, 0.3F));
        }},
       {"divergence",
-       [](const at::Tensor& scores) {
-         return F::kl_div(scores, torch::full({5, 12}, 0.1F));
-       }},
+       [](const at::Tensor& scores) { return F::kl_div(scores, torch::full({5, 12}, 0.1F)); }},
   };
   for (const char* level : {"O2", "O3"}) {
     for (const c10::ScalarType dtype : {torch::kBFloat16, torch::kHalf}) {

@@ -319,7 +319,9 @@ TEST_P(ScaledLossAtEveryLevel, DestroyedBeforeBackwardGradientsAreAsBefore) {
   Trained trained(opts());
   trained.backward();
   const auto before = trained.grads();
-  { const auto unused = trained.mixed.scale_loss(trained.loss(), trained.optimizer); }
+  {
+    const auto unused = trained.mixed.scale_loss(trained.loss(), trained.optimizer);
+  }
   EXPECT_TRUE(equal(trained.grads(), before));
   {
     auto begun = trained.mixed.scale_loss(trained.loss(), trained.optimizer);
@@ -331,9 +333,7 @@ TEST_P(ScaledLossAtEveryLevel, DestroyedBeforeBackwardGradientsAreAsBefore) {
 
 // value() of a temporary would leave scaled gradients behind, or none.
 template <typename T>
-concept HasValue = requires(T&& object) {
-  std::forward<T>(object).value();
-};
+concept HasValue = requires(T&& object) { std::forward<T>(object).value(); };
 static_assert(HasValue<ScaledLoss&> && !HasValue<ScaledLoss>);
 
 TEST_P(ScaledLossAtEveryLevel, IsFinishedByItsEndWhereTheProgramForgets) {

@@ -81,10 +81,7 @@ const std::vector<FunctionCase>& function_cases() {
   static const std::vector<FunctionCase> cases{
       {"product", [](const at::Tensor& a, const at::Tensor& b) { return at::mm(a, b); }},
       {"softmax", [](const at::Tensor& a, const at::Tensor&) { return at::softmax(a, 1); }},
-      {"stack",
-       [](const at::Tensor& a, const at::Tensor& b) {
-         return at::stack({a, b});
-       }},
+      {"stack", [](const at::Tensor& a, const at::Tensor& b) { return at::stack({a, b}); }},
       {"loss", [](const at::Tensor& a, const at::Tensor& b) { return at::mse_loss(a, b); }},
       {"relu", [](const at::Tensor& a, const at::Tensor&) { return at::relu(a); }},
       {"arithmetic", [](const at::Tensor& a, const at::Tensor& b) { return at::exp(a) * b + a; }},

@@ -463,11 +463,8 @@ TEST(OptimizersThatShareParameters, AreErrorsWhereOneGetsThemLaterAndThereAreMas
   torch::optim::SGD second(other->parameters(), 0.125);
   auto mixed = initialize({net, other}, {first, second}, Options("O2").verbosity(0));
   second.add_param_group(torch::optim::OptimizerParamGroup(net->parameters()));
-  expect_error(
-      [&] {
-        mixed.forward(net, torch::ones({2, 4}));
-      },
-      {"every parameter in one optimizer", "second optimizer", "one master"});
+  expect_error([&] { mixed.forward(net, torch::ones({2, 4})); },
+               {"every parameter in one optimizer", "second optimizer", "one master"});
 }
 
 // What clipping by master_params() has to see.

@@ -26,11 +26,8 @@ TEST(Gpu, OfEachRankIsAnother) {
 // A single GPU may be the one that the launcher shows to each process, or the machine's only one.
 TEST(Gpu, IsNotAnotherRanksToo) {
   require_own_gpus({"GPU-a", "GPU-b", "GPU-c"});
-  expect_error(
-      [] {
-        require_own_gpus({"GPU-a", "GPU-b", "GPU-a"});
-      },
-      {"[comm.init]", "GPU-a", "ranks 0 and 2", "LOCAL_RANK", "gloo"});
+  expect_error([] { require_own_gpus({"GPU-a", "GPU-b", "GPU-a"}); },
+               {"[comm.init]", "GPU-a", "ranks 0 and 2", "LOCAL_RANK", "gloo"});
 }
 
 TEST(Gpu, IsThereForALocalRankThatIsNotBelowTheirNumber) {

@@ -402,9 +402,8 @@ TEST(Meeting, WorksOnTheLoopbackInterfaceWithLaunchersOfSeveralNodes) {
 
 TEST(Meeting, WorksOverIpv6) {
   if (!std::filesystem::exists("/proc/net/if_inet6")) GTEST_SKIP() << "the kernel has no IPv6";
-  expect_meeting([](int) -> std::map<std::string, std::string> {
-    return {{"MASTER_ADDR", "::1"}};
-  });
+  expect_meeting(
+      [](int) -> std::map<std::string, std::string> { return {{"MASTER_ADDR", "::1"}}; });
 }
 
 TEST(Meeting, ListensWhereItIsTold) {

@@ -84,8 +84,8 @@ TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {
 
 TEST(Connecting, OutlastsSignals) {
   // Wakes the thread that receives it, without another effect.
-  struct sigaction action {};
-  struct sigaction before {};
+  struct sigaction action{};
+  struct sigaction before{};
   action.sa_handler = [](int) {};
   ASSERT_EQ(::sigaction(SIGUSR1, &action, &before), 0);
 

@@ -175,20 +175,20 @@ TEST_P(MultiTensorUnscale, TestsTheResultNotTheGradient) {
     expect_as_defined([&] { return std::vector<Unscale>{item(grad)}; }, inv_scale);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Dtypes, MultiTensorUnscale, testing::ValuesIn([] {
-      std::vector<Case> cases;
-      for (const bool addend : {false, true}) {
-        for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble}) {
-          cases.push_back({dtype, dtype, addend, true});
-          cases.push_back({dtype, dtype, addend, false});
-        }
-        for (const auto dtype : {at::kHalf, at::kBFloat16, at::kDouble})
-          cases.push_back({dtype, at::kFloat, addend, false});
-      }
-      return cases;
-    }()),
-    name_of);
+INSTANTIATE_TEST_SUITE_P(Dtypes, MultiTensorUnscale, testing::ValuesIn([] {
+                           std::vector<Case> cases;
+                           for (const bool addend : {false, true}) {
+                             for (const auto dtype :
+                                  {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble}) {
+                               cases.push_back({dtype, dtype, addend, true});
+                               cases.push_back({dtype, dtype, addend, false});
+                             }
+                             for (const auto dtype : {at::kHalf, at::kBFloat16, at::kDouble})
+                               cases.push_back({dtype, at::kFloat, addend, false});
+                           }
+                           return cases;
+                         }()),
+                         name_of);
 
 TEST(MultiTensorUnscaleFlag, OverflowThatOnlyRoundingCausesIsFound) {
   // 65519.9 is finite in fp32 and in fp16 65504; 65520 rounds to infinity.
@@ -267,9 +267,8 @@ TEST(MultiTensorUnscaleList, MayBeEmptyOrOfMixedDtypes) {
 
 TEST(MultiTensorUnscaleList, ANegativeViewIsReadNegated) {
   const auto base = values({100}, at::kFloat);
-  expect_as_defined([&] {
-    return std::vector<Unscale>{{at::_neg_view(base.clone()), at::empty({100}), {}}};
-  });
+  expect_as_defined(
+      [&] { return std::vector<Unscale>{{at::_neg_view(base.clone()), at::empty({100}), {}}}; });
 }
 
 TEST(MultiTensorUnscaleList, BumpsTheVersionOfWhatItWrites) {

@@ -426,9 +426,7 @@ TEST_F(LauncherTest, ANodeZeroThatIsElsewhereIsAnError) {
       },
       {"expected to listen at 192.0.2.1", "node 0 must run on the machine"});
   expect_error(
-      [&] {
-        run(shell("exit 0").rdzv_endpoint("no-such-host.invalid:29400").nnodes({2, 2}));
-      },
+      [&] { run(shell("exit 0").rdzv_endpoint("no-such-host.invalid:29400").nnodes({2, 2})); },
       {"[launch.rendezvous]", "no-such-host.invalid"});
 }
 
@@ -602,9 +600,8 @@ TEST_F(Nodes, GoOnWithoutOneThatWasStopped) {
       "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && echo $WORLD_SIZE > $DIR/size && exit 0\n"
       "exec sleep 1000";
   auto host = start(node(script, {1, 2}).max_restarts(1));
-  ASSERT_TRUE(eventually([&] {
-    return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open();
-  }));
+  ASSERT_TRUE(eventually(
+      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
   auto other = start(node(script, {1, 2}).max_restarts(1));
   ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids2").size() == 2; }));
   launchers_[1]->stop(SIGINT);
@@ -641,9 +638,7 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
   const Opened other = listen_at({"127.0.0.1", port_});
   ASSERT_TRUE(other.is_open()) << other.problem;
   expect_error(
-      [&] {
-        run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2)));
-      },
+      [&] { run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2))); },
       {"[launch.rendezvous] expected node 0's launcher at", "no message", "to another program"});
 }
 
@@ -662,9 +657,7 @@ TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
     return count;
   });
   expect_error(
-      [&] {
-        run(node("exit 0", {2, 2}).join_timeout(Seconds(1)));
-      },
+      [&] { run(node("exit 0", {2, 2}).join_timeout(Seconds(1))); },
       {"[launch.rendezvous] expected node 0's launcher to answer at 127.0.0.1:", "within 1 s"});
   over = true;
   const int count = connections.get();
@@ -743,14 +736,10 @@ TEST_F(Nodes, OneTooManyStandsByUntilAnotherIsGone) {
 
 TEST_F(Nodes, OfAnotherProgramAreRefused) {
   auto host = start(node("exit 0", {2, 2}));
-  ASSERT_TRUE(eventually([&] {
-    return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open();
-  }));
-  expect_error(
-      [&] {
-        run(node("echo another", {2, 2}));
-      },
-      {"refused", "this job runs 'sh', not the same with other arguments", "rdzv-id"});
+  ASSERT_TRUE(eventually(
+      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  expect_error([&] { run(node("echo another", {2, 2})); },
+               {"refused", "this job runs 'sh', not the same with other arguments", "rdzv-id"});
   launchers_[0]->stop(SIGTERM);
   EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
 }
@@ -758,13 +747,10 @@ TEST_F(Nodes, OfAnotherProgramAreRefused) {
 TEST_F(Nodes, OfAnotherJobAreRefused) {
   auto host = start(node("exit 0", {2, 2}).rdzv_id("one"));
   // Until the host listens, the other launcher would become it.
-  ASSERT_TRUE(eventually([&] {
-    return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open();
-  }));
+  ASSERT_TRUE(eventually(
+      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
   expect_error(
-      [&] {
-        run(node("exit 0", {2, 2}).rdzv_id("other"));
-      },
+      [&] { run(node("exit 0", {2, 2}).rdzv_id("other")); },
       {"expected to join the job at 127.0.0.1:", "refused", "another rdzv-id than 'other'"});
   launchers_[0]->stop(SIGTERM);
   EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);

@@ -144,11 +144,8 @@ TEST(FusedBatchNorm, RefusesInputsThatDoNotFit) {
 TEST(FusedBatchNorm, RefusesAnInputOnAnotherDevice) {
   FusedBatchNorm layer(FusedBatchNormOptions(3));
   layer->weight = torch::ones({3}, torch::kMeta);
-  test::expect_error(
-      [&] {
-        layer(torch::ones({2, 3}));
-      },
-      {"parameters and buffers on cpu", "one on meta"});
+  test::expect_error([&] { layer(torch::ones({2, 3})); },
+                     {"parameters and buffers on cpu", "one on meta"});
 }
 
 TEST(FusedBatchNorm, SaysWhatItIs) {

@@ -334,11 +334,8 @@ TEST_F(FusedCrossEntropyTest, BadArgumentsAreErrors) {
   const at::Tensor logits = torch::randn({5, 7});
   const at::Tensor target = torch::zeros({5}, torch::kLong);
   expect_error([&] { fused_cross_entropy(logits, target.slice(0, 1)); }, {"[5, 7]", "[4]"});
-  expect_error(
-      [&] {
-        fused_cross_entropy(logits, torch::zeros({5, 7}, torch::kLong));
-      },
-      {"[5, 7]"});
+  expect_error([&] { fused_cross_entropy(logits, torch::zeros({5, 7}, torch::kLong)); },
+               {"[5, 7]"});
   expect_error([&] { fused_cross_entropy(logits, target.to(torch::kInt)); },
                {"int64 targets", "int32", "to(torch::kLong)"});
   expect_error([&] { fused_cross_entropy(logits, torch::zeros({5})); }, {"int64", "float32"});

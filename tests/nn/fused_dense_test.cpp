@@ -155,11 +155,8 @@ TEST_F(FusedDenseTest, MlpBeginsAsApexs) {
 TEST_F(FusedDenseTest, WrongOptionsAreErrors) {
   expect_error([] { Mlp(MlpOptions({40})); }, {"[nn.mlp]", "2 positive sizes or more", "[40]"});
   expect_error([] { Mlp(MlpOptions({40, 0})); }, {"[nn.mlp]", "[40, 0]"});
-  expect_error(
-      [] {
-        Mlp(MlpOptions({40, 8}).activation("tanh"));
-      },
-      {"[nn.mlp]", "'none', 'relu', 'sigmoid' or 'gelu'", "'tanh'"});
+  expect_error([] { Mlp(MlpOptions({40, 8}).activation("tanh")); },
+               {"[nn.mlp]", "'none', 'relu', 'sigmoid' or 'gelu'", "'tanh'"});
   expect_error(
       [] {
         FusedDenseGeluDense(FusedDenseGeluDenseOptions(4, 4, 4).approximate("erf"))(

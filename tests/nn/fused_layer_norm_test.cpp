@@ -165,11 +165,8 @@ TEST_F(FusedLayerNormTest, WrongArgumentsAreErrors) {
   const at::Tensor input = torch::randn({5, 33});
   const std::string component = "[nn.fused_layer_norm]";
   expect_error([&] { fused_layer_norm({}, {33}); }, {component, "an undefined tensor"});
-  expect_error(
-      [&] {
-        fused_layer_norm(torch::ones({5, 33}, torch::kInt), {33});
-      },
-      {component, "float16, bfloat16, float32 or float64", "int32"});
+  expect_error([&] { fused_layer_norm(torch::ones({5, 33}, torch::kInt), {33}); },
+               {component, "float16, bfloat16, float32 or float64", "int32"});
   expect_error([&] { fused_layer_norm(input.to_sparse(), {33}); }, {component, "Sparse"});
   expect_error([&] { fused_layer_norm(input, {}); }, {component, "1 dimension or more", "none"});
   expect_error([&] { fused_layer_norm(input, {5}); }, {component, "(..., [5])", "[5, 33]"});
@@ -177,11 +174,8 @@ TEST_F(FusedLayerNormTest, WrongArgumentsAreErrors) {
   expect_error([&] { fused_layer_norm(torch::randn({}), {1}); }, {component, "shape []"});
   expect_error([&] { fused_layer_norm(input, {33}, torch::ones({32})); },
                {component, "a weight of shape [33]", "[32]"});
-  expect_error(
-      [&] {
-        fused_layer_norm(input, {33}, {}, torch::ones({1, 33}));
-      },
-      {component, "a bias of shape [33]", "[1, 33]"});
+  expect_error([&] { fused_layer_norm(input, {33}, {}, torch::ones({1, 33})); },
+               {component, "a bias of shape [33]", "[1, 33]"});
   expect_error([&] { fused_layer_norm(input, {33}, torch::ones({33}, torch::kDouble)); },
                {component, "weight", "float32", "float64"});
   expect_error(

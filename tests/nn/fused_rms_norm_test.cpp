@@ -114,11 +114,8 @@ TEST_F(FusedRMSNormTest, WrongArgumentsAreErrors) {
   expect_error([&] { fused_rms_norm({}, {33}); }, {component, "an undefined tensor"});
   expect_error([&] { fused_rms_norm(input, {5}); }, {component, "(..., [5])", "[5, 33]"});
   expect_error([&] { fused_rms_norm(input, {}); }, {component, "1 dimension or more"});
-  expect_error(
-      [&] {
-        fused_rms_norm(input, {33}, torch::ones({3, 11}));
-      },
-      {component, "a weight of shape [33]", "[3, 11]"});
+  expect_error([&] { fused_rms_norm(input, {33}, torch::ones({3, 11})); },
+               {component, "a weight of shape [33]", "[3, 11]"});
   expect_error([&] { fused_rms_norm(input, {33}, torch::ones({33}, torch::kInt)); },
                {component, "weight", "int32"});
 }

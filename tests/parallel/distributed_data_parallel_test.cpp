@@ -679,11 +679,8 @@ TEST(Models, ThatAreCastAfterwardsAreNamed) {
     Net model = seeded<Net>(1);
     DistributedDataParallel ddp(model, group);
     model->to(torch::kFloat);
-    expect_error(
-        [&] {
-          ddp.forward(torch::ones({1, 6}));
-        },
-        {"'first.weight'", "float64", "float32", "cast and move the model first"});
+    expect_error([&] { ddp.forward(torch::ones({1, 6})); },
+                 {"'first.weight'", "float64", "float32", "cast and move the model first"});
   });
 }
 

@@ -412,25 +412,16 @@ TEST(SyncBatchNormRanks, RefuseWhatHasNoAnswer) {
     const comm::Group group = comm::init();
     SyncBatchNorm layer(options_for(3, group));
     // On both ranks, though only one has the value.
-    test::expect_error(
-        [&] {
-          layer->forward(torch::randn({rank.number(), 3}));
-        },
-        {"[parallel.sync_batch_norm]", "more than 1 value a channel"});
+    test::expect_error([&] { layer->forward(torch::randn({rank.number(), 3})); },
+                       {"[parallel.sync_batch_norm]", "more than 1 value a channel"});
     expect_bitwise_equal(layer->running_var, torch::ones({3}));
     // Before anything is sent: the next forward still fits.
     test::expect_error([&] { layer->forward(torch::randn({2, 4})); }, {"(N, 3, ...)", "[2, 4]"});
     test::expect_error([&] { layer->forward(torch::randn({3})); }, {"(N, 3, ...)", "[3]"});
-    test::expect_error(
-        [&] {
-          layer->forward(torch::ones({2, 3}, torch::kLong));
-        },
-        {"floating-point", "int64"});
-    test::expect_error(
-        [&] {
-          layer->forward(torch::randn({2, 3}), torch::randn({2, 1}));
-        },
-        {"residual", "[2, 1]"});
+    test::expect_error([&] { layer->forward(torch::ones({2, 3}, torch::kLong)); },
+                       {"floating-point", "int64"});
+    test::expect_error([&] { layer->forward(torch::randn({2, 3}), torch::randn({2, 1})); },
+                       {"residual", "[2, 1]"});
 
     const at::Tensor input = torch::randn({2, 3}).requires_grad_();
     const at::Tensor grad =

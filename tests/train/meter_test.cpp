@@ -55,7 +55,9 @@ TEST(TensorMemoryMeter, CountsWhatIsThereAndTheMostThatWas) {
   {
     const at::Tensor four = megabytes(4);
     EXPECT_EQ(meter.current_bytes(), 4 * kMega);
-    { const at::Tensor eight = megabytes(8); }
+    {
+      const at::Tensor eight = megabytes(8);
+    }
     EXPECT_EQ(meter.current_bytes(), 4 * kMega);
   }
   EXPECT_EQ(meter.current_bytes(), 0);

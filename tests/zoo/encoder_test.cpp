@@ -208,11 +208,8 @@ TEST(Encoder, RefusesTokensThatMakeNoSense) {
   Encoder model(small());
   test::expect_error([&] { model->forward(torch::zeros({4}, torch::kLong)); },
                      {"int64 tokens (N, length), got int64 of sizes [4]"});
-  test::expect_error(
-      [&] {
-        model->forward(torch::zeros({2, 4}));
-      },
-      {"got float32 of sizes [2, 4]"});
+  test::expect_error([&] { model->forward(torch::zeros({2, 4})); },
+                     {"got float32 of sizes [2, 4]"});
   test::expect_error([&] { model->forward(tokens(1, 13)); },
                      {"sequences of 1 to 12 tokens, got 13", "max_positions"});
   test::expect_error([&] { model->forward(tokens(1, 0)); }, {"got 0"});

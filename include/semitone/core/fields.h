@@ -25,8 +25,8 @@ struct AnyField {
 template <typename Class>
 struct AnyBase {
   template <typename Base>
-  requires(std::is_base_of_v<Base, Class> && !std::is_same_v<Base, Class>) operator Base()
-      const noexcept;  // NOLINT(google-explicit-constructor)
+    requires(std::is_base_of_v<Base, Class> && !std::is_same_v<Base, Class>)
+  operator Base() const noexcept;  // NOLINT(google-explicit-constructor)
 };
 
 template <std::size_t>
@@ -36,15 +36,11 @@ using AnyFieldAt = AnyField;
 template <typename T, std::size_t... before, std::size_t... array, std::size_t... after>
 consteval bool takes_array(std::index_sequence<before...>, std::index_sequence<array...>,
                            std::index_sequence<after...>) {
-  return requires {
-    T{AnyFieldAt<before>{}..., {AnyFieldAt<array>{}...}, AnyFieldAt<after>{}...};
-  };
+  return requires { T{AnyFieldAt<before>{}..., {AnyFieldAt<array>{}...}, AnyFieldAt<after>{}...}; };
 }
 template <typename T, std::size_t... fields>
 consteval bool takes(std::index_sequence<fields...>) {
-  return requires {
-    T{AnyFieldAt<fields>{}...};
-  };
+  return requires { T{AnyFieldAt<fields>{}...}; };
 }
 
 /// The most values that T's braces take: one for each field, n for a field of type Element[n].

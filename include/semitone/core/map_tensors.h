@@ -48,9 +48,8 @@ using TensorTransform = c10::function_ref<at::Tensor(const at::Tensor&)>;
 c10::IValue map_ivalue(const c10::IValue& value, TensorTransform transform);
 
 template <typename T>
-concept MapsItsTensors = requires(const T& value, TensorTransform transform) {
-  value.map_tensors(transform);
-};
+concept MapsItsTensors =
+    requires(const T& value, TensorTransform transform) { value.map_tensors(transform); };
 
 template <typename T, template <typename...> typename Template>
 inline constexpr bool is_a = false;
@@ -77,12 +76,11 @@ concept Sequence = !is_a<T, std::basic_string> && requires(T value, const T& oth
 /// The smart pointers, callables and values of the standard library and LibTorch that have
 /// destructors but hold no tensors of their own.
 template <typename T>
-concept KnownOpaque = is_a<T, std::basic_string> || is_a<T, std::function> ||
-    is_a<T, std::shared_ptr> || is_a<T, std::unique_ptr> || is_a<T, std::weak_ptr> ||
-    is_a<T, c10::intrusive_ptr> || std::same_as<T, at::Scalar> || std::same_as<T, c10::SymInt> ||
-    std::same_as<T, at::Generator> || requires {
-  typename T::ContainedType;
-};  // torch::nn::ModuleHolder
+concept KnownOpaque =
+    is_a<T, std::basic_string> || is_a<T, std::function> || is_a<T, std::shared_ptr> ||
+    is_a<T, std::unique_ptr> || is_a<T, std::weak_ptr> || is_a<T, c10::intrusive_ptr> ||
+    std::same_as<T, at::Scalar> || std::same_as<T, c10::SymInt> || std::same_as<T, at::Generator> ||
+    requires { typename T::ContainedType; };  // torch::nn::ModuleHolder
 
 enum class Holding {
   none,

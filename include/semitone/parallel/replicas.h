@@ -58,7 +58,7 @@ class BatchCut {
 /// Copies of a model: each is a std::shared_ptr to a module, or a torch::jit::Module.
 template <typename Copy>
 struct Replicas {
-  std::vector<Copy> copies;  ///< replicas 1, 2 …; replica 0 is the model
+  std::vector<Copy> copies;                             ///< replicas 1, 2 …; replica 0 is the model
   std::shared_ptr<const ReplicaParameters> parameters;  ///< the originals of the copies' parameters
 };
 

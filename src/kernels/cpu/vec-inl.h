@@ -147,9 +147,8 @@ template <class F>
 using BitVector = hn::Vec<Bits<F>>;
 
 template <class F>
-constexpr hn::TFromD<Bits<F>> kInfinityBits = std::is_same_v<F, Fp32>
-                                                  ? 0x7F800000
-                                                  : (std::is_same_v<F, Bf16> ? 0x7F80 : 0x7C00);
+constexpr hn::TFromD<Bits<F>> kInfinityBits =
+    std::is_same_v<F, Fp32> ? 0x7F800000 : (std::is_same_v<F, Bf16> ? 0x7F80 : 0x7C00);
 
 // Loads `count` numbers; the other lanes are 0.
 template <class D>
