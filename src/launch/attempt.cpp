@@ -23,22 +23,22 @@ Interrupt& without_earlier_signals(Interrupt& interrupt) {
 }  // namespace
 
 Attempt::Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
-                 Channel& channel, OutputRelay& relay, Guardian& guardian)
+                 Channel& channel, OutputRelay& relay, WorkerReaper& reaper)
     : interrupt_(without_earlier_signals(interrupt)),
       channel_(channel),
-      group_(options, assignment, relay, guardian) {}
+      group_(options, assignment, relay, reaper) {}
 
-Verdict Attempt::run() {
-  while (!verdict_.has_value() || !group_.is_gone()) {
+Outcome Attempt::run() {
+  while (!outcome_.has_value() || !group_.has_ended()) {
     wait();
     const Time now = Clock::now();
     group_.update(now);
     channel_.update(now);
-    report(now);
-    obey(now);
-    look_at_interrupt(now);
+    report_result(now);
+    apply_outcome(now);
+    check_interrupt(now);
   }
-  return *verdict_;
+  return *outcome_;
 }
 
 void Attempt::wait() {
@@ -48,8 +48,8 @@ void Attempt::wait() {
   poll_until(events, std::min(channel_.deadline(), group_.deadline(Clock::now())));
 }
 
-void Attempt::report(Time now) {
-  if (reported_ || verdict_.has_value()) return;
+void Attempt::report_result(Time now) {
+  if (reported_ || outcome_.has_value()) return;
   if (const auto failure = group_.first_failure()) {
     // Whatever follows, the remaining processes are stopped.
     channel_.send(*failure);
@@ -61,19 +61,19 @@ void Attempt::report(Time now) {
   }
 }
 
-void Attempt::obey(Time now) {
+void Attempt::apply_outcome(Time now) {
   while (const auto message = channel_.receive()) {
-    const auto* const verdict = std::get_if<Verdict>(&*message);
-    if (verdict == nullptr || is_final()) continue;
-    end(*verdict, SIGTERM, now);
+    const auto* const outcome = std::get_if<Outcome>(&*message);
+    if (outcome == nullptr || is_final()) continue;
+    end(*outcome, SIGTERM, now);
     // Node 0 waits until all launchers have received the outcome, not until all have stopped.
-    if (is_final()) channel_.hang_up();
+    if (is_final()) channel_.close();
   }
-  if (!channel_.is_open() && !verdict_.has_value())
-    end({Verdict::Kind::lost, std::nullopt, "node 0 is lost: " + channel_.problem()}, SIGTERM, now);
+  if (!channel_.is_open() && !outcome_.has_value())
+    end({Outcome::Kind::lost, std::nullopt, "node 0 is lost: " + channel_.problem()}, SIGTERM, now);
 }
 
-void Attempt::look_at_interrupt(Time now) {
+void Attempt::check_interrupt(Time now) {
   interrupt_.acknowledge();
   while (const int signal = interrupt_.take_forwarded()) group_.forward(signal);
   const int signal = interrupt_.signal();
@@ -81,18 +81,18 @@ void Attempt::look_at_interrupt(Time now) {
   if (!is_final()) {
     const std::string reason = interrupt_.reason();
     channel_.send(Leave{"it was " + reason});
-    end({Verdict::Kind::lost, std::nullopt, reason}, signal == SIGHUP ? SIGTERM : signal, now);
+    end({Outcome::Kind::lost, std::nullopt, reason}, signal == SIGHUP ? SIGTERM : signal, now);
   }
   if (interrupt_.urgent()) group_.stop(SIGKILL, now);
 }
 
-void Attempt::end(const Verdict& verdict, int signal, Time now) {
-  verdict_ = verdict;
+void Attempt::end(const Outcome& outcome, int signal, Time now) {
+  outcome_ = outcome;
   group_.stop(signal, now);
 }
 
 bool Attempt::is_final() const {
-  return verdict_.has_value() && verdict_->kind != Verdict::Kind::restart;
+  return outcome_.has_value() && outcome_->kind != Outcome::Kind::restart;
 }
 
 }  // namespace semitone::launch

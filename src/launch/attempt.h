@@ -1,11 +1,11 @@
 #pragma once
 
 #include "src/launch/channel.h"
-#include "src/launch/guardian.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/messages.h"
 #include "src/launch/output_relay.h"
 #include "src/launch/worker_group.h"
+#include "src/launch/worker_reaper.h"
 
 #include <optional>
 #include <vector>
@@ -18,19 +18,19 @@ class Attempt {
   // Starts the processes. Error if one cannot be started.
   // @param channel  to node 0, which receives their results and decides what follows
   Attempt(const LaunchOptions& options, const Assignment& assignment, Interrupt& interrupt,
-          Channel& channel, OutputRelay& relay, Guardian& guardian);
+          Channel& channel, OutputRelay& relay, WorkerReaper& reaper);
 
   // Waits for the end, and stops the remaining processes.
-  Verdict run();
+  Outcome run();
 
   std::vector<WorkerStatus> statuses() const { return group_.statuses(); }
 
  private:
   void wait();
-  void report(Time now);
-  void obey(Time now);
-  void look_at_interrupt(Time now);
-  void end(const Verdict& verdict, int signal, Time now);
+  void report_result(Time now);
+  void apply_outcome(Time now);
+  void check_interrupt(Time now);
+  void end(const Outcome& outcome, int signal, Time now);
   // The outcome is final. A restart may still turn into the end of the job.
   bool is_final() const;
 
@@ -38,7 +38,7 @@ class Attempt {
   Channel& channel_;
   WorkerGroup group_;
   bool reported_ = false;
-  std::optional<Verdict> verdict_;
+  std::optional<Outcome> outcome_;
 };
 
 }  // namespace semitone::launch

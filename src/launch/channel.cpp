@@ -12,7 +12,7 @@ namespace semitone::launch {
 namespace {
 
 // Longest message: a failure contains 20 lines.
-constexpr std::size_t kMostBytes = 1 << 20;
+constexpr std::size_t kMaxMessageBytes = 1 << 20;
 constexpr auto kForeign = "what answers there is no launcher of Semitone";
 
 double seconds(Clock::duration duration) {
@@ -24,9 +24,9 @@ double seconds(Clock::duration duration) {
 Channel::Channel(Descriptor socket, Clock::duration timeout)
     : socket_(std::move(socket)),
       timeout_(timeout),
-      looked_(Clock::now()),
-      heard_(looked_),
-      said_(looked_) {}
+      updated_at_(Clock::now()),
+      received_at_(updated_at_),
+      sent_at_(updated_at_) {}
 
 short Channel::events() const {
   return static_cast<short>(outgoing_.empty() ? POLLIN : POLLIN | POLLOUT);
@@ -34,7 +34,7 @@ short Channel::events() const {
 
 void Channel::send(const Message& message) {
   if (!is_open()) return;
-  said_ = Clock::now();
+  sent_at_ = Clock::now();
   outgoing_ += encode(message);
   write();
 }
@@ -42,17 +42,17 @@ void Channel::send(const Message& message) {
 void Channel::update(Time now) {
   if (!is_open()) return;
   // Ctrl-Z and fg: this process was stopped, not the other end.
-  if (now - looked_ > timeout_ / 2) heard_ = now;
-  looked_ = now;
+  if (now - updated_at_ > timeout_ / 2) received_at_ = now;
+  updated_at_ = now;
   read(now);
-  if (now - said_ >= timeout_ / 5) send(Beat());
+  if (now - sent_at_ >= timeout_ / 5) send(Heartbeat());
   write();
-  if (is_open() && now - heard_ >= timeout_)
+  if (is_open() && now - received_at_ >= timeout_)
     close(State::silent, fmt::format("no message from it for {:.3g} s", seconds(timeout_)));
 }
 
 Time Channel::deadline() const {
-  return is_open() ? std::min(said_ + timeout_ / 5, heard_ + timeout_) : Time::max();
+  return is_open() ? std::min(sent_at_ + timeout_ / 5, received_at_ + timeout_) : Time::max();
 }
 
 std::optional<Message> Channel::receive() {
@@ -67,7 +67,7 @@ void Channel::read(Time now) {
   while (is_open()) {
     const ssize_t count = ::recv(socket_.number(), buffer.data(), buffer.size(), 0);
     if (count > 0) {
-      heard_ = now;
+      received_at_ = now;
       incoming_.append(buffer.data(), static_cast<std::size_t>(count));
       take_lines();
     } else if (count == 0) {
@@ -102,10 +102,10 @@ void Channel::take_lines() {
        begin = end + 1) {
     auto message = decode(std::string_view(incoming_).substr(begin, end - begin));
     if (!message.has_value()) return close(State::foreign, kForeign);
-    if (!std::holds_alternative<Beat>(*message)) messages_.push_back(*std::move(message));
+    if (!std::holds_alternative<Heartbeat>(*message)) messages_.push_back(*std::move(message));
   }
   incoming_.erase(0, begin);
-  if (incoming_.size() > kMostBytes) close(State::foreign, kForeign);
+  if (incoming_.size() > kMaxMessageBytes) close(State::foreign, kForeign);
 }
 
 void Channel::close(State state, std::string problem) {

@@ -27,7 +27,7 @@ class Channel {
   void send(const Message& message);
 
   // This side has nothing more to send.
-  void hang_up() { close(State::closed, "we closed the connection"); }
+  void close() { close(State::closed, "we closed the connection"); }
 
   // Reads and writes as far as possible, sends heartbeats, and checks those of the other end.
   void update(Time now);
@@ -56,9 +56,9 @@ class Channel {
 
   Descriptor socket_;
   Clock::duration timeout_;
-  Time looked_;  // when update() was called
-  Time heard_;
-  Time said_;
+  Time updated_at_;  // when update() was called
+  Time received_at_;
+  Time sent_at_;
   std::string incoming_;
   std::string outgoing_;
   std::deque<Message> messages_;

@@ -12,14 +12,14 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kFarewell = std::chrono::seconds(5);
+constexpr auto kStopTimeout = std::chrono::seconds(5);
 
 }  // namespace
 
 Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout)
     : heartbeat_timeout_(heartbeat_timeout),
       listener_(std::move(listener)),
-      roster_(std::move(job), Clock::now()),
+      job_(std::move(job), Clock::now()),
       stop_(make_pipe()) {
   auto [ours, theirs] = socket_pair();
   own_end_ = std::move(theirs);
@@ -40,21 +40,21 @@ void Coordinator::run() {
     accept();
     for (auto& [id, channel] : channels_) {
       channel.update(now);
-      hear(id, channel, now);
+      receive_messages(id, channel, now);
     }
-    roster_.tick(now);
-    deliver();
+    job_.tick(now);
+    send_messages();
     for (auto next = channels_.begin(); next != channels_.end();) {
       const auto current = next++;
-      if (!current->second.is_open()) forget(current->first, now);
+      if (!current->second.is_open()) erase(current->first, now);
     }
-    deliver();
+    send_messages();
   }
 }
 
 void Coordinator::wait() {
   std::vector<pollfd> events;
-  Time until = roster_.deadline();
+  Time until = job_.deadline();
   if (stop_at_.has_value()) {
     until = std::min(until, *stop_at_);
   } else {
@@ -66,7 +66,7 @@ void Coordinator::wait() {
     until = std::min(until, channel.deadline());
   }
   poll_until(events, until);
-  if (!stop_at_.has_value() && events.front().revents != 0) stop_at_ = Clock::now() + kFarewell;
+  if (!stop_at_.has_value() && events.front().revents != 0) stop_at_ = Clock::now() + kStopTimeout;
 }
 
 void Coordinator::accept() {
@@ -77,27 +77,26 @@ void Coordinator::accept() {
   }
 }
 
-void Coordinator::hear(Roster::Id id, Channel& channel, Time now) {
+void Coordinator::receive_messages(JobState::Id id, Channel& channel, Time now) {
   while (const auto message = channel.receive()) {
-    if (const auto* join = std::get_if<Join>(&*message)) roster_.joined(id, *join, now);
-    if (const auto* failure = std::get_if<WorkerFailure>(&*message))
-      roster_.failed(id, *failure, now);
-    if (std::holds_alternative<Succeeded>(*message)) roster_.succeeded(id);
-    if (const auto* leave = std::get_if<Leave>(&*message)) roster_.gone(id, leave->reason, now);
+    if (const auto* join = std::get_if<Join>(&*message)) job_.joined(id, *join, now);
+    if (const auto* failure = std::get_if<WorkerFailure>(&*message)) job_.failed(id, *failure, now);
+    if (std::holds_alternative<Succeeded>(*message)) job_.succeeded(id);
+    if (const auto* leave = std::get_if<Leave>(&*message)) job_.lost(id, leave->reason, now);
   }
 }
 
-void Coordinator::deliver() {
-  for (const auto& [id, message] : roster_.take_mail()) {
+void Coordinator::send_messages() {
+  for (const auto& [id, message] : job_.take_messages()) {
     const auto channel = channels_.find(id);
     if (channel != channels_.end()) channel->second.send(message);
   }
 }
 
-void Coordinator::forget(Roster::Id id, Time now) {
+void Coordinator::erase(JobState::Id id, Time now) {
   const std::string problem = channels_.at(id).problem();
   channels_.erase(id);
-  roster_.gone(id, problem, now);
+  job_.lost(id, problem, now);
 }
 
 }  // namespace semitone::launch

@@ -2,7 +2,7 @@
 
 #include "src/launch/channel.h"
 #include "src/launch/descriptor.h"
-#include "src/launch/roster.h"
+#include "src/launch/job_state.h"
 
 #include <map>
 #include <optional>
@@ -11,13 +11,13 @@
 
 namespace semitone::launch {
 
-// The part of node 0 that manages the job: a thread that keeps the roster and communicates with the
+// The part of node 0 that manages the job: a thread that keeps the state of the job and communicates with the
 // launchers of all nodes, including its own.
 class Coordinator {
  public:
   // @param listener  where the other nodes' launchers connect; closed for one node
   Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout);
-  // Waits up to five seconds until the others have received the verdict.
+  // Waits up to five seconds until the others have received the outcome.
   ~Coordinator();
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
@@ -29,16 +29,16 @@ class Coordinator {
   void run();
   void wait();
   void accept();
-  void hear(Roster::Id id, Channel& channel, Time now);
-  void deliver();
-  void forget(Roster::Id id, Time now);
+  void receive_messages(JobState::Id id, Channel& channel, Time now);
+  void send_messages();
+  void erase(JobState::Id id, Time now);
 
   Clock::duration heartbeat_timeout_;
   Descriptor listener_;
   Descriptor own_end_;
-  Roster roster_;
-  std::map<Roster::Id, Channel> channels_;
-  Roster::Id next_ = 0;
+  JobState job_;
+  std::map<JobState::Id, Channel> channels_;
+  JobState::Id next_ = 0;
   Pipe stop_;  // its end closes when the owner goes
   std::optional<Time> stop_at_;
   std::thread thread_;

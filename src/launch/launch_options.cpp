@@ -14,8 +14,8 @@ namespace semitone::launch {
 namespace {
 
 constexpr auto kComponent = "launch.options";
-constexpr int kMostProcesses = 4096;
-constexpr int kMostNodes = 1 << 16;
+constexpr int kMaxProcesses = 4096;
+constexpr int kMaxNodes = 1 << 16;
 
 std::optional<int> number(std::string_view text) {
   int value = 0;
@@ -85,8 +85,8 @@ NodeCount NodeCount::parse(std::string_view text) {
   const auto colon = text.find(':');
   const auto min = number(text.substr(0, colon));
   const auto max = colon == std::string_view::npos ? min : number(text.substr(colon + 1));
-  require(min.has_value() && max.has_value() && 1 <= *min && *min <= *max && *max <= kMostNodes,
-          fmt::format("a number of nodes from 1 to {}, or two as in 1:4", kMostNodes),
+  require(min.has_value() && max.has_value() && 1 <= *min && *min <= *max && *max <= kMaxNodes,
+          fmt::format("a number of nodes from 1 to {}, or two as in 1:4", kMaxNodes),
           fmt::format("'{}'", text));
   return {*min, *max};
 }
@@ -214,11 +214,11 @@ LaunchOptions& LaunchOptions::last_call(Seconds value) {
 
 void LaunchOptions::check() const {
   require(!program_.empty(), "a program to launch", "none");
-  require(nproc_per_node_ >= 1 && nproc_per_node_ <= kMostProcesses,
-          fmt::format("nproc-per-node from 1 to {}", kMostProcesses),
+  require(nproc_per_node_ >= 1 && nproc_per_node_ <= kMaxProcesses,
+          fmt::format("nproc-per-node from 1 to {}", kMaxProcesses),
           std::to_string(nproc_per_node_));
-  require(1 <= nnodes_.min && nnodes_.min <= nnodes_.max && nnodes_.max <= kMostNodes,
-          fmt::format("nnodes from 1 to {}", kMostNodes),
+  require(1 <= nnodes_.min && nnodes_.min <= nnodes_.max && nnodes_.max <= kMaxNodes,
+          fmt::format("nnodes from 1 to {}", kMaxNodes),
           fmt::format("{}:{}", nnodes_.min, nnodes_.max));
   require(
       node_rank_ >= 0 && node_rank_ < nnodes_.max,
@@ -253,8 +253,8 @@ void LaunchOptions::check() const {
 
 ProcessCount ProcessCount::parse(std::string_view text) {
   if (const auto value = number(text); value.has_value()) {
-    require(*value >= 1 && *value <= kMostProcesses,
-            fmt::format("nproc-per-node from 1 to {}", kMostProcesses), fmt::format("'{}'", text));
+    require(*value >= 1 && *value <= kMaxProcesses,
+            fmt::format("nproc-per-node from 1 to {}", kMaxProcesses), fmt::format("'{}'", text));
     return {*value, ""};
   }
   require(text == "auto" || text == "cpu" || text == "gpu",

@@ -7,7 +7,7 @@
 namespace semitone::launch {
 namespace {
 
-constexpr int kLost = 1;
+constexpr int kExitLost = 1;
 
 // Shells use the same numbers.
 int code_of_signal(int signal) {
@@ -49,7 +49,7 @@ int LaunchResult::exit_code() const {
     case LaunchOutcome::lost:
       break;
   }
-  return kLost;
+  return kExitLost;
 }
 
 }  // namespace semitone::launch

@@ -3,14 +3,14 @@
 #include "semitone/core/error.h"
 #include "src/core/log.h"
 #include "src/launch/attempt.h"
-#include "src/launch/guardian.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/log_files.h"
 #include "src/launch/machine.h"
-#include "src/launch/meeting.h"
 #include "src/launch/output_relay.h"
 #include "src/launch/program.h"
+#include "src/launch/rendezvous.h"
 #include "src/launch/worker_environment.h"
+#include "src/launch/worker_reaper.h"
 
 #include <fmt/format.h>
 
@@ -31,10 +31,10 @@ class Launcher::Impl {
   void forward(int signal) noexcept { interrupt_.forward(signal); }
 
  private:
-  Verdict attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
-                  Guardian& guardian);
+  Outcome attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
+                  WorkerReaper& reaper);
   void announce(const Assignment& assignment) const;
-  LaunchResult result_of(const Verdict& verdict) const;
+  LaunchResult result_of(const Outcome& outcome) const;
 
   LaunchOptions options_;
   Interrupt interrupt_;
@@ -44,37 +44,37 @@ class Launcher::Impl {
 };
 
 LaunchResult Launcher::Impl::run() {
-  Meeting meeting(options_);
-  Guardian guardian(options_.nproc_per_node());
+  Rendezvous rendezvous(options_);
+  WorkerReaper reaper(options_.nproc_per_node());
   OutputRelay relay;
   while (true) {
-    const auto joined = meeting.join(interrupt_);
-    if (const auto* const verdict = std::get_if<Verdict>(&joined)) {
-      if (verdict->kind == Verdict::Kind::succeeded)
+    const auto joined = rendezvous.join(interrupt_);
+    if (const auto* const outcome = std::get_if<Outcome>(&joined)) {
+      if (outcome->kind == Outcome::Kind::succeeded)
         log()->warn("the job ended without this node: no process was started here");
-      return result_of(*verdict);
+      return result_of(*outcome);
     }
     const auto& assignment = std::get<Assignment>(joined);
     run_id_ = assignment.run_id;
     restarts_ = assignment.restarts;
     announce(assignment);
-    const Verdict verdict = attempt(assignment, meeting.channel(), relay, guardian);
-    if (verdict.kind != Verdict::Kind::restart) {
+    const Outcome outcome = attempt(assignment, rendezvous.channel(), relay, reaper);
+    if (outcome.kind != Outcome::Kind::restart) {
       relay.finish(interrupt_);
-      return result_of(verdict);
+      return result_of(outcome);
     }
     log()->warn("restarting: {}",
-                verdict.failure.has_value() ? verdict.failure->to_string() : verdict.reason);
+                outcome.failure.has_value() ? outcome.failure->to_string() : outcome.reason);
   }
 }
 
-Verdict Launcher::Impl::attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
-                                Guardian& guardian) {
+Outcome Launcher::Impl::attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
+                                WorkerReaper& reaper) {
   try {
-    Attempt attempt(options_, assignment, interrupt_, channel, relay, guardian);
-    Verdict verdict = attempt.run();
+    Attempt attempt(options_, assignment, interrupt_, channel, relay, reaper);
+    Outcome outcome = attempt.run();
     workers_ = attempt.statuses();
-    return verdict;
+    return outcome;
   } catch (const Error& error) {
     channel.send(Leave{error.what()});
     throw;
@@ -101,16 +101,16 @@ void Launcher::Impl::announce(const Assignment& assignment) const {
   }
 }
 
-LaunchResult Launcher::Impl::result_of(const Verdict& verdict) const {
+LaunchResult Launcher::Impl::result_of(const Outcome& outcome) const {
   LaunchResult result;
   result.run_id = run_id_;
   result.restarts = restarts_;
   result.workers = workers_;
   result.signal = interrupt_.signal();
-  if (verdict.kind == Verdict::Kind::succeeded) return result;
-  result.reason = verdict.reason;
-  result.first_failure = verdict.failure;
-  if (verdict.kind == Verdict::Kind::failed) {
+  if (outcome.kind == Outcome::Kind::succeeded) return result;
+  result.reason = outcome.reason;
+  result.first_failure = outcome.failure;
+  if (outcome.kind == Outcome::Kind::failed) {
     result.outcome = LaunchOutcome::failed;
   } else {
     result.outcome = result.signal != 0 ? LaunchOutcome::interrupted : LaunchOutcome::lost;

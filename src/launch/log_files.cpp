@@ -15,7 +15,7 @@ namespace semitone::launch {
 namespace {
 
 constexpr auto kComponent = "launch.logs";
-constexpr std::streamoff kMostBytes = 1 << 16;
+constexpr std::streamoff kMaxBytes = 1 << 16;
 
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
@@ -57,7 +57,7 @@ std::string end_of_file(const std::filesystem::path& file) {
   std::ifstream stream(file, std::ios::binary | std::ios::ate);
   const std::streamoff size = stream.tellg();
   if (!stream || size <= 0) return {};
-  const auto count = std::min(size, kMostBytes);
+  const auto count = std::min(size, kMaxBytes);
   std::string text(static_cast<std::size_t>(count), '\0');
   stream.seekg(size - count);
   stream.read(text.data(), count);

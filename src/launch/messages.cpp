@@ -25,39 +25,39 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Leave, reason)
 namespace {
 
 // Not NLOHMANN_JSON_SERIALIZE_ENUM, which converts an unknown word to the first of its list.
-constexpr std::array kVerdicts{
-    std::pair("succeeded", Verdict::Kind::succeeded), std::pair("failed", Verdict::Kind::failed),
-    std::pair("lost", Verdict::Kind::lost), std::pair("restart", Verdict::Kind::restart),
-    std::pair("refused", Verdict::Kind::refused)};
+constexpr std::array kOutcomes{
+    std::pair("succeeded", Outcome::Kind::succeeded), std::pair("failed", Outcome::Kind::failed),
+    std::pair("lost", Outcome::Kind::lost), std::pair("restart", Outcome::Kind::restart),
+    std::pair("refused", Outcome::Kind::refused)};
 
-const char* name_of(Verdict::Kind kind) {
-  const auto* const found = std::find_if(kVerdicts.begin(), kVerdicts.end(),
-                                         [&](const auto& known) { return known.second == kind; });
+const char* to_string(Outcome::Kind kind) {
+  const auto* const found = std::find_if(kOutcomes.begin(), kOutcomes.end(),
+                                         [&](const auto& entry) { return entry.second == kind; });
   return found->first;
 }
 
-std::optional<Verdict::Kind> kind_of(const std::string& name) {
-  const auto* const found = std::find_if(kVerdicts.begin(), kVerdicts.end(),
-                                         [&](const auto& known) { return known.first == name; });
-  if (found == kVerdicts.end()) return std::nullopt;
+std::optional<Outcome::Kind> parse_kind(const std::string& name) {
+  const auto* const found = std::find_if(kOutcomes.begin(), kOutcomes.end(),
+                                         [&](const auto& entry) { return entry.first == name; });
+  if (found == kOutcomes.end()) return std::nullopt;
   return found->second;
 }
 
-json body_of(const Verdict& verdict) {
-  json body{{"kind", name_of(verdict.kind)}, {"reason", verdict.reason}};
-  if (verdict.failure.has_value()) body["failure"] = *verdict.failure;
+json to_json_body(const Outcome& outcome) {
+  json body{{"kind", to_string(outcome.kind)}, {"reason", outcome.reason}};
+  if (outcome.failure.has_value()) body["failure"] = *outcome.failure;
   return body;
 }
 
-std::optional<Message> verdict_of(const json& body) {
-  const auto kind = kind_of(body.at("kind").get<std::string>());
+std::optional<Message> parse_outcome(const json& body) {
+  const auto kind = parse_kind(body.at("kind").get<std::string>());
   if (!kind.has_value()) return std::nullopt;
-  Verdict verdict{*kind, std::nullopt, body.at("reason")};
-  if (body.contains("failure")) verdict.failure = body.at("failure").get<WorkerFailure>();
-  return verdict;
+  Outcome outcome{*kind, std::nullopt, body.at("reason")};
+  if (body.contains("failure")) outcome.failure = body.at("failure").get<WorkerFailure>();
+  return outcome;
 }
 
-Join join_of(const json& body) {
+Join parse_join(const json& body) {
   Join join;
   join.protocol = body.at("protocol").get<int>();
   return join.protocol == kProtocol ? body.get<Join>() : join;
@@ -70,8 +70,8 @@ struct Encode {
   json operator()(const WorkerFailure& message) const { return {{"failure", message}}; }
   json operator()(const Succeeded&) const { return {{"succeeded", true}}; }
   json operator()(const Leave& message) const { return {{"leave", message}}; }
-  json operator()(const Verdict& message) const { return {{"verdict", body_of(message)}}; }
-  json operator()(const Beat&) const { return {{"beat", true}}; }
+  json operator()(const Outcome& message) const { return {{"verdict", to_json_body(message)}}; }
+  json operator()(const Heartbeat&) const { return {{"beat", true}}; }
 };
 
 }  // namespace
@@ -87,14 +87,14 @@ std::optional<Message> decode(std::string_view line) {
     if (!message.is_object() || message.size() != 1) return std::nullopt;
     const std::string& name = message.begin().key();
     const json& body = message.begin().value();
-    if (name == "beat") return Beat();
-    if (name == "join") return join_of(body);
+    if (name == "beat") return Heartbeat();
+    if (name == "join") return parse_join(body);
     if (name == "stand_by") return body.get<StandBy>();
     if (name == "assignment") return body.get<Assignment>();
     if (name == "failure") return body.get<WorkerFailure>();
     if (name == "succeeded") return Succeeded();
     if (name == "leave") return body.get<Leave>();
-    if (name == "verdict") return verdict_of(body);
+    if (name == "verdict") return parse_outcome(body);
   } catch (const json::exception&) {
     // Reported below.
   }

@@ -8,11 +8,12 @@
 #include <variant>
 #include <vector>
 
-// The messages between launchers: one line of JSON each.
+// The messages between launchers: one line of JSON each. An Outcome is sent as "verdict", a Heartbeat
+// as "beat".
 namespace semitone::launch {
 
 // Two launchers work together if their versions are equal. Of a message of another version,
-// "protocol" in a join and a refusing verdict can be read.
+// "protocol" in a join and a refusing outcome can be read.
 constexpr int kProtocol = 2;
 
 // A node's launcher asks to take part in the next attempt.
@@ -56,7 +57,7 @@ struct Leave {
 };
 
 // How an attempt ended.
-struct Verdict {
+struct Outcome {
   enum class Kind { succeeded, failed, lost, restart, refused };
 
   Kind kind = Kind::succeeded;
@@ -65,10 +66,10 @@ struct Verdict {
 };
 
 // A heartbeat, so that silence is meaningful.
-struct Beat {};
+struct Heartbeat {};
 
 using Message =
-    std::variant<Join, StandBy, Assignment, WorkerFailure, Succeeded, Leave, Verdict, Beat>;
+    std::variant<Join, StandBy, Assignment, WorkerFailure, Succeeded, Leave, Outcome, Heartbeat>;
 
 // The message as a line, with a newline.
 std::string encode(const Message& message);

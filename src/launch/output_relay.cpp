@@ -19,10 +19,10 @@ namespace {
 constexpr auto kComponent = "launch.output";
 constexpr int kLastLines = 20;
 // Enough for 20 lines; a line without an end is cut at this length.
-constexpr std::size_t kMostBytes = 1 << 16;
+constexpr std::size_t kMaxBytes = 1 << 16;
 // The size that a pipe accepts in one piece, without blocking once poll() reports that it is
 // writable.
-constexpr std::size_t kPiece = 4096;
+constexpr std::size_t kAtomicWrite = 4096;
 
 Descriptor make_event() {
   Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -168,7 +168,7 @@ bool OutputRelay::is_retired(const Stream& stream) {
 
 // Reads one piece, so that no stream waits long for the others.
 void OutputRelay::read(Stream& stream) {
-  std::array<char, kMostBytes> buffer;
+  std::array<char, kMaxBytes> buffer;
   const ssize_t count = ::read(stream.source.pipe.number(), buffer.data(), buffer.size());
   const bool nothing = count < 0 && errno == EAGAIN;
   if (count < 0 && errno == EINTR) return;
@@ -183,7 +183,7 @@ void OutputRelay::read(Stream& stream) {
     relay(stream, false);
     const std::lock_guard lock(mutex_);
     stream.last += text;
-    if (stream.last.size() > 2 * kMostBytes) stream.last.erase(0, stream.last.size() - kMostBytes);
+    if (stream.last.size() > 2 * kMaxBytes) stream.last.erase(0, stream.last.size() - kMaxBytes);
     return;
   }
   const bool ended = !nothing || is_retired(stream);
@@ -203,7 +203,7 @@ void OutputRelay::relay(Stream& stream, bool all) {
   std::size_t begin = 0;
   const auto take = [&](std::size_t end) {
     const std::size_t length = stream.source.prefix.size() + end - begin + 1;
-    if (!pieces.empty() && pieces.size() + length > kPiece) {
+    if (!pieces.empty() && pieces.size() + length > kAtomicWrite) {
       write_console(stream.source.console, pieces);
       pieces.clear();
     }
@@ -212,7 +212,7 @@ void OutputRelay::relay(Stream& stream, bool all) {
   for (std::size_t end = 0; (end = stream.partial.find('\n', begin)) != std::string::npos;
        begin = end + 1)
     take(end);
-  const bool cut = stream.partial.size() - begin >= kMostBytes;
+  const bool cut = stream.partial.size() - begin >= kMaxBytes;
   if (begin < stream.partial.size() && (all || cut)) {
     take(stream.partial.size());
     begin = stream.partial.size();
@@ -228,7 +228,7 @@ void OutputRelay::write_console(int console, std::string_view text) {
     poll_until(events, Time::max());
     if (aborted_) return;
     if (events[0].revents == 0) continue;
-    const ssize_t count = ::write(console, text.data(), std::min(text.size(), kPiece));
+    const ssize_t count = ::write(console, text.data(), std::min(text.size(), kAtomicWrite));
     if (count > 0) {
       text.remove_prefix(static_cast<std::size_t>(count));
     } else if (errno != EINTR && errno != EAGAIN) {

@@ -95,8 +95,8 @@ Process::Process(const ProcessOptions& options) {
   Stream out = make_stream(options.out());
   Stream err = make_stream(options.err());
   Spawn child;
-  child.words = {options.program().string()};
-  child.words.insert(child.words.end(), options.arguments().begin(), options.arguments().end());
+  child.argv = {options.program().string()};
+  child.argv.insert(child.argv.end(), options.arguments().begin(), options.arguments().end());
   child.environment = options.environment();
   child.out = out.theirs.number();
   child.err = err.theirs.number();

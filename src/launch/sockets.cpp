@@ -49,11 +49,11 @@ int bind_to(const Descriptor& socket, const addrinfo& address, int backlog) {
   return 0;
 }
 
-Opened failed(int error, std::string problem = {}) {
+OpenedSocket failed(int error, std::string problem = {}) {
   return {Descriptor(), error, false, problem.empty() ? reason_of(error) : std::move(problem)};
 }
 
-Opened unknown_host(const Endpoint& endpoint, int error) {
+OpenedSocket unknown_host(const Endpoint& endpoint, int error) {
   // A name server that does not answer may do so later.
   return {Descriptor(), EHOSTUNREACH, error == EAI_NONAME,
           fmt::format("'{}': {}", endpoint.host, ::gai_strerror(error))};
@@ -75,7 +75,7 @@ bool is_wildcard_or_loopback(const sockaddr* address) {
   return IN6_IS_ADDR_UNSPECIFIED(&v6_of(address)) || IN6_IS_ADDR_LOOPBACK(&v6_of(address));
 }
 
-bool is_same(const sockaddr* one, const sockaddr* other) {
+bool is_same_address(const sockaddr* one, const sockaddr* other) {
   if (one->sa_family != other->sa_family) return false;
   if (one->sa_family != AF_INET6) return v4_of(one) == v4_of(other);
   return IN6_ARE_ADDR_EQUAL(&v6_of(one), &v6_of(other));
@@ -83,22 +83,22 @@ bool is_same(const sockaddr* one, const sockaddr* other) {
 
 // bind() cannot tell: with net.ipv4.ip_nonlocal_bind, as on hosts that take over each other's
 // addresses, it accepts every address.
-bool is_of_this_machine(const sockaddr* address) {
+bool is_local_address(const sockaddr* address) {
   if (is_wildcard_or_loopback(address)) return true;
   ifaddrs* list = nullptr;
   // Without a list of interfaces, bind() decides.
   if (::getifaddrs(&list) != 0) return true;
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, &::freeifaddrs);
   for (; list != nullptr; list = list->ifa_next) {
-    if (list->ifa_addr != nullptr && is_same(list->ifa_addr, address)) return true;
+    if (list->ifa_addr != nullptr && is_same_address(list->ifa_addr, address)) return true;
   }
   return false;
 }
 
-Opened listen_on(const addrinfo* addresses) {
-  Opened result = failed(EADDRNOTAVAIL);
+OpenedSocket listen_on(const addrinfo* addresses) {
+  OpenedSocket result = failed(EADDRNOTAVAIL);
   for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
-    if (!is_of_this_machine(address->ai_addr)) continue;
+    if (!is_local_address(address->ai_addr)) continue;
     Descriptor socket = make_socket(*address);
     if (!socket.is_open()) continue;
     const int error = bind_to(socket, *address, SOMAXCONN);
@@ -109,11 +109,10 @@ Opened listen_on(const addrinfo* addresses) {
   return result;
 }
 
-bool is_ours(const addrinfo* addresses) {
+bool is_local_host(const addrinfo* addresses) {
   for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
     const Descriptor socket = make_socket(*address);
-    if (socket.is_open() && bind_to(socket, *address, 0) == 0 &&
-        is_of_this_machine(address->ai_addr))
+    if (socket.is_open() && bind_to(socket, *address, 0) == 0 && is_local_address(address->ai_addr))
       return true;
   }
   return false;
@@ -133,23 +132,23 @@ bool is_port_unused(int port, std::string& problem) {
 
 }  // namespace
 
-Opened listen_at(const Endpoint& endpoint) {
+OpenedSocket listen_at(const Endpoint& endpoint) {
   int error = 0;
   const Addresses literal = resolve(endpoint, AI_NUMERICHOST, error);
   if (literal != nullptr) return listen_on(literal.get());
   const Addresses named = resolve({endpoint.host, 0}, 0, error);
   if (named == nullptr) return unknown_host(endpoint, error);
-  if (!is_ours(named.get())) return failed(EADDRNOTAVAIL);
+  if (!is_local_host(named.get())) return failed(EADDRNOTAVAIL);
   if (endpoint.host == "localhost") return listen_at({"127.0.0.1", endpoint.port});
   const bool has_v4 = named->ai_family == AF_INET || named->ai_next != nullptr;
   return listen_at({has_v4 ? "0.0.0.0" : "::", endpoint.port});
 }
 
-Opened connect_to(const Endpoint& endpoint, std::chrono::milliseconds timeout) {
+OpenedSocket connect_to(const Endpoint& endpoint, std::chrono::milliseconds timeout) {
   int error = 0;
   const Addresses addresses = resolve(endpoint, 0, error);
   if (addresses == nullptr) return unknown_host(endpoint, error);
-  Opened result = failed(EHOSTUNREACH);
+  OpenedSocket result = failed(EHOSTUNREACH);
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     Descriptor socket = make_socket(*address);
     if (!socket.is_open()) continue;
@@ -208,7 +207,7 @@ int free_port() {
 }
 
 bool is_port_free(int port, std::string& problem) {
-  const Opened opened = listen_at({"0.0.0.0", port});
+  const OpenedSocket opened = listen_at({"0.0.0.0", port});
   problem = opened.problem;
   return opened.is_open();
 }

@@ -11,7 +11,7 @@
 namespace semitone::launch {
 
 // An attempt to listen or to connect.
-struct Opened {
+struct OpenedSocket {
   Descriptor socket;     // closed if it failed
   int error = 0;         // its errno
   bool unknown = false;  // no address belongs to the host's name
@@ -23,10 +23,10 @@ struct Opened {
 // Listens there, if the host is this machine (otherwise error is EADDRNOTAVAIL). For a name other
 // than localhost's it listens on all addresses: other machines may reach this one under another
 // address than it resolves itself.
-Opened listen_at(const Endpoint& endpoint);
+OpenedSocket listen_at(const Endpoint& endpoint);
 
 // One attempt. Non-blocking afterwards.
-Opened connect_to(const Endpoint& endpoint, std::chrono::milliseconds timeout);
+OpenedSocket connect_to(const Endpoint& endpoint, std::chrono::milliseconds timeout);
 
 // The next connection, or a closed descriptor.
 Descriptor accept_from(const Descriptor& listener);

@@ -25,7 +25,7 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   return result;
 }
 
-std::vector<std::string> whole_environment(const Variables& added) {
+std::vector<std::string> merged_environment(const Variables& added) {
   const auto replaced = [&](std::string_view entry) {
     return std::any_of(added.begin(), added.end(), [&](const auto& variable) {
       return entry.substr(0, entry.find('=')) == variable.first;
@@ -39,24 +39,24 @@ std::vector<std::string> whole_environment(const Variables& added) {
   return result;
 }
 
-bool replace(int stream, int descriptor) {
+bool redirect(int stream, int descriptor) {
   return descriptor < 0 || ::dup2(descriptor, stream) >= 0;
 }
 
 // Runs in the child between fork and exec. Only async-signal-safe calls are allowed, since other
 // threads of the parent may have held any lock.
-[[noreturn]] void become(const Spawn& child, char* const* words, char* const* environment,
-                         pid_t parent, int report) {
+[[noreturn]] void exec_child(const Spawn& child, char* const* argv, char* const* environment,
+                             pid_t parent, int report) {
   sigset_t none;
   ::sigemptyset(&none);
   const bool ready = (!child.own_group || ::setpgid(0, 0) == 0) &&
-                     replace(STDIN_FILENO, child.in) && replace(STDOUT_FILENO, child.out) &&
-                     replace(STDERR_FILENO, child.err) &&
+                     redirect(STDIN_FILENO, child.in) && redirect(STDOUT_FILENO, child.out) &&
+                     redirect(STDERR_FILENO, child.err) &&
                      ::sigprocmask(SIG_SETMASK, &none, nullptr) == 0 &&
                      ::prctl(PR_SET_PDEATHSIG, child.death_signal) == 0;
   // The parent may have ended before the prctl, so that no signal will arrive.
   if (ready && ::getppid() != parent) ::_exit(127);
-  if (ready) ::execvpe(words[0], words, environment);
+  if (ready) ::execvpe(argv[0], argv, environment);
   const int reason = errno;
   const auto written = ::write(report, &reason, sizeof reason);
   static_cast<void>(written);
@@ -76,21 +76,22 @@ int read_report(Descriptor from) {
 }  // namespace
 
 pid_t spawn(const Spawn& child) {
-  std::vector<std::string> words = child.words;
-  std::vector<std::string> variables = whole_environment(child.environment);
-  const std::vector<char*> arguments = pointers(words);
+  std::vector<std::string> argv = child.argv;
+  std::vector<std::string> variables = merged_environment(child.environment);
+  const std::vector<char*> arguments = pointers(argv);
   const std::vector<char*> environment = pointers(variables);
   // A successful exec closes it; otherwise it carries the errno.
   Pipe report = make_pipe();
 
   const pid_t parent = ::getpid();
   const pid_t id = ::fork();
-  if (id == 0) become(child, arguments.data(), environment.data(), parent, report.write.number());
+  if (id == 0)
+    exec_child(child, arguments.data(), environment.data(), parent, report.write.number());
   if (id < 0) throw Error(kComponent, "another process from the system", reason_of(errno));
   report.write.close();
   if (const int reason = read_report(std::move(report.read)); reason != 0) {
     wait_for(id);
-    throw Error(kComponent, "to run '" + child.words.front() + "'", reason_of(reason));
+    throw Error(kComponent, "to run '" + child.argv.front() + "'", reason_of(reason));
   }
   return id;
 }

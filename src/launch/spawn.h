@@ -15,9 +15,9 @@ using Variables = std::vector<std::pair<std::string, std::string>>;
 
 // The parameters of a child process.
 struct Spawn {
-  std::vector<std::string> words;  // the program, and what comes after its name
-  Variables environment;           // added to this process's own
-  int in = -1;                     // descriptors of its standard streams; -1: this process's
+  std::vector<std::string> argv;  // the program, and what comes after its name
+  Variables environment;          // added to this process's own
+  int in = -1;                    // descriptors of its standard streams; -1: this process's
   int out = -1;
   int err = -1;
   bool own_group = false;      // leads a process group of its own, or stays in ours

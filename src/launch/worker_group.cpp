@@ -5,7 +5,7 @@
 #include "src/core/log.h"
 #include "src/launch/log_files.h"
 #include "src/launch/polling.h"
-#include "src/launch/process_group.h"
+#include "src/launch/posix_process_group.h"
 #include "src/launch/spawn.h"
 #include "src/launch/worker_environment.h"
 
@@ -23,9 +23,9 @@ namespace semitone::launch {
 namespace {
 
 // How often to check if no event arrives.
-constexpr auto kLook = std::chrono::milliseconds(20);
+constexpr auto kPollInterval = std::chrono::milliseconds(20);
 // How long SIGKILL may take: a process that waits for a disk or a driver does not react to it.
-constexpr auto kPatience = std::chrono::seconds(30);
+constexpr auto kKillTimeout = std::chrono::seconds(30);
 
 bool has(Streams streams, Streams one) {
   return (static_cast<int>(streams) & static_cast<int>(one)) != 0;
@@ -40,8 +40,8 @@ Descriptor handle_of(pid_t id) {
 }  // namespace
 
 WorkerGroup::WorkerGroup(const LaunchOptions& options, const Assignment& assignment,
-                         OutputRelay& relay, Guardian& guardian)
-    : options_(options), assignment_(assignment), relay_(relay), guardian_(guardian) {
+                         OutputRelay& relay, WorkerReaper& reaper)
+    : options_(options), assignment_(assignment), relay_(relay), reaper_(reaper) {
   try {
     for (int i = 0; i < options.nproc_per_node(); ++i) start(i);
   } catch (...) {
@@ -63,9 +63,9 @@ void WorkerGroup::start(int local_rank) {
   worker.out = make_stream(local_rank, Streams::out, out);
   worker.err = make_stream(local_rank, Streams::err, err);
   Spawn child;
-  child.words = {options_.program().string()};
+  child.argv = {options_.program().string()};
   for (const std::string& argument : options_.arguments())
-    child.words.push_back(with_local_rank(argument, local_rank));
+    child.argv.push_back(with_local_rank(argument, local_rank));
   child.environment = worker_environment(assignment_, options_, local_rank);
   child.in = in.number();
   child.out = out.number();
@@ -73,7 +73,7 @@ void WorkerGroup::start(int local_rank) {
   child.own_group = true;
   child.death_signal = SIGKILL;
   worker.id = spawn(child);
-  guardian_.guard(worker.id);
+  reaper_.add(worker.id);
   worker.handle = handle_of(worker.id);
   workers_.push_back(std::move(worker));
 }
@@ -110,11 +110,11 @@ void WorkerGroup::watch(std::vector<pollfd>& events) const {
 }
 
 Time WorkerGroup::deadline(Time now) const {
-  const Time next = std::min(kill_at_, give_up_at_);
-  const bool must_look = std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
-    return worker.status.has_value() ? stopping_ && !worker.group_gone : !worker.handle.is_open();
+  const Time next = std::min(kill_at_, abandon_at_);
+  const bool must_poll = std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
+    return worker.status.has_value() ? stopping_ && !worker.group_ended : !worker.handle.is_open();
   });
-  return must_look ? std::min(next, now + kLook) : next;
+  return must_poll ? std::min(next, now + kPollInterval) : next;
 }
 
 void WorkerGroup::update(Time now) {
@@ -123,7 +123,7 @@ void WorkerGroup::update(Time now) {
     Worker& worker = workers_[i];
     const bool ended = reap(worker);
     // At once: without a process in it, the group's number may be reused.
-    look_for_leftovers(worker);
+    check_group(worker);
     if (!ended || stopping_ || worker.status->success()) continue;
     // Of the processes that ended since the last check, one that a signal ended is the cause: the
     // others notice the loss and return an exit code.
@@ -136,9 +136,9 @@ void WorkerGroup::update(Time now) {
     signal_all(SIGKILL);
     killed_ = true;
     kill_at_ = Time::max();
-    give_up_at_ = now + kPatience;
+    abandon_at_ = now + kKillTimeout;
   }
-  if (now >= give_up_at_) give_up();
+  if (now >= abandon_at_) abandon();
 }
 
 // Whether the process has ended since the last check.
@@ -169,15 +169,15 @@ void WorkerGroup::report_stopped() const {
   }
 }
 
-void WorkerGroup::look_for_leftovers(Worker& worker) {
-  if (!worker.status.has_value() || worker.group_gone || is_group_alive(worker.id)) return;
-  worker.group_gone = true;
-  guardian_.forget(worker.id);
+void WorkerGroup::check_group(Worker& worker) {
+  if (!worker.status.has_value() || worker.group_ended || is_group_alive(worker.id)) return;
+  worker.group_ended = true;
+  reaper_.remove(worker.id);
 }
 
 void WorkerGroup::signal_all(int signal) {
   for (const Worker& worker : workers_) {
-    if (!worker.group_gone) ::kill(-worker.id, signal);
+    if (!worker.group_ended) ::kill(-worker.id, signal);
   }
 }
 
@@ -201,22 +201,22 @@ void WorkerGroup::stop(int signal, Time now) {
   stopping_ = true;
 }
 
-void WorkerGroup::give_up() {
+void WorkerGroup::abandon() {
   for (Worker& worker : workers_) {
-    if (worker.group_gone) continue;
+    if (worker.group_ended) continue;
     log()->warn("process {} does not end, even after SIGKILL: abandoned", worker.id);
     if (!worker.status.has_value()) worker.status = ExitStatus{0, SIGKILL};
-    worker.group_gone = true;
-    guardian_.forget(worker.id);
+    worker.group_ended = true;
+    reaper_.remove(worker.id);
   }
-  give_up_at_ = Time::max();
+  abandon_at_ = Time::max();
 }
 
 void WorkerGroup::kill_and_wait() {
   stop(SIGKILL, Clock::now());
-  for (update(Clock::now()); !is_gone(); update(Clock::now())) {
+  for (update(Clock::now()); !has_ended(); update(Clock::now())) {
     std::vector<pollfd> nothing;
-    poll_until(nothing, Clock::now() + kLook);
+    poll_until(nothing, Clock::now() + kPollInterval);
   }
   for (const Worker& worker : workers_) {
     if (worker.out.relayed.has_value()) relay_.retire(*worker.out.relayed);
@@ -230,9 +230,9 @@ bool WorkerGroup::all_succeeded() const {
   });
 }
 
-bool WorkerGroup::is_gone() const {
+bool WorkerGroup::has_ended() const {
   return std::all_of(workers_.begin(), workers_.end(), [](const Worker& worker) {
-    return worker.status.has_value() && worker.group_gone;
+    return worker.status.has_value() && worker.group_ended;
   });
 }
 

@@ -2,9 +2,9 @@
 
 #include "semitone/launch/launcher.h"
 #include "src/launch/channel.h"
-#include "src/launch/guardian.h"
 #include "src/launch/messages.h"
 #include "src/launch/output_relay.h"
+#include "src/launch/worker_reaper.h"
 
 #include <poll.h>
 
@@ -19,7 +19,7 @@ class WorkerGroup {
  public:
   // Starts the processes. If one cannot be started: Error, and none is left.
   WorkerGroup(const LaunchOptions& options, const Assignment& assignment, OutputRelay& relay,
-              Guardian& guardian);
+              WorkerReaper& reaper);
   // Kills the remaining processes.
   ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
@@ -43,7 +43,7 @@ class WorkerGroup {
   // The first process that failed before stop().
   std::optional<WorkerFailure> first_failure() const;
   // Whether all processes have ended, including those that they have started.
-  bool is_gone() const;
+  bool has_ended() const;
 
   std::vector<WorkerStatus> statuses() const;
 
@@ -59,7 +59,7 @@ class WorkerGroup {
     Descriptor handle;  // readable when it has ended
     std::optional<ExitStatus> status;
     bool stopped = false;
-    bool group_gone = false;
+    bool group_ended = false;
     Stream out;
     Stream err;
   };
@@ -68,22 +68,22 @@ class WorkerGroup {
   Stream make_stream(int local_rank, Streams which, Descriptor& theirs);
   bool reap(Worker& worker);
   void report_stopped() const;
-  void look_for_leftovers(Worker& worker);
+  void check_group(Worker& worker);
   void signal_all(int signal);
-  void give_up();
+  void abandon();
   void kill_and_wait();
   std::string last_lines(const Stream& stream) const;
 
   const LaunchOptions& options_;
   Assignment assignment_;
   OutputRelay& relay_;
-  Guardian& guardian_;
+  WorkerReaper& reaper_;
   std::vector<Worker> workers_;
   std::optional<std::size_t> failed_;  // index of the first
   bool stopping_ = false;
   bool killed_ = false;  // SIGKILL was sent to all
   Time kill_at_ = Time::max();
-  Time give_up_at_ = Time::max();
+  Time abandon_at_ = Time::max();
 };
 
 }  // namespace semitone::launch

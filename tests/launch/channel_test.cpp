@@ -81,13 +81,13 @@ TEST(Channel, BringsEveryMessageAsItWas) {
   EXPECT_EQ(got_failure.status.signal, 11);
   EXPECT_THAT(got_failure.last_lines, HasSubstr("one\ntwo "));
 
-  ends.one.send(Verdict{Verdict::Kind::restart, failure, "why"});
-  const auto verdict = received<Verdict>(ends.other);
-  EXPECT_EQ(verdict.kind, Verdict::Kind::restart);
-  EXPECT_EQ(verdict.failure->rank, 3);
-  EXPECT_EQ(verdict.reason, "why");
-  ends.one.send(Verdict{Verdict::Kind::succeeded, std::nullopt, ""});
-  EXPECT_FALSE(received<Verdict>(ends.other).failure.has_value());
+  ends.one.send(Outcome{Outcome::Kind::restart, failure, "why"});
+  const auto outcome = received<Outcome>(ends.other);
+  EXPECT_EQ(outcome.kind, Outcome::Kind::restart);
+  EXPECT_EQ(outcome.failure->rank, 3);
+  EXPECT_EQ(outcome.reason, "why");
+  ends.one.send(Outcome{Outcome::Kind::succeeded, std::nullopt, ""});
+  EXPECT_FALSE(received<Outcome>(ends.other).failure.has_value());
 
   ends.one.send(Leave{"done"});
   EXPECT_EQ(received<Leave>(ends.other).reason, "done");

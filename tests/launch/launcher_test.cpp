@@ -408,7 +408,7 @@ TEST_F(LauncherTest, ALogFolderThatCannotBeMadeIsAnError) {
 
 TEST_F(LauncherTest, APortInUseIsAnError) {
   const int port = free_port();
-  const Opened taken = listen_at({"127.0.0.1", port});
+  const OpenedSocket taken = listen_at({"127.0.0.1", port});
   ASSERT_TRUE(taken.is_open()) << taken.problem;
   expect_error(
       [&] { run(shell("exit 0").master_port(port)); },
@@ -635,7 +635,7 @@ TEST_F(Nodes, AnEndpointThatDoesNotAnswerIsAnError) {
 
 TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
   // It accepts connections and sends nothing.
-  const Opened other = listen_at({"127.0.0.1", port_});
+  const OpenedSocket other = listen_at({"127.0.0.1", port_});
   ASSERT_TRUE(other.is_open()) << other.problem;
   expect_error(
       [&] { run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2))); },
@@ -644,7 +644,7 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
 
 TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
   // As a cluster's proxy does while node 0 is not there.
-  const Opened proxy = listen_at({"127.0.0.1", port_});
+  const OpenedSocket proxy = listen_at({"127.0.0.1", port_});
   ASSERT_TRUE(proxy.is_open()) << proxy.problem;
   std::atomic<bool> over = false;
   auto connections = std::async(std::launch::async, [&] {
@@ -666,7 +666,7 @@ TEST_F(Nodes, APeerThatTakesConnectionsAndClosesThemIsNotNodeZero) {
 }
 
 // Answers the first launcher that connects, as node 0 would.
-std::future<void> false_host(const Opened& listener, Assignment given) {
+std::future<void> false_host(const OpenedSocket& listener, Assignment given) {
   return std::async(std::launch::async, [&listener, given = std::move(given)] {
     std::vector<pollfd> events{{listener.socket.number(), POLLIN, 0}};
     poll_until(events, Clock::now() + std::chrono::minutes(1));
@@ -689,7 +689,7 @@ TEST_F(Nodes, WhatComesFromTheNetworkNamesNoOtherFolder) {
   given.master_addr = "127.0.0.1";
   given.master_port = 20000;
   const auto expect = [&](const Assignment& assignment, std::string_view part) {
-    const Opened listener = listen_at({"127.0.0.1", port_});
+    const OpenedSocket listener = listen_at({"127.0.0.1", port_});
     ASSERT_TRUE(listener.is_open()) << listener.problem;
     const auto host = false_host(listener, assignment);
     expect_error(

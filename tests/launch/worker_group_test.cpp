@@ -32,9 +32,9 @@ TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
   const test::TemporaryFolder folder;
   const auto options = LaunchOptions("/bin/sh").arguments(
       {"-c", "trap '' INT TERM; echo $$ > " + (folder / "ids").string() + "; exec sleep 1000"});
-  Guardian guardian(1);
+  WorkerReaper reaper(1);
   OutputRelay relay;
-  WorkerGroup group(options, Assignment(), relay, guardian);
+  WorkerGroup group(options, Assignment(), relay, reaper);
   ASSERT_TRUE(test::eventually([&] { return test::ids_in(folder / "ids").size() == 1; }));
   const pid_t id = test::ids_in(folder / "ids").front();
 
@@ -46,12 +46,12 @@ TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
   for (; now < begin + 30s; now += 1s) {
     group.update(now);
     group.stop(SIGKILL, now);
-    EXPECT_FALSE(group.is_gone());
+    EXPECT_FALSE(group.has_ended());
     // A launcher that never waits would take a core for itself.
     EXPECT_GT(group.deadline(now), now);
   }
   group.update(now);
-  EXPECT_TRUE(group.is_gone());
+  EXPECT_TRUE(group.has_ended());
   EXPECT_TRUE(test::is_running(id));
   all_are_deaf = false;
   ASSERT_EQ(::kill(id, SIGKILL), 0);

@@ -1,4 +1,4 @@
-#include "src/launch/roster.h"
+#include "src/launch/job_state.h"
 
 #include "semitone/core/error.h"
 #include "src/launch/sockets.h"
@@ -17,16 +17,16 @@
 // While an attempt runs, its nodes are `running`, then `done`. The job ends when all are done. A
 // failure or a lost node ends it too, unless a restart is left. A restart makes all members
 // `stopping`; each joins again once its processes have ended, and the next attempt waits for all of
-// them. Newcomers also cause a restart, after their last call, which does not count towards
+// them. New nodes also cause a restart, after their last call, which does not count towards
 // max_restarts.
 //
-// A node without room is a `spare`, and takes part as soon as there is room for it.
+// A node without room is on `standby`, and takes part as soon as there is room for it.
 
 namespace semitone::launch {
 namespace {
 
-constexpr Roster::Id kHost = 0;
-constexpr int kMostProcesses = 4096;
+constexpr JobState::Id kNode0 = 0;
+constexpr int kMaxProcesses = 4096;
 
 std::string to_string(NodeCount nodes) {
   return nodes.min == nodes.max ? fmt::format("{}", nodes.max)
@@ -38,41 +38,41 @@ std::string quoted(const std::string& text) {
 }
 
 // "rank 3", "ranks 4 to 7".
-std::string name_ranks(int first, int count) {
+std::string describe_ranks(int first, int count) {
   return count == 1 ? fmt::format("rank {}", first)
                     : fmt::format("ranks {} to {}", first, first + count - 1);
 }
 
 }  // namespace
 
-Roster::Roster(Job job, Time now) : job_(std::move(job)), gathering_since_(now) {}
+JobState::JobState(Job job, Time now) : job_(std::move(job)), gathering_since_(now) {}
 
-void Roster::joined(Id id, const Join& join, Time now) {
+void JobState::joined(Id id, const Join& join, Time now) {
   if (is_over()) {
-    mail_.emplace_back(id, *verdict_);
+    outbox_.emplace_back(id, *outcome_);
     return;
   }
-  const auto known = nodes_.find(id);
+  const auto found = nodes_.find(id);
   // A node that takes part already has no reason to ask.
-  if (known != nodes_.end() && known->second.state != State::stopping) return;
-  if (const std::string objection = objection_to(id, join); !objection.empty()) {
-    mail_.emplace_back(id, Verdict{Verdict::Kind::refused, std::nullopt, objection});
+  if (found != nodes_.end() && found->second.state != State::stopping) return;
+  if (const std::string refusal = refusal_reason(id, join); !refusal.empty()) {
+    outbox_.emplace_back(id, Outcome{Outcome::Kind::refused, std::nullopt, refusal});
     return;
   }
-  if (known != nodes_.end()) {
-    known->second = {join, State::waiting, join.node_rank};
+  if (found != nodes_.end()) {
+    found->second = {join, State::waiting, join.node_rank};
     // The time for more nodes starts now.
     if (count(State::stopping) == 0) gathering_since_ = now;
-  } else if (const std::string obstacle = obstacle_to(id, join); !obstacle.empty()) {
-    nodes_[id] = {join, State::spare};
-    mail_.emplace_back(id, StandBy{obstacle});
+  } else if (const std::string reason = standby_reason(id, join); !reason.empty()) {
+    nodes_[id] = {join, State::standby};
+    outbox_.emplace_back(id, StandBy{reason});
   } else {
-    newcomer(id, join, now);
+    admit(id, join, now);
   }
   tick(now);
 }
 
-std::string Roster::objection_to(Id id, const Join& join) const {
+std::string JobState::refusal_reason(Id id, const Join& join) const {
   if (join.protocol != kProtocol) return "the node has another version of Semitone";
   // The job's own name is not revealed to a launcher that does not know it.
   if (job_.named && join.run_id.empty()) return "this job has an rdzv-id: set it on every node";
@@ -86,7 +86,7 @@ std::string Roster::objection_to(Id id, const Join& join) const {
                        to_string({join.min_nodes, join.max_nodes}));
   }
   if (join.processes < 1) return "the node has no processes";
-  if (join.processes > kMostProcesses) return "the node has too many processes";
+  if (join.processes > kMaxProcesses) return "the node has too many processes";
   if (job_.numbered != (join.node_rank >= 0))
     return job_.numbered ? "the nodes of this job have a node-rank"
                          : "the nodes of this job have no node-rank";
@@ -100,20 +100,20 @@ std::string Roster::objection_to(Id id, const Join& join) const {
         quoted(job_.program),
         join.program == job_.program ? "the same with other arguments" : quoted(join.program));
   }
-  const auto host = nodes_.find(kHost);
-  if (job_.numbered && id != kHost && host != nodes_.end() &&
+  const auto host = nodes_.find(kNode0);
+  if (job_.numbered && id != kNode0 && host != nodes_.end() &&
       host->second.join.node_rank == join.node_rank)
     return fmt::format("node-rank {} is already used by {}", join.node_rank,
                        host->second.join.host);
   return {};
 }
 
-std::string Roster::obstacle_to(Id id, const Join& join) const {
+std::string JobState::standby_reason(Id id, const Join& join) const {
   // Node 0's place is never given to another node, even if others arrived first.
-  if (id == kHost) return {};
+  if (id == kNode0) return {};
   int others = 1;
   for (const auto& [other, node] : nodes_) {
-    if (other == id || other == kHost || node.state == State::spare) continue;
+    if (other == id || other == kNode0 || node.state == State::standby) continue;
     if (job_.numbered && node.join.node_rank == join.node_rank)
       return fmt::format("node-rank {} is already used by {}", join.node_rank, node.join.host);
     ++others;
@@ -122,20 +122,20 @@ std::string Roster::obstacle_to(Id id, const Join& join) const {
   return fmt::format("this job already has {} nodes", job_.nodes.max);
 }
 
-void Roster::newcomer(Id id, const Join& join, Time now) {
+void JobState::admit(Id id, const Join& join, Time now) {
   nodes_[id] = {join, State::waiting, join.node_rank};
   // More nodes may follow: running nodes continue until the last call is over.
   last_call_ = now + job_.last_call;
 }
 
-void Roster::take_in_spares(Time now) {
+void JobState::admit_standbys(Time now) {
   for (const auto& [id, node] : nodes_) {
-    if (node.state == State::spare && obstacle_to(id, node.join).empty())
-      newcomer(id, Join(node.join), now);
+    if (node.state == State::standby && standby_reason(id, node.join).empty())
+      admit(id, Join(node.join), now);
   }
 }
 
-std::string Roster::newcomers() const {
+std::string JobState::new_hosts() const {
   std::string text;
   for (const auto& [id, node] : nodes_) {
     if (node.state == State::waiting) text += (text.empty() ? "" : " and ") + node.join.host;
@@ -143,62 +143,64 @@ std::string Roster::newcomers() const {
   return text;
 }
 
-std::string Roster::spares() const {
+std::string JobState::describe_standbys() const {
   std::string text;
   for (const auto& [id, node] : nodes_) {
-    if (node.state != State::spare) continue;
-    text += fmt::format("; {} waits for room: {}", node.join.host, obstacle_to(id, node.join));
+    if (node.state != State::standby) continue;
+    text += fmt::format("; {} waits for room: {}", node.join.host, standby_reason(id, node.join));
   }
   return text;
 }
 
-void Roster::failed(Id id, const WorkerFailure& failure, Time now) {
+void JobState::failed(Id id, const WorkerFailure& failure, Time now) {
   const auto node = nodes_.find(id);
   // A node that was told to stop already reports nothing new.
   if (is_over() || node == nodes_.end() || node->second.state != State::running) return;
-  decide(failure, fmt::format("rank {} failed: {}", failure.rank, failure.status.to_string()), now);
+  end_attempt(failure, fmt::format("rank {} failed: {}", failure.rank, failure.status.to_string()),
+              now);
 }
 
-void Roster::succeeded(Id id) {
+void JobState::succeeded(Id id) {
   const auto node = nodes_.find(id);
   if (is_over() || node == nodes_.end() || node->second.state != State::running) return;
   node->second.state = State::done;
-  some_are_done_ = true;
-  if (count(State::running) == 0) finish({Verdict::Kind::succeeded, std::nullopt, ""});
+  any_done_ = true;
+  if (count(State::running) == 0) end_job({Outcome::Kind::succeeded, std::nullopt, ""});
 }
 
-void Roster::gone(Id id, const std::string& reason, Time now) {
+void JobState::lost(Id id, const std::string& reason, Time now) {
   const auto found = nodes_.find(id);
   if (is_over() || found == nodes_.end()) return;
   const Node node = found->second;
   nodes_.erase(found);
-  const std::string what = fmt::format("node {} ({}, {}) is lost: {}", node.number, node.join.host,
-                                       name_ranks(node.first_rank, node.join.processes), reason);
-  if (id == kHost) return finish({Verdict::Kind::lost, std::nullopt, what});
-  if (node.state == State::running) decide(std::nullopt, what, now);
+  const std::string what =
+      fmt::format("node {} ({}, {}) is lost: {}", node.number, node.join.host,
+                  describe_ranks(node.first_rank, node.join.processes), reason);
+  if (id == kNode0) return end_job({Outcome::Kind::lost, std::nullopt, what});
+  if (node.state == State::running) end_attempt(std::nullopt, what, now);
   if (node.state == State::stopping && count(State::stopping) == 0) gathering_since_ = now;
   tick(now);
 }
 
-void Roster::tick(Time now) {
+void JobState::tick(Time now) {
   if (is_over()) return;
-  if (is_gathering() || takes_in_newcomers()) take_in_spares(now);
+  if (is_gathering() || admits_nodes()) admit_standbys(now);
   const int waiting = count(State::waiting);
   if (!is_gathering()) {
     if (waiting == 0) last_call_.reset();
-    if (!last_call_.has_value() || !takes_in_newcomers()) return;
+    if (!last_call_.has_value() || !admits_nodes()) return;
     const int all = waiting + count(State::running);
     if (now >= *last_call_ || all == job_.nodes.max)
-      gather_again({Verdict::Kind::restart, std::nullopt, newcomers() + " joined"}, now);
+      restart({Outcome::Kind::restart, std::nullopt, new_hosts() + " joined"}, now);
     return;
   }
   if (count(State::stopping) > 0) return;
-  if (waiting == job_.nodes.max) return begin();
+  if (waiting == job_.nodes.max) return begin_attempt();
   if (waiting >= job_.nodes.min) {
-    const bool newcomer = last_call_.has_value();
-    if (!newcomer && nodes_before_ > 0 && waiting >= nodes_before_) return begin();
-    if (!newcomer) last_call_ = now + job_.last_call;
-    if (now >= *last_call_) return begin();
+    const bool has_new = last_call_.has_value();
+    if (!has_new && previous_nodes_ > 0 && waiting >= previous_nodes_) return begin_attempt();
+    if (!has_new) last_call_ = now + job_.last_call;
+    if (now >= *last_call_) return begin_attempt();
     return;
   }
   last_call_.reset();
@@ -206,27 +208,27 @@ void Roster::tick(Time now) {
   std::string reason =
       fmt::format("{} of {} nodes joined within {:.3g} s", waiting, to_string(job_.nodes),
                   std::chrono::duration<double>(job_.join_timeout).count());
-  if (!last_reason_.empty()) reason += ", after " + last_reason_;
-  finish({Verdict::Kind::lost, std::nullopt, reason + spares()});
+  if (!previous_reason_.empty()) reason += ", after " + previous_reason_;
+  end_job({Outcome::Kind::lost, std::nullopt, reason + describe_standbys()});
 }
 
-Time Roster::deadline() const {
+Time JobState::deadline() const {
   // A node that stops has its own deadline, and reports when it has stopped.
   if (is_over() || count(State::stopping) > 0) return Time::max();
-  if (!is_gathering()) return takes_in_newcomers() ? last_call_.value_or(Time::max()) : Time::max();
+  if (!is_gathering()) return admits_nodes() ? last_call_.value_or(Time::max()) : Time::max();
   return last_call_.value_or(gathering_since_ + job_.join_timeout);
 }
 
-int Roster::count(State state) const {
+int JobState::count(State state) const {
   return static_cast<int>(std::count_if(nodes_.begin(), nodes_.end(), [state](const auto& node) {
     return node.second.state == state;
   }));
 }
 
-void Roster::begin() {
+void JobState::begin_attempt() {
   std::vector<std::pair<Id, Node*>> members;
   for (auto& [id, node] : nodes_) {
-    if (node.state != State::spare) members.emplace_back(id, &node);
+    if (node.state != State::standby) members.emplace_back(id, &node);
   }
   if (job_.numbered) {
     std::sort(members.begin(), members.end(), [](const auto& one, const auto& other) {
@@ -245,7 +247,7 @@ void Roster::begin() {
   try {
     common.master_port = job_.master_port > 0 ? job_.master_port : free_port();
   } catch (const Error& error) {
-    return finish({Verdict::Kind::lost, std::nullopt, error.what()});
+    return end_job({Outcome::Kind::lost, std::nullopt, error.what()});
   }
   for (const auto& [id, node] : members) {
     node->number = common.node++;
@@ -253,35 +255,36 @@ void Roster::begin() {
     node->state = State::running;
     Assignment own = common;
     own.node = node->number;
-    mail_.emplace_back(id, own);
+    outbox_.emplace_back(id, own);
     common.first_rank += node->join.processes;
   }
-  nodes_before_ = common.nodes;
+  previous_nodes_ = common.nodes;
   last_call_.reset();
-  some_are_done_ = false;
+  any_done_ = false;
 }
 
-void Roster::decide(std::optional<WorkerFailure> failure, const std::string& reason, Time now) {
-  const auto kind = failure.has_value() ? Verdict::Kind::failed : Verdict::Kind::lost;
-  if (restarts_ >= job_.max_restarts) return finish({kind, std::move(failure), reason});
+void JobState::end_attempt(std::optional<WorkerFailure> failure, const std::string& reason,
+                           Time now) {
+  const auto kind = failure.has_value() ? Outcome::Kind::failed : Outcome::Kind::lost;
+  if (restarts_ >= job_.max_restarts) return end_job({kind, std::move(failure), reason});
   ++restarts_;
-  gather_again({Verdict::Kind::restart, std::move(failure), reason}, now);
+  restart({Outcome::Kind::restart, std::move(failure), reason}, now);
 }
 
-void Roster::gather_again(const Verdict& verdict, Time now) {
+void JobState::restart(const Outcome& outcome, Time now) {
   for (auto& [id, node] : nodes_) {
-    if (node.state == State::waiting || node.state == State::spare) continue;
+    if (node.state == State::waiting || node.state == State::standby) continue;
     node.state = State::stopping;
-    mail_.emplace_back(id, verdict);
+    outbox_.emplace_back(id, outcome);
   }
   gathering_since_ = now;
   last_call_.reset();
-  last_reason_ = verdict.reason;
+  previous_reason_ = outcome.reason;
 }
 
-void Roster::finish(const Verdict& verdict) {
-  verdict_ = verdict;
-  for (const auto& [id, node] : nodes_) mail_.emplace_back(id, verdict);
+void JobState::end_job(const Outcome& outcome) {
+  outcome_ = outcome;
+  for (const auto& [id, node] : nodes_) outbox_.emplace_back(id, outcome);
 }
 
 }  // namespace semitone::launch

@@ -15,38 +15,38 @@ namespace semitone::launch {
 
 // The rendezvous of the launchers of all nodes, seen from one of them: it finds node 0, or is node
 // 0.
-class Meeting {
+class Rendezvous {
  public:
   // Starts to listen if this is node 0. Error if it cannot.
-  explicit Meeting(const LaunchOptions& options);
+  explicit Rendezvous(const LaunchOptions& options);
 
-  // Waits for the next attempt to begin. Returns the verdict if there will be none. Leaves the job
+  // Waits for the next attempt to begin. Returns the outcome if there will be none. Leaves the job
   // if interrupted. Error if node 0 cannot be found, or refuses.
-  std::variant<Assignment, Verdict> join(const Interrupt& interrupt);
+  std::variant<Assignment, Outcome> join(const Interrupt& interrupt);
 
   // The channel to node 0, between attempts.
   Channel& channel() { return *channel_; }
 
  private:
-  void meet_alone();
-  void meet_by_rank();
-  void meet_at_endpoint();
+  void start_single_node();
+  void start_static();
+  void start_at_endpoint();
   void host(Job job, Descriptor listener);
   Job job() const;
   std::string program() const;
   Join request() const;
   bool connect(const Interrupt& interrupt);
-  void require_time(const std::string& problem) const;
-  void pause(const Interrupt& interrupt) const;
-  void require_sound(const Assignment& given) const;
-  std::optional<std::variant<Assignment, Verdict>> hear();
+  void check_deadline(const std::string& problem) const;
+  void wait_to_retry(const Interrupt& interrupt) const;
+  void check_assignment(const Assignment& given) const;
+  std::optional<std::variant<Assignment, Outcome>> receive_answer();
 
   const LaunchOptions& options_;
   Endpoint endpoint_;
   std::optional<Coordinator> coordinator_;
   std::optional<Channel> channel_;
-  bool met_ = false;  // node 0 has answered
-  Time deadline_;     // to find node 0
+  bool answered_ = false;  // node 0 has answered
+  Time deadline_;          // to find node 0
 };
 
 }  // namespace semitone::launch

@@ -1,4 +1,4 @@
-#include "src/launch/meeting.h"
+#include "src/launch/rendezvous.h"
 
 #include "semitone/core/error.h"
 #include "src/core/host_name.h"
@@ -18,22 +18,22 @@ namespace {
 
 constexpr auto kComponent = "launch.rendezvous";
 constexpr int kDefaultMasterPort = 29500;
-constexpr auto kAttempt = std::chrono::seconds(1);
-constexpr auto kPause = std::chrono::milliseconds(250);
-constexpr std::size_t kLongestName = 255;  // of a file system
+constexpr auto kConnectTimeout = std::chrono::seconds(1);
+constexpr auto kRetryInterval = std::chrono::milliseconds(250);
+constexpr std::size_t kMaxName = 255;  // of a file system
 
 Clock::duration duration(LaunchOptions::Seconds seconds) {
   return std::chrono::duration_cast<Clock::duration>(seconds);
 }
 
 // "20261231-235959-1a2b": the start time, and a random part that distinguishes simultaneous jobs.
-std::string made_up_id() {
+std::string generate_id() {
   std::random_device random;
   return fmt::format("{:%Y%m%d-%H%M%S}-{:04x}", fmt::localtime(std::time(nullptr)),
                      random() & 0xffffU);
 }
 
-[[noreturn]] void cannot_listen(const Endpoint& endpoint, const Opened& opened) {
+[[noreturn]] void throw_cannot_listen(const Endpoint& endpoint, const OpenedSocket& opened) {
   throw Error(kComponent, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
               opened.error == EADDRINUSE      ? "another job uses the port: choose another"
               : opened.error == EADDRNOTAVAIL ? "node 0 must run on the machine with this address"
@@ -49,37 +49,37 @@ void require_free(int port) {
 
 }  // namespace
 
-Meeting::Meeting(const LaunchOptions& options)
+Rendezvous::Rendezvous(const LaunchOptions& options)
     : options_(options), deadline_(Clock::now() + duration(options.join_timeout())) {
   if (options.nnodes().max == 1) {
-    meet_alone();
+    start_single_node();
   } else if (options.rdzv_endpoint().empty()) {
-    meet_by_rank();
+    start_static();
   } else {
-    meet_at_endpoint();
+    start_at_endpoint();
   }
 }
 
-void Meeting::meet_alone() {
+void Rendezvous::start_single_node() {
   Job alone = job();
   alone.master_addr = options_.master_addr().empty() ? "127.0.0.1" : options_.master_addr();
   if (!options_.rdzv_endpoint().empty()) {
     alone.master_addr = Endpoint::parse(options_.rdzv_endpoint()).host;
     const Endpoint any_port{alone.master_addr, 0};
-    if (const Opened opened = listen_at(any_port); !opened.is_open())
-      cannot_listen(any_port, opened);
+    if (const OpenedSocket opened = listen_at(any_port); !opened.is_open())
+      throw_cannot_listen(any_port, opened);
   }
   if (options_.master_port() > 0) require_free(options_.master_port());
   host(std::move(alone), Descriptor());
 }
 
-void Meeting::meet_by_rank() {
+void Rendezvous::start_static() {
   const int port = options_.master_port() > 0 ? options_.master_port() : kDefaultMasterPort;
   endpoint_ = {options_.master_addr(), port + 1};
   if (options_.node_rank() > 0) return;
   require_free(port);
-  Opened opened = listen_at(endpoint_);
-  if (!opened.is_open()) cannot_listen(endpoint_, opened);
+  OpenedSocket opened = listen_at(endpoint_);
+  if (!opened.is_open()) throw_cannot_listen(endpoint_, opened);
   Job numbered = job();
   numbered.numbered = true;
   numbered.master_addr = options_.master_addr();
@@ -87,32 +87,32 @@ void Meeting::meet_by_rank() {
   host(std::move(numbered), std::move(opened.socket));
 }
 
-void Meeting::meet_at_endpoint() {
+void Rendezvous::start_at_endpoint() {
   endpoint_ = Endpoint::parse(options_.rdzv_endpoint());
-  Opened opened = listen_at(endpoint_);
+  OpenedSocket opened = listen_at(endpoint_);
   if (opened.is_open()) {
     Job open = job();
     open.master_addr = endpoint_.host;
     host(std::move(open), std::move(opened.socket));
   } else if (opened.error != EADDRINUSE && opened.error != EADDRNOTAVAIL &&
              opened.error != EHOSTUNREACH) {
-    cannot_listen(endpoint_, opened);
+    throw_cannot_listen(endpoint_, opened);
   } else if (opened.unknown) {
     throw Error(kComponent, "the name of a machine in rdzv-endpoint", opened.problem);
   }
   // Otherwise the address is another machine's, or another launcher of this machine uses it.
 }
 
-void Meeting::host(Job job, Descriptor listener) {
+void Rendezvous::host(Job job, Descriptor listener) {
   if (!options_.local_addr().empty()) job.master_addr = options_.local_addr();
   coordinator_.emplace(std::move(job), std::move(listener), duration(options_.heartbeat_timeout()));
   channel_.emplace(coordinator_->connect());
 }
 
-Job Meeting::job() const {
+Job Rendezvous::job() const {
   Job result;
   result.named = !options_.rdzv_id().empty();
-  result.run_id = result.named ? options_.rdzv_id() : made_up_id();
+  result.run_id = result.named ? options_.rdzv_id() : generate_id();
   result.program = program();
   result.arguments = digest_of(options_.arguments());
   result.nodes = options_.nnodes();
@@ -124,11 +124,11 @@ Job Meeting::job() const {
 }
 
 // The folder may differ between nodes.
-std::string Meeting::program() const {
+std::string Rendezvous::program() const {
   return options_.program().filename().string();
 }
 
-Join Meeting::request() const {
+Join Rendezvous::request() const {
   Join join;
   join.run_id = options_.rdzv_id();
   join.min_nodes = options_.nnodes().min;
@@ -143,25 +143,25 @@ Join Meeting::request() const {
 }
 
 // False if interrupted.
-bool Meeting::connect(const Interrupt& interrupt) {
-  for (; interrupt.signal() == 0; pause(interrupt)) {
+bool Rendezvous::connect(const Interrupt& interrupt) {
+  for (; interrupt.signal() == 0; wait_to_retry(interrupt)) {
     // While node 0 is not there, a proxy or a cluster's service may accept the connection and close
     // it: that is not an answer.
-    if (Opened opened = connect_to(endpoint_, kAttempt); opened.is_open()) {
+    if (OpenedSocket opened = connect_to(endpoint_, kConnectTimeout); opened.is_open()) {
       channel_.emplace(std::move(opened.socket), duration(options_.heartbeat_timeout()));
       channel_->send(request());
       return true;
     } else if (opened.unknown) {
       throw Error(kComponent, "the name of a machine to meet at", opened.problem);
     } else {
-      require_time(opened.problem);
+      check_deadline(opened.problem);
     }
   }
   return false;
 }
 
 // Error if no time is left to find node 0.
-void Meeting::require_time(const std::string& problem) const {
+void Rendezvous::check_deadline(const std::string& problem) const {
   if (Clock::now() < deadline_) return;
   throw Error(kComponent,
               fmt::format("node 0's launcher to answer at {} within {:.3g} s",
@@ -169,14 +169,14 @@ void Meeting::require_time(const std::string& problem) const {
               problem, "was it started? Is this the address of its machine, and the port open?");
 }
 
-void Meeting::pause(const Interrupt& interrupt) const {
+void Rendezvous::wait_to_retry(const Interrupt& interrupt) const {
   std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0}};
-  poll_until(events, std::min(deadline_, Clock::now() + kPause));
+  poll_until(events, std::min(deadline_, Clock::now() + kRetryInterval));
   interrupt.acknowledge();
 }
 
-std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
-  if (options_.nnodes().max > 1 && !met_) {
+std::variant<Assignment, Outcome> Rendezvous::join(const Interrupt& interrupt) {
+  if (options_.nnodes().max > 1 && !answered_) {
     log()->info("{} nodes meet at {}{}", options_.nnodes().max, endpoint_.to_string(),
                 coordinator_.has_value() ? ", this is node 0" : "");
   }
@@ -188,55 +188,55 @@ std::variant<Assignment, Verdict> Meeting::join(const Interrupt& interrupt) {
     poll_until(events, channel_->deadline());
     interrupt.acknowledge();
     channel_->update(Clock::now());
-    if (auto answer = hear()) return *std::move(answer);
+    if (auto answer = receive_answer()) return *std::move(answer);
     if (channel_->is_open()) continue;
-    if (met_) {
-      return Verdict{Verdict::Kind::lost, std::nullopt, "node 0 is lost: " + channel_->problem()};
+    if (answered_) {
+      return Outcome{Outcome::Kind::lost, std::nullopt, "node 0 is lost: " + channel_->problem()};
     }
     if (channel_->state() != Channel::State::closed) {
       throw Error(kComponent, fmt::format("node 0's launcher at {}", endpoint_.to_string()),
                   channel_->problem(), "does the port belong to another program?");
     }
     // Node 0 may not have started yet, or may be restarting.
-    require_time(channel_->problem());
+    check_deadline(channel_->problem());
     channel_.reset();
-    pause(interrupt);
+    wait_to_retry(interrupt);
   }
   if (channel_.has_value()) channel_->send(Leave{"it was " + interrupt.reason()});
-  return Verdict{Verdict::Kind::lost, std::nullopt, interrupt.reason()};
+  return Outcome{Outcome::Kind::lost, std::nullopt, interrupt.reason()};
 }
 
 // Node 0's reply to the join.
-std::optional<std::variant<Assignment, Verdict>> Meeting::hear() {
+std::optional<std::variant<Assignment, Outcome>> Rendezvous::receive_answer() {
   while (const auto message = channel_->receive()) {
     if (const auto* const assignment = std::get_if<Assignment>(&*message)) {
-      met_ = true;
-      require_sound(*assignment);
+      answered_ = true;
+      check_assignment(*assignment);
       return *assignment;
     }
     if (const auto* const stand_by = std::get_if<StandBy>(&*message)) {
-      met_ = true;
+      answered_ = true;
       log()->info("this node waits until there is room for it: {}", stand_by->reason);
     }
-    const auto* const verdict = std::get_if<Verdict>(&*message);
-    if (verdict == nullptr) continue;
-    if (verdict->kind != Verdict::Kind::refused) return *verdict;
+    const auto* const outcome = std::get_if<Outcome>(&*message);
+    if (outcome == nullptr) continue;
+    if (outcome->kind != Outcome::Kind::refused) return *outcome;
     throw Error(kComponent, fmt::format("to join the job at {}", endpoint_.to_string()),
-                "refused: " + verdict->reason);
+                "refused: " + outcome->reason);
   }
   return std::nullopt;
 }
 
 // It names folders and configures processes, so it is checked: the sender may not be a launcher of
 // this job.
-void Meeting::require_sound(const Assignment& given) const {
+void Rendezvous::check_assignment(const Assignment& given) const {
   const auto require = [&](bool right, const std::string& expected, const std::string& got) {
     if (right) return;
     throw Error(kComponent,
                 fmt::format("{} from node 0's launcher at {}", expected, endpoint_.to_string()),
                 got, "is it a launcher of this job?");
   };
-  require(names_a_folder(given.run_id) && given.run_id.size() <= kLongestName,
+  require(names_a_folder(given.run_id) && given.run_id.size() <= kMaxName,
           "a job's name that can be a folder's", fmt::format("'{}'", given.run_id));
   require(options_.rdzv_id().empty() || given.run_id == options_.rdzv_id(),
           fmt::format("the rdzv-id '{}'", options_.rdzv_id()), fmt::format("'{}'", given.run_id));

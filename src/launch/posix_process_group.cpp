@@ -1,4 +1,4 @@
-#include "src/launch/process_group.h"
+#include "src/launch/posix_process_group.h"
 
 #include <cctype>
 #include <csignal>

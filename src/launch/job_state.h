@@ -29,32 +29,32 @@ struct Job {
 // The state machine of a job. It decides for all nodes when an attempt begins and which ranks each
 // node gets, what follows a failure, and when the job is over. Its inputs are events, and its
 // outputs are messages with their recipients. It uses neither sockets nor processes.
-class Roster {
+class JobState {
  public:
   // Numbers the connections in the order of their arrival. 0 is node 0's own.
   using Id = int;
-  using Mail = std::vector<std::pair<Id, Message>>;
+  using Messages = std::vector<std::pair<Id, Message>>;
 
-  Roster(Job job, Time now);
+  JobState(Job job, Time now);
 
   void joined(Id id, const Join& join, Time now);
   void failed(Id id, const WorkerFailure& failure, Time now);
   void succeeded(Id id);
   // The connection is lost.
-  void gone(Id id, const std::string& reason, Time now);
+  void lost(Id id, const std::string& reason, Time now);
   // Time has passed.
   void tick(Time now);
 
   // When to call tick().
   Time deadline() const;
-  // Whether the job is over: only verdicts for late launchers follow.
-  bool is_over() const { return verdict_.has_value(); }
+  // Whether the job is over: only outcomes for late launchers follow.
+  bool is_over() const { return outcome_.has_value(); }
   // The messages to send since the last call.
-  Mail take_mail() { return std::exchange(mail_, {}); }
+  Messages take_messages() { return std::exchange(outbox_, {}); }
 
  private:
   enum class State {
-    spare,     // there is no room for it
+    standby,   // there is no room for it
     waiting,   // waits for the attempt to begin
     running,   // its processes run
     done,      // all its processes returned 0
@@ -67,36 +67,36 @@ class Roster {
     int first_rank = 0;  // in the attempt
   };
 
-  // Why a node can never take part; empty if it can.
-  std::string objection_to(Id id, const Join& join) const;
+  // Why the node can never take part; empty if it can.
+  std::string refusal_reason(Id id, const Join& join) const;
   // Why there is no room for it now; empty if there is.
-  std::string obstacle_to(Id id, const Join& join) const;
-  void take_in_spares(Time now);
-  // A launcher that is new to the job.
-  void newcomer(Id id, const Join& join, Time now);
-  std::string newcomers() const;
-  std::string spares() const;
+  std::string standby_reason(Id id, const Join& join) const;
+  void admit_standbys(Time now);
+  // Adds a launcher that is new to the job.
+  void admit(Id id, const Join& join, Time now);
+  std::string new_hosts() const;
+  std::string describe_standbys() const;
   int count(State state) const;
-  // Whether newcomers are admitted: not once some nodes are done, which would have to repeat
+  // Whether new nodes are admitted: not once some nodes are done, since these would have to repeat
   // everything.
-  bool takes_in_newcomers() const { return !is_over() && !some_are_done_; }
+  bool admits_nodes() const { return !is_over() && !any_done_; }
   bool is_gathering() const { return count(State::running) + count(State::done) == 0; }
-  void begin();
-  void decide(std::optional<WorkerFailure> failure, const std::string& reason, Time now);
-  void gather_again(const Verdict& verdict, Time now);
-  void finish(const Verdict& verdict);
+  void begin_attempt();
+  void end_attempt(std::optional<WorkerFailure> failure, const std::string& reason, Time now);
+  void restart(const Outcome& outcome, Time now);
+  void end_job(const Outcome& outcome);
 
   Job job_;
   std::map<Id, Node> nodes_;
   int attempts_ = 0;
   int restarts_ = 0;
-  int nodes_before_ = 0;  // in the attempt before
+  int previous_nodes_ = 0;  // in the previous attempt
   Time gathering_since_;
   std::optional<Time> last_call_;  // its end
-  bool some_are_done_ = false;     // in this attempt
-  std::string last_reason_;        // why the attempt before ended
-  std::optional<Verdict> verdict_;
-  Mail mail_;
+  bool any_done_ = false;          // in this attempt
+  std::string previous_reason_;    // why the previous attempt ended
+  std::optional<Outcome> outcome_;
+  Messages outbox_;
 };
 
 }  // namespace semitone::launch

@@ -1,4 +1,4 @@
-#include "src/launch/guardian.h"
+#include "src/launch/worker_reaper.h"
 
 #include "semitone/core/error.h"
 #include "src/launch/sockets.h"
@@ -26,25 +26,25 @@ void close_from(int first, int last) {
     ::syscall(SYS_close_range, static_cast<unsigned>(first), static_cast<unsigned>(last), 0U);
 }
 
-// The guardian's main loop, in a forked process that may use async-signal-safe calls only.
-[[noreturn]] void watch(int words, std::vector<pid_t>& groups) {
+// The reaper's main loop, in a forked process that may use async-signal-safe calls only.
+[[noreturn]] void watch(int socket, std::vector<pid_t>& groups) {
   ::setsid();
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
     ::signal(signal, SIG_IGN);
-  ::prctl(PR_SET_NAME, "semitone-guard");
-  // A reader that waits for the end of this process's output must not wait for the guardian's.
-  close_from(0, words - 1);
-  close_from(words + 1, INT_MAX);
+  ::prctl(PR_SET_NAME, "semitone-reaper");
+  // A reader that waits for the end of this process's output must not wait for the reaper's.
+  close_from(0, socket - 1);
+  close_from(socket + 1, INT_MAX);
   while (true) {
-    pollfd event{words, POLLIN, 0};
+    pollfd event{socket, POLLIN, 0};
     ::poll(&event, 1, -1);
-    pid_t word = 0;
-    const ssize_t count = ::read(words, &word, sizeof word);
+    pid_t message = 0;
+    const ssize_t count = ::read(socket, &message, sizeof message);
     if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-    if (count != static_cast<ssize_t>(sizeof word)) break;
+    if (count != static_cast<ssize_t>(sizeof message)) break;
     // A group, or the negative of one that has ended.
-    const pid_t before = word > 0 ? 0 : -word;
-    const pid_t after = word > 0 ? word : 0;
+    const pid_t before = message > 0 ? 0 : -message;
+    const pid_t after = message > 0 ? message : 0;
     const auto place = std::find(groups.begin(), groups.end(), before);
     if (place != groups.end()) *place = after;
   }
@@ -56,31 +56,31 @@ void close_from(int first, int last) {
 
 }  // namespace
 
-Guardian::Guardian(int most) {
-  std::vector<pid_t> groups(static_cast<std::size_t>(most), 0);
+WorkerReaper::WorkerReaper(int max_groups) {
+  std::vector<pid_t> groups(static_cast<std::size_t>(max_groups), 0);
   auto [ours, theirs] = socket_pair();
   id_ = ::fork();
   if (id_ == 0) watch(theirs.number(), groups);
   if (id_ < 0) throw Error(kComponent, "another process from the system", reason_of(errno));
-  words_ = std::move(ours);
+  socket_ = std::move(ours);
 }
 
-Guardian::~Guardian() {
-  words_.close();
+WorkerReaper::~WorkerReaper() {
+  socket_.close();
   while (::waitpid(id_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
-void Guardian::guard(pid_t group) {
-  tell(group);
+void WorkerReaper::add(pid_t group) {
+  send(group);
 }
 
-void Guardian::forget(pid_t group) {
-  tell(-group);
+void WorkerReaper::remove(pid_t group) {
+  send(-group);
 }
 
-void Guardian::tell(pid_t group) {
-  while (::send(words_.number(), &group, sizeof group, MSG_NOSIGNAL) < 0 && errno == EINTR) {
+void WorkerReaper::send(pid_t group) {
+  while (::send(socket_.number(), &group, sizeof group, MSG_NOSIGNAL) < 0 && errno == EINTR) {
   }
 }
 
