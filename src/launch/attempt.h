@@ -1,6 +1,9 @@
 #pragma once
 
+#include "semitone/launch/launch_options.h"
+#include "semitone/launch/launch_result.h"
 #include "src/launch/channel.h"
+#include "src/launch/clock.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/messages.h"
 #include "src/launch/output_relay.h"

@@ -1,17 +1,14 @@
 #pragma once
 
+#include "src/launch/clock.h"
 #include "src/launch/descriptor.h"
 #include "src/launch/messages.h"
 
-#include <chrono>
 #include <deque>
 #include <optional>
 #include <string>
 
 namespace semitone::launch {
-
-using Clock = std::chrono::steady_clock;
-using Time = Clock::time_point;
 
 // Messages to and from another launcher over a socket. Never blocks.
 class Channel {

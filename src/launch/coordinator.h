@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/launch/channel.h"
+#include "src/launch/clock.h"
 #include "src/launch/descriptor.h"
 #include "src/launch/job_state.h"
 

@@ -1,7 +1,7 @@
 #include "src/launch/interrupt.h"
 
 #include "semitone/core/error.h"
-#include "semitone/launch/process.h"
+#include "semitone/launch/exit_status.h"
 
 #include <sys/eventfd.h>
 

@@ -1,6 +1,7 @@
 #pragma once
 
-#include "src/launch/channel.h"
+#include "semitone/launch/launch_options.h"
+#include "src/launch/clock.h"
 #include "src/launch/messages.h"
 
 #include <map>

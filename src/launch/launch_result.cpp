@@ -1,4 +1,4 @@
-#include "semitone/launch/launcher.h"
+#include "semitone/launch/launch_result.h"
 
 #include <fmt/format.h>
 

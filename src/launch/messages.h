@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/launch/launcher.h"
+#include "semitone/launch/launch_result.h"
 
 #include <optional>
 #include <string>

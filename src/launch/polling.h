@@ -1,6 +1,6 @@
 #pragma once
 
-#include "src/launch/channel.h"
+#include "src/launch/clock.h"
 
 #include <poll.h>
 

@@ -11,7 +11,6 @@
 
 #include <array>
 #include <cerrno>
-#include <cstring>
 
 namespace semitone::launch {
 namespace {
@@ -78,11 +77,6 @@ ProcessOptions& ProcessOptions::err(Output value) {
 ProcessOptions& ProcessOptions::death_signal(int value) {
   death_signal_ = value;
   return *this;
-}
-
-std::string ExitStatus::to_string() const {
-  if (signal == 0) return "exit code " + std::to_string(code);
-  return "signal " + std::to_string(signal) + " (" + ::strsignal(signal) + ")";
 }
 
 struct Process::Child {

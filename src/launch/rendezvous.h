@@ -2,6 +2,7 @@
 
 #include "semitone/launch/launch_options.h"
 #include "src/launch/channel.h"
+#include "src/launch/clock.h"
 #include "src/launch/coordinator.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/messages.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/launch/process.h"
+#include "semitone/launch/exit_status.h"
 
 #include <sys/types.h>
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/launch/launch_options.h"
 #include "src/launch/messages.h"
 #include "src/launch/spawn.h"
 

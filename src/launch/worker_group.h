@@ -1,7 +1,8 @@
 #pragma once
 
-#include "semitone/launch/launcher.h"
-#include "src/launch/channel.h"
+#include "semitone/launch/launch_options.h"
+#include "semitone/launch/launch_result.h"
+#include "src/launch/clock.h"
 #include "src/launch/messages.h"
 #include "src/launch/output_relay.h"
 #include "src/launch/worker_reaper.h"

@@ -1,64 +1,13 @@
 #pragma once
 
 #include "semitone/launch/launch_options.h"
-#include "semitone/launch/process.h"
-
-#include <sys/types.h>
+#include "semitone/launch/launch_result.h"
 
 #include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 /// The counterpart of torchrun for native programs: runs the same program several times, on one
 /// machine or more. Each process finds its rank and the address of the others in its environment.
 namespace semitone::launch {
-
-/// The first process of a job that failed, on any node.
-struct WorkerFailure {
-  int rank = 0;
-  int local_rank = 0;
-  int node = 0;
-  std::string host;  ///< the node's name
-  int pid = 0;       ///< on that node
-  ExitStatus status;
-  std::string log;         ///< the file with the last lines; empty without log files
-  std::string last_lines;  ///< up to 20 of its last lines, errors first; empty if not relayed
-
-  /// A message with the process, its exit status and its last lines. No newline at the end.
-  std::string to_string() const;
-};
-
-/// A process of this node, in the last attempt.
-struct WorkerStatus {
-  int rank = 0;
-  int local_rank = 0;
-  pid_t pid = 0;
-  ExitStatus status;     ///< how it ended
-  bool stopped = false;  ///< it was still running when the launcher stopped it
-};
-
-enum class LaunchOutcome {
-  succeeded,    ///< every process of every node returned 0
-  failed,       ///< a process failed, and no restart was left
-  lost,         ///< a node's launcher was lost or stopped, or too few nodes arrived
-  interrupted,  ///< Launcher::stop was called on this node
-};
-
-/// How a job ended.
-struct LaunchResult {
-  LaunchOutcome outcome = LaunchOutcome::succeeded;
-  std::optional<WorkerFailure> first_failure;  ///< in the last attempt; always set after `failed`
-  std::string reason;                          ///< one sentence; empty after `succeeded`
-  std::string run_id;                          ///< name of the job
-  int restarts = 0;                            ///< restarts that counted towards max_restarts
-  int signal = 0;                              ///< the argument of stop()
-  std::vector<WorkerStatus> workers;           ///< of this node; empty if none was started
-
-  /// The exit code for a program, as shells define it: 0 on success; the first failed process's
-  /// exit code, or 128 + its signal; 128 + the signal of stop(); 1 for a lost node.
-  int exit_code() const;
-};
 
 /// Launches a job, or this node's part of it, and watches it until it ends.
 ///

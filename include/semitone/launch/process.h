@@ -1,5 +1,7 @@
 #pragma once
 
+#include "semitone/launch/exit_status.h"
+
 #include <sys/types.h>
 
 #include <csignal>
@@ -55,16 +57,6 @@ class ProcessOptions {
   Output out_ = Output::inherit;
   Output err_ = Output::inherit;
   int death_signal_ = SIGTERM;
-};
-
-/// How a process ended.
-struct ExitStatus {
-  int code = 0;    ///< what it returned; 0 if a signal ended it
-  int signal = 0;  ///< the signal that ended it; 0 if it ended by itself
-
-  bool success() const { return code == 0 && signal == 0; }
-  /// "exit code 3", "signal 9 (Killed)".
-  std::string to_string() const;
 };
 
 /// What Process::wait returns.
