@@ -126,7 +126,7 @@ struct CapturedStep::Impl {
        LossFunction loss_function_, const CapturedStepOptions& options_)
       : mixed(mixed_),
         state(state_),
-        known(state_.of(optimizer_, "captured_step")),
+        record(state_.of(optimizer_, "captured_step")),
         optimizer(optimizer_),
         loss_function(std::move(loss_function_)),
         options(options_),
@@ -135,13 +135,13 @@ struct CapturedStep::Impl {
 
   Result run(const Batch& batch);
   Result warm_up(const Batch& batch);
-  Result run_by_operators(const Batch& batch);
+  Result run_eagerly(const Batch& batch);
   void capture(const Batch& batch);
-  void record(Captured& into);
+  void run_on_device(Captured& into);
   Result replay(const Batch& batch);
   Step end_step();
 
-  Batch brought(const Batch& batch) const;
+  Batch moved_to_device(const Batch& batch) const;
   at::Tensor loss_of(const Batch& batch) const;
   void back_propagate(const at::Tensor& loss);
   at::Tensor take_found_inf();
@@ -152,7 +152,7 @@ struct CapturedStep::Impl {
 
   MixedPrecision& mixed;
   State& state;
-  State::PerOptimizer& known;
+  State::OptimizerRecord& record;
   optim::FusedOptimizer& optimizer;
   LossFunction loss_function;
   CapturedStepOptions options;
@@ -170,8 +170,8 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   state.hide_gradients(nullptr);
   const bool before = std::exchange(state.named_only, true);
   const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });
-  const Batch here = brought(batch);
-  if (graph == nullptr) return run_by_operators(here);
+  const Batch here = moved_to_device(batch);
+  if (graph == nullptr) return run_eagerly(here);
   if (state.found_inf_hook)
     throw Error(kCapturedStep, "no found_inf hook", "one", "train without CapturedStep");
   // Changed or unfrozen weights update the masters here, not in the graph.
@@ -182,7 +182,7 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
     warm_steps = options.warmup() - 1;  // one more, for the parameters that have gradients
   }
   if (shapes_of(here) != shapes) {
-    if (captured != nullptr) return run_by_operators(here);
+    if (captured != nullptr) return run_eagerly(here);
     warm_steps = 0;
   }
   if (captured == nullptr && trained() != trained_in_warm_up)
@@ -194,7 +194,7 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
 
 CapturedStep::Result CapturedStep::Impl::warm_up(const Batch& batch) {
   std::optional<Result> result;
-  graph->warm_up([&] { result = run_by_operators(batch); });
+  graph->warm_up([&] { result = run_eagerly(batch); });
   shapes = shapes_of(batch);
   trained_in_warm_up = trained();
   ++warm_steps;
@@ -204,19 +204,19 @@ CapturedStep::Result CapturedStep::Impl::warm_up(const Batch& batch) {
 // For each parameter of the optimizer, whether it gets gradients.
 std::vector<bool> CapturedStep::Impl::trained() const {
   std::vector<bool> trained;
-  known.for_each_leaf([&](const at::Tensor& leaf) { trained.push_back(leaf.requires_grad()); });
+  record.for_each_leaf([&](const at::Tensor& leaf) { trained.push_back(leaf.requires_grad()); });
   return trained;
 }
 
 // Parameters of the models that other optimizers, or none, train.
 std::vector<at::Tensor> CapturedStep::Impl::find_others() const {
   std::unordered_set<const c10::TensorImpl*> seen;
-  known.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
+  record.for_each_leaf([&](const at::Tensor& leaf) { seen.insert(leaf.unsafeGetTensorImpl()); });
   std::vector<at::Tensor> found;
   const auto add = [&](const at::Tensor& leaf) {
     if (seen.insert(leaf.unsafeGetTensorImpl()).second) found.push_back(leaf);
   };
-  for (const State::PerOptimizer& other : state.optimizers) other.for_each_leaf(add);
+  for (const State::OptimizerRecord& other : state.optimizers) other.for_each_leaf(add);
   for (const Model& model : state.models) {
     for (const Model::Entry& entry : model.entries()) {
       if (entry.is_parameter) add(entry.tensor);
@@ -225,7 +225,7 @@ std::vector<at::Tensor> CapturedStep::Impl::find_others() const {
   return found;
 }
 
-Batch CapturedStep::Impl::brought(const Batch& batch) const {
+Batch CapturedStep::Impl::moved_to_device(const Batch& batch) const {
   Batch here;
   here.reserve(batch.size());
   for (const at::Tensor& tensor : batch) {
@@ -249,7 +249,7 @@ void CapturedStep::Impl::back_propagate(const at::Tensor& loss) {
   if (options.max_grad_norm() > 0) clip(mixed.master_params(optimizer), options.max_grad_norm());
 }
 
-CapturedStep::Result CapturedStep::Impl::run_by_operators(const Batch& batch) {
+CapturedStep::Result CapturedStep::Impl::run_eagerly(const Batch& batch) {
   const at::AutoGradMode with_grad(true);
   const OthersAside aside(find_others());
   const auto clean_up = c10::make_scope_exit([&] { mixed.zero_grad(optimizer); });
@@ -273,7 +273,7 @@ void CapturedStep::Impl::capture(const Batch& batch) {
   next->scale = {options.loss_id(), at::empty({}, fp32), at::empty({}, fp32)};
   send_numbers(*next);
   try {
-    graph->capture([this, &into = *next] { record(into); });
+    graph->capture([this, &into = *next] { run_on_device(into); });
   } catch (const c10::Error& error) {
     throw Error(kCapturedStep, "a step that can be captured in a CUDA graph",
                 error.what_without_backtrace(),
@@ -284,7 +284,7 @@ void CapturedStep::Impl::capture(const Batch& batch) {
 }
 
 // Runs the step's device work only: the host's state does not change.
-void CapturedStep::Impl::record(Captured& into) {
+void CapturedStep::Impl::run_on_device(Captured& into) {
   const at::AutoGradMode with_grad(true);
   const OthersAside aside(find_others());
   state.scale_on_device = into.scale;
@@ -303,15 +303,15 @@ void CapturedStep::Impl::record(Captured& into) {
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     if (parameter.grad().defined()) into.grads.push_back({parameter, parameter.grad()});
   });
-  known.masters.has_value() ? known.masters->step(into.step, into.found_inf)
-                            : into.step.run(nullptr, into.found_inf);
+  record.masters.has_value() ? record.masters->step(into.step, into.found_inf)
+                             : into.step.run(nullptr, into.found_inf);
 }
 
 // One flag for the overflows of all losses of the optimizer; undefined if no check has been made.
 at::Tensor CapturedStep::Impl::take_found_inf() {
   std::vector<at::Tensor> flags;
   std::erase_if(state.pending, [&](const State::Pending& pending) {
-    if (pending.optimizers != std::vector<State::PerOptimizer*>{&known}) return false;
+    if (pending.optimizers != std::vector<State::OptimizerRecord*>{&record}) return false;
     flags.insert(flags.end(), pending.found_inf.begin(), pending.found_inf.end());
     return true;
   });
@@ -331,7 +331,7 @@ void CapturedStep::Impl::send_numbers(Captured& to) const {
 }
 
 CapturedStep::Result CapturedStep::Impl::replay(const Batch& batch) {
-  mixed.zero_grad(optimizer);  // what a backward by hand has left
+  mixed.zero_grad(optimizer);  // gradients of a backward outside of this class
   at::Tensor loss = at::empty_like(captured->loss);
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < batch.size(); ++i) captured->batch[i].copy_(batch[i]);
@@ -345,18 +345,18 @@ CapturedStep::Result CapturedStep::Impl::replay(const Batch& batch) {
 Step CapturedStep::Impl::end_step() {
   if (captured->found_inf.defined()) {
     for (const State::SetAside& one : captured->grads) one.parameter.mutable_grad() = one.grad;
-    state.pending.push_back({options.loss_id(), {&known}, {captured->found_inf}});
+    state.pending.push_back({options.loss_id(), {&record}, {captured->found_inf}});
   }
   const auto note = [this] {
     captured->step.count();
     for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-      if (!known.masters.has_value() || !known.masters->is_master(parameter))
+      if (!record.masters.has_value() || !record.masters->is_master(parameter))
         parameter.unsafeGetTensorImpl()->bump_version();
     });
-    if (known.masters.has_value()) known.masters->note_step();
+    if (record.masters.has_value()) record.masters->note_step();
   };
   const auto clean_up = c10::make_scope_exit([&] { mixed.zero_grad(optimizer); });
-  return state.end_step(known, note);
+  return state.end_step(record, note);
 }
 
 bool CapturedStep::Impl::is_current() const {

@@ -78,7 +78,7 @@ CastCache::Entry CastCache::entry_for(const at::Tensor& weight) {
       {}};
 }
 
-void CastCache::forget_after_backward(const at::Tensor& converted) {
+void CastCache::erase_after_backward(const at::Tensor& converted) {
   if (!converted.requires_grad()) return;
   converted.register_hook([cache = weak_from_this()](const at::Tensor&) {
     if (const auto alive = cache.lock()) alive->clear();
@@ -110,13 +110,12 @@ at::Tensor CastCache::find(const at::Tensor& weight, Conversion conversion) {
 }
 
 void CastCache::insert(const Key& key, Entry entry) {
-  std::vector<Entry>
-      forgotten;  // this and the entry replaced: destroyed after the lock is released
+  std::vector<Entry> erased;  // this and the entry replaced: destroyed after the lock is released
   const std::lock_guard lock(mutex_);
   const auto [place, added] = entries_.try_emplace(key, std::move(entry));
   if (!added) std::swap(place->second, entry);
   if (entries_.size() < sweep_at_) return;
-  forget_locked(is_unused, forgotten);
+  erase_locked(is_unused, erased);
   sweep_at_ = std::max(kSweepAbove, 2 * entries_.size());
 }
 
@@ -129,20 +128,20 @@ bool CastCache::is_unused(const Entry& entry) {
          (weight_uses == 1 && entry.converted.requires_grad() && entry.converted.use_count() == 1);
 }
 
-void CastCache::forget_memory_of(const at::Tensor& written) {
+void CastCache::erase_memory_of(const at::Tensor& written) {
   if (!written.has_storage() || written.storage().use_count() == 1) return;
   const c10::StorageImpl* const storage = written.storage().unsafeGetStorageImpl();
-  std::vector<Entry> forgotten;
+  std::vector<Entry> erased;
   const std::lock_guard lock(mutex_);
-  forget_locked(
+  erase_locked(
       [storage](const Entry& entry) { return entry.storage._unsafe_get_target() == storage; },
-      forgotten);
+      erased);
 }
 
 void CastCache::clear() {
-  std::unordered_map<Key, Entry, Hash> forgotten;  // destroyed after the lock is released
+  std::unordered_map<Key, Entry, Hash> erased;  // destroyed after the lock is released
   const std::lock_guard lock(mutex_);
-  entries_.swap(forgotten);
+  entries_.swap(erased);
 }
 
 }  // namespace semitone::amp

@@ -48,7 +48,7 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
     Entry entry = entry_for(weight);
     entry.converted = convert(weight);  // outside the lock: runs operators
     entry.converted_version = version_of(entry.converted);
-    forget_after_backward(entry.converted);
+    erase_after_backward(entry.converted);
     at::Tensor converted = entry.converted;
     insert({weight.unsafeGetTensorImpl(), conversion}, std::move(entry));
     return converted;
@@ -58,7 +58,7 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
 
   // Drops the casts of weights in the memory of a tensor that is written to. Costs nothing if there
   // are none.
-  void forget_memory_of(const at::Tensor& written);
+  void erase_memory_of(const at::Tensor& written);
 
  private:
   struct Key {
@@ -93,17 +93,17 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
   static bool is_unused(const Entry& entry);
   // Removes the entries for which a condition holds from the map.
   template <typename Condition>
-  void forget_locked(const Condition& condition, std::vector<Entry>& forgotten) {
+  void erase_locked(const Condition& condition, std::vector<Entry>& erased) {
     for (auto entry = entries_.begin(); entry != entries_.end();) {
       if (!condition(entry->second)) {
         ++entry;
         continue;
       }
-      forgotten.push_back(std::move(entry->second));
+      erased.push_back(std::move(entry->second));
       entry = entries_.erase(entry);
     }
   }
-  void forget_after_backward(const at::Tensor& converted);
+  void erase_after_backward(const at::Tensor& converted);
   at::Tensor find(const at::Tensor& weight, Conversion conversion);
   void insert(const Key& key, Entry entry);
 

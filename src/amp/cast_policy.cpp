@@ -171,8 +171,8 @@ CastPolicy preset(std::string_view name, CastTarget target, c10::function_ref<Ca
   static auto* const made = new std::map<Key, CastPolicy>;
   const std::lock_guard lock(mutex);
   const Key key(name, target.device, target.dtype);
-  const auto known = made->find(key);
-  return known != made->end() ? known->second : made->emplace(key, build()).first->second;
+  const auto found = made->find(key);
+  return found != made->end() ? found->second : made->emplace(key, build()).first->second;
 }
 
 // Calls install() once for each device. Two threads at the same time may call it twice, which is
@@ -356,11 +356,11 @@ CastPolicy& CastPolicy::emulation(Emulation value) {
 CastPolicy& CastPolicy::fast_kernel(std::string_view op, bool on) {
   const std::string name = display_name(op);
   if (find_fast_kernel(name) == nullptr) {
-    std::string known;
+    std::string supported;
     for (const FastKernel& kernel : amp::fast_kernels())
-      known.append(known.empty() ? "" : ", ").append(kernel.op);
+      supported.append(supported.empty() ? "" : ", ").append(kernel.op);
     throw Error("amp.cast_policy", "an operator with a fast kernel", "'" + name + "'",
-                "the operators with fast kernels are " + known);
+                "the operators with fast kernels are " + supported);
   }
   if (on) {
     fast_kernels_.insert(name);

@@ -62,9 +62,9 @@ void CompiledPolicy::use_fast_kernel(OpId op) {
 }
 
 void CompiledPolicy::add(const BoundParameter& parameter) {
-  const auto [known, added] = parameters_.emplace(parameter.impl._unsafe_get_target(), parameter);
+  const auto [found, added] = parameters_.emplace(parameter.impl._unsafe_get_target(), parameter);
   // A shared parameter has several names: one that matches is enough.
-  if (!added) known->second.keep_fp32 = known->second.keep_fp32 || parameter.keep_fp32;
+  if (!added) found->second.keep_fp32 = found->second.keep_fp32 || parameter.keep_fp32;
 }
 
 }  // namespace semitone::amp

@@ -22,15 +22,15 @@ class Setting {
  public:
   Setting(Value (*read)(), void (*write)(const Value&)) : read_(read), write_(write) {}
 
-  void add(const CudnnScope* who, const std::optional<Value>& wanted) {
+  void add(const CudnnScope* scope, const std::optional<Value>& wanted) {
     if (!wanted.has_value()) return;
     if (wanted_.empty()) before_ = read_();
-    wanted_.emplace_back(who, *wanted);
+    wanted_.emplace_back(scope, *wanted);
     write_(wanted_.back().second);
   }
 
-  void remove(const CudnnScope* who) {
-    if (std::erase_if(wanted_, [&](const auto& one) { return one.first == who; }) == 0) return;
+  void remove(const CudnnScope* scope) {
+    if (std::erase_if(wanted_, [&](const auto& one) { return one.first == scope; }) == 0) return;
     write_(wanted_.empty() ? before_ : wanted_.back().second);
   }
 
@@ -45,8 +45,8 @@ class Setting {
 // which the C library does not guard, and cuDNN reads this variable once, so it would not notice.
 void set_workspace_limit(std::int64_t mebibytes) {
   const std::string wanted = std::to_string(mebibytes);
-  const char* const known = std::getenv(kWorkspaceLimit);
-  if (known == nullptr || known != wanted) ::setenv(kWorkspaceLimit, wanted.c_str(), 1);
+  const char* const current = std::getenv(kWorkspaceLimit);
+  if (current == nullptr || current != wanted) ::setenv(kWorkspaceLimit, wanted.c_str(), 1);
 }
 
 // LibTorch has one of each per process.

@@ -519,7 +519,7 @@ class WritingKernel final : public WatchingKernel {
                          const at::Scalar& alpha) const {
     const auto [regions, policy] = in_force();
     if (policy != nullptr) {
-      if (!self.requires_grad()) regions->cache->forget_memory_of(self);
+      if (!self.requires_grad()) regions->cache->erase_memory_of(self);
       if (boxed_.has_row(*policy) || boxed_.has_fast_kernel(*policy)) {
         run_boxed(keys, self, other, alpha);
         return self;
@@ -614,7 +614,7 @@ class Registry {
 
   void install(const c10::OperatorHandle& op, c10::DeviceType device) {
     const std::lock_guard lock(mutex_);
-    stock_locked(device);  // asked before the first kernel of ours is there
+    stock_locked(device);  // before the first kernel of Semitone replaces one
     install_locked(op, device);
   }
 
@@ -624,8 +624,8 @@ class Registry {
   }
 
   const std::vector<std::string>& stock_locked(c10::DeviceType device) {
-    const auto known = stock_.find(device);
-    if (known != stock_.end()) return known->second;
+    const auto found = stock_.find(device);
+    if (found != stock_.end()) return found->second;
     const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
     return stock_.emplace(device, aten_operators_with_kernel(key)).first->second;
   }

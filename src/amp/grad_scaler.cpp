@@ -41,9 +41,9 @@ void GradScaler::require_scaled(const char* caller) const {
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!enabled_) return;
   require_scaled("unscale_");
-  if (const auto known = progress_.find(&optimizer); known != progress_.end()) {
+  if (const auto found = progress_.find(&optimizer); found != progress_.end()) {
     throw Error("amp.grad_scaler.unscale_", "one call for each optimizer between two updates",
-                known->second.stepped ? "a call after step()" : "a second call",
+                found->second.stepped ? "a call after step()" : "a second call",
                 "call update() once at the end of an iteration");
   }
   Gradients gradients(scaler_.inverse());
@@ -107,7 +107,7 @@ void GradScaler::update() {
   for (auto& [optimizer, progress] : progress_) {
     if (stepped_ || progress.stepped || StepWatch::progress_of(*optimizer) == progress.state)
       continue;
-    progress.state = StepWatch::progress_of(*optimizer);  // said once
+    progress.state = StepWatch::progress_of(*optimizer);  // reported once
     throw Error("amp.grad_scaler.update", "scaler.step(optimizer) after unscale_()",
                 "optimizer.step(), which steps on inf", "call scaler.step(optimizer) instead");
   }

@@ -138,9 +138,9 @@ at::Tensor& found_inf_on(std::vector<at::Tensor>& flags, c10::Device device) {
 
 std::vector<bool> read_flags(const std::vector<at::Tensor>& flags) {
   std::vector<bool> set(flags.size());
-  std::vector<bool> known(flags.size());
+  std::vector<bool> is_read(flags.size());
   for (std::size_t first = 0; first < flags.size(); ++first) {
-    if (known[first]) continue;
+    if (is_read[first]) continue;
     std::vector<std::size_t> places;
     std::vector<at::Tensor> on_device;
     for (std::size_t i = first; i < flags.size(); ++i) {
@@ -151,7 +151,7 @@ std::vector<bool> read_flags(const std::vector<at::Tensor>& flags) {
     const at::Tensor read = at::stack(on_device).cpu();
     for (std::size_t i = 0; i < places.size(); ++i) {
       set[places[i]] = read.const_data_ptr<float>()[i] != 0;
-      known[places[i]] = true;
+      is_read[places[i]] = true;
     }
   }
   return set;

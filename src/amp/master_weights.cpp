@@ -144,11 +144,11 @@ void MasterWeights::give_back() {
 
 // variable_data(), not detach(): a master needs its own version counter.
 at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactValues& exact,
-                                      const std::vector<Pair>& beside) const {
+                                      const std::vector<Pair>& fresh) const {
   if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end()) {
     return value->second.variable_data();
   }
-  for (const std::vector<Pair>* pairs : {&pairs_, &beside}) {
+  for (const std::vector<Pair>* pairs : {&pairs_, &fresh}) {
     for (const Pair& pair : *pairs) {
       if (same_memory(pair.parameter, parameter)) return pair.master.variable_data();
     }
@@ -172,12 +172,12 @@ void MasterWeights::adopt(const ExactValues& exact) {
       return;
     }
     // A tied weight appears in the optimizer twice.
-    const auto known = by_parameter_.find(parameter.unsafeGetTensorImpl());
+    const auto earlier = by_parameter_.find(parameter.unsafeGetTensorImpl());
     const auto [place, added] = by_parameter.try_emplace(
         parameter.unsafeGetTensorImpl(),
-        known != by_parameter_.end() ? known->second : pairs_.size() + fresh.size());
+        earlier != by_parameter_.end() ? earlier->second : pairs_.size() + fresh.size());
     places.emplace_back(&parameter, place->second);
-    if (!added || known != by_parameter_.end()) return;
+    if (!added || earlier != by_parameter_.end()) return;
     at::Tensor master = make_master(parameter, exact, fresh);
     master.requires_grad_(true);
     agreed(fresh.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr}));
@@ -250,7 +250,7 @@ bool MasterWeights::take_gradients(float inverse_scale) {
   Gradients pass(inverse_scale);
   take_gradients(pass);
   for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    pass.unscale(parameter);  // masters are known to it already
+    pass.unscale(parameter);  // the pass has the masters already
   });
   std::vector<at::Tensor> found_inf;
   pass.run(found_inf);
@@ -354,8 +354,8 @@ void MasterWeights::move_deferred_gradients() {
     if (since.defined()) later.emplace_back(&pair, since);
     pass.move(pair.parameter, pair.master);
   }
-  std::vector<at::Tensor> known;  // was found when they were deferred
-  pass.run(known);
+  std::vector<at::Tensor> ignored;  // defer_gradients() has reported it
+  pass.run(ignored);
   for (const auto& [pair, grad] : later) pair->parameter.mutable_grad() = grad;
 }
 
@@ -383,8 +383,8 @@ void MasterWeights::step() {
   } catch (...) {  // as after any other optimizer's step that throws: the masters have them
     Gradients pass(deferred_inverse_);
     for (const Pair* pair : stepped) pass.move(pair->parameter, pair->master);
-    std::vector<at::Tensor> known;
-    pass.run(known);
+    std::vector<at::Tensor> ignored;
+    pass.run(ignored);
     throw;
   }
   for (Pair* pair : stepped) {

@@ -53,15 +53,15 @@ std::vector<at::Tensor> conv2d_weights(const Model& model) {
 
 void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format) {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> old;
-  for (const at::Tensor& tensor : tensors) old.push_back(tensor.variable_data());
+  std::vector<at::Tensor> before;
+  for (const at::Tensor& tensor : tensors) before.push_back(tensor.variable_data());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (has_layout(old[i], format)) continue;
+    if (has_layout(before[i], format)) continue;
     std::size_t first = 0;  // of those that share their memory with it
-    while (!same_memory(old[first], old[i])) ++first;
+    while (!same_memory(before[first], before[i])) ++first;
     // Not contiguous(): if both formats use the same memory, as with one channel, the strides must
     // tell which format it is.
-    tensors[i].set_data(first < i ? tensors[first].variable_data() : old[i].clone(format));
+    tensors[i].set_data(first < i ? tensors[first].variable_data() : before[i].clone(format));
     if (at::Tensor& grad = tensors[i].mutable_grad(); grad.defined()) grad = grad.clone(format);
   }
 }

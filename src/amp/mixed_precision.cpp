@@ -190,10 +190,10 @@ void cast_model(const Model& model, c10::ScalarType dtype,
   for (const Model::Entry& entry : model.entries()) {
     const at::Tensor& tensor = entry.tensor;
     if (!tensor.is_floating_point() || tensor.scalar_type() == dtype || keep(entry)) continue;
-    const auto known = std::find_if(tensors.begin(), tensors.end(), [&](const at::Tensor& earlier) {
+    const auto same = std::find_if(tensors.begin(), tensors.end(), [&](const at::Tensor& earlier) {
       return same_memory(earlier, tensor);
     });
-    first.push_back(static_cast<std::size_t>(known - tensors.begin()));
+    first.push_back(static_cast<std::size_t>(same - tensors.begin()));
     tensors.push_back(tensor);
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -248,10 +248,10 @@ class Undo {
 
 }  // namespace
 
-MixedPrecision::Impl::PerOptimizer& MixedPrecision::Impl::of(
+MixedPrecision::Impl::OptimizerRecord& MixedPrecision::Impl::of(
     const torch::optim::Optimizer& optimizer, const char* caller) {
-  for (PerOptimizer& known : optimizers) {
-    if (known.optimizer == &optimizer) return known;
+  for (OptimizerRecord& record : optimizers) {
+    if (record.optimizer == &optimizer) return record;
   }
   throw Error(std::string("amp.mixed_precision.") + caller,
               "an optimizer that was given to amp::initialize", "another one",
@@ -259,8 +259,8 @@ MixedPrecision::Impl::PerOptimizer& MixedPrecision::Impl::of(
 }
 
 const Model& MixedPrecision::Impl::of(const void* identity, const char* caller) const {
-  for (const Model& known : models) {
-    if (known.identity() == identity) return known;
+  for (const Model& model : models) {
+    if (model.identity() == identity) return model;
   }
   throw Error(std::string("amp.mixed_precision.") + caller,
               "a model that was given to amp::initialize", "another one",
@@ -293,9 +293,9 @@ std::size_t MixedPrecision::Impl::model_with(const void* identity, const char* c
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (models[i].identity() == identity) return i;
   }
-  if (const auto known = parts.find(identity);
-      known != parts.end() && !known->second.module.expired()) {
-    return known->second.model;
+  if (const auto found = parts.find(identity);
+      found != parts.end() && !found->second.module.expired()) {
+    return found->second.model;
   }
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (const torch::nn::Module* module = models[i].module()) {
@@ -393,7 +393,8 @@ MixedPrecision::Impl::~Impl() {
 void MixedPrecision::Impl::own_optimizers() {
   Owners& owners = Owners::instance();
   const std::lock_guard lock(owners.mutex);
-  for (const PerOptimizer& known : optimizers) owners.by_optimizer.emplace(known.optimizer, this);
+  for (const OptimizerRecord& record : optimizers)
+    owners.by_optimizer.emplace(record.optimizer, this);
 }
 
 MixedPrecision::Impl& MixedPrecision::Impl::owner_of(const torch::optim::Optimizer& optimizer,
@@ -411,8 +412,8 @@ MixedPrecision::Impl& MixedPrecision::Impl::owner_of(const torch::optim::Optimiz
 }
 
 MasterWeights* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
-  for (PerOptimizer& known : optimizers) {
-    if (known.masters.has_value() && known.masters->has(parameter)) return &*known.masters;
+  for (OptimizerRecord& record : optimizers) {
+    if (record.masters.has_value() && record.masters->has(parameter)) return &*record.masters;
   }
   return nullptr;
 }
@@ -500,20 +501,20 @@ void MixedPrecision::Impl::require_dtypes_as_left(const char* caller) const {
 
 void MixedPrecision::Impl::pull(const char* caller) {
   require_own_dtypes(caller);
-  look_at_parameters(caller);
+  find_shared_parameters(caller);
   take_loaded(caller);
-  for (PerOptimizer& known : optimizers) {
-    if (known.masters.has_value()) known.masters->pull();
+  for (OptimizerRecord& record : optimizers) {
+    if (record.masters.has_value()) record.masters->pull();
   }
 }
 
 void MixedPrecision::Impl::sync(const char* caller) {
   require_own_dtypes(caller);
   require_dtypes_as_left(caller);
-  look_at_parameters(caller);
+  find_shared_parameters(caller);
   take_loaded(caller);
-  for (PerOptimizer& known : optimizers) {
-    if (known.masters.has_value()) known.masters->sync();
+  for (OptimizerRecord& record : optimizers) {
+    if (record.masters.has_value()) record.masters->sync();
   }
 }
 
@@ -616,9 +617,9 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
     }
   }
   for (torch::optim::Optimizer& optimizer : optimizers) {
-    auto& known = impl->optimizers.emplace_back();
-    known.optimizer = &optimizer;
-    if (properties.enabled && properties.master_weights) known.masters.emplace(optimizer, exact);
+    auto& record = impl->optimizers.emplace_back();
+    record.optimizer = &optimizer;
+    if (properties.enabled && properties.master_weights) record.masters.emplace(optimizer, exact);
   }
   if (makes_masters) {
     impl->exact = std::make_shared<MixedPrecision::Impl::Exact>(*impl);
@@ -662,13 +663,13 @@ std::int64_t MixedPrecision::skipped_steps() const {
 }
 
 std::vector<at::Tensor> MixedPrecision::master_params(torch::optim::Optimizer& optimizer) const {
-  auto& known = impl().of(optimizer, "master_params");
-  if (known.masters.has_value()) {
+  auto& record = impl().of(optimizer, "master_params");
+  if (record.masters.has_value()) {
     if (impl().fp32_scopes == 0) impl().pull("master_params");
-    known.masters->move_deferred_gradients();
+    record.masters->move_deferred_gradients();
     // Also those of a backward past scale_loss, and those that the program has put into the model.
-    if (!known.scaled.has_value()) Impl::take_gradients_by_hand(known);
-    known.masters->show_gradients();
+    if (!record.scaled.has_value()) Impl::take_unscaled_gradients(record);
+    record.masters->show_gradients();
   }
   std::vector<at::Tensor> parameters;
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
@@ -741,17 +742,17 @@ Autocast MixedPrecision::autocast() const {
   return Autocast(*impl().policy);
 }
 
-void MixedPrecision::Impl::warn_of_idle_models(const PerOptimizer& known) {
+void MixedPrecision::Impl::warn_of_idle_models(const OptimizerRecord& record) {
   if (ran_elsewhere || !policy.has_value() || properties.verbosity < 1) return;
-  if (std::find(ran.begin(), ran.end(), false) == ran.end() || looks_for_idle_models == 0) return;
-  --looks_for_idle_models;
+  if (std::find(ran.begin(), ran.end(), false) == ran.end() || idle_model_checks == 0) return;
+  --idle_model_checks;
   for (std::size_t i = 0; i < models.size(); ++i) {
     if (ran[i] || warned_of[i]) continue;
     std::unordered_set<const c10::TensorImpl*> trained;
-    known.for_each_leaf([&](const at::Tensor& parameter) {
+    record.for_each_leaf([&](const at::Tensor& parameter) {
       const bool has_gradient =
           parameter.grad().defined() ||
-          (known.masters.has_value() && known.masters->has_gradient(parameter));
+          (record.masters.has_value() && record.masters->has_gradient(parameter));
       if (has_gradient) trained.insert(parameter.unsafeGetTensorImpl());
     });
     const auto entries = models[i].entries();

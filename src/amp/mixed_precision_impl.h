@@ -36,7 +36,7 @@ struct MixedPrecision::Impl {
     bool open;      // a ScaledLoss is in progress; else delay_unscale left them
   };
 
-  struct PerOptimizer {
+  struct OptimizerRecord {
     torch::optim::Optimizer* optimizer;
     std::optional<MasterWeights> masters;
     std::optional<Scaled> scaled;
@@ -77,7 +77,7 @@ struct MixedPrecision::Impl {
   // The result of a loss's backward passes, not yet read by the host.
   struct Pending {
     std::int64_t loss_id;
-    std::vector<PerOptimizer*> optimizers;
+    std::vector<OptimizerRecord*> optimizers;
     std::vector<at::Tensor> found_inf;
     bool named = true;  // false: the loss was scaled for others, whose steps update its scale
   };
@@ -131,11 +131,11 @@ struct MixedPrecision::Impl {
   std::optional<CastPolicy> policy;  // of the region that autocast() gives, where there is one
   bool forward_in_region = false;    // forward runs in it, too
   std::unordered_map<const void*, Part> parts;
-  std::vector<bool> ran;           // each model, through forward
-  bool ran_elsewhere = false;      // call() or autocast() ran code of unknown models
-  int looks_for_idle_models = 32;  // remaining checks, which bound the cost of idle models
-  std::vector<bool> warned_of;     // each model
-  std::vector<PerOptimizer> optimizers;
+  std::vector<bool> ran;        // each model, through forward
+  bool ran_elsewhere = false;   // call() or autocast() ran code of unknown models
+  int idle_model_checks = 32;   // remaining checks, which bound the cost of idle models
+  std::vector<bool> warned_of;  // each model
+  std::vector<OptimizerRecord> optimizers;
   std::vector<LossScaler> scalers;
   std::vector<Pending> pending;
   // Gradients from before a scaled backward, which are not scaled. They are kept apart from the
@@ -148,7 +148,7 @@ struct MixedPrecision::Impl {
   // Parameters of the models that are in no optimizer, and the number of those that were in one
   // when this was computed.
   std::vector<at::Tensor> free_parameters;
-  std::optional<std::size_t> looked_at;
+  std::optional<std::size_t> parameters_seen;
   // The models' other floating-point tensors, which stay fp32.
   std::vector<WideTensor> wide_tensors;
   bool warned_of_loss = false;
@@ -163,7 +163,7 @@ struct MixedPrecision::Impl {
   // The object that has an optimizer, among all of the process. Error if there is none, or several.
   static Impl& owner_of(const torch::optim::Optimizer& optimizer, const char* caller);
 
-  PerOptimizer& of(const torch::optim::Optimizer& optimizer, const char* caller);
+  OptimizerRecord& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
   // The index of the model that a module is, or is part of.
   std::size_t model_with(const void* identity, const char* caller);
@@ -179,17 +179,17 @@ struct MixedPrecision::Impl {
   // Unscales the gradients that a backward left in the model, for these optimizers and those that
   // share parameters with them. The result, with earlier gradients added, is where each optimizer
   // reads it, and is shown in the model.
-  void unscale(const std::vector<PerOptimizer*>& of, const std::vector<PerOptimizer*>& sharing,
-               std::int64_t loss_id, float inverse, const at::Tensor& inverse_on_device,
-               bool named);
+  void unscale(const std::vector<OptimizerRecord*>& of,
+               const std::vector<OptimizerRecord*>& sharing, std::int64_t loss_id, float inverse,
+               const at::Tensor& inverse_on_device, bool named);
 
   // If an optimizer has dropped its gradients since, drops what losses of other optimizers recorded
   // for it.
-  void drop_void(PerOptimizer& known);
+  void drop_stale_results(OptimizerRecord& record);
 
   // Finds free_parameters and the optimizers that share some, again when a group was added. Error
   // for master weights of a parameter that two optimizers have.
-  void look_at_parameters(const char* caller);
+  void find_shared_parameters(const char* caller);
 
   // Undoes MasterWeights::show_gradients for a model (null: for all): the coming backward pass
   // would add to these gradients.
@@ -200,24 +200,24 @@ struct MixedPrecision::Impl {
   void require_no_step_past(const char* caller);
 
   // Warnings for code that would silently train badly or not at all.
-  void look_at_plain(const at::Tensor& loss);
-  void warn_of_gradients(PerOptimizer& known);
+  void check_plain_loss(const at::Tensor& loss);
+  void warn_of_gradients(OptimizerRecord& record);
   // One line in the log, at verbosity 1 and on the first rank.
   void warn(const std::string& text) const;
 
   // Moves gradients that are in the model, and are not scaled, to the masters.
-  static void take_gradients_by_hand(PerOptimizer& known);
+  static void take_unscaled_gradients(OptimizerRecord& record);
 
   // Error while an optimizer's gradients are scaled.
-  static void require_unscaled(const PerOptimizer& known, const char* caller);
+  static void require_unscaled(const OptimizerRecord& record, const char* caller);
 
   // Ends the step of an optimizer whose gradients are unscaled and checked: calls take() unless the
   // step is skipped, and updates the scales.
-  Step end_step(PerOptimizer& known, const std::function<void()>& take);
+  Step end_step(OptimizerRecord& record, const std::function<void()>& take);
 
   // At a step: warns, once, of a model that the optimizer trains but that never ran through
   // forward, call or autocast.
-  void warn_of_idle_models(const PerOptimizer& known);
+  void warn_of_idle_models(const OptimizerRecord& record);
 
   // MasterWeights::pull and sync of every optimizer, after take_loaded(). Error inside
   // fp32_weights().

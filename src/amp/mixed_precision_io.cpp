@@ -81,7 +81,7 @@ void MixedPrecision::Fp32Weights::end() {
 
 MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
   const StateMode mode(impl().inference_tensors);
-  const Model& known = impl().of(model.identity(), "fp32_weights");
+  const Model& given = impl().of(model.identity(), "fp32_weights");
   if (impl().fp32_scopes == 0) impl().sync("fp32_weights");
   auto saved = std::make_unique<Fp32Weights::Saved>();
   saved->mixed = &impl();
@@ -103,7 +103,7 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
     return {nullptr, tensor.detach().to(at::kFloat)};
   };
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (const Model::Entry& entry : known.entries()) {
+  for (const Model::Entry& entry : given.entries()) {
     const at::Tensor& tensor = entry.tensor;
     if (!is_16bit(tensor.scalar_type()) || !seen.insert(tensor.unsafeGetTensorImpl()).second) {
       continue;
@@ -195,7 +195,7 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
 
 void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
   const bool scaled = std::any_of(impl().optimizers.begin(), impl().optimizers.end(),
-                                  [](const auto& known) { return known.scaled.has_value(); });
+                                  [](const auto& record) { return record.scaled.has_value(); });
   const bool pending = std::any_of(impl().pending.begin(), impl().pending.end(),
                                    [](const auto& one) { return one.named; });
   if (scaled || pending) {
@@ -264,9 +264,9 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
   }
   impl().scalers = std::move(scalers);
   for (std::size_t i = 0; i < masters.size(); ++i) {
-    auto& known = impl().optimizers[i];
-    if (known.masters.has_value()) known.masters->assign(masters[i]);
-    zero_grad(*known.optimizer);
+    auto& record = impl().optimizers[i];
+    if (record.masters.has_value()) record.masters->assign(masters[i]);
+    zero_grad(*record.optimizer);
   }
 }
 

@@ -73,15 +73,15 @@ namespace {
 std::vector<c10::OperatorHandle> overloads_of(const c10::OperatorName& wanted) {
   if (is_aten(wanted)) {
     const auto& aten = aten_operators();
-    const auto known = aten.find(wanted.name.substr(kAten.size()));
-    if (known != aten.end()) return known->second;
+    const auto found = aten.find(wanted.name.substr(kAten.size()));
+    if (found != aten.end()) return found->second;
   }
   // Other libraries may register theirs at any time.
   std::vector<c10::OperatorHandle> overloads;
   auto& dispatcher = c10::Dispatcher::singleton();
-  for (const c10::OperatorName& known : dispatcher.getAllOpNames()) {
-    if (known.name != wanted.name) continue;
-    if (const auto op = dispatcher.findSchema(known)) overloads.push_back(*op);
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name != wanted.name) continue;
+    if (const auto op = dispatcher.findSchema(name)) overloads.push_back(*op);
   }
   return overloads;
 }
@@ -104,9 +104,9 @@ std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::s
   if (!found.empty()) return found;
 
   std::set<std::string> known_names;
-  for (c10::OperatorName known : dispatcher.getAllOpNames()) {
-    if (wanted.overload_name.empty()) known.overload_name.clear();
-    known_names.insert(display_name(known));
+  for (c10::OperatorName name : dispatcher.getAllOpNames()) {
+    if (wanted.overload_name.empty()) name.overload_name.clear();
+    known_names.insert(display_name(name));
   }
   const std::string near = nearest(display_name(wanted), {known_names.begin(), known_names.end()});
   throw Error(

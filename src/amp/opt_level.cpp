@@ -31,8 +31,8 @@ std::string_view name_of(OptLevel level) {
 }
 
 OptLevel parse_opt_level(std::string_view name) {
-  for (const auto& [known, level] : kLevels) {
-    if (name == known) return level;
+  for (const auto& [candidate, level] : kLevels) {
+    if (name == candidate) return level;
   }
   const bool zero = name.size() == 2 && name[0] == '0';
   throw Error("amp.opt_level", "O0, O1, O2 or O3", in_quotes(name),

@@ -11,8 +11,8 @@ void ParameterNames::add(const Model& model, std::string_view prefix) {
 }
 
 void ParameterNames::add_alias(const at::Tensor& alias, const at::Tensor& parameter) {
-  if (const Name* known = find(parameter)) {
-    names_.insert_or_assign(alias.unsafeGetTensorImpl(), Name(*known));
+  if (const Name* found = find(parameter)) {
+    names_.insert_or_assign(alias.unsafeGetTensorImpl(), Name(*found));
   }
 }
 

@@ -27,7 +27,7 @@ namespace semitone::amp {
 namespace {
 
 using Impl = MixedPrecision::Impl;
-using PerOptimizer = Impl::PerOptimizer;
+using OptimizerRecord = Impl::OptimizerRecord;
 using SetAside = Impl::SetAside;
 
 // Keeps a gradient while backward runs. A gradient that is part of a larger tensor, such as a
@@ -50,15 +50,15 @@ at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, flo
 // the mark too.
 class UnreducedMarks {
  public:
-  explicit UnreducedMarks(const PerOptimizer& known) {
-    if (known.masters.has_value()) {
-      known.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
+  explicit UnreducedMarks(const OptimizerRecord& record) {
+    if (record.masters.has_value()) {
+      record.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
         if (is_unreduced(parameter.grad()) || is_unreduced(master.grad()))
           holders_.push_back(master);
       });
     }
-    for_each_parameter(*known.optimizer, [&](std::size_t, std::size_t, const at::Tensor& leaf) {
-      const bool is_master = known.masters.has_value() && known.masters->is_master(leaf);
+    for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& leaf) {
+      const bool is_master = record.masters.has_value() && record.masters->is_master(leaf);
       if (!is_master && is_unreduced(leaf.grad())) holders_.push_back(leaf);
     });
   }
@@ -78,7 +78,7 @@ struct ScaledLoss::Work {
   // Optimizers that were not named for the loss: one, or several that share parameters. They get
   // their gradients, too: as in training without a loss scale.
   struct Other {
-    std::vector<PerOptimizer*> all;
+    std::vector<OptimizerRecord*> all;
     // Whether they held gradients of another scale, delayed or in another backward; and these.
     bool was_scaled;
     bool was_open;
@@ -90,8 +90,8 @@ struct ScaledLoss::Work {
   float inverse;
   at::Tensor inverse_on_device;  // if it is to be read there
   bool delay;
-  std::vector<PerOptimizer*> optimizers;    // that were named for the loss
-  std::vector<PerOptimizer*> sharing = {};  // and those that share parameters with them
+  std::vector<OptimizerRecord*> optimizers;    // that were named for the loss
+  std::vector<OptimizerRecord*> sharing = {};  // and those that share parameters with them
   std::vector<Other> others = {};
   std::vector<SetAside> free = {};  // parameters in no optimizer
   bool begun = false;
@@ -103,27 +103,27 @@ struct ScaledLoss::Work {
   bool any_gradient() const;
 
  private:
-  std::vector<PerOptimizer*> concerned() const {
-    std::vector<PerOptimizer*> all = optimizers;
+  std::vector<OptimizerRecord*> concerned() const {
+    std::vector<OptimizerRecord*> all = optimizers;
     all.insert(all.end(), sharing.begin(), sharing.end());
     return all;
   }
   void check() const;
-  void begin(PerOptimizer& known);
+  void begin(OptimizerRecord& record);
   void begin(Other& other);
   void begin_free();
   void finish(Other& other);
   void finish_free();
-  void restore(const std::vector<PerOptimizer*>& all) noexcept;
-  void forget_set_aside(const PerOptimizer& optimizer);
+  void restore(const std::vector<OptimizerRecord*>& all) noexcept;
+  void erase_set_aside(const OptimizerRecord& optimizer);
   bool leaves_others_alone() const { return mixed->named_only || inverse_on_device.defined(); }
 };
 
 void ScaledLoss::Work::check() const {
   constexpr auto kComponent = "amp.mixed_precision.scale_loss";
-  for (const PerOptimizer* known : concerned()) {
-    if (!known->scaled.has_value()) continue;
-    const auto& scaled = *known->scaled;
+  for (const OptimizerRecord* record : concerned()) {
+    if (!record->scaled.has_value()) continue;
+    const auto& scaled = *record->scaled;
     if (scaled.open) {
       throw Error(kComponent, "one loss at a time in backward for an optimizer",
                   "a second one while the first is not finished",
@@ -150,29 +150,29 @@ void ScaledLoss::Work::begin() {
   check();
   mixed->pull("scale_loss");
   begun = true;
-  const std::vector<PerOptimizer*> all = concerned();
+  const std::vector<OptimizerRecord*> all = concerned();
   std::map<std::size_t, Other> by_component;
-  for (PerOptimizer& known : mixed->optimizers) {
-    if (std::find(all.begin(), all.end(), &known) == all.end())
-      by_component[known.component].all.push_back(&known);
+  for (OptimizerRecord& record : mixed->optimizers) {
+    if (std::find(all.begin(), all.end(), &record) == all.end())
+      by_component[record.component].all.push_back(&record);
   }
   for (auto& [component, other] : by_component) begin(others.emplace_back(std::move(other)));
   begin_free();
-  for (PerOptimizer* known : all) {
+  for (OptimizerRecord* record : all) {
     // Otherwise the existing gradients have the same scale.
-    if (!known->scaled.has_value()) begin(*known);
-    known->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+    if (!record->scaled.has_value()) begin(*record);
+    record->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
   }
 }
 
-void ScaledLoss::Work::begin(PerOptimizer& known) {
-  mixed->drop_void(known);
-  if (known.masters.has_value()) known.masters->move_deferred_gradients();
-  if (const UnreducedMarks marks(known); !marks.empty()) {
+void ScaledLoss::Work::begin(OptimizerRecord& record) {
+  mixed->drop_stale_results(record);
+  if (record.masters.has_value()) record.masters->move_deferred_gradients();
+  if (const UnreducedMarks marks(record); !marks.empty()) {
     // This rank's own gradients must be reduced together with the new ones.
-    Impl::take_gradients_by_hand(known);
-    if (known.masters.has_value()) {
-      known.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
+    Impl::take_unscaled_gradients(record);
+    if (record.masters.has_value()) {
+      record.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
         if (!is_unreduced(master.grad())) return;
         mixed->set_aside[parameter.unsafeGetTensorImpl()] = {parameter, master.grad(), master,
                                                              true};
@@ -182,7 +182,7 @@ void ScaledLoss::Work::begin(PerOptimizer& known) {
       });
     }
   }
-  known.for_each_leaf([this](const at::Tensor& parameter) {
+  record.for_each_leaf([this](const at::Tensor& parameter) {
     at::Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) return;
     const auto [place, is_new] = mixed->set_aside.try_emplace(parameter.unsafeGetTensorImpl());
@@ -196,21 +196,21 @@ void ScaledLoss::Work::begin(PerOptimizer& known) {
 
 void ScaledLoss::Work::begin(Other& other) {
   const auto scaled = std::find_if(other.all.begin(), other.all.end(),
-                                   [](const auto* known) { return known->scaled.has_value(); });
+                                   [](const auto* record) { return record->scaled.has_value(); });
   other.was_scaled = scaled != other.all.end();
   if (!other.was_scaled) {
-    for (PerOptimizer* known : other.all) {
-      begin(*known);
-      known->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+    for (OptimizerRecord* record : other.all) {
+      begin(*record);
+      record->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
     }
     return;
   }
   const Impl::Scaled as_the_others = *(*scaled)->scaled;
   other.was_open = as_the_others.open;
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (PerOptimizer* known : other.all) {
-    known->scaled = Impl::Scaled{as_the_others.loss_id, as_the_others.inverse, /*open=*/true};
-    known->for_each_leaf([&](const at::Tensor& parameter) {
+  for (OptimizerRecord* record : other.all) {
+    record->scaled = Impl::Scaled{as_the_others.loss_id, as_the_others.inverse, /*open=*/true};
+    record->for_each_leaf([&](const at::Tensor& parameter) {
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) return;
       other.before.push_back({parameter, parameter.grad()});
       parameter.mutable_grad().reset();
@@ -232,7 +232,7 @@ void ScaledLoss::Work::begin_free() {
   }
 }
 
-void ScaledLoss::Work::forget_set_aside(const PerOptimizer& optimizer) {
+void ScaledLoss::Work::erase_set_aside(const OptimizerRecord& optimizer) {
   optimizer.for_each_leaf([this](const at::Tensor& parameter) {
     mixed->set_aside.erase(parameter.unsafeGetTensorImpl());
   });
@@ -243,21 +243,21 @@ void ScaledLoss::Work::finish() {
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());
   finish_free();
-  const std::vector<PerOptimizer*> all = concerned();
+  const std::vector<OptimizerRecord*> all = concerned();
   if (delay) {
-    for (PerOptimizer* known : all) known->scaled->open = false;
+    for (OptimizerRecord* record : all) record->scaled->open = false;
   } else {
     mixed->unscale(optimizers, sharing, loss_id, inverse, inverse_on_device, /*named=*/true);
-    for (PerOptimizer* known : all) {
-      forget_set_aside(*known);
-      known->scaled.reset();
+    for (OptimizerRecord* record : all) {
+      erase_set_aside(*record);
+      record->scaled.reset();
     }
   }
   const bool may_skip = mixed->scaler(loss_id, "scale_loss").options().dynamic() || inverse != 1;
-  for (PerOptimizer* known : optimizers) {
-    if (known->scaled.has_value() || inverse_on_device.defined()) continue;
-    if (known->masters.has_value()) known->masters->show_gradients();
-    if (known->watched && may_skip) known->watch.start(*known->optimizer);
+  for (OptimizerRecord* record : optimizers) {
+    if (record->scaled.has_value() || inverse_on_device.defined()) continue;
+    if (record->masters.has_value()) record->masters->show_gradients();
+    if (record->watched && may_skip) record->watch.start(*record->optimizer);
   }
 }
 
@@ -270,7 +270,7 @@ void ScaledLoss::Work::finish(Other& other) {
     }
     std::vector<at::Tensor> found_later;  // once they are unscaled
     pass.run(found_later);
-    for (PerOptimizer* known : other.all) known->scaled->open = other.was_open;
+    for (OptimizerRecord* record : other.all) record->scaled->open = other.was_open;
     return;
   }
   if (leaves_others_alone()) {
@@ -278,22 +278,22 @@ void ScaledLoss::Work::finish(Other& other) {
     return;
   }
   bool any = false;
-  for (const PerOptimizer* known : other.all) {
-    known->for_each_leaf(
+  for (const OptimizerRecord* record : other.all) {
+    record->for_each_leaf(
         [&](const at::Tensor& parameter) { any = any || parameter.grad().defined(); });
   }
   // A hook is called on all ranks, or on none.
   if (any || mixed->found_inf_hook) {
     mixed->unscale({}, other.all, loss_id, inverse, {}, /*named=*/false);
-    for (PerOptimizer* known : other.all) {
-      forget_set_aside(*known);
-      known->scaled.reset();
+    for (OptimizerRecord* record : other.all) {
+      erase_set_aside(*record);
+      record->scaled.reset();
     }
   } else {
     restore(other.all);
   }
-  for (PerOptimizer* known : other.all) {
-    if (known->masters.has_value()) known->masters->show_gradients();
+  for (OptimizerRecord* record : other.all) {
+    if (record->masters.has_value()) record->masters->show_gradients();
   }
 }
 
@@ -316,9 +316,9 @@ void ScaledLoss::Work::finish_free() {
 }
 
 // Gradients as they were before begin().
-void ScaledLoss::Work::restore(const std::vector<PerOptimizer*>& all) noexcept {
-  for (const PerOptimizer* known : all) {
-    known->for_each_leaf([this](const at::Tensor& parameter) {
+void ScaledLoss::Work::restore(const std::vector<OptimizerRecord*>& all) noexcept {
+  for (const OptimizerRecord* record : all) {
+    record->for_each_leaf([this](const at::Tensor& parameter) {
       const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
       parameter.mutable_grad().reset();
       if (found == mixed->set_aside.end()) return;
@@ -327,9 +327,9 @@ void ScaledLoss::Work::restore(const std::vector<PerOptimizer*>& all) noexcept {
       holder.mutable_grad() = found->second.grad;
     });
   }
-  for (PerOptimizer* known : all) {
-    forget_set_aside(*known);
-    known->scaled.reset();
+  for (OptimizerRecord* record : all) {
+    erase_set_aside(*record);
+    record->scaled.reset();
   }
 }
 
@@ -342,21 +342,21 @@ void ScaledLoss::Work::put_back() noexcept {
       continue;
     }
     for (const SetAside& before : other.before) before.parameter.mutable_grad() = before.grad;
-    for (PerOptimizer* known : other.all) {
-      if (known->scaled.has_value()) known->scaled->open = other.was_open;
+    for (OptimizerRecord* record : other.all) {
+      if (record->scaled.has_value()) record->scaled->open = other.was_open;
     }
   }
   for (const SetAside& before : free) before.parameter.mutable_grad() = before.grad;
-  for (PerOptimizer& known : mixed->optimizers) {
-    if (known.masters.has_value()) known.masters->show_gradients();
+  for (OptimizerRecord& record : mixed->optimizers) {
+    if (record.masters.has_value()) record.masters->show_gradients();
   }
 }
 
 bool ScaledLoss::Work::any_gradient() const {
   return std::any_of(mixed->optimizers.begin(), mixed->optimizers.end(),
-                     [](const PerOptimizer& known) {
+                     [](const OptimizerRecord& record) {
                        bool any = false;
-                       known.for_each_leaf([&](const at::Tensor& parameter) {
+                       record.for_each_leaf([&](const at::Tensor& parameter) {
                          any = any || parameter.grad().defined();
                        });
                        return any;
@@ -369,13 +369,13 @@ namespace {
 
 // Whether the model's gradients can stay where they are until the step. Only with a scale of 1,
 // since programs may inspect them there.
-bool may_defer(const Impl& mixed, const PerOptimizer& known, float inverse,
+bool may_defer(const Impl& mixed, const OptimizerRecord& record, float inverse,
                const at::Tensor& inverse_on_device) {
-  if (!known.masters.has_value() || inverse_on_device.defined() || inverse != 1 ||
-      !known.masters->can_defer_gradients())
+  if (!record.masters.has_value() || inverse_on_device.defined() || inverse != 1 ||
+      !record.masters->can_defer_gradients())
     return false;
   bool may = true;
-  known.for_each_leaf([&](const at::Tensor& parameter) {
+  record.for_each_leaf([&](const at::Tensor& parameter) {
     may = may && mixed.set_aside.count(parameter.unsafeGetTensorImpl()) == 0 &&
           !is_unreduced(parameter.grad());
   });
@@ -384,20 +384,21 @@ bool may_defer(const Impl& mixed, const PerOptimizer& known, float inverse,
 
 }  // namespace
 
-void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of,
-                                   const std::vector<PerOptimizer*>& sharing, std::int64_t loss_id,
-                                   float inverse, const at::Tensor& inverse_on_device, bool named) {
+void MixedPrecision::Impl::unscale(const std::vector<OptimizerRecord*>& of,
+                                   const std::vector<OptimizerRecord*>& sharing,
+                                   std::int64_t loss_id, float inverse,
+                                   const at::Tensor& inverse_on_device, bool named) {
   const auto earlier = [this](const at::Tensor& parameter) {
     const auto found = set_aside.find(parameter.unsafeGetTensorImpl());
     const bool apart = found != set_aside.end() && !found->second.also_inside;
     return apart ? found->second.grad : at::Tensor();
   };
-  std::vector<PerOptimizer*> all = of;
+  std::vector<OptimizerRecord*> all = of;
   all.insert(all.end(), sharing.begin(), sharing.end());
   // Those that only share parameters with what is unscaled skip their own next steps.
-  std::vector<std::pair<std::vector<PerOptimizer*>, bool>> noted;
+  std::vector<std::pair<std::vector<OptimizerRecord*>, bool>> noted;
   if (!of.empty()) noted.emplace_back(of, named);
-  for (PerOptimizer* known : sharing) noted.emplace_back(std::vector{known}, false);
+  for (OptimizerRecord* record : sharing) noted.emplace_back(std::vector{record}, false);
   const auto note_of = [&](const auto& one) {
     return std::find_if(pending.begin(), pending.end(), [&](const Pending& candidate) {
       return candidate.loss_id == loss_id && candidate.optimizers == one.first &&
@@ -409,42 +410,42 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of,
     found_inf = before->found_inf;
 
   std::vector<UnreducedMarks> marks;
-  for (const PerOptimizer* known : all) marks.emplace_back(*known);
-  std::vector<PerOptimizer*> deferring;
+  for (const OptimizerRecord* record : all) marks.emplace_back(*record);
+  std::vector<OptimizerRecord*> deferring;
   std::copy_if(all.begin(), all.end(), std::back_inserter(deferring),
-               [&](const PerOptimizer* known) {
-                 return may_defer(*this, *known, inverse, inverse_on_device);
+               [&](const OptimizerRecord* record) {
+                 return may_defer(*this, *record, inverse, inverse_on_device);
                });
-  const auto defers = [&](const PerOptimizer* known) {
-    return std::find(deferring.begin(), deferring.end(), known) != deferring.end();
+  const auto defers = [&](const OptimizerRecord* record) {
+    return std::find(deferring.begin(), deferring.end(), record) != deferring.end();
   };
   Gradients scaled(inverse_on_device.defined() ? kernels::InverseScale(inverse_on_device)
                                                : kernels::InverseScale(inverse));
-  for (PerOptimizer* known : all) {
-    if (known->masters.has_value() && !defers(known)) known->masters->take_gradients(scaled);
-    for_each_parameter(*known->optimizer,
+  for (OptimizerRecord* record : all) {
+    if (record->masters.has_value() && !defers(record)) record->masters->take_gradients(scaled);
+    for_each_parameter(*record->optimizer,
                        [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-                         if (!known->masters.has_value() || !known->masters->is_master(parameter))
+                         if (!record->masters.has_value() || !record->masters->is_master(parameter))
                            scaled.unscale(parameter, earlier(parameter));
                        });
   }
   scaled.run(found_inf);
 
   // Gradients that were back-propagated without a scale also go to the masters.
-  Gradients by_hand(1.0F);
-  for (PerOptimizer* known : all) {
-    if (!known->masters.has_value() || defers(known)) continue;
-    known->masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
+  Gradients unscaled(1.0F);
+  for (OptimizerRecord* record : all) {
+    if (!record->masters.has_value() || defers(record)) continue;
+    record->masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
       parameter.mutable_grad() = earlier(parameter);
     });
-    known->masters->take_gradients(by_hand);
+    record->masters->take_gradients(unscaled);
   }
-  by_hand.run(found_inf);
+  unscaled.run(found_inf);
   // Last: if an earlier statement throws, the gradients stay in the model.
-  for (PerOptimizer* known : deferring) {
+  for (OptimizerRecord* record : deferring) {
     bool found = false;
-    known->masters->defer_gradients(inverse, found);
-    at::Tensor& flag = found_inf_on(found_inf, device_of(*known->optimizer));
+    record->masters->defer_gradients(inverse, found);
+    at::Tensor& flag = found_inf_on(found_inf, device_of(*record->optimizer));
     if (found) flag.fill_(1);
   }
   for (const UnreducedMarks& one : marks) one.restore();
@@ -456,44 +457,45 @@ void MixedPrecision::Impl::unscale(const std::vector<PerOptimizer*>& of,
       continue;
     }
     for (const at::Tensor& flag : found_inf) {
-      const bool known = std::any_of(before->found_inf.begin(), before->found_inf.end(),
-                                     [&](const at::Tensor& other) { return other.is_same(flag); });
-      if (!known) before->found_inf.push_back(flag);
+      const bool is_listed =
+          std::any_of(before->found_inf.begin(), before->found_inf.end(),
+                      [&](const at::Tensor& other) { return other.is_same(flag); });
+      if (!is_listed) before->found_inf.push_back(flag);
     }
   }
 }
 
 // Drops records of other optimizers' losses whose gradients were dropped in this optimizer since.
-void MixedPrecision::Impl::drop_void(PerOptimizer& known) {
+void MixedPrecision::Impl::drop_stale_results(OptimizerRecord& record) {
   const auto concerns = [&](const Pending& one) {
-    return !one.named && one.optimizers.front() == &known;
+    return !one.named && one.optimizers.front() == &record;
   };
   if (std::none_of(pending.begin(), pending.end(), concerns)) return;
-  if (known.masters.has_value()) known.masters->hide_gradients();
-  if (!known.has_gradient()) std::erase_if(pending, concerns);
+  if (record.masters.has_value()) record.masters->hide_gradients();
+  if (!record.has_gradient()) std::erase_if(pending, concerns);
 }
 
-void MixedPrecision::Impl::look_at_parameters(const char* caller) {
+void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
   std::size_t count = 0;
-  for (const PerOptimizer& known : optimizers) {
-    for (const auto& group : known.optimizer->param_groups()) count += group.params().size();
+  for (const OptimizerRecord& record : optimizers) {
+    for (const auto& group : record.optimizer->param_groups()) count += group.params().size();
   }
-  if (looked_at == count) return;
-  std::unordered_map<const c10::TensorImpl*, PerOptimizer*> owners;
+  if (parameters_seen == count) return;
+  std::unordered_map<const c10::TensorImpl*, OptimizerRecord*> owners;
   for (std::size_t i = 0; i < optimizers.size(); ++i) optimizers[i].component = i;
-  for (PerOptimizer& known : optimizers) {
-    known.for_each_leaf([&](const at::Tensor& leaf) {
-      const PerOptimizer& owner =
-          *owners.try_emplace(leaf.unsafeGetTensorImpl(), &known).first->second;
-      if (&owner == &known) return;
-      if (known.masters.has_value()) {
+  for (OptimizerRecord& record : optimizers) {
+    record.for_each_leaf([&](const at::Tensor& leaf) {
+      const OptimizerRecord& owner =
+          *owners.try_emplace(leaf.unsafeGetTensorImpl(), &record).first->second;
+      if (&owner == &record) return;
+      if (record.masters.has_value()) {
         throw Error(std::string("amp.mixed_precision.") + caller,
                     "every parameter in one optimizer where there are master weights",
                     "one that was added to a second optimizer",
                     "a parameter has one master: make it one optimizer with two groups, or use O1");
       }
-      const std::size_t merged = known.component;
-      for (PerOptimizer& one : optimizers) {
+      const std::size_t merged = record.component;
+      for (OptimizerRecord& one : optimizers) {
         if (one.component == merged) one.component = owner.component;
       }
     });
@@ -505,31 +507,31 @@ void MixedPrecision::Impl::look_at_parameters(const char* caller) {
         free_parameters.push_back(entry.tensor);
     }
   }
-  looked_at = count;
+  parameters_seen = count;
 }
 
 void MixedPrecision::Impl::hide_gradients(const Model* model) {
   if (models.size() == 1) model = nullptr;  // entries() allocates a name for each tensor
   std::unordered_set<const c10::TensorImpl*> of_model;
-  for (PerOptimizer& known : optimizers) {
-    if (!known.masters.has_value() || !known.masters->shows_gradients()) continue;
+  for (OptimizerRecord& record : optimizers) {
+    if (!record.masters.has_value() || !record.masters->shows_gradients()) continue;
     if (model != nullptr && of_model.empty()) {
       for (const Model::Entry& entry : model->entries())
         of_model.insert(entry.tensor.unsafeGetTensorImpl());
     }
     bool concerns = model == nullptr;
-    known.masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
+    record.masters->for_each([&](const at::Tensor& parameter, const at::Tensor&) {
       concerns = concerns || of_model.count(parameter.unsafeGetTensorImpl()) > 0;
     });
-    if (concerns) known.masters->hide_gradients();
+    if (concerns) record.masters->hide_gradients();
   }
 }
 
 void MixedPrecision::Impl::require_no_step_past(const char* caller) {
-  for (PerOptimizer& known : optimizers) {
-    if (!known.watch.is_on() || !known.watch.has_stepped(*known.optimizer)) continue;
-    known.watch.stop();
-    known.watched = false;  // said once
+  for (OptimizerRecord& record : optimizers) {
+    if (!record.watch.is_on() || !record.watch.has_stepped(*record.optimizer)) continue;
+    record.watch.stop();
+    record.watched = false;  // reported once
     throw Error(std::string("amp.mixed_precision.") + caller,
                 "mixed.step(optimizer) after a backward through scale_loss",
                 "optimizer.step(), which steps on inf and never updates the loss scale",
@@ -630,11 +632,11 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
   constexpr auto kCaller = "scale_loss";
   const LossScaler& with = scaler(options.loss_id, kCaller);
   require_no_step_past(kCaller);
-  if (properties.enabled) look_at_parameters(kCaller);
-  std::vector<PerOptimizer*> named;
+  if (properties.enabled) find_shared_parameters(kCaller);
+  std::vector<OptimizerRecord*> named;
   for (const torch::optim::Optimizer& optimizer : refs) {
-    PerOptimizer* known = &of(optimizer, kCaller);
-    if (std::find(named.begin(), named.end(), known) == named.end()) named.push_back(known);
+    OptimizerRecord* record = &of(optimizer, kCaller);
+    if (std::find(named.begin(), named.end(), record) == named.end()) named.push_back(record);
   }
   if (named.empty()) {
     throw Error("amp.mixed_precision.scale_loss", "at least one optimizer", "none",
@@ -644,22 +646,23 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
   // Plain training: nothing to unscale, and no masters.
   const bool plain = !with.options().dynamic() && with.scale() == 1.0 &&
                      std::none_of(named.begin(), named.end(),
-                                  [](const auto* known) { return known->masters.has_value(); });
+                                  [](const auto* record) { return record->masters.has_value(); });
   if (plain) {
-    look_at_plain(loss);
+    check_plain_loss(loss);
     return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
   }
   const auto& on_device = scale_on_device;
   if (on_device.has_value() && on_device->loss_id != options.loss_id) {
-    throw Error("amp.mixed_precision.scale_loss", "one loss_id in a captured step",
-                std::to_string(options.loss_id) + " beside " + std::to_string(on_device->loss_id));
+    throw Error(
+        "amp.mixed_precision.scale_loss", "one loss_id in a captured step",
+        std::to_string(options.loss_id) + " in addition to " + std::to_string(on_device->loss_id));
   }
-  std::vector<PerOptimizer*> sharing;
-  for (PerOptimizer& known : optimizers) {
-    const auto shares = [&](const auto* one) { return one->component == known.component; };
-    if (std::find(named.begin(), named.end(), &known) == named.end() &&
+  std::vector<OptimizerRecord*> sharing;
+  for (OptimizerRecord& record : optimizers) {
+    const auto shares = [&](const auto* one) { return one->component == record.component; };
+    if (std::find(named.begin(), named.end(), &record) == named.end() &&
         std::any_of(named.begin(), named.end(), shares))
-      sharing.push_back(&known);
+      sharing.push_back(&record);
   }
   if (named_only && !sharing.empty()) {
     throw Error("amp.captured_step", "an optimizer that shares no parameter with another one",
@@ -674,7 +677,7 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
 }
 
 // Plain training does not check gradients. On a CPU, checking the loss costs nothing.
-void MixedPrecision::Impl::look_at_plain(const at::Tensor& loss) {
+void MixedPrecision::Impl::check_plain_loss(const at::Tensor& loss) {
   if (warned_of_loss || !loss.defined() || !loss.is_cpu() || !loss.is_floating_point() ||
       loss.layout() != at::kStrided || loss.numel() != 1)
     return;
@@ -691,13 +694,13 @@ namespace {
 
 // An optimizer skips its next step because a loss overflowed. If several losses overflow, the skip
 // is counted for the first of them.
-void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimizer& optimizer,
+void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::OptimizerRecord& optimizer,
                    std::int64_t loss_id) {
   LossScaler& scaler = mixed.scaler(loss_id, "step");
   const bool first = !std::exchange(optimizer.skip, true);
-  const bool say = first && mixed.properties.verbosity >= 1 && is_first_rank();
+  const bool logs = first && mixed.properties.verbosity >= 1 && is_first_rank();
   Overflow overflow;
-  if (say || scaler.wants_names()) {
+  if (logs || scaler.wants_names()) {
     if (optimizer.masters.has_value()) {
       const bool shown = optimizer.masters->shows_gradients();
       optimizer.masters->move_deferred_gradients();
@@ -708,7 +711,7 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimiz
     }
     overflow = find_overflow(*optimizer.optimizer, mixed.names);
   }
-  if (say) {
+  if (logs) {
     const std::string where =
         overflow.parameters == 0
             ? "in gradients of another optimizer or rank"
@@ -723,7 +726,7 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::PerOptimiz
 // Determines, with one host read, the results of the losses that an optimizer was named for, and
 // removes them from the list. Returns found_inf by loss.
 std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
-                                     MixedPrecision::Impl::PerOptimizer& optimizer) {
+                                     MixedPrecision::Impl::OptimizerRecord& optimizer) {
   using Pending = MixedPrecision::Impl::Pending;
   const auto concerns = [&](const Pending& pending) {
     return std::find(pending.optimizers.begin(), pending.optimizers.end(), &optimizer) !=
@@ -762,31 +765,31 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
 
 }  // namespace
 
-void MixedPrecision::Impl::require_unscaled(const PerOptimizer& known, const char* caller) {
-  if (!known.scaled.has_value()) return;
+void MixedPrecision::Impl::require_unscaled(const OptimizerRecord& record, const char* caller) {
+  if (!record.scaled.has_value()) return;
   throw Error(std::string("amp.mixed_precision.") + caller, "gradients that are unscaled",
-              known.scaled->open ? "a ScaledLoss that is not finished"
-                                 : "scaled ones: the last scale_loss had delay_unscale = true",
-              known.scaled->open ? "call its backward() or finish()"
-                                 : "omit it in the last backward of an iteration");
+              record.scaled->open ? "a ScaledLoss that is not finished"
+                                  : "scaled ones: the last scale_loss had delay_unscale = true",
+              record.scaled->open ? "call its backward() or finish()"
+                                  : "omit it in the last backward of an iteration");
 }
 
 // Whether gradients were back-propagated without scale_loss.
-void MixedPrecision::Impl::take_gradients_by_hand(PerOptimizer& known) {
-  if (!known.masters.has_value()) return;
-  const UnreducedMarks marks(known);
-  Gradients by_hand(1.0F);
-  known.masters->take_gradients(by_hand);
+void MixedPrecision::Impl::take_unscaled_gradients(OptimizerRecord& record) {
+  if (!record.masters.has_value()) return;
+  const UnreducedMarks marks(record);
+  Gradients unscaled(1.0F);
+  record.masters->take_gradients(unscaled);
   std::vector<at::Tensor> ignored;
-  by_hand.run(ignored);
+  unscaled.run(ignored);
   marks.restore();
 }
 
 // Warns once of a probable mistake that would silently train badly or not at all.
-void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
-  if (known.warned_of_no_gradient && known.warned_of_no_scale) return;
-  if (!known.has_gradient()) {
-    if (!found_inf_hook && !std::exchange(known.warned_of_no_gradient, true)) {
+void MixedPrecision::Impl::warn_of_gradients(OptimizerRecord& record) {
+  if (record.warned_of_no_gradient && record.warned_of_no_scale) return;
+  if (!record.has_gradient()) {
+    if (!found_inf_hook && !std::exchange(record.warned_of_no_gradient, true)) {
       warn(
           "mixed.step(optimizer) without any gradient: does the optimizer belong to the model that "
           "computed the loss, and was mixed.scale_loss(loss, optimizer).backward() called?");
@@ -797,14 +800,14 @@ void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
     return scaler.options().dynamic() || scaler.scale() != 1;
   });
   const bool scaled = std::any_of(pending.begin(), pending.end(), [&](const Pending& one) {
-    return std::find(one.optimizers.begin(), one.optimizers.end(), &known) != one.optimizers.end();
+    return std::find(one.optimizers.begin(), one.optimizers.end(), &record) != one.optimizers.end();
   });
   if (scaled) return;
   const bool underflows = scales && properties.dtype == at::kHalf;
   // Gradients that a loss leaves in the model of another optimizer stay there, where that optimizer's
   // zero_grad(), which has the masters, does not reach them.
-  const bool remain = optimizers.size() > 1 && known.masters.has_value();
-  if ((!underflows && !remain) || std::exchange(known.warned_of_no_scale, true)) return;
+  const bool remain = optimizers.size() > 1 && record.masters.has_value();
+  if ((!underflows && !remain) || std::exchange(record.warned_of_no_scale, true)) return;
   warn(
       underflows
           ? "mixed.step(optimizer) with gradients that were back-propagated without a loss scale: "
@@ -818,12 +821,12 @@ void MixedPrecision::Impl::warn_of_gradients(PerOptimizer& known) {
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                        double norm_type, bool error_if_nonfinite) {
-  Impl::PerOptimizer& known = impl().of(optimizer, "clip_grad_norm_");
-  Impl::require_unscaled(known, "clip_grad_norm_");
+  Impl::OptimizerRecord& record = impl().of(optimizer, "clip_grad_norm_");
+  Impl::require_unscaled(record, "clip_grad_norm_");
   impl().pull("clip_grad_norm_");
-  Impl::take_gradients_by_hand(known);
+  Impl::take_unscaled_gradients(record);
   const auto deferred =
-      known.masters.has_value() ? known.masters->deferred_gradients() : MasterWeights::Deferred{};
+      record.masters.has_value() ? record.masters->deferred_gradients() : MasterWeights::Deferred{};
   std::unordered_set<const c10::TensorImpl*> masters;
   for (const at::Tensor& master : deferred.masters) masters.insert(master.unsafeGetTensorImpl());
   std::vector<at::Tensor> others;
@@ -831,7 +834,7 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
     if (masters.count(parameter.unsafeGetTensorImpl()) == 0) others.push_back(parameter);
   });
   const auto show = c10::make_scope_exit([&] {
-    if (known.masters.has_value()) known.masters->show_gradients();
+    if (record.masters.has_value()) record.masters->show_gradients();
   });
   std::vector<double> norms{optim::grad_norm(others, norm_type)};
   for (const double norm : kernels::multi_tensor_norms(deferred.grads, norm_type))
@@ -846,7 +849,7 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   }
   if (factor == 1) return norm;
   optim::scale_grads_(others, factor);
-  if (known.masters.has_value()) known.masters->scale_deferred_gradients(factor);
+  if (record.masters.has_value()) record.masters->scale_deferred_gradients(factor);
   return norm;
 }
 
@@ -855,35 +858,36 @@ Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
 }
 
 Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
-  PerOptimizer& known = of(optimizer, "step");
+  OptimizerRecord& record = of(optimizer, "step");
   if (!properties.enabled) {
     optimizer.step();
     clear_cast_cache();
     return Step::stepped;
   }
-  require_unscaled(known, "step");
+  require_unscaled(record, "step");
   pull("step");
-  known.watch.stop();
-  known.watched = false;
-  if (known.masters.has_value()) known.masters->hide_gradients();
-  drop_void(known);
-  warn_of_gradients(known);
-  take_gradients_by_hand(known);
-  warn_of_idle_models(known);
-  return end_step(
-      known, [&] { known.masters.has_value() ? known.masters->step() : void(optimizer.step()); });
+  record.watch.stop();
+  record.watched = false;
+  if (record.masters.has_value()) record.masters->hide_gradients();
+  drop_stale_results(record);
+  warn_of_gradients(record);
+  take_unscaled_gradients(record);
+  warn_of_idle_models(record);
+  return end_step(record, [&] {
+    record.masters.has_value() ? record.masters->step() : void(optimizer.step());
+  });
 }
 
-Step MixedPrecision::Impl::end_step(PerOptimizer& known, const std::function<void()>& take) {
-  const auto found_by_loss = resolve(*this, known);
-  const bool skip = std::exchange(known.skip, false);
+Step MixedPrecision::Impl::end_step(OptimizerRecord& record, const std::function<void()>& take) {
+  const auto found_by_loss = resolve(*this, record);
+  const bool skip = std::exchange(record.skip, false);
   if (!skip) {
     // An optimizer may multiply matrices, which a region would lower.
     const DisableCasts as_outside;
     take();
     clear_cast_cache();
   }
-  if (known.masters.has_value()) known.masters->clear_gradients();
+  if (record.masters.has_value()) record.masters->clear_gradients();
   std::exception_ptr diverged;
   for (const auto& [loss_id, found] : found_by_loss) {
     try {
@@ -897,18 +901,18 @@ Step MixedPrecision::Impl::end_step(PerOptimizer& known, const std::function<voi
 }
 
 void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
-  Impl::PerOptimizer& known = impl().of(optimizer, "zero_grad");
-  if (known.masters.has_value()) known.masters->hide_gradients();
-  known.watch.stop();
+  Impl::OptimizerRecord& record = impl().of(optimizer, "zero_grad");
+  if (record.masters.has_value()) record.masters->hide_gradients();
+  record.watch.stop();
   optimizer.zero_grad();
-  known.for_each_leaf([this](const at::Tensor& parameter) {
+  record.for_each_leaf([this](const at::Tensor& parameter) {
     parameter.mutable_grad().reset();
     impl().set_aside.erase(parameter.unsafeGetTensorImpl());
   });
   // The results of their check are dropped too.
-  if (known.scaled.has_value() && !known.scaled->open) known.scaled.reset();
-  known.skip = false;
-  for (Impl::Pending& pending : impl().pending) std::erase(pending.optimizers, &known);
+  if (record.scaled.has_value() && !record.scaled->open) record.scaled.reset();
+  record.skip = false;
+  for (Impl::Pending& pending : impl().pending) std::erase(pending.optimizers, &record);
   std::erase_if(impl().pending, [](const auto& pending) { return pending.optimizers.empty(); });
 }
 

@@ -856,13 +856,13 @@ void expect_only_roundings(torch::nn::Module& module, at::Tensor x, const CastPo
   }
   // Each element of a result counts differently: sums of equal gradients can cancel.
   const auto gradients = [&](const std::vector<at::Tensor>& results) {
-    std::vector<at::Tensor> upper;
+    std::vector<at::Tensor> grad_outputs;
     for (const at::Tensor& result : results) {
-      upper.push_back(
+      grad_outputs.push_back(
           held(torch::linspace(0.5, 1.5, result.numel()).view(result.sizes()), policy.dtype())
               .to(result.scalar_type()));
     }
-    return torch::autograd::grad(results, leaves, upper);
+    return torch::autograd::grad(results, leaves, grad_outputs);
   };
   const std::vector<at::Tensor> want = run(x);
   const std::vector<at::Tensor> want_gradients = gradients(want);

@@ -135,9 +135,9 @@ TEST(CastPolicyPresets, EveryNameInATableIsAnOperator) {
     for (const presets::Rows& rows : table.rows) {
       for (const std::string_view op : rows.ops) {
         EXPECT_TRUE(seen.insert(op).second) << op << " stands twice";
-        const bool known =
+        const bool exists =
             table.has_overloads ? find_operator(op).has_value() : bases.count(std::string(op)) == 1;
-        EXPECT_NE(known, version_dependent().count(std::string(op)) == 1) << op;
+        EXPECT_NE(exists, version_dependent().count(std::string(op)) == 1) << op;
       }
     }
   }

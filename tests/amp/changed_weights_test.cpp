@@ -539,13 +539,13 @@ TEST(Initialize, PutsEverythingBackWhereItFails) {
   auto fine = layer_of_ones();
   optim::FusedAdam split(fine->parameters(), optim::FusedAdamOptions(1e-3).split_master(true));
   torch::optim::Adam adam(net->first->parameters(), 1e-3);
-  const at::Tensor beside = torch::ones({3}, torch::kBFloat16).requires_grad_(true);
+  const at::Tensor unlisted = torch::ones({3}, torch::kBFloat16).requires_grad_(true);
   std::vector<at::Tensor> own = net->second->parameters();
-  own.push_back(beside);
+  own.push_back(unlisted);
   OwnOptimizer unsaved(own);
 
   net->forward(torch::randn({4, 9})).square().sum().backward();
-  beside.mutable_grad() = torch::ones_like(beside);
+  unlisted.mutable_grad() = torch::ones_like(unlisted);
   adam.step();
   unsaved.step();
   std::vector<at::Tensor> values;
@@ -569,7 +569,7 @@ TEST(Initialize, PutsEverythingBackWhereItFails) {
   EXPECT_TRUE(adam.param_groups()[0].params()[0].is_same(net->first->weight));
   EXPECT_EQ(adam.state().count(net->first->weight.unsafeGetTensorImpl()), 1U);
   EXPECT_TRUE(unsaved.param_groups()[0].params()[0].is_same(net->second->weight));
-  EXPECT_EQ(unsaved.state().count(beside.unsafeGetTensorImpl()), 1U);
+  EXPECT_EQ(unsaved.state().count(unlisted.unsafeGetTensorImpl()), 1U);
 
   // Another attempt can therefore be made.
   torch::optim::Adam again(net->second->parameters(), 1e-3);

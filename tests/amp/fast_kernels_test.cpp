@@ -63,18 +63,18 @@ struct Outcome {
 };
 
 // The gradient that comes back to a result.
-using Upper = std::function<at::Tensor(const at::Tensor& result)>;
+using GradOutput = std::function<at::Tensor(const at::Tensor& result)>;
 at::Tensor ones(const at::Tensor& result) {
   return torch::ones_like(result);
 }
 
 Outcome outcome_of(const CastPolicy& policy, const Tensors& inputs, const Function& function,
-                   const Upper& upper = ones) {
+                   const GradOutput& grad_output = ones) {
   const Tensors leaves = leaves_of(inputs);
   const Autocast region(policy);
   const at::Tensor result = function(leaves);
   return {result,
-          torch::autograd::grad({result}, leaves, {upper(result)}, {}, false,
+          torch::autograd::grad({result}, leaves, {grad_output(result)}, {}, false,
                                 /*allow_unused=*/true),
           {}};
 }
@@ -85,10 +85,11 @@ struct Outcomes {
 };
 
 // Of two different kernels.
-Outcomes outcomes_of(const Tensors& inputs, const Function& function, const Upper& upper = ones,
+Outcomes outcomes_of(const Tensors& inputs, const Function& function,
+                     const GradOutput& grad_output = ones,
                      const CastPolicy& policy = with_kernels()) {
-  Outcomes both{outcome_of(policy, inputs, function, upper),
-                outcome_of(CastPolicy(policy).fast_kernels(false), inputs, function, upper)};
+  Outcomes both{outcome_of(policy, inputs, function, grad_output),
+                outcome_of(CastPolicy(policy).fast_kernels(false), inputs, function, grad_output)};
   EXPECT_TRUE(is_ours(both.got.result));
   EXPECT_FALSE(is_ours(both.want.result));
   return both;
@@ -104,15 +105,16 @@ void expect_close(const Tensors& got, const Tensors& want, double tolerance) {
 
 // The same in fp64, from the same (16-bit) numbers.
 Outcome exact_outcome_of(const Tensors& inputs, const Function& function,
-                         const Upper& upper = ones) {
+                         const GradOutput& grad_output = ones) {
   Tensors leaves;
   for (const at::Tensor& input : inputs)
     leaves.push_back(input.to(torch::kDouble).detach().requires_grad_());
   const at::Tensor result = function(leaves);
-  return {result,
-          torch::autograd::grad({result}, leaves, {upper(result).to(torch::kDouble)}, {}, false,
-                                /*allow_unused=*/true),
-          {}};
+  return {
+      result,
+      torch::autograd::grad({result}, leaves, {grad_output(result).to(torch::kDouble)}, {}, false,
+                            /*allow_unused=*/true),
+      {}};
 }
 
 // Computed in fp32, with sums of this many terms, and rounded to its dtype this many times.
@@ -389,11 +391,11 @@ TEST(FastKernels, ConvolutionsOf1x1ComputeWhatLibTorchDoes) {
     const auto convolve = [&](const Tensors& in) {
       return torch::conv2d(in[0], in[1], with_bias ? in[2] : at::Tensor(), stride);
     };
-    const Upper upper = [](const at::Tensor& result) {
+    const GradOutput grad_output = [](const at::Tensor& result) {
       torch::manual_seed(10);
       return torch::randn_like(result);
     };
-    const auto [got, want] = outcomes_of(inputs, convolve, upper, never_emulated());
+    const auto [got, want] = outcomes_of(inputs, convolve, grad_output, never_emulated());
     expect_bitwise_equal(got.result, want.result);
     EXPECT_EQ(got.result.strides(), want.result.strides());
     // Sums in fp32 and one rounding on both sides.

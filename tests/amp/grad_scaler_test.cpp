@@ -497,7 +497,7 @@ TEST(GradScaler, ParameterGroupsAddedLaterTakePart) {
 // On inf, perhaps, and never with another scale.
 TEST(GradScaler, AStepOfTheOptimizerItselfIsAnError) {
   for (const auto& kind : test::all_optimizers()) {
-    if (kind.name == "SGD") continue;  // keeps nothing that would tell
+    if (kind.name == "SGD") continue;  // keeps no state that shows a step
     SCOPED_TRACE(kind.name);
     const auto weight = parameter({1, 1});
     const auto optimizer = kind.make({weight});
@@ -732,7 +732,7 @@ TEST(GradScaler, TheHookIsCalledWithoutGradientsAndWithoutAStepToo) {
 
 TEST(GradScaler, TheOverflowIsNamedByTheParameterNearestTheLoss) {
   auto net = std::make_shared<Net>();
-  // Not in the model's order, and in two groups: it is the model that tells.
+  // Not in the model's order, and in two groups: the order of the model counts.
   torch::optim::SGD optimizer({net->b->weight, net->a->bias}, 1.0);
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({net->b->bias, net->a->weight}));
   for (const at::Tensor& p : net->parameters()) p.mutable_grad() = torch::zeros_like(p);

@@ -117,9 +117,9 @@ TEST(Initialize, SetsCudnnForItsLifetime) {
   EXPECT_EQ(context.benchmarkLimitCuDNN(), benchmark_limit);
   // cuDNN reads it once, and other threads may read the environment now: it stays.
   EXPECT_STREQ(std::getenv(kLimit), "256");
-  const char* const known = std::getenv(kLimit);
+  const char* const before = std::getenv(kLimit);
   const auto again = initialize(make_net(), quiet(Options("O1").cudnn_workspace_limit(256)));
-  EXPECT_EQ(std::getenv(kLimit), known);  // not written once more
+  EXPECT_EQ(std::getenv(kLimit), before);  // not written once more
 }
 
 // ------------------------------------------------------------------ what a model looks like at

@@ -443,10 +443,10 @@ TEST(ModulesInsideAModel, AreRunByForward) {
   for (const auto& [level, dtype] : levels()) {
     SCOPED_TRACE(level);
     auto model = autoencoder();
-    auto beside = autoencoder();
+    auto other = autoencoder();
     auto mixed = initialize(model, quiet(level, dtype));
     const at::Tensor z = torch::randn({5, 6});
-    for (int i = 0; i < 2; ++i) {  // found, then known
+    for (int i = 0; i < 2; ++i) {  // first searched, then remembered
       const at::Tensor decoded = mixed.forward(model->decoder, z);
       EXPECT_EQ(decoded.scalar_type(), torch::kFloat);
       const at::Tensor want =
@@ -455,7 +455,7 @@ TEST(ModulesInsideAModel, AreRunByForward) {
     }
     auto inner = model->decoder->ptr<torch::nn::LinearImpl>(0);
     EXPECT_EQ(mixed.forward(inner, z).sizes(), (std::vector<std::int64_t>{5, 8}));
-    EXPECT_THAT(message_of<Error>([&] { mixed.forward(beside->decoder, z); }),
+    EXPECT_THAT(message_of<Error>([&] { mixed.forward(other->decoder, z); }),
                 HasSubstr("expected a model that was given to amp::initialize"));
   }
 }

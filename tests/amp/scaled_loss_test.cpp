@@ -195,9 +195,9 @@ TEST_P(ScaledLossAtEveryLevel, GradientsOf16BitArithmeticAreRoundedOnce) {
   const at::Tensor x = torch::randint(-16, 17, {40, 48}).to(torch::kFloat) / 8;
   const at::Tensor weights = torch::randint(1, 17, {40, 16}).to(torch::kFloat) / 16;
   const at::Tensor signs = torch::randint(0, 2, {40, 16}).to(torch::kFloat) * 2 - 1;
-  const at::Tensor upper = weights * signs;
+  const at::Tensor grad_output = weights * signs;
   for (const bool by_value : {false, true}) {
-    const at::Tensor loss = (mixed.forward(model, x) * upper).sum();
+    const at::Tensor loss = (mixed.forward(model, x) * grad_output).sum();
     auto scaled = mixed.scale_loss(loss, optimizer);
     if (by_value) {
       scaled.value().backward();
@@ -206,8 +206,9 @@ TEST_P(ScaledLossAtEveryLevel, GradientsOf16BitArithmeticAreRoundedOnce) {
       scaled.backward();
     }
     const at::Tensor got = mixed.master_params(optimizer)[0].grad().to(torch::kDouble);
-    const at::Tensor want = upper.to(torch::kDouble).t().mm(x.to(torch::kDouble));
-    const at::Tensor terms = upper.to(torch::kDouble).abs().t().mm(x.to(torch::kDouble).abs());
+    const at::Tensor want = grad_output.to(torch::kDouble).t().mm(x.to(torch::kDouble));
+    const at::Tensor terms =
+        grad_output.to(torch::kDouble).abs().t().mm(x.to(torch::kDouble).abs());
     const bool is_fp32 = opts().opt_level() == OptLevel::O0;
     const double rounding = is_fp32 ? 0 : test::rounding_tolerance(dtype());
     const at::Tensor bound = want.abs() * rounding + terms * std::ldexp(40.0, -24);

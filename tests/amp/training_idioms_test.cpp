@@ -596,7 +596,7 @@ TEST(AStepPastMixedPrecision, IsFineWhereNothingCouldBeMissed) {
   }
 }
 
-// ------------------------------------------------------------------ what is said once
+// ------------------------------------------------------------------ what is reported once
 
 std::string log_of(const std::function<void(MixedPrecision&, Net&, torch::optim::Optimizer&)>& run,
                    const Options& options) {

@@ -212,7 +212,7 @@ class [[nodiscard]] MasterWeights {
   static at::Tensor with_replaced(const Pair& pair, const at::Tensor& value,
                                   const at::Tensor& otherwise);
   at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact,
-                         const std::vector<Pair>& beside) const;
+                         const std::vector<Pair>& fresh) const;
   static void agreed(Pair& pair);
   static bool is_deferred(const Pair& pair);
   bool take_deferred(Pair& pair);
