@@ -133,7 +133,7 @@ void plane_moments(const typename F::Stored* in, std::size_t size, double& count
     const std::size_t length = std::min(most, size - begin);
     auto sum = hn::Zero(d);
     for_vectors(length, [&](std::size_t i, std::size_t n) {
-      ask_ahead(block + i);
+      prefetch(block + i);
       sum = hn::Add(sum, load_some(F{}, block + i, n));
     });
     const float centre = hn::GetLane(hn::SumOfLanes(d, sum)) / static_cast<float>(length);
@@ -173,7 +173,7 @@ void row_moments(const typename F::Stored* in, std::size_t rows, std::size_t cha
       for_vectors(channels, [&](std::size_t i, std::size_t n) {
         auto sum = load_some(Fp32{}, centre.data() + i, n);
         for (std::size_t r = 0; r < together; ++r) {
-          if (r % 2 == 0) ask_ahead(from + r * channels + i, next);
+          if (r % 2 == 0) prefetch(from + r * channels + i, next);
           sum = hn::Add(sum, load_some(F{}, from + r * channels + i, n));
         }
         store_some(Fp32{}, sum, centre.data() + i, n);
@@ -187,7 +187,7 @@ void row_moments(const typename F::Stored* in, std::size_t rows, std::size_t cha
         auto sum = load_some(Fp32{}, offset.data() + i, n);
         auto of_squares = load_some(Fp32{}, squares.data() + i, n);
         for (std::size_t r = 0; r < together; ++r) {
-          if (r % 2 == 1) ask_ahead(from + r * channels + i, next);
+          if (r % 2 == 1) prefetch(from + r * channels + i, next);
           const auto away = hn::Sub(load_some(F{}, from + r * channels + i, n), centres);
           sum = hn::Add(sum, away);
           of_squares = hn::Add(of_squares, hn::Mul(away, away));
@@ -236,9 +236,9 @@ void normalize_pieces(const BatchLayout& layout, const BatchNormalize& work, std
     const Value scale(work.scale, channel);
     const Value shift(work.shift, channel);
     for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
-      ask_ahead(input + offset + i);
-      ask_ahead(output + offset + i);
-      if (residual != nullptr) ask_ahead(residual + offset + i);
+      prefetch(input + offset + i);
+      prefetch(output + offset + i);
+      if (residual != nullptr) prefetch(residual + offset + i);
       auto v = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
       v = hn::Add(hn::Mul(v, scale.at(i, n)), shift.at(i, n));
       if (residual != nullptr) v = hn::Add(v, load_some(F{}, residual + offset + i, n));
@@ -262,8 +262,8 @@ void plane_gradient_sums(const BatchLayout& layout, const BatchGradient& work, s
       auto sum = hn::Zero(d);
       auto centred = hn::Zero(d);
       for_vectors(std::min(block, layout.length - first), [&](std::size_t i, std::size_t n) {
-        ask_ahead(grad + first + i);
-        ask_ahead(input + first + i);
+        prefetch(grad + first + i);
+        prefetch(input + first + i);
         const auto g = load_some(F{}, grad + first + i, n);
         sum = hn::Add(sum, g);
         centred = hn::Add(centred,
@@ -296,8 +296,8 @@ void row_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std
         auto of_grad = load_some(Fp32{}, sum.data() + i, n);
         auto of_centred = load_some(Fp32{}, centred.data() + i, n);
         for (std::size_t r = 0; r < together; ++r) {
-          ask_ahead(grad + r * channels + i, ahead);
-          ask_ahead(input + r * channels + i, ahead);
+          prefetch(grad + r * channels + i, ahead);
+          prefetch(input + r * channels + i, ahead);
           const auto g = load_some(F{}, grad + r * channels + i, n);
           const auto away = hn::Sub(load_some(F{}, input + r * channels + i, n), means);
           of_grad = hn::Add(of_grad, g);
@@ -326,9 +326,9 @@ void gradient_of_input_pieces(const BatchLayout& layout, const BatchGradient& wo
     const Value b(work.b, channel);
     const Value c(work.c, channel);
     for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
-      ask_ahead(grad + offset + i);
-      ask_ahead(input + offset + i);
-      ask_ahead(output + offset + i);
+      prefetch(grad + offset + i);
+      prefetch(input + offset + i);
+      prefetch(output + offset + i);
       const auto away = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
       const auto g = hn::Mul(load_some(F{}, grad + offset + i, n), a.at(i, n));
       const auto v = hn::Add(hn::Add(hn::Mul(away, b.at(i, n)), c.at(i, n)), g);

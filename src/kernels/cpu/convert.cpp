@@ -18,8 +18,8 @@ template <class In, class Out>
 HWY_INLINE void convert_as(In in_format, Out out_format, const typename In::Stored* from,
                            typename Out::Stored* to, std::size_t size) {
   for_vectors(size, [&](std::size_t i, std::size_t count) HWY_ATTR {
-    ask_ahead(from + i);
-    ask_ahead(to + i);
+    prefetch(from + i);
+    prefetch(to + i);
     store_some(out_format, load_some(in_format, from + i, count), to + i, count);
   });
 }

@@ -112,7 +112,7 @@ template <class F>
 HWY_INLINE void ask_ahead_for_group(const typename F::Stored* from) {
   constexpr std::size_t kLine = 64;
   for (std::size_t i = 0; i < kDropoutGroup * sizeof(*from); i += kLine)
-    ask_ahead(from, kBytesAhead + i);
+    prefetch(from, kBytesAhead + i);
 }
 
 template <class In, class Out, bool kResidual>

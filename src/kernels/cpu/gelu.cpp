@@ -152,8 +152,8 @@ void values(std::size_t columns, const Gelu& work, std::size_t begin, std::size_
     const auto* in = static_cast<const typename F::Stored*>(work.input) + offset;
     auto* out = static_cast<typename F::Stored*>(work.output) + offset;
     for_vectors(size, [&](std::size_t i, std::size_t n) {
-      ask_ahead(in + i);
-      ask_ahead(out + i);
+      prefetch(in + i);
+      prefetch(out + i);
       auto x = load_some(F{}, in + i, n);
       if (work.bias != nullptr) x = hn::Add(x, load_some(Fp32{}, work.bias + i, n));
       store_some(F{}, Form::value(F{}, x), out + i, n);
@@ -172,9 +172,9 @@ void gradients(std::size_t columns, const GeluGradient& work, std::size_t begin,
     const auto* in = static_cast<const typename F::Stored*>(work.input) + offset;
     auto* out = static_cast<typename F::Stored*>(work.output) + offset;
     for_vectors(size, [&](std::size_t i, std::size_t n) {
-      ask_ahead(grad + i);
-      ask_ahead(in + i);
-      ask_ahead(out + i);
+      prefetch(grad + i);
+      prefetch(in + i);
+      prefetch(out + i);
       auto x = load_some(F{}, in + i, n);
       if (work.bias != nullptr) x = hn::Add(x, load_some(Fp32{}, work.bias + i, n));
       const auto v = hn::Mul(load_some(F{}, grad + i, n), Form::slope(x));

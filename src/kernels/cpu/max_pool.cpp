@@ -89,7 +89,7 @@ void max_pool_rows(const PoolLayout& layout, const void* input, void* output, st
           std::size_t place = first_place + (y - ys.begin) * layout.width.kernel;
           for (std::size_t x = xs.begin; x < xs.end; ++x, ++place, from += channels) {
             if (y + layout.height.stride >= ys.end && x + layout.width.stride >= xs.end)
-              ask_ahead(from);  // what no window before this one has seen
+              prefetch(from);  // what no window before this one has seen
             const auto bits = load_bits(F{}, from, n);
             const auto order = order_of(F{}, bits);
             const auto wins = hn::Gt(order, hn::Min(best_order, largest_number));
@@ -164,18 +164,18 @@ void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* 
         const std::size_t from = candidates[0].offset;
         const auto own = hn::Set(d, candidates[0].place);
         for_vectors_of(d, channels, [&](std::size_t i, std::size_t n) {
-          ask_ahead(grad + from + i);
-          ask_ahead(places + from + i);
-          ask_ahead(to + i);
+          prefetch(grad + from + i);
+          prefetch(places + from + i);
+          prefetch(to + i);
           const auto chosen = hn::Eq(load_places(d, places + from + i, n), own);
           store_bits(F{}, hn::IfThenElseZero(chosen, load_bits(F{}, grad + from + i, n)), to + i,
                      n);
         });
       } else {
         for_vectors(channels, [&](std::size_t i, std::size_t n) {
-          ask_ahead(grad + candidates[count - 1].offset + i);
-          ask_ahead(places + candidates[count - 1].offset + i);
-          ask_ahead(to + i);
+          prefetch(grad + candidates[count - 1].offset + i);
+          prefetch(places + candidates[count - 1].offset + i);
+          prefetch(to + i);
           auto sum = hn::Zero(f);
           for (std::size_t c = 0; c < count; ++c) {
             const std::size_t from = candidates[c].offset + i;

@@ -24,7 +24,7 @@ HWY_INLINE void for_each_vector(In format, D d, const void* bytes, std::size_t s
   const auto* in = static_cast<const typename In::Stored*>(bytes);
   std::size_t i = 0;
   for (; i + lanes <= size; i += lanes) {
-    ask_ahead(in + i);
+    prefetch(in + i);
     visit(load(format, d, in + i));
   }
   if (i < size) {

@@ -63,9 +63,9 @@ void add(const void* a_bytes, const void* b_bytes, void* out_bytes, Format forma
     const auto* b = static_cast<const typename F::Stored*>(b_bytes);
     auto* out = static_cast<typename F::Stored*>(out_bytes);
     for_vectors(size, [&](std::size_t i, std::size_t count) {
-      ask_ahead(a + i);
-      ask_ahead(b + i);
-      ask_ahead(out + i);
+      prefetch(a + i);
+      prefetch(b + i);
+      prefetch(out + i);
       store_some(stored, hn::Add(load_some(stored, a + i, count), load_some(stored, b + i, count)),
                  out + i, count);
     });

@@ -87,7 +87,7 @@ HWY_INLINE Moments moments_of(const typename F::Stored* in, std::size_t columns)
   const Float d;
   const auto size = static_cast<double>(columns);
   const double sum = two_sums(columns, [&](std::size_t i, std::size_t n, Vector& a, Vector&) {
-                       ask_ahead(in + i);
+                       prefetch(in + i);
                        a = hn::Add(a, load_some(F{}, in + i, n));
                      }).a;
   const auto centre = static_cast<float>(sum / size);
@@ -109,7 +109,7 @@ template <class F>
 HWY_INLINE double mean_square_of(const typename F::Stored* in, std::size_t columns) {
   const TwoSums sums =
       two_sums(columns, [&](std::size_t i, std::size_t n, Vector& squares, Vector&) {
-        ask_ahead(in + i);
+        prefetch(in + i);
         const auto v = load_some(F{}, in + i, n);
         squares = hn::MulAdd(v, v, squares);
       });
@@ -134,7 +134,7 @@ void normalize(std::size_t columns, const RowNormalize& work, std::size_t begin,
     const auto means = hn::Set(d, moments.mean);
     const auto rstds = hn::Set(d, rstd);
     for_vectors(columns, [&](std::size_t i, std::size_t n) {
-      ask_ahead(out + i);
+      prefetch(out + i);
       auto v = load_some(F{}, in + i, n);
       if constexpr (kCentred) v = hn::Sub(v, means);
       v = hn::MulAdd(hn::Mul(v, rstds), load_some(Fp32{}, work.weight + i, n),
@@ -158,7 +158,7 @@ HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::s
                         Vector& bias_sum) {
   const Float d;
   const std::size_t offset = row * columns + i;
-  ask_ahead(static_cast<const typename F::Stored*>(work.grad) + offset, ahead);
+  prefetch(static_cast<const typename F::Stored*>(work.grad) + offset, ahead);
   const auto upper = load_some(F{}, static_cast<const typename F::Stored*>(work.grad) + offset, n);
   auto a = load_some(F{}, static_cast<const typename F::Stored*>(work.input) + offset, n);
   if constexpr (kCentred) a = hn::Sub(a, hn::Set(d, work.mean[row]));
@@ -233,8 +233,8 @@ HWY_INLINE void gradient_of_row(std::size_t columns, const RowNormGradient& work
     shift = hn::Set(d, static_cast<float>(-rstd * means.g));
   }
   for_vectors(columns, [&](std::size_t i, std::size_t n) {
-    ask_ahead(input + i, ahead);
-    ask_ahead(output + i);
+    prefetch(input + i, ahead);
+    prefetch(output + i);
     const auto g = hn::Mul(load_some(F{}, grad + i, n), load_some(Fp32{}, work.weight + i, n));
     auto v = load_some(F{}, input + i, n);
     if constexpr (kCentred) {

@@ -43,9 +43,9 @@ bool unscale_elements(const void* in_bytes, const void* addend_bytes, void* out_
   };
   std::size_t i = 0;
   for (; i + lanes <= size; i += lanes) {
-    ask_ahead(in + i);
-    if (addend != nullptr) ask_ahead(addend + i);
-    ask_ahead(out + i);
+    prefetch(in + i);
+    if (addend != nullptr) prefetch(addend + i);
+    prefetch(out + i);
     step(in + i, addend == nullptr ? nullptr : addend + i, out + i);
   }
   if (i < size) {

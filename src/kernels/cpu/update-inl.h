@@ -213,15 +213,15 @@ class SpanTail {
 };
 
 // Prefetches the memory some distance after the elements from i on.
-HWY_INLINE void ask_ahead(const UpdateSpan& span, std::size_t i) {
-  const auto ask = [i](const void* array, Format format) HWY_ATTR {
-    if (array != nullptr) ask_ahead(static_cast<const char*>(array) + i * bytes_of(format));
+HWY_INLINE void prefetch(const UpdateSpan& span, std::size_t i) {
+  const auto prefetch_at = [i](const void* array, Format format) HWY_ATTR {
+    if (array != nullptr) prefetch(static_cast<const char*>(array) + i * bytes_of(format));
   };
-  ask(span.grad, span.grad_format);
-  ask(span.param, span.param_format);
-  ask(span.low, Format::bf16);
-  ask(span.copy, span.copy_format);
-  for (const void* state : span.state) ask(state, span.state_format);
+  prefetch_at(span.grad, span.grad_format);
+  prefetch_at(span.param, span.param_format);
+  prefetch_at(span.low, Format::bf16);
+  prefetch_at(span.copy, span.copy_format);
+  for (const void* state : span.state) prefetch_at(state, span.state_format);
 }
 
 // A span's formats, and which of its optional arrays it has.
@@ -270,7 +270,7 @@ HWY_INLINE void update_elements(const UpdateSpan& span, const Math& math) {
   const auto whole_vectors = [&](const UpdateSpan& part) HWY_ATTR {
     std::size_t i = 0;
     for (; i + lanes <= part.size; i += lanes) {
-      ask_ahead(part, i);
+      prefetch(part, i);
       at(part, i);
     }
     return i;

@@ -134,7 +134,7 @@ HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size
 // 1 KiB a little more. Prefetches beyond the end of the array have no effect.
 constexpr std::size_t kBytesAhead = 2048;
 
-HWY_INLINE void ask_ahead(const void* from, std::size_t bytes = kBytesAhead) {
+HWY_INLINE void prefetch(const void* from, std::size_t bytes = kBytesAhead) {
   hwy::Prefetch(static_cast<const char*>(from) + bytes);
 }
 
