@@ -53,12 +53,12 @@ GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, con
   if (!format.has_value() || !beside(grad, input))
     return ref::gelu_backward(grad, input, bias, form, bias_wanted);
   const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
-  const at::Tensor upper = laid_out_like(grad, elements, input.scalar_type());
+  const at::Tensor grad_output = laid_out_like(grad, elements, input.scalar_type());
   const at::Tensor shift = bias.defined() ? dense(bias.to(at::kFloat)) : at::Tensor();
   GeluGradients result;
   result.input = at::empty_like(elements);
   const GeluGradient work{.form = form,
-                          .grad = upper.const_data_ptr(),
+                          .grad = grad_output.const_data_ptr(),
                           .input = elements.const_data_ptr(),
                           .bias = bias.defined() ? shift.const_data_ptr<float>() : nullptr,
                           .output = result.input.mutable_data_ptr()};

@@ -64,9 +64,9 @@ void relu_(const at::Tensor& input) {
 
 at::Tensor relu_backward(const at::Tensor& grad, const at::Tensor& result) {
   if (!has_pointwise_kernel(result) || !grad.is_cpu()) return ref::relu_backward(grad, result);
-  const at::Tensor upper = laid_out_like(grad, result, result.scalar_type());
+  const at::Tensor grad_output = laid_out_like(grad, result, result.scalar_type());
   at::Tensor output = at::empty_like(result);
-  const char* const from = bytes_of_data(upper);
+  const char* const from = bytes_of_data(grad_output);
   const char* const known = bytes_of_data(result);
   auto* const to = static_cast<char*>(output.mutable_data_ptr());
   const Format format = *format_of(result.scalar_type());

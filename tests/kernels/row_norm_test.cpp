@@ -94,14 +94,14 @@ struct Sizes {
     const auto shape = std::vector<std::int64_t>{rows.rstd.numel(), norm.columns};
     const at::Tensor x = input.reshape(shape);
     const at::Tensor rstd = rows.rstd.unsqueeze(1);
-    const at::Tensor upper = grad.reshape(shape).abs();
+    const at::Tensor grad_output = grad.reshape(shape).abs();
     normal = x.abs().mul(rstd);
     if (norm.centred) {
       const at::Tensor mean = rows.mean.unsqueeze(1);
       normal = x.sub(mean).abs().add(mean.abs()).mul(rstd);
     }
     output = normal;
-    at::Tensor g = upper;
+    at::Tensor g = grad_output;
     if (norm.weight.defined()) {
       output = output.mul(norm.weight.abs());
       g = g.mul(norm.weight.abs());
@@ -110,8 +110,8 @@ struct Sizes {
     const at::Tensor inner = g.mul(normal).mean(1, true);
     of_input = g.add(g.mean(1, true)).add(normal.mul(inner)).mul(rstd).view(input.sizes());
     output = output.view(input.sizes());
-    of_weight = upper.mul(normal).sum(0);
-    of_bias = upper.sum(0);
+    of_weight = grad_output.mul(normal).sum(0);
+    of_bias = grad_output.sum(0);
   }
 };
 

@@ -159,15 +159,16 @@ HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::s
   const Float d;
   const std::size_t offset = row * columns + i;
   prefetch(static_cast<const typename F::Stored*>(work.grad) + offset, ahead);
-  const auto upper = load_some(F{}, static_cast<const typename F::Stored*>(work.grad) + offset, n);
+  const auto grad_output =
+      load_some(F{}, static_cast<const typename F::Stored*>(work.grad) + offset, n);
   auto a = load_some(F{}, static_cast<const typename F::Stored*>(work.input) + offset, n);
   if constexpr (kCentred) a = hn::Sub(a, hn::Set(d, work.mean[row]));
   a = hn::Mul(a, hn::Set(d, work.rstd[row]));
-  const auto g = hn::Mul(upper, weight);
+  const auto g = hn::Mul(grad_output, weight);
   g_sum = hn::Add(g_sum, g);
   g_times_a_sum = hn::MulAdd(g, a, g_times_a_sum);
-  weight_sum = hn::MulAdd(upper, a, weight_sum);
-  bias_sum = hn::Add(bias_sum, upper);
+  weight_sum = hn::MulAdd(grad_output, a, weight_sum);
+  bias_sum = hn::Add(bias_sum, grad_output);
 }
 
 // For one row, or kTogether rows, from `row` on, whose contributions are added to the columns'

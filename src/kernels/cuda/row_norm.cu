@@ -96,11 +96,11 @@ __global__ void column_sums(const __grid_constant__ RowNormGradient work, std::s
   float bias = 0;
   if (column < columns) {
     for (std::size_t row = blockIdx.x * rows_of_part + threadIdx.y; row < end; row += kTileRows) {
-      const float upper = load<F>(work.grad, row * columns + column);
+      const float grad_output = load<F>(work.grad, row * columns + column);
       float a = load<F>(work.input, row * columns + column);
       if (work.centred) a = a - work.mean[row];
-      weight += upper * (a * work.rstd[row]);
-      bias += upper;
+      weight += grad_output * (a * work.rstd[row]);
+      bias += grad_output;
     }
   }
   const double weights = column_sum(static_cast<double>(weight));

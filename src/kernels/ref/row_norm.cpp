@@ -36,23 +36,25 @@ NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm) {
 RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
                                    const at::Tensor& mean, const at::Tensor& rstd,
                                    const RowNorm& norm, const RowNormWanted& wanted) {
-  const at::Tensor upper = wide_rows(grad, input.scalar_type(), norm);
+  const at::Tensor grad_output = wide_rows(grad, input.scalar_type(), norm);
   at::Tensor rows = wide_rows(input, input.scalar_type(), norm);
   if (norm.centred) rows = rows.sub(mean.unsqueeze(1));
   const at::Tensor normal = rows.mul(rstd.unsqueeze(1));
   RowNormGradients result;
   if (wanted.input) {
-    const at::Tensor g = norm.weight.defined() ? upper.mul(wide_values(norm.weight, upper)) : upper;
+    const at::Tensor g = norm.weight.defined()
+                             ? grad_output.mul(wide_values(norm.weight, grad_output))
+                             : grad_output;
     at::Tensor inner = g.sub(normal.mul(g.mul(normal).mean(1, /*keepdim=*/true)));
     if (norm.centred) inner = inner.sub(g.mean(1, /*keepdim=*/true));
     result.input = inner.mul(rstd.unsqueeze(1)).reshape(input.sizes()).to(input.scalar_type());
   }
   if (wanted.weight) {
     result.weight =
-        upper.mul(normal).sum(0).reshape(norm.weight.sizes()).to(norm.weight.scalar_type());
+        grad_output.mul(normal).sum(0).reshape(norm.weight.sizes()).to(norm.weight.scalar_type());
   }
   if (wanted.bias)
-    result.bias = upper.sum(0).reshape(norm.bias.sizes()).to(norm.bias.scalar_type());
+    result.bias = grad_output.sum(0).reshape(norm.bias.sizes()).to(norm.bias.scalar_type());
   return result;
 }
 
