@@ -15,7 +15,7 @@ namespace {
 
 bool has_kernel(const at::Tensor& logits, const ClassTargets& targets) {
   return has_kernels(logits) && format_of(logits.scalar_type()).has_value() && logits.numel() > 0 &&
-         beside(targets.classes, logits);
+         same_device(targets.classes, logits);
 }
 
 // Whether each row has no gaps, and no two rows overlap.
@@ -65,7 +65,7 @@ RowLosses cross_entropy(const at::Tensor& logits, const ClassTargets& targets) {
 
 at::Tensor cross_entropy_gradient(const at::Tensor& logits, const ClassTargets& targets,
                                   const RowLosses& losses, const at::Tensor& grad, bool in_place) {
-  if (!has_kernel(logits, targets) || !beside(grad, logits))
+  if (!has_kernel(logits, targets) || !same_device(grad, logits))
     return ref::cross_entropy_gradient(logits, targets, losses, grad);
   const at::Tensor from = with_rows(logits);
   const at::Tensor classes = targets.classes.contiguous();

@@ -37,7 +37,7 @@ at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarTy
   const auto output_format = format_of(dtype);
   const bool of_one_format =
       input.scalar_type() == dtype || input_format == Format::fp32 || output_format == Format::fp32;
-  if (!has_kernels(input) || !beside(residual, input) || !input_format.has_value() ||
+  if (!has_kernels(input) || !same_device(residual, input) || !input_format.has_value() ||
       !output_format.has_value() || !of_one_format || dropout.threshold() == kOne ||
       input.numel() == 0) {
     return ref::dropout(input, dropout, dtype, residual);

@@ -13,7 +13,7 @@ namespace semitone::kernels {
 namespace {
 
 std::optional<Format> kernel_format_of(const at::Tensor& input, const at::Tensor& bias) {
-  return has_kernels(input) && input.numel() > 0 && beside(bias, input)
+  return has_kernels(input) && input.numel() > 0 && same_device(bias, input)
              ? format_of(input.scalar_type())
              : std::nullopt;
 }
@@ -50,7 +50,7 @@ at::Tensor gelu(const at::Tensor& input, const at::Tensor& bias, GeluForm form) 
 GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& bias,
                             GeluForm form, bool bias_wanted) {
   const auto format = kernel_format_of(input, bias);
-  if (!format.has_value() || !beside(grad, input))
+  if (!format.has_value() || !same_device(grad, input))
     return ref::gelu_backward(grad, input, bias, form, bias_wanted);
   const at::Tensor elements = bias.defined() ? dense(input) : without_gaps(input);
   const at::Tensor grad_output = laid_out_like(grad, elements, input.scalar_type());

@@ -82,8 +82,8 @@ MaxPooled max_pool2d(const at::Tensor& input, const MaxPool& pool, bool with_pla
 at::Tensor max_pool2d_backward(const at::Tensor& grad, const at::Tensor& places,
                                const at::Tensor& input, const MaxPool& pool) {
   const auto layout = layout_of(input, pool);
-  if (!layout.has_value() || grad.scalar_type() != input.scalar_type() || !beside(grad, input) ||
-      grad.sizes() != places.sizes())
+  if (!layout.has_value() || grad.scalar_type() != input.scalar_type() ||
+      !same_device(grad, input) || grad.sizes() != places.sizes())
     return ref::max_pool2d_backward(grad, places, input, pool);
   const at::Tensor gradient = grad.resolve_neg().contiguous(at::MemoryFormat::ChannelsLast);
   at::Tensor result = at::empty_like(input);

@@ -193,7 +193,7 @@ class CudaWaves {
  public:
   void add(std::size_t number, const Update& item, const Rule& rule) {
     const UpdateSpan whole = span_of(item);
-    if (waves_.empty() || memory_.holds(whole) || !beside(item.param, waves_.back().param)) {
+    if (waves_.empty() || memory_.holds(whole) || !same_device(item.param, waves_.back().param)) {
       waves_.push_back({item.param, {}, {}, {}});
       memory_.clear();
     }

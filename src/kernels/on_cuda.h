@@ -18,8 +18,9 @@ inline bool has_kernels(const at::Tensor& tensor) {
   return tensor.is_cpu() || runs_on_cuda(tensor);
 }
 
-// Whether a kernel may read the tensor together with the other one.
-inline bool beside(const at::Tensor& tensor, const at::Tensor& other) {
+// Whether a kernel may read the tensor together with the other one: it is undefined, or on the same
+// device.
+inline bool same_device(const at::Tensor& tensor, const at::Tensor& other) {
   return !tensor.defined() || tensor.device() == other.device();
 }
 

@@ -16,12 +16,12 @@ namespace {
 std::optional<RowLayout> layout_of(const at::Tensor& input, const RowNorm& norm) {
   const auto format = format_of(input.scalar_type());
   if (!format.has_value() || !has_kernels(input) || input.numel() == 0 ||
-      !beside(norm.weight, input) || !beside(norm.bias, input))
+      !same_device(norm.weight, input) || !same_device(norm.bias, input))
     return {};
   return RowLayout{*format, static_cast<std::size_t>(norm.columns)};
 }
 
-at::TensorOptions fp32_beside(const at::Tensor& input) {
+at::TensorOptions fp32_on_device_of(const at::Tensor& input) {
   return at::TensorOptions(input.device()).dtype(at::kFloat);
 }
 
@@ -31,7 +31,7 @@ at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& 
                      const at::Tensor& input) {
   if (values.defined()) return dense(values.to(at::kFloat));
   if (runs_on_cuda(input)) return {};
-  return at::full({norm.columns}, otherwise, fp32_beside(input));
+  return at::full({norm.columns}, otherwise, fp32_on_device_of(input));
 }
 
 // -0 is what changes nothing when it is added.
@@ -63,8 +63,8 @@ NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_
   NormalizedRows result;
   result.output = at::empty(input.sizes(), input.options());
   if (with_statistics) {
-    result.rstd = at::empty({rows}, fp32_beside(input));
-    if (norm.centred) result.mean = at::empty({rows}, fp32_beside(input));
+    result.rstd = at::empty({rows}, fp32_on_device_of(input));
+    if (norm.centred) result.mean = at::empty({rows}, fp32_on_device_of(input));
   }
   const RowNormalize work{.input = rows_in.const_data_ptr(),
                           .output = result.output.mutable_data_ptr(),
@@ -88,7 +88,7 @@ RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& inp
                                    const at::Tensor& mean, const at::Tensor& rstd,
                                    const RowNorm& norm, const RowNormWanted& wanted) {
   const auto layout = layout_of(input, norm);
-  if (!layout.has_value() || !beside(grad, input))
+  if (!layout.has_value() || !same_device(grad, input))
     return ref::row_norm_backward(grad, input, mean, rstd, norm, wanted);
   const at::Tensor rows_in = dense(input);
   const at::Tensor rows_grad = dense(grad.to(input.scalar_type()));
