@@ -281,8 +281,9 @@ template <typename Rule>
 void run_there(std::span<const Update> items, const at::Tensor& rules,
                const at::Tensor& found_inf) {
   const auto* const list = static_cast<const Rule*>(rules.const_data_ptr());
-  const std::span<const Rule> known(list, static_cast<std::size_t>(rules.numel()) / sizeof(Rule));
-  check(items, known);
+  const std::span<const Rule> list_of_rules(list,
+                                            static_cast<std::size_t>(rules.numel()) / sizeof(Rule));
+  check(items, list_of_rules);
   for (const Update& item : items) {
     if (item.param.device() == rules.device() && fits_kernel(item)) continue;
     throw Error(kUpdate,
@@ -293,7 +294,7 @@ void run_there(std::span<const Update> items, const at::Tensor& rules,
   }
   const float* const flag = found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr;
   if (!runs_on_cuda(rules)) {
-    if (flag == nullptr || *flag == 0) run(items, known);
+    if (flag == nullptr || *flag == 0) run(items, list_of_rules);
     return;
   }
   CudaWaves<Rule> waves;

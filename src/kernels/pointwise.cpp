@@ -10,9 +10,9 @@
 namespace semitone::kernels {
 namespace {
 
-// Calls work(bytes before the share, elements in it) for shares of a tensor's memory.
+// Calls work(bytes before the range, elements in it) for ranges of a tensor's memory.
 template <typename Work>
-void for_shares(const at::Tensor& tensor, const Work& work) {
+void for_ranges(const at::Tensor& tensor, const Work& work) {
   at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     work(begin * tensor.element_size(), static_cast<std::size_t>(end - begin));
   });
@@ -25,7 +25,7 @@ const char* bytes_of_data(const at::Tensor& tensor) {
 void relu_into(const at::Tensor& input, char* output) {
   const char* const in = bytes_of_data(input);
   const Format format = *format_of(input.scalar_type());
-  for_shares(input,
+  for_ranges(input,
              [&](std::int64_t at, std::size_t size) { relu(in + at, output + at, format, size); });
 }
 
@@ -34,7 +34,7 @@ void add_into(const at::Tensor& a, const at::Tensor& b, char* output) {
   const char* const left = bytes_of_data(a);
   const char* const right = bytes_of_data(addend);
   const Format format = *format_of(a.scalar_type());
-  for_shares(a, [&](std::int64_t at, std::size_t size) {
+  for_ranges(a, [&](std::int64_t at, std::size_t size) {
     add(left + at, right + at, output + at, format, size);
   });
 }
@@ -67,11 +67,11 @@ at::Tensor relu_backward(const at::Tensor& grad, const at::Tensor& result) {
   const at::Tensor grad_output = laid_out_like(grad, result, result.scalar_type());
   at::Tensor output = at::empty_like(result);
   const char* const from = bytes_of_data(grad_output);
-  const char* const known = bytes_of_data(result);
+  const char* const outputs = bytes_of_data(result);
   auto* const to = static_cast<char*>(output.mutable_data_ptr());
   const Format format = *format_of(result.scalar_type());
-  for_shares(result, [&](std::int64_t at, std::size_t size) {
-    relu_gradient(from + at, known + at, to + at, format, size);
+  for_ranges(result, [&](std::int64_t at, std::size_t size) {
+    relu_gradient(from + at, outputs + at, to + at, format, size);
   });
   return output;
 }

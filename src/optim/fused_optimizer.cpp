@@ -276,16 +276,16 @@ std::int64_t FusedOptimizer::steps_of(const at::Tensor& parameter) const {
 }
 
 at::Tensor FusedOptimizer::state_of(const at::Tensor& parameter, std::string_view name) const {
-  std::string known;
+  std::string names;
   const std::vector<Slot> all = slots(defaults());
   for (std::size_t k = 0; k < all.size(); ++k) {
     if (all[k].name == name) {
       const FusedState* state = find(parameter);
       return state == nullptr ? at::Tensor() : state->tensors[k];
     }
-    known.append(k == 0 ? "" : ", ").append(all[k].name);
+    names.append(k == 0 ? "" : ", ").append(all[k].name);
   }
-  throw Error(component(), "one of the state's names, " + known, std::string(name));
+  throw Error(component(), "one of the state's names, " + names, std::string(name));
 }
 
 at::Tensor FusedOptimizer::master_of(const at::Tensor& parameter) const {

@@ -36,9 +36,9 @@ bool unscale_elements(const void* in_bytes, const void* addend_bytes, void* out_
       poison = hn::Add(poison, check(load(Out{}, d, to)));
       return;
     }
-    const auto known = load(Out{}, d, plus);  // before `to`, which may be the same, is written
-    store(Out{}, d, hn::Add(product, known), to);
-    const auto sum = hn::IfThenZeroElse(hn::IsNaN(check(known)), check(load(Out{}, d, to)));
+    const auto added = load(Out{}, d, plus);  // before `to`, which may be the same, is written
+    store(Out{}, d, hn::Add(product, added), to);
+    const auto sum = hn::IfThenZeroElse(hn::IsNaN(check(added)), check(load(Out{}, d, to)));
     poison = hn::Add(poison, hn::Add(check(product), sum));
   };
   std::size_t i = 0;

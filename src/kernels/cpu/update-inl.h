@@ -241,7 +241,7 @@ inline bool is_of(const SpanKind& kind, const UpdateSpan& span) {
 }
 
 // The same span. If its kind is known at compile time, so is that of the copy.
-HWY_INLINE UpdateSpan known(const SpanKind& kind, const UpdateSpan& span) {
+HWY_INLINE UpdateSpan specialized(const SpanKind& kind, const UpdateSpan& span) {
   UpdateSpan same = span;
   same.state_format = Format::fp32;
   same.grad_format = kind.grad;
@@ -279,10 +279,10 @@ HWY_INLINE void update_elements(const UpdateSpan& span, const Math& math) {
   constexpr SpanKind kBf16Model{Format::bf16, Format::fp32, false, true, Format::bf16};
   constexpr SpanKind kFp16Model{Format::fp16, Format::fp32, false, true, Format::fp16};
   constexpr SpanKind kSplit{Format::bf16, Format::bf16, true, false, Format::bf16};
-  const std::size_t i = is_of(kFp32, span)        ? whole_vectors(known(kFp32, span))
-                        : is_of(kBf16Model, span) ? whole_vectors(known(kBf16Model, span))
-                        : is_of(kFp16Model, span) ? whole_vectors(known(kFp16Model, span))
-                        : is_of(kSplit, span)     ? whole_vectors(known(kSplit, span))
+  const std::size_t i = is_of(kFp32, span)        ? whole_vectors(specialized(kFp32, span))
+                        : is_of(kBf16Model, span) ? whole_vectors(specialized(kBf16Model, span))
+                        : is_of(kFp16Model, span) ? whole_vectors(specialized(kFp16Model, span))
+                        : is_of(kSplit, span)     ? whole_vectors(specialized(kSplit, span))
                                                   : whole_vectors(span);
   if (i < span.size) {
     SpanTail tail(span, i);

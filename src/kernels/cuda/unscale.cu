@@ -21,9 +21,9 @@ __device__ bool unscale_element(const UnscaleSpan& span, std::size_t i, float in
     store<Out>(product, span.out, i);
     return !finite(load<Out>(span.out, i));
   }
-  const float known = load<Out>(span.addend, i);  // before out, which may be the same, is written
-  store<Out>(product + known, span.out, i);
-  return !finite(product) || (finite(known) && !finite(load<Out>(span.out, i)));
+  const float added = load<Out>(span.addend, i);  // before out, which may be the same, is written
+  store<Out>(product + added, span.out, i);
+  return !finite(product) || (finite(added) && !finite(load<Out>(span.out, i)));
 }
 
 template <typename Out>
