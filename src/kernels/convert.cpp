@@ -41,17 +41,17 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
 at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
   if (!has_convert_kernel(tensor, dtype)) return ref::round_to(tensor, dtype);
   // Through 16-bit values that stay in the first-level cache.
-  constexpr std::int64_t kPiece = 4096;
+  constexpr std::int64_t kBufferSize = 4096;
   at::Tensor result = at::empty_like(tensor);
   const auto* const in = tensor.const_data_ptr<float>();
   auto* const out = result.mutable_data_ptr<float>();
   const Format through = *format_of(dtype);
   at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-    std::array<std::uint16_t, kPiece> piece;
-    for (std::int64_t i = begin; i < end; i += kPiece) {
-      const auto size = static_cast<std::size_t>(std::min(kPiece, end - i));
-      convert(in + i, Format::fp32, piece.data(), through, size);
-      convert(piece.data(), through, out + i, Format::fp32, size);
+    std::array<std::uint16_t, kBufferSize> buffer;
+    for (std::int64_t i = begin; i < end; i += kBufferSize) {
+      const auto size = static_cast<std::size_t>(std::min(kBufferSize, end - i));
+      convert(in + i, Format::fp32, buffer.data(), through, size);
+      convert(buffer.data(), through, out + i, Format::fp32, size);
     }
   });
   return result;

@@ -40,7 +40,7 @@ struct CrossEntropyGradient {
   std::size_t stride;     // of the output
 };
 
-// output = round((softmax - target's share) * grad); zeros for ignored rows.
+// output = round((softmax - target's probability) * grad); zeros for ignored rows.
 void cross_entropy_gradient_rows(const CrossEntropyRows& rows, const CrossEntropyGradient& work,
                                  std::size_t begin, std::size_t end);
 

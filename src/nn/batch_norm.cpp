@@ -120,21 +120,22 @@ class Loop {
   const at::Tensor& like_;
 };
 
-// running + (batch * factor - running) * share
+// running + (batch * factor - running) * momentum
 void update_running(const at::Tensor& running, const at::Tensor& batch, double factor,
-                    double share) {
+                    double momentum) {
   if (!running.defined()) return;
   const Loop::Values before(running, 0);
   const Loop::Values now(batch, 0);
   running.copy_(Loop(batch)([&](std::int64_t channel) {
-    return before[channel] + (now[channel] * factor - before[channel]) * share;
+    return before[channel] + (now[channel] * factor - before[channel]) * momentum;
   }));
 }
 
-void update_running(const at::Tensor& running, const at::Tensor& batch, const at::Tensor& share) {
+void update_running(const at::Tensor& running, const at::Tensor& batch,
+                    const at::Tensor& momentum) {
   if (!running.defined()) return;
   const at::Tensor before = running.to(at::kDouble);
-  running.copy_(before.add(batch.sub(before).mul_(share)));
+  running.copy_(before.add(batch.sub(before).mul_(momentum)));
 }
 
 // Whether there is no value in any process.
@@ -147,11 +148,11 @@ void update_running(const BatchNorm& layer, const Statistics& batch) {
                    layer.momentum);
     return;
   }
-  const at::Tensor share = batch.count.gt(0).to(at::kDouble).mul_(layer.momentum);
+  const at::Tensor momentum = batch.count.gt(0).to(at::kDouble).mul_(layer.momentum);
   const at::Tensor unbiased =
       batch.variance.mul(batch.count).div_(batch.count.sub(1).clamp_min_(1));
-  update_running(layer.running_mean, batch.mean, share);
-  update_running(layer.running_var, unbiased, share);
+  update_running(layer.running_mean, batch.mean, momentum);
+  update_running(layer.running_var, unbiased, momentum);
 }
 
 at::Tensor fp64_or(double value, const at::Tensor& values, const at::Tensor& like) {

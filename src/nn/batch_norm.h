@@ -30,7 +30,7 @@ struct BatchNorm {
   at::Tensor bias;
   at::Tensor running_mean;  // updated
   at::Tensor running_var;   // updated
-  double momentum;          // share of this batch in the running statistics
+  double momentum;          // weight of this batch in the running statistics
   double eps;
   std::shared_ptr<const BatchNormPeers> peers = {};  // null: this process alone
   at::Tensor residual = {};

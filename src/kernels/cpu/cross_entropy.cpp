@@ -150,8 +150,8 @@ void gradients_of(const CrossEntropyRows& rows, const CrossEntropyGradient& work
       prefetch(logits + i);  // in place, without it: 8.7 ms for 1024 x 18000 in bf16, not 3.3
       prefetch(output + i);
       const auto v = hn::Sub(load_some(F{}, logits + i, n), centre);
-      const auto share = hn::Mul(exp_of_negative(d, v), factor);
-      store_some(F{}, hn::Sub(share, less), output + i, n);
+      const auto softmax = hn::Mul(exp_of_negative(d, v), factor);
+      store_some(F{}, hn::Sub(softmax, less), output + i, n);
     });
     set_value<F>(output + at, of_target);
   }

@@ -39,13 +39,13 @@ __device__ double square(float value) {
 __global__ void move_moments(const __grid_constant__ Table<UpdateItem<LambRule>> table,
                              const LambRule* rules_on_device, const float* found_inf,
                              double* parts) {
-  const Share share = share_of_block(table);
-  const UpdateSpan& span = table.items[share.item].span;
-  const LambMath math(rule_of(table, share.item, rules_on_device));
-  const std::size_t end = is_set(found_inf) ? share.begin : share.end;
+  const BlockRange range = range_of_block(table);
+  const UpdateSpan& span = table.items[range.item].span;
+  const LambMath math(rule_of(table, range.item, rules_on_device));
+  const std::size_t end = is_set(found_inf) ? range.begin : range.end;
   double params = 0;
   double updates = 0;
-  for (std::size_t i = share.begin + threadIdx.x; i < end; i += kThreads) {
+  for (std::size_t i = range.begin + threadIdx.x; i < end; i += kThreads) {
     const float param = load_param(span, i);
     math.move(span, i, load(span.grad_format, span.grad, i) * math.grad_scale, param);
     params += square(param);

@@ -23,10 +23,10 @@ struct Magnitude {
 template <typename Of, typename Join>
 __global__ void reduce_table(const __grid_constant__ Table<Item> table, double* parts, Of of,
                              Join join) {
-  const Share share = share_of_block(table);
-  const NormSpan& span = table.items[share.item].span;
+  const BlockRange range = range_of_block(table);
+  const NormSpan& span = table.items[range.item].span;
   double joined = 0;
-  for (std::size_t i = share.begin + threadIdx.x; i < share.end; i += kThreads)
+  for (std::size_t i = range.begin + threadIdx.x; i < range.end; i += kThreads)
     joined = join(joined, of(load(span.format, span.in, i)));
   joined = over_block(joined, join);
   if (threadIdx.x == 0) parts[blockIdx.x] = joined;

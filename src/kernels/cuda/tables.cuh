@@ -22,7 +22,7 @@ struct Table {
 };
 
 // The work of a block: elements [begin, end) of an item.
-struct Share {
+struct BlockRange {
   unsigned item;
   std::size_t begin;
   std::size_t end;
@@ -30,7 +30,7 @@ struct Share {
 
 // Item must have a `size()`, the number of its elements.
 template <typename Item>
-__device__ Share share_of_block(const Table<Item>& table) {
+__device__ BlockRange range_of_block(const Table<Item>& table) {
   // The last item that begins at this block or before it. An empty item begins where the next does.
   unsigned item = 0;
   unsigned end = table.count;

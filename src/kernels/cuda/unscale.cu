@@ -27,28 +27,28 @@ __device__ bool unscale_element(const UnscaleSpan& span, std::size_t i, float in
 }
 
 template <typename Out>
-__device__ bool unscale_share(const UnscaleSpan& span, const Share& share, float inv_scale) {
+__device__ bool unscale_range(const UnscaleSpan& span, const BlockRange& range, float inv_scale) {
   bool found = false;
-  for (std::size_t i = share.begin + threadIdx.x; i < share.end; i += kThreads)
+  for (std::size_t i = range.begin + threadIdx.x; i < range.end; i += kThreads)
     found = unscale_element<Out>(span, i, inv_scale) || found;
   return found;
 }
 
 __global__ void unscale_table(const __grid_constant__ Table<Item> table, float inv_scale,
                               const float* inv_scale_on_device, float* found_inf) {
-  const Share share = share_of_block(table);
-  const UnscaleSpan& span = table.items[share.item].span;
+  const BlockRange range = range_of_block(table);
+  const UnscaleSpan& span = table.items[range.item].span;
   if (inv_scale_on_device != nullptr) inv_scale = *inv_scale_on_device;
   bool found = false;
   switch (span.out_format) {
     case Format::fp32:
-      found = unscale_share<Fp32>(span, share, inv_scale);
+      found = unscale_range<Fp32>(span, range, inv_scale);
       break;
     case Format::fp16:
-      found = unscale_share<Fp16>(span, share, inv_scale);
+      found = unscale_range<Fp16>(span, range, inv_scale);
       break;
     case Format::bf16:
-      found = unscale_share<Bf16>(span, share, inv_scale);
+      found = unscale_range<Bf16>(span, range, inv_scale);
       break;
   }
   // All threads that write it write the same value.

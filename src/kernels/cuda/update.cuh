@@ -89,10 +89,10 @@ template <typename Math, typename Rule>
 __global__ void update_table(const __grid_constant__ Table<UpdateItem<Rule>> table,
                              const Rule* rules_on_device, const float* found_inf) {
   if (is_set(found_inf)) return;
-  const Share share = share_of_block(table);
-  const UpdateSpan& span = table.items[share.item].span;
-  const Math math(rule_of(table, share.item, rules_on_device));
-  for (std::size_t i = share.begin + threadIdx.x; i < share.end; i += kThreads) {
+  const BlockRange range = range_of_block(table);
+  const UpdateSpan& span = table.items[range.item].span;
+  const Math math(rule_of(table, range.item, rules_on_device));
+  for (std::size_t i = range.begin + threadIdx.x; i < range.end; i += kThreads) {
     const float grad = load(span.grad_format, span.grad, i) * math.grad_scale;
     store_param(math(span, i, grad, load_param(span, i)), span, i);
   }

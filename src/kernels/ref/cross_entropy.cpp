@@ -42,11 +42,13 @@ at::Tensor cross_entropy_gradient(const at::Tensor& logits, const ClassTargets& 
   if (x.numel() == 0) return at::zeros_like(logits);
   const at::Tensor softmax =
       x.sub(losses.max.unsqueeze(1)).exp_().mul_(losses.inv_sum.unsqueeze(1));
-  at::Tensor share = at::full_like(x, targets.label_smoothing / static_cast<double>(x.size(1)));
+  at::Tensor target_probability =
+      at::full_like(x, targets.label_smoothing / static_cast<double>(x.size(1)));
   const at::Tensor index = index_of(targets);
-  share.scatter_add_(1, index, at::full_like(index, 1 - targets.label_smoothing, x.options()));
+  target_probability.scatter_add_(1, index,
+                                  at::full_like(index, 1 - targets.label_smoothing, x.options()));
   const at::Tensor grads = grad.dim() == 0 ? grad : grad.unsqueeze(1);
-  return softmax.sub(share)
+  return softmax.sub(target_probability)
       .mul_(grads)
       .masked_fill_(ignored_rows(targets), 0)
       .to(logits.scalar_type());
