@@ -219,11 +219,11 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
   constexpr double kBeta2 = 0.999;
   constexpr double kDecay = 0.1;
   const kernels::AdamRule rule{.grad_scale = layout.grad == at::kFloat ? 1 : kInvScale,
-                               .keep = 1 - kLr * kDecay,
+                               .decay_factor = 1 - kLr * kDecay,
                                .beta1 = kBeta1,
                                .beta2 = kBeta2,
                                .step_size = kLr / (1 - std::pow(kBeta1, kStep)),
-                               .root_correction = std::sqrt(1 - std::pow(kBeta2, kStep))};
+                               .bias_correction2_sqrt = std::sqrt(1 - std::pow(kBeta2, kStep))};
   const Parameters of = make(sizes, layout, 2);
   const std::vector<kernels::AdamRule> rules(of.params.size(), rule);
   prove_step(
@@ -242,7 +242,7 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
 std::vector<Row> sgd(const Sizes& sizes, const Layout& layout) {
   constexpr double kDecay = 1e-4;
   const kernels::SgdRule rule{.grad_scale = layout.grad == at::kFloat ? 1 : kInvScale,
-                              .decay = kDecay,
+                              .weight_decay = kDecay,
                               .momentum = kMomentum,
                               .lr = kLr};
   const Parameters of = make(sizes, layout, 1);

@@ -23,75 +23,77 @@ constexpr float to_fp32(double number) {
 struct AdamNumbers {
   constexpr explicit AdamNumbers(const AdamRule& rule)
       : grad_scale(to_fp32(rule.grad_scale)),
-        decay(to_fp32(rule.decay)),
-        keep(to_fp32(rule.keep)),
+        weight_decay(to_fp32(rule.weight_decay)),
+        decay_factor(to_fp32(rule.decay_factor)),
         beta1(to_fp32(rule.beta1)),
-        rest1(to_fp32(1 - rule.beta1)),
+        one_minus_beta1(to_fp32(1 - rule.beta1)),
         beta2(to_fp32(rule.beta2)),
-        rest2(to_fp32(1 - rule.beta2)),
+        one_minus_beta2(to_fp32(1 - rule.beta2)),
         eps(to_fp32(rule.eps)),
         minus_step_size(to_fp32(-rule.step_size)),
-        root_correction(to_fp32(rule.root_correction)) {}
+        bias_correction2_sqrt(to_fp32(rule.bias_correction2_sqrt)) {}
 
-  float grad_scale, decay, keep, beta1, rest1, beta2, rest2, eps, minus_step_size, root_correction;
+  float grad_scale, weight_decay, decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+      minus_step_size, bias_correction2_sqrt;
 };
 
 struct SgdNumbers {
   constexpr explicit SgdNumbers(const SgdRule& rule)
       : grad_scale(to_fp32(rule.grad_scale)),
-        decay(to_fp32(rule.decay)),
-        local(to_fp32(rule.local)),
+        weight_decay(to_fp32(rule.weight_decay)),
+        trust_ratio(to_fp32(rule.trust_ratio)),
         momentum(to_fp32(rule.momentum)),
-        undamped(to_fp32(rule.undamped)),
-        late_decay(to_fp32(rule.late_decay)),
+        one_minus_dampening(to_fp32(rule.one_minus_dampening)),
+        decoupled_weight_decay(to_fp32(rule.decoupled_weight_decay)),
         minus_lr(to_fp32(-rule.lr)),
         nesterov(rule.nesterov),
         first(rule.first) {}
 
-  float grad_scale, decay, local, momentum, undamped, late_decay, minus_lr;
+  float grad_scale, weight_decay, trust_ratio, momentum, one_minus_dampening,
+      decoupled_weight_decay, minus_lr;
   bool nesterov, first;
 };
 
 struct LambNumbers {
   constexpr explicit LambNumbers(const LambRule& rule)
       : grad_scale(to_fp32(rule.grad_scale)),
-        decay(to_fp32(rule.decay)),
-        late_decay(to_fp32(rule.late_decay)),
+        weight_decay(to_fp32(rule.weight_decay)),
+        decoupled_weight_decay(to_fp32(rule.decoupled_weight_decay)),
         beta1(to_fp32(rule.beta1)),
-        averaged(to_fp32(rule.averaged)),
+        beta3(to_fp32(rule.beta3)),
         beta2(to_fp32(rule.beta2)),
-        rest2(to_fp32(1 - rule.beta2)),
+        one_minus_beta2(to_fp32(1 - rule.beta2)),
         eps(to_fp32(rule.eps)),
-        correction1(to_fp32(rule.correction1)),
-        correction2(to_fp32(rule.correction2)),
+        inv_bias_correction1(to_fp32(rule.inv_bias_correction1)),
+        inv_bias_correction2(to_fp32(rule.inv_bias_correction2)),
         minus_step_size(to_fp32(-rule.step_size)) {}
 
-  float grad_scale, decay, late_decay, beta1, averaged, beta2, rest2, eps, correction1, correction2,
-      minus_step_size;
+  float grad_scale, weight_decay, decoupled_weight_decay, beta1, beta3, beta2, one_minus_beta2, eps,
+      inv_bias_correction1, inv_bias_correction2, minus_step_size;
 };
 
 struct NovoGradNumbers {
   constexpr explicit NovoGradNumbers(const NovoGradRule& rule)
       : grad_scale(to_fp32(rule.grad_scale)),
-        decay(to_fp32(rule.decay)),
+        weight_decay(to_fp32(rule.weight_decay)),
         beta1(to_fp32(rule.beta1)),
-        averaged(to_fp32(rule.averaged)),
+        beta3(to_fp32(rule.beta3)),
         correction(to_fp32(rule.correction)),
-        late_decay(to_fp32(rule.late_decay)),
+        decoupled_weight_decay(to_fp32(rule.decoupled_weight_decay)),
         minus_lr(to_fp32(-rule.lr)) {}
 
-  float grad_scale, decay, beta1, averaged, correction, late_decay, minus_lr;
+  float grad_scale, weight_decay, beta1, beta3, correction, decoupled_weight_decay, minus_lr;
 };
 
 struct AdagradNumbers {
   constexpr explicit AdagradNumbers(const AdagradRule& rule)
       : grad_scale(to_fp32(rule.grad_scale)),
-        decay(to_fp32(rule.decay)),
-        late_decay(to_fp32(rule.late_decay)),
+        weight_decay(to_fp32(rule.weight_decay)),
+        decoupled_weight_decay(to_fp32(rule.decoupled_weight_decay)),
         eps(to_fp32(rule.eps)),
         minus_lr(to_fp32(-rule.lr)) {}
 
-  float grad_scale, decay, late_decay, eps, minus_lr;
+  float grad_scale, weight_decay, decoupled_weight_decay, eps, minus_lr;
 };
 
 }  // namespace semitone::kernels

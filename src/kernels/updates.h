@@ -48,35 +48,35 @@ struct UpdateSpan {
 // v, which in bf16 is rounded to nearest, since stochastic rounding would make a maximum grow
 // further.
 //
-//   g += decay * p;  p *= keep
+//   g += weight_decay * p;  p *= decay_factor
 //   m = beta1 * m + (1 - beta1) * g
 //   v = beta2 * v + (1 - beta2) * g * g
-//   p += -step_size * m / (sqrt(v) / root_correction + eps)
+//   p += -step_size * m / (sqrt(v) / bias_correction2_sqrt + eps)
 struct AdamRule {
   double grad_scale = 1;
-  double decay = 0;  // L2: weight decay
-  double keep = 1;   // decoupled: 1 - lr * weight decay
+  double weight_decay = 0;  // L2: added to the gradient
+  double decay_factor = 1;  // decoupled weight decay: 1 - lr * weight decay
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
-  double step_size = 1e-3;     // lr / (1 - beta1^step)
-  double root_correction = 1;  // sqrt(1 - beta2^step)
+  double step_size = 1e-3;           // lr / (1 - beta1^step)
+  double bias_correction2_sqrt = 1;  // sqrt(1 - beta2^step)
 };
 void adam(const UpdateSpan& span, const AdamRule& rule);
 
 // SGD. State: the momentum buffer, or none without momentum.
 //
-//   g += decay * p;  g *= local
-//   buf = g the first time, else momentum * buf + undamped * g
+//   g += weight_decay * p;  g *= trust_ratio
+//   buf = g the first time, else momentum * buf + one_minus_dampening * g
 //   g = nesterov ? g + momentum * buf : buf
-//   p += -lr * (g + late_decay * p)
+//   p += -lr * (g + decoupled_weight_decay * p)
 struct SgdRule {
   double grad_scale = 1;
-  double decay = 0;
-  double local = 1;  // the layer-wise factor of LARC
+  double weight_decay = 0;
+  double trust_ratio = 1;  // LARC's, for the layer
   double momentum = 0;
-  double undamped = 1;  // 1 - dampening
-  double late_decay = 0;
+  double one_minus_dampening = 1;
+  double decoupled_weight_decay = 0;
   double lr = 1e-3;
   bool nesterov = false;
   bool first = false;
@@ -85,24 +85,25 @@ void sgd(const UpdateSpan& span, const SgdRule& rule);
 
 // LAMB in two passes, between which the host computes the trust ratio from the norms. State: m, v.
 //
-//   g += decay * p
-//   m = beta1 * m + averaged * g
+//   g += weight_decay * p
+//   m = beta1 * m + beta3 * g
 //   v = beta2 * v + (1 - beta2) * g * g
-//   u = (m * correction1) / (sqrt(v * correction2) + eps) + late_decay * p
+//   u = (m * inv_bias_correction1) / (sqrt(v * inv_bias_correction2) + eps)
+//       + decoupled_weight_decay * p
 //
 // The first pass writes the moments and measures p and u. The second computes u again from the
 // moments and writes p += -step_size * u. Nothing else has to be stored, and gradients are not
 // changed.
 struct LambRule {
   double grad_scale = 1;
-  double decay = 0;
-  double late_decay = 0;
+  double weight_decay = 0;
+  double decoupled_weight_decay = 0;
   double beta1 = 0.9;
-  double averaged = 0.1;  // 1 - beta1, or 1
+  double beta3 = 0.1;  // Apex's name: 1 - beta1, or 1 without gradient averaging
   double beta2 = 0.999;
   double eps = 1e-6;
-  double correction1 = 1;  // 1 / (1 - beta1^step)
-  double correction2 = 1;
+  double inv_bias_correction1 = 1;  // 1 / (1 - beta1^step)
+  double inv_bias_correction2 = 1;
   double step_size = 1e-3;  // lr * trust ratio: for the second pass
 };
 struct LambSquares {
@@ -115,29 +116,29 @@ void lamb_apply(const UpdateSpan& span, const LambRule& rule);
 // NovoGrad. Its second moment is one number per parameter, and is part of grad_scale or correction.
 // State: m.
 //
-//   g += decay * p
-//   m = beta1 * m + averaged * g
-//   p += -lr * (m * correction + late_decay * p)
+//   g += weight_decay * p
+//   m = beta1 * m + beta3 * g
+//   p += -lr * (m * correction + decoupled_weight_decay * p)
 struct NovoGradRule {
   double grad_scale = 1;
-  double decay = 0;
+  double weight_decay = 0;
   double beta1 = 0.9;
-  double averaged = 0.1;
+  double beta3 = 0.1;
   double correction = 1;
-  double late_decay = 0;
+  double decoupled_weight_decay = 0;
   double lr = 1e-3;
 };
 void novograd(const UpdateSpan& span, const NovoGradRule& rule);
 
 // Adagrad. State: h.
 //
-//   g += decay * p
+//   g += weight_decay * p
 //   h += g * g
-//   p += -lr * (g / (sqrt(h) + eps) + late_decay * p)
+//   p += -lr * (g / (sqrt(h) + eps) + decoupled_weight_decay * p)
 struct AdagradRule {
   double grad_scale = 1;
-  double decay = 0;
-  double late_decay = 0;
+  double weight_decay = 0;
+  double decoupled_weight_decay = 0;
   double eps = 1e-10;
   double lr = 1e-2;
 };

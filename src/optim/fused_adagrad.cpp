@@ -20,7 +20,8 @@ kernels::AdagradRule rule_of(const FusedAdagradOptions& options, std::int64_t st
                              double grad_scale) {
   kernels::AdagradRule rule;
   rule.grad_scale = grad_scale;
-  (options.adagrad_w_mode() ? rule.late_decay : rule.decay) = options.weight_decay();
+  (options.adagrad_w_mode() ? rule.decoupled_weight_decay : rule.weight_decay) =
+      options.weight_decay();
   rule.eps = options.eps();
   rule.lr = options.lr() / (1 + static_cast<double>(step - 1) * options.lr_decay());
   return rule;

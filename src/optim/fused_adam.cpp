@@ -28,15 +28,15 @@ kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, do
   kernels::AdamRule rule;
   rule.grad_scale = options.maximize() ? -grad_scale : grad_scale;
   if (options.adam_w_mode()) {
-    rule.keep = 1 - options.lr() * options.weight_decay();
+    rule.decay_factor = 1 - options.lr() * options.weight_decay();
   } else {
-    rule.decay = options.weight_decay();
+    rule.weight_decay = options.weight_decay();
   }
   rule.beta1 = beta1;
   rule.beta2 = beta2;
   rule.eps = options.eps();
   rule.step_size = options.lr() / correction1;
-  rule.root_correction = std::sqrt(correction2);
+  rule.bias_correction2_sqrt = std::sqrt(correction2);
   return rule;
 }
 

@@ -28,14 +28,15 @@ kernels::LambRule rule_of(const FusedLAMBOptions& options, std::int64_t step, do
   const double max = options.max_grad_norm();
   kernels::LambRule rule;
   rule.grad_scale = max > 0 && grad_norm > max ? grad_scale * (max / grad_norm) : grad_scale;
-  (options.adam_w_mode() ? rule.late_decay : rule.decay) = options.weight_decay();
+  (options.adam_w_mode() ? rule.decoupled_weight_decay : rule.weight_decay) =
+      options.weight_decay();
   rule.beta1 = beta1;
-  rule.averaged = options.grad_averaging() ? 1 - beta1 : 1;
+  rule.beta3 = options.grad_averaging() ? 1 - beta1 : 1;
   rule.beta2 = beta2;
   rule.eps = options.eps();
   if (options.bias_correction()) {
-    rule.correction1 = 1 / (1 - std::pow(beta1, t));
-    rule.correction2 = 1 / (1 - std::pow(beta2, t));
+    rule.inv_bias_correction1 = 1 / (1 - std::pow(beta1, t));
+    rule.inv_bias_correction2 = 1 / (1 - std::pow(beta2, t));
   }
   return rule;
 }

@@ -45,16 +45,16 @@ kernels::NovoGradRule rule_of(const FusedNovoGradOptions& options, std::int64_t 
   const double denominator = running_norm / correction2 + options.eps();
   kernels::NovoGradRule rule;
   rule.beta1 = beta1;
-  rule.averaged = options.grad_averaging() ? 1 - beta1 : 1;
+  rule.beta3 = options.grad_averaging() ? 1 - beta1 : 1;
   rule.lr = options.lr();
   if (options.reg_inside_moment()) {
     rule.grad_scale = grad_scale / denominator;
-    rule.decay = options.weight_decay();
+    rule.weight_decay = options.weight_decay();
     rule.correction = 1 / correction1;
   } else {
     rule.grad_scale = grad_scale;
     rule.correction = 1 / (correction1 * denominator);
-    rule.late_decay = options.weight_decay();
+    rule.decoupled_weight_decay = options.weight_decay();
   }
   return rule;
 }

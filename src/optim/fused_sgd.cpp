@@ -20,9 +20,10 @@ void for_each_sgd_option(Options& options, Visit&& visit) {
 kernels::SgdRule rule_of(const FusedSGDOptions& options, bool first, double grad_scale) {
   kernels::SgdRule rule;
   rule.grad_scale = options.maximize() ? -grad_scale : grad_scale;
-  (options.wd_after_momentum() ? rule.late_decay : rule.decay) = options.weight_decay();
+  (options.wd_after_momentum() ? rule.decoupled_weight_decay : rule.weight_decay) =
+      options.weight_decay();
   rule.momentum = options.momentum();
-  rule.undamped = 1 - options.dampening();
+  rule.one_minus_dampening = 1 - options.dampening();
   rule.nesterov = options.nesterov();
   rule.lr = options.lr();
   rule.first = first;

@@ -27,15 +27,15 @@ kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_sca
   kernels::SgdRule rule;
   rule.grad_scale = grad_scale;
   rule.momentum = options.momentum();
-  rule.undamped = 1 - options.dampening();
+  rule.one_minus_dampening = 1 - options.dampening();
   rule.nesterov = options.nesterov();
   rule.lr = options.lr();
   rule.first = first;
   if (param_norm != 0 && grad_norm != 0) {
-    const double local = options.trust_coefficient() * param_norm /
-                         (grad_norm + options.weight_decay() * param_norm + options.eps());
-    rule.decay = options.weight_decay();
-    rule.local = options.clip() ? std::min(local / options.lr(), 1.0) : local;
+    const double trust_ratio = options.trust_coefficient() * param_norm /
+                               (grad_norm + options.weight_decay() * param_norm + options.eps());
+    rule.weight_decay = options.weight_decay();
+    rule.trust_ratio = options.clip() ? std::min(trust_ratio / options.lr(), 1.0) : trust_ratio;
   }
   return rule;
 }

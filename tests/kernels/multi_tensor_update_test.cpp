@@ -77,42 +77,52 @@ std::vector<Step> all_steps() {
   const auto adagrad = [](const std::string& name, const AdagradRule& rule) {
     return step<AdagradRule>(name, 1, rule, multi_tensor_adagrad, ref::adagrad);
   };
-  AdamRule l2{.grad_scale = -0.37, .decay = 0.11, .beta1 = 0.83, .beta2 = 0.957, .eps = 1e-3};
+  AdamRule l2{
+      .grad_scale = -0.37, .weight_decay = 0.11, .beta1 = 0.83, .beta2 = 0.957, .eps = 1e-3};
   l2.step_size = 0.0123;
-  l2.root_correction = 0.29;
+  l2.bias_correction2_sqrt = 0.29;
   AdamRule decoupled = l2;
-  decoupled.decay = 0;
-  decoupled.keep = 0.987;
-  SgdRule momentum{.grad_scale = 0.71, .decay = 0.03, .momentum = 0.9, .undamped = 0.8, .lr = 0.13};
+  decoupled.weight_decay = 0;
+  decoupled.decay_factor = 0.987;
+  SgdRule momentum{.grad_scale = 0.71,
+                   .weight_decay = 0.03,
+                   .momentum = 0.9,
+                   .one_minus_dampening = 0.8,
+                   .lr = 0.13};
   SgdRule first = momentum;
   first.first = true;
   SgdRule nesterov{.momentum = 0.7, .lr = 0.21, .nesterov = true};
-  SgdRule late{.local = 0.31, .momentum = 0.6, .late_decay = 0.07, .lr = 0.19};
+  SgdRule decoupled_sgd{
+      .trust_ratio = 0.31, .momentum = 0.6, .decoupled_weight_decay = 0.07, .lr = 0.19};
   LambRule lamb_l2{
-      .grad_scale = 0.41, .decay = 0.13, .beta1 = 0.83, .averaged = 0.21, .beta2 = 0.957};
+      .grad_scale = 0.41, .weight_decay = 0.13, .beta1 = 0.83, .beta3 = 0.21, .beta2 = 0.957};
   lamb_l2.eps = 1e-3;
-  lamb_l2.correction1 = 2.3;
-  lamb_l2.correction2 = 7.1;
+  lamb_l2.inv_bias_correction1 = 2.3;
+  lamb_l2.inv_bias_correction2 = 7.1;
   lamb_l2.step_size = 0.017;
   LambRule lamb = lamb_l2;
-  lamb.decay = 0;
-  lamb.late_decay = 0.07;
+  lamb.weight_decay = 0;
+  lamb.decoupled_weight_decay = 0.07;
   return {
       adam("adam", 2, l2),
       adam("adamw", 2, decoupled),
       adam("amsgrad", 3, decoupled),
-      sgd("sgd", 0, {.decay = 0.03, .lr = 0.13}),
+      sgd("sgd", 0, {.weight_decay = 0.03, .lr = 0.13}),
       sgd("momentum", 1, momentum),
       sgd("momentum, first step", 1, first),
       sgd("nesterov", 1, nesterov),
-      sgd("late decay, local", 1, late),
+      sgd("decoupled weight decay, trust ratio", 1, decoupled_sgd),
+      novograd("novograd, decay in the update", {.grad_scale = 0.3,
+                                                 .beta3 = 0.2,
+                                                 .correction = 1.7,
+                                                 .decoupled_weight_decay = 0.09,
+                                                 .lr = 0.01}),
       novograd(
-          "novograd, decay in the update",
-          {.grad_scale = 0.3, .averaged = 0.2, .correction = 1.7, .late_decay = 0.09, .lr = 0.01}),
-      novograd("novograd, decay in the moment",
-               {.grad_scale = 1.3, .decay = 0.09, .beta1 = 0.8, .correction = 1.7, .lr = 0.01}),
-      adagrad("adagrad", {.grad_scale = 0.7, .decay = 0.09, .eps = 1e-3, .lr = 0.017}),
-      adagrad("adagrad, late decay", {.late_decay = 0.09, .eps = 1e-3, .lr = 0.017}),
+          "novograd, decay in the moment",
+          {.grad_scale = 1.3, .weight_decay = 0.09, .beta1 = 0.8, .correction = 1.7, .lr = 0.01}),
+      adagrad("adagrad", {.grad_scale = 0.7, .weight_decay = 0.09, .eps = 1e-3, .lr = 0.017}),
+      adagrad("adagrad, decoupled weight decay",
+              {.decoupled_weight_decay = 0.09, .eps = 1e-3, .lr = 0.017}),
       lamb_step("lamb, moments", lamb, true),
       lamb_step("lamb, moments, L2", lamb_l2, true),
       lamb_step("lamb, parameters", lamb, false),
@@ -329,18 +339,19 @@ INSTANTIATE_TEST_SUITE_P(
 
 // Rules of two steps, for this many parameters each.
 std::vector<std::array<Rules, 2>> repeatable_rules(std::size_t count) {
-  const AdamRule adam{.grad_scale = 0.37, .keep = 0.987, .beta1 = 0.83, .step_size = 0.0123};
+  const AdamRule adam{
+      .grad_scale = 0.37, .decay_factor = 0.987, .beta1 = 0.83, .step_size = 0.0123};
   AdamRule later_adam = adam;
   later_adam.step_size = 0.0077;
-  later_adam.root_correction = 0.61;
-  const SgdRule first{.momentum = 0.9, .undamped = 0.8, .lr = 0.13, .first = true};
+  later_adam.bias_correction2_sqrt = 0.61;
+  const SgdRule first{.momentum = 0.9, .one_minus_dampening = 0.8, .lr = 0.13, .first = true};
   SgdRule later = first;
   later.first = false;
   later.lr = 0.11;
   return {{std::vector<AdamRule>(count, adam), std::vector<AdamRule>(count, later_adam)},
           {std::vector<SgdRule>(count, first), std::vector<SgdRule>(count, later)},
           {std::vector<AdagradRule>(count, AdagradRule{.lr = 0.3}),
-           std::vector<AdagradRule>(count, AdagradRule{.decay = 0.1, .lr = 0.2})}};
+           std::vector<AdagradRule>(count, AdagradRule{.weight_decay = 0.1, .lr = 0.2})}};
 }
 
 // With several dtypes, so large that a list takes several launches, and with two that share memory.
@@ -428,13 +439,13 @@ TEST(RepeatedUpdate, NamesWhatItCannotRepeat) {
 // One number computed by hand, in fp64: references and kernels could be wrong together.
 TEST(AdamDefinition, IsTheFormula) {
   const AdamRule rule{.grad_scale = 0.5,
-                      .decay = 0.1,
-                      .keep = 0.9,
+                      .weight_decay = 0.1,
+                      .decay_factor = 0.9,
                       .beta1 = 0.8,
                       .beta2 = 0.9,
                       .eps = 0.01,
                       .step_size = 0.3,
-                      .root_correction = 0.7};
+                      .bias_correction2_sqrt = 0.7};
   const double p = 1.5, m = 0.25, v = 0.5, largest = 0.75;
   const double g = 2.0 * 0.5 + 0.1 * p;
   const double new_m = 0.8 * m + 0.2 * g;
@@ -452,11 +463,11 @@ TEST(AdamDefinition, IsTheFormula) {
 
 TEST(SgdDefinition, IsTheFormula) {
   const SgdRule rule{.grad_scale = 0.5,
-                     .decay = 0.1,
-                     .local = 0.6,
+                     .weight_decay = 0.1,
+                     .trust_ratio = 0.6,
                      .momentum = 0.9,
-                     .undamped = 0.7,
-                     .late_decay = 0.2,
+                     .one_minus_dampening = 0.7,
+                     .decoupled_weight_decay = 0.2,
                      .lr = 0.3,
                      .nesterov = true};
   const double p = 1.5, buffer = 0.25;
@@ -472,14 +483,14 @@ TEST(SgdDefinition, IsTheFormula) {
 
 TEST(LambDefinition, IsTheFormula) {
   LambRule rule{.grad_scale = 0.5,
-                .decay = 0.1,
-                .late_decay = 0.2,
+                .weight_decay = 0.1,
+                .decoupled_weight_decay = 0.2,
                 .beta1 = 0.8,
-                .averaged = 0.3,
+                .beta3 = 0.3,
                 .beta2 = 0.9,
                 .eps = 0.01,
-                .correction1 = 3,
-                .correction2 = 5,
+                .inv_bias_correction1 = 3,
+                .inv_bias_correction2 = 5,
                 .step_size = 0.7};
   const double p = -1.5, m = 0.25, v = 0.5;
   const double g = 2.0 * 0.5 + 0.1 * p;
@@ -500,7 +511,7 @@ TEST(LambDefinition, IsTheFormula) {
 
 TEST(LambNorms, AreThoseOfTheDefinition) {
   torch::manual_seed(8);
-  LambRule rule{.grad_scale = 0.5, .late_decay = 0.2};
+  LambRule rule{.grad_scale = 0.5, .decoupled_weight_decay = 0.2};
   for (const Case& c :
        {Case{at::kFloat, at::kBFloat16, at::kBFloat16}, Case{at::kDouble, at::kFloat, {}},
         Case{at::kBFloat16, at::kBFloat16, {}, true}}) {
@@ -537,11 +548,11 @@ TEST(LambNorms, DoNotDependOnTheNumberOfThreads) {
 
 TEST(NovoGradDefinition, IsTheFormula) {
   const NovoGradRule rule{.grad_scale = 0.5,
-                          .decay = 0.1,
+                          .weight_decay = 0.1,
                           .beta1 = 0.8,
-                          .averaged = 0.3,
+                          .beta3 = 0.3,
                           .correction = 3,
-                          .late_decay = 0.2,
+                          .decoupled_weight_decay = 0.2,
                           .lr = 0.7};
   const double p = -1.5, m = 0.25;
   const double new_m = 0.8 * m + 0.3 * (2.0 * 0.5 + 0.1 * p);
@@ -553,8 +564,11 @@ TEST(NovoGradDefinition, IsTheFormula) {
 }
 
 TEST(AdagradDefinition, IsTheFormula) {
-  const AdagradRule rule{
-      .grad_scale = 0.5, .decay = 0.1, .late_decay = 0.2, .eps = 0.01, .lr = 0.7};
+  const AdagradRule rule{.grad_scale = 0.5,
+                         .weight_decay = 0.1,
+                         .decoupled_weight_decay = 0.2,
+                         .eps = 0.01,
+                         .lr = 0.7};
   const double p = -1.5, h = 0.25;
   const double g = 2.0 * 0.5 + 0.1 * p;
   const double new_h = h + g * g;

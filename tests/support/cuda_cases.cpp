@@ -184,20 +184,21 @@ void add_multi_tensor(Cases& cases, at::ScalarType dtype) {
                 return Results{at::tensor(kernels::multi_tensor_norms(tensors, p), at::kDouble)};
               });
   }
-  kernels::AdamRule adam{.grad_scale = 0.7, .decay = 0.1, .keep = 0.99, .eps = 1e-3};
+  kernels::AdamRule adam{.grad_scale = 0.7, .weight_decay = 0.1, .decay_factor = 0.99, .eps = 1e-3};
   adam.step_size = 0.02;
-  adam.root_correction = 0.3;
+  adam.bias_correction2_sqrt = 0.3;
   cases.add_update<kernels::AdamRule>("adam", dtype, 2, adam, kernels::multi_tensor_adam);
   cases.add_update<kernels::AdamRule>("amsgrad", dtype, 3, adam, kernels::multi_tensor_adam);
-  kernels::SgdRule sgd{.grad_scale = 0.7, .decay = 0.1, .local = 0.9, .momentum = 0.8};
+  kernels::SgdRule sgd{.grad_scale = 0.7, .weight_decay = 0.1, .trust_ratio = 0.9, .momentum = 0.8};
   sgd.nesterov = true;
   cases.add_update<kernels::SgdRule>("sgd", dtype, 1, sgd, kernels::multi_tensor_sgd);
-  cases.add_update<kernels::NovoGradRule>("novograd", dtype, 1,
-                                          {.grad_scale = 0.7, .correction = 1.1, .late_decay = 0.1},
-                                          kernels::multi_tensor_novograd);
-  cases.add_update<kernels::AdagradRule>("adagrad", dtype, 1, {.grad_scale = 0.7, .decay = 0.1},
-                                         kernels::multi_tensor_adagrad);
-  const kernels::LambRule lamb{.grad_scale = 0.7, .late_decay = 0.1, .correction2 = 3};
+  cases.add_update<kernels::NovoGradRule>(
+      "novograd", dtype, 1, {.grad_scale = 0.7, .correction = 1.1, .decoupled_weight_decay = 0.1},
+      kernels::multi_tensor_novograd);
+  cases.add_update<kernels::AdagradRule>(
+      "adagrad", dtype, 1, {.grad_scale = 0.7, .weight_decay = 0.1}, kernels::multi_tensor_adagrad);
+  const kernels::LambRule lamb{
+      .grad_scale = 0.7, .decoupled_weight_decay = 0.1, .inv_bias_correction2 = 3};
   cases.add_update<kernels::LambRule>("lamb, parameters", dtype, 2, lamb,
                                       kernels::multi_tensor_lamb_apply);
   cases.add_update<kernels::LambRule>(

@@ -19,11 +19,11 @@ struct AdagradMath : AdagradNumbers {
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
-    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
     const auto h = flush_subnormal(d, hn::Add(load_state(d, span, 0, i), hn::Mul(grad, grad)));
     store_state(d, h, span, 0, i);
     auto update = hn::Div(grad, hn::Add(hn::Sqrt(h), hn::Set(d, eps)));
-    if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
+    if (decoupled_weight_decay != 0) update = scaled_sum(d, decoupled_weight_decay, param, update);
     return scaled_sum(d, minus_lr, update, param);
   }
 };

@@ -19,11 +19,11 @@ struct AdamMath : AdamNumbers {
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
-    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
-    if (keep != 1) param = hn::Mul(param, hn::Set(d, keep));
-    const auto m = flush_subnormal(
-        d, scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, rest1), grad)));
-    const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
+    if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
+    if (decay_factor != 1) param = hn::Mul(param, hn::Set(d, decay_factor));
+    const auto m = flush_subnormal(d, scaled_sum(d, beta1, load_state(d, span, 0, i),
+                                                 hn::Mul(hn::Set(d, one_minus_beta1), grad)));
+    const auto square = hn::Mul(hn::Mul(hn::Set(d, one_minus_beta2), grad), grad);
     auto v = flush_subnormal(d, scaled_sum(d, beta2, load_state(d, span, 1, i), square));
     store_moments(d, span, i, m, &v);
     if (span.state[2] != nullptr) {
@@ -32,7 +32,7 @@ struct AdamMath : AdamNumbers {
       store_state(d, v, span, 2, i);
     }
     const auto denominator =
-        hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, root_correction)), hn::Set(d, eps));
+        hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, bias_correction2_sqrt)), hn::Set(d, eps));
     return hn::Add(param, hn::Div(hn::Mul(hn::Set(d, minus_step_size), m), denominator));
   }
 };

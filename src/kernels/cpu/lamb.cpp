@@ -20,10 +20,10 @@ struct LambMath : LambNumbers {
   // Updates the moments at element i of a span.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE void move(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
-    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
     const auto m =
-        scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, averaged), grad));
-    const auto square = hn::Mul(hn::Mul(hn::Set(d, rest2), grad), grad);
+        scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, beta3), grad));
+    const auto square = hn::Mul(hn::Mul(hn::Set(d, one_minus_beta2), grad), grad);
     const auto v = scaled_sum(d, beta2, load_state(d, span, 1, i), square);
     store_state(d, flush_subnormal(d, m), span, 0, i);
     store_state(d, flush_subnormal(d, v), span, 1, i);
@@ -32,10 +32,10 @@ struct LambMath : LambNumbers {
   // The update that follows from the moments.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V update(D d, const UpdateSpan& span, std::size_t i, V param) const {
-    const auto m = hn::Mul(load_state(d, span, 0, i), hn::Set(d, correction1));
-    const auto v = hn::Mul(load_state(d, span, 1, i), hn::Set(d, correction2));
+    const auto m = hn::Mul(load_state(d, span, 0, i), hn::Set(d, inv_bias_correction1));
+    const auto v = hn::Mul(load_state(d, span, 1, i), hn::Set(d, inv_bias_correction2));
     const auto u = hn::Div(m, hn::Add(hn::Sqrt(v), hn::Set(d, eps)));
-    return late_decay != 0 ? scaled_sum(d, late_decay, param, u) : u;
+    return decoupled_weight_decay != 0 ? scaled_sum(d, decoupled_weight_decay, param, u) : u;
   }
 
   // The second pass, in the form that update_elements needs.

@@ -19,12 +19,12 @@ struct NovoGradMath : NovoGradNumbers {
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
-    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
+    if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
     const auto m = flush_subnormal(
-        d, scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, averaged), grad)));
+        d, scaled_sum(d, beta1, load_state(d, span, 0, i), hn::Mul(hn::Set(d, beta3), grad)));
     store_state(d, m, span, 0, i);
     auto update = hn::Mul(m, hn::Set(d, correction));
-    if (late_decay != 0) update = scaled_sum(d, late_decay, param, update);
+    if (decoupled_weight_decay != 0) update = scaled_sum(d, decoupled_weight_decay, param, update);
     return scaled_sum(d, minus_lr, update, param);
   }
 };

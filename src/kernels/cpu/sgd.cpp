@@ -19,19 +19,19 @@ struct SgdMath : SgdNumbers {
 
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
-    if (decay != 0) grad = scaled_sum(d, decay, param, grad);
-    if (local != 1) grad = hn::Mul(grad, hn::Set(d, local));
+    if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
+    if (trust_ratio != 1) grad = hn::Mul(grad, hn::Set(d, trust_ratio));
     if (span.state[0] != nullptr) {
       auto buffer = grad;
       if (!first) {
-        buffer =
-            scaled_sum(d, momentum, load_state(d, span, 0, i), hn::Mul(hn::Set(d, undamped), grad));
+        buffer = scaled_sum(d, momentum, load_state(d, span, 0, i),
+                            hn::Mul(hn::Set(d, one_minus_dampening), grad));
       }
       buffer = flush_subnormal(d, buffer);
       store_moments(d, span, i, buffer);
       grad = nesterov ? scaled_sum(d, momentum, buffer, grad) : buffer;
     }
-    if (late_decay != 0) grad = scaled_sum(d, late_decay, param, grad);
+    if (decoupled_weight_decay != 0) grad = scaled_sum(d, decoupled_weight_decay, param, grad);
     return scaled_sum(d, minus_lr, grad, param);
   }
 };

@@ -8,11 +8,11 @@ struct AdagradMath : AdagradNumbers {
 
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
-    if (decay != 0) grad = scaled_sum(decay, param, grad);
+    if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
     const float h = flush_subnormal(load_state(span, 0, i) + grad * grad);
     store_state(h, span, 0, i);
     float update = grad / (sqrtf(h) + eps);
-    if (late_decay != 0) update = scaled_sum(late_decay, param, update);
+    if (decoupled_weight_decay != 0) update = scaled_sum(decoupled_weight_decay, param, update);
     return scaled_sum(minus_lr, update, param);
   }
 };

@@ -9,19 +9,19 @@ struct LambMath : LambNumbers {
 
   // Updates the moments at element i of a span.
   __device__ void move(const UpdateSpan& span, std::size_t i, float grad, float param) const {
-    if (decay != 0) grad = scaled_sum(decay, param, grad);
-    const float m = scaled_sum(beta1, load_state(span, 0, i), averaged * grad);
-    const float v = scaled_sum(beta2, load_state(span, 1, i), rest2 * grad * grad);
+    if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
+    const float m = scaled_sum(beta1, load_state(span, 0, i), beta3 * grad);
+    const float v = scaled_sum(beta2, load_state(span, 1, i), one_minus_beta2 * grad * grad);
     store_state(flush_subnormal(m), span, 0, i);
     store_state(flush_subnormal(v), span, 1, i);
   }
 
   // The update that follows from the moments.
   __device__ float update(const UpdateSpan& span, std::size_t i, float param) const {
-    const float m = load_state(span, 0, i) * correction1;
-    const float v = load_state(span, 1, i) * correction2;
+    const float m = load_state(span, 0, i) * inv_bias_correction1;
+    const float v = load_state(span, 1, i) * inv_bias_correction2;
     const float u = m / (sqrtf(v) + eps);
-    return late_decay != 0 ? scaled_sum(late_decay, param, u) : u;
+    return decoupled_weight_decay != 0 ? scaled_sum(decoupled_weight_decay, param, u) : u;
   }
 
   // The second pass, in the form that update_table needs.

@@ -8,16 +8,16 @@ struct SgdMath : SgdNumbers {
 
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
-    if (decay != 0) grad = scaled_sum(decay, param, grad);
-    if (local != 1) grad = grad * local;
+    if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
+    if (trust_ratio != 1) grad = grad * trust_ratio;
     if (span.state[0] != nullptr) {
       float buffer = grad;
-      if (!first) buffer = scaled_sum(momentum, load_state(span, 0, i), undamped * grad);
+      if (!first) buffer = scaled_sum(momentum, load_state(span, 0, i), one_minus_dampening * grad);
       buffer = flush_subnormal(buffer);
       store_moments<false>(span, i, buffer);
       grad = nesterov ? scaled_sum(momentum, buffer, grad) : buffer;
     }
-    if (late_decay != 0) grad = scaled_sum(late_decay, param, grad);
+    if (decoupled_weight_decay != 0) grad = scaled_sum(decoupled_weight_decay, param, grad);
     return scaled_sum(minus_lr, grad, param);
   }
 };

@@ -76,12 +76,12 @@ at::Tensor flush_subnormal(const at::Tensor& value) {
 
 // Products are separate tensors: add(tensor, alpha) would fuse them with the addition on some
 // processors.
-at::Tensor accumulated(const at::Tensor& average, double keep, const at::Tensor& added) {
-  return flush_subnormal(average.to(added.scalar_type()).mul(keep).add(added));
+at::Tensor accumulated(const at::Tensor& average, double beta, const at::Tensor& added) {
+  return flush_subnormal(average.to(added.scalar_type()).mul(beta).add(added));
 }
 
-void accumulate(const at::Tensor& average, double keep, const at::Tensor& added) {
-  average.copy_(accumulated(average, keep, added));
+void accumulate(const at::Tensor& average, double beta, const at::Tensor& added) {
+  average.copy_(accumulated(average, beta, added));
 }
 
 // The upper bits of int32 numbers, without their sign.
@@ -136,8 +136,8 @@ void adam(const Update& item, const AdamRule& rule) {
   const at::NoGradGuard no_grad;
   at::Tensor grad = scaled_grad(item, rule.grad_scale);
   at::Tensor param = wide_param(item);
-  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
-  if (rule.keep != 1) param = param.mul(rule.keep);
+  if (rule.weight_decay != 0) grad = param.mul(rule.weight_decay).add(grad);
+  if (rule.decay_factor != 1) param = param.mul(rule.decay_factor);
   const auto& [m, v, largest] = item.state;
   const at::Tensor new_m = accumulated(m, rule.beta1, grad.mul(1 - rule.beta1));
   at::Tensor new_v = accumulated(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
@@ -146,7 +146,7 @@ void adam(const Update& item, const AdamRule& rule) {
     new_v = flush_subnormal(at::maximum(largest.to(new_v.scalar_type()), new_v));
     largest.copy_(new_v);
   }
-  const at::Tensor denominator = root(new_v).div(rule.root_correction).add(rule.eps);
+  const at::Tensor denominator = root(new_v).div(rule.bias_correction2_sqrt).add(rule.eps);
   write(item, param.add(new_m.mul(-rule.step_size).div(denominator)));
 }
 
@@ -154,16 +154,16 @@ void sgd(const Update& item, const SgdRule& rule) {
   const at::NoGradGuard no_grad;
   at::Tensor grad = scaled_grad(item, rule.grad_scale);
   const at::Tensor param = wide_param(item);
-  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
-  if (rule.local != 1) grad = grad.mul(rule.local);
+  if (rule.weight_decay != 0) grad = param.mul(rule.weight_decay).add(grad);
+  if (rule.trust_ratio != 1) grad = grad.mul(rule.trust_ratio);
   if (const at::Tensor& buffer = item.state[0]; buffer.defined()) {
-    const at::Tensor moved = rule.first
-                                 ? flush_subnormal(grad)
-                                 : accumulated(buffer, rule.momentum, grad.mul(rule.undamped));
+    const at::Tensor moved =
+        rule.first ? flush_subnormal(grad)
+                   : accumulated(buffer, rule.momentum, grad.mul(rule.one_minus_dampening));
     store_moments(item, moved);
     grad = rule.nesterov ? moved.mul(rule.momentum).add(grad) : moved;
   }
-  if (rule.late_decay != 0) grad = param.mul(rule.late_decay).add(grad);
+  if (rule.decoupled_weight_decay != 0) grad = param.mul(rule.decoupled_weight_decay).add(grad);
   write(item, grad.mul(-rule.lr).add(param));
 }
 
@@ -171,11 +171,11 @@ void novograd(const Update& item, const NovoGradRule& rule) {
   const at::NoGradGuard no_grad;
   at::Tensor grad = scaled_grad(item, rule.grad_scale);
   const at::Tensor param = wide_param(item);
-  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  if (rule.weight_decay != 0) grad = param.mul(rule.weight_decay).add(grad);
   const at::Tensor& m = item.state[0];
-  accumulate(m, rule.beta1, grad.mul(rule.averaged));
+  accumulate(m, rule.beta1, grad.mul(rule.beta3));
   at::Tensor update = m.mul(rule.correction);
-  if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
+  if (rule.decoupled_weight_decay != 0) update = param.mul(rule.decoupled_weight_decay).add(update);
   write(item, update.mul(-rule.lr).add(param));
 }
 
@@ -183,11 +183,11 @@ void adagrad(const Update& item, const AdagradRule& rule) {
   const at::NoGradGuard no_grad;
   at::Tensor grad = scaled_grad(item, rule.grad_scale);
   const at::Tensor param = wide_param(item);
-  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  if (rule.weight_decay != 0) grad = param.mul(rule.weight_decay).add(grad);
   const at::Tensor& h = item.state[0];
   h.copy_(flush_subnormal(h.add(grad.mul(grad))));
   at::Tensor update = grad.div(root(h).add(rule.eps));
-  if (rule.late_decay != 0) update = param.mul(rule.late_decay).add(update);
+  if (rule.decoupled_weight_decay != 0) update = param.mul(rule.decoupled_weight_decay).add(update);
   write(item, update.mul(-rule.lr).add(param));
 }
 
@@ -195,9 +195,10 @@ namespace {
 
 at::Tensor lamb_update(const Update& item, const LambRule& rule, const at::Tensor& param) {
   const auto& [m, v, none] = item.state;
-  const at::Tensor denominator = root(v.mul(rule.correction2)).add(rule.eps);
-  const at::Tensor update = m.mul(rule.correction1).div(denominator);
-  return rule.late_decay != 0 ? param.mul(rule.late_decay).add(update) : update;
+  const at::Tensor denominator = root(v.mul(rule.inv_bias_correction2)).add(rule.eps);
+  const at::Tensor update = m.mul(rule.inv_bias_correction1).div(denominator);
+  return rule.decoupled_weight_decay != 0 ? param.mul(rule.decoupled_weight_decay).add(update)
+                                          : update;
 }
 
 at::Tensor norm_of(const at::Tensor& tensor) {
@@ -210,9 +211,9 @@ at::Tensor lamb_moments(const Update& item, const LambRule& rule) {
   const at::NoGradGuard no_grad;
   at::Tensor grad = scaled_grad(item, rule.grad_scale);
   const at::Tensor param = wide_param(item);
-  if (rule.decay != 0) grad = param.mul(rule.decay).add(grad);
+  if (rule.weight_decay != 0) grad = param.mul(rule.weight_decay).add(grad);
   const auto& [m, v, none] = item.state;
-  accumulate(m, rule.beta1, grad.mul(rule.averaged));
+  accumulate(m, rule.beta1, grad.mul(rule.beta3));
   accumulate(v, rule.beta2, grad.mul(1 - rule.beta2).mul(grad));
   return at::stack({norm_of(param), norm_of(lamb_update(item, rule, param))});
 }
