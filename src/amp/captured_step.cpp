@@ -4,7 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/step_graph.h"
-#include "src/optim/repeated_step.h"
+#include "src/optim/capturable_step.h"
 
 #include <c10/util/ScopeExit.h>
 #include <torch/types.h>
@@ -113,7 +113,7 @@ struct CapturedStep::Impl {
     Captured(optim::FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
         : step(optimizer, parameters) {}
     Batch batch;
-    optim::RepeatedStep step;
+    optim::CapturableStep step;
     State::ScaleOnDevice scale;
     double scale_sent = 0;
     std::vector<Place> model;
@@ -371,7 +371,7 @@ CapturedStep::CapturedStep(MixedPrecision& mixed, optim::FusedOptimizer& optimiz
   if (!loss) throw Error(kCapturedStep, "a function that computes the loss", "none");
   mixed.loss_scaler(options.loss_id());  // is there
   impl_ = std::make_unique<Impl>(mixed, mixed.impl(), optimizer, std::move(loss), options);
-  if (impl_->graph != nullptr) const optim::RepeatedStep can_be_repeated(optimizer, {});
+  if (impl_->graph != nullptr) const optim::CapturableStep can_be_captured(optimizer, {});
 }
 
 CapturedStep::~CapturedStep() = default;

@@ -11,7 +11,7 @@
 #include "src/core/log.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
-#include "src/optim/repeated_step.h"
+#include "src/optim/capturable_step.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -394,11 +394,11 @@ void MasterWeights::step() {
   maybe_stepped_ = false;
 }
 
-void MasterWeights::step(optim::RepeatedStep& repeated, const at::Tensor& found_inf) {
+void MasterWeights::step(optim::CapturableStep& step, const at::Tensor& found_inf) {
   hide_gradients();
   optim::ModelCopies copies;
   for (const Pair& pair : pairs_) copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
-  repeated.run(&copies, found_inf);
+  step.run(&copies, found_inf);
   for (Pair& pair : pairs_) agreed(pair);
   maybe_stepped_ = false;
 }

@@ -338,9 +338,9 @@ void multi_tensor_update(std::span<const Update> items, const Rules& rules) {
              rules);
 }
 
-RepeatedUpdate::RepeatedUpdate(c10::Device device) : device_(device) {}
+CapturableUpdate::CapturableUpdate(c10::Device device) : device_(device) {}
 
-void RepeatedUpdate::send(const Rules& rules) {
+void CapturableUpdate::send(const Rules& rules) {
   std::visit(
       [&]<typename Rule>(const std::vector<Rule>& list) {
         static_assert(std::is_trivially_copyable_v<Rule>);
@@ -362,7 +362,7 @@ void RepeatedUpdate::send(const Rules& rules) {
       rules);
 }
 
-void RepeatedUpdate::run(std::span<const Update> items, const at::Tensor& found_inf) const {
+void CapturableUpdate::run(std::span<const Update> items, const at::Tensor& found_inf) const {
   if (!rules_.defined()) throw Error(kUpdate, "rules that were sent", "none");
   check_found_inf(found_inf, device_);
   run_(items, rules_, found_inf);

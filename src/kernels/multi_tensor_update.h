@@ -42,9 +42,9 @@ void multi_tensor_update(std::span<const Update> items, const Rules& rules);
 
 // Such a step, repeated without the host: its rules and found_inf are read from the parameters'
 // device when the kernels run, so that it can be captured in a CUDA graph.
-class RepeatedUpdate {
+class CapturableUpdate {
  public:
-  explicit RepeatedUpdate(c10::Device device);
+  explicit CapturableUpdate(c10::Device device);
 
   // Sends the rules of the next step to the device. The first call allocates memory there. Later
   // calls need the same number of rules of the same kind.

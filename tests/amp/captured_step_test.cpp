@@ -682,9 +682,9 @@ TEST_F(CapturedSteps, SayWhatTheyCannotRepeat) {
     return [=] { Training(of, bf16, how); };
   };
   expect_error(make(kind<optim::FusedLAMB>("LAMB", optim::FusedLAMBOptions(0.1))),
-               {"[optim.repeated_step]", "optim.fused_lamb", "norms"});
+               {"[optim.capturable_step]", "optim.fused_lamb", "norms"});
   expect_error(make(kind<optim::FusedAdam>("Adam", optim::FusedAdamOptions(0.1).bf16_state(true))),
-               {"[optim.repeated_step]", "bf16_state in group 0"});
+               {"[optim.capturable_step]", "bf16_state in group 0"});
   expect_error(make(kinds()[0], CapturedStepOptions().warmup(0)), {"warmup of at least 1"});
   expect_error(make(kinds()[0], CapturedStepOptions().max_grad_norm(-1)), {"max_grad_norm", "-1"});
   expect_error(make(kinds()[0], CapturedStepOptions().max_grad_norm(NAN)), {"max_grad_norm"});
@@ -724,7 +724,7 @@ TEST_F(CapturedSteps, RefuseLayersThatTakeTurns) {
   for (std::uint64_t i = 0; i < 3; ++i) step.run({torch::ones({2, 3})});
   const at::Tensor before = second->weight.clone();
   expect_error([&] { step.run({torch::ones({2, 3})}); },
-               {"[optim.repeated_step]", "the same parameters in each step"});
+               {"[optim.capturable_step]", "the same parameters in each step"});
   expect_bitwise_equal(second->weight, before);
 }
 

@@ -335,10 +335,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{at::kBFloat16, at::kBFloat16, {}, true, true}),
     name_of);
 
-// ---- repeated steps -----------------------------------------------------------------------------
+// ---- capturable steps ---------------------------------------------------------------------------
 
 // Rules of two steps, for this many parameters each.
-std::vector<std::array<Rules, 2>> repeatable_rules(std::size_t count) {
+std::vector<std::array<Rules, 2>> captured_rules(std::size_t count) {
   const AdamRule adam{
       .grad_scale = 0.37, .decay_factor = 0.987, .beta1 = 0.83, .step_size = 0.0123};
   AdamRule later_adam = adam;
@@ -355,7 +355,7 @@ std::vector<std::array<Rules, 2>> repeatable_rules(std::size_t count) {
 }
 
 // With several dtypes, so large that a list takes several launches, and with two that share memory.
-std::vector<Update> repeatable_items() {
+std::vector<Update> captured_items() {
   std::vector<Update> items;
   for (int i = 0; i < 70; ++i)
     items.push_back(item_like(at::empty({i % 7, 5}), {at::kFloat, at::kHalf, at::kHalf}, 2));
@@ -374,19 +374,19 @@ std::vector<Update> copy_of(const std::vector<Update>& items) {
   return copies;
 }
 
-TEST(RepeatedUpdate, TakesTheStepsOfTheRulesThatWereSent) {
+TEST(CapturableUpdate, TakesTheStepsOfTheRulesThatWereSent) {
   torch::manual_seed(5);
-  const std::vector<Update> items = repeatable_items();
-  for (const auto& rules : repeatable_rules(items.size())) {
+  const std::vector<Update> items = captured_items();
+  for (const auto& rules : captured_rules(items.size())) {
     const std::vector<Update> got = copy_of(items);
     const std::vector<Update> want = copy_of(items);
-    RepeatedUpdate repeated(at::kCPU);
+    CapturableUpdate capturable(at::kCPU);
     for (const Rules& of_step : rules) {
-      repeated.send(of_step);
-      repeated.run(got, at::zeros({}));
+      capturable.send(of_step);
+      capturable.run(got, at::zeros({}));
       multi_tensor_update(want, of_step);
     }
-    repeated.run(got, {});
+    capturable.run(got, {});
     multi_tensor_update(want, rules[1]);
     for (std::size_t i = 0; i < items.size(); ++i) {
       SCOPED_TRACE(c10::str("kind ", rules[0].index(), ", item ", i));
@@ -395,27 +395,27 @@ TEST(RepeatedUpdate, TakesTheStepsOfTheRulesThatWereSent) {
   }
 }
 
-TEST(RepeatedUpdate, ChangesNothingWhereFoundInfIsSet) {
+TEST(CapturableUpdate, ChangesNothingWhereFoundInfIsSet) {
   torch::manual_seed(5);
-  const std::vector<Update> items = repeatable_items();
-  for (const auto& rules : repeatable_rules(items.size())) {
+  const std::vector<Update> items = captured_items();
+  for (const auto& rules : captured_rules(items.size())) {
     for (const float found_inf : {1.0F, std::numeric_limits<float>::quiet_NaN()}) {
       const std::vector<Update> got = copy_of(items);
-      RepeatedUpdate repeated(at::kCPU);
-      repeated.send(rules[1]);
-      repeated.run(got, at::full({}, found_inf));
+      CapturableUpdate capturable(at::kCPU);
+      capturable.send(rules[1]);
+      capturable.run(got, at::full({}, found_inf));
       for (std::size_t i = 0; i < items.size(); ++i) expect_equal(got[i], items[i]);
     }
   }
 }
 
-TEST(RepeatedUpdate, NamesWhatItCannotRepeat) {
+TEST(CapturableUpdate, NamesWhatItCannotCapture) {
   const std::vector<AdamRule> one(1);
   const auto run = [&](const Case& c, const at::Tensor& layout, const at::Tensor& found_inf) {
     return [=] {
-      RepeatedUpdate repeated(at::kCPU);
-      repeated.send(one);
-      repeated.run(std::vector<Update>{item_like(layout, c, 2)}, found_inf);
+      CapturableUpdate capturable(at::kCPU);
+      capturable.send(one);
+      capturable.run(std::vector<Update>{item_like(layout, c, 2)}, found_inf);
     };
   };
   expect_error(run({at::kDouble, at::kDouble, {}}, at::empty({3}), {}), {"float64", "16-bit"});
@@ -424,14 +424,14 @@ TEST(RepeatedUpdate, NamesWhatItCannotRepeat) {
   expect_error(run({at::kFloat, at::kFloat, {}}, at::empty({3}), at::zeros({2})), {"found_inf"});
   const auto others = [&](const Rules& rules) {
     return [=] {
-      RepeatedUpdate repeated(at::kCPU);
-      repeated.send(one);
-      repeated.send(rules);
+      CapturableUpdate capturable(at::kCPU);
+      capturable.send(one);
+      capturable.send(rules);
     };
   };
   expect_error(others(std::vector<AdamRule>(2)), {"as many rules as before"});
   expect_error(others(std::vector<AdagradRule>(1)), {"of the same kind"});
-  expect_error([] { RepeatedUpdate(at::kCPU).run({}, {}); }, {"rules that were sent"});
+  expect_error([] { CapturableUpdate(at::kCPU).run({}, {}); }, {"rules that were sent"});
 }
 
 // ---- formulas -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ class Gradients;
 
 namespace semitone::optim {
 class FusedOptimizer;
-class RepeatedStep;
+class CapturableStep;
 }  // namespace semitone::optim
 
 namespace semitone::amp {
@@ -150,7 +150,7 @@ class [[nodiscard]] MasterWeights {
   void take_gradients(Gradients& pass);
   /// For the library itself: a step that can be captured, and that changes nothing if found_inf is
   /// set.
-  void step(optim::RepeatedStep& repeated, const at::Tensor& found_inf);
+  void step(optim::CapturableStep& step, const at::Tensor& found_inf);
   /// For the library itself: a device has replayed such a step. Updates autograd's version
   /// counters.
   void note_step();

@@ -158,7 +158,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   void check_options() const;
 
  private:
-  friend class RepeatedStep;
+  friend class CapturableStep;
 
   /// The component in messages: "optim.fused_adam".
   virtual std::string_view component() const = 0;

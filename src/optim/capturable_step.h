@@ -12,23 +12,23 @@
 
 namespace semitone::optim {
 
-// A step of an optimizer that is repeated without the host: learning rates, step counts and
+// A step of an optimizer that can be repeated without the host: learning rates, step counts and
 // found_inf are read from the device's memory when the kernels run. It can therefore be captured in
 // a CUDA graph.
 //
-//     RepeatedStep step(optimizer, parameters);
+//     CapturableStep step(optimizer, parameters);
 //     step.send_rules();        // of the next step, by the options and step counts as they are now
 //     step.run(copies, found_inf);
 //     if (…found_inf is 0…) step.count();
-class RepeatedStep {
+class CapturableStep {
  public:
   // For these parameters of the optimizer, all on one device: those that will have gradients.
   // Creates the state that they lack; the optimizer gets it with the first counted step. Error if
   // the optimizer computes norms before it updates anything (LAMB, NovoGrad, LARC), or has bf16
   // state, which is rounded with other random bits in each step.
-  RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters);
-  RepeatedStep(const RepeatedStep&) = delete;  // what was captured has pointers to its memory
-  RepeatedStep& operator=(const RepeatedStep&) = delete;
+  CapturableStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters);
+  CapturableStep(const CapturableStep&) = delete;  // what was captured has pointers to its memory
+  CapturableStep& operator=(const CapturableStep&) = delete;
 
   void send_rules();
 
@@ -51,7 +51,7 @@ class RepeatedStep {
     bool operator==(const Group&) const = default;
   };
   std::vector<Group> groups_now() const;
-  struct Known {
+  struct Record {
     const void* data;   // of the parameter
     FusedState state;   // that the step works on
     FusedState theirs;  // what the optimizer has: nothing, until a step was counted
@@ -61,8 +61,8 @@ class RepeatedStep {
   FusedOptimizer* optimizer_;
   std::vector<Group> groups_;  // as they were
   std::vector<FusedOptimizer::Work> work_;
-  std::vector<Known> known_;  // of each in work_
-  kernels::RepeatedUpdate update_;
+  std::vector<Record> records_;  // of each in work_
+  kernels::CapturableUpdate update_;
 };
 
 }  // namespace semitone::optim

@@ -1,4 +1,4 @@
-#include "src/optim/repeated_step.h"
+#include "src/optim/capturable_step.h"
 
 #include "semitone/core/error.h"
 
@@ -11,7 +11,7 @@
 namespace semitone::optim {
 namespace {
 
-constexpr auto kRepeatedStep = "optim.repeated_step";
+constexpr auto kCapturableStep = "optim.capturable_step";
 
 c10::Device common_device(std::span<const at::Tensor> parameters) {
   return parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().device();
@@ -19,11 +19,11 @@ c10::Device common_device(std::span<const at::Tensor> parameters) {
 
 }  // namespace
 
-RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
+CapturableStep::CapturableStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
     : optimizer_(&optimizer), groups_(groups_now()), update_(common_device(parameters)) {
   const at::NoGradGuard no_grad;
   if (!optimizer.rules_of({}).has_value()) {
-    throw Error(kRepeatedStep,
+    throw Error(kCapturableStep,
                 "an optimizer that updates each parameter independently: Adam, SGD or Adagrad",
                 std::string(optimizer.component()) + ", which computes norms first");
   }
@@ -33,7 +33,7 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
   for (std::size_t g = 0; g < groups.size(); ++g) {
     optimizer.check(groups[g].options());
     if (optimizer.keeps_bf16_state(groups[g].options())) {
-      throw Error(kRepeatedStep, "state in float32", "bf16_state in group " + std::to_string(g),
+      throw Error(kCapturableStep, "state in float32", "bf16_state in group " + std::to_string(g),
                   "its rounding needs other random bits in each step: use fp32 state");
     }
     for (const at::Tensor& parameter : groups[g].params()) {
@@ -43,7 +43,7 @@ RepeatedStep::RepeatedStep(FusedOptimizer& optimizer, std::span<const at::Tensor
   }
 }
 
-std::vector<RepeatedStep::Group> RepeatedStep::groups_now() const {
+std::vector<CapturableStep::Group> CapturableStep::groups_now() const {
   std::vector<Group> groups;
   for (const auto& group : optimizer_->param_groups()) {
     auto& now = groups.emplace_back();
@@ -55,7 +55,7 @@ std::vector<RepeatedStep::Group> RepeatedStep::groups_now() const {
   return groups;
 }
 
-void RepeatedStep::add(const at::Tensor& parameter, std::size_t group) {
+void CapturableStep::add(const at::Tensor& parameter, std::size_t group) {
   const FusedState* const theirs = optimizer_->find(parameter);
   FusedState state = theirs == nullptr ? FusedState() : *theirs;
   FusedOptimizer::Work work;
@@ -65,11 +65,11 @@ void RepeatedStep::add(const at::Tensor& parameter, std::size_t group) {
   optimizer_->prepare(work, state);
   work.state = nullptr;
   work_.push_back(std::move(work));
-  known_.push_back(
+  records_.push_back(
       {parameter.const_data_ptr(), std::move(state), theirs == nullptr ? FusedState() : *theirs});
 }
 
-void RepeatedStep::send_rules() {
+void CapturableStep::send_rules() {
   for (FusedOptimizer::Work& one : work_) {
     one.options = &optimizer_->param_groups()[one.group].options();
     optimizer_->check(*one.options);
@@ -78,7 +78,7 @@ void RepeatedStep::send_rules() {
   update_.send(optimizer_->rules_of(work_).value().rules);
 }
 
-void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
+void CapturableStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
   const at::NoGradGuard no_grad;
   std::vector<FusedOptimizer::Work> now = optimizer_->gather(FusedStep().copies(copies));
   const bool same = std::equal(now.begin(), now.end(), work_.begin(), work_.end(),
@@ -86,7 +86,7 @@ void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
                                  return a.update.param.is_same(b.update.param);
                                });
   if (!same) {
-    throw Error(kRepeatedStep, "gradients of the same parameters in each step",
+    throw Error(kCapturableStep, "gradients of the same parameters in each step",
                 "some of " + std::to_string(now.size()) + " parameters instead of " +
                     std::to_string(work_.size()),
                 "a captured step must compute the same layers each time");
@@ -98,32 +98,32 @@ void RepeatedStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
   update_.run(items_of(std::span<FusedOptimizer::Work>(now)), found_inf);
 }
 
-void RepeatedStep::count() {
+void CapturableStep::count() {
   for (std::size_t i = 0; i < work_.size(); ++i) {
     FusedState& theirs = state_in(optimizer_->state_, work_[i].update.param);
-    theirs.tensors = known_[i].state.tensors;
-    theirs.master_low = known_[i].state.master_low;
+    theirs.tensors = records_[i].state.tensors;
+    theirs.master_low = records_[i].state.master_low;
     ++theirs.step;
-    known_[i].theirs = theirs;
+    records_[i].theirs = theirs;
     work_[i].fresh = {};
   }
 }
 
-bool RepeatedStep::is_current() const {
+bool CapturableStep::is_current() const {
   const auto& groups = optimizer_->param_groups();
   if (groups_now() != groups_) return false;
   std::vector<std::vector<FusedOptimizer::Slot>> slots;
   for (const auto& group : groups) slots.push_back(optimizer_->slots(group.options()));
   for (std::size_t i = 0; i < work_.size(); ++i) {
     const kernels::Update& update = work_[i].update;
-    if (update.param.const_data_ptr() != known_[i].data) return false;
+    if (update.param.const_data_ptr() != records_[i].data) return false;
     const FusedState* const found = optimizer_->find(update.param);
     const FusedState now = found == nullptr ? FusedState() : *found;
-    if (!now.master_low.is_same(known_[i].theirs.master_low)) return false;
+    if (!now.master_low.is_same(records_[i].theirs.master_low)) return false;
     const auto& of_group = slots[work_[i].group];
     for (std::size_t k = 0; k < now.tensors.size(); ++k) {
       const bool wanted = k < of_group.size() && of_group[k].wanted;
-      if (!now.tensors[k].is_same(known_[i].theirs.tensors[k]) ||
+      if (!now.tensors[k].is_same(records_[i].theirs.tensors[k]) ||
           wanted != update.state[k].defined())
         return false;
     }
