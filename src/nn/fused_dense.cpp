@@ -35,7 +35,7 @@ at::Tensor linear_gelu(const at::Tensor& input, const at::Tensor& weight, const 
                         : fused_gelu(product, approximate);
 }
 
-void check(const MlpOptions& options) {
+void check(const MLPOptions& options) {
   constexpr auto kComponent = "nn.mlp";
   const auto& sizes = options.sizes();
   if (sizes.size() < 2 ||
@@ -108,12 +108,12 @@ void FusedDenseGeluDenseImpl::pretty_print(std::ostream& stream) const {
          << ", approximate=" << options.approximate() << ")";
 }
 
-MlpImpl::MlpImpl(MlpOptions options_) : options(std::move(options_)) {
+MLPImpl::MLPImpl(MLPOptions options_) : options(std::move(options_)) {
   check(options);
-  MlpImpl::reset();
+  MLPImpl::reset();
 }
 
-void MlpImpl::reset() {
+void MLPImpl::reset() {
   weights.clear();
   biases.clear();
   const auto& sizes = options.sizes();
@@ -127,7 +127,7 @@ void MlpImpl::reset() {
   reset_parameters();
 }
 
-void MlpImpl::reset_parameters() {
+void MLPImpl::reset_parameters() {
   for (std::size_t i = 0; i < weights.size(); ++i) {
     const auto out = static_cast<double>(weights[i].size(0));
     const auto in = static_cast<double>(weights[i].size(1));
@@ -136,7 +136,7 @@ void MlpImpl::reset_parameters() {
   }
 }
 
-at::Tensor MlpImpl::forward(const at::Tensor& input) {
+at::Tensor MLPImpl::forward(const at::Tensor& input) {
   const std::string& activation = options.activation();
   at::Tensor result = input;
   for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -151,8 +151,8 @@ at::Tensor MlpImpl::forward(const at::Tensor& input) {
   return result;
 }
 
-void MlpImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "semitone::nn::Mlp(sizes=" << torch::IntArrayRef(options.sizes())
+void MLPImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "semitone::nn::MLP(sizes=" << torch::IntArrayRef(options.sizes())
          << ", bias=" << options.bias() << ", activation=" << options.activation() << ")";
 }
 

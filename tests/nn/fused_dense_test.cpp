@@ -127,7 +127,7 @@ TEST_F(FusedDenseTest, MlpIsLinearsEachWithItsActivation) {
   for (const bool bias : {true, false}) {
     for (const std::string activation : {"none", "relu", "sigmoid", "gelu"}) {
       SCOPED_TRACE(activation);
-      Mlp mlp(MlpOptions({40, 64, 32, 8}).bias(bias).activation(activation));
+      MLP mlp(MLPOptions({40, 64, 32, 8}).bias(bias).activation(activation));
       torch::nn::Sequential theirs;
       for (std::size_t i = 0; i < mlp->weights.size(); ++i) {
         theirs->push_back(linear_of(mlp->weights[i], mlp->biases[i]));
@@ -141,21 +141,21 @@ TEST_F(FusedDenseTest, MlpIsLinearsEachWithItsActivation) {
 }
 
 TEST_F(FusedDenseTest, MlpBeginsAsApexs) {
-  const Mlp mlp(MlpOptions({400, 600, 8}));
+  const MLP mlp(MLPOptions({400, 600, 8}));
   EXPECT_EQ(mlp->named_parameters().keys(),
             (std::vector<std::string>{"weight_0", "bias_0", "weight_1", "bias_1"}));
   EXPECT_NEAR(mlp->weights[0].std().item<double>(), std::sqrt(2.0 / 1000), 1e-3);
   EXPECT_NEAR(mlp->biases[0].std().item<double>(), std::sqrt(1.0 / 600), 4e-3);
-  expect_state_travels(mlp, Mlp(MlpOptions({400, 600, 8})));
-  const auto copy = std::dynamic_pointer_cast<MlpImpl>(mlp->clone());
+  expect_state_travels(mlp, MLP(MLPOptions({400, 600, 8})));
+  const auto copy = std::dynamic_pointer_cast<MLPImpl>(mlp->clone());
   ASSERT_EQ(copy->weights.size(), 2U);
   expect_bitwise_equal(copy->weights[1], mlp->weights[1]);
 }
 
 TEST_F(FusedDenseTest, WrongOptionsAreErrors) {
-  expect_error([] { Mlp(MlpOptions({40})); }, {"[nn.mlp]", "2 positive sizes or more", "[40]"});
-  expect_error([] { Mlp(MlpOptions({40, 0})); }, {"[nn.mlp]", "[40, 0]"});
-  expect_error([] { Mlp(MlpOptions({40, 8}).activation("tanh")); },
+  expect_error([] { MLP(MLPOptions({40})); }, {"[nn.mlp]", "2 positive sizes or more", "[40]"});
+  expect_error([] { MLP(MLPOptions({40, 0})); }, {"[nn.mlp]", "[40, 0]"});
+  expect_error([] { MLP(MLPOptions({40, 8}).activation("tanh")); },
                {"[nn.mlp]", "'none', 'relu', 'sigmoid' or 'gelu'", "'tanh'"});
   expect_error(
       [] {
@@ -171,8 +171,8 @@ TEST_F(FusedDenseTest, ModulesPrintThemselves) {
   EXPECT_EQ(c10::str(*FusedDenseGeluDense(4, 6, 3)),
             "semitone::nn::FusedDenseGeluDense(in_features=4, intermediate_features=6, "
             "out_features=3, bias=true, approximate=none)");
-  EXPECT_EQ(c10::str(*Mlp(MlpOptions({4, 3}))),
-            "semitone::nn::Mlp(sizes=[4, 3], bias=true, activation=relu)");
+  EXPECT_EQ(c10::str(*MLP(MLPOptions({4, 3}))),
+            "semitone::nn::MLP(sizes=[4, 3], bias=true, activation=relu)");
 }
 
 }  // namespace

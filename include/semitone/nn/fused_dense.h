@@ -84,9 +84,9 @@ class FusedDenseGeluDenseImpl : public torch::nn::Cloneable<FusedDenseGeluDenseI
 };
 TORCH_MODULE(FusedDenseGeluDense);
 
-/// Options of Mlp.
-struct MlpOptions {
-  MlpOptions(std::vector<std::int64_t> sizes)  // NOLINT(google-explicit-constructor): as LibTorch's
+/// Options of MLP.
+struct MLPOptions {
+  MLPOptions(std::vector<std::int64_t> sizes)  // NOLINT(google-explicit-constructor): as LibTorch's
       : sizes_(std::move(sizes)) {}
 
   /// Number of features of the input and of each layer: at least two numbers, all positive.
@@ -101,14 +101,14 @@ struct MlpOptions {
 /// weight_1 … Initial values are Apex's: weights normal with variance 2 / (in + out), biases normal
 /// with variance 1 / out.
 ///
-///     nn::Mlp mlp(nn::MlpOptions({480, 1024, 256}).activation("gelu"));
+///     nn::MLP mlp(nn::MLPOptions({480, 1024, 256}).activation("gelu"));
 ///
 /// Bias and GELU are one pass. ReLU and sigmoid are applied in place to the product.
 ///
 /// Error for invalid sizes and activations.
-class MlpImpl : public torch::nn::Cloneable<MlpImpl> {
+class MLPImpl : public torch::nn::Cloneable<MLPImpl> {
  public:
-  explicit MlpImpl(MlpOptions options_);
+  explicit MLPImpl(MLPOptions options_);
 
   /// (…, sizes.front()) to (…, sizes.back()).
   at::Tensor forward(const at::Tensor& input);
@@ -117,10 +117,10 @@ class MlpImpl : public torch::nn::Cloneable<MlpImpl> {
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
 
-  MlpOptions options;
+  MLPOptions options;
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> biases;  ///< undefined tensors without bias
 };
-TORCH_MODULE(Mlp);
+TORCH_MODULE(MLP);
 
 }  // namespace semitone::nn
