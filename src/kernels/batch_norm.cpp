@@ -1,6 +1,6 @@
 #include "src/kernels/batch_norm.h"
 
-#include "src/kernels/batch_pieces.h"
+#include "src/kernels/batch_norm_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
 

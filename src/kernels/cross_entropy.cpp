@@ -1,9 +1,9 @@
 #include "src/kernels/cross_entropy.h"
 
-#include "src/kernels/cross_entropy_rows.h"
+#include "src/kernels/cross_entropy_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/row_parts.h"
+#include "src/kernels/parallel_rows.h"
 
 #include <torch/types.h>
 

@@ -1,6 +1,6 @@
 #include "src/kernels/dropout.h"
 
-#include "src/kernels/dropout_groups.h"
+#include "src/kernels/dropout_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
 

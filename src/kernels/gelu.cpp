@@ -2,7 +2,7 @@
 
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/row_parts.h"
+#include "src/kernels/parallel_rows.h"
 
 #include <torch/types.h>
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "src/kernels/rows.h"
+#include "src/kernels/gelu_kernel.h"
 
 #include <ATen/core/Tensor.h>
 
-// The Gaussian error linear unit of input + bias, both forms of which rows.h defines.
+// The Gaussian error linear unit of input + bias, both forms of which gelu_kernel.h defines.
 //
 // An input is floating-point, of any layout and device. A bias is undefined, or has one element of
 // any floating dtype for each position in the input's last dimension. Elements are computed in fp32

@@ -17,6 +17,12 @@ constexpr std::size_t bytes_of(Format format) {
   return format == Format::fp32 ? 4 : 2;
 }
 
+// The memory layout of a matrix: rows that follow each other without gaps.
+struct RowLayout {
+  Format format;
+  std::size_t columns;
+};
+
 // out[i] = round(in[i] * inv_scale + addend[i]). The multiplication and the addition are rounded to
 // fp32 one after the other, and the result is rounded to nearest even if out is a 16-bit format.
 // addend may be null (nothing is added) and has out's format. out may be in, or addend. Returns

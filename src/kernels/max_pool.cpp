@@ -1,9 +1,9 @@
 #include "src/kernels/max_pool.h"
 
 #include "src/kernels/flat.h"
-#include "src/kernels/max_pool_rows.h"
+#include "src/kernels/max_pool_kernel.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/row_parts.h"
+#include "src/kernels/parallel_rows.h"
 
 #include <torch/types.h>
 

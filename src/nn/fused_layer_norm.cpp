@@ -1,6 +1,6 @@
 #include "semitone/nn/fused_layer_norm.h"
 
-#include "src/nn/row_norm.h"
+#include "src/nn/layer_norm.h"
 
 #include <torch/nn/init.h>
 #include <torch/types.h>
@@ -11,12 +11,12 @@ namespace semitone::nn {
 
 at::Tensor fused_layer_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                             const at::Tensor& weight, const at::Tensor& bias, double eps) {
-  return row_norm(input, {.component = "nn.fused_layer_norm",
-                          .normalized_shape = normalized_shape,
-                          .centred = true,
-                          .eps = eps,
-                          .weight = weight,
-                          .bias = bias});
+  return layer_norm(input, {.component = "nn.fused_layer_norm",
+                            .normalized_shape = normalized_shape,
+                            .centred = true,
+                            .eps = eps,
+                            .weight = weight,
+                            .bias = bias});
 }
 
 FusedLayerNormImpl::FusedLayerNormImpl(FusedLayerNormOptions options_)

@@ -1,6 +1,6 @@
 #include "semitone/nn/fused_rms_norm.h"
 
-#include "src/nn/row_norm.h"
+#include "src/nn/layer_norm.h"
 
 #include <torch/nn/init.h>
 #include <torch/types.h>
@@ -21,11 +21,11 @@ double default_eps(const at::Tensor& input) {
 
 at::Tensor fused_rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                           const at::Tensor& weight, std::optional<double> eps) {
-  return row_norm(input, {.component = "nn.fused_rms_norm",
-                          .normalized_shape = normalized_shape,
-                          .centred = false,
-                          .eps = eps.value_or(default_eps(input)),
-                          .weight = weight});
+  return layer_norm(input, {.component = "nn.fused_rms_norm",
+                            .normalized_shape = normalized_shape,
+                            .centred = false,
+                            .eps = eps.value_or(default_eps(input)),
+                            .weight = weight});
 }
 
 FusedRMSNormImpl::FusedRMSNormImpl(FusedRMSNormOptions options_) : options(std::move(options_)) {

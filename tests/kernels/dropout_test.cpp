@@ -3,7 +3,7 @@
 #include "src/kernels/dropout.h"
 
 #include "semitone/core/dtype.h"
-#include "src/kernels/dropout_groups.h"
+#include "src/kernels/dropout_kernel.h"
 #include "tests/support/tensors.h"
 
 #include <ATen/Parallel.h>

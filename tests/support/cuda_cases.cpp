@@ -5,11 +5,11 @@
 #include "src/kernels/cross_entropy.h"
 #include "src/kernels/dropout.h"
 #include "src/kernels/gelu.h"
+#include "src/kernels/layer_norm.h"
 #include "src/kernels/max_pool.h"
 #include "src/kernels/multi_tensor.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/kernels/multi_tensor_update.h"
-#include "src/kernels/row_norm.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/torch.h>
@@ -284,10 +284,10 @@ void add_rows(Cases& cases, at::ScalarType dtype) {
                 [=](const Inputs& inputs) {
                   const at::Tensor input = inputs.random({301, columns}).add_(1);
                   const at::Tensor grad = inputs.random({301, columns});
-                  kernels::RowNorm norm{columns, centred, 1e-5, inputs.random({columns}),
-                                        centred ? inputs.random({columns}) : at::Tensor()};
-                  const auto rows = kernels::row_norm(input, norm, true);
-                  const auto gradients = kernels::row_norm_backward(
+                  kernels::LayerNorm norm{columns, centred, 1e-5, inputs.random({columns}),
+                                          centred ? inputs.random({columns}) : at::Tensor()};
+                  const auto rows = kernels::layer_norm(input, norm, true);
+                  const auto gradients = kernels::layer_norm_backward(
                       grad, input, rows.mean, rows.rstd, norm, {true, true, centred});
                   return Results{rows.output,     rows.mean,        rows.rstd,
                                  gradients.input, gradients.weight, gradients.bias};

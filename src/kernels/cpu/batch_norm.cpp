@@ -1,4 +1,4 @@
-#include "src/kernels/batch_pieces.h"
+#include "src/kernels/batch_norm_kernel.h"
 
 #include <algorithm>
 #include <cstddef>

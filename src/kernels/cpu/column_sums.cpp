@@ -1,4 +1,4 @@
-#include "src/kernels/rows.h"
+#include "src/kernels/column_sums_kernel.h"
 
 #include <cstddef>
 

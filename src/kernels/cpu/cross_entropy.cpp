@@ -1,4 +1,4 @@
-#include "src/kernels/cross_entropy_rows.h"
+#include "src/kernels/cross_entropy_kernel.h"
 
 #include <algorithm>
 #include <cmath>

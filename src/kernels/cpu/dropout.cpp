@@ -1,4 +1,4 @@
-#include "src/kernels/dropout_groups.h"
+#include "src/kernels/dropout_kernel.h"
 
 #include <algorithm>
 #include <cstddef>

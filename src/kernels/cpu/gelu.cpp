@@ -1,4 +1,4 @@
-#include "src/kernels/rows.h"
+#include "src/kernels/gelu_kernel.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "src/kernels/max_pool_rows.h"
+#include "src/kernels/max_pool_kernel.h"
 
 #include <algorithm>
 #include <array>

@@ -1,11 +1,13 @@
 #pragma once
 
-#include "src/kernels/batch_pieces.h"
-#include "src/kernels/cross_entropy_rows.h"
-#include "src/kernels/dropout_groups.h"
+#include "src/kernels/batch_norm_kernel.h"
+#include "src/kernels/column_sums_kernel.h"
+#include "src/kernels/cross_entropy_kernel.h"
+#include "src/kernels/dropout_kernel.h"
+#include "src/kernels/gelu_kernel.h"
 #include "src/kernels/kernels.h"
-#include "src/kernels/max_pool_rows.h"
-#include "src/kernels/rows.h"
+#include "src/kernels/layer_norm_kernel.h"
+#include "src/kernels/max_pool_kernel.h"
 #include "src/kernels/updates.h"
 
 #include <cstddef>
@@ -13,7 +15,7 @@
 #include <span>
 #include <string_view>
 
-// The functions on pointers for CUDA devices: those of kernels.h, updates.h, rows.h and the others,
+// The functions on pointers for CUDA devices: those of kernels.h, updates.h and the *_kernel.h,
 // with the same formulas. Every pointer in them is to memory of the current device, unless a
 // comment says otherwise. Spans and structures are in host memory, and are read before a function
 // returns. A function starts work on a stream and does not wait for it.
@@ -98,8 +100,8 @@ void lamb_moments_cuda(const CudaStep<LambRule>& step, double* parts, double* sq
 
 // ---- one tensor ---------------------------------------------------------------------------------
 
-// batch_pieces.h, for all pieces of a batch at once. parts: memory for batch_parts_cuda(…) * 3 (or
-// 2, for sums) * channels numbers. Means, sums and so on have one number for each channel.
+// batch_norm_kernel.h, for all pieces of a batch at once. parts: memory for batch_parts_cuda(…) * 3
+// (or 2, for sums) * channels numbers. Means, sums and so on have one number for each channel.
 std::size_t batch_parts_cuda(const BatchLayout& layout, std::size_t pieces);
 void batch_moments_cuda(const BatchLayout& layout, const void* input, std::size_t pieces,
                         double* parts, double* mean, double* m2, CudaStream stream);
@@ -111,30 +113,31 @@ void batch_gradient_sums_cuda(const BatchLayout& layout, const BatchGradient& wo
 void batch_gradient_of_input_cuda(const BatchLayout& layout, const BatchGradient& work,
                                   std::size_t pieces, CudaStream stream);
 
-// rows.h. If columns are summed, rows are split into parts of rows_of_part (at most 256), and
-// `parts` receives their sums: (parts, 2, columns) of weight and bias, (parts, columns) of gelu's
-// bias. It may be null: no sums.
-void row_normalize_cuda(const RowLayout& layout, const RowNormalize& work, std::size_t rows,
-                        CudaStream stream);
-void row_norm_gradient_cuda(const RowLayout& layout, const RowNormGradient& work, std::size_t rows,
-                            std::size_t rows_of_part, float* parts, CudaStream stream);
+// layer_norm_kernel.h and gelu_kernel.h. If columns are summed, rows are split into parts of
+// rows_of_part (at most 256), and `parts` receives their sums: (parts, 2, columns) of weight and
+// bias, (parts, columns) of gelu's bias. It may be null: no sums.
+void layer_normalize_cuda(const RowLayout& layout, const LayerNormalize& work, std::size_t rows,
+                          CudaStream stream);
+void layer_norm_gradient_cuda(const RowLayout& layout, const LayerNormGradient& work,
+                              std::size_t rows, std::size_t rows_of_part, float* parts,
+                              CudaStream stream);
 void gelu_cuda(const RowLayout& layout, const Gelu& work, std::size_t rows, CudaStream stream);
 void gelu_gradient_cuda(const RowLayout& layout, const GeluGradient& work, std::size_t rows,
                         std::size_t rows_of_part, float* parts, CudaStream stream);
 void add_up_parts_cuda(const float* parts, std::size_t count, std::size_t size, float* sums,
                        CudaStream stream);
 
-// cross_entropy_rows.h. Targets need not have been checked: for an invalid one, the row's results
+// cross_entropy_kernel.h. Targets need not have been checked: for an invalid one, the row's results
 // and gradients are NaN.
 void cross_entropy_cuda(const CrossEntropyRows& rows, const CrossEntropyResults& results,
                         std::size_t count, CudaStream stream);
 void cross_entropy_gradient_cuda(const CrossEntropyRows& rows, const CrossEntropyGradient& work,
                                  std::size_t count, CudaStream stream);
 
-// dropout_groups.h: all groups.
+// dropout_kernel.h: all groups.
 void dropout_cuda(const DropoutWork& work, CudaStream stream);
 
-// max_pool_rows.h, for this number of images.
+// max_pool_kernel.h, for this number of images.
 void max_pool_cuda(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
                    std::size_t images, CudaStream stream);
 void max_pool_backward_cuda(const PoolLayout& layout, const void* grad, const std::uint8_t* places,

@@ -75,12 +75,12 @@ void batch_gradient_of_input_cuda(const BatchLayout&, const BatchGradient&, std:
   fail();
 }
 
-void row_normalize_cuda(const RowLayout&, const RowNormalize&, std::size_t, CudaStream) {
+void layer_normalize_cuda(const RowLayout&, const LayerNormalize&, std::size_t, CudaStream) {
   fail();
 }
 
-void row_norm_gradient_cuda(const RowLayout&, const RowNormGradient&, std::size_t, std::size_t,
-                            float*, CudaStream) {
+void layer_norm_gradient_cuda(const RowLayout&, const LayerNormGradient&, std::size_t, std::size_t,
+                              float*, CudaStream) {
   fail();
 }
 

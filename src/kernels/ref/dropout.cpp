@@ -1,6 +1,6 @@
 #include "src/kernels/dropout.h"
 
-#include "src/kernels/dropout_groups.h"
+#include "src/kernels/dropout_kernel.h"
 
 #include <ATen/OpMathType.h>
 #include <torch/types.h>

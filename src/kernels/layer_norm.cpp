@@ -1,9 +1,9 @@
-#include "src/kernels/row_norm.h"
+#include "src/kernels/layer_norm.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/layer_norm_kernel.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/row_parts.h"
-#include "src/kernels/rows.h"
+#include "src/kernels/parallel_rows.h"
 
 #include <torch/types.h>
 
@@ -13,7 +13,7 @@ namespace semitone::kernels {
 namespace {
 
 // An input as the kernels see it; nothing if only the reference supports it.
-std::optional<RowLayout> layout_of(const at::Tensor& input, const RowNorm& norm) {
+std::optional<RowLayout> layout_of(const at::Tensor& input, const LayerNorm& norm) {
   const auto format = format_of(input.scalar_type());
   if (!format.has_value() || !has_kernels(input) || input.numel() == 0 ||
       !same_device(norm.weight, input) || !same_device(norm.bias, input))
@@ -27,7 +27,7 @@ at::TensorOptions fp32_on_device_of(const at::Tensor& input) {
 
 // A vector in fp32 with one number for each column. CUDA kernels accept missing ones: filling them
 // would be a separate launch in each call.
-at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& norm,
+at::Tensor values_or(const at::Tensor& values, double otherwise, const LayerNorm& norm,
                      const at::Tensor& input) {
   if (values.defined()) return dense(values.to(at::kFloat));
   if (runs_on_cuda(input)) return {};
@@ -35,11 +35,11 @@ at::Tensor values_or(const at::Tensor& values, double otherwise, const RowNorm& 
 }
 
 // -0 is what changes nothing when it is added.
-at::Tensor bias_of(const RowNorm& norm, const at::Tensor& input) {
+at::Tensor bias_of(const LayerNorm& norm, const at::Tensor& input) {
   return values_or(norm.bias, -0.0, norm, input);
 }
 
-at::Tensor weight_of(const RowNorm& norm, const at::Tensor& input) {
+at::Tensor weight_of(const LayerNorm& norm, const at::Tensor& input) {
   return values_or(norm.weight, 1, norm, input);
 }
 
@@ -53,55 +53,56 @@ const float* values_in(const at::Tensor& values) {
 
 }  // namespace
 
-NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_statistics) {
+LayerNormResult layer_norm(const at::Tensor& input, const LayerNorm& norm, bool with_statistics) {
   const auto layout = layout_of(input, norm);
-  if (!layout.has_value()) return ref::row_norm(input, norm);
+  if (!layout.has_value()) return ref::layer_norm(input, norm);
   const std::int64_t rows = input.numel() / norm.columns;
   const at::Tensor rows_in = dense(input);
   const at::Tensor weight = weight_of(norm, input);
   const at::Tensor bias = bias_of(norm, input);
-  NormalizedRows result;
+  LayerNormResult result;
   result.output = at::empty(input.sizes(), input.options());
   if (with_statistics) {
     result.rstd = at::empty({rows}, fp32_on_device_of(input));
     if (norm.centred) result.mean = at::empty({rows}, fp32_on_device_of(input));
   }
-  const RowNormalize work{.input = rows_in.const_data_ptr(),
-                          .output = result.output.mutable_data_ptr(),
-                          .weight = values_in(weight),
-                          .bias = values_in(bias),
-                          .centred = norm.centred,
-                          .eps = norm.eps,
-                          .mean = data_of(result.mean),
-                          .rstd = data_of(result.rstd)};
+  const LayerNormalize work{.input = rows_in.const_data_ptr(),
+                            .output = result.output.mutable_data_ptr(),
+                            .weight = values_in(weight),
+                            .bias = values_in(bias),
+                            .centred = norm.centred,
+                            .eps = norm.eps,
+                            .mean = data_of(result.mean),
+                            .rstd = data_of(result.rstd)};
   if (runs_on_cuda(input)) {
-    row_normalize_cuda(*layout, work, static_cast<std::size_t>(rows), CurrentCuda(input).stream());
+    layer_normalize_cuda(*layout, work, static_cast<std::size_t>(rows),
+                         CurrentCuda(input).stream());
     return result;
   }
   for_all_rows(rows, norm.columns, [&](std::size_t begin, std::size_t end) {
-    row_normalize(*layout, work, begin, end);
+    layer_normalize(*layout, work, begin, end);
   });
   return result;
 }
 
-RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
-                                   const at::Tensor& mean, const at::Tensor& rstd,
-                                   const RowNorm& norm, const RowNormWanted& wanted) {
+LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                       const at::Tensor& mean, const at::Tensor& rstd,
+                                       const LayerNorm& norm, const LayerNormWanted& wanted) {
   const auto layout = layout_of(input, norm);
   if (!layout.has_value() || !same_device(grad, input))
-    return ref::row_norm_backward(grad, input, mean, rstd, norm, wanted);
+    return ref::layer_norm_backward(grad, input, mean, rstd, norm, wanted);
   const at::Tensor rows_in = dense(input);
   const at::Tensor rows_grad = dense(grad.to(input.scalar_type()));
   const at::Tensor weight = weight_of(norm, input);
-  RowNormGradients result;
+  LayerNormGradients result;
   if (wanted.input) result.input = at::empty(input.sizes(), input.options());
-  const RowNormGradient work{.grad = rows_grad.const_data_ptr(),
-                             .input = rows_in.const_data_ptr(),
-                             .output = wanted.input ? result.input.mutable_data_ptr() : nullptr,
-                             .weight = values_in(weight),
-                             .centred = norm.centred,
-                             .mean = mean.defined() ? mean.const_data_ptr<float>() : nullptr,
-                             .rstd = rstd.const_data_ptr<float>()};
+  const LayerNormGradient work{.grad = rows_grad.const_data_ptr(),
+                               .input = rows_in.const_data_ptr(),
+                               .output = wanted.input ? result.input.mutable_data_ptr() : nullptr,
+                               .weight = values_in(weight),
+                               .centred = norm.centred,
+                               .mean = mean.defined() ? mean.const_data_ptr<float>() : nullptr,
+                               .rstd = rstd.const_data_ptr<float>()};
   const std::int64_t rows = input.numel() / norm.columns;
   const RowParts parts(rows, norm.columns);
   const std::int64_t values = wanted.weight || wanted.bias ? 2 : 0;
@@ -110,13 +111,13 @@ RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& inp
     const CurrentCuda cuda(input);
     sums = parts.add_up_on_cuda(
         values, input, cuda.stream(), [&](std::size_t rows_of_part, float* of_parts) {
-          row_norm_gradient_cuda(*layout, work, static_cast<std::size_t>(rows), rows_of_part,
-                                 of_parts, cuda.stream());
+          layer_norm_gradient_cuda(*layout, work, static_cast<std::size_t>(rows), rows_of_part,
+                                   of_parts, cuda.stream());
         });
   } else {
     sums = parts.add_up(values, [&](std::size_t begin, std::size_t end, float* part) {
-      row_norm_gradient(*layout, work, begin, end, part,
-                        part == nullptr ? nullptr : part + layout->columns);
+      layer_norm_gradient(*layout, work, begin, end, part,
+                          part == nullptr ? nullptr : part + layout->columns);
     });
   }
   if (wanted.weight)

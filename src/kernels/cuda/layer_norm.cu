@@ -10,7 +10,7 @@ __device__ float weight_at(const float* weight, std::size_t i) {
 
 // One block per row.
 template <typename F>
-__global__ void normalize_row(const __grid_constant__ RowNormalize work, std::size_t columns) {
+__global__ void normalize_row(const __grid_constant__ LayerNormalize work, std::size_t columns) {
   const std::size_t row = blockIdx.x;
   const std::size_t first = row * columns;
   const double size = static_cast<double>(columns);
@@ -57,7 +57,8 @@ __global__ void normalize_row(const __grid_constant__ RowNormalize work, std::si
 
 // One block per row: the gradient of the input.
 template <typename F>
-__global__ void gradient_of_row(const __grid_constant__ RowNormGradient work, std::size_t columns) {
+__global__ void gradient_of_row(const __grid_constant__ LayerNormGradient work,
+                                std::size_t columns) {
   const std::size_t row = blockIdx.x;
   const std::size_t first = row * columns;
   const float mean = work.centred ? work.mean[row] : 0;
@@ -87,7 +88,7 @@ __global__ void gradient_of_row(const __grid_constant__ RowNormGradient work, st
 
 // One block for kWarp columns and a part of the rows, of at most 256: kTileRows sums of 32 terms.
 template <typename F>
-__global__ void column_sums(const __grid_constant__ RowNormGradient work, std::size_t columns,
+__global__ void column_sums(const __grid_constant__ LayerNormGradient work, std::size_t columns,
                             std::size_t rows, std::size_t rows_of_part, float* parts) {
   const std::size_t column = std::size_t{blockIdx.y} * kWarp + threadIdx.x;
   const std::size_t stop = (std::size_t{blockIdx.x} + 1) * rows_of_part;
@@ -113,16 +114,17 @@ __global__ void column_sums(const __grid_constant__ RowNormGradient work, std::s
 
 }  // namespace
 
-void row_normalize_cuda(const RowLayout& layout, const RowNormalize& work, std::size_t rows,
-                        CudaStream stream) {
+void layer_normalize_cuda(const RowLayout& layout, const LayerNormalize& work, std::size_t rows,
+                          CudaStream stream) {
   with_format(layout.format, [&](auto format) {
     launch(stream, narrow_grid(rows), threads_for(layout.columns), normalize_row<decltype(format)>,
            work, layout.columns);
   });
 }
 
-void row_norm_gradient_cuda(const RowLayout& layout, const RowNormGradient& work, std::size_t rows,
-                            std::size_t rows_of_part, float* parts, CudaStream stream) {
+void layer_norm_gradient_cuda(const RowLayout& layout, const LayerNormGradient& work,
+                              std::size_t rows, std::size_t rows_of_part, float* parts,
+                              CudaStream stream) {
   const std::size_t columns = layout.columns;
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);

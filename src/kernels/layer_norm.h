@@ -12,7 +12,7 @@
 // a lane over a row. Results do not depend on the number of threads.
 namespace semitone::kernels {
 
-struct RowNorm {
+struct LayerNorm {
   std::int64_t columns;
   bool centred;  // layer norm; without, the mean is taken to be 0 (RMS norm) and bias is undefined
   double eps;
@@ -23,35 +23,35 @@ struct RowNorm {
 // The output is contiguous, with the input's shape and dtype. Statistics are fp32 (rows), or fp64
 // for an fp64 input; mean is undefined for RMS norm. Kernels leave both undefined unless they are
 // requested.
-struct NormalizedRows {
+struct LayerNormResult {
   at::Tensor output;
   at::Tensor mean;
   at::Tensor rstd;
 };
-NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm, bool with_statistics);
+LayerNormResult layer_norm(const at::Tensor& input, const LayerNorm& norm, bool with_statistics);
 
 // Undefined if not requested. input: in the input's dtype; weight and bias: in their shapes and
 // dtypes.
-struct RowNormGradients {
+struct LayerNormGradients {
   at::Tensor input;
   at::Tensor weight;
   at::Tensor bias;
 };
-struct RowNormWanted {
+struct LayerNormWanted {
   bool input;
   bool weight;
   bool bias;
 };
-RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
-                                   const at::Tensor& mean, const at::Tensor& rstd,
-                                   const RowNorm& norm, const RowNormWanted& wanted);
+LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                       const at::Tensor& mean, const at::Tensor& rstd,
+                                       const LayerNorm& norm, const LayerNormWanted& wanted);
 
 namespace ref {
 // The reference implementations, composed of ATen operators. The first can be differentiated.
-NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm);
-RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
-                                   const at::Tensor& mean, const at::Tensor& rstd,
-                                   const RowNorm& norm, const RowNormWanted& wanted);
+LayerNormResult layer_norm(const at::Tensor& input, const LayerNorm& norm);
+LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                       const at::Tensor& mean, const at::Tensor& rstd,
+                                       const LayerNorm& norm, const LayerNormWanted& wanted);
 }  // namespace ref
 
 }  // namespace semitone::kernels

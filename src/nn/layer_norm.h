@@ -8,7 +8,7 @@
 namespace semitone::nn {
 
 // The parameters of a normalisation. Tensors that a layer does not have are undefined.
-struct RowNormLayer {
+struct LayerNormParameters {
   std::string_view component;  // the name in messages: a literal
   at::IntArrayRef normalized_shape;
   bool centred;  // layer norm; else RMS norm, without a bias
@@ -18,6 +18,6 @@ struct RowNormLayer {
 };
 
 // Error for shapes and dtypes that the public functions exclude.
-at::Tensor row_norm(const at::Tensor& input, const RowNormLayer& layer);
+at::Tensor layer_norm(const at::Tensor& input, const LayerNormParameters& layer);
 
 }  // namespace semitone::nn

@@ -1,4 +1,4 @@
-#include "src/kernels/row_norm.h"
+#include "src/kernels/layer_norm.h"
 
 #include <ATen/OpMathType.h>
 #include <torch/types.h>
@@ -7,7 +7,7 @@ namespace semitone::kernels::ref {
 namespace {
 
 // (rows, columns), in the dtype that it is computed in.
-at::Tensor wide_rows(const at::Tensor& tensor, at::ScalarType dtype, const RowNorm& norm) {
+at::Tensor wide_rows(const at::Tensor& tensor, at::ScalarType dtype, const LayerNorm& norm) {
   const std::int64_t rows = norm.columns == 0 ? 0 : tensor.numel() / norm.columns;
   return tensor.to(at::toOpMathType(dtype)).reshape({rows, norm.columns});
 }
@@ -18,7 +18,7 @@ at::Tensor wide_values(const at::Tensor& values, const at::Tensor& like) {
 
 }  // namespace
 
-NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm) {
+LayerNormResult layer_norm(const at::Tensor& input, const LayerNorm& norm) {
   at::Tensor rows = wide_rows(input, input.scalar_type(), norm);
   at::Tensor mean;
   if (norm.centred) {
@@ -33,14 +33,14 @@ NormalizedRows row_norm(const at::Tensor& input, const RowNorm& norm) {
           mean.defined() ? mean.flatten() : mean, rstd.flatten()};
 }
 
-RowNormGradients row_norm_backward(const at::Tensor& grad, const at::Tensor& input,
-                                   const at::Tensor& mean, const at::Tensor& rstd,
-                                   const RowNorm& norm, const RowNormWanted& wanted) {
+LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor& input,
+                                       const at::Tensor& mean, const at::Tensor& rstd,
+                                       const LayerNorm& norm, const LayerNormWanted& wanted) {
   const at::Tensor grad_output = wide_rows(grad, input.scalar_type(), norm);
   at::Tensor rows = wide_rows(input, input.scalar_type(), norm);
   if (norm.centred) rows = rows.sub(mean.unsqueeze(1));
   const at::Tensor normal = rows.mul(rstd.unsqueeze(1));
-  RowNormGradients result;
+  LayerNormGradients result;
   if (wanted.input) {
     const at::Tensor g = norm.weight.defined()
                              ? grad_output.mul(wide_values(norm.weight, grad_output))

@@ -1,8 +1,8 @@
 #pragma once
 
+#include "src/kernels/column_sums_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/rows.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
 // Layer norm and RMS norm against their references.
 
-#include "src/kernels/row_norm.h"
+#include "src/kernels/layer_norm.h"
 
 #include "semitone/core/dtype.h"
 #include "tests/support/tensors.h"
@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::kernels::row_norm_test {
+namespace semitone::kernels::layer_norm_test {
 namespace {
 
 using test::expect_bitwise_equal;
@@ -48,14 +48,14 @@ std::vector<std::pair<std::int64_t, std::int64_t>> shapes() {
   return all;
 }
 
-RowNorm exact(RowNorm norm) {
+LayerNorm exact(LayerNorm norm) {
   if (norm.weight.defined()) norm.weight = norm.weight.to(torch::kDouble);
   if (norm.bias.defined()) norm.bias = norm.bias.to(torch::kDouble);
   return norm;
 }
 
 // Layer norm with weight and bias and with neither, RMS norm with and without a weight.
-std::vector<RowNorm> norms(std::int64_t columns, c10::ScalarType weights) {
+std::vector<LayerNorm> norms(std::int64_t columns, c10::ScalarType weights) {
   const at::Tensor weight = torch::randn({columns}).to(weights);
   const at::Tensor bias = torch::randn({columns}).to(weights);
   return {{columns, true, 1e-5, weight, bias}, {columns, true, 1e-3, {}, {}},
@@ -63,7 +63,7 @@ std::vector<RowNorm> norms(std::int64_t columns, c10::ScalarType weights) {
           {columns, false, 1e-6, weight, {}},  {columns, false, 1e-3, {}, {}}};
 }
 
-std::string name_of(const at::Tensor& input, const RowNorm& norm) {
+std::string name_of(const at::Tensor& input, const LayerNorm& norm) {
   return c10::str(dtype_name(input.scalar_type()), " ", input.sizes(),
                   norm.centred ? " layer norm" : " RMS norm",
                   norm.weight.defined() ? " weight" : "", norm.bias.defined() ? " bias" : "");
@@ -89,8 +89,8 @@ struct Sizes {
   at::Tensor of_weight;
   at::Tensor of_bias;
 
-  Sizes(const at::Tensor& input, const at::Tensor& grad, const RowNorm& norm,
-        const NormalizedRows& rows) {
+  Sizes(const at::Tensor& input, const at::Tensor& grad, const LayerNorm& norm,
+        const LayerNormResult& rows) {
     const auto shape = std::vector<std::int64_t>{rows.rstd.numel(), norm.columns};
     const at::Tensor x = input.reshape(shape);
     const at::Tensor rstd = rows.rstd.unsqueeze(1);
@@ -116,7 +116,7 @@ struct Sizes {
 };
 
 // On every instruction set that this processor has.
-class RowNormKernels : public testing::TestWithParam<std::int64_t> {
+class LayerNormKernels : public testing::TestWithParam<std::int64_t> {
  protected:
   void SetUp() override {
     hwy::SetSupportedTargetsForTest(GetParam());
@@ -125,7 +125,7 @@ class RowNormKernels : public testing::TestWithParam<std::int64_t> {
   void TearDown() override { hwy::SetSupportedTargetsForTest(0); }
 };
 
-TEST_P(RowNormKernels, AreAsDefinedInFp64) {
+TEST_P(LayerNormKernels, AreAsDefinedInFp64) {
   for (const auto dtype : kDtypes) {
     const auto wide = computed(dtype);
     for (const auto& [rows, columns] : shapes()) {
@@ -137,10 +137,10 @@ TEST_P(RowNormKernels, AreAsDefinedInFp64) {
       // A column's sum is rounded at most so often: by 256 additions in a row, and by the few that
       // made its terms.
       const double column_unit = test::rounding_tolerance(wide) * (256 + 8);
-      for (const RowNorm& norm : norms(columns, dtype)) {
+      for (const LayerNorm& norm : norms(columns, dtype)) {
         SCOPED_TRACE(name_of(input, norm));
-        const NormalizedRows want = ref::row_norm(exact_input, exact(norm));
-        const NormalizedRows got = row_norm(input, norm, /*with_statistics=*/true);
+        const LayerNormResult want = ref::layer_norm(exact_input, exact(norm));
+        const LayerNormResult got = layer_norm(input, norm, /*with_statistics=*/true);
         const Sizes sizes(exact_input, exact_grad, exact(norm), want);
         EXPECT_EQ(got.output.scalar_type(), dtype);
         expect_within(got.output, want.output, sizes.output * unit + rounding(want.output, dtype));
@@ -148,10 +148,10 @@ TEST_P(RowNormKernels, AreAsDefinedInFp64) {
         if (norm.centred) expect_close(got.mean, want.mean.to(wide), unit);
         expect_within(got.rstd, want.rstd, want.rstd * unit * (1 + sizes.normal.amax(1)));
 
-        const RowNormGradients gradients = row_norm_backward(
+        const LayerNormGradients gradients = layer_norm_backward(
             grad, input, got.mean, got.rstd, norm,
             {.input = true, .weight = norm.weight.defined(), .bias = norm.bias.defined()});
-        const RowNormGradients wanted = ref::row_norm_backward(
+        const LayerNormGradients wanted = ref::layer_norm_backward(
             exact_grad, exact_input, want.mean, want.rstd, exact(norm),
             {.input = true, .weight = norm.weight.defined(), .bias = norm.bias.defined()});
         EXPECT_EQ(gradients.input.scalar_type(), dtype);
@@ -173,38 +173,40 @@ TEST_P(RowNormKernels, AreAsDefinedInFp64) {
   }
 }
 
-TEST_P(RowNormKernels, ComputeOnlyWhatIsWanted) {
+TEST_P(LayerNormKernels, ComputeOnlyWhatIsWanted) {
   const at::Tensor input = torch::randn({9, 33});
   const at::Tensor grad = torch::randn({9, 33});
-  const RowNorm norm = norms(33, torch::kFloat).front();
-  const NormalizedRows rows = row_norm(input, norm, /*with_statistics=*/true);
-  const NormalizedRows bare = row_norm(input, norm, /*with_statistics=*/false);
+  const LayerNorm norm = norms(33, torch::kFloat).front();
+  const LayerNormResult rows = layer_norm(input, norm, /*with_statistics=*/true);
+  const LayerNormResult bare = layer_norm(input, norm, /*with_statistics=*/false);
   expect_bitwise_equal(bare.output, rows.output);
   EXPECT_FALSE(bare.mean.defined());
   EXPECT_FALSE(bare.rstd.defined());
-  const auto all = row_norm_backward(grad, input, rows.mean, rows.rstd, norm, {true, true, true});
+  const auto all = layer_norm_backward(grad, input, rows.mean, rows.rstd, norm, {true, true, true});
   for (int wanted = 0; wanted < 8; ++wanted) {
-    const RowNormWanted some{(wanted & 1) != 0, (wanted & 2) != 0, (wanted & 4) != 0};
-    const auto got = row_norm_backward(grad, input, rows.mean, rows.rstd, norm, some);
+    const LayerNormWanted some{(wanted & 1) != 0, (wanted & 2) != 0, (wanted & 4) != 0};
+    const auto got = layer_norm_backward(grad, input, rows.mean, rows.rstd, norm, some);
     expect_bitwise_equal(got.input, some.input ? all.input : at::Tensor());
     expect_bitwise_equal(got.weight, some.weight ? all.weight : at::Tensor());
     expect_bitwise_equal(got.bias, some.bias ? all.bias : at::Tensor());
   }
 }
 
-TEST_P(RowNormKernels, WeightsMayBeInFp32Beside16BitInputs) {
+TEST_P(LayerNormKernels, WeightsMayBeInFp32Beside16BitInputs) {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
     const at::Tensor input = torch::randn({9, 70}).to(dtype);
     const at::Tensor grad = torch::randn({9, 70}).to(dtype);
-    const RowNorm norm = norms(70, torch::kFloat).front();
-    const NormalizedRows rows = row_norm(input, norm, /*with_statistics=*/true);
+    const LayerNorm norm = norms(70, torch::kFloat).front();
+    const LayerNormResult rows = layer_norm(input, norm, /*with_statistics=*/true);
     EXPECT_TRUE(
-        test::near(rows.output, ref::row_norm(input.to(torch::kDouble), exact(norm)).output,
+        test::near(rows.output, ref::layer_norm(input.to(torch::kDouble), exact(norm)).output,
                    test::rounding_tolerance(dtype) + test::reduction_tolerance(torch::kFloat, 70)));
-    const auto got = row_norm_backward(grad, input, rows.mean, rows.rstd, norm, {true, true, true});
+    const auto got =
+        layer_norm_backward(grad, input, rows.mean, rows.rstd, norm, {true, true, true});
     // Nothing is rounded to 16 bits on the way to the parameters.
-    const auto want = ref::row_norm_backward(grad.to(torch::kDouble), input.to(torch::kDouble),
-                                             rows.mean, rows.rstd, exact(norm), {true, true, true});
+    const auto want =
+        ref::layer_norm_backward(grad.to(torch::kDouble), input.to(torch::kDouble), rows.mean,
+                                 rows.rstd, exact(norm), {true, true, true});
     expect_close(got.weight, want.weight.to(torch::kFloat),
                  test::reduction_tolerance(torch::kFloat, 9));
     expect_close(got.bias, want.bias.to(torch::kFloat),
@@ -212,28 +214,29 @@ TEST_P(RowNormKernels, WeightsMayBeInFp32Beside16BitInputs) {
   }
 }
 
-TEST_P(RowNormKernels, RowsOfEqualNumbersHaveNoVariance) {
+TEST_P(LayerNormKernels, RowsOfEqualNumbersHaveNoVariance) {
   for (const std::int64_t columns : {1, 33, 1000}) {
-    const RowNorm norm{columns, true, 1e-5, {}, {}};
+    const LayerNorm norm{columns, true, 1e-5, {}, {}};
     for (const float value : {0.0F, 0.1F, 4097.0F, -1e20F}) {
-      const auto rows = row_norm(torch::full({3, columns}, value), norm, /*with_statistics=*/true);
+      const auto rows =
+          layer_norm(torch::full({3, columns}, value), norm, /*with_statistics=*/true);
       expect_bitwise_equal(rows.output, torch::zeros({3, columns}));
       expect_bitwise_equal(rows.mean, torch::full({3}, value));
     }
   }
 }
 
-TEST_P(RowNormKernels, SmallVariancesOfLargeMeansAreKept) {
+TEST_P(LayerNormKernels, SmallVariancesOfLargeMeansAreKept) {
   const at::Tensor input = torch::randn({4, 1000}) + 4096;
-  const RowNorm norm{1000, true, 1e-5, {}, {}};
-  const auto got = row_norm(input, norm, /*with_statistics=*/true);
-  const auto want = ref::row_norm(input.to(torch::kDouble), norm);
+  const LayerNorm norm{1000, true, 1e-5, {}, {}};
+  const auto got = layer_norm(input, norm, /*with_statistics=*/true);
+  const auto want = ref::layer_norm(input.to(torch::kDouble), norm);
   // Mean and distances are off by half a unit of 4096, 2.4e-4.
   EXPECT_TRUE((got.output - want.output).abs().le(3e-4).all().item<bool>());
   EXPECT_TRUE(test::near(got.rstd, want.rstd, 1e-6));
 }
 
-TEST_P(RowNormKernels, NonFiniteValuesStayInTheirRow) {
+TEST_P(LayerNormKernels, NonFiniteValuesStayInTheirRow) {
   for (const bool centred : {true, false}) {
     for (const double bad :
          {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
@@ -242,22 +245,22 @@ TEST_P(RowNormKernels, NonFiniteValuesStayInTheirRow) {
         at::Tensor input = torch::randn({9, 37}).to(dtype);
         const at::Tensor grad = torch::randn({9, 37}).to(dtype);
         const at::Tensor weight = torch::ones({37});
-        const RowNorm norm{37, centred, 1e-5, weight, {}};
-        const auto clean = row_norm(input, norm, /*with_statistics=*/true);
+        const LayerNorm norm{37, centred, 1e-5, weight, {}};
+        const auto clean = layer_norm(input, norm, /*with_statistics=*/true);
         const auto clean_gradients =
-            row_norm_backward(grad, input, clean.mean, clean.rstd, norm, {true, true, false});
+            layer_norm_backward(grad, input, clean.mean, clean.rstd, norm, {true, true, false});
         input.index_put_({5, 36}, bad);
-        const auto got = row_norm(input, norm, /*with_statistics=*/true);
-        const auto want = ref::row_norm(input, norm);
+        const auto got = layer_norm(input, norm, /*with_statistics=*/true);
+        const auto want = ref::layer_norm(input, norm);
         EXPECT_TRUE(got.output.isnan().equal(want.output.isnan())) << got.output;
         const auto gradients =
-            row_norm_backward(grad, input, got.mean, got.rstd, norm, {true, true, false});
+            layer_norm_backward(grad, input, got.mean, got.rstd, norm, {true, true, false});
         for (const std::int64_t row : {0, 4, 6, 8}) {
           expect_bitwise_equal(got.output[row], clean.output[row]);
           expect_bitwise_equal(gradients.input[row], clean_gradients.input[row]);
         }
         const auto want_gradients =
-            ref::row_norm_backward(grad, input, want.mean, want.rstd, norm, {true, true, false});
+            ref::layer_norm_backward(grad, input, want.mean, want.rstd, norm, {true, true, false});
         EXPECT_TRUE(gradients.input.isnan().equal(want_gradients.input.isnan()));
         EXPECT_TRUE(gradients.weight.isnan().equal(want_gradients.weight.isnan()));
       }
@@ -265,8 +268,8 @@ TEST_P(RowNormKernels, NonFiniteValuesStayInTheirRow) {
   }
 }
 
-TEST_P(RowNormKernels, AnyStridesGiveWhatDenseOnesGive) {
-  const RowNorm norm = norms(24, torch::kFloat).front();
+TEST_P(LayerNormKernels, AnyStridesGiveWhatDenseOnesGive) {
+  const LayerNorm norm = norms(24, torch::kFloat).front();
   const at::Tensor transposed = torch::randn({24, 10}).t();
   const at::Tensor strided = torch::randn({10, 48}).slice(1, 0, 48, 2);
   const at::Tensor expanded = torch::randn({1, 24}).expand({10, 24});
@@ -275,14 +278,14 @@ TEST_P(RowNormKernels, AnyStridesGiveWhatDenseOnesGive) {
     for (const at::Tensor& grad : {transposed, strided, expanded, negated}) {
       const at::Tensor dense_input = torch::empty({10, 24}).copy_(input);
       const at::Tensor dense_grad = torch::empty({10, 24}).copy_(grad);
-      const auto got = row_norm(input, norm, /*with_statistics=*/true);
-      const auto want = row_norm(dense_input, norm, /*with_statistics=*/true);
+      const auto got = layer_norm(input, norm, /*with_statistics=*/true);
+      const auto want = layer_norm(dense_input, norm, /*with_statistics=*/true);
       expect_bitwise_equal(got.output, want.output);
       EXPECT_TRUE(got.output.is_contiguous());
       const auto gradients =
-          row_norm_backward(grad, input, got.mean, got.rstd, norm, {true, true, true});
-      const auto wanted =
-          row_norm_backward(dense_grad, dense_input, got.mean, got.rstd, norm, {true, true, true});
+          layer_norm_backward(grad, input, got.mean, got.rstd, norm, {true, true, true});
+      const auto wanted = layer_norm_backward(dense_grad, dense_input, got.mean, got.rstd, norm,
+                                              {true, true, true});
       expect_bitwise_equal(gradients.input, wanted.input);
       expect_bitwise_equal(gradients.weight, wanted.weight);
       expect_bitwise_equal(gradients.bias, wanted.bias);
@@ -290,27 +293,27 @@ TEST_P(RowNormKernels, AnyStridesGiveWhatDenseOnesGive) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(InstructionSets, RowNormKernels,
+INSTANTIATE_TEST_SUITE_P(InstructionSets, LayerNormKernels,
                          testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
                          [](const auto& target) {
                            return std::string(hwy::TargetName(target.param));
                          });
 
-TEST(RowNormThreads, HaveNoPartInTheResults) {
+TEST(LayerNormThreads, HaveNoPartInTheResults) {
   const int before = at::get_num_threads();
   torch::manual_seed(2);
   for (const bool centred : {true, false}) {
     const at::Tensor input = torch::randn({2000, 129});
     const at::Tensor grad = torch::randn({2000, 129});
-    const RowNorm norm{129, centred, 1e-5, torch::randn({129}),
-                       centred ? torch::randn({129}) : at::Tensor()};
-    const RowNormWanted wanted{true, true, centred};
+    const LayerNorm norm{129, centred, 1e-5, torch::randn({129}),
+                         centred ? torch::randn({129}) : at::Tensor()};
+    const LayerNormWanted wanted{true, true, centred};
     at::set_num_threads(1);
-    const auto one = row_norm(input, norm, /*with_statistics=*/true);
-    const auto one_gradients = row_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
+    const auto one = layer_norm(input, norm, /*with_statistics=*/true);
+    const auto one_gradients = layer_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
     at::set_num_threads(3);
-    const auto three = row_norm(input, norm, /*with_statistics=*/true);
-    const auto three_gradients = row_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
+    const auto three = layer_norm(input, norm, /*with_statistics=*/true);
+    const auto three_gradients = layer_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
     expect_bitwise_equal(three.output, one.output);
     expect_bitwise_equal(three.rstd, one.rstd);
     expect_bitwise_equal(three_gradients.input, one_gradients.input);
@@ -320,15 +323,16 @@ TEST(RowNormThreads, HaveNoPartInTheResults) {
   at::set_num_threads(before);
 }
 
-TEST(RowNormSums, OfManyEqualTermsAreExact) {
+TEST(LayerNormSums, OfManyEqualTermsAreExact) {
   // 100,000 gradients of 0.1: each fp32 sum of 256 is rounded, but not the sum of them.
   const at::Tensor grad = torch::full({100000, 3}, 0.1F);
-  const RowNorm norm{3, true, 1e-5, torch::ones({3}), torch::zeros({3})};
+  const LayerNorm norm{3, true, 1e-5, torch::ones({3}), torch::zeros({3})};
   const at::Tensor input = torch::randn({100000, 3});
-  const auto rows = row_norm(input, norm, /*with_statistics=*/true);
-  const auto got = row_norm_backward(grad, input, rows.mean, rows.rstd, norm, {false, false, true});
+  const auto rows = layer_norm(input, norm, /*with_statistics=*/true);
+  const auto got =
+      layer_norm_backward(grad, input, rows.mean, rows.rstd, norm, {false, false, true});
   expect_close(got.bias, torch::full({3}, 1e4F), 5e-6);
 }
 
 }  // namespace
-}  // namespace semitone::kernels::row_norm_test
+}  // namespace semitone::kernels::layer_norm_test

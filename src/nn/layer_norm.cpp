@@ -1,7 +1,7 @@
-#include "src/nn/row_norm.h"
+#include "src/nn/layer_norm.h"
 
 #include "semitone/core/error.h"
-#include "src/kernels/row_norm.h"
+#include "src/kernels/layer_norm.h"
 #include "src/nn/arguments.h"
 #include "src/nn/checks.h"
 #include "src/nn/recorded_gradients.h"
@@ -20,7 +20,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-void check(const at::Tensor& input, const RowNormLayer& layer) {
+void check(const at::Tensor& input, const LayerNormParameters& layer) {
   check_input(layer.component, input);
   const auto shape = layer.normalized_shape;
   if (shape.empty())
@@ -34,14 +34,14 @@ void check(const at::Tensor& input, const RowNormLayer& layer) {
   check_values(layer.component, "bias", layer.bias, input, shape);
 }
 
-class RowNormFunction : public torch::autograd::Function<RowNormFunction> {
+class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input,
                             const std::optional<at::Tensor>& /*weight*/,
                             const std::optional<at::Tensor>& /*bias*/,
-                            const kernels::RowNorm& norm) {
+                            const kernels::LayerNorm& norm) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    const auto rows = kernels::row_norm(input, norm, /*with_statistics=*/true);
+    const auto rows = kernels::layer_norm(input, norm, /*with_statistics=*/true);
     ctx->save_for_backward({input, norm.weight, norm.bias, rows.mean, rows.rstd});
     save_edges(ctx, {input, norm.weight, norm.bias});
     ctx->saved_data["columns"] = norm.columns;
@@ -53,23 +53,23 @@ class RowNormFunction : public torch::autograd::Function<RowNormFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor& input = saved[kInput];
-    const kernels::RowNorm norm{.columns = ctx->saved_data["columns"].toInt(),
-                                .centred = ctx->saved_data["centred"].toBool(),
-                                .eps = ctx->saved_data["eps"].toDouble(),
-                                .weight = saved[kWeight],
-                                .bias = saved[kBias]};
+    const kernels::LayerNorm norm{.columns = ctx->saved_data["columns"].toInt(),
+                                  .centred = ctx->saved_data["centred"].toBool(),
+                                  .eps = ctx->saved_data["eps"].toDouble(),
+                                  .weight = saved[kWeight],
+                                  .bias = saved[kBias]};
     const at::Tensor& grad = gradients[0];
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
       result = recorded_gradients({input, norm.weight, norm.bias}, grad,
-                                  [&] { return kernels::ref::row_norm(input, norm).output; });
+                                  [&] { return kernels::ref::layer_norm(input, norm).output; });
     } else {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       auto rows =
-          kernels::row_norm_backward(grad, input, saved[kArguments], saved[kArguments + 1], norm,
-                                     {.input = is_needed(ctx, kInput),
-                                      .weight = is_needed(ctx, kWeight),
-                                      .bias = is_needed(ctx, kBias)});
+          kernels::layer_norm_backward(grad, input, saved[kArguments], saved[kArguments + 1], norm,
+                                       {.input = is_needed(ctx, kInput),
+                                        .weight = is_needed(ctx, kWeight),
+                                        .bias = is_needed(ctx, kBias)});
       result = {rows.input, rows.weight, rows.bias};
     }
     result.emplace_back();  // of the settings
@@ -83,17 +83,17 @@ class RowNormFunction : public torch::autograd::Function<RowNormFunction> {
 
 }  // namespace
 
-at::Tensor row_norm(const at::Tensor& input, const RowNormLayer& layer) {
+at::Tensor layer_norm(const at::Tensor& input, const LayerNormParameters& layer) {
   check(input, layer);
-  const kernels::RowNorm norm{.columns = c10::multiply_integers(layer.normalized_shape),
-                              .centred = layer.centred,
-                              .eps = layer.eps,
-                              .weight = layer.weight,
-                              .bias = layer.bias};
+  const kernels::LayerNorm norm{.columns = c10::multiply_integers(layer.normalized_shape),
+                                .centred = layer.centred,
+                                .eps = layer.eps,
+                                .weight = layer.weight,
+                                .bias = layer.bias};
   if (is_recorded({input, norm.weight, norm.bias}))
-    return RowNormFunction::apply(input, if_defined(norm.weight), if_defined(norm.bias), norm);
+    return LayerNormFunction::apply(input, if_defined(norm.weight), if_defined(norm.bias), norm);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  return kernels::row_norm(input, norm, /*with_statistics=*/false).output;
+  return kernels::layer_norm(input, norm, /*with_statistics=*/false).output;
 }
 
 }  // namespace semitone::nn

@@ -1,4 +1,4 @@
-#include "src/kernels/rows.h"
+#include "src/kernels/layer_norm_kernel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 // Highway compiles this file once for each instruction set: the order of these lines matters.
 // clang-format off
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "src/kernels/cpu/row_norm.cpp"
+#define HWY_TARGET_INCLUDE "src/kernels/cpu/layer_norm.cpp"
 #include <hwy/foreach_target.h>
 #include "src/kernels/cpu/vec-inl.h"
 // clang-format on
@@ -117,7 +117,8 @@ HWY_INLINE double mean_square_of(const typename F::Stored* in, std::size_t colum
 }
 
 template <class F, bool kCentred>
-void normalize(std::size_t columns, const RowNormalize& work, std::size_t begin, std::size_t end) {
+void normalize(std::size_t columns, const LayerNormalize& work, std::size_t begin,
+               std::size_t end) {
   const Float d;
   for (std::size_t row = begin; row < end; ++row) {
     const auto* in = static_cast<const typename F::Stored*>(work.input) + row * columns;
@@ -152,7 +153,7 @@ struct GradientMeans {
 
 // The contribution of one row to the sums, at some of its columns.
 template <class F, bool kCentred>
-HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::size_t row,
+HWY_INLINE void add_row(std::size_t columns, const LayerNormGradient& work, std::size_t row,
                         std::size_t i, std::size_t n, std::size_t ahead, Vector weight,
                         Vector& g_sum, Vector& g_times_a_sum, Vector& weight_sum,
                         Vector& bias_sum) {
@@ -174,7 +175,7 @@ HWY_INLINE void add_row(std::size_t columns, const RowNormGradient& work, std::s
 // For one row, or kTogether rows, from `row` on, whose contributions are added to the columns'
 // sums.
 template <class F, bool kCentred, std::size_t kRows>
-HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work, std::size_t row,
+HWY_INLINE void gradient_means(std::size_t columns, const LayerNormGradient& work, std::size_t row,
                                float* weight_sums, float* bias_sums, GradientMeans* means) {
   static_assert(kRows == 1 || kRows == 4);
   const Float d;
@@ -218,7 +219,7 @@ HWY_INLINE void gradient_means(std::size_t columns, const RowNormGradient& work,
 }
 
 template <class F, bool kCentred>
-HWY_INLINE void gradient_of_row(std::size_t columns, const RowNormGradient& work, std::size_t row,
+HWY_INLINE void gradient_of_row(std::size_t columns, const LayerNormGradient& work, std::size_t row,
                                 std::size_t ahead, const GradientMeans& means) {
   const Float d;
   const auto* grad = static_cast<const typename F::Stored*>(work.grad) + row * columns;
@@ -248,8 +249,8 @@ HWY_INLINE void gradient_of_row(std::size_t columns, const RowNormGradient& work
 }
 
 template <class F, bool kCentred, std::size_t kRows>
-HWY_INLINE void gradient_of_rows(std::size_t columns, const RowNormGradient& work, std::size_t row,
-                                 float* weight_sums, float* bias_sums) {
+HWY_INLINE void gradient_of_rows(std::size_t columns, const LayerNormGradient& work,
+                                 std::size_t row, float* weight_sums, float* bias_sums) {
   GradientMeans means[kRows];
   gradient_means<F, kCentred, kRows>(columns, work, row, weight_sums, bias_sums, means);
   if (work.output == nullptr) return;
@@ -258,8 +259,8 @@ HWY_INLINE void gradient_of_rows(std::size_t columns, const RowNormGradient& wor
 }
 
 template <class F, bool kCentred>
-void gradient(std::size_t columns, const RowNormGradient& work, std::size_t begin, std::size_t end,
-              float* weight_sums, float* bias_sums) {
+void gradient(std::size_t columns, const LayerNormGradient& work, std::size_t begin,
+              std::size_t end, float* weight_sums, float* bias_sums) {
   if (weight_sums != nullptr) {
     std::fill(weight_sums, weight_sums + columns, 0.0F);
     std::fill(bias_sums, bias_sums + columns, 0.0F);
@@ -271,8 +272,8 @@ void gradient(std::size_t columns, const RowNormGradient& work, std::size_t begi
     gradient_of_rows<F, kCentred, 1>(columns, work, row, weight_sums, bias_sums);
 }
 
-void row_normalize(const RowLayout& layout, const RowNormalize& work, std::size_t begin,
-                   std::size_t end) {
+void layer_normalize(const RowLayout& layout, const LayerNormalize& work, std::size_t begin,
+                     std::size_t end) {
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
     work.centred ? normalize<F, true>(layout.columns, work, begin, end)
@@ -280,8 +281,8 @@ void row_normalize(const RowLayout& layout, const RowNormalize& work, std::size_
   });
 }
 
-void row_norm_gradient(const RowLayout& layout, const RowNormGradient& work, std::size_t begin,
-                       std::size_t end, float* weight_sums, float* bias_sums) {
+void layer_norm_gradient(const RowLayout& layout, const LayerNormGradient& work, std::size_t begin,
+                         std::size_t end, float* weight_sums, float* bias_sums) {
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
     work.centred ? gradient<F, true>(layout.columns, work, begin, end, weight_sums, bias_sums)
@@ -296,17 +297,17 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace semitone::kernels {
 
-HWY_EXPORT(row_normalize);
-HWY_EXPORT(row_norm_gradient);
+HWY_EXPORT(layer_normalize);
+HWY_EXPORT(layer_norm_gradient);
 
-void row_normalize(const RowLayout& layout, const RowNormalize& work, std::size_t begin,
-                   std::size_t end) {
-  HWY_DYNAMIC_DISPATCH(row_normalize)(layout, work, begin, end);
+void layer_normalize(const RowLayout& layout, const LayerNormalize& work, std::size_t begin,
+                     std::size_t end) {
+  HWY_DYNAMIC_DISPATCH(layer_normalize)(layout, work, begin, end);
 }
 
-void row_norm_gradient(const RowLayout& layout, const RowNormGradient& work, std::size_t begin,
-                       std::size_t end, float* weight_sums, float* bias_sums) {
-  HWY_DYNAMIC_DISPATCH(row_norm_gradient)
+void layer_norm_gradient(const RowLayout& layout, const LayerNormGradient& work, std::size_t begin,
+                         std::size_t end, float* weight_sums, float* bias_sums) {
+  HWY_DYNAMIC_DISPATCH(layer_norm_gradient)
   (layout, work, begin, end, weight_sums, bias_sums);
 }
 
