@@ -11,14 +11,15 @@ PRESET ?= release
 TORCH ?= 2.11.0
 JOBS ?= $(shell nproc)
 NPROC ?= 2
-BUILD = build/$(PRESET)$(if $(filter-out 2.11.0,$(TORCH)),-torch$(TORCH))
+SUFFIX = $(if $(filter-out 2.11.0,$(TORCH)),-torch$(TORCH))
+BUILD = build/$(PRESET)$(SUFFIX)
 LIBTORCH = $(or $(SEMITONE_LIBTORCH),$(CURDIR)/.deps/libtorch-$(TORCH)/torch)
 export TORCH SEMITONE_LIBTORCH
 
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program mnist mnist-ddp test test-isa bench bench-peers bench-compare format check-format tidy clean
+.PHONY: help setup configure build program mnist mnist-ddp test test-isa bench bench-peers bench-compare format check clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -67,14 +68,14 @@ bench-compare: program bench-peers  ## Compare training speed with PyTorch and P
 	$(say) "some 20 minutes; nothing else should run on the machine"
 	@python3 benchmarks/compare.py --program $(BUILD)/apps/semitone $(ARGS)
 
-format:  ## Format the C++ sources
-	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i
+format: setup  ## Format the C++ sources
+	@tools/setup_check.sh
+	@tools/format.sh -i
 
-check-format:  ## Fail if a source is not formatted
-	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
-
-tidy: build  ## Run clang-tidy over every source
-	@tools/tidy.sh $(BUILD) $(JOBS)
+check:  ## Check format, arrows, pages, and every source and header alone with clang-tidy
+	@$(MAKE) -s configure PRESET=check
+	@tools/setup_check.sh
+	@tools/check.sh build/check$(SUFFIX) $(JOBS)
 
 clean:  ## Remove build/ (keeps .deps/)
 	@rm -rf build

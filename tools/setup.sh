@@ -97,29 +97,11 @@ fi
 
 # The Python package `torch` contains the C++ LibTorch, and any machine can install it by name. Using it needs no Python;
 # pip only downloads.
-if ! python3 -m pip --version >/dev/null 2>&1; then
-  if [ "$(id -u)" -eq 0 ]; then
-    say "installing packages: python3-pip"
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
-  elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
-    say "installing packages: python3-pip"
-    sudo apt-get update -qq && sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null
-  else
-    fail "expected pip for python3, got none — install the package python3-pip, or give SEMITONE_LIBTORCH"
-  fi
-fi
 work=".deps/download"
 rm -rf "$work" "$target.partial"
-mkdir -p "$work" "$target.partial"
-machine="$(uname -m)"
-platforms=(--platform "manylinux2014_$machine")  # pip matches each platform name exactly, so all must be listed
-for minor in $(seq 17 28); do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
-fetch() {  # requirement...
-  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-    --implementation cp --python-version 3.11 --abi cp311 --abi abi3 --abi none "${platforms[@]}" -d "$work" "$@"
-}
+mkdir -p "$target.partial"
 say "LibTorch $torch_release: downloading (530 MB, once)"
-fetch "torch==$torch_release" || fail "could not download torch==$torch_release — is there a network? Or give SEMITONE_LIBTORCH"
+tools/fetch_wheels.sh "$work" "torch==$torch_release" || fail "expected LibTorch $torch_release, got none — or give SEMITONE_LIBTORCH, the folder of an existing one"
 say "LibTorch $torch_release: unpacking headers and libraries"
 wheel="$(ls "$work"/torch-*.whl)"
 # Its CUDA libraries would need 2 GB of other libraries. With a GPU, use a complete LibTorch (SEMITONE_LIBTORCH).
@@ -131,7 +113,7 @@ if [ -n "$cuda" ]; then
   suffix=""
   [ "$cuda" -lt 13 ] && suffix="-cu$cuda"
   say "LibTorch $torch_release: downloading the CUDA $cuda runtime that its CPU library links (15 MB)"
-  fetch "nvidia-cuda-runtime$suffix~=$cuda.0" "nvidia-cuda-cupti$suffix~=$cuda.0" || fail "could not download the CUDA $cuda runtime"
+  tools/fetch_wheels.sh "$work" "nvidia-cuda-runtime$suffix~=$cuda.0" "nvidia-cuda-cupti$suffix~=$cuda.0"
   for wheel in "$work"/nvidia_*.whl; do
     unzip -q -o "$wheel" 'nvidia/*' -d "$target.partial"
   done
