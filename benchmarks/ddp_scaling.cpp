@@ -76,7 +76,7 @@ struct Training {
         target(std::move(its_target)),
         optimizer(model->parameters(), torch::optim::SGDOptions(kLr).momentum(0.9)) {}
 
-  void share(const comm::Group& group, const parallel::DdpOptions& options) {
+  void share(const comm::Group& group, const parallel::DistributedDataParallelOptions& options) {
     ddp = std::make_unique<parallel::DistributedDataParallel<Model>>(model, group, options);
   }
 
@@ -185,7 +185,7 @@ json measure_resnet(const comm::Group& group, int rounds, Images images) {
   const auto observed = resnet_training(group.rank(), images);
   const auto observer = std::make_shared<Observer>();
   shared->share(group, {});
-  observed->share(group, parallel::DdpOptions().comm_hook(observer));
+  observed->share(group, parallel::DistributedDataParallelOptions().comm_hook(observer));
   require_means(*shared, *alone, group, 1e-6, "DistributedDataParallel");
   // The first step has a single bucket.
   observed->gradients();
@@ -243,12 +243,13 @@ double bytes_sent() {
 json measure_wire(const comm::Group& group, int rounds) {
   struct Way {
     std::string name;
-    parallel::DdpOptions options;
+    parallel::DistributedDataParallelOptions options;
     double tolerance;
   };
-  const std::vector<Way> ways{{"fp32", {}, 1e-6},
-                              {"fp16", parallel::DdpOptions().compress(torch::kHalf), 2e-3},
-                              {"bf16", parallel::DdpOptions().compress(torch::kBFloat16), 1e-2}};
+  const std::vector<Way> ways{
+      {"fp32", {}, 1e-6},
+      {"fp16", parallel::DistributedDataParallelOptions().compress(torch::kHalf), 2e-3},
+      {"bf16", parallel::DistributedDataParallelOptions().compress(torch::kBFloat16), 1e-2}};
   const auto alone = mlp_training(group.rank());
   std::vector<std::unique_ptr<Training<Mlp>>> trainings;
   std::vector<double> bytes(ways.size());

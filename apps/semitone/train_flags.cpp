@@ -179,7 +179,7 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.loss_scale != "auto") options.loss_scale(amp::LossScale(flags.loss_scale));
   if (flags.compress != "none")
-    options.ddp(parallel::DdpOptions().compress(parse_dtype(flags.compress)));
+    options.ddp(parallel::DistributedDataParallelOptions().compress(parse_dtype(flags.compress)));
   return options;
 }
 

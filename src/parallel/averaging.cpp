@@ -14,7 +14,7 @@ namespace semitone::parallel {
 namespace {
 
 // The dtype in which a buffer is sent.
-at::ScalarType wire_dtype(at::ScalarType dtype, const DdpOptions& options) {
+at::ScalarType wire_dtype(at::ScalarType dtype, const DistributedDataParallelOptions& options) {
   if (options.allreduce_always_fp32() && is_16bit(dtype)) return at::kFloat;
   if (options.compress().has_value() && (dtype == at::kFloat || dtype == at::kDouble))
     return *options.compress();
@@ -23,7 +23,7 @@ at::ScalarType wire_dtype(at::ScalarType dtype, const DdpOptions& options) {
 
 }  // namespace
 
-Averaging::Averaging(const DdpOptions& options, Divisor divisor)
+Averaging::Averaging(const DistributedDataParallelOptions& options, Divisor divisor)
     : options_(options), divisor_(std::move(divisor)) {}
 
 bool Averaging::is_plain() const {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/comm/group.h"
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "src/parallel/reduction.h"
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace semitone::parallel {
 // request.
 class Averaging {
  public:
-  Averaging(const DdpOptions& options, Divisor divisor);
+  Averaging(const DistributedDataParallelOptions& options, Divisor divisor);
 
   // Whether c10d's Reducer does the same itself: division by the number of ranks, and a sum.
   bool is_plain() const;
@@ -23,7 +23,7 @@ class Averaging {
                                                 const comm::Group& group) const;
 
  private:
-  const DdpOptions options_;
+  const DistributedDataParallelOptions options_;
   const Divisor divisor_;
 };
 

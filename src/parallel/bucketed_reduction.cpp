@@ -137,8 +137,8 @@ class Reducer final : public c10d::Reducer {
 
 class BucketedReduction final : public Reduction {
  public:
-  BucketedReduction(const ModelTensors& model, comm::Group group, const DdpOptions& options,
-                    const Divisor& divisor)
+  BucketedReduction(const ModelTensors& model, comm::Group group,
+                    const DistributedDataParallelOptions& options, const Divisor& divisor)
       : group_(std::move(group)), options_(options) {
     std::vector<bool> sparse;
     std::unordered_map<std::size_t, std::string> names;
@@ -333,7 +333,7 @@ class BucketedReduction final : public Reduction {
   }
 
   const comm::Group group_;
-  const DdpOptions options_;
+  const DistributedDataParallelOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
   std::shared_ptr<Reducer> reducer_;
@@ -349,7 +349,7 @@ class BucketedReduction final : public Reduction {
 
 std::unique_ptr<Reduction> make_bucketed_reduction(const ModelTensors& model,
                                                    const comm::Group& group,
-                                                   const DdpOptions& options,
+                                                   const DistributedDataParallelOptions& options,
                                                    const Divisor& divisor) {
   return std::make_unique<BucketedReduction>(model, group, options, divisor);
 }

@@ -25,8 +25,8 @@ MessageKind kind_of(const at::Tensor& tensor) {
 
 class DelayedReduction final : public Reduction {
  public:
-  DelayedReduction(const ModelTensors& model, comm::Group group, const DdpOptions& options,
-                   const Divisor& divisor)
+  DelayedReduction(const ModelTensors& model, comm::Group group,
+                   const DistributedDataParallelOptions& options, const Divisor& divisor)
       : group_(std::move(group)), averaging_(options, divisor) {
     for (const auto& entry : model.parameters) parameters_.push_back(entry.tensor);
   }
@@ -107,7 +107,7 @@ class DelayedReduction final : public Reduction {
 
 std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
                                                   const comm::Group& group,
-                                                  const DdpOptions& options,
+                                                  const DistributedDataParallelOptions& options,
                                                   const Divisor& divisor) {
   return std::make_unique<DelayedReduction>(model, group, options, divisor);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/comm/group.h"
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "semitone/parallel/replica_sync.h"
 
 #include <ATen/core/Tensor.h>
@@ -59,13 +59,13 @@ class Reduction {
 // c10d's Reducer: sends buckets while backward is running.
 std::unique_ptr<Reduction> make_bucketed_reduction(const ModelTensors& model,
                                                    const comm::Group& group,
-                                                   const DdpOptions& options,
+                                                   const DistributedDataParallelOptions& options,
                                                    const Divisor& divisor);
 
 // Sends everything at the end of backward.
 std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
                                                   const comm::Group& group,
-                                                  const DdpOptions& options,
+                                                  const DistributedDataParallelOptions& options,
                                                   const Divisor& divisor);
 
 }  // namespace semitone::parallel

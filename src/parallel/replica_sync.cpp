@@ -141,7 +141,7 @@ ModelTensors tensors_of(const torch::jit::Module& model) {
 }
 
 struct ReplicaSync::Impl {
-  Impl(ModelTensors given, comm::Group group_, const DdpOptions& options_);
+  Impl(ModelTensors given, comm::Group group_, const DistributedDataParallelOptions& options_);
   ~Impl();
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -190,7 +190,7 @@ struct ReplicaSync::Impl {
   ModelTensors trained;  // the parameters that need gradients
   std::vector<at::Tensor> buffers;
   comm::Group group;
-  DdpOptions options;
+  DistributedDataParallelOptions options;
   std::shared_ptr<int> unsynced = std::make_shared<int>(0);  // NoSyncs alive
   std::optional<Joining> joining;
   Mode mode = Mode::idle;
@@ -212,7 +212,8 @@ struct ReplicaSync::Impl {
       std::make_shared<const int>(0);  // for graphs that outlive this
 };
 
-ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_, const DdpOptions& options_)
+ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_,
+                        const DistributedDataParallelOptions& options_)
     : model(std::move(given)), group(std::move(group_)), options(options_) {
   require_consistent(options);
   require_same_model(model, group, options);
@@ -396,7 +397,8 @@ void ReplicaSync::Impl::take_final_model(bool was_last) {
   }
 }
 
-ReplicaSync::ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options)
+ReplicaSync::ReplicaSync(ModelTensors model, comm::Group group,
+                         const DistributedDataParallelOptions& options)
     : impl_(std::make_unique<Impl>(std::move(model), std::move(group), options)) {}
 ReplicaSync::ReplicaSync(ReplicaSync&&) noexcept = default;
 ReplicaSync& ReplicaSync::operator=(ReplicaSync&&) noexcept = default;

@@ -14,7 +14,8 @@
 namespace semitone::parallel {
 namespace {
 
-std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions& options) {
+std::vector<Property> properties_of(const ModelTensors& model,
+                                    const DistributedDataParallelOptions& options) {
   std::vector<Property> properties;
   // Gradients are sent in memory order, which is that of their parameters. Buffers are sent in the
   // order of their elements.
@@ -46,7 +47,7 @@ std::vector<Property> properties_of(const ModelTensors& model, const DdpOptions&
 
 // Why no rank can train the model; empty if all can.
 std::string unfitness(const ModelTensors& model, const comm::Group& group,
-                      const DdpOptions& options) {
+                      const DistributedDataParallelOptions& options) {
   bool trainable = false;
   for (const auto* entries : {&model.parameters, &model.buffers}) {
     for (const auto& entry : *entries) {
@@ -67,14 +68,14 @@ std::string unfitness(const ModelTensors& model, const comm::Group& group,
 }  // namespace
 
 void require_same_model(const ModelTensors& model, const comm::Group& group,
-                        const DdpOptions& options) {
+                        const DistributedDataParallelOptions& options) {
   require_agreement(properties_of(model, options), unfitness(model, group, options), group,
                     {.component = kDdp,
                      .expected = "one trainable model, the same on every rank",
                      .remedy = "construct the model and its options in the same way on all ranks"});
 }
 
-void require_consistent(const DdpOptions& options) {
+void require_consistent(const DistributedDataParallelOptions& options) {
   const auto exclude = [](bool both, const char* first, const char* second) {
     if (both) throw Error(kDdp, fmt::format("{} or {}", first, second), "both");
   };

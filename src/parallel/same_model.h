@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/comm/group.h"
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "semitone/parallel/replica_sync.h"
 
 namespace semitone::parallel {
@@ -12,9 +12,9 @@ inline constexpr auto kDdp = "parallel.ddp";
 // Unless all ranks have the same model and options, and the model can be trained: Error on every
 // rank, naming rank and parameter.
 void require_same_model(const ModelTensors& model, const comm::Group& group,
-                        const DdpOptions& options);
+                        const DistributedDataParallelOptions& options);
 
 // Error for options that exclude each other.
-void require_consistent(const DdpOptions& options);
+void require_consistent(const DistributedDataParallelOptions& options);
 
 }  // namespace semitone::parallel

@@ -15,8 +15,8 @@ namespace semitone::test {
 namespace {
 
 using nlohmann::json;
-using parallel::DdpOptions;
 using parallel::DistributedDataParallel;
+using parallel::DistributedDataParallelOptions;
 
 at::Tensor tensor_of(const json& value, const std::vector<std::int64_t>& shape,
                      at::ScalarType dtype) {
@@ -91,7 +91,7 @@ void expect_near(const at::Tensor& got, const json& want, at::ScalarType dtype,
 }
 
 void follow(const Case& given, const json& split, const comm::Group& group,
-            const DdpOptions& options) {
+            const DistributedDataParallelOptions& options) {
   const json& o = given.description.at("options");
   Mlp model(given.description, given.dtype);
   DistributedDataParallel ddp(model, group, options);
@@ -148,8 +148,9 @@ void follow_all(const comm::Group& group) {
                    split.at("micro_batches").dump());
       ++followed;
       for (const auto& options :
-           {DdpOptions(), DdpOptions().gradient_as_bucket_view(true).bucket_cap_mb(0.0002),
-            DdpOptions().delay_allreduce(true)}) {
+           {DistributedDataParallelOptions(),
+            DistributedDataParallelOptions().gradient_as_bucket_view(true).bucket_cap_mb(0.0002),
+            DistributedDataParallelOptions().delay_allreduce(true)}) {
         follow({description, torch::kDouble, description.at("runs").at("float64")}, split, group,
                options);
         follow({description, torch::kFloat, description.at("runs").at("float32")}, split, group,

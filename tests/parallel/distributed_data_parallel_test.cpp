@@ -81,20 +81,23 @@ class MeanHook final : public CommHook {
 };
 
 // Ways of reducing that must all give the same results.
-std::vector<std::pair<std::string, DdpOptions>> all_ways() {
+std::vector<std::pair<std::string, DistributedDataParallelOptions>> all_ways() {
   return {
-      {"default", DdpOptions()},
-      {"views", DdpOptions().gradient_as_bucket_view(true)},
-      {"small buckets", DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001)},
-      {"find_unused", DdpOptions().find_unused_parameters(true)},
-      {"find_unused, views",
-       DdpOptions().find_unused_parameters(true).gradient_as_bucket_view(true).bucket_cap_mb(
-           0.0002)},
-      {"static_graph", DdpOptions().static_graph(true)},
-      {"delay_allreduce", DdpOptions().delay_allreduce(true)},
-      {"predivide", DdpOptions().gradient_predivide_factor(1.5)},
-      {"delayed, predivide", DdpOptions().delay_allreduce(true).gradient_predivide_factor(8)},
-      {"hook", DdpOptions().comm_hook(std::make_shared<MeanHook>())},
+      {"default", DistributedDataParallelOptions()},
+      {"views", DistributedDataParallelOptions().gradient_as_bucket_view(true)},
+      {"small buckets",
+       DistributedDataParallelOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001)},
+      {"find_unused", DistributedDataParallelOptions().find_unused_parameters(true)},
+      {"find_unused, views", DistributedDataParallelOptions()
+                                 .find_unused_parameters(true)
+                                 .gradient_as_bucket_view(true)
+                                 .bucket_cap_mb(0.0002)},
+      {"static_graph", DistributedDataParallelOptions().static_graph(true)},
+      {"delay_allreduce", DistributedDataParallelOptions().delay_allreduce(true)},
+      {"predivide", DistributedDataParallelOptions().gradient_predivide_factor(1.5)},
+      {"delayed, predivide",
+       DistributedDataParallelOptions().delay_allreduce(true).gradient_predivide_factor(8)},
+      {"hook", DistributedDataParallelOptions().comm_hook(std::make_shared<MeanHook>())},
   };
 }
 
@@ -254,7 +257,7 @@ TEST(Ddp, NoSyncCommunicatesNothingAfterAForwardWithoutBackward) {
       SCOPED_TRACE(name);
       Net alone = seeded<Net>(1);
       Net model = seeded<Net>(1);
-      DdpOptions quiet = options;
+      DistributedDataParallelOptions quiet = options;
       DistributedDataParallel ddp(model, group, quiet.broadcast_buffers(false));
       for (int step = 0; step < 3; ++step) {
         const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
@@ -285,7 +288,8 @@ TEST(UnusedParameters, AreNamedInTheError) {
     const auto group = comm::init();
     for (const bool views : {false, true}) {
       Heads model = seeded<Heads>(1);
-      DistributedDataParallel ddp(model, group, DdpOptions().gradient_as_bucket_view(views));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().gradient_as_bucket_view(views));
       const Batch batch = batch_of(1, 2);
       sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();
       expect_error([&] { ddp.forward(batch.data, true); },
@@ -310,11 +314,14 @@ TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
             .backward();
       }
     });
-    const std::vector<DdpOptions> ways = {
-        DdpOptions().find_unused_parameters(true),
-        DdpOptions().find_unused_parameters(true).bucket_cap_mb(0.0003).first_bucket_mb(0.0001),
-        DdpOptions().delay_allreduce(true)};
-    for (const DdpOptions& options : ways) {
+    const std::vector<DistributedDataParallelOptions> ways = {
+        DistributedDataParallelOptions().find_unused_parameters(true),
+        DistributedDataParallelOptions()
+            .find_unused_parameters(true)
+            .bucket_cap_mb(0.0003)
+            .first_bucket_mb(0.0001),
+        DistributedDataParallelOptions().delay_allreduce(true)};
+    for (const DistributedDataParallelOptions& options : ways) {
       Heads model = seeded<Heads>(1);
       DistributedDataParallel ddp(model, group, options);
       train(*model, kSteps, [&](int step) {
@@ -336,7 +343,7 @@ TEST(UnusedParameters, AreFoundOutOnceInAStaticGraph) {
     const auto group = comm::init();
     Heads alone = seeded<Heads>(1);
     Heads model = seeded<Heads>(1);
-    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
     const auto batch = [](int step) { return batch_of(100 + static_cast<std::uint64_t>(step), 8); };
     train(*alone, 5, [&](int step) {
       (sum_of_squares(alone->forward(batch(step).data, true), batch(step).target) / 8).backward();
@@ -426,7 +433,7 @@ TEST(Derivatives, MayBeTheWholeLossOfAStaticGraph) {
     Net model = seeded<Net>(1);
     Net alone = seeded<Net>(1);
     for (const Net& net : {model, alone}) net->second->bias.set_requires_grad(false);
-    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
     const auto loss = [](const auto& forward, const Batch& rows) {
       const at::Tensor x = rows.data.detach().requires_grad_();
       return torch::autograd::grad({forward(x).sum()}, {x}, {}, true, true)[0].pow(2).sum();
@@ -475,7 +482,7 @@ TEST(StaticGraph, MayRecomputeActivations) {
     const auto group = comm::init();
     Checkpointed model = seeded<Checkpointed>(1);
     Checkpointed alone = seeded<Checkpointed>(1);
-    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
     expect_gradients_of_one_process(
         model, alone, rank.number(), [&](const at::Tensor& x) { return ddp.forward(x); },
         [](const auto& forward, const Batch& rows) {
@@ -488,7 +495,7 @@ TEST(StaticGraph, ThatChangesIsAnError) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
     Heads model = seeded<Heads>(1);
-    DistributedDataParallel ddp(model, group, DdpOptions().static_graph(true));
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
     const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
@@ -521,7 +528,8 @@ TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
     Pair model = seeded<Pair>(1);
-    DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
     for (int step = 0; step < 3; ++step) {
       const Batch batch = batch_of(1, 2);
       const auto [left, right] = ddp.forward(batch.data);
@@ -565,7 +573,8 @@ TEST(Results, InStructsAreSearched) {
     const auto group = comm::init();
     torch::manual_seed(1);
     const auto model = std::make_shared<BothHeads>();
-    DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
     const Batch batch = batch_of(1, 2);
     for (int step = 0; step < 3; ++step) {
       const auto result = ddp.forward(batch.data);
@@ -586,7 +595,8 @@ TEST(Models, ThatAreObjectsAreTakenByReference) {
     sum_of_squares(alone.forward(whole.data).left, whole.target).div(2).backward();
     torch::manual_seed(1 + static_cast<std::uint64_t>(rank.number()));
     BothHeads model;
-    DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
     EXPECT_EQ(&ddp.module(), &model);
     const auto mine = torch::arange(2) + 2 * rank.number();
     sum_of_squares(ddp.forward(whole.data.index_select(0, mine)).left,
@@ -606,7 +616,8 @@ TEST(Results, OfAnyTypePassThrough) {
       sum_of_squares(ddp.forward(batch.data).value, batch.target).backward();
     }
     // It cannot be searched.
-    DistributedDataParallel searching(model, group, DdpOptions().find_unused_parameters(true));
+    DistributedDataParallel searching(
+        model, group, DistributedDataParallelOptions().find_unused_parameters(true));
     expect_error([&] { searching.forward(batch.data); }, {"[parallel.ddp]", "map_tensors"});
   });
 }
@@ -615,7 +626,8 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
   run_ranks(4, [](Rank& rank) {
     const auto group = comm::init();
     const bool odd = rank.number() == 2;
-    const auto error_of = [&](const torch::nn::Sequential& model, const DdpOptions& options = {}) {
+    const auto error_of = [&](const torch::nn::Sequential& model,
+                              const DistributedDataParallelOptions& options = {}) {
       return test::error_of([&] { DistributedDataParallel ddp(model, group, options); });
     };
     using torch::nn::Linear;
@@ -641,7 +653,8 @@ TEST(Models, ThatDifferAreNamedOnEveryRank) {
         parameter.set_requires_grad(false);
     }
     EXPECT_THAT(error_of(all_frozen), got("no parameter that needs a gradient"));
-    EXPECT_THAT(error_of(Sequential(Linear(2, 3)), DdpOptions().bucket_cap_mb(odd ? 5 : 25)),
+    EXPECT_THAT(error_of(Sequential(Linear(2, 3)),
+                         DistributedDataParallelOptions().bucket_cap_mb(odd ? 5 : 25)),
                 got("the option bucket_cap_mb is 5, on rank 0 25"));
     // The group is still usable.
     Sequential good(Linear(2, 3));
@@ -728,10 +741,11 @@ TEST(Buffers, AreRankZerosInEveryForward) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
     for (const bool broadcast : {true, false}) {
-      for (const auto& options : {DdpOptions(), DdpOptions().delay_allreduce(true)}) {
+      for (const auto& options : {DistributedDataParallelOptions(),
+                                  DistributedDataParallelOptions().delay_allreduce(true)}) {
         Net model = seeded<Net>(1, true);
         Net reference = seeded<Net>(1, true);
-        DdpOptions all = options;
+        DistributedDataParallelOptions all = options;
         DistributedDataParallel ddp(model, group, all.broadcast_buffers(broadcast));
         const auto rows = [&](int step, int of) {
           return batch_of(static_cast<std::uint64_t>(10 * step + of), 4);
@@ -848,7 +862,8 @@ TEST(Misuse, ABackwardAfterItsEndIsAnError) {
     Net model = seeded<Net>(1);
     const Batch batch = batch_of(1, 2);
     const auto loss = [&] {
-      DistributedDataParallel ddp(model, group, DdpOptions().find_unused_parameters(true));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().find_unused_parameters(true));
       return sum_of_squares(ddp.forward(batch.data), batch.target);
     }();
     test::expect_error([&] { loss.backward(); }, {"[parallel.ddp]", "to exist until"});
@@ -856,26 +871,32 @@ TEST(Misuse, ABackwardAfterItsEndIsAnError) {
 }
 
 TEST(Misuse, OptionsThatExcludeEachOtherAreNamed) {
-  expect_error([] { DdpOptions().bucket_cap_mb(0); }, {"bucket_cap_mb"});
-  expect_error([] { DdpOptions().first_bucket_mb(-1); }, {"first_bucket_mb"});
-  expect_error([] { DdpOptions().gradient_predivide_factor(NAN); }, {"gradient_predivide_factor"});
-  expect_error([] { DdpOptions().compress(torch::kFloat); }, {"compress", "float32"});
+  expect_error([] { DistributedDataParallelOptions().bucket_cap_mb(0); }, {"bucket_cap_mb"});
+  expect_error([] { DistributedDataParallelOptions().first_bucket_mb(-1); }, {"first_bucket_mb"});
+  expect_error([] { DistributedDataParallelOptions().gradient_predivide_factor(NAN); },
+               {"gradient_predivide_factor"});
+  expect_error([] { DistributedDataParallelOptions().compress(torch::kFloat); },
+               {"compress", "float32"});
   Net model;
-  const auto expect_excluded = [&](const DdpOptions& options, const char* one, const char* other) {
+  const auto expect_excluded = [&](const DistributedDataParallelOptions& options, const char* one,
+                                   const char* other) {
     expect_error([&] { DistributedDataParallel ddp(model, comm::Group(), options); }, {one, other});
   };
   const auto hook = std::make_shared<MeanHook>();
-  expect_excluded(DdpOptions().delay_allreduce(true).find_unused_parameters(true),
-                  "delay_allreduce", "find_unused_parameters");
-  expect_excluded(DdpOptions().delay_allreduce(true).static_graph(true), "delay_allreduce",
-                  "static_graph");
-  expect_excluded(DdpOptions().delay_allreduce(true).gradient_as_bucket_view(true),
-                  "delay_allreduce", "gradient_as_bucket_view");
-  expect_excluded(DdpOptions().delay_allreduce(true).comm_hook(hook), "delay_allreduce",
-                  "comm_hook");
-  expect_excluded(DdpOptions().compress(torch::kHalf).comm_hook(hook), "compress", "comm_hook");
-  expect_excluded(DdpOptions().allreduce_always_fp32(true).comm_hook(hook), "allreduce_always_fp32",
-                  "comm_hook");
+  expect_excluded(
+      DistributedDataParallelOptions().delay_allreduce(true).find_unused_parameters(true),
+      "delay_allreduce", "find_unused_parameters");
+  expect_excluded(DistributedDataParallelOptions().delay_allreduce(true).static_graph(true),
+                  "delay_allreduce", "static_graph");
+  expect_excluded(
+      DistributedDataParallelOptions().delay_allreduce(true).gradient_as_bucket_view(true),
+      "delay_allreduce", "gradient_as_bucket_view");
+  expect_excluded(DistributedDataParallelOptions().delay_allreduce(true).comm_hook(hook),
+                  "delay_allreduce", "comm_hook");
+  expect_excluded(DistributedDataParallelOptions().compress(torch::kHalf).comm_hook(hook),
+                  "compress", "comm_hook");
+  expect_excluded(DistributedDataParallelOptions().allreduce_always_fp32(true).comm_hook(hook),
+                  "allreduce_always_fp32", "comm_hook");
 }
 
 TEST(SingleProcess, OnlyCallsTheModel) {
@@ -916,8 +937,9 @@ TEST(CommHook, GoesOnWhileOtherRanksAreLate) {
     const auto group = comm::init();
     Net model = seeded<Net>(1);
     const auto file = rank.folder() / ("rank" + std::to_string(rank.number()));
-    DistributedDataParallel ddp(model, group,
-                                DdpOptions().comm_hook(std::make_shared<NotingHook>(file)));
+    DistributedDataParallel ddp(
+        model, group,
+        DistributedDataParallelOptions().comm_hook(std::make_shared<NotingHook>(file)));
     const at::Tensor loss = ddp.forward(batch_of(1, 2).data).sum();
     if (rank.number() == 1) {
       const auto first = rank.folder() / "rank0";
@@ -960,7 +982,9 @@ TEST(CommHook, MayGiveAnythingThatFits) {
     const auto backward_with = [&](const std::shared_ptr<CommHook>& hook, int passes) {
       Net model = seeded<Net>(1);
       DistributedDataParallel ddp(
-          model, group, DdpOptions().comm_hook(hook).bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+          model, group,
+          DistributedDataParallelOptions().comm_hook(hook).bucket_cap_mb(0.0002).first_bucket_mb(
+              0.0001));
       for (int pass = 0; pass < passes; ++pass)
         sum_of_squares(ddp.forward(batch.data), batch.target).backward();
       return copies(gradients_of(*model));
@@ -981,7 +1005,8 @@ TEST(CommHook, MayGiveAnythingThatFits) {
 
 // The mean gradient of a one-layer model whose gradients are the input, on every rank.
 std::vector<at::Tensor> mean_of_inputs(const comm::Group& group, const at::Tensor& input,
-                                       at::ScalarType dtype, const DdpOptions& options) {
+                                       at::ScalarType dtype,
+                                       const DistributedDataParallelOptions& options) {
   torch::nn::Linear model(torch::nn::LinearOptions(input.size(0), 1).bias(false));
   model->to(dtype);
   DistributedDataParallel ddp(model, group, options);
@@ -1000,7 +1025,8 @@ TEST(Compression, RoundsToTheDtypeOnly) {
     for (const auto wire : {torch::kHalf, torch::kBFloat16}) {
       for (const auto dtype : {torch::kFloat, torch::kDouble}) {
         for (const bool delayed : {false, true}) {
-          const auto options = DdpOptions().compress(wire).delay_allreduce(delayed);
+          const auto options =
+              DistributedDataParallelOptions().compress(wire).delay_allreduce(delayed);
           const at::Tensor got = mean_of_inputs(group, input, dtype, options)[0];
           EXPECT_EQ(got.scalar_type(), dtype);
           // Each rank's value is rounded once, and each of three sums.
@@ -1012,8 +1038,9 @@ TEST(Compression, RoundsToTheDtypeOnly) {
       }
     }
     // 16-bit gradients need none.
-    const at::Tensor half = mean_of_inputs(group, torch::ones({4}), torch::kHalf,
-                                           DdpOptions().compress(torch::kBFloat16))[0];
+    const at::Tensor half =
+        mean_of_inputs(group, torch::ones({4}), torch::kHalf,
+                       DistributedDataParallelOptions().compress(torch::kBFloat16))[0];
     EXPECT_TRUE(test::same_bits(half, torch::ones({4}, torch::kHalf)));
   });
 }
@@ -1021,25 +1048,32 @@ TEST(Compression, RoundsToTheDtypeOnly) {
 TEST(Compression, DividesBeforeAndAfterTheSum) {
   run_ranks(4, [](Rank&) {
     const auto group = comm::init();
-    const auto mean = [&](double value, const DdpOptions& options,
+    const auto mean = [&](double value, const DistributedDataParallelOptions& options,
                           at::ScalarType dtype = torch::kFloat) {
       return mean_of_inputs(group, torch::full({4}, value), dtype, options)[0][0].item<double>();
     };
-    const auto half = DdpOptions().compress(torch::kHalf);
+    const auto half = DistributedDataParallelOptions().compress(torch::kHalf);
     // The sum of four in fp16, of values divided by 2: 4 * 32752 / 2 is its largest.
     EXPECT_EQ(mean(32752, half), 32752);
     EXPECT_TRUE(std::isinf(mean(40000, half)));
     // fp16's smallest is 2^-24: divided by 2 once, not by 4.
     EXPECT_EQ(mean(std::ldexp(1, -23), half), std::ldexp(1, -23));
-    EXPECT_EQ(mean(std::ldexp(1, -23), DdpOptions(half).gradient_predivide_factor(4)), 0);
-    EXPECT_EQ(mean(60000, DdpOptions(half).gradient_predivide_factor(4)), 60000);
+    EXPECT_EQ(
+        mean(std::ldexp(1, -23), DistributedDataParallelOptions(half).gradient_predivide_factor(4)),
+        0);
+    EXPECT_EQ(mean(60000, DistributedDataParallelOptions(half).gradient_predivide_factor(4)),
+              60000);
     // fp16 gradients summed in fp32.
-    const auto wide = DdpOptions().allreduce_always_fp32(true).gradient_predivide_factor(1);
+    const auto wide =
+        DistributedDataParallelOptions().allreduce_always_fp32(true).gradient_predivide_factor(1);
     EXPECT_EQ(mean(60000, wide, torch::kHalf), 60000);
-    EXPECT_TRUE(std::isinf(mean(60000, DdpOptions().gradient_predivide_factor(1), torch::kHalf)));
+    EXPECT_TRUE(std::isinf(
+        mean(60000, DistributedDataParallelOptions().gradient_predivide_factor(1), torch::kHalf)));
     EXPECT_TRUE(std::isinf(mean(
-        60000, DdpOptions().gradient_predivide_factor(1).delay_allreduce(true), torch::kHalf)));
-    EXPECT_EQ(mean(60000, DdpOptions(wide).delay_allreduce(true), torch::kHalf), 60000);
+        60000, DistributedDataParallelOptions().gradient_predivide_factor(1).delay_allreduce(true),
+        torch::kHalf)));
+    EXPECT_EQ(mean(60000, DistributedDataParallelOptions(wide).delay_allreduce(true), torch::kHalf),
+              60000);
   });
 }
 
@@ -1052,7 +1086,8 @@ TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
       torch::optim::SGD optimizer(model->parameters(), 0.1);
       auto mixed = amp::initialize(model, optimizer,
                                    amp::Options(level).dtype(torch::kBFloat16).loss_scale(16));
-      DistributedDataParallel ddp(model, group, DdpOptions().allreduce_always_fp32(true));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().allreduce_always_fp32(true));
       const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 8);
       double first = 0;
       double last = 0;
@@ -1094,7 +1129,8 @@ TEST(MixedPrecision, MastersAndScalesStayEqualThroughOverflowsOnOneRank) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
     for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2}) {
-      for (const auto& options : {DdpOptions(), DdpOptions().compress(torch::kHalf)}) {
+      for (const auto& options : {DistributedDataParallelOptions(),
+                                  DistributedDataParallelOptions().compress(torch::kHalf)}) {
         Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()), true);
         model->to(torch::kFloat);
         torch::optim::SGD optimizer(model->parameters(),
@@ -1168,7 +1204,7 @@ TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
 struct Accumulation {
   std::string name;
   amp::Options amp;
-  DdpOptions ddp;
+  DistributedDataParallelOptions ddp;
   bool fused = false;
   bool local = true;  // all passes but the last in no_sync()
 };
@@ -1178,8 +1214,8 @@ std::vector<Accumulation> accumulations() {
     return amp::Options(level).dtype(dtype).verbosity(0).loss_scale(scale).loss_scale_options(
         amp::LossScaleOptions().init_scale(64));
   };
-  const auto view = DdpOptions().gradient_as_bucket_view(true);
-  const auto delayed = DdpOptions().delay_allreduce(true);
+  const auto view = DistributedDataParallelOptions().gradient_as_bucket_view(true);
+  const auto delayed = DistributedDataParallelOptions().delay_allreduce(true);
   std::vector<Accumulation> all;
   const auto add = [&](const std::string& name, const amp::Options& amp) {
     for (const bool fused : {false, true}) {
@@ -1331,7 +1367,8 @@ TEST(MixedPrecision, AnOverflowInNoSyncSkipsTheStepOnAllRanks) {
 TEST(MixedPrecision, AnOverflowOnOneRankSkipsTheStepOnAll) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
-    for (const auto& options : {DdpOptions(), DdpOptions().compress(torch::kHalf)}) {
+    for (const auto& options : {DistributedDataParallelOptions(),
+                                DistributedDataParallelOptions().compress(torch::kHalf)}) {
       Net model = seeded<Net>(1);
       model->to(torch::kFloat);
       torch::optim::SGD optimizer(model->parameters(), 0.1);
@@ -1445,10 +1482,11 @@ TEST(Exceptions, AfterPartOfTheGradientsWereSentAreNamed) {
     const std::string number = std::to_string(rank.number());
     for (const bool searches : {false, true}) {
       Fragile model = seeded<Fragile>(1);
-      DistributedDataParallel ddp(
-          model, group,
-          DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001).find_unused_parameters(
-              searches));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions()
+                                      .bucket_cap_mb(0.0002)
+                                      .first_bucket_mb(0.0001)
+                                      .find_unused_parameters(searches));
       const Batch batch = batch_of(1, 4);
       for (int step = 0; step < 3; ++step) {
         if (step == 2) model->backward_failures = 1;
@@ -1483,8 +1521,9 @@ TEST_P(LostInBackward, IsNamedByAllOthers) {
                                                     .heartbeat(std::chrono::milliseconds(50))
                                                     .heartbeat_timeout(std::chrono::seconds(3)));
         Net model = seeded<Net>(1);
-        DistributedDataParallel ddp(model, group,
-                                    DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+        DistributedDataParallel ddp(
+            model, group,
+            DistributedDataParallelOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
         const Batch batch = batch_of(1, 2);
         try {
           for (int step = 0;; ++step) {

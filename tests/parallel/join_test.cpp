@@ -69,12 +69,17 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
     for (const bool divide_by_all : {true, false}) {
       Heads alone = seeded<Heads>(1);
       train_alone<Heads>(alone, divide_by_all, loss_of);
-      const std::vector<DdpOptions> ways = {
-          DdpOptions().find_unused_parameters(true),
-          DdpOptions().find_unused_parameters(true).gradient_as_bucket_view(true),
-          DdpOptions().find_unused_parameters(true).bucket_cap_mb(0.0003).first_bucket_mb(0.0001),
-          DdpOptions().find_unused_parameters(true).gradient_predivide_factor(1.5),
-          DdpOptions().delay_allreduce(true)};
+      const std::vector<DistributedDataParallelOptions> ways = {
+          DistributedDataParallelOptions().find_unused_parameters(true),
+          DistributedDataParallelOptions().find_unused_parameters(true).gradient_as_bucket_view(
+              true),
+          DistributedDataParallelOptions()
+              .find_unused_parameters(true)
+              .bucket_cap_mb(0.0003)
+              .first_bucket_mb(0.0001),
+          DistributedDataParallelOptions().find_unused_parameters(true).gradient_predivide_factor(
+              1.5),
+          DistributedDataParallelOptions().delay_allreduce(true)};
       for (std::size_t way = 0; way < ways.size(); ++way) {
         SCOPED_TRACE(way);
         Heads model = seeded<Heads>(1);
@@ -105,12 +110,14 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
 TEST(Join, RanksThatFollowStayEqualBitForBit) {
   run_ranks(3, [](Rank& rank) {
     const auto group = comm::init();
-    const std::vector<std::pair<amp::OptLevel, DdpOptions>> cases = {
-        {amp::OptLevel::O1, DdpOptions().find_unused_parameters(true)},
+    const std::vector<std::pair<amp::OptLevel, DistributedDataParallelOptions>> cases = {
+        {amp::OptLevel::O1, DistributedDataParallelOptions().find_unused_parameters(true)},
         {amp::OptLevel::O2,
-         DdpOptions().find_unused_parameters(true).gradient_as_bucket_view(true)},
-        {amp::OptLevel::O2, DdpOptions().delay_allreduce(true)},
-        {amp::OptLevel::O3, DdpOptions().find_unused_parameters(true).compress(torch::kHalf)}};
+         DistributedDataParallelOptions().find_unused_parameters(true).gradient_as_bucket_view(
+             true)},
+        {amp::OptLevel::O2, DistributedDataParallelOptions().delay_allreduce(true)},
+        {amp::OptLevel::O3,
+         DistributedDataParallelOptions().find_unused_parameters(true).compress(torch::kHalf)}};
     for (std::size_t which = 0; which < cases.size(); ++which) {
       SCOPED_TRACE(which);
       Heads model = seeded<Heads>(1);
@@ -205,7 +212,8 @@ TEST(Join, RefusesWhatARankWithoutInputCannotReduce) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
     Net model = seeded<Net>(1);
-    DistributedDataParallel fixed(model, group, DdpOptions().static_graph(true));
+    DistributedDataParallel fixed(model, group,
+                                  DistributedDataParallelOptions().static_graph(true));
     expect_error([&] { fixed.join([] {}); }, {"[parallel.join]", "static_graph"});
     torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
     DistributedDataParallel sparse(table, group);
@@ -238,8 +246,9 @@ TEST(Join, RebuildsBucketsAndSharesBuffersWithTheRanksThatGoOn) {
   run_ranks(3, [](Rank& rank) {
     const auto group = comm::init();
     Net model = seeded<Net>(1, true);
-    DistributedDataParallel ddp(model, group,
-                                DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+    DistributedDataParallel ddp(
+        model, group,
+        DistributedDataParallelOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
     // Rank 0, whose buffers count otherwise, has nothing at all.
     const int batches = rank.number() == 0 ? 0 : rank.number() == 1 ? 4 : 2;
     ddp.join([&] {

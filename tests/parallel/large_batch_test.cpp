@@ -37,11 +37,13 @@ std::vector<Shares> shares_of(int ranks) {
   return {{4, 4, 4, 4}, {7, 2, 2, 5}};
 }
 
-std::vector<std::pair<std::string, DdpOptions>> ways() {
-  return {{"default", DdpOptions()},
-          {"static_graph", DdpOptions().static_graph(true)},
-          {"static_graph, views", DdpOptions().static_graph(true).gradient_as_bucket_view(true)},
-          {"small buckets", DdpOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001)}};
+std::vector<std::pair<std::string, DistributedDataParallelOptions>> ways() {
+  return {{"default", DistributedDataParallelOptions()},
+          {"static_graph", DistributedDataParallelOptions().static_graph(true)},
+          {"static_graph, views",
+           DistributedDataParallelOptions().static_graph(true).gradient_as_bucket_view(true)},
+          {"small buckets",
+           DistributedDataParallelOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001)}};
 }
 
 Batch whole_batch(int step) {

@@ -217,9 +217,11 @@ TEST(DistributedTrainer, CompressedGradientsTrainAsWell) {
     const auto group = comm::init();
     for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
       Models models(0.2);
-      const auto result = train_classifier(
-          models.factory(), data(),
-          options_for(OptLevel::O1, group).epochs(2).ddp(parallel::DdpOptions().compress(dtype)));
+      const auto result =
+          train_classifier(models.factory(), data(),
+                           options_for(OptLevel::O1, group)
+                               .epochs(2)
+                               .ddp(parallel::DistributedDataParallelOptions().compress(dtype)));
       EXPECT_GT(result.test_accuracy, 0.95);
     }
   });

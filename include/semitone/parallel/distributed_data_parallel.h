@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/comm/group.h"
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "semitone/parallel/replica_sync.h"
 #include "semitone/parallel/wrapped_model.h"
 
@@ -44,7 +44,7 @@ namespace semitone::parallel {
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost; see comm::Group.
 /// - The next forward throws Error if parameters got no gradient in a backward pass, and names
-///   them. See DdpOptions::find_unused_parameters, static_graph, delay_allreduce.
+///   them. See DistributedDataParallelOptions::find_unused_parameters, static_graph, delay_allreduce.
 ///
 /// All ranks must call forward and backward equally often; see join and no_sync. If forward or
 /// backward throws, a rank may repeat the step after clearing the gradients: the next forward
@@ -59,7 +59,8 @@ namespace semitone::parallel {
 template <typename Model>
 class DistributedDataParallel : public WrappedModel<Model> {
  public:
-  DistributedDataParallel(Model model, comm::Group group, const DdpOptions& options = {})
+  DistributedDataParallel(Model model, comm::Group group,
+                          const DistributedDataParallelOptions& options = {})
       : WrappedModel<Model>(std::move(model)),
         sync_(tensors_of(this->module()), std::move(group), options) {}
 
@@ -114,7 +115,7 @@ class DistributedDataParallel : public WrappedModel<Model> {
 };
 
 template <std::derived_from<torch::nn::Module> Module>
-DistributedDataParallel(Module&, comm::Group, const DdpOptions& = {})
+DistributedDataParallel(Module&, comm::Group, const DistributedDataParallelOptions& = {})
     -> DistributedDataParallel<std::reference_wrapper<Module>>;
 
 }  // namespace semitone::parallel

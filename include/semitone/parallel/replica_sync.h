@@ -2,7 +2,7 @@
 
 #include "semitone/comm/group.h"
 #include "semitone/core/map_tensors.h"
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/jit/api/module.h>
@@ -48,7 +48,7 @@ class [[nodiscard]] NoSync {
 /// for contracts and errors.
 class ReplicaSync {
  public:
-  ReplicaSync(ModelTensors model, comm::Group group, const DdpOptions& options);
+  ReplicaSync(ModelTensors model, comm::Group group, const DistributedDataParallelOptions& options);
   ReplicaSync(ReplicaSync&&) noexcept;
   ReplicaSync& operator=(ReplicaSync&&) noexcept;
   ~ReplicaSync();

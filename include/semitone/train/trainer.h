@@ -4,7 +4,7 @@
 #include "semitone/amp/model.h"
 #include "semitone/amp/opt_level.h"
 #include "semitone/comm/group.h"
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "semitone/train/schedule.h"
 #include "semitone/zoo/mnist.h"
 
@@ -120,7 +120,7 @@ class TrainOptions {
   /// Use the statistics of all processes' batches together in BatchNorm layers.
   TORCH_ARG(bool, sync_batch_norm) = false;
   /// Options for averaging gradients.
-  TORCH_ARG(parallel::DdpOptions, ddp);
+  TORCH_ARG(parallel::DistributedDataParallelOptions, ddp);
 
   /// File for the state at the end; empty: none. See train_classifier.
   TORCH_ARG(std::filesystem::path, save);

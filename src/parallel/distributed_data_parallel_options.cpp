@@ -1,4 +1,4 @@
-#include "semitone/parallel/ddp_options.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
@@ -18,52 +18,55 @@ void require_positive(double value, const char* name) {
 
 }  // namespace
 
-DdpOptions& DdpOptions::bucket_cap_mb(double value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::bucket_cap_mb(double value) {
   require_positive(value, "bucket_cap_mb");
   bucket_cap_mb_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::first_bucket_mb(double value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::first_bucket_mb(double value) {
   require_positive(value, "first_bucket_mb");
   first_bucket_mb_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::broadcast_buffers(bool value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::broadcast_buffers(bool value) {
   broadcast_buffers_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::find_unused_parameters(bool value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::find_unused_parameters(bool value) {
   find_unused_parameters_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::static_graph(bool value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::static_graph(bool value) {
   static_graph_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::gradient_as_bucket_view(bool value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::gradient_as_bucket_view(
+    bool value) {
   gradient_as_bucket_view_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::delay_allreduce(bool value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::delay_allreduce(bool value) {
   delay_allreduce_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::gradient_predivide_factor(double value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::gradient_predivide_factor(
+    double value) {
   require_positive(value, "gradient_predivide_factor");
   gradient_predivide_factor_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::allreduce_always_fp32(bool value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::allreduce_always_fp32(bool value) {
   allreduce_always_fp32_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::compress(at::ScalarType value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::compress(at::ScalarType value) {
   if (!is_16bit(value))
     throw Error("parallel.ddp", "compress to float16 or bfloat16", dtype_name(value));
   compress_ = value;
   return *this;
 }
-DdpOptions& DdpOptions::comm_hook(std::shared_ptr<CommHook> value) {
+DistributedDataParallelOptions& DistributedDataParallelOptions::comm_hook(
+    std::shared_ptr<CommHook> value) {
   comm_hook_ = std::move(value);
   return *this;
 }

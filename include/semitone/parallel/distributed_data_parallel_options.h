@@ -11,45 +11,45 @@
 namespace semitone::parallel {
 
 /// Options of DistributedDataParallel, with chained setters. They must be equal on every rank.
-class DdpOptions {
+class DistributedDataParallelOptions {
  public:
   /// Approximate size in MiB of the buckets in which gradients are sent. Small buckets can be sent
   /// while backward still computes other gradients; large buckets need fewer messages. Default 25.
-  DdpOptions& bucket_cap_mb(double value);
+  DistributedDataParallelOptions& bucket_cap_mb(double value);
   /// Size in MiB of the first bucket, which holds the gradients nearest to the loss. A small one is
   /// sent early. Default 1.
-  DdpOptions& first_bucket_mb(double value);
+  DistributedDataParallelOptions& first_bucket_mb(double value);
   /// Sets buffers (running statistics) to rank 0's before each forward. Default true.
-  DdpOptions& broadcast_buffers(bool value);
+  DistributedDataParallelOptions& broadcast_buffers(bool value);
   /// Allows parameters without a gradient in some steps. Each step searches the graph from
   /// forward's results, and gradients of parameters that no rank used are not changed. This costs
   /// the search and a copy of the results. Default false.
-  DdpOptions& find_unused_parameters(bool value);
+  DistributedDataParallelOptions& find_unused_parameters(bool value);
   /// Promises that every step uses the same parameters, the same number of times. The first step
   /// records them. Allows unused parameters without a search, and activation checkpointing. Default
   /// false.
-  DdpOptions& static_graph(bool value);
+  DistributedDataParallelOptions& static_graph(bool value);
   /// Makes gradients views into the buckets, which saves their memory and a copy. If a gradient is
   /// replaced by another tensor, the next step copies that into the bucket. Default false.
-  DdpOptions& gradient_as_bucket_view(bool value);
+  DistributedDataParallelOptions& gradient_as_bucket_view(bool value);
   /// Reduces all gradients when backward is done, in one message per dtype: no overlap with
   /// backward. No other option is then needed for unused parameters, several backward passes or
   /// graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and
   /// comm_hook. Default false.
-  DdpOptions& delay_allreduce(bool value);
+  DistributedDataParallelOptions& delay_allreduce(bool value);
   /// Divides gradients by this factor before they are summed over the ranks, and by world size /
   /// factor afterwards, against overflow or underflow of 16-bit sums. Default: the world size; with
   /// compress its square root.
-  DdpOptions& gradient_predivide_factor(double value);
+  DistributedDataParallelOptions& gradient_predivide_factor(double value);
   /// Converts 16-bit gradients to fp32 for the reduction, and back. Default false.
-  DdpOptions& allreduce_always_fp32(bool value);
+  DistributedDataParallelOptions& allreduce_always_fp32(bool value);
   /// Converts wider gradients to this dtype, kHalf or kBFloat16, for the reduction, and back, which
   /// halves the traffic or better. Values beyond fp16's range become inf, which a loss scaler
   /// detects. Default: no conversion.
-  DdpOptions& compress(at::ScalarType value);
+  DistributedDataParallelOptions& compress(at::ScalarType value);
   /// Sets a custom reduction. Excludes gradient_predivide_factor, allreduce_always_fp32 and
   /// compress.
-  DdpOptions& comm_hook(std::shared_ptr<CommHook> value);
+  DistributedDataParallelOptions& comm_hook(std::shared_ptr<CommHook> value);
 
   double bucket_cap_mb() const { return bucket_cap_mb_; }
   double first_bucket_mb() const { return first_bucket_mb_; }
