@@ -26,33 +26,33 @@ namespace {
 constexpr auto kCheckpoint = "train.checkpoint";
 constexpr auto kFormat = "semitone.train/2";
 
-std::string to_text(const Agreement& agreement) {
+std::string to_text(const RunConfig& config) {
   std::string text;
-  for (const auto& [name, value] : agreement) text += name + "=" + value + "\n";
+  for (const auto& [name, value] : config) text += name + "=" + value + "\n";
   return text;
 }
 
-Agreement from_text(const std::string& text) {
-  Agreement agreement;
+RunConfig from_text(const std::string& text) {
+  RunConfig config;
   std::size_t begin = 0;
   for (std::size_t end = 0; (end = text.find('\n', begin)) != std::string::npos; begin = end + 1) {
     const std::string line = text.substr(begin, end - begin);
     const auto equals = line.find('=');
     if (equals == std::string::npos) continue;
-    agreement.emplace_back(line.substr(0, equals), line.substr(equals + 1));
+    config.emplace_back(line.substr(0, equals), line.substr(equals + 1));
   }
-  return agreement;
+  return config;
 }
 
-std::string value_in(const Agreement& values, const std::string& name) {
-  for (const auto& [known, value] : values) {
-    if (known == name) return value;
+std::string value_in(const NamedValues& values, const std::string& name) {
+  for (const auto& [key, value] : values) {
+    if (key == name) return value;
   }
   return "none";
 }
 
-void require_agreement(const std::filesystem::path& path, const Agreement& saved,
-                       const Agreement& here) {
+void require_same_config(const std::filesystem::path& path, const RunConfig& saved,
+                         const RunConfig& here) {
   for (const auto& [name, value] : here) {
     const std::string other = value_in(saved, name);
     if (other != value) {
@@ -64,15 +64,15 @@ void require_agreement(const std::filesystem::path& path, const Agreement& saved
 
 // A model's parameters and buffers with their shapes, which a state must match. Module::load
 // accepts any shape, and keeps tensors that the file lacks.
-Agreement tensors_of(const amp::Model& model) {
-  Agreement tensors;
+NamedValues tensors_of(const amp::Model& model) {
+  NamedValues tensors;
   for (const amp::Model::Entry& entry : model.entries())
     tensors.emplace_back(entry.name, c10::str(entry.tensor.sizes()));
   return tensors;
 }
 
-void require_tensors(const std::filesystem::path& path, const Agreement& saved,
-                     const Agreement& here) {
+void require_tensors(const std::filesystem::path& path, const NamedValues& saved,
+                     const NamedValues& here) {
   const auto require = [&](const std::string& name, const std::string& wanted,
                            const std::string& found) {
     if (found == wanted) return;
@@ -170,7 +170,7 @@ std::string read_checked(const std::filesystem::path& path) {
   return bytes;
 }
 
-void load(const std::filesystem::path& path, const Training& training, const Agreement& agreement) {
+void load(const std::filesystem::path& path, const Training& training, const RunConfig& config) {
   const int rank = training.group.rank();
   const std::string bytes = training.group.broadcast(rank == 0 ? read_checked(path) : "");
   torch::serialize::InputArchive archive;
@@ -182,7 +182,7 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
                     "a state that `semitone train --save` wrote in '" + path.string() + "'",
                     "an archive of another kind");
   }
-  require_agreement(path, from_text(read_value<std::string>(archive, "options")), agreement);
+  require_same_config(path, from_text(read_value<std::string>(archive, "options")), config);
   require_tensors(path, from_text(read_value<std::string>(archive, "tensors")),
                   tensors_of(training.model));
   at::Tensor loss_sums;
@@ -214,7 +214,7 @@ void load(const std::filesystem::path& path, const Training& training, const Agr
 }  // namespace
 
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
-                     const Agreement& agreement) {
+                     const RunConfig& config) {
   const auto loss_sums =
       rows_by_rank(torch::full({}, training.position.loss_sum, torch::kDouble), training.group);
   std::vector<std::pair<std::string, at::Tensor>> random;
@@ -223,7 +223,7 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
   if (training.group.rank() != 0) return;
   torch::serialize::OutputArchive archive;
   archive.write("format", c10::IValue(std::string(kFormat)));
-  archive.write("options", c10::IValue(to_text(agreement)));
+  archive.write("options", c10::IValue(to_text(config)));
   archive.write("tensors", c10::IValue(to_text(tensors_of(training.model))));
   archive.write("step", c10::IValue(training.position.step));
   archive.write("loss_sums", loss_sums);
@@ -245,12 +245,12 @@ void save_checkpoint(const std::filesystem::path& path, const Training& training
 }
 
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
-                     const Agreement& agreement) {
+                     const RunConfig& config) {
   std::error_code ignored;
   if (training.group.rank() == 0 && !std::filesystem::is_regular_file(path, ignored))
     throw FileError(kCheckpoint, "a saved state '" + path.string() + "'", "no such file");
   try {
-    load(path, training, agreement);
+    load(path, training, config);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

@@ -23,8 +23,10 @@ struct Position {
   std::int64_t loss_count = 0;
 };
 
+using NamedValues = std::vector<std::pair<std::string, std::string>>;
+
 // The settings that must match on resume: (the option's flag, its value).
-using Agreement = std::vector<std::pair<std::string, std::string>>;
+using RunConfig = NamedValues;
 
 // The objects that a checkpoint saves and restores.
 struct Training {
@@ -38,12 +40,12 @@ struct Training {
 // Writes everything, and the states of the default generators (the CPU's and the model's device's)
 // of all processes. FileError on rank 0, which writes, if it cannot. Every rank calls it.
 void save_checkpoint(const std::filesystem::path& path, const Training& training,
-                     const Agreement& agreement);
+                     const RunConfig& config);
 
 // FileError if the file is not a checkpoint, is damaged, or was made with other options or another
 // model (the message names the option, or the first tensor that differs); nothing is changed then.
 // Every rank calls it; rank 0 reads.
 void load_checkpoint(const std::filesystem::path& path, const Training& training,
-                     const Agreement& agreement);
+                     const RunConfig& config);
 
 }  // namespace semitone::train

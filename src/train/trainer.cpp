@@ -172,10 +172,10 @@ class Run {
 
   void resume() {
     if (goes_on_with_what_it_saves() && !is_there(options_.resume())) return;
-    load_checkpoint(options_.resume(), training(), agreement());
+    load_checkpoint(options_.resume(), training(), config());
   }
 
-  void save() { save_checkpoint(options_.save(), training(), agreement()); }
+  void save() { save_checkpoint(options_.save(), training(), config()); }
 
   TrainResult train() {
     const std::int64_t end =
@@ -337,9 +337,9 @@ class Run {
 
   double loss_scale() const { return mixed_.loss_scaler().scale(); }
 
-  Agreement agreement() const {
+  RunConfig config() const {
     const auto text = [](const auto& value) { return fmt::format("{}", value); };
-    Agreement result{
+    RunConfig result{
         {"--opt-level", std::string(amp::name_of(options_.opt_level()))},
         {"--dtype", dtype_name(training_dtype(options_))},
         {"--loss-scale", options_.loss_scale() ? options_.loss_scale()->to_string() : "default"},
