@@ -51,17 +51,17 @@ struct Flags {
 };
 
 // The baseline of the machine: memory bandwidth, or the fastest product of large squares.
-struct Yardstick {
+struct Baseline {
   Contender contender;
   double work;  // bytes or operations of a call
 };
 
-class Yardsticks {
+class Baselines {
  public:
-  explicit Yardsticks(const Sizes& sizes)
+  explicit Baselines(const Sizes& sizes)
       : peak_(sizes.peak), stream_(sizes.stream), memory_{stream_.contender(), stream_.bytes()} {}
 
-  const Yardstick& of(const Row& row, c10::ScalarType dtype) {
+  const Baseline& of(const Row& row, c10::ScalarType dtype) {
     if (!row.is_product()) return memory_;
     const auto [place, is_new] = products_.try_emplace(dtype);
     if (is_new) place->second = fastest_product(dtype);
@@ -71,9 +71,9 @@ class Yardsticks {
  private:
   // Products of squares, in both layouts of the second: by rows, and by columns like a layer's
   // weight.
-  Yardstick fastest_product(c10::ScalarType dtype) const {
+  Baseline fastest_product(c10::ScalarType dtype) const {
     constexpr int kRounds = 5;
-    std::vector<Yardstick> products;
+    std::vector<Baseline> products;
     for (const std::int64_t edge : peak_) {
       const auto random = [&] { return torch::randn({edge, edge}).to(dtype); };
       const auto n = static_cast<double>(edge);
@@ -86,7 +86,7 @@ class Yardsticks {
       }
     }
     std::vector<Contender> contenders;
-    for (const Yardstick& product : products) contenders.push_back(product.contender);
+    for (const Baseline& product : products) contenders.push_back(product.contender);
     const auto timings = bench::interleave(contenders, kRounds, 1);
     const auto rate = [&](std::size_t i) { return products[i].work / timings[i].min_seconds; };
     std::size_t best = 0;
@@ -98,20 +98,20 @@ class Yardsticks {
 
   std::vector<std::int64_t> peak_;
   bench::Stream stream_;
-  Yardstick memory_;
-  std::map<c10::ScalarType, Yardstick> products_;
+  Baseline memory_;
+  std::map<c10::ScalarType, Baseline> products_;
 };
 
 struct Result {
   Timing kernel;
   std::optional<Timing> libtorch;
-  Timing yardstick;
+  Timing baseline;
   double work;
-  double yardstick_work;
+  double baseline_work;
 
   double rate() const { return work / kernel.min_seconds; }
-  double yardstick_rate() const { return yardstick_work / yardstick.min_seconds; }
-  double share() const { return rate() / yardstick_rate(); }
+  double baseline_rate() const { return baseline_work / baseline.min_seconds; }
+  double share() const { return rate() / baseline_rate(); }
   // Above 1 if LibTorch takes longer.
   double ratio() const { return libtorch->min_seconds / kernel.min_seconds; }
 };
@@ -123,18 +123,18 @@ double work_of(const Row& row) {
 }
 
 // The baseline runs before each, so that neither finds its data in a warm cache.
-Result measure(const Row& row, const Yardstick& yardstick, int rounds) {
-  std::vector<Contender> contenders{{"Semitone", row.work}, yardstick.contender};
+Result measure(const Row& row, const Baseline& baseline, int rounds) {
+  std::vector<Contender> contenders{{"Semitone", row.work}, baseline.contender};
   if (row.libtorchs) {
     contenders.push_back({"LibTorch", row.libtorchs});
-    contenders.push_back(yardstick.contender);
+    contenders.push_back(baseline.contender);
   }
   const auto timings = bench::interleave(contenders, rounds, 1);
-  Result result{timings[0], std::nullopt, timings[1], work_of(row), yardstick.work};
+  Result result{timings[0], std::nullopt, timings[1], work_of(row), baseline.work};
   if (row.libtorchs) {
     result.libtorch = timings[2];
-    result.yardstick.min_seconds = std::min(timings[1].min_seconds, timings[3].min_seconds);
-    result.yardstick.median_seconds = (timings[1].median_seconds + timings[3].median_seconds) / 2;
+    result.baseline.min_seconds = std::min(timings[1].min_seconds, timings[3].min_seconds);
+    result.baseline.median_seconds = (timings[1].median_seconds + timings[3].median_seconds) / 2;
   }
   return result;
 }
@@ -175,9 +175,9 @@ ordered_json json_of(const Timing& timing) {
 ordered_json json_of(const Case& of, const Row& row, const Result& result) {
   ordered_json counts = ordered_json::object();
   for (const auto& moved : row.moved) counts[moved.name] = moved.bytes;
-  ordered_json yardstick = json_of(result.yardstick);
-  yardstick["name"] = result.yardstick.name;
-  yardstick["work"] = result.yardstick_work;
+  ordered_json baseline = json_of(result.baseline);
+  baseline["name"] = result.baseline.name;
+  baseline["work"] = result.baseline_work;
   return {{"kernel", of.kernel},
           {"pass", row.pass},
           {"dtype", semitone::dtype_name(of.dtype)},
@@ -187,9 +187,9 @@ ordered_json json_of(const Case& of, const Row& row, const Result& result) {
           {"counts", counts},
           {"semitone", json_of(result.kernel)},
           {"libtorch", result.libtorch.has_value() ? json_of(*result.libtorch) : nullptr},
-          {"yardstick", yardstick},
+          {"baseline", baseline},
           {"per_second", result.rate()},
-          {"share_of_yardstick", result.share()},
+          {"share_of_baseline", result.share()},
           {"ratio", result.libtorch.has_value() ? ordered_json(result.ratio()) : nullptr}};
 }
 
@@ -234,8 +234,8 @@ void run(const Flags& flags) {
              semitone::describe_device(at::kCPU), semitone::libtorch_version(),
              at::get_num_threads(), flags.rounds,
              flags.small ? "; small sizes: figures mean nothing" : "");
-  Yardsticks yardsticks(sizes);
-  std::map<std::string, double> fastest;  // of the yardsticks, by name
+  Baselines baselines(sizes);
+  std::map<std::string, double> fastest;  // of the baselines, by name
   ordered_json rows = ordered_json::array();
   std::optional<bool> section;  // whether the last row was a product
   for (const Case& of : cases) {
@@ -249,14 +249,14 @@ void run(const Flags& flags) {
           error.what());
     }
     for (const Row& row : made) {
-      const Result result = measure(row, yardsticks.of(row, of.dtype), flags.rounds);
+      const Result result = measure(row, baselines.of(row, of.dtype), flags.rounds);
       if (section != row.is_product()) print_head(row.is_product());
       section = row.is_product();
       print(of, row, result);
       rows.push_back(json_of(of, row, result));
       const auto unit = row.is_product() ? semitone::dtype_name(of.dtype) + ", GFLOP/s" : "GB/s";
-      double& best = fastest[result.yardstick.name + ", " + unit];
-      best = std::max(best, result.yardstick_rate());
+      double& best = fastest[result.baseline.name + ", " + unit];
+      best = std::max(best, result.baseline_rate());
     }
   }
   fmt::print("\n100 %, at its best:\n");

@@ -190,7 +190,7 @@ int run(const CLI::App& command, const BenchFlags& flags) {
   check(flags, command);
   require_json_writable(flags.json);
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
-  std::ostream& out = flags.steps_from_stdin ? std::cerr : for_people(flags.json);
+  std::ostream& out = flags.steps_from_stdin ? std::cerr : human_output(flags.json);
   print_head(out, flags);
   Workload workload = make_workload(flags);
   print_set_up(out, workload);

@@ -24,7 +24,7 @@ using namespace semitone;
 
 // The command line, last word first, as CLI11 wants it. The data-parallel tutorials have an option
 // -nr, which CLI11 would take for -n r.
-std::vector<std::string> words_of(int argc, char** argv) {
+std::vector<std::string> arguments_of(int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
   if (!words.empty() && words.front() == "train")
     std::replace(words.begin(), words.end(), std::string("-nr"), std::string("--nr"));
@@ -46,7 +46,7 @@ int run(int argc, char** argv) {
   cli::add_launch_command(app, action);
   cli::add_bench_command(app, action);
   try {
-    app.parse(words_of(argc, argv));
+    app.parse(arguments_of(argc, argv));
   } catch (const CLI::ParseError& error) {
     // --help and --version come as such an error too.
     if (error.get_exit_code() != 0) throw cli::usage_error(app, error);

@@ -133,7 +133,7 @@ int run_speed(const OpsFlags& flags) {
   require_json_writable(flags.json);
   const auto speeds = measure_operators();
   if (flags.json != "-") {
-    std::ostream& out = for_people(flags.json);
+    std::ostream& out = human_output(flags.json);
     out << describe_device(c10::DeviceType::CPU) << "\n\n";
     print(out, speeds);
   }
@@ -149,7 +149,7 @@ int run(OpsFlags flags) {
   const auto policy = amp::CastPolicy::by_name(flags.policy, target_of(flags));
   require_operator(flags.op);
   const auto rows = chosen_rows(policy, flags.op);
-  if (flags.json != "-") print(for_people(flags.json), policy, rows, flags);
+  if (flags.json != "-") print(human_output(flags.json), policy, rows, flags);
   write_json(flags.json, flags.json.empty() ? "" : json_of(policy, rows));
   return kSuccess;
 }

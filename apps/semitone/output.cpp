@@ -24,7 +24,7 @@ int descriptor_of(const std::ostream& stream) {
 
 }  // namespace
 
-std::ostream& for_people(const std::string& json) {
+std::ostream& human_output(const std::string& json) {
   return json == "-" ? std::cerr : std::cout;
 }
 

@@ -7,7 +7,7 @@
 namespace semitone::cli {
 
 // Standard output, or standard error if standard output is for JSON ("-").
-std::ostream& for_people(const std::string& json);
+std::ostream& human_output(const std::string& json);
 
 // Writes a JSON text to the destination of --json, or nothing without --json. FileError.
 void write_json(const std::string& json, const std::string& text);

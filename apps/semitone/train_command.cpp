@@ -244,7 +244,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   const bool was_launched = place.world_size > 1;
   if (speaks) require_json_writable(flags.json);
   if (speaks && !flags.starts_job()) require_state(flags);
-  std::ostream& out = for_people(flags.json);
+  std::ostream& out = human_output(flags.json);
   const auto levels = flags.levels();
   std::vector<train::TrainResult> results;
   int code = kSuccess;

@@ -16,7 +16,7 @@
 namespace semitone::cli {
 namespace {
 
-constexpr std::int64_t kTrainMost = 1'000'000'000;
+constexpr std::int64_t kLargest = 1'000'000'000;
 
 // Flags for the number and places of the processes; they are not passed on to these processes.
 constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
@@ -72,17 +72,17 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.number_or_word(
       "--loss-scale", flags->loss_scale, {"auto", "dynamic"},
       "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", flags->growth_interval, 0, kTrainMost,
+  add.integer("--growth-interval", flags->growth_interval, 0, kLargest,
               "Number of good steps after which a dynamic loss scale doubles; 0: never");
-  add.integer("--seed", flags->seed, 0, kTrainMost,
+  add.integer("--seed", flags->seed, 0, kLargest,
               "Random seed of the initial weights and the order of the images");
   add.integer("--threads", flags->threads, 0, 1024,
               "Threads per process, at most the number of cores; 0: LibTorch's choice");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc, which is fastest at every level");
-  add.integer("--limit-batches", flags->limit_batches, 0, kTrainMost,
+  add.integer("--limit-batches", flags->limit_batches, 0, kLargest,
               "Largest number of batches per epoch; 0: all");
-  add.integer("--max-steps", flags->max_steps, 0, kTrainMost,
+  add.integer("--max-steps", flags->max_steps, 0, kLargest,
               "Stop after this step, counted from the start of the training; 0: train to the end");
   add.text("-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
            "Processes per machine: a number, or one for each core or GPU. Alternatively run this "
@@ -101,13 +101,13 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.text("--save", flags->save, "FILE",
            "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
            "saved too");
-  add.integer("--save-every", flags->save_every, 0, kTrainMost,
+  add.integer("--save-every", flags->save_every, 0, kLargest,
               "Also save the state every N steps; 0: never");
   add.text("--resume", flags->resume, "FILE",
            "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
            "yet, start a new training");
   add.integer(
-      "--log-every", flags->log_every, 0, kTrainMost,
+      "--log-every", flags->log_every, 0, kLargest,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
   add.json(flags->json);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");
