@@ -79,7 +79,7 @@ bool is_static(const LaunchFlags& flags, const CLI::App& command) {
   return flags.rdzv_backend == "static";
 }
 
-void set_meeting(launch::LaunchOptions& options, const LaunchFlags& flags,
+void set_rendezvous(launch::LaunchOptions& options, const LaunchFlags& flags,
                  const CLI::App& command) {
   options.master_addr(flags.master_addr).master_port(static_cast<int>(flags.master_port));
   if (flags.rdzv_endpoint.empty()) {
@@ -180,7 +180,7 @@ launch::LaunchOptions options_of(const LaunchFlags& flags, const CLI::App& comma
       .heartbeat_timeout(launch::LaunchOptions::Seconds(flags.heartbeat_timeout))
       .join_timeout(launch::LaunchOptions::Seconds(flags.join_timeout))
       .last_call(launch::LaunchOptions::Seconds(flags.last_call));
-  set_meeting(options, flags, command);
+  set_rendezvous(options, flags, command);
   options.check();
   return options;
 }

@@ -5,7 +5,7 @@
 #include "src/comm/backends.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
-#include "src/comm/texts.h"
+#include "src/comm/strings.h"
 #include "src/comm/watched_backend.h"
 #include "src/core/exact_weights.h"
 
@@ -115,7 +115,7 @@ void check_root(int root, int size) {
 
 // Strings are sent in parts: they may be as large as a checkpoint, and pass through the device's
 // memory.
-constexpr std::size_t kTextBytes = 32 * 1024 * 1024;
+constexpr std::size_t kStringChunkBytes = 32 * 1024 * 1024;
 
 at::Tensor length_of(std::string_view text, c10::Device device) {
   return at::full({1}, static_cast<std::int64_t>(text.size()),
@@ -125,8 +125,8 @@ at::Tensor length_of(std::string_view text, c10::Device device) {
 // Replaces each part of a string by the bytes that `transfer` returns for it.
 template <typename Transfer>
 void for_each_part(std::string& text, const Transfer& transfer) {
-  for (std::size_t start = 0; start < text.size(); start += kTextBytes) {
-    const auto part = std::string_view(text).substr(start, kTextBytes);
+  for (std::size_t start = 0; start < text.size(); start += kStringChunkBytes) {
+    const auto part = std::string_view(text).substr(start, kStringChunkBytes);
     copy_bytes(transfer(part), text.data() + start, part.size());
   }
 }
@@ -140,7 +140,7 @@ std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
 Transport connect_gloo(const BackendRequest& request, Watch& watch) {
   struct Connecting {
     std::mutex mutex;
-    std::condition_variable news;
+    std::condition_variable changed;
     c10::intrusive_ptr<c10d::Backend> gloo;
     std::exception_ptr error;
     bool done = false;
@@ -159,15 +159,15 @@ Transport connect_gloo(const BackendRequest& request, Watch& watch) {
     connecting->gloo = std::move(gloo);
     connecting->error = std::move(error);
     connecting->done = true;
-    connecting->news.notify_all();
+    connecting->changed.notify_all();
   }).detach();
   const Watch::Subscription subscription(watch, [connecting] {
     const std::lock_guard lock(connecting->mutex);
     connecting->lost = true;
-    connecting->news.notify_all();
+    connecting->changed.notify_all();
   });
   std::unique_lock lock(connecting->mutex);
-  connecting->news.wait(lock, [&] { return connecting->done || connecting->lost; });
+  connecting->changed.wait(lock, [&] { return connecting->done || connecting->lost; });
   if (!connecting->done) std::rethrow_exception(watch.lost("init"));
   if (connecting->error != nullptr) std::rethrow_exception(connecting->error);
   Transport transport;
@@ -287,7 +287,7 @@ std::string Group::broadcast(std::string text, int root) const {
   return text;
 }
 
-void send_text(const Group& group, const std::string& text, int to) {
+void send_string(const Group& group, const std::string& text, int to) {
   const auto send = [&](const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor};
     process_group(group)->send(tensors, to, /*tag=*/0)->wait();
@@ -295,12 +295,12 @@ void send_text(const Group& group, const std::string& text, int to) {
   send(length_of(text, group.device()));
   std::string_view rest = text;
   while (!rest.empty()) {
-    send(to_bytes(rest.substr(0, kTextBytes), group.device()));
-    rest.remove_prefix(std::min(kTextBytes, rest.size()));
+    send(to_bytes(rest.substr(0, kStringChunkBytes), group.device()));
+    rest.remove_prefix(std::min(kStringChunkBytes, rest.size()));
   }
 }
 
-std::string receive_text(const Group& group, int from) {
+std::string receive_string(const Group& group, int from) {
   const auto receive = [&](const at::Tensor& tensor) {
     std::vector<at::Tensor> tensors{tensor};
     process_group(group)->recv(tensors, from, /*tag=*/0)->wait();
@@ -343,8 +343,8 @@ void all_reduce_unchecked(const Group& group, at::Tensor& sums) {
 
 std::vector<std::string> Group::all_gather(const std::string& text) const {
   if (impl_->process_group == nullptr) return {text};
-  return gather_texts(text, device(),
-                      [this](const at::Tensor& tensor) { return all_gather(tensor); });
+  return gather_strings(text, device(),
+                        [this](const at::Tensor& tensor) { return all_gather(tensor); });
 }
 
 at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
@@ -381,8 +381,8 @@ void Group::barrier() const {
 void Group::monitored_barrier(std::chrono::milliseconds timeout) const {
   constexpr auto kName = "monitored_barrier";
   if (impl_->process_group == nullptr) return;
-  const std::string place = fmt::format("{} {}", impl_->name, impl_->barriers++);
-  const auto missing = impl_->watch->meet(place, impl_->members, timeout, kName);
+  const std::string name = fmt::format("{} {}", impl_->name, impl_->barriers++);
+  const auto missing = impl_->watch->barrier(name, impl_->members, timeout, kName);
   if (missing.empty()) return;
   throw CommError(std::string("comm.") + kName,
                   fmt::format("all {} ranks within {}", size(),

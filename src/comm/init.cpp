@@ -41,65 +41,66 @@ void ignore_broken_pipes() {
 }
 
 // The number of ranks that have read the others' values.
-constexpr auto kHaveRead = "have_read";
+constexpr auto kReadCount = "have_read";
 
 // The store ends with rank 0. Before rank 0 fails, the others get time to read the reason.
-void let_others_read(c10d::Store& store, int ranks) {
-  constexpr auto kPatience = std::chrono::seconds(2);
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (store.add(kHaveRead, 0) < ranks && std::chrono::steady_clock::now() < end)
+void wait_until_read(c10d::Store& store, int ranks) {
+  constexpr auto kReadTimeout = std::chrono::seconds(2);
+  const auto end = std::chrono::steady_clock::now() + kReadTimeout;
+  while (store.add(kReadCount, 0) < ranks && std::chrono::steady_clock::now() < end)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
 // Waits until all ranks have arrived and agree on the world size, and returns their machines.
 // Otherwise CommError with the ranks that are missing or disagree.
-std::vector<Machine> meet(c10d::Store& store, const Rendezvous& place,
-                          std::chrono::milliseconds timeout) {
-  if (store.add(fmt::format("taken/{}", place.rank), 1) > 1) {
+std::vector<Machine> exchange_machines(c10d::Store& store, const Rendezvous& rendezvous,
+                                       std::chrono::milliseconds timeout) {
+  if (store.add(fmt::format("taken/{}", rendezvous.rank), 1) > 1) {
     throw CommError(
-        kInit, fmt::format("one process of rank {}", place.rank), "a second one",
-        place.kind == Rendezvous::Kind::file
+        kInitComponent, fmt::format("one process of rank {}", rendezvous.rank), "a second one",
+        rendezvous.kind == Rendezvous::Kind::file
             ? "was the process started twice, or is the file from an earlier run? It must "
               "be a new one for each"
             : "was the process started twice, or does another job use the same port?",
-        {place.rank});
+        {rendezvous.rank});
   }
-  put(store, fmt::format("rank/{}", place.rank),
-      fmt::format("{} {}", place.world_size, to_text(this_machine())));
-  const auto missing = wait_for_ranks(store, "rank/", place.world_size, timeout);
+  put(store, fmt::format("rank/{}", rendezvous.rank),
+      fmt::format("{} {}", rendezvous.world_size, to_string(this_machine())));
+  const auto missing = wait_for_ranks(store, "rank/", rendezvous.world_size, timeout);
   if (!missing.empty()) {
-    throw CommError(kInit,
-                    fmt::format("{} ranks to meet within {}", place.world_size,
+    throw CommError(kInitComponent,
+                    fmt::format("{} ranks to meet within {}", rendezvous.world_size,
                                 seconds(std::chrono::duration<double>(timeout).count())),
                     "no sign of " + name_ranks(missing),
                     "were all processes started, with the same world size and address?", missing);
   }
-  const auto texts = get_of_ranks(store, "rank/", place.world_size);
-  store.add(kHaveRead, 1);
+  const auto strings = get_of_ranks(store, "rank/", rendezvous.world_size);
+  store.add(kReadCount, 1);
   std::vector<Machine> machines;
-  for (const std::string& text : texts) {
+  for (const std::string& text : strings) {
     const std::string size = text.substr(0, text.find(' '));
     const int rank = static_cast<int>(machines.size());
-    if (size != std::to_string(place.world_size)) {
-      if (place.rank == 0) let_others_read(store, place.world_size);
-      throw CommError(kInit, fmt::format("a world size of {} on all ranks", place.world_size),
+    if (size != std::to_string(rendezvous.world_size)) {
+      if (rendezvous.rank == 0) wait_until_read(store, rendezvous.world_size);
+      throw CommError(kInitComponent,
+                      fmt::format("a world size of {} on all ranks", rendezvous.world_size),
                       fmt::format("{} on rank {}", size, rank),
                       "start all ranks with the same world size", {rank});
     }
-    machines.push_back(machine_from_text(text.substr(size.size() + 1)));
+    machines.push_back(parse_machine(text.substr(size.size() + 1)));
   }
   return machines;
 }
 
 // Which ranks share this rank's machine, if only the rendezvous can tell.
-void find_neighbours(Rendezvous& place, const std::vector<Machine>& machines) {
-  const auto self = machines.begin() + place.rank;
-  const auto is_here = [&](const Machine& other) { return are_same_machine(*self, other); };
-  if (!place.local_rank.has_value())
-    place.local_rank = static_cast<int>(std::count_if(machines.begin(), self, is_here));
-  if (!place.local_world_size.has_value()) {
-    place.local_world_size =
-        static_cast<int>(std::count_if(machines.begin(), machines.end(), is_here));
+void set_local_ranks(Rendezvous& rendezvous, const std::vector<Machine>& machines) {
+  const auto self = machines.begin() + rendezvous.rank;
+  const auto is_local = [&](const Machine& other) { return are_same_machine(*self, other); };
+  if (!rendezvous.local_rank.has_value())
+    rendezvous.local_rank = static_cast<int>(std::count_if(machines.begin(), self, is_local));
+  if (!rendezvous.local_world_size.has_value()) {
+    rendezvous.local_world_size =
+        static_cast<int>(std::count_if(machines.begin(), machines.end(), is_local));
   }
 }
 
@@ -109,9 +110,9 @@ std::string chosen_interface(const InitOptions& options) {
 }
 
 // The first rank that cannot reach this rank's loopback address.
-std::optional<std::size_t> rank_elsewhere(const Rendezvous& place,
-                                          const std::vector<Machine>& machines) {
-  const Machine& self = machines[static_cast<std::size_t>(place.rank)];
+std::optional<std::size_t> find_remote_rank(const Rendezvous& rendezvous,
+                                            const std::vector<Machine>& machines) {
+  const Machine& self = machines[static_cast<std::size_t>(rendezvous.rank)];
   const auto other =
       std::find_if_not(machines.begin(), machines.end(),
                        [&](const Machine& machine) { return share_loopback(self, machine); });
@@ -120,35 +121,36 @@ std::optional<std::size_t> rank_elsewhere(const Rendezvous& place,
 }
 
 // The local address to listen on.
-std::string own_address(const Rendezvous& place, const std::vector<Machine>& machines,
-                        const InitOptions& options) {
+std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machine>& machines,
+                           const InitOptions& options) {
   const std::string interface = chosen_interface(options);
   if (!interface.empty()) return address_of_interface(interface);
-  const auto elsewhere = rank_elsewhere(place, machines);
+  const auto remote = find_remote_rank(rendezvous, machines);
   const auto names = [&] {
-    return fmt::format("for rank {} on '{}' and rank {} on '{}'", place.rank,
-                       machines[static_cast<std::size_t>(place.rank)].host, *elsewhere,
-                       machines[*elsewhere].host);
+    return fmt::format("for rank {} on '{}' and rank {} on '{}'", rendezvous.rank,
+                       machines[static_cast<std::size_t>(rendezvous.rank)].host, *remote,
+                       machines[*remote].host);
   };
-  if (place.kind == Rendezvous::Kind::file) {
-    if (!elsewhere.has_value()) return "127.0.0.1";
+  if (rendezvous.kind == Rendezvous::Kind::file) {
+    if (!remote.has_value()) return "127.0.0.1";
     // A file URL contains nothing about the network.
-    throw Error(kInit, "the name of an interface that leads to the other machines",
+    throw Error(kInitComponent, "the name of an interface that leads to the other machines",
                 "none, " + names(),
                 "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
   }
   std::string address = "127.0.0.1";
   try {
-    address = address_towards(place.host, place.port);
+    address = address_towards(rendezvous.host, rendezvous.port);
   } catch (const CommError&) {  // no route, and none needed
-    if (elsewhere.has_value()) throw;
+    if (remote.has_value()) throw;
   }
-  if (!is_loopback(address) || !elsewhere.has_value()) return address;
+  if (!is_loopback(address) || !remote.has_value()) return address;
   // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
   if (const auto routed = address_of_default_route()) return *routed;
   throw Error(
-      kInit, "an address of this machine that other machines can reach",
-      fmt::format("'{}', which is {} here, and no default route, {}", place.host, address, names()),
+      kInitComponent, "an address of this machine that other machines can reach",
+      fmt::format("'{}', which is {} here, and no default route, {}", rendezvous.host, address,
+                  names()),
       "set InitOptions::interface or GLOO_SOCKET_IFNAME, or MASTER_ADDR to the address of a "
       "network interface of rank 0's machine");
 }
@@ -156,22 +158,22 @@ std::string own_address(const Rendezvous& place, const std::vector<Machine>& mac
 // The prefix of the processes' keys in the store. Restarted workers use other names than those
 // before them. torchrun's own store outlives its workers, and a node that joins or leaves does not
 // count as a restart, but changes their number.
-std::string store_prefix(const Rendezvous& place) {
+std::string store_prefix(const Rendezvous& rendezvous) {
   std::string prefix = "semitone/" + env::get(env::kRestartCount).value_or("0");
-  if (place.store_is_hosted) prefix += fmt::format("/{}", place.world_size);
+  if (rendezvous.store_is_hosted) prefix += fmt::format("/{}", rendezvous.world_size);
   return prefix;
 }
 
 // A single process uses its GPU as one of several processes does.
-c10::Device device_of_single_process(const Rendezvous& place, const InitOptions& options) {
+c10::Device device_of_single_process(const Rendezvous& rendezvous, const InitOptions& options) {
   if (options.backend() == "gloo" || default_device() != c10::DeviceType::CUDA) return c10::kCPU;
-  return take_gpu(place);
+  return select_gpu(rendezvous);
 }
 
 // NCCL would report this only in the first collective, with another message.
-void compare_gpus(c10d::Store& store, const Rendezvous& place, c10::Device device) {
-  put(store, fmt::format("gpu/{}", place.rank), gpu_identity(device));
-  require_own_gpus(get_of_ranks(store, "gpu/", place.world_size));
+void check_gpus(c10d::Store& store, const Rendezvous& rendezvous, c10::Device device) {
+  put(store, fmt::format("gpu/{}", rendezvous.rank), gpu_identity(device));
+  require_distinct_gpus(get_of_ranks(store, "gpu/", rendezvous.world_size));
 }
 
 CheckLevel check_level(const InitOptions& options) {
@@ -180,13 +182,14 @@ CheckLevel check_level(const InitOptions& options) {
   if (level == "none") return CheckLevel::none;
   if (level == "calls") return CheckLevel::calls;
   if (level == "full") return CheckLevel::full;
-  throw Error(kInit, fmt::format("{} to be none, calls or full", env::kCommCheck.name),
+  throw Error(kInitComponent, fmt::format("{} to be none, calls or full", env::kCommCheck.name),
               fmt::format("'{}'", level));
 }
 
 void require_backend(const InitOptions& options) {
   if (options.backend() == "auto" || has_backend(options.backend())) return;
-  throw Error(kInit, fmt::format("a build with the backend {}", options.backend()), "one without",
+  throw Error(kInitComponent, fmt::format("a build with the backend {}", options.backend()),
+              "one without",
               "use gloo, or configure with SEMITONE_CUDA=ON and a LibTorch that has NCCL");
 }
 
@@ -207,7 +210,7 @@ std::string chosen_backend(const InitOptions& options) {
 
 InitOptions& InitOptions::backend(std::string value) {
   if (value != "auto" && value != "gloo" && value != "nccl") {
-    throw Error(kInit, "the backend gloo, nccl or auto", fmt::format("'{}'", value),
+    throw Error(kInitComponent, "the backend gloo, nccl or auto", fmt::format("'{}'", value),
                 value == "mpi"
                     ? "processes that mpirun starts can use gloo: init(\"env://\") reads "
                       "their variables"
@@ -218,7 +221,7 @@ InitOptions& InitOptions::backend(std::string value) {
 }
 InitOptions& InitOptions::timeout(std::chrono::milliseconds value) {
   if (value.count() <= 0)
-    throw Error(kInit, "a timeout above 0", fmt::format("{} ms", value.count()));
+    throw Error(kInitComponent, "a timeout above 0", fmt::format("{} ms", value.count()));
   timeout_ = value;
   return *this;
 }
@@ -244,13 +247,14 @@ InitOptions& InitOptions::check(CheckLevel value) {
 }
 InitOptions& InitOptions::heartbeat(std::chrono::milliseconds value) {
   if (value.count() < 10)
-    throw Error(kInit, "a heartbeat of at least 10 ms", fmt::format("{} ms", value.count()));
+    throw Error(kInitComponent, "a heartbeat of at least 10 ms",
+                fmt::format("{} ms", value.count()));
   heartbeat_ = value;
   return *this;
 }
 InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
   if (value.count() < 100) {
-    throw Error(kInit, "a heartbeat timeout of at least 100 ms",
+    throw Error(kInitComponent, "a heartbeat timeout of at least 100 ms",
                 fmt::format("{} ms", value.count()));
   }
   heartbeat_timeout_ = value;
@@ -262,49 +266,49 @@ bool has_backend(std::string_view name) {
 }
 
 Group init(std::string_view url, const InitOptions& given) {
-  Rendezvous place = parse_rendezvous(url, given);
+  Rendezvous rendezvous = parse_rendezvous(url, given);
   InitOptions options = given;
   options.check(check_level(given));
   if (options.heartbeat_timeout() <= options.heartbeat()) {
-    throw Error(kInit, "a heartbeat timeout longer than the heartbeat",
+    throw Error(kInitComponent, "a heartbeat timeout longer than the heartbeat",
                 fmt::format("{} ms and {} ms", options.heartbeat_timeout().count(),
                             options.heartbeat().count()));
   }
   auto group = std::make_shared<Group::Impl>();
   group->options = options;
-  if (place.world_size == 1) {
+  if (rendezvous.world_size == 1) {
     require_backend(options);
-    group->device = device_of_single_process(place, options);
+    group->device = device_of_single_process(rendezvous, options);
     return Group(std::move(group));
   }
   const std::string backend = chosen_backend(options);
   ignore_broken_pipes();
   group->backend = backend;
-  group->rank = place.rank;
-  group->size = place.world_size;
-  group->members.resize(static_cast<std::size_t>(place.world_size));
+  group->rank = rendezvous.rank;
+  group->size = rendezvous.world_size;
+  group->members.resize(static_cast<std::size_t>(rendezvous.world_size));
   std::iota(group->members.begin(), group->members.end(), 0);
   if (!chosen_interface(options).empty()) address_of_interface(chosen_interface(options));
-  group->store =
-      c10::make_intrusive<c10d::PrefixStore>(store_prefix(place), open_store(place, options));
+  group->store = c10::make_intrusive<c10d::PrefixStore>(store_prefix(rendezvous),
+                                                        open_store(rendezvous, options));
   WatchOptions watch;
-  watch.rank = place.rank;
-  watch.size = place.world_size;
+  watch.rank = rendezvous.rank;
+  watch.size = rendezvous.world_size;
   watch.interval = options.heartbeat();
   watch.silence = options.heartbeat_timeout();
   watch.timeout = options.timeout();
   try {
-    const auto machines = meet(*group->store, place, options.timeout());
-    find_neighbours(place, machines);
-    watch.address = group->address = own_address(place, machines, options);
+    const auto machines = exchange_machines(*group->store, rendezvous, options.timeout());
+    set_local_ranks(rendezvous, machines);
+    watch.address = group->address = listen_address(rendezvous, machines, options);
     group->watch = std::make_shared<Watch>(group->store, watch);
   } catch (const c10::DistError& error) {
-    throw CommError(kInit, "rank 0 to keep the store until all have met",
+    throw CommError(kInitComponent, "rank 0 to keep the store until all have met",
                     error.what_without_backtrace(), "see its output for the reason", {0});
   }
   if (backend == "nccl") {
-    group->device = take_gpu(place);
-    compare_gpus(*group->store, place, group->device);
+    group->device = select_gpu(rendezvous);
+    check_gpus(*group->store, rendezvous, group->device);
   }
   connect(*group);
   return Group(std::move(group));

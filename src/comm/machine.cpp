@@ -31,11 +31,11 @@ Machine this_machine() {
   return {host_name(), kernel(), network()};
 }
 
-std::string to_text(const Machine& machine) {
+std::string to_string(const Machine& machine) {
   return machine.host + " " + machine.kernel + " " + machine.network;
 }
 
-Machine machine_from_text(const std::string& text) {
+Machine parse_machine(const std::string& text) {
   Machine machine;
   std::istringstream(text) >> machine.host >> machine.kernel >> machine.network;
   return machine;

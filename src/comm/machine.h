@@ -15,8 +15,8 @@ struct Machine {
 Machine this_machine();
 
 // The fields as words, for sending; the later ones may be missing.
-std::string to_text(const Machine& machine);
-Machine machine_from_text(const std::string& text);
+std::string to_string(const Machine& machine);
+Machine parse_machine(const std::string& text);
 
 // Whether the processes share GPUs and cores: the same host name and the same kernel.
 bool are_same_machine(const Machine& one, const Machine& other);

@@ -21,9 +21,9 @@ namespace semitone::comm {
 namespace {
 
 // A longer line is not from a Semitone process.
-constexpr std::size_t kLongestLine = 1 << 16;
+constexpr std::size_t kMaxLine = 1 << 16;
 // Limit of the data kept for a peer that does not read.
-constexpr std::size_t kMostUnsent = 1 << 16;
+constexpr std::size_t kMaxUnsent = 1 << 16;
 
 // The sockets' interface takes pointers to a common base of structures that have none.
 template <typename To, typename From>
@@ -35,7 +35,7 @@ const To* as(const From* address) {
   return static_cast<const To*>(static_cast<const void*>(address));
 }
 
-Address numbers_of(const sockaddr* address) {
+Address to_address(const sockaddr* address) {
   std::array<char, INET6_ADDRSTRLEN> text{};
   if (address->sa_family == AF_INET) {
     const auto* inet = as<sockaddr_in>(address);
@@ -54,7 +54,7 @@ Address local_address(int socket) {
   sockaddr_storage local{};
   socklen_t size = sizeof(local);
   if (::getsockname(socket, as<sockaddr>(&local), &size) != 0) return {};
-  return numbers_of(as<const sockaddr>(&local));
+  return to_address(as<const sockaddr>(&local));
 }
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
@@ -65,7 +65,7 @@ AddressList resolve(const std::string& host, int port, int type) {
   addrinfo* found = nullptr;
   const int error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
   if (error != 0) {
-    throw Error(kInit, "a master address that can be resolved",
+    throw Error(kInitComponent, "a master address that can be resolved",
                 fmt::format("'{}': {}", host, ::gai_strerror(error)),
                 "check MASTER_ADDR or the host in the URL");
   }
@@ -86,8 +86,8 @@ int start_listening(const Descriptor& socket, const sockaddr* address, socklen_t
   return 0;
 }
 
-[[noreturn]] void refuse_listening(const std::string& host, int port, int reason) {
-  throw CommError(kInit, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
+[[noreturn]] void throw_cannot_listen(const std::string& host, int port, int reason) {
+  throw CommError(kInitComponent, fmt::format("to listen on {}:{}", host, port), reason_of(reason),
                   reason == EADDRINUSE
                       ? "another job uses the port: choose another with MASTER_PORT or in the URL"
                       : "MASTER_ADDR or the URL must name the machine that runs rank 0",
@@ -99,7 +99,7 @@ using InterfaceList = std::unique_ptr<ifaddrs, decltype(&freeifaddrs)>;
 InterfaceList list_interfaces() {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0)
-    throw Error(kInit, "the list of network interfaces", reason_of(errno));
+    throw Error(kInitComponent, "the list of network interfaces", reason_of(errno));
   return {all, &freeifaddrs};
 }
 
@@ -129,7 +129,7 @@ Descriptor listen_on(const std::string& host, int port) {
     listener.set_nonblocking();
     return listener;
   }
-  refuse_listening(host, port, reason);
+  throw_cannot_listen(host, port, reason);
 }
 
 Descriptor listen_on_all(int port) {
@@ -151,7 +151,7 @@ Descriptor listen_on_all(int port) {
     listener = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     reason = start_listening(listener, as<const sockaddr>(&any), sizeof(any));
   }
-  if (reason != 0) refuse_listening("all interfaces", port, reason);
+  if (reason != 0) throw_cannot_listen("all interfaces", port, reason);
   listener.set_nonblocking();
   return listener;
 }
@@ -173,14 +173,15 @@ Descriptor connect_to(const Address& to, std::chrono::milliseconds timeout) {
     }
     if (reason == 0) return socket;
   }
-  throw CommError(kInit, fmt::format("an answer from {}:{}", to.host, to.port), reason_of(reason),
-                  "can this machine reach it?");
+  throw CommError(kInitComponent, fmt::format("an answer from {}:{}", to.host, to.port),
+                  reason_of(reason), "can this machine reach it?");
 }
 
 std::string address_towards(const std::string& host, int port) {
   std::string address = source_towards(resolve(host, port, SOCK_DGRAM).get());
   if (address.empty())
-    throw CommError(kInit, fmt::format("a route to {}", host), "none", "is the network up?");
+    throw CommError(kInitComponent, fmt::format("a route to {}", host), "none",
+                    "is the network up?");
   return address;
 }
 
@@ -195,26 +196,26 @@ std::optional<std::string> address_of_default_route() {
     for (const ifaddrs* entry = interfaces.get(); entry != nullptr; entry = entry->ifa_next) {
       if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family) continue;
       if ((entry->ifa_flags & IFF_UP) == 0 || (entry->ifa_flags & IFF_LOOPBACK) != 0) continue;
-      std::string number = numbers_of(entry->ifa_addr).host;
+      std::string number = to_address(entry->ifa_addr).host;
       if (number.substr(0, 4) != "fe80") return number;  // which only a link knows
     }
   }
   return std::nullopt;
 }
 
-Whose whose_address(const std::string& host, int port) {
+AddressKind address_kind(const std::string& host, int port) {
   const AddressList addresses = resolve(host, port, SOCK_STREAM);
   const InterfaceList interfaces = list_interfaces();
-  Whose whose = Whose::others;
+  AddressKind kind = AddressKind::remote;
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    const std::string number = numbers_of(address->ai_addr).host;
-    if (is_loopback(number)) return Whose::loopback;
+    const std::string number = to_address(address->ai_addr).host;
+    if (is_loopback(number)) return AddressKind::loopback;
     for (const ifaddrs* entry = interfaces.get(); entry != nullptr; entry = entry->ifa_next) {
-      if (entry->ifa_addr != nullptr && numbers_of(entry->ifa_addr).host == number)
-        whose = Whose::ours;
+      if (entry->ifa_addr != nullptr && to_address(entry->ifa_addr).host == number)
+        kind = AddressKind::local;
     }
   }
-  return whose;
+  return kind;
 }
 
 std::string address_of_interface(const std::string& name) {
@@ -223,11 +224,11 @@ std::string address_of_interface(const std::string& name) {
   for (const int family : {AF_INET, AF_INET6}) {
     for (const ifaddrs* entry = interfaces.get(); entry != nullptr; entry = entry->ifa_next) {
       if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != family) continue;
-      if (entry->ifa_name == name) return numbers_of(entry->ifa_addr).host;
+      if (entry->ifa_name == name) return to_address(entry->ifa_addr).host;
       if (family == AF_INET) names.append(names.empty() ? "" : ", ").append(entry->ifa_name);
     }
   }
-  throw Error(kInit, "a network interface with an address", fmt::format("'{}'", name),
+  throw Error(kInitComponent, "a network interface with an address", fmt::format("'{}'", name),
               "there are: " + names);
 }
 
@@ -246,7 +247,7 @@ void LineChannel::send(const std::string& line) {
   unsent_.append(line).append("\n");
   send_rest();
   // The peer has not read for hours, which its silence reveals too.
-  if (unsent_.size() > kMostUnsent) closed_ = true;
+  if (unsent_.size() > kMaxUnsent) closed_ = true;
 }
 
 // Writes as much as the other side's buffers take.
@@ -279,7 +280,7 @@ std::vector<std::string> LineChannel::receive() {
     lines.push_back(received_.substr(start, end - start));
   }
   received_.erase(0, start);
-  if (received_.size() > kLongestLine) closed_ = true;
+  if (received_.size() > kMaxLine) closed_ = true;
   return lines;
 }
 

@@ -12,7 +12,7 @@
 namespace semitone::comm {
 
 // The component in errors.
-inline constexpr auto kInit = "comm.init";
+inline constexpr auto kInitComponent = "comm.init";
 
 // Numerical addresses.
 struct Address {
@@ -41,8 +41,8 @@ std::optional<std::string> address_of_default_route();
 
 // Whether a host's address belongs to one of this machine's interfaces. It reads the list of
 // interfaces: if net.ipv4.ip_nonlocal_bind is set, binding succeeds for foreign addresses too.
-enum class Whose { ours, loopback, others };
-Whose whose_address(const std::string& host, int port);
+enum class AddressKind { local, loopback, remote };
+AddressKind address_kind(const std::string& host, int port);
 
 // The IP address of an interface. For an unknown name, Error with the existing names.
 std::string address_of_interface(const std::string& name);

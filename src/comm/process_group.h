@@ -29,7 +29,7 @@ struct Group::Impl {
   c10::intrusive_ptr<c10d::Store> store;
   std::shared_ptr<Watch> watch;
   // Null for a single process. These members are the last, so they are destroyed first, while the
-  // watch can still say goodbye and the store still serves others.
+  // watch can still tell the others and the store still serves others.
   c10::intrusive_ptr<WatchedBackend> transport;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;
 };
@@ -50,8 +50,8 @@ void all_reduce_unchecked(const Group& group, at::Tensor& sums);
 
 // Sends a string of any length from one rank to another, without the other ranks. For groups of
 // several ranks.
-void send_text(const Group& group, const std::string& text, int to);
-std::string receive_text(const Group& group, int from);
+void send_string(const Group& group, const std::string& text, int to);
+std::string receive_string(const Group& group, int from);
 
 // Compares a call that the library makes on behalf of the program with the other ranks' calls, like
 // a call on a Group (CheckLevel::calls).

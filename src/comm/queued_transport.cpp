@@ -18,13 +18,12 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // How often the thread polls the oldest work, and a barrier its own.
-constexpr milliseconds kLook(50);
-constexpr std::chrono::microseconds kLookAtBarrier(500);
+constexpr milliseconds kPollInterval(50);
+constexpr std::chrono::microseconds kBarrierPollInterval(500);
 
 // Factor of the patience after another rank has left: its collectives were done, but this rank's
 // part of them may follow long computations.
-// rank's part of them may come after long computations.
-constexpr int kPatiences = 3;
+constexpr int kPatienceFactor = 3;
 
 }  // namespace
 
@@ -39,7 +38,7 @@ struct QueuedTransport::State {
   QueuedTransportOptions options;
 
   std::mutex mutex;  // for what follows
-  std::condition_variable news;
+  std::condition_variable changed;
   c10::intrusive_ptr<c10d::Backend> transport;  // the threads have their own
   std::deque<Queued> queue;
   std::exception_ptr failure;
@@ -51,7 +50,7 @@ struct QueuedTransport::State {
   // With the mutex held.
   void start_abort(const std::shared_ptr<State>& self) {
     if (std::exchange(aborting, true)) return;
-    news.notify_all();
+    changed.notify_all();
     std::thread([self, aborted = transport] {
       try {
         aborted->abort();
@@ -59,7 +58,7 @@ struct QueuedTransport::State {
       }
       const std::lock_guard lock(self->mutex);
       self->ended = true;
-      self->news.notify_all();
+      self->changed.notify_all();
     }).detach();
   }
 
@@ -75,7 +74,7 @@ QueuedTransport::QueuedTransport(c10::intrusive_ptr<c10d::Backend> transport,
     : state_(std::make_shared<State>()) {
   state_->options = options;
   state_->transport = std::move(transport);
-  thread_ = std::thread([state = state_] { look_after(state); });
+  thread_ = std::thread([state = state_] { poll_works(state); });
 }
 
 QueuedTransport::~QueuedTransport() {
@@ -86,7 +85,7 @@ void QueuedTransport::add(const c10::intrusive_ptr<c10d::Work>& work,
                           const std::string& collective) {
   const std::lock_guard lock(state_->mutex);
   state_->queue.push_back({work, collective, Clock::now()});
-  if (state_->queue.size() == 1) state_->news.notify_all();
+  if (state_->queue.size() == 1) state_->changed.notify_all();
 }
 
 void QueuedTransport::wait(const c10::intrusive_ptr<c10d::Work>& work,
@@ -94,7 +93,7 @@ void QueuedTransport::wait(const c10::intrusive_ptr<c10d::Work>& work,
   while (!work->isCompleted()) {
     if (const auto error = failure()) std::rethrow_exception(error);
     if (const auto lost = state_->options.watch->lost(collective)) std::rethrow_exception(lost);
-    std::this_thread::sleep_for(kLookAtBarrier);
+    std::this_thread::sleep_for(kBarrierPollInterval);
   }
   if (const auto error = failure()) std::rethrow_exception(error);
   if (const auto lost = state_->options.watch->lost(collective)) std::rethrow_exception(lost);
@@ -103,7 +102,7 @@ void QueuedTransport::wait(const c10::intrusive_ptr<c10d::Work>& work,
   }
 }
 
-void QueuedTransport::cut_off() {
+void QueuedTransport::abort_kernels() {
   const std::lock_guard lock(state_->mutex);
   state_->start_abort(state_);
 }
@@ -115,15 +114,15 @@ std::exception_ptr QueuedTransport::failure() const {
 
 // The thread's loop: removes works that are done from the queue, and detects those that will not
 // finish.
-void QueuedTransport::look_after(const std::shared_ptr<State>& state) {
+void QueuedTransport::poll_works(const std::shared_ptr<State>& state) {
   const auto guard =
       state->options.enter_thread == nullptr ? nullptr : state->options.enter_thread();
-  const auto patience = kPatiences * state->options.patience;
-  bool alone = false;  // a rank has left, and nothing was done since
-  Clock::time_point alone_since;
+  const auto patience = kPatienceFactor * state->options.patience;
+  bool peer_left = false;  // a rank has left, and nothing was done since
+  Clock::time_point peer_left_since;
   std::unique_lock lock(state->mutex);
   for (;;) {
-    state->news.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
+    state->changed.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
     if (state->stopping || state->aborting) return;
     const State::Queued oldest = state->queue.front();
     lock.unlock();
@@ -131,7 +130,7 @@ void QueuedTransport::look_after(const std::shared_ptr<State>& state) {
     const bool done = oldest.work->isCompleted();
     const auto now = Clock::now();
     if (done) {
-      alone = false;
+      peer_left = false;
       if (const auto error = oldest.work->exception())
         failure = state->options.watch->explain(oldest.collective, what_of(error), false);
     } else if (now - oldest.since > state->options.timeout) {
@@ -141,8 +140,8 @@ void QueuedTransport::look_after(const std::shared_ptr<State>& state) {
               seconds(std::chrono::duration<double>(state->options.timeout).count()),
           /*timed_out=*/true);
     } else if (state->options.watch->has_left()) {
-      if (!std::exchange(alone, true)) alone_since = now;
-      if (now - alone_since > patience)
+      if (!std::exchange(peer_left, true)) peer_left_since = now;
+      if (now - peer_left_since > patience)
         failure = state->options.watch->explain(oldest.collective, "a rank has left", false);
     }
     if (failure != nullptr) state->fail(state, std::move(failure));
@@ -150,7 +149,8 @@ void QueuedTransport::look_after(const std::shared_ptr<State>& state) {
     if (done) {
       state->queue.pop_front();
     } else {
-      state->news.wait_for(lock, kLook, [&] { return state->stopping || state->aborting; });
+      state->changed.wait_for(lock, kPollInterval,
+                              [&] { return state->stopping || state->aborting; });
     }
   }
 }
@@ -160,26 +160,26 @@ void QueuedTransport::finish() {
     std::unique_lock lock(state_->mutex);
     if (std::exchange(state_->finishing, true)) return;
     if (!state_->aborting) {
-      std::thread([state = state_, ending = state_->transport] {
-        bool good = true;
+      std::thread([state = state_, stopped = state_->transport] {
+        bool succeeded = true;
         try {
-          ending->shutdown();
+          stopped->shutdown();
         } catch (const std::exception&) {
-          good = false;
+          succeeded = false;
         }
         const std::lock_guard guard(state->mutex);
         if (state->aborting) return;  // whose end counts
-        if (!good) return state->start_abort(state);
+        if (!succeeded) return state->start_abort(state);
         state->ended = true;
-        state->news.notify_all();
+        state->changed.notify_all();
       }).detach();
       // Meanwhile works that are done are removed from the queue, and late ones are detected.
-      state_->news.wait(lock, [this] { return state_->ended || state_->aborting; });
+      state_->changed.wait(lock, [this] { return state_->ended || state_->aborting; });
     }
     if (state_->aborting)
-      state_->news.wait_for(lock, state_->options.patience, [this] { return state_->ended; });
+      state_->changed.wait_for(lock, state_->options.patience, [this] { return state_->ended; });
     state_->stopping = true;
-    state_->news.notify_all();
+    state_->changed.notify_all();
   }
   thread_.join();
   c10::intrusive_ptr<c10d::Backend> transport;

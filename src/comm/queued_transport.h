@@ -45,19 +45,19 @@ class QueuedTransport {
   void wait(const c10::intrusive_ptr<c10d::Work>& work, const std::string& collective) const;
 
   // Ends the kernels in progress, on a separate thread.
-  void cut_off();
+  void abort_kernels();
 
   // The CommError of a collective that failed; null if there is none.
   std::exception_ptr failure() const;
 
   // Waits for the kernels in progress, and releases the transport. If a rank is lost or late, or
-  // `cut_off` was called, it aborts them instead, and returns within seconds even if the abort does
-  // not.
+  // `abort_kernels` was called, it aborts them instead, and returns within seconds even if the
+  // abort does not.
   void finish();
 
  private:
   struct State;
-  static void look_after(const std::shared_ptr<State>& state);
+  static void poll_works(const std::shared_ptr<State>& state);
 
   std::shared_ptr<State> state_;
   std::thread thread_;

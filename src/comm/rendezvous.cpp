@@ -21,19 +21,19 @@ int parse_number(std::string_view text, std::string_view name, int least, int mo
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-    throw Error(kInit, fmt::format("{} from {} to {}", name, least, most),
+    throw Error(kInitComponent, fmt::format("{} from {} to {}", name, least, most),
                 fmt::format("'{}'", text));
   }
   return value;
 }
 
-constexpr int kMostRanks = 1 << 20;
+constexpr int kMaxRanks = 1 << 20;
 
 // The value of a required environment variable, as a number.
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
   const auto text = env::get(variable);
   if (!text.has_value()) {
-    throw Error(kInit, fmt::format("{} in the environment", variable.name), "nothing",
+    throw Error(kInitComponent, fmt::format("{} in the environment", variable.name), "nothing",
                 fmt::format("{} sets it", launcher));
   }
   return parse_number(*text, variable.name, least, most);
@@ -81,32 +81,33 @@ std::string first_slurm_node(std::string_view list) {
 }
 
 // The number of processes and this process's rank, from the options or else from these variables.
-void place_among_ranks(Rendezvous& place, const InitOptions& options, const env::Variable& size,
-                       const env::Variable& rank, std::string_view launcher) {
-  place.world_size =
+void set_ranks(Rendezvous& rendezvous, const InitOptions& options, const env::Variable& size,
+               const env::Variable& rank, std::string_view launcher) {
+  rendezvous.world_size =
       options.world_size().has_value()
-          ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMostRanks)
-          : required(size, 1, kMostRanks, launcher);
-  place.rank = options.rank().has_value()
-                   ? parse_number(std::to_string(*options.rank()), "rank", 0, place.world_size - 1)
-                   : required(rank, 0, place.world_size - 1, launcher);
+          ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMaxRanks)
+          : required(size, 1, kMaxRanks, launcher);
+  rendezvous.rank =
+      options.rank().has_value()
+          ? parse_number(std::to_string(*options.rank()), "rank", 0, rendezvous.world_size - 1)
+          : required(rank, 0, rendezvous.world_size - 1, launcher);
 }
 
 Rendezvous from_torchrun(const InitOptions& options) {
   constexpr auto kLauncher = "torchrun or semitone launch";
-  Rendezvous place;
-  place_among_ranks(place, options, env::kWorldSize, env::kRank, kLauncher);
-  place.local_rank = optional(env::kLocalRank, 0, kMostRanks);
-  place.local_world_size = optional(env::kLocalWorldSize, 1, kMostRanks);
+  Rendezvous rendezvous;
+  set_ranks(rendezvous, options, env::kWorldSize, env::kRank, kLauncher);
+  rendezvous.local_rank = optional(env::kLocalRank, 0, kMaxRanks);
+  rendezvous.local_world_size = optional(env::kLocalWorldSize, 1, kMaxRanks);
   const auto host = env::get(env::kMasterAddr);
-  if (!host.has_value() && place.world_size > 1) {
-    throw Error(kInit, "MASTER_ADDR in the environment", "nothing",
+  if (!host.has_value() && rendezvous.world_size > 1) {
+    throw Error(kInitComponent, "MASTER_ADDR in the environment", "nothing",
                 fmt::format("{} sets it", kLauncher));
   }
-  place.host = host.value_or("127.0.0.1");
-  if (place.world_size > 1) place.port = required(env::kMasterPort, 1, 65535, kLauncher);
-  place.store_is_hosted = env::get(env::kUseAgentStore).value_or("False") == "True";
-  return place;
+  rendezvous.host = host.value_or("127.0.0.1");
+  if (rendezvous.world_size > 1) rendezvous.port = required(env::kMasterPort, 1, 65535, kLauncher);
+  rendezvous.store_is_hosted = env::get(env::kUseAgentStore).value_or("False") == "True";
+  return rendezvous;
 }
 
 // The number of a step's tasks on a node: "2(x3),1" means two on the first three nodes, and one on
@@ -117,38 +118,40 @@ int slurm_tasks_on(int node, std::string_view list) {
     list.remove_prefix(std::min(item.size() + 1, list.size()));
     const auto bracket = item.find("(x");
     const int tasks =
-        parse_number(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMostRanks);
+        parse_number(item.substr(0, bracket), env::kSlurmTasksPerNode.name, 1, kMaxRanks);
     const int nodes = bracket == std::string_view::npos
                           ? 1
                           : parse_number(item.substr(bracket + 2, item.size() - bracket - 3),
-                                         env::kSlurmTasksPerNode.name, 1, kMostRanks);
+                                         env::kSlurmTasksPerNode.name, 1, kMaxRanks);
     if (node < nodes) return tasks;
     node -= nodes;
   }
-  throw Error(kInit, fmt::format("the tasks of every node in {}", env::kSlurmTasksPerNode.name),
+  throw Error(kInitComponent,
+              fmt::format("the tasks of every node in {}", env::kSlurmTasksPerNode.name),
               "fewer nodes");
 }
 
 Rendezvous from_slurm(const InitOptions& options) {
   constexpr auto kLauncher = "srun";
-  Rendezvous place;
-  place_among_ranks(place, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
-  place.local_rank = optional(env::kSlurmLocalId, 0, kMostRanks);
+  Rendezvous rendezvous;
+  set_ranks(rendezvous, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
+  rendezvous.local_rank = optional(env::kSlurmLocalId, 0, kMaxRanks);
   if (const auto tasks = env::get(env::kSlurmTasksPerNode)) {
-    place.local_world_size =
-        slurm_tasks_on(optional(env::kSlurmNodeId, 0, kMostRanks).value_or(0), *tasks);
+    rendezvous.local_world_size =
+        slurm_tasks_on(optional(env::kSlurmNodeId, 0, kMaxRanks).value_or(0), *tasks);
   }
-  place.host = env::get(env::kMasterAddr)
-                   .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
+  rendezvous.host =
+      env::get(env::kMasterAddr)
+          .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
   // Several steps of a job may run at the same time.
   const std::string step = fmt::format("slurm{}.{}", env::get(env::kSlurmJobId).value_or(""),
                                        env::get(env::kSlurmStepId).value_or(""));
-  place.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(step));
-  return place;
+  rendezvous.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(step));
+  return rendezvous;
 }
 
 // The variables that a kind of MPI sets for each process.
-struct Mpi {
+struct MpiLauncher {
   std::string_view launcher;
   env::Variable rank;
   env::Variable size;
@@ -156,10 +159,10 @@ struct Mpi {
   std::vector<env::Variable> local_size;
   std::string_view how_to_set_master;  // how its launcher hands a variable on
 
-  bool is_there() const { return env::get(rank).has_value() || env::get(size).has_value(); }
+  bool is_present() const { return env::get(rank).has_value() || env::get(size).has_value(); }
 };
 
-std::vector<Mpi> all_mpis() {
+std::vector<MpiLauncher> mpi_launchers() {
   return {{"mpirun",
            env::kMpiRank,
            env::kMpiSize,
@@ -181,28 +184,28 @@ std::vector<Mpi> all_mpis() {
            "mpiexec --env MASTER_ADDR=<address of rank 0's machine> …"}};
 }
 
-Rendezvous from_mpi(const Mpi& mpi, const InitOptions& options) {
-  Rendezvous place;
-  place_among_ranks(place, options, mpi.size, mpi.rank, mpi.launcher);
-  place.local_rank = first_of(mpi.local_rank, 0, kMostRanks);
-  place.local_world_size = first_of(mpi.local_size, 1, kMostRanks);
+Rendezvous from_mpi(const MpiLauncher& mpi, const InitOptions& options) {
+  Rendezvous rendezvous;
+  set_ranks(rendezvous, options, mpi.size, mpi.rank, mpi.launcher);
+  rendezvous.local_rank = first_of(mpi.local_rank, 0, kMaxRanks);
+  rendezvous.local_world_size = first_of(mpi.local_size, 1, kMaxRanks);
   const auto host = env::get(env::kMasterAddr);
-  const bool on_one_machine = place.local_world_size.value_or(1) == place.world_size;
+  const bool on_one_machine = rendezvous.local_world_size.value_or(1) == rendezvous.world_size;
   if (!host.has_value() && !on_one_machine) {
     throw Error(
-        kInit,
-        place.local_world_size.has_value()
+        kInitComponent,
+        rendezvous.local_world_size.has_value()
             ? "MASTER_ADDR in the environment of a job on several machines"
             : "MASTER_ADDR in the environment, which does not say how many of the ranks are "
               "on this machine",
         "nothing", std::string(mpi.how_to_set_master));
   }
-  place.host = host.value_or("127.0.0.1");
+  rendezvous.host = host.value_or("127.0.0.1");
   std::string job = "mpi";
   for (const env::Variable& variable : {env::kMpiJobId, env::kPalsJobId})
     job += env::get(variable).value_or("");
-  place.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(job));
-  return place;
+  rendezvous.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(job));
+  return rendezvous;
 }
 
 // A batch script without srun has a SLURM_PROCID too, but is not one of several ranks.
@@ -216,10 +219,11 @@ Rendezvous from_environment(const InitOptions& options) {
     return from_torchrun(options);
   // srun sets PMI_RANK for its own tasks. If an mpiexec starts its helpers with srun, one on each
   // node, the helpers' variables are set as well.
-  const bool is_sruns = is_slurm_task() && env::get(env::kPmiRank) == env::get(env::kSlurmProcId) &&
-                        env::get(env::kPmiSize) == env::get(env::kSlurmTasks);
-  for (const Mpi& mpi : all_mpis()) {
-    if (mpi.is_there() && !(is_sruns && mpi.rank.name == env::kPmiRank.name))
+  const bool is_set_by_srun = is_slurm_task() &&
+                              env::get(env::kPmiRank) == env::get(env::kSlurmProcId) &&
+                              env::get(env::kPmiSize) == env::get(env::kSlurmTasks);
+  for (const MpiLauncher& mpi : mpi_launchers()) {
+    if (mpi.is_present() && !(is_set_by_srun && mpi.rank.name == env::kPmiRank.name))
       return from_mpi(mpi, options);
   }
   if (is_slurm_task()) return from_slurm(options);
@@ -239,7 +243,7 @@ std::map<std::string, std::string> parse_query(std::string_view query) {
     const auto equals = item.find('=');
     const std::string name(item.substr(0, equals));
     if (name != "rank" && name != "world_size")
-      throw Error(kInit, "rank and world_size in the URL", fmt::format("'{}'", item));
+      throw Error(kInitComponent, "rank and world_size in the URL", fmt::format("'{}'", item));
     values[name] = equals == std::string_view::npos ? "" : item.substr(equals + 1);
     query = end == std::string_view::npos ? "" : query.substr(end + 1);
   }
@@ -250,41 +254,41 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   const auto question = url.find('?');
   const auto query =
       parse_query(question == std::string_view::npos ? "" : url.substr(question + 1));
-  const std::string_view place_text = url.substr(0, question);
-  Rendezvous place;
+  const std::string_view location = url.substr(0, question);
+  Rendezvous rendezvous;
   const auto number = [&](const char* name, std::optional<int> given, int least, int most) {
     if (given.has_value()) return parse_number(std::to_string(*given), name, least, most);
     const auto found = query.find(name);
     if (found == query.end()) {
-      throw Error(kInit, fmt::format("{} in the URL", name), fmt::format("'{}'", url),
+      throw Error(kInitComponent, fmt::format("{} in the URL", name), fmt::format("'{}'", url),
                   fmt::format("append {}{}=…", query.empty() ? "?" : "&", name));
     }
     return parse_number(found->second, name, least, most);
   };
-  place.world_size = number("world_size", options.world_size(), 1, kMostRanks);
-  place.rank = number("rank", options.rank(), 0, place.world_size - 1);
-  if (place_text.substr(0, 7) == "file://") {
-    place.kind = Rendezvous::Kind::file;
-    place.path = place_text.substr(7);
-    if (place.path.empty() || place.path.front() != '/')
-      throw Error(kInit, "file:///ABSOLUTE/PATH", fmt::format("'{}'", url));
-    return place;
+  rendezvous.world_size = number("world_size", options.world_size(), 1, kMaxRanks);
+  rendezvous.rank = number("rank", options.rank(), 0, rendezvous.world_size - 1);
+  if (location.substr(0, 7) == "file://") {
+    rendezvous.kind = Rendezvous::Kind::file;
+    rendezvous.path = location.substr(7);
+    if (rendezvous.path.empty() || rendezvous.path.front() != '/')
+      throw Error(kInitComponent, "file:///ABSOLUTE/PATH", fmt::format("'{}'", url));
+    return rendezvous;
   }
-  std::string_view address = place_text.substr(6);  // after tcp://
+  std::string_view address = location.substr(6);  // after tcp://
   const auto colon = address.rfind(':');
   if (colon == std::string_view::npos || colon == 0)
-    throw Error(kInit, "tcp://HOST:PORT", fmt::format("'{}'", url));
+    throw Error(kInitComponent, "tcp://HOST:PORT", fmt::format("'{}'", url));
   std::string_view host = address.substr(0, colon);
   if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);  // IPv6
-  if (host.empty()) throw Error(kInit, "tcp://HOST:PORT", fmt::format("'{}'", url));
-  place.host = host;
-  place.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
+  if (host.empty()) throw Error(kInitComponent, "tcp://HOST:PORT", fmt::format("'{}'", url));
+  rendezvous.host = host;
+  rendezvous.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
   // All ranks have the same URL.
-  if (place.host == "localhost" || is_loopback(place.host)) {
-    place.local_rank = place.rank;
-    place.local_world_size = place.world_size;
+  if (rendezvous.host == "localhost" || is_loopback(rendezvous.host)) {
+    rendezvous.local_rank = rendezvous.rank;
+    rendezvous.local_world_size = rendezvous.world_size;
   }
-  return place;
+  return rendezvous;
 }
 
 }  // namespace
@@ -292,7 +296,7 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
 Rendezvous parse_rendezvous(std::string_view url, const InitOptions& options) {
   if (url == "env://") return from_environment(options);
   if (url.substr(0, 6) == "tcp://" || url.substr(0, 7) == "file://") return from_url(url, options);
-  throw Error(kInit,
+  throw Error(kInitComponent,
               "env://, tcp://HOST:PORT?rank=R&world_size=N or file:///PATH?rank=R&world_size=N",
               fmt::format("'{}'", url));
 }

@@ -23,7 +23,8 @@ c10::intrusive_ptr<c10d::Store> open_file_store(const Rendezvous& rendezvous,
                                                 std::chrono::milliseconds timeout) {
   const auto folder = std::filesystem::path(rendezvous.path).parent_path();
   if (!std::filesystem::is_directory(folder)) {
-    throw Error(kInit, "a file in a folder that exists", fmt::format("'{}'", rendezvous.path));
+    throw Error(kInitComponent, "a file in a folder that exists",
+                fmt::format("'{}'", rendezvous.path));
   }
   auto store = c10::make_intrusive<c10d::FileStore>(rendezvous.path, rendezvous.world_size);
   store->setTimeout(timeout);
@@ -38,10 +39,11 @@ bool is_on_one_machine(const Rendezvous& rendezvous) {
 // Listens on the master's address only, if possible.
 Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& options) {
   if (!options.bind_address().empty()) return listen_on(options.bind_address(), rendezvous.port);
-  const Whose whose = whose_address(rendezvous.host, rendezvous.port);
-  if (whose == Whose::ours || (whose == Whose::loopback && is_on_one_machine(rendezvous)))
+  const AddressKind kind = address_kind(rendezvous.host, rendezvous.port);
+  if (kind == AddressKind::local ||
+      (kind == AddressKind::loopback && is_on_one_machine(rendezvous)))
     return listen_on(rendezvous.host, rendezvous.port);
-  if (whose == Whose::others) {
+  if (kind == AddressKind::remote) {
     log()->warn(
         "MASTER_ADDR {} is not an address of this machine, on which rank 0 runs: listening on port "
         "{} of all interfaces",
@@ -68,41 +70,42 @@ c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
 
 // TCPStore may wait twice the timeout for its server. It is therefore constructed only once there
 // is a server.
-c10::intrusive_ptr<c10d::Store> find_store(const Rendezvous& rendezvous,
-                                           const InitOptions& options) {
+c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous,
+                                              const InitOptions& options) {
   using std::chrono::milliseconds;
-  constexpr milliseconds kPause(100);
-  constexpr milliseconds kAnswer(5000);  // of a server that accepts connections
+  constexpr milliseconds kRetryInterval(100);
+  constexpr milliseconds kAnswerTimeout(5000);  // of a server that accepts connections
   const auto deadline = Clock::now() + options.timeout();
   const auto left = [&] {
     return std::max(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()),
                     milliseconds(1));
   };
-  const bool misses_machines = !is_on_one_machine(rendezvous) &&
-                               whose_address(rendezvous.host, rendezvous.port) == Whose::loopback;
+  const bool is_unreachable =
+      !is_on_one_machine(rendezvous) &&
+      address_kind(rendezvous.host, rendezvous.port) == AddressKind::loopback;
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(rendezvous.port);
   store.waitWorkers = false;
   do {
     try {
       connect_to({rendezvous.host, rendezvous.port}, left());
-      store.timeout = std::min(left(), kAnswer);
+      store.timeout = std::min(left(), kAnswerTimeout);
       auto found = c10::make_intrusive<c10d::TCPStore>(rendezvous.host, store);
       found->setTimeout(options.timeout());
       return found;
     } catch (const CommError&) {
     } catch (const c10::Error&) {  // what answers is no store yet: a proxy before rank 0 is there
     }
-    std::this_thread::sleep_for(std::min(left(), kPause));
+    std::this_thread::sleep_for(std::min(left(), kRetryInterval));
   } while (Clock::now() < deadline);
   throw CommError(
-      kInit, fmt::format("rank 0 to answer at {}:{}", rendezvous.host, rendezvous.port),
+      kInitComponent, fmt::format("rank 0 to answer at {}:{}", rendezvous.host, rendezvous.port),
       fmt::format("nothing within {}{}",
                   seconds(std::chrono::duration<double>(options.timeout()).count()),
-                  misses_machines ? ", and only this machine can be reached there" : ""),
-      misses_machines ? "set MASTER_ADDR to the address of a network interface of rank 0's machine"
-                      : "was rank 0 started? Can this machine reach it? Are MASTER_ADDR and "
-                        "MASTER_PORT the same on all ranks?",
+                  is_unreachable ? ", and only this machine can be reached there" : ""),
+      is_unreachable ? "set MASTER_ADDR to the address of a network interface of rank 0's machine"
+                     : "was rank 0 started? Can this machine reach it? Are MASTER_ADDR and "
+                       "MASTER_PORT the same on all ranks?",
       {0});
 }
 
@@ -119,7 +122,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const Rendezvous& rendezvous,
   if (rendezvous.kind == Rendezvous::Kind::file)
     return open_file_store(rendezvous, options.timeout());
   if (rendezvous.rank == 0 && !rendezvous.store_is_hosted) return host_store(rendezvous, options);
-  return find_store(rendezvous, options);
+  return connect_store(rendezvous, options);
 }
 
 void put(c10d::Store& store, const std::string& key, std::string_view value) {
@@ -132,10 +135,10 @@ std::string get(c10d::Store& store, const std::string& key) {
 }
 
 std::vector<std::string> get_of_ranks(c10d::Store& store, const std::string& prefix, int size) {
-  std::vector<std::string> texts;
+  std::vector<std::string> strings;
   for (const auto& value : store.multiGet(keys_of_ranks(prefix, size)))
-    texts.emplace_back(value.begin(), value.end());
-  return texts;
+    strings.emplace_back(value.begin(), value.end());
+  return strings;
 }
 
 std::vector<int> wait_for_ranks(c10d::Store& store, const std::string& prefix, int size,

@@ -16,17 +16,18 @@
 #include <random>
 #include <utility>
 
-// On rank 0 a connection goes through these states. It is a newcomer until its first line, "hello"
-// with the token, makes it a peer; newcomers that send anything else are dropped after the silence.
-// A peer is alive until it says "bye" (left), its connection closes without that (lost), or it is
-// silent for too long (lost). Other ranks have one peer, rank 0, with the same states.
+// On rank 0 a connection goes through these states. It is pending until its first line, "hello"
+// with the token, makes it a peer; pending connections that send anything else are dropped after
+// the silence. A peer is alive until it says "bye" (left), its connection closes without that
+// (lost), or it is silent for too long (lost). Other ranks have one peer, rank 0, with the same
+// states.
 //
 // Only the first loss counts: set_loss() keeps it, and later losses are ignored. Rank 0 sends it
 // to all peers, also to those that arrive later. A rank that only knows that a collective failed
-// asks for the cause with "blame", and waits for rank 0's "lost" (explain, give_up).
+// asks for the cause with "blame", and waits for rank 0's "lost" (explain, report_lost).
 //
 // The thread owns connections and peers. Callers communicate with it through requests_, guarded by
-// mutex_, and wait for its results on news_.
+// mutex_, and wait for its results on changed_.
 
 namespace semitone::comm {
 namespace {
@@ -34,12 +35,12 @@ namespace {
 using std::chrono::milliseconds;
 
 // How long rank 0 waits for the others to leave first, and the others for rank 0 to receive their
-// goodbye.
-constexpr milliseconds kLinger(5000);
-constexpr milliseconds kGoodbye(500);
+// "bye".
+constexpr milliseconds kLeaveTimeout(5000);
+constexpr milliseconds kGoodbyeTimeout(500);
 
-// Largest number of ranks in a beat.
-constexpr std::size_t kMostNamed = 8;
+// Largest number of ranks in a heartbeat.
+constexpr std::size_t kMaxNamed = 8;
 
 std::string make_token() {
   std::random_device random;
@@ -93,22 +94,22 @@ Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
       options_(options),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       started_(Clock::now()),
-      last_beat_(started_),
-      last_look_(started_) {
+      last_heartbeat_(started_),
+      last_check_(started_) {
   if (options_.rank == 0) {
     token_ = make_token();
     listener_ = listen_on(options_.address, 0);
     const Address here = address_of(listener_);
     put(*store_, "watch", fmt::format("{} {} {}", token_, here.host, here.port));
   } else {
-    const std::string where = get(*store_, "watch");
-    std::string_view words = where;
+    const std::string endpoint = get(*store_, "watch");
+    std::string_view words = endpoint;
     token_ = next_word(words);
     const std::string host(next_word(words));
     const int port = parse<int>(words).value_or(0);
-    Peer leader{LineChannel(connect_to({host, port}, options_.timeout)), started_};
-    leader.channel.send(fmt::format("hello {} {}", token_, options_.rank));
-    peers_.emplace(0, std::move(leader));
+    Peer rank0{LineChannel(connect_to({host, port}, options_.timeout)), started_};
+    rank0.channel.send(fmt::format("hello {} {}", token_, options_.rank));
+    peers_.emplace(0, std::move(rank0));
   }
   thread_ = std::thread([this] { run(); });
 }
@@ -132,12 +133,12 @@ bool Watch::has_left() const {
   return !left_.empty();
 }
 
-void Watch::give_up(const std::string& what) {
+void Watch::report_lost(const std::string& what) {
   std::unique_lock lock(mutex_);
   request("blame " + format_loss({{options_.rank}, what}));
   // Wait for rank 0's reply.
-  news_.wait_for(lock, std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2)),
-                 [this] { return loss_.has_value(); });
+  changed_.wait_for(lock, std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2)),
+                    [this] { return loss_.has_value(); });
 }
 
 std::exception_ptr Watch::error_of(const std::string& collective, const Loss& loss) const {
@@ -165,14 +166,14 @@ std::exception_ptr Watch::explain(const std::string& collective, const std::stri
     request("blame " + format_loss(late));
   }
   // A connection may break a moment before the message with the reason arrives.
-  const auto patience = std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2));
-  news_.wait_for(lock, patience, [this] { return loss_.has_value() || !left_.empty(); });
+  const auto timeout = std::max<milliseconds>(2 * options_.interval, std::chrono::seconds(2));
+  changed_.wait_for(lock, timeout, [this] { return loss_.has_value() || !left_.empty(); });
   if (!loss_.has_value() && !left_.empty()) {
     // Ranks that left because of the failure are not its cause: the first report counts.
-    const Loss gone{left_, fmt::format("left the group while others are in {}", collective)};
-    request("blame " + format_loss(gone));
-    news_.wait_for(lock, patience, [this] { return loss_.has_value(); });
-    if (!loss_.has_value()) return error_of(collective, gone);
+    const Loss departed{left_, fmt::format("left the group while others are in {}", collective)};
+    request("blame " + format_loss(departed));
+    changed_.wait_for(lock, timeout, [this] { return loss_.has_value(); });
+    if (!loss_.has_value()) return error_of(collective, departed);
   }
   if (loss_.has_value()) return error_of(collective, *loss_);
   return std::make_exception_ptr(
@@ -188,27 +189,27 @@ void Watch::request(std::string line) {
   ::eventfd_write(wake_.number(), 1);
 }
 
-std::vector<int> Watch::meet(const std::string& place, const std::vector<int>& ranks,
-                             milliseconds timeout, const std::string& collective) {
+std::vector<int> Watch::barrier(const std::string& name, const std::vector<int>& ranks,
+                                milliseconds timeout, const std::string& collective) {
   std::unique_lock lock(mutex_);
   std::vector<int> missing;
   const auto all_are_there = [&] {
     missing.clear();
-    const auto& there = arrived_[place];
+    const auto& there = arrived_[name];
     for (const int rank : ranks) {
       if (std::find(there.begin(), there.end(), rank) == there.end()) missing.push_back(rank);
     }
     return missing.empty();
   };
   const auto decided = [&] { return all_are_there() || loss_.has_value(); };
-  request(fmt::format("arrive {} {}", ranks.size(), place));
-  if (!news_.wait_for(lock, timeout, decided)) {
-    request("who " + place);
-    news_.wait_for(lock, 2 * options_.interval, decided);
+  request(fmt::format("arrive {} {}", ranks.size(), name));
+  if (!changed_.wait_for(lock, timeout, decided)) {
+    request("who " + name);
+    changed_.wait_for(lock, 2 * options_.interval, decided);
   }
   if (!missing.empty() && loss_.has_value()) std::rethrow_exception(error_of(collective, *loss_));
   // Rank 0 keeps the list for ranks that still ask.
-  if (missing.empty() || options_.rank != 0) arrived_.erase(place);
+  if (missing.empty() || options_.rank != 0) arrived_.erase(name);
   std::erase(missing, options_.rank);
   return missing;
 }
@@ -220,19 +221,19 @@ void Watch::set_loss(Loss loss) {
     if (loss_.has_value()) return;
     loss_ = loss;
   }
-  news_.notify_all();
-  if (options_.rank == 0) tell_everybody("lost " + format_loss(loss));
+  changed_.notify_all();
+  if (options_.rank == 0) send_to_all("lost " + format_loss(loss));
   const std::lock_guard lock(subscribers_mutex_);
   for (const auto& [number, on_loss] : subscribers_) on_loss();
 }
 
-void Watch::tell_everybody(const std::string& line) {
+void Watch::send_to_all(const std::string& line) {
   for (auto& [rank, peer] : peers_) peer.channel.send(line);
 }
 
 // With mutex_ held.
-void Watch::send_arrivals(const std::string& place, const std::vector<int>& to) {
-  const std::string line = fmt::format("arrived {} {}", format_ranks(arrived_[place]), place);
+void Watch::send_arrivals(const std::string& name, const std::vector<int>& to) {
+  const std::string line = fmt::format("arrived {} {}", format_ranks(arrived_[name]), name);
   for (const int rank : to) {
     if (const auto peer = peers_.find(rank); peer != peers_.end()) peer->second.channel.send(line);
   }
@@ -241,8 +242,8 @@ void Watch::send_arrivals(const std::string& place, const std::vector<int>& to) 
 void Watch::run() {
   for (;;) {
     wait_for_events();
-    if (options_.rank == 0) greet_newcomers();
-    for (auto& [rank, peer] : peers_) listen_to(rank, peer);
+    if (options_.rank == 0) accept_peers();
+    for (auto& [rank, peer] : peers_) receive_from(rank, peer);
     std::vector<std::string> requests;
     {
       const std::lock_guard lock(mutex_);
@@ -251,38 +252,38 @@ void Watch::run() {
     }
     for (const std::string& line : requests) {
       if (options_.rank == 0) {
-        understand(0, line);
+        handle_line(0, line);
       } else {
-        tell_everybody(line);
+        send_to_all(line);
       }
     }
-    judge();
-    beat();
+    check_silence();
+    send_heartbeat();
   }
-  say_goodbye();
+  leave();
 }
 
 void Watch::wait_for_events() {
   std::vector<pollfd> events{{wake_.number(), POLLIN, 0}};
   if (listener_.is_open()) events.push_back({listener_.number(), POLLIN, 0});
-  for (const Peer& peer : newcomers_) events.push_back({peer.channel.number(), POLLIN, 0});
+  for (const Peer& peer : pending_) events.push_back({peer.channel.number(), POLLIN, 0});
   for (const auto& [rank, peer] : peers_) {
     if (!peer.channel.closed()) events.push_back({peer.channel.number(), POLLIN, 0});
   }
-  const auto since = std::chrono::duration_cast<milliseconds>(Clock::now() - last_beat_);
+  const auto since = std::chrono::duration_cast<milliseconds>(Clock::now() - last_heartbeat_);
   const auto left = std::max(options_.interval - since, milliseconds(1));
   ::poll(events.data(), events.size(), static_cast<int>(left.count()));
   eventfd_t count = 0;
   ::eventfd_read(wake_.number(), &count);
 }
 
-void Watch::greet_newcomers() {
+void Watch::accept_peers() {
   for (;;) {
     Descriptor connection(::accept4(listener_.number(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!connection.is_open()) break;
-    newcomers_.push_back(Peer{LineChannel(std::move(connection)), Clock::now()});
+    pending_.push_back(Peer{LineChannel(std::move(connection)), Clock::now()});
   }
-  for (Peer& peer : newcomers_) {
+  for (Peer& peer : pending_) {
     const auto lines = peer.channel.receive();
     if (lines.empty()) continue;
     std::string_view hello = lines.front();
@@ -290,25 +291,25 @@ void Watch::greet_newcomers() {
     const int rank = known ? parse<int>(hello).value_or(0) : 0;
     if (rank <= 0 || rank >= options_.size || peers_.contains(rank)) continue;
     Peer& member = peers_.emplace(rank, std::move(peer)).first->second;
-    for (std::size_t line = 1; line < lines.size(); ++line) understand(rank, lines[line]);
+    for (std::size_t line = 1; line < lines.size(); ++line) handle_line(rank, lines[line]);
     if (const auto loss = this->loss()) member.channel.send("lost " + format_loss(*loss));
   }
-  // Removes newcomers that became members, sent something invalid, or are silent for too long.
+  // Removes connections that became peers, sent something invalid, or are silent for too long.
   const auto now = Clock::now();
-  std::erase_if(newcomers_, [&](const Peer& peer) {
+  std::erase_if(pending_, [&](const Peer& peer) {
     return peer.channel.number() < 0 || peer.channel.closed() ||
-           now - peer.heard > options_.silence;
+           now - peer.last_received > options_.silence;
   });
 }
 
-void Watch::listen_to(int rank, Peer& peer) {
+void Watch::receive_from(int rank, Peer& peer) {
   const auto lines = peer.channel.receive();
-  if (!lines.empty()) peer.heard = Clock::now();
-  for (const std::string& line : lines) understand(rank, line);
+  if (!lines.empty()) peer.last_received = Clock::now();
+  for (const std::string& line : lines) handle_line(rank, line);
   if (peer.channel.closed() && !peer.left) set_loss({{rank}, "its process has ended"});
 }
 
-void Watch::understand(int rank, std::string_view line) {
+void Watch::handle_line(int rank, std::string_view line) {
   const std::string_view verb = next_word(line);
   if (verb == "beat") {
     Peer& peer = peers_.at(rank);
@@ -320,24 +321,24 @@ void Watch::understand(int rank, std::string_view line) {
   } else if (verb == "lost" || verb == "blame") {
     set_loss(parse_loss(line));
   } else if (verb == "bye" || verb == "left") {
-    const int who = verb == "bye" ? rank : parse<int>(line).value_or(rank);
+    const int leaver = verb == "bye" ? rank : parse<int>(line).value_or(rank);
     if (verb == "bye") peers_.at(rank).left = true;
     {
       const std::lock_guard lock(mutex_);
-      left_.push_back(who);
+      left_.push_back(leaver);
     }
-    news_.notify_all();
-    if (options_.rank == 0) tell_everybody(fmt::format("left {}", who));
+    changed_.notify_all();
+    if (options_.rank == 0) send_to_all(fmt::format("left {}", leaver));
   } else if (verb == "arrive") {
     const auto expected = parse<std::size_t>(next_word(line)).value_or(0);
-    const std::string place(line);
+    const std::string name(line);
     const std::lock_guard lock(mutex_);
-    std::vector<int>& there = arrived_[place];
+    std::vector<int>& there = arrived_[name];
     there.push_back(rank);
     if (there.size() < expected) return;
-    send_arrivals(place, there);
-    news_.notify_all();
-    if (std::count(there.begin(), there.end(), 0) == 0) arrived_.erase(place);
+    send_arrivals(name, there);
+    changed_.notify_all();
+    if (std::count(there.begin(), there.end(), 0) == 0) arrived_.erase(name);
   } else if (verb == "who") {
     const std::lock_guard lock(mutex_);
     send_arrivals(std::string(line), {rank});
@@ -345,21 +346,21 @@ void Watch::understand(int rank, std::string_view line) {
     const auto ranks = parse_ranks(next_word(line));
     const std::lock_guard lock(mutex_);
     arrived_[std::string(line)] = ranks;
-    news_.notify_all();
+    changed_.notify_all();
   }
 }
 
-void Watch::judge() {
+void Watch::check_silence() {
   const auto now = Clock::now();
   // This process itself was stopped, so the others' silence means nothing.
-  const bool slept = now - std::exchange(last_look_, now) > options_.silence / 2;
-  if (slept) started_ = now;
+  const bool was_stopped = now - std::exchange(last_check_, now) > options_.silence / 2;
+  if (was_stopped) started_ = now;
   const std::string silent = fmt::format(
       "no sign of life for {}: its process is stopped, or its machine cannot be reached",
       seconds(std::chrono::duration<double>(options_.silence).count()));
   for (auto& [rank, peer] : peers_) {
-    if (slept) peer.heard = now;
-    if (!peer.left && now - peer.heard > options_.silence) set_loss({{rank}, silent});
+    if (was_stopped) peer.last_received = now;
+    if (!peer.left && now - peer.last_received > options_.silence) set_loss({{rank}, silent});
   }
   if (options_.rank != 0 || now - started_ <= options_.silence) return;
   for (int rank = 1; rank < options_.size; ++rank) {
@@ -367,40 +368,40 @@ void Watch::judge() {
   }
 }
 
-void Watch::beat() {
+void Watch::send_heartbeat() {
   const auto now = Clock::now();
-  if (now - last_beat_ < options_.interval) return;
-  last_beat_ = now;
-  if (options_.rank != 0) return tell_everybody(fmt::format("beat {}", calls_.load()));
+  if (now - last_heartbeat_ < options_.interval) return;
+  last_heartbeat_ = now;
+  if (options_.rank != 0) return send_to_all(fmt::format("beat {}", calls_.load()));
   std::uint64_t fewest = calls_;
   for (const auto& [rank, peer] : peers_) fewest = std::min(fewest, peer.calls);
   std::vector<int> slowest;
   if (fewest == calls_) slowest.push_back(0);
   for (const auto& [rank, peer] : peers_) {
-    if (peer.calls == fewest && slowest.size() < kMostNamed) slowest.push_back(rank);
+    if (peer.calls == fewest && slowest.size() < kMaxNamed) slowest.push_back(rank);
   }
-  tell_everybody(fmt::format("beat {} {}", fewest, format_ranks(slowest)));
+  send_to_all(fmt::format("beat {} {}", fewest, format_ranks(slowest)));
   const std::lock_guard lock(mutex_);
   fewest_calls_ = fewest;
   slowest_ = std::move(slowest);
 }
 
-void Watch::say_goodbye() {
-  tell_everybody("bye");
+void Watch::leave() {
+  send_to_all("bye");
   for (auto& [rank, peer] : peers_) {
     if (options_.rank != 0) peer.channel.finish();
   }
-  const auto deadline = Clock::now() + (options_.rank == 0 ? kLinger : kGoodbye);
-  const auto gone = [&](const auto& member) {
+  const auto deadline = Clock::now() + (options_.rank == 0 ? kLeaveTimeout : kGoodbyeTimeout);
+  const auto has_gone = [&](const auto& member) {
     const auto& [rank, peer] = member;
     const auto loss = this->loss();
     return peer.channel.closed() || peer.left ||
            (loss.has_value() && std::count(loss->ranks.begin(), loss->ranks.end(), rank) > 0);
   };
-  while (Clock::now() < deadline && !std::all_of(peers_.begin(), peers_.end(), gone)) {
-    last_beat_ = Clock::now();
+  while (Clock::now() < deadline && !std::all_of(peers_.begin(), peers_.end(), has_gone)) {
+    last_heartbeat_ = Clock::now();
     wait_for_events();
-    for (auto& [rank, peer] : peers_) listen_to(rank, peer);
+    for (auto& [rank, peer] : peers_) receive_from(rank, peer);
   }
 }
 

@@ -26,10 +26,10 @@
 // stopped, or whose machine is lost, becomes silent. Rank 0 informs all others. The first loss is
 // the one that counts, so that all ranks name the same rank.
 //
-// The messages are lines. To rank 0: "hello TOKEN RANK", "beat CALLS", "blame RANKS: WHAT",
-// "arrive COUNT PLACE" (of COUNT ranks that meet there), "who PLACE", "bye". From rank 0: "beat
-// CALLS RANKS" (the smallest number of calls, and the ranks with it), "arrived RANKS PLACE", "left
-// RANK", "lost RANKS: WHAT", "bye".
+// The messages are lines. To rank 0: "hello TOKEN RANK", "beat CALLS" (the heartbeat), "blame
+// RANKS: WHAT", "arrive COUNT NAME" (at a barrier of COUNT ranks), "who NAME" (asks which ranks
+// arrived), "bye". From rank 0: "beat CALLS RANKS" (the smallest number of calls, and the ranks
+// with it), "arrived RANKS NAME", "left RANK", "lost RANKS: WHAT", "bye".
 namespace semitone::comm {
 
 struct WatchOptions {
@@ -50,17 +50,18 @@ class Watch {
   };
 
   Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options);
-  // Says goodbye. Rank 0 then waits briefly for the others to leave, since it may host their store.
+  // Tells the others that this rank leaves. Rank 0 then waits briefly for the others to leave,
+  // since it may host their store.
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
   std::optional<Loss> loss() const;
-  // Whether a rank has said goodbye.
+  // Whether a rank has left without a failure.
   bool has_left() const;
 
   // Reports this rank as lost to all ranks, including itself: it cannot continue with the others.
-  void give_up(const std::string& what);
+  void report_lost(const std::string& what);
 
   // The number of collectives that this rank has called.
   void count_call() { ++calls_; }
@@ -75,11 +76,11 @@ class Watch {
   // The CommError for a call after a loss, or null if there is no loss.
   std::exception_ptr lost(const std::string& collective) const;
 
-  // Waits until all these ranks have reached the same place, and returns those that did not arrive
-  // in time. CommError if a rank is lost.
-  // @param place  new for each use
-  std::vector<int> meet(const std::string& place, const std::vector<int>& ranks,
-                        std::chrono::milliseconds timeout, const std::string& collective);
+  // Waits until all these ranks have called this with the same name, and returns those that did not
+  // arrive in time. CommError if a rank is lost.
+  // @param name  new for each use
+  std::vector<int> barrier(const std::string& name, const std::vector<int>& ranks,
+                           std::chrono::milliseconds timeout, const std::string& collective);
 
   // Calls a function when a rank is lost, from the watch's thread, or at once if one is lost
   // already. It may be called twice. The subscription ends with the scope and must not outlive the
@@ -100,22 +101,22 @@ class Watch {
   using Clock = std::chrono::steady_clock;
   struct Peer {
     LineChannel channel;
-    Clock::time_point heard;
+    Clock::time_point last_received;
     std::uint64_t calls = 0;
     bool left = false;
   };
 
   void run();
   void wait_for_events();
-  void greet_newcomers();
-  void listen_to(int rank, Peer& peer);
-  void understand(int rank, std::string_view line);
-  void judge();
-  void beat();
-  void say_goodbye();
+  void accept_peers();
+  void receive_from(int rank, Peer& peer);
+  void handle_line(int rank, std::string_view line);
+  void check_silence();
+  void send_heartbeat();
+  void leave();
   void set_loss(Loss loss);
-  void tell_everybody(const std::string& line);
-  void send_arrivals(const std::string& place, const std::vector<int>& to);
+  void send_to_all(const std::string& line);
+  void send_arrivals(const std::string& name, const std::vector<int>& to);
   void request(std::string line);
   std::exception_ptr error_of(const std::string& collective, const Loss& loss) const;
 
@@ -126,22 +127,22 @@ class Watch {
   // Used by the thread only.
   Descriptor listener_;  // of rank 0
   Descriptor wake_;
-  std::vector<Peer> newcomers_;  // connected, without a valid hello so far
-  std::map<int, Peer> peers_;    // rank 0: all others; the others: rank 0
+  std::vector<Peer> pending_;  // connected, without a valid hello so far
+  std::map<int, Peer> peers_;  // rank 0: all others; the others: rank 0
   Clock::time_point started_;
-  Clock::time_point last_beat_;
-  Clock::time_point last_look_;
+  Clock::time_point last_heartbeat_;
+  Clock::time_point last_check_;
 
   std::atomic<std::uint64_t> calls_ = 0;
 
   mutable std::mutex mutex_;  // guards the members below
-  std::condition_variable news_;
+  std::condition_variable changed_;
   std::optional<Loss> loss_;
   std::vector<int> left_;
   std::uint64_t fewest_calls_ = 0;
   std::vector<int> slowest_;
   std::vector<std::string> requests_;                // lines for rank 0
-  std::map<std::string, std::vector<int>> arrived_;  // at places
+  std::map<std::string, std::vector<int>> arrived_;  // by barrier
   bool stopping_ = false;
 
   std::mutex subscribers_mutex_;

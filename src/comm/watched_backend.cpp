@@ -3,7 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/comm/ranks.h"
-#include "src/comm/texts.h"
+#include "src/comm/strings.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -64,19 +64,19 @@ class WatchedBackend::Work final : public c10d::Work {
   }
 
   void succeed(Future& result) {
-    if (!begin_to_end()) return;
+    if (!claim_end()) return;
     future_->markCompleted(result.value(), result.storages());
     finish();
   }
   void fail(const std::exception_ptr& error) {
-    if (!begin_to_end()) return;
+    if (!claim_end()) return;
     future_->setError(error);
     finish(error);
   }
 
  private:
   // Whether this call ends it.
-  bool begin_to_end() {
+  bool claim_end() {
     const std::lock_guard lock(mutex_);
     return !std::exchange(ending_, true);
   }
@@ -167,7 +167,7 @@ class WatchedBackend::Unfinished {
       const std::lock_guard lock(mutex_);
       works.swap(works_);
       for (const auto& transfer : transfers_) {
-        if (const auto under_way = transfer.lock()) under_way->interrupt();
+        if (const auto running = transfer.lock()) running->interrupt();
       }
     }
     for (const auto& work : works) work->fail(watch->lost(work->collective()));
@@ -176,7 +176,7 @@ class WatchedBackend::Unfinished {
 
   // Whether all ended successfully, or do so within a while. Those that do not have failed, and
   // their end would not be noticed.
-  bool settle() {
+  bool finish() {
     std::set<c10::intrusive_ptr<Work>> left;
     {
       std::unique_lock lock(mutex_);
@@ -210,8 +210,8 @@ class WatchedBackend::Unfinished {
 
 namespace {
 
-std::shared_ptr<QueuedTransport> look_after(const c10::intrusive_ptr<c10d::Backend>& inner,
-                                            const WatchedBackendOptions& options) {
+std::shared_ptr<QueuedTransport> make_queued(const c10::intrusive_ptr<c10d::Backend>& inner,
+                                             const WatchedBackendOptions& options) {
   if (!options.is_queued) return nullptr;
   QueuedTransportOptions queued;
   queued.watch = options.watch;
@@ -228,22 +228,22 @@ WatchedBackend::WatchedBackend(c10::intrusive_ptr<c10d::Backend> inner,
     : c10d::Backend(inner->getRank(), inner->getSize()),
       inner_(std::move(inner)),
       options_(options),
-      queued_(look_after(inner_, options)),
+      queued_(make_queued(inner_, options)),
       unfinished_(std::make_shared<Unfinished>(options.watch, options.timeout, options.patience)),
       subscription_(*options.watch, [unfinished = unfinished_, queued = queued_] {
         unfinished->fail_all();
-        if (queued != nullptr) queued->cut_off();
+        if (queued != nullptr) queued->abort_kernels();
       }) {}
 
 WatchedBackend::~WatchedBackend() {
-  const bool settled = unfinished_->settle();
+  const bool finished = unfinished_->finish();
   if (queued_ != nullptr) {
-    if (!settled) queued_->cut_off();
+    if (!finished) queued_->abort_kernels();
     inner_.reset();
     queued_->finish();
     return;
   }
-  if (settled) {
+  if (finished) {
     inner_->shutdown();
     return;
   }
@@ -371,10 +371,10 @@ void WatchedBackend::compare(const std::string& collective, const std::string& a
       at::empty({getSize(), static_cast<std::int64_t>(kCallBytes)}, inputs[0].options());
   std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
   watched(collective, [&] { return inner_->allgather(outputs, inputs); })->wait();
-  const std::string texts = to_text(all, all.numel());
+  const std::string strings = to_string(all, all.numel());
   std::map<std::string, std::vector<int>> callers;
   for (std::size_t rank = 0; rank < options_.members.size(); ++rank) {
-    callers[texts.substr(rank * kCallBytes, kCallBytes)].push_back(options_.members[rank]);
+    callers[strings.substr(rank * kCallBytes, kCallBytes)].push_back(options_.members[rank]);
   }
   if (callers.size() == 1) return;
   std::string list;

@@ -12,8 +12,8 @@
 
 namespace semitone::launch {
 
-// The part of node 0 that manages the job: a thread that keeps the state of the job and communicates with the
-// launchers of all nodes, including its own.
+// The part of node 0 that manages the job: a thread that keeps the state of the job and
+// communicates with the launchers of all nodes, including its own.
 class Coordinator {
  public:
   // @param listener  where the other nodes' launchers connect; closed for one node

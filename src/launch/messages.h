@@ -8,8 +8,8 @@
 #include <variant>
 #include <vector>
 
-// The messages between launchers: one line of JSON each. An Outcome is sent as "verdict", a Heartbeat
-// as "beat".
+// The messages between launchers: one line of JSON each. An Outcome is sent as "verdict", a
+// Heartbeat as "beat".
 namespace semitone::launch {
 
 // Two launchers work together if their versions are equal. Of a message of another version,

@@ -32,7 +32,6 @@ bool has(Streams streams, Streams one) {
 }
 
 // Readable when the process has ended. Closed if the system does not support it (before Linux 5.3).
-// 5.3).
 Descriptor handle_of(pid_t id) {
   return above_standard_streams(Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, id, 0))));
 }

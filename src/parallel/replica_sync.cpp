@@ -522,7 +522,7 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   } catch (...) {
     // Otherwise the others would wait for this rank's next step.
     if (!impl_->joining->ended)
-      impl_->group.impl()->watch->give_up("left a joined loop by an exception");
+      impl_->group.impl()->watch->report_lost("left a joined loop by an exception");
     throw;
   }
 }

@@ -247,11 +247,11 @@ void ZeroRedundancyOptimizer::consolidate(int to_rank) {
   comm::announce(group_, "consolidate", fmt::format("to rank {}", to_rank));
   const bool receives = group_.rank() == to_rank;
   if (!receives)
-    return comm::send_text(group_, to_text(*with_state(share_of(group_.rank()))), to_rank);
+    return comm::send_string(group_, to_text(*with_state(share_of(group_.rank()))), to_rank);
   OptimizerPtr whole = make_with_options(param_groups_);
   for (int owner = 0; owner < group_.size(); ++owner) {
     std::string text = owner == to_rank ? to_text(*with_state(share_of(owner)))
-                                        : comm::receive_text(group_, owner);
+                                        : comm::receive_string(group_, owner);
     const OptimizerPtr share = make_with_options(share_of(owner));
     from_text(*share, std::move(text), at::kCPU);
     for (auto& [parameter, state] : share->state()) whole->state()[parameter] = std::move(state);

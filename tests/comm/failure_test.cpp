@@ -310,7 +310,7 @@ TEST(Check, CanBeLeftOut) {
   });
 }
 
-TEST(Meeting, NamesTheRanksThatDoNotCome) {
+TEST(Rendezvous, NamesTheRanksThatDoNotCome) {
   const auto results = run_ranks(3, [](Rank& rank) {
     if (rank.number() == 1) return;
     say_error(rank, [] { init("env://", quick().timeout(seconds(3))); });
@@ -323,7 +323,7 @@ TEST(Meeting, NamesTheRanksThatDoNotCome) {
   EXPECT_EQ(results[2].said.size(), 2u);
 }
 
-TEST(Meeting, MakesABrokenPipeAnErrorAndNoSignal) {
+TEST(Rendezvous, MakesABrokenPipeAnErrorAndNoSignal) {
   const auto results = run_ranks(2, [](Rank& rank) {
     const Group group = init("env://", quick());
     std::raise(SIGPIPE);
@@ -333,7 +333,7 @@ TEST(Meeting, MakesABrokenPipeAnErrorAndNoSignal) {
   EXPECT_THAT(results[1].said, testing::ElementsAre("alive"));
 }
 
-TEST(Meeting, NamesTheMasterThatDoesNotAnswer) {
+TEST(Rendezvous, NamesTheMasterThatDoesNotAnswer) {
   const auto results = run_ranks(2, [](Rank& rank) {
     if (rank.number() == 0) return;
     say_error(rank, [] { init("env://", quick().timeout(seconds(2))); });
@@ -342,7 +342,7 @@ TEST(Meeting, NamesTheMasterThatDoesNotAnswer) {
   EXPECT_THAT(results[1].said.at(1), HasSubstr("within 2 s"));
 }
 
-TEST(Meeting, NamesThePortThatIsTaken) {
+TEST(Rendezvous, NamesThePortThatIsTaken) {
   const auto results = run_ranks(2, [](Rank& rank) {
     if (rank.number() == 1) return;
     const test::Listener taken(std::stoi(std::getenv("MASTER_PORT")));
@@ -352,7 +352,7 @@ TEST(Meeting, NamesThePortThatIsTaken) {
   EXPECT_THAT(results[0].said.at(1), HasSubstr("MASTER_PORT"));
 }
 
-TEST(Meeting, NamesTheRankWithAnotherWorldSize) {
+TEST(Rendezvous, NamesTheRankWithAnotherWorldSize) {
   const auto results = run_ranks(3, [](Rank& rank) {
     const std::string size = rank.number() == 1 ? "2" : "3";
     ::setenv("WORLD_SIZE", size.c_str(), 1);
@@ -363,7 +363,7 @@ TEST(Meeting, NamesTheRankWithAnotherWorldSize) {
   EXPECT_THAT(results[0].said.at(1), HasSubstr("a world size of 3 on all ranks, got 2 on rank 1"));
 }
 
-TEST(Meeting, NamesTheRankThatIsThereTwice) {
+TEST(Rendezvous, NamesTheRankThatIsThereTwice) {
   const auto results = run_ranks(3, [](Rank& rank) {
     ::setenv("WORLD_SIZE", "2", 1);
     if (rank.number() == 2) {
@@ -400,7 +400,7 @@ TEST(Loss, WhileRanksConnectIsNoticed) {
         const auto store = c10::make_intrusive<c10d::PrefixStore>(
             "semitone/0", open_store(parse_rendezvous("env://"), quick()));
         store->add("taken/1", 1);
-        put(*store, "rank/1", "2 " + to_text(this_machine()));
+        put(*store, "rank/1", "2 " + to_string(this_machine()));
         WatchOptions watch;
         watch.rank = 1;
         watch.size = 2;
@@ -459,7 +459,7 @@ TEST(Loss, AtTheVeryEndHarmsNoOther) {
 }
 
 // What Kubernetes' services and load balancers do while rank 0 is not up yet.
-TEST(Meeting, OutlastsAProxyThatClosesConnections) {
+TEST(Rendezvous, OutlastsAProxyThatClosesConnections) {
   const auto results = run_ranks(2, [](Rank& rank) {
     const int port = std::stoi(std::getenv("MASTER_PORT"));
     if (rank.number() == 0) {
@@ -480,15 +480,15 @@ TEST(Meeting, OutlastsAProxyThatClosesConnections) {
 }
 
 // One rank to another, past the third.
-TEST(Texts, GoFromOneRankToAnother) {
+TEST(Strings, GoFromOneRankToAnother) {
   run_ranks(3, [](Rank& rank) {
     const Group group = init("env://", quick());
     std::string text(70 * 1024 * 1024, 'x');  // in three parts
     text.back() = 'y';
     for (const std::string& each : {text, std::string("short"), std::string()}) {
-      if (rank.number() == 1) send_text(group, each, 2);
+      if (rank.number() == 1) send_string(group, each, 2);
       if (rank.number() == 2) {
-        EXPECT_TRUE(receive_text(group, 1) == each);
+        EXPECT_TRUE(receive_string(group, 1) == each);
       }
     }
     group.barrier();
@@ -506,7 +506,7 @@ TEST_P(LostSender, IsNamed) {
       [](Rank& rank) {
         const Group group = init("env://", quick());
         if (rank.number() == 1) std::raise(GetParam());
-        say_error(rank, [&] { receive_text(group, 1); });
+        say_error(rank, [&] { receive_string(group, 1); });
       },
       options);
   expect_errors(results, {1}, "1;", "rank 1 lost");

@@ -155,9 +155,9 @@ TEST(Collectives, OfOtherKindsAreRight) {
     EXPECT_EQ(group.broadcast(rank.number() == 0 ? std::string(100000, 'x') : ""),
               std::string(100000, 'x'));
     EXPECT_EQ(group.broadcast(std::string(rank.number() == 0 ? "" : "gone")), "");
-    const auto texts =
+    const auto strings =
         group.all_gather(std::string(static_cast<std::size_t>(3 * rank.number()), 'y'));
-    EXPECT_EQ(texts, (std::vector<std::string>{"", "yyy"}));
+    EXPECT_EQ(strings, (std::vector<std::string>{"", "yyy"}));
     EXPECT_EQ(group.all_gather(std::string()), (std::vector<std::string>{"", ""}));
 
     // In any order of waiting.
@@ -285,7 +285,7 @@ TEST(Subgroups, CommunicateAmongTheirOwn) {
   });
 }
 
-TEST(Meeting, WorksWithAFileAndATcpUrl) {
+TEST(Rendezvous, WorksWithAFileAndATcpUrl) {
   run_ranks(2, [](Rank& rank) {
     const std::string query = "?world_size=2&rank=" + std::to_string(rank.number());
     for (const std::string& url :
@@ -325,7 +325,7 @@ std::set<std::string> listening_addresses() {
   return addresses;
 }
 
-TEST(Meeting, ListensOnTheMastersInterfaceAlone) {
+TEST(Rendezvous, ListensOnTheMastersInterfaceAlone) {
   run_ranks(2, [](Rank&) {
     EXPECT_EQ(listening_addresses(), std::set<std::string>{});
     const Group group = init();
@@ -355,7 +355,7 @@ std::string other_address() {
 
 // Kubernetes operators: MASTER_ADDR is localhost in the master's pod, and no variable gives local
 // ranks.
-TEST(Meeting, NeedsNoLocalRanksAndNoCommonNameOfTheMaster) {
+TEST(Rendezvous, NeedsNoLocalRanksAndNoCommonNameOfTheMaster) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
     return {{"LOCAL_RANK", ""},
             {"LOCAL_WORLD_SIZE", ""},
@@ -363,7 +363,7 @@ TEST(Meeting, NeedsNoLocalRanksAndNoCommonNameOfTheMaster) {
   });
 }
 
-TEST(Meeting, FollowsTheVariablesOfMpich) {
+TEST(Rendezvous, FollowsTheVariablesOfMpich) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
     return {{"RANK", ""},
             {"WORLD_SIZE", ""},
@@ -378,7 +378,7 @@ TEST(Meeting, FollowsTheVariablesOfMpich) {
 }
 
 // A name in /etc/hosts that stands for 127.0.1.1, as Debian's installer writes it.
-TEST(Meeting, WorksWhereTheMastersNameIsALoopbackAddressOnItsMachine) {
+TEST(Rendezvous, WorksWhereTheMastersNameIsALoopbackAddressOnItsMachine) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
     return {{"LOCAL_WORLD_SIZE", "1"},
             {"LOCAL_RANK", "0"},
@@ -387,26 +387,26 @@ TEST(Meeting, WorksWhereTheMastersNameIsALoopbackAddressOnItsMachine) {
 }
 
 // A service's address, or that of a machine which forwards a port: not the master's own.
-TEST(Meeting, WorksWhereTheMastersAddressIsNotItsOwn) {
+TEST(Rendezvous, WorksWhereTheMastersAddressIsNotItsOwn) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
     return {{"MASTER_ADDR", rank == 0 ? "192.0.2.1" : "127.0.0.1"}};
   });
 }
 
 // Several launchers of one machine, on its loopback interface.
-TEST(Meeting, WorksOnTheLoopbackInterfaceWithLaunchersOfSeveralNodes) {
+TEST(Rendezvous, WorksOnTheLoopbackInterfaceWithLaunchersOfSeveralNodes) {
   expect_meeting([](int) -> std::map<std::string, std::string> {
     return {{"LOCAL_WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}};
   });
 }
 
-TEST(Meeting, WorksOverIpv6) {
+TEST(Rendezvous, WorksOverIpv6) {
   if (!std::filesystem::exists("/proc/net/if_inet6")) GTEST_SKIP() << "the kernel has no IPv6";
   expect_meeting(
       [](int) -> std::map<std::string, std::string> { return {{"MASTER_ADDR", "::1"}}; });
 }
 
-TEST(Meeting, ListensWhereItIsTold) {
+TEST(Rendezvous, ListensWhereItIsTold) {
   run_ranks(2, [](Rank& rank) {
     ::setenv("MASTER_ADDR", rank.number() == 0 ? "192.0.2.1" : "127.0.0.2", 1);
     const Group group = init("env://", InitOptions().bind_address("127.0.0.2").interface("lo"));
@@ -418,7 +418,7 @@ TEST(Meeting, ListensWhereItIsTold) {
 }
 
 // torchrun's store lives on when a node joins, and that is no restart.
-TEST(Meeting, TakesPlaceAgainInAStoreThatALauncherHosts) {
+TEST(Rendezvous, TakesPlaceAgainInAStoreThatALauncherHosts) {
   run_ranks(3, [](Rank& rank) {
     c10::intrusive_ptr<c10d::TCPStore> store;
     const auto ready = rank.folder() / "ready";

@@ -48,12 +48,12 @@ TEST(LineChannel, GivesUpAPeerThatDoesNotRead) {
 }
 
 TEST(Addresses, AreOursLoopbackOrOthers) {
-  EXPECT_EQ(whose_address("127.0.1.1", 1), Whose::loopback);
-  EXPECT_EQ(whose_address("localhost", 1), Whose::loopback);
-  EXPECT_EQ(whose_address("192.0.2.1", 1), Whose::others);
+  EXPECT_EQ(address_kind("127.0.1.1", 1), AddressKind::loopback);
+  EXPECT_EQ(address_kind("localhost", 1), AddressKind::loopback);
+  EXPECT_EQ(address_kind("192.0.2.1", 1), AddressKind::remote);
   const auto routed = address_of_default_route();
   if (!routed.has_value()) return;  // a machine without a network
-  EXPECT_EQ(whose_address(*routed, 1), Whose::ours);
+  EXPECT_EQ(address_kind(*routed, 1), AddressKind::local);
   EXPECT_FALSE(is_loopback(*routed));
 }
 
@@ -70,8 +70,8 @@ TEST(Listening, OnAllInterfacesIsReachedThroughEach) {
 
 TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {
   const Machine here = this_machine();
-  EXPECT_TRUE(are_same_machine(here, machine_from_text(to_text(here))));
-  EXPECT_TRUE(share_loopback(here, machine_from_text(to_text(here))));
+  EXPECT_TRUE(are_same_machine(here, parse_machine(to_string(here))));
+  EXPECT_TRUE(share_loopback(here, parse_machine(to_string(here))));
   const Machine pod{"pod", "kernel", "net:[1]"};
   EXPECT_FALSE(share_loopback(pod, {"pod", "kernel", "net:[2]"}));
   EXPECT_TRUE(share_loopback(pod, {"launcher", "kernel", "net:[1]"}));

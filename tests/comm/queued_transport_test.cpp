@@ -193,7 +193,7 @@ TEST_F(Queued, CollectivesAreDoneBeforeTheirGroupGoes) {
 
 TEST_F(Queued, CollectivesEndWhenARankIsLost) {
   reduce();
-  other_->give_up("its process has ended");
+  other_->report_lost("its process has ended");
   // Without any call: the program may wait for the device itself.
   EXPECT_TRUE(test::eventually([this] { return device_->aborts() == 1; }));
   EXPECT_THAT(error_of_next_call(), HasSubstr("rank 1 lost: its process has ended"));
@@ -206,7 +206,7 @@ TEST_F(Queued, ALossDuringDestructionEndsIt) {
   reduce();
   auto gone = std::async(std::launch::async, [this] { backend_.reset(); });
   EXPECT_TRUE(test::eventually([this] { return device_->shutdowns() == 1; }));
-  other_->give_up("its process has ended");
+  other_->report_lost("its process has ended");
   gone.get();
   EXPECT_EQ(device_->aborts(), 1);
 }
@@ -222,7 +222,7 @@ TEST_F(Queued, BarriersWaitForTheDevice) {
 TEST_F(Queued, BarriersEndWhenARankIsLost) {
   const auto barrier = backend_->barrier({});
   auto passed = std::async(std::launch::async, [&] { return barrier->wait(); });
-  other_->give_up("its process has ended");
+  other_->report_lost("its process has ended");
   EXPECT_THROW(passed.get(), CommError);
 }
 
@@ -254,7 +254,7 @@ TEST_F(QueuedWithLittleTime, ALateRankIsNamed) {
 TEST_F(QueuedWithLittleTime, DestructionEndsWhereAnAbortDoesNot) {
   device_->hang(true);
   reduce();
-  other_->give_up("its process has ended");
+  other_->report_lost("its process has ended");
   EXPECT_TRUE(test::eventually([this] { return device_->aborts() == 1; }));
   backend_.reset();
 }

@@ -66,9 +66,9 @@ class FileUrl : public Rendezvous_ {};
 class Init : public Rendezvous_ {};
 
 TEST_F(EnvironmentUrl, IsASingleProcessWithoutALauncher) {
-  const Rendezvous place = parse_rendezvous(kEnv);
-  EXPECT_EQ(place.rank, 0);
-  EXPECT_EQ(place.world_size, 1);
+  const Rendezvous rendezvous = parse_rendezvous(kEnv);
+  EXPECT_EQ(rendezvous.rank, 0);
+  EXPECT_EQ(rendezvous.world_size, 1);
 }
 
 TEST_F(EnvironmentUrl, ReadsTorchrunsVariables) {
@@ -78,15 +78,15 @@ TEST_F(EnvironmentUrl, ReadsTorchrunsVariables) {
                     {"LOCAL_WORLD_SIZE", "4"},
                     {"MASTER_ADDR", "node7"},
                     {"MASTER_PORT", "29501"}});
-  const Rendezvous place = parse_rendezvous(kEnv);
-  EXPECT_EQ(place.kind, Rendezvous::Kind::tcp);
-  EXPECT_EQ(place.rank, 5);
-  EXPECT_EQ(place.world_size, 8);
-  EXPECT_EQ(place.local_rank, 1);
-  EXPECT_EQ(place.local_world_size, 4);
-  EXPECT_EQ(place.host, "node7");
-  EXPECT_EQ(place.port, 29501);
-  EXPECT_FALSE(place.store_is_hosted);
+  const Rendezvous rendezvous = parse_rendezvous(kEnv);
+  EXPECT_EQ(rendezvous.kind, Rendezvous::Kind::tcp);
+  EXPECT_EQ(rendezvous.rank, 5);
+  EXPECT_EQ(rendezvous.world_size, 8);
+  EXPECT_EQ(rendezvous.local_rank, 1);
+  EXPECT_EQ(rendezvous.local_world_size, 4);
+  EXPECT_EQ(rendezvous.host, "node7");
+  EXPECT_EQ(rendezvous.port, 29501);
+  EXPECT_FALSE(rendezvous.store_is_hosted);
   environment_.set({{"TORCHELASTIC_USE_AGENT_STORE", "True"}});
   EXPECT_TRUE(parse_rendezvous(kEnv).store_is_hosted);
 }
@@ -129,18 +129,18 @@ TEST_F(EnvironmentUrl, ReadsSlurmsVariables) {
                     {"SLURM_STEP_NODELIST", "gpu[07-08,12]"},
                     {"SLURM_JOB_ID", "4711"},
                     {"SLURM_STEP_ID", "0"}});
-  const Rendezvous place = parse_rendezvous(kEnv);
-  EXPECT_EQ(place.rank, 3);
-  EXPECT_EQ(place.world_size, 4);
-  EXPECT_EQ(place.local_rank, 1);
-  EXPECT_EQ(place.local_world_size, 2);
-  EXPECT_EQ(place.host, "gpu07");
-  EXPECT_GE(place.port, 1024);
-  EXPECT_EQ(place.port, parse_rendezvous(kEnv).port);
+  const Rendezvous rendezvous = parse_rendezvous(kEnv);
+  EXPECT_EQ(rendezvous.rank, 3);
+  EXPECT_EQ(rendezvous.world_size, 4);
+  EXPECT_EQ(rendezvous.local_rank, 1);
+  EXPECT_EQ(rendezvous.local_world_size, 2);
+  EXPECT_EQ(rendezvous.host, "gpu07");
+  EXPECT_GE(rendezvous.port, 1024);
+  EXPECT_EQ(rendezvous.port, parse_rendezvous(kEnv).port);
   environment_.set({{"SLURM_STEP_ID", "1"}});
-  EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
+  EXPECT_NE(rendezvous.port, parse_rendezvous(kEnv).port);
   environment_.set({{"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "4712"}});
-  EXPECT_NE(place.port, parse_rendezvous(kEnv).port);
+  EXPECT_NE(rendezvous.port, parse_rendezvous(kEnv).port);
   environment_.set({{"SLURM_STEP_NODELIST", "alpha,beta[1-3]"}});
   EXPECT_EQ(parse_rendezvous(kEnv).host, "alpha");
   environment_.set({{"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29501"}});
@@ -199,10 +199,10 @@ TEST_F(EnvironmentUrl, ReadsOpenMpisVariables) {
                     {"OMPI_COMM_WORLD_SIZE", "2"},
                     {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
                     {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
-  const Rendezvous place = parse_rendezvous(kEnv);
-  EXPECT_EQ(place.rank, 1);
-  EXPECT_EQ(place.world_size, 2);
-  EXPECT_EQ(place.host, "127.0.0.1");
+  const Rendezvous rendezvous = parse_rendezvous(kEnv);
+  EXPECT_EQ(rendezvous.rank, 1);
+  EXPECT_EQ(rendezvous.world_size, 2);
+  EXPECT_EQ(rendezvous.host, "127.0.0.1");
   environment_.set({{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}});
   expect_error([] { parse_rendezvous(kEnv); }, {"MASTER_ADDR", "mpirun"});
 }
@@ -223,12 +223,12 @@ TEST_F(EnvironmentUrl, ReadsTheVariablesOfOtherMpis) {
     expect_error([] { parse_rendezvous(kEnv); }, {"MASTER_ADDR", "several machines", "MASTER_ADDR",
                                                   "<address of rank 0's machine>"});
     environment_.set({{"MASTER_ADDR", "node7"}});
-    const Rendezvous place = parse_rendezvous(kEnv);
-    EXPECT_EQ(place.rank, 5);
-    EXPECT_EQ(place.world_size, 8);
-    EXPECT_EQ(place.local_rank, 1);
-    EXPECT_EQ(place.local_world_size, 4);
-    EXPECT_EQ(place.host, "node7");
+    const Rendezvous rendezvous = parse_rendezvous(kEnv);
+    EXPECT_EQ(rendezvous.rank, 5);
+    EXPECT_EQ(rendezvous.world_size, 8);
+    EXPECT_EQ(rendezvous.local_rank, 1);
+    EXPECT_EQ(rendezvous.local_world_size, 4);
+    EXPECT_EQ(rendezvous.host, "node7");
     environment_.set({{"MASTER_PORT", "29501"}});
     EXPECT_EQ(parse_rendezvous(kEnv).port, 29501);
     environment_.set({{"MASTER_ADDR", ""}, {"MASTER_PORT", ""}});
@@ -313,9 +313,9 @@ TEST_F(EnvironmentUrl, LeavesLocalRanksOpenWhereNothingTellsThem) {
 TEST_F(EnvironmentUrl, OptionsComeBeforeTheEnvironment) {
   environment_.set(
       {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29501"}});
-  const Rendezvous place = parse_rendezvous(kEnv, InitOptions().rank(2).world_size(3));
-  EXPECT_EQ(place.rank, 2);
-  EXPECT_EQ(place.world_size, 3);
+  const Rendezvous rendezvous = parse_rendezvous(kEnv, InitOptions().rank(2).world_size(3));
+  EXPECT_EQ(rendezvous.rank, 2);
+  EXPECT_EQ(rendezvous.world_size, 3);
   expect_error([] { parse_rendezvous(kEnv, InitOptions().rank(2)); }, {"rank", "'2'"});
   expect_error([] { parse_rendezvous(kEnv, InitOptions().world_size(1)); },
                {"RANK from 0 to 0", "'1'"});
@@ -327,23 +327,23 @@ TEST_F(EnvironmentUrl, OptionsAloneNeedAMaster) {
   environment_.set({{"MASTER_ADDR", "node7"}});
   expect_error([&] { parse_rendezvous(kEnv, options); }, {"MASTER_PORT", "torchrun"});
   environment_.set({{"MASTER_PORT", "29501"}});
-  const Rendezvous place = parse_rendezvous(kEnv, options);
-  EXPECT_EQ(place.rank, 1);
-  EXPECT_EQ(place.world_size, 3);
-  EXPECT_EQ(place.host, "node7");
-  EXPECT_EQ(place.port, 29501);
+  const Rendezvous rendezvous = parse_rendezvous(kEnv, options);
+  EXPECT_EQ(rendezvous.rank, 1);
+  EXPECT_EQ(rendezvous.world_size, 3);
+  EXPECT_EQ(rendezvous.host, "node7");
+  EXPECT_EQ(rendezvous.port, 29501);
   expect_error([] { parse_rendezvous(kEnv, InitOptions().world_size(3)); }, {"RANK", "nothing"});
   expect_error([] { parse_rendezvous(kEnv, InitOptions().rank(1)); }, {"WORLD_SIZE", "nothing"});
   EXPECT_EQ(parse_rendezvous(kEnv, InitOptions().rank(0).world_size(1)).world_size, 1);
 }
 
 TEST_F(TcpUrl, SaysAll) {
-  const Rendezvous place = parse_rendezvous("tcp://10.1.2.3:4000?rank=1&world_size=4");
-  EXPECT_EQ(place.kind, Rendezvous::Kind::tcp);
-  EXPECT_EQ(place.host, "10.1.2.3");
-  EXPECT_EQ(place.port, 4000);
-  EXPECT_EQ(place.rank, 1);
-  EXPECT_EQ(place.world_size, 4);
+  const Rendezvous rendezvous = parse_rendezvous("tcp://10.1.2.3:4000?rank=1&world_size=4");
+  EXPECT_EQ(rendezvous.kind, Rendezvous::Kind::tcp);
+  EXPECT_EQ(rendezvous.host, "10.1.2.3");
+  EXPECT_EQ(rendezvous.port, 4000);
+  EXPECT_EQ(rendezvous.rank, 1);
+  EXPECT_EQ(rendezvous.world_size, 4);
   EXPECT_EQ(parse_rendezvous("tcp://[::1]:4000?rank=0&world_size=2").host, "::1");
   EXPECT_EQ(parse_rendezvous("tcp://a:1", InitOptions().rank(1).world_size(2)).rank, 1);
 }
@@ -370,10 +370,10 @@ TEST_F(TcpUrl, ErrorsSayWhatIsWrong) {
 }
 
 TEST_F(FileUrl, NeedsAnAbsolutePath) {
-  const Rendezvous place = parse_rendezvous("file:///tmp/meet?rank=1&world_size=2");
-  EXPECT_EQ(place.kind, Rendezvous::Kind::file);
-  EXPECT_EQ(place.path, "/tmp/meet");
-  EXPECT_EQ(place.rank, 1);
+  const Rendezvous rendezvous = parse_rendezvous("file:///tmp/meet?rank=1&world_size=2");
+  EXPECT_EQ(rendezvous.kind, Rendezvous::Kind::file);
+  EXPECT_EQ(rendezvous.path, "/tmp/meet");
+  EXPECT_EQ(rendezvous.rank, 1);
   expect_error([] { parse_rendezvous("file://meet?rank=1&world_size=2"); }, {"file:///"});
   expect_error([] { parse_rendezvous("file://?rank=1&world_size=2"); }, {"file:///"});
   expect_error([] { init("file:///no/such/folder/meet?rank=1&world_size=2"); },

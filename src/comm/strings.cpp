@@ -1,4 +1,4 @@
-#include "src/comm/texts.h"
+#include "src/comm/strings.h"
 
 #include <torch/types.h>
 
@@ -23,12 +23,12 @@ void copy_bytes(const at::Tensor& bytes, char* to, std::size_t length) {
   if (length > 0) std::memcpy(to, here.const_data_ptr(), length);
 }
 
-std::string to_text(const at::Tensor& bytes, std::int64_t length) {
+std::string to_string(const at::Tensor& bytes, std::int64_t length) {
   const at::Tensor here = bytes.cpu();
   return {static_cast<const char*>(here.const_data_ptr()), static_cast<std::size_t>(length)};
 }
 
-std::vector<std::string> gather_texts(
+std::vector<std::string> gather_strings(
     const std::string& text, c10::Device device,
     const std::function<std::vector<at::Tensor>(const at::Tensor&)>& all_gather) {
   const auto lengths = all_gather(at::full({1}, static_cast<std::int64_t>(text.size()),
@@ -38,11 +38,11 @@ std::vector<std::string> gather_texts(
   const std::int64_t longest = *std::max_element(sizes.begin(), sizes.end());
   if (longest == 0) return std::vector<std::string>(sizes.size());
   const auto padded = all_gather(to_bytes(text, longest).to(device));
-  std::vector<std::string> texts;
+  std::vector<std::string> strings;
   for (std::size_t rank = 0; rank < sizes.size(); ++rank) {
-    texts.push_back(to_text(padded[rank], sizes[rank]));
+    strings.push_back(to_string(padded[rank], sizes[rank]));
   }
-  return texts;
+  return strings;
 }
 
 }  // namespace semitone::comm

@@ -19,10 +19,10 @@ at::Tensor to_bytes(std::string_view text, c10::Device device);
 // Writes the first bytes of a uint8 tensor of any device.
 void copy_bytes(const at::Tensor& bytes, char* to, std::size_t length);
 // The first bytes of a uint8 tensor.
-std::string to_text(const at::Tensor& bytes, std::int64_t length);
+std::string to_string(const at::Tensor& bytes, std::int64_t length);
 
 // Gathers every rank's string, of any length, by all_gather calls with tensors of one shape.
-std::vector<std::string> gather_texts(
+std::vector<std::string> gather_strings(
     const std::string& text, c10::Device device,
     const std::function<std::vector<at::Tensor>(const at::Tensor&)>& all_gather);
 
