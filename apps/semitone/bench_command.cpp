@@ -169,8 +169,8 @@ std::vector<double> run_as_asked(Workload& workload) {
 }
 
 std::vector<double> run_rounds(Workload& workload, std::int64_t rounds) {
-  std::vector<double> seconds;
-  for (std::int64_t round = 0; round < rounds; ++round) seconds.push_back(workload.run(1));
+  std::vector<double> seconds(static_cast<std::size_t>(rounds));
+  for (double& round : seconds) round = workload.run(1);
   return seconds;
 }
 

@@ -130,8 +130,8 @@ void Flags::number_or_word(const std::string& name, std::string& variable,
     variable = text;
     double number = 0;
     return std::find(words.begin(), words.end(), text) != words.end() ||
-           (parse(text, number) && number >= dtype_limits(torch::kFloat).min_normal &&
-            number <= dtype_limits(torch::kFloat).max);
+           (parse(text, number) && number >= dtype_limits(at::kFloat).min_normal &&
+            number <= dtype_limits(at::kFloat).max);
   };
   add(name, fmt::format("{}|X", fmt::join(words, "|")), variable, take,
       fmt::format("to be {} or a number that float32 holds, above 0", fmt::join(words, ", ")),

@@ -89,7 +89,7 @@ std::string wrapped_footer(std::string_view footer, std::size_t columns) {
     if (is_item) {
       result += wrapped_item(line, columns) + "\n";
     } else if (line.empty()) {
-      result += "\n";
+      result += '\n';
     } else {
       paragraph += line + " ";
       // "Examples:"

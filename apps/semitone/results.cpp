@@ -94,6 +94,7 @@ std::string percent(double fraction) {
 std::string keep_those_that_fit(std::vector<Column>& columns, int terminal) {
   if (terminal <= 0) return {};
   std::vector<Column*> by_rank;
+  by_rank.reserve(columns.size());
   for (Column& column : columns) by_rank.push_back(&column);
   std::sort(by_rank.begin(), by_rank.end(),
             [](const Column* one, const Column* other) { return one->rank < other->rank; });

@@ -156,8 +156,8 @@ class [[nodiscard]] MixedPrecision {
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
     const auto region = enter(handle_of(model));
-    const auto cast = [this](const auto& leaf) { return cast_input(leaf); };
-    const auto uncast = [this](const auto& leaf) { return cast_output(leaf); };
+    const auto cast = [this](const auto& leaf) { return this->cast_input(leaf); };
+    const auto uncast = [this](const auto& leaf) { return this->cast_output(leaf); };
     if constexpr (std::is_same_v<std::remove_const_t<M>, torch::jit::Module>) {
       return cast_output(
           run_script(model, map_tensors(std::forward<Arguments>(arguments), cast)...));
@@ -179,8 +179,8 @@ class [[nodiscard]] MixedPrecision {
   template <typename Function, typename... Arguments>
   auto call(Function&& function, Arguments&&... arguments) {
     const auto region = enter_any();
-    const auto cast = [this](const auto& leaf) { return cast_input(leaf); };
-    const auto uncast = [this](const auto& leaf) { return cast_output(leaf); };
+    const auto cast = [this](const auto& leaf) { return this->cast_input(leaf); };
+    const auto uncast = [this](const auto& leaf) { return this->cast_output(leaf); };
     if constexpr (std::is_void_v<decltype(std::invoke(
                       function, map_tensors(std::forward<Arguments>(arguments), cast)...))>) {
       std::invoke(function, map_tensors(std::forward<Arguments>(arguments), cast)...);
