@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/comm/group.h"
-#include "semitone/comm/init.h"
+#include "semitone/comm/init_options.h"
 #include "src/comm/watch.h"
 #include "src/comm/watched_backend.h"
 

@@ -1,4 +1,5 @@
-#include "semitone/comm/init.h"
+#include "semitone/comm/rendezvous.h"
+
 #include "semitone/core/env.h"
 #include "semitone/core/error.h"
 #include "src/comm/network.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/comm/init.h"
+#include "semitone/comm/init_options.h"
 #include "src/comm/queued_transport.h"
 #include "src/comm/watch.h"
 
