@@ -5,29 +5,20 @@
 #include "src/comm/backends.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
-#include "src/comm/strings.h"
 #include "src/comm/watched_backend.h"
 #include "src/core/exact_weights.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/types.h>
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 namespace semitone::comm {
 namespace {
-
-// Coalesced broadcasts use buffers of this size, as torch's DistributedDataParallel does for a
-// model.
-constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
@@ -54,7 +45,7 @@ void check_dense(const Group& group, const at::Tensor& tensor, const std::string
               fmt::format("a tensor on {}, as the backend {} takes", served.str(), group.backend()),
               "one on " + tensor.device().str(),
               fmt::format("move it, or call comm::init with backend(\"{}\")",
-                          served.is_cpu() ? "nccl" : "gloo"));
+                          backend_for_other_device(served.type()).name));
 }
 
 void check_tensor(const Group& group, const at::Tensor& tensor, const std::string& collective) {
@@ -62,22 +53,6 @@ void check_tensor(const Group& group, const at::Tensor& tensor, const std::strin
   if (!tensor.is_contiguous()) {
     throw Error("comm." + collective, "a contiguous tensor",
                 c10::str("one of strides ", tensor.strides()), "pass tensor.contiguous()");
-  }
-}
-
-bool is_reducible(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-    case at::kFloat:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kLong:
-    case at::kInt:
-    case at::kChar:
-    case at::kByte:
-      return true;
-    default:
-      return false;
   }
 }
 
@@ -95,84 +70,13 @@ void check_reducible(const Group& group, const at::Tensor& tensor, const std::st
   }
 }
 
-// The same memory in a dtype that transports know: not all know every dtype, but all know bytes.
-at::Tensor transportable(const at::Tensor& tensor) {
-  if (is_reducible(tensor.scalar_type())) return tensor.detach();
-  return tensor.detach().view({-1}).view(at::kByte);
-}
-
 // Marks a tensor that a transport has written, for autograd and others that compare versions.
 void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-void check_root(int root, int size) {
-  if (root < 0 || root >= size) {
-    throw Error("comm.broadcast", fmt::format("a root from 0 to {}", size - 1),
-                std::to_string(root));
-  }
-}
-
-// Strings are sent in parts: they may be as large as a checkpoint, and pass through the device's
-// memory.
-constexpr std::size_t kStringChunkBytes = 32 * 1024 * 1024;
-
-at::Tensor length_of(std::string_view text, c10::Device device) {
-  return at::full({1}, static_cast<std::int64_t>(text.size()),
-                  at::TensorOptions(at::kLong).device(device));
-}
-
-// Replaces each part of a string by the bytes that `transfer` returns for it.
-template <typename Transfer>
-void for_each_part(std::string& text, const Transfer& transfer) {
-  for (std::size_t start = 0; start < text.size(); start += kStringChunkBytes) {
-    const auto part = std::string_view(text).substr(start, kStringChunkBytes);
-    copy_bytes(transfer(part), text.data() + start, part.size());
-  }
-}
-
 std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
-}
-
-// Gloo connects all ranks in its constructor, and waits a minute there for a rank that was lost
-// meanwhile. This runs on a separate thread, which is abandoned if the watch reports a loss.
-Transport connect_gloo(const BackendRequest& request, Watch& watch) {
-  struct Connecting {
-    std::mutex mutex;
-    std::condition_variable changed;
-    c10::intrusive_ptr<c10d::Backend> gloo;
-    std::exception_ptr error;
-    bool done = false;
-    bool lost = false;
-  };
-  auto connecting = std::make_shared<Connecting>();
-  std::thread([connecting, request] {
-    c10::intrusive_ptr<c10d::Backend> gloo;
-    std::exception_ptr error;
-    try {
-      gloo = make_gloo(request);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    const std::lock_guard lock(connecting->mutex);
-    connecting->gloo = std::move(gloo);
-    connecting->error = std::move(error);
-    connecting->done = true;
-    connecting->changed.notify_all();
-  }).detach();
-  const Watch::Subscription subscription(watch, [connecting] {
-    const std::lock_guard lock(connecting->mutex);
-    connecting->lost = true;
-    connecting->changed.notify_all();
-  });
-  std::unique_lock lock(connecting->mutex);
-  connecting->changed.wait(lock, [&] { return connecting->done || connecting->lost; });
-  if (!connecting->done) std::rethrow_exception(watch.lost("init"));
-  if (connecting->error != nullptr) std::rethrow_exception(connecting->error);
-  Transport transport;
-  transport.backend = std::move(connecting->gloo);
-  return transport;
 }
 
 }  // namespace
@@ -256,95 +160,11 @@ void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
   for (const at::Tensor& tensor : tensors) settle_exact_weight(tensor);
 }
 
-void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sent;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of what no transport takes as it lies
-  for (const at::Tensor& tensor : tensors) {
-    if (is_reducible(tensor.scalar_type())) {
-      sent.push_back(tensor.detach());
-    } else {
-      const at::Tensor memory = tensor.detach().contiguous();
-      sent.push_back(transportable(memory));
-      if (!memory.is_alias_of(tensor)) copies.emplace_back(tensor.detach(), memory);
-    }
-  }
-  c10d::broadcast_coalesced(process_group(group), sent, kBroadcastBytes, root);
-  for (const auto& [tensor, memory] : copies) tensor.copy_(memory);
-}
-
-std::string Group::broadcast(std::string text, int root) const {
-  check_root(root, size());
-  if (impl_->process_group == nullptr) return text;
-  at::Tensor length = length_of(text, device());
-  broadcast(length, root);
-  text.resize(static_cast<std::size_t>(length.item<std::int64_t>()));
-  for_each_part(text, [&](std::string_view part) {
-    at::Tensor bytes = to_bytes(part, device());
-    broadcast(bytes, root);
-    return bytes;
-  });
-  return text;
-}
-
-void send_string(const Group& group, const std::string& text, int to) {
-  const auto send = [&](const at::Tensor& tensor) {
-    std::vector<at::Tensor> tensors{tensor};
-    process_group(group)->send(tensors, to, /*tag=*/0)->wait();
-  };
-  send(length_of(text, group.device()));
-  std::string_view rest = text;
-  while (!rest.empty()) {
-    send(to_bytes(rest.substr(0, kStringChunkBytes), group.device()));
-    rest.remove_prefix(std::min(kStringChunkBytes, rest.size()));
-  }
-}
-
-std::string receive_string(const Group& group, int from) {
-  const auto receive = [&](const at::Tensor& tensor) {
-    std::vector<at::Tensor> tensors{tensor};
-    process_group(group)->recv(tensors, from, /*tag=*/0)->wait();
-    return tensor;
-  };
-  const at::Tensor length = receive(length_of("", group.device()));
-  std::string text(static_cast<std::size_t>(length.item<std::int64_t>()), '\0');
-  for_each_part(text,
-                [&](std::string_view part) { return receive(to_bytes(part, group.device())); });
-  return text;
-}
-
-void announce(const Group& group, const std::string& call, const std::string& arguments) {
-  if (group.impl()->process_group != nullptr) group.impl()->transport->announce(call, arguments);
-}
-
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
   check_tensor(*this, tensor, "all_gather");
   if (impl_->process_group == nullptr) return {tensor.clone()};
   impl_->transport->announce("all_gather", describe({tensor}));
   return all_gather_unchecked(*this, tensor);
-}
-
-std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> inputs{transportable(tensor)};
-  std::vector<at::Tensor> gathered;
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group.size(); ++rank) {
-    gathered.push_back(at::empty_like(tensor));
-    outputs[0].push_back(transportable(gathered.back()));
-  }
-  process_group(group)->allgather(outputs, inputs)->wait();
-  return gathered;
-}
-
-void all_reduce_unchecked(const Group& group, at::Tensor& sums) {
-  group.all_reduce_async(sums).wait();
-}
-
-std::vector<std::string> Group::all_gather(const std::string& text) const {
-  if (impl_->process_group == nullptr) return {text};
-  return gather_strings(text, device(),
-                        [this](const at::Tensor& tensor) { return all_gather(tensor); });
 }
 
 at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
@@ -354,7 +174,8 @@ at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
                 fmt::format("a first dimension that is a multiple of {}", size()),
                 c10::str("the shape ", tensor.sizes()));
   }
-  if (impl_->backend == "nccl") {
+  const Backend* const backend = find_backend(impl_->backend);
+  if (backend != nullptr && backend->has_reduce_scatter) {
     const at::NoGradGuard no_grad;
     announce(*this, "reduce_scatter", describe({tensor}));
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
@@ -432,44 +253,6 @@ Group Group::split(int size) const {
   std::vector<int> ranks;
   for (int peer = first; peer < first + size; ++peer) ranks.push_back(peer);
   return subgroup(ranks);
-}
-
-void connect(Group::Impl& group) {
-  BackendRequest request;
-  request.store = c10::make_intrusive<c10d::PrefixStore>("transport", group.store);
-  request.rank = group.rank;
-  request.size = group.size;
-  request.timeout = group.options.timeout();
-  request.address = group.address;
-  request.device = group.device;
-  const bool nccl = group.backend == "nccl";
-  Transport transport;
-  try {
-    transport = nccl ? make_nccl(request) : connect_gloo(request, *group.watch);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    std::rethrow_exception(group.watch->explain("init", error.what(), false));
-  }
-
-  WatchedBackendOptions options;
-  options.watch = group.watch;
-  options.device = group.device;
-  options.check = group.options.check().value_or(CheckLevel::none);
-  options.timeout = group.options.timeout();
-  options.members = group.members;
-  options.counts_calls = group.is_of_all;
-  options.is_queued = transport.is_queued;
-  options.enter_thread = transport.enter_thread;
-  group.transport = c10::make_intrusive<WatchedBackend>(std::move(transport.backend), options);
-  using Type = c10d::ProcessGroup::BackendType;
-  const Type type = nccl ? Type::NCCL : Type::GLOO;
-  group.process_group =
-      c10::make_intrusive<c10d::ProcessGroup>(group.store, group.rank, group.size);
-  group.process_group->setBackend(group.device.type(), type, group.transport);
-  group.process_group->setDefaultBackend(type);
-  // No rank continues, or leaves, before all are connected.
-  group.process_group->barrier()->wait();
 }
 
 }  // namespace semitone::comm

@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -166,13 +167,16 @@ std::string store_prefix(const Rendezvous& rendezvous) {
 
 // A single process uses its GPU as one of several processes does.
 c10::Device device_of_single_process(const Rendezvous& rendezvous, const InitOptions& options) {
-  if (options.backend() == "gloo" || default_device() != c10::DeviceType::CUDA) return c10::kCPU;
+  const Backend* const backend = find_backend(options.backend());
+  if ((backend != nullptr && backend->device == c10::DeviceType::CPU) ||
+      default_device() != c10::DeviceType::CUDA)
+    return c10::kCPU;
   return select_gpu(rendezvous);
 }
 
 // NCCL would report this only in the first collective, with another message.
-void check_gpus(c10d::Store& store, const Rendezvous& rendezvous, c10::Device device) {
-  put(store, fmt::format("gpu/{}", rendezvous.rank), gpu_identity(device));
+void check_gpus(c10d::Store& store, const Rendezvous& rendezvous, const std::string& own) {
+  put(store, fmt::format("gpu/{}", rendezvous.rank), own);
   require_distinct_gpus(get_of_ranks(store, "gpu/", rendezvous.world_size));
 }
 
@@ -188,28 +192,72 @@ CheckLevel check_level(const InitOptions& options) {
 
 void require_backend(const InitOptions& options) {
   if (options.backend() == "auto" || has_backend(options.backend())) return;
+  const Backend* const backend = find_backend(options.backend());
   throw Error(kInitComponent, fmt::format("a build with the backend {}", options.backend()),
               "one without",
-              "use gloo, or configure with SEMITONE_CUDA=ON and a LibTorch that has NCCL");
+              backend == nullptr ? "" : fmt::format("use gloo, or {}", backend->remedy));
 }
 
-std::string chosen_backend(const InitOptions& options) {
-  if (options.backend() == "auto") {
-    if (default_device() != c10::DeviceType::CUDA) return "gloo";
-    if (has_nccl()) return "nccl";
-    log()->warn(
-        "this build has no NCCL, so groups use gloo, with tensors on the CPU; configure with "
-        "NCCL_INCLUDE_DIR=<folder of nccl.h>");
-    return "gloo";
+const Backend& chosen_backend(const InitOptions& options) {
+  const Backend& gloo = *find_backend("gloo");
+  if (options.backend() != "auto") {
+    require_backend(options);
+    return *find_backend(options.backend());
   }
-  require_backend(options);
-  return options.backend();
+  const auto device = default_device();
+  if (device != c10::DeviceType::CUDA) return gloo;
+  const auto of_device = [device](const Backend& backend) { return backend.device == device; };
+  const auto found = std::find_if(backends().begin(), backends().end(), of_device);
+  if (found == backends().end()) return gloo;
+  if (found->available) return *found;
+  log()->warn("{}", found->warning);
+  return gloo;
+}
+
+// A group without a transport so far.
+std::shared_ptr<Group::Impl> make_group(const Rendezvous& rendezvous, const InitOptions& options) {
+  auto group = std::make_shared<Group::Impl>();
+  group->options = options;
+  group->rank = rendezvous.rank;
+  group->size = rendezvous.world_size;
+  group->members.resize(static_cast<std::size_t>(rendezvous.world_size));
+  std::iota(group->members.begin(), group->members.end(), 0);
+  return group;
+}
+
+WatchOptions watch_options(const Rendezvous& rendezvous, const InitOptions& options) {
+  WatchOptions watch;
+  watch.rank = rendezvous.rank;
+  watch.size = rendezvous.world_size;
+  watch.interval = options.heartbeat();
+  watch.silence = options.heartbeat_timeout();
+  watch.timeout = options.timeout();
+  return watch;
+}
+
+// Waits for the other ranks, and starts to watch them.
+void join_ranks(Group::Impl& group, Rendezvous& rendezvous) {
+  const InitOptions& options = group.options;
+  if (!chosen_interface(options).empty()) address_of_interface(chosen_interface(options));
+  group.store = c10::make_intrusive<c10d::PrefixStore>(store_prefix(rendezvous),
+                                                       open_store(rendezvous, options));
+  WatchOptions watch = watch_options(rendezvous, options);
+  try {
+    const auto machines = exchange_machines(*group.store, rendezvous, options.timeout());
+    set_local_ranks(rendezvous, machines);
+    watch.address = group.address = listen_address(rendezvous, machines, options);
+    group.watch = std::make_shared<Watch>(group.store, watch);
+  } catch (const c10::DistError& error) {
+    throw CommError(kInitComponent, "rank 0 to keep the store until all have met",
+                    error.what_without_backtrace(), "see its output for the reason", {0});
+  }
 }
 
 }  // namespace
 
 bool has_backend(std::string_view name) {
-  return name == "gloo" || (name == "nccl" && has_nccl());
+  const Backend* const backend = find_backend(name);
+  return backend != nullptr && backend->available;
 }
 
 Group init(std::string_view url, const InitOptions& given) {
@@ -221,41 +269,19 @@ Group init(std::string_view url, const InitOptions& given) {
                 fmt::format("{} ms and {} ms", options.heartbeat_timeout().count(),
                             options.heartbeat().count()));
   }
-  auto group = std::make_shared<Group::Impl>();
-  group->options = options;
+  auto group = make_group(rendezvous, options);
   if (rendezvous.world_size == 1) {
     require_backend(options);
     group->device = device_of_single_process(rendezvous, options);
     return Group(std::move(group));
   }
-  const std::string backend = chosen_backend(options);
+  const Backend& backend = chosen_backend(options);
+  group->backend = backend.name;
   ignore_broken_pipes();
-  group->backend = backend;
-  group->rank = rendezvous.rank;
-  group->size = rendezvous.world_size;
-  group->members.resize(static_cast<std::size_t>(rendezvous.world_size));
-  std::iota(group->members.begin(), group->members.end(), 0);
-  if (!chosen_interface(options).empty()) address_of_interface(chosen_interface(options));
-  group->store = c10::make_intrusive<c10d::PrefixStore>(store_prefix(rendezvous),
-                                                        open_store(rendezvous, options));
-  WatchOptions watch;
-  watch.rank = rendezvous.rank;
-  watch.size = rendezvous.world_size;
-  watch.interval = options.heartbeat();
-  watch.silence = options.heartbeat_timeout();
-  watch.timeout = options.timeout();
-  try {
-    const auto machines = exchange_machines(*group->store, rendezvous, options.timeout());
-    set_local_ranks(rendezvous, machines);
-    watch.address = group->address = listen_address(rendezvous, machines, options);
-    group->watch = std::make_shared<Watch>(group->store, watch);
-  } catch (const c10::DistError& error) {
-    throw CommError(kInitComponent, "rank 0 to keep the store until all have met",
-                    error.what_without_backtrace(), "see its output for the reason", {0});
-  }
-  if (backend == "nccl") {
+  join_ranks(*group, rendezvous);
+  if (backend.device == c10::DeviceType::CUDA) {
     group->device = select_gpu(rendezvous);
-    check_gpus(*group->store, rendezvous, group->device);
+    check_gpus(*group->store, rendezvous, backend.device_identity(group->device));
   }
   connect(*group);
   return Group(std::move(group));

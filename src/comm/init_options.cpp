@@ -1,6 +1,7 @@
 #include "semitone/comm/init_options.h"
 
 #include "semitone/core/error.h"
+#include "src/comm/backends.h"
 #include "src/comm/network.h"
 
 #include <fmt/format.h>
@@ -11,8 +12,9 @@
 namespace semitone::comm {
 
 InitOptions& InitOptions::backend(std::string value) {
-  if (value != "auto" && value != "gloo" && value != "nccl") {
-    throw Error(kInitComponent, "the backend gloo, nccl or auto", fmt::format("'{}'", value),
+  if (value != "auto" && find_backend(value) == nullptr) {
+    throw Error(kInitComponent, fmt::format("the backend {} or auto", backend_names()),
+                fmt::format("'{}'", value),
                 value == "mpi"
                     ? "processes that mpirun starts can use gloo: init(\"env://\") reads "
                       "their variables"

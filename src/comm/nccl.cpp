@@ -24,13 +24,7 @@ constexpr auto kErrorHandling = "2";
 // The watchdog's timeout starts after Semitone's, so that the error names a rank.
 constexpr std::chrono::seconds kLater(60);
 
-}  // namespace
-
-bool has_nccl() {
-  return true;
-}
-
-Transport make_nccl(const BackendRequest& request) {
+Transport make_nccl(const BackendRequest& request, Watch&) {
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = request.timeout + kLater;
   c10::utils::set_env(env::kNcclErrorHandling.name, kErrorHandling, /*overwrite=*/false);
@@ -57,6 +51,20 @@ std::string gpu_identity(c10::Device device) {
   std::string text = "GPU-";
   for (const char byte : uuid) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
   return text;
+}
+
+}  // namespace
+
+Backend nccl_backend() {
+  Backend backend;
+  backend.name = "nccl";
+  backend.available = true;
+  backend.device = c10::DeviceType::CUDA;
+  backend.type = c10d::ProcessGroup::BackendType::NCCL;
+  backend.has_reduce_scatter = true;
+  backend.make = make_nccl;
+  backend.device_identity = gpu_identity;
+  return backend;
 }
 
 }  // namespace semitone::comm

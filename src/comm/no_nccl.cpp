@@ -1,19 +1,17 @@
-#include "semitone/core/error.h"
 #include "src/comm/backends.h"
 
 namespace semitone::comm {
 
-bool has_nccl() {
-  return false;
-}
-
-Transport make_nccl(const BackendRequest&) {
-  throw Error("comm.init", "a build with NCCL for the backend nccl", "one without",
-              "configure with SEMITONE_CUDA=ON and a LibTorch that has CUDA, or use gloo");
-}
-
-std::string gpu_identity(c10::Device device) {
-  return device.str();
+Backend nccl_backend() {
+  Backend backend;
+  backend.name = "nccl";
+  backend.device = c10::DeviceType::CUDA;
+  backend.type = c10d::ProcessGroup::BackendType::NCCL;
+  backend.remedy = "configure with SEMITONE_CUDA=ON and a LibTorch that has NCCL";
+  backend.warning =
+      "this build has no NCCL, so groups use gloo, with tensors on the CPU; configure with "
+      "NCCL_INCLUDE_DIR=<folder of nccl.h>";
+  return backend;
 }
 
 }  // namespace semitone::comm

@@ -42,6 +42,15 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) 
   return group.impl()->process_group;
 }
 
+// Error unless it is a rank of a group of this size.
+void check_root(int root, int size);
+
+// Whether transports can reduce tensors of this dtype.
+bool is_reducible(at::ScalarType dtype);
+
+// The same memory in a dtype that transports know: not all know every dtype, but all know bytes.
+at::Tensor transportable(const at::Tensor& tensor);
+
 // Collectives of a group of several ranks without their checks, for the library's own calls, which
 // are compared at CheckLevel::full only.
 void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root);

@@ -30,13 +30,15 @@ int parse_number(std::string_view text, std::string_view name, int least, int mo
 
 constexpr int kMaxRanks = 1 << 20;
 
+Error missing(const env::Variable& variable, std::string_view launcher) {
+  return Error(kInitComponent, fmt::format("{} in the environment", variable.name), "nothing",
+               fmt::format("{} sets it", launcher));
+}
+
 // The value of a required environment variable, as a number.
 int required(const env::Variable& variable, int least, int most, std::string_view launcher) {
   const auto text = env::get(variable);
-  if (!text.has_value()) {
-    throw Error(kInitComponent, fmt::format("{} in the environment", variable.name), "nothing",
-                fmt::format("{} sets it", launcher));
-  }
+  if (!text.has_value()) throw missing(variable, launcher);
   return parse_number(*text, variable.name, least, most);
 }
 
@@ -82,33 +84,29 @@ std::string first_slurm_node(std::string_view list) {
 }
 
 // The number of processes and this process's rank, from the options or else from these variables.
-void set_ranks(Rendezvous& rendezvous, const InitOptions& options, const env::Variable& size,
+void set_ranks(Rendezvous& result, const InitOptions& options, const env::Variable& size,
                const env::Variable& rank, std::string_view launcher) {
-  rendezvous.world_size =
+  result.world_size =
       options.world_size().has_value()
           ? parse_number(std::to_string(*options.world_size()), "world_size", 1, kMaxRanks)
           : required(size, 1, kMaxRanks, launcher);
-  rendezvous.rank =
-      options.rank().has_value()
-          ? parse_number(std::to_string(*options.rank()), "rank", 0, rendezvous.world_size - 1)
-          : required(rank, 0, rendezvous.world_size - 1, launcher);
+  result.rank = options.rank().has_value() ? parse_number(std::to_string(*options.rank()), "rank",
+                                                          0, result.world_size - 1)
+                                           : required(rank, 0, result.world_size - 1, launcher);
 }
 
 Rendezvous from_torchrun(const InitOptions& options) {
   constexpr auto kLauncher = "torchrun or semitone launch";
-  Rendezvous rendezvous;
-  set_ranks(rendezvous, options, env::kWorldSize, env::kRank, kLauncher);
-  rendezvous.local_rank = optional(env::kLocalRank, 0, kMaxRanks);
-  rendezvous.local_world_size = optional(env::kLocalWorldSize, 1, kMaxRanks);
+  Rendezvous result;
+  set_ranks(result, options, env::kWorldSize, env::kRank, kLauncher);
+  result.local_rank = optional(env::kLocalRank, 0, kMaxRanks);
+  result.local_world_size = optional(env::kLocalWorldSize, 1, kMaxRanks);
   const auto host = env::get(env::kMasterAddr);
-  if (!host.has_value() && rendezvous.world_size > 1) {
-    throw Error(kInitComponent, "MASTER_ADDR in the environment", "nothing",
-                fmt::format("{} sets it", kLauncher));
-  }
-  rendezvous.host = host.value_or("127.0.0.1");
-  if (rendezvous.world_size > 1) rendezvous.port = required(env::kMasterPort, 1, 65535, kLauncher);
-  rendezvous.store_is_hosted = env::get(env::kUseAgentStore).value_or("False") == "True";
-  return rendezvous;
+  if (!host.has_value() && result.world_size > 1) throw missing(env::kMasterAddr, kLauncher);
+  result.host = host.value_or("127.0.0.1");
+  if (result.world_size > 1) result.port = required(env::kMasterPort, 1, 65535, kLauncher);
+  result.store_is_hosted = env::get(env::kUseAgentStore).value_or("False") == "True";
+  return result;
 }
 
 // The number of a step's tasks on a node: "2(x3),1" means two on the first three nodes, and one on
@@ -134,21 +132,21 @@ int slurm_tasks_on(int node, std::string_view list) {
 
 Rendezvous from_slurm(const InitOptions& options) {
   constexpr auto kLauncher = "srun";
-  Rendezvous rendezvous;
-  set_ranks(rendezvous, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
-  rendezvous.local_rank = optional(env::kSlurmLocalId, 0, kMaxRanks);
+  Rendezvous result;
+  set_ranks(result, options, env::kSlurmTasks, env::kSlurmProcId, kLauncher);
+  result.local_rank = optional(env::kSlurmLocalId, 0, kMaxRanks);
   if (const auto tasks = env::get(env::kSlurmTasksPerNode)) {
-    rendezvous.local_world_size =
+    result.local_world_size =
         slurm_tasks_on(optional(env::kSlurmNodeId, 0, kMaxRanks).value_or(0), *tasks);
   }
-  rendezvous.host =
+  result.host =
       env::get(env::kMasterAddr)
           .value_or(first_slurm_node(env::get(env::kSlurmNodeList).value_or("127.0.0.1")));
   // Several steps of a job may run at the same time.
   const std::string step = fmt::format("slurm{}.{}", env::get(env::kSlurmJobId).value_or(""),
                                        env::get(env::kSlurmStepId).value_or(""));
-  rendezvous.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(step));
-  return rendezvous;
+  result.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(step));
+  return result;
 }
 
 // The variables that a kind of MPI sets for each process.
@@ -186,27 +184,27 @@ std::vector<MpiLauncher> mpi_launchers() {
 }
 
 Rendezvous from_mpi(const MpiLauncher& mpi, const InitOptions& options) {
-  Rendezvous rendezvous;
-  set_ranks(rendezvous, options, mpi.size, mpi.rank, mpi.launcher);
-  rendezvous.local_rank = first_of(mpi.local_rank, 0, kMaxRanks);
-  rendezvous.local_world_size = first_of(mpi.local_size, 1, kMaxRanks);
+  Rendezvous result;
+  set_ranks(result, options, mpi.size, mpi.rank, mpi.launcher);
+  result.local_rank = first_of(mpi.local_rank, 0, kMaxRanks);
+  result.local_world_size = first_of(mpi.local_size, 1, kMaxRanks);
   const auto host = env::get(env::kMasterAddr);
-  const bool on_one_machine = rendezvous.local_world_size.value_or(1) == rendezvous.world_size;
+  const bool on_one_machine = result.local_world_size.value_or(1) == result.world_size;
   if (!host.has_value() && !on_one_machine) {
     throw Error(
         kInitComponent,
-        rendezvous.local_world_size.has_value()
+        result.local_world_size.has_value()
             ? "MASTER_ADDR in the environment of a job on several machines"
             : "MASTER_ADDR in the environment, which does not say how many of the ranks are "
               "on this machine",
         "nothing", std::string(mpi.how_to_set_master));
   }
-  rendezvous.host = host.value_or("127.0.0.1");
+  result.host = host.value_or("127.0.0.1");
   std::string job = "mpi";
   for (const env::Variable& variable : {env::kMpiJobId, env::kPalsJobId})
     job += env::get(variable).value_or("");
-  rendezvous.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(job));
-  return rendezvous;
+  result.port = optional(env::kMasterPort, 1, 65535).value_or(port_of_job(job));
+  return result;
 }
 
 // A batch script without srun has a SLURM_PROCID too, but is not one of several ranks.
@@ -256,7 +254,7 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   const auto query =
       parse_query(question == std::string_view::npos ? "" : url.substr(question + 1));
   const std::string_view location = url.substr(0, question);
-  Rendezvous rendezvous;
+  Rendezvous result;
   const auto number = [&](const char* name, std::optional<int> given, int least, int most) {
     if (given.has_value()) return parse_number(std::to_string(*given), name, least, most);
     const auto found = query.find(name);
@@ -266,14 +264,14 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
     }
     return parse_number(found->second, name, least, most);
   };
-  rendezvous.world_size = number("world_size", options.world_size(), 1, kMaxRanks);
-  rendezvous.rank = number("rank", options.rank(), 0, rendezvous.world_size - 1);
+  result.world_size = number("world_size", options.world_size(), 1, kMaxRanks);
+  result.rank = number("rank", options.rank(), 0, result.world_size - 1);
   if (location.substr(0, 7) == "file://") {
-    rendezvous.kind = Rendezvous::Kind::file;
-    rendezvous.path = location.substr(7);
-    if (rendezvous.path.empty() || rendezvous.path.front() != '/')
+    result.kind = Rendezvous::Kind::file;
+    result.path = location.substr(7);
+    if (result.path.empty() || result.path.front() != '/')
       throw Error(kInitComponent, "file:///ABSOLUTE/PATH", fmt::format("'{}'", url));
-    return rendezvous;
+    return result;
   }
   std::string_view address = location.substr(6);  // after tcp://
   const auto colon = address.rfind(':');
@@ -282,14 +280,14 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   std::string_view host = address.substr(0, colon);
   if (host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);  // IPv6
   if (host.empty()) throw Error(kInitComponent, "tcp://HOST:PORT", fmt::format("'{}'", url));
-  rendezvous.host = host;
-  rendezvous.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
+  result.host = host;
+  result.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
   // All ranks have the same URL.
-  if (rendezvous.host == "localhost" || is_loopback(rendezvous.host)) {
-    rendezvous.local_rank = rendezvous.rank;
-    rendezvous.local_world_size = rendezvous.world_size;
+  if (result.host == "localhost" || is_loopback(result.host)) {
+    result.local_rank = result.rank;
+    result.local_world_size = result.world_size;
   }
-  return rendezvous;
+  return result;
 }
 
 }  // namespace

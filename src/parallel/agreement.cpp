@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/comm/backends.h"
 
 #include <c10/util/DimVector.h>
 #include <c10/util/StringUtil.h>
@@ -97,7 +98,7 @@ std::string unfit_to_send(const at::Tensor& tensor, const std::string& name,
       "{} on {}, which the backend {} does not serve: it has to be on {}, or the group be made by "
       "comm::init with backend(\"{}\")",
       name, tensor.device().str(), group.backend(), served.str(),
-      served.is_cpu() ? "nccl" : "gloo");
+      comm::backend_for_other_device(served.type()).name);
 }
 
 }  // namespace semitone::parallel
