@@ -27,10 +27,11 @@ STREAMS = re.compile(r"\bstd::(cout|cerr|clog)\b")
 ROOM_ROW = re.compile(r"^\| `(\w+)`[^|]*\|.*\|([^|]*)\|$", re.M)
 
 
-def read_rooms(root: pathlib.Path) -> dict:
-    """Each room and the rooms that it may include besides its own: src/rooms.txt."""
+def read_table(root: pathlib.Path) -> dict:
+    """Each room, the rooms that it may include besides its own, and its top header or "": src/rooms.txt."""
     lines = [line for line in (root / "src/rooms.txt").read_text().splitlines() if line and not line.startswith("#")]
-    return {name: arrows.split() for name, _, arrows in (line.partition(":") for line in lines)}
+    rows = {name: row.partition("|") for name, _, row in (line.partition(":") for line in lines)}
+    return {name: (arrows.split(), top.strip()) for name, (arrows, _, top) in rows.items()}
 
 
 def check_page(root: pathlib.Path, rooms: dict):
@@ -54,10 +55,45 @@ def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*", "", text)
 
 
+def check_headers(files: dict, tops: set):
+    """That no header includes itself through others, nor the top header of its own room.
+
+    files: the text of each file, by its path.
+    """
+    included = {}
+    problems = []
+    for name, text in files.items():
+        if not name.endswith((".h", ".cuh")):
+            continue
+        paths = [match.group(1) for match in map(INCLUDE.match, without_comments(text).splitlines()) if match]
+        problems += [f"{name}: includes the top header of its room, {path}"
+                     for path in paths if path in tops and room_of(path) == room_of(name)]
+        included[name] = [path for path in (f"include/{path}" if path.startswith("semitone/") else path for path in paths)
+                          if path in files]
+    open_path, done = [], set()
+
+    def visit(name):
+        if name in open_path:
+            problems.append("include cycle: " + " -> ".join([*open_path[open_path.index(name):], name]))
+        elif name not in done:
+            open_path.append(name)
+            for other in included.get(name, []):
+                visit(other)
+            open_path.pop()
+            done.add(name)
+
+    for name in included:
+        visit(name)
+    return problems
+
+
 def check(root: pathlib.Path):
-    rooms = read_rooms(root)
+    table = read_table(root)
+    rooms = {name: arrows for name, (arrows, _) in table.items()}
     problems = check_page(root, rooms)
     files = sorted(p for d in ["include", "src", *PROGRAMS] for p in (root / d).rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
+    problems += check_headers({path.relative_to(root).as_posix(): path.read_text() for path in files},
+                              {top for _, top in table.values() if top})
     for path in files:
         name = path.relative_to(root).as_posix()
         room = room_of(name)

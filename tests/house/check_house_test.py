@@ -62,6 +62,31 @@ class CheckHouse(unittest.TestCase):
                     self.assertEqual(found, [f"src/kernels/cuda/{name}:3: CUDA sources know nothing of LibTorch"])
         self.assertEqual(problems_of({"src/kernels/on_cuda.h": "#pragma once\n#include <ATen/ATen.h>\n"}), [])
 
+    def test_headers_include_one_another_in_one_direction(self):
+        one = {"include/semitone/amp/a.h": '#pragma once\n#include "semitone/amp/b.h"\n'}
+        two = {"include/semitone/amp/b.h": '#pragma once\n#include "src/amp/c.h"  // private\n'}
+        self.assertEqual(problems_of({**one, "include/semitone/amp/b.h": "#pragma once\n"}), [])
+        for last in ("semitone/amp/a.h", "src/amp/c.h"):
+            with self.subTest(last):
+                three = {"src/amp/c.h": f'#pragma once\n#include "{last}"\n'}
+                found = [problem for problem in problems_of({**one, **two, **three}) if "cycle" in problem]
+                self.assertEqual(len(found), 1)
+                self.assertIn("src/amp/c.h -> ", found[0])
+        # A comment is no include, and sources may include anything.
+        self.assertEqual(problems_of({**one, "include/semitone/amp/b.h": '#pragma once\n// #include "semitone/amp/a.h"\n',
+                                      "src/amp/a.cpp": '#include "semitone/amp/a.h"\n'}), [])
+
+    def test_no_header_includes_the_top_header_of_its_room(self):
+        table = {"src/rooms.txt": "core:\ncomm: core | semitone/comm/init.h\ntrain: comm core\n"}
+        text = '#pragma once\n#include "semitone/comm/init.h"\n'
+        for name in ("include/semitone/comm/group.h", "src/comm/store.h"):
+            with self.subTest(name):
+                self.assertEqual(problems_of({**table, name: text}),
+                                 [f"{name}: includes the top header of its room, semitone/comm/init.h"])
+        for name in ("src/comm/init.cpp", "src/train/trainer.h", "apps/semitone/flags.h"):
+            with self.subTest(name):
+                self.assertEqual(problems_of({**table, name: text}), [])
+
     def test_a_room_must_be_known(self):
         self.assertEqual(len(problems_of({"src/cellar/a.cpp": "int x;\n"})), 1)
 
