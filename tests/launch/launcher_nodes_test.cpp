@@ -1,0 +1,368 @@
+#include "semitone/launch/launcher.h"
+#include "src/launch/channel.h"
+#include "src/launch/clock.h"
+#include "src/launch/messages.h"
+#include "src/launch/polling.h"
+#include "src/launch/sockets.h"
+#include "tests/launch/launcher_fixture.h"
+#include "tests/support/errors.h"
+#include "tests/support/processes.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <future>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+// Jobs on several nodes: launchers in threads of this process, as if on separate machines.
+namespace semitone::launch {
+namespace {
+
+using test::eventually;
+using test::expect_error;
+using test::ids_in;
+using test::read_text;
+using test::words_of;
+using test::write_text;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using Seconds = LaunchOptions::Seconds;
+
+class Nodes : public LauncherTest {
+ protected:
+  // With a short timeout instead of the long default, and an endpoint.
+  LaunchOptions node(const std::string& script, NodeCount nodes, int processes = 1) const {
+    return shell(script, processes)
+        .nnodes(nodes)
+        .rdzv_endpoint("127.0.0.1:" + std::to_string(port_))
+        .join_timeout(Seconds(60))
+        .last_call(Seconds(0.3));
+  }
+
+  std::future<LaunchResult> start(const LaunchOptions& options) {
+    return start(launchers_.emplace_back(std::make_unique<Launcher>(options)).get());
+  }
+
+  int port_ = free_port();
+  std::vector<std::unique_ptr<Launcher>> launchers_;
+
+ private:
+  static std::future<LaunchResult> start(Launcher* launcher) {
+    return std::async(std::launch::async, [launcher] { return launcher->run(); });
+  }
+};
+
+TEST_F(Nodes, MeetAtAnEndpointAndDivideTheRanks) {
+  const std::string script = "env > $DIR/$RANK";
+  auto host = start(node(script, {2, 2}, 2));
+  auto other = start(node(script, {2, 2}, 3));
+  const LaunchResult first = host.get();
+  const LaunchResult second = other.get();
+  EXPECT_EQ(first.outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(second.outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(first.run_id, second.run_id);
+  EXPECT_THAT(first.run_id, Not(IsEmpty()));
+  // The host is decided by a race; it has the first ranks.
+  std::map<std::string, int> ranks_of_node;
+  for (int rank = 0; rank < 5; ++rank) {
+    auto environment = environment_of(std::to_string(rank));
+    EXPECT_EQ(environment["WORLD_SIZE"], "5");
+    EXPECT_EQ(environment["GROUP_WORLD_SIZE"], "2");
+    EXPECT_EQ(environment["MASTER_ADDR"], "127.0.0.1");
+    EXPECT_EQ(environment["MASTER_PORT"], environment_of("0")["MASTER_PORT"]);
+    EXPECT_EQ(environment["TORCHELASTIC_RUN_ID"], first.run_id);
+    EXPECT_EQ(environment["LOCAL_RANK"],
+              std::to_string(ranks_of_node[environment["GROUP_RANK"]]++));
+  }
+  for (int rank = 0; rank < 5; ++rank) {
+    auto environment = environment_of(std::to_string(rank));
+    EXPECT_EQ(environment["LOCAL_WORLD_SIZE"],
+              std::to_string(ranks_of_node[environment["GROUP_RANK"]]));
+  }
+}
+
+TEST_F(Nodes, NumberedNodesMeetAtTheNextPort) {
+  const auto numbered = [&](int number) {
+    return start(shell("env > $DIR/$RANK", number + 1)
+                     .nnodes({2, 2})
+                     .master_addr("localhost")
+                     .master_port(port_)
+                     .node_rank(number));
+  };
+  // The one that comes first waits for node 0.
+  auto second = numbered(1);
+  auto first = numbered(0);
+  EXPECT_EQ(first.get().exit_code(), 0);
+  EXPECT_EQ(second.get().exit_code(), 0);
+  EXPECT_EQ(environment_of("0")["GROUP_RANK"], "0");
+  EXPECT_EQ(environment_of("0")["LOCAL_WORLD_SIZE"], "1");
+  EXPECT_EQ(environment_of("2")["GROUP_RANK"], "1");
+  EXPECT_EQ(environment_of("2")["LOCAL_RANK"], "1");
+  EXPECT_EQ(environment_of("2")["MASTER_ADDR"], "localhost");
+  EXPECT_EQ(environment_of("2")["MASTER_PORT"], std::to_string(port_));
+}
+
+TEST_F(Nodes, AFailureOnOneStopsTheOthersAndEachNamesIt) {
+  for (const std::string failing : {"0", "3"}) {
+    write_text(folder_ / "ids", "");
+    const std::string script =
+        "echo $$ >> $DIR/ids\n"
+        "while [ $(wc -l < $DIR/ids) -lt 4 ]; do sleep 0.01; done\n"
+        "[ $RANK = " +
+        failing +
+        " ] && { echo it broke >&2; exit 9; }\n"
+        "exec sleep 1000";
+    auto first = start(node(script, {2, 2}, 2).tee(Streams::err));
+    auto second = start(node(script, {2, 2}, 2).tee(Streams::err));
+    for (const LaunchResult& result : {first.get(), second.get()}) {
+      EXPECT_EQ(result.outcome, LaunchOutcome::failed);
+      EXPECT_EQ(result.exit_code(), 9);
+      ASSERT_TRUE(result.first_failure.has_value());
+      EXPECT_EQ(std::to_string(result.first_failure->rank), failing);
+      EXPECT_EQ(result.first_failure->node, failing == "0" ? 0 : 1);
+      EXPECT_EQ(result.first_failure->last_lines, "it broke");
+    }
+    expect_all_gone("ids", 4);
+  }
+}
+
+TEST_F(Nodes, RestartTogether) {
+  const std::string script =
+      "echo $$ >> $DIR/ids\n"
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0\n"
+      "while [ $(wc -l < $DIR/ids) -lt 2 ]; do sleep 0.01; done\n"
+      "[ $RANK = 1 ] && exit 1\n"
+      "exec sleep 1000";
+  // The host's value counts.
+  auto first = start(node(script, {2, 2}).max_restarts(1));
+  auto second = start(node(script, {2, 2}).max_restarts(1));
+  for (const LaunchResult& result : {first.get(), second.get()}) {
+    EXPECT_EQ(result.outcome, LaunchOutcome::succeeded);
+    EXPECT_EQ(result.restarts, 1);
+  }
+  expect_all_gone("ids", 4);
+}
+
+TEST_F(Nodes, ANodeThatIsDoneWaitsForTheOthers) {
+  const std::string script = "[ $RANK = 1 ] && { sleep 0.5; echo late > $DIR/late; }; exit 0";
+  auto first = start(node(script, {2, 2}));
+  auto second = start(node(script, {2, 2}));
+  EXPECT_EQ(first.get().exit_code(), 0);
+  EXPECT_EQ(read_text(folder_ / "late"), "late\n");
+  EXPECT_EQ(second.get().exit_code(), 0);
+}
+
+TEST_F(Nodes, StoppingOneNodeEndsTheJobOfAll) {
+  const std::string script = "echo $$ >> $DIR/ids; exec sleep 1000";
+  auto first = start(node(script, {2, 2}));
+  auto second = start(node(script, {2, 2}));
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids").size() == 2; }));
+  launchers_[1]->stop(SIGTERM);
+  EXPECT_EQ(second.get().outcome, LaunchOutcome::interrupted);
+  const LaunchResult result = first.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::lost);
+  EXPECT_EQ(result.exit_code(), 1);
+  EXPECT_THAT(result.reason,
+              AllOf(HasSubstr("is lost: it was stopped by signal 15"), HasSubstr("node ")));
+  expect_all_gone("ids", 2);
+}
+
+TEST_F(Nodes, BeginWithFewerThanTheMaximumAfterTheLastCall) {
+  const std::string script = "echo $WORLD_SIZE >> $DIR/sizes";
+  auto first = start(node(script, {2, 4}));
+  auto second = start(node(script, {2, 4}));
+  EXPECT_EQ(first.get().exit_code(), 0);
+  EXPECT_EQ(second.get().exit_code(), 0);
+  EXPECT_THAT(words_of(folder_ / "sizes"), ::testing::ElementsAre("2", "2"));
+}
+
+TEST_F(Nodes, RestartWithANodeThatArrivesLater) {
+  const std::string script =
+      "echo $$ >> $DIR/ids$WORLD_SIZE\n"
+      "[ $WORLD_SIZE = 2 ] && exit 0; exec sleep 1000";
+  auto first = start(node(script, {1, 2}));
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids1").size() == 1; }));
+  auto second = start(node(script, {1, 2}));
+  EXPECT_EQ(first.get().exit_code(), 0);
+  EXPECT_EQ(second.get().exit_code(), 0);
+  expect_all_gone("ids1", 1);
+  expect_all_gone("ids2", 2);
+}
+
+TEST_F(Nodes, ContinueWithoutAStoppedNode) {
+  const std::string script =
+      "echo $$ >> $DIR/ids$WORLD_SIZE\n"
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && echo $WORLD_SIZE > $DIR/size && exit 0\n"
+      "exec sleep 1000";
+  auto host = start(node(script, {1, 2}).max_restarts(1));
+  ASSERT_TRUE(eventually(
+      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  auto other = start(node(script, {1, 2}).max_restarts(1));
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids2").size() == 2; }));
+  launchers_[1]->stop(SIGINT);
+  EXPECT_EQ(other.get().outcome, LaunchOutcome::interrupted);
+  const LaunchResult result = host.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(result.restarts, 1);
+  EXPECT_EQ(read_text(folder_ / "size"), "1\n");
+  expect_all_gone("ids2", 2);
+}
+
+TEST_F(Nodes, TooFewNodesEndTheJobWithAReason) {
+  const LaunchResult result = run(node("echo $$ >> $DIR/ids", {2, 2}).join_timeout(Seconds(0.2)));
+  EXPECT_EQ(result.outcome, LaunchOutcome::lost);
+  EXPECT_EQ(result.reason, "1 of 2 nodes joined within 0.2 s");
+  EXPECT_EQ(result.exit_code(), 1);
+  EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
+}
+
+TEST_F(Nodes, AnEndpointThatDoesNotAnswerIsAnError) {
+  const auto options = shell("exit 0")
+                           .nnodes({2, 2})
+                           .node_rank(1)
+                           .master_addr("127.0.0.1")
+                           .master_port(port_)
+                           .join_timeout(Seconds(0.2));
+  expect_error([&] { run(options); },
+               {"[launch.rendezvous] expected node 0's launcher to answer at 127.0.0.1:",
+                "within 0.2 s", "Connection refused", "was it started?"});
+}
+
+TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
+  // It accepts connections and sends nothing.
+  const OpenedSocket other = listen_at({"127.0.0.1", port_});
+  ASSERT_TRUE(other.is_open()) << other.problem;
+  expect_error(
+      [&] { run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2))); },
+      {"[launch.rendezvous] expected node 0's launcher at", "no message", "to another program"});
+}
+
+TEST_F(Nodes, AProxyThatClosesConnectionsIsNotNodeZero) {
+  // As a cluster's proxy does while node 0 is not there.
+  const OpenedSocket proxy = listen_at({"127.0.0.1", port_});
+  ASSERT_TRUE(proxy.is_open()) << proxy.problem;
+  std::atomic<bool> over = false;
+  auto connections = std::async(std::launch::async, [&] {
+    int count = 0;
+    while (!over) {
+      std::vector<pollfd> events{{proxy.socket.number(), POLLIN, 0}};
+      poll_until(events, Clock::now() + std::chrono::milliseconds(50));
+      if (events[0].revents != 0 && accept_from(proxy.socket).is_open()) ++count;
+    }
+    return count;
+  });
+  expect_error(
+      [&] { run(node("exit 0", {2, 2}).join_timeout(Seconds(1))); },
+      {"[launch.rendezvous] expected node 0's launcher to answer at 127.0.0.1:", "within 1 s"});
+  over = true;
+  const int count = connections.get();
+  EXPECT_GE(count, 1);
+  EXPECT_LE(count, 6) << "there is a pause of 250 ms between two attempts";
+}
+
+// Answers the first launcher that connects, as node 0 would.
+std::future<void> false_host(const OpenedSocket& listener, Assignment given) {
+  return std::async(std::launch::async, [&listener, given = std::move(given)] {
+    std::vector<pollfd> events{{listener.socket.number(), POLLIN, 0}};
+    poll_until(events, Clock::now() + std::chrono::minutes(1));
+    Channel channel(accept_from(listener.socket), std::chrono::minutes(1));
+    channel.send(given);
+    while (channel.is_open()) {
+      std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
+      poll_until(more, channel.deadline());
+      channel.update(Clock::now());
+    }
+  });
+}
+
+TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
+  Assignment given;
+  given.nodes = 2;
+  given.world_size = 2;
+  given.node = 1;
+  given.first_rank = 1;
+  given.master_addr = "127.0.0.1";
+  given.master_port = 20000;
+  const auto expect = [&](const Assignment& assignment, std::string_view part) {
+    const OpenedSocket listener = listen_at({"127.0.0.1", port_});
+    ASSERT_TRUE(listener.is_open()) << listener.problem;
+    const auto host = false_host(listener, assignment);
+    expect_error(
+        [&] {
+          run(node("echo $$ >> $DIR/ids", {2, 2})
+                  .rdzv_id("job")
+                  .log_dir(folder_ / "logs")
+                  .redirects(Streams::both));
+        },
+        {"[launch.rendezvous] expected", part, "is it a launcher of this job?"});
+  };
+  for (const char* name : {"../OUTSIDE", "..", "", "a\nb"}) {
+    Assignment bad = given;
+    bad.run_id = name;
+    expect(bad, "name");
+  }
+  Assignment bad = given;
+  bad.run_id = "another";
+  expect(bad, "the rdzv-id 'job'");
+  bad.run_id = "job";
+  bad.first_rank = 2;
+  expect(bad, "ranks for this node's processes");
+  EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "OUTSIDE"));
+}
+
+TEST_F(Nodes, AnExtraNodeReplacesALostNode) {
+  const std::string script =
+      "echo $$ >> $DIR/ids$TORCHELASTIC_RESTART_COUNT\n"
+      "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; exec sleep 1000";
+  auto first = start(node(script, {2, 2}).max_restarts(1));
+  auto second = start(node(script, {2, 2}).max_restarts(1));
+  ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids0").size() == 2; }));
+  auto third = start(node(script, {2, 2}).max_restarts(1));
+  // It joins, and the others are not affected.
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  EXPECT_EQ(ids_in(folder_ / "ids0").size(), 2U);
+  launchers_[1]->stop(SIGTERM);
+  EXPECT_EQ(second.get().outcome, LaunchOutcome::interrupted);
+  EXPECT_EQ(first.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(third.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(ids_in(folder_ / "ids1").size(), 2U);
+}
+
+TEST_F(Nodes, NodesOfAnotherProgramAreRefused) {
+  auto host = start(node("exit 0", {2, 2}));
+  ASSERT_TRUE(eventually(
+      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  expect_error([&] { run(node("echo another", {2, 2})); },
+               {"refused", "this job runs 'sh', not the same with other arguments", "rdzv-id"});
+  launchers_[0]->stop(SIGTERM);
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
+}
+
+TEST_F(Nodes, NodesOfAnotherJobAreRefused) {
+  auto host = start(node("exit 0", {2, 2}).rdzv_id("one"));
+  // Until the host listens, the other launcher would become it.
+  ASSERT_TRUE(eventually(
+      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  expect_error(
+      [&] { run(node("exit 0", {2, 2}).rdzv_id("other")); },
+      {"expected to join the job at 127.0.0.1:", "refused", "another rdzv-id than 'other'"});
+  launchers_[0]->stop(SIGTERM);
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
+}
+
+}  // namespace
+}  // namespace semitone::launch
