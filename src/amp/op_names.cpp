@@ -104,9 +104,9 @@ std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::s
   if (!found.empty()) return found;
 
   std::set<std::string> known_names;
-  for (c10::OperatorName name : dispatcher.getAllOpNames()) {
-    if (wanted.overload_name.empty()) name.overload_name.clear();
-    known_names.insert(display_name(name));
+  for (c10::OperatorName registered : dispatcher.getAllOpNames()) {
+    if (wanted.overload_name.empty()) registered.overload_name.clear();
+    known_names.insert(display_name(registered));
   }
   const std::string near = nearest(display_name(wanted), {known_names.begin(), known_names.end()});
   throw Error(
