@@ -1,11 +1,14 @@
-# semitone_room(NAME SOURCES file... [LIBRARIES target...])
+# semitone_room(NAME [SOURCES file...] [EXCEPT file...] [LIBRARIES target...])
 #
-# A room is one folder of src/ and its headers in include/semitone/, built as one static library. src/rooms.txt lists the
-# rooms that it may include; it links these and no others. tools/check_house.py checks the #include lines against the same
+# A room is one folder of src/ and its headers in include/semitone/, built as one static library of all .cpp files in the
+# folder, without those after EXCEPT and with those after SOURCES. src/rooms.txt lists the rooms that it may include; it links
+# these and no others. tools/check_house.py checks the #include lines against the same
 # table, so that a wrong arrow fails a test even if the linker does not notice it.
 add_library(semitone INTERFACE)
 add_library(semitone::semitone ALIAS semitone)
 set_property(GLOBAL PROPERTY semitone_rooms "")
+file(STRINGS ${PROJECT_SOURCE_DIR}/src/rooms.txt semitone_room_names REGEX "^[a-z]+:")
+list(TRANSFORM semitone_room_names REPLACE ":.*" "")
 
 # The libraries of the rooms that a room may include.
 function(semitone_arrows name result)
@@ -23,10 +26,12 @@ function(semitone_arrows name result)
 endfunction()
 
 function(semitone_room name)
-  cmake_parse_arguments(arg "" "" "SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "" "" "SOURCES;EXCEPT;LIBRARIES" ${ARGN})
   set(target semitone_${name})
+  file(GLOB_RECURSE sources RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} CONFIGURE_DEPENDS *.cpp)
+  list(REMOVE_ITEM sources ${arg_EXCEPT})
   semitone_arrows(${name} arrows)
-  add_library(${target} STATIC ${arg_SOURCES})
+  add_library(${target} STATIC ${sources} ${arg_SOURCES})
   add_library(semitone::${name} ALIAS ${target})
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
   target_include_directories(${target}
