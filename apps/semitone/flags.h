@@ -73,6 +73,14 @@ class Flags {
   bool underscores_ = false;
 };
 
+// The names of a table's rows, for Flags::choice.
+template <typename Table>
+std::vector<std::string> names_of(const Table& table) {
+  std::vector<std::string> names;
+  for (const auto& row : table) names.emplace_back(row.name);
+  return names;
+}
+
 // For an unknown flag: "did you mean '--epochs'?", or else where to look.
 std::string remedy_for_flag(const CLI::App& command, const std::string& flag);
 

@@ -80,7 +80,7 @@ bool is_static(const LaunchFlags& flags, const CLI::App& command) {
 }
 
 void set_rendezvous(launch::LaunchOptions& options, const LaunchFlags& flags,
-                 const CLI::App& command) {
+                    const CLI::App& command) {
   options.master_addr(flags.master_addr).master_port(static_cast<int>(flags.master_port));
   if (flags.rdzv_endpoint.empty()) {
     require(flags.rdzv_backend != "c10d", "--rdzv-endpoint with --rdzv-backend c10d", "none");

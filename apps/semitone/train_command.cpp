@@ -12,8 +12,9 @@
 #include "semitone/core/env.h"
 #include "semitone/core/version.h"
 #include "semitone/launch/process.h"
+#include "semitone/train/models.h"
+#include "semitone/train/optimizers.h"
 #include "semitone/train/progress.h"
-#include "semitone/zoo/convnet.h"
 #include "semitone/zoo/mnist.h"
 
 #include <ATen/Parallel.h>
@@ -64,7 +65,8 @@ std::string format_line(const TrainFlags& flags) {
 }
 
 std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
-  const std::string synced = flags.sync_bn ? ", BatchNorm over all processes" : "";
+  const std::string synced =
+      flags.options.sync_batch_norm() ? ", BatchNorm over all processes" : "";
   const std::string wire = flags.compress == "none" ? "" : ", gradients sent in " + flags.compress;
   if (!flags.starts_job()) {
     return fmt::format("{} that a launcher started, over {}{}{}", group.size(), group.backend(),
@@ -97,9 +99,11 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
     line("state", fmt::format("'{}' does not exist yet: a new training", flags.resume));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
-                   flags.epochs, flags.epochs == 1 ? "" : "s", flags.batch_size, flags.optimizer,
-                   flags.lr,
-                   flags.optimizer == "sgd" ? fmt::format(" momentum {}", flags.momentum) : "",
+                   flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
+                   flags.options.batch_size(), flags.options.optimizer(), flags.options.lr(),
+                   train::find_optimizer(flags.options.optimizer()).has_momentum
+                       ? fmt::format(" momentum {}", flags.options.momentum())
+                       : "",
                    flags.schedule, flags.seed));
   out << std::flush;
 }
@@ -140,7 +144,7 @@ train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
   const StopSignals signals(!flags.save.empty());
   auto options = options_of(flags, level, group);
   if (!flags.save.empty()) options.stop([] { return stop_signal != 0; });
-  const auto make_model = [] { return train::Classifier(zoo::ConvNet()); };
+  const train::ModelFactory make_model = train::find_model(flags.model).make;
   if (flags.quiet || group.rank() > 0) return train::train_classifier(make_model, data, options);
   train::Progress progress(
       std::cerr,

@@ -5,6 +5,8 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/env.h"
+#include "semitone/train/models.h"
+#include "semitone/train/optimizers.h"
 
 #include <fmt/format.h>
 
@@ -49,30 +51,32 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   const auto flags = std::make_shared<TrainFlags>();
   flags->data = env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
   Flags add(command, kTrain);
-  add.choice("--model", flags->model, {"convnet"}, "Model to train");
+  add.choice("--model", flags->model, names_of(train::models()), "Model to train");
   add.text("--data", flags->data, "DIR", "Directory of the data set");
   add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3", "all"},
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
              "the four in turn");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
              "16-bit dtype; auto: bf16 on a CPU, else fp16");
-  add.integer("--epochs", flags->epochs, 1, 1'000'000, "Number of epochs");
-  add.integer("--batch-size", flags->batch_size, 1, 1'000'000, "Images per step and process");
-  add.choice("--optimizer", flags->optimizer, {"sgd", "adam", "adamw"}, "Optimizer");
+  add.integer("--epochs", flags->options.epochs(), 1, 1'000'000, "Number of epochs");
+  add.integer("--batch-size", flags->options.batch_size(), 1, 1'000'000,
+              "Images per step and process");
+  add.choice("--optimizer", flags->options.optimizer(), names_of(train::optimizers()),
+             "Optimizer; fused: Semitone's, a step in one pass; others: LibTorch's");
   const auto positive = [](double value) {
     return value > 0 && value <= dtype_limits(torch::kFloat).max;
   };
-  add.number("--lr", flags->lr, positive, "above 0 that float32 holds",
+  add.number("--lr", flags->options.lr(), positive, "above 0 that float32 holds",
              "Learning rate, the maximum of the schedule");
   add.number(
-      "--momentum", flags->momentum, [](double value) { return value >= 0 && value < 1; },
-      "from 0 to below 1", "Momentum of sgd");
+      "--momentum", flags->options.momentum(), [](double value) { return value >= 0 && value < 1; },
+      "from 0 to below 1", "Momentum of sgd and fused-sgd");
   add.choice("--schedule", flags->schedule, {"constant", "cosine"},
              "Learning rate schedule; cosine: up over a quarter of the steps, then down to 0");
   add.number_or_word(
       "--loss-scale", flags->loss_scale, {"auto", "dynamic"},
       "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", flags->growth_interval, 0, kLargest,
+  add.integer("--growth-interval", flags->options.growth_interval(), 0, kLargest,
               "Number of good steps after which a dynamic loss scale doubles; 0: never");
   add.integer("--seed", flags->seed, 0, kLargest,
               "Random seed of the initial weights and the order of the images");
@@ -80,9 +84,9 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
               "Threads per process, at most the number of cores; 0: LibTorch's choice");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc, which is fastest at every level");
-  add.integer("--limit-batches", flags->limit_batches, 0, kLargest,
+  add.integer("--limit-batches", flags->options.limit_batches(), 0, kLargest,
               "Largest number of batches per epoch; 0: all");
-  add.integer("--max-steps", flags->max_steps, 0, kLargest,
+  add.integer("--max-steps", flags->options.max_steps(), 0, kLargest,
               "Stop after this step, counted from the start of the training; 0: train to the end");
   add.text("-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
            "Processes per machine: a number, or one for each core or GPU. Alternatively run this "
@@ -94,14 +98,14 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
            "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
   add.integer("--master-port", flags->master_port, 0, 65535,
               "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
-  add.mark("--sync-bn", flags->sync_bn,
+  add.mark("--sync-bn", flags->options.sync_batch_norm(),
            "Compute BatchNorm's statistics over the batches of all processes");
   add.choice("--compress", flags->compress, {"none", "bf16", "fp16"},
              "Dtype in which fp32 gradients are sent between processes");
   add.text("--save", flags->save, "FILE",
            "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
            "saved too");
-  add.integer("--save-every", flags->save_every, 0, kLargest,
+  add.integer("--save-every", flags->options.save_every(), 0, kLargest,
               "Also save the state every N steps; 0: never");
   add.text("--resume", flags->resume, "FILE",
            "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
@@ -127,15 +131,16 @@ int TrainFlags::processes() const {
 }
 
 void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezvous& place) {
-  if (flags.optimizer != "sgd" && command.count("--momentum") > 0)
-    throw UsageError(kTrain, "--momentum with --optimizer sgd only",
-                     "--optimizer " + flags.optimizer);
+  if (command.count("--momentum") > 0 &&
+      !train::find_optimizer(flags.options.optimizer()).has_momentum)
+    throw UsageError(kTrain, "--momentum with --optimizer sgd or fused-sgd only",
+                     "--optimizer " + flags.options.optimizer());
   std::error_code ignored;
   if (!flags.save.empty() && !flags.json.empty() &&
       std::filesystem::weakly_canonical(flags.save, ignored) ==
           std::filesystem::weakly_canonical(flags.json, ignored))
     throw UsageError(kTrain, "two files for --save and --json", "'" + flags.save + "' for both");
-  if (flags.save_every > 0 && flags.save.empty())
+  if (flags.options.save_every() > 0 && flags.save.empty())
     throw UsageError(kTrain, "--save with --save-every", "none", "name the file of the state");
   for (const char* const flag : {"--save", "--resume"}) {
     if (flags.levels().size() > 1 && command.count(flag) > 0)
@@ -157,24 +162,14 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
 
 train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group) {
-  train::TrainOptions options;
+  train::TrainOptions options = flags.options;
   options.opt_level(level)
       .device(default_device())
-      .epochs(flags.epochs)
-      .batch_size(flags.batch_size)
-      .optimizer(train::parse_optimizer(flags.optimizer))
-      .lr(flags.lr)
-      .momentum(flags.momentum)
       .schedule(train::parse_schedule(flags.schedule))
-      .growth_interval(flags.growth_interval)
       .seed(static_cast<std::uint64_t>(flags.seed))
       .memory_format(train::parse_memory_format(flags.memory_format))
-      .limit_batches(flags.limit_batches)
-      .max_steps(flags.max_steps)
       .group(group)
-      .sync_batch_norm(flags.sync_bn)
       .save(flags.save)
-      .save_every(flags.save_every)
       .resume(flags.resume);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.loss_scale != "auto") options.loss_scale(amp::LossScale(flags.loss_scale));

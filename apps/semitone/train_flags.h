@@ -18,32 +18,24 @@ inline constexpr auto kTrain = "cli.train";
 
 // The command line of `semitone train`, checked.
 struct TrainFlags {
+  // The options that a flag sets as it is; options_of adds the others.
+  train::TrainOptions options;
   std::string model = "convnet";
   std::string data;
   std::string opt_level = "O1";
   std::string dtype = "auto";
-  std::int64_t epochs = train::TrainOptions().epochs();
-  std::int64_t batch_size = train::TrainOptions().batch_size();
-  std::string optimizer = "sgd";
-  double lr = train::TrainOptions().lr();
-  double momentum = train::TrainOptions().momentum();
   std::string schedule = "cosine";
   std::string loss_scale = "auto";
-  std::int64_t growth_interval = train::TrainOptions().growth_interval();
   std::int64_t seed = 0;
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   std::string memory_format = "auto";
-  std::int64_t limit_batches = 0;
-  std::int64_t max_steps = 0;
   std::string nproc = "1";
   std::int64_t nodes = 1;
   std::int64_t node_rank = 0;
   std::string master_addr;
   std::int64_t master_port = 0;
-  bool sync_bn = false;
   std::string compress = "none";
   std::string save;
-  std::int64_t save_every = 0;  // steps; 0: at the end only
   std::string resume;
   std::int64_t log_every = 100;
   std::string json;

@@ -7,15 +7,13 @@
 #include "semitone/parallel/replica_sync.h"
 #include "semitone/parallel/sync_batch_norm.h"
 #include "semitone/train/meter.h"
+#include "semitone/train/optimizers.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoint.h"
 #include "src/train/numbers.h"
 
 #include <ATen/Parallel.h>
 #include <torch/nn/functional/loss.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/sgd.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -78,6 +76,7 @@ void check_options(const TrainOptions& options) {
     require(options.lr() <= dtype_limits(torch::kHalf).max,
             "a learning rate of at most 65504 with float16 weights", options.lr());
   }
+  find_optimizer(options.optimizer());
   require(options.momentum() >= 0 && options.momentum() < 1, "a momentum in [0, 1)",
           options.momentum());
   require(options.growth_interval() >= 0, "a growth interval of 0 (never) or more",
@@ -97,19 +96,9 @@ void check_options(const TrainOptions& options) {
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
                                                         const TrainOptions& options) {
-  const double eps = has_fp16_weights_only(options) ? 0x1p-14 : 1e-8;
-  switch (options.optimizer()) {
-    case OptimizerKind::adam:
-      return std::make_unique<torch::optim::Adam>(parameters,
-                                                  torch::optim::AdamOptions(options.lr()).eps(eps));
-    case OptimizerKind::adamw:
-      return std::make_unique<torch::optim::AdamW>(
-          parameters, torch::optim::AdamWOptions(options.lr()).eps(eps));
-    case OptimizerKind::sgd:
-      break;
-  }
-  return std::make_unique<torch::optim::SGD>(
-      parameters, torch::optim::SGDOptions(options.lr()).momentum(options.momentum()));
+  OptimizerSettings settings{.lr = options.lr(), .momentum = options.momentum(), .eps = {}};
+  if (has_fp16_weights_only(options)) settings.eps = 0x1p-14;
+  return find_optimizer(options.optimizer()).make(parameters, settings);
 }
 
 amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
@@ -345,7 +334,7 @@ class Run {
         {"--loss-scale", options_.loss_scale() ? options_.loss_scale()->to_string() : "default"},
         {"--growth-interval", text(options_.growth_interval())},
         {"--batch-size", text(options_.batch_size())},
-        {"--optimizer", std::string(name_of(options_.optimizer()))},
+        {"--optimizer", options_.optimizer()},
         {"--lr", text(options_.lr())},
         {"--schedule", std::string(name_of(options_.schedule()))},
         {"--seed", text(options_.seed())},
@@ -356,7 +345,7 @@ class Run {
         {"--sync-bn", text(options_.sync_batch_norm())},
         {"--compress",
          options_.ddp().compress() ? dtype_name(*options_.ddp().compress()) : "none"}};
-    if (options_.optimizer() == OptimizerKind::sgd)
+    if (find_optimizer(options_.optimizer()).has_momentum)
       result.emplace_back("--momentum", text(options_.momentum()));
     // A constant rate does not depend on the end, so the end may change.
     if (options_.schedule() != Schedule::constant)
@@ -394,23 +383,6 @@ Enum parse(std::string_view name, const Enum (&values)[n], const char* component
 }
 
 }  // namespace
-
-std::string_view name_of(OptimizerKind kind) {
-  switch (kind) {
-    case OptimizerKind::adam:
-      return "adam";
-    case OptimizerKind::adamw:
-      return "adamw";
-    case OptimizerKind::sgd:
-      break;
-  }
-  return "sgd";
-}
-
-OptimizerKind parse_optimizer(std::string_view name) {
-  return parse(name, {OptimizerKind::sgd, OptimizerKind::adam, OptimizerKind::adamw},
-               "train.optimizer", "sgd, adam or adamw");
-}
 
 std::string_view name_of(MemoryFormat format) {
   switch (format) {

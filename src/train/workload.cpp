@@ -145,7 +145,7 @@ Classifier make_model(const WorkloadOptions& options) {
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
                                                         const WorkloadOptions& options) {
   const Traits& traits = traits_of(options.kind());
-  // fp16 weights without masters: see OptimizerKind.
+  // fp16 weights without masters: see TrainOptions::optimizer.
   const bool fp16_only =
       options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
   const double eps = fp16_only ? 0x1p-14 : 1e-8;

@@ -54,15 +54,6 @@ struct DataSet {
   zoo::ImageSet test;
 };
 
-/// LibTorch's optimizers, with LibTorch's defaults for everything that TrainOptions does not set.
-/// With fp16 weights and no masters (O3), eps of Adam and AdamW is 2^-14 instead of 1e-8. fp16
-/// rounds 1e-8 to 0, which gives 0/0 where a gradient is 0.
-enum class OptimizerKind { sgd, adam, adamw };
-
-std::string_view name_of(OptimizerKind kind);
-/// Parses "sgd", "adam" or "adamw". Error for anything else.
-OptimizerKind parse_optimizer(std::string_view name);
-
 /// The memory format of images and of the weights of convolutions.
 enum class MemoryFormat { automatic, nchw, nhwc };
 
@@ -91,9 +82,12 @@ class TrainOptions {
   TORCH_ARG(std::int64_t, epochs) = 1;
   /// Images per step and process. The last batch of an epoch may be smaller.
   TORCH_ARG(std::int64_t, batch_size) = 100;
-  TORCH_ARG(OptimizerKind, optimizer) = OptimizerKind::sgd;
+  /// The name of one of optimizers(), which has its own defaults for everything that is not set
+  /// here. With fp16 weights and no masters (O3), eps is 2^-14: fp16 rounds Adam's 1e-8 to 0, which
+  /// gives 0/0 where a gradient is 0.
+  TORCH_ARG(std::string, optimizer) = "sgd";
   TORCH_ARG(double, lr) = 0.05;
-  /// Momentum of SGD.
+  /// Momentum of an optimizer that has one (OptimizerChoice::has_momentum).
   TORCH_ARG(double, momentum) = 0.9;
   TORCH_ARG(Schedule, schedule) = Schedule::cosine;
   /// Random seed of the initial weights and of each epoch's order. It gives the same at every
