@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Checks what README.md and docs/ say against the project: links, anchors, and the commands in shell blocks.
+"""Checks what README.md and docs/ say against the project: links, anchors, the commands in shell blocks, and tables of options.
 
     tools/check_docs.py [--program build/release/apps/semitone] [ROOT]
 
 A link within the project leads to a file that git would keep, an anchor to a heading of that page. A line of a shell block runs a target of
-the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. Without
---program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
+the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. A table of
+options, variables or flags has a row for each that the code has, no other, and the same default where that is a number or a boolean.
+Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
 """
 import argparse
 import pathlib
@@ -63,11 +64,16 @@ class Commands:
         self.targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
         self.root, self.program, self.helps = root, program, {}
 
-    def flags(self, command):
+    def help(self, command):
+        """Its text; None if the program has no such command."""
         if command not in self.helps:
             done = subprocess.run([self.program, command, "--help"], capture_output=True, text=True)
-            self.helps[command] = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout)) if done.returncode == 0 else None
+            self.helps[command] = done.stdout if done.returncode == 0 else None
         return self.helps[command]
+
+    def flags(self, command):
+        text = self.help(command)
+        return None if text is None else set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
 
     def problem(self, line):
         words = [word for word in shlex.split(line, comments=True)]
@@ -119,9 +125,77 @@ def check_commands(root, page, commands):
                 yield f"{page.relative_to(root)}:{start + number}: {problem}"
 
 
+# The tables of options: page, the first cells of its tables' headers, and the header and class whose setters are the options.
+OPTION_TABLES = [("docs/grad_scaler.md", ["option"], "include/semitone/amp/loss_scale.h", "LossScaleOptions"),
+                 ("docs/opt_levels.md", ["property", "option"], "include/semitone/amp/opt_level.h", "Options")]
+VARIABLE_PAGES = ["docs/environment.md", "docs/launch.md"]
+VARIABLES = "include/semitone/core/env.h"
+FLAG_TABLE = ("docs/launch.md", "flag", "launch")
+
+
+def rows_of(text, first_cell):
+    """(names, default) of each row of the tables whose header begins with that cell; default is '' if its column has another name."""
+    for table in re.finditer(rf"^\| {first_cell} \|(.*)\n\|[-|]+\n((?:\|.*\n)+)", text, re.M):
+        column = "default" in table.group(1).split("|")[0]
+        for row in table.group(2).splitlines():
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+            yield re.findall(r"`([^`]+)`", cells[0]), cells[1] if column else ""
+
+
+def value_of(text):
+    """A number or boolean as a number; None for anything else."""
+    text = re.sub(r"^2\^(-?\d+)$", r"0x1p\1", text.strip())
+    if text in ("true", "false"):
+        return float(text == "true")
+    try:
+        return float.fromhex(text) if text.startswith("0x") else float(text)
+    except ValueError:
+        return None
+
+
+def setters_of(header, name):
+    """The setters of a class, and the texts of the initial values of their members."""
+    body = re.search(rf"^class {name} .*?^}};", header, re.M | re.S).group(0)
+    values = dict(re.findall(r"^  [\w:<>, ]+ (\w+)_ = (.*);", body, re.M))
+    return {setter: values.get(setter, "") for setter in re.findall(rf"^  {name}& (\w+)\(", body, re.M)}
+
+
+def differences(page, documented, real, what):
+    return [*(f"{page}: {what} '{name}' has no row" for name in sorted(real - documented)),
+            *(f"{page}: there is no {what} '{name}'" for name in sorted(documented - real))]
+
+
+def check_option_table(root, page, first_cells, header, name):
+    setters = setters_of((root / header).read_text(), name)
+    rows = [row for first_cell in first_cells for row in rows_of((root / page).read_text(), first_cell)]
+    problems = differences(page, {option for options, _ in rows for option in options}, set(setters), "option")
+    for options, default in rows:
+        for option in options:
+            documented, real = value_of(default), value_of(setters.get(option, ""))
+            if documented is not None and real is not None and documented != real:
+                problems.append(f"{page}: '{option}' has the default {setters[option]}, the table says {default}")
+    return problems
+
+
+def check_tables(root, commands):
+    problems = [problem for table in OPTION_TABLES if (root / table[0]).exists() for problem in check_option_table(root, *table)]
+    if (root / VARIABLES).exists():
+        real = set(re.findall(r'Variable k\w+\{\s*"(\w+)"', (root / VARIABLES).read_text()))
+        documented = {name for page in VARIABLE_PAGES for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", (root / page).read_text())}
+        problems += [f"{VARIABLE_PAGES[0]}: variable '{name}' is not mentioned" for name in sorted(real - documented)]
+    page, first_cell, command = FLAG_TABLE
+    if commands.program and (root / page).exists():
+        rows = rows_of((root / page).read_text(), first_cell)
+        documented = {flag for names, _ in rows for text in names for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+        real = set(re.findall(r"^  (?:-\w,)?(--[\w-]+)", commands.help(command) or "", re.M)) - {"--help"}
+        problems += differences(page, documented, real, "flag")
+    return problems
+
+
 def check(root, program=None):
     commands = Commands(root, program)
-    return [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
+    found = [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
+    return found + check_tables(root, commands)
 
 
 def main():

@@ -49,6 +49,23 @@ class CheckDocs(unittest.TestCase):
         self.assertIsNotNone(PROGRAM)
         self.assertEqual(check_docs.check(ROOT, PROGRAM), [])
 
+    def test_tables_of_options_are_those_of_the_class(self):
+        header = "class LossScaleOptions {\n  LossScaleOptions& factor(double value);\n  LossScaleOptions& on(bool value);\n" \
+                 " private:\n  double factor_ = 0x1p-2;\n  bool on_ = true;\n};\n"
+        def problems(*rows):
+            with tempfile.TemporaryDirectory() as folder:
+                root = pathlib.Path(folder)
+                for name, text in [("docs/a.md", "| option | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n"), ("h.h", header)]:
+                    (root / name).parent.mkdir(exist_ok=True)
+                    (root / name).write_text(text)
+                return check_docs.check_option_table(root, "docs/a.md", ["option"], "h.h", "LossScaleOptions")
+        factor, on = "| `factor` | 2^-2 | a \\| b |", "| `on` | true | |"
+        self.assertEqual(problems(factor, on), [])
+        self.assertEqual(problems("| `factor`, `on` | as before | |"), [])
+        self.assertEqual(problems(factor), ["docs/a.md: option 'on' has no row"])
+        self.assertEqual(problems(factor, on, "| `off` | 1 | |"), ["docs/a.md: there is no option 'off'"])
+        self.assertEqual(problems("| `factor` | 0.5 | |", on), ["docs/a.md: 'factor' has the default 0x1p-2, the table says 0.5"])
+
     def test_links_lead_to_files_and_headings(self):
         for link in ("docs/a.md", "docs/a.md#title", "docs/a.md#step-and-after", "https://example.org/x", "docs"):
             with self.subTest(link):
