@@ -12,7 +12,7 @@
 namespace semitone::cli {
 namespace {
 
-constexpr auto kLaunch = "cli.launch";
+constexpr auto kLaunchComponent = "cli.launch";
 
 constexpr auto kLaunchFooter =
     R"(PROGRAM is any program that reads torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
@@ -51,7 +51,7 @@ class LaunchHelp : public Help {
 };
 
 void require(bool right, std::string_view expected, std::string_view got) {
-  if (!right) throw UsageError(kLaunch, expected, got);
+  if (!right) throw UsageError(kLaunchComponent, expected, got);
 }
 
 std::vector<std::string> program_of(const LaunchFlags& flags, const CLI::App& command) {
@@ -59,7 +59,7 @@ std::vector<std::string> program_of(const LaunchFlags& flags, const CLI::App& co
   if (words.empty()) {
     // In other commands --json needs no file.
     throw UsageError(
-        kLaunch, "a program to launch", "none",
+        kLaunchComponent, "a program to launch", "none",
         flags.json.empty()
             ? "see semitone launch --help"
             : fmt::format("--json takes the next word, '{}', for its file: --json - is standard "
@@ -67,7 +67,7 @@ std::vector<std::string> program_of(const LaunchFlags& flags, const CLI::App& co
                           flags.json));
   }
   if (words.front().starts_with('-')) {
-    throw UsageError(kLaunch, "flags of this command", "'" + words.front() + "'",
+    throw UsageError(kLaunchComponent, "flags of this command", "'" + words.front() + "'",
                      remedy_for_flag(command, words.front()));
   }
   return words;
@@ -84,7 +84,7 @@ void set_rendezvous(launch::LaunchOptions& options, const LaunchFlags& flags,
   options.master_addr(flags.master_addr).master_port(static_cast<int>(flags.master_port));
   if (flags.rdzv_endpoint.empty()) {
     require(flags.rdzv_backend != "c10d", "--rdzv-endpoint with --rdzv-backend c10d", "none");
-    set_master(options, flags.master_addr, flags.master_port, kLaunch);
+    set_master(options, flags.master_addr, flags.master_port, kLaunchComponent);
     options.node_rank(static_cast<int>(flags.node_rank));
   } else if (!is_static(flags, command)) {
     options.rdzv_endpoint(flags.rdzv_endpoint);
@@ -96,59 +96,71 @@ void set_rendezvous(launch::LaunchOptions& options, const LaunchFlags& flags,
   }
 }
 
+void add_node_flags(Flags& add, LaunchFlags& flags) {
+  add.text("--nproc-per-node", flags.nproc_per_node, "N|auto|cpu|gpu",
+           "Processes on this node; gpu: one per GPU, cpu: one per core, auto: gpu if there is "
+           "one, else cpu");
+  add.text("--nnodes", flags.nnodes, "N|MIN:MAX", "Number of nodes");
+  add.integer("--node-rank", flags.node_rank, 0, 1 << 16, "Index of this node");
+  add.text("--master-addr", flags.master_addr, "ADDR",
+           "Address of node 0; default: $MASTER_ADDR for several nodes, this machine for one");
+  add.integer("--master-port", flags.master_port, 0, 65535,
+              "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The "
+              "launchers of several nodes meet at the next port");
+  add.text("--rdzv-endpoint", flags.rdzv_endpoint, "HOST[:PORT]",
+           "Where the nodes meet, numbered in order of arrival; the launcher on that host is node "
+           "0. Default port: 29400");
+  add.text("--rdzv-id", flags.rdzv_id, "ID",
+           "Name of the job, the same on every node; launchers without it are refused. Default: "
+           "generated");
+  add.choice("--rdzv-backend", flags.rdzv_backend, {"static", "c10d"},
+             "As in torchrun: c10d numbers nodes in order of arrival, static by --node-rank. "
+             "Default: static if --node-rank is given");
+  add.mark("--standalone", flags.standalone,
+           "One node, independent of other jobs on this machine; this is the default");
+  add.text("--local-addr", flags.local_addr, "ADDR",
+           "MASTER_ADDR if this is node 0 and its address differs from the endpoint's");
+}
+
+void add_process_flags(Flags& add, LaunchFlags& flags) {
+  add.integer("--max-restarts", flags.max_restarts, 0, 1'000'000,
+              "Number of restarts of all processes after a failure");
+  add.text("--role", flags.role, "NAME", "ROLE_NAME of the processes");
+  add.text("--log-dir", flags.log_dir, "DIR",
+           "Write the processes' output to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; alone "
+           "it implies --tee 3");
+  add.text("-r,--redirects", flags.redirects, "0|1|2|3|RANK:N,…",
+           "Streams that go to files only: 1 output, 2 errors, 3 both; for all, or by local rank");
+  add.text("-t,--tee", flags.tee, "0|1|2|3|RANK:N,…",
+           "Streams to relay line by line with the prefix [rankN], and to write to files with "
+           "--log-dir");
+}
+
+void add_time_flags(Flags& add, LaunchFlags& flags) {
+  const auto seconds = [](double value) { return std::isfinite(value) && value >= 0; };
+  constexpr auto kSeconds = "from 0";
+  add.number("--grace", flags.grace, seconds, kSeconds,
+             "Seconds from SIGTERM to SIGKILL when processes are stopped");
+  add.number("--heartbeat-timeout", flags.heartbeat_timeout, seconds, kSeconds,
+             "Seconds of silence after which a node counts as lost");
+  add.number("--join-timeout", flags.join_timeout, seconds, kSeconds,
+             "Seconds to wait for the minimum number of nodes");
+  add.number("--last-call", flags.last_call, seconds, kSeconds,
+             "Seconds to wait for more nodes after the minimum has arrived, counted from the "
+             "latest arrival");
+  add.number("--monitor-interval", flags.monitor_interval, seconds, kSeconds,
+             "Accepted for compatibility with torchrun; no effect");
+}
+
 }  // namespace
 
 std::shared_ptr<const LaunchFlags> add_launch_flags(CLI::App& command) {
   const auto flags = std::make_shared<LaunchFlags>();
-  Flags add(command, kLaunch);
+  Flags add(command, kLaunchComponent);
   add.accept_underscores();
-  const auto seconds = [](double value) { return std::isfinite(value) && value >= 0; };
-  constexpr auto kSeconds = "from 0";
-  add.text("--nproc-per-node", flags->nproc_per_node, "N|auto|cpu|gpu",
-           "Processes on this node; gpu: one per GPU, cpu: one per core, auto: gpu if there is "
-           "one, else cpu");
-  add.text("--nnodes", flags->nnodes, "N|MIN:MAX", "Number of nodes");
-  add.integer("--node-rank", flags->node_rank, 0, 1 << 16, "Index of this node");
-  add.text("--master-addr", flags->master_addr, "ADDR",
-           "Address of node 0; default: $MASTER_ADDR for several nodes, this machine for one");
-  add.integer("--master-port", flags->master_port, 0, 65535,
-              "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The "
-              "launchers of several nodes meet at the next port");
-  add.text("--rdzv-endpoint", flags->rdzv_endpoint, "HOST[:PORT]",
-           "Where the nodes meet, numbered in order of arrival; the launcher on that host is node "
-           "0. Default port: 29400");
-  add.text("--rdzv-id", flags->rdzv_id, "ID",
-           "Name of the job, the same on every node; launchers without it are refused. Default: "
-           "generated");
-  add.choice("--rdzv-backend", flags->rdzv_backend, {"static", "c10d"},
-             "As in torchrun: c10d numbers nodes in order of arrival, static by --node-rank. "
-             "Default: static if --node-rank is given");
-  add.mark("--standalone", flags->standalone,
-           "One node, independent of other jobs on this machine; this is the default");
-  add.text("--local-addr", flags->local_addr, "ADDR",
-           "MASTER_ADDR if this is node 0 and its address differs from the endpoint's");
-  add.integer("--max-restarts", flags->max_restarts, 0, 1'000'000,
-              "Number of restarts of all processes after a failure");
-  add.text("--role", flags->role, "NAME", "ROLE_NAME of the processes");
-  add.text("--log-dir", flags->log_dir, "DIR",
-           "Write the processes' output to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; alone "
-           "it implies --tee 3");
-  add.text("-r,--redirects", flags->redirects, "0|1|2|3|RANK:N,…",
-           "Streams that go to files only: 1 output, 2 errors, 3 both; for all, or by local rank");
-  add.text("-t,--tee", flags->tee, "0|1|2|3|RANK:N,…",
-           "Streams to relay line by line with the prefix [rankN], and to write to files with "
-           "--log-dir");
-  add.number("--grace", flags->grace, seconds, kSeconds,
-             "Seconds from SIGTERM to SIGKILL when processes are stopped");
-  add.number("--heartbeat-timeout", flags->heartbeat_timeout, seconds, kSeconds,
-             "Seconds of silence after which a node counts as lost");
-  add.number("--join-timeout", flags->join_timeout, seconds, kSeconds,
-             "Seconds to wait for the minimum number of nodes");
-  add.number("--last-call", flags->last_call, seconds, kSeconds,
-             "Seconds to wait for more nodes after the minimum has arrived, counted from the "
-             "latest arrival");
-  add.number("--monitor-interval", flags->monitor_interval, seconds, kSeconds,
-             "Accepted for compatibility with torchrun; no effect");
+  add_node_flags(add, *flags);
+  add_process_flags(add, *flags);
+  add_time_flags(add, *flags);
   add.mark("--no-python", flags->no_python, "Accepted for compatibility with torchrun; no effect");
   add.text("--json", flags->json, "FILE|-",
            "Write the outcome as JSON to a file, or to standard output");

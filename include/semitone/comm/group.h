@@ -38,13 +38,12 @@ class Work {
 /// the same group.
 ///
 /// Every rank of a group must call the same collectives in the same order, with tensors of the same
-/// shape and dtype. CheckLevel says how far this is verified. Tensors must be contiguous and on a
-/// device that the backend supports: the CPU for gloo, CUDA for nccl. Their dtype must be fp64,
-/// fp32, fp16, bf16, int64, int32, int8 or uint8; broadcast and all_gather accept any dtype. Other
-/// tensors are an Error. Collectives work in place and outside autograd. They block until the
-/// result is there, unless their name ends in _async. Tensors that they write count as modified in
-/// place: autograd refuses to use a saved value that was overwritten, and fp32 master weights
-/// follow their parameters.
+/// shape and dtype. CheckLevel says how far this is verified. Tensors must be contiguous and on
+/// device(). Their dtype must be fp64, fp32, fp16, bf16, int64, int32, int8 or uint8; broadcast and
+/// all_gather accept any dtype. Other tensors are an Error. Collectives work in place and outside
+/// autograd. They block until the result is there, unless their name ends in _async. Tensors that
+/// they write count as modified in place: autograd refuses to use a saved value that was
+/// overwritten, and fp32 master weights follow their parameters.
 ///
 /// CommError names the rank when a peer dies (raised at once), when it stops or becomes unreachable
 /// (after InitOptions::heartbeat_timeout), or when it does not arrive within the timeout. After a
@@ -67,11 +66,11 @@ class Group {
 
   int rank() const;
   int size() const;
-  /// "gloo", "nccl", or "none" for a single process.
+  /// A name that InitOptions::backend lists, or "none" for a single process.
   std::string_view backend() const;
-  /// Where tensors must be: the CPU for gloo, and for nccl this rank's GPU, as chosen by init. A
-  /// group of one process accepts tensors on any device. Its device is the one that several
-  /// processes would have, or the CPU for Group().
+  /// Where tensors must be: the CPU, or this rank's GPU, as chosen by init, if the backend
+  /// communicates between GPUs. A group of one process accepts tensors on any device. Its device is
+  /// the one that several processes would have, or the CPU for Group().
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 

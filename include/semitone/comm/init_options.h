@@ -21,9 +21,10 @@ enum class CheckLevel {
 /// Options of init, with chained setters.
 class InitOptions {
  public:
-  /// "gloo", "nccl" or "auto". "auto" is nccl if the build has NCCL and there is a GPU for this
-  /// process, otherwise gloo. A model on the CPU of a machine with GPUs needs gloo. Default "auto".
-  /// init throws Error if the build does not have the backend.
+  /// "gloo" (for tensors on the CPU), "nccl" (for CUDA tensors) or "auto". "auto" is nccl if the
+  /// build has NCCL and there is a GPU for this process, otherwise gloo. A model on the CPU of a
+  /// machine with GPUs needs gloo. Default "auto". init throws Error if the build does not have the
+  /// backend.
   InitOptions& backend(std::string value);
   /// Timeout of a collective, and of the rendezvous at the start. Default 30 minutes, as in torch.
   InitOptions& timeout(std::chrono::milliseconds value);
