@@ -45,71 +45,86 @@ Examples:
 
 )";
 
+// What is trained, and how.
+void add_training_flags(Flags& add, TrainFlags& flags) {
+  add.choice("--model", flags.model, names_of(train::models()), "Model to train");
+  add.text("--data", flags.data, "DIR", "Directory of the data set");
+  add.choice("--opt-level", flags.opt_level, {"O0", "O1", "O2", "O3", "all"},
+             "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
+             "the four in turn");
+  add.choice("--dtype", flags.dtype, {"auto", "bf16", "fp16"},
+             "16-bit dtype; auto: bf16 on a CPU, else fp16");
+  add.integer("--epochs", flags.options.epochs(), 1, 1'000'000, "Number of epochs");
+  add.integer("--batch-size", flags.options.batch_size(), 1, 1'000'000,
+              "Images per step and process");
+  add.choice("--optimizer", flags.options.optimizer(), names_of(train::optimizers()),
+             "Optimizer; fused: Semitone's, a step in one pass; others: LibTorch's");
+  const auto positive = [](double value) {
+    return value > 0 && value <= dtype_limits(torch::kFloat).max;
+  };
+  add.number("--lr", flags.options.lr(), positive, "above 0 that float32 holds",
+             "Learning rate, the maximum of the schedule");
+  add.number(
+      "--momentum", flags.options.momentum(), [](double value) { return value >= 0 && value < 1; },
+      "from 0 to below 1", "Momentum of sgd and fused-sgd");
+  add.choice("--schedule", flags.schedule, {"constant", "cosine"},
+             "Learning rate schedule; cosine: up over a quarter of the steps, then down to 0");
+  add.number_or_word(
+      "--loss-scale", flags.loss_scale, {"auto", "dynamic"},
+      "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
+  add.integer("--growth-interval", flags.options.growth_interval(), 0, kLargest,
+              "Number of good steps after which a dynamic loss scale doubles; 0: never");
+  add.integer("--seed", flags.seed, 0, kLargest,
+              "Random seed of the initial weights and the order of the images");
+  add.integer("--threads", flags.threads, 0, 1024,
+              "Threads per process, at most the number of cores; 0: LibTorch's choice");
+  add.choice("--memory-format", flags.memory_format, {"auto", "nchw", "nhwc"},
+             "Memory format of images; auto: nhwc, which is fastest at every level");
+  add.integer("--limit-batches", flags.options.limit_batches(), 0, kLargest,
+              "Largest number of batches per epoch; 0: all");
+  add.integer("--max-steps", flags.options.max_steps(), 0, kLargest,
+              "Stop after this step, counted from the start of the training; 0: train to the end");
+}
+
+// The processes that train together.
+void add_job_flags(Flags& add, TrainFlags& flags) {
+  add.text("-g,--nproc,--gpus", flags.nproc, "N|auto|cpu|gpu",
+           "Processes per machine: a number, or one for each core or GPU. Alternatively run this "
+           "command under semitone launch, torchrun --no-python, srun or mpirun");
+  add.integer("-n,--nodes", flags.nodes, 1, 1 << 16, "Number of machines");
+  add.integer("--node-rank,--nr", flags.node_rank, 0, 1 << 16,
+              "Index of this machine, from 0; also -nr");
+  add.text("--master-addr", flags.master_addr, "ADDR",
+           "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
+  add.integer("--master-port", flags.master_port, 0, 65535,
+              "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
+  add.mark("--sync-bn", flags.options.sync_batch_norm(),
+           "Compute BatchNorm's statistics over the batches of all processes");
+  add.choice("--compress", flags.compress, {"none", "bf16", "fp16"},
+             "Dtype in which fp32 gradients are sent between processes");
+}
+
+// Saved states.
+void add_state_flags(Flags& add, TrainFlags& flags) {
+  add.text("--save", flags.save, "FILE",
+           "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
+           "saved too");
+  add.integer("--save-every", flags.options.save_every(), 0, kLargest,
+              "Also save the state every N steps; 0: never");
+  add.text("--resume", flags.resume, "FILE",
+           "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
+           "yet, start a new training");
+}
+
 }  // namespace
 
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   const auto flags = std::make_shared<TrainFlags>();
   flags->data = env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
   Flags add(command, kTrain);
-  add.choice("--model", flags->model, names_of(train::models()), "Model to train");
-  add.text("--data", flags->data, "DIR", "Directory of the data set");
-  add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3", "all"},
-             "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
-             "the four in turn");
-  add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
-             "16-bit dtype; auto: bf16 on a CPU, else fp16");
-  add.integer("--epochs", flags->options.epochs(), 1, 1'000'000, "Number of epochs");
-  add.integer("--batch-size", flags->options.batch_size(), 1, 1'000'000,
-              "Images per step and process");
-  add.choice("--optimizer", flags->options.optimizer(), names_of(train::optimizers()),
-             "Optimizer; fused: Semitone's, a step in one pass; others: LibTorch's");
-  const auto positive = [](double value) {
-    return value > 0 && value <= dtype_limits(torch::kFloat).max;
-  };
-  add.number("--lr", flags->options.lr(), positive, "above 0 that float32 holds",
-             "Learning rate, the maximum of the schedule");
-  add.number(
-      "--momentum", flags->options.momentum(), [](double value) { return value >= 0 && value < 1; },
-      "from 0 to below 1", "Momentum of sgd and fused-sgd");
-  add.choice("--schedule", flags->schedule, {"constant", "cosine"},
-             "Learning rate schedule; cosine: up over a quarter of the steps, then down to 0");
-  add.number_or_word(
-      "--loss-scale", flags->loss_scale, {"auto", "dynamic"},
-      "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", flags->options.growth_interval(), 0, kLargest,
-              "Number of good steps after which a dynamic loss scale doubles; 0: never");
-  add.integer("--seed", flags->seed, 0, kLargest,
-              "Random seed of the initial weights and the order of the images");
-  add.integer("--threads", flags->threads, 0, 1024,
-              "Threads per process, at most the number of cores; 0: LibTorch's choice");
-  add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
-             "Memory format of images; auto: nhwc, which is fastest at every level");
-  add.integer("--limit-batches", flags->options.limit_batches(), 0, kLargest,
-              "Largest number of batches per epoch; 0: all");
-  add.integer("--max-steps", flags->options.max_steps(), 0, kLargest,
-              "Stop after this step, counted from the start of the training; 0: train to the end");
-  add.text("-g,--nproc,--gpus", flags->nproc, "N|auto|cpu|gpu",
-           "Processes per machine: a number, or one for each core or GPU. Alternatively run this "
-           "command under semitone launch, torchrun --no-python, srun or mpirun");
-  add.integer("-n,--nodes", flags->nodes, 1, 1 << 16, "Number of machines");
-  add.integer("--node-rank,--nr", flags->node_rank, 0, 1 << 16,
-              "Index of this machine, from 0; also -nr");
-  add.text("--master-addr", flags->master_addr, "ADDR",
-           "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
-  add.integer("--master-port", flags->master_port, 0, 65535,
-              "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
-  add.mark("--sync-bn", flags->options.sync_batch_norm(),
-           "Compute BatchNorm's statistics over the batches of all processes");
-  add.choice("--compress", flags->compress, {"none", "bf16", "fp16"},
-             "Dtype in which fp32 gradients are sent between processes");
-  add.text("--save", flags->save, "FILE",
-           "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
-           "saved too");
-  add.integer("--save-every", flags->options.save_every(), 0, kLargest,
-              "Also save the state every N steps; 0: never");
-  add.text("--resume", flags->resume, "FILE",
-           "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
-           "yet, start a new training");
+  add_training_flags(add, *flags);
+  add_job_flags(add, *flags);
+  add_state_flags(add, *flags);
   add.integer(
       "--log-every", flags->log_every, 0, kLargest,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
