@@ -64,4 +64,21 @@ void batch_gradient_sums(const BatchLayout& layout, const BatchGradient& work, s
 void batch_gradient_of_input(const BatchLayout& layout, const BatchGradient& work,
                              std::size_t begin, std::size_t end);
 
+// The same for all pieces of a batch at once. parts: memory for batch_parts_cuda(…) * 3 (or 2, for
+// sums) * channels numbers. Means, sums and so on have one number for each channel.
+SEMITONE_CUDA_KERNEL(std::size_t batch_parts_cuda(const BatchLayout& layout, std::size_t pieces));
+SEMITONE_CUDA_KERNEL(void batch_moments_cuda(const BatchLayout& layout, const void* input,
+                                             std::size_t pieces, double* parts, double* mean,
+                                             double* m2, CudaStream stream));
+SEMITONE_CUDA_KERNEL(void batch_normalize_cuda(const BatchLayout& layout,
+                                               const BatchNormalize& work, std::size_t pieces,
+                                               CudaStream stream));
+SEMITONE_CUDA_KERNEL(void batch_gradient_sums_cuda(const BatchLayout& layout,
+                                                   const BatchGradient& work, std::size_t pieces,
+                                                   double* parts, double* sums,
+                                                   double* centred_sums, CudaStream stream));
+SEMITONE_CUDA_KERNEL(void batch_gradient_of_input_cuda(const BatchLayout& layout,
+                                                       const BatchGradient& work,
+                                                       std::size_t pieces, CudaStream stream));
+
 }  // namespace semitone::kernels

@@ -11,4 +11,8 @@ namespace semitone::kernels {
 void add_up_parts(const float* parts, std::size_t count, std::size_t size, std::size_t begin,
                   std::size_t end, float* sums);
 
+// The same for all i < size.
+SEMITONE_CUDA_KERNEL(void add_up_parts_cuda(const float* parts, std::size_t count, std::size_t size,
+                                            float* sums, CudaStream stream));
+
 }  // namespace semitone::kernels

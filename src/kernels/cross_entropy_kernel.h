@@ -44,4 +44,13 @@ struct CrossEntropyGradient {
 void cross_entropy_gradient_rows(const CrossEntropyRows& rows, const CrossEntropyGradient& work,
                                  std::size_t begin, std::size_t end);
 
+// The same for `count` rows. Targets need not have been checked: for an invalid one, the row's
+// results and gradients are NaN.
+SEMITONE_CUDA_KERNEL(void cross_entropy_cuda(const CrossEntropyRows& rows,
+                                             const CrossEntropyResults& results, std::size_t count,
+                                             CudaStream stream));
+SEMITONE_CUDA_KERNEL(void cross_entropy_gradient_cuda(const CrossEntropyRows& rows,
+                                                      const CrossEntropyGradient& work,
+                                                      std::size_t count, CudaStream stream));
+
 }  // namespace semitone::kernels

@@ -49,4 +49,7 @@ struct DropoutWork {
 // be residual, or input if the formats are the same.
 void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end);
 
+// The same for all groups.
+SEMITONE_CUDA_KERNEL(void dropout_cuda(const DropoutWork& work, CudaStream stream));
+
 }  // namespace semitone::kernels

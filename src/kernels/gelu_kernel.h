@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// The functions on pointers behind gelu.h. Each processes a range of rows, so that threads can share
-// the work.
+// The functions on pointers behind gelu.h. Each processes a range of rows, so that threads can
+// share the work.
 namespace semitone::kernels {
 
 // The Gaussian error linear unit of z = input + bias:
@@ -34,5 +34,13 @@ struct GeluGradient {
 };
 void gelu_gradient(const RowLayout& layout, const GeluGradient& work, std::size_t begin,
                    std::size_t end, float* sums);
+
+// The same for all rows. For sums over the columns, rows are split into parts of rows_of_part (at
+// most 256), and `parts` receives their sums, (parts, columns). It may be null: no sums.
+SEMITONE_CUDA_KERNEL(void gelu_cuda(const RowLayout& layout, const Gelu& work, std::size_t rows,
+                                    CudaStream stream));
+SEMITONE_CUDA_KERNEL(void gelu_gradient_cuda(const RowLayout& layout, const GeluGradient& work,
+                                             std::size_t rows, std::size_t rows_of_part,
+                                             float* parts, CudaStream stream));
 
 }  // namespace semitone::kernels

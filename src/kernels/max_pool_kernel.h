@@ -41,4 +41,12 @@ void max_pool(const PoolLayout& layout, const void* input, void* output, std::ui
 void max_pool_backward(const PoolLayout& layout, const void* grad, const std::uint8_t* places,
                        void* grad_input, std::size_t begin, std::size_t end);
 
+// The same for this number of images.
+SEMITONE_CUDA_KERNEL(void max_pool_cuda(const PoolLayout& layout, const void* input, void* output,
+                                        std::uint8_t* places, std::size_t images,
+                                        CudaStream stream));
+SEMITONE_CUDA_KERNEL(void max_pool_backward_cuda(const PoolLayout& layout, const void* grad,
+                                                 const std::uint8_t* places, void* grad_input,
+                                                 std::size_t images, CudaStream stream));
+
 }  // namespace semitone::kernels

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 // Optimizer steps as plain C functions on pointers. A step reads a gradient, a parameter and its
 // state, and writes the parameter and the state back, in one pass over memory. Arithmetic is fp32,
@@ -38,6 +39,16 @@ struct UpdateSpan {
   std::size_t size = 0;
 };
 
+// A step of several parameters on a CUDA device. They must not share memory. With rules_on_device
+// and found_inf, the step can be captured in a CUDA graph and repeated with other numbers.
+template <typename Rule>
+struct CudaStep {
+  std::span<const UpdateSpan> spans;
+  std::span<const Rule> rules;            // one for each span; empty if rules_on_device is given
+  const Rule* rules_on_device = nullptr;  // one for each span, in the device's memory
+  const float* found_inf = nullptr;       // in the device's memory: unless 0, nothing is written
+};
+
 // Rules: the numbers of one step for one parameter. The host computes them in fp64. The reference
 // uses them directly for fp64 parameters; kernels round them to fp32. In each, g = grad *
 // grad_scale. A value that a formula writes into the state (m, v, buf, h) becomes 0 if it is below
@@ -63,6 +74,7 @@ struct AdamRule {
   double bias_correction2_sqrt = 1;  // sqrt(1 - beta2^step)
 };
 void adam(const UpdateSpan& span, const AdamRule& rule);
+SEMITONE_CUDA_KERNEL(void adam_cuda(const CudaStep<AdamRule>& step, CudaStream stream));
 
 // SGD. State: the momentum buffer, or none without momentum.
 //
@@ -82,6 +94,7 @@ struct SgdRule {
   bool first = false;
 };
 void sgd(const UpdateSpan& span, const SgdRule& rule);
+SEMITONE_CUDA_KERNEL(void sgd_cuda(const CudaStep<SgdRule>& step, CudaStream stream));
 
 // LAMB in two passes, between which the host computes the trust ratio from the norms. State: m, v.
 //
@@ -112,6 +125,11 @@ struct LambSquares {
 };
 LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule);
 void lamb_apply(const UpdateSpan& span, const LambRule& rule);
+// parts: memory for two numbers per block of all parameters. squares: for each parameter the sum of
+// its squares and of its update's; zeros if found_inf is set.
+SEMITONE_CUDA_KERNEL(void lamb_moments_cuda(const CudaStep<LambRule>& step, double* parts,
+                                            double* squares, CudaStream stream));
+SEMITONE_CUDA_KERNEL(void lamb_apply_cuda(const CudaStep<LambRule>& step, CudaStream stream));
 
 // NovoGrad. Its second moment is one number per parameter, and is part of grad_scale or correction.
 // State: m.
@@ -129,6 +147,7 @@ struct NovoGradRule {
   double lr = 1e-3;
 };
 void novograd(const UpdateSpan& span, const NovoGradRule& rule);
+SEMITONE_CUDA_KERNEL(void novograd_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream));
 
 // Adagrad. State: h.
 //
@@ -143,5 +162,6 @@ struct AdagradRule {
   double lr = 1e-2;
 };
 void adagrad(const UpdateSpan& span, const AdagradRule& rule);
+SEMITONE_CUDA_KERNEL(void adagrad_cuda(const CudaStep<AdagradRule>& step, CudaStream stream));
 
 }  // namespace semitone::kernels
