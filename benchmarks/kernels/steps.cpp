@@ -227,15 +227,15 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
   const Parameters of = make(sizes, layout, 2);
   const std::vector<kernels::AdamRule> rules(of.params.size(), rule);
   prove_step(
-      of, [&](const std::vector<Update>& items) { kernels::multi_tensor_adam(items, rules); },
-      [&](const Update& item) { kernels::ref::adam(item, rule); });
+      of, [&](const std::vector<Update>& items) { kernels::multi_tensor_update(items, rules); },
+      [&](const Update& item) { kernels::ref::update(item, rule); });
   const Tensors steps(of.params.size(), at::full({}, static_cast<double>(kStep), at::kFloat));
   const auto libtorchs = [steps](const Parameters& theirs, const Tensors& grads) {
     at::_fused_adamw_(theirs.params, grads, theirs.state[0], theirs.state[1], {}, steps, kLr,
                       kBeta1, kBeta2, kDecay, 1e-8, /*amsgrad=*/false, /*maximize=*/false);
   };
   return {{.moved = of.all_moved(),
-           .work = [items = of.items(), rules] { kernels::multi_tensor_adam(items, rules); },
+           .work = [items = of.items(), rules] { kernels::multi_tensor_update(items, rules); },
            .libtorchs = around(sizes, layout, 2, libtorchs)}};
 }
 
@@ -248,15 +248,15 @@ std::vector<Row> sgd(const Sizes& sizes, const Layout& layout) {
   const Parameters of = make(sizes, layout, 1);
   const std::vector<kernels::SgdRule> rules(of.params.size(), rule);
   prove_step(
-      of, [&](const std::vector<Update>& items) { kernels::multi_tensor_sgd(items, rules); },
-      [&](const Update& item) { kernels::ref::sgd(item, rule); });
+      of, [&](const std::vector<Update>& items) { kernels::multi_tensor_update(items, rules); },
+      [&](const Update& item) { kernels::ref::update(item, rule); });
   const auto libtorchs = [](const Parameters& theirs, const Tensors& grads) {
     at::_fused_sgd_(theirs.params, grads, theirs.state[0], kDecay, kMomentum, kLr,
                     /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
                     /*is_first_step=*/false);
   };
   return {{.moved = of.all_moved(),
-           .work = [items = of.items(), rules] { kernels::multi_tensor_sgd(items, rules); },
+           .work = [items = of.items(), rules] { kernels::multi_tensor_update(items, rules); },
            .libtorchs = around(sizes, layout, 1, libtorchs)}};
 }
 

@@ -5,12 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
+#include <tuple>
 
 // Optimizer steps as plain C functions on pointers. A step reads a gradient, a parameter and its
 // state, and writes the parameter and the state back, in one pass over memory. Arithmetic is fp32,
 // with one rounding per operation in the order of the formulas below; a 16-bit result is rounded
-// once. multi_tensor_update.h has the tensor-level functions, src/kernels/ref/ the reference
-// implementations.
+// once. multi_tensor_update.h has the tensor-level functions.
+//
+// A new rule is a struct at the end of this file with overloads of update, update_cuda and
+// ref::update, implemented in cpu/<rule>.cpp, cuda/<rule>.cu and ref/<rule>.cpp, and an element of
+// AllRules. Callers and tests find it there.
 namespace semitone::kernels {
 
 // A contiguous part of one parameter: every pointer points to the same element.
@@ -49,11 +54,21 @@ struct CudaStep {
   const float* found_inf = nullptr;       // in the device's memory: unless 0, nothing is written
 };
 
+// Flushes optimizer state: a number below the smallest normal one, 2^-126, becomes 0. Infinities
+// and NaNs stay. Otherwise a moving average would never leave the subnormal numbers (0.9 times 4
+// units is rounded to 4 units), and Intel's processors take some 150 cycles for each product with
+// one.
+constexpr std::uint32_t flush_subnormal(std::uint32_t bits) {
+  return (bits & 0x7F800000) == 0 ? 0 : bits;
+}
+
+struct Update;  // multi_tensor_update.h
+
 // Rules: the numbers of one step for one parameter. The host computes them in fp64. The reference
-// uses them directly for fp64 parameters; kernels round them to fp32. In each, g = grad *
-// grad_scale. A value that a formula writes into the state (m, v, buf, h) becomes 0 if it is below
-// the smallest normal number, 2^-126 (fp64: 2^-1022), and later formulas read that 0:
-// flush_subnormal (rule_numbers.h).
+// uses them directly for fp64 parameters; kernels round each to fp32 with as<float>(), which lists
+// the members in their order. In each, g = grad * grad_scale. A value that a formula writes into
+// the state (m, v, buf, h) becomes 0 if it is below the smallest normal number, 2^-126 (fp64:
+// 2^-1022), and later formulas read that 0 (flush_subnormal).
 
 // Adam and AdamW, in torch.optim's order of operations. State: m, v and, for amsgrad, the largest
 // v, which in bf16 is rounded to nearest, since stochastic rounding would make a maximum grow
@@ -63,18 +78,36 @@ struct CudaStep {
 //   m = beta1 * m + (1 - beta1) * g
 //   v = beta2 * v + (1 - beta2) * g * g
 //   p += -step_size * m / (sqrt(v) / bias_correction2_sqrt + eps)
-struct AdamRule {
-  double grad_scale = 1;
-  double weight_decay = 0;  // L2: added to the gradient
-  double decay_factor = 1;  // decoupled weight decay: 1 - lr * weight decay
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double step_size = 1e-3;           // lr / (1 - beta1^step)
-  double bias_correction2_sqrt = 1;  // sqrt(1 - beta2^step)
+template <typename T>
+struct BasicAdamRule {
+  static constexpr std::string_view kName = "adam";
+  static constexpr std::size_t kStates = 3;  // state tensors, at most
+  static constexpr bool kTakesBf16State = true;
+
+  T grad_scale = 1;
+  T weight_decay = 0;  // L2: added to the gradient
+  T decay_factor = 1;  // decoupled weight decay: 1 - lr * weight decay
+  T beta1 = 0.9;
+  T one_minus_beta1 = 1 - beta1;
+  T beta2 = 0.999;
+  T one_minus_beta2 = 1 - beta2;
+  T eps = 1e-8;
+  T step_size = 1e-3;           // lr / (1 - beta1^step)
+  T bias_correction2_sqrt = 1;  // sqrt(1 - beta2^step)
+
+  template <typename U>
+  constexpr BasicAdamRule<U> as() const {
+    return {
+        U(grad_scale), U(weight_decay),    U(decay_factor), U(beta1),     U(one_minus_beta1),
+        U(beta2),      U(one_minus_beta2), U(eps),          U(step_size), U(bias_correction2_sqrt)};
+  }
 };
-void adam(const UpdateSpan& span, const AdamRule& rule);
-SEMITONE_CUDA_KERNEL(void adam_cuda(const CudaStep<AdamRule>& step, CudaStream stream));
+using AdamRule = BasicAdamRule<double>;
+void update(const UpdateSpan& span, const AdamRule& rule);
+SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<AdamRule>& step, CudaStream stream));
+namespace ref {
+void update(const Update& item, const AdamRule& rule);
+}
 
 // SGD. State: the momentum buffer, or none without momentum.
 //
@@ -82,19 +115,41 @@ SEMITONE_CUDA_KERNEL(void adam_cuda(const CudaStep<AdamRule>& step, CudaStream s
 //   buf = g the first time, else momentum * buf + one_minus_dampening * g
 //   g = nesterov ? g + momentum * buf : buf
 //   p += -lr * (g + decoupled_weight_decay * p)
-struct SgdRule {
-  double grad_scale = 1;
-  double weight_decay = 0;
-  double trust_ratio = 1;  // LARC's, for the layer
-  double momentum = 0;
-  double one_minus_dampening = 1;
-  double decoupled_weight_decay = 0;
-  double lr = 1e-3;
+template <typename T>
+struct BasicSgdRule {
+  static constexpr std::string_view kName = "sgd";
+  static constexpr std::size_t kStates = 1;
+  static constexpr bool kTakesBf16State = true;
+
+  T grad_scale = 1;
+  T weight_decay = 0;
+  T trust_ratio = 1;  // LARC's, for the layer
+  T momentum = 0;
+  T one_minus_dampening = 1;
+  T decoupled_weight_decay = 0;
+  T lr = 1e-3;
   bool nesterov = false;
   bool first = false;
+
+  template <typename U>
+  constexpr BasicSgdRule<U> as() const {
+    return {U(grad_scale),
+            U(weight_decay),
+            U(trust_ratio),
+            U(momentum),
+            U(one_minus_dampening),
+            U(decoupled_weight_decay),
+            U(lr),
+            nesterov,
+            first};
+  }
 };
-void sgd(const UpdateSpan& span, const SgdRule& rule);
-SEMITONE_CUDA_KERNEL(void sgd_cuda(const CudaStep<SgdRule>& step, CudaStream stream));
+using SgdRule = BasicSgdRule<double>;
+void update(const UpdateSpan& span, const SgdRule& rule);
+SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<SgdRule>& step, CudaStream stream));
+namespace ref {
+void update(const Update& item, const SgdRule& rule);
+}
 
 // LAMB in two passes, between which the host computes the trust ratio from the norms. State: m, v.
 //
@@ -104,32 +159,57 @@ SEMITONE_CUDA_KERNEL(void sgd_cuda(const CudaStep<SgdRule>& step, CudaStream str
 //   u = (m * inv_bias_correction1) / (sqrt(v * inv_bias_correction2) + eps)
 //       + decoupled_weight_decay * p
 //
-// The first pass writes the moments and measures p and u. The second computes u again from the
-// moments and writes p += -step_size * u. Nothing else has to be stored, and gradients are not
-// changed.
-struct LambRule {
-  double grad_scale = 1;
-  double weight_decay = 0;
-  double decoupled_weight_decay = 0;
-  double beta1 = 0.9;
-  double beta3 = 0.1;  // Apex's name: 1 - beta1, or 1 without gradient averaging
-  double beta2 = 0.999;
-  double eps = 1e-6;
-  double inv_bias_correction1 = 1;  // 1 / (1 - beta1^step)
-  double inv_bias_correction2 = 1;
-  double step_size = 1e-3;  // lr * trust ratio: for the second pass
+// The first pass, lamb_moments, writes the moments and measures p and u. The second, update,
+// computes u again from the moments and writes p += -step_size * u. Nothing else has to be stored,
+// and gradients are not changed.
+template <typename T>
+struct BasicLambRule {
+  static constexpr std::string_view kName = "lamb";
+  static constexpr std::size_t kStates = 2;
+  static constexpr bool kTakesBf16State = false;
+
+  T grad_scale = 1;
+  T weight_decay = 0;
+  T decoupled_weight_decay = 0;
+  T beta1 = 0.9;
+  T beta3 = 0.1;  // Apex's name: 1 - beta1, or 1 without gradient averaging
+  T beta2 = 0.999;
+  T one_minus_beta2 = 1 - beta2;
+  T eps = 1e-6;
+  T inv_bias_correction1 = 1;  // 1 / (1 - beta1^step)
+  T inv_bias_correction2 = 1;
+  T step_size = 1e-3;  // lr * trust ratio: for the second pass
+
+  template <typename U>
+  constexpr BasicLambRule<U> as() const {
+    return {U(grad_scale),
+            U(weight_decay),
+            U(decoupled_weight_decay),
+            U(beta1),
+            U(beta3),
+            U(beta2),
+            U(one_minus_beta2),
+            U(eps),
+            U(inv_bias_correction1),
+            U(inv_bias_correction2),
+            U(step_size)};
+  }
 };
+using LambRule = BasicLambRule<double>;
 struct LambSquares {
   double param = 0;
   double update = 0;
 };
 LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule);
-void lamb_apply(const UpdateSpan& span, const LambRule& rule);
+void update(const UpdateSpan& span, const LambRule& rule);
 // parts: memory for two numbers per block of all parameters. squares: for each parameter the sum of
 // its squares and of its update's; zeros if found_inf is set.
 SEMITONE_CUDA_KERNEL(void lamb_moments_cuda(const CudaStep<LambRule>& step, double* parts,
                                             double* squares, CudaStream stream));
-SEMITONE_CUDA_KERNEL(void lamb_apply_cuda(const CudaStep<LambRule>& step, CudaStream stream));
+SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<LambRule>& step, CudaStream stream));
+namespace ref {
+void update(const Update& item, const LambRule& rule);
+}
 
 // NovoGrad. Its second moment is one number per parameter, and is part of grad_scale or correction.
 // State: m.
@@ -137,31 +217,62 @@ SEMITONE_CUDA_KERNEL(void lamb_apply_cuda(const CudaStep<LambRule>& step, CudaSt
 //   g += weight_decay * p
 //   m = beta1 * m + beta3 * g
 //   p += -lr * (m * correction + decoupled_weight_decay * p)
-struct NovoGradRule {
-  double grad_scale = 1;
-  double weight_decay = 0;
-  double beta1 = 0.9;
-  double beta3 = 0.1;
-  double correction = 1;
-  double decoupled_weight_decay = 0;
-  double lr = 1e-3;
+template <typename T>
+struct BasicNovoGradRule {
+  static constexpr std::string_view kName = "novograd";
+  static constexpr std::size_t kStates = 1;
+  static constexpr bool kTakesBf16State = false;
+
+  T grad_scale = 1;
+  T weight_decay = 0;
+  T beta1 = 0.9;
+  T beta3 = 0.1;
+  T correction = 1;
+  T decoupled_weight_decay = 0;
+  T lr = 1e-3;
+
+  template <typename U>
+  constexpr BasicNovoGradRule<U> as() const {
+    return {U(grad_scale), U(weight_decay),           U(beta1), U(beta3),
+            U(correction), U(decoupled_weight_decay), U(lr)};
+  }
 };
-void novograd(const UpdateSpan& span, const NovoGradRule& rule);
-SEMITONE_CUDA_KERNEL(void novograd_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream));
+using NovoGradRule = BasicNovoGradRule<double>;
+void update(const UpdateSpan& span, const NovoGradRule& rule);
+SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream));
+namespace ref {
+void update(const Update& item, const NovoGradRule& rule);
+}
 
 // Adagrad. State: h.
 //
 //   g += weight_decay * p
 //   h += g * g
 //   p += -lr * (g / (sqrt(h) + eps) + decoupled_weight_decay * p)
-struct AdagradRule {
-  double grad_scale = 1;
-  double weight_decay = 0;
-  double decoupled_weight_decay = 0;
-  double eps = 1e-10;
-  double lr = 1e-2;
+template <typename T>
+struct BasicAdagradRule {
+  static constexpr std::string_view kName = "adagrad";
+  static constexpr std::size_t kStates = 1;
+  static constexpr bool kTakesBf16State = false;
+
+  T grad_scale = 1;
+  T weight_decay = 0;
+  T decoupled_weight_decay = 0;
+  T eps = 1e-10;
+  T lr = 1e-2;
+
+  template <typename U>
+  constexpr BasicAdagradRule<U> as() const {
+    return {U(grad_scale), U(weight_decay), U(decoupled_weight_decay), U(eps), U(lr)};
+  }
 };
-void adagrad(const UpdateSpan& span, const AdagradRule& rule);
-SEMITONE_CUDA_KERNEL(void adagrad_cuda(const CudaStep<AdagradRule>& step, CudaStream stream));
+using AdagradRule = BasicAdagradRule<double>;
+void update(const UpdateSpan& span, const AdagradRule& rule);
+SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<AdagradRule>& step, CudaStream stream));
+namespace ref {
+void update(const Update& item, const AdagradRule& rule);
+}
+
+using AllRules = std::tuple<AdamRule, SgdRule, LambRule, NovoGradRule, AdagradRule>;
 
 }  // namespace semitone::kernels

@@ -23,9 +23,10 @@ CapturableStep::CapturableStep(FusedOptimizer& optimizer, std::span<const at::Te
     : optimizer_(&optimizer), groups_(groups_now()), update_(common_device(parameters)) {
   const at::NoGradGuard no_grad;
   if (!optimizer.rules_of({}).has_value()) {
-    throw Error(kCapturableStep,
-                "an optimizer that updates each parameter independently: Adam, SGD or Adagrad",
-                std::string(optimizer.component()) + ", which computes norms first");
+    throw Error(
+        kCapturableStep,
+        "an optimizer that updates each parameter independently, such as Adam, SGD or Adagrad",
+        std::string(optimizer.component()) + ", which computes norms first");
   }
   std::unordered_set<const c10::TensorImpl*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/optim/fused_optimizer.h"
-#include "src/kernels/multi_tensor_update.h"
+#include "src/kernels/capturable_update.h"
 #include "src/optim/work.h"
 
 #include <ATen/core/Tensor.h>

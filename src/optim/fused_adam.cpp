@@ -33,7 +33,9 @@ kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, do
     rule.weight_decay = options.weight_decay();
   }
   rule.beta1 = beta1;
+  rule.one_minus_beta1 = 1 - beta1;
   rule.beta2 = beta2;
+  rule.one_minus_beta2 = 1 - beta2;
   rule.eps = options.eps();
   rule.step_size = options.lr() / correction1;
   rule.bias_correction2_sqrt = std::sqrt(correction2);

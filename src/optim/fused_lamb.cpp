@@ -1,10 +1,12 @@
 #include "semitone/optim/fused_lamb.h"
 
+#include "src/kernels/multi_tensor_lamb.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/optim/options.h"
 #include "src/optim/work.h"
 
 #include <cmath>
+#include <utility>
 
 namespace semitone::optim {
 namespace {
@@ -33,6 +35,7 @@ kernels::LambRule rule_of(const FusedLAMBOptions& options, std::int64_t step, do
   rule.beta1 = beta1;
   rule.beta3 = options.grad_averaging() ? 1 - beta1 : 1;
   rule.beta2 = beta2;
+  rule.one_minus_beta2 = 1 - beta2;
   rule.eps = options.eps();
   if (options.bias_correction()) {
     rule.inv_bias_correction1 = 1 / (1 - std::pow(beta1, t));
@@ -97,7 +100,7 @@ void FusedLAMB::update(std::span<Work> work) {
     const auto& options = work[i].options_as<FusedLAMBOptions>();
     rules[i].step_size = options.lr() * trust_ratio(options, moments[i]);
   }
-  kernels::multi_tensor_lamb_apply(items, rules);
+  kernels::multi_tensor_update(items, std::move(rules));
 }
 
 }  // namespace semitone::optim

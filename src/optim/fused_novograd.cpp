@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 
 namespace semitone::optim {
 namespace {
@@ -112,7 +113,7 @@ void FusedNovoGrad::update(std::span<Work> work) {
       norms[places[k]] = std::abs(work[places[k]].grad_scale) * of_order[k];
   }
   std::size_t i = 0;
-  const auto rules = rules_for(work, [&](const Work& one) {
+  auto rules = rules_for(work, [&](const Work& one) {
     const auto& options = one.options_as<FusedNovoGradOptions>();
     const double norm = norms[i++];
     auto* running = one.state->tensors[kNorm].mutable_data_ptr<double>();
@@ -120,7 +121,7 @@ void FusedNovoGrad::update(std::span<Work> work) {
     *running = moved_norm(options, before, norm);
     return rule_of(options, one.step, one.grad_scale, *running);
   });
-  kernels::multi_tensor_novograd(items_of(work), rules);
+  kernels::multi_tensor_update(items_of(work), std::move(rules));
 }
 
 }  // namespace semitone::optim

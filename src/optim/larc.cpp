@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
 namespace semitone::optim {
 namespace {
@@ -85,13 +86,13 @@ void LARC::update(std::span<Work> work) {
   for (const Work& one : work) tensors.insert(tensors.end(), {one.update.param, one.update.grad});
   const auto norms = kernels::multi_tensor_norms(tensors, 2);
   std::size_t i = 0;
-  const auto rules = rules_for(work, [&](const Work& one) {
+  auto rules = rules_for(work, [&](const Work& one) {
     const double param_norm = norms[i++];
     const double grad_norm = std::abs(one.grad_scale) * norms[i++];
     return rule_of(one.options_as<LARCOptions>(), one.fresh[0], one.grad_scale, param_norm,
                    grad_norm);
   });
-  kernels::multi_tensor_sgd(items_of(work), rules);
+  kernels::multi_tensor_update(items_of(work), std::move(rules));
 }
 
 }  // namespace semitone::optim

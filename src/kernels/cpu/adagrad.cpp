@@ -14,9 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct AdagradMath : AdagradNumbers {
-  using AdagradNumbers::AdagradNumbers;
-
+struct AdagradMath : BasicAdagradRule<float> {
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
@@ -24,12 +22,12 @@ struct AdagradMath : AdagradNumbers {
     store_state(d, h, span, 0, i);
     auto update = hn::Div(grad, hn::Add(hn::Sqrt(h), hn::Set(d, eps)));
     if (decoupled_weight_decay != 0) update = scaled_sum(d, decoupled_weight_decay, param, update);
-    return scaled_sum(d, minus_lr, update, param);
+    return scaled_sum(d, -lr, update, param);
   }
 };
 
-void adagrad(const UpdateSpan& span, const AdagradRule& rule) {
-  update_elements(span, AdagradMath(rule));
+void adagrad_elements(const UpdateSpan& span, const AdagradRule& rule) {
+  update_elements(span, AdagradMath{rule.as<float>()});
 }
 
 }  // namespace HWY_NAMESPACE
@@ -39,10 +37,10 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace semitone::kernels {
 
-HWY_EXPORT(adagrad);
+HWY_EXPORT(adagrad_elements);
 
-void adagrad(const UpdateSpan& span, const AdagradRule& rule) {
-  HWY_DYNAMIC_DISPATCH(adagrad)(span, rule);
+void update(const UpdateSpan& span, const AdagradRule& rule) {
+  HWY_DYNAMIC_DISPATCH(adagrad_elements)(span, rule);
 }
 
 }  // namespace semitone::kernels

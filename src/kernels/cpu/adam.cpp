@@ -14,9 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct AdamMath : AdamNumbers {
-  using AdamNumbers::AdamNumbers;
-
+struct AdamMath : BasicAdamRule<float> {
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
@@ -33,12 +31,12 @@ struct AdamMath : AdamNumbers {
     }
     const auto denominator =
         hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, bias_correction2_sqrt)), hn::Set(d, eps));
-    return hn::Add(param, hn::Div(hn::Mul(hn::Set(d, minus_step_size), m), denominator));
+    return hn::Add(param, hn::Div(hn::Mul(hn::Set(d, -step_size), m), denominator));
   }
 };
 
-void adam(const UpdateSpan& span, const AdamRule& rule) {
-  update_elements(span, AdamMath(rule));
+void adam_elements(const UpdateSpan& span, const AdamRule& rule) {
+  update_elements(span, AdamMath{rule.as<float>()});
 }
 
 }  // namespace HWY_NAMESPACE
@@ -48,10 +46,10 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace semitone::kernels {
 
-HWY_EXPORT(adam);
+HWY_EXPORT(adam_elements);
 
-void adam(const UpdateSpan& span, const AdamRule& rule) {
-  HWY_DYNAMIC_DISPATCH(adam)(span, rule);
+void update(const UpdateSpan& span, const AdamRule& rule) {
+  HWY_DYNAMIC_DISPATCH(adam_elements)(span, rule);
 }
 
 }  // namespace semitone::kernels

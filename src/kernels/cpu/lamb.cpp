@@ -14,9 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct LambMath : LambNumbers {
-  using LambNumbers::LambNumbers;
-
+struct LambMath : BasicLambRule<float> {
   // Updates the moments at element i of a span.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE void move(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
@@ -41,7 +39,7 @@ struct LambMath : LambNumbers {
   // The second pass, in the form that update_elements needs.
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V /*grad*/, V param) const {
-    return scaled_sum(d, minus_step_size, update(d, span, i, param), param);
+    return scaled_sum(d, -step_size, update(d, span, i, param), param);
   }
 };
 
@@ -61,7 +59,7 @@ LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
   const hn::ScalableTag<float> d;
   const hn::ScalableTag<double> wide;
   const std::size_t lanes = hn::Lanes(d);
-  const LambMath math(rule);
+  const LambMath math{rule.as<float>()};
   auto params = hn::Zero(wide);
   auto updates = hn::Zero(wide);
   const auto at = [&](const UpdateSpan& part, std::size_t i, std::size_t count) HWY_ATTR {
@@ -81,8 +79,8 @@ LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
   return {hn::GetLane(hn::SumOfLanes(wide, params)), hn::GetLane(hn::SumOfLanes(wide, updates))};
 }
 
-void lamb_apply(const UpdateSpan& span, const LambRule& rule) {
-  update_elements(span, LambMath(rule));
+void lamb_elements(const UpdateSpan& span, const LambRule& rule) {
+  update_elements(span, LambMath{rule.as<float>()});
 }
 
 }  // namespace HWY_NAMESPACE
@@ -93,14 +91,14 @@ HWY_AFTER_NAMESPACE();
 namespace semitone::kernels {
 
 HWY_EXPORT(lamb_moments);
-HWY_EXPORT(lamb_apply);
+HWY_EXPORT(lamb_elements);
 
 LambSquares lamb_moments(const UpdateSpan& span, const LambRule& rule) {
   return HWY_DYNAMIC_DISPATCH(lamb_moments)(span, rule);
 }
 
-void lamb_apply(const UpdateSpan& span, const LambRule& rule) {
-  HWY_DYNAMIC_DISPATCH(lamb_apply)(span, rule);
+void update(const UpdateSpan& span, const LambRule& rule) {
+  HWY_DYNAMIC_DISPATCH(lamb_elements)(span, rule);
 }
 
 }  // namespace semitone::kernels

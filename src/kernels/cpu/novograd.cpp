@@ -14,9 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct NovoGradMath : NovoGradNumbers {
-  using NovoGradNumbers::NovoGradNumbers;
-
+struct NovoGradMath : BasicNovoGradRule<float> {
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
@@ -25,12 +23,12 @@ struct NovoGradMath : NovoGradNumbers {
     store_state(d, m, span, 0, i);
     auto update = hn::Mul(m, hn::Set(d, correction));
     if (decoupled_weight_decay != 0) update = scaled_sum(d, decoupled_weight_decay, param, update);
-    return scaled_sum(d, minus_lr, update, param);
+    return scaled_sum(d, -lr, update, param);
   }
 };
 
-void novograd(const UpdateSpan& span, const NovoGradRule& rule) {
-  update_elements(span, NovoGradMath(rule));
+void novograd_elements(const UpdateSpan& span, const NovoGradRule& rule) {
+  update_elements(span, NovoGradMath{rule.as<float>()});
 }
 
 }  // namespace HWY_NAMESPACE
@@ -40,10 +38,10 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace semitone::kernels {
 
-HWY_EXPORT(novograd);
+HWY_EXPORT(novograd_elements);
 
-void novograd(const UpdateSpan& span, const NovoGradRule& rule) {
-  HWY_DYNAMIC_DISPATCH(novograd)(span, rule);
+void update(const UpdateSpan& span, const NovoGradRule& rule) {
+  HWY_DYNAMIC_DISPATCH(novograd_elements)(span, rule);
 }
 
 }  // namespace semitone::kernels

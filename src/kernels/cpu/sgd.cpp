@@ -14,9 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
 
-struct SgdMath : SgdNumbers {
-  using SgdNumbers::SgdNumbers;
-
+struct SgdMath : BasicSgdRule<float> {
   template <class D, class V = hn::Vec<D>>
   HWY_INLINE V operator()(D d, const UpdateSpan& span, std::size_t i, V grad, V param) const {
     if (weight_decay != 0) grad = scaled_sum(d, weight_decay, param, grad);
@@ -32,12 +30,12 @@ struct SgdMath : SgdNumbers {
       grad = nesterov ? scaled_sum(d, momentum, buffer, grad) : buffer;
     }
     if (decoupled_weight_decay != 0) grad = scaled_sum(d, decoupled_weight_decay, param, grad);
-    return scaled_sum(d, minus_lr, grad, param);
+    return scaled_sum(d, -lr, grad, param);
   }
 };
 
-void sgd(const UpdateSpan& span, const SgdRule& rule) {
-  update_elements(span, SgdMath(rule));
+void sgd_elements(const UpdateSpan& span, const SgdRule& rule) {
+  update_elements(span, SgdMath{rule.as<float>()});
 }
 
 }  // namespace HWY_NAMESPACE
@@ -47,10 +45,10 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace semitone::kernels {
 
-HWY_EXPORT(sgd);
+HWY_EXPORT(sgd_elements);
 
-void sgd(const UpdateSpan& span, const SgdRule& rule) {
-  HWY_DYNAMIC_DISPATCH(sgd)(span, rule);
+void update(const UpdateSpan& span, const SgdRule& rule) {
+  HWY_DYNAMIC_DISPATCH(sgd_elements)(span, rule);
 }
 
 }  // namespace semitone::kernels

@@ -8,7 +8,6 @@
 #endif
 
 #include "src/kernels/cpu/vec-inl.h"
-#include "src/kernels/rule_numbers.h"
 #include "src/kernels/updates.h"
 
 #include <cstddef>
@@ -80,7 +79,7 @@ HWY_INLINE hn::Vec<D> load_state(D d, const UpdateSpan& span, std::size_t k, std
   return load(span.state_format, d, span.state[k], i);
 }
 
-// rule_numbers.h's flush_subnormal. On integers: a comparison of subnormal numbers may be slow as
+// updates.h's flush_subnormal. On integers: a comparison of subnormal numbers may be slow as
 // well.
 template <class D>
 HWY_INLINE hn::Vec<D> flush_subnormal(D d, hn::Vec<D> v) {
@@ -253,7 +252,7 @@ HWY_INLINE UpdateSpan specialized(const SpanKind& kind, const UpdateSpan& span) 
 }
 
 // new parameter = math(d, span, i, gradient, parameter) for every vector. math uses a rule's
-// numbers (rule_numbers.h), and itself loads and stores the state at element i.
+// numbers as fp32, and itself loads and stores the state at element i.
 //
 // Processors prefetch by themselves, but not beyond a page of 4 KiB, and there are five arrays at a
 // time. With explicit prefetches, and loops so short that many loads are in flight, fp32 SGD with

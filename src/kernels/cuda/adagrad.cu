@@ -3,9 +3,7 @@
 namespace semitone::kernels {
 namespace {
 
-struct AdagradMath : AdagradNumbers {
-  using AdagradNumbers::AdagradNumbers;
-
+struct AdagradMath : BasicAdagradRule<float> {
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
     if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
@@ -13,14 +11,14 @@ struct AdagradMath : AdagradNumbers {
     store_state(h, span, 0, i);
     float update = grad / (sqrtf(h) + eps);
     if (decoupled_weight_decay != 0) update = scaled_sum(decoupled_weight_decay, param, update);
-    return scaled_sum(minus_lr, update, param);
+    return scaled_sum(-lr, update, param);
   }
 };
 
 }  // namespace
 
-void adagrad_cuda(const CudaStep<AdagradRule>& step, CudaStream stream) {
-  update<AdagradMath>(step, stream);
+void update_cuda(const CudaStep<AdagradRule>& step, CudaStream stream) {
+  run_update<AdagradMath>(step, stream);
 }
 
 }  // namespace semitone::kernels

@@ -3,9 +3,7 @@
 namespace semitone::kernels {
 namespace {
 
-struct AdamMath : AdamNumbers {
-  using AdamNumbers::AdamNumbers;
-
+struct AdamMath : BasicAdamRule<float> {
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
     if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
@@ -20,14 +18,14 @@ struct AdamMath : AdamNumbers {
       v = flush_subnormal(v > before || is_nan(v) ? v : before);
       store_state(v, span, 2, i);
     }
-    return param + minus_step_size * m / (sqrtf(v) / bias_correction2_sqrt + eps);
+    return param + -step_size * m / (sqrtf(v) / bias_correction2_sqrt + eps);
   }
 };
 
 }  // namespace
 
-void adam_cuda(const CudaStep<AdamRule>& step, CudaStream stream) {
-  update<AdamMath>(step, stream);
+void update_cuda(const CudaStep<AdamRule>& step, CudaStream stream) {
+  run_update<AdamMath>(step, stream);
 }
 
 }  // namespace semitone::kernels

@@ -4,9 +4,7 @@
 namespace semitone::kernels {
 namespace {
 
-struct LambMath : LambNumbers {
-  using LambNumbers::LambNumbers;
-
+struct LambMath : BasicLambRule<float> {
   // Updates the moments at element i of a span.
   __device__ void move(const UpdateSpan& span, std::size_t i, float grad, float param) const {
     if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
@@ -27,7 +25,7 @@ struct LambMath : LambNumbers {
   // The second pass, in the form that update_table needs.
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float /*grad*/,
                               float param) const {
-    return scaled_sum(minus_step_size, update(span, i, param), param);
+    return scaled_sum(-step_size, update(span, i, param), param);
   }
 };
 
@@ -41,7 +39,7 @@ __global__ void move_moments(const __grid_constant__ Table<UpdateItem<LambRule>>
                              double* parts) {
   const BlockRange range = range_of_block(table);
   const UpdateSpan& span = table.items[range.item].span;
-  const LambMath math(rule_of(table, range.item, rules_on_device));
+  const LambMath math{rule_of(table, range.item, rules_on_device).as<float>()};
   const std::size_t end = is_set(found_inf) ? range.begin : range.end;
   double params = 0;
   double updates = 0;
@@ -73,8 +71,8 @@ void lamb_moments_cuda(const CudaStep<LambRule>& step, double* parts, double* sq
   });
 }
 
-void lamb_apply_cuda(const CudaStep<LambRule>& step, CudaStream stream) {
-  update<LambMath>(step, stream);
+void update_cuda(const CudaStep<LambRule>& step, CudaStream stream) {
+  run_update<LambMath>(step, stream);
 }
 
 }  // namespace semitone::kernels

@@ -3,9 +3,7 @@
 namespace semitone::kernels {
 namespace {
 
-struct NovoGradMath : NovoGradNumbers {
-  using NovoGradNumbers::NovoGradNumbers;
-
+struct NovoGradMath : BasicNovoGradRule<float> {
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
     if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
@@ -13,14 +11,14 @@ struct NovoGradMath : NovoGradNumbers {
     store_state(m, span, 0, i);
     float update = m * correction;
     if (decoupled_weight_decay != 0) update = scaled_sum(decoupled_weight_decay, param, update);
-    return scaled_sum(minus_lr, update, param);
+    return scaled_sum(-lr, update, param);
   }
 };
 
 }  // namespace
 
-void novograd_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream) {
-  update<NovoGradMath>(step, stream);
+void update_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream) {
+  run_update<NovoGradMath>(step, stream);
 }
 
 }  // namespace semitone::kernels

@@ -3,9 +3,7 @@
 namespace semitone::kernels {
 namespace {
 
-struct SgdMath : SgdNumbers {
-  using SgdNumbers::SgdNumbers;
-
+struct SgdMath : BasicSgdRule<float> {
   __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
                               float param) const {
     if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
@@ -18,14 +16,14 @@ struct SgdMath : SgdNumbers {
       grad = nesterov ? scaled_sum(momentum, buffer, grad) : buffer;
     }
     if (decoupled_weight_decay != 0) grad = scaled_sum(decoupled_weight_decay, param, grad);
-    return scaled_sum(minus_lr, grad, param);
+    return scaled_sum(-lr, grad, param);
   }
 };
 
 }  // namespace
 
-void sgd_cuda(const CudaStep<SgdRule>& step, CudaStream stream) {
-  update<SgdMath>(step, stream);
+void update_cuda(const CudaStep<SgdRule>& step, CudaStream stream) {
+  run_update<SgdMath>(step, stream);
 }
 
 }  // namespace semitone::kernels

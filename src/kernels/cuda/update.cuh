@@ -3,7 +3,6 @@
 #include "src/kernels/cuda/elements.cuh"
 #include "src/kernels/cuda/tables.cuh"
 #include "src/kernels/rounding.h"
-#include "src/kernels/rule_numbers.h"
 #include "src/kernels/updates.h"
 
 #include <cuda_runtime.h>
@@ -83,15 +82,15 @@ __device__ inline bool is_set(const float* found_inf) {
   return found_inf != nullptr && *found_inf != 0;
 }
 
-// new parameter = math(span, i, gradient, parameter) for every element. math is made of the rule,
-// and itself loads and stores the state at element i.
+// new parameter = math(span, i, gradient, parameter) for every element. math has the rule's
+// numbers as fp32, and itself loads and stores the state at element i.
 template <typename Math, typename Rule>
 __global__ void update_table(const __grid_constant__ Table<UpdateItem<Rule>> table,
                              const Rule* rules_on_device, const float* found_inf) {
   if (is_set(found_inf)) return;
   const BlockRange range = range_of_block(table);
   const UpdateSpan& span = table.items[range.item].span;
-  const Math math(rule_of(table, range.item, rules_on_device));
+  const Math math{rule_of(table, range.item, rules_on_device).template as<float>()};
   for (std::size_t i = range.begin + threadIdx.x; i < range.end; i += kThreads) {
     const float grad = load(span.grad_format, span.grad, i) * math.grad_scale;
     store_param(math(span, i, grad, load_param(span, i)), span, i);
@@ -114,7 +113,7 @@ void for_update_tables(const CudaStep<Rule>& step, const Run& run) {
 }
 
 template <typename Math, typename Rule>
-void update(const CudaStep<Rule>& step, CudaStream stream) {
+void run_update(const CudaStep<Rule>& step, CudaStream stream) {
   for_update_tables(
       step, [&](const Table<UpdateItem<Rule>>& table, const Rule* rules, std::size_t, std::size_t) {
         if (blocks_of(table) == 0) return;
