@@ -4,6 +4,7 @@
 
 #include "semitone/nn/fused_cross_entropy.h"
 #include "src/kernels/cuda/cuda_kernels.h"
+#include "tests/support/all_rules.h"
 #include "tests/support/cuda_cases.h"
 #include "tests/support/cuda_on_cpu/cuda_runtime.h"
 #include "tests/support/cuda_on_cpu/emulated.h"
@@ -144,11 +145,11 @@ void expect_as_from_arguments(void (*kernel)(const CudaStep<Rule>&, CudaStream))
 }
 
 TEST(CudaSteps, TakeRulesAndFoundInfFromTheDevice) {
-  expect_as_from_arguments<AdamRule>(adam_cuda);
-  expect_as_from_arguments<SgdRule>(sgd_cuda);
-  expect_as_from_arguments<NovoGradRule>(novograd_cuda);
-  expect_as_from_arguments<AdagradRule>(adagrad_cuda);
-  expect_as_from_arguments<LambRule>(lamb_apply_cuda);
+  test::for_all_rules([]<typename Rule>(const Rule&) {
+    SCOPED_TRACE(Rule::kName);
+    expect_as_from_arguments<Rule>(
+        [](const CudaStep<Rule>& step, CudaStream stream) { update_cuda(step, stream); });
+  });
   expect_as_from_arguments<LambRule>([](const CudaStep<LambRule>& step, CudaStream stream) {
     std::vector<double> parts(2 * 2 * step.spans.size());
     std::vector<double> squares(2 * step.spans.size(), 7);

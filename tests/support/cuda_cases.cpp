@@ -8,14 +8,19 @@
 #include "src/kernels/layer_norm.h"
 #include "src/kernels/max_pool.h"
 #include "src/kernels/multi_tensor.h"
+#include "src/kernels/multi_tensor_lamb.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/kernels/multi_tensor_update.h"
+#include "tests/support/all_rules.h"
 #include "tests/support/tolerance.h"
 
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <string>
+#include <type_traits>
 #include <utility>
 
 namespace semitone::test {
@@ -135,15 +140,23 @@ class Cases {
 
   template <typename Rule>
   void add_update(const std::string& name, at::ScalarType grad, std::size_t states,
-                  const Rule& rule,
-                  void (*kernel)(std::span<const kernels::Update>, std::span<const Rule>)) {
+                  const Rule& rule) {
+    add_update(name, grad, states, std::is_same_v<Rule, kernels::AdamRule>,
+               [=](const std::vector<kernels::Update>& items) {
+                 kernels::multi_tensor_update(items, std::vector<Rule>(items.size(), rule));
+               });
+  }
+
+  void add_update(const std::string& name, at::ScalarType grad, std::size_t states,
+                  bool with_bf16_state,
+                  const std::function<void(const std::vector<kernels::Update>&)>& kernel) {
     for (const bool split : {false, true}) {
       for (const bool bf16_state : {false, true}) {
-        if (bf16_state && !(std::is_same_v<Rule, kernels::AdamRule> && split)) continue;
+        if (bf16_state && !(with_bf16_state && split)) continue;
         add(name + (split ? ", split" : "") + (bf16_state ? ", bf16 state" : ""), grad, 0,
             [=](const Inputs& inputs) {
               const auto items = updates(inputs, states, split, bf16_state);
-              kernel(items, std::vector<Rule>(items.size(), rule));
+              kernel(items);
               return results_of(items);
             });
       }
@@ -187,25 +200,28 @@ void add_multi_tensor(Cases& cases, at::ScalarType dtype) {
   kernels::AdamRule adam{.grad_scale = 0.7, .weight_decay = 0.1, .decay_factor = 0.99, .eps = 1e-3};
   adam.step_size = 0.02;
   adam.bias_correction2_sqrt = 0.3;
-  cases.add_update<kernels::AdamRule>("adam", dtype, 2, adam, kernels::multi_tensor_adam);
-  cases.add_update<kernels::AdamRule>("amsgrad", dtype, 3, adam, kernels::multi_tensor_adam);
+  cases.add_update("adam", dtype, 2, adam);
+  cases.add_update("amsgrad", dtype, 3, adam);
   kernels::SgdRule sgd{.grad_scale = 0.7, .weight_decay = 0.1, .trust_ratio = 0.9, .momentum = 0.8};
   sgd.nesterov = true;
-  cases.add_update<kernels::SgdRule>("sgd", dtype, 1, sgd, kernels::multi_tensor_sgd);
-  cases.add_update<kernels::NovoGradRule>(
-      "novograd", dtype, 1, {.grad_scale = 0.7, .correction = 1.1, .decoupled_weight_decay = 0.1},
-      kernels::multi_tensor_novograd);
-  cases.add_update<kernels::AdagradRule>(
-      "adagrad", dtype, 1, {.grad_scale = 0.7, .weight_decay = 0.1}, kernels::multi_tensor_adagrad);
+  cases.add_update("sgd", dtype, 1, sgd);
+  cases.add_update(
+      "novograd", dtype, 1,
+      kernels::NovoGradRule{.grad_scale = 0.7, .correction = 1.1, .decoupled_weight_decay = 0.1});
+  cases.add_update("adagrad", dtype, 1,
+                   kernels::AdagradRule{.grad_scale = 0.7, .weight_decay = 0.1});
   const kernels::LambRule lamb{
       .grad_scale = 0.7, .decoupled_weight_decay = 0.1, .inv_bias_correction2 = 3};
-  cases.add_update<kernels::LambRule>("lamb, parameters", dtype, 2, lamb,
-                                      kernels::multi_tensor_lamb_apply);
-  cases.add_update<kernels::LambRule>(
-      "lamb, moments", dtype, 2, lamb,
-      [](std::span<const kernels::Update> items, std::span<const kernels::LambRule> rules) {
-        kernels::multi_tensor_lamb_moments(items, rules);
-      });
+  cases.add_update("lamb, parameters", dtype, 2, lamb);
+  cases.add_update("lamb, moments", dtype, 2, /*with_bf16_state=*/false,
+                   [=](const std::vector<kernels::Update>& items) {
+                     kernels::multi_tensor_lamb_moments(
+                         items, std::vector<kernels::LambRule>(items.size(), lamb));
+                   });
+  for_all_rules([&]<typename Rule>(Rule rule) {
+    rule.weight_decay = 0.05;
+    cases.add_update(std::string(Rule::kName) + " with defaults", dtype, Rule::kStates, rule);
+  });
   cases.add("lamb, norms", dtype, reduction_tolerance(at::kDouble, 20011),
             [=](const Inputs& inputs) {
               const auto items = updates(inputs, 2, false, false);
