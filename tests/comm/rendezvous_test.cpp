@@ -1,5 +1,6 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/env.h"
+#include "src/comm/backends.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"
@@ -405,6 +406,21 @@ TEST_F(Init, RefusesABackendThatIsNotThere) {
   EXPECT_FALSE(has_backend("mpi"));
   if (has_backend("nccl")) return;
   expect_error([] { init(kEnv, InitOptions().backend("nccl")); }, {"nccl", "gloo"});
+}
+
+TEST_F(Init, EveryBackendCanBeMadeOrTellsHowToBuildIt) {
+  for (const Backend& backend : backends()) {
+    SCOPED_TRACE(backend.name);
+    const std::string name(backend.name);
+    EXPECT_NO_THROW(InitOptions().backend(name));
+    EXPECT_EQ(has_backend(name), backend.available);
+    EXPECT_EQ(backend.make != nullptr, backend.available);
+    if (backend.available) continue;
+    const std::string remedy(backend.remedy);
+    EXPECT_FALSE(remedy.empty());
+    expect_error([&] { init(kEnv, InitOptions().backend(name)); },
+                 {name, "use gloo, or " + remedy});
+  }
 }
 
 TEST_F(Init, RefusesAnUnknownCheckLevel) {
