@@ -86,6 +86,7 @@ class Baselines {
       }
     }
     std::vector<Contender> contenders;
+    contenders.reserve(products.size());
     for (const Baseline& product : products) contenders.push_back(product.contender);
     const auto timings = bench::interleave(contenders, kRounds, 1);
     const auto rate = [&](std::size_t i) { return products[i].work / timings[i].min_seconds; };
@@ -277,7 +278,7 @@ void run(const Flags& flags) {
 // Empty if the text is a valid regular expression.
 std::string complaint_of(const std::string& text) {
   try {
-    const std::regex regex(text);
+    static_cast<void>(std::regex(text));
     return {};
   } catch (const std::regex_error& error) {
     return fmt::format("'{}' is no regular expression: {}", text, error.what());

@@ -81,8 +81,8 @@ std::vector<Row> convolution(const Convolution& of, std::int64_t images) {
   const at::Tensor w = random({of.to, of.from, of.kernel, of.kernel});
   const at::Tensor y = of(x, w);
   const at::Tensor grad = random(y.sizes());
-  const double operations =
-      2 * static_cast<double>(y.numel()) * static_cast<double>(w.numel() / of.to);
+  const double operations = 2 * static_cast<double>(y.numel()) * static_cast<double>(w.numel()) /
+                            static_cast<double>(of.to);
 
   const auto exact = [](const at::Tensor& tensor) { return tensor.to(at::kDouble); };
   require_within(y, of(exact(x), exact(w)), kProducts, "a convolution");

@@ -50,6 +50,7 @@ std::string name_of(const Sizes& sizes) {
 
 std::vector<kernels::Unscale> items_of(const Tensors& grads, const Tensors& out) {
   std::vector<kernels::Unscale> items;
+  items.reserve(grads.size());
   for (std::size_t i = 0; i < grads.size(); ++i) items.push_back({grads[i], out[i], {}});
   return items;
 }
