@@ -21,8 +21,14 @@
 
 namespace semitone::amp {
 
-// The state behind amp::initialize. mixed_precision.cpp sets it up and runs models, scaled_loss.cpp
-// unscales gradients, mixed_precision_io.cpp saves and loads.
+// The state behind amp::initialize, by the order of a training loop:
+//
+// - initialize.cpp makes it, and mixed_precision.cpp runs models.
+// - scaled_loss.cpp scales losses, scaled_loss_work.cpp works around their backward passes, and
+//   unscale.cpp unscales the gradients.
+// - mixed_precision_step.cpp steps, clips and clears gradients.
+// - model_weights.cpp compares models with their masters, mixed_precision_io.cpp saves and loads.
+// - optimizer_records.cpp finds what it has of an optimizer, training_warnings.cpp warns.
 struct MixedPrecision::Impl {
   Impl();
   Impl(const Impl&) = delete;
@@ -160,6 +166,7 @@ struct MixedPrecision::Impl {
 
   // Lets owner_of() find this object by its optimizers.
   void own_optimizers();
+  void disown_optimizers();
   // The object that has an optimizer, among all of the process. Error if there is none, or several.
   static Impl& owner_of(const torch::optim::Optimizer& optimizer, const char* caller);
 
@@ -171,7 +178,12 @@ struct MixedPrecision::Impl {
   void require_on_device(std::size_t model) const;
   LossScaler& scaler(std::int64_t loss_id, const char* caller);
 
-  // Those of MixedPrecision.
+  // The records of optimizers, each once.
+  std::vector<OptimizerRecord*> records_of(const OptimizerRefs& refs, const char* caller);
+  // The other optimizers that share parameters with these.
+  std::vector<OptimizerRecord*> sharing_with(const std::vector<OptimizerRecord*>& named);
+
+  // The functions of MixedPrecision with the same names.
   ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
                         ScaleLossOptions options);
   Step step(torch::optim::Optimizer& optimizer);
@@ -219,6 +231,10 @@ struct MixedPrecision::Impl {
   // forward, call or autocast.
   void warn_of_idle_models(const OptimizerRecord& record);
 
+  // Lets other rooms find the masters of the models' weights, until withdraw_exact_weights().
+  void announce_exact_weights();
+  void withdraw_exact_weights();
+
   // MasterWeights::pull and sync of every optimizer, after take_loaded(). Error inside
   // fp32_weights().
   void pull(const char* caller);
@@ -234,6 +250,7 @@ struct MixedPrecision::Impl {
   // (LibTorch 2.11: set_). Converts the values in that memory. Error if it could be a view of other
   // 16-bit memory.
   void take_loaded(const char* caller);
+  void convert_loaded(const std::vector<const LowTensor*>& loaded);
   // The MasterWeights with the master of a parameter, or null.
   MasterWeights* masters_of(const at::Tensor& parameter);
 };

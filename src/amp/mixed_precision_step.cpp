@@ -1,0 +1,201 @@
+#include "semitone/amp/autocast.h"
+#include "semitone/core/error.h"
+#include "semitone/optim/clip_grad.h"
+#include "src/amp/mixed_precision_impl.h"
+#include "src/amp/rank.h"
+#include "src/core/log.h"
+#include "src/kernels/multi_tensor_norm.h"
+
+#include <c10/util/ScopeExit.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <map>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+// What a training loop calls between backward and the next forward.
+
+namespace semitone::amp {
+namespace {
+
+// An optimizer skips its next step because a loss overflowed. If several losses overflow, the skip
+// is counted for the first of them.
+void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::OptimizerRecord& optimizer,
+                   std::int64_t loss_id) {
+  LossScaler& scaler = mixed.scaler(loss_id, "step");
+  const bool first = !std::exchange(optimizer.skip, true);
+  const bool logs = first && mixed.properties.verbosity >= 1 && is_first_rank();
+  Overflow overflow;
+  if (logs || scaler.wants_names()) {
+    if (optimizer.masters.has_value()) {
+      const bool shown = optimizer.masters->shows_gradients();
+      optimizer.masters->move_deferred_gradients();
+      if (shown) optimizer.masters->show_gradients();
+      optimizer.masters->for_each([&](const at::Tensor& parameter, const at::Tensor& master) {
+        mixed.names.add_alias(master, parameter);
+      });
+    }
+    overflow = find_overflow(*optimizer.optimizer, mixed.names);
+  }
+  if (logs) {
+    const std::string where =
+        overflow.parameters == 0
+            ? "in gradients of another optimizer or rank"
+            : fmt::format("inf or NaN in {} gradients, nearest the loss that of '{}'",
+                          overflow.parameters, overflow.parameter);
+    log()->info("skipped a step: loss {} overflowed at scale {}, {}", loss_id, scaler.scale(),
+                where);
+  }
+  first ? scaler.note_skip(overflow) : scaler.note_overflow(overflow);
+}
+
+// Determines, with one host read, the results of the losses that an optimizer was named for, and
+// removes them from the list. Returns found_inf by loss.
+std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
+                                     MixedPrecision::Impl::OptimizerRecord& optimizer) {
+  using Pending = MixedPrecision::Impl::Pending;
+  const auto concerns = [&](const Pending& pending) {
+    return std::find(pending.optimizers.begin(), pending.optimizers.end(), &optimizer) !=
+           pending.optimizers.end();
+  };
+  std::vector<at::Tensor> flags;
+  for (Pending& pending : mixed.pending) {
+    if (!concerns(pending)) continue;
+    // Without gradients here, other ranks may still have some.
+    if (pending.found_inf.empty()) {
+      found_inf_on(pending.found_inf, device_of(*optimizer.optimizer));
+    }
+    for (at::Tensor& flag : pending.found_inf) {
+      if (mixed.found_inf_hook) mixed.found_inf_hook(flag);
+      flags.push_back(flag);
+    }
+  }
+  const std::vector<bool> set = read_flags(flags);
+
+  auto flag = set.begin();
+  std::map<std::int64_t, bool> found_by_loss;
+  for (const Pending& pending : mixed.pending) {
+    if (!concerns(pending)) continue;
+    const auto end = flag + static_cast<std::ptrdiff_t>(pending.found_inf.size());
+    const bool found = std::find(flag, end, true) != end;
+    flag = end;
+    if (pending.named) found_by_loss[pending.loss_id] = found_by_loss[pending.loss_id] || found;
+    if (!found) continue;
+    for (auto* involved : pending.optimizers) {
+      note_overflow(mixed, *involved, pending.loss_id);
+    }
+  }
+  std::erase_if(mixed.pending, concerns);
+  return found_by_loss;
+}
+
+}  // namespace
+
+double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
+                                       double norm_type, bool error_if_nonfinite) {
+  Impl::OptimizerRecord& record = impl().of(optimizer, "clip_grad_norm_");
+  Impl::require_unscaled(record, "clip_grad_norm_");
+  impl().pull("clip_grad_norm_");
+  Impl::take_unscaled_gradients(record);
+  const auto deferred =
+      record.masters.has_value() ? record.masters->deferred_gradients() : MasterWeights::Deferred{};
+  std::unordered_set<const c10::TensorImpl*> masters;
+  for (const at::Tensor& master : deferred.masters) masters.insert(master.unsafeGetTensorImpl());
+  std::vector<at::Tensor> others;
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    if (masters.count(parameter.unsafeGetTensorImpl()) == 0) others.push_back(parameter);
+  });
+  const auto show = c10::make_scope_exit([&] {
+    if (record.masters.has_value()) record.masters->show_gradients();
+  });
+  std::vector<double> norms{optim::grad_norm(others, norm_type)};
+  for (const double norm : kernels::multi_tensor_norms(deferred.grads, norm_type))
+    norms.push_back(norm * double{deferred.inverse_scale});
+  const double norm = kernels::total_norm(norms, norm_type);
+  const double factor = optim::clip_factor(norm, max_norm);
+  if (!std::isfinite(norm)) {
+    if (!error_if_nonfinite) return norm;
+    throw Error("amp.mixed_precision.clip_grad_norm_", "finite gradients",
+                "a norm of " + std::to_string(norm),
+                "skip the step, or clip with error_if_nonfinite false");
+  }
+  if (factor == 1) return norm;
+  optim::scale_grads_(others, factor);
+  if (record.masters.has_value()) record.masters->scale_deferred_gradients(factor);
+  return norm;
+}
+
+Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
+  return impl().step(optimizer);
+}
+
+Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
+  OptimizerRecord& record = of(optimizer, "step");
+  if (!properties.enabled) {
+    optimizer.step();
+    clear_cast_cache();
+    return Step::stepped;
+  }
+  require_unscaled(record, "step");
+  pull("step");
+  record.watch.stop();
+  record.watched = false;
+  if (record.masters.has_value()) record.masters->hide_gradients();
+  drop_stale_results(record);
+  warn_of_gradients(record);
+  take_unscaled_gradients(record);
+  warn_of_idle_models(record);
+  return end_step(record, [&] {
+    record.masters.has_value() ? record.masters->step() : void(optimizer.step());
+  });
+}
+
+Step MixedPrecision::Impl::end_step(OptimizerRecord& record, const std::function<void()>& take) {
+  const auto found_by_loss = resolve(*this, record);
+  const bool skip = std::exchange(record.skip, false);
+  if (!skip) {
+    // An optimizer may multiply matrices, which a region would lower.
+    const DisableCasts as_outside;
+    take();
+    clear_cast_cache();
+  }
+  if (record.masters.has_value()) record.masters->clear_gradients();
+  std::exception_ptr diverged;
+  for (const auto& [loss_id, found] : found_by_loss) {
+    try {
+      scaler(loss_id, "step").update(found);
+    } catch (const DivergedError&) {
+      if (diverged == nullptr) diverged = std::current_exception();
+    }
+  }
+  if (diverged != nullptr) std::rethrow_exception(diverged);
+  return skip ? Step::skipped : Step::stepped;
+}
+
+void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
+  Impl::OptimizerRecord& record = impl().of(optimizer, "zero_grad");
+  if (record.masters.has_value()) record.masters->hide_gradients();
+  record.watch.stop();
+  optimizer.zero_grad();
+  record.for_each_leaf([this](const at::Tensor& parameter) {
+    parameter.mutable_grad().reset();
+    impl().set_aside.erase(parameter.unsafeGetTensorImpl());
+  });
+  // The results of their check are dropped too.
+  if (record.scaled.has_value() && !record.scaled->open) record.scaled.reset();
+  record.skip = false;
+  for (Impl::Pending& pending : impl().pending) std::erase(pending.optimizers, &record);
+  std::erase_if(impl().pending, [](const auto& pending) { return pending.optimizers.empty(); });
+}
+
+Step step(torch::optim::Optimizer& optimizer) {
+  return MixedPrecision::Impl::owner_of(optimizer, "step").step(optimizer);
+}
+
+}  // namespace semitone::amp

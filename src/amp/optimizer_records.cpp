@@ -1,0 +1,99 @@
+#include "semitone/core/error.h"
+#include "src/amp/mixed_precision_impl.h"
+
+#include <cstdint>
+#include <iterator>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace semitone::amp {
+namespace {
+
+// Finds the MixedPrecision that has an optimizer, among all of the process.
+struct Owners {
+  std::mutex mutex;
+  std::unordered_multimap<const torch::optim::Optimizer*, MixedPrecision::Impl*> by_optimizer;
+
+  // Never destroyed, since a MixedPrecision may be destroyed later.
+  static Owners& instance() {
+    static auto* const owners = new Owners;
+    return *owners;
+  }
+};
+
+}  // namespace
+
+MixedPrecision::Impl::OptimizerRecord& MixedPrecision::Impl::of(
+    const torch::optim::Optimizer& optimizer, const char* caller) {
+  for (OptimizerRecord& record : optimizers) {
+    if (record.optimizer == &optimizer) return record;
+  }
+  throw Error(std::string("amp.mixed_precision.") + caller,
+              "an optimizer that was given to amp::initialize", "another one",
+              "name every optimizer in initialize({model}, {optimizer, …})");
+}
+
+void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
+  std::size_t count = 0;
+  for (const OptimizerRecord& record : optimizers) {
+    for (const auto& group : record.optimizer->param_groups()) count += group.params().size();
+  }
+  if (parameters_seen == count) return;
+  std::unordered_map<const c10::TensorImpl*, OptimizerRecord*> owners;
+  for (std::size_t i = 0; i < optimizers.size(); ++i) optimizers[i].component = i;
+  for (OptimizerRecord& record : optimizers) {
+    record.for_each_leaf([&](const at::Tensor& leaf) {
+      const OptimizerRecord& owner =
+          *owners.try_emplace(leaf.unsafeGetTensorImpl(), &record).first->second;
+      if (&owner == &record) return;
+      if (record.masters.has_value()) {
+        throw Error(std::string("amp.mixed_precision.") + caller,
+                    "every parameter in one optimizer where there are master weights",
+                    "one that was added to a second optimizer",
+                    "a parameter has one master: make it one optimizer with two groups, or use O1");
+      }
+      const std::size_t merged = record.component;
+      for (OptimizerRecord& one : optimizers) {
+        if (one.component == merged) one.component = owner.component;
+      }
+    });
+  }
+  free_parameters.clear();
+  for (const Model& model : models) {
+    for (const Model::Entry& entry : model.entries()) {
+      if (entry.is_parameter && owners.try_emplace(entry.tensor.unsafeGetTensorImpl()).second)
+        free_parameters.push_back(entry.tensor);
+    }
+  }
+  parameters_seen = count;
+}
+
+void MixedPrecision::Impl::own_optimizers() {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  for (const OptimizerRecord& record : optimizers)
+    owners.by_optimizer.emplace(record.optimizer, this);
+}
+
+void MixedPrecision::Impl::disown_optimizers() {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  std::erase_if(owners.by_optimizer, [this](const auto& entry) { return entry.second == this; });
+}
+
+MixedPrecision::Impl& MixedPrecision::Impl::owner_of(const torch::optim::Optimizer& optimizer,
+                                                     const char* caller) {
+  Owners& owners = Owners::instance();
+  const std::lock_guard lock(owners.mutex);
+  const auto [first, last] = owners.by_optimizer.equal_range(&optimizer);
+  const auto count = std::distance(first, last);
+  if (count == 1) return *first->second;
+  throw Error(
+      std::string("amp.") + caller, "an optimizer that was given to one amp::initialize",
+      count == 0 ? "one that no MixedPrecision has" : "one that " + std::to_string(count) + " have",
+      count == 0 ? "call amp::initialize with it before, and keep what that returns"
+                 : "call it of the MixedPrecision that is meant");
+}
+
+}  // namespace semitone::amp

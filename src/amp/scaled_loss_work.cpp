@@ -1,0 +1,279 @@
+#include "src/amp/scaled_loss_work.h"
+
+#include "semitone/core/error.h"
+#include "src/amp/unreduced_marks.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+namespace semitone::amp {
+namespace {
+
+// Keeps a gradient while backward runs. A gradient that is part of a larger tensor, such as a
+// bucket that is reduced over ranks, is copied, since the backward pass writes there.
+at::Tensor kept(const at::Tensor& grad) {
+  if (grad.layout() != at::kStrided) return grad;
+  const bool own = grad.storage().use_count() == 1 && grad.storage().nbytes() == grad.nbytes();
+  return own ? grad : grad.clone();
+}
+
+// A gradient times a scale, as backward would have left it in the parameter.
+at::Tensor scaled_again(const at::Tensor& parameter, const at::Tensor& grad, float inverse) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor product = grad.mul(1.0 / double{inverse});
+  return grad.layout() == at::kStrided ? at::empty_like(parameter).copy_(product)
+                                       : product.to(parameter.scalar_type());
+}
+
+}  // namespace
+
+void ScaledLoss::Work::check() const {
+  constexpr auto kComponent = "amp.mixed_precision.scale_loss";
+  for (const OptimizerRecord* record : concerned()) {
+    if (!record->scaled.has_value()) continue;
+    const auto& scaled = *record->scaled;
+    if (scaled.open) {
+      throw Error(kComponent, "one loss at a time in backward for an optimizer",
+                  "a second one while the first is not finished",
+                  "call finish() after your own backward through value()");
+    }
+    if (scaled.loss_id != loss_id) {
+      throw Error(kComponent,
+                  "loss_id " + std::to_string(scaled.loss_id) +
+                      ", with which the optimizer's gradients are scaled",
+                  std::to_string(loss_id),
+                  "finish the delayed loss first: call it once with delay_unscale = false");
+    }
+    if (scaled.inverse != inverse) {
+      throw Error(kComponent, "the loss scale that the delayed gradients have", "another one",
+                  "a step with the same loss_id changed it: use separate loss_ids");
+    }
+  }
+}
+
+// Gradients of this backward are scaled. Those in the model so far are not, and are kept apart
+// until it is over. This covers all parameters, of every optimizer.
+void ScaledLoss::Work::begin() {
+  if (begun) return;
+  check();
+  mixed->pull("scale_loss");
+  begun = true;
+  const std::vector<OptimizerRecord*> all = concerned();
+  std::map<std::size_t, Other> by_component;
+  for (OptimizerRecord& record : mixed->optimizers) {
+    if (std::find(all.begin(), all.end(), &record) == all.end())
+      by_component[record.component].all.push_back(&record);
+  }
+  for (auto& [component, other] : by_component) begin(others.emplace_back(std::move(other)));
+  begin_free();
+  for (OptimizerRecord* record : all) {
+    // Otherwise the existing gradients have the same scale.
+    if (!record->scaled.has_value()) begin(*record);
+    record->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+  }
+}
+
+void ScaledLoss::Work::begin(OptimizerRecord& record) {
+  mixed->drop_stale_results(record);
+  if (record.masters.has_value()) record.masters->move_deferred_gradients();
+  if (const UnreducedMarks marks(record); !marks.empty()) {
+    // This rank's own gradients must be reduced together with the new ones.
+    Impl::take_unscaled_gradients(record);
+    if (record.masters.has_value()) {
+      record.masters->for_each([this](const at::Tensor& parameter, const at::Tensor& master) {
+        if (!is_unreduced(master.grad())) return;
+        mixed->set_aside[parameter.unsafeGetTensorImpl()] = {parameter, master.grad(), master,
+                                                             true};
+        parameter.mutable_grad() = scaled_again(parameter, master.grad(), inverse);
+        master.mutable_grad().reset();
+        mark_unreduced(parameter.grad());
+      });
+    }
+  }
+  record.for_each_leaf([this](const at::Tensor& parameter) {
+    at::Tensor& grad = parameter.mutable_grad();
+    if (!grad.defined()) return;
+    const auto [place, is_new] = mixed->set_aside.try_emplace(parameter.unsafeGetTensorImpl());
+    if (!is_new && place->second.also_inside) return;
+    place->second = {parameter, kept(grad), {}, is_unreduced(grad)};
+    if (!place->second.also_inside) return grad.reset();
+    grad = scaled_again(parameter, grad, inverse);
+    mark_unreduced(grad);
+  });
+}
+
+void ScaledLoss::Work::begin(Other& other) {
+  const auto scaled = std::find_if(other.all.begin(), other.all.end(),
+                                   [](const auto* record) { return record->scaled.has_value(); });
+  other.was_scaled = scaled != other.all.end();
+  if (!other.was_scaled) {
+    for (OptimizerRecord* record : other.all) {
+      begin(*record);
+      record->scaled = Impl::Scaled{loss_id, inverse, /*open=*/true};
+    }
+    return;
+  }
+  const Impl::Scaled as_the_others = *(*scaled)->scaled;
+  other.was_open = as_the_others.open;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (OptimizerRecord* record : other.all) {
+    record->scaled = Impl::Scaled{as_the_others.loss_id, as_the_others.inverse, /*open=*/true};
+    record->for_each_leaf([&](const at::Tensor& parameter) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) return;
+      other.before.push_back({parameter, parameter.grad()});
+      parameter.mutable_grad().reset();
+    });
+  }
+}
+
+void ScaledLoss::Work::begin_free() {
+  for (const at::Tensor& parameter : mixed->free_parameters) {
+    at::Tensor& grad = parameter.mutable_grad();
+    SetAside before{parameter, grad.defined() ? kept(grad) : grad, {}, is_unreduced(grad)};
+    if (before.also_inside) {
+      grad = scaled_again(parameter, grad, inverse);
+      mark_unreduced(grad);
+    } else {
+      grad.reset();
+    }
+    free.push_back(std::move(before));
+  }
+}
+
+void ScaledLoss::Work::erase_set_aside(const OptimizerRecord& optimizer) {
+  optimizer.for_each_leaf([this](const at::Tensor& parameter) {
+    mixed->set_aside.erase(parameter.unsafeGetTensorImpl());
+  });
+}
+
+void ScaledLoss::Work::finish() {
+  begin();  // where backward was not run at all
+  // Finished work leaves the list, and is not undone if something else throws.
+  for (; !others.empty(); others.pop_back()) finish(others.back());
+  finish_free();
+  const std::vector<OptimizerRecord*> all = concerned();
+  if (delay) {
+    for (OptimizerRecord* record : all) record->scaled->open = false;
+  } else {
+    mixed->unscale(optimizers, sharing, loss_id, inverse, inverse_on_device, /*named=*/true);
+    for (OptimizerRecord* record : all) {
+      erase_set_aside(*record);
+      record->scaled.reset();
+    }
+  }
+  const bool may_skip = mixed->scaler(loss_id, "scale_loss").options().dynamic() || inverse != 1;
+  for (OptimizerRecord* record : optimizers) {
+    if (record->scaled.has_value() || inverse_on_device.defined()) continue;
+    if (record->masters.has_value()) record->masters->show_gradients();
+    if (record->watched && may_skip) record->watch.start(*record->optimizer);
+  }
+}
+
+void ScaledLoss::Work::finish(Other& other) {
+  if (other.was_scaled) {
+    Gradients pass(inverse / other.all.front()->scaled->inverse);
+    for (const SetAside& before : other.before) {
+      if (leaves_others_alone()) before.parameter.mutable_grad().reset();
+      pass.unscale(before.parameter, before.grad);
+    }
+    std::vector<at::Tensor> found_later;  // once they are unscaled
+    pass.run(found_later);
+    for (OptimizerRecord* record : other.all) record->scaled->open = other.was_open;
+    return;
+  }
+  if (leaves_others_alone()) {
+    restore(other.all);
+    return;
+  }
+  bool any = false;
+  for (const OptimizerRecord* record : other.all) {
+    record->for_each_leaf(
+        [&](const at::Tensor& parameter) { any = any || parameter.grad().defined(); });
+  }
+  // A hook is called on all ranks, or on none.
+  if (any || mixed->found_inf_hook) {
+    mixed->unscale({}, other.all, loss_id, inverse, {}, /*named=*/false);
+    for (OptimizerRecord* record : other.all) {
+      erase_set_aside(*record);
+      record->scaled.reset();
+    }
+  } else {
+    restore(other.all);
+  }
+  for (OptimizerRecord* record : other.all) {
+    if (record->masters.has_value()) record->masters->show_gradients();
+  }
+}
+
+void ScaledLoss::Work::finish_free() {
+  Gradients pass(inverse);
+  std::vector<at::Tensor> unreduced;
+  for (const SetAside& before : free) {
+    at::Tensor& grad = before.parameter.mutable_grad();
+    if (leaves_others_alone()) {
+      grad = before.grad;
+      continue;
+    }
+    if (is_unreduced(grad)) unreduced.push_back(before.parameter);
+    pass.unscale(before.parameter, before.also_inside ? at::Tensor() : before.grad);
+  }
+  std::vector<at::Tensor> ignored;  // no step to skip
+  pass.run(ignored);
+  for (const at::Tensor& parameter : unreduced) mark_unreduced(parameter.grad());
+  free.clear();
+}
+
+// Gradients as they were before begin().
+void ScaledLoss::Work::restore(const std::vector<OptimizerRecord*>& all) noexcept {
+  for (const OptimizerRecord* record : all) {
+    record->for_each_leaf([this](const at::Tensor& parameter) {
+      const auto found = mixed->set_aside.find(parameter.unsafeGetTensorImpl());
+      parameter.mutable_grad().reset();
+      if (found == mixed->set_aside.end()) return;
+      const at::Tensor& holder =
+          found->second.master.defined() ? found->second.master : found->second.parameter;
+      holder.mutable_grad() = found->second.grad;
+    });
+  }
+  for (OptimizerRecord* record : all) {
+    erase_set_aside(*record);
+    record->scaled.reset();
+  }
+}
+
+void ScaledLoss::Work::put_back() noexcept {
+  if (!begun) return;
+  restore(concerned());
+  for (Other& other : others) {
+    if (!other.was_scaled) {
+      restore(other.all);
+      continue;
+    }
+    for (const SetAside& before : other.before) before.parameter.mutable_grad() = before.grad;
+    for (OptimizerRecord* record : other.all) {
+      if (record->scaled.has_value()) record->scaled->open = other.was_open;
+    }
+  }
+  for (const SetAside& before : free) before.parameter.mutable_grad() = before.grad;
+  for (OptimizerRecord& record : mixed->optimizers) {
+    if (record.masters.has_value()) record.masters->show_gradients();
+  }
+}
+
+bool ScaledLoss::Work::any_gradient() const {
+  return std::any_of(mixed->optimizers.begin(), mixed->optimizers.end(),
+                     [](const OptimizerRecord& record) {
+                       bool any = false;
+                       record.for_each_leaf([&](const at::Tensor& parameter) {
+                         any = any || parameter.grad().defined();
+                       });
+                       return any;
+                     }) ||
+         std::any_of(free.begin(), free.end(),
+                     [](const SetAside& before) { return before.parameter.grad().defined(); });
+}
+
+}  // namespace semitone::amp
