@@ -203,7 +203,10 @@ class [[nodiscard]] MasterWeights {
     Replaced replaced = {};
   };
 
+  struct Adoption;
+  // Gives every 16-bit parameter that has none a master.
   void adopt(const ExactValues& exact);
+  Adoption find_adoption(const ExactValues& exact);
   void give_back();
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
