@@ -57,8 +57,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
              "16-bit dtype; auto: bf16 on a CPU, else fp16");
-  add.choice("--policy", flags->policy,
-             {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"},
+  add.choice("--policy", flags->policy, amp::CastPolicy::preset_names(),
              "Cast policy at O1, see semitone ops --policy");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc");

@@ -176,8 +176,7 @@ void add_ops_command(CLI::App& app, Action& action) {
       "ops", "Print a cast policy: what autocast does with each operator, and why");
   const auto flags = std::make_shared<OpsFlags>();
   Flags add(command, kOps);
-  add.choice("--policy", flags->policy,
-             {"semitone", "torch", "apex", "paddle", "paddle-o2", "none"}, "Cast policy to print");
+  add.choice("--policy", flags->policy, amp::CastPolicy::preset_names(), "Cast policy to print");
   add.choice("--device", flags->device, {"cpu", "cuda"},
              "Device of the table; the machine need not have it");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},

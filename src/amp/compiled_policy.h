@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/amp/cast_policy.h"
+#include "semitone/amp/cast_action.h"
 #include "src/core/native_kernels.h"
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-// Which operators multiply matrices, and when they are computed through fp32 (amp/cast_policy.h,
+// Which operators multiply matrices, and when they are computed through fp32 (amp/cast_action.h,
 // Emulation).
 namespace semitone::amp {
 

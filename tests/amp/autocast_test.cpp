@@ -19,13 +19,13 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <future>
 #include <latch>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -275,13 +275,26 @@ TEST(Autocast, RefusesOtherDtypesAndDevices) {
   EXPECT_FALSE(autocast_enabled(kCpu));
 }
 
-// ---- which operator in which dtype, by preset
-// ----------------------------------------------------
+// ---- which operator in which dtype, by preset --------------------------------------------------
+
+// The presets in the order of OpCase::by_preset.
+constexpr std::array<std::string_view, 5> kPresetColumns{"torch", "semitone", "apex", "paddle",
+                                                         "paddle-o2"};
 
 struct OpCase {
   const char* name;
-  // torch, semitone, apex, paddle, paddle-o2: l(ower), f(p32) or - (no cast). none: never a cast.
+  // What each preset of kPresetColumns does with the operator, one letter for each: l lowers to 16
+  // bits, f casts to fp32, - casts nothing. "lllf-": torch, semitone and apex lower, paddle casts to
+  // fp32, paddle-o2 leaves the dtypes. Preset none never casts.
   const char* by_preset;
+
+  // The letter of a preset; nothing for one without a column.
+  std::optional<char> in(std::string_view preset) const {
+    if (preset == "none") return '-';
+    const auto column = std::find(kPresetColumns.begin(), kPresetColumns.end(), preset);
+    if (column == kPresetColumns.end()) return std::nullopt;
+    return by_preset[column - kPresetColumns.begin()];
+  }
   at::Tensor (*run)(const at::Tensor& x);  // x: 4x4, positive; all other arguments in its dtype
 };
 
@@ -381,11 +394,11 @@ TEST_P(PresetOps, RunInTheDtypeOfTheirRow) {
   const auto lower = std::get<1>(GetParam());
   torch::manual_seed(3);
   const auto x = torch::rand({4, 4}) + 0.5;
-  constexpr std::array kPresets{"torch", "semitone", "apex", "paddle", "paddle-o2", "none"};
-  for (std::size_t i = 0; i < kPresets.size(); ++i) {
-    SCOPED_TRACE(kPresets[i]);
-    const char row = i < std::strlen(one.by_preset) ? one.by_preset[i] : '-';
-    const auto policy = CastPolicy::by_name(kPresets[i], {kCpu, lower});
+  for (const std::string& preset : CastPolicy::preset_names()) {
+    SCOPED_TRACE(preset);
+    const auto row = one.in(preset);
+    if (!row.has_value()) continue;
+    const auto policy = CastPolicy::by_name(preset, {kCpu, lower});
     for (const auto dtype : {kFp32, lower}) {
       SCOPED_TRACE(dtype_name(dtype) + " input");
       const auto input = x.to(dtype);
@@ -514,10 +527,10 @@ const std::vector<KeptCase>& kept_cases() {
   return cases;
 }
 
-class KeptParameters : public testing::TestWithParam<const char*> {};
+class KeptParameters : public testing::TestWithParam<std::string> {};
 
 // Also if the policy's own table does not list the operator, and for any policies that this process
-// has used: in the test amp_test.first_use each preset is the first of a process.
+// has used: in the test amp_test.first_use.presets each preset is the first of a process.
 TEST_P(KeptParameters, KeepEveryCastOperatorInFp32) {
   torch::nn::Linear linear(torch::nn::LinearOptions(4, 4).bias(false));
   const auto x = torch::rand({4, 4}).to(kBf16);
@@ -534,9 +547,7 @@ TEST_P(KeptParameters, KeepEveryCastOperatorInFp32) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AutocastPolicies, KeptParameters,
-                         testing::Values("none", "torch", "paddle-o2", "paddle", "apex",
-                                         "semitone"),
-                         [](const auto& tested) {
+                         testing::ValuesIn(CastPolicy::preset_names()), [](const auto& tested) {
                            std::string name = tested.param;
                            std::replace(name.begin(), name.end(), '-', '_');
                            return name;

@@ -38,7 +38,7 @@ std::optional<CastAction> action_of(const CastPolicy& policy, std::string_view o
 
 // ---- presets -----------------------------------------------------------------------------------
 
-const std::vector<std::string> kPresets{"semitone", "torch", "apex", "paddle", "paddle-o2", "none"};
+const std::vector<std::string> kPresets = CastPolicy::preset_names();
 
 TEST(CastPolicyPresets, ExistForEveryDeviceAndBothDtypes) {
   for (const std::string& name : kPresets) {
@@ -91,12 +91,6 @@ TEST(CastPolicyPresets, SemitoneOnACpuCoversWhatTorchListsOnAGpu) {
   }
 }
 
-struct Table {
-  const char* name;
-  std::span<const presets::Rows> rows;
-  bool has_overloads;  // names carry their overload, and must be known with it
-};
-
 // Names of presets that some versions of LibTorch lack. All others must exist.
 const std::set<std::string>& version_dependent() {
   static const std::set<std::string> names{
@@ -124,29 +118,29 @@ TEST(CastPolicyPresets, EveryNameInATableIsAnOperator) {
     const std::string full = display_name(name);
     bases.insert(full.substr(0, full.find('.')));
   }
-  for (const Table& table :
-       {Table{"torch_cpu", presets::torch_cpu(), true},
-        Table{"torch_cuda", presets::torch_cuda(), true},
-        Table{"semitone_cpu", presets::semitone_cpu(), false},
-        Table{"apex", presets::apex(), false}, Table{"paddle_o1", presets::paddle_o1(), false},
-        Table{"paddle_o2", presets::paddle_o2(), false}}) {
-    SCOPED_TRACE(table.name);
-    std::set<std::string_view> seen;
-    for (const presets::Rows& rows : table.rows) {
-      for (const std::string_view op : rows.ops) {
-        EXPECT_TRUE(seen.insert(op).second) << op << " stands twice";
-        const bool exists =
-            table.has_overloads ? find_operator(op).has_value() : bases.count(std::string(op)) == 1;
-        EXPECT_NE(exists, version_dependent().count(std::string(op)) == 1) << op;
+  for (const presets::Preset& preset : presets::all()) {
+    for (const auto device : {torch::kCPU, torch::kCUDA}) {
+      SCOPED_TRACE(std::string(preset.name) + " on " + c10::DeviceTypeName(device));
+      const presets::Table table = preset.table(device);
+      std::set<std::string_view> seen;
+      for (const presets::Rows& rows : table.rows) {
+        for (const std::string_view op : rows.ops) {
+          EXPECT_TRUE(seen.insert(op).second) << op << " stands twice";
+          const bool exists =
+              table.is_exact ? find_operator(op).has_value() : bases.count(std::string(op)) == 1;
+          EXPECT_NE(exists, version_dependent().count(std::string(op)) == 1) << op;
+        }
       }
     }
   }
 }
 
 TEST(CastPolicyPresets, ByNameProposesTheNamesThatExist) {
-  expect_error(
-      [] { (void)CastPolicy::by_name("pytorch", torch::kCPU); },
-      {"[amp.cast_policy]", "semitone, torch, apex, paddle, paddle-o2 or none", "'pytorch'"});
+  std::string names = kPresets.front();
+  for (std::size_t i = 1; i < kPresets.size(); ++i)
+    names += (i + 1 < kPresets.size() ? ", " : " or ") + kPresets[i];
+  expect_error([] { (void)CastPolicy::by_name("pytorch", torch::kCPU); },
+               {"[amp.cast_policy]", names, "'pytorch'"});
 }
 
 TEST(CastPolicyPresets, CanBeMadeByManyThreadsAtOnce) {
@@ -155,7 +149,7 @@ TEST(CastPolicyPresets, CanBeMadeByManyThreadsAtOnce) {
   for (std::size_t i = 0; i < rows.size(); ++i) {
     threads.emplace_back([&rows, i] {
       for (int repeat = 0; repeat < 20; ++repeat) {
-        auto policy = CastPolicy::by_name(kPresets[i % 5], torch::kCPU);
+        auto policy = CastPolicy::by_name(kPresets[i % kPresets.size()], torch::kCPU);
         policy.lower("relu").compiled();
         rows[i] = policy.rows().size();
       }
@@ -163,7 +157,8 @@ TEST(CastPolicyPresets, CanBeMadeByManyThreadsAtOnce) {
   }
   for (std::thread& thread : threads) thread.join();
   for (std::size_t i = 0; i < rows.size(); ++i)
-    EXPECT_EQ(rows[i], CastPolicy::by_name(kPresets[i % 5], torch::kCPU).rows().size() + 1);
+    EXPECT_EQ(rows[i],
+              CastPolicy::by_name(kPresets[i % kPresets.size()], torch::kCPU).rows().size() + 1);
 }
 
 // ---- targets -----------------------------------------------------------------------------------

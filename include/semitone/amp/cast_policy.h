@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/amp/cast_action.h"
 #include "semitone/amp/model.h"
 
 #include <c10/core/DeviceType.h>
@@ -14,52 +15,6 @@
 #include <vector>
 
 namespace semitone::amp {
-
-/// What autocast does with an operator's arguments. It casts fp32, fp16 and bf16 tensors on the
-/// policy's device; fp64, integer and complex tensors are never cast.
-enum class CastAction {
-  lower,  ///< cast to the policy's 16-bit dtype
-  fp32,  ///< cast to fp32; an operator with a dtype argument gets dtype=float32 instead, unless the
-         ///< caller passed one
-  promote,  ///< cast to the 16-bit dtype, or to fp32 if any argument is fp32
-  widest,   ///< cast to the widest dtype of the arguments: fp32 if any is fp32, or if fp16 meets
-            ///< bf16; nothing is cast to 16 bits
-  leave,    ///< no cast: run in the dtypes of the arguments
-  ban,      ///< Error if an argument is 16-bit; fp32 arguments pass
-};
-
-/// "lower", "fp32", "promote", "widest", "leave", "ban".
-std::string_view name_of(CastAction action);
-
-/// One row of a policy's table.
-struct CastRow {
-  CastAction action;
-  std::string reason;  ///< why, in a few words
-};
-
-/// How 16-bit matrix products, convolutions, LSTM and attention are computed if the CPU has no fast
-/// kernels for them (has_native_kernel). Emulation converts the arguments to fp32, computes and
-/// sums in fp32, and rounds the result once. It yields the numbers of a tensor core, forward and
-/// backward, at fp32's speed, while LibTorch's own kernels take 10 to 500 times as long.
-enum class Emulation {
-  automatic,  ///< if a call needs a kernel that is missing, decided per kind of operator, and for
-              ///< convolutions that LibTorch's oneDNN gets wrong on processors with AMX
-              ///< (docs/numerics.md)
-  always,     ///< always: the same numbers on every machine
-  never,      ///< never: LibTorch's own kernels
-};
-
-/// The device and 16-bit dtype of a policy. Converts from either. Defaults: default_device() and
-/// default_16bit_dtype(device).
-struct CastTarget {
-  CastTarget();
-  CastTarget(c10::DeviceType device_type);  // NOLINT(google-explicit-constructor)
-  CastTarget(c10::ScalarType lower_dtype);  // NOLINT(google-explicit-constructor)
-  CastTarget(c10::DeviceType device_type, c10::ScalarType lower_dtype);
-
-  c10::DeviceType device;
-  c10::ScalarType dtype;  ///< fp16 or bf16
-};
 
 /// Paddle's levels. O1 casts by an allow list and a block list. O2 casts all operators except those
 /// that are slower in 16 bits.
@@ -103,8 +58,10 @@ class CastPolicy {
   /// An empty table: no casts. A region with it still computes 16-bit matrix products by Emulation.
   /// Models with 16-bit weights (O2, O3) run in such a region.
   static CastPolicy none(CastTarget target = {});
-  /// The preset of a name: semitone, torch, apex, paddle, paddle-o2 or none.
+  /// The preset of a name. Error for a name that is not in preset_names().
   static CastPolicy by_name(std::string_view name, CastTarget target = {});
+  /// The names of all presets.
+  static std::vector<std::string> preset_names();
 
   /// Edits of the table. Each adds a row or replaces the existing one. Error for an unknown
   /// operator.
@@ -189,6 +146,7 @@ class CastPolicy {
   CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset);
   static void keep_matching(Binding& binding, const std::string& glob);
   void edited();
+  std::shared_ptr<const CompiledPolicy> compile() const;
 
   std::string name_;
   CastTarget target_;

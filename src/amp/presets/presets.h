@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/amp/cast_policy.h"
+#include "semitone/amp/cast_action.h"
 
 #include <span>
 #include <string_view>
@@ -14,6 +14,25 @@ struct Rows {
   CastAction action;
   std::span<const std::string_view> ops;
 };
+
+// The rows of a preset for one device.
+struct Table {
+  std::span<const Rows> rows;
+  // Whether names are complete: "prod" is only the overload without a name. Operators for which
+  // LibTorch has no kernel on the device's Autocast key are then left out.
+  bool is_exact = false;
+};
+
+struct Preset {
+  std::string_view name;  // of CastPolicy::by_name and the program's flag --policy
+  Table (*table)(c10::DeviceType device);
+  bool as_libtorch = false;   // raises where LibTorch raises (CompiledPolicy)
+  bool fast_kernels = false;  // Semitone's own kernels are on
+};
+
+// All presets, in the order in which messages list them. To add one, write its rows into a file of
+// this folder and name it in presets.cpp.
+std::span<const Preset> all();
 
 std::span<const Rows> semitone_cpu();
 std::span<const Rows> torch_cpu();
