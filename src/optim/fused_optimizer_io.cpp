@@ -1,10 +1,9 @@
 // Serialisation of optimizers in the layout of torch.optim's C++ archives, with running numbers
 // where LibTorch writes addresses. Each reads the other's files.
 
-#include "src/core/archive.h"
-
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_optimizer.h"
+#include "src/core/archive.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

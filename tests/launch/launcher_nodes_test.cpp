@@ -56,6 +56,12 @@ class Nodes : public LauncherTest {
     return start(launchers_.emplace_back(std::make_unique<Launcher>(options)).get());
   }
 
+  // Waits until a launcher is the host: of several that start together, a race decides.
+  bool is_hosted() const {
+    return eventually(
+        [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); });
+  }
+
   int port_ = free_port();
   std::vector<std::unique_ptr<Launcher>> launchers_;
 
@@ -208,8 +214,7 @@ TEST_F(Nodes, ContinueWithoutAStoppedNode) {
       "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && echo $WORLD_SIZE > $DIR/size && exit 0\n"
       "exec sleep 1000";
   auto host = start(node(script, {1, 2}).max_restarts(1));
-  ASSERT_TRUE(eventually(
-      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  ASSERT_TRUE(is_hosted());
   auto other = start(node(script, {1, 2}).max_restarts(1));
   ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids2").size() == 2; }));
   launchers_[1]->stop(SIGINT);
@@ -329,6 +334,7 @@ TEST_F(Nodes, AnExtraNodeReplacesALostNode) {
       "echo $$ >> $DIR/ids$TORCHELASTIC_RESTART_COUNT\n"
       "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; exec sleep 1000";
   auto first = start(node(script, {2, 2}).max_restarts(1));
+  ASSERT_TRUE(is_hosted());
   auto second = start(node(script, {2, 2}).max_restarts(1));
   ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids0").size() == 2; }));
   auto third = start(node(script, {2, 2}).max_restarts(1));
@@ -344,8 +350,7 @@ TEST_F(Nodes, AnExtraNodeReplacesALostNode) {
 
 TEST_F(Nodes, NodesOfAnotherProgramAreRefused) {
   auto host = start(node("exit 0", {2, 2}));
-  ASSERT_TRUE(eventually(
-      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  ASSERT_TRUE(is_hosted());
   expect_error([&] { run(node("echo another", {2, 2})); },
                {"refused", "this job runs 'sh', not the same with other arguments", "rdzv-id"});
   launchers_[0]->stop(SIGTERM);
@@ -355,8 +360,7 @@ TEST_F(Nodes, NodesOfAnotherProgramAreRefused) {
 TEST_F(Nodes, NodesOfAnotherJobAreRefused) {
   auto host = start(node("exit 0", {2, 2}).rdzv_id("one"));
   // Until the host listens, the other launcher would become it.
-  ASSERT_TRUE(eventually(
-      [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); }));
+  ASSERT_TRUE(is_hosted());
   expect_error(
       [&] { run(node("exit 0", {2, 2}).rdzv_id("other")); },
       {"expected to join the job at 127.0.0.1:", "refused", "another rdzv-id than 'other'"});
