@@ -37,7 +37,7 @@ program: configure  ## Build the program ./semitone only
 	@cmake --build $(BUILD) -j $(JOBS) --target semitone_cli
 
 build: configure  ## Build everything
-	$(say) "compiling with $(JOBS) jobs (about 15 minutes from nothing on 2 cores)"
+	$(say) "compiling with $(JOBS) jobs (about 10 minutes from nothing on 2 cores)"
 	@cmake --build $(BUILD) -j $(JOBS)
 
 mnist: program  ## Train the ConvNet on the real MNIST at O0, O1, O2 and O3
