@@ -27,7 +27,7 @@ using test::eventually;
 using test::ids_in;
 using test::is_running;
 using test::read_text;
-using test::words_of;
+using test::read_words;
 using test::write_text;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -287,7 +287,7 @@ TEST_F(LaunchCommandTest, AReaderThatGoesDoesNotEndTheJob) {
                       .out(Output::capture)
                       .err(Output::capture));
   EXPECT_EQ(finished.out, "[rank0]: 1\n");
-  EXPECT_TRUE(eventually([&] { return !words_of(folder_ / "done").empty(); }));
+  EXPECT_TRUE(eventually([&] { return !read_words(folder_ / "done").empty(); }));
 }
 
 TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
@@ -369,7 +369,7 @@ TEST_F(LaunchCommandTest, SignalsAheadOfATimeLimitGoOnToTheProcesses) {
     process.send(signal);
     EXPECT_EQ(process.wait().status.code, 0);
     for (const char* file : {"saved0", "saved1"}) {
-      EXPECT_EQ(words_of(folder_ / file), Words{"saved"});
+      EXPECT_EQ(read_words(folder_ / file), Words{"saved"});
       std::filesystem::remove(folder_ / file);
     }
   }
@@ -382,7 +382,7 @@ TEST_F(LaunchCommandTest, QuitStopsWithTheGrace) {
   ASSERT_TRUE(wait_for_ids(1));
   process.send(SIGQUIT);
   EXPECT_EQ(process.wait().status.code, 128 + SIGQUIT);
-  EXPECT_EQ(words_of(folder_ / "heard").size(), 1U);
+  EXPECT_EQ(read_words(folder_ / "heard").size(), 1U);
 }
 
 TEST_F(LaunchCommandTest, NothingOutlivesALauncherThatIsKilled) {
@@ -492,7 +492,7 @@ TEST_F(TwoNodes, AReplacementMayComeBeforeItsPredecessorIsKnownToBeDead) {
   EXPECT_EQ(replacement.status.code, 0) << replacement.err;
   EXPECT_THAT(replacement.err,
               HasSubstr("this node waits until there is room for it: this job already has 2"));
-  EXPECT_EQ(words_of(folder_ / "sizes"), (Words{"2", "2"}));
+  EXPECT_EQ(read_words(folder_ / "sizes"), (Words{"2", "2"}));
   lost.send(SIGCONT);
   EXPECT_EQ(lost.wait().status.code, 1);
   expect_all_gone(2);

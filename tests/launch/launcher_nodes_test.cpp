@@ -33,7 +33,7 @@ using test::eventually;
 using test::expect_error;
 using test::ids_in;
 using test::read_text;
-using test::words_of;
+using test::read_words;
 using test::write_text;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -192,7 +192,7 @@ TEST_F(Nodes, BeginWithFewerThanTheMaximumAfterTheLastCall) {
   auto second = start(node(script, {2, 4}));
   EXPECT_EQ(first.get().exit_code(), 0);
   EXPECT_EQ(second.get().exit_code(), 0);
-  EXPECT_THAT(words_of(folder_ / "sizes"), ::testing::ElementsAre("2", "2"));
+  EXPECT_THAT(read_words(folder_ / "sizes"), ::testing::ElementsAre("2", "2"));
 }
 
 TEST_F(Nodes, RestartWithANodeThatArrivesLater) {
@@ -231,7 +231,7 @@ TEST_F(Nodes, TooFewNodesEndTheJobWithAReason) {
   EXPECT_EQ(result.outcome, LaunchOutcome::lost);
   EXPECT_EQ(result.reason, "1 of 2 nodes joined within 0.2 s");
   EXPECT_EQ(result.exit_code(), 1);
-  EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
+  EXPECT_THAT(read_words(folder_ / "ids"), IsEmpty());
 }
 
 TEST_F(Nodes, AnEndpointThatDoesNotAnswerIsAnError) {
@@ -325,7 +325,7 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
   bad.run_id = "job";
   bad.first_rank = 2;
   expect(bad, "ranks for this node's processes");
-  EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
+  EXPECT_THAT(read_words(folder_ / "ids"), IsEmpty());
   EXPECT_FALSE(std::filesystem::exists(folder_ / "OUTSIDE"));
 }
 

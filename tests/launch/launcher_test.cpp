@@ -27,7 +27,7 @@ using test::eventually;
 using test::expect_error;
 using test::ids_in;
 using test::read_text;
-using test::words_of;
+using test::read_words;
 using test::write_text;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -74,14 +74,14 @@ TEST_F(LauncherTest, DividesTheCoresUnlessOmpNumThreadsIsSet) {
   const std::string script = "echo ${OMP_NUM_THREADS-unset} > $DIR/threads";
   unsetenv("OMP_NUM_THREADS");
   run(shell(script, 1));
-  EXPECT_EQ(words_of(folder_ / "threads").at(0), "unset");
+  EXPECT_EQ(read_words(folder_ / "threads").at(0), "unset");
   run(shell(script, 2));
-  const int threads = std::stoi(words_of(folder_ / "threads").at(0));
+  const int threads = std::stoi(read_words(folder_ / "threads").at(0));
   EXPECT_GE(threads, 1);
   EXPECT_LE(threads * 2, std::max(2, ProcessCount::parse("cpu").count));
   setenv("OMP_NUM_THREADS", "7", 1);
   run(shell(script, 2));
-  EXPECT_EQ(words_of(folder_ / "threads").at(0), "7");
+  EXPECT_EQ(read_words(folder_ / "threads").at(0), "7");
   unsetenv("OMP_NUM_THREADS");
 }
 
@@ -210,7 +210,7 @@ TEST_F(LauncherTest, ASecondInterruptKillsAtOnce) {
   auto result = std::async(std::launch::async, [&] { return launcher.run(); });
   ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids").size() == 1; }));
   launcher.stop(SIGINT);
-  ASSERT_TRUE(eventually([&] { return !words_of(folder_ / "heard").empty(); }));
+  ASSERT_TRUE(eventually([&] { return !read_words(folder_ / "heard").empty(); }));
   launcher.stop(SIGINT);
   EXPECT_EQ(result.get().workers.at(0).status.signal, SIGKILL);
   expect_all_gone("ids", 1);
@@ -227,10 +227,10 @@ TEST_F(LauncherTest, ForwardsSignalsAndTheJobContinues) {
   auto result = std::async(std::launch::async, [&] { return launcher.run(); });
   ASSERT_TRUE(eventually([&] { return ids_in(folder_ / "ids").size() == 2; }));
   launcher.forward(SIGUSR1);
-  EXPECT_TRUE(eventually([&] { return words_of(folder_ / "heard").size() == 2; }));
+  EXPECT_TRUE(eventually([&] { return read_words(folder_ / "heard").size() == 2; }));
   write_text(folder_ / "go", "");
   EXPECT_EQ(result.get().outcome, LaunchOutcome::succeeded);
-  EXPECT_THAT(words_of(folder_ / "heard"), ::testing::UnorderedElementsAre("0", "1"));
+  EXPECT_THAT(read_words(folder_ / "heard"), ::testing::UnorderedElementsAre("0", "1"));
 }
 
 TEST_F(LauncherTest, ASignalBeforeTheStartIsDropped) {
@@ -243,7 +243,7 @@ TEST_F(LauncherTest, StopBeforeRunStartsNothing) {
   Launcher launcher(shell("echo $$ >> $DIR/ids"));
   launcher.stop(SIGTERM);
   EXPECT_EQ(launcher.run().outcome, LaunchOutcome::interrupted);
-  EXPECT_THAT(words_of(folder_ / "ids"), IsEmpty());
+  EXPECT_THAT(read_words(folder_ / "ids"), IsEmpty());
 }
 
 TEST_F(LauncherTest, RestartsAllUntilTheySucceed) {
@@ -256,7 +256,7 @@ TEST_F(LauncherTest, RestartsAllUntilTheySucceed) {
               .max_restarts(5));
   EXPECT_EQ(result.outcome, LaunchOutcome::succeeded);
   EXPECT_EQ(result.restarts, 2);
-  const auto words = words_of(folder_ / "starts0");
+  const auto words = read_words(folder_ / "starts0");
   ASSERT_EQ(words.size(), 9U);
   EXPECT_EQ(words[1], "0");
   EXPECT_EQ(words[4], "1");

@@ -24,7 +24,7 @@ bool eventually(const std::function<bool()>& condition) {
   return true;
 }
 
-std::vector<std::string> words_of(const std::filesystem::path& file) {
+std::vector<std::string> read_words(const std::filesystem::path& file) {
   std::ifstream stream(file);
   std::vector<std::string> words;
   for (std::string word; stream >> word;) words.push_back(word);
@@ -33,7 +33,7 @@ std::vector<std::string> words_of(const std::filesystem::path& file) {
 
 std::vector<pid_t> ids_in(const std::filesystem::path& file) {
   std::vector<pid_t> ids;
-  for (const std::string& word : words_of(file)) ids.push_back(std::stoi(word));
+  for (const std::string& word : read_words(file)) ids.push_back(std::stoi(word));
   return ids;
 }
 

@@ -18,7 +18,7 @@ bool is_running(pid_t id);
 bool eventually(const std::function<bool()>& condition);
 
 // The words of a file; none if it does not exist.
-std::vector<std::string> words_of(const std::filesystem::path& file);
+std::vector<std::string> read_words(const std::filesystem::path& file);
 
 // The numbers in a file that processes write their ids to.
 std::vector<pid_t> ids_in(const std::filesystem::path& file);
