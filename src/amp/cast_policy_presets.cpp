@@ -3,6 +3,7 @@
 #include "src/amp/dispatch.h"
 #include "src/amp/op_names.h"
 #include "src/amp/presets/presets.h"
+#include "src/core/named_rows.h"
 
 #include <algorithm>
 #include <map>
@@ -74,15 +75,10 @@ class PolicyBuilder {
 // Presets are made once for each target, and their copies share the compiled form, since a program
 // may construct one at every step.
 CastPolicy CastPolicy::by_name(std::string_view name, CastTarget target) {
-  const std::span<const presets::Preset> all = presets::all();
-  const auto preset = std::find_if(all.begin(), all.end(), [&](const presets::Preset& candidate) {
-    return candidate.name == name;
-  });
-  if (preset == all.end()) {
-    std::string names(all.front().name);
-    for (const presets::Preset& one : all.subspan(1))
-      names.append(&one == &all.back() ? " or " : ", ").append(one.name);
-    throw Error("amp.cast_policy", names, "'" + std::string(name) + "'");
+  const presets::Preset* const preset = find_row(presets::all(), name);
+  if (preset == nullptr) {
+    throw Error("amp.cast_policy", join_names(presets::all(), " or "),
+                "'" + std::string(name) + "'");
   }
   using Key = std::tuple<std::string_view, c10::DeviceType, c10::ScalarType>;
   static std::mutex mutex;

@@ -1,13 +1,13 @@
 #include "src/comm/backends.h"
 
+#include "src/core/named_rows.h"
+
 #include <algorithm>
 
 namespace semitone::comm {
 
 const Backend* find_backend(std::string_view name) {
-  const auto found = std::find_if(backends().begin(), backends().end(),
-                                  [name](const Backend& backend) { return backend.name == name; });
-  return found == backends().end() ? nullptr : &*found;
+  return find_row(backends(), name);
 }
 
 const Backend& backend_for_other_device(c10::DeviceType device) {
@@ -18,12 +18,7 @@ const Backend& backend_for_other_device(c10::DeviceType device) {
 }
 
 std::string backend_names() {
-  std::string names;
-  for (const Backend& backend : backends()) {
-    if (!names.empty()) names += ", ";
-    names += backend.name;
-  }
-  return names;
+  return join_names(backends());
 }
 
 }  // namespace semitone::comm

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "semitone/core/error.h"
+#include "src/core/named_rows.h"
 
-#include <algorithm>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,12 +14,8 @@ namespace semitone::train {
 template <typename Choice>
 const Choice& find_choice(std::span<const Choice> choices, std::string_view name,
                           std::string_view component) {
-  const auto found = std::find_if(choices.begin(), choices.end(),
-                                  [name](const Choice& choice) { return choice.name == name; });
-  if (found != choices.end()) return *found;
-  std::string names;
-  for (const Choice& choice : choices) names.append(names.empty() ? "" : ", ").append(choice.name);
-  throw Error(component, "one of " + names, "'" + std::string(name) + "'");
+  if (const Choice* const found = find_row(choices, name)) return *found;
+  throw Error(component, "one of " + join_names(choices), "'" + std::string(name) + "'");
 }
 
 }  // namespace semitone::train
