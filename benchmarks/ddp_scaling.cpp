@@ -41,7 +41,7 @@ using nlohmann::json;
 using semitone::bench::Contender;
 using semitone::bench::Timing;
 using Clock = std::chrono::steady_clock;
-using Mlp = torch::nn::Sequential;
+using MLP = torch::nn::Sequential;
 
 constexpr auto kComponent = "bench.ddp_scaling";
 constexpr double kLr = 0.01;
@@ -114,12 +114,12 @@ std::unique_ptr<Training<semitone::zoo::ResNet50>> resnet_training(int rank, Ima
       torch::randint(1000, {images.count}));
 }
 
-std::unique_ptr<Training<Mlp>> mlp_training(int rank) {
+std::unique_ptr<Training<MLP>> mlp_training(int rank) {
   torch::manual_seed(0);
-  Mlp model;
+  MLP model;
   for (int layer = 0; layer < 4; ++layer) model->push_back(torch::nn::Linear(2048, 2048));
   torch::manual_seed(1 + static_cast<std::uint64_t>(rank));
-  return std::make_unique<Training<Mlp>>(model, torch::randn({1, 2048}), torch::randint(2048, {1}));
+  return std::make_unique<Training<MLP>>(model, torch::randn({1, 2048}), torch::randint(2048, {1}));
 }
 
 // Checks that the gradients under DDP are the mean of those without it.
@@ -251,7 +251,7 @@ json measure_wire(const comm::Group& group, int rounds) {
       {"fp16", parallel::DistributedDataParallelOptions().compress(torch::kHalf), 2e-3},
       {"bf16", parallel::DistributedDataParallelOptions().compress(torch::kBFloat16), 1e-2}};
   const auto alone = mlp_training(group.rank());
-  std::vector<std::unique_ptr<Training<Mlp>>> trainings;
+  std::vector<std::unique_ptr<Training<MLP>>> trainings;
   std::vector<double> bytes(ways.size());
   std::vector<int> calls(ways.size());
   std::vector<Contender> contenders{on_all("nothing", group, [&] { alone->step(); })};

@@ -116,9 +116,9 @@ void Process::send(int signal) const {
   if (child_ != nullptr) ::kill(child_->id, signal);
 }
 
-Finished Process::wait() {
+ProcessResult Process::wait() {
   if (child_ == nullptr) throw Error(kComponent, "one call of wait() for each process", "another");
-  Finished result;
+  ProcessResult result;
   while (child_->out.is_open() || child_->err.is_open()) {
     // poll() ignores negative descriptors.
     std::array<pollfd, 2> ready{pollfd{child_->out.number(), POLLIN, 0},
@@ -135,7 +135,7 @@ Finished Process::wait() {
   return result;
 }
 
-Finished run(const ProcessOptions& options) {
+ProcessResult run(const ProcessOptions& options) {
   return Process(options).wait();
 }
 

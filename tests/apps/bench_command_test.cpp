@@ -15,9 +15,9 @@
 namespace semitone {
 namespace {
 
-using launch::Finished;
 using launch::Output;
 using launch::ProcessOptions;
+using launch::ProcessResult;
 using nlohmann::json;
 using test::read_text;
 using ::testing::AllOf;
@@ -26,7 +26,7 @@ using ::testing::Not;
 using ::testing::StartsWith;
 using Words = std::vector<std::string>;
 
-Finished run(const Words& arguments) {
+ProcessResult run(const Words& arguments) {
   Words words{"bench"};
   words.insert(words.end(), arguments.begin(), arguments.end());
   return launch::run(
@@ -34,7 +34,7 @@ Finished run(const Words& arguments) {
 }
 
 // With lines on standard input.
-Finished run_with_input(const Words& arguments, const std::string& lines) {
+ProcessResult run_with_input(const Words& arguments, const std::string& lines) {
   Words words{"-c", "printf '" + lines + "' | \"$0\" bench \"$@\"", SEMITONE_PROGRAM};
   words.insert(words.end(), arguments.begin(), arguments.end());
   return launch::run(
@@ -62,7 +62,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 TEST(BenchCommand, HelpHasExamplesAndExitCodes) {
-  const Finished help = run({"--help"});
+  const ProcessResult help = run({"--help"});
   EXPECT_TRUE(help.status.success());
   EXPECT_EQ(help.err, "");
   EXPECT_THAT(help.out, AllOf(HasSubstr("Examples:\n  semitone bench"), HasSubstr("--json"),
@@ -70,7 +70,7 @@ TEST(BenchCommand, HelpHasExamplesAndExitCodes) {
 }
 
 TEST(BenchCommand, SaysWhatItMeasures) {
-  const Finished finished = run(mnist({"--rounds", "3"}));
+  const ProcessResult finished = run(mnist({"--rounds", "3"}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   for (const char* text :
        {"device    CPU, 1 threads", "workload  mnist at O1, fused optimizer, seed 0",
@@ -83,8 +83,9 @@ TEST(BenchCommand, SaysWhatItMeasures) {
 
 TEST(BenchCommand, WritesJson) {
   for (const char* level : {"O0", "O1", "O2", "O3"}) {
-    const Finished finished = run(encoder({"--opt-level", level, "--dtype", "fp16", "--optimizer",
-                                           "torch", "--seed", "3", "--rounds", "4", "--json"}));
+    const ProcessResult finished =
+        run(encoder({"--opt-level", level, "--dtype", "fp16", "--optimizer", "torch", "--seed", "3",
+                     "--rounds", "4", "--json"}));
     ASSERT_TRUE(finished.status.success()) << finished.err;
     const json result = json::parse(finished.out);
     EXPECT_THAT(finished.err, HasSubstr("tokens/s"));
@@ -122,19 +123,19 @@ TEST(BenchCommand, WritesJson) {
 TEST(BenchCommand, JsonGoesToAFile) {
   const test::TemporaryFolder folder;
   const std::string file = (folder / "x.json").string();
-  const Finished finished =
+  const ProcessResult finished =
       run(mnist({"--memory-format", "nchw", "--rounds", "1", "--json", file}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.out, HasSubstr("images/s"));
   EXPECT_EQ(json::parse(read_text(file)).at("memory_format"), "nchw");
-  const Finished failed = run(mnist({"--json", "/no/such/folder/x.json"}));
+  const ProcessResult failed = run(mnist({"--json", "/no/such/folder/x.json"}));
   EXPECT_EQ(failed.status.code, 1);
   EXPECT_THAT(failed.err, HasSubstr("expected to write"));
   EXPECT_EQ(failed.out, "") << "before it measures";
 }
 
 TEST(BenchCommand, TrainsResNet50) {
-  const Finished finished =
+  const ProcessResult finished =
       run({"resnet50", "--opt-level", "O0", "--image-size", "64", "--batch-size", "8", "--rounds",
            "1", "--check-steps", "2", "--warm-up", "1", "--threads", "1", "--json"});
   ASSERT_TRUE(finished.status.success()) << finished.err;
@@ -145,7 +146,7 @@ TEST(BenchCommand, TrainsResNet50) {
 
 TEST(BenchCommand, RunsUnderEveryPolicy) {
   for (const char* policy : {"torch", "apex", "paddle", "none"}) {
-    const Finished finished = run(encoder({"--policy", policy, "--rounds", "1", "--json"}));
+    const ProcessResult finished = run(encoder({"--policy", policy, "--rounds", "1", "--json"}));
     ASSERT_TRUE(finished.status.success()) << finished.err;
     EXPECT_EQ(json::parse(finished.out).at("policy"), policy);
   }
@@ -154,7 +155,7 @@ TEST(BenchCommand, RunsUnderEveryPolicy) {
 TEST(BenchCommand, RunsTheStepsThatStandardInputAsksFor) {
   const test::TemporaryFolder folder;
   const std::string file = (folder / "x.json").string();
-  const Finished finished =
+  const ProcessResult finished =
       run_with_input(mnist({"--steps-from-stdin", "--json", file}), "step 3\\nstep 1\\n");
   ASSERT_TRUE(finished.status.success()) << finished.err;
   const auto lines = lines_of(finished.out);
@@ -176,7 +177,7 @@ TEST(BenchCommand, RunsTheStepsThatStandardInputAsksFor) {
 TEST(BenchCommand, StandardInputMayAskForNothing) {
   const test::TemporaryFolder folder;
   const std::string file = (folder / "x.json").string();
-  const Finished finished = run_with_input(mnist({"--steps-from-stdin", "--json", file}), "");
+  const ProcessResult finished = run_with_input(mnist({"--steps-from-stdin", "--json", file}), "");
   EXPECT_TRUE(finished.status.success()) << finished.err;
   EXPECT_EQ(finished.out, "ready\n");
   EXPECT_EQ(json::parse(read_text(file)).at("min_step_seconds"), nullptr);
@@ -185,7 +186,7 @@ TEST(BenchCommand, StandardInputMayAskForNothing) {
 TEST(BenchCommand, AnythingElseOnStandardInputIsCode2) {
   for (const char* line : {"step", "step 0", "step -1", "step 1x", "step 1000001", "stop",
                            "step  1", "step 99999999999999999999"}) {
-    const Finished finished =
+    const ProcessResult finished =
         run_with_input(mnist({"--steps-from-stdin"}), std::string(line) + "\\n");
     EXPECT_EQ(finished.status.code, 2) << line;
     EXPECT_EQ(finished.out, "ready\n");
@@ -222,7 +223,7 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
        "expected a file for --json with --steps-from-stdin, got standard output"},
   };
   for (const auto& [arguments, message] : cases) {
-    const Finished finished = run(arguments);
+    const ProcessResult finished = run(arguments);
     SCOPED_TRACE(message);
     EXPECT_EQ(finished.status.code, 2);
     EXPECT_EQ(finished.out, "");
@@ -230,13 +231,13 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
     EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1);
   }
   // Known only where the model is made.
-  const Finished finished = run({"encoder", "--width", "32", "--heads", "5"});
+  const ProcessResult finished = run({"encoder", "--width", "32", "--heads", "5"});
   EXPECT_EQ(finished.status.code, 2);
   EXPECT_THAT(finished.err, HasSubstr("a width that is a multiple of heads, got 32 and 5"));
 }
 
 TEST(BenchCommand, AProofThatFailsIsCode1) {
-  const Finished finished = run(
+  const ProcessResult finished = run(
       {"resnet50", "--image-size", "32", "--batch-size", "4", "--rounds", "1", "--threads", "1"});
   EXPECT_EQ(finished.status.code, 1);
   EXPECT_THAT(finished.err, HasSubstr("[train.workload] expected the losses of float32, "));

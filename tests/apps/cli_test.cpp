@@ -28,10 +28,10 @@
 namespace semitone {
 namespace {
 
-using launch::Finished;
 using launch::Output;
 using launch::Process;
 using launch::ProcessOptions;
+using launch::ProcessResult;
 using nlohmann::json;
 using test::read_text;
 using test::write_text;
@@ -49,7 +49,7 @@ ProcessOptions options_for(const Words& arguments) {
       .err(Output::capture);
 }
 
-Finished semitone(const Words& arguments) {
+ProcessResult semitone(const Words& arguments) {
   return launch::run(options_for(arguments));
 }
 
@@ -59,7 +59,7 @@ std::string two_digits(double value) {
   return text.data();
 }
 
-void expect_failure(const Finished& finished, int code, const std::string& message) {
+void expect_failure(const ProcessResult& finished, int code, const std::string& message) {
   EXPECT_EQ(finished.status.code, code) << finished.err;
   EXPECT_EQ(finished.status.signal, 0);
   EXPECT_THAT(finished.err, HasSubstr(message));
@@ -87,7 +87,7 @@ class CliTest : public ::testing::Test {
 TEST_F(CliTest, HelpHasExamplesAndExitCodes) {
   for (const Words& arguments :
        {Words{"--help"}, Words{"train", "--help"}, Words{"ops", "--help"}}) {
-    const Finished help = semitone(arguments);
+    const ProcessResult help = semitone(arguments);
     EXPECT_TRUE(help.status.success());
     EXPECT_EQ(help.err, "");
     EXPECT_THAT(help.out, HasSubstr("Exit codes: 0 success"));
@@ -100,7 +100,7 @@ TEST_F(CliTest, HelpHasExamplesAndExitCodes) {
 }
 
 TEST_F(CliTest, VersionNamesTheLibraries) {
-  const Finished version = semitone({"--version"});
+  const ProcessResult version = semitone({"--version"});
   EXPECT_TRUE(version.status.success());
   EXPECT_THAT(version.out, AllOf(StartsWith("semitone 0."), HasSubstr("LibTorch 2.")));
 }
@@ -159,7 +159,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
        "[cli.ops] expected --op to name an operator, got 'sofmax' — did you mean 'softmax'"},
   };
   for (const auto& [arguments, message] : cases) {
-    const Finished finished = semitone(arguments);
+    const ProcessResult finished = semitone(arguments);
     SCOPED_TRACE(message);
     expect_failure(finished, 2, message);
     EXPECT_THAT(finished.err, StartsWith("[cli"));
@@ -173,7 +173,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
 TEST_F(CliTest, OpsPrintsEveryPolicy) {
   for (const char* policy : {"semitone", "torch", "apex", "paddle", "paddle-o2"}) {
     for (const char* device : {"cpu", "cuda"}) {
-      const Finished ops = semitone({"ops", "--policy", policy, "--device", device});
+      const ProcessResult ops = semitone({"ops", "--policy", policy, "--device", device});
       EXPECT_TRUE(ops.status.success()) << ops.err;
       EXPECT_THAT(ops.out, AllOf(HasSubstr(std::string("policy ") + policy), HasSubstr("lower"),
                                  HasSubstr("conv2d"), HasSubstr("reason")));
@@ -186,7 +186,7 @@ TEST_F(CliTest, OpsPrintsEveryPolicy) {
 }
 
 TEST_F(CliTest, OpsShowsOneOperatorWithItsOverloads) {
-  const Finished ops = semitone({"ops", "--op", "prod"});
+  const ProcessResult ops = semitone({"ops", "--op", "prod"});
   EXPECT_THAT(ops.out, AllOf(HasSubstr("prod "), HasSubstr("prod.dim_int"), HasSubstr("fp32"),
                              Not(HasSubstr("conv3d")), Not(HasSubstr("cumprod"))));
   EXPECT_EQ(semitone({"ops", "--op", "aten::prod"}).out, ops.out);
@@ -195,7 +195,7 @@ TEST_F(CliTest, OpsShowsOneOperatorWithItsOverloads) {
 }
 
 TEST_F(CliTest, OpsWritesJson) {
-  const Finished ops = semitone({"ops", "--json", "--dtype", "fp16"});
+  const ProcessResult ops = semitone({"ops", "--json", "--dtype", "fp16"});
   const json object = json::parse(ops.out);
   EXPECT_EQ(object.at("policy"), "semitone");
   EXPECT_EQ(object.at("device"), "cpu");
@@ -227,7 +227,7 @@ TEST_F(CliTest, WhatIsEmulatedIsSaid) {
     EXPECT_EQ(json::parse(ops({"--json"}).out).at("emulated").get<Words>(), words);
     EXPECT_THAT(ops({}).out, HasSubstr("float16 on this CPU: emulated\nemulated: computed in "));
   }
-  const Finished head = launch::run(
+  const ProcessResult head = launch::run(
       options_for(train({"--opt-level", "O1", "--dtype", "fp16", "--limit-batches", "1"}))
           .environment(limit, "AVX2"));
   EXPECT_THAT(head.out, AllOf(HasSubstr("bf16 emulated; fp16 emulated\n"),
@@ -237,7 +237,7 @@ TEST_F(CliTest, WhatIsEmulatedIsSaid) {
 }
 
 TEST_F(CliTest, OpsMeasuresEveryKindOfOperator) {
-  const Finished ops = semitone({"ops", "--speed", "--json"});
+  const ProcessResult ops = semitone({"ops", "--speed", "--json"});
   ASSERT_TRUE(ops.status.success()) << ops.err;
   const json object = json::parse(ops.out);
   EXPECT_THAT(object.at("device").get<std::string>(), HasSubstr("oneDNN up to"));
@@ -260,7 +260,7 @@ TEST_F(CliTest, OpsMeasuresEveryKindOfOperator) {
 }
 
 TEST_F(CliTest, AFullDiskBehindStandardOutputIsAnError) {
-  const Finished finished =
+  const ProcessResult finished =
       launch::run(ProcessOptions("sh")
                       .arguments({"-c", "\"$0\" ops > /dev/full", SEMITONE_PROGRAM})
                       .err(Output::capture));
@@ -272,7 +272,7 @@ TEST_F(CliTest, AFullDiskBehindStandardOutputIsAnError) {
 // train
 
 TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
-  const Finished finished =
+  const ProcessResult finished =
       semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2"}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: requested",
@@ -289,7 +289,7 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
 }
 
 TEST_F(CliTest, QuietTrainsWithATableOnly) {
-  const Finished finished = semitone(train({"--quiet"}));
+  const ProcessResult finished = semitone(train({"--quiet"}));
   EXPECT_TRUE(finished.status.success());
   EXPECT_EQ(finished.err, "");
   EXPECT_THAT(finished.out, StartsWith("level"));
@@ -297,7 +297,7 @@ TEST_F(CliTest, QuietTrainsWithATableOnly) {
 
 TEST_F(CliTest, AllLevelsTrainInProcessesOfTheirOwnAndCompare) {
   const std::string file = (folder_ / "all.json").string();
-  const Finished finished = semitone(train(
+  const ProcessResult finished = semitone(train(
       {"--opt-level", "all", "--dtype", "fp16", "--epochs", "3", "--seed", "7", "--json", file}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   const json results = json::parse(read_text(file));
@@ -338,7 +338,7 @@ TEST_F(CliTest, AllLevelsTrainInProcessesOfTheirOwnAndCompare) {
 
 TEST_F(CliTest, JsonOnStandardOutputIsNothingButJson) {
   for (const Words& arguments : {Words{"--json"}, Words{"--json", "-"}}) {
-    const Finished finished = semitone(train(arguments));
+    const ProcessResult finished = semitone(train(arguments));
     EXPECT_EQ(json::parse(finished.out).at(0).at("opt_level"), "O1");
     EXPECT_THAT(finished.err, AllOf(HasSubstr("device"), HasSubstr("level  dtype")));
   }
@@ -360,7 +360,7 @@ TEST_F(CliTest, AResumedRunEndsLikeAWholeOne) {
   const auto result = [&](const Words& more) {
     Words words = common;
     words.insert(words.end(), more.begin(), more.end());
-    const Finished finished = semitone(train(words));
+    const ProcessResult finished = semitone(train(words));
     EXPECT_TRUE(finished.status.success()) << finished.err;
     return json::parse(finished.out).at(0);
   };
@@ -378,7 +378,7 @@ TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
   const auto result = [&](const Words& more) {
     Words words{"--save", state, "--resume", state, "--epochs", "2", "--json"};
     words.insert(words.end(), more.begin(), more.end());
-    const Finished finished = semitone(train(words));
+    const ProcessResult finished = semitone(train(words));
     EXPECT_TRUE(finished.status.success()) << finished.err;
     return std::pair(json::parse(finished.out).at(0), finished.err);
   };
@@ -408,7 +408,7 @@ TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
                            "constant", "--save-every", "3", "--epochs", "100000"})));
     ASSERT_TRUE(test::eventually([&] { return written() != before; }));
     process.send(signal);
-    const Finished finished = process.wait();
+    const ProcessResult finished = process.wait();
     EXPECT_EQ(finished.status.code, 128 + signal) << finished.err;
     EXPECT_THAT(finished.err,
                 AllOf(HasSubstr("[train] stopped by signal " + std::to_string(signal)),
@@ -417,8 +417,9 @@ TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
     EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
   }
   // The saved state is complete, and from after the first step.
-  const Finished resumed = semitone(train({"--resume", state.string(), "--schedule", "constant",
-                                           "--epochs", "100000", "--max-steps", "1", "--quiet"}));
+  const ProcessResult resumed =
+      semitone(train({"--resume", state.string(), "--schedule", "constant", "--epochs", "100000",
+                      "--max-steps", "1", "--quiet"}));
   EXPECT_EQ(resumed.status.code, 1);
   EXPECT_THAT(resumed.err, HasSubstr("a state with fewer than 1 steps"));
 }
@@ -430,14 +431,14 @@ TEST_F(CliTest, OtherOptimizersAndTheTutorialsSettingRun) {
         Words{"--memory-format", "nchw", "--limit-batches", "3", "--loss-scale", "128"}}) {
     Words words{"train", "--data", data_.path().string(), "--threads", "1"};
     words.insert(words.end(), arguments.begin(), arguments.end());
-    const Finished finished = semitone(words);
+    const ProcessResult finished = semitone(words);
     EXPECT_TRUE(finished.status.success()) << finished.err;
   }
 }
 
 TEST_F(CliTest, TheDataFolderCanComeFromTheEnvironment) {
   const Words arguments{"train", "--max-steps", "2", "--batch-size", "20", "--threads", "1"};
-  const Finished finished =
+  const ProcessResult finished =
       launch::run(options_for(arguments).environment("SEMITONE_DATA_DIR", data_.path().string()));
   EXPECT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.out, HasSubstr(data_.path().string()));
@@ -449,7 +450,7 @@ TEST_F(CliTest, TheDataFolderCanComeFromTheEnvironment) {
 
 // On the data that come with the sources, 60 of the 600 steps of an epoch.
 TEST_F(CliTest, TrainsOnTheRealMnist) {
-  const Finished finished =
+  const ProcessResult finished =
       semitone({"train", "--limit-batches", "60", "--json", "--threads", "1"});
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.err, HasSubstr("60000 training and 10000 test images"));
@@ -482,14 +483,14 @@ TEST_F(CliTest, OutputThatCannotBeWrittenIsSaidBeforeTraining) {
   for (const Words& arguments :
        {Words{"--json", "/no/such/folder/x.json"}, Words{"--json", folder_.path().string()},
         Words{"--save", "/no/such/folder/x", "--quiet"}}) {
-    const Finished finished = semitone(train(arguments));
+    const ProcessResult finished = semitone(train(arguments));
     EXPECT_EQ(finished.status.code, 1);
     EXPECT_THAT(finished.err, AllOf(HasSubstr("expected to write"), Not(HasSubstr("epoch"))));
   }
 }
 
 TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
-  const Finished finished = semitone(train({"--json", "/dev/full"}));
+  const ProcessResult finished = semitone(train({"--json", "/dev/full"}));
   EXPECT_EQ(finished.status.code, 1);
   EXPECT_THAT(finished.err,
               HasSubstr("[cli.json] expected to write '/dev/full', got No space left"));
@@ -508,8 +509,9 @@ TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
 // when it goes wrong
 
 TEST_F(CliTest, DivergenceIsCode3) {
-  const Finished finished = semitone({"train", "--data", data_.path().string(), "--opt-level", "O0",
-                                      "--batch-size", "20", "--lr", "1e30", "--threads", "1"});
+  const ProcessResult finished =
+      semitone({"train", "--data", data_.path().string(), "--opt-level", "O0", "--batch-size", "20",
+                "--lr", "1e30", "--threads", "1"});
   EXPECT_EQ(finished.status.code, 3);
   EXPECT_THAT(finished.err, HasSubstr("[train.trainer] expected a finite"));
   EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
@@ -517,8 +519,9 @@ TEST_F(CliTest, DivergenceIsCode3) {
 
 TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {
   // Of an epoch all of whose steps were skipped, the mean loss is 0/0.
-  const Finished finished = semitone(train({"--opt-level", "O1", "--dtype", "fp16", "--loss-scale",
-                                            "1e20", "--limit-batches", "3", "--log-every", "1"}));
+  const ProcessResult finished =
+      semitone(train({"--opt-level", "O1", "--dtype", "fp16", "--loss-scale", "1e20",
+                      "--limit-batches", "3", "--log-every", "1"}));
   EXPECT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.out, AllOf(HasSubstr(" nan "), Not(HasSubstr("-nan"))));
   EXPECT_THAT(finished.err, AllOf(HasSubstr("loss nan"), Not(HasSubstr("-nan"))));
@@ -527,8 +530,9 @@ TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {
 TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
   const std::string file = (folder_ / "x.json").string();
   // A scale that fp32 gradients can represent, and fp16 ones cannot.
-  const Finished finished = semitone(train({"--opt-level", "all", "--dtype", "fp16", "--loss-scale",
-                                            "1e20", "--epochs", "9", "--json", file}));
+  const ProcessResult finished =
+      semitone(train({"--opt-level", "all", "--dtype", "fp16", "--loss-scale", "1e20", "--epochs",
+                      "9", "--json", file}));
   EXPECT_EQ(finished.status.code, 3);
   EXPECT_THAT(
       finished.err,
@@ -545,14 +549,14 @@ TEST_F(CliTest, AParentThatIgnoresItsChildrenDoesNotMatter) {
   const auto handler = std::signal(SIGCHLD, SIG_IGN);  // inherited by what is started
   Process process(options_for(train({"--opt-level", "all", "--limit-batches", "2"})));
   std::signal(SIGCHLD, handler);
-  const Finished finished = process.wait();
+  const ProcessResult finished = process.wait();
   EXPECT_TRUE(finished.status.success()) << finished.err;
 }
 
 TEST_F(CliTest, AFileBehindStandardOutputIsNotReplaced) {
   const std::string file = (folder_ / "log.txt").string();
   write_text(file, "precious\n");
-  const Finished finished = launch::run(ProcessOptions("/bin/sh").arguments(
+  const ProcessResult finished = launch::run(ProcessOptions("/bin/sh").arguments(
       {"-c", "exec \"$0\" ops --op mm --json /dev/stdout >> " + file, SEMITONE_PROGRAM}));
   EXPECT_TRUE(finished.status.success());
   EXPECT_THAT(read_text(file), AllOf(StartsWith("precious\n"), HasSubstr("policy semitone for"),
@@ -576,7 +580,7 @@ TEST_F(CliTest, ALevelThatIsKilledIsNamed) {
   const pid_t child = child_of(process.id());
   ASSERT_GT(child, 0);
   ASSERT_EQ(::kill(child, SIGKILL), 0);
-  const Finished finished = process.wait();
+  const ProcessResult finished = process.wait();
   EXPECT_EQ(finished.status.code, 1);
   EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected O0 to train, got signal 9 (Killed)"));
 }

@@ -18,10 +18,10 @@
 namespace semitone {
 namespace {
 
-using launch::Finished;
 using launch::Output;
 using launch::Process;
 using launch::ProcessOptions;
+using launch::ProcessResult;
 using nlohmann::json;
 using test::eventually;
 using test::ids_in;
@@ -47,7 +47,7 @@ class LaunchCommandTest : public ::testing::Test {
         .err(Output::capture);
   }
 
-  Finished launch(Words flags, const std::string& script) const {
+  ProcessResult launch(Words flags, const std::string& script) const {
     return launch::run(command(std::move(flags), script));
   }
 
@@ -64,7 +64,7 @@ class LaunchCommandTest : public ::testing::Test {
   test::TemporaryFolder folder_;
 };
 
-Finished semitone(const Words& arguments) {
+ProcessResult semitone(const Words& arguments) {
   return launch::run(ProcessOptions(SEMITONE_PROGRAM)
                          .arguments(arguments)
                          .out(Output::capture)
@@ -83,7 +83,7 @@ Words sorted_lines(const std::string& text) {
 // the command line
 
 TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
-  const Finished help = semitone({"launch", "--help"});
+  const ProcessResult help = semitone({"launch", "--help"});
   EXPECT_TRUE(help.status.success());
   EXPECT_THAT(help.out,
               AllOf(HasSubstr("[OPTIONS] PROGRAM [ARGUMENTS...]"), HasSubstr("--nproc-per-node"),
@@ -92,7 +92,7 @@ TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
 }
 
 TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
-  const Finished finished =
+  const ProcessResult finished =
       semitone({"launch", "--nproc_per_node", "1", "--max_restarts=0", "-t", "0", "printf", "%s|",
                 "--tee", "--nproc-per-node", "0", "--help", "--", "-x", "train"});
   EXPECT_TRUE(finished.status.success()) << finished.err;
@@ -100,7 +100,7 @@ TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
   // A program may have the name of a command.
   write_text(folder_ / "train", "#!/bin/sh\necho own\n");
   std::filesystem::permissions(folder_ / "train", std::filesystem::perms::owner_all);
-  const Finished own =
+  const ProcessResult own =
       launch::run(ProcessOptions(SEMITONE_PROGRAM)
                       .arguments({"launch", "train"})
                       .environment("PATH", folder_.path().string() + ":/usr/bin:/bin")
@@ -140,7 +140,7 @@ TEST_F(LaunchCommandTest, WrongUsageIsOneClearMessageAndCode2) {
   for (const auto& [arguments, message] : cases) {
     Words words{"launch"};
     words.insert(words.end(), arguments.begin(), arguments.end());
-    const Finished finished = semitone(words);
+    const ProcessResult finished = semitone(words);
     SCOPED_TRACE(message);
     EXPECT_EQ(finished.status.code, 2) << finished.err;
     EXPECT_THAT(finished.err, AllOf(StartsWith("["), HasSubstr(message)));
@@ -164,7 +164,7 @@ TEST_F(LaunchCommandTest, WhatCannotBeginIsOneClearMessageAndCode1) {
   for (const auto& [arguments, message] : cases) {
     Words words{"launch"};
     words.insert(words.end(), arguments.begin(), arguments.end());
-    const Finished finished = semitone(words);
+    const ProcessResult finished = semitone(words);
     EXPECT_EQ(finished.status.code, 1) << finished.err;
     EXPECT_THAT(finished.err, HasSubstr(message));
     EXPECT_EQ(finished.out, "");
@@ -180,7 +180,7 @@ TEST_F(LaunchCommandTest, TakesTorchrunsCommandLines) {
                  "--monitor_interval=5"},
            Words{"--nnodes=1:1", "--rdzv-backend=static", "--rdzv-endpoint=" + endpoint},
        }) {
-    const Finished finished = launch(flags, "echo $RANK of $WORLD_SIZE at $MASTER_ADDR");
+    const ProcessResult finished = launch(flags, "echo $RANK of $WORLD_SIZE at $MASTER_ADDR");
     EXPECT_TRUE(finished.status.success()) << finished.err;
     EXPECT_THAT(finished.out, StartsWith("0 of 1 at "));
   }
@@ -195,28 +195,28 @@ TEST_F(LaunchCommandTest, TakesTheMasterFromTheEnvironmentAsFromFlags) {
         .environment("MASTER_PORT", std::to_string(port));
   };
   Process other(node("1"));
-  const Finished first = launch::run(node("0"));
-  const Finished second = other.wait();
+  const ProcessResult first = launch::run(node("0"));
+  const ProcessResult second = other.wait();
   EXPECT_EQ(first.out, "0 at localhost " + std::to_string(port) + "\n") << first.err;
   EXPECT_EQ(second.out, "1 at localhost " + std::to_string(port) + "\n") << second.err;
   // Flags come first, and one node has no use for it.
-  const Finished flag = launch::run(
+  const ProcessResult flag = launch::run(
       command({"--nnodes", "2", "--master-addr", "192.0.2.1", "--join-timeout", "1"}, "exit 0")
           .environment("MASTER_ADDR", "localhost"));
   EXPECT_THAT(flag.err, HasSubstr("192.0.2.1"));
-  const Finished alone =
+  const ProcessResult alone =
       launch::run(command({}, "echo $MASTER_ADDR").environment("MASTER_ADDR", "192.0.2.1"));
   EXPECT_EQ(alone.out, "127.0.0.1\n");
-  const Finished wrong = launch::run(command({"--nnodes", "2"}, "exit 0")
-                                         .environment("MASTER_ADDR", "localhost")
-                                         .environment("MASTER_PORT", "http"));
+  const ProcessResult wrong = launch::run(command({"--nnodes", "2"}, "exit 0")
+                                              .environment("MASTER_ADDR", "localhost")
+                                              .environment("MASTER_PORT", "http"));
   EXPECT_EQ(wrong.status.code, 2);
   EXPECT_THAT(wrong.err,
               HasSubstr("[cli.launch] expected MASTER_PORT from 1 to 65535, got 'http'"));
 }
 
 TEST_F(LaunchCommandTest, SaysHowManyProcessesAutoMeans) {
-  const Finished finished = launch({"--nproc-per-node", "cpu"}, "echo $WORLD_SIZE");
+  const ProcessResult finished = launch({"--nproc-per-node", "cpu"}, "echo $WORLD_SIZE");
   EXPECT_TRUE(finished.status.success());
   const std::string count = finished.out.substr(0, finished.out.find('\n'));
   EXPECT_THAT(finished.err,
@@ -225,7 +225,7 @@ TEST_F(LaunchCommandTest, SaysHowManyProcessesAutoMeans) {
 
 TEST_F(LaunchCommandTest, AutoMeansOneForEachGpuWhereThereAreAny) {
   for (const char* word : {"auto", "gpu"}) {
-    const Finished finished =
+    const ProcessResult finished =
         launch::run(command({"--nproc-per-node", word}, "[ $RANK = 0 ] && echo $WORLD_SIZE; exit 0")
                         .environment("LD_LIBRARY_PATH", FAKE_CUDA_DIR));
     EXPECT_EQ(finished.out, "3\n");
@@ -237,15 +237,16 @@ TEST_F(LaunchCommandTest, AutoMeansOneForEachGpuWhereThereAreAny) {
 // output
 
 TEST_F(LaunchCommandTest, WithoutFlagsProcessesWriteDirectly) {
-  const Finished finished = launch({}, "echo out; echo err >&2; printf 'no newline'");
+  const ProcessResult finished = launch({}, "echo out; echo err >&2; printf 'no newline'");
   EXPECT_EQ(finished.out, "out\nno newline");
   EXPECT_EQ(finished.err, "err\n");
 }
 
 TEST_F(LaunchCommandTest, TeeMarksWholeLines) {
-  const Finished finished = launch({"--nproc-per-node", "2", "--tee", "3"},
-                                   "for i in 1 2 3; do printf 'a '; sleep 0.02; echo b$i; done\n"
-                                   "echo err >&2; printf 'no newline'");
+  const ProcessResult finished =
+      launch({"--nproc-per-node", "2", "--tee", "3"},
+             "for i in 1 2 3; do printf 'a '; sleep 0.02; echo b$i; done\n"
+             "echo err >&2; printf 'no newline'");
   EXPECT_TRUE(finished.status.success());
   EXPECT_EQ(sorted_lines(finished.out),
             (Words{"[rank0]: a b1", "[rank0]: a b2", "[rank0]: a b3", "[rank0]: no newline",
@@ -254,7 +255,7 @@ TEST_F(LaunchCommandTest, TeeMarksWholeLines) {
 }
 
 TEST_F(LaunchCommandTest, TeeBringsMuchOutputWhole) {
-  const Finished finished =
+  const ProcessResult finished =
       launch({"--nproc-per-node", "3", "--tee", "1"}, "seq -f \"$RANK %.0f\" 1 50000");
   Words expected;
   for (int rank = 0; rank < 3; ++rank) {
@@ -268,7 +269,7 @@ TEST_F(LaunchCommandTest, TeeBringsMuchOutputWhole) {
 
 TEST_F(LaunchCommandTest, ALogFolderAloneShowsAndKeepsEverything) {
   const auto logs = folder_ / "logs";
-  const Finished finished =
+  const ProcessResult finished =
       launch({"--log-dir", logs.string(), "--rdzv-id", "job"}, "echo out; echo err >&2");
   EXPECT_EQ(finished.out, "[rank0]: out\n");
   EXPECT_THAT(finished.err,
@@ -278,7 +279,7 @@ TEST_F(LaunchCommandTest, ALogFolderAloneShowsAndKeepsEverything) {
 }
 
 TEST_F(LaunchCommandTest, AReaderThatGoesDoesNotEndTheJob) {
-  const Finished finished =
+  const ProcessResult finished =
       launch::run(ProcessOptions("sh")
                       .arguments({"-c",
                                   "$0 launch --tee 1 --log-dir $1 --rdzv-id job sh -c 'seq 1 "
@@ -307,7 +308,7 @@ TEST_F(LaunchCommandTest, AReaderThatWaitsDoesNotStopTheLauncher) {
 // ends
 
 TEST_F(LaunchCommandTest, AFailureIsOneBlockAndItsCodeTheProgramsOwn) {
-  const Finished finished =
+  const ProcessResult finished =
       launch({"--nproc-per-node", "2", "--tee", "2"},
              "[ $RANK = 1 ] && { echo no such file: data >&2; exit 5; }; exec sleep 1000");
   EXPECT_EQ(finished.status.code, 5);
@@ -318,7 +319,7 @@ TEST_F(LaunchCommandTest, AFailureIsOneBlockAndItsCodeTheProgramsOwn) {
 }
 
 TEST_F(LaunchCommandTest, AFailureNamesTheProcessThatIsStopped) {
-  const Finished finished = launch({"--nproc-per-node", "3", "--grace", "0.1"}, R"sh(
+  const ProcessResult finished = launch({"--nproc-per-node", "3", "--grace", "0.1"}, R"sh(
     [ $RANK = 1 ] && kill -STOP $$
     [ $RANK = 0 ] && exec sleep 60
     sleep 0.5
@@ -352,7 +353,7 @@ TEST_F(LaunchCommandTest, SignalsStopEverything) {
                             "sleep 1000 & echo $! >> $DIR/ids; echo $$ >> $DIR/ids; wait"));
     ASSERT_TRUE(wait_for_ids(4));
     process.send(signal);
-    const Finished finished = process.wait();
+    const ProcessResult finished = process.wait();
     EXPECT_EQ(finished.status.code, 128 + signal);
     EXPECT_THAT(finished.err, HasSubstr("[launch] stopped by signal " + std::to_string(signal)));
     expect_all_gone(4);
@@ -436,7 +437,7 @@ TEST_F(TwoNodes, AFailureOnOneStopsBothAndBothNameIt) {
   Process one(node(script, {"--tee", "2"}));
   Process other(node(script, {"--tee", "2"}));
   for (Process* process : {&one, &other}) {
-    const Finished finished = process->wait();
+    const ProcessResult finished = process->wait();
     EXPECT_EQ(finished.status.code, 6);
     EXPECT_THAT(finished.err,
                 AllOf(HasSubstr("[launch] rank 1 failed: exit code 6\n  local rank 0 on node 1 ("),
@@ -458,7 +459,7 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
       ASSERT_EQ(::kill(id, signal), 0);
       Process& survivor = one.id() == id ? other : one;
       Process& lost = one.id() == id ? one : other;
-      const Finished finished = survivor.wait();
+      const ProcessResult finished = survivor.wait();
       EXPECT_EQ(finished.status.code, 1);
       EXPECT_THAT(finished.err,
                   AllOf(HasSubstr("node " + victim), HasSubstr("is lost: "),
@@ -486,9 +487,9 @@ TEST_F(TwoNodes, AReplacementMayComeBeforeItsPredecessorIsKnownToBeDead) {
   Process third(node(script, flags));
   Process& survivor = one.id() == frozen ? other : one;
   Process& lost = one.id() == frozen ? one : other;
-  const Finished first = survivor.wait();
+  const ProcessResult first = survivor.wait();
   EXPECT_EQ(first.status.code, 0) << first.err;
-  const Finished replacement = third.wait();
+  const ProcessResult replacement = third.wait();
   EXPECT_EQ(replacement.status.code, 0) << replacement.err;
   EXPECT_THAT(replacement.err,
               HasSubstr("this node waits until there is room for it: this job already has 2"));

@@ -20,10 +20,10 @@
 namespace semitone {
 namespace {
 
-using launch::Finished;
 using launch::Output;
 using launch::Process;
 using launch::ProcessOptions;
+using launch::ProcessResult;
 using nlohmann::json;
 using test::read_text;
 using ::testing::AllOf;
@@ -46,7 +46,7 @@ class TrainTogether : public ::testing::Test {
         .out(Output::capture)
         .err(Output::capture);
   }
-  Finished train(const Words& more) const { return launch::run(semitone(words(more))); }
+  ProcessResult train(const Words& more) const { return launch::run(semitone(words(more))); }
   // The one level in the file.
   json result(const std::string& file) const {
     const json results = json::parse(read_text(file));
@@ -65,7 +65,7 @@ class TrainTogether : public ::testing::Test {
 
 TEST_F(TrainTogether, OneProcessSpeaksForAll) {
   const std::string file = (folder_ / "two.json").string();
-  const Finished finished =
+  const ProcessResult finished =
       train({"--nproc", "2", "--sync-bn", "--compress", "bf16", "--epochs", "3", "--json", file});
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.out,
@@ -82,7 +82,7 @@ TEST_F(TrainTogether, OneProcessSpeaksForAll) {
 
 TEST_F(TrainTogether, EveryLevelIsAJobOfItsOwn) {
   const std::string file = (folder_ / "all.json").string();
-  const Finished finished =
+  const ProcessResult finished =
       train({"-g", "2", "--opt-level", "all", "--limit-batches", "3", "--json", file});
   ASSERT_TRUE(finished.status.success()) << finished.err;
   const json results = json::parse(read_text(file));
@@ -97,7 +97,7 @@ TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
   Words launch{"launch", "--nproc-per-node", "2", SEMITONE_PROGRAM};
   const Words train = words({"--limit-batches", "5", "--json", there});
   launch.insert(launch.end(), train.begin(), train.end());
-  const Finished finished = launch::run(semitone(launch));
+  const ProcessResult finished = launch::run(semitone(launch));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_EQ(count(finished.out, "\nO1 "), 1);
   for (const char* key : {"test_accuracy", "test_loss", "train_loss", "processes", "steps"})
@@ -116,8 +116,8 @@ TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
                port, "--threads", "1", "--limit-batches", "5", "--json", two}));
   };
   Process other(node("1"));
-  const Finished first = launch::run(node("0"));
-  const Finished second = other.wait();
+  const ProcessResult first = launch::run(node("0"));
+  const ProcessResult second = other.wait();
   ASSERT_TRUE(first.status.success()) << first.err;
   ASSERT_TRUE(second.status.success()) << second.err;
   EXPECT_THAT(first.out, HasSubstr("processes     2 on 2 machines"));
@@ -136,11 +136,12 @@ TEST_F(TrainTogether, SavedStatesAreOfAllProcesses) {
   };
   ASSERT_TRUE(run({"--max-steps", "8", "--json", json_of("whole")}).status.success());
   ASSERT_TRUE(run({"--max-steps", "4", "--save", state}).status.success());
-  const Finished resumed = run({"--max-steps", "8", "--resume", state, "--json", json_of("rest")});
+  const ProcessResult resumed =
+      run({"--max-steps", "8", "--resume", state, "--json", json_of("rest")});
   ASSERT_TRUE(resumed.status.success()) << resumed.err;
   for (const char* key : {"test_accuracy", "test_loss", "train_loss", "final_loss_scale"})
     EXPECT_EQ(result(json_of("whole")).at(key), result(json_of("rest")).at(key)) << key;
-  const Finished alone =
+  const ProcessResult alone =
       train({"--opt-level", "O2", "--dtype", "fp16", "--max-steps", "8", "--resume", state});
   EXPECT_EQ(alone.status.code, 1);
   EXPECT_THAT(alone.err, HasSubstr("[train.checkpoint] expected --nproc 1"));
@@ -165,7 +166,7 @@ TEST_F(TrainTogether, ARestartGoesOnWithWhatWasSaved) {
     return semitone(launch);
   };
   // The first attempt loses a process as soon as there is a state to resume from.
-  const Finished restarted =
+  const ProcessResult restarted =
       launch::run(command({"--save", state, "--resume", state, "--save-every", "4", "--json", file},
                           "[ $TORCHELASTIC_RESTART_COUNT$RANK = 01 ] && { (while [ ! -e " + state +
                               " ]; do sleep 0.01; done; kill -9 $$) & }\n"));
@@ -185,7 +186,7 @@ TEST_F(TrainTogether, ASignalSavesTheStateOfAll) {
   Process process(semitone(this->words(words)));
   ASSERT_TRUE(test::eventually([&] { return std::filesystem::exists(state); }));
   process.send(SIGTERM);
-  const Finished finished = process.wait();
+  const ProcessResult finished = process.wait();
   EXPECT_EQ(finished.status.code, 128 + SIGTERM);
   EXPECT_EQ(count(finished.err, "[train] stopped by signal 15"), 1) << finished.err;
   words = common;
@@ -195,13 +196,13 @@ TEST_F(TrainTogether, ASignalSavesTheStateOfAll) {
 
 TEST_F(TrainTogether, TheMasterMayComeFromTheEnvironment) {
   const Words here{"-n", "2", "-g", "1", "-nr", "1", "--threads", "1", "--quiet"};
-  const Finished finished = launch::run(semitone(words(here)).environment("MASTER_PORT", "x"));
+  const ProcessResult finished = launch::run(semitone(words(here)).environment("MASTER_PORT", "x"));
   EXPECT_EQ(finished.status.code, 2);
   EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected MASTER_PORT from 1 to 65535"));
   // The address as the data-parallel tutorials export it; an unknown one ends the program at once.
-  const Finished unknown = launch::run(semitone(words(here))
-                                           .environment("MASTER_ADDR", "no-such-host.invalid")
-                                           .environment("MASTER_PORT", "29400"));
+  const ProcessResult unknown = launch::run(semitone(words(here))
+                                                .environment("MASTER_ADDR", "no-such-host.invalid")
+                                                .environment("MASTER_PORT", "29400"));
   EXPECT_EQ(unknown.status.code, 1);
   EXPECT_THAT(unknown.err, HasSubstr("no-such-host.invalid"));
 }
@@ -217,17 +218,17 @@ TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {
       {{"--master-port", "65536"}, "expected --master-port from 0 to 65535"}};
   for (const auto& [more, message] : cases) {
     SCOPED_TRACE(message);
-    const Finished finished = train(more);
+    const ProcessResult finished = train(more);
     EXPECT_EQ(finished.status.code, 2);
     EXPECT_THAT(finished.err, HasSubstr(message));
     EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1) << finished.err;
     EXPECT_EQ(finished.out, "");
   }
-  const Finished launched = launch::run(semitone(words({"--nproc", "2"}))
-                                            .environment("RANK", "1")
-                                            .environment("WORLD_SIZE", "2")
-                                            .environment("MASTER_ADDR", "127.0.0.1")
-                                            .environment("MASTER_PORT", "1"));
+  const ProcessResult launched = launch::run(semitone(words({"--nproc", "2"}))
+                                                 .environment("RANK", "1")
+                                                 .environment("WORLD_SIZE", "2")
+                                                 .environment("MASTER_ADDR", "127.0.0.1")
+                                                 .environment("MASTER_PORT", "1"));
   EXPECT_EQ(launched.status.code, 2);
   EXPECT_THAT(launched.err,
               HasSubstr("[cli.train] expected no --nproc in a process that was launched, "
@@ -236,13 +237,13 @@ TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {
 
 TEST_F(TrainTogether, AProcessThatFailsEndsAllWithItsCode) {
   const std::string file = (folder_ / "x.json").string();
-  const Finished diverged =
+  const ProcessResult diverged =
       train({"--nproc", "2", "--opt-level", "O0", "--lr", "1e30", "--json", file});
   EXPECT_EQ(diverged.status.code, 3);
   EXPECT_THAT(diverged.err, AllOf(HasSubstr("[train.trainer] expected a finite"),
                                   HasSubstr("[launch] rank "), HasSubstr("failed: exit code 3")));
   EXPECT_THAT(diverged.out, Not(HasSubstr("level  dtype")));
-  const Finished unreadable = train({"--nproc", "2", "--resume", (folder_ / "none").string()});
+  const ProcessResult unreadable = train({"--nproc", "2", "--resume", (folder_ / "none").string()});
   EXPECT_EQ(unreadable.status.code, 1);
   EXPECT_THAT(unreadable.err, AllOf(HasSubstr("[cli.train] expected a saved state"),
                                     HasSubstr("[launch] rank 0 failed: exit code 1")));

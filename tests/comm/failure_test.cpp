@@ -46,15 +46,15 @@ InitOptions quick() {
 
 // Passes the message and the ranks of the CommError that a call throws to the test.
 template <typename Function>
-void say_error(const Rank& rank, Function&& function) {
+void report_error(const Rank& rank, Function&& function) {
   try {
     function();
     ADD_FAILURE() << "no error on rank " << rank.number();
   } catch (const CommError& error) {
     std::string ranks;
     for (const int each : error.ranks()) ranks += std::to_string(each) + ";";
-    rank.say(ranks);
-    rank.say(error.what());
+    rank.report(ranks);
+    rank.report(error.what());
   }
 }
 
@@ -66,9 +66,9 @@ void expect_errors(const std::vector<RankResult>& results, const std::vector<int
     if (std::count(casualties.begin(), casualties.end(), rank) > 0) continue;
     SCOPED_TRACE(rank);
     const RankResult& result = results[static_cast<std::size_t>(rank)];
-    ASSERT_EQ(result.said.size(), 2u) << result.output;
-    EXPECT_EQ(result.said[0], ranks) << result.said[1];
-    EXPECT_THAT(result.said[1], HasSubstr(part));
+    ASSERT_EQ(result.reports.size(), 2u) << result.output;
+    EXPECT_EQ(result.reports[0], ranks) << result.reports[1];
+    EXPECT_THAT(result.reports[1], HasSubstr(part));
   }
 }
 
@@ -94,7 +94,7 @@ TEST_P(LostRank, IsNamedByAllOthers) {
         const Group group = init("env://", quick());
         reduce_something(group);
         if (rank.number() == casualty.rank) std::raise(casualty.signal);
-        say_error(rank, [&] {
+        report_error(rank, [&] {
           for (;;) reduce_something(group);
         });
         // From now on at once.
@@ -126,7 +126,7 @@ TEST(Loss, IsNoticedInEveryKindOfWaiting) {
           std::this_thread::sleep_for(milliseconds(500));
           std::raise(SIGKILL);
         }
-        say_error(rank, [&] {
+        report_error(rank, [&] {
           if (rank.number() == 0) group.monitored_barrier(std::chrono::minutes(10));
           if (rank.number() == 2) group.barrier();
           // In a group that the lost rank is not in.
@@ -151,7 +151,7 @@ TEST(Loss, IsKnownToManyRanks) {
         group.all_reduce(sum);
         EXPECT_EQ(sum[999].item<std::int64_t>(), kRanks * (kRanks - 1) / 2);
         if (rank.number() == 7) std::raise(SIGKILL);
-        say_error(rank, [&] {
+        report_error(rank, [&] {
           for (;;) reduce_something(group);
         });
       },
@@ -172,12 +172,12 @@ TEST(Loss, OfARankThatWakesUpAgainIsToldToIt) {
       }
       std::raise(SIGSTOP);
     }
-    say_error(rank, [&] {
+    report_error(rank, [&] {
       for (;;) reduce_something(group);
     });
   });
   expect_errors(results, {1}, "1;", "rank 1 lost: no sign of life");
-  EXPECT_THAT(results[1].said.at(1), HasSubstr("rank 1 (this one) lost: no sign of life"));
+  EXPECT_THAT(results[1].reports.at(1), HasSubstr("rank 1 (this one) lost: no sign of life"));
 }
 
 TEST(Loss, LeavesNothingBehindThatWaits) {
@@ -193,7 +193,7 @@ TEST(Loss, LeavesNothingBehindThatWaits) {
           if (rank.number() == 1) std::raise(SIGSTOP);
           group.all_reduce_async(tensor);
         }
-        rank.say("ended");
+        rank.report("ended");
       },
       options);
 }
@@ -211,7 +211,7 @@ TEST(Destruction, EndsWhatIsStillUnderWay) {
     Work work = group->all_reduce_async(tensor);
     group.reset();
     EXPECT_TRUE(work.done());
-    say_error(rank, [&] {
+    report_error(rank, [&] {
       if (work.done()) work.wait();
     });
     std::ofstream(file) << "done";
@@ -227,10 +227,11 @@ TEST(LateRank, IsNamedWhenTheTimeIsUp) {
       // Busy with something else, and alive.
       std::this_thread::sleep_for(seconds(8));
     }
-    say_error(rank, [&] { reduce_something(group); });
+    report_error(rank, [&] { reduce_something(group); });
   });
   expect_errors(results, {2}, "2;", "rank 2 lost: did not call all_reduce in time");
-  EXPECT_THAT(results[2].said.at(1), HasSubstr("rank 2 (this one) lost: did not call all_reduce"));
+  EXPECT_THAT(results[2].reports.at(1),
+              HasSubstr("rank 2 (this one) lost: did not call all_reduce"));
 }
 
 TEST(LeavingRank, IsNamedByThoseThatStay) {
@@ -238,7 +239,7 @@ TEST(LeavingRank, IsNamedByThoseThatStay) {
     {
       const Group group = init("env://", quick());
       reduce_something(group);
-      if (rank.number() != 1) say_error(rank, [&] { reduce_something(group); });
+      if (rank.number() != 1) report_error(rank, [&] { reduce_something(group); });
     }
   });
   expect_errors(results, {1}, "1;", "rank 1 lost: left the group while others are in all_reduce");
@@ -249,16 +250,16 @@ TEST(MonitoredBarrier, NamesAllThatDoNotCome) {
     const Group group = init("env://", quick());
     group.monitored_barrier(seconds(60));
     if (rank.number() % 2 == 0) {
-      say_error(rank, [&] { group.monitored_barrier(milliseconds(500)); });
+      report_error(rank, [&] { group.monitored_barrier(milliseconds(500)); });
     }
     group.barrier();
   });
   for (const int rank : {0, 2}) {
-    const auto& said = results[static_cast<std::size_t>(rank)].said;
-    ASSERT_EQ(said.size(), 2u);
-    EXPECT_EQ(said[0], "1;3;");
-    EXPECT_THAT(said[1], AllOf(HasSubstr("[comm.monitored_barrier]"), HasSubstr("within 0.5 s"),
-                               HasSubstr("ranks 1, 3")));
+    const auto& reports = results[static_cast<std::size_t>(rank)].reports;
+    ASSERT_EQ(reports.size(), 2u);
+    EXPECT_EQ(reports[0], "1;3;");
+    EXPECT_THAT(reports[1], AllOf(HasSubstr("[comm.monitored_barrier]"), HasSubstr("within 0.5 s"),
+                                  HasSubstr("ranks 1, 3")));
   }
 }
 
@@ -266,7 +267,7 @@ TEST(Check, TellsWhatEachRankCallsIfTheyDiffer) {
   const auto results = run_ranks(4, [](Rank& rank) {
     const Group group = init("env://", quick());
     for (int round = 0; round < 3; ++round) reduce_something(group);
-    say_error(rank, [&] {
+    report_error(rank, [&] {
       at::Tensor tensor = torch::ones({rank.number() == 3 ? 500 : 4});
       if (rank.number() == 2) tensor = tensor.to(torch::kDouble);
       if (rank.number() == 1) {
@@ -281,11 +282,11 @@ TEST(Check, TellsWhatEachRankCallsIfTheyDiffer) {
     EXPECT_EQ(one.item<float>(), 4.f);
   });
   for (const RankResult& result : results) {
-    ASSERT_EQ(result.said.size(), 2u) << result.output;
-    EXPECT_THAT(result.said[1], AllOf(HasSubstr("rank 0: all_reduce float32[4]"),
-                                      HasSubstr("rank 1: broadcast float32[4] from rank 1"),
-                                      HasSubstr("rank 2: all_reduce float64[4]"),
-                                      HasSubstr("rank 3: all_reduce float32[500]")));
+    ASSERT_EQ(result.reports.size(), 2u) << result.output;
+    EXPECT_THAT(result.reports[1], AllOf(HasSubstr("rank 0: all_reduce float32[4]"),
+                                         HasSubstr("rank 1: broadcast float32[4] from rank 1"),
+                                         HasSubstr("rank 2: all_reduce float64[4]"),
+                                         HasSubstr("rank 3: all_reduce float32[500]")));
   }
 }
 
@@ -313,54 +314,56 @@ TEST(Check, CanBeLeftOut) {
 TEST(Rendezvous, NamesTheRanksThatDoNotCome) {
   const auto results = run_ranks(3, [](Rank& rank) {
     if (rank.number() == 1) return;
-    say_error(rank, [] { init("env://", quick().timeout(seconds(3))); });
+    report_error(rank, [] { init("env://", quick().timeout(seconds(3))); });
   });
   // The store is lost with rank 0: rank 2 notices one or the other.
-  ASSERT_EQ(results[0].said.size(), 2u);
-  EXPECT_EQ(results[0].said[0], "1;");
-  EXPECT_THAT(results[0].said[1], AllOf(HasSubstr("[comm.init]"), HasSubstr("3 ranks"),
-                                        HasSubstr("no sign of rank 1")));
-  EXPECT_EQ(results[2].said.size(), 2u);
+  ASSERT_EQ(results[0].reports.size(), 2u);
+  EXPECT_EQ(results[0].reports[0], "1;");
+  EXPECT_THAT(results[0].reports[1], AllOf(HasSubstr("[comm.init]"), HasSubstr("3 ranks"),
+                                           HasSubstr("no sign of rank 1")));
+  EXPECT_EQ(results[2].reports.size(), 2u);
 }
 
 TEST(Rendezvous, MakesABrokenPipeAnErrorAndNoSignal) {
   const auto results = run_ranks(2, [](Rank& rank) {
     const Group group = init("env://", quick());
     std::raise(SIGPIPE);
-    rank.say("alive");
+    rank.report("alive");
   });
-  EXPECT_THAT(results[0].said, testing::ElementsAre("alive"));
-  EXPECT_THAT(results[1].said, testing::ElementsAre("alive"));
+  EXPECT_THAT(results[0].reports, testing::ElementsAre("alive"));
+  EXPECT_THAT(results[1].reports, testing::ElementsAre("alive"));
 }
 
 TEST(Rendezvous, NamesTheMasterThatDoesNotAnswer) {
   const auto results = run_ranks(2, [](Rank& rank) {
     if (rank.number() == 0) return;
-    say_error(rank, [] { init("env://", quick().timeout(seconds(2))); });
+    report_error(rank, [] { init("env://", quick().timeout(seconds(2))); });
   });
   expect_errors(results, {0}, "0;", "rank 0 to answer at 127.0.0.1:");
-  EXPECT_THAT(results[1].said.at(1), HasSubstr("within 2 s"));
+  EXPECT_THAT(results[1].reports.at(1), HasSubstr("within 2 s"));
 }
 
 TEST(Rendezvous, NamesThePortThatIsTaken) {
   const auto results = run_ranks(2, [](Rank& rank) {
     if (rank.number() == 1) return;
     const test::Listener taken(std::stoi(std::getenv("MASTER_PORT")));
-    say_error(rank, [] { init("env://", quick()); });
+    report_error(rank, [] { init("env://", quick()); });
   });
   expect_errors(results, {1}, "0;", "Address already in use");
-  EXPECT_THAT(results[0].said.at(1), HasSubstr("MASTER_PORT"));
+  EXPECT_THAT(results[0].reports.at(1), HasSubstr("MASTER_PORT"));
 }
 
 TEST(Rendezvous, NamesTheRankWithAnotherWorldSize) {
   const auto results = run_ranks(3, [](Rank& rank) {
     const std::string size = rank.number() == 1 ? "2" : "3";
     ::setenv("WORLD_SIZE", size.c_str(), 1);
-    say_error(rank, [] { init("env://", quick().timeout(seconds(5))); });
+    report_error(rank, [] { init("env://", quick().timeout(seconds(5))); });
   });
   // Rank 1 takes ranks 0 and 1 for all.
-  EXPECT_THAT(results[1].said.at(1), HasSubstr("a world size of 2 on all ranks, got 3 on rank 0"));
-  EXPECT_THAT(results[0].said.at(1), HasSubstr("a world size of 3 on all ranks, got 2 on rank 1"));
+  EXPECT_THAT(results[1].reports.at(1),
+              HasSubstr("a world size of 2 on all ranks, got 3 on rank 0"));
+  EXPECT_THAT(results[0].reports.at(1),
+              HasSubstr("a world size of 3 on all ranks, got 2 on rank 1"));
 }
 
 TEST(Rendezvous, NamesTheRankThatIsThereTwice) {
@@ -378,7 +381,7 @@ TEST(Rendezvous, NamesTheRankThatIsThereTwice) {
       const Group group = init("env://", quick());
       group.barrier();
     } else {
-      say_error(rank, [] { init("env://", quick()); });
+      report_error(rank, [] { init("env://", quick()); });
     }
   });
   expect_errors(results, {0, 1}, "1;", "one process of rank 1");
@@ -394,7 +397,7 @@ TEST(Loss, WhileRanksConnectIsNoticed) {
       2,
       [](Rank& rank) {
         if (rank.number() == 0) {
-          say_error(rank, [] { init("env://", quick()); });
+          report_error(rank, [] { init("env://", quick()); });
           return;
         }
         const auto store = c10::make_intrusive<c10d::PrefixStore>(
@@ -425,7 +428,7 @@ TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
       [](Rank& rank) {
         const Group group = init("env://", quick());
         if (rank.number() == 2) std::raise(SIGKILL);
-        say_error(rank, [&] { group.subgroup({0, 1, 2}); });
+        report_error(rank, [&] { group.subgroup({0, 1, 2}); });
       },
       options);
   expect_errors(results, {2}, "2;", "rank 2 lost: its process has ended");
@@ -451,11 +454,11 @@ TEST(Loss, AtTheVeryEndHarmsNoOther) {
           }
           std::ofstream(rank.folder() / std::to_string(rank.number())) << "past the barrier";
         }
-        rank.say("out");
+        rank.report("out");
       },
       options);
   for (const int rank : {0, 2})
-    EXPECT_THAT(results[static_cast<std::size_t>(rank)].said, testing::ElementsAre("out"));
+    EXPECT_THAT(results[static_cast<std::size_t>(rank)].reports, testing::ElementsAre("out"));
 }
 
 // What Kubernetes' services and load balancers do while rank 0 is not up yet.
@@ -474,9 +477,9 @@ TEST(Rendezvous, OutlastsAProxyThatClosesConnections) {
     }
     const Group group = init("env://", quick().timeout(seconds(60)));
     reduce_something(group);
-    rank.say("met");
+    rank.report("met");
   });
-  for (const RankResult& result : results) EXPECT_THAT(result.said, testing::ElementsAre("met"));
+  for (const RankResult& result : results) EXPECT_THAT(result.reports, testing::ElementsAre("met"));
 }
 
 // One rank to another, past the third.
@@ -506,7 +509,7 @@ TEST_P(LostSender, IsNamed) {
       [](Rank& rank) {
         const Group group = init("env://", quick());
         if (rank.number() == 1) std::raise(GetParam());
-        say_error(rank, [&] { receive_string(group, 1); });
+        report_error(rank, [&] { receive_string(group, 1); });
       },
       options);
   expect_errors(results, {1}, "1;", "rank 1 lost");

@@ -29,8 +29,8 @@ at::Tensor tensor_of(const json& value, at::ScalarType dtype) {
 }
 
 // Linear, activation, Linear, activation, Linear.
-struct MlpImpl : torch::nn::Module {
-  MlpImpl(const json& description, at::ScalarType dtype)
+struct MLPImpl : torch::nn::Module {
+  MLPImpl(const json& description, at::ScalarType dtype)
       : activation(description.at("activation")) {
     for (const json& value : description.at("params")) {
       weights.push_back(
@@ -50,7 +50,7 @@ struct MlpImpl : torch::nn::Module {
   std::string activation;
   std::vector<at::Tensor> weights;
 };
-TORCH_MODULE(Mlp);
+TORCH_MODULE(MLP);
 
 struct Case {
   const json& description;
@@ -93,7 +93,7 @@ void expect_near(const at::Tensor& got, const json& want, at::ScalarType dtype,
 void follow(const Case& given, const json& split, const comm::Group& group,
             const DistributedDataParallelOptions& options) {
   const json& o = given.description.at("options");
-  Mlp model(given.description, given.dtype);
+  MLP model(given.description, given.dtype);
   DistributedDataParallel ddp(model, group, options);
   torch::optim::SGD optimizer(model->parameters(),
                               torch::optim::SGDOptions(o.at("lr").get<double>())

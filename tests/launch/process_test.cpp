@@ -62,16 +62,16 @@ TEST(Process, TellsHowItEnded) {
 }
 
 TEST(Process, CapturesEachStreamForItself) {
-  const Finished finished = run(captured("echo one; echo two >&2; echo three"));
+  const ProcessResult finished = run(captured("echo one; echo two >&2; echo three"));
   EXPECT_EQ(finished.out, "one\nthree\n");
   EXPECT_EQ(finished.err, "two\n");
-  const Finished only_out = run(captured("echo one; echo two >&2").err(Output::discard));
+  const ProcessResult only_out = run(captured("echo one; echo two >&2").err(Output::discard));
   EXPECT_EQ(only_out.out, "one\n");
   EXPECT_EQ(only_out.err, "");
 }
 
 TEST(Process, CapturesMoreThanAPipeHoldsOnBothStreams) {
-  const Finished finished =
+  const ProcessResult finished =
       run(captured("head -c 3000000 /dev/zero >&2; head -c 2000000 /dev/zero"));
   EXPECT_TRUE(finished.status.success());
   EXPECT_EQ(finished.out.size(), 2000000U);
@@ -119,7 +119,7 @@ TEST(Process, GetsSignals) {
   // Before the trap is set, the signal would end the shell.
   ::usleep(200000);
   process.send(SIGUSR1);
-  const Finished finished = process.wait();
+  const ProcessResult finished = process.wait();
   EXPECT_EQ(finished.out, "ready\ncaught\n");
   EXPECT_EQ(finished.status.code, 5);
 }
@@ -174,7 +174,7 @@ TEST(Process, CapturesWhereThisProcessHasClosedItsOwnStreams) {
     ::close(STDIN_FILENO);
     ::close(STDOUT_FILENO);
     ::close(STDERR_FILENO);
-    const Finished finished = run(captured("echo one; echo two >&2"));
+    const ProcessResult finished = run(captured("echo one; echo two >&2"));
     return finished.out == "one\n" && finished.err == "two\n";
   });
 }

@@ -1536,14 +1536,14 @@ TEST_P(LostInBackward, IsNamedByAllOthers) {
           }
         } catch (const CommError& error) {
           EXPECT_EQ(error.ranks(), std::vector<int>{1});
-          rank.say(error.what());
+          rank.report(error.what());
         }
       },
       options);
   for (const int rank : {0, 2, 3}) {
     const auto& result = results[static_cast<std::size_t>(rank)];
-    ASSERT_EQ(result.said.size(), 1u) << result.output;
-    EXPECT_THAT(result.said[0], HasSubstr("rank 1 lost"));
+    ASSERT_EQ(result.reports.size(), 1u) << result.output;
+    EXPECT_THAT(result.reports[0], HasSubstr("rank 1 lost"));
   }
 }
 
@@ -1560,12 +1560,12 @@ TEST(Loss, OfARankThatThrowsIsNamedToo) {
       sum_of_squares(ddp.forward(batch.data), batch.target).backward();
       ADD_FAILURE();
     } catch (const CommError& error) {
-      rank.say(error.what());
+      rank.report(error.what());
     } catch (const std::logic_error&) {
     }
   });
-  ASSERT_EQ(results[0].said.size(), 1u);
-  EXPECT_THAT(results[0].said[0], HasSubstr("rank 1 lost: left the group"));
+  ASSERT_EQ(results[0].reports.size(), 1u);
+  EXPECT_THAT(results[0].reports[0], HasSubstr("rank 1 lost: left the group"));
 }
 
 }  // namespace

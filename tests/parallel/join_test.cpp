@@ -347,15 +347,15 @@ TEST(Join, ALoopThatThrowsLeavesTheGroup) {
       ADD_FAILURE();
     } catch (const CommError& error) {
       EXPECT_EQ(error.ranks(), std::vector<int>{1});
-      rank.say(error.what());
+      rank.report(error.what());
     }
     std::ofstream(rank.folder() / std::to_string(rank.number())) << "caught";
   });
   for (const int rank : {0, 2}) {
-    const auto& said = results[static_cast<std::size_t>(rank)].said;
-    ASSERT_EQ(said.size(), 1u);
-    EXPECT_NE(said[0].find("rank 1 lost: left a joined loop by an exception"), std::string::npos)
-        << said[0];
+    const auto& reports = results[static_cast<std::size_t>(rank)].reports;
+    ASSERT_EQ(reports.size(), 1u);
+    EXPECT_NE(reports[0].find("rank 1 lost: left a joined loop by an exception"), std::string::npos)
+        << reports[0];
   }
 }
 

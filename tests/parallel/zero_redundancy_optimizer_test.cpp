@@ -628,12 +628,12 @@ TEST(ZeroErrors, NameARankThatIsLostInAStep) {
           for (;;) optimizer.step();
         } catch (const CommError& error) {
           EXPECT_EQ(error.ranks(), std::vector<int>{1});
-          rank.say("lost");
+          rank.report("lost");
         }
       },
       options);
   for (const std::size_t rank : {0u, 2u})
-    EXPECT_THAT(results[rank].said, ::testing::ElementsAre("lost"));
+    EXPECT_THAT(results[rank].reports, ::testing::ElementsAre("lost"));
 }
 
 TEST(ZeroErrors, NameWhatDiffersOnEveryRank) {

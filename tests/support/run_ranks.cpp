@@ -25,7 +25,7 @@ namespace {
 // Set for the processes that are ranks.
 constexpr auto kFolderVariable = "SEMITONE_TEST_FOLDER";
 constexpr auto kRankVariable = "SEMITONE_TEST_RANK";
-constexpr auto kSaying = "@@ ";
+constexpr auto kReport = "@@ ";
 
 [[noreturn]] void be_a_rank(const std::string& number, int count, const std::string& folder,
                             const std::function<void(Rank&)>& body) {
@@ -40,13 +40,13 @@ constexpr auto kSaying = "@@ ";
   std::exit(::testing::Test::HasFailure() ? 1 : 0);
 }
 
-std::vector<std::string> sayings(const std::string& output) {
-  std::vector<std::string> said;
+std::vector<std::string> reports_in(const std::string& output) {
+  std::vector<std::string> reports;
   std::istringstream lines(output);
   for (std::string line; std::getline(lines, line);) {
-    if (line.rfind(kSaying, 0) == 0) said.push_back(line.substr(std::string(kSaying).size()));
+    if (line.rfind(kReport, 0) == 0) reports.push_back(line.substr(std::string(kReport).size()));
   }
-  return said;
+  return reports;
 }
 
 launch::ProcessOptions process_of(int rank, int count, int port, const std::string& folder,
@@ -79,8 +79,8 @@ launch::ProcessOptions process_of(int rank, int count, int port, const std::stri
 
 }  // namespace
 
-void Rank::say(const std::string& text) const {
-  std::cout << kSaying + text + "\n" << std::flush;
+void Rank::report(const std::string& text) const {
+  std::cout << kReport + text + "\n" << std::flush;
 }
 
 std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& body,
@@ -109,9 +109,9 @@ std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& b
   for (int rank = 0; rank < count; ++rank) {
     waiters.emplace_back([&, rank] {
       const auto index = static_cast<std::size_t>(rank);
-      const launch::Finished finished = processes[index].wait();
+      const launch::ProcessResult finished = processes[index].wait();
       const std::lock_guard lock(mutex);
-      results[index] = {finished.status, sayings(finished.out), finished.out + finished.err};
+      results[index] = {finished.status, reports_in(finished.out), finished.out + finished.err};
       running.erase(rank);
       ended.notify_all();
     });

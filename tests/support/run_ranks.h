@@ -37,8 +37,8 @@ class Rank {
   // An empty folder that all ranks share.
   const std::filesystem::path& folder() const { return folder_; }
 
-  // Passes a string to the test: RankResult::said.
-  void say(const std::string& text) const;
+  // Passes a string to the test: RankResult::reports.
+  void report(const std::string& text) const;
 
  private:
   int number_;
@@ -48,7 +48,7 @@ class Rank {
 
 struct RankResult {
   launch::ExitStatus status;
-  std::vector<std::string> said;
+  std::vector<std::string> reports;
   std::string output;  // all it wrote
 };
 

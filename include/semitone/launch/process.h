@@ -60,7 +60,7 @@ class ProcessOptions {
 };
 
 /// What Process::wait returns.
-struct Finished {
+struct ProcessResult {
   ExitStatus status;
   std::string out;  ///< standard output, if captured
   std::string err;  ///< standard error, if captured
@@ -86,7 +86,7 @@ class Process {
   void send(int signal) const;
 
   /// Reads the captured output to its end, then waits for the process. Call it once.
-  Finished wait();
+  ProcessResult wait();
 
  private:
   struct Child;
@@ -94,6 +94,6 @@ class Process {
 };
 
 /// Starts a process and waits for it.
-Finished run(const ProcessOptions& options);
+ProcessResult run(const ProcessOptions& options);
 
 }  // namespace semitone::launch
