@@ -2,7 +2,7 @@
 // matters: in LibTorch's own autocast, in a region of the preset `torch` (the same rows) and in one
 // of the preset `semitone`.
 #include "benchmarks/support/interleave.h"
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
 
 #include <ATen/autocast_mode.h>

@@ -4,7 +4,7 @@
 //
 //     fp16_bench [size of the matrices, default 1024] [rounds, default 5]
 #include "benchmarks/support/interleave.h"
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
 
 #include <torch/torch.h>

@@ -126,7 +126,7 @@ def check_commands(root, page, commands):
 
 
 # The tables of options: page, the first cells of its tables' headers, and the header and class whose setters are the options.
-OPTION_TABLES = [("docs/grad_scaler.md", ["option"], "include/semitone/amp/loss_scale.h", "LossScaleOptions"),
+OPTION_TABLES = [("docs/grad_scaler.md", ["option"], "include/semitone/scaling/loss_scale.h", "LossScaleOptions"),
                  ("docs/opt_levels.md", ["property", "option"], "include/semitone/amp/opt_level.h", "Options")]
 VARIABLE_PAGES = ["docs/environment.md", "docs/launch.md"]
 VARIABLES = "include/semitone/core/env.h"

@@ -1,7 +1,7 @@
 #include "apps/semitone/operator_speed.h"
 
 #include "apps/semitone/output.h"
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/dtype.h"
 
 #include <torch/torch.h>

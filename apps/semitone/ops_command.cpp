@@ -3,7 +3,7 @@
 #include "apps/semitone/flags.h"
 #include "apps/semitone/operator_speed.h"
 #include "apps/semitone/output.h"
-#include "semitone/amp/cast_policy.h"
+#include "semitone/autocast/cast_policy.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 

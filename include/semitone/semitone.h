@@ -2,13 +2,13 @@
 
 /// Includes all of Semitone. A program that uses one part compiles faster with that part's header.
 
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/amp/captured_step.h"
-#include "semitone/amp/cast_policy.h"
-#include "semitone/amp/functions.h"
-#include "semitone/amp/grad_scaler.h"
-#include "semitone/amp/loss_scale.h"
-#include "semitone/amp/master_weights.h"
+#include "semitone/autocast/cast_policy.h"
+#include "semitone/autocast/functions.h"
+#include "semitone/scaling/grad_scaler.h"
+#include "semitone/scaling/loss_scale.h"
+#include "semitone/scaling/master_weights.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/opt_level.h"
 #include "semitone/comm/group.h"

@@ -1,4 +1,4 @@
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
 #include "src/amp/captured_step_impl.h"
 

@@ -6,9 +6,9 @@
 #include "src/amp/memory_format.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
-#include "src/amp/same_memory.h"
+#include "src/scaling/same_memory.h"
 #include "src/amp/small_eps.h"
-#include "src/amp/state_mode.h"
+#include "src/scaling/state_mode.h"
 #include "src/core/log.h"
 
 #include <algorithm>

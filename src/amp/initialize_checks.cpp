@@ -2,7 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "src/amp/gradients.h"
+#include "src/scaling/gradients.h"
 
 #include <algorithm>
 #include <cstdint>

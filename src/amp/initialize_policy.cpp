@@ -1,8 +1,8 @@
 #include "src/amp/initialize_policy.h"
 
 #include "semitone/core/dtype.h"
-#include "src/amp/gradients.h"
-#include "src/amp/presets/presets.h"
+#include "src/scaling/gradients.h"
+#include "src/autocast/presets/presets.h"
 
 #include <torch/nn/modules/activation.h>
 
@@ -14,7 +14,7 @@ namespace semitone::amp {
 namespace {
 
 // Whether the models contain LibTorch's attention, whose padding needs a region
-// (src/amp/attention_scores.h).
+// (src/autocast/attention_scores.h).
 bool has_attention(const std::vector<Model>& models) {
   return std::any_of(models.begin(), models.end(), [](const Model& model) {
     const torch::nn::Module* const whole = model.module();

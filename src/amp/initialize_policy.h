@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/amp/cast_policy.h"
+#include "semitone/autocast/cast_policy.h"
 #include "semitone/amp/mixed_precision.h"
 
 #include <optional>

@@ -1,6 +1,6 @@
 #include "src/amp/memory_format.h"
 
-#include "src/amp/same_memory.h"
+#include "src/scaling/same_memory.h"
 #include "src/core/for_each_module.h"
 
 #include <torch/nn/modules/conv.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/amp/model.h"
+#include "semitone/autocast/model.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -3,8 +3,8 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/events.h"
 #include "src/amp/cudnn_scope.h"
-#include "src/amp/gradients.h"
-#include "src/amp/step_watch.h"
+#include "src/scaling/gradients.h"
+#include "src/scaling/step_watch.h"
 
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/DimVector.h>

@@ -1,4 +1,4 @@
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/clip_grad.h"
 #include "src/amp/mixed_precision_impl.h"

@@ -2,8 +2,8 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
-#include "src/amp/same_memory.h"
-#include "src/amp/state_mode.h"
+#include "src/scaling/same_memory.h"
+#include "src/scaling/state_mode.h"
 #include "src/core/exact_weights.h"
 #include "src/core/log.h"
 

@@ -1,6 +1,6 @@
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
-#include "src/amp/custom_backward.h"
+#include "src/autocast/custom_backward.h"
 #include "src/amp/scaled_loss_work.h"
 #include "src/core/log.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/amp/mixed_precision.h"
-#include "semitone/amp/model.h"
+#include "semitone/autocast/model.h"
 #include "semitone/comm/group.h"
 
 #include <torch/optim/optimizer.h>

@@ -1,7 +1,7 @@
 // Common uses of losses, gradients and optimizers in programs for LibTorch and Apex: at every level
 // they are right, refused, or cause a warning.
 
-#include "semitone/amp/grad_scaler.h"
+#include "semitone/scaling/grad_scaler.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
 #include "semitone/optim/clip_grad.h"

@@ -1,10 +1,10 @@
 // Compares every call of autocast_cpu.json with LibTorch: output dtypes, whether it raises, and a
 // checksum, with casts off, in a bf16 and in an fp16 region.
 
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 
 #include "semitone/core/dtype.h"
-#include "src/amp/op_names.h"
+#include "src/autocast/op_names.h"
 #include "tests/support/conformance.h"
 
 #include <ATen/autocast_mode.h>

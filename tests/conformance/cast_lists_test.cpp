@@ -1,8 +1,8 @@
 // cast_lists.json: the lists of LibTorch, Apex and Paddle against our presets, name by name.
 
-#include "semitone/amp/cast_policy.h"
-#include "src/amp/dispatch.h"
-#include "src/amp/op_names.h"
+#include "semitone/autocast/cast_policy.h"
+#include "src/autocast/dispatch.h"
+#include "src/autocast/op_names.h"
 #include "tests/support/conformance.h"
 
 #include <ATen/autocast_mode.h>

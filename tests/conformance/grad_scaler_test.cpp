@@ -1,7 +1,7 @@
 // Every trace of grad_scaler.json: the loss scale's rule, step by step, against the results of
 // PyTorch, Paddle, Apex and DeepSpeed; and the real GradScaler against torch.amp's.
 
-#include "semitone/amp/grad_scaler.h"
+#include "semitone/scaling/grad_scaler.h"
 
 #include "semitone/core/dtype.h"
 #include "tests/support/conformance.h"

@@ -27,9 +27,9 @@ class CheckHouse(unittest.TestCase):
 
     def test_arrows_go_one_way(self):
         self.assertEqual(problems_of({"src/amp/a.cpp": '#include "semitone/core/error.h"\n'}), [])
-        found = problems_of({"src/core/a.cpp": '#include "semitone/amp/autocast.h"\n'})
+        found = problems_of({"src/core/a.cpp": '#include "semitone/autocast/autocast.h"\n'})
         self.assertEqual(found, ["src/core/a.cpp:1: room 'core' may not include room 'amp'"])
-        self.assertEqual(len(problems_of({"src/kernels/a.cpp": '#include "src/amp/dispatch.h"\n'})), 1)
+        self.assertEqual(len(problems_of({"src/kernels/a.cpp": '#include "src/autocast/dispatch.h"\n'})), 1)
 
     def test_the_page_draws_the_arrows_of_the_table(self):
         table = {"src/rooms.txt": "core:\nkernels: core\n"}
@@ -39,7 +39,7 @@ class CheckHouse(unittest.TestCase):
         self.assertEqual(len(problems_of({**table, "docs/house.md": core})), 1)
 
     def test_public_headers_are_clean(self):
-        for text in ("#include <fmt/format.h>", "#include <cuda_runtime.h>", '#include "src/amp/dispatch.h"', "#ifdef SEMITONE_CUDA"):
+        for text in ("#include <fmt/format.h>", "#include <cuda_runtime.h>", '#include "src/autocast/dispatch.h"', "#ifdef SEMITONE_CUDA"):
             with self.subTest(text):
                 self.assertEqual(len(problems_of({"include/semitone/amp/a.h": f"#pragma once\n{text}\n"})), 1)
 

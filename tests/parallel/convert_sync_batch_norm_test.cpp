@@ -1,6 +1,6 @@
 // Converted torch::nn::BatchNorm layers, in unmodified models.
 
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/parallel/sync_batch_norm.h"

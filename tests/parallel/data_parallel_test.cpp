@@ -1,6 +1,6 @@
 #include "semitone/parallel/data_parallel.h"
 
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/events.h"
 #include "src/parallel/gpu_balance.h"

@@ -1,6 +1,6 @@
 #include "semitone/parallel/distributed_data_parallel.h"
 
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/dtype.h"

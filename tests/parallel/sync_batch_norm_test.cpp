@@ -2,7 +2,7 @@
 
 #include "semitone/parallel/sync_batch_norm.h"
 
-#include "semitone/amp/autocast.h"
+#include "semitone/autocast/autocast.h"
 #include "semitone/comm/init.h"
 #include "semitone/zoo/convnet.h"
 #include "src/comm/process_group.h"

@@ -1,6 +1,6 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 
-#include "semitone/amp/grad_scaler.h"
+#include "semitone/scaling/grad_scaler.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"

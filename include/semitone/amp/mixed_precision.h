@@ -1,11 +1,11 @@
 #pragma once
 
-#include "semitone/amp/autocast.h"
-#include "semitone/amp/cast_tree.h"
-#include "semitone/amp/grad_scaler.h"
-#include "semitone/amp/loss_scaler.h"
-#include "semitone/amp/master_weights.h"
-#include "semitone/amp/model.h"
+#include "semitone/autocast/autocast.h"
+#include "semitone/autocast/cast_tree.h"
+#include "semitone/scaling/grad_scaler.h"
+#include "semitone/scaling/loss_scaler.h"
+#include "semitone/scaling/master_weights.h"
+#include "semitone/autocast/model.h"
 #include "semitone/amp/opt_level.h"
 
 #include <ATen/core/Tensor.h>

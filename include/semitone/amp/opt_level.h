@@ -1,7 +1,7 @@
 #pragma once
 
-#include "semitone/amp/cast_policy.h"
-#include "semitone/amp/loss_scale.h"
+#include "semitone/autocast/cast_policy.h"
+#include "semitone/scaling/loss_scale.h"
 
 #include <c10/core/DeviceType.h>
 #include <c10/core/MemoryFormat.h>

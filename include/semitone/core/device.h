@@ -43,7 +43,7 @@ enum class Pass : std::uint8_t {
 /// Returns whether LibTorch has a kernel in this 16-bit dtype that is about as fast as fp32's, or
 /// faster. Without such a kernel the operator takes 10 to 500 times as long as in fp32, or raises
 /// an error. Semitone then computes the same numbers through fp32: see Emulation in
-/// amp/cast_policy.h.
+/// autocast/cast_policy.h.
 ///
 /// On a CPU LibTorch leaves these operators to oneDNN, which chooses a kernel by instruction set.
 /// The table in src/core/native_kernels.cpp restates the kernel lists of oneDNN 3.10, the version

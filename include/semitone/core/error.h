@@ -39,7 +39,7 @@ class FileError : public Error {
   using Error::Error;
 };
 
-/// Training cannot continue: too many consecutive steps were skipped (see amp/loss_scale.h).
+/// Training cannot continue: too many consecutive steps were skipped (see scaling/loss_scale.h).
 class DivergedError : public Error {
  public:
   using Error::Error;

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/amp/mixed_precision.h"
-#include "semitone/amp/model.h"
+#include "semitone/autocast/model.h"
 #include "semitone/amp/opt_level.h"
 #include "semitone/comm/group.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"

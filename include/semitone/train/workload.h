@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/amp/cast_policy.h"
+#include "semitone/autocast/cast_policy.h"
 #include "semitone/amp/opt_level.h"
 #include "semitone/train/trainer.h"
 #include "semitone/zoo/encoder.h"

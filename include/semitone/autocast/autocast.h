@@ -1,0 +1,148 @@
+#pragma once
+
+#include "semitone/autocast/cast_policy.h"
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace semitone::amp {
+
+/// Until the end of its scope, operators of this thread run in the precision that a policy gives
+/// them:
+///
+///     {
+///       amp::Autocast region(torch::kCPU, torch::kBFloat16);
+///       output = model->forward(input);           // convolutions and matrix products in bf16
+///       loss = loss_fn(output, target);           // losses in fp32
+///     }
+///     loss.backward();                            // backward runs in the dtypes of the forward
+///
+/// - Regions nest, also with other devices, dtypes and policies. The end of a region restores the
+///   enclosing one, also when an exception ends it.
+/// - A region belongs to its thread. LibTorch carries it to the threads that work for this one: the
+///   autograd engine's, at::launch's and the JIT's. For other threads and for at::parallel_for, see
+///   AutocastState.
+/// - An fp32 parameter used twice in a region is cast once, also through .t(), which is how Linear
+///   uses it. The cached copy is dropped as soon as the weight changes, is kept per dtype, and is
+///   made again with a gradient if its first use had none. It lives until the outermost region ends
+///   or a backward pass runs through it.
+/// - A weight counts as changed after every write that LibTorch counts (in place, to an alias,
+///   set_data), when its memory is replaced, and after a write to that memory by add_ or sub_ in
+///   the region. On a CPU it also counts as changed if one of 32 sampled elements has another
+///   value. The steps of optimizers are therefore seen, including torch::optim::SGD's, which writes
+///   through tensor.data() with add_. Some writes through tensor.data() are not seen, unless a
+///   backward pass went through the cast before: writes by other operators, or while casts are off,
+///   to a tensor on another device than the CPU or to a few elements of a large weight. Write under
+///   torch::NoGradGuard instead, or call clear_cast_cache().
+/// - LibTorch's own cache of casts, which kernels of other libraries fill
+///   (at::autocast::cached_cast), is emptied at the same times.
+/// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
+/// - In-place operators and out= overloads are not cast: they run in their output's dtype.
+/// - TorchScript modules are covered, since their operators use the same dispatcher.
+///
+/// Destroy it on the thread that constructed it, in the reverse order of construction. If the order
+/// is wrong, the remaining regions continue as if the destroyed one had never existed, and the log
+/// says so once. If the thread is wrong, the log says so, and the region stays in force on its own
+/// thread until the next region begins or ends there.
+class [[nodiscard]] Autocast {
+ public:
+  /// Enters a region with the policy's device and dtype. Error if the policy has keep_fp32_params()
+  /// globs and is not bound: call bind() first.
+  explicit Autocast(const CastPolicy& policy);
+
+  /// Enters a region with the default policy, CastPolicy::semitone, for a device. With CUDA but
+  /// without a GPU nothing is cast, and the log says so once.
+  /// @param dtype    fp16 or bf16; default: default_16bit_dtype(device). Error for any other.
+  /// @param enabled  false: operators on this device run without casts in the scope, also inside an
+  ///                 enabled region
+  explicit Autocast(c10::DeviceType device, std::optional<c10::ScalarType> dtype = std::nullopt,
+                    bool enabled = true);
+
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  struct Guard;
+  std::unique_ptr<Guard> guard_;
+};
+
+/// Turns autocast off for every device until the end of the scope, inside any region. Apex:
+/// disable_casts. It also turns Emulation off: matrix products of 16-bit tensors are then
+/// LibTorch's. If the processor lacks kernels for the dtype, these are slow and round differently,
+/// and some convolutions are wrong (docs/numerics.md). To turn off the casts alone, use
+/// AutocastState::current().without_casts().enter().
+class [[nodiscard]] DisableCasts {
+ public:
+  DisableCasts();
+  ~DisableCasts();
+  DisableCasts(const DisableCasts&) = delete;
+  DisableCasts& operator=(const DisableCasts&) = delete;
+
+ private:
+  struct Guard;
+  std::unique_ptr<Guard> guard_;
+};
+
+/// Returns whether a device is in an enabled region on this thread, and casts are on.
+bool autocast_enabled(c10::DeviceType device);
+
+/// Returns the 16-bit dtype of this thread's region, or the device's default outside of regions.
+c10::ScalarType autocast_dtype(c10::DeviceType device);
+
+/// Empties the cache of weight casts in this thread's regions, and LibTorch's own cache. Needed
+/// only after a write that Autocast does not see. No effect outside of regions, except on
+/// LibTorch's cache.
+void clear_cast_cache();
+
+/// The regions of a thread, to be entered on another thread:
+///
+///     const auto state = amp::AutocastState::current();
+///     at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+///       const auto guard = state.enter();
+///       …
+///     });
+class AutocastState {
+ public:
+  /// Applies the state to this thread until it is destroyed.
+  class [[nodiscard]] Scope {
+   public:
+    ~Scope();
+    Scope(Scope&&) noexcept;
+    Scope& operator=(Scope&&) = delete;
+
+   private:
+    friend class AutocastState;
+    struct Guard;
+    explicit Scope(std::unique_ptr<Guard> guard);
+    std::unique_ptr<Guard> guard_;
+  };
+
+  /// Returns the regions of this thread.
+  static AutocastState current();
+  /// Returns a state without regions.
+  static AutocastState disabled();
+  /// Returns the same regions without casts: operators run in the dtypes of their arguments, and
+  /// 16-bit matrix products are computed as the policies say (Emulation).
+  AutocastState without_casts() const;
+  /// Applies the regions of the state to this thread, in place of the thread's own. Devices for
+  /// which the state has no region are off.
+  Scope enter() const;
+
+  AutocastState(const AutocastState&);
+  AutocastState& operator=(const AutocastState&);
+  AutocastState(AutocastState&&) noexcept;
+  AutocastState& operator=(AutocastState&&) noexcept;
+  ~AutocastState();
+
+ private:
+  struct Data;
+  explicit AutocastState(std::shared_ptr<const Data> data);
+  std::shared_ptr<const Data> data_;
+};
+
+}  // namespace semitone::amp

@@ -1,0 +1,162 @@
+#pragma once
+
+#include "semitone/autocast/cast_action.h"
+#include "semitone/autocast/model.h"
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace semitone::amp {
+
+/// Paddle's levels. O1 casts by an allow list and a block list. O2 casts all operators except those
+/// that are slower in 16 bits.
+enum class PaddleLevel { O1, O2 };
+
+class CompiledPolicy;
+
+/// Decides in which precision autocast runs each operator. A policy is a value: a table from
+/// operator to action, with a reason for each row.
+///
+///     auto policy =
+///         CastPolicy::semitone(torch::kBFloat16)
+///             .lower("softmax").keep_fp32("mylib::my_op").keep_fp32_params("head.*");
+///     amp::Autocast region(policy.bind(*model));
+///
+/// Operators are named by their ATen names: "conv2d" means all its overloads, "conv2d.padding" one
+/// of them, and "mylib::my_op" an operator of another library (TORCH_LIBRARY). An unknown name is
+/// an Error that suggests similar names. Operators that are not in the table run in the dtypes of
+/// their arguments. Only out-of-place operators can be cast. In-place operators and out= overloads
+/// write to a tensor that the caller chose, so they accept only ban() and leave().
+///
+/// In C++, torch::nn::Linear and functional::linear call addmm (2-D input with bias) or matmul, not
+/// linear. To change the precision of single layers, pass their parameters' names to
+/// keep_fp32_params().
+///
+/// `semitone ops` prints the tables.
+class CastPolicy {
+ public:
+  /// The default policy. On a GPU it is LibTorch's own list. On a CPU it has the same rows, except
+  /// for five operators (layer_norm, native_layer_norm, group_norm, binary_cross_entropy,
+  /// grid_sampler), and in addition the rows that only LibTorch's CPU list has, without that list's
+  /// dtype errors. docs/cast_policies.md lists the differences between the devices.
+  static CastPolicy semitone(CastTarget target = {});
+  /// LibTorch's own list for the device, unchanged.
+  static CastPolicy torch(CastTarget target = {});
+  /// The lists of apex.amp O1 (commit e13873de), translated to the operators that those functions
+  /// call.
+  static CastPolicy apex(CastTarget target = {});
+  /// The lists of paddle.amp 3.3, translated to the corresponding ATen operators.
+  static CastPolicy paddle(CastTarget target = {}, PaddleLevel level = PaddleLevel::O1);
+  /// An empty table: no casts. A region with it still computes 16-bit matrix products by Emulation.
+  /// Models with 16-bit weights (O2, O3) run in such a region.
+  static CastPolicy none(CastTarget target = {});
+  /// The preset of a name. Error for a name that is not in preset_names().
+  static CastPolicy by_name(std::string_view name, CastTarget target = {});
+  /// The names of all presets.
+  static std::vector<std::string> preset_names();
+
+  /// Edits of the table. Each adds a row or replaces the existing one. Error for an unknown
+  /// operator.
+  CastPolicy& lower(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& keep_fp32(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& promote(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& widest(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& leave(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& ban(std::string_view op, std::string_view reason = "set by the user");
+  CastPolicy& set(std::string_view op, CastAction action,
+                  std::string_view reason = "set by the user");
+
+  /// Keeps the parameters whose names match a glob (*, ?, [abc]; * also matches dots) in fp32.
+  /// Operators that get such a parameter as an argument then run in fp32, if this policy lists them
+  /// with any action, or if the preset `semitone` lists them for the device. A kept parameter can
+  /// therefore meet 16-bit tensors under every policy, including `none` of O2 and O3. For operators
+  /// in neither list, and for those that write to an argument (in-place forms, out= overloads),
+  /// LibTorch's type promotion decides.
+  ///
+  /// Names need a model: see bind(). In a policy that is already bound the glob is resolved at once
+  /// (Error if it matches nothing). Autocast refuses a policy with globs that is not bound.
+  /// amp::initialize binds the policy itself.
+  CastPolicy& keep_fp32_params(std::string_view glob);
+
+  /// Sets the emulation. Default: automatic.
+  CastPolicy& emulation(Emulation value);
+
+  /// Whether an operator runs in Semitone's own kernel if that supports the arguments. Such a
+  /// kernel takes one pass over memory instead of several, on the CPU; models need no change. The
+  /// kernels compute the results of LibTorch's operators, within rounding, and can be
+  /// differentiated as often. Dropout draws other random numbers from the same generator. The rows
+  /// still decide the dtypes.
+  ///
+  /// fast_kernel sets one operator, and is an Error for an operator without such a kernel.
+  /// fast_kernels sets all of them. Default: all on in the presets semitone and `none`. All off in
+  /// the others, which compute what their systems do. `semitone ops` marks them.
+  CastPolicy& fast_kernel(std::string_view op, bool on = true);
+  CastPolicy& fast_kernels(bool on);
+
+  /// Returns the policy for the parameters of a model: resolves the globs (Error if one matches
+  /// nothing) and lets the weight cache keep frozen parameters too. The policy refers to the
+  /// parameters, and does not own them.
+  CastPolicy bind(const Model& model) const;
+  /// The same for several models: each glob must match in one of them.
+  CastPolicy bind(const std::vector<Model>& models) const;
+
+  /// Returns the same preset for another device or dtype, with the same edits. Its rows are the
+  /// preset's rows for that device.
+  CastPolicy with_target(CastTarget target) const;
+
+  std::string_view name() const { return name_; }
+  c10::DeviceType device() const { return target_.device; }
+  c10::ScalarType dtype() const { return target_.dtype; }
+  Emulation emulation() const { return emulation_; }
+  /// The operators for which fast_kernel() is on.
+  const std::set<std::string>& fast_kernels() const { return fast_kernels_; }
+  const std::vector<std::string>& fp32_param_globs() const { return globs_; }
+
+  /// Whether bind() was called, and the globs are resolved.
+  bool is_bound() const { return binding_ != nullptr; }
+  /// Whether this parameter stays in fp32, as found by bind().
+  bool keeps_fp32(const at::Tensor& parameter) const;
+
+  /// Returns the row of an operator, or nothing if it is not listed. Here "conv2d" means the
+  /// overload without a name.
+  std::optional<CastRow> find(std::string_view op) const;
+  /// Returns all rows, sorted by operator: "conv2d", "conv2d.padding", "mylib::my_op".
+  const std::map<std::string, CastRow>& rows() const;
+
+  /// For the library itself: the table in the form that the dispatcher's kernels read.
+  std::shared_ptr<const CompiledPolicy> compiled() const;
+
+ private:
+  friend class PolicyBuilder;
+  struct NamedParameter;
+  struct Preset;    // its rows for one device, shared by all policies made of it
+  struct Compiled;  // made at first use, shared by copies, replaced by edits
+
+  using Binding = std::vector<NamedParameter>;  // the parameters of bind()
+  using Rows = std::map<std::string, CastRow>;
+
+  CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset);
+  static void keep_matching(Binding& binding, const std::string& glob);
+  void edited();
+  std::shared_ptr<const CompiledPolicy> compile() const;
+
+  std::string name_;
+  CastTarget target_;
+  std::shared_ptr<const Preset> preset_;
+  Rows edits_;  // rows in place of the preset's
+  std::vector<std::string> globs_;
+  Emulation emulation_ = Emulation::automatic;
+  std::set<std::string> fast_kernels_;
+  std::shared_ptr<const Binding> binding_;
+  std::shared_ptr<Compiled> compiled_;
+};
+
+}  // namespace semitone::amp

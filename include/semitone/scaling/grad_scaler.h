@@ -1,0 +1,138 @@
+#pragma once
+
+#include "semitone/scaling/loss_scaler.h"
+#include "semitone/scaling/parameter_names.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <functional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp {
+
+/// The outcome of a step.
+enum class Step {
+  stepped,  ///< the optimizer updated its parameters
+  skipped,  ///< a gradient was inf or NaN: nothing changed, and the loss scale may have backed off
+};
+
+/// See GradScaler::set_found_inf_hook.
+using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
+
+/// Scales a loss so that the gradients of a half-precision model do not underflow, unscales the
+/// gradients, skips steps in which the scale was too large, and adapts the scale. It follows the
+/// state machine of torch.amp.GradScaler:
+///
+///     amp::GradScaler scaler;
+///     for (auto& batch : *loader) {
+///       optimizer.zero_grad();
+///       torch::Tensor loss;
+///       {
+///         amp::Autocast region(torch::kCUDA);
+///         loss = loss_fn(model->forward(batch.data), batch.target);
+///       }
+///       scaler.scale(loss).backward();
+///       scaler.unscale_(optimizer);  // only to clip or to inspect gradients
+///       torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+///       if (scaler.step(optimizer) == amp::Step::skipped) ++skipped;  // unscales if necessary
+///       scaler.update();  // once an iteration, after all optimizers
+///     }
+///
+/// It differs from torch's where torch's is wrong or reports too little (docs/grad_scaler.md):
+/// - The unscaled gradients are checked for inf and NaN. torch checks before it multiplies by
+///   1/scale. Once its scale is 0, or so small that 1/scale is inf, it steps on NaN.
+/// - The scale has a lower and an upper bound, and may back off after several overflows only:
+///   LossScaleOptions.
+/// - step() returns whether it stepped, and skips are counted. After max_consecutive_skips an error
+///   names the parameter.
+/// - fp16 gradients are unscaled, in fp32 arithmetic, not refused. Sparse gradients are coalesced.
+/// - An optimizer without any gradient is not an error: its step() is called as usual.
+/// - A closure cannot be passed: it would run the model again on scaled gradients.
+///
+/// step() reads the host once, for found_inf, after one pass over all gradients of the optimizer.
+/// After an exception, also from the optimizer or a hook, the scaler stays usable. A copy has the
+/// same state. Only one thread at a time may use an object.
+class GradScaler {
+ public:
+  /// @param enabled  false: scale() returns its argument and step() only steps, so that one program
+  ///                 serves fp32 too
+  explicit GradScaler(const LossScaleOptions& options = {}, bool enabled = true);
+
+  /// Returns loss * scale, recorded by autograd, in fp32 or wider, since an fp16 loss times 65536
+  /// would be inf. A disabled scaler returns its argument.
+  at::Tensor scale(const at::Tensor& loss);
+  std::vector<at::Tensor> scale(const std::vector<at::Tensor>& losses);
+
+  /// Divides the gradients of the optimizer's parameters by the scale, in place, and checks for inf
+  /// and NaN. At most once between two updates, before step(). Error if scale() was never called,
+  /// or at a second call.
+  void unscale_(torch::optim::Optimizer& optimizer);
+
+  /// Calls optimizer.step() unless a gradient is inf or NaN. Unscales first if unscale_() was not
+  /// called. At most once between two updates. Gradients are not checked again after unscale_(), as
+  /// in torch. LBFGS is an Error: it evaluates the model again inside its step.
+  Step step(torch::optim::Optimizer& optimizer);
+  Step step(torch::optim::Optimizer& optimizer,
+            const torch::optim::Optimizer::LossClosure& closure) = delete;
+
+  /// Updates the scale with the results of the steps since the last update: an overflow in any
+  /// optimizer backs off. Error if no gradients were checked, or if the optimizer's state shows
+  /// that optimizer.step() was called after unscale_() instead of this class's step().
+  /// DivergedError after max_consecutive_skips consecutive skipped iterations.
+  void update();
+
+  /// Sets the scale, which must be positive and finite. Drops the results of the steps; counters
+  /// stay.
+  void update(double new_scale);
+
+  /// Returns the scale that scale() multiplies by; 1 if disabled. Does not read from a device.
+  double get_scale() const { return enabled_ ? scaler_.scale() : 1.0; }
+  bool is_enabled() const { return enabled_; }
+
+  /// Rule, state and counters: scaler().skipped_steps(), scaler().consecutive_skips() …
+  const LossScaler& scaler() const { return scaler_; }
+  /// Replaces the options during training. The scale and its counters stay.
+  void set_options(const LossScaleOptions& options) { scaler_.set_options(options); }
+
+  /// Sets the names of parameters in messages to their names in the model. Without names, messages
+  /// give a parameter's place in the optimizer ("group 0, parameter 3").
+  void name_parameters(const Model& model) { names_.add(model); }
+
+  /// Sets a hook through which ranks that do not share all gradients agree, with a MAX all-reduce.
+  /// It is called with an optimizer's found_inf (fp32, one element, on the gradients' device: 0 or
+  /// 1) before that is read: by step() or, after unscale_() alone, by update(). Default: none.
+  void set_found_inf_hook(FoundInfHook hook) { found_inf_hook_ = std::move(hook); }
+
+  /// Saves and loads everything that a resumed run needs to continue bit for bit. Error between
+  /// unscale_() or step() and update(). A disabled scaler saves only that it is disabled; loading
+  /// that into an enabled one is an Error.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+ private:
+  // The state of an optimizer whose gradients are unscaled.
+  struct Progress {
+    std::vector<at::Tensor> found_inf;  // one a device, at least one
+    bool stepped = false;               // or skipped
+    bool overflowed = false;            // found_inf as read by the host; valid if stepped
+    std::int64_t state = 0;             // of the optimizer, when gradients were unscaled
+  };
+
+  void require_scaled(const char* caller) const;
+  bool read(Progress& progress) const;
+
+  LossScaler scaler_;
+  bool enabled_;
+  bool scaled_ = false;   // scale() was called at least once
+  bool stepped_ = false;  // step() was called
+  std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;  // since the last update
+  ParameterNames names_;
+  FoundInfHook found_inf_hook_;
+};
+
+}  // namespace semitone::amp

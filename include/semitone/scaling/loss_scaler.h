@@ -1,0 +1,87 @@
+#pragma once
+
+#include "semitone/scaling/loss_scale.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <string>
+
+namespace semitone::amp {
+
+/// The result of a search for non-finite gradients.
+struct Overflow {
+  /// The non-finite parameter nearest the loss: the last one in the model's order. Backward runs
+  /// from the loss to the input and inf spreads with it, so this parameter overflowed first. Empty
+  /// if no search was made, or if the overflow was on another rank.
+  std::string parameter;
+  std::int64_t parameters = 0;  ///< number of parameters with an inf or NaN in their gradients
+};
+
+/// One loss scale in use: its rule, its state, and the counters of skipped steps. GradScaler has
+/// one, and MixedPrecision one for each loss. It is in host memory. A copy is a snapshot.
+class LossScaler {
+ public:
+  /// @param loss_id  index in events and messages
+  /// Error if the options contradict each other: see initial_loss_scale.
+  explicit LossScaler(const LossScaleOptions& options = {}, std::int64_t loss_id = 0);
+
+  /// The factor for losses.
+  double scale() const { return state_.scale; }
+  /// The factor for gradients: 1/scale in fp64, rounded to fp32, as in torch.
+  float inverse() const { return static_cast<float>(1.0 / state_.scale); }
+  /// Returns loss * scale, recorded by autograd, in fp32 or fp64: fp16 ends at 65504. Error for a
+  /// loss that is not floating-point.
+  at::Tensor scaled(const at::Tensor& loss) const;
+  /// Returns loss * scale, with a scale in the device's memory, of one fp32 element: for a captured
+  /// step.
+  static at::Tensor scaled(const at::Tensor& loss, const at::Tensor& scale);
+
+  /// Counts a skipped optimizer step and notifies listeners (events::StepSkipped). Call it before
+  /// update().
+  void note_skip(const Overflow& overflow);
+
+  /// Records where this loss overflowed, for the DivergedError, in a step that another loss's
+  /// overflow has already caused to be skipped and counted. Call it before update().
+  void note_overflow(const Overflow& overflow);
+
+  /// Ends an iteration: updates the scale (next_loss_scale) and notifies listeners
+  /// (events::LossScaleUpdated). DivergedError after max_consecutive_skips consecutive iterations
+  /// with found_inf; the object stays usable.
+  void update(bool found_inf);
+
+  /// Sets the scale, rounded to scale_dtype. Error unless it is positive and finite. Counters stay.
+  void set_scale(double scale);
+
+  const LossScaleOptions& options() const { return options_; }
+  /// Replaces the rule. Scale and counters stay, but a counter at or beyond its new limit, which
+  /// could never have an effect again, is set to one below the limit. Error as in the constructor.
+  void set_options(const LossScaleOptions& options);
+  const LossScaleState& state() const { return state_; }
+  std::int64_t skipped_steps() const { return skipped_; }
+  std::int64_t consecutive_skips() const { return consecutive_; }
+
+  /// Returns whether to search for the names of non-finite parameters at this skip: when there is a
+  /// listener, or at the first skip of a run that may end in a DivergedError. The search reads one
+  /// flag per parameter from the device.
+  bool wants_names() const;
+
+  /// Saves and loads rule, state and counters. load() is a FileError, and changes nothing, if the
+  /// archive lacks a value or holds an invalid one. Loaded counters are adjusted to their limits as
+  /// in set_options().
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+ private:
+  void fit_counters();
+
+  LossScaleOptions options_;
+  std::int64_t loss_id_;
+  LossScaleState state_;
+  std::int64_t skipped_ = 0;
+  std::int64_t consecutive_ = 0;
+  Overflow first_of_run_;  // of the current run of skips
+};
+
+}  // namespace semitone::amp

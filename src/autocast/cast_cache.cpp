@@ -1,0 +1,147 @@
+#include "src/autocast/cast_cache.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/UndefinedTensorImpl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace semitone::amp {
+namespace {
+
+// The offset of an element in memory, from its index in the order of the sizes.
+std::int64_t offset_of(const at::Tensor& tensor, std::int64_t place) {
+  std::int64_t offset = 0;
+  for (std::int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
+    const std::int64_t size = tensor.size(dim);
+    offset += place % size * tensor.stride(dim);
+    place /= size;
+  }
+  return offset;
+}
+
+// 32 elements, or all if there are fewer. The golden ratio distributes them. A fixed step would
+// sample a single column of a matrix with 2^n columns: that of an input which may always be zero. A
+// change of one element always changes the sum, since its factor is odd. Takes some 30 ns for a
+// weight in the processor's cache.
+template <typename Bits>
+std::uint64_t sum_of_some(const at::Tensor& weight) {
+  constexpr std::int64_t kLookedAt = 32;
+  constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
+  const auto* const data = static_cast<const char*>(weight.const_data_ptr());
+  const std::int64_t count = weight.numel();
+  const bool dense = weight.is_non_overlapping_and_dense();
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i < std::min(count, kLookedAt); ++i) {
+    const std::uint64_t spread = static_cast<std::uint64_t>(i) * kGolden;
+    const std::uint64_t spread_place =
+        ((spread >> 32) * static_cast<std::uint64_t>(count)) >> 32;  // in [0, count)
+    const std::int64_t place = count <= kLookedAt ? i : static_cast<std::int64_t>(spread_place);
+    const std::int64_t offset = dense ? place : offset_of(weight, place);
+    Bits bits;
+    std::memcpy(&bits, data + offset * std::int64_t{sizeof(bits)}, sizeof(bits));
+    sum += bits * (spread | 1);
+  }
+  return sum;
+}
+
+}  // namespace
+
+std::uint64_t CastCache::fingerprint_of(const at::Tensor& weight) {
+  if (weight.device().type() != c10::DeviceType::CPU) return 0;
+  return weight.element_size() == sizeof(std::uint16_t) ? sum_of_some<std::uint16_t>(weight)
+                                                        : sum_of_some<std::uint32_t>(weight);
+}
+
+bool CastCache::can_keep(const at::Tensor& tensor) {
+  return tensor.is_leaf() && !tensor.is_view() && !tensor.is_inference() &&
+         tensor.layout() == at::kStrided && tensor.has_storage();
+}
+
+std::optional<std::int64_t> CastCache::version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? std::nullopt : std::optional(tensor._version());
+}
+
+CastCache::Entry CastCache::entry_for(const at::Tensor& weight) {
+  return {
+      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(weight.getIntrusivePtr()),
+      weight.storage().getWeakStorageImpl(),
+      weight.const_data_ptr(),
+      c10::DimVector(weight.sizes()),
+      c10::DimVector(weight.strides()),
+      weight._version(),
+      fingerprint_of(weight),
+      {},
+      {}};
+}
+
+void CastCache::erase_after_backward(const at::Tensor& converted) {
+  if (!converted.requires_grad()) return;
+  converted.register_hook([cache = weak_from_this()](const at::Tensor&) {
+    if (const auto alive = cache.lock()) alive->clear();
+    at::autocast::clear_cache();
+  });
+}
+
+at::Tensor CastCache::find(const at::Tensor& weight, Conversion conversion) {
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find({weight.unsafeGetTensorImpl(), conversion});
+  if (found == entries_.end()) return {};
+  const Entry& entry = found->second;
+  const bool weight_as_it_was =
+      entry.version == weight._version() && entry.data == weight.const_data_ptr() &&
+      entry.storage._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
+      weight.sizes().equals(entry.sizes) && weight.strides().equals(entry.strides) &&
+      entry.fingerprint == fingerprint_of(weight);
+  if (!weight_as_it_was) return {};
+
+  const at::Tensor& converted = entry.converted;
+  if (entry.converted_version != version_of(converted)) return {};
+  // A cast made in inference mode could not be saved for a backward pass.
+  if (converted.is_inference() && !c10::InferenceMode::is_enabled()) return {};
+  const bool needs_grad = c10::GradMode::is_enabled() && weight.requires_grad();
+  if (needs_grad && !converted.requires_grad()) return {};
+  // Conversely, a weight that was frozen since must not get a gradient through an old cast.
+  if (!weight.requires_grad() && converted.requires_grad()) return {};
+  return converted;
+}
+
+void CastCache::insert(const Key& key, Entry entry) {
+  std::vector<Entry> erased;  // this and the entry replaced: destroyed after the lock is released
+  const std::lock_guard lock(mutex_);
+  const auto [place, added] = entries_.try_emplace(key, std::move(entry));
+  if (!added) std::swap(place->second, entry);
+  if (entries_.size() < sweep_at_) return;
+  erase_locked(is_unused, erased);
+  sweep_at_ = std::max(kSweepAbove, 2 * entries_.size());
+}
+
+// A cast with a gradient holds its weight through the node that accumulates the weight's gradient.
+// If nothing but such casts holds the weight, and nothing but the cache holds this cast, the
+// program can reach neither.
+bool CastCache::is_unused(const Entry& entry) {
+  const std::size_t weight_uses = entry.weight.use_count();
+  return weight_uses == 0 ||
+         (weight_uses == 1 && entry.converted.requires_grad() && entry.converted.use_count() == 1);
+}
+
+void CastCache::erase_memory_of(const at::Tensor& written) {
+  if (!written.has_storage() || written.storage().use_count() == 1) return;
+  const c10::StorageImpl* const storage = written.storage().unsafeGetStorageImpl();
+  std::vector<Entry> erased;
+  const std::lock_guard lock(mutex_);
+  erase_locked(
+      [storage](const Entry& entry) { return entry.storage._unsafe_get_target() == storage; },
+      erased);
+}
+
+void CastCache::clear() {
+  std::unordered_map<Key, Entry, Hash> erased;  // destroyed after the lock is released
+  const std::lock_guard lock(mutex_);
+  entries_.swap(erased);
+}
+
+}  // namespace semitone::amp

@@ -1,0 +1,244 @@
+#include "src/autocast/cast_kernel.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/autocast/attention_scores.h"
+#include "src/autocast/custom_backward.h"
+#include "src/autocast/op_names.h"
+#include "src/autocast/operator_lists.h"
+#include "src/autocast/presets/presets.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace semitone::amp {
+
+CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                       c10::DispatchKey key)
+    : id_(id),
+      device_(device),
+      name_(display_name(op.operator_name())),
+      is_aten_(is_aten(op.operator_name())),
+      is_script_cast_(std::find(kScriptCasts.begin(), kScriptCasts.end(), name_) !=
+                      kScriptCasts.end()),
+      is_bmm_(name_ == "bmm"),
+      widens_mixed_(is_aten_ && is_one_of(name_, kWidensMixed)),
+      lacks_16bit_(is_aten_ && (is_one_of(name_, kLack16Bits) ||
+                                is_one_of(name_, presets::without_16bit_kernels()))),
+      is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
+      is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
+      compute_(op, name_, device, key) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "dtype" && is_aten_) dtype_argument_ = i;
+  }
+}
+
+void CastKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                            Stack* stack) const {
+  const Regions* regions = Regions::current();
+  const Regions::Region* region = regions == nullptr ? nullptr : regions->find(device_);
+  if (region == nullptr || region->policy == nullptr) {
+    compute_.run_stock(op, keys, stack);
+    return;
+  }
+  const CompiledPolicy& policy = *region->policy;
+  const std::size_t count = op.schema().arguments().size();
+  const std::span<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
+  if (is_script_cast_) {
+    torch::jit::drop(*stack, count - 1);  // what remains is the tensor itself
+    return;
+  }
+
+  if (!c10::GradMode::is_enabled()) custom_backward::see_operator_without_gradients();
+  // fp32 that meets 16 bits in a product is lowered.
+  const bool may_be_scores = is_bmm_ && (policy.casts() || policy.lowers_mixed()) &&
+                             attention_scores::may_follow(arguments);
+  run(op, keys, stack, arguments, *regions, policy);
+  if (may_be_scores) attention_scores::remember(stack->back().toTensor());
+}
+
+namespace {
+
+void round_results(const c10::OperatorHandle& op, c10::ScalarType dtype, torch::jit::Stack* stack) {
+  const std::size_t count = op.schema().returns().size();
+  replace_tensors({stack->data() + (stack->size() - count), count}, [&](const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kFloat ? tensor.to(dtype) : tensor;
+  });
+}
+
+}  // namespace
+
+void CastKernel::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                     Arguments arguments, const Regions& regions,
+                     const CompiledPolicy& policy) const {
+  std::optional<CastAction> action = policy.action(id_);
+  if (policy.keeps_operator(id_) && has_kept_argument(arguments, policy)) action = CastAction::fp32;
+  if (belongs_to_stock(action, arguments, policy)) {
+    compute_.run_stock(op, keys, stack);
+    return;
+  }
+  const Caster cast(regions, policy, name_);
+  const FastKernel* const fast = compute_.fast_kernel(policy, id_);
+  switch (without_promotion(action.value_or(CastAction::leave), arguments, policy)) {
+    case CastAction::lower: {
+      if (compute_.multiplies_sparse(arguments)) {
+        run_in_fp32(op, keys, stack, arguments, cast, fast);
+        return;
+      }
+      const auto dtype = policy.dtype();
+      const bool emulated =
+          compute_.product().has_value() && compute_.goes_through_fp32(arguments, policy, dtype);
+      run_lowered(op, keys, stack, arguments, cast, dtype, emulated, emulated ? nullptr : fast);
+      return;
+    }
+    case CastAction::fp32:
+      run_in_fp32(op, keys, stack, arguments, cast, fast);
+      return;
+    case CastAction::ban:
+      refuse_16bit(op, arguments, policy);
+      [[fallthrough]];
+    default:
+      run_uncast(op, keys, stack, arguments, cast, policy, fast);
+  }
+}
+
+void CastKernel::run_lowered(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                             Arguments arguments, const Caster& cast, c10::ScalarType dtype,
+                             bool emulated, const FastKernel* fast) const {
+  const Conversion conversion = conversion_to(dtype, emulated);
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  replace_tensors(arguments,
+                  [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
+  compute_.run(op, keys, stack, arguments, fast);
+  if (emulated) round_results(op, dtype, stack);
+}
+
+void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                             Arguments arguments, const Caster& cast,
+                             const FastKernel* fast) const {
+  if (fast != nullptr && fast->widens &&
+      ComputeKernels::run_fast(fast, arguments, stack, /*widen=*/true))
+    return;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  if (dtype_argument_.has_value()) {
+    c10::IValue& dtype = arguments[*dtype_argument_];
+    const c10::IValue& first = arguments[0];
+    if (dtype.isNone() && first.isTensor() && is_eligible(first.toTensor(), device_)) {
+      cast.converts_to_fp32(first.toTensor());
+      dtype = static_cast<std::int64_t>(at::kFloat);
+    }
+  } else {
+    replace_tensors(arguments, [&](const at::Tensor& tensor) { return cast.to_fp32(tensor); });
+  }
+  compute_.run(op, keys, stack, arguments, fast);
+}
+
+void CastKernel::run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                            Arguments arguments, const Caster& cast, const CompiledPolicy& policy,
+                            const FastKernel* fast) const {
+  if ((is_recurrent_ || is_row_norm_) && policy.lowers_mixed()) lower_mixed(arguments, cast);
+  if (policy.lowers_mixed() && (lacks_16bit_ || compute_.multiplies_sparse(arguments))) {
+    run_in_fp32(op, keys, stack, arguments, cast, fast);
+    return;
+  }
+  std::optional<c10::ScalarType> mixed;
+  const auto& product = compute_.product();
+  if (product.has_value() && (!product->is_composite || product->has_steps)) {
+    const Dtypes dtypes(arguments, device_);
+    const auto dtype = dtypes.common_16bit();
+    // The policy's dtype differs, so the parts of a composite operator are cast one by one.
+    const bool is_whole = !product->is_composite || dtype == policy.dtype();
+    if (dtype.has_value() && is_whole && compute_.goes_through_fp32(arguments, policy, *dtype)) {
+      run_lowered(op, keys, stack, arguments, cast, *dtype, /*emulated=*/true);
+      return;
+    }
+    if (policy.lowers_mixed() && !product->is_composite) mixed = dtypes.mixed_16bit();
+  }
+  if (widens_mixed_ && policy.lowers_mixed() &&
+      Dtypes(arguments, device_).mixed_16bit().has_value()) {
+    run_in_fp32(op, keys, stack, arguments, cast, fast);
+    return;
+  }
+  if (ComputeKernels::run_fast(fast, arguments, stack)) return;
+  if (mixed.has_value()) {
+    // A result of a kept parameter, on its way through the other weights.
+    const bool emulated = compute_.goes_through_fp32(arguments, policy, *mixed);
+    run_lowered(op, keys, stack, arguments, cast, *mixed, emulated);
+    return;
+  }
+  compute_.run_uncast(op, keys, stack);
+}
+
+void CastKernel::lower_mixed(Arguments arguments, const Caster& cast) const {
+  const c10::IValue& first = arguments[0];
+  if (is_row_norm_ && !(first.isTensor() && first.toTensor().scalar_type() == at::kFloat)) return;
+  const auto mixed = Dtypes(arguments, device_).mixed_16bit();
+  if (!mixed.has_value()) return;
+  const Conversion conversion = conversion_to(*mixed, /*emulated=*/false);
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  replace_tensors(arguments,
+                  [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
+}
+
+bool CastKernel::belongs_to_stock(std::optional<CastAction> action, Arguments arguments,
+                                  const CompiledPolicy& policy) const {
+  if (!compute_.has_stock()) return false;
+  if (!action.has_value()) return policy.casts() && (policy.as_libtorch() || !is_aten_);
+  if (*action == CastAction::lower) return name_ == kCudnnRnn;
+  if (!policy.as_libtorch()) return false;
+  if (*action == CastAction::promote) {
+    const Dtypes dtypes(arguments, device_);
+    return policy.dtype() == at::kHalf ? dtypes.bf16 : dtypes.fp16;
+  }
+  return *action == CastAction::ban;
+}
+
+CastAction CastKernel::without_promotion(CastAction action, Arguments arguments,
+                                         const CompiledPolicy& policy) const {
+  if (action != CastAction::promote && action != CastAction::widest) return action;
+  Dtypes dtypes(arguments, device_);
+  if (action == CastAction::promote)
+    (policy.dtype() == at::kHalf ? dtypes.fp16 : dtypes.bf16) = true;
+  const auto widest = dtypes.widest();
+  if (widest == policy.dtype()) return CastAction::lower;
+  return widest == at::kFloat ? CastAction::fp32 : CastAction::leave;
+}
+
+bool CastKernel::has_kept_argument(Arguments arguments, const CompiledPolicy& policy) {
+  bool found = false;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+    found = found || (tensor.defined() && policy.keeps_fp32(tensor));
+  });
+  return found;
+}
+
+void CastKernel::refuse_16bit(const c10::OperatorHandle& op, Arguments arguments,
+                              const CompiledPolicy& policy) const {
+  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+    if (!is_eligible(tensor, device_) || !is_16bit(tensor.scalar_type())) return;
+    const char* const edit = writes_to_argument(op) ? "leave" : "keep_fp32";
+    throw Error("amp.autocast",
+                "fp32 arguments for '" + name_ + "', which the policy '" +
+                    std::string(policy.name()) + "' bans in 16 bits",
+                dtype_name(tensor.scalar_type()),
+                std::string("cast the argument with .to(torch::kFloat), or change the row: "
+                            "policy.") +
+                    edit + "(\"" + name_ + "\")");
+  });
+}
+
+c10::KernelFunction make_cast_kernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                                     c10::DispatchKey key) {
+  return c10::KernelFunction::makeFromBoxedFunctor<CastKernel>(
+      std::make_unique<CastKernel>(op, id, device, key));
+}
+
+}  // namespace semitone::amp

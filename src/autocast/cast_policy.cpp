@@ -1,0 +1,173 @@
+#include "semitone/autocast/cast_policy.h"
+
+#include "semitone/core/error.h"
+#include "semitone/core/nearest.h"
+#include "src/autocast/cast_policy_impl.h"
+#include "src/autocast/fast_kernels.h"
+#include "src/autocast/op_names.h"
+
+#include <fnmatch.h>
+
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp {
+
+CastPolicy::CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset)
+    : name_(std::move(name)),
+      target_(target),
+      preset_(std::move(preset)),
+      compiled_(std::make_shared<Compiled>()) {}
+
+void CastPolicy::edited() {
+  compiled_ = std::make_shared<Compiled>();
+}
+
+CastPolicy& CastPolicy::set(std::string_view op, CastAction action, std::string_view reason) {
+  Rows edits = edits_;
+  for (const auto& handle : resolve_operators(op, "amp.cast_policy")) {
+    const std::string name = display_name(handle.operator_name());
+    if (writes_to_argument(handle) && action != CastAction::ban && action != CastAction::leave) {
+      throw Error("amp.cast_policy", "an out-of-place operator",
+                  "'" + name + "', which writes to its argument",
+                  "name the out-of-place form; in-place operators accept only ban() and leave()");
+    }
+    edits[name] = {action, std::string(reason)};
+  }
+  edits_ = std::move(edits);
+  edited();
+  return *this;
+}
+
+CastPolicy& CastPolicy::lower(std::string_view op, std::string_view reason) {
+  return set(op, CastAction::lower, reason);
+}
+CastPolicy& CastPolicy::keep_fp32(std::string_view op, std::string_view reason) {
+  return set(op, CastAction::fp32, reason);
+}
+CastPolicy& CastPolicy::promote(std::string_view op, std::string_view reason) {
+  return set(op, CastAction::promote, reason);
+}
+CastPolicy& CastPolicy::widest(std::string_view op, std::string_view reason) {
+  return set(op, CastAction::widest, reason);
+}
+CastPolicy& CastPolicy::leave(std::string_view op, std::string_view reason) {
+  return set(op, CastAction::leave, reason);
+}
+CastPolicy& CastPolicy::ban(std::string_view op, std::string_view reason) {
+  return set(op, CastAction::ban, reason);
+}
+
+void CastPolicy::keep_matching(Binding& binding, const std::string& glob) {
+  bool matched = false;
+  std::vector<std::string> names;
+  for (NamedParameter& named : binding) {
+    names.push_back(named.name);
+    if (fnmatch(glob.c_str(), named.name.c_str(), 0) != 0) continue;
+    named.parameter.keep_fp32 = true;
+    matched = true;
+  }
+  if (matched) return;
+  const std::string near = nearest(glob, names);
+  throw Error("amp.cast_policy.bind", "a parameter that matches '" + glob + "'",
+              "none among " + std::to_string(names.size()) + " parameters",
+              near.empty() ? (names.empty() ? "" : "the first is called '" + names.front() + "'")
+                           : "did you mean " + near + "?");
+}
+
+CastPolicy& CastPolicy::keep_fp32_params(std::string_view glob) {
+  if (glob.empty()) throw Error("amp.cast_policy", "a glob of parameter names", "an empty one");
+  if (binding_ != nullptr) {
+    auto binding = std::make_shared<Binding>(*binding_);
+    keep_matching(*binding, std::string(glob));
+    binding_ = std::move(binding);
+  }
+  globs_.emplace_back(glob);
+  edited();
+  return *this;
+}
+
+CastPolicy& CastPolicy::emulation(Emulation value) {
+  emulation_ = value;
+  edited();
+  return *this;
+}
+
+CastPolicy& CastPolicy::fast_kernel(std::string_view op, bool on) {
+  const std::string name = display_name(op);
+  if (find_fast_kernel(name) == nullptr) {
+    std::string supported;
+    for (const FastKernel& kernel : amp::fast_kernels())
+      supported.append(supported.empty() ? "" : ", ").append(kernel.op);
+    throw Error("amp.cast_policy", "an operator with a fast kernel", "'" + name + "'",
+                "the operators with fast kernels are " + supported);
+  }
+  if (on) {
+    fast_kernels_.insert(name);
+  } else {
+    fast_kernels_.erase(name);
+  }
+  edited();
+  return *this;
+}
+
+CastPolicy& CastPolicy::fast_kernels(bool on) {
+  fast_kernels_.clear();
+  if (on) {
+    for (const FastKernel& kernel : amp::fast_kernels()) fast_kernels_.emplace(kernel.op);
+  }
+  edited();
+  return *this;
+}
+
+bool CastPolicy::keeps_fp32(const at::Tensor& parameter) const {
+  return compiled()->keeps_fp32(parameter);
+}
+
+CastPolicy CastPolicy::with_target(CastTarget target) const {
+  CastPolicy policy = *this;
+  policy.target_ = target;
+  if (target.device != target_.device) policy.preset_ = by_name(name_, target).preset_;
+  policy.edited();
+  return policy;
+}
+
+std::optional<CastRow> CastPolicy::find(std::string_view op) const {
+  const std::string name = display_name(op);
+  for (const Rows* rows : {&edits_, &preset_->rows}) {
+    const auto found = rows->find(name);
+    if (found != rows->end()) return found->second;
+  }
+  return std::nullopt;
+}
+
+const CastPolicy::Rows& CastPolicy::rows() const {
+  if (edits_.empty()) return preset_->rows;
+  std::call_once(compiled_->rows_once, [this] {
+    compiled_->rows = preset_->rows;
+    for (const auto& [name, row] : edits_) compiled_->rows[name] = row;
+  });
+  return compiled_->rows;
+}
+
+CastPolicy CastPolicy::bind(const Model& model) const {
+  return bind(std::vector<Model>{model});
+}
+
+CastPolicy CastPolicy::bind(const std::vector<Model>& models) const {
+  auto binding = std::make_shared<Binding>();
+  for (const Model& model : models) {
+    for (const Model::Entry& entry : model.entries()) {
+      if (entry.is_parameter) binding->push_back({entry.name, BoundParameter(entry.tensor, false)});
+    }
+  }
+  for (const std::string& glob : globs_) keep_matching(*binding, glob);
+  CastPolicy bound = *this;
+  bound.binding_ = std::move(binding);
+  bound.edited();
+  return bound;
+}
+
+}  // namespace semitone::amp

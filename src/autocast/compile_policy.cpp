@@ -1,0 +1,150 @@
+#include "src/autocast/cast_policy_impl.h"
+#include "src/autocast/dispatch.h"
+#include "src/autocast/emulation.h"
+#include "src/autocast/fast_kernels.h"
+#include "src/autocast/op_names.h"
+
+#include <c10/util/FunctionRef.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+
+// Turns a policy into the form that the dispatcher's kernels read, and installs the kernels that it
+// needs.
+namespace semitone::amp {
+namespace {
+
+// Calls install() once for each device. Two threads at the same time may call it twice, which is
+// harmless. Everything that a policy may need besides its rows is installed at once: looking up
+// each operator's kernel at every edit of a policy would cost 0.1 ms.
+class OncePerDevice {
+ public:
+  void operator()(c10::DeviceType device, c10::function_ref<void()> install) {
+    const auto bit = std::uint32_t{1} << static_cast<unsigned>(device);
+    if ((done_.load(std::memory_order_acquire) & bit) != 0) return;
+    install();
+    done_.fetch_or(bit, std::memory_order_release);
+  }
+
+ private:
+  std::atomic<std::uint32_t> done_{0};
+};
+
+// The operators of fast kernels by name, installed on a device.
+const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device) {
+  using Operators = std::map<std::string_view, OpId>;
+  static const auto* const operators = new Operators([] {
+    Operators ids;
+    for (const FastKernel& kernel : fast_kernels()) {
+      const auto op = find_operator(kernel.op);
+      if (op.has_value()) ids.emplace(kernel.op, op_id(*op));  // else not in this LibTorch
+    }
+    return ids;
+  }());
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const auto& [name, id] : *operators) install_kernel(*find_operator(name), device);
+  });
+  return *operators;
+}
+
+void install_matrix_products(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const auto& op : matrix_products()) install_kernel(op, device);
+  });
+}
+
+void install_for_mixed(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] { install_mixed_kernels(device); });
+}
+
+void install_convolutions(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const auto& op : convolutions()) install_kernel(op, device);
+  });
+}
+
+void use_fast_kernels(CompiledPolicy& policy, const std::set<std::string>& names) {
+  if (policy.device() != c10::DeviceType::CPU || names.empty()) return;
+  const auto& operators = fast_operators(policy.device());
+  for (const std::string& name : names) {
+    const auto id = operators.find(name);
+    if (id != operators.end()) policy.use_fast_kernel(id->second);
+  }
+}
+
+// The kernels of operators that have no row.
+void install_kernels_without_rows(const CompiledPolicy& policy) {
+  if (policy.lowers_mixed()) {
+    install_for_mixed(policy.device());
+  } else if (policy.emulates_any()) {
+    install_matrix_products(policy.device());
+  } else if (policy.repairs()) {
+    install_convolutions(policy.device());
+  }
+}
+
+// Operators in these rows run in fp32 if they get a parameter that stays in fp32.
+void keep_operators(CompiledPolicy& policy, const std::map<std::string, CastRow>& rows) {
+  for (const auto& [name, row] : rows) {
+    const auto op = find_operator(name);
+    if (!op.has_value() || writes_to_argument(*op)) continue;  // the write would go to a copy
+    policy.keep_operator(op_id(*op));
+    install_kernel(*op, policy.device());
+  }
+}
+
+}  // namespace
+
+const CompiledPolicy::Actions& CastPolicy::Preset::actions(c10::DeviceType device) const {
+  std::call_once(once, [&] {
+    for (const auto& [name, row] : rows) {
+      const auto op = find_operator(name);
+      if (!op.has_value()) continue;  // a library that was unloaded since
+      const OpId id = op_id(*op);
+      if (id >= by_id.size()) by_id.resize(id + 1);
+      by_id[id] = row.action;
+      install_kernel(*op, device);
+    }
+  });
+  return by_id;
+}
+
+std::shared_ptr<const CompiledPolicy> CastPolicy::compile() const {
+  const c10::DeviceType device = target_.device;
+  auto policy = std::make_shared<CompiledPolicy>(name_, target_, emulation_, preset_->as_libtorch);
+  install_stock_kernels(device);
+  policy->set_actions(preset_->actions(device));
+  for (const auto& [name, row] : edits_) {
+    const auto op = find_operator(name);
+    if (!op.has_value()) continue;  // a library that was unloaded since
+    policy->set_action(op_id(*op), row.action);
+    install_kernel(*op, device);
+  }
+  use_fast_kernels(*policy, fast_kernels_);
+  if (preset_->rows.empty()) policy->lower_mixed();
+  install_kernels_without_rows(*policy);
+  if (binding_ != nullptr) {
+    for (const NamedParameter& named : *binding_) policy->add(named.parameter);
+  }
+  if (binding_ != nullptr && !globs_.empty()) {
+    keep_operators(*policy, rows());
+    keep_operators(*policy, semitone(target_).rows());
+  }
+  return policy;
+}
+
+std::shared_ptr<const CompiledPolicy> CastPolicy::compiled() const {
+  std::call_once(compiled_->once, [this] { compiled_->policy = compile(); });
+  return compiled_->policy;
+}
+
+}  // namespace semitone::amp

@@ -1,0 +1,108 @@
+#include "src/autocast/watching_kernels.h"
+
+#include "src/autocast/attention_scores.h"
+#include "src/autocast/cast_kernel.h"
+#include "src/autocast/op_names.h"
+
+#include <ATen/Operators.h>
+#include <ATen/autocast_mode.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace semitone::amp {
+namespace {
+
+class WatchingKernel : public c10::OperatorKernel {
+ public:
+  WatchingKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                 c10::DispatchKey key)
+      : op_(op), boxed_(op, id, device, key), device_(device), key_(key) {}
+
+ protected:
+  struct InForce {
+    const Regions* regions;
+    const CompiledPolicy* policy;  // null: no region of ours, or one that is off
+  };
+  InForce in_force() const {
+    const Regions* regions = Regions::current();
+    const Regions::Region* region = regions == nullptr ? nullptr : regions->find(device_);
+    return {regions, region == nullptr ? nullptr : region->policy.get()};
+  }
+
+  template <typename... Arguments>
+  at::Tensor run_boxed(c10::DispatchKeySet keys, const Arguments&... arguments) const {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, arguments...);
+    boxed_(op_, keys, &stack);
+    return std::move(stack.back()).toTensor();
+  }
+
+  c10::OperatorHandle op_;
+  CastKernel boxed_;
+  c10::DeviceType device_;
+  c10::DispatchKey key_;
+};
+
+class ViewKernel final : public WatchingKernel {
+ public:
+  using WatchingKernel::WatchingKernel;
+
+  at::Tensor operator()(c10::DispatchKeySet keys, const at::Tensor& self,
+                        c10::SymIntArrayRef sizes) const {
+    const auto [regions, policy] = in_force();
+    if (policy != nullptr) {
+      if (attention_scores::are_viewed(self, sizes)) {
+        const Caster cast(*regions, *policy, "view");
+        const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+        return cast.to_fp32(self).view_symint(sizes);
+      }
+      const bool may_be_fast =
+          boxed_.has_fast_kernel(*policy) && self.dim() == 4 && !self.is_contiguous();
+      if (may_be_fast || boxed_.has_row(*policy)) return run_boxed(keys, self, sizes);
+    }
+    return at::_ops::view::redispatch(keys & below(key_), self, sizes);
+  }
+};
+
+// add_ and sub_: torch::optim::SGD and hand-written optimizers use them to write to weights through
+// tensor.data(), without a change of the version counter.
+template <typename Operator>
+class WritingKernel final : public WatchingKernel {
+ public:
+  using WatchingKernel::WatchingKernel;
+
+  at::Tensor& operator()(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other,
+                         const at::Scalar& alpha) const {
+    const auto [regions, policy] = in_force();
+    if (policy != nullptr) {
+      if (!self.requires_grad()) regions->cache->erase_memory_of(self);
+      if (boxed_.has_row(*policy) || boxed_.has_fast_kernel(*policy)) {
+        run_boxed(keys, self, other, alpha);
+        return self;
+      }
+    }
+    return Operator::redispatch(keys & below(key_), self, other, alpha);
+  }
+};
+
+template <typename Functor>
+c10::KernelFunction unboxed(const c10::OperatorHandle& op, OpId id, c10::DeviceType device,
+                            c10::DispatchKey key) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Functor>(
+      std::make_unique<Functor>(op, id, device, key));
+}
+
+}  // namespace
+
+c10::KernelFunction make_watching_kernel(const c10::OperatorHandle& op, OpId id,
+                                         c10::DeviceType device, c10::DispatchKey key) {
+  const std::string name = display_name(op.operator_name());
+  if (name == "view") return unboxed<ViewKernel>(op, id, device, key);
+  if (name == "add_.Tensor")
+    return unboxed<WritingKernel<at::_ops::add__Tensor>>(op, id, device, key);
+  return unboxed<WritingKernel<at::_ops::sub__Tensor>>(op, id, device, key);
+}
+
+}  // namespace semitone::amp

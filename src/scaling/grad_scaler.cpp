@@ -1,0 +1,150 @@
+#include "semitone/scaling/grad_scaler.h"
+
+#include "semitone/autocast/autocast.h"
+#include "semitone/core/error.h"
+#include "src/scaling/gradients.h"
+#include "src/scaling/step_watch.h"
+#include "src/core/archive.h"
+
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <string>
+#include <utility>
+
+namespace semitone::amp {
+
+GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
+    : scaler_(options), enabled_(enabled) {}
+
+at::Tensor GradScaler::scale(const at::Tensor& loss) {
+  if (!enabled_) return loss;
+  at::Tensor scaled = scaler_.scaled(loss);
+  scaled_ = true;
+  return scaled;
+}
+
+std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& losses) {
+  std::vector<at::Tensor> scaled;
+  scaled.reserve(losses.size());
+  for (const at::Tensor& loss : losses) scaled.push_back(scale(loss));
+  return scaled;
+}
+
+void GradScaler::require_scaled(const char* caller) const {
+  if (!scaled_) {
+    throw Error(std::string("amp.grad_scaler.") + caller, "scale() to be called before", "no call",
+                "back-propagate scaler.scale(loss), not loss");
+  }
+}
+
+void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  if (!enabled_) return;
+  require_scaled("unscale_");
+  if (const auto found = progress_.find(&optimizer); found != progress_.end()) {
+    throw Error("amp.grad_scaler.unscale_", "one call for each optimizer between two updates",
+                found->second.stepped ? "a call after step()" : "a second call",
+                "call update() once at the end of an iteration");
+  }
+  Gradients gradients(scaler_.inverse());
+  for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    gradients.unscale(parameter);
+  });
+  Progress progress;
+  gradients.run(progress.found_inf);
+  // Without gradients here, other ranks may still have some.
+  if (progress.found_inf.empty()) found_inf_on(progress.found_inf, device_of(optimizer));
+  if (!stepped_) progress.state = StepWatch::progress_of(optimizer);
+  progress_.emplace(&optimizer, std::move(progress));
+}
+
+// Whether a gradient is not finite, here or on another rank.
+bool GradScaler::read(Progress& progress) const {
+  if (found_inf_hook_) {
+    for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
+  }
+  return any_found_inf(progress.found_inf);
+}
+
+Step GradScaler::step(torch::optim::Optimizer& optimizer) {
+  if (!enabled_) {
+    optimizer.step();
+    clear_cast_cache();
+    return Step::stepped;
+  }
+  require_scaled("step");
+  stepped_ = true;
+  if (evaluates_loss(optimizer)) {
+    throw Error("amp.grad_scaler.step",
+                "an optimizer that does not evaluate the loss inside its step", "LBFGS",
+                "its gradients would be scaled there: train without a scaler");
+  }
+  if (progress_.count(&optimizer) == 0) unscale_(optimizer);
+  Progress& progress = progress_.at(&optimizer);
+  if (progress.stepped) {
+    throw Error("amp.grad_scaler.step", "one call for each optimizer between two updates",
+                "a second call", "call update() once at the end of an iteration");
+  }
+  progress.overflowed = read(progress);
+  progress.stepped = true;
+  if (progress.overflowed) {
+    scaler_.note_skip(scaler_.wants_names() ? find_overflow(optimizer, names_) : Overflow{});
+    return Step::skipped;
+  }
+  optimizer.step();
+  clear_cast_cache();
+  return Step::stepped;
+}
+
+void GradScaler::update() {
+  if (!enabled_) return;
+  require_scaled("update");
+  if (progress_.empty()) {
+    throw Error("amp.grad_scaler.update", "step() or unscale_() before",
+                "neither since the last update",
+                "call scaler.step(optimizer), not optimizer.step()");
+  }
+  for (auto& [optimizer, progress] : progress_) {
+    if (stepped_ || progress.stepped || StepWatch::progress_of(*optimizer) == progress.state)
+      continue;
+    progress.state = StepWatch::progress_of(*optimizer);  // reported once
+    throw Error("amp.grad_scaler.update", "scaler.step(optimizer) after unscale_()",
+                "optimizer.step(), which steps on inf", "call scaler.step(optimizer) instead");
+  }
+  bool overflowed = false;
+  for (auto& [optimizer, progress] : progress_) {
+    overflowed = (progress.stepped ? progress.overflowed : read(progress)) || overflowed;
+  }
+  progress_.clear();
+  scaler_.update(overflowed);
+}
+
+void GradScaler::update(double new_scale) {
+  if (!enabled_) return;
+  require_scaled("update");
+  scaler_.set_scale(new_scale);
+  progress_.clear();
+}
+
+void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  if (!progress_.empty()) {
+    throw Error("amp.grad_scaler.save", "a call between two iterations", "one before update()",
+                "save after update()");
+  }
+  archive.write("enabled", c10::IValue(enabled_));
+  if (enabled_) scaler_.save(archive);
+}
+
+void GradScaler::load(torch::serialize::InputArchive& archive) {
+  constexpr auto kComponent = "amp.grad_scaler.load";
+  const bool was_enabled = read_value<bool>(archive, "enabled", kComponent);
+  if (!enabled_) return;
+  if (!was_enabled) {
+    throw FileError(kComponent, "the state of an enabled scaler", "that of a disabled one",
+                    "construct the scaler with enabled = false, or do not load its state");
+  }
+  scaler_.load(archive);
+  progress_.clear();
+}
+
+}  // namespace semitone::amp

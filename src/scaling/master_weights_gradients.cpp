@@ -1,0 +1,196 @@
+#include "semitone/scaling/master_weights.h"
+#include "src/scaling/gradients.h"
+#include "src/scaling/state_mode.h"
+#include "src/kernels/flat.h"
+#include "src/kernels/multi_tensor_norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+// A gradient passes through these states between backward and step():
+//
+// - In the model: parameter.grad, as backward left it.
+// - Moved (take_gradients): master.grad has the unscaled fp32 gradient, and the model has none.
+// - Deferred (defer_gradients): Pair::deferred has the model's 16-bit gradient, still scaled, and
+//   master.grad is Pair::placeholder, a NaN. step() reads it from there in one pass, or
+//   move_deferred_gradients() moves it after all. If the placeholder has been dropped, replaced or
+//   filled in the meantime (is_deferred), that change wins.
+// - Shown, in addition to moved or deferred (show_gradients): parameter.grad is the tensor that
+//   step() will read (Pair::shown). Every function that needs the states above calls
+//   hide_gradients() first.
+
+namespace semitone::amp {
+
+void MasterWeights::show_gradients() {
+  hide_gradients();
+  for (Pair& pair : pairs_) {
+    at::Tensor& in_model = pair.parameter.mutable_grad();
+    const at::Tensor& grad = is_deferred(pair) ? pair.deferred : pair.master.grad();
+    if (in_model.defined() || !grad.defined()) continue;
+    in_model = pair.shown = grad;
+    shown_ = true;
+  }
+}
+
+void MasterWeights::hide_gradients() {
+  if (!std::exchange(shown_, false)) return;
+  for (Pair& pair : pairs_) {
+    const at::Tensor shown = std::exchange(pair.shown, {});
+    if (!shown.defined()) continue;
+    at::Tensor& in_model = pair.parameter.mutable_grad();
+    if (in_model.is_same(shown)) {
+      in_model.reset();
+      continue;
+    }
+    // The model's current gradient counts, if there is one, unless the master's was replaced too.
+    if (pair.deferred.defined() ? !is_deferred(pair) : !pair.master.grad().is_same(shown)) continue;
+    pair.master.mutable_grad().reset();
+    pair.deferred.reset();
+    pair.placeholder.reset();
+  }
+}
+
+void MasterWeights::take_gradients(Gradients& pass) {
+  const StateMode mode;
+  hide_gradients();
+  const bool any = std::any_of(pairs_.begin(), pairs_.end(),
+                               [](const Pair& pair) { return pair.parameter.grad().defined(); });
+  if (!any) return;
+  move_deferred_gradients();
+  maybe_stepped_ = true;
+  for (const Pair& pair : pairs_) pass.move(pair.parameter, pair.master);
+}
+
+bool MasterWeights::take_gradients(float inverse_scale) {
+  const StateMode mode;
+  Gradients pass(inverse_scale);
+  take_gradients(pass);
+  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
+    pass.unscale(parameter);  // the pass has the masters already
+  });
+  std::vector<at::Tensor> found_inf;
+  pass.run(found_inf);
+  return any_found_inf(found_inf);
+}
+
+// A gradient that is part of a larger tensor, such as a bucket that is reduced over ranks, cannot
+// be kept: the next backward pass writes there.
+bool MasterWeights::can_defer_gradients() const {
+  const auto is_own = [](const at::Tensor& grad) {
+    return grad.layout() == at::kStrided && grad.is_cpu() && !grad.is_view() &&
+           grad.storage().nbytes() == grad.nbytes() && grad.storage().use_count() == 1;
+  };
+  return fused_ != nullptr && std::all_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
+           const at::Tensor& grad = pair.parameter.grad();
+           return !pair.master.grad().defined() &&
+                  (!grad.defined() ||
+                   (is_own(grad) && kernels::same_flat_layout(grad, pair.master)));
+         });
+}
+
+bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
+  hide_gradients();
+  if (!can_defer_gradients()) return false;
+  const StateMode mode;
+  maybe_stepped_ = true;
+  deferred_inverse_ = inverse_scale;
+  std::vector<at::Tensor> grads;
+  for (Pair& pair : pairs_) {
+    pair.deferred = pair.parameter.grad();
+    if (!pair.deferred.defined()) continue;
+    grads.push_back(pair.deferred);
+    pair.parameter.mutable_grad().reset();
+    if (pair.master.numel() <= 1) {
+      pair.master.mutable_grad() =
+          std::exchange(pair.deferred, {}).to(at::kFloat).mul_(inverse_scale);
+      continue;
+    }
+    pair.placeholder = at::full({}, std::numeric_limits<float>::quiet_NaN(), pair.master.options())
+                           .expand(pair.master.sizes())
+                           .variable_data();
+    pair.master.mutable_grad() = pair.placeholder;
+  }
+  for (const double largest :
+       kernels::multi_tensor_norms(grads, std::numeric_limits<double>::infinity())) {
+    // The result of the multiplication, as for gradients that are moved.
+    found_inf = found_inf || !std::isfinite(static_cast<float>(largest) * inverse_scale);
+  }
+  return true;
+}
+
+// Whether the master's placeholder has not been dropped, replaced or filled since.
+bool MasterWeights::is_deferred(const Pair& pair) {
+  return pair.deferred.defined() && pair.master.grad().is_same(pair.placeholder) &&
+         std::isnan(*pair.placeholder.const_data_ptr<float>());
+}
+
+MasterWeights::Deferred MasterWeights::deferred_gradients() {
+  hide_gradients();
+  Deferred deferred{{}, {}, deferred_inverse_};
+  for (Pair& pair : pairs_) {
+    if (is_deferred(pair)) {
+      deferred.masters.push_back(pair.master);
+      deferred.grads.push_back(pair.deferred);
+    } else {
+      take_deferred(pair);  // another gradient has replaced it
+    }
+  }
+  return deferred;
+}
+
+void MasterWeights::scale_deferred_gradients(double factor) {
+  deferred_inverse_ = static_cast<float>(double{deferred_inverse_} * factor);
+}
+
+// Returns a deferred gradient to the model. False if there is none, or if it was dropped or
+// replaced in the optimizer.
+bool MasterWeights::take_deferred(Pair& pair) {
+  if (!pair.deferred.defined()) return false;
+  const bool still = is_deferred(pair);
+  const at::Tensor grad = std::exchange(pair.deferred, {});
+  const at::Tensor placeholder = std::exchange(pair.placeholder, {});
+  if (!still) {
+    if (pair.master.grad().is_same(placeholder))  // zeroed, or filled
+      pair.master.mutable_grad() = placeholder.contiguous();
+    return false;
+  }
+  pair.master.mutable_grad().reset();
+  pair.parameter.mutable_grad() = grad;
+  return true;
+}
+
+void MasterWeights::move_deferred_gradients() {
+  const StateMode mode;
+  hide_gradients();
+  std::vector<std::pair<const Pair*, at::Tensor>> later;  // what the model has got since
+  Gradients pass(deferred_inverse_);
+  for (Pair& pair : pairs_) {
+    const at::Tensor since = pair.parameter.grad();
+    if (!take_deferred(pair)) continue;
+    if (since.defined()) later.emplace_back(&pair, since);
+    pass.move(pair.parameter, pair.master);
+  }
+  std::vector<at::Tensor> ignored;  // defer_gradients() has reported it
+  pass.run(ignored);
+  for (const auto& [pair, grad] : later) pair->parameter.mutable_grad() = grad;
+}
+
+void MasterWeights::clear_gradients() {
+  hide_gradients();
+  for (Pair& pair : pairs_) {
+    pair.master.mutable_grad().reset();
+    pair.deferred.reset();
+    pair.placeholder.reset();
+  }
+  maybe_stepped_ = false;
+}
+
+bool MasterWeights::has_gradient(const at::Tensor& parameter) const {
+  const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
+  return found != by_parameter_.end() && pairs_[found->second].master.grad().defined();
+}
+
+}  // namespace semitone::amp

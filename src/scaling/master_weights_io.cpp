@@ -1,0 +1,66 @@
+#include "semitone/scaling/master_weights.h"
+#include "semitone/core/error.h"
+#include "src/scaling/gradients.h"
+#include "src/core/archive.h"
+
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+namespace semitone::amp {
+
+// Calls visit(key, pair) for every master, in the order of its first place in the optimizer. This
+// differs from the order of pairs_, in which a parameter that was frozen comes later.
+template <typename Visit>
+void MasterWeights::for_each_place(Visit&& visit) const {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for_each_parameter(
+      *optimizer_, [&](std::size_t group, std::size_t index, const at::Tensor& parameter) {
+        const auto found = by_master_.find(parameter.unsafeGetTensorImpl());
+        if (found == by_master_.end() || !seen.insert(found->first).second) return;
+        visit("group" + std::to_string(group) + "_" + std::to_string(index), pairs_[found->second]);
+      });
+}
+
+void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("size", c10::IValue(static_cast<std::int64_t>(pairs_.size())));
+  for_each_place(
+      [&](const std::string& key, const Pair& pair) { archive.write(key, pair.master.detach()); });
+}
+
+std::vector<at::Tensor> MasterWeights::read(torch::serialize::InputArchive& archive) {
+  constexpr auto kComponent = "amp.master_weights.load";
+  adopt({});
+  const auto size = read_value<std::int64_t>(archive, "size", kComponent);
+  if (size != static_cast<std::int64_t>(pairs_.size())) {
+    throw FileError(kComponent, std::to_string(pairs_.size()) + " master weights",
+                    std::to_string(size),
+                    "was it saved from the same model and optimizer, at the same opt level, with "
+                    "the same layers frozen?");
+  }
+  std::vector<at::Tensor> values;
+  for_each_place([&](const std::string& key, const Pair& pair) {
+    values.push_back(read_value<at::Tensor>(archive, key, kComponent));
+    if (values.back().sizes() != pair.master.sizes()) {
+      throw FileError(kComponent, c10::str("a master weight of shape ", pair.master.sizes()),
+                      c10::str(values.back().sizes(), " at ", key),
+                      "was it saved from the same model?");
+    }
+  });
+  return values;
+}
+
+void MasterWeights::assign(const std::vector<at::Tensor>& values) {
+  auto value = values.begin();
+  for_each_place([&](const std::string&, const Pair& pair) { set(pair.parameter, *value++); });
+}
+
+void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  assign(read(archive));
+}
+
+}  // namespace semitone::amp

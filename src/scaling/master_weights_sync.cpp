@@ -1,0 +1,132 @@
+#include "semitone/autocast/autocast.h"
+#include "semitone/scaling/master_weights.h"
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/scaling/state_mode.h"
+
+#include <utility>
+
+// Weights have states too. A pair agrees while both versions and addresses are those recorded by
+// agreed(). pull() copies changed elements of a parameter to its master; sync() also rounds a
+// changed master into its parameter. maybe_stepped_ stands for changes of masters that no version
+// counter shows.
+
+namespace semitone::amp {
+
+namespace {
+
+// Where a 16-bit tensor is not what exact values round to. Compared by their bits, which are those
+// of a NaN too.
+at::Tensor differ(const at::Tensor& value, const at::Tensor& exact) {
+  return value.view(at::kShort).ne(exact.to(value.scalar_type()).view(at::kShort));
+}
+
+}  // namespace
+
+void MasterWeights::agreed(Pair& pair) {
+  pair.parameter_version = static_cast<std::uint32_t>(pair.parameter._version());
+  pair.parameter_data = pair.parameter.const_data_ptr();
+  pair.master_version = static_cast<std::uint32_t>(pair.master._version());
+  pair.master_data = pair.master.const_data_ptr();
+  pair.replaced = {};
+}
+
+bool MasterWeights::parameter_changed(const Pair& pair) {
+  return pair.parameter_version != static_cast<std::uint32_t>(pair.parameter._version()) ||
+         pair.parameter_data != pair.parameter.const_data_ptr();
+}
+
+bool MasterWeights::master_changed(const Pair& pair) {
+  return pair.master_version != static_cast<std::uint32_t>(pair.master._version()) ||
+         pair.master_data != pair.master.const_data_ptr();
+}
+
+// An element equal to its rounded master was not changed, so the master's exact value stays.
+void MasterWeights::take_parameter(Pair& pair) {
+  const at::Tensor value = pair.parameter.detach();
+  if (value.sizes() != pair.master.sizes()) {
+    throw Error("amp.master_weights",
+                c10::str("a parameter of shape ", pair.master.sizes(), ", as at construction"),
+                c10::str(value.sizes()), "was a file of another model loaded into it?");
+  }
+  const bool comparable = is_16bit(value.scalar_type()) && value.device() == pair.master.device() &&
+                          !master_changed(pair);
+  if (!comparable) {
+    pair.master.copy_(value);
+    agreed(pair);
+    return;
+  }
+  const at::Tensor differs = differ(value, pair.master);
+  const at::Tensor taken = with_replaced(pair, value, at::where(differs, value, pair.master));
+  keep_replaced(pair, differs);
+  pair.master.copy_(taken);
+  Replaced replaced = std::move(pair.replaced);
+  agreed(pair);
+  pair.replaced = std::move(replaced);
+}
+
+// The elements that a parameter has got back are those that were replaced.
+at::Tensor MasterWeights::with_replaced(const Pair& pair, const at::Tensor& value,
+                                        const at::Tensor& otherwise) {
+  const auto& [places, values] = pair.replaced;
+  if (!values.defined()) return otherwise;
+  if (!places.defined()) return at::where(differ(value, values), otherwise, values);
+  const at::Tensor result = otherwise.reshape(-1);
+  const at::Tensor now = value.reshape(-1).index_select(0, places);
+  return result
+      .index_copy(0, places, at::where(differ(now, values), result.index_select(0, places), values))
+      .view(otherwise.sizes());
+}
+
+// Remembers the elements of the master that are about to be replaced: all of them where they are
+// many. The first replaced are the exact ones.
+void MasterWeights::keep_replaced(Pair& pair, const at::Tensor& differs) {
+  auto& [places, values] = pair.replaced;
+  if (values.defined() && !places.defined()) return;  // all are remembered
+  const at::Tensor fresh = differs.reshape(-1).nonzero().squeeze(1);
+  if (fresh.numel() == 0) return;
+  const at::Tensor master = pair.master.reshape(-1);
+  if (!values.defined() && 4 * fresh.numel() <= master.numel()) {
+    places = fresh;
+    values = master.index_select(0, fresh);
+    return;
+  }
+  const at::Tensor all = values.defined() ? master.index_copy(0, places, values) : master.clone();
+  places.reset();
+  values = all.view(pair.master.sizes());
+}
+
+void MasterWeights::pull() {
+  const StateMode mode;
+  adopt({});
+  for (Pair& pair : pairs_) {
+    if (parameter_changed(pair)) take_parameter(pair);
+  }
+}
+
+void MasterWeights::sync() {
+  const StateMode mode;
+  pull();
+  for (Pair& pair : pairs_) {
+    if (master_changed(pair)) {
+      pair.parameter.copy_(pair.master);
+      agreed(pair);
+    } else if (maybe_stepped_) {
+      // Usually it did not step, and a graph that saved the parameter must stay valid: no new
+      // version.
+      pair.parameter.variable_data().copy_(pair.master);
+    }
+  }
+  if (maybe_stepped_) clear_cast_cache();
+}
+
+void MasterWeights::write_model() {
+  const StateMode mode;
+  for (Pair& pair : pairs_) {
+    pair.parameter.copy_(pair.master);
+    agreed(pair);
+  }
+  maybe_stepped_ = false;
+}
+
+}  // namespace semitone::amp
