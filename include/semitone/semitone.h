@@ -2,15 +2,14 @@
 
 /// Includes all of Semitone. A program that uses one part compiles faster with that part's header.
 
-#include "semitone/autocast/autocast.h"
 #include "semitone/amp/captured_step.h"
-#include "semitone/autocast/cast_policy.h"
-#include "semitone/autocast/functions.h"
-#include "semitone/scaling/grad_scaler.h"
-#include "semitone/scaling/loss_scale.h"
-#include "semitone/scaling/master_weights.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/opt_level.h"
+#include "semitone/amp/scaled_loss.h"
+#include "semitone/autocast/autocast.h"
+#include "semitone/autocast/cast_policy.h"
+#include "semitone/autocast/functions.h"
 #include "semitone/comm/group.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/device.h"
@@ -40,3 +39,6 @@
 #include "semitone/parallel/sampler.h"
 #include "semitone/parallel/sync_batch_norm.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
+#include "semitone/scaling/grad_scaler.h"
+#include "semitone/scaling/loss_scale.h"
+#include "semitone/scaling/master_weights.h"

@@ -1,3 +1,5 @@
+#include "semitone/amp/initialize.h"
+
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
@@ -6,10 +8,10 @@
 #include "src/amp/memory_format.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
-#include "src/scaling/same_memory.h"
 #include "src/amp/small_eps.h"
-#include "src/scaling/state_mode.h"
 #include "src/core/log.h"
+#include "src/scaling/same_memory.h"
+#include "src/scaling/state_mode.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,8 +1,8 @@
 #include "src/amp/initialize_policy.h"
 
 #include "semitone/core/dtype.h"
-#include "src/scaling/gradients.h"
 #include "src/autocast/presets/presets.h"
+#include "src/scaling/gradients.h"
 
 #include <torch/nn/modules/activation.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "semitone/autocast/cast_policy.h"
 #include "semitone/amp/mixed_precision.h"
+#include "semitone/autocast/cast_policy.h"
 
 #include <optional>
 #include <vector>

@@ -1,7 +1,7 @@
 #include "src/amp/memory_format.h"
 
-#include "src/scaling/same_memory.h"
 #include "src/core/for_each_module.h"
+#include "src/scaling/same_memory.h"
 
 #include <torch/nn/modules/conv.h>
 #include <torch/types.h>

@@ -2,10 +2,10 @@
 #include "semitone/core/error.h"
 #include "semitone/core/file.h"
 #include "src/amp/mixed_precision_impl.h"
-#include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
 #include "src/core/archive.h"
 #include "src/core/log.h"
+#include "src/scaling/same_memory.h"
+#include "src/scaling/state_mode.h"
 
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/serialize.h>

@@ -2,10 +2,10 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
-#include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
 #include "src/core/exact_weights.h"
 #include "src/core/log.h"
+#include "src/scaling/same_memory.h"
+#include "src/scaling/state_mode.h"
 
 #include <ATen/EmptyTensor.h>
 #include <torch/types.h>

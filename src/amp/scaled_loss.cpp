@@ -1,7 +1,7 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
-#include "src/autocast/custom_backward.h"
 #include "src/amp/scaled_loss_work.h"
+#include "src/autocast/custom_backward.h"
 #include "src/core/log.h"
 
 #include <algorithm>

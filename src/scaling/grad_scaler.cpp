@@ -2,9 +2,9 @@
 
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
+#include "src/core/archive.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/step_watch.h"
-#include "src/core/archive.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

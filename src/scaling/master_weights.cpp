@@ -3,11 +3,11 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_optimizer.h"
+#include "src/core/log.h"
+#include "src/optim/capturable_step.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/same_memory.h"
 #include "src/scaling/state_mode.h"
-#include "src/core/log.h"
-#include "src/optim/capturable_step.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

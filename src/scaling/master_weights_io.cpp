@@ -1,7 +1,7 @@
-#include "semitone/scaling/master_weights.h"
 #include "semitone/core/error.h"
-#include "src/scaling/gradients.h"
+#include "semitone/scaling/master_weights.h"
 #include "src/core/archive.h"
+#include "src/scaling/gradients.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

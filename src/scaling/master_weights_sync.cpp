@@ -1,7 +1,7 @@
 #include "semitone/autocast/autocast.h"
-#include "semitone/scaling/master_weights.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/scaling/master_weights.h"
 #include "src/scaling/state_mode.h"
 
 #include <utility>

@@ -1,5 +1,6 @@
 #include "semitone/train/trainer.h"
 
+#include "semitone/amp/initialize.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"

@@ -1,7 +1,7 @@
 // Other actions of programs on a model and its optimizer: writing to weights, loading them,
 // evaluating in inference mode, unfreezing, destroying the MixedPrecision.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
 #include "tests/amp/small_net.h"

@@ -1,7 +1,7 @@
 // Gradients that a fused optimizer reads in 16 bits without moving them: O2's step in one pass.
 // Code that reads the masters' gradients gets them moved first, with the same results.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/optim/clip_grad.h"
 #include "tests/amp/small_net.h"
 #include "tests/optim/all_fused_optimizers.h"

@@ -1,6 +1,6 @@
 // The memory format of convolutions after initialize.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"

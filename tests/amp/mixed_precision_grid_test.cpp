@@ -1,7 +1,7 @@
 // Apex's two big grids: several models, losses and optimizers with overflows at every place, and
 // param groups that are added later, against plain fp32 training.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"

@@ -1,6 +1,6 @@
 // Saving and loading with a MixedPrecision: fp32 weights, model files, training state.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "tests/support/archive.h"

@@ -1,5 +1,4 @@
-#include "semitone/amp/mixed_precision.h"
-
+#include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/keep_fp32.h"

@@ -1,7 +1,7 @@
 // Running models by other means than the forward of a whole model: other methods, submodules, and
 // calls without the MixedPrecision.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 

@@ -1,6 +1,6 @@
 // MixedPrecision::scale_loss, step and zero_grad: scaling and unscaling of gradients.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "tests/support/errors.h"

@@ -1,7 +1,7 @@
 // O2 with an optimizer that splits masters: the model's bf16 weight is the upper half, the
 // optimizer has the lower one.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
 #include "tests/amp/small_net.h"

@@ -1,12 +1,12 @@
 // Common uses of losses, gradients and optimizers in programs for LibTorch and Apex: at every level
 // they are right, refused, or cause a warning.
 
-#include "semitone/scaling/grad_scaler.h"
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/optim/clip_grad.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/scaling/grad_scaler.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/optimizers.h"

@@ -1,7 +1,7 @@
 // torch::nn::MultiheadAttention and layers that contain it, with padded keys.
 
+#include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
-#include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
 #include "tests/support/tensors.h"
 

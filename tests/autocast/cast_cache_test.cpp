@@ -1,9 +1,9 @@
 // The weight-cast cache, observed through the events that it causes.
 
+#include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
-#include "semitone/scaling/grad_scaler.h"
-#include "semitone/amp/mixed_precision.h"
 #include "semitone/core/device.h"
+#include "semitone/scaling/grad_scaler.h"
 #include "tests/support/casts.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"

@@ -1,6 +1,6 @@
 #include "semitone/autocast/functions.h"
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "tests/support/casts.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"

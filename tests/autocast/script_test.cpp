@@ -1,7 +1,7 @@
 // TorchScript in a region: its operators follow the policy as eager ones do.
 
+#include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
-#include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
 #include "tests/support/casts.h"
 #include "tests/support/tensors.h"

@@ -1,7 +1,7 @@
 // Converted torch::nn::BatchNorm layers, in unmodified models.
 
+#include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
-#include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/parallel/sync_batch_norm.h"
 #include "semitone/zoo/convnet.h"

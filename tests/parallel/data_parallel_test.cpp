@@ -1,7 +1,7 @@
 #include "semitone/parallel/data_parallel.h"
 
+#include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
-#include "semitone/amp/mixed_precision.h"
 #include "semitone/core/events.h"
 #include "src/parallel/gpu_balance.h"
 #include "tests/support/errors.h"

@@ -1,7 +1,7 @@
 #include "semitone/parallel/distributed_data_parallel.h"
 
+#include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
-#include "semitone/amp/mixed_precision.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/dtype.h"
 #include "semitone/optim/fused_sgd.h"

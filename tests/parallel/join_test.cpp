@@ -1,4 +1,4 @@
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/parallel/distributed_data_parallel.h"

@@ -1,6 +1,6 @@
 // Master weights in data-parallel training: all ranks train the exact weights of rank 0.
 
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/comm/init.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"

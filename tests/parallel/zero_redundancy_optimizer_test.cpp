@@ -1,11 +1,11 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 
-#include "semitone/scaling/grad_scaler.h"
-#include "semitone/amp/mixed_precision.h"
+#include "semitone/amp/initialize.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/scaling/grad_scaler.h"
 #include "src/comm/process_group.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "semitone/amp/mixed_precision.h"
-#include "semitone/autocast/model.h"
 #include "semitone/amp/opt_level.h"
+#include "semitone/autocast/model.h"
 #include "semitone/comm/group.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
 #include "semitone/train/schedule.h"

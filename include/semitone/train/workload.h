@@ -1,7 +1,7 @@
 #pragma once
 
-#include "semitone/autocast/cast_policy.h"
 #include "semitone/amp/opt_level.h"
+#include "semitone/autocast/cast_policy.h"
 #include "semitone/train/trainer.h"
 #include "semitone/zoo/encoder.h"
 

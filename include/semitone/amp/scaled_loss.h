@@ -1,0 +1,79 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace semitone::amp {
+
+/// Options of MixedPrecision::scale_loss.
+struct ScaleLossOptions {
+  /// Index of the loss scaler, below Options::num_losses.
+  std::int64_t loss_id = 0;
+  /// Leave the gradients scaled, because more backward passes with the same scale follow before one
+  /// that is not delayed. This saves one pass over the gradients for each. Gradient accumulation is
+  /// correct without it, too.
+  bool delay_unscale = false;
+};
+
+/// A scaled loss on which backward has not finished, as returned by MixedPrecision::scale_loss.
+///
+/// Usually backward() is all that is needed. To compute with the scaled loss, keep the object, take
+/// value(), call torch's backward on the result, and then call finish(). The destructor calls
+/// finish() if it was not called. If an exception destroys the object, or nothing was
+/// back-propagated (with a warning), the gradients are restored to their earlier values, and those
+/// of earlier passes with delay_unscale are dropped.
+///
+/// All parameters of the models get unscaled gradients, at every level, as from torch's backward. A
+/// GAN therefore zeroes the discriminator's gradients after the generator's loss. If the loss
+/// overflows, the next step of each optimizer named here is skipped, and moves the scale. Another
+/// optimizer skips its next step only if it still has these gradients then, that is, if they were
+/// not zeroed.
+///
+/// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
+/// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a
+/// semitone::optim optimizer on the CPU with a scale of 1.) Clipping, averaging over ranks and any
+/// other change, in place or by another tensor, therefore takes effect in the step. The next
+/// forward() of the model removes it until the next backward.
+///
+/// Between value() and finish() an optimizer can take part in one backward only, whether it is
+/// named or not. Must not outlive its MixedPrecision.
+class [[nodiscard]] ScaledLoss {
+ public:
+  ScaledLoss(ScaledLoss&& other) noexcept;
+  ScaledLoss& operator=(ScaledLoss&&) = delete;
+  ~ScaledLoss();
+
+  /// loss * scale, in fp32 (fp64 for an fp64 loss). Not callable on a temporary: the ScaledLoss
+  /// would be destroyed before your backward is done, and the gradients would stay scaled.
+  ///
+  ///     auto scaled = mixed.scale_loss(loss, optimizer);
+  ///     (scaled.value() + penalty).backward();
+  ///     scaled.finish();
+  const at::Tensor& value() &;
+  const at::Tensor& value() && = delete;  // keep the ScaledLoss, or call its backward()
+
+  /// Back-propagates and finishes. If backward throws, the gradients are restored and the exception
+  /// propagates. Error at a second call.
+  /// @param gradient  for a loss that is not a scalar, as in torch::Tensor::backward
+  void backward(const at::Tensor& gradient = {}, bool retain_graph = false,
+                bool create_graph = false);
+
+  /// Unscales the gradients (into the gradients of master weights, if there are any), adds earlier
+  /// gradients, and checks for inf and NaN. Call it once.
+  void finish();
+
+ private:
+  friend class MixedPrecision;
+  struct Work;
+  explicit ScaledLoss(at::Tensor scaled, std::unique_ptr<Work> work);
+  void require_unfinished() const;
+  void cancel() noexcept;
+
+  at::Tensor scaled_;
+  std::unique_ptr<Work> work_;  // null if there is nothing, or nothing more, to do
+  bool finished_ = false;
+};
+
+}  // namespace semitone::amp
