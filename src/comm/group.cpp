@@ -184,7 +184,8 @@ at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
     at::Tensor whole = tensor.detach();
     c10d::ReduceScatterOptions options;
     options.reduceOp = to_c10d(op);
-    impl_->process_group->_reduce_scatter_base(part, whole, options)->wait();
+    // Not by the process group: LibTorch 2.15 has another name for it there, and deprecates this one.
+    impl_->transport->_reduce_scatter_base(part, whole, options)->wait();
     return op == ReduceOp::mean ? part.div_(size()) : part;
   }
   // As LibTorch's Gloo does, which has no native operation for this.
