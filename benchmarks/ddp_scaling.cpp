@@ -15,6 +15,7 @@
 #include "semitone/launch/launcher.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "semitone/zoo/resnet50.h"
+#include "src/comm/rendezvous.h"
 
 #include <torch/torch.h>
 

@@ -8,8 +8,8 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "semitone/core/file.h"
 #include "semitone/core/version.h"
+#include "src/core/file.h"
 
 #include <ATen/Parallel.h>
 #include <torch/torch.h>

@@ -1,9 +1,11 @@
-# semitone_room(NAME [SOURCES file...] [EXCEPT file...] [LIBRARIES target...])
+# semitone_room(NAME [PROGRAM] [SOURCES file...] [EXCEPT file...] [LIBRARIES target...])
 #
 # A room is one folder of src/ and its headers in include/semitone/, built as one static library of all .cpp files in the
 # folder, without those after EXCEPT and with those after SOURCES. src/rooms.txt lists the rooms that it may include; it links
 # these and no others. tools/check_house.py checks the #include lines against the same
 # table, so that a wrong arrow fails a test even if the linker does not notice it.
+# PROGRAM: a room of the program alone. It is not part of the library `semitone`, not installed, and only built for targets
+# that link it.
 add_library(semitone INTERFACE)
 add_library(semitone::semitone ALIAS semitone)
 set_property(GLOBAL PROPERTY semitone_rooms "")
@@ -26,7 +28,7 @@ function(semitone_arrows name result)
 endfunction()
 
 function(semitone_room name)
-  cmake_parse_arguments(arg "" "" "SOURCES;EXCEPT;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(arg "PROGRAM" "" "SOURCES;EXCEPT;LIBRARIES" ${ARGN})
   set(target semitone_${name})
   file(GLOB_RECURSE sources RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} CONFIGURE_DEPENDS *.cpp)
   list(REMOVE_ITEM sources ${arg_EXCEPT})
@@ -42,6 +44,10 @@ function(semitone_room name)
     PRIVATE $<BUILD_INTERFACE:semitone_warnings> ${arg_LIBRARIES})
   target_compile_features(${target} PUBLIC cxx_std_20)
   semitone_use_pch(${target})
+  if(arg_PROGRAM)
+    set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+    return()
+  endif()
   target_link_libraries(semitone INTERFACE semitone::${name})
   set_property(GLOBAL APPEND PROPERTY semitone_rooms ${target})
 endfunction()

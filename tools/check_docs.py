@@ -129,7 +129,7 @@ def check_commands(root, page, commands):
 OPTION_TABLES = [("docs/grad_scaler.md", ["option"], "include/semitone/scaling/loss_scale.h", "LossScaleOptions"),
                  ("docs/opt_levels.md", ["property", "option"], "include/semitone/amp/opt_level.h", "Options")]
 VARIABLE_PAGES = ["docs/environment.md", "docs/launch.md"]
-VARIABLES = "include/semitone/core/env.h"
+VARIABLES = "src/core/env.h"
 FLAG_TABLE = ("docs/launch.md", "flag", "launch")
 
 

@@ -113,8 +113,8 @@ def check(root: pathlib.Path):
                     problems.append(f"{where}: room '{room}' may not include room '{target}'")
                 if public and include.group(1).startswith("src/"):
                     problems.append(f"{where}: a public header includes a private one")
-                if name.startswith(("apps/", "examples/")) and include.group(1).startswith("src/"):
-                    problems.append(f"{where}: programs use public headers only")
+                if name.startswith("examples/") and include.group(1).startswith("src/"):
+                    problems.append(f"{where}: examples use public headers only")
             if public and BANNED_IN_PUBLIC.search(line):
                 problems.append(f"{where}: a public header includes a library that only sources may use")
             if public and BUILD_OPTION.search(line):

@@ -7,7 +7,8 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
-#include "semitone/train/workload.h"
+#include "src/train/models.h"
+#include "src/train/workload.h"
 
 #include <ATen/Parallel.h>
 
@@ -35,7 +36,7 @@ double median(std::vector<double> values) {
 }
 
 bool trains_on_images(const Workload& workload) {
-  return workload.options().kind() != train::WorkloadKind::encoder;
+  return workload.options().workload().has_images;
 }
 
 const char* name_of_items(const Workload& workload) {
@@ -57,7 +58,7 @@ std::string json_of(const BenchFlags& flags, const Workload& workload,
   const auto& options = workload.options();
   const auto& check = workload.check();
   ordered_json object{
-      {"workload", name_of(options.kind())},
+      {"workload", options.workload().name},
       {"opt_level", amp::name_of(options.opt_level())},
       {"dtype", dtype_name(workload.dtype())},
       {"policy", flags.policy},

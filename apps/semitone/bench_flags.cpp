@@ -4,6 +4,10 @@
 #include "apps/semitone/flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
+#include "src/core/named_rows.h"
+#include "src/train/models.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <utility>
@@ -16,11 +20,7 @@ namespace {
 constexpr std::int64_t kFfnPerWidth = 4;
 
 constexpr auto kBenchFooter =
-    R"(Workloads (--batch-size, sizes and seed can be changed):
-  mnist     the ConvNet, 100 images of 28 x 28, SGD with momentum
-  resnet50  ResNet-50, 16 images of 224 x 224, SGD with momentum
-  encoder   BERT's layers, 8 x 128 tokens, 18000 words, AdamW, dropout 0.1
-Before anything is timed, the first losses must match float32's within a tolerance, which is printed.
+    R"(Before anything is timed, the first losses must match float32's within a tolerance, which is printed.
 images/s and tokens/s are those of the median step; a MB is 2^20 bytes.
 
 With --steps-from-stdin the program prints "ready" after the warm-up, and runs N steps for each line
@@ -35,11 +35,27 @@ Examples:
 
 )";
 
+// The workloads that train on images.
+std::vector<train::WorkloadChoice> image_workloads() {
+  std::vector<train::WorkloadChoice> result;
+  for (const auto& workload : train::workloads()) {
+    if (workload.has_images) result.push_back(workload);
+  }
+  return result;
+}
+
+std::string footer() {
+  std::string text = "Workloads (--batch-size, sizes and seed can be changed):\n";
+  for (const auto& workload : train::workloads())
+    text += fmt::format("  {:<8}  {}\n", workload.name, workload.help);
+  return text + kBenchFooter + kExitCodesHelp;
+}
+
 }  // namespace
 
 std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   const auto flags = std::make_shared<BenchFlags>();
-  const train::WorkloadOptions defaults(train::WorkloadKind::encoder);
+  const train::WorkloadOptions defaults("encoder");
   const zoo::EncoderOptions& encoder = defaults.encoder();
   flags->image_size = defaults.image_size();
   flags->length = defaults.length();
@@ -51,8 +67,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   flags->warm_up = defaults.warm_up();
 
   Flags add(command, kBench);
-  add.argument("workload", flags->workload, {"mnist", "resnet50", "encoder"},
-               "Workload to measure");
+  add.argument("workload", flags->workload, names_of(train::workloads()), "Workload to measure");
   add.choice("--opt-level", flags->opt_level, {"O0", "O1", "O2", "O3"},
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},
@@ -85,7 +100,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.mark("--steps-from-stdin", flags->steps_from_stdin,
            "Run the steps that standard input requests, see below");
   add.json(flags->json);
-  command.footer(std::string(kBenchFooter) + kExitCodesHelp);
+  command.footer(footer());
   return flags;
 }
 
@@ -95,9 +110,9 @@ void check(const BenchFlags& flags, const CLI::App& command) {
       throw UsageError(kBench, std::string(flag) + " with " + expected + " only", got);
   };
   if (flags.workload != "resnet50") refuse("--image-size", "resnet50", flags.workload);
-  if (flags.workload == "encoder") {
-    refuse("--memory-format", "mnist or resnet50", flags.workload);
-  } else {
+  if (!train::find_workload(flags.workload).has_images)
+    refuse("--memory-format", join_names(image_workloads(), " or "), flags.workload);
+  if (flags.workload != "encoder") {
     for (const char* const flag : {"--length", "--layers", "--width", "--heads", "--vocabulary"})
       refuse(flag, "encoder", flags.workload);
   }
@@ -113,7 +128,7 @@ void check(const BenchFlags& flags, const CLI::App& command) {
 }
 
 train::WorkloadOptions options_of(const BenchFlags& flags) {
-  train::WorkloadOptions options(train::parse_workload(flags.workload));
+  train::WorkloadOptions options(flags.workload);
   options.opt_level(amp::parse_opt_level(flags.opt_level))
       .device(default_device())
       .memory_format(train::parse_memory_format(flags.memory_format))

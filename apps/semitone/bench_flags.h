@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/train/workload.h"
+#include "src/train/workload.h"
 
 #include <CLI/CLI.hpp>
 

@@ -1,8 +1,8 @@
 #include "apps/semitone/flags.h"
 
 #include "semitone/core/dtype.h"
-#include "semitone/core/env.h"
-#include "semitone/core/nearest.h"
+#include "src/core/env.h"
+#include "src/core/nearest.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,7 +1,7 @@
 #include "apps/semitone/output.h"
 
-#include "semitone/core/env.h"
-#include "semitone/core/file.h"
+#include "src/core/env.h"
+#include "src/core/file.h"
 
 #include <sys/ioctl.h>
 #include <unistd.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/train/trainer.h"
+#include "src/train/trainer.h"
 
 #include <iosfwd>
 #include <string>

@@ -9,13 +9,14 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
-#include "semitone/core/env.h"
 #include "semitone/core/version.h"
-#include "semitone/launch/process.h"
-#include "semitone/train/models.h"
-#include "semitone/train/optimizers.h"
-#include "semitone/train/progress.h"
 #include "semitone/zoo/mnist.h"
+#include "src/comm/rendezvous.h"
+#include "src/core/env.h"
+#include "src/launch/process.h"
+#include "src/train/models.h"
+#include "src/train/optimizers.h"
+#include "src/train/progress.h"
 
 #include <ATen/Parallel.h>
 

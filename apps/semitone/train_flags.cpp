@@ -4,9 +4,9 @@
 #include "apps/semitone/flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
-#include "semitone/core/env.h"
-#include "semitone/train/models.h"
-#include "semitone/train/optimizers.h"
+#include "src/core/env.h"
+#include "src/train/models.h"
+#include "src/train/optimizers.h"
 
 #include <fmt/format.h>
 

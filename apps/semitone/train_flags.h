@@ -2,7 +2,8 @@
 
 #include "semitone/comm/init.h"
 #include "semitone/launch/launch_options.h"
-#include "semitone/train/trainer.h"
+#include "src/comm/rendezvous.h"
+#include "src/train/trainer.h"
 
 #include <CLI/CLI.hpp>
 

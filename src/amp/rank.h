@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 
 namespace semitone::amp {
 

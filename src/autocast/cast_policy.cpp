@@ -1,10 +1,10 @@
 #include "semitone/autocast/cast_policy.h"
 
 #include "semitone/core/error.h"
-#include "semitone/core/nearest.h"
 #include "src/autocast/cast_policy_impl.h"
 #include "src/autocast/fast_kernels.h"
 #include "src/autocast/op_names.h"
+#include "src/core/nearest.h"
 
 #include <fnmatch.h>
 

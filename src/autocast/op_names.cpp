@@ -1,7 +1,7 @@
 #include "src/autocast/op_names.h"
 
 #include "semitone/core/error.h"
-#include "semitone/core/nearest.h"
+#include "src/core/nearest.h"
 
 #include <algorithm>
 #include <iterator>

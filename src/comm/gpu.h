@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/comm/rendezvous.h"
+#include "src/comm/rendezvous.h"
 
 #include <c10/core/Device.h>
 

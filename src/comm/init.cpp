@@ -1,7 +1,6 @@
 #include "semitone/comm/init.h"
 
 #include "semitone/core/device.h"
-#include "semitone/core/env.h"
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
 #include "src/comm/gpu.h"
@@ -9,7 +8,9 @@
 #include "src/comm/network.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
+#include "src/comm/rendezvous.h"
 #include "src/comm/store.h"
+#include "src/core/env.h"
 #include "src/core/log.h"
 
 #include <c10/util/Exception.h>

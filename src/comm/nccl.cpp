@@ -1,5 +1,5 @@
-#include "semitone/core/env.h"
 #include "src/comm/backends.h"
+#include "src/core/env.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAFunctions.h>

@@ -1,8 +1,8 @@
-#include "semitone/comm/rendezvous.h"
+#include "src/comm/rendezvous.h"
 
-#include "semitone/core/env.h"
 #include "semitone/core/error.h"
 #include "src/comm/network.h"
+#include "src/core/env.h"
 
 #include <fmt/format.h>
 

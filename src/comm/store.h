@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/comm/init_options.h"
-#include "semitone/comm/rendezvous.h"
+#include "src/comm/rendezvous.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 

@@ -1,6 +1,6 @@
 #include "src/core/log.h"
 
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 
 #include <spdlog/sinks/stdout_color_sinks.h>
 

@@ -1,6 +1,6 @@
 #include "src/core/native_kernels.h"
 
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 

@@ -1,4 +1,4 @@
-#include "semitone/launch/process.h"
+#include "src/launch/process.h"
 
 #include "semitone/core/error.h"
 #include "src/launch/descriptor.h"

@@ -1,6 +1,6 @@
 #include "src/launch/worker_environment.h"
 
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 #include "src/launch/machine.h"
 
 #include <algorithm>

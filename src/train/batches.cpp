@@ -58,9 +58,4 @@ Batch Batches::batch(const at::Tensor& indices) const {
   return {images, set_.labels.index_select(0, indices)};
 }
 
-at::MemoryFormat layout_of(MemoryFormat format) {
-  return format == MemoryFormat::nhwc ? at::MemoryFormat::ChannelsLast
-                                      : at::MemoryFormat::Contiguous;
-}
-
 }  // namespace semitone::train

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "semitone/train/trainer.h"
 #include "semitone/zoo/mnist.h"
 
 #include <ATen/core/Tensor.h>
@@ -51,8 +50,5 @@ class Batches {
   bool channels_last_;
   Share share_;
 };
-
-// LibTorch's type for the chosen format.
-at::MemoryFormat layout_of(MemoryFormat format);
 
 }  // namespace semitone::train

@@ -1,7 +1,7 @@
 #include "src/train/checkpoint.h"
 
 #include "semitone/core/error.h"
-#include "semitone/core/file.h"
+#include "src/core/file.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>

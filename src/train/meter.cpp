@@ -1,4 +1,4 @@
-#include "semitone/train/meter.h"
+#include "src/train/meter.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>

@@ -1,23 +1,31 @@
-#include "semitone/train/models.h"
+#include "src/train/models.h"
 
 #include "semitone/zoo/convnet.h"
+#include "semitone/zoo/encoder.h"
 #include "semitone/zoo/resnet50.h"
 #include "src/train/choices.h"
+#include "src/train/workload.h"
 
 #include <torch/types.h>
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 namespace semitone::train {
 namespace {
 
-constexpr std::int64_t kClasses = 10;
+constexpr std::int64_t kDigits = 10;
+constexpr std::int64_t kDigitSize = 28;
+constexpr std::int64_t kImageNetClasses = 1000;
+// With a larger gain, ResNet-50's losses depend on rounding, in fp32 too: the losses of a workload
+// could not be checked.
+constexpr double kResidualGain = 0.2;
 
 // ResNet-50 for images of one channel and 28 x 28 pixels.
 class FramedResNet50Impl : public torch::nn::Module {
  public:
-  FramedResNet50Impl() : net_(register_module("net", zoo::ResNet50(kClasses, kResidualGain))) {}
+  FramedResNet50Impl() : net_(register_module("net", zoo::ResNet50(kDigits, kResidualGain))) {}
 
   at::Tensor forward(const at::Tensor& images) {
     const at::Tensor framed = torch::constant_pad_nd(images, {2, 2, 2, 2});
@@ -25,15 +33,72 @@ class FramedResNet50Impl : public torch::nn::Module {
   }
 
  private:
-  static constexpr double kResidualGain = 0.2;
-
   zoo::ResNet50 net_;
 };
 TORCH_MODULE(FramedResNet50);
 
 constexpr std::array kModels{
-    ModelChoice{"convnet", []() -> Classifier { return zoo::ConvNet(kClasses); }},
+    ModelChoice{"convnet", []() -> Classifier { return zoo::ConvNet(kDigits); }},
     ModelChoice{"resnet50", []() -> Classifier { return FramedResNet50(); }}};
+
+// Noise with random labels.
+FixedBatch random_images(std::int64_t count, std::int64_t channels, std::int64_t size,
+                         std::int64_t classes, const at::Generator& generator) {
+  const at::Tensor images = torch::randn({count, channels, size, size}, generator);
+  return {images, torch::randint(classes, {count}, generator, torch::kLong)};
+}
+
+// Random tokens, some of them masked, with all tokens as labels.
+FixedBatch masked_tokens(const WorkloadOptions& options, const at::Generator& generator) {
+  constexpr double kMasked = 0.15;
+  constexpr std::int64_t kMaskToken = 0;
+  const std::vector<std::int64_t> sizes{options.batch_size(), options.length()};
+  const at::Tensor tokens =
+      torch::randint(options.encoder().vocabulary(), sizes, generator, torch::kLong);
+  const at::Tensor masked = torch::rand(sizes, generator) < kMasked;
+  return {tokens.masked_fill(masked, kMaskToken), tokens.flatten()};
+}
+
+constexpr std::array kWorkloads{
+    WorkloadChoice{
+        .name = "mnist",
+        .help = "the ConvNet, 100 images of 28 x 28, SGD with momentum",
+        .has_images = true,
+        .batch_size = 100,
+        .optimizer = "sgd",
+        .weight_decay = 0,
+        .lr = 0.01,
+        .make_model = [](const WorkloadOptions&) -> Classifier { return zoo::ConvNet(); },
+        .make_batch =
+            [](const WorkloadOptions& options, const at::Generator& generator) {
+              return random_images(options.batch_size(), 1, kDigitSize, kDigits, generator);
+            }},
+    WorkloadChoice{.name = "resnet50",
+                   .help = "ResNet-50, 16 images of 224 x 224, SGD with momentum",
+                   .has_images = true,
+                   .batch_size = 16,
+                   .optimizer = "sgd",
+                   .weight_decay = 0,
+                   .lr = 0.001,
+                   .make_model = [](const WorkloadOptions&) -> Classifier {
+                     return zoo::ResNet50(kImageNetClasses, kResidualGain);
+                   },
+                   .make_batch =
+                       [](const WorkloadOptions& options, const at::Generator& generator) {
+                         return random_images(options.batch_size(), 3, options.image_size(),
+                                              kImageNetClasses, generator);
+                       }},
+    WorkloadChoice{.name = "encoder",
+                   .help = "BERT's layers, 8 x 128 tokens, 18000 words, AdamW, dropout 0.1",
+                   .has_images = false,
+                   .batch_size = 8,
+                   .optimizer = "adamw",
+                   .weight_decay = 0.01,
+                   .lr = 1e-4,
+                   .make_model = [](const WorkloadOptions& options) -> Classifier {
+                     return zoo::Encoder(options.encoder());
+                   },
+                   .make_batch = masked_tokens}};
 
 }  // namespace
 
@@ -43,6 +108,14 @@ std::span<const ModelChoice> models() {
 
 const ModelChoice& find_model(std::string_view name) {
   return find_choice(models(), name, "train.model");
+}
+
+std::span<const WorkloadChoice> workloads() {
+  return kWorkloads;
+}
+
+const WorkloadChoice& find_workload(std::string_view name) {
+  return find_choice(workloads(), name, "train.workload");
 }
 
 }  // namespace semitone::train

@@ -1,4 +1,4 @@
-#include "semitone/train/optimizers.h"
+#include "src/train/optimizers.h"
 
 #include "semitone/optim/fused_adagrad.h"
 #include "semitone/optim/fused_adam.h"
@@ -19,37 +19,41 @@ namespace {
 using OptimizerPtr = std::unique_ptr<torch::optim::Optimizer>;
 using Parameters = std::vector<at::Tensor>;
 
-template <typename Optimizer, typename Options>
-OptimizerPtr make_with_momentum(const Parameters& parameters, const OptimizerSettings& settings) {
-  return std::make_unique<Optimizer>(parameters, Options(settings.lr).momentum(settings.momentum));
+template <typename Options>
+Options options_of(const OptimizerSettings& settings) {
+  Options options(settings.lr);
+  if constexpr (requires { options.momentum(0.0); }) options.momentum(settings.momentum);
+  if constexpr (requires { options.eps(0.0); }) {
+    if (settings.eps.has_value()) options.eps(*settings.eps);
+  }
+  if (settings.weight_decay.has_value()) options.weight_decay(*settings.weight_decay);
+  if constexpr (requires { options.split_master(true); })
+    options.split_master(settings.split_masters).bf16_state(settings.bf16_state);
+  return options;
 }
 
 template <typename Optimizer, typename Options>
-OptimizerPtr make_with_eps(const Parameters& parameters, const OptimizerSettings& settings) {
-  Options options(settings.lr);
-  if (settings.eps.has_value()) options.eps(*settings.eps);
-  return std::make_unique<Optimizer>(parameters, options);
+OptimizerPtr make(const Parameters& parameters, const OptimizerSettings& settings) {
+  return std::make_unique<Optimizer>(parameters, options_of<Options>(settings));
 }
 
 // FusedAdam's default is AdamW.
 OptimizerPtr make_fused_adam(const Parameters& parameters, const OptimizerSettings& settings) {
-  optim::FusedAdamOptions options(settings.lr);
-  if (settings.eps.has_value()) options.eps(*settings.eps);
-  return std::make_unique<optim::FusedAdam>(parameters, options.adam_w_mode(false));
+  return std::make_unique<optim::FusedAdam>(
+      parameters, options_of<optim::FusedAdamOptions>(settings).adam_w_mode(false));
 }
 
 constexpr std::array kOptimizers{
-    OptimizerChoice{"sgd", true, make_with_momentum<torch::optim::SGD, torch::optim::SGDOptions>},
-    OptimizerChoice{"adam", false, make_with_eps<torch::optim::Adam, torch::optim::AdamOptions>},
-    OptimizerChoice{"adamw", false, make_with_eps<torch::optim::AdamW, torch::optim::AdamWOptions>},
-    OptimizerChoice{"fused-sgd", true, make_with_momentum<optim::FusedSGD, optim::FusedSGDOptions>},
+    OptimizerChoice{"sgd", true, make<torch::optim::SGD, torch::optim::SGDOptions>},
+    OptimizerChoice{"adam", false, make<torch::optim::Adam, torch::optim::AdamOptions>},
+    OptimizerChoice{"adamw", false, make<torch::optim::AdamW, torch::optim::AdamWOptions>},
+    OptimizerChoice{"fused-sgd", true, make<optim::FusedSGD, optim::FusedSGDOptions>},
     OptimizerChoice{"fused-adam", false, make_fused_adam},
-    OptimizerChoice{"fused-adamw", false, make_with_eps<optim::FusedAdam, optim::FusedAdamOptions>},
-    OptimizerChoice{"fused-lamb", false, make_with_eps<optim::FusedLAMB, optim::FusedLAMBOptions>},
+    OptimizerChoice{"fused-adamw", false, make<optim::FusedAdam, optim::FusedAdamOptions>},
+    OptimizerChoice{"fused-lamb", false, make<optim::FusedLAMB, optim::FusedLAMBOptions>},
     OptimizerChoice{"fused-novograd", false,
-                    make_with_eps<optim::FusedNovoGrad, optim::FusedNovoGradOptions>},
-    OptimizerChoice{"fused-adagrad", false,
-                    make_with_eps<optim::FusedAdagrad, optim::FusedAdagradOptions>}};
+                    make<optim::FusedNovoGrad, optim::FusedNovoGradOptions>},
+    OptimizerChoice{"fused-adagrad", false, make<optim::FusedAdagrad, optim::FusedAdagradOptions>}};
 
 }  // namespace
 

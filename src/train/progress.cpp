@@ -1,4 +1,4 @@
-#include "semitone/train/progress.h"
+#include "src/train/progress.h"
 
 #include "src/train/numbers.h"
 

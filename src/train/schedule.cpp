@@ -1,4 +1,4 @@
-#include "semitone/train/schedule.h"
+#include "src/train/schedule.h"
 
 #include "semitone/core/error.h"
 

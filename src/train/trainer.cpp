@@ -1,17 +1,18 @@
-#include "semitone/train/trainer.h"
+#include "src/train/trainer.h"
 
-#include "semitone/amp/initialize.h"
+#include "semitone/amp/mixed_precision.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "semitone/core/file.h"
 #include "semitone/parallel/replica_sync.h"
 #include "semitone/parallel/sync_batch_norm.h"
-#include "semitone/train/meter.h"
-#include "semitone/train/optimizers.h"
+#include "src/core/file.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoint.h"
+#include "src/train/meter.h"
 #include "src/train/numbers.h"
+#include "src/train/optimizers.h"
+#include "src/train/setup.h"
 
 #include <ATen/Parallel.h>
 #include <torch/nn/functional/loss.h>
@@ -40,10 +41,6 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-c10::ScalarType dtype_of(const TrainOptions& options) {
-  return options.dtype().value_or(default_16bit_dtype(options.device()));
-}
-
 void check_set(const zoo::ImageSet& set, const char* name) {
   if (set.images.dim() != 3 || set.images.scalar_type() != torch::kByte || set.size() == 0) {
     throw Error(kTrainer, std::string("uint8 images (N, height, width) in the ") + name + " set",
@@ -60,10 +57,6 @@ void check_set(const zoo::ImageSet& set, const char* name) {
   }
 }
 
-bool has_fp16_weights_only(const TrainOptions& options) {
-  return options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
-}
-
 void check_options(const TrainOptions& options) {
   const auto require = [](bool good, const char* expected, double got) {
     if (!good) throw Error(kTrainer, expected, fmt::format("{}", got));
@@ -73,7 +66,7 @@ void check_options(const TrainOptions& options) {
   require(options.batch_size() > 0, "a batch size above 0", count(options.batch_size()));
   require(options.lr() > 0 && options.lr() <= dtype_limits(torch::kFloat).max,
           "a learning rate above 0 that float32 holds", options.lr());
-  if (has_fp16_weights_only(options)) {
+  if (precision_of(options).has_fp16_weights_only()) {
     require(options.lr() <= dtype_limits(torch::kHalf).max,
             "a learning rate of at most 65504 with float16 weights", options.lr());
   }
@@ -91,20 +84,11 @@ void check_options(const TrainOptions& options) {
           count(options.save_every()));
   if (options.save_every() > 0 && options.save().empty())
     throw Error(kTrainer, "a file to save to, with save_every", "none");
-  if (options.dtype().has_value() && !is_16bit(*options.dtype()))
-    throw Error(kTrainer, "float16 or bfloat16", dtype_name(*options.dtype()));
-}
-
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
-                                                        const TrainOptions& options) {
-  OptimizerSettings settings{.lr = options.lr(), .momentum = options.momentum(), .eps = {}};
-  if (has_fp16_weights_only(options)) settings.eps = 0x1p-14;
-  return find_optimizer(options.optimizer()).make(parameters, settings);
+  precision_of(options).check(kTrainer);
 }
 
 amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
-  amp::Options result(options.opt_level());
-  result.dtype(dtype_of(options)).verbosity(0).memory_format(layout_of(format));
+  amp::Options result = precision_of(options).amp_options(format);
   result.loss_scale_options(amp::LossScaleOptions()
                                 .growth_interval(options.growth_interval())
                                 .max_consecutive_skips(options.max_consecutive_skips()));
@@ -144,16 +128,12 @@ class Run {
       Observer& observer)
       : options_(options),
         observer_(observer),
-        format_(options.memory_format() == MemoryFormat::automatic
-                    ? choose_memory_format(options.device())
-                    : options.memory_format()),
+        format_(resolve(options.memory_format(), options.device())),
         train_(data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
         test_(data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
-        model_(make_seeded(make_model, options)),
-        handle_(model_.module()),
-        optimizer_(make_optimizer(model_.module()->parameters(), options)),
-        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options, format_))),
-        replicas_(parallel::tensors_of(*model_.module()), options.group(), options.ddp()) {
+        setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),
+               {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
+        replicas_(parallel::tensors_of(*setup_.model.module()), options.group(), options.ddp()) {
     reseed(options.group());
     const std::int64_t all = train_.count(options.batch_size());
     batches_ = options.limit_batches() > 0 ? std::min(all, options.limit_batches()) : all;
@@ -179,7 +159,7 @@ class Run {
                       : "a finished cosine schedule cannot be extended");
     }
     end_step_ = end;
-    model_.module()->train();
+    setup_.model.module()->train();
     std::vector<at::Tensor> order;
     const auto begin = Clock::now();
     while (position_.step < end && !stopped_) {
@@ -196,7 +176,8 @@ class Run {
       step(order[static_cast<std::size_t>(batch)]);
       if (batch + 1 == batches_) {
         observer_.on(EpochDone{epoch + 1, options_.epochs(), train_loss(), loss_scale(),
-                               mixed_.skipped_steps(), meter_.items_per_second(), epoch_seconds_});
+                               setup_.mixed.skipped_steps(), meter_.items_per_second(),
+                               epoch_seconds_});
       }
       stopped_ = must_stop();
       const bool last = position_.step == end || stopped_;
@@ -212,13 +193,14 @@ class Run {
     const auto begin = Clock::now();
     const Batch batch = train_.batch(indices);
     const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
-    for (auto& group : optimizer_->param_groups()) group.options().set_lr(rate);
-    optimizer_->zero_grad();
+    for (auto& group : setup_.optimizer->param_groups()) group.options().set_lr(rate);
+    setup_.optimizer->zero_grad();
     replicas_.before_forward();
-    const at::Tensor logits = replicas_.after_forward(model_.forward(mixed_, batch.images));
+    const at::Tensor logits =
+        replicas_.after_forward(setup_.model.forward(setup_.mixed, batch.images));
     const at::Tensor loss = torch::cross_entropy_loss(logits, batch.labels);
-    mixed_.scale_loss(loss, *optimizer_).backward();
-    const bool skipped = mixed_.step(*optimizer_) == amp::Step::skipped;
+    setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
+    const bool skipped = setup_.mixed.step(*setup_.optimizer) == amp::Step::skipped;
     const double value = loss.item<double>();
     if (!skipped) {
       if (!std::isfinite(value)) {
@@ -242,14 +224,14 @@ class Run {
 
   Tested test() {
     const torch::NoGradGuard no_grad;
-    model_.module()->eval();
+    setup_.model.module()->eval();
     // Running statistics are each process's own since its last forward.
-    group().broadcast(model_.module()->buffers());
+    group().broadcast(setup_.model.module()->buffers());
     std::int64_t correct = 0;
     double loss = 0;
     for (const at::Tensor& indices : test_.in_order(options_.batch_size())) {
       const Batch batch = test_.batch(indices);
-      const at::Tensor logits = model_.forward(mixed_, batch.images);
+      const at::Tensor logits = setup_.model.forward(setup_.mixed, batch.images);
       correct += logits.argmax(1).eq(batch.labels).sum().item<std::int64_t>();
       loss +=
           torch::cross_entropy_loss(logits, batch.labels, {}, at::Reduction::Sum).item<double>();
@@ -277,7 +259,7 @@ class Run {
     result.train_loss = train_loss();
     result.images_per_second = meter_.items_per_second();
     result.ms_per_step = meter_.median_ms();
-    result.skipped_steps = mixed_.skipped_steps();
+    result.skipped_steps = setup_.mixed.skipped_steps();
     result.final_loss_scale = loss_scale();
     result.train_seconds = train_seconds_;
     result.stopped = stopped_;
@@ -308,7 +290,9 @@ class Run {
 
   const comm::Group& group() const { return options_.group(); }
   Share share() const { return {group().rank(), group().size()}; }
-  Training training() { return {handle_, *optimizer_, mixed_, position_, group()}; }
+  Training training() {
+    return {setup_.handle, *setup_.optimizer, setup_.mixed, position_, group()};
+  }
 
   // Over all processes.
   double total(double value) const {
@@ -325,7 +309,7 @@ class Run {
                                static_cast<double>(position_.loss_count * group().size()));
   }
 
-  double loss_scale() const { return mixed_.loss_scaler().scale(); }
+  double loss_scale() const { return setup_.mixed.loss_scaler().scale(); }
 
   RunConfig config() const {
     const auto text = [](const auto& value) { return fmt::format("{}", value); };
@@ -359,10 +343,7 @@ class Run {
   MemoryFormat format_;
   Batches train_;
   Batches test_;
-  Classifier model_;
-  amp::Model handle_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  amp::MixedPrecision mixed_;
+  Setup setup_;
   parallel::ReplicaSync replicas_;
   std::int64_t batches_ = 0;  // of an epoch
   std::int64_t steps_ = 0;    // of all epochs
@@ -374,40 +355,10 @@ class Run {
   bool stopped_ = false;
 };
 
-template <typename Enum, std::size_t n>
-Enum parse(std::string_view name, const Enum (&values)[n], const char* component,
-           const char* expected) {
-  for (const Enum value : values) {
-    if (name == name_of(value)) return value;
-  }
-  throw Error(component, expected, "'" + std::string(name) + "'");
-}
-
 }  // namespace
 
-std::string_view name_of(MemoryFormat format) {
-  switch (format) {
-    case MemoryFormat::nchw:
-      return "nchw";
-    case MemoryFormat::nhwc:
-      return "nhwc";
-    case MemoryFormat::automatic:
-      break;
-  }
-  return "auto";
-}
-
-MemoryFormat parse_memory_format(std::string_view name) {
-  return parse(name, {MemoryFormat::automatic, MemoryFormat::nchw, MemoryFormat::nhwc},
-               "train.memory_format", "auto, nchw or nhwc");
-}
-
-MemoryFormat choose_memory_format(c10::DeviceType /*device*/) {
-  return MemoryFormat::nhwc;
-}
-
 c10::ScalarType training_dtype(const TrainOptions& options) {
-  return options.opt_level() == amp::OptLevel::O0 ? c10::ScalarType::Float : dtype_of(options);
+  return precision_of(options).dtype();
 }
 
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

@@ -1,16 +1,13 @@
-#include "semitone/train/workload.h"
+#include "src/train/workload.h"
 
-#include "semitone/amp/initialize.h"
-#include "semitone/core/device.h"
+#include "semitone/amp/mixed_precision.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/nn/fused_cross_entropy.h"
-#include "semitone/optim/fused_adam.h"
-#include "semitone/optim/fused_sgd.h"
-#include "semitone/train/meter.h"
-#include "semitone/zoo/convnet.h"
-#include "semitone/zoo/resnet50.h"
-#include "src/train/batches.h"
+#include "semitone/optim/fused_optimizer.h"
+#include "src/train/meter.h"
+#include "src/train/models.h"
+#include "src/train/setup.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn/functional/loss.h>
@@ -23,7 +20,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
 #include <functional>
@@ -37,46 +33,14 @@ namespace {
 constexpr auto kWorkload = "train.workload";
 using Clock = std::chrono::steady_clock;
 
-// The properties of a workload, except its model.
-struct Traits {
-  std::string_view name;
-  std::int64_t batch_size;
-  std::int64_t classes;  // of random labels
-  bool adamw;
-  double lr;
-};
-
-// Learning rates at which the first steps on a batch lower its loss at every level.
-const Traits& traits_of(WorkloadKind kind) {
-  static constexpr std::array<Traits, 3> kTraits{{{"mnist", 100, 10, false, 0.01},
-                                                  {"resnet50", 16, 1000, false, 0.001},
-                                                  {"encoder", 8, 0, true, 1e-4}}};
-  return kTraits.at(static_cast<std::size_t>(kind));
-}
-
 constexpr double kMomentum = 0.9;
-constexpr double kWeightDecay = 0.01;
-constexpr std::int64_t kMnistSize = 28;
-// With a larger gain, ResNet-50's losses depend on rounding, in fp32 too: no check would be
-// possible.
-constexpr double kResidualGain = 0.2;
-constexpr double kMasked = 0.15;
-constexpr std::int64_t kMaskToken = 0;
 constexpr std::int64_t kMaxConsecutiveSkips = 100;
-
-c10::ScalarType dtype_16bit(const WorkloadOptions& options) {
-  return options.dtype().value_or(default_16bit_dtype(options.device()));
-}
-
-c10::ScalarType dtype_of(const WorkloadOptions& options) {
-  return options.opt_level() == amp::OptLevel::O0 ? c10::ScalarType::Float : dtype_16bit(options);
-}
 
 // The effect of one rounding in 16 bits, and of sums in another order in fp32. In bf16 with 16
 // images the measured difference is 0.3 of it.
 double tolerance_of(const WorkloadOptions& options) {
   constexpr double kFp32Tolerance = 1e-4;
-  const c10::ScalarType dtype = dtype_of(options);
+  const c10::ScalarType dtype = precision_of(options).dtype();
   return is_16bit(dtype) ? dtype_limits(dtype).epsilon / 2 : kFp32Tolerance;
 }
 
@@ -90,99 +54,52 @@ void check_options(const WorkloadOptions& options) {
   require("length", options.length(), 1);
   require("check_steps", options.check_steps(), 2);
   require("warm_up", options.warm_up(), 1);
-  if (options.dtype().has_value() && !is_16bit(*options.dtype()))
-    throw Error(kWorkload, "float16 or bfloat16", dtype_name(*options.dtype()));
+  precision_of(options).check(kWorkload);
 }
-
-// A batch on which all steps train, in fp32.
-struct FixedBatch {
-  at::Tensor inputs;
-  at::Tensor labels;
-};
 
 FixedBatch make_batch(const WorkloadOptions& options, MemoryFormat format) {
   const auto generator = at::detail::createCPUGenerator(options.seed());
-  const std::int64_t count = options.batch_size();
-  FixedBatch batch;
-  if (options.kind() == WorkloadKind::encoder) {
-    const std::vector<std::int64_t> sizes{count, options.length()};
-    const at::Tensor tokens =
-        torch::randint(options.encoder().vocabulary(), sizes, generator, torch::kLong);
-    const at::Tensor masked = torch::rand(sizes, generator) < kMasked;
-    batch = {tokens.masked_fill(masked, kMaskToken), tokens.flatten()};
-  } else {
-    const bool mnist = options.kind() == WorkloadKind::mnist;
-    const std::int64_t size = mnist ? kMnistSize : options.image_size();
-    batch.inputs = torch::randn({count, mnist ? 1 : 3, size, size}, generator);
-    batch.labels =
-        torch::randint(traits_of(options.kind()).classes, {count}, generator, torch::kLong);
-    // As Batches does.
-    if (format == MemoryFormat::nhwc)
-      batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
-  }
+  FixedBatch batch = options.workload().make_batch(options, generator);
+  // As Batches does.
+  if (format == MemoryFormat::nhwc)
+    batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
   const c10::Device device(options.device());
   return {batch.inputs.to(device), batch.labels.to(device)};
 }
 
 Classifier make_model(const WorkloadOptions& options) {
   torch::manual_seed(options.seed());
-  const auto make = [&]() -> Classifier {
-    switch (options.kind()) {
-      case WorkloadKind::mnist:
-        return zoo::ConvNet();
-      case WorkloadKind::resnet50:
-        return zoo::ResNet50(traits_of(options.kind()).classes, kResidualGain);
-      case WorkloadKind::encoder:
-        break;
-    }
-    return zoo::Encoder(options.encoder());
-  };
-  Classifier model = make();
+  Classifier model = options.workload().make_model(options);
   model.module()->to(c10::Device(options.device()));
   return model;
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<at::Tensor>& parameters,
-                                                        const WorkloadOptions& options) {
-  const Traits& traits = traits_of(options.kind());
-  // fp16 weights without masters: see TrainOptions::optimizer.
-  const bool fp16_only =
-      options.opt_level() == amp::OptLevel::O3 && dtype_of(options) == torch::kHalf;
-  const double eps = fp16_only ? 0x1p-14 : 1e-8;
-  const auto set = [&](auto adamw) { return adamw.eps(eps).weight_decay(kWeightDecay); };
-  const auto compact = [&](auto fused) {
-    return fused.split_master(options.split_masters()).bf16_state(options.bf16_state());
-  };
-  if (options.fused_optimizer()) {
-    if (traits.adamw) {
-      return std::make_unique<optim::FusedAdam>(parameters,
-                                                compact(set(optim::FusedAdamOptions(traits.lr))));
-    }
-    return std::make_unique<optim::FusedSGD>(
-        parameters, compact(optim::FusedSGDOptions(traits.lr).momentum(kMomentum)));
-  }
-  if (traits.adamw)
-    return std::make_unique<torch::optim::AdamW>(parameters,
-                                                 set(torch::optim::AdamWOptions(traits.lr)));
-  return std::make_unique<torch::optim::SGD>(
-      parameters, torch::optim::SGDOptions(traits.lr).momentum(kMomentum));
+// The name and the settings of the optimizer.
+std::string optimizer_of(const WorkloadOptions& options) {
+  return (options.fused_optimizer() ? "fused-" : "") + std::string(options.workload().optimizer);
+}
+
+OptimizerSettings settings_of(const WorkloadOptions& options) {
+  return {.lr = options.workload().lr,
+          .momentum = kMomentum,
+          .weight_decay = options.workload().weight_decay,
+          .split_masters = options.split_masters(),
+          .bf16_state = options.bf16_state()};
 }
 
 amp::Options amp_options(const WorkloadOptions& options, MemoryFormat format) {
-  amp::Options result(options.opt_level());
-  result.dtype(dtype_16bit(options)).device(options.device()).verbosity(0);
-  result.memory_format(layout_of(format));
+  const Precision precision = precision_of(options);
+  amp::Options result = precision.amp_options(format);
   result.loss_scale_options(amp::LossScaleOptions().max_consecutive_skips(kMaxConsecutiveSkips));
   if (options.policy().has_value()) result.policy(*options.policy());
   // The loss accepts logits of any dtype.
-  if (options.opt_level() != amp::OptLevel::O0) result.cast_model_outputs(dtype_16bit(options));
+  if (options.opt_level() != amp::OptLevel::O0) result.cast_model_outputs(precision.lower_dtype());
   return result;
 }
 
 MemoryFormat chosen_format(const WorkloadOptions& options) {
-  if (options.kind() == WorkloadKind::encoder) return MemoryFormat::nchw;
-  return options.memory_format() == MemoryFormat::automatic ? choose_memory_format(options.device())
-                                                            : options.memory_format();
+  if (!options.workload().has_images) return MemoryFormat::nchw;
+  return resolve(options.memory_format(), options.device());
 }
 
 // Counts bytes, each block of memory once.
@@ -208,20 +125,18 @@ class WorkloadTraining {
   };
 
   WorkloadTraining(const WorkloadOptions& options, MemoryFormat format)
-      : model_(make_model(options)),
-        handle_(model_.module()),
-        optimizer_(make_optimizer(model_.module()->parameters(), options)),
-        mixed_(amp::initialize(handle_, *optimizer_, amp_options(options, format))) {
-    model_.module()->train();
+      : setup_(precision_of(options), make_model(options), optimizer_of(options),
+               settings_of(options), amp_options(options, format)) {
+    setup_.model.module()->train();
   }
 
   // @param between  called between backward and the optimizer's step
   Done step(const FixedBatch& batch, const Between& between = {}) {
-    optimizer_->zero_grad();
-    const at::Tensor loss = loss_of(model_.forward(mixed_, batch.inputs), batch.labels);
-    mixed_.scale_loss(loss, *optimizer_).backward();
+    setup_.optimizer->zero_grad();
+    const at::Tensor loss = loss_of(setup_.model.forward(setup_.mixed, batch.inputs), batch.labels);
+    setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
     if (between) between();
-    const bool skipped = mixed_.step(*optimizer_) == amp::Step::skipped;
+    const bool skipped = setup_.mixed.step(*setup_.optimizer) == amp::Step::skipped;
     const double value = loss.item<double>();
     if (!skipped && !std::isfinite(value))
       throw DivergedError(kWorkload, "a finite training loss", fmt::format("{}", value));
@@ -232,13 +147,13 @@ class WorkloadTraining {
   TensorMemory lasting_bytes() const {
     Bytes bytes;
     TensorMemory memory;
-    for (const at::Tensor& tensor : model_.module()->parameters())
+    for (const at::Tensor& tensor : setup_.model.module()->parameters())
       memory.parameters += bytes.of(tensor);
-    for (const at::Tensor& tensor : model_.module()->buffers())
+    for (const at::Tensor& tensor : setup_.model.module()->buffers())
       memory.parameters += bytes.of(tensor);
-    for (const at::Tensor& tensor : mixed_.master_params(*optimizer_))
+    for (const at::Tensor& tensor : setup_.mixed.master_params(*setup_.optimizer))
       memory.masters += bytes.of(tensor);
-    for (const auto& [parameter, state] : optimizer_->state()) {
+    for (const auto& [parameter, state] : setup_.optimizer->state()) {
       if (const auto* fused = dynamic_cast<const optim::FusedState*>(state.get())) {
         for (const at::Tensor& tensor : fused->tensors) memory.optimizer_state += bytes.of(tensor);
         memory.masters += bytes.of(fused->master_low);
@@ -258,10 +173,7 @@ class WorkloadTraining {
                                           : torch::cross_entropy_loss(logits, labels);
   }
 
-  Classifier model_;
-  amp::Model handle_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  amp::MixedPrecision mixed_;
+  Setup setup_;
 };
 
 std::vector<double> first_losses(const WorkloadOptions& options, std::int64_t count) {
@@ -302,19 +214,10 @@ WorkloadCheck prove(const WorkloadOptions& options) {
 
 }  // namespace
 
-std::string_view name_of(WorkloadKind kind) {
-  return traits_of(kind).name;
-}
+WorkloadOptions::WorkloadOptions(std::string_view name) : WorkloadOptions(find_workload(name)) {}
 
-WorkloadKind parse_workload(std::string_view name) {
-  for (const auto kind : {WorkloadKind::mnist, WorkloadKind::resnet50, WorkloadKind::encoder}) {
-    if (name == name_of(kind)) return kind;
-  }
-  throw Error(kWorkload, "mnist, resnet50 or encoder", "'" + std::string(name) + "'");
-}
-
-WorkloadOptions::WorkloadOptions(WorkloadKind kind)
-    : batch_size_(traits_of(kind).batch_size), kind_(kind) {}
+WorkloadOptions::WorkloadOptions(const WorkloadChoice& workload)
+    : batch_size_(workload.batch_size), workload_(&workload) {}
 
 double WorkloadCheck::difference() const {
   double largest = 0;
@@ -389,7 +292,7 @@ const WorkloadOptions& Workload::options() const {
 }
 
 c10::ScalarType Workload::dtype() const {
-  return dtype_of(impl_->options);
+  return precision_of(impl_->options).dtype();
 }
 
 MemoryFormat Workload::memory_format() const {
@@ -398,7 +301,7 @@ MemoryFormat Workload::memory_format() const {
 
 std::int64_t Workload::items() const {
   const WorkloadOptions& options = impl_->options;
-  return options.batch_size() * (options.kind() == WorkloadKind::encoder ? options.length() : 1);
+  return options.batch_size() * (options.workload().has_images ? 1 : options.length());
 }
 
 const WorkloadCheck& Workload::check() const {

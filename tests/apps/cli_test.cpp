@@ -1,4 +1,4 @@
-#include "semitone/launch/process.h"
+#include "src/launch/process.h"
 #include "tests/support/image_files.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"

@@ -1,5 +1,5 @@
-#include "semitone/launch/process.h"
 #include "src/launch/machine.h"
+#include "src/launch/process.h"
 #include "src/launch/sockets.h"
 #include "tests/support/image_files.h"
 #include "tests/support/processes.h"

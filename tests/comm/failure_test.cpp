@@ -5,6 +5,7 @@
 #include "src/comm/machine.h"
 #include "src/comm/network.h"
 #include "src/comm/process_group.h"
+#include "src/comm/rendezvous.h"
 #include "src/comm/store.h"
 #include "src/comm/watch.h"
 #include "tests/support/errors.h"

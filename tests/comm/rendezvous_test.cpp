@@ -1,6 +1,8 @@
+#include "src/comm/rendezvous.h"
+
 #include "semitone/comm/init.h"
-#include "semitone/core/env.h"
 #include "src/comm/backends.h"
+#include "src/core/env.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"

@@ -1,4 +1,4 @@
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "semitone/core/file.h"
+#include "src/core/file.h"
 
 #include "semitone/core/error.h"
 #include "tests/support/temporary_folder.h"

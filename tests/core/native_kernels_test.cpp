@@ -3,7 +3,7 @@
 
 #include "src/core/native_kernels.h"
 
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 #include "tests/support/processors.h"
 
 #include <torch/types.h>

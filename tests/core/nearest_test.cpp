@@ -1,4 +1,4 @@
-#include "semitone/core/nearest.h"
+#include "src/core/nearest.h"
 
 #include <gtest/gtest.h>
 

@@ -43,6 +43,11 @@ class CheckHouse(unittest.TestCase):
             with self.subTest(text):
                 self.assertEqual(len(problems_of({"include/semitone/amp/a.h": f"#pragma once\n{text}\n"})), 1)
 
+    def test_examples_use_public_headers_only(self):
+        private = '#include "src/core/file.h"\n'
+        self.assertEqual(problems_of({"examples/a.cpp": private}), ["examples/a.cpp:1: examples use public headers only"])
+        self.assertEqual(problems_of({"apps/semitone/a.cpp": private}), [])
+
     def test_headers_have_a_guard(self):
         self.assertEqual(len(problems_of({"include/semitone/amp/a.h": "int x;\n"})), 1)
 

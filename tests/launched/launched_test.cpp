@@ -1,6 +1,7 @@
 // The launchers on this machine start this program several times, once per rank.
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "src/comm/rendezvous.h"
 #include "tests/parallel/models.h"
 #include "tests/support/tensors.h"
 

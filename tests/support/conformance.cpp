@@ -1,7 +1,7 @@
 #include "tests/support/conformance.h"
 
 #include "semitone/core/dtype.h"
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 
 #include <torch/torch.h>
 

@@ -2,7 +2,7 @@
 // LibTorch's kernels, and ONEDNN_MAX_CPU_ISA oneDNN's. This program limits Semitone's kernels,
 // which Highway selects, to oneDNN's instruction set, and reports the result.
 
-#include "semitone/core/env.h"
+#include "src/core/env.h"
 #include "src/core/native_kernels.h"
 #include "tests/support/processors.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/launch/process.h"
+#include "src/launch/process.h"
 
 #include <chrono>
 #include <filesystem>

@@ -2,8 +2,8 @@
 
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
-#include "semitone/train/trainer.h"
 #include "semitone/zoo/convnet.h"
+#include "src/train/trainer.h"
 #include "tests/support/errors.h"
 #include "tests/support/image_files.h"
 #include "tests/support/run_ranks.h"

@@ -1,4 +1,4 @@
-#include "semitone/train/meter.h"
+#include "src/train/meter.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <c10/core/Allocator.h>

@@ -1,9 +1,9 @@
-#include "semitone/train/trainer.h"
+#include "src/train/trainer.h"
 
 #include "semitone/core/error.h"
-#include "semitone/train/models.h"
-#include "semitone/train/optimizers.h"
 #include "semitone/zoo/convnet.h"
+#include "src/train/models.h"
+#include "src/train/optimizers.h"
 #include "tests/support/image_files.h"
 #include "tests/support/temporary_folder.h"
 

@@ -2,7 +2,6 @@
 
 #include "semitone/comm/group.h"
 #include "semitone/comm/init_options.h"
-#include "semitone/comm/rendezvous.h"
 
 #include <string_view>
 

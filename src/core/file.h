@@ -1,0 +1,24 @@
+#pragma once
+
+#include <filesystem>
+#include <string_view>
+
+namespace semitone {
+
+// Writes a whole file or nothing. The content goes to a new file "PATH.partial-…" in the same
+// folder, is flushed to the disk, and then takes the target's name and mode. Readers therefore
+// find either the old file or the new one. A symbolic link stays a link, and the file that it
+// points to is replaced. Anything that is not a regular file (a pipe), and any path through /dev
+// or /proc (/dev/stdout), is appended to directly.
+//
+// @param component  the calling component, for the message: "train.checkpoint"
+// FileError with the system's reason (no folder, no permission, disk full …). A regular file at
+// PATH is then unchanged, and no partial file is left.
+void write_file(const std::filesystem::path& path, std::string_view content,
+                std::string_view component);
+
+// Throws FileError unless write_file() could start to write there now. Call it before hours of
+// work. Changes nothing.
+void require_writable(const std::filesystem::path& path, std::string_view component);
+
+}  // namespace semitone

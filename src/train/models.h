@@ -1,0 +1,65 @@
+#pragma once
+
+#include "src/train/classifier.h"
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+// The models that `semitone train` and `semitone bench` offer. A new one is a row in models.cpp.
+namespace semitone::train {
+
+class WorkloadOptions;
+
+// A model of the zoo that classifies MNIST's images, (N, 1, 28, 28), into ten classes.
+struct ModelChoice {
+  std::string_view name;
+  // Creates the model with new weights, drawn from LibTorch's default generator.
+  Classifier (*make)();
+};
+
+// convnet: zoo::ConvNet. resnet50: zoo::ResNet50 with a residual_gain of 0.2. It takes three
+// channels and at least 32 x 32 pixels, so each image is repeated and framed by two rows and
+// columns of zeros.
+std::span<const ModelChoice> models();
+
+// Error for a name that no model has.
+const ModelChoice& find_model(std::string_view name);
+
+// A batch on which all steps of a benchmark train, in fp32 on the CPU.
+struct FixedBatch {
+  at::Tensor inputs;
+  at::Tensor labels;
+};
+
+// A training on synthetic data for measuring speed and memory.
+struct WorkloadChoice {
+  std::string_view name;
+  std::string_view help;    // for the program's help: "ResNet-50, 16 images of 224 x 224, …"
+  bool has_images;          // otherwise sequences of tokens
+  std::int64_t batch_size;  // default
+  // sgd, with a momentum of 0.9, or adamw: a name in optimizers() that "fused-" may precede.
+  std::string_view optimizer;
+  double weight_decay;
+  double lr;  // at which the first steps on a batch lower its loss at every level
+  Classifier (*make_model)(const WorkloadOptions& options);
+  FixedBatch (*make_batch)(const WorkloadOptions& options, const at::Generator& generator);
+};
+
+// | workload | model           | a step                | optimizer                |
+// |----------|-----------------|-----------------------|--------------------------|
+// | mnist    | zoo::ConvNet    | 100 images of 28 x 28 | SGD, momentum 0.9        |
+// | resnet50 | zoo::ResNet50   | 16 images of 224²     | SGD, momentum 0.9        |
+// | encoder  | zoo::Encoder    | 8 x 128 tokens        | AdamW, weight decay 0.01 |
+//
+// Images are normal noise with random labels. ResNet-50 has a residual_gain of 0.2. 15 % of the
+// encoder's tokens are masked (token 0), and its loss covers all tokens.
+std::span<const WorkloadChoice> workloads();
+
+// Error for a name that no workload has.
+const WorkloadChoice& find_workload(std::string_view name);
+
+}  // namespace semitone::train

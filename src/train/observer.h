@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+
+// The events of a training in progress.
+namespace semitone::train {
+
+// Event: a step is done.
+struct StepDone {
+  std::int64_t epoch;  // from 1
+  std::int64_t epochs;
+  std::int64_t batch;    // in the epoch, from 1
+  std::int64_t batches;  // per epoch
+  std::int64_t step;     // in the training, from 1
+  double loss;           // of this process's batch, before the step
+  bool skipped;
+  double loss_scale;         // after the step
+  double images_per_second;  // so far, over all processes
+  double seconds_left;       // until the end of the training, estimated
+};
+
+// Event: the last batch of an epoch is done.
+struct EpochDone {
+  std::int64_t epoch;
+  std::int64_t epochs;
+  double train_loss;  // mean, see TrainResult
+  double loss_scale;
+  std::int64_t skipped_steps;  // so far
+  double images_per_second;    // so far
+  double seconds;              // duration of this epoch's steps
+};
+
+// Event: the test images were classified.
+struct Tested {
+  double accuracy;  // 0 to 1
+  double loss;      // mean
+};
+
+// Receives the events of a training. Override the functions for the events of interest.
+class Observer {
+ public:
+  Observer() = default;
+  Observer(const Observer&) = delete;
+  Observer& operator=(const Observer&) = delete;
+  virtual ~Observer() = default;
+
+  virtual void on(const StepDone&) {}
+  virtual void on(const EpochDone&) {}
+  virtual void on(const Tested&) {}
+};
+
+}  // namespace semitone::train
