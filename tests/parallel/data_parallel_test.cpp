@@ -7,6 +7,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
+#include "tests/support/toy_nets.h"
 
 #include <ATen/Parallel.h>
 #include <torch/script.h>
@@ -31,6 +32,8 @@ namespace {
 
 using test::error_of;
 using test::expect_error;
+using test::gradients_of;
+using test::ToyNet;
 using ::testing::HasSubstr;
 
 constexpr double kTolerance = 1e-12;  // fp64: what the order of additions may change
@@ -39,27 +42,9 @@ DataParallelOptions on(int replicas) {
   return DataParallelOptions().replicas(replicas);
 }
 
-struct NetImpl : torch::nn::Cloneable<NetImpl> {
-  explicit NetImpl(bool with_norm = false) : normalised(with_norm) { reset(); }
-  void reset() override {
-    first = register_module("first", torch::nn::Linear(6, 8));
-    if (normalised) norm = register_module("norm", torch::nn::BatchNorm1d(8));
-    second = register_module("second", torch::nn::Linear(8, 3));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    at::Tensor hidden = first->forward(x);
-    if (normalised) hidden = norm->forward(hidden);
-    return second->forward(torch::tanh(hidden));
-  }
-  bool normalised;
-  torch::nn::Linear first{nullptr}, second{nullptr};
-  torch::nn::BatchNorm1d norm{nullptr};
-};
-TORCH_MODULE(Net);
-
-Net seeded_net(at::ScalarType dtype = at::kDouble, bool normalised = false) {
+ToyNet seeded_net(at::ScalarType dtype = at::kDouble, bool normalised = false) {
   torch::manual_seed(1);
-  Net model(normalised);
+  ToyNet model(test::ToyNetOptions{.normalised = normalised, .activation = at::tanh});
   model->to(dtype);
   return model;
 }
@@ -84,20 +69,14 @@ at::Tensor rows_as_scalar(const at::Tensor& x) {
   return torch::full({}, static_cast<double>(x.size(0)));
 }
 
-std::vector<at::Tensor> gradients_of(const torch::nn::Module& model) {
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : model.parameters()) gradients.push_back(parameter.grad());
-  return gradients;
-}
-
 TEST(DataParallel, ComputesAndBackPropagatesAsTheModelAlone) {
-  Net alone = seeded_net();
+  ToyNet alone = seeded_net();
   const at::Tensor x = rows(7);
   const at::Tensor want = alone->forward(x);
   want.pow(2).sum().backward();
   for (const int replicas : {1, 2, 3, 4, 7, 9}) {
     SCOPED_TRACE(replicas);
-    Net model = seeded_net();
+    ToyNet model = seeded_net();
     DataParallel parallel(model, on(replicas));
     EXPECT_EQ(parallel.devices().size(), static_cast<std::size_t>(replicas));
     EXPECT_EQ(&*parallel, model.get());
@@ -115,10 +94,10 @@ TEST(DataParallel, AddsGradientsInOneOrder) {
   const at::Tensor x = rows(16, at::kFloat);
   std::vector<at::Tensor> first;
   for (int run = 0; run < 8; ++run) {
-    Net model = seeded_net(at::kFloat);
+    ToyNet model = seeded_net(at::kFloat);
     DataParallel parallel(model, on(4));
     parallel(x).pow(2).sum().backward();
-    const auto gradients = gradients_of(*model);
+    const auto gradients = gradients_of(model->parameters());
     if (run == 0) first = gradients;
     for (std::size_t i = 0; i < first.size(); ++i)
       EXPECT_TRUE(test::same_bits(gradients[i], first[i]));
@@ -127,14 +106,14 @@ TEST(DataParallel, AddsGradientsInOneOrder) {
 
 TEST(DataParallel, CanBeDifferentiatedTwice) {
   const auto gradients = [](int replicas) {
-    Net model = seeded_net();
+    ToyNet model = seeded_net();
     DataParallel parallel(model, on(replicas));
     const at::Tensor x = rows(6).requires_grad_();
     const at::Tensor loss = parallel(x).pow(2).sum();
     const auto inner = torch::autograd::grad({loss}, {x, model->first->weight}, {},
                                              /*retain_graph=*/true, /*create_graph=*/true);
     (inner[0].pow(2).sum() + inner[1].pow(2).sum()).backward();
-    return gradients_of(*model);
+    return gradients_of(model->parameters());
   };
   const auto want = gradients(1);
   const auto got = gradients(3);
@@ -142,8 +121,8 @@ TEST(DataParallel, CanBeDifferentiatedTwice) {
 }
 
 TEST(DataParallel, KeepsGraphsOfEarlierForwardsIntact) {
-  Net alone = seeded_net();
-  Net model = seeded_net();
+  ToyNet alone = seeded_net();
+  ToyNet model = seeded_net();
   DataParallel parallel(model, on(2));
   const at::Tensor x = rows(4);
   const at::Tensor one = parallel(x).sum();
@@ -238,7 +217,7 @@ TEST(Scatter, ReachesIntoContainersAndGatherOutOfThem) {
 }
 
 TEST(Gather, MakesAVectorOfScalars) {
-  Net model = seeded_net();
+  ToyNet model = seeded_net();
   const at::Tensor x = rows(8);
   Probe losses([&](const at::Tensor& part) { return model->forward(part).pow(2).mean(); });
   DataParallel parallel(losses, on(2));
@@ -275,8 +254,8 @@ TEST(Gather, RefusesResultsThatDiffer) {
 }
 
 TEST(Buffers, AreThoseOfTheFirstReplica) {
-  Net model = seeded_net(at::kDouble, true);
-  Net reference = seeded_net(at::kDouble, true);
+  ToyNet model = seeded_net(at::kDouble, true);
+  ToyNet reference = seeded_net(at::kDouble, true);
   DataParallel parallel(model, on(2));
   const at::Tensor x = rows(8);
   for (int step = 0; step < 3; ++step) {
@@ -289,7 +268,7 @@ TEST(Buffers, AreThoseOfTheFirstReplica) {
 }
 
 TEST(Buffers, AndModesOfLayersReachAllReplicas) {
-  Net model = seeded_net(at::kDouble, true);
+  ToyNet model = seeded_net(at::kDouble, true);
   model->forward(rows(8));
   model->norm->eval();
   DataParallel parallel(model, on(4));
@@ -325,7 +304,7 @@ TEST(Threads, AreOnesOfTheirOwnWithTheCallersState) {
 }
 
 TEST(Threads, WorkForWholeModelsInInferenceMode) {
-  Net model = seeded_net();
+  ToyNet model = seeded_net();
   DataParallel parallel(model, on(2));
   const at::Tensor x = rows(4);
   const at::Tensor want = model->forward(x);
@@ -334,7 +313,7 @@ TEST(Threads, WorkForWholeModelsInInferenceMode) {
 }
 
 TEST(Threads, AreInTheCallersAutocastRegionAndHeard) {
-  Net model = seeded_net(at::kFloat);
+  ToyNet model = seeded_net(at::kFloat);
   DataParallel parallel(model, on(2));
   const at::Tensor x = rows(4, at::kFloat);
   struct Counter : events::Listener {
@@ -370,7 +349,7 @@ TEST(Threads, ShareTheIntraOpThreadsOut) {
 }
 
 TEST(Clones, DrawNoRandomNumbers) {
-  Net model = seeded_net();
+  ToyNet model = seeded_net();
   torch::manual_seed(5);
   const at::Tensor want = torch::rand({3});
   torch::manual_seed(5);
@@ -448,7 +427,7 @@ TEST(Errors, OfModelsAndOptionsComeAtConstruction) {
                         DataParallelOptions().device_ids({at::kCPU, at::Device("cpu:0")}));
   EXPECT_EQ(numbered.devices(), (std::vector<c10::Device>{at::kCPU, at::kCPU}));
 
-  Net spread = seeded_net();
+  ToyNet spread = seeded_net();
   spread->register_buffer("elsewhere", torch::empty({1}, at::kMeta));
   EXPECT_THAT(error_of([&] { DataParallel parallel(spread, on(2)); }),
               HasSubstr("'elsewhere' on meta"));
@@ -495,7 +474,7 @@ def forward(self, x):
 TEST(Policies, HoldForTheParametersOfAllReplicas) {
   for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2}) {
     SCOPED_TRACE(std::string(amp::name_of(level)));
-    Net model = seeded_net(at::kFloat);
+    ToyNet model = seeded_net(at::kFloat);
     DataParallel parallel(model, on(3));
     const auto mixed_of = [&] {
       return amp::initialize(
@@ -519,7 +498,7 @@ class DataParallelLevels : public testing::TestWithParam<amp::OptLevel> {};
 
 TEST_P(DataParallelLevels, TrainLikeOneDevice) {
   const auto train = [](int replicas) {
-    Net model = seeded_net(at::kFloat);
+    ToyNet model = seeded_net(at::kFloat);
     DataParallel parallel(model, on(replicas));
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
     auto mixed =

@@ -2,6 +2,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -25,6 +26,7 @@ namespace {
 
 using test::Batch;
 using test::batch_of;
+using test::expect_equal_on_all_ranks;
 using test::expect_error;
 using test::Heads;
 using test::Net;
@@ -32,8 +34,6 @@ using test::Rank;
 using test::run_ranks;
 using test::seeded;
 using test::sum_of_squares;
-
-constexpr double kTolerance = 1e-12;
 
 // How many batches each of three ranks has.
 const std::vector<int> kBatches = {3, 6, 2};
@@ -99,7 +99,9 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
             },
             options);
         for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
-          EXPECT_TRUE(test::near(model->parameters()[i], alone->parameters()[i], kTolerance)) << i;
+          EXPECT_TRUE(
+              test::near(model->parameters()[i], alone->parameters()[i], test::kSumTolerance))
+              << i;
         }
       }
     }
@@ -169,10 +171,7 @@ TEST(Join, RanksThatFollowStayEqualBitForBit) {
             static_cast<torch::optim::SGDParamState&>(*known->second).momentum_buffer());
       }
       EXPECT_EQ(state.size(), 14U);  // eight parameters, six of them with momentum
-      for (const at::Tensor& tensor : state) {
-        for (const at::Tensor& other : group.all_gather(tensor.detach().contiguous()))
-          EXPECT_TRUE(test::same_bits(other, tensor.detach()));
-      }
+      expect_equal_on_all_ranks(group, state);
     }
   });
 }
@@ -201,8 +200,8 @@ TEST(Join, WhatComesAfterItIsDividedByAllRanksAgain) {
       (sum_of_squares(alone->forward(batch.data), batch.target) / 2).backward();
     }
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
-      EXPECT_TRUE(
-          test::near(model->parameters()[i].grad(), alone->parameters()[i].grad(), kTolerance))
+      EXPECT_TRUE(test::near(model->parameters()[i].grad(), alone->parameters()[i].grad(),
+                             test::kSumTolerance))
           << i;
     }
   });
@@ -263,10 +262,7 @@ TEST(Join, RebuildsBucketsAndSharesBuffersWithTheRanksThatGoOn) {
     });
     // Rank 1's, the last.
     EXPECT_EQ(model->norm->num_batches_tracked.item<std::int64_t>(), 8);
-    for (const at::Tensor& buffer : model->buffers()) {
-      for (const at::Tensor& other : group.all_gather(buffer))
-        EXPECT_TRUE(test::same_bits(other, buffer));
-    }
+    expect_equal_on_all_ranks(group, model->buffers());
   });
 }
 
@@ -289,7 +285,7 @@ TEST(Join, WithEqualInputsChangesNothing) {
     };
     const auto with = trained(true);
     const auto without = trained(false);
-    for (std::size_t i = 0; i < with.size(); ++i) EXPECT_TRUE(test::same_bits(with[i], without[i]));
+    EXPECT_TRUE(test::same_bits(with, without));
   });
 }
 

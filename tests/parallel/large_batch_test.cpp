@@ -2,6 +2,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "semitone/parallel/sync_batch_norm.h"
+#include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
@@ -29,7 +30,6 @@ using Shares = std::vector<std::int64_t>;  // rows of each rank
 
 constexpr int kSteps = 20;
 constexpr std::int64_t kRows = 16;
-constexpr double kTolerance = 1e-12;
 
 // Even and uneven. Of two rows at least: torch::nn::BatchNorm1d refuses a single one.
 std::vector<Shares> shares_of(int ranks) {
@@ -62,10 +62,12 @@ Net trained_alone(bool normalised) {
 void expect_same(const torch::nn::Module& got, const torch::nn::Module& want) {
   const auto parameters = want.named_parameters();
   for (const auto& entry : got.named_parameters())
-    EXPECT_TRUE(test::near(entry.value(), parameters[entry.key()], kTolerance)) << entry.key();
+    EXPECT_TRUE(test::near(entry.value(), parameters[entry.key()], test::kSumTolerance))
+        << entry.key();
   const auto buffers = want.named_buffers();
   for (const auto& entry : got.named_buffers())
-    EXPECT_TRUE(test::near(entry.value(), buffers[entry.key()], kTolerance)) << entry.key();
+    EXPECT_TRUE(test::near(entry.value(), buffers[entry.key()], test::kSumTolerance))
+        << entry.key();
 }
 
 // Trains with each share and method. `pass` computes the gradients of rows [begin, end) of a batch.

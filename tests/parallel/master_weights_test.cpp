@@ -4,6 +4,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
@@ -23,6 +24,7 @@ namespace semitone::parallel::master_weights_test {
 namespace {
 
 using test::expect_bitwise_equal;
+using test::expect_equal_on_all_ranks;
 using test::Rank;
 using test::run_ranks;
 
@@ -47,8 +49,7 @@ struct Training {
   Training(std::uint64_t seed, Kind kind) {
     torch::manual_seed(seed);
     net = Net();
-    for (const at::Tensor& parameter : net->parameters())
-      initial.push_back(parameter.detach().clone());
+    initial = test::copies(net->parameters());
     if (kind == Kind::torchs) {
       optimizer = std::make_unique<torch::optim::Adam>(net->parameters(), 1e-3);
     } else {
@@ -73,10 +74,7 @@ struct Training {
   // The masters, assembled if they are split.
   std::vector<at::Tensor> exact() {
     const auto fp32 = mixed->fp32_weights(net);
-    std::vector<at::Tensor> values;
-    for (const at::Tensor& parameter : net->parameters())
-      values.push_back(parameter.detach().clone());
-    return values;
+    return test::copies(net->parameters());
   }
 
   Net net{nullptr};
@@ -84,22 +82,6 @@ struct Training {
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::optional<amp::MixedPrecision> mixed;
 };
-
-void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want) {
-  ASSERT_EQ(got.size(), want.size());
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    SCOPED_TRACE(i);
-    expect_bitwise_equal(got[i], want[i]);
-  }
-}
-
-// Bit for bit on all ranks.
-void expect_equal_on_all_ranks(const comm::Group& group, const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    for (const at::Tensor& other : group.all_gather(tensor.contiguous()))
-      expect_bitwise_equal(other, tensor);
-  }
-}
 
 // The frozen layer has no master: it is the rounded one of rank 0.
 std::vector<at::Tensor> with_rounded_frozen(const Net& net, std::vector<at::Tensor> values) {
@@ -122,12 +104,12 @@ TEST(MasterWeightsOfReplicas, AreRankZerosExactOnesAndStayEqual) {
       Training alone(1, kind);
       Training shared(1 + static_cast<std::uint64_t>(rank.number()), kind);
       DistributedDataParallel ddp(shared.net, group);
-      expect_equal(shared.exact(), with_rounded_frozen(alone.net, alone.initial));
+      expect_bitwise_equal(shared.exact(), with_rounded_frozen(alone.net, alone.initial));
       for (std::uint64_t step = 0; step < 10; ++step) {
         alone.step(alone.net, 100 + step);
         shared.step(ddp, 100 + step);
       }
-      expect_equal(shared.exact(), alone.exact());
+      expect_bitwise_equal(shared.exact(), alone.exact());
 
       // Other batches on each rank: all still take the same steps.
       for (std::uint64_t step = 0; step < 20; ++step) {
@@ -172,14 +154,14 @@ TEST(MasterWeightsOfReplicas, ThatWereLoadedBeforeResumeBitForBit) {
       torch::serialize::InputArchive loaded;
       loaded.load_from(mixed);
       second.mixed->load(loaded);
-      expect_equal(second.exact(), first.exact());
+      expect_bitwise_equal(second.exact(), first.exact());
       DistributedDataParallel second_ddp(second.net, group);
-      expect_equal(second.exact(), first.exact());
+      expect_bitwise_equal(second.exact(), first.exact());
       for (std::uint64_t step = 5; step < 10; ++step) {
         first.step(first_ddp, mine(step));
         second.step(second_ddp, mine(step));
       }
-      expect_equal(second.exact(), first.exact());
+      expect_bitwise_equal(second.exact(), first.exact());
     }
   });
 }

@@ -1,31 +1,25 @@
 #pragma once
 
+#include "tests/support/toy_nets.h"
+
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
+#include <cstdint>
 #include <functional>
 #include <utility>
-#include <vector>
 
 // Models and data for the tests of data-parallel training, in fp64 by default.
 namespace semitone::test {
 
-// Two layers; with a normalisation between them, whose statistics are buffers.
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(bool normalised = false) {
-    first = register_module("first", torch::nn::Linear(6, 8));
-    if (normalised) norm = register_module("norm", torch::nn::BatchNorm1d(8));
-    second = register_module("second", torch::nn::Linear(8, 3));
+// The toy net in fp64, with a smooth activation: two trainings differ by the order of their
+// additions only.
+struct NetImpl : ToyNetImpl {
+  explicit NetImpl(bool normalised = false)
+      : ToyNetImpl({.normalised = normalised, .activation = at::tanh}) {
     to(torch::kDouble);
   }
-  at::Tensor forward(const at::Tensor& x) {
-    at::Tensor hidden = first->forward(x);
-    if (!norm.is_empty()) hidden = norm->forward(hidden);
-    return second->forward(torch::tanh(hidden));
-  }
-  torch::nn::Linear first{nullptr}, second{nullptr};
-  torch::nn::BatchNorm1d norm{nullptr};
 };
 TORCH_MODULE(Net);
 
@@ -73,12 +67,6 @@ inline Batch batch_of(std::uint64_t seed, std::int64_t rows) {
 
 inline at::Tensor sum_of_squares(const at::Tensor& output, const at::Tensor& target) {
   return (output - target).pow(2).sum();
-}
-
-inline std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> result;
-  for (const at::Tensor& tensor : tensors) result.push_back(tensor.detach().clone());
-  return result;
 }
 
 // SGD with momentum over this many steps; `step` computes a step's gradients.

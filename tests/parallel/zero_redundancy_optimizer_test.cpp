@@ -1,13 +1,12 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 
-#include "semitone/amp/initialize.h"
+#include "semitone/comm/group.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_adam.h"
-#include "semitone/parallel/distributed_data_parallel.h"
-#include "semitone/scaling/grad_scaler.h"
 #include "src/comm/process_group.h"
 #include "tests/parallel/models.h"
+#include "tests/parallel/zero_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
@@ -17,101 +16,23 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <csignal>
-#include <fstream>
-#include <limits>
+#include <cstdint>
 #include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::zero_test {
 namespace {
 
-using test::Batch;
-using test::batch_of;
 using test::error_of;
 using test::expect_error;
-using test::Net;
 using test::Rank;
 using test::run_ranks;
-using test::seeded;
-using test::sum_of_squares;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using Factory = ZeroRedundancyOptimizer::Factory;
-using ParamGroups = ZeroRedundancyOptimizer::ParamGroups;
-
-template <typename Optimizer, typename Options>
-Factory factory(const Options& options) {
-  return [options](ParamGroups groups) {
-    return std::make_unique<Optimizer>(std::move(groups), options);
-  };
-}
-
-struct Kind {
-  std::string name;
-  Factory make;
-};
-
-std::vector<Kind> all_kinds() {
-  namespace torch_optim = torch::optim;
-  return {
-      {"SGD",
-       factory<torch_optim::SGD>(torch_optim::SGDOptions(0.05).momentum(0.9).weight_decay(0.01))},
-      {"Adam", factory<torch_optim::Adam>(torch_optim::AdamOptions(0.01).amsgrad(true))},
-      {"AdamW", factory<torch_optim::AdamW>(torch_optim::AdamWOptions(0.01).weight_decay(0.1))},
-      {"FusedAdam", factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).weight_decay(0.1))},
-      {"FusedAdam, state in bf16",
-       factory<optim::FusedAdam>(optim::FusedAdamOptions(0.01).bf16_state(true))},
-  };
-}
-
-Factory adam() {
-  return all_kinds().at(1).make;
-}
-
-std::unique_ptr<torch::optim::Optimizer> unsharded(const Factory& make,
-                                                   const std::vector<at::Tensor>& parameters) {
-  return make({torch::optim::OptimizerParamGroup(parameters)});
-}
-
-// The gradients of a step, the same on every rank.
-void back_propagate(Net& model, int step) {
-  const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
-  sum_of_squares(model->forward(batch.data), batch.target).backward();
-}
-
-// Steps [begin, end) of a run, with a decreasing learning rate.
-void train(Net& model, torch::optim::Optimizer& optimizer, int begin, int end) {
-  for (int step = begin; step < end; ++step) {
-    for (auto& group : optimizer.param_groups()) group.options().set_lr(0.01 / (1 + step));
-    optimizer.zero_grad();
-    back_propagate(model, step);
-    optimizer.step();
-  }
-}
-
-void expect_same_weights(const torch::nn::Module& got, const torch::nn::Module& want) {
-  ASSERT_EQ(got.parameters().size(), want.parameters().size());
-  for (std::size_t i = 0; i < want.parameters().size(); ++i) {
-    EXPECT_TRUE(test::same_bits(got.parameters()[i].detach(), want.parameters()[i].detach()))
-        << "parameter " << i;
-  }
-}
-
-std::int64_t elements_of_adam_state(const torch::optim::Optimizer& optimizer) {
-  std::int64_t elements = 0;
-  for (const auto& [parameter, state] : optimizer.state()) {
-    const auto& adam_state = static_cast<const torch::optim::AdamParamState&>(*state);
-    for (const at::Tensor& tensor :
-         {adam_state.exp_avg(), adam_state.exp_avg_sq(), adam_state.max_exp_avg_sq()})
-      elements += tensor.defined() ? tensor.numel() : 0;
-  }
-  return elements;
-}
 
 void expect_training_as_unsharded(int ranks) {
   run_ranks(ranks, [](Rank&) {
@@ -313,295 +234,6 @@ TEST(Zero, SendsParametersOfAnyLayoutOnce) {
   });
 }
 
-// Model and optimizer on rank 0's share of the data, and so on, at an opt level.
-void train_at(amp::OptLevel level, Rank& rank, const comm::Group& group, Net& model,
-              torch::optim::Optimizer& optimizer) {
-  auto mixed = amp::initialize(
-      model, optimizer, amp::Options(level).dtype(torch::kBFloat16).loss_scale(128.).verbosity(0));
-  DistributedDataParallel ddp(model, group);
-  for (int step = 0; step < 6; ++step) {
-    const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8)
-                            .rows(4 * rank.number(), 4 * rank.number() + 4);
-    at::Tensor data = batch.data.to(torch::kFloat);
-    // One rank overflows: all skip.
-    if (step == 3 && rank.number() == 1) data = data * std::numeric_limits<float>::infinity();
-    mixed.zero_grad(optimizer);
-    const at::Tensor output = mixed.forward(ddp, data).to(torch::kFloat);
-    const at::Tensor loss = sum_of_squares(output, batch.target.to(torch::kFloat));
-    mixed.scale_loss(loss, optimizer).backward();
-    EXPECT_EQ(mixed.step(optimizer), step == 3 ? amp::Step::skipped : amp::Step::stepped);
-  }
-}
-
-TEST(Zero, WorksWithDistributedDataParallelAtAllLevels) {
-  run_ranks(2, [](Rank& rank) {
-    const auto group = comm::init();
-    using amp::OptLevel;
-    for (const OptLevel level : {OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3}) {
-      for (const std::size_t kind : {0U, 2U, 3U}) {
-        SCOPED_TRACE(std::string(amp::name_of(level)) + " " + all_kinds()[kind].name);
-        const Factory make = all_kinds()[kind].make;
-        const auto fp32_net = [] {
-          Net model = seeded<Net>(1);
-          model->to(torch::kFloat);
-          return model;
-        };
-        Net alone = fp32_net();
-        const auto reference = unsharded(make, alone->parameters());
-        train_at(level, rank, group, alone, *reference);
-        Net model = fp32_net();
-        ZeroRedundancyOptimizer optimizer(model->parameters(), make, group);
-        train_at(level, rank, group, model, optimizer);
-        expect_same_weights(*model, *alone);
-        // Masters, too.
-        const auto& got = optimizer.param_groups()[0].params();
-        const auto& want = reference->param_groups()[0].params();
-        for (std::size_t i = 0; i < want.size(); ++i)
-          EXPECT_TRUE(test::same_bits(got[i].detach(), want[i].detach())) << "master " << i;
-      }
-    }
-  });
-}
-
-TEST(Zero, CarriesStateOverToMasterWeights) {
-  run_ranks(2, [](Rank&) {
-    const auto group = comm::init();
-    const auto run = [&](const std::function<std::unique_ptr<torch::optim::Optimizer>(
-                             const std::vector<at::Tensor>&)>& make) {
-      Net model = seeded<Net>(1);
-      model->to(torch::kBFloat16);
-      auto optimizer = make(model->parameters());
-      const auto back_propagate = [&](int step) {
-        const Batch batch = batch_of(static_cast<std::uint64_t>(step), 8);
-        sum_of_squares(model->forward(batch.data.to(torch::kBFloat16)),
-                       batch.target.to(torch::kBFloat16))
-            .backward();
-      };
-      back_propagate(0);
-      optimizer->step();
-      amp::MasterWeights masters(*optimizer);
-      for (int step = 1; step < 4; ++step) {
-        optimizer->zero_grad();
-        model->zero_grad();
-        back_propagate(step);
-        EXPECT_FALSE(masters.take_gradients());
-        optimizer->step();
-        masters.write_model();
-      }
-      return model;
-    };
-    const Net alone = run([](const auto& parameters) { return unsharded(adam(), parameters); });
-    const Net model = run([&](const auto& parameters) {
-      return std::make_unique<ZeroRedundancyOptimizer>(parameters, adam(), group);
-    });
-    expect_same_weights(*model, *alone);
-  });
-}
-
-TEST(Zero, WorksWithAGradScaler) {
-  run_ranks(2, [](Rank&) {
-    const auto group = comm::init();
-    const auto run = [](Net& model, torch::optim::Optimizer& optimizer) {
-      amp::GradScaler scaler(amp::LossScaleOptions().init_scale(1024.));
-      for (int step = 0; step < 4; ++step) {
-        optimizer.zero_grad();
-        const Batch batch = batch_of(static_cast<std::uint64_t>(step), 8);
-        const at::Tensor loss = sum_of_squares(model->forward(batch.data), batch.target);
-        scaler.scale(step == 2 ? loss * INFINITY : loss).backward();
-        scaler.step(optimizer);
-        scaler.update();
-      }
-      EXPECT_EQ(scaler.scaler().skipped_steps(), 1);
-    };
-    Net alone = seeded<Net>(1);
-    const auto reference = unsharded(adam(), alone->parameters());
-    run(alone, *reference);
-    Net model = seeded<Net>(1);
-    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
-    run(model, optimizer);
-    expect_same_weights(*model, *alone);
-  });
-}
-
-TEST(ZeroState, ResumesWithAnyNumberOfRanks) {
-  run_ranks(3, [](Rank& rank) {
-    const auto three = comm::init();
-    const auto two = three.subgroup({0, 1});
-    for (const auto& [name, make] : all_kinds()) {
-      SCOPED_TRACE(name);
-      const std::string folder = rank.folder() / name;
-      // The whole run without sharding.
-      Net alone = seeded<Net>(1);
-      const auto reference = unsharded(make, alone->parameters());
-      train(alone, *reference, 0, 8);
-      // Its first half on two ranks, saved by the second of them.
-      if (rank.number() < 2) {
-        Net model = seeded<Net>(1);
-        ZeroRedundancyOptimizer optimizer(model->parameters(), make, two);
-        train(model, optimizer, 0, 4);
-        optimizer.consolidate(1);
-        if (rank.number() == 1) {
-          torch::save(model, folder + ".model");
-          torch::save(optimizer, folder + ".optimizer");
-        } else {
-          torch::serialize::OutputArchive archive;
-          EXPECT_THAT(error_of([&] { optimizer.save(archive); }), HasSubstr("consolidate(0)"));
-        }
-      }
-      three.barrier();
-      const auto resume = [&](const std::string& file, auto&& make_optimizer) {
-        Net model = seeded<Net>(2);
-        torch::load(model, folder + ".model");
-        std::unique_ptr<torch::optim::Optimizer> optimizer = make_optimizer(model->parameters());
-        torch::load(*optimizer, file);
-        train(model, *optimizer, 4, 8);
-        expect_same_weights(*model, *alone);
-      };
-      const auto sharded = [&, &make = make](const std::vector<at::Tensor>& parameters) {
-        return std::make_unique<ZeroRedundancyOptimizer>(parameters, make, three);
-      };
-      // The second half on three, and on one without sharding.
-      resume(folder + ".optimizer", sharded);
-      resume(folder + ".optimizer", [&, &make = make](const std::vector<at::Tensor>& parameters) {
-        return unsharded(make, parameters);
-      });
-      // And from a file of the optimizer alone.
-      Net half = seeded<Net>(1);
-      const auto plain = unsharded(make, half->parameters());
-      train(half, *plain, 0, 4);
-      const std::string file = folder + ".plain" + std::to_string(rank.number());
-      torch::save(*plain, file);
-      resume(file, sharded);
-    }
-  });
-}
-
-TEST(ZeroState, OfMasterWeightsResumesWithAnyNumberOfRanks) {
-  run_ranks(3, [](Rank& rank) {
-    const auto three = comm::init();
-    const auto two = three.subgroup({0, 1});
-    const auto fp32_net = [](std::uint64_t seed) {
-      Net model = seeded<Net>(seed);
-      model->to(torch::kFloat);
-      return model;
-    };
-    const auto options =
-        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(8.).verbosity(0);
-    const auto train = [](Net& model, torch::optim::Optimizer& optimizer,
-                          amp::MixedPrecision& mixed, int begin, int end) {
-      for (int step = begin; step < end; ++step) {
-        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
-        mixed.zero_grad(optimizer);
-        const at::Tensor output = mixed.forward(model, batch.data.to(torch::kFloat));
-        mixed.scale_loss(sum_of_squares(output, batch.target.to(torch::kFloat)), optimizer)
-            .backward();
-        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
-      }
-    };
-    Net alone = fp32_net(1);
-    const auto reference = unsharded(adam(), alone->parameters());
-    auto mixed = amp::initialize(alone, *reference, options);
-    train(alone, *reference, mixed, 0, 8);
-
-    const std::string folder = rank.folder();
-    if (rank.number() < 2) {
-      Net model = fp32_net(1);
-      ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), two);
-      auto half = amp::initialize(model, optimizer, options);
-      train(model, optimizer, half, 0, 4);
-      optimizer.consolidate();
-      if (rank.number() == 0) {
-        half.save_model(model, folder + "/model");
-        torch::serialize::OutputArchive archive;
-        half.save(archive);
-        archive.save_to(folder + "/mixed");
-        torch::save(optimizer, folder + "/optimizer");
-      }
-    }
-    three.barrier();
-    Net model = fp32_net(2);
-    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), three);
-    auto resumed = amp::initialize(model, optimizer, options);
-    resumed.load_model(model, folder + "/model");
-    torch::load(optimizer, folder + "/optimizer");
-    torch::serialize::InputArchive archive;
-    archive.load_from(folder + "/mixed");
-    resumed.load(archive);
-    train(model, optimizer, resumed, 4, 8);
-    expect_same_weights(*model, *alone);
-  });
-}
-
-TEST(ZeroState, HasTheOptionsOfItsTime) {
-  run_ranks(2, [](Rank& rank) {
-    const auto group = comm::init();
-    Net model = seeded<Net>(1);
-    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
-    train(model, optimizer, 0, 2);
-    optimizer.param_groups()[0].options().set_lr(0.125);
-    optimizer.consolidate();
-    const std::string file = rank.folder() / "optimizer";
-    if (rank.number() == 0) torch::save(optimizer, file);
-    group.barrier();
-    optimizer.param_groups()[0].options().set_lr(0.25);
-    torch::load(optimizer, file);
-    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.125);
-    // A step invalidates the consolidated state.
-    optimizer.consolidate();
-    optimizer.step();
-    torch::serialize::OutputArchive archive;
-    expect_error([&] { optimizer.save(archive); },
-                 {"[parallel.zero_redundancy_optimizer.save]", "consolidate"});
-    expect_error([&] { optimizer.consolidate(2); }, {"a rank from 0 to 1, got 2"});
-  });
-}
-
-TEST(ZeroState, OfAnotherOptimizerIsRefused) {
-  Net model = seeded<Net>(1);
-  ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), comm::Group());
-  train(model, optimizer, 0, 2);
-  const auto elements = elements_of_adam_state(optimizer);
-  torch::optim::SGD other(model->first->parameters(), 0.1);
-  std::stringstream file;
-  torch::save(other, file);
-  torch::serialize::InputArchive archive;
-  archive.load_from(file);
-  EXPECT_THAT(test::message_of<FileError>([&] { optimizer.load(archive); }),
-              HasSubstr("[parallel.zero_redundancy_optimizer.load]"));
-  EXPECT_EQ(elements_of_adam_state(optimizer), elements);
-}
-
-// The peak resident memory of this process, in MiB.
-double peak_memory() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    double kib = 0;
-    if (word == "VmHWM:" && status >> kib) return kib / 1024;
-  }
-  return NAN;
-}
-
-TEST(ZeroState, GoesToTheRankThatSavesItAndToNoOther) {
-  run_ranks(3, [](Rank& rank) {
-    const auto group = comm::init();
-    // 32 MiB, and twice as much state on rank 0.
-    const at::Tensor parameter = torch::zeros({8 << 20}).requires_grad_();
-    ZeroRedundancyOptimizer optimizer({parameter}, adam(), group);
-    parameter.mutable_grad() = torch::ones_like(parameter);
-    optimizer.step();
-    const double before = peak_memory();
-    optimizer.consolidate(1);
-    const double grown = peak_memory() - before;
-    if (rank.number() == 2) {
-      EXPECT_LT(grown, 32);
-    }
-    if (rank.number() == 1) {
-      EXPECT_GT(grown, 32);  // so that the measure is one
-      EXPECT_EQ(elements_of_adam_state(optimizer), 0);
-    }
-  });
-}
-
 TEST(ZeroErrors, NameRanksThatConsolidateElsewhere) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
@@ -682,4 +314,4 @@ TEST(ZeroErrors, OfTheFactoryAreNamed) {
 }
 
 }  // namespace
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::zero_test

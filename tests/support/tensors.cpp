@@ -62,6 +62,21 @@ AssertionResult none_differ(const at::Tensor& got, const at::Tensor& want, const
                             << want.flatten()[index].item<double>();
 }
 
+// compare(got[i], want[i]) for every i; the first failure, with its index.
+template <typename Compare>
+AssertionResult compare_each(const std::vector<at::Tensor>& got,
+                             const std::vector<at::Tensor>& want, const Compare& compare) {
+  if (got.size() != want.size()) {
+    return AssertionFailure() << "got " << got.size() << " tensors, want " << want.size();
+  }
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    if (AssertionResult result = compare(got[i], want[i]); !result) {
+      return result << " (tensor " << i << ")";
+    }
+  }
+  return AssertionSuccess();
+}
+
 }  // namespace
 
 AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want) {
@@ -74,6 +89,13 @@ AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want) {
   at::Tensor bad = bits_of(g) != bits_of(w);
   if (g.is_floating_point()) bad = bad.logical_and(both_nan(g, w).logical_not());
   return none_differ(g, w, bad);
+}
+
+AssertionResult same_bits(const std::vector<at::Tensor>& got,
+                          const std::vector<at::Tensor>& want) {
+  return compare_each(got, want, [](const at::Tensor& one, const at::Tensor& other) {
+    return same_bits(one, other);
+  });
 }
 
 AssertionResult near(const at::Tensor& got, const at::Tensor& want, double relative) {
@@ -99,13 +121,37 @@ AssertionResult near(const at::Tensor& got, const at::Tensor& want, double relat
   return result;
 }
 
+AssertionResult near(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want,
+                     double relative) {
+  return compare_each(got, want, [&](const at::Tensor& one, const at::Tensor& other) {
+    return near(one, other, relative);
+  });
+}
+
 void expect_bitwise_equal(const at::Tensor& got, const at::Tensor& want) {
+  EXPECT_TRUE(same_bits(got, want));
+}
+
+void expect_bitwise_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want) {
   EXPECT_TRUE(same_bits(got, want));
 }
 
 void expect_close(const at::Tensor& got, const at::Tensor& want, double relative) {
   EXPECT_TRUE(same_dtype(got, want));
   EXPECT_TRUE(near(got, want, relative));
+}
+
+std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> result;
+  for (const at::Tensor& tensor : tensors)
+    result.push_back(tensor.defined() ? tensor.detach().clone() : tensor);
+  return result;
+}
+
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  return gradients;
 }
 
 }  // namespace semitone::test

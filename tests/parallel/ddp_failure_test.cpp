@@ -1,0 +1,287 @@
+// DistributedDataParallel: misuse, exceptions in a step, and lost ranks.
+
+#include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
+#include "tests/parallel/models.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace semitone::parallel::ddp_failure_test {
+namespace {
+
+using test::all_ways;
+using test::Batch;
+using test::batch_of;
+using test::expect_error;
+using test::expect_near;
+using test::gradients_of;
+using test::MeanHook;
+using test::Net;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+using ::testing::HasSubstr;
+
+TEST(Misuse, ForwardOfTheModelItselfIsAnErrorInBackward) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    const Batch batch = batch_of(1, 2);
+    const auto expect_refusal = [&](const at::Tensor& loss) {
+      expect_error([&] { loss.backward({}, true); }, {"[parallel.ddp]", "ddp.forward()"});
+      model->zero_grad();
+    };
+    expect_refusal(sum_of_squares(ddp->forward(batch.data), batch.target));
+    const at::Tensor loss = sum_of_squares(ddp.forward(batch.data), batch.target);
+    loss.backward({}, true);
+    // No rank would reduce it.
+    expect_refusal(loss);
+    // A step without backward is harmless, and several backward passes in a row make one.
+    ddp.forward(batch.data);
+    const at::Tensor left = ddp.forward(batch.data).sum();
+    left.backward();
+    expect_refusal(left.detach() + model->second->bias.sum());
+    // Except where gradients stay local.
+    const auto local = ddp.no_sync();
+    model->second->bias.sum().backward();
+  });
+}
+
+TEST(Misuse, ABackwardPassOfBothKindsOfForwardsIsAnError) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      const at::Tensor reduced = ddp.forward(batch.data).sum();
+      const at::Tensor local = [&] {
+        const auto scope = ddp.no_sync();
+        return ddp.forward(batch.data).sum();
+      }();
+      expect_error([&] { (reduced + local).backward(); },
+                   {"[parallel.ddp]", "before forwards in no_sync()", "NoGradGuard"});
+    }
+  });
+}
+
+TEST(Misuse, ABackwardAfterItsEndIsAnError) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    const Batch batch = batch_of(1, 2);
+    const auto loss = [&] {
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().find_unused_parameters(true));
+      return sum_of_squares(ddp.forward(batch.data), batch.target);
+    }();
+    test::expect_error([&] { loss.backward(); }, {"[parallel.ddp]", "to exist until"});
+  });
+}
+
+TEST(Misuse, OptionsThatExcludeEachOtherAreNamed) {
+  expect_error([] { DistributedDataParallelOptions().bucket_cap_mb(0); }, {"bucket_cap_mb"});
+  expect_error([] { DistributedDataParallelOptions().first_bucket_mb(-1); }, {"first_bucket_mb"});
+  expect_error([] { DistributedDataParallelOptions().gradient_predivide_factor(NAN); },
+               {"gradient_predivide_factor"});
+  expect_error([] { DistributedDataParallelOptions().compress(torch::kFloat); },
+               {"compress", "float32"});
+  Net model;
+  const auto expect_excluded = [&](const DistributedDataParallelOptions& options, const char* one,
+                                   const char* other) {
+    expect_error([&] { DistributedDataParallel ddp(model, comm::Group(), options); }, {one, other});
+  };
+  const auto hook = std::make_shared<MeanHook>();
+  expect_excluded(
+      DistributedDataParallelOptions().delay_allreduce(true).find_unused_parameters(true),
+      "delay_allreduce", "find_unused_parameters");
+  expect_excluded(DistributedDataParallelOptions().delay_allreduce(true).static_graph(true),
+                  "delay_allreduce", "static_graph");
+  expect_excluded(
+      DistributedDataParallelOptions().delay_allreduce(true).gradient_as_bucket_view(true),
+      "delay_allreduce", "gradient_as_bucket_view");
+  expect_excluded(DistributedDataParallelOptions().delay_allreduce(true).comm_hook(hook),
+                  "delay_allreduce", "comm_hook");
+  expect_excluded(DistributedDataParallelOptions().compress(torch::kHalf).comm_hook(hook),
+                  "compress", "comm_hook");
+  expect_excluded(DistributedDataParallelOptions().allreduce_always_fp32(true).comm_hook(hook),
+                  "allreduce_always_fp32", "comm_hook");
+}
+
+struct OutOfMemory : std::runtime_error {
+  OutOfMemory() : std::runtime_error("out of memory") {}
+};
+
+// Throws in forward, or in the backward pass between its two layers, as often as requested.
+struct FragileImpl : test::NetImpl {
+  FragileImpl() : NetImpl(/*normalised=*/true) {}
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor hidden = torch::tanh(norm->forward(first->forward(x)));
+    if (forward_failures > 0 && forward_failures-- > 0) throw OutOfMemory();
+    if (hidden.requires_grad()) {
+      hidden.register_hook([this](const at::Tensor&) {
+        if (backward_failures > 0 && backward_failures-- > 0) throw OutOfMemory();
+      });
+    }
+    return second->forward(hidden);
+  }
+  int forward_failures = 0;
+  int backward_failures = 0;
+};
+TORCH_MODULE(Fragile);
+
+// A rank that repeats a step is still in the same one: nothing is sent twice, and the other ranks,
+// which wait for its gradients, get them.
+TEST(Exceptions, LetAStepBeTriedAgain) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool on_all_ranks : {true, false}) {
+      for (const auto& [name, options] : all_ways()) {
+        if (name.find("small") != std::string::npos || name == "find_unused, views")
+          continue;  // see below
+        SCOPED_TRACE(name + (on_all_ranks ? ", on all ranks" : ", on one rank"));
+        Fragile alone = seeded<Fragile>(1);
+        Fragile model = seeded<Fragile>(1);
+        DistributedDataParallel ddp(model, group, options);
+        for (int step = 0; step < 5; ++step) {
+          SCOPED_TRACE(step);
+          const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+          const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+          const bool fails = step != 2 && (on_all_ranks || rank.number() == step % 2);
+          if (fails) model->backward_failures = step == 4 ? 2 : 1;
+          if (fails && step == 3) model->forward_failures = 1;
+          int attempts = 0;
+          for (bool done = false; !done;) {
+            ++attempts;
+            model->zero_grad();
+            try {
+              sum_of_squares(ddp.forward(rows.data), rows.target).backward();
+              done = true;
+            } catch (const OutOfMemory&) {
+            }
+          }
+          EXPECT_EQ(attempts, !fails ? 1 : step < 3 ? 2 : 3);
+          alone->zero_grad();
+          for (int each = 0; each < 2; ++each) {
+            const Batch half = batch.rows(4 * each, 4 * each + 4);
+            (sum_of_squares(alone->forward(half.data), half.target) / 2).backward();
+          }
+          expect_near(gradients_of(model->parameters()), gradients_of(alone->parameters()));
+        }
+      }
+    }
+  });
+}
+
+// Gradients that the second layer sent cannot be withdrawn.
+TEST(Exceptions, AfterPartOfTheGradientsWereSentAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const std::string number = std::to_string(rank.number());
+    for (const bool searches : {false, true}) {
+      Fragile model = seeded<Fragile>(1);
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions()
+                                      .bucket_cap_mb(0.0002)
+                                      .first_bucket_mb(0.0001)
+                                      .find_unused_parameters(searches));
+      const Batch batch = batch_of(1, 4);
+      for (int step = 0; step < 3; ++step) {
+        if (step == 2) model->backward_failures = 1;
+        const at::Tensor loss = sum_of_squares(ddp.forward(batch.data), batch.target);
+        if (step < 2) {
+          loss.backward();
+        } else {
+          EXPECT_THROW(loss.backward(), OutOfMemory);
+        }
+      }
+      for (int again = 0; again < 2; ++again) {
+        expect_error([&] { ddp.forward(batch.data); },
+                     {"[parallel.ddp]", "end without an exception", "on rank " + number,
+                      "threw after part of its gradients had been sent", "checkpoint"});
+      }
+    }
+  });
+}
+
+class LostInBackward : public ::testing::TestWithParam<int> {};
+
+TEST_P(LostInBackward, IsNamedByAllOthers) {
+  const int signal = GetParam();
+  test::RankOptions options;
+  options.casualties = {1};
+  const auto results = run_ranks(
+      4,
+      [&](Rank& rank) {
+        const auto group = comm::init("env://", comm::InitOptions()
+                                                    .heartbeat(std::chrono::milliseconds(50))
+                                                    .heartbeat_timeout(std::chrono::seconds(3)));
+        Net model = seeded<Net>(1);
+        DistributedDataParallel ddp(
+            model, group,
+            DistributedDataParallelOptions().bucket_cap_mb(0.0002).first_bucket_mb(0.0001));
+        const Batch batch = batch_of(1, 2);
+        try {
+          for (int step = 0;; ++step) {
+            const at::Tensor output = ddp.forward(batch.data);
+            if (rank.number() == 1 && step == 3) {
+              // When the gradients of the second layer are being sent, and the first's are not yet.
+              model->first->bias.register_hook([&](const at::Tensor&) { std::raise(signal); });
+            }
+            sum_of_squares(output, batch.target).backward();
+          }
+        } catch (const CommError& error) {
+          EXPECT_EQ(error.ranks(), std::vector<int>{1});
+          rank.report(error.what());
+        }
+      },
+      options);
+  for (const int rank : {0, 2, 3}) {
+    const auto& result = results[static_cast<std::size_t>(rank)];
+    ASSERT_EQ(result.reports.size(), 1u) << result.output;
+    EXPECT_THAT(result.reports[0], HasSubstr("rank 1 lost"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, LostInBackward, ::testing::Values(SIGKILL, SIGSTOP));
+
+TEST(Loss, OfARankThatThrowsIsNamedToo) {
+  const auto results = run_ranks(2, [](Rank& rank) {
+    try {
+      const auto group = comm::init();
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group);
+      const Batch batch = batch_of(1, 2);
+      if (rank.number() == 1) throw std::logic_error("mine");
+      sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      ADD_FAILURE();
+    } catch (const CommError& error) {
+      rank.report(error.what());
+    } catch (const std::logic_error&) {
+    }
+  });
+  ASSERT_EQ(results[0].reports.size(), 1u);
+  EXPECT_THAT(results[0].reports[0], HasSubstr("rank 1 lost: left the group"));
+}
+
+}  // namespace
+}  // namespace semitone::parallel::ddp_failure_test

@@ -1,0 +1,352 @@
+// DistributedDataParallel with an opt level or a GradScaler: masters, scales and overflows on all
+// ranks.
+
+#include "semitone/amp/initialize.h"
+#include "semitone/autocast/autocast.h"
+#include "semitone/comm/init.h"
+#include "semitone/core/dtype.h"
+#include "semitone/optim/fused_sgd.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
+#include "tests/parallel/models.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace semitone::parallel::ddp_mixed_precision_test {
+namespace {
+
+using test::Batch;
+using test::batch_of;
+using test::copies;
+using test::expect_equal_on_all_ranks;
+using test::expect_near;
+using test::Net;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+
+TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2, amp::OptLevel::O3}) {
+      Net model = seeded<Net>(1, true);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto mixed = amp::initialize(model, optimizer,
+                                   amp::Options(level).dtype(torch::kBFloat16).loss_scale(16));
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().allreduce_always_fp32(true));
+      const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 8);
+      double first = 0;
+      double last = 0;
+      for (int step = 0; step < 15; ++step) {
+        const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat));
+        const auto loss =
+            sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat)) / 8;
+        mixed.scale_loss(loss, optimizer).backward();
+        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+        mixed.zero_grad(optimizer);
+        (step == 0 ? first : last) = loss.item<double>();
+      }
+      EXPECT_LT(last, first);
+      expect_equal_on_all_ranks(group, copies(mixed.master_params(optimizer)));
+      expect_equal_on_all_ranks(group, copies(model->parameters()));
+    }
+  });
+}
+
+// 200 steps, with infs on rank 1 now and then, from other weights on each rank.
+TEST(MixedPrecision, MastersFollowParametersThatAreBroadcastOneByOne) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()));
+    model->to(torch::kFloat);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+    auto mixed = amp::initialize(
+        *model, optimizer,
+        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(1.f).verbosity(0));
+    for (at::Tensor& parameter : model->parameters()) group.broadcast(parameter);
+    for (const at::Tensor& parameter : model->parameters())
+      parameter.mutable_grad() = torch::ones_like(parameter);
+    mixed.step(optimizer);
+    expect_equal_on_all_ranks(group, model->parameters());
+  });
+}
+
+TEST(MixedPrecision, MastersAndScalesStayEqualThroughOverflowsOnOneRank) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2}) {
+      for (const auto& options : {DistributedDataParallelOptions(),
+                                  DistributedDataParallelOptions().compress(torch::kHalf)}) {
+        Net model = seeded<Net>(1 + static_cast<std::uint64_t>(rank.number()), true);
+        model->to(torch::kFloat);
+        torch::optim::SGD optimizer(model->parameters(),
+                                    torch::optim::SGDOptions(0.01).momentum(0.9));
+        auto mixed =
+            amp::initialize(model, optimizer,
+                            amp::Options(level)
+                                .dtype(torch::kHalf)
+                                .verbosity(0)
+                                .loss_scale_options(amp::LossScaleOptions().growth_interval(20)));
+        DistributedDataParallel ddp(model, group, options);
+        int skipped = 0;
+        for (int step = 0; step < 200; ++step) {
+          const Batch batch = batch_of(static_cast<std::uint64_t>(2 * step + rank.number()), 4);
+          const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat));
+          at::Tensor loss =
+              sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat)) / 4;
+          if (rank.number() == 1 && step % 23 == 7) loss = loss * HUGE_VAL;
+          mixed.scale_loss(loss, optimizer).backward();
+          if (mixed.step(optimizer) == amp::Step::skipped) ++skipped;
+          mixed.zero_grad(optimizer);
+        }
+        EXPECT_GE(skipped, 9);  // the infs; the scale may have been too high as well
+        EXPECT_EQ(mixed.skipped_steps(), skipped);
+        expect_equal_on_all_ranks(group, copies(mixed.master_params(optimizer)));
+        expect_equal_on_all_ranks(group, copies(model->parameters()));
+        expect_equal_on_all_ranks(
+            group, {torch::tensor({mixed.loss_scaler().scale(), static_cast<double>(skipped)},
+                                  torch::kDouble)});
+        for (const at::Tensor& master : mixed.master_params(optimizer))
+          EXPECT_TRUE(master.isfinite().all().item<bool>());
+      }
+    }
+  });
+}
+
+TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto gradients = [&](bool parallel) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto mixed =
+          amp::initialize(model, optimizer,
+                          amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(128));
+      DistributedDataParallel ddp(model, parallel ? group : comm::Group());
+      const auto pass = [&](int row, bool last) {
+        const Batch batch = batch_of(1, 4).rows(row, row + 1);
+        std::optional<NoSync> local;
+        if (!last) local.emplace(ddp.no_sync());
+        const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                         batch.target.to(torch::kFloat));
+        amp::ScaleLossOptions options;
+        options.delay_unscale = !last;
+        mixed.scale_loss(loss * (parallel ? 2 : 1), optimizer, options).backward();
+      };
+      for (int row = 0; row < 4; ++row) {
+        if (!parallel || row / 2 == rank.number()) pass(row, parallel ? row % 2 == 1 : row == 3);
+      }
+      std::vector<at::Tensor> result;
+      for (const at::Tensor& master : mixed.master_params(optimizer))
+        result.push_back(master.grad());
+      return copies(result);
+    };
+    expect_near(gradients(true), gradients(false), 8 * dtype_limits(torch::kBFloat16).epsilon);
+  });
+}
+
+// Each pass unscales its gradients, as the documentation of both interfaces suggests.
+struct Accumulation {
+  std::string name;
+  amp::Options amp;
+  DistributedDataParallelOptions ddp;
+  bool fused = false;
+  bool local = true;  // all passes but the last in no_sync()
+};
+
+std::vector<Accumulation> accumulations() {
+  const auto at = [](const char* level, c10::ScalarType dtype, const char* scale) {
+    return amp::Options(level).dtype(dtype).verbosity(0).loss_scale(scale).loss_scale_options(
+        amp::LossScaleOptions().init_scale(64));
+  };
+  const auto view = DistributedDataParallelOptions().gradient_as_bucket_view(true);
+  const auto delayed = DistributedDataParallelOptions().delay_allreduce(true);
+  std::vector<Accumulation> all;
+  const auto add = [&](const std::string& name, const amp::Options& amp) {
+    for (const bool fused : {false, true}) {
+      for (const bool local : {true, false}) {
+        const std::string how = name + (fused ? ", fused" : "") + (local ? ", no_sync" : "");
+        all.push_back({how, amp, {}, fused, local});
+        all.push_back({how + ", view", amp, view, fused, local});
+        all.push_back({how + ", delayed", amp, delayed, fused, local});
+      }
+    }
+  };
+  add("O1 fp16", at("O1", torch::kHalf, "dynamic"));
+  add("O1 bf16", at("O1", torch::kBFloat16, "1"));
+  add("O2 bf16", at("O2", torch::kBFloat16, "1"));
+  add("O2 fp16", at("O2", torch::kHalf, "dynamic"));
+  return all;
+}
+
+std::unique_ptr<torch::optim::Optimizer> sgd(const Net& model, bool fused) {
+  if (fused)
+    return std::make_unique<optim::FusedSGD>(model->parameters(), optim::FusedSGDOptions(0.01));
+  return std::make_unique<torch::optim::SGD>(model->parameters(), 0.01);
+}
+
+TEST(MixedPrecision, AccumulatesWithoutDelayedUnscalingAsOneProcessOnTheWholeBatch) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const Accumulation& one : accumulations()) {
+      SCOPED_TRACE(one.name);
+      const auto dtype = amp::Properties::resolve(one.amp, torch::kCPU).dtype;
+      std::vector<std::vector<at::Tensor>> gradients;
+      for (const bool parallel : {true, false}) {
+        Net model = seeded<Net>(1);
+        model->to(torch::kFloat);
+        const auto optimizer = sgd(model, one.fused);
+        auto mixed = amp::initialize(model, *optimizer, one.amp);
+        DistributedDataParallel ddp(model, parallel ? group : comm::Group(), one.ddp);
+        const auto pass = [&](int row, bool last) {
+          const Batch batch = batch_of(1, 6).rows(row, row + 1);
+          std::optional<NoSync> local;
+          if (!last && one.local) local.emplace(ddp.no_sync());
+          const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                           batch.target.to(torch::kFloat));
+          mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer).backward();
+        };
+        // In the first of two steps DDP rebuilds its buckets.
+        for (int step = 0; step < 2; ++step) {
+          for (int row = 0; row < 6; ++row) {
+            if (!parallel || row / 3 == rank.number())
+              pass(row, parallel ? row % 3 == 2 : row == 5);
+          }
+          std::vector<at::Tensor> result;
+          for (const at::Tensor& master : mixed.master_params(*optimizer))
+            result.push_back(master.grad());
+          if (step == 0) {
+            gradients.push_back(copies(result));
+          }
+          EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
+          optimizer->zero_grad();
+        }
+        if (parallel) {
+          expect_equal_on_all_ranks(group, copies(mixed.master_params(*optimizer)));
+          expect_equal_on_all_ranks(group, copies(model->parameters()));
+        }
+      }
+      expect_near(gradients[0], gradients[1], 8 * dtype_limits(dtype).epsilon);
+    }
+  });
+}
+
+TEST(MixedPrecision, LocalGradientsAreScaledAsTheLossThatFollows) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {"O1", "O2"}) {
+      SCOPED_TRACE(level);
+      std::vector<std::vector<at::Tensor>> gradients;
+      for (const bool parallel : {true, false}) {
+        Net model = seeded<Net>(1);
+        model->to(torch::kFloat);
+        const auto optimizer = sgd(model, false);
+        auto mixed = amp::initialize(
+            model, *optimizer,
+            amp::Options(level)
+                .dtype(torch::kHalf)
+                .verbosity(0)
+                .num_losses(2)
+                .loss_scale_options(amp::LossScaleOptions().init_scale(64).growth_interval(1)));
+        DistributedDataParallel ddp(model, parallel ? group : comm::Group());
+        const auto pass = [&](int row, bool last) {
+          const Batch batch = batch_of(1, 4).rows(row, row + 1);
+          std::optional<NoSync> local;
+          if (!last) local.emplace(ddp.no_sync());
+          const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
+                                           batch.target.to(torch::kFloat));
+          mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer, {.loss_id = last ? 1 : 0})
+              .backward();
+          // Gradients before the last pass may be inspected: they are unscaled.
+          for (const at::Tensor& master : mixed.master_params(*optimizer))
+            EXPECT_LT(master.grad().abs().max().item<double>(), 1000);
+        };
+        for (int row = 0; row < 4; ++row) {
+          if (!parallel || row / 2 == rank.number()) pass(row, parallel ? row % 2 == 1 : row == 3);
+        }
+        std::vector<at::Tensor> result;
+        for (const at::Tensor& master : mixed.master_params(*optimizer))
+          result.push_back(master.grad());
+        gradients.push_back(copies(result));
+        EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
+        EXPECT_EQ(mixed.loss_scaler(0).scale(), 128);
+        EXPECT_EQ(mixed.loss_scaler(1).scale(), 128);
+        // If a rank keeps its own gradients permanently, it steps with them.
+        if (parallel) {
+          mixed.zero_grad(*optimizer);
+          pass(rank.number(), false);
+          EXPECT_EQ(mixed.step(*optimizer), amp::Step::stepped);
+        }
+      }
+      expect_near(gradients[0], gradients[1], 8 * dtype_limits(torch::kHalf).epsilon);
+    }
+  });
+}
+
+TEST(MixedPrecision, AnOverflowInNoSyncSkipsTheStepOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto level : {"O1", "O2"}) {
+      SCOPED_TRACE(level);
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      const auto optimizer = sgd(model, false);
+      auto mixed =
+          amp::initialize(model, *optimizer, amp::Options(level).dtype(torch::kHalf).verbosity(0));
+      DistributedDataParallel ddp(model, group);
+      const auto before = copies(mixed.master_params(*optimizer));
+      {
+        const auto local = ddp.no_sync();
+        const double factor = rank.number() == 1 ? HUGE_VAL : 1e-6;
+        mixed.scale_loss(mixed.forward(ddp, torch::ones({2, 6})).sum() * factor, *optimizer)
+            .backward();
+      }
+      mixed.scale_loss(mixed.forward(ddp, torch::ones({2, 6})).sum() * 1e-6, *optimizer).backward();
+      EXPECT_EQ(mixed.step(*optimizer), amp::Step::skipped);
+      expect_near(copies(mixed.master_params(*optimizer)), before, 0);
+      EXPECT_EQ(mixed.loss_scaler().scale(), 32768);
+    }
+  });
+}
+
+TEST(MixedPrecision, AnOverflowOnOneRankSkipsTheStepOnAll) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto& options : {DistributedDataParallelOptions(),
+                                DistributedDataParallelOptions().compress(torch::kHalf)}) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      amp::GradScaler scaler;
+      DistributedDataParallel ddp(model, group, options);
+      const auto before = copies(model->parameters());
+      const auto loss = [&] {
+        const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+        return ddp.forward(torch::ones({2, 6})).sum();
+      }();
+      scaler.scale(loss * (rank.number() == 1 ? HUGE_VAL : 1.0)).backward();
+      EXPECT_EQ(scaler.step(optimizer), amp::Step::skipped);
+      scaler.update();
+      expect_near(model->parameters(), before, 0);
+      EXPECT_EQ(scaler.get_scale(), 32768);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace semitone::parallel::ddp_mixed_precision_test

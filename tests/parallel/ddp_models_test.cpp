@@ -1,0 +1,239 @@
+// DistributedDataParallel: which models it takes, what their forward may return, and the errors for
+// models that differ between ranks.
+
+#include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
+#include "tests/parallel/models.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace semitone::parallel::ddp_models_test {
+namespace {
+
+using test::Batch;
+using test::batch_of;
+using test::expect_error;
+using test::expect_near;
+using test::kSumTolerance;
+using test::Net;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+struct OpaqueImpl : torch::nn::Module {
+  OpaqueImpl() : linear(register_module("linear", torch::nn::Linear(6, 3))) { to(torch::kDouble); }
+  class Result {
+   public:
+    explicit Result(at::Tensor result) : value(std::move(result)) {}
+    at::Tensor value;
+
+   private:
+    std::string name_ = "hides its fields";
+  };
+  Result forward(const at::Tensor& x) { return Result(linear->forward(x)); }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Opaque);
+
+// Two results, of which a step uses one.
+struct BothHeads : torch::nn::Module {
+  BothHeads() {
+    left = register_module("left", torch::nn::Linear(6, 3));
+    right = register_module("right", torch::nn::Linear(6, 3));
+    to(torch::kDouble);
+  }
+  struct Result {
+    at::Tensor left;
+    at::Tensor right;
+  };
+  Result forward(const at::Tensor& x) { return {left(x), right(x)}; }
+  torch::nn::Linear left{nullptr}, right{nullptr};
+};
+
+TEST(Results, InStructsAreSearched) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    torch::manual_seed(1);
+    const auto model = std::make_shared<BothHeads>();
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const Batch batch = batch_of(1, 2);
+    for (int step = 0; step < 3; ++step) {
+      const auto result = ddp.forward(batch.data);
+      sum_of_squares(step == 1 ? result.right : result.left, batch.target).backward();
+    }
+    EXPECT_TRUE(model->left->weight.grad().defined());
+    EXPECT_TRUE(model->right->weight.grad().defined());
+  });
+}
+
+TEST(Results, OfAnyTypePassThrough) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    Opaque model = seeded<Opaque>(1);
+    {
+      DistributedDataParallel ddp(model, group);
+      sum_of_squares(ddp.forward(batch.data).value, batch.target).backward();
+    }
+    // It cannot be searched.
+    DistributedDataParallel searching(
+        model, group, DistributedDataParallelOptions().find_unused_parameters(true));
+    expect_error([&] { searching.forward(batch.data); }, {"[parallel.ddp]", "map_tensors"});
+  });
+}
+
+// As in LibTorch's own examples: struct Net : torch::nn::Module, and an object of it.
+TEST(Models, ThatAreObjectsAreTakenByReference) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::manual_seed(1);
+    BothHeads alone;
+    const Batch whole = batch_of(1, 4);
+    sum_of_squares(alone.forward(whole.data).left, whole.target).div(2).backward();
+    torch::manual_seed(1 + static_cast<std::uint64_t>(rank.number()));
+    BothHeads model;
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    EXPECT_EQ(&ddp.module(), &model);
+    const auto mine = torch::arange(2) + 2 * rank.number();
+    sum_of_squares(ddp.forward(whole.data.index_select(0, mine)).left,
+                   whole.target.index_select(0, mine))
+        .backward();
+    expect_near({model.left->weight.grad()}, {alone.left->weight.grad()});
+  });
+}
+
+TEST(Models, ThatDifferAreNamedOnEveryRank) {
+  run_ranks(4, [](Rank& rank) {
+    const auto group = comm::init();
+    const bool odd = rank.number() == 2;
+    const auto error_of = [&](const torch::nn::Sequential& model,
+                              const DistributedDataParallelOptions& options = {}) {
+      return test::error_of([&] { DistributedDataParallel ddp(model, group, options); });
+    };
+    using torch::nn::Linear;
+    using torch::nn::Sequential;
+    const auto got = [](const std::string& text) {
+      return AllOf(HasSubstr("[parallel.ddp]"), HasSubstr("on rank 2: " + text));
+    };
+    EXPECT_THAT(error_of(Sequential(Linear(2, 3), Linear(3, odd ? 5 : 4))),
+                got("parameter '1.weight' is float32[5, 3], on rank 0 float32[4, 3]"));
+    EXPECT_THAT(error_of(odd ? Sequential(Linear(2, 3)) : Sequential(Linear(2, 3), Linear(3, 4))),
+                got("no parameter '1.weight'"));
+    EXPECT_THAT(error_of(odd ? Sequential(Linear(2, 3), Linear(3, 4)) : Sequential(Linear(2, 3))),
+                got("parameter '1.weight', which rank 0 does not have"));
+    Sequential half(Linear(2, 3));
+    if (odd) half->to(torch::kHalf);
+    EXPECT_THAT(error_of(half), got("parameter '0.weight' is float16[3, 2]"));
+    Sequential frozen(Linear(2, 3), Linear(3, 3));
+    if (odd) frozen->parameters()[0].requires_grad_(false);
+    EXPECT_THAT(error_of(frozen), got("parameter '0.weight' is float32[3, 2] without gradient"));
+    Sequential all_frozen(Linear(2, 3));
+    if (odd) {
+      for (const at::Tensor& parameter : all_frozen->parameters())
+        parameter.set_requires_grad(false);
+    }
+    EXPECT_THAT(error_of(all_frozen), got("no parameter that needs a gradient"));
+    EXPECT_THAT(error_of(Sequential(Linear(2, 3)),
+                         DistributedDataParallelOptions().bucket_cap_mb(odd ? 5 : 25)),
+                got("the option bucket_cap_mb is 5, on rank 0 25"));
+    // The group is still usable.
+    Sequential good(Linear(2, 3));
+    DistributedDataParallel ddp(good, group);
+    ddp.forward(torch::ones({1, 2})).sum().backward();
+  });
+}
+
+TEST(Models, ThatLieInMemoryInOtherWaysAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::BatchNorm2d(4));
+    if (rank.number() == 1) {
+      for (at::Tensor& parameter : model->parameters()) {
+        if (parameter.dim() == 4)
+          parameter.set_data(parameter.detach().contiguous(at::MemoryFormat::ChannelsLast));
+      }
+    }
+    expect_error([&] { DistributedDataParallel<torch::nn::Sequential> ddp(model, group); },
+                 {"on rank 1", "'0.weight' is float32[4, 3, 3, 3] with strides [27, 1, 9, 3]",
+                  "on rank 0 float32[4, 3, 3, 3]"});
+    // But not strides of dimensions of extent 1, which have no meaning.
+    torch::nn::Sequential other(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, {1, 2})));
+    const at::Tensor weight = other->parameters()[0];
+    const std::int64_t any = rank.number() == 1 ? 6 : 77;
+    other->parameters()[0].set_data(
+        at::empty({6 * 77}).as_strided({4, 3, 1, 2}, {6, 1, any, 3}).copy_(weight));
+    DistributedDataParallel<torch::nn::Sequential> ddp(other, group);
+  });
+}
+
+TEST(Models, ThatAreCastAfterwardsAreNamed) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group);
+    model->to(torch::kFloat);
+    expect_error([&] { ddp.forward(torch::ones({1, 6})); },
+                 {"'first.weight'", "float64", "float32", "cast and move the model first"});
+  });
+}
+
+TEST(Models, WithTiedSparseAndFrozenParametersTrainAsOneProcess) {
+  struct TiedImpl : torch::nn::Module {
+    TiedImpl() {
+      sparse = register_module(
+          "sparse", torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 4).sparse(true)));
+      table = register_module("table", torch::nn::Embedding(7, 4));
+      register_parameter("tied", table->weight);
+      frozen = register_parameter("frozen", torch::ones({4}), false);
+      to(torch::kDouble);
+    }
+    at::Tensor forward(const at::Tensor& words) {
+      return torch::linear(table->forward(words) * frozen + sparse->forward(words % 5),
+                           table->weight);
+    }
+    torch::nn::Embedding sparse{nullptr}, table{nullptr};
+    at::Tensor frozen;
+  };
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const at::Tensor words = torch::arange(8) % 7;
+    const auto loss = [](const at::Tensor& output) { return output.pow(2).sum() / 8; };
+    torch::manual_seed(1);
+    const auto alone = std::make_shared<TiedImpl>();
+    torch::manual_seed(1);
+    const auto model = std::make_shared<TiedImpl>();
+    DistributedDataParallel ddp(model, group);
+    for (int step = 0; step < 4; ++step) {
+      alone->zero_grad();
+      model->zero_grad();
+      loss(alone->forward(words)).backward();
+      (loss(ddp.forward(words.slice(0, 4 * rank.number(), 4 * rank.number() + 4))) * 2).backward();
+      EXPECT_TRUE(model->sparse->weight.grad().is_sparse());
+      EXPECT_TRUE(test::near(model->sparse->weight.grad().to_dense(),
+                             alone->sparse->weight.grad().to_dense(), kSumTolerance));
+      EXPECT_TRUE(
+          test::near(model->table->weight.grad(), alone->table->weight.grad(), kSumTolerance));
+      EXPECT_FALSE(model->frozen.grad().defined());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace semitone::parallel::ddp_models_test

@@ -1,0 +1,156 @@
+// DistributedDataParallel: parameters that a step does not use, and graphs that stay the same.
+
+#include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
+#include "tests/parallel/models.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::parallel::ddp_unused_parameters_test {
+namespace {
+
+using test::Batch;
+using test::batch_of;
+using test::expect_error;
+using test::expect_near;
+using test::Heads;
+using test::Rank;
+using test::run_ranks;
+using test::seeded;
+using test::sum_of_squares;
+using test::train;
+
+constexpr int kSteps = 20;
+
+TEST(UnusedParameters, AreNamedInTheError) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool views : {false, true}) {
+      Heads model = seeded<Heads>(1);
+      DistributedDataParallel ddp(model, group,
+                                  DistributedDataParallelOptions().gradient_as_bucket_view(views));
+      const Batch batch = batch_of(1, 2);
+      sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();
+      expect_error([&] { ddp.forward(batch.data, true); },
+                   {"[parallel.ddp]", "'right.weight', 'right.bias', 'never.weight', 'never.bias'",
+                    "rank " + std::to_string(rank.number()), "find_unused_parameters(true)"});
+    }
+  });
+}
+
+TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto use_left = [](int step, int of_rank) {
+      return (step + of_rank * (step % 3)) % 2 == 0;
+    };
+    Heads alone = seeded<Heads>(1);
+    train(*alone, kSteps, [&](int step) {
+      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+      for (int each = 0; each < 2; ++each) {
+        const Batch rows = batch.rows(4 * each, 4 * each + 4);
+        (sum_of_squares(alone->forward(rows.data, use_left(step, each)), rows.target) / 8)
+            .backward();
+      }
+    });
+    const std::vector<DistributedDataParallelOptions> ways = {
+        DistributedDataParallelOptions().find_unused_parameters(true),
+        DistributedDataParallelOptions()
+            .find_unused_parameters(true)
+            .bucket_cap_mb(0.0003)
+            .first_bucket_mb(0.0001),
+        DistributedDataParallelOptions().delay_allreduce(true)};
+    for (const DistributedDataParallelOptions& options : ways) {
+      Heads model = seeded<Heads>(1);
+      DistributedDataParallel ddp(model, group, options);
+      train(*model, kSteps, [&](int step) {
+        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8)
+                                .rows(4 * rank.number(), 4 * rank.number() + 4);
+        const at::Tensor output = ddp.forward(batch.data, use_left(step, rank.number()));
+        (sum_of_squares(output, batch.target) * 2 / 8).backward();
+        // Used by one of two ranks: the mean counts the other as zero.
+        EXPECT_EQ(model->left->bias.grad().defined(), use_left(step, 0) || use_left(step, 1));
+        EXPECT_FALSE(model->never->bias.grad().defined());
+      });
+      expect_near(model->parameters(), alone->parameters());
+    }
+  });
+}
+
+TEST(UnusedParameters, AreFoundOutOnceInAStaticGraph) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads alone = seeded<Heads>(1);
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
+    const auto batch = [](int step) { return batch_of(100 + static_cast<std::uint64_t>(step), 8); };
+    train(*alone, 5, [&](int step) {
+      (sum_of_squares(alone->forward(batch(step).data, true), batch(step).target) / 8).backward();
+    });
+    train(*model, 5, [&](int step) {
+      const Batch rows = batch(step).rows(4 * rank.number(), 4 * rank.number() + 4);
+      (sum_of_squares(ddp.forward(rows.data, true), rows.target) * 2 / 8).backward();
+    });
+    expect_near(model->parameters(), alone->parameters());
+  });
+}
+
+TEST(StaticGraph, ThatChangesIsAnError) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Heads model = seeded<Heads>(1);
+    DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
+    const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();
+    }
+    // The trunk's gradients come, the left head's do not.
+    const at::Tensor output = ddp.forward(batch.data, true);
+    model->trunk->forward(batch.data).sum().backward();
+    expect_error([&] { ddp.forward(batch.data, true); },
+                 {"[parallel.ddp]", "static_graph(true)", "fewer gradients",
+                  "rank " + std::to_string(rank.number())});
+  });
+}
+
+// Several results, of which a loss need not use all.
+struct PairImpl : torch::nn::Module {
+  PairImpl() {
+    left = register_module("left", torch::nn::Linear(6, 3));
+    right = register_module("right", torch::nn::Linear(6, 3));
+    to(torch::kDouble);
+  }
+  std::pair<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& x) {
+    return {left->forward(x), {right->forward(x)}};
+  }
+  torch::nn::Linear left{nullptr}, right{nullptr};
+};
+TORCH_MODULE(Pair);
+
+TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Pair model = seeded<Pair>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    for (int step = 0; step < 3; ++step) {
+      const Batch batch = batch_of(1, 2);
+      const auto [left, right] = ddp.forward(batch.data);
+      sum_of_squares(step == 1 ? right.at(0) : left, batch.target).backward();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace semitone::parallel::ddp_unused_parameters_test

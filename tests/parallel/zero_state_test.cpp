@@ -1,0 +1,215 @@
+// ZeroRedundancyOptimizer: saving, loading and resuming, with any number of ranks.
+
+#include "semitone/amp/initialize.h"
+#include "semitone/comm/group.h"
+#include "semitone/comm/init.h"
+#include "semitone/core/error.h"
+#include "semitone/parallel/zero_redundancy_optimizer.h"
+#include "tests/parallel/models.h"
+#include "tests/parallel/zero_fixture.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <fstream>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace semitone::parallel::zero_test {
+namespace {
+
+using test::error_of;
+using test::expect_error;
+using test::Rank;
+using test::run_ranks;
+using ::testing::HasSubstr;
+
+TEST(ZeroState, ResumesWithAnyNumberOfRanks) {
+  run_ranks(3, [](Rank& rank) {
+    const auto three = comm::init();
+    const auto two = three.subgroup({0, 1});
+    for (const auto& [name, make] : all_kinds()) {
+      SCOPED_TRACE(name);
+      const std::string folder = rank.folder() / name;
+      // The whole run without sharding.
+      Net alone = seeded<Net>(1);
+      const auto reference = unsharded(make, alone->parameters());
+      train(alone, *reference, 0, 8);
+      // Its first half on two ranks, saved by the second of them.
+      if (rank.number() < 2) {
+        Net model = seeded<Net>(1);
+        ZeroRedundancyOptimizer optimizer(model->parameters(), make, two);
+        train(model, optimizer, 0, 4);
+        optimizer.consolidate(1);
+        if (rank.number() == 1) {
+          torch::save(model, folder + ".model");
+          torch::save(optimizer, folder + ".optimizer");
+        } else {
+          torch::serialize::OutputArchive archive;
+          EXPECT_THAT(error_of([&] { optimizer.save(archive); }), HasSubstr("consolidate(0)"));
+        }
+      }
+      three.barrier();
+      const auto resume = [&](const std::string& file, auto&& make_optimizer) {
+        Net model = seeded<Net>(2);
+        torch::load(model, folder + ".model");
+        std::unique_ptr<torch::optim::Optimizer> optimizer = make_optimizer(model->parameters());
+        torch::load(*optimizer, file);
+        train(model, *optimizer, 4, 8);
+        expect_same_weights(*model, *alone);
+      };
+      const auto sharded = [&, &make = make](const std::vector<at::Tensor>& parameters) {
+        return std::make_unique<ZeroRedundancyOptimizer>(parameters, make, three);
+      };
+      // The second half on three, and on one without sharding.
+      resume(folder + ".optimizer", sharded);
+      resume(folder + ".optimizer", [&, &make = make](const std::vector<at::Tensor>& parameters) {
+        return unsharded(make, parameters);
+      });
+      // And from a file of the optimizer alone.
+      Net half = seeded<Net>(1);
+      const auto plain = unsharded(make, half->parameters());
+      train(half, *plain, 0, 4);
+      const std::string file = folder + ".plain" + std::to_string(rank.number());
+      torch::save(*plain, file);
+      resume(file, sharded);
+    }
+  });
+}
+
+TEST(ZeroState, OfMasterWeightsResumesWithAnyNumberOfRanks) {
+  run_ranks(3, [](Rank& rank) {
+    const auto three = comm::init();
+    const auto two = three.subgroup({0, 1});
+    const auto fp32_net = [](std::uint64_t seed) {
+      Net model = seeded<Net>(seed);
+      model->to(torch::kFloat);
+      return model;
+    };
+    const auto options =
+        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(8.).verbosity(0);
+    const auto train = [](Net& model, torch::optim::Optimizer& optimizer,
+                          amp::MixedPrecision& mixed, int begin, int end) {
+      for (int step = begin; step < end; ++step) {
+        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        mixed.zero_grad(optimizer);
+        const at::Tensor output = mixed.forward(model, batch.data.to(torch::kFloat));
+        mixed.scale_loss(sum_of_squares(output, batch.target.to(torch::kFloat)), optimizer)
+            .backward();
+        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+      }
+    };
+    Net alone = fp32_net(1);
+    const auto reference = unsharded(adam(), alone->parameters());
+    auto mixed = amp::initialize(alone, *reference, options);
+    train(alone, *reference, mixed, 0, 8);
+
+    const std::string folder = rank.folder();
+    if (rank.number() < 2) {
+      Net model = fp32_net(1);
+      ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), two);
+      auto half = amp::initialize(model, optimizer, options);
+      train(model, optimizer, half, 0, 4);
+      optimizer.consolidate();
+      if (rank.number() == 0) {
+        half.save_model(model, folder + "/model");
+        torch::serialize::OutputArchive archive;
+        half.save(archive);
+        archive.save_to(folder + "/mixed");
+        torch::save(optimizer, folder + "/optimizer");
+      }
+    }
+    three.barrier();
+    Net model = fp32_net(2);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), three);
+    auto resumed = amp::initialize(model, optimizer, options);
+    resumed.load_model(model, folder + "/model");
+    torch::load(optimizer, folder + "/optimizer");
+    torch::serialize::InputArchive archive;
+    archive.load_from(folder + "/mixed");
+    resumed.load(archive);
+    train(model, optimizer, resumed, 4, 8);
+    expect_same_weights(*model, *alone);
+  });
+}
+
+TEST(ZeroState, HasTheOptionsOfItsTime) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    train(model, optimizer, 0, 2);
+    optimizer.param_groups()[0].options().set_lr(0.125);
+    optimizer.consolidate();
+    const std::string file = rank.folder() / "optimizer";
+    if (rank.number() == 0) torch::save(optimizer, file);
+    group.barrier();
+    optimizer.param_groups()[0].options().set_lr(0.25);
+    torch::load(optimizer, file);
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.125);
+    // A step invalidates the consolidated state.
+    optimizer.consolidate();
+    optimizer.step();
+    torch::serialize::OutputArchive archive;
+    expect_error([&] { optimizer.save(archive); },
+                 {"[parallel.zero_redundancy_optimizer.save]", "consolidate"});
+    expect_error([&] { optimizer.consolidate(2); }, {"a rank from 0 to 1, got 2"});
+  });
+}
+
+TEST(ZeroState, OfAnotherOptimizerIsRefused) {
+  Net model = seeded<Net>(1);
+  ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), comm::Group());
+  train(model, optimizer, 0, 2);
+  const auto elements = elements_of_adam_state(optimizer);
+  torch::optim::SGD other(model->first->parameters(), 0.1);
+  std::stringstream file;
+  torch::save(other, file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  EXPECT_THAT(test::message_of<FileError>([&] { optimizer.load(archive); }),
+              HasSubstr("[parallel.zero_redundancy_optimizer.load]"));
+  EXPECT_EQ(elements_of_adam_state(optimizer), elements);
+}
+
+// The peak resident memory of this process, in MiB.
+double peak_memory() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    double kib = 0;
+    if (word == "VmHWM:" && status >> kib) return kib / 1024;
+  }
+  return NAN;
+}
+
+TEST(ZeroState, GoesToTheRankThatSavesItAndToNoOther) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    // 32 MiB, and twice as much state on rank 0.
+    const at::Tensor parameter = torch::zeros({8 << 20}).requires_grad_();
+    ZeroRedundancyOptimizer optimizer({parameter}, adam(), group);
+    parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer.step();
+    const double before = peak_memory();
+    optimizer.consolidate(1);
+    const double grown = peak_memory() - before;
+    if (rank.number() == 2) {
+      EXPECT_LT(grown, 32);
+    }
+    if (rank.number() == 1) {
+      EXPECT_GT(grown, 32);  // so that the measure is one
+      EXPECT_EQ(elements_of_adam_state(optimizer), 0);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace semitone::parallel::zero_test
