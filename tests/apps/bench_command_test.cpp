@@ -1,4 +1,5 @@
 #include "src/launch/process.h"
+#include "tests/apps/semitone_command.h"
 #include "tests/support/temporary_folder.h"
 
 #include <gmock/gmock.h>
@@ -6,7 +7,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,18 +19,19 @@ using launch::Output;
 using launch::ProcessOptions;
 using launch::ProcessResult;
 using nlohmann::json;
+using test::lines_of;
 using test::read_text;
+using test::run_semitone;
+using test::Words;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
-using Words = std::vector<std::string>;
 
 ProcessResult run(const Words& arguments) {
   Words words{"bench"};
   words.insert(words.end(), arguments.begin(), arguments.end());
-  return launch::run(
-      ProcessOptions(SEMITONE_PROGRAM).arguments(words).out(Output::capture).err(Output::capture));
+  return run_semitone(words);
 }
 
 // With lines on standard input.
@@ -52,13 +53,6 @@ Words encoder(const Words& more = {}) {
               "4",       "--length",     "8", "--vocabulary", "100", "--threads", "1"};
   words.insert(words.end(), more.begin(), more.end());
   return words;
-}
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> lines;
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
 }
 
 TEST(BenchCommand, HelpHasExamplesAndExitCodes) {

@@ -1,5 +1,6 @@
 #include "src/launch/process.h"
 #include "src/launch/sockets.h"
+#include "tests/apps/semitone_command.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
@@ -26,14 +27,17 @@ using nlohmann::json;
 using test::eventually;
 using test::ids_in;
 using test::is_running;
+using test::lines_of;
 using test::read_text;
 using test::read_words;
+using test::run_semitone;
+using test::semitone_command;
+using test::Words;
 using test::write_text;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
-using Words = std::vector<std::string>;
 
 class LaunchCommandTest : public ::testing::Test {
  protected:
@@ -41,10 +45,7 @@ class LaunchCommandTest : public ::testing::Test {
   ProcessOptions command(Words flags, const std::string& script) const {
     flags.insert(flags.begin(), "launch");
     flags.insert(flags.end(), {"sh", "-c", "DIR='" + folder_.path().string() + "'\n" + script});
-    return ProcessOptions(SEMITONE_PROGRAM)
-        .arguments(std::move(flags))
-        .out(Output::capture)
-        .err(Output::capture);
+    return semitone_command(flags);
   }
 
   ProcessResult launch(Words flags, const std::string& script) const {
@@ -64,17 +65,8 @@ class LaunchCommandTest : public ::testing::Test {
   test::TemporaryFolder folder_;
 };
 
-ProcessResult semitone(const Words& arguments) {
-  return launch::run(ProcessOptions(SEMITONE_PROGRAM)
-                         .arguments(arguments)
-                         .out(Output::capture)
-                         .err(Output::capture));
-}
-
 Words sorted_lines(const std::string& text) {
-  Words lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  Words lines = lines_of(text);
   std::sort(lines.begin(), lines.end());
   return lines;
 }
@@ -83,7 +75,7 @@ Words sorted_lines(const std::string& text) {
 // the command line
 
 TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
-  const ProcessResult help = semitone({"launch", "--help"});
+  const ProcessResult help = run_semitone({"launch", "--help"});
   EXPECT_TRUE(help.status.success());
   EXPECT_THAT(help.out,
               AllOf(HasSubstr("[OPTIONS] PROGRAM [ARGUMENTS...]"), HasSubstr("--nproc-per-node"),
@@ -93,8 +85,8 @@ TEST_F(LaunchCommandTest, HelpShowsEachFlagOnceWithExamples) {
 
 TEST_F(LaunchCommandTest, WhatFollowsTheProgramIsTheProgramsOwn) {
   const ProcessResult finished =
-      semitone({"launch", "--nproc_per_node", "1", "--max_restarts=0", "-t", "0", "printf", "%s|",
-                "--tee", "--nproc-per-node", "0", "--help", "--", "-x", "train"});
+      run_semitone({"launch", "--nproc_per_node", "1", "--max_restarts=0", "-t", "0", "printf",
+                    "%s|", "--tee", "--nproc-per-node", "0", "--help", "--", "-x", "train"});
   EXPECT_TRUE(finished.status.success()) << finished.err;
   EXPECT_EQ(finished.out, "--tee|--nproc-per-node|0|--help|--|-x|train|");
   // A program may have the name of a command.
@@ -140,7 +132,7 @@ TEST_F(LaunchCommandTest, WrongUsageIsOneClearMessageAndCode2) {
   for (const auto& [arguments, message] : cases) {
     Words words{"launch"};
     words.insert(words.end(), arguments.begin(), arguments.end());
-    const ProcessResult finished = semitone(words);
+    const ProcessResult finished = run_semitone(words);
     SCOPED_TRACE(message);
     EXPECT_EQ(finished.status.code, 2) << finished.err;
     EXPECT_THAT(finished.err, AllOf(StartsWith("["), HasSubstr(message)));
@@ -164,7 +156,7 @@ TEST_F(LaunchCommandTest, WhatCannotBeginIsOneClearMessageAndCode1) {
   for (const auto& [arguments, message] : cases) {
     Words words{"launch"};
     words.insert(words.end(), arguments.begin(), arguments.end());
-    const ProcessResult finished = semitone(words);
+    const ProcessResult finished = run_semitone(words);
     EXPECT_EQ(finished.status.code, 1) << finished.err;
     EXPECT_THAT(finished.err, HasSubstr(message));
     EXPECT_EQ(finished.out, "");

@@ -1,6 +1,7 @@
 #include "src/launch/machine.h"
 #include "src/launch/process.h"
 #include "src/launch/sockets.h"
+#include "tests/apps/semitone_command.h"
 #include "tests/support/image_files.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
@@ -20,16 +21,16 @@
 namespace semitone {
 namespace {
 
-using launch::Output;
 using launch::Process;
-using launch::ProcessOptions;
 using launch::ProcessResult;
 using nlohmann::json;
 using test::read_text;
+using test::run_semitone;
+using test::semitone_command;
+using test::Words;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using Words = std::vector<std::string>;
 
 class TrainTogether : public ::testing::Test {
  protected:
@@ -40,13 +41,7 @@ class TrainTogether : public ::testing::Test {
     all.insert(all.end(), more.begin(), more.end());
     return all;
   }
-  static ProcessOptions semitone(const Words& arguments) {
-    return ProcessOptions(SEMITONE_PROGRAM)
-        .arguments(arguments)
-        .out(Output::capture)
-        .err(Output::capture);
-  }
-  ProcessResult train(const Words& more) const { return launch::run(semitone(words(more))); }
+  ProcessResult train(const Words& more) const { return run_semitone(words(more)); }
   // The one level in the file.
   json result(const std::string& file) const {
     const json results = json::parse(read_text(file));
@@ -97,7 +92,7 @@ TEST_F(TrainTogether, ALauncherMayStartTheProcesses) {
   Words launch{"launch", "--nproc-per-node", "2", SEMITONE_PROGRAM};
   const Words train = words({"--limit-batches", "5", "--json", there});
   launch.insert(launch.end(), train.begin(), train.end());
-  const ProcessResult finished = launch::run(semitone(launch));
+  const ProcessResult finished = run_semitone(launch);
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_EQ(count(finished.out, "\nO1 "), 1);
   for (const char* key : {"test_accuracy", "test_loss", "train_loss", "processes", "steps"})
@@ -111,7 +106,7 @@ TEST_F(TrainTogether, LaunchersOfOneMachineMayMeetOnTheLoopbackInterface) {
   ASSERT_TRUE(train({"--nproc", "2", "--limit-batches", "5", "--json", one}).status.success());
   const std::string port = std::to_string(launch::free_port());
   const auto node = [&](const char* number) {
-    return semitone(
+    return semitone_command(
         words({"-n", "2", "-g", "1", "-nr", number, "--master-addr", "127.0.0.1", "--master-port",
                port, "--threads", "1", "--limit-batches", "5", "--json", two}));
   };
@@ -163,7 +158,7 @@ TEST_F(TrainTogether, ARestartGoesOnWithWhatWasSaved) {
                  before + "exec \"$0\" \"$@\"",
                  SEMITONE_PROGRAM};
     launch.insert(launch.end(), all.begin(), all.end());
-    return semitone(launch);
+    return semitone_command(launch);
   };
   // The first attempt loses a process as soon as there is a state to resume from.
   const ProcessResult restarted =
@@ -183,7 +178,7 @@ TEST_F(TrainTogether, ASignalSavesTheStateOfAll) {
   const Words common{"--nproc", "2", "--schedule", "constant", "--epochs", "100000"};
   Words words = common;
   words.insert(words.end(), {"--save", state, "--resume", state, "--save-every", "5"});
-  Process process(semitone(this->words(words)));
+  Process process(semitone_command(this->words(words)));
   ASSERT_TRUE(test::eventually([&] { return std::filesystem::exists(state); }));
   process.send(SIGTERM);
   const ProcessResult finished = process.wait();
@@ -196,11 +191,12 @@ TEST_F(TrainTogether, ASignalSavesTheStateOfAll) {
 
 TEST_F(TrainTogether, TheMasterMayComeFromTheEnvironment) {
   const Words here{"-n", "2", "-g", "1", "-nr", "1", "--threads", "1", "--quiet"};
-  const ProcessResult finished = launch::run(semitone(words(here)).environment("MASTER_PORT", "x"));
+  const ProcessResult finished =
+      launch::run(semitone_command(words(here)).environment("MASTER_PORT", "x"));
   EXPECT_EQ(finished.status.code, 2);
   EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected MASTER_PORT from 1 to 65535"));
   // The address as the data-parallel tutorials export it; an unknown one ends the program at once.
-  const ProcessResult unknown = launch::run(semitone(words(here))
+  const ProcessResult unknown = launch::run(semitone_command(words(here))
                                                 .environment("MASTER_ADDR", "no-such-host.invalid")
                                                 .environment("MASTER_PORT", "29400"));
   EXPECT_EQ(unknown.status.code, 1);
@@ -224,7 +220,7 @@ TEST_F(TrainTogether, WrongUsageIsOneClearMessageAndCode2) {
     EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1) << finished.err;
     EXPECT_EQ(finished.out, "");
   }
-  const ProcessResult launched = launch::run(semitone(words({"--nproc", "2"}))
+  const ProcessResult launched = launch::run(semitone_command(words({"--nproc", "2"}))
                                                  .environment("RANK", "1")
                                                  .environment("WORLD_SIZE", "2")
                                                  .environment("MASTER_ADDR", "127.0.0.1")

@@ -1,0 +1,365 @@
+// `semitone train` in one process: output, files, exit codes, signals.
+
+#include "src/launch/process.h"
+#include "tests/apps/cli_fixture.h"
+#include "tests/apps/semitone_command.h"
+#include "tests/support/image_files.h"
+#include "tests/support/processes.h"
+#include "tests/support/temporary_folder.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+namespace semitone::train_command_test {
+namespace {
+
+using launch::Process;
+using launch::ProcessResult;
+using nlohmann::json;
+using test::CliTest;
+using test::expect_failure;
+using test::read_text;
+using test::run_semitone;
+using test::semitone_command;
+using test::Words;
+using test::write_text;
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+std::string two_digits(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.2f", value);
+  return text.data();
+}
+
+TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2"}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: requested",
+                           "memory        nhwc: default", "400 training and 100 test images",
+                           "sgd lr 0.05 momentum 0.9, cosine, seed 0",
+                           "level  dtype      accuracy     loss  images/s  ms/step  speed     time "
+                           "      RSS   tensors  skipped  loss scale",
+                           "\nO2     float16 "})
+    EXPECT_THAT(finished.out, HasSubstr(text));
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("O2 float16   epoch 1/2  loss "), HasSubstr("epoch 2/2"),
+                    HasSubstr("test accuracy"), Not(HasSubstr("\r")), Not(HasSubstr("\033"))));
+  EXPECT_THAT(finished.out, Not(HasSubstr("\033")));
+}
+
+TEST_F(CliTest, QuietTrainsWithATableOnly) {
+  const ProcessResult finished = run_semitone(train({"--quiet"}));
+  EXPECT_TRUE(finished.status.success());
+  EXPECT_EQ(finished.err, "");
+  EXPECT_THAT(finished.out, StartsWith("level"));
+}
+
+TEST_F(CliTest, AllLevelsTrainInProcessesOfTheirOwnAndCompare) {
+  const std::string file = (folder_ / "all.json").string();
+  const ProcessResult finished = run_semitone(train(
+      {"--opt-level", "all", "--dtype", "fp16", "--epochs", "3", "--seed", "7", "--json", file}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const json results = json::parse(read_text(file));
+  ASSERT_EQ(results.size(), 4U);
+  for (std::size_t i = 0; i < 4; ++i) {
+    const json& result = results[i];
+    const std::string level = "O" + std::to_string(i);
+    EXPECT_EQ(result.at("opt_level"), level);
+    EXPECT_EQ(result.at("dtype"), i == 0 ? "float32" : "float16");
+    EXPECT_EQ(result.at("epochs"), 3);
+    EXPECT_EQ(result.at("steps"), 60);
+    EXPECT_GT(result.at("test_accuracy"), 0.95);
+    EXPECT_LE(result.at("test_accuracy"), 1.0);
+    EXPECT_LT(result.at("train_loss"), 0.5);
+    EXPECT_GT(result.at("images_per_second"), 0);
+    EXPECT_GT(result.at("ms_per_step"), 0);
+    EXPECT_GT(result.at("train_seconds"), 0);
+    // Of several steps one may take long; the median is that of the others.
+    const double speed =
+        results[0].at("ms_per_step").get<double>() / result.at("ms_per_step").get<double>();
+    EXPECT_THAT(finished.out, ContainsRegex("\n" + level + " .* " + two_digits(speed) + "x "));
+    EXPECT_GT(result.at("peak_rss_mb"), result.at("peak_tensor_mb"));
+    EXPECT_GT(result.at("peak_tensor_mb"), 0.5);
+    EXPECT_GE(result.at("skipped_steps"), 0);
+    EXPECT_GE(result.at("final_loss_scale"), 1);
+    EXPECT_EQ(result.at("seed"), 7);
+    EXPECT_EQ(result.at("threads"), 1);
+    EXPECT_EQ(result.at("memory_format"), "nhwc");
+    for (const char* name : {"semitone", "libtorch", "compiler"})
+      EXPECT_NE(result.at("versions").at(name), "");
+    EXPECT_THAT(finished.out, HasSubstr("\n" + level + " "));
+    EXPECT_THAT(finished.err, HasSubstr(level + " float"));
+  }
+  EXPECT_THAT(finished.out, AllOf(HasSubstr(" 1.00x "), HasSubstr("O3 in float16 keeps nothing")));
+  // 16 bits take less memory than 32.
+  EXPECT_LT(results[1].at("peak_tensor_mb"), results[0].at("peak_tensor_mb"));
+}
+
+TEST_F(CliTest, JsonOnStandardOutputIsNothingButJson) {
+  for (const Words& arguments : {Words{"--json"}, Words{"--json", "-"}}) {
+    const ProcessResult finished = run_semitone(train(arguments));
+    EXPECT_EQ(json::parse(finished.out).at(0).at("opt_level"), "O1");
+    EXPECT_THAT(finished.err, AllOf(HasSubstr("device"), HasSubstr("level  dtype")));
+  }
+}
+
+TEST_F(CliTest, TheSameSeedGivesTheSameResult) {
+  const auto result = [&](const std::string& seed) {
+    const json all = json::parse(run_semitone(train({"--json", "--seed", seed})).out);
+    return std::pair(all.at(0).at("train_loss").get<double>(),
+                     all.at(0).at("test_loss").get<double>());
+  };
+  EXPECT_EQ(result("3"), result("3"));
+  EXPECT_NE(result("3"), result("4"));
+}
+
+TEST_F(CliTest, AResumedRunEndsLikeAWholeOne) {
+  const std::string state = (folder_ / "state").string();
+  const Words common{"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2", "--json"};
+  const auto result = [&](const Words& more) {
+    Words words = common;
+    words.insert(words.end(), more.begin(), more.end());
+    const ProcessResult finished = run_semitone(train(words));
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    return json::parse(finished.out).at(0);
+  };
+  const json whole = result({});
+  EXPECT_EQ(result({"--max-steps", "25", "--save", state}).at("steps"), 25);
+  const json resumed = result({"--resume", state});
+  for (const char* key :
+       {"steps", "train_loss", "test_loss", "test_accuracy", "skipped_steps", "final_loss_scale"})
+    EXPECT_EQ(resumed.at(key), whole.at(key)) << key;
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_.path()), {}), 1);
+}
+
+TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
+  const std::string state = (folder_ / "state").string();
+  const auto result = [&](const Words& more) {
+    Words words{"--save", state, "--resume", state, "--epochs", "2", "--json"};
+    words.insert(words.end(), more.begin(), more.end());
+    const ProcessResult finished = run_semitone(train(words));
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    return std::pair(json::parse(finished.out).at(0), finished.err);
+  };
+  const auto [first, said] = result({"--max-steps", "25"});
+  EXPECT_EQ(first.at("steps"), 25);
+  EXPECT_THAT(said, HasSubstr("state         '" + state + "' does not exist yet: a new training"));
+  const auto [rest, said_then] = result({});
+  EXPECT_THAT(said_then, Not(HasSubstr("a new training")));
+  const json whole = json::parse(run_semitone(train({"--epochs", "2", "--json"})).out).at(0);
+  for (const char* key : {"steps", "train_loss", "test_loss", "test_accuracy"})
+    EXPECT_EQ(rest.at(key), whole.at(key)) << key;
+  // A launcher may restart a finished training.
+  EXPECT_EQ(result({}).first.at("test_loss"), whole.at("test_loss"));
+}
+
+TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
+  const std::filesystem::path state = folder_ / "state";
+  const auto written = [&] {
+    std::error_code none_yet;
+    const auto time = std::filesystem::last_write_time(state, none_yet);
+    return none_yet ? std::filesystem::file_time_type::min() : time;
+  };
+  for (const int signal : {SIGTERM, SIGUSR1}) {
+    const auto before = written();
+    Process process(
+        semitone_command(train({"--save", state.string(), "--resume", state.string(), "--schedule",
+                                "constant", "--save-every", "3", "--epochs", "100000"})));
+    ASSERT_TRUE(test::eventually([&] { return written() != before; }));
+    process.send(signal);
+    const ProcessResult finished = process.wait();
+    EXPECT_EQ(finished.status.code, 128 + signal) << finished.err;
+    EXPECT_THAT(finished.err,
+                AllOf(HasSubstr("[train] stopped by signal " + std::to_string(signal)),
+                      HasSubstr("the state is in '" + state.string() + "'"),
+                      Not(HasSubstr("test accuracy"))));
+    EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
+  }
+  // The saved state is complete, and from after the first step.
+  const ProcessResult resumed =
+      run_semitone(train({"--resume", state.string(), "--schedule", "constant", "--epochs",
+                          "100000", "--max-steps", "1", "--quiet"}));
+  EXPECT_EQ(resumed.status.code, 1);
+  EXPECT_THAT(resumed.err, HasSubstr("a state with fewer than 1 steps"));
+}
+
+TEST_F(CliTest, OtherOptimizersAndTheTutorialsSettingRun) {
+  for (const Words& arguments :
+       {Words{"--optimizer", "adam"}, Words{"--optimizer", "adamw", "--schedule", "constant"},
+        Words{"--lr", "1e-4", "--momentum", "0", "--batch-size", "100"},
+        Words{"--memory-format", "nchw", "--limit-batches", "3", "--loss-scale", "128"}}) {
+    Words words{"train", "--data", data_.path().string(), "--threads", "1"};
+    words.insert(words.end(), arguments.begin(), arguments.end());
+    const ProcessResult finished = run_semitone(words);
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+  }
+}
+
+TEST_F(CliTest, TheDataFolderCanComeFromTheEnvironment) {
+  const Words arguments{"train", "--max-steps", "2", "--batch-size", "20", "--threads", "1"};
+  const ProcessResult finished = launch::run(
+      semitone_command(arguments).environment("SEMITONE_DATA_DIR", data_.path().string()));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr(data_.path().string()));
+  expect_failure(
+      launch::run(semitone_command(arguments).environment("SEMITONE_DATA_DIR", "/no/such")), 1,
+      "[cli.train] expected a folder with the data at '/no/such', got none — give --data "
+      "DIR or set SEMITONE_DATA_DIR");
+}
+
+// On the data that come with the sources, 60 of the 600 steps of an epoch.
+TEST_F(CliTest, TrainsOnTheRealMnist) {
+  const ProcessResult finished =
+      run_semitone({"train", "--limit-batches", "60", "--json", "--threads", "1"});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.err, HasSubstr("60000 training and 10000 test images"));
+  EXPECT_GT(json::parse(finished.out).at(0).at("test_accuracy"), 0.85);
+}
+
+TEST_F(CliTest, MissingCorruptAndTruncatedDataAreCode1) {
+  const auto images = data_ / "train-images-idx3-ubyte.gz";
+  const std::string bytes = read_text(images);
+  write_text(images, bytes.substr(0, bytes.size() / 2));
+  expect_failure(run_semitone(train()), 1, "one that ends early");
+  std::string corrupt = bytes;
+  corrupt[bytes.size() / 2] = static_cast<char>(corrupt[bytes.size() / 2] ^ 0xff);
+  write_text(images, corrupt);
+  expect_failure(run_semitone(train({"--opt-level", "all"})), 1, images.string());
+  write_text(images, "nonsense");
+  expect_failure(run_semitone(train()), 1, "the magic number");
+  std::filesystem::remove(images);
+  expect_failure(run_semitone(train()), 1, "train-images-idx3-ubyte[.gz]");
+  write_text(images, bytes);
+  write_text(data_ / "t10k-labels-idx1-ubyte",
+             test::idx_bytes(torch::full({100}, 11, torch::kByte)));
+  expect_failure(run_semitone(train()), 1, "labels from 0 to 9");
+}
+
+TEST_F(CliTest, OutputThatCannotBeWrittenIsSaidBeforeTraining) {
+  for (const Words& arguments :
+       {Words{"--json", "/no/such/folder/x.json"}, Words{"--json", folder_.path().string()},
+        Words{"--save", "/no/such/folder/x", "--quiet"}}) {
+    const ProcessResult finished = run_semitone(train(arguments));
+    EXPECT_EQ(finished.status.code, 1);
+    EXPECT_THAT(finished.err, AllOf(HasSubstr("expected to write"), Not(HasSubstr("epoch"))));
+  }
+}
+
+TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
+  const ProcessResult finished = run_semitone(train({"--json", "/dev/full"}));
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err,
+              HasSubstr("[cli.json] expected to write '/dev/full', got No space left"));
+  EXPECT_THAT(finished.out, HasSubstr("level  dtype"));
+}
+
+TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
+  // Before the data are read and the head is written.
+  expect_failure(run_semitone(train({"--resume", "/no/such"})), 1, "no such file");
+  write_text(folder_ / "state", "nonsense");
+  expect_failure(run_semitone(train({"--quiet", "--resume", (folder_ / "state").string()})), 1,
+                 "written by another program?");
+}
+
+TEST_F(CliTest, DivergenceIsCode3) {
+  const ProcessResult finished =
+      run_semitone({"train", "--data", data_.path().string(), "--opt-level", "O0", "--batch-size",
+                    "20", "--lr", "1e30", "--threads", "1"});
+  EXPECT_EQ(finished.status.code, 3);
+  EXPECT_THAT(finished.err, HasSubstr("[train.trainer] expected a finite"));
+  EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
+}
+
+TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {
+  // Of an epoch all of whose steps were skipped, the mean loss is 0/0.
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "O1", "--dtype", "fp16", "--loss-scale", "1e20",
+                          "--limit-batches", "3", "--log-every", "1"}));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr(" nan "), Not(HasSubstr("-nan"))));
+  EXPECT_THAT(finished.err, AllOf(HasSubstr("loss nan"), Not(HasSubstr("-nan"))));
+}
+
+TEST_F(CliTest, ALevelThatFailsFailsAllWithItsCodeAndName) {
+  const std::string file = (folder_ / "x.json").string();
+  // A scale that fp32 gradients can represent, and fp16 ones cannot.
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "all", "--dtype", "fp16", "--loss-scale", "1e20",
+                          "--epochs", "9", "--json", file}));
+  EXPECT_EQ(finished.status.code, 3);
+  EXPECT_THAT(
+      finished.err,
+      AllOf(HasSubstr("O0 float32   test accuracy"), HasSubstr("consecutive skipped steps"),
+            HasSubstr("[cli.train] expected O1 to train, got exit code 3"), Not(HasSubstr("O2 "))));
+  // The result of the finished level is not lost.
+  EXPECT_THAT(finished.out, HasSubstr("O0     float32"));
+  const json results = json::parse(read_text(file));
+  ASSERT_EQ(results.size(), 1U);
+  EXPECT_EQ(results[0].at("opt_level"), "O0");
+}
+
+TEST_F(CliTest, AParentThatIgnoresItsChildrenDoesNotMatter) {
+  const auto handler = std::signal(SIGCHLD, SIG_IGN);  // inherited by what is started
+  Process process(semitone_command(train({"--opt-level", "all", "--limit-batches", "2"})));
+  std::signal(SIGCHLD, handler);
+  const ProcessResult finished = process.wait();
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+}
+
+// The process of the current level of `semitone train --opt-level all`.
+pid_t child_of(pid_t id) {
+  const std::string path =
+      "/proc/" + std::to_string(id) + "/task/" + std::to_string(id) + "/children";
+  for (int i = 0; i < 1000; ++i) {
+    pid_t child = 0;
+    if (std::ifstream(path) >> child) return child;
+    ::usleep(10'000);
+  }
+  return 0;
+}
+
+TEST_F(CliTest, ALevelThatIsKilledIsNamed) {
+  Process process(semitone_command(train({"--opt-level", "all", "--epochs", "100000"})));
+  const pid_t child = child_of(process.id());
+  ASSERT_GT(child, 0);
+  ASSERT_EQ(::kill(child, SIGKILL), 0);
+  const ProcessResult finished = process.wait();
+  EXPECT_EQ(finished.status.code, 1);
+  EXPECT_THAT(finished.err, HasSubstr("[cli.train] expected O0 to train, got signal 9 (Killed)"));
+}
+
+TEST_F(CliTest, StoppingItStopsTheLevelItIsAt) {
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);
+  Process process(semitone_command(train({"--opt-level", "all", "--epochs", "100000"})));
+  const pid_t child = child_of(process.id());
+  ASSERT_GT(child, 0);
+  process.send(SIGTERM);
+  EXPECT_EQ(process.wait().status.signal, SIGTERM);
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status)) << status;
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 0), 0);
+}
+
+}  // namespace
+}  // namespace semitone::train_command_test
