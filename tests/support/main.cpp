@@ -6,7 +6,7 @@
 #include "src/core/native_kernels.h"
 #include "tests/support/processors.h"
 
-#include <ATen/Context.h>
+#include <ATen/Version.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

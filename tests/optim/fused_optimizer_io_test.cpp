@@ -1,0 +1,170 @@
+// All fused optimizers: saving and loading.
+
+#include "semitone/optim/fused_optimizer.h"
+#include "tests/optim/fused_optimizers_fixture.h"
+#include "tests/support/errors.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <functional>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace semitone::test::fused_optimizer_io_test {
+namespace {
+
+using optim::FusedOptimizer;
+
+std::string saved(const FusedOptimizer& optimizer) {
+  std::ostringstream file;
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  archive.save_to(file);
+  return file.str();
+}
+
+void load(FusedOptimizer& optimizer, const std::string& bytes) {
+  std::istringstream file(bytes);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  optimizer.load(archive);
+}
+
+TEST_P(FusedOptimizers, GoOnBitForBitFromAFile) {
+  const auto dtype = GetParam().splits_masters ? at::kBFloat16 : at::kFloat;
+  const auto parameters = make_parameters(dtype);
+  parameters[4].set_data(parameters[4].detach().contiguous(at::MemoryFormat::ChannelsLast));
+  const auto optimizer = GetParam()(parameters);
+  for (int i = 0; i < 3; ++i) {
+    auto grads = make_grads(parameters);
+    if (i == 0) grads[2] = at::Tensor();
+    grads[1] = at::Tensor();  // never
+    plain_step(*optimizer, parameters, grads);
+    optimizer->param_groups()[0].options().set_lr(0.001 * (i + 1));
+  }
+  const auto resumed_parameters = leaves_like(parameters);
+  const auto resumed = GetParam()(resumed_parameters);
+  plain_step(*resumed, leaves_like(parameters), make_grads(parameters));  // state that must go away
+  load(*resumed, saved(*optimizer));
+  expect_bitwise_equal(everything(*resumed), everything(*optimizer));
+  EXPECT_EQ(resumed->param_groups()[0].options().get_lr(), 0.003);
+  EXPECT_EQ(saved(*resumed), saved(*optimizer)) << "files have no addresses in them";
+  for (int i = 0; i < 3; ++i) {
+    const auto grads = make_grads(parameters);
+    plain_step(*optimizer, parameters, grads);
+    plain_step(*resumed, resumed_parameters, grads);
+    expect_bitwise_equal(everything(*resumed), everything(*optimizer));
+  }
+}
+
+TEST_P(FusedOptimizers, CanBeSavedBeforeTheFirstStep) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  const auto bytes = saved(*optimizer);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  load(*optimizer, bytes);
+  EXPECT_TRUE(optimizer->state().empty());
+}
+
+TEST_P(FusedOptimizers, WorkWithTorchSaveAndLoad) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  std::stringstream file;
+  torch::save(*optimizer, file);
+  const auto other = GetParam()(parameters);
+  torch::load(*other, file);
+  expect_bitwise_equal(everything(*other), everything(*optimizer));
+}
+
+// As every OptimizerParamState of LibTorch: amp::MasterWeights moves state by these functions.
+TEST_P(FusedOptimizers, HaveStateThatCanBeSerializedByItself) {
+  const auto weight =
+      torch::randn({9}).to(GetParam().splits_masters ? at::kBFloat16 : at::kFloat).requires_grad_();
+  const auto optimizer = GetParam()(std::vector<at::Tensor>{weight});
+  for (int i = 0; i < 2; ++i) plain_step(*optimizer, {weight}, make_grads({weight}));
+  const auto& state =
+      static_cast<const optim::FusedState&>(*optimizer->state().at(weight.unsafeGetTensorImpl()));
+  torch::serialize::OutputArchive written;
+  state.serialize(written);
+  std::stringstream file;
+  written.save_to(file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  optim::FusedState read;
+  read.tensors.fill(torch::ones({1}));  // must go away where there is none
+  read.master_low = torch::ones({1});
+  read.serialize(archive);
+  EXPECT_EQ(read.step, 2);
+  for (std::size_t k = 0; k < read.tensors.size(); ++k)
+    expect_bitwise_equal(read.tensors[k], state.tensors[k]);
+  expect_bitwise_equal(read.master_low, state.master_low);
+}
+
+TEST_P(FusedOptimizers, RefuseFilesThatDoNotFitAndChangeNothing) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  const auto before = everything(*optimizer);
+  const auto expect_refused = [&](const std::string& bytes,
+                                  std::initializer_list<std::string_view> parts) {
+    EXPECT_THROW(load(*optimizer, bytes), FileError);
+    expect_error([&] { load(*optimizer, bytes); }, parts);
+    expect_bitwise_equal(everything(*optimizer), before);
+  };
+
+  const auto fewer = GetParam()(std::vector<at::Tensor>{parameters[0]});
+  expect_refused(saved(*fewer), {"[optim.load]", "5 parameters in group 0", "got 1"});
+  fewer->add_param_group(torch::optim::OptimizerParamGroup({parameters[1]}));
+  expect_refused(saved(*fewer), {"1 parameter groups", "got 2"});
+
+  auto others = make_parameters();
+  others[4] = torch::randn({3}).requires_grad_();
+  const auto other_shapes = GetParam()(others);
+  plain_step(*other_shapes, others, make_grads(others));
+  if (!other_shapes->state_of(others[4], GetParam().first_state).defined()) return;
+  expect_refused(saved(*other_shapes), {"of shape [2, 3, 4, 5]", "got [3]"});
+}
+
+TEST_P(FusedOptimizers, RefuseFilesWithOptionsOutOfRangeAndChangeNothing) {
+  const auto parameters = make_parameters();
+  const auto optimizer = GetParam()(parameters);
+  plain_step(*optimizer, parameters, make_grads(parameters));
+  const auto before = everything(*optimizer);
+  const double lr = optimizer->param_groups()[0].options().get_lr();
+  const auto bad = GetParam()(make_parameters());
+  bad->param_groups()[0].options().set_lr(-1);
+  expect_error([&] { load(*optimizer, saved(*bad)); }, {"lr of at least 0", "-1"});
+  EXPECT_EQ(optimizer->param_groups()[0].options().get_lr(), lr);
+  expect_bitwise_equal(everything(*optimizer), before);
+}
+
+TEST_P(FusedOptimizers, RefuseArchivesOfSomethingElse) {
+  const auto optimizer = GetParam()(make_parameters());
+  const auto refuse = [&](const std::function<void(torch::serialize::OutputArchive&)>& fill) {
+    std::ostringstream file;
+    torch::serialize::OutputArchive archive;
+    fill(archive);
+    archive.save_to(file);
+    EXPECT_THROW(load(*optimizer, file.str()), FileError);
+  };
+  refuse([](auto&) {});
+  refuse([](auto& archive) { archive.write("pytorch_version", c10::IValue("1.5.0")); });
+  refuse([](auto& archive) { archive.write("pytorch_version", c10::IValue("0.9")); });
+  refuse([](auto& archive) { archive.write("pytorch_version", c10::IValue(1)); });
+  refuse([](auto& archive) {
+    archive.write("pytorch_version", c10::IValue("1.5.0"));
+    archive.write("state", torch::ones({3}));
+    archive.write("param_groups", torch::ones({3}));
+  });
+}
+
+}  // namespace
+}  // namespace semitone::test::fused_optimizer_io_test
