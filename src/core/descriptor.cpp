@@ -1,5 +1,7 @@
 #include "src/core/descriptor.h"
 
+#include "semitone/core/error.h"
+
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -23,6 +25,14 @@ bool Descriptor::close() {
 
 void Descriptor::set_nonblocking() const {
   ::fcntl(number_, F_SETFL, ::fcntl(number_, F_GETFL) | O_NONBLOCK);
+}
+
+Descriptor above_standard_streams(Descriptor descriptor) {
+  if (!descriptor.is_open() || descriptor.number() > STDERR_FILENO) return descriptor;
+  Descriptor copy(::fcntl(descriptor.number(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
+  if (!copy.is_open())
+    throw Error("core.descriptor", "a file descriptor from the system", reason_of(errno));
+  return copy;
 }
 
 int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout) {

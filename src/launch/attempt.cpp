@@ -1,7 +1,7 @@
 #include "src/launch/attempt.h"
 
 #include "src/core/log.h"
-#include "src/launch/polling.h"
+#include "src/net/polling.h"
 
 #include <algorithm>
 #include <csignal>
@@ -45,7 +45,7 @@ void Attempt::wait() {
   std::vector<pollfd> events{{interrupt_.descriptor(), POLLIN, 0},
                              {channel_.descriptor(), channel_.events(), 0}};
   group_.watch(events);
-  poll_until(events, std::min(channel_.deadline(), group_.deadline(Clock::now())));
+  net::poll_until(events, std::min(channel_.deadline(), group_.deadline(Clock::now())));
 }
 
 void Attempt::report_result(Time now) {

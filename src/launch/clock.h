@@ -1,10 +1,10 @@
 #pragma once
 
-#include <chrono>
+#include "src/net/clock.h"
 
 namespace semitone::launch {
 
-using Clock = std::chrono::steady_clock;
-using Time = Clock::time_point;
+using net::Clock;
+using net::Time;
 
 }  // namespace semitone::launch

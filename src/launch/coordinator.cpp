@@ -1,10 +1,8 @@
 #include "src/launch/coordinator.h"
 
-#include "src/launch/polling.h"
-#include "src/launch/sockets.h"
-
-#include <poll.h>
-#include <sys/socket.h>
+#include "src/launch/quiet_thread.h"
+#include "src/net/polling.h"
+#include "src/net/sockets.h"
 
 #include <csignal>
 #include <exception>
@@ -24,7 +22,6 @@ Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat
   auto [ours, theirs] = socket_pair();
   own_end_ = std::move(theirs);
   channels_.emplace(next_++, Channel(std::move(ours), heartbeat_timeout));
-  if (listener_.is_open()) listener_.set_nonblocking();
   thread_ = quiet_thread([this] { run(); });
 }
 
@@ -60,19 +57,19 @@ void Coordinator::wait() {
   } else {
     events.push_back({stop_.read.number(), POLLIN, 0});
   }
-  if (listener_.is_open()) events.push_back({listener_.number(), POLLIN, 0});
+  events.push_back({listener_.number(), POLLIN, 0});
   for (const auto& [id, channel] : channels_) {
     events.push_back({channel.descriptor(), channel.events(), 0});
     until = std::min(until, channel.deadline());
   }
-  poll_until(events, until);
+  net::poll_until(events, until);
   if (!stop_at_.has_value() && events.front().revents != 0) stop_at_ = Clock::now() + kStopTimeout;
 }
 
 void Coordinator::accept() {
   if (!listener_.is_open()) return;
-  for (Descriptor socket = accept_from(listener_); socket.is_open();
-       socket = accept_from(listener_)) {
+  for (Descriptor socket = net::accept_from(listener_); socket.is_open();
+       socket = net::accept_from(listener_)) {
     channels_.emplace(next_++, Channel(std::move(socket), heartbeat_timeout_));
   }
 }

@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,15 +16,6 @@ namespace {
 constexpr auto kComponent = "launch.process";
 
 }  // namespace
-
-// If this process has closed one of the standard streams, the system reuses its number.
-Descriptor above_standard_streams(Descriptor descriptor) {
-  if (!descriptor.is_open() || descriptor.number() > STDERR_FILENO) return descriptor;
-  Descriptor copy(::fcntl(descriptor.number(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  if (!copy.is_open())
-    throw Error(kComponent, "a file descriptor from the system", reason_of(errno));
-  return copy;
-}
 
 Pipe make_pipe() {
   std::array<int, 2> ends{};
@@ -39,6 +31,15 @@ Descriptor open_null(int flags) {
   Descriptor null(::open("/dev/null", flags | O_CLOEXEC));
   if (!null.is_open()) throw Error(kComponent, "to open /dev/null", reason_of(errno));
   return above_standard_streams(std::move(null));
+}
+
+std::pair<Descriptor, Descriptor> socket_pair() {
+  std::array<int, 2> ends{};
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends.data()) != 0)
+    throw Error(kComponent, "a pair of sockets from the system", reason_of(errno));
+  Descriptor first(ends[0]);
+  Descriptor second(ends[1]);
+  return {above_standard_streams(std::move(first)), above_standard_streams(std::move(second))};
 }
 
 }  // namespace semitone::launch

@@ -2,17 +2,20 @@
 
 #include "src/core/descriptor.h"
 
+#include <utility>
+
 namespace semitone::launch {
 
+// File descriptors between processes. All of them are closed by exec, and have numbers above those
+// of the standard streams, which a child replaces. Error if the system has no more descriptors.
 struct Pipe {
   Descriptor read;
   Descriptor write;
 };
 
-// All of them are closed by exec, and have numbers above those of the standard streams, which a
-// child replaces. Error if the system has no more descriptors.
 Pipe make_pipe();
 Descriptor open_null(int flags);
-Descriptor above_standard_streams(Descriptor descriptor);
+// Two connected ends, which do not block.
+std::pair<Descriptor, Descriptor> socket_pair();
 
 }  // namespace semitone::launch

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "src/launch/descriptor.h"
+#include "src/net/polling.h"
 
 #include <atomic>
 #include <cstdint>
@@ -12,15 +12,13 @@ namespace semitone::launch {
 // wakes threads that poll.
 class Interrupt {
  public:
-  Interrupt();
-
   void request(int signal) noexcept;
   // A signal for the processes, which continue.
   void forward(int signal) noexcept;
 
   // Readable while there is a request that acknowledge() has not seen.
-  int descriptor() const { return event_.number(); }
-  void acknowledge() const;
+  int descriptor() const { return event_.descriptor(); }
+  void acknowledge() const { event_.clear(); }
 
   // The signal of the first request; 0 if there was none.
   int signal() const { return signal_.load(); }
@@ -32,7 +30,7 @@ class Interrupt {
   bool urgent() const { return urgent_.load(); }
 
  private:
-  Descriptor event_;
+  net::WakeEvent event_;
   std::atomic<int> signal_{0};
   std::atomic<bool> urgent_{false};
   std::atomic<std::uint64_t> forwarded_{0};  // bit n-1: signal n

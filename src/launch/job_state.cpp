@@ -1,7 +1,7 @@
 #include "src/launch/job_state.h"
 
 #include "semitone/core/error.h"
-#include "src/launch/sockets.h"
+#include "src/launch/ports.h"
 
 #include <fmt/format.h>
 

@@ -78,7 +78,7 @@ struct Encode {
 
 std::string encode(const Message& message) {
   // What processes print need not be UTF-8.
-  return std::visit(Encode(), message).dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
+  return std::visit(Encode(), message).dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 std::optional<Message> decode(std::string_view line) {

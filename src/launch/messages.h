@@ -71,7 +71,7 @@ struct Heartbeat {};
 using Message =
     std::variant<Join, StandBy, Assignment, WorkerFailure, Succeeded, Leave, Outcome, Heartbeat>;
 
-// The message as a line, with a newline.
+// The message as a line, without its end.
 std::string encode(const Message& message);
 
 // Nothing if the line is not a message. A join of another version has its protocol and nothing

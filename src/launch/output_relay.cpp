@@ -1,11 +1,8 @@
 #include "src/launch/output_relay.h"
 
-#include "semitone/core/error.h"
 #include "src/core/log.h"
-#include "src/launch/polling.h"
+#include "src/launch/quiet_thread.h"
 
-#include <poll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,19 +13,12 @@
 namespace semitone::launch {
 namespace {
 
-constexpr auto kComponent = "launch.output";
 constexpr int kLastLines = 20;
 // Enough for 20 lines; a line without an end is cut at this length.
 constexpr std::size_t kMaxBytes = 1 << 16;
 // The size that a pipe accepts in one piece, without blocking once poll() reports that it is
 // writable.
 constexpr std::size_t kAtomicWrite = 4096;
-
-Descriptor make_event() {
-  Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event.is_open()) throw Error(kComponent, "an event from the system", reason_of(errno));
-  return above_standard_streams(std::move(event));
-}
 
 // Writes to a file; false if that fails.
 bool write_all(int file, std::string_view text) {
@@ -64,7 +54,7 @@ struct OutputRelay::Stream {
   bool ended = false;  // nothing will come
 };
 
-OutputRelay::OutputRelay() : wake_(make_event()), abort_(make_event()) {
+OutputRelay::OutputRelay() {
   thread_ = quiet_thread([this] { run(); });
 }
 
@@ -120,11 +110,11 @@ void OutputRelay::finish(const Interrupt& interrupt) {
 
 void OutputRelay::drop() {
   aborted_ = true;
-  ::eventfd_write(abort_.number(), 1);
+  abort_.set();
 }
 
 void OutputRelay::wake() const {
-  ::eventfd_write(wake_.number(), 1);
+  wake_.set();
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -141,11 +131,10 @@ void OutputRelay::run() {
         return;
       }
     }
-    std::vector<pollfd> events{{wake_.number(), POLLIN, 0}};
+    std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}};
     for (const auto& stream : streams) events.push_back({stream->source.pipe.number(), POLLIN, 0});
-    poll_until(events, Time::max());
-    eventfd_t count = 0;
-    ::eventfd_read(wake_.number(), &count);
+    net::poll_until(events, net::Time::max());
+    wake_.clear();
     for (const auto& stream : streams) read(*stream);
   }
 }
@@ -224,8 +213,8 @@ void OutputRelay::relay(Stream& stream, bool all) {
 void OutputRelay::write_console(int console, std::string_view text) {
   bool& gone = console_is_gone_[console];
   while (!text.empty() && !gone && !aborted_) {
-    std::vector<pollfd> events{{console, POLLOUT, 0}, {abort_.number(), POLLIN, 0}};
-    poll_until(events, Time::max());
+    std::vector<pollfd> events{{console, POLLOUT, 0}, {abort_.descriptor(), POLLIN, 0}};
+    net::poll_until(events, net::Time::max());
     if (aborted_) return;
     if (events[0].revents == 0) continue;
     const ssize_t count = ::write(console, text.data(), std::min(text.size(), kAtomicWrite));

@@ -2,6 +2,7 @@
 
 #include "src/launch/descriptor.h"
 #include "src/launch/interrupt.h"
+#include "src/net/polling.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -66,8 +67,8 @@ class OutputRelay {
   void drop();
   void wake() const;
 
-  Descriptor wake_;
-  Descriptor abort_;
+  net::WakeEvent wake_;
+  net::WakeEvent abort_;
   std::atomic<bool> aborted_{false};
   bool console_is_gone_[3] = {};  // by descriptor; of the thread
 

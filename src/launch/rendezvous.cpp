@@ -4,7 +4,9 @@
 #include "src/core/host_name.h"
 #include "src/core/log.h"
 #include "src/launch/log_files.h"
-#include "src/launch/polling.h"
+#include "src/launch/ports.h"
+#include "src/net/polling.h"
+#include "src/net/sockets.h"
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -33,7 +35,8 @@ std::string generate_id() {
                      random() & 0xffffU);
 }
 
-[[noreturn]] void throw_cannot_listen(const Endpoint& endpoint, const OpenedSocket& opened) {
+[[noreturn]] void throw_cannot_listen(const Endpoint& endpoint,
+                                      const net::Result<Descriptor>& opened) {
   throw Error(kComponent, fmt::format("to listen at {}", endpoint.to_string()), opened.problem,
               opened.error == EADDRINUSE      ? "another job uses the port: choose another"
               : opened.error == EADDRNOTAVAIL ? "node 0 must run on the machine with this address"
@@ -41,9 +44,9 @@ std::string generate_id() {
 }
 
 void require_free(int port) {
-  std::string problem;
-  if (is_port_free(port, problem)) return;
-  throw Error(kComponent, fmt::format("master-port {} to be free", port), problem,
+  const auto listener = net::listen_on({"0.0.0.0", port});
+  if (listener.ok()) return;
+  throw Error(kComponent, fmt::format("master-port {} to be free", port), listener.problem,
               "choose another port, or 0 for a free one");
 }
 
@@ -66,7 +69,7 @@ void Rendezvous::start_single_node() {
   if (!options_.rdzv_endpoint().empty()) {
     alone.master_addr = Endpoint::parse(options_.rdzv_endpoint()).host;
     const Endpoint any_port{alone.master_addr, 0};
-    if (const OpenedSocket opened = listen_at(any_port); !opened.is_open())
+    if (const auto opened = listen_at(any_port); !opened.ok())
       throw_cannot_listen(any_port, opened);
   }
   if (options_.master_port() > 0) require_free(options_.master_port());
@@ -78,26 +81,26 @@ void Rendezvous::start_static() {
   endpoint_ = {options_.master_addr(), port + 1};
   if (options_.node_rank() > 0) return;
   require_free(port);
-  OpenedSocket opened = listen_at(endpoint_);
-  if (!opened.is_open()) throw_cannot_listen(endpoint_, opened);
+  auto opened = listen_at(endpoint_);
+  if (!opened.ok()) throw_cannot_listen(endpoint_, opened);
   Job numbered = job();
   numbered.numbered = true;
   numbered.master_addr = options_.master_addr();
   numbered.master_port = port;
-  host(std::move(numbered), std::move(opened.socket));
+  host(std::move(numbered), std::move(opened.value));
 }
 
 void Rendezvous::start_at_endpoint() {
   endpoint_ = Endpoint::parse(options_.rdzv_endpoint());
-  OpenedSocket opened = listen_at(endpoint_);
-  if (opened.is_open()) {
+  auto opened = listen_at(endpoint_);
+  if (opened.ok()) {
     Job open = job();
     open.master_addr = endpoint_.host;
-    host(std::move(open), std::move(opened.socket));
+    host(std::move(open), std::move(opened.value));
   } else if (opened.error != EADDRINUSE && opened.error != EADDRNOTAVAIL &&
              opened.error != EHOSTUNREACH) {
     throw_cannot_listen(endpoint_, opened);
-  } else if (opened.unknown) {
+  } else if (opened.lookup_error == EAI_NONAME) {
     throw Error(kComponent, "the name of a machine in rdzv-endpoint", opened.problem);
   }
   // Otherwise the address is another machine's, or another launcher of this machine uses it.
@@ -147,15 +150,15 @@ bool Rendezvous::connect(const Interrupt& interrupt) {
   for (; interrupt.signal() == 0; wait_to_retry(interrupt)) {
     // While node 0 is not there, a proxy or a cluster's service may accept the connection and close
     // it: that is not an answer.
-    if (OpenedSocket opened = connect_to(endpoint_, kConnectTimeout); opened.is_open()) {
-      channel_.emplace(std::move(opened.socket), duration(options_.heartbeat_timeout()));
+    auto opened = net::connect_to({endpoint_.host, endpoint_.port}, kConnectTimeout);
+    if (opened.ok()) {
+      channel_.emplace(std::move(opened.value), duration(options_.heartbeat_timeout()));
       channel_->send(request());
       return true;
-    } else if (opened.unknown) {
-      throw Error(kComponent, "the name of a machine to meet at", opened.problem);
-    } else {
-      check_deadline(opened.problem);
     }
+    if (opened.lookup_error == EAI_NONAME)
+      throw Error(kComponent, "the name of a machine to meet at", opened.problem);
+    check_deadline(opened.problem);
   }
   return false;
 }
@@ -171,7 +174,7 @@ void Rendezvous::check_deadline(const std::string& problem) const {
 
 void Rendezvous::wait_to_retry(const Interrupt& interrupt) const {
   std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0}};
-  poll_until(events, std::min(deadline_, Clock::now() + kRetryInterval));
+  net::poll_until(events, std::min(deadline_, Clock::now() + kRetryInterval));
   interrupt.acknowledge();
 }
 
@@ -185,7 +188,7 @@ std::variant<Assignment, Outcome> Rendezvous::join(const Interrupt& interrupt) {
     if (!channel_.has_value() && !connect(interrupt)) break;
     std::vector<pollfd> events{{interrupt.descriptor(), POLLIN, 0},
                                {channel_->descriptor(), channel_->events(), 0}};
-    poll_until(events, channel_->deadline());
+    net::poll_until(events, channel_->deadline());
     interrupt.acknowledge();
     channel_->update(Clock::now());
     if (auto answer = receive_answer()) return *std::move(answer);

@@ -6,7 +6,6 @@
 #include "src/launch/coordinator.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/messages.h"
-#include "src/launch/sockets.h"
 
 #include <optional>
 #include <string>

@@ -4,10 +4,10 @@
 #include "src/core/host_name.h"
 #include "src/core/log.h"
 #include "src/launch/log_files.h"
-#include "src/launch/polling.h"
 #include "src/launch/posix_process_group.h"
 #include "src/launch/spawn.h"
 #include "src/launch/worker_environment.h"
+#include "src/net/polling.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -215,7 +215,7 @@ void WorkerGroup::kill_and_wait() {
   stop(SIGKILL, Clock::now());
   for (update(Clock::now()); !has_ended(); update(Clock::now())) {
     std::vector<pollfd> nothing;
-    poll_until(nothing, Clock::now() + kPollInterval);
+    net::poll_until(nothing, Clock::now() + kPollInterval);
   }
   for (const Worker& worker : workers_) {
     if (worker.out.relayed.has_value()) relay_.retire(*worker.out.relayed);

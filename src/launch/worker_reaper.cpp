@@ -1,7 +1,6 @@
 #include "src/launch/worker_reaper.h"
 
 #include "semitone/core/error.h"
-#include "src/launch/sockets.h"
 
 #include <poll.h>
 #include <sys/prctl.h>

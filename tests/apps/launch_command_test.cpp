@@ -1,5 +1,5 @@
+#include "src/launch/ports.h"
 #include "src/launch/process.h"
-#include "src/launch/sockets.h"
 #include "tests/apps/semitone_command.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"

@@ -1,6 +1,6 @@
 #include "src/launch/machine.h"
+#include "src/launch/ports.h"
 #include "src/launch/process.h"
-#include "src/launch/sockets.h"
 #include "tests/apps/semitone_command.h"
 #include "tests/support/image_files.h"
 #include "tests/support/processes.h"

@@ -1,11 +1,11 @@
 #include "src/launch/channel.h"
 
-#include "src/launch/polling.h"
-#include "src/launch/sockets.h"
+#include "src/launch/descriptor.h"
 #include "tests/support/processes.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <string>
@@ -192,6 +192,18 @@ TEST(Channel, AnythingElseClosesIt) {
     EXPECT_EQ(channel.state(), Channel::State::foreign) << text.substr(0, 40);
     EXPECT_FALSE(channel.receive().has_value());
   }
+}
+
+// Not a closed connection, after which the launcher would try again.
+TEST(Channel, AnythingElseBeforeTheEndIsForeign) {
+  auto [socket, other] = socket_pair();
+  Channel channel(std::move(socket), 60s);
+  const std::string_view text = "HTTP/1.1 400 Bad Request\r\n\r\n";
+  ASSERT_EQ(::write(other.number(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  other.close();
+  channel.update(Clock::now());
+  EXPECT_EQ(channel.state(), Channel::State::foreign);
+  EXPECT_THAT(channel.problem(), HasSubstr("no launcher of Semitone"));
 }
 
 }  // namespace

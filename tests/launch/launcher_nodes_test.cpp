@@ -2,8 +2,9 @@
 #include "src/launch/channel.h"
 #include "src/launch/clock.h"
 #include "src/launch/messages.h"
-#include "src/launch/polling.h"
-#include "src/launch/sockets.h"
+#include "src/launch/ports.h"
+#include "src/net/polling.h"
+#include "src/net/sockets.h"
 #include "tests/launch/launcher_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -59,7 +60,7 @@ class Nodes : public LauncherTest {
   // Waits until a launcher is the host: of several that start together, a race decides.
   bool is_hosted() const {
     return eventually(
-        [&] { return connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).is_open(); });
+        [&] { return net::connect_to({"127.0.0.1", port_}, std::chrono::seconds(1)).ok(); });
   }
 
   int port_ = free_port();
@@ -248,8 +249,8 @@ TEST_F(Nodes, AnEndpointThatDoesNotAnswerIsAnError) {
 
 TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
   // It accepts connections and sends nothing.
-  const OpenedSocket other = listen_at({"127.0.0.1", port_});
-  ASSERT_TRUE(other.is_open()) << other.problem;
+  const auto other = listen_at({"127.0.0.1", port_});
+  ASSERT_TRUE(other.ok()) << other.problem;
   expect_error(
       [&] { run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2))); },
       {"[launch.rendezvous] expected node 0's launcher at", "no message", "to another program"});
@@ -257,15 +258,15 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
 
 TEST_F(Nodes, AProxyThatClosesConnectionsIsNotNodeZero) {
   // As a cluster's proxy does while node 0 is not there.
-  const OpenedSocket proxy = listen_at({"127.0.0.1", port_});
-  ASSERT_TRUE(proxy.is_open()) << proxy.problem;
+  const auto proxy = listen_at({"127.0.0.1", port_});
+  ASSERT_TRUE(proxy.ok()) << proxy.problem;
   std::atomic<bool> over = false;
   auto connections = std::async(std::launch::async, [&] {
     int count = 0;
     while (!over) {
-      std::vector<pollfd> events{{proxy.socket.number(), POLLIN, 0}};
-      poll_until(events, Clock::now() + std::chrono::milliseconds(50));
-      if (events[0].revents != 0 && accept_from(proxy.socket).is_open()) ++count;
+      std::vector<pollfd> events{{proxy.value.number(), POLLIN, 0}};
+      net::poll_until(events, Clock::now() + std::chrono::milliseconds(50));
+      if (events[0].revents != 0 && net::accept_from(proxy.value).is_open()) ++count;
     }
     return count;
   });
@@ -279,15 +280,15 @@ TEST_F(Nodes, AProxyThatClosesConnectionsIsNotNodeZero) {
 }
 
 // Answers the first launcher that connects, as node 0 would.
-std::future<void> false_host(const OpenedSocket& listener, Assignment given) {
+std::future<void> false_host(const net::Result<Descriptor>& listener, Assignment given) {
   return std::async(std::launch::async, [&listener, given = std::move(given)] {
-    std::vector<pollfd> events{{listener.socket.number(), POLLIN, 0}};
-    poll_until(events, Clock::now() + std::chrono::minutes(1));
-    Channel channel(accept_from(listener.socket), std::chrono::minutes(1));
+    std::vector<pollfd> events{{listener.value.number(), POLLIN, 0}};
+    net::poll_until(events, Clock::now() + std::chrono::minutes(1));
+    Channel channel(net::accept_from(listener.value), std::chrono::minutes(1));
     channel.send(given);
     while (channel.is_open()) {
       std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
-      poll_until(more, channel.deadline());
+      net::poll_until(more, channel.deadline());
       channel.update(Clock::now());
     }
   });
@@ -302,8 +303,8 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
   given.master_addr = "127.0.0.1";
   given.master_port = 20000;
   const auto expect = [&](const Assignment& assignment, std::string_view part) {
-    const OpenedSocket listener = listen_at({"127.0.0.1", port_});
-    ASSERT_TRUE(listener.is_open()) << listener.problem;
+    const auto listener = listen_at({"127.0.0.1", port_});
+    ASSERT_TRUE(listener.ok()) << listener.problem;
     const auto host = false_host(listener, assignment);
     expect_error(
         [&] {

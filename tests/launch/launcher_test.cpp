@@ -1,6 +1,6 @@
 #include "semitone/launch/launcher.h"
 
-#include "src/launch/sockets.h"
+#include "src/launch/ports.h"
 #include "tests/launch/launcher_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -65,8 +65,8 @@ TEST_F(LauncherTest, SetsTheEnvironmentOfEachProcess) {
     for (const auto& [name, value] : expected) EXPECT_EQ(environment[name], value) << name;
     EXPECT_EQ(environment["PATH"], std::getenv("PATH"));
     EXPECT_EQ(environment["MASTER_PORT"], environment_of("0")["MASTER_PORT"]);
-    std::string problem;
-    EXPECT_TRUE(is_port_free(std::stoi(environment["MASTER_PORT"]), problem)) << problem;
+    const auto free = net::listen_on({"0.0.0.0", std::stoi(environment["MASTER_PORT"])});
+    EXPECT_TRUE(free.ok()) << free.problem;
   }
 }
 
@@ -295,8 +295,8 @@ TEST_F(LauncherTest, AProgramThatCannotBeRunIsAnError) {
 
 TEST_F(LauncherTest, APortInUseIsAnError) {
   const int port = free_port();
-  const OpenedSocket taken = listen_at({"127.0.0.1", port});
-  ASSERT_TRUE(taken.is_open()) << taken.problem;
+  const auto taken = listen_at({"127.0.0.1", port});
+  ASSERT_TRUE(taken.ok()) << taken.problem;
   expect_error(
       [&] { run(shell("exit 0").master_port(port)); },
       {"[launch.rendezvous] expected master-port", "to be free", "Address already in use"});

@@ -1,4 +1,4 @@
-#include "src/launch/sockets.h"
+#include "src/launch/ports.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -33,19 +33,19 @@ extern "C" int bind(int socket, const sockaddr* address, socklen_t size) noexcep
 namespace semitone::launch {
 namespace {
 
-TEST(Sockets, ListenAtAddressesOfThisMachineAlone) {
+TEST(Ports, ListenAtAddressesOfThisMachineAlone) {
   for (const bool every : {false, true}) {
     every_address_can_be_bound = every;
     const int port = free_port();
     // Of documents, and of no machine.
     EXPECT_EQ(listen_at({"192.0.2.1", port}).error, EADDRNOTAVAIL);
     for (const char* host : {"127.0.0.1", "127.1.2.3", "0.0.0.0", "localhost"})
-      EXPECT_TRUE(listen_at({host, port}).is_open()) << host;
+      EXPECT_TRUE(listen_at({host, port}).ok()) << host;
   }
   every_address_can_be_bound = false;
 }
 
-TEST(Sockets, AFreePortIsNoneThatTheSystemHandsOut) {
+TEST(Ports, AFreePortIsNoneThatTheSystemHandsOut) {
   int first = 0;
   int last = 0;
   ASSERT_TRUE(std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> first >> last);

@@ -1,0 +1,140 @@
+#include "src/net/sockets.h"
+
+#include "tests/support/processes.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <future>
+#include <string>
+#include <thread>
+#include <utility>
+
+namespace semitone::net {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::HasSubstr;
+
+// A listener with a queue for one connection: the next one waits until the first is accepted.
+struct FullListener {
+  FullListener() {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const auto* const pointer = reinterpret_cast<const sockaddr*>(&address);
+    EXPECT_EQ(::bind(listener.number(), pointer, sizeof(address)), 0);
+    EXPECT_EQ(::listen(listener.number(), 0), 0);
+    first = connect_to(address_of(listener), seconds(30));
+    EXPECT_TRUE(first.ok()) << first.problem;
+  }
+
+  Descriptor listener{::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  Result<Descriptor> first;
+};
+
+bool is_reached(const std::string& host, int port) {
+  return connect_to({host, port}, seconds(30)).ok();
+}
+
+TEST(Listening, OnAllInterfacesIsReachedThroughEach) {
+  const auto listener = listen_on_all(0);
+  ASSERT_TRUE(listener.ok()) << listener.problem;
+  const int port = address_of(listener.value).port;
+  EXPECT_TRUE(is_reached("127.0.0.1", port));
+  EXPECT_TRUE(is_reached("127.0.1.1", port));
+  EXPECT_TRUE(is_reached("localhost", port));
+  if (listen_on({"::1", 0}).ok()) {
+    EXPECT_TRUE(is_reached("::1", port));
+  }
+  if (const auto routed = address_of_default_route()) {
+    EXPECT_TRUE(is_reached(*routed, port));
+  }
+  EXPECT_EQ(listen_on_all(port).error, EADDRINUSE);
+}
+
+TEST(Listening, OnOneAddressIsReachedThroughNoOther) {
+  const auto listener = listen_on({"127.0.0.1", 0});
+  ASSERT_TRUE(listener.ok()) << listener.problem;
+  const Address here = address_of(listener.value);
+  EXPECT_EQ(here.host, "127.0.0.1");
+  EXPECT_TRUE(is_reached("127.0.0.1", here.port));
+  EXPECT_EQ(connect_to({"127.0.1.1", here.port}, seconds(30)).error, ECONNREFUSED);
+  EXPECT_EQ(listen_on(here).error, EADDRINUSE);
+}
+
+TEST(Listening, AtAForeignAddressFails) {
+  const auto listener = listen_on({"192.0.2.1", 0});
+  EXPECT_FALSE(listener.ok());
+  EXPECT_EQ(listener.error, EADDRNOTAVAIL);
+  EXPECT_EQ(listener.problem, reason_of(EADDRNOTAVAIL));
+  EXPECT_THAT(listen_on({"no host", 1}).problem, HasSubstr("'no host': "));
+}
+
+TEST(Sockets, DoNotBlockAndAreClosedByExec) {
+  const auto listener = listen_on({"127.0.0.1", 0});
+  ASSERT_TRUE(listener.ok()) << listener.problem;
+  EXPECT_FALSE(accept_from(listener.value).is_open());
+  const auto connected = connect_to(address_of(listener.value), seconds(30));
+  ASSERT_TRUE(connected.ok()) << connected.problem;
+  Descriptor accepted;
+  ASSERT_TRUE(test::eventually([&] {
+    accepted = accept_from(listener.value);
+    return accepted.is_open();
+  }));
+  for (const Descriptor* socket : {&connected.value, &std::as_const(accepted)}) {
+    char byte = 0;
+    EXPECT_EQ(::recv(socket->number(), &byte, 1, 0), -1);
+    EXPECT_EQ(errno, EAGAIN);
+  }
+  for (const Descriptor* socket : {&listener.value, &connected.value, &std::as_const(accepted)}) {
+    EXPECT_EQ(::fcntl(socket->number(), F_GETFD), FD_CLOEXEC);
+    EXPECT_GT(socket->number(), STDERR_FILENO);
+  }
+}
+
+TEST(Connecting, EndsWithItsTimeout) {
+  const FullListener full;
+  const auto second = connect_to(address_of(full.listener), milliseconds(20));
+  EXPECT_EQ(second.error, ETIMEDOUT);
+  EXPECT_EQ(second.problem, reason_of(ETIMEDOUT));
+  EXPECT_FALSE(second.value.is_open());
+}
+
+TEST(Connecting, TellsANameThatIsNone) {
+  const auto connected = connect_to({"no host", 1}, seconds(30));
+  EXPECT_EQ(connected.error, EHOSTUNREACH);
+  EXPECT_NE(connected.lookup_error, 0);
+}
+
+TEST(Connecting, OutlastsSignals) {
+  // Wakes the thread that receives it, without another effect.
+  struct sigaction action{};
+  struct sigaction before{};
+  action.sa_handler = [](int) {};
+  ASSERT_EQ(::sigaction(SIGUSR1, &action, &before), 0);
+
+  const FullListener full;
+  std::promise<Result<Descriptor>> second;
+  std::thread thread([&] { second.set_value(connect_to(address_of(full.listener), seconds(30))); });
+  auto connected = second.get_future();
+  for (int i = 0; i < 20; ++i) {
+    ::pthread_kill(thread.native_handle(), SIGUSR1);
+    EXPECT_NE(connected.wait_for(milliseconds(10)), std::future_status::ready);
+  }
+  const Descriptor accepted(::accept(full.listener.number(), nullptr, nullptr));
+  thread.join();
+  ::sigaction(SIGUSR1, &before, nullptr);
+  const auto result = connected.get();
+  EXPECT_TRUE(result.ok()) << result.problem;
+}
+
+}  // namespace
+}  // namespace semitone::net
