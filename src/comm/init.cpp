@@ -142,13 +142,13 @@ std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machi
   }
   std::string address = "127.0.0.1";
   try {
-    address = address_towards(rendezvous.host, rendezvous.port);
+    address = address_towards(rendezvous.host);
   } catch (const CommError&) {  // no route, and none needed
     if (remote.has_value()) throw;
   }
-  if (!is_loopback(address) || !remote.has_value()) return address;
+  if (!net::is_loopback(address) || !remote.has_value()) return address;
   // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
-  if (const auto routed = address_of_default_route()) return *routed;
+  if (const auto routed = net::address_of_default_route()) return *routed;
   throw Error(
       kInitComponent, "an address of this machine that other machines can reach",
       fmt::format("'{}', which is {} here, and no default route, {}", rendezvous.host, address,

@@ -283,7 +283,7 @@ Rendezvous from_url(std::string_view url, const InitOptions& options) {
   result.host = host;
   result.port = parse_number(address.substr(colon + 1), "the port", 1, 65535);
   // All ranks have the same URL.
-  if (result.host == "localhost" || is_loopback(result.host)) {
+  if (result.host == "localhost" || net::is_loopback(result.host)) {
     result.local_rank = result.rank;
     result.local_world_size = result.world_size;
   }

@@ -4,6 +4,7 @@
 #include "src/comm/network.h"
 #include "src/comm/ranks.h"
 #include "src/core/log.h"
+#include "src/net/sockets.h"
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -39,11 +40,11 @@ bool is_on_one_machine(const Rendezvous& rendezvous) {
 // Listens on the master's address only, if possible.
 Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& options) {
   if (!options.bind_address().empty()) return listen_on(options.bind_address(), rendezvous.port);
-  const AddressKind kind = address_kind(rendezvous.host, rendezvous.port);
-  if (kind == AddressKind::local ||
-      (kind == AddressKind::loopback && is_on_one_machine(rendezvous)))
+  const net::AddressKind kind = address_kind(rendezvous.host);
+  if (kind == net::AddressKind::local ||
+      (kind == net::AddressKind::loopback && is_on_one_machine(rendezvous)))
     return listen_on(rendezvous.host, rendezvous.port);
-  if (kind == AddressKind::remote) {
+  if (kind != net::AddressKind::loopback) {
     log()->warn(
         "MASTER_ADDR {} is not an address of this machine, on which rank 0 runs: listening on port "
         "{} of all interfaces",
@@ -55,7 +56,7 @@ Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& opt
 c10::intrusive_ptr<c10d::Store> host_store(const Rendezvous& rendezvous,
                                            const InitOptions& options) {
   Descriptor listener = listen_for_ranks(rendezvous, options);
-  const Address here = address_of(listener);
+  const net::Address here = net::address_of(listener);
   const bool on_all = here.host == "0.0.0.0" || here.host == "::";
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(here.port);
@@ -81,8 +82,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous,
                     milliseconds(1));
   };
   const bool is_unreachable =
-      !is_on_one_machine(rendezvous) &&
-      address_kind(rendezvous.host, rendezvous.port) == AddressKind::loopback;
+      !is_on_one_machine(rendezvous) && address_kind(rendezvous.host) == net::AddressKind::loopback;
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(rendezvous.port);
   store.waitWorkers = false;

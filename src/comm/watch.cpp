@@ -1,15 +1,13 @@
 #include "src/comm/watch.h"
 
 #include "semitone/core/error.h"
+#include "src/comm/network.h"
 #include "src/comm/ranks.h"
 #include "src/comm/store.h"
+#include "src/net/sockets.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <poll.h>
-#include <sys/eventfd.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -17,10 +15,10 @@
 #include <utility>
 
 // On rank 0 a connection goes through these states. It is pending until its first line, "hello"
-// with the token, makes it a peer; pending connections that send anything else are dropped after
-// the silence. A peer is alive until it says "bye" (left), its connection closes without that
-// (lost), or it is silent for too long (lost). Other ranks have one peer, rank 0, with the same
-// states.
+// with the token, makes it a peer. A pending connection that sends anything else is closed, as is
+// one that sends nothing within the silence. A peer is alive until it says "bye" (left), its
+// connection closes without that (lost), or it is silent for too long (lost). Other ranks have one
+// peer, rank 0, with the same states.
 //
 // Only the first loss counts: set_loss() keeps it, and later losses are ignored. Rank 0 sends it
 // to all peers, also to those that arrive later. A rank that only knows that a collective failed
@@ -32,6 +30,8 @@
 namespace semitone::comm {
 namespace {
 
+using net::Clock;
+using net::Time;
 using std::chrono::milliseconds;
 
 // How long rank 0 waits for the others to leave first, and the others for rank 0 to receive their
@@ -92,14 +92,12 @@ Watch::Loss parse_loss(std::string_view text) {
 Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
     : store_(std::move(store)),
       options_(options),
-      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      started_(Clock::now()),
-      last_heartbeat_(started_),
-      last_check_(started_) {
+      heartbeat_(options.interval, Clock::now()),
+      unconnected_(options.silence, Clock::now()) {
   if (options_.rank == 0) {
     token_ = make_token();
     listener_ = listen_on(options_.address, 0);
-    const Address here = address_of(listener_);
+    const net::Address here = net::address_of(listener_);
     put(*store_, "watch", fmt::format("{} {} {}", token_, here.host, here.port));
   } else {
     const std::string endpoint = get(*store_, "watch");
@@ -107,7 +105,7 @@ Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
     token_ = next_word(words);
     const std::string host(next_word(words));
     const int port = parse<int>(words).value_or(0);
-    Peer rank0{LineChannel(connect_to({host, port}, options_.timeout)), started_};
+    Peer rank0 = make_peer(connect_to({host, port}, options_.timeout));
     rank0.channel.send(fmt::format("hello {} {}", token_, options_.rank));
     peers_.emplace(0, std::move(rank0));
   }
@@ -119,8 +117,12 @@ Watch::~Watch() {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  ::eventfd_write(wake_.number(), 1);
+  wake_.set();
   thread_.join();
+}
+
+Watch::Peer Watch::make_peer(Descriptor connection) const {
+  return {net::LineChannel(std::move(connection), options_.silence), Clock::now()};
 }
 
 std::optional<Watch::Loss> Watch::loss() const {
@@ -186,7 +188,7 @@ std::exception_ptr Watch::explain(const std::string& collective, const std::stri
 // With mutex_ held.
 void Watch::request(std::string line) {
   requests_.push_back(std::move(line));
-  ::eventfd_write(wake_.number(), 1);
+  wake_.set();
 }
 
 std::vector<int> Watch::barrier(const std::string& name, const std::vector<int>& ranks,
@@ -241,7 +243,7 @@ void Watch::send_arrivals(const std::string& name, const std::vector<int>& to) {
 
 void Watch::run() {
   for (;;) {
-    wait_for_events();
+    wait_for_events(heartbeat_.deadline());
     if (options_.rank == 0) accept_peers();
     for (auto& [rank, peer] : peers_) receive_from(rank, peer);
     std::vector<std::string> requests;
@@ -263,50 +265,47 @@ void Watch::run() {
   leave();
 }
 
-void Watch::wait_for_events() {
-  std::vector<pollfd> events{{wake_.number(), POLLIN, 0}};
-  if (listener_.is_open()) events.push_back({listener_.number(), POLLIN, 0});
-  for (const Peer& peer : pending_) events.push_back({peer.channel.number(), POLLIN, 0});
-  for (const auto& [rank, peer] : peers_) {
-    if (!peer.channel.closed()) events.push_back({peer.channel.number(), POLLIN, 0});
-  }
-  const auto since = std::chrono::duration_cast<milliseconds>(Clock::now() - last_heartbeat_);
-  const auto left = std::max(options_.interval - since, milliseconds(1));
-  ::poll(events.data(), events.size(), static_cast<int>(left.count()));
-  eventfd_t count = 0;
-  ::eventfd_read(wake_.number(), &count);
+void Watch::wait_for_events(Time until) {
+  std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}, {listener_.number(), POLLIN, 0}};
+  const auto add = [&](const net::LineChannel& channel) {
+    events.push_back({channel.descriptor(), channel.events(), 0});
+  };
+  for (const Peer& peer : pending_) add(peer.channel);
+  for (const auto& [rank, peer] : peers_) add(peer.channel);
+  net::poll_until(events, until);
+  wake_.clear();
 }
 
 void Watch::accept_peers() {
-  for (;;) {
-    Descriptor connection(::accept4(listener_.number(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!connection.is_open()) break;
-    pending_.push_back(Peer{LineChannel(std::move(connection)), Clock::now()});
+  const Time now = Clock::now();
+  for (Descriptor connection = net::accept_from(listener_); connection.is_open();
+       connection = net::accept_from(listener_)) {
+    pending_.push_back(make_peer(std::move(connection)));
   }
   for (Peer& peer : pending_) {
-    const auto lines = peer.channel.receive();
-    if (lines.empty()) continue;
-    std::string_view hello = lines.front();
+    peer.channel.update(now);
+    const auto line = peer.channel.receive();
+    if (!line.has_value()) continue;
+    std::string_view hello = *line;
     const bool known = next_word(hello) == "hello" && next_word(hello) == token_;
     const int rank = known ? parse<int>(hello).value_or(0) : 0;
-    if (rank <= 0 || rank >= options_.size || peers_.contains(rank)) continue;
+    if (rank <= 0 || rank >= options_.size || peers_.contains(rank)) {
+      peer.channel.close(net::LineChannel::State::foreign, "no hello of a rank");
+      continue;
+    }
     Peer& member = peers_.emplace(rank, std::move(peer)).first->second;
-    for (std::size_t line = 1; line < lines.size(); ++line) handle_line(rank, lines[line]);
     if (const auto loss = this->loss()) member.channel.send("lost " + format_loss(*loss));
   }
-  // Removes connections that became peers, sent something invalid, or are silent for too long.
-  const auto now = Clock::now();
+  // Removes connections that became peers, were closed, or are silent for too long.
   std::erase_if(pending_, [&](const Peer& peer) {
-    return peer.channel.number() < 0 || peer.channel.closed() ||
-           now - peer.last_received > options_.silence;
+    return peer.channel.descriptor() < 0 || now - peer.connected_at > options_.silence;
   });
 }
 
 void Watch::receive_from(int rank, Peer& peer) {
-  const auto lines = peer.channel.receive();
-  if (!lines.empty()) peer.last_received = Clock::now();
-  for (const std::string& line : lines) handle_line(rank, line);
-  if (peer.channel.closed() && !peer.left) set_loss({{rank}, "its process has ended"});
+  peer.channel.update(Clock::now());
+  while (const auto line = peer.channel.receive()) handle_line(rank, *line);
+  if (!peer.channel.is_open() && !peer.left) set_loss({{rank}, "its process has ended"});
 }
 
 void Watch::handle_line(int rank, std::string_view line) {
@@ -351,27 +350,21 @@ void Watch::handle_line(int rank, std::string_view line) {
 }
 
 void Watch::check_silence() {
-  const auto now = Clock::now();
-  // This process itself was stopped, so the others' silence means nothing.
-  const bool was_stopped = now - std::exchange(last_check_, now) > options_.silence / 2;
-  if (was_stopped) started_ = now;
+  const Time now = Clock::now();
   const std::string silent = fmt::format(
       "no sign of life for {}: its process is stopped, or its machine cannot be reached",
       seconds(std::chrono::duration<double>(options_.silence).count()));
   for (auto& [rank, peer] : peers_) {
-    if (was_stopped) peer.last_received = now;
-    if (!peer.left && now - peer.last_received > options_.silence) set_loss({{rank}, silent});
+    if (peer.channel.is_silent(now) && !peer.left) set_loss({{rank}, silent});
   }
-  if (options_.rank != 0 || now - started_ <= options_.silence) return;
+  if (options_.rank != 0 || !unconnected_.has_expired(now)) return;
   for (int rank = 1; rank < options_.size; ++rank) {
     if (!peers_.contains(rank)) set_loss({{rank}, silent});
   }
 }
 
 void Watch::send_heartbeat() {
-  const auto now = Clock::now();
-  if (now - last_heartbeat_ < options_.interval) return;
-  last_heartbeat_ = now;
+  if (!heartbeat_.take_due(Clock::now())) return;
   if (options_.rank != 0) return send_to_all(fmt::format("beat {}", calls_.load()));
   std::uint64_t fewest = calls_;
   for (const auto& [rank, peer] : peers_) fewest = std::min(fewest, peer.calls);
@@ -391,16 +384,15 @@ void Watch::leave() {
   for (auto& [rank, peer] : peers_) {
     if (options_.rank != 0) peer.channel.finish();
   }
-  const auto deadline = Clock::now() + (options_.rank == 0 ? kLeaveTimeout : kGoodbyeTimeout);
+  const Time deadline = Clock::now() + (options_.rank == 0 ? kLeaveTimeout : kGoodbyeTimeout);
   const auto has_gone = [&](const auto& member) {
     const auto& [rank, peer] = member;
     const auto loss = this->loss();
-    return peer.channel.closed() || peer.left ||
+    return !peer.channel.is_open() || peer.left ||
            (loss.has_value() && std::count(loss->ranks.begin(), loss->ranks.end(), rank) > 0);
   };
   while (Clock::now() < deadline && !std::all_of(peers_.begin(), peers_.end(), has_gone)) {
-    last_heartbeat_ = Clock::now();
-    wait_for_events();
+    wait_for_events(std::min(deadline, Clock::now() + options_.interval));
     for (auto& [rank, peer] : peers_) receive_from(rank, peer);
   }
 }

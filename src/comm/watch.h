@@ -1,6 +1,10 @@
 #pragma once
 
-#include "src/comm/network.h"
+#include "src/core/descriptor.h"
+#include "src/net/clock.h"
+#include "src/net/heartbeat.h"
+#include "src/net/line_channel.h"
+#include "src/net/polling.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -98,16 +102,16 @@ class Watch {
   };
 
  private:
-  using Clock = std::chrono::steady_clock;
   struct Peer {
-    LineChannel channel;
-    Clock::time_point last_received;
+    net::LineChannel channel;
+    net::Time connected_at;
     std::uint64_t calls = 0;
     bool left = false;
   };
 
+  Peer make_peer(Descriptor connection) const;
   void run();
-  void wait_for_events();
+  void wait_for_events(net::Time until);
   void accept_peers();
   void receive_from(int rank, Peer& peer);
   void handle_line(int rank, std::string_view line);
@@ -126,12 +130,11 @@ class Watch {
 
   // Used by the thread only.
   Descriptor listener_;  // of rank 0
-  Descriptor wake_;
+  net::WakeEvent wake_;
   std::vector<Peer> pending_;  // connected, without a valid hello so far
   std::map<int, Peer> peers_;  // rank 0: all others; the others: rank 0
-  Clock::time_point started_;
-  Clock::time_point last_heartbeat_;
-  Clock::time_point last_check_;
+  net::HeartbeatTimer heartbeat_;
+  net::SilenceTimer unconnected_;  // of ranks without a connection, on rank 0
 
   std::atomic<std::uint64_t> calls_ = 0;
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <utility>
 
@@ -36,9 +35,5 @@ class Descriptor {
 // The same with a number above those of the standard streams. If this process has closed one of
 // them, the system reuses its number. Error if the system has no more descriptors.
 Descriptor above_standard_streams(Descriptor descriptor);
-
-// Waits for a connection that was started on a non-blocking socket. Returns 0, or the errno of the
-// failure.
-int finish_connecting(const Descriptor& socket, std::chrono::milliseconds timeout);
 
 }  // namespace semitone

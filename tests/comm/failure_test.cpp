@@ -347,7 +347,7 @@ TEST(Rendezvous, NamesTheMasterThatDoesNotAnswer) {
 TEST(Rendezvous, NamesThePortThatIsTaken) {
   const auto results = run_ranks(2, [](Rank& rank) {
     if (rank.number() == 1) return;
-    const test::Listener taken(std::stoi(std::getenv("MASTER_PORT")));
+    const Descriptor taken = listen_on("127.0.0.1", std::stoi(std::getenv("MASTER_PORT")));
     report_error(rank, [] { init("env://", quick()); });
   });
   expect_errors(results, {1}, "0;", "Address already in use");

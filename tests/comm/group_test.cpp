@@ -1,8 +1,8 @@
 #include "semitone/comm/group.h"
 
 #include "semitone/comm/init.h"
-#include "src/comm/network.h"
 #include "src/comm/process_group.h"
+#include "src/net/address.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 #include "tests/support/run_ranks.h"
@@ -350,7 +350,7 @@ void expect_meeting(const std::function<std::map<std::string, std::string>(int)>
 }
 
 std::string other_address() {
-  return address_of_default_route().value_or("127.0.0.1");
+  return net::address_of_default_route().value_or("127.0.0.1");
 }
 
 // Kubernetes operators: MASTER_ADDR is localhost in the master's pod, and no variable gives local

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <utility>
 
 namespace semitone {
@@ -64,18 +63,6 @@ TEST(Descriptor, CanBeMadeNotToWait) {
   char byte = 0;
   EXPECT_EQ(::read(read.number(), &byte, 1), -1);
   EXPECT_EQ(errno, EAGAIN);
-}
-
-TEST(Connecting, EndsWithItsTimeout) {
-  // A pipe that is full takes nothing more, like a connection without an answer.
-  int ends[2];
-  ASSERT_EQ(::pipe2(ends, O_CLOEXEC | O_NONBLOCK), 0);
-  const Descriptor read(ends[0]);
-  const Descriptor write(ends[1]);
-  const char bytes[4096] = {};
-  while (::write(write.number(), bytes, sizeof(bytes)) > 0) {
-  }
-  EXPECT_EQ(finish_connecting(write, std::chrono::milliseconds(20)), ETIMEDOUT);
 }
 
 }  // namespace

@@ -1,11 +1,9 @@
 #include "tests/support/run_ranks.h"
 
+#include "src/net/sockets.h"
 #include "tests/support/temporary_folder.h"
 
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -16,7 +14,6 @@
 #include <mutex>
 #include <set>
 #include <sstream>
-#include <stdexcept>
 #include <thread>
 
 namespace semitone::test {
@@ -89,7 +86,8 @@ std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& b
     be_a_rank(std::getenv(kRankVariable), count, folder, body);
   }
   const TemporaryFolder folder;
-  const int port = Listener().port();  // free a moment ago
+  // Free a moment ago.
+  const int port = net::address_of(net::listen_on({"127.0.0.1", 0}).value).port;
   std::vector<launch::Process> processes;
   for (int rank = 0; rank < count; ++rank) {
     processes.emplace_back(process_of(rank, count, port, folder.path().string(), options));
@@ -134,26 +132,6 @@ std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& b
     ADD_FAILURE() << "rank " << rank << ": " << result.status.to_string() << "\n" << result.output;
   }
   return results;
-}
-
-Listener::Listener(int port) : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
-  socklen_t size = sizeof(address);
-  void* pointer = &address;
-  auto* general = static_cast<sockaddr*>(pointer);
-  if (::bind(socket_, general, size) != 0 || ::listen(socket_, 1) != 0 ||
-      ::getsockname(socket_, general, &size) != 0) {
-    ::close(socket_);
-    throw std::runtime_error("no port " + std::to_string(port));
-  }
-  port_ = ntohs(address.sin_port);
-}
-
-Listener::~Listener() {
-  ::close(socket_);
 }
 
 }  // namespace semitone::test

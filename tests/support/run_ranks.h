@@ -67,20 +67,4 @@ struct RankOptions {
 std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& body,
                                   const RankOptions& options = {});
 
-// A socket that listens on the loopback interface.
-class Listener {
- public:
-  // Port 0: any that is free.
-  explicit Listener(int port = 0);
-  ~Listener();
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
-
-  int port() const { return port_; }
-
- private:
-  int socket_;
-  int port_;
-};
-
 }  // namespace semitone::test
