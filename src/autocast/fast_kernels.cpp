@@ -7,6 +7,7 @@
 #include "semitone/nn/fused_rms_norm.h"
 #include "src/kernels/pointwise.h"
 #include "src/nn/batch_norm.h"
+#include "src/nn/batch_norm_mark.h"
 #include "src/nn/conv1x1.h"
 #include "src/nn/max_pool.h"
 #include "src/nn/pointwise.h"
@@ -15,7 +16,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Reduction.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/enum.h>
 #include <torch/types.h>
 
@@ -40,16 +40,6 @@ bool is_suitable(const at::Tensor& input) {
          input.scalar_type() != at::kDouble && input.numel() > 0;
 }
 
-// Whether other code has marked a tensor: SyncBatchNorm marks layers whose statistics cover several
-// processes with a hook.
-bool has_hooks(const at::Tensor& tensor) {
-  if (!tensor.defined()) return false;
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return false;
-  return std::any_of(meta->cpp_hooks_list_->begin(), meta->cpp_hooks_list_->end(),
-                     [](const auto& hook) { return static_cast<bool>(hook); });
-}
-
 // Whether a weight or bias matches this input.
 bool fits(const at::Tensor& values, const at::Tensor& input) {
   return !values.defined() ||
@@ -71,7 +61,10 @@ std::optional<at::Tensor> batch_norm(Arguments arguments) {
                             .running_var = tensor_or_none(arguments[kRunningVar]),
                             .momentum = arguments[kMomentum].toDouble(),
                             .eps = arguments[kEps].toDouble()};
-  if (has_hooks(layer.weight) || has_hooks(layer.running_mean)) return std::nullopt;
+  // LibTorch's operator, which reads the mark, is parallel's.
+  for (const at::Tensor& tensor : {layer.weight, layer.running_mean}) {
+    if (nn::batch_norm_mark(tensor) != nullptr) return std::nullopt;
+  }
   for (const at::Tensor& values :
        {layer.weight, layer.bias, layer.running_mean, layer.running_var}) {
     if (!fits(values, input)) return std::nullopt;

@@ -4,7 +4,7 @@
 #include "src/core/for_each_module.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/batch_norm_layer.h"
-#include "src/parallel/sync_mark.h"
+#include "src/nn/batch_norm_mark.h"
 
 #include <ATen/ops/batch_norm_native.h>
 #include <torch/library.h>
@@ -37,14 +37,15 @@ at::Tensor value_of(const std::optional<at::Tensor>& tensor) {
 }
 
 // Replaces LibTorch's kernel for aten::batch_norm. It calls that kernel except for marked tensors
-// in training.
+// in training. Registered when the program is loaded, not at the first mark: other threads may call
+// the operator then, and LibTorch's table of kernels is read without a lock.
 at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& running_mean,
                       const std::optional<at::Tensor>& running_var, bool training, double momentum,
                       double eps, bool cudnn_enabled) {
-  const SyncMark* mark = training ? sync_mark(value_of(weight)) : nullptr;
-  if (training && mark == nullptr) mark = sync_mark(value_of(running_mean));
+  const nn::BatchNormMark* mark = training ? nn::batch_norm_mark(value_of(weight)) : nullptr;
+  if (training && mark == nullptr) mark = nn::batch_norm_mark(value_of(running_mean));
   if (mark == nullptr) {
     return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
                                   momentum, eps, cudnn_enabled);
@@ -56,7 +57,7 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
                                 .running_var = value_of(running_var),
                                 .momentum = momentum,
                                 .eps = eps,
-                                .peers = std::make_shared<GroupPeers>(mark->group)});
+                                .peers = mark->peers});
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
@@ -77,19 +78,20 @@ template <typename Layer>
 bool convert_if(torch::nn::Module& module, const comm::Group& group) {
   auto* const layer = dynamic_cast<Layer*>(&module);
   if (layer == nullptr) return false;
-  const SyncMark* before = sync_mark(layer->weight);
+  const nn::BatchNormMark* before = nn::batch_norm_mark(layer->weight);
   if (before != nullptr && before->is_placeholder) layer->weight = at::Tensor();
   const bool has_tensors = layer->weight.defined() || layer->running_mean.defined();
   if (!has_tensors && group.size() > 1) {
     layer->weight = torch::ones({layer->options.num_features()});
-    set_sync_mark(layer->weight, {group, /*is_placeholder=*/true});
+    nn::set_batch_norm_mark(layer->weight,
+                            {std::make_shared<GroupPeers>(group), /*is_placeholder=*/true});
   } else {
     for (const at::Tensor& tensor : {layer->weight, layer->running_mean}) {
       if (!tensor.defined()) continue;
       if (group.size() > 1) {
-        set_sync_mark(tensor, {group});
+        nn::set_batch_norm_mark(tensor, {std::make_shared<GroupPeers>(group)});
       } else {
-        remove_sync_mark(tensor);
+        nn::remove_batch_norm_mark(tensor);
       }
     }
   }

@@ -1,19 +1,23 @@
 #pragma once
 
-#include "semitone/comm/group.h"
+#include "src/nn/batch_norm.h"
 
 #include <ATen/core/Tensor.h>
 
-// Marks on tensors, which tell batch_norm to use the statistics of a group.
+#include <memory>
+
+// Marks on the tensors of LibTorch's batch norm layers, whose statistics cover other batches too.
+// parallel::convert_sync_batchnorm sets them; parallel's kernel for aten::batch_norm and autocast's
+// choice of kernels read them.
 //
 // A mark is an entry in the tensor's list of gradient hooks that changes no gradient. This list is
 // the only place in LibTorch where a C++ tensor can own a foreign object. A mark therefore lives
 // and dies with its tensor, set_data and set_ (and with them Module::to and torch::load) keep it,
 // and no process-wide table is needed.
-namespace semitone::parallel {
+namespace semitone::nn {
 
-struct SyncMark {
-  comm::Group group;
+struct BatchNormMark {
+  std::shared_ptr<const BatchNormPeers> peers;
   // Whether the tensor is a weight of ones, created to carry the mark of a layer without tensors.
   bool is_placeholder = false;
 
@@ -22,9 +26,9 @@ struct SyncMark {
 };
 
 // Replaces an earlier mark.
-void set_sync_mark(const at::Tensor& tensor, SyncMark mark);
-void remove_sync_mark(const at::Tensor& tensor);
+void set_batch_norm_mark(const at::Tensor& tensor, BatchNormMark mark);
+void remove_batch_norm_mark(const at::Tensor& tensor);
 // Null: none. Valid until the mark is set or removed.
-const SyncMark* sync_mark(const at::Tensor& tensor);
+const BatchNormMark* batch_norm_mark(const at::Tensor& tensor);
 
-}  // namespace semitone::parallel
+}  // namespace semitone::nn

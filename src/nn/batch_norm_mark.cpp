@@ -1,4 +1,4 @@
-#include "src/parallel/sync_mark.h"
+#include "src/nn/batch_norm_mark.h"
 
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -6,7 +6,7 @@
 #include <functional>
 #include <utility>
 
-namespace semitone::parallel {
+namespace semitone::nn {
 namespace {
 
 using Hook = torch::autograd::hooks_list::value_type;
@@ -17,14 +17,14 @@ Hook* find(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return nullptr;
   for (Hook& hook : *meta->cpp_hooks_list_) {
-    if (hook.target<SyncMark>() != nullptr) return &hook;
+    if (hook.target<BatchNormMark>() != nullptr) return &hook;
   }
   return nullptr;
 }
 
 }  // namespace
 
-void set_sync_mark(const at::Tensor& tensor, SyncMark mark) {
+void set_batch_norm_mark(const at::Tensor& tensor, BatchNormMark mark) {
   if (Hook* hook = find(tensor)) {
     *hook = std::move(mark);
     return;
@@ -35,14 +35,14 @@ void set_sync_mark(const at::Tensor& tensor, SyncMark mark) {
   meta->cpp_hooks_list_->emplace_back(std::move(mark));
 }
 
-void remove_sync_mark(const at::Tensor& tensor) {
+void remove_batch_norm_mark(const at::Tensor& tensor) {
   // Leaves an empty entry, as Tensor::remove_hook does, so that the others keep their numbers.
   if (Hook* hook = find(tensor)) *hook = nullptr;
 }
 
-const SyncMark* sync_mark(const at::Tensor& tensor) {
+const BatchNormMark* batch_norm_mark(const at::Tensor& tensor) {
   const Hook* hook = find(tensor);
-  return hook == nullptr ? nullptr : hook->target<SyncMark>();
+  return hook == nullptr ? nullptr : hook->target<BatchNormMark>();
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::nn
