@@ -144,8 +144,8 @@ void choose_layout(Impl& impl, const OptimizerRefs& optimizers) {
 }
 
 // The optimizers' fp32 parameters before they are cast.
-MasterWeights::ExactValues exact_values(const OptimizerRefs& optimizers) {
-  MasterWeights::ExactValues exact;
+Masters::ExactValues exact_values(const OptimizerRefs& optimizers) {
+  Masters::ExactValues exact;
   for (torch::optim::Optimizer& optimizer : optimizers) {
     for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
       if (parameter.scalar_type() == at::kFloat)
@@ -184,7 +184,7 @@ void list_tensors(Impl& impl) {
 }
 
 void add_optimizers(Impl& impl, const OptimizerRefs& optimizers,
-                    const MasterWeights::ExactValues& exact) {
+                    const Masters::ExactValues& exact) {
   for (torch::optim::Optimizer& optimizer : optimizers) {
     auto& record = impl.optimizers.emplace_back();
     record.optimizer = &optimizer;
@@ -235,8 +235,8 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   std::optional<Undo> undo;
   if (makes_masters) undo.emplace(models, optimizers);
   if (properties.enabled) choose_layout(*impl, optimizers);
-  const MasterWeights::ExactValues exact =
-      makes_masters ? exact_values(optimizers) : MasterWeights::ExactValues{};
+  const Masters::ExactValues exact =
+      makes_masters ? exact_values(optimizers) : Masters::ExactValues{};
   if (casts) cast_models(*impl);
   if (properties.enabled) list_tensors(*impl);
   add_optimizers(*impl, optimizers, exact);

@@ -4,6 +4,7 @@
 #include "semitone/core/events.h"
 #include "src/amp/cudnn_scope.h"
 #include "src/scaling/gradients.h"
+#include "src/scaling/masters.h"
 #include "src/scaling/step_watch.h"
 
 #include <c10/core/UndefinedTensorImpl.h>
@@ -44,7 +45,7 @@ struct MixedPrecision::Impl {
 
   struct OptimizerRecord {
     torch::optim::Optimizer* optimizer;
-    std::optional<MasterWeights> masters;
+    std::optional<Masters> masters;
     std::optional<Scaled> scaled;
     bool skip = false;  // the next step: a loss overflowed
     // Until the first call of MixedPrecision::step: watches for calls of optimizer.step().
@@ -203,7 +204,7 @@ struct MixedPrecision::Impl {
   // for master weights of a parameter that two optimizers have.
   void find_shared_parameters(const char* caller);
 
-  // Undoes MasterWeights::show_gradients for a model (null: for all): the coming backward pass
+  // Undoes Masters::show_gradients for a model (null: for all): the coming backward pass
   // would add to these gradients.
   void hide_gradients(const Model* model);
 
@@ -235,7 +236,7 @@ struct MixedPrecision::Impl {
   void announce_exact_weights();
   void withdraw_exact_weights();
 
-  // MasterWeights::pull and sync of every optimizer, after take_loaded(). Error inside
+  // Masters::pull and sync of every optimizer, after take_loaded(). Error inside
   // fp32_weights().
   void pull(const char* caller);
   void sync(const char* caller);
@@ -251,8 +252,8 @@ struct MixedPrecision::Impl {
   // 16-bit memory.
   void take_loaded(const char* caller);
   void convert_loaded(const std::vector<const LowTensor*>& loaded);
-  // The MasterWeights with the master of a parameter, or null.
-  MasterWeights* masters_of(const at::Tensor& parameter);
+  // The masters among which a parameter's is, or null.
+  Masters* masters_of(const at::Tensor& parameter);
 };
 
 }  // namespace semitone::amp

@@ -37,9 +37,9 @@ std::string reason(const std::exception& error) {
 struct MixedPrecision::Fp32Weights::Saved {
   struct Item {
     std::string name;
-    at::Tensor tensor;       // of the model
-    at::Tensor low;          // its 16-bit memory
-    MasterWeights* masters;  // where its fp32 value belongs; null where it has no master
+    at::Tensor tensor;  // of the model
+    at::Tensor low;     // its 16-bit memory
+    Masters* masters;   // where its fp32 value belongs; null where it has no master
   };
   Impl* mixed;
   std::vector<Item> items;
@@ -89,7 +89,7 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
   ++impl().fp32_scopes;
   Fp32Weights scope(std::move(saved));  // ends if a cast throws
 
-  const auto find = [&](const at::Tensor& tensor) -> std::pair<MasterWeights*, at::Tensor> {
+  const auto find = [&](const at::Tensor& tensor) -> std::pair<Masters*, at::Tensor> {
     for (auto& optimizer : impl().optimizers) {
       if (!optimizer.masters.has_value()) continue;
       if (at::Tensor master = optimizer.masters->master_of(tensor); master.defined()) {

@@ -104,7 +104,7 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   impl().pull("clip_grad_norm_");
   Impl::take_unscaled_gradients(record);
   const auto deferred =
-      record.masters.has_value() ? record.masters->deferred_gradients() : MasterWeights::Deferred{};
+      record.masters.has_value() ? record.masters->deferred_gradients() : Masters::Deferred{};
   std::unordered_set<const c10::TensorImpl*> masters;
   for (const at::Tensor& master : deferred.masters) masters.insert(master.unsafeGetTensorImpl());
   std::vector<at::Tensor> others;

@@ -74,12 +74,12 @@ class MixedPrecision::Impl::Exact final : public ExactWeights {
   at::Tensor value_of(const at::Tensor& parameter) const override {
     if (mixed_ == nullptr) return {};
     mixed_->pull("exact_weights");
-    const MasterWeights* const masters = mixed_->masters_of(parameter);
+    const Masters* const masters = mixed_->masters_of(parameter);
     return masters == nullptr ? at::Tensor() : masters->master_of(parameter);
   }
 
   void set(const at::Tensor& parameter, const at::Tensor& value) override {
-    MasterWeights* const masters = mixed_ == nullptr ? nullptr : mixed_->masters_of(parameter);
+    Masters* const masters = mixed_ == nullptr ? nullptr : mixed_->masters_of(parameter);
     if (masters != nullptr) masters->set(parameter, value);
   }
 
@@ -100,7 +100,7 @@ void MixedPrecision::Impl::withdraw_exact_weights() {
   for (const LowTensor& low : low_tensors) withdraw_exact_weight(low.tensor, exact.get());
 }
 
-MasterWeights* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
+Masters* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {
   for (OptimizerRecord& record : optimizers) {
     if (record.masters.has_value() && record.masters->has(parameter)) return &*record.masters;
   }
@@ -136,7 +136,7 @@ void MixedPrecision::Impl::convert_loaded(const std::vector<const LowTensor*>& l
             .set_(tensor.storage(), 0, tensor.sizes(), tensor.strides());
     tensor.set_data(twin == before.end() ? value.to(tensor.scalar_type())
                                          : twin->second.variable_data());
-    if (MasterWeights* const masters = masters_of(tensor)) masters->set(tensor, value);
+    if (Masters* const masters = masters_of(tensor)) masters->set(tensor, value);
     before.emplace_back(loaded_as, tensor);
   }
 }

@@ -5,6 +5,7 @@
 #include "src/core/archive.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/rounding.h"
+#include "src/optim/deferred_gradient.h"
 #include "src/optim/work.h"
 
 #include <torch/types.h>
@@ -46,13 +47,6 @@ void check_parameter(std::string_view component, const at::Tensor& parameter,
   }
 }
 
-// Whether a gradient is the placeholder that amp::MasterWeights sets on a master whose gradient
-// stays in the model: a NaN expanded to its shape.
-bool is_placeholder(const at::Tensor& grad) {
-  return grad.numel() > 1 && grad.is_cpu() && grad.scalar_type() == at::kFloat &&
-         grad.storage().nbytes() == sizeof(float) && std::isnan(*grad.const_data_ptr<float>());
-}
-
 void check_gradient(std::string_view component, const at::Tensor& grad, const at::Tensor& parameter,
                     const std::string& name) {
   if (grad.layout() != at::kStrided) {
@@ -60,7 +54,7 @@ void check_gradient(std::string_view component, const at::Tensor& grad, const at
         component, "dense gradients", c10::str(grad.layout(), " for ", name),
         "use a dense gradient (an embedding without sparse), or an optimizer for sparse gradients");
   }
-  if (is_placeholder(grad)) {
+  if (DeferredGradient::is_placeholder(grad)) {
     throw Error(component, "a step through MixedPrecision::step, or MasterWeights::step",
                 "another call, while the gradient of " + name + " is still in the model",
                 "or call MixedPrecision::master_params first: it moves gradients");

@@ -1,272 +1,71 @@
 #include "semitone/scaling/master_weights.h"
 
-#include "semitone/core/dtype.h"
-#include "semitone/core/error.h"
-#include "semitone/optim/fused_optimizer.h"
-#include "src/core/log.h"
-#include "src/optim/capturable_step.h"
-#include "src/scaling/gradients.h"
-#include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
+#include "src/scaling/masters.h"
 
-#include <torch/serialize.h>
-#include <torch/types.h>
-
-#include <algorithm>
-#include <sstream>
-#include <string>
-#include <utility>
-#include <vector>
-
-// The masters and their places in the optimizer. master_weights_gradients.cpp has the states of
-// gradients, master_weights_sync.cpp those of weights, and master_weights_io.cpp saves and loads.
+#include <memory>
 
 namespace semitone::amp {
-namespace {
-
-// Widens optimizer state to fp32 by serialising and reloading it, which all of LibTorch's
-// optimizers support.
-void widen(torch::optim::OptimizerParamState& state) {
-  torch::serialize::OutputArchive saved;
-  try {
-    state.serialize(saved);
-  } catch (const c10::Error&) {
-    throw Error(
-        "amp.master_weights", "an optimizer whose state can be saved", "one without serialize()",
-        "construct the masters before the optimizer's first step, or give its state serialize()");
-  }
-  std::stringstream stream;
-  saved.save_to(stream);
-  torch::serialize::InputArchive low;
-  low.load_from(stream);
-
-  torch::serialize::OutputArchive wide;
-  bool any = false;
-  for (const std::string& key : low.keys()) {
-    c10::IValue value;
-    low.read(key, value);
-    if (value.isTensor() && is_16bit(value.toTensor().scalar_type())) {
-      any = true;
-      value = value.toTensor().to(at::kFloat);
-    }
-    wide.write(key, value);
-  }
-  if (!any) return;
-  std::stringstream wide_stream;
-  wide.save_to(wide_stream);
-  torch::serialize::InputArchive loaded;
-  loaded.load_from(wide_stream);
-  state.serialize(loaded);
-}
-
-// Moves the state of an optimizer from one parameter to another.
-void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& from, const at::Tensor& to) {
-  auto& state = optimizer.state();
-  const auto entry = state.find(from.unsafeGetTensorImpl());
-  if (entry == state.end()) return;
-  auto moved = std::move(entry->second);
-  state.erase(entry);
-  state[to.unsafeGetTensorImpl()] = std::move(moved);
-}
-
-}  // namespace
 
 MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact)
-    : optimizer_(&optimizer), fused_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)) {
-  if (evaluates_loss(optimizer)) {
-    throw Error("amp.master_weights",
-                "an optimizer that does not evaluate the loss inside its step", "LBFGS",
-                "the model does not have the new weights there: use another optimizer");
-  }
-  adopt(exact);
+    : masters_(std::make_unique<Masters>(optimizer, exact)) {}
+MasterWeights::MasterWeights(MasterWeights&&) noexcept = default;
+MasterWeights::~MasterWeights() = default;
+
+std::size_t MasterWeights::size() const {
+  return masters_->size();
 }
 
-MasterWeights::MasterWeights(MasterWeights&& other) noexcept
-    : optimizer_(std::exchange(other.optimizer_, nullptr)),
-      fused_(other.fused_),
-      pairs_(std::move(other.pairs_)),
-      by_parameter_(std::move(other.by_parameter_)),
-      by_master_(std::move(other.by_master_)),
-      maybe_stepped_(other.maybe_stepped_),
-      deferred_inverse_(other.deferred_inverse_),
-      shown_(other.shown_) {}
-
-MasterWeights::~MasterWeights() {
-  if (optimizer_ == nullptr) return;
-  try {
-    give_back();
-  } catch (const std::exception& error) {
-    log()->error(error.what());
-  }
+bool MasterWeights::take_gradients(float inverse_scale) {
+  return masters_->take_gradients(inverse_scale);
 }
 
-// An optimizer that kept the masters would go on training tensors that no model reads.
-void MasterWeights::give_back() {
-  // If the optimizer has been destroyed already, nothing else holds a master.
-  const bool in_use = std::any_of(pairs_.begin(), pairs_.end(),
-                                  [](const Pair& pair) { return pair.master.use_count() > 1; });
-  if (!in_use) return;
-  const StateMode mode;
-  move_deferred_gradients();
-  for_each_parameter(*optimizer_, [&](std::size_t, std::size_t, at::Tensor& parameter) {
-    const auto found = by_master_.find(parameter.unsafeGetTensorImpl());
-    if (found == by_master_.end()) return;
-    const Pair& pair = pairs_[found->second];
-    move_state(*optimizer_, parameter, pair.parameter);
-    if (pair.master.grad().defined() && !pair.parameter.grad().defined())
-      pair.parameter.mutable_grad() = pair.master.grad().to(pair.parameter.scalar_type());
-    parameter = pair.parameter;
-  });
+void MasterWeights::for_each(
+    const std::function<void(const at::Tensor& parameter, const at::Tensor& master)>& visit) const {
+  masters_->for_each(visit);
 }
 
-// variable_data(), not detach(): a master needs its own version counter.
-at::Tensor MasterWeights::make_master(const at::Tensor& parameter, const ExactValues& exact,
-                                      const std::vector<Pair>& fresh) const {
-  if (const auto value = exact.find(parameter.unsafeGetTensorImpl()); value != exact.end()) {
-    return value->second.variable_data();
-  }
-  for (const std::vector<Pair>* pairs : {&pairs_, &fresh}) {
-    for (const Pair& pair : *pairs) {
-      if (same_memory(pair.parameter, parameter)) return pair.master.variable_data();
-    }
-  }
-  return parameter.detach().to(at::kFloat);
+void MasterWeights::write_model() {
+  masters_->write_model();
 }
 
-// What adopt() has found and made, before anything is changed.
-struct MasterWeights::Adoption {
-  std::vector<Pair> fresh;
-  std::vector<std::pair<at::Tensor*, std::size_t>> places;  // in the groups, and whose
-  std::vector<std::pair<at::Tensor, at::Tensor>> split;     // parameters and their exact values
-};
-
-// Everything that can fail does so before anything is changed.
-void MasterWeights::adopt(const ExactValues& exact) {
-  const StateMode mode;
-  Adoption found = find_adoption(exact);
-  for (const auto& [parameter, value] : found.split) fused_->set_master(parameter, value);
-  if (found.places.empty()) return;
-  pairs_.reserve(pairs_.size() + found.fresh.size());
-  by_parameter_.reserve(pairs_.size() + found.fresh.size());
-  by_master_.reserve(pairs_.size() + found.fresh.size());
-  for (Pair& pair : found.fresh) {
-    move_state(*optimizer_, pair.parameter, pair.master);
-    by_parameter_.emplace(pair.parameter.unsafeGetTensorImpl(), pairs_.size());
-    by_master_.emplace(pair.master.unsafeGetTensorImpl(), pairs_.size());
-    pairs_.push_back(std::move(pair));
-  }
-  for (const auto& [place, index] : found.places) *place = pairs_[index].master;
+void MasterWeights::sync() {
+  masters_->sync();
 }
 
-MasterWeights::Adoption MasterWeights::find_adoption(const ExactValues& exact) {
-  Adoption found;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter;
-  for_each_parameter(*optimizer_, [&](std::size_t group, std::size_t, at::Tensor& parameter) {
-    if (!is_16bit(parameter.scalar_type()) || !parameter.requires_grad()) return;
-    const auto value = exact.find(parameter.unsafeGetTensorImpl());
-    if (fused_ != nullptr && parameter.scalar_type() == at::kBFloat16 &&
-        fused_->splits_masters(optimizer_->param_groups()[group])) {
-      if (value != exact.end()) found.split.emplace_back(parameter, value->second);
-      return;
-    }
-    // A tied weight appears in the optimizer twice.
-    const auto earlier = by_parameter_.find(parameter.unsafeGetTensorImpl());
-    const bool is_new = earlier == by_parameter_.end();
-    const auto [place, added] =
-        by_parameter.try_emplace(parameter.unsafeGetTensorImpl(),
-                                 is_new ? pairs_.size() + found.fresh.size() : earlier->second);
-    found.places.emplace_back(&parameter, place->second);
-    if (!added || !is_new) return;
-    at::Tensor master = make_master(parameter, exact, found.fresh);
-    master.requires_grad_(true);
-    agreed(found.fresh.emplace_back(Pair{parameter, master, 0, nullptr, 0, nullptr}));
-    // The state of a parameter that was just cast is in fp32, as the parameter was.
-    const auto& state = optimizer_->state();
-    const auto entry = state.find(parameter.unsafeGetTensorImpl());
-    if (entry != state.end() && value == exact.end()) widen(*entry->second);
-  });
-  return found;
+void MasterWeights::pull() {
+  masters_->pull();
 }
 
 void MasterWeights::step() {
-  const StateMode mode;
-  hide_gradients();
-  if (fused_ == nullptr) {
-    optimizer_->step();
-    write_model();
-    return;
-  }
-  // Gradients in the model that coexist with deferred ones have another scale.
-  const bool any_in_model = std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& pair) {
-    return pair.parameter.grad().defined();
-  });
-  if (any_in_model) take_gradients();
-  optim::ModelCopies copies;
-  std::vector<Pair*> stepped;
-  for (Pair& pair : pairs_) {
-    copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
-    if (take_deferred(pair) || pair.master.grad().defined()) stepped.push_back(&pair);
-  }
-  try {
-    fused_->step(optim::FusedStep().copies(&copies).copies_inv_scale(deferred_inverse_));
-  } catch (...) {  // as after any other optimizer's step that throws: the masters have them
-    Gradients pass(deferred_inverse_);
-    for (const Pair* pair : stepped) pass.move(pair->parameter, pair->master);
-    std::vector<at::Tensor> ignored;
-    pass.run(ignored);
-    throw;
-  }
-  for (Pair* pair : stepped) {
-    pair->parameter.mutable_grad().reset();
-    agreed(*pair);
-  }
-  maybe_stepped_ = false;
+  masters_->step();
 }
 
-void MasterWeights::step(optim::CapturableStep& step, const at::Tensor& found_inf) {
-  hide_gradients();
-  optim::ModelCopies copies;
-  for (const Pair& pair : pairs_) copies.emplace(pair.master.unsafeGetTensorImpl(), pair.parameter);
-  step.run(&copies, found_inf);
-  for (Pair& pair : pairs_) agreed(pair);
-  maybe_stepped_ = false;
+void MasterWeights::clear_gradients() {
+  masters_->clear_gradients();
 }
 
-void MasterWeights::note_step() {
-  for (Pair& pair : pairs_) {
-    pair.parameter.unsafeGetTensorImpl()->bump_version();
-    pair.master.unsafeGetTensorImpl()->bump_version();
-    agreed(pair);
-  }
+bool MasterWeights::is_master(const at::Tensor& tensor) const {
+  return masters_->is_master(tensor);
 }
 
 bool MasterWeights::has(const at::Tensor& parameter) const {
-  return by_parameter_.count(parameter.unsafeGetTensorImpl()) > 0 ||
-         (fused_ != nullptr && parameter.requires_grad() && fused_->has_split_master(parameter));
+  return masters_->has(parameter);
 }
 
 at::Tensor MasterWeights::master_of(const at::Tensor& parameter) const {
-  const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
-  if (found != by_parameter_.end()) return pairs_[found->second].master;
-  const StateMode mode;
-  const bool is_split = fused_ != nullptr && fused_->has_split_master(parameter);
-  return is_split ? fused_->master_of(parameter).to(at::kFloat) : at::Tensor();
+  return masters_->master_of(parameter);
 }
 
 void MasterWeights::set(const at::Tensor& parameter, const at::Tensor& value) {
-  const StateMode mode;
-  const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
-  if (found == by_parameter_.end() && fused_ != nullptr && fused_->has_split_master(parameter)) {
-    fused_->set_master(parameter, value);
-    return;
-  }
-  if (found == by_parameter_.end()) {
-    throw Error("amp.master_weights.set", "a parameter that has a master", "one that has none");
-  }
-  Pair& pair = pairs_[found->second];
-  pair.master.copy_(value);
-  pair.parameter.copy_(pair.master);
-  agreed(pair);
+  masters_->set(parameter, value);
+}
+
+void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+  masters_->save(archive);
+}
+
+void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  masters_->load(archive);
 }
 
 }  // namespace semitone::amp

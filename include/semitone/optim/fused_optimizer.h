@@ -98,6 +98,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   /// Adds a group with its own options, or with the defaults if it has none. Do not call this
   /// through a torch::optim::Optimizer&: LibTorch's function of this name replaces options of
   /// classes that it does not know by the defaults (2.15; 2.11 keeps them).
+  // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method): that is why.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   /// Sets the places of the parameters in a longer list, if this optimizer has only part of it. The

@@ -4,22 +4,14 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <cstdint>
+#include <cstddef>
+#include <functional>
+#include <memory>
 #include <unordered_map>
-#include <vector>
 
 namespace semitone::amp {
 
-class Gradients;
-
-}  // namespace semitone::amp
-
-namespace semitone::optim {
-class FusedOptimizer;
-class CapturableStep;
-}  // namespace semitone::optim
-
-namespace semitone::amp {
+class Masters;
 
 /// fp32 copies of an optimizer's 16-bit parameters. The optimizer updates the copies ("masters"),
 /// and the model gets them rounded. Updates that are too small for 16 bits accumulate instead of
@@ -65,7 +57,7 @@ class [[nodiscard]] MasterWeights {
   ~MasterWeights();
 
   /// Number of parameters with a master in this object.
-  std::size_t size() const { return pairs_.size(); }
+  std::size_t size() const;
 
   /// Moves gradients from the model to the masters: adds model.grad / scale to master.grad, and
   /// drops the model's gradients. Gradients of fp32 parameters are divided in place, including
@@ -76,10 +68,8 @@ class [[nodiscard]] MasterWeights {
   bool take_gradients(float inverse_scale = 1.0F);
 
   /// Calls visit(parameter, master) for every pair.
-  template <typename Visit>
-  void for_each(Visit&& visit) const {
-    for (const Pair& pair : pairs_) visit(pair.parameter, pair.master);
-  }
+  void for_each(const std::function<void(const at::Tensor& parameter, const at::Tensor& master)>&
+                    visit) const;
 
   /// Rounds every master into its parameter. Call it after optimizer.step().
   void write_model();
@@ -110,61 +100,11 @@ class [[nodiscard]] MasterWeights {
   /// Drops the masters' gradients, if no step will use them.
   void clear_gradients();
 
-  /// take_gradients() without the pass that moves gradients: checks the model's gradients, and
-  /// leaves them in 16 bits for step() to read. Only for a FusedOptimizer on the CPU, and only if
-  /// the masters have no gradients to add to. Returns whether the gradients were deferred.
-  ///
-  /// Until the gradients are moved or the step is over, reading a master's gradient returns a
-  /// placeholder: one NaN expanded to its shape. FusedOptimizer::step, called directly instead of
-  /// step() of this class, recognises placeholders and is an Error. (A master of one element gets
-  /// its gradient at once.)
-  /// @param found_inf  set to true if an inf or NaN was found, otherwise unchanged
-  bool defer_gradients(float inverse_scale, bool& found_inf);
-  /// Returns whether defer_gradients() would defer.
-  bool can_defer_gradients() const;
-
-  /// Moves deferred gradients to the masters.
-  void move_deferred_gradients();
-
-  /// For the library itself: sets the gradients of the model's parameters to the tensors that
-  /// step() will read: the masters' fp32 gradients, or the model's own if they are deferred.
-  /// In-place changes of `parameter.grad()` therefore take effect in step().
-  void show_gradients();
-  /// For the library itself: undoes show_gradients(). A gradient that was replaced in the model
-  /// replaces the master's, and one that was dropped on either side is dropped on both.
-  void hide_gradients();
-  /// Whether gradients are shown.
-  bool shows_gradients() const { return shown_; }
-
-  /// For the library itself: deferred gradients, and the factor that step() applies to them.
-  struct Deferred {
-    std::vector<at::Tensor> masters;
-    std::vector<at::Tensor> grads;  ///< the model's gradient for each master
-    float inverse_scale;
-  };
-  Deferred deferred_gradients();
-  /// For the library itself: multiplies the deferred gradients by an additional factor.
-  void scale_deferred_gradients(double factor);
-
-  /// For the library itself: take_gradients() for the masters only, as part of a larger pass.
-  void take_gradients(Gradients& pass);
-  /// For the library itself: a step that can be captured, and that changes nothing if found_inf is
-  /// set.
-  void step(optim::CapturableStep& step, const at::Tensor& found_inf);
-  /// For the library itself: a device has replayed such a step. Updates autograd's version
-  /// counters.
-  void note_step();
-
   /// Whether a tensor is one of the masters.
-  bool is_master(const at::Tensor& tensor) const {
-    return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
-  }
+  bool is_master(const at::Tensor& tensor) const;
 
   /// Whether a parameter has a master, as a tensor in this object or split.
   bool has(const at::Tensor& parameter) const;
-  /// Whether a parameter's master (not a split one) has a gradient, moved or deferred.
-  bool has_gradient(const at::Tensor& parameter) const;
-
   /// Returns the fp32 value of a parameter: its master, assembled from its halves if it is split.
   /// Undefined without a master.
   at::Tensor master_of(const at::Tensor& parameter) const;
@@ -177,61 +117,8 @@ class [[nodiscard]] MasterWeights {
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// The two halves of load(): read() returns an archive's values for these masters, and assign()
-  /// sets the masters to them.
-  std::vector<at::Tensor> read(torch::serialize::InputArchive& archive);
-  void assign(const std::vector<at::Tensor>& values);
-
  private:
-  // Exact values that a parameter has overwritten since the last step: it may get its own back, as
-  // after an evaluation with averaged weights.
-  struct Replaced {
-    at::Tensor places;  // in the order of the sizes; undefined: all
-    at::Tensor values;  // undefined: none
-  };
-  struct Pair {
-    at::Tensor parameter;
-    at::Tensor master;
-    // Versions and addresses when the two last agreed.
-    std::uint32_t parameter_version;
-    const void* parameter_data;
-    std::uint32_t master_version;
-    const void* master_data;
-    at::Tensor deferred = {};     // the model's scaled gradient, while it is deferred
-    at::Tensor placeholder = {};  // the master's gradient during that time
-    at::Tensor shown = {};        // the gradient that show_gradients() set on the parameter
-    Replaced replaced = {};
-  };
-
-  struct Adoption;
-  // Gives every 16-bit parameter that has none a master.
-  void adopt(const ExactValues& exact);
-  Adoption find_adoption(const ExactValues& exact);
-  void give_back();
-  static bool parameter_changed(const Pair& pair);
-  static bool master_changed(const Pair& pair);
-  static void take_parameter(Pair& pair);
-  static void keep_replaced(Pair& pair, const at::Tensor& differs);
-  static at::Tensor with_replaced(const Pair& pair, const at::Tensor& value,
-                                  const at::Tensor& otherwise);
-  at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact,
-                         const std::vector<Pair>& fresh) const;
-  static void agreed(Pair& pair);
-  static bool is_deferred(const Pair& pair);
-  bool take_deferred(Pair& pair);
-  template <typename Visit>
-  void for_each_place(Visit&& visit) const;
-
-  torch::optim::Optimizer* optimizer_;  // null after a move
-  optim::FusedOptimizer* fused_;        // optimizer_ if it is a FusedOptimizer, else null
-  std::vector<Pair> pairs_;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter_;
-  std::unordered_map<const c10::TensorImpl*, std::size_t> by_master_;
-  // The masters got gradients, and were not written to the model since: the optimizer may have
-  // stepped. Version counters cannot tell, since LibTorch's SGD writes through tensor.data().
-  bool maybe_stepped_ = false;
-  float deferred_inverse_ = 1;  // 1/scale of all deferred gradients
-  bool shown_ = false;          // some gradients are shown
+  std::unique_ptr<Masters> masters_;
 };
 
 }  // namespace semitone::amp

@@ -1,7 +1,7 @@
 #include "semitone/core/error.h"
-#include "semitone/scaling/master_weights.h"
 #include "src/core/archive.h"
 #include "src/scaling/gradients.h"
+#include "src/scaling/masters.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -16,7 +16,7 @@ namespace semitone::amp {
 // Calls visit(key, pair) for every master, in the order of its first place in the optimizer. This
 // differs from the order of pairs_, in which a parameter that was frozen comes later.
 template <typename Visit>
-void MasterWeights::for_each_place(Visit&& visit) const {
+void Masters::for_each_place(Visit&& visit) const {
   std::unordered_set<const c10::TensorImpl*> seen;
   for_each_parameter(
       *optimizer_, [&](std::size_t group, std::size_t index, const at::Tensor& parameter) {
@@ -26,13 +26,13 @@ void MasterWeights::for_each_place(Visit&& visit) const {
       });
 }
 
-void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+void Masters::save(torch::serialize::OutputArchive& archive) const {
   archive.write("size", c10::IValue(static_cast<std::int64_t>(pairs_.size())));
   for_each_place(
       [&](const std::string& key, const Pair& pair) { archive.write(key, pair.master.detach()); });
 }
 
-std::vector<at::Tensor> MasterWeights::read(torch::serialize::InputArchive& archive) {
+std::vector<at::Tensor> Masters::read(torch::serialize::InputArchive& archive) {
   constexpr auto kComponent = "amp.master_weights.load";
   adopt({});
   const auto size = read_value<std::int64_t>(archive, "size", kComponent);
@@ -54,12 +54,12 @@ std::vector<at::Tensor> MasterWeights::read(torch::serialize::InputArchive& arch
   return values;
 }
 
-void MasterWeights::assign(const std::vector<at::Tensor>& values) {
+void Masters::assign(const std::vector<at::Tensor>& values) {
   auto value = values.begin();
   for_each_place([&](const std::string&, const Pair& pair) { set(pair.parameter, *value++); });
 }
 
-void MasterWeights::load(torch::serialize::InputArchive& archive) {
+void Masters::load(torch::serialize::InputArchive& archive) {
   assign(read(archive));
 }
 

@@ -1,7 +1,7 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "semitone/scaling/master_weights.h"
+#include "src/scaling/masters.h"
 #include "src/scaling/state_mode.h"
 
 #include <utility>
@@ -23,7 +23,7 @@ at::Tensor differ(const at::Tensor& value, const at::Tensor& exact) {
 
 }  // namespace
 
-void MasterWeights::agreed(Pair& pair) {
+void Masters::agreed(Pair& pair) {
   pair.parameter_version = static_cast<std::uint32_t>(pair.parameter._version());
   pair.parameter_data = pair.parameter.const_data_ptr();
   pair.master_version = static_cast<std::uint32_t>(pair.master._version());
@@ -31,18 +31,18 @@ void MasterWeights::agreed(Pair& pair) {
   pair.replaced = {};
 }
 
-bool MasterWeights::parameter_changed(const Pair& pair) {
+bool Masters::parameter_changed(const Pair& pair) {
   return pair.parameter_version != static_cast<std::uint32_t>(pair.parameter._version()) ||
          pair.parameter_data != pair.parameter.const_data_ptr();
 }
 
-bool MasterWeights::master_changed(const Pair& pair) {
+bool Masters::master_changed(const Pair& pair) {
   return pair.master_version != static_cast<std::uint32_t>(pair.master._version()) ||
          pair.master_data != pair.master.const_data_ptr();
 }
 
 // An element equal to its rounded master was not changed, so the master's exact value stays.
-void MasterWeights::take_parameter(Pair& pair) {
+void Masters::take_parameter(Pair& pair) {
   const at::Tensor value = pair.parameter.detach();
   if (value.sizes() != pair.master.sizes()) {
     throw Error("amp.master_weights",
@@ -66,8 +66,8 @@ void MasterWeights::take_parameter(Pair& pair) {
 }
 
 // The elements that a parameter has got back are those that were replaced.
-at::Tensor MasterWeights::with_replaced(const Pair& pair, const at::Tensor& value,
-                                        const at::Tensor& otherwise) {
+at::Tensor Masters::with_replaced(const Pair& pair, const at::Tensor& value,
+                                  const at::Tensor& otherwise) {
   const auto& [places, values] = pair.replaced;
   if (!values.defined()) return otherwise;
   if (!places.defined()) return at::where(differ(value, values), otherwise, values);
@@ -80,7 +80,7 @@ at::Tensor MasterWeights::with_replaced(const Pair& pair, const at::Tensor& valu
 
 // Remembers the elements of the master that are about to be replaced: all of them where they are
 // many. The first replaced are the exact ones.
-void MasterWeights::keep_replaced(Pair& pair, const at::Tensor& differs) {
+void Masters::keep_replaced(Pair& pair, const at::Tensor& differs) {
   auto& [places, values] = pair.replaced;
   if (values.defined() && !places.defined()) return;  // all are remembered
   const at::Tensor fresh = differs.reshape(-1).nonzero().squeeze(1);
@@ -96,7 +96,7 @@ void MasterWeights::keep_replaced(Pair& pair, const at::Tensor& differs) {
   values = all.view(pair.master.sizes());
 }
 
-void MasterWeights::pull() {
+void Masters::pull() {
   const StateMode mode;
   adopt({});
   for (Pair& pair : pairs_) {
@@ -104,7 +104,7 @@ void MasterWeights::pull() {
   }
 }
 
-void MasterWeights::sync() {
+void Masters::sync() {
   const StateMode mode;
   pull();
   for (Pair& pair : pairs_) {
@@ -120,7 +120,7 @@ void MasterWeights::sync() {
   if (maybe_stepped_) clear_cast_cache();
 }
 
-void MasterWeights::write_model() {
+void Masters::write_model() {
   const StateMode mode;
   for (Pair& pair : pairs_) {
     pair.parameter.copy_(pair.master);

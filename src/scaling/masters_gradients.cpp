@@ -1,7 +1,7 @@
-#include "semitone/scaling/master_weights.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/scaling/gradients.h"
+#include "src/scaling/masters.h"
 #include "src/scaling/state_mode.h"
 
 #include <algorithm>
@@ -15,27 +15,27 @@
 // - In the model: parameter.grad, as backward left it.
 // - Moved (take_gradients): master.grad has the unscaled fp32 gradient, and the model has none.
 // - Deferred (defer_gradients): Pair::deferred has the model's 16-bit gradient, still scaled, and
-//   master.grad is Pair::placeholder, a NaN. step() reads it from there in one pass, or
-//   move_deferred_gradients() moves it after all. If the placeholder has been dropped, replaced or
-//   filled in the meantime (is_deferred), that change wins.
+//   master.grad is its placeholder. step() reads it from there in one pass, or
+//   move_deferred_gradients() moves it after all.
 // - Shown, in addition to moved or deferred (show_gradients): parameter.grad is the tensor that
 //   step() will read (Pair::shown). Every function that needs the states above calls
 //   hide_gradients() first.
 
 namespace semitone::amp {
 
-void MasterWeights::show_gradients() {
+void Masters::show_gradients() {
   hide_gradients();
   for (Pair& pair : pairs_) {
     at::Tensor& in_model = pair.parameter.mutable_grad();
-    const at::Tensor& grad = is_deferred(pair) ? pair.deferred : pair.master.grad();
+    const at::Tensor& grad =
+        pair.deferred.counts(pair.master) ? pair.deferred.grad() : pair.master.grad();
     if (in_model.defined() || !grad.defined()) continue;
     in_model = pair.shown = grad;
     shown_ = true;
   }
 }
 
-void MasterWeights::hide_gradients() {
+void Masters::hide_gradients() {
   if (!std::exchange(shown_, false)) return;
   for (Pair& pair : pairs_) {
     const at::Tensor shown = std::exchange(pair.shown, {});
@@ -46,14 +46,15 @@ void MasterWeights::hide_gradients() {
       continue;
     }
     // The model's current gradient counts, if there is one, unless the master's was replaced too.
-    if (pair.deferred.defined() ? !is_deferred(pair) : !pair.master.grad().is_same(shown)) continue;
+    if (pair.deferred.defined() ? !pair.deferred.counts(pair.master)
+                                : !pair.master.grad().is_same(shown))
+      continue;
     pair.master.mutable_grad().reset();
-    pair.deferred.reset();
-    pair.placeholder.reset();
+    pair.deferred.drop();
   }
 }
 
-void MasterWeights::take_gradients(Gradients& pass) {
+void Masters::take_gradients(Gradients& pass) {
   const StateMode mode;
   hide_gradients();
   const bool any = std::any_of(pairs_.begin(), pairs_.end(),
@@ -64,7 +65,7 @@ void MasterWeights::take_gradients(Gradients& pass) {
   for (const Pair& pair : pairs_) pass.move(pair.parameter, pair.master);
 }
 
-bool MasterWeights::take_gradients(float inverse_scale) {
+bool Masters::take_gradients(float inverse_scale) {
   const StateMode mode;
   Gradients pass(inverse_scale);
   take_gradients(pass);
@@ -78,7 +79,7 @@ bool MasterWeights::take_gradients(float inverse_scale) {
 
 // A gradient that is part of a larger tensor, such as a bucket that is reduced over ranks, cannot
 // be kept: the next backward pass writes there.
-bool MasterWeights::can_defer_gradients() const {
+bool Masters::can_defer_gradients() const {
   const auto is_own = [](const at::Tensor& grad) {
     return grad.layout() == at::kStrided && grad.is_cpu() && !grad.is_view() &&
            grad.storage().nbytes() == grad.nbytes() && grad.storage().use_count() == 1;
@@ -91,7 +92,7 @@ bool MasterWeights::can_defer_gradients() const {
          });
 }
 
-bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
+bool Masters::defer_gradients(float inverse_scale, bool& found_inf) {
   hide_gradients();
   if (!can_defer_gradients()) return false;
   const StateMode mode;
@@ -99,19 +100,15 @@ bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
   deferred_inverse_ = inverse_scale;
   std::vector<at::Tensor> grads;
   for (Pair& pair : pairs_) {
-    pair.deferred = pair.parameter.grad();
-    if (!pair.deferred.defined()) continue;
-    grads.push_back(pair.deferred);
-    pair.parameter.mutable_grad().reset();
+    pair.deferred.drop();  // of an earlier backward, if its placeholder was dropped
+    const at::Tensor grad = std::exchange(pair.parameter.mutable_grad(), {});
+    if (!grad.defined()) continue;
+    grads.push_back(grad);
     if (pair.master.numel() <= 1) {
-      pair.master.mutable_grad() =
-          std::exchange(pair.deferred, {}).to(at::kFloat).mul_(inverse_scale);
-      continue;
+      pair.master.mutable_grad() = grad.to(at::kFloat).mul_(inverse_scale);
+    } else {
+      pair.deferred.defer(pair.master, grad);
     }
-    pair.placeholder = at::full({}, std::numeric_limits<float>::quiet_NaN(), pair.master.options())
-                           .expand(pair.master.sizes())
-                           .variable_data();
-    pair.master.mutable_grad() = pair.placeholder;
   }
   for (const double largest :
        kernels::multi_tensor_norms(grads, std::numeric_limits<double>::infinity())) {
@@ -121,19 +118,13 @@ bool MasterWeights::defer_gradients(float inverse_scale, bool& found_inf) {
   return true;
 }
 
-// Whether the master's placeholder has not been dropped, replaced or filled since.
-bool MasterWeights::is_deferred(const Pair& pair) {
-  return pair.deferred.defined() && pair.master.grad().is_same(pair.placeholder) &&
-         std::isnan(*pair.placeholder.const_data_ptr<float>());
-}
-
-MasterWeights::Deferred MasterWeights::deferred_gradients() {
+Masters::Deferred Masters::deferred_gradients() {
   hide_gradients();
   Deferred deferred{{}, {}, deferred_inverse_};
   for (Pair& pair : pairs_) {
-    if (is_deferred(pair)) {
+    if (pair.deferred.counts(pair.master)) {
       deferred.masters.push_back(pair.master);
-      deferred.grads.push_back(pair.deferred);
+      deferred.grads.push_back(pair.deferred.grad());
     } else {
       take_deferred(pair);  // another gradient has replaced it
     }
@@ -141,28 +132,18 @@ MasterWeights::Deferred MasterWeights::deferred_gradients() {
   return deferred;
 }
 
-void MasterWeights::scale_deferred_gradients(double factor) {
+void Masters::scale_deferred_gradients(double factor) {
   deferred_inverse_ = static_cast<float>(double{deferred_inverse_} * factor);
 }
 
-// Returns a deferred gradient to the model. False if there is none, or if it was dropped or
-// replaced in the optimizer.
-bool MasterWeights::take_deferred(Pair& pair) {
-  if (!pair.deferred.defined()) return false;
-  const bool still = is_deferred(pair);
-  const at::Tensor grad = std::exchange(pair.deferred, {});
-  const at::Tensor placeholder = std::exchange(pair.placeholder, {});
-  if (!still) {
-    if (pair.master.grad().is_same(placeholder))  // zeroed, or filled
-      pair.master.mutable_grad() = placeholder.contiguous();
-    return false;
-  }
-  pair.master.mutable_grad().reset();
+bool Masters::take_deferred(Pair& pair) {
+  const at::Tensor grad = pair.deferred.take(pair.master);
+  if (!grad.defined()) return false;
   pair.parameter.mutable_grad() = grad;
   return true;
 }
 
-void MasterWeights::move_deferred_gradients() {
+void Masters::move_deferred_gradients() {
   const StateMode mode;
   hide_gradients();
   std::vector<std::pair<const Pair*, at::Tensor>> later;  // what the model has got since
@@ -178,17 +159,16 @@ void MasterWeights::move_deferred_gradients() {
   for (const auto& [pair, grad] : later) pair->parameter.mutable_grad() = grad;
 }
 
-void MasterWeights::clear_gradients() {
+void Masters::clear_gradients() {
   hide_gradients();
   for (Pair& pair : pairs_) {
     pair.master.mutable_grad().reset();
-    pair.deferred.reset();
-    pair.placeholder.reset();
+    pair.deferred.drop();
   }
   maybe_stepped_ = false;
 }
 
-bool MasterWeights::has_gradient(const at::Tensor& parameter) const {
+bool Masters::has_gradient(const at::Tensor& parameter) const {
   const auto found = by_parameter_.find(parameter.unsafeGetTensorImpl());
   return found != by_parameter_.end() && pairs_[found->second].master.grad().defined();
 }

@@ -1,0 +1,156 @@
+#pragma once
+
+#include "semitone/optim/fused_optimizer.h"
+#include "semitone/scaling/master_weights.h"
+#include "src/optim/deferred_gradient.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace semitone::optim {
+class CapturableStep;
+}  // namespace semitone::optim
+
+namespace semitone::amp {
+
+class Gradients;
+
+// What MasterWeights does, and what the library does with masters beyond it: it shows the masters'
+// gradients in the model, defers them, and captures steps. Members without a comment are those of
+// MasterWeights.
+class Masters {
+ public:
+  using ExactValues = MasterWeights::ExactValues;
+
+  explicit Masters(torch::optim::Optimizer& optimizer, const ExactValues& exact = {});
+  Masters(const Masters&) = delete;
+  Masters& operator=(const Masters&) = delete;
+  Masters(Masters&& other) noexcept;
+  Masters& operator=(Masters&&) = delete;
+  ~Masters();
+
+  std::size_t size() const { return pairs_.size(); }
+  bool is_master(const at::Tensor& tensor) const {
+    return by_master_.count(tensor.unsafeGetTensorImpl()) > 0;
+  }
+  bool has(const at::Tensor& parameter) const;
+  at::Tensor master_of(const at::Tensor& parameter) const;
+  void set(const at::Tensor& parameter, const at::Tensor& value);
+  template <typename Visit>
+  void for_each(Visit&& visit) const {
+    for (const Pair& pair : pairs_) visit(pair.parameter, pair.master);
+  }
+
+  void write_model();
+  void sync();
+  void pull();
+  void step();
+  void clear_gradients();
+  bool take_gradients(float inverse_scale = 1.0F);
+  // The same for the masters only, as part of a larger pass.
+  void take_gradients(Gradients& pass);
+
+  // Whether a parameter's master (not a split one) has a gradient, moved or deferred.
+  bool has_gradient(const at::Tensor& parameter) const;
+
+  // take_gradients() without the pass that moves gradients: checks the model's gradients, and
+  // leaves them in 16 bits for step() to read. Only for a FusedOptimizer on the CPU, and only if
+  // the masters have no gradients to add to. Returns whether the gradients were deferred. (A master
+  // of one element gets its gradient at once.) Sets found_inf to true if an inf or NaN was found,
+  // and leaves it unchanged otherwise.
+  bool defer_gradients(float inverse_scale, bool& found_inf);
+  // Whether defer_gradients() would defer.
+  bool can_defer_gradients() const;
+  // Moves deferred gradients to the masters.
+  void move_deferred_gradients();
+  // The deferred gradients, and the factor that step() applies to them.
+  struct Deferred {
+    std::vector<at::Tensor> masters;
+    std::vector<at::Tensor> grads;  // the model's gradient for each master
+    float inverse_scale;
+  };
+  Deferred deferred_gradients();
+  // Multiplies the deferred gradients by an additional factor.
+  void scale_deferred_gradients(double factor);
+
+  // Sets the gradients of the model's parameters to the tensors that step() will read: the masters'
+  // fp32 gradients, or the model's own if they are deferred. In-place changes of `parameter.grad()`
+  // therefore take effect in step().
+  void show_gradients();
+  // Undoes show_gradients(). A gradient that was replaced in the model replaces the master's, and
+  // one that was dropped on either side is dropped on both.
+  void hide_gradients();
+  bool shows_gradients() const { return shown_; }
+
+  // A step that can be captured, and that changes nothing if found_inf is set.
+  void step(optim::CapturableStep& step, const at::Tensor& found_inf);
+  // A device has replayed such a step: updates autograd's version counters.
+  void note_step();
+
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+  // The two halves of load(): read() returns an archive's values for these masters, and assign()
+  // sets the masters to them.
+  std::vector<at::Tensor> read(torch::serialize::InputArchive& archive);
+  void assign(const std::vector<at::Tensor>& values);
+
+ private:
+  // Exact values that a parameter has overwritten since the last step: it may get its own back, as
+  // after an evaluation with averaged weights.
+  struct Replaced {
+    at::Tensor places;  // in the order of the sizes; undefined: all
+    at::Tensor values;  // undefined: none
+  };
+  struct Pair {
+    at::Tensor parameter;
+    at::Tensor master;
+    // Versions and addresses when the two last agreed.
+    std::uint32_t parameter_version = 0;
+    const void* parameter_data = nullptr;
+    std::uint32_t master_version = 0;
+    const void* master_data = nullptr;
+    optim::DeferredGradient deferred = {};
+    at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
+    Replaced replaced = {};
+  };
+
+  struct Adoption;
+  // Gives every 16-bit parameter that has none a master.
+  void adopt(const ExactValues& exact);
+  Adoption find_adoption(const ExactValues& exact);
+  void give_back();
+  static bool parameter_changed(const Pair& pair);
+  static bool master_changed(const Pair& pair);
+  static void take_parameter(Pair& pair);
+  static void keep_replaced(Pair& pair, const at::Tensor& differs);
+  static at::Tensor with_replaced(const Pair& pair, const at::Tensor& value,
+                                  const at::Tensor& otherwise);
+  at::Tensor make_master(const at::Tensor& parameter, const ExactValues& exact,
+                         const std::vector<Pair>& fresh) const;
+  static void agreed(Pair& pair);
+  // Returns a deferred gradient to the model. False if there is none, or if it was dropped or
+  // replaced in the optimizer.
+  static bool take_deferred(Pair& pair);
+  template <typename Visit>
+  void for_each_place(Visit&& visit) const;
+
+  torch::optim::Optimizer* optimizer_;  // null after a move
+  optim::FusedOptimizer* fused_;        // optimizer_ if it is a FusedOptimizer, else null
+  std::vector<Pair> pairs_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> by_parameter_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> by_master_;
+  // The masters got gradients, and were not written to the model since: the optimizer may have
+  // stepped. Version counters cannot tell, since LibTorch's SGD writes through tensor.data().
+  bool maybe_stepped_ = false;
+  float deferred_inverse_ = 1;  // 1/scale of all deferred gradients
+  bool shown_ = false;          // some gradients are shown
+};
+
+}  // namespace semitone::amp
