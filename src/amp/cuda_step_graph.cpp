@@ -100,13 +100,13 @@ class CudaStepGraph : public StepGraph {
     try {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool);
       c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool);
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // it does not collect
     }
     try {
       at::HostAllocator* const host = at::getHostAllocator(at::kCUDA);
       host->end_allocate_to_pool(pool);
       host->release_pool(pool);
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // it does not collect
     }
   }
 
