@@ -17,6 +17,8 @@ BANNED_IN_PUBLIC = re.compile(
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 BUILD_OPTION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\b(SEMITONE_|USE_|NDEBUG|__CUDA)")
+# A private header that other rooms may include says so.
+INTERNAL = "// Internal interface"
 # Code that works on raw memory does not include LibTorch, so that a CUDA compiler never reads its headers.
 LIBTORCH = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)/')
 CUDA_FOLDER = "src/kernels/cuda/"
@@ -92,8 +94,10 @@ def check(root: pathlib.Path):
     rooms = {name: arrows for name, (arrows, _) in table.items()}
     problems = check_page(root, rooms)
     files = sorted(p for d in ["include", "src", *PROGRAMS] for p in (root / d).rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
-    problems += check_headers({path.relative_to(root).as_posix(): path.read_text() for path in files},
-                              {top for _, top in table.values() if top})
+    texts = {path.relative_to(root).as_posix(): path.read_text() for path in files}
+    problems += check_headers(texts, {top for _, top in table.values() if top})
+    # Rooms with public headers. A room without any, and core, is all for other rooms.
+    internal = {room_of(name) for name in texts if name.startswith("include/")} - {"core"}
     for path in files:
         name = path.relative_to(root).as_posix()
         room = room_of(name)
@@ -111,6 +115,10 @@ def check(root: pathlib.Path):
                 target = room_of(include.group(1))
                 if room is not None and target is not None and target != room and target not in rooms[room]:
                     problems.append(f"{where}: room '{room}' may not include room '{target}'")
+                if target in internal and target != room and room is not None and include.group(1).startswith("src/"):
+                    if INTERNAL not in texts.get(include.group(1), INTERNAL):
+                        problems.append(f"{where}: {include.group(1)} is private to room '{target}': if other rooms may "
+                                        f"include it, it says \"{INTERNAL}\"")
                 if public and include.group(1).startswith("src/"):
                     problems.append(f"{where}: a public header includes a private one")
                 if name.startswith("examples/") and include.group(1).startswith("src/"):

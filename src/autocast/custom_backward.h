@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/autocast/autocast.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "src/comm/watch.h"
 
 #include <c10/core/Device.h>

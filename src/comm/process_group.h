@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/comm/group.h"
 #include "semitone/comm/init_options.h"
 #include "src/comm/watch.h"

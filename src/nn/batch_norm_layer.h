@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/core/error.h"
 #include "src/nn/batch_norm.h"
 

@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "src/nn/batch_norm.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/optim/fused_optimizer.h"
 #include "src/kernels/capturable_update.h"
 #include "src/optim/work.h"

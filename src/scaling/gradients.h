@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/scaling/loss_scaler.h"
 #include "semitone/scaling/parameter_names.h"
 #include "src/kernels/multi_tensor.h"

@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/optim/fused_optimizer.h"
 #include "semitone/scaling/master_weights.h"
 #include "src/optim/deferred_gradient.h"

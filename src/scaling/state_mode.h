@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 

@@ -28,7 +28,7 @@ class CheckHouse(unittest.TestCase):
     def test_arrows_go_one_way(self):
         self.assertEqual(problems_of({"src/amp/a.cpp": '#include "semitone/core/error.h"\n'}), [])
         found = problems_of({"src/core/a.cpp": '#include "semitone/autocast/autocast.h"\n'})
-        self.assertEqual(found, ["src/core/a.cpp:1: room 'core' may not include room 'amp'"])
+        self.assertEqual(found, ["src/core/a.cpp:1: room 'core' may not include room 'autocast'"])
         self.assertEqual(len(problems_of({"src/kernels/a.cpp": '#include "src/autocast/dispatch.h"\n'})), 1)
 
     def test_the_page_draws_the_arrows_of_the_table(self):
@@ -47,6 +47,13 @@ class CheckHouse(unittest.TestCase):
         private = '#include "src/core/file.h"\n'
         self.assertEqual(problems_of({"examples/a.cpp": private}), ["examples/a.cpp:1: examples use public headers only"])
         self.assertEqual(problems_of({"apps/semitone/a.cpp": private}), [])
+
+    def test_private_headers_are_for_their_room_unless_they_say_otherwise(self):
+        files = {"include/semitone/nn/layer.h": "#pragma once\n", "src/autocast/a.cpp": '#include "src/nn/a.h"\n'}
+        self.assertEqual(problems_of({**files, "src/nn/a.h": "#pragma once\n// Internal interface: for others.\n"}), [])
+        found = problems_of({**files, "src/nn/a.h": "#pragma once\n"})
+        self.assertEqual(len(found), 1)
+        self.assertIn("src/nn/a.h is private to room 'nn'", found[0])
 
     def test_headers_have_a_guard(self):
         self.assertEqual(len(problems_of({"include/semitone/amp/a.h": "int x;\n"})), 1)

@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include "semitone/autocast/cast_action.h"
 
 #include <span>
