@@ -1,6 +1,9 @@
+// Masters in an optimizer: training with them, and their gradients.
+
 #include "semitone/scaling/master_weights.h"
 
 #include "semitone/core/error.h"
+#include "tests/scaling/master_weights_fixture.h"
 #include "tests/support/archive.h"
 #include "tests/support/errors.h"
 #include "tests/support/optimizers.h"
@@ -12,9 +15,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp::master_weights_test {
@@ -26,21 +33,6 @@ using test::near;
 using test::same_bits;
 using test::saved;
 using testing::HasSubstr;
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-at::Tensor parameter(c10::IntArrayRef shape, c10::ScalarType dtype = torch::kBFloat16) {
-  return torch::randn(shape).to(dtype).requires_grad_(true);
-}
-
-const at::Tensor& in_group(torch::optim::Optimizer& optimizer, std::size_t group,
-                           std::size_t index) {
-  return optimizer.param_groups().at(group).params().at(index);
-}
-
-at::Tensor rounded(const at::Tensor& master, const at::Tensor& like) {
-  return master.detach().to(like.scalar_type());
-}
 
 TEST(MasterWeights, StandInTheOptimizerInPlaceOfSixteenBitParameters) {
   const auto bf16 = parameter({3, 2});
@@ -259,8 +251,6 @@ TEST(MasterWeights, SmallUpdatesAddUp) {
   EXPECT_EQ(train(true), 0.8984375F);  // bf16 of 0.9
 }
 
-// ------------------------------------------------------------------ gradients
-
 TEST(MasterWeights, TakingGradientsDividesAccumulatesAndDropsTheModels) {
   const auto weight = parameter({2}, torch::kHalf);
   const auto fp32 = parameter({2}, torch::kFloat);
@@ -363,269 +353,6 @@ TEST(MasterWeights, SparseEmbeddingsTrain) {
                      test::pointwise_tolerance(torch::kFloat)));
     EXPECT_TRUE(same_bits(low->weight, rounded(masters.master_of(low->weight), low->weight)));
   }
-}
-
-// ------------------------------------------------------------------ shared, frozen and later
-// parameters
-
-TEST(MasterWeights, AParameterThatStandsTwiceHasOneMaster) {
-  const auto weight = torch::ones({1}, torch::kBFloat16).requires_grad_(true);
-  torch::optim::SGD optimizer({weight, weight}, 0.25);
-  MasterWeights masters(optimizer);
-  EXPECT_EQ(masters.size(), 1U);
-  EXPECT_TRUE(in_group(optimizer, 0, 0).is_same(in_group(optimizer, 0, 1)));
-  weight.mutable_grad() = torch::ones({1}, torch::kBFloat16);
-  masters.take_gradients();
-  optimizer.step();
-  masters.write_model();
-  EXPECT_EQ(weight.item<float>(), 0.5F);  // LibTorch steps it twice, as it does in fp32
-}
-
-TEST(MasterWeights, ParametersThatShareMemoryHaveMastersThatDo) {
-  const auto train = [](c10::ScalarType dtype) {
-    const auto first = torch::ones({2}, dtype).requires_grad_(true);
-    const auto second = first.variable_data().requires_grad_(true);
-    torch::optim::SGD optimizer({first, second}, 0.25);
-    MasterWeights masters(optimizer);
-    for (int i = 0; i < 2; ++i) {
-      optimizer.zero_grad();
-      first.mutable_grad() = torch::ones({2}, dtype);
-      second.mutable_grad() = torch::full({2}, 0.5, dtype);
-      masters.take_gradients();
-      optimizer.step();
-      masters.write_model();
-    }
-    EXPECT_EQ(first.const_data_ptr(), second.const_data_ptr());
-    return first.to(torch::kFloat);
-  };
-  EXPECT_TRUE(same_bits(train(torch::kBFloat16), train(torch::kFloat)));
-}
-
-TEST(MasterWeights, AParameterThatIsFrozenNoMoreGetsAMasterAtSync) {
-  const auto weight = parameter({2}).requires_grad_(false);
-  torch::optim::SGD optimizer({parameter({3}), weight}, 0.1);
-  MasterWeights masters(optimizer);
-  EXPECT_EQ(masters.size(), 1U);
-  masters.sync();
-  EXPECT_EQ(masters.size(), 1U);
-  weight.requires_grad_(true);
-  masters.sync();
-  EXPECT_EQ(masters.size(), 2U);
-  EXPECT_TRUE(masters.master_of(weight).is_same(in_group(optimizer, 0, 1)));
-}
-
-TEST(MasterWeights, GroupsAddedLaterGetMastersAtSync) {
-  torch::optim::SGD optimizer({parameter({3})}, torch::optim::SGDOptions(0.1).momentum(0.9));
-  MasterWeights masters(optimizer);
-  const auto weight = parameter({2});
-  optimizer.add_param_group(torch::optim::OptimizerParamGroup({weight}));
-  masters.sync();
-  EXPECT_EQ(masters.size(), 2U);
-  weight.mutable_grad() = torch::ones({2}, torch::kBFloat16);
-  EXPECT_FALSE(masters.take_gradients());
-  const auto before = weight.clone();
-  optimizer.step();
-  masters.write_model();
-  EXPECT_FALSE(same_bits(weight, before));
-}
-
-// ------------------------------------------------------------------ keeping both sides together
-
-struct Pair {
-  at::Tensor weight = parameter({4});
-  torch::optim::SGD optimizer{{weight}, 0.1};
-  MasterWeights masters{optimizer};
-  at::Tensor master = masters.master_of(weight);
-};
-
-TEST(MasterWeights, ChangedParametersGiveTheirValuesToTheirMasters) {
-  const torch::NoGradGuard no_grad;
-  const std::vector<std::function<void(const at::Tensor&)>> changes{
-      [](const at::Tensor& weight) { weight.copy_(torch::full({4}, 3)); },
-      [](const at::Tensor& weight) { weight.set_data(torch::full({4}, 5, torch::kBFloat16)); },
-      [](const at::Tensor& weight) { torch::nn::init::normal_(weight); },
-      [](const at::Tensor& weight) { weight[2] = 7; },
-  };
-  for (const auto& change : changes) {
-    Pair pair;
-    change(pair.weight);
-    const auto expected = pair.weight.clone();
-    pair.masters.sync();
-    EXPECT_TRUE(same_bits(pair.master, expected.to(torch::kFloat)));
-    EXPECT_TRUE(same_bits(pair.weight, expected));
-  }
-}
-
-TEST(MasterWeights, LoadedModelsGiveTheirValuesToTheMasters) {
-  torch::nn::Linear source(3, 2);
-  torch::nn::Linear model(3, 2);
-  source->to(torch::kBFloat16);
-  model->to(torch::kBFloat16);
-  torch::optim::SGD optimizer(model->parameters(), 0.1);
-  MasterWeights masters(optimizer);
-  std::stringstream file;
-  torch::save(source, file);
-  torch::load(model, file);
-  masters.sync();
-  EXPECT_TRUE(same_bits(model->weight, source->weight));
-  EXPECT_TRUE(same_bits(masters.master_of(model->weight), model->weight.to(torch::kFloat)));
-}
-
-TEST(MasterWeights, ChangedMastersAreRoundedIntoTheirParameters) {
-  const torch::NoGradGuard no_grad;
-  Pair pair;
-  pair.master.copy_(torch::full({4}, 1.001F));
-  pair.masters.pull();
-  EXPECT_FALSE(near(pair.weight, torch::ones({4}), 0.01));
-  pair.masters.sync();
-  EXPECT_TRUE(same_bits(pair.weight, torch::ones({4}, torch::kBFloat16)));
-  EXPECT_TRUE(same_bits(pair.master, torch::full({4}, 1.001F)));
-}
-
-TEST(MasterWeights, WhereBothSidesChangedTheParameterWins) {
-  const torch::NoGradGuard no_grad;
-  Pair pair;
-  pair.master.fill_(1);
-  pair.weight.fill_(2);
-  pair.masters.sync();
-  EXPECT_EQ(pair.master[0].item<float>(), 2);
-  EXPECT_EQ(pair.weight[0].item<float>(), 2);
-}
-
-TEST(MasterWeights, SyncTouchesNothingWhenNothingHappened) {
-  Pair pair;
-  const auto parameter_version = pair.weight._version();
-  const auto master_version = pair.master._version();
-  const auto master = pair.master.clone();
-  pair.masters.sync();
-  pair.masters.sync();
-  EXPECT_EQ(pair.weight._version(), parameter_version);
-  EXPECT_EQ(pair.master._version(), master_version);
-  EXPECT_TRUE(same_bits(pair.master, master));
-}
-
-TEST(MasterWeights, ValuesBetweenSixteenBitNumbersAreNotLostBySync) {
-  const torch::NoGradGuard no_grad;
-  Pair pair;
-  pair.masters.set(pair.weight, torch::full({4}, 1.001F));
-  pair.masters.sync();
-  EXPECT_TRUE(same_bits(pair.master, torch::full({4}, 1.001F)));
-}
-
-TEST(MasterWeights, SyncBetweenForwardAndBackwardKeepsTheGraphGood) {
-  const auto weight = parameter({4});
-  torch::optim::SGD optimizer({weight}, 0.1);
-  MasterWeights masters(optimizer);
-  const auto first = weight.pow(2).sum();
-  const auto second = weight.pow(3).sum();
-  first.backward();
-  masters.take_gradients();
-  masters.sync();
-  EXPECT_NO_THROW(second.backward());
-}
-
-TEST(MasterWeights, SetChangesBothSides) {
-  Pair pair;
-  pair.masters.set(pair.weight, torch::full({4}, 1.001F));
-  EXPECT_TRUE(same_bits(pair.master, torch::full({4}, 1.001F)));
-  EXPECT_TRUE(same_bits(pair.weight, torch::ones({4}, torch::kBFloat16)));
-  EXPECT_TRUE(pair.master.requires_grad());
-  EXPECT_THAT(message_of<Error>([&] { pair.masters.set(parameter({4}), torch::ones({4})); }),
-              HasSubstr("[amp.master_weights.set] expected a parameter that has a master"));
-}
-
-TEST(MasterWeights, MovedOnesGoOn) {
-  Pair pair;
-  MasterWeights moved = std::move(pair.masters);
-  pair.weight.mutable_grad() = torch::ones({4}, torch::kBFloat16);
-  EXPECT_FALSE(moved.take_gradients());
-  EXPECT_TRUE(pair.master.grad().defined());
-}
-
-// ------------------------------------------------------------------ saving and loading
-
-TEST(MasterWeights, SaveAndLoadAreExact) {
-  Pair source;
-  source.masters.set(source.weight, torch::randn({4}));
-  auto archive = saved(source.masters);
-  Pair target;
-  target.masters.load(archive);
-  EXPECT_TRUE(same_bits(target.master, source.master));
-  EXPECT_TRUE(same_bits(target.weight, source.weight));
-  target.masters.sync();
-  EXPECT_TRUE(same_bits(target.master, source.master));
-}
-
-TEST(MasterWeights, AreSavedByPlaceNotByTheOrderInWhichTheyCame) {
-  const auto frozen_first = parameter({3}).requires_grad_(false);
-  const auto last = parameter({3});
-  torch::optim::SGD optimizer({frozen_first, last}, 0.1);
-  MasterWeights masters(optimizer);
-  frozen_first.requires_grad_(true);
-  auto late = parameter({3});
-  optimizer.add_param_group(torch::optim::OptimizerParamGroup({late}));
-  masters.sync();
-  auto archive = saved(masters);
-
-  torch::optim::SGD fresh({parameter({3}), parameter({3})}, 0.1);
-  fresh.add_param_group(torch::optim::OptimizerParamGroup({parameter({3})}));
-  MasterWeights loaded(fresh);
-  loaded.load(archive);
-  for (const auto& [group, index] : {std::pair(0U, 0U), std::pair(0U, 1U), std::pair(1U, 0U)}) {
-    EXPECT_TRUE(same_bits(in_group(fresh, group, index), in_group(optimizer, group, index)));
-  }
-}
-
-TEST(MasterWeights, MisfitsAreErrorsThatChangeNothing) {
-  const std::vector<std::function<void(torch::serialize::OutputArchive&)>> misfits{
-      [](auto&) {},
-      [](auto& archive) { archive.write("size", c10::IValue(1)); },
-      [](auto& archive) { archive.write("size", c10::IValue(std::string("two"))); },
-      [](auto& archive) {
-        torch::optim::SGD optimizer({parameter({4})}, 0.1);
-        MasterWeights(optimizer).save(archive);
-      },
-      [](auto& archive) {
-        torch::optim::SGD optimizer({parameter({4}), parameter({5})}, 0.1);
-        MasterWeights(optimizer).save(archive);
-      },
-      [](auto& archive) {
-        torch::optim::SGD optimizer({parameter({4})}, 0.1);
-        optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter({3})}));
-        MasterWeights(optimizer).save(archive);
-      },
-      [](auto& archive) {
-        archive.write("size", c10::IValue(2));
-        archive.write("group0_0", torch::zeros({4}));
-        archive.write("group0_1", c10::IValue(3.0));
-      },
-  };
-  for (std::size_t i = 0; i < misfits.size(); ++i) {
-    const auto first = parameter({4});
-    const auto second = parameter({3});
-    torch::optim::SGD optimizer({first, second}, 0.1);
-    MasterWeights masters(optimizer);
-    const auto before = masters.master_of(first).clone();
-    auto archive = archived(misfits[i]);
-    EXPECT_THAT(message_of<FileError>([&] { masters.load(archive); }),
-                HasSubstr("[amp.master_weights.load]"))
-        << i;
-    EXPECT_TRUE(same_bits(masters.master_of(first), before)) << i;
-    EXPECT_TRUE(same_bits(first, rounded(before, first))) << i;
-  }
-}
-
-TEST(MasterWeights, MisfitsSayWhatIsWrong) {
-  torch::optim::SGD small({parameter({4})}, 0.1);
-  torch::optim::SGD large({parameter({4}), parameter({3})}, 0.1);
-  torch::optim::SGD other({parameter({4}), parameter({9})}, 0.1);
-  MasterWeights masters(large);
-  auto fewer = saved(MasterWeights(small));
-  EXPECT_THAT(message_of<FileError>([&] { masters.load(fewer); }),
-              HasSubstr("expected 2 master weights, got 1"));
-  auto misshapen = saved(MasterWeights(other));
-  EXPECT_THAT(message_of<FileError>([&] { masters.load(misshapen); }),
-              HasSubstr("expected a master weight of shape [3], got [9]"));
 }
 
 }  // namespace
