@@ -4,10 +4,10 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
-#include "tests/amp/small_net.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
+#include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
 
@@ -254,7 +254,7 @@ TEST(WeightsWrittenTo, OfAnotherShapeAreErrors) {
 struct Unfreezing {
   explicit Unfreezing(bool fused) {
     torch::manual_seed(1);
-    net = test::SmallNet();
+    net = test::odd_net();
     for (auto& parameter : net->first->parameters()) parameter.requires_grad_(false);
     if (fused) {
       optimizer =
@@ -280,7 +280,7 @@ struct Unfreezing {
     return values;
   }
 
-  test::SmallNet net{nullptr};
+  test::ToyNet net{nullptr};
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::optional<MixedPrecision> mixed;
 };
@@ -368,12 +368,12 @@ class LoadedByTorch : public testing::Test {
  protected:
   LoadedByTorch() {
     torch::manual_seed(3);
-    stock_ = test::SmallNet();
+    stock_ = test::odd_net();
     torch::save(stock_, path_);
     torch::manual_seed(4);
   }
 
-  void expect_loaded(const test::SmallNet& net) const {
+  void expect_loaded(const test::ToyNet& net) const {
     const auto want = stock_->parameters();
     const auto got = net->parameters();
     for (std::size_t i = 0; i < want.size(); ++i)
@@ -382,7 +382,7 @@ class LoadedByTorch : public testing::Test {
 
   test::TemporaryFolder folder_;
   std::string path_ = folder_ / "model.pt";
-  test::SmallNet stock_{nullptr};
+  test::ToyNet stock_{nullptr};
 };
 
 // LibTorch leaves the bytes of fp32 numbers in 16-bit tensors.
@@ -394,7 +394,7 @@ TEST_F(LoadedByTorch, AFileInFp32IsTakenOver) {
         // Split masters are for bf16.
         const bool no_masters = std::string(level) == "O3" && dtype == torch::kHalf;
         if (no_masters && std::string(name) == "FusedSGD, split") continue;
-        test::SmallNet net;
+        test::ToyNet net = test::odd_net();
         net->second->weight.requires_grad_(false);  // a weight without a master
         const auto optimizer = make(net->parameters());
         auto mixed =
@@ -419,7 +419,7 @@ TEST_F(LoadedByTorch, AFileInFp32IsTakenOver) {
 TEST_F(LoadedByTorch, MastersAreWhatTheFileHolds) {
   for (const auto& [name, make] : optimizers()) {
     SCOPED_TRACE(name);
-    test::SmallNet net;
+    test::ToyNet net = test::odd_net();
     const auto optimizer = make(net->parameters());
     auto mixed = initialize(net, *optimizer, o2());
     torch::load(net, path_);
@@ -430,7 +430,7 @@ TEST_F(LoadedByTorch, MastersAreWhatTheFileHolds) {
 }
 
 TEST_F(LoadedByTorch, MemoryThatAnotherTensorHoldsIsAnErrorWithARemedy) {
-  test::SmallNet net;
+  test::ToyNet net = test::odd_net();
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   auto mixed = initialize(net, optimizer, o2());
   torch::serialize::InputArchive archive;  // holds what it has read
@@ -442,7 +442,7 @@ TEST_F(LoadedByTorch, MemoryThatAnotherTensorHoldsIsAnErrorWithARemedy) {
 
 // A program's own views of larger 16-bit memory do not count.
 TEST_F(LoadedByTorch, ViewsOf16BitMemoryStayAsTheyAre) {
-  test::SmallNet net;
+  test::ToyNet net = test::odd_net();
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   auto mixed = initialize(net, optimizer, o2());
   const at::Tensor values = net->first->weight.detach().clone();
@@ -535,7 +535,7 @@ TEST(Initialize, TakesOptimizersWhoseStateCannotBeSaved) {
 // A 16-bit parameter of the optimizer that is in no model has 16-bit state that cannot be widened.
 TEST(Initialize, PutsEverythingBackWhereItFails) {
   torch::manual_seed(1);
-  test::SmallNet net;
+  test::ToyNet net = test::odd_net();
   auto fine = layer_of_ones();
   optim::FusedAdam split(fine->parameters(), optim::FusedAdamOptions(1e-3).split_master(true));
   torch::optim::Adam adam(net->first->parameters(), 1e-3);

@@ -3,10 +3,10 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/optim/clip_grad.h"
-#include "tests/amp/small_net.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
+#include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
 
@@ -36,9 +36,9 @@ struct Trained {
                              .loss_scale(dtype == torch::kHalf ? 128.0 : 1.0)
                              .verbosity(0))) {}
 
-  static test::SmallNet make() {
+  static test::ToyNet make() {
     torch::manual_seed(7);
-    return {};
+    return test::odd_net();
   }
 
   at::Tensor loss(std::int64_t step) {
@@ -51,7 +51,7 @@ struct Trained {
   }
   const std::vector<at::Tensor>& masters() const { return optimizer->param_groups()[0].params(); }
 
-  test::SmallNet model;
+  test::ToyNet model;
   std::unique_ptr<optim::FusedOptimizer> optimizer;
   MixedPrecision mixed;
 };
@@ -218,7 +218,7 @@ TEST(DeferredGradientsOfAdam, AreClippedTogetherWithThoseByHand) {
 
 // For another optimizer at another level the name of the overflow would be lost.
 TEST(ClippedGradients, StayAsTheyAreWhereTheyAreNotFinite) {
-  test::SmallNet model = Trained::make();
+  test::ToyNet model = Trained::make();
   torch::optim::SGD optimizer(model->parameters(), 0.1);
   auto mixed = initialize(model, optimizer, Options(OptLevel::O1).dtype(torch::kHalf).verbosity(0));
   const at::Tensor loss = model->parameters()[0].pow(2).sum();

@@ -3,6 +3,7 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
+#include "tests/support/levels.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
@@ -21,13 +22,13 @@ namespace semitone::amp::mixed_precision_grid_test {
 namespace {
 
 using c10::ScalarType;
+using test::kLevels;
 using test::near;
 using test::pointwise_tolerance;
 using test::reduction_tolerance;
 using test::same_bits;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr const char* kLevels[] = {"O0", "O1", "O2", "O3"};
 
 // Apex's model: an elementwise product of the input with two weights, of which one stays in fp32.
 struct ToyImpl : torch::nn::Module {

@@ -5,9 +5,11 @@
 #include "semitone/core/error.h"
 #include "tests/support/archive.h"
 #include "tests/support/errors.h"
+#include "tests/support/levels.h"
 #include "tests/support/optimizers.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
+#include "tests/support/toy_nets.h"
 
 #include <torch/csrc/autograd/variable.h>
 #include <torch/script.h>
@@ -32,31 +34,18 @@ namespace {
 
 using c10::ScalarType;
 using test::archived;
+using test::kDtypes;
+using test::kLevels;
 using test::message_of;
 using test::same_bits;
 using test::saved;
 using test::TemporaryFolder;
+using test::ToyConvNet;
 using testing::HasSubstr;
 
-constexpr const char* kLevels[] = {"O0", "O1", "O2", "O3"};
-constexpr ScalarType kDtypes[] = {torch::kBFloat16, torch::kHalf};
-
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(std::int64_t outputs = 3) : head(4, outputs) {
-    register_module("conv", conv);
-    register_module("norm", norm);
-    register_module("head", head);
-  }
-  at::Tensor forward(const at::Tensor& x) { return head(torch::relu(norm(conv(x))).mean({2, 3})); }
-  torch::nn::Conv2d conv{torch::nn::Conv2dOptions(2, 4, 3).padding(1)};
-  torch::nn::BatchNorm2d norm{4};
-  torch::nn::Linear head;
-};
-TORCH_MODULE(Net);
-
-Net make_net(std::uint64_t seed = 5) {
+ToyConvNet make_net(std::uint64_t seed = 5) {
   torch::manual_seed(seed);
-  return Net();
+  return ToyConvNet();
 }
 
 at::Tensor images(int step = 0) {
@@ -68,15 +57,6 @@ std::vector<at::Tensor> tensors_of(const Model& model) {
   std::vector<at::Tensor> all;
   for (const Model::Entry& entry : model.entries()) all.push_back(entry.tensor.clone());
   return all;
-}
-
-testing::AssertionResult equal(const std::vector<at::Tensor>& got,
-                               const std::vector<at::Tensor>& want) {
-  if (got.size() != want.size()) return testing::AssertionFailure() << "another number of tensors";
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    if (auto same = same_bits(got[i], want[i]); !same) return same << " (tensor " << i << ")";
-  }
-  return testing::AssertionSuccess();
 }
 
 std::unique_ptr<torch::optim::Optimizer> sgd(const std::vector<at::Tensor>& parameters) {
@@ -116,7 +96,7 @@ struct Training {
     return all;
   }
 
-  Net net;
+  ToyConvNet net;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   MixedPrecision mixed;
 };
@@ -143,7 +123,7 @@ TEST(Fp32Weights, AreTheExactMastersForTheTimeOfTheScope) {
           EXPECT_TRUE(same_bits(inside[i], masters[i].to(torch::kFloat)));
         }
       }
-      EXPECT_TRUE(equal(run.everything(), before));
+      EXPECT_TRUE(same_bits(run.everything(), before));
       EXPECT_EQ(run.train(1), Step::stepped);
     }
   }
@@ -219,8 +199,8 @@ TEST(Fp32Weights, AMisfitAtTheEndOfTheScopeThrowsNothing) {
 }
 
 TEST(Fp32Weights, CanBeMovedAndNested) {
-  Net first = make_net(1);
-  Net second = make_net(2);
+  ToyConvNet first = make_net(1);
+  ToyConvNet second = make_net(2);
   auto mixed = initialize({first, second}, {}, options("O3"));
   const auto before = first->conv->weight.clone();
   {
@@ -293,8 +273,8 @@ TEST(SaveModel, WritesFp32ThatPlainLibTorchReadsAtEveryLevel) {
       const auto before = run.everything();
       const std::string path = folder / "model.pt";
       run.mixed.save_model(run.net, path);
-      EXPECT_TRUE(equal(run.everything(), before));
-      Net plain = make_net(99);
+      EXPECT_TRUE(same_bits(run.everything(), before));
+      ToyConvNet plain = make_net(99);
       torch::load(plain, path);
       const auto masters = run.mixed.master_params(*run.optimizer);
       for (std::size_t i = 0; i < masters.size(); ++i) {
@@ -318,9 +298,9 @@ TEST(LoadModel, BringsModelAndMastersBackExactly) {
       const auto want = run.everything();
       run.train(1);
       run.train(2);
-      EXPECT_FALSE(equal(run.everything(), want));
+      EXPECT_FALSE(same_bits(run.everything(), want));
       run.mixed.load_model(run.net, path);
-      EXPECT_TRUE(equal(run.everything(), want));
+      EXPECT_TRUE(same_bits(run.everything(), want));
       EXPECT_EQ(run.train(3), Step::stepped);
     }
   }
@@ -330,7 +310,7 @@ TEST(LoadModel, TakesFilesOfAnyFloatingDtype) {
   const TemporaryFolder folder;
   const std::string path = folder / "model.pt";
   for (const auto file_dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat, torch::kDouble}) {
-    Net saved_net = make_net(7);
+    ToyConvNet saved_net = make_net(7);
     saved_net->to(file_dtype);
     torch::save(saved_net, path);
     for (const std::string level : kLevels) {
@@ -352,7 +332,7 @@ TEST(LoadModel, FilesThatDoNotFitAreErrorsThatChangeNothing) {
   const auto before = run.everything();
   const auto refused = [&](const std::string& path) {
     std::string message = message_of<FileError>([&] { run.mixed.load_model(run.net, path); });
-    EXPECT_TRUE(equal(run.everything(), before));
+    EXPECT_TRUE(same_bits(run.everything(), before));
     EXPECT_THAT(message, HasSubstr("[amp.mixed_precision.load_model]"));
     EXPECT_THAT(message, HasSubstr(path));
     return message;
@@ -367,7 +347,7 @@ TEST(LoadModel, FilesThatDoNotFitAreErrorsThatChangeNothing) {
   test::write_text(folder / "half.pt", whole.substr(0, whole.size() / 2));
   refused(folder / "half.pt");
 
-  torch::save(Net(7), folder / "shape.pt");
+  torch::save(ToyConvNet(7), folder / "shape.pt");
   EXPECT_THAT(refused(folder / "shape.pt"), HasSubstr("expected 'head.weight' [3, 4] in"));
 
   torch::save(torch::nn::Linear(4, 3), folder / "other.pt");
@@ -384,13 +364,13 @@ TEST(SaveModel, WhereNothingCanBeWrittenIsAnErrorAndTheModelStays) {
       message_of<FileError>([&] { run.mixed.save_model(run.net, folder / "no" / "model.pt"); }),
       HasSubstr("[amp.mixed_precision.save_model] expected to write '"));
   EXPECT_THROW(run.mixed.save_model(run.net, folder.path()), FileError);
-  EXPECT_TRUE(equal(run.everything(), before));
+  EXPECT_TRUE(same_bits(run.everything(), before));
 }
 
 TEST(SaveModel, UnknownModelsAreErrors) {
   const TemporaryFolder folder;
   Training run(options("O2"));
-  const Net stranger = make_net();
+  const ToyConvNet stranger = make_net();
   EXPECT_THROW(run.mixed.save_model(stranger, folder / "model.pt"), Error);
   EXPECT_THROW(run.mixed.load_model(stranger, folder / "model.pt"), Error);
   EXPECT_FALSE(std::filesystem::exists(folder / "model.pt"));
@@ -400,7 +380,7 @@ TEST(SaveModel, TorchScriptModelsGoThroughTheirOwnFormat) {
   const TemporaryFolder folder;
   const std::string path = folder / "script.pt";
   torch::manual_seed(5);
-  torch::jit::Module model("Net");
+  torch::jit::Module model("ToyConvNet");
   model.register_parameter("weight", torch::randn({3, 4}).requires_grad_(), false);
   model.register_buffer("offset", torch::randn({3}));
   model.define(
@@ -472,7 +452,7 @@ TEST_P(ResumeBitwise, WhateverTheOrderOfLoading) {
       }
       ++round;
       for (int step = 3; step < 7; ++step) resumed.train(step, overflows(step));
-      EXPECT_TRUE(equal(resumed.everything(), want));
+      EXPECT_TRUE(same_bits(resumed.everything(), want));
       EXPECT_EQ(resumed.mixed.loss_scaler().state(), whole.mixed.loss_scaler().state());
       EXPECT_EQ(resumed.mixed.skipped_steps(), whole.mixed.skipped_steps());
     } while (std::next_permutation(order.begin(), order.end()));
@@ -558,7 +538,7 @@ TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
   const LossScaleState scale = run.mixed.loss_scaler().state();
   const auto refused = [&](torch::serialize::InputArchive archive) {
     std::string message = message_of<FileError>([&] { run.mixed.load(archive); });
-    EXPECT_TRUE(equal(run.everything(), before));
+    EXPECT_TRUE(same_bits(run.everything(), before));
     EXPECT_EQ(run.mixed.loss_scaler().state(), scale);
     EXPECT_THAT(message, HasSubstr("[amp."));
     return message;
@@ -578,19 +558,19 @@ TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
   EXPECT_THAT(refused(state_of(Options(given).master_weights(false))),
               HasSubstr("expected 'masters0' in the archive, got none"));
   {
-    Net other = make_net();
+    ToyConvNet other = make_net();
     auto models_only = initialize(other, given);
     EXPECT_THAT(refused(saved(models_only)), HasSubstr("expected number of optimizers 1, got 0"));
   }
   {
-    Net first = make_net();
-    Net second = make_net();
+    ToyConvNet first = make_net();
+    ToyConvNet second = make_net();
     auto optimizer = sgd(first->parameters());
     auto two = initialize({first, second}, {*optimizer}, given);
     EXPECT_THAT(refused(saved(two)), HasSubstr("expected number of models 1, got 2"));
   }
   {
-    Net wide(7);
+    ToyConvNet wide(7);
     auto optimizer = sgd(wide->parameters());
     auto mixed = initialize(wide, *optimizer, given);
     EXPECT_THAT(refused(saved(mixed)), HasSubstr("expected a master weight of shape [3, 4]"));

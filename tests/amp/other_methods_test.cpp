@@ -2,6 +2,7 @@
 // calls without the MixedPrecision.
 
 #include "semitone/amp/initialize.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 
@@ -10,8 +11,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <spdlog/sinks/ostream_sink.h>
-#include <spdlog/spdlog.h>
 
 #include <memory>
 #include <sstream>
@@ -23,6 +22,7 @@
 namespace semitone::amp::other_methods_test {
 namespace {
 
+using test::CapturedLog;
 using test::expect_bitwise_equal;
 using test::message_of;
 using testing::HasSubstr;
@@ -480,22 +480,6 @@ TEST(ModulesInsideAModel, MayBeTorchScript) {
   EXPECT_EQ(result.toTensor().scalar_type(), torch::kFloat);
   EXPECT_EQ(result.toTensor()[0][0].item<double>(), 4.0);
 }
-
-// Captures the library's log during its lifetime.
-class CapturedLog {
- public:
-  CapturedLog() : logger_(spdlog::get("semitone")) {
-    before_ = logger_->sinks();
-    logger_->sinks() = {std::make_shared<spdlog::sinks::ostream_sink_mt>(stream_)};
-  }
-  ~CapturedLog() { logger_->sinks() = before_; }
-  std::string text() const { return stream_.str(); }
-
- private:
-  std::ostringstream stream_;
-  std::shared_ptr<spdlog::logger> logger_;
-  std::vector<spdlog::sink_ptr> before_;
-};
 
 // The log of three steps of training with the test's own forward.
 template <typename Forward>

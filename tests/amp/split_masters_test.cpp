@@ -4,8 +4,8 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
-#include "tests/amp/small_net.h"
 #include "tests/support/tensors.h"
+#include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
 
@@ -29,9 +29,9 @@ struct Trained {
         mixed(initialize(model, optimizer,
                          Options(OptLevel::O2).dtype(dtype).loss_scale(128.0).verbosity(0))) {}
 
-  static test::SmallNet make() {
+  static test::ToyNet make() {
     torch::manual_seed(7);
-    return {};
+    return test::odd_net();
   }
 
   Step step(std::int64_t number) {
@@ -51,14 +51,14 @@ struct Trained {
     return values;
   }
 
-  test::SmallNet model;
+  test::ToyNet model;
   optim::FusedAdam optimizer;
   MixedPrecision mixed;
 };
 
 TEST(SplitMasters, StartFromTheWeightsBeforeTheCast) {
   Trained split(true);
-  const test::SmallNet original = Trained::make();
+  const test::ToyNet original = Trained::make();
   const auto values = split.exact();
   for (std::size_t i = 0; i < values.size(); ++i)
     expect_bitwise_equal(values[i], original->parameters()[i].detach());

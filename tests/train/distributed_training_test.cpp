@@ -7,6 +7,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/image_files.h"
 #include "tests/support/run_ranks.h"
+#include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
 
@@ -26,39 +27,17 @@ using amp::OptLevel;
 using test::Rank;
 using test::run_ranks;
 
-// Dropout takes random numbers, BatchNorm has buffers.
-struct DropNetImpl : torch::nn::Cloneable<DropNetImpl> {
-  explicit DropNetImpl(double rate = 0.2) : rate_(rate) { reset(); }
-  void reset() override {
-    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 8, 5).stride(3)));
-    norm = register_module("norm", torch::nn::BatchNorm2d(8));
-    drop = register_module("drop", torch::nn::Dropout(rate_));
-    fc = register_module("fc", torch::nn::Linear(8 * 8 * 8, 10));
-  }
-  at::Tensor forward(const at::Tensor& images) {
-    return fc(drop(torch::relu(norm(conv(images)))).flatten(1));
-  }
-  torch::nn::Conv2d conv{nullptr};
-  torch::nn::BatchNorm2d norm{nullptr};
-  torch::nn::Dropout drop{nullptr};
-  torch::nn::Linear fc{nullptr};
-
- private:
-  double rate_;
-};
-TORCH_MODULE(DropNet);
-
 // Passes each model that it creates to the test.
 class Models {
  public:
   explicit Models(double dropout) : dropout_(dropout) {}
   ModelFactory factory() {
     return [this] {
-      last = DropNet(dropout_);
+      last = test::DropNet(dropout_);
       return Classifier(last);
     };
   }
-  DropNet last{nullptr};
+  test::DropNet last{nullptr};
 
  private:
   double dropout_;
@@ -92,7 +71,7 @@ std::string bits(const std::vector<at::Tensor>& tensors) {
 }
 
 // All ranks have rank 0's weights and buffers.
-void expect_same_everywhere(const DropNet& model, const comm::Group& group) {
+void expect_same_everywhere(const test::DropNet& model, const comm::Group& group) {
   const std::string mine = bits(model->parameters()) + bits(model->buffers());
   EXPECT_TRUE(group.broadcast(mine) == mine);
 }

@@ -6,6 +6,7 @@
 #include "src/train/optimizers.h"
 #include "tests/support/image_files.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
 
@@ -26,28 +27,8 @@ using amp::OptLevel;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// Small and fast, with everything that a resumed run must restore: buffers, random numbers, layers
-// that stay fp32 at O2.
-struct DropNetImpl : torch::nn::Cloneable<DropNetImpl> {
-  DropNetImpl() { reset(); }
-  void reset() override {
-    conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 8, 5).stride(3)));
-    norm = register_module("norm", torch::nn::BatchNorm2d(8));
-    drop = register_module("drop", torch::nn::Dropout(0.2));
-    fc = register_module("fc", torch::nn::Linear(8 * 8 * 8, 10));
-  }
-  at::Tensor forward(const at::Tensor& images) {
-    return fc(drop(torch::relu(norm(conv(images)))).flatten(1));
-  }
-  torch::nn::Conv2d conv{nullptr};
-  torch::nn::BatchNorm2d norm{nullptr};
-  torch::nn::Dropout drop{nullptr};
-  torch::nn::Linear fc{nullptr};
-};
-TORCH_MODULE(DropNet);
-
 Classifier drop_net() {
-  return DropNet();
+  return test::DropNet();
 }
 
 const DataSet& data() {
@@ -137,15 +118,15 @@ TEST_P(TrainerAtEveryLevel, TheSameSeedGivesTheSameLosses) {
 
 // Fifty steps, a break and fifty more, over an epoch's end, are a hundred steps bit for bit.
 TEST_P(TrainerAtEveryLevel, AResumedRunGoesOnBitForBit) {
-  DropNet kept{nullptr};
+  test::DropNet kept{nullptr};
   const auto keep = [&kept] {
-    kept = DropNet();
+    kept = test::DropNet();
     return Classifier(kept);
   };
   Recorder whole;
   const TrainResult expected =
       train_classifier(keep, data(), options().max_steps(100).save(folder_ / "whole"), whole);
-  const DropNet expected_model = kept;
+  const test::DropNet expected_model = kept;
 
   Recorder first;
   train_classifier(drop_net, data(), options().max_steps(50).save(folder_ / "half"), first);
@@ -181,11 +162,11 @@ TEST_P(TrainerAtEveryLevel, AResumedRunGoesOnBitForBit) {
     archive.load_from((folder_ / name).string());
     torch::serialize::InputArchive weights;
     archive.read("model", weights);
-    DropNet model;
+    test::DropNet model;
     model->load(weights);
     return model;
   };
-  const DropNet whole_weights = saved_weights("whole");
+  const test::DropNet whole_weights = saved_weights("whole");
   EXPECT_EQ(whole_weights->conv->weight.scalar_type(), torch::kFloat);
   expect_equal(*saved_weights("resumed"), *whole_weights);
 }
@@ -478,7 +459,7 @@ TEST_F(SavedStateTest, MissingForeignAndDamagedFilesAreFileErrors) {
     test::write_text(state_, flipped);
     EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum")) << at;
   }
-  torch::save(DropNet(), state_.string());
+  torch::save(test::DropNet(), state_.string());
   EXPECT_THAT(message(more), HasSubstr("written by another program?"));
 }
 
@@ -508,17 +489,9 @@ TEST_F(SavedStateTest, OfAnotherModelIsAFileError) {
 }
 
 // The same names and options, so that only the shapes differ.
-struct TwoLayersImpl : torch::nn::Module {
-  explicit TwoLayersImpl(std::int64_t width) {
-    first = register_module("first", torch::nn::Linear(28 * 28, width));
-    second = register_module("second", torch::nn::Linear(width, 10));
-  }
-  at::Tensor forward(const at::Tensor& images) {
-    return second(torch::relu(first(images.flatten(1))));
-  }
-  torch::nn::Linear first{nullptr}, second{nullptr};
-};
-TORCH_MODULE(TwoLayers);
+test::ToyNet two_layers(std::int64_t width) {
+  return test::ToyNet(test::ToyNetOptions{.inputs = 28 * 28, .hidden = width, .outputs = 10});
+}
 
 TEST(SavedStates, OfAModelOfOtherShapesAreFileErrorsAndChangeNothing) {
   const test::TemporaryFolder folder;
@@ -526,12 +499,12 @@ TEST(SavedStates, OfAModelOfOtherShapesAreFileErrorsAndChangeNothing) {
     for (const char* const kind : {"sgd", "adam"}) {
       const auto options = options_for(level, torch::kBFloat16).optimizer(kind).max_steps(2);
       const auto state = folder / "state";
-      train_classifier([] { return Classifier(TwoLayers(16)); }, data(),
+      train_classifier([] { return Classifier(two_layers(16)); }, data(),
                        TrainOptions(options).save(state));
-      TwoLayers wide{nullptr};
+      test::ToyNet wide{nullptr};
       at::Tensor first;
       const auto make = [&] {
-        wide = TwoLayers(24);
+        wide = two_layers(24);
         first = wide->first->weight.detach().clone();
         return Classifier(wide);
       };

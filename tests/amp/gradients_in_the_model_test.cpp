@@ -1,0 +1,300 @@
+// Gradients that a program reads, clips, changes and drops in the model, and complex ones.
+
+#include "semitone/amp/initialize.h"
+#include "semitone/core/dtype.h"
+#include "semitone/optim/clip_grad.h"
+#include "semitone/scaling/grad_scaler.h"
+#include "tests/amp/training_idioms_fixture.h"
+#include "tests/support/levels.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace semitone::amp::training_idioms_test {
+namespace {
+
+using test::expect_bitwise_equal;
+using test::expect_close;
+using test::kDtypes;
+using test::kLevels;
+
+struct Case {
+  std::string name;
+  Options options;
+  MakeOptimizer optimizer;
+};
+void PrintTo(const Case& one, std::ostream* stream) {
+  *stream << one.name;
+}
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const std::string level : kLevels) {
+    for (const auto dtype : kDtypes) {
+      const std::string name = level + "_" + dtype_name(dtype);
+      all.push_back({name + "_sgd", with_scale(level, dtype), sgd(0.5)});
+      all.push_back({name + "_fused_sgd", with_scale(level, dtype), fused_sgd(0.5)});
+    }
+  }
+  return all;
+}
+
+class GradientsInTheModel : public testing::TestWithParam<Case> {
+ protected:
+  Training training() const { return {GetParam().options, GetParam().optimizer}; }
+};
+
+INSTANTIATE_TEST_SUITE_P(All, GradientsInTheModel, testing::ValuesIn(cases()),
+                         [](const auto& tested) { return tested.param.name; });
+
+TEST_P(GradientsInTheModel, AreWhatTheStepReads) {
+  Training trained = training();
+  trained.backward();
+  std::vector<at::Tensor> seen;
+  for (const at::Tensor& parameter : trained.model->parameters()) {
+    ASSERT_TRUE(parameter.grad().defined());
+    seen.push_back(parameter.grad().to(torch::kFloat));
+  }
+  const auto read = trained.grads();
+  ASSERT_EQ(read.size(), seen.size());
+  for (std::size_t i = 0; i < seen.size(); ++i)
+    expect_bitwise_equal(read[i].to(torch::kFloat), seen[i]);
+}
+
+TEST_P(GradientsInTheModel, AreClippedByTorchsFunction) {
+  Training trained = training();
+  trained.backward(100);
+  const double before = optim::grad_norm(trained.mixed->master_params(*trained.optimizer));
+  ASSERT_GT(before, 1);
+  trained.mixed->zero_grad(*trained.optimizer);
+  trained.backward(100);
+  const double norm = torch::nn::utils::clip_grad_norm_(trained.model->parameters(), 0.25);
+  // LibTorch rounds the norm of a 16-bit gradient to 16 bits.
+  const double tolerance = 8 * dtype_limits(torch::kBFloat16).epsilon;
+  EXPECT_NEAR(norm, before, tolerance * before);
+  EXPECT_NEAR(optim::grad_norm(trained.mixed->master_params(*trained.optimizer)), 0.25,
+              tolerance * 0.25);
+  EXPECT_EQ(trained.step(), Step::stepped);
+}
+
+// A loss so large that training diverges unless it is clipped.
+TEST_P(GradientsInTheModel, KeepATrainingStableThatIsClippedByTorchsFunctions) {
+  for (const bool by_value : {false, true}) {
+    Training trained = training();
+    double first = 0;
+    double last = 0;
+    int stepped = 0;
+    for (int i = 0; i < 20; ++i) {
+      trained.optimizer->zero_grad();
+      const at::Tensor loss = trained.loss();
+      trained.mixed->scale_loss(loss * 100, *trained.optimizer).backward();
+      if (by_value)
+        torch::nn::utils::clip_grad_value_(trained.model->parameters(), 0.05);
+      else
+        torch::nn::utils::clip_grad_norm_(trained.model->parameters(), 1.0);
+      stepped += trained.step() == Step::stepped ? 1 : 0;
+      (i == 0 ? first : last) = loss.item<double>();
+    }
+    EXPECT_LT(last, 0.5 * first) << by_value;
+    EXPECT_GE(stepped, 15) << by_value;
+  }
+}
+
+// As in a program that averages gradients over ranks itself.
+TEST_P(GradientsInTheModel, MayBeChangedInPlaceOrReplaced) {
+  for (const bool in_place : {true, false}) {
+    SCOPED_TRACE(in_place ? "in place" : "replaced");
+    Training changed = training();
+    Training halved = training();
+    for (int i = 0; i < 2; ++i) {
+      changed.optimizer->zero_grad();
+      halved.optimizer->zero_grad();
+      changed.backward();
+      halved.backward();
+      for (const at::Tensor& parameter : changed.model->parameters()) {
+        if (in_place)
+          parameter.grad().data().div_(2);  // past version counters, too
+        else
+          parameter.mutable_grad() = parameter.grad() / 2;
+      }
+      for (const at::Tensor& master : halved.mixed->master_params(*halved.optimizer))
+        master.grad().div_(2);
+      EXPECT_EQ(changed.step(), Step::stepped);
+      EXPECT_EQ(halved.step(), Step::stepped);
+    }
+    const auto got = changed.masters();
+    const auto want = halved.masters();
+    for (std::size_t i = 0; i < want.size(); ++i) expect_bitwise_equal(got[i], want[i]);
+  }
+}
+
+TEST_P(GradientsInTheModel, AreDroppedOnBothSides) {
+  for (const bool by_model : {true, false}) {
+    for (const bool set_to_none : {true, false}) {
+      SCOPED_TRACE(testing::Message() << by_model << set_to_none);
+      Training trained = training();
+      Training once = training();
+      const auto zero = [&] {
+        if (by_model)
+          trained.model->zero_grad(set_to_none);
+        else
+          trained.optimizer->zero_grad(set_to_none);
+      };
+      trained.backward(1, 1);
+      zero();
+      once.loss(1);  // BatchNorm sees it
+      trained.backward(1, 2);
+      once.backward(1, 2);
+      const auto got = trained.grads();
+      const auto want = once.grads();
+      for (std::size_t i = 0; i < want.size(); ++i) expect_close(got[i], want[i], 1e-6);
+    }
+  }
+}
+
+// The next forward removes them, so that a backward without scale_loss adds to nothing.
+TEST_P(GradientsInTheModel, AreNotAddedToTwice) {
+  Training trained = training();
+  trained.backward(1, 1);
+  const auto first = trained.grads();
+  trained.loss(2).backward();
+  trained.backward(1, 3);
+  Training parts = training();
+  std::vector<std::vector<at::Tensor>> each;
+  for (const std::uint64_t seed : {1U, 2U, 3U}) {
+    parts.mixed->zero_grad(*parts.optimizer);
+    parts.backward(1, seed);
+    each.push_back(parts.grads());
+  }
+  const auto got = trained.grads();
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const at::Tensor want = (each[0][i].to(torch::kDouble) + each[1][i].to(torch::kDouble) +
+                             each[2][i].to(torch::kDouble));
+    // fp16 without a scale loses small parts.
+    const double tolerance =
+        GetParam().name.rfind("O0", 0) == 0 ? 1e-5 : 8 * dtype_limits(torch::kBFloat16).epsilon;
+    EXPECT_LE(
+        (got[i].to(torch::kDouble) - want).norm().item<double>(),
+        tolerance * (each[0][i].norm() + each[1][i].norm() + each[2][i].norm()).item<double>());
+  }
+}
+
+// Another forward of the same model, before the step, does not undo the clipping.
+TEST_P(GradientsInTheModel, StayClippedThroughAForward) {
+  Training trained = training();
+  trained.backward(100);
+  torch::nn::utils::clip_grad_norm_(trained.model->parameters(), 0.25);
+  trained.loss(2);
+  EXPECT_NEAR(optim::grad_norm(trained.mixed->master_params(*trained.optimizer)), 0.25, 0.02);
+}
+
+// A filter in the frequency domain.
+struct FilterImpl : torch::nn::Module {
+  FilterImpl() {
+    weight = register_parameter("weight", torch::randn({9}, torch::kComplexFloat));
+    register_module("out", out);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return out(
+        torch::fft_irfft(torch::fft_rfft(x.to(torch::kFloat)) * weight, 16).to(x.scalar_type()));
+  }
+  at::Tensor weight;
+  torch::nn::Linear out{16, 3};
+};
+TORCH_MODULE(Filter);
+
+struct FilterTraining {
+  explicit FilterTraining(const Options& options) {
+    torch::manual_seed(5);
+    model = Filter();
+    optimizer = std::make_unique<torch::optim::SGD>(model->parameters(), 0.1);
+    mixed = std::make_unique<MixedPrecision>(
+        initialize(model, *optimizer, Options(options).verbosity(0)));
+  }
+  void backward() {
+    torch::manual_seed(6);
+    mixed->scale_loss(mixed->forward(model, torch::randn({8, 16})).pow(2).mean(), *optimizer)
+        .backward();
+  }
+  Filter model{nullptr};
+  std::unique_ptr<torch::optim::SGD> optimizer;
+  std::unique_ptr<MixedPrecision> mixed;
+};
+
+TEST(ComplexParameters, TrainAtEveryLevel) {
+  FilterTraining plain{Options("O0")};
+  for (int i = 0; i < 2; ++i) plain.backward();
+  const at::Tensor want = plain.model->weight.grad();
+  for (const std::string level : kLevels) {
+    for (const auto dtype : kDtypes) {
+      SCOPED_TRACE(level + " " + dtype_name(dtype));
+      FilterTraining trained(scaled_by(level, dtype, level == "O0" ? "1" : "128"));
+      for (int i = 0; i < 2; ++i) trained.backward();
+      const at::Tensor got = trained.model->weight.grad();
+      ASSERT_EQ(got.scalar_type(), torch::kComplexFloat);
+      EXPECT_LE((got - want).abs().max().item<double>(),
+                8 * dtype_limits(dtype).epsilon * want.abs().max().item<double>());
+      const at::Tensor before = trained.model->weight.detach().clone();
+      EXPECT_EQ(trained.mixed->step(*trained.optimizer), Step::stepped);
+      EXPECT_FALSE(trained.model->weight.equal(before));
+      if (level == "O0") continue;
+      trained.mixed->zero_grad(*trained.optimizer);
+      trained.backward();
+      auto scaled =
+          trained.mixed->scale_loss(trained.model->weight.abs().sum() * kInf, *trained.optimizer);
+      scaled.backward();
+      EXPECT_EQ(trained.mixed->step(*trained.optimizer), Step::skipped);
+    }
+  }
+}
+
+TEST(ComplexParameters, AreClippedAsByTorch) {
+  for (const double order : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    SCOPED_TRACE(order);
+    FilterTraining ours{Options("O0")};
+    FilterTraining torchs{Options("O0")};
+    ours.backward();
+    torchs.backward();
+    const double norm = optim::clip_grad_norm_(ours.model->parameters(), 0.01, order);
+    EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(torchs.model->parameters(), 0.01, order),
+                1e-5 * norm);
+    EXPECT_GT(norm, 0.01);
+    for (std::size_t i = 0; i < ours.model->parameters().size(); ++i) {
+      const at::Tensor want = torchs.model->parameters()[i].grad();
+      EXPECT_LE((ours.model->parameters()[i].grad() - want).abs().max().item<double>(),
+                1e-5 * want.abs().max().item<double>());
+    }
+    FilterTraining mixed{Options("O1")};
+    mixed.backward();
+    EXPECT_GT(mixed.mixed->clip_grad_norm_(*mixed.optimizer, 0.01, order), 0.01);
+    EXPECT_NEAR(optim::grad_norm(mixed.model->parameters(), order), 0.01, 1e-4);
+  }
+}
+
+TEST(ComplexParameters, AreUnscaledByAGradScaler) {
+  torch::manual_seed(5);
+  Filter model;
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  GradScaler scaler;
+  const auto loss = [&] { return model->forward(torch::ones({2, 16})).pow(2).mean(); };
+  loss().backward();
+  const at::Tensor want = model->weight.grad().clone();
+  optimizer.zero_grad();
+  scaler.scale(loss()).backward();
+  scaler.unscale_(optimizer);
+  EXPECT_LE((model->weight.grad() - want).abs().max().item<double>(),
+            1e-6 * want.abs().max().item<double>());
+  EXPECT_EQ(scaler.step(optimizer), Step::stepped);
+}
+
+}  // namespace
+}  // namespace semitone::amp::training_idioms_test
