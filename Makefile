@@ -3,7 +3,7 @@
 #   PRESET=release|debug|asan|tsan|cuda   the kind of build             (CMakePresets.json)
 #   TORCH=2.11.0                          the LibTorch release to fetch (tools/setup.sh)
 #   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
-#   JOBS=N                                number of compile jobs, default: one per core
+#   JOBS=N                                number of jobs that compile and test, default: one per core
 #   NPROC=N|auto                          number of processes of mnist-ddp, default: 2
 #   SEMITONE_PEER_PYTHON=PYTHON           a Python with torch, for bench-compare; default: bench-peers installs one
 
@@ -50,11 +50,11 @@ mnist-ddp: program  ## The same in two processes, each with its share of the ima
 
 test: build  ## Build and run every test
 	$(say) "running the tests"
-	@ctest --test-dir $(BUILD) --output-on-failure $(ARGS)
+	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) $(ARGS)
 
 test-isa: build  ## Run the numerical tests at every instruction set, from SSE4.1 to this processor's
 	$(say) "running the tests of numbers at every instruction set"
-	@ctest --test-dir $(BUILD) --output-on-failure -C isa -L isa $(ARGS)
+	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) -C isa -L isa $(ARGS)
 
 bench: configure  ## Build and run the benchmarks
 	$(say) "compiling the benchmarks with $(JOBS) jobs"

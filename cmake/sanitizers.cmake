@@ -1,14 +1,15 @@
-# The options of each sanitizer when tests run, from make or from ctest.
-set(SEMITONE_TEST_ENVIRONMENT "")
+# The environment of tests, from make or from ctest: OpenMP's threads sleep while they wait, since several tests run at
+# once, and the options of each sanitizer.
+set(SEMITONE_TEST_ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE")
 if(SEMITONE_SANITIZE)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SEMITONE_SANITIZE};-fno-omit-frame-pointer>"
     $<$<COMPILE_LANGUAGE:CXX>:-Wno-maybe-uninitialized>)  # GCC sees ghosts behind the sanitizers' checks
   add_link_options(-fsanitize=${SEMITONE_SANITIZE})
   set(tools ${PROJECT_SOURCE_DIR}/tools)
   if(SEMITONE_SANITIZE STREQUAL thread)
-    set(SEMITONE_TEST_ENVIRONMENT "TSAN_OPTIONS=suppressions=${tools}/tsan.supp:halt_on_error=1" "OMP_NUM_THREADS=1")
+    list(APPEND SEMITONE_TEST_ENVIRONMENT "TSAN_OPTIONS=suppressions=${tools}/tsan.supp:halt_on_error=1" "OMP_NUM_THREADS=1")
   else()
-    set(SEMITONE_TEST_ENVIRONMENT
+    list(APPEND SEMITONE_TEST_ENVIRONMENT
       "ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1"
       "LSAN_OPTIONS=suppressions=${tools}/lsan.supp:print_suppressions=0"
       "UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:suppressions=${tools}/ubsan.supp")
