@@ -48,8 +48,10 @@ struct FusedNovoGradOptions : torch::optim::OptimizerCloneableOptions<FusedNovoG
 ///     m = beta1 m + (1 - beta1) g
 ///     p -= lr · (m / (1 - beta1^t) / d + weight_decay p)
 ///
-/// With reg_inside_moment, m takes g / d + weight_decay p, and p -= lr · m / (1 - beta1^t).
-/// Needs one pass over memory, and one over the gradients for the norms.
+/// With reg_inside_moment, g / d + weight_decay p replaces g in the formula of m, and the update is
+/// p -= lr · m / (1 - beta1^t).
+///
+/// A step takes one pass over the gradients for the norms, and one over all tensors.
 /// State: "exp_avg" and "grad_norm", one fp64 number on the host.
 class FusedNovoGrad : public FusedOptimizer {
  public:

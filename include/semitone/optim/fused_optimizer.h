@@ -48,8 +48,8 @@ struct FusedStep {
   /// model parameter's gradient in its own dtype, so that no gradient has to be moved or converted
   /// first. Null: none. Default null.
   TORCH_ARG(copies_t, copies) = nullptr;
-  /// An additional factor for gradients that are read from model parameters: those are still scaled
-  /// when the masters' gradients are not. Default 1.
+  /// An additional factor for the gradients that the step reads from model parameters. Set it to
+  /// 1 / loss scale if these are still scaled, and the masters' own gradients are not. Default 1.
   TORCH_ARG(double, copies_inv_scale) = 1;
 };
 
@@ -57,11 +57,12 @@ struct FusedStep {
 struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
   std::int64_t step = 0;              ///< steps that this parameter took part in
   std::array<at::Tensor, 3> tensors;  ///< see FusedOptimizer::state_of
-  at::Tensor master_low;              ///< lower halves of split masters: int16, parameter's shape
+  /// The lower halves of split masters (FusedAdamOptions::split_master): int16, of the parameter's
+  /// shape.
+  at::Tensor master_low;
 
-  /// Stores tensors by position, not by name. For code that moves the state of any optimizer from
-  /// one parameter to another, such as amp::MasterWeights. Files are written by
-  /// FusedOptimizer::save().
+  /// Stores tensors by position, not by name. These functions are for amp::MasterWeights, which
+  /// widens 16-bit state to fp32 by saving and loading it. FusedOptimizer::save() writes files.
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
@@ -101,8 +102,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method): that is why.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  /// Sets the places of the parameters in a longer list, if this optimizer has only part of it. The
-  /// places seed the random bits of bf16 state. Default: the places in this optimizer.
+  /// Sets the index of each parameter in the whole parameter list, for an optimizer that has only
+  /// part of that list. The indices seed the random bits of bf16 state. Default: the indices in
+  /// this optimizer's own groups.
   void set_parameter_places(ParameterPlaces places) override;
 
   /// Returns the number of steps that updated a parameter.
@@ -113,7 +115,8 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   /// the optimizer does not have.
   at::Tensor state_of(const at::Tensor& parameter, std::string_view name) const;
 
-  /// Returns whether the bf16 parameters of a group have split masters.
+  /// Returns whether the bf16 parameters of a group have split masters, as
+  /// FusedAdamOptions::split_master defines them.
   bool splits_masters(const torch::optim::OptimizerParamGroup& group) const {
     return splits_masters(group.options());
   }
@@ -140,7 +143,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  /// One state tensor or number of a rule.
+  /// One entry of a parameter's state: a tensor or a number.
   struct Slot {
     std::string_view name;
     bool wanted = true;   ///< whether the options need it
@@ -148,8 +151,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
     bool number = false;  ///< one fp64 number per parameter, not a tensor of its shape
   };
 
-  /// A parameter of a step, and the coefficients of several: src/optim/work.h.
+  /// One parameter of a step. Defined in src/optim/work.h.
   struct Work;
+  /// The coefficients of the update rule for several parameters. Defined there too.
   struct Rules;
 
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -177,8 +181,8 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   }
   /// Runs the step for parameters whose state exists and whose step count includes this step.
   virtual void update(std::span<Work> work);
-  /// Returns the coefficients with which update() changes each parameter, if update() does nothing
-  /// else. Returns nothing for a class that overrides update().
+  /// Returns the coefficients of each parameter's update, for a class whose update() only applies
+  /// the update rule's kernel. Returns nothing for a class that overrides update().
   virtual std::optional<Rules> rules_of(std::span<const Work> work) const;
 
   std::vector<Work> gather(const FusedStep& how);
