@@ -32,7 +32,8 @@ struct BackendRequest {
 struct Transport {
   c10::intrusive_ptr<c10d::Backend> backend;
   bool is_queued = false;  // see queued_transport.h
-  // What a thread that asks its works needs, if anything.
+  // Called by a thread before it polls the backend's works; the result lives as long as the thread.
+  // Null if such a thread needs no preparation.
   std::function<std::shared_ptr<void>()> enter_thread;
 };
 
@@ -62,7 +63,7 @@ inline const std::vector<Backend>& backends() {
 // Null for an unknown name.
 const Backend* find_backend(std::string_view name);
 
-// A backend for tensors on another type of device, as a suggestion in errors.
+// A backend for tensors on any other type of device than this one, which errors suggest.
 const Backend& backend_for_other_device(c10::DeviceType device);
 
 // "gloo, nccl"

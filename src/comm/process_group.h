@@ -24,7 +24,7 @@ struct Group::Impl {
   c10::Device device = c10::kCPU;  // of the tensors that the transport takes
   InitOptions options;
   std::string address;             // local IP address to listen on
-  std::vector<int> members = {0};  // the ranks in the group of all
+  std::vector<int> members = {0};  // its ranks, by their numbers in the group of all processes
   bool is_of_all = true;
   int subgroups = 0;  // made so far: numbers their keys in the store
   int barriers = 0;

@@ -13,18 +13,18 @@
 
 // The completion of collectives that run on a device: NCCL.
 //
-// The futures of its works complete when the kernels are queued. Only Work::isCompleted() tells
+// The futures of NCCL's works complete when the kernels are queued. Only Work::isCompleted() tells
 // whether a collective has run, and only abort() ends a kernel that waits for a lost rank. A thread
-// polls the one and calls the other. It cannot make a call throw that waits for the device itself,
-// such as Tensor::item(): that call returns when the kernels were aborted, and the next call of the
-// group throws.
+// therefore polls isCompleted(), and calls abort() if a rank is lost or late. Calls that wait for
+// the device itself, such as Tensor::item(), do not throw then: they return when the kernels were
+// aborted, and the next call of the group throws.
 namespace semitone::comm {
 
 struct QueuedTransportOptions {
   std::shared_ptr<Watch> watch;
   std::chrono::milliseconds timeout{};  // of a collective
-  // How long destruction waits for an abort. It waits three times as long for collectives in
-  // progress after another rank has left.
+  // How long destruction waits for an abort. If another rank has left the group, and no collective
+  // completes for three times as long, those in progress fail.
   std::chrono::milliseconds patience = std::chrono::seconds(10);
   // Called by the thread before it polls works; the result lives as long as the thread.
   std::function<std::shared_ptr<void>()> enter_thread;

@@ -19,12 +19,12 @@ struct WatchedBackendOptions {
   CheckLevel check = CheckLevel::calls;
   c10::Device device = c10::kCPU;  // of the tensors that the transport takes
   std::chrono::milliseconds timeout{};
-  std::vector<int> members;   // the ranks in the group of all
-  bool counts_calls = false;  // it is the group of all ranks: its calls tell which rank is late
+  std::vector<int> members;   // its ranks, by their numbers in the group of all processes
+  bool counts_calls = false;  // for the group of all processes: its calls tell which rank is late
   bool is_queued = false;     // see queued_transport.h
   std::function<std::shared_ptr<void>()> enter_thread;  // of QueuedTransportOptions
-  std::chrono::milliseconds patience =
-      std::chrono::seconds(10);  // with what is under way at the end
+  // How long destruction waits for collectives in progress; also QueuedTransportOptions::patience.
+  std::chrono::milliseconds patience = std::chrono::seconds(10);
 };
 
 // Wraps a transport, so that all its users (Semitone's groups, and c10d's Reducer in a backward

@@ -40,10 +40,10 @@ class Work {
 /// Every rank of a group must call the same collectives in the same order, with tensors of the same
 /// shape and dtype. CheckLevel says how far this is verified. Tensors must be contiguous and on
 /// device(). Their dtype must be fp64, fp32, fp16, bf16, int64, int32, int8 or uint8; broadcast and
-/// all_gather accept any dtype. Other tensors are an Error. Collectives work in place and outside
-/// autograd. They block until the result is there, unless their name ends in _async. Tensors that
-/// they write count as modified in place: autograd refuses to use a saved value that was
-/// overwritten, and fp32 master weights follow their parameters.
+/// all_gather accept any dtype. Other tensors are an Error. all_reduce and broadcast work in place,
+/// and autograd records no collective. Collectives block until the result is there, unless their
+/// name ends in _async. Tensors that they write count as modified in place: autograd refuses to use
+/// a saved value that was overwritten, and fp32 master weights follow their parameters.
 ///
 /// CommError names the rank when a peer dies (raised at once), when it stops or becomes unreachable
 /// (after InitOptions::heartbeat_timeout), or when it does not arrive within the timeout. After a
@@ -52,8 +52,8 @@ class Work {
 /// for the collectives in progress.
 ///
 /// With nccl, collectives return when they are queued. A lost rank aborts the queued collectives.
-/// Work that waits for them on the GPU then continues with meaningless values, and the next call,
-/// or the barrier, throws the CommError.
+/// Work that waits for them on the GPU then continues with meaningless values, and the next call on
+/// the group throws the CommError. A barrier waits for the GPU, and throws the CommError itself.
 ///
 /// Only one thread at a time may use a group. Collectives that overlap in time, on several threads,
 /// need one subgroup each.
@@ -68,9 +68,9 @@ class Group {
   int size() const;
   /// A name that InitOptions::backend lists, or "none" for a single process.
   std::string_view backend() const;
-  /// Where tensors must be: the CPU, or this rank's GPU, as chosen by init, if the backend
-  /// communicates between GPUs. A group of one process accepts tensors on any device. Its device is
-  /// the one that several processes would have, or the CPU for Group().
+  /// Returns where tensors must be: the CPU, or the GPU that init chose for this rank, if the
+  /// backend communicates between GPUs. A group of one process accepts tensors on any device. It
+  /// still returns the device that init chose, and Group() the CPU.
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 
@@ -101,9 +101,10 @@ class Group {
   /// A barrier with its own timeout. CommError names every rank that did not arrive.
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
-  /// Returns a group of some of this group's ranks, numbered from 0 in this order. Errors name
-  /// ranks by their numbers in the group of all. Every rank of this group calls it with the same
-  /// list. A rank that is not in the list gets a group of its own (Group()).
+  /// Returns a group of some of this group's ranks, numbered from 0 in the order of the list.
+  /// Errors name ranks by their numbers in the group of all processes, as returned by init. Every
+  /// rank of this group calls it with the same list. A rank that is not in the list gets a group of
+  /// one process.
   /// @param ranks  ascending, without duplicates. Error otherwise.
   Group subgroup(const std::vector<int>& ranks) const;
 

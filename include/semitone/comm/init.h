@@ -7,8 +7,8 @@
 
 namespace semitone::comm {
 
-/// Meets the other processes and returns the group of all. Blocks until all have arrived or the
-/// timeout expires, which is a CommError naming the missing ranks. Error for an invalid URL,
+/// Meets the other processes and returns the group of all processes. Blocks until all have arrived
+/// or the timeout expires, which is a CommError naming the missing ranks. Error for an invalid URL,
 /// environment or option, and for a backend that the build does not have. CommError if the port is
 /// taken, the master is unreachable, two processes have the same rank, or the ranks disagree on the
 /// world size. A port or file serves one call: a second call needs another.
