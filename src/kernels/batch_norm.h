@@ -6,9 +6,9 @@
 //
 // An input is (N, C, …), floating-point, in any layout and on any device; N may be 0. Per-channel
 // values are fp64 of shape (C), on the input's device. Elements are computed in fp32 (fp64 for an
-// fp64 input) and rounded once. In kernels a sum has at most 256 terms in fp32 before it continues
-// in fp64. Results of the input's shape are dense if the input is, and have its strides then.
-// Results do not depend on the number of threads.
+// fp64 input) and rounded once. The kernels accumulate sums in fp32 for at most 256 terms at a
+// time, and add these partial sums in fp64. If the input is dense, results of its shape have its
+// strides. Results do not depend on the number of threads.
 namespace semitone::kernels {
 
 // Mean, and sum of squared deviations. Zeros if there are no elements.

@@ -8,9 +8,9 @@
 //
 // Logits are (N, C), floating-point, in any layout and on any device. Targets are (N), int64, on
 // the same device, each a class in [0, C) or ignore_index. Everything is computed in fp32 (fp64 for
-// fp64 logits). fp32, fp16 and bf16 on the CPU and with CUDA kernels need one pass. A sum there has
-// at most 256 terms per lane in fp32 before it continues in fp64. Results do not depend on the
-// number of threads.
+// fp64 logits). fp32, fp16 and bf16 on the CPU and with CUDA kernels need one pass. There each
+// vector lane accumulates a sum in fp32 for at most 256 terms at a time, and these partial sums are
+// added in fp64. Results do not depend on the number of threads.
 namespace semitone::kernels {
 
 struct ClassTargets {

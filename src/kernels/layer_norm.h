@@ -7,9 +7,10 @@
 // Layer norm and RMS norm: rows normalised by their own mean and variance.
 //
 // An input is floating-point, of any layout and device, and consists of rows of `columns` elements,
-// one after the other. It is computed in fp32 (fp64 for fp64) and rounded once. In kernels a sum
-// over a column has at most 256 terms in fp32 before it continues in fp64, and so have the sums of
-// a lane over a row. Results do not depend on the number of threads.
+// one after the other. It is computed in fp32 (fp64 for fp64) and rounded once. The kernels
+// accumulate sums over a column, and each vector lane's sum over a row, in fp32 for at most 256
+// terms at a time, and add these partial sums in fp64. Results do not depend on the number of
+// threads.
 namespace semitone::kernels {
 
 struct LayerNorm {

@@ -43,10 +43,11 @@ struct FusedBatchNormOptions {
 ///     auto z = norm(x, shortcut);   // relu(batch_norm(x) + shortcut)
 ///
 /// The input (N, C, …) has at least two dimensions, is fp16, bf16, fp32 or fp64, and may have any
-/// strides. The result has its shape, dtype and memory format (channels last is preserved). Sums of
-/// up to 256 terms are computed in fp32 and added in fp64, for every input dtype, and each element
-/// is rounded once. Parameters and running statistics stay in fp32 for 16-bit inputs
-/// (semitone::KeepFp32). Results do not depend on the number of threads.
+/// strides. The result has its shape, dtype and memory format (channels last is preserved). Sums
+/// are accumulated in fp32 for at most 256 terms at a time, and these partial sums are added in
+/// fp64 (for an fp64 input everything is fp64). Each element is rounded once. Parameters and
+/// running statistics stay in fp32 for 16-bit inputs (semitone::KeepFp32). Results do not depend on
+/// the number of threads.
 ///
 /// Parameters and buffers have the names of torch::nn::BatchNorm1d, 2d and 3d, so each class loads
 /// what the other saved. In evaluation the layer computes torch::nn::BatchNorm, followed by the

@@ -30,8 +30,9 @@ at::Tensor fused_gelu(const at::Tensor& input, std::string_view approximate = "n
 ///
 /// @param input  (…, N): a product without its bias
 /// @param bias   (N): fp16, bf16 or fp32 for any input, fp64 for an fp64 input. Its gradient has
-///               its dtype. It sums at most 256 terms in fp32 and continues in fp64, and does not
-///               depend on the number of threads.
+///               its dtype. The gradient is accumulated in fp32 for at most 256 terms at a time,
+///               and these partial sums are added in fp64. It does not depend on the number of
+///               threads.
 at::Tensor fused_bias_gelu(const at::Tensor& input, const at::Tensor& bias,
                            std::string_view approximate = "none");
 

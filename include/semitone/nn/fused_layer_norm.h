@@ -26,9 +26,10 @@ namespace semitone::nn {
 ///
 /// fp32, fp16 and bf16 are computed in fp32 and rounded once: by vector code on the CPU, and by one
 /// of Semitone's kernels on CUDA devices of compute capability 8.0 or newer. Gradients of weight
-/// and bias sum at most 256 terms in fp32 and continue in fp64. fp64 and other devices use ATen
-/// operators. Results do not depend on the number of threads. Nothing is saved when gradients are
-/// disabled. Gradients can be differentiated again, through ATen operators.
+/// and bias are accumulated in fp32 for at most 256 terms at a time, and these partial sums are
+/// added in fp64. fp64 and other devices use ATen operators. Results do not depend on the number of
+/// threads. Nothing is saved when gradients are disabled. Gradients can be differentiated again,
+/// through ATen operators.
 ///
 /// Error for other shapes and dtypes.
 at::Tensor fused_layer_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
