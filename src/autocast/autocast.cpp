@@ -74,7 +74,7 @@ struct Switches {
 // the outermost region, and whenever Semitone's cache is emptied.
 //
 // A scope that ends on another thread stays in force on its own thread, which ends it when the next
-// scope begins or ends there.
+// scope begins there, or when the scope directly inside it ends.
 class RegionScope {
  public:
   struct End {

@@ -81,7 +81,8 @@ class ComputeKernels {
     if (!run_fast(fast, arguments, stack)) run_without_casts(op, keys, stack);
   }
 
-  // LibTorch's kernel; operators inside it may be cast.
+  // Runs LibTorch's kernel with the arguments as they are. Autocast stays on for operators that
+  // this kernel calls.
   void run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
     op.redispatchBoxed(keys & below(key_), stack);
   }

@@ -28,9 +28,9 @@ std::optional<c10::OperatorHandle> find_operator(std::string_view name);
 // has 3000 operators.
 const std::map<std::string, std::vector<c10::OperatorHandle>>& aten_operators();
 
-// The operators that a user's name stands for: one overload if one is named, otherwise all
-// overloads that write to no argument (or all overloads if there are no others: "exp_"). Error with
-// the nearest names if there is no such operator.
+// The operators that a user's name stands for. "conv2d.padding" stands for this overload. "conv2d"
+// stands for all overloads that write to no argument. If every overload writes to one ("exp_"), it
+// stands for all of them. Error with the nearest names if there is no such operator.
 std::vector<c10::OperatorHandle> resolve_operators(std::string_view name, std::string_view caller);
 
 // Whether the operator writes to an argument: in-place forms and out= overloads.

@@ -18,14 +18,15 @@ inline constexpr std::string_view kCudnnRnn = "_cudnn_rnn";
 inline constexpr std::array<std::string_view, 2> kScriptCasts{"_autocast_to_full_precision",
                                                               "_autocast_to_reduced_precision"};
 
-// Operators that LibTorch refuses for arguments of two floating dtypes, where a model with 16-bit
-// weights may pass fp32: a grid, an index, a target. They compute in fp32 then.
+// Operators that LibTorch refuses for arguments of two floating dtypes. A model with 16-bit weights
+// may pass fp32 as one of them: a grid, or the values of index_put or scatter_add. Such calls are
+// computed in fp32.
 inline constexpr std::array<std::string_view, 9> kWidensMixed{
     "bilinear",  "dot",         "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "index_copy",
     "index_put", "scatter_add", "vdot"};
-// In a model with 16-bit weights these compute, and return, fp32, as do those of
-// presets::without_16bit_kernels(): LibTorch's CPU has no 16-bit kernels of them either, or
-// (matrix_exp in LibTorch 2.11) wrong ones.
+// In a model with 16-bit weights these operators compute in fp32 and return fp32, because LibTorch
+// has no 16-bit CPU kernels for them, or wrong ones (matrix_exp in LibTorch 2.11). The operators of
+// presets::without_16bit_kernels() are treated in the same way.
 inline constexpr std::array<std::string_view, 14> kLack16Bits{"complex",
                                                               "det",
                                                               "istft",

@@ -26,18 +26,20 @@ namespace semitone::amp {
 /// - A region belongs to its thread. LibTorch carries it to the threads that work for this one: the
 ///   autograd engine's, at::launch's and the JIT's. For other threads and for at::parallel_for, see
 ///   AutocastState.
-/// - An fp32 parameter used twice in a region is cast once, also through .t(), which is how Linear
-///   uses it. The cached copy is dropped as soon as the weight changes, is kept per dtype, and is
-///   made again with a gradient if its first use had none. It lives until the outermost region ends
-///   or a backward pass runs through it.
+/// - An fp32 parameter that is used several times in a region is cast once. Linear passes
+///   weight.t(), which also uses the cached copy of the weight. There is one cached copy per dtype.
+///   A copy is not used any more once the weight has changed. A copy that was made without a
+///   gradient is replaced when a gradient is needed. All copies are dropped when the outermost
+///   region ends, or when a backward pass runs through one of them.
 /// - A weight counts as changed after every write that LibTorch counts (in place, to an alias,
 ///   set_data), when its memory is replaced, and after a write to that memory by add_ or sub_ in
 ///   the region. On a CPU it also counts as changed if one of 32 sampled elements has another
 ///   value. The steps of optimizers are therefore seen, including torch::optim::SGD's, which writes
-///   through tensor.data() with add_. Some writes through tensor.data() are not seen, unless a
-///   backward pass went through the cast before: writes by other operators, or while casts are off,
-///   to a tensor on another device than the CPU or to a few elements of a large weight. Write under
-///   torch::NoGradGuard instead, or call clear_cast_cache().
+///   through tensor.data() with add_. A write through tensor.data() by another operator, or while
+///   casts are off, may not be seen: it is missed on devices other than the CPU, and in a large
+///   weight of which it changes only a few elements. After such a write call clear_cast_cache(), or
+///   write under torch::NoGradGuard instead. Neither is needed after a backward pass through one of
+///   the region's casts, which drops all copies.
 /// - LibTorch's own cache of casts, which kernels of other libraries fill
 ///   (at::autocast::cached_cast), is emptied at the same times.
 /// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
@@ -47,7 +49,7 @@ namespace semitone::amp {
 /// Destroy it on the thread that constructed it, in the reverse order of construction. If the order
 /// is wrong, the remaining regions continue as if the destroyed one had never existed, and the log
 /// says so once. If the thread is wrong, the log says so, and the region stays in force on its own
-/// thread until the next region begins or ends there.
+/// thread until the next region begins there, or the region directly inside it ends.
 class [[nodiscard]] Autocast {
  public:
   /// Enters a region with the policy's device and dtype. Error if the policy has keep_fp32_params()

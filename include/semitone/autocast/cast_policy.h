@@ -44,14 +44,15 @@ class CompiledPolicy;
 class CastPolicy {
  public:
   /// The default policy. On a GPU it is LibTorch's own list. On a CPU it has the same rows, except
-  /// for five operators (layer_norm, native_layer_norm, group_norm, binary_cross_entropy,
-  /// grid_sampler), and in addition the rows that only LibTorch's CPU list has, without that list's
-  /// dtype errors. docs/cast_policies.md lists the differences between the devices.
+  /// for five operators: layer_norm, native_layer_norm, group_norm, binary_cross_entropy and
+  /// grid_sampler. It also has the rows that only LibTorch's CPU list has. Calls that raise dtype
+  /// errors under LibTorch's CPU list do not raise under this policy. docs/cast_policies.md lists
+  /// the differences between the devices.
   static CastPolicy semitone(CastTarget target = {});
   /// LibTorch's own list for the device, unchanged.
   static CastPolicy torch(CastTarget target = {});
-  /// The lists of apex.amp O1 (commit e13873de), translated to the operators that those functions
-  /// call.
+  /// The lists of functions that apex.amp O1 patches (commit e13873de), translated to the ATen
+  /// operators that these functions call.
   static CastPolicy apex(CastTarget target = {});
   /// The lists of paddle.amp 3.3, translated to the corresponding ATen operators.
   static CastPolicy paddle(CastTarget target = {}, PaddleLevel level = PaddleLevel::O1);
@@ -76,10 +77,10 @@ class CastPolicy {
 
   /// Keeps the parameters whose names match a glob (*, ?, [abc]; * also matches dots) in fp32.
   /// Operators that get such a parameter as an argument then run in fp32, if this policy lists them
-  /// with any action, or if the preset `semitone` lists them for the device. A kept parameter can
-  /// therefore meet 16-bit tensors under every policy, including `none` of O2 and O3. For operators
-  /// in neither list, and for those that write to an argument (in-place forms, out= overloads),
-  /// LibTorch's type promotion decides.
+  /// with any action, or if the preset `semitone` lists them for the device. Such an operator
+  /// also accepts 16-bit tensors next to the parameter, under every policy, including the preset
+  /// `none`, which O2 and O3 use. For operators in neither list, and for those that write to an
+  /// argument (in-place forms, out= overloads), LibTorch's type promotion decides.
   ///
   /// Names need a model: see bind(). In a policy that is already bound the glob is resolved at once
   /// (Error if it matches nothing). Autocast refuses a policy with globs that is not bound.
