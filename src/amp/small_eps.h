@@ -5,7 +5,7 @@
 namespace semitone::amp {
 
 // Warns, once, if one of LibTorch's optimizers steps fp16 weights with an eps that fp16 rounds to
-// 0. It divides 0 by 0 where a gradient is 0.
+// 0. Where a gradient is 0, such an optimizer divides 0 by 0.
 void warn_of_small_eps(const OptimizerRefs& optimizers);
 
 }  // namespace semitone::amp

@@ -12,7 +12,8 @@ class StepGraph {
  public:
   virtual ~StepGraph() = default;
 
-  // Calls work() in an environment in which the same work can be captured later.
+  // Calls work() on the stream on which capture() will run, so that autograd and the libraries
+  // create their state for this stream before a capture.
   virtual void warm_up(const std::function<void()>& work) = 0;
 
   // Records the device's work in work() without running it. Memory that work() allocates on the

@@ -11,9 +11,10 @@ namespace semitone::amp {
 struct ScaleLossOptions {
   /// Index of the loss scaler, below Options::num_losses.
   std::int64_t loss_id = 0;
-  /// Leave the gradients scaled, because more backward passes with the same scale follow before one
-  /// that is not delayed. This saves one pass over the gradients for each. Gradient accumulation is
-  /// correct without it, too.
+  /// Leave the gradients scaled after this backward pass. The last pass before the step must have
+  /// false here: it unscales the gradients of all passes, which need the same loss scale. Each
+  /// delayed pass saves one pass over the gradients. Gradient accumulation is correct without it,
+  /// too. Default false.
   bool delay_unscale = false;
 };
 
@@ -27,18 +28,20 @@ struct ScaleLossOptions {
 ///
 /// All parameters of the models get unscaled gradients, at every level, as from torch's backward. A
 /// GAN therefore zeroes the discriminator's gradients after the generator's loss. If the loss
-/// overflows, the next step of each optimizer named here is skipped, and moves the scale. Another
-/// optimizer skips its next step only if it still has these gradients then, that is, if they were
-/// not zeroed.
+/// overflows, each optimizer named in scale_loss skips its next step, and the skipped step updates
+/// the loss scale. Another optimizer skips its next step only if it still has these gradients then,
+/// that is, if they were not zeroed.
 ///
 /// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
 /// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a
 /// semitone::optim optimizer on the CPU with a scale of 1.) Clipping, averaging over ranks and any
-/// other change, in place or by another tensor, therefore takes effect in the step. The next
-/// forward() of the model removes it until the next backward.
+/// other change, in place or by another tensor, therefore takes effect in the step. After the next
+/// forward() of the model, `parameter.grad()` is undefined for parameters with a master weight
+/// until the next backward.
 ///
-/// Between value() and finish() an optimizer can take part in one backward only, whether it is
-/// named or not. Must not outlive its MixedPrecision.
+/// Finish one loss before the next: between value() and finish(), value() of another ScaledLoss of
+/// the same MixedPrecision is an Error (except in plain training: LossScaleOptions::dynamic). A
+/// ScaledLoss must not outlive its MixedPrecision.
 class [[nodiscard]] ScaledLoss {
  public:
   ScaledLoss(ScaledLoss&& other) noexcept;

@@ -10,7 +10,7 @@
 /// PyTorch, Apex, Paddle and DeepSpeed.
 namespace semitone::amp {
 
-/// How overflowing steps are counted before the scale backs off, which happens at a count of
+/// How overflowing steps are counted. The scale backs off when the count reaches
 /// LossScaleOptions::hysteresis.
 enum class OverflowCount {
   /// Consecutive overflows; a good step and a backoff reset the count. With hysteresis 2, every
@@ -34,10 +34,10 @@ enum class OverflowCount {
 class LossScaleOptions {
  public:
   /// Presets: exactly what each system does by default.
-  static LossScaleOptions torch();      ///< torch.amp.GradScaler: no floor
-  static LossScaleOptions apex();       ///< apex.amp "dynamic": at most 2^24, no floor, fp64
-  static LossScaleOptions paddle();     ///< paddle.amp.GradScaler with the kernel's floor of 1
-  static LossScaleOptions deepspeed();  ///< 2^16, window 1000, hysteresis 2, floor 1, fp64
+  static LossScaleOptions torch();      ///< torch.amp.GradScaler: no lower bound
+  static LossScaleOptions apex();       ///< apex.amp "dynamic": at most 2^24, no lower bound, fp64
+  static LossScaleOptions paddle();     ///< paddle.amp.GradScaler: at least 1
+  static LossScaleOptions deepspeed();  ///< 2^16, window 1000, hysteresis 2, at least 1, fp64
   /// A constant scale: 1 for bf16, or a number that is known to work.
   static LossScaleOptions fixed(double scale);
 
@@ -64,9 +64,9 @@ class LossScaleOptions {
   LossScaleOptions& hysteresis(std::int64_t value);
   /// Default: run.
   LossScaleOptions& overflow_count(OverflowCount value);
-  /// False: the scale never changes. Steps with inf or NaN are still detected and skipped, except
-  /// in plain training, which MixedPrecision does not check: a scale of 1 without master weights.
-  /// Default true.
+  /// False: the scale never changes. Steps with inf or NaN are still detected and skipped.
+  /// Exception: MixedPrecision does not check the gradients of *plain training*, that is training
+  /// with a constant scale of 1 and without master weights. Default true.
   LossScaleOptions& dynamic(bool value);
   /// Number of consecutive skipped steps after which a DivergedError stops training; it names the
   /// first non-finite parameter. 0: never. Default 0. No effect in plain training, which skips no

@@ -42,8 +42,9 @@ class LossScaler {
   /// update().
   void note_skip(const Overflow& overflow);
 
-  /// Records where this loss overflowed, for the DivergedError, in a step that another loss's
-  /// overflow has already caused to be skipped and counted. Call it before update().
+  /// Records where this loss overflowed, for the DivergedError, without counting a skipped step.
+  /// For a step that several losses overflow: note_skip() of one of them has counted it. Call it
+  /// before update().
   void note_overflow(const Overflow& overflow);
 
   /// Ends an iteration: updates the scale (next_loss_scale) and notifies listeners
