@@ -44,8 +44,8 @@ class [[nodiscard]] NoSync {
   std::shared_ptr<int> depth_;
 };
 
-/// The part of DistributedDataParallel that does not depend on the signature of forward. See there
-/// for contracts and errors.
+/// The part of DistributedDataParallel that does not depend on the signature of forward. The
+/// comment on DistributedDataParallel has contracts and errors.
 class ReplicaSync {
  public:
   ReplicaSync(ModelTensors model, comm::Group group, const DistributedDataParallelOptions& options);

@@ -24,14 +24,14 @@ namespace semitone::parallel {
 
 class DataParallelOptions;
 
-/// The settings of a DataParallel: its devices and the dimension of the batch. See there for
-/// contracts and errors.
+/// The settings of a DataParallel: its devices, and the dimension along which it splits batches.
+/// The comment on DataParallel has contracts and errors.
 struct ReplicaPlan {
   ReplicaPlan(const ModelTensors& model, const DataParallelOptions& options);
 
   std::vector<c10::Device> devices;  ///< of the replicas, at least one; the first is the model's
   c10::Device output_device;
-  std::int64_t dim;  ///< along which batches are split
+  std::int64_t dim;  ///< along which batches are split: the batch dimension
 };
 
 /// Splits a batch into one part per replica, as torch::chunk does.
@@ -39,13 +39,17 @@ class BatchCut {
  public:
   explicit BatchCut(const ReplicaPlan& plan) : plan_(&plan) {}
 
-  /// Call with every tensor of the batch first. All that have dimensions must have the same extent.
+  /// Reads the extent of the batch dimension. Call it with every tensor of the batch before parts()
+  /// and part(). Error if the extents of two tensors differ; tensors without dimensions do not
+  /// count.
   void look_at(const at::Tensor& tensor);
 
-  /// The number of parts, and of replicas needed: no more than there are rows.
+  /// Returns the number of parts, which is the number of replicas that the batch needs. It is at
+  /// least 1, and otherwise at most the extent of the batch dimension.
   std::size_t parts() const;
 
-  /// The share of one replica, on its device. A tensor without dimensions goes to every replica.
+  /// Returns one replica's part of a tensor, on its device. A tensor without dimensions goes to
+  /// every replica.
   at::Tensor part(const at::Tensor& tensor, std::size_t replica) const;
 
  private:
@@ -75,12 +79,15 @@ void run_replicas(const ReplicaPlan& plan, std::size_t count,
                   const std::shared_ptr<const ReplicaParameters>& parameters,
                   c10::function_ref<void(std::size_t)> work);
 
-/// Combines the tensors of all replicas' results (by replica, then by place) into those of one
-/// result.
+/// Concatenates the results of all replicas on the output device, along the batch dimension.
+/// Tensors without dimensions are stacked.
+/// @param results  results[replica][i] is tensor i of a replica's result
+/// @return         one tensor for each i
 std::vector<at::Tensor> gather(const ReplicaPlan& plan,
                                const std::vector<std::vector<at::Tensor>>& results);
 
-/// The same for whole results, in the structure of the first.
+/// The same for results of any type that map_tensors supports. Everything but the tensors is copied
+/// from the first replica's result.
 template <typename Output>
 Output gather(const ReplicaPlan& plan, std::vector<Output> outputs) {
   static_assert(detail::HoldsTensors<Output>::value,

@@ -53,8 +53,9 @@ namespace semitone::parallel {
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
-  /// Creates the optimizer for the given parameter groups. It is called several times: with all
-  /// groups, for defaults and saved state, and with a rank's share, in which groups may be empty.
+  /// Creates the optimizer for the parameter groups in its argument. The class calls it with all
+  /// groups (in the constructor, consolidate(), save() and load()), with one group (in
+  /// add_param_group()), and with a rank's share, in which groups may be empty.
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(ParamGroups)>;
 
   /// All ranks of the group must call the constructor. Error on every rank, naming rank and
@@ -107,9 +108,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
 
   Factory make_optimizer_;
   comm::Group group_;
-  std::vector<std::vector<at::Tensor>> parameters_;        // by group, when local_ was made
-  std::vector<std::vector<at::Tensor>> shares_;            // the same by owner, each once
-  std::unique_ptr<torch::optim::Optimizer> local_;         // of the share; state_ has its state
+  std::vector<std::vector<at::Tensor>> parameters_;  // those of each group when local_ was made
+  std::vector<std::vector<at::Tensor>> shares_;      // those of each rank, without duplicates
+  std::unique_ptr<torch::optim::Optimizer> local_;   // steps this rank's share; its state is state_
   std::unique_ptr<torch::optim::Optimizer> consolidated_;  // of all parameters
 };
 
