@@ -42,7 +42,8 @@ inline constexpr Variable kUseAgentStore{"TORCHELASTIC_USE_AGENT_STORE",
 inline constexpr Variable kRestartCount{"TORCHELASTIC_RESTART_COUNT",
                                         "Number of restarts of the processes so far"};
 inline constexpr Variable kSlurmProcId{"SLURM_PROCID", "Slurm's RANK"};
-// Only srun sets it: a batch script has SLURM_NTASKS and SLURM_PROCID as well.
+// Only srun sets this. A batch script without srun also has SLURM_NTASKS and SLURM_PROCID, although
+// it is a single process.
 inline constexpr Variable kSlurmTasks{"SLURM_STEP_NUM_TASKS", "Slurm's WORLD_SIZE"};
 inline constexpr Variable kSlurmLocalId{"SLURM_LOCALID", "Slurm's LOCAL_RANK"};
 inline constexpr Variable kSlurmTasksPerNode{"SLURM_STEP_TASKS_PER_NODE",

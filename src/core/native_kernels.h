@@ -7,8 +7,9 @@
 #include <string>
 #include <string_view>
 
-// The 16-bit kernels of a CPU (core/device.h, has_native_kernel), as functions of the processor's
-// features and of the limit on oneDNN: tests need no particular hardware.
+// The 16-bit kernels of a CPU (has_native_kernel in core/device.h). They are computed from the
+// processor's features and from the limit on oneDNN. Both are arguments, so tests need no
+// particular hardware.
 namespace semitone {
 
 // The instruction sets between which oneDNN's 16-bit kernels differ. Each includes those above it,
@@ -51,7 +52,7 @@ InstructionSet effective_instruction_set(const CpuFeatures& cpu, std::string_vie
 // ONEDNN_MAX_CPU_ISA, or else DNNL_MAX_CPU_ISA.
 InstructionSet effective_instruction_set();
 
-// A set of kinds and passes.
+// A set of pairs of an operator kind and a pass: those that have a native kernel.
 class NativeKernels {
  public:
   static NativeKernels all() { return NativeKernels((1U << (kOperatorKinds * kPasses)) - 1); }
@@ -85,13 +86,13 @@ class NativeKernels {
   std::uint32_t bits_;
 };
 
-// For fp16 or bf16.
+// The native kernels of an instruction set for fp16 or bf16.
 NativeKernels native_kernels(InstructionSet set, c10::ScalarType dtype);
 
 // The kernels of this machine: those of its instruction set that LibTorch uses.
 NativeKernels native_kernels(c10::DeviceType device, c10::ScalarType dtype);
 
-// describe_16bit.
+// The text that describe_16bit (core/device.h) returns for a CPU with these kernels.
 std::string describe(const NativeKernels& kernels);
 
 }  // namespace semitone

@@ -41,13 +41,14 @@ inline constexpr c10::DebugInfoKind kReplicaState = thread_state_kind(202, &kRep
 // the guard that ends had never been constructed.
 class ThreadStateGuard {
  public:
-  // Returns the object to install, given the one of its kind that is in force outside; null: none.
+  // Returns the object to install. Its argument is the object of the same kind that was in force
+  // before, or null.
   using Make = std::function<std::shared_ptr<c10::DebugInfoBase>(const c10::DebugInfoBase* outer)>;
 
   enum class End {
     in_order,
     out_of_order,  // guards that were constructed later are alive
-    elsewhere,     // on another thread, where the chain is left alone
+    elsewhere,     // on another thread: no chain has changed, and the object stays in force
   };
 
   ThreadStateGuard(c10::DebugInfoKind kind, Make make);
