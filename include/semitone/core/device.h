@@ -9,12 +9,12 @@
 
 namespace semitone {
 
-/// CUDA if LibTorch supports it and a GPU is present, otherwise the CPU.
+/// Returns CUDA if LibTorch supports it and a GPU is present, otherwise the CPU.
 c10::DeviceType default_device();
 
-/// The 16-bit dtype that mixed precision uses on a device by default. On a CPU it is bf16, which
-/// has fp32's range, so that gradients need no scaling, and which CPUs accelerate first. On every
-/// other device it is fp16.
+/// Returns the 16-bit dtype that mixed precision uses on a device by default. On a CPU it is bf16:
+/// gradients need no scaling, since bf16 has fp32's range, and more CPUs have instructions for bf16
+/// than for fp16. On every other device it is fp16.
 c10::ScalarType default_16bit_dtype(c10::DeviceType device);
 
 /// The kinds of operators that processors accelerate in 16 bits. Operators of one kind share
