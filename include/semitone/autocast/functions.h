@@ -135,15 +135,16 @@ auto register_promote_function(Function f) {
 /// The counterpart of torch.amp.custom_fwd, at the top of a custom autograd function's forward:
 ///
 ///     static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
-///       const amp::CustomForward scope(ctx, torch::kFloat);  // no dtype: as the region says
-///       const amp::CustomForward scope(ctx, torch::kFloat);  // without a dtype: no cast
+///       const amp::CustomForward scope(ctx, torch::kFloat);
+///       x = scope.cast(x);
 ///       …
 ///     }
 ///
 /// Saves the regions for CustomBackward. With a dtype and inside a region, cast() casts tensors on
 /// the region's device to that dtype, and casts are off until the end of the scope. With a 16-bit
-/// dtype, matrix products are computed as the policy's Emulation says. Outside of regions both do
-/// nothing.
+/// dtype, matrix products are computed as the policy's Emulation says. Without a dtype, cast()
+/// returns its argument, and operators run as the region says. Outside of regions, too, cast()
+/// returns its argument.
 class [[nodiscard]] CustomForward {
  public:
   explicit CustomForward(torch::autograd::AutogradContext* ctx,
