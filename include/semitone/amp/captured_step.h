@@ -57,10 +57,10 @@ struct CapturedStepOptions {
 ///
 /// A captured step cannot read from the device (item(), printing, nonzero()), nor run other
 /// operators for other batches. Doing so is an Error from run() with LibTorch's message, at the
-/// first step after the warm-up and at each later one; LibTorch may then refuse to draw random
-/// numbers on the device. Supported optimizers are FusedAdam, FusedSGD and FusedAdagrad with fp32
-/// state on one device. The same parameters must have gradients in each step. Ranks cannot agree
-/// within a captured step, so DistributedDataParallel and found_inf hooks are not supported.
+/// first step after the warm-up and at each later one. Supported optimizers are FusedAdam, FusedSGD
+/// and FusedAdagrad with fp32 state on one device. The same parameters must have gradients in each
+/// step. Ranks cannot agree within a captured step, so DistributedDataParallel and found_inf hooks
+/// are not supported.
 ///
 /// One host read per step, of found_inf; none in plain training (a loss scale of 1 and no master
 /// weights). Not copyable. Use it from one thread at a time.
