@@ -91,11 +91,12 @@ class [[nodiscard]] MixedPrecision {
   }
 
   /// The region in which forward() runs, for losses and for other methods of the models. It may
-  /// cover a whole program: calls of model->forward(…) then stay as they are, also in evaluation. At
-  /// O1 it casts as the policy says. At O2 and O3 it casts fp32 arguments that meet 16-bit weights
-  /// in a product or a recurrent network, to 16 bits, since LibTorch refuses mixed dtypes there, and
-  /// the arguments of LibTorch's loss functions, to fp32; results keep the dtype of the computation.
-  /// At O0 it casts nothing. ScaledLoss::backward() and step() run without casts, in the region too.
+  /// cover a whole program: calls of model->forward(…) then stay as they are, also in evaluation.
+  /// At O1 it casts as the policy says. At O2 and O3, fp32 arguments that meet 16-bit weights in a
+  /// matrix product or a recurrent network are cast to 16 bits, since LibTorch refuses mixed dtypes
+  /// there. The arguments of LibTorch's loss functions are cast to fp32. Results keep the dtype of
+  /// the computation. At O0 it casts nothing. ScaledLoss::backward() and step() run without casts,
+  /// in the region too.
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
@@ -107,8 +108,8 @@ class [[nodiscard]] MixedPrecision {
 
   /// Steps the optimizer and writes the master weights into the model. Skips the step instead if a
   /// loss that was scaled for this optimizer since its last step overflowed; all other optimizers
-  /// named for that loss then skip their next step too. Moves the scales of those losses, once for
-  /// any number of accumulated backward passes. One host read. Drops the masters' gradients.
+  /// named for that loss then skip their next step too. Updates the scales of those losses, once
+  /// for any number of accumulated backward passes. One host read. Drops the masters' gradients.
   ///
   /// Gradients are checked for inf and NaN when they are unscaled. This is always the case except
   /// in plain training: a loss scale of 1 without master weights. Error while gradients are scaled,

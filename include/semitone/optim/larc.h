@@ -43,9 +43,10 @@ struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
 ///     a = trust_coefficient |p| / (|g| + weight_decay |p| + eps);   clip: a = min(a / lr, 1)
 ///     g = (g + weight_decay p) · a, then SGD without weight decay
 ///
-/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. Needs one pass over
-/// memory, and one over parameters and gradients for the norms. Apex's LARC wraps an optimizer.
-/// This one is an optimizer, so schedulers see it. State: "momentum_buffer".
+/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. A step
+/// takes one pass over parameters and gradients for the norms, and one over all tensors. Apex's
+/// LARC wraps an optimizer. This one is an optimizer, so schedulers see it. State:
+/// "momentum_buffer".
 class LARC : public FusedOptimizer {
  public:
   explicit LARC(const std::vector<torch::optim::OptimizerParamGroup>& groups,

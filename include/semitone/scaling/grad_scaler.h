@@ -54,7 +54,7 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 /// - An optimizer without any gradient is not an error: its step() is called as usual.
 /// - A closure cannot be passed: it would run the model again on scaled gradients.
 ///
-/// step() reads the host once, for found_inf, after one pass over all gradients of the optimizer.
+/// step() takes one pass over all gradients of the optimizer, and then one host read, of found_inf.
 /// After an exception, also from the optimizer or a hook, the scaler stays usable. A copy has the
 /// same state. Only one thread at a time may use an object.
 class GradScaler {
