@@ -26,8 +26,9 @@ struct CrossEntropyResults {
   float* inv_sum;
 };
 
-// Computes rows [begin, end); zeros for ignored rows. Exponentials and their products are in fp32,
-// sums of at most 256 terms in fp32, the rest in fp64.
+// Computes rows [begin, end); zeros for ignored rows. Exponentials and their products are in fp32.
+// Sums are accumulated in fp32 for at most 256 terms at a time, and these partial sums are added in
+// fp64.
 void cross_entropy_rows(const CrossEntropyRows& rows, const CrossEntropyResults& results,
                         std::size_t begin, std::size_t end);
 

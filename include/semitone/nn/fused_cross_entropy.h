@@ -39,11 +39,12 @@ struct FusedCrossEntropyOptions {
 /// @return  fp32 (fp64 for fp64 logits): a scalar, or (N) with torch::kNone. The gradient has the
 ///          logits' dtype.
 ///
-/// On the CPU, fp32, fp16 and bf16 logits are computed in fp32. Each vector lane sums at most 256
-/// terms in fp32 and continues in fp64. fp64 logits use ATen operators. Results do not depend on
-/// the number of threads. Exponentials below 2^-126 count as 0. Infinities and NaNs propagate as in
-/// LibTorch, except that the gradient of an ignored row is always 0. Nothing is saved when
-/// gradients are disabled. The gradient can be differentiated again, through LibTorch's operators.
+/// On the CPU, fp32, fp16 and bf16 logits are computed in fp32. Each vector lane accumulates a sum
+/// in fp32 for at most 256 terms at a time, and these partial sums are added in fp64. fp64 logits
+/// use ATen operators. Results do not depend on the number of threads. Exponentials below 2^-126
+/// count as 0. Infinities and NaNs propagate as in LibTorch, except that the gradient of an ignored
+/// row is always 0. Nothing is saved when gradients are disabled. The gradient can be
+/// differentiated again, through LibTorch's operators.
 ///
 /// CUDA devices with Semitone's kernels work in the same way, but the host does not wait for the
 /// device to check the targets. The loss of a row with an invalid target is NaN there, whereas

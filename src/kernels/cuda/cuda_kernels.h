@@ -21,7 +21,8 @@
 // Each operation is rounded once: nvcc may not fuse multiplications and additions (-fmad=false),
 // and its divisions and roots are correctly rounded. Results with a fixed order of operations
 // (optimizer steps, dropout, unscaling, maxima) therefore equal the CPU's bit for bit. Sums are
-// added in an order that depends only on the shape: at most 256 terms in fp32, then in fp64.
+// added in an order that depends only on the shape: in fp32 for at most 256 terms at a time, and
+// these partial sums in fp64.
 // Results do not depend on the device, on concurrent work, or on atomics.
 namespace semitone::kernels {
 
