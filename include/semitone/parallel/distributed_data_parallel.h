@@ -92,9 +92,9 @@ class DistributedDataParallel : public WrappedModel<Model> {
   ///     { const auto local = ddp.no_sync(); loss_of(ddp.forward(first)).backward(); }
   ///     loss_of(ddp.forward(second)).backward();
   ///
-  /// Error if a backward pass outside combines forwards from both sides, and the forward outside
-  /// came first. Inside, backward passes without ddp.forward() are allowed too: for terms that are
-  /// equal on all ranks, such as penalties on the parameters.
+  /// Error if a backward pass outside of that time combines a forward from before that time with
+  /// one made during it. During that time, backward passes without ddp.forward() are allowed too:
+  /// for terms that are equal on all ranks, such as penalties on the parameters.
   NoSync no_sync() { return sync_.no_sync(); }
 
   /// Runs a training loop in which ranks may have different numbers of batches. A rank without

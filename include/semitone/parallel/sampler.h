@@ -34,10 +34,9 @@ class DistributedSamplerOptions {
 ///       for (auto& batch : *loader) { … }
 ///     }
 ///
-/// The order is torch::randperm(size) with a CPU generator seeded with seed + epoch, or 0 … size -
-/// 1. It is repeated from its start, or cut, to num_samples() · num_replicas entries. Rank r gets
-///    the entries
-/// r, r + num_replicas, r + 2 · num_replicas … LibTorch's own
+/// The order is torch::randperm(size) with a CPU generator seeded with seed + epoch; without
+/// shuffling it is 0, 1, 2 … It is repeated from its start, or cut, to num_samples() · num_replicas
+/// entries. Rank r gets the entries r, r + num_replicas, r + 2 · num_replicas … LibTorch's own
 /// torch::data::samplers::DistributedRandomSampler gives other orders.
 ///
 /// Copies share the epoch and nothing else. A DataLoader keeps a copy of its sampler, and set_epoch

@@ -97,7 +97,8 @@ TORCH_MODULE(SyncBatchNorm);
 /// converted back for saving or evaluation. The layers' tensors are marked, and LibTorch's
 /// batch_norm operator synchronises marked tensors in training. A mark lasts as long as its tensor:
 /// to(), torch::load and the casts of amp::initialize keep it, whereas clone() makes layers
-/// without. Inside an amp::Autocast region the layers behave as torch::nn::BatchNorm does.
+/// without marks. Inside an amp::Autocast region the policy casts their arguments as those of other
+/// BatchNorm layers, and the statistics are synchronised as outside.
 ///
 /// A group of one process removes the marks.
 ///
