@@ -81,9 +81,10 @@ struct TensorMemory {
   std::int64_t optimizer_state = 0;
   // The largest sum at any time. The batch is not included.
   std::int64_t peak = 0;
-  // The peak minus the other numbers: activations, casts, workspace. It is too small if the peak
-  // comes before the last gradient; it is never negative, since the others coexist in the
-  // optimizer's step.
+  // The peak minus the other numbers: activations, casts, workspace. If the peak comes before the
+  // last gradient exists, the result is too small. It is never negative: in the optimizer's step
+  // parameters, masters, gradients and state exist at the same time, so the peak is at least their
+  // sum.
   std::int64_t rest() const { return peak - parameters - masters - gradients - optimizer_state; }
 };
 
@@ -121,7 +122,7 @@ class Workload {
   std::int64_t skipped_steps() const;
 
   const WorkloadOptions& options() const;
-  // Dtype of weights or operators: fp32 at O0.
+  // The dtype to which the opt level lowers operators (O1) or weights (O2, O3); fp32 at O0.
   c10::ScalarType dtype() const;
   // The chosen memory format.
   MemoryFormat memory_format() const;
