@@ -238,8 +238,8 @@ class [[nodiscard]] MixedPrecision {
   std::unique_ptr<Impl> impl_;
 };
 
-/// scale_loss() and step() of the MixedPrecision that the optimizer was given to, for functions that
-/// have the optimizer only: Apex's amp.scale_loss.
+/// scale_loss() and step() of the MixedPrecision that the optimizer was given to, for functions
+/// that have the optimizer only: Apex's amp.scale_loss.
 ///
 ///     void train(Net& model, Loader& loader, torch::optim::Optimizer& optimizer) {
 ///       for (auto& batch : loader) {

@@ -44,7 +44,8 @@ namespace semitone::parallel {
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost; see comm::Group.
 /// - The next forward throws Error if parameters got no gradient in a backward pass, and names
-///   them. See DistributedDataParallelOptions::find_unused_parameters, static_graph, delay_allreduce.
+///   them. See DistributedDataParallelOptions::find_unused_parameters, static_graph,
+///   delay_allreduce.
 ///
 /// All ranks must call forward and backward equally often; see join and no_sync. If forward or
 /// backward throws, a rank may repeat the step after clearing the gradients: the next forward
