@@ -48,8 +48,8 @@ struct FusedLAMBOptions : torch::optim::OptimizerCloneableOptions<FusedLAMBOptio
 ///     u = (m / (1 - beta1^t)) / (√(v / (1 - beta2^t)) + eps) + weight_decay p
 ///     p -= lr · r · u         r = |p| / |u|, and 1 if a norm is 0, or without weight decay
 ///
-/// Needs two passes over memory, and one over the gradients for the norm. Gradients are not
-/// modified. Norms are summed in fp64 in a fixed order. State: "exp_avg", "exp_avg_sq".
+/// A step takes one pass over the gradients for the norm, and two over all tensors. Gradients are
+/// not modified. Norms are summed in fp64 in a fixed order. State: "exp_avg", "exp_avg_sq".
 class FusedLAMB : public FusedOptimizer {
  public:
   explicit FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,

@@ -83,8 +83,9 @@ class [[nodiscard]] MasterWeights {
   ///   parameter.
   /// - A 16-bit parameter was added to the optimizer or unfrozen. It gets a master.
   ///
-  /// If both sides changed, the whole parameter wins. Cheap if nothing changed; as expensive as
-  /// write_model() between take_gradients() and write_model().
+  /// If a parameter and its master both changed, the master takes all values of the parameter. The
+  /// call is cheap if nothing changed. Between take_gradients() and write_model() it costs as much
+  /// as write_model().
   ///
   /// With split masters, a changed element cannot be recognised, so the lower halves stay. This is
   /// exact for unchanged elements, and shifts changed ones by at most half a unit in the last
@@ -112,8 +113,8 @@ class [[nodiscard]] MasterWeights {
   /// Sets a parameter and its master to an fp32 value. Error if it has no master.
   void set(const at::Tensor& parameter, const at::Tensor& value);
 
-  /// Saves and loads the masters by their places in the optimizer, exactly. load() is a FileError,
-  /// and changes nothing, if a master is missing, is extra, or has another shape.
+  /// Saves and loads the masters bit for bit, by group and index in the optimizer. load() is a
+  /// FileError, and changes nothing, if a master is missing, is extra, or has another shape.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
