@@ -8,9 +8,11 @@
 
 namespace semitone {
 
-/// The place of each parameter in the groups of an optimizer: 0, 1, 2 … group after group. A
-/// parameter that appears twice keeps its first place, and the second appearance takes no place.
+/// The place of each parameter, which is its index in an optimizer's groups: 0, 1, 2 … group after
+/// group. A parameter that appears twice keeps its first place, and the second appearance is not
+/// counted.
 using ParameterPlaces = std::unordered_map<const c10::TensorImpl*, std::uint32_t>;
+/// Returns the places of all parameters in these groups.
 ParameterPlaces places_of(const std::vector<torch::optim::OptimizerParamGroup>& groups);
 
 /// An optimizer whose results depend on the places of its parameters. optim::FusedOptimizer is one:
