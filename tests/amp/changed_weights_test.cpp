@@ -275,9 +275,7 @@ struct Unfreezing {
 
   std::vector<at::Tensor> exact() {
     const auto fp32 = mixed->fp32_weights(net);
-    std::vector<at::Tensor> values;
-    for (const auto& parameter : net->parameters()) values.push_back(parameter.detach().clone());
-    return values;
+    return test::copies(net->parameters());
   }
 
   test::ToyNet net{nullptr};

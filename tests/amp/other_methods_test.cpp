@@ -239,8 +239,7 @@ Course train_in_region(Options options) {
       run.losses.push_back(evaluate(model));
     }
   }
-  for (const at::Tensor& weight : mixed.master_params(optimizer))
-    run.weights.push_back(weight.detach().clone());
+  run.weights = test::copies(mixed.master_params(optimizer));
   return run;
 }
 
@@ -267,8 +266,7 @@ Course train_by_forward(Options options) {
     const c10::InferenceMode inference;
     run.losses.push_back(torch::mse_loss(mixed.forward(model, x), x).item<double>());
   }
-  for (const at::Tensor& weight : mixed.master_params(optimizer))
-    run.weights.push_back(weight.detach().clone());
+  run.weights = test::copies(mixed.master_params(optimizer));
   return run;
 }
 

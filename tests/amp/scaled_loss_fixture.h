@@ -3,6 +3,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "tests/support/levels.h"
+#include "tests/support/tensors.h"
 
 #include <torch/torch.h>
 
@@ -80,8 +81,7 @@ struct Trained {
     return all;
   }
   std::vector<at::Tensor> weights() {
-    std::vector<at::Tensor> all;
-    for (const at::Tensor& p : mixed.master_params(optimizer)) all.push_back(p.detach().clone());
+    std::vector<at::Tensor> all = test::copies(mixed.master_params(optimizer));
     for (const at::Tensor& p : model->parameters()) all.push_back(p.detach().clone());
     return all;
   }

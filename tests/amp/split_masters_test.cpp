@@ -45,10 +45,7 @@ struct Trained {
 
   std::vector<at::Tensor> exact() {
     const auto fp32 = mixed.fp32_weights(model);
-    std::vector<at::Tensor> values;
-    for (const at::Tensor& parameter : model->parameters())
-      values.push_back(parameter.detach().clone());
-    return values;
+    return test::copies(model->parameters());
   }
 
   test::ToyNet model;

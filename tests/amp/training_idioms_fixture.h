@@ -2,6 +2,7 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/optim/fused_sgd.h"
+#include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
@@ -64,12 +65,7 @@ struct Training {
       all.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::Tensor());
     return all;
   }
-  std::vector<at::Tensor> masters() {
-    std::vector<at::Tensor> all;
-    for (const at::Tensor& parameter : mixed->master_params(*optimizer))
-      all.push_back(parameter.detach().clone());
-    return all;
-  }
+  std::vector<at::Tensor> masters() { return test::copies(mixed->master_params(*optimizer)); }
 
   ToyNet model{nullptr};
   std::unique_ptr<torch::optim::Optimizer> optimizer;

@@ -135,9 +135,7 @@ TEST(PaddedAttention, WorksAtEveryLevel) {
     Outcome outcome;
     const auto output = mixed.forward(encoder, sequence(), torch::Tensor(), padding());
     outcome.results = {output.detach()};
-    std::vector<at::Tensor> before;
-    for (const at::Tensor& parameter : mixed.master_params(optimizer))
-      before.push_back(parameter.detach().clone());
+    const std::vector<at::Tensor> before = test::copies(mixed.master_params(optimizer));
     // Each element differs, so that layer norms do not cancel the gradient.
     const auto target = torch::linspace(-1, 1, output.numel()).view(output.sizes());
     mixed.scale_loss((output * target).sum(), optimizer).backward();

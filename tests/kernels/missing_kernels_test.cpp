@@ -2,8 +2,8 @@
 
 #include "src/kernels/missing_kernels.h"
 
-#include "src/core/log.h"
 #include "src/kernels/on_cuda.h"
+#include "tests/support/captured_log.h"
 
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
@@ -11,34 +11,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <spdlog/sinks/ostream_sink.h>
 
-#include <memory>
-#include <sstream>
 #include <string>
 #include <vector>
 
 namespace semitone::kernels::missing_kernels_test {
 namespace {
 
+using test::CapturedLog;
 using testing::AllOf;
 using testing::HasSubstr;
-
-// Captures the library's log during its lifetime.
-class CapturedLog {
- public:
-  CapturedLog() : before_(log()->sinks()) {
-    log()->sinks() = {std::make_shared<spdlog::sinks::ostream_sink_mt>(stream_)};
-  }
-  ~CapturedLog() { log()->sinks() = before_; }
-  CapturedLog(const CapturedLog&) = delete;
-  CapturedLog& operator=(const CapturedLog&) = delete;
-  std::string text() const { return stream_.str(); }
-
- private:
-  std::ostringstream stream_;
-  std::vector<spdlog::sink_ptr> before_;
-};
 
 // A tensor on a device that no machine has, without memory.
 at::Tensor tensor_on_cuda(c10::DeviceIndex device) {
