@@ -73,8 +73,8 @@ struct Switches {
 // notice changes of weights. It is emptied where Python's torch.autocast empties it, at the end of
 // the outermost region, and whenever Semitone's cache is emptied.
 //
-// A scope that ends on another thread stays in force on its own thread, which ends it when the next
-// scope begins there, or when the scope directly inside it ends.
+// A scope that ends on another thread stays in force on its own thread, which ends it when another
+// scope begins or ends there.
 class RegionScope {
  public:
   struct End {
@@ -111,6 +111,7 @@ class RegionScope {
   }
 
   ~RegionScope() {
+    if (innermost() != this) end_abandoned();  // inside this one
     info_->end();
     if (innermost() == this) {
       innermost() = outer_;

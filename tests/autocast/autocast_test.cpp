@@ -149,6 +149,16 @@ TEST(Autocast, ThatEndsOnAnotherThreadIsSaidAndDoesNoHarmThere) {
   EXPECT_EQ(product_dtype(), kFp32);
 }
 
+TEST(Autocast, ThatEndsOnAnotherThreadLastsNoLongerThanTheRegionAroundIt) {
+  auto outer = std::make_unique<Autocast>(kCpu, kBf16);
+  auto inner = std::make_unique<Autocast>(kCpu, kFp16);
+  std::thread([&inner] { inner.reset(); }).join();
+  EXPECT_EQ(product_dtype(), kFp16);
+  outer.reset();
+  EXPECT_EQ(product_dtype(), kFp32);
+  EXPECT_FALSE(autocast_enabled(kCpu));
+}
+
 TEST(Autocast, WithoutAGpuSaysOnceThatACudaRegionCastsNothing) {
   if (at::hasCUDA()) return;
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, which said nothing yet

@@ -49,7 +49,7 @@ namespace semitone::amp {
 /// Destroy it on the thread that constructed it, in the reverse order of construction. If the order
 /// is wrong, the remaining regions continue as if the destroyed one had never existed, and the log
 /// says so once. If the thread is wrong, the log says so, and the region stays in force on its own
-/// thread until the next region begins there, or the region directly inside it ends.
+/// thread until another region begins or ends there.
 class [[nodiscard]] Autocast {
  public:
   /// Enters a region with the policy's device and dtype. Error if the policy has keep_fp32_params()
