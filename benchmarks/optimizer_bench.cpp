@@ -136,9 +136,9 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
   const Tensors split_model = with_grads(like(values, at::kBFloat16));
   optim::FusedAdam split(split_model, optim::FusedAdamOptions(options).split_master(true));
 
-  const Tensors compact_model = with_grads(like(values, at::kBFloat16));
-  optim::FusedAdam compact(compact_model,
-                           optim::FusedAdamOptions(options).split_master(true).bf16_state(true));
+  const Tensors bf16_state_model = with_grads(like(values, at::kBFloat16));
+  optim::FusedAdam with_bf16_state(
+      bf16_state_model, optim::FusedAdamOptions(options).split_master(true).bf16_state(true));
 
   const Tensors torch_model = with_grads(like(values, at::kBFloat16));
   const Tensors torch_masters = masters_of(torch_model);
@@ -157,7 +157,7 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
       {"FusedAdam, fp32 masters", [&] { fused.step(how); }},
       {"FusedAdam, split masters", [&] { split.step(optim::FusedStep().inv_scale(kInvScale)); }},
       {"FusedAdam, split, bf16 state",
-       [&] { compact.step(optim::FusedStep().inv_scale(kInvScale)); }}};
+       [&] { with_bf16_state.step(optim::FusedStep().inv_scale(kInvScale)); }}};
   for (int i = 0; i < 3; ++i) {
     for (const Contender& contender : contenders) contender.body();
   }
@@ -170,7 +170,7 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
   };
   require_close(exact(split, split_model), torch_masters, 1e-6, "FusedAdam with split masters");
   // Three steps of at most lr, of moments that are less than 1/128 off.
-  require_close(exact(compact, compact_model), torch_masters, 3 * kLr * 1.5 / 128,
+  require_close(exact(with_bf16_state, bf16_state_model), torch_masters, 3 * kLr * 1.5 / 128,
                 "FusedAdam with state in bf16");
   for (std::size_t i = 0; i < model.size(); ++i) {
     if (!torch::equal(model[i], masters[i].to(at::kBFloat16)))

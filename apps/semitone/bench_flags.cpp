@@ -76,8 +76,9 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "Cast policy at O1, see semitone ops --policy");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc");
-  add.choice("--optimizer", flags->optimizer, {"fused", "split", "compact", "torch"},
-             "fused: Semitone's; split: with split masters; compact: also with bf16 state; torch: "
+  add.choice("--optimizer", flags->optimizer, {"fused", "split-masters", "bf16-state", "torch"},
+             "fused: Semitone's; split-masters: with split masters; bf16-state: also with bf16 "
+             "state; torch: "
              "LibTorch's");
   add.integer("--batch-size", flags->batch_size, 0, kBenchMost,
               "Images or sequences per step; 0: the workload's default");
@@ -133,8 +134,8 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
       .device(default_device())
       .memory_format(train::parse_memory_format(flags.memory_format))
       .fused_optimizer(flags.optimizer != "torch")
-      .split_masters(flags.optimizer == "split" || flags.optimizer == "compact")
-      .bf16_state(flags.optimizer == "compact")
+      .split_masters(flags.optimizer == "split-masters" || flags.optimizer == "bf16-state")
+      .bf16_state(flags.optimizer == "bf16-state")
       .image_size(flags.image_size)
       .length(flags.length)
       .seed(static_cast<std::uint64_t>(flags.seed))

@@ -102,9 +102,9 @@ std::vector<Row> norm(const Sizes& sizes, at::ScalarType dtype) {
 // The memory layout of parameters and their state.
 struct Layout {
   at::ScalarType grad;
-  bool copy = false;     // fp32 masters, which a model in the gradients' dtype is rounded from
-  bool split = false;    // bf16 parameters with the lower halves of their masters
-  bool compact = false;  // state in bf16
+  bool copy = false;        // fp32 masters, which a model in the gradients' dtype is rounded from
+  bool split = false;       // bf16 parameters with the lower halves of their masters
+  bool bf16_state = false;  // state in bf16
 };
 
 // Parameters, with as many state tensors as a rule needs; LibTorch's side has them in fp32.
@@ -156,7 +156,7 @@ Parameters make(const Sizes& sizes, const Layout& layout, std::size_t states) {
   }
   if (layout.copy) made.copies = like(values, layout.grad);
   // Like moments of such gradients: no first moment far exceeds the root of its second.
-  const auto state = layout.compact ? at::kBFloat16 : at::kFloat;
+  const auto state = layout.bf16_state ? at::kBFloat16 : at::kFloat;
   made.state.push_back(random(sizes, state, 0.1 * kInvScale));
   if (states > 1) {
     made.state.push_back({});
@@ -279,11 +279,11 @@ void add_gradients_and_steps(std::vector<Case>& cases, const Sizes& sizes) {
     add("AdamW" + what, dtype, [=] { return adam(sizes, layout); });
     add("SGD, momentum" + what, dtype, [=] { return sgd(sizes, layout); });
   }
-  for (const bool compact : {false, true}) {
-    const Layout layout{.grad = at::kBFloat16, .split = true, .compact = compact};
-    add(compact ? "AdamW, split, bf16 state" : "AdamW, split masters", at::kBFloat16,
+  for (const bool bf16_state : {false, true}) {
+    const Layout layout{.grad = at::kBFloat16, .split = true, .bf16_state = bf16_state};
+    add(bf16_state ? "AdamW, split, bf16 state" : "AdamW, split masters", at::kBFloat16,
         [=] { return adam(sizes, layout); });
-    add(compact ? "SGD, split, bf16 state" : "SGD, split masters", at::kBFloat16,
+    add(bf16_state ? "SGD, split, bf16 state" : "SGD, split masters", at::kBFloat16,
         [=] { return sgd(sizes, layout); });
   }
 }

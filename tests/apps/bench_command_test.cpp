@@ -198,7 +198,7 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
       {{"mnist", "--opt-level", "all"}, "expected --opt-level to be one of O0, O1, O2, O3"},
       {{"mnist", "--dtype", "fp8"}, "expected --dtype to be one of auto, bf16, fp16"},
       {{"mnist", "--optimizer", "sgd"},
-       "expected --optimizer to be one of fused, split, compact, torch"},
+       "expected --optimizer to be one of fused, split-masters, bf16-state, torch"},
       {{"mnist", "--policy", "mine"}, "expected --policy to be one of semitone"},
       {{"mnist", "--batch-size", "-1"}, "expected --batch-size from 0"},
       {{"mnist", "--rounds", "0"}, "expected --rounds from 1"},

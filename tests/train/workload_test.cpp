@@ -199,8 +199,8 @@ TEST(Workload, CountsTensorMemoryByKind) {
   EXPECT_EQ(split.memory().masters, size * 2);
   expect_gradients(split.memory(), size * 2);
 
-  const Workload compact(options(OptLevel::O2).split_masters(true).bf16_state(true));
-  EXPECT_EQ(compact.memory().optimizer_state * 2, split.memory().optimizer_state);
+  const Workload bf16_state(options(OptLevel::O2).split_masters(true).bf16_state(true));
+  EXPECT_EQ(bf16_state.memory().optimizer_state * 2, split.memory().optimizer_state);
   EXPECT_EQ(Workload(options(OptLevel::O3)).memory().masters, 0);
   const Workload sgd(small("mnist", OptLevel::O0));
   EXPECT_EQ(sgd.memory().optimizer_state, 29'034 * kFloat);
