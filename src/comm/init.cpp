@@ -140,12 +140,12 @@ std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machi
                 "none, " + names(),
                 "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
   }
-  std::string address = "127.0.0.1";
-  try {
-    address = address_towards(rendezvous.host);
-  } catch (const CommError&) {  // no route, and none needed
-    if (remote.has_value()) throw;
+  const auto route = resolved(net::address_towards(rendezvous.host));
+  if (!route.ok() && remote.has_value()) {
+    throw CommError(kInitComponent, fmt::format("a route to {}", rendezvous.host), "none",
+                    "is the network up?");
   }
+  const std::string address = route.ok() ? route.value : "127.0.0.1";
   if (!net::is_loopback(address) || !remote.has_value()) return address;
   // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
   if (const auto routed = net::address_of_default_route()) return *routed;

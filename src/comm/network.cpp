@@ -11,15 +11,8 @@
 namespace semitone::comm {
 namespace {
 
-template <typename Value>
-void require_resolved(const net::Result<Value>& result) {
-  if (result.lookup_error == 0) return;
-  throw Error(kInitComponent, "a master address that can be resolved", result.problem,
-              "check MASTER_ADDR or the host in the URL");
-}
-
 Descriptor require_listening(net::Result<Descriptor> listener, const std::string& host, int port) {
-  require_resolved(listener);
+  listener = resolved(std::move(listener));
   if (listener.ok()) return std::move(listener.value);
   throw CommError(kInitComponent, fmt::format("to listen on {}:{}", host, port), listener.problem,
                   listener.error == EADDRINUSE
@@ -30,33 +23,17 @@ Descriptor require_listening(net::Result<Descriptor> listener, const std::string
 
 }  // namespace
 
+void throw_unresolved(const std::string& problem) {
+  throw Error(kInitComponent, "a master address that can be resolved", problem,
+              "check MASTER_ADDR or the host in the URL");
+}
+
 Descriptor listen_on(const std::string& host, int port) {
   return require_listening(net::listen_on({host, port}), host, port);
 }
 
 Descriptor listen_on_all(int port) {
   return require_listening(net::listen_on_all(port), "all interfaces", port);
-}
-
-Descriptor connect_to(const net::Address& address, std::chrono::milliseconds timeout) {
-  auto connected = net::connect_to(address, timeout);
-  require_resolved(connected);
-  if (connected.ok()) return std::move(connected.value);
-  throw CommError(kInitComponent, fmt::format("an answer from {}:{}", address.host, address.port),
-                  connected.problem, "can this machine reach it?");
-}
-
-std::string address_towards(const std::string& host) {
-  auto address = net::address_towards(host);
-  require_resolved(address);
-  if (address.ok()) return std::move(address.value);
-  throw CommError(kInitComponent, fmt::format("a route to {}", host), "none", "is the network up?");
-}
-
-net::AddressKind address_kind(const std::string& host) {
-  const auto kind = net::address_kind(host);
-  require_resolved(kind);
-  return kind.value;
 }
 
 std::string address_of_interface(const std::string& name) {

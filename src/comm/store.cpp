@@ -40,7 +40,7 @@ bool is_on_one_machine(const Rendezvous& rendezvous) {
 // Listens on the master's address only, if possible.
 Descriptor listen_for_ranks(const Rendezvous& rendezvous, const InitOptions& options) {
   if (!options.bind_address().empty()) return listen_on(options.bind_address(), rendezvous.port);
-  const net::AddressKind kind = address_kind(rendezvous.host);
+  const net::AddressKind kind = resolved(net::address_kind(rendezvous.host)).value;
   if (kind == net::AddressKind::local ||
       (kind == net::AddressKind::loopback && is_on_one_machine(rendezvous)))
     return listen_on(rendezvous.host, rendezvous.port);
@@ -82,18 +82,20 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous,
                     milliseconds(1));
   };
   const bool is_unreachable =
-      !is_on_one_machine(rendezvous) && address_kind(rendezvous.host) == net::AddressKind::loopback;
+      !is_on_one_machine(rendezvous) &&
+      resolved(net::address_kind(rendezvous.host)).value == net::AddressKind::loopback;
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(rendezvous.port);
   store.waitWorkers = false;
   do {
+    const auto server = resolved(net::connect_to({rendezvous.host, rendezvous.port}, left()));
     try {
-      connect_to({rendezvous.host, rendezvous.port}, left());
-      store.timeout = std::min(left(), kAnswerTimeout);
-      auto found = c10::make_intrusive<c10d::TCPStore>(rendezvous.host, store);
-      found->setTimeout(options.timeout());
-      return found;
-    } catch (const CommError&) {
+      if (server.ok()) {
+        store.timeout = std::min(left(), kAnswerTimeout);
+        auto found = c10::make_intrusive<c10d::TCPStore>(rendezvous.host, store);
+        found->setTimeout(options.timeout());
+        return found;
+      }
     } catch (const c10::Error&) {  // what answers is no store yet: a proxy before rank 0 is there
     }
     std::this_thread::sleep_for(std::min(left(), kRetryInterval));

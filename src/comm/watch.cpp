@@ -105,7 +105,12 @@ Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
     token_ = next_word(words);
     const std::string host(next_word(words));
     const int port = parse<int>(words).value_or(0);
-    Peer rank0 = make_peer(connect_to({host, port}, options_.timeout));
+    auto connection = net::connect_to({host, port}, options_.timeout);
+    if (!connection.ok()) {
+      throw CommError(kInitComponent, fmt::format("an answer from {}:{}", host, port),
+                      connection.problem, "can this machine reach it?");
+    }
+    Peer rank0 = make_peer(std::move(connection.value));
     rank0.channel.send(fmt::format("hello {} {}", token_, options_.rank));
     peers_.emplace(0, std::move(rank0));
   }
