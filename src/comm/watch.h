@@ -118,7 +118,7 @@ class Watch {
   void check_silence();
   void send_heartbeat();
   void leave();
-  void set_loss(Loss loss);
+  void set_loss(const Loss& loss);
   void send_to_all(const std::string& line);
   void send_arrivals(const std::string& name, const std::vector<int>& to);
   void request(std::string line);
