@@ -1,7 +1,7 @@
 // Opt levels, as Apex users know them: the MNIST program of the Apex examples, in C++.
 //
 //   apex_mnist [O0|O1|O2|O3] [DATA_DIR]
-#include <semitone/semitone.h>
+#include <semitone/amp.h>
 #include <semitone/zoo/convnet.h>
 #include <semitone/zoo/mnist.h>
 

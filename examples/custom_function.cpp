@@ -1,6 +1,6 @@
 // Your own code under autocast: an autograd function that needs fp32, and a plain callable that
 // runs in 16 bits.
-#include <semitone/semitone.h>
+#include <semitone/amp.h>
 
 #include <torch/torch.h>
 

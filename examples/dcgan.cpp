@@ -1,7 +1,7 @@
 // Two models, two optimizers, and three losses with a loss scale each: the structure of DCGAN in
 // Apex's example. The generator learns to imitate a normal distribution with mean 4 and deviation
 // 1.25.
-#include <semitone/semitone.h>
+#include <semitone/amp.h>
 
 #include <torch/torch.h>
 

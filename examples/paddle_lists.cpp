@@ -1,6 +1,6 @@
 // Cast lists, as Paddle users know them: a program edits a value that says which operators run in
 // 16 bits.
-#include <semitone/semitone.h>
+#include <semitone/amp.h>
 
 #include <torch/torch.h>
 

@@ -30,10 +30,10 @@ ROOM_ROW = re.compile(r"^\| `(\w+)`[^|]*\|.*\|([^|]*)\|$", re.M)
 
 
 def read_table(root: pathlib.Path) -> dict:
-    """Each room, the rooms that it may include besides its own, and its top header or "": src/rooms.txt."""
+    """Each room, the rooms that it may include besides its own, its top header and its umbrella, or "": src/rooms.txt."""
     lines = [line for line in (root / "src/rooms.txt").read_text().splitlines() if line and not line.startswith("#")]
-    rows = {name: row.partition("|") for name, _, row in (line.partition(":") for line in lines)}
-    return {name: (arrows.split(), top.strip()) for name, (arrows, _, top) in rows.items()}
+    rows = {name: [*row.split("|"), "", ""] for name, _, row in (line.partition(":") for line in lines)}
+    return {name: (row[0].split(), row[1].strip(), row[2].strip()) for name, row in rows.items()}
 
 
 def check_page(root: pathlib.Path, rooms: dict):
@@ -89,13 +89,28 @@ def check_headers(files: dict, tops: set):
     return problems
 
 
+def check_umbrellas(root: pathlib.Path, table: dict):
+    """That the umbrella of a room includes each of its public headers, and semitone/semitone.h each umbrella."""
+    def missing(umbrella, headers):
+        file = root / "include" / umbrella
+        included = set(re.findall(r'^#include "([^"]+)"', file.read_text(), re.M)) if file.is_file() else headers
+        return [f"include/{umbrella}: does not include {header}" for header in sorted(headers - included)]
+
+    rooms = [(umbrella, {f"semitone/{room}/{path.name}" for path in (root / "include/semitone" / room).glob("*.h")})
+             for room, (_, _, umbrella) in table.items() if umbrella]
+    whole = "semitone/semitone.h"
+    rooms.append((whole, {umbrella for umbrella, _ in rooms} - {whole}))
+    return [problem for umbrella, headers in rooms for problem in missing(umbrella, headers)]
+
+
 def check(root: pathlib.Path):
     table = read_table(root)
-    rooms = {name: arrows for name, (arrows, _) in table.items()}
+    rooms = {name: arrows for name, (arrows, _, _) in table.items()}
     problems = check_page(root, rooms)
     files = sorted(p for d in ["include", "src", *PROGRAMS] for p in (root / d).rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
     texts = {path.relative_to(root).as_posix(): path.read_text() for path in files}
-    problems += check_headers(texts, {top for _, top in table.values() if top})
+    problems += check_headers(texts, {top for _, top, _ in table.values() if top})
+    problems += check_umbrellas(root, table)
     # Rooms with public headers. A room without any, and core, is all for other rooms.
     internal = {room_of(name) for name in texts if name.startswith("include/")} - {"core"}
     for path in files:

@@ -1,6 +1,7 @@
 #include "apps/semitone/flags.h"
 
 #include "semitone/core/dtype.h"
+#include "src/core/dtype_limits.h"
 #include "src/core/env.h"
 #include "src/core/nearest.h"
 

@@ -3,6 +3,8 @@
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/help.h"
+#include "src/launch/endpoint.h"
+#include "src/launch/process_count.h"
 
 #include <fmt/format.h>
 
@@ -174,7 +176,7 @@ launch::LaunchOptions options_of(const LaunchFlags& flags, const CLI::App& comma
   std::vector<std::string> words = program_of(flags, command);
   launch::LaunchOptions options(words.front());
   words.erase(words.begin());
-  const launch::NodeCount nodes = launch::NodeCount::parse(flags.nnodes);
+  const launch::detail::NodeCount nodes = launch::detail::NodeCount::parse(flags.nnodes);
   require(!flags.standalone || nodes.max == 1, "one node with --standalone", flags.nnodes);
   require(!flags.standalone || flags.rdzv_endpoint.empty(), "--standalone or --rdzv-endpoint",
           "both");

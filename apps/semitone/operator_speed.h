@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/core/device.h"
+#include "src/core/native_kernels.h"
 
 #include <nlohmann/json_fwd.hpp>
 

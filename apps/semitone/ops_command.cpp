@@ -6,6 +6,7 @@
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
+#include "src/core/native_kernels.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

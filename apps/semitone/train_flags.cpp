@@ -4,7 +4,9 @@
 #include "apps/semitone/flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
+#include "src/core/dtype_limits.h"
 #include "src/core/env.h"
+#include "src/launch/process_count.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
 

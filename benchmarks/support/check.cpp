@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/dtype_limits.h"
 
 #include <torch/types.h>
 

@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/amp/captured_step_impl.h"
+#include "src/autocast/model_entries.h"
 
 #include <c10/util/ScopeExit.h>
 #include <torch/types.h>
@@ -100,7 +101,7 @@ std::vector<at::Tensor> CapturedStep::Impl::find_others() const {
   };
   for (const State::OptimizerRecord& other : state.optimizers) other.for_each_leaf(add);
   for (const Model& model : state.models) {
-    for (const Model::Entry& entry : model.entries()) {
+    for (const ModelEntry& entry : entries_of(model)) {
       if (entry.is_parameter) add(entry.tensor);
     }
   }

@@ -1,6 +1,7 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
 #include "src/amp/captured_step_impl.h"
+#include "src/autocast/model_entries.h"
 
 #include <c10/util/ScopeExit.h>
 #include <torch/types.h>
@@ -17,7 +18,7 @@ void CapturedStep::Impl::capture(const Batch& batch) {
   auto next = std::make_unique<Captured>(optimizer, parameters);
   for (const at::Tensor& tensor : batch) next->batch.push_back(tensor.detach().clone());
   for (const Model& model : state.models) {
-    for (const Model::Entry& entry : model.entries()) next->model.emplace_back(entry.tensor);
+    for (const ModelEntry& entry : entries_of(model)) next->model.emplace_back(entry.tensor);
   }
   const auto fp32 = at::TensorOptions(device).dtype(at::kFloat);
   next->scale = {options.loss_id(), at::empty({}, fp32), at::empty({}, fp32)};

@@ -67,7 +67,7 @@ Settings& settings_of_process() {
 
 }  // namespace
 
-CudnnScope::CudnnScope(const CudnnSettings& settings) {
+CudnnScope::CudnnScope(const detail::CudnnSettings& settings) {
   Settings& all = settings_of_process();
   const std::scoped_lock lock(all.mutex);
   all.benchmark.add(this, settings.benchmark);

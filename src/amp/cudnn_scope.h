@@ -9,7 +9,7 @@ namespace semitone::amp {
 // workspace limit, which stays.
 class CudnnScope {
  public:
-  explicit CudnnScope(const CudnnSettings& settings);
+  explicit CudnnScope(const detail::CudnnSettings& settings);
   ~CudnnScope();
   CudnnScope(const CudnnScope&) = delete;
   CudnnScope& operator=(const CudnnScope&) = delete;

@@ -9,6 +9,7 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/amp/small_eps.h"
+#include "src/autocast/model_entries.h"
 #include "src/core/log.h"
 #include "src/scaling/same_memory.h"
 #include "src/scaling/state_mode.h"
@@ -38,10 +39,10 @@ struct LogCasts : events::Listener {
 
 // Casts a model's floating tensors in place. Tensors that share memory still share it afterwards.
 void cast_model(const Model& model, c10::ScalarType dtype,
-                const std::function<bool(const Model::Entry&)>& keep) {
+                const std::function<bool(const ModelEntry&)>& keep) {
   std::vector<at::Tensor> tensors;
   std::vector<std::size_t> first;  // of those that share their memory with a tensor
-  for (const Model::Entry& entry : model.entries()) {
+  for (const ModelEntry& entry : entries_of(model)) {
     const at::Tensor& tensor = entry.tensor;
     if (!tensor.is_floating_point() || tensor.scalar_type() == dtype || keep(entry)) continue;
     const auto same = std::find_if(tensors.begin(), tensors.end(), [&](const at::Tensor& earlier) {
@@ -64,7 +65,7 @@ class Undo {
   Undo(const std::vector<Model>& models, const OptimizerRefs& optimizers)
       : optimizers_(optimizers.begin(), optimizers.end()) {
     for (const Model& model : models) {
-      for (const Model::Entry& entry : model.entries()) {
+      for (const ModelEntry& entry : entries_of(model)) {
         const at::Tensor& tensor = entry.tensor;
         tensors_.push_back({tensor, tensor.variable_data(), tensor.grad()});
       }
@@ -127,7 +128,7 @@ void set_up(Impl& impl) {
   for (std::size_t i = 0; i < models.size(); ++i) {
     impl.names.add(models[i], models.size() == 1 ? "" : "model " + std::to_string(i) + ": ");
   }
-  const CudnnSettings& cudnn = properties.cudnn;
+  const detail::CudnnSettings& cudnn = properties.cudnn;
   if (cudnn.benchmark || cudnn.benchmark_limit || cudnn.workspace_limit) impl.cudnn.emplace(cudnn);
   if (properties.verbosity >= 2) impl.cast_log = std::make_shared<LogCasts>();
 }
@@ -157,7 +158,7 @@ Masters::ExactValues exact_values(const OptimizerRefs& optimizers) {
 
 void cast_models(const Impl& impl) {
   for (const Model& model : impl.models) {
-    cast_model(model, *impl.properties.cast_model_type, [&](const Model::Entry& entry) {
+    cast_model(model, *impl.properties.cast_model_type, [&](const ModelEntry& entry) {
       return (impl.properties.keep_batchnorm_fp32 && entry.keep_fp32) ||
              (impl.policy.has_value() && entry.is_parameter &&
               impl.policy->keeps_fp32(entry.tensor));
@@ -169,7 +170,7 @@ void cast_models(const Impl& impl) {
 void list_tensors(Impl& impl) {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const Model& model : impl.models) {
-    for (const Model::Entry& entry : model.entries()) {
+    for (const ModelEntry& entry : entries_of(model)) {
       const at::Tensor& tensor = entry.tensor;
       if (!tensor.is_floating_point() || !seen.insert(tensor.unsafeGetTensorImpl()).second)
         continue;
@@ -196,7 +197,7 @@ void add_optimizers(Impl& impl, const OptimizerRefs& optimizers,
 std::unique_ptr<Impl> make_impl(const std::vector<Model>& models, const Options& options) {
   auto impl = std::make_unique<Impl>();
   for (const Model& model : models) {
-    for (const Model::Entry& entry : model.entries())
+    for (const ModelEntry& entry : entries_of(model))
       impl->inference_tensors = impl->inference_tensors || entry.tensor.is_inference();
   }
   impl->properties = Properties::resolve(options, device_of_models(models));

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/autocast/model_entries.h"
 #include "src/scaling/gradients.h"
 
 #include <algorithm>
@@ -28,7 +29,7 @@ void check_optimizer(torch::optim::Optimizer& optimizer, const Properties& prope
 }  // namespace
 
 void check_model(const Model& model) {
-  for (const Model::Entry& entry : model.entries()) {
+  for (const ModelEntry& entry : entries_of(model)) {
     if (!entry.tensor.is_floating_point() || entry.tensor.scalar_type() == at::kFloat) continue;
     throw Error(
         kInitialize, "a model in float32",
@@ -65,7 +66,7 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
 c10::DeviceType device_of_models(const std::vector<Model>& models) {
   std::map<c10::DeviceType, std::int64_t> elements;
   for (const Model& model : models) {
-    for (const Model::Entry& entry : model.entries())
+    for (const ModelEntry& entry : entries_of(model))
       elements[entry.tensor.device().type()] += entry.tensor.numel();
   }
   const auto most =
@@ -75,12 +76,12 @@ c10::DeviceType device_of_models(const std::vector<Model>& models) {
 }
 
 at::Tensor tensor_on(c10::DeviceType device, const Model& model) {
-  const auto entries = model.entries();
-  for (const Model::Entry& entry : entries) {
+  const auto entries = entries_of(model);
+  for (const ModelEntry& entry : entries) {
     if (entry.tensor.device().type() == device) return entry.tensor;
   }
   if (entries.empty()) return {};
-  const Model::Entry& first = entries.front();
+  const ModelEntry& first = entries.front();
   throw Error(kInitialize,
               "a model on " + c10::DeviceTypeName(device, true) + ", which it is prepared for",
               "'" + first.name + "' on " + first.tensor.device().str(),

@@ -1,6 +1,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
+#include "src/autocast/model_entries.h"
 #include "src/core/archive.h"
 #include "src/core/file.h"
 #include "src/core/log.h"
@@ -103,7 +104,7 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
     return {nullptr, tensor.detach().to(at::kFloat)};
   };
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (const Model::Entry& entry : given.entries()) {
+  for (const ModelEntry& entry : entries_of(given)) {
     const at::Tensor& tensor = entry.tensor;
     if (!is_16bit(tensor.scalar_type()) || !seen.insert(tensor.unsafeGetTensorImpl()).second) {
       continue;
@@ -158,7 +159,7 @@ std::unordered_map<std::string, at::Tensor> saved_tensors(const Model& model,
     archive.load_from(path);
     collect(*module, archive, "", values);
   } else {
-    for (const Model::Entry& entry : Model(torch::jit::load(path)).entries()) {
+    for (const ModelEntry& entry : entries_of(Model(torch::jit::load(path)))) {
       values.emplace(entry.name, entry.tensor);
     }
   }
@@ -177,8 +178,8 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
   } catch (const std::exception& error) {
     throw FileError(kComponent, "a saved model in '" + path + "'", reason(error));
   }
-  const auto entries = model.entries();
-  for (const Model::Entry& entry : entries) {
+  const auto entries = entries_of(model);
+  for (const ModelEntry& entry : entries) {
     const std::string what = "'" + entry.name + "' " + c10::str(entry.tensor.sizes());
     const auto value = values.find(entry.name);
     if (value == values.end() || value->second.sizes() != entry.tensor.sizes()) {
@@ -187,7 +188,7 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
                       "was it saved from the same model?");
     }
   }
-  for (const Model::Entry& entry : entries) {
+  for (const ModelEntry& entry : entries) {
     entry.tensor.detach().copy_(values.at(entry.name));
   }
   fp32.end();

@@ -31,7 +31,7 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::OptimizerR
   LossScaler& scaler = mixed.scaler(loss_id, "step");
   const bool first = !std::exchange(optimizer.skip, true);
   const bool logs = first && mixed.properties.verbosity >= 1 && is_first_rank();
-  Overflow overflow;
+  detail::Overflow overflow;
   if (logs || scaler.wants_names()) {
     if (optimizer.masters.has_value()) {
       const bool shown = optimizer.masters->shows_gradients();

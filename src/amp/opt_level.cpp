@@ -3,6 +3,8 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
+#include "src/core/dtype_limits.h"
 
 #include <fmt/format.h>
 
@@ -64,7 +66,7 @@ std::string LossScale::to_string() const {
   return dynamic_ ? "dynamic" : fmt::format("{}", value_);
 }
 
-Flag::Flag(const std::string& text) {
+detail::Flag::Flag(const std::string& text) {
   if (text != "True" && text != "False" && text != "true" && text != "false") {
     throw Error("amp.initialize", "true or false", in_quotes(text));
   }
@@ -102,12 +104,12 @@ Options& Options::patch_torch_functions(bool value) {
   return *this;
 }
 
-Options& Options::keep_batchnorm_fp32(Flag value) {
+Options& Options::keep_batchnorm_fp32(detail::Flag value) {
   keep_batchnorm_fp32_ = value.value();
   return *this;
 }
 
-Options& Options::master_weights(Flag value) {
+Options& Options::master_weights(detail::Flag value) {
   master_weights_ = value.value();
   return *this;
 }
@@ -290,7 +292,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
     rule.dynamic(false).init_scale(scale);
     rule.min_scale(std::min(rule.min_scale(), scale)).max_scale(std::max(rule.max_scale(), scale));
   }
-  initial_loss_scale(rule);  // checks it
+  detail::initial_loss_scale(rule);  // checks it
   properties.loss_scale_options = rule;
   return properties;
 }

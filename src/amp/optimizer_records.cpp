@@ -1,5 +1,6 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
+#include "src/autocast/model_entries.h"
 
 #include <cstdint>
 #include <iterator>
@@ -61,7 +62,7 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
   }
   free_parameters.clear();
   for (const Model& model : models) {
-    for (const Model::Entry& entry : model.entries()) {
+    for (const ModelEntry& entry : entries_of(model)) {
       if (entry.is_parameter && owners.try_emplace(entry.tensor.unsafeGetTensorImpl()).second)
         free_parameters.push_back(entry.tensor);
     }

@@ -1,6 +1,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
+#include "src/autocast/model_entries.h"
 #include "src/core/log.h"
 
 #include <fmt/format.h>
@@ -92,8 +93,8 @@ void MixedPrecision::Impl::warn_of_idle_models(const OptimizerRecord& record) {
           (record.masters.has_value() && record.masters->has_gradient(parameter));
       if (has_gradient) trained.insert(parameter.unsafeGetTensorImpl());
     });
-    const auto entries = models[i].entries();
-    const bool trains = std::any_of(entries.begin(), entries.end(), [&](const Model::Entry& entry) {
+    const auto entries = entries_of(models[i]);
+    const bool trains = std::any_of(entries.begin(), entries.end(), [&](const ModelEntry& entry) {
       return trained.count(entry.tensor.unsafeGetTensorImpl()) > 0;
     });
     if (!trains) continue;

@@ -1,6 +1,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/unreduced_marks.h"
+#include "src/autocast/model_entries.h"
 
 #include <algorithm>
 #include <string>
@@ -172,12 +173,12 @@ void MixedPrecision::Impl::drop_stale_results(OptimizerRecord& record) {
 }
 
 void MixedPrecision::Impl::hide_gradients(const Model* model) {
-  if (models.size() == 1) model = nullptr;  // entries() allocates a name for each tensor
+  if (models.size() == 1) model = nullptr;  // entries_of() allocates a name for each tensor
   std::unordered_set<const c10::TensorImpl*> of_model;
   for (OptimizerRecord& record : optimizers) {
     if (!record.masters.has_value() || !record.masters->shows_gradients()) continue;
     if (model != nullptr && of_model.empty()) {
-      for (const Model::Entry& entry : model->entries())
+      for (const ModelEntry& entry : entries_of(*model))
         of_model.insert(entry.tensor.unsafeGetTensorImpl());
     }
     bool concerns = model == nullptr;

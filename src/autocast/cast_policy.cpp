@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/autocast/cast_policy_impl.h"
 #include "src/autocast/fast_kernels.h"
+#include "src/autocast/model_entries.h"
 #include "src/autocast/op_names.h"
 #include "src/core/nearest.h"
 
@@ -159,7 +160,7 @@ CastPolicy CastPolicy::bind(const Model& model) const {
 CastPolicy CastPolicy::bind(const std::vector<Model>& models) const {
   auto binding = std::make_shared<Binding>();
   for (const Model& model : models) {
-    for (const Model::Entry& entry : model.entries()) {
+    for (const ModelEntry& entry : entries_of(model)) {
       if (entry.is_parameter) binding->push_back({entry.name, BoundParameter(entry.tensor, false)});
     }
   }

@@ -7,8 +7,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
-#include <array>
-
 namespace semitone {
 
 c10::DeviceType default_device() {
@@ -17,22 +15,6 @@ c10::DeviceType default_device() {
 
 c10::ScalarType default_16bit_dtype(c10::DeviceType device) {
   return device == c10::DeviceType::CPU ? c10::ScalarType::BFloat16 : c10::ScalarType::Half;
-}
-
-std::string_view name_of(OperatorKind kind) {
-  constexpr std::array<std::string_view, kOperatorKinds> kNames{
-      "products", "convolutions", "grouped convolutions", "transposed convolutions",
-      "LSTM",     "attention"};
-  return kNames.at(static_cast<std::size_t>(kind));
-}
-
-bool has_native_kernel(c10::DeviceType device, c10::ScalarType dtype, OperatorKind kind,
-                       Pass pass) {
-  return native_kernels(device, dtype).has(kind, pass);
-}
-
-bool trains_natively(c10::DeviceType device, c10::ScalarType dtype, OperatorKind kind) {
-  return native_kernels(device, dtype).trains(kind);
 }
 
 std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype) {

@@ -100,7 +100,7 @@ inline constexpr Variable kCommCheck{
     "Which collectives verify that all ranks make the same call: none, calls, full"};
 
 // oneDNN reads this. Semitone reads it too, so that emulation follows oneDNN: has_native_kernel in
-// core/device.h.
+// native_kernels.h.
 inline constexpr Variable kOneDnnMaxIsa{
     "ONEDNN_MAX_CPU_ISA", "Highest instruction set that LibTorch's oneDNN uses: AVX2 …"};
 inline constexpr Variable kDnnlMaxIsa{"DNNL_MAX_CPU_ISA",

@@ -209,4 +209,20 @@ std::string describe(const NativeKernels& kernels) {
   return text;
 }
 
+std::string_view name_of(OperatorKind kind) {
+  constexpr std::array<std::string_view, kOperatorKinds> kNames{
+      "products", "convolutions", "grouped convolutions", "transposed convolutions",
+      "LSTM",     "attention"};
+  return kNames.at(static_cast<std::size_t>(kind));
+}
+
+bool has_native_kernel(c10::DeviceType device, c10::ScalarType dtype, OperatorKind kind,
+                       Pass pass) {
+  return native_kernels(device, dtype).has(kind, pass);
+}
+
+bool trains_natively(c10::DeviceType device, c10::ScalarType dtype, OperatorKind kind) {
+  return native_kernels(device, dtype).trains(kind);
+}
+
 }  // namespace semitone

@@ -1,6 +1,6 @@
-#include "semitone/core/parameter_places.h"
+#include "semitone/core/detail/parameter_places.h"
 
-namespace semitone {
+namespace semitone::detail {
 
 ParameterPlaces places_of(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   ParameterPlaces places;
@@ -13,4 +13,4 @@ ParameterPlaces places_of(const std::vector<torch::optim::OptimizerParamGroup>& 
   return places;
 }
 
-}  // namespace semitone
+}  // namespace semitone::detail

@@ -28,7 +28,7 @@ namespace {
 constexpr JobState::Id kNode0 = 0;
 constexpr int kMaxProcesses = 4096;
 
-std::string to_string(NodeCount nodes) {
+std::string to_string(detail::NodeCount nodes) {
   return nodes.min == nodes.max ? fmt::format("{}", nodes.max)
                                 : fmt::format("{}:{}", nodes.min, nodes.max);
 }

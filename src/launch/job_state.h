@@ -18,7 +18,7 @@ struct Job {
   bool named = false;   // the user set the run_id: launchers that join must have it
   std::string program;  // its file name, as in Join
   std::string arguments;
-  NodeCount nodes;
+  detail::NodeCount nodes;
   bool numbered = false;  // nodes have numbers, or are numbered in order of arrival
   int max_restarts = 0;
   std::string master_addr;

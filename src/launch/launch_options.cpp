@@ -1,8 +1,9 @@
 #include "semitone/launch/launch_options.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/endpoint.h"
 #include "src/launch/log_files.h"
-#include "src/launch/machine.h"
+#include "src/launch/numbers.h"
 
 #include <fmt/format.h>
 
@@ -17,15 +18,8 @@ constexpr auto kComponent = "launch.options";
 constexpr int kMaxProcesses = 4096;
 constexpr int kMaxNodes = 1 << 16;
 
-std::optional<int> number(std::string_view text) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
 std::optional<Streams> streams(std::string_view text) {
-  const auto value = number(text);
+  const auto value = parse_number(text);
   if (!value.has_value() || *value < 0 || *value > 3) return std::nullopt;
   return static_cast<Streams>(*value);
 }
@@ -57,7 +51,7 @@ StreamsByRank StreamsByRank::parse(std::string_view text) {
   while (true) {
     const std::string_view item = rest.substr(0, rest.find(','));
     const auto colon = item.find(':');
-    const auto rank = number(item.substr(0, colon));
+    const auto rank = parse_number(item.substr(0, colon));
     const auto value =
         colon == std::string_view::npos ? std::nullopt : streams(item.substr(colon + 1));
     require(rank.has_value() && *rank >= 0 && value.has_value(),
@@ -81,47 +75,6 @@ bool StreamsByRank::any() const {
   return false;
 }
 
-NodeCount NodeCount::parse(std::string_view text) {
-  const auto colon = text.find(':');
-  const auto min = number(text.substr(0, colon));
-  const auto max = colon == std::string_view::npos ? min : number(text.substr(colon + 1));
-  require(min.has_value() && max.has_value() && 1 <= *min && *min <= *max && *max <= kMaxNodes,
-          fmt::format("a number of nodes from 1 to {}, or two as in 1:4", kMaxNodes),
-          fmt::format("'{}'", text));
-  return {*min, *max};
-}
-
-std::string Endpoint::to_string() const {
-  const bool colons = host.find(':') != std::string::npos;
-  return colons ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
-}
-
-Endpoint Endpoint::parse(std::string_view text) {
-  const auto wrong = [&] {
-    return Error(kComponent, "an endpoint as in node0:29400 or [::1]:29400",
-                 fmt::format("'{}'", text));
-  };
-  Endpoint result;
-  std::string_view rest = text;
-  if (rest.starts_with('[')) {
-    const auto end = rest.find(']');
-    if (end == std::string_view::npos) throw wrong();
-    result.host = rest.substr(1, end - 1);
-    rest.remove_prefix(end + 1);
-  } else {
-    result.host = rest.substr(0, rest.find(':'));
-    rest.remove_prefix(result.host.size());
-  }
-  if (result.host.empty()) throw wrong();
-  if (rest.empty()) return result;
-  const char* const end = rest.data() + rest.size();
-  const auto [stop, error] = std::from_chars(rest.data() + 1, end, result.port);
-  if (rest.front() != ':' || error != std::errc() || stop != end || result.port < 0 ||
-      result.port > 65535)
-    throw wrong();
-  return result;
-}
-
 LaunchOptions& LaunchOptions::arguments(std::vector<std::string> value) {
   arguments_ = std::move(value);
   return *this;
@@ -132,7 +85,7 @@ LaunchOptions& LaunchOptions::nproc_per_node(int value) {
   return *this;
 }
 
-LaunchOptions& LaunchOptions::nnodes(NodeCount value) {
+LaunchOptions& LaunchOptions::nnodes(detail::NodeCount value) {
   nnodes_ = value;
   return *this;
 }
@@ -249,20 +202,6 @@ void LaunchOptions::check() const {
   require_duration("heartbeat-timeout", heartbeat_timeout_, 0.1);
   require_duration("join-timeout", join_timeout_, 0);
   require_duration("last-call", last_call_, 0);
-}
-
-ProcessCount ProcessCount::parse(std::string_view text) {
-  if (const auto value = number(text); value.has_value()) {
-    require(*value >= 1 && *value <= kMaxProcesses,
-            fmt::format("nproc-per-node from 1 to {}", kMaxProcesses), fmt::format("'{}'", text));
-    return {*value, ""};
-  }
-  require(text == "auto" || text == "cpu" || text == "gpu",
-          "nproc-per-node to be a number, auto, cpu or gpu", fmt::format("'{}'", text));
-  const int gpus = text == "cpu" ? 0 : usable_gpus();
-  require(text != "gpu" || gpus > 0, "a GPU for nproc-per-node gpu", "none");
-  if (gpus > 0) return {gpus, fmt::format("one for each of {} GPUs", gpus)};
-  return {usable_cores(), fmt::format("one for each of {} cores", usable_cores())};
 }
 
 }  // namespace semitone::launch

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/launch/launch_options.h"
+#include "src/launch/endpoint.h"
 #include "src/net/sockets.h"
 
 // Where launchers and rank 0 listen.

@@ -4,6 +4,7 @@
 #include "src/launch/channel.h"
 #include "src/launch/clock.h"
 #include "src/launch/coordinator.h"
+#include "src/launch/endpoint.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/messages.h"
 

@@ -4,6 +4,7 @@
 
 #include "semitone/optim/fused_optimizer.h"
 #include "src/kernels/capturable_update.h"
+#include "src/optim/fused_state.h"
 #include "src/optim/work.h"
 
 #include <ATen/core/Tensor.h>

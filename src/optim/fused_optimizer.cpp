@@ -6,6 +6,7 @@
 #include "src/kernels/flat.h"
 #include "src/kernels/rounding.h"
 #include "src/optim/deferred_gradient.h"
+#include "src/optim/fused_state.h"
 #include "src/optim/work.h"
 
 #include <torch/types.h>
@@ -141,7 +142,7 @@ bool FusedOptimizer::step(const FusedStep& how) {
   return true;
 }
 
-void FusedOptimizer::set_parameter_places(ParameterPlaces places) {
+void FusedOptimizer::set_parameter_places(semitone::detail::ParameterPlaces places) {
   places_ = std::move(places);
 }
 

@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/archive.h"
+#include "src/optim/fused_state.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

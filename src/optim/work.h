@@ -2,6 +2,7 @@
 
 #include "semitone/optim/fused_optimizer.h"
 #include "src/kernels/multi_tensor_update.h"
+#include "src/optim/fused_state.h"
 
 #include <array>
 #include <cstddef>

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 // The dtype in which a buffer is sent.
@@ -66,4 +66,4 @@ c10::intrusive_ptr<c10::ivalue::Future> Averaging::start(const at::Tensor& buffe
       c10::TensorType::get());
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

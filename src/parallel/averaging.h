@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 // The mean of a flat buffer over the ranks, in the dtype and with the division that the options
 // request.
@@ -27,4 +27,4 @@ class Averaging {
   const Divisor divisor_;
 };
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

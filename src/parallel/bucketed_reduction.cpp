@@ -21,7 +21,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 constexpr double kMiB = 1024.0 * 1024.0;
@@ -354,4 +354,4 @@ std::unique_ptr<Reduction> make_bucketed_reduction(const ModelTensors& model,
   return std::make_unique<BucketedReduction>(model, group, options, divisor);
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -13,7 +13,7 @@
 #include <tuple>
 #include <utility>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 // The common properties of tensors in one message.
@@ -112,4 +112,4 @@ std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
   return std::make_unique<DelayedReduction>(model, group, options, divisor);
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "semitone/comm/group.h"
+#include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
-#include "semitone/parallel/replica_sync.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 // The divisor of gradient sums: the number of ranks, or of those that still have input.
 using Divisor = std::function<std::int64_t()>;
@@ -68,4 +68,4 @@ std::unique_ptr<Reduction> make_delayed_reduction(const ModelTensors& model,
                                                   const DistributedDataParallelOptions& options,
                                                   const Divisor& divisor);
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

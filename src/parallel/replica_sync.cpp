@@ -1,4 +1,4 @@
-#include "semitone/parallel/replica_sync.h"
+#include "semitone/parallel/detail/replica_sync.h"
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
@@ -25,7 +25,7 @@
 #include <set>
 #include <utility>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 // Number of steps without input after which a warning says that a rank has too little data.
@@ -527,4 +527,4 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   }
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -1,4 +1,4 @@
-#include "semitone/parallel/replicas.h"
+#include "semitone/parallel/detail/replicas.h"
 
 #include "semitone/core/error.h"
 #include "semitone/parallel/data_parallel.h"
@@ -21,7 +21,7 @@
 #include <string>
 #include <thread>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 constexpr auto kReplicas = "parallel.data_parallel";
@@ -223,4 +223,4 @@ std::vector<at::Tensor> gather(const ReplicaPlan& plan,
   return gathered;
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -1,6 +1,6 @@
 #include "semitone/core/error.h"
 #include "semitone/core/map_tensors.h"
-#include "semitone/parallel/replicas.h"
+#include "semitone/parallel/detail/replicas.h"
 #include "src/core/replica_parameters.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -14,7 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 constexpr auto kReplicate = "parallel.data_parallel";
@@ -194,4 +194,4 @@ Replicas<torch::jit::Module> replicate(const torch::jit::Module& model, const Re
   return {std::move(replicas), parameters};
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

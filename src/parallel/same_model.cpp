@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 namespace {
 
 std::vector<Property> properties_of(const ModelTensors& model,
@@ -92,4 +92,4 @@ void require_consistent(const DistributedDataParallelOptions& options) {
           "gradient_predivide_factor");
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "semitone/comm/group.h"
+#include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
-#include "semitone/parallel/replica_sync.h"
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 // The component in errors.
 inline constexpr auto kDdp = "parallel.ddp";
@@ -17,4 +17,4 @@ void require_same_model(const ModelTensors& model, const comm::Group& group,
 // Error for options that exclude each other.
 void require_consistent(const DistributedDataParallelOptions& options);
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 void send_weights(const ModelTensors& model, const comm::Group& group, int root) {
   const at::NoGradGuard no_grad;
@@ -50,4 +50,4 @@ void send_weights(const ModelTensors& model, const comm::Group& group, int root)
   }
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

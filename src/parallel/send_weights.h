@@ -1,9 +1,9 @@
 #pragma once
 
 #include "semitone/comm/group.h"
-#include "semitone/parallel/replica_sync.h"
+#include "semitone/parallel/detail/replica_sync.h"
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 // Gives all ranks the root's parameters and buffers. If an optimizer of the root has the fp32 value
 // of a 16-bit parameter, that value is sent. Rounded values would remove the lower bits from the
@@ -11,4 +11,4 @@ namespace semitone::parallel {
 // call it, with equal models.
 void send_weights(const ModelTensors& model, const comm::Group& group, int root);
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -100,7 +100,7 @@ bool convert_if(torch::nn::Module& module, const comm::Group& group) {
 
 bool convert_layer(torch::nn::Module& module, const comm::Group& group) {
   if (auto* const layer = dynamic_cast<SyncBatchNormImpl*>(&module)) {
-    layer->options.group(group);
+    layer->set_group(group);
     return true;
   }
   return convert_if<torch::nn::BatchNorm1dImpl>(module, group) ||
@@ -110,8 +110,9 @@ bool convert_layer(torch::nn::Module& module, const comm::Group& group) {
 
 }  // namespace
 
-SyncBatchNormImpl::SyncBatchNormImpl(const SyncBatchNormOptions& options_)
-    : torch::nn::NormImplBase<2, SyncBatchNormImpl, SyncBatchNormOptions>(options_) {}
+SyncBatchNormImpl::SyncBatchNormImpl(const nn::FusedBatchNormOptions& options_, comm::Group group)
+    : torch::nn::NormImplBase<2, SyncBatchNormImpl, nn::FusedBatchNormOptions>(options_),
+      group_(std::move(group)) {}
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   nn::check_channels(kSyncBatchNorm, input, options.num_features());
@@ -119,15 +120,15 @@ void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input, const at::Tensor& residual) {
   _check_input_dim(input);
-  nn::BatchNorm layer = nn::layer_of(*this, kSyncBatchNorm, residual, options.fuse_relu());
+  nn::BatchNorm layer = nn::layer_of(*this, kSyncBatchNorm, residual, options.relu());
   if (!nn::uses_batch(*this)) return nn::batch_norm_in_evaluation(input, layer);
-  if (options.group().size() > 1) layer.peers = std::make_shared<GroupPeers>(options.group());
+  if (group_.size() > 1) layer.peers = std::make_shared<GroupPeers>(group_);
   return nn::batch_norm(input, layer);
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
   nn::print_options(stream, "semitone::parallel::SyncBatchNorm", options)
-      << ", fuse_relu=" << options.fuse_relu() << ", ranks=" << options.group().size() << ")";
+      << ", relu=" << options.relu() << ", ranks=" << group_.size() << ")";
 }
 
 std::size_t convert_sync_batchnorm(torch::nn::Module& module, const comm::Group& group) {

@@ -1,7 +1,7 @@
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 
+#include "semitone/core/detail/parameter_places.h"
 #include "semitone/core/error.h"
-#include "semitone/core/parameter_places.h"
 #include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 
@@ -173,8 +173,8 @@ void ZeroRedundancyOptimizer::update_share() {
   if (local_ == nullptr || !are_same(now, parameters_)) {
     require_same_parameters(param_groups_, group_);
     local_ = make(make_optimizer_, share_of(group_.rank()));  // options are set below
-    if (auto* const placed = dynamic_cast<UsesParameterPlaces*>(local_.get()))
-      placed->set_parameter_places(places_of(param_groups_));
+    if (auto* const placed = dynamic_cast<semitone::detail::UsesParameterPlaces*>(local_.get()))
+      placed->set_parameter_places(semitone::detail::places_of(param_groups_));
     parameters_ = std::move(now);
     const auto owners = this->owners();
     shares_.assign(static_cast<std::size_t>(group_.size()), {});

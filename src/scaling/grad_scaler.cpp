@@ -88,7 +88,8 @@ Step GradScaler::step(torch::optim::Optimizer& optimizer) {
   progress.overflowed = read(progress);
   progress.stepped = true;
   if (progress.overflowed) {
-    scaler_.note_skip(scaler_.wants_names() ? find_overflow(optimizer, names_) : Overflow{});
+    scaler_.note_skip(scaler_.wants_names() ? find_overflow(optimizer, names_)
+                                            : detail::Overflow{});
     return Step::skipped;
   }
   optimizer.step();

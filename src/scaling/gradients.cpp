@@ -162,15 +162,16 @@ bool any_found_inf(const std::vector<at::Tensor>& flags) {
   return std::find(set.begin(), set.end(), true) != set.end();
 }
 
-Overflow find_overflow(torch::optim::Optimizer& optimizer, const ParameterNames& names) {
-  Overflow overflow;
-  const ParameterNames::Name* nearest = nullptr;
+detail::Overflow find_overflow(torch::optim::Optimizer& optimizer,
+                               const detail::ParameterNames& names) {
+  detail::Overflow overflow;
+  const detail::ParameterNames::Name* nearest = nullptr;
   for_each_parameter(
       optimizer, [&](std::size_t group, std::size_t index, const at::Tensor& parameter) {
         const at::Tensor& grad = parameter.grad();
         if (!grad.defined() || values_of(grad).isfinite().all().item<bool>()) return;
         ++overflow.parameters;
-        const ParameterNames::Name* name = names.find(parameter);
+        const detail::ParameterNames::Name* name = names.find(parameter);
         if (name != nullptr) {
           if (nearest != nullptr && nearest->position > name->position) return;
           nearest = name;

@@ -2,8 +2,8 @@
 
 // Internal interface: other rooms include this header.
 
+#include "semitone/scaling/detail/parameter_names.h"
 #include "semitone/scaling/loss_scaler.h"
-#include "semitone/scaling/parameter_names.h"
 #include "src/kernels/multi_tensor.h"
 
 #include <ATen/core/Tensor.h>
@@ -80,6 +80,7 @@ std::vector<bool> read_flags(const std::vector<at::Tensor>& flags);
 bool any_found_inf(const std::vector<at::Tensor>& flags);
 
 // The gradients of the optimizer that are not finite. One read per parameter: for messages only.
-Overflow find_overflow(torch::optim::Optimizer& optimizer, const ParameterNames& names);
+detail::Overflow find_overflow(torch::optim::Optimizer& optimizer,
+                               const detail::ParameterNames& names);
 
 }  // namespace semitone::amp

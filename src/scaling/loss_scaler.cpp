@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
 #include "src/core/archive.h"
 
 #include <torch/serialize.h>
@@ -16,7 +17,7 @@
 namespace semitone::amp {
 
 LossScaler::LossScaler(const LossScaleOptions& options, std::int64_t loss_id)
-    : options_(options), loss_id_(loss_id), state_(initial_loss_scale(options)) {}
+    : options_(options), loss_id_(loss_id), state_(detail::initial_loss_scale(options)) {}
 
 namespace {
 
@@ -39,20 +40,20 @@ at::Tensor LossScaler::scaled(const at::Tensor& loss, const at::Tensor& scale) {
   return widened(loss) * scale.reshape({});
 }
 
-void LossScaler::note_skip(const Overflow& overflow) {
+void LossScaler::note_skip(const detail::Overflow& overflow) {
   ++skipped_;
   note_overflow(overflow);
   events::emit(events::StepSkipped{overflow.parameter, overflow.parameters, consecutive_ + 1,
                                    skipped_, state_.scale});
 }
 
-void LossScaler::note_overflow(const Overflow& overflow) {
+void LossScaler::note_overflow(const detail::Overflow& overflow) {
   if (consecutive_ == 0 && first_of_run_.parameter.empty()) first_of_run_ = overflow;
 }
 
 void LossScaler::update(bool found_inf) {
-  const LossScaleState before = state_;
-  state_ = next_loss_scale(options_, state_, found_inf);
+  const detail::LossScaleState before = state_;
+  state_ = detail::next_loss_scale(options_, state_, found_inf);
   events::emit(events::LossScaleUpdated{loss_id_, before.scale, state_.scale, found_inf});
   if (!found_inf) {
     consecutive_ = 0;
@@ -86,7 +87,7 @@ void LossScaler::set_scale(double scale) {
 }
 
 void LossScaler::set_options(const LossScaleOptions& options) {
-  initial_loss_scale(options);  // checks them
+  detail::initial_loss_scale(options);  // checks them
   options_ = options;
   fit_counters();
 }
@@ -172,7 +173,7 @@ void LossScaler::load(torch::serialize::InputArchive& archive) {
         .dynamic(read_value<bool>(archive, "dynamic", kComponent))
         .max_consecutive_skips(integer("max_consecutive_skips"))
         .scale_dtype(parse_dtype(text("scale_dtype")));
-    initial_loss_scale(loaded.options_);  // checks them together
+    detail::initial_loss_scale(loaded.options_);  // checks them together
   } catch (const FileError&) {
     throw;
   } catch (const Error& error) {

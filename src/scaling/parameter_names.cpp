@@ -1,9 +1,11 @@
-#include "semitone/scaling/parameter_names.h"
+#include "semitone/scaling/detail/parameter_names.h"
 
-namespace semitone::amp {
+#include "src/autocast/model_entries.h"
+
+namespace semitone::amp::detail {
 
 void ParameterNames::add(const Model& model, std::string_view prefix) {
-  for (const Model::Entry& entry : model.entries()) {
+  for (const ModelEntry& entry : entries_of(model)) {
     if (!entry.is_parameter) continue;
     names_.try_emplace(entry.tensor.unsafeGetTensorImpl(),
                        Name{std::string(prefix) + entry.name, names_.size()});
@@ -21,4 +23,4 @@ const ParameterNames::Name* ParameterNames::find(const at::Tensor& parameter) co
   return found == names_.end() ? nullptr : &found->second;
 }
 
-}  // namespace semitone::amp
+}  // namespace semitone::amp::detail

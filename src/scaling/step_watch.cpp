@@ -1,6 +1,7 @@
 #include "src/scaling/step_watch.h"
 
 #include "semitone/optim/fused_optimizer.h"
+#include "src/optim/fused_state.h"
 #include "src/scaling/gradients.h"
 
 #include <torch/optim/adagrad.h>

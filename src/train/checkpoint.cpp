@@ -1,6 +1,7 @@
 #include "src/train/checkpoint.h"
 
 #include "semitone/core/error.h"
+#include "src/autocast/model_entries.h"
 #include "src/core/file.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -66,7 +67,7 @@ void require_same_config(const std::filesystem::path& path, const RunConfig& sav
 // accepts any shape, and keeps tensors that the file lacks.
 NamedValues tensors_of(const amp::Model& model) {
   NamedValues tensors;
-  for (const amp::Model::Entry& entry : model.entries())
+  for (const amp::ModelEntry& entry : amp::entries_of(model))
     tensors.emplace_back(entry.name, c10::str(entry.tensor.sizes()));
   return tensors;
 }

@@ -4,6 +4,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/dtype_limits.h"
 
 #include <utility>
 

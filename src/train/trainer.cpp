@@ -4,8 +4,9 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "semitone/parallel/replica_sync.h"
+#include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/parallel/sync_batch_norm.h"
+#include "src/core/dtype_limits.h"
 #include "src/core/file.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoint.h"
@@ -133,7 +134,8 @@ class Run {
         test_(data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
         setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
-        replicas_(parallel::tensors_of(*setup_.model.module()), options.group(), options.ddp()) {
+        replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
+                  options.ddp()) {
     reseed(options.group());
     const std::int64_t all = train_.count(options.batch_size());
     batches_ = options.limit_batches() > 0 ? std::min(all, options.limit_batches()) : all;
@@ -344,7 +346,7 @@ class Run {
   Batches train_;
   Batches test_;
   Setup setup_;
-  parallel::ReplicaSync replicas_;
+  parallel::detail::ReplicaSync replicas_;
   std::int64_t batches_ = 0;  // of an epoch
   std::int64_t steps_ = 0;    // of all epochs
   std::int64_t end_step_ = 0;

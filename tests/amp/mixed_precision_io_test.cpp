@@ -3,6 +3,8 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
+#include "src/autocast/model_entries.h"
 #include "tests/support/archive.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
@@ -55,7 +57,7 @@ at::Tensor images(int step = 0) {
 
 std::vector<at::Tensor> tensors_of(const Model& model) {
   std::vector<at::Tensor> all;
-  for (const Model::Entry& entry : model.entries()) all.push_back(entry.tensor.clone());
+  for (const ModelEntry& entry : entries_of(model)) all.push_back(entry.tensor.clone());
   return all;
 }
 
@@ -113,7 +115,7 @@ TEST(Fp32Weights, AreTheExactMastersForTheTimeOfTheScope) {
       const auto masters = run.mixed.master_params(*run.optimizer);
       {
         const auto fp32 = run.mixed.fp32_weights(run.net);
-        for (const Model::Entry& entry : Model(run.net).entries()) {
+        for (const ModelEntry& entry : entries_of(Model(run.net))) {
           if (entry.tensor.is_floating_point()) {
             EXPECT_EQ(entry.tensor.scalar_type(), torch::kFloat) << entry.name;
           }
@@ -535,7 +537,7 @@ TEST(MixedPrecisionState, AnotherRunsStateIsAnErrorThatChangesNothing) {
   Training run(given);
   run.train(0);
   const auto before = run.everything();
-  const LossScaleState scale = run.mixed.loss_scaler().state();
+  const detail::LossScaleState scale = run.mixed.loss_scaler().state();
   const auto refused = [&](torch::serialize::InputArchive archive) {
     std::string message = message_of<FileError>([&] { run.mixed.load(archive); });
     EXPECT_TRUE(same_bits(run.everything(), before));

@@ -2,6 +2,7 @@
 
 #include "semitone/core/device.h"
 #include "semitone/core/error.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
 #include "tests/support/errors.h"
 
 #include <gmock/gmock.h>
@@ -76,13 +77,13 @@ TEST(LossScale, OtherTextAndNumbersAreErrors) {
 }
 
 TEST(Flag, TakesWhatStoodOnACommandLine) {
-  EXPECT_TRUE(Flag("True").value());
-  EXPECT_TRUE(Flag("true").value());
-  EXPECT_FALSE(Flag(std::string("False")).value());
-  EXPECT_FALSE(Flag("false").value());
-  EXPECT_TRUE(Flag(true).value());
+  EXPECT_TRUE(detail::Flag("True").value());
+  EXPECT_TRUE(detail::Flag("true").value());
+  EXPECT_FALSE(detail::Flag(std::string("False")).value());
+  EXPECT_FALSE(detail::Flag("false").value());
+  EXPECT_TRUE(detail::Flag(true).value());
   for (const char* bad : {"", "yes", "1", "TRUE", "None"}) {
-    EXPECT_THAT(error_of([&] { Flag{bad}; }), HasSubstr("expected true or false")) << bad;
+    EXPECT_THAT(error_of([&] { detail::Flag{bad}; }), HasSubstr("expected true or false")) << bad;
   }
   EXPECT_FALSE(resolved(Options("O2").keep_batchnorm_fp32("False")).keep_batchnorm_fp32);
   EXPECT_TRUE(resolved(Options("O3").master_weights(std::string("True"))).master_weights);
@@ -235,7 +236,7 @@ TEST(Properties, BoundsOfADynamicScale) {
           .loss_scale_options;
   EXPECT_EQ(rule.min_scale(), 4);
   EXPECT_EQ(rule.max_scale(), 64);
-  EXPECT_EQ(initial_loss_scale(rule).scale, 64);
+  EXPECT_EQ(detail::initial_loss_scale(rule).scale, 64);
   EXPECT_EQ(resolved(Options("O0").min_loss_scale(0)).loss_scale_options.min_scale(), 0);
   EXPECT_THAT(error_of([] {
                 resolved(Options("O0").loss_scale("dynamic").min_loss_scale(8).max_loss_scale(4));
@@ -248,7 +249,7 @@ TEST(Properties, AScaleThatWasGivenHoldsWhateverTheBounds) {
     const auto rule = resolved(Options("O2").loss_scale(scale).min_loss_scale(2).max_loss_scale(64))
                           .loss_scale_options;
     EXPECT_FALSE(rule.dynamic());
-    EXPECT_EQ(initial_loss_scale(rule).scale, scale);
+    EXPECT_EQ(detail::initial_loss_scale(rule).scale, scale);
   }
   EXPECT_THROW(resolved(Options("O2").loss_scale(1e39)), Error);  // inf in fp32
 }
@@ -274,7 +275,7 @@ TEST(Properties, AFixedRuleGivesTheNumber) {
     const auto properties =
         resolved(Options("O2").dtype(dtype).loss_scale_options(LossScaleOptions::fixed(32)));
     EXPECT_EQ(properties.loss_scale.to_string(), "32");
-    EXPECT_EQ(initial_loss_scale(properties.loss_scale_options).scale, 32);
+    EXPECT_EQ(detail::initial_loss_scale(properties.loss_scale_options).scale, 32);
     EXPECT_FALSE(properties.loss_scale_options.dynamic());
   }
   EXPECT_EQ(resolved(Options("O2").loss_scale(8).loss_scale_options(LossScaleOptions::fixed(32)))

@@ -3,6 +3,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/device.h"
+#include "src/core/native_kernels.h"
 #include "tests/autocast/cast_cache_fixture.h"
 #include "tests/support/casts.h"
 #include "tests/support/tensors.h"

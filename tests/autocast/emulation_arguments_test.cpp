@@ -3,6 +3,7 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/autocast/functions.h"
 #include "semitone/core/dtype.h"
+#include "src/core/dtype_limits.h"
 #include "tests/autocast/emulation_fixture.h"
 #include "tests/support/tensors.h"
 

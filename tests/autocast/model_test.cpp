@@ -1,6 +1,7 @@
 #include "semitone/autocast/model.h"
 
 #include "semitone/core/keep_fp32.h"
+#include "src/autocast/model_entries.h"
 #include "tests/support/errors.h"
 
 #include <torch/script.h>
@@ -43,9 +44,9 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-std::map<std::string, Model::Entry> by_name(const Model& model) {
-  std::map<std::string, Model::Entry> entries;
-  for (const auto& entry : model.entries())
+std::map<std::string, ModelEntry> by_name(const Model& model) {
+  std::map<std::string, ModelEntry> entries;
+  for (const auto& entry : entries_of(model))
     EXPECT_TRUE(entries.emplace(entry.name, entry).second) << entry.name;
   return entries;
 }
@@ -77,12 +78,12 @@ TEST(Model, KeepsAffineBatchNormAndMarkedModulesInFp32) {
 TEST(Model, KnowsBatchNormOfEveryDimension) {
   torch::nn::Sequential net(torch::nn::BatchNorm1d(2), torch::nn::BatchNorm2d(2),
                             torch::nn::BatchNorm3d(2));
-  for (const auto& entry : Model(net).entries()) EXPECT_TRUE(entry.keep_fp32) << entry.name;
+  for (const auto& entry : entries_of(Model(net))) EXPECT_TRUE(entry.keep_fp32) << entry.name;
 }
 
 TEST(Model, EntriesShareTheirIdentityWithTheModel) {
   Net net;
-  for (auto& entry : Model(net).entries()) {
+  for (auto& entry : entries_of(Model(net))) {
     if (entry.name == "conv.weight") entry.tensor.set_data(torch::zeros({2, 1, 3, 3}));
   }
   EXPECT_EQ(net->conv->weight.sum().item<float>(), 0);
@@ -96,7 +97,7 @@ TEST(Model, ASharedTensorComesOncePerName) {
       register_parameter("second", weight);
     }
   };
-  const auto entries = Model(std::make_shared<Tied>()).entries();
+  const auto entries = entries_of(Model(std::make_shared<Tied>()));
   ASSERT_EQ(entries.size(), 2U);
   EXPECT_TRUE(entries[0].tensor.is_same(entries[1].tensor));
 }

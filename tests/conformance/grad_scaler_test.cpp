@@ -4,6 +4,8 @@
 #include "semitone/scaling/grad_scaler.h"
 
 #include "semitone/core/dtype.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
+#include "src/core/dtype_limits.h"
 #include "tests/support/conformance.h"
 
 #include <torch/torch.h>
@@ -22,8 +24,10 @@ namespace semitone::test {
 namespace {
 
 using amp::LossScaleOptions;
-using amp::LossScaleState;
 using amp::OverflowCount;
+using amp::detail::initial_loss_scale;
+using amp::detail::LossScaleState;
+using amp::detail::next_loss_scale;
 using nlohmann::json;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();

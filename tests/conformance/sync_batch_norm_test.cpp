@@ -63,12 +63,12 @@ void run_case(const json& record, const comm::Group& group) {
   const json& momentum = record.at("momentum");
   const auto channels = record.at("calls").at(0).at("input").at("shape").at(1).get<std::int64_t>();
   SyncBatchNorm layer(
-      SyncBatchNormOptions(channels)
+      nn::FusedBatchNormOptions(channels)
           .eps(record.at("eps"))
           .momentum(momentum.is_null() ? std::nullopt : std::optional<double>(momentum))
           .affine(!record.at("weight").is_null())
-          .track_running_stats(!record.at("before").is_null())
-          .group(group));
+          .track_running_stats(!record.at("before").is_null()),
+      group);
   layer->train(record.at("train"));
   set(layer->weight, record.at("weight"));
   set(layer->bias, record.at("bias"));

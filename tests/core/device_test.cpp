@@ -1,5 +1,7 @@
 #include "semitone/core/device.h"
 
+#include "src/core/native_kernels.h"
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>

@@ -1,6 +1,7 @@
 #include "semitone/core/dtype.h"
 
 #include "semitone/core/error.h"
+#include "src/core/dtype_limits.h"
 
 #include <torch/torch.h>
 

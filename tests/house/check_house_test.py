@@ -55,6 +55,15 @@ class CheckHouse(unittest.TestCase):
         self.assertEqual(len(found), 1)
         self.assertIn("src/nn/a.h is private to room 'nn'", found[0])
 
+    def test_umbrellas_include_every_public_header(self):
+        header = {"src/rooms.txt": "nn: | | semitone/nn.h\n", "include/semitone/nn/a.h": "#pragma once\n",
+                  "include/semitone/nn/detail/b.h": "#pragma once\n"}
+        umbrella = "include/semitone/nn.h"
+        self.assertEqual(problems_of({**header, umbrella: '#pragma once\n#include "semitone/nn/a.h"\n'}), [])
+        self.assertEqual(problems_of({**header, umbrella: "#pragma once\n"}), [f"{umbrella}: does not include semitone/nn/a.h"])
+        whole = {**header, umbrella: '#pragma once\n#include "semitone/nn/a.h"\n', "include/semitone/semitone.h": "#pragma once\n"}
+        self.assertEqual(problems_of(whole), ["include/semitone/semitone.h: does not include semitone/nn.h"])
+
     def test_headers_have_a_guard(self):
         self.assertEqual(len(problems_of({"include/semitone/amp/a.h": "int x;\n"})), 1)
 

@@ -3,6 +3,7 @@
 #include "src/kernels/layer_norm.h"
 
 #include "semitone/core/dtype.h"
+#include "src/core/dtype_limits.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 

@@ -1,6 +1,8 @@
 #include "semitone/launch/launch_options.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/endpoint.h"
+#include "src/launch/process_count.h"
 #include "tests/support/errors.h"
 
 #include <gtest/gtest.h>
@@ -32,12 +34,12 @@ TEST(StreamsByRank, ReadsTorchrunsWords) {
 }
 
 TEST(NodeCount, IsANumberOrTwo) {
-  EXPECT_EQ(NodeCount::parse("4").min, 4);
-  EXPECT_EQ(NodeCount::parse("4").max, 4);
-  EXPECT_EQ(NodeCount::parse("1:4").min, 1);
-  EXPECT_EQ(NodeCount::parse("1:4").max, 4);
+  EXPECT_EQ(detail::NodeCount::parse("4").min, 4);
+  EXPECT_EQ(detail::NodeCount::parse("4").max, 4);
+  EXPECT_EQ(detail::NodeCount::parse("1:4").min, 1);
+  EXPECT_EQ(detail::NodeCount::parse("1:4").max, 4);
   for (const char* text : {"", "0", "-1", "4:1", "0:3", "1:", ":1", "one", "1:2:3", "99999999"})
-    expect_error([&] { NodeCount::parse(text); }, {"[launch.options]", "1:4", text});
+    expect_error([&] { detail::NodeCount::parse(text); }, {"[launch.options]", "1:4", text});
 }
 
 TEST(Endpoint, IsAHostWithOrWithoutAPort) {

@@ -45,7 +45,7 @@ using Seconds = LaunchOptions::Seconds;
 class Nodes : public LauncherTest {
  protected:
   // With a short timeout instead of the long default, and an endpoint.
-  LaunchOptions node(const std::string& script, NodeCount nodes, int processes = 1) const {
+  LaunchOptions node(const std::string& script, detail::NodeCount nodes, int processes = 1) const {
     return shell(script, processes)
         .nnodes(nodes)
         .rdzv_endpoint("127.0.0.1:" + std::to_string(port_))

@@ -1,6 +1,7 @@
 #include "semitone/launch/launcher.h"
 
 #include "src/launch/ports.h"
+#include "src/launch/process_count.h"
 #include "tests/launch/launcher_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"

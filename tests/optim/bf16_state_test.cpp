@@ -134,7 +134,8 @@ TEST(Bf16State, IsDrawnByThePlacesThatWereSet) {
   Rounded all(parameters);
   const std::vector<at::Tensor> want = all.ways();
   Rounded share({parameters[0], parameters[3]});
-  share.optimizer().set_parameter_places(places_of(all.optimizer().param_groups()));
+  share.optimizer().set_parameter_places(
+      semitone::detail::places_of(all.optimizer().param_groups()));
   const std::vector<at::Tensor> got = share.ways();
   expect_bitwise_equal(got[0], want[0]);
   expect_bitwise_equal(got[1], want[3]);

@@ -1,6 +1,7 @@
 // All fused optimizers: saving and loading.
 
 #include "semitone/optim/fused_optimizer.h"
+#include "src/optim/fused_state.h"
 #include "tests/optim/fused_optimizers_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"

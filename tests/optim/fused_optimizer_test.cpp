@@ -3,6 +3,7 @@
 #include "semitone/optim/fused_optimizer.h"
 
 #include "semitone/core/dtype.h"
+#include "src/optim/fused_state.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/optim/fused_optimizers_fixture.h"
 #include "tests/support/tensors.h"

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/optim/fused_optimizer.h"
+#include "src/optim/fused_state.h"
 #include "tests/optim/all_fused_optimizers.h"
 #include "tests/support/tensors.h"
 

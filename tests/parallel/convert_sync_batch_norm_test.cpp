@@ -224,7 +224,7 @@ TEST(ConvertSyncBatchNorm, MovesBetweenGroupsAndBack) {
   run_ranks(2, [](Rank& rank) {
     const comm::Group group = comm::init();
     torch::nn::BatchNorm2d layer(3);
-    SyncBatchNorm ours(SyncBatchNormOptions(3).group(group));
+    SyncBatchNorm ours(nn::FusedBatchNormOptions(3), group);
     torch::nn::Sequential model(layer, ours);
     convert_sync_batchnorm(*model, group.split(2));
     EXPECT_TRUE(is_synchronised(layer, group));

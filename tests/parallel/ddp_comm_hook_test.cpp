@@ -4,6 +4,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/core/dtype.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "src/core/dtype_limits.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"

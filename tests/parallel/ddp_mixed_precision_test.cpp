@@ -7,6 +7,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "src/core/dtype_limits.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/run_ranks.h"

@@ -123,10 +123,6 @@ void expect_like_whole_batch(SyncBatchNorm layer, Reference whole_layer,
                kFp64);
 }
 
-SyncBatchNormOptions options_for(std::int64_t channels, const comm::Group& group) {
-  return SyncBatchNormOptions(channels).group(group);
-}
-
 TEST(SyncBatchNormRanks, EqualOneProcessWithTheWholeBatch) {
   run_ranks(4, [](Rank&) {
     const comm::Group group = comm::init();
@@ -135,7 +131,7 @@ TEST(SyncBatchNormRanks, EqualOneProcessWithTheWholeBatch) {
       return torch::randn(shape, torch::kDouble) * 3 + 5;
     };
     const auto layer_2d = [&](std::int64_t channels) {
-      return std::pair(SyncBatchNorm(options_for(channels, group)),
+      return std::pair(SyncBatchNorm(nn::FusedBatchNormOptions(channels), group),
                        torch::nn::BatchNorm2d(channels));
     };
     for (const Shares& rows :
@@ -161,19 +157,19 @@ TEST(SyncBatchNormRanks, EqualOneProcessWithTheWholeBatch) {
     }
     {
       SCOPED_TRACE("vectors");
-      expect_like_whole_batch(SyncBatchNorm(options_for(7, group)), torch::nn::BatchNorm1d(7),
-                              whole({6, 7}), rows, group);
+      expect_like_whole_batch(SyncBatchNorm(nn::FusedBatchNormOptions(7), group),
+                              torch::nn::BatchNorm1d(7), whole({6, 7}), rows, group);
     }
     {
       SCOPED_TRACE("sequences");
-      expect_like_whole_batch(SyncBatchNorm(options_for(2, group)), torch::nn::BatchNorm1d(2),
-                              whole({6, 2, 9}), rows, group);
+      expect_like_whole_batch(SyncBatchNorm(nn::FusedBatchNormOptions(2), group),
+                              torch::nn::BatchNorm1d(2), whole({6, 2, 9}), rows, group);
     }
     {
       SCOPED_TRACE("volumes, channels last");
-      expect_like_whole_batch(SyncBatchNorm(options_for(3, group)), torch::nn::BatchNorm3d(3),
-                              whole({6, 3, 2, 3, 2}).contiguous(at::MemoryFormat::ChannelsLast3d),
-                              rows, group);
+      expect_like_whole_batch(
+          SyncBatchNorm(nn::FusedBatchNormOptions(3), group), torch::nn::BatchNorm3d(3),
+          whole({6, 3, 2, 3, 2}).contiguous(at::MemoryFormat::ChannelsLast3d), rows, group);
     }
     {
       SCOPED_TRACE("large mean, many channels");
@@ -184,14 +180,14 @@ TEST(SyncBatchNormRanks, EqualOneProcessWithTheWholeBatch) {
     {
       SCOPED_TRACE("no parameters");
       expect_like_whole_batch(
-          SyncBatchNorm(options_for(3, group).affine(false)),
+          SyncBatchNorm(nn::FusedBatchNormOptions(3).affine(false), group),
           torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(3).affine(false)),
           whole({6, 3, 2, 2}), rows, group);
     }
     {
       SCOPED_TRACE("cumulative average, eps");
       expect_like_whole_batch(
-          SyncBatchNorm(options_for(3, group).momentum(std::nullopt).eps(0.1)),
+          SyncBatchNorm(nn::FusedBatchNormOptions(3).momentum(std::nullopt).eps(0.1), group),
           torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(3).momentum(std::nullopt).eps(0.1)),
           whole({6, 3, 2, 2}), rows, group);
     }
@@ -204,7 +200,7 @@ TEST(SyncBatchNormRanks, WithoutRunningStatisticsEvaluationIsSynchronisedToo) {
     torch::manual_seed(2);
     const at::Tensor whole = torch::randn({5, 3, 2, 2}, torch::kDouble);
     const Shares rows{4, 1};
-    SyncBatchNorm layer(options_for(3, group).track_running_stats(false));
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3).track_running_stats(false), group);
     torch::nn::BatchNorm2d reference(torch::nn::BatchNorm2dOptions(3).track_running_stats(false));
     layer->to(torch::kDouble);
     reference->to(torch::kDouble);
@@ -226,7 +222,7 @@ TEST(SyncBatchNormRanks, AddsAResidualAndAppliesRelu) {
     const at::Tensor grad = torch::randn({4, 3, 2, 5}, torch::kDouble);
     for (const bool relu : {false, true}) {
       torch::nn::BatchNorm2d reference(3);
-      SyncBatchNorm layer(options_for(3, group).fuse_relu(relu));
+      SyncBatchNorm layer(nn::FusedBatchNormOptions(3).relu(relu), group);
       layer->to(torch::kDouble);
       reference->to(torch::kDouble);
       const at::Tensor whole = leaf(values);
@@ -268,7 +264,7 @@ TEST(SyncBatchNormRanks, ComputesOnlyTheGradientsThatAreNeeded) {
       torch::nn::BatchNorm1d reference(3);
       const at::Tensor whole = values.clone();
       run(reference, whole, grad);
-      SyncBatchNorm layer(options_for(3, group));
+      SyncBatchNorm layer(nn::FusedBatchNormOptions(3), group);
       const at::Tensor own = share_of(values, rows, rank.number()).clone();
       run(layer, own, share_of(grad, rows, rank.number()));
 
@@ -301,7 +297,7 @@ TEST(SyncBatchNormRanks, TakeSixteenBitInputsWithFp32Parameters) {
         const at::Tensor want = reference->forward(whole);
         want.backward(grad.to(torch::kDouble));
 
-        SyncBatchNorm layer(options_for(16, group));
+        SyncBatchNorm layer(nn::FusedBatchNormOptions(16), group);
         const at::Tensor own = leaf(share_of(values, rows, rank.number()));
         const at::Tensor got = layer->forward(own);
         got.backward(share_of(grad, rows, rank.number()));
@@ -324,7 +320,7 @@ TEST(SyncBatchNormRanks, TakeSixteenBitInputsWithFp32Parameters) {
       }
     }
     // All in 16 bits, as at O3 without keep_batchnorm_fp32.
-    SyncBatchNorm half(options_for(4, group));
+    SyncBatchNorm half(nn::FusedBatchNormOptions(4), group);
     half->to(torch::kHalf);
     const at::Tensor input = leaf(torch::randn({2, 4, 3}).to(torch::kHalf));
     const at::Tensor output = half->forward(input);
@@ -339,7 +335,7 @@ TEST(SyncBatchNormRanks, TalkOnceAPass) {
   run_ranks(2, [](Rank&) {
     const comm::Group group =
         comm::init("env://", comm::InitOptions().check(comm::CheckLevel::calls));
-    SyncBatchNorm layer(SyncBatchNormOptions(3).group(group));
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3), group);
     const auto calls = [&] { return group.impl()->watch->calls(); };
     const auto before = calls();
     const at::Tensor output = layer->forward(torch::randn({4, 3, 2, 2}).requires_grad_());
@@ -355,7 +351,7 @@ TEST(SyncBatchNormRanks, GroupsKeepToThemselves) {
     const comm::Group pair = world.split(2);
     torch::manual_seed(6);
     const at::Tensor values = torch::randn({8, 3}, torch::kDouble);
-    SyncBatchNorm layer(options_for(3, pair));
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3), pair);
     torch::nn::BatchNorm1d reference(3);
     layer->to(torch::kDouble);
     reference->to(torch::kDouble);
@@ -374,7 +370,7 @@ TEST(SyncBatchNormRanks, UpdateStatisticsWithoutGradients) {
     torch::nn::BatchNorm1d reference(3);
     reference->to(torch::kDouble);
     reference->forward(values);
-    SyncBatchNorm layer(options_for(3, group));
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3), group);
     torch::nn::BatchNorm1d converted(3);
     layer->to(torch::kDouble);
     converted->to(torch::kDouble);
@@ -395,7 +391,7 @@ TEST(SyncBatchNormRanks, UpdateStatisticsWithoutGradients) {
 TEST(SyncBatchNormRanks, HaveAllEmptyBatches) {
   run_ranks(2, [](Rank&) {
     const comm::Group group = comm::init();
-    SyncBatchNorm layer(options_for(3, group));
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3), group);
     const at::Tensor input = torch::empty({0, 3, 2, 2}).requires_grad_();
     const at::Tensor output = layer->forward(input);
     output.sum().backward();
@@ -410,7 +406,7 @@ TEST(SyncBatchNormRanks, HaveAllEmptyBatches) {
 TEST(SyncBatchNormRanks, RefuseWhatHasNoAnswer) {
   run_ranks(2, [](Rank& rank) {
     const comm::Group group = comm::init();
-    SyncBatchNorm layer(options_for(3, group));
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3), group);
     // On both ranks, though only one has the value.
     test::expect_error([&] { layer->forward(torch::randn({rank.number(), 3})); },
                        {"[parallel.sync_batch_norm]", "more than 1 value a channel"});

@@ -1,6 +1,7 @@
 #include "semitone/scaling/loss_scale.h"
 
 #include "semitone/core/error.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
 #include "tests/support/errors.h"
 
 #include <gmock/gmock.h>
@@ -21,14 +22,15 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kFp32Max = std::numeric_limits<float>::max();
 
-LossScaleState after(const LossScaleOptions& options, LossScaleState state,
-                     const std::vector<int>& found_inf) {
-  for (const int found : found_inf) state = next_loss_scale(options, state, found != 0);
+detail::LossScaleState after(const LossScaleOptions& options, detail::LossScaleState state,
+                             const std::vector<int>& found_inf) {
+  for (const int found : found_inf) state = detail::next_loss_scale(options, state, found != 0);
   return state;
 }
 
-LossScaleState from_start(const LossScaleOptions& options, const std::vector<int>& found_inf) {
-  return after(options, initial_loss_scale(options), found_inf);
+detail::LossScaleState from_start(const LossScaleOptions& options,
+                                  const std::vector<int>& found_inf) {
+  return after(options, detail::initial_loss_scale(options), found_inf);
 }
 
 TEST(LossScaleOptions, DefaultsAreTorchsWithAFloor) {
@@ -122,24 +124,26 @@ TEST(LossScaleOptions, MessagesShowSmallValuesToo) {
 }
 
 TEST(InitialLossScale, IsClampedToTheCeilingNotToTheFloor) {
-  EXPECT_EQ(initial_loss_scale(LossScaleOptions().max_scale(1024)).scale, 1024);
-  EXPECT_EQ(initial_loss_scale(LossScaleOptions().init_scale(0.5).min_scale(1)).scale, 0.5);
+  EXPECT_EQ(detail::initial_loss_scale(LossScaleOptions().max_scale(1024)).scale, 1024);
+  EXPECT_EQ(detail::initial_loss_scale(LossScaleOptions().init_scale(0.5).min_scale(1)).scale, 0.5);
 }
 
 TEST(InitialLossScale, IsRoundedToItsDtype) {
   const auto options = LossScaleOptions().init_scale(0.1);
-  EXPECT_EQ(initial_loss_scale(options).scale, static_cast<double>(0.1F));
-  EXPECT_EQ(initial_loss_scale(LossScaleOptions(options).scale_dtype(c10::kDouble)).scale, 0.1);
+  EXPECT_EQ(detail::initial_loss_scale(options).scale, static_cast<double>(0.1F));
+  EXPECT_EQ(detail::initial_loss_scale(LossScaleOptions(options).scale_dtype(c10::kDouble)).scale,
+            0.1);
 }
 
 TEST(InitialLossScale, RefusesOptionsThatContradictEachOther) {
-  EXPECT_THAT(
-      message_of<Error>([] { initial_loss_scale(LossScaleOptions().min_scale(8).max_scale(4)); }),
-      HasSubstr("min_scale of at most max_scale, got 8 and 4"));
+  EXPECT_THAT(message_of<Error>(
+                  [] { detail::initial_loss_scale(LossScaleOptions().min_scale(8).max_scale(4)); }),
+              HasSubstr("min_scale of at most max_scale, got 8 and 4"));
   // 1e39 is inf in fp32, 1e-60 is 0.
-  EXPECT_THROW(initial_loss_scale(LossScaleOptions().init_scale(1e39).max_scale(kInf)), Error);
-  EXPECT_THROW(initial_loss_scale(LossScaleOptions().init_scale(1e-60)), Error);
-  EXPECT_NO_THROW(initial_loss_scale(
+  EXPECT_THROW(detail::initial_loss_scale(LossScaleOptions().init_scale(1e39).max_scale(kInf)),
+               Error);
+  EXPECT_THROW(detail::initial_loss_scale(LossScaleOptions().init_scale(1e-60)), Error);
+  EXPECT_NO_THROW(detail::initial_loss_scale(
       LossScaleOptions().init_scale(1e39).max_scale(kInf).scale_dtype(c10::kDouble)));
 }
 
@@ -147,8 +151,8 @@ TEST(InitialLossScale, RefusesOptionsThatContradictEachOther) {
 TEST(NextLossScale, GrowsAfterTheIntervalAndBacksOffAtOnce) {
   const auto options =
       LossScaleOptions().init_scale(4).growth_factor(2).backoff_factor(0.25).growth_interval(2);
-  EXPECT_EQ(from_start(options, {0}), (LossScaleState{4, 1, 0}));
-  EXPECT_EQ(from_start(options, {0, 0}), (LossScaleState{8, 0, 0}));
+  EXPECT_EQ(from_start(options, {0}), (detail::LossScaleState{4, 1, 0}));
+  EXPECT_EQ(from_start(options, {0, 0}), (detail::LossScaleState{8, 0, 0}));
   EXPECT_EQ(from_start(options, {0, 0, 1}).scale, 2);
 }
 
@@ -201,7 +205,7 @@ TEST(NextLossScale, TheDefaultFloorKeepsTheInverseFinite) {
 
 TEST(NextLossScale, GrowthPastFp32IsRefused) {
   const auto options = LossScaleOptions().init_scale(0x1p127).growth_interval(1);
-  EXPECT_EQ(from_start(options, {0}), (LossScaleState{0x1p127, 0, 0}));
+  EXPECT_EQ(from_start(options, {0}), (detail::LossScaleState{0x1p127, 0, 0}));
   // 1.5 * 2^127 still fits.
   EXPECT_EQ(from_start(LossScaleOptions(options).growth_factor(1.5), {0}).scale, 1.5 * 0x1p127);
 }
@@ -261,16 +265,16 @@ TEST(NextLossScale, AnOverflowBelowTheAllowanceStillRestartsGrowth) {
 TEST(NextLossScale, CountersRestoredBeyondTheirLimitsFireAsInThePeers) {
   const auto options = LossScaleOptions::paddle().init_scale(16).growth_interval(2).hysteresis(2);
   // Paddle and torch test for equality.
-  EXPECT_EQ(after(options, {16, 5, 0}, {0}), (LossScaleState{16, 6, 0}));
-  EXPECT_EQ(after(options, {16, 0, 5}, {1}), (LossScaleState{16, 0, 6}));
+  EXPECT_EQ(after(options, {16, 5, 0}, {0}), (detail::LossScaleState{16, 6, 0}));
+  EXPECT_EQ(after(options, {16, 0, 5}, {1}), (detail::LossScaleState{16, 0, 6}));
   // Apex and DeepSpeed do not.
   EXPECT_EQ(after(LossScaleOptions(options).overflow_count(OverflowCount::run), {16, 0, 5}, {1}),
-            (LossScaleState{8, 0, 6}));
+            (detail::LossScaleState{8, 0, 6}));
 }
 
 TEST(NextLossScale, AFixedScaleNeverMoves) {
   const auto options = LossScaleOptions::fixed(128);
-  EXPECT_EQ(from_start(options, {0, 1, 1, 0, 0}), (LossScaleState{128, 2, 0}));
+  EXPECT_EQ(from_start(options, {0, 1, 1, 0, 0}), (detail::LossScaleState{128, 2, 0}));
 }
 
 }  // namespace

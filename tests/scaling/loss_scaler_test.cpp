@@ -1,6 +1,7 @@
 #include "semitone/scaling/loss_scaler.h"
 
 #include "semitone/core/error.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
 #include "tests/support/archive.h"
 #include "tests/support/errors.h"
 #include "tests/support/recorded_events.h"
@@ -288,7 +289,7 @@ TEST(LossScaler, LoadsASoundArchive) {
   LossScaler scaler;
   auto archive = altered({});
   scaler.load(archive);
-  EXPECT_EQ(scaler.state(), (LossScaleState{8, 1, 0}));
+  EXPECT_EQ(scaler.state(), (detail::LossScaleState{8, 1, 0}));
 }
 
 TEST(LossScaler, LoadRefusesWhatIsMissingOrNonsenseAndChangesNothing) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/core/dtype.h"
+#include "src/core/dtype_limits.h"
 
 #include <c10/core/ScalarType.h>
 

@@ -1,5 +1,6 @@
 #include "semitone/zoo/encoder.h"
 
+#include "src/zoo/encoder_layer.h"
 #include "tests/support/errors.h"
 #include "tests/support/tolerance.h"
 

@@ -7,7 +7,6 @@
 #include "semitone/autocast/model.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "semitone/scaling/loss_scaler.h"
-#include "semitone/scaling/master_weights.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

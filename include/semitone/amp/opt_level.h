@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/amp/detail/option_values.h"
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/scaling/loss_scale.h"
 
@@ -49,26 +50,6 @@ class LossScale {
   double value_ = 1.0;
 };
 
-/// A boolean that also converts from "True" and "False", as programs receive them on the command
-/// line. Error for any other string.
-class Flag {
- public:
-  Flag(bool value) : value_(value) {}                  // NOLINT(google-explicit-constructor)
-  Flag(const std::string& text);                       // NOLINT(google-explicit-constructor)
-  Flag(const char* text) : Flag(std::string(text)) {}  // NOLINT(google-explicit-constructor)
-  bool value() const { return value_; }
-
- private:
-  bool value_;
-};
-
-/// See Options::cudnn_benchmark. A value that is not set leaves the setting unchanged.
-struct CudnnSettings {
-  std::optional<bool> benchmark;
-  std::optional<int> benchmark_limit;
-  std::optional<std::int64_t> workspace_limit;  ///< MiB
-};
-
 /// Options of amp::initialize: a level, and the values that differ from its defaults. The setters
 /// have Apex's names.
 ///
@@ -99,10 +80,10 @@ class Options {
   Options& patch_torch_functions(bool value);
   /// Whether affine BatchNorm layers and modules marked KeepFp32 keep their weights, buffers and
   /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: true at O2, else false.
-  Options& keep_batchnorm_fp32(Flag value);
+  Options& keep_batchnorm_fp32(detail::Flag value);
   /// Whether the optimizer updates fp32 copies of 16-bit weights. Error at O1. Default: true at O2,
   /// else false.
-  Options& master_weights(Flag value);
+  Options& master_weights(detail::Flag value);
   /// A number, or "dynamic". Default: dynamic at O1 and O2 with fp16, else 1.
   Options& loss_scale(LossScale value);
   /// The dtype that forward's results are cast to. Default: fp32, so that a loss outside of forward
@@ -184,7 +165,7 @@ class Options {
   std::optional<LossScaleOptions> loss_scale_options_;
   std::optional<CastPolicy> policy_;
   std::optional<c10::MemoryFormat> memory_format_ = c10::MemoryFormat::Preserve;
-  CudnnSettings cudnn_;
+  detail::CudnnSettings cudnn_;
 };
 
 /// The settings in force: the level's defaults with the options applied, and checked.
@@ -205,7 +186,7 @@ struct Properties {
   std::optional<CastPolicy> policy;     ///< as set in the options
   /// Nothing until initialize has chosen.
   std::optional<c10::MemoryFormat> memory_format = c10::MemoryFormat::Preserve;
-  CudnnSettings cudnn;
+  detail::CudnnSettings cudnn;
 
   /// Returns the defaults of a level for a 16-bit dtype: one row of the table above.
   static Properties defaults(OptLevel level, c10::ScalarType dtype);

@@ -31,7 +31,7 @@ struct CastRow {
 };
 
 /// How 16-bit matrix products, convolutions, LSTM and attention are computed if the CPU has no fast
-/// kernels for them (has_native_kernel). Emulation converts the arguments to fp32, computes and
+/// kernels for them (docs/numerics.md). Emulation converts the arguments to fp32, computes and
 /// sums in fp32, and rounds the result once. It yields the numbers of a tensor core, forward and
 /// backward, at fp32's speed, while LibTorch's own kernels take 10 to 500 times as long.
 enum class Emulation {

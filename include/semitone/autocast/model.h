@@ -32,17 +32,6 @@ class Model {
   Model(torch::nn::Module& module);                  // NOLINT(google-explicit-constructor)
   Model(torch::jit::Module module);                  // NOLINT(google-explicit-constructor)
 
-  /// One parameter or buffer.
-  struct Entry {
-    std::string name;   ///< "layer1.conv.weight"
-    at::Tensor tensor;  ///< the model's own tensor: set_data() on it changes the model
-    bool is_parameter;
-    bool keep_fp32;  ///< belongs to an affine BatchNorm, or to a module marked KeepFp32
-  };
-  /// Returns all parameters and buffers, in the model's order. A tensor that occurs twice appears
-  /// twice.
-  std::vector<Entry> entries() const;
-
   /// The torch::nn::Module, or null for a TorchScript module.
   torch::nn::Module* module() const;
   /// The TorchScript module, or null for a torch::nn::Module.

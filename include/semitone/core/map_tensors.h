@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/core/fields.h"
+#include "semitone/core/detail/fields.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/List.h>

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "semitone/launch/detail/node_count.h"
+
 #include <chrono>
 #include <filesystem>
 #include <map>
@@ -32,25 +34,6 @@ class StreamsByRank {
   std::map<int, Streams> by_rank_;
 };
 
-/// The number of machines ("nodes") of a job, as a range.
-struct NodeCount {
-  int min = 1;
-  int max = 1;
-
-  /// Parses "2" or "1:4". Error for anything else.
-  static NodeCount parse(std::string_view text);
-};
-
-/// A host and a port.
-struct Endpoint {
-  std::string host;
-  int port = 29400;
-
-  /// Parses "host:port", "[::1]:port", or a host alone. Error for anything else.
-  static Endpoint parse(std::string_view text);
-  std::string to_string() const;
-};
-
 /// What to launch, on how many machines, and how. The names are torchrun's.
 ///
 ///     const auto options = launch::LaunchOptions("build/train").arguments({"--epochs", "3"})
@@ -67,7 +50,7 @@ class LaunchOptions {
   /// Number of processes on this node. It may differ between nodes. Default 1.
   LaunchOptions& nproc_per_node(int value);
   /// Number of nodes. Default 1. A range requires rdzv_endpoint.
-  LaunchOptions& nnodes(NodeCount value);
+  LaunchOptions& nnodes(detail::NodeCount value);
 
   /// Index of this node. Its processes get the ranks after those of the preceding nodes. Used with
   /// master_addr; with rdzv_endpoint, nodes are numbered in order of arrival. Default 0.
@@ -117,7 +100,7 @@ class LaunchOptions {
   const std::filesystem::path& program() const { return program_; }
   const std::vector<std::string>& arguments() const { return arguments_; }
   int nproc_per_node() const { return nproc_per_node_; }
-  NodeCount nnodes() const { return nnodes_; }
+  detail::NodeCount nnodes() const { return nnodes_; }
   int node_rank() const { return node_rank_; }
   const std::string& master_addr() const { return master_addr_; }
   int master_port() const { return master_port_; }
@@ -142,7 +125,7 @@ class LaunchOptions {
   std::filesystem::path program_;
   std::vector<std::string> arguments_;
   int nproc_per_node_ = 1;
-  NodeCount nnodes_;
+  detail::NodeCount nnodes_;
   int node_rank_ = 0;
   std::string master_addr_;
   int master_port_ = 0;
@@ -158,17 +141,6 @@ class LaunchOptions {
   Seconds heartbeat_timeout_{30};
   Seconds join_timeout_{600};
   Seconds last_call_{5};
-};
-
-/// The number of processes to run on this node.
-struct ProcessCount {
-  int count = 1;
-  std::string reason;  ///< "one for each of 2 cores"; empty for an explicit number
-
-  /// Parses torchrun's syntax: a number, "gpu" (one for each GPU), "cpu" (one for each core that
-  /// this process may use), or "auto" ("gpu" if there is a GPU, otherwise "cpu"). Error for
-  /// anything else, and for "gpu" on a machine without a GPU.
-  static ProcessCount parse(std::string_view text);
 };
 
 }  // namespace semitone::launch

@@ -1,12 +1,11 @@
 #pragma once
 
-#include "semitone/core/parameter_places.h"
+#include "semitone/core/detail/parameter_places.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -53,19 +52,7 @@ struct FusedStep {
   TORCH_ARG(double, copies_inv_scale) = 1;
 };
 
-/// The state of a fused optimizer for one parameter.
-struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
-  std::int64_t step = 0;              ///< steps that this parameter took part in
-  std::array<at::Tensor, 3> tensors;  ///< see FusedOptimizer::state_of
-  /// The lower halves of split masters (FusedAdamOptions::split_master): int16, of the parameter's
-  /// shape.
-  at::Tensor master_low;
-
-  /// Stores tensors by position, not by name. These functions are for amp::MasterWeights, which
-  /// widens 16-bit state to fp32 by saving and loading it. FusedOptimizer::save() writes files.
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
-};
+struct FusedState;
 
 /// The base of all fused optimizers. They are torch::optim::Optimizers: learning rate schedulers,
 /// param_groups, torch::save and torch::load work as with LibTorch's own.
@@ -86,7 +73,8 @@ struct FusedState : torch::optim::OptimizerCloneableParamState<FusedState> {
 /// - A parameter that appears in the optimizer twice is updated once.
 /// - Parameter groups may be added, and options changed, between any two steps.
 /// - Results do not depend on the number of threads.
-class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlaces {
+class FusedOptimizer : public torch::optim::Optimizer,
+                       public semitone::detail::UsesParameterPlaces {
  public:
   /// LibTorch's step: a default FusedStep. A closure is evaluated first, with gradients enabled,
   /// and its loss is returned.
@@ -105,7 +93,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   /// Sets the index of each parameter in the whole parameter list, for an optimizer that has only
   /// part of that list. The indices seed the random bits of bf16 state. Default: the indices in
   /// this optimizer's own groups.
-  void set_parameter_places(ParameterPlaces places) override;
+  void set_parameter_places(semitone::detail::ParameterPlaces places) override;
 
   /// Returns the number of steps that updated a parameter.
   std::int64_t steps_of(const at::Tensor& parameter) const;
@@ -193,7 +181,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public UsesParameterPlace
   c10::ScalarType state_dtype(const torch::optim::OptimizerOptions& options,
                               const at::Tensor& parameter) const;
 
-  ParameterPlaces places_;  // set by set_parameter_places
+  semitone::detail::ParameterPlaces places_;  // set by set_parameter_places
 };
 
 }  // namespace semitone::optim

@@ -1,9 +1,9 @@
 #pragma once
 
 #include "semitone/core/map_tensors.h"
-#include "semitone/parallel/replica_sync.h"
-#include "semitone/parallel/replicas.h"
-#include "semitone/parallel/wrapped_model.h"
+#include "semitone/parallel/detail/replica_sync.h"
+#include "semitone/parallel/detail/replicas.h"
+#include "semitone/parallel/detail/wrapped_model.h"
 
 #include <c10/core/Device.h>
 #include <torch/arg.h>
@@ -92,13 +92,15 @@ class DataParallelOptions {
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
 /// module object is taken by reference and must outlive this object.
 template <typename Model>
-class DataParallel : public WrappedModel<Model> {
+class DataParallel : public detail::WrappedModel<Model> {
  public:
   explicit DataParallel(Model model, const DataParallelOptions& options = {})
-      : WrappedModel<Model>(std::move(model)), plan_(tensors_of(this->module()), options) {
+      : detail::WrappedModel<Model>(std::move(model)),
+        plan_(detail::tensors_of(this->module()), options) {
     const std::size_t two = 2;
-    replicate(this->module(), plan_,
-              std::min(two, plan_.devices.size()));  // checks that the model can be replicated
+    detail::replicate(
+        this->module(), plan_,
+        std::min(two, plan_.devices.size()));  // checks that the model can be replicated
   }
 
   /// The model's forward on all replicas. Arguments are copied for each. Results are tensors in any
@@ -106,7 +108,7 @@ class DataParallel : public WrappedModel<Model> {
   template <typename... Arguments>
   auto forward(const Arguments&... arguments) {
     using Output = std::decay_t<decltype(this->call(this->module(), arguments...))>;
-    BatchCut cut(plan_);
+    detail::BatchCut cut(plan_);
     const auto look = [&](const at::Tensor& tensor) {
       cut.look_at(tensor);
       return tensor;
@@ -114,12 +116,12 @@ class DataParallel : public WrappedModel<Model> {
     (static_cast<void>(map_tensors(arguments, look)), ...);
     const std::size_t count = cut.parts();
 
-    std::vector<std::tuple<detail::Mapped<const Arguments&>...>> inputs;
+    std::vector<std::tuple<semitone::detail::Mapped<const Arguments&>...>> inputs;
     for (std::size_t replica = 0; replica < count; ++replica) {
       const auto part = [&](const at::Tensor& tensor) { return cut.part(tensor, replica); };
       inputs.emplace_back(map_tensors(arguments, part)...);
     }
-    auto replicas = replicate(this->module(), plan_, count);
+    auto replicas = detail::replicate(this->module(), plan_, count);
     const auto run = [&](std::size_t replica) {
       auto& one = replica == 0 ? this->module() : as_module(replicas.copies[replica - 1]);
       return std::apply([&](const auto&... input) { return this->call(one, input...); },
@@ -127,16 +129,17 @@ class DataParallel : public WrappedModel<Model> {
     };
     if constexpr (std::is_void_v<Output>) {
       if (plan_.devices.size() == 1) return run(0);
-      run_replicas(plan_, count, replicas.parameters, [&](std::size_t replica) { run(replica); });
+      detail::run_replicas(plan_, count, replicas.parameters,
+                           [&](std::size_t replica) { run(replica); });
     } else {
       if (plan_.devices.size() == 1) return to_output_device(run(0));
       std::vector<std::optional<Output>> results(count);
-      run_replicas(plan_, count, replicas.parameters,
-                   [&](std::size_t replica) { results[replica] = run(replica); });
+      detail::run_replicas(plan_, count, replicas.parameters,
+                           [&](std::size_t replica) { results[replica] = run(replica); });
       std::vector<Output> outputs;
       outputs.reserve(count);
       for (auto& result : results) outputs.push_back(*std::move(result));
-      return gather(plan_, std::move(outputs));
+      return detail::gather(plan_, std::move(outputs));
     }
   }
   template <typename... Arguments>
@@ -150,7 +153,8 @@ class DataParallel : public WrappedModel<Model> {
  private:
   static torch::jit::Module& as_module(torch::jit::Module& copy) { return copy; }
   static auto& as_module(const std::shared_ptr<torch::nn::Module>& copy) {
-    using Module = std::remove_reference_t<decltype(std::declval<WrappedModel<Model>&>().module())>;
+    using Module =
+        std::remove_reference_t<decltype(std::declval<detail::WrappedModel<Model>&>().module())>;
     return dynamic_cast<Module&>(*copy);
   }
 
@@ -162,7 +166,7 @@ class DataParallel : public WrappedModel<Model> {
     return map_tensors(output, move);
   }
 
-  ReplicaPlan plan_;
+  detail::ReplicaPlan plan_;
 };
 
 template <std::derived_from<torch::nn::Module> Module>

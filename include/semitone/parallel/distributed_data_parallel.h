@@ -1,9 +1,10 @@
 #pragma once
 
 #include "semitone/comm/group.h"
+#include "semitone/parallel/detail/replica_sync.h"
+#include "semitone/parallel/detail/wrapped_model.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
-#include "semitone/parallel/replica_sync.h"
-#include "semitone/parallel/wrapped_model.h"
+#include "semitone/parallel/no_sync.h"
 
 #include <torch/nn/module.h>
 
@@ -58,12 +59,12 @@ namespace semitone::parallel {
 /// module object (struct Net : torch::nn::Module; Net model;) is taken by reference and must
 /// outlive this object.
 template <typename Model>
-class DistributedDataParallel : public WrappedModel<Model> {
+class DistributedDataParallel : public detail::WrappedModel<Model> {
  public:
   DistributedDataParallel(Model model, comm::Group group,
                           const DistributedDataParallelOptions& options = {})
-      : WrappedModel<Model>(std::move(model)),
-        sync_(tensors_of(this->module()), std::move(group), options) {}
+      : detail::WrappedModel<Model>(std::move(model)),
+        sync_(detail::tensors_of(this->module()), std::move(group), options) {}
 
   /// The model's forward, with any arguments and results. A TorchScript module takes IValues, or
   /// arguments that convert to them. Use it from one thread at a time.
@@ -112,7 +113,7 @@ class DistributedDataParallel : public WrappedModel<Model> {
   const comm::Group& group() const { return sync_.group(); }
 
  private:
-  ReplicaSync sync_;
+  detail::ReplicaSync sync_;
 };
 
 template <std::derived_from<torch::nn::Module> Module>

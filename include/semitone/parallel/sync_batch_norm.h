@@ -2,48 +2,24 @@
 
 #include "semitone/comm/group.h"
 #include "semitone/core/keep_fp32.h"
+#include "semitone/nn/fused_batch_norm.h"
 
-#include <torch/arg.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/common.h>
 #include <torch/nn/pimpl.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <optional>
 #include <ostream>
+#include <utility>
 
 namespace semitone::parallel {
-
-/// Options of SyncBatchNorm.
-struct SyncBatchNormOptions {
-  SyncBatchNormOptions(
-      std::int64_t num_features)  // NOLINT(google-explicit-constructor): as LibTorch's
-      : num_features_(num_features) {}
-
-  /// C of an input (N, C, …).
-  TORCH_ARG(std::int64_t, num_features);
-  /// Added to the variance.
-  TORCH_ARG(double, eps) = 1e-5;
-  /// Weight of the new batch in the running statistics. Nothing: the mean over all batches so far.
-  TORCH_ARG(std::optional<double>, momentum) = 0.1;
-  /// Whether the layer has a weight and a bias.
-  TORCH_ARG(bool, affine) = true;
-  /// Whether the layer has running statistics. Without them, evaluation uses the batch's
-  /// statistics.
-  TORCH_ARG(bool, track_running_stats) = true;
-  /// Whether a ReLU is applied to the result.
-  TORCH_ARG(bool, fuse_relu) = false;
-  /// The ranks whose batches are normalised together. Default: this process only.
-  TORCH_ARG(comm::Group, group);
-};
 
 /// Batch normalisation with the mean and variance over the batches of all ranks, as
 /// torch.nn.SyncBatchNorm and apex.parallel.SyncBatchNorm. It also runs on the CPU.
 ///
 ///     auto group = comm::init();
-///     parallel::SyncBatchNorm norm(parallel::SyncBatchNormOptions(64).group(group));
-///     parallel::SyncBatchNorm per_node(parallel::SyncBatchNormOptions(64).group(group.split(8)));
+///     parallel::SyncBatchNorm norm(nn::FusedBatchNormOptions(64), group);
+///     parallel::SyncBatchNorm per_node(nn::FusedBatchNormOptions(64), group.split(8));
 ///
 /// For a model with torch::nn::BatchNorm layers, see convert_sync_batchnorm.
 ///
@@ -63,10 +39,11 @@ struct SyncBatchNormOptions {
 ///
 /// With more than one rank the backward pass cannot be differentiated again.
 class SyncBatchNormImpl
-    : public torch::nn::NormImplBase<2, SyncBatchNormImpl, SyncBatchNormOptions>,
+    : public torch::nn::NormImplBase<2, SyncBatchNormImpl, nn::FusedBatchNormOptions>,
       public KeepFp32 {
  public:
-  explicit SyncBatchNormImpl(const SyncBatchNormOptions& options_);
+  /// @param group  the ranks whose batches are normalised together. Default: this process only
+  explicit SyncBatchNormImpl(const nn::FusedBatchNormOptions& options_, comm::Group group = {});
 
   /// @param input     (N, num_features, …)
   /// @param residual  undefined, or of the input's shape: added before the ReLU
@@ -76,12 +53,18 @@ class SyncBatchNormImpl
   /// only: elsewhere the check would wait for the device.) CommError if a rank is lost.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& residual = {});
 
+  const comm::Group& group() const { return group_; }
+  void set_group(comm::Group group) { group_ = std::move(group); }
+
   void pretty_print(std::ostream& stream) const override;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(at::Tensor())})
 
   void _check_input_dim(const at::Tensor& input) override;
+
+ private:
+  comm::Group group_;
 };
 TORCH_MODULE(SyncBatchNorm);
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "semitone/scaling/detail/parameter_names.h"
 #include "semitone/scaling/loss_scaler.h"
-#include "semitone/scaling/parameter_names.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -131,7 +131,7 @@ class GradScaler {
   bool scaled_ = false;   // scale() was called at least once
   bool stepped_ = false;  // step() was called
   std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;  // since the last update
-  ParameterNames names_;
+  detail::ParameterNames names_;
   FoundInfHook found_inf_hook_;
 };
 

@@ -1,30 +1,22 @@
 #pragma once
 
+#include "semitone/scaling/detail/loss_scale_state.h"
+#include "semitone/scaling/detail/overflow.h"
 #include "semitone/scaling/loss_scale.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
-#include <string>
 
 namespace semitone::amp {
-
-/// The result of a search for non-finite gradients.
-struct Overflow {
-  /// The non-finite parameter nearest the loss: the last one in the model's order. Backward runs
-  /// from the loss to the input and inf spreads with it, so this parameter overflowed first. Empty
-  /// if no search was made, or if the overflow was on another rank.
-  std::string parameter;
-  std::int64_t parameters = 0;  ///< number of parameters with an inf or NaN in their gradients
-};
 
 /// One loss scale in use: its rule, its state, and the counters of skipped steps. GradScaler has
 /// one, and MixedPrecision one for each loss. It is in host memory. A copy is a snapshot.
 class LossScaler {
  public:
   /// @param loss_id  index in events and messages
-  /// Error if the options contradict each other: see initial_loss_scale.
+  /// Error if the options contradict each other: see detail::initial_loss_scale.
   explicit LossScaler(const LossScaleOptions& options = {}, std::int64_t loss_id = 0);
 
   /// The factor for losses.
@@ -40,14 +32,14 @@ class LossScaler {
 
   /// Counts a skipped optimizer step and notifies listeners (events::StepSkipped). Call it before
   /// update().
-  void note_skip(const Overflow& overflow);
+  void note_skip(const detail::Overflow& overflow);
 
   /// Records where this loss overflowed, for the DivergedError, without counting a skipped step.
   /// For a step that several losses overflow: note_skip() of one of them has counted it. Call it
   /// before update().
-  void note_overflow(const Overflow& overflow);
+  void note_overflow(const detail::Overflow& overflow);
 
-  /// Ends an iteration: updates the scale (next_loss_scale) and notifies listeners
+  /// Ends an iteration: updates the scale (detail::next_loss_scale) and notifies listeners
   /// (events::LossScaleUpdated). DivergedError after max_consecutive_skips consecutive iterations
   /// with found_inf; the object stays usable.
   void update(bool found_inf);
@@ -59,7 +51,7 @@ class LossScaler {
   /// Replaces the rule. Scale and counters stay, but a counter at or beyond its new limit, which
   /// could never have an effect again, is set to one below the limit. Error as in the constructor.
   void set_options(const LossScaleOptions& options);
-  const LossScaleState& state() const { return state_; }
+  const detail::LossScaleState& state() const { return state_; }
   std::int64_t skipped_steps() const { return skipped_; }
   std::int64_t consecutive_skips() const { return consecutive_; }
 
@@ -79,10 +71,10 @@ class LossScaler {
 
   LossScaleOptions options_;
   std::int64_t loss_id_;
-  LossScaleState state_;
+  detail::LossScaleState state_;
   std::int64_t skipped_ = 0;
   std::int64_t consecutive_ = 0;
-  Overflow first_of_run_;  // of the current run of skips
+  detail::Overflow first_of_run_;  // of the current run of skips
 };
 
 }  // namespace semitone::amp

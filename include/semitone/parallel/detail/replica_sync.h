@@ -3,6 +3,7 @@
 #include "semitone/comm/group.h"
 #include "semitone/core/map_tensors.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
+#include "semitone/parallel/no_sync.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/jit/api/module.h>
@@ -14,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 /// A model's parameters and buffers, each once.
 struct ModelTensors {
@@ -28,21 +29,6 @@ struct ModelTensors {
 };
 ModelTensors tensors_of(const torch::nn::Module& model);
 ModelTensors tensors_of(const torch::jit::Module& model);
-
-/// While it exists, backward passes of forwards made during that time accumulate gradients on each
-/// rank without communication.
-class [[nodiscard]] NoSync {
- public:
-  explicit NoSync(std::shared_ptr<int> depth) : depth_(std::move(depth)) { ++*depth_; }
-  NoSync(NoSync&&) noexcept = default;
-  NoSync& operator=(NoSync&&) = delete;
-  ~NoSync() {
-    if (depth_ != nullptr) --*depth_;
-  }
-
- private:
-  std::shared_ptr<int> depth_;
-};
 
 /// The part of DistributedDataParallel that does not depend on the signature of forward. The
 /// comment on DistributedDataParallel has contracts and errors.
@@ -65,7 +51,7 @@ class ReplicaSync {
       expect_backward({});
       return output;
     }
-    if constexpr (detail::HoldsTensors<Output>::value) {
+    if constexpr (semitone::detail::HoldsTensors<Output>::value) {
       std::vector<at::Tensor> tensors;
       const auto collect = [&](const at::Tensor& tensor) {
         tensors.push_back(tensor);
@@ -96,4 +82,4 @@ class ReplicaSync {
   std::unique_ptr<Impl> impl_;
 };
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "semitone/core/map_tensors.h"
-#include "semitone/parallel/replica_sync.h"
+#include "semitone/parallel/detail/replica_sync.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -21,8 +21,10 @@ struct ReplicaParameters;
 }
 
 namespace semitone::parallel {
-
 class DataParallelOptions;
+}
+
+namespace semitone::parallel::detail {
 
 /// The settings of a DataParallel: its devices, and the dimension along which it splits batches.
 /// The comment on DataParallel has contracts and errors.
@@ -90,7 +92,7 @@ std::vector<at::Tensor> gather(const ReplicaPlan& plan,
 /// from the first replica's result.
 template <typename Output>
 Output gather(const ReplicaPlan& plan, std::vector<Output> outputs) {
-  static_assert(detail::HoldsTensors<Output>::value,
+  static_assert(semitone::detail::HoldsTensors<Output>::value,
                 "DataParallel can put together tensors, in containers and IValues: a type of your "
                 "own needs a method map_tensors, see core/map_tensors.h");
   std::vector<std::vector<at::Tensor>> results(outputs.size());
@@ -107,4 +109,4 @@ Output gather(const ReplicaPlan& plan, std::vector<Output> outputs) {
   return map_tensors(outputs.front(), replace);
 }
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

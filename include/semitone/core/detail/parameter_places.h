@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace semitone {
+namespace semitone::detail {
 
 /// The place of each parameter, which is its index in an optimizer's groups: 0, 1, 2 … group after
 /// group. A parameter that appears twice keeps its first place, and the second appearance is not
@@ -31,4 +31,4 @@ class UsesParameterPlaces {
   virtual void set_parameter_places(ParameterPlaces places) = 0;
 };
 
-}  // namespace semitone
+}  // namespace semitone::detail

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace semitone::parallel {
+namespace semitone::parallel::detail {
 
 /// The common base of DistributedDataParallel and DataParallel: holds the model and gives access to
 /// it. `wrapper->` is the model, for everything except forward.
@@ -64,4 +64,4 @@ class WrappedModel {
   Model model_;
 };
 
-}  // namespace semitone::parallel
+}  // namespace semitone::parallel::detail

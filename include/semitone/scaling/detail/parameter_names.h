@@ -9,7 +9,7 @@
 #include <string_view>
 #include <unordered_map>
 
-namespace semitone::amp {
+namespace semitone::amp::detail {
 
 /// Names of parameters for messages. An optimizer holds anonymous tensors; the names are the
 /// model's.
@@ -36,4 +36,4 @@ class ParameterNames {
   std::unordered_map<const c10::TensorImpl*, Name> names_;
 };
 
-}  // namespace semitone::amp
+}  // namespace semitone::amp::detail

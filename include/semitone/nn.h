@@ -1,0 +1,12 @@
+#pragma once
+
+/// The fused layers and functions of semitone::nn.
+
+#include "semitone/core/error.h"
+#include "semitone/nn/fused_batch_norm.h"
+#include "semitone/nn/fused_cross_entropy.h"
+#include "semitone/nn/fused_dense.h"
+#include "semitone/nn/fused_dropout.h"
+#include "semitone/nn/fused_gelu.h"
+#include "semitone/nn/fused_layer_norm.h"
+#include "semitone/nn/fused_rms_norm.h"

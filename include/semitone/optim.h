@@ -1,0 +1,13 @@
+#pragma once
+
+/// The fused optimizers of semitone::optim, LARC, and gradient clipping.
+
+#include "semitone/core/error.h"
+#include "semitone/optim/clip_grad.h"
+#include "semitone/optim/fused_adagrad.h"
+#include "semitone/optim/fused_adam.h"
+#include "semitone/optim/fused_lamb.h"
+#include "semitone/optim/fused_novograd.h"
+#include "semitone/optim/fused_optimizer.h"
+#include "semitone/optim/fused_sgd.h"
+#include "semitone/optim/larc.h"

@@ -1,0 +1,48 @@
+#include "src/launch/endpoint.h"
+
+#include "semitone/core/error.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <system_error>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kComponent = "launch.options";
+
+}  // namespace
+
+std::string Endpoint::to_string() const {
+  const bool colons = host.find(':') != std::string::npos;
+  return colons ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
+}
+
+Endpoint Endpoint::parse(std::string_view text) {
+  const auto wrong = [&] {
+    return Error(kComponent, "an endpoint as in node0:29400 or [::1]:29400",
+                 fmt::format("'{}'", text));
+  };
+  Endpoint result;
+  std::string_view rest = text;
+  if (rest.starts_with('[')) {
+    const auto end = rest.find(']');
+    if (end == std::string_view::npos) throw wrong();
+    result.host = rest.substr(1, end - 1);
+    rest.remove_prefix(end + 1);
+  } else {
+    result.host = rest.substr(0, rest.find(':'));
+    rest.remove_prefix(result.host.size());
+  }
+  if (result.host.empty()) throw wrong();
+  if (rest.empty()) return result;
+  const char* const end = rest.data() + rest.size();
+  const auto [stop, error] = std::from_chars(rest.data() + 1, end, result.port);
+  if (rest.front() != ':' || error != std::errc() || stop != end || result.port < 0 ||
+      result.port > 65535)
+    throw wrong();
+  return result;
+}
+
+}  // namespace semitone::launch

@@ -1,0 +1,35 @@
+#include "src/launch/process_count.h"
+
+#include "semitone/core/error.h"
+#include "src/launch/machine.h"
+#include "src/launch/numbers.h"
+
+#include <fmt/format.h>
+
+namespace semitone::launch {
+namespace {
+
+constexpr auto kComponent = "launch.options";
+constexpr int kMaxProcesses = 4096;
+
+void require(bool right, std::string_view expected, std::string_view got) {
+  if (!right) throw Error(kComponent, expected, got);
+}
+
+}  // namespace
+
+ProcessCount ProcessCount::parse(std::string_view text) {
+  if (const auto value = parse_number(text); value.has_value()) {
+    require(*value >= 1 && *value <= kMaxProcesses,
+            fmt::format("nproc-per-node from 1 to {}", kMaxProcesses), fmt::format("'{}'", text));
+    return {*value, ""};
+  }
+  require(text == "auto" || text == "cpu" || text == "gpu",
+          "nproc-per-node to be a number, auto, cpu or gpu", fmt::format("'{}'", text));
+  const int gpus = text == "cpu" ? 0 : usable_gpus();
+  require(text != "gpu" || gpus > 0, "a GPU for nproc-per-node gpu", "none");
+  if (gpus > 0) return {gpus, fmt::format("one for each of {} GPUs", gpus)};
+  return {usable_cores(), fmt::format("one for each of {} cores", usable_cores())};
+}
+
+}  // namespace semitone::launch
