@@ -95,25 +95,35 @@ void Flags::number(const std::string& name, double& variable,
   add(name, "X", fmt::format("{}", variable), take, expected, help);
 }
 
-CLI::Option& Flags::one_of(const std::string& name, std::string& variable,
-                           const std::vector<std::string>& choices, const std::string& help) {
-  const auto take = [&variable, choices](const std::string& text) {
-    variable = text;
-    return std::find(choices.begin(), choices.end(), text) != choices.end();
+CLI::Option& Flags::one_of(const std::string& name, const std::string& fallback,
+                           const std::vector<std::string>& choices, const Set& set,
+                           const std::string& help) {
+  const auto take = [choices, set](const std::string& text) {
+    if (std::find(choices.begin(), choices.end(), text) == choices.end()) return false;
+    set(text);
+    return true;
   };
-  return add(name, fmt::format("{}", fmt::join(choices, "|")), variable, take,
+  return add(name, fmt::format("{}", fmt::join(choices, "|")), fallback, take,
              fmt::format("to be one of {}", fmt::join(choices, ", ")), help,
              [choices](const std::string& text) { return remedy_for_choice(text, choices); });
 }
 
 void Flags::choice(const std::string& name, std::string& variable,
                    const std::vector<std::string>& choices, const std::string& help) {
-  one_of(name, variable, choices, help);
+  choice(name, variable, choices, [&variable](const std::string& text) { variable = text; }, help);
+}
+
+void Flags::choice(const std::string& name, const std::string& fallback,
+                   const std::vector<std::string>& choices, const Set& set,
+                   const std::string& help) {
+  one_of(name, fallback, choices, set, help);
 }
 
 void Flags::argument(const std::string& name, std::string& variable,
                      const std::vector<std::string>& choices, const std::string& help) {
-  one_of(name, variable, choices, help).required();
+  one_of(
+      name, variable, choices, [&variable](const std::string& text) { variable = text; }, help)
+      .required();
 }
 
 void Flags::text(const std::string& name, std::string& variable, const std::string& type,
@@ -125,16 +135,27 @@ void Flags::text(const std::string& name, std::string& variable, const std::stri
   add(name, type, variable, take, type, help);
 }
 
-void Flags::number_or_word(const std::string& name, std::string& variable,
-                           const std::vector<std::string>& words, const std::string& help) {
-  const auto take = [&variable, words](const std::string& text) {
-    variable = text;
-    double number = 0;
-    return std::find(words.begin(), words.end(), text) != words.end() ||
-           (parse(text, number) && number >= dtype_limits(at::kFloat).min_normal &&
-            number <= dtype_limits(at::kFloat).max);
+void Flags::text(const std::string& name, const std::string& type, const Set& set,
+                 const std::string& help) {
+  const auto take = [set](const std::string& text) {
+    set(text);
+    return !text.empty();
   };
-  add(name, fmt::format("{}|X", fmt::join(words, "|")), variable, take,
+  add(name, type, "", take, type, help);
+}
+
+void Flags::number_or_word(const std::string& name, const std::vector<std::string>& words,
+                           const Set& set, const std::string& help) {
+  const auto take = [words, set](const std::string& text) {
+    double number = 0;
+    const bool is_word = std::find(words.begin(), words.end(), text) != words.end();
+    if (!is_word && !(parse(text, number) && number >= dtype_limits(at::kFloat).min_normal &&
+                      number <= dtype_limits(at::kFloat).max))
+      return false;
+    set(text);
+    return true;
+  };
+  add(name, fmt::format("{}|X", fmt::join(words, "|")), words.front(), take,
       fmt::format("to be {} or a number that float32 holds, above 0", fmt::join(words, ", ")),
       help);
 }

@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/launch/launch_options.h"
+#include "src/core/named_rows.h"
 
 #include <CLI/CLI.hpp>
 
@@ -25,6 +26,9 @@ class UsageError : public Error {
 // values before that are shown as the defaults.
 class Flags {
  public:
+  // Stores a valid text.
+  using Set = std::function<void(const std::string&)>;
+
   // @param component  "cli.train"
   Flags(CLI::App& command, std::string component)
       : command_(command), component_(std::move(component)) {}
@@ -39,15 +43,20 @@ class Flags {
               const std::string& expected, const std::string& help);
   void choice(const std::string& name, std::string& variable,
               const std::vector<std::string>& choices, const std::string& help);
+  // Calls set with the choice. The default is the caller's.
+  void choice(const std::string& name, const std::string& fallback,
+              const std::vector<std::string>& choices, const Set& set, const std::string& help);
   // A required argument without dashes.
   void argument(const std::string& name, std::string& variable,
                 const std::vector<std::string>& choices, const std::string& help);
   // @param type  what to show in --help: "FILE". The text may not be empty.
   void text(const std::string& name, std::string& variable, const std::string& type,
             const std::string& help);
-  // A number above 0, or one of the words.
-  void number_or_word(const std::string& name, std::string& variable,
-                      const std::vector<std::string>& words, const std::string& help);
+  void text(const std::string& name, const std::string& type, const Set& set,
+            const std::string& help);
+  // Calls set with a number above 0, or with one of the words. The first is the default.
+  void number_or_word(const std::string& name, const std::vector<std::string>& words,
+                      const Set& set, const std::string& help);
   // Whether the flag was given.
   void mark(const std::string& name, bool& variable, const std::string& help);
   // --json [FILE]: empty if not given, "-" for standard output.
@@ -62,8 +71,9 @@ class Flags {
                    const std::function<bool(const std::string&)>& take, const std::string& expected,
                    const std::string& help, const Remedy& remedy = {});
 
-  CLI::Option& one_of(const std::string& name, std::string& variable,
-                      const std::vector<std::string>& choices, const std::string& help);
+  CLI::Option& one_of(const std::string& name, const std::string& fallback,
+                      const std::vector<std::string>& choices, const Set& set,
+                      const std::string& help);
 
   // The name with its other spellings, in CLI11's syntax.
   std::string spellings(const std::string& name) const;
@@ -72,14 +82,6 @@ class Flags {
   std::string component_;
   bool underscores_ = false;
 };
-
-// The names of a table's rows, for Flags::choice.
-template <typename Table>
-std::vector<std::string> names_of(const Table& table) {
-  std::vector<std::string> names;
-  for (const auto& row : table) names.emplace_back(row.name);
-  return names;
-}
 
 // For an unknown flag: "did you mean '--epochs'?", or else where to look.
 std::string remedy_for_flag(const CLI::App& command, const std::string& flag);

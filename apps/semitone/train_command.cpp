@@ -47,9 +47,10 @@ train::DataSet load_data(const TrainFlags& flags) {
 }
 
 std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
-  const auto dtype = flags.dtype == "auto" ? default_16bit_dtype(device) : parse_dtype(flags.dtype);
+  const auto requested = flags.options.dtype();
+  const auto dtype = requested.value_or(default_16bit_dtype(device));
   const char* why = "requested";
-  if (flags.dtype == "auto") {
+  if (!requested.has_value()) {
     why = dtype == torch::kBFloat16 ? "default, since it has float32's range"
                                     : "default, since older GPUs support it too";
   }
@@ -60,7 +61,9 @@ std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
 }
 
 std::string format_line(const TrainFlags& flags) {
-  if (flags.memory_format != "auto") return flags.memory_format + ": requested";
+  const auto requested = flags.options.memory_format();
+  if (requested != train::MemoryFormat::automatic)
+    return std::string(train::name_of(requested)) + ": requested";
   const auto format = train::choose_memory_format(default_device());
   return fmt::format("{}: default, since convolutions are faster in it", train::name_of(format));
 }
@@ -68,7 +71,10 @@ std::string format_line(const TrainFlags& flags) {
 std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
   const std::string synced =
       flags.options.sync_batch_norm() ? ", BatchNorm over all processes" : "";
-  const std::string wire = flags.compress == "none" ? "" : ", gradients sent in " + flags.compress;
+  const auto compress = flags.options.ddp().compress();
+  std::string wire;
+  if (compress.has_value())
+    wire = *compress == torch::kHalf ? ", gradients sent in fp16" : ", gradients sent in bf16";
   if (!flags.starts_job()) {
     return fmt::format("{} that a launcher started, over {}{}{}", group.size(), group.backend(),
                        synced, wire);
@@ -78,7 +84,7 @@ std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
   return fmt::format("{}{}{}{}", count, where, synced, wire);
 }
 
-bool is_file(const std::string& path) {
+bool is_file(const std::filesystem::path& path) {
   std::error_code ignored;
   return std::filesystem::is_regular_file(path, ignored);
 }
@@ -96,8 +102,9 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
                            data.test.size(), flags.data));
   if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
-  if (flags.goes_on_with_what_it_saves() && !is_file(flags.resume))
-    line("state", fmt::format("'{}' does not exist yet: a new training", flags.resume));
+  if (flags.goes_on_with_what_it_saves() && !is_file(flags.options.resume()))
+    line("state",
+         fmt::format("'{}' does not exist yet: a new training", flags.options.resume().string()));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
@@ -105,7 +112,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
                    train::find_optimizer(flags.options.optimizer()).has_momentum
                        ? fmt::format(" momentum {}", flags.options.momentum())
                        : "",
-                   flags.schedule, flags.seed));
+                   train::name_of(flags.options.schedule()), flags.options.seed()));
   out << std::flush;
 }
 
@@ -142,9 +149,9 @@ class StopSignals {
 
 train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
                               const train::DataSet& data, const comm::Group& group) {
-  const StopSignals signals(!flags.save.empty());
+  const StopSignals signals(!flags.options.save().empty());
   auto options = options_of(flags, level, group);
-  if (!flags.save.empty()) options.stop([] { return stop_signal != 0; });
+  if (!flags.options.save().empty()) options.stop([] { return stop_signal != 0; });
   const train::ModelFactory make_model = train::find_model(flags.model).make;
   if (flags.quiet || group.rank() > 0) return train::train_classifier(make_model, data, options);
   train::Progress progress(
@@ -223,8 +230,10 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
 
 // Called before anything is loaded or printed.
 void require_state(const TrainFlags& flags) {
-  if (flags.resume.empty() || flags.goes_on_with_what_it_saves() || is_file(flags.resume)) return;
-  throw FileError(kTrain, "a saved state '" + flags.resume + "'", "no such file",
+  if (flags.options.resume().empty() || flags.goes_on_with_what_it_saves() ||
+      is_file(flags.options.resume()))
+    return;
+  throw FileError(kTrain, "a saved state '" + flags.options.resume().string() + "'", "no such file",
                   "to start a new training with this file, pass it to --save too");
 }
 
@@ -237,7 +246,7 @@ int signal_of_stop() {
 void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
   std::cerr << fmt::format("[train] stopped by {} after step {}: the state is in '{}'\n",
                            launch::ExitStatus{0, signal_of_stop()}.to_string(), result.steps,
-                           flags.save);
+                           flags.options.save().string());
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {

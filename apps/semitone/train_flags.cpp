@@ -54,38 +54,9 @@ void add_training_flags(Flags& add, TrainFlags& flags) {
   add.choice("--opt-level", flags.opt_level, {"O0", "O1", "O2", "O3", "all"},
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
              "the four in turn");
-  add.choice("--dtype", flags.dtype, {"auto", "bf16", "fp16"},
-             "16-bit dtype; auto: bf16 on a CPU, else fp16");
-  add.integer("--epochs", flags.options.epochs(), 1, 1'000'000, "Number of epochs");
-  add.integer("--batch-size", flags.options.batch_size(), 1, 1'000'000,
-              "Images per step and process");
-  add.choice("--optimizer", flags.options.optimizer(), names_of(train::optimizers()),
-             "Optimizer; fused: Semitone's, a step in one pass; others: LibTorch's");
-  const auto positive = [](double value) {
-    return value > 0 && value <= dtype_limits(torch::kFloat).max;
-  };
-  add.number("--lr", flags.options.lr(), positive, "above 0 that float32 holds",
-             "Learning rate, the maximum of the schedule");
-  add.number(
-      "--momentum", flags.options.momentum(), [](double value) { return value >= 0 && value < 1; },
-      "from 0 to below 1", "Momentum of sgd and fused-sgd");
-  add.choice("--schedule", flags.schedule, {"constant", "cosine"},
-             "Learning rate schedule; cosine: up over a quarter of the steps, then down to 0");
-  add.number_or_word(
-      "--loss-scale", flags.loss_scale, {"auto", "dynamic"},
-      "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", flags.options.growth_interval(), 0, kLargest,
-              "Number of good steps after which a dynamic loss scale doubles; 0: never");
-  add.integer("--seed", flags.seed, 0, kLargest,
-              "Random seed of the initial weights and the order of the images");
+  train::add_training_flags(add, flags.options);
   add.integer("--threads", flags.threads, 0, 1024,
               "Threads per process, at most the number of cores; 0: LibTorch's choice");
-  add.choice("--memory-format", flags.memory_format, {"auto", "nchw", "nhwc"},
-             "Memory format of images; auto: nhwc, which is fastest at every level");
-  add.integer("--limit-batches", flags.options.limit_batches(), 0, kLargest,
-              "Largest number of batches per epoch; 0: all");
-  add.integer("--max-steps", flags.options.max_steps(), 0, kLargest,
-              "Stop after this step, counted from the start of the training; 0: train to the end");
 }
 
 // The processes that train together.
@@ -100,22 +71,7 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
            "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
   add.integer("--master-port", flags.master_port, 0, 65535,
               "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
-  add.mark("--sync-bn", flags.options.sync_batch_norm(),
-           "Compute BatchNorm's statistics over the batches of all processes");
-  add.choice("--compress", flags.compress, {"none", "bf16", "fp16"},
-             "Dtype in which fp32 gradients are sent between processes");
-}
-
-// Saved states.
-void add_state_flags(Flags& add, TrainFlags& flags) {
-  add.text("--save", flags.save, "FILE",
-           "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
-           "saved too");
-  add.integer("--save-every", flags.options.save_every(), 0, kLargest,
-              "Also save the state every N steps; 0: never");
-  add.text("--resume", flags.resume, "FILE",
-           "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
-           "yet, start a new training");
+  train::add_group_flags(add, flags.options);
 }
 
 }  // namespace
@@ -126,7 +82,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   Flags add(command, kTrain);
   add_training_flags(add, *flags);
   add_job_flags(add, *flags);
-  add_state_flags(add, *flags);
+  train::add_state_flags(add, flags->options);
   add.integer(
       "--log-every", flags->log_every, 0, kLargest,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
@@ -153,11 +109,12 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
     throw UsageError(kTrain, "--momentum with --optimizer sgd or fused-sgd only",
                      "--optimizer " + flags.options.optimizer());
   std::error_code ignored;
-  if (!flags.save.empty() && !flags.json.empty() &&
-      std::filesystem::weakly_canonical(flags.save, ignored) ==
+  if (!flags.options.save().empty() && !flags.json.empty() &&
+      std::filesystem::weakly_canonical(flags.options.save(), ignored) ==
           std::filesystem::weakly_canonical(flags.json, ignored))
-    throw UsageError(kTrain, "two files for --save and --json", "'" + flags.save + "' for both");
-  if (flags.options.save_every() > 0 && flags.save.empty())
+    throw UsageError(kTrain, "two files for --save and --json",
+                     "'" + flags.options.save().string() + "' for both");
+  if (flags.options.save_every() > 0 && flags.options.save().empty())
     throw UsageError(kTrain, "--save with --save-every", "none", "name the file of the state");
   for (const char* const flag : {"--save", "--resume"}) {
     if (flags.levels().size() > 1 && command.count(flag) > 0)
@@ -180,18 +137,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
 train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group) {
   train::TrainOptions options = flags.options;
-  options.opt_level(level)
-      .device(default_device())
-      .schedule(train::parse_schedule(flags.schedule))
-      .seed(static_cast<std::uint64_t>(flags.seed))
-      .memory_format(train::parse_memory_format(flags.memory_format))
-      .group(group)
-      .save(flags.save)
-      .resume(flags.resume);
-  if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
-  if (flags.loss_scale != "auto") options.loss_scale(amp::LossScale(flags.loss_scale));
-  if (flags.compress != "none")
-    options.ddp(parallel::DistributedDataParallelOptions().compress(parse_dtype(flags.compress)));
+  options.opt_level(level).device(default_device()).group(group);
   return options;
 }
 

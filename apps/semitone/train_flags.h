@@ -19,25 +19,17 @@ inline constexpr auto kTrain = "cli.train";
 
 // The command line of `semitone train`, checked.
 struct TrainFlags {
-  // The options that a flag sets as it is; options_of adds the others.
+  // options_of adds the level, the device and the group.
   train::TrainOptions options;
   std::string model = "convnet";
   std::string data;
   std::string opt_level = "O1";
-  std::string dtype = "auto";
-  std::string schedule = "cosine";
-  std::string loss_scale = "auto";
-  std::int64_t seed = 0;
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
-  std::string memory_format = "auto";
   std::string nproc = "1";
   std::int64_t nodes = 1;
   std::int64_t node_rank = 0;
   std::string master_addr;
   std::int64_t master_port = 0;
-  std::string compress = "none";
-  std::string save;
-  std::string resume;
   std::int64_t log_every = 100;
   std::string json;
   bool quiet = false;
@@ -49,7 +41,9 @@ struct TrainFlags {
   // Whether this process starts others that train together.
   bool starts_job() const { return processes() > 1 || nodes > 1; }
   // The same command line serves the first start and every later one.
-  bool goes_on_with_what_it_saves() const { return !save.empty() && save == resume; }
+  bool goes_on_with_what_it_saves() const {
+    return !options.save().empty() && options.save() == options.resume();
+  }
 };
 
 // Adds the flags to the command. The result holds their values once the command line is parsed.

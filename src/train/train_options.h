@@ -2,8 +2,12 @@
 
 #include "semitone/amp/opt_level.h"
 #include "semitone/comm/group.h"
+#include "semitone/core/dtype.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
+#include "src/core/dtype_limits.h"
+#include "src/core/named_rows.h"
 #include "src/train/memory_format.h"
+#include "src/train/optimizers.h"
 #include "src/train/schedule.h"
 
 #include <c10/core/DeviceType.h>
@@ -44,7 +48,7 @@ class TrainOptions {
   TORCH_ARG(Schedule, schedule) = Schedule::cosine;
   // Random seed of the initial weights and of each epoch's order. It gives the same at every
   // level.
-  TORCH_ARG(std::uint64_t, seed) = 0;
+  TORCH_ARG(std::int64_t, seed) = 0;
   TORCH_ARG(MemoryFormat, memory_format) = MemoryFormat::automatic;
 
   // Number of good steps after which a dynamic loss scale doubles. LibTorch's default of 2000
@@ -86,5 +90,82 @@ class TrainOptions {
 // Returns the dtype of a training's weights or operators: fp32 at O0, else the options' 16-bit
 // dtype.
 c10::ScalarType training_dtype(const TrainOptions& options);
+
+// The flags of `semitone train` that set these options, in the order of its help. A new flag is an
+// option above, a line here, its effect in trainer.cpp, and a test.
+//
+// @param add  cli::Flags, which makes a flag of each line
+template <typename Flags>
+void add_training_flags(Flags& add, TrainOptions& options) {
+  constexpr std::int64_t kLargest = 1'000'000'000;
+  add.choice(
+      "--dtype", "auto", {"auto", "bf16", "fp16"},
+      [&](const std::string& name) {
+        options.dtype(name == "auto" ? std::nullopt : std::optional(parse_dtype(name)));
+      },
+      "16-bit dtype; auto: bf16 on a CPU, else fp16");
+  add.integer("--epochs", options.epochs(), 1, 1'000'000, "Number of epochs");
+  add.integer("--batch-size", options.batch_size(), 1, 1'000'000, "Images per step and process");
+  add.choice("--optimizer", options.optimizer(), names_of(optimizers()),
+             "Optimizer; fused: Semitone's, a step in one pass; others: LibTorch's");
+  add.number(
+      "--lr", options.lr(),
+      [](double value) { return value > 0 && value <= dtype_limits(at::kFloat).max; },
+      "above 0 that float32 holds", "Learning rate, the maximum of the schedule");
+  add.number(
+      "--momentum", options.momentum(), [](double value) { return value >= 0 && value < 1; },
+      "from 0 to below 1", "Momentum of sgd and fused-sgd");
+  add.choice(
+      "--schedule", std::string(name_of(options.schedule())), {"constant", "cosine"},
+      [&](const std::string& name) { options.schedule(parse_schedule(name)); },
+      "Learning rate schedule; cosine: up over a quarter of the steps, then down to 0");
+  add.number_or_word(
+      "--loss-scale", {"auto", "dynamic"},
+      [&](const std::string& text) {
+        options.loss_scale(text == "auto" ? std::nullopt : std::optional(amp::LossScale(text)));
+      },
+      "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
+  add.integer("--growth-interval", options.growth_interval(), 0, kLargest,
+              "Number of good steps after which a dynamic loss scale doubles; 0: never");
+  add.integer("--seed", options.seed(), 0, kLargest,
+              "Random seed of the initial weights and the order of the images");
+  add.choice(
+      "--memory-format", "auto", {"auto", "nchw", "nhwc"},
+      [&](const std::string& name) { options.memory_format(parse_memory_format(name)); },
+      "Memory format of images; auto: nhwc, which is fastest at every level");
+  add.integer("--limit-batches", options.limit_batches(), 0, kLargest,
+              "Largest number of batches per epoch; 0: all");
+  add.integer("--max-steps", options.max_steps(), 0, kLargest,
+              "Stop after this step, counted from the start of the training; 0: train to the end");
+}
+
+// The flags for processes that train together.
+template <typename Flags>
+void add_group_flags(Flags& add, TrainOptions& options) {
+  add.mark("--sync-bn", options.sync_batch_norm(),
+           "Compute BatchNorm's statistics over the batches of all processes");
+  add.choice(
+      "--compress", "none", {"none", "bf16", "fp16"},
+      [&](const std::string& name) {
+        if (name != "none") options.ddp().compress(parse_dtype(name));
+      },
+      "Dtype in which fp32 gradients are sent between processes");
+}
+
+// The flags for saved states.
+template <typename Flags>
+void add_state_flags(Flags& add, TrainOptions& options) {
+  constexpr std::int64_t kLargest = 1'000'000'000;
+  add.text(
+      "--save", "FILE", [&](const std::string& path) { options.save(path); },
+      "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
+      "saved too");
+  add.integer("--save-every", options.save_every(), 0, kLargest,
+              "Also save the state every N steps; 0: never");
+  add.text(
+      "--resume", "FILE", [&](const std::string& path) { options.resume(path); },
+      "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
+      "yet, start a new training");
+}
 
 }  // namespace semitone::train

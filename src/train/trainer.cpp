@@ -104,7 +104,7 @@ c10::Device device_of(const TrainOptions& options) {
 }
 
 Classifier make_seeded(const ModelFactory& make_model, const TrainOptions& options) {
-  torch::manual_seed(options.seed());
+  torch::manual_seed(static_cast<std::uint64_t>(options.seed()));
   Classifier model = make_model();
   model.module()->to(device_of(options));
   if (options.sync_batch_norm()) {
@@ -168,7 +168,8 @@ class Run {
       const std::int64_t epoch = position_.step / batches_;
       const std::int64_t batch = position_.step % batches_;
       if (batch == 0 || order.empty()) {
-        order = train_.shuffled(options_.batch_size(), options_.seed(), epoch);
+        order = train_.shuffled(options_.batch_size(), static_cast<std::uint64_t>(options_.seed()),
+                                epoch);
         epoch_seconds_ = 0;
       }
       if (batch == 0) {
@@ -265,7 +266,7 @@ class Run {
     result.final_loss_scale = loss_scale();
     result.train_seconds = train_seconds_;
     result.stopped = stopped_;
-    result.seed = options_.seed();
+    result.seed = static_cast<std::uint64_t>(options_.seed());
     result.processes = group().size();
     result.threads = at::get_num_threads();
     return result;
