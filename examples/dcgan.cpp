@@ -38,14 +38,18 @@ int main() try {
   const auto sample = [&] { return mixed.forward(generator, torch::randn({256, 8})); };
   for (int step = 0; step < 1500; ++step) {
     optimizer_d.zero_grad();
-    mixed.scale_loss(judge(torch::randn({256, 1}) * 1.25 + 4, 1), optimizer_d, {.loss_id = 0})
+    mixed
+        .scale_loss(judge(torch::randn({256, 1}) * 1.25 + 4, 1), optimizer_d,
+                    amp::ScaleLossOptions().loss_id(0))
         .backward();
-    mixed.scale_loss(judge(sample().detach(), 0), optimizer_d, {.loss_id = 1}).backward();
+    mixed.scale_loss(judge(sample().detach(), 0), optimizer_d, amp::ScaleLossOptions().loss_id(1))
+        .backward();
     mixed.step(optimizer_d);
 
     optimizer_g.zero_grad();
     optimizer_d.zero_grad();
-    mixed.scale_loss(judge(sample(), 1), optimizer_g, {.loss_id = 2}).backward();
+    mixed.scale_loss(judge(sample(), 1), optimizer_g, amp::ScaleLossOptions().loss_id(2))
+        .backward();
     mixed.step(optimizer_g);
   }
   torch::NoGradGuard no_grad;

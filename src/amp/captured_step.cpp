@@ -128,7 +128,7 @@ at::Tensor CapturedStep::Impl::loss_of(const Batch& batch) const {
 }
 
 void CapturedStep::Impl::back_propagate(const at::Tensor& loss) {
-  mixed.scale_loss(loss, optimizer, {.loss_id = options.loss_id()}).backward();
+  mixed.scale_loss(loss, optimizer, ScaleLossOptions().loss_id(options.loss_id())).backward();
   if (options.max_grad_norm() > 0) clip(mixed.master_params(optimizer), options.max_grad_norm());
 }
 

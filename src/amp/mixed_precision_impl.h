@@ -159,7 +159,7 @@ struct MixedPrecision::Impl {
   // The models' other floating-point tensors, which stay fp32.
   std::vector<WideTensor> wide_tensors;
   bool warned_of_loss = false;
-  ParameterNames names;
+  detail::ParameterNames names;
   FoundInfHook found_inf_hook;
   std::optional<CudnnScope> cudnn;
   std::shared_ptr<events::Listener> cast_log;

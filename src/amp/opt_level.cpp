@@ -4,13 +4,11 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/scaling/detail/loss_scale_state.h"
-#include "src/core/dtype_limits.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <string>
 #include <utility>
 
@@ -19,12 +17,6 @@ namespace {
 
 constexpr std::array<std::pair<std::string_view, OptLevel>, 4> kLevels{
     {{"O0", OptLevel::O0}, {"O1", OptLevel::O1}, {"O2", OptLevel::O2}, {"O3", OptLevel::O3}}};
-
-constexpr auto kLossScaleValues = "a loss scale above 0 that float32 holds, or \"dynamic\"";
-
-std::string in_quotes(std::string_view text) {
-  return fmt::format("'{}'", text);
-}
 
 }  // namespace
 
@@ -37,40 +29,8 @@ OptLevel parse_opt_level(std::string_view name) {
     if (name == candidate) return level;
   }
   const bool zero = name.size() == 2 && name[0] == '0';
-  throw Error("amp.opt_level", "O0, O1, O2 or O3", in_quotes(name),
+  throw Error("amp.opt_level", "O0, O1, O2 or O3", fmt::format("'{}'", name),
               zero ? "the first character is the letter O, not the digit zero" : "");
-}
-
-LossScale::LossScale(double scale) : value_(scale) {
-  // fp32 losses are multiplied by it, and fp32 gradients by its inverse.
-  const DtypeLimits fp32 = dtype_limits(at::kFloat);
-  if (!(scale >= fp32.min_normal && scale <= fp32.max)) {
-    throw Error("amp.initialize", kLossScaleValues, fmt::format("{}", scale));
-  }
-}
-
-LossScale::LossScale(const std::string& scale) {
-  if (scale == "dynamic") {
-    dynamic_ = true;
-    return;
-  }
-  double value = 0;
-  const auto [end, error] = std::from_chars(scale.data(), scale.data() + scale.size(), value);
-  if (error != std::errc() || end != scale.data() + scale.size()) {
-    throw Error("amp.initialize", kLossScaleValues, in_quotes(scale));
-  }
-  *this = LossScale(value);
-}
-
-std::string LossScale::to_string() const {
-  return dynamic_ ? "dynamic" : fmt::format("{}", value_);
-}
-
-detail::Flag::Flag(const std::string& text) {
-  if (text != "True" && text != "False" && text != "true" && text != "false") {
-    throw Error("amp.initialize", "true or false", in_quotes(text));
-  }
-  value_ = text == "True" || text == "true";
 }
 
 Options& Options::enabled(bool value) {
@@ -114,7 +74,7 @@ Options& Options::master_weights(detail::Flag value) {
   return *this;
 }
 
-Options& Options::loss_scale(LossScale value) {
+Options& Options::loss_scale(detail::LossScale value) {
   loss_scale_ = value;
   return *this;
 }
@@ -198,8 +158,8 @@ Options& Options::cudnn_workspace_limit(std::int64_t mebibytes) {
 }
 
 Properties Properties::defaults(OptLevel level, c10::ScalarType dtype) {
-  const LossScale scale =
-      dtype == c10::ScalarType::BFloat16 ? LossScale(1.0) : LossScale("dynamic");
+  const detail::LossScale scale =
+      dtype == c10::ScalarType::BFloat16 ? detail::LossScale(1.0) : detail::LossScale("dynamic");
   Properties properties;
   properties.opt_level = level;
   properties.dtype = dtype;

@@ -123,7 +123,7 @@ std::vector<MixedPrecision::Impl::OptimizerRecord*> MixedPrecision::Impl::sharin
 ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
                                             ScaleLossOptions options) {
   constexpr auto kCaller = "scale_loss";
-  const LossScaler& with = scaler(options.loss_id, kCaller);
+  const LossScaler& with = scaler(options.loss_id(), kCaller);
   require_no_step_past(kCaller);
   if (properties.enabled) find_shared_parameters(kCaller);
   std::vector<OptimizerRecord*> named = records_of(refs, kCaller);
@@ -141,10 +141,10 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
     return ScaledLoss(cast_floating(loss, at::kFloat), nullptr);
   }
   const auto& on_device = scale_on_device;
-  if (on_device.has_value() && on_device->loss_id != options.loss_id) {
-    throw Error(
-        "amp.mixed_precision.scale_loss", "one loss_id in a captured step",
-        std::to_string(options.loss_id) + " in addition to " + std::to_string(on_device->loss_id));
+  if (on_device.has_value() && on_device->loss_id != options.loss_id()) {
+    throw Error("amp.mixed_precision.scale_loss", "one loss_id in a captured step",
+                std::to_string(options.loss_id()) + " in addition to " +
+                    std::to_string(on_device->loss_id));
   }
   std::vector<OptimizerRecord*> sharing = sharing_with(named);
   if (named_only && !sharing.empty()) {
@@ -154,9 +154,9 @@ ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const Optimi
   return ScaledLoss(
       on_device.has_value() ? LossScaler::scaled(loss, on_device->scale) : with.scaled(loss),
       std::make_unique<ScaledLoss::Work>(
-          ScaledLoss::Work{this, options.loss_id, with.inverse(),
+          ScaledLoss::Work{this, options.loss_id(), with.inverse(),
                            on_device.has_value() ? on_device->inverse : at::Tensor(),
-                           options.delay_unscale, std::move(named), std::move(sharing)}));
+                           options.delay_unscale(), std::move(named), std::move(sharing)}));
 }
 
 ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,

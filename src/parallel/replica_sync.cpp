@@ -226,7 +226,7 @@ ReplicaSync::Impl::Impl(ModelTensors given, comm::Group group_,
 
   send_weights(model, group, 0);
   const Divisor divisor = [this] {
-    const bool fewer = joining.has_value() && !joining->options.divide_by_initial_world_size;
+    const bool fewer = joining.has_value() && !joining->options.divide_by_initial_world_size();
     return fewer ? joining->live : group.size();
   };
   reduction = options.delay_allreduce() ? make_delayed_reduction(trained, group, options, divisor)
@@ -345,14 +345,15 @@ std::int64_t ReplicaSync::Impl::announce(bool has_input) {
   const Reduced live = start_all_reduce(has_input ? 1 : 0, c10d::ReduceOp::SUM);
   joining->live = live.get();
   if (joining->live < group.size() && joining->live > 0 &&
-      joining->options.throw_on_early_termination) {
+      joining->options.throw_on_early_termination()) {
     const auto rank = all_reduce(has_input ? -1 : group.rank(), c10d::ReduceOp::MAX);
     joining->ended = true;
     throw Error("parallel.join", "as many batches on every rank",
                 fmt::format("none left on rank {}", rank),
                 "give all ranks the same number, or set throw_on_early_termination to false");
   }
-  if (has_input && !joining->options.divide_by_initial_world_size) reduction->divide_by(live.work);
+  if (has_input && !joining->options.divide_by_initial_world_size())
+    reduction->divide_by(live.work);
   return joining->live;
 }
 
@@ -377,9 +378,9 @@ void ReplicaSync::Impl::shadow_step() {
   if (!agree_to_reduce(false)) return;
   reduction->before_forward();
   sync_buffers(false);
-  if (!joining->options.follow) return reduction->shadow(/*keep=*/false);
+  if (!joining->options.follow()) return reduction->shadow(/*keep=*/false);
   bool received = false;
-  joining->options.follow([&] {
+  joining->options.follow()([&] {
     if (!std::exchange(received, true)) reduction->shadow(/*keep=*/true);
   });
   if (!received) {
@@ -390,7 +391,7 @@ void ReplicaSync::Impl::shadow_step() {
 
 void ReplicaSync::Impl::take_final_model(bool was_last) {
   const int root = last_rank_with(was_last);
-  if (!joining->options.follow) {
+  if (!joining->options.follow()) {
     send_weights(model, group, root);
   } else if (!buffers.empty()) {
     comm::broadcast_unchecked(group, buffers, root);

@@ -33,7 +33,7 @@ class TrainOptions {
   TORCH_ARG(std::optional<c10::ScalarType>, dtype);
   TORCH_ARG(c10::DeviceType, device) = c10::DeviceType::CPU;
   // Loss scale. Default: the level's, see amp::OptLevel.
-  TORCH_ARG(std::optional<amp::LossScale>, loss_scale);
+  TORCH_ARG(std::optional<amp::detail::LossScale>, loss_scale);
 
   TORCH_ARG(std::int64_t, epochs) = 1;
   // Images per step and process. The last batch of an epoch may be smaller.
@@ -122,7 +122,8 @@ void add_training_flags(Flags& add, TrainOptions& options) {
   add.number_or_word(
       "--loss-scale", {"auto", "dynamic"},
       [&](const std::string& text) {
-        options.loss_scale(text == "auto" ? std::nullopt : std::optional(amp::LossScale(text)));
+        options.loss_scale(text == "auto" ? std::nullopt
+                                          : std::optional(amp::detail::LossScale(text)));
       },
       "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
   add.integer("--growth-interval", options.growth_interval(), 0, kLargest,

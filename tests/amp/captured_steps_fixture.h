@@ -8,6 +8,7 @@
 #include "semitone/optim/fused_optimizer.h"
 #include "semitone/optim/fused_sgd.h"
 #include "src/amp/step_graph.h"
+#include "src/optim/fused_state.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
 

@@ -231,7 +231,7 @@ TEST(ClippedGradients, StayAsTheyAreWhereTheyAreNotFinite) {
 
 TEST(DeferredGradientsOfAdam, AreClippedOnceTheyAreUnscaled) {
   Trained trained(adam());
-  trained.backward(0, {.delay_unscale = true});
+  trained.backward(0, ScaleLossOptions().delay_unscale(true));
   test::expect_error([&] { trained.mixed.clip_grad_norm_(*trained.optimizer, 1); },
                      {"[amp.mixed_precision.clip_grad_norm_]", "delay_unscale"});
   trained.backward(1);

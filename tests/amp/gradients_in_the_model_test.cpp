@@ -4,6 +4,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/optim/clip_grad.h"
 #include "semitone/scaling/grad_scaler.h"
+#include "src/core/dtype_limits.h"
 #include "tests/amp/training_idioms_fixture.h"
 #include "tests/support/levels.h"
 #include "tests/support/tensors.h"

@@ -65,7 +65,7 @@ std::vector<Shape> shapes() {
 struct Scalers {
   const char* name;
   std::int64_t count;
-  LossScale scale;
+  detail::LossScale scale;
 };
 
 std::vector<Scalers> scalers() {
@@ -195,7 +195,7 @@ void run(const Shape& shape, const Options& options, const Scalers& scaling, Zer
         if (concerns(shape, loss, k)) named.push_back(all[k]);
       }
       const std::int64_t id = scaling.count == 1 ? 0 : static_cast<std::int64_t>(loss);
-      auto scaled = mixed.scale_loss(sum, named, {.loss_id = id});
+      auto scaled = mixed.scale_loss(sum, named, ScaleLossOptions().loss_id(id));
       scaled.value().backward();
       if (injected_now && injection->loss == loss) {
         const Toy& model = nets.models[injection->model];

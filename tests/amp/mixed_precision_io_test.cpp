@@ -486,7 +486,7 @@ TEST(MixedPrecisionState, EveryLossHasItsScaler) {
                             .loss_scale_options(LossScaleOptions().init_scale(256));
   Training run(given);
   auto loss = run.mixed.scale_loss(run.mixed.forward(run.net, images()).pow(2).mean(),
-                                   *run.optimizer, {.loss_id = 1});
+                                   *run.optimizer, ScaleLossOptions().loss_id(1));
   loss.value().backward();
   run.net->head->bias.mutable_grad()[0] = std::numeric_limits<float>::quiet_NaN();
   loss.finish();
@@ -505,7 +505,7 @@ TEST(MixedPrecisionState, CannotBeSavedInTheMiddleOfAnIteration) {
     Training run(options("O2"));
     run.mixed
         .scale_loss(run.mixed.forward(run.net, images()).sum(), *run.optimizer,
-                    {.delay_unscale = delayed})
+                    ScaleLossOptions().delay_unscale(delayed))
         .backward();
     EXPECT_EQ(message_of<Error>([&] { saved(run.mixed); }),
               "[amp.mixed_precision.save] expected a call between two iterations, got one between "

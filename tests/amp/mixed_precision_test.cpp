@@ -65,7 +65,8 @@ TEST(MixedPrecision, UnknownModelsOptimizersAndLossesAreErrors) {
   for (const std::int64_t bad : {-1, 2}) {
     EXPECT_THAT(message_of<Error>([&] { mixed.loss_scaler(bad); }),
                 HasSubstr("expected a loss_id below 2, got " + std::to_string(bad)));
-    EXPECT_THROW(mixed.scale_loss(loss, optimizer, {.loss_id = bad}).backward(), Error);
+    EXPECT_THROW(mixed.scale_loss(loss, optimizer, ScaleLossOptions().loss_id(bad)).backward(),
+                 Error);
   }
 }
 

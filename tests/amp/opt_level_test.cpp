@@ -55,24 +55,24 @@ TEST(OptLevel, OtherNamesAreErrorsAndAZeroIsPointedOut) {
 }
 
 TEST(LossScale, IsANumberOrDynamic) {
-  EXPECT_TRUE(LossScale("dynamic").is_dynamic());
-  EXPECT_EQ(LossScale("dynamic").to_string(), "dynamic");
-  EXPECT_EQ(LossScale(128).value(), 128);
-  EXPECT_FALSE(LossScale(128).is_dynamic());
-  EXPECT_EQ(LossScale("128.0").value(), 128);
-  EXPECT_EQ(LossScale(std::string("1e3")).value(), 1000);
-  EXPECT_EQ(LossScale(0.5).to_string(), "0.5");
+  EXPECT_TRUE(detail::LossScale("dynamic").is_dynamic());
+  EXPECT_EQ(detail::LossScale("dynamic").to_string(), "dynamic");
+  EXPECT_EQ(detail::LossScale(128).value(), 128);
+  EXPECT_FALSE(detail::LossScale(128).is_dynamic());
+  EXPECT_EQ(detail::LossScale("128.0").value(), 128);
+  EXPECT_EQ(detail::LossScale(std::string("1e3")).value(), 1000);
+  EXPECT_EQ(detail::LossScale(0.5).to_string(), "0.5");
 }
 
 TEST(LossScale, OtherTextAndNumbersAreErrors) {
   for (const char* bad :
        {"", "Dynamic", "128x", "x", "0", "-1", "inf", "nan", "1 2", "1e39", "1e-320"}) {
-    EXPECT_THAT(error_of([&] { LossScale{bad}; }),
+    EXPECT_THAT(error_of([&] { detail::LossScale{bad}; }),
                 HasSubstr("expected a loss scale above 0 that float32 holds, or \"dynamic\""))
         << bad;
   }
   for (const double bad : {0.0, -1.0, 1e39, 1e-39, kInf, std::nan("")}) {
-    EXPECT_THROW(LossScale{bad}, Error) << bad;
+    EXPECT_THROW(detail::LossScale{bad}, Error) << bad;
   }
 }
 

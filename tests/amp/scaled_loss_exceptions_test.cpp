@@ -2,6 +2,7 @@
 
 #include "semitone/amp/initialize.h"
 #include "semitone/core/error.h"
+#include "semitone/scaling/detail/loss_scale_state.h"
 #include "tests/amp/scaled_loss_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -123,7 +124,7 @@ TEST_P(ScaledLossAtEveryLevel, AnExceptionInTheOptimizerLeavesAUsableState) {
     mixed.scale_loss(mixed.forward(model, ones()), optimizer).backward();
     return mixed.step(optimizer);
   };
-  const LossScaleState before = mixed.loss_scaler().state();
+  const detail::LossScaleState before = mixed.loss_scaler().state();
   EXPECT_THROW(iterate(), std::runtime_error);
   EXPECT_EQ(mixed.loss_scaler().state(), before);
   optimizer.broken = false;

@@ -33,7 +33,7 @@ struct Gan {
   void iterate(int broken = -1, bool name_both = false) {
     const auto run = [&](const at::Tensor& loss, OptimizerRefs optimizers, std::int64_t id,
                          const at::Tensor& parameter) {
-      auto scaled = mixed.scale_loss(loss, optimizers, {.loss_id = id});
+      auto scaled = mixed.scale_loss(loss, optimizers, ScaleLossOptions().loss_id(id));
       scaled.value().backward();
       if (id == broken) parameter.mutable_grad()[0] = kInf;
       scaled.finish();
@@ -139,7 +139,9 @@ TEST(ScaledLoss, OptimizersThatWereNotNamedGetTheirGradientsToo) {
     for (Gan* one : {&gan, &plain}) {
       one->mixed.scale_loss(one->mixed.forward(one->d, ones()), one->d_optimizer).backward();
       const auto fake = ones() * one->mixed.forward(one->g, ones());
-      one->mixed.scale_loss(one->mixed.forward(one->d, fake), one->g_optimizer, {.loss_id = 2})
+      one->mixed
+          .scale_loss(one->mixed.forward(one->d, fake), one->g_optimizer,
+                      ScaleLossOptions().loss_id(2))
           .backward();
     }
     for (auto optimizer : {&Gan::d_optimizer, &Gan::g_optimizer}) {

@@ -72,8 +72,9 @@ TEST(ScaledLoss, KOverflowsHalveEachScalerKTimes) {
   Trained trained(dynamic_scale(options("O2").num_losses(2)));
   for (int i = 0; i < 5; ++i) {
     trained.optimizer.zero_grad();
-    trained.overflow(trained.model->b, {.loss_id = 0});
-    i < 2 ? trained.overflow(trained.model->b, {.loss_id = 1}) : trained.backward({.loss_id = 1});
+    trained.overflow(trained.model->b, ScaleLossOptions().loss_id(0));
+    i < 2 ? trained.overflow(trained.model->b, ScaleLossOptions().loss_id(1))
+          : trained.backward(ScaleLossOptions().loss_id(1));
     EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::skipped);
   }
   EXPECT_EQ(trained.mixed.loss_scaler(0).scale(), kFirstScale / 32);
@@ -88,8 +89,8 @@ TEST(ScaledLoss, TooManySkipsInARowStopAndNameTheParameter) {
   const auto before = trained.weights();
   const auto iterate = [&] {
     trained.optimizer.zero_grad();
-    trained.overflow(trained.model->b, {.loss_id = 0});
-    trained.overflow(trained.model->a, {.loss_id = 1});
+    trained.overflow(trained.model->b, ScaleLossOptions().loss_id(0));
+    trained.overflow(trained.model->a, ScaleLossOptions().loss_id(1));
     return trained.mixed.step(trained.optimizer);
   };
   EXPECT_EQ(iterate(), Step::skipped);
@@ -132,7 +133,7 @@ TEST(ScaledLoss, ALossThatSharesItsSkipsWithAnotherKnowsWhereItOverflowedToo) {
   const auto iterate = [&](bool first_too) {
     trained.optimizer.zero_grad();
     first_too ? trained.overflow(trained.model->a) : trained.backward();
-    trained.overflow(trained.model->b, {.loss_id = 1});
+    trained.overflow(trained.model->b, ScaleLossOptions().loss_id(1));
     return trained.mixed.step(trained.optimizer);
   };
   EXPECT_EQ(iterate(true), Step::skipped);

@@ -103,8 +103,8 @@ TEST_P(ScaledLossAtEveryLevel, DelayedUnscaleComesToTheSame) {
     trained.optimizer.zero_grad();
     plain.optimizer.zero_grad();
     trained.backward();  // an unscaled gradient from before
-    trained.backward({.delay_unscale = true});
-    trained.backward({.delay_unscale = true});
+    trained.backward(ScaleLossOptions().delay_unscale(true));
+    trained.backward(ScaleLossOptions().delay_unscale(true));
     trained.backward();
     for (int i = 0; i < 4; ++i) plain.backward();
     EXPECT_TRUE(near(trained.grads(), plain.grads(), 0));
@@ -268,8 +268,10 @@ TEST(ScaledLoss, MadeBeforeTheScaleMovedItIsUnscaledByItsOwn) {
 TEST(ScaledLoss, SeveralMadeAtOnceAreBackPropagatedOneByOne) {
   Trained trained(options("O2").num_losses(2).loss_scale(128));
   Trained plain(options("O0"));
-  auto first = trained.mixed.scale_loss(trained.loss(), trained.optimizer, {.loss_id = 0});
-  auto second = trained.mixed.scale_loss(trained.loss(), trained.optimizer, {.loss_id = 1});
+  auto first =
+      trained.mixed.scale_loss(trained.loss(), trained.optimizer, ScaleLossOptions().loss_id(0));
+  auto second =
+      trained.mixed.scale_loss(trained.loss(), trained.optimizer, ScaleLossOptions().loss_id(1));
   first.backward();
   second.backward();
   for (int i = 0; i < 2; ++i) plain.backward();
@@ -294,7 +296,7 @@ TEST(ScaledLoss, SteppingOnScaledGradientsIsAnError) {
     EXPECT_THAT(message_of<Error>([&] { trained.mixed.step(trained.optimizer); }),
                 HasSubstr("a ScaledLoss that is not finished"));
   }
-  trained.backward({.delay_unscale = true});
+  trained.backward(ScaleLossOptions().delay_unscale(true));
   EXPECT_THAT(message_of<Error>([&] { trained.mixed.step(trained.optimizer); }),
               HasSubstr("the last scale_loss had delay_unscale = true"));
   trained.backward();
@@ -303,11 +305,11 @@ TEST(ScaledLoss, SteppingOnScaledGradientsIsAnError) {
 
 TEST(ScaledLoss, DelayedGradientsWantTheSameLossAndScale) {
   Trained trained(options("O1").num_losses(2).loss_scale(128));
-  trained.backward({.loss_id = 1, .delay_unscale = true});
+  trained.backward(ScaleLossOptions().loss_id(1).delay_unscale(true));
   EXPECT_THAT(
-      message_of<Error>([&] { trained.backward({.loss_id = 0}); }),
+      message_of<Error>([&] { trained.backward(ScaleLossOptions().loss_id(0)); }),
       HasSubstr("expected loss_id 1, with which the optimizer's gradients are scaled, got 0"));
-  trained.backward({.loss_id = 1});
+  trained.backward(ScaleLossOptions().loss_id(1));
   EXPECT_EQ(trained.mixed.step(trained.optimizer), Step::stepped);
 
   // Two optimizers with one loss_id: a step of the first moves the scale under the second.
@@ -318,7 +320,9 @@ TEST(ScaledLoss, DelayedGradientsWantTheSameLossAndScale) {
   auto mixed = initialize({first, second}, {first_optimizer, second_optimizer},
                           Options("O1").loss_scale("dynamic").verbosity(0).loss_scale_options(
                               LossScaleOptions().growth_interval(1)));
-  mixed.scale_loss(mixed.forward(second, ones()), second_optimizer, {.delay_unscale = true})
+  mixed
+      .scale_loss(mixed.forward(second, ones()), second_optimizer,
+                  ScaleLossOptions().delay_unscale(true))
       .backward();
   mixed.scale_loss(mixed.forward(first, ones()), first_optimizer).backward();
   mixed.step(first_optimizer);
@@ -335,7 +339,7 @@ TEST(ScaledLoss, AbandonedAfterADelayedOneDropsTheDelayedGradientsToo) {
   Trained trained(options("O1").loss_scale(128));
   trained.backward();
   const auto before = trained.grads();
-  trained.backward({.delay_unscale = true});
+  trained.backward(ScaleLossOptions().delay_unscale(true));
   try {
     auto abandoned = trained.mixed.scale_loss(trained.loss(), trained.optimizer);
     abandoned.value().backward();

@@ -82,8 +82,9 @@ TEST(OptimizersThatWereNotNamed, AddThemToScaledOnesOfAnotherLoss) {
     Parts plain(Options("O0"));
     for (int i = 0; i < 3; ++i) plain.mixed->scale_loss(plain.loss(), *plain.first).backward();
     Parts parts(scaled_by(level, torch::kBFloat16, "128").num_losses(2));
-    parts.mixed->scale_loss(parts.loss(), *parts.first, {.delay_unscale = true}).backward();
-    parts.mixed->scale_loss(parts.loss(), *parts.second, {.loss_id = 1}).backward();
+    parts.mixed->scale_loss(parts.loss(), *parts.first, ScaleLossOptions().delay_unscale(true))
+        .backward();
+    parts.mixed->scale_loss(parts.loss(), *parts.second, ScaleLossOptions().loss_id(1)).backward();
     parts.mixed->scale_loss(parts.loss(), *parts.first).backward();
     expect_bitwise_equal(gradient_of(parts, *parts.first), gradient_of(plain, *plain.first));
     expect_bitwise_equal(gradient_of(parts, *parts.second), gradient_of(plain, *plain.second));
@@ -95,7 +96,8 @@ TEST(OptimizersThatWereNotNamed, SkipAStepOnlyWithWhatOverflowed) {
     for (const bool zeroed : {true, false}) {
       SCOPED_TRACE(level + (zeroed ? " zeroed" : " kept"));
       Parts parts(scaled_by(level, torch::kHalf, "dynamic").num_losses(2));
-      parts.mixed->scale_loss(parts.loss() * kInf, *parts.second, {.loss_id = 1}).backward();
+      parts.mixed->scale_loss(parts.loss() * kInf, *parts.second, ScaleLossOptions().loss_id(1))
+          .backward();
       EXPECT_EQ(parts.mixed->step(*parts.second), Step::skipped);
       parts.second->zero_grad();
       if (zeroed) parts.first->zero_grad();
@@ -155,7 +157,8 @@ TEST(OptimizersThatShareParameters, GetTheGradientsOfPlainTraining) {
                                          shared.other_bias.get()}[static_cast<std::size_t>(named)];
           for (int pass = 0; pass < 3; ++pass) {
             shared.mixed
-                ->scale_loss(shared.loss(), optimizer, {.delay_unscale = delayed && pass < 2})
+                ->scale_loss(shared.loss(), optimizer,
+                             ScaleLossOptions().delay_unscale(delayed && pass < 2))
                 .backward();
           }
           EXPECT_TRUE(shared.net->bias.grad().eq(6).all().item<bool>()) << shared.net->bias.grad();

@@ -146,7 +146,7 @@ TEST(MixedPrecision, AccumulatesScaledGradientsInNoSync) {
         const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
                                          batch.target.to(torch::kFloat));
         amp::ScaleLossOptions options;
-        options.delay_unscale = !last;
+        options.delay_unscale(!last);
         mixed.scale_loss(loss * (parallel ? 2 : 1), optimizer, options).backward();
       };
       for (int row = 0; row < 4; ++row) {
@@ -271,7 +271,9 @@ TEST(MixedPrecision, LocalGradientsAreScaledAsTheLossThatFollows) {
           if (!last) local.emplace(ddp.no_sync());
           const auto loss = sum_of_squares(mixed.forward(ddp, batch.data.to(torch::kFloat)),
                                            batch.target.to(torch::kFloat));
-          mixed.scale_loss(loss * (parallel ? 2 : 1), *optimizer, {.loss_id = last ? 1 : 0})
+          mixed
+              .scale_loss(loss * (parallel ? 2 : 1), *optimizer,
+                          amp::ScaleLossOptions().loss_id(last ? 1 : 0))
               .backward();
           // Gradients before the last pass may be inspected: they are unscaled.
           for (const at::Tensor& master : mixed.master_params(*optimizer))

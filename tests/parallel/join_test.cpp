@@ -87,7 +87,7 @@ TEST(Join, TrainsAsOneProcessOnAllBatches) {
         torch::optim::SGD optimizer(model->parameters(),
                                     torch::optim::SGDOptions(0.05).momentum(0.9));
         JoinOptions options;
-        options.divide_by_initial_world_size = divide_by_all;
+        options.divide_by_initial_world_size(divide_by_all);
         ddp.join(
             [&] {
               for (int step = 0; step < kBatches[static_cast<std::size_t>(rank.number())]; ++step) {
@@ -132,7 +132,7 @@ TEST(Join, RanksThatFollowStayEqualBitForBit) {
       DistributedDataParallel ddp(model, group, cases[which].second);
       int steps = 0;
       JoinOptions options;
-      options.follow = [&](const auto& receive) {
+      options.follow([&](const auto& receive) {
         auto none = mixed.scale_loss(torch::zeros({}), optimizer);
         none.value();
         receive();
@@ -140,7 +140,7 @@ TEST(Join, RanksThatFollowStayEqualBitForBit) {
         mixed.step(optimizer);
         mixed.zero_grad(optimizer);
         ++steps;
-      };
+      });
       for (int epoch = 0; epoch < 2; ++epoch) {
         ddp.join(
             [&] {
@@ -186,7 +186,7 @@ TEST(Join, WhatComesAfterItIsDividedByAllRanksAgain) {
       sum_of_squares(ddp.forward(batch.data), batch.target).backward();
     };
     JoinOptions options;
-    options.divide_by_initial_world_size = false;
+    options.divide_by_initial_world_size(false);
     ddp.join(
         [&] {
           for (int step = 0; step < 1 + 2 * rank.number(); ++step) gradient_of(rank.number());
@@ -226,7 +226,7 @@ TEST(Join, AFollowThatDoesNotReceiveIsAnError) {
     Net model = seeded<Net>(1);
     DistributedDataParallel ddp(model, group);
     JoinOptions options;
-    options.follow = [](const auto&) {};
+    options.follow([](const auto&) {});
     const auto loop = [&] {
       if (rank.number() == 0) {
         const Batch batch = batch_for(0, 0);
@@ -295,7 +295,7 @@ TEST(Join, EndsOnAllRanksWhereThatIsAskedFor) {
     Net model = seeded<Net>(1);
     DistributedDataParallel ddp(model, group);
     JoinOptions options;
-    options.throw_on_early_termination = true;
+    options.throw_on_early_termination(true);
     int steps = 0;
     expect_error(
         [&] {

@@ -6,6 +6,7 @@
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "semitone/scaling/grad_scaler.h"
+#include "semitone/scaling/master_weights.h"
 #include "tests/parallel/models.h"
 #include "tests/parallel/zero_fixture.h"
 #include "tests/support/run_ranks.h"

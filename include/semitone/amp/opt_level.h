@@ -32,24 +32,6 @@ std::string_view name_of(OptLevel level);
 /// Parses "O0" … "O3". Error for anything else, with a hint if a zero stands for the letter O.
 OptLevel parse_opt_level(std::string_view name);
 
-/// A loss scale: a number above 0, also as a string, or "dynamic". Error for anything else.
-class LossScale {
- public:
-  LossScale(double scale);              // NOLINT(google-explicit-constructor)
-  LossScale(const std::string& scale);  // NOLINT(google-explicit-constructor)
-  LossScale(const char* scale)          // NOLINT(google-explicit-constructor)
-      : LossScale(std::string(scale)) {}
-
-  bool is_dynamic() const { return dynamic_; }
-  /// The number; 1 for a dynamic scale.
-  double value() const { return value_; }
-  std::string to_string() const;
-
- private:
-  bool dynamic_ = false;
-  double value_ = 1.0;
-};
-
 /// Options of amp::initialize: a level, and the values that differ from its defaults. The setters
 /// have Apex's names.
 ///
@@ -85,7 +67,7 @@ class Options {
   /// else false.
   Options& master_weights(detail::Flag value);
   /// A number, or "dynamic". Default: dynamic at O1 and O2 with fp16, else 1.
-  Options& loss_scale(LossScale value);
+  Options& loss_scale(detail::LossScale value);
   /// The dtype that forward's results are cast to. Default: fp32, so that a loss outside of forward
   /// is computed in fp32. (Apex's patches also cover the loss, and its O1 does not cast results.)
   Options& cast_model_outputs(c10::ScalarType value);
@@ -156,7 +138,7 @@ class Options {
   std::optional<bool> patch_torch_functions_;
   std::optional<bool> keep_batchnorm_fp32_;
   std::optional<bool> master_weights_;
-  std::optional<LossScale> loss_scale_;
+  std::optional<detail::LossScale> loss_scale_;
   std::optional<c10::ScalarType> cast_model_outputs_;
   std::int64_t num_losses_ = 1;
   int verbosity_ = 1;
@@ -178,7 +160,7 @@ struct Properties {
   bool patch_torch_functions = false;
   bool keep_batchnorm_fp32 = false;
   bool master_weights = false;
-  LossScale loss_scale = 1.0;
+  detail::LossScale loss_scale = 1.0;
   c10::ScalarType cast_model_outputs = c10::ScalarType::Float;
   std::int64_t num_losses = 1;
   int verbosity = 1;

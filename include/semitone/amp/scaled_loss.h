@@ -1,21 +1,24 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/arg.h>
 
 #include <cstdint>
 #include <memory>
 
 namespace semitone::amp {
 
-/// Options of MixedPrecision::scale_loss.
+/// Options of MixedPrecision::scale_loss:
+///
+///     mixed.scale_loss(loss, optimizer, amp::ScaleLossOptions().loss_id(1)).backward();
 struct ScaleLossOptions {
   /// Index of the loss scaler, below Options::num_losses.
-  std::int64_t loss_id = 0;
+  TORCH_ARG(std::int64_t, loss_id) = 0;
   /// Leave the gradients scaled after this backward pass. The last pass before the step must have
   /// false here: it unscales the gradients of all passes, which need the same loss scale. Each
   /// delayed pass saves one pass over the gradients. Gradient accumulation is correct without it,
   /// too. Default false.
-  bool delay_unscale = false;
+  TORCH_ARG(bool, delay_unscale) = false;
 };
 
 /// A scaled loss on which backward has not finished, as returned by MixedPrecision::scale_loss.

@@ -3,6 +3,7 @@
 #include "semitone/parallel/comm_hook.h"
 
 #include <c10/core/ScalarType.h>
+#include <torch/arg.h>
 
 #include <functional>
 #include <memory>
@@ -81,35 +82,35 @@ class DistributedDataParallelOptions {
 struct JoinOptions {
   /// Divides gradients by the number of all ranks (true), or of the ranks that still have input
   /// (false). With true, every row keeps the same weight if all batches have the same size.
-  bool divide_by_initial_world_size = true;
+  TORCH_ARG(bool, divide_by_initial_world_size) = true;
   /// Ends the loop of all ranks when the first one runs out of input: an Error on every rank,
   /// naming it.
-  bool throw_on_early_termination = false;
+  TORCH_ARG(bool, throw_on_early_termination) = false;
 
   /// Called on a rank without input in each step of the others, so that weights, optimizer state
   /// and loss scale stay equal on all ranks, bit for bit. It must call receive() once, which sets
   /// the gradients of the parameters to the others' means, as a backward pass does:
   ///
-  ///     options.follow = [&](const auto& receive) {
+  ///     options.follow([&](const auto& receive) {
   ///       optimizer.zero_grad();
   ///       receive();
   ///       optimizer.step();
-  ///     };
+  ///     });
   ///
   /// and with mixed precision:
   ///
-  ///     options.follow = [&](const auto& receive) {
+  ///     options.follow([&](const auto& receive) {
   ///       auto none = mixed.scale_loss(torch::zeros({}), optimizer);
   ///       none.value();
   ///       receive();
   ///       none.finish();
   ///       mixed.step(optimizer);
   ///       mixed.zero_grad(optimizer);
-  ///     };
+  ///     });
   ///
   /// Default: nothing is called. Then the model is copied from the last ranks at the end, with its
   /// fp32 masters, and the rank's optimizer state is as it was when the input ended.
-  std::function<void(const std::function<void()>& receive)> follow;
+  TORCH_ARG(std::function<void(const std::function<void()>& receive)>, follow);
 };
 
 }  // namespace semitone::parallel

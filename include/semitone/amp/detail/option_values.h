@@ -6,6 +6,24 @@
 
 namespace semitone::amp::detail {
 
+/// A loss scale: a number above 0, also as a string, or "dynamic". Error for anything else.
+class LossScale {
+ public:
+  LossScale(double scale);              // NOLINT(google-explicit-constructor)
+  LossScale(const std::string& scale);  // NOLINT(google-explicit-constructor)
+  LossScale(const char* scale)          // NOLINT(google-explicit-constructor)
+      : LossScale(std::string(scale)) {}
+
+  bool is_dynamic() const { return dynamic_; }
+  /// The number; 1 for a dynamic scale.
+  double value() const { return value_; }
+  std::string to_string() const;
+
+ private:
+  bool dynamic_ = false;
+  double value_ = 1.0;
+};
+
 /// A boolean that also converts from "True" and "False", as programs receive them on the command
 /// line. Error for any other string.
 class Flag {
