@@ -18,9 +18,9 @@ struct OptimizerSettings {
   // Ignored by an optimizer without has_momentum.
   double momentum = 0;
   // Of Adam and its relatives. Not set: the optimizer's default.
-  std::optional<double> eps;
+  std::optional<double> eps = std::nullopt;
   // Not set: the optimizer's default.
-  std::optional<double> weight_decay;
+  std::optional<double> weight_decay = std::nullopt;
   // Of fused-sgd, fused-adam and fused-adamw; see their options split_master and bf16_state.
   bool split_masters = false;
   bool bf16_state = false;
