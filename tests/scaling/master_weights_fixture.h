@@ -27,4 +27,11 @@ inline at::Tensor rounded(const at::Tensor& master, const at::Tensor& like) {
   return master.detach().to(like.scalar_type());
 }
 
+struct Pair {
+  at::Tensor weight = parameter({4});
+  torch::optim::SGD optimizer{{weight}, 0.1};
+  MasterWeights masters{optimizer};
+  at::Tensor master = masters.master_of(weight);
+};
+
 }  // namespace semitone::amp::master_weights_test

@@ -84,13 +84,6 @@ TEST(MasterWeights, GroupsAddedLaterGetMastersAtSync) {
   EXPECT_FALSE(same_bits(weight, before));
 }
 
-struct Pair {
-  at::Tensor weight = parameter({4});
-  torch::optim::SGD optimizer{{weight}, 0.1};
-  MasterWeights masters{optimizer};
-  at::Tensor master = masters.master_of(weight);
-};
-
 TEST(MasterWeights, ChangedParametersGiveTheirValuesToTheirMasters) {
   const torch::NoGradGuard no_grad;
   const std::vector<std::function<void(const at::Tensor&)>> changes{

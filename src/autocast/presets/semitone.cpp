@@ -53,7 +53,7 @@ constexpr std::array<Name, 39> kLower{"_addmm_activation",
                                       "scaled_dot_product_attention"};
 
 // LibTorch's CPU has no 16-bit kernels of these.
-constexpr std::array<Name, 53> kWithout16BitKernels{"avg_pool3d",
+constexpr std::array<Name, 54> kWithout16BitKernels{"avg_pool3d",
                                                     "cdist",
                                                     "cholesky",
                                                     "cholesky_inverse",
