@@ -53,13 +53,11 @@ void check_optimizers(const OptimizerRefs& optimizers, const Properties& propert
     if (!properties.master_weights) continue;
     std::unordered_set<const c10::TensorImpl*> own;
     for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-      own.insert(parameter.unsafeGetTensorImpl());
-    });
-    for (const c10::TensorImpl* parameter : own) {
-      if (owned.insert(parameter).second) continue;
+      const c10::TensorImpl* const identity = parameter.unsafeGetTensorImpl();
+      if (!own.insert(identity).second || owned.insert(identity).second) return;
       throw Error(kInitialize, "each parameter in one optimizer only, with master weights",
                   "one that two optimizers share", "use one optimizer with two groups, or O1");
-    }
+    });
   }
 }
 

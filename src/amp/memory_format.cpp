@@ -54,6 +54,7 @@ std::vector<at::Tensor> conv2d_weights(const Model& model) {
 void lay_out(const std::vector<at::Tensor>& tensors, at::MemoryFormat format) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> before;
+  before.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) before.push_back(tensor.variable_data());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (has_layout(before[i], format)) continue;

@@ -180,7 +180,7 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
   }
   const auto entries = entries_of(model);
   for (const ModelEntry& entry : entries) {
-    const std::string what = "'" + entry.name + "' " + c10::str(entry.tensor.sizes());
+    const std::string what = c10::str("'", entry.name, "' ", entry.tensor.sizes());
     const auto value = values.find(entry.name);
     if (value == values.end() || value->second.sizes() != entry.tensor.sizes()) {
       throw FileError(kComponent, what + " in '" + path + "'",

@@ -180,7 +180,7 @@ class RegionScope {
     torch::jit::setGraphExecutorOptimize(*script_before_);
   }
 
-  const void* thread_ = &innermost();
+  RegionScope** thread_ = &innermost();  // identifies it
   std::atomic<bool> is_abandoned_{false};
   bool is_outermost_;
   bool outer_had_gradients_;
