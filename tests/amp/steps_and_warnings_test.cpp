@@ -115,7 +115,7 @@ std::string log_of(
     const std::function<void(MixedPrecision&, ToyNet&, torch::optim::Optimizer&)>& run,
     const Options& options) {
   const CapturedLog log;
-  ToyNet model;
+  ToyNet model = make_net();
   torch::optim::SGD optimizer(model->parameters(), 0.1);
   auto mixed = initialize(model, optimizer, Options(options).verbosity(1));
   run(mixed, model, optimizer);
@@ -164,7 +164,7 @@ TEST(Warnings, OfAStepWithoutASingleGradient) {
     }
   };
   const auto other_model = [](MixedPrecision& mixed, ToyNet&, torch::optim::Optimizer& optimizer) {
-    ToyNet other;
+    ToyNet other = make_net();
     mixed.scale_loss(other(torch::ones({4, 12})).sum(), optimizer).backward();
     mixed.step(optimizer);
   };

@@ -41,11 +41,15 @@ inline MakeOptimizer fused_sgd(double lr) {
   };
 }
 
+// Two layers whose forward and backward are computed in 16 bits, and a BatchNorm between them.
+inline ToyNet make_net() {
+  return ToyNet(test::ToyNetOptions{.inputs = 12, .hidden = 24, .outputs = 4, .normalised = true});
+}
+
 struct Training {
   Training(const Options& options, const MakeOptimizer& make) {
     torch::manual_seed(3);
-    model =
-        ToyNet(test::ToyNetOptions{.inputs = 12, .hidden = 24, .outputs = 4, .normalised = true});
+    model = make_net();
     optimizer = make(model->parameters());
     mixed = std::make_unique<MixedPrecision>(
         initialize(model, *optimizer, Options(options).verbosity(0)));
