@@ -2,6 +2,7 @@
 
 #include "semitone/autocast/autocast.h"
 #include "semitone/autocast/cast_policy.h"
+#include "src/nn/batch_norm_mark.h"
 #include "tests/autocast/fast_kernels_fixture.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
@@ -89,17 +90,37 @@ TEST(FastKernels, BatchNormInEvaluationIsLibTorchs) {
   expect_bitwise_equal(got.result, want.result);
 }
 
-TEST(FastKernels, BatchNormThatSomebodyHooksIsLibTorchs) {
-  const at::Tensor weight = torch::ones({6}).requires_grad_();
-  const auto hook = weight.register_hook([](const at::Tensor& grad) { return grad; });
-  const at::Tensor input = torch::randn({4, 6, 3, 3}).requires_grad_();
-  const auto run = [&] {
+TEST(FastKernels, BatchNormWithAMarkIsLibTorchs) {
+  const at::Tensor input = torch::randn({4, 6, 3, 3});
+  const auto run = [&](const at::Tensor& weight, const at::Tensor& mean) {
     const Autocast region(with_kernels());
-    return torch::batch_norm(input, weight, {}, {}, {}, true, 0.1, 1e-5, false);
+    const at::Tensor var = torch::ones({6});
+    return torch::batch_norm(input, weight, {}, mean, var, true, 0.1, 1e-5, false);
   };
-  EXPECT_FALSE(is_ours(run()));
-  weight.remove_hook(hook);
-  EXPECT_TRUE(is_ours(run()));
+  const at::Tensor weight = torch::ones({6}).requires_grad_();
+  const at::Tensor mean = torch::zeros({6});
+  for (const at::Tensor& marked : {weight, mean}) {
+    EXPECT_TRUE(is_ours(run(weight, mean)));
+    nn::set_batch_norm_mark(marked, {});
+    EXPECT_FALSE(is_ours(run(weight, mean)));
+    nn::remove_batch_norm_mark(marked);
+  }
+}
+
+TEST(FastKernels, BatchNormRunsTheHooksOfItsWeight) {
+  const at::Tensor weight = (torch::rand({6}) + 0.5).requires_grad_();
+  const at::Tensor input = torch::randn({4, 6, 3, 3});
+  const auto gradient = [&] {
+    const Autocast region(with_kernels());
+    const at::Tensor result = torch::batch_norm(input, weight, {}, {}, {}, true, 0.1, 1e-5, false);
+    EXPECT_TRUE(is_ours(result));
+    weight.mutable_grad().reset();
+    result.square().sum().backward();
+    return weight.grad();
+  };
+  const at::Tensor plain = gradient();
+  weight.register_hook([](const at::Tensor& grad) { return 2 * grad; });
+  expect_bitwise_equal(gradient(), 2 * plain);
 }
 
 TEST(FastKernels, GradientsCanBeDifferentiatedAgain) {
