@@ -68,6 +68,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
 
   /// Adds a group with its own options or the defaults. Call it on all ranks, and, as for
   /// FusedOptimizer, not through a torch::optim::Optimizer&.
+  // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method): that is why.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   /// Steps this rank's share, and receives the others' from their ranks. Collective; CommError if a
