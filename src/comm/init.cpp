@@ -265,9 +265,11 @@ Group init(std::string_view url, const InitOptions& given) {
   Rendezvous rendezvous = parse_rendezvous(url, given);
   InitOptions options = given;
   options.check(check_level(given));
-  if (options.heartbeat_timeout() <= options.heartbeat()) {
-    throw Error(kInitComponent, "a heartbeat timeout longer than the heartbeat",
-                fmt::format("{} ms and {} ms", options.heartbeat_timeout().count(),
+  // net::SilenceTimer, which is asked at every heartbeat, takes a pause of half the timeout for one
+  // of this process.
+  if (options.heartbeat_timeout() < 3 * options.heartbeat()) {
+    throw Error(kInitComponent, "a heartbeat timeout of at least three heartbeats",
+                fmt::format("{} ms with one every {} ms", options.heartbeat_timeout().count(),
                             options.heartbeat().count()));
   }
   auto group = make_group(rendezvous, options);

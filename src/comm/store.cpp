@@ -88,9 +88,11 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous,
   store.port = static_cast<std::uint16_t>(rendezvous.port);
   store.waitWorkers = false;
   do {
-    const auto server = resolved(net::connect_to({rendezvous.host, rendezvous.port}, left()));
+    // The connection ends here: the store makes its own.
+    const bool is_there =
+        resolved(net::connect_to({rendezvous.host, rendezvous.port}, left())).ok();
     try {
-      if (server.ok()) {
+      if (is_there) {
         store.timeout = std::min(left(), kAnswerTimeout);
         auto found = c10::make_intrusive<c10d::TCPStore>(rendezvous.host, store);
         found->setTimeout(options.timeout());

@@ -42,7 +42,8 @@ std::optional<std::string> LineChannel::receive() {
   return line;
 }
 
-void LineChannel::finish() const {
+void LineChannel::finish() {
+  outgoing_.clear();  // what is unsent can no longer be
   ::shutdown(descriptor(), SHUT_WR);
 }
 

@@ -44,7 +44,7 @@ class LineChannel {
   Time deadline() const { return silence_.deadline(); }
 
   // Ends sending from this side; the other side can still send.
-  void finish() const;
+  void finish();
 
   enum class State {
     open,

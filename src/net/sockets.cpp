@@ -1,5 +1,6 @@
 #include "src/net/sockets.h"
 
+#include "semitone/core/error.h"
 #include "src/net/polling.h"
 
 #include <netinet/in.h>
@@ -74,8 +75,12 @@ Result<Descriptor> listen_on_all(int port) {
 }
 
 Descriptor accept_from(const Descriptor& listener) {
-  return above_standard_streams(
-      Descriptor(::accept4(listener.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)));
+  Descriptor accepted(::accept4(listener.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  try {
+    return above_standard_streams(std::move(accepted));
+  } catch (const Error&) {  // no descriptor is left: the other end tries again
+    return Descriptor();
+  }
 }
 
 Result<Descriptor> connect_to(const Address& address, std::chrono::milliseconds timeout) {

@@ -401,6 +401,9 @@ TEST_F(Init, OptionsRefuseWhatMakesNoSense) {
   expect_error([] { InitOptions().heartbeat(std::chrono::milliseconds(1)); }, {"heartbeat"});
   expect_error([] { init(kEnv, InitOptions().heartbeat_timeout(std::chrono::seconds(1))); },
                {"heartbeat timeout", "1000 ms"});
+  // The silence of a stopped rank would begin anew at each check.
+  expect_error([] { init(kEnv, InitOptions().heartbeat_timeout(std::chrono::milliseconds(2500))); },
+               {"at least three heartbeats", "2500 ms"});
 }
 
 TEST_F(Init, RefusesABackendThatIsNotThere) {

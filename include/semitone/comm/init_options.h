@@ -46,7 +46,7 @@ class InitOptions {
   InitOptions& heartbeat(std::chrono::milliseconds value);
   /// How long a rank may be silent, because it is stopped or its machine is unreachable, before all
   /// other ranks raise a CommError that names it. A rank that ends is noticed at once. Increase it
-  /// for ranks that a debugger stops. Default 30 seconds.
+  /// for ranks that a debugger stops. At least three heartbeats. Default 30 seconds.
   InitOptions& heartbeat_timeout(std::chrono::milliseconds value);
 
   const std::string& backend() const { return backend_; }
