@@ -111,7 +111,7 @@ struct Kind {
 };
 
 template <typename Optimizer, typename Options>
-Kind kind(std::string name, Options options) {
+Kind kind(std::string name, const Options& options) {
   return {std::move(name), [options](std::vector<at::Tensor> parameters) {
             return std::make_unique<Optimizer>(std::move(parameters), options);
           }};

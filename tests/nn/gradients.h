@@ -21,6 +21,7 @@ template <typename Function>
 Gradients gradients_of(const Function& function, const std::vector<at::Tensor>& inputs,
                        const at::Tensor& grad) {
   std::vector<at::Tensor> leaves;
+  leaves.reserve(inputs.size());
   for (const at::Tensor& input : inputs) {
     leaves.push_back(input.defined() ? input.detach().clone().requires_grad_() : input);
   }
@@ -40,6 +41,7 @@ inline double rounded_sum_tolerance(c10::ScalarType dtype, std::int64_t terms) {
 
 inline std::vector<at::Tensor> in_fp64(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors)
     result.push_back(tensor.defined() ? tensor.to(torch::kDouble) : tensor);
   return result;

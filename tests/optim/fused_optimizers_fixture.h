@@ -34,6 +34,7 @@ inline std::vector<at::Tensor> leaves_like(const std::vector<at::Tensor>& tensor
 // Gradients that are exact in every dtype, and stay so when they are scaled by powers of two.
 inline std::vector<at::Tensor> make_grads(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> grads;
+  grads.reserve(parameters.size());
   for (const at::Tensor& parameter : parameters)
     grads.push_back(torch::randint(-127, 128, parameter.sizes()).to(at::kFloat) / 64);
   return grads;

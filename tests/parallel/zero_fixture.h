@@ -28,9 +28,8 @@ using ParamGroups = ZeroRedundancyOptimizer::ParamGroups;
 
 template <typename Optimizer, typename Options>
 Factory factory(const Options& options) {
-  return [options](ParamGroups groups) {
-    return std::make_unique<Optimizer>(std::move(groups), options);
-  };
+  return
+      [options](const ParamGroups& groups) { return std::make_unique<Optimizer>(groups, options); };
 }
 
 struct Kind {

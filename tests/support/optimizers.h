@@ -17,7 +17,7 @@ struct OptimizerKind {
 };
 
 template <typename Optimizer, typename Options>
-OptimizerKind optimizer_kind(std::string name, Options options) {
+OptimizerKind optimizer_kind(std::string name, const Options& options) {
   return {std::move(name), [options](std::vector<at::Tensor> parameters) {
             return std::make_unique<Optimizer>(std::move(parameters), options);
           }};
