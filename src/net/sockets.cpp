@@ -17,21 +17,16 @@ Descriptor open_socket(int family) {
       Descriptor(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
 }
 
-Result<Descriptor> failed(int error) {
-  return {Descriptor(), error, 0, reason_of(error)};
-}
-
 // Binds and listens. Returns the errno, or 0 on success.
-int start_listening(const Descriptor& socket, const sockaddr* address, socklen_t size) {
+int start_listening(const Descriptor& socket, const addrinfo& address) {
   // Otherwise a port whose last user has just ended would be refused for a minute.
   const int yes = 1;
   ::setsockopt(socket.number(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
   // So that [::] includes IPv4. IPv4's sockets refuse it.
   const int no = 0;
   ::setsockopt(socket.number(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof(no));
-  if (::bind(socket.number(), address, size) != 0 || ::listen(socket.number(), SOMAXCONN) != 0)
-    return errno;
-  return 0;
+  const bool is_bound = ::bind(socket.number(), address.ai_addr, address.ai_addrlen) == 0;
+  return is_bound && ::listen(socket.number(), SOMAXCONN) == 0 ? 0 : errno;
 }
 
 // Connects within the timeout. Returns the errno, or 0 on success.
@@ -52,19 +47,26 @@ int start_connection(const Descriptor& socket, const addrinfo& address,
   return error;
 }
 
+// A socket for the first address of a host for which start(socket, address) returns 0. Otherwise
+// the last errno, or no_socket if the system supports none of the addresses.
+template <typename Start>
+Result<Descriptor> start_first(const Address& address, int no_socket, Start start) {
+  const auto resolved = resolve(address);
+  if (!resolved.ok()) return failure_of<Descriptor>(resolved);
+  int error = no_socket;
+  for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
+    Descriptor socket = open_socket(each->ai_family);
+    if (!socket.is_open()) continue;
+    error = start(socket, *each);
+    if (error == 0) return {std::move(socket), 0, 0, ""};
+  }
+  return {Descriptor(), error, 0, reason_of(error)};
+}
+
 }  // namespace
 
 Result<Descriptor> listen_on(const Address& address) {
-  const auto resolved = resolve(address);
-  if (!resolved.ok()) return failure_of<Descriptor>(resolved);
-  int error = EADDRNOTAVAIL;
-  for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
-    Descriptor listener = open_socket(each->ai_family);
-    if (!listener.is_open()) continue;
-    error = start_listening(listener, each->ai_addr, each->ai_addrlen);
-    if (error == 0) return {std::move(listener), 0, 0, ""};
-  }
-  return failed(error);
+  return start_first(address, EADDRNOTAVAIL, start_listening);
 }
 
 Result<Descriptor> listen_on_all(int port) {
@@ -84,16 +86,9 @@ Descriptor accept_from(const Descriptor& listener) {
 }
 
 Result<Descriptor> connect_to(const Address& address, std::chrono::milliseconds timeout) {
-  const auto resolved = resolve(address);
-  if (!resolved.ok()) return failure_of<Descriptor>(resolved);
-  int error = EHOSTUNREACH;
-  for (const addrinfo* each = resolved.value.get(); each != nullptr; each = each->ai_next) {
-    Descriptor socket = open_socket(each->ai_family);
-    if (!socket.is_open()) continue;
-    error = start_connection(socket, *each, timeout);
-    if (error == 0) return {std::move(socket), 0, 0, ""};
-  }
-  return failed(error);
+  return start_first(address, EHOSTUNREACH, [&](const Descriptor& socket, const addrinfo& each) {
+    return start_connection(socket, each, timeout);
+  });
 }
 
 }  // namespace semitone::net
