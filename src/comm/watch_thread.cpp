@@ -177,15 +177,19 @@ void Watch::handle_line(int rank, std::string_view line) {
 
 void Watch::check_silence() {
   const Time now = Clock::now();
-  const std::string silent = fmt::format(
-      "no sign of life for {}: its process is stopped, or its machine cannot be reached",
-      seconds(std::chrono::duration<double>(options_.silence).count()));
+  const auto lose = [&](int rank) {
+    set_loss(
+        {{rank},
+         fmt::format(
+             "no sign of life for {}: its process is stopped, or its machine cannot be reached",
+             seconds(std::chrono::duration<double>(options_.silence).count()))});
+  };
   for (auto& [rank, peer] : peers_) {
-    if (peer.channel.is_silent(now) && !peer.left) set_loss({{rank}, silent});
+    if (peer.channel.is_silent(now) && !peer.left) lose(rank);
   }
   if (options_.rank != 0 || !unconnected_.has_expired(now)) return;
   for (int rank = 1; rank < options_.size; ++rank) {
-    if (!peers_.contains(rank)) set_loss({{rank}, silent});
+    if (!peers_.contains(rank)) lose(rank);
   }
 }
 
