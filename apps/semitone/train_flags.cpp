@@ -20,8 +20,6 @@
 namespace semitone::cli {
 namespace {
 
-constexpr std::int64_t kLargest = 1'000'000'000;
-
 // Flags for the number and places of the processes; they are not passed on to these processes.
 constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
                                "--master-port"};
@@ -84,7 +82,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add_job_flags(add, *flags);
   train::add_state_flags(add, flags->options);
   add.integer(
-      "--log-every", flags->log_every, 0, kLargest,
+      "--log-every", flags->log_every, 0, train::kLargestCount,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
   add.json(flags->json);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");

@@ -91,13 +91,15 @@ class TrainOptions {
 // dtype.
 c10::ScalarType training_dtype(const TrainOptions& options);
 
+// The largest number that a flag for a count takes.
+inline constexpr std::int64_t kLargestCount = 1'000'000'000;
+
 // The flags of `semitone train` that set these options, in the order of its help. A new flag is an
 // option above, a line here, its effect in trainer.cpp, and a test.
 //
 // @param add  cli::Flags, which makes a flag of each line
 template <typename Flags>
 void add_training_flags(Flags& add, TrainOptions& options) {
-  constexpr std::int64_t kLargest = 1'000'000'000;
   add.choice(
       "--dtype", "auto", {"auto", "bf16", "fp16"},
       [&](const std::string& name) {
@@ -126,17 +128,17 @@ void add_training_flags(Flags& add, TrainOptions& options) {
                                           : std::optional(amp::detail::LossScale(text)));
       },
       "Loss scale, dynamic or a number; auto: dynamic for fp16 at O1 and O2, else 1");
-  add.integer("--growth-interval", options.growth_interval(), 0, kLargest,
+  add.integer("--growth-interval", options.growth_interval(), 0, kLargestCount,
               "Number of good steps after which a dynamic loss scale doubles; 0: never");
-  add.integer("--seed", options.seed(), 0, kLargest,
+  add.integer("--seed", options.seed(), 0, kLargestCount,
               "Random seed of the initial weights and the order of the images");
   add.choice(
       "--memory-format", "auto", {"auto", "nchw", "nhwc"},
       [&](const std::string& name) { options.memory_format(parse_memory_format(name)); },
       "Memory format of images; auto: nhwc, which is fastest at every level");
-  add.integer("--limit-batches", options.limit_batches(), 0, kLargest,
+  add.integer("--limit-batches", options.limit_batches(), 0, kLargestCount,
               "Largest number of batches per epoch; 0: all");
-  add.integer("--max-steps", options.max_steps(), 0, kLargest,
+  add.integer("--max-steps", options.max_steps(), 0, kLargestCount,
               "Stop after this step, counted from the start of the training; 0: train to the end");
 }
 
@@ -156,12 +158,11 @@ void add_group_flags(Flags& add, TrainOptions& options) {
 // The flags for saved states.
 template <typename Flags>
 void add_state_flags(Flags& add, TrainOptions& options) {
-  constexpr std::int64_t kLargest = 1'000'000'000;
   add.text(
       "--save", "FILE", [&](const std::string& path) { options.save(path); },
       "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
       "saved too");
-  add.integer("--save-every", options.save_every(), 0, kLargest,
+  add.integer("--save-every", options.save_every(), 0, kLargestCount,
               "Also save the state every N steps; 0: never");
   add.text(
       "--resume", "FILE", [&](const std::string& path) { options.resume(path); },
