@@ -130,10 +130,10 @@ def check(root: pathlib.Path):
                 target = room_of(include.group(1))
                 if room is not None and target is not None and target != room and target not in rooms[room]:
                     problems.append(f"{where}: room '{room}' may not include room '{target}'")
-                if target in internal and target != room and room is not None and include.group(1).startswith("src/"):
-                    if INTERNAL not in texts.get(include.group(1), INTERNAL):
-                        problems.append(f"{where}: {include.group(1)} is private to room '{target}': if other rooms may "
-                                        f"include it, it says \"{INTERNAL}\"")
+                is_private = target in internal and include.group(1).startswith("src/")
+                if is_private and room not in (None, target) and INTERNAL not in texts.get(include.group(1), INTERNAL):
+                    problems.append(f"{where}: {include.group(1)} is private to room '{target}': if other rooms may "
+                                    f"include it, it says \"{INTERNAL}\"")
                 if public and include.group(1).startswith("src/"):
                     problems.append(f"{where}: a public header includes a private one")
                 if name.startswith("examples/") and include.group(1).startswith("src/"):
