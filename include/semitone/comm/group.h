@@ -19,13 +19,14 @@ enum class ReduceOp { sum, mean, min, max, product };
 /// A collective in progress. Copies refer to the same collective.
 class Work {
  public:
-  /// Waits until the collective is done. Throws CommError with the rank's number if a rank is lost
-  /// or late.
+  /// Waits until the collective is done; with nccl, until it is queued on the GPU. Throws CommError
+  /// with the rank's number if a rank is lost or late.
   void wait();
-  /// Returns whether the collective is done, successfully or not.
+  /// Returns whether the collective is done, successfully or not; with nccl, whether it is queued.
   bool done() const;
-  /// Completes with the tensor or the error, on a thread of the transport. Callbacks on it must not
-  /// hold a Group.
+  /// Completes with the tensor or the error, on a thread of the transport. Callbacks run on that
+  /// thread. They must not capture a Group: the destructor of the last copy would wait for the
+  /// thread on which it runs.
   c10::intrusive_ptr<c10::ivalue::Future> future() const { return future_; }
 
  private:
@@ -41,9 +42,12 @@ class Work {
 /// shape and dtype. CheckLevel says how far this is verified. Tensors must be contiguous and on
 /// device(). Their dtype must be fp64, fp32, fp16, bf16, int64, int32, int8 or uint8; broadcast and
 /// all_gather accept any dtype. Other tensors are an Error. all_reduce and broadcast work in place,
-/// and autograd records no collective. Collectives block until the result is there, unless their
-/// name ends in _async. Tensors that they write count as modified in place: autograd refuses to use
-/// a saved value that was overwritten, and fp32 master weights follow their parameters.
+/// and autograd records no collective.
+///
+/// With gloo, collectives block until the result is available, unless their name ends in _async.
+/// All collectives increment the version counters of the tensors that they write. Autograd
+/// therefore refuses to use a saved value that was overwritten, and amp updates the fp32 master of
+/// a parameter that was written.
 ///
 /// CommError names the rank when a peer dies (raised at once), when it stops or becomes unreachable
 /// (after InitOptions::heartbeat_timeout), or when it does not arrive within the timeout. After a
@@ -52,8 +56,8 @@ class Work {
 /// for the collectives in progress.
 ///
 /// With nccl, collectives return when they are queued. A lost rank aborts the queued collectives.
-/// Work that waits for them on the GPU then continues with meaningless values, and the next call on
-/// the group throws the CommError. A barrier waits for the GPU, and throws the CommError itself.
+/// GPU kernels that wait for them then continue with undefined values, and the next call on the
+/// group throws the CommError. A barrier waits for the GPU, and throws the CommError itself.
 ///
 /// Only one thread at a time may use a group. Collectives that overlap in time, on several threads,
 /// need one subgroup each.
@@ -69,8 +73,8 @@ class Group {
   /// A name that InitOptions::backend lists, or "none" for a single process.
   std::string_view backend() const;
   /// Returns where tensors must be: the CPU, or the GPU that init chose for this rank, if the
-  /// backend communicates between GPUs. A group of one process accepts tensors on any device. It
-  /// still returns the device that init chose, and Group() the CPU.
+  /// backend communicates between GPUs. A group of one process accepts tensors on any device;
+  /// device() is then the one that init chose, or the CPU for Group().
   c10::Device device() const;
   std::chrono::milliseconds timeout() const;
 

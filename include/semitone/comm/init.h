@@ -7,24 +7,31 @@
 
 namespace semitone::comm {
 
-/// Meets the other processes and returns the group of all processes. Blocks until all have arrived
-/// or the timeout expires, which is a CommError naming the missing ranks. Error for an invalid URL,
-/// environment or option, and for a backend that the build does not have. CommError if the port is
-/// taken, the master is unreachable, two processes have the same rank, or the ranks disagree on the
-/// world size. A port or file serves one call: a second call needs another.
+/// Performs the rendezvous and returns the group of all processes. Blocks until all have arrived.
+/// If the timeout expires, it throws a CommError that names the missing ranks. Error for an invalid
+/// URL, environment or option, and for a backend that the build does not have. CommError if the
+/// port is taken, the master is unreachable, two processes have the same rank, or the ranks
+/// disagree on the world size. Each call needs a port or file of its own.
 ///
-/// With nccl each rank has its own GPU: the only visible one, or number LOCAL_RANK of all. The GPU
-/// becomes the current device of the calling thread, and is Group::device(). Error if a machine has
-/// fewer GPUs than ranks, with both numbers, or if two ranks have the same GPU, with both ranks. A
-/// single process gets its GPU in the same way, unless the backend is gloo.
+/// With nccl each rank has its own GPU: the only visible one, or cuda:LOCAL_RANK if several are
+/// visible. The GPU becomes the current device of the calling thread, and is Group::device(). Error
+/// if a machine has fewer GPUs than ranks (the message states both numbers), or if two ranks have
+/// the same GPU (the message names both). A single process gets its GPU in the same way, unless the
+/// backend is gloo.
 ///
-/// From then on SIGPIPE is ignored, as in Python, unless the program handles it: a lost rank raises
-/// an exception in the others.
+/// init makes the process ignore SIGPIPE, as Python does, unless the program has a handler for it.
+/// A lost rank therefore raises an exception in the other processes, and no signal ends them.
 ///
 /// Network traffic is neither encrypted nor authenticated, so use a network that you trust. The
 /// store listens on the master's address (exceptions: InitOptions::bind_address). All other sockets
 /// listen on the address of the interface that leads to the master. If that is the loopback
-/// interface and not all ranks share it, they use the interface of the default route.
+/// interface and a rank is on another machine or in another network namespace, the sockets use the
+/// interface of the default route.
+///
+/// @param url  "env://": the variables of torchrun, semitone launch, MPI or Slurm
+///             (docs/environment.md). "tcp://HOST:PORT?rank=R&world_size=N": HOST is an address of
+///             rank 0's machine. "file:///PATH?rank=R&world_size=N": a new file that all ranks can
+///             access.
 Group init(std::string_view url = "env://", const InitOptions& options = {});
 
 /// Returns whether this build and this LibTorch have a backend.

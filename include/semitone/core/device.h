@@ -15,12 +15,12 @@ c10::DeviceType default_device();
 /// than for fp16. On every other device it is fp16.
 c10::ScalarType default_16bit_dtype(c10::DeviceType device);
 
-/// Describes for which kinds of operators LibTorch has kernels in this 16-bit dtype that are about
-/// as fast as fp32's, in every direction of training. Semitone emulates the others (amp::Emulation).
-/// The text is "native", "emulated", or "products native, convolutions
-/// emulated, LSTM emulated, attention emulated". Kinds of convolutions are listed separately where
-/// they differ. For a GPU the text is "native", or says that the dtype is slower than fp32 at this
-/// compute capability: fp16 on GeForce 10 (6.1) and before 5.3, bf16 before 8.0.
+/// Describes for which kinds of operators LibTorch has kernels in this 16-bit dtype, forward and
+/// backward, that are about as fast as fp32's. Semitone emulates the others (amp::Emulation). The
+/// text is "native", "emulated", or "products native, convolutions emulated, LSTM emulated,
+/// attention emulated". Kinds of convolutions are listed separately where they differ. For a GPU
+/// the text is "native", or says that the dtype is slower than fp32 at this compute capability:
+/// fp16 on GeForce 10 (6.1) and before 5.3, bf16 before 8.0.
 std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype);
 
 /// Describes the machine in one line, for tables and logs: "CPU, 2 threads, AVX512, oneDNN up to

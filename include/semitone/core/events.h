@@ -7,16 +7,17 @@
 #include <string>
 #include <string_view>
 
-/// Events of a training in progress, for reports, progress displays and tests.
+/// Events of a training run, for reports, progress displays and tests.
 ///
 /// A listener receives the events of the thread that installed it and of every thread that works
-/// for that one: autograd's device threads, at::launch tasks. Nothing is process-wide: two
-/// trainings in two threads do not receive each other's events. Without a listener an event costs
-/// one thread-local read.
+/// for it (autograd's device threads, at::launch tasks). Nothing is process-wide: two training runs
+/// in two threads do not receive each other's events. Without a listener an event costs one
+/// thread-local read.
 namespace semitone::events {
 
-/// Autocast converted an argument of an operator. Under emulation, an fp32 argument becomes 16-bit
-/// numbers, and a 16-bit argument is reported as converted to fp32.
+/// Autocast converted an argument of an operator. Under amp::Emulation the operator computes in
+/// fp32. An fp32 argument is rounded to 16-bit values, and reported with the 16-bit dtype in `to`.
+/// A 16-bit argument is widened, and reported with fp32 in `to`.
 struct Cast {
   std::string_view op;  ///< "conv2d", "softmax.int", "mylib::my_op"
   c10::ScalarType from;
@@ -35,7 +36,9 @@ struct LossScaleUpdated {
 
 /// An optimizer step was skipped because a gradient was inf or NaN.
 struct StepSkipped {
-  std::string parameter;  ///< the non-finite parameter nearest the loss, by name if names are known
+  /// The parameter nearest the loss whose gradient is not finite: its name, or "group 0,
+  /// parameter 3" if names are not known.
+  std::string parameter;
   std::int64_t non_finite;   ///< how many parameters had non-finite gradients
   std::int64_t consecutive;  ///< skips in a row, this one included
   std::int64_t total;        ///< skips so far

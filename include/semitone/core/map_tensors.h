@@ -166,17 +166,19 @@ using Mapped = std::conditional_t<std::is_same_v<std::remove_cvref_t<T>, at::Ten
 /// Calls transform, a function from tensor to tensor, on every tensor in a value, and returns the
 /// value with the results in place of the tensors. It finds tensors in
 /// - IValues, std::vector, deque, list, array, pair, tuple, optional, variant, map and
-///   unordered_map, c10::List, c10::SmallVector and torch's PackedSequence; an at::TensorList
-///   becomes a vector;
-/// - structs without base classes, private fields and constructors, of up to 16 fields, which
-///   models return in C++;
+///   unordered_map, c10::List, c10::SmallVector and torch's PackedSequence (its data and indices;
+///   LibTorch requires its batch sizes on the CPU, so they are not passed to transform); an
+///   at::TensorList becomes a vector;
+/// - aggregates (structs without base classes, private fields or constructors) with at most 16
+///   fields, such as a model's results;
 /// - classes of your own with a method `T map_tensors(transform) const`;
 /// nested in any way. A value without tensors is returned unchanged. Tensors behind pointers and
 /// references are not touched.
 ///
 /// A class that map_tensors cannot look into is a compile-time error. Give it a method map_tensors,
 /// or specialise holds_no_tensors for it. Classes with a trivial destructor hold no tensor and are
-/// allowed, as are the standard library's and LibTorch's opaque classes.
+/// allowed. So are std::string, std::function, smart pointers, at::Scalar, c10::SymInt,
+/// at::Generator and module holders.
 template <typename T, typename Transform>
 detail::Mapped<T> map_tensors(T&& value, const Transform& transform);
 

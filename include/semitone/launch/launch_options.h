@@ -34,7 +34,8 @@ class StreamsByRank {
   std::map<int, Streams> by_rank_;
 };
 
-/// What to launch, on how many machines, and how. The names are torchrun's.
+/// What to launch, on how many machines, and how. Options that torchrun also has keep torchrun's
+/// names.
 ///
 ///     const auto options = launch::LaunchOptions("build/train").arguments({"--epochs", "3"})
 ///                              .nproc_per_node(4).max_restarts(2).log_dir("logs");
@@ -60,18 +61,20 @@ class LaunchOptions {
   /// MASTER_PORT of all processes. 0: a free port for one node, 29500 for several. The launchers of
   /// several nodes use the next port for their own rendezvous.
   LaunchOptions& master_port(int value);
-  /// Where the launchers of the nodes meet, instead of master_addr and node_rank: "host:port",
+  /// Rendezvous endpoint of the launchers, instead of master_addr and node_rank: "host:port",
   /// "[::1]:port", or a host alone (port 29400). The launcher on that host waits for the others,
   /// becomes node 0, and chooses a new MASTER_PORT for every attempt.
   LaunchOptions& rdzv_endpoint(std::string value);
   /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers with another name are
-  /// refused. If it is empty, node 0 generates a name. It then refuses launchers that specify one,
-  /// and launchers of another program or of other arguments.
+  /// refused. If it is empty, node 0 generates a name. Node 0 then refuses launchers that specify a
+  /// name, and launchers of another program or with other arguments.
   LaunchOptions& rdzv_id(std::string value);
-  /// Address at which the other nodes reach node 0, if it is not the endpoint's. Sets MASTER_ADDR.
+  /// MASTER_ADDR of the job, if this node becomes node 0 and the others reach it at another address
+  /// than the endpoint's.
   LaunchOptions& local_addr(std::string value);
 
-  /// How many times all processes are restarted after a failure. Node 0 decides. Default 0.
+  /// Number of restarts of all processes after a failure. Node 0's value applies to the job.
+  /// Default 0.
   LaunchOptions& max_restarts(int value);
   /// ROLE_NAME. Default "default".
   LaunchOptions& role(std::string value);
@@ -94,7 +97,8 @@ class LaunchOptions {
   /// How long to wait for the minimum number of nodes. Default 600 s.
   LaunchOptions& join_timeout(Seconds value);
   /// How long to wait for more nodes once the minimum has arrived, counted from the latest arrival.
-  /// A running attempt continues meanwhile. Default 5 s.
+  /// Nodes that arrive while the processes run cause a restart after this time; the processes
+  /// continue until then. Default 5 s.
   LaunchOptions& last_call(Seconds value);
 
   const std::filesystem::path& program() const { return program_; }

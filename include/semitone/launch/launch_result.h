@@ -10,7 +10,7 @@
 
 namespace semitone::launch {
 
-/// The first process of a job that failed, on any node.
+/// The first process to fail in a job, on any node.
 struct WorkerFailure {
   int rank = 0;
   int local_rank = 0;
@@ -18,10 +18,13 @@ struct WorkerFailure {
   std::string host;  ///< the node's name
   int pid = 0;       ///< on that node
   ExitStatus status;
-  std::string log;         ///< the file with the last lines; empty without log files
-  std::string last_lines;  ///< up to 20 of its last lines, errors first; empty if not relayed
+  std::string log;  ///< path of the log file of last_lines; empty without log files
+  /// Up to 20 last lines of stderr, or of stdout if stderr is empty. Empty if these streams are
+  /// neither relayed nor logged.
+  std::string last_lines;
 
-  /// A message with the process, its exit status and its last lines. No newline at the end.
+  /// A message with the process, its exit status and its last lines of output. No newline at the
+  /// end.
   std::string to_string() const;
 };
 

@@ -5,8 +5,9 @@
 
 #include <memory>
 
-/// The counterpart of torchrun for native programs: runs the same program several times, on one
-/// machine or more. Each process finds its rank and the address of the others in its environment.
+/// The counterpart of torchrun for native programs: starts several processes of the same program,
+/// on one machine or more. Each process finds its rank and the address of the others in its
+/// environment.
 namespace semitone::launch {
 
 /// Launches a job, or this node's part of it, and watches it until it ends.
@@ -14,17 +15,19 @@ namespace semitone::launch {
 ///     launch::Launcher launcher(launch::LaunchOptions("build/train").nproc_per_node(2));
 ///     const launch::LaunchResult result = launcher.run();
 ///
-/// The environment of each process is the one that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE,
+/// Each process gets torchrun's environment variables: RANK, LOCAL_RANK, WORLD_SIZE,
 /// LOCAL_WORLD_SIZE, GROUP_RANK (the node), GROUP_WORLD_SIZE, ROLE_NAME, ROLE_RANK,
 /// ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
-/// TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE (False: rank 0
-/// hosts the store at MASTER_PORT), and OMP_NUM_THREADS (the cores divided by the processes, unless
-/// it is set already or there is one process). Standard input is empty.
+/// TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE and
+/// OMP_NUM_THREADS. Two values differ from torchrun's. TORCHELASTIC_USE_AGENT_STORE is False, since
+/// rank 0 hosts the store at MASTER_PORT. OMP_NUM_THREADS is the number of cores divided by the
+/// number of processes (torchrun: 1); it is not changed if it is set already or if there is one
+/// process. Standard input is empty.
 ///
 /// If one process fails, all are stopped: the processes on every node get SIGTERM, and SIGKILL
 /// after the grace period. Each process leads a process group, so that the processes that it
-/// started are stopped with it. Then all processes are restarted, or run() returns. No process
-/// outlives run(), nor this process if it is killed.
+/// started are stopped with it. Then all processes are restarted, or run() returns. When run()
+/// returns, none of the processes is left. They are also killed if the launcher itself is killed.
 ///
 /// Launchers of several nodes connect over TCP without encryption, so use a network that you trust.
 /// A job with an rdzv_id accepts launchers with the same rdzv_id only. A job without one accepts
@@ -45,14 +48,14 @@ class Launcher {
   LaunchResult run();
 
   /// Makes run() stop all processes and return. The processes get the signal (SIGTERM for SIGHUP),
-  /// and SIGKILL after the grace period. A second SIGINT or SIGQUIT, or SIGKILL, kills them at
-  /// once. May be called from any thread or signal handler.
+  /// and SIGKILL after the grace period. stop(SIGKILL) kills them at once, and so does SIGINT or
+  /// SIGQUIT in a second call. May be called from any thread or signal handler.
   void stop(int signal) noexcept;
 
-  /// Forwards a signal to this node's processes, but not to the processes that those have started,
-  /// and the job continues. An example is SIGUSR1 before a time limit. A process without a handler
-  /// for the signal may die of it. Between two attempts the signal has no effect. May be called
-  /// from any thread or signal handler.
+  /// Forwards a signal to this node's processes, but not to the processes that those have started.
+  /// The job continues. An example is SIGUSR1 before a time limit. The signal may end a process
+  /// that has no handler for it. Between two attempts the signal has no effect. May be called from
+  /// any thread or signal handler.
   void forward(int signal) noexcept;
 
  private:

@@ -13,8 +13,8 @@
 
 namespace semitone::zoo {
 
-/// Sizes of an Encoder. The defaults are four layers of BERT-large and ERNIE's vocabulary:
-/// 87,793,232 parameters.
+/// Sizes of an Encoder. The defaults are BERT-large's layer sizes with four layers, and the size of
+/// ERNIE's vocabulary: 87,793,232 parameters.
 struct EncoderOptions {
   TORCH_ARG(std::int64_t, layers) = 4;
   /// Size of a token's vector; a multiple of heads.

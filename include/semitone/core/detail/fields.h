@@ -12,7 +12,7 @@ struct TypeList {};
 
 /// The largest number of fields that a struct may have.
 inline constexpr std::size_t kMostFields = 16;
-/// The largest number of values that its braces may take; each array element counts.
+/// The largest number of values that its braces may take; each element of an array counts as one.
 inline constexpr std::size_t kMostInitializers = 64;
 
 /// Converts to any field type. Never called.

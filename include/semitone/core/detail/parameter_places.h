@@ -8,9 +8,9 @@
 
 namespace semitone::detail {
 
-/// The place of each parameter, which is its index in an optimizer's groups: 0, 1, 2 … group after
-/// group. A parameter that appears twice keeps its first place, and the second appearance is not
-/// counted.
+/// The place of each parameter: its index in the list of an optimizer's parameters, group after
+/// group, from 0. A parameter that appears twice keeps its first place, and the second appearance
+/// is not counted.
 using ParameterPlaces = std::unordered_map<const c10::TensorImpl*, std::uint32_t>;
 /// Returns the places of all parameters in these groups.
 ParameterPlaces places_of(const std::vector<torch::optim::OptimizerParamGroup>& groups);
@@ -26,8 +26,8 @@ class UsesParameterPlaces {
   UsesParameterPlaces& operator=(const UsesParameterPlaces&) = default;
   virtual ~UsesParameterPlaces() = default;
 
-  /// Sets places from another list than the optimizer's own. They apply to the parameters in that
-  /// list until the next call.
+  /// Sets the places of parameters in the whole parameter list. They replace the places in this
+  /// optimizer's own groups until the next call.
   virtual void set_parameter_places(ParameterPlaces places) = 0;
 };
 
