@@ -35,9 +35,9 @@ int main(int argc, char** argv) try {
   torch::Tensor last;
   int64_t skipped = 0;
   for (int64_t i = 0; i < 100; ++i) {
-    const auto [loss, taken] =
+    const auto [loss, outcome] =
         step.run({data.images.narrow(0, i * size, size), data.labels.narrow(0, i * size, size)});
-    skipped += taken == amp::Step::skipped ? 1 : 0;
+    skipped += outcome == amp::Step::skipped ? 1 : 0;
     (i == 0 ? first : last) = loss;
   }
   std::cout << (step.is_captured() ? "captured" : "by operators") << ": loss "

@@ -16,10 +16,11 @@ namespace semitone::amp {
 /// Options of a CapturedStep.
 struct CapturedStepOptions {
   /// Number of steps that run operator by operator before one is captured, so that libraries select
-  /// their algorithms and allocate memory. At least 1. Default 3, as
+  /// their algorithms and allocate memory. At least 1. Default 3, as in
   /// torch.cuda.make_graphed_callables.
   TORCH_ARG(std::int64_t, warmup) = 3;
-  /// Clips the norm of all unscaled gradients, without a host read. 0: no clipping. Default 0.
+  /// Largest norm of all unscaled gradients together. Larger gradients are clipped, without a host
+  /// read. 0: no clipping. Default 0.
   TORCH_ARG(double, max_grad_norm) = 0;
   /// Index of the loss scaler, see ScaleLossOptions. Default 0.
   TORCH_ARG(std::int64_t, loss_id) = 0;
@@ -34,45 +35,44 @@ struct CapturedStepOptions {
 ///       return torch::cross_entropy_loss(mixed.forward(model, batch[0]), batch[1]);
 ///     });
 ///     for (auto& batch : *loader) {
-///       const auto [loss, taken] = step.run({batch.data, batch.target});
+///       const auto [loss, outcome] = step.run({batch.data, batch.target});
 ///     }
 ///
 /// On a device without graphs every step runs operator by operator, with the same results: on a
-/// CPU, and with a LibTorch or Semitone without CUDA. A step ends as MixedPrecision::step does. It
-/// is skipped if a gradient is not finite, the scales and counters are updated, and no gradients
-/// are left, including earlier ones. Gradients of parameters that belong to other optimizers are
-/// left unchanged. Learning rates and weights may therefore change between any two steps, and
-/// checkpoints may be written. Captured steps, ordinary steps and evaluation may follow each other
-/// in any order.
+/// CPU, and with a LibTorch or Semitone without CUDA. A step ends like MixedPrecision::step: it is
+/// skipped if a gradient is not finite, and scales and counters are updated. Afterwards the
+/// optimizer's parameters have no gradients, not even those from before the call. Gradients of
+/// parameters that belong to other optimizers are left unchanged. Learning rates and weights may
+/// change between any two steps, and checkpoints may be written. Captured steps, ordinary steps and
+/// evaluation may follow each other in any order.
 ///
-/// The step is captured again, after one that runs operator by operator, when
-/// - parameters, buffers or optimizer state are in other memory (after loading an optimizer's
-///   state, or set_data()),
-/// - the optimizer needs other state or has other parameters, or
+/// These changes cause a new capture, after one step that runs operator by operator:
+/// - parameters, buffers or optimizer state move to other memory (after loading an optimizer's
+///   state, or set_data());
+/// - the optimizer needs other state or has other parameters;
 /// - a parameter is frozen or unfrozen.
 ///
 /// Batches whose shape or dtype differs from the captured one, such as an epoch's last batch, run
 /// operator by operator. Everything else that a step depends on is fixed at capture: branches,
 /// numbers on the host, the training mode of layers. Call reset() to capture again.
 ///
-/// A captured step cannot read from the device (item(), printing, nonzero()), nor run other
-/// operators for other batches. Doing so is an Error from run() with LibTorch's message, at the
-/// first step after the warm-up and at each later one. Supported optimizers are FusedAdam, FusedSGD
-/// and FusedAdagrad with fp32 state on one device. The same parameters must have gradients in each
-/// step. Ranks cannot agree within a captured step, so DistributedDataParallel and found_inf hooks
-/// are not supported.
+/// A captured step cannot read from the device (item(), printing, nonzero()). Reading is an Error
+/// from run(), with LibTorch's message, at the first step after the warm-up and at each later one.
+/// Supported optimizers are FusedAdam, FusedSGD and FusedAdagrad with fp32 state on one device. The
+/// same parameters must have gradients in each step. Ranks cannot agree within a captured step, so
+/// DistributedDataParallel and found_inf hooks are not supported.
 ///
-/// One host read per step, of found_inf; none in plain training (a loss scale of 1 and no master
-/// weights). Not copyable. Use it from one thread at a time.
+/// run() reads from the device once per step: found_inf. It reads nothing in plain training (a loss
+/// scale of 1 and no master weights). Not copyable. Use it from one thread at a time.
 class CapturedStep {
  public:
-  /// Computes the loss of a batch; this is what is captured. To get other results out of it,
+  /// Computes the loss of a batch. This function is captured. To get other results out of it,
   /// copy_() them, detached, into a tensor that already exists: a replay repeats the copy, but not
   /// assignments to variables.
   using LossFunction = std::function<at::Tensor(const std::vector<at::Tensor>& batch)>;
 
-  /// Error if the optimizer cannot be captured or was not passed to amp::initialize, or if options
-  /// are invalid.
+  /// Error if the optimizer was not passed to amp::initialize, if options are invalid, or, on a
+  /// device with graphs, if the optimizer cannot be captured.
   /// @param mixed, optimizer  must outlive this object, and must not be moved
   CapturedStep(MixedPrecision& mixed, optim::FusedOptimizer& optimizer, LossFunction loss,
                const CapturedStepOptions& options = {});
@@ -82,10 +82,10 @@ class CapturedStep {
 
   struct Result {
     at::Tensor loss;  ///< detached, on the model's device; later steps do not overwrite it
-    Step step;        ///< taken or skipped
+    Step step;        ///< stepped or skipped
   };
-  /// Takes a step with a batch, which is moved to the model's device first. After an Error, an
-  /// exception of the loss function or a DivergedError the object remains usable.
+  /// Takes a step with a batch, which is moved to the model's device first. After an Error
+  /// (DivergedError included) or an exception of the loss function, the object remains usable.
   Result run(const std::vector<at::Tensor>& batch);
 
   /// Returns whether a step is captured. Batches like the captured one then replay it.

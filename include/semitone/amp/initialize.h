@@ -22,11 +22,12 @@ namespace semitone::amp {
 ///     }
 ///
 /// Call it once, after the models are on their device and the optimizers are constructed, and
-/// before models are wrapped for data-parallel training. Weights may be loaded before or after.
+/// before models are wrapped for data-parallel training. Weights may be loaded before or after the
+/// call.
 ///
-/// Keep the returned object for as long as training lasts. Its destructor leaves the models as they
-/// were cast, and gives the optimizers the models' own parameters back, with their state: training
-/// at O2 would continue as at O3.
+/// Keep the returned object for as long as training lasts. Its destructor leaves the models in the
+/// dtypes that they were cast to, and puts the models' own parameters back into the optimizers,
+/// with their state. Training at O2 would then continue as at O3.
 ///
 /// If it throws, models and optimizers are unchanged. Error if a floating parameter or buffer is
 /// not fp32 (the message names it), if an optimizer does not support the level (LBFGS with a loss
@@ -37,7 +38,8 @@ namespace semitone::amp {
 [[nodiscard]] MixedPrecision initialize(const std::vector<Model>& models,
                                         const OptimizerRefs& optimizers,
                                         const Options& options = {});
-/// For inference, or for optimizers of your own: prepares models only.
+/// Prepares a model only: for inference, or for weights that the program updates without an
+/// optimizer.
 [[nodiscard]] MixedPrecision initialize(const Model& model, const Options& options = {});
 
 }  // namespace semitone::amp

@@ -42,15 +42,15 @@ class [[nodiscard]] MixedPrecision {
   /// (see map_tensors), are cast to cast_model_type, operators run under the policy at O1, and
   /// results are cast to cast_model_outputs. fp64 tensors are not cast.
   ///
-  /// A model that is called directly runs in fp32 at O1, and at O2 accepts 16-bit arguments only.
-  /// step() warns about direct calls, once per model.
+  /// Outside of autocast(), model->forward(…) runs in fp32 at O1, and accepts 16-bit arguments only
+  /// at O2. step() warns, once per model, about a trained model that never ran in mixed precision.
   /// @param model  an initialized model, or a module inside one (`model->decoder`). It may be a
   /// module holder, shared pointer, AnyModule or reference. It may also be a torch::jit::Module,
   /// which takes IValues (or arguments that convert to them) or a std::vector<IValue> of all
   /// inputs, with or without torch::jit::Kwargs, and returns an IValue. Finally it may be a wrapper
   /// of these with a forward() of its own, such as parallel::DistributedDataParallel. Error for any
   /// other model, and for a model that has moved to another device.
-  /// @param arguments  deduced like a function template's: braces have no type, so write
+  /// @param arguments  deduced as in any function template. Braces have no type, so write
   /// torch::Tensor() instead of `{}` for "no mask"
   template <typename M, typename... Arguments>
   auto forward(M& model, Arguments&&... arguments) {
@@ -89,13 +89,13 @@ class [[nodiscard]] MixedPrecision {
     }
   }
 
-  /// The region in which forward() runs, for losses and for other methods of the models. It may
-  /// cover a whole program: calls of model->forward(…) then stay as they are, also in evaluation.
-  /// At O1 it casts as the policy says. At O2 and O3, fp32 arguments that meet 16-bit weights in a
-  /// matrix product or a recurrent network are cast to 16 bits, since LibTorch refuses mixed dtypes
-  /// there. The arguments of LibTorch's loss functions are cast to fp32. Results keep the dtype of
-  /// the computation. At O0 it casts nothing. ScaledLoss::backward() and step() run without casts,
-  /// in the region too.
+  /// Returns the region in which forward() runs, for losses and for other methods of the models. It
+  /// may cover a whole program: calls of model->forward(…) then stay as they are, also in
+  /// evaluation. At O1 it casts as the policy says. At O2 and O3, fp32 arguments that meet 16-bit
+  /// weights in a matrix product or a recurrent network are cast to 16 bits, since LibTorch refuses
+  /// mixed dtypes there. The arguments of LibTorch's loss functions are cast to fp32. Results keep
+  /// the dtype of the computation. At O0 it casts nothing. ScaledLoss::backward() and step() run
+  /// without casts, also inside the region.
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
@@ -106,14 +106,15 @@ class [[nodiscard]] MixedPrecision {
                         ScaleLossOptions options = {});
 
   /// Steps the optimizer and writes the master weights into the model. Skips the step instead if a
-  /// loss that was scaled for this optimizer since its last step overflowed; all other optimizers
-  /// named for that loss then skip their next step too. Updates the scales of those losses, once
-  /// for any number of accumulated backward passes. One host read. Drops the masters' gradients.
+  /// gradient overflowed in a backward pass of scale_loss(loss, optimizer) since the last step.
+  /// Other optimizers that were named for the same loss also skip their next step. Updates the
+  /// scales of those losses, once for any number of accumulated backward passes. Reads once from
+  /// the device. Drops the masters' gradients.
   ///
-  /// Gradients are checked for inf and NaN when they are unscaled. This is always the case except
-  /// in plain training: a loss scale of 1 without master weights. Error while gradients are scaled,
-  /// that is before finish() or after delay_unscale. For DivergedError see
-  /// LossScaleOptions::max_consecutive_skips; the step then counts as skipped.
+  /// Gradients are checked for inf and NaN, except in plain training: with a constant loss scale of
+  /// 1 and without master weights. Error while gradients are scaled, that is before finish() or
+  /// after delay_unscale. For DivergedError see LossScaleOptions::max_consecutive_skips; the step
+  /// then counts as skipped.
   Step step(torch::optim::Optimizer& optimizer);
 
   /// Returns the parameters that the optimizer updates: master weights and fp32 parameters. After
@@ -122,11 +123,12 @@ class [[nodiscard]] MixedPrecision {
 
   /// Clips the norm of the gradients of master_params, after backward and before step(), and
   /// returns the norm before clipping. Works as optim::clip_grad_norm_, except for gradients that
-  /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 on a CPU): these are
-  /// not moved, and step() multiplies them by the factor. If the norm is not finite, nothing is
-  /// clipped, since step() will skip; in plain training, which has no checks, it will not. Error
-  /// while gradients are scaled, as in step(), for a norm_type that is not above 0, and for a
-  /// negative max_norm.
+  /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 on a CPU): these
+  /// stay in the model, and step() multiplies them by the clipping factor when it reads them. If
+  /// the norm is not finite, nothing is clipped, and step() skips. Exception: in plain training
+  /// gradients are not checked, so step() applies the non-finite gradients; use error_if_nonfinite
+  /// there. Error while gradients are scaled, as in step(), for a norm_type that is not above 0,
+  /// and for a negative max_norm.
   /// @param norm_type  order of the norm; infinity: the largest magnitude
   /// @param error_if_nonfinite  Error if the norm is inf or NaN, before anything is changed
   double clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
@@ -154,8 +156,8 @@ class [[nodiscard]] MixedPrecision {
     Fp32Weights(Fp32Weights&&) noexcept;
     Fp32Weights& operator=(Fp32Weights&&) = delete;
     /// Casts back, as the destructor does, but reports errors. Error if a tensor's shape has
-    /// changed; that tensor gets its earlier value, and the others are taken over. (The destructor
-    /// logs the error.)
+    /// changed; that tensor gets its earlier value back, and the values of the other tensors are
+    /// kept. (The destructor logs the error instead.)
     void end();
 
    private:
@@ -184,15 +186,15 @@ class [[nodiscard]] MixedPrecision {
   /// fp32_weights(). The three may be loaded in any order, before or after the first step.
   ///
   /// save() is an Error between scale_loss and step, while gradients exist. load() drops gradients.
-  /// It is a FileError, and changes nothing, unless level, dtype, the shapes of the masters and the
-  /// numbers of models, optimizers and losses match the saved run.
+  /// It throws FileError, and changes nothing, unless level, dtype, the shapes of the masters and
+  /// the numbers of models, optimizers and losses equal those of the saved run.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// Sets a hook with which ranks agree on found_inf, as GradScaler::set_found_inf_hook. step()
-  /// calls it for each loss of the optimizer, in the order of their first backward, except in plain
-  /// training, which has no checks. DistributedDataParallel needs no hook: an inf on one rank
-  /// reaches the mean on all ranks.
+  /// Sets a hook with which ranks agree on found_inf, as GradScaler::set_found_inf_hook does.
+  /// step() calls it for each loss of the optimizer, in the order of their first backward, except
+  /// in plain training, which has no checks. DistributedDataParallel needs no hook: an inf on one
+  /// rank reaches the mean on all ranks.
   void set_found_inf_hook(FoundInfHook hook);
 
   /// The implementation.
@@ -237,8 +239,8 @@ class [[nodiscard]] MixedPrecision {
   std::unique_ptr<Impl> impl_;
 };
 
-/// scale_loss() and step() of the MixedPrecision that the optimizer was given to, for functions
-/// that have the optimizer only: Apex's amp.scale_loss.
+/// Calls scale_loss() or step() of the MixedPrecision that manages the optimizer, in functions that
+/// have the optimizer only. Apex: amp.scale_loss.
 ///
 ///     void train(Net& model, Loader& loader, torch::optim::Optimizer& optimizer) {
 ///       for (auto& batch : loader) {
@@ -248,7 +250,7 @@ class [[nodiscard]] MixedPrecision {
 ///       }
 ///     }
 ///
-/// Error if no MixedPrecision that is alive has the optimizer, or more than one.
+/// Error unless exactly one existing MixedPrecision manages the optimizer.
 ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
                       ScaleLossOptions options = {});
 Step step(torch::optim::Optimizer& optimizer);

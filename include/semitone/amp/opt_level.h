@@ -44,8 +44,8 @@ class Options {
   Options(const char* level)  // NOLINT(google-explicit-constructor)
       : level_(parse_opt_level(level)) {}
 
-  /// False: initialize changes nothing, and forward, scale_loss and step only call through. Default
-  /// true.
+  /// False: initialize changes nothing, forward calls the model, scale_loss does not scale, and
+  /// step calls optimizer.step(). Default true.
   Options& enabled(bool value);
   /// The 16-bit dtype: fp16 or bf16. Default: default_16bit_dtype of the device.
   Options& dtype(c10::ScalarType value);
@@ -54,11 +54,12 @@ class Options {
   Options& device(c10::DeviceType value);
 
   /// The dtype that weights and inputs are cast to: fp32, fp16 or bf16. A 16-bit dtype sets dtype()
-  /// too. Nothing: no cast. At O1 anything but nothing or fp32 is an Error. Default: fp32 at O0,
-  /// nothing at O1, dtype() at O2 and O3.
+  /// too. std::nullopt: no cast. At O1 only std::nullopt and fp32 are allowed. Default: fp32 at O0,
+  /// std::nullopt at O1, dtype() at O2 and O3.
   Options& cast_model_type(std::optional<c10::ScalarType> value);
-  /// Whether forward runs in an autocast region, for which Apex patches torch's functions. True is
-  /// an Error at other levels than O1. Default: true at O1, else false.
+  /// Whether forward runs in an autocast region. (Apex patches torch's functions to the same
+  /// effect, hence the name.) True is an Error at other levels than O1. Default: true at O1, else
+  /// false.
   Options& patch_torch_functions(bool value);
   /// Whether affine BatchNorm layers and modules marked KeepFp32 keep their weights, buffers and
   /// arithmetic in fp32. Error at O1, where all weights are fp32. Default: true at O2, else false.
@@ -79,10 +80,11 @@ class Options {
   /// Bounds of a dynamic scale. Default 2^-24 (Apex: none) and 2^24.
   Options& min_loss_scale(double value);
   Options& max_loss_scale(double value);
-  /// The rest of the scale's rule: window, factors, hysteresis, max_consecutive_skips … Its
-  /// init_scale and bounds apply unless the setters above set them. A rule that is not dynamic
-  /// (LossScaleOptions::fixed) also sets the scale, unless loss_scale does. Such a rule together
-  /// with loss_scale "dynamic" is an Error.
+  /// The other options of the loss scale: growth_interval, growth_factor, backoff_factor,
+  /// hysteresis, max_consecutive_skips … Its init_scale and bounds apply unless the setters above
+  /// set them. If it is not dynamic (LossScaleOptions::fixed), its init_scale is also the constant
+  /// scale, unless loss_scale sets one. A constant scale together with loss_scale "dynamic" is an
+  /// Error.
   Options& loss_scale_options(const LossScaleOptions& value);
   /// The policy of O1's region. At O2 and O3 it selects the parameters that stay fp32
   /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. The policy's own device and
@@ -92,27 +94,29 @@ class Options {
   /// The memory format of the weights of Conv2d and ConvTranspose2d layers. It decides how these
   /// layers compute, and the memory format of their results. ChannelsLast is faster in 16 bits, on
   /// CPUs and on tensor cores; Contiguous is LibTorch's usual format. initialize converts the
-  /// weights once. Tensors of other layers that share their memory get memory of their own.
-  /// Default: Preserve, which converts nothing.
+  /// weights once. A converted weight gets new memory. A tensor of another kind of layer that
+  /// shared the old memory keeps it, and is no longer tied to the weight. Default: Preserve, which
+  /// converts nothing.
   ///
   /// `x.view({x.size(0), -1})` of a channels-last tensor needs a copy, so LibTorch raises an error.
-  /// Inside forward's region the fast kernel "view" copies instead, as reshape() does, so that
-  /// writes through such a view are lost. (CastPolicy::semitone has this kernel on a CPU.)
-  /// Elsewhere use reshape(): for forward's results, for weights or gradients
-  /// (torch::nn::utils::parameters_to_vector), and after loading a saved model, whose weights keep
-  /// their memory format.
+  /// Inside forward's region, Semitone's own kernel for `view` (CastPolicy::fast_kernel) copies
+  /// instead, as reshape() does, so that writes through such a view are lost. (CastPolicy::semitone
+  /// has this kernel on a CPU.) Elsewhere use reshape(): for forward's results, for weights or
+  /// gradients (torch::nn::utils::parameters_to_vector), and after loading a saved model, whose
+  /// weights keep their memory format.
   Options& memory_format(c10::MemoryFormat value);
   /// Lets initialize choose the memory format. It chooses ChannelsLast at O1 to O3 for models with
-  /// such layers on a CPU, if the policy has the fast kernel "view" and no optimizer is LBFGS,
-  /// which views gradients as vectors. Otherwise it chooses Preserve. Properties::memory_format
-  /// holds the result.
+  /// such layers on a CPU, if the policy has Semitone's kernel for `view` and no optimizer is
+  /// LBFGS, which views gradients as vectors. Otherwise it chooses Preserve.
+  /// Properties::memory_format holds the result.
   Options& choose_memory_format();
 
   /// Settings of cuDNN's convolutions on CUDA devices. These are LibTorch's settings for the whole
   /// process. They last as long as the object that initialize returns. With several objects the
   /// most recent one wins; destroying it restores the previous values. (Paddle:
-  /// cudnn_exhaustive_search, conv_workspace_size_limit. LibTorch always trains the way
-  /// cudnn_batchnorm_spatial_persistent does.)
+  /// cudnn_exhaustive_search, conv_workspace_size_limit. Paddle's
+  /// cudnn_batchnorm_spatial_persistent has no counterpart: LibTorch uses cuDNN's persistent
+  /// BatchNorm in training for channels-last inputs only.)
   ///
   /// Whether cuDNN times its algorithms for each new shape and keeps the fastest. Useful if shapes
   /// rarely change. Default: LibTorch's setting, false.
@@ -156,7 +160,7 @@ struct Properties {
   OptLevel opt_level = OptLevel::O1;
   c10::DeviceType device = c10::DeviceType::CPU;
   c10::ScalarType dtype = c10::ScalarType::Half;
-  std::optional<c10::ScalarType> cast_model_type;  ///< nothing: weights and inputs are not cast
+  std::optional<c10::ScalarType> cast_model_type;  ///< std::nullopt: no cast of weights, inputs
   bool patch_torch_functions = false;
   bool keep_batchnorm_fp32 = false;
   bool master_weights = false;
@@ -164,9 +168,9 @@ struct Properties {
   c10::ScalarType cast_model_outputs = c10::ScalarType::Float;
   std::int64_t num_losses = 1;
   int verbosity = 1;
-  LossScaleOptions loss_scale_options;  ///< the complete rule, with loss_scale and its bounds
+  LossScaleOptions loss_scale_options;  ///< complete: with loss_scale and its bounds
   std::optional<CastPolicy> policy;     ///< as set in the options
-  /// Nothing until initialize has chosen.
+  /// std::nullopt until initialize has chosen.
   std::optional<c10::MemoryFormat> memory_format = c10::MemoryFormat::Preserve;
   detail::CudnnSettings cudnn;
 

@@ -15,9 +15,9 @@ struct ScaleLossOptions {
   /// Index of the loss scaler, below Options::num_losses.
   TORCH_ARG(std::int64_t, loss_id) = 0;
   /// Leave the gradients scaled after this backward pass. The last pass before the step must have
-  /// false here: it unscales the gradients of all passes, which need the same loss scale. Each
-  /// delayed pass saves one pass over the gradients. Gradient accumulation is correct without it,
-  /// too. Default false.
+  /// false here: it unscales the gradients of all passes. All of them must have the same loss
+  /// scale. Each delayed pass saves one pass over the gradients. Gradient accumulation is correct
+  /// without it, too. Default false.
   TORCH_ARG(bool, delay_unscale) = false;
 };
 
@@ -25,15 +25,15 @@ struct ScaleLossOptions {
 ///
 /// Usually backward() is all that is needed. To compute with the scaled loss, keep the object, take
 /// value(), call torch's backward on the result, and then call finish(). The destructor calls
-/// finish() if it was not called. If an exception destroys the object, or nothing was
-/// back-propagated (with a warning), the gradients are restored to their earlier values, and those
-/// of earlier passes with delay_unscale are dropped.
+/// finish() if it was not called. If an exception destroys the object, the gradients get their
+/// earlier values back, and gradients of earlier passes with delay_unscale are dropped. The same
+/// happens, with a warning, if nothing was back-propagated.
 ///
 /// All parameters of the models get unscaled gradients, at every level, as from torch's backward. A
-/// GAN therefore zeroes the discriminator's gradients after the generator's loss. If the loss
-/// overflows, each optimizer named in scale_loss skips its next step, and the skipped step updates
-/// the loss scale. Another optimizer skips its next step only if it still has these gradients then,
-/// that is, if they were not zeroed.
+/// GAN therefore zeroes the discriminator's gradients after the generator's loss. If a gradient of
+/// the loss overflows, each optimizer named in scale_loss skips its next step, and the skipped step
+/// updates the loss scale. Another optimizer skips its next step only if it still has these
+/// gradients then, that is, if they were not zeroed.
 ///
 /// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
 /// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a

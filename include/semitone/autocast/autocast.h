@@ -23,23 +23,23 @@ namespace semitone::amp {
 ///
 /// - Regions nest, also with other devices, dtypes and policies. The end of a region restores the
 ///   enclosing one, also when an exception ends it.
-/// - A region belongs to its thread. LibTorch carries it to the threads that work for this one: the
-///   autograd engine's, at::launch's and the JIT's. For other threads and for at::parallel_for, see
-///   AutocastState.
-/// - An fp32 parameter that is used several times in a region is cast once. Linear passes
-///   weight.t(), which also uses the cached copy of the weight. There is one cached copy per dtype.
-///   A copy is not used any more once the weight has changed. A copy that was made without a
-///   gradient is replaced when a gradient is needed. All copies are dropped when the outermost
-///   region ends, or when a backward pass runs through one of them.
-/// - A weight counts as changed after every write that LibTorch counts (in place, to an alias,
-///   set_data), when its memory is replaced, and after a write to that memory by add_ or sub_ in
-///   the region. On a CPU it also counts as changed if one of 32 sampled elements has another
-///   value. The steps of optimizers are therefore seen, including torch::optim::SGD's, which writes
-///   through tensor.data() with add_. A write through tensor.data() by another operator, or while
-///   casts are off, may not be seen: it is missed on devices other than the CPU, and in a large
-///   weight of which it changes only a few elements. After such a write call clear_cast_cache(), or
-///   write under torch::NoGradGuard instead. Neither is needed after a backward pass through one of
-///   the region's casts, which drops all copies.
+/// - A region belongs to its thread. LibTorch also applies it on the threads that work for this
+///   one: the autograd engine's, at::launch's and the JIT's. For other threads and for
+///   at::parallel_for, see AutocastState.
+/// - An fp32 parameter that is used several times in a region is cast once. torch::nn::Linear
+///   passes weight.t() to its operator; this view uses the cached copy of the weight, too. There is
+///   one cached copy per dtype. A copy is not used any more once the weight has changed. A copy
+///   that was made without a gradient is replaced when a gradient is needed. All copies are dropped
+///   when the outermost region ends, or when a backward pass runs through one of them.
+/// - A weight is taken as changed after every write that increments its version counter (in place,
+///   through an alias, set_data), when its memory is replaced, and after a write to that memory by
+///   add_ or sub_ in the region. On a CPU it is also taken as changed if one of 32 sampled elements
+///   has another value. The steps of optimizers are therefore seen, including torch::optim::SGD's,
+///   which writes through tensor.data() with add_. A write through tensor.data() by another
+///   operator, or while casts are off, may not be seen: it is missed on devices other than the CPU,
+///   and in a large weight of which it changes only a few elements. After such a write call
+///   clear_cast_cache(), or write under torch::NoGradGuard instead. Neither is needed after a
+///   backward pass through one of the region's casts, which drops all copies.
 /// - LibTorch's own cache of casts, which kernels of other libraries fill
 ///   (at::autocast::cached_cast), is emptied at the same times.
 /// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
@@ -47,17 +47,17 @@ namespace semitone::amp {
 /// - TorchScript modules are covered, since their operators use the same dispatcher.
 ///
 /// Destroy it on the thread that constructed it, in the reverse order of construction. If the order
-/// is wrong, the remaining regions continue as if the destroyed one had never existed, and the log
-/// says so once. If the thread is wrong, the log says so, and the region stays in force on its own
-/// thread until another region begins or ends there.
+/// is wrong, the remaining regions continue as if the destroyed one had never existed, and a
+/// warning is logged once. If the thread is wrong, a warning is logged, and the region stays in
+/// force on its own thread until another region begins or ends there.
 class [[nodiscard]] Autocast {
  public:
   /// Enters a region with the policy's device and dtype. Error if the policy has keep_fp32_params()
   /// globs and is not bound: call bind() first.
   explicit Autocast(const CastPolicy& policy);
 
-  /// Enters a region with the default policy, CastPolicy::semitone, for a device. With CUDA but
-  /// without a GPU nothing is cast, and the log says so once.
+  /// Enters a region with the default policy, CastPolicy::semitone, for a device. If device is CUDA
+  /// and there is no GPU, nothing is cast, and a warning is logged once.
   /// @param dtype    fp16 or bf16; default: default_16bit_dtype(device). Error for any other.
   /// @param enabled  false: operators on this device run without casts in the scope, also inside an
   ///                 enabled region
@@ -90,7 +90,7 @@ class [[nodiscard]] DisableCasts {
   std::unique_ptr<Guard> guard_;
 };
 
-/// Returns whether a device is in an enabled region on this thread, and casts are on.
+/// Returns whether this thread is in an enabled region for the device, with casts on.
 bool autocast_enabled(c10::DeviceType device);
 
 /// Returns the 16-bit dtype of this thread's region, or the device's default outside of regions.

@@ -31,15 +31,16 @@ struct CastRow {
 };
 
 /// How 16-bit matrix products, convolutions, LSTM and attention are computed if the CPU has no fast
-/// kernels for them (docs/numerics.md). Emulation converts the arguments to fp32, computes and
-/// sums in fp32, and rounds the result once. It yields the numbers of a tensor core, forward and
-/// backward, at fp32's speed, while LibTorch's own kernels take 10 to 500 times as long.
+/// kernels for them (docs/numerics.md). Emulation converts the arguments to fp32, computes and sums
+/// in fp32, and rounds the result once. The results are those of a tensor core, up to the order of
+/// summation, forward and backward, at fp32's speed. LibTorch's own kernels take 10 to 500 times as
+/// long.
 enum class Emulation {
-  automatic,  ///< if a call needs a kernel that is missing, decided per kind of operator, and for
-              ///< convolutions that LibTorch's oneDNN gets wrong on processors with AMX
+  automatic,  ///< emulates calls that need a missing kernel, decided per kind of operator, and
+              ///< convolutions that LibTorch's oneDNN computes wrongly on processors with AMX
               ///< (docs/numerics.md)
-  always,     ///< always: the same numbers on every machine
-  never,      ///< never: LibTorch's own kernels
+  always,     ///< emulates every call, so that machines agree as closely as in fp32
+  never,      ///< LibTorch's own kernels
 };
 
 /// The device and 16-bit dtype of a policy. Converts from either. Defaults: default_device() and

@@ -59,7 +59,7 @@ class CastPolicy {
   /// An empty table: no casts. A region with it still computes 16-bit matrix products by Emulation.
   /// Models with 16-bit weights (O2, O3) run in such a region.
   static CastPolicy none(CastTarget target = {});
-  /// The preset of a name. Error for a name that is not in preset_names().
+  /// Returns the preset with this name. Error for a name that is not in preset_names().
   static CastPolicy by_name(std::string_view name, CastTarget target = {});
   /// The names of all presets.
   static std::vector<std::string> preset_names();
@@ -90,15 +90,16 @@ class CastPolicy {
   /// Sets the emulation. Default: automatic.
   CastPolicy& emulation(Emulation value);
 
-  /// Whether an operator runs in Semitone's own kernel if that supports the arguments. Such a
-  /// kernel takes one pass over memory instead of several, on the CPU; models need no change. The
-  /// kernels compute the results of LibTorch's operators, within rounding, and can be
-  /// differentiated as often. Dropout draws other random numbers from the same generator. The rows
-  /// still decide the dtypes.
+  /// Whether an operator runs in Semitone's own kernel if that supports the arguments. Most of
+  /// these kernels take one pass over memory instead of several (docs/cast_policies.md). They run
+  /// on the CPU only, and models need no change. Their results equal those of LibTorch's operators
+  /// within rounding, and can be differentiated as often. Dropout draws other random numbers from
+  /// the same generator. The table's rows still decide the dtypes.
   ///
   /// fast_kernel sets one operator, and is an Error for an operator without such a kernel.
   /// fast_kernels sets all of them. Default: all on in the presets semitone and `none`. All off in
-  /// the others, which compute what their systems do. `semitone ops` marks them.
+  /// the others, which compute what their systems do. `semitone ops` marks operators with such a
+  /// kernel.
   CastPolicy& fast_kernel(std::string_view op, bool on = true);
   CastPolicy& fast_kernels(bool on);
 
@@ -126,7 +127,7 @@ class CastPolicy {
   /// Whether this parameter stays in fp32, as found by bind().
   bool keeps_fp32(const at::Tensor& parameter) const;
 
-  /// Returns the row of an operator, or nothing if it is not listed. Here "conv2d" means the
+  /// Returns the row of an operator, or std::nullopt if it is not listed. Here "conv2d" means the
   /// overload without a name.
   std::optional<CastRow> find(std::string_view op) const;
   /// Returns all rows, sorted by operator: "conv2d", "conv2d.padding", "mylib::my_op".

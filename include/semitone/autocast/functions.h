@@ -23,8 +23,9 @@ namespace semitone::amp {
 
 namespace detail {
 
-/// Casts one argument as the region of its device says. Weights use the region's cache. Outside of
-/// regions the tensor is returned unchanged.
+/// Casts a tensor to the 16-bit dtype of its device's region (cast_to_lower) or to fp32
+/// (cast_to_fp32). Weights use the region's cache. Outside of regions the tensor is returned
+/// unchanged.
 at::Tensor cast_to_lower(const at::Tensor& tensor);
 at::Tensor cast_to_fp32(const at::Tensor& tensor);
 
@@ -143,7 +144,7 @@ auto register_promote_function(Function f) {
 /// Saves the regions for CustomBackward. With a dtype and inside a region, cast() casts tensors on
 /// the region's device to that dtype, and casts are off until the end of the scope. With a 16-bit
 /// dtype, matrix products are computed as the policy's Emulation says. Without a dtype, cast()
-/// returns its argument, and operators run as the region says. Outside of regions, too, cast()
+/// returns its argument, and operators run as the region says. Outside of regions cast() also
 /// returns its argument.
 class [[nodiscard]] CustomForward {
  public:

@@ -45,18 +45,19 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 ///
 /// It differs from torch's where torch's is wrong or reports too little (docs/grad_scaler.md):
 /// - The unscaled gradients are checked for inf and NaN. torch checks before it multiplies by
-///   1/scale. Once its scale is 0, or so small that 1/scale is inf, it steps on NaN.
+///   1/scale. Once torch's scale is 0, or so small that 1/scale is inf, its optimizer steps on NaN.
 /// - The scale has a lower and an upper bound, and may back off after several overflows only:
 ///   LossScaleOptions.
 /// - step() returns whether it stepped, and skips are counted. After max_consecutive_skips an error
-///   names the parameter.
+///   names the parameter whose gradient overflowed.
 /// - fp16 gradients are unscaled, in fp32 arithmetic, not refused. Sparse gradients are coalesced.
 /// - An optimizer without any gradient is not an error: its step() is called as usual.
-/// - A closure cannot be passed: it would run the model again on scaled gradients.
+/// - A closure cannot be passed, since the optimizer would evaluate the model again while gradients
+///   are scaled.
 ///
-/// step() takes one pass over all gradients of the optimizer, and then one host read, of found_inf.
-/// After an exception, also from the optimizer or a hook, the scaler stays usable. A copy has the
-/// same state. Only one thread at a time may use an object.
+/// step() takes one pass over all gradients of the optimizer, and then reads found_inf once from
+/// the device. After an exception, also from the optimizer or a hook, the scaler stays usable. A
+/// copy has the same state. Only one thread at a time may use an object.
 class GradScaler {
  public:
   /// @param enabled  false: scale() returns its argument and step() only steps, so that one program
@@ -82,8 +83,9 @@ class GradScaler {
 
   /// Updates the scale with the results of the steps since the last update: an overflow in any
   /// optimizer backs off. Error if no gradients were checked, or if the optimizer's state shows
-  /// that optimizer.step() was called after unscale_() instead of this class's step().
-  /// DivergedError after max_consecutive_skips consecutive skipped iterations.
+  /// that optimizer.step() was called after unscale_() instead of this class's step(). (The latter
+  /// is checked only as long as step() of this object has never been called.) DivergedError after
+  /// max_consecutive_skips consecutive skipped iterations.
   void update();
 
   /// Sets the scale, which must be positive and finite. Drops the results of the steps; counters
@@ -94,7 +96,7 @@ class GradScaler {
   double get_scale() const { return enabled_ ? scaler_.scale() : 1.0; }
   bool is_enabled() const { return enabled_; }
 
-  /// Rule, state and counters: scaler().skipped_steps(), scaler().consecutive_skips() …
+  /// Returns options, state and counters: scaler().skipped_steps(), scaler().consecutive_skips() …
   const LossScaler& scaler() const { return scaler_; }
   /// Replaces the options during training. The scale and its counters stay.
   void set_options(const LossScaleOptions& options) { scaler_.set_options(options); }
@@ -104,8 +106,9 @@ class GradScaler {
   void name_parameters(const Model& model) { names_.add(model); }
 
   /// Sets a hook through which ranks that do not share all gradients agree, with a MAX all-reduce.
-  /// It is called with an optimizer's found_inf (fp32, one element, on the gradients' device: 0 or
-  /// 1) before that is read: by step() or, after unscale_() alone, by update(). Default: none.
+  /// The hook gets an optimizer's found_inf (fp32, one element, on the gradients' device: 0 or 1)
+  /// before the host reads it. step() calls the hook, or update() if only unscale_() was called.
+  /// Default: none.
   void set_found_inf_hook(FoundInfHook hook) { found_inf_hook_ = std::move(hook); }
 
   /// Saves and loads everything that a resumed run needs to continue bit for bit. Error between

@@ -14,10 +14,10 @@ namespace semitone::amp {
 /// LossScaleOptions::hysteresis.
 enum class OverflowCount {
   /// Consecutive overflows; a good step and a backoff reset the count. With hysteresis 2, every
-  /// second overflow of a run backs off. Paddle's decr_every_n_nan_or_inf.
+  /// second overflow in a row backs off. Paddle's decr_every_n_nan_or_inf.
   run_then_restart,
-  /// Consecutive overflows; only a good step resets the count. With hysteresis 2, every overflow of
-  /// a run from the second on backs off. Apex's update_scale_hysteresis; DeepSpeed with
+  /// Consecutive overflows; only a good step resets the count. With hysteresis 2, the second
+  /// overflow in a row and each later one backs off. Apex's update_scale_hysteresis; DeepSpeed with
   /// consecutive_hysteresis.
   run,
   /// Overflows since the scale last grew, consecutive or not. DeepSpeed's default.
@@ -25,8 +25,8 @@ enum class OverflowCount {
 };
 
 /// Parameters of the rule. The defaults are those of torch.amp.GradScaler, with a lower bound.
-/// Without a bound, torch's scale can fall to 0, which makes all gradients NaN and loses the
-/// training silently.
+/// Without a bound, torch's scale can fall to 0, which makes all gradients NaN and silently ruins
+/// the run.
 ///
 /// Setters return the object, so that calls chain. Each is an Error for a value out of its range:
 ///
@@ -37,7 +37,7 @@ class LossScaleOptions {
   static LossScaleOptions torch();      ///< torch.amp.GradScaler: no lower bound
   static LossScaleOptions apex();       ///< apex.amp "dynamic": at most 2^24, no lower bound, fp64
   static LossScaleOptions paddle();     ///< paddle.amp.GradScaler: at least 1
-  static LossScaleOptions deepspeed();  ///< 2^16, window 1000, hysteresis 2, at least 1, fp64
+  static LossScaleOptions deepspeed();  ///< growth_interval 1000, hysteresis 2, at least 1, fp64
   /// A constant scale: 1 for bf16, or a number that is known to work.
   static LossScaleOptions fixed(double scale);
 
@@ -53,8 +53,8 @@ class LossScaleOptions {
   /// growth_interval. Default 0; DeepSpeed uses 1.
   LossScaleOptions& growth_delay(std::int64_t value);
   /// Lower bound: a backoff gives max(min_scale, scale * backoff_factor). 0: no bound. Default
-  /// 2^-24, the reciprocal of Apex's upper bound. With it a loss whose gradients overflow fp16 even
-  /// unscaled can still be trained, and 1/scale stays finite.
+  /// 2^-24, the reciprocal of Apex's upper bound. With this bound a loss whose gradients overflow
+  /// fp16 even unscaled can still be trained, and 1/scale stays finite.
   LossScaleOptions& min_scale(double value);
   /// Upper bound: growth gives min(max_scale, scale * growth_factor). If the product is not finite,
   /// the scale stays as it is, unless max_scale is infinite. Default: the largest fp32 number.
@@ -62,15 +62,15 @@ class LossScaleOptions {
   /// Number of overflows before the scale backs off, counted as overflow_count says; at least 1.
   /// Default 1: every overflow backs off.
   LossScaleOptions& hysteresis(std::int64_t value);
-  /// Default: run.
+  /// How overflows are counted. Default: run.
   LossScaleOptions& overflow_count(OverflowCount value);
   /// False: the scale never changes. Steps with inf or NaN are still detected and skipped.
   /// Exception: MixedPrecision does not check the gradients of *plain training*, that is training
   /// with a constant scale of 1 and without master weights. Default true.
   LossScaleOptions& dynamic(bool value);
-  /// Number of consecutive skipped steps after which a DivergedError stops training; it names the
-  /// first non-finite parameter. 0: never. Default 0. No effect in plain training, which skips no
-  /// steps; see dynamic.
+  /// Number of consecutive skipped steps after which a DivergedError is thrown. It names the first
+  /// parameter with a non-finite gradient. 0: never. Default 0. No effect in plain training, which
+  /// skips no steps; see dynamic.
   LossScaleOptions& max_consecutive_skips(std::int64_t value);
   /// The dtype that the scale is rounded to: fp32, as in torch, or fp64. Default fp32.
   LossScaleOptions& scale_dtype(c10::ScalarType value);

@@ -11,8 +11,8 @@
 
 namespace semitone::amp {
 
-/// One loss scale in use: its rule, its state, and the counters of skipped steps. GradScaler has
-/// one, and MixedPrecision one for each loss. It is in host memory. A copy is a snapshot.
+/// A loss scale with its options, its state, and the counters of skipped steps. GradScaler has one
+/// object, and MixedPrecision one for each loss. It is in host memory. A copy is a snapshot.
 class LossScaler {
  public:
   /// @param loss_id  index in events and messages
@@ -26,8 +26,8 @@ class LossScaler {
   /// Returns loss * scale, recorded by autograd, in fp32 or fp64: fp16 ends at 65504. Error for a
   /// loss that is not floating-point.
   at::Tensor scaled(const at::Tensor& loss) const;
-  /// Returns loss * scale, with a scale in the device's memory, of one fp32 element: for a captured
-  /// step.
+  /// Returns loss * scale for a captured step. The scale is in the device's memory: one fp32
+  /// element.
   static at::Tensor scaled(const at::Tensor& loss, const at::Tensor& scale);
 
   /// Counts a skipped optimizer step and notifies listeners (events::StepSkipped). Call it before
@@ -35,8 +35,8 @@ class LossScaler {
   void note_skip(const detail::Overflow& overflow);
 
   /// Records where this loss overflowed, for the DivergedError, without counting a skipped step.
-  /// For a step that several losses overflow: note_skip() of one of them has counted it. Call it
-  /// before update().
+  /// Use it if several losses overflow in the same step: note_skip() of one of their scalers has
+  /// already counted the step. Call it before update().
   void note_overflow(const detail::Overflow& overflow);
 
   /// Ends an iteration: updates the scale (detail::next_loss_scale) and notifies listeners
@@ -48,21 +48,22 @@ class LossScaler {
   void set_scale(double scale);
 
   const LossScaleOptions& options() const { return options_; }
-  /// Replaces the rule. Scale and counters stay, but a counter at or beyond its new limit, which
-  /// could never have an effect again, is set to one below the limit. Error as in the constructor.
+  /// Replaces the options. Scale and counters stay. Exception: a counter at or beyond its new limit
+  /// could never have an effect again, so it is set to one below the limit. Error as in the
+  /// constructor.
   void set_options(const LossScaleOptions& options);
   const detail::LossScaleState& state() const { return state_; }
   std::int64_t skipped_steps() const { return skipped_; }
   std::int64_t consecutive_skips() const { return consecutive_; }
 
-  /// Returns whether to search for the names of non-finite parameters at this skip: when there is a
-  /// listener, or at the first skip of a run that may end in a DivergedError. The search reads one
-  /// flag per parameter from the device.
+  /// Returns whether a skip should search for the names of the parameters with non-finite
+  /// gradients. True if there is a listener, and at the first of consecutive skips that may end in
+  /// a DivergedError. The search reads one flag per parameter from the device.
   bool wants_names() const;
 
-  /// Saves and loads rule, state and counters. load() is a FileError, and changes nothing, if the
-  /// archive lacks a value or holds an invalid one. Loaded counters are adjusted to their limits as
-  /// in set_options().
+  /// Saves and loads options, state and counters. load() throws FileError, and changes nothing, if
+  /// the archive lacks a value or holds an invalid one. Loaded counters are adjusted to their
+  /// limits as in set_options().
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

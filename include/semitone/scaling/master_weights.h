@@ -14,8 +14,8 @@ namespace semitone::amp {
 class Masters;
 
 /// fp32 copies of an optimizer's 16-bit parameters. The optimizer updates the copies ("masters"),
-/// and the model gets them rounded. Updates that are too small for 16 bits accumulate instead of
-/// getting lost.
+/// and the model gets the rounded values. Updates that are too small for 16 bits accumulate instead
+/// of getting lost.
 ///
 /// From construction on, the optimizer's param_groups hold the masters in place of the 16-bit
 /// parameters. fp32 parameters and frozen parameters stay in the groups. Existing optimizer state
@@ -75,10 +75,10 @@ class [[nodiscard]] MasterWeights {
   void write_model();
 
   /// Synchronises parameters and masters after changes that this class did not make.
-  /// - A parameter was written to (clamped, masked, loaded, averaged), as seen by its version
-  ///   counter, so not through tensor.data(). Elements that differ from their rounded master, also
-  ///   NaNs, are copied to the master. Other elements keep their exact value, so that clamping
-  ///   after each step costs no precision.
+  /// - A parameter was written to (clamped, masked, loaded, averaged). Its version counter shows
+  ///   this, so writes through tensor.data() are not detected. Elements that differ from their
+  ///   rounded master, also NaNs, are copied to the master. Other elements keep their exact value,
+  ///   so that clamping after each step costs no precision.
   /// - A master was changed (optimizer.step() without write_model()). It is rounded into its
   ///   parameter.
   /// - A 16-bit parameter was added to the optimizer or unfrozen. It gets a master.
@@ -95,16 +95,16 @@ class [[nodiscard]] MasterWeights {
   /// The part of sync() that changes masters only.
   void pull();
 
-  /// optimizer.step() and write_model(); one pass for a FusedOptimizer.
+  /// Calls optimizer.step() and write_model(), in one pass for a FusedOptimizer.
   void step();
 
-  /// Drops the masters' gradients, if no step will use them.
+  /// Drops the masters' gradients. Call it if no step will use them.
   void clear_gradients();
 
-  /// Whether a tensor is one of the masters.
+  /// Returns whether a tensor is one of the masters.
   bool is_master(const at::Tensor& tensor) const;
 
-  /// Whether a parameter has a master, as a tensor in this object or split.
+  /// Returns whether a parameter has a master, as a tensor in this object or split.
   bool has(const at::Tensor& parameter) const;
   /// Returns the fp32 value of a parameter: its master, assembled from its halves if it is split.
   /// Undefined without a master.
@@ -113,7 +113,7 @@ class [[nodiscard]] MasterWeights {
   /// Sets a parameter and its master to an fp32 value. Error if it has no master.
   void set(const at::Tensor& parameter, const at::Tensor& value);
 
-  /// Saves and loads the masters bit for bit, by group and index in the optimizer. load() is a
+  /// Saves and loads the masters bit for bit, by group and index in the optimizer. load() throws
   /// FileError, and changes nothing, if a master is missing, is extra, or has another shape.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);

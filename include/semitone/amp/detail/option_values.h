@@ -6,7 +6,8 @@
 
 namespace semitone::amp::detail {
 
-/// A loss scale: a number above 0, also as a string, or "dynamic". Error for anything else.
+/// A loss scale: a positive number that is finite and normal in fp32, also as a string, or
+/// "dynamic". Error for anything else.
 class LossScale {
  public:
   LossScale(double scale);              // NOLINT(google-explicit-constructor)
@@ -24,8 +25,8 @@ class LossScale {
   double value_ = 1.0;
 };
 
-/// A boolean that also converts from "True" and "False", as programs receive them on the command
-/// line. Error for any other string.
+/// A boolean that also converts from "True", "true", "False" and "false", as programs receive them
+/// on the command line. Error for any other string.
 class Flag {
  public:
   Flag(bool value) : value_(value) {}                  // NOLINT(google-explicit-constructor)
