@@ -23,7 +23,8 @@ struct FusedBatchNormOptions {
   TORCH_ARG(std::int64_t, num_features);
   /// Added to the variance.
   TORCH_ARG(double, eps) = 1e-5;
-  /// Weight of the new batch in the running statistics. Nothing: the mean over all batches so far.
+  /// Weight of the new batch in the running statistics. std::nullopt: the running statistics are
+  /// the mean over all batches so far.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
   /// Whether the layer has a weight and a bias.
   TORCH_ARG(bool, affine) = true;

@@ -25,9 +25,10 @@ struct FusedCrossEntropyOptions {
   /// The share of the target distribution that is spread over all classes, in [0, 1].
   TORCH_ARG(double, label_smoothing) = 0;
   /// Whether the backward pass may overwrite the logits with their gradient, which saves memory of
-  /// their size. Set it only if nothing reads the logits after the loss: neither the function that
-  /// produced them, nor a second backward pass. LibTorch then raises its error for modified
-  /// tensors. Leaves of the graph, and logits whose rows overlap, are never overwritten.
+  /// their size. Set it only if nothing reads the logits after the loss, neither the function that
+  /// produced them nor a second backward pass. Otherwise LibTorch raises its error for a tensor
+  /// that was modified in place. Leaves of the graph, and logits whose rows overlap, are never
+  /// overwritten.
   TORCH_ARG(bool, inplace_backward) = false;
 };
 
@@ -42,7 +43,7 @@ struct FusedCrossEntropyOptions {
 /// On the CPU, fp32, fp16 and bf16 logits are computed in fp32. Each vector lane accumulates a sum
 /// in fp32 for at most 256 terms at a time, and these partial sums are added in fp64. fp64 logits
 /// use ATen operators. Results do not depend on the number of threads. Exponentials below 2^-126
-/// count as 0. Infinities and NaNs propagate as in LibTorch, except that the gradient of an ignored
+/// become 0. Infinities and NaNs propagate as in LibTorch, except that the gradient of an ignored
 /// row is always 0. Nothing is saved when gradients are disabled. The gradient can be
 /// differentiated again, through LibTorch's operators.
 ///

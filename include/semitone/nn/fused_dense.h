@@ -17,8 +17,8 @@ namespace semitone::nn {
 /// LibTorch's options: in_features, out_features, bias (true).
 using FusedDenseOptions = torch::nn::LinearOptions;
 
-/// Apex's name for a linear layer whose matrix product adds the bias. It calls at::linear, whereas
-/// torch::nn::Linear calls addmm or matmul, and for inputs with three or more dimensions adds the
+/// Apex's name for a linear layer whose matrix product adds the bias. It calls at::linear.
+/// torch::nn::Linear calls addmm for 2-D inputs; for more dimensions it calls matmul and adds the
 /// bias in a separate pass. Parameters have torch::nn::Linear's names, shapes and initial values,
 /// so that each class loads what the other saved.
 class FusedDenseImpl : public torch::nn::Cloneable<FusedDenseImpl> {
@@ -58,9 +58,9 @@ struct FusedDenseGeluDenseOptions {
 };
 
 /// linear(gelu(linear(x))), the feed-forward part of a transformer. The first bias and the GELU are
-/// one pass forward, and their gradients are one pass backward (fused_bias_gelu). The product is
-/// rounded, but nothing else between product and GELU. Parameters have the names of Apex's layer
-/// and the initial values of torch::nn::Linear.
+/// one pass forward, and their gradients are one pass backward (fused_bias_gelu). The result of the
+/// matrix product is rounded to the input's dtype. The sum with the bias is not rounded before the
+/// GELU. Parameters have the names of Apex's layer and the initial values of torch::nn::Linear.
 class FusedDenseGeluDenseImpl : public torch::nn::Cloneable<FusedDenseGeluDenseImpl> {
  public:
   FusedDenseGeluDenseImpl(std::int64_t in_features, std::int64_t intermediate_features,

@@ -22,9 +22,9 @@ namespace semitone::nn {
 /// @param normalized_shape  at least one dimension
 /// @param weight            undefined, or of normalized_shape: fp16, bf16 or fp32 for any input,
 ///                          fp64 for an fp64 input. Its gradient has its dtype.
-/// @param eps               added to the mean square. Nothing: the epsilon of the dtype of the
-///                          computation, 2^-23 for fp32, fp16 and bf16, 2^-52 for fp64, as in
-///                          at::rms_norm
+/// @param eps               added to the mean square. std::nullopt: the machine epsilon of the
+///                          compute dtype, 2^-23 for fp32, fp16 and bf16 inputs, 2^-52 for fp64, as
+///                          in at::rms_norm
 /// @return  a contiguous tensor of the input's shape and dtype
 ///
 /// Dtypes, devices, rounding and gradients are those of fused_layer_norm. Error for other shapes
@@ -39,7 +39,7 @@ struct FusedRMSNormOptions {
 
   /// Sizes of the input's last dimensions.
   TORCH_ARG(std::vector<std::int64_t>, normalized_shape);
-  /// Added to the mean square. Nothing: see fused_rms_norm.
+  /// Added to the mean square. std::nullopt: the default of fused_rms_norm.
   TORCH_ARG(std::optional<double>, eps);
   /// Whether the layer has a weight.
   TORCH_ARG(bool, elementwise_affine) = true;

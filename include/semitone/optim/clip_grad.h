@@ -6,18 +6,18 @@
 
 namespace semitone::optim {
 
-/// Returns the norm of all gradients together, as if they were one vector, in fp64. One vectorised
-/// pass over the gradients, which sums in a fixed order for any number of threads. Parameters
-/// without a gradient are ignored, and a duplicate parameter counts once; the result is 0 if there
-/// is no gradient. It is inf or NaN if a gradient is, so the norm also tells whether a step must be
-/// skipped. Complex gradients contribute their magnitudes, as in torch. One host read for each
-/// device other than the CPU.
+/// Returns the norm of all gradients together, as if they were one vector, in fp64. It takes one
+/// vectorised pass over the gradients, and sums in a fixed order for any number of threads.
+/// Parameters without a gradient are ignored, and a duplicate parameter counts once; the result is
+/// 0 if there is no gradient. The norm is inf or NaN if a gradient is, so it also tells whether a
+/// step must be skipped. Complex gradients contribute their magnitudes, as in torch. It reads once
+/// from each device other than the CPU.
 /// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
 
-/// Returns the factor that reduces gradients of this norm to a norm of at most max_norm:
-/// min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_. Pass it to FusedStep::clip,
-/// which clips without a separate pass:
+/// Returns the factor that reduces gradients of this norm to a norm of at most max_norm. As in
+/// torch.nn.utils.clip_grad_norm_, it is min(1, max_norm / (norm + 1e-6)). Pass it to
+/// FusedStep::clip, which clips without a separate pass:
 ///
 ///     const double norm = optim::grad_norm(parameters) / scale;      // of scaled gradients
 ///     optimizer.step(optim::FusedStep()
@@ -32,8 +32,8 @@ double clip_factor(double norm, double max_norm);
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
 
 /// Scales all gradients in place so that their norm is at most max_norm, and returns the norm
-/// before scaling: torch::nn::utils::clip_grad_norm_ with one pass that reads, and one that writes
-/// (scale_grads_) only if the gradients have to be clipped.
+/// before scaling, as torch::nn::utils::clip_grad_norm_ does. It reads the gradients in one pass,
+/// and writes them in a second pass (scale_grads_) only if they have to be clipped.
 /// @param error_if_nonfinite  true: Error if the norm is inf or NaN, before anything is changed;
 ///                            false: as in torch, an infinite norm makes gradients 0 or NaN, and
 ///                            a NaN norm makes them NaN

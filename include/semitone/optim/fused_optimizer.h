@@ -42,13 +42,13 @@ struct FusedStep {
   /// A tensor of one element. If it is not 0, the step changes nothing: no parameter, state or step
   /// count. Undefined: the step is always taken. Default undefined.
   TORCH_ARG(at::Tensor, found_inf);
-  /// The model's 16-bit parameters, for optimizer parameters that are fp32 masters. Each gets its
+  /// Maps fp32 masters in the optimizer to the model's 16-bit parameters. Each of these gets its
   /// master's new value, rounded in the same pass. If a master has no gradient, the step reads the
   /// model parameter's gradient in its own dtype, so that no gradient has to be moved or converted
   /// first. Null: none. Default null.
   TORCH_ARG(copies_t, copies) = nullptr;
-  /// An additional factor for the gradients that the step reads from model parameters. Set it to
-  /// 1 / loss scale if these are still scaled, and the masters' own gradients are not. Default 1.
+  /// An additional factor for the gradients that the step reads from model parameters: 1 / loss
+  /// scale if those gradients are still scaled, and the masters' own gradients are not. Default 1.
   TORCH_ARG(double, copies_inv_scale) = 1;
 };
 
@@ -85,8 +85,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
   bool step(const FusedStep& how);
 
   /// Adds a group with its own options, or with the defaults if it has none. Do not call this
-  /// through a torch::optim::Optimizer&: LibTorch's function of this name replaces options of
-  /// classes that it does not know by the defaults (2.15; 2.11 keeps them).
+  /// through a torch::optim::Optimizer&: LibTorch 2.15's function of this name replaces options by
+  /// the defaults if it does not know their class. (LibTorch 2.11 keeps them.)
   // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method): that is why.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
@@ -124,8 +124,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Restores the output of save(), or of the LibTorch optimizer with the same rule (Adam, AdamW,
-  /// SGD, Adagrad). Saved options replace the current ones. Options that the file lacks stay
-  /// (LibTorch's files do not say whether they are Adam's or AdamW's). State is replaced.
+  /// SGD, Adagrad). Saved options replace the current ones; options that the file lacks keep their
+  /// values. (LibTorch's files do not say whether they are Adam's or AdamW's.) State is replaced.
   /// FileError, with nothing changed, if the groups, shapes or names do not match. Error if options
   /// are out of range.
   void load(torch::serialize::InputArchive& archive) override;
@@ -170,7 +170,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// Runs the step for parameters whose state exists and whose step count includes this step.
   virtual void update(std::span<Work> work);
   /// Returns the coefficients of each parameter's update, for a class whose update() only applies
-  /// the update rule's kernel. Returns nothing for a class that overrides update().
+  /// the update rule's kernel. Returns std::nullopt for a class that overrides update().
   virtual std::optional<Rules> rules_of(std::span<const Work> work) const;
 
   std::vector<Work> gather(const FusedStep& how);

@@ -21,13 +21,13 @@ struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
   TORCH_ARG(double, weight_decay) = 0;
   /// Nesterov momentum; requires momentum above 0 and dampening 0. Default false.
   TORCH_ARG(bool, nesterov) = false;
-  /// The local learning rate of a tensor is this coefficient times |p| / |g|. Above 0. Default
-  /// 0.02.
+  /// The local rate of a tensor (`a` below, before clipping) is this coefficient times |p| / (|g| +
+  /// weight_decay |p| + eps). Above 0. Default 0.02.
   TORCH_ARG(double, trust_coefficient) = 0.02;
   /// True: the learning rate is min(local rate, lr) (LARC). False: it is local rate * lr (LARS).
   /// Default true.
   TORCH_ARG(bool, clip) = true;
-  /// Added to the denominator, at least 0. Default 1e-8.
+  /// Added to the denominator of the local rate, at least 0. Default 1e-8.
   TORCH_ARG(double, eps) = 1e-8;
 
  public:
@@ -43,9 +43,9 @@ struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
 ///     a = trust_coefficient |p| / (|g| + weight_decay |p| + eps);   clip: a = min(a / lr, 1)
 ///     g = (g + weight_decay p) · a, then SGD without weight decay
 ///
-/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. A step
-/// takes one pass over parameters and gradients for the norms, and one over all tensors. Apex's
-/// LARC wraps an optimizer. This one is an optimizer, so schedulers see it. State:
+/// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. A step takes one pass over
+/// parameters and gradients for the norms, and one over all tensors. Apex's LARC wraps an
+/// optimizer. This class is an optimizer itself, so learning rate schedulers act on it. State:
 /// "momentum_buffer".
 class LARC : public FusedOptimizer {
  public:

@@ -23,10 +23,11 @@ struct GradientBucket {
 /// Combines gradients over the ranks, in place of the plain mean: for compression, other
 /// topologies, statistics.
 ///
-/// A backward pass calls it from its thread, once for each bucket as soon as the bucket is full, in
-/// the same order on every rank. It starts the communication and returns. The backward pass
-/// continues meanwhile, and waits for all buckets at its end. (At comm::CheckLevel::full a group
-/// compares each call before it starts it, which waits for the other ranks.)
+/// A backward pass calls reduce() from its thread, once for each bucket as soon as the bucket is
+/// full, in the same order on every rank. reduce() starts the communication and returns. The
+/// backward pass continues meanwhile, and waits for all buckets at its end. (At
+/// comm::CheckLevel::full each collective is first compared with the other ranks' calls, so
+/// reduce() waits for them.)
 class CommHook {
  public:
   CommHook() = default;
@@ -41,7 +42,8 @@ class CommHook {
   ///
   /// @param group  of the ranks that share the model
   /// @return a future of a tensor like bucket.buffer, or of bucket.buffer itself, with the combined
-  /// gradients. They must be equal on every rank. Callbacks of the future must not hold a Group.
+  /// gradients. They must be equal on every rank. Callbacks of the future must not capture a Group,
+  /// see comm::Work::future.
   virtual c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
                                                          const comm::Group& group) = 0;
 };

@@ -61,13 +61,14 @@ class DataParallelOptions {
 ///   dimension. Tensors without dimensions, and arguments that are not tensors, go to all replicas.
 /// - copies the model (torch::nn::Module::clone) for all replicas except the first, which is the
 ///   model itself. Writes of a forward to buffers (running statistics) or members therefore persist
-///   in the first replica only, which sees the first part of the batch, and are lost in the others.
-///   The copies have neither the parameters' hooks nor the marks of convert_sync_batchnorm.
+///   in the first replica only; in the others they are lost. The first replica gets the first part
+///   of the batch. The copies have neither the parameters' hooks nor the marks of
+///   convert_sync_batchnorm.
 /// - runs the replicas in threads, with the caller's autocast region, grad mode, inference mode,
 ///   event listeners, and current stream of each device. CPU replicas divide the caller's intra-op
 ///   threads among themselves and share the random generator, so random layers differ from run to
-///   run. Several threads use what the copies share, such as an object behind a pointer, at the
-///   same time.
+///   run. Objects that the copies share, such as an object behind a pointer, are used by several
+///   threads at the same time.
 /// - concatenates the tensors of the results along `dim` on the output device. Other values are the
 ///   first replica's. Tensors without dimensions, such as losses, become a vector with one element
 ///   per replica. The mean of this vector weights replicas equally, so it is the mean over the
@@ -78,8 +79,8 @@ class DataParallelOptions {
 ///
 /// An exception in a replica propagates when all replicas have ended, with the replica's number and
 /// device. If several replicas throw, the first replica's exception propagates. LibTorch's errors
-/// keep their type and get number and device as context. Others become an Error with the original
-/// nested in it.
+/// keep their type, and number and device are added to their context. Other exceptions become an
+/// Error with the original nested in it.
 ///
 /// The constructor throws Error for devices of different types, missing devices, a first device
 /// that is not the model's, both device_ids and replicas, and a model that cannot be cloned.
@@ -103,8 +104,9 @@ class DataParallel : public detail::WrappedModel<Model> {
         std::min(two, plan_.devices.size()));  // checks that the model can be replicated
   }
 
-  /// The model's forward on all replicas. Arguments are copied for each. Results are tensors in any
-  /// containers, or void. A TorchScript module takes IValues, or arguments that convert to them.
+  /// Runs the model's forward on all replicas. Arguments are copied for each replica. Results are
+  /// tensors in any containers, or void. A TorchScript module takes IValues, or arguments that
+  /// convert to them.
   template <typename... Arguments>
   auto forward(const Arguments&... arguments) {
     using Output = std::decay_t<decltype(this->call(this->module(), arguments...))>;

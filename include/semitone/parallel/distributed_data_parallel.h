@@ -31,29 +31,30 @@ namespace semitone::parallel {
 /// The constructor makes the parameters and buffers of all ranks equal to rank 0's, and after
 /// amp::initialize also their fp32 master weights, including the lower bits. First it verifies that
 /// all ranks have the same model. A difference in number, name, shape, strides, dtype or
-/// requires_grad of the parameters is an Error on every rank that names rank and parameter. It is
-/// also an Error if no parameter needs gradients, if tensors are on a device that the group's
-/// backend does not support, or if options exclude each other.
+/// requires_grad of the parameters is an Error on every rank, and the message names the differing
+/// rank and parameter. It is also an Error if no parameter needs gradients, if tensors are on a
+/// device that the group's backend does not support, or if options exclude each other.
 ///
 /// It is a handle on the model, not a copy. Optimizers, amp::initialize (call it before) and
 /// checkpoints use the model itself, and after backward its parameters' gradients are the means. Do
 /// not change dtypes, devices or requires_grad afterwards. `ddp->` is the model, for everything
 /// except forward. A backward pass of a forward that did not go through ddp.forward() is an Error.
-/// (With delay_allreduce its gradients are reduced, from the second step on.) Backward passes must
-/// be done before the object is destroyed.
+/// (With delay_allreduce, from the second step on, its gradients are reduced instead.) All backward
+/// passes must have ended before the object is destroyed.
 ///
 /// In addition to the errors of forward and backward themselves:
-/// - forward and backward throw CommError, naming the rank, if a rank is lost; see comm::Group.
-/// - The next forward throws Error if parameters got no gradient in a backward pass, and names
-///   them. See DistributedDataParallelOptions::find_unused_parameters, static_graph,
-///   delay_allreduce.
+/// - forward and backward throw CommError, naming the rank, if a rank is lost. With nccl a later
+///   call on the group may throw it instead; see comm::Group.
+/// - The next forward throws an Error that names the parameters which got no gradient in a backward
+///   pass, if there are any. See DistributedDataParallelOptions::find_unused_parameters,
+///   static_graph, delay_allreduce.
 ///
 /// All ranks must call forward and backward equally often; see join and no_sync. If forward or
 /// backward throws, a rank may repeat the step after clearing the gradients: the next forward
 /// replaces the failed one, and the other ranks wait. That forward throws Error if part of the
-/// gradients had been sent already. With delay_allreduce none are sent before backward is done;
-/// otherwise a bucket is sent when it is full. torch::autograd::grad reduces nothing. With a group
-/// of one process, forward only calls the model.
+/// gradients had been sent already. With delay_allreduce no gradient is sent before backward is
+/// done; otherwise a bucket is sent when it is full. Gradients that torch::autograd::grad returns
+/// are not reduced. With a group of one process, forward only calls the model.
 ///
 /// @tparam Model  a module holder (Net), a std::shared_ptr to a module, or torch::jit::Module. A
 /// module object (struct Net : torch::nn::Module; Net model;) is taken by reference and must
@@ -66,8 +67,8 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
       : detail::WrappedModel<Model>(std::move(model)),
         sync_(detail::tensors_of(this->module()), std::move(group), options) {}
 
-  /// The model's forward, with any arguments and results. A TorchScript module takes IValues, or
-  /// arguments that convert to them. Use it from one thread at a time.
+  /// Runs the model's forward, with any arguments and results. A TorchScript module takes IValues,
+  /// or arguments that convert to them. Use it from one thread at a time.
   template <typename... Arguments>
   auto forward(Arguments&&... arguments) {
     sync_.before_forward();
@@ -103,8 +104,8 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
   /// batches left takes part in the others' reductions with zeros until all are done, and may
   /// follow their steps (JoinOptions::follow), which keeps its optimizer state equal. At the end
   /// all ranks have the model of the ranks that finished last. Each step costs two small messages
-  /// more. The loop must not call other collectives; SyncBatchNorm layers do. An exception of the
-  /// loop propagates, and the rank leaves the group. Error with static_graph and with sparse
+  /// more. The loop must not call other collectives, as SyncBatchNorm layers would. An exception of
+  /// the loop propagates, and the rank leaves the group. Error with static_graph and with sparse
   /// gradients.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);

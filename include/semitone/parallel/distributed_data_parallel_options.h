@@ -34,7 +34,7 @@ class DistributedDataParallelOptions {
   /// replaced by another tensor, the next step copies that into the bucket. Default false.
   DistributedDataParallelOptions& gradient_as_bucket_view(bool value);
   /// Reduces all gradients when backward is done, in one message per dtype: no overlap with
-  /// backward. No other option is then needed for unused parameters, several backward passes or
+  /// backward. With it no other option is needed for unused parameters, several backward passes or
   /// graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and
   /// comm_hook. Default false.
   DistributedDataParallelOptions& delay_allreduce(bool value);
@@ -83,13 +83,14 @@ struct JoinOptions {
   /// Divides gradients by the number of all ranks (true), or of the ranks that still have input
   /// (false). With true, every row keeps the same weight if all batches have the same size.
   TORCH_ARG(bool, divide_by_initial_world_size) = true;
-  /// Ends the loop of all ranks when the first one runs out of input: an Error on every rank,
-  /// naming it.
+  /// Ends the loop of all ranks when the first rank runs out of input, with an Error on every rank
+  /// that names this rank.
   TORCH_ARG(bool, throw_on_early_termination) = false;
 
-  /// Called on a rank without input in each step of the others, so that weights, optimizer state
-  /// and loss scale stay equal on all ranks, bit for bit. It must call receive() once, which sets
-  /// the gradients of the parameters to the others' means, as a backward pass does:
+  /// A function that a rank without input calls in each step of the others, so that weights,
+  /// optimizer state and loss scale stay equal on all ranks, bit for bit. The function must call
+  /// receive() once. This sets the gradients of the parameters to the others' means, as a backward
+  /// pass does:
   ///
   ///     options.follow([&](const auto& receive) {
   ///       optimizer.zero_grad();
@@ -108,8 +109,8 @@ struct JoinOptions {
   ///       mixed.zero_grad(optimizer);
   ///     });
   ///
-  /// Default: nothing is called. Then the model is copied from the last ranks at the end, with its
-  /// fp32 masters, and the rank's optimizer state is as it was when the input ended.
+  /// Default: no function. The model is then copied from the last ranks at the end, with its fp32
+  /// masters, and the rank's optimizer state stays as it was when its input ended.
   TORCH_ARG(std::function<void(const std::function<void()>& receive)>, follow);
 };
 

@@ -9,15 +9,16 @@
 #include <optional>
 #include <vector>
 
-/// Training on several processes: how data are divided among them, and what they communicate.
+/// Training on several processes or devices: how data are divided among them, and what they
+/// communicate.
 namespace semitone::parallel {
 
 /// Options of DistributedSampler. They must be equal on every rank.
 class DistributedSamplerOptions {
   /// True: a new random order for each epoch. False: 0, 1, 2 …
   TORCH_ARG(bool, shuffle) = true;
-  /// Seed of the order. Every rank seeds its generator with seed + epoch, so that all draw the same
-  /// order.
+  /// Seed of the order. Every rank seeds its generator with seed + epoch, so that all ranks draw
+  /// the same order.
   TORCH_ARG(std::uint64_t, seed) = 0;
   /// If the size of the data set is not a multiple of the number of ranks: drop its tail (true), or
   /// repeat some indices (false). All ranks get the same number of indices either way.
@@ -59,7 +60,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   /// @param new_size  of the data set, if it has changed
   void reset(std::optional<std::size_t> new_size = std::nullopt) override;
 
-  /// Returns the next batch_size indices, fewer at the end, and nothing after that.
+  /// Returns the next batch_size indices, fewer at the end, and std::nullopt after that.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
   /// Saves the epoch, the size of the data set and the position in this pass. load() rebuilds the
@@ -97,7 +98,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
 
   /// Starts a new pass. @param new_size  of the data set, if it has changed
   void reset(std::optional<std::size_t> new_size = std::nullopt) override;
-  /// Returns the next batch_size indices, fewer at the end, and nothing after that.
+  /// Returns the next batch_size indices, fewer at the end, and std::nullopt after that.
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
   /// Saves the size of the data set and the position. load() throws Error if the saved position is

@@ -14,7 +14,7 @@
 
 namespace semitone::parallel {
 
-/// Batch normalisation with the mean and variance over the batches of all ranks, as
+/// Batch normalisation with the mean and variance over the batches of all ranks, as in
 /// torch.nn.SyncBatchNorm and apex.parallel.SyncBatchNorm. It also runs on the CPU.
 ///
 ///     auto group = comm::init();
@@ -31,8 +31,8 @@ namespace semitone::parallel {
 /// (semitone::KeepFp32).
 ///
 /// In training, each forward is one all_gather of 2 C + 1 numbers, and each backward one all_reduce
-/// of 2 C. Every rank must run the layer equally often and in the same order, and all must
-/// back-propagate through it if one does. The gradients of weight and bias are those of this rank's
+/// of 2 C. All ranks must run the layer equally often and in the same order. If one rank
+/// back-propagates through it, all must. The gradients of weight and bias are those of this rank's
 /// rows, and DistributedDataParallel combines them. In evaluation with running statistics the layer
 /// computes torch::nn::BatchNorm, and in a group of one process nn::FusedBatchNorm. Nothing is sent
 /// then.

@@ -16,10 +16,10 @@ class OutputArchive;
 
 namespace semitone::parallel {
 
-/// Shards the state of any optimizer over the ranks of a group: ZeRO stage 1, as
-/// torch.distributed.optim.ZeroRedundancyOptimizer. Each rank keeps the state of its share of the
-/// parameters, steps them, and sends them to the others. Results equal those of the unsharded
-/// optimizer, bit for bit.
+/// Shards the state of any optimizer over the ranks of a group: ZeRO stage 1, as in
+/// torch.distributed.optim.ZeroRedundancyOptimizer. Each rank keeps the optimizer state of its
+/// share of the parameters, steps this share, and sends the updated parameters to the others.
+/// Results equal those of the unsharded optimizer, bit for bit.
 ///
 ///     const auto group = comm::init();
 ///     Net model;
@@ -38,18 +38,19 @@ namespace semitone::parallel {
 /// It is a torch::optim::Optimizer: learning rate schedulers, zero_grad, add_param_group (on all
 /// ranks), amp::GradScaler and amp::initialize work as with the unsharded optimizer. Parameter
 /// groups are read at each step, so options may change, and parameters may be replaced (fp32 master
-/// weights), between steps. state() is this rank's share. Master weights are not sharded.
+/// weights), between steps. state() has the state of this rank's share. Master weights are not
+/// sharded.
 ///
 /// The gradients must be equal on all ranks when step() is called, as DistributedDataParallel makes
 /// them. All ranks must call step(): a call on one rank only, or inside
-/// DistributedDataParallel::join, waits for the others.
+/// DistributedDataParallel::join, blocks until the others call it.
 ///
 /// Parameters are assigned to ranks group by group, from the largest to the smallest (the earlier
 /// first if equal). Each goes to the rank with the fewest elements so far (the lowest rank if
 /// equal).
 ///
 /// Optimizers that combine all gradients are not supported. LBFGS is an Error. optim::FusedLAMB
-/// with max_grad_norm would use the norm of its share: clip before the step instead.
+/// with max_grad_norm would use the norm of one rank's share: clip before the step instead.
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
  public:
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -71,29 +72,30 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method): that is why.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  /// Steps this rank's share, and receives the others' from their ranks. Collective; CommError if a
-  /// rank is lost. A closure is evaluated first, with gradients enabled, and its loss is returned.
+  /// Steps this rank's share, and receives the other shares from their ranks. Collective; CommError
+  /// if a rank is lost. A closure is evaluated first, with gradients enabled, and its loss is
+  /// returned.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Collects the state of all ranks on one rank for save(), as a copy in CPU memory that is valid
   /// until the next step() or load(). Collective. Error for a rank that the group does not have.
   void consolidate(int to_rank = 0);
 
-  /// Writes the file of the unsharded optimizer, for torch::save. A run can therefore be resumed
-  /// with any number of ranks, or without sharding. Error unless consolidate() has collected the
-  /// state on this rank; a group of one process does not need it.
+  /// Writes the file that the unsharded optimizer would write, for torch::save. A run can therefore
+  /// be resumed with any number of ranks, or without sharding. Error unless consolidate() has
+  /// collected the state on this rank; a group of one process does not need it.
   ///
   ///     optimizer.consolidate();
   ///     if (group.rank() == 0) torch::save(optimizer, "optimizer.pt");
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Reads a file of save() or of the unsharded optimizer, for torch::load. Each rank reads the
-  /// whole state and keeps its share, on its parameters' device. Saved options replace the current
-  /// ones. FileError, with nothing changed, if the file does not match the optimizer and its
-  /// parameter groups.
+  /// Reads a file that save() or the unsharded optimizer wrote, for torch::load. Each rank reads
+  /// the whole state and keeps its share, on its parameters' device. Saved options replace the
+  /// current ones. FileError, with nothing changed, if the file does not match the optimizer and
+  /// its parameter groups.
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// Returns the rank that owns each parameter, by group and place in the group.
+  /// Returns the rank that owns each parameter, by group and index in the group.
   std::vector<std::vector<int>> owners() const;
 
   const comm::Group& group() const { return group_; }

@@ -31,7 +31,7 @@ ModelTensors tensors_of(const torch::nn::Module& model);
 ModelTensors tensors_of(const torch::jit::Module& model);
 
 /// The part of DistributedDataParallel that does not depend on the signature of forward. The
-/// comment on DistributedDataParallel has contracts and errors.
+/// comment on DistributedDataParallel documents contracts and errors.
 class ReplicaSync {
  public:
   ReplicaSync(ModelTensors model, comm::Group group, const DistributedDataParallelOptions& options);
@@ -44,7 +44,7 @@ class ReplicaSync {
   /// Call before the model's forward.
   void before_forward();
 
-  /// Call after it. Returns the results to hand out in place of the model's.
+  /// Call after the model's forward. Returns the results that replace the model's.
   template <typename Output>
   Output after_forward(Output output) {
     if (!wants_outputs()) {
@@ -67,7 +67,7 @@ class ReplicaSync {
       return output;
     }
   }
-  /// Call after a forward that returns nothing.
+  /// Call after a forward that returns void.
   void after_forward() { expect_backward({}); }
 
   NoSync no_sync();

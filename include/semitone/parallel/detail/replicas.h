@@ -27,7 +27,7 @@ class DataParallelOptions;
 namespace semitone::parallel::detail {
 
 /// The settings of a DataParallel: its devices, and the dimension along which it splits batches.
-/// The comment on DataParallel has contracts and errors.
+/// The comment on DataParallel documents contracts and errors.
 struct ReplicaPlan {
   ReplicaPlan(const ModelTensors& model, const DataParallelOptions& options);
 
