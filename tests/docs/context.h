@@ -40,7 +40,6 @@ extern torch::Tensor x, y, weight, bias, loss, logits, tokens;
 torch::Tensor loss_fn(const torch::Tensor& output, const torch::Tensor& target);
 torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 torch::Tensor attention(const torch::Tensor& input);
-void all_reduce_max(at::Tensor& tensor);
 bool is_training();
 void test(Net& model, Loader& loader);
 

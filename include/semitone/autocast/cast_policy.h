@@ -98,8 +98,8 @@ class CastPolicy {
   ///
   /// fast_kernel sets one operator, and is an Error for an operator without such a kernel.
   /// fast_kernels sets all of them. Default: all on in the presets semitone and `none`. All off in
-  /// the others, which compute what their systems do. `semitone ops` marks operators with such a
-  /// kernel.
+  /// the others, which compute what their systems do. `semitone ops` lists the operators for which
+  /// it is on.
   CastPolicy& fast_kernel(std::string_view op, bool on = true);
   CastPolicy& fast_kernels(bool on);
 
