@@ -108,10 +108,10 @@ void add_node_flags(Flags& add, LaunchFlags& flags) {
            "Address of node 0; default: $MASTER_ADDR for several nodes, this machine for one");
   add.integer("--master-port", flags.master_port, 0, 65535,
               "Port of rank 0; 0: a free one for one node, else $MASTER_PORT or 29500. The "
-              "launchers of several nodes meet at the next port");
+              "launchers of several nodes use the next port for their rendezvous");
   add.text("--rdzv-endpoint", flags.rdzv_endpoint, "HOST[:PORT]",
-           "Where the nodes meet, numbered in order of arrival; the launcher on that host is node "
-           "0. Default port: 29400");
+           "Rendezvous endpoint, for nodes that are numbered in order of arrival; the launcher on "
+           "that host is node 0. Default port: 29400");
   add.text("--rdzv-id", flags.rdzv_id, "ID",
            "Name of the job, the same on every node; launchers without it are refused. Default: "
            "generated");
@@ -129,8 +129,8 @@ void add_process_flags(Flags& add, LaunchFlags& flags) {
               "Number of restarts of all processes after a failure");
   add.text("--role", flags.role, "NAME", "ROLE_NAME of the processes");
   add.text("--log-dir", flags.log_dir, "DIR",
-           "Write the processes' output to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; alone "
-           "it implies --tee 3");
+           "Write the processes' output to DIR/<id>/attempt_<n>/<rank>/{stdout,stderr}.log; it "
+           "implies --tee 3 without --tee and --redirects");
   add.text("-r,--redirects", flags.redirects, "0|1|2|3|RANK:N,…",
            "Streams that go to files only: 1 output, 2 errors, 3 both; for all, or by local rank");
   add.text("-t,--tee", flags.tee, "0|1|2|3|RANK:N,…",
@@ -144,7 +144,7 @@ void add_time_flags(Flags& add, LaunchFlags& flags) {
   add.number("--grace", flags.grace, seconds, kSeconds,
              "Seconds from SIGTERM to SIGKILL when processes are stopped");
   add.number("--heartbeat-timeout", flags.heartbeat_timeout, seconds, kSeconds,
-             "Seconds of silence after which a node counts as lost");
+             "Seconds of silence after which a node is treated as lost");
   add.number("--join-timeout", flags.join_timeout, seconds, kSeconds,
              "Seconds to wait for the minimum number of nodes");
   add.number("--last-call", flags.last_call, seconds, kSeconds,

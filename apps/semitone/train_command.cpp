@@ -104,7 +104,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
   if (flags.goes_on_with_what_it_saves() && !is_file(flags.options.resume()))
     line("state",
-         fmt::format("'{}' does not exist yet: a new training", flags.options.resume().string()));
+         fmt::format("'{}' does not exist yet: a new run", flags.options.resume().string()));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
@@ -234,7 +234,7 @@ void require_state(const TrainFlags& flags) {
       is_file(flags.options.resume()))
     return;
   throw FileError(kTrain, "a saved state '" + flags.options.resume().string() + "'", "no such file",
-                  "to start a new training with this file, pass it to --save too");
+                  "to start a new run with this file, pass it to --save too");
 }
 
 // The signal that this process received, or SIGTERM if another process of the job received one.

@@ -22,7 +22,7 @@
 
 namespace semitone::train {
 
-// Options of a training. Setters return the object:
+// Options of a training run. Setters return the object:
 //
 //     TrainOptions().opt_level(amp::OptLevel::O2).dtype(torch::kHalf).epochs(2)
 //
@@ -46,18 +46,18 @@ class TrainOptions {
   // Momentum of an optimizer that has one (OptimizerChoice::has_momentum).
   TORCH_ARG(double, momentum) = 0.9;
   TORCH_ARG(Schedule, schedule) = Schedule::cosine;
-  // Random seed of the initial weights and of each epoch's order. It gives the same at every
+  // Random seed of the initial weights and of each epoch's order, which do not depend on the opt
   // level.
   TORCH_ARG(std::int64_t, seed) = 0;
   TORCH_ARG(MemoryFormat, memory_format) = MemoryFormat::automatic;
 
   // Number of good steps after which a dynamic loss scale doubles. LibTorch's default of 2000
-  // exceeds the length of most trainings of this size.
+  // exceeds the number of steps of most runs of this size.
   TORCH_ARG(std::int64_t, growth_interval) = 100;
 
   // Largest number of batches per epoch; 0: all.
   TORCH_ARG(std::int64_t, limit_batches) = 0;
-  // Stop after this number of steps, including those before a resume, without changing the
+  // Stop after this number of steps, including steps before a resume, without changing the
   // schedule; 0: train to the end.
   TORCH_ARG(std::int64_t, max_steps) = 0;
   // Stop with a DivergedError after this number of consecutive skipped steps; 0: never. A scale of
@@ -78,16 +78,16 @@ class TrainOptions {
   // can resume from it.
   TORCH_ARG(std::int64_t, save_every) = 0;
   // Saved state to resume from; empty: start anew. If it is the same file as save, and does not
-  // exist yet, training starts anew, so that the first start and every later one can have the same
-  // options.
+  // exist yet, training starts anew. The first start and every later one can therefore have the
+  // same options.
   TORCH_ARG(std::filesystem::path, resume);
   // Called after a step; true stops the training there, for example after a signal. The state is
   // then saved, and nothing is tested. With several processes it is called after every tenth step,
-  // and true on one stops all. Either all processes set it or none. Default: none.
+  // and true on one stops all. Either all processes set it, or no process does. Default: none.
   TORCH_ARG(std::function<bool()>, stop);
 };
 
-// Returns the dtype of a training's weights or operators: fp32 at O0, else the options' 16-bit
+// Returns the dtype of the weights or operators in training: fp32 at O0, else the options' 16-bit
 // dtype.
 c10::ScalarType training_dtype(const TrainOptions& options);
 
@@ -160,14 +160,14 @@ template <typename Flags>
 void add_state_flags(Flags& add, TrainOptions& options) {
   add.text(
       "--save", "FILE", [&](const std::string& path) { options.save(path); },
-      "Save the state at the end of the training; SIGTERM and SIGUSR1 end it early, and it is "
-      "saved too");
+      "Save the state at the end; SIGTERM and SIGUSR1 end the training early, and its state is "
+      "then saved, too");
   add.integer("--save-every", options.save_every(), 0, kLargestCount,
               "Also save the state every N steps; 0: never");
   add.text(
       "--resume", "FILE", [&](const std::string& path) { options.resume(path); },
       "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
-      "yet, start a new training");
+      "yet, start a new run");
 }
 
 }  // namespace semitone::train

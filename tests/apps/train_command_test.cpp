@@ -163,9 +163,9 @@ TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
   };
   const auto [first, said] = result({"--max-steps", "25"});
   EXPECT_EQ(first.at("steps"), 25);
-  EXPECT_THAT(said, HasSubstr("state         '" + state + "' does not exist yet: a new training"));
+  EXPECT_THAT(said, HasSubstr("state         '" + state + "' does not exist yet: a new run"));
   const auto [rest, said_then] = result({});
-  EXPECT_THAT(said_then, Not(HasSubstr("a new training")));
+  EXPECT_THAT(said_then, Not(HasSubstr("a new run")));
   const json whole = json::parse(run_semitone(train({"--epochs", "2", "--json"})).out).at(0);
   for (const char* key : {"steps", "train_loss", "test_loss", "test_accuracy"})
     EXPECT_EQ(rest.at(key), whole.at(key)) << key;
