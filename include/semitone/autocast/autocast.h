@@ -34,12 +34,12 @@ namespace semitone::amp {
 /// - A weight is taken as changed after every write that increments its version counter (in place,
 ///   through an alias, set_data), when its memory is replaced, and after a write to that memory by
 ///   add_ or sub_ in the region. On a CPU it is also taken as changed if one of 32 sampled elements
-///   has another value. The steps of optimizers are therefore seen, including torch::optim::SGD's,
-///   which writes through tensor.data() with add_. A write through tensor.data() by another
-///   operator, or while casts are off, may not be seen: it is missed on devices other than the CPU,
-///   and in a large weight of which it changes only a few elements. After such a write call
-///   clear_cast_cache(), or write under torch::NoGradGuard instead. Neither is needed after a
-///   backward pass through one of the region's casts, which drops all copies.
+///   has another value. The steps of optimizers are therefore detected, including
+///   torch::optim::SGD's, which writes through tensor.data() with add_. A write through
+///   tensor.data() by another operator, or while casts are off, may not be detected: it is missed
+///   on devices other than the CPU, and in a large weight of which it changes only a few elements.
+///   After such a write call clear_cast_cache(), or write under torch::NoGradGuard instead. Neither
+///   is needed after a backward pass through one of the region's casts, which drops all copies.
 /// - LibTorch's own cache of casts, which kernels of other libraries fill
 ///   (at::autocast::cached_cast), is emptied at the same times.
 /// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
@@ -97,7 +97,7 @@ bool autocast_enabled(c10::DeviceType device);
 c10::ScalarType autocast_dtype(c10::DeviceType device);
 
 /// Empties the cache of weight casts in this thread's regions, and LibTorch's own cache. Needed
-/// only after a write that Autocast does not see. No effect outside of regions, except on
+/// only after a write that Autocast does not detect. No effect outside of regions, except on
 /// LibTorch's cache.
 void clear_cast_cache();
 

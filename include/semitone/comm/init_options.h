@@ -44,7 +44,7 @@ class InitOptions {
   /// Which collectives are verified. Default: the environment variable SEMITONE_COMM_CHECK, else
   /// CheckLevel::calls.
   InitOptions& check(CheckLevel value);
-  /// Interval at which a rank tells the others that it is alive. Default 1 second.
+  /// Interval between two heartbeats of a rank. Default 1 second.
   InitOptions& heartbeat(std::chrono::milliseconds value);
   /// How long a rank may be silent, because it is stopped or its machine is unreachable, before all
   /// other ranks raise a CommError that names it. A rank that ends is noticed at once. Increase it

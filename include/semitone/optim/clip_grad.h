@@ -8,10 +8,10 @@ namespace semitone::optim {
 
 /// Returns the norm of all gradients together, as if they were one vector, in fp64. It takes one
 /// vectorised pass over the gradients, and sums in a fixed order for any number of threads.
-/// Parameters without a gradient are ignored, and a duplicate parameter counts once; the result is
-/// 0 if there is no gradient. The norm is inf or NaN if a gradient is, so it also tells whether a
-/// step must be skipped. Complex gradients contribute their magnitudes, as in torch. It reads once
-/// from each device other than the CPU.
+/// Parameters without a gradient are ignored, and a duplicate parameter is included once. The
+/// result is 0 if there is no gradient. The norm is inf or NaN if a gradient is, so it also shows
+/// whether a step must be skipped. Complex gradients contribute their magnitudes, as in torch. It
+/// reads once from each device other than the CPU.
 /// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
 
@@ -27,8 +27,8 @@ double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2
 double clip_factor(double norm, double max_norm);
 
 /// Multiplies all gradients by a factor, in place. Products are computed in fp32 (fp64 for fp64
-/// gradients) and rounded once. Sparse gradients are coalesced, and their values are multiplied. A
-/// duplicate parameter counts once.
+/// gradients) and rounded once. Sparse gradients are coalesced, and their values are multiplied.
+/// The gradient of a duplicate parameter is multiplied once.
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
 
 /// Scales all gradients in place so that their norm is at most max_norm, and returns the norm

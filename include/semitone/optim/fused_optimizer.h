@@ -63,7 +63,7 @@ struct FusedState;
 /// number (2^-126; fp64: 2^-1022) is flushed to 0. On the CPU a step is one vectorised pass over
 /// all tensors. On CUDA devices of compute capability 8.0 or newer it is one of Semitone's kernels.
 /// fp64, tensors with gaps and other devices use the reference implementation, composed of ATen
-/// operators, which is slower. For a CUDA device without Semitone's kernels, a warning says so
+/// operators, which is slower. For a CUDA device without Semitone's kernels, a warning is logged
 /// once.
 ///
 /// - A parameter without a gradient is not touched: it gets no decay and no state, and its step

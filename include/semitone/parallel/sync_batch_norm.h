@@ -25,9 +25,9 @@ namespace semitone::parallel {
 ///
 /// The input (N, C, …) has at least two dimensions, is fp16, bf16, fp32 or fp64, and may have any
 /// strides. The result has its shape, dtype and memory format (channels last is preserved). N may
-/// differ between the ranks and may be 0: every value counts once. A rank without rows still takes
-/// part, and its parameters' gradients are zeros. Statistics are computed in fp32 or wider and
-/// merged in fp64. Parameters and running statistics stay in fp32 for 16-bit inputs
+/// differ between the ranks and may be 0: all values have the same weight. A rank without rows
+/// still takes part, and its parameters' gradients are zeros. Statistics are computed in fp32 or
+/// wider and merged in fp64. Parameters and running statistics stay in fp32 for 16-bit inputs
 /// (semitone::KeepFp32).
 ///
 /// In training, each forward is one all_gather of 2 C + 1 numbers, and each backward one all_reduce
@@ -85,10 +85,10 @@ TORCH_MODULE(SyncBatchNorm);
 ///
 /// A group of one process removes the marks.
 ///
-/// One difference from SyncBatchNorm remains. BatchNorm itself refuses a rank whose share has
+/// One difference from SyncBatchNorm remains. torch::nn::BatchNorm throws on a rank whose share has
 /// exactly one value per channel, before it calls the operator.
 ///
-/// @return  the number of converted layers; one that is in several places counts once
+/// @return  the number of converted layers; a layer that is in several places is counted once
 std::size_t convert_sync_batchnorm(torch::nn::Module& module, const comm::Group& group);
 
 }  // namespace semitone::parallel

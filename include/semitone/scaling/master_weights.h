@@ -48,7 +48,7 @@ class [[nodiscard]] MasterWeights {
   using ExactValues = std::unordered_map<const c10::TensorImpl*, at::Tensor>;
 
   /// Error for LBFGS, and for 16-bit optimizer state without serialize(), which cannot be widened
-  /// to fp32. Nothing is changed then.
+  /// to fp32. In these cases nothing is changed.
   explicit MasterWeights(torch::optim::Optimizer& optimizer, const ExactValues& exact = {});
   MasterWeights(const MasterWeights&) = delete;
   MasterWeights& operator=(const MasterWeights&) = delete;
