@@ -114,11 +114,11 @@ class [[nodiscard]] MixedPrecision {
   /// Gradients are checked for inf and NaN, except in plain training: with a constant loss scale of
   /// 1 and without master weights. Error while gradients are scaled, that is before finish() or
   /// after delay_unscale. For DivergedError see LossScaleOptions::max_consecutive_skips; the step
-  /// then counts as skipped.
+  /// is then counted as skipped.
   Step step(torch::optim::Optimizer& optimizer);
 
   /// Returns the parameters that the optimizer updates: master weights and fp32 parameters. After
-  /// backward they can be clipped; clip_grad_norm_ does that at less cost.
+  /// backward their gradients can be clipped; clip_grad_norm_ does that at less cost.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) const;
 
   /// Clips the norm of the gradients of master_params, after backward and before step(), and
@@ -146,8 +146,8 @@ class [[nodiscard]] MixedPrecision {
 
   /// While this object exists, the model's parameters and buffers are fp32, with the exact values
   /// of master weights. Use it for saving, loading, exporting and averaging: weights are saved in
-  /// fp32 at every level, and training continues with any values that were loaded or changed. Do
-  /// not call forward() or step() during that time.
+  /// fp32 at every level, and training continues with the values that were loaded or changed
+  /// meanwhile. Do not call forward() or step() during that time.
   ///
   ///     { const auto fp32 = mixed.fp32_weights(model); torch::save(model, "model.pt"); }
   class [[nodiscard]] Fp32Weights {
@@ -168,10 +168,10 @@ class [[nodiscard]] MixedPrecision {
   };
   Fp32Weights fp32_weights(const Model& model);
 
-  /// torch::save and torch::load of a model inside fp32_weights(). A TorchScript module uses its
-  /// own format. The file appears whole or not at all. load_model accepts a file with any floating
-  /// dtypes. FileError if the file cannot be written or read, or does not match the model, which is
-  /// then unchanged.
+  /// Saves or loads a model inside fp32_weights(), as torch::save and torch::load do. A TorchScript
+  /// module uses its own format. save_model writes a complete file or none. load_model accepts a
+  /// file with any floating dtypes. FileError if the file cannot be written or read, or does not
+  /// match the model, which is then unchanged.
   ///
   /// torch::load without fp32_weights() works as well. LibTorch 2.11 puts the bytes of an fp32 file
   /// into a 16-bit tensor; the next forward, autocast, scale_loss, step or save detects that and
@@ -183,7 +183,8 @@ class [[nodiscard]] MixedPrecision {
 
   /// Saves or loads loss scalers and master weights. Together with the state of model and
   /// optimizer, this is all that a resumed run needs to continue bit for bit. Save models inside
-  /// fp32_weights(). The three may be loaded in any order, before or after the first step.
+  /// fp32_weights(). Model, optimizer and this state may be loaded in any order, before or after
+  /// the first step.
   ///
   /// save() is an Error between scale_loss and step, while gradients exist. load() drops gradients.
   /// It throws FileError, and changes nothing, unless level, dtype, the shapes of the masters and
@@ -192,9 +193,9 @@ class [[nodiscard]] MixedPrecision {
   void load(torch::serialize::InputArchive& archive);
 
   /// Sets a hook with which ranks agree on found_inf, as GradScaler::set_found_inf_hook does.
-  /// step() calls it for each loss of the optimizer, in the order of their first backward, except
-  /// in plain training, which has no checks. DistributedDataParallel needs no hook: an inf on one
-  /// rank reaches the mean on all ranks.
+  /// step() calls the hook for each loss of the optimizer, in the order of their first backward,
+  /// except in plain training, which has no checks. DistributedDataParallel needs no hook: an inf
+  /// on one rank reaches the mean on all ranks.
   void set_found_inf_hook(FoundInfHook hook);
 
   /// The implementation.

@@ -81,20 +81,20 @@ class Options {
   Options& min_loss_scale(double value);
   Options& max_loss_scale(double value);
   /// The other options of the loss scale: growth_interval, growth_factor, backoff_factor,
-  /// hysteresis, max_consecutive_skips … Its init_scale and bounds apply unless the setters above
-  /// set them. If it is not dynamic (LossScaleOptions::fixed), its init_scale is also the constant
-  /// scale, unless loss_scale sets one. A constant scale together with loss_scale "dynamic" is an
-  /// Error.
+  /// hysteresis, max_consecutive_skips … The init_scale and bounds of the value apply unless the
+  /// setters above set them. If the value is not dynamic (LossScaleOptions::fixed), its init_scale
+  /// is the constant scale, unless loss_scale sets one. A constant scale together with loss_scale
+  /// "dynamic" is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);
   /// The policy of O1's region. At O2 and O3 it selects the parameters that stay fp32
   /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. The policy's own device and
   /// dtype are ignored in favour of device() and dtype().
   Options& policy(CastPolicy value);
 
-  /// The memory format of the weights of Conv2d and ConvTranspose2d layers. It decides how these
-  /// layers compute, and the memory format of their results. ChannelsLast is faster in 16 bits, on
-  /// CPUs and on tensor cores; Contiguous is LibTorch's usual format. initialize converts the
-  /// weights once. A converted weight gets new memory. A tensor of another kind of layer that
+  /// The memory format of the weights of Conv2d and ConvTranspose2d layers. The format decides how
+  /// these layers compute, and the memory format of their results. ChannelsLast is faster in 16
+  /// bits, on CPUs and on tensor cores; Contiguous is LibTorch's usual format. initialize converts
+  /// the weights once. A converted weight gets new memory. A tensor of another kind of layer that
   /// shared the old memory keeps it, and is no longer tied to the weight. Default: Preserve, which
   /// converts nothing.
   ///
@@ -181,7 +181,7 @@ struct Properties {
   /// Error if options contradict each other; see the setters of Options.
   static Properties resolve(const Options& options, c10::DeviceType model_device);
 
-  /// Several lines, as logged at verbosity 1.
+  /// Returns several lines, as logged at verbosity 1.
   std::string to_string() const;
 };
 

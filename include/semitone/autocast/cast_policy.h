@@ -87,7 +87,7 @@ class CastPolicy {
   /// amp::initialize binds the policy itself.
   CastPolicy& keep_fp32_params(std::string_view glob);
 
-  /// Sets the emulation. Default: automatic.
+  /// Sets which 16-bit operators are emulated. Default: Emulation::automatic.
   CastPolicy& emulation(Emulation value);
 
   /// Whether an operator runs in Semitone's own kernel if that supports the arguments. Most of

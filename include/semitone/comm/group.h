@@ -39,7 +39,7 @@ class Work {
 /// the same group.
 ///
 /// Every rank of a group must call the same collectives in the same order, with tensors of the same
-/// shape and dtype. CheckLevel says how far this is verified. Tensors must be contiguous and on
+/// shape and dtype. CheckLevel defines how far this is verified. Tensors must be contiguous and on
 /// device(). Their dtype must be fp64, fp32, fp16, bf16, int64, int32, int8 or uint8; broadcast and
 /// all_gather accept any dtype. Other tensors are an Error. all_reduce and broadcast work in place,
 /// and autograd records no collective.
@@ -52,8 +52,8 @@ class Work {
 /// CommError names the rank when a peer dies (raised at once), when it stops or becomes unreachable
 /// (after InitOptions::heartbeat_timeout), or when it does not arrive within the timeout. After a
 /// lost rank the group and its subgroups are unusable: every call throws the same error. Destroying
-/// a group then takes a few seconds at most, whatever the other ranks do. With nccl it first waits
-/// for the collectives in progress.
+/// a group then takes a few seconds at most, whatever the other ranks do. With nccl the destructor
+/// first waits for the collectives in progress.
 ///
 /// With nccl, collectives return when they are queued. A lost rank aborts the queued collectives.
 /// GPU kernels that wait for them then continue with undefined values, and the next call on the

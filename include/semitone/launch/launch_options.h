@@ -92,7 +92,7 @@ class LaunchOptions {
 
   /// Time between SIGTERM and SIGKILL when processes are stopped. Default 10 s.
   LaunchOptions& grace(Seconds value);
-  /// How long another node's launcher may be silent before it counts as lost. Default 30 s.
+  /// How long another node's launcher may be silent before it is treated as lost. Default 30 s.
   LaunchOptions& heartbeat_timeout(Seconds value);
   /// How long to wait for the minimum number of nodes. Default 600 s.
   LaunchOptions& join_timeout(Seconds value);

@@ -76,11 +76,11 @@ struct FusedState;
 class FusedOptimizer : public torch::optim::Optimizer,
                        public semitone::detail::UsesParameterPlaces {
  public:
-  /// LibTorch's step: a default FusedStep. A closure is evaluated first, with gradients enabled,
-  /// and its loss is returned.
+  /// Steps as LibTorch's optimizers do, with a default FusedStep. A closure is evaluated first,
+  /// with gradients enabled, and its loss is returned.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// A step with unscaling, clipping, skipping and writing of the model in the same pass.
+  /// Steps with unscaling, clipping, skipping and writing of the model in the same pass.
   /// @return false if found_inf was set: nothing was changed
   bool step(const FusedStep& how);
 

@@ -52,7 +52,7 @@ class DataParallelOptions {
 /// It is a handle on the model, not a copy. Optimizers, amp::initialize (before or after) and
 /// checkpoints use the model itself, and gradients arrive there. `*replicas` is the model.
 /// DistributedDataParallel is faster, also on one machine: here each forward copies the weights,
-/// and one thread runs the whole backward pass of a CPU.
+/// and on a CPU one thread runs the whole backward pass.
 ///
 /// A forward
 /// - splits every tensor of the arguments, nested ones too (see map_tensors), along `dim` as

@@ -35,19 +35,18 @@ namespace semitone::parallel {
 /// rank and parameter. It is also an Error if no parameter needs gradients, if tensors are on a
 /// device that the group's backend does not support, or if options exclude each other.
 ///
-/// It is a handle on the model, not a copy. Optimizers, amp::initialize (call it before) and
-/// checkpoints use the model itself, and after backward its parameters' gradients are the means. Do
-/// not change dtypes, devices or requires_grad afterwards. `ddp->` is the model, for everything
-/// except forward. A backward pass of a forward that did not go through ddp.forward() is an Error.
-/// (With delay_allreduce, from the second step on, its gradients are reduced instead.) All backward
-/// passes must have ended before the object is destroyed.
+/// It is a handle on the model, not a copy. Optimizers, amp::initialize (to be called before this
+/// constructor) and checkpoints use the model itself, and after backward its parameters' gradients
+/// are the means. Do not change dtypes, devices or requires_grad afterwards. `ddp->` is the model,
+/// for everything except forward. A backward pass of a forward that did not go through
+/// ddp.forward() is an Error. (With delay_allreduce, from the second step on, its gradients are
+/// reduced instead.) All backward passes must have ended before the object is destroyed.
 ///
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost. With nccl a later
 ///   call on the group may throw it instead; see comm::Group.
-/// - The next forward throws an Error that names the parameters which got no gradient in a backward
-///   pass, if there are any. See DistributedDataParallelOptions::find_unused_parameters,
-///   static_graph, delay_allreduce.
+/// - If a parameter got no gradient in a backward pass, the next forward throws an Error that names
+///   it. See DistributedDataParallelOptions::find_unused_parameters, static_graph, delay_allreduce.
 ///
 /// All ranks must call forward and backward equally often; see join and no_sync. If forward or
 /// backward throws, a rank may repeat the step after clearing the gradients: the next forward
@@ -103,10 +102,10 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
   /// Runs a training loop in which ranks may have different numbers of batches. A rank without
   /// batches left takes part in the others' reductions with zeros until all are done, and may
   /// follow their steps (JoinOptions::follow), which keeps its optimizer state equal. At the end
-  /// all ranks have the model of the ranks that finished last. Each step costs two small messages
-  /// more. The loop must not call other collectives, as SyncBatchNorm layers would. An exception of
-  /// the loop propagates, and the rank leaves the group. Error with static_graph and with sparse
-  /// gradients.
+  /// all ranks have the model of the ranks that finished last. Each step costs two additional small
+  /// messages. The loop must not call other collectives, as SyncBatchNorm layers would. An
+  /// exception of the loop propagates, and the rank leaves the group. Error with static_graph and
+  /// with sparse gradients.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }

@@ -20,7 +20,8 @@ class DistributedDataParallelOptions {
   /// Size in MiB of the first bucket, which holds the gradients nearest to the loss. A small one is
   /// sent early. Default 1.
   DistributedDataParallelOptions& first_bucket_mb(double value);
-  /// Sets buffers (running statistics) to rank 0's before each forward. Default true.
+  /// Sets buffers (running statistics) to rank 0's before each forward in grad mode, except inside
+  /// no_sync. Default true.
   DistributedDataParallelOptions& broadcast_buffers(bool value);
   /// Allows parameters without a gradient in some steps. Each step searches the graph from
   /// forward's results, and gradients of parameters that no rank used are not changed. This costs
@@ -45,7 +46,7 @@ class DistributedDataParallelOptions {
   /// Converts 16-bit gradients to fp32 for the reduction, and back. Default false.
   DistributedDataParallelOptions& allreduce_always_fp32(bool value);
   /// Converts wider gradients to this dtype, kHalf or kBFloat16, for the reduction, and back, which
-  /// halves the traffic or better. Values beyond fp16's range become inf, which a loss scaler
+  /// at least halves the traffic. Values beyond fp16's range become inf, which a loss scaler
   /// detects. Default: no conversion.
   DistributedDataParallelOptions& compress(at::ScalarType value);
   /// Sets a custom reduction. Excludes gradient_predivide_factor, allreduce_always_fp32 and

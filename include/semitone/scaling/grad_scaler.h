@@ -43,14 +43,15 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 ///       scaler.update();  // once an iteration, after all optimizers
 ///     }
 ///
-/// It differs from torch's where torch's is wrong or reports too little (docs/grad_scaler.md):
+/// It differs from torch's scaler where that is wrong or reports too little (docs/grad_scaler.md):
 /// - The unscaled gradients are checked for inf and NaN. torch checks before it multiplies by
 ///   1/scale. Once torch's scale is 0, or so small that 1/scale is inf, its optimizer steps on NaN.
 /// - The scale has a lower and an upper bound, and may back off after several overflows only:
 ///   LossScaleOptions.
 /// - step() returns whether it stepped, and skips are counted. After max_consecutive_skips an error
 ///   names the parameter whose gradient overflowed.
-/// - fp16 gradients are unscaled, in fp32 arithmetic, not refused. Sparse gradients are coalesced.
+/// - fp16 gradients, which torch refuses, are unscaled in fp32 arithmetic. Sparse gradients are
+///   coalesced.
 /// - An optimizer without any gradient is not an error: its step() is called as usual.
 /// - A closure cannot be passed, since the optimizer would evaluate the model again while gradients
 ///   are scaled.
@@ -70,22 +71,23 @@ class GradScaler {
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& losses);
 
   /// Divides the gradients of the optimizer's parameters by the scale, in place, and checks for inf
-  /// and NaN. At most once between two updates, before step(). Error if scale() was never called,
-  /// or at a second call.
+  /// and NaN. May be called once between two updates, before step(). Error if scale() was never
+  /// called, or at a second call.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls optimizer.step() unless a gradient is inf or NaN. Unscales first if unscale_() was not
-  /// called. At most once between two updates. Gradients are not checked again after unscale_(), as
-  /// in torch. LBFGS is an Error: it evaluates the model again inside its step.
+  /// called. May be called once per optimizer between two updates. Gradients are not checked again
+  /// after unscale_(), as in torch. LBFGS is an Error: it evaluates the model again inside its
+  /// step.
   Step step(torch::optim::Optimizer& optimizer);
   Step step(torch::optim::Optimizer& optimizer,
             const torch::optim::Optimizer::LossClosure& closure) = delete;
 
   /// Updates the scale with the results of the steps since the last update: an overflow in any
-  /// optimizer backs off. Error if no gradients were checked, or if the optimizer's state shows
-  /// that optimizer.step() was called after unscale_() instead of this class's step(). (The latter
-  /// is checked only as long as step() of this object has never been called.) DivergedError after
-  /// max_consecutive_skips consecutive skipped iterations.
+  /// optimizer backs the scale off. Error if no gradients were checked, or if the optimizer's state
+  /// shows that optimizer.step() was called after unscale_() instead of this class's step(). (The
+  /// latter is checked only as long as step() of this object has never been called.) DivergedError
+  /// after max_consecutive_skips consecutive skipped iterations.
   void update();
 
   /// Sets the scale, which must be positive and finite. Drops the results of the steps; counters

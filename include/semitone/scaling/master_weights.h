@@ -92,7 +92,7 @@ class [[nodiscard]] MasterWeights {
   /// place. This function and all that call it throw Error for a parameter whose shape has changed.
   void sync();
 
-  /// The part of sync() that changes masters only.
+  /// Does the part of sync() that changes masters.
   void pull();
 
   /// Calls optimizer.step() and write_model(), in one pass for a FusedOptimizer.
