@@ -15,8 +15,8 @@ namespace semitone::amp {
 
 /// Options of a CapturedStep.
 struct CapturedStepOptions {
-  /// Number of steps that run operator by operator before one is captured, so that libraries select
-  /// their algorithms and allocate memory. At least 1. Default 3, as in
+  /// Number of steps that run operator by operator before a step is captured, so that libraries
+  /// select their algorithms and allocate memory. At least 1. Default 3, as in
   /// torch.cuda.make_graphed_callables.
   TORCH_ARG(std::int64_t, warmup) = 3;
   /// Largest norm of all unscaled gradients together. Larger gradients are clipped, without a host

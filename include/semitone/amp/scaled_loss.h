@@ -14,8 +14,8 @@ namespace semitone::amp {
 struct ScaleLossOptions {
   /// Index of the loss scaler, below Options::num_losses.
   TORCH_ARG(std::int64_t, loss_id) = 0;
-  /// Leave the gradients scaled after this backward pass. The last pass before the step must have
-  /// false here: it unscales the gradients of all passes. All of them must have the same loss
+  /// Whether the gradients stay scaled after this backward pass. The last pass before the step must
+  /// have false here: it unscales the gradients of all passes. These passes must have the same loss
   /// scale. Each delayed pass saves one pass over the gradients. Gradient accumulation is correct
   /// without it, too. Default false.
   TORCH_ARG(bool, delay_unscale) = false;

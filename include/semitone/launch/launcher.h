@@ -28,6 +28,8 @@ namespace semitone::launch {
 /// after the grace period. Each process leads a process group, so that the processes that it
 /// started are stopped with it. Then all processes are restarted, or run() returns. When run()
 /// returns, none of the processes is left. They are also killed if the launcher itself is killed.
+/// Exception: a process that SIGKILL does not end within 30 s (it waits for a disk or a driver) is
+/// abandoned, and a warning is logged.
 ///
 /// Launchers of several nodes connect over TCP without encryption, so use a network that you trust.
 /// A job with an rdzv_id accepts launchers with the same rdzv_id only. A job without one accepts
@@ -44,7 +46,7 @@ class Launcher {
 
   /// Runs the job; call it once. Returns when all of this node's processes have ended. Error if the
   /// job cannot start (a port in use, an unreachable endpoint, a program that the system refuses to
-  /// run). No process is left then.
+  /// run). In that case no process is left.
   LaunchResult run();
 
   /// Makes run() stop all processes and return. The processes get the signal (SIGTERM for SIGHUP),

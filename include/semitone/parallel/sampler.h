@@ -20,8 +20,9 @@ class DistributedSamplerOptions {
   /// Seed of the order. Every rank seeds its generator with seed + epoch, so that all ranks draw
   /// the same order.
   TORCH_ARG(std::uint64_t, seed) = 0;
-  /// If the size of the data set is not a multiple of the number of ranks: drop its tail (true), or
-  /// repeat some indices (false). All ranks get the same number of indices either way.
+  /// What happens if the size of the data set is not a multiple of the number of ranks. True: its
+  /// tail is dropped. False: some indices are repeated. All ranks get the same number of indices
+  /// either way.
   TORCH_ARG(bool, drop_last) = false;
 };
 

@@ -12,7 +12,8 @@
 namespace semitone::amp {
 
 /// A loss scale with its options, its state, and the counters of skipped steps. GradScaler has one
-/// object, and MixedPrecision one for each loss. It is in host memory. A copy is a snapshot.
+/// LossScaler, and MixedPrecision has one for each loss. All values are in host memory. A copy is a
+/// snapshot.
 class LossScaler {
  public:
   /// @param loss_id  index in events and messages
@@ -23,8 +24,8 @@ class LossScaler {
   double scale() const { return state_.scale; }
   /// The factor for gradients: 1/scale in fp64, rounded to fp32, as in torch.
   float inverse() const { return static_cast<float>(1.0 / state_.scale); }
-  /// Returns loss * scale, recorded by autograd, in fp32 or fp64: fp16 ends at 65504. Error for a
-  /// loss that is not floating-point.
+  /// Returns loss * scale, recorded by autograd, in fp32 or fp64, since fp16 ends at 65504. Error
+  /// for a loss that is not floating-point.
   at::Tensor scaled(const at::Tensor& loss) const;
   /// Returns loss * scale for a captured step. The scale is in the device's memory: one fp32
   /// element.
