@@ -81,6 +81,7 @@ class Registry {
   void install_stock(c10::DeviceType device) {
     const std::lock_guard lock(mutex_);
     if (!stock_installed_.insert(device).second) return;
+    install_fallback_locked(device);
     for (const std::string& name : stock_locked(device)) {
       if (const auto op = find_operator(name)) install_locked(*op, device);
     }
@@ -107,7 +108,19 @@ class Registry {
     const auto found = stock_.find(device);
     if (found != stock_.end()) return found->second;
     const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
-    return stock_.emplace(device, aten_operators_with_kernel(key)).first->second;
+    auto names = aten_operators_with_kernel(key);
+    if (names.empty() && device != c10::DeviceType::CUDA) names = stock_locked(at::kCUDA);
+    return stock_.emplace(device, std::move(names)).first->second;
+  }
+
+  // LibTorch has neither a list nor a fallback for a device type of another library. An operator
+  // without a row then has no kernel on the Autocast key, and a region would end with its call.
+  void install_fallback_locked(c10::DeviceType device) {
+    const auto key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+    auto& dispatcher = c10::Dispatcher::singleton();
+    if (dispatcher.hasBackendFallbackForDispatchKey(key)) return;
+    fallbacks_.push_back(dispatcher.registerFallback(key, c10::KernelFunction::makeFallthrough(),
+                                                     "semitone autocast"));
   }
 
   void install_locked(const c10::OperatorHandle& op, c10::DeviceType device) {
@@ -126,6 +139,7 @@ class Registry {
   std::unordered_map<c10::OperatorName, OpId> ids_;
   std::map<c10::DeviceType, std::vector<std::string>> stock_;
   std::set<c10::DeviceType> stock_installed_;
+  std::vector<c10::RegistrationHandleRAII> fallbacks_;
   std::map<std::pair<OpId, c10::DeviceType>, c10::RegistrationHandleRAII> installed_;
 };
 

@@ -35,7 +35,7 @@ void install_kernel(const c10::OperatorHandle& op, c10::DeviceType device);
 void install_mixed_kernels(c10::DeviceType device);
 
 // The display names of the ATen operators for which LibTorch itself has a kernel on the device
-// type's Autocast key.
+// type's Autocast key; CUDA's for a device type of another library that has none there.
 const std::vector<std::string>& stock_operators(c10::DeviceType device);
 
 }  // namespace semitone::amp
