@@ -57,6 +57,10 @@ std::optional<c10::OperatorHandle> convolution_of(const std::string& name) {
   return std::nullopt;
 }
 
+struct Silence : c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
@@ -126,6 +130,9 @@ class Call {
   void compute() {
     const at::AutoDispatchBelowADInplaceOrView below;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    // The CPU's kernels of losses warn that they use their output for values before the reduction.
+    Silence silence;
+    const c10::WarningUtils::WarningHandlerGuard no_warnings(&silence);
     if (const auto convolution = convolution_of(name_)) {
       // The gradient of convolution has one more argument, bias_sizes.
       if (convolution->schema().arguments().size() > op_.schema().arguments().size()) {

@@ -1,0 +1,103 @@
+#include "tests/accelerator/training.h"
+#include "tests/optim/all_fused_optimizers.h"
+#include "tests/support/levels.h"
+#include "tests/support/optimizers.h"
+#include "tests/support/tolerance.h"
+
+#include <torch/optim.h>
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+// amp::initialize and its steps for a model on a device that is not the CPU.
+namespace semitone::test::accelerator {
+namespace {
+
+struct AcceleratorMixedPrecision : AcceleratorTest {
+  // Trains on the CPU and on the device, which is returned, and compares the results.
+  static Trained compare(Training training, double tolerance) {
+    const Trained want = train(training);
+    training.device = device();
+    Trained got = train(training);
+    expect_same_training(got, want, tolerance);
+    return got;
+  }
+
+  // Five roundings in each of the layers' outputs and gradients; steps add up.
+  static double tolerance_of(const std::string& level, c10::ScalarType dtype) {
+    return level == "O0" ? reduction_tolerance(at::kFloat, 64) : rounding_tolerance(dtype, 20);
+  }
+
+  static MakeOptimizer sgd() {
+    return [](std::vector<at::Tensor> parameters) {
+      return std::make_unique<torch::optim::SGD>(std::move(parameters),
+                                                 torch::optim::SGDOptions(0.05).momentum(0.9));
+    };
+  }
+};
+
+TEST_F(AcceleratorMixedPrecision, EveryLevelTrainsAsOnTheCPU) {
+  for (const std::string level : kLevels) {
+    for (const auto dtype : kDtypes) {
+      SCOPED_TRACE(level + " " + c10::toString(dtype));
+      compare({.options = amp::Options(level).dtype(dtype).loss_scale(128.0),
+               .make = sgd(),
+               .is_exact = level != "O3"},
+              tolerance_of(level, dtype));
+    }
+  }
+}
+
+TEST_F(AcceleratorMixedPrecision, StepsReadTheDeviceOnce) {
+  for (const std::string level : {"O1", "O2"}) {
+    const auto options = amp::Options(level).dtype(at::kHalf).loss_scale("dynamic");
+    const Trained trained = train({.device = device(), .options = options, .make = sgd()});
+    EXPECT_EQ(trained.forward_and_backward.reads, 0) << level;
+    EXPECT_EQ(trained.forward_and_backward.waits, 0) << level;
+    EXPECT_EQ(trained.step.reads, std::ssize(trained.steps)) << level;
+    EXPECT_EQ(trained.step.waits, 0) << level;
+  }
+}
+
+TEST_F(AcceleratorMixedPrecision, OverflowsAreSkipped) {
+  for (const std::string level : {"O1", "O2", "O3"}) {
+    const auto options = amp::Options(level).dtype(at::kHalf).loss_scale("dynamic");
+    const Trained trained =
+        compare({.options = options, .make = sgd(), .overflow_at = 1, .is_exact = level != "O3"},
+                tolerance_of(level, at::kHalf));
+    EXPECT_EQ(trained.steps[1], amp::Step::skipped) << level;
+    EXPECT_EQ(trained.steps[2], amp::Step::stepped) << level;
+  }
+}
+
+TEST_F(AcceleratorMixedPrecision, ClippedStepsAreTheCPUs) {
+  for (const std::string level : {"O1", "O2"}) {
+    const auto options = amp::Options(level).dtype(at::kHalf).loss_scale(128.0);
+    compare({.options = options, .make = sgd(), .max_norm = 0.1}, tolerance_of(level, at::kHalf));
+  }
+}
+
+TEST_F(AcceleratorMixedPrecision, EveryFusedOptimizerTrainsAsOnTheCPU) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    for (const std::string level : {"O0", "O1", "O2"}) {
+      SCOPED_TRACE(kind.name + " " + level);
+      const auto options = amp::Options(level).dtype(at::kHalf).loss_scale(128.0);
+      const auto make = [&](std::vector<at::Tensor> parameters) { return kind(parameters); };
+      compare({.options = options, .make = make, .is_exact = level == "O0"},
+              tolerance_of(level, at::kHalf));
+    }
+  }
+}
+
+TEST_F(AcceleratorMixedPrecision, LibTorchsOptimizersTrainAsOnTheCPU) {
+  for (const OptimizerKind& kind : all_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    const auto options = amp::Options("O2").dtype(at::kHalf).loss_scale(128.0);
+    compare({.options = options, .make = kind.make, .is_exact = false},
+            tolerance_of("O2", at::kHalf));
+  }
+}
+
+}  // namespace
+}  // namespace semitone::test::accelerator
