@@ -180,10 +180,10 @@ void MixedPrecision::load_model(const Model& model, const std::string& path) {
   }
   const auto entries = entries_of(model);
   for (const ModelEntry& entry : entries) {
-    const std::string what = c10::str("'", entry.name, "' ", entry.tensor.sizes());
     const auto value = values.find(entry.name);
     if (value == values.end() || value->second.sizes() != entry.tensor.sizes()) {
-      throw FileError(kComponent, what + " in '" + path + "'",
+      throw FileError(kComponent,
+                      c10::str("'", entry.name, "' ", entry.tensor.sizes(), " in '", path, "'"),
                       value == values.end() ? "none" : c10::str(value->second.sizes()),
                       "was it saved from the same model?");
     }
