@@ -7,6 +7,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
+#include "src/train/device.h"
 #include "src/train/models.h"
 #include "src/train/workload.h"
 
@@ -100,7 +101,7 @@ void line(std::ostream& out, const char* what, const std::string& text) {
 void print_head(std::ostream& out, const BenchFlags& flags) {
   line(out, "semitone",
        fmt::format("{}, LibTorch {}, {}", version(), libtorch_version(), compiler()));
-  line(out, "device", describe_device(default_device()));
+  line(out, "device", describe_device(train::find_device(flags.device).type()));
   line(out, "workload",
        fmt::format("{} at {}, {} optimizer, seed {}", flags.workload, flags.opt_level,
                    flags.optimizer, flags.seed));

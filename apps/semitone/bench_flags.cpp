@@ -5,6 +5,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "src/core/named_rows.h"
+#include "src/train/device.h"
 #include "src/train/models.h"
 
 #include <fmt/format.h>
@@ -76,6 +77,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "Cast policy at O1, see semitone ops --policy");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc");
+  train::add_device_flag(add, flags->device);
   add.choice("--optimizer", flags->optimizer, {"fused", "split-masters", "bf16-state", "torch"},
              "fused: Semitone's; split-masters: with split masters; bf16-state: also with bf16 "
              "state; torch: "
@@ -131,7 +133,7 @@ void check(const BenchFlags& flags, const CLI::App& command) {
 train::WorkloadOptions options_of(const BenchFlags& flags) {
   train::WorkloadOptions options(flags.workload);
   options.opt_level(amp::parse_opt_level(flags.opt_level))
-      .device(default_device())
+      .device(train::find_device(flags.device))
       .memory_format(train::parse_memory_format(flags.memory_format))
       .fused_optimizer(flags.optimizer != "torch")
       .split_masters(flags.optimizer == "split-masters" || flags.optimizer == "bf16-state")
@@ -151,8 +153,8 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
   if (flags.batch_size > 0) options.batch_size(flags.batch_size);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.opt_level == "O1" && flags.policy != "semitone") {
-    const auto dtype = options.dtype().value_or(default_16bit_dtype(options.device()));
-    options.policy(amp::CastPolicy::by_name(flags.policy, {options.device(), dtype}));
+    const auto dtype = options.dtype().value_or(default_16bit_dtype(options.device().type()));
+    options.policy(amp::CastPolicy::by_name(flags.policy, {options.device().type(), dtype}));
   }
   return options;
 }

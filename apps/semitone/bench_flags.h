@@ -23,6 +23,7 @@ struct BenchFlags {
   std::string dtype = "auto";
   std::string policy = "semitone";
   std::string memory_format = "auto";
+  std::string device = "auto";
   std::string optimizer = "fused";
   std::int64_t batch_size = 0;  // 0: the workload's
   std::int64_t image_size;

@@ -144,6 +144,15 @@ void Flags::text(const std::string& name, const std::string& type, const Set& se
   add(name, type, "", take, type, help);
 }
 
+void Flags::text(const std::string& name, std::string& variable, const std::string& type,
+                 const std::function<bool(const std::string&)>& check, const std::string& help) {
+  const auto take = [&variable, check](const std::string& text) {
+    variable = text;
+    return check(text);
+  };
+  add(name, type, variable, take, "to be one of " + type, help);
+}
+
 void Flags::number_or_word(const std::string& name, const std::vector<std::string>& words,
                            const Set& set, const std::string& help) {
   const auto take = [words, set](const std::string& text) {

@@ -54,6 +54,9 @@ class Flags {
             const std::string& help);
   void text(const std::string& name, const std::string& type, const Set& set,
             const std::string& help);
+  // @param check  whether a text is one of those that type lists
+  void text(const std::string& name, std::string& variable, const std::string& type,
+            const std::function<bool(const std::string&)>& check, const std::string& help);
   // Calls set with a number above 0, or with one of the words. The first is the default.
   void number_or_word(const std::string& name, const std::vector<std::string>& words,
                       const Set& set, const std::string& help);

@@ -64,7 +64,7 @@ std::string format_line(const TrainFlags& flags) {
   const auto requested = flags.options.memory_format();
   if (requested != train::MemoryFormat::automatic)
     return std::string(train::name_of(requested)) + ": requested";
-  const auto format = train::choose_memory_format(default_device());
+  const auto format = train::choose_memory_format(flags.find_device().type());
   return fmt::format("{}: default, since convolutions are faster in it", train::name_of(format));
 }
 
@@ -94,7 +94,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   const auto line = [&out](const char* what, const std::string& text) {
     out << fmt::format("{:<14}{}\n", what, text);
   };
-  const auto device = default_device();
+  const c10::DeviceType device = flags.find_device().type();
   line("semitone", fmt::format("{}, LibTorch {}, {}", version(), libtorch_version(), compiler()));
   line("device", describe_device(device));
   line("16 bits", dtype_line(flags, device));
@@ -249,9 +249,16 @@ void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
                            flags.options.save().string());
 }
 
+// On the CPU of a machine with GPUs the default would be NCCL.
+comm::Group join_group(const TrainFlags& flags) {
+  return comm::init("env://",
+                    comm::InitOptions().backend(flags.find_device().is_cpu() ? "gloo" : "auto"));
+}
+
 int run(const CLI::App& command, const TrainFlags& flags) {
   const comm::Rendezvous place = comm::parse_rendezvous("env://");
   check(flags, command, place);
+  flags.find_device();  // an Error at once, before any process starts
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
   // One process prints for all.
   const bool speaks = place.rank == 0 && flags.node_rank == 0;
@@ -263,7 +270,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   std::vector<train::TrainResult> results;
   int code = kSuccess;
   {
-    const comm::Group group = was_launched ? comm::init() : comm::Group();
+    const comm::Group group = was_launched ? join_group(flags) : comm::Group();
     train::DataSet data = load_data(flags);
     if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, data, group);
     if (flags.starts_job() || (levels.size() > 1 && !was_launched)) {

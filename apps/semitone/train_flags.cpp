@@ -2,7 +2,6 @@
 
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
-#include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
 #include "src/core/env.h"
@@ -53,6 +52,7 @@ void add_training_flags(Flags& add, TrainFlags& flags) {
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
              "the four in turn");
   train::add_training_flags(add, flags.options);
+  train::add_device_flag(add, flags.device);
   add.integer("--threads", flags.threads, 0, 1024,
               "Threads per process, at most the number of cores; 0: LibTorch's choice");
 }
@@ -106,6 +106,9 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
       !train::find_optimizer(flags.options.optimizer()).has_momentum)
     throw UsageError(kTrain, "--momentum with --optimizer sgd or fused-sgd only",
                      "--optimizer " + flags.options.optimizer());
+  if (train::names_one_gpu(flags.device) && (flags.starts_job() || place.world_size > 1))
+    throw UsageError(kTrain, "--device cuda with several processes, each of which uses its own GPU",
+                     "--device " + flags.device);
   std::error_code ignored;
   if (!flags.options.save().empty() && !flags.json.empty() &&
       std::filesystem::weakly_canonical(flags.options.save(), ignored) ==
@@ -135,7 +138,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
 train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group) {
   train::TrainOptions options = flags.options;
-  options.opt_level(level).device(default_device()).group(group);
+  options.opt_level(level).device(flags.find_device()).group(group);
   return options;
 }
 

@@ -3,6 +3,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/launch/launch_options.h"
 #include "src/comm/rendezvous.h"
+#include "src/train/device.h"
 #include "src/train/trainer.h"
 
 #include <CLI/CLI.hpp>
@@ -24,6 +25,7 @@ struct TrainFlags {
   std::string model = "convnet";
   std::string data;
   std::string opt_level = "O1";
+  std::string device = "auto";
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   std::string nproc = "1";
   std::int64_t nodes = 1;
@@ -35,6 +37,8 @@ struct TrainFlags {
   bool quiet = false;
   bool as_part = false;  // another process shows the result
 
+  // See train::find_device.
+  c10::Device find_device() const { return train::find_device(device); }
   // One level, or all of them.
   std::vector<amp::OptLevel> levels() const;
   int processes() const;  // on this node

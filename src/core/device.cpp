@@ -28,12 +28,25 @@ std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype) {
   return describe(native_kernels(device, dtype));
 }
 
+namespace {
+
+// Why the CPU is used, if the machine or LibTorch is made for GPUs.
+std::string describe_unused_gpus() {
+  if (at::hasCUDA()) return "";
+  const int count = gpu_count();
+  if (at::globalContext().hasCUDART())
+    return count == 0 ? "; no CUDA device" : "; LibTorch cannot use the CUDA device";
+  return count == 0 ? "" : "; this LibTorch has no CUDA for the GPU here";
+}
+
+}  // namespace
+
 std::string describe_device(c10::DeviceType device) {
   if (device != c10::DeviceType::CPU) return c10::DeviceTypeName(device);
   return "CPU, " + std::to_string(at::get_num_threads()) + " threads, " + at::get_cpu_capability() +
          ", oneDNN up to " + std::string(name_of(effective_instruction_set())) + "; bf16 " +
          describe_16bit(device, c10::ScalarType::BFloat16) + "; fp16 " +
-         describe_16bit(device, c10::ScalarType::Half);
+         describe_16bit(device, c10::ScalarType::Half) + describe_unused_gpus();
 }
 
 }  // namespace semitone

@@ -42,7 +42,7 @@ struct Precision {
 // @tparam Options  with opt_level(), device() and dtype()
 template <typename Options>
 Precision precision_of(const Options& options) {
-  return {options.opt_level(), options.device(), options.dtype()};
+  return {options.opt_level(), options.device().type(), options.dtype()};
 }
 
 // A model and its optimizer after amp::initialize.

@@ -10,7 +10,7 @@
 #include "src/train/optimizers.h"
 #include "src/train/schedule.h"
 
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <torch/arg.h>
 
@@ -31,7 +31,8 @@ class TrainOptions {
   TORCH_ARG(amp::OptLevel, opt_level) = amp::OptLevel::O1;
   // The 16-bit dtype, fp16 or bf16. Default: default_16bit_dtype of the device.
   TORCH_ARG(std::optional<c10::ScalarType>, dtype);
-  TORCH_ARG(c10::DeviceType, device) = c10::DeviceType::CPU;
+  // A group of several processes on this kind of device chooses each process's own.
+  TORCH_ARG(c10::Device, device) = c10::DeviceType::CPU;
   // Loss scale. Default: the level's, see amp::OptLevel.
   TORCH_ARG(std::optional<amp::detail::LossScale>, loss_scale);
 

@@ -100,7 +100,7 @@ amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
 // This process's device: of several GPUs, the one that its group selected.
 c10::Device device_of(const TrainOptions& options) {
   const c10::Device given = options.group().device();
-  return given.type() == options.device() ? given : c10::Device(options.device());
+  return given.type() == options.device().type() ? given : options.device();
 }
 
 Classifier make_seeded(const ModelFactory& make_model, const TrainOptions& options) {
@@ -129,7 +129,7 @@ class Run {
       Observer& observer)
       : options_(options),
         observer_(observer),
-        format_(resolve(options.memory_format(), options.device())),
+        format_(resolve(options.memory_format(), options.device().type())),
         train_(data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
         test_(data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
         setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),

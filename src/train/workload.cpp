@@ -65,14 +65,13 @@ FixedBatch make_batch(const WorkloadOptions& options, MemoryFormat format) {
   // As Batches does.
   if (format == MemoryFormat::nhwc)
     batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
-  const c10::Device device(options.device());
-  return {batch.inputs.to(device), batch.labels.to(device)};
+  return {batch.inputs.to(options.device()), batch.labels.to(options.device())};
 }
 
 Classifier make_model(const WorkloadOptions& options) {
   torch::manual_seed(options.seed());
   Classifier model = options.workload().make_model(options);
-  model.module()->to(c10::Device(options.device()));
+  model.module()->to(options.device());
   return model;
 }
 
@@ -101,7 +100,7 @@ amp::Options amp_options(const WorkloadOptions& options, MemoryFormat format) {
 
 MemoryFormat chosen_format(const WorkloadOptions& options) {
   if (!options.workload().has_images) return MemoryFormat::nchw;
-  return resolve(options.memory_format(), options.device());
+  return resolve(options.memory_format(), options.device().type());
 }
 
 // Counts bytes, each block of memory once.

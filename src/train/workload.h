@@ -32,7 +32,7 @@ class WorkloadOptions {
   TORCH_ARG(amp::OptLevel, opt_level) = amp::OptLevel::O1;
   // The 16-bit dtype, fp16 or bf16. Default: default_16bit_dtype of the device.
   TORCH_ARG(std::optional<c10::ScalarType>, dtype);
-  TORCH_ARG(c10::DeviceType, device) = c10::DeviceType::CPU;
+  TORCH_ARG(c10::Device, device) = c10::DeviceType::CPU;
   // Cast policy, see amp::Options::policy.
   TORCH_ARG(std::optional<amp::CastPolicy>, policy);
   // Memory format of images and convolutions; automatic: choose_memory_format.

@@ -24,7 +24,8 @@ c10::ScalarType default_16bit_dtype(c10::DeviceType device);
 std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype);
 
 /// Describes the machine in one line, for tables and logs: "CPU, 2 threads, AVX512, oneDNN up to
-/// AVX512-BF16; bf16 native; fp16 emulated".
+/// AVX512-BF16; bf16 native; fp16 emulated". For a CPU it also says so if there is a GPU that
+/// LibTorch cannot use, or if LibTorch has CUDA but there is no GPU: "; no CUDA device".
 std::string describe_device(c10::DeviceType device);
 
 }  // namespace semitone
