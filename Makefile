@@ -2,6 +2,7 @@
 #
 #   PRESET=release|debug|asan|tsan|cuda   the kind of build             (CMakePresets.json)
 #   TORCH=2.11.0                          the LibTorch release to fetch (tools/setup.sh)
+#   CUDA=0|1                              fetch a LibTorch with CUDA, default: 1 for PRESET=cuda, else 0
 #   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
 #   JOBS=N                                number of jobs that compile and test, default: one per core
 #   NPROC=N|auto                          number of processes of mnist-ddp, default: 2
@@ -11,10 +12,13 @@ PRESET ?= release
 TORCH ?= 2.11.0
 JOBS ?= $(shell nproc)
 NPROC ?= 2
+ifneq ($(origin CUDA),command line)  # in the environment it may be the folder of a toolkit
+CUDA := $(or $(filter 0 1,$(CUDA)),$(if $(filter cuda,$(PRESET)),1,0))
+endif
 SUFFIX = $(if $(filter-out 2.11.0,$(TORCH)),-torch$(TORCH))
 BUILD = build/$(PRESET)$(SUFFIX)
-LIBTORCH = $(or $(SEMITONE_LIBTORCH),$(CURDIR)/.deps/libtorch-$(TORCH)/torch)
-export TORCH SEMITONE_LIBTORCH
+LIBTORCH = $(or $(SEMITONE_LIBTORCH),$(CURDIR)/.deps/libtorch-$(TORCH)$(if $(filter 1,$(CUDA)),-cuda)/torch)
+export TORCH CUDA SEMITONE_LIBTORCH
 
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 

@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# Downloads Python packages for this machine into a folder, as files and without what they require. Nothing is installed;
-# a wheel is a zip archive, whose programs and libraries work without Python: tools/fetch_wheels.sh FOLDER REQUIREMENT...
+# Downloads Python packages for this machine into a folder, as files; what they require only if asked to. Nothing is
+# installed; a wheel is a zip archive, whose programs and libraries work without Python:
+#
+#   tools/fetch_wheels.sh [--with-dependencies] FOLDER REQUIREMENT...
 set -euo pipefail
+dependencies=(--no-deps)
+if [ "$1" = --with-dependencies ]; then
+  dependencies=()
+  shift
+fi
 folder="$1"
 shift
 fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
@@ -22,6 +29,6 @@ machine="$(uname -m)"
 platforms=(--platform "manylinux2014_$machine")  # pip matches each platform name exactly, so all must be listed
 for minor in $(seq 17 28); do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
 mkdir -p "$folder"
-python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+python3 -m pip download --quiet --disable-pip-version-check "${dependencies[@]}" --only-binary=:all: \
   --implementation cp --python-version 3.11 --abi cp311 --abi abi3 --abi none "${platforms[@]}" -d "$folder" "$@" \
   || fail "could not download $* — is there a network?"

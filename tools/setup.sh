@@ -3,13 +3,21 @@
 # Once everything is there, another run costs nothing and needs no network. `make setup` calls it.
 #
 #   TORCH=2.11.0            the LibTorch release to fetch into .deps/libtorch-<release>/
+#   CUDA=1                  fetch LibTorch with CUDA and its libraries, into .deps/libtorch-<release>-cuda/. Neither a
+#                           CUDA toolkit nor a GPU is needed to build with it
 #   SEMITONE_LIBTORCH=DIR   use this LibTorch (the folder that holds include/ and lib/) and fetch none
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch_release="${TORCH:-2.11.0}"
+with_cuda="${CUDA:-0}"
 
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
 fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
+
+case "$with_cuda" in
+  0 | 1) ;;
+  *) fail "expected CUDA=1 or CUDA=0, got CUDA=$with_cuda" ;;
+esac
 
 # --- compiler and libraries ------------------------------------------------------------------------------------
 # package: a file or command that shows that it is installed, as a package or in another way
@@ -86,12 +94,19 @@ fi
 if [ -n "${SEMITONE_LIBTORCH:-}" ]; then
   [ -e "$SEMITONE_LIBTORCH/lib/libtorch_cpu.so" ] \
     || fail "expected lib/libtorch_cpu.so in SEMITONE_LIBTORCH, got none in $SEMITONE_LIBTORCH — give the folder that holds include/ and lib/"
+  [ "$with_cuda" = 0 ] || [ -e "$SEMITONE_LIBTORCH/lib/libtorch_cuda.so" ] \
+    || fail "expected lib/libtorch_cuda.so in SEMITONE_LIBTORCH, got none in $SEMITONE_LIBTORCH — give a LibTorch with CUDA, or unset SEMITONE_LIBTORCH to download one"
   say "LibTorch: $SEMITONE_LIBTORCH, as given"
   exit 0
 fi
+kind="LibTorch $torch_release"
 target=".deps/libtorch-$torch_release"
+if [ "$with_cuda" = 1 ]; then
+  kind="$kind with CUDA"
+  target="$target-cuda"
+fi
 if [ -e "$target/complete" ]; then
-  say "LibTorch $torch_release: there ($target)"
+  say "$kind: there ($target)"
   exit 0
 fi
 
@@ -100,25 +115,33 @@ fi
 work=".deps/download"
 rm -rf "$work" "$target.partial"
 mkdir -p "$target.partial"
-say "LibTorch $torch_release: downloading (530 MB, once)"
+say "$kind: downloading (530 MB, once)"
 tools/fetch_wheels.sh "$work" "torch==$torch_release" || fail "expected LibTorch $torch_release, got none — or give SEMITONE_LIBTORCH, the folder of an existing one"
-say "LibTorch $torch_release: unpacking headers and libraries"
+say "$kind: unpacking headers and libraries"
 wheel="$(ls "$work"/torch-*.whl)"
-# Its CUDA libraries would need 2 GB of other libraries. With a GPU, use a complete LibTorch (SEMITONE_LIBTORCH).
-unzip -q -o "$wheel" 'torch/include/*' 'torch/lib/*' 'torch/version.py' \
-  -x '*libtorch_python*' '*libtorch_cuda*' '*libtorch_nvshmem*' '*libc10_cuda*' -d "$target.partial"
+left_out=('*libtorch_python*')
+# Without CUDA=1 the CUDA libraries stay packed: they need 4 GB of other libraries.
+[ "$with_cuda" = 1 ] || left_out+=('*libtorch_cuda*' '*libtorch_nvshmem*' '*libc10_cuda*')
+unzip -q -o "$wheel" 'torch/include/*' 'torch/lib/*' 'torch/version.py' -x "${left_out[@]}" -d "$target.partial"
 cuda="$(sed -n "s/^cuda.*= '\([0-9]*\)\..*/\1/p" "$target.partial/torch/version.py")"
-if [ -n "$cuda" ]; then
+if [ "$with_cuda" = 1 ]; then
+  [ -n "$cuda" ] || fail "expected a LibTorch with CUDA, got $(basename "$wheel") — give SEMITONE_LIBTORCH, the folder of one for this machine"
+  # The releases that this LibTorch was tested with, as the package says.
+  mapfile -t libraries < <(unzip -p "$wheel" '*.dist-info/METADATA' \
+    | sed -n 's/^Requires-Dist: \(cuda-toolkit[^;]*\|nvidia-[^;]*\);.*/\1/p' | tr -d ' ')
+  say "$kind: downloading the CUDA $cuda libraries (2 GB, once)"
+  tools/fetch_wheels.sh --with-dependencies "$work" "${libraries[@]}"
+elif [ -n "$cuda" ]; then
   # libtorch_cpu.so links two small CUDA libraries; they need no GPU.
   suffix=""
   [ "$cuda" -lt 13 ] && suffix="-cu$cuda"
-  say "LibTorch $torch_release: downloading the CUDA $cuda runtime that its CPU library links (15 MB)"
+  say "$kind: downloading the CUDA $cuda runtime that its CPU library links (15 MB)"
   tools/fetch_wheels.sh "$work" "nvidia-cuda-runtime$suffix~=$cuda.0" "nvidia-cuda-cupti$suffix~=$cuda.0"
-  for wheel in "$work"/nvidia_*.whl; do
-    unzip -q -o "$wheel" 'nvidia/*' -d "$target.partial"
-  done
 fi
+for wheel in "$work"/nvidia_*.whl; do
+  [ ! -e "$wheel" ] || unzip -q -o "$wheel" 'nvidia/*' -d "$target.partial"
+done
 rm -rf "$work" "$target"
 mv "$target.partial" "$target"
 touch "$target/complete"
-say "LibTorch $torch_release: done ($target)"
+say "$kind: done ($target)"

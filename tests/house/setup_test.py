@@ -51,6 +51,15 @@ class Setup(unittest.TestCase):
         self.program("my-clang", "echo 'Ubuntu clang version 11.1.0-6'")
         self.expect_refusal(self.run_setup(CXX="my-clang"), "expected my-clang 14 or newer, got 11.1.0")
 
+    def test_cuda_that_is_neither_wanted_nor_not(self):
+        self.expect_refusal(self.run_setup(CUDA="yes"), "expected CUDA=1 or CUDA=0, got CUDA=yes")
+
+    def test_a_given_libtorch_without_the_cuda_that_is_wanted(self):
+        (self.root / "libtorch" / "lib").mkdir(parents=True)
+        (self.root / "libtorch" / "lib" / "libtorch_cpu.so").touch()
+        done = self.run_setup(CUDA="1", SEMITONE_LIBTORCH=str(self.root / "libtorch"))
+        self.expect_refusal(done, "expected lib/libtorch_cuda.so in SEMITONE_LIBTORCH, got none")
+
     def test_an_old_candidate_where_none_is_installed(self):
         for program in ["bash", "dirname", "sed", "sort", "head", "id", "seq", "uname", "printf", "cat"]:
             os.symlink(shutil.which(program), self.root / "bin" / program)
