@@ -108,5 +108,9 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
     add_library(LibTorch::c10_cuda SHARED IMPORTED)
     set_target_properties(LibTorch::c10_cuda PROPERTIES IMPORTED_LOCATION ${LibTorch_C10_CUDA_LIBRARY})
     target_link_libraries(LibTorch::cuda INTERFACE LibTorch::c10_cuda LibTorch::LibTorch)
+    # Loading it registers LibTorch's CUDA devices. A program calls no function of it, so the linker would drop it, and
+    # LibTorch would find no device. One word, which CMake neither reorders nor merges with other flags.
+    string(JOIN "," _needed -Wl,--push-state,--no-as-needed ${LibTorch_CUDA_LIBRARY} ${LibTorch_C10_CUDA_LIBRARY} --pop-state)
+    target_link_libraries(LibTorch::LibTorch INTERFACE ${_needed})
   endif()
 endif()

@@ -1,10 +1,16 @@
-# Decides SEMITONE_WITH_CUDA: the CUDA kernels (src/kernels/cuda) can be compiled, since there is an nvcc; and
-# SEMITONE_LINKS_CUDA: the library contains them, since LibTorch has CUDA too. With a LibTorch for CPUs no tensor could
-# reach them, and users of the library would need the CUDA toolkit for nothing; then only tests compile them
-# (semitone_kernels_cuda). The kernels are never required: without them, CUDA tensors use the reference implementations in
-# src/kernels/ref, which are composed of ATen operators. The kernels link the static CUDA runtime, which looks for a driver
-# when it is first used, so a program with them starts without a driver.
-set(SEMITONE_WITH_CUDA OFF)
+# Decides what of CUDA the library contains:
+#
+#   SEMITONE_WITH_NVCC      there is an nvcc that can compile the CUDA kernels (src/kernels/cuda)
+#   SEMITONE_LINKS_KERNELS  the library contains them: there is an nvcc, and LibTorch has CUDA. With a LibTorch for CPUs no
+#                           tensor could reach them; then only tests compile them (semitone_kernels_cuda)
+#   SEMITONE_LINKS_CUDA     the library contains what calls LibTorch's CUDA functions: CUDA graphs, and NCCL. No nvcc is
+#                           needed, only headers of CUDA (SEMITONE_CUDA_INCLUDE_DIR), which the Python packages that
+#                           LibTorch links contain too
+#
+# Nothing of it is ever required: without the kernels, CUDA tensors use the reference implementations in src/kernels/ref, which
+# are composed of ATen operators. The kernels link the static CUDA runtime, which looks for a driver when it is first used, so a
+# program with them starts without a driver.
+set(SEMITONE_WITH_NVCC OFF)
 if(NOT SEMITONE_CUDA STREQUAL OFF)
   include(CheckLanguage)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
@@ -20,17 +26,29 @@ if(NOT SEMITONE_CUDA STREQUAL OFF)
       set(CMAKE_CUDA_STANDARD 20)
       set(CMAKE_CUDA_EXTENSIONS OFF)
       set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)  # CMake 3.25 does not know that nvcc has it
-      set(SEMITONE_WITH_CUDA ON)
+      set(SEMITONE_WITH_NVCC ON)
     endif()
   endif()
-  if(SEMITONE_CUDA STREQUAL ON AND NOT SEMITONE_WITH_CUDA)
+  if(SEMITONE_CUDA STREQUAL ON AND NOT SEMITONE_WITH_NVCC)
     message(FATAL_ERROR "[cmake.cuda] expected nvcc 12.1 or newer because SEMITONE_CUDA=ON, got "
       "'${CMAKE_CUDA_COMPILER}' ${CMAKE_CUDA_COMPILER_VERSION} — "
       "install the CUDA toolkit or configure with -DSEMITONE_CUDA=AUTO")
   endif()
 endif()
 set(SEMITONE_LINKS_CUDA OFF)
-if(SEMITONE_WITH_CUDA AND LibTorch_HAS_CUDA)
-  set(SEMITONE_LINKS_CUDA ON)
+set(SEMITONE_LINKS_KERNELS OFF)
+if(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF)
+  # LibTorch's own headers first: they have the release that it was built with.
+  find_path(SEMITONE_CUDA_INCLUDE_DIR cuda_runtime_api.h
+    PATHS ${LibTorch_ROOT_DIR}/../nvidia/cu13/include ${LibTorch_ROOT_DIR}/../nvidia/cuda_runtime/include NO_DEFAULT_PATH)
+  find_path(SEMITONE_CUDA_INCLUDE_DIR cuda_runtime_api.h PATHS ${CUDAToolkit_INCLUDE_DIRS})
+  if(SEMITONE_CUDA_INCLUDE_DIR)
+    set(SEMITONE_LINKS_CUDA ON)
+    set(SEMITONE_LINKS_KERNELS ${SEMITONE_WITH_NVCC})
+  else()
+    message(WARNING "[cmake.cuda] LibTorch has CUDA, but cuda_runtime_api.h was not found: GPUs run without Semitone's kernels, "
+      "CUDA graphs and NCCL. Install the CUDA toolkit, or set SEMITONE_CUDA_INCLUDE_DIR to the folder of CUDA's headers")
+  endif()
 endif()
-message(STATUS "LibTorch ${LibTorch_VERSION} (CUDA: ${LibTorch_HAS_CUDA}) from ${LibTorch_ROOT_DIR}; CUDA kernels: ${SEMITONE_LINKS_CUDA}")
+message(STATUS "LibTorch ${LibTorch_VERSION} from ${LibTorch_ROOT_DIR}; CUDA: ${LibTorch_HAS_CUDA}, "
+  "CUDA graphs and NCCL: ${SEMITONE_LINKS_CUDA}, CUDA kernels: ${SEMITONE_LINKS_KERNELS}")
