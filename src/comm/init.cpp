@@ -145,7 +145,7 @@ std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machi
     throw CommError(kInitComponent, fmt::format("a route to {}", rendezvous.host), "none",
                     "is the network up?");
   }
-  const std::string address = route.ok() ? route.value : "127.0.0.1";
+  std::string address = route.ok() ? route.value : "127.0.0.1";
   if (!net::is_loopback(address) || !remote.has_value()) return address;
   // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
   if (const auto routed = net::address_of_default_route()) return *routed;

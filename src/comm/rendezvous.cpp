@@ -197,7 +197,7 @@ Rendezvous from_mpi(const MpiLauncher& mpi, const InitOptions& options) {
             ? "MASTER_ADDR in the environment of a job on several machines"
             : "MASTER_ADDR in the environment, which does not say how many of the ranks are "
               "on this machine",
-        "nothing", std::string(mpi.how_to_set_master));
+        "nothing", mpi.how_to_set_master);
   }
   result.host = host.value_or("127.0.0.1");
   std::string job = "mpi";

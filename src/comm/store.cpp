@@ -115,6 +115,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Rendezvous& rendezvous,
 
 std::vector<std::string> keys_of_ranks(const std::string& prefix, int size) {
   std::vector<std::string> keys;
+  keys.reserve(static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) keys.push_back(prefix + std::to_string(rank));
   return keys;
 }

@@ -34,11 +34,13 @@ std::vector<std::string> gather_strings(
   const auto lengths = all_gather(at::full({1}, static_cast<std::int64_t>(text.size()),
                                            at::TensorOptions(at::kLong).device(device)));
   std::vector<std::int64_t> sizes;
+  sizes.reserve(lengths.size());
   for (const at::Tensor& length : lengths) sizes.push_back(length.item<std::int64_t>());
   const std::int64_t longest = *std::max_element(sizes.begin(), sizes.end());
   if (longest == 0) return std::vector<std::string>(sizes.size());
   const auto padded = all_gather(to_bytes(text, longest).to(device));
   std::vector<std::string> strings;
+  strings.reserve(sizes.size());
   for (std::size_t rank = 0; rank < sizes.size(); ++rank) {
     strings.push_back(to_string(padded[rank], sizes[rank]));
   }

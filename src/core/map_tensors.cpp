@@ -35,7 +35,7 @@ c10::IValue map_list(const c10::IValue& value, TensorTransform transform) {
   result.reserve(list.size());
   bool changed = false;
   for (std::size_t i = 0; i < list.size(); ++i) {
-    const c10::IValue element = list.get(i);
+    const c10::IValue& element = list.get(i);
     result.push_back(map_ivalue(element, transform));
     changed = changed || !same(element, result.get(i));
   }

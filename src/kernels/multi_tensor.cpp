@@ -103,7 +103,7 @@ void run_on_cuda(std::span<const Unscale> items, const InverseScale& inverse,
                      .out_format = *format_of(item.out.scalar_type()),
                      .size = static_cast<std::size_t>(item.grad.numel())});
   }
-  auto* const flag = static_cast<float*>(static_cast<void*>(written_data(found_inf)));
+  auto* const flag = reinterpret_cast<float*>(written_data(found_inf));
   const float* const on_device =
       inverse.on_device.defined() ? inverse.on_device.const_data_ptr<float>() : nullptr;
   unscale_cuda(spans, inverse.number, on_device, flag, CurrentCuda(found_inf).stream());

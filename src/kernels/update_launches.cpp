@@ -71,8 +71,7 @@ UpdateSpan span_of(const Update& item) {
   span.grad_format = *format_of(item.grad.scalar_type());
   span.param = written_data(item.param);
   span.param_format = *format_of(item.param.scalar_type());
-  if (item.low.defined())
-    span.low = static_cast<std::uint16_t*>(static_cast<void*>(written_data(item.low)));
+  if (item.low.defined()) span.low = reinterpret_cast<std::uint16_t*>(written_data(item.low));
   if (item.copy.defined()) {
     span.copy = written_data(item.copy);
     span.copy_format = *format_of(item.copy.scalar_type());

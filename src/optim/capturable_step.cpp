@@ -114,6 +114,7 @@ bool CapturableStep::is_current() const {
   const auto& groups = optimizer_->param_groups();
   if (groups_now() != groups_) return false;
   std::vector<std::vector<FusedOptimizer::Slot>> slots;
+  slots.reserve(groups.size());
   for (const auto& group : groups) slots.push_back(optimizer_->slots(group.options()));
   for (std::size_t i = 0; i < work_.size(); ++i) {
     const kernels::Update& update = work_[i].update;

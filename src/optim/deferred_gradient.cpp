@@ -28,7 +28,7 @@ bool DeferredGradient::counts(const at::Tensor& master) const {
 
 at::Tensor DeferredGradient::take(const at::Tensor& master) {
   const bool still = counts(master);
-  const at::Tensor grad = std::exchange(grad_, {});
+  at::Tensor grad = std::exchange(grad_, {});
   const at::Tensor placeholder = std::exchange(placeholder_, {});
   if (still) {
     master.mutable_grad().reset();

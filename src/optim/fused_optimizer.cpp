@@ -280,7 +280,7 @@ at::Tensor FusedOptimizer::state_of(const at::Tensor& parameter, std::string_vie
     }
     names.append(k == 0 ? "" : ", ").append(all[k].name);
   }
-  throw Error(component(), "one of the state's names, " + names, std::string(name));
+  throw Error(component(), "one of the state's names, " + names, name);
 }
 
 at::Tensor FusedOptimizer::master_of(const at::Tensor& parameter) const {

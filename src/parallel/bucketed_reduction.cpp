@@ -33,7 +33,7 @@ class HookAdapter final : public c10d::CommHookInterface {
       : hook_(std::move(hook)), group_(std::move(group)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    const at::Tensor buffer = bucket.getBuffer();
+    const at::Tensor& buffer = bucket.getBuffer();
     const auto future =
         hook_->reduce({buffer, bucket.getParameters(), bucket.getIndex(), bucket.isLast()}, group_);
     if (future == nullptr) throw Error(kComponent, "a future from the hook", "none");
@@ -238,6 +238,7 @@ class BucketedReduction final : public Reduction {
   void shadow(bool keep) override {
     auto buckets = reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
     std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+    futures.reserve(buckets.size());
     for (auto& bucket : buckets) futures.push_back(reducer_->run_comm_hook(bucket));
     for (const auto& future : futures) future->waitAndThrow();
     std::unordered_set<const c10::TensorImpl*> unused;

@@ -17,6 +17,7 @@ namespace {
 std::vector<Property> properties_of(const ModelTensors& model,
                                     const DistributedDataParallelOptions& options) {
   std::vector<Property> properties;
+  properties.reserve(model.parameters.size() + model.buffers.size());
   // Gradients are sent in memory order, which is that of their parameters. Buffers are sent in the
   // order of their elements.
   for (const auto& [name, tensor, sparse_gradient] : model.parameters) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace semitone::parallel {
 namespace {
@@ -160,7 +161,7 @@ void EvaluationSampler::load(torch::serialize::InputArchive& archive) {
   loaded.size_ = read(archive, "size");
   loaded.index_ = read(archive, "index");
   check_index("parallel.evaluation_sampler", loaded.index_, loaded.num_samples());
-  *this = loaded;
+  *this = std::move(loaded);
 }
 
 }  // namespace semitone::parallel

@@ -139,8 +139,9 @@ std::vector<std::vector<int>> ZeroRedundancyOptimizer::owners() const {
     const auto& parameters = group.params();
     std::vector<std::size_t> order(parameters.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-      return parameters[a].numel() > parameters[b].numel();
+    // The largest first, and equal ones in their order.
+    std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+      return std::pair(parameters[b].numel(), a) < std::pair(parameters[a].numel(), b);
     });
     std::vector<int>& of_group = owners.emplace_back(parameters.size());
     for (const std::size_t i : order) {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
 namespace semitone::amp {
 
@@ -182,7 +183,7 @@ void LossScaler::load(torch::serialize::InputArchive& archive) {
   require(loaded.state_.growth_tracker >= -loaded.options_.growth_delay(),
           "a growth_tracker of at least -growth_delay", loaded.state_.growth_tracker);
   loaded.fit_counters();
-  *this = loaded;
+  *this = std::move(loaded);
 }
 
 }  // namespace semitone::amp

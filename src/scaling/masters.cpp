@@ -208,7 +208,8 @@ void Masters::step() {
     if (take_deferred(pair) || pair.master.grad().defined()) stepped.push_back(&pair);
   }
   try {
-    fused_->step(optim::FusedStep().copies(&copies).copies_inv_scale(deferred_inverse_));
+    fused_->step(optim::FusedStep().copies(&copies).copies_inv_scale(
+        static_cast<double>(deferred_inverse_)));
   } catch (...) {  // as after any other optimizer's step that throws: the masters have them
     Gradients pass(deferred_inverse_);
     for (const Pair* pair : stepped) pass.move(pair->parameter, pair->master);

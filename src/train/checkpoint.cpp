@@ -29,7 +29,7 @@ constexpr auto kFormat = "semitone.train/2";
 
 std::string to_text(const RunConfig& config) {
   std::string text;
-  for (const auto& [name, value] : config) text += name + "=" + value + "\n";
+  for (const auto& [name, value] : config) text += fmt::format("{}={}\n", name, value);
   return text;
 }
 
@@ -57,7 +57,7 @@ void require_same_config(const std::filesystem::path& path, const RunConfig& sav
   for (const auto& [name, value] : here) {
     const std::string other = value_in(saved, name);
     if (other != value) {
-      throw FileError(kCheckpoint, name + " " + value + " in '" + path.string() + "'", other,
+      throw FileError(kCheckpoint, fmt::format("{} {} in '{}'", name, value, path.string()), other,
                       "resume with the options of the saved run");
     }
   }

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <ostream>
 #include <string_view>
@@ -63,7 +64,7 @@ std::string bar(std::int64_t done, std::int64_t all, std::size_t width) {
 }
 
 std::string minutes(double seconds) {
-  const auto whole = static_cast<std::int64_t>(seconds + 0.5);
+  const auto whole = std::llround(seconds);
   return fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 

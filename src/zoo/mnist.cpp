@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "semitone/zoo/idx.h"
 
+#include <c10/util/StringUtil.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@ constexpr std::int64_t kClasses = 10;
 fs::path find(const fs::path& folder, const std::string& name, const std::string& kind) {
   for (const char* suffix : {"", ".gz"}) {
     for (const char* separator : {"-", "."}) {
-      const fs::path path = folder / (name + separator + kind + suffix);
+      const fs::path path = folder / c10::str(name, separator, kind, suffix);
       std::error_code ignored;
       if (fs::exists(path, ignored)) return path;
     }
