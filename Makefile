@@ -5,6 +5,7 @@
 #   CUDA=0|1                              fetch a LibTorch with CUDA, default: 1 for PRESET=cuda, else 0
 #   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
 #   JOBS=N                                number of jobs that compile and test, default: one per core
+#   ALONE=1                               check: clang-tidy reads each source and header alone; five times as long
 #   NPROC=N|auto                          number of processes of mnist-ddp, default: 2
 #   SEMITONE_PEER_PYTHON=PYTHON           a Python with torch, for bench-compare; default: bench-peers installs one
 
@@ -76,10 +77,10 @@ format: setup  ## Format the C++ sources
 	@tools/setup_check.sh
 	@tools/format.sh -i
 
-check:  ## Check format, arrows, pages, and every source and header alone with clang-tidy
+check:  ## Check format, arrows, pages, and with clang-tidy the sources and the public headers; ALONE=1: each file alone
 	@$(MAKE) -s configure PRESET=check
 	@tools/setup_check.sh
-	@tools/check.sh build/check$(SUFFIX) $(JOBS)
+	@tools/check.sh build/check$(SUFFIX) $(JOBS) $(if $(ALONE),--alone)
 
 clean:  ## Remove build/ (keeps .deps/)
 	@rm -rf build

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that can be said of the sources without running them; `make check` calls it: tools/check.sh BUILD JOBS
+# All that can be said of the sources without running them; `make check` calls it: tools/check.sh BUILD JOBS [--alone]
 # BUILD is a folder of the preset `check`. Every step runs, whatever the others found; exits with 1 if one found something.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ step "format: clang-format" tools/format.sh --dry-run -Werror
 step "arrows: which room includes which" tools/check_house.py
 step "pages: links, anchors and commands" tools/check_docs.py
 step "snippets: the C++ blocks of the pages" tools/doc_snippets.py "$build/tests/docs/snippets.cpp"
-step "sources: clang-tidy over each source and header alone" tools/tidy.py "$build" --jobs "$jobs"
+step "sources: clang-tidy, without the precompiled header" tools/tidy.py "$build" --jobs "$jobs" "${@:3}"
 
 [ ${#failed[@]} -eq 0 ] || { printf '[check] findings in: %s\n' "${failed[@]}" >&2; exit 1; }
 printf '\033[1m[check]\033[0m no findings\n'

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Runs clang-tidy (.clang-tidy) over every source and every header, each alone: without precompiled header, and without the
-sources that the build compiles together. So it also finds what a file uses without including it.
+"""Runs clang-tidy (.clang-tidy) over the sources, which the build compiles together in groups, and over each public header
+alone. Nothing uses the precompiled header.
 
-    tools/tidy.py BUILD [--jobs N] [PATTERN]
+    tools/tidy.py BUILD [--jobs N] [--alone] [PATTERN]
 
 BUILD is a configured folder of the preset `check`: only its compile_commands.json is used. PATTERN, a regular expression, chooses
 among the files. Prints the findings, and exits with 1 if there is one.
+
+--alone: every source and every header alone, so that a file that uses what it does not include is found wherever it is. LibTorch's
+headers are then parsed for each file: it takes five times as long.
 """
 import argparse
 import concurrent.futures
@@ -18,29 +21,49 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CLANG_TIDY = ROOT / ".deps/check/bin/clang-tidy"
-# Flags that clang does not know. OpenMP's header is GCC's; without the flag, LibTorch's headers include none.
+# Flags that clang does not know. OpenMP's header is GCC's, see below; without the flag, LibTorch's headers include none.
 ONLY_GCC = {"-fopenmp", "-Wduplicated-cond", "-Wlogical-op", "-Wuseless-cast", "-Wno-stringop-overflow", "-Wno-restrict",
-            "-Wno-maybe-uninitialized"}
+            "-Wno-maybe-uninitialized", "-Wno-subobject-linkage"}
+GROUP = re.compile(r"/Unity/unity_\w+\.cxx$")
+# The file that includes a header alone: tests/house/CMakeLists.txt.
+HEADER_ALONE = re.compile(r"/alone/(\w+)\.cpp$")
+# In a folder of headers that clang must not prefer to its own, so it comes last.
+GCC_HEADERS = subprocess.run(["g++", "-print-file-name=include"], capture_output=True, text=True, check=True).stdout.strip()
 NOISE = re.compile(r"^(\d+ warnings? (and \d+ errors? )?generated\.|Suppressed \d+|Use -header-filter|Error while processing|"
                    r"\d+ warnings? treated as errors?|Found compiler error)")
 
 
-def translation_units(build, pattern):
-    """Entries of compile_commands.json, one a file: sources, and the files that include a single header."""
+def sources_of(group):
+    return re.findall(r'#include "(/[^"]+)"', pathlib.Path(group).read_text())
+
+
+def translation_units(build, pattern, alone):
+    """Entries of compile_commands.json, one a file: groups of sources, or each source; files that include a single header."""
     units = {}
     for entry in json.loads((build / "compile_commands.json").read_text()):
-        file = pathlib.Path(entry["file"])
+        file = entry["file"]
         # pch.cpp is for the precompiled header, a .cu file for nvcc.
-        if file.name == "pch.cpp" or file.suffix == ".cu" or not file.exists():
+        if file.endswith(("/pch.cpp", ".cu")) or not pathlib.Path(file).exists():
             continue
-        if pattern.search(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)):
-            entry["command"] = " ".join(flag for flag in entry["command"].split(" ") if flag not in ONLY_GCC)
-            units.setdefault(entry["file"], entry)
+        header = HEADER_ALONE.search(file)
+        if header and not header.group(1).startswith("include_") and not alone:
+            continue
+        command = " ".join(flag for flag in entry["command"].split(" ") if flag not in ONLY_GCC)
+        command += f" -idirafter {GCC_HEADERS}"
+        for source in sources_of(file) if alone and GROUP.search(file) else [file]:
+            name = pathlib.Path(source)
+            if pattern.search(str(name.relative_to(ROOT) if name.is_relative_to(ROOT) else name)):
+                units.setdefault(source, {**entry, "file": source, "command": command.replace(file, source)})
     return units
 
 
 def findings_of(commands, file):
-    done = subprocess.run([CLANG_TIDY, "--quiet", "-p", commands, file], capture_output=True, text=True)
+    checks = "--checks="
+    if GROUP.search(file):
+        checks += "-bugprone-suspicious-include,"  # a group includes its sources
+    if "/tests/" in file:
+        checks += "-performance-*,"  # tests are written to be read
+    done = subprocess.run([CLANG_TIDY, "--quiet", checks, "-p", commands, file], capture_output=True, text=True)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line and not NOISE.match(line)]
     if done.returncode and not lines:
         lines = [f"{file}: clang-tidy ended with {done.returncode}"]
@@ -51,9 +74,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=pathlib.Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("pattern", nargs="?", default=".", type=re.compile)
     args = parser.parse_intermixed_args()
-    units = translation_units(args.build.resolve(), args.pattern)
+    units = translation_units(args.build.resolve(), args.pattern, args.alone)
     if not units:
         sys.exit(f"[tidy] expected a pattern of files in {args.build}/compile_commands.json, got '{args.pattern.pattern}'")
     commands = args.build / "tidy"
