@@ -287,7 +287,8 @@ TEST_F(CapturedSteps, SayWhatTheyCannotRepeat) {
                {"[optim.capturable_step]", "bf16_state in group 0"});
   expect_error(make(kinds()[0], CapturedStepOptions().warmup(0)), {"warmup of at least 1"});
   expect_error(make(kinds()[0], CapturedStepOptions().max_grad_norm(-1)), {"max_grad_norm", "-1"});
-  expect_error(make(kinds()[0], CapturedStepOptions().max_grad_norm(NAN)), {"max_grad_norm"});
+  expect_error(make(kinds()[0], CapturedStepOptions().max_grad_norm(std::nan(""))),
+               {"max_grad_norm"});
   expect_error(make(kinds()[0], CapturedStepOptions().loss_id(1)), {"loss_id below 1"});
 
   Training training(kinds()[0], bf16, CapturedStepOptions().warmup(1));

@@ -10,6 +10,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <tuple>
 #include <vector>
 
 namespace semitone::amp::memory_format_test {
@@ -166,7 +167,7 @@ TEST(MemoryFormatOfModels, TorchScriptModelsAreLaidOutToo) {
   EXPECT_TRUE(is_channels_last(script.attr("weight").toTensor()));
   torch::jit::Module other("Conv2d");  // made by other code
   other.register_parameter("weight", torch::randn({4, 3}), /*is_buffer=*/false);
-  EXPECT_NO_THROW(initialize(other, quiet(OptLevel::O1).choose_memory_format()));
+  EXPECT_NO_THROW(std::ignore = initialize(other, quiet(OptLevel::O1).choose_memory_format()));
 }
 
 TEST(MemoryFormatOfModels, ViewsCopyOnlyWhereLibTorchCannotShowThem) {

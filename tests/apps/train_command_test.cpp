@@ -57,9 +57,8 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
   for (const char* text : {"device        CPU, 1 threads", "16 bits       float16: requested",
                            "memory        nhwc: default", "400 training and 100 test images",
                            "sgd lr 0.05 momentum 0.9, cosine, seed 0",
-                           "level  dtype      accuracy     loss  images/s  ms/step  speed     time "
-                           "      RSS   tensors  skipped  loss scale",
-                           "\nO2     float16 "})
+                           "level  dtype      accuracy     loss  images/s  ms/step  speed     time",
+                           "  RSS   tensors  skipped  loss scale", "\nO2     float16 "})
     EXPECT_THAT(finished.out, HasSubstr(text));
   EXPECT_THAT(finished.err,
               AllOf(HasSubstr("O2 float16   epoch 1/2  loss "), HasSubstr("epoch 2/2"),

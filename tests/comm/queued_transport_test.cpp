@@ -128,10 +128,13 @@ class QueuedBackend final : public c10d::Backend {
 };
 
 // The group of rank 0; rank 1 is its watch alone.
-class Queued : public ::testing::Test {
+class QueuedTest : public ::testing::Test {
+ public:
+  ~QueuedTest() override { device_->hang(false); }
+
  protected:
-  explicit Queued(milliseconds timeout = std::chrono::minutes(10),
-                  milliseconds patience = seconds(60)) {
+  explicit QueuedTest(milliseconds timeout = std::chrono::minutes(10),
+                      milliseconds patience = seconds(60)) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     WatchOptions watch;
     watch.size = 2;
@@ -153,7 +156,6 @@ class Queued : public ::testing::Test {
     backend_ =
         c10::make_intrusive<WatchedBackend>(c10::make_intrusive<QueuedBackend>(device_), options);
   }
-  ~Queued() override { device_->hang(false); }
 
   void reduce() {
     std::vector<at::Tensor> tensors{at::ones({1})};
@@ -180,7 +182,7 @@ class Queued : public ::testing::Test {
   c10::intrusive_ptr<WatchedBackend> backend_;
 };
 
-TEST_F(Queued, CollectivesAreDoneBeforeTheirGroupGoes) {
+TEST_F(QueuedTest, CollectivesAreDoneBeforeTheirGroupGoes) {
   reduce();
   auto gone = std::async(std::launch::async, [this] { backend_.reset(); });
   EXPECT_TRUE(test::eventually([this] { return device_->shutdowns() == 1; }));
@@ -191,7 +193,7 @@ TEST_F(Queued, CollectivesAreDoneBeforeTheirGroupGoes) {
   EXPECT_EQ(device_->aborts(), 0);
 }
 
-TEST_F(Queued, CollectivesEndWhenARankIsLost) {
+TEST_F(QueuedTest, CollectivesEndWhenARankIsLost) {
   reduce();
   other_->report_lost("its process has ended");
   // Without any call: the program may wait for the device itself.
@@ -202,7 +204,7 @@ TEST_F(Queued, CollectivesEndWhenARankIsLost) {
   EXPECT_EQ(device_->shutdowns(), 0);
 }
 
-TEST_F(Queued, ALossDuringDestructionEndsIt) {
+TEST_F(QueuedTest, ALossDuringDestructionEndsIt) {
   reduce();
   auto gone = std::async(std::launch::async, [this] { backend_.reset(); });
   EXPECT_TRUE(test::eventually([this] { return device_->shutdowns() == 1; }));
@@ -211,7 +213,7 @@ TEST_F(Queued, ALossDuringDestructionEndsIt) {
   EXPECT_EQ(device_->aborts(), 1);
 }
 
-TEST_F(Queued, BarriersWaitForTheDevice) {
+TEST_F(QueuedTest, BarriersWaitForTheDevice) {
   const auto barrier = backend_->barrier({});
   auto passed = std::async(std::launch::async, [&] { return barrier->wait(); });
   EXPECT_NE(passed.wait_for(milliseconds(200)), std::future_status::ready);
@@ -219,30 +221,30 @@ TEST_F(Queued, BarriersWaitForTheDevice) {
   EXPECT_TRUE(passed.get());
 }
 
-TEST_F(Queued, BarriersEndWhenARankIsLost) {
+TEST_F(QueuedTest, BarriersEndWhenARankIsLost) {
   const auto barrier = backend_->barrier({});
   auto passed = std::async(std::launch::async, [&] { return barrier->wait(); });
   other_->report_lost("its process has ended");
   EXPECT_THROW(passed.get(), CommError);
 }
 
-TEST_F(Queued, AnErrorOfTheDeviceIsThatOfTheNextCall) {
+TEST_F(QueuedTest, AnErrorOfTheDeviceIsThatOfTheNextCall) {
   reduce();
   device_->fail("unhandled system error");
   EXPECT_THAT(error_of_next_call(), HasSubstr("unhandled system error"));
   EXPECT_TRUE(test::eventually([this] { return device_->aborts() == 1; }));
 }
 
-TEST_F(Queued, GroupsWithoutCollectivesComeAndGo) {
+TEST_F(QueuedTest, GroupsWithoutCollectivesComeAndGo) {
   device_->run_all();
   backend_.reset();
   EXPECT_EQ(device_->shutdowns(), 1);
   EXPECT_EQ(device_->aborts(), 0);
 }
 
-class QueuedWithLittleTime : public Queued {
+class QueuedWithLittleTime : public QueuedTest {
  protected:
-  QueuedWithLittleTime() : Queued(milliseconds(300), milliseconds(200)) {}
+  QueuedWithLittleTime() : QueuedTest(milliseconds(300), milliseconds(200)) {}
 };
 
 TEST_F(QueuedWithLittleTime, ALateRankIsNamed) {
@@ -259,9 +261,9 @@ TEST_F(QueuedWithLittleTime, DestructionEndsWhereAnAbortDoesNot) {
   backend_.reset();
 }
 
-class QueuedWithTimeButNoPatience : public Queued {
+class QueuedWithTimeButNoPatience : public QueuedTest {
  protected:
-  QueuedWithTimeButNoPatience() : Queued(std::chrono::minutes(10), milliseconds(100)) {}
+  QueuedWithTimeButNoPatience() : QueuedTest(std::chrono::minutes(10), milliseconds(100)) {}
 };
 
 TEST_F(QueuedWithTimeButNoPatience, ARankThatLeftIsNamed) {

@@ -21,7 +21,7 @@ using test::expect_error;
 constexpr auto kEnv = "env://";
 
 // Removes the variables of all launchers.
-class Rendezvous_ : public ::testing::Test {
+class RendezvousTest : public ::testing::Test {
  protected:
   Environment environment_{{"RANK",
                             "WORLD_SIZE",
@@ -63,10 +63,10 @@ class Rendezvous_ : public ::testing::Test {
                             "GLOO_SOCKET_IFNAME"}};
 };
 
-class EnvironmentUrl : public Rendezvous_ {};
-class TcpUrl : public Rendezvous_ {};
-class FileUrl : public Rendezvous_ {};
-class Init : public Rendezvous_ {};
+class EnvironmentUrl : public RendezvousTest {};
+class TcpUrl : public RendezvousTest {};
+class FileUrl : public RendezvousTest {};
+class Init : public RendezvousTest {};
 
 TEST_F(EnvironmentUrl, IsASingleProcessWithoutALauncher) {
   const Rendezvous rendezvous = parse_rendezvous(kEnv);

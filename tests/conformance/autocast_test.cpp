@@ -75,7 +75,7 @@ void compare(const json& expected, const Outcome& got, bool any_16bit) {
   ASSERT_EQ(got.outputs.size(), expected.size());
   const double tolerance = any_16bit ? 1e-2 : 2e-4;
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_EQ(got.outputs[i].first, expected[i][0]) << "output " << i;
+    EXPECT_EQ(got.outputs[i].first, expected[i][0].get<std::string>()) << "output " << i;
     if (expected[i][1].is_null()) continue;
     const double want = number(expected[i][1]);
     const double difference = std::abs(got.outputs[i].second - want);

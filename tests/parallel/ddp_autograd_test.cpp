@@ -39,7 +39,7 @@ void expect_gradients_of_one_process(Model& model, Model& alone, int rank, const
                                      const LossOf& loss_of) {
   for (int step = 0; step < 4; ++step) {
     SCOPED_TRACE(step);
-    const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+    const Batch batch = batch_of(100 + step, 8);
     model->zero_grad();
     alone->zero_grad();
     loss_of(forward, batch.rows(4 * rank, 4 * rank + 4)).backward();

@@ -101,7 +101,7 @@ TEST(Misuse, ABackwardAfterItsEndIsAnError) {
 TEST(Misuse, OptionsThatExcludeEachOtherAreNamed) {
   expect_error([] { DistributedDataParallelOptions().bucket_cap_mb(0); }, {"bucket_cap_mb"});
   expect_error([] { DistributedDataParallelOptions().first_bucket_mb(-1); }, {"first_bucket_mb"});
-  expect_error([] { DistributedDataParallelOptions().gradient_predivide_factor(NAN); },
+  expect_error([] { DistributedDataParallelOptions().gradient_predivide_factor(std::nan("")); },
                {"gradient_predivide_factor"});
   expect_error([] { DistributedDataParallelOptions().compress(torch::kFloat); },
                {"compress", "float32"});
@@ -136,13 +136,16 @@ struct FragileImpl : test::NetImpl {
   FragileImpl() : NetImpl(/*normalised=*/true) {}
   at::Tensor forward(const at::Tensor& x) {
     at::Tensor hidden = torch::tanh(norm->forward(first->forward(x)));
-    if (forward_failures > 0 && forward_failures-- > 0) throw OutOfMemory();
+    fail(forward_failures);
     if (hidden.requires_grad()) {
-      hidden.register_hook([this](const at::Tensor&) {
-        if (backward_failures > 0 && backward_failures-- > 0) throw OutOfMemory();
-      });
+      hidden.register_hook([this](const at::Tensor&) { fail(backward_failures); });
     }
     return second->forward(hidden);
+  }
+  static void fail(int& times) {
+    if (times == 0) return;
+    --times;
+    throw OutOfMemory();
   }
   int forward_failures = 0;
   int backward_failures = 0;
@@ -164,7 +167,7 @@ TEST(Exceptions, LetAStepBeTriedAgain) {
         DistributedDataParallel ddp(model, group, options);
         for (int step = 0; step < 5; ++step) {
           SCOPED_TRACE(step);
-          const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+          const Batch batch = batch_of(100 + step, 8);
           const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
           const bool fails = step != 2 && (on_all_ranks || rank.number() == step % 2);
           if (fails) model->backward_failures = step == 4 ? 2 : 1;

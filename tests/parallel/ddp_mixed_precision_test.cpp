@@ -49,7 +49,7 @@ TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
                                    amp::Options(level).dtype(torch::kBFloat16).loss_scale(16));
       DistributedDataParallel ddp(model, group,
                                   DistributedDataParallelOptions().allreduce_always_fp32(true));
-      const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 8);
+      const Batch batch = batch_of(rank.number(), 8);
       double first = 0;
       double last = 0;
       for (int step = 0; step < 15; ++step) {
@@ -77,7 +77,7 @@ TEST(MixedPrecision, MastersFollowParametersThatAreBroadcastOneByOne) {
     torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
     auto mixed = amp::initialize(
         *model, optimizer,
-        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(1.f).verbosity(0));
+        amp::Options(amp::OptLevel::O2).dtype(torch::kBFloat16).loss_scale(1.0).verbosity(0));
     for (at::Tensor& parameter : model->parameters()) group.broadcast(parameter);
     for (const at::Tensor& parameter : model->parameters())
       parameter.mutable_grad() = torch::ones_like(parameter);
@@ -105,7 +105,7 @@ TEST(MixedPrecision, MastersAndScalesStayEqualThroughOverflowsOnOneRank) {
         DistributedDataParallel ddp(model, group, options);
         int skipped = 0;
         for (int step = 0; step < 200; ++step) {
-          const Batch batch = batch_of(static_cast<std::uint64_t>(2 * step + rank.number()), 4);
+          const Batch batch = batch_of(2 * step + rank.number(), 4);
           const auto output = mixed.forward(ddp, batch.data.to(torch::kFloat));
           at::Tensor loss =
               sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat)) / 4;

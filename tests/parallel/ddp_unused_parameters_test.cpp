@@ -56,7 +56,7 @@ TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
     };
     Heads alone = seeded<Heads>(1);
     train(*alone, kSteps, [&](int step) {
-      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+      const Batch batch = batch_of(100 + step, 8);
       for (int each = 0; each < 2; ++each) {
         const Batch rows = batch.rows(4 * each, 4 * each + 4);
         (sum_of_squares(alone->forward(rows.data, use_left(step, each)), rows.target) / 8)
@@ -74,7 +74,7 @@ TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
       Heads model = seeded<Heads>(1);
       DistributedDataParallel ddp(model, group, options);
       train(*model, kSteps, [&](int step) {
-        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8)
+        const Batch batch = batch_of(100 + step, 8)
                                 .rows(4 * rank.number(), 4 * rank.number() + 4);
         const at::Tensor output = ddp.forward(batch.data, use_left(step, rank.number()));
         (sum_of_squares(output, batch.target) * 2 / 8).backward();
@@ -93,7 +93,7 @@ TEST(UnusedParameters, AreFoundOutOnceInAStaticGraph) {
     Heads alone = seeded<Heads>(1);
     Heads model = seeded<Heads>(1);
     DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
-    const auto batch = [](int step) { return batch_of(100 + static_cast<std::uint64_t>(step), 8); };
+    const auto batch = [](int step) { return batch_of(100 + step, 8); };
     train(*alone, 5, [&](int step) {
       (sum_of_squares(alone->forward(batch(step).data, true), batch(step).target) / 8).backward();
     });
@@ -110,7 +110,7 @@ TEST(StaticGraph, ThatChangesIsAnError) {
     const auto group = comm::init();
     Heads model = seeded<Heads>(1);
     DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().static_graph(true));
-    const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+    const Batch batch = batch_of(rank.number(), 2);
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
       sum_of_squares(ddp.forward(batch.data, true), batch.target).backward();

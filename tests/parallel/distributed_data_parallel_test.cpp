@@ -46,7 +46,7 @@ TEST(Ddp, TrainsAsOneProcessOnTheWholeBatch) {
     const auto before = copies(alone->parameters());
     std::vector<at::Tensor> first_gradients;
     train(*alone, kSteps, [&](int step) {
-      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 16);
+      const Batch batch = batch_of(100 + step, 16);
       (sum_of_squares(alone->forward(batch.data), batch.target) / 16).backward();
       if (step == 0) first_gradients = copies(gradients_of(alone->parameters()));
     });
@@ -62,7 +62,7 @@ TEST(Ddp, TrainsAsOneProcessOnTheWholeBatch) {
           begin += share[static_cast<std::size_t>(peer)];
         const std::int64_t end = begin + share[static_cast<std::size_t>(rank.number())];
         train(*model, kSteps, [&](int step) {
-          const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 16).rows(begin, end);
+          const Batch batch = batch_of(100 + step, 16).rows(begin, end);
           (sum_of_squares(ddp.forward(batch.data), batch.target) * 4 / 16).backward();
           if (step == 0) expect_near(gradients_of(model->parameters()), first_gradients);
         });
@@ -78,7 +78,7 @@ TEST(Ddp, AccumulatesWithoutCommunicationInNoSync) {
     const auto group = comm::init();
     Net alone = seeded<Net>(1);
     train(*alone, 5, [&](int step) {
-      const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+      const Batch batch = batch_of(100 + step, 8);
       (sum_of_squares(alone->forward(batch.data), batch.target) / 8).backward();
     });
     for (const auto& [name, options] : all_ways()) {
@@ -86,7 +86,7 @@ TEST(Ddp, AccumulatesWithoutCommunicationInNoSync) {
       Net model = seeded<Net>(1);
       DistributedDataParallel ddp(model, group, options);
       train(*model, 5, [&](int step) {
-        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        const Batch batch = batch_of(100 + step, 8);
         const std::int64_t begin = 4 * rank.number();
         const auto pass = [&](std::int64_t from, std::int64_t to) {
           const Batch rows = batch.rows(begin + from, begin + to);
@@ -151,7 +151,7 @@ TEST(Ddp, WeightsMayBeLoadedAfterwards) {
         file.seekg(0);
         torch::load(model, file);
         model->zero_grad();
-        const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+        const Batch batch = batch_of(rank.number(), 2);
         sum_of_squares(ddp.forward(batch.data), batch.target).backward();
         expect_equal_on_all_ranks(group, gradients_of(model->parameters()));
       }
@@ -165,7 +165,7 @@ TEST(Ddp, NoSyncNests) {
     Net model = seeded<Net>(1);
     DistributedDataParallel ddp(model, group);
     const auto differs = [&] {
-      const Batch batch = batch_of(static_cast<std::uint64_t>(rank.number()), 2);
+      const Batch batch = batch_of(rank.number(), 2);
       model->zero_grad();
       sum_of_squares(ddp.forward(batch.data), batch.target).backward();
       const auto all = group.all_gather(model->second->bias.grad());
@@ -196,7 +196,7 @@ TEST(Ddp, NoSyncCommunicatesNothingAfterAForwardWithoutBackward) {
       DistributedDataParallelOptions quiet = options;
       DistributedDataParallel ddp(model, group, quiet.broadcast_buffers(false));
       for (int step = 0; step < 3; ++step) {
-        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        const Batch batch = batch_of(100 + step, 8);
         const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
         model->zero_grad();
         alone->zero_grad();
@@ -230,7 +230,7 @@ TEST(Buffers, AreRankZerosInEveryForward) {
         DistributedDataParallelOptions all = options;
         DistributedDataParallel ddp(model, group, all.broadcast_buffers(broadcast));
         const auto rows = [&](int step, int of) {
-          return batch_of(static_cast<std::uint64_t>(10 * step + of), 4);
+          return batch_of(10 * step + of, 4);
         };
         for (int step = 0; step < 3; ++step) {
           const Batch batch = rows(step, rank.number());

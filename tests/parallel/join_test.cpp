@@ -39,7 +39,7 @@ using test::sum_of_squares;
 const std::vector<int> kBatches = {3, 6, 2};
 
 Batch batch_for(int rank, int step) {
-  return batch_of(static_cast<std::uint64_t>(100 * rank + step), 4);
+  return batch_of(100 * rank + step, 4);
 }
 
 // The ranks' joint computation on a single rank: `loss` of each rank that has a batch in a step.

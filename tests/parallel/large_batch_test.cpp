@@ -47,7 +47,7 @@ std::vector<std::pair<std::string, DistributedDataParallelOptions>> ways() {
 }
 
 Batch whole_batch(int step) {
-  return batch_of(100 + static_cast<std::uint64_t>(step), kRows);
+  return batch_of(100 + step, kRows);
 }
 
 Net trained_alone(bool normalised) {

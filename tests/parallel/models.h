@@ -58,8 +58,8 @@ struct Batch {
   }
 };
 
-inline Batch batch_of(std::uint64_t seed, std::int64_t rows) {
-  torch::manual_seed(seed);
+inline Batch batch_of(std::int64_t seed, std::int64_t rows) {
+  torch::manual_seed(static_cast<std::uint64_t>(seed));
   at::Tensor data = torch::randn({rows, 6}, torch::kDouble);
   at::Tensor target = torch::randn({rows, 3}, torch::kDouble);
   return {data, target};

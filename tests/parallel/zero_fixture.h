@@ -61,7 +61,7 @@ inline std::unique_ptr<torch::optim::Optimizer> unsharded(
 
 // The gradients of a step, the same on every rank.
 inline void back_propagate(Net& model, int step) {
-  const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+  const Batch batch = batch_of(100 + step, 8);
   sum_of_squares(model->forward(batch.data), batch.target).backward();
 }
 

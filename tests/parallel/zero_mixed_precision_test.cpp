@@ -37,7 +37,7 @@ void train_at(amp::OptLevel level, Rank& rank, const comm::Group& group, Net& mo
       model, optimizer, amp::Options(level).dtype(torch::kBFloat16).loss_scale(128.).verbosity(0));
   DistributedDataParallel ddp(model, group);
   for (int step = 0; step < 6; ++step) {
-    const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8)
+    const Batch batch = batch_of(100 + step, 8)
                             .rows(4 * rank.number(), 4 * rank.number() + 4);
     at::Tensor data = batch.data.to(torch::kFloat);
     // One rank overflows: all skip.
@@ -89,7 +89,7 @@ TEST(Zero, CarriesStateOverToMasterWeights) {
       model->to(torch::kBFloat16);
       auto optimizer = make(model->parameters());
       const auto back_propagate = [&](int step) {
-        const Batch batch = batch_of(static_cast<std::uint64_t>(step), 8);
+        const Batch batch = batch_of(step, 8);
         sum_of_squares(model->forward(batch.data.to(torch::kBFloat16)),
                        batch.target.to(torch::kBFloat16))
             .backward();
@@ -122,7 +122,7 @@ TEST(Zero, WorksWithAGradScaler) {
       amp::GradScaler scaler(amp::LossScaleOptions().init_scale(1024.));
       for (int step = 0; step < 4; ++step) {
         optimizer.zero_grad();
-        const Batch batch = batch_of(static_cast<std::uint64_t>(step), 8);
+        const Batch batch = batch_of(step, 8);
         const at::Tensor loss = sum_of_squares(model->forward(batch.data), batch.target);
         scaler.scale(step == 2 ? loss * INFINITY : loss).backward();
         scaler.step(optimizer);

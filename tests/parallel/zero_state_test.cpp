@@ -99,7 +99,7 @@ TEST(ZeroState, OfMasterWeightsResumesWithAnyNumberOfRanks) {
     const auto train = [](Net& model, torch::optim::Optimizer& optimizer,
                           amp::MixedPrecision& mixed, int begin, int end) {
       for (int step = begin; step < end; ++step) {
-        const Batch batch = batch_of(100 + static_cast<std::uint64_t>(step), 8);
+        const Batch batch = batch_of(100 + step, 8);
         mixed.zero_grad(optimizer);
         const at::Tensor output = mixed.forward(model, batch.data.to(torch::kFloat));
         mixed.scale_loss(sum_of_squares(output, batch.target.to(torch::kFloat)), optimizer)

@@ -1,4 +1,5 @@
 // A stand-in for a CUDA driver with three GPUs of compute capability 6.1.
+// NOLINTBEGIN(readability-identifier-naming): the driver's names.
 extern "C" {
 
 int cuInit(unsigned flags);
@@ -20,3 +21,4 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return 0;
 }
 }
+// NOLINTEND(readability-identifier-naming)
