@@ -1,0 +1,162 @@
+#include "semitone/optim/clip_grad.h"
+#include "src/kernels/capturable_update.h"
+#include "tests/accelerator/training.h"
+#include "tests/optim/fused_optimizers_fixture.h"
+#include "tests/support/archive.h"
+#include "tests/support/errors.h"
+#include "tests/support/tolerance.h"
+
+#include <torch/types.h>
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+// The fused optimizers and the clipping of gradients, on a device without kernels of Semitone.
+namespace semitone::test::accelerator {
+namespace {
+
+// Parameters on a device, whose gradients are the same on every device.
+class Stepped {
+ public:
+  Stepped(const Kind& kind, c10::Device where, c10::ScalarType dtype) : where_(where) {
+    torch::manual_seed(3);
+    for (const at::Tensor& parameter : make_parameters(dtype))
+      parameters_.push_back(parameter.detach().to(where_).requires_grad_());
+    optimizer_ = kind(parameters_);
+  }
+
+  // @param how  with a flag of the CPU, if it has one
+  bool step(int number, optim::FusedStep how = {}) {
+    set_grads(number);
+    if (how.found_inf().defined()) how.found_inf(how.found_inf().to(where_));
+    return optimizer_->step(how);
+  }
+  void plain_step(int number) {
+    set_grads(number);
+    static_cast<torch::optim::Optimizer&>(*optimizer_).step();
+  }
+
+  std::vector<at::Tensor> values() const {
+    std::vector<at::Tensor> values;
+    for (const at::Tensor& parameter : parameters_) {
+      const bool split = optimizer_->has_split_master(parameter);
+      values.push_back((split ? optimizer_->master_of(parameter) : parameter.detach()).cpu());
+    }
+    return values;
+  }
+  optim::FusedOptimizer& optimizer() { return *optimizer_; }
+
+ private:
+  void set_grads(int number) {
+    torch::manual_seed(100 + static_cast<std::uint64_t>(number));
+    const auto grads = make_grads(parameters_);
+    for (std::size_t i = 0; i < grads.size(); ++i)
+      parameters_[i].mutable_grad() = grads[i].to(where_).to(parameters_[i].scalar_type());
+  }
+
+  c10::Device where_;
+  std::vector<at::Tensor> parameters_;
+  std::unique_ptr<optim::FusedOptimizer> optimizer_;
+};
+
+c10::ScalarType dtype_of(const Kind& kind) {
+  return kind.splits_masters ? at::kBFloat16 : at::kFloat;
+}
+
+// Of four steps.
+double step_tolerance() {
+  return reduction_tolerance(at::kFloat, 16);
+}
+
+struct AcceleratorOptimizers : AcceleratorTest {};
+
+TEST_F(AcceleratorOptimizers, StepAsOnTheCPU) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    Stepped there(kind, device(), dtype_of(kind)), here(kind, at::kCPU, dtype_of(kind));
+    for (int i = 0; i < 4; ++i) {
+      there.plain_step(i);
+      here.plain_step(i);
+    }
+    EXPECT_TRUE(near(there.values(), here.values(), step_tolerance()));
+  }
+}
+
+TEST_F(AcceleratorOptimizers, StepsThatUnscaleClipAndSkipAreTheCPUs) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    Stepped there(kind, device(), dtype_of(kind)), here(kind, at::kCPU, dtype_of(kind));
+    for (int i = 0; i < 4; ++i) {
+      const auto how = optim::FusedStep().inv_scale(0.25).clip(0.5).found_inf(
+          torch::full({1}, i == 2 ? 1.0F : 0.0F));
+      EXPECT_EQ(there.step(i, how), i != 2);
+      EXPECT_EQ(here.step(i, how), i != 2);
+    }
+    EXPECT_TRUE(near(there.values(), here.values(), step_tolerance()));
+  }
+}
+
+TEST_F(AcceleratorOptimizers, ParametersInHalfPrecisionStepAsOnTheCPU) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    if (kind.splits_masters) continue;
+    for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+      SCOPED_TRACE(kind.name + " " + c10::toString(dtype));
+      Stepped there(kind, device(), dtype), here(kind, at::kCPU, dtype);
+      for (int i = 0; i < 3; ++i) {
+        there.plain_step(i);
+        here.plain_step(i);
+      }
+      EXPECT_TRUE(near(there.values(), here.values(), rounding_tolerance(dtype, 8)));
+    }
+  }
+}
+
+TEST_F(AcceleratorOptimizers, ContinueOnTheOtherDeviceFromAFile) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    Stepped there(kind, device(), dtype_of(kind)), here(kind, at::kCPU, dtype_of(kind));
+    Stepped again(kind, device(1), dtype_of(kind));
+    for (Stepped* one : {&there, &here, &again}) one->plain_step(0);
+    const auto archived_there = [&] { return saved(there.optimizer()); };
+    auto for_here = archived_there(), for_again = archived_there();
+    here.optimizer().load(for_here);
+    again.optimizer().load(for_again);
+    for (Stepped* one : {&there, &here, &again}) one->plain_step(1);
+    EXPECT_TRUE(near(here.values(), there.values(), step_tolerance()));
+    EXPECT_TRUE(near(again.values(), there.values(), step_tolerance()));
+  }
+}
+
+TEST_F(AcceleratorOptimizers, GradientsAreClippedAsOnTheCPU) {
+  torch::manual_seed(5);
+  std::vector<at::Tensor> here, there;
+  for (const at::Tensor& parameter : make_parameters()) {
+    here.push_back(parameter);
+    here.back().mutable_grad() = torch::randn_like(parameter);
+    there.push_back(parameter.detach().to(device()).requires_grad_());
+    there.back().mutable_grad() = here.back().grad().to(device());
+  }
+  const auto before = host_reads();
+  const double norm = optim::clip_grad_norm_(there, 0.5);
+  EXPECT_EQ(host_reads(), before + 1);
+  EXPECT_NEAR(norm, optim::clip_grad_norm_(here, 0.5), 1e-6 * norm);
+  for (std::size_t i = 0; i < here.size(); ++i)
+    EXPECT_TRUE(near(there[i].grad().cpu(), here[i].grad(), pointwise_tolerance(at::kFloat)));
+}
+
+TEST_F(AcceleratorOptimizers, NormsOfTwoDevicesAreReadOnceEach) {
+  std::vector<at::Tensor> parameters;
+  for (c10::DeviceIndex index = 0; index < kDevices; ++index) {
+    parameters.push_back(torch::ones({3}, device(index)).requires_grad_());
+    parameters.back().mutable_grad() = torch::full({3}, 2., device(index));
+  }
+  const auto before = host_reads();
+  EXPECT_NEAR(optim::grad_norm(parameters), std::sqrt(24), 1e-6);
+  EXPECT_EQ(host_reads(), before + kDevices);
+}
+
+}  // namespace
+}  // namespace semitone::test::accelerator
