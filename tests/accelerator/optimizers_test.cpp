@@ -130,6 +130,18 @@ TEST_F(AcceleratorOptimizers, ContinueOnTheOtherDeviceFromAFile) {
   }
 }
 
+// The placeholders of gradients that stay in 16 bits are one number for all elements too.
+TEST_F(AcceleratorOptimizers, GradientsOfOneNumberAreNotPlaceholders) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    const auto parameter = torch::ones({5}, device()).to(dtype_of(kind)).requires_grad_();
+    const auto optimizer = kind({parameter});
+    parameter.mutable_grad() = torch::ones({}, parameter.options().requires_grad(false)).expand(5);
+    static_cast<torch::optim::Optimizer&>(*optimizer).step();
+    EXPECT_TRUE(parameter.lt(1).all().item<bool>());
+  }
+}
+
 TEST_F(AcceleratorOptimizers, GradientsAreClippedAsOnTheCPU) {
   torch::manual_seed(5);
   std::vector<at::Tensor> here, there;
