@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/captured_step_impl.h"
 #include "src/autocast/model_entries.h"
+#include "src/kernels/on_cuda.h"
 
 #include <c10/util/ScopeExit.h>
 #include <torch/types.h>
@@ -41,6 +42,13 @@ void clip(const std::vector<at::Tensor>& parameters, double max_norm) {
 }
 
 }  // namespace
+
+// A graph's step takes learning rates and found_inf from the device's memory, where LibTorch's
+// operators would have to read them on the host: a GPU that is too old for the kernels has none.
+std::unique_ptr<StepGraph> CapturedStep::Impl::make_graph(c10::Device device) {
+  const at::Tensor on_device = at::empty({0}, device);
+  return kernels::has_kernels(on_device) ? make_step_graph(device) : nullptr;
+}
 
 std::vector<CapturedStep::Impl::Shape> CapturedStep::Impl::shapes_of(const Batch& batch) {
   std::vector<Shape> shapes;

@@ -92,8 +92,10 @@ struct CapturedStep::Impl {
         loss_function(std::move(loss_function_)),
         options(options_),
         device(device_of(optimizer_)),
-        graph(make_step_graph(device)) {}
+        graph(make_graph(device)) {}
 
+  // Null if steps on the device run operator by operator.
+  static std::unique_ptr<StepGraph> make_graph(c10::Device device);
   Result run(const Batch& batch);
   Result warm_up(const Batch& batch);
   Result run_eagerly(const Batch& batch);

@@ -30,6 +30,8 @@ void run_there(std::span<const Update> items, const at::Tensor& rules,
   const std::span<const Rule> list(static_cast<const Rule*>(rules.const_data_ptr()),
                                    static_cast<std::size_t>(rules.numel()) / sizeof(Rule));
   check_updates(items, list);
+  if (!has_kernels(rules))
+    throw Error(kUpdate, "a device for which there are kernels", rules.device().str());
   for (const Update& item : items) {
     if (item.param.device() == rules.device() && fits_kernel(item)) continue;
     throw Error(kUpdate,

@@ -1,4 +1,3 @@
-#include "semitone/amp/captured_step.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/data_parallel.h"
@@ -141,27 +140,6 @@ TEST_F(AcceleratorParallel, OneRankTrainsWithZeRO) {
   for (std::size_t i = 0; i < alone->parameters().size(); ++i)
     EXPECT_TRUE(near(model->parameters()[i].detach().cpu(), alone->parameters()[i].detach(),
                      reduction_tolerance(at::kFloat, 64)));
-}
-
-// On a device without graphs a captured step runs its operators one by one.
-TEST_F(AcceleratorParallel, StepsRunWithoutGraphs) {
-  std::vector<double> losses[2];
-  for (const c10::Device where : {c10::Device(at::kCPU), device()}) {
-    auto net = make_net(where);
-    optim::FusedAdam optimizer(net->parameters(), optim::FusedAdamOptions(0.01));
-    auto mixed = amp::initialize(
-        net, optimizer, amp::Options("O2").dtype(at::kHalf).loss_scale(128.0).verbosity(0));
-    amp::CapturedStep step(
-        mixed, optimizer,
-        [&](const std::vector<at::Tensor>& batch) {
-          return loss_of(mixed.forward(net, batch[0]), batch[0]);
-        },
-        amp::CapturedStepOptions().max_grad_norm(1));
-    for (int i = 0; i < 5; ++i)
-      losses[where.is_cpu() ? 0 : 1].push_back(step.run({input_of(i, where)}).loss.item<double>());
-  }
-  EXPECT_TRUE(near(torch::tensor(losses[1], at::kDouble), torch::tensor(losses[0], at::kDouble),
-                   rounding_tolerance(at::kHalf, 20)));
 }
 
 }  // namespace
