@@ -58,16 +58,16 @@ class LaunchOptions {
   LaunchOptions& node_rank(int value);
   /// Address of node 0, which becomes MASTER_ADDR. Default for one node: 127.0.0.1.
   LaunchOptions& master_addr(std::string value);
-  /// MASTER_PORT of all processes. 0: a free port for one node, 29500 for several. The launchers of
-  /// several nodes use the next port for their own rendezvous.
+  /// MASTER_PORT of all processes. 0: a free port, or 29500 for several nodes with master_addr.
+  /// With master_addr the launchers of several nodes use the next port for their own rendezvous.
   LaunchOptions& master_port(int value);
   /// Rendezvous endpoint of the launchers, instead of master_addr and node_rank: "host:port",
   /// "[::1]:port", or a host alone (port 29400). The launcher on that host waits for the others,
-  /// becomes node 0, and chooses a new MASTER_PORT for every attempt.
+  /// becomes node 0, and chooses a new MASTER_PORT for every attempt, unless master_port sets one.
   LaunchOptions& rdzv_endpoint(std::string value);
   /// Name of the job, TORCHELASTIC_RUN_ID, the same on every node. Launchers with another name are
   /// refused. If it is empty, node 0 generates a name. Node 0 then refuses launchers that specify a
-  /// name, and launchers of another program or with other arguments.
+  /// name and, with rdzv_endpoint, launchers of another program or with other arguments.
   LaunchOptions& rdzv_id(std::string value);
   /// MASTER_ADDR of the job, if this node becomes node 0 and the others reach it at another address
   /// than the endpoint's.
@@ -97,8 +97,8 @@ class LaunchOptions {
   /// How long to wait for the minimum number of nodes. Default 600 s.
   LaunchOptions& join_timeout(Seconds value);
   /// How long to wait for more nodes once the minimum has arrived, counted from the latest arrival.
-  /// Nodes that arrive while the processes run cause a restart after this time; the processes
-  /// continue until then. Default 5 s.
+  /// Nodes that arrive while the processes run cause a restart after this time, or as soon as the
+  /// maximum of nnodes is reached; the processes continue until then. Default 5 s.
   LaunchOptions& last_call(Seconds value);
 
   const std::filesystem::path& program() const { return program_; }

@@ -33,8 +33,9 @@ namespace semitone::launch {
 ///
 /// Launchers of several nodes connect over TCP without encryption, so use a network that you trust.
 /// A job with an rdzv_id accepts launchers with the same rdzv_id only. A job without one accepts
-/// launchers that run the same program with the same arguments. Node 0's launcher makes all
-/// decisions; if it is lost, the job ends.
+/// launchers that run the same program with the same arguments; with master_addr, any program and
+/// arguments, if node_rank is free. Node 0's launcher makes all decisions; if it is lost, the job
+/// ends.
 class Launcher {
  public:
   /// Error if the options are invalid or the program cannot be run, FileError if the log folder
@@ -50,8 +51,8 @@ class Launcher {
   LaunchResult run();
 
   /// Makes run() stop all processes and return. The processes get the signal (SIGTERM for SIGHUP),
-  /// and SIGKILL after the grace period. stop(SIGKILL) kills them at once, and so does SIGINT or
-  /// SIGQUIT in a second call. May be called from any thread or signal handler.
+  /// and SIGKILL after the grace period. stop(SIGKILL) kills them at once. So does stop(SIGINT) or
+  /// stop(SIGQUIT) after an earlier stop(). May be called from any thread or signal handler.
   void stop(int signal) noexcept;
 
   /// Forwards a signal to this node's processes, but not to the processes that those have started.
