@@ -39,10 +39,11 @@ class Work {
 /// the same group.
 ///
 /// Every rank of a group must call the same collectives in the same order, with tensors of the same
-/// shape and dtype. CheckLevel defines how far this is verified. Tensors must be contiguous and on
-/// device(). Their dtype must be fp64, fp32, fp16, bf16, int64, int32, int8 or uint8; broadcast and
-/// all_gather accept any dtype. Other tensors are an Error. all_reduce and broadcast work in place,
-/// and autograd records no collective.
+/// shape and dtype. CheckLevel defines how far this is verified. Tensors must be on device() and,
+/// except in a broadcast of many tensors, contiguous. Their dtype must be fp64, fp32, fp16, bf16,
+/// int64, int32, int8 or uint8; broadcast and all_gather accept any dtype. Other tensors are an
+/// Error; of the device, only the type is checked. all_reduce and broadcast work in place, and
+/// autograd records no collective.
 ///
 /// With gloo, collectives block until the result is available, unless their name ends in _async.
 /// All collectives increment the version counters of the tensors that they write. Autograd

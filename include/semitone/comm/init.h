@@ -15,18 +15,21 @@ namespace semitone::comm {
 ///
 /// With nccl each rank has its own GPU: the only visible one, or cuda:LOCAL_RANK if several are
 /// visible. The GPU becomes the current device of the calling thread, and is Group::device(). Error
-/// if a machine has fewer GPUs than ranks (the message states both numbers), or if two ranks have
-/// the same GPU (the message names both). A single process gets its GPU in the same way, unless the
-/// backend is gloo.
+/// if the number of visible GPUs is neither 1 nor at least the machine's number of ranks (the
+/// message states both), or if two ranks have the same GPU (the message names both). A single
+/// process gets its GPU in the same way, unless the backend is gloo.
 ///
-/// init makes the process ignore SIGPIPE, as Python does, unless the program has a handler for it.
-/// A lost rank therefore raises an exception in the other processes, and no signal ends them.
+/// With several processes, init makes the process ignore SIGPIPE, as Python does, unless the
+/// program has a handler for it. A lost rank therefore raises an exception in the other processes,
+/// and no signal ends them.
 ///
 /// Network traffic is neither encrypted nor authenticated, so use a network that you trust. The
-/// store listens on the master's address (exceptions: InitOptions::bind_address). All other sockets
-/// listen on the address of the interface that leads to the master. If that is the loopback
-/// interface and a rank is on another machine or in another network namespace, the sockets use the
-/// interface of the default route.
+/// store listens on the master's address; InitOptions::bind_address documents when it listens on
+/// another one. The other sockets, except NCCL's own, listen on InitOptions::interface. Its default
+/// is GLOO_SOCKET_IFNAME, else the interface that leads to the master, or loopback for a file://
+/// URL. If the interface that leads to the master is the loopback interface and a rank is on
+/// another machine or in another network namespace, the sockets use the interface of the default
+/// route.
 ///
 /// @param url  "env://": the variables of torchrun, semitone launch, MPI or Slurm
 ///             (docs/environment.md). "tcp://HOST:PORT?rank=R&world_size=N": HOST is an address of

@@ -23,9 +23,10 @@ c10::ScalarType default_16bit_dtype(c10::DeviceType device);
 /// fp16 on GeForce 10 (6.1) and before 5.3, bf16 before 8.0.
 std::string describe_16bit(c10::DeviceType device, c10::ScalarType dtype);
 
-/// Describes the machine in one line, for tables and logs: "CPU, 2 threads, AVX512, oneDNN up to
-/// AVX512-BF16; bf16 native; fp16 emulated". For a CPU it also says so if there is a GPU that
-/// LibTorch cannot use, or if LibTorch has CUDA but there is no GPU: "; no CUDA device".
+/// Describes the CPU in one line, for tables and logs: "CPU, 2 threads, AVX512, oneDNN up to
+/// AVX512-BF16; bf16 native; fp16 emulated". It also says so if there is a GPU that LibTorch cannot
+/// use, or if LibTorch has CUDA but there is no GPU: "; no CUDA device". For any other device it
+/// returns the device's name, "CUDA".
 std::string describe_device(c10::DeviceType device);
 
 }  // namespace semitone

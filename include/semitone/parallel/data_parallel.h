@@ -62,8 +62,9 @@ class DataParallelOptions {
 /// - copies the model (torch::nn::Module::clone) for all replicas except the first, which is the
 ///   model itself. Writes of a forward to buffers (running statistics) or members therefore persist
 ///   in the first replica only; in the others they are lost. The first replica gets the first part
-///   of the batch. The copies have neither the parameters' hooks nor the marks of
-///   convert_sync_batchnorm.
+///   of the batch. The copies have no hooks on their parameters. BatchNorm layers that
+///   convert_sync_batchnorm has converted are ordinary ones there: they use the statistics of their
+///   own part of the batch.
 /// - runs the replicas in threads, with the caller's autocast region, grad mode, inference mode,
 ///   event listeners, and current stream of each device. CPU replicas divide the caller's intra-op
 ///   threads among themselves and share the random generator, so random layers differ from run to

@@ -29,8 +29,8 @@ namespace semitone::parallel {
 ///     }
 ///
 /// The constructor makes the parameters and buffers of all ranks equal to rank 0's, and after
-/// amp::initialize also their fp32 master weights, including the lower bits. First it verifies that
-/// all ranks have the same model. A difference in number, name, shape, strides, dtype or
+/// amp::initialize also the fp32 master weights, not only their 16-bit roundings. First it verifies
+/// that all ranks have the same model. A difference in number, name, shape, strides, dtype or
 /// requires_grad of the parameters is an Error on every rank, and the message names the differing
 /// rank and parameter. It is also an Error if no parameter needs gradients, if tensors are on a
 /// device that the group's backend does not support, or if options exclude each other.
@@ -88,24 +88,25 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
 
   /// Gradient accumulation: while the returned object exists, backward passes of forwards made
   /// during that time add to each rank's own gradients. The next backward pass of a forward outside
-  /// of that time reduces the sum, also with MixedPrecision::scale_loss, so the gradients must
-  /// still be in the parameters.
+  /// of that time reduces the sum of these gradients and its own, also with
+  /// MixedPrecision::scale_loss. Do not clear the gradients in between.
   ///
   ///     { const auto local = ddp.no_sync(); loss_of(ddp.forward(first)).backward(); }
   ///     loss_of(ddp.forward(second)).backward();
   ///
-  /// Error if a backward pass outside of that time combines a forward from before that time with
-  /// one made during it. During that time, backward passes without ddp.forward() are allowed too:
-  /// for terms that are equal on all ranks, such as penalties on the parameters.
+  /// Call backward of earlier forwards before the first forward of that time. Otherwise each
+  /// backward pass after that time is an Error, until the next ddp.forward(). During that time,
+  /// backward passes without ddp.forward() are allowed too: for terms that are equal on all ranks,
+  /// such as penalties on the parameters.
   NoSync no_sync() { return sync_.no_sync(); }
 
   /// Runs a training loop in which ranks may have different numbers of batches. A rank without
   /// batches left takes part in the others' reductions with zeros until all are done, and may
   /// follow their steps (JoinOptions::follow), which keeps its optimizer state equal. At the end
   /// all ranks have the model of the ranks that finished last. Each step costs two additional small
-  /// messages. The loop must not call other collectives, as SyncBatchNorm layers would. An
-  /// exception of the loop propagates, and the rank leaves the group. Error with static_graph and
-  /// with sparse gradients.
+  /// messages, and a third one if buffers are broadcast. The loop must not call other collectives,
+  /// as SyncBatchNorm layers would. An exception of the loop propagates, and the rank leaves the
+  /// group. Error with static_graph and with sparse gradients.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }

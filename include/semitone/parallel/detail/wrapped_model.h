@@ -19,8 +19,8 @@ namespace semitone::parallel::detail {
 template <typename Model>
 class WrappedModel {
   static_assert(!std::is_base_of_v<torch::nn::Module, Model>,
-                "a module by value would be trained in a copy: give a variable (Net model; wrapper "
-                "(model)), which is taken by reference, a std::shared_ptr or a module holder");
+                "a module passed by value would be trained as a copy: pass a named module (it is "
+                "taken by reference), a std::shared_ptr to it, or a module holder");
 
  public:
   /// The model.
