@@ -42,8 +42,9 @@ class [[nodiscard]] MixedPrecision {
   /// (see map_tensors), are cast to cast_model_type, operators run under the policy at O1, and
   /// results are cast to cast_model_outputs. fp64 tensors are not cast.
   ///
-  /// Outside of autocast(), model->forward(…) runs in fp32 at O1, and accepts 16-bit arguments only
-  /// at O2. step() warns, once per model, about a trained model that never ran in mixed precision.
+  /// Outside of autocast(), model->forward(…) runs in fp32 at O1. At O2 and O3 its floating-point
+  /// arguments must be in 16 bits. step() warns, once per model, about a trained model that never
+  /// ran in mixed precision.
   /// @param model  an initialized model, or a module inside one (`model->decoder`). It may be a
   /// module holder, shared pointer, AnyModule or reference. It may also be a torch::jit::Module,
   /// which takes IValues (or arguments that convert to them) or a std::vector<IValue> of all
@@ -90,12 +91,12 @@ class [[nodiscard]] MixedPrecision {
   }
 
   /// Returns the region in which forward() runs, for losses and for other methods of the models. It
-  /// may cover a whole program: calls of model->forward(…) then stay as they are, also in
-  /// evaluation. At O1 it casts as the policy says. At O2 and O3, fp32 arguments that meet 16-bit
-  /// weights in a matrix product or a recurrent network are cast to 16 bits, since LibTorch refuses
-  /// mixed dtypes there. The arguments of LibTorch's loss functions are cast to fp32. Results keep
-  /// the dtype of the computation. At O0 it casts nothing. ScaledLoss::backward() and step() run
-  /// without casts, also inside the region.
+  /// may cover a whole program. The program then needs no change where it calls model->forward(…),
+  /// for example in evaluation. At O1 it casts as the policy says. At O2 and O3, fp32 arguments
+  /// that meet 16-bit weights in a matrix product, a recurrent network, a layer norm or an RMS norm
+  /// are cast to 16 bits, since LibTorch refuses mixed dtypes there. The arguments of LibTorch's
+  /// loss functions are cast to fp32. Results keep the dtype of the computation. At O0 it casts
+  /// nothing. ScaledLoss::backward() and step() run without casts, also inside the region.
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
@@ -112,9 +113,9 @@ class [[nodiscard]] MixedPrecision {
   /// the device. Drops the masters' gradients.
   ///
   /// Gradients are checked for inf and NaN, except in plain training: with a constant loss scale of
-  /// 1 and without master weights. Error while gradients are scaled, that is before finish() or
-  /// after delay_unscale. For DivergedError see LossScaleOptions::max_consecutive_skips; the step
-  /// is then counted as skipped.
+  /// 1 and without master weights. Error while gradients are scaled: before ScaledLoss::finish(),
+  /// or after a backward pass with ScaleLossOptions::delay_unscale. For DivergedError see
+  /// LossScaleOptions::max_consecutive_skips; the step is then counted as skipped.
   Step step(torch::optim::Optimizer& optimizer);
 
   /// Returns the parameters that the optimizer updates: master weights and fp32 parameters. After

@@ -26,20 +26,22 @@ namespace semitone::amp {
 /// - A region belongs to its thread. LibTorch also applies it on the threads that work for this
 ///   one: the autograd engine's, at::launch's and the JIT's. For other threads and for
 ///   at::parallel_for, see AutocastState.
-/// - An fp32 parameter that is used several times in a region is cast once. torch::nn::Linear
-///   passes weight.t() to its operator; this view uses the cached copy of the weight, too. There is
-///   one cached copy per dtype. A copy is not used any more once the weight has changed. A copy
-///   that was made without a gradient is replaced when a gradient is needed. All copies are dropped
-///   when the outermost region ends, or when a backward pass runs through one of them.
+/// - An fp32 parameter that requires gradients is cast once, however often a region uses it. A
+///   frozen one is cast at each use, unless the policy is bound to the model (CastPolicy::bind,
+///   amp::initialize). torch::nn::Linear passes weight.t() to its operator; this view uses the
+///   cached copy of the weight, too. There is one cached copy per dtype. A copy is not used any
+///   more once the weight has changed. A copy that was made without a gradient is replaced when a
+///   gradient is needed. All copies are dropped when the outermost region ends, or when a backward
+///   pass runs through one of them.
 /// - A weight is taken as changed after every write that increments its version counter (in place,
 ///   through an alias, set_data), when its memory is replaced, and after a write to that memory by
 ///   add_ or sub_ in the region. On a CPU it is also taken as changed if one of 32 sampled elements
 ///   has another value. The steps of optimizers are therefore detected, including
 ///   torch::optim::SGD's, which writes through tensor.data() with add_. A write through
-///   tensor.data() by another operator, or while casts are off, may not be detected: it is missed
-///   on devices other than the CPU, and in a large weight of which it changes only a few elements.
-///   After such a write call clear_cast_cache(), or write under torch::NoGradGuard instead. Neither
-///   is needed after a backward pass through one of the region's casts, which drops all copies.
+///   tensor.data() by another operator, or while casts are off, is not detected on devices other
+///   than the CPU. On a CPU it is missed if it changes none of the sampled elements. After such a
+///   write call clear_cast_cache(), or write under torch::NoGradGuard instead. Neither is needed
+///   after a backward pass through one of the region's casts, which drops all copies.
 /// - LibTorch's own cache of casts, which kernels of other libraries fill
 ///   (at::autocast::cached_cast), is emptied at the same times.
 /// - LibTorch's profilers may start and stop inside and outside of regions, in any order.
@@ -48,7 +50,7 @@ namespace semitone::amp {
 ///
 /// Destroy it on the thread that constructed it, in the reverse order of construction. If the order
 /// is wrong, the remaining regions continue as if the destroyed one had never existed, and a
-/// warning is logged once. If the thread is wrong, a warning is logged, and the region stays in
+/// warning is logged once. If the thread is wrong, an error is logged, and the region stays in
 /// force on its own thread until another region begins or ends there.
 class [[nodiscard]] Autocast {
  public:

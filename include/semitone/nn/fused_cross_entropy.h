@@ -25,10 +25,10 @@ struct FusedCrossEntropyOptions {
   /// The share of the target distribution that is spread over all classes, in [0, 1].
   TORCH_ARG(double, label_smoothing) = 0;
   /// Whether the backward pass may overwrite the logits with their gradient, which saves memory of
-  /// their size. Set it only if nothing reads the logits after the loss, neither the function that
-  /// produced them nor a second backward pass. Otherwise LibTorch raises its error for a tensor
-  /// that was modified in place. Leaves of the graph, and logits whose rows overlap, are never
-  /// overwritten.
+  /// their size. Set it only if nothing reads the logits afterwards. A program that does reads the
+  /// gradient instead. In a second backward pass, and in the backward of an operator that saved the
+  /// logits as its result (such as exp or softmax), LibTorch raises its error for a tensor that was
+  /// modified in place. Leaves of the graph, and logits whose rows overlap, are never overwritten.
   TORCH_ARG(bool, inplace_backward) = false;
 };
 

@@ -6,12 +6,13 @@
 
 namespace semitone::optim {
 
-/// Returns the norm of all gradients together, as if they were one vector, in fp64. It takes one
-/// vectorised pass over the gradients, and sums in a fixed order for any number of threads.
-/// Parameters without a gradient are ignored, and a duplicate parameter is included once. The
-/// result is 0 if there is no gradient. The norm is inf or NaN if a gradient is, so it also shows
-/// whether a step must be skipped. Complex gradients contribute their magnitudes, as in torch. It
-/// reads once from each device other than the CPU.
+/// Returns the norm of all gradients together, as if they were one vector, in fp64. For norm_type 2
+/// and infinity it takes one vectorised pass over dense fp32, fp16 and bf16 gradients, and sums in
+/// a fixed order for any number of threads; other cases use ATen operators. Parameters without a
+/// gradient are ignored, and a duplicate parameter is included once. The result is 0 if there is no
+/// gradient. The norm is inf or NaN if a gradient is, so it also shows whether a step must be
+/// skipped. Complex gradients contribute their magnitudes, as in torch. It waits once for each
+/// device other than the CPU, to copy the norms to the host.
 /// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
 double grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2.0);
 

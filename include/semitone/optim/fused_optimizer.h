@@ -125,9 +125,9 @@ class FusedOptimizer : public torch::optim::Optimizer,
 
   /// Restores the output of save(), or of the LibTorch optimizer with the same rule (Adam, AdamW,
   /// SGD, Adagrad). Saved options replace the current ones; options that the file lacks keep their
-  /// values. (LibTorch's files do not say whether they are Adam's or AdamW's.) State is replaced.
-  /// FileError, with nothing changed, if the groups, shapes or names do not match. Error if options
-  /// are out of range.
+  /// values. LibTorch's files do not say whether they are Adam's or AdamW's, so
+  /// FusedAdamOptions::adam_w_mode keeps its value. State is replaced. FileError, with nothing
+  /// changed, if the groups, shapes or names do not match. Error if options are out of range.
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
