@@ -53,10 +53,8 @@ inline std::vector<std::pair<std::string, parallel::DistributedDataParallelOptio
       {"views", Options().gradient_as_bucket_view(true)},
       {"small buckets", Options().bucket_cap_mb(0.0002).first_bucket_mb(0.0001)},
       {"find_unused", Options().find_unused_parameters(true)},
-      {"find_unused, views", Options()
-                                 .find_unused_parameters(true)
-                                 .gradient_as_bucket_view(true)
-                                 .bucket_cap_mb(0.0002)},
+      {"find_unused, views",
+       Options().find_unused_parameters(true).gradient_as_bucket_view(true).bucket_cap_mb(0.0002)},
       {"static_graph", Options().static_graph(true)},
       {"delay_allreduce", Options().delay_allreduce(true)},
       {"predivide", Options().gradient_predivide_factor(1.5)},

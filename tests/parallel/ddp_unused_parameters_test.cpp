@@ -74,8 +74,7 @@ TEST(UnusedParameters, AreLeftAloneWhereNoRankUsesThem) {
       Heads model = seeded<Heads>(1);
       DistributedDataParallel ddp(model, group, options);
       train(*model, kSteps, [&](int step) {
-        const Batch batch = batch_of(100 + step, 8)
-                                .rows(4 * rank.number(), 4 * rank.number() + 4);
+        const Batch batch = batch_of(100 + step, 8).rows(4 * rank.number(), 4 * rank.number() + 4);
         const at::Tensor output = ddp.forward(batch.data, use_left(step, rank.number()));
         (sum_of_squares(output, batch.target) * 2 / 8).backward();
         // Used by one of two ranks: the mean counts the other as zero.

@@ -229,9 +229,7 @@ TEST(Buffers, AreRankZerosInEveryForward) {
         Net reference = seeded<Net>(1, true);
         DistributedDataParallelOptions all = options;
         DistributedDataParallel ddp(model, group, all.broadcast_buffers(broadcast));
-        const auto rows = [&](int step, int of) {
-          return batch_of(10 * step + of, 4);
-        };
+        const auto rows = [&](int step, int of) { return batch_of(10 * step + of, 4); };
         for (int step = 0; step < 3; ++step) {
           const Batch batch = rows(step, rank.number());
           sum_of_squares(ddp.forward(batch.data), batch.target).backward();

@@ -37,8 +37,7 @@ void train_at(amp::OptLevel level, Rank& rank, const comm::Group& group, Net& mo
       model, optimizer, amp::Options(level).dtype(torch::kBFloat16).loss_scale(128.).verbosity(0));
   DistributedDataParallel ddp(model, group);
   for (int step = 0; step < 6; ++step) {
-    const Batch batch = batch_of(100 + step, 8)
-                            .rows(4 * rank.number(), 4 * rank.number() + 4);
+    const Batch batch = batch_of(100 + step, 8).rows(4 * rank.number(), 4 * rank.number() + 4);
     at::Tensor data = batch.data.to(torch::kFloat);
     // One rank overflows: all skip.
     if (step == 3 && rank.number() == 1) data = data * std::numeric_limits<float>::infinity();
