@@ -20,7 +20,7 @@ using testing::HasSubstr;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-constexpr double kFp32Max = std::numeric_limits<float>::max();
+constexpr double kFp32Max = double{std::numeric_limits<float>::max()};
 
 detail::LossScaleState after(const LossScaleOptions& options, detail::LossScaleState state,
                              const std::vector<int>& found_inf) {

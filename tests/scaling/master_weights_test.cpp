@@ -21,6 +21,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -229,7 +230,7 @@ TEST(MasterWeights, TheOptimizersStateIsFp32WhateverItWas) {
 
 TEST(MasterWeights, LbfgsIsRefused) {
   torch::optim::LBFGS optimizer({parameter({2})});
-  EXPECT_THAT(message_of<Error>([&] { MasterWeights{optimizer}; }), HasSubstr("got LBFGS"));
+  EXPECT_THAT(message_of<Error>([&] { std::ignore = MasterWeights{optimizer}; }), HasSubstr("got LBFGS"));
 }
 
 TEST(MasterWeights, SmallUpdatesAddUp) {
