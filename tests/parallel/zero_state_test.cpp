@@ -187,7 +187,7 @@ double peak_memory() {
     double kib = 0;
     if (word == "VmHWM:" && status >> kib) return kib / 1024;
   }
-  return NAN;
+  return std::nan("");
 }
 
 TEST(ZeroState, GoesToTheRankThatSavesItAndToNoOther) {

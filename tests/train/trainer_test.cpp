@@ -286,9 +286,9 @@ TEST(Trainer, NonsenseIsRefusedByName) {
               AllOf(HasSubstr("[train.trainer]"), HasSubstr("epochs above 0"), HasSubstr("got 0")));
   EXPECT_THAT(message(TrainOptions().batch_size(-1)), HasSubstr("batch size"));
   EXPECT_THAT(message(TrainOptions().lr(0)), HasSubstr("learning rate"));
-  EXPECT_THAT(message(TrainOptions().lr(NAN)), HasSubstr("learning rate"));
+  EXPECT_THAT(message(TrainOptions().lr(std::nan(""))), HasSubstr("learning rate"));
   EXPECT_THAT(message(TrainOptions().momentum(1)), HasSubstr("momentum"));
-  EXPECT_THAT(message(TrainOptions().momentum(NAN)), HasSubstr("momentum"));
+  EXPECT_THAT(message(TrainOptions().momentum(std::nan(""))), HasSubstr("momentum"));
   EXPECT_THAT(message(TrainOptions().limit_batches(-1)), HasSubstr("batch limit"));
   EXPECT_THAT(message(TrainOptions().max_steps(-1)), HasSubstr("step limit"));
   EXPECT_THAT(message(TrainOptions().growth_interval(-1)), HasSubstr("growth interval"));
