@@ -90,6 +90,21 @@ TEST_F(AcceleratorMixedPrecision, EveryFusedOptimizerTrainsAsOnTheCPU) {
   }
 }
 
+// On the CPU, gradients with a scale of 1 stay in the model until the step.
+TEST_F(AcceleratorMixedPrecision, FusedOptimizersTrainWithoutAScale) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    for (const double max_norm : {0.0, 0.1}) {
+      SCOPED_TRACE(kind.name);
+      const auto options = amp::Options("O2").dtype(at::kBFloat16).loss_scale(1.0);
+      const auto make = [&](std::vector<at::Tensor> parameters) { return kind(parameters); };
+      const Trained got =
+          compare({.options = options, .make = make, .max_norm = max_norm, .is_exact = false},
+                  tolerance_of("O2", at::kBFloat16));
+      EXPECT_EQ(got.forward_and_backward.reads, 0);
+    }
+  }
+}
+
 TEST_F(AcceleratorMixedPrecision, LibTorchsOptimizersTrainAsOnTheCPU) {
   for (const OptimizerKind& kind : all_optimizers()) {
     SCOPED_TRACE(kind.name);
