@@ -11,6 +11,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstdio>
+#include <sstream>
+
 // What the pretend accelerator finds: without these tests, silence of the others proves nothing.
 namespace semitone::test::accelerator {
 namespace {

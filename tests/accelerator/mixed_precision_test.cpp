@@ -8,7 +8,10 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 // amp::initialize and its steps for a model on a device that is not the CPU.
 namespace semitone::test::accelerator {

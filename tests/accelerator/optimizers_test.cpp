@@ -10,8 +10,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 // The fused optimizers and the clipping of gradients, on a device without kernels of Semitone.

@@ -8,10 +8,12 @@
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 // The same training on the CPU and on the pretend accelerator.

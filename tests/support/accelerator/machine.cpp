@@ -7,7 +7,12 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::test::accelerator {
 namespace {

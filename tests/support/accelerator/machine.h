@@ -10,6 +10,7 @@
 #include <list>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::test::accelerator {

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <cstddef>
 #include <cstring>
 #include <optional>
 #include <utility>

@@ -9,8 +9,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 
 // The operators that are more than a kernel: they make memory, or copy from device to device.
 namespace semitone::test::accelerator {
@@ -115,7 +118,7 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size,
   }
   impl->set_sizes_contiguous(size);
   if (format.has_value()) impl->empty_tensor_restride(*format);
-  return self;
+  return self;  // NOLINT(bugprone-return-const-ref-from-parameter): as LibTorch declares it
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
