@@ -31,10 +31,15 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 using Results = std::vector<at::Tensor>;
 
+// The places of tensors in memory: the number of elements between an aligned address and a tensor's
+// first one. Kernels with accesses of 16 bytes have other loops where the tensors do not agree.
+enum class Places : std::int64_t { differ = -1, aligned = 0, three_before_aligned = 5 };
+
 // Makes the same inputs on each device.
 class Inputs {
  public:
-  Inputs(at::Device device, at::ScalarType dtype) : device_(device), dtype_(dtype) {
+  Inputs(at::Device device, at::ScalarType dtype, Places places)
+      : device_(device), dtype_(dtype), places_(places) {
     torch::manual_seed(7);
   }
 
@@ -55,13 +60,15 @@ class Inputs {
     return put(tensor, dtype_);
   }
   at::Tensor fp64(std::int64_t channels) const { return random({channels}, at::kDouble); }
+  at::Tensor put(const at::Tensor& values) const { return put(values, values.scalar_type()); }
   at::Device device() const { return device_; }
   at::ScalarType dtype() const { return dtype_; }
 
  private:
-  // The same values; most tensors start at an address that is not aligned for vectors.
+  // The same values.
   at::Tensor put(const at::Tensor& values, at::ScalarType dtype) const {
-    const std::int64_t offset = made_++ % 7 % 4;
+    const std::int64_t offset =
+        places_ == Places::differ ? made_++ % 7 % 4 : static_cast<std::int64_t>(places_);
     const at::Tensor memory =
         at::empty({values.numel() + offset}, at::TensorOptions(device_).dtype(dtype));
     return memory.as_strided(values.sizes(), values.strides(), offset).copy_(values);
@@ -70,6 +77,7 @@ class Inputs {
   mutable int made_ = 0;
   at::Device device_;
   at::ScalarType dtype_;
+  Places places_;
 };
 
 Results on_cpu(Results results) {
@@ -94,7 +102,7 @@ std::vector<kernels::Update> updates(const Inputs& inputs, std::size_t states, b
     item.grad = inputs.random({size});
     item.param = inputs.random({size}, split ? at::kBFloat16 : at::kFloat);
     if (split) {
-      item.low = at::zeros({size}, item.param.options().dtype(at::kShort));
+      item.low = inputs.put(at::zeros({size}, item.param.options().dtype(at::kShort)));
       kernels::split_master(inputs.random({size}, at::kFloat), item.param, item.low);
     } else {
       item.copy = inputs.random({size}, at::kBFloat16);
@@ -102,7 +110,7 @@ std::vector<kernels::Update> updates(const Inputs& inputs, std::size_t states, b
     for (std::size_t k = 0; k < states; ++k) {
       item.state[k] = inputs.random({size}, at::kFloat);
       if (k > 0) item.state[k].abs_();
-      if (bf16_state) item.state[k] = item.state[k].to(at::kBFloat16);
+      if (bf16_state) item.state[k] = inputs.put(item.state[k].to(at::kBFloat16));
     }
     items.push_back(item);
   }
@@ -133,7 +141,13 @@ class Cases {
     cases_.push_back({name + ", " + dtype_name(dtype),
                       [=](at::Device device) {
                         const at::NoGradGuard no_grad;
-                        return on_cpu(run(Inputs(device, dtype)));
+                        Results results;
+                        for (const Places places :
+                             {Places::differ, Places::aligned, Places::three_before_aligned}) {
+                          const Results more = on_cpu(run(Inputs(device, dtype, places)));
+                          results.insert(results.end(), more.begin(), more.end());
+                        }
+                        return results;
                       },
                       relative});
   }
@@ -176,7 +190,8 @@ void add_multi_tensor(Cases& cases, at::ScalarType dtype) {
       std::vector<kernels::Unscale> items;
       for (const std::int64_t size : sizes()) {
         const at::Tensor grad = inputs.random({size});
-        items.push_back({grad, at::empty({size}, grad.options().dtype(at::kFloat)), {}});
+        items.push_back(
+            {grad, inputs.put(at::zeros({size}, grad.options().dtype(at::kFloat))), {}});
         items.push_back({inputs.random({size}), inputs.random({size}), inputs.random({size})});
       }
       if (bad) items[20].grad[20010] = -kInfinity;

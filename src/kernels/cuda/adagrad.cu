@@ -4,21 +4,25 @@ namespace semitone::kernels {
 namespace {
 
 struct AdagradMath : BasicAdagradRule<float> {
-  __device__ float operator()(const UpdateSpan& span, std::size_t i, float grad,
-                              float param) const {
+  static constexpr int kStateTensors = 1;
+  static constexpr bool kReadsGrad = true;
+  static constexpr bool kWritesStates = true;
+  static constexpr bool kWritesParam = true;
+
+  __device__ void operator()(float& param, float grad, float* state) const {
     if (weight_decay != 0) grad = scaled_sum(weight_decay, param, grad);
-    const float h = flush_subnormal(load_state(span, 0, i) + grad * grad);
-    store_state(h, span, 0, i);
+    const float h = flush_subnormal(state[0] + grad * grad);
+    state[0] = h;
     float update = grad / (sqrtf(h) + eps);
     if (decoupled_weight_decay != 0) update = scaled_sum(decoupled_weight_decay, param, update);
-    return scaled_sum(-lr, update, param);
+    param = scaled_sum(-lr, update, param);
   }
 };
 
 }  // namespace
 
 void update_cuda(const CudaStep<AdagradRule>& step, CudaStream stream) {
-  run_update<AdagradMath>(step, stream);
+  run_update<AdagradMath>(UsualKinds{}, step, any_span, stream);
 }
 
 }  // namespace semitone::kernels

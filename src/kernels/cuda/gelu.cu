@@ -2,6 +2,7 @@
 #include "src/kernels/cuda/reduce.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace semitone::kernels {
 namespace {
@@ -17,9 +18,9 @@ constexpr float kRootHalfRest = 0x1.99fcf0p-27F;  // less that
 __device__ float normal_below(float x) {
   const float a = x * -kRootHalf;
   const float below = 0.5F * erfcf(a);
-  if (!(a > 1 && a < kFar)) return below;
   const float lost = fmaf(x, -kRootHalf, -a) - x * kRootHalfRest;
-  return below - below * (2 * a * lost);
+  const float in_tail = below - below * (2 * a * lost);
+  return a > 1 && a < kFar ? in_tail : below;
 }
 
 __device__ float erf_slope(float x) {
@@ -49,124 +50,197 @@ __device__ Logistic logistic_at(float x) {
   return argument < 0 ? Logistic{square, smaller, larger} : Logistic{square, larger, smaller};
 }
 
-__device__ float value_at(GeluForm form, float x) {
-  return form == GeluForm::erf ? x * normal_below(x) : x * logistic_at(x).value;
+template <GeluForm kForm>
+__device__ float value_at(float x) {
+  return kForm == GeluForm::erf ? x * normal_below(x) : x * logistic_at(x).value;
 }
 
-__device__ float slope_at(GeluForm form, float x) {
-  if (form == GeluForm::erf) return erf_slope(x);
+template <GeluForm kForm>
+__device__ float slope_at(float x) {
+  if (kForm == GeluForm::erf) return erf_slope(x);
   const Logistic logistic = logistic_at(x);
   return x * (logistic.value * logistic.rest * (logistic.square * (3 * kCubic) + kLinear)) +
          logistic.value;
 }
 
-// Without bias and sums, elements have no columns. With them, a block covers kWarp columns and a
-// part of the rows; a part has at most 256 rows, of which a thread processes 32.
+// With bias or sums, a block covers kWarp chunks of columns and a part of the rows; a part has at
+// most 256 rows, of which a thread processes 32.
 struct Elements {
   std::size_t columns;
   std::size_t rows;
   std::size_t rows_of_part;
 };
 
+// Calls visit(i) for the first elements of this thread's chunks of N columns, which begin at
+// `column`.
 template <typename Visit>
-__device__ void for_column(const Elements& elements, const Visit& visit) {
-  const std::size_t column = std::size_t{blockIdx.y} * kWarp + threadIdx.x;
+__device__ void for_rows(const Elements& elements, std::size_t column, const Visit& visit) {
   const std::size_t stop = (std::size_t{blockIdx.x} + 1) * elements.rows_of_part;
   const std::size_t end = stop < elements.rows ? stop : elements.rows;
   if (column >= elements.columns) return;
   for (std::size_t row = blockIdx.x * elements.rows_of_part + threadIdx.y; row < end;
        row += kTileRows) {
-    visit(row * elements.columns + column, column);
+    visit(row * elements.columns + column);
   }
 }
 
-template <typename Visit>
-__device__ void for_all(std::size_t size, const Visit& visit) {
-  const std::size_t step = std::size_t{gridDim.x} * kThreads;
-  for (std::size_t i = std::size_t{blockIdx.x} * kThreads + threadIdx.x; i < size; i += step)
-    visit(i);
+template <unsigned N>
+__device__ std::size_t column_of_thread() {
+  return (std::size_t{blockIdx.y} * kWarp + threadIdx.x) * N;
 }
 
-template <typename F>
-__global__ void values(const __grid_constant__ Gelu work, std::size_t size) {
-  for_all(size, [&](std::size_t i) {
-    store<F>(value_at(work.form, load<F>(work.input, i)), work.output, i);
+template <unsigned N>
+__device__ void load_bias(const float* bias, std::size_t column, const Elements& elements,
+                          float (&values)[N]) {
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k)
+    values[k] = bias != nullptr && column < elements.columns ? bias[column + k] : 0;
+}
+
+template <typename F, GeluForm kForm>
+__global__ void __launch_bounds__(kThreads)
+    values(const __grid_constant__ Gelu work, std::size_t size, std::size_t head) {
+  const Share share{blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads};
+  for_chunks<kChunk>(0, size, head, share, [&](std::size_t i, auto count) {
+    float x[decltype(count)::value];
+    load<F>(work.input, i, x);
+#pragma unroll
+    for (float& v : x) v = value_at<kForm>(v);
+    store<F>(x, work.output, i);
   });
 }
 
-template <typename F>
-__global__ void values_with_bias(const __grid_constant__ Gelu work,
-                                 const __grid_constant__ Elements elements) {
-  for_column(elements, [&](std::size_t i, std::size_t column) {
-    store<F>(value_at(work.form, load<F>(work.input, i) + work.bias[column]), work.output, i);
+template <typename F, GeluForm kForm, unsigned N>
+__global__ void __launch_bounds__(kThreads)
+    values_with_bias(const __grid_constant__ Gelu work, const __grid_constant__ Elements elements) {
+  const std::size_t column = column_of_thread<N>();
+  float bias[N];
+  load_bias(work.bias, column, elements, bias);
+  for_rows(elements, column, [&](std::size_t i) {
+    float x[N];
+    load<F>(work.input, i, x);
+#pragma unroll
+    for (unsigned k = 0; k < N; ++k) x[k] = value_at<kForm>(x[k] + bias[k]);
+    store<F>(x, work.output, i);
   });
 }
 
-template <typename F>
-__global__ void gradients(const __grid_constant__ GeluGradient work, std::size_t size) {
-  for_all(size, [&](std::size_t i) {
-    store<F>(load<F>(work.grad, i) * slope_at(work.form, load<F>(work.input, i)), work.output, i);
+template <typename F, GeluForm kForm>
+__global__ void __launch_bounds__(kThreads)
+    gradients(const __grid_constant__ GeluGradient work, std::size_t size, std::size_t head) {
+  const Share share{blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads};
+  for_chunks<kChunk>(0, size, head, share, [&](std::size_t i, auto count) {
+    constexpr unsigned kCount = decltype(count)::value;
+    float x[kCount];
+    float grad[kCount];
+    load<F>(work.input, i, x);
+    load<F>(work.grad, i, grad);
+#pragma unroll
+    for (unsigned k = 0; k < kCount; ++k) x[k] = grad[k] * slope_at<kForm>(x[k]);
+    store<F>(x, work.output, i);
   });
 }
 
 // parts: (parts, columns), or null.
-template <typename F>
-__global__ void gradients_by_column(const __grid_constant__ GeluGradient work,
-                                    const __grid_constant__ Elements elements, float* parts) {
-  float sum = 0;
-  for_column(elements, [&](std::size_t i, std::size_t column) {
-    float x = load<F>(work.input, i);
-    if (work.bias != nullptr) x = x + work.bias[column];
-    const float v = load<F>(work.grad, i) * slope_at(work.form, x);
-    store<F>(v, work.output, i);
-    sum += v;
+template <typename F, GeluForm kForm, unsigned N>
+__global__ void __launch_bounds__(kThreads)
+    gradients_by_column(const __grid_constant__ GeluGradient work,
+                        const __grid_constant__ Elements elements, float* parts) {
+  const std::size_t column = column_of_thread<N>();
+  float bias[N];
+  load_bias(work.bias, column, elements, bias);
+  float sum[N] = {};
+  for_rows(elements, column, [&](std::size_t i) {
+    float x[N];
+    float grad[N];
+    load<F>(work.input, i, x);
+    load<F>(work.grad, i, grad);
+#pragma unroll
+    for (unsigned k = 0; k < N; ++k) {
+      if (work.bias != nullptr) x[k] = x[k] + bias[k];
+      x[k] = grad[k] * slope_at<kForm>(x[k]);
+      sum[k] += x[k];
+    }
+    store<F>(x, work.output, i);
   });
   if (parts == nullptr) return;
-  const double all = column_sum(static_cast<double>(sum));
-  const std::size_t column = std::size_t{blockIdx.y} * kWarp + threadIdx.x;
-  if (column < elements.columns && threadIdx.y == 0)
-    parts[blockIdx.x * elements.columns + column] = static_cast<float>(all);
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) {
+    const double all = column_sum(static_cast<double>(sum[k]));
+    if (column < elements.columns && threadIdx.y == 0)
+      parts[blockIdx.x * elements.columns + column + k] = static_cast<float>(all);
+  }
 }
 
-// Four elements per thread, and more for very large tensors.
+// A chunk per thread, and more for very large tensors.
 unsigned flat_grid(std::size_t size) {
   constexpr std::size_t kMost = 1 << 16;
-  return static_cast<unsigned>(std::min(ceil_divide(size, 4 * std::size_t{kThreads}), kMost));
+  return static_cast<unsigned>(std::min(ceil_divide(size, std::size_t{kChunk} * kThreads), kMost));
 }
 
-dim3 column_grid(const Elements& elements) {
+dim3 column_grid(const Elements& elements, unsigned chunk) {
   return dim3(narrow_grid(ceil_divide(elements.rows, elements.rows_of_part)),
-              grid_row(ceil_divide(elements.columns, kWarp)));
+              grid_row(ceil_divide(elements.columns, std::size_t{kWarp} * chunk)));
 }
 
 constexpr dim3 kTile(kWarp, kTileRows);
 
+template <typename Work>
+void with_form(GeluForm form, const Work& work) {
+  if (form == GeluForm::erf) {
+    work(std::integral_constant<GeluForm, GeluForm::erf>{});
+  } else {
+    work(std::integral_constant<GeluForm, GeluForm::tanh>{});
+  }
+}
+
 }  // namespace
 
 void gelu_cuda(const RowLayout& layout, const Gelu& work, std::size_t rows, CudaStream stream) {
-  const Elements elements{layout.columns, rows, 4 * kTileRows};
+  const std::size_t bytes = bytes_of(layout.format);
+  const Head head = Head{}.add(work.input, bytes, kChunk).add(work.output, bytes, kChunk);
   with_format(layout.format, [&](auto format) {
-    using F = decltype(format);
-    if (work.bias == nullptr) {
-      const std::size_t size = rows * layout.columns;
-      launch(stream, flat_grid(size), kThreads, values<F>, work, size);
-    } else {
-      launch(stream, column_grid(elements), kTile, values_with_bias<F>, work, elements);
-    }
+    with_form(work.form, [&](auto form) {
+      using F = decltype(format);
+      constexpr GeluForm kForm = decltype(form)::value;
+      if (work.bias == nullptr) {
+        const std::size_t size = rows * layout.columns;
+        launch(stream, flat_grid(size), kThreads, values<F, kForm>, work, size, head.elements());
+        return;
+      }
+      const Elements elements{layout.columns, rows, 4 * kTileRows};
+      with_chunk(layout.columns, head, [&](auto chunk) {
+        constexpr unsigned kCount = decltype(chunk)::value;
+        launch(stream, column_grid(elements, kCount), kTile, values_with_bias<F, kForm, kCount>,
+               work, elements);
+      });
+    });
   });
 }
 
 void gelu_gradient_cuda(const RowLayout& layout, const GeluGradient& work, std::size_t rows,
                         std::size_t rows_of_part, float* parts, CudaStream stream) {
-  const Elements elements{layout.columns, rows, rows_of_part};
+  const std::size_t bytes = bytes_of(layout.format);
+  const Head head = Head{}
+                        .add(work.input, bytes, kChunk)
+                        .add(work.grad, bytes, kChunk)
+                        .add(work.output, bytes, kChunk);
   with_format(layout.format, [&](auto format) {
-    using F = decltype(format);
-    if (work.bias == nullptr && parts == nullptr) {
-      const std::size_t size = rows * layout.columns;
-      launch(stream, flat_grid(size), kThreads, gradients<F>, work, size);
-    } else {
-      launch(stream, column_grid(elements), kTile, gradients_by_column<F>, work, elements, parts);
-    }
+    with_form(work.form, [&](auto form) {
+      using F = decltype(format);
+      constexpr GeluForm kForm = decltype(form)::value;
+      if (work.bias == nullptr && parts == nullptr) {
+        const std::size_t size = rows * layout.columns;
+        launch(stream, flat_grid(size), kThreads, gradients<F, kForm>, work, size, head.elements());
+        return;
+      }
+      const Elements elements{layout.columns, rows, rows_of_part};
+      with_chunk(layout.columns, head, [&](auto chunk) {
+        constexpr unsigned kCount = decltype(chunk)::value;
+        launch(stream, column_grid(elements, kCount), kTile, gradients_by_column<F, kForm, kCount>,
+               work, elements, parts);
+      });
+    });
   });
 }
 

@@ -12,10 +12,11 @@
 // tensors.
 namespace semitone::kernels {
 
-// For each tensor: the first of its blocks' results, and their number.
+// For each tensor: the first of its blocks' results, their number, and the tensor's own number.
 struct PartRange {
   unsigned first;
   unsigned count;
+  unsigned tensor;
 };
 struct PartRanges {
   PartRange ranges[kMostItems];
@@ -32,15 +33,17 @@ __global__ void join_parts(const __grid_constant__ PartRanges tensors, unsigned 
   for (unsigned i = threadIdx.x; i < range.count; i += blockDim.x)
     joined = join(joined, parts[(std::size_t{range.first} + i) * values + value]);
   joined = over_block(joined, join);
-  if (threadIdx.x == 0) results[blockIdx.x * values + value] = joined;
+  if (threadIdx.x == 0) results[std::size_t{range.tensor} * values + value] = joined;
 }
 
+// Item must have the `number` of its tensor.
 template <typename Item, typename Join>
 void join_parts_of(const Table<Item>& table, unsigned values, const double* parts, double* results,
                    const Join& join, CudaStream stream) {
   PartRanges tensors{};
   for (unsigned i = 0; i < table.count; ++i)
-    tensors.ranges[i] = {table.first_block[i], table.first_block[i + 1] - table.first_block[i]};
+    tensors.ranges[i] = {table.first_block[i], table.first_block[i + 1] - table.first_block[i],
+                         table.items[i].number};
   launch(stream, dim3(table.count, values), kThreads, join_parts<Join>, tensors, values, parts,
          results, join);
 }

@@ -9,14 +9,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
-// Processes the UpdateSpans of a table, one element per thread at a time.
+// Processes UpdateSpans. Spans of the same kind share tables: for the usual kinds, the formats are
+// known when the kernel is compiled, and a thread reads four elements of every tensor before it
+// computes the first.
 namespace semitone::kernels {
 
 template <typename Rule>
 struct UpdateItem {
   UpdateSpan span;
-  Rule rule;  // of no meaning if the rules are in the device's memory
+  Rule rule;         // of no meaning if the rules are in the device's memory
+  unsigned number;   // of the span in its step
+  std::size_t head;  // elements before the first chunk
   __host__ __device__ std::size_t size() const { return span.size; }
 };
 
@@ -25,101 +30,268 @@ __device__ inline float scaled_sum(float a, float b, float c) {
   return a * b + c;
 }
 
-__device__ inline float load_state(const UpdateSpan& span, int k, std::size_t i) {
-  return load(span.state_format, span.state[k], i);
-}
-
 __device__ inline float flush_subnormal(float value) {
   return number_of(flush_subnormal(bits_of(value)));
 }
 
-// Rounded to nearest, if the state is not fp32.
-__device__ inline void store_state(float value, const UpdateSpan& span, int k, std::size_t i) {
-  store(span.state_format, value, span.state[k], i);
+template <unsigned N>
+__device__ inline void load_split(const UpdateSpan& span, std::size_t i, float (&values)[N]) {
+  std::uint16_t high[N];
+  std::uint16_t low[N];
+  load(static_cast<const std::uint16_t*>(span.param), i, high);
+  load(static_cast<const std::uint16_t*>(span.low), i, low);
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) values[k] = number_of(join_fp32({high[k], low[k]}));
 }
 
-// State 0 and, with kSecond, state 1, as the next step will read them.
-template <bool kSecond>
-__device__ inline void store_moments(const UpdateSpan& span, std::size_t i, float first,
-                                     float second = 0) {
-  if (span.state_format == Format::fp32) {
-    store_state(first, span, 0, i);
-    if (kSecond) store_state(second, span, 1, i);
-    return;
+template <unsigned N>
+__device__ inline void store_split(const float (&values)[N], const UpdateSpan& span,
+                                   std::size_t i) {
+  std::uint16_t high[N];
+  std::uint16_t low[N];
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) {
+    const SplitFp32 split = split_fp32(bits_of(values[k]));
+    high[k] = split.high;
+    low[k] = split.low;
   }
-  const std::uint32_t random =
-      hash_bits((span.first_element + static_cast<std::uint32_t>(i)) ^ span.seed);
-  static_cast<std::uint16_t*>(span.state[0])[i] =
-      bf16_from_fp32_stochastic(bits_of(first), static_cast<std::uint16_t>(random));
-  if (!kSecond) return;
-  static_cast<std::uint16_t*>(span.state[1])[i] =
-      bf16_from_fp32_stochastic(bits_of(second), static_cast<std::uint16_t>(random >> 16));
+  store(high, static_cast<std::uint16_t*>(span.param), i);
+  store(low, span.low, i);
 }
 
-__device__ inline float load_param(const UpdateSpan& span, std::size_t i) {
-  if (span.low == nullptr) return load(span.param_format, span.param, i);
-  return number_of(join_fp32({static_cast<const std::uint16_t*>(span.param)[i], span.low[i]}));
-}
-
-__device__ inline void store_param(float value, const UpdateSpan& span, std::size_t i) {
-  if (span.low == nullptr) {
-    store(span.param_format, value, span.param, i);
-  } else {
-    const SplitFp32 split = split_fp32(bits_of(value));
-    static_cast<std::uint16_t*>(span.param)[i] = split.high;
-    span.low[i] = split.low;
+// State 0 or 1 in bf16, as the next step will read it.
+template <unsigned N>
+__device__ inline void store_stochastic(const float (&values)[N], const UpdateSpan& span, int state,
+                                        std::size_t i) {
+  std::uint16_t rounded[N];
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) {
+    const auto number = span.first_element + static_cast<std::uint32_t>(i) + k;
+    const std::uint32_t random = hash_bits(number ^ span.seed);
+    rounded[k] = bf16_from_fp32_stochastic(
+        bits_of(values[k]), static_cast<std::uint16_t>(state == 0 ? random : random >> 16));
   }
-  if (span.copy != nullptr) store(span.copy_format, value, span.copy, i);
+  store(rounded, static_cast<std::uint16_t*>(span.state[state]), i);
 }
 
-template <typename Rule>
-__device__ const Rule& rule_of(const Table<UpdateItem<Rule>>& table, unsigned item,
-                               const Rule* rules_on_device) {
-  return rules_on_device != nullptr ? rules_on_device[item] : table.items[item].rule;
+// Spans of one kind. Param is fp32, or Bf16 for split masters. There may be a copy in any format.
+template <typename Grad, typename Param, typename State>
+struct UsualSpans {
+  static constexpr unsigned kElements = 4;
+  static constexpr bool kSplit = sizeof(typename Param::Stored) == 2;
+
+  static bool have(const UpdateSpan& span) {
+    return span.grad_format == Grad::kFormat && span.param_format == Param::kFormat &&
+           (span.low != nullptr) == kSplit && span.state_format == State::kFormat;
+  }
+
+  template <unsigned N>
+  static __device__ void load_grad(const UpdateSpan& span, std::size_t i, float (&values)[N]) {
+    load<Grad>(span.grad, i, values);
+  }
+  template <unsigned N>
+  static __device__ void load_param(const UpdateSpan& span, std::size_t i, float (&values)[N]) {
+    if constexpr (kSplit) {
+      load_split(span, i, values);
+    } else {
+      load<Param>(span.param, i, values);
+    }
+  }
+  template <unsigned N>
+  static __device__ void store_param(const float (&values)[N], const UpdateSpan& span,
+                                     std::size_t i) {
+    if constexpr (kSplit) {
+      store_split(values, span, i);
+    } else {
+      store<Param>(values, span.param, i);
+    }
+  }
+  template <unsigned N>
+  static __device__ void load_state(const UpdateSpan& span, int state, std::size_t i,
+                                    float (&values)[N]) {
+    load<State>(span.state[state], i, values);
+  }
+  template <unsigned N>
+  static __device__ void store_state(const float (&values)[N], const UpdateSpan& span, int state,
+                                     std::size_t i) {
+    if (sizeof(typename State::Stored) == 2 && state < 2) {
+      store_stochastic(values, span, state, i);
+    } else {
+      store<State>(values, span.state[state], i);
+    }
+  }
+};
+
+// All other spans, one element at a time.
+struct OtherSpans {
+  static constexpr unsigned kElements = 1;
+
+  static __device__ void load_grad(const UpdateSpan& span, std::size_t i, float (&values)[1]) {
+    values[0] = load(span.grad_format, span.grad, i);
+  }
+  static __device__ void load_param(const UpdateSpan& span, std::size_t i, float (&values)[1]) {
+    if (span.low == nullptr) {
+      values[0] = load(span.param_format, span.param, i);
+    } else {
+      load_split(span, i, values);
+    }
+  }
+  static __device__ void store_param(const float (&values)[1], const UpdateSpan& span,
+                                     std::size_t i) {
+    if (span.low == nullptr) {
+      store(span.param_format, values, span.param, i);
+    } else {
+      store_split(values, span, i);
+    }
+  }
+  static __device__ void load_state(const UpdateSpan& span, int state, std::size_t i,
+                                    float (&values)[1]) {
+    values[0] = load(span.state_format, span.state[state], i);
+  }
+  // Rounded to nearest from state 2 on.
+  static __device__ void store_state(const float (&values)[1], const UpdateSpan& span, int state,
+                                     std::size_t i) {
+    if (span.state_format != Format::fp32 && state < 2) {
+      store_stochastic(values, span, state, i);
+    } else {
+      store(span.state_format, values, span.state[state], i);
+    }
+  }
+};
+
+template <typename Math, typename Rule>
+__device__ Math math_of(const UpdateItem<Rule>& item, const Rule* rules_on_device) {
+  const Rule& rule = rules_on_device != nullptr ? rules_on_device[item.number] : item.rule;
+  return Math{rule.template as<float>()};
 }
 
 __device__ inline bool is_set(const float* found_inf) {
   return found_inf != nullptr && *found_inf != 0;
 }
 
-// new parameter = math(span, i, gradient, parameter) for every element. math has the rule's
-// numbers as fp32, and itself loads and stores the state at element i.
-template <typename Math, typename Rule>
-__global__ void update_table(const __grid_constant__ Table<UpdateItem<Rule>> table,
-                             const Rule* rules_on_device, const float* found_inf) {
-  if (is_set(found_inf)) return;
-  const BlockRange range = range_of_block(table);
-  const UpdateSpan& span = table.items[range.item].span;
-  const Math math{rule_of(table, range.item, rules_on_device).template as<float>()};
-  for (std::size_t i = range.begin + threadIdx.x; i < range.end; i += kThreads) {
-    const float grad = load(span.grad_format, span.grad, i) * math.grad_scale;
-    store_param(math(span, i, grad, load_param(span, i)), span, i);
+// Calls math(parameter, gradient, its states) for the N elements from i on. math changes parameters
+// and states.
+template <typename Spans, unsigned N, typename Math>
+__device__ void update_elements(const UpdateSpan& span, std::size_t i, const Math& math) {
+  constexpr int kStates = Math::kStateTensors;
+  float grad[N] = {};
+  float param[N];
+  float state[Math::kStateTensors + 1U][N];
+  if constexpr (Math::kReadsGrad) Spans::load_grad(span, i, grad);
+  Spans::load_param(span, i, param);
+#pragma unroll
+  for (int s = 0; s < kStates; ++s) Spans::load_state(span, s, i, state[s]);
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) {
+    float own[Math::kStateTensors + 1U];
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) own[s] = state[s][k];
+    math(param[k], grad[k] * math.grad_scale, own);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) state[s][k] = own[s];
+  }
+  if constexpr (Math::kWritesStates) {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) Spans::store_state(state[s], span, s, i);
+  }
+  if constexpr (Math::kWritesParam) {
+    Spans::store_param(param, span, i);
+    if (span.copy != nullptr) store(span.copy_format, param, span.copy, i);
   }
 }
 
-// Calls run(table, its rules in the device's memory or null, its first item, its first block).
-template <typename Rule, typename Run>
-void for_update_tables(const CudaStep<Rule>& step, const Run& run) {
-  const bool on_device = step.rules_on_device != nullptr;
-  for_tables<UpdateItem<Rule>>(
-      step.spans.size(),
-      [&](std::size_t i) {
-        return UpdateItem<Rule>{step.spans[i], on_device ? Rule{} : step.rules[i]};
-      },
-      [&](const Table<UpdateItem<Rule>>& table, std::size_t first_item, std::size_t first_block) {
-        run(table, on_device ? step.rules_on_device + first_item : nullptr, first_item,
-            first_block);
-      });
+// The elements of this block.
+template <typename Spans, typename Math, typename Rule>
+__device__ void update_block(const UpdateItem<Rule>& item, const BlockRange& range,
+                             const Math& math) {
+  for_chunks<Spans::kElements>(range.begin, range.end, item.head, {threadIdx.x, kThreads},
+                               [&](std::size_t i, auto count) {
+                                 update_elements<Spans, decltype(count)::value>(item.span, i, math);
+                               });
 }
 
-template <typename Math, typename Rule>
-void run_update(const CudaStep<Rule>& step, CudaStream stream) {
-  for_update_tables(
-      step, [&](const Table<UpdateItem<Rule>>& table, const Rule* rules, std::size_t, std::size_t) {
-        if (blocks_of(table) == 0) return;
-        launch(stream, blocks_of(table), kThreads, update_table<Math, Rule>, table, rules,
-               step.found_inf);
-      });
+// Blocks on a multiprocessor. Each thread waits for four elements of all tensors at once: the fewer
+// tensors, the more threads are needed. Four blocks have 64 registers for a thread, five have 48.
+template <typename Math>
+constexpr unsigned kUpdateBlocks = Math::kStateTensors == 0 ? 5 : 4;
+
+template <typename Spans, typename Math, typename Rule>
+__global__ void __launch_bounds__(kThreads, kUpdateBlocks<Math>)
+    update_table(const __grid_constant__ Table<UpdateItem<Rule>> table, const Rule* rules_on_device,
+                 const float* found_inf) {
+  if (is_set(found_inf)) return;
+  const BlockRange range = range_of_block(table);
+  const UpdateItem<Rule>& item = table.items[range.item];
+  update_block<Spans>(item, range, math_of<Math>(item, rules_on_device));
+}
+
+inline std::size_t head_of(const UpdateSpan& span, unsigned chunk) {
+  Head head;
+  head.add(span.grad, bytes_of(span.grad_format), chunk)
+      .add(span.param, bytes_of(span.param_format), chunk)
+      .add(span.low, sizeof(std::uint16_t), chunk)
+      .add(span.copy, bytes_of(span.copy_format), chunk);
+  for (const void* const state : span.state) head.add(state, bytes_of(span.state_format), chunk);
+  return head.elements();
+}
+
+// Kinds of spans that have kernels of their own.
+template <typename... Kinds>
+struct KindList {};
+
+// An fp32 model, and masters for a bf16 or fp16 one, in fp32 or split.
+using UsualKinds = KindList<UsualSpans<Fp32, Fp32, Fp32>, UsualSpans<Bf16, Fp32, Fp32>,
+                            UsualSpans<Fp16, Fp32, Fp32>, UsualSpans<Bf16, Bf16, Fp32>>;
+using UsualKindsWithBf16State =
+    KindList<UsualSpans<Fp32, Fp32, Fp32>, UsualSpans<Bf16, Fp32, Fp32>,
+             UsualSpans<Fp16, Fp32, Fp32>, UsualSpans<Bf16, Bf16, Fp32>,
+             UsualSpans<Fp32, Fp32, Bf16>, UsualSpans<Bf16, Bf16, Bf16>>;
+
+// Calls run(kind, table, its first block) for tables that together hold the spans for which
+// `which` is true.
+template <typename... Kinds, typename Rule, typename Which, typename Run>
+void for_update_tables(KindList<Kinds...> /*kinds*/, const CudaStep<Rule>& step, const Which& which,
+                       const Run& run) {
+  std::vector<unsigned> left;
+  for (unsigned number = 0; number < step.spans.size(); ++number)
+    if (which(step.spans[number])) left.push_back(number);
+  std::size_t blocks_before = 0;
+  const auto run_those = [&](auto kind, const std::vector<unsigned>& numbers) {
+    for_tables<UpdateItem<Rule>>(
+        numbers.size(),
+        [&](std::size_t i) {
+          const UpdateSpan& span = step.spans[numbers[i]];
+          const Rule rule = step.rules_on_device != nullptr ? Rule{} : step.rules[numbers[i]];
+          return UpdateItem<Rule>{span, rule, numbers[i], head_of(span, decltype(kind)::kElements)};
+        },
+        [&](const Table<UpdateItem<Rule>>& table, std::size_t /*first_item*/,
+            std::size_t first_block) { run(kind, table, blocks_before + first_block); });
+    for (const unsigned number : numbers) blocks_before += cuda_blocks(step.spans[number].size);
+  };
+  const auto run_kind = [&](auto kind) {
+    std::vector<unsigned> of_kind;
+    std::vector<unsigned> others;
+    for (const unsigned number : left)
+      (decltype(kind)::have(step.spans[number]) ? of_kind : others).push_back(number);
+    run_those(kind, of_kind);
+    left = others;
+  };
+  (run_kind(Kinds{}), ...);
+  run_those(OtherSpans{}, left);
+}
+
+// Processes the spans for which `which` is true: those with the states that Math has.
+template <typename Math, typename List, typename Rule, typename Which>
+void run_update(List kinds, const CudaStep<Rule>& step, const Which& which, CudaStream stream) {
+  for_update_tables(kinds, step, which, [&](auto kind, const auto& table, std::size_t) {
+    if (blocks_of(table) == 0) return;
+    launch(stream, blocks_of(table), kThreads, update_table<decltype(kind), Math, Rule>, table,
+           step.rules_on_device, step.found_inf);
+  });
+}
+
+inline bool any_span(const UpdateSpan& /*span*/) {
+  return true;
 }
 
 }  // namespace semitone::kernels

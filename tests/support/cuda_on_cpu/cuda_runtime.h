@@ -24,6 +24,7 @@
 #define __device__
 #define __host__
 #define __grid_constant__
+#define __launch_bounds__(...)
 #define __shared__ static thread_local
 
 using cudaError_t = int;
