@@ -13,10 +13,56 @@ __device__ bool is_class(const CrossEntropyRows& rows, std::size_t row) {
   return rows.target[row] >= 0 && static_cast<std::size_t>(rows.target[row]) < rows.classes;
 }
 
+// Whether a row has no chunks of aligned elements, or where the first one begins.
+template <typename F>
+__device__ std::size_t head_of_row(const void* first, std::size_t from, const void* second,
+                                   std::size_t to) {
+  using Stored = typename F::Stored;
+  Head head;
+  head.add(static_cast<const Stored*>(first) + from, sizeof(Stored), kChunk);
+  if (second != nullptr) head.add(static_cast<const Stored*>(second) + to, sizeof(Stored), kChunk);
+  return head.elements();
+}
+
+// The largest of the numbers seen so far, and the sum of exp(number - largest): one look at each
+// number is enough. A larger number rescales the sum. NaNs do not become the largest, but the sum is
+// NaN.
+class Softmax {
+ public:
+  template <unsigned N>
+  __device__ void add(const float (&values)[N]) {
+    float largest = values[0];
+#pragma unroll
+    for (unsigned k = 1; k < N; ++k) largest = fmaxf(largest, values[k]);
+    if (largest > max_) {
+      sum_.scale(expf(max_ - largest));
+      max_ = largest;
+    }
+    const float centre = finite_or_zero(max_);
+    float sum = 0;
+#pragma unroll
+    for (unsigned k = 0; k < N; ++k) sum += expf(values[k] - centre);
+    sum_.add(sum, N);
+  }
+  __device__ float max() const { return max_; }
+  // With the largest number of all threads.
+  __device__ double sum(float max) {
+    return sum_.total() * static_cast<double>(expf(max_ - finite_or_zero(max)));
+  }
+
+ private:
+  // 0 as long as all numbers are -inf.
+  static __device__ float finite_or_zero(float max) { return max == -kInfinity ? 0 : max; }
+
+  float max_ = -kInfinity;
+  WideSum sum_;
+};
+
 // One block per row.
 template <typename F>
-__global__ void loss_of_row(const __grid_constant__ CrossEntropyRows rows,
-                            const __grid_constant__ CrossEntropyResults results) {
+__global__ void __launch_bounds__(kThreads)
+    loss_of_row(const __grid_constant__ CrossEntropyRows rows,
+                const __grid_constant__ CrossEntropyResults results) {
   const std::size_t row = blockIdx.x;
   if (rows.target[row] == rows.ignore_index) {
     if (threadIdx.x == 0) results.loss[row] = results.max[row] = results.inv_sum[row] = 0;
@@ -27,50 +73,59 @@ __global__ void loss_of_row(const __grid_constant__ CrossEntropyRows rows,
     return;
   }
   const std::size_t first = row * rows.stride;
-  // The maximum drops NaNs, but the sums do not.
-  float own_max = -kInfinity;
-  for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
-    own_max = LargerNumber{}(own_max, load<F>(rows.logits, first + i));
-  const float max = over_block(is_nan(own_max) ? -kInfinity : own_max, LargerNumber{});
-  const float centre = max == -kInfinity ? 0 : max;  // a finite number as long as all are -inf
-  WideSum own_sum;
+  const float target = load<F>(rows.logits, first + static_cast<std::size_t>(rows.target[row]));
+  const bool smooths = rows.label_smoothing != 0;
+  // Distances are summed from a number of the row, since the sums of the logits themselves would
+  // lose digits if all are large.
+  const float origin = target - target == 0 ? target : 0;
+  Softmax own;
   WideSum own_away;
-  for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x) {
-    const float away = load<F>(rows.logits, first + i) - centre;
-    own_sum.add(expf(away));
-    own_away.add(away);
-  }
-  const double sum = block_sum(own_sum.total());
-  const double away = block_sum(own_away.total());
+  for_chunks<kChunk>(first, first + rows.classes, head_of_row<F>(rows.logits, first, nullptr, 0),
+                     {threadIdx.x, blockDim.x}, [&](std::size_t i, auto count) {
+                       constexpr unsigned kCount = decltype(count)::value;
+                       float value[kCount];
+                       load<F>(rows.logits, i, value);
+                       own.add(value);
+                       if (!smooths) return;
+                       float away = 0;
+#pragma unroll
+                       for (unsigned k = 0; k < kCount; ++k) away += value[k] - origin;
+                       own_away.add(away, kCount);
+                     });
+  const float max = over_block(own.max(), LargerNumber{});
+  const double sum = block_sum(own.sum(max));
+  double away = 0;
+  if (smooths) away = block_sum(own_away.total());
   if (threadIdx.x != 0) return;
   const double smoothing = rows.label_smoothing;
-  const double target =
-      static_cast<double>(load<F>(rows.logits, first + static_cast<std::size_t>(rows.target[row])));
-  double loss = log(sum) - (1 - smoothing) * (target - static_cast<double>(max));
-  if (smoothing != 0) loss -= smoothing * away / static_cast<double>(rows.classes);
+  const double wide_max = static_cast<double>(max);
+  double loss = log(sum) - (1 - smoothing) * (static_cast<double>(target) - wide_max);
+  if (smooths) {
+    const double mean = away / static_cast<double>(rows.classes);
+    loss -= smoothing * (mean + (static_cast<double>(origin) - wide_max));
+  }
   results.loss[row] = static_cast<float>(loss);
   results.max[row] = max;
   results.inv_sum[row] = static_cast<float>(1 / sum);
 }
 
+template <typename F>
+__device__ void fill_row(float value, const CrossEntropyRows& rows, void* output, std::size_t to) {
+  for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
+    store<F>(value, output, to + i);
+}
+
 // One block per row. Every element is read and written by one thread only, since the output may be
 // the logits.
 template <typename F>
-__global__ void gradient_of_row(const __grid_constant__ CrossEntropyRows rows,
-                                const __grid_constant__ CrossEntropyGradient work) {
+__global__ void __launch_bounds__(kThreads)
+    gradient_of_row(const __grid_constant__ CrossEntropyRows rows,
+                    const __grid_constant__ CrossEntropyGradient work) {
   const std::size_t row = blockIdx.x;
   const std::size_t from = row * rows.stride;
   const std::size_t to = row * work.stride;
-  if (rows.target[row] == rows.ignore_index) {
-    for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
-      store<F>(0, work.output, to + i);
-    return;
-  }
-  if (!is_class(rows, row)) {
-    for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
-      store<F>(kNan, work.output, to + i);
-    return;
-  }
+  if (rows.target[row] == rows.ignore_index) return fill_row<F>(0, rows, work.output, to);
+  if (!is_class(rows, row)) return fill_row<F>(kNan, rows, work.output, to);
   const double smoothing = rows.label_smoothing;
   const double grad = static_cast<double>(work.grad[row * work.grad_step]);
   const double inv_sum = static_cast<double>(work.inv_sum[row]);
@@ -80,16 +135,28 @@ __global__ void gradient_of_row(const __grid_constant__ CrossEntropyRows rows,
   const float factor = static_cast<float>(grad * inv_sum);
   const float less = static_cast<float>(shared);
   const std::size_t target = static_cast<std::size_t>(rows.target[row]);
-  for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x) {
-    const float v = load<F>(rows.logits, from + i);
-    if (i == target) {
-      const double probability = exp(static_cast<double>(v) - static_cast<double>(max)) * inv_sum;
-      const double of_target = grad * (probability - (1 - smoothing)) - shared;
-      store<F>(static_cast<float>(of_target), work.output, to + i);
-    } else {
-      store<F>(expf(v - max) * factor - less, work.output, to + i);
-    }
-  }
+  // The thread that finds the target among its elements reads its logit again, before it writes.
+  const auto of_target = [&] {
+    const double logit = static_cast<double>(load<F>(rows.logits, from + target));
+    const double probability = exp(logit - static_cast<double>(max)) * inv_sum;
+    return static_cast<float>(grad * (probability - (1 - smoothing)) - shared);
+  };
+  const std::size_t head = head_of_row<F>(rows.logits, from, work.output, to);
+  for_chunks<kChunk>(0, rows.classes, head, {threadIdx.x, blockDim.x},
+                     [&](std::size_t i, auto count) {
+                       constexpr unsigned kCount = decltype(count)::value;
+                       float value[kCount];
+                       load<F>(rows.logits, from + i, value);
+                       const bool has_target = target - i < kCount;
+                       float instead = 0;
+                       if (has_target) instead = of_target();
+#pragma unroll
+                       for (unsigned k = 0; k < kCount; ++k) {
+                         value[k] = expf(value[k] - max) * factor - less;
+                         if (has_target && target - i == k) value[k] = instead;
+                       }
+                       store<F>(value, work.output, to + i);
+                     });
 }
 
 }  // namespace

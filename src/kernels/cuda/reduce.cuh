@@ -50,6 +50,31 @@ __device__ T over_block(T value, const Join& join) {
   return result;
 }
 
+// Pairwise.
+template <unsigned N>
+__device__ float sum_of(const float (&values)[N]) {
+  float sums[N];
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) sums[k] = values[k];
+#pragma unroll
+  for (unsigned away = N / 2; away > 0; away /= 2) {
+#pragma unroll
+    for (unsigned k = 0; k < away; ++k) sums[k] += sums[k + away];
+  }
+  return sums[0];
+}
+
+// Over a block of kThreads, of a number that each warp has in all of its threads.
+__device__ inline double sum_of_warps(double value) {
+  __shared__ double of_warp[kThreads / kWarp];
+  __syncthreads();  // what the last call has left may still be read
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  double sum = of_warp[0];
+  for (unsigned warp = 1; warp < kThreads / kWarp; ++warp) sum += of_warp[warp];
+  return sum;
+}
+
 __device__ inline double block_sum(double value) {
   return over_block(value, Plus{});
 }
@@ -68,9 +93,15 @@ __device__ inline double column_sum(double value) {
 // A thread's own sum.
 class WideSum {
  public:
-  __device__ void add(float value) {
+  // The sum of some terms.
+  __device__ void add(float value, int terms = 1) {
     part_ += value;
-    if (++terms_ == kTerms) flush();
+    terms_ += terms;
+    if (terms_ >= kTerms) flush();
+  }
+  __device__ void scale(float factor) {
+    part_ *= factor;
+    total_ *= static_cast<double>(factor);
   }
   __device__ double total() {
     flush();
