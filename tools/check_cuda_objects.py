@@ -10,6 +10,7 @@ problem and exits with 1 if there is one:
 - local memory: registers that were spilled, or an array that is indexed at run time;
 - more registers than the kernel's budget: fewer threads fit on a multiprocessor;
 - fewer registers than a kernel can do its work with: an empty body, or one that the compiler could remove;
+- narrow accesses, few bytes on their way to a thread, or fp64 in the loop of a kernel that memory should limit (WIDE);
 - an object without machine code, or architectures that do not have the same kernels.
 """
 import collections
@@ -29,21 +30,115 @@ BUDGETS = {
 # Launch parameters, an index, an address and a value take more than this; the smallest kernel today has 18.
 LEAST = 16
 
+# Kernels that memory should limit, by a regular expression for their mangled names. Their loop must have a load of so many
+# bytes, must ask for so many bytes before it waits for the first of them, and may have so many fp64 instructions.
+Wide = collections.namedtuple("Wide", "load_bytes bytes_in_flight fp64", defaults=(0,))
+WIDE = {
+    r"update_table.*UsualSpansINS0_4Bf16ES3_S3_E": Wide(8, 32),  # split masters with bf16 state: four elements of each tensor
+    r"update_table.*UsualSpansINS0_4Bf16ES3_NS0_4Fp32E.*SgdMathILj0E": Wide(8, 24),  # no state
+    r"update_table.*UsualSpans.*SgdMathILj0E": Wide(16, 24),
+    r"update_table.*UsualSpans": Wide(16, 40),
+    r"move_moments.*UsualSpans": Wide(16, 56, 16),  # four elements, two sums of squares
+    r"unscale_table|reduce_table.*LargestMagnitude|elements_of_(rows|runs)": Wide(16, 32),
+    r"reduce_table.*SumOfSquares": Wide(16, 32, 64),  # an fp64 conversion and addition for each element
+    r"6valuesI|values_with_bias.*Lj8E|gradientsI|gradients_by_column.*Lj8E": Wide(16, 16),
+    r"(normalize|gradient_of)_rows.*RowShapeILj8E": Wide(16, 48, 48),  # sums of a row, between its threads
+    r"cross_entropy_cu.*(loss|gradient)_of_row": Wide(16, 16, 32),  # sums of 256 terms, and an exp for the target
+}
+
 # Objects that only query devices.
 WITHOUT_KERNELS = ["has_cuda.cu.o"]
 
 ELF_CUDA = 190
-BPT = 0x95C  # the lower 12 bits of a 16-byte instruction, compute capability 7.0 and later
+# The lower 12 bits of a 16-byte instruction, compute capability 7.0 and later.
+BPT = 0x95C
+BRANCH = 0x947
+LOADS = {0x381, 0x981}  # from global memory: LDG
+STORES = {0x386, 0x986}
+# DMUL, DADD, DSETP and DFMA, and conversions from and to fp64, with all kinds of operands.
+FP64 = {form | kind for form in (0x28, 0x29, 0x2A, 0x2B) for kind in (0x200, 0x400, 0x800, 0xA00, 0xC00, 0xE00)}
+FP64 |= {0x310, 0xB10, 0xD10}
+ACCESS_BYTES = (1, 1, 2, 2, 4, 8, 16, 16)  # by bits 73 to 75
 ATTRIBUTE_REGISTERS = 0x2F
 ATTRIBUTE_FRAME = 0x11
 ATTRIBUTE_LEAST_STACK = 0x12
 
-Kernel = collections.namedtuple("Kernel", "name registers local_bytes traps")
+Kernel = collections.namedtuple("Kernel", "name registers local_bytes traps loop", defaults=(None,))
+# The loop of a kernel that loads most bytes in one pass, or the whole kernel if no loop loads any. waits: how often a pass
+# waits for memory, with loads that are asked for together counted once.
+Loop = collections.namedtuple("Loop", "instructions loads stores loads_in_flight bytes_in_flight waits fp64")
+Instruction = collections.namedtuple("Instruction", "operation bytes target scoreboard waits")
 Cubin = collections.namedtuple("Cubin", "architecture kernels")
 
 
 def text_at(data: bytes, offset: int) -> str:
     return data[offset : data.index(b"\0", offset)].decode()
+
+
+def instructions_of(code: bytes, architecture: int):
+    """What the report needs to know of each instruction. The encoding is not documented. For kernels of this library, the
+    accesses, branches and fp64 instructions that are found here were compared with nvdisasm's (CUDA 13.5)."""
+    found = []
+    for position in range(0, len(code), 16):
+        lower, upper = struct.unpack_from("<QQ", code, position)
+        operation = lower & 0xFFF
+        size = ACCESS_BYTES[upper >> 9 & 7] if operation in LOADS | STORES else 0
+        target = None
+        if operation == BRANCH:
+            # Bits 34 to 81: a signed distance from the next instruction, in units of four bytes. Since compute capability
+            # 9.0, bits 16 to 23 have its lowest eight bits.
+            distance = lower >> 34 | (upper & 0x3FFFF) << 30
+            distance -= (distance >> 47) << 48
+            if architecture >= 90:
+                distance = distance << 8 | lower >> 16 & 0xFF
+            target = (position + 16 + 4 * distance) // 16
+        # A load announces its result on one of six scoreboards (7: none); its users wait for that one.
+        found.append(Instruction(operation, size, target, upper >> 46 & 7, upper >> 52 & 0x3F))
+    return found
+
+
+def measured(instructions) -> Loop:
+    """A straight pass through instructions."""
+    waited_for = collections.defaultdict(list)
+    loads_in_flight = bytes_in_flight = waits = 0
+    has_waited = True
+    for one in instructions:
+        for scoreboard in range(6):
+            if one.waits >> scoreboard & 1 and waited_for[scoreboard]:
+                waited_for[scoreboard].clear()
+                has_waited = True
+        if one.operation in LOADS:
+            waits += has_waited
+            has_waited = False
+            waited_for[one.scoreboard].append(one.bytes)
+        sizes = [size for of_scoreboard in waited_for.values() for size in of_scoreboard]
+        if sum(sizes) > bytes_in_flight:
+            loads_in_flight, bytes_in_flight = len(sizes), sum(sizes)
+    return Loop(
+        len(instructions),
+        [one.bytes for one in instructions if one.operation in LOADS],
+        [one.bytes for one in instructions if one.operation in STORES],
+        loads_in_flight,
+        bytes_in_flight,
+        waits,
+        sum(one.operation in FP64 for one in instructions),
+    )
+
+
+def hot_loop(instructions) -> Loop:
+    loops = []
+    for position, one in enumerate(instructions):
+        if one.target is not None and 0 <= one.target < position:
+            loops.append((one.target, position + 1))
+    # Innermost ones: a loop around another one is not a pass.
+    inner = [one for one in loops if not any(one != other and one[0] <= other[0] and other[1] <= one[1] and has_access(instructions, other) for other in loops)]
+    passes = [measured(instructions[begin:end]) for begin, end in inner]
+    passes = [one for one in passes if one.loads] or [measured(instructions)]
+    return max(passes, key=lambda one: (sum(one.loads), sum(one.stores), -one.instructions))
+
+
+def has_access(instructions, loop) -> bool:
+    return any(one.operation in LOADS | STORES for one in instructions[loop[0] : loop[1]])
 
 
 def read_cubin(elf: bytes) -> Cubin:
@@ -70,25 +165,26 @@ def read_cubin(elf: bytes) -> Cubin:
             attributes[symbols[symbol]][attribute] = number
         position += length
 
+    # The number of the architecture, 80 or 90, is in other bits since CUDA 13.
+    architecture = (flags >> 8) & 0xFF if elf[8] >= 8 else flags & 0xFF
+
     kernels = []
     for section, one in by_name.items():
         if not section.startswith(".text."):
             continue
         name = section[len(".text.") :]
-        code = elf[one[4] : one[4] + one[5]]
-        operations = [struct.unpack_from("<H", code, i)[0] & 0xFFF for i in range(0, len(code), 16)]
+        instructions = instructions_of(elf[one[4] : one[4] + one[5]], architecture)
         known = attributes[name]
         kernels.append(
             Kernel(
                 name,
                 known.get(ATTRIBUTE_REGISTERS, 0),
                 max(known.get(ATTRIBUTE_FRAME, 0), known.get(ATTRIBUTE_LEAST_STACK, 0)),
-                operations.count(BPT),
+                sum(one.operation == BPT for one in instructions),
+                hot_loop(instructions),
             )
         )
-    # The numbers of the architecture, 80 or 90, are in other bits since CUDA 13.
-    version = elf[8]
-    return Cubin((flags >> 8) & 0xFF if version >= 8 else flags & 0xFF, kernels)
+    return Cubin(architecture, kernels)
 
 
 def cubins_of(data: bytes):
@@ -104,6 +200,20 @@ def cubins_of(data: bytes):
 def short(name: str) -> str:
     """A mangled name without the file's own namespace."""
     return re.sub(r"^_ZN8semitone7kernels\d+_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}(_\d+)?", "", name)
+
+
+def narrow(kernel: Kernel):
+    wide = next((wide for pattern, wide in WIDE.items() if re.search(pattern, kernel.name)), None)
+    loop = kernel.loop
+    if wide is None or loop is None:
+        return
+    widest = max(loop.loads, default=0)
+    if widest < wide.load_bytes:
+        yield f"its widest load has {widest} bytes, less than {wide.load_bytes}"
+    if loop.bytes_in_flight < wide.bytes_in_flight:
+        yield f"{loop.bytes_in_flight} bytes on their way to a thread, less than {wide.bytes_in_flight}"
+    if loop.fp64 > wide.fp64:
+        yield f"{loop.fp64} fp64 instructions in its loop, more than {wide.fp64}"
 
 
 def problems_in(cubins, where: str):
@@ -125,6 +235,7 @@ def problems_in(cubins, where: str):
                 problems.append(f"{at}: {name}: {kernel.registers} registers, more than its budget of {budget}")
             if kernel.registers < LEAST:
                 problems.append(f"{at}: {name}: {kernel.registers} registers, less than {LEAST}: is its body empty?")
+            problems += [f"{at}: {name}: {problem}" for problem in narrow(kernel)]
     names = [sorted(short(kernel.name) for kernel in cubin.kernels) for cubin in cubins]
     if any(of_one != names[0] for of_one in names[1:]):
         problems.append(f"{where}: the architectures have different kernels")

@@ -31,6 +31,21 @@ __global__ void indexed(float* out, const unsigned* in) {
   for (unsigned i = 0; i < 64; ++i) values[in[i] % 64] = in[i + 64];
   out[threadIdx.x] = values[in[threadIdx.x] % 64];
 }
+__global__ void unscale_table(float* out, const float* in, const float* other, unsigned size) {
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < size; i += 256) {
+    const double value = in[i];
+    out[i] = value * value + other[static_cast<unsigned>(value)];
+  }
+}
+__global__ void move(float4* out, const float4* in, const float4* other, unsigned size) {
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < size; i += 256) {
+    const float4 a = in[i];
+    const float4 b = other[i];
+    out[i] = make_float4(a.x * b.x, a.y / b.y, a.z - b.z, a.w + b.w);
+  }
+}
 __global__ void greedy(float* out, const volatile float* in) {
   float values[100];
 #pragma unroll
@@ -61,6 +76,22 @@ class OurKernels(unittest.TestCase):
         self.assertEqual({path.name.removesuffix(path.suffix) for path in OBJECTS}, sources)
 
 
+class SassReport(unittest.TestCase):
+    def report(self, *arguments):
+        program = [sys.executable, ROOT / "tools" / "sass_report.py"]
+        return subprocess.run([*program, *arguments], capture_output=True, text=True, check=False)
+
+    def test_has_a_row_for_each_kernel(self):
+        (adam,) = [path for path in OBJECTS if path.name.startswith("adam.")]
+        table = self.report(adam).stdout.splitlines()
+        self.assertEqual({line.count("|") for line in table}, {table[0].count("|")})
+        kernels = [cubin.kernels for cubin in check_cuda_objects.cubins_of(adam.read_bytes()) if cubin.architecture == 90]
+        self.assertEqual(len(table) - 2, len(kernels[0]) if kernels else 0)
+
+    def test_checks_like_check_cuda_objects(self):
+        self.assertEqual(self.report("--check", *OBJECTS).returncode, 0)
+
+
 class CheckCudaObjects(unittest.TestCase):
     def test_finds_each_fault_on_each_architecture(self):
         architectures = {cubin.architecture for path in OBJECTS for cubin in check_cuda_objects.cubins_of(path.read_bytes())}
@@ -79,6 +110,23 @@ class CheckCudaObjects(unittest.TestCase):
                 self.assertIn("is its body empty", "".join(said_of("hollow")))
                 self.assertIn("bytes of local memory", "".join(said_of("indexed")))
                 self.assertIn("more than its budget of 64", "".join(said_of("greedy")))
+                narrow = "".join(said_of("unscale_table"))
+                self.assertIn("its widest load has 4 bytes, less than 16", narrow)
+                self.assertIn("4 bytes on their way to a thread, less than 32", narrow)
+                self.assertIn("fp64 instructions in its loop", narrow)
+
+    def test_reads_the_accesses_of_a_loop(self):
+        for architecture in (80, 90):
+            with self.subTest(architecture):
+                (cubin,) = check_cuda_objects.cubins_of(compiled(architecture))
+                loops = {check_cuda_objects.short(kernel.name): kernel.loop for kernel in cubin.kernels}
+                (move,) = [loop for name, loop in loops.items() if "4move" in name]
+                self.assertEqual((move.loads, move.stores, move.fp64), ([16, 16], [16], 0))
+                # Two loads at once; in the other kernel, the second one's address depends on the first one's result.
+                self.assertEqual((move.loads_in_flight, move.bytes_in_flight, move.waits), (2, 32, 1))
+                (narrow,) = [loop for name, loop in loops.items() if "unscale_table" in name]
+                self.assertEqual((narrow.loads, narrow.stores), ([4, 4], [4]))
+                self.assertEqual((narrow.loads_in_flight, narrow.waits), (1, 2))
 
     def test_finds_objects_without_machine_code(self):
         self.assertEqual(len(check_cuda_objects.problems_in([], "a.o")), 1)
