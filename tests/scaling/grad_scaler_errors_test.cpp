@@ -125,7 +125,8 @@ TEST(GradScaler, TheOverflowIsNamedByTheParameterNearestTheLoss) {
   test::ToyNet net(test::ToyNetOptions{.inputs = 4});
   // Not in the model's order, and in two groups: the order of the model counts.
   torch::optim::SGD optimizer({net->second->weight, net->first->bias}, 1.0);
-  optimizer.add_param_group(torch::optim::OptimizerParamGroup({net->second->bias, net->first->weight}));
+  optimizer.add_param_group(
+      torch::optim::OptimizerParamGroup({net->second->bias, net->first->weight}));
   for (const at::Tensor& p : net->parameters()) p.mutable_grad() = torch::zeros_like(p);
   net->first->weight.mutable_grad().fill_(kNan);
   net->second->weight.mutable_grad().fill_(kInf);

@@ -146,8 +146,8 @@ TEST(GradScaler, GradientPenaltyThroughDoubleBackward) {
     scaler.step(*scaled.optimizer);
     scaler.update();
   }
-  EXPECT_TRUE(
-      near(scaled.net->first->weight, plain.net->first->weight, reduction_tolerance(torch::kFloat, 5)));
+  EXPECT_TRUE(near(scaled.net->first->weight, plain.net->first->weight,
+                   reduction_tolerance(torch::kFloat, 5)));
 }
 
 TEST(GradScaler, GradientsWithAGraphAreUnscaledToo) {

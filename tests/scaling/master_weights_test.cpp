@@ -230,7 +230,8 @@ TEST(MasterWeights, TheOptimizersStateIsFp32WhateverItWas) {
 
 TEST(MasterWeights, LbfgsIsRefused) {
   torch::optim::LBFGS optimizer({parameter({2})});
-  EXPECT_THAT(message_of<Error>([&] { std::ignore = MasterWeights{optimizer}; }), HasSubstr("got LBFGS"));
+  EXPECT_THAT(message_of<Error>([&] { std::ignore = MasterWeights{optimizer}; }),
+              HasSubstr("got LBFGS"));
 }
 
 TEST(MasterWeights, SmallUpdatesAddUp) {

@@ -91,8 +91,7 @@ AssertionResult same_bits(const at::Tensor& got, const at::Tensor& want) {
   return none_differ(g, w, bad);
 }
 
-AssertionResult same_bits(const std::vector<at::Tensor>& got,
-                          const std::vector<at::Tensor>& want) {
+AssertionResult same_bits(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want) {
   return compare_each(got, want, [](const at::Tensor& one, const at::Tensor& other) {
     return same_bits(one, other);
   });
