@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <type_traits>
@@ -252,9 +253,11 @@ void add_multi_tensor(Cases& cases, at::ScalarType dtype) {
 // Planes, rows and vectors; one of them with more units than a part has, and one with many
 // channels.
 std::vector<at::Tensor> batches(const Inputs& inputs) {
-  return {inputs.random({3, 5, 7, 9}),         inputs.random({70, 3, 33, 35}),
-          inputs.random({2, 3, 70, 71}),       inputs.random({6, 40}),
-          inputs.channels_last({2, 5, 7, 9}),  inputs.channels_last({3, 37, 23, 29}),
+  return {inputs.random({3, 5, 7, 9}),          inputs.random({70, 3, 33, 35}),
+          inputs.random({2, 3, 8, 16}),         inputs.random({4, 5, 2, 2}),
+          inputs.channels_last({3, 40, 11, 7}), inputs.channels_last({2, 24, 5, 5}),
+          inputs.random({2, 3, 70, 71}),        inputs.random({6, 40}),
+          inputs.channels_last({2, 5, 7, 9}),   inputs.channels_last({3, 37, 23, 29}),
           inputs.channels_last({1, 300, 2, 3})};
 }
 
@@ -310,11 +313,20 @@ void add_rows(Cases& cases, at::ScalarType dtype) {
       is_16_bits(dtype) ? rounding_tolerance(dtype, 2) : 3 * pointwise_tolerance(dtype);
   const double sums = reduction_tolerance(at::kFloat, 3000);
   for (const bool centred : {false, true}) {
-    for (const std::int64_t columns : {7, 31, 100, 1030}) {
+    // Rows that a warp holds, a block holds, or none; of whole chunks and not.
+    for (const auto& [columns, count] :
+         std::initializer_list<std::pair<std::int64_t, std::int64_t>>{{7, 301},
+                                                                      {31, 301},
+                                                                      {96, 301},
+                                                                      {520, 37},
+                                                                      {1030, 37},
+                                                                      {2051, 5},
+                                                                      {4160, 9},
+                                                                      {8200, 5}}) {
       cases.add(c10::str(centred ? "layer" : "RMS", " norm of ", columns), dtype, sums + tolerance,
-                [=](const Inputs& inputs) {
-                  const at::Tensor input = inputs.random({301, columns}).add_(1);
-                  const at::Tensor grad = inputs.random({301, columns});
+                [=, columns = columns, count = count](const Inputs& inputs) {
+                  const at::Tensor input = inputs.random({count, columns}).add_(1);
+                  const at::Tensor grad = inputs.random({count, columns});
                   kernels::LayerNorm norm{columns, centred, 1e-5, inputs.random({columns}),
                                           centred ? inputs.random({columns}) : at::Tensor()};
                   const auto rows = kernels::layer_norm(input, norm, true);
@@ -327,15 +339,21 @@ void add_rows(Cases& cases, at::ScalarType dtype) {
   }
   for (const auto form : {kernels::GeluForm::erf, kernels::GeluForm::tanh}) {
     for (const bool with_bias : {false, true}) {
-      cases.add(c10::str("gelu ", form == kernels::GeluForm::erf ? "erf" : "tanh",
-                         with_bias ? " with bias" : ""),
-                dtype, sums + tolerance, [=](const Inputs& inputs) {
-                  const at::Tensor input = inputs.random({333, 45}).mul_(2);
-                  const at::Tensor grad = inputs.random({333, 45});
-                  const at::Tensor bias = with_bias ? inputs.random({45}) : at::Tensor();
-                  const auto gradients = kernels::gelu_backward(grad, input, bias, form, with_bias);
-                  return Results{kernels::gelu(input, bias, form), gradients.input, gradients.bias};
-                });
+      cases.add(
+          c10::str("gelu ", form == kernels::GeluForm::erf ? "erf" : "tanh",
+                   with_bias ? " with bias" : ""),
+          dtype, sums + tolerance, [=](const Inputs& inputs) {
+            Results results;
+            for (const std::int64_t columns : {45, 48}) {
+              const at::Tensor input = inputs.random({333, columns}).mul_(2);
+              const at::Tensor grad = inputs.random({333, columns});
+              const at::Tensor bias = with_bias ? inputs.random({columns}) : at::Tensor();
+              const auto gradients = kernels::gelu_backward(grad, input, bias, form, with_bias);
+              results.insert(results.end(),
+                             {kernels::gelu(input, bias, form), gradients.input, gradients.bias});
+            }
+            return results;
+          });
     }
   }
   for (const double smoothing : {0.0, 0.1}) {
