@@ -3,6 +3,7 @@
 // program too, and use the CUDA kernels here.
 
 #include "semitone/nn/fused_cross_entropy.h"
+#include "src/kernels/cross_entropy.h"
 #include "src/kernels/cuda/cuda_kernels.h"
 #include "tests/support/all_rules.h"
 #include "tests/support/cuda_cases.h"
