@@ -90,7 +90,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
        "expected --device to be one of auto|cpu|cuda|cuda:N, got 'gpu'"},
       {{"train", "--device", "cuda:1", "--nproc", "2"},
        "expected --device cuda with several processes, each of which uses its own GPU, got "
-       "'--device cuda:1'"},
+       "--device cuda:1"},
       {{"bench", "mnist", "--device", "cuda:-1"}, "expected --device to be one of auto|cpu"},
       {{"train", "--limit-batches", "-1"}, "expected --limit-batches from 0"},
       {{"train", "--max-steps", "-1"}, "expected --max-steps from 0"},
