@@ -13,8 +13,10 @@
 #include <hwy/highway.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <iostream>
 #include <string>
+#include <string_view>
 
 namespace semitone {
 namespace {
@@ -34,8 +36,19 @@ std::int64_t highway_target(InstructionSet set) {
   }
 }
 
+// LibTorch does not compare this variable with the processor: instructions that are missing would
+// end the process.
+void limit_libtorch(InstructionSet set) {
+  constexpr auto kVariable = "ATEN_CPU_CAPABILITY";
+  const char* const allowed = std::getenv(kVariable);
+  if (allowed == nullptr || std::string_view(allowed) != "avx512" || set >= InstructionSet::avx512)
+    return;
+  ::setenv(kVariable, set == InstructionSet::baseline ? "default" : "avx2", 1);
+}
+
 void limit_instruction_sets() {
   const InstructionSet set = effective_instruction_set();
+  limit_libtorch(set);
   hwy::DisableTargets(highway_target(set) - 1);
   const std::int64_t targets = hwy::SupportedTargets();
   std::cout << "Instruction sets: LibTorch " << at::get_cpu_capability() << ", oneDNN "
