@@ -130,6 +130,15 @@ __device__ inline void store(Format format, float value, void* to, std::size_t i
 // Elements of a chunk: one access for 16-bit formats, two for fp32.
 constexpr unsigned kChunk = 8;
 
+// A device stops at an address that is no multiple of the size of the access; so does a test on a
+// CPU.
+template <unsigned N>
+__device__ inline void check_alignment([[maybe_unused]] const void* words) {
+#ifndef __CUDACC__
+  cuda_on_cpu::check_alignment(words, N < 4 ? N * sizeof(std::uint32_t) : 16);
+#endif
+}
+
 // Reads N * 4 bytes from an address that is a multiple of their size, or of 16 if that is less, with
 // one instruction for each 16 bytes. It is volatile so that nvcc does not move it behind a branch,
 // where the thread would wait for one access after the other.
@@ -148,6 +157,7 @@ __device__ inline void load_words(const void* from, std::uint32_t (&words)[N]) {
     }
   }
 #else
+  check_alignment<N>(from);
   std::memcpy(words, from, sizeof(words));
 #endif
 }
@@ -202,6 +212,7 @@ __device__ inline void store_words(const std::uint32_t (&words)[N], void* to) {
     }
   }
 #else
+  check_alignment<N>(to);
   std::memcpy(to, words, sizeof(words));
 #endif
 }

@@ -3,6 +3,8 @@
 #include <ucontext.h>
 
 #include <array>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -289,6 +291,13 @@ const Exchanged& exchange(std::uint64_t value) {
 
 std::size_t lane() {
   return processor().lane();
+}
+
+void check_alignment(const void* address, std::size_t bytes) {
+  if (reinterpret_cast<std::uintptr_t>(address) % bytes == 0) return;
+  // An exception cannot leave a fiber.
+  std::fprintf(stderr, "expected an address that is a multiple of %zu, got %p\n", bytes, address);
+  std::abort();
 }
 
 }  // namespace cuda_on_cpu

@@ -16,7 +16,7 @@
 // barriers and exchanges.
 //
 // What it finds: wrong indices and results (under AddressSanitizer, any access outside of memory),
-// barriers that not all threads of a block reach, and, by running threads in the opposite order,
+// barriers that not all threads of a block reach, wide accesses that are not aligned, and, by running threads in the opposite order,
 // what depends on their order. What it cannot find: races between barriers that either order hides,
 // the arithmetic of NVIDIA's own functions such as expf, speed.
 
@@ -77,6 +77,9 @@ struct Exchanged {
 const Exchanged& exchange(std::uint64_t value);
 // This thread's place in its warp.
 std::size_t lane();
+
+// Ends the process if the address is no multiple of the size.
+void check_alignment(const void* address, std::size_t bytes);
 
 }  // namespace cuda_on_cpu
 
