@@ -65,7 +65,7 @@ void limit_instruction_sets() {
 }  // namespace semitone
 
 int main(int argc, char** argv) {
+  semitone::limit_instruction_sets();  // first: the parameters of tests may be tensors
   testing::InitGoogleMock(&argc, argv);
-  semitone::limit_instruction_sets();
   return RUN_ALL_TESTS();
 }
