@@ -88,7 +88,7 @@ void Gradients::move(const at::Tensor& from, const at::Tensor& to) {
   const at::NoGradGuard no_grad;
   const at::Tensor grad = resolved(from.grad());
   const at::Tensor values = values_of(grad);
-  at::Tensor addend = to.grad();
+  const at::Tensor& addend = to.grad();
   const bool sum_later = is_sparse(grad) || is_sparse(addend);
   const at::Tensor out = addend.defined() && !sum_later
                              ? addend

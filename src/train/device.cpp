@@ -55,7 +55,7 @@ c10::Device find_device(std::string_view name) {
   }
   const std::optional<c10::DeviceIndex> index = index_of(name);
   if (!index.has_value()) return c10::kCUDA;
-  const int count = at::detail::getCUDAHooks().deviceCount();
+  const c10::DeviceIndex count = at::detail::getCUDAHooks().deviceCount();
   if (*index >= count)
     throw Error("train.device", expected, gpus(count) + ", numbered from 0", "--device cuda:0");
   return {c10::kCUDA, *index};

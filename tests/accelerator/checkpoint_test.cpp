@@ -8,6 +8,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/optim.h>
+#include <torch/serialize.h>
 
 #include <gtest/gtest.h>
 

@@ -6,6 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn.h>
+#include <torch/serialize.h>
 #include <torch/types.h>
 
 #include <gmock/gmock.h>

@@ -82,7 +82,7 @@ TEST_F(AcceleratorGradScaler, ParametersOnTwoDevicesShareOneStep) {
   EXPECT_EQ(step(1), amp::Step::stepped);
   for (const at::Tensor& parameter : parameters)
     expect_bitwise_equal(parameter.detach().cpu(), torch::zeros({3}));
-  EXPECT_EQ(step(INFINITY), amp::Step::skipped);
+  EXPECT_EQ(step(std::numeric_limits<double>::infinity()), amp::Step::skipped);
   for (const at::Tensor& parameter : parameters)
     expect_bitwise_equal(parameter.detach().cpu(), torch::zeros({3}));
 }
