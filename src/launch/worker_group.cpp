@@ -260,6 +260,7 @@ std::string WorkerGroup::last_lines(const Stream& stream) const {
 
 std::vector<WorkerStatus> WorkerGroup::statuses() const {
   std::vector<WorkerStatus> result;
+  result.reserve(workers_.size());
   for (const Worker& worker : workers_) {
     result.push_back({assignment_.first_rank + worker.local_rank, worker.local_rank, worker.id,
                       worker.status.value_or(ExitStatus()), worker.stopped});

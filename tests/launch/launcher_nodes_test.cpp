@@ -305,7 +305,7 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
   const auto expect = [&](const Assignment& assignment, std::string_view part) {
     const auto listener = listen_at({"127.0.0.1", port_});
     ASSERT_TRUE(listener.ok()) << listener.problem;
-    const auto host = false_host(listener, assignment);
+    auto host = false_host(listener, assignment);
     expect_error(
         [&] {
           run(node("echo $$ >> $DIR/ids", {2, 2})
@@ -314,6 +314,7 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
                   .redirects(Streams::both));
         },
         {"[launch.rendezvous] expected", part, "is it a launcher of this job?"});
+    host.get();
   };
   for (const char* name : {"../OUTSIDE", "..", "", "a\nb"}) {
     Assignment bad = given;

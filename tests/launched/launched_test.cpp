@@ -42,7 +42,7 @@ TEST(Launched, ProcessesMeetAndTrain) {
   Net model = seeded<Net>(1 + static_cast<std::uint64_t>(group.rank()));
   parallel::DistributedDataParallel ddp(model, group);
   const auto batch = [&](int step) {
-    return batch_of(100 + static_cast<std::uint64_t>(step), 2 * ranks());
+    return batch_of(100 + step, 2 * ranks());
   };
   test::train(*alone, 5, [&](int step) {
     sum_of_squares(alone->forward(batch(step).data), batch(step).target).backward();

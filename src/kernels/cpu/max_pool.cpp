@@ -142,6 +142,7 @@ void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* 
   std::array<Candidate, kMostPlaces> candidates;
   // A division costs as much as the work on a vector.
   std::vector<Windows> columns;
+  columns.reserve(width.input);
   for (std::size_t x = 0; x < width.input; ++x) columns.push_back(windows_of(width, x));
   for (std::size_t row = begin; row < end; ++row) {
     const std::size_t image = row / height.input;
