@@ -25,11 +25,12 @@ WORKLOADS = ["mnist", "resnet50", "encoder"]
 # Steps of each contender in a round: about a second, or one step.
 STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1}
 OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
+OURS |= {f"{name} {dtype}": [*flags, "--dtype", dtype] for name, flags in list(OURS.items())[1:] for dtype in ("fp16", "bf16")}
 # Another build of the program, such as that of an earlier commit: what did a change cost?
 BASELINE = {f"baseline {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
-TORCH = {f"pytorch {mode}": ["--mode", mode] for mode in ("fp32", "bf16", "compile")}
+TORCH = {f"pytorch {mode}": ["--mode", mode] for mode in ("fp32", "bf16", "compile", "tf32", "fp16", "compile-fp16", "apex")}
 PADDLE = {"paddle fp32": ["--mode", "fp32"]}
-DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", *TORCH, *PADDLE]
+DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", "pytorch fp32", "pytorch bf16", "pytorch compile", *PADDLE]
 
 
 class Failed(Exception):
@@ -105,6 +106,8 @@ def start(workload, options, folder, reports):
         program, flags = program_of(name, options)
         if name in OURS or name in BASELINE:
             flags = [*flags, *options.ours.split(), "--steps-from-stdin"]
+        if options.device != "cpu":
+            flags = [*flags, "--device", options.device]
         command = [*program, workload, *flags, "--threads", options.threads, "--seed", options.seed, *options.sizes]
         label = name.replace(" ", "-")
         print(f"[{workload}] {name}: checks itself and warms up", file=sys.stderr)
@@ -202,7 +205,7 @@ def compare(workload, options):
         raise Failed(f"{workload}: nothing of Semitone's could run")
     seconds = {contender.name: contender.seconds for contender in contenders}
     result = {"workload": workload, "date": begun.isoformat(timespec="seconds"), "machine": host, "threads": options.threads,
-              "wait_policy": options.wait, "rounds": options.rounds, "steps_per_round": steps, "sizes": options.sizes,
+              "device": options.device, "wait_policy": options.wait, "rounds": options.rounds, "steps_per_round": steps, "sizes": options.sizes,
               "items_per_step": items_per_step(reports),
               "contenders": {name: {"min": min(taken), "median": statistics.median(taken), "seconds": taken, "report": reports[name]}
                              for name, taken in seconds.items()},
@@ -227,6 +230,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=0, help=f"of each contender in each round; default: {STEPS}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="of all contenders, as semitone bench has it; default: cpu. Paddle has the CPU only")
     parser.add_argument("--wait", choices=["passive", "default"], default="passive",
                         help="how OpenMP's threads wait for work; passive: they sleep at once")
     parser.add_argument("--ours", default="", help="additional flags for semitone bench only, as one argument: '--optimizer torch'")
@@ -242,9 +246,13 @@ def parse():
     options.workloads = options.workloads or WORKLOADS
     default = [*OURS, *BASELINE] if options.baseline else DEFAULT_CONTENDERS
     options.contenders = [name.strip() for name in options.contenders.split(",")] if options.contenders else default
+    if options.device != "cpu":
+        default = [name for name in default if name not in PADDLE]
     known = {**OURS, **TORCH, **PADDLE, **(BASELINE if options.baseline else {})}
     unknown = [name for name in options.contenders if name not in known]
     unknown += [name for name in options.workloads if name not in WORKLOADS]
+    if options.device != "cpu":
+        unknown += [f"{name} on {options.device}" for name in options.contenders if name in PADDLE]
     if unknown or options.rounds < 1 or options.threads < 1:
         parser.error(f"unknown: {', '.join(unknown)}" if unknown else "--rounds and --threads have to be at least 1")
     return options

@@ -1,6 +1,8 @@
 """The common part of the peers of `semitone bench`: its flags, its rates, and how they are driven step by step.
 
-A training has step(), which returns the loss, and lasting_mb(), the memory that stays between steps by kind.
+A training has step(), which returns the loss, and lasting_mb(), the memory that stays between steps by kind. With peak_mb() it also says
+the largest memory of all tensors on its device, or None where it does not know; with was_skipped(), whether the loss scale skipped the last
+step, which is asked in the check only.
 """
 import argparse
 import json
@@ -11,6 +13,7 @@ import time
 
 MOMENTUM = 0.9
 WEIGHT_DECAY = 0.01
+MOST_SKIPS = 40
 MASKED = 0.15
 DROPOUT = 0.1
 RESIDUAL_GAIN = 0.2  # initial weight of the last BatchNorm of each block of ResNet-50
@@ -24,6 +27,7 @@ def parse(modes):
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=RATES)
     parser.add_argument("--mode", choices=modes, required=True)
+    parser.add_argument("--device", default="cpu")
     for flag, default in {"--threads": 0, "--batch-size": 0, "--seed": 0, "--check-steps": 4, "--warm-up": 2, **SIZES}.items():
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--json")
@@ -41,10 +45,23 @@ def step(training):
     return loss
 
 
+def first_losses(training, count):
+    """Of steps that a loss scale does not skip."""
+    losses, skips = [], 0
+    while len(losses) < count:
+        loss = step(training)
+        if hasattr(training, "was_skipped") and training.was_skipped():
+            skips += 1
+            if skips > MOST_SKIPS:
+                sys.exit(f"expected gradients that are finite at some loss scale, got none in {skips} steps")
+        else:
+            losses.append(loss)
+    return losses
+
+
 def drive(options, make_training, versions):
     """Checks, warms up, and answers standard input to its end."""
-    training = make_training(0.0)
-    losses = [step(training) for _ in range(options.check_steps)]
+    losses = first_losses(make_training(0.0), options.check_steps)
     if not losses[-1] < losses[0]:
         sys.exit(f"expected losses that fall, got {losses}")
     training = make_training(DROPOUT)
@@ -61,6 +78,7 @@ def drive(options, make_training, versions):
         print(json.dumps({"steps": int(count), "seconds": time.perf_counter() - start, "loss": loss}), flush=True)
     if options.json:
         result = {"workload": options.workload, "mode": options.mode, "check_losses": losses, "lasting_mb": training.lasting_mb(),
+                  "peak_mb": training.peak_mb() if hasattr(training, "peak_mb") else None,
                   "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                   "versions": {**versions, "python": sys.version.split()[0]}}
         with open(options.json, "w") as file:

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """The workloads of `semitone bench` in PyTorch: the same models, shapes of batches, optimizers and rates, driven in the same way.
 
-    torch_workloads.py mnist|resnet50|encoder --mode fp32|bf16|compile [flags of semitone bench for sizes, threads, seed]
+    torch_workloads.py mnist|resnet50|encoder --mode MODE [--device cuda] [flags of semitone bench for sizes, threads, seed]
 
-    fp32      PyTorch's defaults: eager, images in NCHW; AdamW with fused=True, SGD with its default
-    bf16      the usual recommendations: torch.autocast in bfloat16, channels last for images, fused optimizers
-    compile   bf16, with the model and its loss under torch.compile; needs a C++ compiler
+    fp32           PyTorch's defaults: eager, images in NCHW; AdamW with fused=True, SGD with its default
+    tf32           fp32, and CUDA's products of matrices may round their factors to TF32, as those of convolutions do by default
+    bf16           the usual recommendations: torch.autocast in bfloat16, channels last for images, fused optimizers
+    fp16           the same in float16, with torch.amp's GradScaler
+    compile        bf16, with the model and its loss under torch.compile; needs a C++ compiler
+    compile-fp16   the same of fp16
+    apex           Apex's opt level O2 written with PyTorch's functions: fp16 model with BatchNorm in fp32, fp32 masters, dynamic scale
 
 First checks, without dropout, that the losses are finite and fall. Then says "ready" and runs the steps that each line "step N" on
 standard input asks for; the answer is a line of JSON with the seconds.
@@ -50,7 +54,7 @@ class Encoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens):
-        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(tokens.shape[1]))
+        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.layers(self.dropout(self.norm(x)))).flatten(0, 1)
 
 
@@ -77,32 +81,56 @@ def make_batch(options):
     return torch.randn(count, channels, size, size), torch.randint(protocol.CLASSES[options.workload], (count,))
 
 
+# The dtype of autocast in each mode that has it.
+AUTOCAST = {"bf16": torch.bfloat16, "compile": torch.bfloat16, "fp16": torch.float16, "compile-fp16": torch.float16}
+MODES = ["fp32", "tf32", *AUTOCAST, "apex"]
+INITIAL_SCALE = 2.0**16  # of losses in fp16
+GROWTH_INTERVAL = 2000
+
+
 class Training:
     def __init__(self, options, dropout):
-        self.lowers = options.mode != "fp32"
-        self.inputs, self.labels = make_batch(options)
-        model = self.model = make_model(options, dropout)
-        rate = protocol.RATES[options.workload]
-        if options.workload == "encoder":
-            self.optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=protocol.WEIGHT_DECAY, fused=True)
-        else:
-            if self.lowers:
-                model.to(memory_format=torch.channels_last)
-                self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
-            self.optimizer = torch.optim.SGD(model.parameters(), rate, protocol.MOMENTUM, fused=True if self.lowers else None)
+        self.device = torch.device(options.device)
+        self.lowers = options.mode not in ("fp32", "tf32")
+        self.dtype = AUTOCAST.get(options.mode)
+        self.inputs, self.labels = (tensor.to(self.device) for tensor in make_batch(options))
+        self.model = make_model(options, dropout).to(self.device)
+        if self.lowers and options.workload != "encoder":
+            self.model.to(memory_format=torch.channels_last)
+            self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
+        self.optimizer = self.make_optimizer(options, list(self.model.parameters()))
+        self.scaler = torch.amp.GradScaler(self.device.type, INITIAL_SCALE, enabled=self.dtype == torch.float16)
+        self.last_scale = INITIAL_SCALE
 
         def loss_of(inputs, labels):
-            return functional.cross_entropy(model(inputs), labels)
+            return functional.cross_entropy(self.model(inputs), labels)
 
-        self.loss_of = torch.compile(loss_of) if options.mode == "compile" else loss_of
+        self.loss_of = torch.compile(loss_of) if options.mode.startswith("compile") else loss_of
+
+    def make_optimizer(self, options, parameters):
+        rate = protocol.RATES[options.workload]
+        if options.workload == "encoder":
+            return torch.optim.AdamW(parameters, rate, weight_decay=protocol.WEIGHT_DECAY, fused=True)
+        return torch.optim.SGD(parameters, rate, protocol.MOMENTUM, fused=True if self.lowers else None)
 
     def step(self):
         self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if self.lowers else contextlib.nullcontext():
+        with torch.autocast(self.device.type, self.dtype) if self.dtype else contextlib.nullcontext():
             loss = self.loss_of(self.inputs, self.labels)
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss.item()
+
+    def loss_scale(self):
+        return self.scaler.get_scale() if self.scaler.is_enabled() else self.last_scale
+
+    def was_skipped(self):
+        before, self.last_scale = self.last_scale, self.loss_scale()
+        return self.last_scale < before
+
+    def peak_mb(self):
+        return torch.cuda.max_memory_allocated(self.device) / 2**20 if self.device.type == "cuda" else None
 
     def lasting_mb(self):
         def megabytes(tensors):
@@ -115,11 +143,60 @@ class Training:
                 "optimizer_state": megabytes(state)}
 
 
+class ApexTraining(Training):
+    """As apex.amp.initialize(..., opt_level="O2") trains, with torch's fused optimizers in the place of Apex's."""
+
+    def make_optimizer(self, options, parameters):
+        self.model.half()
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.float()
+        if self.inputs.is_floating_point():
+            self.inputs = self.inputs.half()
+        self.parameters = parameters
+        self.masters = [parameter.detach().float().clone() for parameter in parameters]
+        self.scale, self.good_steps = INITIAL_SCALE, 0
+        return super().make_optimizer(options, self.masters)
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss = functional.cross_entropy(self.model(self.inputs).float(), self.labels)
+        (loss * self.scale).backward()
+        for master, parameter in zip(self.masters, self.parameters):
+            master.grad = torch.empty_like(master)
+        grads = [master.grad for master in self.masters]
+        torch._foreach_copy_(grads, [parameter.grad for parameter in self.parameters])
+        found_inf = torch.zeros(1, device=self.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.full((1,), 1 / self.scale, device=self.device))
+        self.update(bool(found_inf.item()))
+        return loss.item()
+
+    def loss_scale(self):
+        return self.scale
+
+    def lasting_mb(self):
+        return {**super().lasting_mb(), "masters": sum(master.numel() * 4 for master in self.masters) / 2**20}
+
+    def update(self, overflow):
+        if overflow:
+            self.scale, self.good_steps = self.scale / 2, 0
+            return
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.masters)
+        self.good_steps += 1
+        if self.good_steps % GROWTH_INTERVAL == 0:
+            self.scale *= 2
+
+
 def main():
-    options = protocol.parse(["fp32", "bf16", "compile"])
+    options = protocol.parse(MODES)
     if options.threads:
         torch.set_num_threads(options.threads)
-    protocol.drive(options, lambda dropout: Training(options, dropout), {"torch": torch.__version__})
+    torch.backends.cuda.matmul.allow_tf32 = options.mode == "tf32"
+    training = ApexTraining if options.mode == "apex" else Training
+    protocol.drive(options, lambda dropout: training(options, dropout), {"torch": torch.__version__, "device": options.device})
 
 
 if __name__ == "__main__":

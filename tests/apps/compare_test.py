@@ -22,6 +22,8 @@ words = sys.argv
 mode = next(words[place + 1] for place, word in enumerate(words) if word in ("--mode", "--opt-level"))
 report = words[words.index("--json") + 1]
 note = open(os.environ["NOTES"], "a")
+if "--device" in words:
+    print(mode, 'on', words[words.index('--device') + 1], file=note, flush=True)
 if mode == os.environ.get("BROKEN"):
     sys.exit("no good")
 print("ready", flush=True)
@@ -108,6 +110,15 @@ class CompareTest(unittest.TestCase):
         done = self.pretend("--rounds", 1, DIES="fp32")
         self.assertEqual(done.returncode, 1)
         self.assertIn("[compare] pytorch fp32: killed", done.stderr)
+
+    def test_all_run_on_the_device(self):
+        done = self.pretend("--rounds", 1, "--device", "cuda:1", contenders="semitone O1 fp16,pytorch fp32")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(self.result()["device"], "cuda:1")
+        self.assertEqual(sorted(line for line in self.notes.read_text().splitlines() if " on " in line), ["O1 on cuda:1", "fp32 on cuda:1"])
+        refused = self.pretend("--rounds", 1, "--device", "cuda", contenders="semitone O1,paddle fp32")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("unknown: paddle fp32 on cuda", refused.stderr)
 
     def test_wrong_usage_is_code_2(self):
         for words in (["bert"], ["mnist", "--contenders", "jax"], ["mnist", "--rounds", "0"]):
