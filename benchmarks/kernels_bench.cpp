@@ -1,7 +1,9 @@
 // Every kernel that training uses: first checked, then timed in interleaved rounds with LibTorch's
 // implementation and with a baseline of the machine. docs/performance.md explains the columns.
 //
-//     kernels_bench [--only REGEX] [--rounds N] [--json FILE] [--small]
+//     kernels_bench [--only REGEX] [--rounds N] [--json FILE] [--small] [--device cuda]
+//
+// On a GPU these are the kernels that Semitone has for CUDA.
 #include "benchmarks/kernels/cases.h"
 #include "benchmarks/support/interleave.h"
 #include "benchmarks/support/stream.h"
@@ -48,6 +50,7 @@ struct Flags {
   std::string only;
   std::string json;
   bool small = false;
+  std::string device = "cpu";
 };
 
 // The baseline of the machine: memory bandwidth, or the fastest product of large squares.
@@ -59,7 +62,9 @@ struct Baseline {
 class Baselines {
  public:
   explicit Baselines(const Sizes& sizes)
-      : peak_(sizes.peak), stream_(sizes.stream), memory_{stream_.contender(), stream_.bytes()} {}
+      : peak_(sizes.peak),
+        stream_(sizes.stream, sizes.device),
+        memory_{stream_.contender(), stream_.bytes()} {}
 
   const Baseline& of(const Row& row, c10::ScalarType dtype) {
     if (!row.is_product()) return memory_;
@@ -123,14 +128,20 @@ double work_of(const Row& row) {
   return work;
 }
 
+// Calls of a contender in a round. A GPU's are launched one after the other, and then waited for.
+constexpr int kCallsOnGpu = 20;
+
 // The baseline runs before each, so that neither finds its data in a warm cache.
-Result measure(const Row& row, const Baseline& baseline, int rounds) {
+Result measure(const Row& row, const Baseline& baseline, int rounds, at::Device device) {
   std::vector<Contender> contenders{{"Semitone", row.work}, baseline.contender};
   if (row.libtorchs) {
     contenders.push_back({"LibTorch", row.libtorchs});
     contenders.push_back(baseline.contender);
   }
-  const auto timings = bench::interleave(contenders, rounds, 1);
+  const int calls = device.is_cpu() ? 1 : kCallsOnGpu;
+  const auto timings = bench::interleave(contenders, rounds, calls, [device] {
+    if (!device.is_cpu()) torch::cuda::synchronize(device.index());
+  });
   Result result{timings[0], std::nullopt, timings[1], work_of(row), baseline.work};
   if (row.libtorchs) {
     result.libtorch = timings[2];
@@ -196,12 +207,12 @@ ordered_json json_of(const Case& of, const Row& row, const Result& result) {
 
 std::vector<Case> cases_of(const Flags& flags, const Sizes& sizes) {
   std::vector<Case> all;
-  bench::add_casts(all, sizes);
+  if (sizes.device.is_cpu()) bench::add_casts(all, sizes);
   bench::add_gradients_and_steps(all, sizes);
   bench::add_norms(all, sizes);
   bench::add_pointwise(all, sizes);
   bench::add_losses(all, sizes);
-  bench::add_products(all, sizes);
+  if (sizes.device.is_cpu()) bench::add_products(all, sizes);
   if (flags.only.empty()) return all;
   const std::regex only(flags.only, std::regex::ECMAScript | std::regex::icase);
   std::erase_if(all, [&](const Case& of) {
@@ -225,15 +236,27 @@ void keep_memory() {
 #endif
 }
 
+Sizes sizes_of(const Flags& flags) {
+  const at::Device device(flags.device);
+  if (device.is_cuda() && !torch::cuda::is_available()) {
+    throw semitone::Error(kComponent, "a CUDA device for --device " + flags.device,
+                          semitone::describe_device(at::kCPU), "give --device cpu");
+  }
+  Sizes sizes = device.is_cpu() ? Sizes::full() : Sizes::of_gpu(device);
+  if (flags.small) sizes = Sizes::small();
+  sizes.device = device;
+  return sizes;
+}
+
 void run(const Flags& flags) {
   if (!flags.json.empty()) semitone::require_writable(flags.json, kComponent);
   keep_memory();
   torch::manual_seed(0);
-  const Sizes sizes = flags.small ? Sizes::small() : Sizes::full();
+  const Sizes sizes = sizes_of(flags);
+  const auto device = semitone::describe_device(sizes.device.type());
   const std::vector<Case> cases = cases_of(flags, sizes);
-  fmt::print("{}; LibTorch {}; {} threads; least and median of {} rounds{}\n",
-             semitone::describe_device(at::kCPU), semitone::libtorch_version(),
-             at::get_num_threads(), flags.rounds,
+  fmt::print("{}; LibTorch {}; {} threads; least and median of {} rounds{}\n", device,
+             semitone::libtorch_version(), at::get_num_threads(), flags.rounds,
              flags.small ? "; small sizes: figures mean nothing" : "");
   Baselines baselines(sizes);
   std::map<std::string, double> fastest;  // of the baselines, by name
@@ -250,7 +273,7 @@ void run(const Flags& flags) {
           error.what());
     }
     for (const Row& row : made) {
-      const Result result = measure(row, baselines.of(row, of.dtype), flags.rounds);
+      const Result result = measure(row, baselines.of(row, of.dtype), flags.rounds, sizes.device);
       if (section != row.is_product()) print_head(row.is_product());
       section = row.is_product();
       print(of, row, result);
@@ -263,7 +286,7 @@ void run(const Flags& flags) {
   fmt::print("\n100 %, at its best:\n");
   for (const auto& [name, rate] : fastest) fmt::print("{:<42} {:>8.1f}\n", name, rate / 1e9);
   if (flags.json.empty()) return;
-  const ordered_json all{{"device", semitone::describe_device(at::kCPU)},
+  const ordered_json all{{"device", device},
                          {"threads", at::get_num_threads()},
                          {"rounds", flags.rounds},
                          {"small", flags.small},
@@ -298,6 +321,7 @@ int main(int argc, char** argv) {
       ->check(complaint_of);
   app.add_option("--json", flags.json, "where the figures go as well");
   app.add_flag("--small", flags.small, "small sizes, to try out whether all is right");
+  app.add_option("--device", flags.device, "cpu, cuda or cuda:N")->capture_default_str();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -50,9 +51,14 @@ struct Sizes {
   std::int64_t matrix;             // edge of the smaller matrices of products
   std::vector<std::int64_t> peak;  // edges of the squares of which the fastest product is the peak
   std::int64_t stream;             // elements of each of its two arrays
+  c10::Device device = c10::DeviceType::CPU;
 
   static Sizes full() {
     return {6, 4 * 1024 * 1024, 8192, 1024, 16, 1024, {512, 1024, 2048}, 32 * 1024 * 1024};
+  }
+  // A GPU's: the data of a call is several times its cache.
+  static Sizes of_gpu(c10::Device device) {
+    return {12, 8 * 1024 * 1024, 65536, 8192, 64, 1024, {}, 256 * 1024 * 1024, device};
   }
   // Small sizes, to check everything in seconds; the figures mean nothing.
   static Sizes small() { return {2, 65536 + 3, 64, 16, 2, 128, {128, 256}, 1024 * 1024}; }

@@ -9,11 +9,13 @@ namespace {
 
 constexpr std::int64_t kClasses = 18000;  // a vocabulary
 
-std::vector<Row> cross_entropy(std::int64_t tokens, at::ScalarType dtype) {
-  const at::Tensor x = torch::randn({tokens, kClasses}).to(dtype);
-  const at::Tensor target = torch::randint(kClasses, {tokens}, torch::kLong);
+std::vector<Row> cross_entropy(std::int64_t tokens, at::ScalarType dtype, at::Device device) {
+  const at::Tensor x = torch::randn({tokens, kClasses}, device).to(dtype);
+  const at::Tensor target =
+      torch::randint(kClasses, {tokens}, at::dtype(torch::kLong).device(device));
   // The scale of a loss, without which most gradients are 0 in fp16.
-  const at::Tensor scale = at::full({}, static_cast<double>(tokens), at::kFloat);
+  const at::Tensor scale =
+      at::full({}, static_cast<double>(tokens), at::dtype(at::kFloat).device(device));
   const Differentiable both{
       .inputs = {x},
       .grad = scale,
@@ -33,7 +35,8 @@ std::vector<Row> cross_entropy(std::int64_t tokens, at::ScalarType dtype) {
   const kernels::ClassTargets targets{target, -100, 0};
   const kernels::RowLosses losses = kernels::cross_entropy(logits, targets);
   const auto gradient = [=](bool in_place) {
-    return kernels::cross_entropy_gradient(logits, targets, losses, at::ones({}), in_place);
+    return kernels::cross_entropy_gradient(logits, targets, losses, at::ones({}, logits.device()),
+                                           in_place);
   };
   const at::Tensor want = gradient(false);
   require(at::equal(gradient(true), want) && at::equal(logits, want), "the same gradient in place");
@@ -50,7 +53,7 @@ std::vector<Row> cross_entropy(std::int64_t tokens, at::ScalarType dtype) {
 void add_losses(std::vector<Case>& cases, const Sizes& sizes) {
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
     cases.push_back({"cross entropy", dtype, name_of_shape({sizes.tokens, kClasses}),
-                     [=] { return cross_entropy(sizes.tokens, dtype); }});
+                     [=] { return cross_entropy(sizes.tokens, dtype, sizes.device); }});
   }
 }
 

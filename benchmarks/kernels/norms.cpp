@@ -28,10 +28,13 @@ struct Batch {
   }
 };
 
-std::vector<Row> batch_norm(const Batch& batch, at::ScalarType dtype) {
-  const auto random = [&] { return torch::randn(batch.shape).to(dtype).contiguous(batch.format); };
+std::vector<Row> batch_norm(const Batch& batch, at::ScalarType dtype, at::Device device) {
+  const auto random = [&] {
+    return torch::randn(batch.shape, device).to(dtype).contiguous(batch.format);
+  };
   // Input, weight, bias and the residual if there is one.
-  Tensors inputs{random(), torch::rand({batch.shape[1]}) + 0.5, torch::randn({batch.shape[1]})};
+  Tensors inputs{random(), torch::rand({batch.shape[1]}, device) + 0.5,
+                 torch::randn({batch.shape[1]}, device)};
   if (batch.residual) inputs.push_back(random());
   const auto ours = [relu = batch.relu](const Tensors& of) {
     return nn::batch_norm(of[0], {.component = "bench.batch_norm",
@@ -68,8 +71,9 @@ std::vector<Row> batch_norm(const Batch& batch, at::ScalarType dtype) {
   return rows_of(both);
 }
 
-std::vector<Row> row_norm(std::int64_t rows, at::ScalarType dtype, bool centred) {
-  const auto random = [&](at::IntArrayRef shape) { return torch::randn(shape).to(dtype); };
+std::vector<Row> row_norm(std::int64_t rows, at::ScalarType dtype, bool centred,
+                          at::Device device) {
+  const auto random = [&](at::IntArrayRef shape) { return torch::randn(shape, device).to(dtype); };
   const at::Tensor x = random({rows, kColumns});
   Differentiable both{.inputs = {x, random({kColumns})},
                       .grad = random({rows, kColumns}),
@@ -99,7 +103,8 @@ std::vector<Row> row_norm(std::int64_t rows, at::ScalarType dtype, bool centred)
 
 void add_norms(std::vector<Case>& cases, const Sizes& sizes) {
   const auto add_batch = [&](const std::string& kernel, const Batch& batch, at::ScalarType dtype) {
-    cases.push_back({kernel, dtype, batch.name(), [=] { return batch_norm(batch, dtype); }});
+    cases.push_back({kernel, dtype, batch.name(),
+                     [=, device = sizes.device] { return batch_norm(batch, dtype, device); }});
   };
   const auto images = sizes.images;
   const Batch first{.shape = {images, 256, 56, 56}};
@@ -118,7 +123,7 @@ void add_norms(std::vector<Case>& cases, const Sizes& sizes) {
     const auto shape = name_of_shape({sizes.rows, kColumns});
     for (const bool centred : {true, false}) {
       cases.push_back({centred ? "layer norm" : "RMS norm", dtype, shape,
-                       [=] { return row_norm(sizes.rows, dtype, centred); }});
+                       [=] { return row_norm(sizes.rows, dtype, centred, sizes.device); }});
     }
   }
 }

@@ -18,8 +18,9 @@ constexpr std::int64_t kHidden = 4096;  // of a feed-forward layer
 constexpr std::uint64_t kSeed = 7;
 constexpr Tolerance kPointwise{.share_of_largest = 1e-6};
 
-at::Tensor random(const std::vector<std::int64_t>& shape, at::ScalarType dtype) {
-  const at::Tensor values = torch::randn(shape).to(dtype);
+at::Tensor random(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
+                  at::Device device = at::kCPU) {
+  const at::Tensor values = torch::randn(shape, device).to(dtype);
   return shape.size() == 4 ? values.contiguous(at::MemoryFormat::ChannelsLast) : values;
 }
 
@@ -29,16 +30,16 @@ std::vector<Row> proved(const Differentiable& both, const Tolerance& tolerance) 
 }
 
 std::vector<Row> gelu(std::int64_t rows, at::ScalarType dtype, const std::string& form,
-                      bool with_bias) {
-  const at::Tensor x = random({rows, kHidden}, dtype);
+                      bool with_bias, at::Device device) {
+  const at::Tensor x = random({rows, kHidden}, dtype, device);
   Differentiable both{.inputs = {x},
-                      .grad = random({rows, kHidden}, dtype),
+                      .grad = random({rows, kHidden}, dtype, device),
                       .ours = [form](const Tensors& of) { return nn::fused_gelu(of[0], form); },
                       .libtorchs = [form](const Tensors& of) { return at::gelu(of[0], form); },
                       .forward = {moved("x", x), moved("y", x)},
                       .backward = {moved("dy", x), moved("x", x), moved("dx", x)}};
   if (with_bias) {
-    both.inputs.push_back(random({kHidden}, dtype));
+    both.inputs.push_back(random({kHidden}, dtype, device));
     both.ours = [form](const Tensors& of) { return nn::fused_bias_gelu(of[0], of[1], form); };
     both.libtorchs = [form](const Tensors& of) { return at::gelu(of[0] + of[1], form); };
   }
@@ -139,9 +140,12 @@ void add_pointwise(std::vector<Case>& cases, const Sizes& sizes) {
   };
   const std::vector<std::int64_t> images{sizes.images, 256, 56, 56};
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
-    of_matrices("GELU", dtype, [=] { return gelu(rows, dtype, "none", false); });
-    of_matrices("GELU, tanh", dtype, [=] { return gelu(rows, dtype, "tanh", false); });
-    of_matrices("bias + GELU", dtype, [=] { return gelu(rows, dtype, "none", true); });
+    of_matrices("GELU", dtype, [=] { return gelu(rows, dtype, "none", false, sizes.device); });
+    of_matrices("GELU, tanh", dtype,
+                [=] { return gelu(rows, dtype, "tanh", false, sizes.device); });
+    of_matrices("bias + GELU", dtype,
+                [=] { return gelu(rows, dtype, "none", true, sizes.device); });
+    if (!sizes.device.is_cpu()) continue;  // the others are LibTorch's there
     of_matrices("dropout", dtype, [=] { return dropout(rows, dtype, false); });
     of_matrices("dropout + residual", dtype, [=] { return dropout(rows, dtype, true); });
     if (dtype != at::kFloat) {  // a region leaves those of fp32 to LibTorch

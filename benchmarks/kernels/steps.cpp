@@ -28,7 +28,7 @@ constexpr Tolerance kFp32{.share_of_largest = 1e-7, .roundings = 3};
 Tensors random(const Sizes& sizes, at::ScalarType dtype, double factor = 1) {
   Tensors tensors;
   for (std::int64_t i = 0; i < sizes.tensors; ++i)
-    tensors.push_back((torch::randn({sizes.elements}) * factor).to(dtype));
+    tensors.push_back((torch::randn({sizes.elements}, sizes.device) * factor).to(dtype));
   return tensors;
 }
 
@@ -57,7 +57,7 @@ std::vector<kernels::Unscale> items_of(const Tensors& grads, const Tensors& out)
 
 void prove_unscale(const Tensors& grads, at::ScalarType out_dtype) {
   const Tensors out = like(grads, out_dtype);
-  at::Tensor found = at::zeros({1});
+  at::Tensor found = at::zeros({1}, grads[0].device());
   kernels::multi_tensor_unscale(items_of(grads, out), kInvScale, found);
   require(found.item<double>() == 0, "no infinity in finite gradients");
   for (std::size_t i = 0; i < grads.size(); ++i)
@@ -74,10 +74,11 @@ std::vector<Row> unscale(const Sizes& sizes, at::ScalarType dtype, bool in_place
   prove_unscale(grads, in_place ? dtype : at::kFloat);
   const Tensors out = in_place ? grads : like(grads, at::kFloat);
   // Repeated in place, so the scale is 1.
-  const auto work = [items = items_of(grads, out), found = at::zeros({1})]() mutable {
+  const auto work = [items = items_of(grads, out), found = at::zeros({1}, sizes.device)]() mutable {
     kernels::multi_tensor_unscale(items, 1, found);
   };
-  const auto libtorchs = [grads, in_place, found = at::zeros({1}), one = at::ones({1})]() mutable {
+  const auto libtorchs = [grads, in_place, found = at::zeros({1}, sizes.device),
+                          one = at::ones({1}, sizes.device)]() mutable {
     at::_amp_foreach_non_finite_check_and_unscale_(in_place ? grads : like(grads, at::kFloat),
                                                    found, one);
   };
@@ -162,7 +163,7 @@ Parameters make(const Sizes& sizes, const Layout& layout, std::size_t states) {
     made.state.push_back({});
     for (std::int64_t i = 0; i < sizes.tensors; ++i)
       made.state[1].push_back(
-          ((torch::rand({sizes.elements}) + 0.5) * kInvScale * kInvScale).to(state));
+          ((torch::rand({sizes.elements}, sizes.device) + 0.5) * kInvScale * kInvScale).to(state));
   }
   return made;
 }
@@ -230,7 +231,8 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
   prove_step(
       of, [&](const std::vector<Update>& items) { kernels::multi_tensor_update(items, rules); },
       [&](const Update& item) { kernels::ref::update(item, rule); });
-  const Tensors steps(of.params.size(), at::full({}, static_cast<double>(kStep), at::kFloat));
+  const Tensors steps(of.params.size(), at::full({}, static_cast<double>(kStep),
+                                                 at::dtype(at::kFloat).device(sizes.device)));
   const auto libtorchs = [steps](const Parameters& theirs, const Tensors& grads) {
     at::_fused_adamw_(theirs.params, grads, theirs.state[0], theirs.state[1], {}, steps, kLr,
                       kBeta1, kBeta2, kDecay, 1e-8, /*amsgrad=*/false, /*maximize=*/false);

@@ -7,7 +7,8 @@
 
 namespace semitone::bench {
 
-std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rounds, int repeats) {
+std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rounds, int repeats,
+                               const std::function<void()>& wait) {
   using Clock = std::chrono::steady_clock;
   constexpr int kWarmUp = 2;
   const std::size_t count = contenders.size();
@@ -17,6 +18,7 @@ std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rou
       const std::size_t who = (turn + static_cast<std::size_t>(round + kWarmUp)) % count;
       const auto begin = Clock::now();
       for (int repeat = 0; repeat < repeats; ++repeat) contenders[who].body();
+      if (wait) wait();
       const std::chrono::duration<double> spent = Clock::now() - begin;
       if (round >= 0) seconds[who].push_back(spent.count() / repeats);
     }

@@ -22,7 +22,9 @@ struct Timing {
 /// Runs the contenders in interleaved rounds, so that other load on the machine affects all of
 /// them. Each round times `repeats` calls of each body and starts with another contender. Two
 /// rounds before the first are not counted.
-std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rounds, int repeats);
+/// @param wait  called after the calls and before the clock is read, to wait for a device
+std::vector<Timing> interleave(const std::vector<Contender>& contenders, int rounds, int repeats,
+                               const std::function<void()>& wait = {});
 
 /// A table: name, min and median of a call in units of `per` (1e-6: microseconds) and the ratio to
 /// the first contender.

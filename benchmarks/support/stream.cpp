@@ -4,14 +4,17 @@
 
 namespace semitone::bench {
 
-Stream::Stream(std::int64_t elements) : x_(at::ones({elements})), y_(at::ones({elements})) {}
+Stream::Stream(std::int64_t elements, at::Device device)
+    : x_(at::ones({elements}, device)), y_(at::ones({elements}, device)) {}
 
 Contender Stream::contender() const {
+  if (!x_.is_cpu()) return {"copy", [x = x_, y = y_] { y.copy_(x); }};
   return {"y += x", [x = x_, y = y_] { y.add_(x); }};
 }
 
 double Stream::bytes() const {
-  return 3.0 * static_cast<double>(x_.nbytes());
+  const double arrays = x_.is_cpu() ? 3 : 2;
+  return arrays * static_cast<double>(x_.nbytes());
 }
 
 }  // namespace semitone::bench
