@@ -24,7 +24,7 @@ export TORCH CUDA SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program mnist mnist-ddp test test-isa bench bench-peers bench-compare format check bundle clean
+.PHONY: help setup configure build program mnist mnist-ddp test test-isa bench bench-peers bench-compare format check bundle gpu-hour clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -84,6 +84,10 @@ check:  ## Check format, arrows, pages, and with clang-tidy the sources and the 
 
 bundle:  ## Pack the sources and all libraries' sources, to build where there is no network, into build/bundle/
 	@tools/bundle.py $(ARGS)
+
+gpu-hour:  ## Build, test and measure on a machine with a GPU, in steps with a report (tools/gpu_hour.py)
+	@$(MAKE) -s configure PRESET=cuda
+	@tools/gpu_hour.py $(ARGS)
 
 clean:  ## Remove build/ (keeps .deps/)
 	@rm -rf build
