@@ -125,7 +125,8 @@ def kernel_cases(run, program):
         run.fail("expected cases in cuda_test, got none")
 
     def one(name):
-        code, output = run.attempt(program, f"--gtest_filter=*/{name}", "--gtest_brief=1", most_seconds=120)
+        code, output = run.attempt(program, f"--gtest_filter=*/{name}", "--gtest_brief=1", most_seconds=120,
+                                   variables={"OMP_NUM_THREADS": "2"})  # several run at once
         return name, "passed" if code == 0 else "\n".join(output.strip().splitlines()[-12:])
 
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, run.options.jobs))) as pool:
