@@ -5,8 +5,9 @@
     tools/gpu_hour.py --page docs/gpu.md [--report FOLDER]   puts the report's tables between the page's markers
 
 Each step ends within --limit seconds (less than ten minutes), and writes STEP.json and STEP.log to the report folder. A step that has
-succeeded is not repeated unless --again is given. One that failed or ran out of time does what is missing when it is run again. A step that
-fails is recorded with the end of its log, and does not stop the others. A step that needs a GPU, and has none, says so: "skipped: no GPU".
+succeeded is not repeated unless --again is given; a build compiles what has changed. One that failed or ran out of time does what is
+missing when it is run again. A step that fails is recorded with the end of its log, and does not stop the others. A step that needs a
+GPU, and has none, says so: "skipped: no GPU".
 
 --device cpu --sizes small --no-build is the rehearsal, which shows that every step works. Its figures mean nothing.
 Exit code: 0 if all steps succeeded (in a rehearsal: or were skipped), 1 if not, 2 for wrong usage.
@@ -27,6 +28,8 @@ import gpu_hour_tables
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOG_LINES = 25  # of a failed step's log in its record
+# The build system repeats no work, and a report may go on on another machine.
+BUILD_STEPS = ("build", "build_all")
 
 
 class StepFailed(Exception):
@@ -149,10 +152,11 @@ def source_version():
 def run_step(options, step):
     """Returns the record's state."""
     before = read_record(options, step.name)
-    if before.get("state") == "done" and not options.again:
+    again = options.again or step.name in BUILD_STEPS
+    if before.get("state") == "done" and not again:
         print(f"[{step.name}] done already on {before['begun']}; --again repeats it")
         return "done"
-    parts = {} if options.again else before.get("parts", {})
+    parts = {} if again else before.get("parts", {})
     record = {"step": step.name, "begun": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
               "device": options.device, "sizes": options.sizes, "commit": source_version()}
     run = Run(options, step.name, parts)
@@ -160,7 +164,7 @@ def run_step(options, step):
     try:
         if step.needs_gpu and options.device == "cpu":
             run.skip("no GPU (--device cpu)")
-        if step.name not in ("build", "build_all") and options.device != "cpu" and not has_gpu():
+        if step.name not in BUILD_STEPS and options.device != "cpu" and not has_gpu():
             run.skip(f"no GPU: this machine has no /dev/nvidia0, and --device is {options.device}")
         step.work(run)
         record |= {"state": "failed", "reason": "; ".join(run.failures)} if run.failures else {"state": "done"}
