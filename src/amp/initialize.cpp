@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
+#include "src/amp/advice.h"
 #include "src/amp/initialize_checks.h"
 #include "src/amp/initialize_policy.h"
 #include "src/amp/memory_format.h"
@@ -235,6 +236,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   // about.
   std::optional<Undo> undo;
   if (makes_masters) undo.emplace(models, optimizers);
+  const bool chooses_format = !properties.memory_format.has_value();
   if (properties.enabled) choose_layout(*impl, optimizers);
   const Masters::ExactValues exact =
       makes_masters ? exact_values(optimizers) : Masters::ExactValues{};
@@ -245,6 +247,9 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   if (properties.enabled && properties.verbosity >= 1) {
     if (is_first_rank()) log()->info(properties.to_string());
     warn_of_small_eps(optimizers);
+    Properties asked = properties;
+    if (chooses_format) asked.memory_format.reset();  // there is nothing better to choose
+    log_advice(advice(models, asked, facts_of(properties.device, models)));
   }
   impl->own_optimizers();
   if (undo.has_value()) undo->disarm();

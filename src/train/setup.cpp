@@ -4,6 +4,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/amp/advice.h"
 #include "src/core/dtype_limits.h"
 
 #include <utility>
@@ -50,6 +51,9 @@ Setup::Setup(const Precision& precision, Classifier its_model, std::string_view 
     : model(std::move(its_model)),
       handle(model.module()),
       optimizer(make_optimizer(precision, model, its_optimizer, settings)),
-      mixed(amp::initialize(handle, *optimizer, options)) {}
+      mixed(amp::initialize(handle, *optimizer, options)) {
+  // initialize itself is silent here.
+  amp::log_advice(amp::advice(handle, mixed.properties()));
+}
 
 }  // namespace semitone::train

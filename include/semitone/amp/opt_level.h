@@ -74,8 +74,8 @@ class Options {
   Options& cast_model_outputs(c10::ScalarType value);
   /// Number of loss scalers, selected by loss_id. Default 1.
   Options& num_losses(std::int64_t value);
-  /// Logging. 0: nothing. 1: the level, its properties, and skipped steps. 2: also every cast.
-  /// Default 1.
+  /// Logging. 0: nothing. 1: the level, its properties, advice for a GPU (amp/advice.h), and
+  /// skipped steps. 2: also every cast. Default 1.
   Options& verbosity(int value);
   /// Bounds of a dynamic scale. Default 2^-24 (Apex: none) and 2^24.
   Options& min_loss_scale(double value);
