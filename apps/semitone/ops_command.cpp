@@ -6,6 +6,7 @@
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
+#include "src/autocast/fast_kernels.h"
 #include "src/core/native_kernels.h"
 
 #include <fmt/format.h>
@@ -82,9 +83,13 @@ std::vector<std::string_view> emulated_kinds(const amp::CastPolicy& policy) {
   return names;
 }
 
-// These kernels are for the CPU.
+// Those that run on the policy's device.
 std::set<std::string> fast_kernels(const amp::CastPolicy& policy) {
-  return policy.device() == c10::DeviceType::CPU ? policy.fast_kernels() : std::set<std::string>();
+  std::set<std::string> names = policy.fast_kernels();
+  std::erase_if(names, [&](const std::string& name) {
+    return !amp::find_fast_kernel(name)->runs_on(policy.device());
+  });
+  return names;
 }
 
 std::string json_of(const amp::CastPolicy& policy,

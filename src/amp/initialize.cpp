@@ -122,7 +122,6 @@ void set_up(Impl& impl) {
   const std::vector<Model>& models = impl.models;
   const Properties& properties = impl.properties;
   impl.policy = policy_for(models, properties);
-  impl.forward_in_region = runs_in_region(properties, impl.policy, models);
   for (std::int64_t i = 0; i < properties.num_losses; ++i) {
     impl.scalers.emplace_back(properties.loss_scale_options, i);
   }
@@ -140,9 +139,15 @@ void choose_layout(Impl& impl, const OptimizerRefs& optimizers) {
     const auto more = conv2d_weights(model);
     weights.insert(weights.end(), more.begin(), more.end());
   }
-  const auto format = choose_memory_format(weights, optimizers, impl.properties, impl.policy);
-  impl.properties.memory_format = format;
-  if (format != c10::MemoryFormat::Preserve) lay_out(weights, format);
+  Properties& properties = impl.properties;
+  if (!properties.memory_format.has_value()) {
+    const bool is_faster = prefers_channels_last(facts_of(properties.device, impl.models));
+    properties.memory_format =
+        is_faster ? choose_memory_format(weights, optimizers, properties.opt_level, impl.policy)
+                  : c10::MemoryFormat::Preserve;
+  }
+  if (properties.memory_format != c10::MemoryFormat::Preserve)
+    lay_out(weights, *properties.memory_format);
 }
 
 // The optimizers' fp32 parameters before they are cast.
@@ -238,6 +243,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   if (makes_masters) undo.emplace(models, optimizers);
   const bool chooses_format = !properties.memory_format.has_value();
   if (properties.enabled) choose_layout(*impl, optimizers);
+  impl->forward_in_region = runs_in_region(properties, impl->policy, models);
   const Masters::ExactValues exact =
       makes_masters ? exact_values(optimizers) : Masters::ExactValues{};
   if (casts) cast_models(*impl);

@@ -13,6 +13,11 @@
 namespace semitone::amp {
 namespace {
 
+// Whether views of channels-last tensors that LibTorch refuses copy instead.
+bool has_view_kernel(const std::optional<CastPolicy>& policy) {
+  return policy.has_value() && policy->fast_kernels().contains("view");
+}
+
 // Whether the models contain LibTorch's attention, whose padding needs a region
 // (src/autocast/attention_scores.h).
 bool has_attention(const std::vector<Model>& models) {
@@ -56,21 +61,19 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
 
 bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy,
                     const std::vector<Model>& models) {
+  const bool views =
+      properties.memory_format == c10::MemoryFormat::ChannelsLast && has_view_kernel(policy);
   return policy.has_value() &&
-         (properties.patch_torch_functions || properties.device == c10::DeviceType::CPU ||
+         (properties.patch_torch_functions || properties.device == c10::DeviceType::CPU || views ||
           !policy->fp32_param_globs().empty() || has_attention(models));
 }
 
 c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,
-                                       const OptimizerRefs& optimizers,
-                                       const Properties& properties,
+                                       const OptimizerRefs& optimizers, OptLevel opt_level,
                                        const std::optional<CastPolicy>& policy) {
-  if (properties.memory_format.has_value()) return *properties.memory_format;
-  const bool can_view = properties.device == c10::DeviceType::CPU && policy.has_value() &&
-                        policy->fast_kernels().count("view") == 1;
   // LBFGS views gradients as vectors.
   const bool views = std::any_of(optimizers.begin(), optimizers.end(), evaluates_loss);
-  return !weights.empty() && properties.opt_level != OptLevel::O0 && can_view && !views
+  return !weights.empty() && opt_level != OptLevel::O0 && has_view_kernel(policy) && !views
              ? c10::MemoryFormat::ChannelsLast
              : c10::MemoryFormat::Preserve;
 }

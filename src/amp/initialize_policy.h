@@ -14,15 +14,15 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
                                      const Properties& properties);
 
 // Whether forward must run in that region. forward itself casts the arguments. On devices with
-// correct 16-bit operators, the region has work only for parameters that stay fp32, and for
-// attention with padded keys, which LibTorch computes in fp32 only.
+// correct 16-bit operators, the region has work only for parameters that stay fp32, for attention
+// with padded keys, which LibTorch computes in fp32 only, and for views of channels-last tensors.
 bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy,
                     const std::vector<Model>& models);
 
-// Only the weights of convolutions are converted: the layers' results follow their format.
+// The format for a device that prefers channels last in 16 bits. Only the weights of convolutions
+// are converted: the layers' results follow their format.
 c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,
-                                       const OptimizerRefs& optimizers,
-                                       const Properties& properties,
+                                       const OptimizerRefs& optimizers, OptLevel opt_level,
                                        const std::optional<CastPolicy>& policy);
 
 }  // namespace semitone::amp

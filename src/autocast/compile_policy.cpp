@@ -35,7 +35,7 @@ class OncePerDevice {
   std::atomic<std::uint32_t> done_{0};
 };
 
-// The operators of fast kernels by name, installed on a device.
+// The operators of fast kernels by name. Those that run on a device are installed there.
 const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device) {
   using Operators = std::map<std::string_view, OpId>;
   static const auto* const operators = new Operators([] {
@@ -48,7 +48,9 @@ const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device) {
   }());
   static OncePerDevice once;
   once(device, [&] {
-    for (const auto& [name, id] : *operators) install_kernel(*find_operator(name), device);
+    for (const auto& [name, id] : *operators) {
+      if (find_fast_kernel(name)->runs_on(device)) install_kernel(*find_operator(name), device);
+    }
   });
   return *operators;
 }
@@ -73,11 +75,12 @@ void install_convolutions(c10::DeviceType device) {
 }
 
 void use_fast_kernels(CompiledPolicy& policy, const std::set<std::string>& names) {
-  if (policy.device() != c10::DeviceType::CPU || names.empty()) return;
+  if (names.empty()) return;
   const auto& operators = fast_operators(policy.device());
   for (const std::string& name : names) {
     const auto id = operators.find(name);
-    if (id != operators.end()) policy.use_fast_kernel(id->second);
+    if (id != operators.end() && find_fast_kernel(name)->runs_on(policy.device()))
+      policy.use_fast_kernel(id->second);
   }
 }
 

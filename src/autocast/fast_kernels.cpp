@@ -276,7 +276,7 @@ constexpr std::array<FastKernel, 14> kKernels{{
     {.op = "relu_", .run = relu_},
     {.op = "rms_norm", .run = rms_norm},
     {.op = "scaled_dot_product_attention", .run = attention},
-    {.op = "view", .run = view},
+    {.op = "view", .run = view, .on_every_device = true},
 }};
 
 }  // namespace

@@ -19,6 +19,12 @@ struct FastKernel {
   // Whether it takes 16-bit arguments and returns fp32 itself, so that a policy's fp32 needs no
   // casts.
   bool widens = false;
+  // Whether it runs on every device. The others are for the CPU.
+  bool on_every_device = false;
+
+  bool runs_on(c10::DeviceType device) const {
+    return on_every_device || device == c10::DeviceType::CPU;
+  }
 };
 
 // All kernels.

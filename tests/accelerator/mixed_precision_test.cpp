@@ -117,5 +117,42 @@ TEST_F(AcceleratorMixedPrecision, LibTorchsOptimizersTrainAsOnTheCPU) {
   }
 }
 
+// Flattens the results of a convolution with view(), which LibTorch refuses in channels last.
+struct ImageNetImpl : torch::nn::Module {
+  ImageNetImpl() {
+    register_module("conv", conv);
+    register_module("head", head);
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    const at::Tensor x = conv(images);
+    is_channels_last = x.stride(1) == 1;
+    return head(x.view({x.size(0), -1}));
+  }
+  torch::nn::Conv2d conv{torch::nn::Conv2dOptions(2, 4, 3)};
+  torch::nn::Linear head{64, 3};
+  bool is_channels_last = false;
+};
+TORCH_MODULE(ImageNet);
+
+TEST_F(AcceleratorMixedPrecision, ChannelsLastModelsMayUseView) {
+  const auto images = torch::randn({5, 2, 6, 6});
+  for (const std::string level : {"O1", "O2", "O3"}) {
+    const auto options = amp::Options(level).dtype(at::kHalf).verbosity(0);
+    torch::manual_seed(1);
+    ImageNet host;
+    const at::Tensor want = amp::initialize(host, options).forward(host, images);
+    torch::manual_seed(1);
+    ImageNet net;
+    move(*net, device());
+    auto mixed =
+        amp::initialize(net, amp::Options(options).memory_format(at::MemoryFormat::ChannelsLast));
+    const at::Tensor got = mixed.forward(net, images.to(device()));
+    EXPECT_TRUE(net->is_channels_last) << level;
+    EXPECT_TRUE(near(got.cpu(), want, tolerance_of(level, at::kHalf))) << level;
+    got.sum().backward();
+    EXPECT_EQ(net->conv->weight.grad().sizes(), net->conv->weight.sizes()) << level;
+  }
+}
+
 }  // namespace
 }  // namespace semitone::test::accelerator

@@ -5,6 +5,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/core/keep_fp32.h"
 #include "semitone/nn/fused_dense.h"
+#include "src/amp/initialize_policy.h"
 #include "src/amp/memory_format.h"
 #include "tests/support/captured_log.h"
 
@@ -230,6 +231,30 @@ TEST(AdviceOnMemoryFormats, IsWhatInitializeChooses) {
   EXPECT_FALSE(prefers_channels_last({torch::kCUDA, 61}));
   EXPECT_FALSE(prefers_channels_last({torch::kCUDA, 0}));
   EXPECT_FALSE(prefers_channels_last({torch::kPrivateUse1, 90}));
+  // For a GPU, with the weights of this machine.
+  const std::vector<at::Tensor> weights{torch::randn({4, 3, 2, 2})};
+  for (const auto& policy : {CastPolicy::semitone({torch::kCUDA, torch::kHalf}),
+                             CastPolicy::none({torch::kCUDA, torch::kHalf})}) {
+    EXPECT_EQ(choose_memory_format(weights, {}, OptLevel::O2, policy),
+              at::MemoryFormat::ChannelsLast);
+    EXPECT_EQ(choose_memory_format(weights, {}, OptLevel::O0, policy), at::MemoryFormat::Preserve);
+    EXPECT_EQ(
+        choose_memory_format(weights, {}, OptLevel::O2, CastPolicy(policy).fast_kernels(false)),
+        at::MemoryFormat::Preserve);
+  }
+  EXPECT_EQ(choose_memory_format(weights, {}, OptLevel::O2, std::nullopt),
+            at::MemoryFormat::Preserve);
+}
+
+// At O2 on a GPU forward needs no region of its own, except for views of channels-last tensors.
+TEST(AdviceOnMemoryFormats, ForwardCanViewWhatInitializeLaidOut) {
+  auto properties = of("O2");
+  const std::vector<Model> models{conv(8, 8)};
+  const auto policy = policy_for(models, properties);
+  EXPECT_FALSE(runs_in_region(properties, policy, models));
+  properties.memory_format = at::MemoryFormat::ChannelsLast;
+  EXPECT_TRUE(runs_in_region(properties, policy, models));
+  EXPECT_FALSE(runs_in_region(properties, CastPolicy(*policy).fast_kernels(false), models));
 }
 
 TEST(DeviceFactsOf, ACpuAreNoGpus) {

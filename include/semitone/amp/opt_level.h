@@ -99,16 +99,16 @@ class Options {
   /// converts nothing.
   ///
   /// `x.view({x.size(0), -1})` of a channels-last tensor needs a copy, so LibTorch raises an error.
-  /// Inside forward's region, Semitone's own kernel for `view` (CastPolicy::fast_kernel) copies
+  /// Inside forward at O1 to O3, Semitone's own kernel for `view` (CastPolicy::fast_kernel) copies
   /// instead, as reshape() does, so that writes through such a view are lost. (CastPolicy::semitone
-  /// has this kernel on a CPU.) Elsewhere use reshape(): for forward's results, for weights or
-  /// gradients (torch::nn::utils::parameters_to_vector), and after loading a saved model, whose
+  /// has this kernel, on every device.) Elsewhere use reshape(): for forward's results, for weights
+  /// or gradients (torch::nn::utils::parameters_to_vector), and after loading a saved model, whose
   /// weights keep their memory format.
   Options& memory_format(c10::MemoryFormat value);
   /// Lets initialize choose the memory format. It chooses ChannelsLast at O1 to O3 for models with
-  /// such layers on a CPU, if the policy has Semitone's kernel for `view` and no optimizer is
-  /// LBFGS, which views gradients as vectors. Otherwise it chooses Preserve.
-  /// Properties::memory_format holds the result.
+  /// such layers on a CPU, or on a CUDA device with tensor cores (compute capability 7.0 or newer),
+  /// if the policy has Semitone's kernel for `view` and no optimizer is LBFGS, which views gradients
+  /// as vectors. Otherwise it chooses Preserve. Properties::memory_format holds the result.
   Options& choose_memory_format();
 
   /// Settings of cuDNN's convolutions on CUDA devices. These are LibTorch's settings for the whole

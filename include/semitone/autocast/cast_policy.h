@@ -92,9 +92,9 @@ class CastPolicy {
 
   /// Whether an operator runs in Semitone's own kernel if that supports the arguments. Most of
   /// these kernels take one pass over memory instead of several (docs/cast_policies.md). They run
-  /// on the CPU only, and models need no change. Their results equal those of LibTorch's operators
-  /// within rounding, and can be differentiated as often. Dropout draws other random numbers from
-  /// the same generator. The table's rows still decide the dtypes.
+  /// on the CPU only, except for `view`, and models need no change. Their results equal those of
+  /// LibTorch's operators within rounding, and can be differentiated as often. Dropout draws other
+  /// random numbers from the same generator. The table's rows still decide the dtypes.
   ///
   /// fast_kernel sets one operator, and is an Error for an operator without such a kernel.
   /// fast_kernels sets all of them. Default: all on in the presets semitone and `none`. All off in
