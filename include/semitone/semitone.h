@@ -12,6 +12,8 @@
 #include "semitone/core/keep_fp32.h"
 #include "semitone/core/map_tensors.h"
 #include "semitone/core/version.h"
+#include "semitone/data/prefetch_loader.h"
+#include "semitone/data/prefetch_options.h"
 #include "semitone/nn.h"
 #include "semitone/optim.h"
 #include "semitone/parallel.h"
