@@ -1,5 +1,7 @@
 #include "src/kernels/batch_norm.h"
 
+#include "src/kernels/batch_channels.h"
+#include "src/kernels/batch_layout.h"
 #include "src/kernels/batch_norm_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
@@ -9,7 +11,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -22,46 +23,13 @@ constexpr std::int64_t kParts = 32;
 // Number of channels that justifies a thread when parts are merged.
 constexpr std::int64_t kMergeGrain = 256;
 
-// An input as the kernels see it; nothing if only the reference supports it.
-struct Batch {
-  BatchLayout layout;
-  std::int64_t pieces;
-  std::int64_t grain;  // pieces that are worth a thread
-
-  static std::optional<Batch> of(const at::Tensor& input) {
-    const auto format = format_of(input.scalar_type());
-    if (!format.has_value() || !has_kernels(input) || input.numel() == 0 || input.is_neg())
-      return {};
-    const std::int64_t channels = input.size(1);
-    const std::int64_t plane = input.numel() / input.size(0) / channels;
-    const bool planes = input.is_contiguous() && plane > 1;
-    if (!planes && !input.is_contiguous() && !is_channels_last(input)) return {};
-    const std::int64_t length = planes ? plane : channels;
-    return Batch{
-        {*format, !planes, static_cast<std::size_t>(channels), static_cast<std::size_t>(length)},
-        input.numel() / length,
-        std::max<std::int64_t>(1, kGrain / length)};
-  }
-
- private:
-  static bool is_channels_last(const at::Tensor& input) {
-    return (input.dim() == 4 && input.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
-           (input.dim() == 5 && input.is_contiguous(at::MemoryFormat::ChannelsLast3d));
-  }
-};
-
-bool match(const at::Tensor& tensor, const at::Tensor& input) {
-  return tensor.scalar_type() == input.scalar_type() && tensor.device() == input.device() &&
-         tensor.sizes() == input.sizes();
-}
-
 // Per-channel values in fp32. On the CPU there are few of them, and an operator costs 1 to 2 us, as
 // much as a thousand numbers, so they are computed in a loop.
 class ChannelValues {
  public:
   explicit ChannelValues(const at::Tensor& values) {
-    if (!values.is_cpu()) {
-      on_device_ = values.to(at::kFloat).contiguous();
+    if (!values.is_cpu() || values.scalar_type() == at::kFloat) {
+      fp32_ = values.to(at::kFloat).contiguous();
       return;
     }
     const at::Tensor fp64 = values.to(at::kDouble).contiguous();
@@ -72,28 +40,13 @@ class ChannelValues {
   }
 
   const float* data() const {
-    return on_device_.defined() ? on_device_.const_data_ptr<float>() : on_host_.data();
+    return fp32_.defined() ? fp32_.const_data_ptr<float>() : on_host_.data();
   }
 
  private:
-  at::Tensor on_device_;
+  at::Tensor fp32_;
   std::vector<float> on_host_;
 };
-
-std::size_t pieces_of(const Batch& batch) {
-  return static_cast<std::size_t>(batch.pieces);
-}
-
-// fp64 numbers for each channel, on the input's device.
-at::Tensor channel_memory(const Batch& batch, const at::Tensor& input, std::int64_t values) {
-  return at::empty({values, static_cast<std::int64_t>(batch.layout.channels)},
-                   at::TensorOptions(input.device()).dtype(at::kDouble));
-}
-
-at::Tensor parts_on_cuda(const Batch& batch, const at::Tensor& input, std::int64_t values) {
-  const std::size_t parts = batch_parts_cuda(batch.layout, pieces_of(batch));
-  return channel_memory(batch, input, static_cast<std::int64_t>(parts) * values);
-}
 
 // Calls work(first piece, last piece) from several threads.
 template <typename Work>
@@ -163,13 +116,8 @@ Moments moments(const at::Tensor& input) {
   const auto batch = Batch::of(input);
   if (!batch.has_value()) return ref::moments(input);
   if (runs_on_cuda(input)) {
-    const at::Tensor parts = parts_on_cuda(*batch, input, 3);
-    const at::Tensor results = channel_memory(*batch, input, 2);
-    Moments all{results[0], results[1]};
-    batch_moments_cuda(batch->layout, input.const_data_ptr(), pieces_of(*batch),
-                       parts.mutable_data_ptr<double>(), all.mean.mutable_data_ptr<double>(),
-                       all.m2.mutable_data_ptr<double>(), CurrentCuda(input).stream());
-    return all;
+    const at::Tensor joined = joined_moments(input);
+    return {joined.narrow(0, 0, input.size(1)), joined.narrow(0, input.size(1), input.size(1))};
   }
   const auto channels = batch->layout.channels;
   const at::Tensor parts =
@@ -199,7 +147,7 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
                             .shift = shifts.data(),
                             .relu = relu};
   if (runs_on_cuda(input)) {
-    batch_normalize_cuda(batch->layout, work, pieces_of(*batch), CurrentCuda(input).stream());
+    batch_normalize_cuda(batch->layout, work, batch->count(), CurrentCuda(input).stream());
     return output;
   }
   for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {
@@ -212,20 +160,16 @@ GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
                            const at::Tensor& mean) {
   const auto batch = Batch::of(input);
   if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean);
+  if (runs_on_cuda(input)) {
+    const BatchChannels channels{.mean = mean.to(at::kFloat).contiguous()};
+    const at::Tensor joined =
+        joined_gradients(gradient_parts(grad, input, channels, {}).parts, channels, {});
+    return {joined[0], joined[1]};
+  }
   const ChannelValues means(mean);
   const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
   const BatchGradient work{
       .grad = gradient.const_data_ptr(), .input = input.const_data_ptr(), .mean = means.data()};
-  if (runs_on_cuda(input)) {
-    const at::Tensor parts = parts_on_cuda(*batch, input, 2);
-    const at::Tensor results = channel_memory(*batch, input, 2);
-    GradientSums all{results[0], results[1]};
-    batch_gradient_sums_cuda(batch->layout, work, pieces_of(*batch),
-                             parts.mutable_data_ptr<double>(), all.grad.mutable_data_ptr<double>(),
-                             all.grad_times_centred.mutable_data_ptr<double>(),
-                             CurrentCuda(input).stream());
-    return all;
-  }
   const at::Tensor sums =
       for_all_parts(*batch, 2, [&](std::size_t begin, std::size_t end, double* results) {
         batch_gradient_sums(batch->layout, work, begin, end, results,
@@ -254,8 +198,7 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
                            .b = bs.data(),
                            .c = cs.data()};
   if (runs_on_cuda(input)) {
-    batch_gradient_of_input_cuda(batch->layout, work, pieces_of(*batch),
-                                 CurrentCuda(input).stream());
+    batch_gradient_of_input_cuda(batch->layout, work, batch->count(), CurrentCuda(input).stream());
     return output;
   }
   for_all_pieces(*batch, [&](std::size_t begin, std::size_t end) {

@@ -54,6 +54,13 @@ struct BatchGradient {
   const float* a = nullptr;
   const float* b = nullptr;
   const float* c = nullptr;
+  // CUDA kernels only. Where relu's result is 0, its gradient `grad` is 0 before anything else.
+  // relu(round((input - mean) * a + shift)), computed again: without a residual.
+  const float* shift = nullptr;
+  // Its result, and memory for the gradient with these zeros, by batch_gradient_sums_cuda only:
+  // with a residual, whose gradient that is.
+  const void* result = nullptr;
+  void* masked = nullptr;
 };
 
 // Adds grad and grad * (input - mean) of the pieces [begin, end) to each channel's sums.
@@ -64,19 +71,34 @@ void batch_gradient_sums(const BatchLayout& layout, const BatchGradient& work, s
 void batch_gradient_of_input(const BatchLayout& layout, const BatchGradient& work,
                              std::size_t begin, std::size_t end);
 
-// The same for all pieces of a batch at once. parts: memory for batch_parts_cuda(…) * 3 (or 2, for
-// sums) * channels numbers. Means, sums and so on have one number for each channel.
+// The largest number that is rounded to 0, to nearest, in a format.
+constexpr float vanishing(Format format) {
+  switch (format) {
+    case Format::fp16:
+      return 0x1p-25F;
+    case Format::bf16:
+      return 0x1p-134F;
+    case Format::fp32:
+      break;
+  }
+  return 0;
+}
+
+// The same for all pieces of a batch at once. Sums are left in parts, for batch_channels_kernel.h:
+// `parts` is memory for batch_parts_cuda(…) * 3 (or 2, for gradients) * channels numbers, and
+// receives (parts, 3, channels) of mean, m2 and count, or (parts, 2, channels) of the sums. The
+// results are the numbers of parts, which depend on the shape and on the tensors' alignment.
 SEMITONE_CUDA_KERNEL(std::size_t batch_parts_cuda(const BatchLayout& layout, std::size_t pieces));
-SEMITONE_CUDA_KERNEL(void batch_moments_cuda(const BatchLayout& layout, const void* input,
-                                             std::size_t pieces, double* parts, double* mean,
-                                             double* m2, CudaStream stream));
+SEMITONE_CUDA_KERNEL(std::size_t batch_moments_cuda(const BatchLayout& layout, const void* input,
+                                                    std::size_t pieces, double* parts,
+                                                    CudaStream stream));
 SEMITONE_CUDA_KERNEL(void batch_normalize_cuda(const BatchLayout& layout,
                                                const BatchNormalize& work, std::size_t pieces,
                                                CudaStream stream));
-SEMITONE_CUDA_KERNEL(void batch_gradient_sums_cuda(const BatchLayout& layout,
-                                                   const BatchGradient& work, std::size_t pieces,
-                                                   double* parts, double* sums,
-                                                   double* centred_sums, CudaStream stream));
+SEMITONE_CUDA_KERNEL(std::size_t batch_gradient_sums_cuda(const BatchLayout& layout,
+                                                          const BatchGradient& work,
+                                                          std::size_t pieces, double* parts,
+                                                          CudaStream stream));
 SEMITONE_CUDA_KERNEL(void batch_gradient_of_input_cuda(const BatchLayout& layout,
                                                        const BatchGradient& work,
                                                        std::size_t pieces, CudaStream stream));

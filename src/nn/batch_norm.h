@@ -43,8 +43,8 @@ struct BatchNorm {
 //
 // Input (N, C, ...), floating-point, in any layout; the result has its dtype and layout. Weights
 // and running statistics may be fp32 with a 16-bit input. Error for an unsupported input or shape,
-// and for a batch of one value per channel in total, which has no variance (checked on the CPU
-// only: elsewhere the check would wait for the device). Without peers the gradient can be
+// and for a batch of one value per channel in total, which has no variance (with peers, checked on
+// the CPU only: elsewhere the check would wait for the device). Without peers the gradient can be
 // differentiated again, through LibTorch's operators; with peers that is an Error.
 at::Tensor batch_norm(const at::Tensor& input, const BatchNorm& layer);
 

@@ -11,6 +11,7 @@
 #include "src/kernels/multi_tensor_lamb.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/kernels/multi_tensor_update.h"
+#include "src/nn/batch_norm.h"
 #include "tests/support/all_rules.h"
 #include "tests/support/tolerance.h"
 
@@ -258,7 +259,8 @@ std::vector<at::Tensor> batches(const Inputs& inputs) {
           inputs.channels_last({3, 40, 11, 7}), inputs.channels_last({2, 24, 5, 5}),
           inputs.random({2, 3, 70, 71}),        inputs.random({6, 40}),
           inputs.channels_last({2, 5, 7, 9}),   inputs.channels_last({3, 37, 23, 29}),
-          inputs.channels_last({1, 300, 2, 3})};
+          inputs.channels_last({1, 300, 2, 3}), inputs.random({8, 3, 7, 7}),
+          inputs.random({4, 5, 14, 14}),        inputs.random({8, 3, 33, 35})};
 }
 
 void add_batch_norm(Cases& cases, at::ScalarType dtype) {
@@ -304,6 +306,47 @@ void add_batch_norm(Cases& cases, at::ScalarType dtype) {
     }
     return results;
   });
+}
+
+// A layer with its gradients and running statistics.
+Results layer_of(const Inputs& inputs, const at::Tensor& input, bool relu, bool with_residual) {
+  const at::AutoGradMode recorded(true);
+  const std::int64_t channels = input.size(1);
+  nn::BatchNorm layer{.component = "test",
+                      .weight = inputs.random({channels}, at::kFloat).requires_grad_(),
+                      .bias = inputs.random({channels}, at::kFloat).requires_grad_(),
+                      .running_mean = inputs.random({channels}, at::kFloat),
+                      .running_var = inputs.random({channels}, at::kFloat).abs_(),
+                      .momentum = 0.3,
+                      .eps = 1e-5,
+                      .relu = relu};
+  const at::Tensor x = input.mul(3).add(2).requires_grad_();
+  if (with_residual) layer.residual = at::flip(input, {0}).requires_grad_();
+  const at::Tensor output = nn::batch_norm(x, layer);
+  output.backward(at::flip(input, {0}));
+  Results results{output.detach(),   x.grad(),           layer.weight.grad(),
+                  layer.bias.grad(), layer.running_mean, layer.running_var};
+  if (with_residual) results.push_back(layer.residual.grad());
+  return results;
+}
+
+void add_batch_norm_layer(Cases& cases, at::ScalarType dtype) {
+  const double tolerance = reduction_tolerance(at::kFloat, 80850) + rounding_tolerance(dtype, 2);
+  for (const bool relu : {false, true}) {
+    for (const bool with_residual : {false, true}) {
+      cases.add(c10::str("batch norm", relu ? " and relu" : "", with_residual ? " of a sum" : ""),
+                dtype, tolerance, [=](const Inputs& inputs) {
+                  Results results;
+                  for (const at::Tensor& input :
+                       {inputs.random({8, 3, 7, 7}), inputs.channels_last({3, 40, 11, 7}),
+                        inputs.random({3, 5, 7, 9}), inputs.random({6, 40})}) {
+                    const Results more = layer_of(inputs, input, relu, with_residual);
+                    results.insert(results.end(), more.begin(), more.end());
+                  }
+                  return results;
+                });
+    }
+  }
 }
 
 void add_rows(Cases& cases, at::ScalarType dtype) {
@@ -420,6 +463,7 @@ std::vector<CudaCase> cuda_cases() {
   for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
     add_multi_tensor(cases, dtype);
     add_batch_norm(cases, dtype);
+    add_batch_norm_layer(cases, dtype);
     add_rows(cases, dtype);
     add_elements(cases, dtype);
   }

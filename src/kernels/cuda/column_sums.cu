@@ -1,22 +1,31 @@
 #include "src/kernels/cuda/launch.cuh"
+#include "src/kernels/cuda/reduce.cuh"
 
 namespace semitone::kernels {
 namespace {
 
-__global__ void add_up(const float* parts, std::size_t count, std::size_t size, float* sums) {
-  const std::size_t i = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= size) return;
-  double sum = 0;
-  for (std::size_t part = 0; part < count; ++part)
-    sum += static_cast<double>(parts[part * size + i]);
-  sums[i] = static_cast<float>(sum);
+// A block has kAcross neighbouring columns, 32 bytes of each part. The threads of a column share the
+// parts, and their sums are added pairwise.
+constexpr unsigned kAcross = 8;
+
+__global__ void __launch_bounds__(kThreads)
+    add_up(const float* parts, std::size_t count, std::size_t size, float* sums) {
+  const std::size_t i = std::size_t{blockIdx.x} * kAcross + threadIdx.x % kAcross;
+  double sum[1] = {};
+  if (i < size) {
+#pragma unroll 4
+    for (std::size_t part = threadIdx.x / kAcross; part < count; part += kThreads / kAcross)
+      sum[0] += static_cast<double>(parts[part * size + i]);
+  }
+  sum_columns(sum, kAcross);
+  if (threadIdx.x < kAcross && i < size) sums[i] = static_cast<float>(sum[0]);
 }
 
 }  // namespace
 
 void add_up_parts_cuda(const float* parts, std::size_t count, std::size_t size, float* sums,
                        CudaStream stream) {
-  launch(stream, narrow_grid(ceil_divide(size, kThreads)), kThreads, add_up, parts, count, size,
+  launch(stream, narrow_grid(ceil_divide(size, kAcross)), kThreads, add_up, parts, count, size,
          sums);
 }
 

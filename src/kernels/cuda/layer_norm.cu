@@ -1,4 +1,5 @@
 #include "src/kernels/cuda/elements.cuh"
+#include "src/kernels/cuda/held.cuh"
 #include "src/kernels/cuda/reduce.cuh"
 
 namespace semitone::kernels {
@@ -7,41 +8,6 @@ namespace {
 __device__ float weight_at(const float* weight, std::size_t i) {
   return weight == nullptr ? 1 : weight[i];
 }
-
-// N neighbouring elements of a row as they are in memory: 16-bit numbers take half a register.
-template <typename F, unsigned N>
-class Held {
- public:
-  __device__ void load(const void* row, std::size_t i) {
-    load_words(static_cast<const typename F::Stored*>(row) + i, words_);
-  }
-  __device__ void read(float (&values)[N]) const {
-#pragma unroll
-    for (unsigned k = 0; k < N; ++k) {
-      if constexpr (kWords == N) {
-        values[k] = number_of(words_[k]);
-      } else {
-        values[k] = F::wide(static_cast<std::uint16_t>(words_[k / 2] >> (16 * (k % 2))));
-      }
-    }
-  }
-
- private:
-  static constexpr unsigned kWords = N * sizeof(typename F::Stored) / sizeof(std::uint32_t);
-  std::uint32_t words_[kWords] = {};
-};
-
-template <typename F>
-class Held<F, 1> {
- public:
-  __device__ void load(const void* row, std::size_t i) {
-    stored_ = static_cast<const typename F::Stored*>(row)[i];
-  }
-  __device__ void read(float (&values)[1]) const { values[0] = F::wide(stored_); }
-
- private:
-  typename F::Stored stored_ = {};
-};
 
 // How rows are shared among threads: kRowThreads for a row, a warp or a block, each with at most
 // kHeld chunks of N elements, kRowThreads chunks apart.
@@ -297,30 +263,54 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block for kWarp columns and a part of the rows, of at most 256: kTileRows sums of 32 terms.
-template <typename F>
-__global__ void column_sums(const __grid_constant__ LayerNormGradient work, std::size_t columns,
-                            std::size_t rows, std::size_t rows_of_part, float* parts) {
-  const std::size_t column = std::size_t{blockIdx.y} * kWarp + threadIdx.x;
+// A block has `across` chunks of neighbouring columns, a power of two, and a part of the rows, of at
+// most 256; a thread has at most 256 terms.
+template <typename F, unsigned N>
+__global__ void __launch_bounds__(kThreads)
+    column_sums(const __grid_constant__ LayerNormGradient work, std::size_t columns,
+                std::size_t rows, std::size_t rows_of_part, unsigned across, float* parts) {
+  const std::size_t column = (std::size_t{blockIdx.y} * across + threadIdx.x % across) * N;
   const std::size_t stop = (std::size_t{blockIdx.x} + 1) * rows_of_part;
   const std::size_t end = stop < rows ? stop : rows;
-  float weight = 0;
-  float bias = 0;
+  float weights[N] = {};
+  float biases[N] = {};
   if (column < columns) {
-    for (std::size_t row = blockIdx.x * rows_of_part + threadIdx.y; row < end; row += kTileRows) {
-      const float grad_output = load<F>(work.grad, row * columns + column);
-      float a = load<F>(work.input, row * columns + column);
-      if (work.centred) a = a - work.mean[row];
-      weight += grad_output * (a * work.rstd[row]);
-      bias += grad_output;
+#pragma unroll 2
+    for (std::size_t row = blockIdx.x * rows_of_part + threadIdx.x / across; row < end;
+         row += kThreads / across) {
+      Held<F, N> input;
+      Held<F, N> grad;
+      input.load(work.input, row * columns + column);
+      grad.load(work.grad, row * columns + column);
+      const float mean = work.centred ? work.mean[row] : 0;
+      const float rstd = work.rstd[row];
+      float a[N];
+      float g[N];
+      input.read(a);
+      grad.read(g);
+#pragma unroll
+      for (unsigned k = 0; k < N; ++k) {
+        if (work.centred) a[k] = a[k] - mean;
+        weights[k] += g[k] * (a[k] * rstd);
+        biases[k] += g[k];
+      }
     }
   }
-  const double weights = column_sum(static_cast<double>(weight));
-  const double biases = column_sum(static_cast<double>(bias));
-  if (column >= columns || threadIdx.y != 0) return;
-  float* const results = parts + blockIdx.x * 2 * columns + column;
-  results[0] = static_cast<float>(weights);
-  results[columns] = static_cast<float>(biases);
+  float* const results = parts + std::size_t{blockIdx.x} * 2 * columns + column;
+  const bool writes = threadIdx.x < across && column < columns;
+  double sums[N];
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) sums[k] = static_cast<double>(weights[k]);
+  sum_columns(sums, across);
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) {
+    if (writes) results[k] = static_cast<float>(sums[k]);
+    sums[k] = static_cast<double>(biases[k]);
+  }
+  sum_columns(sums, across);
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k)
+    if (writes) results[columns + k] = static_cast<float>(sums[k]);
 }
 
 // Calls work(RowShape) for the smallest shape that holds a row, if there is one. Elements that are
@@ -407,10 +397,16 @@ void layer_norm_gradient_cuda(const RowLayout& layout, const LayerNormGradient& 
         launch(stream, narrow_grid(rows), kThreads, gradient_of_long_row<F>, work, columns);
     }
     if (parts != nullptr) {
-      const dim3 grid(narrow_grid(ceil_divide(rows, rows_of_part)),
-                      grid_row(ceil_divide(columns, kWarp)));
-      launch(stream, grid, dim3(kWarp, kTileRows), column_sums<F>, work, columns, rows,
-             rows_of_part, parts);
+      const Head of_sums = Head{}.add(work.input, bytes, kChunk).add(work.grad, bytes, kChunk);
+      with_chunk(columns, of_sums, [&](auto chunk) {
+        constexpr unsigned N = decltype(chunk)::value;
+        unsigned across = 1;
+        while (across < kWarp && std::size_t{across} * N < columns) across *= 2;
+        const dim3 grid(narrow_grid(ceil_divide(rows, rows_of_part)),
+                        grid_row(ceil_divide(columns, std::size_t{across} * N)));
+        launch(stream, grid, kThreads, column_sums<F, N>, work, columns, rows, rows_of_part, across,
+               parts);
+      });
     }
   });
 }

@@ -79,15 +79,41 @@ __device__ inline double block_sum(double value) {
   return over_block(value, Plus{});
 }
 
-// Over the threads of a (kWarp, kTileRows) block that have the same threadIdx.x.
-__device__ inline double column_sum(double value) {
-  __shared__ double values[kTileRows][kWarp];
+// Of a block of kThreads in which every `across` neighbours have different columns, N each, and the
+// threads behind them the same columns again: finish(sum over a column), in all of its threads.
+// Pairwise, and the last eight in a row. `across` is a power of two, and at most kWarp.
+template <unsigned N, typename Finish>
+__device__ void sum_columns(double (&values)[N], unsigned across, const Finish& finish) {
+  static_assert(N * kWarp <= kThreads);
+  __shared__ double sums[N][kThreads];
+  const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
+  __syncthreads();  // what the last call has left may still be read
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) sums[k][thread] = values[k];
+  constexpr unsigned kInRow = kThreads / kWarp;
+  for (unsigned half = kThreads / 2; half >= kInRow * across; half /= 2) {
+    __syncthreads();
+    if (thread < half) {
+#pragma unroll
+      for (unsigned k = 0; k < N; ++k) sums[k][thread] += sums[k][thread + half];
+    }
+  }
   __syncthreads();
-  values[threadIdx.y][threadIdx.x] = value;
+  if (thread < N * across) {  // a thread for each sum
+    double* const of_column = sums[thread / across] + thread % across;
+    double sum = of_column[0];
+#pragma unroll
+    for (unsigned row = 1; row < kInRow; ++row) sum += of_column[row * across];
+    of_column[0] = finish(sum);
+  }
   __syncthreads();
-  double sum = 0;
-  for (unsigned row = 0; row < kTileRows; ++row) sum += values[row][threadIdx.x];
-  return sum;
+#pragma unroll
+  for (unsigned k = 0; k < N; ++k) values[k] = sums[k][thread % across];
+}
+
+template <unsigned N>
+__device__ void sum_columns(double (&values)[N], unsigned across) {
+  sum_columns(values, across, [](double sum) { return sum; });
 }
 
 // A thread's own sum.
