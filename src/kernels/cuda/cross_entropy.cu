@@ -1,4 +1,5 @@
 #include "src/kernels/cuda/elements.cuh"
+#include "src/kernels/cuda/fast_math.cuh"
 #include "src/kernels/cuda/reduce.cuh"
 
 #include <limits>
@@ -24,6 +25,12 @@ __device__ std::size_t head_of_row(const void* first, std::size_t from, const vo
   return head.elements();
 }
 
+// exp(x) of the difference x <= 0 between a logit and a larger one: off by 2^-22 + |x| 2^-23 of its
+// size, and 0 below -87.
+__device__ float exp_of(float x) {
+  return exp2_of(x * 0x1.715476p+0F);  // log2(e)
+}
+
 // The largest of the numbers seen so far, and the sum of exp(number - largest): one look at each
 // number is enough. A larger number rescales the sum. NaNs do not become the largest, but the sum is
 // NaN.
@@ -35,19 +42,19 @@ class Softmax {
 #pragma unroll
     for (unsigned k = 1; k < N; ++k) largest = fmaxf(largest, values[k]);
     if (largest > max_) {
-      sum_.scale(expf(max_ - largest));
+      sum_.scale(exp_of(max_ - largest));
       max_ = largest;
     }
     const float centre = finite_or_zero(max_);
     float sum = 0;
 #pragma unroll
-    for (unsigned k = 0; k < N; ++k) sum += expf(values[k] - centre);
+    for (unsigned k = 0; k < N; ++k) sum += exp_of(values[k] - centre);
     sum_.add(sum, N);
   }
   __device__ float max() const { return max_; }
   // With the largest number of all threads.
   __device__ double sum(float max) {
-    return sum_.total() * static_cast<double>(expf(max_ - finite_or_zero(max)));
+    return sum_.total() * static_cast<double>(exp_of(max_ - finite_or_zero(max)));
   }
 
  private:
@@ -59,7 +66,7 @@ class Softmax {
 };
 
 // One block per row.
-template <typename F>
+template <typename F, bool kSmooths>
 __global__ void __launch_bounds__(kThreads)
     loss_of_row(const __grid_constant__ CrossEntropyRows rows,
                 const __grid_constant__ CrossEntropyResults results) {
@@ -74,7 +81,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   const std::size_t first = row * rows.stride;
   const float target = load<F>(rows.logits, first + static_cast<std::size_t>(rows.target[row]));
-  const bool smooths = rows.label_smoothing != 0;
   // Distances are summed from a number of the row, since the sums of the logits themselves would
   // lose digits if all are large.
   const float origin = target - target == 0 ? target : 0;
@@ -86,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
                        float value[kCount];
                        load<F>(rows.logits, i, value);
                        own.add(value);
-                       if (!smooths) return;
+                       if (!kSmooths) return;
                        float away = 0;
 #pragma unroll
                        for (unsigned k = 0; k < kCount; ++k) away += value[k] - origin;
@@ -95,12 +101,12 @@ __global__ void __launch_bounds__(kThreads)
   const float max = over_block(own.max(), LargerNumber{});
   const double sum = block_sum(own.sum(max));
   double away = 0;
-  if (smooths) away = block_sum(own_away.total());
+  if (kSmooths) away = block_sum(own_away.total());
   if (threadIdx.x != 0) return;
   const double smoothing = rows.label_smoothing;
   const double wide_max = static_cast<double>(max);
   double loss = log(sum) - (1 - smoothing) * (static_cast<double>(target) - wide_max);
-  if (smooths) {
+  if (kSmooths) {
     const double mean = away / static_cast<double>(rows.classes);
     loss -= smoothing * (mean + (static_cast<double>(origin) - wide_max));
   }
@@ -111,12 +117,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename F>
 __device__ void fill_row(float value, const CrossEntropyRows& rows, void* output, std::size_t to) {
-  for (std::size_t i = threadIdx.x; i < rows.classes; i += blockDim.x)
-    store<F>(value, output, to + i);
+  for_chunks<kChunk>(to, to + rows.classes, head_of_row<F>(output, to, nullptr, 0),
+                     {threadIdx.x, blockDim.x}, [&](std::size_t i, auto count) {
+                       float values[decltype(count)::value];
+#pragma unroll
+                       for (float& one : values) one = value;
+                       store<F>(values, output, i);
+                     });
 }
 
 // One block per row. Every element is read and written by one thread only, since the output may be
-// the logits.
+// the logits. The target's is computed as if it were another class, and written again.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     gradient_of_row(const __grid_constant__ CrossEntropyRows rows,
@@ -135,28 +146,23 @@ __global__ void __launch_bounds__(kThreads)
   const float factor = static_cast<float>(grad * inv_sum);
   const float less = static_cast<float>(shared);
   const std::size_t target = static_cast<std::size_t>(rows.target[row]);
-  // The thread that finds the target among its elements reads its logit again, before it writes.
-  const auto of_target = [&] {
-    const double logit = static_cast<double>(load<F>(rows.logits, from + target));
-    const double probability = exp(logit - static_cast<double>(max)) * inv_sum;
-    return static_cast<float>(grad * (probability - (1 - smoothing)) - shared);
-  };
+  const bool has_target = threadIdx.x == 0;
+  const float logit = has_target ? load<F>(rows.logits, from + target) : 0;
+  __syncthreads();  // before another thread writes there
   const std::size_t head = head_of_row<F>(rows.logits, from, work.output, to);
   for_chunks<kChunk>(0, rows.classes, head, {threadIdx.x, blockDim.x},
                      [&](std::size_t i, auto count) {
-                       constexpr unsigned kCount = decltype(count)::value;
-                       float value[kCount];
-                       load<F>(rows.logits, from + i, value);
-                       const bool has_target = target - i < kCount;
-                       float instead = 0;
-                       if (has_target) instead = of_target();
+                       float values[decltype(count)::value];
+                       load<F>(rows.logits, from + i, values);
 #pragma unroll
-                       for (unsigned k = 0; k < kCount; ++k) {
-                         value[k] = expf(value[k] - max) * factor - less;
-                         if (has_target && target - i == k) value[k] = instead;
-                       }
-                       store<F>(value, work.output, to + i);
+                       for (float& value : values) value = fmaf(exp_of(value - max), factor, -less);
+                       store<F>(values, work.output, to + i);
                      });
+  __syncthreads();
+  if (!has_target) return;
+  const double probability = exp(static_cast<double>(logit) - static_cast<double>(max)) * inv_sum;
+  store<F>(static_cast<float>(grad * (probability - (1 - smoothing)) - shared), work.output,
+           to + target);
 }
 
 }  // namespace
@@ -164,8 +170,9 @@ __global__ void __launch_bounds__(kThreads)
 void cross_entropy_cuda(const CrossEntropyRows& rows, const CrossEntropyResults& results,
                         std::size_t count, CudaStream stream) {
   with_format(rows.format, [&](auto format) {
-    launch(stream, narrow_grid(count), threads_for(rows.classes), loss_of_row<decltype(format)>,
-           rows, results);
+    using F = decltype(format);
+    launch(stream, narrow_grid(count), threads_for(rows.classes),
+           rows.label_smoothing == 0 ? loss_of_row<F, false> : loss_of_row<F, true>, rows, results);
   });
 }
 

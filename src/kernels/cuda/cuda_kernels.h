@@ -1,6 +1,7 @@
 #pragma once
 
 // All headers that declare CUDA kernels.
+#include "src/kernels/batch_channels_kernel.h"
 #include "src/kernels/batch_norm_kernel.h"
 #include "src/kernels/column_sums_kernel.h"
 #include "src/kernels/cross_entropy_kernel.h"
@@ -19,7 +20,8 @@
 // returns. A function starts work on a stream and does not wait for it.
 //
 // Each operation is rounded once: nvcc may not fuse multiplications and additions (-fmad=false),
-// and its divisions and roots are correctly rounded. Results with a fixed order of operations
+// and its divisions and roots are correctly rounded, where no comment says otherwise (gelu, cross
+// entropy and the sums of batch norm). Results with a fixed order of operations
 // (optimizer steps, dropout, unscaling, maxima) therefore equal the CPU's bit for bit. Sums are
 // added in an order that depends only on the shape and on how far from a multiple of 16 bytes the
 // tensors begin: in fp32 for at most 256 terms at a time, or pairwise for at most 1024, and these
