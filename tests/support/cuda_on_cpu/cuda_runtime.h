@@ -16,8 +16,8 @@
 // barriers and exchanges.
 //
 // What it finds: wrong indices and results (under AddressSanitizer, any access outside of memory),
-// barriers that not all threads of a block reach, wide accesses that are not aligned, and, by running threads in the opposite order,
-// what depends on their order. What it cannot find: races between barriers that either order hides,
+// barriers that not all threads of a block reach, wide accesses that are not aligned, and, by
+// running threads in the opposite order, what depends on their order. What it cannot find: races between barriers that either order hides,
 // the arithmetic of NVIDIA's own functions such as expf, speed.
 
 #define __global__
@@ -96,6 +96,10 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 }
 
 void __syncthreads();
+
+inline void __syncwarp() {
+  cuda_on_cpu::exchange(0);
+}
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int away) {
