@@ -10,7 +10,8 @@ problem and exits with 1 if there is one:
 - local memory: registers that were spilled, or an array that is indexed at run time;
 - more registers than the kernel's budget: fewer threads fit on a multiprocessor;
 - fewer registers than a kernel can do its work with: an empty body, or one that the compiler could remove;
-- narrow accesses, few bytes on their way to a thread, or fp64 in the loop of a kernel that memory should limit (WIDE);
+- narrow accesses, few bytes on their way to a thread, many instructions, or fp64 in the loop of a kernel that memory should
+  limit (WIDE);
 - an object without machine code, or architectures that do not have the same kernels.
 """
 import collections
@@ -24,15 +25,19 @@ import sys
 BUDGET = 64
 # Kernels with a larger one, by a part of their name, and why.
 BUDGETS = {
+    "moments_of_rows": 80,  # three sums and a mean of each of eight channels, in fp64 at the end
+    "gradients_of_rows": 80,  # two or three tensors, and up to five numbers of each of eight channels
+    "elements_of_rows": 80,  # five numbers of each of eight channels
     "gradient_of_rows": 80,  # two rows in 32 registers; three blocks, each thread with up to 128 bytes on their way
-    "pool_backward": 80,  # 64-bit places in five dimensions; three blocks of 256 threads
+    "4poolINS0_4Fp32ELj8E": 80,  # eight maxima, their places, and eight elements on their way
 }
 # Launch parameters, an index, an address and a value take more than this; the smallest kernel today has 18.
 LEAST = 16
 
 # Kernels that memory should limit, by a regular expression for their mangled names. Their loop must have a load of so many
-# bytes, must ask for so many bytes before it waits for the first of them, and may have so many fp64 instructions.
-Wide = collections.namedtuple("Wide", "load_bytes bytes_in_flight fp64", defaults=(0,))
+# bytes, must ask for so many bytes before it waits for the first of them, and may have so many fp64 instructions, and so many
+# of all kinds for each 16 bytes that it moves.
+Wide = collections.namedtuple("Wide", "load_bytes bytes_in_flight fp64 instructions", defaults=(0, 120))
 WIDE = {
     r"update_table.*UsualSpansINS0_4Bf16ES3_S3_E": Wide(8, 32),  # split masters with bf16 state: four elements of each tensor
     r"update_table.*UsualSpansINS0_4Bf16ES3_NS0_4Fp32E.*SgdMathILj0E": Wide(8, 24),  # no state
@@ -41,9 +46,15 @@ WIDE = {
     r"move_moments.*UsualSpans": Wide(16, 56, 16),  # four elements, two sums of squares
     r"unscale_table|reduce_table.*LargestMagnitude|elements_of_(rows|runs)": Wide(16, 32),
     r"reduce_table.*SumOfSquares": Wide(16, 32, 64),  # an fp64 conversion and addition for each element
-    r"6valuesI|values_with_bias.*Lj8E|gradientsI|gradients_by_column.*Lj8E": Wide(16, 16),
+    r"gelu_cu.*(values|gradients)I|(values_with_bias|gradients_by_column).*Lj8E": Wide(16, 16, 0, 90),
     r"(normalize|gradient_of)_rows.*RowShapeILj8E": Wide(16, 48, 48),  # sums of a row, between its threads
-    r"cross_entropy_cu.*(loss|gradient)_of_row": Wide(16, 16, 32),  # sums of 256 terms, and an exp for the target
+    r"cross_entropy_cu.*loss_of_row.*Lb0E": Wide(16, 16, 4, 85),  # sums of 256 terms
+    r"cross_entropy_cu.*loss_of_row": Wide(16, 16, 6, 110),  # two sums, of the logits too
+    r"cross_entropy_cu.*gradient_of_row": Wide(16, 16, 1, 40),  # a number of the row
+    r"(moments|gradients)_of_(rows|planes).*Lj8E": Wide(16, 32, 0, 90),
+    r"column_sums.*Lj8E": Wide(16, 40, 0, 45),
+    r"pool(_backward)?I.*Lj8E": Wide(16, 24, 0, 60),
+    r"dropout_cu.*4dropI": Wide(16, 32, 0, 70),
 }
 
 # Objects that only query devices.
@@ -212,6 +223,9 @@ def narrow(kernel: Kernel):
         yield f"its widest load has {widest} bytes, less than {wide.load_bytes}"
     if loop.bytes_in_flight < wide.bytes_in_flight:
         yield f"{loop.bytes_in_flight} bytes on their way to a thread, less than {wide.bytes_in_flight}"
+    moved = sum(loop.loads) + sum(loop.stores)
+    if moved > 0 and 16 * loop.instructions > wide.instructions * moved:
+        yield f"{16 * loop.instructions / moved:.0f} instructions in its loop for each 16 bytes, more than {wide.instructions}"
     if loop.fp64 > wide.fp64:
         yield f"{loop.fp64} fp64 instructions in its loop, more than {wide.fp64}"
 

@@ -115,6 +115,13 @@ class CheckCudaObjects(unittest.TestCase):
                 self.assertIn("4 bytes on their way to a thread, less than 32", narrow)
                 self.assertIn("fp64 instructions in its loop", narrow)
 
+    def test_finds_many_instructions(self):
+        loop = check_cuda_objects.Loop(1000, [16, 16], [16], 2, 32, 1, 0)
+        kernel = check_cuda_objects.Kernel("unscale_table", 32, 0, 0, loop)
+        (problem,) = check_cuda_objects.narrow(kernel)
+        self.assertIn("333 instructions in its loop for each 16 bytes, more than 120", problem)
+        self.assertEqual(list(check_cuda_objects.narrow(kernel._replace(loop=loop._replace(instructions=300)))), [])
+
     def test_reads_the_accesses_of_a_loop(self):
         for architecture in (80, 90):
             with self.subTest(architecture):
