@@ -19,7 +19,9 @@ std::vector<LambNorms> multi_tensor_lamb_moments(std::span<const Update> items,
                                                  std::span<const LambRule> rules);
 
 namespace ref {
-at::Tensor lamb_moments(const Update& item, const LambRule& rule);  // LambNorms, in fp64
-}
+// LambNorms, in fp64.
+at::Tensor lamb_moments(const Update& item, const LambRule& rule,
+                        const ComputedNumbers& computed = {});
+}  // namespace ref
 
 }  // namespace semitone::kernels

@@ -115,6 +115,41 @@ std::vector<double> multi_tensor_norms(std::span<const at::Tensor> tensors, doub
   return norms;
 }
 
+at::Tensor multi_tensor_norms_on_device(std::span<const at::Tensor> tensors, double p) {
+  if (!(p > 0)) throw Error(kNorms, "a norm of positive order", std::to_string(p));
+  const at::NoGradGuard no_grad;
+  if (!tensors.empty() && tensors.front().is_cpu())
+    return at::tensor(multi_tensor_norms(tensors, p), at::kDouble);
+  std::vector<at::Tensor> norms(tensors.size());
+  std::vector<std::size_t> on_cuda;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    check(tensors[i]);
+    if (fits_kernel(tensors[i], p)) {
+      on_cuda.push_back(i);
+    } else {
+      norms[i] = ref::norm(tensors[i], p);
+    }
+  }
+  if (!on_cuda.empty()) {
+    const at::Tensor results = run_on_cuda(tensors, on_cuda, p).view({-1});
+    if (on_cuda.size() == tensors.size()) return results;
+    for (std::size_t k = 0; k < on_cuda.size(); ++k)
+      norms[on_cuda[k]] = results.select(0, static_cast<std::int64_t>(k));
+  }
+  return at::stack(norms);
+}
+
+at::Tensor total_norm_on_device(const at::Tensor& norms, double p) {
+  const at::NoGradGuard no_grad;
+  if (norms.is_cpu()) {
+    const auto size = static_cast<std::size_t>(norms.numel());
+    return at::scalar_tensor(total_norm({norms.const_data_ptr<double>(), size}, p), at::kDouble);
+  }
+  if (std::isinf(p)) return norms.numel() == 0 ? at::zeros({}, norms.options()) : norms.amax();
+  if (p == 2) return norms.square().sum().sqrt();
+  return norms.pow(p).sum().pow(1 / p);
+}
+
 double total_norm(std::span<const double> norms, double p) {
   double total = 0;
   for (const double norm : norms)

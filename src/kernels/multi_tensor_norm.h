@@ -16,8 +16,14 @@ namespace semitone::kernels {
 // that the result does not depend on the number of threads.
 std::vector<double> multi_tensor_norms(std::span<const at::Tensor> tensors, double p);
 
+// The same for tensors on one device, at least one: (tensors) numbers there, in fp64. Nothing is
+// read back.
+at::Tensor multi_tensor_norms_on_device(std::span<const at::Tensor> tensors, double p);
+
 // The norm of all elements together, from the norms of the tensors.
 double total_norm(std::span<const double> norms, double p);
+// From a list of fp64 norms on a device: a scalar there.
+at::Tensor total_norm_on_device(const at::Tensor& norms, double p);
 
 namespace ref {
 // The reference implementation: a scalar in fp64 on the tensor's device.

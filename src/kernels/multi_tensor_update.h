@@ -32,6 +32,17 @@ struct Update {
   std::uint32_t seed = 0;  // for bf16 state: another one in each step
 };
 
+// Numbers of a rule of SGD, LAMB or NovoGrad that a device has computed from norms, instead of the
+// host: fp64 scalars on the parameter's device. Lists of them have one element for each parameter.
+// Undefined: the rule's.
+struct ComputedNumbers {
+  at::Tensor grad_scale = {};
+  at::Tensor weight_decay = {};  // SGD
+  at::Tensor trust_ratio = {};   // SGD
+  at::Tensor correction = {};    // NovoGrad
+  at::Tensor step_size = {};     // LAMB
+};
+
 // Rules of one kind, one for each parameter.
 template <typename List>
 struct RuleVectors;

@@ -62,7 +62,8 @@ constexpr std::uint32_t flush_subnormal(std::uint32_t bits) {
   return (bits & 0x7F800000) == 0 ? 0 : bits;
 }
 
-struct Update;  // multi_tensor_update.h
+struct Update;           // multi_tensor_update.h
+struct ComputedNumbers;  // there, too: the references below take them instead of the rule's own
 
 // Rules: the numbers of one step for one parameter. The host computes them in fp64. The reference
 // uses them directly for fp64 parameters; kernels round each to fp32 with as<float>(), which lists
@@ -149,9 +150,10 @@ void update(const UpdateSpan& span, const SgdRule& rule);
 SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<SgdRule>& step, CudaStream stream));
 namespace ref {
 void update(const Update& item, const SgdRule& rule);
-}
+void update(const Update& item, const SgdRule& rule, const ComputedNumbers& computed);
+}  // namespace ref
 
-// LAMB in two passes, between which the host computes the trust ratio from the norms. State: m, v.
+// LAMB in two passes, between which the trust ratio is computed from the norms. State: m, v.
 //
 //   g += weight_decay * p
 //   m = beta1 * m + beta3 * g
@@ -209,7 +211,8 @@ SEMITONE_CUDA_KERNEL(void lamb_moments_cuda(const CudaStep<LambRule>& step, doub
 SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<LambRule>& step, CudaStream stream));
 namespace ref {
 void update(const Update& item, const LambRule& rule);
-}
+void update(const Update& item, const LambRule& rule, const ComputedNumbers& computed);
+}  // namespace ref
 
 // NovoGrad. Its second moment is one number per parameter, and is part of grad_scale or correction.
 // State: m.
@@ -242,7 +245,8 @@ void update(const UpdateSpan& span, const NovoGradRule& rule);
 SEMITONE_CUDA_KERNEL(void update_cuda(const CudaStep<NovoGradRule>& step, CudaStream stream));
 namespace ref {
 void update(const Update& item, const NovoGradRule& rule);
-}
+void update(const Update& item, const NovoGradRule& rule, const ComputedNumbers& computed);
+}  // namespace ref
 
 // Adagrad. State: h.
 //

@@ -22,12 +22,6 @@ c10::Device common_device(std::span<const at::Tensor> parameters) {
 CapturableStep::CapturableStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
     : optimizer_(&optimizer), groups_(groups_now()), update_(common_device(parameters)) {
   const at::NoGradGuard no_grad;
-  if (!optimizer.rules_of({}).has_value()) {
-    throw Error(
-        kCapturableStep,
-        "an optimizer that updates each parameter independently, such as Adam, SGD or Adagrad",
-        std::string(optimizer.component()) + ", which computes norms first");
-  }
   std::unordered_set<const c10::TensorImpl*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
   const auto& groups = optimizer.param_groups();
@@ -76,7 +70,8 @@ void CapturableStep::send_rules() {
     optimizer_->check(*one.options);
     one.step = optimizer_->steps_of(one.update.param) + 1;
   }
-  update_.send(optimizer_->rules_of(work_).value().rules);
+  const FusedOptimizer::Rules rules = optimizer_->rules_of(work_);
+  update_.send(rules.rules, rules.inputs);
 }
 
 void CapturableStep::run(const ModelCopies* copies, const at::Tensor& found_inf) {
@@ -95,8 +90,14 @@ void CapturableStep::run(const ModelCopies* copies, const at::Tensor& found_inf)
   for (std::size_t i = 0; i < now.size(); ++i) {
     now[i].update.state = work_[i].update.state;
     now[i].update.low = work_[i].update.low;
+    now[i].number = work_[i].number;
   }
-  update_.run(items_of(std::span<FusedOptimizer::Work>(now)), found_inf);
+  if (now.empty()) return;
+  const auto items = items_of(std::span<FusedOptimizer::Work>(now));
+  update_.require_capturable(items);
+  FusedOptimizer::StepOnDevice step{update_, items, found_inf};
+  optimizer_->measure(now, step);
+  update_.run(items, found_inf);
 }
 
 void CapturableStep::count() {
@@ -125,9 +126,9 @@ bool CapturableStep::is_current() const {
     const auto& of_group = slots[work_[i].group];
     for (std::size_t k = 0; k < now.tensors.size(); ++k) {
       const bool wanted = k < of_group.size() && of_group[k].wanted;
-      if (!now.tensors[k].is_same(records_[i].theirs.tensors[k]) ||
-          wanted != update.state[k].defined())
-        return false;
+      const bool has =
+          update.state[k].defined() || (wanted && of_group[k].number && work_[i].number.defined());
+      if (!now.tensors[k].is_same(records_[i].theirs.tensors[k]) || wanted != has) return false;
     }
   }
   return true;

@@ -3,7 +3,7 @@
 // Internal interface: other rooms include this header.
 
 #include "semitone/optim/fused_optimizer.h"
-#include "src/kernels/capturable_update.h"
+#include "src/kernels/update_on_device.h"
 #include "src/optim/fused_state.h"
 #include "src/optim/work.h"
 
@@ -27,8 +27,7 @@ class CapturableStep {
  public:
   // For these parameters of the optimizer, all on one device: those that will have gradients.
   // Creates the state that they lack; the optimizer gets it with the first counted step. Error if
-  // the optimizer computes norms before it updates anything (LAMB, NovoGrad, LARC), or has bf16
-  // state, which is rounded with other random bits in each step.
+  // the optimizer has bf16 state, which is rounded with other random bits in each step.
   CapturableStep(FusedOptimizer& optimizer, std::span<const at::Tensor> parameters);
   CapturableStep(const CapturableStep&) = delete;  // what was captured has pointers to its memory
   CapturableStep& operator=(const CapturableStep&) = delete;
@@ -65,7 +64,7 @@ class CapturableStep {
   std::vector<Group> groups_;  // as they were
   std::vector<FusedOptimizer::Work> work_;
   std::vector<Record> records_;  // of each in work_
-  kernels::CapturableUpdate update_;
+  kernels::UpdateOnDevice update_;
 };
 
 }  // namespace semitone::optim

@@ -64,7 +64,7 @@ std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(
   return {{.name = "sum", .initial = own.initial_accumulator_value()}};
 }
 
-std::optional<FusedOptimizer::Rules> FusedAdagrad::rules_of(std::span<const Work> work) const {
+FusedOptimizer::Rules FusedAdagrad::rules_of(std::span<const Work> work) const {
   return Rules{rules_for(work, [](const Work& one) {
     return rule_of(one.options_as<FusedAdagradOptions>(), one.step, one.grad_scale);
   })};

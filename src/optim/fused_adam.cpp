@@ -88,7 +88,7 @@ bool FusedAdam::keeps_bf16_state(const torch::optim::OptimizerOptions& options) 
   return static_cast<const FusedAdamOptions&>(options).bf16_state();
 }
 
-std::optional<FusedOptimizer::Rules> FusedAdam::rules_of(std::span<const Work> work) const {
+FusedOptimizer::Rules FusedAdam::rules_of(std::span<const Work> work) const {
   return Rules{rules_for(work, [](const Work& one) {
     return rule_of(one.options_as<FusedAdamOptions>(), one.step, one.grad_scale);
   })};

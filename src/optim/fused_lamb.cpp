@@ -5,6 +5,7 @@
 #include "src/optim/options.h"
 #include "src/optim/work.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -22,14 +23,13 @@ void for_each_lamb_option(Options& options, Visit&& visit) {
       "max_grad_norm", options.max_grad_norm())("use_nvlamb", options.use_nvlamb());
 }
 
-// @param grad_norm  of the unscaled gradients of all groups
-kernels::LambRule rule_of(const FusedLAMBOptions& options, std::int64_t step, double grad_scale,
-                          double grad_norm) {
+// Without clipping and trust ratio.
+kernels::LambRule rule_of(const FusedLAMBOptions& options, std::int64_t step, double grad_scale) {
   const auto [beta1, beta2] = options.betas();
   const auto t = static_cast<double>(step);
-  const double max = options.max_grad_norm();
   kernels::LambRule rule;
-  rule.grad_scale = max > 0 && grad_norm > max ? grad_scale * (max / grad_norm) : grad_scale;
+  rule.grad_scale = grad_scale;
+  rule.step_size = options.lr();
   (options.adam_w_mode() ? rule.decoupled_weight_decay : rule.weight_decay) =
       options.weight_decay();
   rule.beta1 = beta1;
@@ -44,9 +44,33 @@ kernels::LambRule rule_of(const FusedLAMBOptions& options, std::int64_t step, do
   return rule;
 }
 
+// @param grad_norm  of the unscaled gradients of all groups
+double clipped(const FusedLAMBOptions& options, double grad_scale, double grad_norm) {
+  const double max = options.max_grad_norm();
+  return max > 0 && grad_norm > max ? grad_scale * (max / grad_norm) : grad_scale;
+}
+
+bool has_trust_ratio(const FusedLAMBOptions& options) {
+  return options.weight_decay() != 0 || options.use_nvlamb();
+}
+
 double trust_ratio(const FusedLAMBOptions& options, const kernels::LambNorms& norms) {
-  const bool scaled = options.weight_decay() != 0 || options.use_nvlamb();
-  return scaled && norms.param != 0 && norms.update != 0 ? norms.param / norms.update : 1;
+  return has_trust_ratio(options) && norms.param != 0 && norms.update != 0
+             ? norms.param / norms.update
+             : 1;
+}
+
+// The inputs of measure().
+struct LambInput {
+  enum : std::int64_t { kGradScale, kMaxGradNorm, kLr, kHasTrustRatio };
+};
+
+// LAMB's norm is that of all gradients: one device must have them.
+bool are_on_a_device(const auto& work) {
+  return !work.empty() && !work.front().update.param.is_cpu() &&
+         std::all_of(work.begin(), work.end(), [&](const auto& one) {
+           return one.update.param.device() == work.front().update.param.device();
+         });
 }
 
 }  // namespace
@@ -85,15 +109,47 @@ std::vector<FusedOptimizer::Slot> FusedLAMB::slots(
   return {{.name = "exp_avg"}, {.name = "exp_avg_sq"}};
 }
 
+FusedOptimizer::Rules FusedLAMB::rules_of(std::span<const Work> work) const {
+  Rules rules{rules_for(work, [](const Work& one) {
+    return rule_of(one.options_as<FusedLAMBOptions>(), one.step, one.grad_scale);
+  })};
+  for (const Work& one : work) {
+    const auto& options = one.options_as<FusedLAMBOptions>();
+    rules.inputs.insert(rules.inputs.end(), {one.grad_scale, options.max_grad_norm(), options.lr(),
+                                             has_trust_ratio(options) ? 1.0 : 0.0});
+  }
+  return rules;
+}
+
+// The formulas of update(), on the device.
+void FusedLAMB::measure(std::span<const Work> work, StepOnDevice& step) const {
+  const at::Tensor grad_scale = step.input(LambInput::kGradScale);
+  const at::Tensor max = step.input(LambInput::kMaxGradNorm);
+  const at::Tensor norm = kernels::total_norm_on_device(
+      kernels::multi_tensor_norms_on_device(grads_of(work), 2).mul(grad_scale.abs()), 2);
+  const at::Tensor clips = max.gt(0).logical_and(norm.gt(max));
+  step.update.set({.grad_scale = at::where(clips, grad_scale * (max / norm), grad_scale)});
+  const auto norms = step.update.lamb_moments(step.items, step.found_inf).unbind(1);
+  const at::Tensor scaled = step.input(LambInput::kHasTrustRatio)
+                                .ne(0)
+                                .logical_and(norms[0].ne(0))
+                                .logical_and(norms[1].ne(0));
+  const at::Tensor ratio = at::where(scaled, norms[0] / norms[1], at::ones_like(norms[0]));
+  step.update.set({.step_size = step.input(LambInput::kLr) * ratio});
+}
+
 void FusedLAMB::update(std::span<Work> work) {
-  std::vector<at::Tensor> grads;
-  for (const Work& one : work) grads.push_back(one.update.grad);
-  std::vector<double> norms = kernels::multi_tensor_norms(grads, 2);
+  if (are_on_a_device(work)) {
+    update_on_devices(work);
+    return;
+  }
+  std::vector<double> norms = kernels::multi_tensor_norms(grads_of(work), 2);
   for (std::size_t i = 0; i < norms.size(); ++i) norms[i] *= std::abs(work[i].grad_scale);
   const double norm = kernels::total_norm(norms, 2);
   const auto items = items_of(work);
   auto rules = rules_for(work, [&](const Work& one) {
-    return rule_of(one.options_as<FusedLAMBOptions>(), one.step, one.grad_scale, norm);
+    const auto& options = one.options_as<FusedLAMBOptions>();
+    return rule_of(options, one.step, clipped(options, one.grad_scale, norm));
   });
   const auto moments = kernels::multi_tensor_lamb_moments(items, rules);
   for (std::size_t i = 0; i < rules.size(); ++i) {

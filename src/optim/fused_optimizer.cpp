@@ -132,14 +132,20 @@ bool FusedOptimizer::step(const FusedStep& how) {
     if (!(std::abs(scale) <= double{std::numeric_limits<float>::max()}))
       throw Error(component(), "an inv_scale * clip that float32 holds", c10::str(scale));
   }
+  settle();
   std::vector<Work> work = gather(how);
+  count(work);
+  update(work);
+  return true;
+}
+
+// Creates the state that the step needs, and counts the step.
+void FusedOptimizer::count(std::span<Work> work) {
   for (Work& one : work) prepare(one, state_in(state_, one.update.param));
   for (Work& one : work) {
     one.step = ++one.state->step;
     one.update.seed = seed_of(one.update.param, one.place, one.step);
   }
-  update(work);
-  return true;
 }
 
 void FusedOptimizer::set_parameter_places(semitone::detail::ParameterPlaces places) {
@@ -147,13 +153,10 @@ void FusedOptimizer::set_parameter_places(semitone::detail::ParameterPlaces plac
 }
 
 void FusedOptimizer::update(std::span<Work> work) {
-  kernels::multi_tensor_update(items_of(work), rules_of(work).value().rules);
+  kernels::multi_tensor_update(items_of(work), rules_of(work).rules);
 }
 
-std::optional<FusedOptimizer::Rules> FusedOptimizer::rules_of(
-    std::span<const Work> /*work*/) const {
-  return std::nullopt;
-}
+void FusedOptimizer::measure(std::span<const Work> /*work*/, StepOnDevice& /*step*/) const {}
 
 void FusedOptimizer::check_options() const {
   check(defaults());
@@ -234,7 +237,9 @@ void FusedOptimizer::prepare(Work& work, FusedState& state) const {
     at::Tensor& tensor = state.tensors[k];
     work.fresh[k] = !tensor.defined();
     if (wanted[k].number) {
-      if (!tensor.defined()) tensor = at::full({}, wanted[k].initial, at::kDouble);
+      const auto options = at::TensorOptions(parameter.device()).dtype(at::kDouble);
+      tensor = tensor.defined() ? tensor.to(options) : at::full({}, wanted[k].initial, options);
+      work.number = tensor;
       continue;
     }
     if (tensor.defined()) {
@@ -261,6 +266,7 @@ c10::ScalarType FusedOptimizer::state_dtype(const torch::optim::OptimizerOptions
 }
 
 const FusedState* FusedOptimizer::find(const at::Tensor& parameter) const {
+  settle();
   const auto entry = state_.find(parameter.unsafeGetTensorImpl());
   return entry == state_.end() ? nullptr : static_cast<const FusedState*>(entry->second.get());
 }
@@ -310,6 +316,7 @@ void FusedOptimizer::set_master(const at::Tensor& parameter, const at::Tensor& v
                 value.defined() ? c10::str(value.sizes(), " of ", dtype_name(value.scalar_type()))
                                 : "an undefined tensor");
   }
+  settle();
   at::Tensor& low = state_in(state_, parameter).master_low;
   if (!low.defined()) low = at::empty_like(parameter, parameter.options().dtype(at::kShort));
   const at::NoGradGuard no_grad;

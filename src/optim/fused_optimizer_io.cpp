@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/archive.h"
+#include "src/optim/deferred_step.h"
 #include "src/optim/fused_state.h"
 
 #include <torch/serialize.h>
@@ -148,13 +149,14 @@ void FusedOptimizer::load(InputArchive& archive) {
       for (std::size_t k = 0; k < names.size(); ++k) {
         const std::string name(names[k].name);
         state->tensors[k] = names[k].number
-                                ? read_like(*one, name, at::empty({}, at::kDouble), at::kDouble)
+                                ? read_like(*one, name, parameter.new_empty({}), at::kDouble)
                                 : read_like(*one, name, parameter, dtype);
       }
       state->master_low = read_like(*one, kLow, parameter, at::kShort);
       new_state[parameter.unsafeGetTensorImpl()] = std::move(state);
     }
   }
+  deferred_.reset();  // the state that its result may change is replaced
   for (std::size_t g = 0; g < param_groups_.size(); ++g)
     param_groups_[g].set_options(std::move(new_options[g]));
   state_ = std::move(new_state);

@@ -74,7 +74,7 @@ bool FusedSGD::keeps_bf16_state(const torch::optim::OptimizerOptions& options) c
   return static_cast<const FusedSGDOptions&>(options).bf16_state();
 }
 
-std::optional<FusedOptimizer::Rules> FusedSGD::rules_of(std::span<const Work> work) const {
+FusedOptimizer::Rules FusedSGD::rules_of(std::span<const Work> work) const {
   return Rules{rules_for(work, [](const Work& one) {
     return rule_of(one.options_as<FusedSGDOptions>(), one.fresh[0], one.grad_scale);
   })};

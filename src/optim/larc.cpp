@@ -23,8 +23,8 @@ void for_each_larc_option(Options& options, Visit&& visit) {
                                                                                 options.eps());
 }
 
-kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_scale,
-                         double param_norm, double grad_norm) {
+// For |p| = 0 or |g| = 0.
+kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_scale) {
   kernels::SgdRule rule;
   rule.grad_scale = grad_scale;
   rule.momentum = options.momentum();
@@ -32,6 +32,12 @@ kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_sca
   rule.nesterov = options.nesterov();
   rule.lr = options.lr();
   rule.first = first;
+  return rule;
+}
+
+kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_scale,
+                         double param_norm, double grad_norm) {
+  kernels::SgdRule rule = rule_of(options, first, grad_scale);
   if (param_norm != 0 && grad_norm != 0) {
     const double trust_ratio = options.trust_coefficient() * param_norm /
                                (grad_norm + options.weight_decay() * param_norm + options.eps());
@@ -40,6 +46,11 @@ kernels::SgdRule rule_of(const LARCOptions& options, bool first, double grad_sca
   }
   return rule;
 }
+
+// The inputs of measure().
+struct LarcInput {
+  enum : std::int64_t { kGradScale, kCoefficient, kWeightDecay, kEps, kLr, kClip };
+};
 
 }  // namespace
 
@@ -81,7 +92,39 @@ std::vector<FusedOptimizer::Slot> LARC::slots(const torch::optim::OptimizerOptio
   return {{.name = "momentum_buffer", .wanted = own.momentum() != 0}};
 }
 
-void LARC::update(std::span<Work> work) {
+FusedOptimizer::Rules LARC::rules_of(std::span<const Work> work) const {
+  Rules rules{rules_for(work, [](const Work& one) {
+    return rule_of(one.options_as<LARCOptions>(), one.fresh[0], one.grad_scale);
+  })};
+  for (const Work& one : work) {
+    const auto& options = one.options_as<LARCOptions>();
+    rules.inputs.insert(rules.inputs.end(),
+                        {one.grad_scale, options.trust_coefficient(), options.weight_decay(),
+                         options.eps(), options.lr(), options.clip() ? 1.0 : 0.0});
+  }
+  return rules;
+}
+
+// The formulas of rule_of(), on the device.
+void LARC::measure(std::span<const Work> work, StepOnDevice& step) const {
+  std::vector<at::Tensor> tensors = grads_of(work);
+  for (const Work& one : work) tensors.push_back(one.update.param);
+  const auto norms = kernels::multi_tensor_norms_on_device(tensors, 2).chunk(2);
+  const at::Tensor grad_norm = step.input(LarcInput::kGradScale).abs() * norms[0];
+  const at::Tensor& param_norm = norms[1];
+  const at::Tensor weight_decay = step.input(LarcInput::kWeightDecay);
+  at::Tensor ratio = step.input(LarcInput::kCoefficient) * param_norm /
+                     (grad_norm + weight_decay * param_norm + step.input(LarcInput::kEps));
+  const at::Tensor clipped = (ratio / step.input(LarcInput::kLr)).clamp_max(1);
+  ratio = at::where(step.input(LarcInput::kClip).ne(0), clipped, ratio);
+  const at::Tensor none = param_norm.eq(0).logical_or(grad_norm.eq(0));
+  step.update.set({.weight_decay = weight_decay.masked_fill(none, 0),
+                   .trust_ratio = ratio.masked_fill(none, 1)});
+}
+
+void LARC::update(std::span<Work> all) {
+  std::vector<Work> rest = update_on_devices(all);
+  const std::span<Work> work(rest);
   std::vector<at::Tensor> tensors;
   for (const Work& one : work) tensors.insert(tensors.end(), {one.update.param, one.update.grad});
   const auto norms = kernels::multi_tensor_norms(tensors, 2);

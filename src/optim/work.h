@@ -2,6 +2,7 @@
 
 #include "semitone/optim/fused_optimizer.h"
 #include "src/kernels/multi_tensor_update.h"
+#include "src/kernels/update_on_device.h"
 #include "src/optim/fused_state.h"
 
 #include <array>
@@ -23,6 +24,7 @@ struct FusedOptimizer::Work {
   std::uint32_t place = 0;      // among all parameters
   std::array<bool, 3> fresh{};  // state that was made in this step
   std::int64_t step = 1;        // its number, for this parameter
+  at::Tensor number = {};       // the state that is a number, if the optimizer has one
 
   template <typename Options>
   const Options& options_as() const {
@@ -32,6 +34,18 @@ struct FusedOptimizer::Work {
 
 struct FusedOptimizer::Rules {
   kernels::Rules rules;
+  // For measure(): as many numbers for each parameter. Empty if nothing depends on norms.
+  std::vector<double> inputs = {};
+};
+
+// A step whose rules are in the device's memory.
+struct FusedOptimizer::StepOnDevice {
+  kernels::UpdateOnDevice& update;
+  std::span<const kernels::Update> items;
+  const at::Tensor& found_inf;  // undefined: the step is taken
+
+  // Column k of the inputs: a number for each parameter.
+  at::Tensor input(std::int64_t k) const { return update.inputs().select(1, k); }
 };
 
 // The state of a parameter in the optimizer's map; created if missing.
@@ -49,6 +63,14 @@ std::vector<kernels::Update> items_of(std::span<Work> work) {
   items.reserve(work.size());
   for (const auto& one : work) items.push_back(one.update);
   return items;
+}
+
+template <typename Work>
+std::vector<at::Tensor> grads_of(std::span<Work> work) {
+  std::vector<at::Tensor> grads;
+  grads.reserve(work.size());
+  for (const auto& one : work) grads.push_back(one.update.grad);
+  return grads;
 }
 
 // rule_of(work) for each parameter.

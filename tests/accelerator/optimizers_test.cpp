@@ -1,5 +1,5 @@
 #include "semitone/optim/clip_grad.h"
-#include "src/kernels/capturable_update.h"
+#include "src/kernels/update_on_device.h"
 #include "tests/accelerator/training.h"
 #include "tests/optim/fused_optimizers_fixture.h"
 #include "tests/support/archive.h"
@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -52,8 +53,6 @@ class Stepped {
     return values;
   }
   optim::FusedOptimizer& optimizer() { return *optimizer_; }
-
- private:
   void set_grads(int number) {
     torch::manual_seed(100 + static_cast<std::uint64_t>(number));
     const auto grads = make_grads(parameters_);
@@ -61,6 +60,7 @@ class Stepped {
       parameters_[i].mutable_grad() = grads[i].to(where_).to(parameters_[i].scalar_type());
   }
 
+ private:
   c10::Device where_;
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<optim::FusedOptimizer> optimizer_;
@@ -161,6 +161,97 @@ TEST_F(AcceleratorOptimizers, GradientsAreClippedAsOnTheCPU) {
   EXPECT_NEAR(norm, optim::clip_grad_norm_(here, 0.5), 1e-6 * norm);
   for (std::size_t i = 0; i < here.size(); ++i)
     EXPECT_TRUE(near(there[i].grad().cpu(), here[i].grad(), pointwise_tolerance(at::kFloat)));
+}
+
+TEST_F(AcceleratorOptimizers, StepsReadNothing) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    Stepped there(kind, device(), dtype_of(kind));
+    for (int i = 0; i < 3; ++i) {
+      there.set_grads(i);
+      const Counts before = counts();
+      static_cast<torch::optim::Optimizer&>(there.optimizer()).step();
+      EXPECT_EQ(counts().reads, before.reads);
+      EXPECT_EQ(counts().waits, before.waits);
+      EXPECT_EQ(counts().uploads, before.uploads);
+      EXPECT_EQ(counts().unpinned_async_copies, before.unpinned_async_copies);
+    }
+  }
+}
+
+// LAMB needs the norm of all gradients together; the others' norms stay on each device.
+TEST_F(AcceleratorOptimizers, ParametersOnTwoDevicesStepAsOnTheCPU) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    std::vector<at::Tensor> here, there;
+    for (const int number : {0, 1, 2, 3}) {
+      torch::manual_seed(20 + static_cast<std::uint64_t>(number));
+      const at::Tensor value = torch::randn({7}).to(dtype_of(kind));
+      here.push_back(value.clone().requires_grad_());
+      there.push_back(value.to(device(static_cast<c10::DeviceIndex>(number % 2))).requires_grad_());
+    }
+    there.push_back(torch::ones({3}, dtype_of(kind)).requires_grad_());  // on the CPU
+    here.push_back(there.back().detach().clone().requires_grad_());
+    const auto optimizer_here = kind(here), optimizer_there = kind(there);
+    for (int i = 0; i < 3; ++i) {
+      for (std::size_t k = 0; k < here.size(); ++k) {
+        torch::manual_seed(100 * static_cast<std::uint64_t>(i) + k);
+        here[k].mutable_grad() = torch::randn_like(here[k]);
+        there[k].mutable_grad() = here[k].grad().to(there[k].device());
+      }
+      static_cast<torch::optim::Optimizer&>(*optimizer_here).step();
+      static_cast<torch::optim::Optimizer&>(*optimizer_there).step();
+    }
+    for (std::size_t k = 0; k < here.size(); ++k)
+      EXPECT_TRUE(near(optimizer_there->master_of(there[k]).detach().cpu(),
+                       optimizer_here->master_of(here[k]).detach(), step_tolerance()));
+  }
+}
+
+TEST_F(AcceleratorOptimizers, UpdatesAreSkippedOnTheDevice) {
+  for (const float found_inf : {0.0F, 1.0F, std::numeric_limits<float>::quiet_NaN()}) {
+    const auto value = torch::ones({3}, device()), grad = torch::ones({3}, device());
+    const auto buffer = torch::full({3}, 2.0, device());
+    const std::vector<kernels::Update> items{
+        {.param = value, .low = {}, .grad = grad, .copy = {}, .state = {buffer}}};
+    const auto flag = torch::full({1}, found_inf, device());
+    const auto before = host_reads();
+    kernels::UpdateOnDevice update(device());
+    update.send(std::vector<kernels::SgdRule>{{.momentum = 0.5, .lr = 1}});
+    update.run(items, flag);
+    EXPECT_EQ(host_reads(), before);
+    const bool skips = found_inf != 0;
+    expect_bitwise_equal(value.cpu(), torch::full({3}, skips ? 1.0F : -1.0F));
+    expect_bitwise_equal(buffer.cpu(), torch::full({3}, 2.0F));
+  }
+}
+
+TEST_F(AcceleratorOptimizers, GradientsAreClippedWithoutAHostRead) {
+  for (const double order : {2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    for (const double max_norm : {0.5, 1e9}) {
+      torch::manual_seed(5);
+      std::vector<at::Tensor> here, there, grads;
+      for (const auto dtype : {at::kFloat, at::kHalf, at::kDouble, at::kComplexFloat}) {
+        here.push_back(torch::ones({4, 3}, dtype).requires_grad_());
+        here.back().mutable_grad() = torch::randn_like(here.back());
+        there.push_back(here.back().detach().to(device()).requires_grad_());
+        there.back().mutable_grad() = here.back().grad().to(device());
+        grads.push_back(there.back().grad());
+      }
+      const auto before = host_reads();
+      const at::Tensor norm = optim::get_total_norm(grads, order);
+      optim::clip_grads_with_norm_(there, max_norm, norm);
+      EXPECT_EQ(host_reads(), before);
+      EXPECT_EQ(norm.device(), device());
+      EXPECT_NEAR(norm.item<double>(), optim::clip_grad_norm_(here, max_norm, order), 1e-6);
+      for (std::size_t i = 0; i < here.size(); ++i) {
+        const auto dtype = here[i].scalar_type();
+        EXPECT_TRUE(near(at::view_as_real(there[i].grad().cpu().to(at::kComplexDouble)),
+                         at::view_as_real(here[i].grad().to(at::kComplexDouble)),
+                         pointwise_tolerance(dtype == at::kHalf ? at::kHalf : at::kFloat)));
+      }
+    }
+  }
 }
 
 TEST_F(AcceleratorOptimizers, NormsOfTwoDevicesAreReadOnceEach) {

@@ -281,8 +281,6 @@ TEST_F(CapturedSteps, SayWhatTheyCannotRepeat) {
   const auto make = [&](const Kind& of, const CapturedStepOptions& how = {}) {
     return [=] { Training(of, bf16, how); };
   };
-  expect_error(make(kind<optim::FusedLAMB>("LAMB", optim::FusedLAMBOptions(0.1))),
-               {"[optim.capturable_step]", "optim.fused_lamb", "norms"});
   expect_error(make(kind<optim::FusedAdam>("Adam", optim::FusedAdamOptions(0.1).bf16_state(true))),
                {"[optim.capturable_step]", "bf16_state in group 0"});
   expect_error(make(kinds()[0], CapturedStepOptions().warmup(0)), {"warmup of at least 1"});

@@ -5,8 +5,11 @@
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_adagrad.h"
 #include "semitone/optim/fused_adam.h"
+#include "semitone/optim/fused_lamb.h"
+#include "semitone/optim/fused_novograd.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/optim/larc.h"
 #include "src/amp/step_graph.h"
 #include "src/optim/fused_state.h"
 #include "tests/support/tensors.h"
@@ -124,6 +127,9 @@ inline std::vector<Kind> kinds() {
       // Without a first step of its own, momentum would start from (1 - dampening) * g.
       kind<optim::FusedSGD>("SGD", optim::FusedSGDOptions(0.05).momentum(0.9).dampening(0.3)),
       kind<optim::FusedAdagrad>("Adagrad", optim::FusedAdagradOptions(0.05).lr_decay(0.1)),
+      kind<optim::FusedLAMB>("LAMB", optim::FusedLAMBOptions(0.01).max_grad_norm(0.1)),
+      kind<optim::FusedNovoGrad>("NovoGrad", optim::FusedNovoGradOptions(0.01).weight_decay(0.1)),
+      kind<optim::LARC>("LARC", optim::LARCOptions(0.1).momentum(0.9).weight_decay(0.01)),
   };
 }
 
@@ -195,7 +201,7 @@ struct Training {
       for (const at::Tensor& parameter : group.params()) {
         all.push_back(optimizer->master_of(parameter));
         all.push_back(at::full({}, optimizer->steps_of(parameter)));
-        for (const char* name : {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}) {
+        for (const char* name : {"exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "grad_norm"}) {
           try {
             const at::Tensor state = optimizer->state_of(parameter, name);
             all.push_back(state.defined() ? state : torch::tensor(-1));

@@ -121,6 +121,48 @@ TEST(ClipGradNorm, RefusesNormsThatMakeNoSense) {
   expect_error([&] { optim::grad_norm(parameters, -2); }, {"norm_type above 0"});
 }
 
+TEST(ClipGradsWithNorm, ClipsAsClipGradNormDoes) {
+  torch::manual_seed(33);
+  const auto a = torch::randn({100});
+  const auto b = torch::randn({3, 4}).t().to(torch::kHalf);
+  const auto c = torch::randn({}, torch::kDouble);
+  const auto d = torch::randn({5}, torch::kComplexFloat);
+  for (const double norm_type : {2.0, 1.0, kInfinity}) {
+    for (const double max_norm : {0.5, 1000.0}) {
+      SCOPED_TRACE(c10::str("norm_type ", norm_type, ", max_norm ", max_norm));
+      const auto got = with_grads({a, b, c, d});
+      const auto want = with_grads({a, b, c, d});
+      const auto norm = optim::get_total_norm({a, {}, b, c, d}, norm_type);
+      optim::clip_grads_with_norm_(got, max_norm, norm);
+      EXPECT_EQ(norm.item<double>(), optim::clip_grad_norm_(want, max_norm, norm_type));
+      for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].grad().equal(want[i].grad()));
+    }
+  }
+  EXPECT_EQ(optim::get_total_norm({}).item<double>(), 0);
+}
+
+TEST(ClipGradsWithNorm, TreatsNormsThatAreNotFiniteAsTorch) {
+  const auto infinite = with_grads({torch::tensor({1.0F, 2.0F})});
+  optim::clip_grads_with_norm_(infinite, 1, torch::tensor(kInfinity));
+  EXPECT_TRUE(infinite[0].grad().equal(torch::zeros({2})));
+  const auto nan = with_grads({torch::tensor({1.0F, 2.0F})});
+  optim::clip_grads_with_norm_(nan, 1, torch::tensor(std::nan("")));
+  EXPECT_TRUE(nan[0].grad().isnan().all().item<bool>());
+}
+
+TEST(ClipGradsWithNorm, RefusesWhatMakesNoSense) {
+  const auto parameters = with_grads({torch::ones({2})});
+  const auto norm = torch::ones({1});
+  expect_error([&] { optim::clip_grads_with_norm_(parameters, -1, norm); }, {"max_norm", "-1"});
+  expect_error([&] { optim::clip_grads_with_norm_(parameters, 1, torch::ones({2})); },
+               {"one floating-point element"});
+  expect_error([&] { optim::clip_grads_with_norm_(parameters, 1, {}); }, {"undefined"});
+  expect_error([&] { optim::scale_grads_(parameters, torch::ones({1}, torch::kLong)); },
+               {"one floating-point element"});
+  expect_error([&] { optim::get_total_norm(parameters, 0); }, {"norm_type above 0"});
+  EXPECT_TRUE(parameters[0].grad().equal(torch::ones({2})));
+}
+
 TEST(ClipFactor, IsTorchs) {
   EXPECT_EQ(optim::clip_factor(0.5, 1), 1);
   EXPECT_EQ(optim::clip_factor(0, 1), 1);

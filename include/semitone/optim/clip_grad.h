@@ -31,6 +31,10 @@ double clip_factor(double norm, double max_norm);
 /// gradients) and rounded once. Sparse gradients are coalesced, and their values are multiplied.
 /// The gradient of a duplicate parameter is multiplied once.
 void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
+/// The same with a factor in a device's memory: one floating-point element. Nothing is read back.
+/// The factor of fp32 and 16-bit gradients is rounded to fp32. Error for another number of
+/// elements.
+void scale_grads_(const std::vector<at::Tensor>& parameters, const at::Tensor& factor);
 
 /// Scales all gradients in place so that their norm is at most max_norm, and returns the norm
 /// before scaling, as torch::nn::utils::clip_grad_norm_ does. It reads the gradients in one pass,
@@ -40,5 +44,26 @@ void scale_grads_(const std::vector<at::Tensor>& parameters, double factor);
 ///                            a NaN norm makes them NaN
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                        double norm_type = 2.0, bool error_if_nonfinite = false);
+
+/// Returns the norm of all tensors together, as torch.nn.utils.get_total_norm does, without a host
+/// read: a scalar in fp64 on the device of the first tensor (of the CPU if there is none). The
+/// tensors are dense, as gradients usually are, and may be complex. Undefined ones are ignored. It
+/// is computed as in grad_norm.
+/// @param norm_type  order of the norm, above 0; infinity: the largest magnitude
+at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type = 2.0);
+
+/// Multiplies all gradients by min(1, max_norm / (total_norm + 1e-6)), as
+/// torch.nn.utils.clip_grads_with_norm_ does. Together with get_total_norm it clips as
+/// clip_grad_norm_ does, without a host read:
+///
+///     std::vector<at::Tensor> grads;
+///     for (const auto& parameter : parameters) grads.push_back(parameter.grad());
+///     optim::clip_grads_with_norm_(parameters, 1.0, optim::get_total_norm(grads));
+///
+/// The pass over the gradients is always made. As in torch, an infinite norm makes gradients 0 or
+/// NaN, and a NaN norm makes them NaN.
+/// @param total_norm  one floating-point element on any device
+void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                           const at::Tensor& total_norm);
 
 }  // namespace semitone::optim

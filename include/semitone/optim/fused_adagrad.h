@@ -49,7 +49,7 @@ class FusedAdagrad : public FusedOptimizer {
   std::string_view component() const override;
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
-  std::optional<Rules> rules_of(std::span<const Work> work) const override;
+  Rules rules_of(std::span<const Work> work) const override;
 };
 
 }  // namespace semitone::optim

@@ -51,8 +51,9 @@ struct FusedNovoGradOptions : torch::optim::OptimizerCloneableOptions<FusedNovoG
 /// With reg_inside_moment, g / d + weight_decay p replaces g in the formula of m, and the update is
 /// p -= lr · m / (1 - beta1^t).
 ///
-/// A step takes one pass over the gradients for the norms, and one over all tensors.
-/// State: "exp_avg" and "grad_norm", one fp64 number on the host.
+/// A step takes one pass over the gradients for the norms, and one over all tensors. On a device
+/// other than the CPU, norms stay there: a step reads nothing back.
+/// State: "exp_avg" and "grad_norm", one fp64 number on the parameter's device.
 class FusedNovoGrad : public FusedOptimizer {
  public:
   explicit FusedNovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -66,6 +67,8 @@ class FusedNovoGrad : public FusedOptimizer {
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   void update(std::span<Work> work) override;
+  Rules rules_of(std::span<const Work> work) const override;
+  void measure(std::span<const Work> work, StepOnDevice& step) const override;
 };
 
 }  // namespace semitone::optim

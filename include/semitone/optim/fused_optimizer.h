@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -73,6 +72,9 @@ struct FusedState;
 /// - A parameter that appears in the optimizer twice is updated once.
 /// - Parameter groups may be added, and options changed, between any two steps.
 /// - Results do not depend on the number of threads.
+/// - GradScaler and MixedPrecision may let a device decide a step. The functions of this class wait
+///   for the outcome if they depend on it. torch::optim::Optimizer::state(), read directly, counts
+///   such a step as taken until then.
 class FusedOptimizer : public torch::optim::Optimizer,
                        public semitone::detail::UsesParameterPlaces {
  public:
@@ -143,6 +145,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
   struct Work;
   /// The coefficients of the update rule for several parameters. Defined there too.
   struct Rules;
+  /// A step whose coefficients are in the device's memory. Defined there too.
+  struct StepOnDevice;
 
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults);
@@ -150,8 +154,14 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// Checks the defaults and the options of all groups. Call it at the end of a constructor.
   void check_options() const;
 
+  /// Updates the parameters that are not on the CPU, with the norms that measure() computes.
+  /// Nothing is read from a device. Returns the parameters on the CPU.
+  std::vector<Work> update_on_devices(std::span<Work> work) const;
+
  private:
   friend class CapturableStep;
+  friend class DeferredStep;
+  struct Deferred;
 
   /// The component in messages: "optim.fused_adam".
   virtual std::string_view component() const = 0;
@@ -169,11 +179,16 @@ class FusedOptimizer : public torch::optim::Optimizer,
   }
   /// Runs the step for parameters whose state exists and whose step count includes this step.
   virtual void update(std::span<Work> work);
-  /// Returns the coefficients of each parameter's update, for a class whose update() only applies
-  /// the update rule's kernel. Returns std::nullopt for a class that overrides update().
-  virtual std::optional<Rules> rules_of(std::span<const Work> work) const;
+  /// Returns the coefficients of each parameter's update, as far as they do not depend on norms.
+  virtual Rules rules_of(std::span<const Work> work) const = 0;
+  /// Computes, on the device of all these parameters, the coefficients that depend on norms, for a
+  /// class that overrides update(). There is at least one parameter.
+  virtual void measure(std::span<const Work> work, StepOnDevice& step) const;
 
   std::vector<Work> gather(const FusedStep& how);
+  void count(std::span<Work> work);
+  void update_on_device(std::span<Work> work, const at::Tensor& found_inf) const;
+  void settle() const;
   void prepare(Work& work, FusedState& state) const;
   void check_state(const FusedState& state, const at::Tensor& parameter,
                    const std::vector<Slot>& slots, const std::string& name) const;
@@ -181,7 +196,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
   c10::ScalarType state_dtype(const torch::optim::OptimizerOptions& options,
                               const at::Tensor& parameter) const;
 
-  semitone::detail::ParameterPlaces places_;  // set by set_parameter_places
+  semitone::detail::ParameterPlaces places_;    // set by set_parameter_places
+  mutable std::shared_ptr<Deferred> deferred_;  // a step of which the result is not known yet
 };
 
 }  // namespace semitone::optim

@@ -53,7 +53,7 @@ class FusedSGD : public FusedOptimizer {
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   bool splits_masters(const torch::optim::OptimizerOptions& options) const override;
   bool keeps_bf16_state(const torch::optim::OptimizerOptions& options) const override;
-  std::optional<Rules> rules_of(std::span<const Work> work) const override;
+  Rules rules_of(std::span<const Work> work) const override;
 };
 
 }  // namespace semitone::optim

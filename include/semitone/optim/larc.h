@@ -44,8 +44,8 @@ struct LARCOptions : torch::optim::OptimizerCloneableOptions<LARCOptions> {
 ///     g = (g + weight_decay p) · a, then SGD without weight decay
 ///
 /// A tensor with |p| = 0 or |g| = 0 has a = 1 and no decay in that step. A step takes one pass over
-/// parameters and gradients for the norms, and one over all tensors. Apex's LARC wraps an
-/// optimizer. This class is an optimizer itself, so learning rate schedulers act on it. State:
+/// parameters and gradients for the norms, and one over all tensors. On a device other than the
+/// CPU, norms stay there: a step reads nothing back. Apex's LARC wraps an optimizer. This class is an optimizer itself, so learning rate schedulers act on it. State:
 /// "momentum_buffer".
 class LARC : public FusedOptimizer {
  public:
@@ -59,6 +59,8 @@ class LARC : public FusedOptimizer {
   void check(const torch::optim::OptimizerOptions& options) const override;
   std::vector<Slot> slots(const torch::optim::OptimizerOptions& options) const override;
   void update(std::span<Work> work) override;
+  Rules rules_of(std::span<const Work> work) const override;
+  void measure(std::span<const Work> work, StepOnDevice& step) const override;
 };
 
 }  // namespace semitone::optim

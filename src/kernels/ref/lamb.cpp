@@ -20,9 +20,9 @@ at::Tensor fp64_norm(const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor lamb_moments(const Update& item, const LambRule& rule) {
+at::Tensor lamb_moments(const Update& item, const LambRule& rule, const ComputedNumbers& computed) {
   const at::NoGradGuard no_grad;
-  at::Tensor grad = scaled_grad(item, rule.grad_scale);
+  at::Tensor grad = scaled_grad(item, {rule.grad_scale, computed.grad_scale});
   const at::Tensor param = wide_param(item);
   if (rule.weight_decay != 0) grad = param.mul(rule.weight_decay).add(grad);
   const auto& [m, v, none] = item.state;
@@ -32,9 +32,15 @@ at::Tensor lamb_moments(const Update& item, const LambRule& rule) {
 }
 
 void update(const Update& item, const LambRule& rule) {
+  update(item, rule, {});
+}
+
+void update(const Update& item, const LambRule& rule, const ComputedNumbers& computed) {
   const at::NoGradGuard no_grad;
   const at::Tensor param = wide_param(item);
-  write(item, lamb_update(item, rule, param).mul(-rule.step_size).add(param));
+  const Number factor{-rule.step_size,
+                      computed.step_size.defined() ? computed.step_size.neg() : at::Tensor()};
+  write(item, times(lamb_update(item, rule, param), factor).add(param));
 }
 
 }  // namespace semitone::kernels::ref

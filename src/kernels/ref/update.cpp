@@ -42,8 +42,13 @@ at::Tensor round_stochastically(const at::Tensor& value, const at::Tensor& rando
 
 }  // namespace
 
-at::Tensor scaled_grad(const Update& item, double grad_scale) {
-  return item.grad.to(compute_dtype(item)).mul(grad_scale);
+at::Tensor times(const at::Tensor& tensor, const Number& number) {
+  return number.computed.defined() ? tensor.mul(number.computed.to(tensor.scalar_type()))
+                                   : tensor.mul(number.host);
+}
+
+at::Tensor scaled_grad(const Update& item, const Number& grad_scale) {
+  return times(item.grad.to(compute_dtype(item)), grad_scale);
 }
 
 at::Tensor wide_param(const Update& item) {

@@ -4,11 +4,25 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 // What the references of all rules share.
 namespace semitone::kernels::ref {
 
+// A number of a rule: the host's, or, if that is defined, one that the device has computed
+// (ComputedNumbers).
+struct Number {
+  Number(double host_) : host(host_) {}  // NOLINT(google-explicit-constructor)
+  Number(double host_, at::Tensor computed_) : host(host_), computed(std::move(computed_)) {}
+  double host;
+  at::Tensor computed;
+};
+
+// The product in the tensor's dtype, to which the number is rounded first.
+at::Tensor times(const at::Tensor& tensor, const Number& number);
+
 // The gradient in the dtype of the computation, fp32 or fp64, times grad_scale.
-at::Tensor scaled_grad(const Update& item, double grad_scale);
+at::Tensor scaled_grad(const Update& item, const Number& grad_scale);
 
 // The parameter in the dtype of the computation.
 at::Tensor wide_param(const Update& item);
