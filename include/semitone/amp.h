@@ -20,3 +20,4 @@
 #include "semitone/scaling/loss_scale.h"
 #include "semitone/scaling/loss_scaler.h"
 #include "semitone/scaling/master_weights.h"
+#include "semitone/scaling/step.h"

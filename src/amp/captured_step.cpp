@@ -58,6 +58,7 @@ std::vector<CapturedStep::Impl::Shape> CapturedStep::Impl::shapes_of(const Batch
 }
 
 CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
+  state.settle();  // not while a step is captured
   state.hide_gradients(nullptr);
   const bool before = std::exchange(state.named_only, true);
   const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });

@@ -110,10 +110,12 @@ const Properties& MixedPrecision::properties() const {
 }
 
 const LossScaler& MixedPrecision::loss_scaler(std::int64_t loss_id) const {
+  impl().settle();
   return impl().scaler(loss_id, "loss_scaler");
 }
 
 std::int64_t MixedPrecision::skipped_steps() const {
+  impl().settle();
   std::int64_t sum = 0;
   for (const LossScaler& scaler : impl().scalers) sum += scaler.skipped_steps();
   return sum;

@@ -4,6 +4,7 @@
 #include "semitone/core/events.h"
 #include "src/amp/cudnn_scope.h"
 #include "src/scaling/gradients.h"
+#include "src/scaling/late_flags.h"
 #include "src/scaling/masters.h"
 #include "src/scaling/step_watch.h"
 
@@ -89,6 +90,16 @@ struct MixedPrecision::Impl {
     bool named = true;  // false: the loss was scaled for others, whose steps update its scale
   };
 
+  // A step that a device decides, and whose result the host has not read yet.
+  struct Undecided {
+    std::shared_ptr<detail::LateFlags> flags;
+    struct Loss {
+      std::int64_t id;
+      bool named;  // as Pending::named
+    };
+    std::vector<Loss> losses;  // of each flag
+  };
+
   // The scale of one loss, in a device's memory.
   struct ScaleOnDevice {
     std::int64_t loss_id;
@@ -145,6 +156,7 @@ struct MixedPrecision::Impl {
   std::vector<OptimizerRecord> optimizers;
   std::vector<LossScaler> scalers;
   std::vector<Pending> pending;
+  std::vector<Undecided> undecided;
   // Gradients from before a scaled backward, which are not scaled. They are kept apart from the
   // model's until these are unscaled.
   std::unordered_map<const c10::TensorImpl*, SetAside> set_aside;
@@ -187,7 +199,11 @@ struct MixedPrecision::Impl {
   // The functions of MixedPrecision with the same names.
   ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
                         ScaleLossOptions options);
-  Step step(torch::optim::Optimizer& optimizer);
+  StepResult step(torch::optim::Optimizer& optimizer);
+
+  // Waits for the results of steps that a device decides, and does what the host does after a step:
+  // counts it, updates the scales and logs. Before anything reads or changes these.
+  void settle();
 
   // Unscales the gradients that a backward left in the model, for these optimizers and those that
   // share parameters with them. The result, with earlier gradients added, is where each optimizer
@@ -227,6 +243,15 @@ struct MixedPrecision::Impl {
   // Ends the step of an optimizer whose gradients are unscaled and checked: calls take() unless the
   // step is skipped, and updates the scales.
   Step end_step(OptimizerRecord& record, const std::function<void()>& take);
+
+  // Whether the device of an optimizer can decide its step. The host does if it needs the names of
+  // parameters, for which it has to look at the gradients.
+  bool may_defer(const OptimizerRecord& record) const;
+  // end_step(), but the device decides: take() starts the optimizer's work, which changes nothing
+  // if found_inf is set.
+  using TakeUnless = std::function<void(const at::Tensor& found_inf,
+                                        const std::shared_ptr<detail::LateFlags>& flags)>;
+  StepResult end_step_on_device(OptimizerRecord& record, const TakeUnless& take);
 
   // At a step: warns, once, of a model that the optimizer trains but that never ran through
   // forward, call or autocast.

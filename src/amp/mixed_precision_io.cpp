@@ -203,6 +203,7 @@ void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
     throw Error("amp.mixed_precision.save", "a call between two iterations",
                 "one between scale_loss and step", "save after step()");
   }
+  impl().settle();
   if (impl().fp32_scopes == 0) impl().pull("save");
   const Properties& properties = impl().properties;
   archive.write("opt_level", c10::IValue(std::string(name_of(properties.opt_level))));
@@ -252,6 +253,7 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     return inner;
   };
   // Everything is read before anything is changed.
+  impl().settle();
   std::vector<LossScaler> scalers = impl().scalers;
   for (std::size_t i = 0; i < scalers.size(); ++i) {
     auto inner = part("loss" + std::to_string(i));

@@ -1,10 +1,12 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "semitone/optim/clip_grad.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
 #include "src/core/log.h"
 #include "src/kernels/multi_tensor_norm.h"
+#include "src/optim/deferred_step.h"
 
 #include <c10/util/ScopeExit.h>
 
@@ -14,6 +16,7 @@
 #include <cmath>
 #include <exception>
 #include <map>
+#include <memory>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -55,18 +58,21 @@ void note_overflow(MixedPrecision::Impl& mixed, MixedPrecision::Impl::OptimizerR
   first ? scaler.note_skip(overflow) : scaler.note_overflow(overflow);
 }
 
+// Whether a result belongs to an optimizer's next step.
+bool concerns(const MixedPrecision::Impl::Pending& pending,
+              const MixedPrecision::Impl::OptimizerRecord& optimizer) {
+  return std::find(pending.optimizers.begin(), pending.optimizers.end(), &optimizer) !=
+         pending.optimizers.end();
+}
+
 // Determines, with one host read, the results of the losses that an optimizer was named for, and
 // removes them from the list. Returns found_inf by loss.
 std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
                                      MixedPrecision::Impl::OptimizerRecord& optimizer) {
   using Pending = MixedPrecision::Impl::Pending;
-  const auto concerns = [&](const Pending& pending) {
-    return std::find(pending.optimizers.begin(), pending.optimizers.end(), &optimizer) !=
-           pending.optimizers.end();
-  };
   std::vector<at::Tensor> flags;
   for (Pending& pending : mixed.pending) {
-    if (!concerns(pending)) continue;
+    if (!concerns(pending, optimizer)) continue;
     // Without gradients here, other ranks may still have some.
     if (pending.found_inf.empty()) {
       found_inf_on(pending.found_inf, device_of(*optimizer.optimizer));
@@ -81,7 +87,7 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
   auto flag = set.begin();
   std::map<std::int64_t, bool> found_by_loss;
   for (const Pending& pending : mixed.pending) {
-    if (!concerns(pending)) continue;
+    if (!concerns(pending, optimizer)) continue;
     const auto end = flag + static_cast<std::ptrdiff_t>(pending.found_inf.size());
     const bool found = std::find(flag, end, true) != end;
     flag = end;
@@ -91,7 +97,8 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
       note_overflow(mixed, *involved, pending.loss_id);
     }
   }
-  std::erase_if(mixed.pending, concerns);
+  std::erase_if(mixed.pending,
+                [&](const Pending& pending) { return concerns(pending, optimizer); });
   return found_by_loss;
 }
 
@@ -131,11 +138,11 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   return norm;
 }
 
-Step MixedPrecision::step(torch::optim::Optimizer& optimizer) {
+StepResult MixedPrecision::step(torch::optim::Optimizer& optimizer) {
   return impl().step(optimizer);
 }
 
-Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
+StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   OptimizerRecord& record = of(optimizer, "step");
   if (!properties.enabled) {
     optimizer.step();
@@ -143,6 +150,7 @@ Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
     return Step::stepped;
   }
   require_unscaled(record, "step");
+  settle();
   pull("step");
   record.watch.stop();
   record.watched = false;
@@ -151,9 +159,83 @@ Step MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   warn_of_gradients(record);
   take_unscaled_gradients(record);
   warn_of_idle_models(record);
+  if (may_defer(record)) {
+    return end_step_on_device(record, [&](const at::Tensor& found_inf, const auto& flags) {
+      if (record.masters.has_value()) return record.masters->step_unless(found_inf, flags);
+      optim::DeferredStep::step(dynamic_cast<optim::FusedOptimizer&>(optimizer), optim::FusedStep(),
+                                found_inf, flags);
+    });
+  }
   return end_step(record, [&] {
     record.masters.has_value() ? record.masters->step() : void(optimizer.step());
   });
+}
+
+bool MixedPrecision::Impl::may_defer(const OptimizerRecord& record) const {
+  const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(record.optimizer);
+  if (fused == nullptr || record.skip || events::listening() ||
+      !optim::DeferredStep::is_supported(*fused))
+    return false;
+  const c10::Device device = device_of(*record.optimizer);
+  bool any = false;
+  for (const Pending& one : pending) {
+    if (!concerns(one, record)) continue;
+    any = true;
+    const auto& options = scalers[static_cast<std::size_t>(one.loss_id)].options();
+    if (one.optimizers.size() != 1 || options.max_consecutive_skips() != 0 ||
+        std::any_of(one.found_inf.begin(), one.found_inf.end(),
+                    [&](const at::Tensor& flag) { return flag.device() != device; }))
+      return false;
+  }
+  return any;
+}
+
+StepResult MixedPrecision::Impl::end_step_on_device(OptimizerRecord& record,
+                                                    const TakeUnless& take) {
+  const DisableCasts as_outside;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> flags;
+  std::vector<Undecided::Loss> losses;
+  for (Pending& one : pending) {
+    if (!concerns(one, record)) continue;
+    // Without gradients here, other ranks may still have some.
+    if (one.found_inf.empty()) found_inf_on(one.found_inf, device_of(*record.optimizer));
+    for (at::Tensor& flag : one.found_inf) {
+      if (found_inf_hook) found_inf_hook(flag);
+      flags.push_back(flag.reshape({}));
+      losses.push_back({one.loss_id, one.named});
+    }
+  }
+  std::erase_if(pending, [&](const Pending& one) { return concerns(one, record); });
+  const at::Tensor list = at::stack(flags);
+  const at::Tensor found_inf = flags.size() == 1 ? flags.front() : list.amax();
+  // Before the optimizer's work: the host need not wait for that.
+  const auto late = std::make_shared<detail::LateFlags>(list);
+  take(found_inf, late);
+  clear_cast_cache();
+  if (record.masters.has_value()) record.masters->clear_gradients();
+  undecided.push_back({late, std::move(losses)});
+  return StepResult(late);
+}
+
+void MixedPrecision::Impl::settle() {
+  for (const Undecided& one : std::exchange(undecided, {})) {
+    const std::vector<float>& flags = one.flags->get();
+    std::map<std::int64_t, bool> found_by_loss;
+    bool skipped = false;
+    for (std::size_t i = 0; i < flags.size(); ++i) {
+      const auto [id, named] = one.losses[i];
+      const bool found = flags[i] != 0;
+      if (named) found_by_loss[id] = found_by_loss[id] || found;
+      if (!found) continue;
+      const bool first = !std::exchange(skipped, true);
+      LossScaler& of_loss = scaler(id, "step");
+      if (first && properties.verbosity >= 1 && is_first_rank())
+        log()->info("skipped a step: loss {} overflowed at scale {}", id, of_loss.scale());
+      first ? of_loss.note_skip({}) : of_loss.note_overflow({});
+    }
+    for (const auto& [id, found] : found_by_loss) scaler(id, "step").update(found);
+  }
 }
 
 Step MixedPrecision::Impl::end_step(OptimizerRecord& record, const std::function<void()>& take) {
@@ -194,7 +276,7 @@ void MixedPrecision::zero_grad(torch::optim::Optimizer& optimizer) {
   std::erase_if(impl().pending, [](const auto& pending) { return pending.optimizers.empty(); });
 }
 
-Step step(torch::optim::Optimizer& optimizer) {
+StepResult step(torch::optim::Optimizer& optimizer) {
   return MixedPrecision::Impl::owner_of(optimizer, "step").step(optimizer);
 }
 

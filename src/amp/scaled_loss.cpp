@@ -123,6 +123,7 @@ std::vector<MixedPrecision::Impl::OptimizerRecord*> MixedPrecision::Impl::sharin
 ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
                                             ScaleLossOptions options) {
   constexpr auto kCaller = "scale_loss";
+  settle();
   const LossScaler& with = scaler(options.loss_id(), kCaller);
   require_no_step_past(kCaller);
   if (properties.enabled) find_shared_parameters(kCaller);

@@ -2,8 +2,12 @@
 
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
+#include "semitone/optim/fused_optimizer.h"
 #include "src/core/archive.h"
+#include "src/optim/deferred_step.h"
 #include "src/scaling/gradients.h"
+#include "src/scaling/late_flags.h"
 #include "src/scaling/step_watch.h"
 
 #include <torch/serialize.h>
@@ -19,6 +23,7 @@ GradScaler::GradScaler(const LossScaleOptions& options, bool enabled)
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
   if (!enabled_) return loss;
+  settle_update();
   at::Tensor scaled = scaler_.scaled(loss);
   scaled_ = true;
   return scaled;
@@ -46,6 +51,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
                 found->second.stepped ? "a call after step()" : "a second call",
                 "call update() once at the end of an iteration");
   }
+  settle_update();
   Gradients gradients(scaler_.inverse());
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     gradients.unscale(parameter);
@@ -60,13 +66,71 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 
 // Whether a gradient is not finite, here or on another rank.
 bool GradScaler::read(Progress& progress) const {
-  if (found_inf_hook_) {
-    for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
-  }
+  call_hook(progress);
   return any_found_inf(progress.found_inf);
 }
 
-Step GradScaler::step(torch::optim::Optimizer& optimizer) {
+void GradScaler::call_hook(Progress& progress) const {
+  if (!found_inf_hook_) return;
+  for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
+}
+
+// Whether the device can decide the step. The host must decide if it needs the names of parameters,
+// for which it has to look at the gradients.
+bool GradScaler::may_defer(torch::optim::Optimizer& optimizer, const Progress& progress) const {
+  const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+  return fused != nullptr && !events::listening() &&
+         scaler_.options().max_consecutive_skips() == 0 && progress.found_inf.size() == 1 &&
+         optim::DeferredStep::is_supported(*fused) &&
+         progress.found_inf.front().device() == device_of(optimizer);
+}
+
+StepResult GradScaler::step_on_device(torch::optim::Optimizer& optimizer,
+                                      Progress& progress) const {
+  call_hook(progress);
+  const at::Tensor& found_inf = progress.found_inf.front();
+  progress.late = std::make_shared<detail::LateFlags>(found_inf.reshape({1}));
+  progress.stepped = true;
+  optim::DeferredStep::step(dynamic_cast<optim::FusedOptimizer&>(optimizer), optim::FusedStep(),
+                            found_inf, progress.late);
+  clear_cast_cache();
+  return StepResult(progress.late);
+}
+
+// Does what the last update() could not do yet.
+void GradScaler::settle_update() const {
+  const Update update = std::exchange(update_, {});
+  if (update.late.empty()) return;
+  bool overflowed = update.overflowed;
+  for (const auto& late : update.late) {
+    if (!late->any_set()) continue;
+    overflowed = true;
+    scaler_.note_skip({});
+  }
+  scaler_.update(overflowed);
+}
+
+// The same for the steps since.
+void GradScaler::settle_all() const {
+  settle_update();
+  for (auto& [optimizer, progress] : progress_) {
+    if (progress.late == nullptr) continue;
+    progress.overflowed = std::exchange(progress.late, nullptr)->any_set();
+    if (progress.overflowed) scaler_.note_skip({});
+  }
+}
+
+const LossScaler& GradScaler::scaler() const {
+  settle_all();
+  return scaler_;
+}
+
+void GradScaler::set_options(const LossScaleOptions& options) {
+  settle_all();
+  scaler_.set_options(options);
+}
+
+StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!enabled_) {
     optimizer.step();
     clear_cast_cache();
@@ -85,6 +149,7 @@ Step GradScaler::step(torch::optim::Optimizer& optimizer) {
     throw Error("amp.grad_scaler.step", "one call for each optimizer between two updates",
                 "a second call", "call update() once at the end of an iteration");
   }
+  if (may_defer(optimizer, progress)) return step_on_device(optimizer, progress);
   progress.overflowed = read(progress);
   progress.stepped = true;
   if (progress.overflowed) {
@@ -112,17 +177,25 @@ void GradScaler::update() {
     throw Error("amp.grad_scaler.update", "scaler.step(optimizer) after unscale_()",
                 "optimizer.step(), which steps on inf", "call scaler.step(optimizer) instead");
   }
-  bool overflowed = false;
+  settle_update();
+  Update next;
   for (auto& [optimizer, progress] : progress_) {
-    overflowed = (progress.stepped ? progress.overflowed : read(progress)) || overflowed;
+    if (progress.late != nullptr) {
+      next.late.push_back(progress.late);
+    } else {
+      next.overflowed =
+          (progress.stepped ? progress.overflowed : read(progress)) || next.overflowed;
+    }
   }
   progress_.clear();
-  scaler_.update(overflowed);
+  if (next.late.empty()) return scaler_.update(next.overflowed);
+  update_ = std::move(next);
 }
 
 void GradScaler::update(double new_scale) {
   if (!enabled_) return;
   require_scaled("update");
+  settle_all();
   scaler_.set_scale(new_scale);
   progress_.clear();
 }
@@ -132,6 +205,7 @@ void GradScaler::save(torch::serialize::OutputArchive& archive) const {
     throw Error("amp.grad_scaler.save", "a call between two iterations", "one before update()",
                 "save after update()");
   }
+  settle_update();
   archive.write("enabled", c10::IValue(enabled_));
   if (enabled_) scaler_.save(archive);
 }
@@ -144,6 +218,7 @@ void GradScaler::load(torch::serialize::InputArchive& archive) {
     throw FileError(kComponent, "the state of an enabled scaler", "that of a disabled one",
                     "construct the scaler with enabled = false, or do not load its state");
   }
+  settle_update();
   scaler_.load(archive);
   progress_.clear();
 }

@@ -5,6 +5,7 @@
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/log.h"
 #include "src/optim/capturable_step.h"
+#include "src/optim/deferred_step.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/same_memory.h"
 #include "src/scaling/state_mode.h"
@@ -196,6 +197,18 @@ void Masters::step() {
     write_model();
     return;
   }
+  step_fused([this](const optim::FusedStep& how) { fused_->step(how); });
+}
+
+void Masters::step_unless(const at::Tensor& found_inf, std::shared_ptr<kernels::ReadLater> result) {
+  const StateMode mode;
+  hide_gradients();
+  step_fused([&](const optim::FusedStep& how) {
+    optim::DeferredStep::step(*fused_, how, found_inf, std::move(result));
+  });
+}
+
+void Masters::step_fused(const std::function<void(const optim::FusedStep&)>& take) {
   // Gradients in the model that coexist with deferred ones have another scale.
   const bool any_in_model = std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& pair) {
     return pair.parameter.grad().defined();
@@ -208,7 +221,7 @@ void Masters::step() {
     if (take_deferred(pair) || pair.master.grad().defined()) stepped.push_back(&pair);
   }
   try {
-    fused_->step(optim::FusedStep().copies(&copies).copies_inv_scale(
+    take(optim::FusedStep().copies(&copies).copies_inv_scale(
         static_cast<double>(deferred_inverse_)));
   } catch (...) {  // as after any other optimizer's step that throws: the masters have them
     Gradients pass(deferred_inverse_);

@@ -12,6 +12,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -19,6 +21,10 @@
 namespace semitone::optim {
 class CapturableStep;
 }  // namespace semitone::optim
+
+namespace semitone::kernels {
+class ReadLater;
+}  // namespace semitone::kernels
 
 namespace semitone::amp {
 
@@ -54,6 +60,9 @@ class Masters {
   void sync();
   void pull();
   void step();
+  // step(), unless found_inf, one fp32 element on the masters' device, is not 0. The optimizer is a
+  // fused one. Nothing is read: result tells the host later what is in found_inf.
+  void step_unless(const at::Tensor& found_inf, std::shared_ptr<kernels::ReadLater> result);
   void clear_gradients();
   bool take_gradients(float inverse_scale = 1.0F);
   // The same for the masters only, as part of a larger pass.
@@ -122,6 +131,8 @@ class Masters {
     at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
     Replaced replaced = {};
   };
+
+  void step_fused(const std::function<void(const optim::FusedStep&)>& take);
 
   struct Adoption;
   // Gives every 16-bit parameter that has none a master.

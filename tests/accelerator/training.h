@@ -45,14 +45,17 @@ struct Training {
   amp::Options options;
   MakeOptimizer make;
   int steps = 4;
-  int overflow_at = -1;  // in this step the loss is infinite
-  double max_norm = 0;   // of the gradients; 0: not clipped
-  bool is_exact = true;  // false: 16-bit weights or small gradients amplify rounding errors
+  int overflow_at = -1;        // in this step the loss is infinite
+  double max_norm = 0;         // of the gradients; 0: not clipped
+  bool looks_at_steps = true;  // at once; false: never
+  bool is_exact = true;        // false: 16-bit weights or small gradients amplify rounding errors
 };
 
 struct Trained {
   std::vector<double> losses;
   std::vector<amp::Step> steps;
+  std::int64_t skipped = 0;
+  double scale = 0;
   std::vector<at::Tensor> parameters;  // on the CPU, in fp32
   bool is_exact = false;               // see Training
   Counts forward_and_backward;         // of all steps together
@@ -100,11 +103,14 @@ inline Trained train(const Training& training) {
     add(trained.forward_and_backward, counts() - begin);
     if (training.max_norm > 0) mixed.clip_grad_norm_(*optimizer, training.max_norm);
     const Counts before = counts();
-    trained.steps.push_back(mixed.step(*optimizer));
+    const amp::StepResult step = mixed.step(*optimizer);
     add(trained.step, counts() - before);
+    if (training.looks_at_steps) trained.steps.push_back(step);
     trained.losses.push_back(loss.item<double>());
   }
   trained.is_exact = training.is_exact;
+  trained.skipped = mixed.skipped_steps();
+  trained.scale = mixed.loss_scaler().scale();
   for (const at::Tensor& parameter : net->parameters())
     trained.parameters.push_back(parameter.detach().cpu().to(at::kFloat));
   return trained;
@@ -114,6 +120,8 @@ inline Trained train(const Training& training) {
 // parameters, if the gradients' errors stay small in them.
 inline void expect_same_training(const Trained& got, const Trained& want, double tolerance) {
   EXPECT_EQ(got.steps, want.steps);
+  EXPECT_EQ(got.skipped, want.skipped);
+  EXPECT_EQ(got.scale, want.scale);
   ASSERT_EQ(got.losses.size(), want.losses.size());
   EXPECT_TRUE(near(torch::tensor(got.losses, at::kDouble), torch::tensor(want.losses, at::kDouble),
                    tolerance));

@@ -2,6 +2,7 @@
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/optim/fused_optimizer.h"
+#include "semitone/scaling/step.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -58,12 +59,13 @@ struct CapturedStepOptions {
 ///
 /// A captured step cannot read from the device (item(), printing, nonzero()). Reading is an Error
 /// from run(), with LibTorch's message, at the first step after the warm-up and at each later one.
-/// Supported optimizers are FusedAdam, FusedSGD and FusedAdagrad with fp32 state on one device. The
-/// same parameters must have gradients in each step. Ranks cannot agree within a captured step, so
+/// All fused optimizers are supported, with fp32 state on one device. The same parameters must have
+/// gradients in each step. Ranks cannot agree within a captured step, so
 /// DistributedDataParallel and found_inf hooks are not supported.
 ///
-/// run() reads from the device once per step: found_inf. It reads nothing in plain training (a loss
-/// scale of 1 and no master weights). Not copyable. Use it from one thread at a time.
+/// run() reads from the device once per captured step: found_inf. It reads nothing in plain training
+/// (a loss scale of 1 and no master weights). Steps that run operator by operator read what
+/// MixedPrecision::step reads. Not copyable. Use it from one thread at a time.
 class CapturedStep {
  public:
   /// Computes the loss of a batch. This function is captured. To get other results out of it,
@@ -82,7 +84,7 @@ class CapturedStep {
 
   struct Result {
     at::Tensor loss;  ///< detached, on the model's device; later steps do not overwrite it
-    Step step;        ///< stepped or skipped
+    StepResult step;  ///< stepped or skipped
   };
   /// Takes a step with a batch, which is moved to the model's device first. After an Error
   /// (DivergedError included) or an exception of the loss function, the object remains usable.

@@ -7,6 +7,7 @@
 #include "semitone/autocast/model.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "semitone/scaling/loss_scaler.h"
+#include "semitone/scaling/step.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -109,14 +110,23 @@ class [[nodiscard]] MixedPrecision {
   /// Steps the optimizer and writes the master weights into the model. Skips the step instead if a
   /// gradient overflowed in a backward pass of scale_loss(loss, optimizer) since the last step.
   /// Other optimizers that were named for the same loss also skip their next step. Updates the
-  /// scales of those losses, once for any number of accumulated backward passes. Reads once from
-  /// the device. Drops the masters' gradients.
+  /// scales of those losses, once for any number of accumulated backward passes. Drops the masters'
+  /// gradients.
+  ///
+  /// Reads once from the device, or not at all if the device decides the step. That is so for a
+  /// semitone::optim optimizer whose parameters are all on one device other than the CPU, under
+  /// three conditions: no other optimizer was named for its losses, no event listener and no
+  /// max_consecutive_skips needs the name of the parameter that overflowed, and step() has to skip
+  /// for no other reason. The host then learns the outcome when it is used, or at the next
+  /// scale_loss, step, loss_scaler, skipped_steps, save or load. These wait for the check of the
+  /// gradients, but not for the optimizer's work, which is behind it in the device's queue. Results
+  /// are the same. The log reports the skipped step then, without the name of a parameter.
   ///
   /// Gradients are checked for inf and NaN, except in plain training: with a constant loss scale of
   /// 1 and without master weights. Error while gradients are scaled: before ScaledLoss::finish(),
   /// or after a backward pass with ScaleLossOptions::delay_unscale. For DivergedError see
   /// LossScaleOptions::max_consecutive_skips; the step is then counted as skipped.
-  Step step(torch::optim::Optimizer& optimizer);
+  StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Returns the parameters that the optimizer updates: master weights and fp32 parameters. After
   /// backward their gradients can be clipped; clip_grad_norm_ does that at less cost.
@@ -255,6 +265,6 @@ class [[nodiscard]] MixedPrecision {
 /// Error unless exactly one existing MixedPrecision manages the optimizer.
 ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
                       ScaleLossOptions options = {});
-Step step(torch::optim::Optimizer& optimizer);
+StepResult step(torch::optim::Optimizer& optimizer);
 
 }  // namespace semitone::amp

@@ -2,6 +2,7 @@
 
 #include "semitone/scaling/detail/parameter_names.h"
 #include "semitone/scaling/loss_scaler.h"
+#include "semitone/scaling/step.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -9,17 +10,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace semitone::amp {
-
-/// The outcome of a step.
-enum class Step {
-  stepped,  ///< the optimizer updated its parameters
-  skipped,  ///< a gradient was inf or NaN: nothing changed, and the loss scale may have backed off
-};
 
 /// See GradScaler::set_found_inf_hook.
 using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
@@ -57,8 +53,16 @@ using FoundInfHook = std::function<void(at::Tensor& found_inf)>;
 ///   are scaled.
 ///
 /// step() takes one pass over all gradients of the optimizer, and then reads found_inf once from
-/// the device. After an exception, also from the optimizer or a hook, the scaler stays usable. A
-/// copy has the same state. Only one thread at a time may use an object.
+/// the device. It reads nothing if the device decides the step, as with torch's fused optimizers.
+/// That is so for a semitone::optim optimizer whose parameters are all on one device other than the
+/// CPU, as long as no event listener and no max_consecutive_skips needs the name of the parameter
+/// that overflowed. The host then learns the outcome when it is used, or at the next call of
+/// scale(), get_scale(), scaler(), save() or of a setter. These calls wait for the check of the
+/// gradients, but not for the optimizer's work, which is behind it in the device's queue. Results
+/// are the same.
+///
+/// After an exception, also from the optimizer or a hook, the scaler stays usable. A copy has the
+/// same state. Only one thread at a time may use an object.
 class GradScaler {
  public:
   /// @param enabled  false: scale() returns its argument and step() only steps, so that one program
@@ -79,9 +83,9 @@ class GradScaler {
   /// called. May be called once per optimizer between two updates. Gradients are not checked again
   /// after unscale_(), as in torch. LBFGS is an Error: it evaluates the model again inside its
   /// step.
-  Step step(torch::optim::Optimizer& optimizer);
-  Step step(torch::optim::Optimizer& optimizer,
-            const torch::optim::Optimizer::LossClosure& closure) = delete;
+  StepResult step(torch::optim::Optimizer& optimizer);
+  StepResult step(torch::optim::Optimizer& optimizer,
+                  const torch::optim::Optimizer::LossClosure& closure) = delete;
 
   /// Updates the scale with the results of the steps since the last update: an overflow in any
   /// optimizer backs the scale off. Error if no gradients were checked, or if the optimizer's state
@@ -94,14 +98,15 @@ class GradScaler {
   /// stay.
   void update(double new_scale);
 
-  /// Returns the scale that scale() multiplies by; 1 if disabled. Does not read from a device.
-  double get_scale() const { return enabled_ ? scaler_.scale() : 1.0; }
+  /// Returns the scale that scale() multiplies by; 1 if disabled. Does not read from a device, but
+  /// may wait for the outcome of a step that a device decides.
+  double get_scale() const { return enabled_ ? scaler().scale() : 1.0; }
   bool is_enabled() const { return enabled_; }
 
   /// Returns options, state and counters: scaler().skipped_steps(), scaler().consecutive_skips() …
-  const LossScaler& scaler() const { return scaler_; }
+  const LossScaler& scaler() const;
   /// Replaces the options during training. The scale and its counters stay.
-  void set_options(const LossScaleOptions& options) { scaler_.set_options(options); }
+  void set_options(const LossScaleOptions& options);
 
   /// Sets the names of parameters in messages to their names in the model. Without names, messages
   /// give a parameter's place in the optimizer ("group 0, parameter 3").
@@ -124,18 +129,33 @@ class GradScaler {
   struct Progress {
     std::vector<at::Tensor> found_inf;  // one a device, at least one
     bool stepped = false;               // or skipped
-    bool overflowed = false;            // found_inf as read by the host; valid if stepped
-    std::int64_t state = 0;             // of the optimizer, when gradients were unscaled
+    bool overflowed = false;            // found_inf as read by the host; valid if stepped, not late
+    std::shared_ptr<detail::LateFlags> late = {};  // found_inf if the device has decided the step
+    std::int64_t state = 0;                        // of the optimizer, when gradients were unscaled
+  };
+
+  // An update of the scale whose result is not known yet.
+  struct Update {
+    bool overflowed = false;  // as far as it is known
+    std::vector<std::shared_ptr<detail::LateFlags>> late;
   };
 
   void require_scaled(const char* caller) const;
   bool read(Progress& progress) const;
+  void call_hook(Progress& progress) const;
+  bool may_defer(torch::optim::Optimizer& optimizer, const Progress& progress) const;
+  StepResult step_on_device(torch::optim::Optimizer& optimizer, Progress& progress) const;
+  void settle_update() const;
+  void settle_all() const;
 
-  LossScaler scaler_;
+  // Mutable, with progress_: reading a result that is late changes nothing that a caller sees.
+  mutable LossScaler scaler_;
+  mutable Update update_;
   bool enabled_;
   bool scaled_ = false;   // scale() was called at least once
   bool stepped_ = false;  // step() was called
-  std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;  // since the last update
+  // Since the last update.
+  mutable std::unordered_map<const torch::optim::Optimizer*, Progress> progress_;
   detail::ParameterNames names_;
   FoundInfHook found_inf_hook_;
 };
