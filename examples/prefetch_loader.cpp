@@ -32,7 +32,7 @@ class Digits : public torch::data::datasets::Dataset<Digits> {
 };
 
 // Runs on the device, while the training computes on earlier batches.
-torch::data::Example<> normalise(torch::data::Example<> batch) {
+torch::data::Example<> normalise(const torch::data::Example<>& batch) {
   return {batch.data.to(torch::kFloat).div(255), batch.target};
 }
 
