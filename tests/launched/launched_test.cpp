@@ -41,9 +41,7 @@ TEST(Launched, ProcessesMeetAndTrain) {
   Net alone = seeded<Net>(1);
   Net model = seeded<Net>(1 + static_cast<std::uint64_t>(group.rank()));
   parallel::DistributedDataParallel ddp(model, group);
-  const auto batch = [&](int step) {
-    return batch_of(100 + step, 2 * ranks());
-  };
+  const auto batch = [&](int step) { return batch_of(100 + step, 2 * ranks()); };
   test::train(*alone, 5, [&](int step) {
     sum_of_squares(alone->forward(batch(step).data), batch(step).target).backward();
   });
