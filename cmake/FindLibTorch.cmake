@@ -108,6 +108,13 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
     add_library(LibTorch::c10_cuda SHARED IMPORTED)
     set_target_properties(LibTorch::c10_cuda PROPERTIES IMPORTED_LOCATION ${LibTorch_C10_CUDA_LIBRARY})
     target_link_libraries(LibTorch::cuda INTERFACE LibTorch::c10_cuda LibTorch::LibTorch)
+    # The CUDA runtime that LibTorch loads: beside it, or in a Python package of its own. A LibTorch that was built on
+    # this machine has that of the toolkit.
+    file(GLOB _cudart ${LibTorch_ROOT_DIR}/lib/libcudart*.so* ${LibTorch_ROOT_DIR}/../nvidia/*/lib/libcudart.so*)
+    list(APPEND _cudart cudart)
+    list(GET _cudart 0 _cudart)
+    add_library(LibTorch::cudart INTERFACE IMPORTED)
+    target_link_libraries(LibTorch::cudart INTERFACE ${_cudart})
     # Loading it registers LibTorch's CUDA devices. A program calls no function of it, so the linker would drop it, and
     # LibTorch would find no device. One word, which CMake neither reorders nor merges with other flags.
     string(JOIN "," _needed -Wl,--push-state,--no-as-needed ${LibTorch_CUDA_LIBRARY} ${LibTorch_C10_CUDA_LIBRARY} --pop-state)

@@ -6,6 +6,7 @@
 #   SEMITONE_LINKS_CUDA     the library contains what calls LibTorch's CUDA functions: CUDA graphs, and NCCL. No nvcc is
 #                           needed, only headers of CUDA (SEMITONE_CUDA_INCLUDE_DIR), which the Python packages that
 #                           LibTorch links contain too
+#   SEMITONE_CUDA_RUNTIME   what code that calls the CUDA runtime links, also through LibTorch's headers
 #
 # Nothing of it is ever required: without the kernels, CUDA tensors use the reference implementations in src/kernels/ref, which
 # are composed of ATen operators. The kernels link the static CUDA runtime, which looks for a driver when it is first used, so a
@@ -49,6 +50,13 @@ if(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF)
     message(WARNING "[cmake.cuda] LibTorch has CUDA, but cuda_runtime_api.h was not found: GPUs run without Semitone's kernels, "
       "CUDA graphs and NCCL. Install the CUDA toolkit, or set SEMITONE_CUDA_INCLUDE_DIR to the folder of CUDA's headers")
   endif()
+endif()
+# One runtime for the whole library. The kernels need that of their nvcc, which may be another release than LibTorch's.
+# The package has a copy of it, so that users of the library need no CUDA toolkit: package.cmake.
+if(SEMITONE_LINKS_KERNELS)
+  set(SEMITONE_CUDA_RUNTIME $<BUILD_INTERFACE:CUDA::cudart_static> $<INSTALL_INTERFACE:semitone::cudart_static>)
+else()
+  set(SEMITONE_CUDA_RUNTIME LibTorch::cudart)
 endif()
 message(STATUS "LibTorch ${LibTorch_VERSION} from ${LibTorch_ROOT_DIR}; CUDA: ${LibTorch_HAS_CUDA}, "
   "CUDA graphs and NCCL: ${SEMITONE_LINKS_CUDA}, CUDA kernels: ${SEMITONE_LINKS_KERNELS}")
