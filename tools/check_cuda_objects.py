@@ -54,7 +54,7 @@ WIDE = {
     r"(moments|gradients)_of_(rows|planes).*Lj8E": Wide(16, 32, 0, 90),
     r"column_sums.*Lj8E": Wide(16, 40, 0, 45),
     r"pool(_backward)?I.*Lj8E": Wide(16, 24, 0, 60),
-    r"dropout_cu.*4dropI": Wide(16, 32, 0, 70),
+    r"dropout_cu.*4dropI": Wide(16, 32, 0, 60),
 }
 
 # Objects that only query devices.

@@ -40,14 +40,27 @@ constexpr PhiloxBlock counter_of(const PhiloxStream& stream, std::uint64_t block
           static_cast<std::uint32_t>(stream.offset >> 32)};
 }
 
+// The upper and the lower half of the product.
+struct WideProduct {
+  std::uint32_t upper;
+  std::uint32_t lower;
+};
+constexpr WideProduct wide_product(std::uint32_t a, std::uint32_t b) {
+#ifdef __CUDA_ARCH__
+  // Of a product of 64-bit numbers, nvcc adds the upper halves, which are 0.
+  return {__umulhi(a, b), a * b};
+#else
+  const auto product = std::uint64_t{a} * b;
+  return {static_cast<std::uint32_t>(product >> 32), static_cast<std::uint32_t>(product)};
+#endif
+}
+
 constexpr PhiloxBlock philox(PhiloxBlock counter, PhiloxKey key, int rounds = kPhiloxRounds) {
   for (int round = 0; round < rounds; ++round) {
-    const auto first = std::uint64_t{kPhiloxMultiplier0} * counter[0];
-    const auto second = std::uint64_t{kPhiloxMultiplier1} * counter[2];
-    counter = {static_cast<std::uint32_t>(second >> 32) ^ counter[1] ^ key[0],
-               static_cast<std::uint32_t>(second),
-               static_cast<std::uint32_t>(first >> 32) ^ counter[3] ^ key[1],
-               static_cast<std::uint32_t>(first)};
+    const WideProduct first = wide_product(kPhiloxMultiplier0, counter[0]);
+    const WideProduct second = wide_product(kPhiloxMultiplier1, counter[2]);
+    counter = {second.upper ^ counter[1] ^ key[0], second.lower, first.upper ^ counter[3] ^ key[1],
+               first.lower};
     key = {key[0] + kPhiloxWeyl0, key[1] + kPhiloxWeyl1};
   }
   return counter;
