@@ -48,8 +48,8 @@ WIDE = {
     r"reduce_table.*SumOfSquares": Wide(16, 32, 64),  # an fp64 conversion and addition for each element
     r"gelu_cu.*(values|gradients)I|(values_with_bias|gradients_by_column).*Lj8E": Wide(16, 16, 0, 90),
     r"(normalize|gradient_of)_rows.*RowShapeILj8E": Wide(16, 48, 48),  # sums of a row, between its threads
-    r"cross_entropy_cu.*loss_of_row.*Lb0E": Wide(16, 16, 4, 85),  # sums of 256 terms
-    r"cross_entropy_cu.*loss_of_row": Wide(16, 16, 6, 110),  # two sums, of the logits too
+    r"cross_entropy_cu.*loss_of_row.*Lb0E": Wide(16, 16, 0, 75),
+    r"cross_entropy_cu.*loss_of_row": Wide(16, 16, 0, 88),  # two sums, of the logits too
     r"cross_entropy_cu.*gradient_of_row": Wide(16, 16, 1, 40),  # a number of the row
     r"(moments|gradients)_of_(rows|planes).*Lj8E": Wide(16, 32, 0, 90),
     r"column_sums.*Lj8E": Wide(16, 40, 0, 45),

@@ -227,6 +227,36 @@ TEST_P(CrossEntropyKernels, ExtremeLogitsGiveWhatLibTorchGives) {
   }
 }
 
+// A loss near 0 is the logarithm of a sum of 1 and a little.
+TEST_P(CrossEntropyKernels, LossesOfLikelyTargetsAreNotNegative) {
+  const at::Tensor target = torch::arange(64);
+  for (const auto dtype : kDtypes) {
+    for (const double offset : {0.0, -300.0, 1000.3}) {
+      const at::Tensor likely = torch::linspace(5, 40, 64).unsqueeze(1);
+      const at::Tensor logits =
+          (torch::randn({64, 300}) + offset).scatter_add(1, target.unsqueeze(1), likely).to(dtype);
+      const RowLosses got = cross_entropy(logits, {target, kIgnored, 0});
+      const at::Tensor want = at::cross_entropy_loss(logits.to(torch::kDouble), target, {},
+                                                     at::Reduction::None, kIgnored, 0);
+      expect_losses(got.loss, want, dtype);
+      EXPECT_TRUE(got.loss.ge(0).all().item<bool>());
+      EXPECT_TRUE(got.inv_sum.le(1).all().item<bool>());
+    }
+  }
+}
+
+TEST_P(CrossEntropyKernels, ClassesMaskedWithTheLowestNumberHaveNoPart) {
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    const at::Tensor logits = torch::randn({5, 700}).to(dtype);
+    logits.slice(1, 0, 3).fill_(-dtype_limits(dtype).max);
+    logits.slice(1, 20, 600).fill_(-dtype_limits(dtype).max);
+    const ClassTargets targets{torch::full({5}, 10, torch::kLong), kIgnored, 0};
+    const at::Tensor want = at::cross_entropy_loss(logits.to(torch::kDouble), targets.classes, {},
+                                                   at::Reduction::None, kIgnored, 0);
+    expect_losses(cross_entropy(logits, targets).loss, want, dtype);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(InstructionSets, CrossEntropyKernels,
                          testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
                          [](const auto& target) {

@@ -7,6 +7,7 @@
 namespace semitone::kernels {
 namespace {
 
+constexpr double kLog2 = 0x1.62e42fefa39efp-1;  // log(2)
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -25,44 +26,73 @@ __device__ std::size_t head_of_row(const void* first, std::size_t from, const vo
   return head.elements();
 }
 
+constexpr float kLog2OfE = 0x1.715476p+0F;  // off by 2^-26 of its size
+
 // exp(x) of the difference x <= 0 between a logit and a larger one: off by 2^-22 + |x| 2^-23 of its
 // size, and 0 below -87.
 __device__ float exp_of(float x) {
-  return exp2_of(x * 0x1.715476p+0F);  // log2(e)
+  return exp2_of(x * kLog2OfE);
 }
 
-// The largest of the numbers seen so far, and the sum of exp(number - largest): one look at each
-// number is enough. A larger number rescales the sum. NaNs do not become the largest, but the sum is
-// NaN.
+// 2^exponent of a whole number: 0 below -126, 1 above 0.
+__device__ float power_of_two(float exponent) {
+  return number_of(static_cast<std::uint32_t>(fminf(fmaxf(exponent, -127), 0) + 127) << 23);
+}
+
+// The exponent of the power of two behind exp(max), or 0 as long as all numbers are below -2^127. It
+// is infinite for a max above 2^127, and the row's results are then NaN.
+__device__ float exponent_behind(float max) {
+  const float exponent = ceilf(max * kLog2OfE);
+  return exponent == -kInfinity ? 0 : exponent;
+}
+
+// The largest of the numbers seen so far, and the sum of exp(number) 2^-exponent, where 2^exponent
+// is the power of two behind the largest: one look at each number is enough. A larger number
+// rescales the sum, exactly. exp(x) is 2^(x log2(e)) with one rounding of the exponent; log2(e)
+// is rounded in the same way everywhere. NaNs do not become the largest, but the sum is NaN.
+template <bool kSumsExponents>
 class Softmax {
  public:
+  // origin: exponents are summed as differences from this one.
+  __device__ explicit Softmax(float origin) : origin_(origin), away_(-origin) {}
+
   template <unsigned N>
   __device__ void add(const float (&values)[N]) {
     float largest = values[0];
 #pragma unroll
     for (unsigned k = 1; k < N; ++k) largest = fmaxf(largest, values[k]);
     if (largest > max_) {
-      sum_.scale(exp_of(max_ - largest));
       max_ = largest;
+      const float before = exponent_;
+      exponent_ = exponent_behind(max_);
+      sum_.scale(power_of_two(before - exponent_));
+      away_ = exponent_ - origin_;
     }
-    const float centre = finite_or_zero(max_);
-    float sum = 0;
+    float powers[N];
+    float exponents[N];
 #pragma unroll
-    for (unsigned k = 0; k < N; ++k) sum += exp_of(values[k] - centre);
-    sum_.add(sum, N);
+    for (unsigned k = 0; k < N; ++k) {
+      exponents[k] = fmaf(values[k], kLog2OfE, -exponent_);
+      powers[k] = exp2_of(exponents[k]);
+    }
+    sum_.add(sum_of(powers));
+    if (kSumsExponents) exponents_.add(fmaf(N, away_, sum_of(exponents)));
   }
   __device__ float max() const { return max_; }
   // With the largest number of all threads.
-  __device__ double sum(float max) {
-    return sum_.total() * static_cast<double>(exp_of(max_ - finite_or_zero(max)));
+  __device__ double sum(float max) const {
+    const float behind = exponent_behind(max);
+    return sum_.total() * static_cast<double>(power_of_two(exponent_ - behind));
   }
+  __device__ double exponents() const { return exponents_.total(); }
 
  private:
-  // 0 as long as all numbers are -inf.
-  static __device__ float finite_or_zero(float max) { return max == -kInfinity ? 0 : max; }
-
   float max_ = -kInfinity;
-  WideSum sum_;
+  float exponent_ = 0;
+  float origin_;
+  float away_;
+  PairSum sum_;
+  PairSum exponents_;
 };
 
 // One block per row.
@@ -81,38 +111,42 @@ __global__ void __launch_bounds__(kThreads)
   }
   const std::size_t first = row * rows.stride;
   const float target = load<F>(rows.logits, first + static_cast<std::size_t>(rows.target[row]));
-  // Distances are summed from a number of the row, since the sums of the logits themselves would
+  // Exponents are summed from one of the row, since the sums of the exponents themselves would
   // lose digits if all are large.
-  const float origin = target - target == 0 ? target : 0;
-  Softmax own;
-  WideSum own_away;
+  const float origin = target - target == 0 ? exponent_behind(target) : 0;
+  Softmax<kSmooths> own(origin);
   for_chunks<kChunk>(first, first + rows.classes, head_of_row<F>(rows.logits, first, nullptr, 0),
                      {threadIdx.x, blockDim.x}, [&](std::size_t i, auto count) {
-                       constexpr unsigned kCount = decltype(count)::value;
-                       float value[kCount];
+                       float value[decltype(count)::value];
                        load<F>(rows.logits, i, value);
                        own.add(value);
-                       if (!kSmooths) return;
-                       float away = 0;
-#pragma unroll
-                       for (unsigned k = 0; k < kCount; ++k) away += value[k] - origin;
-                       own_away.add(away, kCount);
                      });
   const float max = over_block(own.max(), LargerNumber{});
   const double sum = block_sum(own.sum(max));
-  double away = 0;
-  if (kSmooths) away = block_sum(own_away.total());
+  const double exponents = kSmooths ? block_sum(own.exponents()) : 0;
   if (threadIdx.x != 0) return;
+  // Logarithms are differences from that of the power of two behind the largest logit. The powers
+  // near it are computed as in the sum, with the same error: a sum is not below one of its terms.
+  const float behind = exponent_behind(max);
+  const auto power_of = [&](float logit) {
+    return static_cast<double>(exp2_of(fmaf(logit, kLog2OfE, -behind)));
+  };
+  const auto log_of = [&](double exponent) {
+    return kLog2 * (exponent - static_cast<double>(behind));
+  };
+  const double power = power_of(target);
+  const double log_of_target =
+      power > 0.5 ? log(power)
+                  : log_of(static_cast<double>(target) * static_cast<double>(kLog2OfE));
   const double smoothing = rows.label_smoothing;
-  const double wide_max = static_cast<double>(max);
-  double loss = log(sum) - (1 - smoothing) * (static_cast<double>(target) - wide_max);
+  double expected = (1 - smoothing) * log_of_target;
   if (kSmooths) {
-    const double mean = away / static_cast<double>(rows.classes);
-    loss -= smoothing * (mean + (static_cast<double>(origin) - wide_max));
+    const double mean = exponents / static_cast<double>(rows.classes);
+    expected += smoothing * log_of(mean + static_cast<double>(origin));
   }
-  results.loss[row] = static_cast<float>(loss);
+  results.loss[row] = static_cast<float>(log(sum) - expected);
   results.max[row] = max;
-  results.inv_sum[row] = static_cast<float>(1 / sum);
+  results.inv_sum[row] = static_cast<float>(power_of(max) / sum);
 }
 
 template <typename F>

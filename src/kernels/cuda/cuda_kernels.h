@@ -24,8 +24,9 @@
 // entropy and the sums of batch norm). Results with a fixed order of operations
 // (optimizer steps, dropout, unscaling, maxima) therefore equal the CPU's bit for bit. Sums are
 // added in an order that depends only on the shape and on how far from a multiple of 16 bytes the
-// tensors begin: in fp32 for at most 256 terms at a time, or pairwise for at most 1024, and these
-// partial sums in fp64. Results do not depend on the device, on concurrent work, or on atomics.
+// tensors begin: in fp32 for at most 256 terms at a time, pairwise for at most 1024, or as two fp32
+// numbers (PairSum in reduce.cuh), and these partial sums in fp64. Results do not depend on the
+// device, on concurrent work, or on atomics.
 //
 // Pointers need the alignment of their elements only. Accesses have 16 bytes where the tensors of a
 // loop begin equally far from a multiple of that, and the size of an element elsewhere.
