@@ -79,6 +79,23 @@ TEST(MultiTensorNormsOf, LargeFp32NumbersDoNotOverflow) {
               1e-44);
 }
 
+// The largest number so far grows from one to the next, or only once, or is the first one.
+TEST(MultiTensorNormsOf, NumbersOfDifferentSizesKeepTheirDigits) {
+  torch::manual_seed(23);
+  constexpr std::int64_t kSize = 20000;
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const double spread : {1.0, 6.0, 14.0, 60.0, 120.0}) {
+      if (dtype == at::kHalf && spread > 14) continue;
+      const at::Tensor growing = torch::linspace(-spread, spread, kSize, at::kDouble);
+      for (const at::Tensor& exponents :
+           {growing, growing.flip(0), growing.index_select(0, torch::randperm(kSize))}) {
+        const at::Tensor sizes = exponents.exp2() * (1 + torch::rand(kSize, at::kDouble)) / 2;
+        expect_as_defined({sizes.to(dtype), sizes.neg().to(dtype), sizes.mul(1e-30).to(dtype)}, 2);
+      }
+    }
+  }
+}
+
 TEST(MultiTensorNormsOf, TheSameNumbersDoNotDependOnThreads) {
   torch::manual_seed(22);
   const int before = at::get_num_threads();

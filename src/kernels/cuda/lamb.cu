@@ -1,4 +1,5 @@
 #include "src/kernels/cuda/parts.cuh"
+#include "src/kernels/cuda/squares.cuh"
 #include "src/kernels/cuda/update.cuh"
 
 namespace semitone::kernels {
@@ -23,24 +24,24 @@ struct LambMath : BasicLambRule<float> {
   }
 };
 
-// The square of an fp32 number is exact in fp64: fusing the operations changes no bit.
-__device__ double plus_square(double sum, float value) {
-  return fma(static_cast<double>(value), static_cast<double>(value), sum);
-}
-
 // The first pass, with two sums.
 struct LambMoments : LambMath {
   static constexpr bool kReadsGrad = true;
   static constexpr bool kWritesStates = true;
   static constexpr bool kWritesParam = false;
 
-  double* params;
-  double* updates;
+  SquareSum* params;
+  SquareSum* updates;
 
+  // Leaves the update in the place of the parameter.
   __device__ void operator()(float& param, float grad, float* state) const {
     move(param, grad, state);
-    *params = plus_square(*params, param);
-    *updates = plus_square(*updates, update(param, state));
+    param = update(param, state);
+  }
+  template <unsigned N>
+  __device__ void sum(const float (&param)[N], const float (&update)[N]) const {
+    params->add<true>(param);
+    updates->add<true>(update);
   }
 };
 
@@ -60,16 +61,16 @@ template <typename Spans>
 __global__ void __launch_bounds__(kThreads, 4)
     move_moments(const __grid_constant__ Table<UpdateItem<LambRule>> table,
                  const LambRule* rules_on_device, const float* found_inf, double* parts) {
-  double params = 0;
-  double updates = 0;
+  SquareSum own_params;
+  SquareSum own_updates;
   if (!is_set(found_inf)) {
     const BlockRange range = range_of_block(table);
     const UpdateItem<LambRule>& item = table.items[range.item];
     const LambMath math = math_of<LambMath>(item, rules_on_device);
-    update_block<Spans>(item, range, LambMoments{math, &params, &updates});
+    update_block<Spans>(item, range, LambMoments{math, &own_params, &own_updates});
   }
-  params = block_sum(params);
-  updates = block_sum(updates);
+  const double params = block_sum(own_params.total());
+  const double updates = block_sum(own_updates.total());
   if (threadIdx.x != 0) return;
   parts[2 * std::size_t{blockIdx.x}] = params;
   parts[2 * std::size_t{blockIdx.x} + 1] = updates;

@@ -1,5 +1,7 @@
 #include "src/kernels/cuda/elements.cuh"
+#include "src/kernels/cuda/held.cuh"
 #include "src/kernels/cuda/parts.cuh"
+#include "src/kernels/cuda/squares.cuh"
 #include "src/kernels/cuda/tables.cuh"
 
 #include <vector>
@@ -14,40 +16,80 @@ struct Item {
   __host__ __device__ std::size_t size() const { return span.size; }
 };
 
-// The result with one more element. The square of an fp32 number is exact in fp64: fusing the
-// operations changes no bit.
-struct SumOfSquares : Plus {
-  static __device__ double with(double sum, float value) {
-    return fma(static_cast<double>(value), static_cast<double>(value), sum);
+// Chunks that a thread reads before it looks at the first one.
+constexpr unsigned kAtOnce = 4;
+
+// A thread's own results, and how they are joined.
+template <typename F>
+class SumOfSquares {
+ public:
+  using Join = Plus;
+  template <unsigned N>
+  __device__ void add(const float (&values)[N]) {
+    own_.add<F::kFormat == Format::fp32>(values);
   }
-};
-struct LargestMagnitude : LargerOrNan {
-  static __device__ float with(float largest, float value) {
-    return LargerOrNan{}(largest, fabsf(value));
-  }
+  __device__ double result() const { return own_.total(); }
+
+ private:
+  SquareSum own_;
 };
 
-template <typename F, typename Join>
+template <typename F>
+class LargestMagnitude {
+ public:
+  using Join = LargerOrNan;
+  template <unsigned N>
+  __device__ void add(const float (&values)[N]) {
+#pragma unroll
+    for (unsigned k = 0; k < N; ++k) own_ = LargerOrNan{}(own_, fabsf(values[k]));
+  }
+  __device__ double result() const { return static_cast<double>(own_); }
+
+ private:
+  float own_ = 0;
+};
+
+template <typename F, typename Own>
 __global__ void __launch_bounds__(kThreads)
-    reduce_table(const __grid_constant__ Table<Item> table, double* parts, Join join) {
+    reduce_table(const __grid_constant__ Table<Item> table, double* parts) {
   const BlockRange range = range_of_block(table);
   const Item& item = table.items[range.item];
-  decltype(Join::with(0, 0)) own = 0;
-  for_chunks<kChunk>(range.begin, range.end, item.head, {threadIdx.x, kThreads},
-                     [&](std::size_t i, auto count) {
-                       float value[decltype(count)::value];
-                       load<F>(item.span.in, i, value);
+  const std::size_t size = range.end - range.begin;
+  const std::size_t before = item.head < size ? item.head : size;
+  const std::size_t first = range.begin + before;
+  const std::size_t chunks = (size - before) / kChunk;
+  Own own;
+  for (std::size_t c = threadIdx.x; c < chunks; c += kAtOnce * kThreads) {
+    Held<F, kChunk> held[kAtOnce];  // zeros behind the last chunk
 #pragma unroll
-                       for (unsigned k = 0; k < decltype(count)::value; ++k)
-                         own = Join::with(own, value[k]);
-                     });
-  const double joined = over_block(static_cast<double>(own), join);
+    for (unsigned a = 0; a < kAtOnce; ++a) {
+      if (c + a * kThreads < chunks)
+        held[a].load(item.span.in, first + (c + a * kThreads) * kChunk);
+    }
+    float values[kAtOnce * kChunk];
+#pragma unroll
+    for (unsigned a = 0; a < kAtOnce; ++a) {
+      float of_chunk[kChunk];
+      held[a].read(of_chunk);
+#pragma unroll
+      for (unsigned k = 0; k < kChunk; ++k) values[a * kChunk + k] = of_chunk[k];
+    }
+    own.add(values);
+  }
+  // Before the first chunk, and behind the last one: fewer than threads.
+  const std::size_t single = threadIdx.x;
+  if (single < size - chunks * kChunk) {
+    float value[1];
+    load<F>(item.span.in, range.begin + (single < before ? single : single + chunks * kChunk),
+            value);
+    own.add(value);
+  }
+  const double joined = over_block(own.result(), typename Own::Join{});
   if (threadIdx.x == 0) parts[blockIdx.x] = joined;
 }
 
-template <typename Join>
-void reduce(std::span<const NormSpan> spans, double* parts, double* results, const Join& join,
-            CudaStream stream) {
+template <template <typename> typename Own>
+void reduce(std::span<const NormSpan> spans, double* parts, double* results, CudaStream stream) {
   std::size_t blocks_before = 0;
   for (const Format of_tables : {Format::fp32, Format::fp16, Format::bf16}) {
     std::vector<Item> items;
@@ -63,11 +105,11 @@ void reduce(std::span<const NormSpan> spans, double* parts, double* results, con
           double* const of_table = parts + blocks_before + first_block;
           if (blocks_of(table) > 0) {
             with_format(of_tables, [&](auto format) {
-              launch(stream, blocks_of(table), kThreads, reduce_table<decltype(format), Join>,
-                     table, of_table, join);
+              using F = decltype(format);
+              launch(stream, blocks_of(table), kThreads, reduce_table<F, Own<F>>, table, of_table);
             });
           }
-          join_parts_of(table, 1, of_table, results, join, stream);
+          join_parts_of(table, 1, of_table, results, typename Own<Fp32>::Join{}, stream);
         });
     for (const Item& item : items) blocks_before += cuda_blocks(item.size());
   }
@@ -77,12 +119,12 @@ void reduce(std::span<const NormSpan> spans, double* parts, double* results, con
 
 void sums_of_squares_cuda(std::span<const NormSpan> spans, double* parts, double* results,
                           CudaStream stream) {
-  reduce(spans, parts, results, SumOfSquares{}, stream);
+  reduce<SumOfSquares>(spans, parts, results, stream);
 }
 
 void max_magnitudes_cuda(std::span<const NormSpan> spans, double* parts, double* results,
                          CudaStream stream) {
-  reduce(spans, parts, results, LargestMagnitude{}, stream);
+  reduce<LargestMagnitude>(spans, parts, results, stream);
 }
 
 }  // namespace semitone::kernels

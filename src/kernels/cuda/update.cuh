@@ -170,7 +170,7 @@ __device__ inline bool is_set(const float* found_inf) {
 }
 
 // Calls math(parameter, gradient, its states) for the N elements from i on. math changes parameters
-// and states.
+// and states. If it has a function `sum`, that gets the parameters before and after.
 template <typename Spans, unsigned N, typename Math>
 __device__ void update_elements(const UpdateSpan& span, std::size_t i, const Math& math) {
   constexpr int kStates = Math::kStateTensors;
@@ -181,8 +181,10 @@ __device__ void update_elements(const UpdateSpan& span, std::size_t i, const Mat
   Spans::load_param(span, i, param);
 #pragma unroll
   for (int s = 0; s < kStates; ++s) Spans::load_state(span, s, i, state[s]);
+  float before[N];
 #pragma unroll
   for (unsigned k = 0; k < N; ++k) {
+    before[k] = param[k];
     float own[Math::kStateTensors + 1U];
 #pragma unroll
     for (int s = 0; s < kStates; ++s) own[s] = state[s][k];
@@ -190,6 +192,7 @@ __device__ void update_elements(const UpdateSpan& span, std::size_t i, const Mat
 #pragma unroll
     for (int s = 0; s < kStates; ++s) state[s][k] = own[s];
   }
+  if constexpr (requires { math.sum(before, param); }) math.sum(before, param);
   if constexpr (Math::kWritesStates) {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) Spans::store_state(state[s], span, s, i);
