@@ -50,7 +50,7 @@ WIDE = {
     r"(normalize|gradient_of)_rows.*RowShapeILj8E": Wide(16, 48, 48),  # sums of a row, between its threads
     r"cross_entropy_cu.*loss_of_row.*Lb0E": Wide(16, 16, 0, 75),
     r"cross_entropy_cu.*loss_of_row": Wide(16, 16, 0, 88),  # two sums, of the logits too
-    r"cross_entropy_cu.*gradient_of_row": Wide(16, 16, 1, 40),  # a number of the row
+    r"cross_entropy_cu.*gradient_of_row": Wide(16, 16, 0, 40),
     r"(moments|gradients)_of_(rows|planes).*Lj8E": Wide(16, 32, 0, 90),
     r"column_sums.*Lj8E": Wide(16, 40, 0, 45),
     r"pool(_backward)?I.*Lj8E": Wide(16, 24, 0, 60),

@@ -178,7 +178,10 @@ __global__ void __launch_bounds__(kThreads)
   // Not grad * 0, which is NaN for an infinite gradient.
   const double shared = smoothing == 0 ? 0 : grad * smoothing / static_cast<double>(rows.classes);
   const float factor = static_cast<float>(grad * inv_sum);
-  const float less = static_cast<float>(shared);
+  float less = static_cast<float>(shared);
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(less));  // nvcc would convert it again for each chunk
+#endif
   const std::size_t target = static_cast<std::size_t>(rows.target[row]);
   const bool has_target = threadIdx.x == 0;
   const float logit = has_target ? load<F>(rows.logits, from + target) : 0;
