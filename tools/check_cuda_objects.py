@@ -39,7 +39,7 @@ LEAST = 16
 # of all kinds for each 16 bytes that it moves.
 Wide = collections.namedtuple("Wide", "load_bytes bytes_in_flight fp64 instructions", defaults=(0, 120))
 WIDE = {
-    r"update_table.*UsualSpansINS0_4Bf16ES3_S3_E": Wide(8, 32),  # split masters with bf16 state: four elements of each tensor
+    r"update_table.*UsualSpansINS0_4Bf16ES3_S3_E": Wide(8, 32, 0, 70),  # split masters with bf16 state: four elements of each tensor
     r"update_table.*UsualSpansINS0_4Bf16ES3_NS0_4Fp32E.*SgdMathILj0E": Wide(8, 24),  # no state
     r"update_table.*UsualSpans.*SgdMathILj0E": Wide(16, 24),
     r"update_table.*UsualSpans": Wide(16, 40),

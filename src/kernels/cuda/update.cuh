@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/kernels/cuda/elements.cuh"
+#include "src/kernels/cuda/split_master.cuh"
 #include "src/kernels/cuda/tables.cuh"
 #include "src/kernels/rounding.h"
 #include "src/kernels/updates.h"
@@ -32,46 +33,6 @@ __device__ inline float scaled_sum(float a, float b, float c) {
 
 __device__ inline float flush_subnormal(float value) {
   return number_of(flush_subnormal(bits_of(value)));
-}
-
-template <unsigned N>
-__device__ inline void load_split(const UpdateSpan& span, std::size_t i, float (&values)[N]) {
-  std::uint16_t high[N];
-  std::uint16_t low[N];
-  load(static_cast<const std::uint16_t*>(span.param), i, high);
-  load(static_cast<const std::uint16_t*>(span.low), i, low);
-#pragma unroll
-  for (unsigned k = 0; k < N; ++k) values[k] = number_of(join_fp32({high[k], low[k]}));
-}
-
-template <unsigned N>
-__device__ inline void store_split(const float (&values)[N], const UpdateSpan& span,
-                                   std::size_t i) {
-  std::uint16_t high[N];
-  std::uint16_t low[N];
-#pragma unroll
-  for (unsigned k = 0; k < N; ++k) {
-    const SplitFp32 split = split_fp32(bits_of(values[k]));
-    high[k] = split.high;
-    low[k] = split.low;
-  }
-  store(high, static_cast<std::uint16_t*>(span.param), i);
-  store(low, span.low, i);
-}
-
-// State 0 or 1 in bf16, as the next step will read it.
-template <unsigned N>
-__device__ inline void store_stochastic(const float (&values)[N], const UpdateSpan& span, int state,
-                                        std::size_t i) {
-  std::uint16_t rounded[N];
-#pragma unroll
-  for (unsigned k = 0; k < N; ++k) {
-    const auto number = span.first_element + static_cast<std::uint32_t>(i) + k;
-    const std::uint32_t random = hash_bits(number ^ span.seed);
-    rounded[k] = bf16_from_fp32_stochastic(
-        bits_of(values[k]), static_cast<std::uint16_t>(state == 0 ? random : random >> 16));
-  }
-  store(rounded, static_cast<std::uint16_t*>(span.state[state]), i);
 }
 
 // Spans of one kind. Param is fp32, or Bf16 for split masters. There may be a copy in any format.
