@@ -48,6 +48,7 @@ WIDE = {
     r"reduce_table.*SumOfSquares": Wide(16, 64, 0, 88),  # without loss of digits
     r"gelu_cu.*(values|gradients)I|(values_with_bias|gradients_by_column).*Lj8E": Wide(16, 16, 0, 90),
     r"(normalize|gradient_of)_rows.*RowShapeILj8E": Wide(16, 48, 48),  # sums of a row, between its threads
+    r"(normalize|gradient_of)_long_row": Wide(16, 48, 0, 30),
     r"cross_entropy_cu.*loss_of_row.*Lb0E": Wide(16, 16, 0, 75),
     r"cross_entropy_cu.*loss_of_row": Wide(16, 16, 0, 88),  # two sums, of the logits too
     r"cross_entropy_cu.*gradient_of_row": Wide(16, 16, 0, 40),

@@ -140,34 +140,4 @@ class PairSum {
   float rest_ = 0;
 };
 
-// A thread's own sum.
-class WideSum {
- public:
-  // The sum of some terms.
-  __device__ void add(float value, int terms = 1) {
-    part_ += value;
-    terms_ += terms;
-    if (terms_ >= kTerms) flush();
-  }
-  __device__ void scale(float factor) {
-    part_ *= factor;
-    total_ *= static_cast<double>(factor);
-  }
-  __device__ double total() {
-    flush();
-    return total_;
-  }
-
- private:
-  __device__ void flush() {
-    total_ += static_cast<double>(part_);
-    part_ = 0;
-    terms_ = 0;
-  }
-
-  double total_ = 0;
-  float part_ = 0;
-  int terms_ = 0;
-};
-
 }  // namespace semitone::kernels
