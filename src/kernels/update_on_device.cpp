@@ -2,45 +2,17 @@
 
 #include "semitone/core/dtype.h"
 #include "src/kernels/multi_tensor_lamb.h"
-#include "src/kernels/pinned.h"
 #include "src/kernels/update_launches.h"
 
 #include <torch/types.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace semitone::kernels {
 namespace {
-
-// fp64 numbers of a rule in memory. Flags share the last one.
-template <typename Rule>
-constexpr std::size_t numbers_of() {
-  static_assert(std::is_trivially_copyable_v<Rule> && alignof(Rule) == alignof(double));
-  return sizeof(Rule) / sizeof(double);
-}
-
-// Calls visit(values, the number's place in a rule) for those of the numbers that are defined.
-template <typename Rule, typename Visit>
-void for_each_defined(const ComputedNumbers& numbers, const Visit& visit) {
-  const auto look = [&](const at::Tensor& values, std::size_t offset) {
-    if (values.defined()) visit(values, offset / sizeof(double));
-  };
-  look(numbers.grad_scale, offsetof(Rule, grad_scale));
-  if constexpr (requires(Rule rule) { rule.trust_ratio; }) {
-    look(numbers.weight_decay, offsetof(Rule, weight_decay));
-    look(numbers.trust_ratio, offsetof(Rule, trust_ratio));
-  }
-  if constexpr (requires(Rule rule) { rule.correction; })
-    look(numbers.correction, offsetof(Rule, correction));
-  if constexpr (requires(Rule rule) { rule.step_size; })
-    look(numbers.step_size, offsetof(Rule, step_size));
-}
 
 ComputedNumbers numbers_at(const ComputedNumbers& lists, std::size_t index) {
   const auto at = [&](const at::Tensor& list) {
@@ -64,11 +36,6 @@ void change_unless(const at::Tensor& found_inf, const Update& item, const Change
   const at::Tensor skips = found_inf.reshape({}).ne(0);
   for (const auto& [tensor, before] : kept) tensor.copy_(at::where(skips, before, tensor));
 }
-
-// Whether a rule has numbers that the device may compute.
-template <typename Rule>
-constexpr bool kHasComputedNumbers =
-    requires(const Update& item, const Rule& rule) { ref::update(item, rule, ComputedNumbers()); };
 
 template <typename Rule>
 void update_by_reference(const Update& item, const Rule& rule, const ComputedNumbers& computed) {
@@ -159,63 +126,6 @@ at::Tensor norms_on_cuda(const at::Tensor& param, std::size_t items, const CudaS
 }
 
 }  // namespace
-
-UpdateOnDevice::UpdateOnDevice(c10::Device device) : device_(device) {}
-
-void UpdateOnDevice::allocate(std::size_t rules, std::size_t numbers_of_each, std::size_t inputs) {
-  const auto count = static_cast<std::int64_t>(rules);
-  const auto numbers = static_cast<std::int64_t>(rules * numbers_of_each);
-  const auto all = numbers + static_cast<std::int64_t>(inputs);
-  sent_ = at::empty({all}, at::TensorOptions(device_).dtype(at::kDouble));
-  table_ = sent_.narrow(0, 0, numbers).view({count, static_cast<std::int64_t>(numbers_of_each)});
-  inputs_ = sent_.narrow(0, numbers, all - numbers);
-  if (count > 0) inputs_ = inputs_.view({count, (all - numbers) / count});
-}
-
-void UpdateOnDevice::send(const Rules& rules, std::span<const double> inputs) {
-  std::visit(
-      [&]<typename Rule>(const std::vector<Rule>& list) {
-        const std::size_t numbers = list.size() * numbers_of<Rule>();
-        if (!sent_.defined()) {
-          allocate(list.size(), numbers_of<Rule>(), inputs.size());
-          rules_ = list;
-        }
-        const auto size = static_cast<std::int64_t>(numbers + inputs.size());
-        if (!std::holds_alternative<std::vector<Rule>>(rules_) || sent_.numel() != size ||
-            table_.size(0) != static_cast<std::int64_t>(list.size()))
-          throw Error(kUpdate, "as many rules as before, of the same kind", "others");
-        const at::Tensor host = empty_for_copy({size}, at::kDouble, device_);
-        auto* const to = host.mutable_data_ptr<double>();
-        if (!list.empty()) std::memcpy(to, list.data(), list.size() * sizeof(Rule));
-        std::copy(inputs.begin(), inputs.end(), to + numbers);
-        // LibTorch's allocator keeps pinned memory until the copy is done. For other memory CUDA
-        // only promises that it may have been read when the call returns.
-        sent_.copy_(host, /*non_blocking=*/has_pinned_memory(device_));
-      },
-      rules);
-  rules_ = rules;
-  computed_ = {};
-}
-
-void UpdateOnDevice::set(const ComputedNumbers& numbers) {
-  std::visit(
-      [&]<typename Rule>(const std::vector<Rule>&) {
-        if (!kHasComputedNumbers<Rule>)
-          throw Error(kUpdate, "a rule whose numbers may depend on norms", Rule::kName);
-        for_each_defined<Rule>(numbers, [&](const at::Tensor& values, std::size_t place) {
-          table_.select(1, static_cast<std::int64_t>(place)).copy_(values);
-        });
-      },
-      rules_);
-  const auto take = [](at::Tensor& into, const at::Tensor& values) {
-    if (values.defined()) into = values;
-  };
-  take(computed_.grad_scale, numbers.grad_scale);
-  take(computed_.weight_decay, numbers.weight_decay);
-  take(computed_.trust_ratio, numbers.trust_ratio);
-  take(computed_.correction, numbers.correction);
-  take(computed_.step_size, numbers.step_size);
-}
 
 at::Tensor UpdateOnDevice::lamb_moments(std::span<const Update> items,
                                         const at::Tensor& found_inf) const {

@@ -78,6 +78,32 @@ TEST(UpdateOnDevice, TakesTheStepsOfTheRulesThatWereSent) {
   }
 }
 
+TEST(UpdateOnDevice, ChoosesBetweenRulesThatWereSent) {
+  torch::manual_seed(5);
+  const std::vector<Update> items = captured_items();
+  for (const auto& rules : captured_rules(items.size())) {
+    const std::vector<Update> got = copies_of(items);
+    const std::vector<Update> want = copies_of(items);
+    std::vector<double> inputs(items.size(), 3);
+    inputs.insert(inputs.end(), items.size(), 4);
+    UpdateOnDevice update(at::kCPU);
+    for (const unsigned chosen : {0U, 1U, 1U, 0U}) {
+      update.send_either(rules, inputs);
+      update.choose(at::full({1}, static_cast<float>(chosen)));
+      EXPECT_TRUE(update.inputs().eq(chosen == 0 ? 3 : 4).all().item<bool>());
+      update.run(got, at::zeros({}));
+      multi_tensor_update(want, rules[chosen]);
+    }
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      SCOPED_TRACE(c10::str("kind ", rules[0].index(), ", item ", i));
+      expect_equal(got[i], want[i]);
+    }
+  }
+  UpdateOnDevice update(at::kCPU);
+  expect_error([&] { update.send_either({std::vector<AdamRule>(1), std::vector<SgdRule>(1)}); },
+               {"two sets of rules of the same kind"});
+}
+
 TEST(UpdateOnDevice, ChangesNothingWhereFoundInfIsSet) {
   torch::manual_seed(5);
   const std::vector<Update> items = captured_items();
