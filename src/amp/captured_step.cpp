@@ -58,7 +58,7 @@ std::vector<CapturedStep::Impl::Shape> CapturedStep::Impl::shapes_of(const Batch
 }
 
 CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
-  state.settle();  // not while a step is captured
+  settle_others();
   state.hide_gradients(nullptr);
   const bool before = std::exchange(state.named_only, true);
   const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });
@@ -69,6 +69,7 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   // Changed or unfrozen weights update the masters here, not in the graph.
   state.sync("captured_step");
   if (captured != nullptr && !is_current()) {
+    state.settle();  // waits for the graph
     captured.reset();
     graph->reset();
     warm_steps = options.warmup() - 1;  // one more, for the parameters that have gradients
@@ -175,6 +176,7 @@ bool CapturedStep::is_captured() const {
 }
 
 void CapturedStep::reset() {
+  impl_->state.settle();  // waits for the graph
   impl_->captured.reset();
   if (impl_->graph != nullptr) impl_->graph->reset();
   impl_->warm_steps = 0;

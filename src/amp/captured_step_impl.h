@@ -4,9 +4,12 @@
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/step_graph.h"
 #include "src/optim/capturable_step.h"
+#include "src/scaling/late_flags.h"
+#include "src/scaling/loss_scale_on_device.h"
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -18,8 +21,11 @@ inline constexpr auto kCapturedStep = "amp.captured_step";
 // A step is in one of three stages. It warms up until options.warmup steps have run operator by
 // operator, which also finds the parameters that get gradients. The next step is captured: record()
 // runs forward, backward and the update on the device's memory, without changing the host's state.
-// All later steps replay: they copy the batch and the numbers to the device, launch the graph, and
-// end_step() updates the host's state (scales, counters, step counts, versions). If memory, state
+// All later steps replay: they copy the batch and the numbers to the device and launch the graph.
+// The device updates the loss scale itself. The host's state (scales, counters, step counts) follows
+// one step later, when found_inf has arrived (end_later()), or at once if the host has to look at
+// the gradients of an overflow (end_step()). Until found_inf is known, the rules of the next step
+// are sent for either result. If memory, state
 // or trained parameters have changed (is_current), the step is dropped, one step runs operator by
 // operator, and the next is captured again.
 struct CapturedStep::Impl {
@@ -71,12 +77,17 @@ struct CapturedStep::Impl {
 
   // The tensors that a captured step reads and writes.
   struct Captured {
-    Captured(optim::FusedOptimizer& optimizer, std::span<const at::Tensor> parameters)
-        : step(optimizer, parameters) {}
+    Captured(optim::FusedOptimizer& optimizer, std::span<const at::Tensor> parameters,
+             const LossScaleOptions& rule, c10::Device device)
+        : step(optimizer, parameters), scale(rule, device) {}
     Batch batch;
     optim::CapturableStep step;
-    State::ScaleOnDevice scale;
-    double scale_sent = 0;
+    LossScaleOnDevice scale;
+    // What the device has there: before the last step if `late` is defined, otherwise now. None: it
+    // has to be sent.
+    std::optional<detail::LossScaleState> scale_there;
+    std::shared_ptr<detail::LateFlags>
+        late;  // found_inf of the last step, if the host was not to wait
     std::vector<Place> model;
     at::Tensor loss;
     at::Tensor found_inf;                // undefined in plain training
@@ -102,15 +113,21 @@ struct CapturedStep::Impl {
   void capture(const Batch& batch);
   void run_on_device(Captured& into);
   Result replay(const Batch& batch);
+  void settle_others();
+  bool is_open() const;
+  bool may_end_later() const;
+  StepResult end_later();
   Step end_step();
+  void note_step();
 
+  const LossScaler& scaler() const { return state.scaler(options.loss_id(), "captured_step"); }
   static std::vector<Shape> shapes_of(const Batch& batch);
   Batch moved_to_device(const Batch& batch) const;
   at::Tensor loss_of(const Batch& batch) const;
   void back_propagate(const at::Tensor& loss);
   at::Tensor take_found_inf();
   void send_numbers(Captured& to) const;
-  bool is_current() const;
+  bool is_current();
   std::vector<bool> trained() const;
   std::vector<at::Tensor> find_others() const;
 

@@ -98,6 +98,7 @@ struct MixedPrecision::Impl {
       bool named;  // as Pending::named
     };
     std::vector<Loss> losses;  // of each flag
+    const OptimizerRecord* optimizer;
   };
 
   // The scale of one loss, in a device's memory.

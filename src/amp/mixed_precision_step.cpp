@@ -214,7 +214,7 @@ StepResult MixedPrecision::Impl::end_step_on_device(OptimizerRecord& record,
   take(found_inf, late);
   clear_cast_cache();
   if (record.masters.has_value()) record.masters->clear_gradients();
-  undecided.push_back({late, std::move(losses)});
+  undecided.push_back({late, std::move(losses), &record});
   return StepResult(late);
 }
 

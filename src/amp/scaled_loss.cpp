@@ -123,7 +123,7 @@ std::vector<MixedPrecision::Impl::OptimizerRecord*> MixedPrecision::Impl::sharin
 ScaledLoss MixedPrecision::Impl::scale_loss(const at::Tensor& loss, const OptimizerRefs& refs,
                                             ScaleLossOptions options) {
   constexpr auto kCaller = "scale_loss";
-  settle();
+  if (!scale_on_device.has_value()) settle();  // not while a step is captured
   const LossScaler& with = scaler(options.loss_id(), kCaller);
   require_no_step_past(kCaller);
   if (properties.enabled) find_shared_parameters(kCaller);

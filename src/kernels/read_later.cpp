@@ -14,6 +14,7 @@ ReadLater::ReadLater(const at::Tensor& values)
       event_(values.device().type()) {
   const at::NoGradGuard no_grad;
   host_.copy_(values, /*non_blocking=*/true);
+  if (values.is_cpu()) return;
   event_.record(c10::impl::VirtualGuardImpl(values.device().type()).getStream(values.device()));
 }
 

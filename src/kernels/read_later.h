@@ -13,7 +13,8 @@ namespace semitone::kernels {
 // behind the work that is in the queue of the device's current stream, and does not wait for it.
 class ReadLater {
  public:
-  // values: a list of fp32 numbers, on a device for which there is pinned memory.
+  // values: a list of fp32 numbers, on the CPU, whose numbers are there at once, or on a device for
+  // which there is pinned memory.
   explicit ReadLater(const at::Tensor& values);
 
   // Whether get() would not wait.

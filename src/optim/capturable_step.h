@@ -3,13 +3,17 @@
 // Internal interface: other rooms include this header.
 
 #include "semitone/optim/fused_optimizer.h"
+#include "src/kernels/read_later.h"
 #include "src/kernels/update_on_device.h"
+#include "src/optim/deferred_step.h"
 #include "src/optim/fused_state.h"
 #include "src/optim/work.h"
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -23,6 +27,10 @@ namespace semitone::optim {
 //     step.send_rules();        // of the next step, by the options and step counts as they are now
 //     step.run(copies, found_inf);
 //     if (…found_inf is 0…) step.count();
+//
+// The host need not know found_inf before the next step. It may call count_unless(result) instead,
+// and until the result is read, send_rules() sends rules for either one. run() keeps found_inf on
+// the device, and chooses there.
 class CapturableStep {
  public:
   // For these parameters of the optimizer, all on one device: those that will have gradients.
@@ -41,9 +49,14 @@ class CapturableStep {
   // Counts a step that was run and has changed the parameters.
   void count();
 
+  // Counts a step that was run, unless result says that found_inf was set. The optimizer assumes
+  // that the step was taken, until one of its functions needs the result and waits for it. So does
+  // the next call of count_unless(), for this one's result.
+  void count_unless(std::shared_ptr<kernels::ReadLater> result);
+
   // Whether the optimizer still has the same parameters and state, in the same memory, and needs no
-  // other state.
-  bool is_current() const;
+  // other state. Does not wait for the result of count_unless().
+  bool is_current();
 
  private:
   struct Group {
@@ -54,17 +67,26 @@ class CapturableStep {
   };
   std::vector<Group> groups_now() const;
   struct Record {
-    const void* data;   // of the parameter
-    FusedState state;   // that the step works on
-    FusedState theirs;  // what the optimizer has: nothing, until a step was counted
+    const void* data;        // of the parameter
+    FusedState state;        // that the step works on
+    FusedState theirs;       // what the optimizer has: nothing, until a step was counted
+    FusedState before = {};  // what it had before a step whose result may be unknown
+    std::array<bool, 3> fresh_before = {};
   };
   void add(const at::Tensor& parameter, std::size_t group);
+  bool result_is_open();
+  FusedState state_now(const at::Tensor& parameter) const;
+  FusedOptimizer::Rules rules_if_taken();
+  FusedOptimizer::Rules rules_if_skipped();
 
   FusedOptimizer* optimizer_;
   std::vector<Group> groups_;  // as they were
   std::vector<FusedOptimizer::Work> work_;
   std::vector<Record> records_;  // of each in work_
   kernels::UpdateOnDevice update_;
+  at::Tensor found_inf_;  // of the last step
+  // That the optimizer has, or had, of the step whose result may be unknown.
+  std::shared_ptr<const FusedOptimizer::Deferred> deferred_;
 };
 
 }  // namespace semitone::optim

@@ -51,7 +51,8 @@ struct CapturedStepOptions {
 /// - parameters, buffers or optimizer state move to other memory (after loading an optimizer's
 ///   state, or set_data());
 /// - the optimizer needs other state or has other parameters;
-/// - a parameter is frozen or unfrozen.
+/// - a parameter is frozen or unfrozen;
+/// - the rule of the loss scale changes (after MixedPrecision::load()).
 ///
 /// Batches whose shape or dtype differs from the captured one, such as an epoch's last batch, run
 /// operator by operator. Everything else that a step depends on is fixed at capture: branches,
@@ -63,8 +64,18 @@ struct CapturedStepOptions {
 /// gradients in each step. Ranks cannot agree within a captured step, so
 /// DistributedDataParallel and found_inf hooks are not supported.
 ///
-/// run() reads from the device once per captured step: found_inf. It reads nothing in plain training
-/// (a loss scale of 1 and no master weights). Steps that run operator by operator read what
+/// Captured steps read nothing from the device. The device skips a step if a gradient is not finite,
+/// and updates the loss scale itself, by the same rule and with the same results as the host. The
+/// host follows one step behind: when run() has launched a step, it waits for the outcome of the
+/// step before, and updates scales, counters and step counts. The device meanwhile works on the
+/// launched step. The outcome of the last step is known when it is used, or after any function of
+/// MixedPrecision or of the optimizer that depends on it, such as save(), skipped_steps() and
+/// loss_scaler(). These functions wait for the step. The log reports a skipped step when the host
+/// learns of it, without the name of a parameter.
+///
+/// With an event listener, or with max_consecutive_skips, run() reads found_inf once at the end of
+/// each step instead. Events, logs and errors can then name the parameter that overflowed, before
+/// the next step overwrites its gradient. Steps that run operator by operator read what
 /// MixedPrecision::step reads. Not copyable. Use it from one thread at a time.
 class CapturedStep {
  public:
@@ -84,7 +95,7 @@ class CapturedStep {
 
   struct Result {
     at::Tensor loss;  ///< detached, on the model's device; later steps do not overwrite it
-    StepResult step;  ///< stepped or skipped
+    StepResult step;  ///< stepped or skipped; waits if it is used before the next run()
   };
   /// Takes a step with a batch, which is moved to the model's device first. After an Error
   /// (DivergedError included) or an exception of the loss function, the object remains usable.
