@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <utility>
@@ -13,9 +14,16 @@ namespace {
 constexpr std::size_t kReserved = std::size_t{256} << 30;
 constexpr std::size_t kPage = 4096;
 
-char* reserve(int protection) {
-  void* const begin =
-      ::mmap(nullptr, kReserved, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+// A file in memory, which both ranges of addresses show.
+int open_memory() {
+  const int file = ::memfd_create("pretend_accelerator", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ::ftruncate(file, kReserved) == 0,
+              "no memory for the pretend accelerator");
+  return file;
+}
+
+char* reserve(int file, int protection) {
+  void* const begin = ::mmap(nullptr, kReserved, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
   TORCH_CHECK(begin != MAP_FAILED, "no addresses for the pretend accelerator");
   return static_cast<char*>(begin);
 }
@@ -27,7 +35,17 @@ std::size_t pages_of(std::size_t bytes) {
 
 }  // namespace
 
-Memory::Memory() : addresses_(reserve(PROT_NONE)), shadow_(reserve(PROT_READ | PROT_WRITE)) {}
+Memory::Memory() {
+  const int file = open_memory();
+  addresses_ = reserve(file, PROT_NONE);
+  shadow_ = reserve(file, PROT_READ | PROT_WRITE);
+  ::close(file);
+}
+
+void Memory::let_kernels_in(bool in) {
+  const int result = ::mprotect(addresses_, used_, in ? PROT_READ | PROT_WRITE : PROT_NONE);
+  TORCH_CHECK(result == 0, "the pretend accelerator cannot protect its memory");
+}
 
 void* Memory::allocate(std::size_t bytes, c10::Stream stream) {
   TORCH_CHECK(used_ + pages_of(bytes) <= kReserved, "the pretend accelerator is out of addresses");
@@ -41,7 +59,7 @@ void* Memory::allocate(std::size_t bytes, c10::Stream stream) {
 void Memory::free(void* data) {
   const auto found = blocks_.find(reinterpret_cast<std::uintptr_t>(data));
   if (found == blocks_.end()) return;
-  ::madvise(shadow(data), pages_of(found->second.bytes) - kPage, MADV_DONTNEED);
+  ::madvise(shadow(data), pages_of(found->second.bytes) - kPage, MADV_REMOVE);
   blocks_.erase(found);
 }
 

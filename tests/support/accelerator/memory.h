@@ -44,6 +44,9 @@ class Memory {
   void* shadow(const void* data) const;
   bool owns(const void* data) const;
 
+  // Whether kernels that run on the host may use all addresses, as a device's do.
+  void let_kernels_in(bool in);
+
  private:
   char* addresses_ = nullptr;  // without access
   char* shadow_ = nullptr;

@@ -293,8 +293,22 @@ std::size_t launches() {
   return processor().launches();
 }
 
+namespace {
+struct AroundKernels {
+  void (*before)() = [] {};
+  void (*after)() = [] {};
+} around_kernels;
+}  // namespace
+
+void set_around_kernels(void (*before)(), void (*after)()) {
+  around_kernels = {before, after};
+}
+
 cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& kernel) {
-  return processor().run(grid, block, kernel);
+  around_kernels.before();
+  const cudaError_t result = processor().run(grid, block, kernel);
+  around_kernels.after();
+  return result;
 }
 
 const Exchanged& exchange(std::uint64_t value) {

@@ -67,6 +67,9 @@ void set_order(Order order);
 // Kernels launched so far.
 std::size_t launches();
 
+// Functions to call before and after each kernel.
+void set_around_kernels(void (*before)(), void (*after)());
+
 cudaError_t run(dim3 grid, dim3 block, const std::function<void()>& kernel);
 
 constexpr std::size_t kWarp = 32;
