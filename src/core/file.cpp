@@ -50,13 +50,34 @@ Target target_of(const fs::path& path) {
   return {is_link ? fs::weakly_canonical(path, ignored) : path, true};
 }
 
-// A new file in the target's folder, with a unique name.
-struct Partial {
-  std::string path;
-  Descriptor file;
-
+// A new file in the target's folder, with a unique name, which is removed unless it becomes the
+// target.
+class Partial {
+ public:
   explicit Partial(const Target& target)
-      : path(target.path.string() + ".partial-XXXXXX"), file(::mkostemp(path.data(), O_CLOEXEC)) {}
+      : path_(target.path.string() + ".partial-XXXXXX"),
+        file_(::mkostemp(path_.data(), O_CLOEXEC)),
+        exists_(file_.is_open()) {}
+  Partial(const Partial&) = delete;
+  Partial& operator=(const Partial&) = delete;
+  ~Partial() {
+    if (exists_) ::unlink(path_.c_str());
+  }
+
+  const Descriptor& file() const { return file_; }
+
+  // Returns whether it is on the disk in the target's place, with errno otherwise.
+  bool become(const Target& target, mode_t mode) {
+    const bool done = ::fchmod(file_.number(), mode) == 0 && ::fsync(file_.number()) == 0 &&
+                      file_.close() && ::rename(path_.c_str(), target.path.c_str()) == 0;
+    exists_ = !done;
+    return done;
+  }
+
+ private:
+  std::string path_;
+  Descriptor file_;
+  bool exists_;
 };
 
 // The mode that open(2) gives a new file here, or the mode of the replaced file.
@@ -74,22 +95,28 @@ mode_t mode_for(const Target& target) {
 
 }  // namespace
 
-void write_file(const fs::path& path, std::string_view content, std::string_view component) {
+void write_file(const fs::path& path, const std::function<void(const WritePiece&)>& produce,
+                std::string_view component) {
+  const auto write_to = [&](const Descriptor& file) {
+    if (!file.is_open()) fail(component, path, errno);
+    produce([&](std::string_view piece) {
+      if (!write_all(file, piece)) fail(component, path, errno);
+    });
+  };
   const Target target = target_of(path);
-  if (!target.replace) {
+  if (target.replace) {
+    Partial partial(target);
+    write_to(partial.file());
+    if (!partial.become(target, mode_for(target))) fail(component, path, errno);
+  } else {
     Descriptor file(::open(target.path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC));
-    if (!file.is_open() || !write_all(file, content) || !file.close()) fail(component, path, errno);
-    return;
+    write_to(file);
+    if (!file.close()) fail(component, path, errno);
   }
-  Partial partial(target);
-  if (!partial.file.is_open()) fail(component, path, errno);
-  if (!write_all(partial.file, content) || ::fchmod(partial.file.number(), mode_for(target)) != 0 ||
-      ::fsync(partial.file.number()) != 0 || !partial.file.close() ||
-      ::rename(partial.path.c_str(), target.path.c_str()) != 0) {
-    const int reason = errno;
-    ::unlink(partial.path.c_str());
-    fail(component, path, reason);
-  }
+}
+
+void write_file(const fs::path& path, std::string_view content, std::string_view component) {
+  write_file(path, [content](const WritePiece& write) { write(content); }, component);
 }
 
 void require_writable(const fs::path& path, std::string_view component) {
@@ -101,8 +128,7 @@ void require_writable(const fs::path& path, std::string_view component) {
     return;
   }
   const Partial partial(target);
-  if (!partial.file.is_open()) fail(component, path, errno);
-  ::unlink(partial.path.c_str());
+  if (!partial.file().is_open()) fail(component, path, errno);
 }
 
 }  // namespace semitone

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <string_view>
 
 namespace semitone {
@@ -16,6 +17,14 @@ namespace semitone {
 // PATH is then unchanged, and no partial file is left.
 void write_file(const std::filesystem::path& path, std::string_view content,
                 std::string_view component);
+
+// Writes a piece of the content; FileError if that fails.
+using WritePiece = std::function<void(std::string_view piece)>;
+
+// The same for a content that is not in memory as a whole: `produce` writes its pieces in order. An
+// exception of `produce` passes through, and then nothing is written.
+void write_file(const std::filesystem::path& path,
+                const std::function<void(const WritePiece&)>& produce, std::string_view component);
 
 // Throws FileError unless write_file() could start to write there now. Call it before hours of
 // work. Changes nothing.

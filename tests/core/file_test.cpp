@@ -46,6 +46,23 @@ TEST(WriteFile, MakesAndReplacesAFileAndLeavesNothingElse) {
   EXPECT_EQ(files_in(folder), 1U);
 }
 
+TEST(WriteFile, WritesPiecesOrNothingIfTheirSourceThrows) {
+  const TemporaryFolder folder;
+  const auto two_pieces = [](const WritePiece& write) {
+    write("one, ");
+    write("two");
+  };
+  write_file(folder / "a", two_pieces, "test");
+  EXPECT_EQ(read_text(folder / "a"), "one, two");
+  const auto half = [](const WritePiece& write) {
+    write("half");
+    throw FileError("source", "a second piece", "none");
+  };
+  EXPECT_THAT(message_of([&] { write_file(folder / "a", half, "test"); }), HasSubstr("[source]"));
+  EXPECT_EQ(read_text(folder / "a"), "one, two");
+  EXPECT_EQ(files_in(folder), 1U);
+}
+
 TEST(WriteFile, KeepsASymbolicLinkAndReplacesWhatItNames) {
   const TemporaryFolder folder;
   write_text(folder / "real", "old");
