@@ -17,3 +17,5 @@
 #include "semitone/nn.h"
 #include "semitone/optim.h"
 #include "semitone/parallel.h"
+#include "semitone/weights/file.h"
+#include "semitone/weights/state_dict.h"

@@ -1,0 +1,266 @@
+#include "semitone/weights/file.h"
+
+#include "semitone/core/error.h"
+#include "tests/support/errors.h"
+#include "tests/support/temporary_folder.h"
+#include "tests/support/toy_nets.h"
+#include "tests/weights/fixtures.h"
+
+#include <torch/serialize.h>
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <string>
+
+namespace semitone::weights {
+namespace {
+
+using test::difference;
+using test::expect_error;
+using test::expected_tensors;
+using test::python_file;
+using test::TemporaryFolder;
+using test::ToyNet;
+using test::ToyNetOptions;
+using test::write_text;
+
+// A file of Python's, read.
+Contents read_python(const std::string& name, const ReadOptions& options = {}) {
+  const TemporaryFolder folder;
+  write_text(folder / name, python_file(name));
+  return read(folder / name, options);
+}
+
+class PythonFiles : public ::testing::TestWithParam<std::pair<const char*, const char*>> {};
+
+TEST_P(PythonFiles, HaveTheTensorsThatPythonSaved) {
+  const auto [file, tensors] = GetParam();
+  EXPECT_EQ(difference(read_python(file).tensors, expected_tensors(tensors)), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Weights, PythonFiles,
+                         ::testing::Values(std::pair("state_dict.pt", "state_dict"),
+                                           std::pair("protocol5.pt", "state_dict"),
+                                           std::pair("script.pt", "state_dict"),
+                                           std::pair("parameters.pt", "parameters"),
+                                           std::pair("defaultdict.pt", "state_dict"),
+                                           std::pair("before_1_6_protocol4.pt", "state_dict"),
+                                           std::pair("dtypes.pt", "dtypes"),
+                                           std::pair("dtypes.safetensors", "dtypes"),
+                                           std::pair("views.pt", "views")));
+
+TEST(Weights, FilesOfBefore16HaveAllTensors) {
+  const StateDict found = read_python("before_1_6.pt").tensors;
+  StateDict expected = expected_tensors("state_dict");
+  for (const auto& item : expected_tensors("views"))
+    expected.insert("views." + item.key(), item.value());
+  EXPECT_EQ(difference(found, expected), "");
+}
+
+TEST(Weights, ReadTellsTheFormatAndTheMetadata) {
+  EXPECT_EQ(read_python("state_dict.pt").format, Format::pytorch);
+  EXPECT_EQ(read_python("before_1_6.pt").format, Format::pytorch);
+  EXPECT_EQ(read_python("script.pt").format, Format::torchscript);
+  const Contents safe = read_python("dtypes.safetensors");
+  EXPECT_EQ(safe.format, Format::safetensors);
+  EXPECT_EQ(safe.metadata.at("step"), "12");
+}
+
+TEST(Weights, AnEntryOfACheckpointIsReadByItsName) {
+  expect_error([] { read_python("checkpoint.pt"); }, {"'state_dict'", "entry()"});
+  const auto entry = [](const char* name) { return ReadOptions().entry(name); };
+  EXPECT_EQ(difference(read_python("checkpoint.pt", entry("state_dict")).tensors,
+                       expected_tensors("state_dict")),
+            "");
+  const StateDict state = read_python("checkpoint.pt", entry("optimizer.state")).tensors;
+  EXPECT_EQ(state["0.step"].item<double>(), 3.0);
+  expect_error([&] { read_python("checkpoint.pt", entry("model")); },
+               {"'model'", "entries 'state_dict'"});
+}
+
+TEST(Weights, WhatIsNoStateDictIsAnErrorThatSaysWhatItIs) {
+  expect_error([] { read_python("module.pt"); }, {"__main__.Net", "state_dict()"});
+  expect_error([] { read_python("list.pt"); }, {"a dict of tensors"});
+}
+
+TEST(Weights, TensorsThatCannotBeReadAreErrorsAndNotLeftOut) {
+  expect_error([] { read_python("sparse.pt"); }, {"'sparse'", "_rebuild_sparse_tensor"});
+  expect_error([] { read_python("conjugated.pt"); }, {"resolve_conj()"});
+}
+
+TEST(Weights, ATensorBesideAStateDictDoesNotMakeAStateDict) {
+  expect_error([] { read_python("best.pt"); }, {"several things: 'state_dict'", "entry()"});
+}
+
+TEST(Weights, ObjectsOfOtherClassesAreSkipped) {
+  EXPECT_EQ(read_python("with_module.pt").tensors.keys(), std::vector<std::string>{"weight"});
+  EXPECT_TRUE(read_python("empty.pt").tensors.is_empty());
+}
+
+TEST(Weights, NoFunctionThatAPickleNamesIsCalled) {
+  const std::filesystem::path trace = "/tmp/semitone-payload-was-run";
+  std::filesystem::remove(trace);
+  const StateDict found = read_python("payload.pt").tensors;
+  EXPECT_TRUE(test::same_bytes(found["weight"], torch::ones(2)));
+  EXPECT_FALSE(std::filesystem::exists(trace));
+}
+
+TEST(Weights, OtherFilesAreNamedInTheError) {
+  const TemporaryFolder folder;
+  const auto expect_named = [&](const std::string& content, const char* format) {
+    write_text(folder / "weights", content);
+    expect_error([&] { read(folder / "weights"); },
+                 {"safetensors, or a file of torch.save", format});
+  };
+  expect_named("", "an empty file");
+  expect_named("version https://git-lfs.github.com/spec/v1\n", "Git LFS");
+  expect_named("<!DOCTYPE html><html>", "a web page");
+  expect_named("\x89HDF\r\n\x1a\n", "HDF5");
+  expect_named("\x1f\x8b\x08 gzipped data", "gzip");
+  expect_named("nothing that is known", "another format");
+  expect_error([&] { read(folder / "missing"); }, {"missing", "No such file"});
+  expect_error([&] { read(folder.path()); }, {"a folder"});
+}
+
+class RoundTrip : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(RoundTrip, KeepsEveryBit) {
+  const TemporaryFolder folder;
+  for (const char* const tensors : {"dtypes", "views", "state_dict"}) {
+    const StateDict expected = expected_tensors(tensors);
+    write(folder / GetParam(), expected);
+    EXPECT_EQ(difference(read(folder / GetParam()).tensors, expected), "") << tensors;
+  }
+}
+
+TEST_P(RoundTrip, KeepsInfinityNanAndNamesOfAnyLetters) {
+  const TemporaryFolder folder;
+  StateDict tensors;
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  tensors.insert("poids.é\n\"", torch::tensor({kInf, -kInf, std::nan(""), -0.0}));
+  tensors.insert("empty", torch::empty({0, 4}));
+  write(folder / GetParam(), tensors);
+  EXPECT_EQ(difference(read(folder / GetParam()).tensors, tensors), "");
+}
+
+TEST_P(RoundTrip, ASecondSaveReplacesTheFirstAndAFailedOneDoesNot) {
+  const TemporaryFolder folder;
+  StateDict good;
+  good.insert("a", torch::ones(3));
+  write(folder / GetParam(), good);
+  StateDict bad = good;
+  bad.insert("sparse", torch::ones({2, 2}).to_sparse());
+  expect_error([&] { write(folder / GetParam(), bad); }, {"'sparse'", "a sparse one"});
+  EXPECT_EQ(difference(read(folder / GetParam()).tensors, good), "");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+TEST_P(RoundTrip, AFullDiskIsAnErrorWithTheSystemsReason) {
+  StateDict tensors;
+  tensors.insert("a", torch::ones(100'000));
+  const auto format =
+      std::string(GetParam()).ends_with("pt") ? Format::pytorch : Format::safetensors;
+  expect_error([&] { write("/dev/full", tensors, SaveOptions().format(format)); },
+               {"[weights.write]", "No space left on device"});
+}
+
+INSTANTIATE_TEST_SUITE_P(Weights, RoundTrip, ::testing::Values("a.safetensors", "a.pt"));
+
+TEST(Weights, TheFormatFollowsTheNameOrTheOption) {
+  const TemporaryFolder folder;
+  StateDict tensors;
+  tensors.insert("a", torch::ones(3));
+  write(folder / "a.pth", tensors);
+  EXPECT_EQ(read(folder / "a.pth").format, Format::pytorch);
+  write(folder / "a.model", tensors, SaveOptions().format(Format::safetensors));
+  EXPECT_EQ(read(folder / "a.model").format, Format::safetensors);
+  expect_error([&] { write(folder / "b.model", tensors); }, {".safetensors, .pt", "b.model"});
+  EXPECT_FALSE(std::filesystem::exists(folder / "b.model"));
+}
+
+TEST(Weights, ADtypeCastsFloatingPointTensorsOnlyAndNotToInfinity) {
+  const TemporaryFolder folder;
+  StateDict tensors;
+  tensors.insert("weight", torch::tensor({1.0, 1e6}));
+  tensors.insert("count", torch::tensor({7}, torch::kLong));
+  write(folder / "a.safetensors", tensors, SaveOptions().dtype(torch::kBFloat16));
+  const StateDict found = read(folder / "a.safetensors").tensors;
+  EXPECT_EQ(found["weight"].scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(found["count"].scalar_type(), torch::kLong);
+  expect_error([&] { write(folder / "a.pt", tensors, SaveOptions().dtype(torch::kHalf)); },
+               {"'weight'", "range of float16"});
+  expect_error([&] { write(folder / "a.pt", tensors, SaveOptions().dtype(torch::kLong)); },
+               {"a floating-point dtype"});
+}
+
+TEST(Weights, SavedModelsOfLibTorchAreReadToo) {
+  const TemporaryFolder folder;
+  ToyNet saved_net(ToyNetOptions{.normalised = true});
+  torch::save(saved_net, (folder / "net.pt").string());
+  const Contents contents = read(folder / "net.pt");
+  EXPECT_EQ(contents.format, Format::torchscript);
+  EXPECT_EQ(difference(contents.tensors, state_dict(saved_net)), "");
+}
+
+TEST(Weights, SafetensorsWithAnInvalidHeaderAreErrors) {
+  const TemporaryFolder folder;
+  const auto expect_refused = [&](const std::string& header, const std::string& data,
+                                  const char* part) {
+    std::string size(8, '\0');
+    const std::uint64_t bytes = header.size();
+    std::memcpy(size.data(), &bytes, 8);
+    write_text(folder / "a", size + header + data);
+    expect_error([&] { read(folder / "a"); }, {part});
+  };
+  const std::string a = R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]})";
+  expect_refused("{" + a + "," + a + "}", "12", "'a' twice");
+  expect_refused("{" + a + "}", "123", "2 bytes of tensors");
+  expect_refused("{" + a + "}", "1", "2 bytes of tensors");
+  expect_refused(R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})", "123",
+                 "begin at byte 0");
+  expect_refused(R"({"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}})", "12",
+                 "the bytes of the shape");
+  expect_refused(R"({"a":{"dtype":"F7","shape":[2],"data_offsets":[0,2]}})", "12",
+                 "a dtype that LibTorch has");
+  expect_refused(R"({"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,2]}})", "12", "a shape");
+  expect_refused(R"({"a":{"dtype":"F64","shape":[4611686018427387904,4],"data_offsets":[0,0]}})",
+                 "", "the bytes of the shape");
+  expect_refused(R"({"a":{"dtype":"BOOL","shape":[1],"data_offsets":[0,1]}})", "\x02", "0 or 1");
+  expect_refused("{\"a\":[[[[[[[[1]]]]]]]]}", "", "nested");
+  expect_refused(
+      R"({"a":{"dtype":"U8","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]}})",
+      "", "the bytes of the shape");
+  expect_refused("{broken", "", "a header in JSON");
+  std::string size(8, '\xff');
+  write_text(folder / "a", size + "{}");
+  expect_error([&] { read(folder / "a"); }, {"a header of at most 2 bytes"});
+}
+
+// Every file, cut off at 150 places and with a byte changed there, is read or is an Error: no crash,
+// no other exception, no allocation beyond what the file could hold.
+TEST(Weights, DamagedFilesAreErrorsOrHarmless) {
+  const TemporaryFolder folder;
+  const auto try_read = [&](const std::string& content) {
+    write_text(folder / "a", content);
+    try {
+      read(folder / "a");
+    } catch (const FileError&) {
+    }
+  };
+  for (const auto& [name, unused] : test::python_files().at("files").items()) {
+    const std::string good = python_file(name);
+    const std::size_t step = std::max<std::size_t>(1, good.size() / 150);
+    for (std::size_t i = 0; i < good.size(); i += step) {
+      try_read(good.substr(0, i));
+      std::string changed = good;
+      changed[i] = static_cast<char>(changed[i] ^ 0x55);
+      try_read(changed);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace semitone::weights
