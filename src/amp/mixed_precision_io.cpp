@@ -1,5 +1,6 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/weights/file.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/autocast/model_entries.h"
 #include "src/core/archive.h"
@@ -8,14 +9,12 @@
 #include "src/scaling/same_memory.h"
 #include "src/scaling/state_mode.h"
 
-#include <torch/csrc/jit/serialization/import.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <sstream>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -131,65 +130,30 @@ void MixedPrecision::save_model(const Model& model, const std::string& path) {
   write_file(path, std::move(stream).str(), "amp.mixed_precision.save_model");
 }
 
-namespace {
-
-// The tensors of a saved model by name, as written by torch::save or TorchScript. Module::load()
-// does not work here: LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and
-// accepts any shape.
-void collect(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
-             const std::string& prefix, std::unordered_map<std::string, at::Tensor>& values) {
-  const auto take = [&](const std::string& key, bool is_buffer) {
-    at::Tensor value;
-    if (archive.try_read(key, value, is_buffer)) values.emplace(prefix + key, value);
-  };
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) take(item.key(), false);
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) take(item.key(), true);
-  for (const auto& child : module.named_children()) {
-    torch::serialize::InputArchive inner;
-    if (!archive.try_read(child.key(), inner)) continue;
-    collect(*child.value(), inner, prefix + child.key() + ".", values);
-  }
-}
-
-std::unordered_map<std::string, at::Tensor> saved_tensors(const Model& model,
-                                                          const std::string& path) {
-  std::unordered_map<std::string, at::Tensor> values;
-  if (const torch::nn::Module* module = model.module()) {
-    torch::serialize::InputArchive archive;
-    archive.load_from(path);
-    collect(*module, archive, "", values);
-  } else {
-    for (const ModelEntry& entry : entries_of(Model(torch::jit::load(path)))) {
-      values.emplace(entry.name, entry.tensor);
-    }
-  }
-  return values;
-}
-
-}  // namespace
-
 void MixedPrecision::load_model(const Model& model, const std::string& path) {
   constexpr auto kComponent = "amp.mixed_precision.load_model";
   const StateMode mode(impl().inference_tensors);
   auto fp32 = fp32_weights(model);
-  std::unordered_map<std::string, at::Tensor> values;
+  weights::StateDict values;
   try {
-    values = saved_tensors(model, path);
+    // Not Module::load(): LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and
+    // accepts any shape.
+    values = weights::read(path).tensors;
   } catch (const std::exception& error) {
     throw FileError(kComponent, "a saved model in '" + path + "'", reason(error));
   }
   const auto entries = entries_of(model);
   for (const ModelEntry& entry : entries) {
-    const auto value = values.find(entry.name);
-    if (value == values.end() || value->second.sizes() != entry.tensor.sizes()) {
+    const at::Tensor* const value = values.find(entry.name);
+    if (value == nullptr || value->sizes() != entry.tensor.sizes()) {
       throw FileError(kComponent,
                       c10::str("'", entry.name, "' ", entry.tensor.sizes(), " in '", path, "'"),
-                      value == values.end() ? "none" : c10::str(value->second.sizes()),
+                      value == nullptr ? "none" : c10::str(value->sizes()),
                       "was it saved from the same model?");
     }
   }
   for (const ModelEntry& entry : entries) {
-    entry.tensor.detach().copy_(values.at(entry.name));
+    entry.tensor.detach().copy_(values[entry.name]);
   }
   fp32.end();
 }

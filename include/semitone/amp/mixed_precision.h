@@ -180,9 +180,9 @@ class [[nodiscard]] MixedPrecision {
   Fp32Weights fp32_weights(const Model& model);
 
   /// Saves or loads a model inside fp32_weights(), as torch::save and torch::load do. A TorchScript
-  /// module uses its own format. save_model writes a complete file or none. load_model accepts a
-  /// file with any floating dtypes. FileError if the file cannot be written or read, or does not
-  /// match the model, which is then unchanged.
+  /// module uses its own format. save_model writes a complete file or none. load_model accepts
+  /// every format of weights::read, with any floating dtypes. FileError if the file cannot be
+  /// written or read, or does not match the model, which is then unchanged.
   ///
   /// torch::load without fp32_weights() works as well. LibTorch 2.11 puts the bytes of an fp32 file
   /// into a 16-bit tensor; the next forward, autocast, scale_loss, step or save detects that and
