@@ -249,7 +249,7 @@ MixedPrecision initialize(const std::vector<Model>& models, const OptimizerRefs&
   if (casts) cast_models(*impl);
   if (properties.enabled) list_tensors(*impl);
   add_optimizers(*impl, optimizers, exact);
-  if (makes_masters) impl->announce_exact_weights();
+  if (properties.enabled) impl->announce_exact_weights();
   if (properties.enabled && properties.verbosity >= 1) {
     if (is_first_rank()) log()->info(properties.to_string());
     warn_of_small_eps(optimizers);
