@@ -1,10 +1,11 @@
 #pragma once
 
 /// All that a training program needs. A program that uses one part compiles faster with
-/// semitone/amp.h, nn.h, optim.h or parallel.h. Models and data sets (semitone/zoo/) and the
-/// launcher (semitone/launch/) are included one by one.
+/// semitone/amp.h, checkpoint.h, nn.h, optim.h or parallel.h. Models and data sets (semitone/zoo/)
+/// and the launcher (semitone/launch/) are included one by one.
 
 #include "semitone/amp.h"
+#include "semitone/checkpoint.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"

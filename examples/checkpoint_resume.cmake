@@ -1,0 +1,15 @@
+# Runs the example at once, and in two parts. Both end with the same weights.
+function(run result directory steps)
+  execute_process(COMMAND ${PROGRAM} ${WORK}/${directory} ${steps} ${DATA} OUTPUT_VARIABLE output COMMAND_ECHO STDOUT
+    COMMAND_ERROR_IS_FATAL ANY)
+  message("${output}")
+  string(REGEX MATCH "sum of all weights' magnitudes [^\n]+" sum "${output}")
+  set(${result} "${sum}" PARENT_SCOPE)
+endfunction()
+file(REMOVE_RECURSE ${WORK})
+run(whole whole 40)
+run(first parts 20)
+run(parts parts 40)
+if(NOT whole OR NOT whole STREQUAL parts OR whole STREQUAL first)
+  message(FATAL_ERROR "expected '${whole}', got '${parts}' after '${first}'")
+endif()

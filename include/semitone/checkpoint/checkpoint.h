@@ -1,0 +1,220 @@
+#pragma once
+
+#include "semitone/autocast/model.h"
+#include "semitone/checkpoint/checkpoint_options.h"
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <torch/data/samplers/base.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace semitone::amp {
+class MixedPrecision;
+}  // namespace semitone::amp
+
+/// Saving a training run and resuming it.
+namespace semitone::checkpoint {
+
+/// Whose state of an entry a checkpoint has. no: it is equal on all ranks, and rank 0's is saved.
+/// yes: each rank saves and loads its own.
+enum class PerRank { no, yes };
+
+/// A class with save() and load() of LibTorch's form, other than modules and optimizers: GradScaler,
+/// LossScaler, samplers, classes of the program. load() should throw, with nothing changed, if the
+/// archive does not fit.
+template <typename T>
+concept Savable =
+    !std::is_base_of_v<torch::nn::Module, T> && !std::is_base_of_v<torch::optim::Optimizer, T> &&
+    requires(const T& saved, T& loaded, torch::serialize::OutputArchive& out,
+             torch::serialize::InputArchive& in) {
+      saved.save(out);
+      loaded.load(in);
+    };
+
+/// The checkpoints of a run, in a directory with one directory for each saved step:
+///
+///     checkpoint::Checkpoint checkpoint("runs/7");
+///     checkpoint.add("model", model).add("optimizer", optimizer).add("mixed", mixed);
+///     for (auto step = checkpoint.resume().value_or(0); step < steps;) {
+///       …  // one training step
+///       if (++step % 100 == 0) checkpoint.save(step);
+///     }
+///
+/// Killed at any moment and started again, this program ends with the same parameters as if it had
+/// not been killed, bit for bit, if everything that changes during training has been added. Random
+/// numbers of LibTorch's default generators need not be added.
+///
+/// A checkpoint is complete or absent. save() writes "step-00000120.partial", flushes every file
+/// and the directory to the disk, and then renames it to "step-00000120". A crash, a full disk or a
+/// loss of power leaves the earlier checkpoints as they were. Its file manifest.json lists the other
+/// files with their sizes and CRC-32 checksums, so that resume() recognises damaged files.
+/// docs/checkpoints.md describes the files.
+///
+/// Every object must outlive the Checkpoint, except models that are passed in a shared pointer or
+/// a module holder. Only one thread at a time may use a Checkpoint and the objects that were added.
+/// Movable.
+class Checkpoint {
+ public:
+  /// Does not touch the disk. Error if `directory` is empty.
+  explicit Checkpoint(std::filesystem::path directory, const CheckpointOptions& options = {});
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+  ~Checkpoint();
+
+  /// Adds an object, under a name that is unique in this Checkpoint and becomes the name of a file.
+  /// A name has letters, digits, '_', '-' and '.', begins with a letter or digit, and is not
+  /// "random". Error otherwise. The order of the calls has no meaning.
+  ///
+  /// Adds a model: any torch::nn::Module, in a holder, shared pointer or by reference, or a
+  /// TorchScript module. Saves what torch::save would save. If a MixedPrecision that has been added
+  /// manages the model, its weights are saved in fp32, as by MixedPrecision::save_model, and can be
+  /// loaded at any opt level. Of a TorchScript module, parameters and buffers are loaded. Loading
+  /// writes into the memory of the model's tensors.
+  Checkpoint& add(const std::string& name, const amp::Model& model);
+
+  /// Adds an optimizer of any class. A ZeroRedundancyOptimizer is saved as the unsharded optimizer
+  /// would be, and can be resumed with any number of ranks.
+  Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer);
+
+  /// Adds the state of amp::initialize. At the opt level and dtype that were saved, resume()
+  /// restores loss scales and master weights. At others, master weights come from the fp32 weights
+  /// of the model, loss scales start anew, and a warning says so.
+  Checkpoint& add(const std::string& name, amp::MixedPrecision& mixed);
+
+  /// Adds any other object with save() and load(). Samplers differ between ranks, and are saved by
+  /// each of them.
+  template <Savable T>
+  Checkpoint& add(const std::string& name, T& object, PerRank per_rank = default_of<T>()) {
+    return add_state(
+        name, [&object](torch::serialize::OutputArchive& archive) { object.save(archive); },
+        [&object](torch::serialize::InputArchive& archive) { object.load(archive); }, per_rank);
+  }
+
+  /// Adds a number. FileError when resuming if a saved integer is outside the range of T.
+  template <typename T>
+    requires(std::is_arithmetic_v<T> && sizeof(T) <= sizeof(std::int64_t))
+  Checkpoint& add(const std::string& name, T& value, PerRank per_rank = PerRank::no) {
+    if constexpr (std::is_floating_point_v<T>) {
+      return add_real(
+          name, [&value] { return static_cast<double>(value); },
+          [&value](double loaded) { value = static_cast<T>(loaded); }, per_rank);
+    } else {
+      return add_integer(
+          name, [&value] { return static_cast<std::int64_t>(value); },
+          [&value](std::int64_t loaded) { value = static_cast<T>(loaded); }, limits_of<T>(),
+          per_rank);
+    }
+  }
+
+  /// Adds a string.
+  Checkpoint& add(const std::string& name, std::string& value, PerRank per_rank = PerRank::no);
+
+  /// Adds a tensor. Loading writes into its memory, and requires the saved shape and dtype. If the
+  /// tensor is undefined, loading assigns a tensor on the CPU.
+  Checkpoint& add(const std::string& name, at::Tensor& value, PerRank per_rank = PerRank::no);
+
+  /// Adds a generator of the program, of any device. Each rank saves its own.
+  Checkpoint& add(const std::string& name, const at::Generator& generator);
+
+  /// Saves a checkpoint of this step, and then deletes those beyond CheckpointOptions::keep, the
+  /// oldest first. Creates the directory if necessary. Call it between two training steps:
+  /// MixedPrecision::save is an Error between scale_loss and step.
+  ///
+  /// FileError, with the system's reason, if the checkpoint cannot be written (disk full, no
+  /// permission, the directory is a file, another process saves there at this moment). The earlier
+  /// checkpoints are then unchanged, no partial one is left, and a later call may succeed. Error if
+  /// nothing was added or the step is negative. Error if the directory has a checkpoint of a later
+  /// step that resume() has not rejected: a run that should have been resumed would otherwise
+  /// continue from the wrong checkpoint later. A checkpoint of the same step is replaced.
+  ///
+  /// Removes what killed processes have left in the directory, and checkpoints of later steps that
+  /// resume() has rejected.
+  ///
+  /// Collective. Rank 0 writes what is equal on all ranks, and each rank its own entries. If one
+  /// rank fails, all ranks throw.
+  /// @param step  the number of steps done, at least 0
+  void save(std::int64_t step);
+
+  /// Loads the newest checkpoint of the directory into the objects that were added, and returns its
+  /// step. Returns std::nullopt, and changes nothing, if there is none.
+  ///
+  /// Sizes and checksums of all files are verified before anything is changed. If a file is
+  /// missing, truncated or changed, a warning names it, and the previous checkpoint is taken.
+  /// FileError if there are checkpoints and all are damaged.
+  ///
+  /// FileError if the checkpoint is whole but does not fit: if it has other entries, or a tensor of
+  /// a model has another shape or dtype (the message names the first, with both shapes). All objects
+  /// have their earlier state after an exception. To ensure that, resume() keeps a copy of this
+  /// state in CPU memory, except that of optimizers, until it returns.
+  ///
+  /// Collective. Each rank loads the entries of all ranks, and its own. With another number of ranks
+  /// than the saved one, entries with PerRank::yes are an Error, and ranks that the saved run did
+  /// not have keep the states of their default generators.
+  std::optional<std::int64_t> resume();
+
+  const std::filesystem::path& directory() const;
+
+  /// Returns the directory of a step's checkpoint, whether it exists or not:
+  /// "DIRECTORY/step-00000120".
+  std::filesystem::path path_of(std::int64_t step) const;
+
+  /// Returns the steps of the checkpoints in the directory, in ascending order, without verifying
+  /// them.
+  std::vector<std::int64_t> steps() const;
+
+  /// The implementation.
+  struct Impl;
+
+ private:
+  using SaveState = std::function<void(torch::serialize::OutputArchive&)>;
+  using LoadState = std::function<void(torch::serialize::InputArchive&)>;
+
+  // The values of an integral type. Those of 64 bits are saved bit by bit.
+  struct Limits {
+    std::int64_t least;
+    std::int64_t most;
+  };
+
+  template <typename T>
+  static constexpr Limits limits_of() {
+    if constexpr (sizeof(T) == sizeof(std::int64_t)) {
+      return {std::numeric_limits<std::int64_t>::min(), std::numeric_limits<std::int64_t>::max()};
+    } else {
+      return {static_cast<std::int64_t>(std::numeric_limits<T>::min()),
+              static_cast<std::int64_t>(std::numeric_limits<T>::max())};
+    }
+  }
+
+  template <typename T>
+  static constexpr PerRank default_of() {
+    return std::is_base_of_v<torch::data::samplers::Sampler<std::vector<std::size_t>>, T>
+               ? PerRank::yes
+               : PerRank::no;
+  }
+
+  Checkpoint& add_state(const std::string& name, SaveState save, LoadState load, PerRank per_rank);
+  Checkpoint& add_integer(const std::string& name, std::function<std::int64_t()> get,
+                          std::function<void(std::int64_t)> set, const Limits& limits,
+                          PerRank per_rank);
+  Checkpoint& add_real(const std::string& name, std::function<double()> get,
+                       std::function<void(double)> set, PerRank per_rank);
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace semitone::checkpoint

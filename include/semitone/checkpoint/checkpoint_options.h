@@ -1,0 +1,40 @@
+#pragma once
+
+#include "semitone/comm/group.h"
+
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace semitone::checkpoint {
+
+/// Options of Checkpoint.
+class CheckpointOptions {
+ public:
+  /// How many checkpoints stay in the directory: the newest ones, with the one just saved. At least
+  /// 1, Error otherwise. std::nullopt keeps all. Default 3.
+  CheckpointOptions& keep(std::optional<std::int64_t> count);
+  const std::optional<std::int64_t>& keep() const { return keep_; }
+
+  /// The ranks of the run. Each of them constructs a Checkpoint with the same directory, which must
+  /// be on a file system that all of them share, and calls the same functions in the same order.
+  /// Default: a single process.
+  CheckpointOptions& group(comm::Group group) {
+    group_ = std::move(group);
+    return *this;
+  }
+  const comm::Group& group() const { return group_; }
+
+  /// Whether checkpoints have the states of LibTorch's default generators, from which dropout and
+  /// shuffling draw: the CPU's, and those of the devices of the added models and optimizers. The
+  /// entry's name is "random". Default true.
+  TORCH_ARG(bool, default_generators) = true;
+
+ private:
+  std::optional<std::int64_t> keep_ = 3;
+  comm::Group group_;
+};
+
+}  // namespace semitone::checkpoint

@@ -1,0 +1,42 @@
+#include "src/checkpoint/agree.h"
+
+#include "semitone/core/error.h"
+
+#include <c10/util/Exception.h>
+
+#include <fmt/format.h>
+
+#include <exception>
+#include <vector>
+
+namespace semitone::checkpoint {
+
+std::string message_of(const std::exception& error) {
+  const auto* const from_torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string text =
+      from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
+  return text.substr(0, text.find('\n'));
+}
+
+void on_all_ranks(const comm::Group& group, std::string_view component,
+                  const std::function<void()>& work) {
+  std::exception_ptr own;
+  std::string message;
+  try {
+    work();
+  } catch (const CommError&) {
+    throw;  // the ranks are lost: there is no agreement with them
+  } catch (const std::exception& error) {
+    own = std::current_exception();
+    message = message_of(error);
+  }
+  const std::vector<std::string> messages = group.all_gather(message);
+  if (own) std::rethrow_exception(own);
+  for (std::size_t rank = 0; rank < messages.size(); ++rank) {
+    if (messages[rank].empty()) continue;
+    throw FileError(component, "success on every rank",
+                    fmt::format("on rank {}: {}", rank, messages[rank]));
+  }
+}
+
+}  // namespace semitone::checkpoint

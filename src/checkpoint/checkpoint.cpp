@@ -1,0 +1,199 @@
+#include "semitone/checkpoint/checkpoint.h"
+
+#include "semitone/core/error.h"
+#include "src/checkpoint/checkpoint_impl.h"
+#include "src/core/archive.h"
+#include "src/core/env.h"
+#include "src/core/log.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <torch/serialize.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <utility>
+
+namespace semitone::checkpoint {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+constexpr auto kRandom = "random";
+constexpr auto kValue = "value";
+
+bool is_name(const std::string& name) {
+  const auto is_letter = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; };
+  return !name.empty() && is_letter(name.front()) &&
+         std::all_of(name.begin(), name.end(),
+                     [&](char c) { return is_letter(c) || c == '_' || c == '-' || c == '.'; });
+}
+
+// Ranks that do not know of each other would replace each other's checkpoints.
+void warn_without_group(const comm::Group& group) {
+  const std::string ranks = env::get(env::kWorldSize).value_or("1");
+  if (group.size() > 1 || ranks == "1") return;
+  log()->warn(
+      "[checkpoint] expected a group of {} ranks, as WORLD_SIZE says, got none: pass "
+      "CheckpointOptions().group(group), or give each rank its own directory",
+      ranks);
+}
+
+}  // namespace
+
+CheckpointOptions& CheckpointOptions::keep(std::optional<std::int64_t> count) {
+  if (count.has_value() && *count < 1) {
+    throw Error("checkpoint.options", "to keep at least 1 checkpoint", std::to_string(*count),
+                "std::nullopt keeps all");
+  }
+  keep_ = count;
+  return *this;
+}
+
+Checkpoint::Impl::Impl(std::filesystem::path folder, const CheckpointOptions& given)
+    : directory(std::move(folder)), options(given) {
+  if (directory.empty()) throw Error("checkpoint", "a directory", "an empty path");
+  warn_without_group(options.group());
+  if (!options.default_generators()) return;
+  entries.push_back(generators_entry(
+      kRandom, "default_generators", [this] { return default_generators(); }, /*optional=*/true));
+}
+
+NamedGenerators Checkpoint::Impl::default_generators() const {
+  NamedGenerators generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
+  std::set<std::string> seen{"cpu"};
+  for (const auto& entry : entries) {
+    for (const c10::Device device : entry->devices()) {
+      if (seen.insert(device.str()).second)
+        generators.emplace_back(device.str(), at::globalContext().defaultGenerator(device));
+    }
+  }
+  return generators;
+}
+
+void Checkpoint::Impl::add(std::unique_ptr<Entry> entry) {
+  const std::string& name = entry->name();
+  if (!is_name(name) || name == kRandom) {
+    throw Error("checkpoint.add",
+                "a name of letters, digits, '_', '-' and '.', which begins with a letter or digit, "
+                "and is not 'random'",
+                "'" + name + "'");
+  }
+  for (const auto& other : entries) {
+    if (other->name() == name)
+      throw Error("checkpoint.add", "names that differ", "'" + name + "' twice");
+  }
+  const auto place = std::upper_bound(
+      entries.begin(), entries.end(), entry,
+      [](const auto& added, const auto& other) { return added->turn() < other->turn(); });
+  entries.insert(place, std::move(entry));
+}
+
+Checkpoint::Checkpoint(std::filesystem::path directory, const CheckpointOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(directory), options)) {}
+Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
+Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
+Checkpoint::~Checkpoint() = default;
+
+Checkpoint& Checkpoint::add(const std::string& name, const amp::Model& model) {
+  impl_->add(model_entry(name, model, impl_->mixed));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, torch::optim::Optimizer& optimizer) {
+  impl_->add(optimizer_entry(name, optimizer));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, amp::MixedPrecision& mixed) {
+  impl_->add(mixed_entry(name, mixed));
+  impl_->mixed->push_back(&mixed);
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, std::string& value, PerRank per_rank) {
+  impl_->add(state_entry(
+      name, "string",
+      [&value](OutputArchive& archive) { archive.write(kValue, c10::IValue(value)); },
+      [&value](InputArchive& archive) {
+        value = read_value<std::string>(archive, kValue, "checkpoint.resume");
+      },
+      per_rank));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, at::Tensor& value, PerRank per_rank) {
+  impl_->add(tensor_entry(name, value, per_rank));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, const at::Generator& generator) {
+  if (!generator.defined())
+    throw Error("checkpoint.add", "a generator for '" + name + "'", "an undefined one");
+  impl_->add(generators_entry(
+      name, "generator", [generator] { return NamedGenerators{{"generator", generator}}; },
+      /*optional=*/false));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add_state(const std::string& name, SaveState save, LoadState load,
+                                  PerRank per_rank) {
+  impl_->add(state_entry(name, "state", std::move(save), std::move(load), per_rank));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add_integer(const std::string& name, std::function<std::int64_t()> get,
+                                    std::function<void(std::int64_t)> set, const Limits& limits,
+                                    PerRank per_rank) {
+  const auto load = [name, set = std::move(set), limits](InputArchive& archive) {
+    const auto value = read_value<std::int64_t>(archive, kValue, "checkpoint.resume");
+    if (value < limits.least || value > limits.most) {
+      throw FileError("checkpoint.resume",
+                      fmt::format("{} to {} for '{}'", limits.least, limits.most, name),
+                      std::to_string(value), "use a wider type");
+    }
+    set(value);
+  };
+  const auto save = [get = std::move(get)](OutputArchive& archive) {
+    archive.write(kValue, c10::IValue(get()));
+  };
+  impl_->add(state_entry(name, "integer", save, load, per_rank));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add_real(const std::string& name, std::function<double()> get,
+                                 std::function<void(double)> set, PerRank per_rank) {
+  impl_->add(state_entry(
+      name, "real",
+      [get = std::move(get)](OutputArchive& archive) { archive.write(kValue, c10::IValue(get())); },
+      [set = std::move(set)](InputArchive& archive) {
+        set(read_value<double>(archive, kValue, "checkpoint.resume"));
+      },
+      per_rank));
+  return *this;
+}
+
+void Checkpoint::save(std::int64_t step) {
+  impl_->save(step);
+}
+
+std::optional<std::int64_t> Checkpoint::resume() {
+  return impl_->resume();
+}
+
+const std::filesystem::path& Checkpoint::directory() const {
+  return impl_->directory;
+}
+
+std::filesystem::path Checkpoint::path_of(std::int64_t step) const {
+  return complete_path(impl_->directory, step);
+}
+
+std::vector<std::int64_t> Checkpoint::steps() const {
+  return steps_in(impl_->directory);
+}
+
+}  // namespace semitone::checkpoint

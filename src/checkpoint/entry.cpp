@@ -1,0 +1,122 @@
+#include "src/checkpoint/entry.h"
+
+#include "src/core/archive.h"
+
+#include <torch/csrc/jit/serialization/import.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+#include <utility>
+
+namespace semitone::checkpoint {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+class StateEntry final : public Entry {
+ public:
+  StateEntry(std::string name, std::string kind, std::function<void(OutputArchive&)> save,
+             std::function<void(InputArchive&)> load, PerRank per_rank)
+      : Entry(std::move(name), std::move(kind), per_rank),
+        save_(std::move(save)),
+        load_(std::move(load)) {}
+
+  void write(const Sink& sink, FileRecord&) override {
+    OutputArchive archive;
+    save_(archive);
+    archive.save_to(sink);
+  }
+
+  void read(const Source& source, const FileRecord&) override {
+    InputArchive archive = source.archive();
+    load_(archive);
+  }
+
+ private:
+  std::function<void(OutputArchive&)> save_;
+  std::function<void(InputArchive&)> load_;
+};
+
+class GeneratorsEntry final : public Entry {
+ public:
+  GeneratorsEntry(std::string name, std::string kind, std::function<NamedGenerators()> generators,
+                  bool optional)
+      : Entry(std::move(name), std::move(kind), PerRank::yes),
+        generators_(std::move(generators)),
+        optional_(optional) {}
+
+  bool may_be_missing() const override { return optional_; }
+
+  void write(const Sink& sink, FileRecord&) override {
+    OutputArchive archive;
+    for (auto& [name, generator] : generators_()) {
+      const std::lock_guard lock(generator.mutex());
+      archive.write(name, generator.get_state());
+    }
+    archive.save_to(sink);
+  }
+
+  void read(const Source& source, const FileRecord&) override {
+    InputArchive archive = source.archive();
+    for (auto& [name, generator] : generators_()) {
+      const auto state = optional_ ? find_value<at::Tensor>(archive, name, "checkpoint.resume")
+                                   : read_value<at::Tensor>(archive, name, "checkpoint.resume");
+      if (!state.has_value()) continue;
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(*state);
+    }
+  }
+
+ private:
+  std::function<NamedGenerators()> generators_;
+  bool optional_;
+};
+
+}  // namespace
+
+InputArchive Source::archive(c10::Device device) const {
+  InputArchive archive;
+  if (const auto* path = std::get_if<std::filesystem::path>(&where_)) {
+    archive.load_from(path->string(), device);
+  } else {
+    const std::string& bytes = *std::get<1>(where_);
+    archive.load_from(bytes.data(), bytes.size(), device);
+  }
+  return archive;
+}
+
+torch::jit::Module Source::script() const {
+  if (const auto* path = std::get_if<std::filesystem::path>(&where_))
+    return torch::jit::load(path->string(), c10::kCPU);
+  std::istringstream stream(*std::get<1>(where_));
+  return torch::jit::load(stream, c10::kCPU);
+}
+
+Entry::Undo Entry::set_aside() {
+  const auto bytes = std::make_shared<std::string>();
+  auto record = std::make_shared<FileRecord>();
+  write(
+      [&bytes](const void* data, std::size_t size) {
+        bytes->append(static_cast<const char*>(data), size);
+        return size;
+      },
+      *record);
+  return [this, bytes, record] { read(Source(bytes), *record); };
+}
+
+std::unique_ptr<Entry> state_entry(std::string name, std::string kind,
+                                   std::function<void(OutputArchive&)> save,
+                                   std::function<void(InputArchive&)> load, PerRank per_rank) {
+  return std::make_unique<StateEntry>(std::move(name), std::move(kind), std::move(save),
+                                      std::move(load), per_rank);
+}
+
+std::unique_ptr<Entry> generators_entry(std::string name, std::string kind,
+                                        std::function<NamedGenerators()> generators,
+                                        bool optional) {
+  return std::make_unique<GeneratorsEntry>(std::move(name), std::move(kind), std::move(generators),
+                                           optional);
+}
+
+}  // namespace semitone::checkpoint

@@ -1,0 +1,103 @@
+#pragma once
+
+#include "semitone/amp/mixed_precision.h"
+#include "semitone/autocast/model.h"
+#include "semitone/checkpoint/checkpoint.h"
+#include "src/checkpoint/file_record.h"
+#include "src/checkpoint/files.h"
+
+#include <ATen/core/Generator.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+// The objects of a checkpoint.
+namespace semitone::checkpoint {
+
+// The bytes that an entry wrote: a file, or memory.
+class Source {
+ public:
+  explicit Source(std::filesystem::path path) : where_(std::move(path)) {}
+  explicit Source(std::shared_ptr<const std::string> bytes) : where_(std::move(bytes)) {}
+
+  // Reads an archive, with its tensors on the device.
+  torch::serialize::InputArchive archive(c10::Device device = c10::kCPU) const;
+  torch::jit::Module script() const;
+
+ private:
+  std::variant<std::filesystem::path, std::shared_ptr<const std::string>> where_;
+};
+
+// An object that was added.
+class Entry {
+ public:
+  // When an entry is loaded. Masters are loaded after the optimizers, which may hold them, and
+  // models after both: at another opt level, the model's fp32 weights become the masters.
+  enum class Turn { optimizer, mixed, model, other };
+  // Ends what set_aside() began: puts the earlier state back.
+  using Undo = std::function<void()>;
+
+  Entry(std::string name, std::string kind, PerRank per_rank, Turn turn = Turn::other)
+      : name_(std::move(name)), kind_(std::move(kind)), per_rank_(per_rank), turn_(turn) {}
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  virtual ~Entry() = default;
+
+  const std::string& name() const { return name_; }
+  const std::string& kind() const { return kind_; }
+  bool is_per_rank() const { return per_rank_ == PerRank::yes; }
+  Turn turn() const { return turn_; }
+
+  // Whether a checkpoint of other ranks may lack the entry of this one.
+  virtual bool may_be_missing() const { return false; }
+  // The devices of its tensors.
+  virtual std::vector<c10::Device> devices() const { return {}; }
+  // Collects on rank 0 what other ranks have. Collective.
+  virtual void consolidate() {}
+  // Writes the file, and what the manifest says about it.
+  virtual void write(const Sink& sink, FileRecord& record) = 0;
+  // FileError unless the object has the tensors of a record. `path` is for the message.
+  virtual void require_fits(const FileRecord&, const std::string& /*path*/) const {}
+  // Loads what write() wrote.
+  virtual void read(const Source& source, const FileRecord& record) = 0;
+  // What read() will not restore, for a warning; usually empty.
+  virtual std::string loss(const FileRecord&) const { return {}; }
+  // Keeps the state so that it can be put back after a read() that failed. By default a copy in
+  // memory.
+  virtual Undo set_aside();
+
+ private:
+  std::string name_;
+  std::string kind_;
+  PerRank per_rank_;
+  Turn turn_;
+};
+
+using MixedPrecisions = std::vector<amp::MixedPrecision*>;
+
+std::unique_ptr<Entry> model_entry(std::string name, const amp::Model& model,
+                                   std::shared_ptr<const MixedPrecisions> mixed);
+std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer);
+std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed);
+std::unique_ptr<Entry> tensor_entry(std::string name, at::Tensor& tensor, PerRank per_rank);
+
+// An object with functions that save and load it.
+std::unique_ptr<Entry> state_entry(std::string name, std::string kind,
+                                   std::function<void(torch::serialize::OutputArchive&)> save,
+                                   std::function<void(torch::serialize::InputArchive&)> load,
+                                   PerRank per_rank);
+
+// Generators by names. The functions are called at each use. If `optional`, ranks and devices that
+// the saved run did not have keep their states.
+using NamedGenerators = std::vector<std::pair<std::string, at::Generator>>;
+std::unique_ptr<Entry> generators_entry(std::string name, std::string kind,
+                                        std::function<NamedGenerators()> generators, bool optional);
+
+}  // namespace semitone::checkpoint

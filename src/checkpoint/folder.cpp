@@ -1,0 +1,162 @@
+#include "src/checkpoint/folder.h"
+
+#include "semitone/core/error.h"
+#include "src/checkpoint/files.h"
+#include "src/core/log.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+namespace semitone::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kPrefix = "step-";
+constexpr std::string_view kPartial = ".partial";
+constexpr std::size_t kDigits = 8;  // at least
+
+// The step of a complete checkpoint's directory. Only the name that complete_path() gives is one.
+std::optional<std::int64_t> step_of(const std::string& name) {
+  if (!name.starts_with(kPrefix) || name.size() < kPrefix.size() + kDigits) return std::nullopt;
+  std::int64_t step = 0;
+  const char* const end = name.data() + name.size();
+  const auto [rest, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
+  if (error != std::errc() || rest != end) return std::nullopt;
+  return complete_path("", step) == name ? std::optional(step) : std::nullopt;
+}
+
+[[noreturn]] void fail_in(const fs::path& directory, int reason, std::string_view remedy = {}) {
+  throw FileError("checkpoint.save",
+                  fmt::format("to write a checkpoint in '{}'", directory.string()),
+                  reason_of(reason), remedy);
+}
+
+bool is_partial(const std::string& name) {
+  return name.starts_with(kPrefix) && name.ends_with(kPartial);
+}
+
+// Creates the directory with its parents, and flushes the entry in the last of them.
+void create(const fs::path& directory) {
+  std::error_code error;
+  if (fs::is_directory(directory, error)) return;
+  fs::create_directories(directory, error);
+  if (!error && !fs::is_directory(directory, error) && !error)
+    error.assign(ENOTDIR, std::generic_category());
+  if (error) fail_in(directory, error.value(), "choose a directory that this user may write to");
+  const fs::path whole = fs::absolute(directory).lexically_normal();
+  flush_directory(whole.has_filename() ? whole.parent_path() : whole.parent_path().parent_path());
+}
+
+}  // namespace
+
+fs::path complete_path(const fs::path& directory, std::int64_t step) {
+  return directory / fmt::format("{}{:0{}}", kPrefix, step, kDigits);
+}
+
+fs::path partial_path(const fs::path& directory, std::int64_t step) {
+  return complete_path(directory, step).concat(kPartial);
+}
+
+std::vector<std::int64_t> steps_in(const fs::path& directory) {
+  std::vector<std::int64_t> steps;
+  std::error_code error;
+  fs::directory_iterator entry(directory, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const auto step = step_of(entry->path().filename().string());
+    if (step.has_value()) steps.push_back(*step);
+  }
+  if (error && error != std::errc::no_such_file_or_directory) {
+    throw FileError("checkpoint",
+                    fmt::format("a directory of checkpoints '{}'", directory.string()),
+                    error.message(), "name a directory that this user may read");
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+Staging::Staging(fs::path directory) : directory_(std::move(directory)) {
+  create(directory_);
+  lock();
+}
+
+void Staging::begin(std::int64_t step) {
+  step_ = step;
+  remove_partial();
+  if (::mkdir(partial_path(directory_, step_).c_str(), 0777) != 0)
+    fail_in(directory_, errno, "choose a directory that this user may write to");
+  created_ = true;
+}
+
+Staging::~Staging() {
+  std::error_code ignored;
+  if (created_) fs::remove_all(partial_path(directory_, step_), ignored);
+}
+
+void Staging::lock() {
+  lock_ = Descriptor(::open(directory_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!lock_.is_open())
+    fail_in(directory_, errno, "choose a directory that this user may write to");
+  // Some network file systems have no locks. Saving works there, without this check.
+  if (::flock(lock_.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  throw FileError("checkpoint.save",
+                  fmt::format("one process at a time that saves in '{}'", directory_.string()),
+                  "another one that is saving there",
+                  "end that process, or choose another directory; ranks of one run share a "
+                  "Checkpoint through CheckpointOptions::group");
+}
+
+void Staging::remove_partial() const {
+  std::error_code error;
+  std::vector<fs::path> partial;
+  for (fs::directory_iterator entry(directory_, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+    if (is_partial(entry->path().filename().string())) partial.push_back(entry->path());
+  }
+  for (const fs::path& path : partial) {
+    if (!error) fs::remove_all(path, error);
+  }
+  if (error) fail_in(directory_, error.value(), "remove its *.partial directories");
+}
+
+void Staging::commit() {
+  const fs::path partial = partial_path(directory_, step_);
+  const fs::path complete = complete_path(directory_, step_);
+  flush_directory(partial);
+  // If there is a checkpoint of this step, the two change their names at once, and the destructor
+  // removes the old one.
+  const bool replaces = fs::exists(fs::symlink_status(complete));
+  if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, complete.c_str(),
+                  replaces ? RENAME_EXCHANGE : 0) != 0) {
+    fail_in(directory_, errno,
+            replaces ? fmt::format("remove '{}', or save at another step", complete.string()) : "");
+  }
+  created_ = replaces;
+  flush_directory(directory_);
+}
+
+void Staging::remove(std::int64_t step) const {
+  const fs::path complete = complete_path(directory_, step);
+  const fs::path partial = partial_path(directory_, step);
+  std::error_code error;
+  // Renamed first: an incomplete checkpoint never has a complete one's name.
+  fs::rename(complete, partial, error);
+  if (!error) fs::remove_all(partial, error);
+  if (error) {
+    log()->warn("[checkpoint.save] expected to remove the old checkpoint '{}', got {}",
+                complete.string(), error.message());
+  }
+}
+
+}  // namespace semitone::checkpoint

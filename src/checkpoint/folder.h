@@ -1,0 +1,55 @@
+#pragma once
+
+#include "src/core/descriptor.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+// The directory of a run's checkpoints. It has directories of two kinds: "step-00000120", which are
+// complete, and "step-00000120.partial", which a process is writing or deleting, or was when it
+// ended. A checkpoint becomes complete by a rename, and stops being one by a rename.
+namespace semitone::checkpoint {
+
+std::filesystem::path complete_path(const std::filesystem::path& directory, std::int64_t step);
+std::filesystem::path partial_path(const std::filesystem::path& directory, std::int64_t step);
+
+// The steps of complete checkpoints, ascending; none if the directory does not exist. FileError if
+// it cannot be listed.
+std::vector<std::int64_t> steps_in(const std::filesystem::path& directory);
+
+// A checkpoint that is being written, by one process at a time. The destructor removes it unless it
+// is complete.
+class Staging {
+ public:
+  // Creates the directory of the checkpoints. FileError if it cannot, or if another process is
+  // saving there.
+  explicit Staging(std::filesystem::path directory);
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  ~Staging();
+
+  // Removes what killed processes left, and creates the partial directory of the step. FileError if
+  // it cannot.
+  void begin(std::int64_t step);
+
+  // Makes the checkpoint complete. It replaces one of the same step. FileError if it cannot.
+  void commit();
+
+  // Removes the checkpoint of a step. A failure is logged: the new checkpoint is complete.
+  void remove(std::int64_t step) const;
+
+ private:
+  void lock();
+  void remove_partial() const;
+
+  std::filesystem::path directory_;
+  std::int64_t step_ = 0;
+  // The directory, opened and locked: the system removes the lock when the process ends.
+  Descriptor lock_;
+  bool created_ = false;
+};
+
+}  // namespace semitone::checkpoint

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "src/checkpoint/file_record.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace semitone::checkpoint {
+
+inline constexpr auto kManifest = "manifest.json";
+
+// The list of a checkpoint's files, which is written last. docs/checkpoints.md documents the JSON.
+struct Manifest {
+  std::int64_t step = 0;
+  std::int64_t world_size = 1;
+  std::vector<FileRecord> files;
+
+  // Null if there is none. `rank` is that of an entry with PerRank::yes.
+  const FileRecord* find(const std::string& name, const std::optional<int>& rank) const;
+};
+
+std::string to_text(const Manifest& manifest);
+
+// The records of one rank, as text for other ranks.
+std::string to_text(const std::vector<FileRecord>& records);
+std::vector<FileRecord> records_from(const std::string& text);
+
+// Reads and checks the manifest of a checkpoint's directory. FileError that names the file if it is
+// missing, larger than 64 MiB, of another format, or differs from what was written.
+Manifest read_manifest(const std::filesystem::path& directory);
+
+}  // namespace semitone::checkpoint

@@ -1,0 +1,240 @@
+// Models and tensors: entries whose shapes are in the manifest.
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/autocast/model_entries.h"
+#include "src/checkpoint/entry.h"
+#include "src/core/archive.h"
+#include "src/core/exact_weights.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/jit/serialization/export.h>
+#include <torch/serialize.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+namespace semitone::checkpoint {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+// A tensor that a MixedPrecision has cast to 16 bits is saved in fp32.
+bool is_lowered(const at::Tensor& tensor) {
+  return exact_weights_of(tensor) != nullptr;
+}
+
+TensorRecord record_of(const std::string& name, const at::Tensor& tensor) {
+  const bool is_lower = is_lowered(tensor) && is_16bit(tensor.scalar_type());
+  return {name, tensor.sizes().vec(), dtype_name(is_lower ? at::kFloat : tensor.scalar_type())};
+}
+
+std::string describe(const TensorRecord& tensor) {
+  return fmt::format("{} [{}]", tensor.dtype, fmt::join(tensor.shape, ", "));
+}
+
+void require_same_tensors(const std::vector<TensorRecord>& here,
+                          const std::vector<TensorRecord>& saved, const std::string& path) {
+  const auto by_name = [](const std::vector<TensorRecord>& tensors) {
+    std::unordered_map<std::string, std::string> described;
+    for (const TensorRecord& tensor : tensors) described.emplace(tensor.name, describe(tensor));
+    return described;
+  };
+  const auto wanted = by_name(here);
+  const auto found = by_name(saved);
+  const auto require = [&](const TensorRecord& tensor) {
+    const auto want = wanted.find(tensor.name);
+    const auto got = found.find(tensor.name);
+    const auto text = [](const auto& table, const auto& one) {
+      return one == table.end() ? std::string("none") : one->second;
+    };
+    if (text(wanted, want) == text(found, got)) return;
+    const std::string name = tensor.name.empty() ? "a tensor" : "'" + tensor.name + "'";
+    throw FileError(
+        "checkpoint.resume", fmt::format("{}, {}, in '{}'", name, text(wanted, want), path),
+        text(found, got), "resume with the model of the saved run, or choose another directory");
+  };
+  for (const TensorRecord& tensor : here) require(tensor);
+  for (const TensorRecord& tensor : saved) require(tensor);
+}
+
+// Module::load() gives a tensor the memory of the file's tensor. Others may refer to its own memory
+// (captured graphs, views), so the values are copied there.
+class OwnMemory {
+ public:
+  explicit OwnMemory(const std::vector<amp::ModelEntry>& entries) {
+    for (const auto& entry : entries)
+      kept_.emplace_back(entry.tensor, entry.tensor.variable_data());
+  }
+
+  // Returns the tensors to their memory, with the values that they have.
+  void take_values() {
+    const at::NoGradGuard no_grad;
+    for (auto& [tensor, memory] : kept_) {
+      const at::Tensor loaded = tensor.variable_data();
+      give_back(tensor, memory);
+      tensor.detach().copy_(loaded);
+    }
+  }
+
+  // Returns them to their memory, with the values from before.
+  void give_back() {
+    for (auto& [tensor, memory] : kept_) give_back(tensor, memory);
+  }
+
+ private:
+  static void give_back(const at::Tensor& tensor, const at::Tensor& memory) {
+    tensor.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
+  }
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+};
+
+class ModelEntry final : public Entry {
+ public:
+  ModelEntry(std::string name, const amp::Model& model,
+             std::shared_ptr<const MixedPrecisions> mixed)
+      : Entry(std::move(name), model.script() == nullptr ? "module" : "script", PerRank::no,
+              Turn::model),
+        model_(model),
+        mixed_(std::move(mixed)) {}
+
+  std::vector<c10::Device> devices() const override {
+    std::vector<c10::Device> devices;
+    for (const auto& entry : amp::entries_of(model_)) devices.push_back(entry.tensor.device());
+    return devices;
+  }
+
+  void write(const Sink& sink, FileRecord& record) override {
+    record.tensors = tensors();
+    const auto fp32 = fp32_weights();
+    if (const auto* const script = model_.script()) return torch::jit::ExportModule(*script, sink);
+    OutputArchive archive;
+    model_.module()->save(archive);
+    archive.save_to(sink);
+  }
+
+  void require_fits(const FileRecord& record, const std::string& path) const override {
+    require_same_tensors(tensors(), record.tensors, path);
+  }
+
+  void read(const Source& source, const FileRecord&) override {
+    auto fp32 = fp32_weights();
+    if (model_.script() == nullptr) {
+      read_module(source);
+    } else {
+      read_script(source);
+    }
+    if (fp32.has_value()) fp32->end();
+  }
+
+ private:
+  std::vector<TensorRecord> tensors() const {
+    std::vector<TensorRecord> tensors;
+    for (const auto& entry : amp::entries_of(model_))
+      tensors.push_back(record_of(entry.name, entry.tensor));
+    return tensors;
+  }
+
+  // Nothing if no MixedPrecision has cast the model.
+  std::optional<amp::MixedPrecision::Fp32Weights> fp32_weights() const {
+    const auto entries = amp::entries_of(model_);
+    if (std::none_of(entries.begin(), entries.end(),
+                     [](const auto& entry) { return is_lowered(entry.tensor); }))
+      return std::nullopt;
+    std::exception_ptr error;
+    for (amp::MixedPrecision* const mixed : *mixed_) {
+      try {
+        return mixed->fp32_weights(model_);
+      } catch (const Error&) {
+        error = std::current_exception();  // usually that it manages other models
+      }
+    }
+    if (error) std::rethrow_exception(error);
+    throw Error(
+        "checkpoint",
+        fmt::format("the MixedPrecision that amp::initialize returned for model '{}'", name()),
+        "none", "call add(\"mixed\", mixed) as well: it has the exact weights");
+  }
+
+  void read_module(const Source& source) {
+    torch::nn::Module& module = *model_.module();
+    const auto entries = amp::entries_of(model_);
+    const c10::Device device = entries.empty() ? c10::kCPU : entries.front().tensor.device();
+    InputArchive archive = source.archive(device);
+    OwnMemory memory(entries);
+    try {
+      module.load(archive);
+    } catch (...) {
+      memory.give_back();
+      throw;
+    }
+    memory.take_values();
+  }
+
+  void read_script(const Source& source) {
+    std::unordered_map<std::string, at::Tensor> loaded;
+    for (const auto& entry : amp::entries_of(amp::Model(source.script())))
+      loaded.emplace(entry.name, entry.tensor);
+    const at::NoGradGuard no_grad;
+    for (const auto& entry : amp::entries_of(model_))
+      entry.tensor.detach().copy_(loaded.at(entry.name));
+  }
+
+  amp::Model model_;
+  std::shared_ptr<const MixedPrecisions> mixed_;
+};
+
+class TensorEntry final : public Entry {
+ public:
+  TensorEntry(std::string name, at::Tensor& tensor, PerRank per_rank)
+      : Entry(std::move(name), "tensor", per_rank), tensor_(tensor) {}
+
+  void write(const Sink& sink, FileRecord& record) override {
+    OutputArchive archive;
+    if (tensor_.defined()) {
+      record.tensors = {record_of("", tensor_)};
+      archive.write(kKey, tensor_.detach());
+    }
+    archive.save_to(sink);
+  }
+
+  void require_fits(const FileRecord& record, const std::string& path) const override {
+    if (tensor_.defined()) require_same_tensors({record_of("", tensor_)}, record.tensors, path);
+  }
+
+  void read(const Source& source, const FileRecord&) override {
+    InputArchive archive = source.archive();
+    const auto loaded = find_value<at::Tensor>(archive, kKey, "checkpoint.resume");
+    if (tensor_.defined() && loaded.has_value()) {
+      const at::NoGradGuard no_grad;
+      tensor_.detach().copy_(*loaded);
+    } else {
+      tensor_ = loaded.value_or(at::Tensor());
+    }
+  }
+
+ private:
+  static constexpr auto kKey = "value";
+  at::Tensor& tensor_;
+};
+
+}  // namespace
+
+std::unique_ptr<Entry> model_entry(std::string name, const amp::Model& model,
+                                   std::shared_ptr<const MixedPrecisions> mixed) {
+  return std::make_unique<ModelEntry>(std::move(name), model, std::move(mixed));
+}
+
+std::unique_ptr<Entry> tensor_entry(std::string name, at::Tensor& tensor, PerRank per_rank) {
+  return std::make_unique<TensorEntry>(std::move(name), tensor, per_rank);
+}
+
+}  // namespace semitone::checkpoint

@@ -1,0 +1,121 @@
+// Optimizers, and the state of amp::initialize.
+
+#include "semitone/core/dtype.h"
+#include "semitone/parallel/zero_redundancy_optimizer.h"
+#include "src/checkpoint/entry.h"
+
+#include <torch/serialize.h>
+
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace semitone::checkpoint {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+class OptimizerEntry final : public Entry {
+ public:
+  OptimizerEntry(std::string name, torch::optim::Optimizer& optimizer)
+      : Entry(std::move(name), "optimizer", PerRank::no, Turn::optimizer), optimizer_(optimizer) {}
+
+  std::vector<c10::Device> devices() const override {
+    std::vector<c10::Device> devices;
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) devices.push_back(parameter.device());
+    }
+    return devices;
+  }
+
+  void consolidate() override {
+    if (auto* zero = dynamic_cast<parallel::ZeroRedundancyOptimizer*>(&optimizer_))
+      zero->consolidate(0);
+  }
+
+  void write(const Sink& sink, FileRecord&) override {
+    OutputArchive archive;
+    optimizer_.save(archive);
+    archive.save_to(sink);
+  }
+
+  void read(const Source& source, const FileRecord&) override {
+    // LibTorch's optimizers keep the state of parameters that the file does not have, and leave
+    // tensors on the archive's device.
+    optimizer_.state().clear();
+    const auto all = devices();
+    InputArchive archive = source.archive(all.empty() ? c10::Device(c10::kCPU) : all.front());
+    optimizer_.load(archive);
+  }
+
+  // Without a copy: loading makes new states.
+  Undo set_aside() override {
+    struct Earlier {
+      std::remove_reference_t<decltype(optimizer_.state())> state;
+      std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+    };
+    const auto earlier = std::make_shared<Earlier>();
+    for (const auto& group : optimizer_.param_groups())
+      earlier->options.push_back(group.has_options() ? group.options().clone() : nullptr);
+    std::swap(earlier->state, optimizer_.state());
+    return [this, earlier] {
+      std::swap(earlier->state, optimizer_.state());
+      for (std::size_t g = 0; g < earlier->options.size(); ++g) {
+        if (earlier->options[g] != nullptr)
+          optimizer_.param_groups()[g].set_options(std::move(earlier->options[g]));
+      }
+    };
+  }
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+};
+
+class MixedEntry final : public Entry {
+ public:
+  MixedEntry(std::string name, amp::MixedPrecision& mixed)
+      : Entry(std::move(name), "mixed_precision", PerRank::no, Turn::mixed), mixed_(mixed) {}
+
+  void write(const Sink& sink, FileRecord& record) override {
+    record.level = level();
+    OutputArchive archive;
+    mixed_.save(archive);
+    archive.save_to(sink);
+  }
+
+  void read(const Source& source, const FileRecord& record) override {
+    if (record.level != level()) return;
+    InputArchive archive = source.archive();
+    mixed_.load(archive);
+  }
+
+  std::string loss(const FileRecord& record) const override {
+    if (record.level == level()) return {};
+    return fmt::format("expected '{}' of {}, got {} in the checkpoint: loss scales start anew",
+                       name(), level(), record.level);
+  }
+
+ private:
+  // O0 has no 16-bit dtype.
+  std::string level() const {
+    const amp::Properties& properties = mixed_.properties();
+    const bool is_low = properties.cast_model_type.has_value() || properties.patch_torch_functions;
+    return std::string(amp::name_of(properties.opt_level)) +
+           (is_low ? " " + dtype_name(properties.dtype) : "");
+  }
+
+  amp::MixedPrecision& mixed_;
+};
+
+}  // namespace
+
+std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer) {
+  return std::make_unique<OptimizerEntry>(std::move(name), optimizer);
+}
+
+std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed) {
+  return std::make_unique<MixedEntry>(std::move(name), mixed);
+}
+
+}  // namespace semitone::checkpoint

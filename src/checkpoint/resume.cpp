@@ -1,0 +1,161 @@
+// Loading the newest checkpoint that is not damaged. Each rank verifies the files that it will load,
+// and all agree before one of them changes anything.
+
+#include "semitone/core/error.h"
+#include "src/checkpoint/agree.h"
+#include "src/checkpoint/checkpoint_impl.h"
+#include "src/core/log.h"
+
+#include <c10/util/Exception.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <exception>
+#include <sstream>
+#include <utility>
+
+namespace semitone::checkpoint {
+namespace {
+
+constexpr auto kResume = "checkpoint.resume";
+
+std::string to_words(const std::vector<std::int64_t>& steps) {
+  return fmt::format("{}", fmt::join(steps, " "));
+}
+
+std::vector<std::int64_t> to_steps(const std::string& words) {
+  std::vector<std::int64_t> steps;
+  std::istringstream stream(words);
+  for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
+  return steps;
+}
+
+// The messages of all ranks, without empty ones.
+std::string first_of(const std::vector<std::string>& messages) {
+  const auto found = std::find_if(messages.begin(), messages.end(),
+                                  [](const std::string& text) { return !text.empty(); });
+  return found == messages.end() ? std::string() : *found;
+}
+
+void read(Entry& entry, const std::filesystem::path& path, const FileRecord& record) {
+  try {
+    entry.read(Source(path), record);
+  } catch (const c10::Error& error) {
+    throw FileError(kResume, fmt::format("a state for '{}' in '{}'", entry.name(), path.string()),
+                    message_of(error), "was it saved from the same kind of object?");
+  }
+}
+
+}  // namespace
+
+Manifest Checkpoint::Impl::verify(std::int64_t step) const {
+  const auto path = complete_path(directory, step);
+  Manifest manifest = read_manifest(path);
+  if (manifest.step != step) {
+    throw FileError("checkpoint.verify",
+                    fmt::format("step {} in '{}'", step, (path / kManifest).string()),
+                    std::to_string(manifest.step));
+  }
+  const int rank = options.group().rank();
+  for (const FileRecord& record : manifest.files) {
+    if (record.rank.value_or(0) == rank || (rank == 0 && *record.rank >= options.group().size()))
+      verify_file(path / file_name(record.name, record.rank), record);
+  }
+  return manifest;
+}
+
+const FileRecord* Checkpoint::Impl::record_of(const Entry& entry, const Manifest& manifest) const {
+  return manifest.find(entry.name(), rank_of(entry));
+}
+
+void Checkpoint::Impl::require_fits(const Manifest& manifest) const {
+  const std::string path = complete_path(directory, manifest.step).string();
+  const bool same_ranks = manifest.world_size == options.group().size();
+  for (const auto& entry : entries) {
+    if (!same_ranks && entry->is_per_rank() && !entry->may_be_missing()) {
+      throw FileError(kResume,
+                      fmt::format("{} ranks in '{}', since each rank has its own '{}'",
+                                  options.group().size(), path, entry->name()),
+                      std::to_string(manifest.world_size),
+                      "resume with the number of ranks of the saved run");
+    }
+    const FileRecord* const record = record_of(*entry, manifest);
+    if (record == nullptr && entry->may_be_missing()) continue;
+    if (record == nullptr || record->kind != entry->kind()) {
+      throw FileError(kResume, fmt::format("'{}' ({}) in '{}'", entry->name(), entry->kind(), path),
+                      record == nullptr ? "none" : record->kind,
+                      "add() the objects of the saved run, under the same names");
+    }
+    entry->require_fits(*record, path + "/" + file_name(record->name, record->rank));
+  }
+  for (const FileRecord& record : manifest.files) {
+    const bool is_known = std::any_of(entries.begin(), entries.end(), [&](const auto& entry) {
+      return entry->name() == record.name;
+    });
+    if (is_known || record.kind == "default_generators") continue;
+    throw FileError(kResume, fmt::format("the objects in '{}'", path),
+                    fmt::format("none for '{}' ({})", record.name, record.kind),
+                    "add() the objects of the saved run, under the same names");
+  }
+}
+
+void Checkpoint::Impl::load(const Manifest& manifest) {
+  const auto path = complete_path(directory, manifest.step);
+  std::vector<Entry::Undo> undo;
+  try {
+    on_all_ranks(options.group(), kResume, [&] {
+      // In the reverse order: what reads an optimizer's state comes before the optimizer.
+      for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry)
+        undo.insert(undo.begin(), (*entry)->set_aside());
+      for (const auto& entry : entries) {
+        const FileRecord* const record = record_of(*entry, manifest);
+        if (record != nullptr) read(*entry, path / file_name(record->name, record->rank), *record);
+      }
+    });
+  } catch (...) {
+    for (const Entry::Undo& put_back : undo) put_back();
+    throw;
+  }
+  for (const auto& entry : entries) {
+    const FileRecord* const record = record_of(*entry, manifest);
+    const std::string loss = record == nullptr ? std::string() : entry->loss(*record);
+    if (!loss.empty() && is_first()) log()->warn("[{}] {}", kResume, loss);
+  }
+}
+
+std::optional<std::int64_t> Checkpoint::Impl::resume() {
+  const comm::Group& group = options.group();
+  std::vector<std::int64_t> steps;
+  on_all_ranks(group, kResume, [&] {
+    if (is_first()) steps = steps_in(directory);
+  });
+  steps = to_steps(group.broadcast(to_words(steps)));
+  std::string first_problem;
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    Manifest manifest;
+    std::string problem;
+    try {
+      manifest = verify(*step);
+    } catch (const std::exception& error) {
+      problem = message_of(error);
+    }
+    problem = first_of(group.all_gather(problem));
+    if (problem.empty()) {
+      on_all_ranks(group, kResume, [&] { require_fits(manifest); });
+      load(manifest);
+      return *step;
+    }
+    if (first_problem.empty()) first_problem = problem;
+    rejected.insert(*step);
+    if (is_first())
+      log()->warn("the checkpoint of step {} is damaged, and is not used: {}", *step, problem);
+  }
+  if (steps.empty()) return std::nullopt;
+  throw FileError(kResume, fmt::format("an undamaged checkpoint in '{}'", directory.string()),
+                  fmt::format("{} damaged, of which the newest: {}", steps.size(), first_problem),
+                  "restore a backup, or choose another directory");
+}
+
+}  // namespace semitone::checkpoint

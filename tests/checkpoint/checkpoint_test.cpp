@@ -1,0 +1,281 @@
+// What a checkpoint restores.
+
+#include "semitone/checkpoint.h"
+
+#include "semitone/scaling/grad_scaler.h"
+#include "tests/checkpoint/training.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/levels.h"
+#include "tests/support/temporary_folder.h"
+#include "tests/support/tensors.h"
+
+#include <torch/script.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace semitone::checkpoint::test {
+namespace {
+
+using semitone::test::CapturedLog;
+using semitone::test::TemporaryFolder;
+using ::testing::HasSubstr;
+
+std::vector<Setting> all_settings() {
+  std::vector<Setting> settings;
+  for (const char* level : semitone::test::kLevels) {
+    for (const auto dtype : semitone::test::kDtypes) {
+      for (const char* optimizer : kOptimizers) {
+        // The optimizer has no fp16 masters to split.
+        const bool is_split = std::string(optimizer) == "split FusedAdam";
+        if (is_split && std::string(level) == "O3" && dtype == torch::kHalf) continue;
+        settings.push_back({.level = level, .dtype = dtype, .optimizer = optimizer});
+      }
+    }
+  }
+  return settings;
+}
+
+class ResumedTraining : public testing::TestWithParam<Setting> {};
+
+TEST_P(ResumedTraining, ContinuesBitForBit) {
+  const TemporaryFolder folder;
+  Training whole(GetParam());
+  whole.train_to(12);
+
+  Training half(GetParam());
+  half.train_to(5);
+  auto saved = half.checkpoint(folder / "run");
+  saved.save(5);
+  const auto before = half.state();
+  half.train_to(6);  // saving has changed nothing
+
+  Setting other = GetParam();
+  other.seed = 2;
+  Training resumed(other);
+  auto checkpoint = resumed.checkpoint(folder / "run");
+  EXPECT_EQ(checkpoint.resume(), 5);
+  resumed.step = 5;
+  EXPECT_TRUE(same_bits(resumed.state(), before));
+  resumed.train_to(12);
+  EXPECT_TRUE(same_bits(resumed.state(), whole.state()));
+  EXPECT_GT(resumed.mixed.skipped_steps(), 0);
+}
+
+TEST_P(ResumedTraining, IsNotDisturbedBySaving) {
+  const TemporaryFolder folder;
+  Training whole(GetParam());
+  whole.train_to(8);
+  Training saving(GetParam());
+  auto checkpoint = saving.checkpoint(folder / "run");
+  for (std::int64_t step = 1; step <= 8; ++step) {
+    saving.train_to(step);
+    checkpoint.save(step);
+  }
+  EXPECT_TRUE(same_bits(saving.state(), whole.state()));
+}
+
+TEST_P(ResumedTraining, RestoresWhatWasTrainedBeyondTheCheckpoint) {
+  const TemporaryFolder folder;
+  Training run(GetParam());
+  auto checkpoint = run.checkpoint(folder / "run");
+  run.train_to(4);
+  checkpoint.save(4);
+  run.train_to(9);
+  const auto first = run.state();
+  EXPECT_EQ(checkpoint.resume(), 4);
+  run.step = 4;
+  run.train_to(9);
+  EXPECT_TRUE(same_bits(run.state(), first));
+}
+
+INSTANTIATE_TEST_SUITE_P(Checkpoint, ResumedTraining, testing::ValuesIn(all_settings()));
+
+TEST(Checkpoint, OfOneLevelHasTheExactWeightsForAnyOther) {
+  for (const char* const from : semitone::test::kLevels) {
+    for (const char* const to : semitone::test::kLevels) {
+      for (const char* const optimizer : kOptimizers) {
+        if (std::string(from) == to) continue;
+        SCOPED_TRACE(std::string(from) + " to " + to + ", " + optimizer);
+        const TemporaryFolder folder;
+        const auto dtype = torch::kBFloat16;
+        Training saved({.level = from, .dtype = dtype, .optimizer = optimizer});
+        saved.train_to(3);
+        saved.checkpoint(folder / "run").save(3);
+        Training loaded({.level = to, .dtype = dtype, .optimizer = optimizer, .seed = 2});
+        const CapturedLog log;
+        EXPECT_EQ(loaded.checkpoint(folder / "run").resume(), 3);
+        EXPECT_THAT(log.text(), HasSubstr("loss scales start anew"));
+        EXPECT_EQ(loaded.loss_sum, saved.loss_sum);
+        std::vector<at::Tensor> want;
+        {
+          const auto fp32 = saved.mixed.fp32_weights(saved.net);
+          want = semitone::test::copies(saved.net->parameters());
+        }
+        if (std::string(to) == "O3") {
+          for (at::Tensor& tensor : want) tensor = tensor.to(dtype).to(torch::kFloat);
+        }
+        {
+          const auto fp32 = loaded.mixed.fp32_weights(loaded.net);
+          EXPECT_TRUE(same_bits(semitone::test::copies(loaded.net->parameters()), want));
+        }
+        loaded.step = 3;
+        loaded.train_to(5);
+      }
+    }
+  }
+}
+
+TEST(Checkpoint, RestoresValuesOfEveryType) {
+  const TemporaryFolder folder;
+  struct Values {
+    bool flag = false;
+    int small = 0;
+    std::int64_t large = 0;
+    std::uint64_t seed = 0;
+    float ratio = 0;
+    double nan = 0;
+    double infinity = 0;
+    std::string text;
+    at::Tensor half = torch::zeros({2, 3}, torch::kHalf);
+    at::Tensor none;
+    void add_to(Checkpoint& checkpoint) {
+      checkpoint.add("flag", flag).add("small", small).add("large", large).add("seed", seed);
+      checkpoint.add("ratio", ratio).add("nan", nan).add("infinity", infinity);
+      checkpoint.add("text", text).add("half", half).add("none", none);
+    }
+  };
+  Values saved{true,
+               -3,
+               std::numeric_limits<std::int64_t>::min(),
+               std::numeric_limits<std::uint64_t>::max(),
+               0.1F,
+               std::nan(""),
+               -std::numeric_limits<double>::infinity(),
+               std::string("two\nlines, and \0 too", 20),
+               torch::full({2, 3}, 0.3, torch::kHalf),
+               torch::arange(3)};
+  Checkpoint writer(folder / "run");
+  saved.add_to(writer);
+  writer.save(0);
+  Values loaded;
+  const at::Tensor same = loaded.half;
+  Checkpoint reader(folder / "run");
+  loaded.add_to(reader);
+  EXPECT_EQ(reader.resume(), 0);
+  EXPECT_TRUE(loaded.flag);
+  EXPECT_EQ(loaded.small, -3);
+  EXPECT_EQ(loaded.large, saved.large);
+  EXPECT_EQ(loaded.seed, saved.seed);
+  EXPECT_EQ(loaded.ratio, 0.1F);
+  EXPECT_TRUE(std::isnan(loaded.nan));
+  EXPECT_EQ(loaded.infinity, saved.infinity);
+  EXPECT_EQ(loaded.text, saved.text);
+  EXPECT_TRUE(same_bits(same, saved.half));
+  EXPECT_TRUE(same_bits(loaded.none, saved.none));
+}
+
+TEST(Checkpoint, RestoresGeneratorsAndOtherSavableObjects) {
+  const TemporaryFolder folder;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  amp::GradScaler scaler;
+  scaler.scale(torch::ones({}));
+  scaler.update(16.0);
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("generator", generator).add("scaler", scaler);
+  checkpoint.save(1);
+  const auto own = torch::randn({4}, generator);
+  const auto default_one = torch::randn({4});
+  scaler.update(2.0);
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(same_bits(torch::randn({4}, generator), own));
+  EXPECT_TRUE(same_bits(torch::randn({4}), default_one));
+  EXPECT_EQ(scaler.get_scale(), 16.0);
+}
+
+TEST(Checkpoint, WithoutDefaultGeneratorsLeavesThem) {
+  const TemporaryFolder folder;
+  std::int64_t value = 1;
+  Checkpoint checkpoint(folder / "run", CheckpointOptions().default_generators(false));
+  checkpoint.add("value", value);
+  torch::manual_seed(1);
+  checkpoint.save(1);
+  torch::manual_seed(2);
+  const auto want = torch::randn({4});
+  torch::manual_seed(2);
+  checkpoint.resume();
+  EXPECT_TRUE(same_bits(torch::randn({4}), want));
+}
+
+TEST(Checkpoint, RestoresATorchScriptModule) {
+  const TemporaryFolder folder;
+  torch::jit::Module script("Scaled");
+  script.register_parameter("weight", torch::full({3}, 0.5), /*is_buffer=*/false);
+  script.register_buffer("count", torch::ones({1}, torch::kLong));
+  script.define("def forward(self, x):\n  return x * self.weight\n");
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("script", script);
+  checkpoint.save(1);
+  const at::Tensor weight = script.attr("weight").toTensor();
+  {
+    const torch::NoGradGuard no_grad;
+    weight.fill_(7);
+    script.attr("count").toTensor().fill_(9);
+  }
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(same_bits(weight.detach(), torch::full({3}, 0.5)));
+  EXPECT_EQ(script.attr("count").toTensor().item<std::int64_t>(), 1);
+}
+
+TEST(Checkpoint, LoadsIntoTheMemoryOfTheModel) {
+  const TemporaryFolder folder;
+  semitone::test::ToyConvNet net;
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("net", net);
+  checkpoint.save(1);
+  const at::Tensor view = net->conv->weight.detach().view(-1);
+  const at::Tensor want = view.clone();
+  view.fill_(0);
+  checkpoint.resume();
+  EXPECT_TRUE(same_bits(view, want));
+  EXPECT_TRUE(net->conv->weight.requires_grad());
+}
+
+TEST(Checkpoint, HasModelFilesThatLibTorchReads) {
+  const TemporaryFolder folder;
+  Training run({.level = "O2"});
+  run.train_to(2);
+  auto checkpoint = run.checkpoint(folder / "run");
+  checkpoint.save(2);
+  semitone::test::DropNet plain;
+  torch::load(plain, checkpoint.path_of(2) / "model.pt");
+  const auto fp32 = run.mixed.fp32_weights(run.net);
+  EXPECT_TRUE(same_bits(semitone::test::copies(plain->parameters()),
+                        semitone::test::copies(run.net->parameters())));
+}
+
+TEST(Checkpoint, SavesAModelThatNoMixedPrecisionManagesBesideOneThatItDoes) {
+  const TemporaryFolder folder;
+  Training run({.level = "O2"});
+  semitone::test::DropNet average;
+  auto checkpoint = run.checkpoint(folder / "run");
+  checkpoint.add("average", average);
+  checkpoint.save(1);
+  const auto want = semitone::test::copies(average->parameters());
+  {
+    const torch::NoGradGuard no_grad;
+    for (const at::Tensor& p : average->parameters()) p.zero_();
+  }
+  EXPECT_EQ(checkpoint.resume(), 1);
+  EXPECT_TRUE(same_bits(semitone::test::copies(average->parameters()), want));
+}
+
+}  // namespace
+}  // namespace semitone::checkpoint::test

@@ -1,0 +1,289 @@
+// The directory of the checkpoints: which stay, what a failed or killed writer leaves, and what
+// save() refuses.
+
+#include "semitone/checkpoint.h"
+#include "tests/checkpoint/training.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/environment.h"
+#include "tests/support/errors.h"
+#include "tests/support/temporary_folder.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::checkpoint::test {
+namespace directory {
+namespace {
+
+namespace fs = std::filesystem;
+using semitone::test::CapturedLog;
+using semitone::test::expect_error;
+using semitone::test::message_of;
+using semitone::test::TemporaryFolder;
+using semitone::test::write_text;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder))
+    names.push_back(entry.path().filename().string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// A checkpoint of one number.
+class CheckpointDirectory : public testing::Test {
+ protected:
+  Checkpoint make(const CheckpointOptions& options = {}) {
+    Checkpoint made(folder_ / "run", options);
+    made.add("value", value_);
+    return made;
+  }
+
+  std::string failure_of(Checkpoint& checkpoint, std::int64_t step) {
+    return message_of<FileError>([&] { checkpoint.save(step); });
+  }
+
+  TemporaryFolder folder_;
+  std::int64_t value_ = 0;
+};
+
+TEST_F(CheckpointDirectory, ThatDoesNotExistHasNothingToResume) {
+  auto checkpoint = make();
+  value_ = 5;
+  EXPECT_EQ(checkpoint.resume(), std::nullopt);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre());
+  EXPECT_EQ(value_, 5);
+  EXPECT_FALSE(fs::exists(checkpoint.directory()));
+  fs::create_directory(checkpoint.directory());
+  EXPECT_EQ(checkpoint.resume(), std::nullopt);
+}
+
+TEST_F(CheckpointDirectory, IsCreatedWithItsParents) {
+  Checkpoint checkpoint(folder_ / "a" / "b" / "c/");
+  checkpoint.add("value", value_);
+  checkpoint.save(120);
+  EXPECT_THAT(names_in(folder_ / "a" / "b" / "c"), ElementsAre("step-00000120"));
+  EXPECT_THAT(names_in(checkpoint.path_of(120)),
+              ElementsAre("manifest.json", "random.rank0.pt", "value.pt"));
+}
+
+TEST_F(CheckpointDirectory, KeepsTheNewestOnes) {
+  auto checkpoint = make(CheckpointOptions().keep(2));
+  for (value_ = 1; value_ <= 5; ++value_) checkpoint.save(value_ * 100);
+  EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000400", "step-00000500"));
+  EXPECT_EQ(checkpoint.resume(), 500);
+  EXPECT_EQ(value_, 5);
+}
+
+TEST_F(CheckpointDirectory, KeepsThreeUnlessToldOtherwise) {
+  auto three = make();
+  for (std::int64_t step = 1; step <= 5; ++step) three.save(step);
+  EXPECT_THAT(three.steps(), ElementsAre(3, 4, 5));
+  auto all = make(CheckpointOptions().keep(std::nullopt));
+  for (std::int64_t step = 6; step <= 8; ++step) all.save(step);
+  EXPECT_THAT(all.steps(), ElementsAre(3, 4, 5, 6, 7, 8));
+  auto one = make(CheckpointOptions().keep(1));
+  one.save(9);
+  EXPECT_THAT(one.steps(), ElementsAre(9));
+}
+
+TEST_F(CheckpointDirectory, HasStepsInNumericalOrder) {
+  auto checkpoint = make(CheckpointOptions().keep(std::nullopt));
+  for (const std::int64_t step : {99'999'999L, 100'000'000L, 5'000'000'000L}) {
+    value_ = step;
+    checkpoint.save(step);
+  }
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(99'999'999, 100'000'000, 5'000'000'000));
+  value_ = 0;
+  EXPECT_EQ(checkpoint.resume(), 5'000'000'000);
+  EXPECT_EQ(value_, 5'000'000'000);
+}
+
+TEST_F(CheckpointDirectory, ReplacesACheckpointOfTheSameStep) {
+  auto checkpoint = make();
+  value_ = 1;
+  checkpoint.save(10);
+  value_ = 2;
+  checkpoint.save(10);
+  value_ = 0;
+  EXPECT_EQ(checkpoint.resume(), 10);
+  EXPECT_EQ(value_, 2);
+  EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000010"));
+}
+
+TEST_F(CheckpointDirectory, OfARunThatShouldHaveBeenResumedIsAnError) {
+  make().save(500);
+  auto again = make();
+  expect_error([&] { again.save(100); },
+               {"[checkpoint.save]", "after 500", "got 100", "call resume()"});
+  EXPECT_THAT(names_in(again.directory()), ElementsAre("step-00000500"));
+}
+
+TEST_F(CheckpointDirectory, LosesWhatKilledWritersLeft) {
+  auto checkpoint = make();
+  checkpoint.save(1);
+  const fs::path left = checkpoint.directory() / "step-00000002.partial";
+  fs::create_directory(left);
+  write_text(left / "model.pt", "incomplete");
+  write_text(checkpoint.directory() / "notes.txt", "mine");
+  fs::create_directory(checkpoint.directory() / "step-7");
+  EXPECT_EQ(checkpoint.resume(), 1);
+  checkpoint.save(3);
+  EXPECT_THAT(names_in(checkpoint.directory()),
+              ElementsAre("notes.txt", "step-00000001", "step-00000003", "step-7"));
+}
+
+TEST_F(CheckpointDirectory, ThatAnotherProcessWritesIsAnError) {
+  auto checkpoint = make();
+  checkpoint.save(1);
+  // The lock belongs to the open file: a second one is as good as another process's.
+  const int other = ::open(checkpoint.directory().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  ASSERT_GE(other, 0);
+  ASSERT_EQ(::flock(other, LOCK_EX | LOCK_NB), 0);
+  EXPECT_THAT(failure_of(checkpoint, 2), HasSubstr("another one that is saving there"));
+  ::close(other);
+  checkpoint.save(2);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(1, 2));
+}
+
+TEST_F(CheckpointDirectory, ThatIsAFileIsAnError) {
+  write_text(folder_ / "run", "a file");
+  auto checkpoint = make();
+  EXPECT_THAT(failure_of(checkpoint, 1),
+              AllOf(HasSubstr("[checkpoint.save]"), HasSubstr((folder_ / "run").string()),
+                    HasSubstr("Not a directory"), HasSubstr("choose a directory")));
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(); }), HasSubstr("Not a directory"));
+  Checkpoint below(folder_ / "run" / "below");
+  below.add("value", value_);
+  EXPECT_THAT(failure_of(below, 1), HasSubstr("Not a directory"));
+}
+
+// Root may write anywhere, so it becomes another user meanwhile.
+class AnotherUser {
+ public:
+  AnotherUser() : was_root_(::geteuid() == 0) { EXPECT_TRUE(!was_root_ || ::seteuid(65534) == 0); }
+  ~AnotherUser() { EXPECT_TRUE(!was_root_ || ::seteuid(0) == 0); }
+  AnotherUser(const AnotherUser&) = delete;
+  AnotherUser& operator=(const AnotherUser&) = delete;
+
+ private:
+  bool was_root_;
+};
+
+TEST_F(CheckpointDirectory, ThatIsReadOnlyIsAnErrorAndStaysAsItIs) {
+  auto checkpoint = make();
+  value_ = 7;
+  checkpoint.save(1);
+  fs::permissions(folder_.path(), fs::perms::all);
+  const auto before = fs::status(checkpoint.directory()).permissions();
+  fs::permissions(checkpoint.directory(), fs::perms::all & ~fs::perms::owner_write &
+                                              ~fs::perms::group_write & ~fs::perms::others_write);
+  {
+    const AnotherUser user;
+    EXPECT_THAT(failure_of(checkpoint, 2),
+                AllOf(HasSubstr("Permission denied"), HasSubstr("this user may write to")));
+    value_ = 0;
+    EXPECT_EQ(checkpoint.resume(), 1);
+    EXPECT_EQ(value_, 7);
+  }
+  fs::permissions(checkpoint.directory(), before);
+  EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000001"));
+  checkpoint.save(2);
+}
+
+// The kernel refuses to let files grow beyond a size: what a full disk does, for this process.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    EXPECT_EQ(::getrlimit(RLIMIT_FSIZE, &before_), 0);
+    const rlimit small{bytes, before_.rlim_max};
+    EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  }
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+
+ private:
+  rlimit before_{};
+  void (*handler_)(int);
+};
+
+TEST(FullDisk, LeavesTheEarlierCheckpointsAndNoPartialOne) {
+  const TemporaryFolder folder;
+  Training run({});
+  auto checkpoint = run.checkpoint(folder / "run");
+  run.train_to(2);
+  checkpoint.save(2);
+  const auto saved = run.state();
+  run.train_to(3);
+  const auto state = run.state();
+  int failures = 0;
+  // Each limit stops another file, and the last none.
+  for (const unsigned bytes :
+       {0U, 500U, 1500U, 2500U, 5000U, 10'000U, 20'000U, 40'000U, 1'000'000U}) {
+    SCOPED_TRACE(bytes);
+    std::string message;
+    try {
+      const FileSizeLimit limit(bytes);
+      checkpoint.save(3);
+    } catch (const FileError& error) {
+      message = error.what();
+      ++failures;
+      EXPECT_THAT(message, AllOf(HasSubstr("step-00000003.partial"), HasSubstr("File too large")));
+      EXPECT_THAT(names_in(checkpoint.directory()), ElementsAre("step-00000002"));
+      EXPECT_TRUE(same_bits(run.state(), state));
+    }
+  }
+  EXPECT_GT(failures, 3);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(2, 3));
+  fs::remove_all(checkpoint.path_of(3));
+  EXPECT_EQ(checkpoint.resume(), 2);
+  EXPECT_TRUE(same_bits(run.state(), saved));
+}
+
+TEST_F(CheckpointDirectory, OfRanksWithoutAGroupIsAWarning) {
+  const CapturedLog log;
+  semitone::test::Environment environment({"WORLD_SIZE"});
+  make();
+  environment.set({{"WORLD_SIZE", "1"}});
+  make();
+  EXPECT_EQ(log.text(), "");
+  environment.set({{"WORLD_SIZE", "2"}});
+  make();
+  EXPECT_THAT(log.text(), AllOf(HasSubstr("WORLD_SIZE"), HasSubstr("group of 2 ranks")));
+}
+
+TEST_F(CheckpointDirectory, CanBeMovedWithTheObject) {
+  auto first = make();
+  Checkpoint second = std::move(first);
+  value_ = 3;
+  second.save(1);
+  value_ = 0;
+  EXPECT_EQ(second.resume(), 1);
+  EXPECT_EQ(value_, 3);
+  EXPECT_THAT(second.path_of(1).string(), Not(HasSubstr("//")));
+}
+
+}  // namespace
+}  // namespace directory
+}  // namespace semitone::checkpoint::test

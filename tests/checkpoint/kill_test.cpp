@@ -1,0 +1,148 @@
+// A training that is killed with SIGKILL at random moments, most of them while it saves.
+//
+// SEMITONE_TEST_KILLS sets the number of kills. Default: 50.
+
+#include "semitone/checkpoint.h"
+#include "src/launch/process.h"
+#include "tests/checkpoint/training.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <thread>
+
+namespace semitone::checkpoint::test {
+namespace {
+
+namespace fs = std::filesystem;
+using semitone::test::TemporaryFolder;
+
+// Set for the processes that are killed.
+constexpr auto kFolder = "SEMITONE_TEST_FOLDER";
+constexpr auto kReady = "ready";
+
+int number_of_kills() {
+  const char* const kills = std::getenv("SEMITONE_TEST_KILLS");
+  return kills == nullptr ? 50 : std::stoi(kills);
+}
+
+// Each run of the test has another setting.
+Setting setting_of(int kill) {
+  constexpr const char* kLevels[] = {"O0", "O1", "O2", "O3"};
+  return {.level = kLevels[kill % 4],
+          .dtype = kill % 8 < 4 ? torch::kHalf : torch::kBFloat16,
+          .optimizer = kOptimizers[static_cast<std::size_t>(kill / 2 % 4)]};
+}
+
+// Resumes, says so, and trains and saves until it is killed.
+[[noreturn]] void train_until_killed(const fs::path& folder, const Setting& setting) {
+  Training run(setting);
+  auto checkpoint = run.checkpoint(folder / "run");
+  const auto resumed = checkpoint.resume();
+  run.step = resumed.value_or(0);
+  std::cout << "resumed " << resumed.value_or(-1) << std::endl;
+  semitone::test::write_text(folder / kReady, "");
+  while (true) {
+    run.train_to(run.step + 1);
+    checkpoint.save(run.step);
+    std::cout << "saved " << run.step << std::endl;
+  }
+}
+
+// The last number after a word in the output of a process; -1 if there is none.
+std::int64_t last_number(const std::string& output, const std::string& word) {
+  std::int64_t last = -1;
+  std::istringstream words(output);
+  for (std::string text; words >> text;) {
+    if (text == word) words >> last;
+  }
+  return last;
+}
+
+launch::ProcessOptions child_in(const fs::path& folder) {
+  launch::ProcessOptions child("/proc/self/exe");
+  child.arguments({"--gtest_filter=KilledTraining.*", "--gtest_brief=1"})
+      .environment(kFolder, folder.string())
+      .environment("OMP_NUM_THREADS", "1")
+      .out(launch::Output::capture)
+      .err(launch::Output::capture)
+      .death_signal(SIGKILL);
+  return child;
+}
+
+std::int64_t partial_directories(const fs::path& folder) {
+  if (!fs::exists(folder)) return 0;
+  return std::count_if(fs::directory_iterator(folder), fs::directory_iterator(),
+                       [](const auto& entry) { return entry.path().extension() == ".partial"; });
+}
+
+// Starts the training, and kills it after the delay. Returns its output.
+std::string run_and_kill(const fs::path& folder, std::chrono::microseconds delay) {
+  fs::remove(folder / kReady);
+  launch::Process child(child_in(folder));
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  while (!fs::exists(folder / kReady) && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_TRUE(fs::exists(folder / kReady));
+  std::this_thread::sleep_for(delay);
+  child.send(SIGKILL);
+  const launch::ProcessResult result = child.wait();
+  EXPECT_FALSE(result.status.success());
+  EXPECT_EQ(result.err, "");  // no warning: no checkpoint was damaged
+  return result.out;
+}
+
+TEST(KilledTraining, EndsAsIfItHadNotBeenKilled) {
+  torch::set_num_threads(1);
+  const int kills = number_of_kills();
+  const char* const mine = std::getenv(kFolder);
+  if (mine != nullptr) {
+    train_until_killed(mine, setting_of(std::stoi(fs::path(mine).filename().string())));
+  }
+  const TemporaryFolder folder;
+  // Microseconds.
+  const at::Tensor delays =
+      torch::randint(150'000, {kills}, at::make_generator<at::CPUGeneratorImpl>(5), torch::kLong);
+  std::int64_t interrupted = 0;
+  constexpr int kRuns = 8;
+  for (int number = 0; number < kRuns; ++number) {
+    const Setting setting = setting_of(number);
+    SCOPED_TRACE(testing::PrintToString(setting));
+    const fs::path own = folder / std::to_string(number);
+    fs::create_directory(own);
+    std::int64_t saved = -1;
+    for (int kill = number; kill < kills; kill += kRuns) {
+      const std::string output =
+          run_and_kill(own, std::chrono::microseconds(delays[kill].item<std::int64_t>()));
+      ASSERT_GE(last_number(output, "resumed"), saved) << output;
+      saved = std::max({saved, last_number(output, "resumed"), last_number(output, "saved")});
+      interrupted += partial_directories(own / "run");
+    }
+    Training survivor(setting);
+    auto checkpoint = survivor.checkpoint(own / "run");
+    const std::int64_t step = checkpoint.resume().value_or(0);
+    ASSERT_GE(step, saved);
+    survivor.step = step;
+    survivor.train_to(step + 3);
+    checkpoint.save(survivor.step);
+    EXPECT_EQ(partial_directories(own / "run"), 0);
+    Training undisturbed(setting);
+    undisturbed.train_to(step + 3);
+    EXPECT_TRUE(same_bits(survivor.state(), undisturbed.state()));
+  }
+  RecordProperty("kills", kills);
+  RecordProperty("interrupted_writes", std::to_string(interrupted));
+  EXPECT_GT(interrupted, 0);  // so that the test tests something
+}
+
+}  // namespace
+}  // namespace semitone::checkpoint::test

@@ -1,0 +1,204 @@
+// Checkpoints that do not fit, and wrong use: errors after which everything is as it was.
+
+#include "semitone/checkpoint.h"
+#include "tests/checkpoint/training.h"
+#include "tests/support/errors.h"
+#include "tests/support/temporary_folder.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+
+namespace semitone::checkpoint::test {
+namespace misfit {
+namespace {
+
+using semitone::test::expect_error;
+using semitone::test::message_of;
+using semitone::test::TemporaryFolder;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+TEST(CheckpointMisfit, OfAnIntegerIsRefused) {
+  const TemporaryFolder folder;
+  std::int64_t wide = 300;
+  Checkpoint(folder / "run").add("value", wide).save(1);
+  std::int8_t narrow = 5;
+  Checkpoint reader(folder / "run");
+  reader.add("value", narrow);
+  EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
+              AllOf(HasSubstr("-128 to 127"), HasSubstr("'value'"), HasSubstr("300")));
+  EXPECT_EQ(narrow, 5);
+}
+
+TEST(CheckpointMisfit, OfAnotherArchitectureNamesTheFirstParameterAndChangesNothing) {
+  const TemporaryFolder folder;
+  std::int64_t value = 1;
+  semitone::test::ToyConvNet net(3);
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  Checkpoint(folder / "run").add("net", net).add("value", value).add("sgd", sgd).save(7);
+  semitone::test::ToyConvNet wider(5);
+  torch::optim::SGD other(wider->parameters(), torch::optim::SGDOptions(0.2).momentum(0.9));
+  std::int64_t loaded = 2;
+  Checkpoint reader(folder / "run");
+  reader.add("net", wider).add("value", loaded).add("sgd", other);
+  const auto before = semitone::test::copies(wider->parameters());
+  EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
+              AllOf(HasSubstr("[checkpoint.resume]"), HasSubstr("'head.weight', float32 [5, 4]"),
+                    HasSubstr("got float32 [3, 4]")));
+  EXPECT_TRUE(same_bits(semitone::test::copies(wider->parameters()), before));
+  EXPECT_EQ(loaded, 2);
+  EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.2);
+}
+
+TEST(CheckpointMisfit, OfAnotherDtypeIsRefused) {
+  const TemporaryFolder folder;
+  semitone::test::ToyConvNet net;
+  net->to(torch::kBFloat16);
+  Checkpoint(folder / "run").add("net", net).save(7);
+  semitone::test::ToyConvNet wide;
+  Checkpoint reader(folder / "run");
+  reader.add("net", wide);
+  EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
+              AllOf(HasSubstr("'conv.weight', float32"), HasSubstr("got bfloat16")));
+}
+
+TEST(CheckpointMisfit, OfOtherObjectsIsRefused) {
+  const TemporaryFolder folder;
+  std::int64_t a = 1;
+  std::int64_t b = 2;
+  double real = 3;
+  Checkpoint(folder / "run").add("a", a).add("b", b).save(1);
+  const auto refused = [&](auto&& add) {
+    Checkpoint reader(folder / "run");
+    add(reader);
+    return message_of<FileError>([&] { reader.resume(); });
+  };
+  EXPECT_THAT(refused([&](auto& reader) { reader.add("a", a); }), HasSubstr("none for 'b'"));
+  EXPECT_THAT(refused([&](auto& reader) { reader.add("a", a).add("b", b).add("c", real); }),
+              AllOf(HasSubstr("'c' (real)"), HasSubstr("got none")));
+  EXPECT_THAT(refused([&](auto& reader) { reader.add("a", a).add("b", real); }),
+              AllOf(HasSubstr("'b' (real)"), HasSubstr("got integer")));
+}
+
+TEST(CheckpointMisfit, OfAnotherOptimizerLeavesEveryObjectAsItWas) {
+  const TemporaryFolder folder;
+  const auto stepped = [](torch::optim::Optimizer& optimizer) {
+    for (const at::Tensor& p : optimizer.param_groups()[0].params())
+      p.mutable_grad() = torch::ones_like(p);
+    optimizer.step();
+  };
+  torch::nn::Linear net(2, 3);
+  {
+    torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    stepped(sgd);
+    Checkpoint(folder / "run").add("net", net).add("optimizer", sgd).save(1);
+  }
+  torch::optim::AdamW adamw(net->parameters(), 0.1);
+  stepped(adamw);
+  const auto before = semitone::test::copies(net->parameters());
+  const auto states = adamw.state().size();
+  Checkpoint reader(folder / "run");
+  reader.add("net", net).add("optimizer", adamw);
+  EXPECT_THAT(message_of<FileError>([&] { reader.resume(); }),
+              AllOf(HasSubstr("[checkpoint.resume]"), HasSubstr("a state for 'optimizer'")));
+  EXPECT_TRUE(same_bits(semitone::test::copies(net->parameters()), before));
+  EXPECT_EQ(adamw.state().size(), states);
+  EXPECT_EQ(adamw.param_groups()[0].options().get_lr(), 0.1);
+}
+
+// Loads a value, and then refuses it.
+struct Stubborn {
+  std::int64_t value = 0;
+  bool refuses = false;
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("value", c10::IValue(value));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue loaded;
+    archive.read("value", loaded);
+    value = loaded.toInt();
+    if (refuses && value == 1) throw std::runtime_error("not that one");
+  }
+};
+
+TEST(CheckpointMisfit, FoundHalfwayLeavesEveryObjectAsItWas) {
+  for (const char* const optimizer : kOptimizers) {
+    SCOPED_TRACE(optimizer);
+    const TemporaryFolder folder;
+    const Setting setting{.dtype = torch::kBFloat16, .optimizer = optimizer};
+    Stubborn stubborn{.value = 1};
+    {
+      Training saved(setting);
+      saved.train_to(4);
+      auto checkpoint = saved.checkpoint(folder / "run");
+      checkpoint.add("stubborn", stubborn);
+      checkpoint.save(4);
+    }
+    Training whole(setting);
+    whole.train_to(9);
+
+    Training run(setting);
+    run.train_to(6);
+    stubborn = {.value = 2, .refuses = true};
+    auto checkpoint = run.checkpoint(folder / "run");
+    checkpoint.add("stubborn", stubborn);
+    EXPECT_THAT(message_of<std::runtime_error>([&] { checkpoint.resume(); }),
+                HasSubstr("not that one"));
+    EXPECT_EQ(stubborn.value, 2);
+    run.train_to(9);
+    EXPECT_TRUE(same_bits(run.state(), whole.state()));
+  }
+}
+
+TEST(CheckpointUse, WithoutTheMixedPrecisionOfACastModelIsAnError) {
+  const TemporaryFolder folder;
+  Training run({.level = "O2"});
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("model", run.net);
+  expect_error([&] { checkpoint.save(1); }, {"'model'", "add(\"mixed\", mixed)"});
+  EXPECT_THAT(checkpoint.steps(), ElementsAre());
+}
+
+TEST(CheckpointUse, RefusesNamesThatAreNoFileNames) {
+  std::int64_t value = 1;
+  Checkpoint checkpoint("nowhere");
+  for (const char* const name : {"", "a/b", "..", ".hidden", "random", "a b", "\xC3\xA4"})
+    expect_error([&] { checkpoint.add(name, value); }, {"[checkpoint.add]"});
+  checkpoint.add("value", value);
+  expect_error([&] { checkpoint.add("value", value); }, {"'value' twice"});
+}
+
+TEST(CheckpointUse, RefusesEmptyOnes) {
+  const TemporaryFolder folder;
+  std::int64_t value = 1;
+  expect_error([] { Checkpoint(""); }, {"a directory", "an empty path"});
+  expect_error([] { CheckpointOptions().keep(0); }, {"at least 1 checkpoint, got 0"});
+  expect_error([&] { Checkpoint(folder / "run").save(1); }, {"call add()"});
+  expect_error([&] { Checkpoint(folder / "run").add("value", value).save(-1); }, {"got -1"});
+  EXPECT_FALSE(std::filesystem::exists(folder / "run"));
+}
+
+TEST(CheckpointUse, CannotBeSavedBetweenScaleLossAndStep) {
+  const TemporaryFolder folder;
+  Training run({.level = "O2"});
+  auto checkpoint = run.checkpoint(folder / "run");
+  checkpoint.save(1);
+  run.mixed
+      .scale_loss(run.mixed.forward(run.net, torch::randn({4, 1, 28, 28})).sum(), *run.optimizer)
+      .backward();
+  expect_error([&] { checkpoint.save(2); }, {"save after step()"});
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(1));
+}
+
+}  // namespace
+}  // namespace misfit
+}  // namespace semitone::checkpoint::test

@@ -1,0 +1,242 @@
+// Checkpoints of several ranks.
+
+#include "semitone/checkpoint.h"
+#include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/parallel/zero_redundancy_optimizer.h"
+#include "tests/checkpoint/training.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/errors.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/temporary_folder.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace semitone::checkpoint::test {
+namespace {
+
+namespace fs = std::filesystem;
+using semitone::test::CapturedLog;
+using semitone::test::message_of;
+using semitone::test::Rank;
+using semitone::test::run_ranks;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+CheckpointOptions options_of(const comm::Group& group) {
+  return CheckpointOptions().group(group);
+}
+
+// Own random numbers and own data on each rank; the same gradients, hence the same weights.
+struct DataParallelTraining {
+  DataParallelTraining(const comm::Group& given, std::uint64_t seed, bool sharded)
+      : group(given),
+        net(made(seed)),
+        optimizer(sharded ? shard() : optimizer_of(net->parameters())),
+        mixed(amp::initialize(net, *optimizer,
+                              amp::Options("O2").dtype(torch::kBFloat16).verbosity(0))),
+        ddp(net, group),
+        sampler(16, group.size(), group.rank()) {
+    torch::manual_seed(seed * 100 + static_cast<std::uint64_t>(group.rank()));
+  }
+
+  static semitone::test::DropNet made(std::uint64_t seed) {
+    torch::manual_seed(seed);
+    return semitone::test::DropNet();
+  }
+  static std::unique_ptr<torch::optim::Optimizer> optimizer_of(
+      std::vector<torch::optim::OptimizerParamGroup> groups) {
+    return std::make_unique<optim::FusedAdam>(std::move(groups), optim::FusedAdamOptions(0.01));
+  }
+  static std::unique_ptr<torch::optim::Optimizer> optimizer_of(
+      const std::vector<at::Tensor>& parameters) {
+    return optimizer_of({torch::optim::OptimizerParamGroup(parameters)});
+  }
+  std::unique_ptr<torch::optim::Optimizer> shard() {
+    return std::make_unique<parallel::ZeroRedundancyOptimizer>(
+        net->parameters(),
+        [](std::vector<torch::optim::OptimizerParamGroup> groups) {
+          return optimizer_of(std::move(groups));
+        },
+        group);
+  }
+
+  Checkpoint checkpoint(const fs::path& folder) {
+    Checkpoint made(folder, options_of(group));
+    made.add("model", net).add("optimizer", *optimizer).add("mixed", mixed);
+    made.add("sampler", sampler).add("sum", sum, PerRank::yes);
+    return made;
+  }
+
+  void train_to(std::int64_t end) {
+    for (; step < end; ++step) {
+      auto indices = sampler.next(2);
+      if (!indices.has_value()) {
+        sampler.set_epoch(sampler.epoch() + 1);
+        sampler.reset();
+        indices = sampler.next(2);
+      }
+      const at::Tensor images = torch::randn({2, 1, 28, 28});
+      optimizer->zero_grad();
+      const at::Tensor loss =
+          mixed.forward(ddp, images).pow(2).mean() * static_cast<double>(1 + indices->front());
+      mixed.scale_loss(loss, *optimizer).backward();
+      mixed.step(*optimizer);
+      sum += loss.item<double>();
+    }
+  }
+
+  std::vector<at::Tensor> state() {
+    std::vector<at::Tensor> all = semitone::test::copies(net->parameters());
+    for (const at::Tensor& p : mixed.master_params(*optimizer)) all.push_back(p.detach().clone());
+    for (const at::Tensor& b : net->buffers()) all.push_back(b.clone());
+    all.push_back(torch::tensor({sum}, torch::kDouble));
+    return all;
+  }
+
+  comm::Group group;
+  semitone::test::DropNet net;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  amp::MixedPrecision mixed;
+  parallel::DistributedDataParallel<semitone::test::DropNet> ddp;
+  parallel::DistributedSampler sampler;
+  double sum = 0;
+  std::int64_t step = 0;
+};
+
+TEST(CheckpointOfRanks, ContinuesBitForBitWithAndWithoutSharding) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool sharded : {false, true}) {
+      SCOPED_TRACE(sharded ? "sharded" : "whole");
+      const fs::path folder = rank.folder() / (sharded ? "sharded" : "whole");
+      DataParallelTraining whole(group, 1, sharded);
+      whole.train_to(10);
+      {
+        DataParallelTraining half(group, 1, sharded);
+        half.train_to(6);
+        half.checkpoint(folder).save(6);
+      }
+      DataParallelTraining resumed(group, 2, sharded);
+      EXPECT_EQ(resumed.checkpoint(folder).resume(), 6);
+      resumed.step = 6;
+      resumed.train_to(10);
+      EXPECT_TRUE(same_bits(resumed.state(), whole.state()));
+    }
+  });
+}
+
+// A number that is equal on all ranks, and one that is not.
+struct Values {
+  std::int64_t common = 0;
+  std::int64_t own = 0;
+  Checkpoint checkpoint(const fs::path& folder, const comm::Group& group) {
+    Checkpoint made(folder, options_of(group));
+    made.add("common", common).add("own", own, PerRank::yes);
+    return made;
+  }
+};
+
+TEST(CheckpointOfRanks, IsWholeOnlyIfEveryRanksFilesAre) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Values values;
+    auto checkpoint = values.checkpoint(rank.folder() / "run", group);
+    for (const std::int64_t step : {1, 2}) {
+      values = {step, 10 * step + rank.number()};
+      checkpoint.save(step);
+    }
+    if (rank.number() == 0) {
+      EXPECT_TRUE(fs::exists(checkpoint.path_of(2) / "own.rank1.pt"));
+      EXPECT_TRUE(fs::exists(checkpoint.path_of(2) / "common.pt"));
+      semitone::test::write_text(checkpoint.path_of(2) / "own.rank1.pt", "damaged");
+    }
+    group.barrier();
+    const CapturedLog log;
+    EXPECT_EQ(checkpoint.resume(), 1);
+    EXPECT_EQ(values.common, 1);
+    EXPECT_EQ(values.own, 10 + rank.number());
+    if (rank.number() == 0) {
+      EXPECT_THAT(log.text(), HasSubstr("own.rank1.pt"));
+    }
+  });
+}
+
+TEST(CheckpointOfRanks, IsNotWrittenIfOneRankFails) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    struct Failing {
+      bool fails;
+      void save(torch::serialize::OutputArchive&) const {
+        if (fails) throw std::runtime_error("no such state");
+      }
+      void load(torch::serialize::InputArchive&) {}
+    } failing{rank.number() == 1};
+    Values values{1, 1};
+    auto checkpoint = values.checkpoint(rank.folder() / "run", group);
+    checkpoint.add("failing", failing, PerRank::yes);
+    const std::string message = message_of<std::runtime_error>([&] { checkpoint.save(1); });
+    EXPECT_THAT(message, HasSubstr("no such state"));
+    if (rank.number() == 0) {
+      EXPECT_THAT(message, AllOf(HasSubstr("[checkpoint.save]"), HasSubstr("rank 1")));
+      EXPECT_TRUE(fs::is_empty(checkpoint.directory()));
+    }
+    group.barrier();
+    failing.fails = false;
+    checkpoint.save(2);
+    EXPECT_EQ(checkpoint.resume(), 2);
+  });
+}
+
+TEST(CheckpointOfRanks, OfAnotherNumberOfRanksRestoresWhatIsEqualOnAll) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    std::int64_t common = 5;
+    std::int64_t own = rank.number();
+    Checkpoint(rank.folder() / "common", options_of(group)).add("common", common).save(1);
+    Checkpoint(rank.folder() / "own", options_of(group)).add("own", own, PerRank::yes).save(1);
+    common = 0;
+    if (rank.number() == 0) {
+      Checkpoint alone(rank.folder() / "common");
+      alone.add("common", common);
+      EXPECT_EQ(alone.resume(), 1);
+      EXPECT_EQ(common, 5);
+      Checkpoint refused(rank.folder() / "own");
+      refused.add("own", own, PerRank::yes);
+      EXPECT_THAT(message_of<FileError>([&] { refused.resume(); }),
+                  AllOf(HasSubstr("1 ranks"), HasSubstr("'own'"), HasSubstr("got 2")));
+    }
+    group.barrier();
+  });
+}
+
+TEST(CheckpointOfRanks, OfAnotherModelIsAnErrorOnAllRanks) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Linear saved(2, 3);
+    Checkpoint(rank.folder() / "run", options_of(group)).add("net", saved).save(1);
+    torch::nn::Linear other(2, rank.number() == 0 ? 3 : 4);
+    const auto before = semitone::test::copies(other->parameters());
+    Checkpoint reader(rank.folder() / "run", options_of(group));
+    reader.add("net", other);
+    const std::string message = message_of<FileError>([&] { reader.resume(); });
+    EXPECT_THAT(message,
+                AllOf(HasSubstr("'weight', float32 [4, 2]"), HasSubstr("got float32 [3, 2]")));
+    EXPECT_TRUE(same_bits(semitone::test::copies(other->parameters()), before));
+  });
+}
+
+}  // namespace
+}  // namespace semitone::checkpoint::test
