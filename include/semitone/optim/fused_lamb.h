@@ -49,9 +49,9 @@ struct FusedLAMBOptions : torch::optim::OptimizerCloneableOptions<FusedLAMBOptio
 ///     p -= lr · r · u         r = |p| / |u|, and 1 if a norm is 0, or without weight decay
 ///
 /// A step takes one pass over the gradients for the norm, and two over all tensors. Gradients are
-/// not modified. Norms are summed in fp64 in a fixed order. If all parameters are on one device
-/// other than the CPU, norms and trust ratios stay there: a step reads nothing back. With several
-/// devices a step reads twice from each. State: "exp_avg", "exp_avg_sq".
+/// not modified. Norms are summed in a fixed order, in fp64 (CUDA: in pairs of fp32 numbers). If all
+/// parameters are on one device other than the CPU, norms and trust ratios stay there: a step reads
+/// nothing back. With several devices a step reads twice from each. State: "exp_avg", "exp_avg_sq".
 class FusedLAMB : public FusedOptimizer {
  public:
   explicit FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
