@@ -19,7 +19,8 @@ namespace weights = semitone::weights;
 namespace {
 
 torch::nn::Sequential make_model() {
-  return {torch::nn::Linear(16, 32), torch::nn::ReLU(), torch::nn::Linear(32, 4)};
+  return torch::nn::Sequential(torch::nn::Linear(16, 32), torch::nn::ReLU(),
+                               torch::nn::Linear(32, 4));
 }
 
 }  // namespace
