@@ -1,6 +1,6 @@
 #pragma once
 
-/// The fused optimizers of semitone::optim, LARC, and gradient clipping.
+/// The fused optimizers of semitone::optim, LARC, gradient clipping, and learning rate schedulers.
 
 #include "semitone/core/error.h"
 #include "semitone/optim/clip_grad.h"
@@ -11,3 +11,5 @@
 #include "semitone/optim/fused_optimizer.h"
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/optim/larc.h"
+#include "semitone/optim/lr_schedule.h"
+#include "semitone/optim/lr_scheduler.h"
