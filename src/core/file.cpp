@@ -9,6 +9,8 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <fstream>
+#include <ios>
 #include <string>
 #include <system_error>
 
@@ -35,10 +37,11 @@ struct Target {
 };
 
 // /dev/stdout, /dev/fd/3: open files of this process. They may lead to a regular file, which must
-// not be replaced, since the shell and others have it open.
+// not be replaced, since the shell and others have it open. /dev/shm has ordinary files.
 bool is_open_file(const fs::path& path) {
   const std::string name = path.lexically_normal().string();
-  return name.starts_with("/dev/") || name.starts_with("/proc/");
+  return name.starts_with("/proc/") || name.starts_with("/dev/fd/") || name == "/dev/stdout" ||
+         name == "/dev/stderr";
 }
 
 Target target_of(const fs::path& path) {
@@ -80,13 +83,23 @@ class Partial {
   bool exists_;
 };
 
+// umask(2) can only be read by changing it, and files that other threads create meanwhile would be
+// writable by everyone.
+mode_t current_umask() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    unsigned mask = 0;
+    if (word == "Umask:" && status >> std::oct >> mask) return mask;
+  }
+  constexpr mode_t kUsual = 022;
+  return kUsual;
+}
+
 // The mode that open(2) gives a new file here, or the mode of the replaced file.
 mode_t mode_for(const Target& target) {
   struct stat status{};
   if (::stat(target.path.c_str(), &status) == 0) return status.st_mode & 07777;
-  const mode_t mask = ::umask(0);
-  ::umask(mask);
-  return 0666 & ~mask;
+  return 0666 & ~current_umask();
 }
 
 [[noreturn]] void fail(std::string_view component, const fs::path& path, int reason) {

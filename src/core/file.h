@@ -6,11 +6,12 @@
 
 namespace semitone {
 
-// Writes a whole file or nothing. The content goes to a new file "PATH.partial-…" in the same
+// Writes a whole regular file or nothing. The content goes to a new file "PATH.partial-…" in the same
 // folder, is flushed to the disk, and then takes the target's name and mode. Readers therefore
 // find either the old file or the new one. A symbolic link stays a link, and the file that it
-// points to is replaced. Anything that is not a regular file (a pipe), and any path through /dev
-// or /proc (/dev/stdout), is appended to directly.
+// points to is replaced. What is written to anything that is not a regular file (a pipe), and to open
+// files of this process (/dev/stdout, /dev/fd/3, a path in /proc), is appended directly, as far as
+// it goes: they may then have a part of it.
 //
 // @param component  the calling component, for the message: "train.checkpoint"
 // FileError with the system's reason (no folder, no permission, disk full …). A regular file at

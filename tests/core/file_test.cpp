@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -20,6 +21,7 @@ namespace {
 using test::read_text;
 using test::TemporaryFolder;
 using test::write_text;
+namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
@@ -92,6 +94,25 @@ TEST(WriteFile, KeepsTheModeOfWhatItReplaces) {
   write_text(folder / "c", "new");
   EXPECT_EQ(std::filesystem::status(folder / "b").permissions(),
             std::filesystem::status(folder / "c").permissions());
+}
+
+TEST(WriteFile, ReplacesAFileInMemory) {
+  const fs::path folder =
+      fs::path("/dev/shm") / ("semitone_file_test." + std::to_string(::getpid()));
+  fs::create_directory(folder);
+  for (const char* const text : {"first", "second"}) {
+    write_file(folder / "file", text, "test");
+    EXPECT_EQ(read_text(folder / "file"), text);
+  }
+  fs::remove_all(folder);
+}
+
+TEST(WriteFile, GivesANewFileTheModeThatTheProcessGivesFiles) {
+  const TemporaryFolder folder;
+  const mode_t before = ::umask(0027);
+  write_file(folder / "file", "text", "test");
+  ::umask(before);
+  EXPECT_EQ(fs::status(folder / "file").permissions(), fs::perms(0640));
 }
 
 TEST(WriteFile, AppendsToAnOpenFileOfThisProcess) {
