@@ -180,7 +180,16 @@ void Checkpoint::save(std::int64_t step) {
   impl_->save(step);
 }
 
+void Checkpoint::save_async(std::int64_t step) {
+  impl_->save_async(step);
+}
+
+void Checkpoint::wait() {
+  impl_->wait();
+}
+
 std::optional<std::int64_t> Checkpoint::resume() {
+  impl_->wait();
   return impl_->resume();
 }
 

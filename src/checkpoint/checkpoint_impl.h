@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <set>
@@ -15,8 +17,18 @@
 
 namespace semitone::checkpoint {
 
+// A file that is to be written: from an entry, or from a copy in memory. The function may complete
+// the record.
+struct PendingFile {
+  FileRecord record;
+  std::function<void(const Sink&, FileRecord&)> write;
+};
+
 struct Checkpoint::Impl {
   Impl(std::filesystem::path folder, const CheckpointOptions& given);
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl();
 
   // Error unless the name is valid and new.
   void add(std::unique_ptr<Entry> entry);
@@ -25,8 +37,19 @@ struct Checkpoint::Impl {
 
   // save.cpp
   void save(std::int64_t step);
+  void save_async(std::int64_t step);
+  void wait();
+  void require_saving(std::int64_t step) const;
+  FileRecord new_record(const Entry& entry) const;
+  // This rank's files, to be written from the entries.
+  std::vector<PendingFile> pending_files() const;
+  // The same, to be written from copies in `buffers`.
+  std::vector<PendingFile> copies();
+  // Writes a checkpoint, in the calling thread.
+  void write(const comm::Group& group, std::int64_t step, std::vector<PendingFile> files);
   std::unique_ptr<Staging> stage(std::int64_t step) const;
-  std::vector<FileRecord> write_files(std::int64_t step);
+  // Returns the records of the files as text.
+  std::string write_files(std::int64_t step, std::vector<PendingFile> files) const;
   void finish(Staging& staging, const Manifest& manifest);
 
   // resume.cpp
@@ -37,6 +60,8 @@ struct Checkpoint::Impl {
   void load(const Manifest& manifest);
 
   bool is_first() const { return options.group().rank() == 0; }
+  // Whether this rank writes the entry's file.
+  bool is_mine(const Entry& entry) const { return entry.is_per_rank() || is_first(); }
   // The rank of the entry's file.
   std::optional<int> rank_of(const Entry& entry) const {
     return entry.is_per_rank() ? std::optional(options.group().rank()) : std::nullopt;
@@ -47,6 +72,12 @@ struct Checkpoint::Impl {
   std::vector<std::unique_ptr<Entry>> entries;
   std::shared_ptr<MixedPrecisions> mixed = std::make_shared<MixedPrecisions>();
   std::set<std::int64_t> rejected;  // by resume(): damaged
+
+  // The thread that writes the checkpoint of save_async() from copies, and its group. While it runs,
+  // other functions wait for it before they use `rejected`.
+  CopyBuffers buffers;
+  std::optional<comm::Group> background;
+  std::future<void> writing;
 };
 
 }  // namespace semitone::checkpoint

@@ -22,10 +22,10 @@ class StateEntry final : public Entry {
         save_(std::move(save)),
         load_(std::move(load)) {}
 
-  void write(const Sink& sink, FileRecord&) override {
+  void save(FileRecord&, const UseArchive& use) override {
     OutputArchive archive;
     save_(archive);
-    archive.save_to(sink);
+    use_content(archive, use);
   }
 
   void read(const Source& source, const FileRecord&) override {
@@ -48,13 +48,13 @@ class GeneratorsEntry final : public Entry {
 
   bool may_be_missing() const override { return optional_; }
 
-  void write(const Sink& sink, FileRecord&) override {
+  void save(FileRecord&, const UseArchive& use) override {
     OutputArchive archive;
     for (auto& [name, generator] : generators_()) {
       const std::lock_guard lock(generator.mutex());
       archive.write(name, generator.get_state());
     }
-    archive.save_to(sink);
+    use_content(archive, use);
   }
 
   void read(const Source& source, const FileRecord&) override {

@@ -3,6 +3,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
+#include "src/checkpoint/archive.h"
 #include "src/checkpoint/file_record.h"
 #include "src/checkpoint/files.h"
 
@@ -41,6 +42,7 @@ class Entry {
   // When an entry is loaded. Masters are loaded after the optimizers, which may hold them, and
   // models after both: at another opt level, the model's fp32 weights become the masters.
   enum class Turn { optimizer, mixed, model, other };
+  using UseArchive = std::function<void(Archive&)>;
   // Ends what set_aside() began: puts the earlier state back.
   using Undo = std::function<void()>;
 
@@ -61,17 +63,27 @@ class Entry {
   virtual std::vector<c10::Device> devices() const { return {}; }
   // Collects on rank 0 what other ranks have. Collective.
   virtual void consolidate() {}
-  // Writes the file, and what the manifest says about it.
-  virtual void write(const Sink& sink, FileRecord& record) = 0;
+  // Calls `use` with the content of the file, and sets what the manifest says about it. The archive
+  // has the object's own tensors, which may change when this function returns.
+  virtual void save(FileRecord& record, const UseArchive& use) = 0;
+  void write(const Sink& sink, FileRecord& record) {
+    save(record, [&](Archive& archive) { archive.write(sink); });
+  }
   // FileError unless the object has the tensors of a record. `path` is for the message.
   virtual void require_fits(const FileRecord&, const std::string& /*path*/) const {}
-  // Loads what write() wrote.
+  // Loads what save() saved.
   virtual void read(const Source& source, const FileRecord& record) = 0;
   // What read() will not restore, for a warning; usually empty.
   virtual std::string loss(const FileRecord&) const { return {}; }
   // Keeps the state so that it can be put back after a read() that failed. By default a copy in
   // memory.
   virtual Undo set_aside();
+
+ protected:
+  static void use_content(const torch::serialize::OutputArchive& archive, const UseArchive& use) {
+    Archive content(archive);
+    use(content);
+  }
 
  private:
   std::string name_;

@@ -8,7 +8,6 @@
 #include "src/core/exact_weights.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/csrc/jit/serialization/export.h>
 #include <torch/serialize.h>
 
 #include <fmt/format.h>
@@ -112,13 +111,16 @@ class ModelEntry final : public Entry {
     return devices;
   }
 
-  void write(const Sink& sink, FileRecord& record) override {
+  void save(FileRecord& record, const UseArchive& use) override {
     record.tensors = tensors();
     const auto fp32 = fp32_weights();
-    if (const auto* const script = model_.script()) return torch::jit::ExportModule(*script, sink);
+    if (const auto* const script = model_.script()) {
+      Archive content(*script);
+      return use(content);
+    }
     OutputArchive archive;
     model_.module()->save(archive);
-    archive.save_to(sink);
+    use_content(archive, use);
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {
@@ -197,13 +199,13 @@ class TensorEntry final : public Entry {
   TensorEntry(std::string name, at::Tensor& tensor, PerRank per_rank)
       : Entry(std::move(name), "tensor", per_rank), tensor_(tensor) {}
 
-  void write(const Sink& sink, FileRecord& record) override {
+  void save(FileRecord& record, const UseArchive& use) override {
     OutputArchive archive;
     if (tensor_.defined()) {
       record.tensors = {record_of("", tensor_)};
       archive.write(kKey, tensor_.detach());
     }
-    archive.save_to(sink);
+    use_content(archive, use);
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {

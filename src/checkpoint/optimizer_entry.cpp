@@ -34,10 +34,10 @@ class OptimizerEntry final : public Entry {
       zero->consolidate(0);
   }
 
-  void write(const Sink& sink, FileRecord&) override {
+  void save(FileRecord&, const UseArchive& use) override {
     OutputArchive archive;
     optimizer_.save(archive);
-    archive.save_to(sink);
+    use_content(archive, use);
   }
 
   void read(const Source& source, const FileRecord&) override {
@@ -77,11 +77,11 @@ class MixedEntry final : public Entry {
   MixedEntry(std::string name, amp::MixedPrecision& mixed)
       : Entry(std::move(name), "mixed_precision", PerRank::no, Turn::mixed), mixed_(mixed) {}
 
-  void write(const Sink& sink, FileRecord& record) override {
+  void save(FileRecord& record, const UseArchive& use) override {
     record.level = level();
     OutputArchive archive;
     mixed_.save(archive);
-    archive.save_to(sink);
+    use_content(archive, use);
   }
 
   void read(const Source& source, const FileRecord& record) override {

@@ -6,11 +6,13 @@
 #include "src/checkpoint/checkpoint_impl.h"
 #include "src/checkpoint/files.h"
 #include "src/core/file.h"
+#include "src/core/log.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -29,6 +31,44 @@ std::optional<std::int64_t> later_step(const std::vector<std::int64_t>& steps, s
 
 }  // namespace
 
+void Checkpoint::Impl::require_saving(std::int64_t step) const {
+  if (step < 0) throw Error(kSave, "a step of at least 0", std::to_string(step));
+  if (entries.size() <= static_cast<std::size_t>(options.default_generators()))
+    throw Error(kSave, "objects to save", "none", "call add() first");
+}
+
+FileRecord Checkpoint::Impl::new_record(const Entry& entry) const {
+  FileRecord record;
+  record.name = entry.name();
+  record.kind = entry.kind();
+  record.rank = rank_of(entry);
+  return record;
+}
+
+std::vector<PendingFile> Checkpoint::Impl::pending_files() const {
+  std::vector<PendingFile> files;
+  for (const auto& entry : entries) {
+    if (!is_mine(*entry)) continue;
+    PendingFile& file = files.emplace_back(new_record(*entry));
+    file.write = [&entry](const Sink& sink, FileRecord& record) { entry->write(sink, record); };
+  }
+  return files;
+}
+
+std::vector<PendingFile> Checkpoint::Impl::copies() {
+  buffers.begin();
+  std::vector<PendingFile> files;
+  for (const auto& entry : entries) {
+    if (!is_mine(*entry)) continue;
+    PendingFile& file = files.emplace_back(new_record(*entry));
+    entry->save(file.record, [&](Archive& archive) {
+      archive.copy_tensors(buffers);
+      file.write = [archive](const Sink& sink, FileRecord&) { archive.write(sink); };
+    });
+  }
+  return files;
+}
+
 std::unique_ptr<Staging> Checkpoint::Impl::stage(std::int64_t step) const {
   auto staging = std::make_unique<Staging>(directory);
   const auto later = later_step(steps_in(directory), step, rejected);
@@ -41,26 +81,21 @@ std::unique_ptr<Staging> Checkpoint::Impl::stage(std::int64_t step) const {
   return staging;
 }
 
-std::vector<FileRecord> Checkpoint::Impl::write_files(std::int64_t step) {
+std::string Checkpoint::Impl::write_files(std::int64_t step, std::vector<PendingFile> files) const {
   std::vector<FileRecord> records;
-  for (const auto& entry : entries) {
-    if (!entry->is_per_rank() && !is_first()) continue;
-    FileRecord record;
-    record.name = entry->name();
-    record.kind = entry->kind();
-    record.rank = rank_of(*entry);
+  for (PendingFile& pending : files) {
+    FileRecord& record = pending.record;
     NewFile file(partial_path(directory, step) / file_name(record.name, record.rank));
-    entry->write([&](const void* data, std::size_t size) { return file.write(data, size); },
-                 record);
+    pending.write([&](const void* data, std::size_t size) { return file.write(data, size); },
+                  record);
     file.finish(record);
     records.push_back(std::move(record));
   }
-  return records;
+  return to_text(records);
 }
 
 void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
-  const auto text = to_text(manifest);
-  write_file(partial_path(directory, manifest.step) / kManifest, text, kSave);
+  write_file(partial_path(directory, manifest.step) / kManifest, to_text(manifest), kSave);
   staging.commit();
   rejected.erase(manifest.step);
   std::vector<std::int64_t> kept;
@@ -78,25 +113,55 @@ void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
   }
 }
 
-void Checkpoint::Impl::save(std::int64_t step) {
-  if (step < 0) throw Error(kSave, "a step of at least 0", std::to_string(step));
-  if (entries.size() <= static_cast<std::size_t>(options.default_generators()))
-    throw Error(kSave, "objects to save", "none", "call add() first");
+void Checkpoint::Impl::write(const comm::Group& group, std::int64_t step,
+                             std::vector<PendingFile> files) {
   std::unique_ptr<Staging> staging;
-  on_all_ranks(options.group(), kSave, [&] {
+  on_all_ranks(group, kSave, [&] {
     if (is_first()) staging = stage(step);
   });
   std::string records;
-  on_all_ranks(options.group(), kSave, [&] {
-    for (const auto& entry : entries) entry->consolidate();
-    records = to_text(write_files(step));
-  });
-  Manifest manifest{step, options.group().size(), {}};
-  for (const std::string& text : options.group().all_gather(records))
+  on_all_ranks(group, kSave, [&] { records = write_files(step, std::move(files)); });
+  Manifest manifest{step, group.size(), {}};
+  for (const std::string& text : group.all_gather(records))
     std::ranges::move(records_from(text), std::back_inserter(manifest.files));
-  on_all_ranks(options.group(), kSave, [&] {
+  on_all_ranks(group, kSave, [&] {
     if (is_first()) finish(*staging, manifest);
   });
+}
+
+void Checkpoint::Impl::save(std::int64_t step) {
+  wait();
+  require_saving(step);
+  on_all_ranks(options.group(), kSave, [&] {
+    for (const auto& entry : entries) entry->consolidate();
+  });
+  write(options.group(), step, pending_files());
+}
+
+void Checkpoint::Impl::save_async(std::int64_t step) {
+  wait();
+  require_saving(step);
+  if (!background.has_value()) background = options.group().split(options.group().size());
+  std::vector<PendingFile> files;
+  on_all_ranks(options.group(), kSave, [&] {
+    for (const auto& entry : entries) entry->consolidate();
+    files = copies();
+  });
+  writing = std::async(std::launch::async, [this, step, files = std::move(files)]() mutable {
+    write(*background, step, std::move(files));
+  });
+}
+
+void Checkpoint::Impl::wait() {
+  if (writing.valid()) writing.get();
+}
+
+Checkpoint::Impl::~Impl() {
+  try {
+    wait();
+  } catch (const std::exception& error) {
+    log()->error(message_of(error));
+  }
 }
 
 }  // namespace semitone::checkpoint

@@ -150,6 +150,21 @@ class Checkpoint {
   /// @param step  the number of steps done, at least 0
   void save(std::int64_t step);
 
+  /// Saves like save(), but returns as soon as the state has been copied to CPU memory. A thread
+  /// then writes the files, while the training may continue and change everything. The copy takes
+  /// the memory of one checkpoint, which is kept for the next call. If the previous checkpoint is
+  /// still being written, save_async() waits for it first, so there is never more than one copy.
+  ///
+  /// If the files cannot be written, the next call of save(), save_async(), resume() or wait()
+  /// throws what save() would have thrown, once, and does nothing else. The destructor waits for the
+  /// files, and logs such an error.
+  ///
+  /// Collective. With several ranks, the first call makes a group of its own for the threads.
+  void save_async(std::int64_t step);
+
+  /// Returns when the checkpoint of the last save_async() is complete.
+  void wait();
+
   /// Loads the newest checkpoint of the directory into the objects that were added, and returns its
   /// step. Returns std::nullopt, and changes nothing, if there is none.
   ///

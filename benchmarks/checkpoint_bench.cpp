@@ -1,0 +1,112 @@
+// How long a training stops for a checkpoint of ResNet-50 with SGD and momentum: in save(), which
+// writes the files, and in save_async(), which copies the state. torch::save of the same objects,
+// which neither flushes nor verifies anything, is for comparison.
+//
+//     checkpoint_bench [directory, default: the system's for temporary files] [rounds, default 5]
+#include "benchmarks/support/check.h"
+#include "benchmarks/support/interleave.h"
+#include "semitone/amp/initialize.h"
+#include "semitone/checkpoint.h"
+#include "semitone/core/device.h"
+#include "semitone/zoo/resnet50.h"
+
+#include <torch/torch.h>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+namespace checkpoint = semitone::checkpoint;
+
+// A directory that is removed at the end.
+class Folder {
+ public:
+  explicit Folder(const fs::path& where)
+      : path_(where / fmt::format("semitone_checkpoint_bench.{}", ::getpid())) {}
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+std::vector<at::Tensor> values_of(const torch::nn::Module& model) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& parameter : model.parameters())
+    values.push_back(parameter.detach().clone());
+  return values;
+}
+
+void require_same(const torch::nn::Module& model, const std::vector<at::Tensor>& want,
+                  const std::string& name) {
+  const std::vector<at::Tensor> got = values_of(model);
+  semitone::bench::require(std::equal(got.begin(), got.end(), want.begin(), want.end(),
+                                      [](const auto& a, const auto& b) { return at::equal(a, b); }),
+                           name);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const fs::path where = argc > 1 ? fs::path(argv[1]) : fs::temp_directory_path();
+  const int rounds = argc > 2 ? std::stoi(argv[2]) : 5;
+  const Folder folder(where);
+  torch::manual_seed(0);
+  semitone::zoo::ResNet50 model(1000);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  auto mixed = semitone::amp::initialize(model, optimizer, semitone::amp::OptLevel::O1);
+  for (at::Tensor& parameter : model->parameters())
+    parameter.mutable_grad() = torch::randn_like(parameter);
+  optimizer.step();
+
+  checkpoint::Checkpoint saved(folder.path(), checkpoint::CheckpointOptions().keep(1));
+  saved.add("model", *model).add("optimizer", optimizer).add("mixed", mixed);
+  std::int64_t step = 0;
+  const auto check = [&](const std::string& name) {
+    const std::vector<at::Tensor> want = values_of(*model);
+    saved.wait();
+    semitone::bench::require(saved.resume() == step, name);
+    require_same(*model, want, name);
+  };
+  saved.save(++step);
+  check("save");
+  saved.save_async(++step);
+  check("save_async");
+
+  fmt::print("{}\n\n", semitone::describe_device(at::kCPU));
+  std::vector<double> stalls;
+  auto timings = semitone::bench::interleave(
+      {{"save", [&] { saved.save(++step); }},
+       {"save_async and its thread",
+        [&] {
+          const auto begin = Clock::now();
+          saved.save_async(++step);
+          stalls.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+          saved.wait();
+        }},
+       {"torch::save",
+        [&] {
+          torch::save(model, (folder.path() / "model").string());
+          torch::save(optimizer, (folder.path() / "optimizer").string());
+        }}},
+      rounds, 1);
+  std::sort(stalls.begin(), stalls.end());
+  timings.push_back({"save_async alone", stalls.front(), stalls[stalls.size() / 2]});
+  semitone::bench::print("a checkpoint of ResNet-50", timings, 1e-3, "ms");
+}
