@@ -1,0 +1,126 @@
+// A data-parallel training whose ranks are killed with SIGKILL at random moments, and which the
+// launcher restarts.
+//
+// SEMITONE_TEST_KILLS sets the number of kills. Default: 8.
+
+#include "semitone/checkpoint.h"
+#include "semitone/comm/init.h"
+#include "semitone/launch/launcher.h"
+#include "tests/checkpoint/data_parallel_training.h"
+#include "tests/support/temporary_folder.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace semitone::checkpoint::test {
+namespace {
+
+namespace fs = std::filesystem;
+using semitone::test::same_bits;
+using semitone::test::TemporaryFolder;
+
+// Set for the ranks.
+constexpr auto kFolder = "SEMITONE_TEST_FOLDER";
+constexpr auto kSharded = "SEMITONE_TEST_SHARDED";
+constexpr auto kEnd = "SEMITONE_TEST_END";
+
+std::string variable(const char* name, const char* otherwise = "") {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : value;
+}
+
+fs::path result_of(const fs::path& folder, int rank) {
+  return folder / ("rank" + std::to_string(rank) + ".pt");
+}
+
+// Kills this rank after a random time if it is its turn: rank 0, rank 1, or both.
+void kill_soon(int attempt, int rank) {
+  const int victim = attempt % 3;
+  if (victim != 2 && victim != rank) return;
+  const auto generator =
+      at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(attempt * 2 + rank));
+  const auto delay = torch::randint(250'000, {1}, generator, torch::kLong).item<std::int64_t>();
+  std::thread([delay] {
+    std::this_thread::sleep_for(std::chrono::microseconds(delay));
+    ::kill(::getpid(), SIGKILL);
+  }).detach();
+}
+
+// Trains and saves until it is killed, or in the last attempt for a few steps more. Alternates
+// between the two ways to save.
+void train(const fs::path& folder) {
+  torch::set_num_threads(1);
+  const auto group = comm::init();
+  const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
+  const bool is_last = attempt == std::stoi(variable("TORCHELASTIC_MAX_RESTARTS"));
+  DataParallelTraining run(group, 1, variable(kSharded) == "1");
+  auto checkpoint = run.checkpoint(folder / "run");
+  run.step = checkpoint.resume().value_or(0);
+  const std::string end = variable(kEnd);
+  const std::int64_t last = end.empty() ? run.step + 3 : std::stoll(end);
+  if (!is_last) kill_soon(attempt, group.rank());
+  while (!is_last || run.step < last) {
+    run.train_to(run.step + 1);
+    if (attempt % 2 == 0) {
+      checkpoint.save(run.step);
+    } else {
+      checkpoint.save_async(run.step);
+    }
+  }
+  checkpoint.wait();
+  std::vector<at::Tensor> result = run.state();
+  result.push_back(torch::tensor({run.step}));
+  torch::save(result, result_of(folder, group.rank()).string());
+}
+
+// Returns what the ranks saved at their end.
+std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
+  ::setenv(kFolder, folder.c_str(), 1);
+  fs::create_directory(folder);
+  launch::Launcher launcher(launch::LaunchOptions("/proc/self/exe")
+                                .arguments({"--gtest_filter=KilledRanks.*", "--gtest_brief=1"})
+                                .nproc_per_node(2)
+                                .max_restarts(kills)
+                                .log_dir(folder / "logs")
+                                .redirects(launch::StreamsByRank(launch::Streams::both)));
+  const launch::LaunchResult result = launcher.run();
+  ::unsetenv(kFolder);
+  EXPECT_EQ(result.outcome, launch::LaunchOutcome::succeeded) << result.reason;
+  EXPECT_EQ(result.restarts, kills);
+  std::vector<std::vector<at::Tensor>> states(2);
+  for (int rank = 0; rank < 2 && result.exit_code() == 0; ++rank)
+    torch::load(states[static_cast<std::size_t>(rank)], result_of(folder, rank).string());
+  return states;
+}
+
+TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
+  if (const std::string mine = variable(kFolder); !mine.empty()) return train(mine);
+  const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "8"));
+  const TemporaryFolder folder;
+  for (const char* const sharded : {"0", "1"}) {
+    SCOPED_TRACE(*sharded == '1' ? "sharded optimizer" : "whole optimizer");
+    ::setenv(kSharded, sharded, 1);
+    const auto killed = launch(folder / ("killed" + std::string(sharded)), kills / 2);
+    ASSERT_FALSE(killed.front().empty());
+    const auto steps = killed.front().back().item<std::int64_t>();
+    ::setenv(kEnd, std::to_string(steps).c_str(), 1);
+    const auto undisturbed = launch(folder / ("undisturbed" + std::string(sharded)), 0);
+    ::unsetenv(kEnd);
+    for (std::size_t rank = 0; rank < killed.size(); ++rank)
+      EXPECT_TRUE(same_bits(killed[rank], undisturbed[rank]));
+  }
+}
+
+}  // namespace
+}  // namespace semitone::checkpoint::test
