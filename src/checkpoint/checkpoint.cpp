@@ -139,6 +139,13 @@ Checkpoint& Checkpoint::add(const std::string& name, const at::Generator& genera
   return *this;
 }
 
+Checkpoint& Checkpoint::add_setting(const std::string& name, const std::string& value) {
+  if (name.empty()) throw Error("checkpoint.add_setting", "a name", "an empty text");
+  if (!impl_->settings.emplace(name, value).second)
+    throw Error("checkpoint.add_setting", "names that differ", "'" + name + "' twice");
+  return *this;
+}
+
 Checkpoint& Checkpoint::add_state(const std::string& name, SaveState save, LoadState load,
                                   PerRank per_rank) {
   impl_->add(state_entry(name, "state", std::move(save), std::move(load), per_rank));
@@ -191,6 +198,10 @@ void Checkpoint::wait() {
 std::optional<std::int64_t> Checkpoint::resume() {
   impl_->wait();
   return impl_->resume();
+}
+
+void Checkpoint::resume(std::int64_t step) {
+  impl_->resume(step);
 }
 
 const std::filesystem::path& Checkpoint::directory() const {

@@ -54,9 +54,16 @@ struct Checkpoint::Impl {
 
   // resume.cpp
   std::optional<std::int64_t> resume();
+  void resume(std::int64_t step);
+  // The steps that rank 0 sees.
+  std::vector<std::int64_t> common_steps() const;
   Manifest verify(std::int64_t step) const;
+  // Verifies on all ranks. Returns the first rank's problem, or an empty text on all of them.
+  std::string find_problem(std::int64_t step, Manifest& manifest) const;
+  void require_same_settings(const Manifest& manifest) const;
   const FileRecord* record_of(const Entry& entry, const Manifest& manifest) const;
   void require_fits(const Manifest& manifest) const;
+  void load_if_it_fits(const Manifest& manifest);
   void load(const Manifest& manifest);
 
   bool is_first() const { return options.group().rank() == 0; }
@@ -70,6 +77,7 @@ struct Checkpoint::Impl {
   std::filesystem::path directory;
   CheckpointOptions options;
   std::vector<std::unique_ptr<Entry>> entries;
+  Settings settings;
   std::shared_ptr<MixedPrecisions> mixed = std::make_shared<MixedPrecisions>();
   std::set<std::int64_t> rejected;  // by resume(): damaged
 

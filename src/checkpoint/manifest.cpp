@@ -101,7 +101,7 @@ Manifest parse(const std::filesystem::path& path, const std::string& text) {
   if (with_checksum(json) != text)
     refuse_manifest(path, "the text that was written", "text that does not match its checksum");
   return {json.at("step").get<std::int64_t>(), json.at("world_size").get<std::int64_t>(),
-          records_from(json.at("files"))};
+          json.value("settings", Settings()), records_from(json.at("files"))};
 }
 
 }  // namespace
@@ -120,6 +120,7 @@ std::string to_text(const Manifest& manifest) {
                         {"world_size", manifest.world_size},
                         {"semitone", semitone::version()},
                         {"libtorch", libtorch_version()},
+                        {"settings", manifest.settings},
                         {"files", to_json(manifest.files)}});
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -11,10 +12,14 @@ namespace semitone::checkpoint {
 
 inline constexpr auto kManifest = "manifest.json";
 
+// Settings of a run by name, see Checkpoint::add_setting.
+using Settings = std::map<std::string, std::string>;
+
 // The list of a checkpoint's files, which is written last. docs/checkpoints.md documents the JSON.
 struct Manifest {
   std::int64_t step = 0;
   std::int64_t world_size = 1;
+  Settings settings;
   std::vector<FileRecord> files;
 
   // Null if there is none. `rank` is that of an entry with PerRank::yes.

@@ -25,6 +25,16 @@ std::string to_words(const std::vector<std::int64_t>& steps) {
   return fmt::format("{}", fmt::join(steps, " "));
 }
 
+// "--lr 0.1, --seed 3"
+std::string describe(const std::vector<std::string>& names, const Settings& settings) {
+  std::vector<std::string> parts;
+  for (const std::string& name : names) {
+    const auto found = settings.find(name);
+    parts.push_back(name + " " + (found == settings.end() ? "not set" : found->second));
+  }
+  return fmt::format("{}", fmt::join(parts, ", "));
+}
+
 std::vector<std::int64_t> to_steps(const std::string& words) {
   std::vector<std::int64_t> steps;
   std::istringstream stream(words);
@@ -70,7 +80,26 @@ const FileRecord* Checkpoint::Impl::record_of(const Entry& entry, const Manifest
   return manifest.find(entry.name(), rank_of(entry));
 }
 
+void Checkpoint::Impl::require_same_settings(const Manifest& manifest) const {
+  Settings all = settings;
+  all.insert(manifest.settings.begin(), manifest.settings.end());
+  std::vector<std::string> differing;
+  for (const auto& [name, unused] : all) {
+    const auto here = settings.find(name);
+    const auto saved = manifest.settings.find(name);
+    if (here == settings.end() || saved == manifest.settings.end() || here->second != saved->second)
+      differing.push_back(name);
+  }
+  if (differing.empty()) return;
+  throw FileError(kResume,
+                  fmt::format("{} in '{}'", describe(differing, settings),
+                              complete_path(directory, manifest.step).string()),
+                  describe(differing, manifest.settings),
+                  "resume with the settings of the saved run, or choose another directory");
+}
+
 void Checkpoint::Impl::require_fits(const Manifest& manifest) const {
+  require_same_settings(manifest);
   const std::string path = complete_path(directory, manifest.step).string();
   const bool same_ranks = manifest.world_size == options.group().size();
   for (const auto& entry : entries) {
@@ -125,26 +154,55 @@ void Checkpoint::Impl::load(const Manifest& manifest) {
   }
 }
 
-std::optional<std::int64_t> Checkpoint::Impl::resume() {
-  const comm::Group& group = options.group();
+std::vector<std::int64_t> Checkpoint::Impl::common_steps() const {
   std::vector<std::int64_t> steps;
-  on_all_ranks(group, kResume, [&] {
+  on_all_ranks(options.group(), kResume, [&] {
     if (is_first()) steps = steps_in(directory);
   });
-  steps = to_steps(group.broadcast(to_words(steps)));
+  return to_steps(options.group().broadcast(to_words(steps)));
+}
+
+std::string Checkpoint::Impl::find_problem(std::int64_t step, Manifest& manifest) const {
+  std::string problem;
+  try {
+    manifest = verify(step);
+  } catch (const std::exception& error) {
+    problem = message_of(error);
+  }
+  return first_of(options.group().all_gather(problem));
+}
+
+void Checkpoint::Impl::load_if_it_fits(const Manifest& manifest) {
+  on_all_ranks(options.group(), kResume, [&] { require_fits(manifest); });
+  load(manifest);
+}
+
+void Checkpoint::Impl::resume(std::int64_t step) {
+  const auto steps = common_steps();
+  if (std::find(steps.begin(), steps.end(), step) == steps.end()) {
+    throw FileError(kResume,
+                    fmt::format("a checkpoint of step {} in '{}'", step, directory.string()),
+                    steps.empty() ? "none" : fmt::format("only {}", fmt::join(steps, ", ")));
+  }
+  Manifest manifest;
+  const std::string problem = find_problem(step, manifest);
+  if (!problem.empty()) {
+    throw FileError(
+        kResume,
+        fmt::format("an undamaged checkpoint in '{}'", complete_path(directory, step).string()),
+        problem, "resume from another step, or restore a backup");
+  }
+  load_if_it_fits(manifest);
+}
+
+std::optional<std::int64_t> Checkpoint::Impl::resume() {
+  const auto steps = common_steps();
   std::string first_problem;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     Manifest manifest;
-    std::string problem;
-    try {
-      manifest = verify(*step);
-    } catch (const std::exception& error) {
-      problem = message_of(error);
-    }
-    problem = first_of(group.all_gather(problem));
+    const std::string problem = find_problem(*step, manifest);
     if (problem.empty()) {
-      on_all_ranks(group, kResume, [&] { require_fits(manifest); });
-      load(manifest);
+      load_if_it_fits(manifest);
       return *step;
     }
     if (first_problem.empty()) first_problem = problem;

@@ -121,7 +121,7 @@ void Checkpoint::Impl::write(const comm::Group& group, std::int64_t step,
   });
   std::string records;
   on_all_ranks(group, kSave, [&] { records = write_files(step, std::move(files)); });
-  Manifest manifest{step, group.size(), {}};
+  Manifest manifest{step, group.size(), settings, {}};
   for (const std::string& text : group.all_gather(records))
     std::ranges::move(records_from(text), std::back_inserter(manifest.files));
   on_all_ranks(group, kSave, [&] {

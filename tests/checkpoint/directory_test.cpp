@@ -136,6 +136,36 @@ TEST_F(CheckpointDirectory, OfARunThatShouldHaveBeenResumedIsAnError) {
   EXPECT_THAT(names_in(again.directory()), ElementsAre("step-00000500"));
 }
 
+TEST_F(CheckpointDirectory, CanBeResumedAtAnEarlierStep) {
+  auto checkpoint = make();
+  for (value_ = 1; value_ <= 3; ++value_) checkpoint.save(value_ * 10);
+  checkpoint.resume(20);
+  EXPECT_EQ(value_, 2);
+  // The later checkpoint is good, and stays.
+  expect_error([&] { checkpoint.save(25); }, {"[checkpoint.save]", "after 30", "got 25"});
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(10, 20, 30));
+  checkpoint.resume(30);
+  checkpoint.save(40);
+}
+
+TEST_F(CheckpointDirectory, WithoutTheStepOrWithADamagedOneIsAnErrorAndNoEarlierOneIsTaken) {
+  auto checkpoint = make();
+  value_ = 1;
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(5); }),
+              AllOf(HasSubstr("a checkpoint of step 5"), HasSubstr("got none")));
+  checkpoint.save(1);
+  checkpoint.save(2);
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(5); }), HasSubstr("got only 1, 2"));
+  write_text(checkpoint.path_of(2) / "value.pt", "damaged");
+  value_ = 9;
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(2); }),
+              AllOf(HasSubstr("step-00000002"), HasSubstr("value.pt"),
+                    HasSubstr("resume from another step")));
+  EXPECT_EQ(value_, 9);
+  checkpoint.resume(1);
+  EXPECT_EQ(value_, 1);
+}
+
 TEST_F(CheckpointDirectory, LosesWhatKilledWritersLeft) {
   auto checkpoint = make();
   checkpoint.save(1);

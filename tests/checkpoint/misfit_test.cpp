@@ -89,6 +89,48 @@ TEST(CheckpointMisfit, OfOtherObjectsIsRefused) {
               AllOf(HasSubstr("'b' (real)"), HasSubstr("got integer")));
 }
 
+TEST(CheckpointMisfit, OfOtherSettingsNamesAllOfThemAndChangesNothing) {
+  const TemporaryFolder folder;
+  std::int64_t value = 1;
+  const auto checkpoint = [&] {
+    Checkpoint made(folder / "run");
+    made.add("value", value);
+    return made;
+  };
+  checkpoint()
+      .add_setting("--lr", "0.1")
+      .add_setting("--seed", "3")
+      .add_setting("--x", "=\n")
+      .save(7);
+  value = 2;
+  const auto message = [&](Checkpoint reader) {
+    const std::string by_step = message_of<FileError>([&] { reader.resume(7); });
+    EXPECT_EQ(message_of<FileError>([&] { reader.resume(); }), by_step);
+    EXPECT_EQ(value, 2);
+    return by_step;
+  };
+  EXPECT_THAT(
+      message(std::move(checkpoint().add_setting("--lr", "0.2").add_setting("--seed", "3"))),
+      AllOf(HasSubstr("[checkpoint.resume] expected --lr 0.2, --x not set in '"),
+            HasSubstr("step-00000007', got --lr 0.1, --x =\n")));
+  EXPECT_THAT(message(std::move(checkpoint()
+                                    .add_setting("--x", "=\n")
+                                    .add_setting("--lr", "0.1")
+                                    .add_setting("--seed", "3")
+                                    .add_setting("--keep", "1"))),
+              AllOf(HasSubstr("expected --keep 1 in"), HasSubstr("got --keep not set")));
+  // Settings come before objects: another learning rate is the reason, not the missing object.
+  std::int64_t other = 0;
+  EXPECT_THAT(message(std::move(checkpoint().add("other", other))),
+              HasSubstr("expected --lr not set"));
+  auto same = checkpoint();
+  same.add_setting("--seed", "3").add_setting("--x", "=\n").add_setting("--lr", "0.1");
+  EXPECT_EQ(same.resume(), 7);
+  EXPECT_EQ(value, 1);
+  expect_error([&] { same.add_setting("--lr", "0.1"); }, {"[checkpoint.add_setting]", "twice"});
+  expect_error([&] { same.add_setting("", "1"); }, {"[checkpoint.add_setting]", "a name"});
+}
+
 TEST(CheckpointMisfit, OfAnotherOptimizerLeavesEveryObjectAsItWas) {
   const TemporaryFolder folder;
   const auto stepped = [](torch::optim::Optimizer& optimizer) {

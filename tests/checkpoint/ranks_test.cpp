@@ -99,9 +99,13 @@ TEST(CheckpointOfRanks, IsWholeOnlyIfEveryRanksFilesAre) {
       semitone::test::write_text(checkpoint.path_of(2) / "own.rank1.pt", "damaged");
     }
     group.barrier();
+    EXPECT_THAT(message_of<FileError>([&] { checkpoint.resume(2); }), HasSubstr("own.rank1.pt"));
     const CapturedLog log;
     EXPECT_EQ(checkpoint.resume(), 1);
     EXPECT_EQ(values.common, 1);
+    EXPECT_EQ(values.own, 10 + rank.number());
+    values = {};
+    checkpoint.resume(1);
     EXPECT_EQ(values.own, 10 + rank.number());
     if (rank.number() == 0) {
       EXPECT_THAT(log.text(), HasSubstr("own.rank1.pt"));

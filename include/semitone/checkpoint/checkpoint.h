@@ -131,6 +131,14 @@ class Checkpoint {
   /// Adds a generator of the program, of any device. Each rank saves its own.
   Checkpoint& add(const std::string& name, const at::Generator& generator);
 
+  /// Adds a setting that a resumed run must have in common with the saved one, such as the batch
+  /// size or the random seed: add_setting("--batch-size", "32"). Both functions of the name resume
+  /// throw a FileError that lists all settings that differ, with both values, before they compare
+  /// or change objects. A setting that only one of the two runs has differs too. Settings are
+  /// text in the manifest. Error if the name is empty or was given before. The order of the calls
+  /// has no meaning.
+  Checkpoint& add_setting(const std::string& name, const std::string& value);
+
   /// Saves a checkpoint of this step, and then deletes those beyond CheckpointOptions::keep, the
   /// oldest first. Creates the directory if necessary. Call it between two training steps:
   /// MixedPrecision::save is an Error between scale_loss and step.
@@ -181,6 +189,14 @@ class Checkpoint {
   /// than the saved one, entries with PerRank::yes are an Error, and ranks that the saved run did
   /// not have keep the states of their default generators.
   std::optional<std::int64_t> resume();
+
+  /// Loads the checkpoint of this step, whether it is the newest or not, into the objects that were
+  /// added. FileError if there is none, if it is damaged, or if it does not fit; all objects have
+  /// their earlier state then. Later checkpoints stay, so that save() refuses the steps before
+  /// them: to continue from an earlier step, save in another directory.
+  ///
+  /// Collective, as resume().
+  void resume(std::int64_t step);
 
   const std::filesystem::path& directory() const;
 
