@@ -15,7 +15,9 @@ std::string message_of(const std::exception& error) {
   const auto* const from_torch = dynamic_cast<const c10::Error*>(&error);
   const std::string text =
       from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
-  return text.substr(0, text.find('\n'));
+  const std::size_t begin = text.find_first_not_of('\n');
+  if (begin == std::string::npos) return "an exception without a message";
+  return text.substr(begin, text.find('\n', begin) - begin);
 }
 
 void on_all_ranks(const comm::Group& group, std::string_view component,
@@ -29,6 +31,9 @@ void on_all_ranks(const comm::Group& group, std::string_view component,
   } catch (const std::exception& error) {
     own = std::current_exception();
     message = message_of(error);
+  } catch (...) {
+    own = std::current_exception();
+    message = "an exception that is no std::exception";
   }
   const std::vector<std::string> messages = group.all_gather(message);
   if (own) std::rethrow_exception(own);

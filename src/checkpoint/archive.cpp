@@ -3,8 +3,12 @@
 #include "src/kernels/copy_bytes.h"
 #include "src/kernels/pinned.h"
 
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/jit/serialization/export.h>
 
 namespace semitone::checkpoint {
@@ -24,54 +28,109 @@ template struct PrivateMember<&torch::serialize::OutputArchive::module_>;
 
 // Only a tensor with memory of its own can be copied as bytes.
 bool has_plain_memory(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == c10::kStrided && !tensor.is_quantized() &&
-         tensor.has_storage() && tensor.storage().data() != nullptr && !tensor.is_conj() &&
-         !tensor.is_neg();
+  return tensor.layout() == c10::kStrided && !tensor.is_quantized() && tensor.has_storage() &&
+         tensor.storage().data() != nullptr && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Replaces the values of an object that only the archive has.
-void copy_values(const torch::jit::ObjectPtr& object, CopyBuffers& buffers) {
-  for (std::size_t slot = 0; slot < object->slots().size(); ++slot) {
-    const c10::IValue& value = object->getSlot(slot);
-    if (value.isObject()) {
-      copy_values(value.toObject(), buffers);
-    } else if (value.isTensor() && has_plain_memory(value.toTensor())) {
-      object->setSlot(slot, buffers.copy(value.toTensor()));
-    } else if (!value.isTensor() || value.toTensor().defined()) {
-      object->setSlot(slot, value.deepcopy());
-    }
+// Copies a value with everything that it refers to. Nothing that the program may also refer to is
+// changed.
+class DeepCopy {
+ public:
+  explicit DeepCopy(CopyBuffers& buffers) : buffers_(buffers) {}
+
+  torch::jit::ObjectPtr object(const torch::jit::ObjectPtr& original) {
+    const auto [place, is_new] = objects_.try_emplace(original.get());
+    if (!is_new) return place->second;
+    torch::jit::ObjectPtr copy = original->copy();
+    place->second = copy;
+    for (std::size_t slot = 0; slot < copy->slots().size(); ++slot)
+      copy->setSlot(slot, value(original->getSlot(slot)));
+    return copy;
   }
-}
+
+ private:
+  c10::IValue value(const c10::IValue& original) {
+    if (original.isTensor()) return tensor(original.toTensor());
+    if (original.isCustomClass()) return original.deepcopy();
+    if (original.isObject()) return object(original.toObject());
+    if (original.isList()) return list(original.toList());
+    if (original.isGenericDict()) return dict(original.toGenericDict());
+    if (original.isTuple()) return tuple(original.toTuple());
+    return original.deepcopy();
+  }
+
+  at::Tensor tensor(const at::Tensor& original) {
+    if (!original.defined()) return original;
+    if (has_plain_memory(original)) return buffers_.copy(original);
+    return original.detach().to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
+  }
+
+  c10::IValue list(const c10::List<c10::IValue>& original) {
+    c10::impl::GenericList copy(original.elementType());
+    copy.reserve(original.size());
+    for (std::size_t i = 0; i < original.size(); ++i) copy.push_back(value(original.get(i)));
+    return copy;
+  }
+
+  c10::IValue dict(const c10::impl::GenericDict& original) {
+    c10::impl::GenericDict copy(original.keyType(), original.valueType());
+    for (const auto& item : original) copy.insert(value(item.key()), value(item.value()));
+    return copy;
+  }
+
+  c10::IValue tuple(const c10::intrusive_ptr<c10::ivalue::Tuple>& original) {
+    std::vector<c10::IValue> elements;
+    for (const c10::IValue& element : original->elements()) elements.push_back(value(element));
+    return c10::ivalue::Tuple::createNamed(std::move(elements), original->type<c10::TupleType>());
+  }
+
+  CopyBuffers& buffers_;
+  std::unordered_map<const void*, torch::jit::ObjectPtr> objects_;
+};
 
 }  // namespace
 
-void CopyBuffers::begin() {
-  free_.clear();
-  for (auto& [address, copy] : copies_) free_.emplace(copy.bytes.numel(), std::move(copy.bytes));
+void CopyBuffers::finish() {
+  for (auto& [address, copy] : copies_) used_.push_back(std::move(copy.bytes));
   copies_.clear();
 }
 
-const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device device) {
-  const auto [place, is_new] = copies_.try_emplace(storage.data(), Copy{storage, {}});
-  at::Tensor& bytes = place->second.bytes;
-  const auto size = static_cast<std::int64_t>(storage.nbytes());
-  if (!is_new && bytes.numel() >= size) return bytes;
-  const auto unused = free_.find(size);
-  if (unused != free_.end()) {
-    bytes = std::move(unused->second);
-    free_.erase(unused);
-  } else {
-    bytes = kernels::empty_for_copy({size}, at::kByte, device);
+void CopyBuffers::reuse() {
+  finish();
+  free_.clear();
+  for (at::Tensor& bytes : used_) {
+    const std::pair key(bytes.is_pinned(), bytes.numel());
+    free_.emplace(key, std::move(bytes));
   }
+  used_.clear();
+}
+
+at::Tensor& CopyBuffers::take(std::int64_t size, c10::Device device, at::Tensor& bytes) {
+  const auto unused = free_.find({kernels::has_pinned_memory(device), size});
+  if (unused == free_.end()) return bytes = kernels::empty_for_copy({size}, at::kByte, device);
+  bytes = std::move(unused->second);
+  free_.erase(unused);
+  return bytes;
+}
+
+const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device device) {
+  const auto size = static_cast<std::int64_t>(storage.nbytes());
+  Copy& copy = copies_[storage.data()];
+  if (copy.bytes.defined() && copy.bytes.numel() >= size) return copy.bytes;
+  if (copy.bytes.defined()) used_.push_back(std::move(copy.bytes));  // of a part of this memory
+  copy.original = storage;
+  at::Tensor& bytes = take(size, device, copy.bytes);
   if (device.is_cpu()) {
     kernels::copy_bytes(storage.data(), bytes.data_ptr(), size);
   } else {
-    bytes.copy_(at::empty({0}, bytes.options().device(device)).set_(storage, 0, {size}, {1}));
+    const auto options = bytes.options().device(device).pinned_memory(false);
+    bytes.copy_(at::empty({0}, options).set_(storage, 0, {size}, {1}));
   }
   return bytes;
 }
 
 at::Tensor CopyBuffers::copy(const at::Tensor& tensor) {
+  const c10::InferenceMode normal(false);  // else the kept memory could never be written again
   const c10::NoGradGuard no_grad;
   const at::Tensor& bytes = copy_of(tensor.storage(), tensor.device());
   at::Tensor copy =
@@ -87,12 +146,8 @@ void Archive::write(const Sink& sink) const {
   torch::jit::ExportModule(module_, sink);
 }
 
-void Archive::copy_tensors(CopyBuffers& buffers) {
-  if (is_script_) {
-    module_ = module_.deepcopy();
-  } else {
-    copy_values(module_._ivalue(), buffers);
-  }
+Archive Archive::copied(CopyBuffers& buffers) const {
+  return Archive(torch::jit::Module(DeepCopy(buffers).object(module_._ivalue())));
 }
 
 }  // namespace semitone::checkpoint

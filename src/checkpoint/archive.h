@@ -3,59 +3,61 @@
 #include "src/checkpoint/files.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
+#include <map>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
-// The content of a file, before it is one.
+// What an entry saves, as LibTorch's archives.
 namespace semitone::checkpoint {
 
 // Copies of tensors in CPU memory, pinned if they come from a device. The memory is kept for the
 // next checkpoint, since the first write to a new page takes longer than the copy.
 class CopyBuffers {
  public:
-  // Makes the memory of the last copies available for new ones, and frees what they did not use.
-  // No copy may be in use.
-  void begin();
-
-  // Tensors that share memory have copies that share memory.
+  // Tensors that share memory have copies that share memory. The values have been copied when this
+  // returns.
   at::Tensor copy(const at::Tensor& tensor);
 
- private:
-  // Bytes with the values of a storage.
-  const at::Tensor& copy_of(const c10::Storage& storage, c10::Device device);
+  // Releases the tensors that were copied, which copy() keeps: another one could get their address.
+  void finish();
 
-  // By the address of the original's memory. The original is kept, so that no other one can get
-  // that address meanwhile.
+  // Makes the memory of the last copies available, and frees what they had not used. No copy may be
+  // in use.
+  void reuse();
+
+ private:
   struct Copy {
     c10::Storage original;
     at::Tensor bytes;
   };
-  std::unordered_map<const void*, Copy> copies_;
-  std::unordered_multimap<std::int64_t, at::Tensor> free_;  // by size
+
+  at::Tensor& take(std::int64_t size, c10::Device device, at::Tensor& bytes);
+  const at::Tensor& copy_of(const c10::Storage& storage, c10::Device device);
+
+  std::unordered_map<const void*, Copy> copies_;  // by the address of the original
+  std::vector<at::Tensor> used_;
+  std::multimap<std::pair<bool, std::int64_t>, at::Tensor> free_;  // by pinned and size
 };
 
-// What an entry saves.
+// The content of a file. It shares its tensors with the object that is saved.
 class Archive {
  public:
-  // Shares the tensors that were written into the archive.
   explicit Archive(const torch::serialize::OutputArchive& archive);
-  // Shares the module's tensors.
-  explicit Archive(torch::jit::Module script) : module_(std::move(script)), is_script_(true) {}
+  explicit Archive(torch::jit::Module script) : module_(std::move(script)) {}
 
   // Writes the bytes of a file that LibTorch's InputArchive or torch::jit::load reads.
   void write(const Sink& sink) const;
 
-  // Gives the archive copies of its tensors, which nobody else changes.
-  void copy_tensors(CopyBuffers& buffers);
+  // Returns the same content with copies of all tensors, on the CPU.
+  Archive copied(CopyBuffers& buffers) const;
 
  private:
   torch::jit::Module module_;
-  bool is_script_ = false;
 };
 
 }  // namespace semitone::checkpoint

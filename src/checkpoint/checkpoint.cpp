@@ -14,6 +14,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <map>
+#include <regex>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -56,6 +58,7 @@ CheckpointOptions& CheckpointOptions::keep(std::optional<std::int64_t> count) {
 Checkpoint::Impl::Impl(std::filesystem::path folder, const CheckpointOptions& given)
     : directory(std::move(folder)), options(given) {
   if (directory.empty()) throw Error("checkpoint", "a directory", "an empty path");
+  directory = std::filesystem::absolute(directory);  // also if the process changes its own
   warn_without_group(options.group());
   if (!options.default_generators()) return;
   entries.push_back(generators_entry(
@@ -64,11 +67,15 @@ Checkpoint::Impl::Impl(std::filesystem::path folder, const CheckpointOptions& gi
 
 NamedGenerators Checkpoint::Impl::default_generators() const {
   NamedGenerators generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  std::set<std::string> seen{"cpu"};
+  std::set<std::string> seen;
+  std::map<std::string, int> counts;
   for (const auto& entry : entries) {
     for (const c10::Device device : entry->devices()) {
-      if (seen.insert(device.str()).second)
-        generators.emplace_back(device.str(), at::globalContext().defaultGenerator(device));
+      if (device.is_cpu() || !seen.insert(device.str()).second) continue;
+      // Named by order: a resumed run may be given other devices of the kind.
+      const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+      generators.emplace_back(fmt::format("{}.{}", type, counts[type]++),
+                              at::globalContext().defaultGenerator(device));
     }
   }
   return generators;
@@ -76,6 +83,9 @@ NamedGenerators Checkpoint::Impl::default_generators() const {
 
 void Checkpoint::Impl::add(std::unique_ptr<Entry> entry) {
   const std::string& name = entry->name();
+  static const std::regex rank_file(R"(.*\.rank\d+)");
+  if (std::regex_match(name, rank_file))
+    throw Error("checkpoint.add", "a name that does not end like that of a rank's file", name);
   if (!is_name(name) || name == kRandom) {
     throw Error("checkpoint.add",
                 "a name of letters, digits, '_', '-' and '.', which begins with a letter or digit, "

@@ -46,7 +46,10 @@ struct Checkpoint::Impl {
   // The same, to be written from copies in `buffers`.
   std::vector<PendingFile> copies();
   // Writes a checkpoint, in the calling thread.
-  void write(const comm::Group& group, std::int64_t step, std::vector<PendingFile> files);
+  void write(const comm::Group& group, Manifest manifest, std::vector<PendingFile> files);
+  Manifest new_manifest(std::int64_t step) const {
+    return {step, options.group().size(), settings, {}};
+  }
   std::unique_ptr<Staging> stage(std::int64_t step) const;
   // Returns the records of the files as text.
   std::string write_files(std::int64_t step, std::vector<PendingFile> files) const;

@@ -42,7 +42,8 @@ class GeneratorsEntry final : public Entry {
  public:
   GeneratorsEntry(std::string name, std::string kind, std::function<NamedGenerators()> generators,
                   bool optional)
-      : Entry(std::move(name), std::move(kind), PerRank::yes),
+      : Entry(std::move(name), std::move(kind), PerRank::yes,
+              optional ? Turn::random : Turn::other),
         generators_(std::move(generators)),
         optional_(optional) {}
 

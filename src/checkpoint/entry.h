@@ -40,8 +40,9 @@ class Source {
 class Entry {
  public:
   // When an entry is loaded. Masters are loaded after the optimizers, which may hold them, and
-  // models after both: at another opt level, the model's fp32 weights become the masters.
-  enum class Turn { optimizer, mixed, model, other };
+  // models after both: at another opt level, the model's fp32 weights become the masters. Default
+  // generators are last, since other objects may draw random numbers when they are loaded.
+  enum class Turn { optimizer, mixed, model, other, random };
   using UseArchive = std::function<void(Archive&)>;
   // Ends what set_aside() began: puts the earlier state back.
   using Undo = std::function<void()>;
@@ -74,7 +75,7 @@ class Entry {
   // Loads what save() saved.
   virtual void read(const Source& source, const FileRecord& record) = 0;
   // What read() will not restore, for a warning; usually empty.
-  virtual std::string loss(const FileRecord&) const { return {}; }
+  virtual std::string not_restored(const FileRecord&) const { return {}; }
   // Keeps the state so that it can be put back after a read() that failed. By default a copy in
   // memory.
   virtual Undo set_aside();

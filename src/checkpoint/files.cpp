@@ -1,7 +1,5 @@
 #include "src/checkpoint/files.h"
 
-#include "semitone/core/error.h"
-
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -20,7 +18,12 @@ namespace {
 
 [[noreturn]] void refuse_file(const std::filesystem::path& path, const std::string& expected,
                               const std::string& got) {
-  throw FileError("checkpoint.verify", fmt::format("{} in '{}'", expected, path.string()), got);
+  throw DamageError("checkpoint.verify", fmt::format("{} in '{}'", expected, path.string()), got);
+}
+
+[[noreturn]] void fail_to_read(const std::filesystem::path& path, int reason) {
+  if (reason == ENOENT) refuse_file(path, "a file", reason_of(reason));
+  throw FileError("checkpoint.verify", "to read '" + path.string() + "'", reason_of(reason));
 }
 
 }  // namespace
@@ -65,8 +68,7 @@ void verify_file(const std::filesystem::path& path, const FileRecord& record) {
   // O_NONBLOCK: opening a pipe would wait for its writer.
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status{};
-  if (!file.is_open() || ::fstat(file.number(), &status) != 0)
-    refuse_file(path, "a readable file", reason_of(errno));
+  if (!file.is_open() || ::fstat(file.number(), &status) != 0) fail_to_read(path, errno);
   if (!S_ISREG(status.st_mode)) refuse_file(path, "a regular file", "something else");
   if (static_cast<std::uint64_t>(status.st_size) != record.bytes)
     refuse_file(path, fmt::format("{} bytes", record.bytes), std::to_string(status.st_size));
@@ -75,7 +77,7 @@ void verify_file(const std::filesystem::path& path, const FileRecord& record) {
   while (true) {
     const ssize_t count = ::read(file.number(), buffer.data(), buffer.size());
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) refuse_file(path, "a readable file", reason_of(errno));
+    if (count < 0) fail_to_read(path, errno);
     if (count == 0) break;
     checksum.add(buffer.data(), static_cast<std::size_t>(count));
   }

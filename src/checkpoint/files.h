@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/core/error.h"
 #include "src/checkpoint/checksum.h"
 #include "src/checkpoint/file_record.h"
 #include "src/core/descriptor.h"
@@ -39,7 +40,15 @@ class NewFile {
 // Flushes a directory's list of files to the disk. FileError if the system cannot.
 void flush_directory(const std::filesystem::path& path);
 
-// FileError that names the file if it does not have the size and checksum of the record.
+// A file of a checkpoint is missing, truncated or changed. A file that cannot be read for another
+// reason (permissions, a network) may be whole, and is another FileError.
+class DamageError : public FileError {
+ public:
+  using FileError::FileError;
+};
+
+// DamageError that names the file unless it has the size and checksum of the record; FileError if it
+// cannot be read.
 void verify_file(const std::filesystem::path& path, const FileRecord& record);
 
 }  // namespace semitone::checkpoint

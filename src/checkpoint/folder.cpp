@@ -102,6 +102,8 @@ void Staging::begin(std::int64_t step) {
 Staging::~Staging() {
   std::error_code ignored;
   if (created_) fs::remove_all(partial_path(directory_, step_), ignored);
+  // A child that this process forked meanwhile has the descriptor too, and would keep the lock.
+  if (lock_.is_open()) ::flock(lock_.number(), LOCK_UN);
 }
 
 void Staging::lock() {
@@ -137,13 +139,27 @@ void Staging::commit() {
   // If there is a checkpoint of this step, the two change their names at once, and the destructor
   // removes the old one.
   const bool replaces = fs::exists(fs::symlink_status(complete));
-  if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, complete.c_str(),
-                  replaces ? RENAME_EXCHANGE : 0) != 0) {
-    fail_in(directory_, errno,
-            replaces ? fmt::format("remove '{}', or save at another step", complete.string()) : "");
-  }
-  created_ = replaces;
+  created_ = rename(partial, complete, replaces);
   flush_directory(directory_);
+}
+
+// Returns whether the partial name is in use afterwards.
+bool Staging::rename(const fs::path& partial, const fs::path& complete, bool replaces) const {
+  const unsigned flags = replaces ? RENAME_EXCHANGE : 0;
+  if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, complete.c_str(), flags) == 0)
+    return replaces;
+  // NFS and FUSE cannot exchange names. There is no checkpoint of this step for a moment.
+  std::error_code error(errno, std::system_category());
+  if (replaces && (error == std::errc::invalid_argument || error.value() == ENOSYS)) {
+    const fs::path old = fs::path(complete).concat("-old").concat(kPartial);
+    fs::rename(complete, old, error);
+    if (!error) fs::rename(partial, complete, error);
+    std::error_code ignored;
+    if (!error) fs::remove_all(old, ignored);
+  }
+  if (!error) return false;
+  fail_in(directory_, error.value(),
+          replaces ? fmt::format("remove '{}', or save at another step", complete.string()) : "");
 }
 
 void Staging::remove(std::int64_t step) const {

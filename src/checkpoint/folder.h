@@ -46,6 +46,8 @@ class Staging {
  private:
   void lock();
   void remove_partial() const;
+  bool rename(const std::filesystem::path& partial, const std::filesystem::path& complete,
+              bool replaces) const;
 
   std::filesystem::path directory_;
   std::int64_t step_ = 0;

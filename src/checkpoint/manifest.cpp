@@ -76,7 +76,7 @@ std::string with_checksum(Json json) {
 
 [[noreturn]] void refuse_manifest(const std::filesystem::path& path, std::string_view expected,
                                   std::string_view got) {
-  throw FileError("checkpoint.manifest", fmt::format("{} in '{}'", expected, path.string()), got);
+  throw DamageError("checkpoint.manifest", fmt::format("{} in '{}'", expected, path.string()), got);
 }
 
 std::string read_text(const std::filesystem::path& path) {
@@ -95,11 +95,14 @@ Manifest parse(const std::filesystem::path& path, const std::string& text) {
   Json json = Json::parse(text);
   if (json.value("format", "") != kFormat)
     refuse_manifest(path, "a manifest of Semitone", "another file");
-  if (const auto version = json.at("version").get<std::int64_t>(); version != kVersion)
-    refuse_manifest(path, fmt::format("version {}", kVersion), std::to_string(version));
   json.erase(kChecksum);
   if (with_checksum(json) != text)
     refuse_manifest(path, "the text that was written", "text that does not match its checksum");
+  if (const auto version = json.at("version").get<std::int64_t>(); version != kVersion) {
+    throw FileError(
+        "checkpoint.manifest", fmt::format("version {} in '{}'", kVersion, path.string()),
+        std::to_string(version), "use the release of Semitone that wrote it, or a newer one");
+  }
   return {json.at("step").get<std::int64_t>(), json.at("world_size").get<std::int64_t>(),
           json.value("settings", Settings()), records_from(json.at("files"))};
 }

@@ -9,12 +9,12 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/serialize.h>
+#include <torch/types.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <exception>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -64,13 +64,31 @@ void require_same_tensors(const std::vector<TensorRecord>& here,
   for (const TensorRecord& tensor : saved) require(tensor);
 }
 
+// Copies values of the same shape. In an expanded tensor several elements have one place, which
+// copy_() refuses.
+void copy_values(const at::Tensor& to, const at::Tensor& from) {
+  at::Tensor places = to.detach();
+  at::Tensor values = from;
+  for (std::int64_t d = 0; d < places.dim(); ++d) {
+    if (places.stride(d) != 0 || places.size(d) < 2) continue;
+    places = places.narrow(d, 0, 1);
+    values = values.narrow(d, 0, 1);
+  }
+  places.copy_(values);
+}
+
 // Module::load() gives a tensor the memory of the file's tensor. Others may refer to its own memory
 // (captured graphs, views), so the values are copied there.
 class OwnMemory {
  public:
-  explicit OwnMemory(const std::vector<amp::ModelEntry>& entries) {
-    for (const auto& entry : entries)
+  // Tensors on other devices than the file's have an empty one on that device meanwhile: set_data(),
+  // which load() uses for them, would drop the hooks on their gradients.
+  OwnMemory(const std::vector<amp::ModelEntry>& entries, c10::Device device) {
+    for (const auto& entry : entries) {
       kept_.emplace_back(entry.tensor, entry.tensor.variable_data());
+      if (entry.tensor.device() != device)
+        set_memory(entry.tensor, at::empty({0}, entry.tensor.options().device(device)));
+    }
   }
 
   // Returns the tensors to their memory, with the values that they have.
@@ -78,18 +96,18 @@ class OwnMemory {
     const at::NoGradGuard no_grad;
     for (auto& [tensor, memory] : kept_) {
       const at::Tensor loaded = tensor.variable_data();
-      give_back(tensor, memory);
-      tensor.detach().copy_(loaded);
+      set_memory(tensor, memory);
+      copy_values(tensor, loaded);
     }
   }
 
   // Returns them to their memory, with the values from before.
-  void give_back() {
-    for (auto& [tensor, memory] : kept_) give_back(tensor, memory);
+  void restore() {
+    for (auto& [tensor, memory] : kept_) set_memory(tensor, memory);
   }
 
  private:
-  static void give_back(const at::Tensor& tensor, const at::Tensor& memory) {
+  static void set_memory(const at::Tensor& tensor, const at::Tensor& memory) {
     tensor.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
   }
 
@@ -151,19 +169,20 @@ class ModelEntry final : public Entry {
     if (std::none_of(entries.begin(), entries.end(),
                      [](const auto& entry) { return is_lowered(entry.tensor); }))
       return std::nullopt;
-    std::exception_ptr error;
+    std::vector<std::string> reasons;
     for (amp::MixedPrecision* const mixed : *mixed_) {
       try {
         return mixed->fp32_weights(model_);
-      } catch (const Error&) {
-        error = std::current_exception();  // usually that it manages other models
+      } catch (const Error& error) {
+        if (mixed_->size() == 1) throw;
+        reasons.emplace_back(error.what());  // usually that it manages other models
       }
     }
-    if (error) std::rethrow_exception(error);
     throw Error(
         "checkpoint",
         fmt::format("the MixedPrecision that amp::initialize returned for model '{}'", name()),
-        "none", "call add(\"mixed\", mixed) as well: it has the exact weights");
+        reasons.empty() ? "none" : fmt::format("{}", fmt::join(reasons, "; ")),
+        "call add(\"mixed\", mixed) as well: it has the exact weights");
   }
 
   void read_module(const Source& source) {
@@ -171,14 +190,14 @@ class ModelEntry final : public Entry {
     const auto entries = amp::entries_of(model_);
     const c10::Device device = entries.empty() ? c10::kCPU : entries.front().tensor.device();
     InputArchive archive = source.archive(device);
-    OwnMemory memory(entries);
+    OwnMemory memory(entries, device);
     try {
       module.load(archive);
+      memory.take_values();
     } catch (...) {
-      memory.give_back();
+      memory.restore();
       throw;
     }
-    memory.take_values();
   }
 
   void read_script(const Source& source) {
@@ -187,7 +206,7 @@ class ModelEntry final : public Entry {
       loaded.emplace(entry.name, entry.tensor);
     const at::NoGradGuard no_grad;
     for (const auto& entry : amp::entries_of(model_))
-      entry.tensor.detach().copy_(loaded.at(entry.name));
+      copy_values(entry.tensor, loaded.at(entry.name));
   }
 
   amp::Model model_;
@@ -217,7 +236,7 @@ class TensorEntry final : public Entry {
     const auto loaded = find_value<at::Tensor>(archive, kKey, "checkpoint.resume");
     if (tensor_.defined() && loaded.has_value()) {
       const at::NoGradGuard no_grad;
-      tensor_.detach().copy_(*loaded);
+      copy_values(tensor_, *loaded);
     } else {
       tensor_ = loaded.value_or(at::Tensor());
     }

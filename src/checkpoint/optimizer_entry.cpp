@@ -3,12 +3,18 @@
 #include "semitone/core/dtype.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "src/checkpoint/entry.h"
+#include "src/core/distinct_parameters.h"
 
 #include <torch/serialize.h>
 
 #include <fmt/format.h>
 
+#include <memory>
+#include <set>
+#include <string>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace semitone::checkpoint {
 namespace {
@@ -44,15 +50,20 @@ class OptimizerEntry final : public Entry {
     // LibTorch's optimizers keep the state of parameters that the file does not have, and leave
     // tensors on the archive's device.
     optimizer_.state().clear();
-    const auto all = devices();
-    InputArchive archive = source.archive(all.empty() ? c10::Device(c10::kCPU) : all.front());
+    const DistinctParameters distinct(optimizer_);
+    std::vector<c10::Device> all = devices();
+    if (all.empty()) all.emplace_back(c10::kCPU);
+    InputArchive archive = source.archive(all.front());
     optimizer_.load(archive);
+    for (const c10::Device device : std::set<c10::Device, ByName>(all.begin(), all.end())) {
+      if (device != all.front()) read_states_of(device, source);
+    }
   }
 
   // Without a copy: loading makes new states.
   Undo set_aside() override {
     struct Earlier {
-      std::remove_reference_t<decltype(optimizer_.state())> state;
+      States state;
       std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
     };
     const auto earlier = std::make_shared<Earlier>();
@@ -69,6 +80,28 @@ class OptimizerEntry final : public Entry {
   }
 
  private:
+  using States = std::remove_reference_t<decltype(std::declval<torch::optim::Optimizer>().state())>;
+
+  struct ByName {
+    bool operator()(c10::Device a, c10::Device b) const { return a.str() < b.str(); }
+  };
+
+  // Replaces the states of the parameters of a device by those that are read to this device.
+  void read_states_of(c10::Device device, const Source& source) {
+    States others;
+    std::swap(others, optimizer_.state());
+    InputArchive archive = source.archive(device);
+    optimizer_.load(archive);
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (parameter.device() != device) continue;
+        const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+        if (state != optimizer_.state().end()) others[state->first] = std::move(state->second);
+      }
+    }
+    std::swap(others, optimizer_.state());
+  }
+
   torch::optim::Optimizer& optimizer_;
 };
 
@@ -90,7 +123,7 @@ class MixedEntry final : public Entry {
     mixed_.load(archive);
   }
 
-  std::string loss(const FileRecord& record) const override {
+  std::string not_restored(const FileRecord& record) const override {
     if (record.level == level()) return {};
     return fmt::format("expected '{}' of {}, got {} in the checkpoint: loss scales start anew",
                        name(), level(), record.level);

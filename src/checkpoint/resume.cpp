@@ -1,5 +1,5 @@
-// Loading the newest checkpoint that is not damaged. Each rank verifies the files that it will load,
-// and all agree before one of them changes anything.
+// Loading the newest checkpoint that is not damaged. Rank 0 verifies the common files, and each rank
+// its own. All agree before one of them changes anything.
 
 #include "semitone/core/error.h"
 #include "src/checkpoint/agree.h"
@@ -42,7 +42,7 @@ std::vector<std::int64_t> to_steps(const std::string& words) {
   return steps;
 }
 
-// The messages of all ranks, without empty ones.
+// The first message that is not empty.
 std::string first_of(const std::vector<std::string>& messages) {
   const auto found = std::find_if(messages.begin(), messages.end(),
                                   [](const std::string& text) { return !text.empty(); });
@@ -58,15 +58,24 @@ void read(Entry& entry, const std::filesystem::path& path, const FileRecord& rec
   }
 }
 
+// An undo that fails does not prevent the others.
+void try_to(const Entry::Undo& put_back) {
+  try {
+    put_back();
+  } catch (const std::exception& error) {
+    log()->error("[{}] expected to put back an earlier state, got {}", kResume, message_of(error));
+  }
+}
+
 }  // namespace
 
 Manifest Checkpoint::Impl::verify(std::int64_t step) const {
   const auto path = complete_path(directory, step);
   Manifest manifest = read_manifest(path);
   if (manifest.step != step) {
-    throw FileError("checkpoint.verify",
-                    fmt::format("step {} in '{}'", step, (path / kManifest).string()),
-                    std::to_string(manifest.step));
+    throw DamageError("checkpoint.verify",
+                      fmt::format("step {} in '{}'", step, (path / kManifest).string()),
+                      std::to_string(manifest.step));
   }
   const int rank = options.group().rank();
   for (const FileRecord& record : manifest.files) {
@@ -144,13 +153,13 @@ void Checkpoint::Impl::load(const Manifest& manifest) {
       }
     });
   } catch (...) {
-    for (const Entry::Undo& put_back : undo) put_back();
+    for (const Entry::Undo& put_back : undo) try_to(put_back);
     throw;
   }
   for (const auto& entry : entries) {
     const FileRecord* const record = record_of(*entry, manifest);
-    const std::string loss = record == nullptr ? std::string() : entry->loss(*record);
-    if (!loss.empty() && is_first()) log()->warn("[{}] {}", kResume, loss);
+    const std::string lost = record == nullptr ? std::string() : entry->not_restored(*record);
+    if (!lost.empty() && is_first()) log()->warn("[{}] {}", kResume, lost);
   }
 }
 
@@ -164,11 +173,13 @@ std::vector<std::int64_t> Checkpoint::Impl::common_steps() const {
 
 std::string Checkpoint::Impl::find_problem(std::int64_t step, Manifest& manifest) const {
   std::string problem;
-  try {
-    manifest = verify(step);
-  } catch (const std::exception& error) {
-    problem = message_of(error);
-  }
+  on_all_ranks(options.group(), kResume, [&] {
+    try {
+      manifest = verify(step);
+    } catch (const DamageError& error) {
+      problem = message_of(error);
+    }
+  });
   return first_of(options.group().all_gather(problem));
 }
 
@@ -196,6 +207,7 @@ void Checkpoint::Impl::resume(std::int64_t step) {
 }
 
 std::optional<std::int64_t> Checkpoint::Impl::resume() {
+  rejected.clear();
   const auto steps = common_steps();
   std::string first_problem;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {

@@ -8,11 +8,13 @@
 #include "src/core/file.h"
 #include "src/core/log.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -56,16 +58,18 @@ std::vector<PendingFile> Checkpoint::Impl::pending_files() const {
 }
 
 std::vector<PendingFile> Checkpoint::Impl::copies() {
-  buffers.begin();
+  buffers.reuse();
   std::vector<PendingFile> files;
   for (const auto& entry : entries) {
     if (!is_mine(*entry)) continue;
     PendingFile& file = files.emplace_back(new_record(*entry));
     entry->save(file.record, [&](Archive& archive) {
-      archive.copy_tensors(buffers);
-      file.write = [archive](const Sink& sink, FileRecord&) { archive.write(sink); };
+      file.write = [copy = archive.copied(buffers)](const Sink& sink, FileRecord&) {
+        copy.write(sink);
+      };
     });
   }
+  buffers.finish();
   return files;
 }
 
@@ -100,7 +104,7 @@ void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
   rejected.erase(manifest.step);
   std::vector<std::int64_t> kept;
   for (const std::int64_t step : steps_in(directory)) {
-    if (rejected.contains(step) && step > manifest.step) {
+    if (rejected.contains(step)) {
       staging.remove(step);
     } else {
       kept.push_back(step);
@@ -113,15 +117,14 @@ void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
   }
 }
 
-void Checkpoint::Impl::write(const comm::Group& group, std::int64_t step,
+void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,
                              std::vector<PendingFile> files) {
   std::unique_ptr<Staging> staging;
   on_all_ranks(group, kSave, [&] {
-    if (is_first()) staging = stage(step);
+    if (is_first()) staging = stage(manifest.step);
   });
   std::string records;
-  on_all_ranks(group, kSave, [&] { records = write_files(step, std::move(files)); });
-  Manifest manifest{step, group.size(), settings, {}};
+  on_all_ranks(group, kSave, [&] { records = write_files(manifest.step, std::move(files)); });
   for (const std::string& text : group.all_gather(records))
     std::ranges::move(records_from(text), std::back_inserter(manifest.files));
   on_all_ranks(group, kSave, [&] {
@@ -135,7 +138,7 @@ void Checkpoint::Impl::save(std::int64_t step) {
   on_all_ranks(options.group(), kSave, [&] {
     for (const auto& entry : entries) entry->consolidate();
   });
-  write(options.group(), step, pending_files());
+  write(options.group(), new_manifest(step), pending_files());
 }
 
 void Checkpoint::Impl::save_async(std::int64_t step) {
@@ -147,8 +150,15 @@ void Checkpoint::Impl::save_async(std::int64_t step) {
     for (const auto& entry : entries) entry->consolidate();
     files = copies();
   });
-  writing = std::async(std::launch::async, [this, step, files = std::move(files)]() mutable {
-    write(*background, step, std::move(files));
+  writing = std::async(std::launch::async, [this, manifest = new_manifest(step),
+                                            files = std::move(files)]() mutable {
+    // Collectives of nccl make the thread's current stream wait, which would be the training's.
+    c10::OptionalStreamGuard own_stream;
+    const c10::Device device = background->device();
+    if (!device.is_cpu())
+      own_stream.reset_stream(
+          c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+    write(*background, std::move(manifest), std::move(files));
   });
 }
 

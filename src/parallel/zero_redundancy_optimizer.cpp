@@ -3,6 +3,7 @@
 #include "semitone/core/detail/parameter_places.h"
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
+#include "src/core/distinct_parameters.h"
 #include "src/parallel/agreement.h"
 
 #include <torch/optim/lbfgs.h>
@@ -276,6 +277,7 @@ void ZeroRedundancyOptimizer::save(torch::serialize::OutputArchive& archive) con
 void ZeroRedundancyOptimizer::load(torch::serialize::InputArchive& archive) {
   const OptimizerPtr whole = make_with_options(param_groups_);
   try {
+    const DistinctParameters distinct(*whole);
     whole->load(archive);
   } catch (const c10::Error& error) {
     throw FileError(std::string(kZero) + ".load",

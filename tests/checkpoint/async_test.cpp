@@ -115,6 +115,59 @@ TEST_F(SaveAsyncOfANumber, LogsAFailureIfTheObjectIsDestroyed) {
   EXPECT_THAT(log.text(), HasSubstr("Not a directory"));
 }
 
+// Saves a TorchScript module of its own, as an object that the archive and the program share.
+struct HasAScript {
+  HasAScript() : script("Net") {
+    script.register_parameter("weight", torch::ones({2}), /*is_buffer=*/false);
+    script.register_attribute("steps", c10::ListType::ofTensors(),
+                              c10::List<at::Tensor>({torch::zeros({3})}));
+  }
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("script", c10::IValue(script._ivalue()));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue value;
+    archive.read("script", value);
+    loaded = torch::jit::Module(value.toObject());
+  }
+  torch::jit::Module script;
+  torch::jit::Module loaded;
+};
+
+TEST(SaveAsync, CopiesObjectsOfTheProgramAndLeavesThem) {
+  const TemporaryFolder folder;
+  HasAScript object;
+  const at::Tensor weight = object.script.attr("weight").toTensor();
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("object", object);
+  checkpoint.save_async(1);
+  {
+    const at::NoGradGuard no_grad;
+    weight.fill_(2);
+    object.script.attr("steps").toTensorVector()[0].fill_(3);
+  }
+  EXPECT_TRUE(object.script.attr("weight").toTensor().is_same(weight));
+  checkpoint.resume();
+  EXPECT_TRUE(at::equal(object.loaded.attr("weight").toTensor(), torch::ones({2})));
+  EXPECT_TRUE(at::equal(object.loaded.attr("steps").toTensorVector()[0], torch::zeros({3})));
+}
+
+TEST(SaveAsync, UnderInferenceModeDoesNotDisturbLaterCalls) {
+  const TemporaryFolder folder;
+  at::Tensor value = torch::ones({4});
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("value", value);
+  {
+    const c10::InferenceMode inference;
+    checkpoint.save_async(1);
+  }
+  value.fill_(2);
+  checkpoint.save_async(2);
+  value.fill_(3);
+  EXPECT_EQ(checkpoint.resume(), 2);
+  EXPECT_TRUE(at::equal(value, torch::full({4}, 2.0)));
+}
+
 // The peak resident memory of this process, in MiB.
 double peak_memory() {
   std::ifstream status("/proc/self/status");

@@ -248,6 +248,58 @@ TEST(Checkpoint, LoadsIntoTheMemoryOfTheModel) {
   EXPECT_TRUE(net->conv->weight.requires_grad());
 }
 
+// LibTorch's load() alone leaves such a parameter without its state.
+TEST(Checkpoint, RestoresTheStateOfAParameterThatOccursTwice) {
+  const TemporaryFolder folder;
+  const auto train = [](at::Tensor& weight, torch::optim::Optimizer& optimizer) {
+    weight.mutable_grad() = torch::full_like(weight, 0.5);
+    optimizer.step();
+  };
+  const auto make = [](const at::Tensor& weight) {
+    return torch::optim::AdamW(std::vector<at::Tensor>{weight, torch::ones({2}), weight}, 0.1);
+  };
+  at::Tensor weight = torch::ones({3}).requires_grad_();
+  auto optimizer = make(weight);
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("weight", weight).add("optimizer", optimizer);
+  train(weight, optimizer);
+  checkpoint.save(1);
+  train(weight, optimizer);
+  const at::Tensor want = weight.detach().clone();
+  checkpoint.resume();
+  EXPECT_EQ(optimizer.param_groups()[0].params()[2].unsafeGetTensorImpl(),
+            weight.unsafeGetTensorImpl());
+  EXPECT_EQ(optimizer.state().size(), 1);
+  train(weight, optimizer);
+  EXPECT_TRUE(same_bits(weight.detach(), want));
+}
+
+TEST(Checkpoint, RestoresExpandedTensors) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(2, 2);
+  at::Tensor mask = model->register_buffer("mask", torch::arange(5.0).unsqueeze(0).expand({8, 5}));
+  const at::Tensor want = mask.clone();
+  Checkpoint checkpoint(folder / "run");
+  checkpoint.add("model", model).add("mask", mask);
+  checkpoint.save(1);
+  mask.select(0, 0).zero_();
+  checkpoint.resume();
+  EXPECT_TRUE(same_bits(mask, want));
+  EXPECT_EQ(mask.stride(0), 0);
+}
+
+TEST(Checkpoint, StaysInItsDirectoryWhateverTheProcessDoes) {
+  const TemporaryFolder folder;
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path(folder.path());
+  std::int64_t value = 1;
+  Checkpoint checkpoint("run");
+  checkpoint.add("value", value);
+  std::filesystem::current_path(before);
+  checkpoint.save(1);
+  EXPECT_TRUE(std::filesystem::exists(folder / "run" / "step-00000001"));
+}
+
 TEST(Checkpoint, HasModelFilesThatLibTorchReads) {
   const TemporaryFolder folder;
   Training run({.level = "O2"});

@@ -1,6 +1,7 @@
 // Damaged checkpoints: resume() recognises them, and takes the previous one.
 
 #include "semitone/checkpoint.h"
+#include "src/checkpoint/checksum.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
@@ -152,14 +153,29 @@ TEST_F(DamagedCheckpoint, IncludesOneUnderTheNameOfAnotherStep) {
   EXPECT_THAT(log.text(), HasSubstr("expected step 4"));
 }
 
-TEST_F(DamagedCheckpoint, IncludesOneOfALaterVersion) {
+// The checkpoint may be whole, so neither resume() nor a later save() drops it.
+TEST_F(DamagedCheckpoint, DoesNotIncludeOneOfALaterVersion) {
   const fs::path file = checkpoint_.path_of(3) / "manifest.json";
   std::string text = read_text(file);
   text.replace(text.find("\"version\": 1"), 12, "\"version\": 2");
+  const std::size_t end = text.rfind(",\n \"crc32\"");
   write_text(file, text);
-  const CapturedLog log;
-  EXPECT_EQ(checkpoint_.resume(), 2);
-  EXPECT_THAT(log.text(), HasSubstr("version 1"));
+  EXPECT_EQ(checkpoint_.resume(), 2);  // changed by hand, without its checksum
+  const std::string body = text.substr(0, end);
+  write_text(file, body + ",\n \"crc32\": \"" + checksum_of(body + "\n}") + "\"\n}\n");
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint_.resume(); }),
+              AllOf(HasSubstr("expected version 1"), HasSubstr("got 2")));
+}
+
+TEST_F(DamagedCheckpoint, DoesNotIncludeOneThatCannotBeRead) {
+  const fs::path file = checkpoint_.path_of(3) / "model.pt";
+  const fs::path aside = folder_ / "aside";
+  fs::rename(file, aside);
+  fs::create_symlink(file, file);  // a link to itself
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint_.resume(); }),
+              AllOf(HasSubstr("expected to read"), HasSubstr("symbolic links")));
+  fs::rename(aside, file);
+  EXPECT_EQ(checkpoint_.resume(), 3);
 }
 
 TEST_F(DamagedCheckpoint, IncludesAManifestThatIsTooLarge) {

@@ -19,7 +19,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -30,8 +29,8 @@ class MixedPrecision;
 /// Saving a training run and resuming it.
 namespace semitone::checkpoint {
 
-/// Whose state of an entry a checkpoint has. no: it is equal on all ranks, and rank 0's is saved.
-/// yes: each rank saves and loads its own.
+/// Which ranks save an entry. no: it is equal on all ranks, and rank 0 saves it for all. yes: each
+/// rank saves and loads its own.
 enum class PerRank { no, yes };
 
 /// A class with save() and load() of LibTorch's form, other than modules and optimizers: GradScaler,
@@ -77,8 +76,8 @@ class Checkpoint {
   ~Checkpoint();
 
   /// Adds an object, under a name that is unique in this Checkpoint and becomes the name of a file.
-  /// A name has letters, digits, '_', '-' and '.', begins with a letter or digit, and is not
-  /// "random". Error otherwise. The order of the calls has no meaning.
+  /// A name has letters, digits, '_', '-' and '.', begins with a letter or digit, is not "random",
+  /// and does not end in ".rank" and a number. Error otherwise. The order of the calls has no meaning.
   ///
   /// Adds a model: any torch::nn::Module, in a holder, shared pointer or by reference, or a
   /// TorchScript module. Saves what torch::save would save. If a MixedPrecision that has been added
@@ -96,8 +95,8 @@ class Checkpoint {
   /// of the model, loss scales start anew, and a warning says so.
   Checkpoint& add(const std::string& name, amp::MixedPrecision& mixed);
 
-  /// Adds any other object with save() and load(). Samplers differ between ranks, and are saved by
-  /// each of them.
+  /// Adds any other object with save() and load(). Samplers of indices differ between ranks, and are
+  /// saved by each of them.
   template <Savable T>
   Checkpoint& add(const std::string& name, T& object, PerRank per_rank = default_of<T>()) {
     return add_state(
@@ -165,12 +164,16 @@ class Checkpoint {
   ///
   /// If the files cannot be written, the next call of save(), save_async(), resume() or wait()
   /// throws what save() would have thrown, once, and does nothing else. The destructor waits for the
-  /// files, and logs such an error.
+  /// files, and logs such an error. std::exit() runs no destructor: call wait() before it.
+  ///
+  /// Tensors of devices are tensors on the CPU in the files, which makes no difference to resume().
+  /// Their copies are in pinned memory, which LibTorch rounds up to powers of two and keeps.
   ///
   /// Collective. With several ranks, the first call makes a group of its own for the threads.
   void save_async(std::int64_t step);
 
-  /// Returns when the checkpoint of the last save_async() is complete.
+  /// Returns when the checkpoint of the last save_async() is complete. Throws what save() would have
+  /// thrown if it could not be written.
   void wait();
 
   /// Loads the newest checkpoint of the directory into the objects that were added, and returns its
@@ -178,14 +181,16 @@ class Checkpoint {
   ///
   /// Sizes and checksums of all files are verified before anything is changed. If a file is
   /// missing, truncated or changed, a warning names it, and the previous checkpoint is taken.
-  /// FileError if there are checkpoints and all are damaged.
+  /// FileError if there are checkpoints and all are damaged, if a file cannot be read for another
+  /// reason (permissions, a network), or if another version of Semitone wrote it.
   ///
   /// FileError if the checkpoint is whole but does not fit: if it has other entries, or a tensor of
   /// a model has another shape or dtype (the message names the first, with both shapes). All objects
-  /// have their earlier state after an exception. To ensure that, resume() keeps a copy of this
-  /// state in CPU memory, except that of optimizers, until it returns.
+  /// have their earlier state after an exception, except gradients, and what an optimizer has beside
+  /// its state() and options. To ensure that, resume() keeps a copy of this state in CPU memory,
+  /// except that of optimizers, until it returns.
   ///
-  /// Collective. Each rank loads the entries of all ranks, and its own. With another number of ranks
+  /// Collective. Each rank loads the common entries and its own. With another number of ranks
   /// than the saved one, entries with PerRank::yes are an Error, and ranks that the saved run did
   /// not have keep the states of their default generators.
   std::optional<std::int64_t> resume();

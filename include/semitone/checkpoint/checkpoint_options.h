@@ -13,8 +13,9 @@ namespace semitone::checkpoint {
 /// Options of Checkpoint.
 class CheckpointOptions {
  public:
-  /// How many checkpoints stay in the directory: the newest ones, with the one just saved. At least
-  /// 1, Error otherwise. std::nullopt keeps all. Default 3.
+  /// Number of checkpoints that are kept in the directory: the newest ones, with the one just saved.
+  /// At least 1, Error otherwise; 2 if another process reads the directory meanwhile. std::nullopt
+  /// keeps all. Default 3.
   CheckpointOptions& keep(std::optional<std::int64_t> count);
   const std::optional<std::int64_t>& keep() const { return keep_; }
 
@@ -27,7 +28,7 @@ class CheckpointOptions {
   }
   const comm::Group& group() const { return group_; }
 
-  /// Whether checkpoints have the states of LibTorch's default generators, from which dropout and
+  /// Saves the states of LibTorch's default generators, from which dropout and
   /// shuffling draw: the CPU's, and those of the devices of the added models and optimizers. The
   /// entry's name is "random". Default true.
   TORCH_ARG(bool, default_generators) = true;
