@@ -39,11 +39,11 @@ class ProfilerAside {
 // A guard's entry in its thread's list. It belongs to the guard and, once the guard has ended on
 // another thread, to the list.
 struct ThreadStateGuard::Link {
-  c10::DebugInfoKind kind;
+  c10::DebugInfoKind kind{};
   Make make;
   Chain before;
   Chain own;
-  Link* outer;
+  Link* outer = nullptr;
   std::atomic<bool> abandoned{false};
 
   static Link*& innermost() {
@@ -91,7 +91,10 @@ struct ThreadStateGuard::Link {
 
 ThreadStateGuard::ThreadStateGuard(c10::DebugInfoKind kind, Make make) {
   Link::remove_abandoned();
-  auto link = std::make_unique<Link>(kind, std::move(make), nullptr, nullptr, Link::innermost());
+  auto link = std::make_unique<Link>();
+  link->kind = kind;
+  link->make = std::move(make);
+  link->outer = Link::innermost();
   const ProfilerAside aside;
   link->push();
   link_ = link.release();
