@@ -89,7 +89,7 @@ std::vector<Machine> exchange_machines(c10d::Store& store, const Rendezvous& ren
                       fmt::format("{} on rank {}", size, rank),
                       "start all ranks with the same world size", {rank});
     }
-    machines.push_back(parse_machine(text.substr(size.size() + 1)));
+    machines.push_back(parse_machine(text.substr(std::min(size.size() + 1, text.size()))));
   }
   return machines;
 }

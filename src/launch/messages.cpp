@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <utility>
 
 namespace semitone::launch {
@@ -63,6 +64,24 @@ Join parse_join(const json& body) {
   return join.protocol == kProtocol ? body.get<Join>() : join;
 }
 
+// The line as JSON, or nothing if it is none. Every number must be an int: json converts others to
+// any int. Messages are three deep.
+std::optional<json> parse_line(std::string_view line) {
+  constexpr int kMaxNesting = 10;
+  bool is_good = true;
+  const auto check = [&](int depth, json::parse_event_t event, const json& value) {
+    if (depth > kMaxNesting) is_good = false;
+    if (event == json::parse_event_t::value && value.is_number()) {
+      const bool is_int = value.is_number_integer() && value >= std::numeric_limits<int>::min() &&
+                          value <= std::numeric_limits<int>::max();
+      if (!is_int) is_good = false;
+    }
+    return is_good;
+  };
+  json message = json::parse(line, check);
+  return is_good ? std::optional(std::move(message)) : std::nullopt;
+}
+
 struct Encode {
   json operator()(const Join& message) const { return {{"join", message}}; }
   json operator()(const StandBy& message) const { return {{"stand_by", message}}; }
@@ -83,10 +102,10 @@ std::string encode(const Message& message) {
 
 std::optional<Message> decode(std::string_view line) {
   try {
-    const json message = json::parse(line);
-    if (!message.is_object() || message.size() != 1) return std::nullopt;
-    const std::string& name = message.begin().key();
-    const json& body = message.begin().value();
+    const auto message = parse_line(line);
+    if (!message.has_value() || !message->is_object() || message->size() != 1) return std::nullopt;
+    const std::string& name = message->begin().key();
+    const json& body = message->begin().value();
     if (name == "beat") return Heartbeat();
     if (name == "join") return parse_join(body);
     if (name == "stand_by") return body.get<StandBy>();

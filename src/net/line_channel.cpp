@@ -53,12 +53,16 @@ void LineChannel::close(State state, std::string problem) {
 }
 
 void LineChannel::read(Time now) {
+  // Another end that sends without pause must neither hold this thread nor fill its memory: the
+  // rest is read in the next update, for which poll() returns at once.
+  constexpr std::size_t kMaxRead = std::size_t{1} << 18;
   std::array<char, 4096> buffer{};
-  while (is_open()) {
+  for (std::size_t done = 0; is_open() && done < kMaxRead;) {
     const auto count = ::recv(descriptor(), buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (count > 0) {
       silence_.received(now);
       take_lines({buffer.data(), static_cast<std::size_t>(count)});
+      done += static_cast<std::size_t>(count);
     } else if (count == 0) {
       end(State::closed, "it closed the connection");
     } else if (errno == EAGAIN) {

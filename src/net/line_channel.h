@@ -31,7 +31,7 @@ class LineChannel {
   // Sends a line, without its end. What cannot be sent at once is sent in later updates.
   void send(std::string_view line);
 
-  // Reads and writes as far as possible.
+  // Reads and writes as far as possible, but reads at most 256 KiB.
   void update(Time now);
 
   // The next line, without its end. Lines that arrived before the channel was closed are returned

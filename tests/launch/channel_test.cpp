@@ -180,6 +180,9 @@ TEST(Channel, AnythingElseClosesIt) {
        {std::string("GET / HTTP/1.1\r\n"), std::string("[]\n"), std::string("{}\n"),
         std::string("{\"join\":{}}\n"), std::string("{\"verdict\":{\"kind\":1}}\n"),
         std::string("{\"verdict\":{\"kind\":\"what\",\"reason\":\"\"}}\n"),
+        std::string("{\"join\":{\"protocol\":4294967298}}\n"),
+        std::string("{\"join\":{\"protocol\":1e300}}\n"),
+        "{\"succeeded\":" + std::string(100'000, '[') + std::string(100'000, ']') + "}\n",
         std::string("{\"what\":{}}\n"), std::string(2 << 20, 'x'), std::string("\0\n", 2)}) {
     auto [socket, other] = socket_pair();
     Channel channel(std::move(socket), 60s);

@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -109,6 +110,29 @@ TEST(LineChannel, ClosesWhenALineIsTooLong) {
   EXPECT_EQ(half.channel.state(), State::foreign);
   EXPECT_EQ(half.channel.problem(), "it sent a line of more than 100 bytes");
   EXPECT_LT(half.channel.descriptor(), 0);
+}
+
+// Of a peer that sends faster than this end reads.
+TEST(LineChannel, ReadsALimitedAmountAtOnce) {
+  auto [one, other] = socket_pair();
+  const int large = 1 << 20;
+  ::setsockopt(other.number(), SOL_SOCKET, SO_SNDBUF, &large, sizeof(large));
+  LineChannel channel(std::move(one), 60s);
+  const std::string text(1000, '\n');
+  std::size_t sent = 0;
+  std::size_t most = 0;
+  std::size_t total = 0;
+  for (int i = 0; i < 5; ++i) {
+    for (ssize_t count = 0; count >= 0;
+         sent += static_cast<std::size_t>(std::max<ssize_t>(count, 0)))
+      count = ::send(other.number(), text.data(), text.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    const std::size_t lines = received(channel).size();
+    most = std::max(most, lines);
+    total += lines;
+  }
+  while (total < sent && channel.is_open()) total += received(channel).size();
+  EXPECT_EQ(total, sent);
+  EXPECT_LE(most, (std::size_t{1} << 18) + 4096);
 }
 
 TEST(LineChannel, ReturnsWhatWasSentBeforeTheEnd) {
