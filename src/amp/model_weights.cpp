@@ -71,11 +71,15 @@ class MixedPrecision::Impl::Exact final : public ExactWeights {
  public:
   explicit Exact(Impl& mixed) : mixed_(&mixed) {}
 
-  at::Tensor value_of(const at::Tensor& parameter) const override {
-    if (mixed_ == nullptr) return {};
+  std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& parameters) const override {
+    std::vector<at::Tensor> values(parameters.size());
+    if (mixed_ == nullptr) return values;
     mixed_->pull("exact_weights");
-    const Masters* const masters = mixed_->masters_of(parameter);
-    return masters == nullptr ? at::Tensor() : masters->master_of(parameter);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const Masters* const masters = mixed_->masters_of(parameters[i]);
+      if (masters != nullptr) values[i] = masters->master_of(parameters[i]);
+    }
+    return values;
   }
 
   void set(const at::Tensor& parameter, const at::Tensor& value) override {

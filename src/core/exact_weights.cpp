@@ -4,6 +4,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -49,6 +50,28 @@ std::shared_ptr<ExactWeights> exact_weights_of(const at::Tensor& parameter) {
   const std::lock_guard lock(table.mutex);
   const auto found = table.entries.find(parameter.unsafeGetTensorImpl());
   return found == table.entries.end() ? nullptr : found->second.holder.lock();
+}
+
+std::vector<at::Tensor> exact_values_of(const std::vector<at::Tensor>& parameters) {
+  // The parameters of each holder, and their places in the list.
+  struct Share {
+    std::vector<at::Tensor> parameters;
+    std::vector<std::size_t> places;
+  };
+  std::map<std::shared_ptr<ExactWeights>, Share> shares;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto holder = exact_weights_of(parameters[i]);
+    if (holder == nullptr) continue;
+    Share& share = shares[std::move(holder)];
+    share.parameters.push_back(parameters[i]);
+    share.places.push_back(i);
+  }
+  std::vector<at::Tensor> values(parameters.size());
+  for (const auto& [holder, share] : shares) {
+    const std::vector<at::Tensor> found = holder->values_of(share.parameters);
+    for (std::size_t i = 0; i < found.size(); ++i) values[share.places[i]] = found[i];
+  }
+  return values;
 }
 
 void settle_exact_weight(const at::Tensor& parameter) {

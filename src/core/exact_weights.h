@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <vector>
 
 // Locates the fp32 values of a model's 16-bit parameters, which the optimizer holds. Code that
 // sends a model from one process to another must send these values too; otherwise the processes
@@ -19,9 +20,10 @@ class ExactWeights {
   ExactWeights& operator=(const ExactWeights&) = delete;
   virtual ~ExactWeights() = default;
 
-  // The fp32 value of a parameter: the optimizer's own tensor or a copy. Undefined if there is
-  // none.
-  virtual at::Tensor value_of(const at::Tensor& parameter) const = 0;
+  // The fp32 values of parameters: the optimizer's own tensors or copies. Undefined where there is
+  // none. One call takes as long for all parameters of a model as for one.
+  virtual std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& parameters) const = 0;
+  at::Tensor value_of(const at::Tensor& parameter) const { return values_of({parameter}).front(); }
   // Sets the value, and rounds it into the parameter.
   virtual void set(const at::Tensor& parameter, const at::Tensor& value) = 0;
 };
@@ -32,6 +34,9 @@ void announce_exact_weight(const at::Tensor& parameter, std::weak_ptr<ExactWeigh
 void withdraw_exact_weight(const at::Tensor& parameter, const ExactWeights* holder) noexcept;
 // Null if no holder is registered.
 std::shared_ptr<ExactWeights> exact_weights_of(const at::Tensor& parameter);
+
+// The fp32 values of tensors, or undefined ones, with one call of each holder.
+std::vector<at::Tensor> exact_values_of(const std::vector<at::Tensor>& parameters);
 
 // Call it after all ranks got the same value of a tensor. If that is a 16-bit parameter, the value
 // also becomes the exact value: the holders' lower bits differ between ranks.

@@ -23,10 +23,13 @@ void send_weights(const ModelTensors& model, const comm::Group& group, int root)
     return is_16bit(entry.tensor.scalar_type());
   });
   if (any_16bit) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& entry : parameters) tensors.push_back(entry.tensor);
+    values = exact_values_of(tensors);
     for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!values[i].defined()) continue;
       holders[i] = exact_weights_of(parameters[i].tensor);
-      if (holders[i] != nullptr) values[i] = holders[i]->value_of(parameters[i].tensor);
-      if (values[i].defined()) exact[i] = '1';
+      exact[i] = '1';
     }
     exact = group.broadcast(std::move(exact), root);
   }
