@@ -27,11 +27,6 @@ void lend(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-std::string reason(const std::exception& error) {
-  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-  return from_torch == nullptr ? error.what() : from_torch->what_without_backtrace();
-}
-
 }  // namespace
 
 struct MixedPrecision::Fp32Weights::Saved {
@@ -131,31 +126,10 @@ void MixedPrecision::save_model(const Model& model, const std::string& path) {
 }
 
 void MixedPrecision::load_model(const Model& model, const std::string& path) {
-  constexpr auto kComponent = "amp.mixed_precision.load_model";
   const StateMode mode(impl().inference_tensors);
-  auto fp32 = fp32_weights(model);
-  weights::StateDict values;
-  try {
-    // Not Module::load(): LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and
-    // accepts any shape.
-    values = weights::read(path).tensors;
-  } catch (const std::exception& error) {
-    throw FileError(kComponent, "a saved model in '" + path + "'", reason(error));
-  }
-  const auto entries = entries_of(model);
-  for (const ModelEntry& entry : entries) {
-    const at::Tensor* const value = values.find(entry.name);
-    if (value == nullptr || value->sizes() != entry.tensor.sizes()) {
-      throw FileError(kComponent,
-                      c10::str("'", entry.name, "' ", entry.tensor.sizes(), " in '", path, "'"),
-                      value == nullptr ? "none" : c10::str(value->sizes()),
-                      "was it saved from the same model?");
-    }
-  }
-  for (const ModelEntry& entry : entries) {
-    entry.tensor.detach().copy_(values[entry.name]);
-  }
-  fp32.end();
+  // Not Module::load(): LibTorch 2.11 gives a parameter the bytes of a tensor of another dtype, and
+  // accepts any shape. This sets the masters.
+  weights::load(impl().of(model.identity(), "load_model"), path);
 }
 
 void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {

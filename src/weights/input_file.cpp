@@ -29,7 +29,7 @@ void InputFile::read(std::uint64_t position, void* buffer, std::size_t size) con
   while (size > 0) {
     const auto came = ::pread(file_.number(), next, size, static_cast<off_t>(position));
     if (came < 0 && errno == EINTR) continue;
-    if (came < 0) throw FileError(kRead, "to read '" + path_.string() + "'", reason_of(errno));
+    if (came < 0) throw FileError(kRead, "to read " + quoted(), reason_of(errno));
     if (came == 0) {
       throw FileError(kRead, "at least " + std::to_string(position + size) + " bytes" + in(),
                       std::to_string(position), "the file is truncated: copy it again");
@@ -46,12 +46,17 @@ std::string InputFile::read(std::uint64_t position, std::size_t size) const {
   return text;
 }
 
-std::string InputFile::in() const {
-  return " in '" + path_.string() + "'";
+std::string InputFile::quoted() const {
+  return "'" + path_.string() + "'";
 }
 
-void InputFile::refuse(const std::string& expected, const std::string& got) const {
-  throw FileError(kRead, expected + in(), got, "is the file complete? copy or save it again");
+std::string InputFile::in() const {
+  return " in " + quoted();
+}
+
+void InputFile::refuse(const std::string& expected, const std::string& got,
+                       std::string_view remedy) const {
+  throw FileError(kRead, expected + in(), got, remedy);
 }
 
 }  // namespace semitone::weights

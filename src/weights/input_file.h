@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 
 namespace semitone::weights {
 
@@ -21,10 +22,13 @@ class InputFile {
   // The same as text.
   std::string read(std::uint64_t position, std::size_t size) const;
 
-  // " in 'PATH'", for messages.
+  // "'PATH'", and " in 'PATH'", for messages.
+  std::string quoted() const;
   std::string in() const;
-  // Throws FileError: "expected … in 'PATH', got …".
-  [[noreturn]] void refuse(const std::string& expected, const std::string& got) const;
+  // Throws FileError: "expected … in 'PATH', got …". The default remedy is for damaged files.
+  [[noreturn]] void refuse(
+      const std::string& expected, const std::string& got,
+      std::string_view remedy = "is the file complete? copy or save it again") const;
 
  private:
   std::filesystem::path path_;

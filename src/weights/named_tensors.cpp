@@ -3,7 +3,9 @@
 #include "semitone/core/error.h"
 #include "src/weights/tensor_bytes.h"
 
+#include <charconv>
 #include <string_view>
+#include <system_error>
 
 namespace semitone::weights {
 namespace {
@@ -13,9 +15,11 @@ constexpr std::size_t kMaxDepth = 100;
 // Visited values. A pickle can describe 2^n paths with n values.
 constexpr std::size_t kMaxVisits = 1'000'000;
 constexpr std::size_t kMaxName = 1'000;
+// Bytes of all names. Each can be a path of kMaxName bytes.
+constexpr std::size_t kMaxNames = 100'000'000;
 
 constexpr auto kSaveStateDict =
-    "save model.state_dict() in Python instead, with safetensors for example";
+    "save model.state_dict() in Python instead, with safetensors.torch.save_file";
 
 // @param nested  whether objects count as dicts of their attributes
 const Dict* dict_in(const Value& value, bool nested) {
@@ -31,45 +35,67 @@ std::string name_of_key(const Value& key) {
   return "?";
 }
 
+// Whether an object stands for a tensor that is not read: sparse, quantised, nested …
+bool is_tensor(const Object& object) {
+  return !object.problem.empty() || object.type.starts_with("torch._utils._rebuild_") ||
+         object.type.starts_with("torch._tensor._rebuild_");
+}
+
+bool is_tensor(const Value& value) {
+  const auto* object = value.get<Object>();
+  return value.get<TensorInStorage>() != nullptr || (object != nullptr && is_tensor(*object));
+}
+
+// What to do with tensors that are not read.
+enum class Unreadable { refuse, count };
+
 class Search {
  public:
-  Search(bool nested, std::string source) : nested_(nested), source_(std::move(source)) {}
+  Search(bool nested, Unreadable unreadable, std::string source)
+      : nested_(nested), unreadable_(unreadable), source_(std::move(source)) {}
 
   void visit(const Value& value, const std::string& name, std::size_t depth) {
-    const auto refuse = [&](const std::string& got) {
-      throw FileError(kRead, "named tensors in the pickle of " + source_, got);
-    };
     if (depth > kMaxDepth) refuse("containers more than 100 deep");
     if (++visits_ > kMaxVisits) refuse("more than a million paths");
     if (name.size() > kMaxName) refuse("a name of more than 1000 bytes");
     const auto inner = [&](const std::string& key) {
       return name.empty() ? key : name + "." + key;
     };
-    if (const auto* tensor = value.get<TensorInStorage>()) {
-      found.emplace_back(name, tensor);
+    if (is_tensor(value)) {
+      add(value, name);
     } else if (const Dict* dict = dict_in(value, nested_)) {
       for (const auto& [key, item] : dict->items) visit(*item, inner(name_of_key(*key)), depth + 1);
     } else if (const auto* list = value.get<List>()) {
       for (std::size_t i = 0; i < list->items.size(); ++i)
         visit(*list->items[i], inner(std::to_string(i)), depth + 1);
-    } else if (const auto* object = value.get<Object>(); object != nullptr && is_tensor(*object)) {
-      throw FileError(kRead, "a dense tensor for '" + name + "' in " + source_,
-                      "what " + object->type + " makes", "save it as a dense tensor in Python");
     }
   }
 
+  // Null for tensors that are not read.
   NamedTensors found;
 
  private:
-  // Of a kind that is not read: sparse, quantised, nested …
-  static bool is_tensor(const Object& object) {
-    return object.type.starts_with("torch._utils._rebuild_") ||
-           object.type.starts_with("torch._tensor._rebuild_");
+  [[noreturn]] void refuse(const std::string& got) const {
+    throw FileError(kRead, "named tensors in the pickle of " + source_, got);
+  }
+
+  void add(const Value& value, const std::string& name) {
+    names_ += name.size();
+    if (names_ > kMaxNames) refuse("names of more than 100 MB");
+    const auto* object = value.get<Object>();
+    if (object != nullptr && unreadable_ == Unreadable::refuse) {
+      throw FileError(kRead, "a dense tensor for '" + name + "' in " + source_,
+                      object->problem.empty() ? "what " + object->type + " makes" : object->problem,
+                      "save it as a dense tensor in Python");
+    }
+    found.emplace_back(name, value.get<TensorInStorage>());
   }
 
   bool nested_;
+  Unreadable unreadable_;
   std::string source_;
   std::size_t visits_ = 0;
+  std::size_t names_ = 0;
 };
 
 // "'state_dict', 'optimizer'": the keys under which there are containers with tensors, and objects
@@ -78,10 +104,10 @@ std::string entries_of(const Dict& dict, const std::string& source) {
   constexpr std::size_t kListed = 10;
   std::string list;
   std::size_t count = 0;
-  Search search(/*nested=*/false, source);
+  Search search(/*nested=*/false, Unreadable::count, source);
   for (const auto& [key, value] : dict.items) {
     const std::string name = name_of_key(*key);
-    if (value->get<TensorInStorage>() != nullptr || name.ends_with("_extra_state")) continue;
+    if (is_tensor(*value) || name.ends_with("_extra_state")) continue;
     const std::size_t before = search.found.size();
     search.visit(*value, name, 0);
     if (search.found.size() == before || ++count > kListed) continue;
@@ -90,21 +116,33 @@ std::string entries_of(const Dict& dict, const std::string& source) {
   return list;
 }
 
+// The value under a key of a dict, or at a place of a list; null if there is none.
+const Value* value_under(std::string_view key, const Value& value, bool nested) {
+  if (const Dict* dict = dict_in(value, nested)) return dict->find(key);
+  const auto* list = value.get<List>();
+  std::size_t place = 0;
+  const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), place);
+  if (list == nullptr || error != std::errc() || end != key.data() + key.size() ||
+      place >= list->items.size())
+    return nullptr;
+  return list->items[place];
+}
+
 const Value& entry_in(const Value& root, const std::string& entry, bool nested,
                       const std::string& source) {
   const Value* value = &root;
   std::string_view rest = entry;
   while (!rest.empty()) {
-    const Dict* dict = dict_in(*value, nested);
     // Keys may contain dots.
-    const Value* next = dict == nullptr ? nullptr : dict->find(rest);
+    const Value* next = value_under(rest, *value, nested);
     std::size_t used = rest.size();
-    for (auto dot = rest.find('.'); next == nullptr && dict != nullptr && dot != std::string::npos;
+    for (auto dot = rest.find('.'); next == nullptr && dot != std::string_view::npos;
          dot = rest.find('.', dot + 1)) {
-      next = dict->find(rest.substr(0, dot));
+      next = value_under(rest.substr(0, dot), *value, nested);
       used = dot + 1;
     }
     if (next == nullptr) {
+      const Dict* dict = dict_in(*value, nested);
       const std::string entries = dict == nullptr ? "" : entries_of(*dict, source);
       throw FileError(kRead, "an entry '" + entry + "' in " + source,
                       entries.empty() ? "none" : "entries " + entries);
@@ -133,7 +171,7 @@ NamedTensors find_tensors(const Value& root, const std::string& entry, bool nest
                       "name one of them with entry(), or --entry of semitone convert");
     }
   }
-  Search search(nested, source);
+  Search search(nested, Unreadable::refuse, source);
   search.visit(chosen, "", 0);
   if (search.found.empty() && !dict->items.empty())
     throw FileError(kRead, expected, "a dict without any tensor", kSaveStateDict);

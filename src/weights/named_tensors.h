@@ -14,8 +14,8 @@ using NamedTensors = std::vector<std::pair<std::string, const TensorInStorage*>>
 // @param entry   the part to take, "a.b", or empty for the whole
 // @param nested  whether tensors may be in dicts or objects inside, as in TorchScript modules; they
 //                may be in an entry
-// FileError if there is no such entry, if it has no tensors, or if it is an object of a class that
-// this library does not know.
+// FileError if there is no such entry, if it has no tensors or one that is not read (sparse,
+// quantised), or if it is an object of a class that this library does not know.
 NamedTensors find_tensors(const Value& root, const std::string& entry, bool nested,
                           const std::string& source);
 

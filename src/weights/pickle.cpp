@@ -1,15 +1,14 @@
 #include "src/weights/pickle.h"
 
 #include "semitone/core/error.h"
+#include "src/weights/pickle_instructions.h"
 #include "src/weights/tensor_bytes.h"
 #include "src/weights/torch_calls.h"
 
-#include <array>
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <unordered_map>
-
-// The instructions are those of Python's module pickletools, which documents each.
 
 namespace semitone::weights {
 namespace {
@@ -17,70 +16,17 @@ namespace {
 // The length of a module's and a class's name together.
 constexpr std::size_t kMaxGlobal = 200;
 
-enum class Op : unsigned char {
-  kMark = '(',
-  kStop = '.',
-  kPop = '0',
-  kPopMark = '1',
-  kDup = '2',
-  kBinBytes = 'B',
-  kShortBinBytes = 'C',
-  kBinFloat = 'G',
-  kBinInt = 'J',
-  kBinInt1 = 'K',
-  kBinInt2 = 'M',
-  kNone = 'N',
-  kBinPersId = 'Q',
-  kReduce = 'R',
-  kBinString = 'T',
-  kShortBinString = 'U',
-  kBinUnicode = 'X',
-  kEmptyList = ']',
-  kAppend = 'a',
-  kBuild = 'b',
-  kGlobal = 'c',
-  kDict = 'd',
-  kAppends = 'e',
-  kBinGet = 'h',
-  kLongBinGet = 'j',
-  kList = 'l',
-  kBinPut = 'q',
-  kLongBinPut = 'r',
-  kSetItem = 's',
-  kTuple = 't',
-  kSetItems = 'u',
-  kEmptyDict = '}',
-  kEmptyTuple = ')',
-  kProto = 0x80,
-  kNewObj = 0x81,
-  kTuple1 = 0x85,
-  kTuple2 = 0x86,
-  kTuple3 = 0x87,
-  kNewTrue = 0x88,
-  kNewFalse = 0x89,
-  kLong1 = 0x8a,
-  kLong4 = 0x8b,
-  kShortBinUnicode = 0x8c,
-  kBinUnicode8 = 0x8d,
-  kBinBytes8 = 0x8e,
-  kEmptySet = 0x8f,
-  kAddItems = 0x90,
-  kFrozenSet = 0x91,
-  kNewObjEx = 0x92,
-  kStackGlobal = 0x93,
-  kMemoize = 0x94,
-  kFrame = 0x95,
-  kByteArray8 = 0x96,
-};
-
 }  // namespace
 
 const Value* Dict::find(std::string_view key) const {
-  for (const auto& [name, value] : items) {
-    const auto* text = name->get<std::string>();
-    if (text != nullptr && *text == key) return value;
-  }
-  return nullptr;
+  const auto is_key = [key](const std::pair<Value*, Value*>& item) {
+    const auto* text = item.first->get<std::string>();
+    const auto* number = item.first->get<std::int64_t>();
+    return (text != nullptr && *text == key) ||
+           (number != nullptr && std::to_string(*number) == key);
+  };
+  const auto found = std::find_if(items.rbegin(), items.rend(), is_key);
+  return found == items.rend() ? nullptr : found->second;
 }
 
 // The state of one pickle's program.
@@ -117,7 +63,8 @@ class PickleMachine {
   template <typename T>
   T integer() {
     T number{};
-    std::memcpy(&number, bytes(sizeof(T)).data(), sizeof(T));
+    const std::string_view text = bytes(sizeof(T));
+    std::memcpy(&number, text.data(), text.size());
     return number;
   }
 
@@ -222,7 +169,7 @@ class PickleMachine {
   }
 
   void push_long(std::string_view text) {
-    if (text.size() > sizeof(std::int64_t)) return push(LongInteger{std::string(text)});
+    if (text.size() > sizeof(std::int64_t)) return push(LongInteger{});
     // Two's complement, the lowest byte first.
     const bool is_negative = !text.empty() && (static_cast<unsigned char>(text.back()) & 0x80) != 0;
     std::int64_t number = is_negative ? -1 : 0;
@@ -376,9 +323,9 @@ class PickleMachine {
 
   decltype(Value::held) called(const Value& function, const List& arguments) {
     const auto* global = function.get<Global>();
-    if (global == nullptr) return Object{"a call of a value", nullptr};
+    if (global == nullptr) return Object{"a call of a value", nullptr, ""};
     Copies copies{reader_.copied_, PickleReader::kMaxValues};
-    return result_of(global->name, arguments, reader_.source_, copies);
+    return result_of(global->name, arguments, copies);
   }
 
   PickleReader& reader_;

@@ -21,17 +21,16 @@ namespace semitone::weights {
 struct Value;
 
 struct None {};
-// An integer that does not fit into 64 bits: its bytes, the lowest first.
-struct LongInteger {
-  std::string bytes;
-};
+// An integer that does not fit into 64 bits.
+struct LongInteger {};
 // A tuple, a list or a set.
 struct List {
   std::vector<Value*> items;
 };
 struct Dict {
   std::vector<std::pair<Value*, Value*>> items;
-  // The value of a key that is text; null if there is none.
+  // The value of a key that is this text, or an integer that is written so; null if there is none.
+  // The last counts, as in Python.
   const Value* find(std::string_view key) const;
 };
 // A class or function by name: "torch.FloatStorage".
@@ -42,12 +41,15 @@ struct Global {
 struct Object {
   std::string type;
   Value* state = nullptr;  // null if it was given none
+  std::string problem;     // why it is no tensor or dict, if the call should have given one
 };
 // Memory of tensors. Its bytes are outside the pickle, under the key.
 struct Storage {
   std::string key;
-  std::optional<c10::ScalarType> dtype;  // nothing for storages of bytes, which know no dtype
-  std::int64_t elements;                 // of that dtype
+  std::string type;                      // its class, "FloatStorage"
+  std::optional<c10::ScalarType> dtype;  // nothing for bytes without a dtype, and for other classes
+  std::size_t element_size = 0;          // 0 for classes that are not known
+  std::string problem;                   // why no tensor can be made of it
 };
 struct TensorInStorage {
   Storage storage;

@@ -30,6 +30,8 @@ constexpr std::uint64_t kSizeBytes = 8;
 constexpr std::uint64_t kMaxHeader = 100'000'000;  // the limit of the format's own reader
 // A million tensors of four dimensions. A value takes up to 50 times the memory of its text.
 constexpr std::size_t kMaxValues = 8'000'000;
+// Of fields that the format does not have: its own are three deep.
+constexpr int kMaxNesting = 20;
 constexpr auto kMetadata = "__metadata__";
 
 constexpr auto kDtypes = std::to_array<DtypeName>({
@@ -60,23 +62,41 @@ struct Entry {
   std::uint64_t end;
 };
 
+// Refuses a header while it is parsed.
+class HeaderCheck {
+ public:
+  explicit HeaderCheck(const InputFile& file) : file_(file) {}
+
+  bool operator()(int depth, Json::parse_event_t event, const Json& value) {
+    if (depth > kMaxNesting) file_.refuse("a header of tensors", "values nested more than 20 deep");
+    if (event != Json::parse_event_t::key) {
+      if (++values_ > kMaxValues)
+        file_.refuse("at most " + std::to_string(kMaxValues) + " values in the header", "more");
+      return true;
+    }
+    if (depth == 1) fields_.clear();
+    if (depth > 2) return true;
+    const auto& key = value.get_ref<const std::string&>();
+    if (!(depth == 1 ? names_ : fields_).insert(key).second)
+      file_.refuse(depth == 1 ? "each tensor once" : "each field once", "'" + key + "' twice");
+    return true;
+  }
+
+ private:
+  const InputFile& file_;
+  std::set<std::string> names_;   // of tensors
+  std::set<std::string> fields_;  // of the current tensor
+  std::size_t values_ = 0;
+};
+
 // The header as JSON.
 Json parse_header(const InputFile& file, const std::string& text) {
-  std::set<std::string> names;
-  std::size_t values = 0;
-  const auto check = [&](int depth, Json::parse_event_t event, Json& value) {
-    if (depth > 3) file.refuse("a header of tensors", "values nested more than 3 deep");
-    if (event != Json::parse_event_t::key && ++values > kMaxValues)
-      file.refuse("at most " + std::to_string(kMaxValues) + " values in the header", "more");
-    if (event == Json::parse_event_t::key && depth == 1 &&
-        !names.insert(value.get<std::string>()).second) {
-      file.refuse("each tensor once", "'" + value.get<std::string>() + "' twice");
-    }
-    return true;
-  };
+  HeaderCheck check(file);
   Json header;
   try {
-    header = Json::parse(text, check);
+    header = Json::parse(text, [&](int depth, Json::parse_event_t event, Json& value) {
+      return check(depth, event, value);
+    });
   } catch (const Json::exception& error) {
     file.refuse("a header in JSON", error.what());
   }
@@ -94,8 +114,8 @@ Entry entry_of(const InputFile& file, const std::string& name, const Json& value
   const auto wrong = [&](const std::string& expected) {
     file.refuse(expected + " for '" + name + "'", value.dump().substr(0, 200));
   };
-  if (!value.is_object() || value.size() != 3 || !value.contains("dtype") ||
-      !value.contains("shape") || !value.contains("data_offsets"))
+  if (!value.is_object() || !value.contains("dtype") || !value.contains("shape") ||
+      !value.contains("data_offsets"))
     wrong("dtype, shape and data_offsets");
   const auto& shape = value["shape"];
   const auto& offsets = value["data_offsets"];
@@ -136,7 +156,7 @@ void check_places(const InputFile& file, std::vector<Entry>& entries, std::uint6
 
 std::map<std::string, std::string> metadata_of(const InputFile& file, const Json& header) {
   std::map<std::string, std::string> metadata;
-  if (!header.contains(kMetadata)) return metadata;
+  if (!header.contains(kMetadata) || header[kMetadata].is_null()) return metadata;
   const Json& found = header[kMetadata];
   if (!found.is_object()) file.refuse("text under __metadata__", found.type_name());
   for (const auto& [key, value] : found.items()) {
@@ -207,7 +227,7 @@ void write_safetensors(const StateDict& tensors, const std::map<std::string, std
       text += "," + Json(item->key()).dump() + ":" + entry.dump();
       place = end;
     }
-    text += "}";
+    text += '}';
   } catch (const Json::exception& error) {
     throw Error(kWrite, "names of tensors in UTF-8", error.what());
   }

@@ -13,7 +13,9 @@
 namespace semitone::weights {
 
 // Throws FileError unless the file is as the format's documentation asks: a header of at most
-// 100 MB, no key twice, the tensors' bytes without gaps or overlap up to the end of the file.
+// 100 MB, no key twice, the tensors' bytes without gaps or overlap up to the end of the file. Other
+// fields of a tensor than dtype, shape and data_offsets are skipped, as by the format's own reader
+// (safetensors 0.8).
 Contents read_safetensors(const InputFile& file);
 
 // @param tensors  of any device and strides, dense

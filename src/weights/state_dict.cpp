@@ -5,6 +5,7 @@
 #include "src/autocast/model_entries.h"
 #include "src/core/exact_weights.h"
 #include "src/weights/cast.h"
+#include "src/weights/load.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
@@ -21,12 +22,16 @@
 namespace semitone::weights {
 namespace {
 
-constexpr auto kLoad = "weights.load_state_dict";
-
-// A narrow float is the rounding of an fp32 weight.
-bool is_narrow(const at::Tensor& tensor) {
+// Whether a tensor's values are roundings of fp32 ones.
+bool is_below_fp32(const at::Tensor& tensor) {
   return tensor.is_floating_point() && tensor.element_size() < 4;
 }
+
+// What is loaded, for messages.
+struct Source {
+  std::string_view component;
+  std::string in;  // " in 'PATH'"
+};
 
 std::string without_prefix(const std::string& name, const LoadOptions& options) {
   return name.starts_with(options.strip_prefix()) ? name.substr(options.strip_prefix().size())
@@ -35,12 +40,13 @@ std::string without_prefix(const std::string& name, const LoadOptions& options) 
 
 // The names that the values have in the model.
 std::unordered_map<std::string, at::Tensor> renamed(const StateDict& values,
-                                                    const LoadOptions& options) {
+                                                    const LoadOptions& options,
+                                                    const Source& source) {
   std::unordered_map<std::string, at::Tensor> by_name;
   for (const auto& item : values) {
     const std::string name = without_prefix(item.key(), options);
     if (!by_name.emplace(name, item.value()).second) {
-      throw FileError(kLoad, "each name once",
+      throw FileError(source.component, "each name once" + source.in,
                       "'" + name + "' twice without the prefix '" + options.strip_prefix() + "'");
     }
   }
@@ -49,12 +55,11 @@ std::unordered_map<std::string, at::Tensor> renamed(const StateDict& values,
 
 // One of the prefixes that Python's wrappers add, if an unexpected name without it is a missing one.
 std::optional<std::string> wrong_prefix(const UnmatchedNames& unmatched) {
-  const auto& missing = unmatched.missing;
-  for (const std::string prefix : {"module.", "_orig_mod.", "model."}) {
+  const std::unordered_set<std::string> missing(unmatched.missing.begin(), unmatched.missing.end());
+  for (const std::string_view prefix : {"module.", "_orig_mod.", "model."}) {
     for (const std::string& name : unmatched.unexpected) {
-      if (name.starts_with(prefix) &&
-          std::find(missing.begin(), missing.end(), name.substr(prefix.size())) != missing.end())
-        return prefix;
+      if (name.starts_with(prefix) && missing.contains(name.substr(prefix.size())))
+        return std::string(prefix);
     }
   }
   return std::nullopt;
@@ -70,7 +75,7 @@ std::string listed(const std::vector<std::string>& names) {
   return list;
 }
 
-void require_matching(const UnmatchedNames& unmatched) {
+void require_matching(const UnmatchedNames& unmatched, const Source& source) {
   if (unmatched.missing.empty() && unmatched.unexpected.empty()) return;
   std::string remedy = "load a file of the same model, or what matches with strict(false)";
   if (const auto prefix = wrong_prefix(unmatched))
@@ -81,7 +86,8 @@ void require_matching(const UnmatchedNames& unmatched) {
     got += (got.empty() ? "" : ", and ") + listed(unmatched.unexpected) +
            ", which the model does not have";
   }
-  throw FileError(kLoad, "a value for each parameter and buffer, and no others", got, remedy);
+  throw FileError(source.component,
+                  "a value for each parameter and buffer, and no others" + source.in, got, remedy);
 }
 
 // A tensor of the model and its new value, in the tensor's dtype, or in fp32 if it has a master.
@@ -91,16 +97,33 @@ struct Copy {
   std::shared_ptr<ExactWeights> exact;
 };
 
-Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor& value) {
+Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor& value,
+             bool has_master, const Source& source) {
   if (!value.defined() || value.sizes() != tensor.sizes()) {
-    throw FileError(kLoad, c10::str("'", name, "' of shape ", tensor.sizes()),
+    throw FileError(source.component,
+                    c10::str("'", name, "' of shape ", tensor.sizes()) + source.in,
                     value.defined() ? c10::str(value.sizes()) : "an undefined tensor",
                     "load a file of the same model");
   }
-  auto cast = cast_without_overflow<FileError>(value, tensor.scalar_type(), kLoad, name);
-  auto exact = is_narrow(tensor) ? exact_weights_of(tensor) : nullptr;
-  if (exact == nullptr || !exact->value_of(tensor).defined()) return {tensor, cast, nullptr};
-  return {tensor, value.detach().to(tensor.device(), at::kFloat), exact};
+  auto cast = checked_cast<FileError>(value, tensor.scalar_type(), source.component,
+                                      "'" + name + "'" + source.in);
+  if (!has_master) return {tensor, cast, nullptr};
+  return {tensor, value.detach().to(tensor.device(), at::kFloat), exact_weights_of(tensor)};
+}
+
+// The fp32 masters of the tensors that have one; undefined for others.
+std::vector<at::Tensor> masters_of(const std::vector<amp::ModelEntry>& entries) {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (!entries[i].tensor.defined() || !is_below_fp32(entries[i].tensor)) continue;
+    tensors.push_back(entries[i].tensor);
+    places.push_back(i);
+  }
+  const std::vector<at::Tensor> found = exact_values_of(tensors);
+  std::vector<at::Tensor> masters(entries.size());
+  for (std::size_t i = 0; i < places.size(); ++i) masters[places[i]] = found[i];
+  return masters;
 }
 
 void perform(const Copy& copy) {
@@ -117,56 +140,66 @@ void perform(const Copy& copy) {
 // BatchNorm, which files before PyTorch 0.4.1 lack, and second names of tied tensors.
 bool may_be_missing(const amp::ModelEntry& entry,
                     const std::unordered_map<std::string, at::Tensor>& given,
-                    const std::vector<Copy>& copies) {
+                    const std::unordered_set<const c10::TensorImpl*>& copied) {
   constexpr std::string_view kCounter = "num_batches_tracked";
   if (entry.name.ends_with(kCounter)) {
     const std::string layer = entry.name.substr(0, entry.name.size() - kCounter.size());
-    if (given.count(layer + "running_mean") != 0) return true;
+    if (given.contains(layer + "running_mean")) return true;
   }
-  return std::any_of(copies.begin(), copies.end(),
-                     [&](const Copy& copy) { return copy.tensor.is_same(entry.tensor); });
+  return copied.contains(entry.tensor.unsafeGetTensorImpl());
 }
 
 }  // namespace
 
 StateDict state_dict(const amp::Model& model) {
+  const auto entries = amp::entries_of(model);
+  const auto masters = masters_of(entries);
   StateDict values;
-  for (const amp::ModelEntry& entry : amp::entries_of(model)) {
-    if (!entry.tensor.defined()) continue;
-    at::Tensor value = entry.tensor.detach();
-    if (is_narrow(value)) {
-      const auto exact = exact_weights_of(entry.tensor);
-      const at::Tensor master = exact == nullptr ? at::Tensor() : exact->value_of(entry.tensor);
-      value = master.defined() ? master.detach() : value.to(at::kFloat);
-    }
-    values.insert(entry.name, std::move(value));
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (!entries[i].tensor.defined()) continue;
+    at::Tensor value = entries[i].tensor.detach();
+    if (is_below_fp32(value))
+      value = masters[i].defined() ? masters[i].detach() : value.to(at::kFloat);
+    values.insert(entries[i].name, std::move(value));
   }
   return values;
 }
 
 UnmatchedNames load_state_dict(const amp::Model& model, const StateDict& values,
                                const LoadOptions& options) {
-  const auto by_name = renamed(values, options);
+  return load_values(model, values, options, "weights.load_state_dict", "");
+}
+
+UnmatchedNames load_values(const amp::Model& model, const StateDict& values,
+                           const LoadOptions& options, std::string_view component,
+                           const std::string& in) {
+  const Source source{component, in};
+  const auto by_name = renamed(values, options, source);
   const auto entries = amp::entries_of(model);
+  const auto masters = masters_of(entries);
   std::vector<Copy> copies;
   std::unordered_set<std::string> known;
-  for (const amp::ModelEntry& entry : entries) {
+  std::unordered_set<const c10::TensorImpl*> copied;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const amp::ModelEntry& entry = entries[i];
     known.insert(entry.name);
     const auto value = by_name.find(entry.name);
-    if (entry.tensor.defined() && value != by_name.end())
-      copies.push_back(copy_of(entry.name, entry.tensor, value->second));
+    if (!entry.tensor.defined() || value == by_name.end()) continue;
+    copies.push_back(
+        copy_of(entry.name, entry.tensor, value->second, masters[i].defined(), source));
+    copied.insert(entry.tensor.unsafeGetTensorImpl());
   }
   UnmatchedNames unmatched;
   for (const amp::ModelEntry& entry : entries) {
-    if (entry.tensor.defined() && by_name.count(entry.name) == 0 &&
-        !may_be_missing(entry, by_name, copies))
+    if (entry.tensor.defined() && !by_name.contains(entry.name) &&
+        !may_be_missing(entry, by_name, copied))
       unmatched.missing.push_back(entry.name);
   }
   for (const auto& item : values) {
     const std::string name = without_prefix(item.key(), options);
-    if (known.count(name) == 0) unmatched.unexpected.push_back(name);
+    if (!known.contains(name)) unmatched.unexpected.push_back(name);
   }
-  if (options.strict()) require_matching(unmatched);
+  if (options.strict()) require_matching(unmatched, source);
   for (const Copy& copy : copies) perform(copy);
   return unmatched;
 }

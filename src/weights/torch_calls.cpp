@@ -6,6 +6,7 @@
 #include "src/weights/tensor_bytes.h"
 
 #include <array>
+#include <stdexcept>
 #include <utility>
 
 namespace semitone::weights {
@@ -23,6 +24,13 @@ constexpr auto kStorages = std::to_array<DtypeName>({
     {"ByteStorage", at::kByte},
     {"BoolStorage", at::kBool},
     {"ComplexFloatStorage", at::kComplexFloat},
+    {"ComplexDoubleStorage", at::kComplexDouble},
+    // Of quantised tensors, which are not read.
+    {"QInt8Storage", at::kQInt8},
+    {"QUInt8Storage", at::kQUInt8},
+    {"QInt32Storage", at::kQInt32},
+    {"QUInt4x2Storage", at::kQUInt4x2},
+    {"QUInt2x4Storage", at::kQUInt2x4},
 });
 
 // Names of Python's dtypes that have no storage class.
@@ -41,16 +49,18 @@ std::string_view last_part(std::string_view name) {
 
 constexpr std::size_t kMaxKey = 100;
 
+// What differs from the calls that PyTorch writes.
+class Problem : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // Arguments of a call, or parts of a tuple, with their types checked.
 class Arguments {
  public:
-  Arguments(const List& list, std::string what, std::string source, Copies* copies = nullptr)
-      : list_(list), what_(std::move(what)), source_(std::move(source)), copies_(copies) {}
+  explicit Arguments(const List& list, Copies* copies = nullptr) : list_(list), copies_(copies) {}
 
-  [[noreturn]] void refuse(const std::string& got) const {
-    throw FileError(kRead, what_ + " as PyTorch saves it in " + source_, got,
-                    "save the model's state_dict() in Python, with safetensors for example");
-  }
+  [[noreturn]] static void refuse(const std::string& got) { throw Problem(got); }
 
   std::size_t size() const { return list_.items.size(); }
 
@@ -88,8 +98,6 @@ class Arguments {
 
  private:
   const List& list_;
-  std::string what_;
-  std::string source_;
   Copies* copies_;
 };
 
@@ -97,6 +105,7 @@ class Arguments {
 // behind, _v3 with a dtype behind those, for storages of bytes.
 TensorInStorage tensor_of(const Arguments& call) {
   const Storage& storage = call.get<Storage>(0);
+  if (!storage.problem.empty()) Arguments::refuse(storage.problem);
   TensorInStorage tensor{storage, at::kFloat, call.get<std::int64_t>(1), call.integers(2),
                          call.integers(3)};
   if (storage.dtype.has_value()) {
@@ -104,7 +113,7 @@ TensorInStorage tensor_of(const Arguments& call) {
   } else {
     const std::string& name = call.get<Global>(6).name;  // "torch.float8_e5m2"
     const auto dtype = dtype_named(kOtherDtypes, last_part(name));
-    if (!dtype.has_value()) call.refuse("the dtype " + name);
+    if (!dtype.has_value()) Arguments::refuse("the dtype " + name);
     tensor.dtype = *dtype;
   }
   // {"conj": True}: the values in the storage are not those of the tensor.
@@ -112,7 +121,8 @@ TensorInStorage tensor_of(const Arguments& call) {
   if (call.size() > view) {
     const auto* bits = call.at(view).get<Dict>();
     if (bits != nullptr && !bits->items.empty())
-      call.refuse("a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()");
+      Arguments::refuse(
+          "a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()");
   }
   return tensor;
 }
@@ -125,17 +135,15 @@ Dict ordered_dict_of(const Arguments& call) {
   call.count(items.size());
   for (const Value* item : items) {
     const auto* pair = item->get<List>();
-    if (pair == nullptr || pair->items.size() != 2) call.refuse("an item that is no pair");
+    if (pair == nullptr || pair->items.size() != 2) Arguments::refuse("an item that is no pair");
     dict.items.emplace_back(pair->items[0], pair->items[1]);
   }
   return dict;
 }
 
-}  // namespace
-
-decltype(Value::held) result_of(const std::string& function, const List& arguments,
-                                const std::string& source, Copies& copies) {
-  const Arguments call(arguments, function, source, &copies);
+// What the call gives if its arguments are those that PyTorch writes.
+decltype(Value::held) value_of(const std::string& function, const List& arguments, Copies& copies) {
+  const Arguments call(arguments, &copies);
   if (function == "collections.OrderedDict") return ordered_dict_of(call);
   if (function == "collections.defaultdict") return Dict{};
   if (function == "torch._utils._rebuild_tensor" || function == "torch._utils._rebuild_tensor_v2" ||
@@ -143,6 +151,8 @@ decltype(Value::held) result_of(const std::string& function, const List& argumen
     return tensor_of(call);
   if (function == "torch._utils._rebuild_parameter" ||
       function == "torch._utils._rebuild_parameter_with_state") {
+    if (const auto* object = call.at(0).get<Object>())
+      Arguments::refuse(object->problem.empty() ? object->type : object->problem);
     const auto& tensor = call.get<TensorInStorage>(0);
     call.count(tensor.sizes.size() + tensor.strides.size());
     return tensor;
@@ -158,24 +168,50 @@ decltype(Value::held) result_of(const std::string& function, const List& argumen
   // A tensor with attributes: (function, class, arguments, attributes).
   if (function == "torch._tensor._rebuild_from_type_v2" && call.size() >= 3 &&
       call.get<Global>(0).name != function)
-    return result_of(call.get<Global>(0).name, call.get<List>(2), source, copies);
-  return Object{function, nullptr};
+    return value_of(call.get<Global>(0).name, call.get<List>(2), copies);
+  return Object{function, nullptr, ""};
+}
+
+Storage checked_storage_of(const Value& persistent_id) {
+  const List none;
+  const auto* parts = persistent_id.get<List>();
+  const Arguments id(parts == nullptr ? none : *parts);
+  if (id.get<std::string>(0) != "storage") Arguments::refuse("another kind of reference");
+  Storage storage;
+  storage.key = id.get<std::string>(2);
+  if (storage.key.size() > kMaxKey) Arguments::refuse("a key of that length");
+  storage.type = last_part(id.get<Global>(1).name);
+  if (id.size() > 5 && id.at(5).get<None>() == nullptr)
+    storage.problem = "a part of another storage";
+  if (storage.type == "UntypedStorage") {
+    storage.element_size = 1;
+    return storage;
+  }
+  storage.dtype = dtype_named(kStorages, storage.type);
+  if (storage.dtype.has_value()) storage.element_size = c10::elementSize(*storage.dtype);
+  if (!storage.dtype.has_value() || c10::isQIntType(*storage.dtype))
+    storage.problem = "a " + storage.type;
+  return storage;
+}
+
+}  // namespace
+
+decltype(Value::held) result_of(const std::string& function, const List& arguments,
+                                Copies& copies) {
+  try {
+    return value_of(function, arguments, copies);
+  } catch (const Problem& problem) {
+    return Object{function, nullptr, problem.what()};
+  }
 }
 
 Storage storage_of(const Value& persistent_id, const std::string& source) {
-  const List none;
-  const auto* parts = persistent_id.get<List>();
-  const Arguments id(parts == nullptr ? none : *parts, "a storage", source);
-  if (id.get<std::string>(0) != "storage") id.refuse("'" + id.get<std::string>(0) + "'");
-  const std::string& type = id.get<Global>(1).name;
-  if (id.get<std::string>(2).size() > kMaxKey) id.refuse("a key of that length");
-  Storage storage{id.get<std::string>(2), std::nullopt, id.get<std::int64_t>(4)};
-  if (storage.elements < 0) id.refuse("a storage of " + std::to_string(storage.elements));
-  if (id.size() > 5 && id.at(5).get<None>() == nullptr) id.refuse("a part of another storage");
-  if (last_part(type) == "UntypedStorage") return storage;
-  storage.dtype = dtype_named(kStorages, last_part(type));
-  if (!storage.dtype.has_value()) id.refuse(type);
-  return storage;
+  try {
+    return checked_storage_of(persistent_id);
+  } catch (const Problem& problem) {
+    throw FileError(kRead, "a storage as PyTorch saves it in " + source, problem.what(),
+                    "save the model's state_dict() in Python with safetensors.torch.save_file");
+  }
 }
 
 std::optional<std::string_view> storage_class_of(c10::ScalarType dtype) {

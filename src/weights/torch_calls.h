@@ -19,11 +19,13 @@ struct Copies {
 };
 
 // What a call of this class or function gives: a TensorInStorage, a Dict, one of the arguments, or
-// an Object for functions that are not known.
-decltype(Value::held) result_of(const std::string& function, const List& arguments,
-                                const std::string& source, Copies& copies);
+// an Object for functions that are not known. An Object with a problem if the arguments are not as
+// PyTorch writes them, or describe a tensor that is not read: the file may have it in a part that
+// is not asked for.
+decltype(Value::held) result_of(const std::string& function, const List& arguments, Copies& copies);
 
-// The storage that a persistent id describes: ("storage", class, key, device, elements).
+// The storage that a persistent id describes: ("storage", class, key, device, elements). FileError
+// if it is none.
 Storage storage_of(const Value& persistent_id, const std::string& source);
 
 // The name of the class of a storage, "FloatStorage", or nothing for dtypes that have none.

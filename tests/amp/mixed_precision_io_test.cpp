@@ -335,7 +335,7 @@ TEST(LoadModel, FilesThatDoNotFitAreErrorsThatChangeNothing) {
   const auto refused = [&](const std::string& path) {
     std::string message = message_of<FileError>([&] { run.mixed.load_model(run.net, path); });
     EXPECT_TRUE(same_bits(run.everything(), before));
-    EXPECT_THAT(message, HasSubstr("[amp.mixed_precision.load_model]"));
+    EXPECT_THAT(message, HasSubstr("[weights."));
     EXPECT_THAT(message, HasSubstr(path));
     return message;
   };
@@ -350,10 +350,10 @@ TEST(LoadModel, FilesThatDoNotFitAreErrorsThatChangeNothing) {
   refused(folder / "half.pt");
 
   torch::save(ToyConvNet(7), folder / "shape.pt");
-  EXPECT_THAT(refused(folder / "shape.pt"), HasSubstr("expected 'head.weight' [3, 4] in"));
+  EXPECT_THAT(refused(folder / "shape.pt"), HasSubstr("expected 'head.weight' of shape [3, 4] in"));
 
   torch::save(torch::nn::Linear(4, 3), folder / "other.pt");
-  EXPECT_THAT(refused(folder / "other.pt"), HasSubstr("got none"));
+  EXPECT_THAT(refused(folder / "other.pt"), HasSubstr("got none for"));
 
   EXPECT_EQ(run.train(1), Step::stepped);
 }

@@ -7,8 +7,8 @@
 #include <ATen/ops/equal.h>
 #include <torch/types.h>
 
-#include <cstring>
 #include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -59,7 +59,8 @@ inline c10::ScalarType dtype_in_python(const std::string& name) {
                                                               {"uint32", at::kUInt32},
                                                               {"uint64", at::kUInt64},
                                                               {"bool", at::kBool},
-                                                              {"complex64", at::kComplexFloat}};
+                                                              {"complex64", at::kComplexFloat},
+                                                              {"complex128", at::kComplexDouble}};
   return kDtypes.at(name);
 }
 

@@ -14,7 +14,9 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import zipfile
 
+import numpy
 import safetensors
 import safetensors.torch
 import torch
@@ -53,6 +55,10 @@ class Payload:
         return (__import__("os").system, ("touch /tmp/semitone-payload-was-run",))
 
 
+def quantised(net: torch.nn.Module) -> dict:
+    return {"state_dict": net.state_dict(), "observer": {"scale": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}}
+
+
 def views() -> dict[str, torch.Tensor]:
     """Tensors that share memory, in other orders than it."""
     base = torch.arange(12.0).reshape(3, 4)
@@ -77,6 +83,10 @@ def files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
         "with_module.pt": {"weight": torch.ones(2), "model": net},
         "defaultdict.pt": collections.defaultdict(list, net.state_dict()),
         "empty.pt": {},
+        "quantised.pt": quantised(net),
+        "models.pt": {"models": [net.state_dict(), net.state_dict()]},
+        "complex128.pt": {"weight": torch.tensor([1.0, 2.0], dtype=torch.complex128)},
+        "expanded.pt": {"weight": torch.zeros(1).expand(1 << 25)},
     }
     made = {}
     for name, content in contents.items():
@@ -89,6 +99,14 @@ def files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     made["before_1_6.pt"] = folder / "before_1_6.pt"
     torch.save({**net.state_dict(), **{f"views.{key}": value for key, value in views().items()}}, made["before_1_6.pt"],
                _use_new_zipfile_serialization=False)
+    made["quantised_before_1_6.pt"] = folder / "quantised_before_1_6.pt"
+    torch.save(quantised(net), made["quantised_before_1_6.pt"], _use_new_zipfile_serialization=False)
+    made["arrays.npz"] = folder / "arrays.npz"
+    numpy.savez(made["arrays.npz"], weight=numpy.ones(2))
+    made["exported.pt2"] = folder / "exported.pt2"
+    with zipfile.ZipFile(made["exported.pt2"], "w") as archive:  # the names that torch.export.save gives
+        archive.writestr("exported/models/model.json", "{}")
+        archive.writestr("exported/archive_format", "pt2")
     made["script.pt"] = folder / "script.pt"
     torch.jit.script(net).save(made["script.pt"])
     made["dtypes.safetensors"] = folder / "dtypes.safetensors"
@@ -105,7 +123,8 @@ def as_json(tensor: torch.Tensor) -> dict:
 def make(target: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = {name: base64.b64encode(path.read_bytes()).decode() for name, path in files(pathlib.Path(folder)).items()}
-    state = {"state_dict": Net().state_dict(), "dtypes": all_dtypes(), "views": views(), "parameters": dict(Net().named_parameters())}
+    state = {"state_dict": Net().state_dict(), "dtypes": all_dtypes(), "views": views(), "parameters": dict(Net().named_parameters()),
+             "complex128": {"weight": torch.tensor([1.0, 2.0], dtype=torch.complex128)}}
     expected = {name: {key: as_json(value) for key, value in tensors.items()} for name, tensors in state.items()}
     target.write_text(json.dumps({
         "schema": "weights_files/1",

@@ -8,6 +8,7 @@
 #include "tests/support/toy_nets.h"
 #include "tests/weights/fixtures.h"
 
+#include <torch/csrc/jit/serialization/import.h>
 #include <torch/optim/sgd.h>
 
 #include <gtest/gtest.h>
@@ -199,6 +200,19 @@ TEST(StateDict, OfAnyFormatIsLoadedByMixedPrecision) {
     trained.mixed.load_model(trained.net, folder / file);
     EXPECT_EQ(difference(state_dict(trained.net), state_dict(source)), "") << file;
   }
+}
+
+TEST(StateDict, MixedPrecisionRefusesNamesThatTheModelDoesNotHave) {
+  const TemporaryFolder folder;
+  Trained trained("O2");
+  const StateDict before = cloned(state_dict(trained.net));
+  StateDict values = cloned(before);
+  values["first.bias"].fill_(7);
+  values.insert("other", torch::ones(1));
+  write(folder / "a.pt", values);
+  expect_error([&] { trained.mixed.load_model(trained.net, folder / "a.pt"); },
+               {"[weights.load]", "a.pt'", "'other', which the model does not have"});
+  EXPECT_EQ(difference(state_dict(trained.net), before), "");
 }
 
 TEST(StateDict, LoadsATorchScriptModule) {

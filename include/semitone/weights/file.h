@@ -45,10 +45,13 @@ class ReadOptions {
 /// **Nothing in the file is executed.** A Python file is a pickle, which in Python can call any
 /// function. Here its instructions build tensors, numbers, text and containers only; objects of
 /// other classes are skipped. The code of TorchScript modules is not run either. The sizes of
-/// tensors are checked against the size of the file before memory is allocated.
+/// tensors are checked against the size of the file before memory is allocated. Tensors that repeat
+/// elements of their storage (of Python's expand(), with a stride of 0) may have 2^24 elements
+/// together. Checksums inside ZIP archives are not compared, as in PyTorch.
 ///
 /// FileError if the file cannot be read, has another format (the message says which, if it is a
-/// known one), is truncated or corrupt, or holds tensors that are sparse or quantised.
+/// known one), is truncated or corrupt, or holds tensors that are sparse or quantised in the part
+/// that is read. Other parts may have such tensors.
 Contents read(const std::filesystem::path& path, const ReadOptions& options = {});
 
 class SaveOptions {
@@ -70,9 +73,9 @@ class SaveOptions {
 /// there; an existing one is replaced. Needs the memory of one tensor beside the tensors, and with
 /// options.dtype() that of the cast tensors.
 ///
-/// Error if a tensor is sparse, quantised or has no values, if its dtype has no name in the format,
-/// or if a finite value would be infinite in options.dtype(). FileError if the file cannot be
-/// written.
+/// Error if a tensor is sparse, quantised or has no values, if its dtype has no name in the format
+/// (complex128 in safetensors), or if a finite value would be infinite in options.dtype(). FileError
+/// if the file cannot be written.
 void write(const std::filesystem::path& path, const StateDict& tensors,
            const SaveOptions& options = {});
 

@@ -18,10 +18,10 @@ using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 /// Returns a model's parameters and buffers, in the model's order and with their names. A tensor
 /// that the model has under two names is there twice.
 ///
-/// Floating-point tensors below fp32 are returned in fp32: the fp32 master weight if the model belongs to an
-/// `amp::initialize` with masters, otherwise the tensor itself, cast. Other tensors keep their
-/// dtype, and share the model's memory, as in Python: clone() what has to survive the next step.
-/// None of them requires a gradient.
+/// Floating-point tensors below fp32 are returned in fp32: the fp32 master weight if the model
+/// belongs to an `amp::initialize` with masters, otherwise the tensor itself, cast. Other tensors
+/// keep their dtype, and share the model's memory, as in Python: clone() what has to survive the
+/// next step. None of them requires a gradient.
 StateDict state_dict(const amp::Model& model);
 
 /// What `load_state_dict` does about names.
@@ -52,8 +52,9 @@ struct UnmatchedNames {
 /// O2), the master gets the value, and the weight its rounding.
 ///
 /// Everything is checked before anything is changed. FileError that names the first tensor at
-/// fault: if names do not match (unless strict is false), if a shape differs, or if a value that
-/// is finite would be infinite in the model's dtype.
+/// fault: if names do not match (unless strict is false), if a shape differs, or if a value would
+/// be lost in the model's dtype: a finite one that becomes infinite, an imaginary part, or in an
+/// integer or bool tensor any value that changes. Rounding to a floating-point dtype is no loss.
 UnmatchedNames load_state_dict(const amp::Model& model, const StateDict& values,
                                const LoadOptions& options = {});
 
