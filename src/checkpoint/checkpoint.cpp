@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/checkpoint/checkpoint_impl.h"
+#include "src/checkpoint/manifest.h"
 #include "src/core/archive.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
@@ -12,8 +13,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cctype>
 #include <map>
 #include <regex>
 #include <utility>
@@ -26,13 +25,6 @@ using torch::serialize::OutputArchive;
 
 constexpr auto kRandom = "random";
 constexpr auto kValue = "value";
-
-bool is_name(const std::string& name) {
-  const auto is_letter = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; };
-  return !name.empty() && is_letter(name.front()) &&
-         std::all_of(name.begin(), name.end(),
-                     [&](char c) { return is_letter(c) || c == '_' || c == '-' || c == '.'; });
-}
 
 // Ranks that do not know of each other would replace each other's checkpoints.
 void warn_without_group(const comm::Group& group) {
@@ -86,7 +78,7 @@ void Checkpoint::Impl::add(std::unique_ptr<Entry> entry) {
   static const std::regex rank_file(R"(.*\.rank\d+)");
   if (std::regex_match(name, rank_file))
     throw Error("checkpoint.add", "a name that does not end like that of a rank's file", name);
-  if (!is_name(name) || name == kRandom) {
+  if (!is_entry_name(name) || name == kRandom) {
     throw Error("checkpoint.add",
                 "a name of letters, digits, '_', '-' and '.', which begins with a letter or digit, "
                 "and is not 'random'",

@@ -3,13 +3,17 @@
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
 #include "src/checkpoint/checksum.h"
+#include "src/checkpoint/files.h"
 #include "src/core/descriptor.h"
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <fstream>
+#include <limits>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -23,6 +27,11 @@ constexpr auto kFormat = "semitone.checkpoint";
 constexpr std::int64_t kVersion = 1;
 constexpr std::uintmax_t kLargest = std::uintmax_t{64} << 20;
 constexpr auto kChecksum = "crc32";
+constexpr auto kManifestComponent = "checkpoint.manifest";
+constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+// A manifest has objects and lists six deep. Copying and writing a value takes a part of the
+// program's stack for each level.
+constexpr int kMaxNesting = 20;
 
 Json to_json(const FileRecord& record) {
   Json json{{"name", record.name}, {"kind", record.kind}};
@@ -38,12 +47,30 @@ Json to_json(const FileRecord& record) {
   return json;
 }
 
+// A number, within its limits: Json converts others to any number.
+std::int64_t integer_in(const Json& json, const char* key, std::int64_t least, std::int64_t most) {
+  const Json& value = json.at(key);
+  const bool is_large =
+      value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(most);
+  if (!value.is_number_integer() || is_large || value.get<std::int64_t>() < least) {
+    throw DamageError(kManifestComponent,
+                      fmt::format("an integer from {} to {} for '{}'", least, most, key),
+                      value.dump().substr(0, 100));
+  }
+  return value.get<std::int64_t>();
+}
+
 FileRecord record_from(const Json& json) {
   FileRecord record;
   json.at("name").get_to(record.name);
+  if (!is_entry_name(record.name)) {
+    throw DamageError(kManifestComponent, "the name of an entry",
+                      fmt::format("'{}'", record.name.substr(0, 100)));
+  }
   json.at("kind").get_to(record.kind);
-  if (json.contains("rank")) record.rank = json.at("rank").get<int>();
-  json.at("bytes").get_to(record.bytes);
+  if (json.contains("rank"))
+    record.rank = static_cast<int>(integer_in(json, "rank", 0, std::numeric_limits<int>::max()));
+  record.bytes = static_cast<std::uint64_t>(integer_in(json, "bytes", 0, kMax));
   json.at("crc32").get_to(record.crc32);
   record.level = json.value("level", "");
   if (!json.contains("tensors")) return record;
@@ -76,7 +103,7 @@ std::string with_checksum(Json json) {
 
 [[noreturn]] void refuse_manifest(const std::filesystem::path& path, std::string_view expected,
                                   std::string_view got) {
-  throw DamageError("checkpoint.manifest", fmt::format("{} in '{}'", expected, path.string()), got);
+  throw DamageError(kManifestComponent, fmt::format("{} in '{}'", expected, path.string()), got);
 }
 
 std::string read_text(const std::filesystem::path& path) {
@@ -91,19 +118,29 @@ std::string read_text(const std::filesystem::path& path) {
   return text;
 }
 
+Json parse_json(const std::string& text) {
+  return Json::parse(text, [](int depth, Json::parse_event_t /*event*/, const Json& /*value*/) {
+    if (depth > kMaxNesting) {
+      throw DamageError(kManifestComponent, fmt::format("values at most {} deep", kMaxNesting),
+                        "deeper ones");
+    }
+    return true;
+  });
+}
+
 Manifest parse(const std::filesystem::path& path, const std::string& text) {
-  Json json = Json::parse(text);
+  Json json = parse_json(text);
   if (json.value("format", "") != kFormat)
     refuse_manifest(path, "a manifest of Semitone", "another file");
   json.erase(kChecksum);
   if (with_checksum(json) != text)
     refuse_manifest(path, "the text that was written", "text that does not match its checksum");
-  if (const auto version = json.at("version").get<std::int64_t>(); version != kVersion) {
-    throw FileError(
-        "checkpoint.manifest", fmt::format("version {} in '{}'", kVersion, path.string()),
-        std::to_string(version), "use the release of Semitone that wrote it, or a newer one");
+  if (const auto version = integer_in(json, "version", 0, kMax); version != kVersion) {
+    throw FileError(kManifestComponent, fmt::format("version {} in '{}'", kVersion, path.string()),
+                    std::to_string(version),
+                    "use the release of Semitone that wrote it, or a newer one");
   }
-  return {json.at("step").get<std::int64_t>(), json.at("world_size").get<std::int64_t>(),
+  return {integer_in(json, "step", 0, kMax), integer_in(json, "world_size", 1, kMax),
           json.value("settings", Settings()), records_from(json.at("files"))};
 }
 
@@ -132,17 +169,31 @@ std::string to_text(const std::vector<FileRecord>& records) {
 }
 
 std::vector<FileRecord> records_from(const std::string& text) {
-  return records_from(Json::parse(text));
+  try {
+    return records_from(parse_json(text));
+  } catch (const Json::exception& error) {
+    throw FileError(kManifestComponent, "a list of files", error.what());
+  }
 }
 
-Manifest read_manifest(const std::filesystem::path& directory) {
-  const std::filesystem::path path = directory / kManifest;
-  const std::string text = read_text(path);
+bool is_entry_name(std::string_view name) {
+  const auto is_letter = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; };
+  return !name.empty() && is_letter(name.front()) &&
+         std::all_of(name.begin(), name.end(),
+                     [&](char c) { return is_letter(c) || c == '_' || c == '-' || c == '.'; });
+}
+
+Manifest parse_manifest(const std::filesystem::path& path, const std::string& text) {
   try {
     return parse(path, text);
   } catch (const Json::exception& error) {
     refuse_manifest(path, "a manifest", error.what());
   }
+}
+
+Manifest read_manifest(const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / kManifest;
+  return parse_manifest(path, read_text(path));
 }
 
 }  // namespace semitone::checkpoint

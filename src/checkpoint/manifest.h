@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace semitone::checkpoint {
@@ -28,12 +29,20 @@ struct Manifest {
 
 std::string to_text(const Manifest& manifest);
 
-// The records of one rank, as text for other ranks.
+// The records of one rank, as text for other ranks. records_from throws FileError for other texts.
 std::string to_text(const std::vector<FileRecord>& records);
 std::vector<FileRecord> records_from(const std::string& text);
 
+// Whether an entry may have this name, of which its file's name is made: letters, digits, '_', '-'
+// and '.', beginning with a letter or digit.
+bool is_entry_name(std::string_view name);
+
+// Reads and checks the text of a manifest. FileError as read_manifest; the path is for messages.
+Manifest parse_manifest(const std::filesystem::path& path, const std::string& text);
+
 // Reads and checks the manifest of a checkpoint's directory. FileError that names the file if it is
-// missing, larger than 64 MiB, of another format, or differs from what was written.
+// missing, larger than 64 MiB, of another format, differs from what was written, or has names or
+// numbers that no checkpoint has.
 Manifest read_manifest(const std::filesystem::path& directory);
 
 }  // namespace semitone::checkpoint

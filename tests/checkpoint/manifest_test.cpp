@@ -1,0 +1,86 @@
+#include "src/checkpoint/manifest.h"
+
+#include "semitone/core/error.h"
+#include "src/checkpoint/checksum.h"
+#include "tests/support/errors.h"
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <string>
+
+namespace semitone::checkpoint::test {
+namespace manifests {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using semitone::test::expect_error;
+
+Json manifest() {
+  const Manifest whole{3, 2, {}, {{"model", "module", std::nullopt, 12, "00000000", {}, ""}}};
+  Json json = Json::parse(to_text(whole));
+  json.erase("crc32");
+  return json;
+}
+
+// With the checksum that anybody can compute.
+std::string signed_text(Json json) {
+  json["crc32"] = checksum_of(json.dump(1));
+  return json.dump(1) + "\n";
+}
+
+void expect_refused(const Json& json, std::string_view part) {
+  expect_error([&] { parse_manifest("manifest.json", signed_text(json)); },
+               {"[checkpoint.manifest]", part});
+}
+
+TEST(Manifest, IsReadAsItWasWritten) {
+  const Manifest found = parse_manifest("manifest.json", signed_text(manifest()));
+  EXPECT_EQ(found.step, 3);
+  EXPECT_EQ(found.world_size, 2);
+  ASSERT_NE(found.find("model", std::nullopt), nullptr);
+  EXPECT_EQ(found.find("model", std::nullopt)->bytes, 12U);
+}
+
+TEST(Manifest, NamesNoFileOutsideOfItsDirectory) {
+  for (const char* const name : {"../model", "/etc/passwd", "a/b", "", ".hidden"}) {
+    Json json = manifest();
+    json["files"][0]["name"] = name;
+    expect_refused(json, "the name of an entry");
+  }
+}
+
+TEST(Manifest, NumbersMustBeIntegersWithinTheirLimits) {
+  const auto refused = [](const char* key, const Json& value) {
+    Json json = manifest();
+    json[key] = value;
+    expect_refused(json, key);
+  };
+  refused("step", -1);
+  refused("step", 1e300);
+  refused("step", 18446744073709551615U);
+  refused("world_size", 0);
+  Json json = manifest();
+  for (const Json& rank : {Json(-1), Json(1e300), Json(4294967296), Json("1")}) {
+    json["files"][0]["rank"] = rank;
+    expect_refused(json, "'rank'");
+  }
+  json = manifest();
+  json["files"][0]["bytes"] = -1;
+  expect_refused(json, "'bytes'");
+}
+
+// Each level takes a part of the stack where values are copied and written.
+TEST(Manifest, DeepValuesAreRefused) {
+  const std::string deep = std::string(1'000'000, '[') + std::string(1'000'000, ']');
+  const std::string text =
+      R"({"format":"semitone.checkpoint","version":1,"step":1,"world_size":1,"files":[],"a":)" +
+      deep + "}";
+  expect_error([&] { parse_manifest("manifest.json", text); }, {"values at most 20 deep"});
+  expect_error([&] { records_from(deep); }, {"values at most 20 deep"});
+  expect_error([] { records_from("[{}]"); }, {"[checkpoint.manifest]", "a list of files"});
+}
+
+}  // namespace
+}  // namespace manifests
+}  // namespace semitone::checkpoint::test
