@@ -21,6 +21,11 @@ if(NOT SEMITONE_SANITIZE MATCHES "^(|address,undefined|thread)$")
     "[cmake.options] expected SEMITONE_SANITIZE to be empty, 'address,undefined' or 'thread', got '${SEMITONE_SANITIZE}'")
 endif()
 
+option(SEMITONE_FUZZ "Build the fuzzers (make fuzz); needs clang, with libFuzzer" OFF)
+if(SEMITONE_FUZZ AND NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  message(FATAL_ERROR "[cmake.options] expected clang for SEMITONE_FUZZ, got ${CMAKE_CXX_COMPILER_ID} — install clang, or use the preset fuzz")
+endif()
+
 set(SEMITONE_LIBTORCH "" CACHE PATH
     "The LibTorch to use: the folder that holds include/ and lib/. Empty: search (cmake/FindLibTorch.cmake)")
 

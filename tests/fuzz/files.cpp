@@ -1,0 +1,92 @@
+// Parsers of files.
+
+#include "semitone/core/error.h"
+#include "semitone/weights/file.h"
+#include "semitone/zoo/idx.h"
+#include "src/checkpoint/manifest.h"
+#include "src/weights/input_file.h"
+#include "src/weights/named_tensors.h"
+#include "src/weights/pickle.h"
+#include "src/weights/safetensors.h"
+#include "src/weights/zip_archive.h"
+#include "tests/fuzz/memory_file.h"
+#include "tests/fuzz/targets.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace semitone::fuzz {
+
+const std::string& memory_file(std::string_view content) {
+  static const int file = ::memfd_create("input", MFD_CLOEXEC);
+  static const std::string path = "/proc/self/fd/" + std::to_string(file);
+  if (::ftruncate(file, 0) != 0 ||
+      ::pwrite(file, content.data(), content.size(), 0) != static_cast<ssize_t>(content.size()))
+    throw std::runtime_error("no file in memory");
+  return path;
+}
+
+void idx(std::string_view input) {
+  constexpr std::int64_t kMaxBytes = 1 << 16;
+  try {
+    zoo::read_idx(memory_file(input), kMaxBytes);
+  } catch (const FileError&) {
+  }
+}
+
+void manifest(std::string_view input) {
+  const std::string text(input);
+  try {
+    checkpoint::parse_manifest("manifest.json", text);
+  } catch (const FileError&) {
+  }
+  try {  // which are not behind a checksum
+    checkpoint::to_text(checkpoint::records_from(text));
+  } catch (const FileError&) {
+  }
+}
+
+void pickle(std::string_view input) {
+  weights::PickleReader pickle(input, "the input");
+  try {
+    const weights::Value& root = pickle.read();
+    for (const bool nested : {false, true}) {
+      try {
+        weights::find_tensors(root, nested ? "a.0" : "", nested, "the input");
+      } catch (const FileError&) {
+      }
+    }
+    while (pickle.position() < input.size()) pickle.read();
+  } catch (const FileError&) {
+  }
+}
+
+void safetensors(std::string_view input) {
+  try {
+    weights::read_safetensors(weights::InputFile(memory_file(input)));
+  } catch (const FileError&) {
+  }
+}
+
+void weights(std::string_view input) {
+  for (const char* const entry : {"", "state_dict"}) {
+    try {
+      weights::read(memory_file(input), weights::ReadOptions().entry(entry));
+    } catch (const FileError&) {
+    }
+  }
+}
+
+void zip(std::string_view input) {
+  try {
+    const weights::InputFile file(memory_file(input));
+    const weights::ZipArchive archive(file);
+    for (const auto& [name, record] : archive.records()) archive.text(name, file.size());
+  } catch (const FileError&) {
+  }
+}
+
+}  // namespace semitone::fuzz

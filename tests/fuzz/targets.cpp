@@ -1,0 +1,23 @@
+#include "tests/fuzz/targets.h"
+
+#include <array>
+
+namespace semitone::fuzz {
+
+std::span<const Target> targets() {
+  static constexpr std::array kTargets{Target{"casts", casts},
+                                       Target{"flags", flags},
+                                       Target{"idx", idx},
+                                       Target{"lines", lines},
+                                       Target{"manifest", manifest},
+                                       Target{"messages", messages},
+                                       Target{"pickle", pickle},
+                                       Target{"rendezvous", rendezvous},
+                                       Target{"safetensors", safetensors},
+                                       Target{"watch", watch},
+                                       Target{"weights", weights},
+                                       Target{"zip", zip}};
+  return kTargets;
+}
+
+}  // namespace semitone::fuzz

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <span>
+#include <string_view>
+
+// What parses bytes from outside: files, command lines, and lines that come over sockets. Each
+// target gives one parser any bytes. The parser may accept them or throw its own exception; other
+// exceptions, and what sanitizers find, are bugs.
+//
+// `make fuzz` generates inputs with libFuzzer; the test fuzz_corpus_test runs those in corpus/.
+namespace semitone::fuzz {
+
+void casts(std::string_view input);        // names of operators and dtypes in cast policies
+void flags(std::string_view input);        // the program's flags: one word a line
+void idx(std::string_view input);          // data sets, also gzipped
+void lines(std::string_view input);        // the lines of a connection
+void manifest(std::string_view input);     // checkpoints' manifests
+void messages(std::string_view input);     // lines of launchers
+void pickle(std::string_view input);       // the pickle in a file of torch.save
+void rendezvous(std::string_view input);   // URLs, endpoints and numbers of nodes
+void safetensors(std::string_view input);  // the JSON header, and sizes that it states
+void watch(std::string_view input);        // lines of ranks, and what they put into the store
+void weights(std::string_view input);      // files of weights of any format
+void zip(std::string_view input);          // the directory of a file of torch.save
+
+struct Target {
+  const char* name;
+  void (*run)(std::string_view input);
+};
+
+// All of them, by name.
+std::span<const Target> targets();
+
+}  // namespace semitone::fuzz
