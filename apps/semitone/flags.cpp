@@ -153,6 +153,12 @@ void Flags::text(const std::string& name, std::string& variable, const std::stri
   add(name, type, variable, take, "to be one of " + type, help);
 }
 
+void Flags::parsed(const std::string& name, const std::string& type, const std::string& fallback,
+                   const std::function<bool(const std::string&)>& take, const std::string& expected,
+                   const std::string& help) {
+  add(name, type, fallback, take, expected, help);
+}
+
 void Flags::number_or_word(const std::string& name, const std::vector<std::string>& words,
                            const Set& set, const std::string& help) {
   const auto take = [words, set](const std::string& text) {

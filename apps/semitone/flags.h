@@ -57,6 +57,12 @@ class Flags {
   // @param check  whether a text is one of those that type lists
   void text(const std::string& name, std::string& variable, const std::string& type,
             const std::function<bool(const std::string&)>& check, const std::string& help);
+  // Calls take, which stores a valid text and returns false for an invalid one.
+  // @param fallback  the default, for --help
+  // @param expected  the requirement: "to be a number of steps"
+  void parsed(const std::string& name, const std::string& type, const std::string& fallback,
+              const std::function<bool(const std::string&)>& take, const std::string& expected,
+              const std::string& help);
   // Calls set with a number above 0, or with one of the words. The first is the default.
   void number_or_word(const std::string& name, const std::vector<std::string>& words,
                       const Set& set, const std::string& help);

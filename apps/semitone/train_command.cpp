@@ -5,15 +5,18 @@
 #include "apps/semitone/job.h"
 #include "apps/semitone/output.h"
 #include "apps/semitone/results.h"
+#include "apps/semitone/stop_signals.h"
 #include "apps/semitone/train_flags.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
 #include "semitone/zoo/mnist.h"
+#include "src/checkpoint/folder.h"
 #include "src/comm/rendezvous.h"
 #include "src/core/env.h"
 #include "src/launch/process.h"
+#include "src/train/checkpoints.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
 #include "src/train/progress.h"
@@ -22,14 +25,13 @@
 
 #include <fmt/format.h>
 
-#include <atomic>
 #include <cerrno>
-#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -84,9 +86,13 @@ std::string processes_line(const TrainFlags& flags, const comm::Group& group) {
   return fmt::format("{}{}{}{}", count, where, synced, wire);
 }
 
-bool is_file(const std::filesystem::path& path) {
-  std::error_code ignored;
-  return std::filesystem::is_regular_file(path, ignored);
+std::string checkpoints_line(const train::TrainOptions& options) {
+  const std::filesystem::path& directory = options.checkpoint_dir();
+  const bool is_new = options.resume_auto() && checkpoint::steps_in(directory).empty();
+  const std::string kept =
+      options.keep() == 0 ? "all stay" : fmt::format("the newest {} stay", options.keep());
+  return fmt::format("'{}', {}, {}{}", directory.string(), train::describe(options.save_every()),
+                     kept, is_new ? "; none yet: a new run" : "");
 }
 
 void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet& data,
@@ -102,9 +108,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
                            data.test.size(), flags.data));
   if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
-  if (flags.goes_on_with_what_it_saves() && !is_file(flags.options.resume()))
-    line("state",
-         fmt::format("'{}' does not exist yet: a new run", flags.options.resume().string()));
+  if (!flags.options.checkpoint_dir().empty()) line("checkpoints", checkpoints_line(flags.options));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
@@ -116,42 +120,14 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   out << std::flush;
 }
 
-// The first of the signals that end a training and save its state; 0: none has arrived.
-std::atomic<int> stop_signal = 0;
-
-// Handles these signals while it exists. Batch systems and launchers send them before a time limit,
-// and the step is finished first. A second signal has its usual effect.
-class StopSignals {
- public:
-  explicit StopSignals(bool wanted) {
-    if (!wanted) return;
-    for (const int signal : {SIGTERM, SIGUSR1}) {
-      struct sigaction action{};
-      action.sa_handler = [](int number) {
-        int none = 0;
-        stop_signal.compare_exchange_strong(none, number);
-      };
-      action.sa_flags = static_cast<int>(SA_RESTART | SA_RESETHAND);
-      struct sigaction before{};
-      ::sigaction(signal, &action, &before);
-      before_.emplace_back(signal, before);
-    }
-  }
-  ~StopSignals() {
-    for (const auto& [signal, before] : before_) ::sigaction(signal, &before, nullptr);
-  }
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
-
- private:
-  std::vector<std::pair<int, struct sigaction>> before_;
-};
-
 train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
                               const train::DataSet& data, const comm::Group& group) {
-  const StopSignals signals(!flags.options.save().empty());
   auto options = options_of(flags, level, group);
-  if (!flags.options.save().empty()) options.stop([] { return stop_signal != 0; });
+  std::optional<StopSignals> signals;
+  if (!options.checkpoint_dir().empty()) {
+    signals.emplace();
+    options.stop_signal(&StopSignals::first);
+  }
   const train::ModelFactory make_model = train::find_model(flags.model).make;
   if (flags.quiet || group.rank() > 0) return train::train_classifier(make_model, data, options);
   train::Progress progress(
@@ -228,25 +204,13 @@ void print_notes(std::ostream& out, const std::vector<train::TrainResult>& resul
   }
 }
 
-// Called before anything is loaded or printed.
-void require_state(const TrainFlags& flags) {
-  if (flags.options.resume().empty() || flags.goes_on_with_what_it_saves() ||
-      is_file(flags.options.resume()))
-    return;
-  throw FileError(kTrain, "a saved state '" + flags.options.resume().string() + "'", "no such file",
-                  "to start a new run with this file, pass it to --save too");
-}
-
-// The signal that this process received, or SIGTERM if another process of the job received one.
-int signal_of_stop() {
-  const int own = stop_signal;
-  return own != 0 ? own : SIGTERM;
-}
-
 void say_stopped(const train::TrainResult& result, const TrainFlags& flags) {
-  std::cerr << fmt::format("[train] stopped by {} after step {}: the state is in '{}'\n",
-                           launch::ExitStatus{0, signal_of_stop()}.to_string(), result.steps,
-                           flags.options.save().string());
+  const std::filesystem::path& directory = flags.options.checkpoint_dir();
+  std::cerr << fmt::format(
+      "[train] stopped by {} after step {}: the checkpoint is '{}' — continue with "
+      "--checkpoint-dir '{}' --resume auto\n",
+      launch::ExitStatus{0, result.stop_signal}.to_string(), result.steps,
+      checkpoint::complete_path(directory, result.steps).string(), directory.string());
 }
 
 // On the CPU of a machine with GPUs the default would be NCCL.
@@ -264,7 +228,8 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   const bool speaks = place.rank == 0 && flags.node_rank == 0;
   const bool was_launched = place.world_size > 1;
   if (speaks) require_json_writable(flags.json);
-  if (speaks && !flags.starts_job()) require_state(flags);
+  // Not on one of several machines: the others would wait for it.
+  if (speaks && flags.nodes == 1) train::require_resumable(flags.options);
   std::ostream& out = human_output(flags.json);
   const auto levels = flags.levels();
   std::vector<train::TrainResult> results;
@@ -287,9 +252,9 @@ int run(const CLI::App& command, const TrainFlags& flags) {
         results.push_back(train_here(flags, level, data, group));
     }
   }
-  if (results.size() == 1 && results.front().stopped) {
+  if (results.size() == 1 && results.front().stop_signal != 0) {
     if (speaks) say_stopped(results.front(), flags);
-    return kSignal + signal_of_stop();
+    return kSignal + results.front().stop_signal;
   }
   if (!speaks || results.empty()) return code;
   if (!flags.as_part) {

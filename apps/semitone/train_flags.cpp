@@ -6,6 +6,7 @@
 #include "src/core/dtype_limits.h"
 #include "src/core/env.h"
 #include "src/launch/process_count.h"
+#include "src/train/checks.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
 
@@ -32,13 +33,18 @@ training's tensors, and RSS that of the whole process.
 Waiting threads spin. If other programs use the machine, --threads 1 or GOMP_SPINCOUNT=10000 can be several times
 faster.
 
+With --checkpoint-dir, SIGTERM and SIGUSR1 preempt the training: it finishes the step, saves a checkpoint and returns
+128 + the signal's number (143 or 138). The same command with --resume auto then continues. One process of several
+suffices: all stop at the same step, after 0.1 s or a step, whichever takes longer. Further such signals have no effect.
+Ctrl-C and SIGKILL end the program at once, and the earlier checkpoints stay good.
+
 Examples:
   semitone train --opt-level all                       the four levels, each in its own process
   semitone train --opt-level O2 --dtype fp16 --json o2.json
   semitone train --data ~/fashion-mnist --epochs 5
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
-  semitone train --max-steps 300 --save half.ckpt && semitone train --resume half.ckpt
-  semitone train --save c.ckpt --resume c.ckpt --save-every 100   starts, and resumes when it is run again
+  semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
+  semitone train --resume runs/7/step-00000300 --save-weights convnet.safetensors
   semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
   semitone train -n 2 -g 4 -nr 0 --master-addr node0    on node 0 of 2, with 4 processes on each
 
@@ -72,6 +78,34 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
   train::add_group_flags(add, flags.options);
 }
 
+// The flags for checkpoints and weights.
+void check_files(const TrainFlags& flags, const CLI::App& command) {
+  const std::filesystem::path& weights = flags.options.save_weights();
+  std::error_code ignored;
+  if (!weights.empty() && !flags.json.empty() &&
+      std::filesystem::weakly_canonical(weights, ignored) ==
+          std::filesystem::weakly_canonical(flags.json, ignored))
+    throw UsageError(kTrain, "two files for --save-weights and --json",
+                     "'" + weights.string() + "' for both");
+  if (!weights.empty() && !train::is_weights_file(weights)) {
+    throw UsageError(kTrain, "--save-weights that ends in .safetensors, .pt, .pth or .bin",
+                     "'" + weights.string() + "'");
+  }
+  const bool has_directory = !flags.options.checkpoint_dir().empty();
+  if (flags.options.resume_auto() && !has_directory)
+    throw UsageError(kTrain, "--checkpoint-dir with --resume auto", "none",
+                     "name the directory of the checkpoints");
+  for (const char* const flag : {"--save-every", "--keep"}) {
+    if (command.count(flag) > 0 && !has_directory)
+      throw UsageError(kTrain, std::string("--checkpoint-dir with ") + flag, "none",
+                       "name the directory of the checkpoints");
+  }
+  for (const char* const flag : {"--checkpoint-dir", "--resume", "--save-weights"}) {
+    if (flags.levels().size() > 1 && command.count(flag) > 0)
+      throw UsageError(kTrain, std::string("one level with ") + flag, "--opt-level all");
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
@@ -80,7 +114,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   Flags add(command, kTrain);
   add_training_flags(add, *flags);
   add_job_flags(add, *flags);
-  train::add_state_flags(add, flags->options);
+  train::add_checkpoint_flags(add, flags->options);
   add.integer(
       "--log-every", flags->log_every, 0, train::kLargestCount,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
@@ -109,18 +143,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
   if (train::names_one_gpu(flags.device) && (flags.starts_job() || place.world_size > 1))
     throw UsageError(kTrain, "--device cuda with several processes, each of which uses its own GPU",
                      "--device " + flags.device);
-  std::error_code ignored;
-  if (!flags.options.save().empty() && !flags.json.empty() &&
-      std::filesystem::weakly_canonical(flags.options.save(), ignored) ==
-          std::filesystem::weakly_canonical(flags.json, ignored))
-    throw UsageError(kTrain, "two files for --save and --json",
-                     "'" + flags.options.save().string() + "' for both");
-  if (flags.options.save_every() > 0 && flags.options.save().empty())
-    throw UsageError(kTrain, "--save with --save-every", "none", "name the file of the state");
-  for (const char* const flag : {"--save", "--resume"}) {
-    if (flags.levels().size() > 1 && command.count(flag) > 0)
-      throw UsageError(kTrain, std::string("one level with ") + flag, "--opt-level all");
-  }
+  check_files(flags, command);
   for (const char* const flag : kJobFlags) {
     if (place.world_size > 1 && command.count(flag) > 0) {
       throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",

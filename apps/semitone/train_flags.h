@@ -44,10 +44,6 @@ struct TrainFlags {
   int processes() const;  // on this node
   // Whether this process starts others that train together.
   bool starts_job() const { return processes() > 1 || nodes > 1; }
-  // The same command line serves the first start and every later one.
-  bool goes_on_with_what_it_saves() const {
-    return !options.save().empty() && options.save() == options.resume();
-  }
 };
 
 // Adds the flags to the command. The result holds their values once the command line is parsed.

@@ -1,9 +1,16 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 
 // The events of a training in progress.
 namespace semitone::train {
+
+// Event: the training continues from a checkpoint.
+struct Resumed {
+  std::int64_t step;  // steps done
+  std::filesystem::path path;
+};
 
 // Event: a step is done.
 struct StepDone {
@@ -44,6 +51,7 @@ class Observer {
   Observer& operator=(const Observer&) = delete;
   virtual ~Observer() = default;
 
+  virtual void on(const Resumed&) {}
   virtual void on(const StepDone&) {}
   virtual void on(const EpochDone&) {}
   virtual void on(const Tested&) {}

@@ -109,6 +109,13 @@ void Progress::clear() {
   drawn_ = false;
 }
 
+void Progress::on(const Resumed& resumed) {
+  clear();
+  out_ << fmt::format("{}  resumed from step {}, '{}'\n", label_, resumed.step,
+                      resumed.path.string())
+       << std::flush;
+}
+
 void Progress::on(const StepDone& step) {
   columns_ > 0 ? draw(step) : say(step);
 }

@@ -8,6 +8,7 @@
 #include "src/core/named_rows.h"
 #include "src/train/memory_format.h"
 #include "src/train/optimizers.h"
+#include "src/train/save_interval.h"
 #include "src/train/schedule.h"
 
 #include <c10/core/Device.h>
@@ -73,19 +74,26 @@ class TrainOptions {
   // Options for averaging gradients.
   TORCH_ARG(parallel::DistributedDataParallelOptions, ddp);
 
-  // File for the state at the end; empty: none. See train_classifier.
-  TORCH_ARG(std::filesystem::path, save);
-  // Also save the state after each this many steps; 0: at the end only. A process that is killed
-  // can resume from it.
-  TORCH_ARG(std::int64_t, save_every) = 0;
-  // Saved state to resume from; empty: start anew. If it is the same file as save, and does not
-  // exist yet, training starts anew. The first start and every later one can therefore have the
-  // same options.
-  TORCH_ARG(std::filesystem::path, resume);
-  // Called after a step; true stops the training there, for example after a signal. The state is
-  // then saved, and nothing is tested. With several processes it is called after every tenth step,
-  // and true on one stops all. Either all processes set it, or no process does. Default: none.
-  TORCH_ARG(std::function<bool()>, stop);
+  // Directory for a checkpoint at the end; empty: none. See train_classifier.
+  TORCH_ARG(std::filesystem::path, checkpoint_dir);
+  // When to save checkpoints on the way too. With several processes, process 0's clock counts.
+  TORCH_ARG(SaveInterval, save_every);
+  // Number of checkpoints that stay in checkpoint_dir, the newest ones; 0: all.
+  TORCH_ARG(std::int64_t, keep) = 3;
+  // Resume from the newest undamaged checkpoint of checkpoint_dir, or start a new run if there is
+  // none. The first start and every later one can therefore have the same options.
+  TORCH_ARG(bool, resume_auto) = false;
+  // Directory to resume from: one of checkpoints, whose newest is taken, or that of one step. Empty:
+  // start anew. Not with resume_auto.
+  TORCH_ARG(std::filesystem::path, resume_from);
+  // Called between steps. Returns 0, or the number of a signal that has arrived: training stops
+  // there, the checkpoint is saved, and nothing is tested. With several processes, one of them
+  // stops all, after 0.1 s or a step, whichever takes longer (StepDecisions). Either all processes
+  // set it, or no process does. Default: none.
+  TORCH_ARG(std::function<int()>, stop_signal);
+  // File for the fp32 weights after the training and its test: NAME.safetensors, or NAME.pt, .pth or
+  // .bin for Python's torch.load. Empty: none.
+  TORCH_ARG(std::filesystem::path, save_weights);
 };
 
 // Returns the dtype of the weights or operators in training: fp32 at O0, else the options' 16-bit
@@ -156,19 +164,36 @@ void add_group_flags(Flags& add, TrainOptions& options) {
       "Dtype in which fp32 gradients are sent between processes");
 }
 
-// The flags for saved states.
+// The flags for checkpoints and weights.
 template <typename Flags>
-void add_state_flags(Flags& add, TrainOptions& options) {
+void add_checkpoint_flags(Flags& add, TrainOptions& options) {
   add.text(
-      "--save", "FILE", [&](const std::string& path) { options.save(path); },
-      "Save the state at the end; SIGTERM and SIGUSR1 end the training early, and its state is "
-      "then saved, too");
-  add.integer("--save-every", options.save_every(), 0, kLargestCount,
-              "Also save the state every N steps; 0: never");
+      "--checkpoint-dir", "DIR", [&](const std::string& path) { options.checkpoint_dir(path); },
+      "Directory of checkpoints, one directory for each saved step: the last one, those of "
+      "--save-every, and the one at which SIGTERM or SIGUSR1 ends the training");
+  add.parsed(
+      "--save-every", "N[steps|min|s]", "0",
+      [&](const std::string& text) {
+        const auto interval = parse_save_interval(text);
+        if (interval.has_value()) options.save_every(*interval);
+        return interval.has_value();
+      },
+      "to be a number of steps, or 5min or 90s",
+      "Also save a checkpoint every N steps, minutes or seconds; 0: never");
+  add.integer("--keep", options.keep(), 0, kLargestCount,
+              "Number of checkpoints that stay, the newest ones; 0: all");
   add.text(
-      "--resume", "FILE", [&](const std::string& path) { options.resume(path); },
-      "Resume from a saved state, bit for bit. If it is the file of --save and does not exist "
-      "yet, start a new run");
+      "--resume", "auto|PATH",
+      [&](const std::string& path) {
+        options.resume_auto(path == "auto").resume_from(path == "auto" ? "" : path);
+      },
+      "Resume bit for bit. auto: from the newest undamaged checkpoint of --checkpoint-dir, or a "
+      "new "
+      "run if there is none; PATH: a directory of checkpoints, or that of one step");
+  add.text(
+      "--save-weights", "FILE", [&](const std::string& path) { options.save_weights(path); },
+      "Write the trained weights in fp32: NAME.safetensors, or NAME.pt, .pth or .bin for Python's "
+      "torch.load");
 }
 
 }  // namespace semitone::train

@@ -36,8 +36,9 @@ struct TrainResult {
   double final_loss_scale = 1;
   // Wall time of all of this run's steps and of the time between them, without the test.
   double train_seconds = 0;
-  // Whether TrainOptions::stop ended the training; the results of the test are then NaN.
-  bool stopped = false;
+  // The signal of TrainOptions::stop_signal that ended the training, the largest if there were
+  // several; the results of the test are then NaN. 0: none.
+  int stop_signal = 0;
   std::uint64_t seed = 0;
   int processes = 1;
   int threads = 1;  // per process
@@ -46,7 +47,7 @@ struct TrainResult {
 // Trains a classifier and then tests it.
 //
 // Training is deterministic. With the same options, data, threads and machine, every loss and
-// weight is bit for bit the same, in one run or in several with save and resume between them.
+// weight is bit for bit the same, in one run or in several that resume from checkpoints.
 // Seeds LibTorch's default generator.
 //
 // With a group, every process must call it. Each step trains on batch_size images per process, in
@@ -55,14 +56,18 @@ struct TrainResult {
 // Accuracy and losses are those over all processes, on each of them. An observer receives the
 // events of its own process.
 //
-// A saved state is one file: weights (fp32 at every level), master weights, optimizer, loss scale,
-// random numbers, position, and the options that must match in a resumed run. It appears whole or
-// not at all. Only rank 0 reads and writes it.
+// Checkpoints are those of checkpoint::Checkpoint, in a directory that all processes share, with the
+// settings that must match in a resumed run (run_config_of). At another opt level or dtype the
+// weights continue exactly, and loss scales start anew. With another number of processes every step
+// has the same images, and the processes that are new draw random numbers from the seed. The last
+// checkpoint is saved before the test, so that a run that is killed during the test need only be
+// tested. A training that resume_auto finds finished is only tested.
 //
-// Error for options out of range. FileError for a state that cannot be written (checked before
-// training) or read, or that belongs to another run. DivergedError if too many consecutive steps
-// were skipped, if a step was taken with a non-finite loss, or if the test loss is not finite;
-// nothing is saved then. CommError, naming the rank, if another process is lost.
+// Error for options out of range. FileError for checkpoints or weights that cannot be written
+// (checked before training), for checkpoints that cannot be read or belong to another run, and for
+// later steps or another run in checkpoint_dir. DivergedError if too many consecutive steps were
+// skipped, if a step was taken with a non-finite loss, or if the test loss is not finite; earlier
+// checkpoints stay. CommError, naming the rank, if another process is lost.
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer);
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,

@@ -4,7 +4,6 @@
 #include "tests/apps/cli_fixture.h"
 #include "tests/apps/semitone_command.h"
 #include "tests/support/image_files.h"
-#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <torch/torch.h>
@@ -21,7 +20,6 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -132,76 +130,6 @@ TEST_F(CliTest, TheSameSeedGivesTheSameResult) {
   EXPECT_NE(result("3"), result("4"));
 }
 
-TEST_F(CliTest, AResumedRunEndsLikeAWholeOne) {
-  const std::string state = (folder_ / "state").string();
-  const Words common{"--opt-level", "O2", "--dtype", "fp16", "--epochs", "2", "--json"};
-  const auto result = [&](const Words& more) {
-    Words words = common;
-    words.insert(words.end(), more.begin(), more.end());
-    const ProcessResult finished = run_semitone(train(words));
-    EXPECT_TRUE(finished.status.success()) << finished.err;
-    return json::parse(finished.out).at(0);
-  };
-  const json whole = result({});
-  EXPECT_EQ(result({"--max-steps", "25", "--save", state}).at("steps"), 25);
-  const json resumed = result({"--resume", state});
-  for (const char* key :
-       {"steps", "train_loss", "test_loss", "test_accuracy", "skipped_steps", "final_loss_scale"})
-    EXPECT_EQ(resumed.at(key), whole.at(key)) << key;
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_.path()), {}), 1);
-}
-
-TEST_F(CliTest, OneCommandLineStartsAndGoesOn) {
-  const std::string state = (folder_ / "state").string();
-  const auto result = [&](const Words& more) {
-    Words words{"--save", state, "--resume", state, "--epochs", "2", "--json"};
-    words.insert(words.end(), more.begin(), more.end());
-    const ProcessResult finished = run_semitone(train(words));
-    EXPECT_TRUE(finished.status.success()) << finished.err;
-    return std::pair(json::parse(finished.out).at(0), finished.err);
-  };
-  const auto [first, said] = result({"--max-steps", "25"});
-  EXPECT_EQ(first.at("steps"), 25);
-  EXPECT_THAT(said, HasSubstr("state         '" + state + "' does not exist yet: a new run"));
-  const auto [rest, said_then] = result({});
-  EXPECT_THAT(said_then, Not(HasSubstr("a new run")));
-  const json whole = json::parse(run_semitone(train({"--epochs", "2", "--json"})).out).at(0);
-  for (const char* key : {"steps", "train_loss", "test_loss", "test_accuracy"})
-    EXPECT_EQ(rest.at(key), whole.at(key)) << key;
-  // A launcher may restart a finished training.
-  EXPECT_EQ(result({}).first.at("test_loss"), whole.at("test_loss"));
-}
-
-TEST_F(CliTest, ASignalEndsATrainingWhoseStateIsSaved) {
-  const std::filesystem::path state = folder_ / "state";
-  const auto written = [&] {
-    std::error_code none_yet;
-    const auto time = std::filesystem::last_write_time(state, none_yet);
-    return none_yet ? std::filesystem::file_time_type::min() : time;
-  };
-  for (const int signal : {SIGTERM, SIGUSR1}) {
-    const auto before = written();
-    Process process(
-        semitone_command(train({"--save", state.string(), "--resume", state.string(), "--schedule",
-                                "constant", "--save-every", "3", "--epochs", "100000"})));
-    ASSERT_TRUE(test::eventually([&] { return written() != before; }));
-    process.send(signal);
-    const ProcessResult finished = process.wait();
-    EXPECT_EQ(finished.status.code, 128 + signal) << finished.err;
-    EXPECT_THAT(finished.err,
-                AllOf(HasSubstr("[train] stopped by signal " + std::to_string(signal)),
-                      HasSubstr("the state is in '" + state.string() + "'"),
-                      Not(HasSubstr("test accuracy"))));
-    EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
-  }
-  // The saved state is complete, and from after the first step.
-  const ProcessResult resumed =
-      run_semitone(train({"--resume", state.string(), "--schedule", "constant", "--epochs",
-                          "100000", "--max-steps", "1", "--quiet"}));
-  EXPECT_EQ(resumed.status.code, 1);
-  EXPECT_THAT(resumed.err, HasSubstr("a state with fewer than 1 steps"));
-}
-
 TEST_F(CliTest, OtherOptimizersAndTheTutorialsSettingRun) {
   for (const Words& arguments :
        {Words{"--optimizer", "adam"}, Words{"--optimizer", "adamw", "--schedule", "constant"},
@@ -257,7 +185,7 @@ TEST_F(CliTest, MissingCorruptAndTruncatedDataAreCode1) {
 TEST_F(CliTest, OutputThatCannotBeWrittenIsSaidBeforeTraining) {
   for (const Words& arguments :
        {Words{"--json", "/no/such/folder/x.json"}, Words{"--json", folder_.path().string()},
-        Words{"--save", "/no/such/folder/x", "--quiet"}}) {
+        Words{"--save-weights", "/no/such/folder/x.pt", "--quiet"}}) {
     const ProcessResult finished = run_semitone(train(arguments));
     EXPECT_EQ(finished.status.code, 1);
     EXPECT_THAT(finished.err, AllOf(HasSubstr("expected to write"), Not(HasSubstr("epoch"))));
@@ -270,14 +198,6 @@ TEST_F(CliTest, AFullDiskIsSaidAndLeavesTheTable) {
   EXPECT_THAT(finished.err,
               HasSubstr("[cli.json] expected to write '/dev/full', got No space left"));
   EXPECT_THAT(finished.out, HasSubstr("level  dtype"));
-}
-
-TEST_F(CliTest, AStateThatDoesNotFitIsCode1) {
-  // Before the data are read and the head is written.
-  expect_failure(run_semitone(train({"--resume", "/no/such"})), 1, "no such file");
-  write_text(folder_ / "state", "nonsense");
-  expect_failure(run_semitone(train({"--quiet", "--resume", (folder_ / "state").string()})), 1,
-                 "written by another program?");
 }
 
 TEST_F(CliTest, DivergenceIsCode3) {

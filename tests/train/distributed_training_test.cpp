@@ -1,11 +1,8 @@
 // Trainings of several processes.
 
+#include "tests/train/distributed_training.h"
+
 #include "semitone/comm/init.h"
-#include "semitone/core/error.h"
-#include "semitone/zoo/convnet.h"
-#include "src/train/trainer.h"
-#include "tests/support/errors.h"
-#include "tests/support/image_files.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/toy_nets.h"
 
@@ -14,52 +11,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace semitone::train {
+namespace distributed {
 namespace {
 
 using amp::OptLevel;
 using test::Rank;
 using test::run_ranks;
-
-// Passes each model that it creates to the test.
-class Models {
- public:
-  explicit Models(double dropout) : dropout_(dropout) {}
-  ModelFactory factory() {
-    return [this] {
-      last = test::DropNet(dropout_);
-      return Classifier(last);
-    };
-  }
-  test::DropNet last{nullptr};
-
- private:
-  double dropout_;
-};
-
-// 201 test images: no multiple of the ranks.
-const DataSet& data() {
-  static const DataSet data{test::made_up_images(640, 1), test::made_up_images(201, 2)};
-  return data;
-}
-
-struct Losses : Observer {
-  using Observer::on;
-  void on(const StepDone& step) override { values.push_back(step.loss); }
-  void on(const EpochDone& epoch) override { epochs.push_back(epoch); }
-  std::vector<double> values;
-  std::vector<EpochDone> epochs;
-};
-
-TrainOptions options_for(OptLevel level, const comm::Group& group) {
-  return TrainOptions().opt_level(level).batch_size(8).lr(0.05).group(group);
-}
 
 std::string bits(const std::vector<at::Tensor>& tensors) {
   std::string text;
@@ -137,12 +99,13 @@ TEST_P(DistributedTraining, AResumedRunGoesOnBitForBit) {
     const auto expected =
         train_classifier(models.factory(), data(), options().max_steps(60), whole);
     const std::string expected_bits = bits(models.last->parameters());
-    const auto file = rank.folder() / "half";
-    train_classifier(models.factory(), data(), options().max_steps(30).save(file));
+    const auto resumable = [&](std::int64_t steps) {
+      return options().max_steps(steps).checkpoint_dir(rank.folder() / "run").resume_auto(true);
+    };
+    train_classifier(models.factory(), data(), resumable(30));
     torch::manual_seed(12345);  // what a new process would not have
     Losses second;
-    const auto resumed =
-        train_classifier(models.factory(), data(), options().max_steps(60).resume(file), second);
+    const auto resumed = train_classifier(models.factory(), data(), resumable(60), second);
     EXPECT_EQ(second.values, std::vector<double>(whole.values.begin() + 30, whole.values.end()));
     EXPECT_EQ(resumed.train_loss, expected.train_loss);
     EXPECT_EQ(resumed.test_loss, expected.test_loss);
@@ -172,25 +135,6 @@ TEST(DistributedTrainer, DropsOtherThingsOnEveryRank) {
   });
 }
 
-TEST(DistributedTrainer, StatesOfAnotherNumberOfProcessesAreRefused) {
-  run_ranks(2, [](Rank& rank) {
-    const auto group = comm::init();
-    const auto file = rank.folder() / "one";
-    Models models(0);
-    if (group.rank() == 0) {
-      train_classifier(models.factory(), data(),
-                       options_for(OptLevel::O0, comm::Group()).max_steps(2).save(file));
-    }
-    group.barrier();
-    test::expect_error(
-        [&] {
-          train_classifier(models.factory(), data(),
-                           options_for(OptLevel::O0, group).max_steps(4).resume(file));
-        },
-        {"[train.checkpoint]", "--nproc 2", "got 1"});
-  });
-}
-
 TEST(DistributedTrainer, CompressedGradientsTrainAsWell) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
@@ -207,4 +151,5 @@ TEST(DistributedTrainer, CompressedGradientsTrainAsWell) {
 }
 
 }  // namespace
+}  // namespace distributed
 }  // namespace semitone::train

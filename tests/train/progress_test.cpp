@@ -35,15 +35,17 @@ const EpochDone kEpoch{.epoch = 2,
                        .images_per_second = 6300,
                        .seconds = 9.52};
 
-TEST(Progress, WithoutATerminalSaysALineAnEpochAndOneForTheTest) {
+TEST(Progress, WithoutATerminalSaysALineForTheResumeForAnEpochAndForTheTest) {
   std::ostringstream out;
   {
     Progress progress(out, "O1 float16", 0);
+    progress.on(Resumed{949, "runs/7/step-00000949"});
     progress.on(kStep);
     progress.on(kEpoch);
     progress.on(Tested{0.9871, 0.05});
   }
   EXPECT_EQ(out.str(),
+            "O1 float16  resumed from step 949, 'runs/7/step-00000949'\n"
             "O1 float16  epoch 2/3  loss 0.2500  scale 32768 (4 skipped)  6300 images/s  9.5 s\n"
             "O1 float16  test accuracy 98.71 %  loss 0.0500\n");
 }

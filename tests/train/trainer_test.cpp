@@ -6,7 +6,7 @@
 #include "src/train/optimizers.h"
 #include "tests/support/image_files.h"
 #include "tests/support/temporary_folder.h"
-#include "tests/support/toy_nets.h"
+#include "tests/train/small_training.h"
 
 #include <torch/torch.h>
 
@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <string>
@@ -26,34 +27,6 @@ namespace {
 using amp::OptLevel;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-Classifier drop_net() {
-  return test::DropNet();
-}
-
-const DataSet& data() {
-  static const DataSet data{test::made_up_images(640, 1), test::made_up_images(200, 2)};
-  return data;
-}
-
-// Every loss and scale.
-struct Recorder : Observer {
-  using Observer::on;
-  void on(const StepDone& step) override {
-    steps.push_back(step);
-    losses.push_back(step.loss);
-  }
-  void on(const EpochDone& epoch) override { epochs.push_back(epoch); }
-  void on(const Tested& tested) override { tests.push_back(tested); }
-  std::vector<StepDone> steps;
-  std::vector<double> losses;
-  std::vector<EpochDone> epochs;
-  std::vector<Tested> tests;
-};
-
-TrainOptions options_for(OptLevel level, c10::ScalarType dtype) {
-  return TrainOptions().opt_level(level).dtype(dtype).batch_size(8).epochs(2).lr(0.05);
-}
 
 std::string message_of(const std::function<void()>& act) {
   try {
@@ -74,7 +47,6 @@ class TrainerAtEveryLevel : public ::testing::TestWithParam<LevelAndDtype> {
   TrainOptions options() const {
     return options_for(std::get<0>(GetParam()), std::get<1>(GetParam()));
   }
-  test::TemporaryFolder folder_;
 };
 
 TEST_P(TrainerAtEveryLevel, LearnsAndSaysWhatItDid) {
@@ -116,61 +88,6 @@ TEST_P(TrainerAtEveryLevel, TheSameSeedGivesTheSameLosses) {
   EXPECT_NE(first.losses, other.losses);
 }
 
-// Fifty steps, a break and fifty more, over an epoch's end, are a hundred steps bit for bit.
-TEST_P(TrainerAtEveryLevel, AResumedRunGoesOnBitForBit) {
-  test::DropNet kept{nullptr};
-  const auto keep = [&kept] {
-    kept = test::DropNet();
-    return Classifier(kept);
-  };
-  Recorder whole;
-  const TrainResult expected =
-      train_classifier(keep, data(), options().max_steps(100).save(folder_ / "whole"), whole);
-  const test::DropNet expected_model = kept;
-
-  Recorder first;
-  train_classifier(drop_net, data(), options().max_steps(50).save(folder_ / "half"), first);
-  // State that a new process would not have.
-  torch::manual_seed(12345);
-  Recorder second;
-  const TrainResult resumed = train_classifier(
-      keep, data(), options().max_steps(100).resume(folder_ / "half").save(folder_ / "resumed"),
-      second);
-
-  ASSERT_EQ(first.losses.size(), 50U);
-  ASSERT_EQ(second.losses.size(), 50U);
-  std::vector<double> joined = first.losses;
-  joined.insert(joined.end(), second.losses.begin(), second.losses.end());
-  EXPECT_EQ(joined, whole.losses);
-  EXPECT_EQ(resumed.train_loss, expected.train_loss);
-  EXPECT_EQ(resumed.test_loss, expected.test_loss);
-  EXPECT_EQ(resumed.skipped_steps, expected.skipped_steps);
-  EXPECT_EQ(resumed.final_loss_scale, expected.final_loss_scale);
-  EXPECT_EQ(resumed.steps, 100);
-  const auto expect_equal = [](const torch::nn::Module& here, const torch::nn::Module& there) {
-    for (const auto& tensor : there.named_parameters())
-      EXPECT_TRUE(torch::equal(here.named_parameters()[tensor.key()], tensor.value()))
-          << tensor.key();
-    for (const auto& tensor : there.named_buffers())
-      EXPECT_TRUE(torch::equal(here.named_buffers()[tensor.key()], tensor.value())) << tensor.key();
-  };
-  expect_equal(*kept, *expected_model);
-
-  // The fp32 weights in the two files: the masters, if there are some.
-  const auto saved_weights = [this](const char* name) {
-    torch::serialize::InputArchive archive;
-    archive.load_from((folder_ / name).string());
-    torch::serialize::InputArchive weights;
-    archive.read("model", weights);
-    test::DropNet model;
-    model->load(weights);
-    return model;
-  };
-  const test::DropNet whole_weights = saved_weights("whole");
-  EXPECT_EQ(whole_weights->conv->weight.scalar_type(), torch::kFloat);
-  expect_equal(*saved_weights("resumed"), *whole_weights);
-}
-
 std::string name_of_case(const ::testing::TestParamInfo<LevelAndDtype>& info) {
   return std::string(amp::name_of(std::get<0>(info.param))) +
          (std::get<1>(info.param) == torch::kHalf ? "Fp16" : "Bf16");
@@ -184,22 +101,6 @@ INSTANTIATE_TEST_SUITE_P(Levels, TrainerAtEveryLevel,
 
 // -------------------------------------------------------------------------------------------------
 // options
-
-TEST(Trainer, ResumesWithEveryOptimizerBitForBit) {
-  const test::TemporaryFolder folder;
-  for (const OptimizerChoice& choice : optimizers()) {
-    const auto options = [&choice] {
-      return options_for(OptLevel::O2, torch::kHalf).optimizer(std::string(choice.name)).lr(0.002);
-    };
-    Recorder whole;
-    Recorder second;
-    train_classifier(drop_net, data(), options().max_steps(20), whole);
-    train_classifier(drop_net, data(), options().max_steps(10).save(folder / "half"));
-    train_classifier(drop_net, data(), options().max_steps(20).resume(folder / "half"), second);
-    EXPECT_EQ(second.losses, std::vector<double>(whole.losses.begin() + 10, whole.losses.end()))
-        << choice.name;
-  }
-}
 
 TEST(Trainer, EveryOptimizerTrains) {
   // NovoGrad divides a gradient by its norm, so an element's update is small.
@@ -345,7 +246,10 @@ TEST(Trainer, EnumsHaveNames) {
 TEST(Trainer, AStepOnALossThatIsNotFiniteEndsTheTraining) {
   const test::TemporaryFolder folder;
   // O0 steps on any values.
-  const auto options = options_for(OptLevel::O0, torch::kBFloat16).lr(1e30).save(folder / "state");
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16)
+                           .lr(1e30)
+                           .checkpoint_dir(folder / "run")
+                           .save_weights(folder / "weights.pt");
   EXPECT_THROW(train_classifier(drop_net, data(), options), DivergedError);
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
@@ -368,168 +272,11 @@ TEST(Trainer, ATestLossThatIsNotFiniteIsADivergence) {
               HasSubstr("a finite test loss"));
 }
 
-// -------------------------------------------------------------------------------------------------
-// saved states
-
-class SavedStateTest : public ::testing::Test {
- protected:
-  static TrainOptions options() { return options_for(OptLevel::O2, torch::kHalf).max_steps(3); }
-
-  void SetUp() override { train_classifier(drop_net, data(), options().save(state_)); }
-
-  std::string message(const TrainOptions& options) {
-    Recorder recorder;
-    const std::string message = message_of([&] {
-      train_classifier(drop_net, data(), TrainOptions(options).resume(state_), recorder);
-    });
-    EXPECT_TRUE(recorder.steps.empty());
-    return message;
-  }
-
-  test::TemporaryFolder folder_;
-  std::filesystem::path state_ = folder_ / "state";
-};
-
-TEST_F(SavedStateTest, WithOtherOptionsIsRefusedByTheFlagThatDiffers) {
-  const auto more = options().max_steps(6);
-  EXPECT_NO_THROW(train_classifier(drop_net, data(), TrainOptions(more).resume(state_)));
-  EXPECT_THAT(message(TrainOptions(more).opt_level(OptLevel::O1)),
-              AllOf(HasSubstr("[train.checkpoint]"), HasSubstr("--opt-level O1"),
-                    HasSubstr("got O2"), HasSubstr(state_.string())));
-  EXPECT_THAT(message(TrainOptions(more).dtype(torch::kBFloat16)), HasSubstr("--dtype bfloat16"));
-  EXPECT_THAT(message(TrainOptions(more).batch_size(16)), HasSubstr("--batch-size 16"));
-  EXPECT_THAT(message(TrainOptions(more).seed(5)), HasSubstr("--seed 5"));
-  EXPECT_THAT(message(TrainOptions(more).optimizer("adam")), HasSubstr("--optimizer adam"));
-  EXPECT_THAT(message(TrainOptions(more).lr(0.1)), HasSubstr("--lr 0.1"));
-  EXPECT_THAT(message(TrainOptions(more).momentum(0.5)), HasSubstr("--momentum 0.5"));
-  EXPECT_THAT(message(TrainOptions(more).schedule(Schedule::constant)),
-              HasSubstr("--schedule constant"));
-  EXPECT_THAT(message(TrainOptions(more).epochs(3)), HasSubstr("--epochs 3"));
-  EXPECT_THAT(message(TrainOptions(more).loss_scale(8.0)), HasSubstr("--loss-scale 8"));
-  EXPECT_THAT(message(TrainOptions(more).growth_interval(9)), HasSubstr("--growth-interval 9"));
-  EXPECT_THAT(message(TrainOptions(more).limit_batches(9)), HasSubstr("--limit-batches 9"));
-  EXPECT_THAT(message(TrainOptions(more).memory_format(MemoryFormat::nchw)),
-              HasSubstr("--memory-format nchw"));
-}
-
-TEST_F(SavedStateTest, OfOtherDataIsRefused) {
-  DataSet fewer = data();
-  fewer.train = test::made_up_images(600, 1);
-  EXPECT_THAT(
-      message_of([&] { train_classifier(drop_net, fewer, options().max_steps(6).resume(state_)); }),
-      HasSubstr("training images 600"));
-}
-
-TEST_F(SavedStateTest, ThatIsAlreadyThereCannotGoOn) {
-  EXPECT_THAT(message(options()),
-              AllOf(HasSubstr("fewer than 3 steps"), HasSubstr("raise epochs or max_steps")));
-}
-
-TEST_F(SavedStateTest, WithAConstantRateMayTakeMoreEpochs) {
-  const auto constant = [] {
-    return options().schedule(Schedule::constant).epochs(1).max_steps(0);
-  };
-  train_classifier(drop_net, data(), constant().save(state_));
-  Recorder whole;
-  Recorder rest;
-  train_classifier(drop_net, data(), constant().epochs(2), whole);
-  train_classifier(drop_net, data(), constant().epochs(2).resume(state_), rest);
-  EXPECT_EQ(rest.losses, std::vector<double>(whole.losses.begin() + 80, whole.losses.end()));
-}
-
-TEST_F(SavedStateTest, MissingForeignAndDamagedFilesAreFileErrors) {
-  const auto more = options().max_steps(6);
-  const std::string bytes = test::read_text(state_);
-  std::filesystem::remove(state_);
-  EXPECT_THAT(message(more), AllOf(HasSubstr("no such file"), HasSubstr(state_.string())));
-  test::write_text(state_, "");
-  EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum"));
-  test::write_text(state_, "no archive");
-  EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum"));
-  for (const double part : {0.1, 0.5, 0.9, 0.999}) {
-    test::write_text(
-        state_,
-        bytes.substr(0, static_cast<std::size_t>(part * static_cast<double>(bytes.size()))));
-    EXPECT_THAT(message(more), HasSubstr("[train.checkpoint]")) << part;
-  }
-  // One flipped bit anywhere: in a weight it would train on, unseen.
-  for (std::size_t at = 0; at < bytes.size(); at += 997) {
-    std::string flipped = bytes;
-    flipped[at] = static_cast<char>(flipped[at] ^ 1);
-    test::write_text(state_, flipped);
-    EXPECT_THAT(message(more), HasSubstr("bytes that do not match the checksum")) << at;
-  }
-  torch::save(test::DropNet(), state_.string());
-  EXPECT_THAT(message(more), HasSubstr("written by another program?"));
-}
-
-TEST(Trainer, AFinishedCosineScheduleCannotBeExtended) {
-  const test::TemporaryFolder folder;
-  const auto options = options_for(OptLevel::O0, torch::kBFloat16).epochs(1).limit_batches(2);
-  train_classifier(drop_net, data(), TrainOptions(options).save(folder / "state"));
-  EXPECT_THAT(message_of([&] {
-                train_classifier(drop_net, data(), TrainOptions(options).resume(folder / "state"));
-              }),
-              HasSubstr("cannot be extended"));
-}
-
 TEST(Trainer, ALearningRateThatFloat16WeightsCannotTakeIsRefused) {
   EXPECT_THAT(message_of([&] {
                 train_classifier(drop_net, data(), options_for(OptLevel::O3, torch::kHalf).lr(1e5));
               }),
               HasSubstr("at most 65504 with float16 weights"));
-}
-
-TEST_F(SavedStateTest, OfAnotherModelIsAFileError) {
-  const auto conv_net = [] { return Classifier(zoo::ConvNet()); };
-  EXPECT_THAT(message_of([&] {
-                train_classifier(conv_net, data(), options().max_steps(6).resume(state_));
-              }),
-              HasSubstr("[train.checkpoint]"));
-}
-
-// The same names and options, so that only the shapes differ.
-test::ToyNet two_layers(std::int64_t width) {
-  return test::ToyNet(test::ToyNetOptions{.inputs = 28 * 28, .hidden = width, .outputs = 10});
-}
-
-TEST(SavedStates, OfAModelOfOtherShapesAreFileErrorsAndChangeNothing) {
-  const test::TemporaryFolder folder;
-  for (const OptLevel level : {OptLevel::O0, OptLevel::O1, OptLevel::O2}) {
-    for (const char* const kind : {"sgd", "adam"}) {
-      const auto options = options_for(level, torch::kBFloat16).optimizer(kind).max_steps(2);
-      const auto state = folder / "state";
-      train_classifier([] { return Classifier(two_layers(16)); }, data(),
-                       TrainOptions(options).save(state));
-      test::ToyNet wide{nullptr};
-      at::Tensor first;
-      const auto make = [&] {
-        wide = two_layers(24);
-        first = wide->first->weight.detach().clone();
-        return Classifier(wide);
-      };
-      Recorder recorder;
-      EXPECT_THAT(message_of([&] {
-                    train_classifier(make, data(), TrainOptions(options).resume(state), recorder);
-                  }),
-                  AllOf(HasSubstr("[train.checkpoint]"), HasSubstr("'first.weight' [24, 784]"),
-                        HasSubstr("got [16, 784]"), HasSubstr(state.string())));
-      EXPECT_TRUE(recorder.steps.empty());
-      EXPECT_EQ(wide->first->weight.sizes(), first.sizes());
-      EXPECT_TRUE(
-          torch::equal(wide->first->weight.detach(), first.to(wide->first->weight.scalar_type())));
-    }
-  }
-}
-
-TEST_F(SavedStateTest, ThatCannotBeWrittenIsSaidBeforeTraining) {
-  Recorder recorder;
-  EXPECT_THROW(
-      train_classifier(drop_net, data(), options().save(folder_ / "no" / "state"), recorder),
-      FileError);
-  EXPECT_TRUE(recorder.steps.empty());
-  EXPECT_THAT(message_of([&] { train_classifier(drop_net, data(), options().save("/dev/full")); }),
-              HasSubstr("No space left on device"));
 }
 
 }  // namespace

@@ -1,0 +1,76 @@
+#pragma once
+
+#include "semitone/amp/mixed_precision.h"
+#include "semitone/autocast/model.h"
+#include "semitone/checkpoint/checkpoint.h"
+#include "src/train/run_config.h"
+#include "src/train/train_options.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+
+namespace semitone::train {
+
+// The position of a training.
+struct Position {
+  std::int64_t step = 0;  // steps done
+  // For the current epoch, or the one just done: the steps that were not skipped. The sum is this
+  // process's.
+  double loss_sum = 0;
+  std::int64_t loss_count = 0;
+};
+
+// The objects of a training that a checkpoint saves and restores.
+struct Training {
+  const amp::Model& model;
+  torch::optim::Optimizer& optimizer;
+  amp::MixedPrecision& mixed;
+  Position& position;
+};
+
+// Saves and resumes a training as its options say. Every process of the group calls the same
+// functions, and if one throws, all throw.
+class Checkpoints {
+ public:
+  // The options and the objects must outlive it.
+  Checkpoints(const TrainOptions& options, const Training& training, RunConfig config);
+  Checkpoints(const Checkpoints&) = delete;
+  Checkpoints& operator=(const Checkpoints&) = delete;
+
+  // Loads the checkpoint that the options name, sets the position, and returns the directory of that
+  // step. Returns std::nullopt for a new run.
+  //
+  // FileError as checkpoint::Checkpoint::resume, if there is no such checkpoint, or if the options'
+  // directory has checkpoints of another run or of later steps.
+  std::optional<std::filesystem::path> resume();
+
+  // FileError if the options' directory could not be written now. Changes nothing.
+  void require_writable() const;
+
+  // Saves the position's step, unless the directory has just been resumed or saved at it. Nothing
+  // without a directory in the options.
+  void save();
+
+ private:
+  checkpoint::Checkpoint make(const std::filesystem::path& directory);
+  std::optional<std::int64_t> resume_from(std::filesystem::path& directory);
+  void require_last(std::optional<std::int64_t> step) const;
+  void restore_position(std::int64_t step);
+
+  const TrainOptions& options_;
+  Training training_;
+  RunConfig config_;
+  at::Tensor loss_sums_;  // of all processes
+  std::optional<checkpoint::Checkpoint> own_;
+  std::optional<std::int64_t> last_;  // the step of own_ that was loaded or saved last
+};
+
+// FileError if resume() of these options would find no checkpoint, or those of another run. Looks at
+// directories only, so that a mistake is reported before data are read. Called by one process.
+void require_resumable(const TrainOptions& options);
+
+}  // namespace semitone::train

@@ -1,0 +1,91 @@
+#include "src/train/checks.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/core/dtype_limits.h"
+#include "src/train/setup.h"
+
+#include <torch/types.h>
+
+#include <fmt/format.h>
+
+#include <string>
+
+namespace semitone::train {
+namespace {
+
+constexpr auto kChecks = "train.trainer";
+
+void check_checkpoint_options(const TrainOptions& options) {
+  const SaveInterval& every = options.save_every();
+  const auto require = [](bool good, const char* expected, const std::string& got) {
+    if (!good) throw Error(kChecks, expected, got);
+  };
+  require(
+      every.steps >= 0 && every.time.count() >= 0 && !(every.steps > 0 && every.time.count() > 0),
+      "a number of steps between saves, or a time",
+      fmt::format("{} steps and {} s", every.steps, every.time.count()));
+  require(options.keep() >= 0, "to keep 0 (all) checkpoints or more",
+          std::to_string(options.keep()));
+  const bool has_directory = !options.checkpoint_dir().empty();
+  require(has_directory || !every.is_set(), "a checkpoint_dir with save_every", "none");
+  require(has_directory || !options.resume_auto(), "a checkpoint_dir with resume_auto", "none");
+  require(!options.resume_auto() || options.resume_from().empty(), "resume_auto or resume_from",
+          "both");
+  require(options.save_weights().empty() || is_weights_file(options.save_weights()),
+          "save_weights that ends in .safetensors, .pt, .pth or .bin",
+          "'" + options.save_weights().string() + "'");
+}
+
+}  // namespace
+
+void check_set(const zoo::ImageSet& set, const char* name) {
+  if (set.images.dim() != 3 || set.images.scalar_type() != torch::kByte || set.size() == 0) {
+    throw Error(kChecks, std::string("uint8 images (N, height, width) in the ") + name + " set",
+                set.images.defined() ? c10::str(dtype_name(set.images.scalar_type()), " of sizes ",
+                                                set.images.sizes())
+                                     : "none");
+  }
+  if (!set.labels.defined() || set.labels.scalar_type() != torch::kLong || set.labels.dim() != 1 ||
+      set.labels.size(0) != set.size()) {
+    throw Error(kChecks, std::to_string(set.size()) + " int64 labels in the " + name + " set",
+                set.labels.defined() ? c10::str(dtype_name(set.labels.scalar_type()), " of sizes ",
+                                                set.labels.sizes())
+                                     : "none");
+  }
+}
+
+void check_options(const TrainOptions& options) {
+  const auto require = [](bool good, const char* expected, double got) {
+    if (!good) throw Error(kChecks, expected, fmt::format("{}", got));
+  };
+  const auto count = [](std::int64_t value) { return static_cast<double>(value); };
+  require(options.epochs() > 0, "epochs above 0", count(options.epochs()));
+  require(options.batch_size() > 0, "a batch size above 0", count(options.batch_size()));
+  require(options.lr() > 0 && options.lr() <= dtype_limits(torch::kFloat).max,
+          "a learning rate above 0 that float32 holds", options.lr());
+  if (precision_of(options).has_fp16_weights_only()) {
+    require(options.lr() <= dtype_limits(torch::kHalf).max,
+            "a learning rate of at most 65504 with float16 weights", options.lr());
+  }
+  find_optimizer(options.optimizer());
+  require(options.momentum() >= 0 && options.momentum() < 1, "a momentum in [0, 1)",
+          options.momentum());
+  require(options.growth_interval() >= 0, "a growth interval of 0 (never) or more",
+          count(options.growth_interval()));
+  require(options.max_consecutive_skips() >= 0, "a limit of consecutive skips of 0 (none) or more",
+          count(options.max_consecutive_skips()));
+  require(options.limit_batches() >= 0, "a batch limit of 0 (none) or more",
+          count(options.limit_batches()));
+  require(options.max_steps() >= 0, "a step limit of 0 (none) or more", count(options.max_steps()));
+  precision_of(options).check(kChecks);
+  check_checkpoint_options(options);
+}
+
+bool is_weights_file(const std::filesystem::path& path) {
+  const std::string extension = path.extension();
+  return extension == ".safetensors" || extension == ".pt" || extension == ".pth" ||
+         extension == ".bin";
+}
+
+}  // namespace semitone::train

@@ -1,0 +1,33 @@
+#include "src/train/run_config.h"
+
+#include "semitone/core/dtype.h"
+
+#include <fmt/format.h>
+
+namespace semitone::train {
+
+RunConfig run_config_of(const TrainOptions& options, MemoryFormat format,
+                        std::int64_t training_images) {
+  const auto text = [](const auto& value) { return fmt::format("{}", value); };
+  const auto compress = options.ddp().compress();
+  RunConfig config{
+      {"--loss-scale", options.loss_scale() ? options.loss_scale()->to_string() : "auto"},
+      {"--growth-interval", text(options.growth_interval())},
+      {"--batch-size times --nproc", text(options.batch_size() * options.group().size())},
+      {"--optimizer", options.optimizer()},
+      {"--lr", text(options.lr())},
+      {"--schedule", std::string(name_of(options.schedule()))},
+      {"--seed", text(options.seed())},
+      {"--limit-batches", text(options.limit_batches())},
+      {"--memory-format", std::string(name_of(format))},
+      {"training images", text(training_images)},
+      {"--sync-bn", text(options.sync_batch_norm())},
+      {"--compress", compress ? dtype_name(*compress) : "none"}};
+  if (find_optimizer(options.optimizer()).has_momentum)
+    config["--momentum"] = text(options.momentum());
+  // A constant rate does not depend on the end, so the end may change.
+  if (options.schedule() != Schedule::constant) config["--epochs"] = text(options.epochs());
+  return config;
+}
+
+}  // namespace semitone::train

@@ -1,0 +1,151 @@
+// `semitone train` with several processes that are killed, signalled and restarted.
+
+#include "src/checkpoint/folder.h"
+#include "src/launch/process.h"
+#include "tests/apps/semitone_command.h"
+#include "tests/support/image_files.h"
+#include "tests/support/processes.h"
+#include "tests/support/temporary_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace semitone::train_together_resume_test {
+namespace {
+
+namespace fs = std::filesystem;
+using launch::Process;
+using launch::ProcessResult;
+using test::read_text;
+using test::run_semitone;
+using test::semitone_command;
+using test::Words;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class TrainTogetherResume : public ::testing::Test {
+ protected:
+  TrainTogetherResume() { test::write_data_set(data_.path(), 401, 101); }
+
+  Words train(const Words& more) const {
+    Words all{"train",    "--data", data_.path().string(), "--batch-size", "10",
+              "--epochs", "3",      "--opt-level",         "O2",           "--dtype",
+              "fp16"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  // 63 steps.
+  Words resumable(const Words& more = {}) const {
+    Words words = train({"--checkpoint-dir", run_.string(), "--resume", "auto", "--save-every", "2",
+                         "--keep", "0", "--save-weights", weights("run")});
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+  std::string weights(const std::string& name) const {
+    return (folder_ / (name + ".safetensors")).string();
+  }
+  std::vector<std::int64_t> steps() const { return checkpoint::steps_in(run_); }
+
+  // Of an undisturbed run.
+  std::string expected_weights() const {
+    EXPECT_TRUE(
+        run_semitone(train({"--nproc", "2", "--save-weights", weights("whole")})).status.success());
+    return read_text(weights("whole"));
+  }
+  void expect_weights_as_undisturbed() const {
+    const std::string bytes = read_text(weights("run"));
+    EXPECT_GT(bytes.size(), 100'000U);
+    EXPECT_TRUE(bytes == expected_weights());
+  }
+
+  test::TemporaryFolder data_;
+  test::TemporaryFolder folder_;
+  fs::path run_ = folder_ / "run";
+};
+
+// Attempts 0 to 2 lose ranks 0, 1 and 0 with SIGKILL, each some steps after the earlier one.
+TEST_F(TrainTogetherResume, RanksThatAreKilledDoNotChangeTheWeights) {
+  const std::string kill_later = "attempt=$TORCHELASTIC_RESTART_COUNT; step=$(printf '" +
+                                 run_.string() +
+                                 "/step-%08d' $((attempt * 14 + 6)))\n"
+                                 "[ $attempt -lt 3 ] && [ $RANK = $((attempt % 2)) ] && "
+                                 "{ (while [ ! -e $step ]; do sleep 0.01; done; kill -9 $$) & }\n"
+                                 "exec \"$0\" \"$@\"";
+  Words launch{"launch",   "--nproc-per-node", "2", "--max-restarts", "3", "sh", "-c",
+               kill_later, SEMITONE_PROGRAM};
+  const Words train = resumable();
+  launch.insert(launch.end(), train.begin(), train.end());
+  const ProcessResult finished = run_semitone(launch);
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.err, AllOf(HasSubstr("restarting: rank 0 failed: signal 9"),
+                                  HasSubstr("restarting: rank 1 failed: signal 9"),
+                                  HasSubstr("resumed from step ")));
+  EXPECT_EQ(steps().back(), 63);
+  expect_weights_as_undisturbed();
+}
+
+// A signal to the program, which forwards it, and then one to a single rank.
+TEST_F(TrainTogetherResume, ASignalToAllOrToOneRankPreemptsAll) {
+  {
+    Process process(semitone_command(resumable({"--nproc", "2"})));
+    ASSERT_TRUE(test::eventually([&] { return !steps().empty(); }));
+    process.send(SIGTERM);
+    const ProcessResult finished = process.wait();
+    EXPECT_EQ(finished.status.code, 128 + SIGTERM) << finished.err;
+    EXPECT_THAT(finished.err, HasSubstr("[train] stopped by signal 15 (Terminated) after step " +
+                                        std::to_string(steps().back())));
+  }
+  const std::int64_t reached = steps().back();
+  EXPECT_LT(reached, 63);
+  const std::string id = (folder_ / "id").string();
+  Words launch{"launch",
+               "--nproc-per-node",
+               "2",
+               "sh",
+               "-c",
+               "[ $RANK = 1 ] && echo $$ > " + id + "; exec \"$0\" \"$@\"",
+               SEMITONE_PROGRAM};
+  const Words train = resumable();
+  launch.insert(launch.end(), train.begin(), train.end());
+  Process process(semitone_command(launch));
+  ASSERT_TRUE(test::eventually([&] { return steps().back() > reached; }));
+  ASSERT_EQ(::kill(test::ids_in(id).at(0), SIGUSR1), 0);
+  const ProcessResult finished = process.wait();
+  EXPECT_EQ(finished.status.code, 128 + SIGUSR1) << finished.err;
+  EXPECT_THAT(finished.err, HasSubstr("[train] stopped by signal 10"));
+  EXPECT_LT(steps().back(), 63);
+  ASSERT_TRUE(run_semitone(resumable({"--nproc", "2"})).status.success());
+  expect_weights_as_undisturbed();
+}
+
+// Of a job without --resume, a restart must not start over among the checkpoints.
+TEST_F(TrainTogetherResume, ARestartWithoutResumeIsRefused) {
+  Words launch{"launch", "--nproc-per-node", "2", "--max-restarts", "1", SEMITONE_PROGRAM};
+  const Words words = train({"--checkpoint-dir", run_.string(), "--max-steps", "2"});
+  launch.insert(launch.end(), words.begin(), words.end());
+  ASSERT_TRUE(run_semitone(launch).status.success());
+  const ProcessResult again = run_semitone(launch);
+  EXPECT_EQ(again.status.code, 1);
+  EXPECT_THAT(again.err, HasSubstr("pass --resume auto to continue from it"));
+}
+
+TEST_F(TrainTogetherResume, AnotherNumberOfProcessesKeepsTheImagesOfAStep) {
+  ASSERT_TRUE(run_semitone(resumable({"--nproc", "2", "--max-steps", "4"})).status.success());
+  const ProcessResult refused = run_semitone(resumable());
+  EXPECT_EQ(refused.status.code, 1);
+  EXPECT_THAT(refused.err, HasSubstr("expected --batch-size times --nproc 10 in '"));
+  const ProcessResult alone = run_semitone(
+      {"train", "--data", data_.path().string(), "--batch-size", "20", "--epochs", "3",
+       "--opt-level", "O2", "--dtype", "fp16", "--resume", run_.string(), "--max-steps", "6"});
+  EXPECT_TRUE(alone.status.success()) << alone.err;
+  EXPECT_THAT(alone.err, HasSubstr("resumed from step 4"));
+}
+
+}  // namespace
+}  // namespace semitone::train_together_resume_test
