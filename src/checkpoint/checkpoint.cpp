@@ -203,6 +203,7 @@ std::optional<std::int64_t> Checkpoint::resume() {
 }
 
 void Checkpoint::resume(std::int64_t step) {
+  impl_->wait();
   impl_->resume(step);
 }
 

@@ -74,6 +74,17 @@ class SaveAsyncOfANumber : public testing::Test {
   std::int64_t value_ = 0;
 };
 
+TEST_F(SaveAsyncOfANumber, IsCompleteBeforeAStepIsResumed) {
+  auto checkpoint = make();
+  for (value_ = 1; value_ <= 5; ++value_) {
+    const std::int64_t step = value_;
+    checkpoint.save_async(step);
+    value_ = 0;
+    checkpoint.resume(step);
+    EXPECT_EQ(value_, step);
+  }
+}
+
 TEST_F(SaveAsyncOfANumber, ReportsAFailureAtTheNextCallAndOnlyThere) {
   auto checkpoint = make();
   block();
