@@ -107,7 +107,8 @@ void PolynomialLR::check() const {
 }
 
 double StepLR::lr(double base_lr, std::int64_t step) const {
-  return base_lr * std::pow(gamma(), static_cast<double>(step / step_size()));
+  const std::int64_t decays = step / step_size();
+  return base_lr * std::pow(gamma(), static_cast<double>(decays));
 }
 
 void StepLR::check() const {
