@@ -1,9 +1,11 @@
 #pragma once
 
-/// The fused optimizers of semitone::optim, LARC, gradient clipping, and learning rate schedulers.
+/// The fused optimizers of semitone::optim, LARC, gradient clipping, learning rate schedulers, and
+/// moving averages of weights.
 
 #include "semitone/core/error.h"
 #include "semitone/optim/clip_grad.h"
+#include "semitone/optim/exponential_moving_average.h"
 #include "semitone/optim/fused_adagrad.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_lamb.h"

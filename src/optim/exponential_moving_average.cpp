@@ -1,0 +1,237 @@
+#include "semitone/optim/exponential_moving_average.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/core/archive.h"
+#include "src/core/exact_weights.h"
+#include "src/core/log.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/serialize/archive.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace semitone::optim {
+namespace {
+
+constexpr auto kAverage = "optim.exponential_moving_average";
+
+struct Averaged {
+  std::string name;
+  at::Tensor tensor;   // of the model
+  at::Tensor average;  // undefined before the first update
+};
+
+// Averages outlive the caller's inference mode, and are written to without gradients.
+struct StateMode {
+  c10::InferenceMode normal{false};
+  at::NoGradGuard no_grad;
+};
+
+bool is_averaged(const at::Tensor& tensor) {
+  return tensor.is_floating_point() || tensor.is_complex();
+}
+
+// The master of a 16-bit weight, or an undefined tensor. (Weights are fp32 inside
+// MixedPrecision::fp32_weights, which takes changes over to the masters.)
+at::Tensor master_of(const at::Tensor& tensor) {
+  if (!is_16bit(tensor.scalar_type())) return {};
+  const auto holder = exact_weights_of(tensor);
+  return holder == nullptr ? at::Tensor() : holder->value_of(tensor);
+}
+
+// The weight in the dtype of its average: its master, itself, or a copy in fp32.
+at::Tensor exact_value(const at::Tensor& tensor) {
+  if (const at::Tensor master = master_of(tensor); master.defined()) return master.detach();
+  return is_16bit(tensor.scalar_type()) ? tensor.detach().to(at::kFloat) : tensor.detach();
+}
+
+// Sets a weight, and its master if it has one.
+void set_value(const at::Tensor& tensor, const at::Tensor& value) {
+  if (master_of(tensor).defined()) {
+    exact_weights_of(tensor)->set(tensor, value);
+  } else {
+    tensor.detach().copy_(value);
+  }
+}
+
+}  // namespace
+
+struct ExponentialMovingAverage::Impl {
+  ExponentialMovingAverageOptions options;
+  std::vector<Averaged> weights;
+  std::int64_t updates = 0;
+  bool applied = false;
+
+  void require_not_applied(const char* caller) const {
+    if (!applied) return;
+    throw Error(std::string(kAverage) + "." + caller, "a model with the weights of the training",
+                "one that has the averaged weights", "end the scope of apply() first");
+  }
+
+  // The weights' values, in the order of `weights`.
+  std::vector<at::Tensor> values(const char* caller) const {
+    std::vector<at::Tensor> all;
+    for (const Averaged& one : weights) {
+      all.push_back(exact_value(one.tensor));
+      if (!one.average.defined() || one.average.sizes() == all.back().sizes()) continue;
+      throw Error(std::string(kAverage) + "." + caller,
+                  c10::str("'", one.name, "' of shape ", one.average.sizes()),
+                  c10::str(all.back().sizes()), "make a new average for another model");
+    }
+    return all;
+  }
+
+  double current_decay() const {
+    const auto n = static_cast<double>(updates);
+    return options.warmup() ? std::min(options.decay(), (1 + n) / (10 + n)) : options.decay();
+  }
+};
+
+ExponentialMovingAverage::ExponentialMovingAverage(const torch::nn::Module& model,
+                                                   const ExponentialMovingAverageOptions& options)
+    : impl_(std::make_shared<Impl>(Impl{.options = options, .weights = {}})) {
+  if (!(options.decay() >= 0 && options.decay() <= 1))
+    throw Error(kAverage, "a decay in [0, 1]", c10::str(options.decay()));
+  std::unordered_set<const c10::TensorImpl*> seen;
+  const auto add = [&](const auto& tensors) {
+    for (const auto& entry : tensors) {
+      if (entry.value().defined() && seen.insert(entry.value().unsafeGetTensorImpl()).second)
+        impl_->weights.push_back({entry.key(), entry.value(), {}});
+    }
+  };
+  add(model.named_parameters());
+  if (impl_->weights.empty()) throw Error(kAverage, "a model with parameters", "none");
+  if (options.use_buffers()) add(model.named_buffers());
+}
+
+ExponentialMovingAverage::ExponentialMovingAverage(ExponentialMovingAverage&&) noexcept = default;
+ExponentialMovingAverage& ExponentialMovingAverage::operator=(ExponentialMovingAverage&&) noexcept =
+    default;
+ExponentialMovingAverage::~ExponentialMovingAverage() = default;
+
+ExponentialMovingAverage::Impl& ExponentialMovingAverage::impl() const {
+  if (impl_ != nullptr) return *impl_;
+  throw Error(kAverage, "an average of a model", "an object that was moved from");
+}
+
+void ExponentialMovingAverage::update() {
+  Impl& state = impl();
+  state.require_not_applied("update");
+  const StateMode mode;
+  const auto values = state.values("update");
+  std::vector<at::Tensor> averages;
+  std::vector<at::Tensor> added;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    at::Tensor& average = state.weights[i].average;
+    if (state.updates == 0 || !is_averaged(values[i])) {
+      average = values[i].clone();
+      continue;
+    }
+    if (average.device() != values[i].device()) average = average.to(values[i].device());
+    averages.push_back(average);
+    added.push_back(values[i]);
+  }
+  if (!averages.empty()) at::_foreach_lerp_(averages, added, 1 - state.current_decay());
+  ++state.updates;
+}
+
+std::int64_t ExponentialMovingAverage::updates() const {
+  return impl().updates;
+}
+
+struct ExponentialMovingAverage::Applied::Saved {
+  std::shared_ptr<Impl> average;
+  std::vector<at::Tensor> originals;  // of all weights; none before the first update
+};
+
+ExponentialMovingAverage::Applied::Applied(std::unique_ptr<Saved> saved)
+    : saved_(std::move(saved)) {}
+ExponentialMovingAverage::Applied::Applied(Applied&&) noexcept = default;
+
+ExponentialMovingAverage::Applied::~Applied() {
+  try {
+    end();
+  } catch (const std::exception& error) {
+    log()->error(error.what());
+  }
+}
+
+void ExponentialMovingAverage::Applied::end() {
+  if (saved_ == nullptr) return;
+  const auto saved = std::move(saved_);
+  const StateMode mode;
+  saved->average->applied = false;
+  for (std::size_t i = 0; i < saved->originals.size(); ++i)
+    set_value(saved->average->weights[i].tensor, saved->originals[i]);
+}
+
+ExponentialMovingAverage::Applied ExponentialMovingAverage::apply() {
+  Impl& state = impl();
+  state.require_not_applied("apply");
+  const StateMode mode;
+  const auto values = state.values("apply");
+  auto saved = std::make_unique<Applied::Saved>(Applied::Saved{impl_, {}});
+  // All before the first weight changes: weights may share memory.
+  for (std::size_t i = 0; i < values.size() && state.updates > 0; ++i) {
+    const at::Tensor& tensor = state.weights[i].tensor;
+    const bool is_rounded = is_16bit(tensor.scalar_type()) && !master_of(tensor).defined();
+    saved->originals.push_back(is_rounded ? tensor.detach().clone() : values[i].clone());
+  }
+  const std::size_t count = saved->originals.size();
+  state.applied = true;
+  Applied applied(std::move(saved));  // restores if an exception is thrown
+  for (std::size_t i = 0; i < count; ++i)
+    set_value(state.weights[i].tensor, state.weights[i].average);
+  return applied;
+}
+
+void ExponentialMovingAverage::save(torch::serialize::OutputArchive& archive) const {
+  const Impl& state = impl();
+  archive.write("updates", c10::IValue(state.updates));
+  archive.write("tensors", c10::IValue(static_cast<std::int64_t>(state.weights.size())));
+  for (std::size_t i = 0; i < state.weights.size(); ++i) {
+    archive.write("name" + std::to_string(i), c10::IValue(state.weights[i].name));
+    if (state.updates == 0) continue;
+    archive.write("average" + std::to_string(i), state.weights[i].average, /*is_buffer=*/true);
+  }
+}
+
+void ExponentialMovingAverage::load(torch::serialize::InputArchive& archive) {
+  const std::string component = std::string(kAverage) + ".load";
+  Impl& state = impl();
+  state.require_not_applied("load");
+  const StateMode mode;
+  const auto updates = read_value<std::int64_t>(archive, "updates", component);
+  if (updates < 0) throw FileError(component, "'updates' of at least 0", std::to_string(updates));
+  const auto saved = read_value<std::int64_t>(archive, "tensors", component);
+  const auto must_be = [&](const std::string& here, const std::string& there) {
+    if (here != there) throw FileError(component, here, there, "was it saved for the same model?");
+  };
+  must_be(c10::str(state.weights.size(), " tensors"), c10::str(saved, " tensors"));
+  std::vector<at::Tensor> averages(state.weights.size());
+  for (std::size_t i = 0; i < averages.size(); ++i) {
+    const Averaged& one = state.weights[i];
+    must_be("'" + one.name + "'",
+            "'" + read_value<std::string>(archive, "name" + std::to_string(i), component) + "'");
+    if (updates == 0) continue;
+    const auto average = read_value<at::Tensor>(archive, "average" + std::to_string(i), component);
+    must_be(c10::str("'", one.name, "' of shape ", one.tensor.sizes()),
+            c10::str("'", one.name, "' of shape ", average.sizes()));
+    const auto dtype = one.tensor.scalar_type();
+    averages[i] = average.to(one.tensor.device(), is_16bit(dtype) ? at::kFloat : dtype,
+                             /*non_blocking=*/false, /*copy=*/true);
+  }
+  for (std::size_t i = 0; i < averages.size(); ++i)
+    state.weights[i].average = std::move(averages[i]);
+  state.updates = updates;
+}
+
+}  // namespace semitone::optim
