@@ -3,6 +3,7 @@
 /// Mixed precision: amp::initialize and opt levels, autocast and cast policies, GradScaler. What
 /// torch.amp and apex.amp have.
 
+#include "semitone/amp/accumulate.h"
 #include "semitone/amp/advice.h"
 #include "semitone/amp/captured_step.h"
 #include "semitone/amp/initialize.h"

@@ -1,0 +1,102 @@
+#pragma once
+
+#include "semitone/amp/mixed_precision.h"
+#include "semitone/core/error.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace semitone::amp {
+
+namespace detail {
+
+// No wrapper: nothing to keep from communicating.
+struct NoCommunication {
+  struct Nothing {};
+  Nothing no_sync() { return {}; }
+};
+
+}  // namespace detail
+
+/// A wrapper of a model that communicates gradients in backward, such as
+/// parallel::DistributedDataParallel: while the result of no_sync() exists, it does not.
+template <typename T>
+concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
+
+/// Gradient accumulation: back-propagates the mean loss of several micro-batches, as one batch of
+/// all of them would, in the memory of one. Returns the mean of the losses, without a gradient, on
+/// their device; nothing is read from it.
+///
+///     for (auto& batch : loader) {
+///       const auto parts = batch.data.chunk(4);
+///       const auto targets = batch.target.chunk(4);
+///       amp::accumulate(mixed, optimizer, 4, [&](std::int64_t i) {
+///         return loss_of(mixed.forward(model, parts[i]), targets[i]);
+///       });
+///       mixed.step(optimizer);
+///       mixed.zero_grad(optimizer);
+///     }
+///
+/// Each loss is divided by `micro_batches`, in fp32 (fp64 for an fp64 loss), scaled, and
+/// back-propagated. Gradients are unscaled after each backward pass, added in fp32 if the parameter
+/// is fp32 or has a master weight, and checked for inf and NaN: an overflow in any micro-batch
+/// makes step() skip. They are added to gradients that exist already. The loss scale is updated
+/// once, by step().
+///
+/// The result is the mean of the micro-batches' means. It is the mean over all samples if the
+/// micro-batches have the same size. Otherwise, and for losses that count tokens, return `loss_sum
+/// * micro_batches / total`, with the total over all micro-batches. Batch norm computes its
+/// statistics from each micro-batch.
+///
+/// Error, before anything is computed, if micro_batches is below 1. If loss_of or a backward pass
+/// throws, the exception propagates, and the gradients of earlier micro-batches remain: call
+/// mixed.zero_grad(optimizer) before the batch is repeated.
+/// @param micro_batches  their number, at least 1
+/// @param loss_of  called with 0, 1, …, micro_batches - 1; runs forward, and returns the mean loss
+/// of
+///                 this micro-batch, a scalar
+/// @param options  of each scale_loss
+template <typename LossOf>
+  requires(std::invocable<LossOf&, std::int64_t>)
+at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
+                      std::int64_t micro_batches, LossOf&& loss_of,
+                      const ScaleLossOptions& options = {}) {
+  detail::NoCommunication alone;
+  return accumulate(mixed, optimizer, alone, micro_batches, std::forward<LossOf>(loss_of), options);
+}
+
+/// The same with a wrapper that communicates gradients. Only the last micro-batch does, for the
+/// gradients of all. loss_of runs the wrapper's forward: `mixed.forward(ddp, parts[i])`. All ranks
+/// need the same number of micro-batches.
+template <CommunicatesGradients Wrapper, typename LossOf>
+  requires(std::invocable<LossOf&, std::int64_t>)
+at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer, Wrapper& wrapper,
+                      std::int64_t micro_batches, LossOf&& loss_of,
+                      const ScaleLossOptions& options = {}) {
+  if (micro_batches < 1)
+    throw Error("amp.accumulate", "at least 1 micro-batch", std::to_string(micro_batches));
+  at::Tensor mean;
+  const auto run = [&](std::int64_t index) {
+    const at::Tensor loss = loss_of(index);
+    const auto dtype = loss.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor share = loss.to(dtype).div(micro_batches);
+    mixed.scale_loss(share, optimizer, options).backward();
+    mean = mean.defined() ? mean.add(share.detach()) : share.detach();
+  };
+  for (std::int64_t i = 0; i + 1 < micro_batches; ++i) {
+    [[maybe_unused]] const auto local = wrapper.no_sync();
+    run(i);
+  }
+  run(micro_batches - 1);
+  return mean;
+}
+
+}  // namespace semitone::amp

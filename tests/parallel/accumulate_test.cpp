@@ -1,0 +1,120 @@
+// amp::accumulate with DistributedDataParallel.
+
+#include "semitone/amp/accumulate.h"
+
+#include "semitone/amp/initialize.h"
+#include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel.h"
+#include "tests/parallel/ddp_fixture.h"
+#include "tests/parallel/models.h"
+#include "tests/support/run_ranks.h"
+#include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace semitone::parallel::accumulate_test {
+namespace {
+
+using test::copies;
+using test::expect_equal_on_all_ranks;
+using test::gradients_of;
+using test::Rank;
+using test::run_ranks;
+
+constexpr std::int64_t kParts = 3;
+constexpr std::int64_t kRows = 2;  // of a micro-batch
+
+class CountingHook final : public CommHook {
+ public:
+  c10::intrusive_ptr<c10::ivalue::Future> reduce(const GradientBucket& bucket,
+                                                 const comm::Group& group) override {
+    ++buckets;
+    at::Tensor gradients = bucket.buffer;
+    return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+  }
+  int buckets = 0;
+};
+
+struct Training {
+  explicit Training(const char* level, c10::ScalarType dtype = torch::kBFloat16)
+      : mixed(amp::initialize(
+            net, optimizer, amp::Options(level).dtype(dtype).loss_scale("dynamic").verbosity(0))) {}
+
+  static test::ToyNet make_net() {
+    torch::manual_seed(3);
+    return test::ToyNet(test::ToyNetOptions{.activation = at::tanh});
+  }
+
+  std::vector<at::Tensor> gradients() {
+    return copies(gradients_of(mixed.master_params(optimizer)));
+  }
+
+  test::ToyNet net = make_net();
+  torch::optim::SGD optimizer{net->parameters(), torch::optim::SGDOptions(0.1)};
+  amp::MixedPrecision mixed;
+};
+
+template <typename Model>
+at::Tensor loss_of(Training& training, Model& model, const test::Batch& batch) {
+  const auto output = training.mixed.forward(model, batch.data.to(torch::kFloat));
+  return torch::mse_loss(output.to(torch::kFloat), batch.target.to(torch::kFloat));
+}
+
+TEST(AccumulateOnRanks, EqualsOneLargeBatchInOneProcess) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const test::Batch all = test::batch_of(7, 2 * kParts * kRows);
+    Training whole("O0");
+    whole.mixed.scale_loss(loss_of(whole, whole.net, all), whole.optimizer).backward();
+
+    Training training("O0");
+    const auto hook = std::make_shared<CountingHook>();
+    DistributedDataParallel ddp(training.net, group,
+                                DistributedDataParallelOptions().comm_hook(hook));
+    const at::Tensor mean =
+        amp::accumulate(training.mixed, training.optimizer, ddp, kParts, [&](std::int64_t i) {
+          const std::int64_t first = (rank.number() * kParts + i) * kRows;
+          return loss_of(training, ddp, all.rows(first, first + kRows));
+        });
+    EXPECT_EQ(hook->buckets, 1);
+    EXPECT_TRUE(mean.isfinite().item<bool>());
+    EXPECT_TRUE(test::near(training.gradients(), whole.gradients(),
+                           test::reduction_tolerance(torch::kFloat, 2 * kParts * kRows)));
+    EXPECT_EQ(training.mixed.step(training.optimizer), amp::Step::stepped);
+    expect_equal_on_all_ranks(group, training.net->parameters());
+  });
+}
+
+TEST(AccumulateOnRanks, RanksStayEqualThroughOverflowsAtEveryLevel) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const char* level : {"O1", "O2"}) {
+      Training training(level, torch::kHalf);
+      DistributedDataParallel ddp(training.net, group);
+      int skipped = 0;
+      for (int step = 0; step < 6; ++step) {
+        const test::Batch batch = test::batch_of(2 * step + rank.number(), kParts * kRows);
+        amp::accumulate(training.mixed, training.optimizer, ddp, kParts, [&](std::int64_t i) {
+          const at::Tensor loss = loss_of(training, ddp, batch.rows(i * kRows, (i + 1) * kRows));
+          return rank.number() == 1 && step % 3 == 1 && i == 0 ? loss * HUGE_VAL : loss;
+        });
+        if (training.mixed.step(training.optimizer) == amp::Step::skipped) ++skipped;
+        training.mixed.zero_grad(training.optimizer);
+      }
+      EXPECT_EQ(skipped, 2) << level;
+      expect_equal_on_all_ranks(group, copies(training.mixed.master_params(training.optimizer)));
+      expect_equal_on_all_ranks(group, copies(training.net->parameters()));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace semitone::parallel::accumulate_test
