@@ -6,6 +6,7 @@
 #include "semitone/amp/accumulate.h"
 #include "semitone/amp/advice.h"
 #include "semitone/amp/captured_step.h"
+#include "semitone/amp/divergence_guard.h"
 #include "semitone/amp/initialize.h"
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/opt_level.h"
