@@ -71,7 +71,10 @@ def rates(name: str, options: dict, steps: int) -> list[list[float]]:
 
 
 def main() -> None:
-    cases = [{"schedule": name, "options": options, "lrs": rates(name, options, steps)} for name, options, steps in CASES]
+    cases = [
+        {"schedule": name, "options": options, "lrs": rates(name, options, steps)}
+        for name, options, steps in CASES
+    ]
     lines = ",\n".join("  " + json.dumps(case) for case in cases)
     with open(sys.argv[1], "w", encoding="utf-8") as file:
         file.write(f'{{\n "schema": "lr_schedulers/1",\n "peer": "PyTorch {torch.__version__}",\n'
