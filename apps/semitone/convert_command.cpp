@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -64,13 +65,31 @@ weights::StateDict without_prefix(const weights::StateDict& tensors, const std::
   return renamed;
 }
 
-int run(const ConvertFlags& flags) {
+void check(const ConvertFlags& flags) {
+  if (flags.out.empty()) {
+    if (flags.dtype == "keep") return;
+    throw UsageError(kConvert, "OUT, the file to write with --dtype", "none",
+                     "name it, or leave --dtype out to list the tensors");
+  }
   const std::string extension = std::filesystem::path(flags.out).extension();
-  if (!flags.out.empty() && extension != ".safetensors" && extension != ".pt" &&
-      extension != ".pth" && extension != ".bin") {
+  if (extension != ".safetensors" && extension != ".pt" && extension != ".pth" &&
+      extension != ".bin") {
     throw UsageError(kConvert, "OUT that ends in .safetensors, .pt, .pth or .bin",
                      "'" + flags.out + "'");
   }
+}
+
+// The metadata without what every file for Python has.
+std::map<std::string, std::string> own_metadata(const weights::Contents& contents) {
+  auto metadata = contents.metadata;
+  if (const auto format = metadata.find("format");
+      format != metadata.end() && format->second == "pt")
+    metadata.erase(format);
+  return metadata;
+}
+
+int run(const ConvertFlags& flags) {
+  check(flags);
   const auto contents = weights::read(flags.in, weights::ReadOptions().entry(flags.entry));
   const auto tensors = without_prefix(contents.tensors, flags.strip_prefix);
   if (flags.out.empty()) {
@@ -81,10 +100,11 @@ int run(const ConvertFlags& flags) {
   weights::SaveOptions options;
   if (flags.dtype != "keep")
     options.dtype(flags.dtype == "fp32" ? c10::ScalarType::Float : parse_dtype(flags.dtype));
-  if (extension == ".safetensors") {
+  if (flags.out.ends_with(".safetensors")) {
     options.metadata(contents.metadata);
-  } else if (!contents.metadata.empty()) {
-    std::cerr << fmt::format("'{}' does not keep the metadata of '{}'\n", flags.out, flags.in);
+  } else if (const auto lost = own_metadata(contents); !lost.empty()) {
+    std::cerr << fmt::format("'{}' does not keep the metadata of '{}': {}\n", flags.out, flags.in,
+                             lost.begin()->first + (lost.size() > 1 ? ", …" : ""));
   }
   weights::write(flags.out, tensors, options);
   const auto written = weights::read(flags.out);

@@ -64,6 +64,17 @@ TEST_F(ConvertTest, TakesAnEntryCastsAndRenames) {
   EXPECT_EQ(found["norm.num_batches_tracked"].scalar_type(), torch::kLong);
 }
 
+TEST_F(ConvertTest, OnlyMetadataThatPythonDoesNotExpectIsReportedAsLost) {
+  const ProcessResult lost = run_semitone({"convert", python("dtypes.safetensors"), at("a.pt")});
+  EXPECT_THAT(lost.err, HasSubstr("does not keep the metadata"));
+  EXPECT_THAT(lost.err, HasSubstr("step"));
+  ASSERT_TRUE(
+      run_semitone({"convert", python("state_dict.pt"), at("b.safetensors")}).status.success());
+  const ProcessResult kept = run_semitone({"convert", at("b.safetensors"), at("c.pt")});
+  ASSERT_TRUE(kept.status.success()) << kept.err;
+  EXPECT_EQ(kept.err, "");
+}
+
 TEST_F(ConvertTest, ErrorsNameTheRemedyAndWriteNothing) {
   const std::string in = python("checkpoint.pt");
   expect_failure(run_semitone({"convert", in, at("a.pt")}), 1, "--entry");
@@ -73,6 +84,7 @@ TEST_F(ConvertTest, ErrorsNameTheRemedyAndWriteNothing) {
   expect_failure(run_semitone({"convert", in, at("no/folder/a.pt"), "--entry", "state_dict"}), 1,
                  "no/folder/a.pt");
   expect_failure(run_semitone({"convert"}), 2, "IN");
+  expect_failure(run_semitone({"convert", in, "--dtype", "bf16"}), 2, "OUT");
   EXPECT_FALSE(std::filesystem::exists(folder_ / "a.pt"));
 }
 
