@@ -39,23 +39,31 @@ bool is_averaged(const at::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
 }
 
-// The master of a 16-bit weight, or an undefined tensor. (Weights are fp32 inside
+// The masters of 16-bit weights, and undefined tensors for others. (Weights are fp32 inside
 // MixedPrecision::fp32_weights, which takes changes over to the masters.)
-at::Tensor master_of(const at::Tensor& tensor) {
-  if (!is_16bit(tensor.scalar_type())) return {};
-  const auto holder = exact_weights_of(tensor);
-  return holder == nullptr ? at::Tensor() : holder->value_of(tensor);
+std::vector<at::Tensor> masters_of(const std::vector<Averaged>& weights) {
+  std::vector<at::Tensor> lower;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (!is_16bit(weights[i].tensor.scalar_type())) continue;
+    lower.push_back(weights[i].tensor);
+    places.push_back(i);
+  }
+  const std::vector<at::Tensor> values = exact_values_of(lower);
+  std::vector<at::Tensor> masters(weights.size());
+  for (std::size_t i = 0; i < values.size(); ++i) masters[places[i]] = values[i];
+  return masters;
 }
 
 // The weight in the dtype of its average: its master, itself, or a copy in fp32.
-at::Tensor exact_value(const at::Tensor& tensor) {
-  if (const at::Tensor master = master_of(tensor); master.defined()) return master.detach();
+at::Tensor exact_value(const at::Tensor& tensor, const at::Tensor& master) {
+  if (master.defined()) return master.detach();
   return is_16bit(tensor.scalar_type()) ? tensor.detach().to(at::kFloat) : tensor.detach();
 }
 
 // Sets a weight, and its master if it has one.
-void set_value(const at::Tensor& tensor, const at::Tensor& value) {
-  if (master_of(tensor).defined()) {
+void set_value(const at::Tensor& tensor, const at::Tensor& master, const at::Tensor& value) {
+  if (master.defined()) {
     exact_weights_of(tensor)->set(tensor, value);
   } else {
     tensor.detach().copy_(value);
@@ -78,9 +86,10 @@ struct ExponentialMovingAverage::Impl {
 
   // The weights' values, in the order of `weights`.
   std::vector<at::Tensor> values(const char* caller) const {
+    const std::vector<at::Tensor> masters = masters_of(weights);
     std::vector<at::Tensor> all;
     for (const Averaged& one : weights) {
-      all.push_back(exact_value(one.tensor));
+      all.push_back(exact_value(one.tensor, masters[all.size()]));
       if (!one.average.defined() || one.average.sizes() == all.back().sizes()) continue;
       throw Error(std::string(kAverage) + "." + caller,
                   c10::str("'", one.name, "' of shape ", one.average.sizes()),
@@ -169,8 +178,10 @@ void ExponentialMovingAverage::Applied::end() {
   const auto saved = std::move(saved_);
   const StateMode mode;
   saved->average->applied = false;
+  const std::vector<Averaged>& weights = saved->average->weights;
+  const std::vector<at::Tensor> masters = masters_of(weights);
   for (std::size_t i = 0; i < saved->originals.size(); ++i)
-    set_value(saved->average->weights[i].tensor, saved->originals[i]);
+    set_value(weights[i].tensor, masters[i], saved->originals[i]);
 }
 
 ExponentialMovingAverage::Applied ExponentialMovingAverage::apply() {
@@ -178,18 +189,19 @@ ExponentialMovingAverage::Applied ExponentialMovingAverage::apply() {
   state.require_not_applied("apply");
   const StateMode mode;
   const auto values = state.values("apply");
+  const std::vector<at::Tensor> masters = masters_of(state.weights);
   auto saved = std::make_unique<Applied::Saved>(Applied::Saved{impl_, {}});
   // All before the first weight changes: weights may share memory.
   for (std::size_t i = 0; i < values.size() && state.updates > 0; ++i) {
     const at::Tensor& tensor = state.weights[i].tensor;
-    const bool is_rounded = is_16bit(tensor.scalar_type()) && !master_of(tensor).defined();
+    const bool is_rounded = is_16bit(tensor.scalar_type()) && !masters[i].defined();
     saved->originals.push_back(is_rounded ? tensor.detach().clone() : values[i].clone());
   }
   const std::size_t count = saved->originals.size();
   state.applied = true;
   Applied applied(std::move(saved));  // restores if an exception is thrown
   for (std::size_t i = 0; i < count; ++i)
-    set_value(state.weights[i].tensor, state.weights[i].average);
+    set_value(state.weights[i].tensor, masters[i], state.weights[i].average);
   return applied;
 }
 
