@@ -42,7 +42,7 @@ void copy_past_caches(const std::uint8_t* from, std::uint8_t* to, std::size_t co
 }  // namespace
 
 void copy_bytes(const void* from, void* to, std::int64_t count) {
-  constexpr std::int64_t kBytesOfPiece = 1 << 20;  // to start threads takes as long as a part of this
+  constexpr std::int64_t kBytesOfPiece = 1 << 20;  // starting threads for less costs more
   at::parallel_for(0, count, kBytesOfPiece, [&](std::int64_t begin, std::int64_t end) {
     copy_past_caches(static_cast<const std::uint8_t*>(from) + begin,
                      static_cast<std::uint8_t*>(to) + begin, static_cast<std::size_t>(end - begin));
