@@ -60,8 +60,7 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// throws, the exception propagates, and the gradients of earlier micro-batches remain: call
 /// mixed.zero_grad(optimizer) before the batch is repeated.
 /// @param micro_batches  their number, at least 1
-/// @param loss_of  called with 0, 1, …, micro_batches - 1; runs forward, and returns the mean loss
-/// of
+/// @param loss_of  called with 0, 1, …, micro_batches - 1: runs forward, and returns the mean loss of
 ///                 this micro-batch, a scalar
 /// @param options  of each scale_loss
 template <typename LossOf>
