@@ -24,6 +24,7 @@ void send_weights(const ModelTensors& model, const comm::Group& group, int root)
   });
   if (any_16bit) {
     std::vector<at::Tensor> tensors;
+    tensors.reserve(parameters.size());
     for (const auto& entry : parameters) tensors.push_back(entry.tensor);
     values = exact_values_of(tensors);
     for (std::size_t i = 0; i < parameters.size(); ++i) {
