@@ -60,10 +60,12 @@ std::vector<at::Tensor> exact_values_of(const std::vector<at::Tensor>& parameter
   };
   std::map<std::shared_ptr<ExactWeights>, Share> shares;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    auto holder = exact_weights_of(parameters[i]);
+    const at::Tensor& parameter = parameters[i];
+    if (!parameter.defined() || !is_16bit(parameter.scalar_type())) continue;
+    auto holder = exact_weights_of(parameter);
     if (holder == nullptr) continue;
     Share& share = shares[std::move(holder)];
-    share.parameters.push_back(parameters[i]);
+    share.parameters.push_back(parameter);
     share.places.push_back(i);
   }
   std::vector<at::Tensor> values(parameters.size());

@@ -35,7 +35,8 @@ void withdraw_exact_weight(const at::Tensor& parameter, const ExactWeights* hold
 // Null if no holder is registered.
 std::shared_ptr<ExactWeights> exact_weights_of(const at::Tensor& parameter);
 
-// The fp32 values of tensors, or undefined ones, with one call of each holder.
+// The fp32 values of 16-bit tensors, with one call of each holder; undefined for those without one,
+// and for tensors of other dtypes, whose own values are exact.
 std::vector<at::Tensor> exact_values_of(const std::vector<at::Tensor>& parameters);
 
 // Call it after all ranks got the same value of a tensor. If that is a 16-bit parameter, the value

@@ -42,17 +42,10 @@ bool is_averaged(const at::Tensor& tensor) {
 // The masters of 16-bit weights, and undefined tensors for others. (Weights are fp32 inside
 // MixedPrecision::fp32_weights, which takes changes over to the masters.)
 std::vector<at::Tensor> masters_of(const std::vector<Averaged>& weights) {
-  std::vector<at::Tensor> lower;
-  std::vector<std::size_t> places;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    if (!is_16bit(weights[i].tensor.scalar_type())) continue;
-    lower.push_back(weights[i].tensor);
-    places.push_back(i);
-  }
-  const std::vector<at::Tensor> values = exact_values_of(lower);
-  std::vector<at::Tensor> masters(weights.size());
-  for (std::size_t i = 0; i < values.size(); ++i) masters[places[i]] = values[i];
-  return masters;
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(weights.size());
+  for (const Averaged& one : weights) tensors.push_back(one.tensor);
+  return exact_values_of(tensors);
 }
 
 // The weight in the dtype of its average: its master, itself, or a copy in fp32.
@@ -85,8 +78,7 @@ struct ExponentialMovingAverage::Impl {
   }
 
   // The weights' values, in the order of `weights`.
-  std::vector<at::Tensor> values(const char* caller) const {
-    const std::vector<at::Tensor> masters = masters_of(weights);
+  std::vector<at::Tensor> values(const std::vector<at::Tensor>& masters, const char* caller) const {
     std::vector<at::Tensor> all;
     for (const Averaged& one : weights) {
       all.push_back(exact_value(one.tensor, masters[all.size()]));
@@ -135,7 +127,7 @@ void ExponentialMovingAverage::update() {
   Impl& state = impl();
   state.require_not_applied("update");
   const StateMode mode;
-  const auto values = state.values("update");
+  const auto values = state.values(masters_of(state.weights), "update");
   std::vector<at::Tensor> averages;
   std::vector<at::Tensor> added;
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -188,8 +180,8 @@ ExponentialMovingAverage::Applied ExponentialMovingAverage::apply() {
   Impl& state = impl();
   state.require_not_applied("apply");
   const StateMode mode;
-  const auto values = state.values("apply");
   const std::vector<at::Tensor> masters = masters_of(state.weights);
+  const auto values = state.values(masters, "apply");
   auto saved = std::make_unique<Applied::Saved>(Applied::Saved{impl_, {}});
   // All before the first weight changes: weights may share memory.
   for (std::size_t i = 0; i < values.size() && state.updates > 0; ++i) {

@@ -114,16 +114,9 @@ Copy copy_of(const std::string& name, const at::Tensor& tensor, const at::Tensor
 // The fp32 masters of the tensors that have one; undefined for others.
 std::vector<at::Tensor> masters_of(const std::vector<amp::ModelEntry>& entries) {
   std::vector<at::Tensor> tensors;
-  std::vector<std::size_t> places;
-  for (std::size_t i = 0; i < entries.size(); ++i) {
-    if (!entries[i].tensor.defined() || !is_below_fp32(entries[i].tensor)) continue;
-    tensors.push_back(entries[i].tensor);
-    places.push_back(i);
-  }
-  const std::vector<at::Tensor> found = exact_values_of(tensors);
-  std::vector<at::Tensor> masters(entries.size());
-  for (std::size_t i = 0; i < places.size(); ++i) masters[places[i]] = found[i];
-  return masters;
+  tensors.reserve(entries.size());
+  for (const amp::ModelEntry& entry : entries) tensors.push_back(entry.tensor);
+  return exact_values_of(tensors);
 }
 
 void perform(const Copy& copy) {
