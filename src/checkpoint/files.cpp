@@ -36,17 +36,8 @@ NewFile::NewFile(const std::filesystem::path& path)
 std::size_t NewFile::write(const void* data, std::size_t size) {
   checksum_.add(data, size);
   bytes_ += size;
-  const char* next = static_cast<const char*>(data);
-  for (std::size_t left = size; left > 0 && failure_ == 0;) {
-    const ssize_t written = ::write(file_.number(), next, left);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) {
-      failure_ = written < 0 ? errno : EIO;
-      break;
-    }
-    next += written;
-    left -= static_cast<std::size_t>(written);
-  }
+  if (failure_ == 0 && !write_all(file_.number(), {static_cast<const char*>(data), size}))
+    failure_ = errno;
   return size;
 }
 

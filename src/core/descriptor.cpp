@@ -30,4 +30,17 @@ Descriptor above_standard_streams(Descriptor descriptor) {
   return copy;
 }
 
+bool write_all(int number, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(number, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) {
+      if (written == 0) errno = EIO;
+      return false;
+    }
+    bytes.remove_prefix(static_cast<std::size_t>(written));
+  }
+  return true;
+}
+
 }  // namespace semitone

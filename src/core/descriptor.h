@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace semitone {
@@ -35,5 +36,8 @@ class Descriptor {
 // The same with a number above those of the standard streams. If this process has closed one of
 // them, the system reuses its number. Error if the system has no more descriptors.
 Descriptor above_standard_streams(Descriptor descriptor);
+
+// Writes all bytes to an open file or pipe. Returns whether it succeeded, with errno otherwise.
+bool write_all(int number, std::string_view bytes);
 
 }  // namespace semitone

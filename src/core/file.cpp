@@ -19,16 +19,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-bool write_all(const Descriptor& file, std::string_view content) {
-  while (!content.empty()) {
-    const auto written = ::write(file.number(), content.data(), content.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return false;
-    content.remove_prefix(static_cast<std::size_t>(written));
-  }
-  return true;
-}
-
 // The destination of the content: the file that a symbolic link points to, and whether to replace
 // it or to write to it directly.
 struct Target {
@@ -113,7 +103,7 @@ void write_file(const fs::path& path, const std::function<void(const WritePiece&
   const auto write_to = [&](const Descriptor& file) {
     if (!file.is_open()) fail(component, path, errno);
     produce([&](std::string_view piece) {
-      if (!write_all(file, piece)) fail(component, path, errno);
+      if (!write_all(file.number(), piece)) fail(component, path, errno);
     });
   };
   const Target target = target_of(path);

@@ -20,19 +20,6 @@ constexpr std::size_t kMaxBytes = 1 << 16;
 // writable.
 constexpr std::size_t kAtomicWrite = 4096;
 
-// Writes to a file; false if that fails.
-bool write_all(int file, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t count = ::write(file, text.data(), text.size());
-    if (count > 0) {
-      text.remove_prefix(static_cast<std::size_t>(count));
-    } else if (errno != EINTR) {
-      return false;
-    }
-  }
-  return true;
-}
-
 }  // namespace
 
 std::string last_lines_of(std::string_view text) {
