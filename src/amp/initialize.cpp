@@ -12,8 +12,8 @@
 #include "src/amp/small_eps.h"
 #include "src/autocast/model_entries.h"
 #include "src/core/log.h"
+#include "src/core/state_mode.h"
 #include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -6,8 +6,8 @@
 #include "src/core/archive.h"
 #include "src/core/file.h"
 #include "src/core/log.h"
+#include "src/core/state_mode.h"
 #include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

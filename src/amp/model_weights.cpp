@@ -4,8 +4,8 @@
 #include "src/amp/rank.h"
 #include "src/core/exact_weights.h"
 #include "src/core/log.h"
+#include "src/core/state_mode.h"
 #include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
 
 #include <ATen/EmptyTensor.h>
 #include <torch/types.h>

@@ -1,5 +1,6 @@
 #include "src/checkpoint/archive.h"
 
+#include "src/core/state_mode.h"
 #include "src/kernels/copy_bytes.h"
 #include "src/kernels/pinned.h"
 
@@ -7,8 +8,6 @@
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/jit/serialization/export.h>
 
 namespace semitone::checkpoint {
@@ -105,10 +104,10 @@ void CopyBuffers::reuse() {
   used_.clear();
 }
 
-at::Tensor& CopyBuffers::take(std::int64_t size, c10::Device device, at::Tensor& bytes) {
+at::Tensor CopyBuffers::take(std::int64_t size, c10::Device device) {
   const auto unused = free_.find({kernels::has_pinned_memory(device), size});
-  if (unused == free_.end()) return bytes = kernels::empty_for_copy({size}, at::kByte, device);
-  bytes = std::move(unused->second);
+  if (unused == free_.end()) return kernels::empty_for_copy({size}, at::kByte, device);
+  at::Tensor bytes = std::move(unused->second);
   free_.erase(unused);
   return bytes;
 }
@@ -119,7 +118,7 @@ const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device 
   if (copy.bytes.defined() && copy.bytes.numel() >= size) return copy.bytes;
   if (copy.bytes.defined()) used_.push_back(std::move(copy.bytes));  // of a part of this memory
   copy.original = storage;
-  at::Tensor& bytes = take(size, device, copy.bytes);
+  const at::Tensor& bytes = copy.bytes = take(size, device);
   if (device.is_cpu()) {
     kernels::copy_bytes(storage.data(), bytes.data_ptr(), size);
   } else {
@@ -130,8 +129,7 @@ const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device 
 }
 
 at::Tensor CopyBuffers::copy(const at::Tensor& tensor) {
-  const c10::InferenceMode normal(false);  // else the kept memory could never be written again
-  const c10::NoGradGuard no_grad;
+  const StateMode mode;  // the memory is kept for other calls
   const at::Tensor& bytes = copy_of(tensor.storage(), tensor.device());
   at::Tensor copy =
       at::empty({0}, tensor.options().device(c10::kCPU))

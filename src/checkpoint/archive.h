@@ -36,7 +36,7 @@ class CopyBuffers {
     at::Tensor bytes;
   };
 
-  at::Tensor& take(std::int64_t size, c10::Device device, at::Tensor& bytes);
+  at::Tensor take(std::int64_t size, c10::Device device);
   const at::Tensor& copy_of(const c10::Storage& storage, c10::Device device);
 
   std::unordered_map<const void*, Copy> copies_;  // by the address of the original

@@ -5,9 +5,8 @@
 #include "src/core/archive.h"
 #include "src/core/exact_weights.h"
 #include "src/core/log.h"
+#include "src/core/state_mode.h"
 
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
@@ -27,12 +26,6 @@ struct Averaged {
   std::string name;
   at::Tensor tensor;   // of the model
   at::Tensor average;  // undefined before the first update
-};
-
-// Averages outlive the caller's inference mode, and are written to without gradients.
-struct StateMode {
-  c10::InferenceMode normal{false};
-  at::NoGradGuard no_grad;
 };
 
 bool is_averaged(const at::Tensor& tensor) {

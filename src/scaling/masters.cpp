@@ -4,11 +4,11 @@
 #include "semitone/core/error.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/log.h"
+#include "src/core/state_mode.h"
 #include "src/optim/capturable_step.h"
 #include "src/optim/deferred_step.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/same_memory.h"
-#include "src/scaling/state_mode.h"
 
 #include <torch/serialize.h>
 #include <torch/types.h>

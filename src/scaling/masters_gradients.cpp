@@ -1,8 +1,8 @@
+#include "src/core/state_mode.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/masters.h"
-#include "src/scaling/state_mode.h"
 
 #include <algorithm>
 #include <cmath>

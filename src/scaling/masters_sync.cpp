@@ -1,8 +1,8 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/state_mode.h"
 #include "src/scaling/masters.h"
-#include "src/scaling/state_mode.h"
 
 #include <utility>
 

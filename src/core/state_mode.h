@@ -1,13 +1,11 @@
 #pragma once
 
-// Internal interface: other rooms include this header.
-
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <optional>
 
-namespace semitone::amp {
+namespace semitone {
 
 // The mode for creating and writing tensors that outlive a call: without gradients, and not in the
 // caller's inference mode, whose tensors cannot be written to outside of it.
@@ -27,4 +25,4 @@ class StateMode {
   std::optional<at::NoGradGuard> no_grad_;
 };
 
-}  // namespace semitone::amp
+}  // namespace semitone
