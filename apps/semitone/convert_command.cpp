@@ -4,6 +4,7 @@
 #include "apps/semitone/results.h"
 #include "semitone/core/dtype.h"
 #include "semitone/weights/file.h"
+#include "src/weights/file_names.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -11,7 +12,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <filesystem>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -71,10 +71,8 @@ void check(const ConvertFlags& flags) {
     throw UsageError(kConvert, "OUT, the file to write with --dtype", "none",
                      "name it, or leave --dtype out to list the tensors");
   }
-  const std::string extension = std::filesystem::path(flags.out).extension();
-  if (extension != ".safetensors" && extension != ".pt" && extension != ".pth" &&
-      extension != ".bin") {
-    throw UsageError(kConvert, "OUT that ends in .safetensors, .pt, .pth or .bin",
+  if (!weights::format_of_name(flags.out)) {
+    throw UsageError(kConvert, std::string("OUT that ends in ") + weights::kFileNames,
                      "'" + flags.out + "'");
   }
 }
@@ -100,7 +98,7 @@ int run(const ConvertFlags& flags) {
   weights::SaveOptions options;
   if (flags.dtype != "keep")
     options.dtype(flags.dtype == "fp32" ? c10::ScalarType::Float : parse_dtype(flags.dtype));
-  if (flags.out.ends_with(".safetensors")) {
+  if (weights::format_of_name(flags.out) == weights::Format::safetensors) {
     options.metadata(contents.metadata);
   } else if (const auto lost = own_metadata(contents); !lost.empty()) {
     std::cerr << fmt::format("'{}' does not keep the metadata of '{}': {}\n", flags.out, flags.in,

@@ -6,9 +6,9 @@
 #include "src/core/dtype_limits.h"
 #include "src/core/env.h"
 #include "src/launch/process_count.h"
-#include "src/train/checks.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
+#include "src/weights/file_names.h"
 
 #include <fmt/format.h>
 
@@ -80,16 +80,16 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
 
 // The flags for checkpoints and weights.
 void check_files(const TrainFlags& flags, const CLI::App& command) {
-  const std::filesystem::path& weights = flags.options.save_weights();
+  const std::filesystem::path& file = flags.options.save_weights();
   std::error_code ignored;
-  if (!weights.empty() && !flags.json.empty() &&
-      std::filesystem::weakly_canonical(weights, ignored) ==
+  if (!file.empty() && !flags.json.empty() &&
+      std::filesystem::weakly_canonical(file, ignored) ==
           std::filesystem::weakly_canonical(flags.json, ignored))
     throw UsageError(kTrain, "two files for --save-weights and --json",
-                     "'" + weights.string() + "' for both");
-  if (!weights.empty() && !train::is_weights_file(weights)) {
-    throw UsageError(kTrain, "--save-weights that ends in .safetensors, .pt, .pth or .bin",
-                     "'" + weights.string() + "'");
+                     "'" + file.string() + "' for both");
+  if (!file.empty() && !weights::format_of_name(file)) {
+    throw UsageError(kTrain, std::string("--save-weights that ends in ") + weights::kFileNames,
+                     "'" + file.string() + "'");
   }
   const bool has_directory = !flags.options.checkpoint_dir().empty();
   if (flags.options.resume_auto() && !has_directory)

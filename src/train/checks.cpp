@@ -4,12 +4,14 @@
 #include "semitone/core/error.h"
 #include "src/core/dtype_limits.h"
 #include "src/train/setup.h"
+#include "src/weights/file_names.h"
 
 #include <torch/types.h>
 
 #include <fmt/format.h>
 
 #include <string>
+#include <string_view>
 
 namespace semitone::train {
 namespace {
@@ -18,7 +20,7 @@ constexpr auto kChecks = "train.trainer";
 
 void check_checkpoint_options(const TrainOptions& options) {
   const SaveInterval& every = options.save_every();
-  const auto require = [](bool good, const char* expected, const std::string& got) {
+  const auto require = [](bool good, std::string_view expected, const std::string& got) {
     if (!good) throw Error(kChecks, expected, got);
   };
   require(
@@ -32,8 +34,8 @@ void check_checkpoint_options(const TrainOptions& options) {
   require(has_directory || !options.resume_auto(), "a checkpoint_dir with resume_auto", "none");
   require(!options.resume_auto() || options.resume_from().empty(), "resume_auto or resume_from",
           "both");
-  require(options.save_weights().empty() || is_weights_file(options.save_weights()),
-          "save_weights that ends in .safetensors, .pt, .pth or .bin",
+  require(options.save_weights().empty() || weights::format_of_name(options.save_weights()),
+          std::string("save_weights that ends in ") + weights::kFileNames,
           "'" + options.save_weights().string() + "'");
 }
 
@@ -80,12 +82,6 @@ void check_options(const TrainOptions& options) {
   require(options.max_steps() >= 0, "a step limit of 0 (none) or more", count(options.max_steps()));
   precision_of(options).check(kChecks);
   check_checkpoint_options(options);
-}
-
-bool is_weights_file(const std::filesystem::path& path) {
-  const std::string extension = path.extension();
-  return extension == ".safetensors" || extension == ".pt" || extension == ".pth" ||
-         extension == ".bin";
 }
 
 }  // namespace semitone::train

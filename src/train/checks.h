@@ -3,8 +3,6 @@
 #include "semitone/zoo/mnist.h"
 #include "src/train/train_options.h"
 
-#include <filesystem>
-
 namespace semitone::train {
 
 // Error for options out of range, and for those that contradict each other.
@@ -13,8 +11,5 @@ void check_options(const TrainOptions& options);
 // Error unless the set has uint8 images and a label for each.
 // @param name  "training", for the message
 void check_set(const zoo::ImageSet& set, const char* name);
-
-// Whether the name of a file says how to write weights into it: .safetensors, .pt, .pth or .bin.
-bool is_weights_file(const std::filesystem::path& path);
 
 }  // namespace semitone::train

@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/core/file.h"
 #include "src/weights/cast.h"
+#include "src/weights/file_names.h"
 #include "src/weights/load.h"
 #include "src/weights/python_file.h"
 #include "src/weights/safetensors.h"
@@ -22,11 +23,10 @@ Format format_for(const std::filesystem::path& path, const SaveOptions& options)
   if (options.format() == Format::torchscript)
     refuse("the format safetensors or pytorch", "torchscript");
   if (options.format().has_value()) return *options.format();
-  const std::string extension = path.extension();
-  if (extension == ".safetensors") return Format::safetensors;
-  if (extension != ".pt" && extension != ".pth" && extension != ".bin")
-    refuse("a name that ends in .safetensors, .pt, .pth or .bin", "'" + path.string() + "'");
-  return Format::pytorch;
+  const auto format = format_of_name(path);
+  if (!format.has_value())
+    refuse(std::string("a name that ends in ") + kFileNames, "'" + path.string() + "'");
+  return *format;
 }
 
 // The tensors in the dtype of the file; Error for what no file can hold.
