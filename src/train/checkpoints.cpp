@@ -1,6 +1,7 @@
 #include "src/train/checkpoints.h"
 
 #include "semitone/core/error.h"
+#include "src/checkpoint/agree.h"
 #include "src/checkpoint/folder.h"
 #include "src/core/file.h"
 
@@ -9,7 +10,6 @@
 #include <fmt/format.h>
 
 #include <cstring>
-#include <exception>
 #include <functional>
 #include <string>
 #include <system_error>
@@ -76,22 +76,11 @@ bool is_same_directory(const fs::path& one, const fs::path& other) {
 
 // Calls the function on rank 0, and returns its result on all ranks. If it throws, all throw.
 std::string on_rank_0(const comm::Group& group, const std::function<std::string()>& function) {
-  constexpr char kDone = '+';
-  std::string text;
-  std::exception_ptr own;
-  if (group.rank() == 0) {
-    try {
-      text = kDone + function();
-    } catch (const std::exception& error) {
-      own = std::current_exception();
-      text = std::string("-") + error.what();
-    }
-  }
-  text = group.broadcast(text);
-  if (own) std::rethrow_exception(own);
-  const std::string result = text.substr(1);
-  if (text.front() != kDone) throw FileError(kCheckpoints, "success on rank 0", result);
-  return result;
+  std::string result;
+  checkpoint::on_all_ranks(group, kCheckpoints, [&] {
+    if (group.rank() == 0) result = function();
+  });
+  return group.broadcast(result);
 }
 
 // Each rank's number, in rank order. For groups on any device.
