@@ -14,7 +14,7 @@
 #include <fmt/format.h>
 
 #include <map>
-#include <regex>
+#include <string_view>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -25,6 +25,12 @@ using torch::serialize::OutputArchive;
 
 constexpr auto kRandom = "random";
 constexpr auto kValue = "value";
+
+// Whether a name ends like that of a rank's file: ".rank0".
+bool is_of_a_rank(const std::string& name) {
+  const std::size_t digits = name.find_last_not_of("0123456789") + 1;
+  return digits < name.size() && std::string_view(name).substr(0, digits).ends_with(".rank");
+}
 
 // Ranks that do not know of each other would replace each other's checkpoints.
 void warn_without_group(const comm::Group& group) {
@@ -75,8 +81,7 @@ NamedGenerators Checkpoint::Impl::default_generators() const {
 
 void Checkpoint::Impl::add(std::unique_ptr<Entry> entry) {
   const std::string& name = entry->name();
-  static const std::regex rank_file(R"(.*\.rank\d+)");
-  if (std::regex_match(name, rank_file))
+  if (is_of_a_rank(name))
     throw Error("checkpoint.add", "a name that does not end like that of a rank's file", name);
   if (!is_entry_name(name) || name == kRandom) {
     throw Error("checkpoint.add",
