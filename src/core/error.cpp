@@ -16,6 +16,7 @@ std::string message(std::string_view component, std::string_view expected, std::
 
 Error::Error(std::string_view component, std::string_view expected, std::string_view got,
              std::string_view remedy)
-    : std::runtime_error(message(component, expected, got, remedy)), component_(component) {}
+    : std::runtime_error(message(component, expected, got, remedy)),
+      component_(std::make_shared<const std::string>(component)) {}
 
 }  // namespace semitone

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -17,6 +18,9 @@ namespace semitone {
 ///     before casting it
 ///
 /// Errors of LibTorch itself, such as shapes that do not match, pass through as c10::Error.
+///
+/// Copies are cheap and never throw: copies share what they hold, as those of std::runtime_error do.
+/// (`throw error;` makes one.)
 class Error : public std::runtime_error {
  public:
   /// @param component  the component, without brackets: "amp.initialize"
@@ -26,11 +30,16 @@ class Error : public std::runtime_error {
   Error(std::string_view component, std::string_view expected, std::string_view got,
         std::string_view remedy = {});
 
+  // A move is a copy, so that no error is ever without its component.
+  Error(const Error&) noexcept = default;
+  Error& operator=(const Error&) noexcept = default;
+  ~Error() override = default;
+
   /// The component, without brackets.
-  const std::string& component() const noexcept { return component_; }
+  const std::string& component() const noexcept { return *component_; }
 
  private:
-  std::string component_;
+  std::shared_ptr<const std::string> component_;
 };
 
 /// A file or folder is missing, unreadable, truncated, corrupt or cannot be written.
@@ -39,7 +48,8 @@ class FileError : public Error {
   using Error::Error;
 };
 
-/// Training cannot continue: too many consecutive steps were skipped (see scaling/loss_scale.h).
+/// Training cannot continue: too many consecutive steps were skipped (see scaling/loss_scale.h), or
+/// a loss or the gradients are what no training recovers from (see amp/divergence_guard.h).
 class DivergedError : public Error {
  public:
   using Error::Error;
@@ -52,12 +62,17 @@ class CommError : public Error {
   /// @param ranks  the ranks at fault, as far as known
   CommError(std::string_view component, std::string_view expected, std::string_view got,
             std::string_view remedy = {}, std::vector<int> ranks = {})
-      : Error(component, expected, got, remedy), ranks_(std::move(ranks)) {}
+      : Error(component, expected, got, remedy),
+        ranks_(std::make_shared<const std::vector<int>>(std::move(ranks))) {}
 
-  const std::vector<int>& ranks() const noexcept { return ranks_; }
+  CommError(const CommError&) noexcept = default;
+  CommError& operator=(const CommError&) noexcept = default;
+  ~CommError() override = default;
+
+  const std::vector<int>& ranks() const noexcept { return *ranks_; }
 
  private:
-  std::vector<int> ranks_;
+  std::shared_ptr<const std::vector<int>> ranks_;
 };
 
 }  // namespace semitone
