@@ -1,7 +1,7 @@
 #pragma once
 
 /// All that a training program needs. A program that uses one part compiles faster with
-/// semitone/amp.h, checkpoint.h, nn.h, optim.h or parallel.h. Models and data sets (semitone/zoo/)
+/// semitone/amp.h, checkpoint.h, nn.h, optim.h, parallel.h or report.h. Models and data sets (semitone/zoo/)
 /// and the launcher (semitone/launch/) are included one by one.
 
 #include "semitone/amp.h"
@@ -18,5 +18,6 @@
 #include "semitone/nn.h"
 #include "semitone/optim.h"
 #include "semitone/parallel.h"
+#include "semitone/report.h"
 #include "semitone/weights/file.h"
 #include "semitone/weights/state_dict.h"

@@ -1,0 +1,5 @@
+#pragma once
+
+/// What a training reports.
+
+#include "semitone/core/error.h"
