@@ -1,0 +1,142 @@
+#include "src/report/run_files.h"
+
+#include "semitone/core/error.h"
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <system_error>
+
+namespace semitone::report {
+namespace {
+
+constexpr std::string_view kHeader = "step,wall_time,name,value\n";
+
+using Json = nlohmann::ordered_json;
+
+std::filesystem::path created(const std::filesystem::path& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error)
+    throw FileError(kRunLog, "to create the directory '" + directory.string() + "'",
+                    error.message());
+  return directory;
+}
+
+// Opens metrics.csv, which tells whether the directory has a run, and belongs to one process.
+AppendFile open_metrics(const std::filesystem::path& directory, bool append) {
+  const auto path = created(directory) / "metrics.csv";
+  AppendFile file(path);
+  file.lock();
+  if (!append && !file.is_empty())
+    throw FileError(kRunLog, "a directory without a run", "'" + path.string() + "'",
+                    "name another directory, or let RunLogOptions::append continue the run");
+  file.remove_incomplete_line();
+  if (!file.is_empty() && file.beginning(kHeader.size()) != kHeader)
+    throw FileError(kRunLog, "the columns step,wall_time,name,value in '" + path.string() + "'",
+                    "another first line", "name another directory");
+  return file;
+}
+
+AppendFile open_lines(const std::filesystem::path& path) {
+  AppendFile file(path);
+  file.remove_incomplete_line();
+  return file;
+}
+
+// A field of a line of RFC 4180.
+std::string csv_field(std::string_view text) {
+  if (text.find_first_of(",\"") == std::string_view::npos) return std::string(text);
+  std::string quoted = "\"";
+  for (const char letter : text) quoted.append(letter == '"' ? 2 : 1, letter);
+  return quoted + '"';
+}
+
+// Some compilers print the sign of NaN.
+std::string csv_number(double value) {
+  return std::isnan(value) ? "nan" : fmt::format("{}", value);
+}
+
+std::string markdown_field(std::string_view text) {
+  std::string field;
+  for (const char letter : text) {
+    if (letter == '|') field += '\\';
+    field += letter == '\n' ? ' ' : letter;
+  }
+  return field;
+}
+
+std::string markdown_of(const RunLogOptions::Config& config) {
+  std::string table = "| setting | value |\n|---|---|\n";
+  for (const auto& [key, value] : config)
+    table += fmt::format("| {} | {} |\n", markdown_field(key), markdown_field(value));
+  return config.empty() ? "" : table;
+}
+
+}  // namespace
+
+double wall_time() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+RunFiles::RunFiles(const std::filesystem::path& directory, const RunLogOptions& options,
+                   std::int64_t rank, std::int64_t world_size)
+    : metrics_(open_metrics(directory, options.append())),
+      continues_(!metrics_.is_empty()),
+      texts_(open_lines(directory / "texts.jsonl")),
+      events_(directory / events_file_name(wall_time())),
+      json_(directory, options, rank, world_size),
+      config_(markdown_of(options.config())) {
+  if (!continues_) metrics_.add(kHeader);
+  const Moment start{wall_time(), 0};
+  events_.add(file_version_record(start.time));
+  if (!continues_ && !config_.empty()) events_.add(text_record(start, "config", config_));
+  flush();
+}
+
+void RunFiles::add_scalar(const Moment& when, std::string_view name, double value) {
+  metrics_.add(
+      fmt::format("{},{:.3f},{},{}\n", when.step, when.time, csv_field(name), csv_number(value)));
+  events_.add(scalar_record(when, name, value));
+}
+
+void RunFiles::add_text(const Moment& when, std::string_view name, std::string_view text) {
+  const Json line{{"step", when.step}, {"wall_time", when.time}, {"name", name}, {"text", text}};
+  // Bytes that are not UTF-8 are replaced, in TensorBoard's file too.
+  const std::string replaced = line.dump(-1, ' ', false, Json::error_handler_t::replace);
+  texts_.add(replaced + '\n');
+  events_.add(text_record(when, name, Json::parse(replaced).at("text").get<std::string>()));
+}
+
+void RunFiles::add_histogram(const Moment& when, std::string_view name, const Histogram& values) {
+  if (values.non_finite > 0)
+    add_scalar(when, fmt::format("{}/non_finite", name), static_cast<double>(values.non_finite));
+  if (values.num > 0) events_.add(histogram_record(when, name, values));
+}
+
+void RunFiles::add_restart(const Moment& when) {
+  events_.add(restart_record(when));
+  if (!config_.empty()) events_.add(text_record(when, "config", config_));
+}
+
+std::size_t RunFiles::waiting() const {
+  return metrics_.waiting() + texts_.waiting() + events_.waiting();
+}
+
+void RunFiles::flush() {
+  std::exception_ptr first;
+  for (AppendFile* const file : std::array{&metrics_, &texts_, &events_}) {
+    try {
+      file->flush();
+    } catch (const FileError&) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace semitone::report

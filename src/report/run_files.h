@@ -1,0 +1,49 @@
+#pragma once
+
+#include "semitone/report/run_log.h"
+#include "src/report/append_file.h"
+#include "src/report/run_json.h"
+#include "src/report/tensorboard_events.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+
+namespace semitone::report {
+
+// The time now, for a Moment.
+double wall_time();
+
+// The files of a run, for one thread at a time. What is added waits in memory for flush().
+class RunFiles {
+ public:
+  RunFiles(const std::filesystem::path& directory, const RunLogOptions& options, std::int64_t rank,
+           std::int64_t world_size);
+
+  // Whether the directory had a run already.
+  bool continues() const { return continues_; }
+
+  void add_scalar(const Moment& when, std::string_view name, double value);
+  void add_text(const Moment& when, std::string_view name, std::string_view text);
+  void add_histogram(const Moment& when, std::string_view name, const Histogram& values);
+  // The training continues at a step, perhaps an earlier one.
+  void add_restart(const Moment& when);
+
+  std::size_t waiting() const;
+  // Writes all files. FileError if one of them cannot be written; the others are.
+  void flush();
+  // Adds how the run ended to run.json.
+  void end(Outcome outcome, std::string_view reason) { json_.end(outcome, reason); }
+
+ private:
+  AppendFile metrics_;
+  bool continues_;
+  AppendFile texts_;
+  AppendFile events_;
+  RunJson json_;
+  std::string config_;  // in Markdown
+};
+
+}  // namespace semitone::report

@@ -1,0 +1,92 @@
+#include "src/report/run_json.h"
+
+#include "semitone/core/device.h"
+#include "semitone/core/version.h"
+#include "src/core/file.h"
+#include "src/core/host_name.h"
+#include "src/report/append_file.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include <ctime>
+#include <fstream>
+#include <string>
+
+namespace semitone::report {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string utc_now() {
+  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+}
+
+// The name that the processor gives itself, or "".
+std::string processor_name() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    const auto colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return {};
+}
+
+std::filesystem::path next_path(const std::filesystem::path& directory) {
+  std::filesystem::path path = directory / "run.json";
+  for (int start = 2; std::filesystem::exists(path); ++start)
+    path = directory / fmt::format("run-{}.json", start);
+  return path;
+}
+
+Json environment(std::int64_t rank, std::int64_t world_size) {
+  return {{"semitone", version()},
+          {"libtorch", libtorch_version()},
+          {"compiler", compiler()},
+          {"processor", processor_name()},
+          {"instruction_set", at::get_cpu_capability()},
+          {"cpu", describe_device(c10::DeviceType::CPU)},
+          {"cuda_devices", at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0},
+          {"threads", at::get_num_threads()},
+          {"host", host_name()},
+          {"pid", ::getpid()},
+          {"rank", rank},
+          {"world_size", world_size}};
+}
+
+}  // namespace
+
+RunJson::RunJson(const std::filesystem::path& directory, const RunLogOptions& options,
+                 std::int64_t rank, std::int64_t world_size)
+    : path_(next_path(directory)), content_(std::make_unique<Json>()) {
+  Json& json = *content_;
+  json["start_time"] = utc_now();
+  json["end_time"] = nullptr;
+  json["outcome"] = "running";
+  json["config"] = options.config();
+  json["environment"] = environment(rank, world_size);
+  write();
+}
+
+RunJson::~RunJson() = default;
+
+void RunJson::end(Outcome outcome, std::string_view reason) {
+  (*content_)["end_time"] = utc_now();
+  (*content_)["outcome"] = name_of(outcome);
+  if (!reason.empty()) (*content_)["reason"] = reason;
+  write();
+}
+
+void RunJson::write() const {
+  constexpr int kIndent = 2;
+  // Bytes of an error's text that are not UTF-8 are replaced.
+  write_file(path_, content_->dump(kIndent, ' ', false, Json::error_handler_t::replace) + '\n',
+             kRunLog);
+}
+
+}  // namespace semitone::report

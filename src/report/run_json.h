@@ -1,0 +1,33 @@
+#pragma once
+
+#include "semitone/report/run_log.h"
+
+#include <nlohmann/json_fwd.hpp>
+
+#include <filesystem>
+#include <memory>
+#include <string_view>
+
+namespace semitone::report {
+
+// The file that describes one start of a run: run.json, and for later starts run-2.json …
+class RunJson {
+ public:
+  // Writes the file of the next start, with all but the end. FileError if it cannot be written.
+  RunJson(const std::filesystem::path& directory, const RunLogOptions& options, std::int64_t rank,
+          std::int64_t world_size);
+  ~RunJson();
+  RunJson(const RunJson&) = delete;
+  RunJson& operator=(const RunJson&) = delete;
+
+  // Adds the end.
+  void end(Outcome outcome, std::string_view reason);
+
+ private:
+  void write() const;
+
+  std::filesystem::path path_;
+  std::unique_ptr<nlohmann::ordered_json> content_;
+};
+
+}  // namespace semitone::report

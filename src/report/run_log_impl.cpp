@@ -1,0 +1,166 @@
+#include "src/report/run_log_impl.h"
+
+#include "semitone/core/error.h"
+#include "src/core/env.h"
+#include "src/core/log.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <exception>
+#include <string>
+#include <system_error>
+
+namespace semitone::report {
+namespace {
+
+// A rank or a number of ranks: the option, or what a launcher has set, or that of a process alone.
+std::int64_t count_of(const std::optional<std::int64_t>& option, const env::Variable& variable,
+                      std::int64_t least) {
+  const std::string text =
+      option.has_value() ? std::to_string(*option) : env::get(variable).value_or("");
+  if (text.empty()) return least;
+  std::int64_t count = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, count);
+  if (error != std::errc() || stop != end || count < least) {
+    throw Error(kRunLog, fmt::format("{} from {}", variable.name, least), "'" + text + "'",
+                "set RunLogOptions::rank and world_size");
+  }
+  return count;
+}
+
+void check_step(std::int64_t step) {
+  if (step < 0) throw Error(kRunLog, "a step from 0", std::to_string(step));
+}
+
+std::string describe(const events::StepSkipped& event) {
+  const std::string where = event.parameter.empty()
+                                ? "a gradient on another rank"
+                                : fmt::format("the gradient of '{}'", event.parameter);
+  return fmt::format(
+      "{} is not finite ({} of this rank in all); loss scale {:g}, {} skipped in a row", where,
+      event.non_finite, event.loss_scale, event.consecutive);
+}
+
+}  // namespace
+
+RunLog::Impl::Impl(const std::filesystem::path& directory, const RunLogOptions& options)
+    : options_(options),
+      writes_(options.every_rank() || count_of(options.rank(), env::kRank, 0) == 0) {
+  const std::int64_t rank = count_of(options.rank(), env::kRank, 0);
+  const std::int64_t world_size = count_of(options.world_size(), env::kWorldSize, 1);
+  if (!writes_) return;
+  files_.emplace(rank == 0 ? directory : directory / fmt::format("rank-{}", rank), options, rank,
+                 world_size);
+}
+
+void RunLog::Impl::require_open() const {
+  if (closed_) throw Error(kRunLog, "no call after close()", "one");
+}
+
+void RunLog::Impl::set_step(std::int64_t step) {
+  check_step(step);
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (!files_.has_value()) return;
+  const bool is_restart = step_.has_value() ? step < *step_ : files_->continues();
+  if (is_restart) files_->add_restart({wall_time(), step});
+  step_ = step;
+  record_waiting_events(step);
+}
+
+void RunLog::Impl::add(std::optional<std::int64_t> step, const Add& add) {
+  if (step.has_value()) check_step(*step);
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (!files_.has_value()) return;
+  last_step_ = step.value_or(step_.value_or(0));
+  record_waiting_events(last_step_);
+  add(*files_, {wall_time(), last_step_});
+  flush_if_due();
+}
+
+void RunLog::Impl::flush() {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (files_.has_value()) write([&] { files_->flush(); });
+}
+
+void RunLog::Impl::flush_if_due() {
+  constexpr std::size_t kLargest = std::size_t{1} << 20;
+  if (Clock::now() - last_flush_ < options_.flush_interval() && files_->waiting() < kLargest)
+    return;
+  write([&] { files_->flush(); });
+}
+
+void RunLog::Impl::write(const std::function<void()>& function) {
+  const bool failed_before = failed_;
+  last_flush_ = Clock::now();
+  try {
+    failed_ = true;
+    function();
+    failed_ = false;
+  } catch (const FileError& error) {
+    if (!options_.ignore_write_errors()) throw;
+    if (!failed_before) log()->warn("{}; the training continues, and this is lost", error.what());
+  }
+}
+
+void RunLog::Impl::close(Outcome outcome, std::string_view reason) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  if (!files_.has_value()) return;
+  record_waiting_events(last_step_);
+  std::exception_ptr first;
+  try {
+    write([&] { files_->flush(); });
+  } catch (const FileError&) {
+    first = std::current_exception();
+  }
+  // After a failure too: a full disk often has room for this.
+  try {
+    write([&] { files_->end(outcome, reason); });
+  } catch (const FileError&) {
+    if (!first) first = std::current_exception();
+  }
+  files_.reset();
+  if (first) std::rethrow_exception(first);
+}
+
+void RunLog::Impl::record_event(Add add) {
+  if (!step_.has_value()) {
+    waiting_events_.emplace_back(wall_time(), std::move(add));
+  } else {
+    add(*files_, {wall_time(), *step_});
+  }
+}
+
+void RunLog::Impl::record_waiting_events(std::int64_t step) {
+  for (const auto& [time, add] : std::exchange(waiting_events_, {})) add(*files_, {time, step});
+}
+
+void RunLog::Impl::on(const events::LossScaleUpdated& event) {
+  const std::lock_guard lock(mutex_);
+  if (!files_.has_value()) return;
+  const auto [place, is_first] = loss_scales_.try_emplace(event.loss_id, event.after);
+  if (!is_first && place->second == event.after) return;
+  place->second = event.after;
+  const std::string name =
+      event.loss_id == 0 ? "amp/loss_scale" : fmt::format("amp/loss_scale_{}", event.loss_id);
+  record_event([name, scale = event.after](RunFiles& files, const Moment& when) {
+    files.add_scalar(when, name, scale);
+  });
+}
+
+void RunLog::Impl::on(const events::StepSkipped& event) {
+  const std::lock_guard lock(mutex_);
+  if (!files_.has_value()) return;
+  record_event([total = event.total, text = describe(event)](RunFiles& files, const Moment& when) {
+    files.add_scalar(when, "amp/skipped_steps", static_cast<double>(total));
+    files.add_text(when, "amp/skipped_step", text);
+  });
+}
+
+}  // namespace semitone::report

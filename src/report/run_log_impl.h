@@ -1,0 +1,65 @@
+#pragma once
+
+#include "semitone/core/events.h"
+#include "semitone/report/run_log.h"
+#include "src/report/run_files.h"
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace semitone::report {
+
+// What a RunLog and its listener share. The listener may outlive the RunLog, in a task of
+// at::launch for example: events after close() are ignored.
+class RunLog::Impl {
+ public:
+  // Adds to the files at a moment.
+  using Add = std::function<void(RunFiles& files, const Moment& when)>;
+
+  Impl(const std::filesystem::path& directory, const RunLogOptions& options);
+
+  bool writes() const { return writes_; }
+  // Whether the last write failed, which the caller or the log knows.
+  bool has_failed() const { return failed_; }
+
+  void set_step(std::int64_t step);
+  void add(std::optional<std::int64_t> step, const Add& add);
+  void flush();
+  void close(Outcome outcome, std::string_view reason);
+
+  void on(const events::LossScaleUpdated& event);
+  void on(const events::StepSkipped& event);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // These are called with the lock.
+  void require_open() const;
+  void record_event(Add add);
+  void record_waiting_events(std::int64_t step);
+  void flush_if_due();
+  // Calls a function that writes, and applies ignore_write_errors to its FileError.
+  void write(const std::function<void()>& function);
+
+  const RunLogOptions options_;
+  const bool writes_;
+  std::mutex mutex_;
+  std::optional<RunFiles> files_;  // until close, if this process writes
+  bool closed_ = false;
+  bool failed_ = false;
+  std::optional<std::int64_t> step_;  // of set_step
+  std::int64_t last_step_ = 0;        // of the last value
+  // Events before the first step is known, and their times.
+  std::vector<std::pair<double, Add>> waiting_events_;
+  std::map<std::int64_t, double> loss_scales_;  // the last recorded ones
+  Clock::time_point last_flush_ = Clock::now();
+};
+
+}  // namespace semitone::report

@@ -1,0 +1,97 @@
+#include "semitone/report/run_log.h"
+#include "tests/report/run_directory.h"
+
+#include <gmock/gmock.h>
+
+#include <string>
+
+namespace semitone::report {
+namespace {
+
+using semitone::test::TemporaryFolder;
+using test::events_in;
+using test::metrics_in;
+using test::texts_in;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+events::LossScaleUpdated update(double before, double after, std::int64_t loss_id = 0) {
+  return {.loss_id = loss_id, .before = before, .after = after, .found_inf = after < before};
+}
+
+events::StepSkipped skip(const std::string& parameter, std::int64_t total) {
+  return {.parameter = parameter,
+          .non_finite = 2,
+          .consecutive = 1,
+          .total = total,
+          .loss_scale = 65536};
+}
+
+TEST(RunLogEvents, RecordLossScalesWhereTheyChange) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  const double scales[] = {8, 8, 8, 4, 4, 8};
+  for (std::int64_t step = 1; step < 6; ++step) {
+    log.set_step(step);
+    events::emit(update(scales[step - 1], scales[step]));
+  }
+  events::emit(update(2, 1, 1));
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()), ElementsAre("1,amp/loss_scale,8", "3,amp/loss_scale,4",
+                                                     "5,amp/loss_scale,8", "5,amp/loss_scale_1,1"));
+}
+
+TEST(RunLogEvents, RecordSkippedStepsWithTheParameter) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  log.set_step(3);
+  events::emit(skip("fc2.weight", 1));
+  log.set_step(4);
+  events::emit(skip("", 2));
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()),
+              ElementsAre("3,amp/skipped_steps,1", "4,amp/skipped_steps,2"));
+  EXPECT_THAT(texts_in(folder.path()),
+              ElementsAre("3 amp/skipped_step: the gradient of 'fc2.weight' is not finite (2 of "
+                          "this rank in all); loss scale 65536, 1 skipped in a row",
+                          "4 amp/skipped_step: a gradient on another rank is not finite (2 of this "
+                          "rank in all); loss scale 65536, 1 skipped in a row"));
+  EXPECT_EQ(events_in(folder.path()).named("amp/skipped_step/text_summary").size(), 2U);
+}
+
+TEST(RunLogEvents, TakeTheStepOfTheNextValueIfNoStepIsSet) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  for (const std::int64_t step : {7, 8}) {
+    events::emit(update(8.0 * static_cast<double>(step), static_cast<double>(step)));
+    log.add_scalar("loss", 0.5, step);
+  }
+  events::emit(update(8, 4));
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()),
+              ElementsAre("7,amp/loss_scale,7", "7,loss,0.5", "8,amp/loss_scale,8", "8,loss,0.5",
+                          "8,amp/loss_scale,4"));
+}
+
+TEST(RunLogEvents, AreThoseOfTheThreadUntilTheEnd) {
+  const TemporaryFolder folder;
+  {
+    RunLog log(folder / "a");
+    EXPECT_TRUE(events::listening());
+    log.close();
+    events::emit(skip("weight", 1));  // is ignored
+  }
+  EXPECT_FALSE(events::listening());
+  EXPECT_THAT(metrics_in(folder / "a"), IsEmpty());
+}
+
+TEST(RunLogEvents, AreRecordedOnRequestOnly) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path(), RunLogOptions().record_events(false));
+  EXPECT_FALSE(events::listening());
+  const RunLog other_rank(folder.path(), RunLogOptions().rank(1).world_size(2));
+  EXPECT_FALSE(events::listening());
+}
+
+}  // namespace
+}  // namespace semitone::report

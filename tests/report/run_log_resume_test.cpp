@@ -1,0 +1,165 @@
+#include "semitone/report/run_log.h"
+#include "tests/report/run_directory.h"
+#include "tests/support/environment.h"
+#include "tests/support/errors.h"
+
+#include <gmock/gmock.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace semitone::report {
+namespace {
+
+using semitone::test::Environment;
+using semitone::test::expect_error;
+using semitone::test::read_text;
+using semitone::test::TemporaryFolder;
+using semitone::test::write_text;
+using test::Event;
+using test::events_files;
+using test::events_in;
+using test::json_in;
+using test::metrics_in;
+using test::read_events;
+using test::texts_in;
+using ::testing::ElementsAre;
+
+void train(const std::filesystem::path& directory, std::int64_t from, std::int64_t to) {
+  RunLog log(directory, RunLogOptions().config({{"lr", "0.1"}}));
+  for (std::int64_t step = from; step <= to; ++step) {
+    log.set_step(step);
+    log.add_scalar("loss", 0.5);
+  }
+}
+
+// What TensorBoard's reader sees, the records in short: "restart 3", "loss 4".
+std::vector<std::string> records_of(const std::filesystem::path& path) {
+  std::vector<std::string> records;
+  for (const Event& event : read_events(path).all) {
+    if (!event.file_version.empty()) continue;
+    records.push_back((event.is_restart ? "restart" : event.name) + " " +
+                      std::to_string(event.step));
+  }
+  return records;
+}
+
+TEST(ResumedRun, AddsToTheFilesAndTellsTensorBoardWhereItBegins) {
+  const TemporaryFolder folder;
+  train(folder.path(), 1, 3);
+  train(folder.path(), 3, 4);
+  EXPECT_THAT(metrics_in(folder.path()),
+              ElementsAre("1,loss,0.5", "2,loss,0.5", "3,loss,0.5", "3,loss,0.5", "4,loss,0.5"));
+  const auto files = events_files(folder.path());
+  ASSERT_EQ(files.size(), 2U);
+  EXPECT_THAT(records_of(files[0]),
+              ElementsAre("config/text_summary 0", "loss 1", "loss 2", "loss 3"));
+  EXPECT_THAT(records_of(files[1]),
+              ElementsAre("restart 3", "config/text_summary 3", "loss 3", "loss 4"));
+  EXPECT_EQ(json_in(folder / "run.json").at("outcome"), "finished");
+  EXPECT_EQ(json_in(folder / "run-2.json").at("outcome"), "finished");
+}
+
+TEST(ResumedRun, GoesBackWithoutANewStartToo) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  for (const std::int64_t step : {5, 6, 5}) {
+    log.set_step(step);
+    log.add_scalar("loss", 0.5);
+  }
+  log.close();
+  EXPECT_THAT(records_of(events_files(folder.path()).front()),
+              ElementsAre("loss 5", "loss 6", "restart 5", "loss 5"));
+}
+
+TEST(ResumedRun, RemovesALineThatIsNotComplete) {
+  const TemporaryFolder folder;
+  train(folder.path(), 1, 2);
+  const std::string metrics = read_text(folder / "metrics.csv");
+  write_text(folder / "metrics.csv", metrics + "3,1763");
+  write_text(folder / "texts.jsonl", "{\"step\": 1, \"te");
+  train(folder.path(), 3, 3);
+  EXPECT_THAT(metrics_in(folder.path()), ElementsAre("1,loss,0.5", "2,loss,0.5", "3,loss,0.5"));
+  EXPECT_EQ(read_text(folder / "texts.jsonl"), "");
+}
+
+TEST(ResumedRun, FindsTheLastWholeLineFarFromTheEnd) {
+  const TemporaryFolder folder;
+  const std::string whole = "step,wall_time,name,value\n1,2.000,loss,3\n";
+  write_text(folder / "metrics.csv", whole + std::string(10'000, '7'));
+  RunLog(folder.path()).close();
+  EXPECT_EQ(read_text(folder / "metrics.csv"), whole);
+}
+
+TEST(ResumedRun, IsRefusedIfTheDirectoryMustBeNew) {
+  const TemporaryFolder folder;
+  const auto options = RunLogOptions().append(false);
+  RunLog(folder / "run", options).close();
+  const std::string message =
+      semitone::test::message_of<FileError>([&] { const RunLog log(folder / "run", options); });
+  EXPECT_THAT(message, ::testing::HasSubstr("a directory without a run"));
+  EXPECT_THAT(message, ::testing::HasSubstr((folder / "run").string()));
+  EXPECT_EQ(events_files(folder / "run").size(), 1U);
+}
+
+TEST(ResumedRun, IsRefusedForAnotherTable) {
+  const TemporaryFolder folder;
+  write_text(folder / "metrics.csv", "epoch,loss\n1,0.5\n");
+  expect_error([&] { const RunLog log(folder.path()); },
+               {"step,wall_time,name,value", "another first line"});
+  EXPECT_EQ(read_text(folder / "metrics.csv"), "epoch,loss\n1,0.5\n");
+}
+
+TEST(Run, IsWrittenByOneLogAtATime) {
+  const TemporaryFolder folder;
+  {
+    const RunLog log(folder.path());
+    expect_error([&] { const RunLog second(folder.path()); },
+                 {"nothing else writes to", "RunLogOptions::rank"});
+  }
+  const RunLog later(folder.path());
+}
+
+TEST(Run, IsWrittenByRank0) {
+  const TemporaryFolder folder;
+  Environment environment({"RANK", "WORLD_SIZE"});
+  environment.set({{"RANK", "1"}, {"WORLD_SIZE", "2"}});
+  RunLog log(folder / "run");
+  EXPECT_FALSE(log.writes());
+  log.set_step(1);
+  log.add_scalar("loss", 1);
+  log.add_histogram("a", at::Tensor());  // is not looked at
+  log.flush();
+  expect_error([&] { log.add_scalar("", 1); }, {"a name"});
+  log.close();
+  EXPECT_FALSE(std::filesystem::exists(folder / "run"));
+  environment.set({{"RANK", "0"}});
+  EXPECT_TRUE(RunLog(folder / "run").writes());
+  EXPECT_EQ(json_in(folder / "run" / "run.json").at("environment").at("world_size"), 2);
+}
+
+TEST(Run, IsWrittenByEveryRankThatSaysSo) {
+  const TemporaryFolder folder;
+  const auto options = RunLogOptions().world_size(2).every_rank(true);
+  RunLog first(folder.path(), RunLogOptions(options).rank(0));
+  RunLog second(folder.path(), RunLogOptions(options).rank(1));
+  second.add_scalar("loss", 1);
+  second.close();
+  EXPECT_THAT(metrics_in(folder / "rank-1"), ElementsAre("0,loss,1"));
+  EXPECT_EQ(json_in(folder / "rank-1" / "run.json").at("environment").at("rank"), 1);
+}
+
+TEST(Run, NeedsARankThatIsANumber) {
+  const TemporaryFolder folder;
+  Environment environment({"RANK", "WORLD_SIZE"});
+  environment.set({{"RANK", "first"}});
+  expect_error([&] { const RunLog log(folder.path()); }, {"RANK from 0", "'first'"});
+  expect_error([&] { const RunLog log(folder.path(), RunLogOptions().rank(-1)); },
+               {"RANK from 0", "'-1'"});
+  expect_error([&] { const RunLog log(folder.path(), RunLogOptions().rank(0).world_size(0)); },
+               {"WORLD_SIZE from 1", "'0'"});
+}
+
+}  // namespace
+}  // namespace semitone::report
