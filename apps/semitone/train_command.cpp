@@ -6,7 +6,9 @@
 #include "apps/semitone/output.h"
 #include "apps/semitone/results.h"
 #include "apps/semitone/stop_signals.h"
+#include "apps/semitone/train_config.h"
 #include "apps/semitone/train_flags.h"
+#include "apps/semitone/train_record.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
@@ -120,7 +122,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   out << std::flush;
 }
 
-train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
+train::TrainResult train_here(const CLI::App& command, const TrainFlags& flags, amp::OptLevel level,
                               const train::DataSet& data, const comm::Group& group) {
   auto options = options_of(flags, level, group);
   std::optional<StopSignals> signals;
@@ -128,13 +130,18 @@ train::TrainResult train_here(const TrainFlags& flags, amp::OptLevel level,
     signals.emplace();
     options.stop_signal(&StopSignals::first);
   }
-  const train::ModelFactory make_model = train::find_model(flags.model).make;
-  if (flags.quiet || group.rank() > 0) return train::train_classifier(make_model, data, options);
+  const auto train_with = [&](train::Observer& observer) {
+    return train::train_classifier(train::find_model(flags.model).make, data, options, observer);
+  };
+  if (flags.quiet || group.rank() > 0) {
+    train::Observer silent;
+    return train_recorded(flags, command, options, silent, train_with);
+  }
   train::Progress progress(
       std::cerr,
       fmt::format("{} {:<8}", amp::name_of(level), dtype_name(train::training_dtype(options))),
       terminal_columns(std::cerr), flags.log_every);
-  return train::train_classifier(make_model, data, options, progress);
+  return train_recorded(flags, command, options, progress, train_with);
 }
 
 // A folder for this process's own files, removed with this object.
@@ -220,6 +227,10 @@ comm::Group join_group(const TrainFlags& flags) {
 }
 
 int run(const CLI::App& command, const TrainFlags& flags) {
+  if (flags.print_config) {
+    std::cout << config_text(command);
+    return kSuccess;
+  }
   const comm::Rendezvous place = comm::parse_rendezvous("env://");
   check(flags, command, place);
   flags.find_device();  // an Error at once, before any process starts
@@ -249,7 +260,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
       }
     } else {
       for (const amp::OptLevel level : levels)
-        results.push_back(train_here(flags, level, data, group));
+        results.push_back(train_here(command, flags, level, data, group));
     }
   }
   if (results.size() == 1 && results.front().stop_signal != 0) {
@@ -271,8 +282,10 @@ void add_train_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model on a data set at one opt level, or compare all levels");
   const auto flags = add_train_flags(command);
-  command.callback(
-      [&action, &command, flags] { action = [&command, flags] { return run(command, *flags); }; });
+  command.callback([&action, &command, flags] {
+    if (!flags->config.empty()) apply_config(command, flags->config);
+    action = [&command, flags] { return run(command, *flags); };
+  });
 }
 
 }  // namespace semitone::cli

@@ -2,6 +2,7 @@
 
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/train_record.h"
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
 #include "src/core/env.h"
@@ -44,6 +45,7 @@ Examples:
   semitone train --data ~/fashion-mnist --epochs 5
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
+  semitone train --log-dir runs/7 --print-config > runs/7.toml; semitone train --config runs/7.toml
   semitone train --resume runs/7/step-00000300 --save-weights convnet.safetensors
   semitone train --opt-level O2 --nproc 2 --sync-bn     two processes, each with its share of the images
   semitone train -n 2 -g 4 -nr 0 --master-addr node0    on node 0 of 2, with 4 processes on each
@@ -76,6 +78,18 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
   add.integer("--master-port", flags.master_port, 0, 65535,
               "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
   train::add_group_flags(add, flags.options);
+}
+
+// The flags for a file of flags.
+void add_config_flags(Flags& add, CLI::App& command, TrainFlags& flags) {
+  add.text(
+      "--config", flags.config, "FILE",
+      "Read flags from a TOML or INI file, a line epochs=3 for each; those of the command line "
+      "count more");
+  add.mark("--print-config", flags.print_config,
+           "Print the flags of this command line as a file for --config, and do not train");
+  for (const char* const flag : {"--config", "--print-config"})
+    command.get_option(flag)->configurable(false);
 }
 
 // The flags for checkpoints and weights.
@@ -118,9 +132,14 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer(
       "--log-every", flags->log_every, 0, train::kLargestCount,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
+  add.text("--log-dir", flags->log_dir, "DIR",
+           "Record the training in this directory: a table of metrics, a file for TensorBoard, and "
+           "settings and versions; --opt-level all: in a directory DIR/O0 … for each level");
+  add_config_flags(add, command, *flags);
   add.json(flags->json);
+  command.get_option("--json")->configurable(false);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");
-  command.add_flag("--as-part", flags->as_part)->group("");
+  command.add_flag("--as-part", flags->as_part)->group("")->configurable(false);
   command.footer(std::string(kTrainFooter) + kExitCodesHelp);
   return flags;
 }
@@ -178,14 +197,18 @@ launch::LaunchOptions job_of(const TrainFlags& flags) {
 std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level,
                                        const std::string& json) {
   std::vector<std::string> arguments{command.get_name()};
+  const auto& levels = command.get_option("--opt-level")->results();
+  const bool is_one_of_all = !levels.empty() && levels.front() == "all";
   for (const CLI::Option* option : command.get_options()) {
     const std::string name = option->get_name();
-    if (option->count() == 0 || name == "--opt-level" || name == "--json" ||
+    if (option->count() == 0 || name == "--opt-level" || name == "--json" || name == "--config" ||
         std::find(kJobFlags.begin(), kJobFlags.end(), name) != kJobFlags.end())
       continue;
     arguments.push_back(name);
     // CLI11 gives a flag without a value the value "true".
-    if (option->get_items_expected_max() > 0) arguments.push_back(option->results().front());
+    if (option->get_items_expected_max() == 0) continue;
+    const std::string& value = option->results().front();
+    arguments.push_back(name == "--log-dir" ? log_dir_of(value, level, is_one_of_all) : value);
   }
   arguments.insert(arguments.end(),
                    {"--as-part", "--opt-level", std::string(amp::name_of(level)), "--json", json});

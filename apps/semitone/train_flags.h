@@ -33,6 +33,9 @@ struct TrainFlags {
   std::string master_addr;
   std::int64_t master_port = 0;
   std::int64_t log_every = 100;
+  std::string log_dir;  // empty: no record
+  std::string config;   // file of flags; empty: none
+  bool print_config = false;
   std::string json;
   bool quiet = false;
   bool as_part = false;  // another process shows the result
@@ -60,7 +63,8 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
 launch::LaunchOptions job_of(const TrainFlags& flags);
 
 // Arguments for another process, or several together, that trains one level and writes the result
-// to a file or to standard output ("-"): the given arguments with the necessary changes.
+// to a file or to standard output ("-"): the given arguments, with those of --config, and with the
+// necessary changes.
 std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel level,
                                        const std::string& json);
 

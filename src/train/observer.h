@@ -24,6 +24,7 @@ struct StepDone {
   double loss_scale;         // after the step
   double images_per_second;  // so far, over all processes
   double seconds_left;       // until the end of the training, estimated
+  double lr = 0;             // of this step
 };
 
 // Event: the last batch of an epoch is done.

@@ -163,7 +163,7 @@ class Run {
     observer_.on(StepDone{
         (position_.step - 1) / batches_ + 1, options_.epochs(), (position_.step - 1) % batches_ + 1,
         batches_, position_.step, value, skipped, loss_scale(), meter_.items_per_second(),
-        1e-3 * meter_.mean_ms() * static_cast<double>(end_step_ - position_.step)});
+        1e-3 * meter_.mean_ms() * static_cast<double>(end_step_ - position_.step), rate});
   }
 
   Tested test() {

@@ -1,0 +1,73 @@
+#include "apps/semitone/train_record.h"
+
+#include "apps/semitone/train_config.h"
+#include "semitone/core/dtype.h"
+#include "semitone/launch/exit_status.h"
+#include "semitone/report/run_log.h"
+#include "src/core/log.h"
+#include "src/train/run_recorder.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <filesystem>
+#include <string>
+#include <string_view>
+
+namespace semitone::cli {
+namespace {
+
+report::RunLogOptions log_options(const CLI::App& command, const train::TrainOptions& options) {
+  auto config = config_of(command);
+  // These may be "all" and "auto" on the command line.
+  config["opt-level"] = amp::name_of(options.opt_level());
+  config["dtype"] = dtype_name(train::training_dtype(options));
+  config["device"] = options.device().str();
+  return report::RunLogOptions()
+      .config(config)
+      .rank(options.group().rank())
+      .world_size(options.group().size())
+      .append(options.resume_auto() || !options.resume_from().empty());
+}
+
+// An error of the record does not replace that of the training.
+void record_failure(report::RunLog& log, std::string_view reason) {
+  try {
+    log.close(report::Outcome::failed, reason);
+  } catch (const std::exception& error) {
+    semitone::log()->warn("{}", error.what());
+  }
+}
+
+}  // namespace
+
+std::string log_dir_of(const std::string& log_dir, amp::OptLevel level, bool is_one_of_all) {
+  if (!is_one_of_all) return log_dir;
+  return (std::filesystem::path(log_dir) / amp::name_of(level)).string();
+}
+
+train::TrainResult train_recorded(const TrainFlags& flags, const CLI::App& command,
+                                  const train::TrainOptions& options, train::Observer& observer,
+                                  const TrainWith& train) {
+  if (flags.log_dir.empty()) return train(observer);
+  report::RunLog log(log_dir_of(flags.log_dir, options.opt_level(), flags.levels().size() > 1),
+                     log_options(command, options));
+  train::RunRecorder recorder(log, observer);
+  try {
+    const train::TrainResult result = train(recorder);
+    if (result.stop_signal == 0) {
+      log.close();
+    } else {
+      log.close(report::Outcome::stopped, launch::ExitStatus{0, result.stop_signal}.to_string());
+    }
+    return result;
+  } catch (const c10::Error& error) {
+    record_failure(log, error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    record_failure(log, error.what());
+    throw;
+  }
+}
+
+}  // namespace semitone::cli
