@@ -1,7 +1,10 @@
 #pragma once
 
-/// What a training reports: records of runs, for spreadsheets and TensorBoard.
+/// What a training reports: records of runs, for spreadsheets and TensorBoard, and the operator that
+/// made the first inf or NaN.
 
 #include "semitone/core/error.h"
+#include "semitone/report/nonfinite_check.h"
+#include "semitone/report/nonfinite_finding.h"
 #include "semitone/report/run_log.h"
 #include "semitone/report/run_log_options.h"

@@ -1,0 +1,219 @@
+#include "src/report/watch.h"
+
+#include "src/report/examine.h"
+#include "src/report/frame.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+// LibTorch calls start() before and end() after each operator and each node of the graph. Neither
+// may throw: LibTorch would swallow it.
+namespace semitone::report {
+namespace {
+
+// Calls visit(tensor, index in a list or -1) for the tensors of an argument or a result.
+template <typename Visit>
+void for_tensors(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor(), -1);
+  } else if (value.isTensorList()) {
+    std::int64_t index = 0;
+    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor, index++);
+  } else if (value.isOptionalTensorList()) {
+    std::int64_t index = 0;
+    for (const auto& tensor : value.toOptionalTensorVector())
+      visit(tensor.value_or(at::Tensor()), index++);
+  }
+}
+
+// The last values of a stack, which in the JIT has more than one operator's.
+template <typename Values>
+c10::ArrayRef<c10::IValue> last(const Values& values, std::size_t count) {
+  const c10::ArrayRef<c10::IValue> all(values.data(), values.size());
+  return all.size() <= count ? all : all.slice(all.size() - count, count);
+}
+
+void add_argument(Frame& frame, const c10::IValue& value, std::size_t position) {
+  frame.numbers |= kinds_of_number(value);
+  const bool is_written = frame.op->writes(position);
+  const bool is_overwritten = is_written && frame.op->overwrites(position);
+  for_tensors(value, [&](const at::Tensor& tensor, std::int64_t index) {
+    if (!tensor.defined()) return;
+    const auto* const entry = frame.state->entry_of(tensor);
+    if (entry != nullptr && frame.place.entry == nullptr) frame.place = {entry, false};
+    if (!can_examine(tensor) && !is_written) return;
+    WatchedArgument argument{tensor, position, index};
+    argument.is_written = is_written;
+    argument.is_overwritten = is_overwritten;
+    if (is_written && !is_overwritten && can_examine(tensor)) argument.before = kinds_of(tensor);
+    frame.arguments.push_back(std::move(argument));
+  });
+}
+
+void find_place(Frame& frame, ThreadTrace& trace) {
+  const bool is_forward = torch::autograd::get_current_node() == nullptr;
+  if (frame.place.entry != nullptr) {
+    if (is_forward) trace.last_layer = frame.place.entry;
+  } else if (frame.caller != nullptr && frame.caller->place.entry != nullptr) {
+    frame.place = frame.caller->place;
+  } else if (is_forward && trace.last_layer != nullptr) {
+    frame.place = {trace.last_layer, true};
+  }
+}
+
+// An argument may be the memory of another one that is overwritten: mul_out(x, x, y).
+void look_at_shared_memory(Frame& frame) {
+  for (const WatchedArgument& out : frame.arguments) {
+    if (!out.is_overwritten || !out.tensor.has_storage()) continue;
+    for (WatchedArgument& argument : frame.arguments) {
+      if (argument.is_written || !argument.tensor.storage().is_alias_of(out.tensor.storage()))
+        continue;
+      argument.before = kinds_of(argument.tensor);
+      argument.is_written = true;
+    }
+  }
+}
+
+void enter_operator(Frame& frame, const at::RecordFunction& record, ThreadTrace& trace) {
+  const auto inputs = last(record.inputs(), frame.op->arguments.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) add_argument(frame, inputs[i], i);
+  look_at_shared_memory(frame);
+  find_place(frame, trace);
+  frame.is_ignored =
+      (frame.caller != nullptr && frame.caller->is_ignored) || frame.state->ignores(*frame.op);
+  if (record.seqNr() >= 0)
+    frame.state->add_forward_op({record.threadId(), record.seqNr()}, {frame.op, frame.place});
+}
+
+void enter_node(Frame& frame, const at::RecordFunction& record) {
+  frame.node = torch::autograd::get_current_node();
+  frame.node_id = {record.forwardThreadId(), record.seqNr()};
+  // Not kept: accumulating a gradient takes its memory if nothing else refers to it.
+  for (std::size_t i = 0; i < record.inputs().size(); ++i) {
+    const c10::IValue& input = record.inputs()[i];
+    if (input.isTensor() && can_examine(input.toTensor()))
+      examine_gradient(frame, input.toTensor(), i);
+  }
+}
+
+std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record) {
+  std::shared_ptr<CheckState> state = CheckState::looking();
+  if (state == nullptr) return nullptr;
+  const bool is_node = record.scope() == at::RecordScope::BACKWARD_FUNCTION;
+  const OperatorInfo* const op = is_node ? nullptr : operator_of(record);
+  if (!is_node && op == nullptr) return nullptr;
+  auto frame = std::make_unique<Frame>(std::move(state));
+  ThreadTrace& trace = ThreadTrace::of_this_thread();
+  try {
+    const QuietScope quiet;
+    trace.enter(*frame->state);
+    frame->op = op;
+    frame->exceptions = std::uncaught_exceptions();
+    frame->caller = trace.innermost;
+    if (is_node) {
+      enter_node(*frame, record);
+    } else {
+      enter_operator(*frame, record, trace);
+    }
+  } catch (const std::exception& error) {
+    frame->state->failed(record.name() + std::string(": ") + error.what());
+    return nullptr;
+  }
+  trace.innermost = frame.get();
+  return frame;
+}
+
+bool is_argument(const Frame& frame, const at::Tensor& tensor) {
+  return std::any_of(frame.arguments.begin(), frame.arguments.end(),
+                     [&](const WatchedArgument& argument) {
+                       return argument.tensor.has_storage() &&
+                              argument.tensor.storage().is_alias_of(tensor.storage());
+                     });
+}
+
+// Whether an operator that this one called has made a tensor, and had nothing to report.
+bool is_cleared(const Frame& frame, const at::Tensor& tensor) {
+  return !frame.is_suspicious && ThreadTrace::of_this_thread().was_examined(tensor);
+}
+
+void leave_operator(Frame& frame, const at::RecordFunction& record) {
+  Verdict verdict;
+  const auto outputs = last(record.outputs(), frame.op->returns);
+  for (const std::size_t i : frame.op->results) {
+    if (i >= outputs.size()) continue;
+    for_tensors(outputs[i], [&](const at::Tensor& tensor, std::int64_t index) {
+      if (!can_examine(tensor)) return;
+      if (frame.op->is_composite && (is_argument(frame, tensor) || is_cleared(frame, tensor)))
+        return;
+      std::string name = "result";
+      if (frame.op->returns > 1) name += " " + std::to_string(i);
+      if (index >= 0) name += "[" + std::to_string(index) + "]";
+      examine_result(frame, tensor, name, verdict);
+    });
+  }
+  for (const WatchedArgument& argument : frame.arguments)
+    if (frame.op->writes(argument.position) && can_examine(argument.tensor))
+      examine_result(frame, argument.tensor, frame.name_of(argument), verdict);
+  conclude(frame, verdict);
+}
+
+void end(const at::RecordFunction& record, at::ObserverContext* context) {
+  auto* const frame = static_cast<Frame*>(context);
+  if (frame == nullptr) return;
+  ThreadTrace& trace = ThreadTrace::of_this_thread();
+  trace.innermost = frame->caller;
+  if (!frame->state->is_looking() || std::uncaught_exceptions() > frame->exceptions) return;
+  try {
+    const QuietScope quiet;
+    if (frame->op != nullptr) {
+      leave_operator(*frame, record);
+    } else if (frame->node != nullptr) {
+      trace.last_node = frame->node.get();
+      frame->state->add_producer(*frame->node, frame->node_id);
+    }
+  } catch (const std::exception& error) {
+    frame->state->failed(record.name() + std::string(": ") + error.what());
+  }
+}
+
+struct Registered {
+  int watches = 0;
+  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+};
+
+Registered& registered() {
+  static thread_local Registered of_this_thread;
+  return of_this_thread;
+}
+
+// They are, if this thread works for one that watches.
+bool has_callbacks() {
+  const auto& callbacks = at::get_record_function_tls_().sorted_tls_callbacks_;
+  return std::any_of(callbacks.begin(), callbacks.end(),
+                     [](const auto& entry) { return entry.callback_.start() == &start; });
+}
+
+}  // namespace
+
+Watch::Watch() {
+  if (registered().watches++ > 0 || has_callbacks()) return;
+  registered().handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&start, &end)
+          .needsInputs(true)
+          .needsOutputs(true)
+          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+}
+
+Watch::~Watch() {
+  if (abandoned_ || --registered().watches > 0) return;
+  const auto handle = std::exchange(registered().handle, at::INVALID_CALLBACK_HANDLE);
+  if (handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(handle);
+}
+
+}  // namespace semitone::report
