@@ -1,0 +1,120 @@
+#include "src/train/run_recorder.h"
+
+#include "semitone/core/events.h"
+#include "tests/support/temporary_folder.h"
+#include "tests/train/small_training.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace semitone::train::run_recorder_test {
+namespace {
+
+using test::read_text;
+using test::TemporaryFolder;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+
+// The lines of metrics.csv without the time: "10,train/loss,0.5".
+std::vector<std::string> metrics_in(const std::filesystem::path& directory) {
+  std::istringstream text(read_text(directory / "metrics.csv"));
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(text, line);) {
+    const auto first = line.find(',');
+    lines.push_back(line.erase(first, line.find(',', first + 1) - first));
+  }
+  lines.erase(lines.begin());
+  return lines;
+}
+
+StepDone done(std::int64_t step) {
+  StepDone event{};
+  event.step = step;
+  event.loss = 0.5;
+  event.lr = 0.25;
+  event.images_per_second = 1000;
+  return event;
+}
+
+events::StepSkipped skip(std::int64_t total) {
+  return {
+      .parameter = "fc.weight", .non_finite = 1, .consecutive = 1, .total = total, .loss_scale = 8};
+}
+
+TEST(RunRecorder, RecordsEveryTenthStepAndEpochs) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Recorder next;
+  RunRecorder recorder(log, next);
+  for (std::int64_t step = 1; step <= 12; ++step) recorder.on(done(step));
+  recorder.on(EpochDone{.epoch = 1,
+                        .epochs = 1,
+                        .train_loss = 0.75,
+                        .loss_scale = 8,
+                        .skipped_steps = 2,
+                        .images_per_second = 1000,
+                        .seconds = 1.5});
+  recorder.on(Tested{.accuracy = 0.875, .loss = 0.125});
+  log.close();
+  EXPECT_THAT(
+      metrics_in(folder.path()),
+      ElementsAre("10,train/loss,0.5", "10,train/lr,0.25", "10,train/images_per_second,1000",
+                  "12,train/epoch,1", "12,train/epoch_loss,0.75", "12,train/epoch_seconds,1.5",
+                  "12,amp/loss_scale,8", "12,amp/skipped_steps,2", "12,test/accuracy,0.875",
+                  "12,test/loss,0.125"));
+  EXPECT_EQ(next.steps.size(), 12U);
+  EXPECT_EQ(next.epochs.size(), 1U);
+  EXPECT_EQ(next.tests.size(), 1U);
+}
+
+TEST(RunRecorder, GivesEventsTheStepInWhichTheyHappen) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Observer none;
+  RunRecorder recorder(log, none);
+  recorder.on(Resumed{.step = 30, .path = "checkpoint"});
+  for (std::int64_t step = 31; step <= 33; ++step) {
+    events::emit(skip(step - 30));
+    recorder.on(done(step));
+  }
+  log.close();
+  EXPECT_THAT(
+      metrics_in(folder.path()),
+      ElementsAre("31,amp/skipped_steps,1", "32,amp/skipped_steps,2", "33,amp/skipped_steps,3"));
+}
+
+TEST(RunRecorder, GivesEventsTheStepOfANewTrainingToo) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Observer none;
+  RunRecorder recorder(log, none);
+  events::emit(skip(1));
+  recorder.on(done(1));
+  log.close();
+  EXPECT_THAT(metrics_in(folder.path()), ElementsAre("1,amp/skipped_steps,1"));
+}
+
+TEST(RunRecorder, RecordsTheLearningRateOfEachStep) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Recorder next;
+  RunRecorder recorder(log, next);
+  train_classifier(drop_net, data(),
+                   options_for(amp::OptLevel::O0, torch::kBFloat16)
+                       .limit_batches(10)
+                       .epochs(1)
+                       .schedule(Schedule::constant),
+                   recorder);
+  log.close();
+  for (const StepDone& step : next.steps) EXPECT_EQ(step.lr, 0.05);
+  EXPECT_THAT(metrics_in(folder.path()), Contains("10,train/lr,0.05"));
+}
+
+}  // namespace
+}  // namespace semitone::train::run_recorder_test
