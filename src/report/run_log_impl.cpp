@@ -35,12 +35,14 @@ void check_step(std::int64_t step) {
 }
 
 std::string describe(const events::StepSkipped& event) {
-  const std::string where = event.parameter.empty()
-                                ? "a gradient on another rank"
-                                : fmt::format("the gradient of '{}'", event.parameter);
-  return fmt::format(
-      "{} is not finite ({} of this rank in all); loss scale {:g}, {} skipped in a row", where,
-      event.non_finite, event.loss_scale, event.consecutive);
+  std::string what = "a gradient is not finite on another rank";
+  if (!event.parameter.empty())
+    what = fmt::format("the gradient of '{}' is not finite", event.parameter);
+  if (event.non_finite > 1)
+    what = fmt::format("the gradients of '{}' and of {} other parameters are not finite",
+                       event.parameter, event.non_finite - 1);
+  return fmt::format("{}; loss scale {:g}, {} skipped in a row", what, event.loss_scale,
+                     event.consecutive);
 }
 
 }  // namespace

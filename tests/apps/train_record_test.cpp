@@ -87,7 +87,7 @@ TEST_F(TrainRecord, HasSkippedStepsWithTheParameter) {
   ASSERT_EQ(texts.size(), 3U);
   EXPECT_EQ(json::parse(texts[1]).at("step"), 2);
   EXPECT_THAT(json::parse(texts[1]).at("text").get<std::string>(),
-              HasSubstr("the gradient of 'fc.bias' is not finite"));
+              HasSubstr("the gradients of 'fc.bias' and of 9 other parameters are not finite"));
 }
 
 TEST_F(TrainRecord, ContinuesWithTheTraining) {

@@ -19,9 +19,10 @@ events::LossScaleUpdated update(double before, double after, std::int64_t loss_i
   return {.loss_id = loss_id, .before = before, .after = after, .found_inf = after < before};
 }
 
-events::StepSkipped skip(const std::string& parameter, std::int64_t total) {
+events::StepSkipped skip(const std::string& parameter, std::int64_t total,
+                         std::int64_t non_finite = 1) {
   return {.parameter = parameter,
-          .non_finite = 2,
+          .non_finite = non_finite,
           .consecutive = 1,
           .total = total,
           .loss_scale = 65536};
@@ -47,16 +48,21 @@ TEST(RunLogEvents, RecordSkippedStepsWithTheParameter) {
   log.set_step(3);
   events::emit(skip("fc2.weight", 1));
   log.set_step(4);
-  events::emit(skip("", 2));
+  events::emit(skip("fc2.weight", 2, 3));
+  events::emit(skip("", 3, 0));
   log.close();
-  EXPECT_THAT(metrics_in(folder.path()),
-              ElementsAre("3,amp/skipped_steps,1", "4,amp/skipped_steps,2"));
-  EXPECT_THAT(texts_in(folder.path()),
-              ElementsAre("3 amp/skipped_step: the gradient of 'fc2.weight' is not finite (2 of "
-                          "this rank in all); loss scale 65536, 1 skipped in a row",
-                          "4 amp/skipped_step: a gradient on another rank is not finite (2 of this "
-                          "rank in all); loss scale 65536, 1 skipped in a row"));
-  EXPECT_EQ(events_in(folder.path()).named("amp/skipped_step/text_summary").size(), 2U);
+  EXPECT_THAT(
+      metrics_in(folder.path()),
+      ElementsAre("3,amp/skipped_steps,1", "4,amp/skipped_steps,2", "4,amp/skipped_steps,3"));
+  const std::string rest = "; loss scale 65536, 1 skipped in a row";
+  EXPECT_THAT(
+      texts_in(folder.path()),
+      ElementsAre("3 amp/skipped_step: the gradient of 'fc2.weight' is not finite" + rest,
+                  "4 amp/skipped_step: the gradients of 'fc2.weight' and of 2 other parameters are "
+                  "not finite" +
+                      rest,
+                  "4 amp/skipped_step: a gradient is not finite on another rank" + rest));
+  EXPECT_EQ(events_in(folder.path()).named("amp/skipped_step/text_summary").size(), 3U);
 }
 
 TEST(RunLogEvents, TakeTheStepOfTheNextValueIfNoStepIsSet) {
