@@ -4,6 +4,7 @@
 #include "apps/semitone/help.h"
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
+#include "src/train/diverged_elsewhere.h"
 
 #include <c10/util/Exception.h>
 
@@ -74,6 +75,10 @@ int main(int argc, char** argv) {
     return code;
   } catch (const cli::UsageError& error) {
     return fail(error, cli::kUsage);
+  } catch (const train::DivergedElsewhere&) {
+    // Launchers name the process that ends first, which should be the one that says why.
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    return cli::kDiverged;
   } catch (const DivergedError& error) {
     return fail(error, cli::kDiverged);
   } catch (const CommError& error) {

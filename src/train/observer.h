@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <string>
 
 // The events of a training in progress.
 namespace semitone::train {
@@ -25,6 +26,12 @@ struct StepDone {
   double images_per_second;  // so far, over all processes
   double seconds_left;       // until the end of the training, estimated
   double lr = 0;             // of this step
+};
+
+// Event: a step with infs or NaNs was skipped, as a loss scale does (TrainOptions::check_nonfinite).
+struct NonFiniteStep {
+  std::int64_t step;  // in the training, from 1
+  std::string found;  // report::NonFiniteFinding::to_string
 };
 
 // Event: the last batch of an epoch is done.
@@ -54,6 +61,7 @@ class Observer {
 
   virtual void on(const Resumed&) {}
   virtual void on(const StepDone&) {}
+  virtual void on(const NonFiniteStep&) {}
   virtual void on(const EpochDone&) {}
   virtual void on(const Tested&) {}
 };

@@ -139,6 +139,11 @@ void Progress::say(const StepDone& step) {
        << std::flush;
 }
 
+void Progress::on(const NonFiniteStep& step) {
+  clear();
+  out_ << fmt::format("{}  skipped step {}: {}\n", label_, step.step, step.found) << std::flush;
+}
+
 void Progress::on(const EpochDone& epoch) {
   clear();
   const std::vector<Field> fields{

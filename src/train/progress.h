@@ -15,7 +15,8 @@ namespace semitone::train {
 //     left
 //
 // A narrow terminal omits whole fields, the remaining time last. Without a terminal, a line is
-// printed every `every` steps. A line is always printed after a resume, at the end of each epoch and for the test.
+// printed every `every` steps. A line is always printed after a resume, for a step with infs or NaNs,
+// at the end of each epoch and for the test.
 class Progress : public Observer {
  public:
   // @param out      must outlive this object
@@ -29,6 +30,7 @@ class Progress : public Observer {
   using Observer::on;
   void on(const Resumed& resumed) override;
   void on(const StepDone& step) override;
+  void on(const NonFiniteStep& step) override;
   void on(const EpochDone& epoch) override;
   void on(const Tested& tested) override;
 

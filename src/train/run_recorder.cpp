@@ -27,6 +27,10 @@ void RunRecorder::on(const StepDone& step) {
   next_.on(step);
 }
 
+void RunRecorder::on(const NonFiniteStep& step) {
+  next_.on(step);
+}
+
 void RunRecorder::on(const EpochDone& epoch) {
   log_.add_scalar("train/epoch", static_cast<double>(epoch.epoch), step_);
   log_.add_scalar("train/epoch_loss", epoch.train_loss, step_);

@@ -24,6 +24,7 @@ class RunRecorder : public Observer {
   using Observer::on;
   void on(const Resumed& resumed) override;
   void on(const StepDone& step) override;
+  void on(const NonFiniteStep& step) override;
   void on(const EpochDone& epoch) override;
   void on(const Tested& tested) override;
 

@@ -66,6 +66,11 @@ class TrainOptions {
   // 2^16 needs 40 skips to fall to its lower bound.
   TORCH_ARG(std::int64_t, max_consecutive_skips) = 100;
 
+  // Look for the operator that makes the first inf or NaN of a step (report::NonFiniteCheck). If the
+  // step is taken, the training ends with a DivergedError that names it. If it is skipped, as a
+  // dynamic loss scale does now and then, the observer is told. Slower; no result changes.
+  TORCH_ARG(bool, check_nonfinite) = false;
+
   // The processes that train together, each with its share of the images. Their options must be
   // equal. Default: this process only.
   TORCH_ARG(comm::Group, group);
@@ -149,6 +154,8 @@ void add_training_flags(Flags& add, TrainOptions& options) {
               "Largest number of batches per epoch; 0: all");
   add.integer("--max-steps", options.max_steps(), 0, kLargestCount,
               "Stop after this step, counted from the start of the training; 0: train to the end");
+  add.mark("--check-nonfinite", options.check_nonfinite(),
+           "Name the operator that makes the first inf or NaN, and stop there; slower");
 }
 
 // The flags for processes that train together.

@@ -12,6 +12,7 @@
 #include "src/train/checks.h"
 #include "src/train/initial_model.h"
 #include "src/train/meter.h"
+#include "src/train/nonfinite_steps.h"
 #include "src/train/numbers.h"
 #include "src/train/run_config.h"
 #include "src/train/setup.h"
@@ -102,6 +103,8 @@ class Run {
 
   void train_to_end() {
     setup_.model.module()->train();
+    NonFiniteSteps nonfinite(options_.check_nonfinite(), *setup_.model.module(), position_.step + 1,
+                             group());
     decisions_.restart_clock();
     std::vector<at::Tensor> order;
     const auto begin = Clock::now();
@@ -117,7 +120,7 @@ class Run {
         position_.loss_sum = 0;
         position_.loss_count = 0;
       }
-      step(order[static_cast<std::size_t>(batch)]);
+      step(order[static_cast<std::size_t>(batch)], nonfinite);
       if (batch + 1 == batches_) {
         observer_.on(EpochDone{epoch + 1, options_.epochs(), train_loss(), loss_scale(),
                                setup_.mixed.skipped_steps(), meter_.items_per_second(),
@@ -133,7 +136,7 @@ class Run {
     train_seconds_ = seconds_since(begin);
   }
 
-  void step(const at::Tensor& indices) {
+  void step(const at::Tensor& indices, NonFiniteSteps& nonfinite) {
     const auto begin = Clock::now();
     const Batch batch = train_.batch(indices);
     const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
@@ -145,6 +148,7 @@ class Run {
     const at::Tensor loss = torch::cross_entropy_loss(logits, batch.labels);
     setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
     const bool skipped = setup_.mixed.step(*setup_.optimizer) == amp::Step::skipped;
+    nonfinite.after_step(skipped, observer_);
     const double value = loss.item<double>();
     if (!skipped) {
       if (!std::isfinite(value)) {

@@ -209,6 +209,28 @@ TEST_F(CliTest, DivergenceIsCode3) {
   EXPECT_THAT(finished.out, Not(HasSubstr("level  dtype")));
 }
 
+TEST_F(CliTest, TheFirstNonFiniteOperatorIsNamed) {
+  const ProcessResult finished =
+      run_semitone({"train", "--data", data_.path().string(), "--opt-level", "O0", "--batch-size",
+                    "20", "--lr", "1e30", "--threads", "1", "--check-nonfinite"});
+  EXPECT_EQ(finished.status.code, 3);
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("[train.trainer] expected finite results of all operators, got "
+                              "operator '"),
+                    ContainsRegex("made [0-9]+ (nan|inf|-inf)"), HasSubstr(" layer 'conv"),
+                    HasSubstr(", at step ")));
+}
+
+TEST_F(CliTest, SkippedStepsWithNonFiniteOperatorsAreSaidAndDoNotEndTheTraining) {
+  const ProcessResult finished =
+      run_semitone(train({"--opt-level", "O2", "--dtype", "fp16", "--loss-scale", "1e20",
+                          "--limit-batches", "3", "--check-nonfinite"}));
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("O2 float16   skipped step 1: "), HasSubstr("skipped step 3: "),
+                    HasSubstr(" in the backward pass")));
+}
+
 TEST_F(CliTest, ANumberThatIsNoneHasNoSign) {
   // Of an epoch all of whose steps were skipped, the mean loss is 0/0.
   const ProcessResult finished =

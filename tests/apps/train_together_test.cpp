@@ -72,6 +72,15 @@ TEST_F(TrainTogether, OneProcessSpeaksForAll) {
   EXPECT_GT(two.at("test_accuracy"), 0.9);
 }
 
+TEST_F(TrainTogether, OneRankSaysWhichOperatorWasNotFinite) {
+  const ProcessResult finished =
+      train({"--nproc", "2", "--opt-level", "O0", "--lr", "1e30", "--check-nonfinite"});
+  EXPECT_EQ(finished.status.code, 3) << finished.err;
+  EXPECT_EQ(count(finished.err, "[train.trainer] expected finite results of all operators"), 1)
+      << finished.err;
+  EXPECT_THAT(finished.err, HasSubstr(" on rank "));
+}
+
 TEST_F(TrainTogether, EveryLevelIsAJobOfItsOwn) {
   const std::string file = (folder_ / "all.json").string();
   const ProcessResult finished =

@@ -3,6 +3,7 @@
 #include "tests/train/distributed_training.h"
 
 #include "semitone/comm/init.h"
+#include "src/train/diverged_elsewhere.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/toy_nets.h"
 
@@ -22,6 +23,7 @@ namespace {
 using amp::OptLevel;
 using test::Rank;
 using test::run_ranks;
+using ::testing::HasSubstr;
 
 std::string bits(const std::vector<at::Tensor>& tensors) {
   std::string text;
@@ -131,6 +133,63 @@ TEST(DistributedTrainer, DropsOtherThingsOnEveryRank) {
     const std::string first = group.broadcast(mine);
     if (group.rank() == 1) {
       EXPECT_NE(mine, first);
+    }
+  });
+}
+
+// DropNet, whose third forward pass divides 0 by 0 on one rank.
+struct FaultyNetImpl : torch::nn::Module {
+  explicit FaultyNetImpl(bool is_faulty_) : is_faulty(is_faulty_) {
+    register_module("inner", inner);
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    const at::Tensor logits = inner->forward(images);
+    if (++calls != 3 || !is_faulty) return logits;
+    const at::Tensor zeros = torch::zeros_like(logits);
+    return logits + zeros.div(zeros);
+  }
+  test::DropNet inner{0.2};
+  bool is_faulty;
+  int calls = 0;
+};
+TORCH_MODULE(FaultyNet);
+
+TEST(DistributedTrainer, TheRankThatMadeANanSaysSoAndAllEnd) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto make = [&] { return Classifier(FaultyNet(rank.number() == 1)); };
+    const auto options = options_for(OptLevel::O0, group).check_nonfinite(true).max_steps(10);
+    Losses losses;
+    try {
+      train_classifier(make, data(), options, losses);
+      ADD_FAILURE() << "no DivergedError";
+    } catch (const DivergedError& error) {
+      const bool says = dynamic_cast<const DivergedElsewhere*>(&error) == nullptr;
+      EXPECT_EQ(says, rank.number() == 1);
+      EXPECT_THAT(error.what(),
+                  HasSubstr("operator 'div.Tensor' made 80 nan in result (float32 [8, 10]"));
+      EXPECT_THAT(error.what(), HasSubstr("in the forward pass after layer 'inner.fc', at step 3 "
+                                          "on rank 1"));
+    }
+    EXPECT_EQ(losses.values.size(), 2U);
+  });
+}
+
+TEST(DistributedTrainer, LookingForNansChangesNoWeight) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    for (const auto level : {OptLevel::O0, OptLevel::O1, OptLevel::O2}) {
+      std::string weights;
+      for (const bool check : {false, true}) {
+        Models models(0.2);
+        train_classifier(models.factory(), data(),
+                         options_for(level, group).check_nonfinite(check).max_steps(12));
+        const std::string now = bits(models.last->parameters()) + bits(models.last->buffers());
+        if (check) {
+          EXPECT_TRUE(now == weights) << amp::name_of(level);
+        }
+        weights = now;
+      }
     }
   });
 }

@@ -64,7 +64,7 @@ struct NonFiniteCheckOptions {
 /// LibTorch swallows exceptions where operators are watched, so findings are thrown by
 /// throw_if_found(), and not inside of the operator.
 ///
-/// Cost: one more pass over each result, and about a microsecond an operator
+/// Cost: one more pass over each result, and a few microseconds an operator
 /// (docs/nonfinite.md has measurements). An operator on a GPU costs a wait for its result. Do not
 /// use it while a CUDA graph is captured, which forbids that. Without an object nothing is watched.
 ///
