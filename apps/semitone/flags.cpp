@@ -1,6 +1,8 @@
 #include "apps/semitone/flags.h"
 
 #include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/core/descriptor.h"
 #include "src/core/dtype_limits.h"
 #include "src/core/env.h"
 #include "src/core/nearest.h"
@@ -9,7 +11,10 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <cstddef>
+#include <fstream>
 #include <system_error>
 #include <utility>
 
@@ -219,6 +224,21 @@ void set_master(launch::LaunchOptions& options, const std::string& addr, std::in
     }
   }
   options.master_addr(host).master_port(number);
+}
+
+std::string rdzv_token(const std::string& file, const std::string& component) {
+  if (file.empty()) return env::get(env::kRdzvToken).value_or("");
+  constexpr std::size_t kMost = 4096;
+  std::ifstream stream(file);
+  std::string text(kMost, '\0');
+  stream.read(text.data(), kMost);
+  text.resize(static_cast<std::size_t>(stream.gcount()));
+  text.erase(text.find_last_not_of(" \t\r\n") + 1);
+  if (text.empty()) {
+    throw FileError(component, "a file with a token at '" + file + "'",
+                    stream.is_open() ? "an empty one" : reason_of(errno));
+  }
+  return text;
 }
 
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error) {

@@ -101,6 +101,10 @@ std::string remedy_for_flag(const CLI::App& command, const std::string& flag);
 void set_master(launch::LaunchOptions& options, const std::string& addr, std::int64_t port,
                 const std::string& component);
 
+// The secret of a job's launchers: the words of the file, or of SEMITONE_RDZV_TOKEN if there is no
+// file; empty: none. FileError if the file cannot be read or is empty.
+std::string rdzv_token(const std::string& file, const std::string& component);
+
 // Converts an error of CLI11 to this program's form.
 UsageError usage_error(const CLI::App& app, const CLI::ParseError& error);
 

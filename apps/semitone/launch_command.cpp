@@ -62,6 +62,8 @@ int run(const CLI::App& command, const LaunchFlags& flags) {
   const auto options = [&] {
     try {
       return options_of(flags, command);
+    } catch (const FileError&) {
+      throw;  // a token's file
     } catch (const Error& error) {
       throw UsageError(error);
     }

@@ -115,6 +115,9 @@ void add_node_flags(Flags& add, LaunchFlags& flags) {
   add.text("--rdzv-id", flags.rdzv_id, "ID",
            "Name of the job, the same on every node; launchers without it are refused. Default: "
            "generated");
+  add.text("--rdzv-token-file", flags.rdzv_token_file, "FILE",
+           "File with a secret; launchers that do not have the same are refused. Default: "
+           "$SEMITONE_RDZV_TOKEN, or none");
   add.choice("--rdzv-backend", flags.rdzv_backend, {"static", "c10d"},
              "As in torchrun: c10d numbers nodes in order of arrival, static by --node-rank. "
              "Default: static if --node-rank is given");
@@ -184,6 +187,7 @@ launch::LaunchOptions options_of(const LaunchFlags& flags, const CLI::App& comma
       .nproc_per_node(launch::ProcessCount::parse(flags.nproc_per_node).count)
       .nnodes(nodes)
       .rdzv_id(flags.rdzv_id)
+      .rdzv_token(rdzv_token(flags.rdzv_token_file, kLaunchComponent))
       .local_addr(flags.local_addr)
       .max_restarts(static_cast<int>(flags.max_restarts))
       .role(flags.role)

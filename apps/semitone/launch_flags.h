@@ -20,6 +20,7 @@ struct LaunchFlags {
   std::string rdzv_backend;
   std::string rdzv_endpoint;
   std::string rdzv_id;
+  std::string rdzv_token_file;
   bool standalone = false;
   std::string local_addr;
   std::int64_t max_restarts = 0;

@@ -189,7 +189,8 @@ launch::LaunchOptions job_of(const TrainFlags& flags) {
   launch::LaunchOptions options(std::filesystem::read_symlink("/proc/self/exe"));
   options.nproc_per_node(flags.processes())
       .nnodes({nodes, nodes})
-      .node_rank(static_cast<int>(flags.node_rank));
+      .node_rank(static_cast<int>(flags.node_rank))
+      .rdzv_token(rdzv_token("", kTrain));
   set_master(options, flags.master_addr, flags.master_port, kTrain);
   return options;
 }

@@ -35,8 +35,9 @@ Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
       unconnected_(options.silence, Clock::now()) {
   if (options_.rank == 0) {
     token_ = make_token();
-    listener_ = listen_on(options_.address, 0);
-    const net::Address here = net::address_of(listener_);
+    Descriptor socket = listen_on(options_.address, 0);
+    const net::Address here = net::address_of(socket);
+    listener_ = net::Listener(std::move(socket));
     put(*store_, "watch", fmt::format("{} {} {}", token_, here.host, here.port));
   } else {
     const std::string endpoint = get(*store_, "watch");

@@ -5,6 +5,7 @@
 #include "src/net/heartbeat.h"
 #include "src/net/line_channel.h"
 #include "src/net/polling.h"
+#include "src/net/sockets.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -129,7 +130,7 @@ class Watch {
   std::string token_;  // so that a foreign connection is not taken for a rank's
 
   // Used by the thread only.
-  Descriptor listener_;  // of rank 0
+  net::Listener listener_;  // of rank 0
   net::WakeEvent wake_;
   std::vector<Peer> pending_;  // connected, without a valid hello so far
   std::map<int, Peer> peers_;  // rank 0: all others; the others: rank 0

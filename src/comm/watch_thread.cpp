@@ -33,6 +33,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLeaveTimeout(5000);
 constexpr milliseconds kGoodbyeTimeout(500);
 
+// Connections that are kept before their first line, beyond those of the ranks that are missing.
+constexpr std::size_t kMaxStrangers = 128;
+
 // Largest number of ranks in a heartbeat.
 constexpr std::size_t kMaxNamed = 8;
 
@@ -92,7 +95,7 @@ void Watch::run() {
 }
 
 void Watch::wait_for_events(Time until) {
-  std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}, {listener_.number(), POLLIN, 0}};
+  std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}, {listener_.descriptor(), POLLIN, 0}};
   const auto add = [&](const net::LineChannel& channel) {
     events.push_back({channel.descriptor(), channel.events(), 0});
   };
@@ -104,10 +107,10 @@ void Watch::wait_for_events(Time until) {
 
 void Watch::accept_peers() {
   const Time now = Clock::now();
-  for (Descriptor connection = net::accept_from(listener_); connection.is_open();
-       connection = net::accept_from(listener_)) {
+  const std::size_t most =
+      static_cast<std::size_t>(options_.size) - 1 - peers_.size() + kMaxStrangers;
+  for (Descriptor& connection : listener_.accept(most - std::min(most, pending_.size())))
     pending_.push_back(make_peer(std::move(connection)));
-  }
   for (Peer& peer : pending_) {
     peer.channel.update(now);
     const auto line = peer.channel.receive();

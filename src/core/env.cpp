@@ -48,6 +48,7 @@ std::span<const Variable> all() {
                                    kGlooInterface,
                                    kNcclErrorHandling,
                                    kCommCheck,
+                                   kRdzvToken,
                                    kOneDnnMaxIsa,
                                    kDnnlMaxIsa,
                                    kGroupRank,

@@ -99,6 +99,9 @@ inline constexpr Variable kCommCheck{
     "SEMITONE_COMM_CHECK",
     "Which collectives verify that all ranks make the same call: none, calls, full"};
 
+inline constexpr Variable kRdzvToken{"SEMITONE_RDZV_TOKEN",
+                                     "Secret that the launchers of a job must know"};
+
 // oneDNN reads this. Semitone reads it too, so that emulation follows oneDNN: has_native_kernel in
 // native_kernels.h.
 inline constexpr Variable kOneDnnMaxIsa{

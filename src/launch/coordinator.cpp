@@ -4,13 +4,18 @@
 #include "src/net/polling.h"
 #include "src/net/sockets.h"
 
+#include <algorithm>
 #include <csignal>
+#include <cstddef>
 #include <exception>
 
 namespace semitone::launch {
 namespace {
 
 constexpr auto kStopTimeout = std::chrono::seconds(5);
+// Connections that are kept although their other ends have not joined. Launchers that are refused
+// for this reason try again; a job of 4096 nodes that start at the same moment takes some seconds.
+constexpr std::size_t kMaxStrangers = 512;
 
 }  // namespace
 
@@ -21,7 +26,8 @@ Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat
       stop_(make_pipe()) {
   auto [ours, theirs] = socket_pair();
   own_end_ = std::move(theirs);
-  channels_.emplace(next_++, Channel(std::move(ours), heartbeat_timeout));
+  connections_.emplace(next_++,
+                       Connection{Channel(std::move(ours), heartbeat_timeout), Time::max()});
   thread_ = quiet_thread([this] { run(); });
 }
 
@@ -31,19 +37,20 @@ Coordinator::~Coordinator() {
 }
 
 void Coordinator::run() {
-  while (!stop_at_.has_value() || (Clock::now() < *stop_at_ && !channels_.empty())) {
+  while (!stop_at_.has_value() || (Clock::now() < *stop_at_ && !connections_.empty())) {
     wait();
     const Time now = Clock::now();
-    accept();
-    for (auto& [id, channel] : channels_) {
-      channel.update(now);
-      receive_messages(id, channel, now);
+    accept(now);
+    for (auto& [id, connection] : connections_) {
+      connection.channel.update(now);
+      receive_messages(id, connection.channel, now);
+      if (is_stranger(id) && now >= connection.join_by) connection.channel.close();
     }
     job_.tick(now);
     send_messages();
-    for (auto next = channels_.begin(); next != channels_.end();) {
+    for (auto next = connections_.begin(); next != connections_.end();) {
       const auto current = next++;
-      if (!current->second.is_open()) erase(current->first, now);
+      if (!current->second.channel.is_open()) erase(current->first, now);
     }
     send_messages();
   }
@@ -57,20 +64,23 @@ void Coordinator::wait() {
   } else {
     events.push_back({stop_.read.number(), POLLIN, 0});
   }
-  events.push_back({listener_.number(), POLLIN, 0});
-  for (const auto& [id, channel] : channels_) {
-    events.push_back({channel.descriptor(), channel.events(), 0});
-    until = std::min(until, channel.deadline());
+  events.push_back({listener_.descriptor(), POLLIN, 0});
+  for (const auto& [id, connection] : connections_) {
+    events.push_back({connection.channel.descriptor(), connection.channel.events(), 0});
+    until = std::min(until, connection.channel.deadline());
+    if (is_stranger(id)) until = std::min(until, connection.join_by);
   }
   net::poll_until(events, until);
   if (!stop_at_.has_value() && events.front().revents != 0) stop_at_ = Clock::now() + kStopTimeout;
 }
 
-void Coordinator::accept() {
-  if (!listener_.is_open()) return;
-  for (Descriptor socket = net::accept_from(listener_); socket.is_open();
-       socket = net::accept_from(listener_)) {
-    channels_.emplace(next_++, Channel(std::move(socket), heartbeat_timeout_));
+void Coordinator::accept(Time now) {
+  std::size_t strangers = 0;
+  for (const auto& [id, connection] : connections_)
+    if (is_stranger(id)) ++strangers;
+  for (Descriptor& socket : listener_.accept(kMaxStrangers - std::min(kMaxStrangers, strangers))) {
+    connections_.emplace(next_++, Connection{Channel(std::move(socket), heartbeat_timeout_),
+                                             now + heartbeat_timeout_});
   }
 }
 
@@ -85,14 +95,14 @@ void Coordinator::receive_messages(JobState::Id id, Channel& channel, Time now) 
 
 void Coordinator::send_messages() {
   for (const auto& [id, message] : job_.take_messages()) {
-    const auto channel = channels_.find(id);
-    if (channel != channels_.end()) channel->second.send(message);
+    const auto connection = connections_.find(id);
+    if (connection != connections_.end()) connection->second.channel.send(message);
   }
 }
 
 void Coordinator::erase(JobState::Id id, Time now) {
-  const std::string problem = channels_.at(id).problem();
-  channels_.erase(id);
+  const std::string problem = connections_.at(id).channel.problem();
+  connections_.erase(id);
   job_.lost(id, problem, now);
 }
 

@@ -4,6 +4,7 @@
 #include "src/launch/clock.h"
 #include "src/launch/descriptor.h"
 #include "src/launch/job_state.h"
+#include "src/net/sockets.h"
 
 #include <map>
 #include <optional>
@@ -27,18 +28,25 @@ class Coordinator {
   Channel connect() { return {std::move(own_end_), heartbeat_timeout_}; }
 
  private:
+  struct Connection {
+    Channel channel;
+    Time join_by;  // a stranger's connection is closed then
+  };
+
   void run();
   void wait();
-  void accept();
+  void accept(Time now);
+  // Whether the other end has not joined the job, or has left it.
+  bool is_stranger(JobState::Id id) const { return !job_.has(id); }
   void receive_messages(JobState::Id id, Channel& channel, Time now);
   void send_messages();
   void erase(JobState::Id id, Time now);
 
   Clock::duration heartbeat_timeout_;
-  Descriptor listener_;
+  net::Listener listener_;
   Descriptor own_end_;
   JobState job_;
-  std::map<JobState::Id, Channel> channels_;
+  std::map<JobState::Id, Connection> connections_;
   JobState::Id next_ = 0;
   Pipe stop_;  // its end closes when the owner goes
   std::optional<Time> stop_at_;

@@ -16,6 +16,7 @@ namespace semitone::launch {
 struct Job {
   std::string run_id;
   bool named = false;   // the user set the run_id: launchers that join must have it
+  std::string token;    // that launchers must know; empty: none
   std::string program;  // its file name, as in Join
   std::string arguments;
   detail::NodeCount nodes;
@@ -48,6 +49,8 @@ class JobState {
 
   // When to call tick().
   Time deadline() const;
+  // Whether a connection is that of a node that takes part, or waits for room.
+  bool has(Id id) const { return nodes_.contains(id); }
   // Whether the job is over: only outcomes for late launchers follow.
   bool is_over() const { return outcome_.has_value(); }
   // The messages to send since the last call.

@@ -7,8 +7,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstddef>
 #include <optional>
 
 namespace semitone::launch {
@@ -17,6 +19,7 @@ namespace {
 constexpr auto kComponent = "launch.options";
 constexpr int kMaxProcesses = 4096;
 constexpr int kMaxNodes = 1 << 16;
+constexpr std::size_t kMaxToken = 1024;
 
 std::optional<Streams> streams(std::string_view text) {
   const auto value = parse_number(text);
@@ -40,6 +43,16 @@ void require_name(std::string_view name, const std::string& value) {
   require(value.empty() || names_a_folder(value),
           fmt::format("{} without '/' that can be the name of a folder", name),
           fmt::format("'{}'", value));
+}
+
+// Does not show the token.
+void require_token(const std::string& token) {
+  const bool is_printable =
+      std::all_of(token.begin(), token.end(), [](char c) { return c > ' ' && c <= '~'; });
+  require(token.size() <= kMaxToken && is_printable,
+          fmt::format("an rdzv-token of at most {} printable ASCII characters, without spaces",
+                      kMaxToken),
+          is_printable ? fmt::format("{}", token.size()) : "others");
 }
 
 }  // namespace
@@ -112,6 +125,11 @@ LaunchOptions& LaunchOptions::rdzv_endpoint(std::string value) {
 
 LaunchOptions& LaunchOptions::rdzv_id(std::string value) {
   rdzv_id_ = std::move(value);
+  return *this;
+}
+
+LaunchOptions& LaunchOptions::rdzv_token(std::string value) {
+  rdzv_token_ = std::move(value);
   return *this;
 }
 
@@ -196,6 +214,7 @@ void LaunchOptions::check() const {
             "both", "with an endpoint, nodes are numbered in order of arrival");
   }
   require_name("rdzv-id", rdzv_id_);
+  require_token(rdzv_token_);
   require(!redirects_.any() || !log_dir_.empty(), "log-dir with redirects", "none",
           "set the folder of the log files");
   require_duration("grace", grace_, 0);

@@ -14,11 +14,12 @@ namespace semitone::launch {
 
 // Two launchers work together if their versions are equal. Of a message of another version,
 // "protocol" in a join and a refusing outcome can be read.
-constexpr int kProtocol = 2;
+constexpr int kProtocol = 3;
 
 // A node's launcher asks to take part in the next attempt.
 struct Join {
   int protocol = kProtocol;
+  std::string token;   // empty: not set
   std::string run_id;  // empty: not set
   int min_nodes = 1;
   int max_nodes = 1;

@@ -116,6 +116,7 @@ Job Rendezvous::job() const {
   Job result;
   result.named = !options_.rdzv_id().empty();
   result.run_id = result.named ? options_.rdzv_id() : generate_id();
+  result.token = options_.rdzv_token();
   result.program = program();
   result.arguments = digest_of(options_.arguments());
   result.nodes = options_.nnodes();
@@ -133,6 +134,7 @@ std::string Rendezvous::program() const {
 
 Join Rendezvous::request() const {
   Join join;
+  join.token = options_.rdzv_token();
   join.run_id = options_.rdzv_id();
   join.min_nodes = options_.nnodes().min;
   join.max_nodes = options_.nnodes().max;

@@ -1,8 +1,10 @@
 #include "src/net/sockets.h"
 
 #include "semitone/core/error.h"
+#include "src/core/log.h"
 #include "src/net/polling.h"
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -11,6 +13,9 @@
 
 namespace semitone::net {
 namespace {
+
+// So that new connections do not keep the owner of a listener from its other work.
+constexpr int kMostAtOnce = 256;
 
 Descriptor open_socket(int family) {
   return above_standard_streams(
@@ -80,9 +85,39 @@ Descriptor accept_from(const Descriptor& listener) {
   Descriptor accepted(::accept4(listener.number(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   try {
     return above_standard_streams(std::move(accepted));
-  } catch (const Error&) {  // no descriptor is left: the other end tries again
+  } catch (const Error&) {
+    errno = EMFILE;
     return Descriptor();
   }
+}
+
+Listener::Listener(Descriptor socket)
+    : socket_(std::move(socket)), reserve_(::open("/dev/null", O_RDONLY | O_CLOEXEC)) {}
+
+std::vector<Descriptor> Listener::accept(std::size_t most) {
+  std::vector<Descriptor> accepted;
+  for (int n = 0; n < kMostAtOnce && socket_.is_open(); ++n) {
+    Descriptor connection = accept_from(socket_);
+    if (connection.is_open()) {
+      if (accepted.size() < most) accepted.push_back(std::move(connection));
+    } else if (errno == EMFILE || errno == ENFILE) {
+      if (!refuse_one()) break;
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      break;
+    }
+  }
+  return accepted;
+}
+
+// Accepts a connection with the reserved descriptor, and closes it. Whether there was one.
+bool Listener::refuse_one() {
+  if (!std::exchange(warned_, true)) {
+    log()->warn("connections are refused: this process has no file descriptor left (ulimit -n)");
+  }
+  reserve_.close();
+  const bool was_there = accept_from(socket_).is_open();
+  reserve_ = Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  return was_there;
 }
 
 Result<Descriptor> connect_to(const Address& address, std::chrono::milliseconds timeout) {

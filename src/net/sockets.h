@@ -3,6 +3,8 @@
 #include "src/net/address.h"
 
 #include <chrono>
+#include <cstddef>
+#include <vector>
 
 // TCP. All sockets are closed by exec, do not block, and have numbers above those of the standard
 // streams.
@@ -15,8 +17,32 @@ Result<Descriptor> listen_on(const Address& address);
 // Listens on every interface, IPv6 and IPv4.
 Result<Descriptor> listen_on_all(int port);
 
-// The next connection, or a closed descriptor.
+// The next connection, or a closed descriptor, with errno, if there is none or this process has no
+// descriptor left.
 Descriptor accept_from(const Descriptor& listener);
+
+// A listening socket. Anything that reaches it may connect, as often as it likes.
+class Listener {
+ public:
+  // Never has connections.
+  Listener() = default;
+  explicit Listener(Descriptor socket);
+
+  // The descriptor to poll for POLLIN; negative without a socket.
+  int descriptor() const { return socket_.number(); }
+
+  // The new connections, a limited number in each call. Those beyond `most` are closed at once, as
+  // are all while this process has no descriptor left (a warning is logged once): left in the queue,
+  // they would end every poll. The other ends are expected to try again.
+  std::vector<Descriptor> accept(std::size_t most);
+
+ private:
+  bool refuse_one();
+
+  Descriptor socket_;
+  Descriptor reserve_;  // given up for the moment in which a connection is refused
+  bool warned_ = false;
+};
 
 // Connects to the first of the host's addresses that answers. Each gets the timeout.
 Result<Descriptor> connect_to(const Address& address, std::chrono::milliseconds timeout);

@@ -148,6 +148,9 @@ TEST_F(LaunchCommandTest, WhatCannotBeginIsOneClearMessageAndCode1) {
       {{"/no/such/program"},
        "[launch.program] expected a program to launch, got '/no/such/program'"},
       {{"/tmp"}, "got '/tmp', a folder"},
+      {{"--rdzv-token-file", "/no/such", "sh"},
+       "[cli.launch] expected a file with a token at '/no/such', got No such file or directory"},
+      {{"--rdzv-token-file", "/dev/null", "sh"}, "at '/dev/null', got an empty one"},
       {{"--log-dir", (folder_ / "file" / "logs").string(), "sh"}, "[launch.logs] expected to make"},
       {{"--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", port,
         "--join-timeout", "0.2", "sh"},
@@ -464,6 +467,15 @@ TEST_F(TwoNodes, ALauncherThatIsKilledOrFrozenIsMissed) {
       expect_all_gone(2);
     }
   }
+}
+
+TEST_F(TwoNodes, TheTokenIsInAFileOrInTheEnvironment) {
+  const auto file = folder_ / "token";
+  write_text(file, "secret\n");
+  Process one(node("exit 0", {"--rdzv-token-file", file.string()}));
+  Process other(node("exit 0").environment("SEMITONE_RDZV_TOKEN", "secret"));
+  EXPECT_TRUE(one.wait().status.success());
+  EXPECT_TRUE(other.wait().status.success());
 }
 
 TEST_F(TwoNodes, AReplacementMayComeBeforeItsPredecessorIsKnownToBeDead) {

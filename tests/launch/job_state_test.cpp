@@ -184,6 +184,38 @@ TEST_F(JobStateTest, ANamedJobRefusesNodesWithoutItsName) {
   EXPECT_EQ(assignment(messages(), 6).nodes, 2);
 }
 
+TEST_F(JobStateTest, AJobWithATokenRefusesNodesWithoutIt) {
+  Job secret = job(1, 2);
+  secret.token = "correct horse";
+  JobState& state = start(secret);
+  Join own = request();
+  own.token = secret.token;
+  state.joined(0, own, now_);
+  messages();
+  for (const char* token :
+       {"", "correct hors", "correct horsf", "Correct horse", "correct horse "}) {
+    Join stranger = request();
+    stranger.token = token;
+    stranger.max_nodes = 9;  // nothing else of the job is revealed
+    state.joined(5, stranger, now_);
+    const Outcome refusal = outcome(messages(), 5);
+    EXPECT_EQ(refusal.kind, Kind::refused);
+    EXPECT_EQ(refusal.reason, "this job has another rdzv-token: set the same on every node");
+    EXPECT_FALSE(state.has(5));
+  }
+  state.joined(6, own, now_);
+  EXPECT_EQ(assignment(messages(), 6).nodes, 2);
+  EXPECT_TRUE(state.has(6));
+}
+
+TEST_F(JobStateTest, AJobWithoutATokenRefusesNodesWithOne) {
+  JobState& state = start(job(1, 2));
+  Join other = request();
+  other.token = "x";
+  state.joined(5, other, now_);
+  EXPECT_THAT(outcome(messages(), 5).reason, HasSubstr("no rdzv-token"));
+}
+
 TEST_F(JobStateTest, AnUnnamedJobAcceptsNodesThatRunTheSameCommand) {
   Job plain = job(1, 2);
   plain.program = "train";

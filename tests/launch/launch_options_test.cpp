@@ -91,6 +91,8 @@ TEST(LaunchOptions, ThatMakeNoSenseAreErrors) {
   expect(LaunchOptions(good).nnodes({2, 2}).rdzv_endpoint("node0:0"), "with a port");
   expect(LaunchOptions(good).rdzv_endpoint("node0:x"), "an endpoint as in");
   expect(LaunchOptions(good).rdzv_id("a/b"), "rdzv-id without '/'");
+  expect(LaunchOptions(good).rdzv_token("a b"), "printable ASCII characters, without spaces, got");
+  expect(LaunchOptions(good).rdzv_token(std::string(1025, 'a')), "at most 1024");
   expect(LaunchOptions(good).redirects(Streams::out), "log-dir with redirects");
   expect(LaunchOptions(good).grace(LaunchOptions::Seconds(-1)), "grace from 0");
   expect(LaunchOptions(good).heartbeat_timeout(LaunchOptions::Seconds(0)), "heartbeat-timeout");

@@ -12,8 +12,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <filesystem>
@@ -368,6 +372,55 @@ TEST_F(Nodes, NodesOfAnotherJobAreRefused) {
       {"expected to join the job at 127.0.0.1:", "refused", "another rdzv-id than 'other'"});
   launchers_[0]->stop(SIGTERM);
   EXPECT_EQ(host.get().outcome, LaunchOutcome::interrupted);
+}
+
+TEST_F(Nodes, ATokenKeepsOutNodesThatDoNotKnowIt) {
+  auto host = start(node("exit 0", {2, 2}).rdzv_token("secret"));
+  ASSERT_TRUE(is_hosted());
+  expect_error([&] { run(node("exit 0", {2, 2}).rdzv_token("guess")); },
+               {"expected to join the job at 127.0.0.1:", "refused", "another rdzv-token"});
+  EXPECT_EQ(run(node("exit 0", {2, 2}).rdzv_token("secret")).outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
+}
+
+// Whether the other end has closed the connection, after what it sent.
+bool is_closed(const Descriptor& socket) {
+  std::array<char, 256> bytes{};
+  ssize_t got = 0;
+  do {
+    got = ::recv(socket.number(), bytes.data(), bytes.size(), 0);
+  } while (got > 0);
+  return got == 0 || errno == ECONNRESET;
+}
+
+TEST_F(Nodes, ConnectionsThatDoNotJoinAreClosed) {
+  auto host = start(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(1)));
+  ASSERT_TRUE(is_hosted());
+  auto stranger = net::connect_to({"127.0.0.1", port_}, std::chrono::seconds(30));
+  ASSERT_TRUE(stranger.ok()) << stranger.problem;
+  // It is not silent.
+  EXPECT_TRUE(eventually([&] {
+    ::send(stranger.value.number(), "{\"beat\":true}\n", 14, MSG_NOSIGNAL);
+    return is_closed(stranger.value);
+  }));
+  EXPECT_EQ(run(node("exit 0", {2, 2})).outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
+}
+
+TEST_F(Nodes, AJobRunsThoughManyConnect) {
+  auto host = start(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(3)));
+  ASSERT_TRUE(is_hosted());
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 600; ++i) {
+    auto stranger = net::connect_to({"127.0.0.1", port_}, std::chrono::seconds(30));
+    ASSERT_TRUE(stranger.ok()) << stranger.problem;
+    strangers.push_back(std::move(stranger.value));
+  }
+  // 512 of them are kept, until they have not joined in time.
+  EXPECT_TRUE(eventually(
+      [&] { return std::count_if(strangers.begin(), strangers.end(), is_closed) >= 88; }));
+  EXPECT_EQ(run(node("exit 0", {2, 2})).outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
 }
 
 }  // namespace

@@ -6,15 +6,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <csignal>
 #include <future>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace semitone::net {
 namespace {
@@ -98,6 +101,63 @@ TEST(Sockets, DoNotBlockAndAreClosedByExec) {
     EXPECT_EQ(::fcntl(socket->number(), F_GETFD), FD_CLOEXEC);
     EXPECT_GT(socket->number(), STDERR_FILENO);
   }
+}
+
+// A listener on loopback, and what connects to it.
+class ListenerTest : public ::testing::Test {
+ protected:
+  ListenerTest() {
+    auto opened = listen_on({"127.0.0.1", 0});
+    EXPECT_TRUE(opened.ok()) << opened.problem;
+    address_ = address_of(opened.value);
+    listener_ = Listener(std::move(opened.value));
+  }
+
+  Descriptor connect() const {
+    auto connected = connect_to(address_, seconds(30));
+    EXPECT_TRUE(connected.ok()) << connected.problem;
+    return std::move(connected.value);
+  }
+
+  static bool is_closed(const Descriptor& socket) {
+    char byte = 0;
+    const ssize_t got = ::recv(socket.number(), &byte, 1, 0);
+    return got == 0 || (got < 0 && errno == ECONNRESET);
+  }
+
+  Address address_;
+  Listener listener_;
+};
+
+TEST_F(ListenerTest, KeepsSoManyConnectionsAndClosesTheRest) {
+  const std::array<Descriptor, 3> clients{connect(), connect(), connect()};
+  const std::vector<Descriptor> kept = listener_.accept(2);
+  EXPECT_EQ(kept.size(), 2U);
+  EXPECT_FALSE(is_closed(clients[0]));
+  EXPECT_FALSE(is_closed(clients[1]));
+  EXPECT_TRUE(test::eventually([&] { return is_closed(clients[2]); }));
+  EXPECT_TRUE(listener_.accept(2).empty());
+  EXPECT_TRUE(Listener().accept(2).empty());
+}
+
+TEST_F(ListenerTest, ClosesConnectionsWhileNoDescriptorIsLeft) {
+  const std::array<Descriptor, 2> clients{connect(), connect()};
+  std::vector<Descriptor> all;
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{256, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  while (all.empty() || all.back().is_open())
+    all.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  EXPECT_TRUE(listener_.accept(10).empty());
+  for (const Descriptor& client : clients)
+    EXPECT_TRUE(test::eventually([&] { return is_closed(client); }));
+  all.clear();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+
+  const Descriptor later = connect();
+  EXPECT_EQ(listener_.accept(10).size(), 1U);
+  EXPECT_FALSE(is_closed(later));
 }
 
 TEST(Connecting, EndsWithItsTimeout) {

@@ -69,6 +69,10 @@ class LaunchOptions {
   /// refused. If it is empty, node 0 generates a name. Node 0 then refuses launchers that specify a
   /// name and, with rdzv_endpoint, launchers of another program or with other arguments.
   LaunchOptions& rdzv_id(std::string value);
+  /// A secret of 1 to 1024 printable ASCII characters, the same on every node. Launchers that do not
+  /// know it are refused. It is sent unencrypted: it keeps out those who can connect to node 0, and
+  /// not those who can read the network's packets. Empty, the default: none.
+  LaunchOptions& rdzv_token(std::string value);
   /// MASTER_ADDR of the job, if this node becomes node 0 and the others reach it at another address
   /// than the endpoint's.
   LaunchOptions& local_addr(std::string value);
@@ -110,6 +114,7 @@ class LaunchOptions {
   int master_port() const { return master_port_; }
   const std::string& rdzv_endpoint() const { return rdzv_endpoint_; }
   const std::string& rdzv_id() const { return rdzv_id_; }
+  const std::string& rdzv_token() const { return rdzv_token_; }
   const std::string& local_addr() const { return local_addr_; }
   int max_restarts() const { return max_restarts_; }
   const std::string& role() const { return role_; }
@@ -135,6 +140,7 @@ class LaunchOptions {
   int master_port_ = 0;
   std::string rdzv_endpoint_;
   std::string rdzv_id_;
+  std::string rdzv_token_;
   std::string local_addr_;
   int max_restarts_ = 0;
   std::string role_ = "default";
