@@ -53,6 +53,14 @@ CheckpointOptions& CheckpointOptions::keep(std::optional<std::int64_t> count) {
   return *this;
 }
 
+CheckpointOptions& CheckpointOptions::keep_best(std::int64_t count, Best best) {
+  if (count < 1)
+    throw Error("checkpoint.options", "to keep at least 1 best checkpoint", std::to_string(count));
+  keep_best_ = count;
+  best_ = best;
+  return *this;
+}
+
 Checkpoint::Impl::Impl(std::filesystem::path folder, const CheckpointOptions& given)
     : directory(std::move(folder)), options(given) {
   if (directory.empty()) throw Error("checkpoint", "a directory", "an empty path");
@@ -190,12 +198,12 @@ Checkpoint& Checkpoint::add_real(const std::string& name, std::function<double()
   return *this;
 }
 
-void Checkpoint::save(std::int64_t step) {
-  impl_->save(step);
+void Checkpoint::save(std::int64_t step, std::optional<double> metric) {
+  impl_->save(step, metric);
 }
 
-void Checkpoint::save_async(std::int64_t step) {
-  impl_->save_async(step);
+void Checkpoint::save_async(std::int64_t step, std::optional<double> metric) {
+  impl_->save_async(step, metric);
 }
 
 void Checkpoint::wait() {
@@ -218,6 +226,11 @@ const std::filesystem::path& Checkpoint::directory() const {
 
 std::filesystem::path Checkpoint::path_of(std::int64_t step) const {
   return complete_path(impl_->directory, step);
+}
+
+std::optional<std::int64_t> Checkpoint::best_step() const {
+  const auto best = impl_->best_first(steps());
+  return best.empty() ? std::nullopt : std::optional(best.front());
 }
 
 std::vector<std::int64_t> Checkpoint::steps() const {

@@ -36,8 +36,8 @@ struct Checkpoint::Impl {
   NamedGenerators default_generators() const;
 
   // save.cpp
-  void save(std::int64_t step);
-  void save_async(std::int64_t step);
+  void save(std::int64_t step, std::optional<double> metric);
+  void save_async(std::int64_t step, std::optional<double> metric);
   void wait();
   void require_saving(std::int64_t step) const;
   FileRecord new_record(const Entry& entry) const;
@@ -47,13 +47,15 @@ struct Checkpoint::Impl {
   std::vector<PendingFile> copies();
   // Writes a checkpoint, in the calling thread.
   void write(const comm::Group& group, Manifest manifest, std::vector<PendingFile> files);
-  Manifest new_manifest(std::int64_t step) const {
-    return {step, options.group().size(), settings, {}};
-  }
+  Manifest new_manifest(std::int64_t step, std::optional<double> metric) const;
   std::unique_ptr<Staging> stage(std::int64_t step) const;
   // Returns the records of the files as text.
   std::string write_files(std::int64_t step, std::vector<PendingFile> files) const;
   void finish(Staging& staging, const Manifest& manifest);
+  // Of these steps, those whose manifests have a metric, the best first.
+  std::vector<std::int64_t> best_first(const std::vector<std::int64_t>& steps) const;
+  // Of these steps, ascending, those beyond the options' limits.
+  std::vector<std::int64_t> beyond_limits(const std::vector<std::int64_t>& steps) const;
 
   // resume.cpp
   std::optional<std::int64_t> resume();

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
+#include <cmath>
 #include <fstream>
 #include <limits>
 #include <string_view>
@@ -128,6 +129,14 @@ Json parse_json(const std::string& text) {
   });
 }
 
+std::optional<double> metric_in(const Json& json) {
+  if (!json.contains("metric")) return std::nullopt;
+  const auto metric = json.at("metric").get<double>();
+  if (!std::isfinite(metric))
+    throw DamageError(kManifestComponent, "a finite 'metric'", json.at("metric").dump());
+  return metric;
+}
+
 Manifest parse(const std::filesystem::path& path, const std::string& text) {
   Json json = parse_json(text);
   if (json.value("format", "") != kFormat)
@@ -141,7 +150,7 @@ Manifest parse(const std::filesystem::path& path, const std::string& text) {
                     "use the release of Semitone that wrote it, or a newer one");
   }
   return {integer_in(json, "step", 0, kMax), integer_in(json, "world_size", 1, kMax),
-          json.value("settings", Settings()), records_from(json.at("files"))};
+          json.value("settings", Settings()), records_from(json.at("files")), metric_in(json)};
 }
 
 }  // namespace
@@ -154,14 +163,16 @@ const FileRecord* Manifest::find(const std::string& name, const std::optional<in
 }
 
 std::string to_text(const Manifest& manifest) {
-  return with_checksum({{"format", kFormat},
-                        {"version", kVersion},
-                        {"step", manifest.step},
-                        {"world_size", manifest.world_size},
-                        {"semitone", semitone::version()},
-                        {"libtorch", libtorch_version()},
-                        {"settings", manifest.settings},
-                        {"files", to_json(manifest.files)}});
+  Json json{{"format", kFormat},
+            {"version", kVersion},
+            {"step", manifest.step},
+            {"world_size", manifest.world_size},
+            {"semitone", semitone::version()},
+            {"libtorch", libtorch_version()},
+            {"settings", manifest.settings}};
+  if (manifest.metric.has_value()) json["metric"] = *manifest.metric;
+  json["files"] = to_json(manifest.files);
+  return with_checksum(std::move(json));
 }
 
 std::string to_text(const std::vector<FileRecord>& records) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,6 +23,7 @@ struct Manifest {
   std::int64_t world_size = 1;
   Settings settings;
   std::vector<FileRecord> files;
+  std::optional<double> metric;  // finite
 
   // Null if there is none. `rank` is that of an entry with PerRank::yes.
   const FileRecord* find(const std::string& name, const std::optional<int>& rank) const;

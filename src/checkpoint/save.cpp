@@ -14,6 +14,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <iterator>
 #include <utility>
 
@@ -110,11 +112,41 @@ void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
       kept.push_back(step);
     }
   }
-  if (!options.keep().has_value()) return;
-  const auto keep = static_cast<std::size_t>(*options.keep());
-  for (std::size_t i = 0; i + keep < kept.size(); ++i) {
-    if (kept[i] != manifest.step) staging.remove(kept[i]);
+  for (const std::int64_t step : beyond_limits(kept)) {
+    if (step != manifest.step) staging.remove(step);
   }
+}
+
+std::vector<std::int64_t> Checkpoint::Impl::best_first(
+    const std::vector<std::int64_t>& steps) const {
+  std::vector<std::pair<double, std::int64_t>> ranking;
+  const double sign = options.best() == Best::lowest ? 1 : -1;
+  for (const std::int64_t step : steps) {
+    try {
+      const Manifest manifest = read_manifest(complete_path(directory, step));
+      if (manifest.metric.has_value()) ranking.emplace_back(sign * *manifest.metric, -step);
+    } catch (const FileError&) {
+      // A damaged checkpoint is not the best.
+    }
+  }
+  std::ranges::sort(ranking);
+  std::vector<std::int64_t> best;
+  for (const auto& [metric, step] : ranking) best.push_back(-step);
+  return best;
+}
+
+std::vector<std::int64_t> Checkpoint::Impl::beyond_limits(
+    const std::vector<std::int64_t>& steps) const {
+  if (!options.keep().has_value()) return {};
+  const auto keep = static_cast<std::size_t>(*options.keep());
+  const std::size_t older = steps.size() - std::min(keep, steps.size());
+  const auto end_of_older = steps.begin() + static_cast<std::ptrdiff_t>(older);
+  std::set<std::int64_t> beyond(steps.begin(), end_of_older);
+  if (options.keep_best() == 0 || beyond.empty()) return {beyond.begin(), beyond.end()};
+  std::vector<std::int64_t> best = best_first(steps);
+  best.resize(std::min(best.size(), static_cast<std::size_t>(options.keep_best())));
+  for (const std::int64_t step : best) beyond.erase(step);
+  return {beyond.begin(), beyond.end()};
 }
 
 void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,
@@ -132,16 +164,21 @@ void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,
   });
 }
 
-void Checkpoint::Impl::save(std::int64_t step) {
+Manifest Checkpoint::Impl::new_manifest(std::int64_t step, std::optional<double> metric) const {
+  if (metric.has_value() && !std::isfinite(*metric)) metric.reset();
+  return {step, options.group().size(), settings, {}, metric};
+}
+
+void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
   on_all_ranks(options.group(), kSave, [&] {
     for (const auto& entry : entries) entry->consolidate();
   });
-  write(options.group(), new_manifest(step), pending_files());
+  write(options.group(), new_manifest(step, metric), pending_files());
 }
 
-void Checkpoint::Impl::save_async(std::int64_t step) {
+void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
   if (!background.has_value()) background = options.group().split(options.group().size());
@@ -150,7 +187,7 @@ void Checkpoint::Impl::save_async(std::int64_t step) {
     for (const auto& entry : entries) entry->consolidate();
     files = copies();
   });
-  writing = std::async(std::launch::async, [this, manifest = new_manifest(step),
+  writing = std::async(std::launch::async, [this, manifest = new_manifest(step, metric),
                                             files = std::move(files)]() mutable {
     // Collectives of nccl make the thread's current stream wait, which would be the training's.
     c10::OptionalStreamGuard own_stream;

@@ -16,9 +16,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <optional>
 #include <string>
 #include <utility>
@@ -102,6 +104,46 @@ TEST_F(CheckpointDirectory, KeepsThreeUnlessToldOtherwise) {
   auto one = make(CheckpointOptions().keep(1));
   one.save(9);
   EXPECT_THAT(one.steps(), ElementsAre(9));
+}
+
+TEST_F(CheckpointDirectory, KeepsTheBestOnesBesidesTheNewest) {
+  auto checkpoint = make(CheckpointOptions().keep(1).keep_best(2));
+  const std::vector<double> losses{5, 3, 4, 3, std::nan(""), 9, -INFINITY};
+  for (std::int64_t step = 1; step <= 7; ++step) {
+    value_ = step;
+    checkpoint.save(step, losses.at(static_cast<std::size_t>(step) - 1));
+  }
+  // Equal metrics: the later is better. NaN and infinity are no metrics.
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(2, 4, 7));
+  EXPECT_EQ(checkpoint.best_step(), 4);
+  checkpoint.resume(*checkpoint.best_step());
+  EXPECT_EQ(value_, 4);
+}
+
+TEST_F(CheckpointDirectory, KeepsHighMetricsIfTheseAreTheBest) {
+  auto checkpoint = make(CheckpointOptions().keep(2).keep_best(1, Best::highest));
+  for (const auto& [step, accuracy] : std::vector<std::pair<std::int64_t, double>>{
+           {1, 0.5}, {2, 0.9}, {3, 0.7}, {4, 0.8}, {5, 0.6}})
+    checkpoint.save_async(step, accuracy);
+  checkpoint.save(6);  // has none
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(2, 5, 6));
+  EXPECT_EQ(checkpoint.best_step(), 2);
+}
+
+TEST_F(CheckpointDirectory, HasNoBestStepWithoutMetrics) {
+  auto checkpoint = make(CheckpointOptions().keep(1).keep_best(3));
+  EXPECT_EQ(checkpoint.best_step(), std::nullopt);
+  for (std::int64_t step = 1; step <= 3; ++step) checkpoint.save(step);
+  EXPECT_EQ(checkpoint.best_step(), std::nullopt);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(3));
+}
+
+TEST_F(CheckpointDirectory, ADamagedManifestIsNotTheBest) {
+  auto checkpoint = make(CheckpointOptions().keep_best(1));
+  checkpoint.save(1, 0.5);
+  checkpoint.save(2, 0.25);
+  std::ofstream(checkpoint.path_of(2) / "manifest.json") << "x";
+  EXPECT_EQ(checkpoint.best_step(), 1);
 }
 
 TEST_F(CheckpointDirectory, HasStepsInNumericalOrder) {

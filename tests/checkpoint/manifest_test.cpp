@@ -17,7 +17,7 @@ using Json = nlohmann::ordered_json;
 using semitone::test::expect_error;
 
 Json manifest() {
-  const Manifest whole{3, 2, {}, {{"model", "module", std::nullopt, 12, "00000000", {}, ""}}};
+  const Manifest whole{3, 2, {}, {{"model", "module", std::nullopt, 12, "00000000", {}, ""}}, 0.1};
   Json json = Json::parse(to_text(whole));
   json.erase("crc32");
   return json;
@@ -38,6 +38,7 @@ TEST(Manifest, IsReadAsItWasWritten) {
   const Manifest found = parse_manifest("manifest.json", signed_text(manifest()));
   EXPECT_EQ(found.step, 3);
   EXPECT_EQ(found.world_size, 2);
+  EXPECT_EQ(found.metric, 0.1);
   ASSERT_NE(found.find("model", std::nullopt), nullptr);
   EXPECT_EQ(found.find("model", std::nullopt)->bytes, 12U);
 }
@@ -68,6 +69,16 @@ TEST(Manifest, NumbersMustBeIntegersWithinTheirLimits) {
   json = manifest();
   json["files"][0]["bytes"] = -1;
   expect_refused(json, "'bytes'");
+}
+
+TEST(Manifest, MetricsAreNumbersOrMissing) {
+  Json json = manifest();
+  for (const Json& metric : {Json("0.1"), Json(nullptr), Json::array({1})}) {
+    json["metric"] = metric;
+    expect_refused(json, "expected a manifest in");
+  }
+  json.erase("metric");
+  EXPECT_EQ(parse_manifest("manifest.json", signed_text(json)).metric, std::nullopt);
 }
 
 // Each level takes a part of the stack where values are copied and written.

@@ -224,6 +224,7 @@ TEST(CheckpointUse, RefusesEmptyOnes) {
   std::int64_t value = 1;
   expect_error([] { Checkpoint(""); }, {"a directory", "an empty path"});
   expect_error([] { CheckpointOptions().keep(0); }, {"at least 1 checkpoint, got 0"});
+  expect_error([] { CheckpointOptions().keep_best(0); }, {"at least 1 best checkpoint, got 0"});
   expect_error([&] { Checkpoint(folder / "run").save(1); }, {"call add()"});
   expect_error([&] { Checkpoint(folder / "run").add("value", value).save(-1); }, {"got -1"});
   EXPECT_FALSE(std::filesystem::exists(folder / "run"));

@@ -138,8 +138,8 @@ class Checkpoint {
   /// has no meaning.
   Checkpoint& add_setting(const std::string& name, const std::string& value);
 
-  /// Saves a checkpoint of this step, and then deletes those beyond CheckpointOptions::keep, the
-  /// oldest first. Creates the directory if necessary. Call it between two training steps:
+  /// Saves a checkpoint of this step, and then deletes those beyond CheckpointOptions::keep and
+  /// keep_best, the oldest first. Creates the directory if necessary. Call it between two training steps:
   /// MixedPrecision::save is an Error between scale_loss and step.
   ///
   /// FileError, with the system's reason, if the checkpoint cannot be written (disk full, no
@@ -154,8 +154,11 @@ class Checkpoint {
   ///
   /// Collective. Rank 0 writes what is equal on all ranks, and each rank its own entries. If one
   /// rank fails, all ranks throw.
-  /// @param step  the number of steps done, at least 0
-  void save(std::int64_t step);
+  /// @param step    the number of steps done, at least 0
+  /// @param metric  how good the model is, such as its loss on a validation set: see
+  ///                CheckpointOptions::keep_best. That of rank 0 counts. A metric that is not finite
+  ///                is saved as none
+  void save(std::int64_t step, std::optional<double> metric = std::nullopt);
 
   /// Saves like save(), but returns as soon as the state has been copied to CPU memory. A thread
   /// then writes the files, while the training may continue and change everything. The copy takes
@@ -170,7 +173,7 @@ class Checkpoint {
   /// Their copies are in pinned memory, which LibTorch rounds up to powers of two and keeps.
   ///
   /// Collective. With several ranks, the first call makes a group of its own for the threads.
-  void save_async(std::int64_t step);
+  void save_async(std::int64_t step, std::optional<double> metric = std::nullopt);
 
   /// Returns when the checkpoint of the last save_async() is complete. Throws what save() would have
   /// thrown if it could not be written.
@@ -208,6 +211,11 @@ class Checkpoint {
   /// Returns the directory of a step's checkpoint, whether it exists or not:
   /// "DIRECTORY/step-00000120".
   std::filesystem::path path_of(std::int64_t step) const;
+
+  /// Returns the step of the checkpoint with the best metric, by the order of
+  /// CheckpointOptions::keep_best, or std::nullopt if none has a metric. Reads the manifests, and
+  /// passes over damaged ones: resume(step) verifies the rest. Not collective.
+  std::optional<std::int64_t> best_step() const;
 
   /// Returns the steps of the checkpoints in the directory, in ascending order, without verifying
   /// them.

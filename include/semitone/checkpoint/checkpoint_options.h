@@ -10,6 +10,9 @@
 
 namespace semitone::checkpoint {
 
+/// Which values of a metric are the best: losses are best if they are low, accuracies if high.
+enum class Best { lowest, highest };
+
 /// Options of Checkpoint.
 class CheckpointOptions {
  public:
@@ -18,6 +21,12 @@ class CheckpointOptions {
   /// keeps all. Default 3.
   CheckpointOptions& keep(std::optional<std::int64_t> count);
   const std::optional<std::int64_t>& keep() const { return keep_; }
+
+  /// Also keeps, besides the newest ones, the checkpoints with the best metrics, see Checkpoint::save.
+  /// Of equal metrics the later is better. At least 1, Error otherwise. Default: none.
+  CheckpointOptions& keep_best(std::int64_t count, Best best = Best::lowest);
+  std::int64_t keep_best() const { return keep_best_; }
+  Best best() const { return best_; }
 
   /// The ranks of the run. Each of them constructs a Checkpoint with the same directory, which must
   /// be on a file system that all of them share, and calls the same functions in the same order.
@@ -35,6 +44,8 @@ class CheckpointOptions {
 
  private:
   std::optional<std::int64_t> keep_ = 3;
+  std::int64_t keep_best_ = 0;
+  Best best_ = Best::lowest;
   comm::Group group_;
 };
 
