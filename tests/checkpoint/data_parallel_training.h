@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,12 +28,12 @@ inline CheckpointOptions options_of(const comm::Group& group) {
 
 // Own random numbers and own data on each rank; the same gradients, hence the same weights.
 struct DataParallelTraining {
-  DataParallelTraining(const comm::Group& given, std::uint64_t seed, bool sharded)
+  DataParallelTraining(const comm::Group& given, std::uint64_t seed, bool sharded,
+                       const std::string& level = "O2", at::ScalarType dtype = torch::kBFloat16)
       : group(given),
         net(made(seed)),
         optimizer(sharded ? shard() : optimizer_of(net->parameters())),
-        mixed(amp::initialize(net, *optimizer,
-                              amp::Options("O2").dtype(torch::kBFloat16).verbosity(0))),
+        mixed(amp::initialize(net, *optimizer, amp::Options(level).dtype(dtype).verbosity(0))),
         ddp(net, group),
         sampler(16, group.size(), group.rank()) {
     torch::manual_seed(seed * 100 + static_cast<std::uint64_t>(group.rank()));

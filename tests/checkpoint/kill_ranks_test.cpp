@@ -1,7 +1,7 @@
 // A data-parallel training whose ranks are killed with SIGKILL at random moments, and which the
 // launcher restarts.
 //
-// SEMITONE_TEST_KILLS sets the number of kills. Default: 8.
+// SEMITONE_TEST_KILLS sets the number of kills. Default: 10.
 
 #include "semitone/checkpoint.h"
 #include "semitone/comm/init.h"
@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -32,8 +33,21 @@ using semitone::test::TemporaryFolder;
 
 // Set for the ranks.
 constexpr auto kFolder = "SEMITONE_TEST_FOLDER";
-constexpr auto kSharded = "SEMITONE_TEST_SHARDED";
+constexpr auto kRun = "SEMITONE_TEST_RUN";
 constexpr auto kEnd = "SEMITONE_TEST_END";
+
+struct Setting {
+  const char* name;
+  const char* level;
+  at::ScalarType dtype;
+  bool sharded;  // the optimizer
+};
+
+constexpr Setting kSettings[] = {{"O0", "O0", torch::kHalf, false},
+                                 {"O1", "O1", torch::kHalf, false},
+                                 {"O2", "O2", torch::kBFloat16, false},
+                                 {"O2-sharded", "O2", torch::kBFloat16, true},
+                                 {"O3", "O3", torch::kBFloat16, false}};
 
 std::string variable(const char* name, const char* otherwise = "") {
   const char* const value = std::getenv(name);
@@ -64,7 +78,8 @@ void train(const fs::path& folder) {
   const auto group = comm::init();
   const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
   const bool is_last = attempt == std::stoi(variable("TORCHELASTIC_MAX_RESTARTS"));
-  DataParallelTraining run(group, 1, variable(kSharded) == "1");
+  const Setting& setting = kSettings[std::stoul(variable(kRun))];
+  DataParallelTraining run(group, 1, setting.sharded, setting.level, setting.dtype);
   auto checkpoint = run.checkpoint(folder / "run");
   run.step = checkpoint.resume().value_or(0);
   const std::string end = variable(kEnd);
@@ -106,16 +121,18 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
 
 TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
   if (const std::string mine = variable(kFolder); !mine.empty()) return train(mine);
-  const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "8"));
+  const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "10"));
   const TemporaryFolder folder;
-  for (const char* const sharded : {"0", "1"}) {
-    SCOPED_TRACE(*sharded == '1' ? "sharded optimizer" : "whole optimizer");
-    ::setenv(kSharded, sharded, 1);
-    const auto killed = launch(folder / ("killed" + std::string(sharded)), kills / 2);
+  constexpr int kRuns = std::size(kSettings);
+  for (int run = 0; run < kRuns; ++run) {
+    const std::string name = kSettings[run].name;
+    SCOPED_TRACE(name);
+    ::setenv(kRun, std::to_string(run).c_str(), 1);
+    const auto killed = launch(folder / (name + "-killed"), kills / kRuns);
     ASSERT_FALSE(killed.front().empty());
     const auto steps = killed.front().back().item<std::int64_t>();
     ::setenv(kEnd, std::to_string(steps).c_str(), 1);
-    const auto undisturbed = launch(folder / ("undisturbed" + std::string(sharded)), 0);
+    const auto undisturbed = launch(folder / (name + "-undisturbed"), 0);
     ::unsetenv(kEnd);
     for (std::size_t rank = 0; rank < killed.size(); ++rank)
       EXPECT_TRUE(same_bits(killed[rank], undisturbed[rank]));
