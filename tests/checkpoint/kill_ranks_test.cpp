@@ -84,7 +84,8 @@ void train(const fs::path& folder) {
   run.step = checkpoint.resume().value_or(0);
   const std::string end = variable(kEnd);
   const std::int64_t last = end.empty() ? run.step + 3 : std::stoll(end);
-  if (!is_last) kill_soon(attempt, group.rank());
+  // Rank 0, rank 1 and both in turn.
+  if (!is_last) kill_soon(attempt + std::stoi(variable(kRun)), group.rank());
   while (!is_last || run.step < last) {
     run.train_to(run.step + 1);
     if (attempt % 2 == 0) {
