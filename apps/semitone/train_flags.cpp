@@ -77,6 +77,10 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
            "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
   add.integer("--master-port", flags.master_port, 0, 65535,
               "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
+  add.integer(
+      "--global-batch-size", flags.global_batch_size, 0, train::kLargestCount,
+      "Images per step of all processes together, divided equally among them, so that a run "
+      "can be resumed with another number of processes; 0: --batch-size for each");
   train::add_group_flags(add, flags.options);
 }
 
@@ -90,6 +94,20 @@ void add_config_flags(Flags& add, CLI::App& command, TrainFlags& flags) {
            "Print the flags of this command line as a file for --config, and do not train");
   for (const char* const flag : {"--config", "--print-config"})
     command.get_option(flag)->configurable(false);
+}
+
+void check_batch_size(const TrainFlags& flags, const CLI::App& command,
+                      const comm::Rendezvous& place) {
+  if (flags.global_batch_size == 0) return;
+  if (command.count("--batch-size") > 0)
+    throw UsageError(kTrain, "--batch-size or --global-batch-size", "both");
+  const std::int64_t processes =
+      place.world_size > 1 ? place.world_size : flags.processes() * flags.nodes;
+  if (flags.global_batch_size % processes != 0) {
+    throw UsageError(
+        kTrain, fmt::format("--global-batch-size that is a multiple of {} processes", processes),
+        std::to_string(flags.global_batch_size));
+  }
 }
 
 // The flags for checkpoints and weights.
@@ -162,6 +180,7 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
   if (train::names_one_gpu(flags.device) && (flags.starts_job() || place.world_size > 1))
     throw UsageError(kTrain, "--device cuda with several processes, each of which uses its own GPU",
                      "--device " + flags.device);
+  check_batch_size(flags, command, place);
   check_files(flags, command);
   for (const char* const flag : kJobFlags) {
     if (place.world_size > 1 && command.count(flag) > 0) {
@@ -181,6 +200,7 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group) {
   train::TrainOptions options = flags.options;
   options.opt_level(level).device(flags.find_device()).group(group);
+  if (flags.global_batch_size > 0) options.batch_size(flags.global_batch_size / group.size());
   return options;
 }
 

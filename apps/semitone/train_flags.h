@@ -29,6 +29,7 @@ struct TrainFlags {
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   std::string nproc = "1";
   std::int64_t nodes = 1;
+  std::int64_t global_batch_size = 0;  // 0: not set
   std::int64_t node_rank = 0;
   std::string master_addr;
   std::int64_t master_port = 0;

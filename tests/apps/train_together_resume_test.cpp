@@ -1,6 +1,7 @@
 // `semitone train` with several processes that are killed, signalled and restarted.
 
 #include "src/checkpoint/folder.h"
+#include "src/launch/ports.h"
 #include "src/launch/process.h"
 #include "tests/apps/semitone_command.h"
 #include "tests/support/image_files.h"
@@ -145,6 +146,95 @@ TEST_F(TrainTogetherResume, AnotherNumberOfProcessesKeepsTheImagesOfAStep) {
        "--opt-level", "O2", "--dtype", "fp16", "--resume", run_.string(), "--max-steps", "6"});
   EXPECT_TRUE(alone.status.success()) << alone.err;
   EXPECT_THAT(alone.err, HasSubstr("resumed from step 4"));
+}
+
+TEST_F(TrainTogetherResume, TheGlobalBatchSizeIsDividedAmongTheProcesses) {
+  const auto train_with = [&](const std::string& processes, const Words& more) {
+    Words words{"train",
+                "--data",
+                data_.path().string(),
+                "--global-batch-size",
+                "20",
+                "--epochs",
+                "3",
+                "--opt-level",
+                "O2",
+                "--dtype",
+                "fp16",
+                "--checkpoint-dir",
+                run_.string(),
+                "--resume",
+                "auto",
+                "--nproc",
+                processes};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_semitone(words);
+  };
+  ASSERT_TRUE(train_with("2", {"--max-steps", "4"}).status.success());
+  const ProcessResult alone =
+      train_with("1", {"--max-steps", "6", "--save-weights", weights("alone")});
+  EXPECT_TRUE(alone.status.success()) << alone.err;
+  EXPECT_THAT(alone.err, HasSubstr("resumed from step 4"));
+  const ProcessResult three = train_with("3", {});
+  EXPECT_EQ(three.status.code, 2);
+  EXPECT_THAT(three.err,
+              HasSubstr("expected --global-batch-size that is a multiple of 3 processes, got 20"));
+  const ProcessResult both = train_with("1", {"--batch-size", "20"});
+  EXPECT_EQ(both.status.code, 2);
+  EXPECT_THAT(both.err, HasSubstr("expected --batch-size or --global-batch-size, got both"));
+}
+
+// Two machines, of which one is lost: the other continues from the last checkpoint with all images.
+TEST_F(TrainTogetherResume, ALostMachineLeavesTheTrainingToTheOther) {
+  const std::string endpoint = "127.0.0.1:" + std::to_string(launch::free_port());
+  const auto machine = [&](const std::string& name) {
+    Words words{"launch",
+                "--nnodes",
+                "1:2",
+                "--rdzv-endpoint",
+                endpoint,
+                "--max-restarts",
+                "2",
+                "--last-call",
+                "2",
+                "sh",
+                "-c",
+                "echo $PPID > " + (folder_ / name).string() + "$RANK; exec \"$0\" \"$@\"",
+                SEMITONE_PROGRAM,
+                "train",
+                "--data",
+                data_.path().string(),
+                "--global-batch-size",
+                "20",
+                "--epochs",
+                "3",
+                "--opt-level",
+                "O2",
+                "--dtype",
+                "fp16",
+                "--checkpoint-dir",
+                run_.string(),
+                "--resume",
+                "auto",
+                "--save-every",
+                "2",
+                "--keep",
+                "0"};
+    return Process(semitone_command(words));
+  };
+  Process host = machine("launcher");
+  Process other = machine("launcher");
+  ASSERT_TRUE(test::eventually([&] { return !steps().empty(); }));
+  const pid_t id = test::ids_in(folder_ / "launcher1").at(0);
+  ASSERT_EQ(::kill(id, SIGKILL), 0);
+  Process& survivor = host.id() == id ? other : host;
+  Process& lost = host.id() == id ? host : other;
+  EXPECT_FALSE(lost.wait().status.success());
+  const ProcessResult finished = survivor.wait();
+  EXPECT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.err,
+              AllOf(HasSubstr("node 1"), HasSubstr("is lost"), HasSubstr("resumed from step ")));
+  EXPECT_EQ(steps().back(), 63);
 }
 
 }  // namespace
