@@ -1,7 +1,7 @@
-// A data-parallel training whose ranks are killed with SIGKILL at random moments, and which the
-// launcher restarts.
+// A data-parallel training whose ranks are killed with SIGKILL, or frozen with SIGSTOP, at random
+// moments, and which the launcher restarts.
 //
-// SEMITONE_TEST_KILLS sets the number of kills. Default: 10.
+// SEMITONE_TEST_KILLS sets the number of kills. Default: 12.
 
 #include "semitone/checkpoint.h"
 #include "semitone/comm/init.h"
@@ -41,10 +41,12 @@ struct Setting {
   const char* level;
   at::ScalarType dtype;
   bool sharded;  // the optimizer
+  int signal = SIGKILL;
 };
 
 constexpr Setting kSettings[] = {{"O0", "O0", torch::kHalf, false},
                                  {"O1", "O1", torch::kHalf, false},
+                                 {"O1-frozen", "O1", torch::kHalf, false, SIGSTOP},
                                  {"O2", "O2", torch::kBFloat16, false},
                                  {"O2-sharded", "O2", torch::kBFloat16, true},
                                  {"O3", "O3", torch::kBFloat16, false}};
@@ -58,16 +60,17 @@ fs::path result_of(const fs::path& folder, int rank) {
   return folder / ("rank" + std::to_string(rank) + ".pt");
 }
 
-// Kills this rank after a random time if it is its turn: rank 0, rank 1, or both.
-void kill_soon(int attempt, int rank) {
-  const int victim = attempt % 3;
+// Kills or freezes this rank after a random time if it is its turn: rank 0, rank 1, or both. Of two
+// frozen ranks nobody would know.
+void signal_soon(int signal, int attempt, int rank) {
+  const int victim = attempt % (signal == SIGSTOP ? 2 : 3);
   if (victim != 2 && victim != rank) return;
   const auto generator =
       at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(attempt * 2 + rank));
   const auto delay = torch::randint(250'000, {1}, generator, torch::kLong).item<std::int64_t>();
-  std::thread([delay] {
+  std::thread([signal, delay] {
     std::this_thread::sleep_for(std::chrono::microseconds(delay));
-    ::kill(::getpid(), SIGKILL);
+    ::kill(::getpid(), signal);
   }).detach();
 }
 
@@ -75,17 +78,19 @@ void kill_soon(int attempt, int rank) {
 // between the two ways to save.
 void train(const fs::path& folder) {
   torch::set_num_threads(1);
-  const auto group = comm::init();
+  const Setting& setting = kSettings[std::stoul(variable(kRun))];
+  comm::InitOptions options;
+  if (setting.signal == SIGSTOP) options.heartbeat_timeout(std::chrono::seconds(4));
+  const auto group = comm::init("env://", options);
   const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
   const bool is_last = attempt == std::stoi(variable("TORCHELASTIC_MAX_RESTARTS"));
-  const Setting& setting = kSettings[std::stoul(variable(kRun))];
   DataParallelTraining run(group, 1, setting.sharded, setting.level, setting.dtype);
   auto checkpoint = run.checkpoint(folder / "run");
   run.step = checkpoint.resume().value_or(0);
   const std::string end = variable(kEnd);
   const std::int64_t last = end.empty() ? run.step + 3 : std::stoll(end);
   // Rank 0, rank 1 and both in turn.
-  if (!is_last) kill_soon(attempt + std::stoi(variable(kRun)), group.rank());
+  if (!is_last) signal_soon(setting.signal, attempt + std::stoi(variable(kRun)), group.rank());
   while (!is_last || run.step < last) {
     run.train_to(run.step + 1);
     if (attempt % 2 == 0) {
@@ -108,6 +113,7 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
                                 .arguments({"--gtest_filter=KilledRanks.*", "--gtest_brief=1"})
                                 .nproc_per_node(2)
                                 .max_restarts(kills)
+                                .grace(launch::LaunchOptions::Seconds(1))
                                 .log_dir(folder / "logs")
                                 .redirects(launch::StreamsByRank(launch::Streams::both)));
   const launch::LaunchResult result = launcher.run();
@@ -122,7 +128,7 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
 
 TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
   if (const std::string mine = variable(kFolder); !mine.empty()) return train(mine);
-  const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "10"));
+  const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "12"));
   const TemporaryFolder folder;
   constexpr int kRuns = std::size(kSettings);
   for (int run = 0; run < kRuns; ++run) {
