@@ -71,6 +71,9 @@ class Host:
     def unplug(self):
         self.ip("link", "set", "eth0", "down")
 
+    def plug(self):
+        self.ip("link", "set", "eth0", "up")
+
 
 class Hosts:
     """`rate`: limit of each link in each direction, in tc's syntax ("1gbit"); None: no limit."""

@@ -199,6 +199,37 @@ class Kills(Failing):
         self.expect_all_end(rank, 15, [number for number in range(COUNT) if number != cut])
 
 
+class Repairs(SeveralHosts):
+    """The job goes on from its last checkpoint, and ends with the weights of an undisturbed one."""
+
+    def training(self, name):
+        return ["train", "--limit-batches", "60", "--threads", "1", "--quiet", "--resume", "auto", "--save-every", "5",
+                "--checkpoint-dir", self.folder / name, "--save-weights", self.folder / f"{name}.safetensors"]
+
+    def launcher(self, name):
+        return [PROGRAM, "launch", "--nnodes", COUNT, "--rdzv-endpoint", self.hosts[0].address, "--max-restarts", 3,
+                "--heartbeat-timeout", 5, PROGRAM, *self.training(name)]
+
+    def test_a_cable_that_is_pulled_and_plugged_in_again(self):
+        self.start(lambda number: self.launcher("run"))
+        self.assertTrue(eventually(lambda: list((self.folder / "run").glob("step-*[0-9]"))), self.log(0))
+        self.hosts[1].unplug()
+        # Its launcher does not reach node 0 any more. A person or a supervisor starts it again when the cable is back.
+        self.assertNotEqual(self.launchers[1].wait(TIMEOUT), 0, self.log(1))
+        self.hosts[1].plug()
+        with open(self.folder / "log1", "a") as log:
+            self.launchers[1] = self.hosts[1].start(self.launcher("run"), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                                                    env=self.environment())
+        self.assertEqual(self.codes(180), [0] * COUNT, "".join(map(self.log, range(COUNT))))
+        self.assertIn("is lost", self.log(0))
+        done = subprocess.run([str(word) for word in [PROGRAM, *self.training("undisturbed"), "--nproc", COUNT]],
+                              capture_output=True, text=True, timeout=180, env=self.environment())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        weights = [(self.folder / f"{name}.safetensors").read_bytes() for name in ("run", "undisturbed")]
+        self.assertGreater(len(weights[0]), 100_000)
+        self.assertTrue(weights[0] == weights[1], "other weights")
+
+
 class OtherLaunchers(Folder):
     """The same binary, started by others, computes what `--nproc 2` does."""
 
