@@ -2,10 +2,10 @@
 
 #include "semitone/core/error.h"
 #include "src/core/log.h"
+#include "src/core/usable_cores.h"
 #include "src/launch/attempt.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/log_files.h"
-#include "src/launch/machine.h"
 #include "src/launch/output_relay.h"
 #include "src/launch/program.h"
 #include "src/launch/rendezvous.h"

@@ -1,7 +1,8 @@
 #include "src/launch/process_count.h"
 
 #include "semitone/core/error.h"
-#include "src/launch/machine.h"
+#include "src/core/cuda_driver.h"
+#include "src/core/usable_cores.h"
 #include "src/launch/numbers.h"
 
 #include <fmt/format.h>
@@ -26,7 +27,7 @@ ProcessCount ProcessCount::parse(std::string_view text) {
   }
   require(text == "auto" || text == "cpu" || text == "gpu",
           "nproc-per-node to be a number, auto, cpu or gpu", fmt::format("'{}'", text));
-  const int gpus = text == "cpu" ? 0 : usable_gpus();
+  const int gpus = text == "cpu" ? 0 : gpu_count();
   require(text != "gpu" || gpus > 0, "a GPU for nproc-per-node gpu", "none");
   if (gpus > 0) return {gpus, fmt::format("one for each of {} GPUs", gpus)};
   return {usable_cores(), fmt::format("one for each of {} cores", usable_cores())};

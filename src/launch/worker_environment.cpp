@@ -1,7 +1,7 @@
 #include "src/launch/worker_environment.h"
 
 #include "src/core/env.h"
-#include "src/launch/machine.h"
+#include "src/core/usable_cores.h"
 
 #include <algorithm>
 

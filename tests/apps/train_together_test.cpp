@@ -1,4 +1,3 @@
-#include "src/launch/machine.h"
 #include "src/launch/ports.h"
 #include "src/launch/process.h"
 #include "tests/apps/semitone_command.h"

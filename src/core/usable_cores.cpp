@@ -1,12 +1,10 @@
-#include "src/launch/machine.h"
-
-#include "src/core/cuda_driver.h"
+#include "src/core/usable_cores.h"
 
 #include <sched.h>
 
 #include <thread>
 
-namespace semitone::launch {
+namespace semitone {
 
 int usable_cores() {
   cpu_set_t set;
@@ -17,8 +15,4 @@ int usable_cores() {
   return cores > 0 ? cores : 1;
 }
 
-int usable_gpus() {
-  return gpu_count();
-}
-
-}  // namespace semitone::launch
+}  // namespace semitone
