@@ -15,5 +15,6 @@ void add_bench_command(CLI::App& app, Action& action);
 void add_ops_command(CLI::App& app, Action& action);
 void add_launch_command(CLI::App& app, Action& action);
 void add_convert_command(CLI::App& app, Action& action);
+void add_doctor_command(CLI::App& app, Action& action);
 
 }  // namespace semitone::cli

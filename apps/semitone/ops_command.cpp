@@ -1,7 +1,7 @@
 #include "apps/semitone/commands.h"
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
-#include "apps/semitone/operator_speed.h"
+#include "apps/semitone/operator_table.h"
 #include "apps/semitone/output.h"
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/core/device.h"
@@ -137,11 +137,11 @@ int run_speed(const OpsFlags& flags) {
   if (flags.device != "cpu")
     throw UsageError(kOps, "--speed for the CPU", "--device " + flags.device);
   require_json_writable(flags.json);
-  const auto speeds = measure_operators();
+  const auto speeds = train::measure_operators();
   if (flags.json != "-") {
     std::ostream& out = human_output(flags.json);
     out << describe_device(c10::DeviceType::CPU) << "\n\n";
-    print(out, speeds);
+    cli::print(out, speeds);
   }
   const nlohmann::ordered_json object = {{"device", describe_device(c10::DeviceType::CPU)},
                                          {"speed", to_json(speeds)}};

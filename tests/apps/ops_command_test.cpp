@@ -1,4 +1,4 @@
-// `semitone ops`: the tables of the cast policies and the speed of operators.
+// `semitone ops`: the tables of the cast policies and the speed of operators; `semitone doctor`.
 
 #include "src/launch/process.h"
 #include "tests/apps/cli_fixture.h"
@@ -120,6 +120,23 @@ TEST_F(CliTest, OpsMeasuresEveryKindOfOperator) {
   for (const auto& [name, count] : rows) EXPECT_EQ(count, 2) << name;
   expect_failure(run_semitone({"ops", "--speed", "--op", "mm"}), 2, "--speed or --op");
   expect_failure(run_semitone({"ops", "--speed", "--device", "cuda"}), 2, "--speed for the CPU");
+}
+
+// The figures are those of a loaded machine: what is checked is that all are there.
+TEST_F(CliTest, DoctorMeasuresTheMachine) {
+  const ProcessResult doctor = run_semitone({"doctor", "--json"});
+  ASSERT_TRUE(doctor.status.success()) << doctor.err;
+  const json object = json::parse(doctor.out);
+  EXPECT_GE(object.at("machine").at("cores"), 1);
+  EXPECT_GE(object.at("machine").at("threads"), 1);
+  for (const char* const name :
+       {"product_ms", "product_ms_one_thread", "copy_gb_per_s", "copy_gb_per_s_one_thread",
+        "loopback_round_trip_us", "loopback_gb_per_s"})
+    EXPECT_GT(object.at("speed").at(name), 0) << name;
+  EXPECT_EQ(object.at("operators").size(), 24U);
+  EXPECT_EQ(object.at("findings").back().at("kind"), "recommendation");
+  EXPECT_NE(object.at("findings").back().at("remedy"), "");
+  expect_failure(run_semitone({"doctor", "--speed"}), 2, "[cli.doctor]");
 }
 
 TEST_F(CliTest, AFullDiskBehindStandardOutputIsAnError) {

@@ -1,17 +1,15 @@
 #pragma once
 
-#include "semitone/core/device.h"
 #include "src/core/native_kernels.h"
 
-#include <nlohmann/json_fwd.hpp>
+#include <c10/core/ScalarType.h>
 
-#include <iosfwd>
 #include <optional>
 #include <vector>
 
-// `semitone ops --speed`: the time of each kind of operator on this CPU in fp32, in a 16-bit
-// dtype's own kernels, and emulated, with Semitone's choice.
-namespace semitone::cli {
+// The time of each kind of operator on this CPU in fp32, in a 16-bit dtype's own kernels, and
+// emulated, with Semitone's choice.
+namespace semitone::train {
 
 struct OperatorSpeed {
   OperatorKind kind;
@@ -22,12 +20,12 @@ struct OperatorSpeed {
   std::optional<double> native_ms;  // nothing: LibTorch raises
   double emulated_ms;
   bool is_native;  // what Semitone chooses
+
+  // What an operator of this kind takes with Semitone.
+  double chosen_ms() const { return is_native ? native_ms.value_or(emulated_ms) : emulated_ms; }
 };
 
 // The minimum of several calls, on as many threads as LibTorch uses. Takes some 10 seconds.
 std::vector<OperatorSpeed> measure_operators();
 
-void print(std::ostream& out, const std::vector<OperatorSpeed>& speeds);
-nlohmann::ordered_json to_json(const std::vector<OperatorSpeed>& speeds);
-
-}  // namespace semitone::cli
+}  // namespace semitone::train
