@@ -229,8 +229,8 @@ std::filesystem::path Checkpoint::path_of(std::int64_t step) const {
 }
 
 std::optional<std::int64_t> Checkpoint::best_step() const {
-  const auto best = impl_->best_first(steps());
-  return best.empty() ? std::nullopt : std::optional(best.front());
+  impl_->wait();
+  return impl_->best_step();
 }
 
 std::vector<std::int64_t> Checkpoint::steps() const {

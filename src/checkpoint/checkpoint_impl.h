@@ -52,14 +52,22 @@ struct Checkpoint::Impl {
   // Returns the records of the files as text.
   std::string write_files(std::int64_t step, std::vector<PendingFile> files) const;
   void finish(Staging& staging, const Manifest& manifest);
-  // Of these steps, those whose manifests have a metric, the best first.
-  std::vector<std::int64_t> best_first(const std::vector<std::int64_t>& steps) const;
+  // Of some steps: those whose manifests have a metric, the best first, and those whose manifests
+  // could not be read for another reason than damage.
+  struct Ranking {
+    std::vector<std::int64_t> best;
+    std::vector<std::int64_t> unread;
+  };
+  Ranking ranking_of(const std::vector<std::int64_t>& steps) const;
   // Of these steps, ascending, those beyond the options' limits.
-  std::vector<std::int64_t> beyond_limits(const std::vector<std::int64_t>& steps) const;
+  std::set<std::int64_t> beyond_limits(const std::vector<std::int64_t>& steps) const;
 
   // resume.cpp
   std::optional<std::int64_t> resume();
   void resume(std::int64_t step);
+  void require_same_step(std::int64_t step) const;
+  // Of those that rank 0 sees.
+  std::optional<std::int64_t> best_step() const;
   // The steps that rank 0 sees.
   std::vector<std::int64_t> common_steps() const;
   Manifest verify(std::int64_t step) const;

@@ -107,15 +107,24 @@ std::string with_checksum(Json json) {
   throw DamageError(kManifestComponent, fmt::format("{} in '{}'", expected, path.string()), got);
 }
 
+// It may be whole.
+[[noreturn]] void throw_unreadable(const std::filesystem::path& path, const std::string& reason) {
+  throw FileError(kManifestComponent, fmt::format("to read '{}'", path.string()), reason);
+}
+
 std::string read_text(const std::filesystem::path& path) {
   std::error_code error;
   const std::uintmax_t bytes = std::filesystem::file_size(path, error);
-  if (error) refuse_manifest(path, "a manifest", error.message());
+  if (!error && !std::filesystem::is_regular_file(path))
+    refuse_manifest(path, "a regular file", "something else");
+  if (error == std::errc::no_such_file_or_directory || error == std::errc::is_a_directory)
+    refuse_manifest(path, "a manifest", error.message());
+  if (error) throw_unreadable(path, error.message());
   if (bytes > kLargest) refuse_manifest(path, "at most 64 MiB", fmt::format("{} bytes", bytes));
   std::string text(bytes, '\0');
   std::ifstream file(path, std::ios::binary);
   if (!file.read(text.data(), static_cast<std::streamsize>(bytes)))
-    refuse_manifest(path, "a manifest", reason_of(errno));
+    throw_unreadable(path, reason_of(errno));
   return text;
 }
 

@@ -13,7 +13,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <sstream>
+#include <string>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -188,7 +190,28 @@ void Checkpoint::Impl::load_if_it_fits(const Manifest& manifest) {
   load(manifest);
 }
 
+void Checkpoint::Impl::require_same_step(std::int64_t step) const {
+  const auto all = options.group().all_gather(std::to_string(step));
+  if (std::ranges::adjacent_find(all, std::ranges::not_equal_to()) == all.end()) return;
+  throw Error(kResume, "the same step on all ranks", fmt::format("{}", fmt::join(all, ", ")),
+              "best_step() and steps() of one rank, for all of them");
+}
+
+std::optional<std::int64_t> Checkpoint::Impl::best_step() const {
+  std::vector<std::int64_t> best;
+  on_all_ranks(options.group(), kResume, [&] {
+    if (!is_first()) return;
+    std::vector<std::int64_t> steps = steps_in(directory);
+    std::erase_if(steps, [&](std::int64_t step) { return rejected.contains(step); });
+    best = ranking_of(steps).best;
+    best.resize(std::min<std::size_t>(best.size(), 1));
+  });
+  best = to_steps(options.group().broadcast(to_words(best)));
+  return best.empty() ? std::nullopt : std::optional(best.front());
+}
+
 void Checkpoint::Impl::resume(std::int64_t step) {
+  require_same_step(step);
   const auto steps = common_steps();
   if (std::find(steps.begin(), steps.end(), step) == steps.end()) {
     throw FileError(kResume,

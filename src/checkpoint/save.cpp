@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstddef>
 #include <iterator>
+#include <ranges>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -117,36 +118,39 @@ void Checkpoint::Impl::finish(Staging& staging, const Manifest& manifest) {
   }
 }
 
-std::vector<std::int64_t> Checkpoint::Impl::best_first(
+Checkpoint::Impl::Ranking Checkpoint::Impl::ranking_of(
     const std::vector<std::int64_t>& steps) const {
-  std::vector<std::pair<double, std::int64_t>> ranking;
+  Ranking ranking;
+  std::vector<std::pair<double, std::int64_t>> metrics;
   const double sign = options.best() == Best::lowest ? 1 : -1;
   for (const std::int64_t step : steps) {
     try {
       const Manifest manifest = read_manifest(complete_path(directory, step));
-      if (manifest.metric.has_value()) ranking.emplace_back(sign * *manifest.metric, -step);
-    } catch (const FileError&) {
+      if (manifest.metric.has_value()) metrics.emplace_back(sign * *manifest.metric, -step);
+    } catch (const DamageError&) {
       // A damaged checkpoint is not the best.
+    } catch (const FileError& error) {
+      log()->warn("the metric of step {} cannot be read: {}", step, error.what());
+      ranking.unread.push_back(step);
     }
   }
-  std::ranges::sort(ranking);
-  std::vector<std::int64_t> best;
-  for (const auto& [metric, step] : ranking) best.push_back(-step);
-  return best;
+  std::ranges::sort(metrics);
+  for (const auto& [metric, step] : metrics) ranking.best.push_back(-step);
+  return ranking;
 }
 
-std::vector<std::int64_t> Checkpoint::Impl::beyond_limits(
+std::set<std::int64_t> Checkpoint::Impl::beyond_limits(
     const std::vector<std::int64_t>& steps) const {
   if (!options.keep().has_value()) return {};
-  const auto keep = static_cast<std::size_t>(*options.keep());
-  const std::size_t older = steps.size() - std::min(keep, steps.size());
-  const auto end_of_older = steps.begin() + static_cast<std::ptrdiff_t>(older);
-  std::set<std::int64_t> beyond(steps.begin(), end_of_older);
-  if (options.keep_best() == 0 || beyond.empty()) return {beyond.begin(), beyond.end()};
-  std::vector<std::int64_t> best = best_first(steps);
-  best.resize(std::min(best.size(), static_cast<std::size_t>(options.keep_best())));
-  for (const std::int64_t step : best) beyond.erase(step);
-  return {beyond.begin(), beyond.end()};
+  const auto newest = steps.end() - std::min<std::ptrdiff_t>(*options.keep(), std::ssize(steps));
+  std::set<std::int64_t> beyond(steps.begin(), newest);
+  if (options.keep_best() == 0 || beyond.empty()) return beyond;
+  const Ranking ranking = ranking_of(steps);
+  for (const std::int64_t step : ranking.best | std::views::take(options.keep_best()))
+    beyond.erase(step);
+  // One of them may be the best.
+  for (const std::int64_t step : ranking.unread) beyond.erase(step);
+  return beyond;
 }
 
 void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,

@@ -138,6 +138,20 @@ TEST_F(CheckpointDirectory, HasNoBestStepWithoutMetrics) {
   EXPECT_THAT(checkpoint.steps(), ElementsAre(3));
 }
 
+// It may be whole. A directory in its place cannot be read, also by root.
+TEST_F(CheckpointDirectory, ACheckpointWhoseMetricCannotBeReadStays) {
+  auto checkpoint = make(CheckpointOptions().keep(1).keep_best(1));
+  checkpoint.save(1, 0.1);
+  checkpoint.save(2, 0.5);
+  ASSERT_THAT(checkpoint.steps(), ElementsAre(1, 2));
+  const fs::path manifest = checkpoint.path_of(1) / "manifest.json";
+  fs::remove(manifest);
+  fs::create_symlink("manifest.json", manifest);  // a loop
+  checkpoint.save(3, 0.6);
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(1, 2, 3));
+  EXPECT_EQ(checkpoint.best_step(), 2);
+}
+
 TEST_F(CheckpointDirectory, ADamagedManifestIsNotTheBest) {
   auto checkpoint = make(CheckpointOptions().keep_best(1));
   checkpoint.save(1, 0.5);

@@ -213,8 +213,9 @@ class Checkpoint {
   std::filesystem::path path_of(std::int64_t step) const;
 
   /// Returns the step of the checkpoint with the best metric, by the order of
-  /// CheckpointOptions::keep_best, or std::nullopt if none has a metric. Reads the manifests, and
-  /// passes over damaged ones: resume(step) verifies the rest. Not collective.
+  /// CheckpointOptions::keep_best, or std::nullopt if none has a metric. Waits for save_async(). Reads
+  /// the manifests, and passes over damaged ones and what resume() has rejected; resume(step) then
+  /// verifies the other files. Collective: all ranks get the step that rank 0 finds.
   std::optional<std::int64_t> best_step() const;
 
   /// Returns the steps of the checkpoints in the directory, in ascending order, without verifying

@@ -22,8 +22,10 @@ class CheckpointOptions {
   CheckpointOptions& keep(std::optional<std::int64_t> count);
   const std::optional<std::int64_t>& keep() const { return keep_; }
 
-  /// Also keeps, besides the newest ones, the checkpoints with the best metrics, see Checkpoint::save.
-  /// Of equal metrics the later is better. At least 1, Error otherwise. Default: none.
+  /// Also keeps the checkpoints with the best metrics of all in the directory (Checkpoint::save),
+  /// whether they are among the newest or not: with keep(3) and keep_best(2), 3 to 5 checkpoints
+  /// stay. Of equal metrics the later is better. Without effect if keep is std::nullopt. At least 1,
+  /// Error otherwise. Default: none.
   CheckpointOptions& keep_best(std::int64_t count, Best best = Best::lowest);
   std::int64_t keep_best() const { return keep_best_; }
   Best best() const { return best_; }
