@@ -43,16 +43,15 @@ Watch::Watch(c10::intrusive_ptr<c10d::Store> store, const WatchOptions& options)
     const std::string endpoint = get(*store_, "watch");
     std::string_view words = endpoint;
     token_ = next_word(words);
-    const std::string host(next_word(words));
-    const int port = parse<int>(words).value_or(0);
-    auto connection = net::connect_to({host, port}, options_.timeout);
+    rank0_.host = next_word(words);
+    rank0_.port = parse<int>(words).value_or(0);
+    reconnect_until_ = Clock::now() + options_.timeout;
+    auto connection = net::connect_to(rank0_, options_.timeout);
     if (!connection.ok()) {
-      throw CommError(kInitComponent, fmt::format("an answer from {}:{}", host, port),
+      throw CommError(kInitComponent, fmt::format("an answer from {}:{}", rank0_.host, rank0_.port),
                       connection.problem, "can this machine reach it?");
     }
-    Peer rank0 = make_peer(std::move(connection.value));
-    rank0.channel.send(fmt::format("hello {} {}", token_, options_.rank));
-    peers_.emplace(0, std::move(rank0));
+    peers_.emplace(0, make_rank0(std::move(connection.value)));
   }
   thread_ = std::thread([this] { run(); });
 }

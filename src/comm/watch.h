@@ -107,10 +107,14 @@ class Watch {
     net::LineChannel channel;
     net::Time connected_at;
     std::uint64_t calls = 0;
+    bool has_answered = false;  // with any line
     bool left = false;
   };
 
   Peer make_peer(Descriptor connection) const;
+  // Of the other ranks: a connection to rank 0, which begins with "hello".
+  Peer make_rank0(Descriptor connection) const;
+  bool reconnect(Peer& rank0);
   void run();
   void wait_for_events(net::Time until);
   void accept_peers();
@@ -128,12 +132,15 @@ class Watch {
   const c10::intrusive_ptr<c10d::Store> store_;
   const WatchOptions options_;
   std::string token_;  // so that a foreign connection is not taken for a rank's
+  net::Address rank0_;
 
   // Used by the thread only.
   net::Listener listener_;  // of rank 0
   net::WakeEvent wake_;
-  std::vector<Peer> pending_;  // connected, without a valid hello so far
-  std::map<int, Peer> peers_;  // rank 0: all others; the others: rank 0
+  net::Time reconnect_until_;
+  std::vector<std::string> unanswered_;  // sent to rank 0 before it has sent a line
+  std::vector<Peer> pending_;            // connected, without a valid hello so far
+  std::map<int, Peer> peers_;            // rank 0: all others; the others: rank 0
   net::HeartbeatTimer heartbeat_;
   net::SilenceTimer unconnected_;  // of ranks without a connection, on rank 0
 

@@ -36,6 +36,10 @@ constexpr milliseconds kGoodbyeTimeout(500);
 // Connections that are kept before their first line, beyond those of the ranks that are missing.
 constexpr std::size_t kMaxStrangers = 128;
 
+// Of a rank whose connection rank 0 has closed without an answer.
+constexpr milliseconds kRetryInterval(250);
+constexpr milliseconds kReconnectTimeout(1000);
+
 // Largest number of ranks in a heartbeat.
 constexpr std::size_t kMaxNamed = 8;
 
@@ -43,6 +47,23 @@ constexpr std::size_t kMaxNamed = 8;
 
 Watch::Peer Watch::make_peer(Descriptor connection) const {
   return {net::LineChannel(std::move(connection), options_.silence), Clock::now()};
+}
+
+Watch::Peer Watch::make_rank0(Descriptor connection) const {
+  Peer rank0 = make_peer(std::move(connection));
+  rank0.channel.send(fmt::format("hello {} {}", token_, options_.rank));
+  return rank0;
+}
+
+// Rank 0 closes a connection at once while strangers use up those that it can keep.
+bool Watch::reconnect(Peer& rank0) {
+  if (options_.rank == 0 || rank0.has_answered || Clock::now() >= reconnect_until_) return false;
+  std::this_thread::sleep_for(kRetryInterval);
+  auto connection = net::connect_to(rank0_, kReconnectTimeout);
+  if (!connection.ok()) return false;
+  rank0 = make_rank0(std::move(connection.value));
+  for (const std::string& line : unanswered_) rank0.channel.send(line);
+  return true;
 }
 
 void Watch::set_loss(const Loss& loss) {
@@ -85,6 +106,7 @@ void Watch::run() {
       if (options_.rank == 0) {
         handle_line(0, line);
       } else {
+        if (!peers_.at(0).has_answered) unanswered_.push_back(line);
         send_to_all(line);
       }
     }
@@ -133,8 +155,12 @@ void Watch::accept_peers() {
 
 void Watch::receive_from(int rank, Peer& peer) {
   peer.channel.update(Clock::now());
-  while (const auto line = peer.channel.receive()) handle_line(rank, *line);
-  if (!peer.channel.is_open() && !peer.left) set_loss({{rank}, "its process has ended"});
+  while (const auto line = peer.channel.receive()) {
+    peer.has_answered = true;
+    handle_line(rank, *line);
+  }
+  if (!peer.channel.is_open() && !peer.left && !reconnect(peer))
+    set_loss({{rank}, "its process has ended"});
 }
 
 void Watch::handle_line(int rank, std::string_view line) {

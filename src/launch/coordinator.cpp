@@ -6,21 +6,19 @@
 
 #include <algorithm>
 #include <csignal>
-#include <cstddef>
 #include <exception>
 
 namespace semitone::launch {
 namespace {
 
 constexpr auto kStopTimeout = std::chrono::seconds(5);
-// Connections that are kept although their other ends have not joined. Launchers that are refused
-// for this reason try again; a job of 4096 nodes that start at the same moment takes some seconds.
-constexpr std::size_t kMaxStrangers = 512;
 
 }  // namespace
 
-Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout)
+Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout,
+                         std::size_t most_strangers)
     : heartbeat_timeout_(heartbeat_timeout),
+      most_strangers_(most_strangers),
       listener_(std::move(listener)),
       job_(std::move(job), Clock::now()),
       stop_(make_pipe()) {
@@ -78,7 +76,8 @@ void Coordinator::accept(Time now) {
   std::size_t strangers = 0;
   for (const auto& [id, connection] : connections_)
     if (is_stranger(id)) ++strangers;
-  for (Descriptor& socket : listener_.accept(kMaxStrangers - std::min(kMaxStrangers, strangers))) {
+  for (Descriptor& socket :
+       listener_.accept(most_strangers_ - std::min(most_strangers_, strangers))) {
     connections_.emplace(next_++, Connection{Channel(std::move(socket), heartbeat_timeout_),
                                              now + heartbeat_timeout_});
   }

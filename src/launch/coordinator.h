@@ -6,6 +6,7 @@
 #include "src/launch/job_state.h"
 #include "src/net/sockets.h"
 
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <thread>
@@ -18,7 +19,11 @@ namespace semitone::launch {
 class Coordinator {
  public:
   // @param listener  where the other nodes' launchers connect; closed for one node
-  Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout);
+  // @param most_strangers  connections that are kept although their other ends have not joined.
+  //                        Launchers that find none free try again. A start of 4096 nodes at the
+  //                        same moment then takes some seconds
+  Coordinator(Job job, Descriptor listener, Clock::duration heartbeat_timeout,
+              std::size_t most_strangers = 512);
   // Waits up to five seconds until the others have received the outcome.
   ~Coordinator();
   Coordinator(const Coordinator&) = delete;
@@ -28,6 +33,8 @@ class Coordinator {
   Channel connect() { return {std::move(own_end_), heartbeat_timeout_}; }
 
  private:
+  static constexpr JobState::Id kOwn = 0;  // of this node's own connection
+
   struct Connection {
     Channel channel;
     Time join_by;  // a stranger's connection is closed then
@@ -36,13 +43,14 @@ class Coordinator {
   void run();
   void wait();
   void accept(Time now);
-  // Whether the other end has not joined the job, or has left it.
-  bool is_stranger(JobState::Id id) const { return !job_.has(id); }
+  // Whether the other end is another process that has not joined the job, or has left it.
+  bool is_stranger(JobState::Id id) const { return id != kOwn && !job_.has(id); }
   void receive_messages(JobState::Id id, Channel& channel, Time now);
   void send_messages();
   void erase(JobState::Id id, Time now);
 
   Clock::duration heartbeat_timeout_;
+  std::size_t most_strangers_;
   net::Listener listener_;
   Descriptor own_end_;
   JobState job_;

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <utility>
@@ -16,6 +17,7 @@ namespace {
 
 // So that new connections do not keep the owner of a listener from its other work.
 constexpr int kMostAtOnce = 256;
+constexpr auto kPause = std::chrono::milliseconds(100);
 
 Descriptor open_socket(int family) {
   return above_standard_streams(
@@ -91,17 +93,15 @@ Descriptor accept_from(const Descriptor& listener) {
   }
 }
 
-Listener::Listener(Descriptor socket)
-    : socket_(std::move(socket)), reserve_(::open("/dev/null", O_RDONLY | O_CLOEXEC)) {}
-
 std::vector<Descriptor> Listener::accept(std::size_t most) {
   std::vector<Descriptor> accepted;
-  for (int n = 0; n < kMostAtOnce && socket_.is_open(); ++n) {
+  if (!reserve_.is_open()) take_reserve();
+  for (int n = 0; n < kMostAtOnce && descriptor() >= 0; ++n) {
     Descriptor connection = accept_from(socket_);
     if (connection.is_open()) {
       if (accepted.size() < most) accepted.push_back(std::move(connection));
     } else if (errno == EMFILE || errno == ENFILE) {
-      if (!refuse_one()) break;
+      refuse_one();
     } else if (errno != EINTR && errno != ECONNABORTED) {
       break;
     }
@@ -109,15 +109,19 @@ std::vector<Descriptor> Listener::accept(std::size_t most) {
   return accepted;
 }
 
-// Accepts a connection with the reserved descriptor, and closes it. Whether there was one.
-bool Listener::refuse_one() {
+// Accepts a connection with the reserved descriptor, and closes it. Another thread may have taken the
+// descriptor meanwhile: then, or if there is no connection, the next attempt comes later.
+void Listener::refuse_one() {
   if (!std::exchange(warned_, true)) {
     log()->warn("connections are refused: this process has no file descriptor left (ulimit -n)");
   }
   reserve_.close();
-  const bool was_there = accept_from(socket_).is_open();
-  reserve_ = Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  return was_there;
+  if (!accept_from(socket_).is_open()) paused_until_ = Clock::now() + kPause;
+  take_reserve();
+}
+
+void Listener::take_reserve() {
+  reserve_ = Descriptor(::fcntl(socket_.number(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
 }
 
 Result<Descriptor> connect_to(const Address& address, std::chrono::milliseconds timeout) {

@@ -1,9 +1,11 @@
 #pragma once
 
 #include "src/net/address.h"
+#include "src/net/clock.h"
 
 #include <chrono>
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 // TCP. All sockets are closed by exec, do not block, and have numbers above those of the standard
@@ -26,10 +28,11 @@ class Listener {
  public:
   // Never has connections.
   Listener() = default;
-  explicit Listener(Descriptor socket);
+  explicit Listener(Descriptor socket) : socket_(std::move(socket)) {}
 
-  // The descriptor to poll for POLLIN; negative without a socket.
-  int descriptor() const { return socket_.number(); }
+  // The descriptor to poll for POLLIN; negative without a socket, or for a moment if nothing can be
+  // accepted.
+  int descriptor() const { return Clock::now() < paused_until_ ? -1 : socket_.number(); }
 
   // The new connections, a limited number in each call. Those beyond `most` are closed at once, as
   // are all while this process has no descriptor left (a warning is logged once): left in the queue,
@@ -37,10 +40,13 @@ class Listener {
   std::vector<Descriptor> accept(std::size_t most);
 
  private:
-  bool refuse_one();
+  void refuse_one();
+  void take_reserve();
 
   Descriptor socket_;
-  Descriptor reserve_;  // given up for the moment in which a connection is refused
+  // A second number of the socket, given up for the moment in which a connection is refused.
+  Descriptor reserve_;
+  Time paused_until_{};
   bool warned_ = false;
 };
 

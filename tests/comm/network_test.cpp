@@ -2,13 +2,23 @@
 
 #include "semitone/core/error.h"
 #include "src/comm/machine.h"
+#include "src/comm/store.h"
+#include "src/comm/watch.h"
 #include "src/net/sockets.h"
 #include "tests/support/errors.h"
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
+#include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 namespace semitone::comm {
 namespace {
@@ -51,6 +61,42 @@ TEST(Machines, ShareALoopbackInterfaceInOneNetworkOfOneKernel) {
   // Where the kernel tells nothing.
   EXPECT_TRUE(share_loopback({"a", "-", "-"}, {"a", "-", "-"}));
   EXPECT_FALSE(share_loopback({"a", "-", "-"}, {"b", "-", "-"}));
+}
+
+// Rank 0 keeps only so many connections that have not said what they are. A rank that finds no room
+// tries again, and sends again what rank 0 has not received.
+TEST(Watching, ARankConnectsOnceStrangersAreGone) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto options_of = [](int rank) {
+    WatchOptions options;
+    options.rank = rank;
+    options.size = 2;
+    options.address = "127.0.0.1";
+    options.interval = std::chrono::milliseconds(200);
+    options.silence = std::chrono::seconds(20);
+    options.timeout = std::chrono::seconds(30);
+    return options;
+  };
+  Watch host(store, options_of(0));
+  std::istringstream words(get(*store, "watch"));
+  std::string token;
+  net::Address address;
+  words >> token >> address.host >> address.port;
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 200; ++i) {
+    auto connected = net::connect_to(address, std::chrono::seconds(30));
+    ASSERT_TRUE(connected.ok()) << connected.problem;
+    strangers.push_back(std::move(connected.value));
+  }
+  auto member = std::async(std::launch::async, [&] {
+    Watch watch(store, options_of(1));
+    return watch.barrier("here", {0, 1}, std::chrono::seconds(20), "barrier");
+  });
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  strangers.clear();
+  EXPECT_TRUE(host.barrier("here", {0, 1}, std::chrono::seconds(20), "barrier").empty());
+  EXPECT_TRUE(member.get().empty());
+  EXPECT_FALSE(host.loss().has_value());
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "semitone/launch/launcher.h"
 #include "src/launch/channel.h"
 #include "src/launch/clock.h"
+#include "src/launch/coordinator.h"
 #include "src/launch/messages.h"
 #include "src/launch/ports.h"
 #include "src/net/polling.h"
@@ -24,10 +25,12 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
+#include <variant>
 #include <vector>
 
 // Jobs on several nodes: launchers in threads of this process, as if on separate machines.
@@ -393,34 +396,60 @@ bool is_closed(const Descriptor& socket) {
   return got == 0 || errno == ECONNRESET;
 }
 
-TEST_F(Nodes, ConnectionsThatDoNotJoinAreClosed) {
-  auto host = start(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(1)));
-  ASSERT_TRUE(is_hosted());
-  auto stranger = net::connect_to({"127.0.0.1", port_}, std::chrono::seconds(30));
-  ASSERT_TRUE(stranger.ok()) << stranger.problem;
+// Connections of which node 0 knows nothing yet.
+class Strangers : public ::testing::Test {
+ protected:
+  // @param most  see Coordinator
+  void start(Clock::duration heartbeat_timeout, std::size_t most) {
+    auto listener = net::listen_on({"127.0.0.1", 0});
+    ASSERT_TRUE(listener.ok()) << listener.problem;
+    address_ = net::address_of(listener.value);
+    Job job;
+    job.nodes = {2, 2};
+    job.master_addr = "127.0.0.1";
+    job.join_timeout = std::chrono::minutes(1);
+    coordinator_.emplace(std::move(job), std::move(listener.value), heartbeat_timeout, most);
+  }
+
+  Descriptor connect() const {
+    auto connected = net::connect_to(address_, std::chrono::seconds(30));
+    EXPECT_TRUE(connected.ok()) << connected.problem;
+    return std::move(connected.value);
+  }
+
+  net::Address address_;
+  std::optional<Coordinator> coordinator_;
+};
+
+TEST_F(Strangers, WhoDoNotJoinAreDisconnected) {
+  start(std::chrono::seconds(1), 8);
+  const Descriptor stranger = connect();
   // It is not silent.
   EXPECT_TRUE(eventually([&] {
-    ::send(stranger.value.number(), "{\"beat\":true}\n", 14, MSG_NOSIGNAL);
-    return is_closed(stranger.value);
+    ::send(stranger.number(), "{\"beat\":true}\n", 14, MSG_NOSIGNAL);
+    return is_closed(stranger);
   }));
-  EXPECT_EQ(run(node("exit 0", {2, 2})).outcome, LaunchOutcome::succeeded);
-  EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
 }
 
-TEST_F(Nodes, AJobRunsThoughManyConnect) {
-  auto host = start(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(3)));
-  ASSERT_TRUE(is_hosted());
+TEST_F(Strangers, AreKeptUpToALimitAndALauncherJoinsAfterThem) {
+  start(std::chrono::minutes(1), 8);
   std::vector<Descriptor> strangers;
-  for (int i = 0; i < 600; ++i) {
-    auto stranger = net::connect_to({"127.0.0.1", port_}, std::chrono::seconds(30));
-    ASSERT_TRUE(stranger.ok()) << stranger.problem;
-    strangers.push_back(std::move(stranger.value));
-  }
-  // 512 of them are kept, until they have not joined in time.
-  EXPECT_TRUE(eventually(
-      [&] { return std::count_if(strangers.begin(), strangers.end(), is_closed) >= 88; }));
-  EXPECT_EQ(run(node("exit 0", {2, 2})).outcome, LaunchOutcome::succeeded);
-  EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
+  for (int i = 0; i < 12; ++i) strangers.push_back(connect());
+  const auto closed = [&] { return std::count_if(strangers.begin(), strangers.end(), is_closed); };
+  EXPECT_TRUE(eventually([&] { return closed() == 4; }));
+  strangers.clear();
+  Channel host = coordinator_->connect();
+  Join join;
+  join.min_nodes = join.max_nodes = 2;
+  host.send(join);
+  Channel node(connect(), std::chrono::minutes(1));
+  node.send(join);
+  EXPECT_TRUE(eventually([&] {
+    host.update(Clock::now());
+    node.update(Clock::now());
+    const auto message = node.receive();
+    return message.has_value() && std::holds_alternative<Assignment>(*message);
+  }));
 }
 
 }  // namespace

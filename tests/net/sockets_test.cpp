@@ -141,6 +141,7 @@ TEST_F(ListenerTest, KeepsSoManyConnectionsAndClosesTheRest) {
 }
 
 TEST_F(ListenerTest, ClosesConnectionsWhileNoDescriptorIsLeft) {
+  EXPECT_TRUE(listener_.accept(10).empty());  // as before every poll
   const std::array<Descriptor, 2> clients{connect(), connect()};
   std::vector<Descriptor> all;
   rlimit before{};
@@ -156,8 +157,28 @@ TEST_F(ListenerTest, ClosesConnectionsWhileNoDescriptorIsLeft) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
 
   const Descriptor later = connect();
-  EXPECT_EQ(listener_.accept(10).size(), 1U);
-  EXPECT_FALSE(is_closed(later));
+  EXPECT_TRUE(test::eventually([&] { return listener_.accept(10).size() == 1; }));
+}
+
+TEST_F(ListenerTest, PausesIfNotEvenOneConnectionCanBeRefused) {
+  const Descriptor client = connect();
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{256, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::vector<Descriptor> all;
+  while (all.empty() || all.back().is_open())
+    all.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  EXPECT_TRUE(listener_.accept(10).empty());
+  EXPECT_LT(listener_.descriptor(), 0);
+  all.clear();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  std::vector<Descriptor> kept;
+  EXPECT_TRUE(test::eventually([&] {
+    kept = listener_.accept(10);
+    return kept.size() == 1;
+  }));
+  EXPECT_FALSE(is_closed(client));
 }
 
 TEST(Connecting, EndsWithItsTimeout) {
