@@ -227,16 +227,22 @@ void set_master(launch::LaunchOptions& options, const std::string& addr, std::in
 }
 
 std::string rdzv_token(const std::string& file, const std::string& component) {
-  if (file.empty()) return env::get(env::kRdzvToken).value_or("");
+  const auto trimmed = [](std::string text) {
+    text.erase(text.find_last_not_of(" \t\r\n") + 1);
+    return text;
+  };
+  if (file.empty()) return trimmed(env::get(env::kRdzvToken).value_or(""));
   constexpr std::size_t kMost = 4096;
+  errno = 0;
   std::ifstream stream(file);
   std::string text(kMost, '\0');
   stream.read(text.data(), kMost);
+  const int failure = errno;
   text.resize(static_cast<std::size_t>(stream.gcount()));
-  text.erase(text.find_last_not_of(" \t\r\n") + 1);
+  text = trimmed(std::move(text));
   if (text.empty()) {
     throw FileError(component, "a file with a token at '" + file + "'",
-                    stream.is_open() ? "an empty one" : reason_of(errno));
+                    failure != 0 ? reason_of(failure) : "an empty one");
   }
   return text;
 }

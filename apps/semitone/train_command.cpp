@@ -114,7 +114,8 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
-                   flags.options.batch_size(), flags.options.optimizer(), flags.options.lr(),
+                   options_of(flags, flags.levels().front(), group).batch_size(),
+                   flags.options.optimizer(), flags.options.lr(),
                    train::find_optimizer(flags.options.optimizer()).has_momentum
                        ? fmt::format(" momentum {}", flags.options.momentum())
                        : "",

@@ -13,7 +13,7 @@ RunConfig run_config_of(const TrainOptions& options, MemoryFormat format,
   RunConfig config{
       {"--loss-scale", options.loss_scale() ? options.loss_scale()->to_string() : "auto"},
       {"--growth-interval", text(options.growth_interval())},
-      {"--batch-size times --nproc", text(options.batch_size() * options.group().size())},
+      {"images per step", text(options.batch_size() * options.group().size())},
       {"--optimizer", options.optimizer()},
       {"--lr", text(options.lr())},
       {"--schedule", std::string(name_of(options.schedule()))},

@@ -79,8 +79,7 @@ TEST(DistributedCheckpoints, AnotherNumberOfProcessesContinuesWithTheSameImages)
         [&] {
           train_classifier(models.factory(), data(), together(20).batch_size(16).resume_from(one));
         },
-        {"[checkpoint.resume]", "--batch-size times --nproc 32",
-         "got --batch-size times --nproc 16"});
+        {"[checkpoint.resume]", "images per step 32", "got images per step 16"});
   });
 }
 

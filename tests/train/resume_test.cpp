@@ -134,11 +134,10 @@ class ResumingTest : public ::testing::Test {
 
 TEST_F(ResumingTest, OtherOptionsAreRefusedByTheirFlags) {
   const auto more = options().max_steps(6).checkpoint_dir(run_).resume_auto(true);
-  EXPECT_THAT(
-      message(TrainOptions(more).batch_size(16)),
-      AllOf(HasSubstr("[checkpoint.resume] expected --batch-size times --nproc 16 in '"),
-            HasSubstr(step_of(run_, 3).string()), HasSubstr("got --batch-size times --nproc 8"),
-            HasSubstr("resume with the settings of the saved run")));
+  EXPECT_THAT(message(TrainOptions(more).batch_size(16)),
+              AllOf(HasSubstr("[checkpoint.resume] expected images per step 16 in '"),
+                    HasSubstr(step_of(run_, 3).string()), HasSubstr("got images per step 8"),
+                    HasSubstr("resume with the settings of the saved run")));
   EXPECT_THAT(message(TrainOptions(more).seed(5)), HasSubstr("--seed 5"));
   EXPECT_THAT(
       message(TrainOptions(more).optimizer("adam")),
