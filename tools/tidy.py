@@ -67,15 +67,14 @@ def need_no_unit():
     that reading that one reads them alone, and those that have nothing but includes of public headers."""
     include = ROOT / "include"
     headers = {str(path.relative_to(include)): path.read_text() for path in include.rglob("*.h")}
-    good = set()
-    for name, text in headers.items():
-        included = re.findall(r'^#include [<"](.+)[">]', text, re.M)
-        if included and included[0] in headers:
-            good.add(included[0])
-        code = [line for line in text.splitlines() if line and not line.startswith(("//", "#pragma once", "#include"))]
-        if not code and all(one in headers for one in included):
-            good.add(name)
-    return {re.sub(r"\W", "_", f"include/{name}") for name in good}
+    included = {name: re.findall(r'^#include [<"](.+)[">]', text, re.M) for name, text in headers.items()}
+
+    def has_code(text):
+        return any(line and not line.startswith(("//", "#pragma once", "#include")) for line in text.splitlines())
+
+    lists = {name for name, text in headers.items() if not has_code(text) and all(one in headers for one in included[name])}
+    first = {included[name][0] for name in headers if name not in lists and included[name]}
+    return {re.sub(r"\W", "_", f"include/{name}") for name in lists | (first & set(headers))}
 
 
 def definitions(command):
@@ -84,7 +83,8 @@ def definitions(command):
 
 def joined(groups, folder):
     """Units of several of the build's groups, each with the list of its groups. Groups that define a macro differently stay
-    apart, as do tests and other sources."""
+    apart, as do tests and other sources. A unit hides what one of its sources uses without including it, and a
+    using-declaration that only another one needs: --alone finds both."""
     units = []
     for entry in groups:
         sources = sources_of(entry["file"])
