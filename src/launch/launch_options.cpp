@@ -52,7 +52,7 @@ void require_token(const std::string& token) {
   require(token.size() <= kMaxToken && is_printable,
           fmt::format("an rdzv-token of at most {} printable ASCII characters, without spaces",
                       kMaxToken),
-          is_printable ? fmt::format("{}", token.size()) : "others");
+          is_printable ? fmt::format("{}", token.size()) : "one with other characters");
 }
 
 }  // namespace

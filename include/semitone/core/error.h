@@ -49,7 +49,7 @@ class FileError : public Error {
 };
 
 /// Training cannot continue: too many consecutive steps were skipped (see scaling/loss_scale.h), or
-/// a loss or the gradients are what no training recovers from (see amp/divergence_guard.h).
+/// losses or gradients are those of a diverged training (see amp/divergence_guard.h).
 class DivergedError : public Error {
  public:
   using Error::Error;

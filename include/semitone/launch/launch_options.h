@@ -69,9 +69,9 @@ class LaunchOptions {
   /// refused. If it is empty, node 0 generates a name. Node 0 then refuses launchers that specify a
   /// name and, with rdzv_endpoint, launchers of another program or with other arguments.
   LaunchOptions& rdzv_id(std::string value);
-  /// A secret of 1 to 1024 printable ASCII characters, the same on every node. Launchers that do not
-  /// know it are refused. It is sent unencrypted: it keeps out those who can connect to node 0, and
-  /// not those who can read the network's packets. Empty, the default: none.
+  /// A secret, the same on every node: up to 1024 printable ASCII characters, without spaces.
+  /// Launchers that do not know it are refused. It is sent unencrypted: it keeps out those who can
+  /// connect to node 0, and not those who can read the network's packets. Empty, the default: none.
   LaunchOptions& rdzv_token(std::string value);
   /// MASTER_ADDR of the job, if this node becomes node 0 and the others reach it at another address
   /// than the endpoint's.
