@@ -55,8 +55,8 @@ Setting setting_of(int kill) {
   while (true) {
     run.train_to(run.step + 1);
     if (asynchronous) {
-      checkpoint.save_async(run.step);  // and has written the one before
-      std::cout << "saved " << run.step - 1 << std::endl;
+      checkpoint.save_async(run.step);  // and has written the one before, if there was one
+      if (run.step > 1) std::cout << "saved " << run.step - 1 << std::endl;
     } else {
       checkpoint.save(run.step);
       std::cout << "saved " << run.step << std::endl;
