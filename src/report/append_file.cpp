@@ -23,8 +23,13 @@ Descriptor open_to_append(const std::filesystem::path& path) {
 
 AppendFile::AppendFile(std::filesystem::path path)
     : path_(std::move(path)), file_(open_to_append(path_)) {
+  if (!file_.is_open()) fail(errno);
+  read_size();
+}
+
+void AppendFile::read_size() {
   struct stat status{};
-  if (!file_.is_open() || ::fstat(file_.number(), &status) != 0) fail(errno);
+  if (::fstat(file_.number(), &status) != 0) fail(errno);
   size_ = status.st_size;
 }
 
@@ -33,7 +38,9 @@ void AppendFile::fail(int reason) const {
 }
 
 void AppendFile::lock() {
-  if (::flock(file_.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  const bool is_locked = ::flock(file_.number(), LOCK_EX | LOCK_NB) == 0;
+  // The last process that had the lock may have written since the file was opened.
+  if (is_locked || errno != EWOULDBLOCK) return read_size();
   throw FileError(kRunLog, "a directory that nothing else writes to",
                   "'" + path_.string() + "', which another process or RunLog has open",
                   "give each run its own directory, and each process its RunLogOptions::rank");

@@ -26,7 +26,7 @@ class AppendFile {
   // Removes an incomplete last line, which a write leaves if the system stops in the middle of it.
   void remove_incomplete_line();
 
-  bool is_empty() const { return size_ == 0; }
+  std::int64_t size() const { return size_; }
   // Returns up to this number of bytes from the beginning.
   std::string beginning(std::size_t count) const;
 
@@ -37,6 +37,7 @@ class AppendFile {
   void flush();
 
  private:
+  void read_size();
   std::string read(std::int64_t offset, std::size_t count) const;
   [[noreturn]] void fail(int reason) const;
 

@@ -15,6 +15,7 @@ namespace semitone::report {
 namespace {
 
 constexpr std::string_view kHeader = "step,wall_time,name,value\n";
+constexpr auto kHeaderSize = static_cast<std::int64_t>(kHeader.size());
 
 using Json = nlohmann::ordered_json;
 
@@ -32,13 +33,15 @@ AppendFile open_metrics(const std::filesystem::path& directory, bool append) {
   const auto path = created(directory) / "metrics.csv";
   AppendFile file(path);
   file.lock();
-  if (!append && !file.is_empty())
+  if (!append && file.size() > kHeaderSize)  // a start that failed has left no values
     throw FileError(kRunLog, "a directory without a run", "'" + path.string() + "'",
                     "name another directory, or let RunLogOptions::append continue the run");
-  file.remove_incomplete_line();
-  if (!file.is_empty() && file.beginning(kHeader.size()) != kHeader)
+  // Checked before anything is removed. A shorter file may be what a start left that was killed.
+  const std::string beginning = file.beginning(kHeader.size());
+  if (!kHeader.starts_with(beginning))
     throw FileError(kRunLog, "the columns step,wall_time,name,value in '" + path.string() + "'",
                     "another first line", "name another directory");
+  file.remove_incomplete_line();
   return file;
 }
 
@@ -86,12 +89,12 @@ double wall_time() {
 RunFiles::RunFiles(const std::filesystem::path& directory, const RunLogOptions& options,
                    std::int64_t rank, std::int64_t world_size)
     : metrics_(open_metrics(directory, options.append())),
-      continues_(!metrics_.is_empty()),
+      continues_(metrics_.size() > kHeaderSize),
       texts_(open_lines(directory / "texts.jsonl")),
       events_(directory / events_file_name(wall_time())),
       json_(directory, options, rank, world_size),
       config_(markdown_of(options.config())) {
-  if (!continues_) metrics_.add(kHeader);
+  if (metrics_.size() == 0) metrics_.add(kHeader);
   const Moment start{wall_time(), 0};
   events_.add(file_version_record(start.time));
   if (!continues_ && !config_.empty()) events_.add(text_record(start, "config", config_));

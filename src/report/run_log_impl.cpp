@@ -10,6 +10,7 @@
 #include <exception>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace semitone::report {
 namespace {
@@ -66,10 +67,17 @@ void RunLog::Impl::set_step(std::int64_t step) {
   const std::lock_guard lock(mutex_);
   require_open();
   if (!files_.has_value()) return;
-  const bool is_restart = step_.has_value() ? step < *step_ : files_->continues();
-  if (is_restart) files_->add_restart({wall_time(), step});
+  const bool goes_back = step_.has_value() && step < *step_;
+  if (goes_back) files_->add_restart({wall_time(), step});
+  mark_continuation(goes_back, step);
   step_ = step;
   record_waiting_events(step);
+  flush_if_due();
+}
+
+void RunLog::Impl::mark_continuation(bool is_marked, std::int64_t step) {
+  if (!std::exchange(is_marked_, true) && !is_marked && files_->continues())
+    files_->add_restart({wall_time(), step});
 }
 
 void RunLog::Impl::add(std::optional<std::int64_t> step, const Add& add) {
@@ -78,6 +86,7 @@ void RunLog::Impl::add(std::optional<std::int64_t> step, const Add& add) {
   require_open();
   if (!files_.has_value()) return;
   last_step_ = step.value_or(step_.value_or(0));
+  mark_continuation(/*is_marked=*/false, last_step_);
   record_waiting_events(last_step_);
   add(*files_, {wall_time(), last_step_});
   flush_if_due();

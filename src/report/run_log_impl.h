@@ -43,6 +43,8 @@ class RunLog::Impl {
   // These are called with the lock.
   void require_open() const;
   void record_event(Add add);
+  // At the first step of a continued run: TensorBoard drops what the earlier starts have from there.
+  void mark_continuation(bool is_marked, std::int64_t step);
   void record_waiting_events(std::int64_t step);
   void flush_if_due();
   // Calls a function that writes, and applies ignore_write_errors to its FileError.
@@ -54,6 +56,7 @@ class RunLog::Impl {
   std::optional<RunFiles> files_;  // until close, if this process writes
   bool closed_ = false;
   bool failed_ = false;
+  bool is_marked_ = false;            // as a continuation, if it is one
   std::optional<std::int64_t> step_;  // of set_step
   std::int64_t last_step_ = 0;        // of the last value
   // Events before the first step is known, and their times.

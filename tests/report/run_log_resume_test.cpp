@@ -24,7 +24,10 @@ using test::json_in;
 using test::metrics_in;
 using test::read_events;
 using test::texts_in;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::StartsWith;
 
 void train(const std::filesystem::path& directory, std::int64_t from, std::int64_t to) {
   RunLog log(directory, RunLogOptions().config({{"lr", "0.1"}}));
@@ -61,6 +64,15 @@ TEST(ResumedRun, AddsToTheFilesAndTellsTensorBoardWhereItBegins) {
   EXPECT_EQ(json_in(folder / "run-2.json").at("outcome"), "finished");
 }
 
+TEST(ResumedRun, IsMarkedWithoutSetStepToo) {
+  const TemporaryFolder folder;
+  for (const std::int64_t step : {1, 2}) {
+    RunLog log(folder.path());
+    log.add_scalar("loss", 0.5, step);
+  }
+  EXPECT_THAT(records_of(events_files(folder.path()).at(1)), ElementsAre("restart 2", "loss 2"));
+}
+
 TEST(ResumedRun, GoesBackWithoutANewStartToo) {
   const TemporaryFolder folder;
   RunLog log(folder.path());
@@ -95,7 +107,7 @@ TEST(ResumedRun, FindsTheLastWholeLineFarFromTheEnd) {
 TEST(ResumedRun, IsRefusedIfTheDirectoryMustBeNew) {
   const TemporaryFolder folder;
   const auto options = RunLogOptions().append(false);
-  RunLog(folder / "run", options).close();
+  RunLog(folder / "run", options).add_scalar("loss", 0.5, 1);
   const std::string message =
       semitone::test::message_of<FileError>([&] { const RunLog log(folder / "run", options); });
   EXPECT_THAT(message, ::testing::HasSubstr("a directory without a run"));
@@ -105,10 +117,25 @@ TEST(ResumedRun, IsRefusedIfTheDirectoryMustBeNew) {
 
 TEST(ResumedRun, IsRefusedForAnotherTable) {
   const TemporaryFolder folder;
-  write_text(folder / "metrics.csv", "epoch,loss\n1,0.5\n");
-  expect_error([&] { const RunLog log(folder.path()); },
-               {"step,wall_time,name,value", "another first line"});
-  EXPECT_EQ(read_text(folder / "metrics.csv"), "epoch,loss\n1,0.5\n");
+  for (const char* const table : {"epoch,loss\n1,0.5\n", "epoch,loss\n1,0.5", "epoch,loss", "s,"}) {
+    write_text(folder / "metrics.csv", table);
+    expect_error([&] { const RunLog log(folder.path()); },
+                 {"step,wall_time,name,value", "another first line"});
+    EXPECT_EQ(read_text(folder / "metrics.csv"), table);
+  }
+}
+
+TEST(ResumedRun, OfAStartThatLeftNoValuesIsANewRun) {
+  const TemporaryFolder folder;
+  for (const char* const left : {"", "step,wall", "step,wall_time,name,value\n"}) {
+    write_text(folder / "metrics.csv", left);
+    {
+      RunLog log(folder.path(), RunLogOptions().append(false));
+      log.add_scalar("loss", 0.5, 1);
+    }
+    EXPECT_THAT(read_text(folder / "metrics.csv"),
+                AllOf(StartsWith("step,wall_time,name,value\n1,"), EndsWith(",loss,0.5\n")));
+  }
 }
 
 TEST(Run, IsWrittenByOneLogAtATime) {

@@ -38,8 +38,9 @@ class RunLogOptions {
   /// then reads its outcome from the device, as with any events::Listener. Default true.
   TORCH_ARG(bool, record_events) = true;
 
-  /// What is added stays in memory for up to this time, or 1 MiB: the next call writes it. There is
-  /// no background thread. 0: every call writes. Default 2 s.
+  /// What is added stays in memory until a call of add_scalar, add_text, add_histogram or set_step
+  /// comes this time after the last write, or until there is 1 MiB of it. There is no background
+  /// thread. 0: every call writes. Default 2 s.
   TORCH_ARG(std::chrono::milliseconds, flush_interval) = std::chrono::seconds(2);
 
   /// Whether training continues if a file cannot be written, on a full disk for example: the log
