@@ -67,7 +67,7 @@ void apply(CLI::App& command, const CLI::ConfigItem& item, const std::string& pa
 
 // The value of a flag as text; nothing if it has none.
 std::string text_of(const CLI::Option& option) {
-  if (is_mark(option)) return option.count() > 0 ? "true" : "false";
+  if (is_mark(option)) return option.count() > 0 && option.as<bool>() ? "true" : "false";
   return option.count() > 0 ? option.results().front() : option.get_default_str();
 }
 

@@ -225,9 +225,11 @@ std::vector<std::string> arguments_for(const CLI::App& command, amp::OptLevel le
     if (option->count() == 0 || name == "--opt-level" || name == "--json" || name == "--config" ||
         std::find(kJobFlags.begin(), kJobFlags.end(), name) != kJobFlags.end())
       continue;
+    if (option->get_items_expected_max() == 0) {
+      arguments.push_back(name + (option->as<bool>() ? "=true" : "=false"));
+      continue;
+    }
     arguments.push_back(name);
-    // CLI11 gives a flag without a value the value "true".
-    if (option->get_items_expected_max() == 0) continue;
     const std::string& value = option->results().front();
     arguments.push_back(name == "--log-dir" ? log_dir_of(value, level, is_one_of_all) : value);
   }

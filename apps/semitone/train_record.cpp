@@ -4,6 +4,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/launch/exit_status.h"
 #include "semitone/report/run_log.h"
+#include "src/core/env.h"
 #include "src/core/log.h"
 #include "src/train/run_recorder.h"
 
@@ -23,11 +24,15 @@ report::RunLogOptions log_options(const CLI::App& command, const train::TrainOpt
   config["opt-level"] = amp::name_of(options.opt_level());
   config["dtype"] = dtype_name(train::training_dtype(options));
   config["device"] = options.device().str();
+  config["batch-size"] = std::to_string(options.batch_size());
+  // A launcher's restart has the command line of the first start.
+  const bool is_restart = env::get(env::kRestartCount).value_or("0") != "0";
   return report::RunLogOptions()
       .config(config)
       .rank(options.group().rank())
       .world_size(options.group().size())
-      .append(options.resume_auto() || !options.resume_from().empty());
+      .append(is_restart || options.resume_auto() || !options.resume_from().empty())
+      .ignore_write_errors(true);
 }
 
 // An error of the record does not replace that of the training.

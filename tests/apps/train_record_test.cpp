@@ -157,6 +157,33 @@ TEST_F(TrainRecord, IsWrittenByOneOfTwoProcesses) {
   EXPECT_EQ(events_files(run()), 1);
 }
 
+// Neither a file nor the command line of the first process may be lost on the way to the others.
+TEST_F(TrainRecord, HasTheMarksThatTheProcessesHad) {
+  write_text(folder_ / "config.toml", "sync-bn=true\nquiet=true\n");
+  const ProcessResult finished =
+      run_semitone(train({"--log-dir", run(), "--config", (folder_ / "config.toml").string(),
+                          "--sync-bn=false", "--nproc", "2", "--limit-batches", "2"}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_EQ(json_in(run() + "/run.json").at("config").at("sync-bn"), "false");
+}
+
+TEST_F(TrainRecord, HasTheBatchSizeOfEachProcess) {
+  Words words{"train",
+              "--data",
+              data_.path().string(),
+              "--global-batch-size",
+              "40",
+              "--nproc",
+              "2",
+              "--limit-batches",
+              "2",
+              "--log-dir",
+              run()};
+  const ProcessResult finished = run_semitone(words);
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_EQ(json_in(run() + "/run.json").at("config").at("batch-size"), "20");
+}
+
 class TrainConfig : public CliTest {
  protected:
   // Writes a file and returns its path.
