@@ -16,8 +16,9 @@ struct Machine {
   int cores = 1;          // that this process may run on
   // Cores' worth of time that the process's control group gets; nothing: no limit.
   std::optional<double> cpu_quota;
-  int threads = 1;  // of LibTorch
-  double load = 0;  // processes that ran or waited, the mean of the last minute
+  int threads = 1;    // of LibTorch
+  int all_cores = 1;  // of the machine, or of the virtual one
+  double load = 0;    // processes of the machine that ran or waited, the mean of the last minute
   InstructionSet best_set = InstructionSet::baseline;  // of the processor
   InstructionSet set = InstructionSet::baseline;       // that oneDNN may use
   std::string capability;                              // of LibTorch's own kernels: "AVX2"

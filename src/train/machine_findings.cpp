@@ -12,6 +12,9 @@
 namespace semitone::train {
 namespace {
 
+// Less does not pay for the casts.
+constexpr double kLeastGain = 1.2;
+
 // How often a 16-bit dtype is as fast as fp32 in training, with the kernels that Semitone chooses.
 struct Gain {
   double products = 0;
@@ -63,16 +66,24 @@ void find_thread_problems(const Machine& machine, const MachineSpeed& speed, Fin
                 fmt::format("set OMP_NUM_THREADS={}, or raise the limit", whole));
   }
   // The measurement itself adds little to the mean of a minute.
-  if (machine.load > 0.5 * machine.cores) {
+  if (machine.load > 0.5 * machine.all_cores) {
     add_problem(findings,
-                fmt::format("other programs use the processor: {:.1f} processes ran or waited "
-                            "during the last minute, on {} cores",
-                            machine.load, machine.cores),
-                "measure again on an idle machine: the figures below are too low");
+                fmt::format("other programs use the machine: {:.1f} processes ran or waited during "
+                            "the last minute, on {} cores",
+                            machine.load, machine.all_cores),
+                "measure again on an idle machine, which is faster than the figures above say");
+  }
+  if (2 * machine.threads <= machine.cores &&
+      !(machine.cpu_quota.has_value() && *machine.cpu_quota < 2 * machine.threads)) {
+    add_problem(
+        findings,
+        fmt::format("LibTorch computes with {} of {} cores", machine.threads, machine.cores),
+        fmt::format("unset OMP_NUM_THREADS, unless each of several processes has its "
+                    "share of the cores"));
   }
   // Two threads on two hyperthreads of a core reach 1.0 to 1.3.
   const double scaling = speed.product_ms_one / speed.product_ms;
-  if (machine.threads > 1 && scaling < 1) {
+  if (machine.threads > 1 && scaling < 0.9) {
     add_problem(findings,
                 fmt::format("a product takes {:.1f} ms on {} threads and {:.1f} ms on one",
                             speed.product_ms, machine.threads, speed.product_ms_one),
@@ -99,7 +110,7 @@ void find_limits(const Machine& machine, Findings& findings) {
 // Kernels of LibTorch that are slower than the other way to compute the same numbers.
 void find_slow_kernels(const std::vector<OperatorSpeed>& operators, Findings& findings) {
   for (const OperatorSpeed& speed : operators) {
-    if (!speed.training || !speed.native_ms.has_value()) continue;
+    if (!speed.training || !speed.native_ms.has_value() || speed.emulated_ms <= 0) continue;
     // On a busy machine times vary by a factor of two.
     if (speed.is_native && *speed.native_ms > 3 * speed.emulated_ms) {
       add_problem(findings,
@@ -123,14 +134,15 @@ void find_slow_kernels(const std::vector<OperatorSpeed>& operators, Findings& fi
 Finding recommend_for_cpu(const std::vector<OperatorSpeed>& operators) {
   const Gain bf16 = gain_of(operators, at::kBFloat16);
   const Gain fp16 = gain_of(operators, at::kHalf);
-  const bool prefers_bf16 = bf16.least() >= fp16.least();
+  // Of those that gain for one kind of model at least, that which loses least for the other.
+  const auto worth = [](const Gain& gain) { return gain.most() < kLeastGain ? 0 : gain.least(); };
+  const bool prefers_bf16 = worth(bf16) >= worth(fp16);
   const Gain& best = prefers_bf16 ? bf16 : fp16;
   const std::string figures = fmt::format(
       "in training, {} products are {:.2g} times as fast as float32's, and convolutions "
       "{:.2g} times",
       prefers_bf16 ? "bfloat16" : "float16", best.products, best.convolutions);
-  // Less does not pay for the casts.
-  if (best.most() < 1.2) {
+  if (best.most() < kLeastGain) {
     return {false, figures,
             "O0 is the fastest level on this processor; O1 to O3 show what 16 bits do to a model, "
             "with the numbers of a processor that has such kernels"};

@@ -39,7 +39,7 @@ class Findings : public ::testing::Test {
  protected:
   // An idle machine with two cores and bf16 kernels.
   Findings() {
-    machine_.cores = 2;
+    machine_.cores = machine_.all_cores = 2;
     machine_.threads = 2;
     machine_.load = 0.1;
     machine_.best_set = machine_.set = InstructionSet::avx512_bf16;
@@ -94,9 +94,26 @@ TEST_F(Findings, Float16IsRecommendedWhereItIsFaster) {
   EXPECT_THAT(found().back().remedy, HasSubstr("--dtype fp16"));
 }
 
+TEST_F(Findings, ADtypeThatGainsForOneKindOfModelIsRecommended) {
+  for (OperatorSpeed& speed : operators_) {
+    const bool is_bf16 = speed.dtype == at::kBFloat16;
+    speed.is_native = true;
+    speed.native_ms = !is_bf16 ? 6.3 : speed.kind == OperatorKind::product ? 2 : 6.6;
+  }
+  EXPECT_THAT(found().back().what, HasSubstr("bfloat16 products are 3 times"));
+  EXPECT_THAT(found().back().remedy, HasSubstr("--dtype bf16"));
+}
+
 TEST_F(Findings, MoreThreadsThanCores) {
   machine_.threads = 8;
   EXPECT_THAT(problem(), AllOf(HasSubstr("8 threads on 2 cores"), HasSubstr("OMP_NUM_THREADS=2")));
+}
+
+TEST_F(Findings, FewerThreadsThanCores) {
+  machine_.cores = machine_.all_cores = 8;
+  EXPECT_THAT(problem(), AllOf(HasSubstr("with 2 of 8 cores"), HasSubstr("OMP_NUM_THREADS")));
+  machine_.cpu_quota = 2;
+  EXPECT_EQ(found().size(), 1U);
 }
 
 TEST_F(Findings, AControlGroupThatGrantsLessTime) {
@@ -111,13 +128,15 @@ TEST_F(Findings, AControlGroupThatGrantsLessTime) {
 TEST_F(Findings, ABusyMachine) {
   machine_.load = 1.5;
   EXPECT_THAT(problem(), HasSubstr("1.5 processes ran or waited"));
+  machine_.all_cores = 64;  // of which this process may use two
+  EXPECT_EQ(found().size(), 1U);
 }
 
 TEST_F(Findings, ThreadsThatMakeItSlower) {
   speed_.product_ms = 25;
   EXPECT_THAT(problem(), AllOf(HasSubstr("25.0 ms on 2 threads and 19.0 ms on one"),
                                HasSubstr("OMP_NUM_THREADS=1")));
-  machine_.threads = 1;
+  speed_.product_ms = 20;  // within the noise
   EXPECT_EQ(found().size(), 1U);
 }
 
