@@ -116,26 +116,36 @@ ForwardOp CheckState::forward_op(const NodeId& node) const {
   return found == forward_ops_.end() ? ForwardOp{} : found->second;
 }
 
-void CheckState::add_producer(const torch::autograd::Node& node, const NodeId& id) {
+void CheckState::add_producer(const torch::autograd::Node& node, const Producer& producer) {
   const std::lock_guard lock(mutex_);
-  producers_.erase(&node);  // a later node may have the same address
-  for (const torch::autograd::Edge& edge : node.next_edges())
-    if (edge.is_valid()) producers_[edge.function.get()].push_back({node.name(), id});
+  producers_.erase(&node);  // it has got its gradients
+  for (const torch::autograd::Edge& edge : node.next_edges()) {
+    if (!edge.is_valid()) continue;
+    Producers& producers = producers_[edge.function.get()];
+    if (producers.receiver.expired()) producers = {edge.function, {}};
+    producers.all.push_back(producer);
+  }
+}
+
+const std::vector<Producer>* CheckState::producers_for(
+    const torch::autograd::Node* receiver) const {
+  const auto found = producers_.find(receiver);
+  if (found == producers_.end() || found->second.receiver.expired()) return nullptr;
+  return &found->second.all;
 }
 
 std::optional<Producer> CheckState::producer_of(const torch::autograd::Node& receiver) const {
   const std::lock_guard lock(mutex_);
-  const auto found = producers_.find(&receiver);
-  return found == producers_.end() ? std::nullopt : std::optional(found->second.back());
+  const auto* const producers = producers_for(&receiver);
+  return producers == nullptr ? std::nullopt : std::optional(producers->back());
 }
 
 std::vector<Producer> CheckState::producers_beside(const torch::autograd::Node& node) const {
   const std::lock_guard lock(mutex_);
   std::vector<Producer> all;
   for (const torch::autograd::Edge& edge : node.next_edges()) {
-    const auto found = producers_.find(edge.function.get());
-    if (found != producers_.end())
-      all.insert(all.end(), found->second.begin(), found->second.end());
+    const auto* const producers = producers_for(edge.function.get());
+    if (producers != nullptr) all.insert(all.end(), producers->begin(), producers->end());
   }
   return all;
 }

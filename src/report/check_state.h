@@ -53,6 +53,8 @@ struct NodeId {
 struct Producer {
   std::string name;
   NodeId id;
+  // What its operators made, if it is not known whether the node returned it.
+  std::shared_ptr<const NonFiniteFinding> inside{};
 };
 
 // Storages with infs or NaNs that are intended, or were ignored.
@@ -98,7 +100,7 @@ class CheckState : public c10::DebugInfoBase, public std::enable_shared_from_thi
   void add_forward_op(const NodeId& node, const ForwardOp& op);
   ForwardOp forward_op(const NodeId& node) const;
   // The nodes that receive a node's gradients when it has computed them.
-  void add_producer(const torch::autograd::Node& node, const NodeId& id);
+  void add_producer(const torch::autograd::Node& node, const Producer& producer);
   // The last node that computed a gradient for this one.
   std::optional<Producer> producer_of(const torch::autograd::Node& receiver) const;
   // The nodes that computed gradients for those that a node computes them for, in order.
@@ -124,7 +126,13 @@ class CheckState : public c10::DebugInfoBase, public std::enable_shared_from_thi
   mutable std::mutex mutex_;  // of all that follows
   ParameterNames names_;
   std::map<NodeId, ForwardOp> forward_ops_;
-  std::unordered_map<const torch::autograd::Node*, std::vector<Producer>> producers_;
+  // By receiver. Another graph may have a node at the same address when the first has ended.
+  struct Producers {
+    std::weak_ptr<torch::autograd::Node> receiver;
+    std::vector<Producer> all;
+  };
+  const std::vector<Producer>* producers_for(const torch::autograd::Node* receiver) const;
+  std::unordered_map<const torch::autograd::Node*, Producers> producers_;
   KnownStorages known_;
   std::optional<NonFiniteFinding> finding_;
   std::optional<std::string> failure_;

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -70,7 +71,7 @@ TensorValues describe(const Frame& frame, const WatchedArgument& argument) {
   TensorValues values;
   values.name = name;
   values.dtype = argument.tensor.scalar_type();
-  values.sizes = argument.tensor.sizes().vec();
+  if (!argument.tensor.is_nested()) values.sizes = argument.tensor.sizes().vec();
   values.overwritten = true;
   const auto* const entry = frame.state->entry_of(argument.tensor);
   if (entry != nullptr) values.parameter = entry->name;
@@ -115,19 +116,29 @@ std::optional<Producer> producer_for(const Frame& frame, const WatchedArgument& 
   return Producer{node->name(), id_of(*node)};
 }
 
-// A function that made a gradient without operators.
-void report_backward(CheckState& state, const Producer& producer, TensorValues values) {
+// A function that made a gradient without operators, or with some that were not seen to return it.
+NonFiniteFinding backward_finding(const CheckState& state, const Producer& producer,
+                                  TensorValues values) {
+  if (producer.inside != nullptr) return *producer.inside;
   NonFiniteFinding finding;
   finding.origin = NonFiniteFinding::Origin::function;
   finding.values = std::move(values);
   set_node(finding, state, producer.name, producer.id);
   finding.op = finding.forward_op.empty() ? finding.node : finding.forward_op;
-  state.found(std::move(finding));
+  return finding;
+}
+
+// The custom function that returned a tensor; null if there is none. That of a view is not asked
+// for: autograd may have to make it anew, and here it would be without one.
+std::shared_ptr<torch::autograd::Node> function_of(const at::Tensor& tensor) {
+  if (tensor.is_view()) return nullptr;
+  const auto& node = tensor.grad_fn();
+  return node != nullptr && is_custom_function(*node) ? node : nullptr;
 }
 
 // The argument may be the result of a custom function, which autograd knows.
-void report_outside(const Frame& frame, const WatchedArgument& argument) {
-  CheckState& state = *frame.state;
+NonFiniteFinding outside_finding(const Frame& frame, const WatchedArgument& argument) {
+  const CheckState& state = *frame.state;
   // Of a parameter, not of a view of it such as a bias for every row. Of an argument that was changed
   // in place, the values after that.
   const auto* const entry = state.entry_of(argument.tensor);
@@ -135,25 +146,25 @@ void report_outside(const Frame& frame, const WatchedArgument& argument) {
       describe(frame, entry == nullptr ? argument.tensor : entry->tensor, frame.name_of(argument));
   if (const auto producer = producer_for(frame, argument)) {
     values.name = "gradient";
-    return report_backward(state, *producer, std::move(values));
+    return backward_finding(state, *producer, std::move(values));
   }
-  const auto& node = argument.tensor.grad_fn();
-  std::string function = node == nullptr ? std::string() : custom_function(node->name());
+  const auto node = function_of(argument.tensor);
   NonFiniteFinding finding;
-  if (function.empty()) {
+  if (node == nullptr) {
     finding = finding_in(frame);
     finding.origin = NonFiniteFinding::Origin::outside;
   } else {
     finding.origin = NonFiniteFinding::Origin::function;
-    finding.op = std::move(function);
+    finding.op = custom_function(node->name());
     values.name = "result";
     set_place(finding, state.forward_op(id_of(*node)).place);
   }
   finding.values = std::move(values);
-  state.found(std::move(finding));
+  return finding;
 }
 
 NonFiniteFinding finding_of(const Frame& frame, const Verdict& verdict) {
+  if (verdict.from_outside != nullptr) return outside_finding(frame, *verdict.from_outside);
   NonFiniteFinding finding = finding_in(frame);
   finding.values = describe(frame, verdict.result, verdict.name);
   return finding;
@@ -161,41 +172,49 @@ NonFiniteFinding finding_of(const Frame& frame, const Verdict& verdict) {
 
 }  // namespace
 
-void examine_result(const Frame& frame, const at::Tensor& result, const std::string& name,
+void examine_result(Frame& frame, const at::Tensor& result, const std::string& name,
                     Verdict& verdict) {
   CheckState& state = *frame.state;
-  if (!state.is_looking() || verdict.result.defined()) return;
+  Frame* const formula = frame.formula();
+  // What a formula makes of such values counts if it is returned, whichever kind it has.
+  const bool is_suspect =
+      formula != nullptr && (verdict.result.defined() || formula->found_inside.has_value());
+  if (!state.is_looking() || (verdict.result.defined() && !is_suspect)) return;
   const Kinds kinds = kinds_of(result);
   ThreadTrace::of_this_thread().add_examined(result);
   if (kinds == 0) return;
   if (frame.is_ignored) return state.add_known(result, kinds);
+  if (is_suspect) return formula->add_suspect(result);
   Kinds given = frame.numbers;
+  const WatchedArgument* from_outside = nullptr;
   for (const WatchedArgument& argument : frame.arguments) {
     if (!can_examine(argument.tensor)) continue;
     const Kinds before = given_by(argument);
     given |= before;
     if (is_alarming(frame, argument, before & ~state.known_kinds(argument.tensor))) {
-      verdict = {result, name, &argument};
-      return;
+      from_outside = &argument;
+      break;
     }
   }
-  if ((kinds & ~given) == 0) return state.add_known(result, kinds);
-  verdict = {result, name, nullptr};
+  if (from_outside == nullptr && (kinds & ~given) == 0) return state.add_known(result, kinds);
+  verdict = {result, name, from_outside};
+  if (formula != nullptr) formula->add_suspect(result);
 }
 
 void conclude(Frame& frame, const Verdict& verdict) {
   if (!verdict.result.defined()) return;
-  Frame* const caller = frame.caller;
-  if (caller != nullptr && caller->op != nullptr) {
-    caller->is_suspicious = true;
-    if (verdict.from_outside != nullptr || caller->found_inside.has_value()) return;
-    caller->found_inside =
-        frame.found_inside.has_value() ? std::move(frame.found_inside) : finding_of(frame, verdict);
-    return;
+  const bool is_called = frame.caller != nullptr && frame.caller->op != nullptr;
+  Frame* const keeper = is_called ? frame.caller : frame.formula();
+  if (is_called) {
+    keeper->is_suspicious = true;
+    if (verdict.from_outside != nullptr) return;
   }
-  if (verdict.from_outside != nullptr) return report_outside(frame, *verdict.from_outside);
-  frame.state->found(frame.found_inside.has_value() ? *std::move(frame.found_inside)
-                                                    : finding_of(frame, verdict));
+  if (keeper != nullptr && keeper->found_inside.has_value()) return;
+  const bool has_inner = verdict.from_outside == nullptr && frame.found_inside.has_value();
+  NonFiniteFinding finding =
+      has_inner ? *std::move(frame.found_inside) : finding_of(frame, verdict);
+  if (keeper == nullptr) return frame.state->found(std::move(finding));
+  keeper->found_inside = std::move(finding);
 }
 
 void examine_gradient(const Frame& frame, const at::Tensor& gradient, std::size_t position) {
@@ -209,13 +228,31 @@ void examine_gradient(const Frame& frame, const at::Tensor& gradient, std::size_
     if (entry != nullptr) values.parameter = entry->name;
   }
   if (const auto producer = state.producer_of(*frame.node))
-    return report_backward(state, *producer, std::move(values));
+    return state.found(backward_finding(state, *producer, std::move(values)));
   NonFiniteFinding finding;
   finding.origin = NonFiniteFinding::Origin::outside;
   finding.values = std::move(values);
   set_node(finding, state, frame.node->name(), frame.node_id);
   finding.op = finding.node;
   state.found(std::move(finding));
+}
+
+bool is_custom_function(const torch::autograd::Node& node) {
+  return !custom_function(node.name()).empty();
+}
+
+void conclude_node(Frame& frame) {
+  CheckState& state = *frame.state;
+  Producer producer{frame.node->name(), frame.node_id, nullptr};
+  if (frame.found_inside.has_value()) {
+    // A graph of the gradients keeps what is not returned, too: the receiver will see.
+    if (at::GradMode::is_enabled()) {
+      producer.inside = std::make_shared<const NonFiniteFinding>(*std::move(frame.found_inside));
+    } else if (frame.has_returned_suspect()) {
+      return state.found(*std::move(frame.found_inside));
+    }
+  }
+  state.add_producer(*frame.node, producer);
 }
 
 }  // namespace semitone::report

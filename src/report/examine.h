@@ -18,7 +18,7 @@ struct Verdict {
 };
 
 // A result of an operator that has just ended.
-void examine_result(const Frame& frame, const at::Tensor& result, const std::string& name,
+void examine_result(Frame& frame, const at::Tensor& result, const std::string& name,
                     Verdict& verdict);
 
 // After the last result: keeps the finding or, within another operator, tells that one.
@@ -26,5 +26,11 @@ void conclude(Frame& frame, const Verdict& verdict);
 
 // A gradient that a node of the graph is about to get, as its argument `position`.
 void examine_gradient(const Frame& frame, const at::Tensor& gradient, std::size_t position);
+
+// Whether a node of the graph is a custom function's.
+bool is_custom_function(const torch::autograd::Node& node);
+
+// After the last operator of a node: keeps what they made, if the node has returned it.
+void conclude_node(Frame& frame);
 
 }  // namespace semitone::report

@@ -1,6 +1,9 @@
 #include "src/report/frame.h"
 
+#include <ATen/Functions.h>
+
 #include <algorithm>
+#include <utility>
 
 namespace semitone::report {
 
@@ -10,6 +13,34 @@ std::string Frame::name_of(const WatchedArgument& argument) const {
                                                               : std::string("argument");
   if (argument.index >= 0) name += "[" + std::to_string(argument.index) + "]";
   return name;
+}
+
+Frame* Frame::formula() const {
+  for (Frame* outer = caller; outer != nullptr; outer = outer->caller)
+    if (outer->node != nullptr) return outer->is_custom_node ? nullptr : outer;
+  return nullptr;
+}
+
+bool Frame::has_returned_suspect() const {
+  return std::any_of(suspects.begin(), suspects.end(), [](const Suspect& suspect) {
+    const at::Tensor result = suspect.lock();
+    return result.defined() && kinds_of(result) != 0;
+  });
+}
+
+Suspect::Suspect(const at::Tensor& tensor)
+    : storage_(tensor.storage().getWeakStorageImpl()),
+      options_(tensor.options()),
+      sizes_(tensor.sizes().vec()),
+      strides_(tensor.strides().vec()),
+      offset_(tensor.storage_offset()) {}
+
+at::Tensor Suspect::lock() const {
+  auto storage = storage_.lock();
+  if (storage == nullptr) return {};
+  at::Tensor tensor = at::empty({0}, options_.pinned_memory(false).requires_grad(std::nullopt));
+  tensor.set_(c10::Storage(std::move(storage)), offset_, sizes_, strides_);
+  return tensor;
 }
 
 ThreadTrace& ThreadTrace::of_this_thread() {
@@ -23,6 +54,7 @@ void ThreadTrace::enter(const CheckState& state) {
   last_layer = nullptr;
   last_node = nullptr;
   examined_.clear();
+  next_ = 0;
 }
 
 void ThreadTrace::add_examined(const at::Tensor& tensor) {

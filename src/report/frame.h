@@ -26,11 +26,32 @@ struct WatchedArgument {
   bool is_overwritten = false;  // its values before the operator do not matter
 };
 
+// Memory that may be freed before it is looked at.
+class Suspect {
+ public:
+  explicit Suspect(const at::Tensor& tensor);
+  // The tensor; not defined if its memory has been freed.
+  at::Tensor lock() const;
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  at::TensorOptions options_;
+  std::vector<std::int64_t> sizes_;
+  std::vector<std::int64_t> strides_;
+  std::int64_t offset_;
+};
+
 // An operator, or a node of the graph, in progress on this thread.
 struct Frame : at::ObserverContext {
   explicit Frame(std::shared_ptr<CheckState> state_) : state(std::move(state_)) {}
 
   std::string name_of(const WatchedArgument& argument) const;
+  // The built-in node of the graph within which an operator runs; null if there is none.
+  Frame* formula() const;
+  void add_suspect(const at::Tensor& result) { suspects.emplace_back(result); }
+  // Whether a node, which has just ended, has left a suspect that is not finite. Without a graph of
+  // the gradients, what it did not return has been freed.
+  bool has_returned_suspect() const;
 
   std::shared_ptr<CheckState> state;
   Frame* caller = nullptr;
@@ -43,8 +64,12 @@ struct Frame : at::ObserverContext {
   // not initialised, and compute with values that they do not use.
   bool is_suspicious = false;
   std::optional<NonFiniteFinding> found_inside;  // of the first one that made such values
+  // Of a node: the results since found_inside that are not finite. LibTorch's formulas make such
+  // values and mask them, so only those that the node returns count.
+  std::vector<Suspect> suspects;
   Place place;
   std::shared_ptr<torch::autograd::Node> node;
+  bool is_custom_node = false;  // a custom function's
   NodeId node_id{};
   int exceptions = 0;  // in flight when it began
 };

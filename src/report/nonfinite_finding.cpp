@@ -51,13 +51,13 @@ std::string what(const NonFiniteFinding& finding) {
       return fmt::format("operator '{}' made {}", finding.op, description(values));
     case Origin::function:
       return finding.backward
-                 ? fmt::format("the backward function of '{}' made {}{}", finding.op,
+                 ? fmt::format("the backward function of '{}' returned {}{}", finding.op,
                                description(values), parameter)
-                 : fmt::format("function '{}' made {}", finding.op, description(values));
+                 : fmt::format("function '{}' returned {}", finding.op, description(values));
     case Origin::outside:
       break;
   }
-  return fmt::format("operator '{}' got {}{}, which no operator made", finding.op,
+  return fmt::format("operator '{}' got {}{}, which no watched operator made", finding.op,
                      description(values), parameter);
 }
 
@@ -85,13 +85,15 @@ std::string remedy(const NonFiniteFinding& finding) {
       return "check the arguments; if the values are intended, name the operator in "
              "NonFiniteCheckOptions::ignore";
     case Origin::function:
-      return "check this function's code and its arguments";
+      return "check its arguments first, then its code";
     case Origin::outside:
       break;
   }
   return finding.values.parameter.empty()
-             ? "check the batch, and what other ranks sent"
-             : "look for what made this parameter so: an earlier step, or the file it is from";
+             ? "check the batch, what other ranks sent, or an earlier step that was not looked at"
+             : "look for what made this parameter so: an earlier step that was not looked at, or "
+               "the "
+               "file it is from";
 }
 
 }  // namespace

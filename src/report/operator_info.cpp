@@ -31,9 +31,9 @@ constexpr std::array<std::string_view, 14> kUninitialised{"_empty_affine_quantiz
 
 // They change what a tensor is, and no value. The gradients that zero_grad() detaches are those of
 // the step before.
-constexpr std::array<std::string_view, 11> kChangeNoValue{
-    "as_strided_", "detach_",   "rename_", "requires_grad_", "set_",      "squeeze_",
-    "swapaxes_",   "swapdims_", "t_",      "transpose_",     "unsqueeze_"};
+constexpr std::array<std::string_view, 12> kChangeNoValue{
+    "as_strided_", "detach_",   "record_stream", "rename_", "requires_grad_", "set_",
+    "squeeze_",    "swapaxes_", "swapdims_",     "t_",      "transpose_",     "unsqueeze_"};
 
 // They replace the values of self, which may never have been initialised.
 constexpr std::array<std::string_view, 11> kOverwriting{
@@ -47,6 +47,13 @@ bool contains(const Values& values, const Value& value) {
 
 bool writes(const c10::AliasInfo* alias) {
   return alias != nullptr && alias->isWrite();
+}
+
+// native_batch_norm and others write to them in training, which their schemas do not say.
+bool is_running_statistic(std::string_view op, std::string_view argument) {
+  if (argument != "running_mean" && argument != "running_var") return false;
+  const auto has = [&](std::string_view part) { return op.find(part) != std::string_view::npos; };
+  return has("batch_norm") && !has("backward") && !has("no_training") && !has("no_update");
 }
 
 OperatorInfo info_of(const c10::FunctionSchema& schema) {
@@ -64,7 +71,7 @@ OperatorInfo info_of(const c10::FunctionSchema& schema) {
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     info.arguments.push_back(argument.name());
-    if (!writes(argument.alias_info())) continue;
+    if (!writes(argument.alias_info()) && !is_running_statistic(base, argument.name())) continue;
     info.written.push_back(i);
     if (argument.kwarg_only() || contains(kOverwriting, base)) info.overwritten.push_back(i);
   }

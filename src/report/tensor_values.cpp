@@ -65,7 +65,7 @@ void add(TensorValues& values, double value) {
 }  // namespace
 
 bool can_examine(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided) return false;
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_nested()) return false;
   if (!tensor.is_floating_point() && !tensor.is_complex()) return false;
   if (tensor.is_meta() || tensor.is_quantized() || tensor.key_set().has_any(wrappers()))
     return false;

@@ -67,10 +67,10 @@ void find_place(Frame& frame, ThreadTrace& trace) {
   }
 }
 
-// An argument may be the memory of another one that is overwritten: mul_out(x, x, y).
+// An argument may be the memory of another one that is written to: mul_out(x, x, y), x.div_(x).
 void look_at_shared_memory(Frame& frame) {
   for (const WatchedArgument& out : frame.arguments) {
-    if (!out.is_overwritten || !out.tensor.has_storage()) continue;
+    if (!frame.op->writes(out.position) || !out.tensor.has_storage()) continue;
     for (WatchedArgument& argument : frame.arguments) {
       if (argument.is_written || !argument.tensor.storage().is_alias_of(out.tensor.storage()))
         continue;
@@ -94,6 +94,7 @@ void enter_operator(Frame& frame, const at::RecordFunction& record, ThreadTrace&
 void enter_node(Frame& frame, const at::RecordFunction& record) {
   frame.node = torch::autograd::get_current_node();
   frame.node_id = {record.forwardThreadId(), record.seqNr()};
+  frame.is_custom_node = frame.node != nullptr && is_custom_function(*frame.node);
   // Not kept: accumulating a gradient takes its memory if nothing else refers to it.
   for (std::size_t i = 0; i < record.inputs().size(); ++i) {
     const c10::IValue& input = record.inputs()[i];
@@ -105,14 +106,15 @@ void enter_node(Frame& frame, const at::RecordFunction& record) {
 std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record) {
   std::shared_ptr<CheckState> state = CheckState::looking();
   if (state == nullptr) return nullptr;
-  const bool is_node = record.scope() == at::RecordScope::BACKWARD_FUNCTION;
-  const OperatorInfo* const op = is_node ? nullptr : operator_of(record);
-  if (!is_node && op == nullptr) return nullptr;
-  auto frame = std::make_unique<Frame>(std::move(state));
   ThreadTrace& trace = ThreadTrace::of_this_thread();
+  std::unique_ptr<Frame> frame;
   try {
+    const bool is_node = record.scope() == at::RecordScope::BACKWARD_FUNCTION;
+    const OperatorInfo* const op = is_node ? nullptr : operator_of(record);
+    if (!is_node && op == nullptr) return nullptr;
     const QuietScope quiet;
-    trace.enter(*frame->state);
+    frame = std::make_unique<Frame>(state);
+    trace.enter(*state);
     frame->op = op;
     frame->exceptions = std::uncaught_exceptions();
     frame->caller = trace.innermost;
@@ -122,7 +124,7 @@ std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record) {
       enter_operator(*frame, record, trace);
     }
   } catch (const std::exception& error) {
-    frame->state->failed(record.name() + std::string(": ") + error.what());
+    state->failed(record.name() + std::string(": ") + error.what());
     return nullptr;
   }
   trace.innermost = frame.get();
@@ -142,13 +144,20 @@ bool is_cleared(const Frame& frame, const at::Tensor& tensor) {
   return !frame.is_suspicious && ThreadTrace::of_this_thread().was_examined(tensor);
 }
 
+// Whether a result may not have arrived: a copy from another device may go on for a while.
+bool is_on_its_way(const Frame& frame, const at::Tensor& tensor) {
+  return tensor.is_cpu() &&
+         std::any_of(frame.arguments.begin(), frame.arguments.end(),
+                     [](const WatchedArgument& argument) { return !argument.tensor.is_cpu(); });
+}
+
 void leave_operator(Frame& frame, const at::RecordFunction& record) {
   Verdict verdict;
   const auto outputs = last(record.outputs(), frame.op->returns);
   for (const std::size_t i : frame.op->results) {
     if (i >= outputs.size()) continue;
     for_tensors(outputs[i], [&](const at::Tensor& tensor, std::int64_t index) {
-      if (!can_examine(tensor)) return;
+      if (!can_examine(tensor) || is_on_its_way(frame, tensor)) return;
       if (frame.op->is_composite && (is_argument(frame, tensor) || is_cleared(frame, tensor)))
         return;
       std::string name = "result";
@@ -158,7 +167,8 @@ void leave_operator(Frame& frame, const at::RecordFunction& record) {
     });
   }
   for (const WatchedArgument& argument : frame.arguments)
-    if (frame.op->writes(argument.position) && can_examine(argument.tensor))
+    if (frame.op->writes(argument.position) && can_examine(argument.tensor) &&
+        !is_on_its_way(frame, argument.tensor))
       examine_result(frame, argument.tensor, frame.name_of(argument), verdict);
   conclude(frame, verdict);
 }
@@ -175,7 +185,7 @@ void end(const at::RecordFunction& record, at::ObserverContext* context) {
       leave_operator(*frame, record);
     } else if (frame->node != nullptr) {
       trace.last_node = frame->node.get();
-      frame->state->add_producer(*frame->node, frame->node_id);
+      conclude_node(*frame);
     }
   } catch (const std::exception& error) {
     frame->state->failed(record.name() + std::string(": ") + error.what());

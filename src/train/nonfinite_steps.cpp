@@ -21,11 +21,20 @@ report::NonFiniteCheckOptions options_for(std::int64_t first_step, const comm::G
   return options;
 }
 
-// What the ranks send: nothing, or whether the origin is known, and the text.
-std::string message_of(const std::optional<report::NonFiniteFinding>& finding) {
-  if (!finding.has_value()) return {};
-  const bool is_from_outside = finding->origin == report::NonFiniteFinding::Origin::outside;
-  return (is_from_outside ? "o" : "m") + finding->to_string();
+// What the ranks send: nothing; or whether an operator or function is named (m), the value came from
+// outside (o) or the check itself failed (f), and the text.
+std::string message_of(const report::NonFiniteCheck& check) {
+  const auto finding = check.finding();
+  if (finding.has_value()) {
+    const bool is_from_outside = finding->origin == report::NonFiniteFinding::Origin::outside;
+    return (is_from_outside ? "o" : "m") + finding->to_string();
+  }
+  try {
+    check.throw_if_found();
+  } catch (const Error& error) {
+    return std::string("f") + error.what();
+  }
+  return {};
 }
 
 }  // namespace
@@ -38,11 +47,9 @@ NonFiniteSteps::NonFiniteSteps(bool is_on, const torch::nn::Module& model, std::
 
 void NonFiniteSteps::after_step(bool was_skipped, Observer& observer) {
   if (!check_.has_value()) return;
-  const std::string mine = message_of(check_->finding());
+  const std::string mine = message_of(*check_);
   const std::int64_t step = check_->step();
   const auto all = group_.size() > 1 ? group_.all_gather(mine) : std::vector{mine};
-  // A failure of the check itself.
-  if (mine.empty()) check_->throw_if_found();
   check_->next_step();
   const auto begins_with = [&](char origin) {
     return std::find_if(all.begin(), all.end(), [&](const std::string& message) {
@@ -51,7 +58,12 @@ void NonFiniteSteps::after_step(bool was_skipped, Observer& observer) {
   };
   auto chosen = begins_with('m');
   if (chosen == all.end()) chosen = begins_with('o');
-  if (chosen == all.end()) return;
+  if (chosen == all.end()) {
+    const auto failed = begins_with('f');
+    if (failed == all.end()) return;
+    throw Error(kTrainer, "a check for non-finite values that looks at every result",
+                failed->substr(1));
+  }
   const std::string text = chosen->substr(1);
   if (was_skipped) return observer.on(NonFiniteStep{step, text});
   constexpr auto kExpected = "finite results of all operators";

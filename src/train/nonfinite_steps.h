@@ -22,7 +22,7 @@ class NonFiniteSteps {
   // Every rank calls it after each step. If a rank found something in a step that was skipped, the
   // observer gets the event. If the step was taken, the rank that found it throws a DivergedError,
   // and others throw DivergedElsewhere. Of several ranks the first that can name an operator says
-  // it: others may have received its values.
+  // it: others may have received its values. If a check itself failed, all ranks throw an Error.
   void after_step(bool was_skipped, Observer& observer);
 
  private:

@@ -179,7 +179,8 @@ TEST(NonFiniteCheck, BackwardCodeWithoutOperatorsIsFoundByItsGradient) {
   EXPECT_TRUE(finding.backward);
   EXPECT_EQ(finding.values.nans, 1);
   EXPECT_THAT(finding.values.first, ElementsAre(0, 5));
-  EXPECT_THAT(finding.to_string(), HasSubstr("the backward function of 'RawGradient' made 1 nan"));
+  EXPECT_THAT(finding.to_string(),
+              HasSubstr("the backward function of 'RawGradient' returned 1 nan"));
 }
 
 TEST(NonFiniteCheck, AGradientOfCodeWithoutOperatorsMayBeAddedToAnother) {

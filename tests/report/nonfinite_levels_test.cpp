@@ -4,12 +4,14 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/nn/fused_gelu.h"
 #include "semitone/report/nonfinite_check.h"
+#include "tests/support/errors.h"
 #include "tests/support/levels.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -40,6 +42,7 @@ std::vector<at::Tensor> trained(const char* level, c10::ScalarType dtype, bool c
     if (!checked) continue;
     EXPECT_FALSE(check->finding().has_value())
         << level << " " << dtype << ": " << check->finding()->to_string();
+    EXPECT_NO_THROW(check->throw_if_found());  // nor a result that could not be looked at
     check->next_step();
   }
   std::vector<at::Tensor> tensors = test::copies(net->parameters());
@@ -94,7 +97,10 @@ TEST(NonFiniteCheckInMixedPrecision, WhatAFusedLayerPassesOnIsNotItsFault) {
   torch::relu(nn::fused_gelu(x));
   const auto finding = check.finding();
   ASSERT_TRUE(finding.has_value());
-  EXPECT_NE(finding->origin, NonFiniteFinding::Origin::op) << finding->to_string();
+  EXPECT_EQ(finding->origin, NonFiniteFinding::Origin::function);
+  EXPECT_THAT(finding->to_string(), testing::HasSubstr("returned 24 nan in result"));
+  EXPECT_THAT(test::message_of<report::NonFiniteError>([&] { check.throw_if_found(); }),
+              testing::HasSubstr("check its arguments first"));
 }
 
 }  // namespace

@@ -35,7 +35,8 @@ struct NonFiniteCheckOptions {
 ///       loss.backward();
 ///       check.throw_if_found();  // before the weights are NaN, too
 ///       optimizer.step();
-///       check.next_step();
+///       check.throw_if_found();  // what the optimizer's operators made
+///       check.next_step();       // forgets what is not thrown
 ///     }
 ///
 /// From its construction to its destruction it looks at the results of all operators that this
@@ -47,19 +48,27 @@ struct NonFiniteCheckOptions {
 /// - An operator is reported if its result has a kind of value (NaN, +inf or -inf) that none of its
 ///   arguments has. Numbers count as arguments: full(-inf) and masked_fill(mask, -inf) are not
 ///   reported, nor is adding such a mask. A NaN that softmax makes of it is.
-/// - If an argument is NaN and no operator that was seen made it so, it came from outside: a batch,
-///   a parameter, another rank, or code without operators. That is reported as such. An infinite
-///   argument from outside is reported if it is a parameter or a gradient. In other tensors it is
-///   often intended, as in masks; what operators make of it is reported.
+/// - If an argument is NaN and no operator that was watched made it so, it came from outside: a
+///   batch, a parameter, another rank, code without operators, or a step that was not looked at.
+///   That is reported as such. So is an infinite parameter, and an infinite gradient that enters a
+///   node of the graph. In other tensors infinities are often intended, as in masks; what operators
+///   make of them is reported.
 /// - Of operators that call others (softmax calls _softmax), the innermost that made the value is
 ///   reported, with those that called it. What is not seen in the results of the outermost does not
 ///   count.
-/// - Memory that operators do not initialise (empty, resize_) is not looked at. Nor are tensors that
-///   are sparse, nested, quantized, wrapped by functorch, or not floating point or complex.
+/// - What the operators of LibTorch's gradient formulas make counts only if the formula returns it:
+///   that of norm divides 0 by 0, and masks the NaN. Those of custom functions always count.
+/// - Memory that operators do not initialise (empty, resize_) is not looked at until an operator
+///   writes to it. One that writes to a part of it (index_copy_, scatter_) or copies it (clone, to)
+///   shows the rest: that may be reported.
+/// - Not looked at either are tensors that are sparse, nested, quantized, wrapped by functorch, or
+///   not floating point or complex, and what is copied from a device to the CPU, since it may not
+///   have arrived.
 /// - Of an argument that an operator changes in place, the check knows the kinds of values that were
 ///   in it, but not how many there were.
 /// - Code without operators is not seen, such as Semitone's fused layers, optimizers and
-///   collectives. What they make is reported where autograd or the next operator meets it.
+///   collectives. What they make is reported where autograd or the next operator meets it. A custom
+///   function may also have passed it on: check its arguments first.
 ///
 /// LibTorch swallows exceptions where operators are watched, so findings are thrown by
 /// throw_if_found(), and not inside of the operator.

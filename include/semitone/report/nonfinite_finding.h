@@ -47,10 +47,11 @@ struct NonFiniteFinding {
     /// An operator: its result has a kind of value (NaN, +inf or -inf) that no argument has.
     op,
     /// A custom autograd function, or the backward part of an operator, that computes without
-    /// operators which could be watched. Its result is not finite.
+    /// operators which could be watched. Its result is not finite. It made that, or passed it on.
     function,
-    /// Code that is no operator: the value was in a batch, in a parameter, or in what another rank
-    /// sent. `op` is the operator that met it first, and `values` its argument.
+    /// No operator that was watched: the value was in a batch, in a parameter, in what another rank
+    /// sent, or from a step that was not looked at. `op` is the operator that met it first, and
+    /// `values` its argument.
     outside,
   };
 
