@@ -33,6 +33,8 @@ NOISE = re.compile(r"^(\d+ warnings? (and \d+ errors? )?generated\.|Suppressed \
                    r"\d+ warnings? treated as errors?|Found compiler error)")
 
 
+# Each has a main().
+PROGRAM = re.compile(r"/(apps|benchmarks|examples)/")
 # Sources in a unit that is made of several of the build's groups.
 UNIT_SIZE = 20
 
@@ -83,12 +85,14 @@ def definitions(command):
 
 def joined(groups, folder):
     """Units of several of the build's groups, each with the list of its groups. Groups that define a macro differently stay
-    apart, as do tests and other sources. A unit hides what one of its sources uses without including it, and a
+    apart, as do programs, tests and other sources. A unit hides what one of its sources uses without including it, and a
     using-declaration that only another one needs: --alone finds both."""
     units = []
     for entry in groups:
         sources = sources_of(entry["file"])
         kind = "tests" if "/tests/" in entry["file"] else "src"
+        if PROGRAM.search(entry["file"]):
+            kind = f"programs/{len(units)}"
         macros = definitions(entry["command"])
         unit = next((unit for unit in units if unit["kind"] == kind and len(unit["sources"]) + len(sources) <= UNIT_SIZE
                      and all(unit["macros"].get(name, value) == value for name, value in macros.items())), None)
