@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -108,7 +109,8 @@ TEST_F(CheckpointDirectory, KeepsThreeUnlessToldOtherwise) {
 
 TEST_F(CheckpointDirectory, KeepsTheBestOnesBesidesTheNewest) {
   auto checkpoint = make(CheckpointOptions().keep(1).keep_best(2));
-  const std::vector<double> losses{5, 3, 4, 3, std::nan(""), 9, -INFINITY};
+  const std::vector<double> losses{
+      5, 3, 4, 3, std::nan(""), 9, -std::numeric_limits<double>::infinity()};
   for (std::int64_t step = 1; step <= 7; ++step) {
     value_ = step;
     checkpoint.save(step, losses.at(static_cast<std::size_t>(step) - 1));
