@@ -200,29 +200,34 @@ class Kills(Failing):
 
 
 class Repairs(SeveralHosts):
-    """The job goes on from its last checkpoint, and ends with the weights of an undisturbed one."""
+    """A job of two hosts goes on from its last checkpoint, and ends with the weights of an undisturbed one."""
+
+    NODES = 2  # with three, a resumed training rounds in another order: docs/checkpoints.md
 
     def training(self, name):
         return ["train", "--limit-batches", "60", "--threads", "1", "--quiet", "--resume", "auto", "--save-every", "5",
                 "--checkpoint-dir", self.folder / name, "--save-weights", self.folder / f"{name}.safetensors"]
 
     def launcher(self, name):
-        return [PROGRAM, "launch", "--nnodes", COUNT, "--rdzv-endpoint", self.hosts[0].address, "--max-restarts", 3,
+        return [PROGRAM, "launch", "--nnodes", self.NODES, "--rdzv-endpoint", self.hosts[0].address, "--max-restarts", 3,
                 "--heartbeat-timeout", 5, PROGRAM, *self.training(name)]
 
+    def start_on(self, number):
+        with open(self.folder / f"log{number}", "a") as log:
+            return self.hosts[number].start(self.launcher("run"), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                                            env=self.environment())
+
     def test_a_cable_that_is_pulled_and_plugged_in_again(self):
-        self.start(lambda number: self.launcher("run"))
+        self.launchers = [self.start_on(number) for number in range(self.NODES)]
         self.assertTrue(eventually(lambda: list((self.folder / "run").glob("step-*[0-9]"))), self.log(0))
         self.hosts[1].unplug()
         # Its launcher does not reach node 0 any more. A person or a supervisor starts it again when the cable is back.
         self.assertNotEqual(self.launchers[1].wait(TIMEOUT), 0, self.log(1))
         self.hosts[1].plug()
-        with open(self.folder / "log1", "a") as log:
-            self.launchers[1] = self.hosts[1].start(self.launcher("run"), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                                                    env=self.environment())
-        self.assertEqual(self.codes(180), [0] * COUNT, "".join(map(self.log, range(COUNT))))
+        self.launchers[1] = self.start_on(1)
+        self.assertEqual(self.codes(180), [0] * self.NODES, "".join(map(self.log, range(self.NODES))))
         self.assertIn("is lost", self.log(0))
-        done = subprocess.run([str(word) for word in [PROGRAM, *self.training("undisturbed"), "--nproc", COUNT]],
+        done = subprocess.run([str(word) for word in [PROGRAM, *self.training("undisturbed"), "--nproc", self.NODES]],
                               capture_output=True, text=True, timeout=180, env=self.environment())
         self.assertEqual(done.returncode, 0, done.stderr)
         weights = [(self.folder / f"{name}.safetensors").read_bytes() for name in ("run", "undisturbed")]

@@ -56,7 +56,8 @@ concept Savable =
 ///
 /// Killed at any moment and started again, this program ends with the same parameters as if it had
 /// not been killed, bit for bit, if everything that changes during training has been added. Random
-/// numbers of LibTorch's default generators need not be added.
+/// numbers of LibTorch's default generators need not be added. With three or more ranks, the order
+/// in which DistributedDataParallel sums gradients can differ in the first step after a resume.
 ///
 /// A checkpoint is complete or absent. save() writes "step-00000120.partial", flushes every file
 /// and the directory to the disk, and then renames it to "step-00000120". A crash, a full disk or a
