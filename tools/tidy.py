@@ -33,7 +33,7 @@ NOISE = re.compile(r"^(\d+ warnings? (and \d+ errors? )?generated\.|Suppressed \
                    r"\d+ warnings? treated as errors?|Found compiler error)")
 
 
-# Each has a main().
+# Groups with a main(), which are not joined.
 PROGRAM = re.compile(r"/(apps|benchmarks|examples)/")
 # Sources in a unit that is made of several of the build's groups.
 UNIT_SIZE = 20
@@ -85,14 +85,12 @@ def definitions(command):
 
 def joined(groups, folder):
     """Units of several of the build's groups, each with the list of its groups. Groups that define a macro differently stay
-    apart, as do programs, tests and other sources. A unit hides what one of its sources uses without including it, and a
+    apart, as do tests and other sources. A unit hides what one of its sources uses without including it, and a
     using-declaration that only another one needs: --alone finds both."""
     units = []
     for entry in groups:
         sources = sources_of(entry["file"])
         kind = "tests" if "/tests/" in entry["file"] else "src"
-        if PROGRAM.search(entry["file"]):
-            kind = f"programs/{len(units)}"
         macros = definitions(entry["command"])
         unit = next((unit for unit in units if unit["kind"] == kind and len(unit["sources"]) + len(sources) <= UNIT_SIZE
                      and all(unit["macros"].get(name, value) == value for name, value in macros.items())), None)
@@ -140,11 +138,12 @@ def main():
     commands.mkdir(exist_ok=True)
     entries = [entry for file, entry in sorted(units.items())]
     parts = {}  # of a unit: the files that are read one by one if it has findings, some of which may come from joining them
-    for entry, groups in joined([entry for entry in entries if GROUP.search(entry["file"])], commands):
+    alone = [entry for entry in entries if not GROUP.search(entry["file"]) or PROGRAM.search(entry["file"])]
+    for entry, groups in joined([entry for entry in entries if entry not in alone], commands):
         parts[entry["file"]] = [group["file"] for group in groups]
         units[entry["file"]] = entry
     (commands / "compile_commands.json").write_text(json.dumps(list(units.values())))
-    jobs = [*parts, *(entry["file"] for entry in entries if not GROUP.search(entry["file"]))]
+    jobs = [*parts, *(entry["file"] for entry in alone)]
 
     def check(file):
         findings = findings_of(commands, file)
