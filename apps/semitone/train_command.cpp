@@ -17,6 +17,7 @@
 #include "src/checkpoint/folder.h"
 #include "src/comm/rendezvous.h"
 #include "src/core/env.h"
+#include "src/core/file.h"
 #include "src/launch/process.h"
 #include "src/train/checkpoints.h"
 #include "src/train/models.h"
@@ -30,9 +31,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -168,11 +167,6 @@ class TemporaryFolder {
  private:
   std::filesystem::path path_;
 };
-
-std::string read_text(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 // Trains a level in its own process, so that peak memory, threads and the state of the allocators
 // are those of the level. Returns the exit code; the result is JSON.

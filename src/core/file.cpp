@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <ios>
+#include <iterator>
 #include <string>
 #include <system_error>
 
@@ -120,6 +121,11 @@ void write_file(const fs::path& path, const std::function<void(const WritePiece&
 
 void write_file(const fs::path& path, std::string_view content, std::string_view component) {
   write_file(path, [content](const WritePiece& write) { write(content); }, component);
+}
+
+std::string read_text(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 void require_writable(const fs::path& path, std::string_view component) {

@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <string>
 #include <string_view>
 
 namespace semitone {
@@ -26,6 +27,9 @@ using WritePiece = std::function<void(std::string_view piece)>;
 // exception of `produce` passes through, and then nothing is written.
 void write_file(const std::filesystem::path& path,
                 const std::function<void(const WritePiece&)>& produce, std::string_view component);
+
+// The content of a text file; empty if it cannot be read.
+std::string read_text(const std::filesystem::path& path);
 
 // Throws FileError unless write_file() could start to write there now. Call it before hours of
 // work. Changes nothing.

@@ -1,6 +1,7 @@
 #include "src/train/machine.h"
 
 #include "src/core/cuda_driver.h"
+#include "src/core/file.h"
 #include "src/core/usable_cores.h"
 
 #include <ATen/Context.h>
@@ -12,17 +13,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <sstream>
 
 namespace semitone::train {
 namespace {
-
-std::string read_text(const char* path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 // The text after a name in lines of the form "name : text".
 std::string value_of(const std::string& lines, std::string_view name) {
@@ -54,14 +48,14 @@ std::filesystem::path group_of(const std::string& lines) {
 
 // The smallest limit of the process's control group and of those that contain it.
 std::optional<double> cpu_quota() {
-  constexpr auto kRoot = "/sys/fs/cgroup";
+  const std::filesystem::path root = "/sys/fs/cgroup";
   std::filesystem::path group = group_of(read_text("/proc/self/cgroup"));
   std::optional<double> least;
   const auto take = [&](const std::optional<double>& quota) {
     if (quota.has_value() && (!least.has_value() || *quota < *least)) least = quota;
   };
   for (;; group = group.parent_path()) {
-    take(parse_cpu_quota(read_text((std::filesystem::path(kRoot) / group / "cpu.max").c_str())));
+    take(parse_cpu_quota(read_text(root / group / "cpu.max")));
     if (group.empty()) break;
   }
   // The first version of control groups: -1 is no limit.
