@@ -2,10 +2,10 @@
 
 #include "semitone/core/error.h"
 #include "src/core/descriptor.h"
+#include "src/core/thread_count.h"
 #include "src/net/polling.h"
 #include "src/net/sockets.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <fcntl.h>
@@ -53,18 +53,6 @@ double copy_gb_per_s() {
   const double bytes = 2.0 * static_cast<double>(from.nbytes());
   return 1e-9 * bytes / least_seconds(7, [&] { to.copy_(from); });
 }
-
-// The number of threads for a scope.
-class Threads {
- public:
-  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
-  ~Threads() { at::set_num_threads(before_); }
-  Threads(const Threads&) = delete;
-  Threads& operator=(const Threads&) = delete;
-
- private:
-  int before_;
-};
 
 // The ends of a TCP connection, which block.
 struct Loopback {
@@ -169,7 +157,7 @@ train::MachineSpeed measure_machine() {
   speed.product_ms = product_ms();
   speed.copy_gb_per_s = copy_gb_per_s();
   {
-    const Threads one(1);
+    const ThreadCount one(1);
     speed.product_ms_one = product_ms();
     speed.copy_gb_per_s_one = copy_gb_per_s();
   }

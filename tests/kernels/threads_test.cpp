@@ -1,6 +1,8 @@
 // Kernels run on LibTorch's threads: at::parallel_for depends on the flags of its caller's
 // compilation.
 
+#include "src/core/thread_count.h"
+
 #include <ATen/Parallel.h>
 
 #include <gtest/gtest.h>
@@ -14,19 +16,8 @@
 namespace semitone::kernels::threads_test {
 namespace {
 
-class Threads {
- public:
-  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
-  ~Threads() { at::set_num_threads(before_); }
-  Threads(const Threads&) = delete;
-  Threads& operator=(const Threads&) = delete;
-
- private:
-  int before_;
-};
-
 TEST(Threads, ParallelForUsesAllOfThem) {
-  const Threads threads(3);
+  const ThreadCount threads(3);
   std::mutex mutex;
   std::set<std::thread::id> seen;
   at::parallel_for(0, 3, 1, [&](std::int64_t, std::int64_t) {
@@ -38,7 +29,7 @@ TEST(Threads, ParallelForUsesAllOfThem) {
 
 // A second runtime would not be affected by at::set_num_threads.
 TEST(Threads, BelongToOneRuntime) {
-  const Threads threads(3);
+  const ThreadCount threads(3);
   EXPECT_EQ(omp_get_max_threads(), 3);
 }
 
