@@ -108,13 +108,14 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("memory", format_line(flags));
   line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
                            data.test.size(), flags.data));
-  if (flags.starts_job() || group.size() > 1) line("processes", processes_line(flags, group));
+  const int ranks =
+      flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
+  if (ranks > 1) line("processes", processes_line(flags, group));
   if (!flags.options.checkpoint_dir().empty()) line("checkpoints", checkpoints_line(flags.options));
   line("training",
        fmt::format("{}, {} epoch{} in batches of {}, {} lr {}{}, {}, seed {}", flags.model,
                    flags.options.epochs(), flags.options.epochs() == 1 ? "" : "s",
-                   options_of(flags, flags.levels().front(), group).batch_size(),
-                   flags.options.optimizer(), flags.options.lr(),
+                   flags.batch_size(ranks), flags.options.optimizer(), flags.options.lr(),
                    train::find_optimizer(flags.options.optimizer()).has_momentum
                        ? fmt::format(" momentum {}", flags.options.momentum())
                        : "",

@@ -200,7 +200,7 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
                                const comm::Group& group) {
   train::TrainOptions options = flags.options;
   options.opt_level(level).device(flags.find_device()).group(group);
-  if (flags.global_batch_size > 0) options.batch_size(flags.global_batch_size / group.size());
+  options.batch_size(flags.batch_size(group.size()));
   return options;
 }
 

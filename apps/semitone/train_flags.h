@@ -46,6 +46,10 @@ struct TrainFlags {
   // One level, or all of them.
   std::vector<amp::OptLevel> levels() const;
   int processes() const;  // on this node
+  // Of each of these processes that train together.
+  std::int64_t batch_size(int processes_together) const {
+    return global_batch_size > 0 ? global_batch_size / processes_together : options.batch_size();
+  }
   // Whether this process starts others that train together.
   bool starts_job() const { return processes() > 1 || nodes > 1; }
 };
