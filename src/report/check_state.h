@@ -26,7 +26,7 @@
 
 namespace semitone::report {
 
-// The kind of CheckState among the states of a thread, beside those of thread_state.h.
+// The kind of CheckState among the states of a thread, in addition to those of thread_state.h.
 inline constexpr std::string_view kCheckStateName = "semitone non-finite check";
 inline constexpr c10::DebugInfoKind kCheckState = thread_state_kind(203, &kCheckStateName);
 

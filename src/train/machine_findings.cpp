@@ -78,8 +78,7 @@ void find_thread_problems(const Machine& machine, const MachineSpeed& speed, Fin
     add_problem(
         findings,
         fmt::format("LibTorch computes with {} of {} cores", machine.threads, machine.cores),
-        fmt::format("unset OMP_NUM_THREADS, unless each of several processes has its "
-                    "share of the cores"));
+        "unset OMP_NUM_THREADS, unless each of several processes has its share of the cores");
   }
   // Two threads on two hyperthreads of a core reach 1.0 to 1.3.
   const double scaling = speed.product_ms_one / speed.product_ms;
