@@ -34,12 +34,19 @@ class TrainTogetherResume : public ::testing::Test {
  protected:
   TrainTogetherResume() { test::write_data_set(data_.path(), 401, 101); }
 
-  Words train(const Words& more) const {
-    Words all{"train",    "--data", data_.path().string(), "--batch-size", "10",
-              "--epochs", "3",      "--opt-level",         "O2",           "--dtype",
-              "fp16"};
+  Words train(const Words& more, const Words& batch = {"--batch-size", "10"}) const {
+    Words all{"train",   "--data", data_.path().string(), "--epochs", "3", "--opt-level", "O2",
+              "--dtype", "fp16"};
+    all.insert(all.end(), batch.begin(), batch.end());
     all.insert(all.end(), more.begin(), more.end());
     return all;
+  }
+  // Of any number of processes.
+  Words elastic(const Words& more) const {
+    Words words = train({"--checkpoint-dir", run_.string(), "--resume", "auto"},
+                        {"--global-batch-size", "20"});
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
   }
   // 63 steps.
   Words resumable(const Words& more = {}) const {
@@ -150,23 +157,7 @@ TEST_F(TrainTogetherResume, AnotherNumberOfProcessesKeepsTheImagesOfAStep) {
 
 TEST_F(TrainTogetherResume, TheGlobalBatchSizeIsDividedAmongTheProcesses) {
   const auto train_with = [&](const std::string& processes, const Words& more) {
-    Words words{"train",
-                "--data",
-                data_.path().string(),
-                "--global-batch-size",
-                "20",
-                "--epochs",
-                "3",
-                "--opt-level",
-                "O2",
-                "--dtype",
-                "fp16",
-                "--checkpoint-dir",
-                run_.string(),
-                "--resume",
-                "auto",
-                "--nproc",
-                processes};
+    Words words = elastic({"--nproc", processes});
     words.insert(words.end(), more.begin(), more.end());
     return run_semitone(words);
   };
@@ -200,26 +191,9 @@ TEST_F(TrainTogetherResume, ALostMachineLeavesTheTrainingToTheOther) {
                 "sh",
                 "-c",
                 "echo $PPID > " + (folder_ / name).string() + "$RANK; exec \"$0\" \"$@\"",
-                SEMITONE_PROGRAM,
-                "train",
-                "--data",
-                data_.path().string(),
-                "--global-batch-size",
-                "20",
-                "--epochs",
-                "3",
-                "--opt-level",
-                "O2",
-                "--dtype",
-                "fp16",
-                "--checkpoint-dir",
-                run_.string(),
-                "--resume",
-                "auto",
-                "--save-every",
-                "2",
-                "--keep",
-                "0"};
+                SEMITONE_PROGRAM};
+    const Words train = elastic({"--save-every", "2", "--keep", "0"});
+    words.insert(words.end(), train.begin(), train.end());
     return Process(semitone_command(words));
   };
   Process host = machine("launcher");
