@@ -59,5 +59,35 @@ void emit(const LossScaleUpdated& event) {
 void emit(const StepSkipped& event) {
   tell(event);
 }
+void emit(const OperatorReplaced& event) {
+  tell(event);
+}
+void emit(const GradientsReady& event) {
+  tell(event);
+}
+void emit(const PhaseBegan& event) {
+  tell(event);
+}
+void emit(const PhaseEnded& event) {
+  tell(event);
+}
+
+std::string_view name_of(Phase phase) {
+  switch (phase) {
+    case Phase::data:
+      return "data";
+    case Phase::forward:
+      return "forward";
+    case Phase::backward:
+      return "backward";
+    case Phase::communication:
+      return "communication";
+    case Phase::unscale:
+      return "unscale";
+    case Phase::optimizer:
+      break;
+  }
+  return "optimizer";
+}
 
 }  // namespace semitone::events

@@ -46,6 +46,25 @@ TEST(Events, ScopesNestAndEndInOrder) {
   EXPECT_EQ(inner->heard, (std::vector<std::string>{"b"}));
 }
 
+TEST(Events, PartsOfAStepNest) {
+  struct Parts : Listener {
+    using Listener::on;
+    void on(const PhaseBegan& event) override { heard.push_back(std::string(name_of(event.phase))); }
+    void on(const PhaseEnded& event) override {
+      heard.push_back("end of " + std::string(name_of(event.phase)));
+    }
+    std::vector<std::string> heard;
+  };
+  const auto parts = std::make_shared<Parts>();
+  const Listen listen(parts);
+  {
+    const PhaseScope backward(Phase::backward);
+    const PhaseScope communication(Phase::communication);
+  }
+  EXPECT_EQ(parts->heard, (std::vector<std::string>{"backward", "communication",
+                                                    "end of communication", "end of backward"}));
+}
+
 TEST(Events, AThreadOfItsOwnHearsNothingUnlessTheStateIsCarried) {
   const auto recorder = std::make_shared<Recorder>();
   const Listen listen(recorder);

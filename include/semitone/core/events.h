@@ -1,6 +1,8 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <memory>
@@ -45,6 +47,48 @@ struct StepSkipped {
   double loss_scale;         ///< the scale that the gradients had
 };
 
+/// An operator computed with another kernel than LibTorch's own for these dtypes.
+struct OperatorReplaced {
+  std::string_view op;      ///< as in Cast
+  std::string_view kernel;  ///< "emulated": fp32 arithmetic on rounded values; "semitone": a faster one
+};
+
+/// The gradients that a step of an optimizer is about to use, or would use if it were not skipped.
+/// The lists have one element for each parameter, in the same order. They are valid until the
+/// listener returns.
+struct GradientsReady {
+  at::TensorList parameters;  ///< the model's
+  at::TensorList gradients;   ///< not defined where a parameter has none
+  /// What the optimizer updates: the parameters themselves, or their fp32 master weights. Not
+  /// defined where masters are kept as two 16-bit halves.
+  at::TensorList weights;
+  double scale;  ///< the gradients are still multiplied by it; 1 if they are unscaled
+};
+
+/// A part of a training step.
+enum class Phase {
+  data,           ///< waiting for a batch, and copying it to its device
+  forward,        ///< the model and its loss
+  backward,       ///< the gradients
+  communication,  ///< waiting for other ranks
+  unscale,        ///< dividing gradients by the loss scale, and looking for inf and NaN
+  optimizer,      ///< the update of the weights
+};
+
+/// "data", "forward", "backward", "communication", "unscale" or "optimizer".
+std::string_view name_of(Phase phase);
+
+/// A part of a step began on this thread. Parts nest: communication inside of backward is not
+/// counted as backward.
+struct PhaseBegan {
+  Phase phase;
+};
+
+/// The part that began last on this thread ended.
+struct PhaseEnded {
+  Phase phase;
+};
+
 /// Receives events. Override the functions for the events of interest. The thread in which an event
 /// happens calls them, so a listener that several threads share needs a lock. Must not throw.
 class Listener {
@@ -57,6 +101,10 @@ class Listener {
   virtual void on(const Cast&) {}
   virtual void on(const LossScaleUpdated&) {}
   virtual void on(const StepSkipped&) {}
+  virtual void on(const OperatorReplaced&) {}
+  virtual void on(const GradientsReady&) {}
+  virtual void on(const PhaseBegan&) {}
+  virtual void on(const PhaseEnded&) {}
 };
 
 /// Installs a listener for this thread until the end of the scope. Scopes nest, and every listener
@@ -79,5 +127,23 @@ bool listening();
 void emit(const Cast& event);
 void emit(const LossScaleUpdated& event);
 void emit(const StepSkipped& event);
+void emit(const OperatorReplaced& event);
+void emit(const GradientsReady& event);
+void emit(const PhaseBegan& event);
+void emit(const PhaseEnded& event);
+
+/// Reports a part of a step, from its construction to its destruction. For loops of one's own:
+///
+///     { const events::PhaseScope data(events::Phase::data); batch = next_batch(); }
+class [[nodiscard]] PhaseScope {
+ public:
+  explicit PhaseScope(Phase phase) : phase_(phase) { emit(PhaseBegan{phase_}); }
+  ~PhaseScope() { emit(PhaseEnded{phase_}); }
+  PhaseScope(const PhaseScope&) = delete;
+  PhaseScope& operator=(const PhaseScope&) = delete;
+
+ private:
+  Phase phase_;
+};
 
 }  // namespace semitone::events
