@@ -26,6 +26,18 @@ std::string_view name_of(CastAction action) {
   return "";
 }
 
+std::string_view name_of(Emulation emulation) {
+  switch (emulation) {
+    case Emulation::automatic:
+      return "automatic";
+    case Emulation::always:
+      return "always";
+    case Emulation::never:
+      return "never";
+  }
+  return "";
+}
+
 CastTarget::CastTarget() : CastTarget(default_device()) {}
 CastTarget::CastTarget(c10::DeviceType device_type)
     : CastTarget(device_type, default_16bit_dtype(device_type)) {}

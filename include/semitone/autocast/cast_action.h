@@ -43,6 +43,9 @@ enum class Emulation {
   never,      ///< LibTorch's own kernels
 };
 
+/// "automatic", "always", "never".
+std::string_view name_of(Emulation emulation);
+
 /// The device and 16-bit dtype of a policy. Converts from either. Defaults: default_device() and
 /// default_16bit_dtype(device).
 struct CastTarget {

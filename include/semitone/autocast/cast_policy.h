@@ -6,12 +6,14 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -63,6 +65,10 @@ class CastPolicy {
   static CastPolicy by_name(std::string_view name, CastTarget target = {});
   /// The names of all presets.
   static std::vector<std::string> preset_names();
+  /// Returns the policy in a file that save() wrote, or that was written by hand
+  /// (docs/cast_policies.md has the format), for a device and dtype. FileError if it cannot be read,
+  /// or is no such file; Error if it names what this LibTorch does not have.
+  static CastPolicy from_file(const std::filesystem::path& path, CastTarget target = {});
 
   /// Edits of the table. Each adds a row or replaces the existing one. Error for an unknown
   /// operator.
@@ -114,6 +120,15 @@ class CastPolicy {
   /// preset's rows for that device.
   CastPolicy with_target(CastTarget target) const;
 
+  /// Writes the preset's name and the edits to a file, as JSON: a whole file or nothing (FileError).
+  /// The device, the dtype and the binding to a model are not in it.
+  void save(const std::filesystem::path& path) const;
+  /// Returns the content of that file.
+  std::string to_json() const;
+  /// Returns an expression in C++ that makes this policy, without the binding:
+  /// `CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).keep_fp32("softmax")`.
+  std::string to_code() const;
+
   std::string_view name() const { return name_; }
   c10::DeviceType device() const { return target_.device; }
   c10::ScalarType dtype() const { return target_.dtype; }
@@ -148,6 +163,7 @@ class CastPolicy {
   CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset);
   static void keep_matching(Binding& binding, const std::string& glob);
   void edited();
+  std::vector<std::pair<std::string, CastRow>> edits_by_name() const;
   std::shared_ptr<const CompiledPolicy> compile() const;
 
   std::string name_;

@@ -1,0 +1,207 @@
+#include "semitone/autocast/cast_policy.h"
+#include "semitone/core/error.h"
+#include "src/autocast/op_names.h"
+#include "src/core/file.h"
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+// A policy as a file, and as code.
+namespace semitone::amp {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr auto kPolicyFile = "amp.cast_policy.file";
+constexpr auto kPolicyFormat = "semitone.cast-policy";
+constexpr int kPolicyVersion = 1;
+constexpr std::string_view kUserReason = "set by the user";
+
+constexpr std::array kActions{CastAction::lower,  CastAction::fp32,  CastAction::promote,
+                              CastAction::widest, CastAction::leave, CastAction::ban};
+constexpr std::array kEmulations{Emulation::automatic, Emulation::always, Emulation::never};
+
+// The value with this name.
+template <typename Values>
+auto parse(const Values& values, const std::string& name, const std::string& where) {
+  std::string names;
+  for (const auto value : values) {
+    if (name_of(value) == name) return value;
+    names.append(names.empty() ? "" : ", ").append(name_of(value));
+  }
+  throw FileError(kPolicyFile, fmt::format("one of {} in {}", names, where),
+                  fmt::format("'{}'", name.substr(0, 100)));
+}
+
+Json read_json(const std::filesystem::path& path) {
+  const std::string text = read_text(path);
+  if (text.empty()) {
+    throw FileError(kPolicyFile, "a file with a cast policy",
+                    fmt::format("'{}', which is missing, empty or unreadable", path.string()),
+                    "CastPolicy::save and `semitone tune` write one");
+  }
+  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false,
+                                /*ignore_comments=*/true);
+  if (!json.is_object() || json.value("format", Json()) != Json(kPolicyFormat)) {
+    throw FileError(kPolicyFile, fmt::format(R"(a JSON object with "format": "{}")", kPolicyFormat),
+                    fmt::format("'{}', which is {}", path.string(),
+                                json.is_discarded() ? "no JSON" : "another"),
+                    "CastPolicy::save and `semitone tune` write such a file");
+  }
+  return json;
+}
+
+// A mistyped key would be ignored without this.
+void require_known_keys(const Json& json, const std::set<std::string>& known,
+                        const std::string& where) {
+  for (const auto& item : json.items()) {
+    if (known.contains(item.key())) continue;
+    std::string names;
+    for (const std::string& name : known) names.append(names.empty() ? "" : ", ").append(name);
+    throw FileError(kPolicyFile, fmt::format("the keys {} in {}", names, where),
+                    fmt::format("'{}'", item.key().substr(0, 100)));
+  }
+}
+
+CastRow row_of(const Json& value, const std::string& where) {
+  if (value.is_string())
+    return {parse(kActions, value.get<std::string>(), where), std::string(kUserReason)};
+  if (!value.is_object()) {
+    throw FileError(kPolicyFile, "an action, or an object with one, in " + where,
+                    value.dump().substr(0, 100));
+  }
+  require_known_keys(value, {"action", "reason"}, where);
+  return {parse(kActions, value.at("action").get<std::string>(), where),
+          value.value("reason", std::string(kUserReason))};
+}
+
+void apply(CastPolicy& policy, const Json& json) {
+  const Json operators = json.value("operators", Json::object());
+  for (const auto& item : operators.items()) {
+    const CastRow row = row_of(item.value(), "operators, '" + item.key() + "'");
+    policy.set(item.key(), row.action, row.reason);
+  }
+  const Json globs = json.value("keep_fp32_params", Json::array());
+  for (const auto& glob : globs) policy.keep_fp32_params(glob.get<std::string>());
+  if (json.contains("emulation"))
+    policy.emulation(parse(kEmulations, json.at("emulation").get<std::string>(), "emulation"));
+  if (!json.contains("fast_kernels")) return;
+  policy.fast_kernels(false);
+  for (const auto& op : json.at("fast_kernels")) policy.fast_kernel(op.get<std::string>());
+}
+
+std::string literal(std::string_view text) {
+  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+std::string target_code(const CastPolicy& policy) {
+  std::string device = c10::DeviceTypeName(policy.device(), /*lower_case=*/false);
+  return fmt::format("{{torch::k{}, torch::k{}}}", device, c10::toString(policy.dtype()));
+}
+
+std::string preset_code(const CastPolicy& policy) {
+  const std::string_view name = policy.name();
+  return name.find('-') == std::string_view::npos
+             ? fmt::format("CastPolicy::{}({})", name, target_code(policy))
+             : fmt::format("CastPolicy::by_name({}, {})", literal(name), target_code(policy));
+}
+
+// @param usual  those of the preset
+std::string fast_kernels_code(const std::set<std::string>& chosen,
+                              const std::set<std::string>& usual) {
+  if (chosen.empty() && !usual.empty()) return "\n    .fast_kernels(false)";
+  std::string code;
+  for (const std::string& op : usual)
+    if (!chosen.contains(op)) code += fmt::format("\n    .fast_kernel({}, false)", literal(op));
+  for (const std::string& op : chosen)
+    if (!usual.contains(op)) code += fmt::format("\n    .fast_kernel({})", literal(op));
+  return code;
+}
+
+std::string_view function_of(CastAction action) {
+  return action == CastAction::fp32 ? "keep_fp32" : name_of(action);
+}
+
+}  // namespace
+
+// An operator's edits as one, under the name without an overload, if all its overloads have the same.
+std::vector<std::pair<std::string, CastRow>> CastPolicy::edits_by_name() const {
+  std::map<std::string, std::vector<std::string>> overloads;
+  for (const auto& [name, row] : edits_) overloads[name.substr(0, name.find('.'))].push_back(name);
+  std::vector<std::pair<std::string, CastRow>> edits;
+  for (const auto& [base, names] : overloads) {
+    const CastRow& first = edits_.at(names.front());
+    const bool are_equal = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+      const CastRow& row = edits_.at(name);
+      return row.action == first.action && row.reason == first.reason;
+    });
+    if (are_equal && resolve_operators(base, kPolicyFile).size() == names.size()) {
+      edits.emplace_back(base, first);
+      continue;
+    }
+    // The overload without a name comes first, since its name sets the others too.
+    for (const std::string& name : names) edits.emplace_back(name, edits_.at(name));
+  }
+  return edits;
+}
+
+CastPolicy CastPolicy::from_file(const std::filesystem::path& path, CastTarget target) {
+  const Json json = read_json(path);
+  const std::string where = "'" + path.string() + "'";
+  try {
+    require_known_keys(json,
+                       {"format", "version", "preset", "operators", "keep_fp32_params", "emulation",
+                        "fast_kernels"},
+                       where);
+    if (json.at("version") != kPolicyVersion) {
+      throw FileError(kPolicyFile, fmt::format("version {} in {}", kPolicyVersion, where),
+                      json.at("version").dump().substr(0, 100), "update Semitone");
+    }
+    CastPolicy policy = by_name(json.at("preset").get<std::string>(), target);
+    apply(policy, json);
+    return policy;
+  } catch (const Json::exception& error) {
+    throw FileError(kPolicyFile, "a cast policy in " + where, error.what(),
+                    "docs/cast_policies.md describes the format");
+  }
+}
+
+std::string CastPolicy::to_json() const {
+  Json json{{"format", kPolicyFormat}, {"version", kPolicyVersion}, {"preset", name_}};
+  Json& operators = json["operators"] = Json::object();
+  for (const auto& [op, row] : edits_by_name()) {
+    operators[op] = Json{{"action", amp::name_of(row.action)}};
+    if (row.reason != kUserReason) operators[op]["reason"] = row.reason;
+  }
+  json["keep_fp32_params"] = globs_;
+  if (emulation_ != Emulation::automatic) json["emulation"] = amp::name_of(emulation_);
+  if (fast_kernels_ != by_name(name_, target_).fast_kernels_) json["fast_kernels"] = fast_kernels_;
+  return json.dump(2, ' ', false, Json::error_handler_t::replace);
+}
+
+void CastPolicy::save(const std::filesystem::path& path) const {
+  write_file(path, to_json() + "\n", kPolicyFile);
+}
+
+std::string CastPolicy::to_code() const {
+  std::string code = preset_code(*this);
+  for (const auto& [op, row] : edits_by_name()) {
+    code += fmt::format("\n    .{}({}", function_of(row.action), literal(op));
+    code += row.reason == kUserReason ? ")" : fmt::format(", {})", literal(row.reason));
+  }
+  for (const std::string& glob : globs_)
+    code += fmt::format("\n    .keep_fp32_params({})", literal(glob));
+  if (emulation_ != Emulation::automatic)
+    code += fmt::format("\n    .emulation(Emulation::{})", amp::name_of(emulation_));
+  return code + fast_kernels_code(fast_kernels_, by_name(name_, target_).fast_kernels_);
+}
+
+}  // namespace semitone::amp
