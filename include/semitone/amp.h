@@ -11,6 +11,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/amp/opt_level.h"
 #include "semitone/amp/scaled_loss.h"
+#include "semitone/amp/tune.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/autocast/cast_action.h"
 #include "semitone/autocast/cast_policy.h"

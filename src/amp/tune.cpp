@@ -1,0 +1,235 @@
+#include "semitone/amp/tune.h"
+
+#include "semitone/core/error.h"
+#include "src/amp/lowered_operators.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <map>
+#include <set>
+#include <utility>
+
+namespace semitone::amp {
+namespace {
+
+constexpr auto kTune = "amp.tune";
+constexpr auto kTuneReason = "found by tune";
+
+// What may be kept in fp32.
+struct Candidate {
+  std::string name;
+  bool is_layer = false;
+  bool operator==(const Candidate&) const = default;
+  auto operator<=>(const Candidate&) const = default;
+};
+using Candidates = std::vector<Candidate>;
+
+class Search {
+ public:
+  Search(const Model& model, const CastPolicy& policy, const TuneTraining& train,
+         const TuneOptions& options)
+      : model_(model), given_(policy), train_(train), options_(options) {
+    if (!(options.band() > 0) || !std::isfinite(options.band()))
+      throw Error(kTune, "a band above 0", fmt::format("{}", options.band()));
+    if (options.max_trainings() < 1)
+      throw Error(kTune, "at least 1 training", fmt::format("{}", options.max_trainings()));
+  }
+
+  TuneResult run() {
+    train_in_fp32();
+    double given_loss = 0;
+    const auto operators = lowered_operators(model_, given_, [&] { given_loss = loss_of({}); });
+    Candidates kept;
+    if (!is_in_band({})) kept = narrowed_to_layers(smallest(candidates_of(operators)), operators);
+    return result(kept, given_loss);
+  }
+
+ private:
+  // Twice: the second one shows what the difference of two equal trainings is.
+  void train_in_fp32() {
+    fp32_loss_ = run_training({}, std::nullopt, /*is_fp32=*/true);
+    if (!std::isfinite(fp32_loss_)) {
+      throw Error(kTune, "a finite loss of the training in fp32", fmt::format("{}", fp32_loss_),
+                  "lower the learning rate");
+    }
+    const double again = run_training({}, std::nullopt, /*is_fp32=*/true);
+    if (is_near(again)) return;
+    throw Error(kTune,
+                fmt::format("two trainings in fp32 whose losses agree within {:.3g} %",
+                            100 * options_.band()),
+                fmt::format("{:.6g} and {:.6g}", fp32_loss_, again),
+                "begin each with the same weights, data and random numbers, or widen the band");
+  }
+
+  // The last one first: what an operator computes in fp32 is often an argument of the next, which
+  // then computes in fp32 too. So the later operator is the smaller change.
+  static Candidates candidates_of(const std::vector<LoweredOperator>& operators) {
+    Candidates all;
+    all.reserve(operators.size());
+    for (auto op = operators.rbegin(); op != operators.rend(); ++op) all.push_back({op->name});
+    return all;
+  }
+
+  // The smallest set among the candidates, in addition to those that are kept anyway.
+  Candidates smallest(Candidates candidates, const Candidates& anyway = {}) {
+    require_enough(candidates, anyway);
+    Candidates kept;
+    while (!is_in_band(joined(anyway, kept))) {
+      // The shortest prefix that brings the loss into the band, together with those kept so far.
+      std::size_t outside = 0;  // this length does not
+      std::size_t inside = candidates.size();
+      while (inside - outside > 1) {
+        const std::size_t middle = outside + (inside - outside) / 2;
+        const Candidates prefix(candidates.cbegin(), at(candidates, middle));
+        (is_in_band(joined(anyway, joined(kept, prefix))) ? inside : outside) = middle;
+      }
+      if (inside == 0) throw unsteady();
+      kept.push_back(candidates[inside - 1]);
+      candidates.resize(inside - 1);
+    }
+    return without_needless(std::move(kept), anyway);
+  }
+
+  static Candidates::const_iterator at(const Candidates& all, std::size_t count) {
+    return all.begin() + static_cast<std::ptrdiff_t>(count);
+  }
+
+  void require_enough(const Candidates& candidates, const Candidates& anyway) {
+    const Candidates all = joined(anyway, candidates);
+    if (is_in_band(all)) return;
+    throw Error(kTune,
+                fmt::format("a loss within {:.3g} % of {:.6g} with {} operators in fp32",
+                            100 * options_.band(), fp32_loss_, all.size()),
+                fmt::format("{:.6g}", loss_of(all)),
+                "widen the band, or train for more steps; casts outside of operators and a loss "
+                "scale that skips the first steps make a difference too");
+  }
+
+  static Error unsteady() {
+    return {kTune, "a loss that more fp32 brings nearer to that in fp32", "one that moves away",
+            "widen the band, or train for more steps"};
+  }
+
+  Candidates without_needless(Candidates kept, const Candidates& anyway) {
+    for (std::size_t i = kept.size(); i-- > 0 && kept.size() > 1;) {
+      Candidates fewer = kept;
+      fewer.erase(at(fewer, i));
+      if (is_in_band(joined(anyway, fewer))) kept = std::move(fewer);
+    }
+    return kept;
+  }
+
+  // Layers in place of operators that several layers call.
+  Candidates narrowed_to_layers(Candidates kept, const std::vector<LoweredOperator>& operators) {
+    if (!options_.layers()) return kept;
+    for (const LoweredOperator& op : operators) {
+      const auto place = std::find(kept.begin(), kept.end(), Candidate{op.name});
+      if (place == kept.end() || op.layers.size() < 2) continue;
+      Candidates others = kept;
+      others.erase(others.begin() + (place - kept.begin()));
+      Candidates layers;
+      layers.reserve(op.layers.size());
+      for (auto layer = op.layers.rbegin(); layer != op.layers.rend(); ++layer)
+        layers.push_back({*layer, /*is_layer=*/true});
+      // The operator may be sensitive where it has no parameters.
+      if (!is_in_band(joined(others, layers))) continue;
+      const Candidates needed = smallest(layers, others);
+      if (needed.size() < layers.size()) kept = joined(others, needed);
+    }
+    return kept;
+  }
+
+  static Candidates joined(const Candidates& one, const Candidates& other) {
+    Candidates both = one;
+    both.insert(both.end(), other.begin(), other.end());
+    return both;
+  }
+
+  CastPolicy policy_with(const Candidates& kept) const {
+    CastPolicy policy = given_;
+    for (const Candidate& one : kept) {
+      if (one.is_layer) {
+        policy.keep_fp32_params(one.name);
+      } else {
+        policy.keep_fp32(one.name, kTuneReason);
+      }
+    }
+    return policy;
+  }
+
+  double loss_of(const Candidates& kept) {
+    const std::set<Candidate> key(kept.begin(), kept.end());
+    const auto known = losses_.find(key);
+    if (known != losses_.end()) return known->second;
+    const double loss = run_training(kept, policy_with(kept), /*is_fp32=*/false);
+    losses_.emplace(key, loss);
+    return loss;
+  }
+
+  bool is_in_band(const Candidates& kept) { return is_near(loss_of(kept)); }
+
+  // Of NaN: false.
+  bool is_near(double loss) const {
+    return std::abs(loss - fp32_loss_) <= options_.band() * std::abs(fp32_loss_);
+  }
+
+  double run_training(const Candidates& kept, const std::optional<CastPolicy>& policy,
+                      bool is_fp32) {
+    if (static_cast<std::int64_t>(trials_.size()) == options_.max_trainings()) {
+      throw Error(kTune, fmt::format("a result after {} trainings", options_.max_trainings()),
+                  "none yet", "raise TuneOptions::max_trainings, or widen the band");
+    }
+    TuneTrial trial;
+    trial.kept.reserve(kept.size());
+    for (const Candidate& one : kept) trial.kept.push_back(one.name);
+    trial.is_fp32 = is_fp32;
+    trial.loss = train_(policy);
+    trial.in_band = (is_fp32 && trials_.empty()) || is_near(trial.loss);
+    trials_.push_back(std::move(trial));
+    if (options_.on_trial()) options_.on_trial()(trials_.back());
+    return trials_.back().loss;
+  }
+
+  TuneResult result(const Candidates& kept, double given_loss) {
+    TuneResult result;
+    result.policy = policy_with(kept);
+    for (const Candidate& one : kept)
+      (one.is_layer ? result.layers : result.operators).push_back(one.name);
+    result.fp32_loss = fp32_loss_;
+    result.given_loss = given_loss;
+    result.loss = loss_of(kept);
+    result.trials = trials_;
+    return result;
+  }
+
+  const Model& model_;
+  const CastPolicy& given_;
+  const TuneTraining& train_;
+  const TuneOptions& options_;
+  double fp32_loss_ = 0;
+  std::map<std::set<Candidate>, double> losses_;
+  std::vector<TuneTrial> trials_;
+};
+
+}  // namespace
+
+TuneResult tune(const Model& model, const CastPolicy& policy, const TuneTraining& train,
+                const TuneOptions& options) {
+  return Search(model, policy, train, options).run();
+}
+
+std::string TuneResult::to_string() const {
+  std::string text = fmt::format(
+      "loss in fp32 {:.6g}, under the given policy {:.6g}, under the result {:.6g} ({} "
+      "trainings)\n",
+      fp32_loss, given_loss, loss, trials.size());
+  text += is_unchanged() ? "nothing has to stay in fp32\n" : "stays in fp32:\n";
+  for (const std::string& op : operators) text += "  operator " + op + "\n";
+  for (const std::string& layer : layers) text += "  parameters " + layer + "\n";
+  return text + "\n" + policy.to_code() + "\n";
+}
+
+}  // namespace semitone::amp
