@@ -3,6 +3,7 @@
 #include "apps/semitone/flags.h"
 #include "apps/semitone/operator_table.h"
 #include "apps/semitone/output.h"
+#include "apps/semitone/policy_flag.h"
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
@@ -152,7 +153,7 @@ int run_speed(const OpsFlags& flags) {
 int run(OpsFlags flags) {
   if (flags.speed) return run_speed(flags);
   flags.op = plain_name(flags.op);
-  const auto policy = amp::CastPolicy::by_name(flags.policy, target_of(flags));
+  const auto policy = policy_of(flags.policy, target_of(flags), kOps);
   require_operator(flags.op);
   const auto rows = chosen_rows(policy, flags.op);
   if (flags.json != "-") print(human_output(flags.json), policy, rows, flags);
@@ -182,7 +183,7 @@ void add_ops_command(CLI::App& app, Action& action) {
       "ops", "Print a cast policy: what autocast does with each operator, and why");
   const auto flags = std::make_shared<OpsFlags>();
   Flags add(command, kOps);
-  add.choice("--policy", flags->policy, amp::CastPolicy::preset_names(), "Cast policy to print");
+  add.text("--policy", flags->policy, kPolicyType, "Cast policy to print: " + policy_choices());
   add.choice("--device", flags->device, {"cpu", "cuda"},
              "Device of the table; the machine need not have it");
   add.choice("--dtype", flags->dtype, {"auto", "bf16", "fp16"},

@@ -7,16 +7,15 @@
 #include "apps/semitone/results.h"
 #include "apps/semitone/stop_signals.h"
 #include "apps/semitone/train_config.h"
+#include "apps/semitone/train_data.h"
 #include "apps/semitone/train_flags.h"
 #include "apps/semitone/train_record.h"
 #include "semitone/comm/init.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/version.h"
-#include "semitone/zoo/mnist.h"
 #include "src/checkpoint/folder.h"
 #include "src/comm/rendezvous.h"
-#include "src/core/env.h"
 #include "src/core/file.h"
 #include "src/launch/process.h"
 #include "src/train/checkpoints.h"
@@ -38,16 +37,6 @@
 
 namespace semitone::cli {
 namespace {
-
-train::DataSet load_data(const TrainFlags& flags) {
-  std::error_code ignored;
-  if (!std::filesystem::is_directory(flags.data, ignored)) {
-    throw FileError(kTrain, "a folder with the data at '" + flags.data + "'", "none",
-                    std::string("give --data DIR or set ") + env::kDataDir.name);
-  }
-  return {zoo::load_mnist(flags.data, zoo::Split::train),
-          zoo::load_mnist(flags.data, zoo::Split::test)};
-}
 
 std::string dtype_line(const TrainFlags& flags, c10::DeviceType device) {
   const auto requested = flags.options.dtype();
@@ -243,7 +232,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   int code = kSuccess;
   {
     const comm::Group group = was_launched ? join_group(flags) : comm::Group();
-    train::DataSet data = load_data(flags);
+    train::DataSet data = load_data(flags.data, kTrain);
     if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, data, group);
     if (flags.starts_job() || (levels.size() > 1 && !was_launched)) {
       data = {};

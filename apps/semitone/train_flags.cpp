@@ -2,10 +2,11 @@
 
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
+#include "apps/semitone/policy_flag.h"
+#include "apps/semitone/train_data.h"
 #include "apps/semitone/train_record.h"
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
-#include "src/core/env.h"
 #include "src/launch/process_count.h"
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
@@ -59,6 +60,9 @@ void add_training_flags(Flags& add, TrainFlags& flags) {
   add.choice("--opt-level", flags.opt_level, {"O0", "O1", "O2", "O3", "all"},
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
              "the four in turn");
+  add.text("--policy", flags.policy, kPolicyType,
+           "Cast policy of O1: " + policy_choices() +
+               ". At O2 and O3 it says which parameters stay in fp32");
   train::add_training_flags(add, flags.options);
   train::add_device_flag(add, flags.device);
   add.integer("--threads", flags.threads, 0, 1024,
@@ -142,7 +146,7 @@ void check_files(const TrainFlags& flags, const CLI::App& command) {
 
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   const auto flags = std::make_shared<TrainFlags>();
-  flags->data = env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
+  flags->data = default_data_dir();
   Flags add(command, kTrain);
   add_training_flags(add, *flags);
   add_job_flags(add, *flags);
@@ -182,6 +186,9 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
                      "--device " + flags.device);
   check_batch_size(flags, command, place);
   check_files(flags, command);
+  if (!flags.policy.empty() && flags.opt_level == "O0")
+    throw UsageError(kTrain, "--opt-level O1, O2, O3 or all with --policy", "O0");
+  if (!flags.policy.empty()) policy_of(flags.policy, c10::DeviceType::CPU, kTrain);
   for (const char* const flag : kJobFlags) {
     if (place.world_size > 1 && command.count(flag) > 0) {
       throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",
@@ -201,6 +208,10 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
   train::TrainOptions options = flags.options;
   options.opt_level(level).device(flags.find_device()).group(group);
   options.batch_size(flags.batch_size(group.size()));
+  if (!flags.policy.empty() && level != amp::OptLevel::O0) {
+    const amp::CastTarget target(options.device().type(), train::training_dtype(options));
+    options.policy(policy_of(flags.policy, target, kTrain));
+  }
   return options;
 }
 

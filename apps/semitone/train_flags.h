@@ -25,6 +25,7 @@ struct TrainFlags {
   std::string model = "convnet";
   std::string data;
   std::string opt_level = "O1";
+  std::string policy;  // a preset or a file; empty: the level's
   std::string device = "auto";
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   std::string nproc = "1";

@@ -11,7 +11,9 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -23,6 +25,10 @@ std::string glob_of(const std::string& parameter) {
   const auto dot = parameter.rfind('.');
   return dot == std::string::npos ? parameter : parameter.substr(0, dot + 1) + "*";
 }
+
+// Operators that compute nothing: their dtype is that of their result's users.
+constexpr std::array<std::string_view, 7> kCopies{
+    "_to_copy", "clone", "contiguous", "empty_like", "zeros_like", "ones_like", "full_like"};
 
 // Whether an operator returns new memory. Views share an argument's, or may.
 bool makes_memory(const c10::FunctionSchema& schema) {
@@ -90,7 +96,8 @@ class OperatorLog {
   Seen examine(const c10::OperatorName& op) const {
     Seen seen{display_name(op)};
     const auto handle = c10::Dispatcher::singleton().findSchema(op);
-    if (!handle.has_value() || writes_to_argument(*handle) || !makes_memory(handle->schema()))
+    if (!handle.has_value() || writes_to_argument(*handle) || !makes_memory(handle->schema()) ||
+        std::find(kCopies.begin(), kCopies.end(), seen.name) != kCopies.end())
       return seen;
     const auto row = policy_.find(seen.name);
     seen.is_lowered_by_policy = row.has_value() && row->action == CastAction::lower;

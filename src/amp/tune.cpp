@@ -100,12 +100,13 @@ class Search {
   void require_enough(const Candidates& candidates, const Candidates& anyway) {
     const Candidates all = joined(anyway, candidates);
     if (is_in_band(all)) return;
-    throw Error(kTune,
-                fmt::format("a loss within {:.3g} % of {:.6g} with {} operators in fp32",
-                            100 * options_.band(), fp32_loss_, all.size()),
-                fmt::format("{:.6g}", loss_of(all)),
-                "widen the band, or train for more steps; casts outside of operators and a loss "
-                "scale that skips the first steps make a difference too");
+    throw Error(
+        kTune,
+        fmt::format("a loss within {:.3g} % of {:.6g} with all {} operators in fp32",
+                    100 * options_.band(), fp32_loss_, all.size()),
+        fmt::format("{:.6g}", loss_of(all)),
+        "widen the band: this training is so sensitive to rounding, or to steps that a loss "
+        "scale skips");
   }
 
   static Error unsteady() {

@@ -25,6 +25,8 @@ RunConfig run_config_of(const TrainOptions& options, MemoryFormat format,
       {"--compress", compress ? dtype_name(*compress) : "none"}};
   if (find_optimizer(options.optimizer()).has_momentum)
     config["--momentum"] = text(options.momentum());
+  if (options.policy().has_value() && options.opt_level() != amp::OptLevel::O0)
+    config["--policy"] = options.policy()->to_json();
   // A constant rate does not depend on the end, so the end may change.
   if (options.schedule() != Schedule::constant) config["--epochs"] = text(options.epochs());
   return config;

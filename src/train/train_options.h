@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/amp/opt_level.h"
+#include "semitone/autocast/cast_policy.h"
 #include "semitone/comm/group.h"
 #include "semitone/core/dtype.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
@@ -34,6 +35,9 @@ class TrainOptions {
   TORCH_ARG(std::optional<c10::ScalarType>, dtype);
   // A group of several processes on this kind of device chooses each process's own.
   TORCH_ARG(c10::Device, device) = c10::DeviceType::CPU;
+  // Cast policy of O1; at O2 and O3, which parameters stay in fp32 and which operators run in
+  // Semitone's kernels. Not used at O0. Default: CastPolicy::semitone.
+  TORCH_ARG(std::optional<amp::CastPolicy>, policy);
   // Loss scale. Default: the level's, see amp::OptLevel.
   TORCH_ARG(std::optional<amp::detail::LossScale>, loss_scale);
 

@@ -47,6 +47,7 @@ amp::Options amp_options(const TrainOptions& options, MemoryFormat format) {
                                 .growth_interval(options.growth_interval())
                                 .max_consecutive_skips(options.max_consecutive_skips()));
   if (options.loss_scale().has_value()) result.loss_scale(*options.loss_scale());
+  if (options.policy().has_value()) result.policy(*options.policy());
   return result;
 }
 

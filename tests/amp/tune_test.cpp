@@ -178,7 +178,7 @@ TEST(Tune, RefusesWhatItCannotFind) {
   Pretended pretended;
   const auto never = [](const CastPolicy&) { return false; };
   test::expect_error([&] { pretended.tune(never); },
-                     {"amp.tune", "within 1 % of 1 with", "operators in fp32", "widen the band"});
+                     {"amp.tune", "within 1 % of 1 with all", "operators in fp32", "widen the band"});
   test::expect_error([&] { pretended.tune(never, TuneOptions().max_trainings(3)); },
                      {"a result after 3 trainings"});
   test::expect_error([&] { pretended.tune(never, TuneOptions().band(0)); }, {"a band above 0"});

@@ -42,6 +42,9 @@ torch::Tensor loss_of(const torch::Tensor& output, const torch::Tensor& target);
 torch::Tensor attention(const torch::Tensor& input);
 bool is_training();
 void test(Net& model, Loader& loader);
+void load_start(Net& model);
+double loss_of_steps(amp::MixedPrecision& mixed, Net& model, torch::optim::Optimizer& optimizer,
+                     int steps);
 
 extern int skipped;
 extern std::vector<at::Tensor> masters, model_parameters;

@@ -1,0 +1,140 @@
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
+#include "apps/semitone/policy_flag.h"
+#include "apps/semitone/train_data.h"
+#include "semitone/amp/tune.h"
+#include "semitone/core/dtype.h"
+#include "src/core/file.h"
+#include "src/train/device.h"
+#include "src/train/models.h"
+#include "src/train/tuning.h"
+
+#include <ATen/Parallel.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+#include <iostream>
+#include <memory>
+#include <string>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kTune = "cli.tune";
+constexpr std::int64_t kTuneSteps = 100;
+
+struct TuneFlags {
+  train::TrainOptions options = train::TrainOptions().max_steps(kTuneSteps);
+  std::string model = "convnet";
+  std::string data = default_data_dir();
+  std::string device = "auto";
+  std::int64_t threads = 0;
+  std::string policy = "semitone";
+  double band = 1;  // in percent
+  bool operators_only = false;
+  std::string out;
+  std::string json;
+};
+
+nlohmann::ordered_json number(double value) {
+  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+}
+
+std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
+  auto trials = nlohmann::ordered_json::array();
+  for (const amp::TuneTrial& trial : result.trials) {
+    trials.push_back({{"fp32", trial.is_fp32},
+                      {"kept", trial.kept},
+                      {"loss", number(trial.loss)},
+                      {"in_band", trial.in_band}});
+  }
+  const nlohmann::ordered_json object = {
+      {"steps", flags.options.max_steps()},
+      {"band_percent", flags.band},
+      {"fp32_loss", number(result.fp32_loss)},
+      {"given_loss", number(result.given_loss)},
+      {"loss", number(result.loss)},
+      {"operators", result.operators},
+      {"layers", result.layers},
+      {"policy", nlohmann::ordered_json::parse(result.policy.to_json())},
+      {"code", result.policy.to_code()},
+      {"trainings", std::move(trials)}};
+  return object.dump(2);
+}
+
+void print_trial(const amp::TuneTrial& trial) {
+  const std::string kept = trial.is_fp32        ? "everything"
+                           : trial.kept.empty() ? "nothing"
+                                                : fmt::format("{}", fmt::join(trial.kept, ", "));
+  std::cerr << fmt::format("[tune] loss {:<10.6g} {}  with {} in fp32\n", trial.loss,
+                           trial.in_band ? "in the band     " : "outside the band", kept)
+            << std::flush;
+}
+
+int run(TuneFlags flags) {
+  require_json_writable(flags.json);
+  if (!flags.out.empty()) require_writable(flags.out, kTune);
+  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
+  flags.options.device(train::find_device(flags.device)).opt_level(amp::OptLevel::O1);
+  const amp::CastTarget target(flags.options.device().type(), train::training_dtype(flags.options));
+  const amp::CastPolicy given = policy_of(flags.policy, target, kTune);
+  const train::DataSet data = load_data(flags.data, kTune);
+  const amp::TuneResult result =
+      train::tune_classifier(train::find_model(flags.model).make, data, flags.options, given,
+                             amp::TuneOptions()
+                                 .band(flags.band / 100)
+                                 .layers(!flags.operators_only)
+                                 .on_trial(&print_trial));
+  if (flags.json != "-") human_output(flags.json) << result.to_string();
+  if (!flags.out.empty()) result.policy.save(flags.out);
+  write_json(flags.json, flags.json.empty() ? "" : json_of(result, flags));
+  return kSuccess;
+}
+
+constexpr auto kTuneFooter =
+    R"(Trains the first --max-steps steps again and again, each time from the same weights: in fp32, then under the policy with
+more or less of it in fp32. The loss that is compared is the mean of the last quarter of the steps. A training costs as
+much as that many steps of semitone train; some 3 trainings are needed if the policy is good, and some 10 for each
+operator that has to stay in fp32.
+
+Examples:
+  semitone tune --dtype fp16 --out policy.json
+  semitone train --dtype fp16 --policy policy.json
+  semitone tune --policy paddle-o2 --band 0.5 --max-steps 200 --json tune.json
+
+)";
+
+}  // namespace
+
+void add_tune_command(CLI::App& app, Action& action) {
+  CLI::App& command = *app.add_subcommand(
+      "tune",
+      "Find the smallest set of operators and layers to keep in fp32, so that the loss of a short "
+      "training stays near that of fp32");
+  const auto flags = std::make_shared<TuneFlags>();
+  Flags add(command, kTune);
+  add.choice("--model", flags->model, names_of(train::models()), "Model to train");
+  add.text("--data", flags->data, "DIR", "Directory of the data set");
+  add.text("--policy", flags->policy, kPolicyType,
+           "Cast policy to begin with: " + policy_choices());
+  add.number(
+      "--band", flags->band, [](double value) { return value > 0 && std::isfinite(value); },
+      "above 0", "Largest difference from the loss in fp32, in percent");
+  add.mark("--operators-only", flags->operators_only,
+           "Keep whole operators, never single layers, in fp32");
+  add.text("--out", flags->out, "FILE", "Write the policy, for semitone train --policy FILE");
+  train::add_training_flags(add, flags->options);
+  train::add_device_flag(add, flags->device);
+  add.integer("--threads", flags->threads, 0, 1024,
+              "Threads, at most the number of cores; 0: LibTorch's choice");
+  add.json(flags->json);
+  command.footer(std::string(kTuneFooter) + kExitCodesHelp);
+  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace semitone::cli
