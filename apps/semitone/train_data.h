@@ -1,6 +1,6 @@
 #pragma once
 
-#include "src/train/trainer.h"
+#include "src/train/data_set.h"
 
 #include <string>
 #include <string_view>

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "semitone/amp/opt_level.h"
-#include "semitone/zoo/mnist.h"
 #include "src/train/classifier.h"
+#include "src/train/data_set.h"
 #include "src/train/memory_format.h"
 #include "src/train/observer.h"
 #include "src/train/train_options.h"
@@ -13,11 +13,6 @@
 
 // Trains an image classifier at an opt level, as `semitone train` does.
 namespace semitone::train {
-
-struct DataSet {
-  zoo::ImageSet train;
-  zoo::ImageSet test;
-};
 
 struct TrainResult {
   amp::OptLevel opt_level = amp::OptLevel::O1;

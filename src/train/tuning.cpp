@@ -2,6 +2,8 @@
 
 #include "semitone/core/error.h"
 #include "src/train/meter.h"
+#include "src/train/observer.h"
+#include "src/train/trainer.h"
 
 #include <torch/utils.h>
 

@@ -1,7 +1,9 @@
 #pragma once
 
 #include "semitone/amp/tune.h"
-#include "src/train/trainer.h"
+#include "src/train/classifier.h"
+#include "src/train/data_set.h"
+#include "src/train/train_options.h"
 
 namespace semitone::train {
 
