@@ -11,19 +11,21 @@ namespace {
 
 using Chain = std::shared_ptr<c10::ThreadLocalDebugInfo>;
 
-// Removes a profiler's state from the top of the chain while this object exists.
+// Removes the states of profilers, and of meters in their place, from the top of the chain while this
+// object exists.
 class ProfilerAside {
  public:
   ProfilerAside() {
-    if (c10::ThreadLocalDebugInfo::get(kind()) == nullptr) return;
     try {
-      state_ = c10::ThreadLocalDebugInfo::_pop(kind());
+      while (c10::ThreadLocalDebugInfo::get(kind()) != nullptr)
+        states_.push_back(c10::ThreadLocalDebugInfo::_pop(kind()));
     } catch (const c10::Error&) {
       // Another state is above it, which LibTorch's profiler would find too.
     }
   }
   ~ProfilerAside() {
-    if (state_ != nullptr) c10::ThreadLocalDebugInfo::_push(kind(), std::move(state_));
+    for (auto state = states_.rbegin(); state != states_.rend(); ++state)
+      c10::ThreadLocalDebugInfo::_push(kind(), std::move(*state));
   }
   ProfilerAside(const ProfilerAside&) = delete;
   ProfilerAside& operator=(const ProfilerAside&) = delete;
@@ -31,7 +33,7 @@ class ProfilerAside {
  private:
   static c10::DebugInfoKind kind() { return c10::DebugInfoKind::PROFILER_STATE; }
 
-  std::shared_ptr<c10::DebugInfoBase> state_;
+  std::vector<std::shared_ptr<c10::DebugInfoBase>> states_;
 };
 
 }  // namespace
