@@ -7,6 +7,7 @@
 #include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/weights/file.h"
 #include "src/core/file.h"
+#include "src/core/tensor_memory.h"
 #include "src/train/batches.h"
 #include "src/train/checkpoints.h"
 #include "src/train/checks.h"

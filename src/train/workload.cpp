@@ -6,8 +6,8 @@
 #include "semitone/nn/fused_cross_entropy.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/dtype_limits.h"
+#include "src/core/tensor_memory.h"
 #include "src/optim/fused_state.h"
-#include "src/train/meter.h"
 #include "src/train/models.h"
 #include "src/train/setup.h"
 
