@@ -7,6 +7,7 @@
 #include "src/core/log.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/optim/deferred_step.h"
+#include "src/scaling/gradient_events.h"
 
 #include <c10/util/ScopeExit.h>
 
@@ -145,6 +146,7 @@ StepResult MixedPrecision::step(torch::optim::Optimizer& optimizer) {
 StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   OptimizerRecord& record = of(optimizer, "step");
   if (!properties.enabled) {
+    emit_gradients(optimizer);
     optimizer.step();
     clear_cast_cache();
     return Step::stepped;
@@ -159,6 +161,7 @@ StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   warn_of_gradients(record);
   take_unscaled_gradients(record);
   warn_of_idle_models(record);
+  emit_gradients(optimizer, record.masters.has_value() ? &*record.masters : nullptr);
   if (may_defer(record)) {
     return end_step_on_device(record, [&](const at::Tensor& found_inf, const auto& flags) {
       if (record.masters.has_value()) return record.masters->step_unless(found_inf, flags);

@@ -6,6 +6,7 @@
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/archive.h"
 #include "src/optim/deferred_step.h"
+#include "src/scaling/gradient_events.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/late_flags.h"
 #include "src/scaling/step_watch.h"
@@ -132,6 +133,7 @@ void GradScaler::set_options(const LossScaleOptions& options) {
 
 StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!enabled_) {
+    emit_gradients(optimizer);
     optimizer.step();
     clear_cast_cache();
     return Step::stepped;
@@ -149,6 +151,7 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     throw Error("amp.grad_scaler.step", "one call for each optimizer between two updates",
                 "a second call", "call update() once at the end of an iteration");
   }
+  emit_gradients(optimizer);
   if (may_defer(optimizer, progress)) return step_on_device(optimizer, progress);
   progress.overflowed = read(progress);
   progress.stepped = true;

@@ -1,15 +1,27 @@
 #pragma once
 
 #include "semitone/core/events.h"
+#include "tests/support/tensors.h"
+
+#include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <vector>
 
 namespace semitone::test {
 
+// A GradientsReady. Gradients are copies: the step drops or changes the tensors.
+struct RecordedGradients {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> weights;
+  double scale;
+};
+
 // Records the events of this thread during its lifetime.
 class RecordedEvents {
  public:
+  const std::vector<RecordedGradients>& gradients() const { return recorder_->gradients; }
   const std::vector<events::LossScaleUpdated>& updates() const { return recorder_->updates; }
   const std::vector<events::StepSkipped>& skips() const { return recorder_->skips; }
   const std::vector<events::Cast>& casts() const { return recorder_->casts; }
@@ -20,6 +32,11 @@ class RecordedEvents {
     void on(const events::Cast& event) override { casts.push_back(event); }
     void on(const events::LossScaleUpdated& event) override { updates.push_back(event); }
     void on(const events::StepSkipped& event) override { skips.push_back(event); }
+    void on(const events::GradientsReady& event) override {
+      gradients.push_back({event.parameters.vec(), copies(event.gradients.vec()),
+                           event.weights.vec(), event.scale});
+    }
+    std::vector<RecordedGradients> gradients;
     std::vector<events::Cast> casts;
     std::vector<events::LossScaleUpdated> updates;
     std::vector<events::StepSkipped> skips;

@@ -49,20 +49,26 @@ struct StepSkipped {
 
 /// An operator computed with another kernel than LibTorch's own for these dtypes.
 struct OperatorReplaced {
-  std::string_view op;      ///< as in Cast
-  std::string_view kernel;  ///< "emulated": fp32 arithmetic on rounded values; "semitone": a faster one
+  std::string_view op;  ///< as in Cast
+  std::string_view
+      kernel;  ///< "emulated": fp32 arithmetic on rounded values; "semitone": a faster one
 };
 
 /// The gradients that a step of an optimizer is about to use, or would use if it were not skipped.
+/// amp::MixedPrecision::step and amp::GradScaler::step emit it, at every opt level. Steps that
+/// amp::CapturedStep replays on a device do not.
+///
 /// The lists have one element for each parameter, in the same order. They are valid until the
 /// listener returns.
 struct GradientsReady {
-  at::TensorList parameters;  ///< the model's
-  at::TensorList gradients;   ///< not defined where a parameter has none
+  /// The model's; with amp::GradScaler those in the optimizer.
+  at::TensorList parameters;
+  at::TensorList gradients;  ///< not defined where a parameter has none
   /// What the optimizer updates: the parameters themselves, or their fp32 master weights. Not
   /// defined where masters are kept as two 16-bit halves.
   at::TensorList weights;
-  double scale;  ///< the gradients are still multiplied by it; 1 if they are unscaled
+  /// The gradients are still multiplied by it; 1 if they are unscaled and not clipped in 16 bits.
+  double scale;
 };
 
 /// A part of a training step.
