@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/autocast/attention_scores.h"
 #include "src/autocast/custom_backward.h"
 #include "src/autocast/op_names.h"
@@ -118,7 +119,9 @@ void CastKernel::run_lowered(const c10::OperatorHandle& op, c10::DispatchKeySet 
   replace_tensors(arguments,
                   [&](const at::Tensor& tensor) { return cast.convert(tensor, conversion); });
   compute_.run(op, keys, stack, arguments, fast);
-  if (emulated) round_results(op, dtype, stack);
+  if (!emulated) return;
+  round_results(op, dtype, stack);
+  events::emit(events::OperatorReplaced{name_, "emulated"});
 }
 
 void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,

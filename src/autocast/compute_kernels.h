@@ -1,5 +1,6 @@
 #pragma once
 
+#include "semitone/core/events.h"
 #include "src/autocast/compiled_policy.h"
 #include "src/autocast/emulation.h"
 #include "src/autocast/fast_kernels.h"
@@ -71,6 +72,7 @@ class ComputeKernels {
     if (fast->widens && !widen) result = result->to(arguments[0].toTensor().scalar_type());
     torch::jit::drop(*stack, arguments.size());
     stack->emplace_back(std::move(*result));
+    events::emit(events::OperatorReplaced{fast->op, "semitone"});
     return true;
   }
 

@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace semitone::test {
@@ -25,6 +27,10 @@ class RecordedEvents {
   const std::vector<events::LossScaleUpdated>& updates() const { return recorder_->updates; }
   const std::vector<events::StepSkipped>& skips() const { return recorder_->skips; }
   const std::vector<events::Cast>& casts() const { return recorder_->casts; }
+  // Names of operators and of their kernels.
+  const std::vector<std::pair<std::string, std::string>>& operators() const {
+    return recorder_->operators;
+  }
 
  private:
   struct Recorder : events::Listener {
@@ -32,11 +38,15 @@ class RecordedEvents {
     void on(const events::Cast& event) override { casts.push_back(event); }
     void on(const events::LossScaleUpdated& event) override { updates.push_back(event); }
     void on(const events::StepSkipped& event) override { skips.push_back(event); }
+    void on(const events::OperatorReplaced& event) override {
+      operators.emplace_back(event.op, event.kernel);
+    }
     void on(const events::GradientsReady& event) override {
       gradients.push_back({event.parameters.vec(), copies(event.gradients.vec()),
                            event.weights.vec(), event.scale});
     }
     std::vector<RecordedGradients> gradients;
+    std::vector<std::pair<std::string, std::string>> operators;
     std::vector<events::Cast> casts;
     std::vector<events::LossScaleUpdated> updates;
     std::vector<events::StepSkipped> skips;
