@@ -144,6 +144,7 @@ void MixedPrecision::set_found_inf_hook(FoundInfHook hook) {
 // Running models.
 
 struct MixedPrecision::Region {
+  events::PhaseScope forward{events::Phase::forward};
   std::optional<events::Listen> log;
   std::optional<Autocast> autocast;
 };

@@ -241,6 +241,9 @@ struct MixedPrecision::Impl {
   // Error while an optimizer's gradients are scaled.
   static void require_unscaled(const OptimizerRecord& record, const char* caller);
 
+  // What comes before the decision of a step: the masters have the model's weights and gradients.
+  void prepare_step(OptimizerRecord& record);
+
   // Ends the step of an optimizer whose gradients are unscaled and checked: calls take() unless the
   // step is skipped, and updates the scales.
   Step end_step(OptimizerRecord& record, const std::function<void()>& take);

@@ -71,6 +71,7 @@ bool concerns(const MixedPrecision::Impl::Pending& pending,
 std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
                                      MixedPrecision::Impl::OptimizerRecord& optimizer) {
   using Pending = MixedPrecision::Impl::Pending;
+  const events::PhaseScope phase(events::Phase::unscale);
   std::vector<at::Tensor> flags;
   for (Pending& pending : mixed.pending) {
     if (!concerns(pending, optimizer)) continue;
@@ -79,7 +80,10 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
       found_inf_on(pending.found_inf, device_of(*optimizer.optimizer));
     }
     for (at::Tensor& flag : pending.found_inf) {
-      if (mixed.found_inf_hook) mixed.found_inf_hook(flag);
+      if (mixed.found_inf_hook) {
+        const events::PhaseScope waiting(events::Phase::communication);
+        mixed.found_inf_hook(flag);
+      }
       flags.push_back(flag);
     }
   }
@@ -147,20 +151,12 @@ StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   OptimizerRecord& record = of(optimizer, "step");
   if (!properties.enabled) {
     emit_gradients(optimizer);
+    const events::PhaseScope phase(events::Phase::optimizer);
     optimizer.step();
     clear_cast_cache();
     return Step::stepped;
   }
-  require_unscaled(record, "step");
-  settle();
-  pull("step");
-  record.watch.stop();
-  record.watched = false;
-  if (record.masters.has_value()) record.masters->hide_gradients();
-  drop_stale_results(record);
-  warn_of_gradients(record);
-  take_unscaled_gradients(record);
-  warn_of_idle_models(record);
+  prepare_step(record);
   emit_gradients(optimizer, record.masters.has_value() ? &*record.masters : nullptr);
   if (may_defer(record)) {
     return end_step_on_device(record, [&](const at::Tensor& found_inf, const auto& flags) {
@@ -172,6 +168,20 @@ StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   return end_step(record, [&] {
     record.masters.has_value() ? record.masters->step() : void(optimizer.step());
   });
+}
+
+void MixedPrecision::Impl::prepare_step(OptimizerRecord& record) {
+  const events::PhaseScope phase(events::Phase::optimizer);
+  require_unscaled(record, "step");
+  settle();
+  pull("step");
+  record.watch.stop();
+  record.watched = false;
+  if (record.masters.has_value()) record.masters->hide_gradients();
+  drop_stale_results(record);
+  warn_of_gradients(record);
+  take_unscaled_gradients(record);
+  warn_of_idle_models(record);
 }
 
 bool MixedPrecision::Impl::may_defer(const OptimizerRecord& record) const {
@@ -247,6 +257,7 @@ Step MixedPrecision::Impl::end_step(OptimizerRecord& record, const std::function
   if (!skip) {
     // An optimizer may multiply matrices, which a region would lower.
     const DisableCasts as_outside;
+    const events::PhaseScope phase(events::Phase::optimizer);
     take();
     clear_cast_cache();
   }

@@ -1,5 +1,6 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/amp/scaled_loss_work.h"
 #include "src/autocast/custom_backward.h"
 #include "src/core/log.h"
@@ -61,6 +62,7 @@ void ScaledLoss::backward(const at::Tensor& gradient, bool retain_graph, bool cr
     // and round emulated ones twice.
     const DisableCasts as_outside;
     const auto region = custom_backward::region_for(scaled_);
+    const events::PhaseScope phase(events::Phase::backward);
     scaled_.backward(gradient, retain_graph, create_graph);
   } catch (...) {
     cancel();

@@ -1,6 +1,7 @@
 #include "src/amp/scaled_loss_work.h"
 
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/amp/unreduced_marks.h"
 
 #include <algorithm>
@@ -150,6 +151,7 @@ void ScaledLoss::Work::erase_set_aside(const OptimizerRecord& optimizer) {
 }
 
 void ScaledLoss::Work::finish() {
+  const events::PhaseScope phase(events::Phase::unscale);
   begin();  // where backward was not run at all
   // Finished work leaves the list, and is not undone if something else throws.
   for (; !others.empty(); others.pop_back()) finish(others.back());

@@ -1,4 +1,5 @@
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/unreduced_marks.h"
 #include "src/autocast/model_entries.h"
@@ -154,6 +155,7 @@ void MixedPrecision::Impl::unscale(const std::vector<OptimizerRecord*>& of,
 
 void MixedPrecision::Impl::take_unscaled_gradients(OptimizerRecord& record) {
   if (!record.masters.has_value()) return;
+  const events::PhaseScope phase(events::Phase::unscale);
   const UnreducedMarks marks(record);
   Gradients unscaled(1.0F);
   record.masters->take_gradients(unscaled);

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/core/archive.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/rounding.h"
@@ -125,6 +126,7 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
 }
 
 bool FusedOptimizer::step(const FusedStep& how) {
+  const events::PhaseScope phase(events::Phase::optimizer);
   const at::NoGradGuard no_grad;
   if (is_set(component(), how.found_inf())) return false;
   const double grad_scale = how.inv_scale() * how.clip();

@@ -53,6 +53,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
                 "call update() once at the end of an iteration");
   }
   settle_update();
+  const events::PhaseScope phase(events::Phase::unscale);
   Gradients gradients(scaler_.inverse());
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
     gradients.unscale(parameter);
@@ -67,12 +68,14 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 
 // Whether a gradient is not finite, here or on another rank.
 bool GradScaler::read(Progress& progress) const {
+  const events::PhaseScope phase(events::Phase::unscale);
   call_hook(progress);
   return any_found_inf(progress.found_inf);
 }
 
 void GradScaler::call_hook(Progress& progress) const {
   if (!found_inf_hook_) return;
+  const events::PhaseScope phase(events::Phase::communication);
   for (at::Tensor& flag : progress.found_inf) found_inf_hook_(flag);
 }
 
@@ -134,6 +137,7 @@ void GradScaler::set_options(const LossScaleOptions& options) {
 StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!enabled_) {
     emit_gradients(optimizer);
+    const events::PhaseScope phase(events::Phase::optimizer);
     optimizer.step();
     clear_cast_cache();
     return Step::stepped;
@@ -160,6 +164,7 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
                                             : detail::Overflow{});
     return Step::skipped;
   }
+  const events::PhaseScope phase(events::Phase::optimizer);
   optimizer.step();
   clear_cast_cache();
   return Step::stepped;

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "semitone/optim/fused_optimizer.h"
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
@@ -190,6 +191,7 @@ Masters::Adoption Masters::find_adoption(const ExactValues& exact) {
 }
 
 void Masters::step() {
+  const events::PhaseScope phase(events::Phase::optimizer);
   const StateMode mode;
   hide_gradients();
   if (fused_ == nullptr) {

@@ -1,3 +1,4 @@
+#include "semitone/core/events.h"
 #include "src/core/state_mode.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
@@ -66,6 +67,7 @@ void Masters::take_gradients(Gradients& pass) {
 }
 
 bool Masters::take_gradients(float inverse_scale) {
+  const events::PhaseScope phase(events::Phase::unscale);
   const StateMode mode;
   Gradients pass(inverse_scale);
   take_gradients(pass);

@@ -334,5 +334,41 @@ TEST(GradScaler, TheHookIsCalledWithoutGradientsAndWithoutAStepToo) {
   EXPECT_EQ(scaler.get_scale(), 32);
 }
 
+TEST(GradScaler, ListenersGetTheGradientsOfEachStep) {
+  for (const float grad : {128.0F, kInf}) {
+    One one(grad);
+    GradScaler scaler = used_once();
+    const RecordedEvents events;
+    scaler.step(one.optimizer);
+    ASSERT_EQ(events.gradients().size(), 1);
+    const test::RecordedGradients& event = events.gradients().front();
+    ASSERT_EQ(event.parameters.size(), 1);
+    EXPECT_TRUE(event.parameters[0].is_same(one.weight));
+    EXPECT_TRUE(event.weights[0].is_same(one.weight));
+    EXPECT_TRUE(same_bits(event.gradients[0], torch::full({2}, grad / 128)));
+    EXPECT_EQ(event.scale, 1);
+    EXPECT_EQ(events.skips().size(), grad == kInf ? 1 : 0);
+  }
+}
+
+TEST(GradScaler, DisabledItReportsTheGradientsToo) {
+  One one(3);
+  GradScaler scaler(kRule, /*enabled=*/false);
+  const RecordedEvents events;
+  scaler.step(one.optimizer);
+  ASSERT_EQ(events.gradients().size(), 1);
+  EXPECT_TRUE(same_bits(events.gradients()[0].gradients[0], torch::full({2}, 3.0F)));
+  EXPECT_EQ(events.phases(), "optimizer()");
+}
+
+TEST(GradScaler, AStepIsInTheseParts) {
+  One one(128);
+  GradScaler scaler = used_once();
+  scaler.set_found_inf_hook([](at::Tensor&) {});
+  const RecordedEvents events;
+  scaler.step(one.optimizer);
+  EXPECT_EQ(events.phases(), "unscale() unscale(communication()) optimizer()");
+}
+
 }  // namespace
 }  // namespace semitone::amp::grad_scaler_test

@@ -27,6 +27,8 @@ class RecordedEvents {
   const std::vector<events::LossScaleUpdated>& updates() const { return recorder_->updates; }
   const std::vector<events::StepSkipped>& skips() const { return recorder_->skips; }
   const std::vector<events::Cast>& casts() const { return recorder_->casts; }
+  // Parts of steps as they began and ended, in the order of events: "backward(unscale() optimizer())".
+  std::string phases() const { return recorder_->phases; }
   // Names of operators and of their kernels.
   const std::vector<std::pair<std::string, std::string>>& operators() const {
     return recorder_->operators;
@@ -38,6 +40,11 @@ class RecordedEvents {
     void on(const events::Cast& event) override { casts.push_back(event); }
     void on(const events::LossScaleUpdated& event) override { updates.push_back(event); }
     void on(const events::StepSkipped& event) override { skips.push_back(event); }
+    void on(const events::PhaseBegan& event) override {
+      if (!phases.empty() && phases.back() == ')') phases += ' ';
+      phases += std::string(events::name_of(event.phase)) + "(";
+    }
+    void on(const events::PhaseEnded&) override { phases += ')'; }
     void on(const events::OperatorReplaced& event) override {
       operators.emplace_back(event.op, event.kernel);
     }
@@ -47,6 +54,7 @@ class RecordedEvents {
     }
     std::vector<RecordedGradients> gradients;
     std::vector<std::pair<std::string, std::string>> operators;
+    std::string phases;
     std::vector<events::Cast> casts;
     std::vector<events::LossScaleUpdated> updates;
     std::vector<events::StepSkipped> skips;

@@ -2,6 +2,7 @@
 
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -83,8 +84,12 @@ at::Tensor accumulate(MixedPrecision& mixed, torch::optim::Optimizer& optimizer,
   if (micro_batches < 1)
     throw Error("amp.accumulate", "at least 1 micro-batch", std::to_string(micro_batches));
   at::Tensor mean;
+  const auto forward = [&](std::int64_t index) -> at::Tensor {
+    const events::PhaseScope phase(events::Phase::forward);
+    return loss_of(index);
+  };
   const auto run = [&](std::int64_t index) {
-    const at::Tensor loss = loss_of(index);
+    const at::Tensor loss = forward(index);
     const auto dtype = loss.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor share = loss.to(dtype).div(micro_batches);
     mixed.scale_loss(share, optimizer, options).backward();
