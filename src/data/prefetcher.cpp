@@ -1,5 +1,6 @@
 #include "semitone/data/detail/prefetcher.h"
 
+#include "semitone/core/events.h"
 #include "src/data/mover.h"
 
 #include <ATen/Parallel.h>
@@ -136,6 +137,7 @@ void Prefetcher::start(Fetch fetch) {
 
 std::shared_ptr<void> Prefetcher::next() {
   if (pass_ == nullptr) return nullptr;
+  const events::PhaseScope phase(events::Phase::data);
   const Pass::Slot slot = pass_->next();
   if (slot.is_last()) stop();
   if (slot.failure != nullptr) std::rethrow_exception(slot.failure);

@@ -1,6 +1,7 @@
 #include "semitone/data/prefetch_loader.h"
 
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
 #include "tests/support/tensors.h"
 
 #include <torch/torch.h>
@@ -78,6 +79,14 @@ class PrefetchLoaderTest : public testing::TestWithParam<bool> {
 INSTANTIATE_TEST_SUITE_P(All, PrefetchLoaderTest, testing::Bool(), [](const auto& background) {
   return background.param ? "InBackground" : "InTheCallersThread";
 });
+
+TEST_P(PrefetchLoaderTest, TheTimeUntilABatchIsThereIsAPartOfTheStep) {
+  const Numbers numbers{2};
+  PrefetchLoader batches(numbers, options());
+  const test::RecordedEvents events;
+  EXPECT_THAT(read(batches), ElementsAre(0, 1));
+  EXPECT_EQ(events.phases(), "data() data() data()");  // the last one finds the end
+}
 
 TEST_P(PrefetchLoaderTest, EveryPassDeliversTheLoadersBatchesInOrder) {
   const Numbers numbers;
