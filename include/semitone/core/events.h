@@ -47,7 +47,8 @@ struct StepSkipped {
   double loss_scale;         ///< the scale that the gradients had
 };
 
-/// An operator computed with another kernel than LibTorch's own for these dtypes.
+/// Autocast computed an operator with another kernel than LibTorch's own for these dtypes. Emitted
+/// once for each call, from within the operator, after its casts. Gradients are not reported.
 struct OperatorReplaced {
   std::string_view op;  ///< as in Cast
   std::string_view
@@ -85,7 +86,12 @@ enum class Phase {
 std::string_view name_of(Phase phase);
 
 /// A part of a step began on this thread. Parts nest: communication inside of backward is not
-/// counted as backward.
+/// counted as backward. A part may be inside another one of the same phase, and a step may have
+/// several of a phase: gradients are unscaled after backward, and checked in the step.
+///
+/// data::PrefetchLoader, amp::MixedPrecision, amp::GradScaler, MasterWeights, fused optimizers and
+/// the classes of `parallel` report their parts. PhaseScope reports those of a loop of one's own,
+/// such as the loss. Steps that amp::CapturedStep replays on a device have none.
 struct PhaseBegan {
   Phase phase;
 };
