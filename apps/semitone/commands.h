@@ -17,5 +17,6 @@ void add_launch_command(CLI::App& app, Action& action);
 void add_convert_command(CLI::App& app, Action& action);
 void add_doctor_command(CLI::App& app, Action& action);
 void add_tune_command(CLI::App& app, Action& action);
+void add_whatif_command(CLI::App& app, Action& action);
 
 }  // namespace semitone::cli

@@ -1,10 +1,11 @@
 #pragma once
 
-/// What a training reports: records of runs, for spreadsheets and TensorBoard, and the operator that
-/// made the first inf or NaN.
+/// What a training reports: records of runs, for spreadsheets and TensorBoard, the operator that made
+/// the first inf or NaN, and what reduced precision would do to each operator.
 
 #include "semitone/core/error.h"
 #include "semitone/report/nonfinite_check.h"
 #include "semitone/report/nonfinite_finding.h"
 #include "semitone/report/run_log.h"
 #include "semitone/report/run_log_options.h"
+#include "semitone/report/what_if.h"

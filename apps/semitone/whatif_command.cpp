@@ -1,0 +1,107 @@
+#include "apps/semitone/commands.h"
+#include "apps/semitone/exit_code.h"
+#include "apps/semitone/flags.h"
+#include "apps/semitone/output.h"
+#include "apps/semitone/train_data.h"
+#include "semitone/report/what_if.h"
+#include "src/train/device.h"
+#include "src/train/models.h"
+#include "src/train/trainer.h"
+
+#include <ATen/Parallel.h>
+
+#include <cstdint>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace semitone::cli {
+namespace {
+
+constexpr auto kWhatIfCommand = "cli.whatif";
+constexpr std::int64_t kWhatIfSteps = 10;
+
+struct WhatIfFlags {
+  train::TrainOptions options = train::TrainOptions().max_steps(kWhatIfSteps);
+  std::string model = "convnet";
+  std::string data = default_data_dir();
+  std::string device = "auto";
+  std::int64_t threads = 0;
+  std::string json;
+};
+
+// Looks at the steps after the first, by when the model has its device and memory format.
+class Examiner : public train::Observer {
+ public:
+  train::Classifier keep(train::Classifier model) {
+    model_ = model;
+    return model;
+  }
+
+  using Observer::on;
+  void on(const train::StepDone&) override {
+    if (what_if_.has_value()) {
+      what_if_->next_step();
+    } else {
+      what_if_.emplace(*model_->module());
+    }
+  }
+
+  const report::WhatIf& what_if() const { return *what_if_; }
+
+ private:
+  std::optional<train::Classifier> model_;
+  std::optional<report::WhatIf> what_if_;
+};
+
+int run(WhatIfFlags flags) {
+  require_json_writable(flags.json);
+  if (flags.options.max_steps() < 2) {
+    throw UsageError(kWhatIfCommand, "--max-steps from 2",
+                     std::to_string(flags.options.max_steps()),
+                     "the steps after the first are looked at");
+  }
+  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
+  flags.options.device(train::find_device(flags.device)).opt_level(amp::OptLevel::O0);
+  train::DataSet data = load_data(flags.data, kWhatIfCommand);
+  data.test = {data.test.images.narrow(0, 0, 1), data.test.labels.narrow(0, 0, 1)};
+  Examiner examiner;
+  const auto make = [&] { return examiner.keep(train::find_model(flags.model).make()); };
+  train::train_classifier(make, data, flags.options, examiner);
+  if (flags.json != "-") human_output(flags.json) << examiner.what_if().to_string();
+  write_json(flags.json, flags.json.empty() ? "" : examiner.what_if().to_json());
+  return kSuccess;
+}
+
+constexpr auto kWhatIfFooter =
+    R"(Trains for --max-steps steps in fp32, and computes each product and convolution again with arguments rounded to fp16,
+bf16, fp8 e4m3fn and e5m2 (with delayed scaling). error is the relative change of the results; underflow and overflow are
+the shares of the arguments' elements that would be 0, or exceed the format. Gradients have the loss scale of
+--loss-scale.
+
+Examples:
+  semitone whatif
+  semitone whatif --loss-scale 65536 --max-steps 20 --json whatif.json
+
+)";
+
+}  // namespace
+
+void add_whatif_command(CLI::App& app, Action& action) {
+  CLI::App& command = *app.add_subcommand(
+      "whatif", "Show what fp16, bf16 and fp8 would do to each operator, from a few steps in fp32");
+  const auto flags = std::make_shared<WhatIfFlags>();
+  Flags add(command, kWhatIfCommand);
+  add.choice("--model", flags->model, names_of(train::models()), "Model to train");
+  add.text("--data", flags->data, "DIR", "Directory of the data set");
+  train::add_training_flags(add, flags->options);
+  train::add_device_flag(add, flags->device);
+  add.integer("--threads", flags->threads, 0, 1024,
+              "Threads, at most the number of cores; 0: LibTorch's choice");
+  add.json(flags->json);
+  command.footer(std::string(kWhatIfFooter) + kExitCodesHelp);
+  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace semitone::cli

@@ -1,0 +1,194 @@
+#include "semitone/report/what_if.h"
+
+#include "semitone/core/dtype.h"
+#include "src/report/operator_info.h"
+#include "src/report/tensor_values.h"
+#include "src/report/what_if_state.h"
+
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/utils.h>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+// LibTorch calls begin() before and finish() after each operator and each node of the graph. Neither
+// may throw: LibTorch would swallow it.
+namespace semitone::report {
+namespace {
+
+// What a thread is in.
+struct WhatIfTrace {
+  const std::string* product = nullptr;  // the layer of the examined operator in progress
+  std::string node_layer;                // of the node of the graph in progress
+};
+thread_local WhatIfTrace trace;
+
+// An examined operator, or a node of the graph, in progress.
+struct Examined : at::ObserverContext {
+  WhatIfState* state = nullptr;
+  WhatIfRow row{};
+  std::optional<c10::OperatorHandle> op{};  // none: a node
+  std::vector<c10::IValue> arguments{};
+  std::string outer_layer{};
+};
+
+WhatIfState* state_in_force() {
+  return static_cast<WhatIfState*>(c10::ThreadLocalDebugInfo::get(kWhatIfState));
+}
+
+std::unique_ptr<at::ObserverContext> enter_graph_node(WhatIfState& state,
+                                                      const at::RecordFunction& record) {
+  auto node = std::make_unique<Examined>();
+  node->state = &state;
+  node->outer_layer =
+      std::exchange(trace.node_layer,
+                    state.layer_of(WhatIfState::NodeId{record.forwardThreadId(), record.seqNr()}));
+  return node;
+}
+
+std::unique_ptr<at::ObserverContext> enter_product(WhatIfState& state, const OperatorInfo& info,
+                                                   const at::RecordFunction& record) {
+  const std::size_t count = info.arguments.size();
+  const auto inputs = record.inputs();
+  // In the JIT, the stack has more than one operator's values.
+  if (inputs.size() < count) return nullptr;
+  auto product = std::make_unique<Examined>();
+  product->state = &state;
+  product->op = c10::Dispatcher::singleton().findSchema(*record.operator_name());
+  product->arguments.assign(inputs.end() - static_cast<std::ptrdiff_t>(count), inputs.end());
+  product->row.op = info.name.substr(0, info.name.find('.'));
+  product->row.backward = torch::autograd::get_current_node() != nullptr;
+  product->row.layer =
+      product->row.backward ? trace.node_layer : state.layer_of(product->arguments);
+  if (product->row.layer.empty()) product->row.layer = state.layer_of(product->arguments);
+  trace.product = &product->row.layer;
+  return product;
+}
+
+std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
+  WhatIfState* const state = state_in_force();
+  if (state == nullptr) return nullptr;
+  try {
+    const QuietScope quiet;
+    if (record.scope() == at::RecordScope::BACKWARD_FUNCTION)
+      return enter_graph_node(*state, record);
+    const OperatorInfo* const info = operator_of(record);
+    if (info == nullptr) return nullptr;
+    std::unique_ptr<at::ObserverContext> product;
+    if (trace.product == nullptr && info->written.empty() &&
+        state->examines(info->name.substr(0, info->name.find('.'))))
+      product = enter_product(*state, *info, record);
+    // The operators inside make the nodes.
+    if (trace.product != nullptr && record.seqNr() >= 0)
+      state->set_layer({record.threadId(), record.seqNr()}, *trace.product);
+    return product;
+  } catch (const std::exception& error) {
+    state->failed(record.name() + std::string(": ") + error.what());
+    return nullptr;
+  }
+}
+
+void finish(const at::RecordFunction& record, at::ObserverContext* context) {
+  auto* const examined = static_cast<Examined*>(context);
+  if (examined == nullptr) return;
+  if (!examined->op.has_value()) {
+    trace.node_layer = std::move(examined->outer_layer);
+    return;
+  }
+  trace.product = nullptr;
+  const auto results = record.outputs();
+  if (results.empty() || state_in_force() != examined->state) return;  // it threw
+  try {
+    const QuietScope quiet;
+    const torch::NoGradGuard no_grad;
+    examined->state->examine(examined->row, *examined->op, examined->arguments,
+                             {results.begin(), results.end()});
+  } catch (const std::exception& error) {
+    examined->state->failed(record.name() + std::string(": ") + error.what());
+  }
+}
+
+std::string place_of(const WhatIfRow& row) {
+  return fmt::format("{} {}{}", row.backward ? "backward" : "forward", row.op,
+                     row.layer.empty() ? "" : " in " + row.layer);
+}
+
+}  // namespace
+
+struct WhatIf::Impl {
+  Impl(const torch::nn::Module& model, const WhatIfOptions& options)
+      : state(std::make_shared<WhatIfState>(model, options)),
+        in_force(kWhatIfState, [kept = state](const c10::DebugInfoBase*) { return kept; }),
+        handle(at::addThreadLocalCallback(
+            at::RecordFunctionCallback(&begin, &finish)
+                .needsInputs(true)
+                .needsOutputs(true)
+                .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}))) {}
+  ~Impl() { at::removeCallback(handle); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  std::shared_ptr<WhatIfState> state;
+  ThreadStateGuard in_force;
+  at::CallbackHandle handle;
+};
+
+WhatIf::WhatIf(const torch::nn::Module& model, const WhatIfOptions& options)
+    : impl_(std::make_unique<Impl>(model, options)) {}
+
+WhatIf::~WhatIf() = default;
+
+void WhatIf::next_step() {
+  impl_->state->next_step();
+}
+
+std::vector<WhatIfRow> WhatIf::rows() const {
+  return impl_->state->rows();
+}
+
+std::string WhatIf::to_string() const {
+  const std::vector<WhatIfRow> all = rows();
+  std::size_t width = 8;
+  for (const WhatIfRow& row : all) width = std::max(width, place_of(row).size());
+  std::string text =
+      fmt::format("{:<{}}  {:>6}  {:<14} {:>9} {:>10} {:>10} {:>10}\n", "operator", width, "calls",
+                  "format", "error", "underflow", "overflow", "inf, NaN");
+  for (const WhatIfRow& row : all) {
+    for (const FormatEffect& effect : row.effects) {
+      const bool is_first = &effect == &row.effects.front();
+      text += fmt::format("{:<{}}  {:>6}  {:<14} {:>8.3f}% {:>9.3f}% {:>9.3f}% {:>10}\n",
+                          is_first ? place_of(row) : "", width,
+                          is_first ? fmt::format("{}", row.calls) : "", dtype_name(effect.format),
+                          100 * effect.error, 100 * effect.underflow, 100 * effect.overflow,
+                          effect.non_finite);
+    }
+  }
+  return text;
+}
+
+std::string WhatIf::to_json() const {
+  auto list = nlohmann::ordered_json::array();
+  for (const WhatIfRow& row : rows()) {
+    auto effects = nlohmann::ordered_json::array();
+    for (const FormatEffect& effect : row.effects) {
+      effects.push_back({{"format", dtype_name(effect.format)},
+                         {"error", effect.error},
+                         {"underflow", effect.underflow},
+                         {"overflow", effect.overflow},
+                         {"non_finite", effect.non_finite}});
+    }
+    list.push_back({{"op", row.op},
+                    {"layer", row.layer},
+                    {"backward", row.backward},
+                    {"calls", row.calls},
+                    {"effects", std::move(effects)}});
+  }
+  return nlohmann::ordered_json{{"rows", std::move(list)}}.dump(2);
+}
+
+}  // namespace semitone::report
