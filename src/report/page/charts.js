@@ -179,11 +179,17 @@ function skippedMarks(report, x, top, bottom) {
   ];
 }
 
+/** The loss scale that a step multiplied its loss by: a change at a step is in force from the next one. */
+function scaleInForce(report, step) {
+  return (lastPoint(report.loss_scale, step - 1) ?? report.loss_scale[0])?.[1] ?? null;
+}
+
 function stepText(report, step) {
   const loss = lastPoint(report.loss, step);
-  const lossScale = lastPoint(report.loss_scale, step);
+  const lossScale = scaleInForce(report, step);
   return [
-    `step ${count(step)}`, loss && `loss ${number(loss[1])}`, lossScale && `scale ${scaleText(lossScale[1])}`,
+    `step ${count(step)}`, loss && `loss ${number(loss[1])}`,
+    lossScale !== null && `loss scale ${scaleText(lossScale)}`,
     report.skipped.some((skipped) => skipped.step === step) && "skipped"
   ].filter(Boolean)
     .join("  ·  ");
@@ -232,8 +238,8 @@ function timeline(report, domain, width) {
   const label = `Loss${lossScale ? " and loss scale" : ""} over ${plural(report.run.steps, "step")}; skipped steps: ` +
     (report.skipped.slice(0, 10).map(({step}) => step).join(", ") || "none");
   return canvas(label, width, bottom + 30, [
-    loss && lossPanel(report, domain, x, loss), lossScale && scalePanel(report, domain, x, lossScale),
-    skippedMarks(report, x, 24, bottom), bottomLabels(ticks(0, domain.last, width / 110), x, bottom + 20, count),
-    cursor(report, x, domain, frame)
+    skippedMarks(report, x, 24, bottom), loss && lossPanel(report, domain, x, loss),
+    lossScale && scalePanel(report, domain, x, lossScale),
+    bottomLabels(ticks(0, domain.last, width / 110), x, bottom + 20, count), cursor(report, x, domain, frame)
   ]);
 }

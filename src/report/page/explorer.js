@@ -91,19 +91,18 @@ class Explorer {
     return last && last[1] > 0 ? Math.round(Math.log2(last[1])) : 0;
   }
 
-  /** log₂ of the factor that values have when a format holds them. */
-  shift(report, histogram) {
-    if (!kKinds[this.kind].scaled) {
-      return 0;
-    }
-    const trained = lastPoint(report.loss_scale, histogram?.step ?? report.run.steps)?.[1] ?? 1;
-    return this.exponent ?? (trained > 0 ? Math.log2(trained) : 0);
+  /** log₂ of the factor that values had in the training when a format held them: of the loss scale, for gradients. */
+  trainedShift(report, histogram) {
+    const lossScale = kKinds[this.kind].scaled ? scaleInForce(report, histogram.step) : null;
+    return lossScale > 0 ? Math.log2(lossScale) : 0;
   }
 
-  /**
-   * All tensors of a kind, of the first run and then those that only the second one has: {name, owner, histogram,
-   * report}.
-   */
+  /** The same for the loss scale that is tried. */
+  shift(report, histogram) {
+    return kKinds[this.kind].scaled && this.exponent !== null ? this.exponent : this.trainedShift(report, histogram);
+  }
+
+  /** The tensors of a kind, as {name, owner, histogram, report, label}: the first run's, then those that it lacks. */
   all(kind = this.kind, runs = this.runs) {
     const found = new Map();
     for (const {report, label} of runs) {
@@ -131,13 +130,8 @@ class Explorer {
 
   view(entries) {
     const half = this.formats.find(({name}) => name === "float16") ?? this.format;
-    const trained = entries.map(({report, histogram}) => {
-      const now = this.exponent;
-      this.exponent = null;  // the axis stays when another loss scale is tried
-      const shift = this.shift(report, histogram);
-      this.exponent = now;
-      return shift;
-    });
+    // The axis stays where it is when another loss scale is tried.
+    const trained = entries.map(({report, histogram}) => this.trainedShift(report, histogram));
     return {
       format: this.format,
       formats: this.formats,
@@ -232,7 +226,7 @@ class Explorer {
     return heatMap(entries, {...this.view(this.everything()), shift}, width, this.name, (name) => this.choose(name));
   }
 
-  /** Of a kind of values, those of the tensor that its format holds worst are chosen first. */
+  /** Shows this tensor, or, if there is none of this name, the one of which the format loses most. */
   choose(name) {
     const entries = this.all();
     const bad = (entry) => this.shares(entry).zero + this.shares(entry).overflow;
@@ -241,15 +235,15 @@ class Explorer {
     this.refresh();
   }
 
-  /** Shows the tensor or layer of a verdict, and scrolls to it. */
-  explore(name) {
-    const order = [this.kind, "gradient", "output_gradient", "output", "weight"];
+  /** A function that shows the parameter or layer of this name, and scrolls to it; null if there is none. */
+  opener(name) {
+    const order = ["gradient", "output_gradient", "output", "weight"];
     const kind = order.find((one) => this.all(one).some((entry) => entry.name === name));
-    if (kind) {
+    return kind === undefined ? null : () => {
       this.kinds.querySelector(`[data-value=${kind}]`).click();
       this.choose(name);
       this.node.scrollIntoView();
-    }
+    };
   }
 
   show(kind) {

@@ -17,19 +17,14 @@ function whySkipped({parameter, non_finite: parameters}) {
 function skippedTable(report) {
   const after = ({step, loss_scale: before}) =>
     report.loss_scale.find(([at, value]) => at >= step && value !== before)?.[1];
-  return new SortedTable({
-           caption: "Skipped steps",
-           sortBy: 0,
-           first: 8,
-           columns: [
-             {title: "Skipped step", value: (row) => row.step, cell: (row) => count(row.step)},
-             {title: "Why", text: true, style: "sentence", value: (row) => row.parameter, cell: whySkipped},
-             {title: "Loss scale", value: (row) => row.loss_scale, cell: (row) => scaleText(row.loss_scale)},
-             {title: "Changed to", value: after, cell: (row) => scaleText(after(row))}
-           ]
-         })
-    .show(report.skipped)
-    .node;
+  const columns = [
+    {title: "Skipped step", value: (row) => row.step, cell: (row) => count(row.step)},
+    {title: "Why", text: true, style: "sentence", value: (row) => row.parameter, cell: whySkipped},
+    {title: "Loss scale", value: (row) => row.loss_scale, cell: (row) => scaleText(row.loss_scale)},
+    {title: "Changed to", value: after, cell: (row) => scaleText(after(row))}
+  ];
+  const table = new SortedTable({caption: "Skipped steps", columns, sortBy: 0, first: 8});
+  return table.show(report.skipped).node;
 }
 
 function timelineSection(runs) {
@@ -50,7 +45,7 @@ function build(report) {
   const runs = [report, report.compare].filter(Boolean).map((one) => ({report: one, label: one.run.directory}));
   const sampled = runs.some(({report: one}) => one.run.samples > 0);
   const explorer = sampled ? new Explorer(runs) : null;
-  const explore = (name) => explorer?.explore(name);
+  const opener = (name) => explorer?.opener(name) ?? operatorOpener(runs, name);
   const links = [
     ["verdicts", "Verdicts"], ["timeline", "Timeline"],
     ...sampled ?
@@ -65,15 +60,12 @@ function build(report) {
       "main", {},
       el(
         "section", {id: "verdicts", "aria-label": "Verdicts"},
-        sideBySide(runs.map((run) => ({report: run.report})), (one) => verdicts(one, explore))),
+        sideBySide(runs.map((run) => ({report: run.report})), (one) => verdicts(one, opener))),
       timelineSection(runs),
-      ...sampled ?
-        [explorer.node, operatorsSection(runs), costsSection(runs), updatesSection(runs)] :
-        [
-          el(
-            "p", {class: "message"},
-            "The run has no samples of its values, operators, time and memory. report::Recorder takes them.")
-        ],
+      ...sampled ? [explorer.node, operatorsSection(runs), costsSection(runs), updatesSection(runs)] :
+                   [el(
+                     "p", {class: "message"},
+                     "The run has no samples of its values, operators, time and memory. report::Recorder takes them.")],
       runSection(runs)));
 }
 

@@ -78,8 +78,8 @@ function operatorsSection(runs) {
   const apply = (key) => (value) => {
     filter[key] = value;
     table.show(all.filter(
-      (row) => row.name.toLowerCase().includes(filter.name) && (!filter.pass || row.pass === filter.pass) &&
-        (!filter.dtype || (row.dtype || "none") === filter.dtype)));
+      (row) => row.name.toLowerCase().includes(filter.name) &&
+        ["pass", "dtype"].every((one) => !filter[one] || (row[one] || "none") === filter[one])));
   };
   const options =
     (key) => [["", "all"], ...[...new Set(all.map((row) => row[key] || "none"))].sort().map((value) => [value, value])];
@@ -92,24 +92,37 @@ function operatorsSection(runs) {
     table.node);
 }
 
+/** A function that shows the operator of this name, and scrolls to it; null if there is none. */
+function operatorOpener(runs, name) {
+  if (!runs.some(({report}) => report.operators.some((operator) => operator.name === name))) {
+    return null;
+  }
+  return () => {
+    const filter = document.querySelector("#operators input");
+    filter.value = name;
+    filter.dispatchEvent(new Event("input"));
+    document.getElementById("operators").scrollIntoView();
+  };
+}
+
 function bars(title, lead, runs, names, key, format, mark = () => null) {
-  const parts = (report) => Object.entries(names)
-                              .filter(([name]) => isNumber(report[key]?.[name]) && report[key][name] > 0)
-                              .map(([name, text]) => ({name: text, value: report[key][name]}));
+  // What one run has is listed for both, so that they have the same colours and numbers.
+  const used = Object.keys(names).filter((name) => runs.some(({report}) => report[key]?.[name] > 0));
+  const known = (report) => used.some((name) => isNumber(report[key]?.[name]));
+  const parts = (report) => used.map((name) => ({name: names[name], value: report[key]?.[name] ?? 0}));
   const sum = (report) => parts(report).reduce((total, part) => total + part.value, 0);
   const whole = Math.max(...runs.map(({report}) => Math.max(sum(report), mark(report)?.value ?? 0)));
   return el(
     "div", {}, el("h2", {}, title), el("p", {class: "lead"}, lead),
     sideBySide(
       runs,
-      (report) => parts(report).length > 0 ?
-        stackedBar({label: title, parts: parts(report), whole, format, mark: mark(report)}) :
-        el("p", {class: "message"}, "Not measured.")));
+      (report) => known(report) ? stackedBar({label: title, parts: parts(report), whole, format, mark: mark(report)}) :
+                                  el("p", {class: "message"}, "Not measured.")));
 }
 
 function costsSection(runs) {
   const means = runs.map(({report}) => seconds(report.step_seconds)).join(" and ");
-  const peak = ({memory}) => isNumber(memory?.peak) ? {name: "Peak of the process", value: memory.peak} : null;
+  const peak = ({memory}) => isNumber(memory?.peak) ? {name: "Peak of all tensors", value: memory.peak} : null;
   return el(
     "section", {id: "costs", class: runs.length > 1 ? "" : "pair", "aria-label": "Time and memory"},
     bars("Time of a step", `A step took ${means}, on average over the samples.`, runs, kPhases, "phases", seconds),

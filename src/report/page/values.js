@@ -56,7 +56,7 @@ function limitLines(format, shift, x, top, bottom, domain, names) {
   });
 }
 
-/** The range of each format below the histogram: solid where its precision is full, hatched for subnormal values. */
+/** The range of each format below the histogram: pale for subnormal values. */
 function formatRanges(formats, chosen, shift, x, domain, top) {
   const clip = (exponent) => x(Math.max(domain[0], Math.min(domain[1], exponent - shift)));
   return formats.map((format, index) => {
@@ -77,14 +77,13 @@ function histogramBars(histogram, view, x, y, bottom) {
   histogram.counts.forEach((value, index) => {
     const exponent = histogram.first_exponent + index;
     if (value > 0) {
-      const height = Math.max(1.5, bottom - y(value / total));
-      paths[fate(Math.floor(exponent + view.shift), view.format)] += `M${(x(exponent) + 0.5).toFixed(1)} ${bottom}v${
-        - height.toFixed(1)}H${(x(exponent + 1) - 0.5).toFixed(1)}V${bottom}z`;
+      const top = Math.min(bottom - 1.5, y(value / total)).toFixed(1);  // rare values are seen, too
+      const [from, to] = [(x(exponent) + 0.5).toFixed(1), (x(exponent + 1) - 0.5).toFixed(1)];
+      paths[fate(Math.floor(exponent + view.shift), view.format)] += `M${from} ${bottom}V${top}H${to}V${bottom}z`;
     }
   });
-  return Object.entries(paths).filter(([, path]) => path !== "").map(([
-                                                                       name, d
-                                                                     ]) => svg("path", {class: `values ${name}`, d}));
+  const used = Object.keys(paths).filter((name) => paths[name] !== "");
+  return used.map((name) => svg("path", {class: `values ${name}`, d: paths[name]}));
 }
 
 /**
@@ -95,10 +94,10 @@ function histogramBars(histogram, view, x, y, bottom) {
 function histogramChart(histogram, view, width, label) {
   const [left, right, top, bottom] = [56, width - 12, 62, 252];
   const x = axis(...view.domain, left, right);
-  const floor = -6;  // of a logarithmic axis: a millionth
+  const floor = -5;  // of a logarithmic axis: 0.001 %
   const y = view.logarithmic ? (share) => axis(floor, 0, bottom, top)(Math.max(floor, Math.log10(share))) :
                                axis(0, view.highest, bottom, top);
-  const grid = view.logarithmic ? [1e-6, 1e-4, 1e-2, 1] : ticks(0, view.highest, 4);
+  const grid = view.logarithmic ? [1e-5, 1e-3, 0.1, 1] : ticks(0, view.highest, 4);
   const formatsTop = bottom + 46;
   return canvas(label, width, formatsTop + view.formats.length * 26 + 2, [
     gridLines(grid, y, left, right, percentTick), histogramBars(histogram, view, x, y, bottom),

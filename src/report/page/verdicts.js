@@ -59,10 +59,14 @@ function figureText(verdict) {
                                [whole(verdict.figure), verdict.unit && el("small", {}, ` ${verdict.unit}`)];
 }
 
-function card(verdict, explore) {
+/** `opener(name)` is a function that shows what a name stands for, or null. */
+function card(verdict, opener) {
   const [severity] = kSeverities[verdict.severity] ?? [verdict.severity];
-  const chip = (name) =>
-    el("button", {type: "button", class: "chip", title: name, click: () => explore(name)}, shorten(name, 30));
+  const chip = (name) => {
+    const open = opener(name);
+    return open ? el("button", {type: "button", class: "chip", title: name, click: open}, shorten(name, 30)) :
+                  el("span", {class: "chip", title: name}, shorten(name, 30));
+  };
   const more = verdict.where.length > 3 ?
     el(
       "button", {
@@ -85,8 +89,8 @@ function card(verdict, explore) {
       null);
 }
 
-function verdicts({verdicts: all}, explore) {
-  const cards = all.map((verdict) => card(verdict, explore));
+function verdicts({verdicts: all}, opener) {
+  const cards = all.map((verdict) => card(verdict, opener));
   const hidden = cards.slice(kFirstVerdicts);
   hidden.forEach((one) => one.classList.add("later"));
   const button = el(
