@@ -91,7 +91,8 @@ class PageTest(unittest.TestCase):
         self.ask(f"{{ const one = document.querySelector({json.dumps(selector)}); one.value = {json.dumps(value)}; one.dispatchEvent(new Event('{event}')); }}")
 
     def fates(self):
-        return dict(reversed(re.match(r"(\S+\s?%) (.*)", text).groups()) for text in self.texts(".fates li") if "%" in text)
+        texts = (text.replace("\u202f", " ") for text in self.texts(".fates li"))
+        return dict(reversed(re.match(r"(.*%) (.*)", text).groups()) for text in texts if "%" in text)
 
     def test_pages_of_the_program_are_whole(self):
         self.assertGreater(len(PAGES), 0)
@@ -122,20 +123,26 @@ class PageTest(unittest.TestCase):
         self.assertIn("skipped steps: 12, 312", self.ask("document.querySelector('.timeline svg').getAttribute('aria-label')"))
         self.assertFalse(self.ask("[...document.querySelectorAll('svg *')].some((one) => [...one.attributes].some(({value}) => /NaN|Infinity|undefined/.test(value)))"))
         self.assertEqual(self.texts(".limit-name"), ["largest of float16", "smallest normal of float16", "smallest of float16"])
+        self.assertIn("limits for loss scale 2¹⁶", "".join(self.texts(".histogram .tick")))  # step 312 lowered it, after its backward
 
     def test_the_shares_are_those_of_the_report(self):
-        self.show(page_reports.run())
-        fates = {name: share.replace("\u202f", " ") for name, share in self.fates().items()}
-        self.assertEqual(fates["rounds to zero"], "25.0 %")
+        report = page_reports.run()
+        report["parameters"][0]["shares"]["float16"] = {"zero": 0.26, "subnormal": 0.5, "overflow": 0.015}
+        self.show(report)
+        fates = self.fates()
+        self.assertEqual(fates["rounds to zero"], "26.0 %")
         self.assertEqual(fates["subnormal: fewer bits"], "50.0 %")
-        self.assertEqual(fates["full precision"], "25.0 %")
+        self.assertEqual(fates["overflows to inf"], "1.50 %")
+        self.assertEqual(fates["full precision"], "22.5 %")
 
     def test_another_loss_scale_moves_the_limits(self):
         self.show(page_reports.run())
         before = self.ask("document.querySelector('.limit').getAttribute('d')")
         self.enter(".slider input", "31")
         self.assertNotEqual(self.ask("document.querySelector('.limit').getAttribute('d')"), before)
-        self.assertEqual(self.fates()["rounds to zero"].replace("\u202f", " "), "0 %")
+        for exponent, share in (("31", "0 %"), ("16", "25.0 %"), ("15", "50.0 %")):  # half of the smallest value rounds up
+            self.enter(".slider input", exponent)
+            self.assertEqual(self.fates()["rounds to zero"], share)
         self.click(".reset")
         self.assertEqual(self.ask("document.querySelector('.limit').getAttribute('d')"), before)
 
@@ -146,6 +153,8 @@ class PageTest(unittest.TestCase):
         self.click(".names button", 2)
         self.assertEqual(self.texts(".chosen-name"), ["fc.weight"])
         self.assertNotEqual(self.ask("document.querySelector('.histogram').innerHTML"), before)
+        self.ask("document.querySelector('.heat-row').dispatchEvent(new MouseEvent('click'))")
+        self.assertEqual(self.texts(".chosen-name"), ["conv1.weight"])
         self.click(".chip")
         self.assertEqual(self.texts(".chosen-name"), ["conv2.weight"])
         self.enter(".chooser input", "FC")
@@ -183,14 +192,26 @@ class PageTest(unittest.TestCase):
         self.enter("#operators input", "relu")
         self.assertIn("Nothing matches.", self.texts("#operators tbody td"))
 
+    def test_names_of_a_verdict_show_what_they_stand_for(self):
+        report = page_reports.run()
+        report["verdicts"][0]["where"] = ["fc.weight", "addmm", "elsewhere"]
+        self.show(report)
+        self.assertEqual(self.ask("[...document.querySelectorAll('.chip')].slice(0, 3).map((one) => one.tagName)"), ["BUTTON", "BUTTON", "SPAN"])
+        self.click(".chip")
+        self.assertEqual(self.texts(".chosen-name"), ["fc.weight"])
+        self.click(".chip", 1)
+        self.assertEqual(self.texts("#operators tbody th"), ["addmm"])
+
     def test_two_runs_share_their_axes(self):
-        other = page_reports.run(directory="runs/8", exponent=-12)
+        other = page_reports.run(directory="runs/8", exponent=-70)
         other["loss"] = [[step, 40.0] for step in range(100)]
         self.show({**page_reports.run(), "compare": other})
-        self.assertEqual(self.texts("h1 ")[1][:6], "runs/8")
+        self.assertEqual(self.texts("h1 > span:first-child"), ["runs/7", "runs/8"])
         for chart in (".timeline", ".histogram", ".heat-map"):
             first, second = self.ask(f"[...document.querySelectorAll('{chart}')].map((one) => [...one.querySelectorAll('.tick')].map((tick) => tick.textContent))")
             self.assertEqual(first, second, chart)
+        outside = "[...document.querySelectorAll('.values, .heat')].map((one) => one.getBBox()).filter((box) => box.width > 0 && box.x < 50).length"
+        self.assertEqual(self.ask(outside), 0)
         self.assertEqual(sorted(set(self.texts("#operators tbody td:nth-child(2)"))), ["runs/7", "runs/8"])
 
     def test_runs_with_little_to_show(self):
