@@ -181,7 +181,8 @@ function skippedMarks(report, x, top, bottom) {
 
 /** The loss scale that a step multiplied its loss by: a change at a step is in force from the next one. */
 function scaleInForce(report, step) {
-  return (lastPoint(report.loss_scale, step - 1) ?? report.loss_scale[0])?.[1] ?? null;
+  const skipped = report.skipped.find((one) => one.step === step);
+  return skipped?.loss_scale ?? (lastPoint(report.loss_scale, step - 1) ?? report.loss_scale[0])?.[1] ?? null;
 }
 
 function stepText(report, step) {
