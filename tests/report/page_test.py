@@ -125,6 +125,14 @@ class PageTest(unittest.TestCase):
         self.assertEqual(self.texts(".limit-name"), ["largest of float16", "smallest normal of float16", "smallest of float16"])
         self.assertIn("limits for loss scale 2¹⁶", "".join(self.texts(".histogram .tick")))  # step 312 lowered it, after its backward
 
+    def test_the_pointer_reads_a_step(self):
+        self.show(page_reports.run())
+        self.ask("""{ const area = document.querySelector(".pointer"), box = area.getBoundingClientRect();
+          area.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width * 12 / 312 + 2})); }""")
+        self.assertEqual(self.texts(".readout"), ["step 12  ·  loss 2.44  ·  loss scale 2¹⁷  ·  skipped"])
+        self.ask("document.querySelector('.pointer').dispatchEvent(new PointerEvent('pointerleave'))")
+        self.assertEqual(self.texts(".readout"), [""])
+
     def test_the_shares_are_those_of_the_report(self):
         report = page_reports.run()
         report["parameters"][0]["shares"]["float16"] = {"zero": 0.26, "subnormal": 0.5, "overflow": 0.015}
