@@ -1,5 +1,6 @@
 // Apex's delay_allreduce: nothing is reduced before backward is done. Then all gradients are
 // reduced, flattened, in one message for each dtype and device.
+#include "semitone/core/events.h"
 #include "src/comm/process_group.h"
 #include "src/parallel/averaging.h"
 #include "src/parallel/reduction.h"
@@ -61,6 +62,7 @@ class DelayedReduction final : public Reduction {
 
  private:
   void reduce(bool takes_part) {
+    const events::PhaseScope phase(events::Phase::communication);
     const at::NoGradGuard no_grad;
     // All ranks reduce the gradients that any of them has.
     const auto device = parameters_.front().device();

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/comm/process_group.h"
 #include "src/core/for_each_module.h"
 #include "src/core/log.h"
@@ -22,6 +23,7 @@
 
 #include <fmt/format.h>
 
+#include <memory>
 #include <set>
 #include <utility>
 
@@ -159,6 +161,7 @@ struct ReplicaSync::Impl {
     c10::intrusive_ptr<c10d::Work> work;
 
     std::int64_t get() const {
+      const events::PhaseScope phase(events::Phase::communication);
       work->wait();
       return value.item<std::int64_t>();
     }
@@ -272,10 +275,17 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
   awaits_gradients = false;
   reduction->on_gradient();
   if (std::exchange(end_queued, true)) return;
-  auto& engine = torch::autograd::Engine::get_default_engine();
-  // Queued twice, so that the reduction's own callbacks run first.
-  engine.queue_callback([this] {
-    torch::autograd::Engine::get_default_engine().queue_callback([this] { at_end_of_backward(); });
+  // Queued twice, so that the reduction's own callbacks, which wait for the other ranks, run in
+  // between.
+  torch::autograd::Engine::get_default_engine().queue_callback([this] {
+    std::shared_ptr<const events::PhaseScope> waiting;
+    if (events::listening())
+      waiting = std::make_shared<const events::PhaseScope>(events::Phase::communication);
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [this, waiting = std::move(waiting)]() mutable {
+          waiting.reset();
+          at_end_of_backward();
+        });
   });
 }
 
@@ -364,6 +374,7 @@ int ReplicaSync::Impl::last_rank_with(bool condition) const {
 
 void ReplicaSync::Impl::sync_buffers(bool has_input) {
   if (!options.broadcast_buffers() || buffers.empty()) return;
+  const events::PhaseScope phase(events::Phase::communication);
   // A rank without input has outdated buffers.
   const int root = joining.has_value() ? last_rank_with(has_input) : 0;
   comm::broadcast_unchecked(group, buffers, root);

@@ -1,5 +1,6 @@
 #include "semitone/parallel/sync_batch_norm.h"
 
+#include "semitone/core/events.h"
 #include "src/comm/process_group.h"
 #include "src/core/for_each_module.h"
 #include "src/nn/batch_norm.h"
@@ -24,9 +25,13 @@ class GroupPeers final : public nn::BatchNormPeers {
   explicit GroupPeers(comm::Group group) : group_(std::move(group)) {}
 
   at::Tensor all_gather(const at::Tensor& own) const override {
+    const events::PhaseScope phase(events::Phase::communication);
     return at::stack(comm::all_gather_unchecked(group_, own));
   }
-  void all_reduce(at::Tensor& sums) const override { comm::all_reduce_unchecked(group_, sums); }
+  void all_reduce(at::Tensor& sums) const override {
+    const events::PhaseScope phase(events::Phase::communication);
+    comm::all_reduce_unchecked(group_, sums);
+  }
 
  private:
   comm::Group group_;

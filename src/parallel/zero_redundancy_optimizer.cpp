@@ -2,6 +2,7 @@
 
 #include "semitone/core/detail/parameter_places.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "src/comm/process_group.h"
 #include "src/core/distinct_parameters.h"
 #include "src/parallel/agreement.h"
@@ -202,12 +203,15 @@ at::Tensor ZeroRedundancyOptimizer::step(LossClosure closure) {
   consolidated_.reset();
   update_share();
   {
+    const events::PhaseScope phase(events::Phase::optimizer);
     const LentState lent(*local_, state_);
     local_->step();
   }
   for (int owner = 0; owner < group_.size(); ++owner) {
     const auto& share = shares_[static_cast<std::size_t>(owner)];
-    if (group_.size() > 1 && !share.empty()) comm::broadcast_unchecked(group_, share, owner);
+    if (group_.size() == 1 || share.empty()) continue;
+    const events::PhaseScope phase(events::Phase::communication);
+    comm::broadcast_unchecked(group_, share, owner);
   }
   return loss;
 }

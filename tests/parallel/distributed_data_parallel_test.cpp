@@ -4,6 +4,7 @@
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
@@ -68,6 +69,26 @@ TEST(Ddp, TrainsAsOneProcessOnTheWholeBatch) {
         });
         expect_near(model->parameters(), alone->parameters());
         expect_equal_on_all_ranks(group, model->parameters());
+      }
+    }
+  });
+}
+
+TEST(Ddp, WaitingForOtherRanksIsCommunication) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net model = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      const Batch batch = batch_of(100, 4);
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor loss = sum_of_squares(ddp.forward(batch.data), batch.target);
+        const test::RecordedEvents events;
+        loss.backward();
+        const bool is_delayed = options.delay_allreduce();
+        EXPECT_EQ(events.phases(),
+                  is_delayed ? "communication() communication()" : "communication()");
       }
     }
   });

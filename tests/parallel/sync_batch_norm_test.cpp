@@ -7,6 +7,7 @@
 #include "semitone/zoo/convnet.h"
 #include "src/comm/process_group.h"
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
@@ -342,6 +343,17 @@ TEST(SyncBatchNormRanks, TalkOnceAPass) {
     EXPECT_EQ(calls() - before, 1u);
     output.sum().backward();
     EXPECT_EQ(calls() - before, 2u);
+  });
+}
+
+TEST(SyncBatchNormRanks, WaitingForOtherRanksIsCommunication) {
+  run_ranks(2, [](Rank&) {
+    SyncBatchNorm layer(nn::FusedBatchNormOptions(3), comm::init());
+    const test::RecordedEvents events;
+    const at::Tensor output = layer->forward(torch::randn({4, 3, 2, 2}).requires_grad_());
+    EXPECT_EQ(events.phases(), "communication()");
+    output.sum().backward();
+    EXPECT_EQ(events.phases(), "communication() communication()");
   });
 }
 

@@ -8,6 +8,7 @@
 #include "tests/parallel/models.h"
 #include "tests/parallel/zero_fixture.h"
 #include "tests/support/errors.h"
+#include "tests/support/recorded_events.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
 
@@ -91,6 +92,18 @@ TEST(Zero, SendsEachShareInOneMessage) {
     const auto before = group.impl()->watch->calls();
     optimizer.step();
     EXPECT_EQ(group.impl()->watch->calls() - before, 2u);
+  });
+}
+
+TEST(Zero, WaitingForTheOwnersOfWeightsIsCommunication) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), group);
+    back_propagate(model, 0);
+    const test::RecordedEvents events;
+    optimizer.step();
+    EXPECT_EQ(events.phases(), "optimizer() communication() communication()");
   });
 }
 
