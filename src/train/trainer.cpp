@@ -4,6 +4,7 @@
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/core/events.h"
 #include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/weights/file.h"
 #include "src/core/file.h"
@@ -138,16 +139,26 @@ class Run {
     train_seconds_ = seconds_since(begin);
   }
 
-  void step(const at::Tensor& indices, NonFiniteSteps& nonfinite) {
-    const auto begin = Clock::now();
-    const Batch batch = train_.batch(indices);
-    const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
-    for (auto& group : setup_.optimizer->param_groups()) group.options().set_lr(rate);
-    setup_.optimizer->zero_grad();
+  Batch read(const at::Tensor& indices) const {
+    const events::PhaseScope phase(events::Phase::data);
+    return train_.batch(indices);
+  }
+
+  at::Tensor loss_of(const Batch& batch) {
+    const events::PhaseScope phase(events::Phase::forward);
     replicas_.before_forward();
     const at::Tensor logits =
         replicas_.after_forward(setup_.model.forward(setup_.mixed, batch.images));
-    const at::Tensor loss = torch::cross_entropy_loss(logits, batch.labels);
+    return torch::cross_entropy_loss(logits, batch.labels);
+  }
+
+  void step(const at::Tensor& indices, NonFiniteSteps& nonfinite) {
+    const auto begin = Clock::now();
+    const Batch batch = read(indices);
+    const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);
+    for (auto& group : setup_.optimizer->param_groups()) group.options().set_lr(rate);
+    setup_.optimizer->zero_grad();
+    const at::Tensor loss = loss_of(batch);
     setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
     const bool skipped = setup_.mixed.step(*setup_.optimizer) == amp::Step::skipped;
     nonfinite.after_step(skipped, observer_);

@@ -5,6 +5,7 @@
 #include "src/train/models.h"
 #include "src/train/optimizers.h"
 #include "tests/support/image_files.h"
+#include "tests/support/recorded_events.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/train/small_training.h"
 
@@ -35,6 +36,15 @@ std::string message_of(const std::function<void()>& act) {
     return error.what();
   }
   return "nothing was thrown";
+}
+
+TEST(Trainer, AStepIsInTheseParts) {
+  const DataSet one_batch{test::made_up_images(8, 1), test::made_up_images(8, 2)};
+  const test::RecordedEvents events;
+  train_classifier(drop_net, one_batch, options_for(OptLevel::O1, torch::kBFloat16).epochs(1));
+  EXPECT_THAT(events.phases(), ::testing::StartsWith("data() forward(forward()) backward() "
+                                                     "optimizer() unscale() optimizer("));
+  EXPECT_EQ(events.gradients().size(), 1);
 }
 
 // -------------------------------------------------------------------------------------------------
