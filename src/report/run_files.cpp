@@ -28,14 +28,18 @@ std::filesystem::path created(const std::filesystem::path& directory) {
   return directory;
 }
 
+[[noreturn]] void refuse(const std::filesystem::path& path) {
+  throw FileError(kRunLog, "a directory without a run", "'" + path.string() + "'",
+                  "name another directory, or let RunLogOptions::append continue the run");
+}
+
 // Opens metrics.csv, which tells whether the directory has a run, and belongs to one process.
 AppendFile open_metrics(const std::filesystem::path& directory, bool append) {
   const auto path = created(directory) / "metrics.csv";
   AppendFile file(path);
   file.lock();
-  if (!append && file.size() > kHeaderSize)  // a start that failed has left no values
-    throw FileError(kRunLog, "a directory without a run", "'" + path.string() + "'",
-                    "name another directory, or let RunLogOptions::append continue the run");
+  // A start that failed has left no values.
+  if (!append && file.size() > kHeaderSize) refuse(path);
   // Checked before anything is removed. A shorter file may be what a start left that was killed.
   const std::string beginning = file.beginning(kHeader.size());
   if (!kHeader.starts_with(beginning))
@@ -48,6 +52,13 @@ AppendFile open_metrics(const std::filesystem::path& directory, bool append) {
 AppendFile open_lines(const std::filesystem::path& path) {
   AppendFile file(path);
   file.remove_incomplete_line();
+  return file;
+}
+
+// A run of which only samples are recorded is a run, too.
+AppendFile open_samples(const std::filesystem::path& path, bool append) {
+  AppendFile file = open_lines(path);
+  if (!append && file.size() > 0) refuse(path);
   return file;
 }
 
@@ -89,8 +100,9 @@ double wall_time() {
 RunFiles::RunFiles(const std::filesystem::path& directory, const RunLogOptions& options,
                    std::int64_t rank, std::int64_t world_size)
     : metrics_(open_metrics(directory, options.append())),
-      continues_(metrics_.size() > kHeaderSize),
       texts_(open_lines(directory / "texts.jsonl")),
+      samples_(open_samples(directory / "samples.jsonl", options.append())),
+      continues_(metrics_.size() > kHeaderSize || samples_.size() > 0),
       events_(directory / events_file_name(wall_time())),
       json_(directory, options, rank, world_size),
       config_(markdown_of(options.config())) {
@@ -121,18 +133,25 @@ void RunFiles::add_histogram(const Moment& when, std::string_view name, const Hi
   if (values.num > 0) events_.add(histogram_record(when, name, values));
 }
 
+void RunFiles::add_sample(const Moment& when, std::string_view kind, const Json& fields) {
+  Json line{{"step", when.step}, {"wall_time", when.time}, {"kind", kind}};
+  line.update(fields);
+  samples_.add(line.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n');
+}
+
 void RunFiles::add_restart(const Moment& when) {
   events_.add(restart_record(when));
+  add_sample(when, "restart", Json::object());
   if (!config_.empty()) events_.add(text_record(when, "config", config_));
 }
 
 std::size_t RunFiles::waiting() const {
-  return metrics_.waiting() + texts_.waiting() + events_.waiting();
+  return metrics_.waiting() + texts_.waiting() + samples_.waiting() + events_.waiting();
 }
 
 void RunFiles::flush() {
   std::exception_ptr first;
-  for (AppendFile* const file : std::array{&metrics_, &texts_, &events_}) {
+  for (AppendFile* const file : std::array{&metrics_, &texts_, &samples_, &events_}) {
     try {
       file->flush();
     } catch (const FileError&) {

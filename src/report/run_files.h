@@ -5,6 +5,8 @@
 #include "src/report/run_json.h"
 #include "src/report/tensorboard_events.h"
 
+#include <nlohmann/json_fwd.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -28,6 +30,9 @@ class RunFiles {
   void add_scalar(const Moment& when, std::string_view name, double value);
   void add_text(const Moment& when, std::string_view name, std::string_view text);
   void add_histogram(const Moment& when, std::string_view name, const Histogram& values);
+  // Adds a line to samples.jsonl: the step, the time, the kind, and the other fields. Bytes that are
+  // not UTF-8 are replaced, numbers that are not finite are null.
+  void add_sample(const Moment& when, std::string_view kind, const nlohmann::ordered_json& fields);
   // The training continues at a step, perhaps an earlier one.
   void add_restart(const Moment& when);
 
@@ -39,8 +44,9 @@ class RunFiles {
 
  private:
   AppendFile metrics_;
-  bool continues_;
   AppendFile texts_;
+  AppendFile samples_;
+  bool continues_;
   AppendFile events_;
   RunJson json_;
   std::string config_;  // in Markdown

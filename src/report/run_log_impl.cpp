@@ -5,6 +5,7 @@
 #include "src/core/log.h"
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <charconv>
 #include <exception>
@@ -50,20 +51,38 @@ std::string describe(const events::StepSkipped& event) {
 
 RunLog::Impl::Impl(const std::filesystem::path& directory, const RunLogOptions& options)
     : options_(options),
-      writes_(options.every_rank() || count_of(options.rank(), env::kRank, 0) == 0) {
+      writes_(options.every_rank() || count_of(options.rank(), env::kRank, 0) == 0),
+      world_size_(count_of(options.world_size(), env::kWorldSize, 1)) {
   const std::int64_t rank = count_of(options.rank(), env::kRank, 0);
-  const std::int64_t world_size = count_of(options.world_size(), env::kWorldSize, 1);
   if (!writes_) return;
   files_.emplace(rank == 0 ? directory : directory / fmt::format("rank-{}", rank), options, rank,
-                 world_size);
+                 world_size_);
 }
 
 void RunLog::Impl::require_open() const {
   if (closed_) throw Error(kRunLog, "no call after close()", "one");
 }
 
+void RunLog::Impl::add_observer(StepObserver& observer) {
+  StepObserver* none = nullptr;
+  if (observer_.compare_exchange_strong(none, &observer)) return;
+  throw Error(kRunLog, "one Recorder for each RunLog", "a second one",
+              "destroy the first one before");
+}
+
+void RunLog::Impl::remove_observer(const StepObserver& observer) {
+  if (observer_ == &observer) observer_ = nullptr;
+}
+
 void RunLog::Impl::set_step(std::int64_t step) {
   check_step(step);
+  StepObserver* const observer = observer_;
+  if (observer != nullptr) observer->before_step(step);
+  begin_step(step);
+  if (observer != nullptr) observer->step_began(step);
+}
+
+void RunLog::Impl::begin_step(std::int64_t step) {
   const std::lock_guard lock(mutex_);
   require_open();
   if (!files_.has_value()) return;
@@ -119,6 +138,7 @@ void RunLog::Impl::write(const std::function<void()>& function) {
 }
 
 void RunLog::Impl::close(Outcome outcome, std::string_view reason) {
+  if (StepObserver* const observer = observer_.exchange(nullptr)) observer->before_close(outcome);
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   closed_ = true;
@@ -160,17 +180,28 @@ void RunLog::Impl::on(const events::LossScaleUpdated& event) {
   place->second = event.after;
   const std::string name =
       event.loss_id == 0 ? "amp/loss_scale" : fmt::format("amp/loss_scale_{}", event.loss_id);
-  record_event([name, scale = event.after](RunFiles& files, const Moment& when) {
-    files.add_scalar(when, name, scale);
+  record_event([name, event](RunFiles& files, const Moment& when) {
+    files.add_scalar(when, name, event.after);
+    files.add_sample(when, "loss_scale",
+                     {{"loss_id", event.loss_id},
+                      {"before", event.before},
+                      {"after", event.after},
+                      {"found_inf", event.found_inf}});
   });
 }
 
 void RunLog::Impl::on(const events::StepSkipped& event) {
   const std::lock_guard lock(mutex_);
   if (!files_.has_value()) return;
-  record_event([total = event.total, text = describe(event)](RunFiles& files, const Moment& when) {
-    files.add_scalar(when, "amp/skipped_steps", static_cast<double>(total));
-    files.add_text(when, "amp/skipped_step", text);
+  record_event([event](RunFiles& files, const Moment& when) {
+    files.add_scalar(when, "amp/skipped_steps", static_cast<double>(event.total));
+    files.add_text(when, "amp/skipped_step", describe(event));
+    files.add_sample(when, "skipped",
+                     {{"parameter", event.parameter},
+                      {"non_finite", event.non_finite},
+                      {"consecutive", event.consecutive},
+                      {"total", event.total},
+                      {"loss_scale", event.loss_scale}});
   });
 }
 

@@ -4,6 +4,7 @@
 #include "semitone/report/run_log.h"
 #include "src/report/run_files.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
@@ -15,6 +16,22 @@
 #include <vector>
 
 namespace semitone::report {
+
+// Learns of the steps of a RunLog. The RunLog calls it on the thread of set_step() or close().
+class StepObserver {
+ public:
+  StepObserver() = default;
+  StepObserver(const StepObserver&) = delete;
+  StepObserver& operator=(const StepObserver&) = delete;
+  virtual ~StepObserver() = default;
+
+  // Before anything else of set_step(). An Error that it throws is the caller's.
+  virtual void before_step(std::int64_t step) = 0;
+  // At the end of set_step().
+  virtual void step_began(std::int64_t step) = 0;
+  // At the beginning of close().
+  virtual void before_close(Outcome outcome) = 0;
+};
 
 // What a RunLog and its listener share. The listener may outlive the RunLog, in a task of
 // at::launch for example: events after close() are ignored.
@@ -29,6 +46,13 @@ class RunLog::Impl {
   // Whether the last write failed, which the caller or the log knows.
   bool has_failed() const { return failed_; }
 
+  // The number of processes that train together.
+  std::int64_t world_size() const { return world_size_; }
+
+  // Makes an observer the only one, or removes it. Error if there is another one.
+  void add_observer(StepObserver& observer);
+  void remove_observer(const StepObserver& observer);
+
   void set_step(std::int64_t step);
   void add(std::optional<std::int64_t> step, const Add& add);
   void flush();
@@ -42,6 +66,7 @@ class RunLog::Impl {
 
   // These are called with the lock.
   void require_open() const;
+  void begin_step(std::int64_t step);
   void record_event(Add add);
   // At the first step of a continued run: TensorBoard drops what the earlier starts have from there.
   void mark_continuation(bool is_marked, std::int64_t step);
@@ -52,6 +77,9 @@ class RunLog::Impl {
 
   const RunLogOptions options_;
   const bool writes_;
+  const std::int64_t world_size_;
+  // Not read with the lock: it adds to the files itself.
+  std::atomic<StepObserver*> observer_ = nullptr;
   std::mutex mutex_;
   std::optional<RunFiles> files_;  // until close, if this process writes
   bool closed_ = false;

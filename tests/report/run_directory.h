@@ -48,6 +48,17 @@ inline std::vector<std::string> texts_in(const std::filesystem::path& directory)
   return texts;
 }
 
+// The lines of samples.jsonl, without their times.
+inline std::vector<nlohmann::json> samples_in(const std::filesystem::path& directory) {
+  std::vector<nlohmann::json> samples;
+  for (const std::string& line : lines_of(directory / "samples.jsonl")) {
+    samples.push_back(nlohmann::json::parse(line));
+    EXPECT_GT(samples.back().at("wall_time").get<double>(), 1e9);
+    samples.back().erase("wall_time");
+  }
+  return samples;
+}
+
 inline nlohmann::json json_in(const std::filesystem::path& path) {
   return nlohmann::json::parse(semitone::test::read_text(path));
 }

@@ -2,7 +2,9 @@
 #include "tests/report/run_directory.h"
 
 #include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
 
+#include <limits>
 #include <string>
 
 namespace semitone::report {
@@ -11,6 +13,7 @@ namespace {
 using semitone::test::TemporaryFolder;
 using test::events_in;
 using test::metrics_in;
+using test::samples_in;
 using test::texts_in;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -63,6 +66,34 @@ TEST(RunLogEvents, RecordSkippedStepsWithTheParameter) {
                       rest,
                   "4 amp/skipped_step: a gradient is not finite on another rank" + rest));
   EXPECT_EQ(events_in(folder.path()).named("amp/skipped_step/text_summary").size(), 3U);
+}
+
+TEST(RunLogEvents, AreLinesOfSamples) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  log.set_step(3);
+  events::emit(update(8, 8));
+  events::emit(skip("fc2.weight", 1, 3));
+  log.set_step(4);
+  events::emit(update(8, 8));
+  events::emit(update(8, 4));
+  events::emit(update(2, std::numeric_limits<double>::infinity(), 1));
+  log.close();
+  using Json = nlohmann::json;
+  const auto scale = [](int step, int id, const Json& before, const Json& after, bool found_inf) {
+    return Json{{"step", step},     {"kind", "loss_scale"}, {"loss_id", id},
+                {"before", before}, {"after", after},       {"found_inf", found_inf}};
+  };
+  EXPECT_THAT(samples_in(folder.path()),
+              ElementsAre(scale(3, 0, 8.0, 8.0, false),
+                          Json{{"step", 3},
+                               {"kind", "skipped"},
+                               {"parameter", "fc2.weight"},
+                               {"non_finite", 3},
+                               {"consecutive", 1},
+                               {"total", 1},
+                               {"loss_scale", 65536.0}},
+                          scale(4, 0, 8.0, 4.0, true), scale(4, 1, 2.0, nullptr, false)));
 }
 
 TEST(RunLogEvents, TakeTheStepOfTheNextValueIfNoStepIsSet) {

@@ -4,6 +4,7 @@
 #include "tests/support/errors.h"
 
 #include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
 
 #include <filesystem>
 #include <string>
@@ -23,10 +24,12 @@ using test::events_in;
 using test::json_in;
 using test::metrics_in;
 using test::read_events;
+using test::samples_in;
 using test::texts_in;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::EndsWith;
+using ::testing::IsEmpty;
 using ::testing::StartsWith;
 
 void train(const std::filesystem::path& directory, std::int64_t from, std::int64_t to) {
@@ -83,6 +86,33 @@ TEST(ResumedRun, GoesBackWithoutANewStartToo) {
   log.close();
   EXPECT_THAT(records_of(events_files(folder.path()).front()),
               ElementsAre("loss 5", "loss 6", "restart 5", "loss 5"));
+}
+
+TEST(ResumedRun, HasRestartsAmongItsSamples) {
+  const TemporaryFolder folder;
+  const auto restart = [](int step) { return nlohmann::json{{"step", step}, {"kind", "restart"}}; };
+  train(folder.path(), 1, 3);
+  EXPECT_THAT(samples_in(folder.path()), IsEmpty());
+  train(folder.path(), 3, 4);
+  EXPECT_THAT(samples_in(folder.path()), ElementsAre(restart(3)));
+  RunLog log(folder.path());
+  for (const std::int64_t step : {5, 6, 5}) log.set_step(step);
+  log.close();
+  EXPECT_THAT(samples_in(folder.path()), ElementsAre(restart(3), restart(5), restart(5)));
+}
+
+TEST(ResumedRun, MayHaveSamplesOnly) {
+  const TemporaryFolder folder;
+  write_text(folder / "samples.jsonl", "{\"step\":1,\"wall_time\":2e9,\"kind\":\"model\"}\n{\"st");
+  expect_error([&] { const RunLog log(folder.path(), RunLogOptions().append(false)); },
+               {"a directory without a run", (folder / "samples.jsonl").string()});
+  RunLog log(folder.path());
+  log.set_step(4);
+  log.close();
+  const auto samples = samples_in(folder.path());
+  ASSERT_EQ(samples.size(), 2U);
+  EXPECT_EQ(samples[0].at("kind"), "model");
+  EXPECT_EQ(samples[1].at("kind"), "restart");
 }
 
 TEST(ResumedRun, RemovesALineThatIsNotComplete) {

@@ -38,6 +38,7 @@ std::string_view name_of(Outcome outcome);
 /// |---|---|
 /// | `metrics.csv` | scalars, a line each: `step,wall_time,name,value` |
 /// | `texts.jsonl` | texts, a line of JSON each: `{"step":…,"wall_time":…,"name":…,"text":…}` |
+/// | `samples.jsonl` | loss scales, skipped steps, restarts, and what a Recorder samples |
 /// | `events.out.tfevents.TIME.HOST.PID.N` | scalars, histograms, texts: TensorBoard's format |
 /// | `run.json` | settings, versions, processor, threads, start, end, and how the run ended |
 ///
@@ -49,7 +50,8 @@ std::string_view name_of(Outcome outcome);
 /// MixedPrecision, GradScaler and ScaledLoss in the thread that constructed this object:
 /// `amp/loss_scale` at the first step and where it changes (`amp/loss_scale_1` is that of the
 /// second loss), `amp/skipped_steps`, their number so far, and the text `amp/skipped_step`, which
-/// names the parameter. They belong to the step of set_step(). If it was never called, they wait for
+/// names the parameter. samples.jsonl has them as lines of the kinds `loss_scale` and `skipped`
+/// (docs/run_records.md lists their keys). They belong to the step of set_step(). If it was never called, they wait for
 /// the next value that is added with a step, and take its step.
 ///
 /// Lines and records are added whole, with one write of the system for each file. A killed process
@@ -58,11 +60,11 @@ std::string_view name_of(Outcome outcome);
 /// such a record, and the next start removes such a line. A write that fails is taken back. Nothing
 /// is flushed to the disk itself: after a power failure, the last seconds can be missing.
 ///
-/// **Resuming.** A RunLog for a directory that has a run continues it: metrics.csv and texts.jsonl
-/// grow, and there is another file of events and another `run-2.json`, `run-3.json` …, one for each
+/// **Resuming.** A RunLog for a directory that has a run continues it: the files of lines grow, and there is another file of events and another `run-2.json`, `run-3.json` …, one for each
 /// start. Steps that are trained again, after a rollback or from an earlier checkpoint, appear twice
 /// in metrics.csv: the later line counts. TensorBoard shows the later ones: the first set_step() of
-/// a continued run, and each that goes back, tells it to drop the steps from there on.
+/// a continued run, and each that goes back, tells it to drop the steps from there on. The line
+/// `restart` of samples.jsonl says the same.
 ///
 /// All functions may be called from several threads at once. Construct and destroy the object on
 /// one thread, and in the reverse order of other events::Listen scopes.
@@ -127,6 +129,7 @@ class RunLog {
  private:
   class Impl;
   class EventRecorder;
+  friend class Recorder;
 
   std::shared_ptr<Impl> impl_;
   std::optional<events::Listen> listen_;
