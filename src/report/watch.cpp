@@ -12,32 +12,8 @@
 #include <string>
 #include <utility>
 
-// LibTorch calls start() before and end() after each operator and each node of the graph. Neither
-// may throw: LibTorch would swallow it.
 namespace semitone::report {
 namespace {
-
-// Calls visit(tensor, index in a list or -1) for the tensors of an argument or a result.
-template <typename Visit>
-void for_tensors(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) {
-    visit(value.toTensor(), -1);
-  } else if (value.isTensorList()) {
-    std::int64_t index = 0;
-    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor, index++);
-  } else if (value.isOptionalTensorList()) {
-    std::int64_t index = 0;
-    for (const auto& tensor : value.toOptionalTensorVector())
-      visit(tensor.value_or(at::Tensor()), index++);
-  }
-}
-
-// The last values of a stack, which in the JIT has more than one operator's.
-template <typename Values>
-c10::ArrayRef<c10::IValue> last(const Values& values, std::size_t count) {
-  const c10::ArrayRef<c10::IValue> all(values.data(), values.size());
-  return all.size() <= count ? all : all.slice(all.size() - count, count);
-}
 
 void add_argument(Frame& frame, const c10::IValue& value, std::size_t position) {
   frame.numbers |= kinds_of_number(value);
@@ -192,38 +168,8 @@ void end(const at::RecordFunction& record, at::ObserverContext* context) {
   }
 }
 
-struct Registered {
-  int watches = 0;
-  at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
-};
-
-Registered& registered() {
-  static thread_local Registered of_this_thread;
-  return of_this_thread;
-}
-
-// They are, if this thread works for one that watches.
-bool has_callbacks() {
-  const auto& callbacks = at::get_record_function_tls_().sorted_tls_callbacks_;
-  return std::any_of(callbacks.begin(), callbacks.end(),
-                     [](const auto& entry) { return entry.callback_.start() == &start; });
-}
-
 }  // namespace
 
-Watch::Watch() {
-  if (registered().watches++ > 0 || has_callbacks()) return;
-  registered().handle = at::addThreadLocalCallback(
-      at::RecordFunctionCallback(&start, &end)
-          .needsInputs(true)
-          .needsOutputs(true)
-          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
-}
-
-Watch::~Watch() {
-  if (abandoned_ || --registered().watches > 0) return;
-  const auto handle = std::exchange(registered().handle, at::INVALID_CALLBACK_HANDLE);
-  if (handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(handle);
-}
+Watch::Watch() : OperatorCallbacks(&start, &end) {}
 
 }  // namespace semitone::report
