@@ -14,7 +14,8 @@ inline constexpr auto kPolicyType = "NAME|FILE";
 // "semitone, torch, …, or a file of semitone tune", for --help.
 std::string policy_choices();
 
-// UsageError if the text is neither a preset nor a file's name; FileError for a file without a policy.
+// Returns the policy that --policy names: a preset, or else a file. A text that is neither an existing
+// file nor contains '/' or '.' is a UsageError. FileError if the file has no policy.
 amp::CastPolicy policy_of(const std::string& text, amp::CastTarget target,
                           std::string_view component);
 

@@ -8,10 +8,10 @@
 // The data set of a training.
 namespace semitone::cli {
 
-// The directory in the environment, or MNIST's in this repository.
+// Returns SEMITONE_DATA_DIR, or else data/mnist of the sources.
 std::string default_data_dir();
 
-// FileError of the component if the directory does not exist.
+// Loads the training and test images of a directory. FileError of the component if it does not exist.
 train::DataSet load_data(const std::string& directory, std::string_view component);
 
 }  // namespace semitone::cli

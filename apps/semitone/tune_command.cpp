@@ -48,7 +48,7 @@ nlohmann::ordered_json number(double value) {
 std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
   auto trials = nlohmann::ordered_json::array();
   for (const amp::TuneTrial& trial : result.trials) {
-    trials.push_back({{"fp32", trial.is_fp32},
+    trials.push_back({{"is_fp32", trial.is_fp32},
                       {"kept", trial.kept},
                       {"loss", number(trial.loss)},
                       {"in_band", trial.in_band}});
@@ -63,20 +63,27 @@ std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
       {"layers", result.layers},
       {"policy", nlohmann::ordered_json::parse(result.policy.to_json())},
       {"code", result.policy.to_code()},
-      {"trainings", std::move(trials)}};
+      {"trials", std::move(trials)}};
   return object.dump(2);
 }
 
 void print_trial(const amp::TuneTrial& trial) {
-  const std::string kept = trial.is_fp32        ? "everything"
-                           : trial.kept.empty() ? "nothing"
-                                                : fmt::format("{}", fmt::join(trial.kept, ", "));
-  std::cerr << fmt::format("[tune] loss {:<10.6g} {}  with {} in fp32\n", trial.loss,
-                           trial.in_band ? "in the band     " : "outside the band", kept)
+  std::string how = "under the given policy";
+  if (trial.is_fp32) {
+    how = "in fp32";
+  } else if (!trial.kept.empty()) {
+    how = fmt::format("in fp32 in addition: {}", fmt::join(trial.kept, ", "));
+  }
+  std::cerr << fmt::format("[tune] loss {:<10.6g} {}  {}\n", trial.loss,
+                           trial.in_band ? "in the band     " : "outside the band", how)
             << std::flush;
 }
 
 int run(TuneFlags flags) {
+  if (flags.options.max_steps() < 4) {
+    throw UsageError(kTune, "--max-steps from 4", std::to_string(flags.options.max_steps()),
+                     "the mean loss of the last quarter of the steps is compared");
+  }
   require_json_writable(flags.json);
   if (!flags.out.empty()) require_writable(flags.out, kTune);
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
@@ -97,10 +104,9 @@ int run(TuneFlags flags) {
 }
 
 constexpr auto kTuneFooter =
-    R"(Trains the first --max-steps steps again and again, each time from the same weights: in fp32, then under the policy with
-more or less of it in fp32. The loss that is compared is the mean of the last quarter of the steps. A training costs as
-much as that many steps of semitone train; some 3 trainings are needed if the policy is good, and some 10 for each
-operator that has to stay in fp32.
+    R"(Repeats a training of --max-steps steps, at least 4, from the same weights: twice in fp32, then under the policy with
+different sets of operators kept in fp32. It compares the mean loss of the last quarter of the steps. If the given policy
+suffices, 3 trainings are enough. Each operator that has to stay in fp32 adds 6 to 10.
 
 Examples:
   semitone tune --dtype fp16 --out policy.json
@@ -121,13 +127,14 @@ void add_tune_command(CLI::App& app, Action& action) {
   add.choice("--model", flags->model, names_of(train::models()), "Model to train");
   add.text("--data", flags->data, "DIR", "Directory of the data set");
   add.text("--policy", flags->policy, kPolicyType,
-           "Cast policy to begin with: " + policy_choices());
+           "Cast policy to begin with, a preset or a file: " + policy_choices());
   add.number(
       "--band", flags->band, [](double value) { return value > 0 && std::isfinite(value); },
       "above 0", "Largest difference from the loss in fp32, in percent");
   add.mark("--operators-only", flags->operators_only,
            "Keep whole operators, never single layers, in fp32");
-  add.text("--out", flags->out, "FILE", "Write the policy, for semitone train --policy FILE");
+  add.text("--out", flags->out, "FILE",
+           "File to write the policy to, for semitone train --policy FILE; default: none");
   train::add_training_flags(add, flags->options);
   train::add_device_flag(add, flags->device);
   add.integer("--threads", flags->threads, 0, 1024,

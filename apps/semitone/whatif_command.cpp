@@ -60,12 +60,11 @@ int run(WhatIfFlags flags) {
   if (flags.options.max_steps() < 2) {
     throw UsageError(kWhatIfCommand, "--max-steps from 2",
                      std::to_string(flags.options.max_steps()),
-                     "the steps after the first are looked at");
+                     "use at least 2: whatif examines the steps after the first");
   }
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
   flags.options.device(train::find_device(flags.device)).opt_level(amp::OptLevel::O0);
-  train::DataSet data = load_data(flags.data, kWhatIfCommand);
-  data.test = {data.test.images.narrow(0, 0, 1), data.test.labels.narrow(0, 0, 1)};
+  const train::DataSet data = train::with_one_test_image(load_data(flags.data, kWhatIfCommand));
   Examiner examiner;
   const auto make = [&] { return examiner.keep(train::find_model(flags.model).make()); };
   train::train_classifier(make, data, flags.options, examiner);
@@ -75,10 +74,10 @@ int run(WhatIfFlags flags) {
 }
 
 constexpr auto kWhatIfFooter =
-    R"(Trains for --max-steps steps in fp32, and computes each product and convolution again with arguments rounded to fp16,
-bf16, fp8 e4m3fn and e5m2 (with delayed scaling). error is the relative change of the results; underflow and overflow are
-the shares of the arguments' elements that would be 0, or exceed the format. Gradients have the loss scale of
---loss-scale.
+    R"(Trains for --max-steps steps in fp32, at least 2, and computes each matrix product, convolution and attention again with
+arguments rounded to fp16, bf16, fp8 e4m3fn and e5m2 (with delayed scaling). error is the relative change of the results;
+underflow and overflow are the shares of the arguments' elements that would be 0, or exceed the format. Gradients are
+those of the loss times --loss-scale.
 
 Examples:
   semitone whatif

@@ -26,7 +26,7 @@ std::string glob_of(const std::string& parameter) {
   return dot == std::string::npos ? parameter : parameter.substr(0, dot + 1) + "*";
 }
 
-// Operators that compute nothing: their dtype is that of their result's users.
+// Operators that copy or fill: keeping them in fp32 changes no arithmetic.
 constexpr std::array<std::string_view, 7> kCopies{
     "_to_copy", "clone", "contiguous", "empty_like", "zeros_like", "ones_like", "full_like"};
 
@@ -36,7 +36,7 @@ bool makes_memory(const c10::FunctionSchema& schema) {
                       [](const c10::Argument& result) { return result.alias_info() != nullptr; });
 }
 
-// What the callback of this thread writes to.
+// Collects the lowered operators of a thread.
 class OperatorLog {
  public:
   OperatorLog(const Model& model, const CastPolicy& policy) : policy_(policy) {
@@ -74,7 +74,7 @@ class OperatorLog {
     std::string name;
     bool is_candidate = false;
     bool is_lowered_by_policy = false;
-    bool follows_arguments = false;  // the policy casts nothing to fp32
+    bool follows_arguments = false;  // a 16-bit argument alone stays in 16 bits
     std::optional<std::size_t> place{};
   };
 

@@ -16,10 +16,11 @@ struct LoweredOperator {
   std::vector<std::string> layers;  // globs of the layers whose parameters are its arguments
 };
 
-// Calls a function, and returns the operators that it calls on this thread in a region, in the
-// forward pass, and that then compute in 16 bits: because the policy casts to them, or because an
-// argument has 16 bits and the policy does not cast it to fp32. In the order of their first calls,
-// without those that CastPolicy::keep_fp32 does not take or that only view memory.
+// Calls a function, and returns the operators that compute in 16 bits in its forward pass, in the
+// order of their first calls. Only calls on this thread and inside of a region count. An operator is
+// listed if the policy lowers it, or if an argument has 16 bits and the policy's row is not fp32 or
+// ban; it may still compute in fp32 because of another argument. Operators that write to an argument,
+// return views, or only copy or fill are left out.
 std::vector<LoweredOperator> lowered_operators(const Model& model, const CastPolicy& policy,
                                                const std::function<void()>& function);
 

@@ -43,6 +43,12 @@ class Search {
     double given_loss = 0;
     const auto operators = lowered_operators(model_, given_, [&] { given_loss = loss_of({}); });
     Candidates kept;
+    if (operators.empty() && !is_in_band({})) {
+      throw Error(
+          kTune, "operators that compute in 16 bits in the training's region", "none",
+          "train on the thread that calls tune, in a region of the given policy, and give a "
+          "policy for the training's device");
+    }
     if (!is_in_band({})) kept = narrowed_to_layers(smallest(candidates_of(operators)), operators);
     return result(kept, given_loss);
   }
@@ -52,8 +58,8 @@ class Search {
   void train_in_fp32() {
     fp32_loss_ = run_training({}, std::nullopt, /*is_fp32=*/true);
     if (!std::isfinite(fp32_loss_)) {
-      throw Error(kTune, "a finite loss of the training in fp32", fmt::format("{}", fp32_loss_),
-                  "lower the learning rate");
+      throw DivergedError(kTune, "a finite loss of the training in fp32",
+                          fmt::format("{}", fp32_loss_), "lower the learning rate");
     }
     const double again = run_training({}, std::nullopt, /*is_fp32=*/true);
     if (is_near(again)) return;
@@ -227,7 +233,7 @@ std::string TuneResult::to_string() const {
       "loss in fp32 {:.6g}, under the given policy {:.6g}, under the result {:.6g} ({} "
       "trainings)\n",
       fp32_loss, given_loss, loss, trials.size());
-  text += is_unchanged() ? "nothing has to stay in fp32\n" : "stays in fp32:\n";
+  text += is_unchanged() ? "the given policy suffices\n" : "to keep in fp32 in addition:\n";
   for (const std::string& op : operators) text += "  operator " + op + "\n";
   for (const std::string& layer : layers) text += "  parameters " + layer + "\n";
   return text + "\n" + policy.to_code() + "\n";

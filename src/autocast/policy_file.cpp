@@ -46,15 +46,15 @@ Json read_json(const std::filesystem::path& path) {
   if (text.empty()) {
     throw FileError(kPolicyFile, "a file with a cast policy",
                     fmt::format("'{}', which is missing, empty or unreadable", path.string()),
-                    "CastPolicy::save and `semitone tune` write one");
+                    "write one with CastPolicy::save or `semitone tune --out FILE`");
   }
   const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false,
                                 /*ignore_comments=*/true);
   if (!json.is_object() || json.value("format", Json()) != Json(kPolicyFormat)) {
     throw FileError(kPolicyFile, fmt::format(R"(a JSON object with "format": "{}")", kPolicyFormat),
                     fmt::format("'{}', which is {}", path.string(),
-                                json.is_discarded() ? "no JSON" : "another"),
-                    "CastPolicy::save and `semitone tune` write such a file");
+                                json.is_discarded() ? "not JSON" : "of another kind"),
+                    "write one with CastPolicy::save or `semitone tune --out FILE`");
   }
   return json;
 }
@@ -66,7 +66,7 @@ void require_known_keys(const Json& json, const std::set<std::string>& known,
     if (known.contains(item.key())) continue;
     std::string names;
     for (const std::string& name : known) names.append(names.empty() ? "" : ", ").append(name);
-    throw FileError(kPolicyFile, fmt::format("the keys {} in {}", names, where),
+    throw FileError(kPolicyFile, fmt::format("only the keys {} in {}", names, where),
                     fmt::format("'{}'", item.key().substr(0, 100)));
   }
 }
@@ -83,16 +83,18 @@ CastRow row_of(const Json& value, const std::string& where) {
           value.value("reason", std::string(kUserReason))};
 }
 
-void apply(CastPolicy& policy, const Json& json) {
+void apply(CastPolicy& policy, const Json& json, const std::string& where) {
   const Json operators = json.value("operators", Json::object());
   for (const auto& item : operators.items()) {
-    const CastRow row = row_of(item.value(), "operators, '" + item.key() + "'");
+    const CastRow row =
+        row_of(item.value(), fmt::format("operators, '{}', of {}", item.key(), where));
     policy.set(item.key(), row.action, row.reason);
   }
   const Json globs = json.value("keep_fp32_params", Json::array());
   for (const auto& glob : globs) policy.keep_fp32_params(glob.get<std::string>());
   if (json.contains("emulation"))
-    policy.emulation(parse(kEmulations, json.at("emulation").get<std::string>(), "emulation"));
+    policy.emulation(
+        parse(kEmulations, json.at("emulation").get<std::string>(), "emulation of " + where));
   if (!json.contains("fast_kernels")) return;
   policy.fast_kernels(false);
   for (const auto& op : json.at("fast_kernels")) policy.fast_kernel(op.get<std::string>());
@@ -132,7 +134,7 @@ std::string_view function_of(CastAction action) {
 
 }  // namespace
 
-// An operator's edits as one, under the name without an overload, if all its overloads have the same.
+// The edits, with one row for an operator whose overloads all have the same edit.
 std::vector<std::pair<std::string, CastRow>> CastPolicy::edits_by_name() const {
   std::map<std::string, std::vector<std::string>> overloads;
   for (const auto& [name, row] : edits_) overloads[name.substr(0, name.find('.'))].push_back(name);
@@ -166,8 +168,12 @@ CastPolicy CastPolicy::from_file(const std::filesystem::path& path, CastTarget t
                       json.at("version").dump().substr(0, 100), "update Semitone");
     }
     CastPolicy policy = by_name(json.at("preset").get<std::string>(), target);
-    apply(policy, json);
+    apply(policy, json, where);
     return policy;
+  } catch (const FileError&) {
+    throw;
+  } catch (const Error& error) {
+    throw FileError(kPolicyFile, "a cast policy in " + where, error.what());
   } catch (const Json::exception& error) {
     throw FileError(kPolicyFile, "a cast policy in " + where, error.what(),
                     "docs/cast_policies.md describes the format");

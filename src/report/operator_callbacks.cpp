@@ -15,7 +15,7 @@ struct Registered {
 
 // Not an object with a destructor: callbacks may end after the thread's objects.
 Registered& registered(OperatorCallbacks::Start start) {
-  constexpr std::size_t kFunctions = 2;  // NonFiniteCheck's and Recorder's
+  constexpr std::size_t kFunctions = 3;  // NonFiniteCheck's, Recorder's and WhatIf's
   static thread_local std::array<Registered, kFunctions> of_this_thread;
   Registered* const found = std::find_if(
       of_this_thread.begin(), of_this_thread.end() - 1,

@@ -16,6 +16,9 @@ struct RoundedValues {
   std::int64_t overflow = 0;   // finite elements that the format does not hold
 };
 
+// Returns the values rounded to a format. With an amax they are multiplied by (largest value of the
+// format / amax) before, and divided by it after.
+//
 // @param values  fp32
 // @param amax    fp8: the value that becomes the format's largest one; 0: not scaled
 RoundedValues rounded(const at::Tensor& values, c10::ScalarType format, double amax = 0);

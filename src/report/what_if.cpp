@@ -1,6 +1,7 @@
 #include "semitone/report/what_if.h"
 
 #include "semitone/core/dtype.h"
+#include "src/report/operator_callbacks.h"
 #include "src/report/operator_info.h"
 #include "src/report/tensor_values.h"
 #include "src/report/what_if_state.h"
@@ -21,19 +22,19 @@
 namespace semitone::report {
 namespace {
 
-// What a thread is in.
+// What this thread is executing.
 struct WhatIfTrace {
-  const std::string* product = nullptr;  // the layer of the examined operator in progress
-  std::string node_layer;                // of the node of the graph in progress
+  const std::string* layer = nullptr;  // the layer of the examined operator in progress
+  std::string node_layer;              // of the node of the graph in progress
 };
 thread_local WhatIfTrace trace;
 
 // An examined operator, or a node of the graph, in progress.
 struct Examined : at::ObserverContext {
-  WhatIfState* state = nullptr;
-  WhatIfRow row{};
-  std::optional<c10::OperatorHandle> op{};  // none: a node
-  std::vector<c10::IValue> arguments{};
+  explicit Examined(WhatIfState& its_state) : state(its_state) {}
+
+  WhatIfState& state;
+  std::optional<WhatIfState::Call> call{};  // none: a node
   std::string outer_layer{};
 };
 
@@ -43,31 +44,39 @@ WhatIfState* state_in_force() {
 
 std::unique_ptr<at::ObserverContext> enter_graph_node(WhatIfState& state,
                                                       const at::RecordFunction& record) {
-  auto node = std::make_unique<Examined>();
-  node->state = &state;
+  auto node = std::make_unique<Examined>(state);
   node->outer_layer =
       std::exchange(trace.node_layer,
                     state.layer_of(WhatIfState::NodeId{record.forwardThreadId(), record.seqNr()}));
   return node;
 }
 
-std::unique_ptr<at::ObserverContext> enter_product(WhatIfState& state, const OperatorInfo& info,
-                                                   const at::RecordFunction& record) {
-  const std::size_t count = info.arguments.size();
-  const auto inputs = record.inputs();
-  // In the JIT, the stack has more than one operator's values.
-  if (inputs.size() < count) return nullptr;
-  auto product = std::make_unique<Examined>();
-  product->state = &state;
-  product->op = c10::Dispatcher::singleton().findSchema(*record.operator_name());
-  product->arguments.assign(inputs.end() - static_cast<std::ptrdiff_t>(count), inputs.end());
-  product->row.op = info.name.substr(0, info.name.find('.'));
-  product->row.backward = torch::autograd::get_current_node() != nullptr;
-  product->row.layer =
-      product->row.backward ? trace.node_layer : state.layer_of(product->arguments);
-  if (product->row.layer.empty()) product->row.layer = state.layer_of(product->arguments);
-  trace.product = &product->row.layer;
-  return product;
+// The generator of an operator that drops elements, on the device of its first tensor.
+RandomNumbers random_numbers_of(const OperatorInfo& info,
+                                const std::vector<c10::IValue>& arguments) {
+  const auto& names = info.arguments;
+  if (std::find(names.begin(), names.end(), "dropout_p") == names.end()) return {};
+  for (const c10::IValue& value : arguments)
+    if (value.isTensor() && value.toTensor().defined())
+      return RandomNumbers(value.toTensor().device());
+  return {};
+}
+
+std::unique_ptr<at::ObserverContext> enter_examined(WhatIfState& state, const OperatorInfo& info,
+                                                    const at::RecordFunction& record) {
+  const auto op = c10::Dispatcher::singleton().findSchema(*record.operator_name());
+  const auto inputs = last(record.inputs(), info.arguments.size());
+  if (!op.has_value() || inputs.size() < info.arguments.size()) return nullptr;
+  auto examined = std::make_unique<Examined>(state);
+  const std::vector<c10::IValue> arguments(inputs.begin(), inputs.end());
+  examined->call.emplace(WhatIfState::Call{{}, *op, arguments, random_numbers_of(info, arguments)});
+  WhatIfRow& row = examined->call->row;
+  row.op = info.name.substr(0, info.name.find('.'));
+  row.backward = torch::autograd::get_current_node() != nullptr;
+  if (row.backward) row.layer = trace.node_layer;
+  if (row.layer.empty()) row.layer = state.layer_of(arguments);
+  trace.layer = &row.layer;
+  return examined;
 }
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
@@ -79,15 +88,16 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
       return enter_graph_node(*state, record);
     const OperatorInfo* const info = operator_of(record);
     if (info == nullptr) return nullptr;
-    std::unique_ptr<at::ObserverContext> product;
-    if (trace.product == nullptr && info->written.empty() &&
+    std::unique_ptr<at::ObserverContext> examined;
+    if (trace.layer == nullptr && info->written.empty() &&
         state->examines(info->name.substr(0, info->name.find('.'))))
-      product = enter_product(*state, *info, record);
+      examined = enter_examined(*state, *info, record);
     // The operators inside make the nodes.
-    if (trace.product != nullptr && record.seqNr() >= 0)
-      state->set_layer({record.threadId(), record.seqNr()}, *trace.product);
-    return product;
+    if (trace.layer != nullptr && record.seqNr() >= 0)
+      state->set_layer({record.threadId(), record.seqNr()}, *trace.layer);
+    return examined;
   } catch (const std::exception& error) {
+    trace.layer = nullptr;
     state->failed(record.name() + std::string(": ") + error.what());
     return nullptr;
   }
@@ -96,24 +106,24 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
 void finish(const at::RecordFunction& record, at::ObserverContext* context) {
   auto* const examined = static_cast<Examined*>(context);
   if (examined == nullptr) return;
-  if (!examined->op.has_value()) {
+  if (!examined->call.has_value()) {
     trace.node_layer = std::move(examined->outer_layer);
     return;
   }
-  trace.product = nullptr;
+  trace.layer = nullptr;
   const auto results = record.outputs();
-  if (results.empty() || state_in_force() != examined->state) return;  // it threw
+  // Without results, the operator has thrown.
+  if (results.empty() || state_in_force() != &examined->state) return;
   try {
     const QuietScope quiet;
     const torch::NoGradGuard no_grad;
-    examined->state->examine(examined->row, *examined->op, examined->arguments,
-                             {results.begin(), results.end()});
+    examined->state.examine(*examined->call, {results.begin(), results.end()});
   } catch (const std::exception& error) {
-    examined->state->failed(record.name() + std::string(": ") + error.what());
+    examined->state.failed(record.name() + std::string(": ") + error.what());
   }
 }
 
-std::string place_of(const WhatIfRow& row) {
+std::string label_of(const WhatIfRow& row) {
   return fmt::format("{} {}{}", row.backward ? "backward" : "forward", row.op,
                      row.layer.empty() ? "" : " in " + row.layer);
 }
@@ -124,18 +134,16 @@ struct WhatIf::Impl {
   Impl(const torch::nn::Module& model, const WhatIfOptions& options)
       : state(std::make_shared<WhatIfState>(model, options)),
         in_force(kWhatIfState, [kept = state](const c10::DebugInfoBase*) { return kept; }),
-        handle(at::addThreadLocalCallback(
-            at::RecordFunctionCallback(&begin, &finish)
-                .needsInputs(true)
-                .needsOutputs(true)
-                .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}))) {}
-  ~Impl() { at::removeCallback(handle); }
+        callbacks(&begin, &finish) {}
+  ~Impl() {
+    if (in_force.end() == ThreadStateGuard::End::elsewhere) callbacks.abandon();
+  }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
   std::shared_ptr<WhatIfState> state;
   ThreadStateGuard in_force;
-  at::CallbackHandle handle;
+  OperatorCallbacks callbacks;
 };
 
 WhatIf::WhatIf(const torch::nn::Module& model, const WhatIfOptions& options)
@@ -154,7 +162,7 @@ std::vector<WhatIfRow> WhatIf::rows() const {
 std::string WhatIf::to_string() const {
   const std::vector<WhatIfRow> all = rows();
   std::size_t width = 8;
-  for (const WhatIfRow& row : all) width = std::max(width, place_of(row).size());
+  for (const WhatIfRow& row : all) width = std::max(width, label_of(row).size());
   std::string text =
       fmt::format("{:<{}}  {:>6}  {:<14} {:>9} {:>10} {:>10} {:>10}\n", "operator", width, "calls",
                   "format", "error", "underflow", "overflow", "inf, NaN");
@@ -162,7 +170,7 @@ std::string WhatIf::to_string() const {
     for (const FormatEffect& effect : row.effects) {
       const bool is_first = &effect == &row.effects.front();
       text += fmt::format("{:<{}}  {:>6}  {:<14} {:>8.3f}% {:>9.3f}% {:>9.3f}% {:>10}\n",
-                          is_first ? place_of(row) : "", width,
+                          is_first ? label_of(row) : "", width,
                           is_first ? fmt::format("{}", row.calls) : "", dtype_name(effect.format),
                           100 * effect.error, 100 * effect.underflow, 100 * effect.overflow,
                           effect.non_finite);

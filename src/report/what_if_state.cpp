@@ -4,6 +4,8 @@
 #include "semitone/core/error.h"
 #include "src/report/operator_info.h"
 
+#include <ATen/Context.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/types.h>
 
 #include <fmt/format.h>
@@ -18,7 +20,7 @@ namespace {
 
 constexpr auto kWhatIf = "report.what_if";
 
-// What processors compute in reduced precision.
+// Operators that hardware computes in reduced precision: products, convolutions, attention.
 constexpr std::array kProducts{"linear",
                                "addmm",
                                "mm",
@@ -92,6 +94,29 @@ double share(std::int64_t part, std::int64_t whole) {
 
 }  // namespace
 
+RandomNumbers::RandomNumbers(c10::Device device)
+    : generator_(at::globalContext().defaultGenerator(device)) {
+  const std::lock_guard lock(generator_.mutex());
+  before_ = generator_.get_state();
+}
+
+void RandomNumbers::repeat(const std::function<void()>& function) const {
+  if (!before_.defined()) return function();
+  at::Generator generator = generator_;
+  at::Tensor now;
+  const auto set = [&](const at::Tensor& state) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  };
+  {
+    const std::lock_guard lock(generator.mutex());
+    now = generator.get_state();
+  }
+  const auto restore = c10::make_scope_exit([&] { set(now); });
+  set(before_);
+  function();
+}
+
 WhatIfState::WhatIfState(const torch::nn::Module& model, const WhatIfOptions& options)
     : options_(options), operators_(checked_operators(options.operators())) {
   check(options);
@@ -129,20 +154,18 @@ WhatIfState::Place& WhatIfState::place_of(const WhatIfRow& row) {
   return places_.back();
 }
 
-void WhatIfState::examine(const WhatIfRow& row, const c10::OperatorHandle& op,
-                          const std::vector<c10::IValue>& arguments,
-                          const std::vector<c10::IValue>& results) {
+void WhatIfState::examine(const Call& call, const std::vector<c10::IValue>& results) {
   const std::lock_guard lock(mutex_);
-  Place& place = place_of(row);
+  Place& place = place_of(call.row);
   ++place.row.calls;
   std::size_t index = 0;
-  std::vector<c10::IValue> tensors = arguments;
+  std::vector<c10::IValue> tensors = call.arguments;
   for_tensors_in(tensors, [&](const at::Tensor& tensor) {
     Amax& amax = place.amax[index++];
     if (is_fp32(tensor)) amax.now = std::max(amax.now, tensor.abs().max().item<double>());
   });
   for (std::size_t format = 0; format < options_.formats().size(); ++format)
-    examine(place, format, op, arguments, results);
+    examine(place, format, call, results);
 }
 
 std::vector<c10::IValue> WhatIfState::round_arguments(
@@ -167,11 +190,10 @@ std::vector<c10::IValue> WhatIfState::round_arguments(
   return all;
 }
 
-void WhatIfState::examine(Place& place, std::size_t format, const c10::OperatorHandle& op,
-                          const std::vector<c10::IValue>& arguments,
+void WhatIfState::examine(Place& place, std::size_t format, const Call& call,
                           const std::vector<c10::IValue>& results) {
-  torch::jit::Stack stack = round_arguments(place, format, arguments);
-  op.callBoxed(stack);
+  torch::jit::Stack stack = round_arguments(place, format, call.arguments);
+  call.random.repeat([&] { call.op.callBoxed(stack); });
   const c10::ScalarType dtype = options_.formats()[format];
   Sums& sums = place.sums[format];
   for (std::size_t i = 0; i < std::min(stack.size(), results.size()); ++i) {
@@ -210,7 +232,9 @@ void WhatIfState::next_step() {
 
 std::vector<WhatIfRow> WhatIfState::rows() const {
   const std::lock_guard lock(mutex_);
-  if (failure_.has_value()) throw Error(kWhatIf, "to compute every operator again", *failure_);
+  if (failure_.has_value())
+    throw Error(kWhatIf, "to compute every operator again", *failure_,
+                "leave the operator out of WhatIfOptions::operators");
   std::vector<WhatIfRow> rows;
   rows.reserve(places_.size());
   for (const Place& place : places_) {

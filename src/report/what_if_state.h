@@ -5,6 +5,8 @@
 #include "src/report/parameter_names.h"
 #include "src/report/rounded_values.h"
 
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
@@ -13,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -28,7 +31,21 @@ namespace semitone::report {
 inline constexpr std::string_view kWhatIfStateName = "semitone what-if";
 inline constexpr c10::DebugInfoKind kWhatIfState = thread_state_kind(206, &kWhatIfStateName);
 
-// What a WhatIf knows. LibTorch carries it to the threads that work for this one.
+// The generator of random numbers that an operator draws from, if it does, as it was before.
+class RandomNumbers {
+ public:
+  RandomNumbers() = default;
+  explicit RandomNumbers(c10::Device device);
+
+  // Calls a function that draws the numbers of before. Then they are as they were when it began.
+  void repeat(const std::function<void()>& function) const;
+
+ private:
+  at::Generator generator_;
+  at::Tensor before_;  // not defined: it draws none
+};
+
+// The state of a WhatIf. LibTorch passes it on to autograd's threads.
 class WhatIfState : public c10::DebugInfoBase {
  public:
   // A node of the graph: the thread of its forward operator, and the number that autograd gave it.
@@ -42,10 +59,15 @@ class WhatIfState : public c10::DebugInfoBase {
   void set_layer(const NodeId& node, const std::string& layer);
   std::string layer_of(const NodeId& node) const;
 
-  // Computes an operator again, and compares.
-  // @param row  with op, layer and backward
-  void examine(const WhatIfRow& row, const c10::OperatorHandle& op,
-               const std::vector<c10::IValue>& arguments, const std::vector<c10::IValue>& results);
+  // An operator that has been called.
+  struct Call {
+    WhatIfRow row;  // with op, layer and backward
+    c10::OperatorHandle op;
+    std::vector<c10::IValue> arguments;
+    RandomNumbers random;
+  };
+  // Computes it again, and compares.
+  void examine(const Call& call, const std::vector<c10::IValue>& results);
   void failed(const std::string& why);
   void next_step();
   std::vector<WhatIfRow> rows() const;
@@ -73,8 +95,8 @@ class WhatIfState : public c10::DebugInfoBase {
   };
 
   Place& place_of(const WhatIfRow& row);
-  void examine(Place& place, std::size_t format, const c10::OperatorHandle& op,
-               const std::vector<c10::IValue>& arguments, const std::vector<c10::IValue>& results);
+  void examine(Place& place, std::size_t format, const Call& call,
+               const std::vector<c10::IValue>& results);
   std::vector<c10::IValue> round_arguments(Place& place, std::size_t format,
                                            const std::vector<c10::IValue>& arguments) const;
 

@@ -10,8 +10,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
+#include <numeric>
 #include <optional>
+#include <vector>
 
 namespace semitone::train {
 namespace {
@@ -21,21 +24,16 @@ constexpr auto kTuning = "train.tuning";
 // The mean loss of the last quarter of a training's steps.
 class LastLosses : public Observer {
  public:
-  explicit LastLosses(std::int64_t steps) : first_(steps - std::max<std::int64_t>(1, steps / 4)) {}
-
   using Observer::on;
-  void on(const StepDone& step) override {
-    if (step.step <= first_) return;
-    sum_ += step.loss;
-    ++count_;
+  void on(const StepDone& step) override { losses_.push_back(step.loss); }
+
+  double mean() const {
+    const auto count = std::max<std::ptrdiff_t>(1, std::ssize(losses_) / 4);
+    return std::accumulate(losses_.end() - count, losses_.end(), 0.0) / static_cast<double>(count);
   }
 
-  double mean() const { return sum_ / static_cast<double>(count_); }
-
  private:
-  std::int64_t first_;
-  double sum_ = 0;
-  std::int64_t count_ = 0;
+  std::vector<double> losses_;
 };
 
 // One model for all trainings, so that its layers keep their identity, with new weights for each.
@@ -64,20 +62,16 @@ class OneModel {
   Classifier model_;
 };
 
-// A training's test takes as long as hundreds of steps, and is not needed.
-DataSet with_small_test(const DataSet& data) {
-  const std::int64_t size = std::min<std::int64_t>(data.test.size(), 1);
-  return {data.train, {data.test.images.narrow(0, 0, size), data.test.labels.narrow(0, 0, size)}};
-}
-
 void check_tuning(const TrainOptions& options) {
   if (options.max_steps() < 4)
     throw Error(kTuning, "at least 4 steps", fmt::format("{}", options.max_steps()));
   if (options.group().size() > 1)
     throw Error(kTuning, "one process", fmt::format("{}", options.group().size()));
-  if (!options.checkpoint_dir().empty() || options.resume_auto() ||
-      !options.resume_from().empty() || !options.save_weights().empty())
-    throw Error(kTuning, "no checkpoints and no file for weights", "some");
+  for (const auto& path :
+       {options.checkpoint_dir(), options.resume_from(), options.save_weights()}) {
+    if (!path.empty())
+      throw Error(kTuning, "no checkpoints and no file for weights", "'" + path.string() + "'");
+  }
 }
 
 }  // namespace
@@ -90,11 +84,11 @@ amp::TuneResult tune_classifier(const ModelFactory& make_model, const DataSet& d
   // LibTorch notes on stderr that they do not.
   const TensorMemoryMeter memory;
   const OneModel one(make_model);
-  const DataSet tested = with_small_test(data);
+  const DataSet tested = with_one_test_image(data);
   const auto train = [&](const std::optional<amp::CastPolicy>& chosen) {
     TrainOptions its = options;
     its.opt_level(chosen.has_value() ? amp::OptLevel::O1 : amp::OptLevel::O0).policy(chosen);
-    LastLosses losses(options.max_steps());
+    LastLosses losses;
     try {
       train_classifier([&] { return one.with_new_weights(); }, tested, its, losses);
     } catch (const DivergedError&) {

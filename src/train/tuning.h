@@ -9,10 +9,10 @@ namespace semitone::train {
 
 // Runs amp::tune with trainings of train_classifier: in fp32 at O0, under policies at O1, each with
 // the same seed. Their loss is the mean of the last quarter of max_steps steps, and NaN if a training
-// diverges. Steps without weights' update (skipped) count.
+// diverges. The losses of skipped steps count too.
 //
-// @param options  of the trainings; max_steps is at least 4. The opt level and the policy are set
-//                 here. Error for options of several processes, checkpoints or files.
+// @param options  of the trainings; The opt level and the policy are set here. Error if max_steps is
+//                 below 4, or if they set several processes, checkpoints or a file for weights.
 // @param policy   the policy to begin with
 amp::TuneResult tune_classifier(const ModelFactory& make_model, const DataSet& data,
                                 const TrainOptions& options, const amp::CastPolicy& policy,

@@ -44,7 +44,7 @@ TEST_F(TuneCommand, WritesAPolicyThatTrainAndOpsTake) {
   EXPECT_THAT(tuned.err, HasSubstr("in the band"));
   const json written = json::parse(read_text(result));
   EXPECT_EQ(written.at("steps"), 8);
-  EXPECT_EQ(written.at("trainings").size(), 3U);
+  EXPECT_EQ(written.at("trials").size(), 3U);
   EXPECT_EQ(written.at("policy"), json::parse(read_text(policy())));
 
   write_text(policy(), R"({"format": "semitone.cast-policy", "version": 1, "preset": "semitone",
@@ -79,7 +79,7 @@ TEST_F(TuneCommand, RefusesWhatIsNoPolicy) {
   expect_failure(run_semitone(train({"--policy", "apex", "--opt-level", "O0"})), 2,
                  "--opt-level O1, O2, O3 or all with --policy");
   expect_failure(run_semitone(tune({"--band", "0"})), 2, "--band above 0");
-  expect_failure(run_semitone(tune({"--max-steps", "2"})), 1, "at least 4 steps");
+  expect_failure(run_semitone(tune({"--max-steps", "2"})), 2, "--max-steps from 4");
   expect_failure(run_semitone(tune({"--out", (folder_ / "none" / "p.json").string()})), 1,
                  "p.json");
 }

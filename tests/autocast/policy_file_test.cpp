@@ -104,7 +104,7 @@ TEST_F(PolicyFile, SaysWhatIsWrongInAFile) {
     std::vector<std::string> parts;
   } cases[] = {
       {"", {"missing, empty or unreadable", "policy.json"}},
-      {"{", {"no JSON", "policy.json"}},
+      {"{", {"not JSON", "policy.json"}},
       {R"({"format": "another"})", {"semitone.cast-policy", "policy.json"}},
       {head + R"("preset": "apx"})", {"apex", "'apx'"}},
       {head + R"("preset": "apex", "operatrs": {}})", {"operators", "'operatrs'"}},

@@ -23,18 +23,17 @@ using TuneTraining = std::function<double(const std::optional<CastPolicy>& polic
 
 /// One training of tune.
 struct TuneTrial {
-  /// What was kept in fp32: operators ("softmax.int") and layers ("head.*", a glob of
-  /// CastPolicy::keep_fp32_params).
+  /// Operators ("softmax.int") and layers ("head.*", a glob of CastPolicy::keep_fp32_params) that
+  /// were kept in fp32 in addition to those of the given policy.
   std::vector<std::string> kept;
-  bool is_fp32 = false;  ///< the whole training
-  double loss = 0;
-  bool in_band = false;
+  bool is_fp32 = false;  ///< whether all of the training ran in fp32, without a region (O0)
+  double loss = 0;       ///< what the training returned
+  bool in_band = false;  ///< whether the loss is in the band; always true of the first training
 };
 
 /// Options of tune.
 struct TuneOptions {
-  /// Largest difference of a loss from that of the training in fp32, as a share of the latter. Above
-  /// 0. Default 0.01, 1 %.
+  /// Largest relative difference from the loss in fp32. Above 0. Default 0.01, that is 1 %.
   TORCH_ARG(double, band) = 0.01;
   /// Whether single layers are tried in place of an operator that several layers call. Default true.
   TORCH_ARG(bool, layers) = true;
@@ -72,22 +71,33 @@ struct TuneResult {
 ///     result.policy.save("policy.json");
 ///
 /// Candidates are the operators that compute in 16 bits in the forward pass of the first training
-/// under the given policy, on the calling thread. Operators that write to an argument and those that
-/// only view memory are none. Bisection finds how many of them, counted from the one that was called
-/// last, bring the loss into the band; the last one counted stays. (What an operator computes in
-/// fp32 often makes those after it compute in fp32 too, so a later operator is the smaller change.)
-/// This goes on with the others until those that stay suffice. Then those that can be left out after
-/// all are. Of an operator that remains and that several layers call with their parameters, the same
-/// search finds the layers that suffice. For k of n candidates that is about k · (log2 n + 2)
-/// trainings. The result is in the band, and without any one of its elements it is not.
+/// under the given policy, on the calling thread, ordered from the one called last to the one called
+/// first. (What an operator computes in fp32 often makes those after it compute in fp32 too, so a
+/// later operator is the smaller change.) Operators that write to an argument, return views, or only
+/// copy are none. Bisection finds the shortest prefix of this list that brings the loss into the
+/// band. The last operator of the prefix is needed. The search then repeats among the operators
+/// before it in the list, until the operators found suffice. Finally, each operator that proves
+/// unnecessary is removed again. Of an operator that remains and that several layers call with their
+/// parameters, the same search finds the layers that suffice. The result is in the band, and without
+/// any one of its elements it is not.
 ///
-/// The search assumes that more in fp32 is never worse. If losses depend on chance by as much as the
-/// band, the result does too: the training in fp32 is therefore run twice.
+/// For k of n candidates the search over operators needs about 4 + k · (log2 n + 2) trainings. A
+/// search over layers adds as many for its layers.
 ///
-/// @param model  names the layers; the parameters must be those that the training uses while it runs
-///               for the first time under the policy. Layers are left out if they are others.
-/// Error if the options are out of range, if the training in fp32 diverges or does not repeat itself
-/// within the band, or if the loss is outside of the band even with all candidates in fp32.
+/// The search assumes that keeping more in fp32 never makes the loss worse. If losses vary by chance
+/// as much as the band is wide, so does the result. The training in fp32 is therefore run twice.
+///
+/// @param model   names the layers. If the training uses other parameter tensors than the model's in
+///                its first run under the policy, single layers are not tried.
+/// @param policy  the policy to begin with, for the device and dtype of the training
+///
+/// DivergedError if the loss in fp32 is not finite. Error if
+/// - the options are out of range,
+/// - the loss in fp32 differs between two trainings by more than the band,
+/// - no operator computes in 16 bits, and the loss is outside of the band,
+/// - the loss is outside of the band even with all candidates in fp32,
+/// - keeping more in fp32 moves the loss out of the band again,
+/// - max_trainings do not suffice.
 TuneResult tune(const Model& model, const CastPolicy& policy, const TuneTraining& train,
                 const TuneOptions& options = {});
 

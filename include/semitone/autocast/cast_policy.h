@@ -65,9 +65,9 @@ class CastPolicy {
   static CastPolicy by_name(std::string_view name, CastTarget target = {});
   /// The names of all presets.
   static std::vector<std::string> preset_names();
-  /// Returns the policy in a file that save() wrote, or that was written by hand
-  /// (docs/cast_policies.md has the format), for a device and dtype. FileError if it cannot be read,
-  /// or is no such file; Error if it names what this LibTorch does not have.
+  /// Returns the policy in a file, for a device and dtype. save() writes such files;
+  /// docs/cast_policies.md describes the format. FileError if the file cannot be read, is not in
+  /// this format, or names a preset or an operator that does not exist here.
   static CastPolicy from_file(const std::filesystem::path& path, CastTarget target = {});
 
   /// Edits of the table. Each adds a row or replaces the existing one. Error for an unknown

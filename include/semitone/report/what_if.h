@@ -21,9 +21,11 @@ struct WhatIfOptions {
     c10::ScalarType::Float8_e5m2
   };
   /// Operators to examine, by their ATen names without overload. Default: matrix products,
-  /// convolutions and attention, forward and backward.
+  /// convolutions and attention, forward and backward. A backward operator needs its own name
+  /// (threshold_backward). Operators that write to an argument are never examined.
   TORCH_ARG(std::vector<std::string>, operators);
-  /// Steps whose largest absolute values decide the scale of fp8. At least 1. Default 16.
+  /// Number of past steps whose largest absolute values decide the scale of fp8. At least 1. Default
+  /// 16.
   TORCH_ARG(std::int64_t, amax_history) = 16;
 };
 
@@ -75,11 +77,11 @@ struct WhatIfRow {
 /// see what fp16 does to scaled gradients.
 ///
 /// Operators that an examined one calls are not examined themselves. Arguments that are not fp32 are
-/// left as they are, so in a 16-bit region little is to be seen. Each call takes about as long again
-/// for each format. An object belongs to the thread that constructs it.
+/// not rounded, so a 16-bit region shows little. An examined call costs about one more call for each
+/// format. Operators that draw random numbers (attention with dropout) draw the same ones each time. An object belongs to the thread that constructs it.
 class WhatIf {
  public:
-  /// Names the layers of a model. Error for options out of range, and for unknown operators.
+  /// Begins to examine. The names of the model's parameters give the rows their layers. Error for options out of range, and for unknown operators.
   explicit WhatIf(const torch::nn::Module& model, const WhatIfOptions& options = {});
   ~WhatIf();
   WhatIf(const WhatIf&) = delete;
