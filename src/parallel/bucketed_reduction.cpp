@@ -1,13 +1,12 @@
-// The only file that includes c10d's Reducer, whose interface changes between LibTorch's versions.
 #include "semitone/core/error.h"
 #include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 #include "src/parallel/averaging.h"
+#include "src/parallel/reducer.h"
 #include "src/parallel/reduction.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/types.h>
 
 #include <fmt/format.h>
@@ -94,46 +93,6 @@ std::vector<std::size_t> indices_without_gradient(std::string_view message) {
     indices.push_back(index);
   }
 }
-
-// Reducer assumes that every backward pass that begins also ends.
-class Reducer final : public c10d::Reducer {
- public:
-  using c10d::Reducer::Reducer;
-
-  // Whether gradients that arrive now are reduced.
-  bool expects_gradients() const {
-    const std::lock_guard lock(mutex_);
-    return expect_autograd_hooks_;
-  }
-
-  // Stops that until the next prepare_for_backward.
-  void ignore_gradients() {
-    const std::lock_guard lock(mutex_);
-    expect_autograd_hooks_ = false;
-  }
-
-  // Drops the gradients since prepare_for_backward. False if some have been sent.
-  bool forget_gradients() {
-    const std::lock_guard lock(mutex_);
-    if (next_bucket_ > 0) return false;
-    expect_autograd_hooks_ = false;
-    require_finalize_ = false;
-    // All gradients of one pass, or none.
-    rebuilt_params_.clear();
-    rebuilt_param_indices_.clear();
-    // A static graph is that of its first step, permanently.
-    if (!static_graph_ && local_used_map_.defined()) local_used_map_.zero_();
-    return true;
-  }
-
-  // Drops the number of gradients of each parameter, which a static graph's first step counts.
-  void count_from_here() {
-    const std::lock_guard lock(mutex_);
-    for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
-    num_bwd_calls_ = 0;
-    first_autograd_hook_called_ = false;
-  }
-};
 
 class BucketedReduction final : public Reduction {
  public:
