@@ -11,6 +11,7 @@
 #include "semitone/parallel/data_parallel.h"
 #include "semitone/parallel/distributed_data_parallel.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
+#include "semitone/parallel/gradient_order.h"
 #include "semitone/parallel/no_sync.h"
 #include "semitone/parallel/sampler.h"
 #include "semitone/parallel/sync_batch_norm.h"

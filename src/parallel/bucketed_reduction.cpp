@@ -2,8 +2,10 @@
 #include "src/comm/process_group.h"
 #include "src/parallel/agreement.h"
 #include "src/parallel/averaging.h"
+#include "src/parallel/gradient_order.h"
 #include "src/parallel/reducer.h"
 #include "src/parallel/reduction.h"
+#include "src/parallel/same_model.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
@@ -15,6 +17,7 @@
 #include <algorithm>
 #include <cctype>
 #include <limits>
+#include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -98,29 +101,25 @@ class BucketedReduction final : public Reduction {
  public:
   BucketedReduction(const ModelTensors& model, comm::Group group,
                     const DistributedDataParallelOptions& options, const Divisor& divisor)
-      : group_(std::move(group)), options_(options) {
-    std::vector<bool> sparse;
+      : group_(std::move(group)), options_(options), model_(model) {
     std::unordered_map<std::size_t, std::string> names;
     for (const auto& entry : model.parameters) {
       names.emplace(parameters_.size(), entry.name);
-      names_.push_back(entry.name);
       parameters_.push_back(entry.tensor);
-      sparse.push_back(entry.sparse_gradient);
+      sparse_.push_back(entry.sparse_gradient);
     }
     const auto cap = static_cast<std::int64_t>(options.bucket_cap_mb() * kMiB);
     const auto first_cap =
         std::min(cap, static_cast<std::int64_t>(options.first_bucket_mb() * kMiB));
+    sizes_ = {static_cast<std::size_t>(first_cap), static_cast<std::size_t>(cap)};
     // The first step determines the order of gradients, in which buckets are then rebuilt. The
     // first buckets are final only if the set of gradients may change.
     const bool rebuilds = options.static_graph() || !options.find_unused_parameters();
-    const std::vector<std::size_t> caps =
-        rebuilds ? std::vector<std::size_t>{std::numeric_limits<std::size_t>::max()}
-                 : std::vector<std::size_t>{static_cast<std::size_t>(first_cap),
-                                            static_cast<std::size_t>(cap)};
-    auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters_, caps, sparse));
+    const std::vector<std::size_t> one_size{std::numeric_limits<std::size_t>::max()};
+    Buckets buckets = divide_into_buckets(parameters_, rebuilds ? one_size : sizes_, sparse_);
     std::reverse(buckets.begin(), buckets.end());
     reducer_ = std::make_shared<Reducer>(
-        parameters_, std::move(buckets), comm::process_group(group_), std::move(sparse), cap,
+        parameters_, std::move(buckets), comm::process_group(group_), sparse_, cap,
         options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
         first_cap, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
         std::vector<std::int64_t>{});
@@ -133,16 +132,40 @@ class BucketedReduction final : public Reduction {
       reducer_->register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group_));
   }
 
+  std::optional<GradientOrder> order() const override {
+    if (given_.has_value() || searches()) return given_;
+    if (reducer_->is_laid_out()) return order_of(reducer_->buckets(), model_, options_);
+    const auto arrivals = reducer_->arrivals();
+    if (arrivals.empty()) return std::nullopt;
+    return order_of(divide_into_buckets(parameters_, sizes_, sparse_, arrivals), model_, options_);
+  }
+
+  void set_order(const std::optional<GradientOrder>& order) override {
+    if (searches()) return;
+    const bool is_late = started_ && order.has_value() && order != this->order();
+    Buckets buckets;
+    std::string problem = is_late ? "another one after the first forward" : "";
+    if (!started_ && order.has_value()) problem = misfit_of(*order, model_, options_, buckets);
+    require_same_order(order, std::move(problem), group_);
+    if (started_) return;
+    given_ = order;
+    given_buckets_ = std::move(buckets);
+  }
+
   void before_forward() override {
     if (learns() && has_gradients_) {
-      throw Error("parallel.ddp", "gradients that are reduced at the end of backward",
+      throw Error(kDdp, "gradients that are reduced at the end of backward",
                   fmt::format("those of the first step on rank {} were not", group_.rank()),
                   "with static_graph(true), the first step's loss must come from ddp.forward()'s "
                   "results; or use find_unused_parameters(true)");
     }
     // Not before the first step, which would also count the gradients of no_sync().
-    if (options_.static_graph() && !std::exchange(started_, true)) reducer_->set_static_graph();
+    if (!std::exchange(started_, true) && options_.static_graph()) reducer_->set_static_graph();
     reducer_->prepare_for_forward();
+    if (given_.has_value()) {
+      reducer_->lay_out(std::move(given_buckets_));
+      given_.reset();
+    }
     explained([this] { reducer_->rebuild_buckets(); });
   }
 
@@ -154,6 +177,7 @@ class BucketedReduction final : public Reduction {
 
   void before_backward(const std::vector<at::Tensor>& outputs) override {
     if (learns()) reducer_->count_from_here();
+    arrivals_.clear();
     waits_for_end_ = false;
     explained([&] { reducer_->prepare_for_backward(outputs); });
   }
@@ -182,14 +206,15 @@ class BucketedReduction final : public Reduction {
     if (learns()) learn_at_end();
   }
 
-  void on_gradient() override {
+  void on_gradient(std::size_t index) override {
     if (!reducer_->expects_gradients()) {
-      throw Error("parallel.ddp", "one backward pass for each ddp.forward()",
+      throw Error(kDdp, "one backward pass for each ddp.forward()",
                   fmt::format("more gradients on rank {} after all were reduced", group_.rank()),
                   "add losses and call backward once");
     }
     if (!learns()) return;
     has_gradients_ = true;
+    arrivals_.push_back(index);
     // Not all losses come from the outputs: a gradient penalty comes from their derivatives.
     if (!waits_for_end_) learn_at_end();
   }
@@ -234,7 +259,26 @@ class BucketedReduction final : public Reduction {
       reducer_->delay_all_reduce();
       learned_ = true;
       has_gradients_ = false;
+      reducer_->set_arrivals(last_arrivals());
     });
+  }
+
+  // The parameters in the order of their last gradients in a static graph's first step, and behind
+  // them those without any. Reducer would note this order in the second step only, and a run that
+  // was saved between them would not have it.
+  std::vector<std::size_t> last_arrivals() const {
+    std::vector<std::size_t> order;
+    order.reserve(parameters_.size());
+    std::vector<bool> seen(parameters_.size(), false);
+    for (auto index = arrivals_.rbegin(); index != arrivals_.rend(); ++index) {
+      if (!seen[*index]) order.push_back(*index);
+      seen[*index] = true;
+    }
+    std::reverse(order.begin(), order.end());
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+      if (!seen[i]) order.push_back(i);
+    }
+    return order;
   }
 
   // Gradients that share the buckets' memory, as Reducer requires, but are not views for autograd,
@@ -275,17 +319,17 @@ class BucketedReduction final : public Reduction {
     const std::string message = error.what_without_backtrace();
     if (options_.static_graph()) {
       throw Error(
-          "parallel.ddp", "the first step's graph in every step, with static_graph(true)",
+          kDdp, "the first step's graph in every step, with static_graph(true)",
           fmt::format("fewer gradients in the last backward pass on rank {}", group_.rank()),
           "use find_unused_parameters(true) or delay_allreduce(true)");
     }
     std::vector<std::string> unused;
     for (const std::size_t index : indices_without_gradient(message)) {
-      if (index < names_.size()) unused.push_back("'" + names_[index] + "'");
+      if (index < parameters_.size()) unused.push_back("'" + model_.parameters[index].name + "'");
     }
     if (unused.empty()) throw;
     throw Error(
-        "parallel.ddp", "a gradient for every parameter in the last backward pass",
+        kDdp, "a gradient for every parameter in the last backward pass",
         fmt::format("none for {} on rank {}", fmt::join(unused, ", "), group_.rank()),
         "use all of forward's results in the loss; or set find_unused_parameters(true) for "
         "parameters that take no part in some steps, static_graph(true) for those that take "
@@ -294,15 +338,20 @@ class BucketedReduction final : public Reduction {
 
   const comm::Group group_;
   const DistributedDataParallelOptions options_;
+  const ModelTensors model_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::string> names_;
+  std::vector<bool> sparse_;
+  std::vector<std::size_t> sizes_;      // of buckets, in bytes: of the first, and of the others
+  std::optional<GradientOrder> given_;  // and not yet in force
+  Buckets given_buckets_;
   std::shared_ptr<Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;  // Reducer takes it for granted when it searches
   bool started_ = false;
   // In a static graph's first step:
-  bool learned_ = false;        // it is done
-  bool has_gradients_ = false;  // it has some, not yet reduced
-  bool waits_for_end_ = false;  // of the backward pass under way
+  bool learned_ = false;               // it is done
+  bool has_gradients_ = false;         // it has some, not yet reduced
+  bool waits_for_end_ = false;         // of the backward pass under way
+  std::vector<std::size_t> arrivals_;  // of gradients
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/types.h>
 
+#include <cstddef>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -34,7 +35,7 @@ class DelayedReduction final : public Reduction {
 
   void before_backward(const std::vector<at::Tensor>&) override { queued_ = false; }
 
-  void on_gradient() override {
+  void on_gradient(std::size_t) override {
     if (std::exchange(queued_, true)) return;
     torch::autograd::Engine::get_default_engine().queue_callback([this] {
       queued_ = false;

@@ -1,6 +1,8 @@
 #include "src/parallel/reducer.h"
 
 #include <mutex>
+#include <tuple>
+#include <utility>
 
 namespace semitone::parallel::detail {
 
@@ -32,6 +34,53 @@ void Reducer::count_from_here() {
   for (auto& [index, count] : numGradHooksTriggeredMap_) count = 0;
   num_bwd_calls_ = 0;
   first_autograd_hook_called_ = false;
+}
+
+bool Reducer::is_laid_out() const {
+  const std::lock_guard lock(mutex_);
+  return has_rebuilt_bucket_;
+}
+
+Buckets Reducer::buckets() const {
+  const std::lock_guard lock(mutex_);
+  Buckets buckets;
+  buckets.reserve(buckets_.size());
+  for (const Bucket& bucket : buckets_) buckets.push_back(bucket.variable_indices);
+  return buckets;
+}
+
+void Reducer::lay_out(Buckets buckets) {
+  const std::lock_guard lock(mutex_);
+  rebuilt_params_.clear();
+  rebuilt_param_indices_.clear();
+  has_rebuilt_bucket_ = true;
+  initialize_buckets(std::move(buckets));
+}
+
+std::vector<std::size_t> Reducer::arrivals() const {
+  const std::lock_guard lock(mutex_);
+  if (rebuilt_param_indices_.size() != params_.size()) return {};
+  return {rebuilt_param_indices_.begin(), rebuilt_param_indices_.end()};
+}
+
+void Reducer::set_arrivals(const std::vector<std::size_t>& indices) {
+  const std::lock_guard lock(mutex_);
+  if (has_rebuilt_bucket_) return;
+  rebuilt_params_.clear();
+  rebuilt_param_indices_.clear();
+  for (const std::size_t index : indices) push_rebuilt_params(index);
+}
+
+Buckets divide_into_buckets(const std::vector<at::Tensor>& parameters,
+                            const std::vector<std::size_t>& sizes, const std::vector<bool>& sparse,
+                            const std::vector<std::size_t>& order) {
+  if (order.empty())
+    return std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, sizes, sparse));
+  std::vector<at::Tensor> ordered;
+  ordered.reserve(order.size());
+  for (const std::size_t index : order) ordered.push_back(parameters[index]);
+  const std::vector<std::int64_t> indices(order.begin(), order.end());
+  return std::get<0>(c10d::compute_bucket_assignment_by_size(ordered, sizes, sparse, indices));
 }
 
 }  // namespace semitone::parallel::detail

@@ -2,7 +2,14 @@
 
 // The only file that includes c10d's Reducer, whose interface changes between LibTorch's versions.
 
+#include "src/parallel/gradient_order.h"
+
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
 
 namespace semitone::parallel::detail {
 
@@ -22,6 +29,23 @@ class Reducer final : public c10d::Reducer {
 
   // Drops the number of gradients of each parameter, which a static graph's first step counts.
   void count_from_here();
+
+  // Whether the buckets are final: laid out in the order of gradients.
+  bool is_laid_out() const;
+  Buckets buckets() const;
+  // Makes these buckets the final ones. Between two steps.
+  void lay_out(Buckets buckets);
+
+  // The order in which the first step's gradients became ready, in which rebuild_buckets will lay
+  // out buckets. Empty unless all did, and when it has.
+  std::vector<std::size_t> arrivals() const;
+  void set_arrivals(const std::vector<std::size_t>& indices);
 };
+
+// c10d's division of tensors among buckets with these sizes in bytes: of the first, and of the
+// others.
+Buckets divide_into_buckets(const std::vector<at::Tensor>& parameters,
+                            const std::vector<std::size_t>& sizes, const std::vector<bool>& sparse,
+                            const std::vector<std::size_t>& order = {});
 
 }  // namespace semitone::parallel::detail

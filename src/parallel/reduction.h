@@ -3,6 +3,7 @@
 #include "semitone/comm/group.h"
 #include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
+#include "semitone/parallel/gradient_order.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace semitone::parallel::detail {
@@ -26,6 +28,12 @@ class Reduction {
   Reduction& operator=(const Reduction&) = delete;
   virtual ~Reduction() = default;
 
+  // The order in which gradients are summed, if it is known and not the same in every run.
+  virtual std::optional<GradientOrder> order() const { return std::nullopt; }
+  // Sets the order of all steps, before the first one. Error on all ranks if it is too late, does not
+  // fit, or is not the same everywhere. Collective.
+  virtual void set_order(const std::optional<GradientOrder>&) {}
+
   // Call before a forward whose gradients will be reduced.
   virtual void before_forward() {}
   // Call after a forward whose gradients stay on this rank, even if gradients of an earlier forward
@@ -38,7 +46,8 @@ class Reduction {
   // @param outputs  its results, if the reduction needs them
   virtual void before_backward(const std::vector<at::Tensor>& outputs) = 0;
   // A parameter has its gradient. Called in backward.
-  virtual void on_gradient() {}
+  // @param index  of ModelTensors::parameters
+  virtual void on_gradient(std::size_t /*index*/) {}
   // Whether everything that before_backward announced is done. Called at the end of a backward
   // pass.
   virtual bool finished() = 0;

@@ -273,7 +273,7 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
                 "no_sync(), gradients stay each rank's own");
   }
   awaits_gradients = false;
-  reduction->on_gradient();
+  reduction->on_gradient(index);
   if (std::exchange(end_queued, true)) return;
   // Queued twice, so that the reduction's own callbacks, which wait for the other ranks, run in
   // between.
@@ -418,6 +418,14 @@ ReplicaSync::~ReplicaSync() = default;
 
 const comm::Group& ReplicaSync::group() const {
   return impl_->group;
+}
+
+std::optional<GradientOrder> ReplicaSync::gradient_order() const {
+  return impl_->alone() ? std::nullopt : impl_->reduction->order();
+}
+
+void ReplicaSync::set_gradient_order(const std::optional<GradientOrder>& order) {
+  if (!impl_->alone()) impl_->reduction->set_order(order);
 }
 
 void ReplicaSync::before_forward() {

@@ -4,12 +4,14 @@
 #include "semitone/parallel/detail/replica_sync.h"
 #include "semitone/parallel/detail/wrapped_model.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
+#include "semitone/parallel/gradient_order.h"
 #include "semitone/parallel/no_sync.h"
 
 #include <torch/nn/module.h>
 
 #include <concepts>
 #include <functional>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -109,6 +111,27 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
   /// group. Error with static_graph and with sparse gradients.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
+  }
+
+  /// Returns the order in which gradients are summed, for a later start of the training.
+  /// Checkpoint::add(name, ddp) saves and restores it. Returns std::nullopt before the first
+  /// backward pass that reduces gradients has ended, unless an order was set. Also returns
+  /// std::nullopt if every start has the same order: with one rank, delay_allreduce, or
+  /// find_unused_parameters without static_graph. Until the next forward, the order after the first
+  /// step is that of this rank's gradients. That forward takes rank 0's.
+  std::optional<GradientOrder> gradient_order() const { return sync_.gradient_order(); }
+
+  /// Sets the order in which gradients are summed in all steps. Collective: call it on all ranks,
+  /// before the first forward whose gradients will be reduced. Without this call, the first step
+  /// determines the order. std::nullopt withdraws an order before that forward. Ignored if every
+  /// start has the same order, see gradient_order.
+  ///
+  /// Error on every rank, with nothing changed, if the order is not one of this model's trained
+  /// parameters and their dtypes, if it comes from other bucket sizes, if it is set after that
+  /// forward and differs from the present one, or if the ranks have not set the same order. The
+  /// message names the ranks.
+  void set_gradient_order(const std::optional<GradientOrder>& order) {
+    sync_.set_gradient_order(order);
   }
 
   const comm::Group& group() const { return sync_.group(); }

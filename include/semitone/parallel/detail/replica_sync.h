@@ -3,6 +3,7 @@
 #include "semitone/comm/group.h"
 #include "semitone/core/map_tensors.h"
 #include "semitone/parallel/distributed_data_parallel_options.h"
+#include "semitone/parallel/gradient_order.h"
 #include "semitone/parallel/no_sync.h"
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +42,9 @@ class ReplicaSync {
   ~ReplicaSync();
 
   const comm::Group& group() const;
+
+  std::optional<GradientOrder> gradient_order() const;
+  void set_gradient_order(const std::optional<GradientOrder>& order);
 
   /// Call before the model's forward.
   void before_forward();
