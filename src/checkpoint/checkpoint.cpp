@@ -161,6 +161,13 @@ Checkpoint& Checkpoint::add_setting(const std::string& name, const std::string& 
   return *this;
 }
 
+Checkpoint& Checkpoint::add_gradient_order(
+    const std::string& name, std::function<std::optional<parallel::GradientOrder>()> get,
+    std::function<void(const std::optional<parallel::GradientOrder>&)> set) {
+  impl_->add(gradient_order_entry(name, std::move(get), std::move(set)));
+  return *this;
+}
+
 Checkpoint& Checkpoint::add_state(const std::string& name, SaveState save, LoadState load,
                                   PerRank per_rank) {
   impl_->add(state_entry(name, "state", std::move(save), std::move(load), per_rank));

@@ -3,6 +3,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
+#include "semitone/parallel/gradient_order.h"
 #include "src/checkpoint/archive.h"
 #include "src/checkpoint/file_record.h"
 #include "src/checkpoint/files.h"
@@ -14,6 +15,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -58,7 +60,7 @@ class Entry {
   bool is_per_rank() const { return per_rank_ == PerRank::yes; }
   Turn turn() const { return turn_; }
 
-  // Whether a checkpoint of other ranks may lack the entry of this one.
+  // Whether a checkpoint may lack the entry, or the entry of this rank.
   virtual bool may_be_missing() const { return false; }
   // The devices of its tensors.
   virtual std::vector<c10::Device> devices() const { return {}; }
@@ -74,7 +76,9 @@ class Entry {
   virtual void require_fits(const FileRecord&, const std::string& /*path*/) const {}
   // Loads what save() saved.
   virtual void read(const Source& source, const FileRecord& record) = 0;
-  // What read() will not restore, for a warning; usually empty.
+  // Does what must wait until all ranks have read all entries. Collective.
+  virtual void after_reading() {}
+  // What was not restored, for a warning; usually empty.
   virtual std::string not_restored(const FileRecord&) const { return {}; }
   // Keeps the state so that it can be put back after a read() that failed. By default a copy in
   // memory.
@@ -100,6 +104,12 @@ std::unique_ptr<Entry> model_entry(std::string name, const amp::Model& model,
 std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer);
 std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed);
 std::unique_ptr<Entry> tensor_entry(std::string name, at::Tensor& tensor, PerRank per_rank);
+
+// The order of gradients of a DistributedDataParallel. `set` is collective, and throws Error on all
+// ranks if it cannot be that.
+std::unique_ptr<Entry> gradient_order_entry(
+    std::string name, std::function<std::optional<parallel::GradientOrder>()> get,
+    std::function<void(const std::optional<parallel::GradientOrder>&)> set);
 
 // An object with functions that save and load it.
 std::unique_ptr<Entry> state_entry(std::string name, std::string kind,

@@ -160,7 +160,9 @@ void Checkpoint::Impl::load(const Manifest& manifest) {
   }
   for (const auto& entry : entries) {
     const FileRecord* const record = record_of(*entry, manifest);
-    const std::string lost = record == nullptr ? std::string() : entry->not_restored(*record);
+    if (record == nullptr) continue;
+    entry->after_reading();
+    const std::string lost = entry->not_restored(*record);
     if (!lost.empty() && is_first()) log()->warn("[{}] {}", kResume, lost);
   }
 }

@@ -110,6 +110,7 @@ checkpoint::Checkpoint Checkpoints::make(const fs::path& directory) {
   made.add("model", training_.model)
       .add("optimizer", training_.optimizer)
       .add("mixed", training_.mixed)
+      .add("gradient_order", training_.replicas)
       .add("loss_sums", loss_sums_)
       .add("loss_count", training_.position.loss_count);
   for (const auto& [name, value] : config_) made.add_setting(name, value);

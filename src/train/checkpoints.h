@@ -3,6 +3,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
+#include "semitone/parallel/detail/replica_sync.h"
 #include "src/train/run_config.h"
 #include "src/train/train_options.h"
 
@@ -29,6 +30,7 @@ struct Training {
   const amp::Model& model;
   torch::optim::Optimizer& optimizer;
   amp::MixedPrecision& mixed;
+  parallel::detail::ReplicaSync& replicas;
   Position& position;
 };
 

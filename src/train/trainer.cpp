@@ -67,7 +67,8 @@ class Run {
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
                   options.ddp()),
-        checkpoints_(options, {setup_.handle, *setup_.optimizer, setup_.mixed, position_},
+        checkpoints_(options,
+                     {setup_.handle, *setup_.optimizer, setup_.mixed, replicas_, position_},
                      run_config_of(options, format_, train_.size())),
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {

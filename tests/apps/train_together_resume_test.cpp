@@ -61,16 +61,17 @@ class TrainTogetherResume : public ::testing::Test {
   std::vector<std::int64_t> steps() const { return checkpoint::steps_in(run_); }
 
   // Of an undisturbed run.
-  std::string expected_weights() const {
-    EXPECT_TRUE(
-        run_semitone(train({"--nproc", "2", "--save-weights", weights("whole")})).status.success());
+  std::string expected_weights(const std::string& processes) const {
+    EXPECT_TRUE(run_semitone(train({"--nproc", processes, "--save-weights", weights("whole")}))
+                    .status.success());
     return read_text(weights("whole"));
   }
-  void expect_weights_as_undisturbed() const {
+  void expect_weights_as_undisturbed(const std::string& processes = "2") const {
     const std::string bytes = read_text(weights("run"));
     EXPECT_GT(bytes.size(), 100'000U);
-    EXPECT_TRUE(bytes == expected_weights());
+    EXPECT_TRUE(bytes == expected_weights(processes));
   }
+  void expect_kills_to_change_nothing(const std::string& processes, std::int64_t last_step) const;
 
   test::TemporaryFolder data_;
   test::TemporaryFolder folder_;
@@ -78,15 +79,16 @@ class TrainTogetherResume : public ::testing::Test {
 };
 
 // Attempts 0 to 2 lose ranks 0, 1 and 0 with SIGKILL, each some steps after the earlier one.
-TEST_F(TrainTogetherResume, RanksThatAreKilledDoNotChangeTheWeights) {
+void TrainTogetherResume::expect_kills_to_change_nothing(const std::string& processes,
+                                                         std::int64_t last_step) const {
   const std::string kill_later = "attempt=$TORCHELASTIC_RESTART_COUNT; step=$(printf '" +
                                  run_.string() +
                                  "/step-%08d' $((attempt * 14 + 6)))\n"
                                  "[ $attempt -lt 3 ] && [ $RANK = $((attempt % 2)) ] && "
                                  "{ (while [ ! -e $step ]; do sleep 0.01; done; kill -9 $$) & }\n"
                                  "exec \"$0\" \"$@\"";
-  Words launch{"launch",   "--nproc-per-node", "2", "--max-restarts", "3", "sh", "-c",
-               kill_later, SEMITONE_PROGRAM};
+  Words launch{"launch", "--nproc-per-node", processes,       "--max-restarts", "3", "sh",
+               "-c",     kill_later,         SEMITONE_PROGRAM};
   const Words train = resumable();
   launch.insert(launch.end(), train.begin(), train.end());
   const ProcessResult finished = run_semitone(launch);
@@ -94,8 +96,17 @@ TEST_F(TrainTogetherResume, RanksThatAreKilledDoNotChangeTheWeights) {
   EXPECT_THAT(finished.err, AllOf(HasSubstr("restarting: rank 0 failed: signal 9"),
                                   HasSubstr("restarting: rank 1 failed: signal 9"),
                                   HasSubstr("resumed from step ")));
-  EXPECT_EQ(steps().back(), 63);
-  expect_weights_as_undisturbed();
+  EXPECT_EQ(steps().back(), last_step);
+  expect_weights_as_undisturbed(processes);
+}
+
+TEST_F(TrainTogetherResume, RanksThatAreKilledDoNotChangeTheWeights) {
+  expect_kills_to_change_nothing("2", 63);
+}
+
+// The sums of three gradients depend on their order, which is resumed too.
+TEST_F(TrainTogetherResume, OfThreeRanksThatAreKilledTheSumsDoNotChange) {
+  expect_kills_to_change_nothing("3", 42);
 }
 
 // A signal to the program, which forwards it, and then one to a single rank.

@@ -5,6 +5,7 @@
 #include "semitone/comm/group.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "semitone/parallel/sampler.h"
 #include "semitone/parallel/zero_redundancy_optimizer.h"
 #include "tests/support/tensors.h"
@@ -29,12 +30,13 @@ inline CheckpointOptions options_of(const comm::Group& group) {
 // Own random numbers and own data on each rank; the same gradients, hence the same weights.
 struct DataParallelTraining {
   DataParallelTraining(const comm::Group& given, std::uint64_t seed, bool sharded,
-                       const std::string& level = "O2", at::ScalarType dtype = torch::kBFloat16)
+                       const std::string& level = "O2", at::ScalarType dtype = torch::kBFloat16,
+                       const parallel::DistributedDataParallelOptions& ddp_options = {})
       : group(given),
         net(made(seed)),
         optimizer(sharded ? shard() : optimizer_of(net->parameters())),
         mixed(amp::initialize(net, *optimizer, amp::Options(level).dtype(dtype).verbosity(0))),
-        ddp(net, group),
+        ddp(net, group, ddp_options),
         sampler(16, group.size(), group.rank()) {
     torch::manual_seed(seed * 100 + static_cast<std::uint64_t>(group.rank()));
   }
@@ -61,6 +63,11 @@ struct DataParallelTraining {
   }
 
   Checkpoint checkpoint(const std::filesystem::path& folder) {
+    Checkpoint made = checkpoint_without_order(folder);
+    made.add("ddp", ddp);
+    return made;
+  }
+  Checkpoint checkpoint_without_order(const std::filesystem::path& folder) {
     Checkpoint made(folder, options_of(group));
     made.add("model", net).add("optimizer", *optimizer).add("mixed", mixed);
     made.add("sampler", sampler).add("sum", sum, PerRank::yes);

@@ -3,6 +3,7 @@
 #include "tests/train/distributed_training.h"
 
 #include "semitone/comm/init.h"
+#include "semitone/parallel/distributed_data_parallel_options.h"
 #include "src/train/diverged_elsewhere.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/toy_nets.h"
@@ -13,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -118,6 +120,32 @@ TEST_P(DistributedTraining, AResumedRunGoesOnBitForBit) {
 INSTANTIATE_TEST_SUITE_P(Levels, DistributedTraining,
                          ::testing::Values(OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3),
                          [](const auto& level) { return std::string(amp::name_of(level.param)); });
+
+// In several buckets, whose layout a resumed run has from the first step on.
+TEST(DistributedTrainer, AResumedRunOfThreeProcessesSumsInTheSameOrder) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    const auto options = [&](std::int64_t steps) {
+      return options_for(OptLevel::O0, group)
+          .ddp(parallel::DistributedDataParallelOptions().bucket_cap_mb(0.001).first_bucket_mb(
+              0.0001))
+          .max_steps(steps);
+    };
+    Models models(0.2);
+    train_classifier(models.factory(), data(), options(12));
+    const std::string expected = bits(models.last->parameters());
+    for (const std::int64_t stop : {1, 6}) {
+      const auto resumable = [&](std::int64_t steps) {
+        return options(steps)
+            .checkpoint_dir(rank.folder() / std::to_string(stop))
+            .resume_auto(true);
+      };
+      train_classifier(models.factory(), data(), resumable(stop));
+      train_classifier(models.factory(), data(), resumable(12));
+      EXPECT_TRUE(bits(models.last->parameters()) == expected) << stop;
+    }
+  });
+}
 
 TEST(DistributedTrainer, DropsOtherThingsOnEveryRank) {
   run_ranks(2, [](Rank&) {

@@ -2,6 +2,7 @@
 
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint_options.h"
+#include "semitone/parallel/gradient_order.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -45,6 +46,14 @@ concept Savable =
       loaded.load(in);
     };
 
+/// A DistributedDataParallel: a class with a parallel::GradientOrder.
+template <typename T>
+concept HasGradientOrder =
+    requires(T& changed, const T& saved, const std::optional<parallel::GradientOrder>& order) {
+      { saved.gradient_order() } -> std::same_as<std::optional<parallel::GradientOrder>>;
+      changed.set_gradient_order(order);
+    };
+
 /// The checkpoints of a run, in a directory with one directory for each saved step:
 ///
 ///     checkpoint::Checkpoint checkpoint("runs/7");
@@ -56,8 +65,7 @@ concept Savable =
 ///
 /// Killed at any moment and started again, this program ends with the same parameters as if it had
 /// not been killed, bit for bit, if everything that changes during training has been added. Random
-/// numbers of LibTorch's default generators need not be added. With three or more ranks, the order
-/// in which DistributedDataParallel sums gradients can differ in the first step after a resume.
+/// numbers of LibTorch's default generators need not be added.
 ///
 /// A checkpoint is complete or absent. save() writes "step-00000120.partial", flushes every file
 /// and the directory to the disk, and then renames it to "step-00000120". A crash, a full disk or a
@@ -95,6 +103,22 @@ class Checkpoint {
   /// restores loss scales and master weights. At others, master weights come from the fp32 weights
   /// of the model, loss scales start anew, and a warning says so.
   Checkpoint& add(const std::string& name, amp::MixedPrecision& mixed);
+
+  /// Adds a DistributedDataParallel, of which the order of gradients is saved: with three or more
+  /// ranks a resumed run rounds their sums as an undisturbed one only if it has the same order.
+  /// The model is added by itself. Call resume() before the first forward. An order that does not
+  /// fit, because of other bucket sizes, or because another opt level has other dtypes, is not an
+  /// error: a warning says so, and the first step determines a new one. The same holds for an order
+  /// that comes too late. A checkpoint without this entry can be resumed too, and so can one of
+  /// another number of ranks.
+  template <HasGradientOrder T>
+  Checkpoint& add(const std::string& name, T& replicas) {
+    return add_gradient_order(
+        name, [&replicas] { return replicas.gradient_order(); },
+        [&replicas](const std::optional<parallel::GradientOrder>& order) {
+          replicas.set_gradient_order(order);
+        });
+  }
 
   /// Adds any other object with save() and load(). Samplers of indices differ between ranks, and are
   /// saved by each of them.
@@ -253,6 +277,9 @@ class Checkpoint {
                : PerRank::no;
   }
 
+  Checkpoint& add_gradient_order(
+      const std::string& name, std::function<std::optional<parallel::GradientOrder>()> get,
+      std::function<void(const std::optional<parallel::GradientOrder>&)> set);
   Checkpoint& add_state(const std::string& name, SaveState save, LoadState load, PerRank per_rank);
   Checkpoint& add_integer(const std::string& name, std::function<std::int64_t()> get,
                           std::function<void(std::int64_t)> set, const Limits& limits,
