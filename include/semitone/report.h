@@ -6,6 +6,7 @@
 #include "semitone/core/error.h"
 #include "semitone/report/nonfinite_check.h"
 #include "semitone/report/nonfinite_finding.h"
+#include "semitone/report/recorder.h"
 #include "semitone/report/run_log.h"
 #include "semitone/report/run_log_options.h"
 #include "semitone/report/what_if.h"

@@ -26,6 +26,9 @@ class ParameterNames {
   // Notices tensors that have new memory since, for example after a cast of the model.
   void refresh();
 
+  // In the order of the models. They stay where they are.
+  const std::deque<Entry>& entries() const { return entries_; }
+
   // The entry of a tensor, of a view of it, or of a replica's copy of it; null if it has none.
   const Entry* find(const at::Tensor& tensor) const;
 

@@ -87,6 +87,7 @@ class RunLog {
   RunLog& operator=(const RunLog&) = delete;
 
   /// The step of what is added from now on without a step, and of events. 0 before the first call.
+  /// A Recorder takes it as the beginning of the step (report/recorder.h).
   void set_step(std::int64_t step);
 
   /// Adds a number.

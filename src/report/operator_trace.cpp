@@ -1,0 +1,212 @@
+#include "src/report/operator_trace.h"
+
+#include "src/report/observation.h"
+#include "src/report/operator_info.h"
+#include "src/report/sample_state.h"
+#include "src/report/tensor_values.h"
+
+#include <ATen/record_function.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace semitone::report {
+namespace {
+
+constexpr std::string_view kEmulated = "emulated";  // events::OperatorReplaced::kernel
+
+// An operator, or a node of the graph, in progress on this thread. It keeps no tensor.
+struct TracedCall : at::ObserverContext {
+  std::shared_ptr<SampleState> state;
+  TracedCall* caller = nullptr;
+  const OperatorInfo* op = nullptr;  // null: a node
+  Pass pass = Pass::other;
+  std::string kernel = "native";
+  // Of the floating-point arguments after casts; the second without the casts from 16 bits to fp32.
+  // amp::Emulation makes those to compute in fp32 what would be computed in 16 bits.
+  c10::SmallVector<c10::ScalarType, 4> dtypes;
+  c10::SmallVector<c10::ScalarType, 4> emulated_dtypes;
+  OperatorCost cost;
+  // The parameter among its arguments, if its result may be a layer's output.
+  const RecordedModel::Entry* parameter = nullptr;
+  bool has_parameter = false;  // it, or one that called it
+  double began = 0;            // on the thread's clock
+  double inside = 0;           // seconds of those that it called
+  int exceptions = 0;          // in flight when it began
+};
+
+TracedCall*& innermost() {
+  static thread_local TracedCall* call = nullptr;
+  return call;
+}
+
+// The bytes that an operator reads or writes. An expanded tensor has more elements than memory.
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.layout() != at::kStrided || tensor.is_nested()) return 0;
+  return static_cast<std::int64_t>(std::min(tensor.nbytes(), tensor.storage().nbytes()));
+}
+
+// Makes a view, or memory that nothing has been written to.
+bool moves_no_data(const OperatorInfo& op) {
+  return op.results.empty() && op.written.empty();
+}
+
+void enter_operator(TracedCall& call, const at::RecordFunction& record) {
+  const RecordedModel& model = call.state->model();
+  const auto inputs = last(record.inputs(), call.op->arguments.size());
+  bool has_other = false;
+  bool writes_parameter = false;
+  const RecordedModel::Entry* parameter = nullptr;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    for_tensors(inputs[i], [&](const at::Tensor& tensor, std::int64_t) {
+      if (!tensor.defined()) return;
+      if (!moves_no_data(*call.op)) call.cost.bytes += bytes_of(tensor);
+      if (tensor.is_floating_point()) call.dtypes.push_back(tensor.scalar_type());
+      const auto* const entry = model.find(tensor);
+      if (entry == nullptr) {
+        has_other = true;
+      } else if (entry->is_parameter) {
+        if (parameter == nullptr) parameter = entry;
+        if (call.op->writes(i)) writes_parameter = true;
+      }
+    });
+  }
+  call.emulated_dtypes = call.dtypes;
+  // An operator on parameters alone, such as a cast or a penalty, is no layer.
+  const bool is_layer = parameter != nullptr && has_other && !writes_parameter &&
+                        call.pass == Pass::forward && !call.op->results.empty();
+  const bool is_inside = call.caller != nullptr && call.caller->has_parameter;
+  if (is_layer && !is_inside) call.parameter = parameter;
+  call.has_parameter = is_layer || is_inside;
+}
+
+std::unique_ptr<at::ObserverContext> start_call(const at::RecordFunction& record) {
+  std::shared_ptr<SampleState> state = SampleState::looking();
+  if (state == nullptr) return nullptr;
+  std::unique_ptr<TracedCall> call;
+  const Observation observation(state->observed());
+  try {
+    const bool is_node = record.scope() == at::RecordScope::BACKWARD_FUNCTION;
+    const OperatorInfo* const op = is_node ? nullptr : operator_of(record);
+    if (!is_node && op == nullptr) return nullptr;
+    const QuietScope quiet;
+    call = std::make_unique<TracedCall>();
+    call->state = state;
+    call->caller = innermost();
+    call->op = op;
+    call->exceptions = std::uncaught_exceptions();
+    if (is_node) {
+      state->begin_node(observation.step_time());
+    } else {
+      call->pass = state->begin_operator(observation.step_time());
+      enter_operator(*call, record);
+    }
+    call->began = observation.thread_time();
+  } catch (const std::exception& error) {
+    state->fail(record.name() + std::string(": ") + error.what());
+    return nullptr;
+  }
+  innermost() = call.get();
+  return call;
+}
+
+c10::ScalarType widest(const TracedCall& call) {
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  for (const c10::ScalarType other : call.kernel == kEmulated ? call.emulated_dtypes : call.dtypes)
+    dtype = dtype == c10::ScalarType::Undefined ? other : c10::promoteTypes(dtype, other);
+  return dtype;
+}
+
+void leave_operator(TracedCall& call, const at::RecordFunction& record) {
+  // After an exception there are no results.
+  if (std::uncaught_exceptions() == call.exceptions) {
+    const auto outputs = last(record.outputs(), call.op->returns);
+    for (const std::size_t i : call.op->results) {
+      if (i >= outputs.size()) continue;
+      for_tensors(outputs[i], [&](const at::Tensor& tensor, std::int64_t) {
+        if (!tensor.defined()) return;
+        call.cost.bytes += bytes_of(tensor);
+        if (call.parameter == nullptr) return;
+        const auto* const parameter = std::exchange(call.parameter, nullptr);
+        call.state->add_output(*parameter, *call.op, tensor);
+      });
+    }
+  }
+  call.state->add_operator({call.op->name, call.pass, widest(call), call.kernel}, call.cost);
+}
+
+void end_call(const at::RecordFunction& record, at::ObserverContext* context) {
+  auto* const call = static_cast<TracedCall*>(context);
+  if (call == nullptr) return;
+  SampleState& state = *call->state;
+  const Observation observation(state.observed());
+  innermost() = call->caller;
+  const double seconds = observation.thread_time() - call->began;
+  if (call->caller != nullptr) call->caller->inside += seconds;
+  if (!state.is_looking()) return;
+  try {
+    const QuietScope quiet;
+    call->cost.calls = 1;
+    call->cost.seconds = std::max(0.0, seconds - call->inside);
+    if (call->op != nullptr) {
+      leave_operator(*call, record);
+    } else {
+      state.end_node(observation.step_time());
+    }
+  } catch (const std::exception& error) {
+    state.fail(record.name() + std::string(": ") + error.what());
+  }
+}
+
+// The innermost operator of a name in progress on this thread, or null.
+TracedCall* find_call(const SampleState& state, std::string_view op) {
+  TracedCall* call = innermost();
+  while (call != nullptr &&
+         (call->op == nullptr || call->op->name != op || call->state.get() != &state))
+    call = call->caller;
+  return call;
+}
+
+template <typename Dtypes>
+void replace(Dtypes& dtypes, const events::Cast& event) {
+  auto* const cast = std::find(dtypes.begin(), dtypes.end(), event.from);
+  if (cast != dtypes.end()) *cast = event.to;
+}
+
+OperatorCost cost_of(const events::Cast& event) {
+  OperatorCost cost;
+  cost.casts = 1;
+  cost.cached_casts = event.cached ? 1 : 0;
+  const std::size_t bytes = c10::elementSize(event.from) + c10::elementSize(event.to);
+  cost.cast_bytes = event.cached ? 0 : event.numel * static_cast<std::int64_t>(bytes);
+  return cost;
+}
+
+}  // namespace
+
+OperatorTrace::OperatorTrace() : OperatorCallbacks(&start_call, &end_call) {}
+
+void OperatorTrace::add(SampleState& state, const events::Cast& event) {
+  if (SampleState::looking().get() != &state) return;
+  TracedCall* const call = find_call(state, event.op);
+  if (call == nullptr) {  // a function that is no operator
+    const Observation observation(state.observed());
+    const Pass pass = state.begin_operator(observation.step_time());
+    return state.add_operator({event.op, pass, event.to}, cost_of(event));
+  }
+  call->cost += cost_of(event);
+  replace(call->dtypes, event);
+  if (event.to != at::kFloat) replace(call->emulated_dtypes, event);
+}
+
+void OperatorTrace::add(SampleState& state, const events::OperatorReplaced& event) {
+  if (TracedCall* const call = find_call(state, event.op)) call->kernel = event.kernel;
+}
+
+}  // namespace semitone::report

@@ -1,0 +1,99 @@
+#pragma once
+
+#include "semitone/core/events.h"
+#include "src/core/thread_state.h"
+#include "src/report/operator_table.h"
+#include "src/report/recorded_model.h"
+#include "src/report/sampled_tensors.h"
+#include "src/report/step_timer.h"
+#include "src/report/weight_tracker.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+
+namespace semitone::report {
+
+// The kind of SampleState among the states of a thread, in addition to those of thread_state.h.
+inline constexpr std::string_view kSampleStateName = "semitone recorder";
+inline constexpr c10::DebugInfoKind kSampleState = thread_state_kind(204, &kSampleStateName);
+
+// What a Recorder knows about loss scales.
+struct KnownScales {
+  std::optional<double> scale;  // of loss 0, in force
+  bool has_other_losses = false;
+};
+
+// One step that is looked at. LibTorch carries it to the threads that work for this one. Its
+// functions are called within an Observation and a QuietScope. Times are those of the step's clock.
+class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_this<SampleState> {
+ public:
+  // Looks at the weights, and begins the step.
+  SampleState(std::shared_ptr<const RecordedModel> model, const KnownScales& known);
+
+  // The state in force on this thread that looks now, or null.
+  static std::shared_ptr<SampleState> looking();
+  bool is_looking() const { return is_looking_.load(std::memory_order_relaxed); }
+  void stop() { is_looking_ = false; }
+  // Keeps the first reason for which the sample is left out, and stops.
+  void fail(const std::string& why);
+  std::optional<std::string> failure() const;
+
+  const RecordedModel& model() const { return *model_; }
+  // Seconds of all observations in this step.
+  std::atomic<double>& observed() { return observed_; }
+
+  // An operator is about to run on this thread. Returns the pass to which it belongs.
+  Pass begin_operator(double now);
+  void begin_node(double now);
+  void end_node(double now);
+  void add_operator(const OperatorKind& kind, const OperatorCost& cost);
+  // The result of an operator that has a parameter, in the forward pass.
+  void add_output(const RecordedModel::Entry& parameter, const OperatorInfo& op,
+                  const at::Tensor& output);
+
+  void add(const events::LossScaleUpdated& event);
+  void add(const events::StepSkipped& event);
+  void add(const events::GradientsReady& event);
+  void begin_phase(events::Phase phase, double now);
+  void end_phase(double now);
+
+  // The line "sample" of a step that ends now.
+  nlohmann::ordered_json finish(double now, std::optional<std::int64_t> optimizer_state_bytes);
+
+ private:
+  bool is_own_thread() const { return std::this_thread::get_id() == thread_; }
+  void watch_gradient(const at::Tensor& output, const std::string& layer);
+  void add_remaining_gradients();
+  // What the gradients of outputs, as they were counted, are still to be divided by; nothing if
+  // that is no power of two, or not known.
+  std::optional<double> output_scale() const;
+
+  const std::shared_ptr<const RecordedModel> model_;
+  const std::thread::id thread_ = std::this_thread::get_id();
+  std::atomic<bool> is_looking_{true};
+  std::atomic<double> observed_{0};
+  // Gradients of outputs are divided by it before they are counted. 1 for powers of two, by which
+  // counts can be divided later.
+  double early_scale_ = 1;
+  mutable std::mutex mutex_;  // of all that follows
+  KnownScales scales_;
+  bool is_skipped_ = false;
+  std::optional<std::string> failure_;
+  SampledTensors tensors_;
+  WeightTracker tracker_;
+  OperatorTable operators_;
+  StepTimer timer_;
+};
+
+}  // namespace semitone::report

@@ -1,0 +1,97 @@
+#include "src/report/weight_tracker.h"
+
+#include "src/core/exact_weights.h"
+#include "src/report/weight_changes.h"
+
+#include <torch/types.h>
+
+#include <nlohmann/json.hpp>
+
+#include <numeric>
+
+namespace semitone::report {
+namespace {
+
+at::Tensor fp32_copy(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+}
+
+}  // namespace
+
+WeightTracker::WeightTracker(const RecordedModel& model) {
+  weights_.reserve(model.parameters().size());
+  for (const RecordedModel::Entry* const entry : model.parameters()) {
+    places_.emplace(entry, weights_.size());
+    weights_.push_back({entry});
+  }
+  copy(all());
+}
+
+void WeightTracker::add(const RecordedModel& model, const events::GradientsReady& event) {
+  std::vector<std::size_t> places;
+  places.reserve(event.parameters.size());
+  for (std::size_t i = 0; i < event.parameters.size(); ++i) {
+    const auto found = places_.find(model.find(event.parameters[i]));
+    if (found == places_.end()) continue;
+    // Without one, the holder of the exact value is asked at the end of the step only: it may be in
+    // the middle of its own step now.
+    const at::Tensor& updated = i < event.weights.size() ? event.weights[i] : at::Tensor();
+    if (!can_sample(updated)) continue;
+    places.push_back(found->second);
+    Weight& weight = weights_[found->second];
+    weight.updated = updated;
+    const bool is_master = model.find(updated) == nullptr;
+    weight.master_bytes = is_master ? static_cast<std::int64_t>(updated.nbytes()) : 0;
+  }
+  copy(places);
+}
+
+std::vector<std::size_t> WeightTracker::all() const {
+  std::vector<std::size_t> places(weights_.size());
+  std::iota(places.begin(), places.end(), std::size_t{0});
+  return places;
+}
+
+std::vector<at::Tensor> WeightTracker::values_of(const std::vector<std::size_t>& places) const {
+  std::vector<at::Tensor> parameters;
+  parameters.reserve(places.size());
+  for (const std::size_t place : places) parameters.push_back(weights_[place].entry->tensor);
+  std::vector<at::Tensor> values = exact_values_of(parameters);
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    if (weights_[places[i]].updated.defined()) {
+      values[i] = weights_[places[i]].updated;
+    } else if (!values[i].defined()) {
+      values[i] = parameters[i];
+    }
+  }
+  return values;
+}
+
+void WeightTracker::copy(const std::vector<std::size_t>& places) {
+  const std::vector<at::Tensor> values = values_of(places);
+  for (std::size_t i = 0; i < places.size(); ++i) weights_[places[i]].before = fp32_copy(values[i]);
+}
+
+nlohmann::ordered_json WeightTracker::updates() const {
+  auto updates = nlohmann::ordered_json::array();
+  const std::vector<at::Tensor> values = values_of(all());
+  for (std::size_t i = 0; i < weights_.size(); ++i) {
+    const Weight& weight = weights_[i];
+    const WeightChange change = change_of(weight.before, values[i].detach().to(at::kFloat));
+    updates.push_back(
+        {{"name", weight.entry->name},
+         {"numel", change.numel},
+         {"ratio", change.ratio},
+         {"changed", change.changed},
+         {"lost", {{"Half", change.lost_in_half}, {"BFloat16", change.lost_in_bfloat16}}}});
+  }
+  return updates;
+}
+
+std::int64_t WeightTracker::master_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Weight& weight : weights_) bytes += weight.master_bytes;
+  return bytes;
+}
+
+}  // namespace semitone::report
