@@ -60,6 +60,7 @@ bool moves_no_data(const OperatorInfo& op) {
 void enter_operator(TracedCall& call, const at::RecordFunction& record) {
   const RecordedModel& model = call.state->model();
   const auto inputs = last(record.inputs(), call.op->arguments.size());
+  c10::SmallVector<c10::ScalarType, 4> scalars;
   bool has_other = false;
   bool writes_parameter = false;
   const RecordedModel::Entry* parameter = nullptr;
@@ -67,7 +68,8 @@ void enter_operator(TracedCall& call, const at::RecordFunction& record) {
     for_tensors(inputs[i], [&](const at::Tensor& tensor, std::int64_t) {
       if (!tensor.defined()) return;
       if (!moves_no_data(*call.op)) call.cost.bytes += bytes_of(tensor);
-      if (tensor.is_floating_point()) call.dtypes.push_back(tensor.scalar_type());
+      if (tensor.is_floating_point() && !tensor.unsafeGetTensorImpl()->is_wrapped_number())
+        (tensor.dim() == 0 ? scalars : call.dtypes).push_back(tensor.scalar_type());
       const auto* const entry = model.find(tensor);
       if (entry == nullptr) {
         has_other = true;
@@ -77,6 +79,8 @@ void enter_operator(TracedCall& call, const at::RecordFunction& record) {
       }
     });
   }
+  // As in LibTorch's promotion, tensors without dimensions count if there are no others.
+  if (call.dtypes.empty()) call.dtypes = scalars;
   call.emulated_dtypes = call.dtypes;
   // An operator on parameters alone, such as a cast or a penalty, is no layer.
   const bool is_layer = parameter != nullptr && has_other && !writes_parameter &&

@@ -227,6 +227,9 @@ TEST(Recorder, NamesTheKernelAndTheDtypeOfTheComputation) {
   at::removeCallback(handle);
   events::emit(events::Cast{"mylib::op", torch::kFloat, torch::kBFloat16, 5, true});
   torch::arange(3).add(1);
+  torch::ones({3}).mul(2.5);
+  torch::ones({3}, torch::kBFloat16).mul(torch::tensor(2.5, torch::kDouble));
+  torch::tensor(2.5, torch::kDouble).mul(3);
   log.close();
   const auto operators = sample_in(folder.path()).at("operators");
   const auto relu = find_in(operators, {{"name", "relu"}});
@@ -242,6 +245,9 @@ TEST(Recorder, NamesTheKernelAndTheDtypeOfTheComputation) {
   EXPECT_EQ(other.at("cached_casts"), 1);
   EXPECT_EQ(other.at("cast_bytes"), 0);
   EXPECT_EQ(find_in(operators, {{"name", "add.Scalar"}}).at("dtype"), "");
+  // Numbers do not make it wider.
+  for (const char* const dtype : {"Float", "BFloat16", "Double"})
+    EXPECT_EQ(find_in(operators, {{"name", "mul.Tensor"}, {"dtype", dtype}}).at("calls"), 1);
 }
 
 TEST(Recorder, PartsOfTheStepSumToItsTime) {
