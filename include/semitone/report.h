@@ -1,7 +1,8 @@
 #pragma once
 
-/// What a training reports: records of runs, for spreadsheets and TensorBoard, the operator that made
-/// the first inf or NaN, and what reduced precision would do to each operator.
+/// What a training reports: records of runs, for spreadsheets and TensorBoard, samples of its values,
+/// operators and times, the operator that made the first inf or NaN, and what reduced precision
+/// would do to each operator.
 
 #include "semitone/core/error.h"
 #include "semitone/report/nonfinite_check.h"
