@@ -163,23 +163,23 @@ NonFiniteFinding outside_finding(const Frame& frame, const WatchedArgument& argu
   return finding;
 }
 
-NonFiniteFinding finding_of(const Frame& frame, const Verdict& verdict) {
-  if (verdict.from_outside != nullptr) return outside_finding(frame, *verdict.from_outside);
+NonFiniteFinding finding_of(const Frame& frame, const FirstNonFinite& first) {
+  if (first.from_outside != nullptr) return outside_finding(frame, *first.from_outside);
   NonFiniteFinding finding = finding_in(frame);
-  finding.values = describe(frame, verdict.result, verdict.name);
+  finding.values = describe(frame, first.result, first.name);
   return finding;
 }
 
 }  // namespace
 
 void examine_result(Frame& frame, const at::Tensor& result, const std::string& name,
-                    Verdict& verdict) {
+                    FirstNonFinite& first) {
   CheckState& state = *frame.state;
   Frame* const formula = frame.formula();
   // What a formula makes of such values counts if it is returned, whichever kind it has.
   const bool is_suspect =
-      formula != nullptr && (verdict.result.defined() || formula->found_inside.has_value());
-  if (!state.is_looking() || (verdict.result.defined() && !is_suspect)) return;
+      formula != nullptr && (first.result.defined() || formula->found_inside.has_value());
+  if (!state.is_looking() || (first.result.defined() && !is_suspect)) return;
   const Kinds kinds = kinds_of(result);
   ThreadTrace::of_this_thread().add_examined(result);
   if (kinds == 0) return;
@@ -197,22 +197,21 @@ void examine_result(Frame& frame, const at::Tensor& result, const std::string& n
     }
   }
   if (from_outside == nullptr && (kinds & ~given) == 0) return state.add_known(result, kinds);
-  verdict = {result, name, from_outside};
+  first = {result, name, from_outside};
   if (formula != nullptr) formula->add_suspect(result);
 }
 
-void conclude(Frame& frame, const Verdict& verdict) {
-  if (!verdict.result.defined()) return;
+void conclude(Frame& frame, const FirstNonFinite& first) {
+  if (!first.result.defined()) return;
   const bool is_called = frame.caller != nullptr && frame.caller->op != nullptr;
   Frame* const keeper = is_called ? frame.caller : frame.formula();
   if (is_called) {
     keeper->is_suspicious = true;
-    if (verdict.from_outside != nullptr) return;
+    if (first.from_outside != nullptr) return;
   }
   if (keeper != nullptr && keeper->found_inside.has_value()) return;
-  const bool has_inner = verdict.from_outside == nullptr && frame.found_inside.has_value();
-  NonFiniteFinding finding =
-      has_inner ? *std::move(frame.found_inside) : finding_of(frame, verdict);
+  const bool has_inner = first.from_outside == nullptr && frame.found_inside.has_value();
+  NonFiniteFinding finding = has_inner ? *std::move(frame.found_inside) : finding_of(frame, first);
   if (keeper == nullptr) return frame.state->found(std::move(finding));
   keeper->found_inside = std::move(finding);
 }

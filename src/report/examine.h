@@ -11,7 +11,7 @@
 namespace semitone::report {
 
 // The first result of an operator that is not finite, and should be.
-struct Verdict {
+struct FirstNonFinite {
   at::Tensor result;                              // undefined: there is none
   std::string name;                               // of the result
   const WatchedArgument* from_outside = nullptr;  // the argument that had such values before
@@ -19,10 +19,10 @@ struct Verdict {
 
 // A result of an operator that has just ended.
 void examine_result(Frame& frame, const at::Tensor& result, const std::string& name,
-                    Verdict& verdict);
+                    FirstNonFinite& first);
 
 // After the last result: keeps the finding or, within another operator, tells that one.
-void conclude(Frame& frame, const Verdict& verdict);
+void conclude(Frame& frame, const FirstNonFinite& first);
 
 // A gradient that a node of the graph is about to get, as its argument `position`.
 void examine_gradient(const Frame& frame, const at::Tensor& gradient, std::size_t position);

@@ -128,7 +128,7 @@ bool is_on_its_way(const Frame& frame, const at::Tensor& tensor) {
 }
 
 void leave_operator(Frame& frame, const at::RecordFunction& record) {
-  Verdict verdict;
+  FirstNonFinite first;
   const auto outputs = last(record.outputs(), frame.op->returns);
   for (const std::size_t i : frame.op->results) {
     if (i >= outputs.size()) continue;
@@ -139,14 +139,14 @@ void leave_operator(Frame& frame, const at::RecordFunction& record) {
       std::string name = "result";
       if (frame.op->returns > 1) name += " " + std::to_string(i);
       if (index >= 0) name += "[" + std::to_string(index) + "]";
-      examine_result(frame, tensor, name, verdict);
+      examine_result(frame, tensor, name, first);
     });
   }
   for (const WatchedArgument& argument : frame.arguments)
     if (frame.op->writes(argument.position) && can_examine(argument.tensor) &&
         !is_on_its_way(frame, argument.tensor))
-      examine_result(frame, argument.tensor, frame.name_of(argument), verdict);
-  conclude(frame, verdict);
+      examine_result(frame, argument.tensor, frame.name_of(argument), first);
+  conclude(frame, first);
 }
 
 void end(const at::RecordFunction& record, at::ObserverContext* context) {
