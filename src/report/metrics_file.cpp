@@ -1,0 +1,109 @@
+#include "src/report/metrics_file.h"
+
+#include "src/report/record_file.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace semitone::report {
+namespace {
+
+constexpr std::string_view kMetricColumns = "step,wall_time,name,value";
+
+// A line of metrics.csv.
+struct Metric {
+  std::int64_t step = 0;
+  double wall_time = 0;
+  std::string name;
+  double value = 0;
+};
+
+template <typename Number>
+Number parsed(std::string_view text, const FilePlace& place) {
+  Number number{};
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || stop != text.data() + text.size())
+    place.refuse("a number", "'" + std::string(text) + "'");
+  return number;
+}
+
+// Removes the field up to the next comma.
+std::string_view take_field(std::string_view& line, const FilePlace& place) {
+  const auto comma = line.find(',');
+  if (comma == line.npos) place.refuse("the columns " + std::string(kMetricColumns), "fewer");
+  const auto field = line.substr(0, comma);
+  line.remove_prefix(comma + 1);
+  return field;
+}
+
+// Removes a field that may be in quotes, as RFC 4180 has it.
+std::string take_name(std::string_view& line, const FilePlace& place) {
+  if (!line.starts_with('"')) return std::string(take_field(line, place));
+  std::string name;
+  for (std::size_t i = 1; i < line.size(); ++i) {
+    if (line[i] == '"' && ++i < line.size() && line[i] == ',') {
+      line.remove_prefix(i + 1);
+      return name;
+    }
+    if (i < line.size()) name += line[i];
+  }
+  place.refuse("a name that ends with a quote", "none");
+}
+
+Metric parse_metric(std::string_view line, const FilePlace& place) {
+  Metric metric;
+  metric.step = parsed<std::int64_t>(take_field(line, place), place);
+  metric.wall_time = parsed<double>(take_field(line, place), place);
+  metric.name = take_name(line, place);
+  metric.value = parsed<double>(line, place);
+  return metric;
+}
+
+// Whether the training went back behind this step after the line was written. Times in metrics.csv
+// are in milliseconds.
+bool is_void(const Metric& metric, const std::vector<Restart>& restarts) {
+  constexpr double kMilliseconds = 1e3;
+  return std::any_of(restarts.begin(), restarts.end(), [&](const Restart& restart) {
+    return metric.step >= restart.step &&
+           metric.wall_time * kMilliseconds < std::round(restart.wall_time * kMilliseconds) - 0.5;
+  });
+}
+
+// Adds where a scale differs from the one before.
+void add_scales(const std::map<std::int64_t, double>& scales, RunData& run) {
+  std::optional<double> before;
+  for (const auto& [step, scale] : scales) {
+    if (before != scale) run.scale_changes[{step, 0}] = {0, before, scale};
+    before = scale;
+  }
+}
+
+}  // namespace
+
+void read_metrics(const std::filesystem::path& path, const std::vector<Restart>& restarts,
+                  RunData& run) {
+  const auto content = read_record(path);
+  if (!content.has_value()) return;
+  std::map<std::string, std::map<std::int64_t, double>> values;
+  bool is_first = true;
+  for_each_line(path, *content, [&](std::string_view line, const FilePlace& place) {
+    if (std::exchange(is_first, false)) {
+      if (line != kMetricColumns)
+        place.refuse("the columns " + std::string(kMetricColumns), "another line");
+      return;
+    }
+    const Metric metric = parse_metric(line, place);
+    if (is_void(metric, restarts)) return;
+    run.see(metric.step);
+    values[metric.name].insert_or_assign(metric.step, metric.value);
+  });
+  // The name that `semitone train` and the examples give it, or else the plain one.
+  run.losses = values.contains("train/loss") ? values["train/loss"] : values["loss"];
+  if (run.scale_changes.empty()) add_scales(values["amp/loss_scale"], run);
+}
+
+}  // namespace semitone::report

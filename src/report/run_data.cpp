@@ -1,0 +1,158 @@
+#include "src/report/run_data.h"
+
+#include "semitone/core/error.h"
+#include "src/report/metrics_file.h"
+#include "src/report/number_formats.h"
+#include "src/report/record_file.h"
+#include "src/report/samples_file.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <system_error>
+
+namespace semitone::report {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kMostRanks = std::numeric_limits<int>::max();
+
+// Names of the directories in a directory that have a run, in order.
+std::vector<std::string> runs_in(const fs::path& directory) {
+  std::vector<std::string> runs;
+  std::error_code ignored;
+  for (fs::directory_iterator entry(directory, ignored); entry != fs::directory_iterator();
+       entry.increment(ignored)) {
+    if (fs::exists(entry->path() / "run.json", ignored))
+      runs.push_back("'" + entry->path().string() + "'");
+  }
+  std::sort(runs.begin(), runs.end());
+  return runs;
+}
+
+void require_run(const fs::path& directory) {
+  std::error_code ignored;
+  if (!fs::is_directory(directory, ignored)) {
+    throw FileError(kPrecisionReport, "the directory of a run", "'" + directory.string() + "'",
+                    "name the directory of a RunLog, or of semitone train --log-dir");
+  }
+  for (const char* const file : {"run.json", "metrics.csv", "samples.jsonl"}) {
+    if (fs::exists(directory / file, ignored)) return;
+  }
+  const auto runs = runs_in(directory);
+  throw FileError(kPrecisionReport, "the directory of a run",
+                  fmt::format("'{}', which has no run.json", directory.string()),
+                  runs.empty() ? "name the directory of a RunLog, or of semitone train --log-dir"
+                               : fmt::format("name one of its runs: {}", fmt::join(runs, ", ")));
+}
+
+// Settings that are no texts are written by other programs.
+std::map<std::string, std::string> read_config(const RecordFields& file) {
+  std::map<std::string, std::string> config;
+  if (!file.object("config").has_value()) return config;
+  for (const auto& [key, value] : file.find("config")->items())
+    config[key] = value.is_string() ? value.get<std::string>() : value.dump();
+  return config;
+}
+
+void read_start(const RecordFields& file, RunInfo& info) {
+  if (info.started.empty()) info.started = file.text("start_time");
+  info.ended = file.text("end_time");
+  info.outcome = file.text("outcome");
+  info.reason = file.text("reason");
+  info.config = read_config(file);
+  ++info.starts;
+  const auto environment = file.object("environment");
+  if (!environment.has_value()) return;
+  info.rank = environment->integer("rank", 0, kMostRanks);
+  info.world_size = environment->integer("world_size", 1, kMostRanks, 1);
+  info.processor = environment->text("processor");
+  info.threads = environment->count("threads");
+  info.semitone = environment->text("semitone");
+  info.libtorch = environment->text("libtorch");
+}
+
+// Reads run.json, run-2.json …
+RunInfo read_info(const fs::path& directory) {
+  RunInfo info;
+  info.directory = directory;
+  for (int start = 1;; ++start) {
+    const fs::path path =
+        directory / (start == 1 ? std::string("run.json") : fmt::format("run-{}.json", start));
+    const auto content = read_record(path);
+    if (!content.has_value()) return info;
+    const FilePlace place{path};
+    const RecordJson json = parse_object(*content, place);
+    read_start(RecordFields(json, place), info);
+  }
+}
+
+std::string setting(const RunInfo& info, const char* name, const char* other_name) {
+  for (const char* const key : {name, other_name}) {
+    if (const auto found = info.config.find(key); found != info.config.end()) return found->second;
+  }
+  return {};
+}
+
+// The floating dtype in which the operators of the forward and backward passes spent most time. A
+// 16-bit one counts before fp32, in which autocast leaves a part of the operators.
+std::string dtype_of_operators(const RunData& run) {
+  std::map<std::string, double> seconds;
+  for (const auto& [step, sample] : run.samples) {
+    for (const RunOperator& op : sample.operators) {
+      if (op.pass == "forward" || op.pass == "backward") seconds[op.dtype] += op.seconds;
+    }
+  }
+  const bool has_float16 = seconds.contains("float16");
+  const bool has_bfloat16 = seconds.contains("bfloat16");
+  if (has_float16 || has_bfloat16)
+    return seconds["float16"] > seconds["bfloat16"] || !has_bfloat16 ? "float16" : "bfloat16";
+  return seconds.contains("float32") ? "float32" : "";
+}
+
+void find_steps(RunData& run) {
+  for (const auto& [step, sample] : run.samples) run.see(step);
+  for (const auto& [step, skipped] : run.skipped) run.see(step);
+  for (const auto& [key, change] : run.scale_changes) run.see(key.first);
+}
+
+}  // namespace
+
+std::int64_t RunParameter::numel() const {
+  double product = 1;  // of sizes that are not checked
+  for (const std::int64_t size : shape) product *= static_cast<double>(size);
+  return product < 0x1p62 ? static_cast<std::int64_t>(product) : 0;
+}
+
+int RunSample::scale_exponent() const {
+  return exponent_of_scale(loss_scale.value_or(1));
+}
+
+void RunData::see(std::int64_t step) {
+  first_step = std::min(first_step.value_or(step), step);
+  last_step = std::max(last_step, step);
+}
+
+std::int64_t RunData::steps() const {
+  return first_step.has_value() ? last_step - *first_step + 1 : 0;
+}
+
+RunData read_run(const fs::path& directory) {
+  require_run(directory);
+  RunData run;
+  run.info = read_info(directory);
+  const auto restarts = read_samples(directory / "samples.jsonl", run);
+  read_metrics(directory / "metrics.csv", restarts, run);
+  find_steps(run);
+  run.info.opt_level = setting(run.info, "opt-level", "opt_level");
+  run.info.dtype = python_dtype(setting(run.info, "dtype", "amp_dtype"));
+  if (run.info.opt_level == "O0") run.info.dtype = "float32";
+  if (run.info.dtype.empty()) run.info.dtype = dtype_of_operators(run);
+  return run;
+}
+
+}  // namespace semitone::report

@@ -1,0 +1,131 @@
+#pragma once
+
+#include "src/report/value_counts.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+// What the files of a RunLog say of a run. Their formats are in docs/run_records.md.
+namespace semitone::report {
+
+// Seconds or bytes by name.
+using Amounts = std::map<std::string, double, std::less<>>;
+
+struct RunParameter {
+  std::string name;
+  std::string layer;
+  std::string layer_type;  // "Conv2d"; empty if unknown
+  std::vector<std::int64_t> shape;
+  std::string dtype;  // Python's name
+
+  std::int64_t numel() const;
+};
+
+// What a tensor of a step held.
+struct RunTensor {
+  std::string what;  // "weight", "gradient", "output" or "output_gradient"
+  std::string name;  // a parameter's, or a layer's for outputs
+  ValueCounts values;
+};
+
+// What a step changed of a parameter.
+struct RunUpdate {
+  std::string name;
+  std::optional<double> ratio;  // norm of the update / norm of the weight
+  std::int64_t changed = 0;     // elements
+  std::int64_t lost_float16 = 0;
+  std::int64_t lost_bfloat16 = 0;
+};
+
+// An operator, with its calls in a step.
+struct RunOperator {
+  std::string name;    // "conv2d"
+  std::string pass;    // "forward", "backward", "optimizer" or "other"
+  std::string dtype;   // Python's name; empty if it has none
+  std::string kernel;  // "native", "emulated" or "semitone"
+  std::int64_t calls = 0;
+  double seconds = 0;
+  double bytes = 0;
+  std::int64_t casts = 0;
+  std::int64_t cached_casts = 0;
+  double cast_bytes = 0;
+};
+
+// A step that was looked at.
+struct RunSample {
+  std::int64_t step = 0;
+  std::optional<double> loss_scale;
+  bool skipped = false;
+  double seconds = 0;
+  Amounts phases;
+  Amounts memory;
+  std::vector<RunTensor> tensors;
+  std::vector<RunUpdate> updates;
+  std::vector<RunOperator> operators;
+
+  // The power of two that the gradients of its backward pass were multiplied by.
+  int scale_exponent() const;
+};
+
+struct SkippedStep {
+  std::int64_t step = 0;
+  std::string parameter;  // empty if the gradient is that of another rank
+  std::int64_t non_finite = 0;
+  std::int64_t consecutive = 0;
+  double loss_scale = 0;  // in force in the step
+};
+
+// The loss scale after a step, at the first step and where it changed.
+struct ScaleChange {
+  std::int64_t loss_id = 0;
+  std::optional<double> before;
+  double after = 0;
+};
+
+// run.json: the settings of the last start, the time of the first.
+struct RunInfo {
+  std::filesystem::path directory;
+  std::int64_t rank = 0;
+  std::int64_t world_size = 1;
+  std::string started;
+  std::string ended;  // empty while it runs
+  std::string outcome = "running";
+  std::string reason;
+  std::int64_t starts = 0;
+  std::string processor;
+  std::string device;  // "cpu"; empty without a Recorder
+  std::int64_t threads = 0;
+  std::string semitone;
+  std::string libtorch;
+  std::map<std::string, std::string> config;
+  std::string opt_level;  // "O1"; empty if the settings do not tell
+  std::string dtype;      // that of the operators that may be lowered; empty if unknown
+};
+
+struct RunData {
+  RunInfo info;
+  std::vector<RunParameter> parameters;
+  std::map<std::int64_t, double> losses;                                       // by step
+  std::map<std::pair<std::int64_t, std::int64_t>, ScaleChange> scale_changes;  // step, loss
+  std::map<std::int64_t, SkippedStep> skipped;                                 // by step
+  std::map<std::int64_t, RunSample> samples;                                   // by step
+
+  // The steps that have a value: the first and the last. None: first_step is empty.
+  std::optional<std::int64_t> first_step;
+  std::int64_t last_step = 0;
+
+  void see(std::int64_t step);
+  // Number of steps from the first to the last; 0 if there is none.
+  std::int64_t steps() const;
+};
+
+// Reads the run of a directory. FileError if there is none, or for a damaged line.
+RunData read_run(const std::filesystem::path& directory);
+
+}  // namespace semitone::report

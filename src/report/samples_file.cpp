@@ -1,0 +1,161 @@
+#include "src/report/samples_file.h"
+
+#include "src/report/number_formats.h"
+#include "src/report/record_file.h"
+
+#include <fmt/format.h>
+
+#include <limits>
+#include <utility>
+
+namespace semitone::report {
+namespace {
+
+constexpr std::int64_t kLargestStep = std::int64_t{1} << 53;
+// The exponents of fp64's numbers, which no other format exceeds.
+constexpr std::int64_t kLeastExponent = -1074;
+constexpr std::int64_t kMostExponent = 1023;
+
+Amounts read_amounts(const RecordFields& line, const char* key) {
+  Amounts amounts;
+  const auto object = line.object(key);
+  if (!object.has_value()) return amounts;
+  for (const auto& [name, value] : line.find(key)->items())
+    amounts[name] = object->amount(name.c_str());
+  return amounts;
+}
+
+RunParameter read_parameter(const RecordFields& line) {
+  RunParameter parameter{line.text("name"),
+                         line.text("layer"),
+                         line.text("layer_type"),
+                         {},
+                         python_dtype(line.text("dtype"))};
+  if (const RecordJson* const shape = line.find("shape"); shape != nullptr) {
+    if (!shape->is_array()) line.place().refuse("a list of sizes", shape->type_name());
+    parameter.shape.reserve(shape->size());
+    for (const RecordJson& size : *shape) {
+      const RecordJson object{{"size", size}};
+      parameter.shape.push_back(RecordFields(object, line.place()).count("size"));
+    }
+  }
+  return parameter;
+}
+
+void read_counts(const RecordFields& line, ValueCounts& values) {
+  values.first_exponent =
+      static_cast<int>(line.integer("first_exponent", kLeastExponent, kMostExponent));
+  const RecordJson* const counts = line.find("counts");
+  if (counts == nullptr) return;
+  const auto room = static_cast<std::size_t>(kMostExponent - values.first_exponent + 1);
+  if (!counts->is_array() || counts->size() > room) {
+    line.place().refuse(
+        fmt::format("a list of at most {} counts", room),
+        counts->is_array() ? fmt::format("{}", counts->size()) : std::string(counts->type_name()));
+  }
+  values.counts.reserve(counts->size());
+  for (const RecordJson& count : *counts) {
+    const RecordJson object{{"counts", count}};
+    values.counts.push_back(RecordFields(object, line.place()).count("counts"));
+  }
+}
+
+RunTensor read_tensor(const RecordFields& line, std::int64_t step) {
+  RunTensor tensor{line.text("what"), line.text("name"), {}};
+  ValueCounts& values = tensor.values;
+  values.dtype = python_dtype(line.text("dtype"));
+  values.step = step;
+  values.samples = 1;
+  values.numel = line.count("numel");
+  values.zeros = line.count("zeros");
+  values.nans = line.count("nans");
+  values.infs = line.count("infs");
+  values.max_abs = line.amount("max_abs");
+  read_counts(line, values);
+  return tensor;
+}
+
+RunUpdate read_update(const RecordFields& line) {
+  RunUpdate update{line.text("name"), line.number("ratio"), line.count("changed")};
+  if (const auto lost = line.object("lost"); lost.has_value()) {
+    update.lost_float16 = lost->count("Half");
+    update.lost_bfloat16 = lost->count("BFloat16");
+  }
+  return update;
+}
+
+RunOperator read_operator(const RecordFields& line) {
+  return {line.text("name"),        line.text("pass"),   python_dtype(line.text("dtype")),
+          line.text("kernel"),      line.count("calls"), line.amount("seconds"),
+          line.amount("bytes"),     line.count("casts"), line.count("cached_casts"),
+          line.amount("cast_bytes")};
+}
+
+RunSample read_sample(const RecordFields& line, std::int64_t step) {
+  RunSample sample;
+  sample.step = step;
+  sample.loss_scale = line.number("loss_scale");
+  sample.skipped = line.flag("skipped");
+  sample.seconds = line.amount("seconds");
+  sample.phases = read_amounts(line, "phases");
+  sample.memory = read_amounts(line, "memory");
+  line.for_each("tensors", [&](const RecordFields& tensor) {
+    sample.tensors.push_back(read_tensor(tensor, step));
+  });
+  line.for_each("updates",
+                [&](const RecordFields& update) { sample.updates.push_back(read_update(update)); });
+  line.for_each("operators",
+                [&](const RecordFields& op) { sample.operators.push_back(read_operator(op)); });
+  return sample;
+}
+
+void read_model(const RecordFields& line, RunData& run) {
+  run.info.device = line.text("device");
+  run.parameters.clear();
+  line.for_each("parameters", [&](const RecordFields& parameter) {
+    run.parameters.push_back(read_parameter(parameter));
+  });
+}
+
+void drop_from(std::int64_t step, RunData& run) {
+  run.samples.erase(run.samples.lower_bound(step), run.samples.end());
+  run.skipped.erase(run.skipped.lower_bound(step), run.skipped.end());
+  const std::pair first_change{step, std::numeric_limits<std::int64_t>::min()};
+  run.scale_changes.erase(run.scale_changes.lower_bound(first_change), run.scale_changes.end());
+}
+
+void read_line(const RecordFields& line, RunData& run, std::vector<Restart>& restarts) {
+  const std::string kind = line.text("kind");
+  const std::int64_t step = line.integer("step", 0, kLargestStep);
+  if (kind == "sample") {
+    run.samples.insert_or_assign(step, read_sample(line, step));
+  } else if (kind == "model") {
+    read_model(line, run);
+  } else if (kind == "skipped") {
+    run.skipped.insert_or_assign(step,
+                                 SkippedStep{step, line.text("parameter"), line.count("non_finite"),
+                                             line.count("consecutive"), line.amount("loss_scale")});
+  } else if (kind == "loss_scale") {
+    const std::int64_t loss_id = line.count("loss_id");
+    run.scale_changes.insert_or_assign(
+        {step, loss_id}, ScaleChange{loss_id, line.number("before"), line.amount("after")});
+  } else if (kind == "restart") {
+    drop_from(step, run);
+    restarts.push_back({step, line.amount("wall_time")});
+  }  // a later release may write other kinds
+}
+
+}  // namespace
+
+std::vector<Restart> read_samples(const std::filesystem::path& path, RunData& run) {
+  std::vector<Restart> restarts;
+  const auto content = read_record(path);
+  if (!content.has_value()) return restarts;
+  for_each_line(path, *content, [&](std::string_view text, const FilePlace& place) {
+    const RecordJson json = parse_object(text, place);
+    read_line(RecordFields(json, place), run, restarts);
+  });
+  return restarts;
+}
+
+}  // namespace semitone::report

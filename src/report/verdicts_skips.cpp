@@ -1,0 +1,131 @@
+// Skipped steps: whether they are normal, and what to change.
+
+#include "src/report/skips.h"
+#include "src/report/verdict_rules.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+
+namespace semitone::report {
+namespace {
+
+// Growth with torch's interval of 2000 steps skips 0.05 % of them, with an interval of 20 nearly
+// this share. More is work that is thrown away.
+constexpr double kSkippedSteps = 0.05;
+// From 2^16, so many skips in a row end below a scale of 1.
+constexpr std::int64_t kHopelessRow = 17;
+
+std::vector<ExplainedSkip> unexpected_ones(const std::vector<ExplainedSkip>& skips) {
+  std::vector<ExplainedSkip> unexpected;
+  std::copy_if(skips.begin(), skips.end(), std::back_inserter(unexpected),
+               [](const ExplainedSkip& skip) { return skip.kind == SkipKind::unexpected; });
+  return unexpected;
+}
+
+double share_of_steps(std::int64_t number, const RunData& run) {
+  return run.steps() > 0 ? static_cast<double>(number) / static_cast<double>(run.steps()) : 0;
+}
+
+std::string sentence(std::string text) {
+  if (!text.empty() && text.front() >= 'a' && text.front() <= 'z')
+    text.front() = static_cast<char>(text.front() - 'a' + 'A');
+  return text + '.';
+}
+
+// "Step 312 was skipped" or "3 of 400 steps were skipped (0.75 %)".
+std::string how_many(const std::vector<ExplainedSkip>& skips, const RunData& run) {
+  if (skips.size() == 1) return fmt::format("Step {} was skipped", skips.front().skip.step);
+  const auto number = static_cast<std::int64_t>(skips.size());
+  return fmt::format("{} of {} steps were skipped ({})", number, run.steps(),
+                     percent(share_of_steps(number, run)));
+}
+
+std::optional<Verdict> no_skips() {
+  std::optional<Verdict> good = share_verdict(Severity::good, "skipped_steps", 0);
+  good->title = "No step was skipped";
+  return good;
+}
+
+// Of skips that all belong to the search for the scale.
+std::optional<Verdict> normal_skips(const std::vector<ExplainedSkip>& skips, const RunData& run) {
+  const auto number = static_cast<std::int64_t>(skips.size());
+  std::optional<Verdict> good =
+      share_verdict(Severity::good, "skipped_steps", share_of_steps(number, run));
+  good->where = parameters_of(skips);
+  good->steps = steps_of(skips);
+  good->title = how_many(skips, run) + ", which is normal: " +
+                (skips.back().kind == SkipKind::start_up ? "the loss scale was being found"
+                                                         : "the loss scale had grown");
+  good->detail = fmt::format("{} {} Nothing needs to change.", sentence(skips.back().to_string()),
+                             skips.back().reason());
+  return good;
+}
+
+std::string remedy_for_many(const std::vector<ExplainedSkip>& skips) {
+  const auto after_growth = number_of(skips, SkipKind::after_growth);
+  if (2 * after_growth > static_cast<std::int64_t>(skips.size()))
+    return "raise LossScaleOptions::growth_interval: the scale grows too often";
+  return "find the operator with report::NonFiniteCheck (semitone train --check-nonfinite); if "
+         "gradients are too large for float16, train in bfloat16 (--dtype bf16) or clip them";
+}
+
+std::optional<Verdict> many_skips(const std::vector<ExplainedSkip>& skips, const RunData& run) {
+  const auto number = static_cast<std::int64_t>(skips.size());
+  std::optional<Verdict> verdict =
+      share_verdict(Severity::problem, "skipped_steps", share_of_steps(number, run));
+  verdict->where = parameters_of(skips);
+  verdict->steps = steps_of(skips);
+  verdict->title = how_many(skips, run);
+  if (!verdict->where.empty())
+    verdict->title +=
+        fmt::format(", most of them for the gradient of '{}'", verdict->where.front());
+  verdict->detail = fmt::format("{} {}", sentence(skips.back().to_string()), skips.back().reason());
+  if (const auto row = skips.back().skip.consecutive; row >= kHopelessRow)
+    verdict->detail += fmt::format(" It was the {}th in a row: no scale helps.", row);
+  verdict->remedy = remedy_for_many(skips);
+  return verdict;
+}
+
+std::optional<Verdict> unexpected_skips(const std::vector<ExplainedSkip>& skips,
+                                        const std::vector<ExplainedSkip>& unexpected,
+                                        const RunData& run) {
+  const auto number = static_cast<std::int64_t>(skips.size());
+  std::optional<Verdict> verdict =
+      share_verdict(Severity::warning, "skipped_steps", share_of_steps(number, run));
+  verdict->where = parameters_of(unexpected);
+  verdict->steps = steps_of(unexpected);
+  verdict->title = how_many(unexpected, run) + " although the loss scale had not grown";
+  if (verdict->where.size() == 1)
+    verdict->title += fmt::format(": gradient of '{}'", verdict->where.front());
+  verdict->detail =
+      fmt::format("{} {}", sentence(unexpected.back().to_string()), unexpected.back().reason());
+  if (skips.size() > unexpected.size())
+    verdict->detail += fmt::format(" {} more are normal.", skips.size() - unexpected.size());
+  verdict->remedy = fmt::format(
+      "look at the batch of step {} and at the learning rate there; clipping gradients "
+      "(optim::clip_grad_norm_) or a longer warm-up avoids such peaks",
+      unexpected.back().skip.step);
+  return verdict;
+}
+
+}  // namespace
+
+std::optional<Verdict> judge_skipped_steps(const Evidence& evidence) {
+  const RunData& run = evidence.run;
+  const auto skips = explain_skips(run);
+  if (skips.empty()) {
+    if (run.scale_changes.empty()) return std::nullopt;
+    return no_skips();
+  }
+  const auto beyond_start =
+      static_cast<std::int64_t>(skips.size()) - number_of(skips, SkipKind::start_up);
+  if ((beyond_start > 1 && share_of_steps(beyond_start, run) > kSkippedSteps) ||
+      skips.back().skip.consecutive >= kHopelessRow)
+    return many_skips(skips, run);
+  const auto unexpected = unexpected_ones(skips);
+  return unexpected.empty() ? normal_skips(skips, run) : unexpected_skips(skips, unexpected, run);
+}
+
+}  // namespace semitone::report

@@ -1,0 +1,204 @@
+// Where the time of the sampled steps goes.
+
+#include "src/report/verdict_rules.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <map>
+#include <string_view>
+
+namespace semitone::report {
+namespace {
+
+// A single operator with a fifth of the time is worth a look.
+constexpr double kWideOperator = 0.2;
+// Emulated operators are no faster than in fp32: above a fifth, the times say nothing about a
+// machine that has the arithmetic.
+constexpr double kEmulated = 0.2;
+// Weights that are cast once a step, and activations that stay in 16 bits, take a few per cent.
+constexpr double kCasts = 0.1;
+// Only products become much faster in 16 bits. With half of the time in them, the whole can become
+// at most twice as fast (Amdahl).
+constexpr double kProducts = 0.5;
+// Gradients are averaged during backward: little of that should remain visible.
+constexpr double kCommunication = 0.15;
+// A loader that reads ahead hides its time.
+constexpr double kWaitForData = 0.1;
+
+// The name without its overload: "add" of "add.Tensor".
+std::string_view base_name(std::string_view name) {
+  return name.substr(0, name.find('.'));
+}
+
+bool is_cast(const RunOperator& op) {
+  constexpr auto kCastNames = std::to_array<std::string_view>({"_to_copy", "to", "type_as",
+                                                               "_autocast_to_reduced_precision",
+                                                               "_autocast_to_full_precision"});
+  return std::find(kCastNames.begin(), kCastNames.end(), base_name(op.name)) != kCastNames.end();
+}
+
+// Matrix products and convolutions, with their backward passes.
+bool is_product(const RunOperator& op) {
+  const std::string_view name = base_name(op.name);
+  const auto contains = [&](std::string_view part) { return name.find(part) != name.npos; };
+  return contains("conv") || contains("linear") || contains("matmul") || contains("attention") ||
+         contains("lstm") || contains("gru") || name.ends_with("mm") || name.ends_with("mm_") ||
+         name == "mv" || name == "addmv" || name == "dot" || name == "einsum";
+}
+
+double seconds_of(const Summary& summary, const std::function<bool(const RunOperator&)>& which) {
+  double seconds = 0;
+  for (const RunOperator& op : summary.operators) {
+    if (which(op)) seconds += op.seconds;
+  }
+  return seconds;
+}
+
+double share_of_operators(const Summary& summary,
+                          const std::function<bool(const RunOperator&)>& which) {
+  return summary.operator_seconds > 0 ? seconds_of(summary, which) / summary.operator_seconds : 0;
+}
+
+// The names of operators by their time.
+Ranked ranked_operators(const Summary& summary,
+                        const std::function<bool(const RunOperator&)>& which) {
+  std::map<std::string, double> seconds;
+  for (const RunOperator& op : summary.operators) {
+    if (which(op)) seconds[op.name] += op.seconds;
+  }
+  Ranked ranked;
+  ranked.reserve(seconds.size());
+  for (const auto& [name, sum] : seconds) ranked.emplace_back(sum, name);
+  return ranked;
+}
+
+bool is_wide(const RunOperator& op) {
+  return (op.dtype == "float32" || op.dtype == "float64") &&
+         (op.pass == "forward" || op.pass == "backward") && !is_cast(op);
+}
+
+double share_of_step(const Summary& summary, const char* phase) {
+  const auto found = summary.phases.find(phase);
+  if (found == summary.phases.end() || summary.step_seconds.value_or(0) <= 0) return 0;
+  return found->second / *summary.step_seconds;
+}
+
+}  // namespace
+
+std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
+  const Summary& summary = evidence.summary;
+  if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
+  Ranked wide;
+  for (auto& [seconds, name] : ranked_operators(summary, is_wide)) {
+    if (seconds > kWideOperator * summary.operator_seconds) wide.emplace_back(seconds, name);
+  }
+  if (wide.empty()) return std::nullopt;
+  const auto names = worst_first(wide);
+  const std::string& name = names.front();
+  double seconds = 0;
+  double bytes = 0;
+  std::int64_t casts = 0;
+  for (const RunOperator& op : summary.operators) {
+    if (op.name != name || !is_wide(op)) continue;
+    seconds += op.seconds;
+    casts += op.casts;
+    bytes += op.cast_bytes;
+  }
+  std::optional<Verdict> verdict =
+      share_verdict(Severity::warning, "wide_operator", seconds / summary.operator_seconds);
+  verdict->where = names;
+  verdict->title = fmt::format(
+      "'{}' computes in float32 in a {} run, and takes {} of the "
+      "operators' time",
+      name, evidence.format->name, percent(seconds / summary.operator_seconds));
+  verdict->detail =
+      fmt::format("{} for it in the samples, {:.3g} MB.", counted(casts, "cast"), bytes / 1e6);
+  verdict->remedy = fmt::format(
+      "lower it if its results allow that: CastPolicy::lower(\"{}\"); semitone ops says why an "
+      "operator is in float32. In an autograd function of yours, cast the arguments to 16 bits",
+      name);
+  return verdict;
+}
+
+std::optional<Verdict> judge_emulation(const Evidence& evidence) {
+  const auto is_emulated = [](const RunOperator& op) { return op.kernel == "emulated"; };
+  const double share = share_of_operators(evidence.summary, is_emulated);
+  if (share <= kEmulated) return std::nullopt;
+  const auto ranked = ranked_operators(evidence.summary, is_emulated);
+  std::optional<Verdict> verdict = share_verdict(Severity::warning, "emulated", share);
+  verdict->where = worst_first(ranked);
+  verdict->title = fmt::format("{} of the operators' time is emulation of {}", percent(share),
+                               evidence.run.info.dtype);
+  verdict->detail =
+      "The processor has no arithmetic for this dtype, so that operators compute in float32 and "
+      "round. Values are those of the dtype, times are not.";
+  verdict->remedy =
+      "take the times from a machine with 16-bit instructions (semitone doctor names those of "
+      "this one), or train at O0 here";
+  return verdict;
+}
+
+std::optional<Verdict> judge_casts(const Evidence& evidence) {
+  const double share = share_of_operators(evidence.summary, is_cast);
+  if (share <= kCasts) return std::nullopt;
+  Ranked causes;
+  for (const RunOperator& op : evidence.summary.operators) {
+    if (op.cast_bytes > 0) causes.emplace_back(op.cast_bytes, op.name);
+  }
+  std::optional<Verdict> verdict = share_verdict(Severity::advice, "casts", share);
+  verdict->where = worst_first(causes);
+  verdict->title = fmt::format("Casts take {} of the operators' time", percent(share));
+  verdict->detail =
+      "Tensors change between float32 and 16 bits. Most bytes are cast for the "
+      "operators that are named.";
+  verdict->remedy =
+      "train at O2, whose weights are in 16 bits, or put operators between products on the list "
+      "of their neighbours (docs/cast_policies.md)";
+  return verdict;
+}
+
+std::optional<Verdict> judge_products(const Evidence& evidence) {
+  const Summary& summary = evidence.summary;
+  if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
+  const double share = share_of_operators(summary, is_product);
+  if (share >= kProducts) return std::nullopt;
+  std::optional<Verdict> verdict = share_verdict(Severity::advice, "products", share);
+  verdict->where =
+      worst_first(ranked_operators(summary, [](const RunOperator& op) { return !is_product(op); }));
+  verdict->title =
+      fmt::format("Expect no large speed-up: only {} of the time is products", percent(share));
+  verdict->detail = fmt::format(
+      "Convolutions and matrix products gain most from 16 bits. If they took no time at all, the "
+      "operators would be {:.2g} times as fast.",
+      1 / (1 - share));
+  verdict->remedy =
+      "fuse what the other operators do (docs/fused_layers.md), or train larger layers or batches";
+  return verdict;
+}
+
+std::optional<Verdict> judge_communication(const Evidence& evidence) {
+  const double share = share_of_step(evidence.summary, "communication");
+  if (share <= kCommunication) return std::nullopt;
+  std::optional<Verdict> verdict = share_verdict(Severity::advice, "communication", share);
+  verdict->title = fmt::format("{} of a step is waiting for other ranks", percent(share));
+  verdict->detail = "This is the part of the communication that the backward pass does not hide.";
+  verdict->remedy =
+      "accumulate gradients over several batches (no_sync), compress them to 16 bits "
+      "(parallel::comm_hook), or look for a rank that is slower than the others";
+  return verdict;
+}
+
+std::optional<Verdict> judge_data(const Evidence& evidence) {
+  const double share = share_of_step(evidence.summary, "data");
+  if (share <= kWaitForData) return std::nullopt;
+  std::optional<Verdict> verdict = share_verdict(Severity::advice, "data", share);
+  verdict->title = fmt::format("{} of a step is waiting for data", percent(share));
+  verdict->detail = "The model computes nothing meanwhile.";
+  verdict->remedy = "read ahead with data::PrefetchLoader, or with more workers of the loader";
+  return verdict;
+}
+
+}  // namespace semitone::report
