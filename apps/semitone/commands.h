@@ -18,5 +18,6 @@ void add_convert_command(CLI::App& app, Action& action);
 void add_doctor_command(CLI::App& app, Action& action);
 void add_tune_command(CLI::App& app, Action& action);
 void add_whatif_command(CLI::App& app, Action& action);
+void add_report_command(CLI::App& app, Action& action);
 
 }  // namespace semitone::cli

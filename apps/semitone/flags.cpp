@@ -185,14 +185,17 @@ void Flags::mark(const std::string& name, bool& variable, const std::string& hel
 }
 
 void Flags::json(std::string& variable) {
-  const auto take = [&variable](const std::vector<std::string>& words) {
-    variable = words.empty() || words.front().empty() ? "-" : words.front();
+  optional_file("--json", variable, "-",
+                "Write the result as JSON to a file, or without one to standard output; readable "
+                "output then goes to standard error");
+}
+
+void Flags::optional_file(const std::string& name, std::string& variable,
+                          const std::string& fallback, const std::string& help) {
+  const auto take = [&variable, fallback](const std::vector<std::string>& words) {
+    variable = words.empty() || words.front().empty() ? fallback : words.front();
   };
-  command_
-      .add_option_function<std::vector<std::string>>(
-          "--json", take,
-          "Write the result as JSON to a file, or without one to standard output; readable output "
-          "then goes to standard error")
+  command_.add_option_function<std::vector<std::string>>(name, take, help)
       ->type_name("[FILE]")
       ->expected(0, 1);
 }

@@ -70,6 +70,9 @@ class Flags {
   void mark(const std::string& name, bool& variable, const std::string& help);
   // --json [FILE]: empty if not given, "-" for standard output.
   void json(std::string& variable);
+  // --name [FILE]: empty if not given, the fallback without a file.
+  void optional_file(const std::string& name, std::string& variable, const std::string& fallback,
+                     const std::string& help);
 
  private:
   using Remedy = std::function<std::string(const std::string&)>;

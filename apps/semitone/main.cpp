@@ -50,6 +50,7 @@ int run(int argc, char** argv) {
   cli::add_doctor_command(app, action);
   cli::add_tune_command(app, action);
   cli::add_whatif_command(app, action);
+  cli::add_report_command(app, action);
   try {
     app.parse(arguments_of(argc, argv));
   } catch (const CLI::ParseError& error) {
