@@ -154,9 +154,15 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer(
       "--log-every", flags->log_every, 0, train::kLargestCount,
       "Steps between two lines of progress if the output is not a terminal; 0: no such lines");
-  add.text("--log-dir", flags->log_dir, "DIR",
-           "Record the training in this directory: a table of metrics, a file for TensorBoard, and "
-           "settings and versions; --opt-level all: in a directory DIR/O0 … for each level");
+  add.text(
+      "--log-dir", flags->log_dir, "DIR",
+      "Record the training in this directory: a table of metrics, a file for TensorBoard, and "
+      "settings and versions, for semitone report; --opt-level all: in a directory DIR/O0 … for "
+      "each level");
+  add.integer(
+      "--record-every", flags->record_every, 0, train::kLargestCount,
+      "With --log-dir, steps between two samples of the model's values, operators and times, "
+      "which cost as much as the step itself; 0: none");
   add_config_flags(add, command, *flags);
   add.json(flags->json);
   command.get_option("--json")->configurable(false);
@@ -186,6 +192,9 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
                      "--device " + flags.device);
   check_batch_size(flags, command, place);
   check_files(flags, command);
+  if (command.count("--record-every") > 0 && flags.log_dir.empty())
+    throw UsageError(kTrain, "--log-dir with --record-every", "none",
+                     "name the directory of the record");
   if (!flags.policy.empty() && flags.opt_level == "O0")
     throw UsageError(kTrain, "--opt-level O1, O2, O3 or all with --policy", "O0");
   if (!flags.policy.empty()) policy_of(flags.policy, c10::DeviceType::CPU, kTrain);

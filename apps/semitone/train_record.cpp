@@ -57,7 +57,7 @@ train::TrainResult train_recorded(const TrainFlags& flags, const CLI::App& comma
   if (flags.log_dir.empty()) return train(observer);
   report::RunLog log(log_dir_of(flags.log_dir, options.opt_level(), flags.levels().size() > 1),
                      log_options(command, options));
-  train::RunRecorder recorder(log, observer);
+  train::RunRecorder recorder(log, observer, flags.record_every);
   try {
     const train::TrainResult result = train(recorder);
     if (result.stop_signal == 0) {

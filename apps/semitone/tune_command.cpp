@@ -60,7 +60,7 @@ std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
       {"given_loss", number(result.given_loss)},
       {"loss", number(result.loss)},
       {"operators", result.operators},
-      {"layers", result.layers},
+      {"parameters", result.parameters},
       {"policy", nlohmann::ordered_json::parse(result.policy.to_json())},
       {"code", result.policy.to_code()},
       {"trials", std::move(trials)}};
@@ -80,6 +80,8 @@ void print_trial(const amp::TuneTrial& trial) {
 }
 
 int run(TuneFlags flags) {
+  if (!flags.out.empty() && flags.out == flags.json)
+    throw UsageError(kTune, "two files for --out and --json", "'" + flags.out + "' for both");
   if (flags.options.max_steps() < 4) {
     throw UsageError(kTune, "--max-steps from 4", std::to_string(flags.options.max_steps()),
                      "the mean loss of the last quarter of the steps is compared");

@@ -10,6 +10,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <iostream>
 #include <memory>
@@ -31,28 +32,36 @@ struct WhatIfFlags {
   std::string json;
 };
 
-// Looks at the steps after the first, by when the model has its device and memory format.
+// Looks at the steps after the first, by when the model has its device and memory format, and not at
+// the test after the last.
 class Examiner : public train::Observer {
  public:
+  explicit Examiner(std::int64_t last) : last_(last) {}
+
   train::Classifier keep(train::Classifier model) {
     model_ = model;
     return model;
   }
 
   using Observer::on;
-  void on(const train::StepDone&) override {
-    if (what_if_.has_value()) {
-      what_if_->next_step();
-    } else {
-      what_if_.emplace(*model_->module());
-    }
+  void on(const train::StepDone& step) override {
+    if (what_if_.has_value()) what_if_->next_step();
+    if (step.step == 1) what_if_.emplace(*model_->module());
+    if (step.step != std::min(last_, step.epochs * step.batches)) return;
+    text_ = what_if_->to_string();
+    json_ = what_if_->to_json();
+    what_if_.reset();
   }
 
-  const report::WhatIf& what_if() const { return *what_if_; }
+  const std::string& text() const { return text_; }
+  const std::string& json() const { return json_; }
 
  private:
+  std::int64_t last_;
   std::optional<train::Classifier> model_;
   std::optional<report::WhatIf> what_if_;
+  std::string text_;
+  std::string json_;
 };
 
 int run(WhatIfFlags flags) {
@@ -65,11 +74,11 @@ int run(WhatIfFlags flags) {
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
   flags.options.device(train::find_device(flags.device)).opt_level(amp::OptLevel::O0);
   const train::DataSet data = train::with_one_test_image(load_data(flags.data, kWhatIfCommand));
-  Examiner examiner;
+  Examiner examiner(flags.options.max_steps());
   const auto make = [&] { return examiner.keep(train::find_model(flags.model).make()); };
   train::train_classifier(make, data, flags.options, examiner);
-  if (flags.json != "-") human_output(flags.json) << examiner.what_if().to_string();
-  write_json(flags.json, flags.json.empty() ? "" : examiner.what_if().to_json());
+  if (flags.json != "-") human_output(flags.json) << examiner.text();
+  write_json(flags.json, flags.json.empty() ? "" : examiner.json());
   return kSuccess;
 }
 

@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "src/autocast/model_entries.h"
 #include "src/autocast/op_names.h"
+#include "src/core/replica_parameters.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
@@ -20,10 +21,20 @@
 namespace semitone::amp {
 namespace {
 
-// The parameters of a layer: "head.weight" gives "head.*", a parameter of the model itself its name.
-std::string glob_of(const std::string& parameter) {
+// "layer2.conv" for "layer2.conv.weight"; a parameter of the model itself has the layer "".
+std::string layer_of(const std::string& parameter) {
   const auto dot = parameter.rfind('.');
-  return dot == std::string::npos ? parameter : parameter.substr(0, dot + 1) + "*";
+  return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
+}
+
+// A pattern that matches only this name.
+std::string pattern_of(const std::string& name) {
+  std::string pattern;
+  for (const char letter : name) {
+    if (std::string_view("*?[\\").find(letter) != std::string_view::npos) pattern += '\\';
+    pattern += letter;
+  }
+  return pattern;
 }
 
 // Operators that copy or fill: keeping them in fp32 changes no arithmetic.
@@ -39,11 +50,11 @@ bool makes_memory(const c10::FunctionSchema& schema) {
 // Collects the lowered operators of a thread.
 class OperatorLog {
  public:
-  OperatorLog(const Model& model, const CastPolicy& policy) : policy_(policy) {
-    for (const ModelEntry& entry : entries_of(model)) {
-      if (entry.is_parameter)
-        layers_.emplace(entry.tensor.unsafeGetTensorImpl(), glob_of(entry.name));
-    }
+  OperatorLog(const Model& model, const CastPolicy& policy)
+      : policy_(policy), parameters_(entries_of(model)) {
+    std::erase_if(parameters_, [](const ModelEntry& entry) { return !entry.is_parameter; });
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      by_tensor_.emplace(parameters_[i].tensor.unsafeGetTensorImpl(), i);
   }
 
   void add(const at::RecordFunction& record) {
@@ -52,18 +63,20 @@ class OperatorLog {
     if (!name.has_value() || torch::autograd::get_current_node() != nullptr || is_outside()) return;
     Seen* const seen = find(*name);
     if (seen == nullptr) return;
-    bool is_lowered = seen->is_lowered_by_policy;
-    std::vector<std::string> layers;
-    for (const c10::IValue& value : record.inputs()) look_at(value, *seen, is_lowered, layers);
-    if (!is_lowered) return;
+    Arguments arguments;
+    // A boxed call has the whole stack.
+    const auto inputs = record.inputs();
+    for (const c10::IValue& value :
+         inputs.slice(inputs.size() - std::min(inputs.size(), seen->arguments)))
+      look_at(value, arguments);
+    if (!seen->is_lowered_by_policy && !(seen->follows_arguments && arguments.has_16_bits)) return;
     if (!seen->place.has_value()) {
       seen->place = operators_.size();
-      operators_.push_back({seen->name, {}});
+      operators_.push_back({seen->name});
     }
-    std::vector<std::string>& known = operators_[*seen->place].layers;
-    for (std::string& layer : layers) {
-      if (std::find(known.begin(), known.end(), layer) == known.end())
-        known.push_back(std::move(layer));
+    for (const std::size_t i : arguments.parameters) {
+      const std::string& parameter = parameters_[i].name;
+      operators_[*seen->place].layers[layer_of(parameter)].insert(pattern_of(parameter));
     }
   }
 
@@ -74,6 +87,7 @@ class OperatorLog {
     std::string name;
     bool is_candidate = false;
     bool is_lowered_by_policy = false;
+    std::size_t arguments = 0;
     bool follows_arguments = false;  // a 16-bit argument alone stays in 16 bits
     std::optional<std::size_t> place{};
   };
@@ -99,6 +113,7 @@ class OperatorLog {
     if (!handle.has_value() || writes_to_argument(*handle) || !makes_memory(handle->schema()) ||
         std::find(kCopies.begin(), kCopies.end(), seen.name) != kCopies.end())
       return seen;
+    seen.arguments = handle->schema().arguments().size();
     const auto row = policy_.find(seen.name);
     seen.is_lowered_by_policy = row.has_value() && row->action == CastAction::lower;
     seen.follows_arguments = !row.has_value() || row->action == CastAction::promote ||
@@ -107,26 +122,33 @@ class OperatorLog {
     return seen;
   }
 
-  void look_at(const c10::IValue& value, const Seen& seen, bool& is_lowered,
-               std::vector<std::string>& layers) const {
+  // Of one call.
+  struct Arguments {
+    bool has_16_bits = false;
+    std::vector<std::size_t> parameters;
+  };
+
+  void look_at(const c10::IValue& value, Arguments& arguments) const {
     if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList())
-        look_at(tensor, seen, is_lowered, layers);
+      for (const at::Tensor& tensor : value.toTensorList()) look_at(tensor, arguments);
     } else if (value.isTensor()) {
-      look_at(value.toTensor(), seen, is_lowered, layers);
+      look_at(value.toTensor(), arguments);
     }
   }
 
-  void look_at(const at::Tensor& tensor, const Seen& seen, bool& is_lowered,
-               std::vector<std::string>& layers) const {
+  void look_at(const at::Tensor& tensor, Arguments& arguments) const {
     if (!tensor.defined()) return;
-    if (seen.follows_arguments && is_16bit(tensor.scalar_type())) is_lowered = true;
-    const auto layer = layers_.find(tensor.unsafeGetTensorImpl());
-    if (layer != layers_.end()) layers.push_back(layer->second);
+    arguments.has_16_bits |= is_16bit(tensor.scalar_type());
+    auto found = by_tensor_.find(original_of(tensor));
+    // Linear layers multiply by a view: weight.t().
+    if (found == by_tensor_.end() && tensor.is_view())
+      found = by_tensor_.find(original_of(tensor._base()));
+    if (found != by_tensor_.end()) arguments.parameters.push_back(found->second);
   }
 
   const CastPolicy& policy_;
-  std::unordered_map<const c10::TensorImpl*, std::string> layers_;
+  std::vector<ModelEntry> parameters_;
+  std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;
   std::unordered_map<c10::OperatorName, Seen> seen_;
   std::vector<LoweredOperator> operators_;
 };

@@ -4,7 +4,8 @@
 #include "semitone/autocast/model.h"
 
 #include <functional>
-#include <memory>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -12,8 +13,12 @@ namespace semitone::amp {
 
 // An operator that computes in 16 bits under a policy.
 struct LoweredOperator {
-  std::string name;                 // "conv2d", "mul.Tensor"
-  std::vector<std::string> layers;  // globs of the layers whose parameters are its arguments
+  // The layers whose parameters are its arguments, with patterns that match exactly these parameters
+  // (CastPolicy::keep_fp32_params).
+  using Layers = std::map<std::string, std::set<std::string>>;
+
+  std::string name;  // "conv2d", "mul.Tensor"
+  Layers layers{};
 };
 
 // Calls a function, and returns the operators that compute in 16 bits in its forward pass, in the

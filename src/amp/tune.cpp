@@ -2,12 +2,16 @@
 
 #include "semitone/core/error.h"
 #include "src/amp/lowered_operators.h"
+#include "src/autocast/model_entries.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <exception>
+#include <limits>
 #include <map>
 #include <set>
 #include <utility>
@@ -21,21 +25,32 @@ constexpr auto kTuneReason = "found by tune";
 // What may be kept in fp32.
 struct Candidate {
   std::string name;
-  bool is_layer = false;
+  std::set<std::string> parameters{};  // of a layer, as patterns; of an operator: none
   bool operator==(const Candidate&) const = default;
   auto operator<=>(const Candidate&) const = default;
 };
 using Candidates = std::vector<Candidate>;
 
+// initialize takes the device from the model, whatever the policy's is.
+CastPolicy for_device_of(const Model& model, const CastPolicy& policy) {
+  const auto entries = entries_of(model);
+  if (entries.empty()) return policy;
+  return policy.with_target({entries.front().tensor.device().type(), policy.dtype()});
+}
+
 class Search {
  public:
   Search(const Model& model, const CastPolicy& policy, const TuneTraining& train,
          const TuneOptions& options)
-      : model_(model), given_(policy), train_(train), options_(options) {
+      : model_(model), given_(for_device_of(model, policy)), train_(train), options_(options) {
     if (!(options.band() > 0) || !std::isfinite(options.band()))
       throw Error(kTune, "a band above 0", fmt::format("{}", options.band()));
     if (options.max_trainings() < 1)
       throw Error(kTune, "at least 1 training", fmt::format("{}", options.max_trainings()));
+    if (policy.is_bound()) {
+      throw Error(kTune, "a policy that is not bound to a model", "a bound one",
+                  "pass the policy as it was before bind()");
+    }
   }
 
   TuneResult run() {
@@ -60,6 +75,10 @@ class Search {
     if (!std::isfinite(fp32_loss_)) {
       throw DivergedError(kTune, "a finite loss of the training in fp32",
                           fmt::format("{}", fp32_loss_), "lower the learning rate");
+    }
+    if (fp32_loss_ == 0) {
+      throw Error(kTune, "a loss in fp32 other than 0, of which the band is a share", "0",
+                  "return the training loss, or add 1");
     }
     const double again = run_training({}, std::nullopt, /*is_fp32=*/true);
     if (is_near(again)) return;
@@ -139,14 +158,14 @@ class Search {
       others.erase(others.begin() + (place - kept.begin()));
       Candidates layers;
       layers.reserve(op.layers.size());
-      for (auto layer = op.layers.rbegin(); layer != op.layers.rend(); ++layer)
-        layers.push_back({*layer, /*is_layer=*/true});
+      for (const auto& [layer, parameters] : op.layers) layers.push_back({layer, parameters});
       // The operator may be sensitive where it has no parameters.
       if (!is_in_band(joined(others, layers))) continue;
       const Candidates needed = smallest(layers, others);
       if (needed.size() < layers.size()) kept = joined(others, needed);
     }
-    return kept;
+    // A layer in fp32 may do for another operator, too.
+    return without_needless(std::move(kept), {});
   }
 
   static Candidates joined(const Candidates& one, const Candidates& other) {
@@ -158,11 +177,8 @@ class Search {
   CastPolicy policy_with(const Candidates& kept) const {
     CastPolicy policy = given_;
     for (const Candidate& one : kept) {
-      if (one.is_layer) {
-        policy.keep_fp32_params(one.name);
-      } else {
-        policy.keep_fp32(one.name, kTuneReason);
-      }
+      if (one.parameters.empty()) policy.keep_fp32(one.name, kTuneReason);
+      for (const std::string& parameter : one.parameters) policy.keep_fp32_params(parameter);
     }
     return policy;
   }
@@ -191,9 +207,19 @@ class Search {
     }
     TuneTrial trial;
     trial.kept.reserve(kept.size());
-    for (const Candidate& one : kept) trial.kept.push_back(one.name);
+    for (const Candidate& one : kept) {
+      trial.kept.push_back(
+          one.parameters.empty() ? one.name : fmt::format("{}", fmt::join(one.parameters, " ")));
+    }
     trial.is_fp32 = is_fp32;
-    trial.loss = train_(policy);
+    try {
+      trial.loss = train_(policy);
+    } catch (const std::exception& error) {
+      // Operators that refuse arguments of several dtypes, for example.
+      if (kept.empty()) throw;
+      trial.loss = std::numeric_limits<double>::quiet_NaN();
+      trial.error = error.what();
+    }
     trial.in_band = (is_fp32 && trials_.empty()) || is_near(trial.loss);
     trials_.push_back(std::move(trial));
     if (options_.on_trial()) options_.on_trial()(trials_.back());
@@ -203,8 +229,11 @@ class Search {
   TuneResult result(const Candidates& kept, double given_loss) {
     TuneResult result;
     result.policy = policy_with(kept);
-    for (const Candidate& one : kept)
-      (one.is_layer ? result.layers : result.operators).push_back(one.name);
+    for (const Candidate& one : kept) {
+      if (one.parameters.empty()) result.operators.push_back(one.name);
+      result.parameters.insert(result.parameters.end(), one.parameters.begin(),
+                               one.parameters.end());
+    }
     result.fp32_loss = fp32_loss_;
     result.given_loss = given_loss;
     result.loss = loss_of(kept);
@@ -213,7 +242,7 @@ class Search {
   }
 
   const Model& model_;
-  const CastPolicy& given_;
+  const CastPolicy given_;
   const TuneTraining& train_;
   const TuneOptions& options_;
   double fp32_loss_ = 0;
@@ -235,7 +264,7 @@ std::string TuneResult::to_string() const {
       fp32_loss, given_loss, loss, trials.size());
   text += is_unchanged() ? "the given policy suffices\n" : "to keep in fp32 in addition:\n";
   for (const std::string& op : operators) text += "  operator " + op + "\n";
-  for (const std::string& layer : layers) text += "  parameters " + layer + "\n";
+  for (const std::string& name : parameters) text += "  parameter " + name + "\n";
   return text + "\n" + policy.to_code() + "\n";
 }
 

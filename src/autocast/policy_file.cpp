@@ -8,9 +8,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <filesystem>
+#include <map>
 #include <set>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -41,15 +45,34 @@ auto parse(const Values& values, const std::string& name, const std::string& whe
                   fmt::format("'{}'", name.substr(0, 100)));
 }
 
+// A policy has objects three deep. Copying and writing a value takes a part of the program's stack for
+// each level.
+constexpr int kDeepest = 4;
+constexpr std::uintmax_t kLargestFile = std::uintmax_t{1} << 20;
+
+Json parse_json(const std::string& text, const std::string& where) {
+  const auto check = [&](int depth, Json::parse_event_t /*event*/, const Json& /*value*/) {
+    if (depth <= kDeepest) return true;
+    throw FileError(kPolicyFile, fmt::format("values at most {} deep in {}", kDeepest, where),
+                    "deeper ones");
+  };
+  return Json::parse(text, check, /*allow_exceptions=*/false, /*ignore_comments=*/true);
+}
+
 Json read_json(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const std::uintmax_t size = std::filesystem::file_size(path, ignored);
+  if (!ignored && size > kLargestFile) {
+    throw FileError(kPolicyFile, "a file with a cast policy, of less than 1 MiB",
+                    fmt::format("'{}' of {} bytes", path.string(), size));
+  }
   const std::string text = read_text(path);
   if (text.empty()) {
     throw FileError(kPolicyFile, "a file with a cast policy",
                     fmt::format("'{}', which is missing, empty or unreadable", path.string()),
                     "write one with CastPolicy::save or `semitone tune --out FILE`");
   }
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false,
-                                /*ignore_comments=*/true);
+  const Json json = parse_json(text, "'" + path.string() + "'");
   if (!json.is_object() || json.value("format", Json()) != Json(kPolicyFormat)) {
     throw FileError(kPolicyFile, fmt::format(R"(a JSON object with "format": "{}")", kPolicyFormat),
                     fmt::format("'{}', which is {}", path.string(),
@@ -83,21 +106,34 @@ CastRow row_of(const Json& value, const std::string& where) {
           value.value("reason", std::string(kUserReason))};
 }
 
+// The value of a key that may be missing. `empty` is an object or an array, as the value must be.
+Json optional_value(const Json& json, const char* key, const Json& empty,
+                    const std::string& where) {
+  const auto found = json.find(key);
+  if (found == json.end()) return empty;
+  if (found->type() == empty.type()) return *found;
+  throw FileError(
+      kPolicyFile,
+      fmt::format("{} of '{}' in {}", empty.is_object() ? "an object" : "a list", key, where),
+      found->dump().substr(0, 100));
+}
+
 void apply(CastPolicy& policy, const Json& json, const std::string& where) {
-  const Json operators = json.value("operators", Json::object());
+  const Json operators = optional_value(json, "operators", Json::object(), where);
   for (const auto& item : operators.items()) {
     const CastRow row =
         row_of(item.value(), fmt::format("operators, '{}', of {}", item.key(), where));
     policy.set(item.key(), row.action, row.reason);
   }
-  const Json globs = json.value("keep_fp32_params", Json::array());
+  const Json globs = optional_value(json, "keep_fp32_params", Json::array(), where);
   for (const auto& glob : globs) policy.keep_fp32_params(glob.get<std::string>());
   if (json.contains("emulation"))
     policy.emulation(
         parse(kEmulations, json.at("emulation").get<std::string>(), "emulation of " + where));
   if (!json.contains("fast_kernels")) return;
   policy.fast_kernels(false);
-  for (const auto& op : json.at("fast_kernels")) policy.fast_kernel(op.get<std::string>());
+  const Json kernels = optional_value(json, "fast_kernels", Json::array(), where);
+  for (const auto& op : kernels) policy.fast_kernel(op.get<std::string>());
 }
 
 std::string literal(std::string_view text) {
@@ -141,11 +177,15 @@ std::vector<std::pair<std::string, CastRow>> CastPolicy::edits_by_name() const {
   std::vector<std::pair<std::string, CastRow>> edits;
   for (const auto& [base, names] : overloads) {
     const CastRow& first = edits_.at(names.front());
+    std::vector<std::string> all;
+    for (const auto& op : resolve_operators(base, kPolicyFile))
+      all.push_back(display_name(op.operator_name()));
+    std::sort(all.begin(), all.end());
     const bool are_equal = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
       const CastRow& row = edits_.at(name);
       return row.action == first.action && row.reason == first.reason;
     });
-    if (are_equal && resolve_operators(base, kPolicyFile).size() == names.size()) {
+    if (are_equal && all == names) {
       edits.emplace_back(base, first);
       continue;
     }

@@ -111,7 +111,7 @@ void finish(const at::RecordFunction& record, at::ObserverContext* context) {
     return;
   }
   trace.layer = nullptr;
-  const auto results = record.outputs();
+  const auto results = last(record.outputs(), examined->call->op.schema().returns().size());
   // Without results, the operator has thrown.
   if (results.empty() || state_in_force() != &examined->state) return;
   try {

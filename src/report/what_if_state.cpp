@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/report/operator_info.h"
+#include "src/report/tensor_values.h"
 
 #include <ATen/Context.h>
 #include <c10/util/ScopeExit.h>
@@ -39,7 +40,10 @@ constexpr std::array kProducts{"linear",
                                "convolution",
                                "convolution_backward",
                                "mkldnn_linear_backward",
-                               "scaled_dot_product_attention"};
+                               "scaled_dot_product_attention",
+                               "_scaled_dot_product_flash_attention_for_cpu_backward",
+                               "_scaled_dot_product_flash_attention_backward",
+                               "_scaled_dot_product_efficient_attention_backward"};
 
 std::set<std::string, std::less<>> checked_operators(const std::vector<std::string>& chosen) {
   if (chosen.empty()) return {kProducts.begin(), kProducts.end()};
@@ -84,8 +88,12 @@ void for_tensors_in(std::vector<c10::IValue>& values, const Visit& visit) {
 }
 
 bool is_fp32(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.scalar_type() == at::kFloat &&
-         tensor.layout() == at::kStrided && tensor.numel() > 0;
+  return can_examine(tensor) && tensor.scalar_type() == at::kFloat;
+}
+
+// The largest absolute value but inf.
+double largest_of(const at::Tensor& values) {
+  return values.abs().nan_to_num(/*nan=*/0, /*posinf=*/0).max().item<double>();
 }
 
 double share(std::int64_t part, std::int64_t whole) {
@@ -135,6 +143,9 @@ std::string WhatIfState::layer_of(const std::vector<c10::IValue>& arguments) con
 
 void WhatIfState::set_layer(const NodeId& node, const std::string& layer) {
   const std::lock_guard lock(mutex_);
+  // Graphs that live longer lose the names of their layers, and nothing else.
+  constexpr std::size_t kMost = 1 << 17;
+  if (layers_.size() >= kMost) layers_.clear();
   layers_.insert_or_assign(node, layer);
 }
 
@@ -161,11 +172,12 @@ void WhatIfState::examine(const Call& call, const std::vector<c10::IValue>& resu
   std::size_t index = 0;
   std::vector<c10::IValue> tensors = call.arguments;
   for_tensors_in(tensors, [&](const at::Tensor& tensor) {
-    Amax& amax = place.amax[index++];
-    if (is_fp32(tensor)) amax.now = std::max(amax.now, tensor.abs().max().item<double>());
+    const auto key = std::pair(place.calls_in_step, index++);
+    if (is_fp32(tensor)) place.amax[key].now = largest_of(tensor);
   });
   for (std::size_t format = 0; format < options_.formats().size(); ++format)
     examine(place, format, call, results);
+  ++place.calls_in_step;
 }
 
 std::vector<c10::IValue> WhatIfState::round_arguments(
@@ -175,9 +187,10 @@ std::vector<c10::IValue> WhatIfState::round_arguments(
   std::vector<c10::IValue> all = arguments;
   std::size_t index = 0;
   for_tensors_in(all, [&](at::Tensor& tensor) {
-    const Amax& amax = place.amax[index++];
+    const auto key = std::pair(place.calls_in_step, index++);
     // Biases are added to sums in fp32.
     if (!is_fp32(tensor) || (is_fp8(dtype) && tensor.dim() < 2)) return;
+    const Amax& amax = place.amax[key];
     const double largest =
         amax.before.empty() ? amax.now : *std::max_element(amax.before.begin(), amax.before.end());
     RoundedValues values = rounded(tensor, dtype, is_fp8(dtype) ? largest : 0);
@@ -222,7 +235,9 @@ void WhatIfState::next_step() {
   names_.refresh();
   layers_.clear();
   for (Place& place : places_) {
-    for (auto& [index, amax] : place.amax) {
+    place.calls_in_step = 0;
+    for (auto& [key, amax] : place.amax) {
+      if (amax.now == 0) continue;
       amax.before.push_back(std::exchange(amax.now, 0));
       if (amax.before.size() > static_cast<std::size_t>(options_.amax_history()))
         amax.before.pop_front();

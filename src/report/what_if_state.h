@@ -83,15 +83,18 @@ class WhatIfState : public c10::DebugInfoBase {
     std::int64_t overflow = 0;
     std::int64_t non_finite = 0;
   };
-  // The largest absolute values of an argument.
+  // The largest finite absolute values of an argument: in this step, and in those before in which it
+  // had any but 0.
   struct Amax {
     double now = 0;
     std::deque<double> before;
   };
   struct Place {
     WhatIfRow row;
-    std::vector<Sums> sums;            // of each format
-    std::map<std::size_t, Amax> amax;  // by the argument's index among the tensors
+    std::vector<Sums> sums;  // of each format
+    std::int64_t calls_in_step = 0;
+    // By the call in the step, and the argument's index among the tensors.
+    std::map<std::pair<std::int64_t, std::size_t>, Amax> amax;
   };
 
   Place& place_of(const WhatIfRow& row);

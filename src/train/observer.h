@@ -1,5 +1,8 @@
 #pragma once
 
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -11,6 +14,20 @@ namespace semitone::train {
 struct Resumed {
   std::int64_t step;  // steps done
   std::filesystem::path path;
+};
+
+// Event: the first step is about to begin. The references are good until TrainingEnds.
+struct TrainingBegins {
+  const torch::nn::Module& model;
+  torch::optim::Optimizer& optimizer;
+};
+
+// Event: no further step comes, also because of an exception. Comes before the test.
+struct TrainingEnds {};
+
+// Event: a step begins.
+struct StepBegins {
+  std::int64_t step;  // in the training, from 1
 };
 
 // Event: a step is done.
@@ -60,6 +77,9 @@ class Observer {
   virtual ~Observer() = default;
 
   virtual void on(const Resumed&) {}
+  virtual void on(const TrainingBegins&) {}
+  virtual void on(const TrainingEnds&) {}
+  virtual void on(const StepBegins&) {}
   virtual void on(const StepDone&) {}
   virtual void on(const NonFiniteStep&) {}
   virtual void on(const EpochDone&) {}

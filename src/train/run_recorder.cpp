@@ -13,17 +13,31 @@ void RunRecorder::on(const Resumed& resumed) {
   next_.on(resumed);
 }
 
+void RunRecorder::on(const TrainingBegins& begin) {
+  if (sample_every_ > 0) {
+    recorder_.emplace(log_, begin.model, report::RecorderOptions().every(sample_every_));
+    recorder_->add_optimizer(begin.optimizer);
+  }
+  next_.on(begin);
+}
+
+void RunRecorder::on(const TrainingEnds& end) {
+  recorder_.reset();
+  next_.on(end);
+}
+
+void RunRecorder::on(const StepBegins& begin) {
+  log_.set_step(begin.step);
+  next_.on(begin);
+}
+
 void RunRecorder::on(const StepDone& step) {
   step_ = step.step;
-  // The first call of a training that does not resume; else it is this step already.
-  log_.set_step(step_);
   if (step_ % kSteps == 0) {
     log_.add_scalar("train/loss", step.loss);
     log_.add_scalar("train/lr", step.lr);
     log_.add_scalar("train/images_per_second", step.images_per_second);
   }
-  // Events of the next step come before its end.
-  log_.set_step(step_ + 1);
   next_.on(step);
 }
 

@@ -1,9 +1,11 @@
 #pragma once
 
+#include "semitone/report/recorder.h"
 #include "semitone/report/run_log.h"
 #include "src/train/observer.h"
 
 #include <cstdint>
+#include <optional>
 
 namespace semitone::train {
 
@@ -14,15 +16,22 @@ namespace semitone::train {
 //   amp/skipped_steps
 // - at the end: test/accuracy (0 to 1), test/loss
 //
+// - samples of the model and its training (report::Recorder)
+//
 // RunLog itself adds changes of the loss scale and skipped steps.
 class RunRecorder : public Observer {
  public:
-  // @param log   must outlive this object
-  // @param next  receives the same events; must outlive this object
-  RunRecorder(report::RunLog& log, Observer& next) : log_(log), next_(next) {}
+  // @param log           must outlive this object
+  // @param next          receives the same events; must outlive this object
+  // @param sample_every  steps between two samples; 0: no samples
+  RunRecorder(report::RunLog& log, Observer& next, std::int64_t sample_every = 0)
+      : log_(log), next_(next), sample_every_(sample_every) {}
 
   using Observer::on;
   void on(const Resumed& resumed) override;
+  void on(const TrainingBegins& begin) override;
+  void on(const TrainingEnds& end) override;
+  void on(const StepBegins& begin) override;
   void on(const StepDone& step) override;
   void on(const NonFiniteStep& step) override;
   void on(const EpochDone& epoch) override;
@@ -31,6 +40,8 @@ class RunRecorder : public Observer {
  private:
   report::RunLog& log_;
   Observer& next_;
+  std::int64_t sample_every_;
+  std::optional<report::Recorder> recorder_;
   std::int64_t step_ = 0;  // steps done
 };
 

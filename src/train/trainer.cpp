@@ -21,6 +21,7 @@
 #include "src/train/step_decisions.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/types.h>
 
@@ -111,6 +112,8 @@ class Run {
                              group());
     decisions_.restart_clock();
     std::vector<at::Tensor> order;
+    observer_.on(TrainingBegins{*setup_.model.module(), *setup_.optimizer});
+    const auto end = c10::make_scope_exit([this] { observer_.on(TrainingEnds{}); });
     const auto begin = Clock::now();
     while (position_.step < end_step_ && stop_signal_ == 0) {
       const std::int64_t epoch = position_.step / batches_;
@@ -154,6 +157,7 @@ class Run {
   }
 
   void step(const at::Tensor& indices, NonFiniteSteps& nonfinite) {
+    observer_.on(StepBegins{position_.step + 1});
     const auto begin = Clock::now();
     const Batch batch = read(indices);
     const double rate = learning_rate(options_.schedule(), options_.lr(), position_.step, steps_);

@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -39,7 +40,7 @@ struct Sensitive : torch::nn::Module {
   torch::nn::Linear first, second;
 };
 
-// Trains a new model for a few steps, each time the same. Returns the mean loss of the last ones.
+// Trains a model from new weights for a few steps, each time the same. Returns the mean loss of the last ones.
 template <typename Net>
 double train(const std::shared_ptr<Net>& net, const std::optional<CastPolicy>& policy,
              std::int64_t steps = 12) {
@@ -73,7 +74,7 @@ TEST(Tune, FindsTheOneOperatorThatIsSensitive) {
   const TuneResult result =
       tune(net, given, [&](const auto& policy) { return train(net, policy); });
   EXPECT_EQ(result.operators, Names({"mul.Tensor"})) << result.to_string();
-  EXPECT_EQ(result.layers, Names());
+  EXPECT_EQ(result.parameters, Names());
   // NaN, for example.
   EXPECT_FALSE(std::abs(result.given_loss - result.fp32_loss) <= 0.01 * result.fp32_loss);
   EXPECT_LE(std::abs(result.loss - result.fp32_loss), 0.01 * result.fp32_loss);
@@ -133,20 +134,20 @@ TEST(Tune, FindsOperatorsThatAreNeededTogether) {
   EXPECT_EQ(std::set<std::string>(result.operators.begin(), result.operators.end()),
             std::set<std::string>({"bmm", "relu"}))
       << result.to_string();
-  EXPECT_TRUE(result.layers.empty());
+  EXPECT_TRUE(result.parameters.empty());
 }
 
 TEST(Tune, FindsTheLayerOfAnOperator) {
   const TuneResult result = Pretended().tune([](const CastPolicy& policy) {
-    return is_fp32(policy, "addmm") || has_glob(policy, "second.*");
+    return is_fp32(policy, "addmm") || has_glob(policy, "second.weight");
   });
   EXPECT_EQ(result.operators, Names()) << result.to_string();
-  EXPECT_EQ(result.layers, Names({"second.*"}));
-  EXPECT_EQ(result.policy.fp32_param_globs(), Names({"second.*"}));
+  EXPECT_EQ(result.parameters, Names({"second.bias", "second.weight"}));
+  EXPECT_EQ(result.policy.fp32_param_globs(), Names({"second.bias", "second.weight"}));
 
   const TuneResult whole = Pretended().tune(
       [](const CastPolicy& policy) {
-        return is_fp32(policy, "addmm") || has_glob(policy, "second.*");
+        return is_fp32(policy, "addmm") || has_glob(policy, "second.weight");
       },
       TuneOptions().layers(false));
   EXPECT_EQ(whole.operators, Names({"addmm"}));
@@ -155,10 +156,10 @@ TEST(Tune, FindsTheLayerOfAnOperator) {
 TEST(Tune, KeepsTheOperatorIfEveryLayerNeedsIt) {
   const TuneResult result = Pretended().tune([](const CastPolicy& policy) {
     return is_fp32(policy, "addmm") ||
-           (has_glob(policy, "first.*") && has_glob(policy, "second.*"));
+           (has_glob(policy, "first.weight") && has_glob(policy, "second.weight"));
   });
   EXPECT_EQ(result.operators, Names({"addmm"}));
-  EXPECT_TRUE(result.layers.empty());
+  EXPECT_TRUE(result.parameters.empty());
 }
 
 TEST(Tune, ReportsEachTraining) {
@@ -177,8 +178,8 @@ TEST(Tune, ReportsEachTraining) {
 TEST(Tune, RefusesWhatItCannotFind) {
   Pretended pretended;
   const auto never = [](const CastPolicy&) { return false; };
-  test::expect_error([&] { pretended.tune(never); },
-                     {"amp.tune", "within 1 % of 1 with all", "operators in fp32", "widen the band"});
+  test::expect_error([&] { pretended.tune(never); }, {"amp.tune", "within 1 % of 1 with all",
+                                                      "operators in fp32", "widen the band"});
   test::expect_error([&] { pretended.tune(never, TuneOptions().max_trainings(3)); },
                      {"a result after 3 trainings"});
   test::expect_error([&] { pretended.tune(never, TuneOptions().band(0)); }, {"a band above 0"});
@@ -187,6 +188,12 @@ TEST(Tune, RefusesWhatItCannotFind) {
       {"a band above 0"});
   double loss = 1;
   const test::ToyNet net;
+  test::expect_error(
+      [&] { tune(net, CastPolicy::semitone(kTarget).bind(net), [&](const auto&) { return 1.0; }); },
+      {"not bound to a model"});
+  test::expect_error(
+      [&] { tune(net, CastPolicy::semitone(kTarget), [&](const auto&) { return 0.0; }); },
+      {"other than 0"});
   test::expect_error(
       [&] { tune(net, CastPolicy::semitone(kTarget), [&](const auto&) { return loss *= 1.1; }); },
       {"two trainings in fp32", "1.1", "1.21"});
@@ -203,7 +210,10 @@ TEST(Tune, TakesALossThatIsNotFiniteAsOutside) {
   test::expect_error(
       [&] {
         tune(net, CastPolicy::semitone(kTarget), [&](const std::optional<CastPolicy>& policy) {
-          return policy.has_value() ? std::nan("") : 1.0;
+          if (!policy.has_value()) return 1.0;
+          const Autocast region(policy->bind(net));
+          torch::nn::Linear(net->first)(torch::ones({2, 6}));
+          return std::nan("");
         });
       },
       {"operators in fp32"});

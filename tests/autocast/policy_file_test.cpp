@@ -64,6 +64,17 @@ TEST_F(PolicyFile, HoldsEveryEditOfEveryPreset) {
   }
 }
 
+TEST_F(PolicyFile, TellsAnOverloadThatWritesFromTheOperator) {
+  const auto policy = CastPolicy::none(kTarget).ban("exp.out").leave("relu_");
+  policy.save(path_);
+  const auto read = CastPolicy::from_file(path_, kTarget);
+  expect_equal(read, policy);
+  EXPECT_FALSE(read.find("exp").has_value());
+  EXPECT_EQ(policy.to_code(),
+            "CastPolicy::none({torch::kCPU, torch::kHalf})\n    .ban(\"exp.out\")\n"
+            "    .leave(\"relu_\")");
+}
+
 TEST_F(PolicyFile, OfAPresetIsThePreset) {
   const auto policy = CastPolicy::semitone(kTarget);
   policy.save(path_);
@@ -112,6 +123,12 @@ TEST_F(PolicyFile, SaysWhatIsWrongInAFile) {
       {head + R"("preset": "apex", "operators": {"exp": "fp23"}})", {"fp32", "'exp'", "'fp23'"}},
       {head + R"("preset": "apex", "operators": {"exp": {"acton": "fp32"}}})", {"'acton'"}},
       {head + R"("preset": "apex", "operators": {"exp": 3}})", {"an action", "'exp'", "3"}},
+      {head + R"("preset": "apex", "operators": null})", {"an object of 'operators'", "null"}},
+      {head + R"("preset": "apex", "fast_kernels": "gelu"})", {"a list of 'fast_kernels'", "gelu"}},
+      {head + R"("preset": "apex", "operators": {"exp": )" + std::string(100000, '[') +
+           std::string(100000, ']') + "}}",
+       {"at most 4 deep"}},
+      {head + std::string(1 << 20, ' ') + "}", {"less than 1 MiB"}},
       {head + R"("preset": 7})", {"a cast policy in", "policy.json"}},
       {head + R"("preset": "apex", "emulation": "sometimes"})", {"never", "'sometimes'"}},
       {head + R"("preset": "apex", "fast_kernels": ["conv9d"]})", {"'conv9d'"}},

@@ -115,6 +115,7 @@ TEST(WhatIf, CountsWhatAFormatCannotHold) {
 }
 
 TEST(WhatIf, ScalesOfFp8AreThoseOfTheStepsBefore) {
+  torch::manual_seed(5);
   const semitone::test::ToyNet net;
   const torch::NoGradGuard no_grad;
   WhatIf what_if(*net, WhatIfOptions().formats({torch::kFloat8_e4m3fn}).amax_history(2));
@@ -148,6 +149,50 @@ std::vector<at::Tensor> trained(bool is_watched) {
     EXPECT_EQ(what_if->rows().size(), 4U);
   }
   return net->parameters();
+}
+
+TEST(WhatIf, EachArgumentHasAScaleOfItsOwn) {
+  torch::manual_seed(6);
+  const semitone::test::ToyNet net;
+  WhatIf what_if(*net, WhatIfOptions().formats({torch::kFloat8_e4m3fn}));
+  for (int step = 0; step < 2; ++step) {
+    // The weight's gradient is mm(gradient, x), that of the input is mm(gradient, weight).
+    torch::nn::Linear(net->first)(1e6 * torch::rand({2, 6}).add(0.5).requires_grad_())
+        .sum()
+        .backward();
+    what_if.next_step();
+  }
+  const auto rows = what_if.rows();
+  const auto* const products = find(rows, "mm", "first", true);
+  ASSERT_NE(products, nullptr);
+  EXPECT_EQ(products->calls, 4);
+  EXPECT_LT(products->effects[0].underflow, 0.01);
+}
+
+TEST(WhatIf, InfinitiesAndPausesLeaveTheScale) {
+  torch::manual_seed(7);
+  const semitone::test::ToyNet net;
+  const torch::NoGradGuard no_grad;
+  WhatIf what_if(*net, WhatIfOptions().formats({torch::kFloat8_e4m3fn}).amax_history(1));
+  const at::Tensor x = torch::rand({2, 6}) * 1e-6;
+  at::Tensor infinite = x.clone();
+  infinite[0][0] = std::numeric_limits<float>::infinity();
+  for (const at::Tensor& input : {infinite, x}) {
+    torch::nn::Linear(net->first)(input);
+    what_if.next_step();
+    what_if.next_step();  // a step without a call
+  }
+  const auto effect = what_if.rows().at(0).effects.at(0);
+  EXPECT_EQ(effect.underflow, 0);
+  EXPECT_LT(effect.error, 0.2);
+}
+
+TEST(WhatIf, LooksOnlyAtMemoryThatThereIs) {
+  const semitone::test::ToyNet net;
+  WhatIf what_if(*net);
+  at::mm(torch::empty({2, 2}, torch::kMeta), torch::empty({2, 2}, torch::kMeta));
+  torch::nn::Linear(net->first)(torch::ones({2, 6}));
+  EXPECT_EQ(what_if.rows().size(), 2U);
 }
 
 TEST(WhatIf, ChangesNoResult) {

@@ -6,6 +6,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include <cstdint>
 #include <filesystem>
@@ -52,7 +53,10 @@ TEST(RunRecorder, RecordsEveryTenthStepAndEpochs) {
   report::RunLog log(folder.path());
   Recorder next;
   RunRecorder recorder(log, next);
-  for (std::int64_t step = 1; step <= 12; ++step) recorder.on(done(step));
+  for (std::int64_t step = 1; step <= 12; ++step) {
+    recorder.on(StepBegins{step});
+    recorder.on(done(step));
+  }
   recorder.on(EpochDone{.epoch = 1,
                         .epochs = 1,
                         .train_loss = 0.75,
@@ -80,6 +84,7 @@ TEST(RunRecorder, GivesEventsTheStepInWhichTheyHappen) {
   RunRecorder recorder(log, none);
   recorder.on(Resumed{.step = 30, .path = "checkpoint"});
   for (std::int64_t step = 31; step <= 33; ++step) {
+    recorder.on(StepBegins{step});
     events::emit(skip(step - 30));
     recorder.on(done(step));
   }
@@ -94,6 +99,7 @@ TEST(RunRecorder, GivesEventsTheStepOfANewTrainingToo) {
   report::RunLog log(folder.path());
   Observer none;
   RunRecorder recorder(log, none);
+  recorder.on(StepBegins{1});
   events::emit(skip(1));
   recorder.on(done(1));
   log.close();
@@ -114,6 +120,44 @@ TEST(RunRecorder, RecordsTheLearningRateOfEachStep) {
   log.close();
   for (const StepDone& step : next.steps) EXPECT_EQ(step.lr, 0.05);
   EXPECT_THAT(metrics_in(folder.path()), Contains("10,train/lr,0.05"));
+}
+
+// The steps of the lines of a kind in samples.jsonl.
+std::vector<std::int64_t> samples_in(const std::filesystem::path& directory) {
+  std::istringstream text(read_text(directory / "samples.jsonl"));
+  std::vector<std::int64_t> steps;
+  for (std::string line; std::getline(text, line);) {
+    const auto sample = nlohmann::json::parse(line);
+    if (sample.at("kind") == "sample") steps.push_back(sample.at("step"));
+  }
+  return steps;
+}
+
+TEST(RunRecorder, SamplesStepsWithoutAnEffectOnThem) {
+  const TrainOptions options =
+      options_for(amp::OptLevel::O2, torch::kHalf).limit_batches(10).epochs(1);
+  Recorder plain;
+  train_classifier(drop_net, data(), options, plain);
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Recorder next;
+  RunRecorder recorder(log, next, /*sample_every=*/4);
+  train_classifier(drop_net, data(), options, recorder);
+  log.close();
+  EXPECT_THAT(samples_in(folder.path()), ElementsAre(1, 5, 9));
+  EXPECT_EQ(next.losses, plain.losses);
+}
+
+TEST(RunRecorder, AStepThatFailsIsNoSample) {
+  const TemporaryFolder folder;
+  report::RunLog log(folder.path());
+  Observer none;
+  RunRecorder recorder(log, none, /*sample_every=*/1);
+  EXPECT_THROW(train_classifier(drop_net, data(),
+                                options_for(amp::OptLevel::O0, torch::kHalf).lr(1e30), recorder),
+               DivergedError);
+  log.close(report::Outcome::failed, "diverged");
+  EXPECT_FALSE(samples_in(folder.path()).empty());
 }
 
 }  // namespace

@@ -83,7 +83,43 @@ TEST(Tuning, AnEncodersPolicyMeetsItsBand) {
       << result.to_string();
   EXPECT_EQ(training(result.policy), result.loss);
   // What it keeps is needed.
-  EXPECT_LT(result.operators.size() + result.layers.size(), 8U) << result.to_string();
+  for (const std::string& op : result.operators) {
+    amp::CastPolicy without = result.policy;
+    const auto row = given.find(op);
+    without.set(op, row.has_value() ? row->action : amp::CastAction::leave);
+    EXPECT_GT(std::abs(training(without) - result.fp32_loss), band * result.fp32_loss) << op;
+  }
+}
+
+TrainOptions short_training() {
+  return options_for(amp::OptLevel::O1, torch::kBFloat16).max_steps(8);
+}
+
+amp::TuneResult tuned(const TrainOptions& options) {
+  return tune_classifier(&drop_net, data(), options,
+                         amp::CastPolicy::semitone({torch::kCPU, torch::kBFloat16}),
+                         amp::TuneOptions().band(0.5));
+}
+
+TEST(Tuning, TrainsAClassifierTheSameWayEachTime) {
+  const amp::TuneResult result = tuned(short_training());
+  ASSERT_GE(result.trials.size(), 3U);
+  EXPECT_EQ(result.trials[0].loss, result.trials[1].loss);
+  // The loss is that of the last two steps.
+  Recorder recorder;
+  train_classifier(&drop_net, data(), short_training().opt_level(amp::OptLevel::O0), recorder);
+  ASSERT_EQ(recorder.losses.size(), 8U);
+  EXPECT_DOUBLE_EQ(result.fp32_loss, (recorder.losses[6] + recorder.losses[7]) / 2);
+}
+
+TEST(Tuning, TakesATrainingThatEndsEarlier) {
+  EXPECT_TRUE(std::isfinite(tuned(short_training().limit_batches(3).epochs(1)).fp32_loss));
+}
+
+TEST(Tuning, RefusesWhatItCannotRepeat) {
+  test::expect_error([] { tuned(short_training().max_steps(3)); }, {"at least 4 steps", "3"});
+  test::expect_error([] { tuned(short_training().checkpoint_dir("there")); },
+                     {"no checkpoints", "'there'"});
 }
 
 }  // namespace

@@ -16,19 +16,21 @@ namespace semitone::amp {
 /// A short training from its start, with the same weights, data and random numbers each time.
 ///
 /// @param policy  the policy of its autocast region (Options::policy at O1); std::nullopt: train in
-///                fp32, without a region (O0)
+///                fp32, without a region (O0).
+///                Set the dtype of the options, too: initialize does not take it from the policy
 /// @return the loss to compare: for example the mean training loss of the last quarter of the steps,
 ///         or the loss of some validation data afterwards. NaN or inf: it diverged.
 using TuneTraining = std::function<double(const std::optional<CastPolicy>& policy)>;
 
 /// One training of tune.
 struct TuneTrial {
-  /// Operators ("softmax.int") and layers ("head.*", a glob of CastPolicy::keep_fp32_params) that
-  /// were kept in fp32 in addition to those of the given policy.
+  /// Operators ("softmax.int") and layers, by their parameters ("head.bias head.weight"), that were
+  /// kept in fp32 in addition to those of the given policy.
   std::vector<std::string> kept;
   bool is_fp32 = false;  ///< whether all of the training ran in fp32, without a region (O0)
   double loss = 0;       ///< what the training returned
   bool in_band = false;  ///< whether the loss is in the band; always true of the first training
+  std::string error;     ///< why the training ended with an exception; its loss is NaN then
 };
 
 /// Options of tune.
@@ -49,14 +51,15 @@ struct TuneResult {
   /// `semitone train --policy FILE`; to_code() prints it.
   CastPolicy policy = CastPolicy::none();
   std::vector<std::string> operators;  ///< those that stay in fp32 in addition
-  std::vector<std::string> layers;     ///< globs of parameters that stay in fp32 in addition
-  double fp32_loss = 0;                ///< of the training in fp32
-  double given_loss = 0;               ///< under the given policy
-  double loss = 0;                     ///< under the result
-  std::vector<TuneTrial> trials;       ///< all trainings, in order
+  /// Patterns of parameters that stay in fp32 in addition (CastPolicy::keep_fp32_params).
+  std::vector<std::string> parameters;
+  double fp32_loss = 0;           ///< of the training in fp32
+  double given_loss = 0;          ///< under the given policy
+  double loss = 0;                ///< under the result
+  std::vector<TuneTrial> trials;  ///< all trainings, in order
 
   /// Whether the given policy was in the band already.
-  bool is_unchanged() const { return operators.empty() && layers.empty(); }
+  bool is_unchanged() const { return operators.empty() && parameters.empty(); }
   /// The result in a few lines, with the losses and the policy as code.
   std::string to_string() const;
 };
@@ -89,7 +92,7 @@ struct TuneResult {
 ///
 /// @param model   names the layers. If the training uses other parameter tensors than the model's in
 ///                its first run under the policy, single layers are not tried.
-/// @param policy  the policy to begin with, for the device and dtype of the training
+/// @param policy  the policy to begin with, for the dtype of the training. Not bound to a model
 ///
 /// DivergedError if the loss in fp32 is not finite. Error if
 /// - the options are out of range,

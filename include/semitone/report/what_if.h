@@ -21,7 +21,8 @@ struct WhatIfOptions {
     c10::ScalarType::Float8_e5m2
   };
   /// Operators to examine, by their ATen names without overload. Default: matrix products,
-  /// convolutions and attention, forward and backward. A backward operator needs its own name
+  /// convolutions and attention, forward and
+  /// backward, but not recurrent layers. A backward operator needs its own name
   /// (threshold_backward). Operators that write to an argument are never examined.
   TORCH_ARG(std::vector<std::string>, operators);
   /// Number of past steps whose largest absolute values decide the scale of fp8. At least 1. Default
@@ -87,7 +88,7 @@ class WhatIf {
   WhatIf(const WhatIf&) = delete;
   WhatIf& operator=(const WhatIf&) = delete;
 
-  /// Ends a step, for the scales of fp8.
+  /// Ends a step: call it after each, for the scales of fp8 and the names of layers.
   void next_step();
 
   /// The rows so far, in the order of the operators' first calls. Error if a call could not be
