@@ -57,7 +57,8 @@ DistributedDataParallelOptions small_buckets() {
 }
 
 // One step of SGD on this rank's rows. Returns the gradients.
-std::vector<at::Tensor> train_step(Deep& model, Ddp& ddp, const comm::Group& group, int step) {
+std::vector<at::Tensor> train_step(Deep& model, Ddp& ddp, const comm::Group& group,
+                                   std::int64_t step) {
   torch::manual_seed(static_cast<std::uint64_t>(100 * step + group.rank()));
   model->zero_grad();
   ddp.forward(torch::randn({4, 32})).pow(2).sum().backward();
