@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -242,6 +243,38 @@ TEST(RecorderSteps, OptionsOutOfRangeAndASecondRecorderAreErrors) {
   const Recorder third(log, *net);
   log.set_step(1);
   EXPECT_TRUE(is_watched());
+}
+
+// Outputs that are views, changed in place, used twice, and differentiated twice.
+std::vector<at::Tensor> gradients_with_views(RunLog* log) {
+  torch::manual_seed(8);
+  torch::nn::Sequential net(torch::nn::Conv1d(2, 3, 3), torch::nn::Linear(4, 2));
+  std::optional<Recorder> recorder;
+  if (log != nullptr) {
+    recorder.emplace(*log, *net);
+    log->set_step(1);
+  }
+  const at::Tensor view = net->ptr<torch::nn::Conv1dImpl>(0)->forward(torch::randn({5, 2, 6}));
+  const at::Tensor hidden = net->ptr<torch::nn::LinearImpl>(1)->forward(view.neg_());
+  hidden.slice(0, 0, 2).mul_(2);
+  const at::Tensor loss = (hidden.exp().sum() + hidden.square().sum()).square();
+  auto grads = torch::autograd::grad({loss}, net->parameters(), {}, true, /*create_graph=*/true);
+  at::Tensor sum = torch::zeros({});
+  for (const at::Tensor& grad : grads) sum = sum + grad.square().sum();
+  const auto second = torch::autograd::grad({sum}, net->parameters());
+  grads.insert(grads.end(), second.begin(), second.end());
+  return semitone::test::copies(grads);
+}
+
+TEST(RecorderSteps, LeaveViewsAndTensorsChangedInPlaceAsTheyWere) {
+  const TemporaryFolder folder;
+  RunLog log(folder.path());
+  const auto recorded = gradients_with_views(&log);
+  log.close();
+  semitone::test::expect_bitwise_equal(recorded, gradients_with_views(nullptr));
+  const nlohmann::json sample = sample_in(folder.path());
+  EXPECT_EQ(tensor_in(sample, "output", "0").at("numel"), 60);
+  EXPECT_EQ(tensor_in(sample, "output", "1").at("numel"), 30);
 }
 
 TEST(RecorderSteps, LeaveNoMemoryInTheGraph) {
