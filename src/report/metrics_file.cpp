@@ -45,9 +45,12 @@ std::string take_name(std::string_view& line, const FilePlace& place) {
   if (!line.starts_with('"')) return std::string(take_field(line, place));
   std::string name;
   for (std::size_t i = 1; i < line.size(); ++i) {
-    if (line[i] == '"' && ++i < line.size() && line[i] == ',') {
-      line.remove_prefix(i + 1);
-      return name;
+    if (line[i] == '"') {
+      ++i;
+      if (i < line.size() && line[i] == ',') {
+        line.remove_prefix(i + 1);
+        return name;
+      }
     }
     if (i < line.size()) name += line[i];
   }
