@@ -30,14 +30,22 @@ constexpr double kWaitForData = 0.1;
 
 // The name without its overload: "add" of "add.Tensor".
 std::string_view base_name(std::string_view name) {
-  return name.substr(0, name.find('.'));
+  return {name.begin(), std::find(name.begin(), name.end(), '.')};
 }
 
+bool is_in_model(const RunOperator& op) {
+  return op.pass == "forward" || op.pass == "backward";
+}
+
+// In a 16-bit run. LibTorch's _to_copy leaves the work to copy_, whose widest argument is float32
+// then; copies of 16-bit tensors are none.
 bool is_cast(const RunOperator& op) {
   constexpr auto kCastNames = std::to_array<std::string_view>({"_to_copy", "to", "type_as",
                                                                "_autocast_to_reduced_precision",
                                                                "_autocast_to_full_precision"});
-  return std::find(kCastNames.begin(), kCastNames.end(), base_name(op.name)) != kCastNames.end();
+  const std::string_view name = base_name(op.name);
+  if (name == "copy_") return op.dtype == "float32" && is_in_model(op);
+  return std::find(kCastNames.begin(), kCastNames.end(), name) != kCastNames.end();
 }
 
 // Matrix products and convolutions, with their backward passes.
@@ -76,8 +84,7 @@ Ranked ranked_operators(const Summary& summary,
 }
 
 bool is_wide(const RunOperator& op) {
-  return (op.dtype == "float32" || op.dtype == "float64") &&
-         (op.pass == "forward" || op.pass == "backward") && !is_cast(op);
+  return (op.dtype == "float32" || op.dtype == "float64") && is_in_model(op) && !is_cast(op);
 }
 
 double share_of_step(const Summary& summary, const char* phase) {
@@ -142,6 +149,7 @@ std::optional<Verdict> judge_emulation(const Evidence& evidence) {
 }
 
 std::optional<Verdict> judge_casts(const Evidence& evidence) {
+  if (evidence.format == nullptr) return std::nullopt;
   const double share = share_of_operators(evidence.summary, is_cast);
   if (share <= kCasts) return std::nullopt;
   Ranked causes;

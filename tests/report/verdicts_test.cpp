@@ -278,10 +278,13 @@ TEST(Verdicts, WarnOfEmulation) {
 
 TEST(Verdicts, CountCasts) {
   MadeUpRun run;
-  add_operators(run, {op("conv2d", "Half", 0.8), op("_to_copy", "Half", 0.2)});
-  EXPECT_EQ(verdict_of(run, "casts").figure, 20);
-  MadeUpRun few;
-  add_operators(few, {op("conv2d", "Half", 0.95), op("_to_copy", "Half", 0.05)});
+  add_operators(
+      run, {op("conv2d", "Half", 0.8), op("_to_copy", "Half", 0.05), op("copy_", "Float", 0.15)});
+  EXPECT_NEAR(verdict_of(run, "casts").figure.value_or(0), 20, 1e-9);
+  EXPECT_FALSE(has(run, "wide_operator"));
+  MadeUpRun few;  // a copy of 16-bit values is no cast
+  add_operators(
+      few, {op("conv2d", "Half", 0.8), op("_to_copy", "Half", 0.05), op("copy_", "Half", 0.15)});
   EXPECT_FALSE(has(few, "casts"));
 }
 
