@@ -4,6 +4,12 @@
 #include "semitone/weights/file.h"
 #include "semitone/zoo/idx.h"
 #include "src/checkpoint/manifest.h"
+#include "src/report/metrics_file.h"
+#include "src/report/report_json.h"
+#include "src/report/report_text.h"
+#include "src/report/samples_file.h"
+#include "src/report/summary.h"
+#include "src/report/verdicts.h"
 #include "src/weights/input_file.h"
 #include "src/weights/named_tensors.h"
 #include "src/weights/pickle.h"
@@ -62,6 +68,21 @@ void pickle(std::string_view input) {
     while (pickle.position() < input.size()) pickle.read();
   } catch (const FileError&) {
   }
+}
+
+void records(std::string_view input) {
+  report::ReportedRun run;
+  try {
+    report::read_samples(memory_file(input), run.run);
+  } catch (const FileError&) {
+  }
+  try {
+    report::read_metrics(memory_file(input), {}, run.run);
+  } catch (const FileError&) {
+  }
+  run.summary = report::summarize(run.run);
+  run.verdicts = report::verdicts_of(run.run, run.summary);
+  report::report_text(run, nullptr);
 }
 
 void safetensors(std::string_view input) {

@@ -12,6 +12,7 @@ std::span<const Target> targets() {
                                        Target{"manifest", manifest},
                                        Target{"messages", messages},
                                        Target{"pickle", pickle},
+                                       Target{"records", records},
                                        Target{"rendezvous", rendezvous},
                                        Target{"safetensors", safetensors},
                                        Target{"watch", watch},
