@@ -142,7 +142,7 @@ class OperatorLog {
     auto found = by_tensor_.find(original_of(tensor));
     // Linear layers multiply by a view: weight.t().
     if (found == by_tensor_.end() && tensor.is_view())
-      found = by_tensor_.find(original_of(tensor._base()));
+      found = by_tensor_.find(original_of(at::Tensor(tensor._base())));
     if (found != by_tensor_.end()) arguments.parameters.push_back(found->second);
   }
 

@@ -117,7 +117,7 @@ void finish(const at::RecordFunction& record, at::ObserverContext* context) {
   try {
     const QuietScope quiet;
     const torch::NoGradGuard no_grad;
-    examined->state.examine(*examined->call, {results.begin(), results.end()});
+    examined->state.examine(*examined->call, results.vec());
   } catch (const std::exception& error) {
     examined->state.failed(record.name() + std::string(": ") + error.what());
   }

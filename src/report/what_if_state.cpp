@@ -161,8 +161,10 @@ WhatIfState::Place& WhatIfState::place_of(const WhatIfRow& row) {
            place.row.backward == row.backward;
   });
   if (found != places_.end()) return *found;
-  places_.push_back({row, std::vector<Sums>(options_.formats().size()), {}});
-  return places_.back();
+  Place& place = places_.emplace_back();
+  place.row = row;
+  place.sums.resize(options_.formats().size());
+  return place;
 }
 
 void WhatIfState::examine(const Call& call, const std::vector<c10::IValue>& results) {
