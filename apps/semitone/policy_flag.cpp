@@ -27,7 +27,8 @@ amp::CastPolicy policy_of(const std::string& text, amp::CastTarget target,
   if (std::filesystem::exists(text, ignored) || text.find_first_of("/.") != std::string::npos)
     return amp::CastPolicy::from_file(text, target);
   const std::string near = nearest(text, presets);
-  throw UsageError(component, fmt::format("--policy to be {} or a file", fmt::join(presets, ", ")),
+  throw UsageError(component,
+                   fmt::format("--policy to be one of {} or a file", fmt::join(presets, ", ")),
                    "'" + text + "'", near.empty() ? "" : "did you mean " + near + "?");
 }
 

@@ -37,7 +37,7 @@ struct TrainFlags {
   std::int64_t log_every = 100;
   std::string log_dir;  // empty: no record
   std::int64_t record_every = 100;
-  std::string config;   // file of flags; empty: none
+  std::string config;  // file of flags; empty: none
   bool print_config = false;
   std::string json;
   bool quiet = false;

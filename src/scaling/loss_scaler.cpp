@@ -84,7 +84,8 @@ void LossScaler::set_scale(double scale) {
                 "a finite scale above 0 in " + dtype_name(options_.scale_dtype()),
                 fmt::format("{}", scale));
   }
-  state_.scale = rounded;
+  const double before = std::exchange(state_.scale, rounded);
+  events::emit(events::LossScaleUpdated{loss_id_, before, rounded, /*found_inf=*/false});
 }
 
 void LossScaler::set_options(const LossScaleOptions& options) {
@@ -183,7 +184,10 @@ void LossScaler::load(torch::serialize::InputArchive& archive) {
   require(loaded.state_.growth_tracker >= -loaded.options_.growth_delay(),
           "a growth_tracker of at least -growth_delay", loaded.state_.growth_tracker);
   loaded.fit_counters();
+  const double before = state_.scale;
   *this = std::move(loaded);
+  if (before != state_.scale)
+    events::emit(events::LossScaleUpdated{loss_id_, before, state_.scale, /*found_inf=*/false});
 }
 
 }  // namespace semitone::amp

@@ -268,5 +268,33 @@ TEST_F(TrainConfig, MustBeReadable) {
                  "got Is a directory");
 }
 
+TEST_F(TrainRecord, SamplesTheModelForTheReport) {
+  const ProcessResult trained = run_semitone(
+      train({"--log-dir", run(), "--record-every", "8", "--dtype", "fp16", "--opt-level", "O2"}));
+  ASSERT_TRUE(trained.status.success()) << trained.err;
+  const ProcessResult reported = run_semitone({"report", run(), "--json", "--html"});
+  ASSERT_TRUE(reported.status.success()) << reported.err;
+  const json report = json::parse(reported.out);
+  EXPECT_EQ(report.at("run").at("samples"), 3);  // of 20 steps: 1, 9 and 17
+  EXPECT_EQ(report.at("run").at("dtype"), "float16");
+  std::set<std::string> names;
+  for (const json& parameter : report.at("parameters")) {
+    names.insert(parameter.at("name"));
+    EXPECT_FALSE(parameter.at("gradient").is_null()) << parameter.at("name");
+    EXPECT_GT(parameter.at("updates"), 0) << parameter.at("name");
+  }
+  EXPECT_EQ(names.size(), 10U);
+  EXPECT_GT(report.at("phases").at("backward"), 0);
+  EXPECT_GT(report.at("phases").at("optimizer"), 0);
+  EXPECT_GT(report.at("memory").at("masters"), 0);
+  EXPECT_THAT(read_text(folder_ / "run" / "report.html"), HasSubstr("conv1.weight"));
+}
+
+TEST_F(TrainRecord, CanBeWithoutSamples) {
+  ASSERT_TRUE(run_semitone(train({"--log-dir", run(), "--record-every", "0"})).status.success());
+  EXPECT_THAT(read_text(folder_ / "run" / "samples.jsonl"), Not(HasSubstr("sample\"")));
+  expect_failure(run_semitone(train({"--record-every", "8"})), 2, "--log-dir with --record-every");
+}
+
 }  // namespace
 }  // namespace semitone::train_record_test

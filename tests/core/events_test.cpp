@@ -49,7 +49,9 @@ TEST(Events, ScopesNestAndEndInOrder) {
 TEST(Events, PartsOfAStepNest) {
   struct Parts : Listener {
     using Listener::on;
-    void on(const PhaseBegan& event) override { heard.push_back(std::string(name_of(event.phase))); }
+    void on(const PhaseBegan& event) override {
+      heard.push_back(std::string(name_of(event.phase)));
+    }
     void on(const PhaseEnded& event) override {
       heard.push_back("end of " + std::string(name_of(event.phase)));
     }

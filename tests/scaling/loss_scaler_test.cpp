@@ -164,6 +164,21 @@ TEST(LossScaler, ARunWithoutNamesDoesNotBorrowThatOfAnEarlierOne) {
   EXPECT_THAT(message, HasSubstr("another rank"));
 }
 
+TEST(LossScaler, ReportsAScaleThatIsSetOrLoaded) {
+  auto archive = saved(LossScaler(LossScaleOptions().init_scale(32)));
+  LossScaler scaler(LossScaleOptions().init_scale(8));
+  const RecordedEvents heard;
+  scaler.set_scale(16);
+  scaler.load(archive);
+  scaler.load(archive);  // no change
+  ASSERT_EQ(heard.updates().size(), 2U);
+  EXPECT_EQ(heard.updates()[0].before, 8);
+  EXPECT_EQ(heard.updates()[0].after, 16);
+  EXPECT_EQ(heard.updates()[1].before, 16);
+  EXPECT_EQ(heard.updates()[1].after, 32);
+  EXPECT_FALSE(heard.updates()[1].found_inf);
+}
+
 TEST(LossScaler, SetScaleRoundsAndChecks) {
   LossScaler scaler(LossScaleOptions().growth_interval(10));
   scaler.update(false);

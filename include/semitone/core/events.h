@@ -28,7 +28,7 @@ struct Cast {
   bool cached;         ///< taken from the weight cache: nothing was computed
 };
 
-/// A loss scale was updated after a step.
+/// A loss scale was updated after a step, set or loaded.
 struct LossScaleUpdated {
   std::int64_t loss_id;  ///< the scaler's index; 0 with a single scaler
   double before;
