@@ -57,9 +57,13 @@ struct RunOperator {
   double cast_bytes = 0;
 };
 
+// The largest step that records hold.
+inline constexpr std::int64_t kLargestStep = std::int64_t{1} << 53;
+
 // A step that was looked at.
 struct RunSample {
   std::int64_t step = 0;
+  bool is_first_of_start = false;
   std::optional<double> loss_scale;
   bool skipped = false;
   double seconds = 0;

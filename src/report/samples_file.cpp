@@ -11,7 +11,6 @@
 namespace semitone::report {
 namespace {
 
-constexpr std::int64_t kLargestStep = std::int64_t{1} << 53;
 // The exponents of fp64's numbers, which no other format exceeds.
 constexpr std::int64_t kLeastExponent = -1074;
 constexpr std::int64_t kMostExponent = 1023;
@@ -124,13 +123,22 @@ void drop_from(std::int64_t step, RunData& run) {
   run.scale_changes.erase(run.scale_changes.lower_bound(first_change), run.scale_changes.end());
 }
 
-void read_line(const RecordFields& line, RunData& run, std::vector<Restart>& restarts) {
+// What lines tell of the lines after them.
+struct ReadState {
+  std::vector<Restart> restarts;
+  bool has_started = false;  // there was no sample since the last line `model`
+};
+
+void read_line(const RecordFields& line, RunData& run, ReadState& state) {
   const std::string kind = line.text("kind");
   const std::int64_t step = line.integer("step", 0, kLargestStep);
   if (kind == "sample") {
-    run.samples.insert_or_assign(step, read_sample(line, step));
+    RunSample sample = read_sample(line, step);
+    sample.is_first_of_start = std::exchange(state.has_started, false);
+    run.samples.insert_or_assign(step, std::move(sample));
   } else if (kind == "model") {
     read_model(line, run);
+    state.has_started = true;
   } else if (kind == "skipped") {
     run.skipped.insert_or_assign(step,
                                  SkippedStep{step, line.text("parameter"), line.count("non_finite"),
@@ -141,21 +149,21 @@ void read_line(const RecordFields& line, RunData& run, std::vector<Restart>& res
         {step, loss_id}, ScaleChange{loss_id, line.number("before"), line.amount("after")});
   } else if (kind == "restart") {
     drop_from(step, run);
-    restarts.push_back({step, line.amount("wall_time")});
+    state.restarts.push_back({step, line.amount("wall_time")});
   }  // a later release may write other kinds
 }
 
 }  // namespace
 
 std::vector<Restart> read_samples(const std::filesystem::path& path, RunData& run) {
-  std::vector<Restart> restarts;
+  ReadState state;
   const auto content = read_record(path);
-  if (!content.has_value()) return restarts;
+  if (!content.has_value()) return {};
   for_each_line(path, *content, [&](std::string_view text, const FilePlace& place) {
     const RecordJson json = parse_object(text, place);
-    read_line(RecordFields(json, place), run, restarts);
+    read_line(RecordFields(json, place), run, state);
   });
-  return restarts;
+  return std::move(state.restarts);
 }
 
 }  // namespace semitone::report

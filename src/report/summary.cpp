@@ -40,10 +40,24 @@ void add_scaled(AllFormatCounts& sum, const ValueCounts& values, const RunSample
   for (std::size_t i = 0; i < sum.size(); ++i) sum[i].add(scaled[i]);
 }
 
+// Whether the step updated weights: steps that only accumulate gradients leave them as they are.
+bool has_update(const RunSample& sample) {
+  if (sample.skipped) return false;
+  const auto optimizer = sample.phases.find("optimizer");
+  if (optimizer != sample.phases.end() && optimizer->second > 0) return true;
+  return std::any_of(sample.updates.begin(), sample.updates.end(),
+                     [](const RunUpdate& update) { return update.changed > 0; });
+}
+
 // Sums over samples.
 class Sums {
  public:
-  explicit Sums(const RunData& run) : parameters_(summary_.parameters), layers_(summary_.layers) {
+  explicit Sums(const RunData& run)
+      : only_first_ones_(
+            std::all_of(run.samples.begin(), run.samples.end(),
+                        [](const auto& sample) { return sample.second.is_first_of_start; })),
+        parameters_(summary_.parameters),
+        layers_(summary_.layers) {
     for (const RunParameter& parameter : run.parameters) {
       parameters_.find(parameter.name,
                        [&](ParameterSummary& summary) { summary.info = parameter; });
@@ -57,21 +71,19 @@ class Sums {
       add(tensor, sample);
       if (tensor.what == "gradient") with_gradient[tensor.name] = tensor.values.non_zero();
     }
+    const bool is_updated = has_update(sample);
     for (const RunUpdate& update : sample.updates) {
       ParameterSummary& summary = add(update, sample);
       const auto gradient = with_gradient.find(update.name);
-      if (sample.skipped || gradient == with_gradient.end()) continue;
+      if (!is_updated || gradient == with_gradient.end()) continue;
       summary.with_gradient += gradient->second;
       summary.moved += update.changed;
     }
-    for (const RunOperator& op : sample.operators) add(op);
-    for (const auto& [name, seconds] : sample.phases) summary_.phases[name] += seconds;
+    if (only_first_ones_ || !sample.is_first_of_start) add_times(sample);
     for (const auto& [name, bytes] : sample.memory) {
       double& most = summary_.memory[name];
       most = std::max(most, bytes);
     }
-    seconds_ += sample.seconds;
-    ++samples_;
   }
 
   Summary result() {
@@ -80,8 +92,8 @@ class Sums {
       if (ratios.second > 0)
         parameter.update_ratio = ratios.first / static_cast<double>(ratios.second);
     }
-    for (auto& [name, seconds] : summary_.phases) seconds /= samples_;
-    if (samples_ > 0) summary_.step_seconds = seconds_ / samples_;
+    for (auto& [name, seconds] : summary_.phases) seconds /= timed_samples_;
+    if (timed_samples_ > 0) summary_.step_seconds = seconds_ / timed_samples_;
     summary_.operators.reserve(operators_.size());
     for (auto& [key, op] : operators_) {
       summary_.operator_seconds += op.seconds;
@@ -96,6 +108,13 @@ class Sums {
   }
 
  private:
+  void add_times(const RunSample& sample) {
+    for (const RunOperator& op : sample.operators) add(op);
+    for (const auto& [name, seconds] : sample.phases) summary_.phases[name] += seconds;
+    seconds_ += sample.seconds;
+    ++timed_samples_;
+  }
+
   ParameterSummary& parameter(const std::string& name, const std::string& dtype) {
     return parameters_.find(name, [&](ParameterSummary& summary) {
       summary.info.name = name;
@@ -147,6 +166,7 @@ class Sums {
     sum.cast_bytes += op.cast_bytes;
   }
 
+  bool only_first_ones_;
   Summary summary_;
   ByName<ParameterSummary> parameters_;
   ByName<LayerSummary> layers_;
@@ -154,7 +174,7 @@ class Sums {
   std::map<std::string, std::pair<double, std::int64_t>> ratios_;  // sum and number
   std::map<std::tuple<std::string, std::string, std::string, std::string>, RunOperator> operators_;
   double seconds_ = 0;
-  int samples_ = 0;
+  int timed_samples_ = 0;
 };
 
 }  // namespace

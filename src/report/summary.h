@@ -23,11 +23,11 @@ struct ParameterSummary {
   std::optional<ValueCounts> gradient;  // unscaled
   AllFormatCounts scaled_gradient;      // of the gradient times the loss scale of its step
   std::optional<double> update_ratio;   // mean over the samples in which it is finite
-  std::int64_t updates = 0;             // samples with an update
+  std::int64_t updates = 0;             // samples that compared the weight
   std::int64_t changed = 0;             // elements that updates changed
   std::int64_t lost_float16 = 0;
   std::int64_t lost_bfloat16 = 0;
-  // In the samples that have both: elements whose gradient is not zero, and that the update changed.
+  // In the samples whose step updated weights: elements whose gradient is not zero, and that the update changed.
   std::int64_t with_gradient = 0;
   std::int64_t moved = 0;
 };
@@ -40,6 +40,8 @@ struct LayerSummary {
   AllFormatCounts scaled_gradient;
 };
 
+// Operators, seconds and phases leave out the first sample of each start, in which LibTorch sets up
+// its kernels, unless there is no other sample.
 struct Summary {
   std::vector<ParameterSummary> parameters;  // in the model's order
   std::vector<LayerSummary> layers;          // in the order of the first sample that has them

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdint>
 
 namespace semitone::report {
 namespace {
@@ -37,10 +38,8 @@ LostUpdates lost_updates(const Summary& summary) {
   for (const ParameterSummary& parameter : summary.parameters) {
     if (!is_sixteen_bit(parameter) || parameter.updates == 0) continue;
     const auto all = static_cast<double>(std::max(parameter.with_gradient, parameter.changed));
-    const std::int64_t rounded_away =
-        parameter.info.dtype == "bfloat16" ? parameter.lost_bfloat16 : parameter.lost_float16;
     const auto lost =
-        static_cast<double>(std::max(rounded_away, parameter.with_gradient - parameter.moved));
+        static_cast<double>(std::max(std::int64_t{0}, parameter.with_gradient - parameter.moved));
     found.lost += lost;
     found.all += all;
     if (lost_share(lost, all) > kLostUpdates)
@@ -66,6 +65,28 @@ bool has_masters(const Summary& summary) {
   return masters != summary.memory.end() && masters->second > 0;
 }
 
+// Outputs in the run's 16-bit format. Those of a layer in float32 may be as large as they like.
+struct LargeOutputs {
+  Ranked infinite;  // by the number of values
+  Ranked near;      // finite, near the limit
+  double most = 0;  // of the finite ones' shares of the largest number
+};
+
+LargeOutputs large_outputs(const Evidence& evidence) {
+  LargeOutputs found;
+  for (const LayerSummary& layer : evidence.summary.layers) {
+    if (!layer.output.has_value() || layer.output->dtype != evidence.format->name) continue;
+    const double share = layer.output->max_abs / evidence.format->max;
+    if (layer.output->infs > 0) {
+      found.infinite.emplace_back(static_cast<double>(layer.output->infs), layer.name);
+    } else if (share > kNearTheLimit) {
+      found.most = std::max(found.most, share);
+      found.near.emplace_back(share, layer.name);
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 std::optional<Verdict> judge_weights(const Evidence& evidence) {
@@ -83,7 +104,8 @@ std::optional<Verdict> judge_weights(const Evidence& evidence) {
   verdict->where = worst_first(parameters);
   verdict->title = fmt::format("The weights of {} are not finite",
                                first_and_others(verdict->where, parameters.size()));
-  verdict->detail = "An update was not finite and was not skipped. All later steps are void.";
+  verdict->detail =
+      "An update was not finite and was not skipped. The training since then is lost.";
   verdict->remedy =
       "go back to a checkpoint, and find the first inf or NaN with report::NonFiniteCheck "
       "(semitone "
@@ -114,38 +136,36 @@ std::optional<Verdict> judge_updates(const Evidence& evidence) {
         "train at O2, which keeps float32 master weights, or at O1, whose weights are float32";
     return verdict;
   }
-  const double without = share_without_masters(evidence);
+  // Steps that only accumulate gradients say nothing of 16-bit weights.
+  const bool is_unknown = updates.all == 0 && !has_masters(evidence.summary) &&
+                          std::any_of(parameters.begin(), parameters.end(), is_sixteen_bit);
+  if (is_unknown) return std::nullopt;
   std::optional<Verdict> good = share_verdict(Severity::good, "lost_updates", share);
   if (updates.all > 0) {
-    good->title = fmt::format("The weights' updates arrive: {} are lost", percent(share));
+    good->title =
+        fmt::format("{} of the weights' updates are lost, which is little", percent(share));
     return good;
   }
   good->title = "No update of a weight is lost: weights or their masters are float32";
   good->detail = fmt::format("In {} weights without masters, {} of the updates would be lost.",
-                             kNumberFormats[evidence.format_index].name, percent(without));
+                             kNumberFormats[evidence.format_index].name,
+                             percent(share_without_masters(evidence)));
   return good;
 }
 
 std::optional<Verdict> judge_outputs(const Evidence& evidence) {
   if (evidence.format == nullptr) return std::nullopt;
-  Ranked layers;
-  double most = 0;
-  bool overflows = false;
-  for (const LayerSummary& layer : evidence.summary.layers) {
-    if (!layer.output.has_value()) continue;
-    const double share = layer.output->max_abs / evidence.format->max;
-    const bool is_infinite = layer.output->infs > 0 || share > 1;
-    if (!is_infinite && share <= kNearTheLimit) continue;
-    most = std::max(most, share);
-    overflows = overflows || is_infinite;
-    layers.emplace_back(is_infinite ? 1 + share : share, layer.name);
-  }
+  const LargeOutputs outputs = large_outputs(evidence);
+  const bool overflows = !outputs.infinite.empty();
+  const Ranked& layers = overflows ? outputs.infinite : outputs.near;
   if (layers.empty()) return std::nullopt;
-  std::optional<Verdict> verdict = share_verdict(Severity::warning, "large_outputs", most);
+  std::optional<Verdict> verdict =
+      share_verdict(Severity::warning, "large_outputs", overflows ? 1 : outputs.most);
   verdict->where = worst_first(layers);
   verdict->title = fmt::format(
       "Outputs of {} {} {}'s largest number", first_and_others(verdict->where, layers.size()),
-      overflows ? "exceed" : fmt::format("reach {} of", percent(most)), evidence.format->name);
+      overflows ? "exceed" : fmt::format("reach {} of", percent(outputs.most)),
+      evidence.format->name);
   verdict->detail = fmt::format(
       "Numbers above {:g} become infinite. A loss scale does not change "
       "the forward pass.",

@@ -2,7 +2,7 @@
 
 #include "semitone/report/precision_report.h"
 #include "semitone/report/verdict.h"
-#include "tests/report/made_up_run.h"
+#include "tests/report/made_up_verdicts.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -22,26 +22,6 @@ using ::testing::IsEmpty;
 using ::testing::Not;
 
 constexpr double kFloat16Scale = 65536;
-
-// The verdict of a rule. One that does not apply has severity good and no title.
-Verdict verdict_of(const MadeUpRun& run, const std::string& id) {
-  const PrecisionReport report(run.path());
-  for (const Verdict& verdict : report.verdicts()) {
-    if (verdict.id == id) return verdict;
-  }
-  return {};
-}
-
-bool has(const MadeUpRun& run, const std::string& id) {
-  return !verdict_of(run, id).title.empty();
-}
-
-// A run of one sample with these operators.
-void add_operators(MadeUpRun& run, const std::vector<Json>& operators) {
-  Json one = sample(1, 1, {});
-  one["operators"] = operators;
-  run.add({one});
-}
 
 TEST(Verdicts, NameALayerWhoseGradientsUnderflow) {
   MadeUpRun run;
