@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -16,64 +17,113 @@ namespace {
 // and the scale falls again while they still vary.
 constexpr std::int64_t kStartUpSteps = 100;
 
-using ScalePlace = decltype(RunData::scale_changes)::const_iterator;
+// The changes of a loss's scale, by step.
+using Scale = std::map<std::int64_t, ScaleChange>;
 
-bool grew(const ScaleChange& change) {
-  return change.before.has_value() && *change.before < change.after;
+std::map<std::int64_t, Scale> scales_by_loss(const RunData& run) {
+  std::map<std::int64_t, Scale> scales;
+  for (const auto& [key, change] : run.scale_changes) scales[key.second][key.first] = change;
+  return scales;
 }
 
-// The first change of a step or a later one.
-ScalePlace first_change(const RunData& run, std::int64_t step) {
-  return run.scale_changes.lower_bound({step, 0});
+bool changed_from(const Scale& scale, const SkippedStep& skip) {
+  const auto change = scale.find(skip.step);
+  return change != scale.end() && change->second.before == skip.loss_scale &&
+         change->second.after < skip.loss_scale;
 }
 
-std::optional<std::int64_t> last_growth(const RunData& run, std::int64_t after,
-                                        std::int64_t before) {
-  std::optional<std::int64_t> step;
-  for (ScalePlace change = first_change(run, after); change != first_change(run, before); ++change)
-    if (grew(change->second)) step = change->first.first;
-  return step;
+bool was_in_force(const Scale& scale, const SkippedStep& skip) {
+  const auto next = scale.lower_bound(skip.step);
+  return next != scale.begin() && std::prev(next)->second.after == skip.loss_scale;
 }
 
-std::optional<double> scale_after(const RunData& run, const SkippedStep& skip) {
-  for (ScalePlace change = first_change(run, skip.step); change != first_change(run, skip.step + 1);
-       ++change) {
-    if (change->second.after < skip.loss_scale) return change->second.after;
+// The loss whose scale a skipped step had: lines of skips do not name it.
+std::int64_t loss_of(const SkippedStep& skip, const std::map<std::int64_t, Scale>& scales) {
+  for (auto* const is_its : {changed_from, was_in_force}) {
+    for (const auto& [loss_id, scale] : scales) {
+      if (is_its(scale, skip)) return loss_id;
+    }
   }
-  return std::nullopt;
+  return scales.empty() ? 0 : scales.begin()->first;
+}
+
+// The last growth before a step, and not before another one.
+std::optional<ScaleGrowth> last_growth(const Scale& scale, std::int64_t after,
+                                       std::int64_t before) {
+  std::optional<ScaleGrowth> growth;
+  std::optional<double> previous;
+  for (const auto& [step, change] : scale) {
+    if (step >= before) break;
+    const double begin = change.before.value_or(change.after);
+    const bool began_anew = previous.has_value() && begin > *previous;
+    if (step >= after && (began_anew || begin < change.after)) growth = {step, began_anew};
+    previous = change.after;
+  }
+  return growth;
+}
+
+std::optional<double> lowered_to(const Scale& scale, const SkippedStep& skip) {
+  const auto change = scale.find(skip.step);
+  if (change == scale.end() || change->second.after >= skip.loss_scale) return std::nullopt;
+  return change->second.after;
+}
+
+// Whether the scale's next value is a lower one: with hysteresis, that of a later step.
+bool falls_from(const Scale& scale, const SkippedStep& skip) {
+  for (auto change = scale.lower_bound(skip.step); change != scale.end(); ++change) {
+    if (change->second.after != skip.loss_scale) return change->second.after < skip.loss_scale;
+  }
+  return false;
+}
+
+// What the skips so far tell of a loss's scale.
+struct Search {
+  std::int64_t from = 0;  // the step of the last skip
+  bool has_grown = false;
+};
+
+SkipKind kind_of(const ExplainedSkip& skip, const Scale& scale, const Search& search,
+                 std::int64_t first_step) {
+  if (skip.growth.has_value()) return SkipKind::after_growth;
+  const bool is_at_start = !search.has_grown && skip.skip.step - first_step < kStartUpSteps;
+  return is_at_start && falls_from(scale, skip.skip) ? SkipKind::start_up : SkipKind::unexpected;
 }
 
 }  // namespace
 
-std::string ExplainedSkip::to_string() const {
-  std::string text = fmt::format("step {} was skipped: ", skip.step);
+std::string ExplainedSkip::cause() const {
+  std::string text;
   if (skip.parameter.empty()) {
-    text += "a gradient not finite on another rank";
+    text = "a gradient on another rank was";
+  } else if (skip.non_finite > 1) {
+    text = fmt::format("the gradients of '{}' and {} were", skip.parameter,
+                       counted(skip.non_finite - 1, "other parameter"));
   } else {
-    text += fmt::format("gradient of '{}' not finite", skip.parameter);
-    if (skip.non_finite > 1)
-      text += fmt::format(" (and of {} other parameter{})", skip.non_finite - 1,
-                          skip.non_finite == 2 ? "" : "s");
+    text = fmt::format("the gradient of '{}' was", skip.parameter);
   }
-  text += fmt::format(" at loss scale {:.8g}", skip.loss_scale);
-  text += scale_after.has_value() ? fmt::format("; the scale is {:.8g} now", *scale_after)
-                                  : "; the scale stays";
+  text += fmt::format(" not finite at loss scale {:.8g}", skip.loss_scale);
+  text += scale_after.has_value() ? fmt::format("; the scale fell to {:.8g}", *scale_after)
+                                  : "; the scale stayed the same";
   return text;
+}
+
+std::string ExplainedSkip::to_string() const {
+  return fmt::format("step {} was skipped: {}", skip.step, cause());
 }
 
 std::string ExplainedSkip::reason() const {
   switch (kind) {
     case SkipKind::start_up:
       return "The first loss scale is high on purpose, and falls until the gradients fit.";
-    case SkipKind::after_growth:
+    case SkipKind::after_growth: {
+      const ScaleGrowth last = growth.value_or(ScaleGrowth());
       return fmt::format(
-          "The loss scale grew at step {}: a dynamic scale finds its limit by a skipped step now "
-          "and "
-          "then.",
-          growth.value_or(0));
+          "The loss scale {} at step {}. A dynamic scale finds its limit by growing until a step "
+          "is skipped.",
+          last.began_anew ? "began anew" : "grew", last.step);
+    }
     case SkipKind::unexpected:
-      return "The loss scale had not grown before: the gradients became larger, or are not finite "
-             "at any scale.";
+      return "The gradients became larger, or are not finite at any scale.";
   }
   return {};
 }
@@ -81,22 +131,21 @@ std::string ExplainedSkip::reason() const {
 std::vector<ExplainedSkip> explain_skips(const RunData& run) {
   std::vector<ExplainedSkip> skips;
   skips.reserve(run.skipped.size());
+  std::map<std::int64_t, Scale> scales = scales_by_loss(run);
   const std::int64_t first = run.first_step.value_or(0);
-  std::int64_t search_from = first;
-  bool has_grown = false;
+  std::map<std::int64_t, Search> searches;  // by loss
   for (const auto& [step, skip] : run.skipped) {
     ExplainedSkip explained;
     explained.skip = skip;
-    explained.scale_after = scale_after(run, skip);
-    explained.growth = last_growth(run, search_from, step);
-    has_grown = has_grown || explained.growth.has_value();
-    if (explained.growth.has_value()) {
-      explained.kind = SkipKind::after_growth;
-    } else if (!has_grown && step - first < kStartUpSteps) {
-      explained.kind = SkipKind::start_up;
-    }
+    explained.loss_id = loss_of(skip, scales);
+    const Scale& scale = scales[explained.loss_id];
+    Search& search = searches.try_emplace(explained.loss_id, Search{first}).first->second;
+    explained.scale_after = lowered_to(scale, skip);
+    explained.growth = last_growth(scale, search.from, step);
+    explained.kind = kind_of(explained, scale, search, first);
+    search.has_grown = search.has_grown || explained.growth.has_value();
+    search.from = step;
     skips.push_back(std::move(explained));
-    search_from = step;
   }
   return skips;
 }

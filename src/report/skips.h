@@ -16,19 +16,27 @@ inline constexpr std::size_t kMostSteps = 10;  // that a verdict lists
 // overflow by trying: it begins high, and grows after many good steps. Both lead to skipped steps
 // that cost a step and nothing else.
 enum class SkipKind : std::uint8_t {
-  start_up,      // the scale had not grown yet, and the run had just begun
+  start_up,      // the scale had not grown yet and fell then, and the run had just begun
   after_growth,  // the scale had grown since the skipped step before
   unexpected,    // the gradients became larger, or are not finite at any scale
 };
 
+// A step in which a loss scale became larger.
+struct ScaleGrowth {
+  std::int64_t step = 0;
+  bool began_anew = false;  // with another start of the program
+};
+
 struct ExplainedSkip {
   SkippedStep skip;
+  std::int64_t loss_id = 0;  // the loss whose scale was in force
   SkipKind kind = SkipKind::unexpected;
-  std::optional<double> scale_after;   // if the step changed it
-  std::optional<std::int64_t> growth;  // the last step since the skip before in which it grew
+  std::optional<double> scale_after;  // if the step lowered it
+  std::optional<ScaleGrowth> growth;  // the last one since the skip before
 
-  // "step 312 was skipped: gradient of 'fc.weight' not finite at loss scale 65536; the scale is
-  // 32768 now".
+  // "the gradient of 'fc.weight' was not finite at loss scale 65536; the scale fell to 32768".
+  std::string cause() const;
+  // "step 312 was skipped: the gradient of …".
   std::string to_string() const;
   // What this kind of skip means, as a sentence.
   std::string reason() const;

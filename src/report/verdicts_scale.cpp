@@ -19,13 +19,19 @@ constexpr std::int64_t kStuckRow = 3;
 constexpr std::int64_t kManyFirstSkips = 5;
 constexpr int kManyGrowths = 2;
 
-// The last scale of the first loss.
-std::optional<double> last_scale(const RunData& run) {
+// The last scale of a loss.
+std::optional<double> last_scale(const RunData& run, std::int64_t loss_id) {
   std::optional<double> scale;
   for (const auto& [key, change] : run.scale_changes) {
-    if (change.loss_id == 0) scale = change.after;
+    if (change.loss_id == loss_id) scale = change.after;
   }
   return scale;
+}
+
+// Whether the run ends with skips that leave the scale as it is.
+bool is_stuck(const ExplainedSkip& last, const RunData& run) {
+  return last.skip.step == run.last_step && last.skip.consecutive >= kStuckRow &&
+         last.skip.loss_scale == last_scale(run, last.loss_id) && !last.scale_after.has_value();
 }
 
 }  // namespace
@@ -56,25 +62,26 @@ std::optional<Verdict> judge_losses(const Evidence& evidence) {
 }
 
 std::optional<Verdict> judge_low_scale(const Evidence& evidence) {
-  const auto scale = last_scale(evidence.run);
   const auto skips = explain_skips(evidence.run);
-  if (!scale.has_value() || skips.empty()) return std::nullopt;
-  const SkippedStep& last = skips.back().skip;
-  const bool is_stuck = last.consecutive >= kStuckRow && last.loss_scale == *scale &&
-                        !skips.back().scale_after.has_value();
-  if (*scale >= 1 && !is_stuck) return std::nullopt;
+  if (skips.empty()) return std::nullopt;
+  const ExplainedSkip& last = skips.back();
+  const auto scale = last_scale(evidence.run, last.loss_id);
+  const bool stuck = is_stuck(last, evidence.run);
+  if (!scale.has_value() || (*scale >= 1 && !stuck)) return std::nullopt;
   std::optional<Verdict> verdict = number_verdict(Severity::problem, "low_scale", *scale, "");
   verdict->where = parameters_of(skips);
   verdict->steps = steps_of(skips);
   verdict->title =
-      is_stuck
+      stuck
           ? fmt::format("Steps are skipped and the loss scale stays at {:.3g}", *scale)
           : fmt::format("The loss scale fell to {:.3g}: gradients overflow even unscaled", *scale);
   verdict->detail =
       "A scale below 1 makes gradients smaller than they are: a value of the backward pass is "
       "larger than the format's largest number, or not finite at any scale.";
-  if (is_stuck)
-    verdict->detail = "It is constant, or at its least value, so that no step succeeds.";
+  if (stuck)
+    verdict->detail =
+        fmt::format("The scale is constant or at its minimum, and the last {} steps were skipped.",
+                    last.skip.consecutive);
   verdict->remedy =
       "train in bfloat16 (--dtype bf16), or divide the loss by the number of its elements (mean "
       "instead of sum); report::NonFiniteCheck names the operator";
@@ -90,11 +97,11 @@ std::optional<Verdict> judge_growing_scale(const Evidence& evidence) {
     has_fallen = has_fallen || change.after < *change.before;
   }
   if (growths < kManyGrowths || has_fallen) return std::nullopt;
-  const double scale = last_scale(evidence.run).value_or(1);
+  const double scale = last_scale(evidence.run, 0).value_or(1);
   std::optional<Verdict> verdict = number_verdict(Severity::advice, "growing_scale", scale, "");
-  verdict->title =
-      fmt::format("The loss scale still grows: {:.8g} after {} growths", scale, growths);
-  verdict->detail = "It began lower than the gradients allow, so that the first steps lost more.";
+  verdict->title = fmt::format("The loss scale only grew: {} times, to {:.8g}", growths, scale);
+  verdict->detail =
+      "It began lower than the gradients allow, so the first steps lost more small gradients.";
   verdict->remedy = fmt::format("begin with LossScaleOptions::init_scale({:.8g})", scale);
   return verdict;
 }

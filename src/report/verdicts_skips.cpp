@@ -48,6 +48,13 @@ std::optional<Verdict> no_skips() {
   return good;
 }
 
+// The last skip, where the title does not name it, and why it happened.
+std::string detail_of(const std::vector<ExplainedSkip>& skips) {
+  const ExplainedSkip& last = skips.back();
+  return fmt::format("{} {}", sentence(skips.size() == 1 ? last.cause() : last.to_string()),
+                     last.reason());
+}
+
 // Of skips that all belong to the search for the scale.
 std::optional<Verdict> normal_skips(const std::vector<ExplainedSkip>& skips, const RunData& run) {
   const auto number = static_cast<std::int64_t>(skips.size());
@@ -58,8 +65,7 @@ std::optional<Verdict> normal_skips(const std::vector<ExplainedSkip>& skips, con
   good->title = how_many(skips, run) + ", which is normal: " +
                 (skips.back().kind == SkipKind::start_up ? "the loss scale was being found"
                                                          : "the loss scale had grown");
-  good->detail = fmt::format("{} {} Nothing needs to change.", sentence(skips.back().to_string()),
-                             skips.back().reason());
+  good->detail = detail_of(skips) + " Nothing needs to change.";
   return good;
 }
 
@@ -81,7 +87,7 @@ std::optional<Verdict> many_skips(const std::vector<ExplainedSkip>& skips, const
   if (!verdict->where.empty())
     verdict->title +=
         fmt::format(", most of them for the gradient of '{}'", verdict->where.front());
-  verdict->detail = fmt::format("{} {}", sentence(skips.back().to_string()), skips.back().reason());
+  verdict->detail = detail_of(skips);
   if (const auto row = skips.back().skip.consecutive; row >= kHopelessRow)
     verdict->detail += fmt::format(" It was the {}th in a row: no scale helps.", row);
   verdict->remedy = remedy_for_many(skips);
@@ -97,10 +103,7 @@ std::optional<Verdict> unexpected_skips(const std::vector<ExplainedSkip>& skips,
   verdict->where = parameters_of(unexpected);
   verdict->steps = steps_of(unexpected);
   verdict->title = how_many(unexpected, run) + " although the loss scale had not grown";
-  if (verdict->where.size() == 1)
-    verdict->title += fmt::format(": gradient of '{}'", verdict->where.front());
-  verdict->detail =
-      fmt::format("{} {}", sentence(unexpected.back().to_string()), unexpected.back().reason());
+  verdict->detail = detail_of(unexpected);
   if (skips.size() > unexpected.size())
     verdict->detail += fmt::format(" {} more are normal.", skips.size() - unexpected.size());
   verdict->remedy = fmt::format(

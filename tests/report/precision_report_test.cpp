@@ -304,8 +304,9 @@ TEST(PrecisionReport, TextTellsWhyAStepWasSkipped) {
   fill(run);
   EXPECT_THAT(
       PrecisionReport(run.path()).to_text(),
-      HasSubstr("step 3 was skipped: gradient of 'fc.weight' not finite at loss scale 1024; "
-                "the scale is 512 now"));
+      HasSubstr(
+          "step 3 was skipped: the gradient of 'fc.weight' was not finite at loss scale 1024; "
+          "the scale fell\n  to 512"));
 }
 
 TEST(PrecisionReport, PageHoldsTheJsonWhateverItsNamesAre) {

@@ -1,0 +1,95 @@
+#include "tests/report/made_up_verdicts.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+
+namespace semitone::report::made_up {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// A change of another loss's scale.
+Json scale_of(std::int64_t loss_id, std::int64_t step, double before, double after) {
+  Json line = scale(step, before, after);
+  line["loss_id"] = loss_id;
+  return line;
+}
+
+TEST(SkipVerdicts, SkipsAtAConstantScaleAreNotNormal) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  run.add({scale(1, 128, 128), skipped(2, "w", 128), skipped(3, "w", 128, 2)});
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::warning);
+  EXPECT_THAT(verdict_of(run, "skipped_steps").steps, ElementsAre(2, 3));
+}
+
+TEST(SkipVerdicts, AScaleThatFallsAfterASecondSkipIsBeingFound) {
+  MadeUpRun run;  // hysteresis 2
+  run.add_metric(400, "train/loss", "1");
+  run.add(
+      {scale(1, 1024, 1024), skipped(2, "w", 1024), skipped(3, "w", 1024, 2), scale(3, 1024, 512)});
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::good);
+  EXPECT_THAT(verdict_of(run, "skipped_steps").title, HasSubstr("the loss scale was being found"));
+}
+
+TEST(SkipVerdicts, AScaleIsStuckOnlyIfTheRunEndsSo) {
+  MadeUpRun run;
+  run.add({scale(1, 1, 1)});
+  for (std::int64_t step = 1; step <= 3; ++step) run.add({skipped(step, "w", 1, step)});
+  EXPECT_THAT(verdict_of(run, "low_scale").detail,
+              HasSubstr("The scale is constant or at its minimum, and the last 3 steps were "
+                        "skipped."));
+  run.add_metric(4, "train/loss", "1");
+  EXPECT_FALSE(has(run, "low_scale"));
+}
+
+TEST(SkipVerdicts, GrowthOfAnotherLossIsNone) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  run.add({scale_of(0, 1, 1024, 1024), scale_of(1, 1, 8, 8), scale_of(1, 200, 8, 16),
+           skipped(312, "w", 1024), scale_of(0, 312, 1024, 512)});
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::warning);
+}
+
+TEST(SkipVerdicts, AScaleThatBeganAnewHasGrown) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  run.add({scale(1, 1024, 1024), scale(200, 65536, 65536), skipped(201, "w", 65536),
+           scale(201, 65536, 32768)});
+  const Verdict verdict = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(verdict.severity, Severity::good);
+  EXPECT_THAT(verdict.detail, HasSubstr("The loss scale began anew at step 200."));
+}
+
+TEST(SkipVerdicts, TheScaleOfTheLossThatWasSkippedIsJudged) {
+  MadeUpRun run;
+  run.add({scale_of(0, 1, 1024, 1024), scale_of(1, 1, 1, 1), skipped(2, "w", 1),
+           scale_of(1, 2, 1, 0.5)});
+  EXPECT_EQ(verdict_of(run, "low_scale").figure, 0.5);
+}
+
+TEST(SkipVerdicts, DoNotRepeatTheirTitles) {
+  MadeUpRun run;
+  run.add_metric(1, "train/loss", "1").add_metric(400, "train/loss", "1");
+  run.add({scale(200, 8, 8), skipped(312, "", 8)});
+  const Verdict verdict = verdict_of(run, "skipped_steps");
+  EXPECT_EQ(verdict.title, "Step 312 was skipped although the loss scale had not grown");
+  EXPECT_EQ(verdict.detail,
+            "A gradient on another rank was not finite at loss scale 8; the scale stayed the same. "
+            "The gradients became larger, or are not finite at any scale.");
+}
+
+TEST(SkipVerdicts, TheScaleGrewWithoutASkip) {
+  MadeUpRun run;
+  run.add({scale(100, 1024, 2048), scale(200, 2048, 4096)});
+  EXPECT_EQ(verdict_of(run, "growing_scale").title, "The loss scale only grew: 2 times, to 4096");
+}
+
+}  // namespace
+}  // namespace semitone::report::made_up
