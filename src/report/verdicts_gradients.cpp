@@ -1,12 +1,17 @@
 // What the training's 16-bit format leaves of the gradients, at the loss scale in force.
 
+#include "src/report/small_gradients.h"
 #include "src/report/verdict_rules.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <utility>
 
 namespace semitone::report {
 namespace {
@@ -16,11 +21,13 @@ namespace {
 constexpr double kUnderflowOverall = 0.05;
 // A parameter that loses half of its gradient is hardly trained, however small it is.
 constexpr double kUnderflowParameter = 0.5;
-// Below the last normal number a value loses a bit with each binade. A tenth of such values shows
-// that the distribution lies at the format's edge: its zeros are then values that vanished.
+// Below the last normal number a value loses a bit with each power of two. A tenth of such values
+// shows that the distribution lies at the format's edge: its zeros are then values that vanished.
 constexpr double kAtTheEdge = 0.1;
 // A fifth of the values with fewer bits than the format has is worth a larger scale.
 constexpr double kSubnormal = 0.2;
+// A gradient that is zero in a single sample may be that of a branch which this step did not take.
+constexpr std::int64_t kFewestSamples = 2;
 
 // Values of gradients that are lost, out of all that are not zero by themselves.
 struct LostValues {
@@ -30,11 +37,19 @@ struct LostValues {
   double share() const { return all > 0 ? lost / all : 0; }
 };
 
+// Whether zeros can be values that vanished. The rows of a table that a batch does not have are
+// zero by themselves.
+bool may_have_vanished(const ParameterSummary& parameter, std::size_t format) {
+  return parameter.gradient->dtype == kNumberFormats[format].name &&
+         parameter.info.layer_type.find("Embedding") == std::string::npos;
+}
+
 LostValues lost_values(const ParameterSummary& parameter, std::size_t format) {
   const FormatCounts& counts = parameter.scaled_gradient[format];
   LostValues found{static_cast<double>(counts.zero), static_cast<double>(counts.total)};
-  // A gradient that went through the format has lost these values already.
-  if (counts.total > 0 && counts.zero_share() + counts.subnormal_share() >= kAtTheEdge) {
+  // A gradient in the format has lost these values already.
+  if (may_have_vanished(parameter, format) && counts.total > 0 &&
+      counts.zero_share() + counts.subnormal_share() >= kAtTheEdge) {
     const auto zeros = static_cast<double>(parameter.gradient->zeros);
     found.lost += zeros;
     found.all += zeros;
@@ -63,38 +78,7 @@ LostGradients lost_gradients(const Evidence& evidence) {
 }
 
 bool underflows(const LostGradients& gradients) {
-  return gradients.overall.share() > kUnderflowOverall || gradients.worst >= kUnderflowParameter;
-}
-
-// The exponent of the last loss scale that a sample had; 0 without one.
-int last_scale_exponent(const RunData& run) {
-  return run.samples.empty() ? 0 : run.samples.rbegin()->second.scale_exponent();
-}
-
-// The exponent of the largest scale at which the largest gradient stays a factor of 2 below the
-// format's limit.
-int largest_scale_exponent(const Evidence& evidence) {
-  int largest = std::numeric_limits<int>::min();
-  for (const ParameterSummary& parameter : evidence.summary.parameters) {
-    if (parameter.gradient.has_value() && parameter.gradient->non_zero() > 0)
-      largest = std::max(largest, parameter.gradient->last_exponent());
-  }
-  return evidence.format->max_exponent - 1 - largest;
-}
-
-std::string remedy_for_small_gradients(const Evidence& evidence) {
-  if (evidence.format_index == kBFloat16)
-    return "keep the layers that are named in float32: CastPolicy::keep_fp32_params";
-  const int now = last_scale_exponent(evidence.run);
-  const int possible = std::min(largest_scale_exponent(evidence), 24);  // Apex's largest
-  if (possible > now) {
-    return fmt::format(
-        "raise the loss scale to {:.0f} (LossScaleOptions::init_scale, or a dynamic "
-        "scale): the largest gradient then still fits",
-        std::ldexp(1.0, possible));
-  }
-  return "train in bfloat16, which has float32's range (--dtype bf16): a larger loss scale would "
-         "overflow";
+  return gradients.overall.share() > kUnderflowOverall;
 }
 
 std::string scale_words(const Evidence& evidence) {
@@ -105,35 +89,72 @@ std::string scale_words(const Evidence& evidence) {
                            : "without a loss scale";
 }
 
+// "After multiplication by the loss scale (last 1024), values below 2^-25 vanish."
+std::string vanishing_words(const Evidence& evidence) {
+  const auto scale = evidence.run.samples.rbegin()->second.loss_scale;
+  return fmt::format("{}, values below 2^{} vanish.",
+                     scale.has_value()
+                         ? fmt::format("After multiplication by the loss scale (last {:g})", *scale)
+                         : "Without a loss scale",
+                     evidence.format->min_subnormal - 1);
+}
+
+// Single parameters that lose their gradients, while the whole is in order.
+std::optional<Verdict> lost_parameters(const Evidence& evidence, const LostGradients& gradients) {
+  std::optional<Verdict> verdict = share_verdict(Severity::warning, "underflow", gradients.worst);
+  Ranked most;
+  std::copy_if(gradients.parameters.begin(), gradients.parameters.end(), std::back_inserter(most),
+               [](const auto& parameter) { return parameter.first >= kUnderflowParameter; });
+  verdict->where = worst_first(std::move(most));
+  verdict->title =
+      fmt::format("'{}' loses {} of its gradient's values in {}", verdict->where.front(),
+                  percent(gradients.worst), evidence.format->name);
+  verdict->detail = fmt::format(
+      "{} A bias before a normalisation, or of an attention's keys, has no gradient but rounding "
+      "errors: there this is harmless.",
+      vanishing_words(evidence));
+  verdict->remedy = remedy_for_small_gradients(evidence);
+  return verdict;
+}
+
+std::optional<Verdict> lost_values_verdict(const Evidence& evidence,
+                                           const LostGradients& gradients) {
+  const double share = gradients.overall.share();
+  std::optional<Verdict> verdict = share_verdict(Severity::problem, "underflow", share);
+  verdict->where = worst_first(gradients.parameters);
+  verdict->title = fmt::format("{} of the gradients' values round to zero in {}: {}",
+                               percent(share), evidence.format->name,
+                               first_and_others(verdict->where, gradients.parameters.size()));
+  verdict->detail =
+      fmt::format("{} '{}' loses {}. Weights with such gradients are not trained.",
+                  vanishing_words(evidence), verdict->where.front(), percent(gradients.worst));
+  verdict->remedy = remedy_for_small_gradients(evidence);
+  return verdict;
+}
+
+std::string remedy_for_zeros(const Evidence& evidence) {
+  if (evidence.format == nullptr) return "freeze the parameter, or check that forward uses it";
+  return fmt::format(
+      "record a few steps at O0: if the gradient is not zero there, {}keep the "
+      "layer in float32",
+      evidence.format_index == kBFloat16 ? "" : "raise the loss scale or ");
+}
+
 }  // namespace
 
 std::optional<Verdict> judge_underflow(const Evidence& evidence) {
   if (evidence.format == nullptr) return std::nullopt;
   const LostGradients gradients = lost_gradients(evidence);
   if (gradients.overall.all == 0) return std::nullopt;
+  if (underflows(gradients)) return lost_values_verdict(evidence, gradients);
+  if (gradients.worst >= kUnderflowParameter) return lost_parameters(evidence, gradients);
+  if (judge_zero_gradients(evidence).has_value()) return std::nullopt;
   const double share = gradients.overall.share();
-  const auto name = evidence.format->name;
-  if (!underflows(gradients)) {
-    std::optional<Verdict> good = share_verdict(Severity::good, "underflow", share);
-    good->title = fmt::format("Gradients keep clear of {}'s lower end: {} round to zero", name,
-                              percent(share));
-    good->detail = fmt::format("Counted {}.", scale_words(evidence));
-    return good;
-  }
-  std::optional<Verdict> verdict = share_verdict(Severity::problem, "underflow", share);
-  verdict->where = worst_first(gradients.parameters);
-  verdict->title =
-      fmt::format("{} of the gradients' values round to zero in {}: {}", percent(share), name,
-                  first_and_others(verdict->where, gradients.parameters.size()));
-  verdict->detail = fmt::format(
-      "{}, values below 2^{} vanish. '{}' loses {}. Weights with such gradients are not trained.",
-      evidence.run.samples.rbegin()->second.loss_scale.has_value()
-          ? fmt::format("After multiplication by the loss scale (last {:g})",
-                        *evidence.run.samples.rbegin()->second.loss_scale)
-          : "Without a loss scale",
-      evidence.format->min_subnormal - 1, verdict->where.front(), percent(gradients.worst));
-  verdict->remedy = remedy_for_small_gradients(evidence);
-  return verdict;
+  std::optional<Verdict> good = share_verdict(Severity::good, "underflow", share);
+  good->title = fmt::format("Gradients keep clear of {}'s lower end: {} round to zero",
+                            evidence.format->name, percent(share));
+  good->detail = fmt::format("Counted {}.", scale_words(evidence));
+  return good;
 }
 
 std::optional<Verdict> judge_subnormals(const Evidence& evidence) {
@@ -163,7 +184,8 @@ std::optional<Verdict> judge_zero_gradients(const Evidence& evidence) {
   Ranked parameters;
   for (const ParameterSummary& parameter : evidence.summary.parameters) {
     const auto& gradient = parameter.gradient;
-    if (gradient.has_value() && gradient->numel > 0 && gradient->zeros == gradient->numel)
+    if (gradient.has_value() && gradient->samples >= kFewestSamples && gradient->numel > 0 &&
+        gradient->zeros == gradient->numel)
       parameters.emplace_back(static_cast<double>(gradient->numel), parameter.info.name);
   }
   if (parameters.empty()) return std::nullopt;
@@ -174,11 +196,12 @@ std::optional<Verdict> judge_zero_gradients(const Evidence& evidence) {
   verdict->title = fmt::format("The gradient of {} is zero in every sample",
                                first_and_others(verdict->where, parameters.size()));
   verdict->detail =
-      "Either nothing depends on the parameter, or its gradient vanishes on its way through a "
-      "16-bit operator.";
-  verdict->remedy =
-      "record a few steps at O0: if the gradient is not zero there, raise the loss scale or keep "
-      "the layer in float32";
+      evidence.format == nullptr
+          ? "Nothing that the loss depends on uses the parameter, or its branch is multiplied by "
+            "zero."
+          : "Either nothing depends on the parameter, or its gradient vanishes on its way through "
+            "a 16-bit operator.";
+  verdict->remedy = remedy_for_zeros(evidence);
   return verdict;
 }
 

@@ -83,9 +83,11 @@ TEST(Verdicts, WarnOfSubnormalGradients) {
 
 TEST(Verdicts, WarnOfGradientsThatAreAlwaysZero) {
   MadeUpRun run;
-  run.add({sample(1, 1,
-                  {tensor("gradient", "dead", "Half", 0, {}, 10),
-                   tensor("gradient", "w", "Half", 0, {1}, 9)})});
+  for (const std::int64_t step : {1, 2}) {
+    run.add({sample(step, 1,
+                    {tensor("gradient", "dead", "Half", 0, {}, 10),
+                     tensor("gradient", "w", "Half", 0, {1}, 9)})});
+  }
   EXPECT_THAT(verdict_of(run, "zero_gradients").where, ElementsAre("dead"));
 }
 
