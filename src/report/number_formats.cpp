@@ -63,7 +63,8 @@ int exponent_of_scale(double scale) {
 }
 
 std::string python_dtype(std::string_view name) {
-  std::string lower(name);
+  constexpr std::string_view kModule = "torch.";
+  std::string lower(name.starts_with(kModule) ? name.substr(kModule.size()) : name);
   std::transform(lower.begin(), lower.end(), lower.begin(),
                  [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
   for (const auto& [other, python] : kDtypeNames) {

@@ -31,7 +31,7 @@ inline constexpr std::size_t kBFloat16 = 1;
 inline constexpr std::size_t kFloat8E4m3fn = 2;
 inline constexpr std::size_t kFloat8E5m2 = 3;
 
-// How finite values that are not zero fit into a format. Whole binades count as one, so that the
+// How finite values that are not zero fit into a format. Whole ranges between powers of two count as one, so that the
 // limits are exact where they are powers of two: 2^-25, which float16 rounds to zero, counts as
 // subnormal like its neighbours above, and 65520 to 65536 as in range.
 struct FormatCounts {
@@ -61,7 +61,7 @@ AllFormatCounts counts_in_all(const ValueCounts& values, int shift);
 int exponent_of_scale(double scale);
 
 // Python's name of a dtype that has LibTorch's, Python's or a short name ("Half", "float16",
-// "fp16" …); another text as it is.
+// "torch.float16", "fp16" …); another text as it is.
 std::string python_dtype(std::string_view name);
 
 // The 16-bit format of this name in Python; nullptr for another.

@@ -98,20 +98,32 @@ std::string setting(const RunInfo& info, const char* name, const char* other_nam
   return {};
 }
 
+// A setting's value may be any text: "auto", or the name of another setting's dtype.
+std::string dtype_of_settings(const RunInfo& info) {
+  std::string dtype = python_dtype(setting(info, "dtype", "amp_dtype"));
+  const bool is_known =
+      sixteen_bit_format(dtype) != nullptr || dtype == "float32" || dtype == "float64";
+  return is_known ? dtype : std::string();
+}
+
 // The floating dtype in which the operators of the forward and backward passes spent most time. A
-// 16-bit one counts before fp32, in which autocast leaves a part of the operators.
+// 16-bit one counts before fp32, in which autocast leaves a part of the operators, if more than a
+// few operators have it.
 std::string dtype_of_operators(const RunData& run) {
+  constexpr double kLeastShare = 0.05;
   std::map<std::string, double> seconds;
+  double all = 0;
   for (const auto& [step, sample] : run.samples) {
     for (const RunOperator& op : sample.operators) {
-      if (op.pass == "forward" || op.pass == "backward") seconds[op.dtype] += op.seconds;
+      if (op.pass != "forward" && op.pass != "backward") continue;
+      seconds[op.dtype] += op.seconds;
+      all += op.seconds;
     }
   }
-  const bool has_float16 = seconds.contains("float16");
-  const bool has_bfloat16 = seconds.contains("bfloat16");
-  if (has_float16 || has_bfloat16)
-    return seconds["float16"] > seconds["bfloat16"] || !has_bfloat16 ? "float16" : "bfloat16";
-  return seconds.contains("float32") ? "float32" : "";
+  const bool has_float32 = seconds.contains("float32");
+  const char* const narrow = seconds["bfloat16"] > seconds["float16"] ? "bfloat16" : "float16";
+  if (all > 0 && seconds[narrow] >= kLeastShare * all) return narrow;
+  return has_float32 ? "float32" : "";
 }
 
 void find_steps(RunData& run) {
@@ -149,7 +161,7 @@ RunData read_run(const fs::path& directory) {
   read_metrics(directory / "metrics.csv", restarts, run);
   find_steps(run);
   run.info.opt_level = setting(run.info, "opt-level", "opt_level");
-  run.info.dtype = python_dtype(setting(run.info, "dtype", "amp_dtype"));
+  run.info.dtype = dtype_of_settings(run.info);
   if (run.info.opt_level == "O0") run.info.dtype = "float32";
   if (run.info.dtype.empty()) run.info.dtype = dtype_of_operators(run);
   return run;

@@ -3,6 +3,7 @@
 #include "src/report/verdict_rules.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -47,7 +48,7 @@ std::optional<std::pair<int, int>> float16_scales(const ValueCounts& gradients) 
 std::string float16_words(const ValueCounts& gradients) {
   const auto scales = float16_scales(gradients);
   if (!scales.has_value())
-    return "float16 does not hold them at any loss scale: they span too many binades";
+    return "float16 does not hold them at any loss scale: they span too many powers of two";
   if (scales->first <= 0 && scales->second >= 0) return "float16 holds them without a loss scale";
   return fmt::format("float16 needs a loss scale from 2^{} to 2^{}", scales->first, scales->second);
 }
@@ -94,24 +95,27 @@ std::optional<Verdict> judge_sizes(const Evidence& evidence) {
   if (evidence.format == nullptr) return std::nullopt;
   double uneven = 0;
   double all = 0;
-  Ranked layers;
+  Ranked weights;
+  Ranked shapes;
   for (const RunParameter& parameter : evidence.run.parameters) {
     if (parameter.shape.size() < 2 || !has_products(parameter)) continue;
     const auto numel = static_cast<double>(parameter.numel());
     all += numel;
     if (is_even(parameter.shape)) continue;
     uneven += numel;
-    layers.emplace_back(
+    weights.emplace_back(numel, parameter.name);
+    shapes.emplace_back(
         numel, fmt::format("{} [{}, {}]", parameter.name, parameter.shape[0], parameter.shape[1]));
   }
   const double share = all > 0 ? uneven / all : 0;
   if (share <= kUnevenWeights) return std::nullopt;
   std::optional<Verdict> verdict = share_verdict(Severity::advice, "sizes", share);
-  verdict->where = worst_first(layers);
+  verdict->where = worst_first(weights);
   verdict->title = fmt::format("{} of the products' weights have sizes that are no multiples of {}",
                                percent(share), kTile);
-  verdict->detail =
-      "16-bit products work on tiles of 8 and more numbers, and fill up the last one.";
+  verdict->detail = fmt::format(
+      "16-bit products work on tiles of 8 and more numbers, and fill up the last one: {}.",
+      fmt::join(worst_first(shapes), ", "));
   verdict->remedy = "round the layers' widths up to multiples of 8 (64 for large layers)";
   return verdict;
 }
@@ -156,10 +160,11 @@ std::optional<Verdict> judge_float8(const Evidence& evidence) {
   losing.insert(losing.end(), backward.losing().begin(), backward.losing().end());
   verdict->where = worst_first(losing);
   verdict->title = fmt::format(
-      "float8 {} their range: with a scale for each tensor, {} of weights and outputs (e4m3fn) and "
-      "{} of gradients (e5m2) round to zero",
-      fits ? "holds" : "does not hold", percent(forward.share()), percent(backward.share()));
-  verdict->detail = "This judges the range only: 3 or 2 bits of the significand remain.";
+      "The values {} float8's range: with a scale for each tensor, {} of weights and outputs "
+      "(e4m3fn) and {} of gradients (e5m2) round to zero",
+      fits ? "fit" : "do not fit", percent(forward.share()), percent(backward.share()));
+  verdict->detail =
+      "Only the range is judged. float8 keeps 3 bits (e4m3fn) or 2 bits (e5m2) of the significand.";
   verdict->remedy = fits ? "try float8 only on devices that multiply it, and compare the losses"
                          : "stay with 16 bits";
   return verdict;
@@ -170,7 +175,9 @@ std::optional<Verdict> judge_samples(const Evidence& evidence) {
   std::optional<Verdict> verdict = number_verdict(Severity::advice, "no_samples", 0, "samples");
   verdict->title = "The record has no samples: values, operators and times are unknown";
   verdict->detail = "Only losses, loss scales and skipped steps could be checked.";
-  verdict->remedy = "construct a report::Recorder(log, *model) after the RunLog, and report again";
+  verdict->remedy =
+      "construct report::Recorder(log, *model) after the RunLog in the next run; semitone train "
+      "--log-dir DIR samples by itself (--record-every N, default 100)";
   return verdict;
 }
 

@@ -87,6 +87,25 @@ bool is_wide(const RunOperator& op) {
   return (op.dtype == "float32" || op.dtype == "float64") && is_in_model(op) && !is_cast(op);
 }
 
+// Normalisations compute in float32 by design, and read each value once.
+bool is_norm(std::string_view name) {
+  return name.find("norm") != name.npos;
+}
+
+std::string remedy_for_wide(const Summary& summary, const std::string& name) {
+  const bool is_in_forward =
+      std::any_of(summary.operators.begin(), summary.operators.end(), [&](const RunOperator& op) {
+        return op.name == name && op.pass == "forward" && is_wide(op);
+      });
+  if (!is_in_forward)
+    return "lower the forward operator that it belongs to if its results allow that "
+           "(CastPolicy::lower); semitone ops says why an operator is in float32";
+  return fmt::format(
+      "lower it if its results allow that: CastPolicy::lower(\"{}\"); semitone ops says why an "
+      "operator is in float32. In an autograd function of yours, cast the arguments to 16 bits",
+      name);
+}
+
 double share_of_step(const Summary& summary, const char* phase) {
   const auto found = summary.phases.find(phase);
   if (found == summary.phases.end() || summary.step_seconds.value_or(0) <= 0) return 0;
@@ -100,7 +119,8 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
   if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
   Ranked wide;
   for (auto& [seconds, name] : ranked_operators(summary, is_wide)) {
-    if (seconds > kWideOperator * summary.operator_seconds) wide.emplace_back(seconds, name);
+    if (!is_norm(name) && seconds > kWideOperator * summary.operator_seconds)
+      wide.emplace_back(seconds, name);
   }
   if (wide.empty()) return std::nullopt;
   const auto names = worst_first(wide);
@@ -123,10 +143,7 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
       name, evidence.format->name, percent(seconds / summary.operator_seconds));
   verdict->detail =
       fmt::format("{} for it in the samples, {:.3g} MB.", counted(casts, "cast"), bytes / 1e6);
-  verdict->remedy = fmt::format(
-      "lower it if its results allow that: CastPolicy::lower(\"{}\"); semitone ops says why an "
-      "operator is in float32. In an autograd function of yours, cast the arguments to 16 bits",
-      name);
+  verdict->remedy = remedy_for_wide(summary, name);
   return verdict;
 }
 
@@ -140,8 +157,8 @@ std::optional<Verdict> judge_emulation(const Evidence& evidence) {
   verdict->title = fmt::format("{} of the operators' time is emulation of {}", percent(share),
                                evidence.run.info.dtype);
   verdict->detail =
-      "The processor has no arithmetic for this dtype, so that operators compute in float32 and "
-      "round. Values are those of the dtype, times are not.";
+      "The processor has no arithmetic for this dtype: operators compute in float32 and round. "
+      "Values are right, but times say nothing about other machines.";
   verdict->remedy =
       "take the times from a machine with 16-bit instructions (semitone doctor names those of "
       "this one), or train at O0 here";
@@ -162,9 +179,10 @@ std::optional<Verdict> judge_casts(const Evidence& evidence) {
   verdict->detail =
       "Tensors change between float32 and 16 bits. Most bytes are cast for the "
       "operators that are named.";
-  verdict->remedy =
-      "train at O2, whose weights are in 16 bits, or put operators between products on the list "
-      "of their neighbours (docs/cast_policies.md)";
+  const std::string& level = evidence.run.info.opt_level;
+  verdict->remedy = fmt::format(
+      "{}put operators between products on the list of their neighbours (docs/cast_policies.md)",
+      level == "O2" || level == "O3" ? "" : "train at O2, whose weights are in 16 bits, or ");
   return verdict;
 }
 
@@ -183,7 +201,8 @@ std::optional<Verdict> judge_products(const Evidence& evidence) {
       "operators would be {:.2g} times as fast.",
       1 / (1 - share));
   verdict->remedy =
-      "fuse what the other operators do (docs/fused_layers.md), or train larger layers or batches";
+      "use fused layers for the other operators (docs/fused_layers.md), or train larger layers or "
+      "batches";
   return verdict;
 }
 

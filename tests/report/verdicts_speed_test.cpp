@@ -1,0 +1,97 @@
+#include "tests/report/made_up_verdicts.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+
+namespace semitone::report::made_up {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+Json report_json_of(const MadeUpRun& run) {
+  return Json::parse(PrecisionReport(run.path()).to_json());
+}
+
+// A sample with an operator that takes the whole step.
+Json timed_sample(std::int64_t step, double seconds) {
+  Json one = sample(step, 1, {});
+  one["seconds"] = seconds;
+  one["phases"] = {{"forward", seconds}};
+  one["operators"] = {op("linear", "Half", seconds)};
+  return one;
+}
+
+TEST(SpeedVerdicts, TimesOfTheFirstSampleOfAStartAreLeftOut) {
+  MadeUpRun run;
+  run.add({model({}), timed_sample(1, 5), timed_sample(101, 0.5), timed_sample(201, 0.5),
+           restart(201, 2000), model({}), timed_sample(201, 7), timed_sample(301, 0.25)});
+  const Json json = report_json_of(run);
+  EXPECT_DOUBLE_EQ(json.at("operators").at(0).at("seconds").get<double>(), 0.75);
+  EXPECT_EQ(json.at("operators").at(0).at("calls"), 2);
+  EXPECT_DOUBLE_EQ(json.at("step_seconds").get<double>(), 0.375);
+  EXPECT_DOUBLE_EQ(json.at("phases").at("forward").get<double>(), 0.375);
+}
+
+TEST(SpeedVerdicts, TimesOfTheOnlySampleCount) {
+  MadeUpRun run;
+  run.add({model({}), timed_sample(1, 5)});
+  EXPECT_DOUBLE_EQ(report_json_of(run).at("step_seconds").get<double>(), 5);
+  EXPECT_EQ(report_json_of(run).at("operators").size(), 1U);
+}
+
+TEST(SpeedVerdicts, NormsMayBeWide) {
+  MadeUpRun run;
+  add_operators(run, {op("conv2d", "Half", 0.5), op("native_layer_norm", "Float", 0.5)});
+  EXPECT_FALSE(has(run, "wide_operator"));
+}
+
+TEST(SpeedVerdicts, ABackwardOperatorIsLoweredByItsForwardOne) {
+  MadeUpRun run;
+  add_operators(run, {op("conv2d", "Half", 0.5),
+                      op("_softmax_backward_data", "Float", 0.5, "native", "backward")});
+  EXPECT_THAT(verdict_of(run, "wide_operator").remedy,
+              AllOf(HasSubstr("the forward operator"),
+                    Not(HasSubstr("CastPolicy::lower(\"_softmax_backward_data\")"))));
+}
+
+TEST(SpeedVerdicts, CastsAtO2HaveAnotherRemedy) {
+  MadeUpRun run;
+  add_operators(run, {op("conv2d", "Half", 0.5), op("_to_copy", "Half", 0.5)});
+  EXPECT_THAT(verdict_of(run, "casts").remedy, HasSubstr("train at O2"));
+  semitone::test::write_text(run.path() / "run.json",
+                             R"({"config":{"opt-level":"O2","dtype":"float16"}})");
+  EXPECT_THAT(verdict_of(run, "casts").remedy,
+              AllOf(Not(HasSubstr("train at O2")), HasSubstr("docs/cast_policies.md")));
+}
+
+TEST(SpeedVerdicts, NamesOfSizesHaveNoShapes) {
+  MadeUpRun run;
+  run.add({model({parameter("fc2", "Linear", {10, 24})})});
+  EXPECT_THAT(verdict_of(run, "sizes").where, ElementsAre("fc2.weight"));
+  EXPECT_THAT(verdict_of(run, "sizes").detail, HasSubstr("fc2.weight [10, 24]"));
+}
+
+TEST(SpeedVerdicts, SettingsThatAreNoDtypeAreNotTaken) {
+  for (const auto& [setting, dtype] :
+       {std::pair{"torch.bfloat16", "bfloat16"}, std::pair{"fp16", "float16"},
+        std::pair{"auto", "float32"}, std::pair{"int8", "float32"}}) {
+    MadeUpRun run(setting);
+    add_operators(run, {op("conv2d", "Float", 1)});
+    EXPECT_EQ(report_json_of(run).at("run").at("dtype"), dtype) << setting;
+  }
+}
+
+TEST(SpeedVerdicts, AFewOperatorsIn16BitsMakeNo16BitRun) {
+  MadeUpRun run("auto");
+  add_operators(run, {op("linear", "Float", 1), op("linear", "Half", 0.04)});
+  EXPECT_EQ(report_json_of(run).at("run").at("dtype"), "float32");
+}
+
+}  // namespace
+}  // namespace semitone::report::made_up
