@@ -2,6 +2,8 @@
 
 #include "src/report/record_file.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -60,6 +62,9 @@ std::string take_name(std::string_view& line, const FilePlace& place) {
 Metric parse_metric(std::string_view line, const FilePlace& place) {
   Metric metric;
   metric.step = parsed<std::int64_t>(take_field(line, place), place);
+  if (metric.step < 0 || metric.step > kLargestStep)
+    place.refuse(fmt::format("an integer from 0 to {} for 'step'", kLargestStep),
+                 fmt::format("{}", metric.step));
   metric.wall_time = parsed<double>(take_field(line, place), place);
   metric.name = take_name(line, place);
   metric.value = parsed<double>(line, place);

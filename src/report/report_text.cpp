@@ -21,11 +21,35 @@ std::string or_unknown(const std::string& text) {
   return text.empty() ? "unknown" : text;
 }
 
-// Names of many layers share their end: the middle is left out.
+// Names come from files: control characters could change what the terminal shows.
+std::string printable(std::string text) {
+  constexpr char kFirst = 0x20;
+  constexpr char kDelete = 0x7f;
+  std::replace_if(
+      text.begin(), text.end(),
+      [](char letter) { return (letter >= 0 && letter < kFirst) || letter == kDelete; }, '?');
+  return text;
+}
+
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find_first_of("\r\n"));
+}
+
+// Whether a character of UTF-8 goes on here.
+bool is_continuation(const std::string& text, std::size_t at) {
+  constexpr unsigned kMask = 0xC0;
+  constexpr unsigned kContinuation = 0x80;
+  return at < text.size() && (static_cast<unsigned char>(text[at]) & kMask) == kContinuation;
+}
+
+// Names of many layers share their end: the middle is left out, in whole characters.
 std::string shortened(const std::string& name, std::size_t width) {
-  if (name.size() <= width) return name;
-  const std::size_t end = width / 2;
-  return name.substr(0, width - end - 2) + ".." + name.substr(name.size() - end);
+  if (name.size() <= width) return printable(name);
+  std::size_t begin = width - width / 2 - 2;
+  while (begin > 0 && is_continuation(name, begin)) --begin;
+  std::size_t end = name.size() - width / 2;
+  while (is_continuation(name, end)) ++end;
+  return printable(name.substr(0, begin) + ".." + name.substr(end));
 }
 
 std::string header(const RunData& run) {
@@ -33,20 +57,24 @@ std::string header(const RunData& run) {
   std::string text = fmt::format("{}: ", info.directory.string());
   if (!info.opt_level.empty()) text += info.opt_level + ", ";
   text += fmt::format("{}, {}", or_unknown(info.dtype), info.outcome);
-  if (!info.reason.empty()) text += fmt::format(" ({})", info.reason);
+  if (!info.reason.empty()) text += fmt::format(" ({})", first_line(info.reason));
   text += fmt::format("; {}, {}, {}", fmt::format("last step {}", run.last_step),
                       counted(static_cast<std::int64_t>(run.samples.size()), "sample"),
                       counted(info.starts, "start"));
   if (info.world_size > 1) text += fmt::format("; rank {} of {}", info.rank, info.world_size);
+  text = printable(text) + '\n';
   if (!info.processor.empty())
-    text += fmt::format("\n{}, {}, semitone {}", info.processor, counted(info.threads, "thread"),
-                        info.semitone);
-  return text + "\n";
+    text += printable(fmt::format("{}, {}, semitone {}", info.processor,
+                                  counted(info.threads, "thread"), info.semitone)) +
+            '\n';
+  return text;
 }
 
 // A line of text, continued with an indent.
-void append_wrapped(std::string& text, std::string_view words, std::size_t indent) {
+void append_wrapped(std::string& text, const std::string& sentence, std::size_t indent) {
   constexpr std::size_t kColumns = 100;
+  const std::string line = printable(sentence);
+  std::string_view words = line;
   std::size_t column = indent;
   while (!words.empty()) {
     const std::size_t end = std::min(words.find(' '), words.size());
@@ -133,8 +161,9 @@ void append_operators(std::string& text, const Summary& summary) {
   for (std::size_t i = 0; i < std::min(summary.operators.size(), kMostRows); ++i) {
     const RunOperator& op = summary.operators[i];
     const double share = summary.operator_seconds > 0 ? op.seconds / summary.operator_seconds : 0;
-    text += fmt::format(kRow, shortened(op.name, 36), op.pass, op.dtype, op.kernel, op.calls,
-                        fmt::format("{:.3g}", op.seconds / kMilli), percent(share));
+    text += fmt::format(kRow, shortened(op.name, 36), printable(op.pass), printable(op.dtype),
+                        printable(op.kernel), op.calls, fmt::format("{:.3g}", op.seconds / kMilli),
+                        percent(share));
   }
   if (summary.operators.size() > kMostRows)
     text += fmt::format("  … {} more\n", summary.operators.size() - kMostRows);
@@ -187,7 +216,7 @@ void append_comparison(std::string& text, const ReportedRun& run, const Reported
   };
   text += '\n' + fmt::format(kRow, "compared", shortened(run.run.info.directory.string(), 28),
                              shortened(other.run.info.directory.string(), 28));
-  row("opt level", [](const ReportedRun& one) { return one.run.info.opt_level; });
+  row("opt level", [](const ReportedRun& one) { return printable(one.run.info.opt_level); });
   row("dtype", [](const ReportedRun& one) { return one.run.info.dtype; });
   row("last step", [](const ReportedRun& one) { return fmt::format("{}", one.run.last_step); });
   row("last loss", [](const ReportedRun& one) { return last_loss(one.run); });
