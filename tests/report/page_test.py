@@ -125,6 +125,13 @@ class PageTest(unittest.TestCase):
         self.assertEqual(self.texts(".limit-name"), ["largest of float16", "smallest normal of float16", "smallest of float16"])
         self.assertIn("limits for loss scale 2¹⁶", "".join(self.texts(".histogram .tick")))  # step 312 lowered it, after its backward
 
+    def test_skipped_steps_have_only_the_changes_of_their_own_step(self):
+        report = page_reports.run()
+        report["skipped"].insert(1, {"step": 200, "parameter": "", "non_finite": 1, "loss_scale": 65536.0})  # the scale stayed
+        self.show(report)
+        table = "[...document.querySelectorAll('table')].find((one) => one.textContent.includes('Changed to'))"
+        self.assertEqual(self.ask(f"[...{table}.querySelectorAll('tbody tr')].map((row) => row.lastElementChild.textContent)"), ["2¹⁶", "–", "2¹⁵"])
+
     def test_the_pointer_reads_a_step(self):
         self.show(page_reports.run())
         self.ask("""{ const area = document.querySelector(".pointer"), box = area.getBoundingClientRect();

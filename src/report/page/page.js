@@ -16,7 +16,7 @@ function whySkipped({parameter, non_finite: parameters}) {
 
 function skippedTable(report) {
   const after = ({step, loss_scale: before}) =>
-    report.loss_scale.find(([at, value]) => at >= step && value !== before)?.[1];
+    report.loss_scale.find(([at, value]) => at === step && value !== before)?.[1];
   const columns = [
     {title: "Skipped step", value: (row) => row.step, cell: (row) => count(row.step)},
     {title: "Why", text: true, style: "sentence", value: (row) => row.parameter, cell: whySkipped},
