@@ -65,9 +65,9 @@ void add_report_command(CLI::App& app, Action& action) {
   const auto flags = std::make_shared<ReportFlags>();
   command.add_option("DIR", flags->directory, "Directory of the run")->required();
   Flags add(command, kReport);
-  add.text("--compare", flags->compare, "DIR", "Directory of a second run to set beside it");
+  add.text("--compare", flags->compare, "DIR", "Directory of a second run to compare with");
   add.optional_file("--html", flags->html, kInDirectory,
-                    "Write a page with charts to a file, or without one to DIR/report.html");
+                    "Write an HTML page to FILE; default DIR/report.html");
   add.json(flags->json);
   command.footer(std::string(kReportFooter) + kExitCodesHelp);
   command.callback([&action, flags] { action = [flags] { return run(*flags); }; });

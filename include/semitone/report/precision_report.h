@@ -19,14 +19,18 @@ namespace semitone::report {
 /// It reads `run*.json`, `metrics.csv` and `samples.jsonl` of the directory of a RunLog (one rank's)
 /// once, at its construction, also while the training still runs. Loss scales and skipped steps
 /// are in every run's record; values, operators, times and memory only in that of a run with a
-/// Recorder. A file that is missing leaves its part of the report empty. A last line without its
-/// end is ignored, and of a step that was trained twice the later training counts.
+/// Recorder. The loss is the scalar `train/loss` or, without one, `loss`. A file that is missing
+/// leaves its part of the report empty. A last line without its end is ignored, and of a step that
+/// was trained twice the later training counts.
 ///
-/// How values fit a format is computed from counts of their binary exponents: of a range that does
-/// not begin and end at powers of two, such as the last one below float16's largest number 65504,
-/// the whole binade counts as inside. A value rounds to zero below half of the format's smallest
-/// number. Gradients are judged as the backward pass has them, multiplied by the loss scale; a
-/// scale that is no power of two counts as the nearest one.
+/// Values are counted by their binary exponent, so limits that are powers of two are exact.
+/// Elsewhere the whole range between two powers of two counts as inside: float16's largest number is
+/// 65504, and values up to 65536 count as fitting. A value rounds to zero below half of the format's
+/// smallest number. Gradients are judged as the backward pass has them, multiplied by the loss
+/// scale. A scale that is no power of two counts as the nearest one.
+///
+/// Times, parts of a step and operators leave out the first sampled step of each start, in which
+/// LibTorch sets up its kernels, unless there is no other sample.
 ///
 /// Copies share what was read. Objects can be used from several threads at once, except for
 /// compare_with().
@@ -45,6 +49,7 @@ class PrecisionReport {
   const std::vector<Verdict>& verdicts() const;
 
   /// The report for a terminal: the verdicts, skipped steps, and short tables. Ends with a newline.
+  /// A control character of a name is a question mark in it.
   std::string to_text() const;
 
   /// The whole report as a JSON object, indented: docs/report.md describes it. Numbers that are not
