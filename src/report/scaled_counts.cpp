@@ -41,7 +41,8 @@ ExponentCounts divided(const ExponentCounts& counts, double power_of_two) {
 ExponentCounts divided_counts(const at::Tensor& tensor, double scale) {
   if (!(scale > 0) || !std::isfinite(scale)) scale = 1;
   if (is_power_of_two(scale)) return divided(kernels::exponents_of(tensor), scale);
-  return kernels::exponents_of(tensor.to(at::kFloat) / scale);
+  const bool is_fp64 = tensor.scalar_type() == at::kDouble;
+  return kernels::exponents_of((is_fp64 ? tensor : tensor.to(at::kFloat)) / scale);
 }
 
 nlohmann::ordered_json describe_counts(std::string_view what, const std::string& name,

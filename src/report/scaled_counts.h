@@ -18,8 +18,8 @@ bool is_power_of_two(double number);
 // number becomes 0, as it does in fp32.
 kernels::ExponentCounts divided(const kernels::ExponentCounts& counts, double power_of_two);
 
-// The counts of the values of a tensor divided by a scale: in fp32, if it is not a power of two. A
-// scale that is not a positive number counts as 1.
+// The counts of the values of a tensor divided by a scale: in fp32, if it is not a power of two, and
+// in fp64 for such tensors. A scale that is not a positive number counts as 1.
 kernels::ExponentCounts divided_counts(const at::Tensor& tensor, double scale);
 
 // An element of a sample's list "tensors".

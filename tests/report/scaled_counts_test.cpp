@@ -38,6 +38,13 @@ TEST(ScaledCounts, AScaleThatIsNoNumberLeavesValuesAsTheyAre) {
     EXPECT_EQ(counted(described(values, scale)), counted(values)) << scale;
 }
 
+TEST(ScaledCounts, Fp64IsDividedInFp64) {
+  const at::Tensor values = torch::tensor({3e40, -1e-60, 5.0}, torch::kDouble);
+  EXPECT_EQ(described(values, 1000).at("max_abs"), 3e40 / 1000);
+  EXPECT_EQ(described(values, 1000).at("infs"), 0);
+  EXPECT_EQ(described(values, 1000).at("zeros"), 0);
+}
+
 TEST(ScaledCounts, WhatIsBelowFp32IsZero) {
   const at::Tensor values =
       torch::tensor({std::ldexp(1.0, -149), std::ldexp(1.0, -140), 0.0}, torch::kDouble)
