@@ -13,7 +13,7 @@ class OptimizerBytes {
  public:
   explicit OptimizerBytes(const torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
 
-  // Measured again if the number of parameters with state has changed.
+  // Measured again if the number of parameters with state has changed, and always for LBFGS.
   std::int64_t bytes();
 
  private:

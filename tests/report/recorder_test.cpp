@@ -374,6 +374,34 @@ TEST(Recorder, NestsWithNonFiniteCheck) {
   const Recorder recorder(log, *net);
   const NonFiniteCheck check(*net);
   const CountedCalls counted;
+TEST(Recorder, MeasuresTheGrowingStateOfLbfgs) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(torch::nn::LinearOptions(4, 1).bias(false));
+  torch::optim::LBFGS optimizer(net->parameters(),
+                                torch::optim::LBFGSOptions(0.01).max_iter(1).history_size(8));
+  RunLog log(folder.path());
+  Recorder recorder(log, *net, RecorderOptions().every(1));
+  recorder.add_optimizer(optimizer);
+  for (std::int64_t step = 1; step <= 3; ++step) {
+    log.set_step(step);
+    optimizer.step([&] {
+      optimizer.zero_grad();
+      at::Tensor loss = net(torch::eye(4)).exp().sum();
+      loss.backward();
+      return loss;
+    });
+  }
+  log.close();
+  std::vector<std::int64_t> bytes;
+  bytes.reserve(3);
+  for (const auto& sample : test::lines_of_kind(folder.path(), "sample"))
+    bytes.push_back(sample.at("memory").at("optimizer_state").get<std::int64_t>());
+  ASSERT_EQ(bytes.size(), 3U);
+  // Each later step adds a direction, a step and a number.
+  EXPECT_GE(bytes[1], bytes[0] + 2 * 4 * 4);
+  EXPECT_GE(bytes[2], bytes[1] + 2 * 4 * 4);
+}
+
   log.set_step(1);
   calls_here().clear();
   forward(net, images()).loss.backward();

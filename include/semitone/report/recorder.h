@@ -85,8 +85,8 @@ class Recorder {
   Recorder& operator=(const Recorder&) = delete;
 
   /// Adds the memory of an optimizer's state to the samples, as far as the optimizer saves it. It
-  /// is measured again when the number of parameters with state has changed. The optimizer must
-  /// outlive this object.
+  /// is measured again when the number of parameters with state has changed, and that of LBFGS in
+  /// each sample. The optimizer must outlive this object.
   void add_optimizer(torch::optim::Optimizer& optimizer);
 
  private:
