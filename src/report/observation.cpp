@@ -1,5 +1,6 @@
 #include "src/report/observation.h"
 
+#include <algorithm>
 #include <chrono>
 
 namespace semitone::report {
@@ -21,20 +22,30 @@ double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Observation::Observation(std::atomic<double>& total)
-    : total_(total),
+double ObservedTime::begin(double now) {
+  const std::lock_guard lock(mutex_);
+  if (observations_++ == 0) began_ = now;
+  return began_ - total_;
+}
+
+void ObservedTime::end(double now) {
+  const std::lock_guard lock(mutex_);
+  if (--observations_ == 0) total_ += std::max(0.0, now - began_);
+}
+
+Observation::Observation(ObservedTime& observed)
+    : observed_(observed),
       began_(steady_seconds()),
-      step_time_(began_ - total.load()),
+      step_time_(observed.begin(began_)),
       thread_time_(began_ - observed_here().observed) {
   ++observed_here().observations;
 }
 
 Observation::~Observation() {
+  const double now = steady_seconds();
+  observed_.end(now);
   OfThread& here = observed_here();
-  if (--here.observations > 0) return;  // part of another one
-  const double seconds = steady_seconds() - began_;
-  here.observed += seconds;
-  total_.fetch_add(seconds);
+  if (--here.observations == 0) here.observed += now - began_;  // else part of another one
 }
 
 }  // namespace semitone::report

@@ -1,6 +1,5 @@
 #include "src/report/sample_state.h"
 
-#include "src/report/observation.h"
 #include "src/report/scaled_counts.h"
 #include "src/report/tensor_values.h"
 

@@ -2,6 +2,7 @@
 
 #include "semitone/core/events.h"
 #include "src/core/thread_state.h"
+#include "src/report/observation.h"
 #include "src/report/operator_table.h"
 #include "src/report/recorded_model.h"
 #include "src/report/sampled_tensors.h"
@@ -50,8 +51,8 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   std::optional<std::string> failure() const;
 
   const RecordedModel& model() const { return *model_; }
-  // Seconds of all observations in this step.
-  std::atomic<double>& observed() { return observed_; }
+  // Of all observations in this step.
+  ObservedTime& observed() { return observed_; }
 
   // An operator is about to run on this thread. Returns the pass to which it belongs.
   Pass begin_operator(double now);
@@ -82,7 +83,7 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   const std::shared_ptr<const RecordedModel> model_;
   const std::thread::id thread_ = std::this_thread::get_id();
   std::atomic<bool> is_looking_{true};
-  std::atomic<double> observed_{0};
+  ObservedTime observed_;
   // Gradients of outputs are divided by it before they are counted. 1 for powers of two, by which
   // counts can be divided later.
   double early_scale_ = 1;
