@@ -100,7 +100,8 @@ Recorder::Impl::Impl(std::shared_ptr<RunLog::Impl> log, const torch::nn::Module&
 Recorder::Impl::~Impl() {
   log_->remove_observer(*this);
   try {
-    end_sample(std::uncaught_exceptions() == exceptions_);
+    // Another thread may have closed the log, which then takes no more samples.
+    end_sample(std::uncaught_exceptions() == exceptions_ && !log_->is_closed());
   } catch (const std::exception& error) {  // a file that cannot be written
     warn_once(error.what());
   }

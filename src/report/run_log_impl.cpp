@@ -65,7 +65,10 @@ void RunLog::Impl::require_open() const {
 
 void RunLog::Impl::add_observer(StepObserver& observer) {
   StepObserver* none = nullptr;
-  if (observer_.compare_exchange_strong(none, &observer)) return;
+  if (observer_.compare_exchange_strong(none, &observer)) {
+    observer_thread_ = std::this_thread::get_id();
+    return;
+  }
   throw Error(kRunLog, "one Recorder for each RunLog", "a second one",
               "destroy the first one before");
 }
@@ -77,9 +80,20 @@ void RunLog::Impl::remove_observer(const StepObserver& observer) {
 void RunLog::Impl::set_step(std::int64_t step) {
   check_step(step);
   StepObserver* const observer = observer_;
-  if (observer != nullptr) observer->before_step(step);
+  std::exception_ptr first;
+  try {
+    if (observer != nullptr) observer->before_step(step);
+  } catch (const FileError&) {
+    first = std::current_exception();
+  }
   begin_step(step);
   if (observer != nullptr) observer->step_began(step);
+  if (first) std::rethrow_exception(first);
+}
+
+bool RunLog::Impl::is_closed() {
+  const std::lock_guard lock(mutex_);
+  return closed_;
 }
 
 void RunLog::Impl::begin_step(std::int64_t step) {
@@ -138,17 +152,29 @@ void RunLog::Impl::write(const std::function<void()>& function) {
 }
 
 void RunLog::Impl::close(Outcome outcome, std::string_view reason) {
-  if (StepObserver* const observer = observer_.exchange(nullptr)) observer->before_close(outcome);
+  std::exception_ptr first;
+  try {
+    if (observer_thread_.load() == std::this_thread::get_id()) {
+      if (StepObserver* const observer = observer_.exchange(nullptr))
+        observer->before_close(outcome);
+    }
+  } catch (const FileError&) {
+    first = std::current_exception();
+  }
+  end(outcome, reason, first);
+  if (first) std::rethrow_exception(first);
+}
+
+void RunLog::Impl::end(Outcome outcome, std::string_view reason, std::exception_ptr& first) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   closed_ = true;
   if (!files_.has_value()) return;
   record_waiting_events(last_step_);
-  std::exception_ptr first;
   try {
     write([&] { files_->flush(); });
   } catch (const FileError&) {
-    first = std::current_exception();
+    if (!first) first = std::current_exception();
   }
   // After a failure too: a full disk often has room for this.
   try {
@@ -157,7 +183,6 @@ void RunLog::Impl::close(Outcome outcome, std::string_view reason) {
     if (!first) first = std::current_exception();
   }
   files_.reset();
-  if (first) std::rethrow_exception(first);
 }
 
 void RunLog::Impl::record_event(Add add) {

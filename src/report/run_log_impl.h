@@ -7,17 +7,21 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 namespace semitone::report {
 
-// Learns of the steps of a RunLog. The RunLog calls it on the thread of set_step() or close().
+// Learns of the steps of a RunLog. The RunLog calls it on the thread of set_step(). Of close() it
+// learns on the thread that added it only: on another one, its step may be in progress.
 class StepObserver {
  public:
   StepObserver() = default;
@@ -25,7 +29,8 @@ class StepObserver {
   StepObserver& operator=(const StepObserver&) = delete;
   virtual ~StepObserver() = default;
 
-  // Before anything else of set_step(). An Error that it throws is the caller's.
+  // Before anything else of set_step(). An Error that it throws is the caller's. After a FileError,
+  // the step begins all the same.
   virtual void before_step(std::int64_t step) = 0;
   // At the end of set_step().
   virtual void step_began(std::int64_t step) = 0;
@@ -49,7 +54,9 @@ class RunLog::Impl {
   // The number of processes that train together.
   std::int64_t world_size() const { return world_size_; }
 
-  // Makes an observer the only one, or removes it. Error if there is another one.
+  bool is_closed();
+
+  // Makes an observer the only one, or removes it, on one thread. Error if there is another one.
   void add_observer(StepObserver& observer);
   void remove_observer(const StepObserver& observer);
 
@@ -63,6 +70,9 @@ class RunLog::Impl {
 
  private:
   using Clock = std::chrono::steady_clock;
+
+  // Writes what is left and the end, and keeps the first FileError.
+  void end(Outcome outcome, std::string_view reason, std::exception_ptr& first);
 
   // These are called with the lock.
   void require_open() const;
@@ -80,6 +90,7 @@ class RunLog::Impl {
   const std::int64_t world_size_;
   // Not read with the lock: it adds to the files itself.
   std::atomic<StepObserver*> observer_ = nullptr;
+  std::atomic<std::thread::id> observer_thread_;
   std::mutex mutex_;
   std::optional<RunFiles> files_;  // until close, if this process writes
   bool closed_ = false;

@@ -221,6 +221,24 @@ TEST(RecorderSteps, AreNotSetOnAnotherThread) {
 
 TEST(RecorderSteps, OfRanksThatDoNotWriteAreNotLookedAt) {
   const TemporaryFolder folder;
+TEST(RecorderSteps, AreDiscardedIfAnotherThreadClosesTheLog) {
+  const TemporaryFolder folder;
+  ToyNet net;
+  const CapturedLog captured;
+  {
+    RunLog log(folder.path());
+    const Recorder recorder(log, *net);
+    log.set_step(1);
+    std::thread([&] { log.close(Outcome::stopped, "SIGTERM"); }).join();
+    train_step(net);  // this thread goes on until it notices
+    expect_error([&] { log.set_step(2); }, {"after close()"});
+  }
+  EXPECT_FALSE(is_watched());
+  EXPECT_EQ(captured.text(), "");
+  EXPECT_THAT(sampled_steps(folder.path()), ElementsAre());
+  EXPECT_EQ(test::json_in(folder / "run.json").at("outcome"), "stopped");
+}
+
   ToyNet net;
   RunLog log(folder / "run", RunLogOptions().rank(1).world_size(2));
   const Recorder recorder(log, *net);

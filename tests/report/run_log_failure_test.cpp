@@ -1,4 +1,5 @@
 #include "semitone/core/error.h"
+#include "semitone/report/recorder.h"
 #include "semitone/report/run_log.h"
 #include "src/launch/process.h"
 #include "tests/report/run_directory.h"
@@ -6,6 +7,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
 
+#include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
 #include <gmock/gmock.h>
@@ -118,6 +120,22 @@ TEST(RunLogFailure, InTheDestructorIsAWarning) {
     log.add_text("note", "a");
   }
   EXPECT_THAT(captured.text(), HasSubstr("texts.jsonl"));
+  EXPECT_EQ(test::json_in(folder / "run.json").at("outcome"), "finished");
+}
+
+TEST(RunLogFailure, OfASampleLeavesStepAndEndAsTheyAre) {
+  const TemporaryFolder folder;
+  make_full(folder.path(), "samples.jsonl");
+  torch::nn::Linear net(2, 1);
+  RunLog log(folder.path(), kAtOnce);
+  const Recorder recorder(log, *net, RecorderOptions().every(1));
+  const auto full = AllOf(HasSubstr("samples.jsonl"), HasSubstr("No space left on device"));
+  EXPECT_THAT(message_of<FileError>([&] { log.set_step(1); }), full);  // describes the model
+  log.set_step(2);
+  EXPECT_THAT(message_of<FileError>([&] { log.set_step(3); }), full);
+  log.add_scalar("loss", 1);
+  EXPECT_THAT(metrics_in(folder.path()), ElementsAre("3,loss,1"));
+  EXPECT_THAT(message_of<FileError>([&] { log.close(); }), full);
   EXPECT_EQ(test::json_in(folder / "run.json").at("outcome"), "finished");
 }
 

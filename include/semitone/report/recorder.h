@@ -71,10 +71,12 @@ struct RecorderOptions {
 /// If something cannot be looked at, the log has one warning, and the sample is left out: training
 /// goes on. Nothing is recorded where the RunLog does not write, on ranks above 0 for example.
 ///
-/// A Recorder belongs to the thread that constructs it, and records what this thread does, and the
-/// threads that work for it (autograd's, at::launch's). It nests with NonFiniteCheck, whose time
-/// then counts as that of the operators. Destroy it before the model, and on the same thread.
-/// While it exists, `RunLog::set_step` is an Error on any other thread.
+/// A thread has one Recorder. It belongs to the thread that constructs it, and records what this
+/// thread does, and the threads that work for it (autograd's, at::launch's). It nests with
+/// NonFiniteCheck, whose time then counts as that of the operators. Destroy it before the model, and
+/// on the same thread.
+/// While it exists, `RunLog::set_step` is an Error on any other thread. If another thread closes the
+/// RunLog, the step in progress is left out.
 class Recorder {
  public:
   /// Error for options out of range, and if the RunLog already has a Recorder. The parameters stay
