@@ -1,6 +1,7 @@
 #include "src/report/operator_info.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/function_schema.h>
 
 #include <algorithm>
@@ -66,6 +67,7 @@ OperatorInfo info_of(const c10::FunctionSchema& schema) {
     return op.has_value() && op->hasKernelForDispatchKey(key);
   };
   const bool may_return_argument = has(c10::DispatchKey::CompositeImplicitAutograd);
+  info.is_pointwise = op.has_value() && op->hasTag(at::Tag::pointwise);
   info.is_composite = may_return_argument || (has(c10::DispatchKey::CompositeExplicitAutograd) &&
                                               !has(c10::DispatchKey::CPU));
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {

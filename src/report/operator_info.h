@@ -22,6 +22,8 @@ struct OperatorInfo {
   std::size_t returns = 0;
   // It is made of other operators, unless autocast replaces it.
   bool is_composite = false;
+  // Each element of its results is made of one element of each argument, after broadcasting.
+  bool is_pointwise = false;
 
   bool writes(std::size_t argument) const;
   bool overwrites(std::size_t argument) const;

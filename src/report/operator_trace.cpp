@@ -5,8 +5,11 @@
 #include "src/report/sample_state.h"
 #include "src/report/tensor_values.h"
 
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -57,11 +60,25 @@ bool moves_no_data(const OperatorInfo& op) {
   return op.results.empty() && op.written.empty();
 }
 
+// Whether an argument is something that a layer computes with its parameter. What a pointwise operator
+// broadcasts to the parameter, such as the start of a penalty (w - w0).pow(2), is not.
+bool has_input(const RecordedModel& model, const OperatorInfo& op,
+               c10::ArrayRef<c10::IValue> inputs, const at::Tensor& parameter) {
+  bool found = false;
+  const auto look_at = [&](const at::Tensor& tensor, std::int64_t) {
+    if (found || !tensor.defined() || model.find(tensor) != nullptr) return;
+    const bool is_broadcast = op.is_pointwise && !tensor.is_nested() &&
+                              at::is_expandable_to(tensor.sizes(), parameter.sizes());
+    found = !is_broadcast;
+  };
+  for (const c10::IValue& input : inputs) for_tensors(input, look_at);
+  return found;
+}
+
 void enter_operator(TracedCall& call, const at::RecordFunction& record) {
   const RecordedModel& model = call.state->model();
   const auto inputs = last(record.inputs(), call.op->arguments.size());
   c10::SmallVector<c10::ScalarType, 4> scalars;
-  bool has_other = false;
   bool writes_parameter = false;
   const RecordedModel::Entry* parameter = nullptr;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -71,20 +88,18 @@ void enter_operator(TracedCall& call, const at::RecordFunction& record) {
       if (tensor.is_floating_point() && !tensor.unsafeGetTensorImpl()->is_wrapped_number())
         (tensor.dim() == 0 ? scalars : call.dtypes).push_back(tensor.scalar_type());
       const auto* const entry = model.find(tensor);
-      if (entry == nullptr) {
-        has_other = true;
-      } else if (entry->is_parameter) {
-        if (parameter == nullptr) parameter = entry;
-        if (call.op->writes(i)) writes_parameter = true;
-      }
+      if (entry == nullptr || !entry->is_parameter) return;
+      if (parameter == nullptr) parameter = entry;
+      if (call.op->writes(i)) writes_parameter = true;
     });
   }
   // As in LibTorch's promotion, tensors without dimensions count if there are no others.
   if (call.dtypes.empty()) call.dtypes = scalars;
   call.emulated_dtypes = call.dtypes;
   // An operator on parameters alone, such as a cast or a penalty, is no layer.
-  const bool is_layer = parameter != nullptr && has_other && !writes_parameter &&
-                        call.pass == Pass::forward && !call.op->results.empty();
+  const bool is_layer = parameter != nullptr && !writes_parameter && call.pass == Pass::forward &&
+                        !call.op->results.empty() &&
+                        has_input(model, *call.op, inputs, parameter->tensor);
   const bool is_inside = call.caller != nullptr && call.caller->has_parameter;
   if (is_layer && !is_inside) call.parameter = parameter;
   call.has_parameter = is_layer || is_inside;
@@ -138,7 +153,7 @@ void leave_operator(TracedCall& call, const at::RecordFunction& record) {
         call.cost.bytes += bytes_of(tensor);
         if (call.parameter == nullptr) return;
         const auto* const parameter = std::exchange(call.parameter, nullptr);
-        call.state->add_output(*parameter, *call.op, tensor);
+        call.state->add_output({parameter, call.op}, tensor);
       });
     }
   }

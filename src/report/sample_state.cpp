@@ -99,20 +99,26 @@ void SampleState::add_operator(const OperatorKind& kind, const OperatorCost& cos
   operators_.add(kind, cost);
 }
 
-void SampleState::add_output(const RecordedModel::Entry& parameter, const OperatorInfo& op,
-                             const at::Tensor& output) {
-  if (!can_sample(output) || !model_->is_leaf(parameter.layer)) return;
+void SampleState::add_output(const OutputKey& key, const at::Tensor& output) {
+  // A number is a penalty or a loss.
+  if (!can_sample(output) || output.dim() == 0 || !model_->is_leaf(key.parameter->layer)) return;
+  const bool is_differentiated = at::GradMode::is_enabled();
+  {
+    // An evaluation within the step is not what is trained.
+    const std::lock_guard lock(mutex_);
+    if (!is_differentiated && (timer_.has_nodes() || tensors_.is_differentiated(key))) return;
+  }
   const SampledValues values = sample_of(output);
   {
     const std::lock_guard lock(mutex_);
-    tensors_.add_output(parameter, op, values);
+    tensors_.add_output(key, values, is_differentiated);
   }
-  if (output.requires_grad()) watch_gradient(output, parameter.layer);
+  if (output.requires_grad()) watch_gradient(output, key);
 }
 
 // The hook stays as long as the graph. It holds nothing, and does nothing after the step.
-void SampleState::watch_gradient(const at::Tensor& output, const std::string& layer) {
-  output.register_hook([weak = weak_from_this(), layer](const at::Tensor& gradient) {
+void SampleState::watch_gradient(const at::Tensor& output, const OutputKey& key) {
+  output.register_hook([weak = weak_from_this(), key](const at::Tensor& gradient) {
     const auto state = weak.lock();
     if (state == nullptr || !state->is_looking() || !can_sample(gradient)) return;
     const Observation observation(state->observed());
@@ -120,9 +126,9 @@ void SampleState::watch_gradient(const at::Tensor& output, const std::string& la
       const QuietScope quiet;
       const SampledValues values = sample_of(gradient, state->early_scale_);
       const std::lock_guard lock(state->mutex_);
-      state->tensors_.add_output_gradient(layer, values);
+      state->tensors_.add_output_gradient(key, values);
     } catch (const std::exception& error) {
-      state->fail("gradient of the output of '" + layer + "': " + error.what());
+      state->fail("gradient of the output of '" + key.parameter->layer + "': " + error.what());
     }
   });
 }

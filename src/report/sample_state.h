@@ -60,8 +60,7 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   void end_node(double now);
   void add_operator(const OperatorKind& kind, const OperatorCost& cost);
   // The result of an operator that has a parameter, in the forward pass.
-  void add_output(const RecordedModel::Entry& parameter, const OperatorInfo& op,
-                  const at::Tensor& output);
+  void add_output(const OutputKey& key, const at::Tensor& output);
 
   void add(const events::LossScaleUpdated& event);
   void add(const events::StepSkipped& event);
@@ -74,7 +73,7 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
 
  private:
   bool is_own_thread() const { return std::this_thread::get_id() == thread_; }
-  void watch_gradient(const at::Tensor& output, const std::string& layer);
+  void watch_gradient(const at::Tensor& output, const OutputKey& key);
   void add_remaining_gradients();
   // What the gradients of outputs, as they were counted, are still to be divided by; nothing if
   // that is no power of two, or not known.

@@ -26,6 +26,14 @@ struct SampledValues {
 // Counts the values of a tensor for which can_sample() holds, divided by a scale.
 SampledValues sample_of(const at::Tensor& tensor, double scale = 1);
 
+// What one operator makes with one parameter of a layer.
+struct OutputKey {
+  const RecordedModel::Entry* parameter;
+  const OperatorInfo* op;
+
+  bool operator==(const OutputKey&) const = default;
+};
+
 // The tensors of a step that is looked at.
 class SampledTensors {
  public:
@@ -34,12 +42,17 @@ class SampledTensors {
   // Looks at the weights.
   explicit SampledTensors(const RecordedModel& model);
 
-  // The output of an operator that has a layer's parameter. Several calls of one operator are
-  // counted together; the output of another operator replaces that of the first.
-  void add_output(const Entry& parameter, const OperatorInfo& op, const SampledValues& values);
-  void add_output_gradient(const std::string& layer, const SampledValues& values);
+  // The output of an operator that has a layer's parameter. Several calls are counted together. The
+  // output of a layer is that of the key that came last. Outputs made with GradMode replace those of
+  // the layer made without it.
+  void add_output(const OutputKey& key, const SampledValues& values, bool is_differentiated);
+  void add_output_gradient(const OutputKey& key, const SampledValues& values);
+  // Whether the layer of a key has outputs made with GradMode.
+  bool is_differentiated(const OutputKey& key) const;
   // The gradient that the optimizer uses replaces an earlier one.
-  void add_gradient(const Entry& parameter, const SampledValues& values, std::int64_t bytes);
+  // Without values, it counts as memory only.
+  void add_gradient(const Entry& parameter, const std::optional<SampledValues>& values,
+                    std::int64_t bytes);
   bool has_gradient(const Entry& parameter) const { return gradients_.contains(&parameter); }
 
   std::int64_t gradient_bytes() const;
@@ -52,19 +65,24 @@ class SampledTensors {
 
  private:
   struct Output {
-    const Entry* parameter;
-    const OperatorInfo* op;
-    SampledValues values;
+    OutputKey key;
+    bool is_differentiated;
+    std::int64_t last_call = 0;
+    std::optional<SampledValues> values{};
     std::optional<SampledValues> gradient{};
+
+    const std::string& layer() const { return key.parameter->layer; }
   };
   struct Gradient {
-    SampledValues values;
+    std::optional<SampledValues> values;
     std::int64_t bytes;
   };
-  Output* output_of(const std::string& layer);
+  // The last one of each layer, in the order of the first calls.
+  std::vector<const Output*> last_outputs() const;
 
   std::vector<SampledValues> weights_;  // in the model's order
-  std::vector<Output> outputs_;         // in the order of the first calls
+  std::vector<Output> outputs_;         // one a key, in the order of the first calls
+  std::int64_t output_calls_ = 0;
   std::map<const Entry*, Gradient> gradients_;
 };
 

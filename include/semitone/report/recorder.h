@@ -52,7 +52,12 @@ struct RecorderOptions {
 ///   compared between the beginning and the end of the step.
 /// - The output of a layer is the result of the outermost operator that has one of the layer's
 ///   parameters among its arguments, in the forward pass. Calls in one step are counted together.
-///   A parameter of several layers counts for the first of them.
+///   Of a layer with several such operators, as `x * weight + bias`, it is the one that ran last. A
+///   parameter of several layers counts for the first of them. A result that is a number is no
+///   output, nor is that of an elementwise operator on a parameter and what broadcasts to its shape,
+///   as in a penalty `(weight - start).pow(2).sum()`. Neither is what
+///   runs without GradMode after a backward pass, or in a layer that also runs with it: that is an
+///   evaluation.
 ///   Layers that have no parameters or have other layers inside, and functions that compute without
 ///   operators, such as Semitone's fused layers, have no outputs here. Gradients of outputs are left
 ///   out if there are several losses with scales of their own.
