@@ -2,6 +2,7 @@
 
 #include "src/core/thread_state.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,13 @@ Listen::~Listen() = default;
 
 bool listening() {
   return current() != nullptr;
+}
+
+bool wants_gradients() {
+  const Listeners* const listeners = current();
+  return listeners != nullptr &&
+         std::any_of(listeners->all.begin(), listeners->all.end(),
+                     [](const auto& listener) { return listener->wants_gradients(); });
 }
 
 void emit(const Cast& event) {

@@ -18,6 +18,11 @@ KnownScales SampleListener::scales() const {
   return scales_;
 }
 
+bool SampleListener::wants_gradients() const {
+  const std::lock_guard lock(mutex_);
+  return state_ != nullptr && state_->is_looking();
+}
+
 void SampleListener::observe(const std::function<void(SampleState& state, double now)>& use) {
   const auto state = [&] {
     const std::lock_guard lock(mutex_);

@@ -17,6 +17,9 @@ class SampleListener : public events::Listener {
   // The loss scales after the last step.
   KnownScales scales() const;
 
+  // In a step that is looked at.
+  bool wants_gradients() const override;
+
   using Listener::on;
   void on(const events::Cast& event) override;
   void on(const events::LossScaleUpdated& event) override;

@@ -46,6 +46,21 @@ TEST(Events, ScopesNestAndEndInOrder) {
   EXPECT_EQ(inner->heard, (std::vector<std::string>{"b"}));
 }
 
+TEST(Events, GradientsAreWantedIfOneListenerWantsThem) {
+  struct Wanting : Listener {
+    bool wants_gradients() const override { return true; }
+  };
+  EXPECT_FALSE(wants_gradients());
+  const Listen listen(std::make_shared<Recorder>());
+  EXPECT_FALSE(wants_gradients());
+  {
+    const Listen wanting(std::make_shared<Wanting>());
+    const Listen inner(std::make_shared<Recorder>());
+    EXPECT_TRUE(wants_gradients());
+  }
+  EXPECT_FALSE(wants_gradients());
+}
+
 TEST(Events, PartsOfAStepNest) {
   struct Parts : Listener {
     using Listener::on;

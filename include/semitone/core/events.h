@@ -117,6 +117,10 @@ class Listener {
   virtual void on(const GradientsReady&) {}
   virtual void on(const PhaseBegan&) {}
   virtual void on(const PhaseEnded&) {}
+
+  /// Whether GradientsReady is to be emitted. Checked before its lists are made, which may take
+  /// memory and time. A listener that returns false may still receive it, for another one.
+  virtual bool wants_gradients() const { return false; }
 };
 
 /// Installs a listener for this thread until the end of the scope. Scopes nest, and every listener
@@ -135,6 +139,10 @@ class [[nodiscard]] Listen {
 
 /// Returns whether this thread has a listener. Check it before computing a value only for an event.
 bool listening();
+
+/// Returns whether a listener of this thread wants GradientsReady now. Check it before making its
+/// lists.
+bool wants_gradients();
 
 void emit(const Cast& event);
 void emit(const LossScaleUpdated& event);
