@@ -93,6 +93,7 @@ Recorder::Impl::Impl(std::shared_ptr<RunLog::Impl> log, const torch::nn::Module&
       every_(options.every()),
       exceptions_(std::uncaught_exceptions()),
       model_(std::make_shared<RecordedModel>(model)),
+  // The sample; null, with a warning, if something could not be looked at.
       listen_(listener_) {
   log_->add_observer(*this);
 }
@@ -145,7 +146,11 @@ void Recorder::Impl::begin_sample() {
   listener_->show(looking_->state);
 }
 
-nlohmann::ordered_json Recorder::Impl::finish(SampleState& state) {
+nlohmann::ordered_json Recorder::Impl::finish(SampleState& state) try {
+  if (const auto failure = state.failure()) {
+    warn_once(*failure);
+    return nullptr;
+  }
   const Observation observation(state.observed());
   const QuietScope quiet;
   std::optional<std::int64_t> state_bytes;
@@ -162,14 +167,9 @@ void Recorder::Impl::end_sample(bool is_complete) {
   // Nothing can be removed from another thread's records.
   if (!is_own_thread()) return state->fail("the RunLog was closed on another thread");
   looking_.reset();
-  if (!is_complete) return;
-  nlohmann::ordered_json line;
-  try {
-    if (const auto failure = state->failure()) return warn_once(*failure);
-    line = finish(*state);
-  } catch (const std::exception& error) {
-    return warn_once(error.what());
-  }
+  const nlohmann::ordered_json line = is_complete ? finish(*state) : nullptr;
+  state->discard();
+  if (line.is_null()) return;
   log_->add(step_,
             [&](RunFiles& files, const Moment& when) { files.add_sample(when, "sample", line); });
 }
@@ -192,4 +192,7 @@ void Recorder::add_optimizer(torch::optim::Optimizer& optimizer) {
   if (impl_ != nullptr) impl_->add_optimizer(optimizer);
 }
 
+} catch (const std::exception& error) {
+  warn_once(error.what());
+  return nullptr;
 }  // namespace semitone::report

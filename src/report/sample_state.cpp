@@ -51,6 +51,13 @@ void SampleState::fail(const std::string& why) {
   const std::lock_guard lock(mutex_);
   if (!failure_.has_value()) failure_ = why;
   is_looking_ = false;
+  tracker_.clear();
+}
+
+void SampleState::discard() {
+  const std::lock_guard lock(mutex_);
+  is_looking_ = false;
+  tracker_.clear();
 }
 
 std::optional<std::string> SampleState::failure() const {
@@ -135,11 +142,13 @@ void SampleState::watch_gradient(const at::Tensor& output, const OutputKey& key)
 
 void SampleState::add(const events::LossScaleUpdated& event) {
   const std::lock_guard lock(mutex_);
-  if (event.loss_id == 0) {
-    scales_.scale = event.before;
-  } else {
+  if (event.loss_id != 0) {
     scales_.has_other_losses = true;
+    return;
   }
+  if (has_update_ && scales_.scale != event.before) scale_changes_ = true;
+  has_update_ = true;
+  scales_.scale = event.before;
 }
 
 void SampleState::add(const events::StepSkipped&) {
@@ -148,6 +157,10 @@ void SampleState::add(const events::StepSkipped&) {
 }
 
 void SampleState::add(const events::GradientsReady& event) {
+  if (event.scale != 1) {
+    const std::lock_guard lock(mutex_);
+    has_scaled_step_ = true;
+  }
   for (std::size_t i = 0; i < event.parameters.size() && i < event.gradients.size(); ++i) {
     const at::Tensor& gradient = event.gradients[i];
     const auto* const entry = model_->find(event.parameters[i]);
@@ -157,19 +170,27 @@ void SampleState::add(const events::GradientsReady& event) {
     tensors_.add_gradient(*entry, values, static_cast<std::int64_t>(gradient.nbytes()));
   }
   const std::lock_guard lock(mutex_);
-  tracker_.add(*model_, event);
+  if (is_looking()) tracker_.add(*model_, event);  // not after fail()
 }
 
 void SampleState::add_remaining_gradients() {
+  const bool is_unscaled = has_unscaled_gradients();
   for (const auto* const entry : model_->parameters()) {
     const at::Tensor& gradient = entry->tensor.grad();
     if (tensors_.has_gradient(*entry) || !can_sample(gradient)) continue;
-    tensors_.add_gradient(*entry, sample_of(gradient),
+    tensors_.add_gradient(*entry, is_unscaled ? std::optional(sample_of(gradient)) : std::nullopt,
                           static_cast<std::int64_t>(gradient.nbytes()));
   }
 }
 
+bool SampleState::has_unscaled_gradients() const {
+  return !scales_.scale.has_value() && !scales_.has_other_losses && !has_scaled_step_ &&
+         (tracker_.has_events() || tracker_.has_changes());
+}
+
 std::optional<double> SampleState::output_scale() const {
+  if (scale_changes_ || (!scales_.scale.has_value() && !has_unscaled_gradients()))
+    return std::nullopt;
   const double left = scales_.scale.value_or(1) / early_scale_;
   if (scales_.has_other_losses || !is_power_of_two(left)) return std::nullopt;
   return left;
@@ -177,6 +198,7 @@ std::optional<double> SampleState::output_scale() const {
 
 Json SampleState::finish(double now, std::optional<std::int64_t> optimizer_state_bytes) {
   const std::lock_guard lock(mutex_);
+  tracker_.compare();
   add_remaining_gradients();
   const StepTimer::Parts parts = timer_.parts(now);
   Json memory{{"parameters", model_bytes(*model_)},
@@ -184,7 +206,7 @@ Json SampleState::finish(double now, std::optional<std::int64_t> optimizer_state
               {"gradients", tensors_.gradient_bytes()}};
   if (optimizer_state_bytes.has_value()) memory["optimizer_state"] = *optimizer_state_bytes;
   Json line;
-  if (scales_.scale.has_value()) line["loss_scale"] = *scales_.scale;
+  if (scales_.scale.has_value() && !scale_changes_) line["loss_scale"] = *scales_.scale;
   line["skipped"] = is_skipped_;
   line["seconds"] = parts.total;
   line["phases"] = describe_parts(parts);

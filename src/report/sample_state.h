@@ -49,6 +49,8 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   // Keeps the first reason for which the sample is left out, and stops.
   void fail(const std::string& why);
   std::optional<std::string> failure() const;
+  // Stops, and lets go of what only a sample needs. A task that outlives the step keeps this object.
+  void discard();
 
   const RecordedModel& model() const { return *model_; }
   // Of all observations in this step.
@@ -75,6 +77,10 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   bool is_own_thread() const { return std::this_thread::get_id() == thread_; }
   void watch_gradient(const at::Tensor& output, const OutputKey& key);
   void add_remaining_gradients();
+  // Whether gradients that no event names are known not to be multiplied by a scale: none has been
+  // heard of, and an optimizer has used gradients. Until then they may be those that a scaler
+  // accumulates for its first step.
+  bool has_unscaled_gradients() const;
   // What the gradients of outputs, as they were counted, are still to be divided by; nothing if
   // that is no power of two, or not known.
   std::optional<double> output_scale() const;
@@ -88,6 +94,9 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   double early_scale_ = 1;
   mutable std::mutex mutex_;  // of all that follows
   KnownScales scales_;
+  bool has_update_ = false;       // of the scale of loss 0
+  bool scale_changes_ = false;    // between two updates in this step
+  bool has_scaled_step_ = false;  // of an optimizer whose gradients were multiplied by a scale
   bool is_skipped_ = false;
   std::optional<std::string> failure_;
   SampledTensors tensors_;

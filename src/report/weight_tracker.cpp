@@ -1,13 +1,12 @@
 #include "src/report/weight_tracker.h"
 
 #include "src/core/exact_weights.h"
-#include "src/report/weight_changes.h"
 
 #include <torch/types.h>
 
 #include <nlohmann/json.hpp>
 
-#include <numeric>
+#include <algorithm>
 
 namespace semitone::report {
 namespace {
@@ -21,10 +20,11 @@ at::Tensor fp32_copy(const at::Tensor& tensor) {
 WeightTracker::WeightTracker(const RecordedModel& model) {
   weights_.reserve(model.parameters().size());
   for (const RecordedModel::Entry* const entry : model.parameters()) {
+    if (!entry->tensor.requires_grad()) continue;
     places_.emplace(entry, weights_.size());
     weights_.push_back({entry});
   }
-  copy(all());
+  copy(updated_places());
 }
 
 void WeightTracker::add(const RecordedModel& model, const events::GradientsReady& event) {
@@ -33,12 +33,13 @@ void WeightTracker::add(const RecordedModel& model, const events::GradientsReady
   for (std::size_t i = 0; i < event.parameters.size(); ++i) {
     const auto found = places_.find(model.find(event.parameters[i]));
     if (found == places_.end()) continue;
+    Weight& weight = weights_[found->second];
+    weight.is_named = true;
     // Without one, the holder of the exact value is asked at the end of the step only: it may be in
     // the middle of its own step now.
     const at::Tensor& updated = i < event.weights.size() ? event.weights[i] : at::Tensor();
     if (!can_sample(updated)) continue;
     places.push_back(found->second);
-    Weight& weight = weights_[found->second];
     weight.updated = updated;
     const bool is_master = model.find(updated) == nullptr;
     weight.master_bytes = is_master ? static_cast<std::int64_t>(updated.nbytes()) : 0;
@@ -46,9 +47,23 @@ void WeightTracker::add(const RecordedModel& model, const events::GradientsReady
   copy(places);
 }
 
-std::vector<std::size_t> WeightTracker::all() const {
-  std::vector<std::size_t> places(weights_.size());
-  std::iota(places.begin(), places.end(), std::size_t{0});
+bool WeightTracker::has_events() const {
+  return std::any_of(weights_.begin(), weights_.end(),
+                     [](const Weight& weight) { return weight.is_named; });
+}
+
+bool WeightTracker::has_changes() const {
+  return std::any_of(weights_.begin(), weights_.end(), [](const Weight& weight) {
+    return weight.change.has_value() && weight.change->changed > 0;
+  });
+}
+
+std::vector<std::size_t> WeightTracker::updated_places() const {
+  const bool is_all = !has_events();
+  std::vector<std::size_t> places;
+  places.reserve(weights_.size());
+  for (std::size_t i = 0; i < weights_.size(); ++i)
+    if (is_all || weights_[i].is_named) places.push_back(i);
   return places;
 }
 
@@ -72,12 +87,21 @@ void WeightTracker::copy(const std::vector<std::size_t>& places) {
   for (std::size_t i = 0; i < places.size(); ++i) weights_[places[i]].before = fp32_copy(values[i]);
 }
 
+void WeightTracker::compare() {
+  const std::vector<std::size_t> places = updated_places();
+  const std::vector<at::Tensor> values = values_of(places);
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    Weight& weight = weights_[places[i]];
+    weight.change = change_of(weight.before, values[i].detach().to(at::kFloat));
+  }
+}
+
 nlohmann::ordered_json WeightTracker::updates() const {
   auto updates = nlohmann::ordered_json::array();
-  const std::vector<at::Tensor> values = values_of(all());
-  for (std::size_t i = 0; i < weights_.size(); ++i) {
-    const Weight& weight = weights_[i];
-    const WeightChange change = change_of(weight.before, values[i].detach().to(at::kFloat));
+  if (!has_events() && !has_changes()) return updates;
+  for (const Weight& weight : weights_) {
+    if (!weight.change.has_value()) continue;
+    const WeightChange& change = *weight.change;
     updates.push_back(
         {{"name", weight.entry->name},
          {"numel", change.numel},
@@ -86,6 +110,10 @@ nlohmann::ordered_json WeightTracker::updates() const {
          {"lost", {{"Half", change.lost_in_half}, {"BFloat16", change.lost_in_bfloat16}}}});
   }
   return updates;
+}
+
+void WeightTracker::clear() {
+  for (Weight& weight : weights_) weight.updated = weight.before = at::Tensor();
 }
 
 std::int64_t WeightTracker::master_bytes() const {

@@ -45,11 +45,17 @@ struct RecorderOptions {
 /// - the time of each part of the step, and the memory of each kind of tensor
 ///
 /// Rules:
-/// - Gradients are those of events::GradientsReady, which MixedPrecision and GradScaler emit. For
-///   a parameter without this event it is `.grad()` at the end of the step, as it is then.
-/// - The fp32 weights of updates are those of that event: master weights if there are some. They
-///   are compared between the event and the end of the step. Without the event, the parameters are
-///   compared between the beginning and the end of the step.
+/// - Gradients are those of events::GradientsReady, which MixedPrecision and GradScaler emit.
+///   Without a loss scale, a parameter without this event has `.grad()` at the end of the step. Once
+///   a scale is known it has none: `.grad()` may still be multiplied by it, as in a step that only
+///   accumulates gradients.
+/// - A loss scale is known after its first update. Until then, in a step without GradientsReady in
+///   which no weight changes, gradients of weights and outputs are left out: a scaler that is still
+///   to come may have multiplied them. If weights do change, an optimizer has used them as they are.
+/// - Updates are those of parameters that GradientsReady names. They are of the fp32 weights of that
+///   event, master weights if there are some, from the event to the end of the step. In a step
+///   without the event, the parameters are compared between the beginning and the end of the step;
+///   if none has changed, there are no updates. Frozen parameters have none.
 /// - The output of a layer is the result of the outermost operator that has one of the layer's
 ///   parameters among its arguments, in the forward pass. Calls in one step are counted together.
 ///   Of a layer with several such operators, as `x * weight + bias`, it is the one that ran last. A
@@ -60,7 +66,8 @@ struct RecorderOptions {
 ///   evaluation.
 ///   Layers that have no parameters or have other layers inside, and functions that compute without
 ///   operators, such as Semitone's fused layers, have no outputs here. Gradients of outputs are left
-///   out if there are several losses with scales of their own.
+///   out if there are several losses with scales of their own, and if the scale changes between two
+///   optimizer steps of one step.
 /// - The parts of a step are those of events::PhaseBegan. Without such events, the backward pass is
 ///   from the first node of the graph to the end of the last one, and the forward pass is from the
 ///   beginning of the step to that first node. What is in no part is `other`. The parts sum to the
