@@ -1,5 +1,6 @@
 #include "src/report/recorded_model.h"
 
+#include "semitone/core/error.h"
 #include "src/report/tensor_values.h"
 
 #include <ATen/Parallel.h>
@@ -7,11 +8,16 @@
 
 #include <nlohmann/json.hpp>
 
+#include <string>
 #include <string_view>
 #include <unordered_set>
 
 namespace semitone::report {
 namespace {
+
+std::string full_name(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
 
 // "Conv2d" for "torch::nn::Conv2dImpl".
 std::string type_of(const torch::nn::Module& module) {
@@ -30,9 +36,11 @@ bool can_sample(const at::Tensor& tensor) {
   return can_examine(tensor) && tensor.is_floating_point();
 }
 
-RecordedModel::RecordedModel(const torch::nn::Module& model) {
-  names_.add(model, "");
-  add_layers(model, "");
+void RecordedModel::add(const torch::nn::Module& model, const std::string& prefix) {
+  require_new_names(model, prefix);
+  names_.add(model, prefix);
+  add_layers(model, prefix);
+  parameters_.clear();
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const Entry& entry : names_.entries()) {
     if (entry.is_parameter && can_sample(entry.tensor) &&
@@ -41,11 +49,22 @@ RecordedModel::RecordedModel(const torch::nn::Module& model) {
   }
 }
 
+void RecordedModel::require_new_names(const torch::nn::Module& model,
+                                      const std::string& prefix) const {
+  std::unordered_set<std::string_view> names;
+  for (const Entry& entry : names_.entries()) names.insert(entry.name);
+  for (const auto& parameter : model.named_parameters()) {
+    const std::string name = full_name(prefix, parameter.key());
+    if (names.contains(name))
+      throw Error("report.recorder", "parameters with names of their own",
+                  "'" + name + "' in two models", "give add_model() another prefix");
+  }
+}
+
 void RecordedModel::add_layers(const torch::nn::Module& module, const std::string& name) {
   const auto children = module.named_children();
   layers_[name] = {type_of(module), children.is_empty()};
-  for (const auto& child : children)
-    add_layers(*child.value(), name.empty() ? child.key() : name + "." + child.key());
+  for (const auto& child : children) add_layers(*child.value(), full_name(name, child.key()));
 }
 
 bool RecordedModel::is_leaf(const std::string& layer) const {

@@ -14,12 +14,16 @@
 
 namespace semitone::report {
 
-// The parameters of a model, and the layers to which they belong.
+// The parameters of models, and the layers to which they belong.
 class RecordedModel {
  public:
   using Entry = ParameterNames::Entry;
 
-  explicit RecordedModel(const torch::nn::Module& model);
+  explicit RecordedModel(const torch::nn::Module& model) { add(model, ""); }
+
+  // Adds a model with a prefix, between steps. Error if that makes a name that another one has;
+  // nothing is added then.
+  void add(const torch::nn::Module& model, const std::string& prefix);
 
   // Call it before a step that is looked at: a cast gives parameters new memory.
   void refresh() { names_.refresh(); }
@@ -39,6 +43,7 @@ class RecordedModel {
     std::string type;  // "Conv2d"
     bool is_leaf;
   };
+  void require_new_names(const torch::nn::Module& model, const std::string& prefix) const;
   void add_layers(const torch::nn::Module& module, const std::string& name);
 
   ParameterNames names_;

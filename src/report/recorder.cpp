@@ -18,7 +18,9 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -29,6 +31,35 @@ namespace {
 
 constexpr auto kRecorder = "report.recorder";
 
+// That a thread has one Recorder.
+class OnePerThread {
+ public:
+  OnePerThread() {
+    const std::lock_guard lock(mutex());
+    if (!threads().insert(thread_).second)
+      throw Error(kRecorder, "one Recorder for each thread", "a second one",
+                  "destroy the first one before, or give it the model with add_model()");
+  }
+  ~OnePerThread() {
+    const std::lock_guard lock(mutex());
+    threads().erase(thread_);
+  }
+  OnePerThread(const OnePerThread&) = delete;
+  OnePerThread& operator=(const OnePerThread&) = delete;
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex of_all;
+    return of_all;
+  }
+  static std::set<std::thread::id>& threads() {
+    static std::set<std::thread::id> with_recorder;
+    return with_recorder;
+  }
+
+  const std::thread::id thread_ = std::this_thread::get_id();
+};
+
 }  // namespace
 
 // What a Recorder does where its RunLog writes.
@@ -38,6 +69,7 @@ class Recorder::Impl : public StepObserver {
        const RecorderOptions& options);
   ~Impl() override;
 
+  void add_model(const torch::nn::Module& model, const std::string& prefix);
   void add_optimizer(const torch::optim::Optimizer& optimizer);
 
   void before_step(std::int64_t step) override;
@@ -61,9 +93,11 @@ class Recorder::Impl : public StepObserver {
   void begin_sample();
   // Ends the step in progress. It is written unless it is incomplete.
   void end_sample(bool is_complete);
+  // The sample; null, with a warning, if something could not be looked at.
   nlohmann::ordered_json finish(SampleState& state);
   void warn_once(const std::string& why);
 
+  const OnePerThread only_;
   const std::shared_ptr<RunLog::Impl> log_;
   const std::int64_t every_;
   const std::thread::id thread_ = std::this_thread::get_id();
@@ -93,7 +127,6 @@ Recorder::Impl::Impl(std::shared_ptr<RunLog::Impl> log, const torch::nn::Module&
       every_(options.every()),
       exceptions_(std::uncaught_exceptions()),
       model_(std::make_shared<RecordedModel>(model)),
-  // The sample; null, with a warning, if something could not be looked at.
       listen_(listener_) {
   log_->add_observer(*this);
 }
@@ -106,6 +139,13 @@ Recorder::Impl::~Impl() {
   } catch (const std::exception& error) {  // a file that cannot be written
     warn_once(error.what());
   }
+}
+
+void Recorder::Impl::add_model(const torch::nn::Module& model, const std::string& prefix) {
+  if (first_.has_value())
+    throw Error(kRecorder, "models before the first step",
+                "add_model() in step " + std::to_string(*step_), "call it before set_step()");
+  model_->add(model, prefix);
 }
 
 void Recorder::Impl::add_optimizer(const torch::optim::Optimizer& optimizer) {
@@ -157,6 +197,9 @@ nlohmann::ordered_json Recorder::Impl::finish(SampleState& state) try {
   for (OptimizerBytes& optimizer : optimizers_)
     state_bytes = state_bytes.value_or(0) + optimizer.bytes();
   return state.finish(observation.step_time(), state_bytes);
+} catch (const std::exception& error) {
+  warn_once(error.what());
+  return nullptr;
 }
 
 void Recorder::Impl::end_sample(bool is_complete) {
@@ -188,11 +231,12 @@ Recorder::Recorder(RunLog& log, const torch::nn::Module& model, const RecorderOp
 
 Recorder::~Recorder() = default;
 
+void Recorder::add_model(const torch::nn::Module& model, const std::string& prefix) {
+  if (impl_ != nullptr) impl_->add_model(model, prefix);
+}
+
 void Recorder::add_optimizer(torch::optim::Optimizer& optimizer) {
   if (impl_ != nullptr) impl_->add_optimizer(optimizer);
 }
 
-} catch (const std::exception& error) {
-  warn_once(error.what());
-  return nullptr;
 }  // namespace semitone::report

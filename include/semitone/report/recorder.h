@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace semitone::report {
 
@@ -91,12 +92,17 @@ struct RecorderOptions {
 /// RunLog, the step in progress is left out.
 class Recorder {
  public:
-  /// Error for options out of range, and if the RunLog already has a Recorder. The parameters stay
-  /// alive as long as this object.
+  /// Error for options out of range, and if the RunLog or this thread already has a Recorder. The
+  /// parameters stay alive as long as this object.
   Recorder(RunLog& log, const torch::nn::Module& model, const RecorderOptions& options = {});
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
+
+  /// Samples one more model, a GAN's second network for example. The prefix precedes its names:
+  /// "critic" makes "critic.conv1.weight". Error if a name exists, and after the first step has
+  /// begun.
+  void add_model(const torch::nn::Module& model, const std::string& prefix = {});
 
   /// Adds the memory of an optimizer's state to the samples, as far as the optimizer saves it. It
   /// is measured again when the number of parameters with state has changed, and that of LBFGS in
