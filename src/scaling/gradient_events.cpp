@@ -58,7 +58,7 @@ struct Origins {
 }  // namespace
 
 void emit_gradients(torch::optim::Optimizer& optimizer, Masters* masters) {
-  if (!events::listening()) return;
+  if (!events::wants_gradients()) return;
   const at::NoGradGuard no_grad;
   const Origins origins(masters);
   const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);

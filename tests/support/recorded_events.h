@@ -37,6 +37,7 @@ class RecordedEvents {
  private:
   struct Recorder : events::Listener {
     using Listener::on;
+    bool wants_gradients() const override { return true; }
     void on(const events::Cast& event) override { casts.push_back(event); }
     void on(const events::LossScaleUpdated& event) override { updates.push_back(event); }
     void on(const events::StepSkipped& event) override { skips.push_back(event); }
