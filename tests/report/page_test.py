@@ -130,7 +130,7 @@ class PageTest(unittest.TestCase):
         report["skipped"].insert(1, {"step": 200, "parameter": "", "non_finite": 1, "loss_scale": 65536.0})  # the scale stayed
         self.show(report)
         table = "[...document.querySelectorAll('table')].find((one) => one.textContent.includes('Changed to'))"
-        self.assertEqual(self.ask(f"[...{table}.querySelectorAll('tbody tr')].map((row) => row.lastElementChild.textContent)"), ["2¹⁶", "–", "2¹⁵"])
+        self.assertEqual(self.ask(f"[...{table}.querySelectorAll('tbody tr')].map((row) => row.lastElementChild.textContent)"), ["2¹⁵", "–", "2¹⁶"])
 
     def test_the_pointer_reads_a_step(self):
         self.show(page_reports.run())

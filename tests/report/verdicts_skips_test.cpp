@@ -4,15 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <string>
 
 namespace semitone::report::made_up {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 // A change of another loss's scale.
 Json scale_of(std::int64_t loss_id, std::int64_t step, double before, double after) {

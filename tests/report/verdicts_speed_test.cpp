@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <string>
+#include <cstdint>
 #include <utility>
 
 namespace semitone::report::made_up {
