@@ -38,7 +38,7 @@ TORCH_MODULE(ScaleShift);
 // Changes a weight, as an optimizer does if no loss scale is in use.
 void update(const at::Tensor& weight) {
   const torch::NoGradGuard no_grad;
-  at::Tensor(weight).mul_(0.5);
+  weight.mul_(0.5);
 }
 
 TEST(RecorderOutputs, OfALayerAreThoseOfItsLastOperator) {

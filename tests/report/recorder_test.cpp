@@ -90,7 +90,7 @@ at::Tensor images() {
 // As an optimizer does with gradients that nothing has multiplied.
 void change_weights(const torch::nn::Module& net) {
   const torch::NoGradGuard no_grad;
-  for (at::Tensor weight : net.parameters()) weight.mul_(0.5);
+  for (const at::Tensor& weight : net.parameters()) weight.mul_(0.5);
 }
 
 TEST(Recorder, CountsTheValuesOfEveryTensor) {

@@ -62,9 +62,8 @@ struct RecorderOptions {
 ///   Of a layer with several such operators, as `x * weight + bias`, it is the one that ran last. A
 ///   parameter of several layers counts for the first of them. A result that is a number is no
 ///   output, nor is that of an elementwise operator on a parameter and what broadcasts to its shape,
-///   as in a penalty `(weight - start).pow(2).sum()`. Neither is what
-///   runs without GradMode after a backward pass, or in a layer that also runs with it: that is an
-///   evaluation.
+///   as in a penalty `(weight - start).pow(2).sum()`. Nor is what runs without GradMode after a
+///   backward pass, or in a layer that also runs with it: that is an evaluation.
 ///   Layers that have no parameters or have other layers inside, and functions that compute without
 ///   operators, such as Semitone's fused layers, have no outputs here. Gradients of outputs are left
 ///   out if there are several losses with scales of their own, and if the scale changes between two
@@ -87,9 +86,8 @@ struct RecorderOptions {
 /// A thread has one Recorder. It belongs to the thread that constructs it, and records what this
 /// thread does, and the threads that work for it (autograd's, at::launch's). It nests with
 /// NonFiniteCheck, whose time then counts as that of the operators. Destroy it before the model, and
-/// on the same thread.
-/// While it exists, `RunLog::set_step` is an Error on any other thread. If another thread closes the
-/// RunLog, the step in progress is left out.
+/// on the same thread. While it exists, `RunLog::set_step` is an Error on any other thread. If
+/// another thread closes the RunLog, the step in progress is left out.
 class Recorder {
  public:
   /// Error for options out of range, and if the RunLog or this thread already has a Recorder. The
