@@ -87,6 +87,17 @@ bool is_wide(const RunOperator& op) {
   return (op.dtype == "float32" || op.dtype == "float64") && is_in_model(op) && !is_cast(op);
 }
 
+// An emulated product calls another one in float32, which does its work, and so does its backward pass.
+// Only the outermost one has the kernel "emulated".
+bool is_emulated(const Summary& summary, const RunOperator& op) {
+  if (op.kernel == "emulated") return true;
+  return is_product(op) && is_wide(op) &&
+         std::any_of(summary.operators.begin(), summary.operators.end(),
+                     [](const RunOperator& other) {
+                       return other.kernel == "emulated" && is_product(other);
+                     });
+}
+
 // Normalisations compute in float32 by design, and read each value once.
 bool is_norm(std::string_view name) {
   return name.find("norm") != name.npos;
@@ -118,7 +129,10 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
   const Summary& summary = evidence.summary;
   if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
   Ranked wide;
-  for (auto& [seconds, name] : ranked_operators(summary, is_wide)) {
+  const auto is_chosen = [&](const RunOperator& op) {
+    return is_wide(op) && !is_emulated(summary, op);
+  };
+  for (auto& [seconds, name] : ranked_operators(summary, is_chosen)) {
     if (!is_norm(name) && seconds > kWideOperator * summary.operator_seconds)
       wide.emplace_back(seconds, name);
   }
@@ -129,7 +143,7 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
   double bytes = 0;
   std::int64_t casts = 0;
   for (const RunOperator& op : summary.operators) {
-    if (op.name != name || !is_wide(op)) continue;
+    if (op.name != name || !is_chosen(op)) continue;
     seconds += op.seconds;
     casts += op.casts;
     bytes += op.cast_bytes;
@@ -141,17 +155,20 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
       "'{}' computes in float32 in a {} run, and takes {} of the "
       "operators' time",
       name, evidence.format->name, percent(seconds / summary.operator_seconds));
-  verdict->detail =
-      fmt::format("{} for it in the samples, {:.3g} MB.", counted(casts, "cast"), bytes / 1e6);
+  verdict->detail = "float32 takes twice the memory traffic of 16 bits, and its own arithmetic.";
+  if (casts > 0) {
+    verdict->detail +=
+        fmt::format(" {} for it in the samples, {:.3g} MB.", counted(casts, "cast"), bytes / 1e6);
+  }
   verdict->remedy = remedy_for_wide(summary, name);
   return verdict;
 }
 
 std::optional<Verdict> judge_emulation(const Evidence& evidence) {
-  const auto is_emulated = [](const RunOperator& op) { return op.kernel == "emulated"; };
-  const double share = share_of_operators(evidence.summary, is_emulated);
+  const auto is_chosen = [&](const RunOperator& op) { return is_emulated(evidence.summary, op); };
+  const double share = share_of_operators(evidence.summary, is_chosen);
   if (share <= kEmulated) return std::nullopt;
-  const auto ranked = ranked_operators(evidence.summary, is_emulated);
+  const auto ranked = ranked_operators(evidence.summary, is_chosen);
   std::optional<Verdict> verdict = share_verdict(Severity::warning, "emulated", share);
   verdict->where = worst_first(ranked);
   verdict->title = fmt::format("{} of the operators' time is emulation of {}", percent(share),

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 namespace semitone::report::made_up {
 namespace {
@@ -43,6 +44,22 @@ TEST(SpeedVerdicts, TimesOfTheOnlySampleCount) {
   run.add({model({}), timed_sample(1, 5)});
   EXPECT_DOUBLE_EQ(report_json_of(run).at("step_seconds").get<double>(), 5);
   EXPECT_EQ(report_json_of(run).at("operators").size(), 1U);
+}
+
+TEST(SpeedVerdicts, ProductsInFloat32DoTheWorkOfEmulatedOnes) {
+  const auto operators = [](const char* kernel) {
+    return std::vector<Json>{
+        op("conv2d", "Half", 0.1, kernel), op("mkldnn_convolution", "Float", 0.3),
+        op("convolution_backward", "Float", 0.3, "native", "backward"), op("relu", "Half", 0.3)};
+  };
+  MadeUpRun emulated;
+  add_operators(emulated, operators("emulated"));
+  EXPECT_DOUBLE_EQ(verdict_of(emulated, "emulated").figure.value(), 70);
+  EXPECT_FALSE(has(emulated, "wide_operator"));
+  MadeUpRun native;
+  add_operators(native, operators("native"));
+  EXPECT_FALSE(has(native, "emulated"));
+  EXPECT_TRUE(has(native, "wide_operator"));
 }
 
 TEST(SpeedVerdicts, NormsMayBeWide) {
