@@ -9,6 +9,8 @@
 #include <chrono>
 #include <cmath>
 #include <exception>
+#include <sstream>
+#include <string>
 #include <system_error>
 
 namespace semitone::report {
@@ -55,10 +57,19 @@ AppendFile open_lines(const std::filesystem::path& path) {
   return file;
 }
 
+// Whether a start has left more than the description of its model.
+bool has_samples(const AppendFile& file) {
+  constexpr std::size_t kMost = std::size_t{1} << 20;
+  std::istringstream lines(file.beginning(kMost));
+  for (std::string line; std::getline(lines, line);)
+    if (line.find(R"("kind":"model")") == std::string::npos) return true;
+  return static_cast<std::size_t>(file.size()) > kMost;
+}
+
 // A run of which only samples are recorded is a run, too.
 AppendFile open_samples(const std::filesystem::path& path, bool append) {
   AppendFile file = open_lines(path);
-  if (!append && file.size() > 0) refuse(path);
+  if (!append && has_samples(file)) refuse(path);
   return file;
 }
 

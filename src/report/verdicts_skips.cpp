@@ -77,6 +77,13 @@ std::string remedy_for_many(const std::vector<ExplainedSkip>& skips) {
          "gradients are too large for float16, train in bfloat16 (--dtype bf16) or clip them";
 }
 
+// Many skips in a row that the run has not left behind, or at a scale that helps no gradient.
+bool is_hopeless(const std::vector<ExplainedSkip>& skips, const RunData& run) {
+  const ExplainedSkip& last = skips.back();
+  const double scale = last.scale_after.value_or(last.skip.loss_scale);
+  return last.skip.consecutive >= kHopelessRow && (last.skip.step == run.last_step || scale < 1);
+}
+
 std::optional<Verdict> many_skips(const std::vector<ExplainedSkip>& skips, const RunData& run) {
   const auto number = static_cast<std::int64_t>(skips.size());
   std::optional<Verdict> verdict =
@@ -88,8 +95,9 @@ std::optional<Verdict> many_skips(const std::vector<ExplainedSkip>& skips, const
     verdict->title +=
         fmt::format(", most of them for the gradient of '{}'", verdict->where.front());
   verdict->detail = detail_of(skips);
-  if (const auto row = skips.back().skip.consecutive; row >= kHopelessRow)
-    verdict->detail += fmt::format(" It was the {}th in a row: no scale helps.", row);
+  if (is_hopeless(skips, run))
+    verdict->detail +=
+        fmt::format(" It was the {}th in a row: no scale helps.", skips.back().skip.consecutive);
   verdict->remedy = remedy_for_many(skips);
   return verdict;
 }
@@ -125,7 +133,7 @@ std::optional<Verdict> judge_skipped_steps(const Evidence& evidence) {
   const auto beyond_start =
       static_cast<std::int64_t>(skips.size()) - number_of(skips, SkipKind::start_up);
   if ((beyond_start > 1 && share_of_steps(beyond_start, run) > kSkippedSteps) ||
-      skips.back().skip.consecutive >= kHopelessRow)
+      is_hopeless(skips, run))
     return many_skips(skips, run);
   const auto unexpected = unexpected_ones(skips);
   return unexpected.empty() ? normal_skips(skips, run) : unexpected_skips(skips, unexpected, run);

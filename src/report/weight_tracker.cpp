@@ -38,6 +38,11 @@ void WeightTracker::add(const RecordedModel& model, const events::GradientsReady
     // Without one, the holder of the exact value is asked at the end of the step only: it may be in
     // the middle of its own step now.
     const at::Tensor& updated = i < event.weights.size() ? event.weights[i] : at::Tensor();
+    weight.is_split = !updated.defined();
+    if (weight.is_split) {
+      constexpr std::int64_t kLowHalf = 2;  // bytes of an element, next to those of the parameter
+      weight.master_bytes = kLowHalf * event.parameters[i].numel();
+    }
     if (!can_sample(updated)) continue;
     places.push_back(found->second);
     weight.updated = updated;
@@ -75,7 +80,7 @@ std::vector<at::Tensor> WeightTracker::values_of(const std::vector<std::size_t>&
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (weights_[places[i]].updated.defined()) {
       values[i] = weights_[places[i]].updated;
-    } else if (!values[i].defined()) {
+    } else if (!values[i].defined() && !weights_[places[i]].is_split) {
       values[i] = parameters[i];
     }
   }
@@ -84,13 +89,15 @@ std::vector<at::Tensor> WeightTracker::values_of(const std::vector<std::size_t>&
 
 void WeightTracker::copy(const std::vector<std::size_t>& places) {
   const std::vector<at::Tensor> values = values_of(places);
-  for (std::size_t i = 0; i < places.size(); ++i) weights_[places[i]].before = fp32_copy(values[i]);
+  for (std::size_t i = 0; i < places.size(); ++i)
+    if (values[i].defined()) weights_[places[i]].before = fp32_copy(values[i]);
 }
 
 void WeightTracker::compare() {
   const std::vector<std::size_t> places = updated_places();
   const std::vector<at::Tensor> values = values_of(places);
   for (std::size_t i = 0; i < places.size(); ++i) {
+    if (!values[i].defined()) continue;
     Weight& weight = weights_[places[i]];
     weight.change = change_of(weight.before, values[i].detach().to(at::kFloat));
   }

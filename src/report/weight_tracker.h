@@ -43,12 +43,14 @@ class WeightTracker {
   struct Weight {
     const RecordedModel::Entry* entry = nullptr;
     bool is_named = false;  // by an event
+    bool is_split = false;  // the event has no weight: the optimizer keeps it as two halves
     at::Tensor updated{};   // by the optimizer, if the event has it
     at::Tensor before{};
     std::optional<WeightChange> change{};
     std::int64_t master_bytes = 0;
   };
-  // The weights as they are now; perhaps of another dtype than fp32.
+  // The weights as they are now; perhaps of another dtype than fp32. Not defined where only the
+  // optimizer knows them.
   std::vector<at::Tensor> values_of(const std::vector<std::size_t>& places) const;
   void copy(const std::vector<std::size_t>& places);
   // Those that events name, or all without events.

@@ -295,6 +295,29 @@ TEST(Recorder, PartsOfTheStepSumToItsTime) {
   EXPECT_FALSE(find_in(samples[1].at("operators"), {{"pass", "optimizer"}}).is_null());
 }
 
+// As fused optimizers with split masters do. Nothing here can tell the fp32 weights.
+TEST(Recorder, KnowsNoUpdatesOfWeightsThatOnlyTheOptimizerHas) {
+  const TemporaryFolder folder;
+  ToyNet net;
+  net->to(torch::kBFloat16);
+  const std::vector<at::Tensor> parameters = net->parameters();
+  const std::vector<at::Tensor> masters(parameters.size());
+  std::vector<at::Tensor> gradients;
+  std::int64_t elements = 0;
+  for (const at::Tensor& parameter : parameters) {
+    gradients.push_back(torch::ones_like(parameter));
+    elements += parameter.numel();
+  }
+  RunLog log(folder.path());
+  const Recorder recorder(log, *net);
+  log.set_step(1);
+  events::emit(events::GradientsReady{parameters, gradients, masters, 1});
+  log.close();
+  const nlohmann::json sample = sample_in(folder.path());
+  EXPECT_TRUE(sample.at("updates").empty());
+  EXPECT_EQ(sample.at("memory").at("masters"), 2 * elements);
+}
+
 TEST(Recorder, TakesGradientsAndMastersFromTheirEvent) {
   const TemporaryFolder folder;
   ToyNet net;

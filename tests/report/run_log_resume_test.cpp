@@ -103,7 +103,7 @@ TEST(ResumedRun, HasRestartsAmongItsSamples) {
 
 TEST(ResumedRun, MayHaveSamplesOnly) {
   const TemporaryFolder folder;
-  write_text(folder / "samples.jsonl", "{\"step\":1,\"wall_time\":2e9,\"kind\":\"model\"}\n{\"st");
+  write_text(folder / "samples.jsonl", "{\"step\":1,\"wall_time\":2e9,\"kind\":\"sample\"}\n{\"st");
   expect_error([&] { const RunLog log(folder.path(), RunLogOptions().append(false)); },
                {"a directory without a run", (folder / "samples.jsonl").string()});
   RunLog log(folder.path());
@@ -111,7 +111,7 @@ TEST(ResumedRun, MayHaveSamplesOnly) {
   log.close();
   const auto samples = samples_in(folder.path());
   ASSERT_EQ(samples.size(), 2U);
-  EXPECT_EQ(samples[0].at("kind"), "model");
+  EXPECT_EQ(samples[0].at("kind"), "sample");
   EXPECT_EQ(samples[1].at("kind"), "restart");
 }
 
@@ -153,6 +153,15 @@ TEST(ResumedRun, IsRefusedForAnotherTable) {
                  {"step,wall_time,name,value", "another first line"});
     EXPECT_EQ(read_text(folder / "metrics.csv"), table);
   }
+}
+
+TEST(ResumedRun, OfAStartThatLeftOnlyItsModelIsANewRun) {
+  const TemporaryFolder folder;
+  write_text(folder / "samples.jsonl", "{\"step\":1,\"wall_time\":2e9,\"kind\":\"model\"}\n");
+  RunLog log(folder.path(), RunLogOptions().append(false));
+  log.add_scalar("loss", 0.5, 1);
+  log.close();
+  EXPECT_EQ(samples_in(folder.path()).at(0).at("kind"), "model");
 }
 
 TEST(ResumedRun, OfAStartThatLeftNoValuesIsANewRun) {

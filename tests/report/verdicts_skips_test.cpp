@@ -35,6 +35,17 @@ TEST(SkipVerdicts, AScaleThatFallsAfterASecondSkipIsBeingFound) {
   EXPECT_THAT(verdict_of(run, "skipped_steps").title, HasSubstr("the loss scale was being found"));
 }
 
+TEST(SkipVerdicts, ALongStartIsNoProblemOnceItIsOver) {
+  MadeUpRun run;
+  double now = 4294967296;  // 2^32
+  run.add({scale(1, now, now)});
+  for (std::int64_t step = 1; step <= 17; ++step, now /= 2)
+    run.add({skipped(step, "w", now, step), scale(step, now, now / 2)});
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::problem);
+  run.add_metric(10000, "train/loss", "1");
+  EXPECT_EQ(verdict_of(run, "skipped_steps").severity, Severity::good);
+}
+
 TEST(SkipVerdicts, AScaleIsStuckOnlyIfTheRunEndsSo) {
   MadeUpRun run;
   run.add({scale(1, 1, 1)});

@@ -56,7 +56,8 @@ struct RecorderOptions {
 /// - Updates are those of parameters that GradientsReady names. They are of the fp32 weights of that
 ///   event, master weights if there are some, from the event to the end of the step. In a step
 ///   without the event, the parameters are compared between the beginning and the end of the step;
-///   if none has changed, there are no updates. Frozen parameters have none.
+///   if none has changed, there are no updates. Frozen parameters have none, nor have parameters
+///   with split masters in a training without MixedPrecision, which knows their fp32 values.
 /// - The output of a layer is the result of the outermost operator that has one of the layer's
 ///   parameters among its arguments, in the forward pass. Calls in one step are counted together.
 ///   Of a layer with several such operators, as `x * weight + bias`, it is the one that ran last. A
