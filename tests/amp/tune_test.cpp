@@ -202,10 +202,56 @@ TEST(Tune, RefusesWhatItCannotFind) {
       {"a finite loss of the training in fp32"});
 }
 
-TEST(Tune, TakesALossThatIsNotFiniteAsOutside) {
-  const TuneResult result =
-      Pretended().tune([](const CastPolicy& policy) { return is_fp32(policy, "bmm"); });
+TEST(Tune, TakesAnExceptionAsOutside) {
+  const TuneResult result = Pretended().tune([](const CastPolicy& policy) {
+    if (is_fp32(policy, "sigmoid") && !is_fp32(policy, "bmm"))
+      throw std::runtime_error("several dtypes");
+    return is_fp32(policy, "bmm");
+  });
   EXPECT_EQ(result.operators, Names({"bmm"}));
+  EXPECT_THROW(Pretended().tune([](const CastPolicy&) -> bool { throw std::runtime_error("no"); }),
+               std::runtime_error);
+}
+
+// Linear multiplies a sequence by a view of its weight.
+TEST(Tune, FindsTheLayerOfAViewOfItsWeight) {
+  const test::ToyNet net;
+  const TuneResult result =
+      tune(net, CastPolicy::semitone(kTarget), [&](const std::optional<CastPolicy>& policy) {
+        if (!policy.has_value()) return 1.0;
+        const Autocast region(policy->bind(net));
+        torch::nn::Linear(net->second)(torch::nn::Linear(net->first)(torch::ones({2, 5, 6})));
+        const bool is_good = is_fp32(*policy, "matmul") || has_glob(*policy, "first.weight");
+        return is_good ? 1.0 : 2.0;
+      });
+  EXPECT_EQ(result.parameters, Names({"first.weight"})) << result.to_string();
+}
+
+// Its own name is a pattern that matches another one.
+struct OddNames : torch::nn::Module {
+  OddNames() : inner(4, 4) {
+    weight = register_parameter("a[1]", torch::ones({4, 4}));
+    register_module("a", inner);
+  }
+  torch::nn::Linear inner;
+  at::Tensor weight;
+};
+
+TEST(Tune, NamesExactlyTheParametersOfALayer) {
+  const auto net = std::make_shared<OddNames>();
+  const TuneResult result =
+      tune(net, CastPolicy::semitone(kTarget), [&](const std::optional<CastPolicy>& policy) {
+        if (!policy.has_value()) return 1.0;
+        const CastPolicy bound = policy->bind(net);
+        const Autocast region(bound);
+        torch::mm(torch::mm(torch::ones({2, 4}), net->weight), net->inner->weight);
+        const bool is_good = is_fp32(*policy, "mm") || bound.keeps_fp32(net->weight);
+        return is_good ? 1.0 : 2.0;
+      });
+  EXPECT_EQ(result.parameters, Names({"a\\[1]"})) << result.to_string();
+}
+
+TEST(Tune, TakesALossThatIsNotFiniteAsOutside) {
   const test::ToyNet net;
   test::expect_error(
       [&] {
