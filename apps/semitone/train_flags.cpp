@@ -162,7 +162,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   add.integer(
       "--record-every", flags->record_every, 0, train::kLargestCount,
       "With --log-dir, steps between two samples of the model's values, operators and times, "
-      "which cost as much as the step itself; 0: none");
+      "each of which takes as long as a few steps; 0: none");
   add_config_flags(add, command, *flags);
   add.json(flags->json);
   command.get_option("--json")->configurable(false);
