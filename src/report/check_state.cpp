@@ -22,10 +22,6 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-std::string without_overload(const std::string& name) {
-  return name.substr(0, name.find('.'));
-}
-
 bool is_registered(const std::string& name) {
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const std::string base = without_aten(op.name);

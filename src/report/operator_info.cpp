@@ -123,4 +123,8 @@ std::string without_aten(std::string name) {
   return name;
 }
 
+std::string without_overload(const std::string& name) {
+  return name.substr(0, name.find('.'));
+}
+
 }  // namespace semitone::report

@@ -35,4 +35,7 @@ const OperatorInfo* operator_of(const at::RecordFunction& record);
 // "div.Tensor" for "aten::div.Tensor".
 std::string without_aten(std::string name);
 
+// "div" for "div.Tensor".
+std::string without_overload(const std::string& name);
+
 }  // namespace semitone::report

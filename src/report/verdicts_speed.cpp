@@ -89,13 +89,13 @@ bool is_wide(const RunOperator& op) {
 
 // An emulated product calls another one in float32, which does its work, and so does its backward pass.
 // Only the outermost one has the kernel "emulated".
-bool is_emulated(const Summary& summary, const RunOperator& op) {
-  if (op.kernel == "emulated") return true;
-  return is_product(op) && is_wide(op) &&
-         std::any_of(summary.operators.begin(), summary.operators.end(),
-                     [](const RunOperator& other) {
-                       return other.kernel == "emulated" && is_product(other);
-                     });
+std::function<bool(const RunOperator&)> emulated_in(const Summary& summary) {
+  const bool has_products =
+      std::any_of(summary.operators.begin(), summary.operators.end(),
+                  [](const RunOperator& op) { return op.kernel == "emulated" && is_product(op); });
+  return [has_products](const RunOperator& op) {
+    return op.kernel == "emulated" || (has_products && is_product(op) && is_wide(op));
+  };
 }
 
 // Normalisations compute in float32 by design, and read each value once.
@@ -129,9 +129,8 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
   const Summary& summary = evidence.summary;
   if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
   Ranked wide;
-  const auto is_chosen = [&](const RunOperator& op) {
-    return is_wide(op) && !is_emulated(summary, op);
-  };
+  const auto is_emulated = emulated_in(summary);
+  const auto is_chosen = [&](const RunOperator& op) { return is_wide(op) && !is_emulated(op); };
   for (auto& [seconds, name] : ranked_operators(summary, is_chosen)) {
     if (!is_norm(name) && seconds > kWideOperator * summary.operator_seconds)
       wide.emplace_back(seconds, name);
@@ -165,10 +164,10 @@ std::optional<Verdict> judge_wide_operators(const Evidence& evidence) {
 }
 
 std::optional<Verdict> judge_emulation(const Evidence& evidence) {
-  const auto is_chosen = [&](const RunOperator& op) { return is_emulated(evidence.summary, op); };
-  const double share = share_of_operators(evidence.summary, is_chosen);
+  const auto is_emulated = emulated_in(evidence.summary);
+  const double share = share_of_operators(evidence.summary, is_emulated);
   if (share <= kEmulated) return std::nullopt;
-  const auto ranked = ranked_operators(evidence.summary, is_chosen);
+  const auto ranked = ranked_operators(evidence.summary, is_emulated);
   std::optional<Verdict> verdict = share_verdict(Severity::warning, "emulated", share);
   verdict->where = worst_first(ranked);
   verdict->title = fmt::format("{} of the operators' time is emulation of {}", percent(share),

@@ -71,7 +71,7 @@ std::unique_ptr<at::ObserverContext> enter_examined(WhatIfState& state, const Op
   const std::vector<c10::IValue> arguments(inputs.begin(), inputs.end());
   examined->call.emplace(WhatIfState::Call{{}, *op, arguments, random_numbers_of(info, arguments)});
   WhatIfRow& row = examined->call->row;
-  row.op = info.name.substr(0, info.name.find('.'));
+  row.op = without_overload(info.name);
   row.backward = torch::autograd::get_current_node() != nullptr;
   if (row.backward) row.layer = trace.node_layer;
   if (row.layer.empty()) row.layer = state.layer_of(arguments);
@@ -90,7 +90,7 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& record) {
     if (info == nullptr) return nullptr;
     std::unique_ptr<at::ObserverContext> examined;
     if (trace.layer == nullptr && info->written.empty() &&
-        state->examines(info->name.substr(0, info->name.find('.'))))
+        state->examines(without_overload(info->name)))
       examined = enter_examined(*state, *info, record);
     // The operators inside make the nodes.
     if (trace.layer != nullptr && record.seqNr() >= 0)
