@@ -3,15 +3,12 @@
 #include "apps/semitone/flags.h"
 #include "apps/semitone/output.h"
 #include "apps/semitone/policy_flag.h"
-#include "apps/semitone/train_data.h"
+#include "apps/semitone/short_training.h"
 #include "semitone/amp/tune.h"
 #include "semitone/core/dtype.h"
 #include "src/core/file.h"
-#include "src/train/device.h"
 #include "src/train/models.h"
 #include "src/train/tuning.h"
-
-#include <ATen/Parallel.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -29,36 +26,28 @@ constexpr auto kTune = "cli.tune";
 constexpr std::int64_t kTuneSteps = 100;
 
 struct TuneFlags {
-  train::TrainOptions options = train::TrainOptions().max_steps(kTuneSteps);
-  std::string model = "convnet";
-  std::string data = default_data_dir();
-  std::string device = "auto";
-  std::int64_t threads = 0;
+  ShortTraining training{.options = train::TrainOptions().max_steps(kTuneSteps)};
   std::string policy = "semitone";
   double band = 1;  // in percent
   bool operators_only = false;
   std::string out;
-  std::string json;
 };
 
-nlohmann::ordered_json number(double value) {
-  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
-}
-
+// NaN and inf are null.
 std::string json_of(const amp::TuneResult& result, const TuneFlags& flags) {
   auto trials = nlohmann::ordered_json::array();
   for (const amp::TuneTrial& trial : result.trials) {
     trials.push_back({{"is_fp32", trial.is_fp32},
                       {"kept", trial.kept},
-                      {"loss", number(trial.loss)},
+                      {"loss", trial.loss},
                       {"in_band", trial.in_band}});
   }
   const nlohmann::ordered_json object = {
-      {"steps", flags.options.max_steps()},
+      {"steps", flags.training.options.max_steps()},
       {"band_percent", flags.band},
-      {"fp32_loss", number(result.fp32_loss)},
-      {"given_loss", number(result.given_loss)},
-      {"loss", number(result.loss)},
+      {"fp32_loss", result.fp32_loss},
+      {"given_loss", result.given_loss},
+      {"loss", result.loss},
       {"operators", result.operators},
       {"parameters", result.parameters},
       {"policy", nlohmann::ordered_json::parse(result.policy.to_json())},
@@ -80,28 +69,30 @@ void print_trial(const amp::TuneTrial& trial) {
 }
 
 int run(TuneFlags flags) {
-  if (!flags.out.empty() && flags.out == flags.json)
+  const ShortTraining& training = flags.training;
+  const std::string& json = training.json;
+  if (!flags.out.empty() && flags.out == json)
     throw UsageError(kTune, "two files for --out and --json", "'" + flags.out + "' for both");
-  if (flags.options.max_steps() < 4) {
-    throw UsageError(kTune, "--max-steps from 4", std::to_string(flags.options.max_steps()),
+  if (training.options.max_steps() < 4) {
+    throw UsageError(kTune, "--max-steps from 4", std::to_string(training.options.max_steps()),
                      "the mean loss of the last quarter of the steps is compared");
   }
-  require_json_writable(flags.json);
+  require_json_writable(json);
   if (!flags.out.empty()) require_writable(flags.out, kTune);
-  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
-  flags.options.device(train::find_device(flags.device)).opt_level(amp::OptLevel::O1);
-  const amp::CastTarget target(flags.options.device().type(), train::training_dtype(flags.options));
+  flags.training.prepare(amp::OptLevel::O1);
+  const train::TrainOptions& options = training.options;
+  const amp::CastTarget target(options.device().type(), train::training_dtype(options));
   const amp::CastPolicy given = policy_of(flags.policy, target, kTune);
-  const train::DataSet data = load_data(flags.data, kTune);
+  const train::DataSet data = load_data(training.data, kTune);
   const amp::TuneResult result =
-      train::tune_classifier(train::find_model(flags.model).make, data, flags.options, given,
+      train::tune_classifier(train::find_model(training.model).make, data, options, given,
                              amp::TuneOptions()
                                  .band(flags.band / 100)
                                  .layers(!flags.operators_only)
                                  .on_trial(&print_trial));
-  if (flags.json != "-") human_output(flags.json) << result.to_string();
+  if (json != "-") human_output(json) << result.to_string();
   if (!flags.out.empty()) result.policy.save(flags.out);
-  write_json(flags.json, flags.json.empty() ? "" : json_of(result, flags));
+  write_json(json, json.empty() ? "" : json_of(result, flags));
   return kSuccess;
 }
 
@@ -126,8 +117,6 @@ void add_tune_command(CLI::App& app, Action& action) {
       "training stays near that of fp32");
   const auto flags = std::make_shared<TuneFlags>();
   Flags add(command, kTune);
-  add.choice("--model", flags->model, names_of(train::models()), "Model to train");
-  add.text("--data", flags->data, "DIR", "Directory of the data set");
   add.text("--policy", flags->policy, kPolicyType,
            "Cast policy to begin with, a preset or a file: " + policy_choices());
   add.number(
@@ -137,11 +126,7 @@ void add_tune_command(CLI::App& app, Action& action) {
            "Keep whole operators, never single layers, in fp32");
   add.text("--out", flags->out, "FILE",
            "File to write the policy to, for semitone train --policy FILE; default: none");
-  train::add_training_flags(add, flags->options);
-  train::add_device_flag(add, flags->device);
-  add.integer("--threads", flags->threads, 0, 1024,
-              "Threads, at most the number of cores; 0: LibTorch's choice");
-  add.json(flags->json);
+  add_short_training_flags(add, flags->training);
   command.footer(std::string(kTuneFooter) + kExitCodesHelp);
   command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
 }

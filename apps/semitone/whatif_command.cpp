@@ -2,13 +2,10 @@
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/output.h"
-#include "apps/semitone/train_data.h"
+#include "apps/semitone/short_training.h"
 #include "semitone/report/what_if.h"
-#include "src/train/device.h"
 #include "src/train/models.h"
 #include "src/train/trainer.h"
-
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -22,15 +19,6 @@ namespace {
 
 constexpr auto kWhatIfCommand = "cli.whatif";
 constexpr std::int64_t kWhatIfSteps = 10;
-
-struct WhatIfFlags {
-  train::TrainOptions options = train::TrainOptions().max_steps(kWhatIfSteps);
-  std::string model = "convnet";
-  std::string data = default_data_dir();
-  std::string device = "auto";
-  std::int64_t threads = 0;
-  std::string json;
-};
 
 // Looks at the steps after the first, by when the model has its device and memory format, and not at
 // the test after the last.
@@ -64,21 +52,21 @@ class Examiner : public train::Observer {
   std::string json_;
 };
 
-int run(WhatIfFlags flags) {
-  require_json_writable(flags.json);
-  if (flags.options.max_steps() < 2) {
+int run(ShortTraining training) {
+  const std::string& json = training.json;
+  require_json_writable(json);
+  if (training.options.max_steps() < 2) {
     throw UsageError(kWhatIfCommand, "--max-steps from 2",
-                     std::to_string(flags.options.max_steps()),
+                     std::to_string(training.options.max_steps()),
                      "use at least 2: whatif examines the steps after the first");
   }
-  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
-  flags.options.device(train::find_device(flags.device)).opt_level(amp::OptLevel::O0);
-  const train::DataSet data = train::with_one_test_image(load_data(flags.data, kWhatIfCommand));
-  Examiner examiner(flags.options.max_steps());
-  const auto make = [&] { return examiner.keep(train::find_model(flags.model).make()); };
-  train::train_classifier(make, data, flags.options, examiner);
-  if (flags.json != "-") human_output(flags.json) << examiner.text();
-  write_json(flags.json, flags.json.empty() ? "" : examiner.json());
+  training.prepare(amp::OptLevel::O0);
+  const train::DataSet data = train::with_one_test_image(load_data(training.data, kWhatIfCommand));
+  Examiner examiner(training.options.max_steps());
+  const auto make = [&] { return examiner.keep(train::find_model(training.model).make()); };
+  train::train_classifier(make, data, training.options, examiner);
+  if (json != "-") human_output(json) << examiner.text();
+  write_json(json, json.empty() ? "" : examiner.json());
   return kSuccess;
 }
 
@@ -99,17 +87,12 @@ Examples:
 void add_whatif_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
       "whatif", "Show what fp16, bf16 and fp8 would do to each operator, from a few steps in fp32");
-  const auto flags = std::make_shared<WhatIfFlags>();
+  const auto training = std::make_shared<ShortTraining>(
+      ShortTraining{.options = train::TrainOptions().max_steps(kWhatIfSteps)});
   Flags add(command, kWhatIfCommand);
-  add.choice("--model", flags->model, names_of(train::models()), "Model to train");
-  add.text("--data", flags->data, "DIR", "Directory of the data set");
-  train::add_training_flags(add, flags->options);
-  train::add_device_flag(add, flags->device);
-  add.integer("--threads", flags->threads, 0, 1024,
-              "Threads, at most the number of cores; 0: LibTorch's choice");
-  add.json(flags->json);
+  add_short_training_flags(add, *training);
   command.footer(std::string(kWhatIfFooter) + kExitCodesHelp);
-  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+  command.callback([&action, training] { action = [training] { return run(*training); }; });
 }
 
 }  // namespace semitone::cli

@@ -1,0 +1,25 @@
+#include "apps/semitone/short_training.h"
+
+#include "src/train/device.h"
+#include "src/train/models.h"
+
+#include <ATen/Parallel.h>
+
+namespace semitone::cli {
+
+void ShortTraining::prepare(amp::OptLevel level) {
+  if (threads > 0) at::set_num_threads(static_cast<int>(threads));
+  options.device(train::find_device(device)).opt_level(level);
+}
+
+void add_short_training_flags(Flags& add, ShortTraining& training) {
+  add.choice("--model", training.model, names_of(train::models()), "Model to train");
+  add.text("--data", training.data, "DIR", "Directory of the data set");
+  train::add_training_flags(add, training.options);
+  train::add_device_flag(add, training.device);
+  add.integer("--threads", training.threads, 0, 1024,
+              "Threads, at most the number of cores; 0: LibTorch's choice");
+  add.json(training.json);
+}
+
+}  // namespace semitone::cli
