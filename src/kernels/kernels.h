@@ -84,6 +84,17 @@ SEMITONE_CUDA_KERNEL(void max_magnitudes_cuda(std::span<const NormSpan> spans, d
 // out[i] = in[i], rounded to nearest, ties to even. NaNs stay NaNs.
 void convert(const void* in, Format in_format, void* out, Format out_format, std::size_t size);
 
+// The 8-bit formats of Micikevicius et al. 2022, "FP8 Formats for Deep Learning": e4m3 has numbers
+// up to 448 in steps of at least 2^-9, and no infinity; e5m2 up to 57344, at least 2^-16.
+enum class Fp8 : std::uint8_t { e4m3, e5m2 };
+
+// out[i] = in[i] * scale, multiplied in fp32, as the nearest number of the fp8 format, ties to even.
+// Finite products beyond its largest number become that. Infinities become NaN in e4m3; NaNs stay
+// NaNs. Returns the largest finite |in[i]|; 0 without any.
+float round_to_fp8(const void* in, Format in_format, float* out, std::size_t size, float scale,
+                   Fp8 format);
+float max_finite_magnitude(const void* in, Format format, std::size_t size);
+
 // out[i] = 0 where in[i] < 0, else in[i]: so NaNs and -0 stay. out may be in.
 void relu(const void* in, void* out, Format format, std::size_t size);
 
