@@ -60,9 +60,14 @@ void add_training_flags(Flags& add, TrainFlags& flags) {
   add.choice("--opt-level", flags.opt_level, {"O0", "O1", "O2", "O3", "all"},
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
              "the four in turn");
-  add.text("--policy", flags.policy, kPolicyType,
-           "Cast policy of O1: " + policy_choices() +
-               ". At O2 and O3 it says which parameters stay in fp32");
+  add.text(
+      "--policy", flags.policy, kPolicyType,
+      "Cast policy of O1: " + policy_choices() +
+          ". At O2 and O3 it says which parameters stay in fp32, and which products are in fp8");
+  add.mark(
+      "--fp8", flags.fp8,
+      "At O1 to O3, compute linear layers and convolutions in fp8 (e4m3 forward, e5m2 backward, "
+      "delayed scaling), emulated on every processor");
   train::add_training_flags(add, flags.options);
   train::add_device_flag(add, flags.device);
   add.integer("--threads", flags.threads, 0, 1024,
@@ -198,6 +203,8 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
   if (!flags.policy.empty() && flags.opt_level == "O0")
     throw UsageError(kTrain, "--opt-level O1, O2, O3 or all with --policy", "O0");
   if (!flags.policy.empty()) policy_of(flags.policy, c10::DeviceType::CPU, kTrain);
+  if (flags.fp8 && flags.opt_level == "O0")
+    throw UsageError(kTrain, "--opt-level O1, O2, O3 or all with --fp8", "O0");
   for (const char* const flag : kJobFlags) {
     if (place.world_size > 1 && command.count(flag) > 0) {
       throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",
@@ -217,10 +224,14 @@ train::TrainOptions options_of(const TrainFlags& flags, amp::OptLevel level,
   train::TrainOptions options = flags.options;
   options.opt_level(level).device(flags.find_device()).group(group);
   options.batch_size(flags.batch_size(group.size()));
-  if (!flags.policy.empty() && level != amp::OptLevel::O0) {
-    const amp::CastTarget target(options.device().type(), train::training_dtype(options));
-    options.policy(policy_of(flags.policy, target, kTrain));
-  }
+  if (level == amp::OptLevel::O0) return options;
+  const amp::CastTarget target(options.device().type(), train::training_dtype(options));
+  if (!flags.policy.empty()) options.policy(policy_of(flags.policy, target, kTrain));
+  if (!flags.fp8) return options;
+  auto policy = options.policy().value_or(amp::CastPolicy::semitone(target));
+  // Options of fp8 in a policy file stay.
+  if (!policy.fp8_options().has_value()) policy.fp8();
+  options.policy(std::move(policy));
   return options;
 }
 

@@ -26,6 +26,7 @@ struct TrainFlags {
   std::string data;
   std::string opt_level = "O1";
   std::string policy;  // a preset or a file; empty: the level's
+  bool fp8 = false;
   std::string device = "auto";
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   std::string nproc = "1";

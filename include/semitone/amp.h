@@ -16,6 +16,8 @@
 #include "semitone/autocast/cast_action.h"
 #include "semitone/autocast/cast_policy.h"
 #include "semitone/autocast/cast_tree.h"
+#include "semitone/autocast/fp8_options.h"
+#include "semitone/autocast/fp8_scaling.h"
 #include "semitone/autocast/functions.h"
 #include "semitone/autocast/model.h"
 #include "semitone/core/error.h"

@@ -66,6 +66,9 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   if (graph == nullptr) return run_eagerly(here);
   if (state.found_inf_hook)
     throw Error(kCapturedStep, "no found_inf hook", "one", "train without CapturedStep");
+  if (state.has_fp8())  // the host computes its scales
+    throw Error(kCapturedStep, "a policy without fp8()", "one with fp8()",
+                "train without CapturedStep");
   // Changed or unfrozen weights update the masters here, not in the graph.
   state.sync("captured_step");
   if (captured != nullptr && !is_current()) {

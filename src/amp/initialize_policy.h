@@ -14,8 +14,9 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
                                      const Properties& properties);
 
 // Whether forward must run in that region. forward itself casts the arguments. On devices with
-// correct 16-bit operators, the region has work only for parameters that stay fp32, for attention
-// with padded keys, which LibTorch computes in fp32 only, and for views of channels-last tensors.
+// correct 16-bit operators, the region has work only for parameters that stay fp32, for products in
+// fp8, for attention with padded keys, which LibTorch computes in fp32 only, and for views of
+// channels-last tensors.
 bool runs_in_region(const Properties& properties, const std::optional<CastPolicy>& policy,
                     const std::vector<Model>& models);
 

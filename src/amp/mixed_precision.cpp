@@ -141,6 +141,15 @@ void MixedPrecision::set_found_inf_hook(FoundInfHook hook) {
   impl().found_inf_hook = std::move(hook);
 }
 
+Fp8Scaling MixedPrecision::fp8_scaling() const {
+  if (!impl().has_fp8()) {
+    throw Error(
+        "amp.mixed_precision.fp8_scaling", "a policy with fp8() at O1, O2 or O3", "one without",
+        "initialize(model, optimizer, Options(level).policy(CastPolicy::semitone().fp8()))");
+  }
+  return impl().policy->fp8_scaling();
+}
+
 // Running models.
 
 struct MixedPrecision::Region {

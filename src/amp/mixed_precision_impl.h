@@ -184,6 +184,9 @@ struct MixedPrecision::Impl {
   // The object that has an optimizer, among all of the process. Error if there is none, or several.
   static Impl& owner_of(const torch::optim::Optimizer& optimizer, const char* caller);
 
+  // Whether the policy computes products in fp8.
+  bool has_fp8() const { return policy.has_value() && policy->fp8_options().has_value(); }
+
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer, const char* caller);
   const Model& of(const void* identity, const char* caller) const;
   // The index of the model that a module is, or is part of.

@@ -154,6 +154,11 @@ void MixedPrecision::save(torch::serialize::OutputArchive& archive) const {
     impl().scalers[i].save(scaler);
     archive.write("loss" + std::to_string(i), scaler);
   }
+  if (impl().has_fp8()) {
+    torch::serialize::OutputArchive fp8;
+    impl().policy->fp8_scaling().save(fp8);
+    archive.write("fp8", fp8);
+  }
   for (std::size_t i = 0; i < impl().optimizers.size(); ++i) {
     if (!impl().optimizers[i].masters.has_value()) continue;
     torch::serialize::OutputArchive masters;
@@ -202,6 +207,10 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     if (!impl().optimizers[i].masters.has_value()) continue;
     auto inner = part("masters" + std::to_string(i));
     masters[i] = impl().optimizers[i].masters->read(inner);
+  }
+  if (impl().has_fp8()) {
+    auto fp8 = part("fp8");
+    impl().policy->fp8_scaling().load(fp8);
   }
   impl().scalers = std::move(scalers);
   for (std::size_t i = 0; i < masters.size(); ++i) {

@@ -158,6 +158,7 @@ StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
   }
   prepare_step(record);
   emit_gradients(optimizer, record.masters.has_value() ? &*record.masters : nullptr);
+  if (has_fp8()) policy->fp8_scaling().update();
   if (may_defer(record)) {
     return end_step_on_device(record, [&](const at::Tensor& found_inf, const auto& flags) {
       if (record.masters.has_value()) return record.masters->step_unless(found_inf, flags);

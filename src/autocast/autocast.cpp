@@ -220,6 +220,10 @@ Autocast::Autocast(const CastPolicy& policy) {
                 "'" + policy.fp32_param_globs().front() + "' in a policy that is not bound",
                 "Autocast region(policy.bind(model))");
   }
+  if (policy.fp8_options().has_value() && !policy.is_bound()) {
+    throw Error("amp.autocast", "a policy that is bound to the model whose products are in fp8",
+                "one that is not bound", "Autocast region(policy.bind(model))");
+  }
   warn_without_device(policy.device());
   guard_ = std::make_unique<Guard>(Region{policy.device(), policy.dtype(), policy.compiled()});
 }

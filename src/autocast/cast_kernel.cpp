@@ -35,6 +35,7 @@ CastKernel::CastKernel(const c10::OperatorHandle& op, OpId id, c10::DeviceType d
                                 is_one_of(name_, presets::without_16bit_kernels()))),
       is_recurrent_(is_aten_ && is_one_of(name_, kRecurrent)),
       is_row_norm_(is_aten_ && is_one_of(name_, kRowNorms)),
+      fp8_(is_aten_ ? Fp8Operator::find(name_) : std::nullopt),
       compute_(op, name_, device, key) {
   const auto& arguments = op.schema().arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -95,6 +96,7 @@ void CastKernel::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
         return;
       }
       const auto dtype = policy.dtype();
+      if (run_in_fp8(op, keys, stack, arguments, policy, dtype)) return;
       const bool emulated =
           compute_.product().has_value() && compute_.goes_through_fp32(arguments, policy, dtype);
       run_lowered(op, keys, stack, arguments, cast, dtype, emulated, emulated ? nullptr : fast);
@@ -124,6 +126,24 @@ void CastKernel::run_lowered(const c10::OperatorHandle& op, c10::DispatchKeySet 
   events::emit(events::OperatorReplaced{name_, "emulated"});
 }
 
+bool CastKernel::run_in_fp8(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                            Arguments arguments, const CompiledPolicy& policy,
+                            c10::ScalarType dtype) const {
+  if (!fp8_.has_value() || policy.fp8() == nullptr) return false;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  bool computed = false;
+  const auto compute = [&] {
+    computed = true;
+    compute_.run(op, keys, stack, arguments, /*fast=*/nullptr);
+    return torch::jit::pop(*stack).toTensor();
+  };
+  const at::Tensor result = fp8_product(*fp8_, policy.fp8(), {name_, arguments, dtype, compute});
+  if (!result.defined()) return false;
+  if (!computed) torch::jit::drop(*stack, arguments.size());
+  stack->emplace_back(result);
+  return true;
+}
+
 void CastKernel::run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                              Arguments arguments, const Caster& cast,
                              const FastKernel* fast) const {
@@ -151,6 +171,13 @@ void CastKernel::run_uncast(const c10::OperatorHandle& op, c10::DispatchKeySet k
   if (policy.lowers_mixed() && (lacks_16bit_ || compute_.multiplies_sparse(arguments))) {
     run_in_fp32(op, keys, stack, arguments, cast, fast);
     return;
+  }
+  if (fp8_.has_value() && policy.fp8() != nullptr) {
+    const Dtypes dtypes(arguments, device_);
+    const auto dtype = policy.lowers_mixed() && dtypes.mixed_16bit().has_value()
+                           ? dtypes.mixed_16bit()
+                           : dtypes.common_16bit();
+    if (dtype.has_value() && run_in_fp8(op, keys, stack, arguments, policy, *dtype)) return;
   }
   std::optional<c10::ScalarType> mixed;
   const auto& product = compute_.product();

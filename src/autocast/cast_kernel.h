@@ -2,6 +2,7 @@
 
 #include "src/autocast/caster.h"
 #include "src/autocast/compute_kernels.h"
+#include "src/autocast/fp8_product.h"
 #include "src/autocast/regions.h"
 
 #include <ATen/core/boxing/KernelFunction.h>
@@ -34,6 +35,9 @@ class CastKernel final : public c10::OperatorKernel {
   void run_lowered(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                    Arguments arguments, const Caster& cast, c10::ScalarType dtype, bool emulated,
                    const FastKernel* fast = nullptr) const;
+  // Where the policy computes this product in fp8; the result has the dtype.
+  bool run_in_fp8(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                  Arguments arguments, const CompiledPolicy& policy, c10::ScalarType dtype) const;
   void run_in_fp32(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                    Arguments arguments, const Caster& cast, const FastKernel* fast) const;
   // This operator is not cast, but those inside it may be.
@@ -62,6 +66,7 @@ class CastKernel final : public c10::OperatorKernel {
   bool lacks_16bit_;
   bool is_recurrent_;
   bool is_row_norm_;
+  std::optional<Fp8Operator> fp8_;
   ComputeKernels compute_;
   std::optional<std::size_t> dtype_argument_;
 };

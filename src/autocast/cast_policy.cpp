@@ -3,12 +3,12 @@
 #include "semitone/core/error.h"
 #include "src/autocast/cast_policy_impl.h"
 #include "src/autocast/fast_kernels.h"
+#include "src/autocast/fp8_state.h"
 #include "src/autocast/model_entries.h"
 #include "src/autocast/op_names.h"
-#include "src/core/nearest.h"
+#include "src/autocast/parameter_globs.h"
 
-#include <fnmatch.h>
-
+#include <cstddef>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -62,20 +62,11 @@ CastPolicy& CastPolicy::ban(std::string_view op, std::string_view reason) {
 }
 
 void CastPolicy::keep_matching(Binding& binding, const std::string& glob) {
-  bool matched = false;
   std::vector<std::string> names;
-  for (NamedParameter& named : binding) {
-    names.push_back(named.name);
-    if (fnmatch(glob.c_str(), named.name.c_str(), 0) != 0) continue;
-    named.parameter.keep_fp32 = true;
-    matched = true;
-  }
-  if (matched) return;
-  const std::string near = nearest(glob, names);
-  throw Error("amp.cast_policy.bind", "a parameter that matches '" + glob + "'",
-              "none among " + std::to_string(names.size()) + " parameters",
-              near.empty() ? (names.empty() ? "" : "the first is called '" + names.front() + "'")
-                           : "did you mean " + near + "?");
+  names.reserve(binding.size());
+  for (const NamedParameter& named : binding) names.push_back(named.name);
+  for (const std::size_t i : matching(glob, names, "amp.cast_policy.bind"))
+    binding[i].parameter.keep_fp32 = true;
 }
 
 CastPolicy& CastPolicy::keep_fp32_params(std::string_view glob) {
@@ -123,6 +114,34 @@ CastPolicy& CastPolicy::fast_kernels(bool on) {
   return *this;
 }
 
+CastPolicy& CastPolicy::fp8(const Fp8Options& options) {
+  check(options);
+  CastPolicy edited_policy = *this;
+  edited_policy.fp8_ = options;
+  edited_policy.start_fp8();
+  edited_policy.edited();
+  *this = std::move(edited_policy);
+  return *this;
+}
+
+void CastPolicy::start_fp8() {
+  if (!fp8_.has_value() || binding_ == nullptr) return;
+  Fp8State::Named parameters;
+  parameters.reserve(binding_->size());
+  for (const NamedParameter& named : *binding_)
+    parameters.emplace_back(named.name, named.parameter);
+  fp8_state_ = std::make_shared<Fp8State>(*fp8_, parameters);
+}
+
+Fp8Scaling CastPolicy::fp8_scaling() const {
+  if (fp8_state_ == nullptr) {
+    throw Error("amp.cast_policy.fp8_scaling", "a policy with fp8() that is bound to a model",
+                fp8_.has_value() ? "one that is not bound" : "one without fp8()",
+                fp8_.has_value() ? "call bind(model), and use its result" : "call fp8() first");
+  }
+  return Fp8Scaling(fp8_state_);
+}
+
 bool CastPolicy::keeps_fp32(const at::Tensor& parameter) const {
   return compiled()->keeps_fp32(parameter);
 }
@@ -167,6 +186,7 @@ CastPolicy CastPolicy::bind(const std::vector<Model>& models) const {
   for (const std::string& glob : globs_) keep_matching(*binding, glob);
   CastPolicy bound = *this;
   bound.binding_ = std::move(binding);
+  bound.start_fp8();
   bound.edited();
   return bound;
 }

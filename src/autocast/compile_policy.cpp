@@ -88,7 +88,7 @@ void use_fast_kernels(CompiledPolicy& policy, const std::set<std::string>& names
 void install_kernels_without_rows(const CompiledPolicy& policy) {
   if (policy.lowers_mixed()) {
     install_for_mixed(policy.device());
-  } else if (policy.emulates_any()) {
+  } else if (policy.emulates_any() || policy.fp8() != nullptr) {
     install_matrix_products(policy.device());
   } else if (policy.repairs()) {
     install_convolutions(policy.device());
@@ -134,6 +134,7 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compile() const {
   }
   use_fast_kernels(*policy, fast_kernels_);
   if (preset_->rows.empty()) policy->lower_mixed();
+  policy->set_fp8(fp8_state_);
   install_kernels_without_rows(*policy);
   if (binding_ != nullptr) {
     for (const NamedParameter& named : *binding_) policy->add(named.parameter);

@@ -17,6 +17,8 @@
 
 namespace semitone::amp {
 
+class Fp8State;
+
 // Operators that policies list get a small number each, the index into every policy's table.
 using OpId = std::uint32_t;
 
@@ -72,6 +74,10 @@ class CompiledPolicy {
   bool lowers_mixed() const { return lowers_mixed_; }
   void lower_mixed() { lowers_mixed_ = true; }
 
+  // The scales of products in fp8; null: none is.
+  const std::shared_ptr<Fp8State>& fp8() const { return fp8_; }
+  void set_fp8(std::shared_ptr<Fp8State> state) { fp8_ = std::move(state); }
+
   // Whether operators that LibTorch computes wrongly in 16 bits may be computed through fp32.
   bool repairs() const { return repairs_; }
   // Whether a tensor, or the base of a view, is a parameter that stays in fp32.
@@ -102,6 +108,7 @@ class CompiledPolicy {
   bool lowers_mixed_ = false;
   NativeKernels native_fp16_;
   NativeKernels native_bf16_;
+  std::shared_ptr<Fp8State> fp8_;
 };
 
 }  // namespace semitone::amp

@@ -1,4 +1,5 @@
 #include "semitone/autocast/cast_policy.h"
+#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/autocast/op_names.h"
 #include "src/core/file.h"
@@ -118,6 +119,26 @@ Json optional_value(const Json& json, const char* key, const Json& empty,
       found->dump().substr(0, 100));
 }
 
+Fp8Options fp8_options_of(const Json& json, const std::string& where) {
+  require_known_keys(json, {"forward", "backward", "amax_history", "margin", "keep_16bit_params"},
+                     where);
+  Fp8Options options;
+  const auto format = [&](const char* key, c10::ScalarType usual) {
+    if (!json.contains(key)) return usual;
+    const auto name = json.at(key).get<std::string>();
+    for (const auto known : {c10::ScalarType::Float8_e4m3fn, c10::ScalarType::Float8_e5m2})
+      if (dtype_name(known) == name) return known;
+    throw FileError(kPolicyFile, fmt::format("float8_e4m3fn or float8_e5m2 in {}", where),
+                    fmt::format("'{}'", name.substr(0, 100)));
+  };
+  options.forward(format("forward", options.forward()));
+  options.backward(format("backward", options.backward()));
+  options.amax_history(json.value("amax_history", options.amax_history()));
+  options.margin(json.value("margin", options.margin()));
+  options.keep_16bit_params(json.value("keep_16bit_params", options.keep_16bit_params()));
+  return options;
+}
+
 void apply(CastPolicy& policy, const Json& json, const std::string& where) {
   const Json operators = optional_value(json, "operators", Json::object(), where);
   for (const auto& item : operators.items()) {
@@ -130,6 +151,9 @@ void apply(CastPolicy& policy, const Json& json, const std::string& where) {
   if (json.contains("emulation"))
     policy.emulation(
         parse(kEmulations, json.at("emulation").get<std::string>(), "emulation of " + where));
+  if (json.contains("fp8"))
+    policy.fp8(
+        fp8_options_of(optional_value(json, "fp8", Json::object(), where), "fp8 of " + where));
   if (!json.contains("fast_kernels")) return;
   policy.fast_kernels(false);
   const Json kernels = optional_value(json, "fast_kernels", Json::array(), where);
@@ -162,6 +186,29 @@ std::string fast_kernels_code(const std::set<std::string>& chosen,
   for (const std::string& op : chosen)
     if (!usual.contains(op)) code += fmt::format("\n    .fast_kernel({})", literal(op));
   return code;
+}
+
+// The options that differ from the defaults.
+std::string fp8_code(const Fp8Options& options) {
+  const Fp8Options usual;
+  std::string code;
+  const auto format = [&](const char* setter, c10::ScalarType value,
+                          c10::ScalarType default_value) {
+    if (value != default_value)
+      code += fmt::format(".{}(torch::k{})", setter, c10::toString(value));
+  };
+  format("forward", options.forward(), usual.forward());
+  format("backward", options.backward(), usual.backward());
+  if (options.amax_history() != usual.amax_history())
+    code += fmt::format(".amax_history({})", options.amax_history());
+  if (options.margin() != usual.margin()) code += fmt::format(".margin({})", options.margin());
+  if (!options.keep_16bit_params().empty()) {
+    std::string globs;
+    for (const std::string& glob : options.keep_16bit_params())
+      globs.append(globs.empty() ? "" : ", ").append(literal(glob));
+    code += fmt::format(".keep_16bit_params({{{}}})", globs);
+  }
+  return code.empty() ? "\n    .fp8()" : fmt::format("\n    .fp8(Fp8Options(){})", code);
 }
 
 std::string_view function_of(CastAction action) {
@@ -201,7 +248,7 @@ CastPolicy CastPolicy::from_file(const std::filesystem::path& path, CastTarget t
   try {
     require_known_keys(json,
                        {"format", "version", "preset", "operators", "keep_fp32_params", "emulation",
-                        "fast_kernels"},
+                        "fp8", "fast_kernels"},
                        where);
     if (json.at("version") != kPolicyVersion) {
       throw FileError(kPolicyFile, fmt::format("version {} in {}", kPolicyVersion, where),
@@ -229,6 +276,13 @@ std::string CastPolicy::to_json() const {
   }
   json["keep_fp32_params"] = globs_;
   if (emulation_ != Emulation::automatic) json["emulation"] = amp::name_of(emulation_);
+  if (fp8_.has_value()) {
+    json["fp8"] = Json{{"forward", dtype_name(fp8_->forward())},
+                       {"backward", dtype_name(fp8_->backward())},
+                       {"amax_history", fp8_->amax_history()},
+                       {"margin", fp8_->margin()},
+                       {"keep_16bit_params", fp8_->keep_16bit_params()}};
+  }
   if (fast_kernels_ != by_name(name_, target_).fast_kernels_) json["fast_kernels"] = fast_kernels_;
   return json.dump(2, ' ', false, Json::error_handler_t::replace);
 }
@@ -247,6 +301,7 @@ std::string CastPolicy::to_code() const {
     code += fmt::format("\n    .keep_fp32_params({})", literal(glob));
   if (emulation_ != Emulation::automatic)
     code += fmt::format("\n    .emulation(Emulation::{})", amp::name_of(emulation_));
+  if (fp8_.has_value()) code += fp8_code(*fp8_);
   return code + fast_kernels_code(fast_kernels_, by_name(name_, target_).fast_kernels_);
 }
 

@@ -35,8 +35,8 @@ class TrainOptions {
   TORCH_ARG(std::optional<c10::ScalarType>, dtype);
   // A group of several processes on this kind of device chooses each process's own.
   TORCH_ARG(c10::Device, device) = c10::DeviceType::CPU;
-  // Cast policy of O1; at O2 and O3, which parameters stay in fp32 and which operators run in
-  // Semitone's kernels. Not used at O0. Default: CastPolicy::semitone.
+  // Cast policy of O1; at O2 and O3, which parameters stay in fp32, which products are in fp8, and
+  // which operators run in Semitone's kernels. Not used at O0. Default: CastPolicy::semitone.
   TORCH_ARG(std::optional<amp::CastPolicy>, policy);
   // Loss scale. Default: the level's, see amp::OptLevel.
   TORCH_ARG(std::optional<amp::detail::LossScale>, loss_scale);

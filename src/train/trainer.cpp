@@ -74,6 +74,7 @@ class Run {
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
     reseed(options.group());
+    agree_on_fp8();
     const std::int64_t all = train_.count(options.batch_size());
     batches_ = options.limit_batches() > 0 ? std::min(all, options.limit_batches()) : all;
     steps_ = batches_ * options.epochs();
@@ -93,6 +94,16 @@ class Run {
   }
 
  private:
+  // All ranks use the same scales in fp8.
+  void agree_on_fp8() {
+    const bool has_fp8 = options_.opt_level() != amp::OptLevel::O0 &&
+                         options_.policy().has_value() &&
+                         options_.policy()->fp8_options().has_value();
+    if (!has_fp8 || group().size() == 1) return;
+    setup_.mixed.fp8_scaling().set_amax_hook(
+        [group = group()](at::Tensor& amax) { group.all_reduce(amax, comm::ReduceOp::max); });
+  }
+
   void resume() {
     const auto path = checkpoints_.resume();
     if (path.has_value()) observer_.on(Resumed{position_.step, *path});

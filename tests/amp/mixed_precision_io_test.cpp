@@ -103,6 +103,73 @@ struct Training {
   MixedPrecision mixed;
 };
 
+// ------------------------------------------------------------------ fp8
+
+Options fp8_options(const std::string& level, ScalarType dtype) {
+  return options(level, dtype)
+      .policy(CastPolicy::semitone({torch::kCPU, dtype}).fp8(Fp8Options().amax_history(3)));
+}
+
+std::vector<float> scales_of(const MixedPrecision& mixed) {
+  std::vector<float> all;
+  for (const auto& scales : mixed.fp8_scaling().scales())
+    all.insert(all.end(), {scales.of_inputs, scales.of_weight, scales.of_gradients});
+  return all;
+}
+
+// Each step is one of the history, a skipped one too, and a resumed run has the same scales.
+TEST(MixedPrecisionInFp8, GoesOnBitForBit) {
+  for (const auto dtype : kDtypes) {
+    for (const std::string level : {"O1", "O2", "O3"}) {
+      SCOPED_TRACE(level + " " + dtype_name(dtype));
+      Training whole(fp8_options(level, dtype));
+      EXPECT_THAT(scales_of(whole.mixed), testing::Each(0));
+      whole.train(0);
+      const auto first = scales_of(whole.mixed);
+      EXPECT_THAT(first, testing::Each(testing::Gt(0)));
+      for (int step = 1; step < 5; ++step)
+        whole.train(step, /*overflow=*/level != "O3" && step == 2);
+      EXPECT_NE(scales_of(whole.mixed), first);
+      auto state = saved(whole.mixed);
+      Training resumed(fp8_options(level, dtype), /*seed=*/6);
+      {
+        const auto to = resumed.mixed.fp32_weights(resumed.net);
+        const auto from = whole.mixed.fp32_weights(whole.net);
+        const torch::NoGradGuard no_grad;
+        const auto values = entries_of(Model(whole.net));
+        const auto targets = entries_of(Model(resumed.net));
+        for (std::size_t i = 0; i < values.size(); ++i) targets[i].tensor.copy_(values[i].tensor);
+      }
+      resumed.mixed.load(state);
+      EXPECT_EQ(scales_of(resumed.mixed), scales_of(whole.mixed));
+      auto momentum = saved(*whole.optimizer);
+      resumed.optimizer->load(momentum);
+      for (int step = 5; step < 9; ++step) {
+        whole.train(step);
+        resumed.train(step);
+      }
+      EXPECT_TRUE(same_bits(resumed.everything(), whole.everything()));
+      EXPECT_EQ(scales_of(resumed.mixed), scales_of(whole.mixed));
+    }
+  }
+}
+
+TEST(MixedPrecisionInFp8, DiffersFrom16BitsAndIsNamedInErrors) {
+  Training in_fp8(fp8_options("O1", torch::kBFloat16));
+  Training in_bf16(options("O1"));
+  const auto loss_of = [](Training& run) {
+    return run.mixed.forward(run.net, images()).pow(2).mean().item<double>();
+  };
+  EXPECT_NE(loss_of(in_fp8), loss_of(in_bf16));
+  EXPECT_NEAR(loss_of(in_fp8), loss_of(in_bf16), 0.2 * loss_of(in_bf16));
+  EXPECT_THAT(message_of<Error>([&] { in_bf16.mixed.fp8_scaling(); }), HasSubstr("fp8()"));
+  auto without = saved(in_bf16.mixed);
+  EXPECT_THAT(message_of<FileError>([&] { in_fp8.mixed.load(without); }), HasSubstr("'fp8'"));
+  // A run goes on without fp8.
+  auto with = saved(in_fp8.mixed);
+  EXPECT_NO_THROW(in_bf16.mixed.load(with));
+}
+
 // ------------------------------------------------------------------ fp32_weights
 
 TEST(Fp32Weights, AreTheExactMastersForTheTimeOfTheScope) {

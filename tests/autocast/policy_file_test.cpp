@@ -5,9 +5,11 @@
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <optional>
 #include <string>
 
 namespace semitone::amp {
@@ -29,7 +31,18 @@ class PolicyFile : public testing::Test {
   std::filesystem::path path_ = directory_ / "policy.json";
 };
 
+void expect_equal(const std::optional<Fp8Options>& one, const std::optional<Fp8Options>& other) {
+  ASSERT_EQ(one.has_value(), other.has_value());
+  if (!one.has_value()) return;
+  EXPECT_EQ(one->forward(), other->forward());
+  EXPECT_EQ(one->backward(), other->backward());
+  EXPECT_EQ(one->amax_history(), other->amax_history());
+  EXPECT_EQ(one->margin(), other->margin());
+  EXPECT_EQ(one->keep_16bit_params(), other->keep_16bit_params());
+}
+
 void expect_equal(const CastPolicy& one, const CastPolicy& other) {
+  expect_equal(one.fp8_options(), other.fp8_options());
   EXPECT_EQ(one.name(), other.name());
   EXPECT_EQ(one.emulation(), other.emulation());
   EXPECT_EQ(one.fast_kernels(), other.fast_kernels());
@@ -56,7 +69,12 @@ TEST_F(PolicyFile, HoldsEveryEditOfEveryPreset) {
         .keep_fp32_params("*.bias")
         .emulation(Emulation::never)
         .fast_kernel("layer_norm", false)
-        .fast_kernel("gelu", true);
+        .fast_kernel("gelu", true)
+        .fp8(Fp8Options()
+                 .forward(torch::kFloat8_e5m2)
+                 .amax_history(16)
+                 .margin(1)
+                 .keep_16bit_params({"head.*", "*.embedding"}));
     policy.save(path_);
     expect_equal(CastPolicy::from_file(path_, kTarget), policy);
     expect_equal(CastPolicy::from_file(path_, {torch::kCPU, torch::kBFloat16}),
@@ -90,6 +108,36 @@ TEST_F(PolicyFile, CanBeWrittenByHand) {
   })");
   expect_equal(policy,
                CastPolicy::torch(kTarget).lower("softmax").keep_fp32("exp", "large arguments"));
+}
+
+TEST_F(PolicyFile, HasFp8AsAnObjectOrNotAtAll) {
+  const std::string begin =
+      R"({"format": "semitone.cast-policy", "version": 1, "preset": "semitone", "fp8": )";
+  expect_equal(written(begin + "{}}"), CastPolicy::semitone(kTarget).fp8());
+  expect_equal(written(begin + R"({"margin": 2}})"),
+               CastPolicy::semitone(kTarget).fp8(Fp8Options().margin(2)));
+  EXPECT_FALSE(CastPolicy::semitone(kTarget).fp8_options().has_value());
+  EXPECT_THAT(error_of_file(begin + "true}"), testing::HasSubstr("an object of 'fp8'"));
+  EXPECT_THAT(error_of_file(begin + R"({"margins": 2}})"), testing::HasSubstr("'margins'"));
+  EXPECT_THAT(error_of_file(begin + R"({"margin": -2}})"), testing::HasSubstr("got -2"));
+  EXPECT_THAT(error_of_file(begin + R"({"margin": 1e99}})"), testing::HasSubstr("margin"));
+  EXPECT_THAT(error_of_file(begin + R"({"forward": "float16"}})"),
+              testing::HasSubstr("float8_e4m3fn or float8_e5m2"));
+}
+
+TEST_F(PolicyFile, OfFp8IsCodeToo) {
+  EXPECT_EQ(CastPolicy::semitone(kTarget).fp8().to_code(),
+            "CastPolicy::semitone({torch::kCPU, torch::kHalf})\n    .fp8()");
+  EXPECT_EQ(CastPolicy::semitone(kTarget)
+                .fp8(Fp8Options()
+                         .backward(torch::kFloat8_e4m3fn)
+                         .amax_history(16)
+                         .margin(1)
+                         .keep_16bit_params({"head.*", "stem.*"}))
+                .to_code(),
+            "CastPolicy::semitone({torch::kCPU, torch::kHalf})\n"
+            "    .fp8(Fp8Options().backward(torch::kFloat8_e4m3fn).amax_history(16).margin(1)"
+            ".keep_16bit_params({\"head.*\", \"stem.*\"}))");
 }
 
 TEST_F(PolicyFile, IsCodeToo) {

@@ -17,6 +17,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -64,6 +65,56 @@ TEST(MixedPrecision, HalfParametersAndMastersStayEqualOnAllRanks) {
       EXPECT_LT(last, first);
       expect_equal_on_all_ranks(group, copies(mixed.master_params(optimizer)));
       expect_equal_on_all_ranks(group, copies(model->parameters()));
+    }
+  });
+}
+
+// With a hook, ranks with other batches have the same scales in fp8; without, only the weights'.
+TEST(MixedPrecision, RanksAgreeOnTheScalesOfFp8) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool agrees : {true, false}) {
+      Net model = seeded<Net>(1);
+      model->to(torch::kFloat);
+      torch::optim::SGD optimizer(model->parameters(), 0.01);
+      auto mixed = amp::initialize(
+          model, optimizer,
+          amp::Options().dtype(torch::kBFloat16).policy(amp::CastPolicy::semitone().fp8()));
+      if (agrees) {
+        mixed.fp8_scaling().set_amax_hook(
+            [&](at::Tensor& amax) { group.all_reduce(amax, comm::ReduceOp::max); });
+      }
+      DistributedDataParallel ddp(model, group);
+      float largest = 0;
+      for (int step = 0; step < 3; ++step) {
+        const Batch batch = batch_of(rank.number() + 3 * step, 8);
+        const auto data = batch.data.to(torch::kFloat) * (rank.number() + 1);
+        largest = std::max(largest, data.abs().max().item<float>());
+        const auto output = mixed.forward(ddp, data);
+        const auto loss =
+            sum_of_squares(output.to(torch::kFloat), batch.target.to(torch::kFloat)) / 8;
+        mixed.scale_loss(loss, optimizer).backward();
+        EXPECT_EQ(mixed.step(optimizer), amp::Step::stepped);
+        mixed.zero_grad(optimizer);
+      }
+      at::Tensor expected = torch::tensor({largest});
+      group.all_reduce(expected, comm::ReduceOp::max);
+      const auto scales = mixed.fp8_scaling().scales();
+      ASSERT_FALSE(scales.empty());
+      std::vector<at::Tensor> of_weights;
+      std::vector<at::Tensor> of_inputs;
+      for (const auto& one : scales) {
+        of_weights.push_back(torch::tensor({one.of_weight}));
+        of_inputs.push_back(torch::tensor({one.of_inputs, one.of_gradients}));
+      }
+      expect_equal_on_all_ranks(group, of_weights);
+      expect_equal_on_all_ranks(group, copies(model->parameters()));
+      if (agrees) {
+        expect_equal_on_all_ranks(group, of_inputs);
+        EXPECT_FLOAT_EQ(scales.front().of_inputs, 448 / expected.item<float>());
+      } else {
+        EXPECT_FLOAT_EQ(scales.front().of_inputs, 448 / largest);
+      }
     }
   });
 }

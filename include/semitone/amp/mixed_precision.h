@@ -4,6 +4,7 @@
 #include "semitone/amp/scaled_loss.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/autocast/cast_tree.h"
+#include "semitone/autocast/fp8_scaling.h"
 #include "semitone/autocast/model.h"
 #include "semitone/scaling/grad_scaler.h"
 #include "semitone/scaling/loss_scaler.h"
@@ -110,8 +111,8 @@ class [[nodiscard]] MixedPrecision {
   /// Steps the optimizer and writes the master weights into the model. Skips the step instead if a
   /// gradient overflowed in a backward pass of scale_loss(loss, optimizer) since the last step.
   /// Other optimizers that were named for the same loss also skip their next step. Updates the
-  /// scales of those losses, once for any number of accumulated backward passes. Drops the masters'
-  /// gradients.
+  /// scales of those losses, once for any number of accumulated backward passes, and those of fp8
+  /// (Fp8Scaling::update). Drops the masters' gradients.
   ///
   /// Reads once from the device, or not at all if the device decides the step. That is so for a
   /// semitone::optim optimizer whose parameters are all on one device other than the CPU, under
@@ -192,7 +193,7 @@ class [[nodiscard]] MixedPrecision {
   void save_model(const Model& model, const std::string& path);
   void load_model(const Model& model, const std::string& path);
 
-  /// Saves or loads loss scalers and master weights. Together with the state of model and
+  /// Saves or loads loss scalers, master weights and the scales of fp8. Together with the state of model and
   /// optimizer, this is all that a resumed run needs to continue bit for bit. Save models inside
   /// fp32_weights(). Model, optimizer and this state may be loaded in any order, before or after
   /// the first step.
@@ -208,6 +209,11 @@ class [[nodiscard]] MixedPrecision {
   /// except in plain training, which has no checks. DistributedDataParallel needs no hook: an inf
   /// on one rank reaches the mean on all ranks.
   void set_found_inf_hook(FoundInfHook hook);
+
+  /// Returns the scales of products in fp8 (CastPolicy::fp8 of Options::policy), for ranks to agree
+  /// on (Fp8Scaling::set_amax_hook) and to look at. step() calls update(), and save() and load()
+  /// include them. Error if the policy has no fp8().
+  Fp8Scaling fp8_scaling() const;
 
   /// The implementation.
   struct Impl;

@@ -87,7 +87,7 @@ class Options {
   /// "dynamic" is an Error.
   Options& loss_scale_options(const LossScaleOptions& value);
   /// The policy of O1's region. At O2 and O3 it selects the parameters that stay fp32
-  /// (CastPolicy::keep_fp32_params). Default: CastPolicy::semitone. The policy's own device and
+  /// (CastPolicy::keep_fp32_params) and the products in fp8 (CastPolicy::fp8). Default: CastPolicy::semitone. The policy's own device and
   /// dtype are ignored in favour of device() and dtype().
   Options& policy(CastPolicy value);
 

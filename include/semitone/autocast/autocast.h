@@ -55,7 +55,7 @@ namespace semitone::amp {
 class [[nodiscard]] Autocast {
  public:
   /// Enters a region with the policy's device and dtype. Error if the policy has keep_fp32_params()
-  /// globs and is not bound: call bind() first.
+  /// globs or fp8() and is not bound: call bind() first.
   explicit Autocast(const CastPolicy& policy);
 
   /// Enters a region with the default policy, CastPolicy::semitone, for a device. If device is CUDA

@@ -1,6 +1,8 @@
 #pragma once
 
 #include "semitone/autocast/cast_action.h"
+#include "semitone/autocast/fp8_options.h"
+#include "semitone/autocast/fp8_scaling.h"
 #include "semitone/autocast/model.h"
 
 #include <c10/core/DeviceType.h>
@@ -109,9 +111,24 @@ class CastPolicy {
   CastPolicy& fast_kernel(std::string_view op, bool on = true);
   CastPolicy& fast_kernels(bool on);
 
+  /// Computes products of weights in fp8 where this policy computes them in 16 bits: linear layers
+  /// and convolutions, with weights that are parameters, or views of parameters, of the model that
+  /// the policy is bound to. Inputs and weights are rounded to one format, gradients of the results
+  /// to another (Fp8Options), and products are summed in fp32; results, and all other operators,
+  /// are as without this function. Recurrent layers, attention's products of two activations, and
+  /// products within a custom function's backward stay in 16 bits.
+  ///
+  /// fp8 is emulated: the numbers are those of hardware with fp8, on every processor and device, up
+  /// to the order of summation, at a lower speed than in fp32 (docs/fp8.md).
+  ///
+  /// The scales need a model: see bind(). In a policy that is already bound they start at once.
+  /// Autocast refuses a policy with fp8 that is not bound. Error for options out of range, and, in
+  /// bind(), for a glob that matches no parameter.
+  CastPolicy& fp8(const Fp8Options& options = {});
+
   /// Returns the policy for the parameters of a model: resolves the globs (Error if one matches
-  /// nothing) and lets the weight cache keep frozen parameters too. The policy refers to the
-  /// parameters, and does not own them.
+  /// nothing), starts the scales of fp8, and lets the weight cache keep frozen parameters too. The
+  /// policy refers to the parameters, and does not own them.
   CastPolicy bind(const Model& model) const;
   /// The same for several models: each glob must match in one of them.
   CastPolicy bind(const std::vector<Model>& models) const;
@@ -136,6 +153,11 @@ class CastPolicy {
   /// The operators for which fast_kernel() is on.
   const std::set<std::string>& fast_kernels() const { return fast_kernels_; }
   const std::vector<std::string>& fp32_param_globs() const { return globs_; }
+  /// The options of fp8(); std::nullopt without it.
+  const std::optional<Fp8Options>& fp8_options() const { return fp8_; }
+  /// The scales of fp8(), which copies of this policy share. Error without fp8(), and in a policy
+  /// that is not bound.
+  Fp8Scaling fp8_scaling() const;
 
   /// Whether bind() was called, and the globs are resolved.
   bool is_bound() const { return binding_ != nullptr; }
@@ -161,6 +183,7 @@ class CastPolicy {
   using Rows = std::map<std::string, CastRow>;
 
   CastPolicy(std::string name, CastTarget target, std::shared_ptr<const Preset> preset);
+  void start_fp8();
   static void keep_matching(Binding& binding, const std::string& glob);
   void edited();
   std::vector<std::pair<std::string, CastRow>> edits_by_name() const;
@@ -173,7 +196,9 @@ class CastPolicy {
   std::vector<std::string> globs_;
   Emulation emulation_ = Emulation::automatic;
   std::set<std::string> fast_kernels_;
+  std::optional<Fp8Options> fp8_;
   std::shared_ptr<const Binding> binding_;
+  std::shared_ptr<Fp8State> fp8_state_;
   std::shared_ptr<Compiled> compiled_;
 };
 

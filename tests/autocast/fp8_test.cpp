@@ -1,0 +1,556 @@
+// Products in fp8 against the definition: LibTorch's casts, products in fp32, and scales by hand.
+
+#include "semitone/autocast/autocast.h"
+#include "semitone/core/error.h"
+#include "semitone/core/events.h"
+#include "src/core/dtype_limits.h"
+#include "tests/support/errors.h"
+#include "tests/support/tensors.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace semitone::amp::fp8_test {
+namespace {
+
+using test::error_of;
+using test::expect_bitwise_equal;
+using testing::HasSubstr;
+
+constexpr auto kE4m3 = torch::kFloat8_e4m3fn;
+constexpr auto kE5m2 = torch::kFloat8_e5m2;
+
+CastPolicy fp8_policy(torch::nn::Module& model, const Fp8Options& options = {},
+                      c10::ScalarType dtype = torch::kBFloat16) {
+  return CastPolicy::semitone({torch::kCPU, dtype}).fp8(options).bind(model);
+}
+
+float amax_of(const at::Tensor& tensor) {
+  return tensor.abs().max().item<float>();
+}
+
+float scale_of(double amax, c10::ScalarType format) {
+  return static_cast<float>(dtype_limits(format).max / amax);
+}
+
+// The numbers of a format, as fp32.
+at::Tensor rounded(const at::Tensor& tensor, c10::ScalarType format, float scale) {
+  const double max = dtype_limits(format).max;
+  return (tensor.detach().to(torch::kFloat) * scale).clamp(-max, max).to(format).to(torch::kFloat);
+}
+
+float inverse(float a, float b) {
+  return static_cast<float>(1 / (static_cast<double>(a) * static_cast<double>(b)));
+}
+
+// A layer's result and gradients by hand, with scales from the tensors themselves.
+struct ByHand {
+  ByHand(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+         const std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>& product,
+         const at::Tensor& gradient) {
+    const float of_input = scale_of(amax_of(input), kE4m3);
+    const float of_weight = scale_of(amax_of(weight), kE4m3);
+    const float of_gradient = scale_of(amax_of(gradient), kE5m2);
+    const at::Tensor x = rounded(input, kE4m3, of_input).requires_grad_();
+    const at::Tensor w = rounded(weight, kE4m3, of_weight).requires_grad_();
+    const at::Tensor y = product(x, w);
+    result = y.detach() * inverse(of_input, of_weight);
+    if (bias.defined()) {
+      std::vector<std::int64_t> sizes(static_cast<std::size_t>(weight.dim() - 1), 1);
+      sizes[0] = -1;
+      result = result + bias.detach().view(sizes);
+    }
+    y.backward(rounded(gradient, kE5m2, of_gradient));
+    input_grad = x.grad() * inverse(of_gradient, of_weight);
+    weight_grad = w.grad() * inverse(of_gradient, of_input);
+  }
+  at::Tensor result;  // fp32
+  at::Tensor input_grad;
+  at::Tensor weight_grad;
+};
+
+class Fp8 : public testing::Test {
+ protected:
+  Fp8() { torch::manual_seed(3); }
+};
+
+TEST_F(Fp8, LinearIsTheDefinition) {
+  for (const bool bias : {true, false}) {
+    for (const std::vector<std::int64_t>& sizes :
+         {std::vector<std::int64_t>{6, 16}, std::vector<std::int64_t>{2, 3, 16}}) {
+      SCOPED_TRACE(c10::str(sizes, bias));
+      torch::nn::Linear layer(torch::nn::LinearOptions(16, 8).bias(bias));
+      const at::Tensor input = torch::randn(sizes).requires_grad_();
+      const CastPolicy policy = fp8_policy(*layer);
+      const at::Tensor result = [&] {
+        const Autocast region(policy);
+        // LibTorch's layer adds a bias to 3-D results itself, in 16 bits.
+        return input.dim() == 2 ? layer->forward(input)
+                                : at::linear(input, layer->weight, layer->bias);
+      }();
+      ASSERT_EQ(result.scalar_type(), torch::kBFloat16);
+      const at::Tensor gradient = torch::randn(result.sizes()).to(torch::kBFloat16);
+      result.backward(gradient);
+      const ByHand by_hand(
+          input, layer->weight, layer->bias,
+          [](const at::Tensor& x, const at::Tensor& w) { return at::matmul(x, w.t()); }, gradient);
+      expect_bitwise_equal(result.detach(), by_hand.result.to(torch::kBFloat16));
+      expect_bitwise_equal(input.grad(), by_hand.input_grad);
+      expect_bitwise_equal(layer->weight.grad(), by_hand.weight_grad);
+      if (!bias) continue;
+      // Of gradients that are not rounded to fp8.
+      expect_bitwise_equal(layer->bias.grad(), gradient.to(torch::kFloat).reshape({-1, 8}).sum(0));
+    }
+  }
+}
+
+TEST_F(Fp8, ConvolutionIsTheDefinition) {
+  torch::nn::Conv2d layer(torch::nn::Conv2dOptions(4, 6, 3).padding(1).stride(2));
+  const at::Tensor input = torch::randn({2, 4, 9, 9}).requires_grad_();
+  const CastPolicy policy = fp8_policy(*layer, {}, torch::kHalf);
+  const at::Tensor result = [&] {
+    const Autocast region(policy);
+    return layer->forward(input);
+  }();
+  ASSERT_EQ(result.scalar_type(), torch::kHalf);
+  const at::Tensor gradient = torch::randn(result.sizes()).to(torch::kHalf);
+  result.backward(gradient);
+  const ByHand by_hand(
+      input, layer->weight, layer->bias,
+      [](const at::Tensor& x, const at::Tensor& w) { return at::conv2d(x, w, {}, 2, 1); },
+      gradient);
+  expect_bitwise_equal(result.detach(), by_hand.result.to(torch::kHalf));
+  expect_bitwise_equal(input.grad(), by_hand.input_grad);
+  expect_bitwise_equal(layer->weight.grad(), by_hand.weight_grad);
+}
+
+// Every other operator that layers and users call with a parameter.
+TEST_F(Fp8, EveryOperatorOfAWeightIsRounded) {
+  struct Weights : torch::nn::Module {
+    Weights()
+        : matrix(register_parameter("matrix", torch::randn({8, 8}))),
+          kernel(register_parameter("kernel", torch::randn({4, 4, 3}))) {}
+    at::Tensor matrix;
+    at::Tensor kernel;
+  };
+  const auto weights = std::make_shared<Weights>();
+  const CastPolicy policy = fp8_policy(*weights);
+  const at::Tensor x = torch::randn({8, 8});
+  const at::Tensor signal = torch::randn({2, 4, 12});
+  const at::Tensor bias = torch::randn({8});
+  const auto rounded_to_grid = [](const at::Tensor& tensor) {
+    const float scale = scale_of(amax_of(tensor), kE4m3);
+    return rounded(tensor, kE4m3, scale) / scale;
+  };
+  const at::Tensor wide_matrix = rounded_to_grid(weights->matrix);
+  const at::Tensor wide_kernel = rounded_to_grid(weights->kernel);
+  using Two = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
+  const std::vector<std::pair<std::string, Two>> operators{
+      {"mm", [](auto& a, auto& w) { return at::mm(a, w); }},
+      {"mm of the transposed weight", [](auto& a, auto& w) { return at::mm(a, w.t()); }},
+      {"mm from the left", [](auto& a, auto& w) { return at::mm(w, a); }},
+      {"matmul", [](auto& a, auto& w) { return at::matmul(a, w); }},
+      {"a view", [](auto& a, auto& w) { return at::mm(a.slice(1, 0, 4), w.slice(0, 2, 6)); }},
+      {"addmm", [&](auto& a, auto& w) { return at::addmm(bias, a, w, 0.5, 2); }},
+      {"addmm without beta",
+       [&](auto& a, auto& w) { return at::addmm(torch::full({8}, NAN), a, w, 0, 1); }},
+      {"linear", [&](auto& a, auto& w) { return at::linear(a, w, bias); }}};
+  const auto expect_close = [](const at::Tensor& got, const at::Tensor& want) {
+    ASSERT_EQ(got.scalar_type(), torch::kBFloat16);
+    EXPECT_TRUE(at::allclose(got.to(torch::kFloat), want, 0x1p-8, 1e-2))
+        << (got.to(torch::kFloat) - want).abs().max();
+  };
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, compute] : operators) {
+    SCOPED_TRACE(name);
+    // A view's amax is its own.
+    const at::Tensor want =
+        name == "a view" ? compute(x, weights->matrix) : compute(rounded_to_grid(x), wide_matrix);
+    const Autocast region(policy);
+    const at::Tensor got = compute(x, weights->matrix);
+    if (name != "a view") expect_close(got, want);
+    // fp8's error is far above that of bf16.
+    const at::Tensor in_fp32 = [&] {
+      const DisableCasts none;
+      return compute(x, weights->matrix);
+    }();
+    EXPECT_GT((got - in_fp32).norm().item<float>() / in_fp32.norm().item<float>(), 0.01F);
+  }
+  using Convolution = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
+  const std::vector<Convolution> convolutions{
+      [](auto& a, auto& w) { return at::conv1d(a, w); },
+      [](auto& a, auto& w) { return at::conv1d(a, w, {}, 1, "same"); },
+      [](auto& a, auto& w) { return at::conv_transpose1d(a, w); },
+      [](auto& a, auto& w) {
+        return at::convolution(a, w, {}, {1}, {1}, {1}, /*transposed=*/false, {0}, 1);
+      },
+      [](auto& a, auto& w) { return at::conv1d(a[0], w); }};
+  for (const Convolution& compute : convolutions) {
+    const at::Tensor want = compute(rounded_to_grid(signal), wide_kernel);
+    const Autocast region(policy);
+    if (want.dim() == 3) expect_close(compute(signal, weights->kernel), want);
+    EXPECT_EQ(compute(signal, weights->kernel).sizes(), want.sizes());
+  }
+}
+
+// LibTorch's own product of fp8 tensors.
+TEST_F(Fp8, AgreesWithScaledMm) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(32, 16).bias(false));
+  const at::Tensor input = torch::randn({16, 32});
+  const CastPolicy policy = fp8_policy(*layer);
+  const at::NoGradGuard no_grad;
+  const float of_input = scale_of(amax_of(input), kE4m3);
+  const float of_weight = scale_of(amax_of(layer->weight), kE4m3);
+  const at::Tensor want = at::_scaled_mm((input * of_input).clamp(-448, 448).to(kE4m3),
+                                         (layer->weight * of_weight).clamp(-448, 448).to(kE4m3).t(),
+                                         torch::tensor(1 / of_input), torch::tensor(1 / of_weight),
+                                         {}, {}, torch::kBFloat16);
+  const Autocast region(policy);
+  const at::Tensor got = layer->forward(input);
+  EXPECT_TRUE(at::allclose(got.to(torch::kFloat), want.to(torch::kFloat), 0x1p-7, 1e-4))
+      << (got - want).abs().max();
+}
+
+// Scales of 50 steps against a plain loop over the amaxes of tensors.
+TEST_F(Fp8, ScalesAreThoseOfTheStepsBefore) {
+  for (const std::int64_t history : {1, 4, 100}) {
+    SCOPED_TRACE(history);
+    torch::nn::Linear layer(torch::nn::LinearOptions(8, 8).bias(false));
+    const CastPolicy policy =
+        fp8_policy(*layer, Fp8Options().amax_history(history).margin(2), torch::kHalf);
+    Fp8Scaling scaling = policy.fp8_scaling();
+    std::vector<float> inputs;
+    std::vector<float> gradients;
+    float of_inputs = 0;
+    float of_gradients = 0;
+    for (int step = 0; step < 50; ++step) {
+      ASSERT_EQ(scaling.scales().at(0).of_inputs, of_inputs) << step;
+      ASSERT_EQ(scaling.scales().at(0).of_gradients, of_gradients) << step;
+      float of_step = 0;
+      float of_gradient = 0;
+      // Two batches, as in gradient accumulation; in some steps the layer does not run, or gets 0.
+      for (int batch = 0; batch < 2 && step % 7 != 3; ++batch) {
+        const at::Tensor input = torch::randn({4, 8}) * std::ldexp(1.0, step % 9) * (step % 5 != 4);
+        const at::Tensor result = [&] {
+          const Autocast region(policy);
+          return layer->forward(input);
+        }();
+        const at::Tensor gradient = torch::randn({4, 8}).to(torch::kHalf);
+        result.backward(gradient);
+        of_step = std::max(of_step, amax_of(input));
+        of_gradient = std::max(of_gradient, amax_of(gradient));
+      }
+      scaling.update();
+      inputs.push_back(of_step);
+      gradients.push_back(of_gradient);
+      const auto largest = [&](const std::vector<float>& amaxes) {
+        const auto first = amaxes.size() > static_cast<std::size_t>(history)
+                               ? amaxes.end() - history
+                               : amaxes.begin();
+        return *std::max_element(first, amaxes.end());
+      };
+      if (largest(inputs) > 0) of_inputs = scale_of(largest(inputs), kE4m3) / 4;
+      if (largest(gradients) > 0) of_gradients = scale_of(largest(gradients), kE5m2) / 4;
+    }
+  }
+}
+
+TEST_F(Fp8, ValuesBeyondTheHistoryAreLimited) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
+  torch::nn::init::eye_(layer->weight);
+  const CastPolicy policy = fp8_policy(*layer);
+  const auto forward = [&](float value) {
+    const Autocast region(policy);
+    return layer->forward(torch::full({1, 4}, value))[0][0].item<float>();
+  };
+  EXPECT_EQ(forward(2), 2);
+  policy.fp8_scaling().update();
+  EXPECT_EQ(forward(1), 1);
+  EXPECT_EQ(forward(100), 2);  // delayed scaling: the largest that the scale allows
+  policy.fp8_scaling().update();
+  EXPECT_EQ(forward(100), 100);
+}
+
+TEST_F(Fp8, EvaluationDoesNotChangeTheScales) {
+  torch::nn::Linear layer(8, 8);
+  const CastPolicy policy = fp8_policy(*layer);
+  const auto run = [&](const at::Tensor& input) {
+    const Autocast region(policy);
+    return layer->forward(input);
+  };
+  run(torch::ones({2, 8}));
+  policy.fp8_scaling().update();
+  const auto before = policy.fp8_scaling().scales();
+  {
+    const at::NoGradGuard no_grad;
+    const at::Tensor result = run(torch::full({2, 8}, 100.0));
+    EXPECT_LT(amax_of(result), 10) << "limited to what training has seen";
+  }
+  {
+    const c10::InferenceMode inference;
+    EXPECT_EQ(run(torch::full({2, 8}, 100.0)).scalar_type(), torch::kBFloat16);
+  }
+  policy.fp8_scaling().update();
+  EXPECT_EQ(before.at(0).of_inputs, policy.fp8_scaling().scales().at(0).of_inputs);
+}
+
+TEST_F(Fp8, NonFiniteValuesReachTheGradients) {
+  torch::nn::Linear layer(4, 4);
+  const CastPolicy policy = fp8_policy(*layer, {}, torch::kHalf);
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    layer->zero_grad();
+    const at::Tensor input = torch::randn({3, 4});
+    const at::Tensor result = [&] {
+      const Autocast region(policy);
+      return layer->forward(input);
+    }();
+    at::Tensor gradient = torch::randn({3, 4}).to(torch::kHalf);
+    gradient[1][2] = bad;
+    result.backward(gradient);
+    EXPECT_FALSE(layer->weight.grad().isfinite().all().item<bool>());
+    policy.fp8_scaling().update();
+    for (const auto& scales : policy.fp8_scaling().scales())
+      EXPECT_TRUE(std::isfinite(scales.of_gradients)) << scales.weight;
+  }
+}
+
+struct Net : torch::nn::Module {
+  Net()
+      : conv(register_module("conv", torch::nn::Conv2d(1, 4, 3))),
+        norm(register_module("norm", torch::nn::BatchNorm2d(4))),
+        body(register_module("body", torch::nn::Linear(16, 16))),
+        head(register_module("head", torch::nn::Linear(16, 8))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = torch::relu(norm(conv(x))).flatten(2).mean(1);
+    return head(torch::relu(body(y)));
+  }
+  torch::nn::Conv2d conv;
+  torch::nn::BatchNorm2d norm;
+  torch::nn::Linear body;
+  torch::nn::Linear head;
+};
+
+// The dtypes to which each operator rounded, in one forward and backward.
+std::multiset<std::string> casts_to_fp8(const CastPolicy& policy, Net& net) {
+  struct Log : events::Listener {
+    using Listener::on;
+    void on(const events::Cast& cast) override {
+      const std::lock_guard lock(mutex);
+      if (cast.to == kE4m3 || cast.to == kE5m2)
+        casts.insert(std::string(cast.op) + (cast.to == kE4m3 ? " e4m3" : " e5m2"));
+    }
+    std::mutex mutex;
+    std::multiset<std::string> casts;
+  };
+  const auto log = std::make_shared<Log>();
+  {
+    const events::Listen listen(log);
+    const at::Tensor result = [&] {
+      const Autocast region(policy);
+      return net.forward(torch::randn({2, 1, 6, 6}));
+    }();
+    result.sum().backward();
+  }
+  return log->casts;
+}
+
+TEST_F(Fp8, LayersThatAPolicyKeepsAreNotRounded) {
+  Net net;
+  const std::multiset<std::string> all{"conv2d e4m3", "conv2d e4m3", "conv2d e5m2",
+                                       "addmm e4m3",  "addmm e4m3",  "addmm e5m2",
+                                       "addmm e4m3",  "addmm e4m3",  "addmm e5m2"};
+  EXPECT_EQ(casts_to_fp8(fp8_policy(net), net), all);
+  const std::multiset<std::string> without_conv{"addmm e4m3", "addmm e4m3", "addmm e5m2",
+                                                "addmm e4m3", "addmm e4m3", "addmm e5m2"};
+  const auto semitone = CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).fp8();
+  EXPECT_EQ(casts_to_fp8(CastPolicy(semitone).keep_fp32("conv2d").bind(net), net), without_conv);
+  EXPECT_EQ(casts_to_fp8(CastPolicy(semitone).keep_fp32_params("conv.*").bind(net), net),
+            without_conv);
+  EXPECT_EQ(casts_to_fp8(semitone.bind(net).keep_fp32_params("conv.*"), net), without_conv);
+  const auto chosen = Fp8Options().keep_16bit_params({"conv.*"});
+  EXPECT_EQ(casts_to_fp8(fp8_policy(net, chosen), net), without_conv);
+  EXPECT_EQ(casts_to_fp8(
+                CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).bind(net).fp8(chosen), net),
+            without_conv);
+}
+
+TEST_F(Fp8, WeightsOf16BitsAreRoundedUnderPresetNone) {
+  Net net;
+  for (at::Tensor& parameter : net.parameters()) parameter.set_data(parameter.to(torch::kBFloat16));
+  const CastPolicy policy = CastPolicy::none({torch::kCPU, torch::kBFloat16}).fp8().bind(net);
+  struct Log : events::Listener {
+    using Listener::on;
+    void on(const events::Cast& cast) override { count += cast.to == kE4m3 ? 1 : 0; }
+    int count = 0;
+  };
+  const auto log = std::make_shared<Log>();
+  const events::Listen listen(log);
+  const Autocast region(policy);
+  const at::Tensor result = net.forward(torch::randn({2, 1, 6, 6}).to(torch::kBFloat16));
+  EXPECT_EQ(result.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(log->count, 6);
+  result.sum().backward();
+  EXPECT_EQ(net.head->weight.grad().scalar_type(), torch::kBFloat16);
+}
+
+// A weight in two calls has one scale, of the larger amax, and the sum of both gradients.
+TEST_F(Fp8, ASharedWeightHasOneScale) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(8, 8).bias(false));
+  const CastPolicy policy = fp8_policy(*layer);
+  const at::Tensor result = [&] {
+    const Autocast region(policy);
+    return layer->forward(torch::full({2, 8}, 3.0)) + layer->forward(torch::full({2, 8}, 7.0));
+  }();
+  result.sum().backward();
+  policy.fp8_scaling().update();
+  ASSERT_EQ(policy.fp8_scaling().scales().size(), 1U);
+  EXPECT_EQ(policy.fp8_scaling().scales()[0].of_inputs, scale_of(7, kE4m3));
+  EXPECT_TRUE(at::allclose(layer->weight.grad(), torch::full({8, 8}, 20.0), 0.01));
+}
+
+// The gradient of a gradient: roundings count as exact.
+TEST_F(Fp8, GradientsCanBeDifferentiated) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(4, 4).bias(false));
+  const CastPolicy policy = fp8_policy(*layer);
+  const at::Tensor input = torch::randn({3, 4}).requires_grad_();
+  const auto penalty_grad = [&](bool in_fp8) {
+    at::Tensor result;
+    if (in_fp8) {
+      const Autocast region(policy);
+      result = layer->forward(input).to(torch::kFloat).tanh();
+    } else {
+      result = layer->forward(input).tanh();
+    }
+    const at::Tensor grad =
+        torch::autograd::grad({result.sum()}, {input}, {}, true, /*create_graph=*/true)[0];
+    return torch::autograd::grad({grad.square().sum()}, {layer->weight})[0];
+  };
+  const at::Tensor exact = penalty_grad(false);
+  const at::Tensor in_fp8 = penalty_grad(true);
+  EXPECT_LT(((in_fp8 - exact).norm() / exact.norm()).item<float>(), 0.2F);
+  EXPECT_GT(((in_fp8 - exact).norm() / exact.norm()).item<float>(), 1e-4F);
+}
+
+// A function of the user multiplies gradients in its backward: not with the scales of inputs.
+struct OwnLinear : torch::autograd::Function<OwnLinear> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
+                            const at::Tensor& weight, const CastPolicy* policy) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["policy"] = reinterpret_cast<std::intptr_t>(policy);
+    return at::mm(x, weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Autocast region(*reinterpret_cast<const CastPolicy*>(ctx->saved_data["policy"].toInt()));
+    return {at::mm(grads[0], saved[1].t()), at::mm(saved[0].t(), grads[0]), {}};
+  }
+};
+
+TEST_F(Fp8, ProductsWithinABackwardPassStayIn16Bits) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(8, 8).bias(false));
+  const CastPolicy policy = fp8_policy(*layer);
+  const at::Tensor input = torch::randn({3, 8}).requires_grad_();
+  {
+    const Autocast region(policy);
+    layer->forward(torch::full({1, 8}, 1e-3));  // a scale that gradients would not fit
+  }
+  policy.fp8_scaling().update();
+  const at::Tensor result = [&] {
+    const Autocast region(policy);
+    return OwnLinear::apply(input, layer->weight, &policy);
+  }();
+  result.sum().backward();
+  const at::Tensor want = torch::ones({3, 8}).mm(layer->weight.detach().t());
+  EXPECT_TRUE(at::allclose(input.grad(), want, 0.02, 0.02)) << input.grad() - want;
+}
+
+TEST_F(Fp8, SavedScalesGoOnBitForBit) {
+  const auto train = [](const CastPolicy& policy, Net& net, int from, int to) {
+    for (int step = from; step < to; ++step) {
+      torch::manual_seed(static_cast<std::uint64_t>(step));
+      const at::Tensor input = torch::randn({2, 1, 6, 6}) * std::ldexp(1.0, step % 3);
+      at::Tensor loss;
+      {
+        const Autocast region(policy);
+        loss = net.forward(input).square().sum();
+      }
+      loss.backward();
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : net.parameters()) {
+        parameter.sub_(parameter.grad(), 1e-3);
+        parameter.mutable_grad().reset();
+      }
+      policy.fp8_scaling().update();
+    }
+  };
+  torch::manual_seed(1);
+  auto whole = std::make_shared<Net>();
+  const CastPolicy of_whole = fp8_policy(*whole, Fp8Options().amax_history(4));
+  train(of_whole, *whole, 0, 7);
+  std::stringstream model;
+  std::stringstream scales;
+  torch::save(whole, model);
+  torch::serialize::OutputArchive out;
+  of_whole.fp8_scaling().save(out);
+  out.save_to(scales);
+  train(of_whole, *whole, 7, 15);
+
+  auto resumed = std::make_shared<Net>();
+  torch::load(resumed, model);
+  const CastPolicy of_resumed = fp8_policy(*resumed, Fp8Options().amax_history(4));
+  torch::serialize::InputArchive in;
+  in.load_from(scales);
+  of_resumed.fp8_scaling().load(in);
+  train(of_resumed, *resumed, 7, 15);
+  const auto expected = whole->named_parameters();
+  for (const auto& item : resumed->named_parameters())
+    expect_bitwise_equal(item.value().detach(), expected[item.key()].detach());
+
+  const CastPolicy longer = fp8_policy(*resumed, Fp8Options().amax_history(5));
+  EXPECT_THAT(error_of([&] { longer.fp8_scaling().load(in); }),
+              HasSubstr("expected an amax_history of 5, got 4"));
+  const CastPolicy fewer =
+      fp8_policy(*resumed, Fp8Options().amax_history(4).keep_16bit_params({"head.weight"}));
+  EXPECT_THAT(error_of([&] { fewer.fp8_scaling().load(in); }),
+              HasSubstr("expected 2 weights in fp8"));
+}
+
+TEST_F(Fp8, MistakesAreErrors) {
+  Net net;
+  auto policy = CastPolicy::semitone({torch::kCPU, torch::kBFloat16});
+  EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().forward(torch::kHalf)); }),
+              HasSubstr("expected float8_e4m3fn or float8_e5m2, got float16"));
+  EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().amax_history(0)); }), HasSubstr("got 0"));
+  EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().margin(-1)); }), HasSubstr("got -1"));
+  EXPECT_FALSE(policy.fp8_options().has_value());
+  EXPECT_THAT(error_of([&] { policy.fp8_scaling(); }), HasSubstr("without fp8()"));
+  policy.fp8();
+  EXPECT_THAT(error_of([&] { policy.fp8_scaling(); }), HasSubstr("not bound"));
+  EXPECT_THAT(error_of([&] { Autocast region(policy); }), HasSubstr("policy.bind(model)"));
+  EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().keep_16bit_params({"hed.*"})).bind(net); }),
+              HasSubstr("'hed.*'"));
+  auto bound = CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).bind(net);
+  EXPECT_THAT(error_of([&] { bound.fp8(Fp8Options().keep_16bit_params({"hed.*"})); }),
+              HasSubstr("'hed.*'"));
+  EXPECT_FALSE(bound.fp8_options().has_value());
+  const Autocast region(bound);
+}
+
+}  // namespace
+}  // namespace semitone::amp::fp8_test
