@@ -94,6 +94,8 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("semitone", fmt::format("{}, LibTorch {}, {}", version(), libtorch_version(), compiler()));
   line("device", describe_device(device));
   line("16 bits", dtype_line(flags, device));
+  if (flags.fp8)
+    line("fp8", "linear layers and convolutions, emulated: float8_e4m3fn, gradients float8_e5m2");
   line("memory", format_line(flags));
   line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
                            data.test.size(), flags.data));

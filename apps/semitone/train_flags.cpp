@@ -200,11 +200,14 @@ void check(const TrainFlags& flags, const CLI::App& command, const comm::Rendezv
   if (command.count("--record-every") > 0 && flags.log_dir.empty())
     throw UsageError(kTrain, "--log-dir with --record-every", "none",
                      "name the directory of the record");
-  if (!flags.policy.empty() && flags.opt_level == "O0")
-    throw UsageError(kTrain, "--opt-level O1, O2, O3 or all with --policy", "O0");
+  // The O0 of --opt-level all, which trains in its own process, does without.
+  if (flags.opt_level == "O0" && !flags.as_part && (flags.fp8 || !flags.policy.empty())) {
+    throw UsageError(
+        kTrain,
+        fmt::format("--opt-level O1, O2, O3 or all with {}", flags.fp8 ? "--fp8" : "--policy"),
+        "O0");
+  }
   if (!flags.policy.empty()) policy_of(flags.policy, c10::DeviceType::CPU, kTrain);
-  if (flags.fp8 && flags.opt_level == "O0")
-    throw UsageError(kTrain, "--opt-level O1, O2, O3 or all with --fp8", "O0");
   for (const char* const flag : kJobFlags) {
     if (place.world_size > 1 && command.count(flag) > 0) {
       throw UsageError(kTrain, std::string("no ") + flag + " in a process that was launched",

@@ -53,7 +53,7 @@ using ProductPtr = c10::intrusive_ptr<Product>;
 
 // 1 / (a b), as fp32 holds it.
 float inverse(float a, float b) {
-  constexpr double kMax = std::numeric_limits<float>::max();
+  constexpr auto kMax = static_cast<double>(std::numeric_limits<float>::max());
   return static_cast<float>(std::min(1 / (static_cast<double>(a) * static_cast<double>(b)), kMax));
 }
 
@@ -148,7 +148,7 @@ at::Tensor with_bias(const Fp8Operator& op, const Fp8Call& call, const at::Tenso
     return bias.defined() ? result + with_dimensions_of(bias.to(at::kFloat), weight) : result;
   constexpr std::size_t kBeta = 3;
   constexpr std::size_t kAlpha = 4;
-  const at::Tensor scaled = scaled_by(result, call.arguments[kAlpha]);
+  at::Tensor scaled = scaled_by(result, call.arguments[kAlpha]);
   if (call.arguments[kBeta].toScalar().toDouble() == 0) return scaled;
   return scaled_by(bias.to(at::kFloat), call.arguments[kBeta]) + scaled;
 }

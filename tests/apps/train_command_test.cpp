@@ -64,6 +64,32 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
   EXPECT_THAT(finished.out, Not(HasSubstr("\033")));
 }
 
+TEST_F(CliTest, TrainsInFp8AtEachLevelButO0) {
+  const std::string file = (folder_ / "fp8.json").string();
+  const auto losses = [&](const Words& more) {
+    Words words{"--opt-level", "all", "--dtype", "bf16", "--epochs", "3", "--json", file};
+    words.insert(words.end(), more.begin(), more.end());
+    const ProcessResult finished = run_semitone(train(words));
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    std::vector<double> all;
+    for (const json& result : json::parse(read_text(file))) {
+      EXPECT_GT(result.at("test_accuracy"), 0.95);
+      all.push_back(result.at("train_loss"));
+    }
+    return all;
+  };
+  const auto in_bf16 = losses({});
+  const auto in_fp8 = losses({"--fp8"});
+  ASSERT_EQ(in_fp8.size(), 4U);
+  EXPECT_EQ(in_fp8[0], in_bf16[0]);
+  for (std::size_t i = 1; i < 4; ++i) {
+    EXPECT_NE(in_fp8[i], in_bf16[i]) << i;
+    EXPECT_NEAR(in_fp8[i], in_bf16[i], 0.1) << i;
+  }
+  EXPECT_EQ(losses({"--policy", "semitone"}), in_bf16);
+  expect_failure(run_semitone(train({"--opt-level", "O0", "--fp8"})), 2, "got O0");
+}
+
 TEST_F(CliTest, QuietTrainsWithATableOnly) {
   const ProcessResult finished = run_semitone(train({"--quiet"}));
   EXPECT_TRUE(finished.status.success());

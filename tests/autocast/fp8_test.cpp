@@ -40,8 +40,8 @@ CastPolicy fp8_policy(torch::nn::Module& model, const Fp8Options& options = {},
   return CastPolicy::semitone({torch::kCPU, dtype}).fp8(options).bind(model);
 }
 
-float amax_of(const at::Tensor& tensor) {
-  return tensor.abs().max().item<float>();
+double amax_of(const at::Tensor& tensor) {
+  return tensor.abs().max().item<double>();
 }
 
 float scale_of(double amax, c10::ScalarType format) {
@@ -234,15 +234,15 @@ TEST_F(Fp8, ScalesAreThoseOfTheStepsBefore) {
     const CastPolicy policy =
         fp8_policy(*layer, Fp8Options().amax_history(history).margin(2), torch::kHalf);
     Fp8Scaling scaling = policy.fp8_scaling();
-    std::vector<float> inputs;
-    std::vector<float> gradients;
+    std::vector<double> inputs;
+    std::vector<double> gradients;
     float of_inputs = 0;
     float of_gradients = 0;
     for (int step = 0; step < 50; ++step) {
       ASSERT_EQ(scaling.scales().at(0).of_inputs, of_inputs) << step;
       ASSERT_EQ(scaling.scales().at(0).of_gradients, of_gradients) << step;
-      float of_step = 0;
-      float of_gradient = 0;
+      double of_step = 0;
+      double of_gradient = 0;
       // Two batches, as in gradient accumulation; in some steps the layer does not run, or gets 0.
       for (int batch = 0; batch < 2 && step % 7 != 3; ++batch) {
         const at::Tensor input = torch::randn({4, 8}) * std::ldexp(1.0, step % 9) * (step % 5 != 4);
@@ -258,7 +258,7 @@ TEST_F(Fp8, ScalesAreThoseOfTheStepsBefore) {
       scaling.update();
       inputs.push_back(of_step);
       gradients.push_back(of_gradient);
-      const auto largest = [&](const std::vector<float>& amaxes) {
+      const auto largest = [&](const std::vector<double>& amaxes) {
         const auto first = amaxes.size() > static_cast<std::size_t>(history)
                                ? amaxes.end() - history
                                : amaxes.begin();
