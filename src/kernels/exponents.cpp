@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <span>
 #include <tuple>
 
 namespace semitone::kernels {
@@ -41,40 +42,87 @@ std::size_t place_of(int exponent) {
       std::clamp(exponent, ExponentCounts::kFirst, ExponentCounts::kLast) - ExponentCounts::kFirst);
 }
 
-// The counts of one thread, by the bits of the exponent.
+// The counts of one thread, by the bits of the exponent. It reads blocks that fit in the first-level
+// cache, each twice: a loop that counts is not vectorised, and one without it is.
 template <typename Format>
 class Tally {
  public:
   using Bits = typename Format::Bits;
 
   void add(const char* data, std::int64_t count) {
-    for (std::int64_t i = 0; i < count; ++i) {
-      Bits bits{};
-      std::memcpy(&bits, data + static_cast<std::size_t>(i) * sizeof(Bits), sizeof(Bits));
-      bits &= Format::kAbs;
-      ++fields_[bits >> Format::kMantissa];
-      if (bits < (Bits{1} << Format::kMantissa)) ++subnormals_[width_of(bits)];
-      if (bits < Format::kInf) {
-        max_ = std::max(max_, bits);
-      } else {
-        infs_ += bits == Format::kInf ? 1 : 0;
-      }
+    std::array<Bits, kBlock> block;
+    for (std::int64_t i = 0; i < count; i += kBlock) {
+      const auto size = static_cast<std::size_t>(std::min<std::int64_t>(kBlock, count - i));
+      std::memcpy(block.data(), data + static_cast<std::size_t>(i) * sizeof(Bits),
+                  size * sizeof(Bits));
+      add_block({block.data(), size});
     }
   }
 
   void add_to(ExponentCounts& counts) const {
-    counts.zeros += subnormals_[0];
+    counts.zeros += zeros_;
     counts.infs += infs_;
-    counts.nans += fields_.back() - infs_;
+    counts.nans += field_count(Format::kFields - 1) - infs_;
     counts.max_abs = std::max(counts.max_abs, value_of(max_));
     for (std::size_t width = 1; width < subnormals_.size(); ++width)
       counts.counts[place_of(Format::kSmallest + static_cast<int>(width) - 1)] +=
           subnormals_[width];
-    for (std::size_t field = 1; field + 1 < fields_.size(); ++field)
-      counts.counts[place_of(static_cast<int>(field) - Format::kBias)] += fields_[field];
+    for (std::size_t field = 1; field + 1 < Format::kFields; ++field)
+      counts.counts[place_of(static_cast<int>(field) - Format::kBias)] += field_count(field);
   }
 
  private:
+  static constexpr std::int64_t kBlock = 4096;
+  // An increment waits for the one before of the same count (5 cycles on Zen 5), and neighbours often
+  // have the same exponent, so each has a table of its own: 1.3 cycles per element instead of 5.
+  static constexpr std::size_t kTables = sizeof(Bits) < 8 ? 4 : 1;
+
+  static std::size_t field_of(Bits bits) {
+    return static_cast<std::size_t>((bits & Format::kAbs) >> Format::kMantissa);
+  }
+
+  void add_block(std::span<const Bits> block) {
+    const std::int64_t lowest = field_count(0);
+    const std::int64_t highest = field_count(Format::kFields - 1);
+    std::size_t i = 0;
+    for (; i + kTables <= block.size(); i += kTables)
+      for (std::size_t table = 0; table < kTables; ++table)
+        ++fields_[table][field_of(block[i + table])];
+    for (; i < block.size(); ++i) ++fields_[0][field_of(block[i])];
+
+    // In numbers of the elements' size, for which vectors have most room. A block has fewer elements
+    // than any of them can count.
+    Bits zeros = 0;
+    Bits max = 0;
+    for (const Bits value : block) {
+      const auto bits = static_cast<Bits>(value & Format::kAbs);
+      zeros = static_cast<Bits>(zeros + (bits == 0 ? 1 : 0));
+      max = std::max(max, bits < Format::kInf ? bits : Bits{0});
+    }
+    zeros_ += static_cast<std::int64_t>(zeros);
+    max_ = std::max(max_, max);
+    if (field_count(0) - lowest > static_cast<std::int64_t>(zeros)) add_subnormals(block);
+    if (field_count(Format::kFields - 1) > highest) add_infs(block);
+  }
+
+  void add_subnormals(std::span<const Bits> block) {
+    for (const Bits value : block) {
+      const auto bits = static_cast<Bits>(value & Format::kAbs);
+      if (bits < (Bits{1} << Format::kMantissa)) ++subnormals_[width_of(bits)];
+    }
+  }
+
+  void add_infs(std::span<const Bits> block) {
+    for (const Bits value : block)
+      infs_ += static_cast<Bits>(value & Format::kAbs) == Format::kInf ? 1 : 0;
+  }
+
+  std::int64_t field_count(std::size_t field) const {
+    std::int64_t count = 0;
+    for (const auto& table : fields_) count += table[field];
+    return count;
+  }
+
   static std::size_t width_of(Bits bits) { return static_cast<std::size_t>(std::bit_width(bits)); }
 
   static double value_of(Bits bits) {
@@ -84,9 +132,10 @@ class Tally {
     return std::ldexp(lead + mantissa, Format::kSmallest + std::max(field, 1) - 1);
   }
 
-  std::array<std::int64_t, Format::kFields> fields_{};
-  // Those of field 0 by the number of bits of their mantissa; at 0 the zeros.
+  std::array<std::array<std::int64_t, Format::kFields>, kTables> fields_{};
+  // Those of field 0 by the number of bits of their mantissa; at 0 zeros, of some blocks.
   std::array<std::int64_t, Format::kMantissa + 1> subnormals_{};
+  std::int64_t zeros_ = 0;
   std::int64_t infs_ = 0;
   Bits max_ = 0;
 };
