@@ -1,5 +1,6 @@
 #include "src/report/operator_trace.h"
 
+#include "src/kernels/fp8.h"
 #include "src/report/observation.h"
 #include "src/report/operator_info.h"
 #include "src/report/sample_state.h"
@@ -135,10 +136,17 @@ std::unique_ptr<at::ObserverContext> start_call(const at::RecordFunction& record
   return call;
 }
 
+// The dtype that an operator computes in. An operator with arguments in fp8 multiplies them so, and adds
+// others, which c10::promoteTypes refuses to combine.
+c10::ScalarType promoted(c10::ScalarType one, c10::ScalarType other) {
+  if (one == c10::ScalarType::Undefined || kernels::is_fp8(other)) return other;
+  return kernels::is_fp8(one) ? one : c10::promoteTypes(one, other);
+}
+
 c10::ScalarType widest(const TracedCall& call) {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   for (const c10::ScalarType other : call.kernel == kEmulated ? call.emulated_dtypes : call.dtypes)
-    dtype = dtype == c10::ScalarType::Undefined ? other : c10::promoteTypes(dtype, other);
+    dtype = promoted(dtype, other);
   return dtype;
 }
 

@@ -165,7 +165,8 @@ std::optional<Verdict> judge_float8(const Evidence& evidence) {
       fits ? "fit" : "do not fit", percent(forward.share()), percent(backward.share()));
   verdict->detail =
       "Only the range is judged. float8 keeps 3 bits (e4m3fn) or 2 bits (e5m2) of the significand.";
-  verdict->remedy = fits ? "try float8 only on devices that multiply it, and compare the losses"
+  verdict->remedy = fits ? "train in it to see whether the loss tolerates that (CastPolicy::fp8, "
+                           "semitone train --fp8)"
                          : "stay with 16 bits";
   return verdict;
 }

@@ -37,11 +37,13 @@ struct LostValues {
   double share() const { return all > 0 ? lost / all : 0; }
 };
 
-// Whether zeros can be values that vanished. The rows of a table that a batch does not have are
-// zero by themselves.
+// Whether zeros can be values that vanished: the gradient is in the format, or was before a cast, as
+// those of fp32 weights at O1 are. Then it has no value below the format's smallest number. The rows
+// of a table that a batch does not have are zero by themselves.
 bool may_have_vanished(const ParameterSummary& parameter, std::size_t format) {
-  return parameter.gradient->dtype == kNumberFormats[format].name &&
-         parameter.info.layer_type.find("Embedding") == std::string::npos;
+  const bool was_in_format = parameter.gradient->dtype == kNumberFormats[format].name ||
+                             parameter.scaled_gradient[format].zero == 0;
+  return was_in_format && parameter.info.layer_type.find("Embedding") == std::string::npos;
 }
 
 LostValues lost_values(const ParameterSummary& parameter, std::size_t format) {

@@ -170,8 +170,20 @@ std::optional<Verdict> judge_emulation(const Evidence& evidence) {
   const auto ranked = ranked_operators(evidence.summary, is_emulated);
   std::optional<Verdict> verdict = share_verdict(Severity::warning, "emulated", share);
   verdict->where = worst_first(ranked);
+  const auto& operators = evidence.summary.operators;
+  const bool has_float8 =
+      std::any_of(operators.begin(), operators.end(), [](const RunOperator& op) {
+        return op.kernel == "emulated" && op.dtype.starts_with("float8");
+      });
   verdict->title = fmt::format("{} of the operators' time is emulation of {}", percent(share),
-                               evidence.run.info.dtype);
+                               has_float8 ? "float8" : evidence.run.info.dtype);
+  if (has_float8) {
+    verdict->detail =
+        "Products in float8 are computed in float32 on every device. Values are right, but times "
+        "say nothing about a device that multiplies float8.";
+    verdict->remedy = "train without CastPolicy::fp8 for speed";
+    return verdict;
+  }
   verdict->detail =
       "The processor has no arithmetic for this dtype: operators compute in float32 and round. "
       "Values are right, but times say nothing about other machines.";

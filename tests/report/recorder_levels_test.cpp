@@ -105,6 +105,38 @@ TEST(RecorderInMixedPrecision, CastsBelongToTheirOperators) {
   EXPECT_GT(want_conv, 0);
 }
 
+// Products with an fp32 bias among the arguments compute in fp8.
+TEST(RecorderInMixedPrecision, ProductsInFp8AreOperatorsOfFp8) {
+  torch::manual_seed(5);
+  const TemporaryFolder folder;
+  semitone::test::ToyConvNet net;
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  auto mixed = amp::initialize(net, optimizer,
+                               amp::Options("O1")
+                                   .dtype(torch::kBFloat16)
+                                   .verbosity(0)
+                                   .policy(amp::CastPolicy::semitone().fp8()));
+  RunLog log(folder.path());
+  const Recorder recorder(log, *net);
+  log.set_step(1);
+  const at::Tensor logits = mixed.forward(net, torch::randn({4, 2, 6, 6}));
+  mixed.scale_loss(logits.square().sum(), optimizer).backward();
+  mixed.step(optimizer);
+  log.close();
+  const nlohmann::json operators = test::sample_in(folder.path()).at("operators");
+  for (const char* name : {"conv2d", "addmm"}) {
+    const auto forward =
+        test::find_in(operators, {{"name", name}, {"pass", "forward"}, {"dtype", "Float8_e4m3fn"}});
+    ASSERT_FALSE(forward.is_null()) << name << operators.dump(1);
+    EXPECT_EQ(forward.at("kernel"), "emulated");
+    EXPECT_EQ(forward.at("casts").get<int>(), 2 * forward.at("calls").get<int>());
+    const auto backward =
+        test::find_in(operators, {{"name", name}, {"pass", "backward"}, {"dtype", "Float8_e5m2"}});
+    ASSERT_FALSE(backward.is_null()) << name << operators.dump(1);
+    EXPECT_EQ(backward.at("casts"), forward.at("calls"));
+  }
+}
+
 // The output and its gradient, in the dtype of the layer, and divided by the scale.
 TEST(RecorderInMixedPrecision, GradientsOfOutputsAreUnscaled) {
   for (const double scale : {1024.0, 1000.0}) {

@@ -20,10 +20,22 @@ TEST(GradientVerdicts, ZerosOfEmbeddingsAreNotLost) {
   EXPECT_EQ(verdict_of(run, "underflow").severity, Severity::good);
 }
 
+// One value of a thousand is below 2^-25: it never was in float16.
 TEST(GradientVerdicts, ZerosOfWiderGradientsAreNotLost) {
   MadeUpRun run;
-  run.add({sample(1, 1, {tensor("gradient", "w", "Float", -24, {10}, /*zeros=*/90)})});
+  run.add({sample(1, 1, {tensor("gradient", "w", "Float", -26, {1, 0, 999}, /*zeros=*/9000)})});
   EXPECT_EQ(verdict_of(run, "underflow").severity, Severity::good);
+}
+
+// As those of fp32 weights at O1.
+TEST(GradientVerdicts, ZerosOfGradientsThatWereCastFromTheFormatAreLost) {
+  MadeUpRun run;
+  run.add({sample(1, 1, {tensor("gradient", "w", "Float", -24, {10}, /*zeros=*/90)})});
+  EXPECT_EQ(verdict_of(run, "underflow").severity, Severity::problem);
+  EXPECT_NEAR(verdict_of(run, "underflow").figure.value_or(0), 90, 1e-9);
+  MadeUpRun large;
+  large.add({sample(1, 1, {tensor("gradient", "w", "Float", -8, {10}, /*zeros=*/90)})});
+  EXPECT_EQ(verdict_of(large, "underflow").severity, Severity::good);
 }
 
 TEST(GradientVerdicts, WarnOfASingleParameterThatLosesItsGradient) {

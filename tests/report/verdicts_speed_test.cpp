@@ -62,6 +62,16 @@ TEST(SpeedVerdicts, ProductsInFloat32DoTheWorkOfEmulatedOnes) {
   EXPECT_TRUE(has(native, "wide_operator"));
 }
 
+TEST(SpeedVerdicts, Float8IsEmulatedEverywhere) {
+  MadeUpRun run("bfloat16");
+  add_operators(run, {op("conv2d", "Float8_e4m3fn", 0.1, "emulated"),
+                      op("mkldnn_convolution", "Float", 0.5), op("relu", "BFloat16", 0.4)});
+  const Verdict verdict = verdict_of(run, "emulated");
+  EXPECT_THAT(verdict.title, HasSubstr("60 % of the operators' time is emulation of float8"));
+  EXPECT_THAT(verdict.remedy, HasSubstr("CastPolicy::fp8"));
+  EXPECT_FALSE(has(run, "wide_operator"));
+}
+
 TEST(SpeedVerdicts, NormsMayBeWide) {
   MadeUpRun run;
   add_operators(run, {op("conv2d", "Half", 0.5), op("native_layer_norm", "Float", 0.5)});
