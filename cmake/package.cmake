@@ -10,6 +10,8 @@ if(SEMITONE_PROGRAM)
   install(TARGETS semitone_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 install(DIRECTORY include/semitone DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+# What distributors must add to the built files.
+install(FILES LICENSE THIRD_PARTY.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 if(SEMITONE_LINKS_KERNELS)
   install(FILES ${CUDA_cudart_static_LIBRARY} DESTINATION ${CMAKE_INSTALL_LIBDIR}/semitone)
 endif()
