@@ -15,6 +15,7 @@ install(FILES LICENSE THIRD_PARTY.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
 if(SEMITONE_LINKS_KERNELS)
   install(FILES ${CUDA_cudart_static_LIBRARY} DESTINATION ${CMAKE_INSTALL_LIBDIR}/semitone)
 endif()
+include(${cmake_folder}/pkg_config.cmake)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/semitone)
 install(EXPORT semitone NAMESPACE semitone:: DESTINATION ${package_dir})
 configure_package_config_file(cmake/semitoneConfig.cmake.in ${PROJECT_BINARY_DIR}/semitoneConfig.cmake
