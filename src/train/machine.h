@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 // What a training finds on this machine: `semitone doctor`.
@@ -29,10 +28,6 @@ struct Machine {
 };
 
 Machine read_machine();
-
-// The limit in a text of /sys/fs/cgroup/cpu.max, "150000 100000": 1.5. Nothing for "max 100000", and
-// for other texts.
-std::optional<double> parse_cpu_quota(std::string_view text);
 
 // The minimum of several measurements. The times are in ms, of an fp32 product of two matrices with
 // kProductSize rows and columns.

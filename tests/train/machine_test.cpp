@@ -16,14 +16,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(CpuQuota, IsTheCoresWorthOfTime) {
-  EXPECT_EQ(parse_cpu_quota("150000 100000\n"), 1.5);
-  EXPECT_EQ(parse_cpu_quota("max 100000\n"), std::nullopt);
-  EXPECT_EQ(parse_cpu_quota("-1 100000"), std::nullopt);
-  EXPECT_EQ(parse_cpu_quota("1000 0"), std::nullopt);
-  EXPECT_EQ(parse_cpu_quota(" "), std::nullopt);
-}
-
 TEST(ReadMachine, HasWhatEverySystemSays) {
   const Machine machine = read_machine();
   EXPECT_GE(machine.cores, 1);
