@@ -7,9 +7,11 @@
 #include "src/report/tensor_values.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
@@ -25,6 +27,12 @@ namespace {
 
 constexpr std::string_view kEmulated = "emulated";  // events::OperatorReplaced::kernel
 
+// Null for a tensor without memory of the usual kind.
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
 // An operator, or a node of the graph, in progress on this thread. It keeps no tensor.
 struct TracedCall : at::ObserverContext {
   std::shared_ptr<SampleState> state;
@@ -36,6 +44,8 @@ struct TracedCall : at::ObserverContext {
   // amp::Emulation makes those to compute in fp32 what would be computed in 16 bits.
   c10::SmallVector<c10::ScalarType, 4> dtypes;
   c10::SmallVector<c10::ScalarType, 4> emulated_dtypes;
+  // Of the arguments, in the forward pass. Not to be read: the memory may be gone.
+  c10::SmallVector<const c10::StorageImpl*, 8> memory;
   OperatorCost cost;
   // The parameter among its arguments, if its result may be a layer's output.
   const RecordedModel::Entry* parameter = nullptr;
@@ -76,6 +86,28 @@ bool has_input(const RecordedModel& model, const OperatorInfo& op,
   return found;
 }
 
+// Shows a batch norm that is trained. Its arguments are input, weight, bias, running_mean,
+// running_var, training, …
+void look_at_batch_norm(const TracedCall& call, c10::ArrayRef<c10::IValue> inputs) {
+  constexpr std::size_t kWeight = 1;
+  constexpr std::size_t kRunningMean = 3;
+  constexpr std::size_t kTraining = 5;
+  if (call.op->name != "batch_norm" || inputs.size() <= kTraining || !inputs[kTraining].isBool())
+    return;
+  if (call.pass != Pass::forward || !at::GradMode::is_enabled()) return;  // an evaluation
+  BatchNormUse use;
+  use.training = inputs[kTraining].toBool();
+  const RecordedModel::Entry* entry = nullptr;
+  if (inputs[kRunningMean].isTensor() && inputs[kRunningMean].toTensor().defined()) {
+    const at::Tensor& mean = inputs[kRunningMean].toTensor();
+    use.dtype = mean.scalar_type();
+    entry = call.state->model().find(mean);
+  }
+  if (entry == nullptr && inputs[kWeight].isTensor() && inputs[kWeight].toTensor().defined())
+    entry = call.state->model().find(inputs[kWeight].toTensor());
+  if (entry != nullptr) call.state->add_batch_norm(entry->layer, use);
+}
+
 void enter_operator(TracedCall& call, const at::RecordFunction& record) {
   const RecordedModel& model = call.state->model();
   const auto inputs = last(record.inputs(), call.op->arguments.size());
@@ -85,6 +117,7 @@ void enter_operator(TracedCall& call, const at::RecordFunction& record) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     for_tensors(inputs[i], [&](const at::Tensor& tensor, std::int64_t) {
       if (!tensor.defined()) return;
+      if (call.pass == Pass::forward) call.memory.push_back(storage_of(tensor));
       if (!moves_no_data(*call.op)) call.cost.bytes += bytes_of(tensor);
       if (tensor.is_floating_point() && !tensor.unsafeGetTensorImpl()->is_wrapped_number())
         (tensor.dim() == 0 ? scalars : call.dtypes).push_back(tensor.scalar_type());
@@ -104,6 +137,7 @@ void enter_operator(TracedCall& call, const at::RecordFunction& record) {
   const bool is_inside = call.caller != nullptr && call.caller->has_parameter;
   if (is_layer && !is_inside) call.parameter = parameter;
   call.has_parameter = is_layer || is_inside;
+  look_at_batch_norm(call, inputs);
 }
 
 std::unique_ptr<at::ObserverContext> start_call(const at::RecordFunction& record) {
@@ -150,6 +184,18 @@ c10::ScalarType widest(const TracedCall& call) {
   return dtype;
 }
 
+// Shows the memory that the operator made: none of a view, and none of what changes an argument.
+void look_at_memory(const TracedCall& call, c10::ArrayRef<c10::IValue> outputs) {
+  for (const c10::IValue& output : outputs) {
+    for_tensors(output, [&](const at::Tensor& tensor, std::int64_t) {
+      const auto* const storage = storage_of(tensor);
+      const bool is_new =
+          std::find(call.memory.begin(), call.memory.end(), storage) == call.memory.end();
+      if (storage != nullptr && is_new) call.state->add_memory(tensor.storage());
+    });
+  }
+}
+
 void leave_operator(TracedCall& call, const at::RecordFunction& record) {
   // After an exception there are no results.
   if (std::uncaught_exceptions() == call.exceptions) {
@@ -164,6 +210,7 @@ void leave_operator(TracedCall& call, const at::RecordFunction& record) {
         call.state->add_output({parameter, call.op}, tensor);
       });
     }
+    if (call.pass == Pass::forward) look_at_memory(call, outputs);
   }
   call.state->add_operator({call.op->name, call.pass, widest(call), call.kernel}, call.cost);
 }

@@ -6,8 +6,8 @@
 #include "src/core/thread_state.h"
 #include "src/report/observation.h"
 #include "src/report/operator_trace.h"
-#include "src/report/optimizer_bytes.h"
 #include "src/report/recorded_model.h"
+#include "src/report/recorded_optimizer.h"
 #include "src/report/run_log_impl.h"
 #include "src/report/sample_listener.h"
 #include "src/report/sample_state.h"
@@ -90,6 +90,8 @@ class Recorder::Impl : public StepObserver {
   };
 
   bool is_own_thread() const { return std::this_thread::get_id() == thread_; }
+  // The line "model".
+  nlohmann::ordered_json describe() const;
   void begin_sample();
   // Ends the step in progress. It is written unless it is incomplete.
   void end_sample(bool is_complete);
@@ -104,7 +106,7 @@ class Recorder::Impl : public StepObserver {
   const int exceptions_;  // in progress when it was constructed
   const std::shared_ptr<RecordedModel> model_;
   const std::shared_ptr<SampleListener> listener_ = std::make_shared<SampleListener>();
-  std::vector<OptimizerBytes> optimizers_;
+  std::vector<RecordedOptimizer> optimizers_;
   std::optional<std::int64_t> first_;  // step
   std::optional<std::int64_t> step_;   // in progress
   bool has_warned_ = false;
@@ -164,11 +166,19 @@ void Recorder::Impl::step_began(std::int64_t step) {
   step_ = step;
   if (!first_.has_value()) {
     first_ = step;
-    const auto line = model_->describe(log_->world_size());
+    const auto line = describe();
     log_->add(step,
               [&](RunFiles& files, const Moment& when) { files.add_sample(when, "model", line); });
   }
   if ((step - *first_) % every_ == 0) begin_sample();
+}
+
+nlohmann::ordered_json Recorder::Impl::describe() const {
+  auto line = model_->describe(log_->world_size());
+  auto optimizers = nlohmann::ordered_json::array();
+  for (const RecordedOptimizer& optimizer : optimizers_) optimizers.push_back(optimizer.describe());
+  line["optimizers"] = std::move(optimizers);
+  return line;
 }
 
 void Recorder::Impl::before_close(Outcome outcome) {
@@ -194,7 +204,7 @@ nlohmann::ordered_json Recorder::Impl::finish(SampleState& state) try {
   const Observation observation(state.observed());
   const QuietScope quiet;
   std::optional<std::int64_t> state_bytes;
-  for (OptimizerBytes& optimizer : optimizers_)
+  for (RecordedOptimizer& optimizer : optimizers_)
     state_bytes = state_bytes.value_or(0) + optimizer.bytes();
   return state.finish(observation.step_time(), state_bytes);
 } catch (const std::exception& error) {

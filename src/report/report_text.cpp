@@ -223,7 +223,8 @@ void append_comparison(std::string& text, const ReportedRun& run, const Reported
   row("skipped steps",
       [](const ReportedRun& one) { return fmt::format("{}", one.run.skipped.size()); });
   row("ms/step", [](const ReportedRun& one) { return milliseconds(one.summary); });
-  row("peak MB", [](const ReportedRun& one) { return megabytes_of(one.summary, "peak"); });
+  row("activations MB",
+      [](const ReportedRun& one) { return megabytes_of(one.summary, "activations"); });
   row("verdicts", [](const ReportedRun& one) { return verdict_counts(one.verdicts); });
 }
 

@@ -72,6 +72,10 @@ void read_start(const RecordFields& file, RunInfo& info) {
   info.world_size = environment->integer("world_size", 1, kMostRanks, 1);
   info.processor = environment->text("processor");
   info.threads = environment->count("threads");
+  info.cores = environment->count("cores");
+  info.all_cores = environment->count("all_cores");
+  info.cpu_quota = environment->number("cpu_quota");
+  info.local_world_size = environment->integer("local_world_size", 0, kMostRanks);
   info.semitone = environment->text("semitone");
   info.libtorch = environment->text("libtorch");
 }

@@ -60,6 +60,20 @@ struct RunOperator {
 // The largest step that records hold.
 inline constexpr std::int64_t kLargestStep = std::int64_t{1} << 53;
 
+// A layer of batch norm, in a step.
+struct RunBatchNorm {
+  std::string layer;
+  bool training = false;  // with the statistics of the batch
+  std::string dtype;      // of the running statistics, Python's name; empty: it has none
+};
+
+// A group of an optimizer's parameters.
+struct RunOptimizerGroup {
+  std::string optimizer;  // "Adam"
+  std::string dtype;      // of its parameters, Python's name; empty if it has none
+  std::optional<double> eps;
+};
+
 // A step that was looked at.
 struct RunSample {
   std::int64_t step = 0;
@@ -72,6 +86,7 @@ struct RunSample {
   std::vector<RunTensor> tensors;
   std::vector<RunUpdate> updates;
   std::vector<RunOperator> operators;
+  std::vector<RunBatchNorm> batch_norms;
 
   // The power of two that the gradients of its backward pass were multiplied by.
   int scale_exponent() const;
@@ -105,6 +120,10 @@ struct RunInfo {
   std::string processor;
   std::string device;  // "cpu"; empty without a Recorder
   std::int64_t threads = 0;
+  std::int64_t cores = 0;  // that the process may run on; 0: unknown
+  std::int64_t all_cores = 0;
+  std::optional<double> cpu_quota;    // cores' worth of time that the control group gets
+  std::int64_t local_world_size = 0;  // processes on this machine; 0: unknown
   std::string semitone;
   std::string libtorch;
   std::map<std::string, std::string> config;
@@ -115,6 +134,7 @@ struct RunInfo {
 struct RunData {
   RunInfo info;
   std::vector<RunParameter> parameters;
+  std::vector<RunOptimizerGroup> optimizer_groups;
   std::map<std::int64_t, double> losses;                                       // by step
   std::map<std::pair<std::int64_t, std::int64_t>, ScaleChange> scale_changes;  // step, loss
   std::map<std::int64_t, SkippedStep> skipped;                                 // by step

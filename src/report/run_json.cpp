@@ -2,8 +2,10 @@
 
 #include "semitone/core/device.h"
 #include "semitone/core/version.h"
+#include "src/core/env.h"
 #include "src/core/file.h"
 #include "src/core/host_name.h"
+#include "src/core/usable_cores.h"
 #include "src/report/append_file.h"
 
 #include <ATen/Context.h>
@@ -14,9 +16,12 @@
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
+#include <charconv>
 #include <ctime>
 #include <fstream>
+#include <optional>
 #include <string>
+#include <system_error>
 
 namespace semitone::report {
 namespace {
@@ -44,19 +49,33 @@ std::filesystem::path next_path(const std::filesystem::path& directory) {
   return path;
 }
 
+// As the launcher says: a number, or nothing.
+std::optional<int> local_world_size() {
+  const std::string text = env::get(env::kLocalWorldSize).value_or("");
+  int number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size() || number < 1) return std::nullopt;
+  return number;
+}
+
 Json environment(std::int64_t rank, std::int64_t world_size) {
-  return {{"semitone", version()},
-          {"libtorch", libtorch_version()},
-          {"compiler", compiler()},
-          {"processor", processor_name()},
-          {"instruction_set", at::get_cpu_capability()},
-          {"cpu", describe_device(c10::DeviceType::CPU)},
-          {"cuda_devices", at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0},
-          {"threads", at::get_num_threads()},
-          {"host", host_name()},
-          {"pid", ::getpid()},
-          {"rank", rank},
-          {"world_size", world_size}};
+  Json json{{"semitone", version()},
+            {"libtorch", libtorch_version()},
+            {"compiler", compiler()},
+            {"processor", processor_name()},
+            {"instruction_set", at::get_cpu_capability()},
+            {"cpu", describe_device(c10::DeviceType::CPU)},
+            {"cuda_devices", at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0},
+            {"threads", at::get_num_threads()},
+            {"cores", usable_cores()},
+            {"all_cores", all_cores()},
+            {"host", host_name()},
+            {"pid", ::getpid()},
+            {"rank", rank},
+            {"world_size", world_size}};
+  if (const auto quota = cpu_quota()) json["cpu_quota"] = *quota;
+  if (const auto processes = local_world_size()) json["local_world_size"] = *processes;
+  return json;
 }
 
 }  // namespace

@@ -24,6 +24,16 @@ Json describe_parts(const StepTimer::Parts& parts) {
   return phases;
 }
 
+Json describe_batch_norms(const std::map<std::string, BatchNormUse>& batch_norms) {
+  Json list = Json::array();
+  for (const auto& [layer, use] : batch_norms) {
+    Json one{{"layer", layer}, {"training", use.training}};
+    if (use.dtype != c10::ScalarType::Undefined) one["dtype"] = c10::toString(use.dtype);
+    list.push_back(std::move(one));
+  }
+  return list;
+}
+
 std::int64_t model_bytes(const RecordedModel& model) {
   std::int64_t bytes = 0;
   for (const auto* const entry : model.parameters())
@@ -81,6 +91,7 @@ Pass SampleState::begin_operator(double now) {
 
 void SampleState::begin_node(double now) {
   const std::lock_guard lock(mutex_);
+  forward_memory_.backward_began();
   timer_.begin_node(now);
 }
 
@@ -121,6 +132,17 @@ void SampleState::add_output(const OutputKey& key, const at::Tensor& output) {
     tensors_.add_output(key, values, is_differentiated);
   }
   if (output.requires_grad()) watch_gradient(output, key);
+}
+
+void SampleState::add_memory(const c10::Storage& storage) {
+  const std::lock_guard lock(mutex_);
+  forward_memory_.add(storage);
+}
+
+void SampleState::add_batch_norm(const std::string& layer, const BatchNormUse& use) {
+  const std::lock_guard lock(mutex_);
+  BatchNormUse& all = batch_norms_.try_emplace(layer, use).first->second;
+  all.training = all.training || use.training;
 }
 
 // The hook stays as long as the graph. It holds nothing, and does nothing after the step.
@@ -203,7 +225,8 @@ Json SampleState::finish(double now, std::optional<std::int64_t> optimizer_state
   const StepTimer::Parts parts = timer_.parts(now);
   Json memory{{"parameters", model_bytes(*model_)},
               {"masters", tracker_.master_bytes()},
-              {"gradients", tensors_.gradient_bytes()}};
+              {"gradients", tensors_.gradient_bytes()},
+              {"activations", forward_memory_.bytes()}};
   if (optimizer_state_bytes.has_value()) memory["optimizer_state"] = *optimizer_state_bytes;
   Json line;
   if (scales_.scale.has_value() && !scale_changes_) line["loss_scale"] = *scales_.scale;
@@ -213,6 +236,7 @@ Json SampleState::finish(double now, std::optional<std::int64_t> optimizer_state
   line["memory"] = std::move(memory);
   line["tensors"] = tensors_.describe(*model_, output_scale());
   line["updates"] = tracker_.updates();
+  line["batch_norms"] = describe_batch_norms(batch_norms_);
   line["operators"] = operators_.describe();
   return line;
 }

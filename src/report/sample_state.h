@@ -2,6 +2,7 @@
 
 #include "semitone/core/events.h"
 #include "src/core/thread_state.h"
+#include "src/report/forward_memory.h"
 #include "src/report/observation.h"
 #include "src/report/operator_table.h"
 #include "src/report/recorded_model.h"
@@ -10,12 +11,15 @@
 #include "src/report/weight_tracker.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Storage.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <nlohmann/json_fwd.hpp>
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,6 +37,13 @@ inline constexpr c10::DebugInfoKind kSampleState = thread_state_kind(204, &kSamp
 struct KnownScales {
   std::optional<double> scale;  // of loss 0, in force
   bool has_other_losses = false;
+};
+
+// How a layer of batch norm computes.
+struct BatchNormUse {
+  bool training = false;  // with the statistics of the batch
+  // Of the running statistics; Undefined: it has none.
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
 };
 
 // One step that is looked at. LibTorch carries it to the threads that work for this one. Its
@@ -63,6 +74,11 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   void add_operator(const OperatorKind& kind, const OperatorCost& cost);
   // The result of an operator that has a parameter, in the forward pass.
   void add_output(const OutputKey& key, const at::Tensor& output);
+  // Memory that an operator made, in the forward pass.
+  void add_memory(const c10::Storage& storage);
+  // A batch norm in the forward pass. If it normalises with running statistics, or updates them, they
+  // have a dtype.
+  void add_batch_norm(const std::string& layer, const BatchNormUse& use);
 
   void add(const events::LossScaleUpdated& event);
   void add(const events::StepSkipped& event);
@@ -102,6 +118,8 @@ class SampleState : public c10::DebugInfoBase, public std::enable_shared_from_th
   SampledTensors tensors_;
   WeightTracker tracker_;
   OperatorTable operators_;
+  ForwardMemory forward_memory_;
+  std::map<std::string, BatchNormUse> batch_norms_;  // by layer
   StepTimer timer_;
 };
 

@@ -105,6 +105,10 @@ RunSample read_sample(const RecordFields& line, std::int64_t step) {
                 [&](const RecordFields& update) { sample.updates.push_back(read_update(update)); });
   line.for_each("operators",
                 [&](const RecordFields& op) { sample.operators.push_back(read_operator(op)); });
+  line.for_each("batch_norms", [&](const RecordFields& layer) {
+    sample.batch_norms.push_back(
+        {layer.text("layer"), layer.flag("training"), python_dtype(layer.text("dtype"))});
+  });
   return sample;
 }
 
@@ -113,6 +117,13 @@ void read_model(const RecordFields& line, RunData& run) {
   run.parameters.clear();
   line.for_each("parameters", [&](const RecordFields& parameter) {
     run.parameters.push_back(read_parameter(parameter));
+  });
+  run.optimizer_groups.clear();
+  line.for_each("optimizers", [&](const RecordFields& optimizer) {
+    optimizer.for_each("groups", [&](const RecordFields& group) {
+      run.optimizer_groups.push_back(
+          {optimizer.text("type"), python_dtype(group.text("dtype")), group.number("eps")});
+    });
   });
 }
 

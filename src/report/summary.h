@@ -14,7 +14,7 @@ namespace semitone::report {
 inline constexpr auto kPhases = std::to_array<const char*>(
     {"data", "forward", "backward", "communication", "unscale", "optimizer", "other"});
 inline constexpr auto kMemoryParts = std::to_array<const char*>(
-    {"parameters", "masters", "gradients", "optimizer_state", "activations", "peak"});
+    {"parameters", "masters", "gradients", "optimizer_state", "activations"});
 
 // What all samples say of a parameter.
 struct ParameterSummary {

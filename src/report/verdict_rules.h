@@ -49,6 +49,11 @@ std::optional<Verdict> judge_products(const Evidence& evidence);
 std::optional<Verdict> judge_sizes(const Evidence& evidence);
 std::optional<Verdict> judge_communication(const Evidence& evidence);
 std::optional<Verdict> judge_data(const Evidence& evidence);
+// verdicts_setup.cpp
+std::optional<Verdict> judge_threads(const Evidence& evidence);
+std::optional<Verdict> judge_eps(const Evidence& evidence);
+std::optional<Verdict> judge_batch_norms(const Evidence& evidence);
+std::optional<Verdict> judge_running_statistics(const Evidence& evidence);
 // verdicts_formats.cpp
 std::optional<Verdict> judge_formats(const Evidence& evidence);
 std::optional<Verdict> judge_float8(const Evidence& evidence);

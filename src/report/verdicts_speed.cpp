@@ -22,7 +22,7 @@ constexpr double kEmulated = 0.2;
 constexpr double kCasts = 0.1;
 // Only products become much faster in 16 bits. With half of the time in them, the whole can become
 // at most twice as fast (Amdahl).
-constexpr double kProducts = 0.5;
+constexpr double kMostlyProducts = 0.5;
 // Gradients are averaged during backward: little of that should remain visible.
 constexpr double kCommunication = 0.15;
 // A loader that reads ahead hides its time.
@@ -218,7 +218,7 @@ std::optional<Verdict> judge_products(const Evidence& evidence) {
   const Summary& summary = evidence.summary;
   if (evidence.format == nullptr || summary.operator_seconds <= 0) return std::nullopt;
   const double share = share_of_operators(summary, is_product);
-  if (share >= kProducts) return std::nullopt;
+  if (share >= kMostlyProducts) return std::nullopt;
   std::optional<Verdict> verdict = share_verdict(Severity::advice, "products", share);
   verdict->where =
       worst_first(ranked_operators(summary, [](const RunOperator& op) { return !is_product(op); }));

@@ -44,7 +44,7 @@ inline Json sample(std::int64_t step, double loss_scale, const std::vector<Json>
           {"skipped", false},
           {"seconds", 0.1},
           {"phases", {{"forward", 0.04}, {"backward", 0.05}, {"other", 0.01}}},
-          {"memory", {{"parameters", 1000}, {"peak", 5000}}},
+          {"memory", {{"parameters", 1000}, {"activations", 5000}}},
           {"tensors", tensors},
           {"updates", Json::array()},
           {"operators", Json::array()}};
@@ -90,18 +90,25 @@ inline Json parameter(const std::string& layer, const std::string& type,
 class MadeUpRun {
  public:
   explicit MadeUpRun(const std::string& dtype = "float16") {
-    const Json json{{"start_time", "2026-11-24T01:00:00Z"},
-                    {"end_time", "2026-11-24T02:00:00Z"},
-                    {"outcome", "finished"},
-                    {"config", {{"dtype", dtype}, {"lr", "0.1"}, {"opt-level", "O1"}}},
-                    {"environment",
-                     {{"semitone", "0.1.0"},
-                      {"libtorch", "2.11.0"},
-                      {"processor", "a processor"},
-                      {"threads", 2},
-                      {"rank", 0},
-                      {"world_size", 1}}}};
-    semitone::test::write_text(path() / "run.json", json.dump());
+    info_ = {{"start_time", "2026-11-24T01:00:00Z"},
+             {"end_time", "2026-11-24T02:00:00Z"},
+             {"outcome", "finished"},
+             {"config", {{"dtype", dtype}, {"lr", "0.1"}, {"opt-level", "O1"}}},
+             {"environment",
+              {{"semitone", "0.1.0"},
+               {"libtorch", "2.11.0"},
+               {"processor", "a processor"},
+               {"threads", 2},
+               {"rank", 0},
+               {"world_size", 1}}}};
+    write_info();
+  }
+
+  // Sets a value of the environment.
+  MadeUpRun& set(const std::string& key, const Json& value) {
+    info_["environment"][key] = value;
+    write_info();
+    return *this;
   }
 
   const std::filesystem::path& path() const { return folder_.path(); }
@@ -129,7 +136,10 @@ class MadeUpRun {
   }
 
  private:
+  void write_info() const { semitone::test::write_text(path() / "run.json", info_.dump()); }
+
   semitone::test::TemporaryFolder folder_;
+  Json info_;
   std::string samples_;
   std::string metrics_ = "step,wall_time,name,value\n";
 };

@@ -71,7 +71,7 @@ def run(directory="runs/7", exponent=-42):
         "operators": [operator("conv2d", "forward", "Half", 1), operator("addmm", "backward", "Half", 0.5),
                       operator("_to_copy", "forward", "", 0.3), operator("relu", "forward", "Float", 0.2)],
         "phases": {"data": 0.01, "forward": 0.1, "backward": 0.2, "communication": 0, "unscale": 0.01, "optimizer": 0.02, "other": 0.01},
-        "step_seconds": 0.35, "memory": {"parameters": 4000, "masters": 4000, "gradients": 4000, "activations": 90000, "peak": 120000},
+        "step_seconds": 0.35, "memory": {"parameters": 4000, "masters": 4000, "gradients": 4000, "activations": 90000},
         "compare": None}
 
 

@@ -54,7 +54,7 @@ void fill(MadeUpRun& run) {
                      {"lost", {{"Half", 2}, {"BFloat16", 6}}}}};
   Json two = one;
   two["step"] = 11;
-  two["memory"]["peak"] = 7000;
+  two["memory"]["activations"] = 7000;
   two["updates"][0]["ratio"] = nullptr;
   run.add({model({parameter("fc", "Linear", {16, 8})}), one, two, scale(1, 1024, 1024),
            skipped(3, "fc.weight", 1024), scale(3, 1024, 512)});
@@ -134,7 +134,7 @@ TEST(PrecisionReport, SumsCountsOverSamples) {
   EXPECT_DOUBLE_EQ(json.at("operators").at(0).at("share").get<double>(), 0.75);
   EXPECT_EQ(json.at("operators").at(0).at("calls"), 1);  // the first sample's are left out
   EXPECT_EQ(json.at("phases"), (Json{{"forward", 0.04}, {"backward", 0.05}, {"other", 0.01}}));
-  EXPECT_EQ(json.at("memory"), (Json{{"parameters", 1000.0}, {"peak", 7000.0}}));
+  EXPECT_EQ(json.at("memory"), (Json{{"parameters", 1000.0}, {"activations", 7000.0}}));
   EXPECT_EQ(json.at("layers").at(0).at("layer_type"), "Linear");
 }
 

@@ -374,6 +374,76 @@ TEST(Recorder, CountsUpdatesThatSixteenBitsWouldLose) {
   EXPECT_NEAR(update.at("ratio").get<double>(), 0.25, 1e-5);
 }
 
+// What a graph keeps: the result of relu, which also is the caller's, and nothing of the layer's own
+// output. The loss is a number.
+TEST(Recorder, MeasuresWhatTheForwardPassLeavesToTheBackwardPass) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(16, 32);
+  const at::Tensor data = torch::ones({100, 16});  // a whole data set, of which a step uses a part
+  RunLog log(folder.path());
+  const Recorder recorder(log, *net, RecorderOptions().every(1));
+  for (const std::int64_t passes : {1, 2}) {
+    log.set_step(passes);
+    for (std::int64_t pass = 0; pass < passes; ++pass) {  // the passes of a step do not add up
+      const at::Tensor y = torch::relu(net(data.narrow(0, 8 * pass, 8)));
+      {
+        const torch::NoGradGuard no_grad;
+        net(data);  // not in use any more
+      }
+      y.sum().backward();
+    }
+  }
+  log.close();
+  const auto samples = test::lines_of_kind(folder.path(), "sample");
+  ASSERT_EQ(samples.size(), 2U);
+  for (const auto& sample : samples) {
+    // backward() makes the first gradient before it begins: another number.
+    EXPECT_EQ(sample.at("memory").at("activations"), 8 * 32 * 4 + 4 + 4);
+  }
+}
+
+TEST(Recorder, SaysHowBatchNormsCompute) {
+  const TemporaryFolder folder;
+  torch::nn::Sequential net(
+      torch::nn::BatchNorm1d(4),
+      torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).affine(false)),
+      torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).track_running_stats(false)));
+  net[1]->eval();
+  RunLog log(folder.path());
+  const Recorder recorder(log, *net, RecorderOptions().every(1));
+  log.set_step(1);
+  {
+    const torch::NoGradGuard no_grad;  // an evaluation
+    net->eval();
+    net->forward(torch::ones({8, 4}));
+    net->train();
+    net[1]->eval();
+  }
+  net->forward(torch::randn({8, 4})).square().sum().backward();
+  log.close();
+  EXPECT_EQ(sample_in(folder.path()).at("batch_norms"),
+            nlohmann::json::parse(R"([{"layer": "0", "training": true, "dtype": "Float"},
+                                      {"layer": "1", "training": false, "dtype": "Float"},
+                                      {"layer": "2", "training": true}])"));
+}
+
+TEST(Recorder, DescribesTheOptimizers) {
+  const TemporaryFolder folder;
+  ToyNet net;
+  torch::optim::Adam adam({torch::optim::OptimizerParamGroup(net->parameters())},
+                          torch::optim::AdamOptions(0.1).eps(1e-6));
+  torch::optim::SGD sgd({torch::ones({2}, torch::kHalf)}, 0.1);
+  RunLog log(folder.path());
+  Recorder recorder(log, *net, RecorderOptions().every(1));
+  recorder.add_optimizer(adam);
+  recorder.add_optimizer(sgd);
+  log.set_step(1);
+  log.close();
+  EXPECT_EQ(test::lines_of_kind(folder.path(), "model").at(0).at("optimizers"),
+            nlohmann::json::parse(R"([{"type": "Adam", "groups": [{"dtype": "Float", "eps": 1e-6}]},
+                                      {"type": "SGD", "groups": [{"dtype": "Half"}]}])"));
+}
+
 TEST(Recorder, MeasuresTheStateOfOptimizers) {
   const TemporaryFolder folder;
   ToyNet net;

@@ -1,6 +1,7 @@
 #include "semitone/report/run_log.h"
 
 #include "semitone/core/version.h"
+#include "src/core/usable_cores.h"
 #include "tests/report/run_directory.h"
 #include "tests/support/errors.h"
 
@@ -121,6 +122,8 @@ TEST(RunLog, DescribesTheRun) {
   EXPECT_EQ(environment.at("semitone"), version());
   EXPECT_EQ(environment.at("libtorch"), libtorch_version());
   EXPECT_EQ(environment.at("threads"), at::get_num_threads());
+  EXPECT_EQ(environment.at("cores"), usable_cores());
+  EXPECT_EQ(environment.at("all_cores"), all_cores());
   EXPECT_EQ(environment.at("rank"), 0);
   EXPECT_EQ(environment.at("world_size"), 1);
   const auto config = events_in(folder / "a" / "b").named("config/text_summary");

@@ -44,6 +44,7 @@ struct RecorderOptions {
 ///   would not change if the weight were kept in 16 bits
 /// - the operators: calls, time without the operators inside, bytes, casts
 /// - the time of each part of the step, and the memory of each kind of tensor
+/// - for each batch norm, whether it used the statistics of its batch
 ///
 /// Rules:
 /// - Gradients are those of events::GradientsReady, which MixedPrecision and GradScaler emit.
@@ -73,6 +74,9 @@ struct RecorderOptions {
 ///   from the first node of the graph to the end of the last one, and the forward pass is from the
 ///   beginning of the step to that first node. What is in no part is `other`. The parts sum to the
 ///   time of the step. It does not include the time that the recorder itself took.
+/// - The memory of activations is that of the tensors that operators of the forward pass made, as far
+///   as it is in use when the backward pass begins. Copies of weights in 16 bits count, arguments that
+///   existed before do not. If a step has several backward passes, it is the most before one of them.
 /// - Sparse, nested, quantised and complex tensors are left out, and so are tensors that are
 ///   wrapped by functorch.
 ///
@@ -103,8 +107,9 @@ class Recorder {
   /// begun.
   void add_model(const torch::nn::Module& model, const std::string& prefix = {});
 
-  /// Adds the memory of an optimizer's state to the samples, as far as the optimizer saves it. It
-  /// is measured again when the number of parameters with state has changed, and that of LBFGS in
+  /// Adds an optimizer: the dtype and the eps of its groups to the line `model`, if it is added before
+  /// the first step, and the memory of its state to the samples, as far as it is saved. That is
+  /// measured again when the number of parameters with state has changed, and that of LBFGS in
   /// each sample. The optimizer must outlive this object.
   void add_optimizer(torch::optim::Optimizer& optimizer);
 

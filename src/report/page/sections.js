@@ -16,7 +16,7 @@ const kMemory = {
   masters: "fp32 master weights",
   gradients: "Gradients",
   optimizer_state: "Optimizer state",
-  activations: "Activations and other tensors"
+  activations: "Activations"
 };
 
 function section(id, title, lead, ...content) {
@@ -105,28 +105,27 @@ function operatorOpener(runs, name) {
   };
 }
 
-function bars(title, lead, runs, names, key, format, mark = () => null) {
+function bars(title, lead, runs, names, key, format) {
   // What one run has is listed for both, so that they have the same colours and numbers.
   const used = Object.keys(names).filter((name) => runs.some(({report}) => report[key]?.[name] > 0));
   const known = (report) => used.some((name) => isNumber(report[key]?.[name]));
   const parts = (report) => used.map((name) => ({name: names[name], value: report[key]?.[name] ?? 0}));
   const sum = (report) => parts(report).reduce((total, part) => total + part.value, 0);
-  const whole = Math.max(...runs.map(({report}) => Math.max(sum(report), mark(report)?.value ?? 0)));
+  const whole = Math.max(...runs.map(({report}) => sum(report)));
   return el(
     "div", {}, el("h2", {}, title), el("p", {class: "lead"}, lead),
     sideBySide(
       runs,
-      (report) => known(report) ? stackedBar({label: title, parts: parts(report), whole, format, mark: mark(report)}) :
+      (report) => known(report) ? stackedBar({label: title, parts: parts(report), whole, format}) :
                                   el("p", {class: "message"}, "Not measured.")));
 }
 
 function costsSection(runs) {
   const means = runs.map(({report}) => seconds(report.step_seconds)).join(" and ");
-  const peak = ({memory}) => isNumber(memory?.peak) ? {name: "Peak of all tensors", value: memory.peak} : null;
   return el(
     "section", {id: "costs", class: runs.length > 1 ? "" : "pair", "aria-label": "Time and memory"},
     bars("Time of a step", `A step took ${means}, on average over the samples.`, runs, kPhases, "phases", seconds),
-    bars("Memory", "The most that a sampled step used.", runs, kMemory, "memory", bytes, peak));
+    bars("Memory", "The most that a sampled step used.", runs, kMemory, "memory", bytes));
 }
 
 function updatesSection(runs) {

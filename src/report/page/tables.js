@@ -127,9 +127,9 @@ function segments(label, options, chosen, changed) {
 }
 
 /**
- * Parts of a whole as one bar, with a legend of their values. `whole` is the length of the axis, `mark` a line on it.
+ * Parts of a whole as one bar, with a legend of their values. `whole` is the length of the axis.
  */
-function stackedBar({label, parts, whole, format, mark = null}) {
+function stackedBar({label, parts, whole, format}) {
   const sum = parts.reduce((total, part) => total + part.value, 0);
   const bar = figure((width) => {
     const x = axis(0, whole || 1, 1, width - 1);
@@ -147,20 +147,16 @@ function stackedBar({label, parts, whole, format, mark = null}) {
           null);
     });
     const description = `${label}: ${parts.map((part) => `${part.name} ${format(part.value)}`).join(", ")}`;
-    return canvas(
-      description, width, 32, [boxes, mark && svg("path", {class: "mark", d: `M${x(mark.value) - 1} 0V32`})]);
+    return canvas(description, width, 32, boxes);
   });
-  const entry = (key, index, name, value, share) => el(
-    "tr", {}, el("th", {scope: "row", class: "text"}, el("span", {class: `key ${key}`}), index, name),
-    el("td", {class: "figure"}, format(value)), el("td", {class: "figure muted"}, share));
-  const entries = parts.map(
-    (part, index) =>
-      entry(`part-${index}`, `${index + 1}  `, part.name, part.value, percent(sum > 0 ? part.value / sum : null)));
+  const entries = parts.map((part, index) => el(
+    "tr", {},
+    el("th", {scope: "row", class: "text"}, el("span", {class: `key part-${index}`}), `${index + 1}  `, part.name),
+    el("td", {class: "figure"}, format(part.value)),
+    el("td", {class: "figure muted"}, percent(sum > 0 ? part.value / sum : null))));
   return el(
     "div", {}, bar.node,
-    el(
-      "table", {class: "legend"}, el("caption", {class: "hidden"}, label),
-      el("tbody", {}, entries, mark && entry("mark", "", mark.name, mark.value, ""))));
+    el("table", {class: "legend"}, el("caption", {class: "hidden"}, label), el("tbody", {}, entries)));
 }
 
 /** A range of whole numbers from 0 to `most`. `changed` gets null for its initial state, to which a button returns. */

@@ -1,12 +1,17 @@
-#include "src/report/optimizer_bytes.h"
+#include "src/report/recorded_optimizer.h"
 
 #include "src/report/operator_callbacks.h"
 
+#include <c10/core/ScalarType.h>
+#include <c10/util/Type.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize/archive.h>
 
+#include <nlohmann/json.hpp>
+
 #include <memory>
 #include <string>
+#include <typeinfo>
 
 namespace semitone::report {
 namespace {
@@ -35,14 +40,14 @@ std::int64_t history_bytes(const torch::optim::LBFGSParamState& state) {
   return bytes;
 }
 
-// LibTorch's states do not list their tensors, but save and load them by name.
-std::int64_t state_bytes(const torch::optim::OptimizerParamState& state) {
-  if (const auto* const lbfgs = dynamic_cast<const torch::optim::LBFGSParamState*>(&state))
-    return history_bytes(*lbfgs);
+// What a state or the options of a group save. LibTorch's classes do not list their values, but save
+// and load them by name.
+template <typename Saved>
+torch::serialize::InputArchive saved_values(const Saved& values) {
   std::string saved;
   {
     torch::serialize::OutputArchive archive;
-    state.serialize(archive);
+    values.serialize(archive);
     archive.save_to([&](const void* data, std::size_t size) {
       saved.append(static_cast<const char*>(data), size);
       return size;
@@ -50,6 +55,13 @@ std::int64_t state_bytes(const torch::optim::OptimizerParamState& state) {
   }
   torch::serialize::InputArchive archive;
   archive.load_from(saved.data(), saved.size());
+  return archive;
+}
+
+std::int64_t state_bytes(const torch::optim::OptimizerParamState& state) {
+  if (const auto* const lbfgs = dynamic_cast<const torch::optim::LBFGSParamState*>(&state))
+    return history_bytes(*lbfgs);
+  torch::serialize::InputArchive archive = saved_values(state);
   std::int64_t bytes = 0;
   for (const std::string& key : archive.keys()) {
     c10::IValue value;
@@ -58,9 +70,38 @@ std::int64_t state_bytes(const torch::optim::OptimizerParamState& state) {
   return bytes;
 }
 
+// "Adam" for torch::optim::Adam.
+std::string type_of(const torch::optim::Optimizer& optimizer) {
+  const std::string name = c10::demangle(typeid(optimizer).name());
+  const auto colon = name.rfind(':');
+  return colon == std::string::npos ? name : name.substr(colon + 1);
+}
+
+// What is added to the denominator of the update.
+std::optional<double> eps_of(const torch::optim::OptimizerOptions& options) {
+  torch::serialize::InputArchive archive = saved_values(options);
+  c10::IValue eps;
+  if (!archive.try_read("eps", eps) || !eps.isDouble()) return std::nullopt;
+  return eps.toDouble();
+}
+
+nlohmann::ordered_json describe_group(const torch::optim::OptimizerParamGroup& group) {
+  nlohmann::ordered_json json = nlohmann::ordered_json::object();
+  if (!group.params().empty()) json["dtype"] = c10::toString(group.params().front().scalar_type());
+  if (!group.has_options()) return json;
+  if (const auto eps = eps_of(group.options())) json["eps"] = *eps;
+  return json;
+}
+
 }  // namespace
 
-std::int64_t OptimizerBytes::bytes() {
+nlohmann::ordered_json RecordedOptimizer::describe() const {
+  auto groups = nlohmann::ordered_json::array();
+  for (const auto& group : optimizer_.param_groups()) groups.push_back(describe_group(group));
+  return {{"type", type_of(optimizer_)}, {"groups", std::move(groups)}};
+}
+
+std::int64_t RecordedOptimizer::bytes() {
   const auto& states = optimizer_.state();
   // LBFGS keeps a history, which grows.
   const bool grows = dynamic_cast<const torch::optim::LBFGS*>(&optimizer_) != nullptr;
