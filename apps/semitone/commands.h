@@ -19,5 +19,8 @@ void add_doctor_command(CLI::App& app, Action& action);
 void add_tune_command(CLI::App& app, Action& action);
 void add_whatif_command(CLI::App& app, Action& action);
 void add_report_command(CLI::App& app, Action& action);
+void add_completion_command(CLI::App& app, Action& action);
+// The last one: it takes the names of the others.
+void add_manual_command(CLI::App& app, Action& action);
 
 }  // namespace semitone::cli

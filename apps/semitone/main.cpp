@@ -51,6 +51,8 @@ int run(int argc, char** argv) {
   cli::add_tune_command(app, action);
   cli::add_whatif_command(app, action);
   cli::add_report_command(app, action);
+  cli::add_completion_command(app, action);
+  cli::add_manual_command(app, action);
   try {
     app.parse(arguments_of(argc, argv));
   } catch (const CLI::ParseError& error) {

@@ -105,10 +105,11 @@ std::optional<Verdict> judge_threads(const Evidence& evidence) {
       number_verdict(has_too_many ? Severity::warning : Severity::advice, "threads", threads,
                      threads == 1 ? "thread" : "threads");
   verdict->title = fmt::format("{} on {}", computes_with(info, processes), on_cores(info));
-  verdict->detail = has_too_many
-                        ? "Threads of OpenMP wait for each other by turning in a loop. Those without a core "
-                          "delay all others, and a step takes several times as long."
-                        : "The other cores do nothing, unless other programs use them.";
+  verdict->detail =
+      has_too_many
+          ? "Threads of OpenMP wait for each other by turning in a loop. Those without a core "
+            "delay all others, and a step takes several times as long."
+          : "The other cores do nothing, unless other programs use them.";
   verdict->remedy = fmt::format("set OMP_NUM_THREADS={}", best);
   return verdict;
 }
@@ -125,9 +126,8 @@ std::optional<Verdict> judge_eps(const Evidence& evidence) {
     verdict->detail =
         "The optimizer has float16 weights, and computes in float16. Where a gradient is zero from "
         "the start, it then divides zero by zero, and the weight becomes NaN.";
-    verdict->remedy = fmt::format(
-        "train with fp32 masters (O2), or with an eps of at least {:.3g}",
-        std::ldexp(1.0, float16.min_normal));
+    verdict->remedy = fmt::format("train with fp32 masters (O2), or with an eps of at least {:.3g}",
+                                  std::ldexp(1.0, float16.min_normal));
     return verdict;
   }
   const RunOptimizerGroup* const group = group_with_largest_eps(evidence.run);
@@ -145,9 +145,9 @@ std::optional<Verdict> judge_eps(const Evidence& evidence) {
   std::optional<Verdict> verdict =
       share_verdict(Severity::advice, "eps", share_below(all, *group->eps));
   verdict->where = worst_first(weights);
-  verdict->title = fmt::format("Most gradients of {} are smaller than {}'s eps of {:.3g}",
-                               first_and_others(verdict->where, number), group->optimizer,
-                               *group->eps);
+  verdict->title =
+      fmt::format("Most gradients of {} are smaller than {}'s eps of {:.3g}",
+                  first_and_others(verdict->where, number), group->optimizer, *group->eps);
   verdict->detail = fmt::format(
       "An update is the mean gradient divided by its root mean square plus eps. Where eps is the "
       "larger one, updates shrink with the gradients: {} of all gradients' values are below it.",
@@ -162,9 +162,9 @@ std::optional<Verdict> judge_batch_norms(const Evidence& evidence) {
   for (const auto& [name, layer] : layers)
     if (!layer.training) evaluating.emplace_back(1, name);
   if (evaluating.empty()) return std::nullopt;
-  std::optional<Verdict> verdict = share_verdict(
-      Severity::advice, "batch_norm_eval",
-      static_cast<double>(evaluating.size()) / static_cast<double>(layers.size()));
+  std::optional<Verdict> verdict =
+      share_verdict(Severity::advice, "batch_norm_eval",
+                    static_cast<double>(evaluating.size()) / static_cast<double>(layers.size()));
   const auto number = evaluating.size();
   verdict->where = worst_first(evaluating);
   verdict->title =
@@ -175,7 +175,8 @@ std::optional<Verdict> judge_batch_norms(const Evidence& evidence) {
       "change then, and do not follow the weights.",
       first_and_others(verdict->where, number));
   verdict->remedy =
-      "call model->train() after each evaluation. If these layers are to stay frozen, nothing needs "
+      "call model->train() after each evaluation. If these layers are to stay frozen, nothing "
+      "needs "
       "to change";
   return verdict;
 }

@@ -104,8 +104,8 @@ void add_gradients(MadeUpRun& run, const Json& optimizer, const std::vector<int>
     for (const int exponent : exponents) ++counts[static_cast<std::size_t>(exponent + 40)];
     return tensor("gradient", name, "Float", -40, counts);
   };
-  run.add({line,
-           sample(1, 1, {gradient("one.weight", of_one), gradient("other.weight", of_other)})});
+  run.add(
+      {line, sample(1, 1, {gradient("one.weight", of_one), gradient("other.weight", of_other)})});
 }
 
 // 1e-8 lies between 2^-27 and 2^-26.
