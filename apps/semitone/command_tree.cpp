@@ -36,8 +36,7 @@ Value value_of(const CLI::Option& option, const FlagEntry& flag) {
   if (option.get_items_expected_max() == 0) return Value::none;
   const auto is_of = [&](const char* word) { return flag.type.find(word) != flag.type.npos; };
   const bool is_file = is_of("FILE") || flag.names.front() == "IN" || flag.names.front() == "OUT";
-  if (is_file)
-    return option.get_items_expected_min() == 0 ? Value::optional_file : Value::file;
+  if (is_file) return option.get_items_expected_min() == 0 ? Value::optional_file : Value::file;
   if (is_of("DIR")) return Value::directory;
   return flag.choices.empty() ? Value::other : Value::choice;
 }

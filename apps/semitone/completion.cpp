@@ -242,7 +242,8 @@ _semitone "$@"
 }
 
 std::string fish_completion(const std::vector<CommandEntry>& commands) {
-  std::string lines = "# fish completion for semitone\n\ncomplete -c semitone -n __fish_use_subcommand -f\n";
+  std::string lines =
+      "# fish completion for semitone\n\ncomplete -c semitone -n __fish_use_subcommand -f\n";
   lines += fish_lines({"", "", "", commands.front().flags}, "__fish_use_subcommand");
   for (const CommandEntry& command : without_program(commands)) {
     lines += fmt::format("complete -c semitone -n __fish_use_subcommand -a {} -d {}\n",

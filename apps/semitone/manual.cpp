@@ -49,7 +49,8 @@ std::string flag_item(const FlagEntry& flag) {
   item += "\n" + escaped(flag.help);
   if (flag.is_argument() && flag.value == Value::choice) item += ": " + escaped(flag.type);
   // A path of the machine that made the page says nothing elsewhere.
-  if (!flag.fallback.empty() && !flag.fallback.starts_with('/')) item += ". Default: " + escaped(flag.fallback);
+  if (!flag.fallback.empty() && !flag.fallback.starts_with('/'))
+    item += ". Default: " + escaped(flag.fallback);
   return item + "\n";
 }
 
@@ -100,8 +101,8 @@ std::string manual_page(const CommandEntry& command, const std::vector<CommandEn
                         const std::string& version) {
   const CommandEntry& program = commands.front();
   const std::string name = page_name(command, program);
-  std::string page = fmt::format(".TH {} 1 \"\" \"semitone {}\" \"User Commands\"\n.nh\n.ad l\n", in_capitals(name),
-                                 version);
+  std::string page = fmt::format(".TH {} 1 \"\" \"semitone {}\" \"User Commands\"\n.nh\n.ad l\n",
+                                 in_capitals(name), version);
   page += fmt::format(".SH NAME\n{} \\- {}\n", escaped(name), escaped(command.help));
   page += ".SH SYNOPSIS\n" + synopsis(command, program);
   if (&command == &program) {
@@ -116,8 +117,7 @@ std::string manual_page(const CommandEntry& command, const std::vector<CommandEn
   for (const FlagEntry& flag : command.flags) page += flag_item(flag);
   if (&command != &program && !command.footer.empty()) page += ".SH NOTES\n";
   page += footer_sections(command.footer);
-  if (&command != &program)
-    page += fmt::format(".SH SEE ALSO\n{}(1)\n", escaped(program.name));
+  if (&command != &program) page += fmt::format(".SH SEE ALSO\n{}(1)\n", escaped(program.name));
   return page;
 }
 

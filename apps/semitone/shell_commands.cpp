@@ -45,9 +45,8 @@ int print_completion(const CLI::App& app, const std::string& shell) {
 
 int print_manual(const CLI::App& app, const std::string& command) {
   const auto commands = command_tree(app);
-  const auto found =
-      std::find_if(commands.begin(), commands.end(),
-                   [&](const CommandEntry& one) { return one.name == command; });
+  const auto found = std::find_if(commands.begin(), commands.end(),
+                                  [&](const CommandEntry& one) { return one.name == command; });
   std::cout << manual_page(*found, commands, version());
   return kSuccess;
 }
@@ -55,11 +54,10 @@ int print_manual(const CLI::App& app, const std::string& command) {
 }  // namespace
 
 void add_completion_command(CLI::App& app, Action& action) {
-  CLI::App& command =
-      *app.add_subcommand("completion", "Print a script that lets a shell complete commands and flags");
+  CLI::App& command = *app.add_subcommand(
+      "completion", "Print a script that lets a shell complete commands and flags");
   const auto shell = std::make_shared<std::string>();
-  Flags(command, "cli.completion")
-      .argument("shell", *shell, {"bash", "zsh", "fish"}, "The shell");
+  Flags(command, "cli.completion").argument("shell", *shell, {"bash", "zsh", "fish"}, "The shell");
   command.footer(std::string(kCompletionFooter) + kExitCodesHelp);
   command.callback(
       [&app, &action, shell] { action = [&app, shell] { return print_completion(app, *shell); }; });

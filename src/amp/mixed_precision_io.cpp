@@ -209,8 +209,12 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
     masters[i] = impl().optimizers[i].masters->read(inner);
   }
   if (impl().has_fp8()) {
-    auto fp8 = part("fp8");
-    impl().policy->fp8_scaling().load(fp8);
+    torch::serialize::InputArchive fp8;
+    if (archive.try_read("fp8", fp8)) {
+      impl().policy->fp8_scaling().load(fp8);
+    } else {
+      log()->warn("{}: the saved run had no fp8(), so the scales of fp8 begin anew", kComponent);
+    }
   }
   impl().scalers = std::move(scalers);
   for (std::size_t i = 0; i < masters.size(); ++i) {

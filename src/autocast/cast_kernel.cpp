@@ -81,6 +81,8 @@ void round_results(const c10::OperatorHandle& op, c10::ScalarType dtype, torch::
 void CastKernel::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                      Arguments arguments, const Regions& regions,
                      const CompiledPolicy& policy) const {
+  std::optional<DisableFp8> no_fp8;
+  if (is_recurrent_ && policy.fp8() != nullptr) no_fp8.emplace();
   std::optional<CastAction> action = policy.action(id_);
   if (policy.keeps_operator(id_) && has_kept_argument(arguments, policy)) action = CastAction::fp32;
   if (belongs_to_stock(action, arguments, policy)) {

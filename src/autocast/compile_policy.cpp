@@ -3,6 +3,7 @@
 #include "src/autocast/emulation.h"
 #include "src/autocast/fast_kernels.h"
 #include "src/autocast/op_names.h"
+#include "src/autocast/operator_lists.h"
 
 #include <c10/util/FunctionRef.h>
 
@@ -12,6 +13,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 
 // Turns a policy into the form that the dispatcher's kernels read, and installs the kernels that it
@@ -74,6 +76,18 @@ void install_convolutions(c10::DeviceType device) {
   });
 }
 
+// So that their products stay out of fp8.
+void install_recurrent_layers(c10::DeviceType device) {
+  static OncePerDevice once;
+  once(device, [&] {
+    for (const std::string_view name : kRecurrent) {
+      const auto found = aten_operators().find(std::string(name));
+      if (found == aten_operators().end()) continue;
+      for (const auto& op : found->second) install_kernel(op, device);
+    }
+  });
+}
+
 void use_fast_kernels(CompiledPolicy& policy, const std::set<std::string>& names) {
   if (names.empty()) return;
   const auto& operators = fast_operators(policy.device());
@@ -93,6 +107,7 @@ void install_kernels_without_rows(const CompiledPolicy& policy) {
   } else if (policy.repairs()) {
     install_convolutions(policy.device());
   }
+  if (policy.fp8() != nullptr) install_recurrent_layers(policy.device());
 }
 
 // Operators in these rows run in fp32 if they get a parameter that stays in fp32.

@@ -8,6 +8,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,10 +29,15 @@ namespace semitone::amp {
 
 // The operators that have it: those that layers call, with two operands and at most a bias.
 struct Fp8Operator {
+  enum class Kind : std::uint8_t { linear, mm, matmul, addmm, convolution };
+
+  Kind kind;
   std::size_t first;  // of these two arguments, one is the weight
   std::size_t second;
-  std::optional<std::size_t> bias;
-  bool is_addmm = false;  // its bias comes first, and it has the factors beta and alpha
+  std::optional<std::size_t> bias = std::nullopt;
+  // Of convolutions. One with groups and without `transposed` is a transposed one.
+  std::optional<std::size_t> transposed = std::nullopt;
+  std::optional<std::size_t> groups = std::nullopt;
 
   // By the display name; nothing for other operators.
   static std::optional<Fp8Operator> find(std::string_view name);
@@ -46,9 +52,20 @@ struct Fp8Call {
   c10::function_ref<at::Tensor()> compute;
 };
 
-// The result in fp8; undefined if none of the operands is a weight of the state. Not so within a
-// backward pass: there only functions of the user call products, with gradients among the operands.
-// The caller has excluded the Autocast keys.
+// While one exists, this thread computes no product in fp8: within a recurrent layer, which is one
+// operator on some processors and many on others.
+class [[nodiscard]] DisableFp8 {
+ public:
+  DisableFp8();
+  ~DisableFp8();
+  DisableFp8(const DisableFp8&) = delete;
+  DisableFp8& operator=(const DisableFp8&) = delete;
+};
+
+// The result in fp8; undefined if none of the operands is a weight of the state, one is to stay in
+// 16 bits, or sizes do not fit. So it is within a backward pass without GradMode: there only
+// functions of the user call products, with gradients among the operands. The caller has excluded the
+// Autocast keys.
 at::Tensor fp8_product(const Fp8Operator& op, const std::shared_ptr<Fp8State>& state,
                        const Fp8Call& call);
 

@@ -60,8 +60,8 @@ void check(const Fp8Options& options) {
   if (options.amax_history() < 1 || options.amax_history() > (1 << 20))
     throw Error(kFp8, "an amax_history of 1 to 1048576 steps",
                 std::to_string(options.amax_history()));
-  if (options.margin() < 0 || options.margin() > 64)
-    throw Error(kFp8, "a margin of 0 to 64", std::to_string(options.margin()));
+  if (options.margin() < 0 || options.margin() > 16)
+    throw Error(kFp8, "a margin of 0 to 16", std::to_string(options.margin()));
 }
 
 Fp8State::Fp8State(const Fp8Options& options, const Named& parameters) : options_(options) {
@@ -74,11 +74,13 @@ Fp8State::Fp8State(const Fp8Options& options, const Named& parameters) : options
     const auto found = matching(glob, names, kFp8);
     kept.insert(found.begin(), found.end());
   }
-  std::set<const c10::TensorImpl*> left_out;
-  for (const std::size_t i : kept) left_out.insert(parameters[i].second.impl._unsafe_get_target());
+  for (const std::size_t i : kept) {
+    left_out_.push_back(parameters[i].second);
+    in_16_bits_.insert(parameters[i].second.impl._unsafe_get_target());
+  }
   for (const auto& [name, parameter] : parameters) {
     const c10::TensorImpl* const address = parameter.impl._unsafe_get_target();
-    if (left_out.contains(address) || address->dim() < 2) continue;
+    if (in_16_bits_.contains(address) || address->dim() < 2) continue;
     // A shared parameter has several names, and one place.
     if (!by_address_.emplace(address, names_.size()).second) continue;
     names_.push_back(name);
@@ -95,6 +97,11 @@ std::optional<std::size_t> Fp8State::find(const at::Tensor& tensor) const {
   return found == by_address_.end() ? std::nullopt : std::optional(found->second);
 }
 
+bool Fp8State::stays_in_16_bits(const at::Tensor& tensor) const {
+  return in_16_bits_.contains(original_of(tensor)) ||
+         (tensor.is_view() && in_16_bits_.contains(original_of(at::Tensor(tensor._base()))));
+}
+
 float Fp8State::scale_for(float amax, Fp8Role role) const {
   if (amax == 0) return 1;
   const double scale = std::ldexp(dtype_limits(format(role)).max / static_cast<double>(amax),
@@ -105,30 +112,56 @@ float Fp8State::scale_for(float amax, Fp8Role role) const {
 
 Fp8State::Rounded Fp8State::round(std::size_t weight, Fp8Role role, const at::Tensor& tensor,
                                   bool records) {
-  const std::size_t at = place(weight, role);
+  const std::size_t slot = place(weight, role);
   float scale = 0;
   {
     const std::lock_guard lock(mutex_);
-    scale = scales_[at];
+    scale = scales_[slot];
   }
   if (scale == 0) scale = scale_for(kernels::finite_amax(tensor), role);
   kernels::Fp8Values rounded = kernels::to_fp8(tensor, format(role), scale);
   if (records) {
     const std::lock_guard lock(mutex_);
-    amax_[at] = std::max(amax_[at], rounded.amax);
+    amax_[slot] = std::max(amax_[slot], rounded.amax);
   }
   return {std::move(rounded.values), scale};
 }
 
-void Fp8State::update() {
-  const std::lock_guard lock(mutex_);
-  std::vector<float> amax = amax_;
-  if (hook_) {
-    const events::PhaseScope waiting(events::Phase::communication);
-    at::Tensor agreed = tensor_of(amax);
-    hook_(agreed);
-    amax = values_of(agreed);
+std::vector<float> Fp8State::agreed(const Fp8Scaling::AmaxHook& hook,
+                                    const std::vector<float>& amax) const {
+  const events::PhaseScope waiting(events::Phase::communication);
+  const auto weight =
+      weights_.empty() ? decltype(weights_.front().impl.lock())() : weights_.front().impl.lock();
+  const at::Device device = weight.defined() ? weight->device() : at::Device(at::kCPU);
+  const at::Tensor given = tensor_of(amax).to(device);
+  at::Tensor result = given;
+  hook(result);
+  const bool fits = result.defined() && result.scalar_type() == at::kFloat &&
+                    result.sizes() == given.sizes() && result.isfinite().all().item<bool>() &&
+                    result.ge(0).all().item<bool>();
+  if (!fits) {
+    throw Error(
+        "amp.fp8_scaling.update",
+        c10::str("a hook that leaves float32 numbers of at least 0, of the shape ", given.sizes()),
+        result.defined() ? c10::str(dtype_name(result.scalar_type()), " of ", result.sizes(),
+                                    ", or numbers that are negative or not finite")
+                         : "an undefined tensor",
+        "reduce the tensor in place, with a MAX all-reduce");
   }
+  return values_of(result);
+}
+
+void Fp8State::update() {
+  std::vector<float> amax;
+  Fp8Scaling::AmaxHook hook;
+  {
+    const std::lock_guard lock(mutex_);
+    amax = amax_;
+    hook = hook_;
+  }
+  // Without the lock: it may ask for the scales.
+  if (hook) amax = agreed(hook, amax);
+  const std::lock_guard lock(mutex_);
   std::fill(amax_.begin(), amax_.end(), 0.0F);
   if (history_.size() < static_cast<std::size_t>(options_.amax_history())) {
     history_.push_back(std::move(amax));
@@ -171,16 +204,32 @@ void Fp8State::save(torch::serialize::OutputArchive& archive) const {
   for (const std::string& name : names_) names.push_back(name);
   archive.write("weights", c10::IValue(names));
   archive.write("amax_history", c10::IValue(options_.amax_history()));
+  archive.write("margin", c10::IValue(options_.margin()));
+  archive.write("forward", c10::IValue(dtype_name(options_.forward())));
+  archive.write("backward", c10::IValue(dtype_name(options_.backward())));
   archive.write("amax", tensor_of(amax_), /*is_buffer=*/true);
   archive.write("scales", tensor_of(scales_), /*is_buffer=*/true);
   archive.write("history", history, /*is_buffer=*/true);
 }
 
+// Scales hold for a format and a margin, and the history for its length.
+void Fp8State::require_saved_options(torch::serialize::InputArchive& archive) const {
+  const auto require = [](const char* name, const std::string& own, const std::string& saved) {
+    if (own != saved)
+      throw FileError(kScaling, c10::str("'", name, "' of ", own), saved,
+                      "use the Fp8Options of the saved run");
+  };
+  for (const auto& [name, own] :
+       {std::pair{"amax_history", options_.amax_history()}, {"margin", options_.margin()}})
+    require(name, std::to_string(own),
+            std::to_string(read_value<std::int64_t>(archive, name, kScaling)));
+  for (const auto& [name, own] :
+       {std::pair{"forward", options_.forward()}, {"backward", options_.backward()}})
+    require(name, dtype_name(own), read_value<std::string>(archive, name, kScaling));
+}
+
 void Fp8State::load(torch::serialize::InputArchive& archive) {
-  const auto saved_history = read_value<std::int64_t>(archive, "amax_history", kScaling);
-  if (saved_history != options_.amax_history())
-    throw FileError(kScaling, c10::str("an amax_history of ", options_.amax_history()),
-                    std::to_string(saved_history), "use the options of the saved run");
+  require_saved_options(archive);
   const std::lock_guard lock(mutex_);
   c10::IValue saved_names;
   const bool has_names = archive.try_read("weights", saved_names) && saved_names.isList();
@@ -197,7 +246,8 @@ void Fp8State::load(torch::serialize::InputArchive& archive) {
   const auto places = static_cast<std::int64_t>(amax_.size());
   const at::Tensor amax = read_numbers(archive, "amax", {places});
   const at::Tensor scales = read_numbers(archive, "scales", {places});
-  const std::int64_t steps = read_value<at::Tensor>(archive, "history", kScaling).size(0);
+  const auto saved_steps = read_value<at::Tensor>(archive, "history", kScaling);
+  const std::int64_t steps = saved_steps.dim() == 2 ? saved_steps.size(0) : 0;
   if (steps > options_.amax_history())
     throw FileError(kScaling, "at most amax_history steps", std::to_string(steps));
   const at::Tensor history = read_numbers(archive, "history", {steps, places});

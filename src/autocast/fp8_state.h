@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,8 @@ class Fp8State {
 
   // The weight that a tensor is, or a view of; on a thread with a copy of the model, its original.
   std::optional<std::size_t> find(const at::Tensor& tensor) const;
+  // Whether a tensor is one that Fp8Options::keep_16bit_params names, or a view of one.
+  bool stays_in_16_bits(const at::Tensor& tensor) const;
 
   // The values of a tensor in the role's format, and the scale that they were multiplied by.
   struct Rounded {
@@ -61,10 +64,15 @@ class Fp8State {
     return weight * kRoles + static_cast<std::size_t>(role);
   }
   float scale_for(float amax, Fp8Role role) const;
+  // What all ranks have seen.
+  std::vector<float> agreed(const Fp8Scaling::AmaxHook& hook, const std::vector<float>& amax) const;
+  void require_saved_options(torch::serialize::InputArchive& archive) const;
 
   const Fp8Options options_;
   std::vector<std::string> names_;
   std::vector<BoundParameter> weights_;  // keep their addresses reserved
+  std::vector<BoundParameter> left_out_;
+  std::unordered_set<const c10::TensorImpl*> in_16_bits_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_address_;
 
   mutable std::mutex mutex_;  // of all that follows

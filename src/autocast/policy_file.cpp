@@ -123,8 +123,8 @@ Fp8Options fp8_options_of(const Json& json, const std::string& where) {
   require_known_keys(json, {"forward", "backward", "amax_history", "margin", "keep_16bit_params"},
                      where);
   Fp8Options options;
-  const auto format = [&](const char* key, c10::ScalarType usual) {
-    if (!json.contains(key)) return usual;
+  const auto format = [&](const char* key, c10::ScalarType fallback) {
+    if (!json.contains(key)) return fallback;
     const auto name = json.at(key).get<std::string>();
     for (const auto known : {c10::ScalarType::Float8_e4m3fn, c10::ScalarType::Float8_e5m2})
       if (dtype_name(known) == name) return known;
@@ -133,8 +133,15 @@ Fp8Options fp8_options_of(const Json& json, const std::string& where) {
   };
   options.forward(format("forward", options.forward()));
   options.backward(format("backward", options.backward()));
-  options.amax_history(json.value("amax_history", options.amax_history()));
-  options.margin(json.value("margin", options.margin()));
+  const auto integer = [&](const char* key, std::int64_t fallback) {
+    if (!json.contains(key)) return fallback;
+    if (!json.at(key).is_number_integer())
+      throw FileError(kPolicyFile, fmt::format("an integer for '{}' in {}", key, where),
+                      json.at(key).dump().substr(0, 100));
+    return json.at(key).get<std::int64_t>();
+  };
+  options.amax_history(integer("amax_history", options.amax_history()));
+  options.margin(integer("margin", options.margin()));
   options.keep_16bit_params(json.value("keep_16bit_params", options.keep_16bit_params()));
   return options;
 }

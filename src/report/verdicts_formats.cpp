@@ -142,6 +142,11 @@ std::optional<Verdict> judge_formats(const Evidence& evidence) {
 }
 
 std::optional<Verdict> judge_float8(const Evidence& evidence) {
+  const auto& operators = evidence.summary.operators;
+  const bool is_in_use = std::any_of(operators.begin(), operators.end(), [](const RunOperator& op) {
+    return op.dtype.starts_with("float8");
+  });
+  if (is_in_use) return std::nullopt;
   ScaledToFit forward(kNumberFormats[kFloat8E4m3fn]);
   ScaledToFit backward(kNumberFormats[kFloat8E5m2]);
   for (const ParameterSummary& parameter : evidence.summary.parameters) {

@@ -94,7 +94,7 @@ class Run {
   }
 
  private:
-  // All ranks use the same scales in fp8.
+  // From the second step on, all ranks use the same scales in fp8.
   void agree_on_fp8() {
     const bool has_fp8 = options_.opt_level() != amp::OptLevel::O0 &&
                          options_.policy().has_value() &&

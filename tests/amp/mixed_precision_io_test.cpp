@@ -113,7 +113,7 @@ Options fp8_options(const std::string& level, ScalarType dtype) {
 std::vector<float> scales_of(const MixedPrecision& mixed) {
   std::vector<float> all;
   for (const auto& scales : mixed.fp8_scaling().scales())
-    all.insert(all.end(), {scales.of_inputs, scales.of_weight, scales.of_gradients});
+    all.insert(all.end(), {scales.input_scale, scales.weight_scale, scales.grad_output_scale});
   return all;
 }
 
@@ -163,9 +163,16 @@ TEST(MixedPrecisionInFp8, DiffersFrom16BitsAndIsNamedInErrors) {
   EXPECT_NE(loss_of(in_fp8), loss_of(in_bf16));
   EXPECT_NEAR(loss_of(in_fp8), loss_of(in_bf16), 0.2 * loss_of(in_bf16));
   EXPECT_THAT(message_of<Error>([&] { in_bf16.mixed.fp8_scaling(); }), HasSubstr("fp8()"));
+}
+
+TEST(MixedPrecisionInFp8, BeginsAndEndsWithinARun) {
+  Training in_fp8(fp8_options("O1", torch::kBFloat16));
+  Training in_bf16(options("O1"));
   auto without = saved(in_bf16.mixed);
-  EXPECT_THAT(message_of<FileError>([&] { in_fp8.mixed.load(without); }), HasSubstr("'fp8'"));
-  // A run goes on without fp8.
+  in_fp8.mixed.load(without);
+  EXPECT_THAT(scales_of(in_fp8.mixed), testing::Each(0));
+  in_fp8.train(0);
+  EXPECT_THAT(scales_of(in_fp8.mixed), testing::Each(testing::Gt(0)));
   auto with = saved(in_fp8.mixed);
   EXPECT_NO_THROW(in_bf16.mixed.load(with));
 }

@@ -239,8 +239,8 @@ TEST_F(Fp8, ScalesAreThoseOfTheStepsBefore) {
     float of_inputs = 0;
     float of_gradients = 0;
     for (int step = 0; step < 50; ++step) {
-      ASSERT_EQ(scaling.scales().at(0).of_inputs, of_inputs) << step;
-      ASSERT_EQ(scaling.scales().at(0).of_gradients, of_gradients) << step;
+      ASSERT_EQ(scaling.scales().at(0).input_scale, of_inputs) << step;
+      ASSERT_EQ(scaling.scales().at(0).grad_output_scale, of_gradients) << step;
       double of_step = 0;
       double of_gradient = 0;
       // Two batches, as in gradient accumulation; in some steps the layer does not run, or gets 0.
@@ -306,7 +306,7 @@ TEST_F(Fp8, EvaluationDoesNotChangeTheScales) {
     EXPECT_EQ(run(torch::full({2, 8}, 100.0)).scalar_type(), torch::kBFloat16);
   }
   policy.fp8_scaling().update();
-  EXPECT_EQ(before.at(0).of_inputs, policy.fp8_scaling().scales().at(0).of_inputs);
+  EXPECT_EQ(before.at(0).input_scale, policy.fp8_scaling().scales().at(0).input_scale);
 }
 
 TEST_F(Fp8, NonFiniteValuesReachTheGradients) {
@@ -325,7 +325,7 @@ TEST_F(Fp8, NonFiniteValuesReachTheGradients) {
     EXPECT_FALSE(layer->weight.grad().isfinite().all().item<bool>());
     policy.fp8_scaling().update();
     for (const auto& scales : policy.fp8_scaling().scales())
-      EXPECT_TRUE(std::isfinite(scales.of_gradients)) << scales.weight;
+      EXPECT_TRUE(std::isfinite(scales.grad_output_scale)) << scales.parameter;
   }
 }
 
@@ -345,8 +345,8 @@ struct Net : torch::nn::Module {
   torch::nn::Linear head;
 };
 
-// The dtypes to which each operator rounded, in one forward and backward.
-std::multiset<std::string> casts_to_fp8(const CastPolicy& policy, Net& net) {
+// The dtypes to which each operator rounded while a function ran.
+std::multiset<std::string> casts_to_fp8_in(const std::function<void()>& run) {
   struct Log : events::Listener {
     using Listener::on;
     void on(const events::Cast& cast) override {
@@ -360,13 +360,20 @@ std::multiset<std::string> casts_to_fp8(const CastPolicy& policy, Net& net) {
   const auto log = std::make_shared<Log>();
   {
     const events::Listen listen(log);
+    run();
+  }
+  return log->casts;
+}
+
+// In one forward and backward.
+std::multiset<std::string> casts_to_fp8(const CastPolicy& policy, Net& net) {
+  return casts_to_fp8_in([&] {
     const at::Tensor result = [&] {
       const Autocast region(policy);
       return net.forward(torch::randn({2, 1, 6, 6}));
     }();
     result.sum().backward();
-  }
-  return log->casts;
+  });
 }
 
 TEST_F(Fp8, LayersThatAPolicyKeepsAreNotRounded) {
@@ -393,17 +400,13 @@ TEST_F(Fp8, WeightsOf16BitsAreRoundedUnderPresetNone) {
   Net net;
   for (at::Tensor& parameter : net.parameters()) parameter.set_data(parameter.to(torch::kBFloat16));
   const CastPolicy policy = CastPolicy::none({torch::kCPU, torch::kBFloat16}).fp8().bind(net);
-  struct Log : events::Listener {
-    using Listener::on;
-    void on(const events::Cast& cast) override { count += cast.to == kE4m3 ? 1 : 0; }
-    int count = 0;
-  };
-  const auto log = std::make_shared<Log>();
-  const events::Listen listen(log);
   const Autocast region(policy);
-  const at::Tensor result = net.forward(torch::randn({2, 1, 6, 6}).to(torch::kBFloat16));
+  at::Tensor result;
+  EXPECT_EQ(casts_to_fp8_in([&] {
+              result = net.forward(torch::randn({2, 1, 6, 6}).to(torch::kBFloat16));
+            }).size(),
+            6U);
   EXPECT_EQ(result.scalar_type(), torch::kBFloat16);
-  EXPECT_EQ(log->count, 6);
   result.sum().backward();
   EXPECT_EQ(net.head->weight.grad().scalar_type(), torch::kBFloat16);
 }
@@ -419,7 +422,7 @@ TEST_F(Fp8, ASharedWeightHasOneScale) {
   result.sum().backward();
   policy.fp8_scaling().update();
   ASSERT_EQ(policy.fp8_scaling().scales().size(), 1U);
-  EXPECT_EQ(policy.fp8_scaling().scales()[0].of_inputs, scale_of(7, kE4m3));
+  EXPECT_EQ(policy.fp8_scaling().scales()[0].input_scale, scale_of(7, kE4m3));
   EXPECT_TRUE(at::allclose(layer->weight.grad(), torch::full({8, 8}, 20.0), 0.01));
 }
 
@@ -480,6 +483,229 @@ TEST_F(Fp8, ProductsWithinABackwardPassStayIn16Bits) {
   EXPECT_TRUE(at::allclose(input.grad(), want, 0.02, 0.02)) << input.grad() - want;
 }
 
+// Products of a gradient and a weight are up to 57344 x 448, which fp16 does not hold.
+TEST_F(Fp8, ABackwardPassWithinARegionIsTheSame) {
+  for (const std::vector<std::int64_t>& sizes :
+       {std::vector<std::int64_t>{64, 64}, std::vector<std::int64_t>{4, 16, 64}}) {
+    SCOPED_TRACE(sizes.size());
+    torch::nn::Linear layer(64, 64);
+    const at::Tensor input = torch::randn(sizes).requires_grad_();
+    std::vector<at::Tensor> gradients;
+    for (const bool is_within : {false, true}) {
+      const CastPolicy policy = fp8_policy(*layer, {}, torch::kHalf);
+      auto region = std::make_unique<Autocast>(policy);
+      const at::Tensor loss = layer->forward(input).to(torch::kFloat).mean();
+      if (!is_within) region.reset();
+      loss.backward();
+      region.reset();
+      for (at::Tensor tensor : {at::Tensor(input), layer->weight, layer->bias}) {
+        EXPECT_TRUE(tensor.grad().isfinite().all().item<bool>());
+        gradients.push_back(tensor.grad());
+        tensor.mutable_grad() = at::Tensor();
+      }
+    }
+    for (std::size_t i = 0; i < 3; ++i) expect_bitwise_equal(gradients[i], gradients[i + 3]);
+  }
+}
+
+// On every processor: on some, a layer is one operator of oneDNN, on others a chain of products.
+TEST_F(Fp8, RecurrentLayersAreNotRounded) {
+  const auto expect_none = [](auto layer, const at::Tensor& input) {
+    for (const char* const preset : {"semitone", "torch", "apex", "paddle", "paddle-o2"}) {
+      for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
+        for (at::Tensor& parameter : layer->parameters()) parameter.set_data(parameter.to(dtype));
+        const CastPolicy policy =
+            CastPolicy::by_name(preset, {torch::kCPU, torch::kBFloat16}).fp8().bind(*layer);
+        const auto casts = casts_to_fp8_in([&] {
+          const Autocast region(policy);
+          layer->forward(input.to(dtype));
+        });
+        EXPECT_TRUE(casts.empty()) << preset << ' ' << layer->name() << ' ' << casts.size();
+      }
+    }
+  };
+  const at::Tensor sequence = torch::randn({3, 2, 8});
+  expect_none(torch::nn::LSTM(8, 8), sequence);
+  expect_none(torch::nn::GRU(8, 8), sequence);
+  expect_none(torch::nn::RNN(8, 8), sequence);
+  expect_none(torch::nn::LSTMCell(8, 8), sequence[0]);
+  expect_none(torch::nn::GRUCell(8, 8), sequence[0]);
+  expect_none(torch::nn::RNNCell(8, 8), sequence[0]);
+}
+
+// A product of two parameters, as of learned queries.
+TEST_F(Fp8, AProductWithALayerIn16BitsIsNotRounded) {
+  struct Queries : torch::nn::Module {
+    Queries()
+        : queries(register_parameter("queries", torch::randn({4, 8}))),
+          head(register_module("head", torch::nn::Linear(8, 8))) {}
+    at::Tensor queries;
+    torch::nn::Linear head;
+  };
+  const auto model = std::make_shared<Queries>();
+  const auto casts = [&](const Fp8Options& options) {
+    const CastPolicy policy = fp8_policy(*model, options);
+    return casts_to_fp8_in([&] {
+             const Autocast region(policy);
+             model->head(model->queries);
+             at::mm(model->queries, model->head->weight.t());
+           })
+        .size();
+  };
+  EXPECT_EQ(casts(Fp8Options().keep_16bit_params({"head.*"})), 0U);
+  EXPECT_EQ(casts({}), 4U);
+}
+
+// LibTorch decides on them, as without fp8: an error, or a result.
+TEST_F(Fp8, UnusualSizesAreLibTorchs) {
+  struct Weights : torch::nn::Module {
+    Weights()
+        : row(register_parameter("row", torch::randn({1, 16}))),
+          matrix(register_parameter("matrix", torch::randn({16, 4}))),
+          stack(register_parameter("stack", torch::randn({2, 16, 4}))),
+          kernel(register_parameter("kernel", torch::randn({6, 2, 3}))) {}
+    at::Tensor row;
+    at::Tensor matrix;
+    at::Tensor stack;
+    at::Tensor kernel;
+  };
+  const auto weights = std::make_shared<Weights>();
+  const at::Tensor x = torch::randn({5, 16});
+  const at::Tensor signal = torch::randn({2, 2, 12});
+  const at::Tensor wide_signal = torch::randn({2, 6, 12});
+  const auto bias = [](at::IntArrayRef sizes) { return torch::randn(sizes); };
+  using Call = std::function<at::Tensor()>;
+  const std::vector<std::pair<std::string, Call>> calls{
+      {"linear, bias of another size", [&] { return at::linear(x, weights->row, bias({3})); }},
+      {"linear, bias of the result's shape",
+       [&] { return at::linear(x, weights->matrix.t(), bias({5, 4})); }},
+      {"linear, another width", [&] { return at::linear(x, weights->matrix); }},
+      {"conv1d, bias of another size",
+       [&] { return at::conv1d(signal, weights->kernel, bias({1})); }},
+      {"conv_transpose1d",
+       [&] { return at::conv_transpose1d(wide_signal, weights->kernel, bias({2})); }},
+      {"conv_transpose1d in groups",
+       [&] { return at::conv_transpose1d(wide_signal, weights->kernel, bias({4}), 1, 0, 0, 2); }},
+      {"conv_transpose1d, bias of another size",
+       [&] { return at::conv_transpose1d(wide_signal, weights->kernel, bias({6})); }},
+      {"addmm, too large a bias",
+       [&] { return at::addmm(bias({7, 4}), x[0].unsqueeze(0), weights->matrix); }},
+      {"addmm, bias of three dimensions",
+       [&] { return at::addmm(bias({2, 5, 4}), x, weights->matrix); }},
+      {"matmul of a vector", [&] { return at::matmul(x[0], weights->matrix); }},
+      {"matmul by a vector", [&] { return at::matmul(weights->matrix, bias({4})); }},
+      {"matmul from the left, in a batch",
+       [&] { return at::matmul(weights->matrix.t(), bias({3, 16, 2})); }},
+      {"matmul of a stack", [&] { return at::matmul(bias({2, 5, 16}), weights->stack); }}};
+  const CastPolicy plain = CastPolicy::semitone({torch::kCPU, torch::kBFloat16}).bind(*weights);
+  const CastPolicy in_fp8 = fp8_policy(*weights);
+  for (const auto& [name, call] : calls) {
+    SCOPED_TRACE(name);
+    const auto shape_or_error = [&call = call](const CastPolicy& policy) -> std::string {
+      const Autocast region(policy);
+      try {
+        const at::Tensor result = call();
+        return c10::str(result.sizes(), result.scalar_type());
+      } catch (const c10::Error&) {
+        return "an error";
+      }
+    };
+    EXPECT_EQ(shape_or_error(in_fp8), shape_or_error(plain));
+  }
+}
+
+// A function that computes its forward pass again in its backward, to save memory.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
+                            torch::nn::Linear* layer, const CastPolicy* policy) {
+    ctx->save_for_backward({x});
+    ctx->saved_data["layer"] = reinterpret_cast<std::intptr_t>(layer);
+    ctx->saved_data["policy"] = reinterpret_cast<std::intptr_t>(policy);
+    return (*layer)->forward(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    const at::AutoGradMode grad_mode(true);
+    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    auto& layer = *reinterpret_cast<torch::nn::Linear*>(ctx->saved_data["layer"].toInt());
+    const at::Tensor result = [&] {
+      const Autocast region(
+          *reinterpret_cast<const CastPolicy*>(ctx->saved_data["policy"].toInt()));
+      return layer->forward(x);
+    }();
+    result.backward(grads[0]);
+    return {x.grad(), {}, {}};
+  }
+};
+
+TEST_F(Fp8, ARecomputedForwardPassIsTheSame) {
+  torch::nn::Linear layer(8, 8);
+  const at::Tensor input = torch::randn({3, 8}).requires_grad_();
+  std::vector<at::Tensor> gradients;
+  for (const bool recomputes : {false, true}) {
+    const CastPolicy policy = fp8_policy(*layer);
+    for (int step = 0; step < 2; ++step) {
+      layer->zero_grad();
+      const at::Tensor result = [&] {
+        const Autocast region(policy);
+        return recomputes ? Recomputed::apply(input, &layer, &policy) : layer->forward(input);
+      }();
+      result.sum().backward();
+      policy.fp8_scaling().update();
+    }
+    EXPECT_GT(policy.fp8_scaling().scales().at(0).grad_output_scale, 0);
+    gradients.push_back(layer->weight.grad().clone());
+  }
+  expect_bitwise_equal(gradients[0], gradients[1]);
+}
+
+TEST_F(Fp8, AHookLeavesWhatItGot) {
+  torch::nn::Linear layer(8, 8);
+  const CastPolicy policy = fp8_policy(*layer);
+  Fp8Scaling scaling = policy.fp8_scaling();
+  {
+    const Autocast region(policy);
+    layer->forward(torch::ones({2, 8}));
+  }
+  using Hook = Fp8Scaling::AmaxHook;
+  for (const Hook& hook : {Hook([](at::Tensor& amax) { amax = amax.max().reshape({1}); }),
+                           Hook([](at::Tensor& amax) { amax = amax.to(torch::kDouble); }),
+                           Hook([](at::Tensor& amax) { amax.fill_(INFINITY); }),
+                           Hook([](at::Tensor& amax) { amax.neg_(); }),
+                           Hook([](at::Tensor& amax) { amax = at::Tensor(); })}) {
+    scaling.set_amax_hook(hook);
+    EXPECT_THAT(error_of([&] { scaling.update(); }), HasSubstr("expected a hook that leaves"));
+    EXPECT_EQ(scaling.scales().at(0).input_scale, 0);
+  }
+  scaling.set_amax_hook([&](at::Tensor& amax) {
+    EXPECT_EQ(scaling.scales().size(), 1U);  // it may ask
+    amax.mul_(2);
+  });
+  scaling.update();
+  EXPECT_EQ(scaling.scales().at(0).input_scale, 224);
+}
+
+TEST_F(Fp8, ScalesHoldForTheirOptions) {
+  torch::nn::Linear layer(8, 8);
+  std::stringstream saved;
+  {
+    torch::serialize::OutputArchive out;
+    fp8_policy(*layer).fp8_scaling().save(out);
+    out.save_to(saved);
+  }
+  torch::serialize::InputArchive in;
+  in.load_from(saved);
+  fp8_policy(*layer).fp8_scaling().load(in);
+  const std::pair<Fp8Options, const char*> others[] = {
+      {Fp8Options().forward(kE5m2), "expected 'forward' of float8_e5m2, got float8_e4m3fn"},
+      {Fp8Options().backward(kE4m3), "expected 'backward' of float8_e4m3fn, got float8_e5m2"},
+      {Fp8Options().margin(1), "expected 'margin' of 1, got 0"}};
+  for (const auto& [options, message] : others) {
+    const CastPolicy policy = fp8_policy(*layer, options);
+    EXPECT_THAT(error_of([&] { policy.fp8_scaling().load(in); }), HasSubstr(message));
+  }
+}
+
 TEST_F(Fp8, SavedScalesGoOnBitForBit) {
   const auto train = [](const CastPolicy& policy, Net& net, int from, int to) {
     for (int step = from; step < to; ++step) {
@@ -524,7 +750,7 @@ TEST_F(Fp8, SavedScalesGoOnBitForBit) {
 
   const CastPolicy longer = fp8_policy(*resumed, Fp8Options().amax_history(5));
   EXPECT_THAT(error_of([&] { longer.fp8_scaling().load(in); }),
-              HasSubstr("expected an amax_history of 5, got 4"));
+              HasSubstr("expected 'amax_history' of 5, got 4"));
   const CastPolicy fewer =
       fp8_policy(*resumed, Fp8Options().amax_history(4).keep_16bit_params({"head.weight"}));
   EXPECT_THAT(error_of([&] { fewer.fp8_scaling().load(in); }),
@@ -538,6 +764,7 @@ TEST_F(Fp8, MistakesAreErrors) {
               HasSubstr("expected float8_e4m3fn or float8_e5m2, got float16"));
   EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().amax_history(0)); }), HasSubstr("got 0"));
   EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().margin(-1)); }), HasSubstr("got -1"));
+  EXPECT_THAT(error_of([&] { policy.fp8(Fp8Options().margin(17)); }), HasSubstr("got 17"));
   EXPECT_FALSE(policy.fp8_options().has_value());
   EXPECT_THAT(error_of([&] { policy.fp8_scaling(); }), HasSubstr("without fp8()"));
   policy.fp8();

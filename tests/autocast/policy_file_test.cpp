@@ -118,6 +118,8 @@ TEST_F(PolicyFile, HasFp8AsAnObjectOrNotAtAll) {
                CastPolicy::semitone(kTarget).fp8(Fp8Options().margin(2)));
   EXPECT_FALSE(CastPolicy::semitone(kTarget).fp8_options().has_value());
   EXPECT_THAT(error_of_file(begin + "true}"), testing::HasSubstr("an object of 'fp8'"));
+  EXPECT_THAT(error_of_file(begin + R"({"amax_history": 2.7}})"),
+              testing::HasSubstr("an integer for 'amax_history'"));
   EXPECT_THAT(error_of_file(begin + R"({"margins": 2}})"), testing::HasSubstr("'margins'"));
   EXPECT_THAT(error_of_file(begin + R"({"margin": -2}})"), testing::HasSubstr("got -2"));
   EXPECT_THAT(error_of_file(begin + R"({"margin": 1e99}})"), testing::HasSubstr("margin"));

@@ -104,16 +104,16 @@ TEST(MixedPrecision, RanksAgreeOnTheScalesOfFp8) {
       std::vector<at::Tensor> of_weights;
       std::vector<at::Tensor> of_inputs;
       for (const auto& one : scales) {
-        of_weights.push_back(torch::tensor({one.of_weight}));
-        of_inputs.push_back(torch::tensor({one.of_inputs, one.of_gradients}));
+        of_weights.push_back(torch::tensor({one.weight_scale}));
+        of_inputs.push_back(torch::tensor({one.input_scale, one.grad_output_scale}));
       }
       expect_equal_on_all_ranks(group, of_weights);
       expect_equal_on_all_ranks(group, copies(model->parameters()));
       if (agrees) {
         expect_equal_on_all_ranks(group, of_inputs);
-        EXPECT_FLOAT_EQ(scales.front().of_inputs, 448 / expected.item<float>());
+        EXPECT_FLOAT_EQ(scales.front().input_scale, 448 / expected.item<float>());
       } else {
-        EXPECT_FLOAT_EQ(scales.front().of_inputs, 448 / largest);
+        EXPECT_FLOAT_EQ(scales.front().input_scale, 448 / largest);
       }
     }
   });

@@ -111,17 +111,18 @@ class CastPolicy {
   CastPolicy& fast_kernel(std::string_view op, bool on = true);
   CastPolicy& fast_kernels(bool on);
 
-  /// Computes products of weights in fp8 where this policy computes them in 16 bits: linear layers
-  /// and convolutions, with weights that are parameters, or views of parameters, of the model that
-  /// the policy is bound to. Inputs and weights are rounded to one format, gradients of the results
-  /// to another (Fp8Options), and products are summed in fp32; results, and all other operators,
-  /// are as without this function. Recurrent layers, attention's products of two activations, and
-  /// products within a custom function's backward stay in 16 bits.
+  /// Computes products of weights in fp8 where this policy computes them in 16 bits: linear layers,
+  /// mm, addmm, matmul and convolutions, with weights that are parameters, or views of parameters,
+  /// of the model that the policy is bound to. Inputs and weights are rounded to one format,
+  /// gradients of the results to another (Fp8Options), and products are summed in fp32. The dtypes of
+  /// results, and all other operators, do not change. docs/fp8.md lists the products that stay in
+  /// 16 bits, those of recurrent layers and of attention among them.
   ///
   /// fp8 is emulated: the numbers are those of hardware with fp8, on every processor and device, up
   /// to the order of summation, at a lower speed than in fp32 (docs/fp8.md).
   ///
   /// The scales need a model: see bind(). In a policy that is already bound they start at once.
+  /// amp::initialize binds the policy that it gets anew: use MixedPrecision::fp8_scaling() then.
   /// Autocast refuses a policy with fp8 that is not bound. Error for options out of range, and, in
   /// bind(), for a glob that matches no parameter.
   CastPolicy& fp8(const Fp8Options& options = {});

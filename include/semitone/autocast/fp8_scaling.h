@@ -13,8 +13,8 @@ namespace semitone::amp {
 
 class Fp8State;
 
-/// The scales of a model's products in fp8 (CastPolicy::fp8), one for each weight, for its inputs
-/// and for the gradients of its results. fp8 has 8 bits, of which 2 or 3 are the significand's, so
+/// The scales of a model's products in fp8 (CastPolicy::fp8). Each weight has three: for its inputs,
+/// for itself, and for the gradients of its results. fp8 has 8 bits, of which 2 or 3 are the significand's, so
 /// the range of a tensor has to be brought to that of the format: values are multiplied by a scale,
 /// rounded, and the product is divided by the two scales.
 ///
@@ -42,9 +42,11 @@ class Fp8Scaling {
   /// evaluation changes nothing.
   void update();
 
-  /// Sets a hook through which ranks agree, with a MAX all-reduce, so that all use the same scales.
-  /// Without it, each rank has scales for its own batches; weights have the same ones anyway.
-  /// update() calls it once, with all amaxes: one fp32 tensor on the CPU. Default: none.
+  /// Sets a hook through which ranks agree, with a MAX all-reduce, so that from the second step on all
+  /// use the same scales. Without it, each rank has scales for its own batches; weights have the same
+  /// ones anyway. update() calls it once, with all amaxes: one fp32 tensor on the device of the
+  /// weights. update() throws an Error, and changes nothing, if the hook leaves another shape, dtype,
+  /// or a value that is negative or not finite. Default: none.
   ///
   ///     scaling.set_amax_hook([&](at::Tensor& amax) {
   ///       group.all_reduce(amax, comm::ReduceOp::max);
@@ -54,15 +56,15 @@ class Fp8Scaling {
 
   /// The scales of the next step; 0 before there is an amax.
   struct Scales {
-    std::string weight;  ///< the parameter's name
-    float of_inputs;
-    float of_weight;
-    float of_gradients;
+    std::string parameter;  ///< its name
+    float input_scale;
+    float weight_scale;
+    float grad_output_scale;
   };
   std::vector<Scales> scales() const;
 
   /// Saves and loads the history, the scales and the amaxes since the last update(). load() throws
-  /// FileError, and changes nothing, if the weights or Fp8Options::amax_history differ.
+  /// FileError, and changes nothing, if the weights or the Fp8Options differ.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
