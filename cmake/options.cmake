@@ -6,6 +6,7 @@ option(SEMITONE_PROGRAM "Build the program semitone" ${PROJECT_IS_TOP_LEVEL})
 cmake_dependent_option(SEMITONE_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
 option(SEMITONE_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
 cmake_dependent_option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
+option(SEMITONE_C "Build the C interface, libsemitone_c" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_INSTALL "Make the target install" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
 

@@ -4,6 +4,10 @@ include(GNUInstallDirs)
 
 get_property(rooms GLOBAL PROPERTY semitone_rooms)
 install(TARGETS semitone ${rooms} EXPORT semitone ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(SEMITONE_C)
+  set_target_properties(semitone_c PROPERTIES INSTALL_RPATH ${LibTorch_ROOT_DIR}/lib INSTALL_RPATH_USE_LINK_PATH ON)
+  install(TARGETS semitone_c EXPORT semitone LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 if(SEMITONE_PROGRAM)
   # It finds LibTorch in the build's place, even below the sources.
   set_target_properties(semitone_cli PROPERTIES INSTALL_RPATH ${LibTorch_ROOT_DIR}/lib INSTALL_RPATH_USE_LINK_PATH ON)

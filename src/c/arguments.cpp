@@ -1,0 +1,115 @@
+#include "src/c/arguments.h"
+
+#include "semitone/core/device.h"
+#include "semitone/core/error.h"
+#include "src/c/handles.h"
+
+#include <torch/serialize.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <sstream>
+#include <string_view>
+#include <unordered_set>
+
+namespace semitone::c {
+
+const at::Tensor& tensor_of(const SemitoneTensor* tensor, const char* function) {
+  require_pointer(tensor, "tensor", function);
+  const auto& found = *reinterpret_cast<const at::Tensor*>(tensor);
+  if (!found.defined()) throw Error(function, "a tensor", "an undefined tensor");
+  return found;
+}
+
+at::Tensor& tensor_of(SemitoneTensor* tensor, const char* function) {
+  tensor_of(static_cast<const SemitoneTensor*>(tensor), function);
+  return *reinterpret_cast<at::Tensor*>(tensor);
+}
+
+std::vector<at::Tensor> tensors_of(const SemitoneTensor* const* tensors, std::size_t count,
+                                   const char* function) {
+  if (count > 0) require_pointer(tensors, "list of tensors", function);
+  std::vector<at::Tensor> all;
+  all.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    try {
+      all.push_back(tensor_of(tensors[i], function));
+    } catch (const Error&) {
+      throw Error(function, "a tensor in each place of a list",
+                  "none in place " + std::to_string(i) + " of " + std::to_string(count));
+    }
+  }
+  return all;
+}
+
+SemitoneTensor* new_tensor(at::Tensor tensor) {
+  return reinterpret_cast<SemitoneTensor*>(new at::Tensor(std::move(tensor)));
+}
+
+std::vector<std::string> names_of(const char* const* names, std::size_t count,
+                                  const char* function) {
+  std::vector<std::string> all;
+  std::unordered_set<std::string_view> seen;
+  all.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    all.push_back(names == nullptr ? std::to_string(i)
+                                   : string_of(names[i], "name for each parameter", function));
+    const std::string& name = all.back();
+    if (name.empty() || name.front() == '.' || name.back() == '.' ||
+        name.find("..") != std::string::npos) {
+      throw Error(function, "names of parameters like 'encoder.0.weight'", "'" + name + "'");
+    }
+    if (!seen.insert(name).second)
+      throw Error(function, "a different name for each parameter", "'" + name + "' twice");
+  }
+  return all;
+}
+
+std::string string_of(const char* text, const char* what, const char* function) {
+  require_pointer(text, what, function);
+  return text;
+}
+
+char* new_string(const std::string& text) {
+  auto* const copy = static_cast<char*>(std::malloc(text.size() + 1));
+  if (copy == nullptr) throw std::bad_alloc();
+  std::memcpy(copy, text.c_str(), text.size() + 1);
+  return copy;
+}
+
+c10::Device device_of(const char* name, const char* function) {
+  if (name == nullptr) return default_device();
+  try {
+    return c10::Device(name);
+  } catch (const c10::Error&) {
+    throw Error(function, "a device like 'cpu' or 'cuda:1'", "'" + std::string(name) + "'");
+  }
+}
+
+void save_archive(const torch::serialize::OutputArchive& archive, char** bytes, std::size_t* size,
+                  const char* function) {
+  require_pointer(bytes, "pointer for the bytes", function);
+  require_pointer(size, "pointer for the size", function);
+  std::ostringstream stream;
+  const_cast<torch::serialize::OutputArchive&>(archive).save_to(stream);
+  const std::string content = std::move(stream).str();
+  *bytes = new_string(content);
+  *size = content.size();
+}
+
+torch::serialize::InputArchive load_archive(const void* bytes, std::size_t size,
+                                            const char* function) {
+  require_pointer(bytes, "pointer to saved bytes", function);
+  torch::serialize::InputArchive archive;
+  try {
+    archive.load_from(static_cast<const char*>(bytes), size);
+  } catch (const c10::Error& error) {
+    throw FileError(function, "the bytes that the function for saving returned",
+                    error.what_without_backtrace());
+  }
+  return archive;
+}
+
+}  // namespace semitone::c
