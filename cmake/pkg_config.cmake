@@ -23,3 +23,8 @@ if(LibTorch_HAS_CUDA)
 endif()
 configure_file(${cmake_folder}/semitone.pc.in ${PROJECT_BINARY_DIR}/semitone.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/semitone.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+# For C programs. The shared library finds LibTorch by itself.
+if(SEMITONE_C)
+  configure_file(${cmake_folder}/semitone_c.pc.in ${PROJECT_BINARY_DIR}/semitone_c.pc @ONLY)
+  install(FILES ${PROJECT_BINARY_DIR}/semitone_c.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+endif()
