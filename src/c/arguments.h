@@ -25,8 +25,8 @@ std::vector<at::Tensor> tensors_of(const SemitoneTensor* const* tensors, std::si
 // A new at::Tensor for the caller.
 SemitoneTensor* new_tensor(at::Tensor tensor);
 
-// Names of tensors, or their numbers if the list is null. Error for a name that appears twice, and for
-// names that no module can have.
+// Names of tensors, or their numbers if the list is null. Error for a name that appears twice, and
+// for names that no module can have.
 std::vector<std::string> names_of(const char* const* names, std::size_t count,
                                   const char* function);
 

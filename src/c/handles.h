@@ -7,8 +7,8 @@
 
 namespace semitone::c {
 
-// Every handle that exists is in a table, with the name of its type. A destroyed handle, one of another
-// type and any other address are therefore recognised without reading the memory there.
+// Every handle that exists is in a table, with the name of its type. A destroyed handle, one of
+// another type and any other address are therefore recognised without reading the memory there.
 void add_handle(const void* handle, const char* type);
 // Error, with the function's name, unless the handle exists and has this type.
 void require_handle(const void* handle, const char* type, const char* function);

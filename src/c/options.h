@@ -8,8 +8,8 @@
 
 namespace semitone::c {
 
-// Applies options by name. Error for an unknown name, which suggests similar ones, and for a value that
-// the option does not accept.
+// Applies options by name. Error for an unknown name, which suggests similar ones, and for a value
+// that the option does not accept.
 amp::LossScaleOptions with_options(const amp::LossScaleOptions& base, const SemitoneOption* options,
                                    std::size_t count, const char* function);
 parallel::DistributedDataParallelOptions with_options(

@@ -1,5 +1,5 @@
-// The C interface as a binding of LibTorch uses it: tensors, modules and optimizers are the program's own,
-// and Semitone is known by its C header alone.
+// The C interface as a binding of LibTorch uses it: tensors, modules and optimizers are the
+// program's own, and Semitone is known by its C header alone.
 
 #include "semitone/c/semitone.h"
 
@@ -84,8 +84,8 @@ TEST(Binding, ErrorsInOperatorsReachTheProgramAsExceptions) {
   }
 }
 
-// The optimizer writes through tensor.data(). The region, which is the outermost one, covers all steps: a
-// weight that was cast before a step must not be used after it.
+// The optimizer writes through tensor.data(). The region, which is the outermost one, covers all
+// steps: a weight that was cast before a step must not be used after it.
 TEST(Binding, OptimizersOfTheProgramTrainInOneRegion) {
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(4, 16), torch::nn::ReLU(),

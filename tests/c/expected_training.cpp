@@ -1,7 +1,8 @@
-// The training of ctypes_test.py in C++, through the ordinary interface. Reads the data and the initial
-// weights from a file, and writes the bits of each step's loss and scale, and of the final weights.
+// The training of ctypes_test.py in C++, through the ordinary interface. Reads the data and the
+// initial weights from a file, and writes the bits of each step's loss and scale, and of the final
+// weights.
 //
-//     c_expected_training INPUT OUTPUT
+// c_expected_training INPUT OUTPUT
 
 #include "semitone/amp.h"
 

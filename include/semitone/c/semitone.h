@@ -8,19 +8,20 @@
 ///   returns the message. No C++ exception leaves a function. After an error nothing is changed,
 ///   unless the function's comment says otherwise, and results are not written.
 /// - **Handles.** An object is a pointer to an incomplete struct. `…_create` functions make it, and
-///   the function `…_destroy` of the same type destroys it; null is allowed there. A null pointer, a
-///   handle of another type and a destroyed handle are errors in all functions.
-/// - **Tensors.** A `SemitoneTensor*` is a pointer to LibTorch's C++ class at::Tensor (torch::Tensor).
-///   That is the pointer that Rust's tch (`Tensor::as_ptr`), C#'s TorchSharp (`Tensor.Handle`) and
-///   Java's javacpp-presets (`Pointer.address`) hold. Semitone does not take ownership of tensors
-///   that are passed to it. A result in a `SemitoneTensor**` is allocated with C++'s `new` and
-///   belongs to the caller: wrap it in the binding's own class, which deletes it, or call
-///   semitone_tensor_destroy().
+///   the function `…_destroy` of the same type destroys it; null is allowed there. A null pointer,
+///   a handle of another type and a destroyed handle are errors in all functions. A destroyed
+///   handle is not recognised once a new one has its address.
+/// - **Tensors.** A `SemitoneTensor*` is a pointer to LibTorch's C++ class at::Tensor
+///   (torch::Tensor). That is the pointer that Rust's tch (`Tensor::as_ptr`), C#'s TorchSharp
+///   (`Tensor.Handle`) and Java's javacpp-presets (`Pointer.address`) hold. Semitone does not take
+///   ownership of tensors that are passed to it. A result in a `SemitoneTensor**` is allocated with
+///   C++'s `new` and belongs to the caller: wrap it in the binding's own class, which deletes it,
+///   or call semitone_tensor_destroy().
 /// - **Lists** are a pointer and a count. The pointer may be null if the count is 0.
 /// - **Devices** are LibTorch's names: "cpu", "cuda", "cuda:1". Null is the default device.
 /// - **Strings** are UTF-8 and end with a zero byte. Arguments are not kept.
-/// - **Threads.** Different handles may be used on different threads at the same time. A handle, and
-///   the tensors that it refers to, may be used by one thread at a time. Regions, grad mode and
+/// - **Threads.** Different handles may be used on different threads at the same time. A handle,
+///   and the tensors that it refers to, may be used by one thread at a time. Regions, grad mode and
 ///   semitone_last_error() belong to the thread.
 ///
 /// A process may load this library or link Semitone's C++ libraries, not both: each registers the
@@ -111,8 +112,8 @@ SemitoneStatus semitone_tensor_grad(const SemitoneTensor* tensor, SemitoneTensor
 SemitoneStatus semitone_tensor_set_grad(SemitoneTensor* tensor, const SemitoneTensor* grad);
 /// Runs the backward pass of a tensor with one element.
 SemitoneStatus semitone_tensor_backward(const SemitoneTensor* tensor);
-/// Sets whether operators on this thread are recorded for backward. `before` gets the previous value;
-/// it may be null.
+/// Sets whether operators on this thread are recorded for backward. `before` gets the previous
+/// value; it may be null.
 SemitoneStatus semitone_set_grad_enabled(int32_t enabled, int32_t* before);
 
 /// The kind of an argument of semitone_call().
@@ -206,8 +207,8 @@ SemitoneStatus semitone_region_enter_disabled(const char* device, SemitoneRegion
 SemitoneStatus semitone_region_exit(SemitoneRegion* region);
 /// Returns whether operators on a device are cast on this thread.
 SemitoneStatus semitone_region_is_active(const char* device, int32_t* is_active);
-/// Empties the cache of weight casts. Needed after a write to a weight inside a region that autograd's
-/// version counter does not show (through tensor.data()).
+/// Empties the cache of weight casts. Needed after a write to a weight inside a region that
+/// autograd's version counter does not show (through tensor.data()).
 SemitoneStatus semitone_clear_cast_cache(void);
 
 // Loss scaling: amp::GradScaler.
@@ -232,9 +233,9 @@ SemitoneStatus semitone_scaler_scale(SemitoneScaler* scaler, const SemitoneTenso
 /// Parameters without a gradient are left out. If `found_inf` is 1, skip the optimizer's step; the
 /// values stay in the gradients until these are cleared. Clip after this call, and step after that.
 ///
-/// Error if semitone_scaler_scale() was never called, and for a parameter whose gradient was already
-/// unscaled since the last semitone_scaler_update(). Several optimizers need one call each; a skip
-/// of one does not concern the others. Reads once from the device.
+/// Error if semitone_scaler_scale() was never called, and for a parameter whose gradient was
+/// already unscaled since the last semitone_scaler_update(). Several optimizers need one call each;
+/// a skip of one does not concern the others. Reads once from the device.
 SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
                                        const SemitoneTensor* const* parameters, size_t count,
                                        int32_t* found_inf);
@@ -243,8 +244,8 @@ SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
 /// the scale is updated, and the scaler stays usable.
 SemitoneStatus semitone_scaler_update(SemitoneScaler* scaler);
 SemitoneStatus semitone_scaler_get_scale(const SemitoneScaler* scaler, double* scale);
-/// Sets the scale, which must be positive and finite, and drops results since the last update. Error
-/// before the first semitone_scaler_scale().
+/// Sets the scale, which must be positive and finite, and drops results since the last update.
+/// Error before the first semitone_scaler_scale().
 SemitoneStatus semitone_scaler_set_scale(SemitoneScaler* scaler, double scale);
 /// Returns how many calls of semitone_scaler_unscale() found an inf or NaN.
 SemitoneStatus semitone_scaler_skipped_steps(const SemitoneScaler* scaler, int64_t* steps);
@@ -268,9 +269,9 @@ SemitoneStatus semitone_scaler_load(SemitoneScaler* scaler, const void* bytes, s
 SemitoneStatus semitone_masters_create(const SemitoneTensor* const* parameters, size_t count,
                                        SemitoneMasters** masters);
 SemitoneStatus semitone_masters_destroy(SemitoneMasters* masters);
-/// Writes the tensors that the optimizer is to update, in the order of the parameters: the master of
-/// a 16-bit parameter, and every other parameter itself. They are new tensors that refer to the same
-/// elements. Error unless `count` is the number of parameters.
+/// Writes the tensors that the optimizer is to update, in the order of the parameters: the master
+/// of a 16-bit parameter, and every other parameter itself. They are new tensors that refer to the
+/// same elements. Error unless `count` is the number of parameters.
 SemitoneStatus semitone_masters_list(const SemitoneMasters* masters, SemitoneTensor** tensors,
                                      size_t count);
 /// Moves gradients from the model to the masters, as they are: adds each to its master's, in fp32,
@@ -281,8 +282,8 @@ SemitoneStatus semitone_masters_take_gradients(SemitoneMasters* masters);
 SemitoneStatus semitone_masters_clear_gradients(SemitoneMasters* masters);
 /// Rounds the masters into their parameters. Call it after the optimizer's step.
 SemitoneStatus semitone_masters_write_model(SemitoneMasters* masters);
-/// Copies parameters that were written to from outside (loaded, clamped) to their masters. Unchanged
-/// elements keep their exact value.
+/// Copies parameters that were written to from outside (loaded, clamped) to their masters.
+/// Unchanged elements keep their exact value.
 SemitoneStatus semitone_masters_sync(SemitoneMasters* masters);
 /// Saves and loads the masters bit for bit, by their places in the list.
 SemitoneStatus semitone_masters_save(const SemitoneMasters* masters, char** bytes, size_t* size);
@@ -304,10 +305,10 @@ enum {
   SEMITONE_REDUCE_PRODUCT = 4
 };
 
-/// Performs the rendezvous and creates the group of all processes: comm::init. Blocks until all have
-/// arrived.
-/// @param url  "env://", "tcp://HOST:PORT?rank=R&world_size=N" or "file:///PATH?rank=R&world_size=N";
-/// null: "env://"
+/// Performs the rendezvous and creates the group of all processes: comm::init. Blocks until all
+/// have arrived.
+/// @param url  "env://", "tcp://HOST:PORT?rank=R&world_size=N" or
+/// "file:///PATH?rank=R&world_size=N"; null: "env://"
 /// @param backend  "gloo", "nccl" or "auto"; null: "auto"
 /// @param timeout  of a collective and of the rendezvous, in seconds; 0: 30 minutes
 SemitoneStatus semitone_group_create(const char* url, const char* backend, double timeout,
@@ -349,7 +350,8 @@ SemitoneStatus semitone_ddp_begin_forward(SemitoneDdp* ddp);
 /// list may be empty, except with find_unused_parameters.
 SemitoneStatus semitone_ddp_end_forward(SemitoneDdp* ddp, SemitoneTensor* const* outputs,
                                         size_t count);
-/// Between these two calls, backward passes add to each rank's own gradients, without communication.
+/// Between these two calls, backward passes add to each rank's own gradients, without
+/// communication.
 SemitoneStatus semitone_ddp_begin_no_sync(SemitoneDdp* ddp);
 SemitoneStatus semitone_ddp_end_no_sync(SemitoneDdp* ddp);
 
