@@ -5,9 +5,14 @@
 #include "src/optim/options.h"
 #include "src/optim/work.h"
 
+#include <torch/types.h>
+
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace semitone::optim {
 namespace {
@@ -65,12 +70,11 @@ struct LambInput {
   enum : std::int64_t { kGradScale, kMaxGradNorm, kLr, kHasTrustRatio };
 };
 
-// LAMB's norm is that of all gradients: one device must have them.
-bool are_on_a_device(const auto& work) {
-  return !work.empty() && !work.front().update.param.is_cpu() &&
-         std::all_of(work.begin(), work.end(), [&](const auto& one) {
-           return one.update.param.device() == work.front().update.param.device();
-         });
+// Whether the host has no part in the step: it updates the parameters on the CPU itself, and then
+// has to know the norm of all gradients.
+bool are_on_devices(const auto& work) {
+  return std::none_of(work.begin(), work.end(),
+                      [](const auto& one) { return one.update.param.is_cpu(); });
 }
 
 }  // namespace
@@ -121,12 +125,20 @@ FusedOptimizer::Rules FusedLAMB::rules_of(std::span<const Work> work) const {
   return rules;
 }
 
-// The formulas of update(), on the device.
+at::Tensor FusedLAMB::grad_norm(std::span<const Work> work, const StepOnDevice& step) {
+  return kernels::total_norm_on_device(kernels::multi_tensor_norms_on_device(grads_of(work), 2)
+                                           .mul(step.input(LambInput::kGradScale).abs()),
+                                       2);
+}
+
 void FusedLAMB::measure(std::span<const Work> work, StepOnDevice& step) const {
+  measure(step, grad_norm(work, step));
+}
+
+// The formulas of update(), on the device.
+void FusedLAMB::measure(StepOnDevice& step, const at::Tensor& norm) {
   const at::Tensor grad_scale = step.input(LambInput::kGradScale);
   const at::Tensor max = step.input(LambInput::kMaxGradNorm);
-  const at::Tensor norm = kernels::total_norm_on_device(
-      kernels::multi_tensor_norms_on_device(grads_of(work), 2).mul(grad_scale.abs()), 2);
   const at::Tensor clips = max.gt(0).logical_and(norm.gt(max));
   step.update.set({.grad_scale = at::where(clips, grad_scale * (max / norm), grad_scale)});
   const auto norms = step.update.lamb_moments(step.items, step.found_inf).unbind(1);
@@ -138,9 +150,41 @@ void FusedLAMB::measure(std::span<const Work> work, StepOnDevice& step) const {
   step.update.set({.step_size = step.input(LambInput::kLr) * ratio});
 }
 
+// Each device computes the norm of its own gradients. All devices get all of these norms.
+void FusedLAMB::update_on_several(std::span<Work> all) const {
+  struct There {
+    std::vector<Work> work;
+    std::vector<kernels::Update> items;
+    kernels::UpdateOnDevice update;
+    at::Tensor norm;
+  };
+  std::map<std::string, std::vector<Work>> by_device;
+  for (Work& one : all) by_device[one.update.param.device().str()].push_back(std::move(one));
+  const at::Tensor taken;  // no found_inf
+  std::vector<There> places;
+  for (auto& [name, work] : by_device) {
+    const c10::Device device = work.front().update.param.device();
+    There& there =
+        places.emplace_back(There{std::move(work), {}, kernels::UpdateOnDevice(device), {}});
+    there.items = items_of(std::span<const Work>(there.work));
+    const Rules rules = rules_of(there.work);
+    there.update.send(rules.rules, rules.inputs);
+    there.norm = grad_norm(there.work, StepOnDevice{there.update, there.items, taken});
+  }
+  for (There& there : places) {
+    std::vector<at::Tensor> norms;
+    for (const There& other : places)
+      norms.push_back(other.norm.to(there.norm.device(), /*non_blocking=*/true));
+    StepOnDevice step{there.update, there.items, taken};
+    measure(step,
+            norms.size() == 1 ? norms.front() : kernels::total_norm_on_device(at::stack(norms), 2));
+    there.update.run(there.items, taken);
+  }
+}
+
 void FusedLAMB::update(std::span<Work> work) {
-  if (are_on_a_device(work)) {
-    update_on_devices(work);
+  if (are_on_devices(work)) {
+    update_on_several(work);
     return;
   }
   std::vector<double> norms = kernels::multi_tensor_norms(grads_of(work), 2);

@@ -179,32 +179,63 @@ TEST_F(AcceleratorOptimizers, StepsReadNothing) {
   }
 }
 
-// LAMB needs the norm of all gradients together; the others' norms stay on each device.
-TEST_F(AcceleratorOptimizers, ParametersOnTwoDevicesStepAsOnTheCPU) {
-  for (const Kind& kind : all_fused_optimizers()) {
-    SCOPED_TRACE(kind.name);
-    std::vector<at::Tensor> here, there;
+// Parameters on two devices, and the same ones on the CPU.
+struct OnTwoDevices {
+  // @param on_cpu  a parameter that stays on the CPU
+  OnTwoDevices(const Kind& kind, bool on_cpu) {
     for (const int number : {0, 1, 2, 3}) {
       torch::manual_seed(20 + static_cast<std::uint64_t>(number));
       const at::Tensor value = torch::randn({7}).to(dtype_of(kind));
       here.push_back(value.clone().requires_grad_());
       there.push_back(value.to(device(static_cast<c10::DeviceIndex>(number % 2))).requires_grad_());
     }
-    there.push_back(torch::ones({3}, dtype_of(kind)).requires_grad_());  // on the CPU
-    here.push_back(there.back().detach().clone().requires_grad_());
-    const auto optimizer_here = kind(here), optimizer_there = kind(there);
-    for (int i = 0; i < 3; ++i) {
-      for (std::size_t k = 0; k < here.size(); ++k) {
-        torch::manual_seed(100 * static_cast<std::uint64_t>(i) + k);
-        here[k].mutable_grad() = torch::randn_like(here[k]);
-        there[k].mutable_grad() = here[k].grad().to(there[k].device());
-      }
-      static_cast<torch::optim::Optimizer&>(*optimizer_here).step();
-      static_cast<torch::optim::Optimizer&>(*optimizer_there).step();
+    if (on_cpu) {
+      there.push_back(torch::ones({3}, dtype_of(kind)).requires_grad_());
+      here.push_back(there.back().detach().clone().requires_grad_());
     }
+    optimizer_here = kind(here);
+    optimizer_there = kind(there);
+  }
+
+  // Returns what the step on the devices cost.
+  Counts step(int number) {
+    for (std::size_t k = 0; k < here.size(); ++k) {
+      torch::manual_seed(100 * static_cast<std::uint64_t>(number) + k);
+      here[k].mutable_grad() = torch::randn_like(here[k]);
+      there[k].mutable_grad() = here[k].grad().to(there[k].device());
+    }
+    static_cast<torch::optim::Optimizer&>(*optimizer_here).step();
+    const Counts before = counts();
+    static_cast<torch::optim::Optimizer&>(*optimizer_there).step();
+    return counts() - before;
+  }
+
+  void expect_same() const {
     for (std::size_t k = 0; k < here.size(); ++k)
       EXPECT_TRUE(near(optimizer_there->master_of(there[k]).detach().cpu(),
                        optimizer_here->master_of(here[k]).detach(), step_tolerance()));
+  }
+
+  std::vector<at::Tensor> here, there;
+  std::unique_ptr<optim::FusedOptimizer> optimizer_here, optimizer_there;
+};
+
+// LAMB needs the norm of all gradients together; the others' norms stay on each device.
+TEST_F(AcceleratorOptimizers, ParametersOnTwoDevicesStepAsOnTheCPU) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    for (const bool on_cpu : {false, true}) {
+      SCOPED_TRACE(kind.name + (on_cpu ? " and the CPU" : ""));
+      OnTwoDevices training(kind, on_cpu);
+      for (int i = 0; i < 3; ++i) {
+        const Counts step = training.step(i);
+        if (on_cpu) continue;  // LAMB's norm is that of the CPU's gradients too
+        EXPECT_EQ(step.reads, 0);
+        EXPECT_EQ(step.waits, 0);
+        EXPECT_EQ(step.uploads, 0);
+        EXPECT_EQ(step.unpinned_async_copies, 0);
+      }
+      training.expect_same();
+    }
   }
 }
 
@@ -252,6 +283,23 @@ TEST_F(AcceleratorOptimizers, GradientsAreClippedWithoutAHostRead) {
       }
     }
   }
+}
+
+TEST_F(AcceleratorOptimizers, GradientsOfTwoDevicesAreClippedWithoutAHostRead) {
+  std::vector<at::Tensor> parameters, grads;
+  for (c10::DeviceIndex index = 0; index < kDevices; ++index) {
+    parameters.push_back(torch::ones({3}, device(index)).requires_grad_());
+    parameters.back().mutable_grad() = torch::full({3}, 2. + index, device(index));
+    grads.push_back(parameters.back().grad());
+  }
+  const Counts before = counts();
+  const at::Tensor norm = optim::get_total_norm(grads);
+  optim::clip_grads_with_norm_(parameters, 0.5, norm);
+  const Counts clipping = counts() - before;
+  EXPECT_EQ(clipping.reads, 0);
+  EXPECT_EQ(clipping.waits, 0);
+  EXPECT_NEAR(norm.item<double>(), std::sqrt(3 * (4 + 9)), 1e-6);
+  EXPECT_NEAR(optim::grad_norm(parameters), 0.5, 1e-6);
 }
 
 TEST_F(AcceleratorOptimizers, NormsOfTwoDevicesAreReadOnceEach) {

@@ -49,9 +49,10 @@ struct FusedLAMBOptions : torch::optim::OptimizerCloneableOptions<FusedLAMBOptio
 ///     p -= lr · r · u         r = |p| / |u|, and 1 if a norm is 0, or without weight decay
 ///
 /// A step takes one pass over the gradients for the norm, and two over all tensors. Gradients are
-/// not modified. Norms are summed in a fixed order, in fp64 (CUDA: in pairs of fp32 numbers). If all
-/// parameters are on one device other than the CPU, norms and trust ratios stay there: a step reads
-/// nothing back. With several devices a step reads twice from each. State: "exp_avg", "exp_avg_sq".
+/// not modified. Norms are summed in a fixed order, in fp64 (CUDA: in pairs of fp32 numbers). If no
+/// parameter is on the CPU, norms and trust ratios stay on the devices, which send each other the
+/// norms of their gradients: a step reads nothing back. With parameters on the CPU beside others, a
+/// step reads twice from each device. State: "exp_avg", "exp_avg_sq".
 class FusedLAMB : public FusedOptimizer {
  public:
   explicit FusedLAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -66,6 +67,9 @@ class FusedLAMB : public FusedOptimizer {
   void update(std::span<Work> work) override;
   Rules rules_of(std::span<const Work> work) const override;
   void measure(std::span<const Work> work, StepOnDevice& step) const override;
+  static void measure(StepOnDevice& step, const at::Tensor& grad_norm);
+  static at::Tensor grad_norm(std::span<const Work> work, const StepOnDevice& step);
+  void update_on_several(std::span<Work> work) const;
 };
 
 }  // namespace semitone::optim
