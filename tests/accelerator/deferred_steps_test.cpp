@@ -1,4 +1,5 @@
 #include "semitone/core/error.h"
+#include "semitone/optim/clip_grad.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/scaling/grad_scaler.h"
@@ -53,6 +54,48 @@ TEST_F(AcceleratorDeferredSteps, ReadNothing) {
       EXPECT_EQ(trained.step.uploads, 0);
       // For the check of the step before, in scale_loss.
       EXPECT_EQ(trained.forward_and_backward.waits, 3);
+    }
+  }
+}
+
+// Two losses with scales of their own, static ones included, and gradients that are clipped.
+TEST_F(AcceleratorDeferredSteps, ReadNothingWithTwoLossesAndClipping) {
+  for (const Kind& kind : all_fused_optimizers()) {
+    for (const std::string level : {"O1", "O2"}) {
+      for (const bool is_static : {false, true}) {
+        SCOPED_TRACE(kind.name + " " + level + (is_static ? " static" : " dynamic"));
+        auto net = make_net(device());
+        const auto optimizer = kind(net->parameters());
+        auto options = dynamic(level).num_losses(2).verbosity(0);
+        if (is_static) options = amp::Options(level).dtype(at::kHalf).loss_scale(64).num_losses(2);
+        auto mixed = amp::initialize(net, *optimizer, options.verbosity(0));
+        std::vector<amp::StepResult> steps;
+        for (int i = 0; i < 4; ++i) {
+          const at::Tensor input = input_of(i, device());
+          const Counts before = counts();
+          optimizer->zero_grad();
+          for (const std::int64_t id : {0, 1}) {
+            const at::Tensor loss = loss_of(mixed.forward(net, input), input);
+            mixed
+                .scale_loss(i == 2 && id == 1 ? loss * kInfinity : loss, *optimizer,
+                            amp::ScaleLossOptions().loss_id(id))
+                .backward();
+          }
+          const auto parameters = mixed.master_params(*optimizer);
+          std::vector<at::Tensor> grads;
+          for (const at::Tensor& parameter : parameters) grads.push_back(parameter.grad());
+          optim::clip_grads_with_norm_(parameters, 0.1, optim::get_total_norm(grads));
+          steps.push_back(mixed.step(*optimizer));
+          const Counts step = counts() - before;
+          EXPECT_EQ(step.reads, 0);
+          EXPECT_EQ(step.uploads, 0);
+          EXPECT_LE(step.waits, 1);  // for the outcome of the step before
+        }
+        EXPECT_EQ(steps[2], amp::Step::skipped);
+        EXPECT_EQ(steps[3], amp::Step::stepped);
+        EXPECT_EQ(mixed.loss_scaler(1).scale(), is_static ? 64 : 1024);
+        EXPECT_EQ(mixed.loss_scaler(0).scale(), is_static ? 64 : 4096);
+      }
     }
   }
 }
