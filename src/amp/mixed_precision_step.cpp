@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <exception>
 #include <map>
 #include <memory>
@@ -107,6 +108,30 @@ std::map<std::int64_t, bool> resolve(MixedPrecision::Impl& mixed,
   return found_by_loss;
 }
 
+// The norm of deferred gradients and of those of other parameters together. One read per device,
+// and another one for sparse or complex gradients.
+double norm_of(const Masters::Deferred& deferred, const std::vector<at::Tensor>& others,
+               double norm_type) {
+  if (deferred.grads.empty()) return optim::grad_norm(others, norm_type);
+  std::vector<at::Tensor> grads = deferred.grads;
+  std::vector<at::Tensor> rest;
+  for (const at::Tensor& parameter : others) {
+    if (!parameter.defined() || !parameter.grad().defined()) continue;
+    const at::Tensor& grad = parameter.grad();
+    if (grad.layout() == at::kStrided && grad.is_floating_point()) {
+      grads.push_back(grad.detach());
+    } else {
+      rest.push_back(parameter);
+    }
+  }
+  const double of_rest = optim::grad_norm(rest, norm_type);
+  std::vector<double> norms = kernels::multi_tensor_norms(grads, norm_type);
+  for (std::size_t i = 0; i < deferred.grads.size(); ++i)
+    norms[i] *= double{deferred.inverse_scale};
+  norms.push_back(of_rest);
+  return kernels::total_norm(norms, norm_type);
+}
+
 }  // namespace
 
 double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
@@ -117,19 +142,16 @@ double MixedPrecision::clip_grad_norm_(torch::optim::Optimizer& optimizer, doubl
   Impl::take_unscaled_gradients(record);
   const auto deferred =
       record.masters.has_value() ? record.masters->deferred_gradients() : Masters::Deferred{};
-  std::unordered_set<const c10::TensorImpl*> masters;
-  for (const at::Tensor& master : deferred.masters) masters.insert(master.unsafeGetTensorImpl());
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& master : deferred.masters) seen.insert(master.unsafeGetTensorImpl());
   std::vector<at::Tensor> others;
   for_each_parameter(optimizer, [&](std::size_t, std::size_t, const at::Tensor& parameter) {
-    if (masters.count(parameter.unsafeGetTensorImpl()) == 0) others.push_back(parameter);
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) others.push_back(parameter);
   });
   const auto show = c10::make_scope_exit([&] {
     if (record.masters.has_value()) record.masters->show_gradients();
   });
-  std::vector<double> norms{optim::grad_norm(others, norm_type)};
-  for (const double norm : kernels::multi_tensor_norms(deferred.grads, norm_type))
-    norms.push_back(norm * double{deferred.inverse_scale});
-  const double norm = kernels::total_norm(norms, norm_type);
+  const double norm = norm_of(deferred, others, norm_type);
   const double factor = optim::clip_factor(norm, max_norm);
   if (!std::isfinite(norm)) {
     if (!error_if_nonfinite) return norm;

@@ -112,10 +112,8 @@ class UnscalePass {
 
   void defer(std::vector<at::Tensor>& found_inf) const {
     for (OptimizerRecord* record : deferring_) {
-      bool found = false;
-      record->masters->defer_gradients(inverse_, found);
-      at::Tensor& flag = found_inf_on(found_inf, device_of(*record->optimizer));
-      if (found) flag.fill_(1);
+      record->masters->defer_gradients(inverse_, found_inf);
+      found_inf_on(found_inf, device_of(*record->optimizer));  // without gradients too
     }
   }
 

@@ -11,15 +11,15 @@ namespace semitone::optim {
 //
 // Until then the master's gradient is a placeholder: one NaN expanded to the master's shape. So
 // other code sees that there is a gradient, and cannot compute with it unnoticed. If it drops,
-// replaces or fills the placeholder, as zero_grad() and clipping do, that change wins. A step that
-// does not know of the deferred gradient is an Error (FusedOptimizer).
+// replaces or fills the placeholder, as zero_grad() and clipping do, that change wins. (On devices
+// other than the CPU, a write counts if autograd's version counter shows it: not one through
+// .data().) A step that does not know of the deferred gradient is an Error (FusedOptimizer).
 class DeferredGradient {
  public:
-  // Whether a gradient is the placeholder of a deferred one.
+  // Whether a dense gradient is the placeholder of a deferred one. Nothing is read from a device.
   static bool is_placeholder(const at::Tensor& grad);
 
-  // Defers a gradient: sets the master's to a placeholder. On the CPU, for a master of two elements
-  // or more.
+  // Defers a gradient: sets the master's to a placeholder, on the master's device.
   void defer(const at::Tensor& master, const at::Tensor& grad);
 
   // Whether defer() was called, and neither take() nor drop() since.

@@ -72,11 +72,11 @@ class Masters {
   bool has_gradient(const at::Tensor& parameter) const;
 
   // take_gradients() without the pass that moves gradients: checks the model's gradients, and
-  // leaves them in 16 bits for step() to read. Only for a FusedOptimizer on the CPU, and only if
-  // the masters have no gradients to add to. Returns whether the gradients were deferred. (A master
-  // of one element gets its gradient at once.) Sets found_inf to true if an inf or NaN was found,
-  // and leaves it unchanged otherwise.
-  bool defer_gradients(float inverse_scale, bool& found_inf);
+  // leaves them in 16 bits for step() to read. Only for a FusedOptimizer, on devices with kernels,
+  // and only if the masters have no gradients to add to. Returns whether the gradients were
+  // deferred.
+  // @param found_inf  one flag per device, as in Gradients::run(); nothing is read from a device
+  bool defer_gradients(float inverse_scale, std::vector<at::Tensor>& found_inf);
   // Whether defer_gradients() would defer.
   bool can_defer_gradients() const;
   // Moves deferred gradients to the masters.

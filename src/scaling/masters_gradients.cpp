@@ -2,12 +2,17 @@
 #include "src/core/state_mode.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_norm.h"
+#include "src/kernels/on_cuda.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/masters.h"
+
+#include <torch/types.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,6 +28,28 @@
 //   hide_gradients() first.
 
 namespace semitone::amp {
+namespace {
+
+// Sets the flags of the devices on which a gradient * inverse_scale, in fp32, is not finite.
+void check_finite(const std::vector<at::Tensor>& grads, float inverse_scale,
+                  std::vector<at::Tensor>& found_inf) {
+  constexpr double kMaximum = std::numeric_limits<double>::infinity();
+  std::map<std::string, std::vector<at::Tensor>> by_device;
+  for (const at::Tensor& grad : grads) by_device[grad.device().str()].push_back(grad);
+  for (const auto& [name, there] : by_device) {
+    at::Tensor& flag = found_inf_on(found_inf, there.front().device());
+    if (!flag.is_cpu()) {
+      const at::Tensor largest =
+          kernels::multi_tensor_norms_on_device(there, kMaximum).amax().to(at::kFloat);
+      flag.masked_fill_(largest.mul(inverse_scale).isfinite().logical_not(), 1);
+      continue;
+    }
+    for (const double largest : kernels::multi_tensor_norms(there, kMaximum))
+      if (!std::isfinite(static_cast<float>(largest) * inverse_scale)) flag.fill_(1);
+  }
+}
+
+}  // namespace
 
 void Masters::show_gradients() {
   hide_gradients();
@@ -83,18 +110,18 @@ bool Masters::take_gradients(float inverse_scale) {
 // be kept: the next backward pass writes there.
 bool Masters::can_defer_gradients() const {
   const auto is_own = [](const at::Tensor& grad) {
-    return grad.layout() == at::kStrided && grad.is_cpu() && !grad.is_view() &&
+    return grad.layout() == at::kStrided && kernels::has_kernels(grad) && !grad.is_view() &&
            grad.storage().nbytes() == grad.nbytes() && grad.storage().use_count() == 1;
   };
   return fused_ != nullptr && std::all_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
            const at::Tensor& grad = pair.parameter.grad();
            return !pair.master.grad().defined() &&
-                  (!grad.defined() ||
-                   (is_own(grad) && kernels::same_flat_layout(grad, pair.master)));
+                  (!grad.defined() || (is_own(grad) && kernels::same_device(grad, pair.master) &&
+                                       kernels::same_flat_layout(grad, pair.master)));
          });
 }
 
-bool Masters::defer_gradients(float inverse_scale, bool& found_inf) {
+bool Masters::defer_gradients(float inverse_scale, std::vector<at::Tensor>& found_inf) {
   hide_gradients();
   if (!can_defer_gradients()) return false;
   const StateMode mode;
@@ -106,17 +133,9 @@ bool Masters::defer_gradients(float inverse_scale, bool& found_inf) {
     const at::Tensor grad = std::exchange(pair.parameter.mutable_grad(), {});
     if (!grad.defined()) continue;
     grads.push_back(grad);
-    if (pair.master.numel() <= 1) {
-      pair.master.mutable_grad() = grad.to(at::kFloat).mul_(inverse_scale);
-    } else {
-      pair.deferred.defer(pair.master, grad);
-    }
+    pair.deferred.defer(pair.master, grad);
   }
-  for (const double largest :
-       kernels::multi_tensor_norms(grads, std::numeric_limits<double>::infinity())) {
-    // The result of the multiplication, as for gradients that are moved.
-    found_inf = found_inf || !std::isfinite(static_cast<float>(largest) * inverse_scale);
-  }
+  check_finite(grads, inverse_scale, found_inf);  // as the gradients that are moved
   return true;
 }
 

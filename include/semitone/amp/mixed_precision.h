@@ -135,9 +135,9 @@ class [[nodiscard]] MixedPrecision {
 
   /// Clips the norm of the gradients of master_params, after backward and before step(), and
   /// returns the norm before clipping. Works as optim::clip_grad_norm_, except for gradients that
-  /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 on a CPU): these
-  /// stay in the model, and step() multiplies them by the clipping factor when it reads them. If
-  /// the norm is not finite, nothing is clipped, and step() skips. Exception: in plain training
+  /// step() reads from the model in 16 bits (a semitone::optim optimizer at O2 with a scale of 1):
+  /// these stay in the model, and step() multiplies them by the clipping factor when it reads them.
+  /// If the norm is not finite, nothing is clipped, and step() skips. Exception: in plain training
   /// gradients are not checked, so step() applies the non-finite gradients; use error_if_nonfinite
   /// there. Error while gradients are scaled, as in step(), for a norm_type that is not above 0,
   /// and for a negative max_norm.

@@ -37,10 +37,10 @@ struct ScaleLossOptions {
 ///
 /// After backward, `parameter.grad()` of the model is the gradient that the step will read. It is
 /// fp32 for a parameter with a master weight, whatever the parameter's dtype. (It is 16-bit for a
-/// semitone::optim optimizer on the CPU with a scale of 1.) Clipping, averaging over ranks and any
-/// other change, in place or by another tensor, therefore takes effect in the step. After the next
-/// forward() of the model, `parameter.grad()` is undefined for parameters with a master weight
-/// until the next backward.
+/// semitone::optim optimizer with a scale of 1, on the CPU and on devices with Semitone's kernels.)
+/// Clipping, averaging over ranks and any other change, in place or by another tensor, therefore
+/// takes effect in the step. After the next forward() of the model, `parameter.grad()` is undefined
+/// for parameters with a master weight until the next backward.
 ///
 /// Finish one loss before the next: between value() and finish(), value() of another ScaledLoss of
 /// the same MixedPrecision is an Error (except in plain training: LossScaleOptions::dynamic). A
