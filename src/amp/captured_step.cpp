@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/captured_step_impl.h"
 #include "src/autocast/model_entries.h"
+#include "src/core/capture_scope.h"
 #include "src/kernels/on_cuda.h"
 
 #include <c10/util/ScopeExit.h>
@@ -64,6 +65,7 @@ CapturedStep::Result CapturedStep::Impl::run(const Batch& batch) {
   const auto clean_up = c10::make_scope_exit([&] { state.named_only = before; });
   const Batch here = moved_to_device(batch);
   if (graph == nullptr) return run_eagerly(here);
+  const CaptureScope scope;
   if (state.found_inf_hook)
     throw Error(kCapturedStep, "no found_inf hook", "one", "train without CapturedStep");
   if (state.has_fp8())  // the host computes its scales

@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "src/comm/process_group.h"
+#include "src/core/capture_scope.h"
 #include "src/core/for_each_module.h"
 #include "src/core/log.h"
 #include "src/core/unreduced.h"
@@ -430,6 +431,11 @@ void ReplicaSync::set_gradient_order(const std::optional<GradientOrder>& order) 
 
 void ReplicaSync::before_forward() {
   if (impl_->alone() || !at::GradMode::is_enabled()) return;
+  // Reducer's hooks, and the detection of lost ranks, run on the host.
+  if (CaptureScope::is_active()) {
+    throw Error(kDdp, "steps that run operator by operator, with several ranks",
+                "a forward in amp::CapturedStep", "train without CapturedStep");
+  }
   impl_->require_unchanged();
   impl_->restore_accumulators();
   impl_->forget_failed_backward();

@@ -1,7 +1,9 @@
 #include "semitone/parallel/sync_batch_norm.h"
 
+#include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "src/comm/process_group.h"
+#include "src/core/capture_scope.h"
 #include "src/core/for_each_module.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/batch_norm_layer.h"
@@ -25,15 +27,24 @@ class GroupPeers final : public nn::BatchNormPeers {
   explicit GroupPeers(comm::Group group) : group_(std::move(group)) {}
 
   at::Tensor all_gather(const at::Tensor& own) const override {
+    require_no_capture();
     const events::PhaseScope phase(events::Phase::communication);
     return at::stack(comm::all_gather_unchecked(group_, own));
   }
   void all_reduce(at::Tensor& sums) const override {
+    require_no_capture();
     const events::PhaseScope phase(events::Phase::communication);
     comm::all_reduce_unchecked(group_, sums);
   }
 
  private:
+  // A replay would not detect lost ranks.
+  static void require_no_capture() {
+    if (!CaptureScope::is_active()) return;
+    throw Error(kSyncBatchNorm, "steps that run operator by operator, with several ranks",
+                "a layer in amp::CapturedStep", "train without CapturedStep");
+  }
+
   comm::Group group_;
 };
 

@@ -61,8 +61,9 @@ struct CapturedStepOptions {
 /// A captured step cannot read from the device (item(), printing, nonzero()). Reading is an Error
 /// from run(), with LibTorch's message, at the first step after the warm-up and at each later one.
 /// All fused optimizers are supported, with fp32 state on one device. The same parameters must have
-/// gradients in each step. Ranks cannot agree within a captured step, so
-/// DistributedDataParallel and found_inf hooks are not supported.
+/// gradients in each step. Ranks cannot agree within a captured step: on a device with graphs,
+/// found_inf hooks are an Error, and with several ranks so is the forward of a
+/// parallel::DistributedDataParallel or a parallel::SyncBatchNorm, from the first step on.
 ///
 /// Captured steps read nothing from the device. The device skips a step if a gradient is not finite,
 /// and updates the loss scale itself, by the same rule and with the same results as the host. The
