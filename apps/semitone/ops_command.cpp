@@ -88,7 +88,7 @@ std::vector<std::string_view> emulated_kinds(const amp::CastPolicy& policy) {
 std::set<std::string> fast_kernels(const amp::CastPolicy& policy) {
   std::set<std::string> names = policy.fast_kernels();
   std::erase_if(names, [&](const std::string& name) {
-    return !amp::find_fast_kernel(name)->runs_on(policy.device());
+    return !amp::find_fast_kernel(name)->runs_on(policy.device(), policy.fast_kernels_on_gpu());
   });
   return names;
 }

@@ -49,6 +49,7 @@ std::optional<CastPolicy> policy_for(const std::vector<Model>& models,
   // lowers fp32 arguments that meet 16-bit weights, and computes losses in fp32.
   CastPolicy weights_only =
       CastPolicy::none(target).emulation(given.emulation()).fast_kernels(false);
+  weights_only.fast_kernels_on_gpu(given.fast_kernels_on_gpu());
   for (const std::string& op : given.fast_kernels()) weights_only.fast_kernel(op);
   for (const std::string& glob : given.fp32_param_globs()) weights_only.keep_fp32_params(glob);
   if (given.fp8_options().has_value()) weights_only.fp8(*given.fp8_options());
@@ -66,8 +67,8 @@ bool runs_in_region(const Properties& properties, const std::optional<CastPolicy
       properties.memory_format == c10::MemoryFormat::ChannelsLast && has_view_kernel(policy);
   return policy.has_value() &&
          (properties.patch_torch_functions || properties.device == c10::DeviceType::CPU || views ||
-          !policy->fp32_param_globs().empty() || policy->fp8_options().has_value() ||
-          has_attention(models));
+          policy->fast_kernels_on_gpu() || !policy->fp32_param_globs().empty() ||
+          policy->fp8_options().has_value() || has_attention(models));
 }
 
 c10::MemoryFormat choose_memory_format(const std::vector<at::Tensor>& weights,

@@ -114,6 +114,12 @@ CastPolicy& CastPolicy::fast_kernels(bool on) {
   return *this;
 }
 
+CastPolicy& CastPolicy::fast_kernels_on_gpu(bool on) {
+  fast_kernels_on_gpu_ = on;
+  edited();
+  return *this;
+}
+
 CastPolicy& CastPolicy::fp8(const Fp8Options& options) {
   check(options);
   CastPolicy edited_policy = *this;

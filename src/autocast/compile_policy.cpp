@@ -7,6 +7,7 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -38,7 +39,8 @@ class OncePerDevice {
 };
 
 // The operators of fast kernels by name. Those that run on a device are installed there.
-const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device) {
+// @param on_gpu  CastPolicy::fast_kernels_on_gpu
+const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device, bool on_gpu) {
   using Operators = std::map<std::string_view, OpId>;
   static const auto* const operators = new Operators([] {
     Operators ids;
@@ -48,10 +50,11 @@ const std::map<std::string_view, OpId>& fast_operators(c10::DeviceType device) {
     }
     return ids;
   }());
-  static OncePerDevice once;
-  once(device, [&] {
+  static std::array<OncePerDevice, 2> once;
+  once[on_gpu ? 1 : 0](device, [&] {
     for (const auto& [name, id] : *operators) {
-      if (find_fast_kernel(name)->runs_on(device)) install_kernel(*find_operator(name), device);
+      if (find_fast_kernel(name)->runs_on(device, on_gpu))
+        install_kernel(*find_operator(name), device);
     }
   });
   return *operators;
@@ -88,14 +91,27 @@ void install_recurrent_layers(c10::DeviceType device) {
   });
 }
 
-void use_fast_kernels(CompiledPolicy& policy, const std::set<std::string>& names) {
+void use_fast_kernels(CompiledPolicy& policy, const std::set<std::string>& names, bool on_gpu) {
   if (names.empty()) return;
-  const auto& operators = fast_operators(policy.device());
+  const auto& operators = fast_operators(policy.device(), on_gpu);
   for (const std::string& name : names) {
     const auto id = operators.find(name);
-    if (id != operators.end() && find_fast_kernel(name)->runs_on(policy.device()))
+    if (id != operators.end() && find_fast_kernel(name)->runs_on(policy.device(), on_gpu))
       policy.use_fast_kernel(id->second);
   }
+}
+
+// LibTorch's list for GPUs has the parts of cross_entropy_loss only. Semitone's kernel, which has
+// no parts, returns what they do: fp32 if log_softmax does.
+void follow_parts(CompiledPolicy& policy, const CastPolicy& of) {
+  constexpr std::string_view kWhole = "cross_entropy_loss";
+  const auto whole = of.find(kWhole);
+  const auto part = of.find("log_softmax.int");
+  if (!of.fast_kernels().contains(std::string(kWhole)) ||
+      (whole.has_value() && whole->action != CastAction::leave) || !part.has_value() ||
+      part->action != CastAction::fp32)
+    return;
+  policy.set_action(op_id(*find_operator(kWhole)), CastAction::fp32);
 }
 
 // The kernels of operators that have no row.
@@ -147,7 +163,8 @@ std::shared_ptr<const CompiledPolicy> CastPolicy::compile() const {
     policy->set_action(op_id(*op), row.action);
     install_kernel(*op, device);
   }
-  use_fast_kernels(*policy, fast_kernels_);
+  use_fast_kernels(*policy, fast_kernels_, fast_kernels_on_gpu_);
+  if (device != c10::DeviceType::CPU && fast_kernels_on_gpu_) follow_parts(*policy, *this);
   if (preset_->rows.empty()) policy->lower_mixed();
   policy->set_fp8(fp8_state_);
   install_kernels_without_rows(*policy);

@@ -5,6 +5,7 @@
 #include "semitone/nn/fused_gelu.h"
 #include "semitone/nn/fused_layer_norm.h"
 #include "semitone/nn/fused_rms_norm.h"
+#include "src/kernels/on_cuda.h"
 #include "src/kernels/pointwise.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/batch_norm_mark.h"
@@ -36,15 +37,15 @@ at::Tensor tensor_or_none(const c10::IValue& value) {
 }
 
 bool is_suitable(const at::Tensor& input) {
-  return input.is_cpu() && input.layout() == at::kStrided && input.is_floating_point() &&
-         input.scalar_type() != at::kDouble && input.numel() > 0;
+  return kernels::has_kernels(input) && input.layout() == at::kStrided &&
+         input.is_floating_point() && input.scalar_type() != at::kDouble && input.numel() > 0;
 }
 
 // Whether a weight or bias matches this input.
 bool fits(const at::Tensor& values, const at::Tensor& input) {
   return !values.defined() ||
-         (values.is_cpu() && values.layout() == at::kStrided && values.is_floating_point() &&
-          values.scalar_type() != at::kDouble &&
+         (kernels::same_device(values, input) && values.layout() == at::kStrided &&
+          values.is_floating_point() && values.scalar_type() != at::kDouble &&
           (values.scalar_type() == at::kFloat || values.scalar_type() == input.scalar_type()));
 }
 
@@ -209,7 +210,8 @@ std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
   const at::Tensor& logits = arguments[kLogits].toTensor();
   const at::Tensor& target = arguments[kTarget].toTensor();
   if (arguments[kWeight].isTensor() || !is_suitable(logits) || logits.dim() != 2 ||
-      target.dim() != 1 || target.scalar_type() != at::kLong || !target.is_cpu())
+      target.dim() != 1 || target.scalar_type() != at::kLong ||
+      !kernels::same_device(target, logits))
     return std::nullopt;
   nn::FusedCrossEntropyOptions options;
   options.ignore_index(arguments[kIgnoreIndex].toInt())
@@ -262,21 +264,23 @@ std::optional<at::Tensor> view(Arguments arguments) {
   return input.contiguous().view(wanted);
 }
 
+constexpr auto kAlsoOnGpu = FastKernel::On::cpu_and_gpu;
+
 constexpr std::array<FastKernel, 14> kKernels{{
     {.op = "add.Tensor", .run = add},
     {.op = "add_.Tensor", .run = add_},
-    {.op = "batch_norm", .run = batch_norm},
+    {.op = "batch_norm", .run = batch_norm, .on = kAlsoOnGpu},
     {.op = "conv2d", .run = conv2d},
-    {.op = "cross_entropy_loss", .run = cross_entropy_loss, .widens = true},
+    {.op = "cross_entropy_loss", .run = cross_entropy_loss, .widens = true, .on = kAlsoOnGpu},
     {.op = "dropout", .run = dropout},
-    {.op = "gelu", .run = gelu},
-    {.op = "layer_norm", .run = layer_norm},
+    {.op = "gelu", .run = gelu, .on = kAlsoOnGpu},
+    {.op = "layer_norm", .run = layer_norm, .on = kAlsoOnGpu},
     {.op = "max_pool2d", .run = max_pool2d},
     {.op = "relu", .run = relu},
     {.op = "relu_", .run = relu_},
-    {.op = "rms_norm", .run = rms_norm},
+    {.op = "rms_norm", .run = rms_norm, .on = kAlsoOnGpu},
     {.op = "scaled_dot_product_attention", .run = attention},
-    {.op = "view", .run = view, .on_every_device = true},
+    {.op = "view", .run = view, .on = FastKernel::On::every_device},
 }};
 
 }  // namespace

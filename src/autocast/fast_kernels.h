@@ -19,11 +19,13 @@ struct FastKernel {
   // Whether it takes 16-bit arguments and returns fp32 itself, so that a policy's fp32 needs no
   // casts.
   bool widens = false;
-  // Whether it runs on every device. The others are for the CPU.
-  bool on_every_device = false;
+  // The devices on which it runs. On a GPU with kernels a policy also has to say so.
+  enum class On { cpu, cpu_and_gpu, every_device } on = On::cpu;
 
-  bool runs_on(c10::DeviceType device) const {
-    return on_every_device || device == c10::DeviceType::CPU;
+  // @param on_gpu  CastPolicy::fast_kernels_on_gpu
+  bool runs_on(c10::DeviceType device, bool on_gpu) const {
+    return device == c10::DeviceType::CPU || on == On::every_device ||
+           (on == On::cpu_and_gpu && on_gpu);
   }
 };
 

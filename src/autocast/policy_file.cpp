@@ -161,6 +161,8 @@ void apply(CastPolicy& policy, const Json& json, const std::string& where) {
   if (json.contains("fp8"))
     policy.fp8(
         fp8_options_of(optional_value(json, "fp8", Json::object(), where), "fp8 of " + where));
+  if (json.contains("fast_kernels_on_gpu"))
+    policy.fast_kernels_on_gpu(json.at("fast_kernels_on_gpu").get<bool>());
   if (!json.contains("fast_kernels")) return;
   policy.fast_kernels(false);
   const Json kernels = optional_value(json, "fast_kernels", Json::array(), where);
@@ -255,7 +257,7 @@ CastPolicy CastPolicy::from_file(const std::filesystem::path& path, CastTarget t
   try {
     require_known_keys(json,
                        {"format", "version", "preset", "operators", "keep_fp32_params", "emulation",
-                        "fp8", "fast_kernels"},
+                        "fp8", "fast_kernels", "fast_kernels_on_gpu"},
                        where);
     if (json.at("version") != kPolicyVersion) {
       throw FileError(kPolicyFile, fmt::format("version {} in {}", kPolicyVersion, where),
@@ -291,6 +293,7 @@ std::string CastPolicy::to_json() const {
                        {"keep_16bit_params", fp8_->keep_16bit_params()}};
   }
   if (fast_kernels_ != by_name(name_, target_).fast_kernels_) json["fast_kernels"] = fast_kernels_;
+  if (fast_kernels_on_gpu_) json["fast_kernels_on_gpu"] = true;
   return json.dump(2, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -309,6 +312,7 @@ std::string CastPolicy::to_code() const {
   if (emulation_ != Emulation::automatic)
     code += fmt::format("\n    .emulation(Emulation::{})", amp::name_of(emulation_));
   if (fp8_.has_value()) code += fp8_code(*fp8_);
+  if (fast_kernels_on_gpu_) code += "\n    .fast_kernels_on_gpu(true)";
   return code + fast_kernels_code(fast_kernels_, by_name(name_, target_).fast_kernels_);
 }
 

@@ -46,6 +46,7 @@ void expect_equal(const CastPolicy& one, const CastPolicy& other) {
   EXPECT_EQ(one.name(), other.name());
   EXPECT_EQ(one.emulation(), other.emulation());
   EXPECT_EQ(one.fast_kernels(), other.fast_kernels());
+  EXPECT_EQ(one.fast_kernels_on_gpu(), other.fast_kernels_on_gpu());
   EXPECT_EQ(one.fp32_param_globs(), other.fp32_param_globs());
   ASSERT_EQ(one.rows().size(), other.rows().size());
   for (const auto& [op, row] : one.rows()) {
@@ -70,6 +71,7 @@ TEST_F(PolicyFile, HoldsEveryEditOfEveryPreset) {
         .emulation(Emulation::never)
         .fast_kernel("layer_norm", false)
         .fast_kernel("gelu", true)
+        .fast_kernels_on_gpu(true)
         .fp8(Fp8Options()
                  .forward(torch::kFloat8_e5m2)
                  .amax_history(16)

@@ -100,7 +100,7 @@ class CastPolicy {
 
   /// Whether an operator runs in Semitone's own kernel if that supports the arguments. Most of
   /// these kernels take one pass over memory instead of several (docs/cast_policies.md). They run
-  /// on the CPU only, except for `view`, and models need no change. Their results equal those of
+  /// on the CPU, and `view` on every device; models need no change. Their results equal those of
   /// LibTorch's operators within rounding, and can be differentiated as often. Dropout draws other
   /// random numbers from the same generator. The table's rows still decide the dtypes.
   ///
@@ -110,6 +110,12 @@ class CastPolicy {
   /// it is on.
   CastPolicy& fast_kernel(std::string_view op, bool on = true);
   CastPolicy& fast_kernels(bool on);
+
+  /// Whether those of the fast kernels that exist for GPUs run there too: batch_norm,
+  /// cross_entropy_loss, gelu, layer_norm and rms_norm, on GPUs that Semitone's CUDA kernels
+  /// support. fast_kernel() chooses among them. Default: false, since these kernels have not been
+  /// measured beside LibTorch's and cuDNN's.
+  CastPolicy& fast_kernels_on_gpu(bool on);
 
   /// Computes products of weights in fp8 where this policy computes them in 16 bits: linear layers,
   /// mm, addmm, matmul and convolutions, with weights that are parameters, or views of parameters,
@@ -153,6 +159,7 @@ class CastPolicy {
   Emulation emulation() const { return emulation_; }
   /// The operators for which fast_kernel() is on.
   const std::set<std::string>& fast_kernels() const { return fast_kernels_; }
+  bool fast_kernels_on_gpu() const { return fast_kernels_on_gpu_; }
   const std::vector<std::string>& fp32_param_globs() const { return globs_; }
   /// The options of fp8(); std::nullopt without it.
   const std::optional<Fp8Options>& fp8_options() const { return fp8_; }
@@ -197,6 +204,7 @@ class CastPolicy {
   std::vector<std::string> globs_;
   Emulation emulation_ = Emulation::automatic;
   std::set<std::string> fast_kernels_;
+  bool fast_kernels_on_gpu_ = false;
   std::optional<Fp8Options> fp8_;
   std::shared_ptr<const Binding> binding_;
   std::shared_ptr<Fp8State> fp8_state_;
