@@ -45,7 +45,8 @@ bool is_unfilled(const at::Tensor& placeholder) {
 }  // namespace
 
 bool DeferredGradient::is_placeholder(const at::Tensor& grad) {
-  return grad.storage().data_ptr().get_deleter() == &PlaceholderMemory::destroy &&
+  return grad.has_storage() &&
+         grad.storage().data_ptr().get_deleter() == &PlaceholderMemory::destroy &&
          is_unfilled(grad);
 }
 
