@@ -76,18 +76,42 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
                                 .peers = mark->peers});
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
+void replace_batch_norm(torch::Library& library) {
   library.impl("batch_norm", TORCH_FN(batch_norm));
 }
+
+// On every kind of device that a converted layer can be moved to. Elsewhere its ranks would silently
+// have statistics of their own.
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
+  replace_batch_norm(library);
+}
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) {
-  library.impl("batch_norm", TORCH_FN(batch_norm));
+  replace_batch_norm(library);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradXPU, library) {
+  replace_batch_norm(library);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradMPS, library) {
+  replace_batch_norm(library);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  replace_batch_norm(library);
 }
 // Without autograd: c10::InferenceMode.
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
-  library.impl("batch_norm", TORCH_FN(batch_norm));
+  replace_batch_norm(library);
 }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  library.impl("batch_norm", TORCH_FN(batch_norm));
+  replace_batch_norm(library);
+}
+TORCH_LIBRARY_IMPL(aten, XPU, library) {
+  replace_batch_norm(library);
+}
+TORCH_LIBRARY_IMPL(aten, MPS, library) {
+  replace_batch_norm(library);
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  replace_batch_norm(library);
 }
 
 template <typename Layer>

@@ -1,5 +1,6 @@
 #include "semitone/nn.h"
 #include "semitone/parallel/sync_batch_norm.h"
+#include "src/nn/batch_norm_mark.h"
 #include "tests/support/accelerator/accelerator.h"
 #include "tests/support/errors.h"
 #include "tests/support/levels.h"
@@ -14,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -129,6 +131,44 @@ TEST_F(AcceleratorLayers, BatchNorm) {
 TEST_F(AcceleratorLayers, SyncBatchNorm) {
   compare([] { return parallel::SyncBatchNorm(nn::FusedBatchNormOptions(4), comm::Group()); },
           {6, 4, 5, 5});
+}
+
+// Another process with the same batch.
+class Twin final : public nn::BatchNormPeers {
+ public:
+  at::Tensor all_gather(const at::Tensor& own) const override {
+    ++calls;
+    return at::stack({own, own});
+  }
+  void all_reduce(at::Tensor& sums) const override {
+    ++calls;
+    sums.mul_(2);
+  }
+  mutable int calls = 0;
+};
+
+// A layer of LibTorch that convert_sync_batchnorm has marked, and that was moved then.
+TEST_F(AcceleratorLayers, ConvertedBatchNormAsksTheOtherProcesses) {
+  for (const bool is_inference : {false, true}) {
+    torch::nn::BatchNorm2d layer(4);
+    const auto twin = std::make_shared<Twin>();
+    for (const at::Tensor& tensor : {layer->weight, layer->running_mean})
+      nn::set_batch_norm_mark(tensor, {twin});
+    move(*layer, device());
+    torch::manual_seed(3);
+    const at::Tensor input = torch::randn({6, 4, 5, 5});
+    // Its gradient needs the sums of all processes.
+    const at::Tensor leaf = input.to(device()).requires_grad_(!is_inference);
+    const c10::InferenceMode mode(is_inference);
+    const at::Tensor output = layer(leaf);
+    EXPECT_EQ(twin->calls, 1);
+    const at::Tensor wanted =
+        (input - input.mean({0, 2, 3}, true)) / (input.var({0, 2, 3}, false, true) + 1e-5).sqrt();
+    EXPECT_TRUE(at::allclose(output.cpu(), wanted, 1e-4, 1e-5));
+    if (is_inference) continue;
+    output.square().sum().backward();
+    EXPECT_EQ(twin->calls, 2);
+  }
 }
 
 TEST_F(AcceleratorLayers, DropoutKeepsWhatItDoesNotDrop) {
