@@ -62,6 +62,9 @@ Json parse_json(const std::string& text, const std::string& where) {
 
 Json read_json(const std::filesystem::path& path) {
   std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored))
+    throw FileError(kPolicyFile, "a file with a cast policy",
+                    fmt::format("'{}', which is a directory", path.string()));
   const std::uintmax_t size = std::filesystem::file_size(path, ignored);
   if (!ignored && size > kLargestFile) {
     throw FileError(kPolicyFile, "a file with a cast policy, of less than 1 MiB",

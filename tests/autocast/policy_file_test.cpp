@@ -192,6 +192,7 @@ TEST_F(PolicyFile, SaysWhatIsWrongInAFile) {
       EXPECT_NE(error.find(part), std::string::npos) << text << "\n" << error;
   }
   EXPECT_THROW(CastPolicy::from_file(directory_ / "none.json", kTarget), FileError);
+  EXPECT_THROW(CastPolicy::from_file(directory_.path(), kTarget), FileError);
   EXPECT_THROW(CastPolicy::semitone(kTarget).save(directory_.path() / "none" / "policy.json"),
                FileError);
 }
