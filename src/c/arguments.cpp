@@ -8,6 +8,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <sstream>
@@ -34,12 +35,13 @@ std::vector<at::Tensor> tensors_of(const SemitoneTensor* const* tensors, std::si
   std::vector<at::Tensor> all;
   all.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
-    try {
-      all.push_back(tensor_of(tensors[i], function));
-    } catch (const Error&) {
+    const auto* const tensor = reinterpret_cast<const at::Tensor*>(tensors[i]);
+    if (tensor == nullptr || !tensor->defined()) {
       throw Error(function, "a tensor in each place of a list",
-                  "none in place " + std::to_string(i) + " of " + std::to_string(count));
+                  std::string(tensor == nullptr ? "null" : "an undefined tensor") + " in place " +
+                      std::to_string(i) + " of " + std::to_string(count));
     }
+    all.push_back(*tensor);
   }
   return all;
 }
@@ -105,9 +107,9 @@ torch::serialize::InputArchive load_archive(const void* bytes, std::size_t size,
   torch::serialize::InputArchive archive;
   try {
     archive.load_from(static_cast<const char*>(bytes), size);
-  } catch (const c10::Error& error) {
-    throw FileError(function, "the bytes that the function for saving returned",
-                    error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    // LibTorch's reader also throws ErrorReport and std::out_of_range.
+    throw FileError(function, "the bytes that the function for saving returned", error.what());
   }
   return archive;
 }

@@ -4,8 +4,14 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
+#include <c10/core/Layout.h>
+#include <c10/core/MemoryFormat.h>
+#include <c10/core/ScalarType.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,8 +37,13 @@ c10::OperatorHandle operator_of(const std::string& name, const char* function) {
 }
 
 c10::IValue value_of(const SemitoneValue& value, const char* function) {
-  if (value.count > 0 && value.kind >= SEMITONE_VALUE_TENSORS)
+  if (value.kind >= SEMITONE_VALUE_TENSORS && value.count > 0) {
     require_pointer(value.value.tensors, "list of values", function);
+    constexpr std::size_t kMost = PTRDIFF_MAX / sizeof(std::int64_t);
+    if (value.count > kMost)
+      throw Error(function, "a list that fits into memory",
+                  std::to_string(value.count) + " values");
+  }
   switch (value.kind) {
     case SEMITONE_VALUE_NONE:
       return {};
@@ -57,6 +68,24 @@ c10::IValue value_of(const SemitoneValue& value, const char* function) {
       throw Error(function, "a kind of value, SEMITONE_VALUE_TENSOR …",
                   "the number " + std::to_string(value.kind));
   }
+}
+
+// A number for which LibTorch has an enumerator. It uses others as an index into its tables.
+void require_enumerator(const c10::Argument& argument, const c10::IValue& value,
+                        const char* function) {
+  c10::TypePtr type = argument.real_type();
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  std::int64_t limit = 0;
+  if (type->kind() == c10::TypeKind::ScalarTypeType)
+    limit = static_cast<std::int64_t>(c10::ScalarType::NumOptions);
+  if (type->kind() == c10::TypeKind::LayoutType)
+    limit = static_cast<std::int64_t>(c10::Layout::NumOptions);
+  if (type->kind() == c10::TypeKind::MemoryFormatType)
+    limit = static_cast<std::int64_t>(c10::MemoryFormat::NumOptions);
+  if (limit == 0 || !value.isInt()) return;
+  if (value.toInt() < 0 || value.toInt() >= limit)
+    throw Error(function, "a number of LibTorch's for '" + argument.name() + "'",
+                std::to_string(value.toInt()));
 }
 
 std::vector<at::Tensor> tensors_in(const torch::jit::Stack& stack, const std::string& op,
@@ -91,6 +120,8 @@ SemitoneStatus semitone_call(const char* op, const SemitoneValue* arguments, siz
       stack.push_back(value_of(arguments[i], function));
     const c10::FunctionSchema& schema = found.schema();
     schema.checkAndNormalizeInputs(stack, {});
+    for (std::size_t i = 0; i < stack.size(); ++i)
+      require_enumerator(schema.arguments()[i], stack[i], function);
     const auto require_capacity = [&](std::size_t needed) {
       if (capacity == 0 || needed <= capacity) return;
       throw semitone::Error(

@@ -7,7 +7,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
-#include <vector>
+#include <utility>
 
 using semitone::Error;
 using semitone::amp::Autocast;
@@ -18,25 +18,24 @@ struct SemitoneRegion {
   // Constructed in place, since it can neither be copied nor moved.
   std::optional<Autocast> autocast = std::nullopt;
   std::thread::id thread = std::this_thread::get_id();
+  SemitoneRegion* outer = nullptr;  // that was entered before it
 };
 
 namespace semitone::c {
 namespace {
 
-// The regions of this thread, the innermost last.
-std::vector<const SemitoneRegion*>& open_regions() {
-  static thread_local std::vector<const SemitoneRegion*> regions;
-  return regions;
-}
+// The region of this thread that was entered last. Without a destructor: a program may end a region
+// in the destructor of an object of the thread.
+thread_local SemitoneRegion* innermost = nullptr;
 
 template <typename... Arguments>
 void enter(SemitoneRegion** result, const Arguments&... arguments) {
   auto region = std::make_unique<SemitoneRegion>();
-  open_regions().reserve(open_regions().size() + 1);
   region->autocast.emplace(arguments...);
-  const SemitoneRegion* const entered = region.get();
+  region->outer = innermost;
+  SemitoneRegion* const entered = region.get();
   give(std::move(region), result);
-  open_regions().push_back(entered);
+  innermost = entered;
 }
 
 }  // namespace
@@ -63,12 +62,11 @@ SemitoneStatus semitone_region_exit(SemitoneRegion* region) {
       throw Error(function, "the thread that entered the region", "another thread",
                   "end the region where it began");
     }
-    std::vector<const SemitoneRegion*>& open = open_regions();
-    if (open.empty() || open.back() != region) {
+    if (innermost != region) {
       throw Error(function, "the region of this thread that was entered last",
                   "one that was entered before another", "end the regions inside it first");
     }
-    open.pop_back();
+    innermost = self.outer;
     remove_handle(region);
     delete region;
   });

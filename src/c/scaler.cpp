@@ -5,6 +5,8 @@
 #include "src/c/options.h"
 #include "src/c/parameters.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -70,6 +72,15 @@ SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
       if (self.unscaled.count(tensor.unsafeGetTensorImpl()) == 0) continue;
       throw Error(function, "each parameter once between two updates", "one for the second time",
                   "call semitone_scaler_update() once at the end of an iteration");
+    }
+    // The pass over the gradients refuses it too, but only after it has changed others.
+    for (const at::Tensor& tensor : tensors) {
+      const at::Tensor& gradient = tensor.grad();
+      if (!gradient.defined() || gradient.layout() != at::kStrided ||
+          at::has_internal_overlap(gradient) != at::MemOverlap::Yes)
+        continue;
+      throw Error(function, "gradients with memory of their own for each element",
+                  "an expanded gradient", "replace it by a copy (clone) before");
     }
     auto list = std::make_unique<ParameterList>(tensors);
     self.lists.reserve(self.lists.size() + 1);

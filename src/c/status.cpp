@@ -6,23 +6,43 @@
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <string>
 
 namespace semitone::c {
 namespace {
 
-std::string& last_error() {
-  static thread_local std::string message;
-  return message;
+// Without a destructor: bindings may call functions in destructors of the thread's own objects, after
+// those of this library.
+constexpr std::size_t kMostBytes = 4096;
+thread_local char last_error[kMostBytes] = {};
+
+// The length of the UTF-8 character that a text begins with; 0 if it begins with none.
+std::size_t character_length(const char* text) {
+  const auto first = static_cast<unsigned char>(*text);
+  const std::size_t length = first < 0x80                     ? 1
+                             : first >= 0xC2 && first <= 0xDF ? 2
+                             : first >= 0xE0 && first <= 0xEF ? 3
+                             : first >= 0xF0 && first <= 0xF4 ? 4
+                                                              : 0;
+  for (std::size_t i = 1; i < length; ++i)
+    if ((static_cast<unsigned char>(text[i]) & 0xC0U) != 0x80U) return 0;
+  return length;
 }
 
-SemitoneStatus keep(SemitoneStatus status, const char* message) noexcept {
-  try {
-    last_error() = message;
-  } catch (...) {
-    last_error().clear();  // no memory for the text
+// Messages quote arguments, which may have any bytes.
+SemitoneStatus keep_message(SemitoneStatus status, const char* message) noexcept {
+  std::size_t size = 0;
+  while (*message != '\0') {
+    const std::size_t length = character_length(message);
+    if (size + std::max<std::size_t>(length, 1) >= kMostBytes) break;
+    if (length == 0) last_error[size++] = '?';
+    for (std::size_t i = 0; i < length; ++i) last_error[size++] = message[i];
+    message += std::max<std::size_t>(length, 1);
   }
+  last_error[size] = '\0';
   return status;
 }
 
@@ -32,19 +52,19 @@ SemitoneStatus note_error(const std::exception_ptr& error) noexcept {
   try {
     std::rethrow_exception(error);
   } catch (const CommError& comm_error) {
-    return keep(SEMITONE_COMM_ERROR, comm_error.what());
+    return keep_message(SEMITONE_COMM_ERROR, comm_error.what());
   } catch (const DivergedError& diverged_error) {
-    return keep(SEMITONE_DIVERGED_ERROR, diverged_error.what());
+    return keep_message(SEMITONE_DIVERGED_ERROR, diverged_error.what());
   } catch (const FileError& file_error) {
-    return keep(SEMITONE_FILE_ERROR, file_error.what());
+    return keep_message(SEMITONE_FILE_ERROR, file_error.what());
   } catch (const Error& own_error) {
-    return keep(SEMITONE_ERROR, own_error.what());
+    return keep_message(SEMITONE_ERROR, own_error.what());
   } catch (const c10::Error& libtorch_error) {
-    return keep(SEMITONE_LIBTORCH_ERROR, libtorch_error.what_without_backtrace());
+    return keep_message(SEMITONE_LIBTORCH_ERROR, libtorch_error.what_without_backtrace());
   } catch (const std::exception& other) {
-    return keep(SEMITONE_OTHER_ERROR, other.what());
+    return keep_message(SEMITONE_OTHER_ERROR, other.what());
   } catch (...) {
-    return keep(SEMITONE_OTHER_ERROR, "an exception that is no std::exception");
+    return keep_message(SEMITONE_OTHER_ERROR, "an exception that is no std::exception");
   }
 }
 
@@ -60,7 +80,7 @@ const char* semitone_libtorch_version() {
 }
 
 const char* semitone_last_error() {
-  return semitone::c::last_error().c_str();
+  return semitone::c::last_error;
 }
 
 void semitone_free(char* memory) {

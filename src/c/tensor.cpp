@@ -100,7 +100,7 @@ SemitoneStatus semitone_tensor_read(const SemitoneTensor* tensor, void* data, si
     }
     if (bytes == 0) return;
     require_pointer(data, "pointer for the elements", function);
-    const at::Tensor dense = source.detach().to(at::kCPU).contiguous();
+    const at::Tensor dense = source.detach().resolve_neg().to(at::kCPU).contiguous();
     std::memcpy(data, dense.const_data_ptr(), bytes);
   });
 }

@@ -13,6 +13,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -42,6 +43,27 @@ Policy fp16_policy() {
   SemitonePolicy* policy = nullptr;
   check(semitone_policy_create("semitone", "cpu", SEMITONE_FLOAT16, &policy));
   return Policy(policy);
+}
+
+// Uses the library when its thread ends, after the library's own objects of the thread.
+struct LastUse {
+  ~LastUse() {
+    status = semitone_policy_destroy(reinterpret_cast<SemitonePolicy*>(this));
+    is_empty = *semitone_last_error() == '\0';
+  }
+  static inline SemitoneStatus status = SEMITONE_OK;
+  static inline bool is_empty = true;
+};
+
+TEST(LastError, IsThereWhileAThreadEnds) {
+  std::thread([] {
+    static thread_local const LastUse last_use;
+    (void)&last_use;
+    EXPECT_EQ(semitone_policy_destroy(reinterpret_cast<SemitonePolicy*>(&LastUse::status)),
+              SEMITONE_ERROR);
+  }).join();
+  EXPECT_EQ(LastUse::status, SEMITONE_ERROR);
+  EXPECT_FALSE(LastUse::is_empty);
 }
 
 class Region {

@@ -169,7 +169,7 @@ static void test_lists(void) {
   CHECK(semitone_scaler_scale(scaler, tensors[0], &scaled) == SEMITONE_OK);
   CHECK_FAILS(semitone_scaler_unscale(scaler, (const SemitoneTensor* const*)tensors, 2, &found_inf),
               SEMITONE_ERROR,
-              "expected a tensor in each place of a list, got none in place 1 of 2");
+              "expected a tensor in each place of a list, got null in place 1 of 2");
   CHECK_FAILS(semitone_scaler_unscale(scaler, NULL, 2, &found_inf), SEMITONE_ERROR,
               "expected a list of tensors, got a null pointer");
   CHECK(semitone_tensor_destroy(tensors[0]) == SEMITONE_OK);

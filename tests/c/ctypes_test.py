@@ -3,6 +3,7 @@
     SEMITONE_C_LIBRARY=… ctypes_test.py EXPECTED_TRAINING
 """
 import ctypes
+import os
 import pathlib
 import random
 import struct
@@ -160,6 +161,25 @@ class TensorsTest(unittest.TestCase):
         self.assertEqual(op("aten::add_.Tensor", one, two, capacity=0), [])
         self.assertEqual(one.values(), [4, 6])
 
+    def test_numbers_of_libtorch_are_in_range(self):
+        one = Tensor.floats([1, 2])
+        for number in (-1, 99, 2**40, 256 + FLOAT32):
+            with self.subTest(number), self.assertRaisesRegex(SemitoneError, f"of LibTorch's for 'dtype', got {number}"):
+                op("aten::to.dtype", one, number)
+        with self.assertRaisesRegex(SemitoneError, "of LibTorch's for 'memory_format', got 77"):
+            op("aten::contiguous", one, 77)
+        self.assertEqual(op("aten::to.dtype", one, FLOAT16).dtype, FLOAT16)
+
+    def test_messages_are_utf8(self):
+        for name in (b"aten::\xff\xc3", "aten::é".encode()[:-1], b"aten::\xe2\x82"):
+            with self.assertRaisesRegex(SemitoneError, "aten::[?]+'"):
+                c.call("semitone_call", ctypes.c_char_p(name), None, ctypes.c_size_t(0), None, ctypes.c_size_t(0), None)
+        with self.assertRaisesRegex(SemitoneError, "'aten::é€𝄞'"):
+            op("aten::é€𝄞")
+        with self.assertRaises(SemitoneError) as raised:  # cut off, between two characters
+            op("aten::" + "é" * 5000)
+        self.assertLess(len(str(raised.exception).encode()), 4096)
+
     def test_operators_report_errors(self):
         one = Tensor.floats([1, 2])
         for expected, call in [
@@ -218,6 +238,9 @@ class PoliciesTest(unittest.TestCase):
             c.library.semitone_free(text)
             with self.assertRaises(SemitoneError) as raised:
                 Handle("policy", f"{folder}/none.json", "cpu", ctypes.c_int32(FLOAT16), create="load")
+            self.assertEqual(raised.exception.status, c.FILE_ERROR)
+            with self.assertRaisesRegex(SemitoneError, "which is a directory") as raised:
+                Handle("policy", folder, "cpu", ctypes.c_int32(FLOAT16), create="load")
             self.assertEqual(raised.exception.status, c.FILE_ERROR)
 
     def test_kernels_and_emulation(self):
@@ -300,6 +323,26 @@ class RegionsTest(unittest.TestCase):
             self.assertEqual(op("aten::mm", Tensor.floats([1], 1, 1), Tensor.floats([1], 1, 1)).dtype, FLOAT16)
 
 
+class LibraryTest(unittest.TestCase):
+    def test_it_stays_loaded(self):
+        """LibTorch has kernels of the library, and calls them until the process ends."""
+        program = """
+import ctypes, _ctypes, sys, threading
+library = ctypes.CDLL(sys.argv[1])
+policy, region = ctypes.c_void_p(), ctypes.c_void_p()
+library.semitone_policy_create(b"semitone", b"cpu", 5, ctypes.byref(policy))
+def use():
+    library.semitone_region_enter(policy, ctypes.byref(region))
+    library.semitone_region_exit(region)
+thread = threading.Thread(target=use)
+thread.start()
+thread.join()
+_ctypes.dlclose(library._handle)
+assert "libsemitone_c" in open("/proc/self/maps").read()
+"""
+        subprocess.run([sys.executable, "-c", program, os.environ["SEMITONE_C_LIBRARY"]], check=True)
+
+
 class ScalersTest(unittest.TestCase):
     def with_gradient(self, *gradient):
         tensor = Tensor.floats([0.0] * len(gradient)).require_grad()
@@ -319,6 +362,29 @@ class ScalersTest(unittest.TestCase):
             self.assertEqual(tensors[0].grad.values(), [1, 2])
             self.assertIsNone(tensors[1].grad)
             self.assertEqual(tensors[2].grad.values(), [0.5])
+
+    def test_an_expanded_gradient_is_refused_before_others_change(self):
+        with c.scaler(init_scale=8) as scaler:
+            self.scaled(scaler)
+            good, expanded = self.with_gradient(8), self.with_gradient(1, 1)
+            expanded.grad = op("aten::expand", Tensor.floats([8]), [2])
+            for _ in range(2):
+                with self.assertRaisesRegex(SemitoneError, "got an expanded gradient"):
+                    scaler.get("unscale", ctypes.c_int32, *c.tensor_list([good, expanded]))
+                self.assertEqual(good.grad.values(), [8])
+
+    def test_damaged_states_are_file_errors(self):
+        with c.scaler() as scaler:
+            state = scaler.saved()
+            draw = random.Random(7)
+            for _ in range(200):
+                damaged = bytearray(state)
+                for _ in range(draw.randrange(1, 20)):
+                    damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+                try:
+                    scaler.load(bytes(damaged), ctypes.c_size_t(len(damaged)))
+                except SemitoneError as error:
+                    self.assertIn(error.status, (c.FILE_ERROR, c.ERROR), str(error))
 
     def test_an_overflow_backs_the_scale_off(self):
         with c.scaler(init_scale=8) as scaler:

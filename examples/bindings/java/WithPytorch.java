@@ -17,10 +17,10 @@ public final class WithPytorch {
   private WithPytorch() {}
 
   /** A Tensor at an address, which it does not free. */
-  private static Tensor tensorAt(long address) {
+  private static Tensor tensorAt(long where) {
     return new Tensor(new Pointer() {
       {
-        this.address = address;
+        this.address = where;
       }
     });
   }

@@ -7,10 +7,12 @@
 /// - **Status.** Every function that can fail returns a SemitoneStatus. semitone_last_error()
 ///   returns the message. No C++ exception leaves a function. After an error nothing is changed,
 ///   unless the function's comment says otherwise, and results are not written.
-/// - **Handles.** An object is a pointer to an incomplete struct. `…_create` functions make it, and
-///   the function `…_destroy` of the same type destroys it; null is allowed there. A null pointer,
-///   a handle of another type and a destroyed handle are errors in all functions. A destroyed
-///   handle is not recognised once a new one has its address.
+/// - **Handles.** An object is a pointer to an incomplete struct. `…_create` and `…_load` functions
+///   make it, and the function `…_destroy` of the same type destroys it; null is allowed there.
+///   Regions begin with `…_enter` and end with `…_exit`, for which null is an error. Elsewhere a null
+///   pointer is an error unless the comment allows it. A handle of another type and a destroyed
+///   handle are errors in all functions. A destroyed handle is not recognised once a new one has its
+///   address.
 /// - **Tensors.** A `SemitoneTensor*` is a pointer to LibTorch's C++ class at::Tensor
 ///   (torch::Tensor). That is the pointer that Rust's tch (`Tensor::as_ptr`), C#'s TorchSharp
 ///   (`Tensor.Handle`) and Java's javacpp-presets (`Pointer.address`) hold. Semitone does not take
@@ -22,7 +24,10 @@
 /// - **Strings** are UTF-8 and end with a zero byte. Arguments are not kept.
 /// - **Threads.** Different handles may be used on different threads at the same time. A handle,
 ///   and the tensors that it refers to, may be used by one thread at a time. Regions, grad mode and
-///   semitone_last_error() belong to the thread.
+///   semitone_last_error() belong to the thread. End a region before its thread ends: its handle can
+///   not be destroyed afterwards.
+/// - **Processes.** dlclose() does not unload the library, since LibTorch calls its kernels until the
+///   process ends. After fork(), use it in the child only if no other thread was in a call.
 ///
 /// A process may load this library or link Semitone's C++ libraries, not both: each registers the
 /// same operators with LibTorch. LibTorch must have the release that semitone_libtorch_version()
@@ -83,8 +88,8 @@ const char* semitone_version(void);
 const char* semitone_libtorch_version(void);
 
 /// Returns the message of the last call on this thread that failed: "[amp.grad_scaler.unscale_]
-/// expected …, got … — remedy". Empty before the first error. The pointer is valid until the next
-/// error on this thread.
+/// expected …, got … — remedy", in at most 4095 bytes of UTF-8. Empty before the first error. The
+/// pointer is valid until the next error on this thread, or its end.
 const char* semitone_last_error(void);
 
 /// Frees memory that a function of this header returned in a `char**`. Null is allowed.
@@ -169,7 +174,7 @@ enum {
   SEMITONE_ACTION_BAN = 5  ///< an error for 16-bit arguments
 };
 
-/// Creates a policy from a preset: "semitone", "torch", "apex", "paddle" or "none".
+/// Creates a policy from a preset: "semitone", "torch", "apex", "paddle", "paddle-o2" or "none".
 /// @param dtype  SEMITONE_FLOAT16, SEMITONE_BFLOAT16 or SEMITONE_DEFAULT_DTYPE
 SemitoneStatus semitone_policy_create(const char* preset, const char* device, int32_t dtype,
                                       SemitonePolicy** policy);
@@ -233,8 +238,9 @@ SemitoneStatus semitone_scaler_scale(SemitoneScaler* scaler, const SemitoneTenso
 /// Parameters without a gradient are left out. If `found_inf` is 1, skip the optimizer's step; the
 /// values stay in the gradients until these are cleared. Clip after this call, and step after that.
 ///
-/// Error if semitone_scaler_scale() was never called, and for a parameter whose gradient was
-/// already unscaled since the last semitone_scaler_update(). Several optimizers need one call each;
+/// Error if semitone_scaler_scale() was never called, for a parameter that was in a list since the
+/// last semitone_scaler_update(), and for an expanded gradient. After a CommError of the scaler's
+/// group the gradients are unscaled: end the training. Several optimizers need one call each;
 /// a skip of one does not concern the others. Reads once from the device.
 SemitoneStatus semitone_scaler_unscale(SemitoneScaler* scaler,
                                        const SemitoneTensor* const* parameters, size_t count,
@@ -269,16 +275,17 @@ SemitoneStatus semitone_scaler_load(SemitoneScaler* scaler, const void* bytes, s
 SemitoneStatus semitone_masters_create(const SemitoneTensor* const* parameters, size_t count,
                                        SemitoneMasters** masters);
 SemitoneStatus semitone_masters_destroy(SemitoneMasters* masters);
-/// Writes the tensors that the optimizer is to update, in the order of the parameters: the master
-/// of a 16-bit parameter, and every other parameter itself. They are new tensors that refer to the
-/// same elements. Error unless `count` is the number of parameters.
+/// Writes the tensors that the optimizer is to update, in the order of the parameters: the master of
+/// a 16-bit parameter that required a gradient in semitone_masters_create(), and every other
+/// parameter itself. They are new pointers to the same tensors, with the same gradients. Error unless `count` is the number of parameters.
 SemitoneStatus semitone_masters_list(const SemitoneMasters* masters, SemitoneTensor** tensors,
                                      size_t count);
 /// Moves gradients from the model to the masters, as they are: adds each to its master's, in fp32,
 /// and drops it in the model. With a loss scale, call semitone_scaler_unscale() with the tensors of
 /// semitone_masters_list() afterwards.
 SemitoneStatus semitone_masters_take_gradients(SemitoneMasters* masters);
-/// Drops the gradients of the masters: after a step, and after a skipped one.
+/// Drops the gradients of the tensors of semitone_masters_list(): after a step, and after a skipped
+/// one.
 SemitoneStatus semitone_masters_clear_gradients(SemitoneMasters* masters);
 /// Rounds the masters into their parameters. Call it after the optimizer's step.
 SemitoneStatus semitone_masters_write_model(SemitoneMasters* masters);
