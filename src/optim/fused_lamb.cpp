@@ -173,6 +173,7 @@ void FusedLAMB::update_on_several(std::span<Work> all) const {
   }
   for (There& there : places) {
     std::vector<at::Tensor> norms;
+    norms.reserve(places.size());
     for (const There& other : places)
       norms.push_back(other.norm.to(there.norm.device(), /*non_blocking=*/true));
     StepOnDevice step{there.update, there.items, taken};
