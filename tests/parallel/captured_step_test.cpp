@@ -85,7 +85,8 @@ struct Training {
     return Net(group);
   }
   static at::Tensor input(int rank, int step) {
-    torch::manual_seed(static_cast<std::uint64_t>(100 + 10 * step + rank));
+    const int seed = 100 + 10 * step + rank;
+    torch::manual_seed(static_cast<std::uint64_t>(seed));
     return torch::randn({6, 4});
   }
   // @param forward  of the model
