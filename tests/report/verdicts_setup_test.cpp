@@ -5,7 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <initializer_list>
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -101,7 +102,10 @@ void add_gradients(MadeUpRun& run, const Json& optimizer, const std::vector<int>
   line["optimizers"] = {optimizer};
   const auto gradient = [](const char* name, const std::vector<int>& exponents) {
     std::vector<std::int64_t> counts(40, 0);
-    for (const int exponent : exponents) ++counts[static_cast<std::size_t>(exponent + 40)];
+    for (const int exponent : exponents) {
+      const int place = exponent + 40;
+      ++counts[static_cast<std::size_t>(place)];
+    }
     return tensor("gradient", name, "Float", -40, counts);
   };
   run.add(
