@@ -10,7 +10,7 @@ namespace semitone::cli {
 namespace {
 
 // man takes a backslash, and a dot or an apostrophe at the beginning of a line, for its own. A plain
-// minus sign would become a hyphen, which nobody can paste into a terminal.
+// minus sign would become a hyphen, which a terminal does not take for a flag.
 std::string escaped(std::string_view text) {
   std::string result;
   if (text.starts_with('.') || text.starts_with('\'')) result = "\\&";
