@@ -29,6 +29,7 @@ std::int64_t bytes(double megabytes) {
 ordered_json object_of(const TrainResult& result) {
   return {{"opt_level", amp::name_of(result.opt_level)},
           {"dtype", dtype_name(result.dtype)},
+          {"fp8", result.fp8},
           {"memory_format", train::name_of(result.memory_format)},
           {"epochs", result.epochs},
           {"steps", result.steps},
@@ -58,6 +59,7 @@ TrainResult result_of(const ordered_json& object) {
   TrainResult result;
   result.opt_level = amp::parse_opt_level(object.at("opt_level").get<std::string>());
   result.dtype = parse_dtype(object.at("dtype").get<std::string>());
+  result.fp8 = object.at("fp8");
   result.memory_format = train::parse_memory_format(object.at("memory_format").get<std::string>());
   result.epochs = object.at("epochs");
   result.steps = object.at("steps");

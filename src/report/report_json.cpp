@@ -45,6 +45,7 @@ Json run_json(const RunData& run) {
           {"threads", info.threads},
           {"opt_level", text_or_null(info.opt_level)},
           {"dtype", text_or_null(info.dtype)},
+          {"float8", info.has_float8},
           {"versions", {{"semitone", info.semitone}, {"libtorch", info.libtorch}}},
           {"config", info.config}};
 }

@@ -52,11 +52,15 @@ std::string shortened(const std::string& name, std::size_t width) {
   return printable(name.substr(0, begin) + ".." + name.substr(end));
 }
 
+std::string dtype_of(const RunInfo& info) {
+  return or_unknown(info.dtype) + (info.has_float8 ? " and float8" : "");
+}
+
 std::string header(const RunData& run) {
   const RunInfo& info = run.info;
   std::string text = fmt::format("{}: ", info.directory.string());
   if (!info.opt_level.empty()) text += info.opt_level + ", ";
-  text += fmt::format("{}, {}", or_unknown(info.dtype), info.outcome);
+  text += fmt::format("{}, {}", dtype_of(info), info.outcome);
   if (!info.reason.empty()) text += fmt::format(" ({})", first_line(info.reason));
   text += fmt::format("; {}, {}, {}", fmt::format("last step {}", run.last_step),
                       counted(static_cast<std::int64_t>(run.samples.size()), "sample"),
@@ -217,7 +221,7 @@ void append_comparison(std::string& text, const ReportedRun& run, const Reported
   text += '\n' + fmt::format(kRow, "compared", shortened(run.run.info.directory.string(), 28),
                              shortened(other.run.info.directory.string(), 28));
   row("opt level", [](const ReportedRun& one) { return printable(one.run.info.opt_level); });
-  row("dtype", [](const ReportedRun& one) { return one.run.info.dtype; });
+  row("dtype", [](const ReportedRun& one) { return dtype_of(one.run.info); });
   row("last step", [](const ReportedRun& one) { return fmt::format("{}", one.run.last_step); });
   row("last loss", [](const ReportedRun& one) { return last_loss(one.run); });
   row("skipped steps",

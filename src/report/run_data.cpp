@@ -130,6 +130,14 @@ std::string dtype_of_operators(const RunData& run) {
   return has_float32 ? "float32" : "";
 }
 
+bool computes_in_float8(const RunData& run) {
+  return std::any_of(run.samples.begin(), run.samples.end(), [](const auto& sample) {
+    const auto& operators = sample.second.operators;
+    return std::any_of(operators.begin(), operators.end(),
+                       [](const RunOperator& op) { return op.dtype.starts_with("float8"); });
+  });
+}
+
 void find_steps(RunData& run) {
   for (const auto& [step, sample] : run.samples) run.see(step);
   for (const auto& [step, skipped] : run.skipped) run.see(step);
@@ -168,6 +176,7 @@ RunData read_run(const fs::path& directory) {
   run.info.dtype = dtype_of_settings(run.info);
   if (run.info.opt_level == "O0") run.info.dtype = "float32";
   if (run.info.dtype.empty()) run.info.dtype = dtype_of_operators(run);
+  run.info.has_float8 = computes_in_float8(run);
   return run;
 }
 

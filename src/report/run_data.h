@@ -127,8 +127,9 @@ struct RunInfo {
   std::string semitone;
   std::string libtorch;
   std::map<std::string, std::string> config;
-  std::string opt_level;  // "O1"; empty if the settings do not tell
-  std::string dtype;      // that of the operators that may be lowered; empty if unknown
+  std::string opt_level;    // "O1"; empty if the settings do not tell
+  std::string dtype;        // that of the operators that may be lowered; empty if unknown
+  bool has_float8 = false;  // an operator of a sample computed in it
 };
 
 struct RunData {

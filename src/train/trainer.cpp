@@ -94,12 +94,14 @@ class Run {
   }
 
  private:
+  bool has_fp8() const {
+    return options_.opt_level() != amp::OptLevel::O0 && options_.policy().has_value() &&
+           options_.policy()->fp8_options().has_value();
+  }
+
   // From the second step on, all ranks use the same scales in fp8.
   void agree_on_fp8() {
-    const bool has_fp8 = options_.opt_level() != amp::OptLevel::O0 &&
-                         options_.policy().has_value() &&
-                         options_.policy()->fp8_options().has_value();
-    if (!has_fp8 || group().size() == 1) return;
+    if (!has_fp8() || group().size() == 1) return;
     setup_.mixed.fp8_scaling().set_amax_hook(
         [group = group()](at::Tensor& amax) { group.all_reduce(amax, comm::ReduceOp::max); });
   }
@@ -228,6 +230,7 @@ class Run {
     TrainResult result;
     result.opt_level = options_.opt_level();
     result.dtype = training_dtype(options_);
+    result.fp8 = has_fp8();
     result.memory_format = format_;
     result.epochs = options_.epochs();
     result.steps = position_.step;

@@ -17,6 +17,7 @@ namespace semitone::train {
 struct TrainResult {
   amp::OptLevel opt_level = amp::OptLevel::O1;
   c10::ScalarType dtype = c10::ScalarType::Float;   // of the level: fp32 at O0
+  bool fp8 = false;                                 // linear layers and convolutions compute in it
   MemoryFormat memory_format = MemoryFormat::nchw;  // the chosen one
   std::int64_t epochs = 0;                          // as requested
   std::int64_t steps = 0;                           // including those before a resume

@@ -38,6 +38,7 @@ using test::Words;
 using test::write_text;
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -66,7 +67,9 @@ TEST_F(CliTest, TrainSaysWhatItDoesAndEndsWithATable) {
 
 TEST_F(CliTest, TrainsInFp8AtEachLevelButO0) {
   const std::string file = (folder_ / "fp8.json").string();
+  std::vector<bool> fp8;  // what the results say
   const auto losses = [&](const Words& more) {
+    fp8.clear();
     Words words{"--opt-level", "all", "--dtype", "bf16", "--epochs", "3", "--json", file};
     words.insert(words.end(), more.begin(), more.end());
     const ProcessResult finished = run_semitone(train(words));
@@ -75,11 +78,14 @@ TEST_F(CliTest, TrainsInFp8AtEachLevelButO0) {
     for (const json& result : json::parse(read_text(file))) {
       EXPECT_GT(result.at("test_accuracy"), 0.95);
       all.push_back(result.at("train_loss"));
+      fp8.push_back(result.at("fp8"));
     }
     return all;
   };
   const auto in_bf16 = losses({});
+  EXPECT_THAT(fp8, ElementsAre(false, false, false, false));
   const auto in_fp8 = losses({"--fp8"});
+  EXPECT_THAT(fp8, ElementsAre(false, true, true, true));
   ASSERT_EQ(in_fp8.size(), 4U);
   EXPECT_EQ(in_fp8[0], in_bf16[0]);
   for (std::size_t i = 1; i < 4; ++i) {

@@ -74,7 +74,7 @@ TEST(PrecisionReport, HasTheKeysOfItsFormatInOrder) {
   EXPECT_THAT(keys_of(json.at("run")),
               ElementsAre("directory", "rank", "world_size", "started", "ended", "outcome",
                           "reason", "starts", "steps", "samples", "device", "processor", "threads",
-                          "opt_level", "dtype", "versions", "config"));
+                          "opt_level", "dtype", "float8", "versions", "config"));
   EXPECT_THAT(keys_of(json.at("verdicts").at(0)),
               ElementsAre("severity", "id", "title", "detail", "remedy", "figure", "unit", "where",
                           "steps"));
@@ -283,6 +283,17 @@ TEST(PrecisionReport, FindsTheDtypeOfARunWhoseSettingsDoNotTell) {
   run.add({one});
   EXPECT_EQ(json_of(run).at("run").at("dtype"), "bfloat16");
   EXPECT_TRUE(json_of(run).at("run").at("opt_level").is_null());
+  EXPECT_EQ(json_of(run).at("run").at("float8"), false);
+}
+
+TEST(PrecisionReport, TellsThatOperatorsComputedInFloat8) {
+  MadeUpRun run("bfloat16");
+  Json one = sample(1, 1, {});
+  one["operators"] = {op("add", "BFloat16", 3), op("conv2d", "Float8_e4m3fn", 1)};
+  run.add({one});
+  EXPECT_EQ(json_of(run).at("run").at("dtype"), "bfloat16");
+  EXPECT_EQ(json_of(run).at("run").at("float8"), true);
+  EXPECT_THAT(PrecisionReport(run.path()).to_text(), HasSubstr("O1, bfloat16 and float8, "));
 }
 
 TEST(PrecisionReport, ComparesTwoRuns) {

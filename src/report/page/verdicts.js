@@ -24,7 +24,7 @@ function icon(severity) {
 function facts(run) {
   const dates = run.started ? `${run.started.slice(0, 16).replace("T", " ")} UTC` : null;
   return [
-    run.opt_level && `level ${run.opt_level}`, run.dtype, run.device, plural(run.steps, "step"),
+    run.opt_level && `level ${run.opt_level}`, run.dtype, run.float8 && "float8 products", run.device, plural(run.steps, "step"),
     plural(run.samples, "sample"), run.world_size > 1 && `rank ${run.rank} of ${run.world_size}`,
     run.threads && plural(run.threads, "thread"), run.starts > 1 && `${count(run.starts)} starts`,
     dates && `started ${dates}`
