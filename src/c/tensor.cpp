@@ -4,10 +4,13 @@
 #include "src/c/handles.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/safe_numerics.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstring>
 #include <string>
 
@@ -41,21 +44,41 @@ at::ScalarType element_type(int32_t number, const char* function) {
   return *found;
 }
 
+std::uint64_t bytes_of(at::IntArrayRef shape, at::ScalarType type, const char* function) {
+  std::uint64_t bytes = c10::elementSize(type);
+  for (const int64_t size : shape) {
+    if (size < 0) throw Error(function, "sizes of at least 0", std::to_string(size));
+    if (c10::mul_overflows(bytes, static_cast<std::uint64_t>(size), &bytes))
+      throw Error(function, "fewer than 2^64 bytes", c10::str("the sizes ", shape));
+  }
+  return bytes;
+}
+
+Error wrong_bytes(std::uint64_t needed, at::ScalarType type, size_t bytes, const char* function) {
+  return {function,
+          c10::str(needed, " bytes for ", needed / c10::elementSize(type), " elements of ",
+                   semitone::dtype_name(type)),
+          std::to_string(bytes)};
+}
+
 }  // namespace
 }  // namespace semitone::c
 
-SemitoneStatus semitone_tensor_create(const void* data, int32_t dtype, const int64_t* sizes,
-                                      size_t dims, SemitoneTensor** tensor) {
+SemitoneStatus semitone_tensor_create(const void* data, size_t bytes, int32_t dtype,
+                                      const int64_t* sizes, size_t dims, SemitoneTensor** tensor) {
   return run(__func__, [&](const char* function) {
     require_pointer(tensor, "pointer for the tensor", function);
     if (dims > 0) require_pointer(sizes, "list of sizes", function);
     const at::ScalarType type = element_type(dtype, function);
     const at::IntArrayRef shape(sizes, dims);
-    for (const int64_t size : shape) {
-      if (size < 0) throw Error(function, "sizes of at least 0", std::to_string(size));
+    const std::uint64_t needed = bytes_of(shape, type, function);
+    if (data == nullptr) {
+      if (bytes != 0) require_pointer(data, "pointer to the elements", function);
+    } else if (bytes != needed) {
+      throw wrong_bytes(needed, type, bytes, function);
     }
     at::Tensor made = torch::zeros(shape, type);
-    if (data != nullptr && made.nbytes() > 0) std::memcpy(made.data_ptr(), data, made.nbytes());
+    if (bytes > 0) std::memcpy(made.data_ptr(), data, bytes);
     *tensor = new_tensor(std::move(made));
   });
 }
@@ -92,12 +115,8 @@ SemitoneStatus semitone_tensor_read(const SemitoneTensor* tensor, void* data, si
   return run(__func__, [&](const char* function) {
     const at::Tensor& source = tensor_of(tensor, function);
     element_type(static_cast<int32_t>(source.scalar_type()), function);
-    if (source.nbytes() != bytes) {
-      throw Error(function,
-                  std::to_string(source.nbytes()) + " bytes for " + std::to_string(source.numel()) +
-                      " elements of " + semitone::dtype_name(source.scalar_type()),
-                  std::to_string(bytes));
-    }
+    if (source.nbytes() != bytes)
+      throw wrong_bytes(source.nbytes(), source.scalar_type(), bytes, function);
     if (bytes == 0) return;
     require_pointer(data, "pointer for the elements", function);
     const at::Tensor dense = source.detach().resolve_neg().to(at::kCPU).contiguous();

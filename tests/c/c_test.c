@@ -30,7 +30,8 @@ static SemitoneTensor* vector_of(float first, float second) {
   SemitoneTensor* tensor = NULL;
   const float data[2] = {first, second};
   const int64_t size = 2;
-  CHECK(semitone_tensor_create(data, SEMITONE_FLOAT32, &size, 1, &tensor) == SEMITONE_OK);
+  CHECK(semitone_tensor_create(data, sizeof data, SEMITONE_FLOAT32, &size, 1, &tensor) ==
+        SEMITONE_OK);
   return tensor;
 }
 
@@ -75,7 +76,7 @@ static void test_null_and_destroyed_handles(void) {
 }
 
 static void test_every_function_refuses_null(void) {
-  CHECK_FAILS(semitone_tensor_create(NULL, SEMITONE_FLOAT32, NULL, 1, NULL), SEMITONE_ERROR,
+  CHECK_FAILS(semitone_tensor_create(NULL, 0, SEMITONE_FLOAT32, NULL, 1, NULL), SEMITONE_ERROR,
               "null");
   CHECK_FAILS(semitone_tensor_dtype(NULL, NULL), SEMITONE_ERROR, "null");
   CHECK_FAILS(semitone_tensor_sizes(NULL, NULL, 0, NULL), SEMITONE_ERROR, "null");
@@ -135,18 +136,28 @@ static void test_every_function_refuses_null(void) {
 static void test_tensors(void) {
   SemitoneTensor* tensor = vector_of(1, 2);
   const int64_t negative = -1;
+  const int64_t three = 3;
+  const int64_t huge[2] = {(int64_t)1 << 62, 4};
   float data[2] = {0, 0};
   int64_t size = 0;
   size_t dims = 0;
   int32_t dtype = 0;
   SemitoneTensor* result = NULL;
-  CHECK_FAILS(semitone_tensor_create(NULL, 99, &size, 1, &result), SEMITONE_ERROR,
+  CHECK_FAILS(semitone_tensor_create(NULL, 0, 99, &size, 1, &result), SEMITONE_ERROR,
               "expected a dtype, SEMITONE_FLOAT32 …, got the number 99");
-  CHECK_FAILS(semitone_tensor_create(NULL, SEMITONE_FLOAT32, &negative, 1, &result), SEMITONE_ERROR,
-              "expected sizes of at least 0, got -1");
-  CHECK_FAILS(semitone_tensor_create(NULL, SEMITONE_FLOAT32, NULL, 1, &result), SEMITONE_ERROR,
+  CHECK_FAILS(semitone_tensor_create(NULL, 0, SEMITONE_FLOAT32, &negative, 1, &result),
+              SEMITONE_ERROR, "expected sizes of at least 0, got -1");
+  CHECK_FAILS(semitone_tensor_create(NULL, 0, SEMITONE_FLOAT32, NULL, 1, &result), SEMITONE_ERROR,
               "expected a list of sizes, got a null pointer");
+  CHECK_FAILS(semitone_tensor_create(data, sizeof data, SEMITONE_FLOAT32, &three, 1, &result),
+              SEMITONE_ERROR, "expected 12 bytes for 3 elements of float32, got 8");
+  CHECK_FAILS(semitone_tensor_create(NULL, 12, SEMITONE_FLOAT32, &three, 1, &result),
+              SEMITONE_ERROR, "expected a pointer to the elements, got a null pointer");
+  CHECK_FAILS(semitone_tensor_create(NULL, 0, SEMITONE_FLOAT32, huge, 2, &result), SEMITONE_ERROR,
+              "expected fewer than 2^64 bytes, got the sizes [4611686018427387904, 4]");
   CHECK(result == NULL);
+  CHECK(semitone_tensor_create(NULL, 0, SEMITONE_FLOAT32, &three, 1, &result) == SEMITONE_OK);
+  CHECK(semitone_tensor_destroy(result) == SEMITONE_OK);
   CHECK(semitone_tensor_dtype(tensor, &dtype) == SEMITONE_OK);
   CHECK(dtype == SEMITONE_FLOAT32);
   CHECK(semitone_tensor_sizes(tensor, &size, 1, &dims) == SEMITONE_OK);

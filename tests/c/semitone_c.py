@@ -94,8 +94,8 @@ class Tensor:
     @staticmethod
     def of(data, dtype, *sizes):
         pointer = Pointer()
-        call("semitone_tensor_create", data, ctypes.c_int32(dtype), (ctypes.c_int64 * len(sizes))(*sizes),
-             ctypes.c_size_t(len(sizes)), ctypes.byref(pointer))
+        call("semitone_tensor_create", data, ctypes.c_size_t(len(data or b"")), ctypes.c_int32(dtype),
+             (ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_size_t(len(sizes)), ctypes.byref(pointer))
         return Tensor(pointer)
 
     @staticmethod

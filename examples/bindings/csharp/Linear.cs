@@ -14,7 +14,7 @@ sealed class SmallTensor
 
     public SmallTensor(float[] data, params long[] sizes)
     {
-        Native.Check(Native.semitone_tensor_create(data, Dtype.Float32, sizes, Native.Size(sizes.Length), out Handle));
+        Native.Check(Native.semitone_tensor_create(data, Native.Size(4 * data.Length), Dtype.Float32, sizes, Native.Size(sizes.Length), out Handle));
     }
 
     ~SmallTensor() { Native.semitone_tensor_destroy(Handle); }

@@ -43,7 +43,7 @@ namespace Semitone
         }
 
         [DllImport(Library)] internal static extern IntPtr semitone_last_error();
-        [DllImport(Library)] internal static extern int semitone_tensor_create(float[] data, int dtype, long[] sizes, UIntPtr dims, out IntPtr tensor);
+        [DllImport(Library)] internal static extern int semitone_tensor_create(float[] data, UIntPtr bytes, int dtype, long[] sizes, UIntPtr dims, out IntPtr tensor);
         [DllImport(Library)] internal static extern int semitone_tensor_destroy(IntPtr tensor);
         [DllImport(Library)] internal static extern int semitone_tensor_read(IntPtr tensor, float[] data, UIntPtr bytes);
         [DllImport(Library)] internal static extern int semitone_tensor_set_requires_grad(IntPtr tensor, int requiresGrad);
@@ -117,9 +117,14 @@ namespace Semitone
 
     public sealed class Region : IDisposable
     {
-        private readonly IntPtr handle;
+        private IntPtr handle;
         internal Region(IntPtr region) { handle = region; }
-        public void Dispose() { Native.Check(Native.semitone_region_exit(handle)); }
+        public void Dispose()
+        {
+            if (handle == IntPtr.Zero) return;
+            Native.Check(Native.semitone_region_exit(handle));
+            handle = IntPtr.Zero;
+        }
     }
 
     /// A loss scale.

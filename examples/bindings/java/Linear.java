@@ -17,7 +17,7 @@ public final class Linear {
 
   private static long tensor(float[] data, long... sizes) {
     PointerByReference made = new PointerByReference();
-    Semitone.check(Semitone.C.semitone_tensor_create(data, Semitone.FLOAT32, sizes, sizes.length, made));
+    Semitone.check(Semitone.C.semitone_tensor_create(data, 4L * data.length, Semitone.FLOAT32, sizes, sizes.length, made));
     return Semitone.address(made.getValue());
   }
 

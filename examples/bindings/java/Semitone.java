@@ -5,6 +5,8 @@ import com.sun.jna.Pointer;
 import com.sun.jna.ptr.DoubleByReference;
 import com.sun.jna.ptr.IntByReference;
 import com.sun.jna.ptr.PointerByReference;
+import java.lang.ref.Reference;
+import java.nio.charset.StandardCharsets;
 import java.util.Map;
 
 /**
@@ -22,7 +24,7 @@ public final class Semitone {
   /** The functions of semitone/c/semitone.h. size_t is long. */
   interface Functions extends Library {
     String semitone_last_error();
-    int semitone_tensor_create(float[] data, int dtype, long[] sizes, long dims, PointerByReference tensor);
+    int semitone_tensor_create(float[] data, long bytes, int dtype, long[] sizes, long dims, PointerByReference tensor);
     int semitone_tensor_destroy(Pointer tensor);
     int semitone_tensor_read(Pointer tensor, float[] data, long bytes);
     int semitone_tensor_set_requires_grad(Pointer tensor, int requiresGrad);
@@ -115,7 +117,7 @@ public final class Semitone {
 
   /** See {@link Policy#enter}. */
   public static final class Region implements AutoCloseable {
-    private final Pointer handle;
+    private Pointer handle;
 
     Region(Pointer handle) {
       this.handle = handle;
@@ -123,7 +125,9 @@ public final class Semitone {
 
     @Override
     public void close() {
+      if (handle == null) return;
       check(C.semitone_region_exit(handle));
+      handle = null;
     }
   }
 
@@ -133,16 +137,22 @@ public final class Semitone {
 
     public Scaler(String preset, Map<String, Double> options) {
       Memory list = new Memory(16L * Math.max(1, options.size()));
-      Memory[] names = new Memory[options.size()];  // keeps them alive
+      Memory[] names = new Memory[options.size()];
       int count = 0;
       for (Map.Entry<String, Double> option : options.entrySet()) {
-        names[count] = new Memory(option.getKey().length() + 1L);
-        names[count].setString(0, option.getKey());
+        byte[] name = option.getKey().getBytes(StandardCharsets.UTF_8);
+        names[count] = new Memory(name.length + 1L);
+        names[count].clear();
+        names[count].write(0, name, 0, name.length);
         list.setPointer(16L * count, names[count]);
         list.setDouble(16L * count + 8, option.getValue());
         ++count;
       }
-      check(C.semitone_scaler_create(preset, list, count, handle));
+      try {
+        check(C.semitone_scaler_create(preset, list, count, handle));
+      } finally {
+        Reference.reachabilityFence(names);  // the list has their addresses only
+      }
     }
 
     /** Returns loss * scale: a new at::Tensor. */

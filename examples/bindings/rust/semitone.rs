@@ -48,7 +48,7 @@ handles!(RawPolicy RawRegion RawScaler RawMasters);
 
 extern "C" {
     fn semitone_last_error() -> *const c_char;
-    fn semitone_tensor_create(data: *const u8, dtype: i32, sizes: *const i64, dims: usize, tensor: *mut TensorPtr) -> i32;
+    fn semitone_tensor_create(data: *const u8, bytes: usize, dtype: i32, sizes: *const i64, dims: usize, tensor: *mut TensorPtr) -> i32;
     fn semitone_tensor_destroy(tensor: TensorPtr) -> i32;
     fn semitone_tensor_read(tensor: TensorPtr, data: *mut u8, bytes: usize) -> i32;
     fn semitone_tensor_set_requires_grad(tensor: TensorPtr, requires_grad: i32) -> i32;
@@ -219,7 +219,7 @@ pub struct Tensor(TensorPtr);
 impl Tensor {
     pub fn of(data: &[f32], sizes: &[i64]) -> Result<Self> {
         let mut tensor = null_mut();
-        check(unsafe { semitone_tensor_create(data.as_ptr().cast(), FLOAT32, sizes.as_ptr(), sizes.len(), &mut tensor) })?;
+        check(unsafe { semitone_tensor_create(data.as_ptr().cast(), std::mem::size_of_val(data), FLOAT32, sizes.as_ptr(), sizes.len(), &mut tensor) })?;
         Ok(Self(tensor))
     }
     /// # Safety

@@ -98,9 +98,9 @@ void semitone_free(char* memory);
 // Tensors and operators: what callers without a binding of LibTorch need. Others need none of it.
 
 /// Creates a tensor on the CPU with a copy of `data`: `sizes` in elements, row-major, without gaps.
-/// If data is null, the elements are zeros.
-SemitoneStatus semitone_tensor_create(const void* data, int32_t dtype, const int64_t* sizes,
-                                      size_t dims, SemitoneTensor** tensor);
+/// Error unless `bytes` is their size. If data is null and bytes 0, the elements are zeros.
+SemitoneStatus semitone_tensor_create(const void* data, size_t bytes, int32_t dtype,
+                                      const int64_t* sizes, size_t dims, SemitoneTensor** tensor);
 /// Destroys the at::Tensor. The memory of its elements is shared by all tensors that refer to it.
 SemitoneStatus semitone_tensor_destroy(SemitoneTensor* tensor);
 SemitoneStatus semitone_tensor_dtype(const SemitoneTensor* tensor, int32_t* dtype);
