@@ -10,6 +10,19 @@ option(SEMITONE_C "Build the C interface, libsemitone_c" ${PROJECT_IS_TOP_LEVEL}
 option(SEMITONE_INSTALL "Make the target install" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
 
+# As for libraries without a type, BUILD_SHARED_LIBS decides.
+if(BUILD_SHARED_LIBS)
+  set(default_library SHARED)
+else()
+  set(default_library STATIC)
+endif()
+set(SEMITONE_LIBRARY ${default_library} CACHE STRING
+    "What semitone::semitone is: STATIC (one archive per room), SHARED (libsemitone.so), BOTH (static unless a project asks for shared)")
+set_property(CACHE SEMITONE_LIBRARY PROPERTY STRINGS STATIC SHARED BOTH)
+if(NOT SEMITONE_LIBRARY MATCHES "^(STATIC|SHARED|BOTH)$")
+  message(FATAL_ERROR "[cmake.options] expected SEMITONE_LIBRARY to be STATIC, SHARED or BOTH, got '${SEMITONE_LIBRARY}'")
+endif()
+
 set(SEMITONE_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where nvcc is found), ON (required), OFF")
 set_property(CACHE SEMITONE_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT SEMITONE_CUDA MATCHES "^(AUTO|ON|OFF)$")

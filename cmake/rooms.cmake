@@ -7,7 +7,6 @@
 # PROGRAM: a room of the program alone. It is not part of the library `semitone`, not installed, and only built for targets
 # that link it.
 add_library(semitone INTERFACE)
-add_library(semitone::semitone ALIAS semitone)
 set_property(GLOBAL PROPERTY semitone_rooms "")
 file(STRINGS ${PROJECT_SOURCE_DIR}/src/rooms.txt semitone_room_names REGEX "^[a-z]+:")
 list(TRANSFORM semitone_room_names REPLACE ":.*" "")

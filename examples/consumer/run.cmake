@@ -34,6 +34,13 @@ if(message MATCHES "make setup")
   message(FATAL_ERROR "expected no 'make setup' in:\n${message}")
 endif()
 
+# A library that does not exist.
+execute_process(COMMAND ${configure} -S ${SOURCE} -B ${WORK}/without -DSEMITONE_LIBTORCH= -DKIND=dynamic RESULT_VARIABLE code
+  ERROR_VARIABLE message OUTPUT_QUIET)
+string(REGEX REPLACE "[ \n]+" " " message "${message}")
+expect("${code}" "^[1-9]")
+expect("${message}" "expected COMPONENTS static or COMPONENTS shared, got 'dynamic'")
+
 # A project of an older CMake hears nothing of policies.
 file(WRITE ${WORK}/old/CMakeLists.txt
   "cmake_minimum_required(VERSION 3.10)\nproject(old LANGUAGES C CXX)\nfind_package(semitone REQUIRED)\n")
@@ -51,6 +58,18 @@ if(EXISTS ${WORK}/build/scale)
   run(${WORK}/build/scale)
 endif()
 
+# The shared library, without compiling main.cpp again: the flags are the same.
+file(GLOB_RECURSE shared ${WORK}/prefix/*/libsemitone.so)
+if(shared)
+  run(${configure} -S ${SOURCE} -B ${WORK}/build -DKIND=shared)
+  run(${CMAKE_COMMAND} --build ${WORK}/build)
+  file(STRINGS ${WORK}/build/consumer needed REGEX "libsemitone[.]so[.][0-9]+[.][0-9]+$")
+  if(NOT needed)
+    message(FATAL_ERROR "expected a program that needs libsemitone.so")
+  endif()
+  run(${WORK}/build/consumer)
+endif()
+
 # Without CMake, from a moved installation: pkg-config alone. It does not know libraries that were unpacked without root.
 find_program(pkg_config pkg-config)
 set(known 1)
@@ -64,10 +83,17 @@ else()
   file(GLOB_RECURSE pc ${WORK}/moved/semitone.pc)
   get_filename_component(pc_folder ${pc} DIRECTORY)
   set(ENV{PKG_CONFIG_PATH} ${pc_folder})
-  execute_process(COMMAND ${pkg_config} --cflags --libs semitone OUTPUT_VARIABLE flags COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND ${pkg_config} --cflags semitone OUTPUT_VARIABLE flags COMMAND_ERROR_IS_FATAL ANY)
   separate_arguments(flags UNIX_COMMAND "${flags}")
-  run(${COMPILER} ${SOURCE}/main.cpp -o ${WORK}/by_pkg_config ${flags})
-  run(${WORK}/by_pkg_config)
+  run(${COMPILER} -c ${SOURCE}/main.cpp -o ${WORK}/main.o ${flags})
+  file(GLOB packages RELATIVE ${pc_folder} ${pc_folder}/semitone.pc ${pc_folder}/semitone_shared.pc)
+  list(TRANSFORM packages REPLACE ".pc$" "")
+  foreach(package ${packages})
+    execute_process(COMMAND ${pkg_config} --libs ${package} OUTPUT_VARIABLE flags COMMAND_ERROR_IS_FATAL ANY)
+    separate_arguments(flags UNIX_COMMAND "${flags}")
+    run(${COMPILER} ${WORK}/main.o -o ${WORK}/by_pkg_config_${package} ${flags})
+    run(${WORK}/by_pkg_config_${package})
+  endforeach()
   find_program(c_compiler cc)
   execute_process(COMMAND ${pkg_config} --cflags --libs semitone_c OUTPUT_VARIABLE flags RESULT_VARIABLE code ERROR_QUIET)
   if(code EQUAL 0 AND c_compiler)
