@@ -12,7 +12,8 @@
 # are composed of ATen operators. The kernels link the static CUDA runtime, which looks for a driver when it is first used, so a
 # program with them starts without a driver.
 set(SEMITONE_WITH_NVCC OFF)
-if(NOT SEMITONE_CUDA STREQUAL OFF)
+# Without tests and with a LibTorch for CPUs, nothing would be compiled with it.
+if(SEMITONE_CUDA STREQUAL ON OR (SEMITONE_CUDA STREQUAL AUTO AND (LibTorch_HAS_CUDA OR SEMITONE_TESTS)))
   include(CheckLanguage)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     # Ampere, Hopper, and PTX of the latter for later devices.

@@ -1,11 +1,16 @@
 # Every build option, with a description. An invalid value stops the configuration.
 include(CMakeDependentOption)
+include(GNUInstallDirs)
 
-# As a subproject (add_subdirectory, FetchContent), only the library is built.
-option(SEMITONE_PROGRAM "Build the program semitone" ${PROJECT_IS_TOP_LEVEL})
-cmake_dependent_option(SEMITONE_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
+# As a subproject (add_subdirectory, FetchContent), only the library is built. BUILD_TESTING=OFF means no tests, as elsewhere.
+set(tests_default ${PROJECT_IS_TOP_LEVEL})
+if(DEFINED BUILD_TESTING AND NOT BUILD_TESTING)
+  set(tests_default OFF)
+endif()
+option(SEMITONE_APPS "Build the program semitone" ${PROJECT_IS_TOP_LEVEL})
+cmake_dependent_option(SEMITONE_TESTS "Build the tests" ${tests_default} SEMITONE_APPS OFF)
 option(SEMITONE_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
-cmake_dependent_option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL} SEMITONE_PROGRAM OFF)
+cmake_dependent_option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL} SEMITONE_APPS OFF)
 option(SEMITONE_C "Build the C interface, libsemitone_c" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_INSTALL "Make the target install" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
@@ -43,13 +48,29 @@ endif()
 set(SEMITONE_LIBTORCH "" CACHE PATH
     "The LibTorch to use: the folder that holds include/ and lib/. Empty: search (cmake/FindLibTorch.cmake)")
 
-if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
 endif()
 
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
+# A parent's settings that would change or break this library. Its flags come first, so that these count.
+if(NOT PROJECT_IS_TOP_LEVEL)
+  # Results must not depend on them, and checks for inf and NaN would be removed.
+  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fno-fast-math;-fno-unsafe-math-optimizations;-fno-finite-math-only>")
+  # Larger units than those of the presets have helpers of the same names.
+  set(CMAKE_UNITY_BUILD_BATCH_SIZE 16)
+  # Folders of sources hold headers with the names of the system's.
+  set(CMAKE_INCLUDE_CURRENT_DIR OFF)
+  foreach(linter CLANG_TIDY CPPCHECK CPPLINT INCLUDE_WHAT_YOU_USE)
+    set(CMAKE_CXX_${linter} "")
+  endforeach()
+  if(NOT SEMITONE_LIBRARY STREQUAL STATIC)  # src/exports.map chooses among visible names
+    set(CMAKE_CXX_VISIBILITY_PRESET default)
+    set(CMAKE_VISIBILITY_INLINES_HIDDEN OFF)
+  endif()
+endif()
 # The same flag for libraries and programs, so that all share one precompiled header.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)
 # A multiplication and an addition are rounded separately, for the same numbers on every processor. GCC would fuse them

@@ -1,6 +1,5 @@
 # Installation, so that other projects find Semitone: find_package(semitone), target_link_libraries(… semitone::semitone).
 include(CMakePackageConfigHelpers)
-include(GNUInstallDirs)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/semitone)
 get_property(rooms GLOBAL PROPERTY semitone_rooms)
@@ -19,7 +18,7 @@ if(SEMITONE_C)
   install(TARGETS semitone_c EXPORT semitone_c LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
   install(EXPORT semitone_c FILE semitone-c.cmake NAMESPACE semitone:: DESTINATION ${package_dir})
 endif()
-if(SEMITONE_PROGRAM)
+if(SEMITONE_APPS)
   # It finds LibTorch in the build's place, even below the sources.
   set_target_properties(semitone_cli PROPERTIES INSTALL_RPATH ${LibTorch_ROOT_DIR}/lib INSTALL_RPATH_USE_LINK_PATH ON)
   install(TARGETS semitone_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})

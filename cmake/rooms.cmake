@@ -35,8 +35,11 @@ function(semitone_room name)
   add_library(${target} STATIC ${sources} ${arg_SOURCES})
   add_library(semitone::${name} ALIAS ${target})
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
+  if(NOT PROJECT_IS_TOP_LEVEL)  # a parent's warnings do not apply to these headers
+    set_target_properties(${target} PROPERTIES SYSTEM ON)
+  endif()
   target_include_directories(${target}
-    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
     PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${target}
     PUBLIC ${arrows} LibTorch::LibTorch

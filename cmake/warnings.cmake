@@ -1,5 +1,10 @@
 # Warnings for Semitone's code; headers of LibTorch and other libraries are system headers.
 add_library(semitone_warnings INTERFACE)
+if(NOT PROJECT_IS_TOP_LEVEL AND NOT SEMITONE_WERROR)
+  # A parent's -Werror and its choice of warnings are for its own code.
+  target_compile_options(semitone_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-w>)
+  return()
+endif()
 target_compile_options(semitone_warnings INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wold-style-cast
     -Wnon-virtual-dtor -Woverloaded-virtual -Wcast-align -Wunused -Wdouble-promotion
