@@ -24,7 +24,7 @@ export TORCH CUDA SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program mnist mnist-ddp test test-isa soak fuzz bench bench-peers bench-compare format check bundle gpu-hour clean
+.PHONY: help setup configure build program package mnist mnist-ddp test test-isa soak fuzz bench bench-peers bench-compare format check bundle gpu-hour clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -44,6 +44,10 @@ program: configure  ## Build the program ./semitone only
 build: configure  ## Build everything
 	$(say) "compiling with $(JOBS) jobs (about 10 minutes from nothing on 2 cores)"
 	@cmake --build $(BUILD) -j $(JOBS)
+
+package: program  ## Make .deb packages and a .tar.gz of Semitone, into build/release/packages/ (docs/packages.md)
+	@cmake --build $(BUILD) -j $(JOBS) --target semitone_pages semitone_c semitone_shared
+	@cd $(BUILD) && cpack
 
 mnist: program  ## Train the ConvNet on the real MNIST at O0, O1, O2 and O3
 	$(say) "training"

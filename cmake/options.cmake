@@ -13,6 +13,8 @@ option(SEMITONE_BENCHMARKS "Build the benchmarks" ${PROJECT_IS_TOP_LEVEL})
 cmake_dependent_option(SEMITONE_EXAMPLES "Build the examples" ${PROJECT_IS_TOP_LEVEL} SEMITONE_APPS OFF)
 option(SEMITONE_C "Build the C interface, libsemitone_c" ${PROJECT_IS_TOP_LEVEL})
 option(SEMITONE_INSTALL "Make the target install" ${PROJECT_IS_TOP_LEVEL})
+set(SEMITONE_INSTALL_RPATH BUILD CACHE STRING
+    "Where installed programs and libraries search LibTorch: BUILD (the folder of the build's), a folder, or empty (the loader's places)")
 option(SEMITONE_WERROR "Warnings are errors" ${PROJECT_IS_TOP_LEVEL})
 
 # As for libraries without a type, BUILD_SHARED_LIBS decides.
