@@ -59,6 +59,10 @@ if(SEMITONE_LINKS_KERNELS)
   install(FILES ${CUDA_cudart_static_LIBRARY} DESTINATION ${CMAKE_INSTALL_LIBDIR}/semitone COMPONENT Development)
 endif()
 include(${cmake_folder}/pkg_config.cmake)
+# 2.11 and 2.12 for 2.11.0.
+string(REGEX MATCH "^([0-9]+)[.]([0-9]+)" LibTorch_RELEASE ${LibTorch_VERSION})
+math(EXPR next "${CMAKE_MATCH_2} + 1")
+set(LibTorch_NEXT_RELEASE ${CMAKE_MATCH_1}.${next})
 configure_package_config_file(cmake/semitoneConfig.cmake.in ${PROJECT_BINARY_DIR}/semitoneConfig.cmake
   INSTALL_DESTINATION ${package_dir})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/semitoneConfigVersion.cmake COMPATIBILITY SameMinorVersion)
