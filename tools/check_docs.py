@@ -21,6 +21,7 @@ CODE_BLOCK = re.compile(r"^```.*?^```$", re.M | re.S)
 SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.M | re.S)
 ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 INSTALLED = {"cmake", "ctest", "git", "tar", "cd"}  # by tools/setup.sh, or before it
+PACKAGE_MANAGERS = {"conan", "docker", "spack", "vcpkg"}  # of users
 
 
 def pages(root):
@@ -90,7 +91,7 @@ class Commands:
         if "benchmarks/" in name:
             benchmark = pathlib.Path(name).name
             return None if list(self.root.glob(f"benchmarks/**/{benchmark}*")) else f"no benchmark '{benchmark}'"
-        return None if name in INSTALLED or any((folder / name).exists() for folder in (self.root, self.root / "tools/bundle")) else f"no program '{name}' that the project has or installs"
+        return None if name in INSTALLED | PACKAGE_MANAGERS or any((folder / name).exists() for folder in (self.root, self.root / "tools/bundle")) else f"no program '{name}' that the project has or installs"
 
     def problem_of_program(self, arguments):
         if self.program is None or not arguments or arguments[0].startswith("-"):

@@ -1,0 +1,93 @@
+"""Conan 2 recipe of Semitone: docs/packages.md.
+
+LibTorch is not among Conan's packages: the environment variable SEMITONE_LIBTORCH names its folder.
+"""
+import os
+import re
+
+from conan import ConanFile
+from conan.errors import ConanInvalidConfiguration
+from conan.tools.build import check_min_cppstd
+from conan.tools.cmake import CMake, CMakeDeps, CMakeToolchain
+from conan.tools.files import copy, load
+
+ROOT = os.path.join("..", "..")
+
+
+class SemitoneConan(ConanFile):
+    name = "semitone"
+    description = "Mixed-precision and data-parallel training for C++ programs that use LibTorch"
+    license = "BSD-3-Clause"
+    package_type = "library"
+    settings = "os", "arch", "compiler", "build_type"
+    options = {
+        "shared": [True, False],
+        "program": [True, False],
+        # fmt, spdlog, Highway, nlohmann/json, zlib and CLI11 of the system, in place of Conan's. Gloo's headers are always
+        # those of the system, for example of Debian's libgloo-dev.
+        "system_libraries": [True, False],
+    }
+    default_options = {"shared": False, "program": False, "system_libraries": False}
+
+    def set_version(self):
+        text = load(self, os.path.join(self.recipe_folder, ROOT, "CMakeLists.txt"))
+        self.version = re.search(r"project\(semitone VERSION ([0-9.]+)", text).group(1)
+
+    def export_sources(self):
+        root = os.path.join(self.recipe_folder, ROOT)
+        for pattern in ["CMakeLists.txt", "LICENSE", "THIRD_PARTY.md", "apps/*", "cmake/*", "include/*", "src/*"]:
+            copy(self, pattern, root, self.export_sources_folder)
+
+    def requirements(self):
+        if self.options.system_libraries:
+            return
+        self.requires("fmt/[>=9 <13]")
+        self.requires("spdlog/[>=1.10 <2]")
+        self.requires("highway/[>=1.0.3 <2]")
+        self.requires("zlib/[>=1.2.11 <2]")
+        self.requires("nlohmann_json/[>=3.11 <4]", visible=False)
+        if self.options.program:
+            self.requires("cli11/[>=2.1 <3]", visible=False)
+
+    def validate(self):
+        if self.settings.os != "Linux" or self.settings.arch != "x86_64":
+            raise ConanInvalidConfiguration(f"expected Linux on x86_64, got {self.settings.os} on {self.settings.arch}")
+        check_min_cppstd(self, 20)
+
+    def layout(self):
+        self.folders.root = ROOT
+        self.folders.source = "."
+        self.folders.build = os.path.join("build", str(self.settings.build_type).lower())
+        self.folders.generators = os.path.join("build", "conan")
+
+    def generate(self):
+        libtorch = os.environ.get("SEMITONE_LIBTORCH")
+        if not libtorch:
+            raise ConanInvalidConfiguration("expected the folder of a LibTorch in SEMITONE_LIBTORCH, got nothing")
+        toolchain = CMakeToolchain(self)
+        toolchain.user_presets_path = False
+        toolchain.cache_variables.update({
+            "SEMITONE_LIBTORCH": libtorch,
+            "SEMITONE_LIBRARY": "SHARED" if self.options.shared else "STATIC",
+            "SEMITONE_APPS": bool(self.options.program),
+            **{f"SEMITONE_{part}": False for part in ["TESTS", "EXAMPLES", "BENCHMARKS", "WERROR"]},
+            "CMAKE_UNITY_BUILD": True,
+            "CMAKE_UNITY_BUILD_BATCH_SIZE": "16",
+        })
+        toolchain.generate()
+        CMakeDeps(self).generate()
+
+    def build(self):
+        cmake = CMake(self)
+        cmake.configure()
+        cmake.build()
+
+    def package(self):
+        # Not by CMake(self), so that `conan export-pkg` takes a build folder that was not configured by Conan.
+        self.run(f'cmake --install "{self.build_folder}" --prefix "{self.package_folder}"')
+
+    def package_info(self):
+        # Semitone's own package file.
+        self.cpp_info.set_property("cmake_find_mode", "none")
+        self.cpp_info.builddirs = [os.path.join("lib", "cmake", "semitone")]
+        self.cpp_info.libs = ["semitone"] if self.options.shared else []

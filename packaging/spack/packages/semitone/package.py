@@ -1,0 +1,47 @@
+"""Spack recipe of Semitone: docs/packages.md."""
+from spack.package import *
+
+
+class Semitone(CMakePackage, CudaPackage):
+    """Mixed-precision and data-parallel training for C++ programs that use LibTorch."""
+
+    license("BSD-3-Clause")
+
+    # The repository that this file is in: `spack dev-build semitone@0.1.0`, in its folder.
+    version("0.1.0")
+
+    variant("shared", default=False, description="libsemitone.so in place of static libraries")
+    variant("program", default=True, description="the program semitone")
+
+    depends_on("c", type="build")
+    depends_on("cxx", type="build")
+    depends_on("cmake@3.25:", type="build")
+    depends_on("ninja", type="build")
+    depends_on("fmt@9:")
+    depends_on("spdlog@1.10:")
+    depends_on("highway@1.0.3:")
+    depends_on("zlib-api")
+    depends_on("nlohmann-json@3.11:", type="build")
+    depends_on("gloo", type="build")
+    depends_on("cli11@2.1:", type="build", when="+program")
+    # LibTorch is part of PyTorch's package.
+    depends_on("py-torch@2.9: +distributed +gloo", type=("build", "link", "run"))
+    depends_on("py-torch +cuda", when="+cuda")
+
+    conflicts("%gcc@:11", msg="Semitone needs GCC 12 or newer")
+    conflicts("platform=darwin", msg="Semitone runs on Linux")
+
+    generator("ninja")
+
+    def cmake_args(self):
+        # …/site-packages/torch/share/cmake
+        cmake_files = self.spec["py-torch"].package.cmake_prefix_paths[0]
+        return [
+            self.define("SEMITONE_LIBTORCH", ancestor(cmake_files, 2)),
+            self.define("SEMITONE_LIBRARY", "SHARED" if self.spec.satisfies("+shared") else "STATIC"),
+            self.define_from_variant("SEMITONE_APPS", "program"),
+            self.define("SEMITONE_CUDA", "ON" if self.spec.satisfies("+cuda") else "OFF"),
+            self.define("CMAKE_UNITY_BUILD", True),
+            self.define("CMAKE_UNITY_BUILD_BATCH_SIZE", 16),
+            *[self.define(f"SEMITONE_{part}", False) for part in ["TESTS", "EXAMPLES", "BENCHMARKS", "WERROR"]],
+        ]

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""Checks the recipes in packaging/: the project's version, the build's options and libraries. None of them is run."""
+import ast
+import json
+import pathlib
+import re
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGING = ROOT / "packaging"
+VERSION = re.search(r"^project\(semitone VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text(), re.M).group(1)
+RECIPES = {name: (PACKAGING / name).read_text() for name in [
+    "conan/conanfile.py", "vcpkg/semitone/portfile.cmake", "vcpkg/semitone/vcpkg.json", "spack/packages/semitone/package.py",
+    "docker/Dockerfile"]}
+
+
+class Packaging(unittest.TestCase):
+    def test_recipes_have_the_projects_version(self):
+        self.assertEqual(json.loads(RECIPES["vcpkg/semitone/vcpkg.json"])["version"], VERSION)
+        self.assertEqual(re.findall(r'^    version\("([^"]+)"', RECIPES["spack/packages/semitone/package.py"], re.M), [VERSION])
+        self.assertEqual(re.findall(r"^ARG VERSION=(.+)$", RECIPES["docker/Dockerfile"], re.M), [VERSION])
+        # Conan's reads it from CMakeLists.txt.
+        pattern = re.search(r're\.search\(r"(.+?)", text\)', RECIPES["conan/conanfile.py"]).group(1)
+        self.assertEqual(re.search(pattern, (ROOT / "CMakeLists.txt").read_text()).group(1), VERSION)
+        page = (ROOT / "docs/packages.md").read_text()
+        self.assertEqual(set(re.findall(r"semitone(?:-dev)?[-_@](\d+\.\d+\.\d+)", page)), {VERSION})
+        self.assertEqual(set(re.findall(r"libsemitone(\d+\.\d+)", page)), {VERSION.rpartition(".")[0]})
+
+    def test_recipes_use_options_that_exist(self):
+        options = set(re.findall(r"\bSEMITONE_\w+", (ROOT / "cmake/options.cmake").read_text()))
+        for name, text in RECIPES.items():
+            used = set(re.findall(r"\bSEMITONE_[A-Z_]*[A-Z]\b", text))
+            used |= {f"SEMITONE_{part}" for parts in re.findall(r'for part in (\[.*?\])', text) for part in ast.literal_eval(parts)}
+            self.assertLessEqual(used, options, name)
+            if not name.endswith(".json"):
+                self.assertIn("SEMITONE_LIBTORCH", used, name)
+
+    def test_recipes_have_the_libraries_that_the_build_finds(self):
+        found = set(re.findall(r"^ *semitone_find\((\w+)", (ROOT / "CMakeLists.txt").read_text(), re.M))
+        names = {"CLI11": "cli11", "fmt": "fmt", "spdlog": "spdlog", "nlohmann_json": "nlohmann[-_]json", "ZLIB": "zlib", "hwy": "highway"}
+        self.assertEqual(found, set(names))
+        for name in ["conan/conanfile.py", "vcpkg/semitone/vcpkg.json", "spack/packages/semitone/package.py"]:
+            for library in names.values():
+                self.assertRegex(RECIPES[name], rf'"{library}[-@/"a-z\[]', name)
+
+    def test_recipes_are_well_formed(self):
+        for path in PACKAGING.rglob("*.py"):
+            ast.parse(path.read_text(), str(path))
+        # A stage of an image is copied from one that exists.
+        stages = set(re.findall(r"^FROM .* AS (\S+)$", RECIPES["docker/Dockerfile"], re.M))
+        self.assertEqual(stages, {"build-cpu", "cpu", "build-cuda", "cuda"})
+        self.assertLessEqual(set(re.findall(r"--from=(\S+)", RECIPES["docker/Dockerfile"])), stages)
+
+
+if __name__ == "__main__":
+    unittest.main()
