@@ -69,11 +69,6 @@ foreach(_header torch/headeronly/version.h torch/version.h torch/csrc/api/includ
   endif()
 endforeach()
 
-if(EXISTS /usr/include/torch/torch.h)
-  message(FATAL_ERROR "[cmake.libtorch] expected no LibTorch headers in /usr/include, got /usr/include/torch — "
-    "they would hide those of ${LibTorch_ROOT_DIR}: remove the package libtorch-dev")
-endif()
-
 if(LibTorch_VERSION AND NOT LibTorch_BUILT_WITH)
   string(REGEX MATCH "^[0-9]+[.][0-9]+" _release ${LibTorch_VERSION})
   if(_release VERSION_LESS LibTorch_OLDEST)
@@ -105,6 +100,22 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::LibTorch)
   target_compile_options(LibTorch::LibTorch INTERFACE
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include>"
     "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-idirafter ${LibTorch_ROOT_DIR}/include/torch/csrc/api/include>")
+  # Debian's libtorch-dev has other headers of the same names among the system's. A folder with links to LibTorch's own
+  # headers comes before them; the other libraries in its include folder still come last.
+  if(NOT LibTorch_SYSTEM_INCLUDE_DIR)
+    set(LibTorch_SYSTEM_INCLUDE_DIR /usr/include)
+  endif()
+  if(EXISTS ${LibTorch_SYSTEM_INCLUDE_DIR}/torch OR EXISTS ${LibTorch_SYSTEM_INCLUDE_DIR}/ATen)
+    set(_own ${CMAKE_BINARY_DIR}/libtorch_headers)
+    file(REMOVE_RECURSE ${_own})
+    file(MAKE_DIRECTORY ${_own})
+    foreach(_folder ATen c10 caffe2 torch)
+      file(CREATE_LINK ${LibTorch_ROOT_DIR}/include/${_folder} ${_own}/${_folder} SYMBOLIC)
+    endforeach()
+    target_compile_options(LibTorch::LibTorch INTERFACE
+      "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-isystem ${_own}>"
+      "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-isystem ${_own}/torch/csrc/api/include>")
+  endif()
   # at::parallel_for is a template. If LibTorch's threads are OpenMP's, its callers must be compiled for OpenMP too;
   # otherwise it silently runs on one thread. They must link LibTorch's own copy of the runtime: two copies would have
   # two pools of threads that compete for the cores.
