@@ -24,7 +24,7 @@ export TORCH CUDA SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program package mnist mnist-ddp test test-isa soak fuzz bench bench-peers bench-compare format check bundle gpu-hour clean
+.PHONY: help setup configure build program package mnist mnist-ddp test test-isa soak fuzz bench bench-peers bench-compare format check docs bundle gpu-hour clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -95,6 +95,11 @@ check:  ## Check format, arrows, pages, and with clang-tidy the sources and the 
 	@$(MAKE) -s configure PRESET=check
 	@tools/setup_check.sh
 	@tools/check.sh build/check$(SUFFIX) $(JOBS) $(if $(ALONE),--alone)
+
+docs:  ## Build the pages and the API reference as a site, into build/docs/
+	@tools/setup_docs.sh
+	$(say) "the pages by Zensical, the API reference by Doxygen"
+	@tools/docs.py
 
 bundle:  ## Pack the sources and all libraries' sources, to build where there is no network, into build/bundle/
 	@tools/bundle.py $(ARGS)

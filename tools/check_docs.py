@@ -6,7 +6,7 @@
 A link within the project leads to a file that git would keep, an anchor to a heading of that page. A line of a shell block runs a target of
 the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. A table of
 options, variables or flags has a row for each that the code has, no other, and the same default where that is a number or a boolean.
-Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
+The navigation of the site (tools/docs/mkdocs.yml) lists each page once. Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
 """
 import argparse
 import pathlib
@@ -131,6 +131,7 @@ OPTION_TABLES = [("docs/grad_scaler.md", ["option"], "include/semitone/scaling/l
                  ("docs/opt_levels.md", ["property", "option"], "include/semitone/amp/opt_level.h", "Options")]
 VARIABLE_PAGES = ["docs/environment.md", "docs/launch.md"]
 VARIABLES = "src/core/env.h"
+NAVIGATION = "tools/docs/mkdocs.yml"
 FLAG_TABLE = ("docs/launch.md", "flag", "launch")
 
 
@@ -193,10 +194,21 @@ def check_tables(root, commands):
     return problems
 
 
+def check_navigation(root):
+    """Of the site: a page that it lacks cannot be found there, and one that is listed twice is in two places at once."""
+    if not (root / NAVIGATION).exists():
+        return []
+    listed = re.findall(r"^ +- [^:#]+: (\S+\.md)$", (root / NAVIGATION).read_text(), re.M)
+    existing = {str(page.relative_to(root)) for page in pages(root)} | {str(page.relative_to(root)) for page in root.glob("*.md")}
+    return [*(f"{NAVIGATION}: page '{page}' is not listed" for page in sorted(existing - set(listed))),
+            *(f"{NAVIGATION}: there is no page '{page}'" for page in sorted(set(listed) - existing)),
+            *(f"{NAVIGATION}: page '{page}' is listed twice" for page in sorted(set(listed)) if listed.count(page) > 1)]
+
+
 def check(root, program=None):
     commands = Commands(root, program)
     found = [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
-    return found + check_tables(root, commands)
+    return found + check_tables(root, commands) + check_navigation(root)
 
 
 def main():

@@ -66,6 +66,20 @@ class CheckDocs(unittest.TestCase):
         self.assertEqual(problems(factor, on, "| `off` | 1 | |"), ["docs/a.md: there is no option 'off'"])
         self.assertEqual(problems("| `factor` | 0.5 | |", on), ["docs/a.md: 'factor' has the default 0x1p-2, the table says 0.5"])
 
+    def test_the_navigation_lists_each_page_once(self):
+        def problems(*listed):
+            with tempfile.TemporaryDirectory() as folder:
+                root = pathlib.Path(folder)
+                for name in ("README.md", "docs/a.md", "tools/docs/mkdocs.yml"):
+                    (root / name).parent.mkdir(parents=True, exist_ok=True)
+                    (root / name).touch()
+                (root / check_docs.NAVIGATION).write_text("nav:\n  - Start:\n" + "".join(f"      - A title: {page}\n" for page in listed))
+                return check_docs.check_navigation(root)
+        self.assertEqual(problems("README.md", "api/index.html", "docs/a.md"), [])
+        self.assertEqual(problems("README.md"), ["tools/docs/mkdocs.yml: page 'docs/a.md' is not listed"])
+        self.assertEqual(problems("README.md", "docs/a.md", "docs/b.md"), ["tools/docs/mkdocs.yml: there is no page 'docs/b.md'"])
+        self.assertEqual(problems("README.md", "docs/a.md", "docs/a.md"), ["tools/docs/mkdocs.yml: page 'docs/a.md' is listed twice"])
+
     def test_links_lead_to_files_and_headings(self):
         for link in ("docs/a.md", "docs/a.md#title", "docs/a.md#step-and-after", "https://example.org/x", "docs"):
             with self.subTest(link):

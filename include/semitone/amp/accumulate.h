@@ -53,9 +53,9 @@ concept CommunicatesGradients = requires(T& wrapper) { wrapper.no_sync(); };
 /// once, by step().
 ///
 /// The result is the mean of the micro-batches' means. It is the mean over all samples if the
-/// micro-batches have the same size. Otherwise, and for losses that count tokens, return `loss_sum
-/// * micro_batches / total`, with the total over all micro-batches. Batch norm computes its
-/// statistics from each micro-batch.
+/// micro-batches have the same size. Otherwise, and for losses that count tokens, return
+/// `loss_sum * micro_batches / total`, with the total over all micro-batches. Batch norm computes
+/// its statistics from each micro-batch.
 ///
 /// Error, before anything is computed, if micro_batches is below 1. If loss_of or a backward pass
 /// throws, the exception propagates, and the gradients of earlier micro-batches remain: call

@@ -102,9 +102,10 @@ class [[nodiscard]] MixedPrecision {
   Autocast autocast() const;
 
   /// Scales a loss; see ScaledLoss. Error for an unknown optimizer or loss_id.
-  /// @param optimizers  at least one; their parameters get gradients from this loss
   ScaledLoss scale_loss(const at::Tensor& loss, torch::optim::Optimizer& optimizer,
                         ScaleLossOptions options = {});
+  /// The same for several optimizers.
+  /// @param optimizers  at least one; their parameters get gradients from this loss
   ScaledLoss scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                         ScaleLossOptions options = {});
 

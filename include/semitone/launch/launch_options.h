@@ -83,8 +83,8 @@ class LaunchOptions {
   /// ROLE_NAME. Default "default".
   LaunchOptions& role(std::string value);
 
-  /// Folder for the output of the processes: DIR/<job>/attempt_<n>/<rank>/stdout.log and
-  /// stderr.log. It holds the streams of redirects and tee. If neither is set, it holds all
+  /// Folder for the output of the processes: `DIR/<job>/attempt_<n>/<rank>/stdout.log` and
+  /// `stderr.log`. It holds the streams of redirects and tee. If neither is set, it holds all
   /// streams, and they also go to the console.
   LaunchOptions& log_dir(std::filesystem::path value);
   /// Streams that go to the log files only. Requires log_dir. Default none.
