@@ -6,7 +6,8 @@
 A link within the project leads to a file that git would keep, an anchor to a heading of that page. A line of a shell block runs a target of
 the Makefile, a command of the program with flags that its help lists, a benchmark or a program that the set-up installs. A table of
 options, variables or flags has a row for each that the code has, no other, and the same default where that is a number or a boolean.
-The navigation of the site (tools/docs/mkdocs.yml) lists each page once. Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
+The navigation of the site (tools/docs/mkdocs.yml) lists each page once, and the messages of docs/troubleshooting.md are in the sources.
+Without --program, flags are not looked at. Prints one line for each violation and exits with 1 if there is one.
 """
 import argparse
 import pathlib
@@ -131,6 +132,7 @@ OPTION_TABLES = [("docs/grad_scaler.md", ["option"], "include/semitone/scaling/l
                  ("docs/opt_levels.md", ["property", "option"], "include/semitone/amp/opt_level.h", "Options")]
 VARIABLE_PAGES = ["docs/environment.md", "docs/launch.md"]
 VARIABLES = "src/core/env.h"
+MESSAGES = "docs/troubleshooting.md"
 NAVIGATION = "tools/docs/mkdocs.yml"
 FLAG_TABLE = ("docs/launch.md", "flag", "launch")
 
@@ -205,10 +207,51 @@ def check_navigation(root):
             *(f"{NAVIGATION}: page '{page}' is listed twice" for page in sorted(set(listed)) if listed.count(page) > 1)]
 
 
+LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"(?:\s*"(?:[^"\\\n]|\\.)*")*')
+
+
+def literals_of(text):
+    """The texts in quotes, those side by side as one."""
+    return [re.sub(r"\\(.)", r"\1", re.sub(r'"\s*"', "", literals)[1:-1]) for literals in LITERALS.findall(text)]
+
+
+def parts_of(message):
+    """(component or '', the fixed texts of a message): "…" stands for what differs from case to case."""
+    component, rest = re.match(r"(?:\[([\w.]+)\] )?(.*)", message).groups()
+    parts = [part.strip() for part in re.split(r"…|\bexpected |, got | — ", rest)]
+    return component or "", [part for part in parts if re.search(r"\w{2}", part)]
+
+
+def has_component(component, literals):
+    """As it is, in brackets, or made of two texts: "comm." and a collective, "parallel.zero" and ".save"."""
+    dots = [place.start() for place in re.finditer(r"\.", component)]
+    if component in literals or any(literal.startswith(f"[{component}]") for literal in literals):
+        return True
+    return any(component[:dot + 1] in literals or (component[:dot] in literals and component[dot:] in literals) for dot in dots)
+
+
+def check_messages(root):
+    """A message whose words changed would be searched for in vain. All its words stand in one source."""
+    if not (root / MESSAGES).exists():
+        return []
+    sources = [file for folder in ("include", "src", "apps", "cmake") for file in sorted((root / folder).rglob("*")) if file.suffix in (".h", ".cpp", ".cmake")]
+    literals = [literals_of(source.read_text()) for source in sources]
+    texts, known = ["\0".join(each) for each in literals], {literal for each in literals for literal in each}
+    problems = []
+    for names, _ in rows_of((root / MESSAGES).read_text(), "message"):
+        for message in names:
+            component, parts = parts_of(message)
+            if component and not has_component(component, known):
+                problems.append(f"{MESSAGES}: no source has the component '{component}'")
+            if not parts or not any(all(part in text for part in parts) for text in texts):
+                problems.append(f"{MESSAGES}: no source has the message '{message}'")
+    return problems
+
+
 def check(root, program=None):
     commands = Commands(root, program)
     found = [problem for page in pages(root) for problem in [*check_links(root, page), *check_commands(root, page, commands)]]
-    return found + check_tables(root, commands) + check_navigation(root)
+    return found + check_tables(root, commands) + check_navigation(root) + check_messages(root)
 
 
 def main():

@@ -80,6 +80,22 @@ class CheckDocs(unittest.TestCase):
         self.assertEqual(problems("README.md", "docs/a.md", "docs/b.md"), ["tools/docs/mkdocs.yml: there is no page 'docs/b.md'"])
         self.assertEqual(problems("README.md", "docs/a.md", "docs/a.md"), ["tools/docs/mkdocs.yml: page 'docs/a.md' is listed twice"])
 
+    def test_messages_are_those_of_the_sources(self):
+        source = 'Error("amp.scaler", "a \\"scale\\" above "\n    "0", fmt::format("{} in group {}", a, b), "set it"); Error("comm." + name, "ranks", "none");'
+        def problems(message):
+            with tempfile.TemporaryDirectory() as folder:
+                root = pathlib.Path(folder)
+                for name, text in [(check_docs.MESSAGES, f"| message | cause |\n|---|---|\n| `{message}` | why |\n"), ("src/a.cpp", source)]:
+                    (root / name).parent.mkdir(exist_ok=True)
+                    (root / name).write_text(text)
+                return check_docs.check_messages(root)
+        for message in ('[amp.scaler] expected a "scale" above 0, got … in group …', "[comm.send] expected ranks, got none", "… in group …"):
+            with self.subTest(message):
+                self.assertEqual(problems(message), [])
+        for message in ("[amp.scaler] expected a scale above 0, got …", "[amp.other] expected ranks, got none", "…", "above 0 in group"):
+            with self.subTest(message):
+                self.assertEqual(len(problems(message)), 1)
+
     def test_links_lead_to_files_and_headings(self):
         for link in ("docs/a.md", "docs/a.md#title", "docs/a.md#step-and-after", "https://example.org/x", "docs"):
             with self.subTest(link):
