@@ -37,6 +37,21 @@ if(NOT in_archive STREQUAL in_packages OR NOT "share/doc/semitone/LICENSE" IN_LI
   message(FATAL_ERROR "expected the same files, got in the archive:\n${in_archive}\nand in the packages:\n${in_packages}")
 endif()
 
+# One project has one kind of library.
+file(WRITE ${WORK}/kinds/CMakeLists.txt "
+cmake_minimum_required(VERSION 3.25)
+project(kinds LANGUAGES C CXX)
+find_package(semitone REQUIRED COMPONENTS shared)
+find_package(semitone REQUIRED)
+get_target_property(type semitone::semitone TYPE)
+find_package(semitone QUIET COMPONENTS static)
+if(semitone_FOUND OR NOT type STREQUAL SHARED_LIBRARY)
+  message(FATAL_ERROR \"expected libsemitone.so alone, got \${type}, and then: \${semitone_FOUND}\")
+endif()
+")
+run(${CMAKE_COMMAND} -S ${WORK}/kinds -B ${WORK}/kinds/build -DSEMITONE_LIBTORCH=${LIBTORCH}
+  "-DCMAKE_PREFIX_PATH=${WORK}/root/usr;${PREFIX_PATH}" -DCMAKE_CXX_COMPILER=${COMPILER})
+
 run(${WORK}/root/usr/bin/semitone --version)
 file(COPY ${CONSUMER}/CMakeLists.txt ${CONSUMER}/main.cpp ${CONSUMER}/scale.c DESTINATION ${WORK}/app)
 run(${CMAKE_COMMAND} -S ${WORK}/app -B ${WORK}/app/build -DKIND=shared -DSEMITONE_LIBTORCH=${LIBTORCH}
