@@ -85,13 +85,20 @@ else()
   set(ENV{PKG_CONFIG_PATH} ${pc_folder})
   execute_process(COMMAND ${pkg_config} --cflags semitone OUTPUT_VARIABLE flags COMMAND_ERROR_IS_FATAL ANY)
   separate_arguments(flags UNIX_COMMAND "${flags}")
-  run(${COMPILER} -c ${SOURCE}/main.cpp -o ${WORK}/main.o ${flags})
+  file(WRITE ${WORK}/flags.cpp "
+#include <semitone/core/version.h>
+#include <c10/macros/Macros.h>
+#include <torch/cuda.h>
+static_assert(__cplusplus >= 202002L);
+")
+  run(${COMPILER} -fsyntax-only ${WORK}/flags.cpp ${flags})
+  # main.cpp takes long to compile, so its object is that of the CMake project.
   file(GLOB packages RELATIVE ${pc_folder} ${pc_folder}/semitone.pc ${pc_folder}/semitone_shared.pc)
   list(TRANSFORM packages REPLACE ".pc$" "")
   foreach(package ${packages})
     execute_process(COMMAND ${pkg_config} --libs ${package} OUTPUT_VARIABLE flags COMMAND_ERROR_IS_FATAL ANY)
     separate_arguments(flags UNIX_COMMAND "${flags}")
-    run(${COMPILER} ${WORK}/main.o -o ${WORK}/by_pkg_config_${package} ${flags})
+    run(${COMPILER} ${WORK}/build/CMakeFiles/consumer.dir/main.cpp.o -o ${WORK}/by_pkg_config_${package} ${flags})
     run(${WORK}/by_pkg_config_${package})
   endforeach()
   find_program(c_compiler cc)
