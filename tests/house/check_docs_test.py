@@ -1,4 +1,5 @@
-"""That tools/check_docs.py and tools/doc_snippets.py accept this repository's pages and find each kind of violation."""
+"""That tools/check_docs.py and tools/doc_snippets.py accept this repository's pages and find each kind of violation, and the parts of
+tools/docs.py that need neither Doxygen nor Zensical."""
 import argparse
 import importlib.util
 import pathlib
@@ -11,8 +12,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = None  # set from the command line
 
 
+sys.path.insert(0, str(ROOT / "tools"))  # docs.py imports check_docs.py
+
+
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -20,6 +24,8 @@ def load(name):
 
 check_docs = load("check_docs")
 doc_snippets = load("doc_snippets")
+docs = load("docs")
+filter_ = load("docs/filter")
 
 HELP = """#!/bin/sh
 [ "$1" = train ] || [ "$1" = launch ] || exit 1
@@ -126,6 +132,50 @@ class Snippets(unittest.TestCase):
         blocks = sum(page.read_text().count("\n```cpp\n") for page in doc_snippets.pages(ROOT))
         self.assertGreater(blocks, 0)
         self.assertEqual(source.count("\n#line "), blocks)
+
+
+class Site(unittest.TestCase):
+    def test_links_of_a_page_lead_to_pages_and_to_the_reference(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder).resolve()
+            self.addCleanup(setattr, docs, "ROOT", docs.ROOT)
+            docs.ROOT = root
+
+            class Reference:
+                headers = {root / "include/error.h": "error_8h.html"}
+                names = {"semitone::Error": "classError.html"}
+                place = docs.Reference.place
+
+            (root / "docs").mkdir()
+            (root / "run.sh").write_text("exit 1\n")
+            (root / "docs/a.md").write_text("# `semitone::Error`\n[a](b.md#names), [b](../include/error.h), [c](../run.sh), [d](#x), [e](mailto:x) "
+                                            "`semitone::Error` and `std::string`\n```cpp\n[f](../run.sh) `semitone::Error`\n```\n")
+            written = {}
+            pages = docs.Pages(Reference())
+            pages.write = lambda page, text: written.__setitem__(str(page), text)
+            pages.add(root / "docs/a.md")
+        self.assertEqual(written["docs/a.md"], "# `semitone::Error`\n[a](b.md#names), [b](../api/error_8h.html), [c](../run.sh.md), [d](#x), "
+                         "[e](mailto:x) [`semitone::Error`](../api/classError.html) and `std::string`\n"
+                         "```cpp\n[f](../run.sh) `semitone::Error`\n```\n")
+        self.assertIn("exit 1\n", written["run.sh.md"])
+
+    def test_a_link_of_the_site_that_leads_nowhere_is_found(self):
+        with tempfile.TemporaryDirectory() as folder:
+            site = pathlib.Path(folder).resolve()
+            (site / "sub").mkdir()
+            (site / "sub/b.html").write_text("<h1 id='there'>b</h1>")
+            good = ["sub/b.html", "sub/b.html#there", "#here", "https://example.org", "mailto:x"]
+            bad = ["sub/c.html", "sub/b.html#nowhere", "#nowhere", "sub"]
+            (site / "a.html").write_text("<p id=\"here\">" + "".join(f'<a class="x" href="{link}">' for link in good))
+            self.assertEqual(list(docs.broken_links(site)), [])
+            (site / "a.html").write_text("".join(f'<a href="{link}">' for link in bad))
+            self.assertEqual(len(list(docs.broken_links(site))), len(bad))
+
+    def test_doxygen_sees_the_comment_of_a_file_and_links_to_pages(self):
+        header = "#pragma once\n\n/// About the file.\n\n#include <a.h>\n\n/// See docs/launch.md, as after optimizer.step().\n///\n///     docs/launch.md\nint a;\n"
+        self.assertEqual(filter_.filtered(header), "#pragma once\n\n/// @file\n/// About the file.\n\n#include <a.h>\n\n"
+                         "/// See [docs/launch.md](../docs/launch.html), as after %optimizer.step().\n///\n///     docs/launch.md\nint a;\n")
+        self.assertEqual(filter_.filtered("#pragma once\n\n/// Of a.\nint a;\n\n"), "#pragma once\n\n/// Of a.\nint a;\n\n")
 
 
 if __name__ == "__main__":
