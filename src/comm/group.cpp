@@ -1,8 +1,8 @@
 #include "semitone/comm/group.h"
 
-#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/comm/checks.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
 #include "src/comm/watched_backend.h"
@@ -19,61 +19,6 @@
 
 namespace semitone::comm {
 namespace {
-
-c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum:
-    case ReduceOp::mean:  // gloo and mpi have no average: divided afterwards
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::min:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::max:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::product:
-      return c10d::ReduceOp::PRODUCT;
-  }
-  return c10d::ReduceOp::SUM;
-}
-
-void check_dense(const Group& group, const at::Tensor& tensor, const std::string& collective) {
-  const std::string component = "comm." + collective;
-  if (!tensor.defined()) throw Error(component, "a tensor", "an undefined one");
-  if (tensor.layout() != at::kStrided) throw Error(component, "a dense tensor", "a sparse one");
-  const c10::Device served = group.device();
-  if (group.size() == 1 || tensor.device().type() == served.type()) return;
-  throw Error(component,
-              fmt::format("a tensor on {}, as the backend {} takes", served.str(), group.backend()),
-              "one on " + tensor.device().str(),
-              fmt::format("move it, or call comm::init with backend(\"{}\")",
-                          backend_for_other_device(served.type()).name));
-}
-
-void check_tensor(const Group& group, const at::Tensor& tensor, const std::string& collective) {
-  check_dense(group, tensor, collective);
-  if (!tensor.is_contiguous()) {
-    throw Error("comm." + collective, "a contiguous tensor",
-                c10::str("one of strides ", tensor.strides()), "pass tensor.contiguous()");
-  }
-}
-
-void check_reducible(const Group& group, const at::Tensor& tensor, const std::string& collective,
-                     ReduceOp op) {
-  check_tensor(group, tensor, collective);
-  if (!is_reducible(tensor.scalar_type())) {
-    throw Error("comm." + collective,
-                "fp64, fp32, fp16, bf16 or an integer that transports can reduce",
-                dtype_name(tensor.scalar_type()), "convert it");
-  }
-  if (op == ReduceOp::mean && !tensor.is_floating_point()) {
-    throw Error("comm." + collective, "a floating-point tensor for a mean",
-                dtype_name(tensor.scalar_type()), "use sum, and divide the result");
-  }
-}
-
-// Marks a tensor that a transport has written, for autograd and others that compare versions.
-void mark_written(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
 
 std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
   return fmt::format("{} from rank {}", describe(tensors), root);
@@ -139,7 +84,7 @@ void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
 
 void Group::broadcast(at::Tensor& tensor, int root) const {
   check_tensor(*this, tensor, "broadcast");
-  check_root(root, size());
+  check_root(root, size(), "broadcast");
   if (impl_->process_group == nullptr) return;
   const at::NoGradGuard no_grad;
   impl_->transport->announce("broadcast", call_of({tensor}, root));
@@ -153,7 +98,7 @@ void Group::broadcast(at::Tensor& tensor, int root) const {
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
   for (const at::Tensor& tensor : tensors) check_dense(*this, tensor, "broadcast");
-  check_root(root, size());
+  check_root(root, size(), "broadcast");
   if (impl_->process_group == nullptr || tensors.empty()) return;
   impl_->transport->announce("broadcast", call_of(tensors, root));
   broadcast_unchecked(*this, tensors, root);

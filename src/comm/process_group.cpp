@@ -23,13 +23,6 @@ constexpr std::size_t kBroadcastBytes = 250 * 1024 * 1024;
 
 }  // namespace
 
-void check_root(int root, int size) {
-  if (root < 0 || root >= size) {
-    throw Error("comm.broadcast", fmt::format("a root from 0 to {}", size - 1),
-                std::to_string(root));
-  }
-}
-
 bool is_reducible(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:

@@ -44,9 +44,6 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> process_group(const Group& group) 
   return group.impl()->process_group;
 }
 
-// Error unless it is a rank of a group of this size.
-void check_root(int root, int size);
-
 // Whether transports can reduce tensors of this dtype.
 bool is_reducible(at::ScalarType dtype);
 

@@ -1,4 +1,5 @@
 #include "semitone/comm/group.h"
+#include "src/comm/checks.h"
 #include "src/comm/process_group.h"
 #include "src/comm/strings.h"
 
@@ -36,7 +37,7 @@ void for_each_part(std::string& text, const Transfer& transfer) {
 }  // namespace
 
 std::string Group::broadcast(std::string text, int root) const {
-  check_root(root, size());
+  check_root(root, size(), "broadcast");
   if (impl_->process_group == nullptr) return text;
   at::Tensor length = length_of(text, device());
   broadcast(length, root);

@@ -279,6 +279,35 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::_reduce_scatter_base(
                  [&] { return inner_->_reduce_scatter_base(output, input, options); });
 }
 
+c10::intrusive_ptr<c10d::Work> WatchedBackend::reduce(std::vector<at::Tensor>& tensors,
+                                                      const c10d::ReduceOptions& options) {
+  return checked("reduce", fmt::format("{} to rank {}", describe(tensors), options.rootRank),
+                 [&] { return inner_->reduce(tensors, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                                      std::vector<at::Tensor>& inputs,
+                                                      const c10d::GatherOptions& options) {
+  return checked("gather", fmt::format("{} to rank {}", describe(inputs), options.rootRank),
+                 [&] { return inner_->gather(outputs, inputs, options); });
+}
+
+c10::intrusive_ptr<c10d::Work> WatchedBackend::scatter(std::vector<at::Tensor>& outputs,
+                                                       std::vector<std::vector<at::Tensor>>& inputs,
+                                                       const c10d::ScatterOptions& options) {
+  return checked("scatter", fmt::format("{} from rank {}", describe(outputs), options.rootRank),
+                 [&] { return inner_->scatter(outputs, inputs, options); });
+}
+
+// Extents may differ between ranks: who passes them compares them.
+c10::intrusive_ptr<c10d::Work> WatchedBackend::alltoall_base(
+    at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
+    std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  return checked("all_to_all", dtype_name(input.scalar_type()), [&] {
+    return inner_->alltoall_base(output, input, output_splits, input_splits, options);
+  });
+}
+
 c10::intrusive_ptr<c10d::Work> WatchedBackend::send(std::vector<at::Tensor>& tensors, int to,
                                                     int tag) {
   return transferred("send", [&] { return inner_->send(tensors, to, tag); });

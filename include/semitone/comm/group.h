@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -41,9 +42,10 @@ class Work {
 /// Every rank of a group must call the same collectives in the same order, with tensors of the same
 /// shape and dtype. CheckLevel defines how far this is verified. Tensors must be on device() and,
 /// except in a broadcast of many tensors, contiguous. Their dtype must be fp64, fp32, fp16, bf16,
-/// int64, int32, int8 or uint8; broadcast and all_gather accept any dtype. Other tensors are an
-/// Error; of the device, only the type is checked. all_reduce and broadcast work in place, and
-/// autograd records no collective.
+/// int64, int32, int8 or uint8; collectives that do not compute (broadcast, all_gather, gather,
+/// scatter, all_to_all, send, recv) accept any dtype. Other tensors are an Error; of the device,
+/// only the type is checked. all_reduce, reduce and broadcast work in place, and autograd records
+/// no collective.
 ///
 /// With gloo, collectives block until the result is available, unless their name ends in _async.
 /// All collectives increment the version counters of the tensors that they write. Autograd
@@ -100,6 +102,47 @@ class Group {
   /// Combines the ranks' tensors, and gives each rank one of size() equal parts of the result. The
   /// result is split along dimension 0, whose extent must be a multiple of size().
   at::Tensor reduce_scatter(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+
+  /// Combines the ranks' tensors in root's tensor. Those of the other ranks are not changed.
+  void reduce(at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) const;
+
+  /// Returns every rank's tensor, in rank order, on root, and an empty list on the other ranks. All
+  /// have the same shape.
+  std::vector<at::Tensor> gather(const at::Tensor& tensor, int root = 0) const;
+
+  /// Copies root's `tensors[r]` to the `tensor` of rank r.
+  /// @param tensors  on root: one for each rank, all like `tensor`, Error otherwise. On the other
+  /// ranks: ignored
+  void scatter(at::Tensor& tensor, const std::vector<at::Tensor>& tensors, int root = 0) const;
+
+  /// Divides the tensor along dimension 0 into size() equal parts, and sends part r to rank r.
+  /// Returns the parts that this rank received, concatenated in rank order. The first extent must
+  /// be a multiple of size(). torch.distributed: all_to_all_single.
+  at::Tensor all_to_all(const at::Tensor& tensor) const;
+  /// Like the above, with parts of different extents along dimension 0. The other dimensions must
+  /// be equal on all ranks.
+  /// @param input_splits  the extent of the part for each rank. Their sum must be the first extent
+  /// @param output_splits  the extent of the part from each rank: what that rank has in its
+  /// input_splits for this one. CommError on every rank otherwise, except with CheckLevel::none
+  at::Tensor all_to_all(const at::Tensor& tensor, const std::vector<std::int64_t>& input_splits,
+                        const std::vector<std::int64_t>& output_splits) const;
+  /// Sends `inputs[r]` to rank r, which receives it in its `outputs[this rank]`. All tensors have
+  /// one dtype. Numbers of elements must agree, as above; shapes may differ.
+  /// torch.distributed: all_to_all, which Gloo does not have. Here it is one all_to_all of a
+  /// concatenated copy.
+  void all_to_all(const std::vector<at::Tensor>& outputs,
+                  const std::vector<at::Tensor>& inputs) const;
+
+  /// Sends a tensor to another rank, which calls recv with a tensor of the same shape and dtype.
+  /// Blocks until that rank has received it; with nccl, until it is queued. Two ranks that exchange
+  /// tensors therefore call all_to_all, or one of them calls recv first. Unless the check is
+  /// CheckLevel::none, the two ranks first compare their tensors, and both throw CommError if
+  /// these differ. There is no recv from any rank.
+  /// @param to  any other rank of the group, Error otherwise
+  /// @param tag  equal in both calls, from 0; nccl ignores it. Messages of one tag arrive in order
+  void send(const at::Tensor& tensor, int to, int tag = 0) const;
+  /// Receives into a tensor what rank `from` sends.
+  void recv(at::Tensor& tensor, int from, int tag = 0) const;
 
   /// Returns when all ranks have called it.
   void barrier() const;

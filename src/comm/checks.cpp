@@ -1,0 +1,73 @@
+#include "src/comm/checks.h"
+
+#include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
+#include "src/comm/backends.h"
+#include "src/comm/process_group.h"
+
+#include <fmt/format.h>
+
+namespace semitone::comm {
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::mean:  // gloo and mpi have no average: divided afterwards
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+void check_dense(const Group& group, const at::Tensor& tensor, const std::string& collective) {
+  const std::string component = "comm." + collective;
+  if (!tensor.defined()) throw Error(component, "a tensor", "an undefined one");
+  if (tensor.layout() != at::kStrided) throw Error(component, "a dense tensor", "a sparse one");
+  const c10::Device served = group.device();
+  if (group.size() == 1 || tensor.device().type() == served.type()) return;
+  throw Error(component,
+              fmt::format("a tensor on {}, as the backend {} takes", served.str(), group.backend()),
+              "one on " + tensor.device().str(),
+              fmt::format("move it, or call comm::init with backend(\"{}\")",
+                          backend_for_other_device(served.type()).name));
+}
+
+void check_tensor(const Group& group, const at::Tensor& tensor, const std::string& collective) {
+  check_dense(group, tensor, collective);
+  if (!tensor.is_contiguous()) {
+    throw Error("comm." + collective, "a contiguous tensor",
+                c10::str("one of strides ", tensor.strides()), "pass tensor.contiguous()");
+  }
+}
+
+void check_reducible(const Group& group, const at::Tensor& tensor, const std::string& collective,
+                     ReduceOp op) {
+  check_tensor(group, tensor, collective);
+  if (!is_reducible(tensor.scalar_type())) {
+    throw Error("comm." + collective,
+                "fp64, fp32, fp16, bf16 or an integer that transports can reduce",
+                dtype_name(tensor.scalar_type()), "convert it");
+  }
+  if (op == ReduceOp::mean && !tensor.is_floating_point()) {
+    throw Error("comm." + collective, "a floating-point tensor for a mean",
+                dtype_name(tensor.scalar_type()), "use sum, and divide the result");
+  }
+}
+
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+void check_root(int root, int size, const std::string& collective) {
+  if (root < 0 || root >= size) {
+    throw Error("comm." + collective, fmt::format("a root from 0 to {}", size - 1),
+                std::to_string(root));
+  }
+}
+
+}  // namespace semitone::comm
