@@ -83,7 +83,8 @@ void exchange(const Group& group, at::Tensor output, at::Tensor input, Splits ou
 }
 
 void check_splits(const std::string& name, const Splits& splits, int ranks) {
-  const bool negative = std::any_of(splits.begin(), splits.end(), [](auto each) { return each < 0; });
+  const bool negative =
+      std::any_of(splits.begin(), splits.end(), [](auto each) { return each < 0; });
   if (splits.size() == static_cast<std::size_t>(ranks) && !negative) return;
   throw Error("comm.all_to_all", fmt::format("{} extents in {}, from 0", ranks, name),
               fmt::format("[{}]", fmt::join(splits, ", ")));
@@ -121,8 +122,7 @@ void check_message(const Group& group, const at::Tensor& tensor, int peer, int t
                    const std::string& call) {
   check_tensor(group, tensor, call);
   if (peer < 0 || peer >= group.size() || peer == group.rank()) {
-    throw Error("comm." + call,
-                fmt::format("another rank, from 0 to {}", group.size() - 1),
+    throw Error("comm." + call, fmt::format("another rank, from 0 to {}", group.size() - 1),
                 fmt::format("{} on rank {}", peer, group.rank()));
   }
   if (tag < 0) throw Error("comm." + call, "a tag from 0", std::to_string(tag));
@@ -130,9 +130,8 @@ void check_message(const Group& group, const at::Tensor& tensor, int peer, int t
 
 void transfer(const Group& group, const at::Tensor& tensor, const Ends& ends, int tag) {
   std::vector<at::Tensor> tensors{tensor};
-  const auto work = group.rank() == ends.from
-                        ? process_group(group)->send(tensors, ends.to, tag)
-                        : process_group(group)->recv(tensors, ends.from, tag);
+  const auto work = group.rank() == ends.from ? process_group(group)->send(tensors, ends.to, tag)
+                                              : process_group(group)->recv(tensors, ends.from, tag);
   work->wait();
 }
 
