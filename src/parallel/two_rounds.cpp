@@ -1,0 +1,211 @@
+#include "src/parallel/two_rounds.h"
+
+#include "semitone/core/error.h"
+#include "src/core/archive.h"
+
+#include <torch/types.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <utility>
+
+namespace semitone::parallel::detail {
+
+struct TwoRounds::Active {
+  std::shared_ptr<Exchange> exchange;
+  std::vector<std::size_t> parameters;
+  at::Tensor gradients;
+  FuturePtr message;  // in progress
+  FuturePtr result;
+  Exchange::Outcome outcome;
+  std::atomic<bool> ended = false;
+
+  void finish(c10::ivalue::Future& done) {
+    if (ended.exchange(true)) return;
+    try {
+      done.value();  // throws if it failed
+      const at::NoGradGuard no_grad;
+      outcome = exchange->finish(gradients);
+      outcome.finite = outcome.finite.logical_and(gradients.isfinite().all());
+      gradients.masked_fill_(outcome.finite.logical_not(),
+                             std::numeric_limits<double>::quiet_NaN());
+    } catch (const std::exception&) {
+      result->setError(std::current_exception());
+      return;
+    }
+    result->markCompleted(gradients);
+  }
+
+  void fail(const std::exception_ptr& error) {
+    if (!ended.exchange(true)) result->setError(error);
+  }
+};
+
+TwoRounds::TwoRounds(const std::vector<at::Tensor>& parameters, TwoRoundsOptions options)
+    : options_(std::move(options)), parameters_(parameters), errors_(parameters.size()) {
+  for (std::size_t place = 0; place < parameters_.size(); ++place) {
+    if (!parameters_[place].defined())
+      throw Error(options_.component, "parameters", "an undefined tensor");
+    places_.emplace(parameters_[place].unsafeGetTensorImpl(), place);
+  }
+}
+
+FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& group) {
+  const at::NoGradGuard no_grad;
+  if (bucket.index == 0) begin_pass();
+  if (passes_ < options_.plain_passes) {
+    if (bucket.is_last) ++passes_;
+    at::Tensor gradients = bucket.buffer;
+    return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
+  }
+  try {
+    auto active = std::make_shared<Active>();
+    std::vector<c10::Device> devices;
+    if (!bucket.buffer.is_cpu()) devices.push_back(bucket.buffer.device());
+    active->result =
+        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+    active->gradients = bucket.buffer;
+    CompressedBucket compressed = with_errors(bucket, group);
+    active->parameters = compressed.parameters;
+    active->exchange = make_exchange(std::move(compressed));
+    active_.push_back(active);
+    active->message = active->exchange->start(group);
+    if (waiting_ != nullptr) proceed(waiting_, group);
+    waiting_ = active;
+    if (bucket.is_last) {
+      proceed(std::exchange(waiting_, nullptr), group);
+      is_whole_ = true;
+      ++passes_;
+    }
+    return active->result;
+  } catch (const std::exception&) {
+    for (const auto& active : active_) active->fail(std::current_exception());
+    active_.clear();
+    waiting_.reset();
+    throw;
+  }
+}
+
+void TwoRounds::proceed(const std::shared_ptr<Active>& active, const comm::Group& group) {
+  active->message->waitAndThrow();
+  active->message = active->exchange->proceed(group);
+  active->message->addCallback([active](c10::ivalue::Future& done) { active->finish(done); });
+}
+
+CompressedBucket TwoRounds::with_errors(const GradientBucket& bucket,
+                                        const comm::Group& group) const {
+  CompressedBucket compressed;
+  compressed.index = bucket.index;
+  compressed.shapes = bucket.parameters;
+  compressed.ranks = group.size();
+  const auto dtype = error_dtype(bucket.buffer.scalar_type());
+  compressed.input = bucket.buffer.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  std::int64_t start = 0;
+  for (const at::Tensor& parameter : bucket.parameters) {
+    const auto place = places_.find(parameter.unsafeGetTensorImpl());
+    if (place == places_.end()) {
+      throw Error(options_.component, "gradients of the parameters that the hook was given",
+                  c10::str("one of another parameter, of shape ", parameter.sizes()),
+                  "construct the hook with model->parameters() of the same model");
+    }
+    compressed.parameters.push_back(place->second);
+    const at::Tensor& error = errors_[place->second];
+    if (error.defined()) compressed.input.narrow(0, start, parameter.numel()).add_(error);
+    start += parameter.numel();
+  }
+  return compressed;
+}
+
+void TwoRounds::begin_pass() {
+  settle();
+  waiting_.reset();
+  is_whole_ = false;
+}
+
+// Makes what the last pass left the hook's state, if all of it has arrived and is finite.
+void TwoRounds::settle() {
+  const auto arrived = [](const auto& active) {
+    return active->result->completed() && !active->result->hasError();
+  };
+  const bool commits = is_whole_ && std::all_of(active_.begin(), active_.end(), arrived) &&
+                       std::all_of(active_.begin(), active_.end(), [](const auto& active) {
+                         return active->outcome.finite.template item<bool>();
+                       });
+  for (const auto& active : active_) {
+    if (!commits) break;
+    active->exchange->commit();
+    if (!options_.use_error_feedback) continue;
+    std::int64_t start = 0;
+    for (const std::size_t place : active->parameters) {
+      const std::int64_t elements = parameters_[place].numel();
+      errors_[place] = active->outcome.error.narrow(0, start, elements);
+      start += elements;
+    }
+  }
+  active_.clear();
+}
+
+void TwoRounds::set_loss_scale(double scale) {
+  if (!(scale > 0) || !std::isfinite(scale)) {
+    throw Error(options_.component + ".set_loss_scale", "a finite scale greater than 0",
+                fmt::format("{}", scale));
+  }
+  settle();
+  const at::NoGradGuard no_grad;
+  const double factor = scale / std::exchange(loss_scale_, scale);
+  if (factor == 1) return;
+  for (at::Tensor& error : errors_) {
+    if (!error.defined()) continue;
+    error.mul_(factor);
+    drop_overflows(error);
+  }
+  scale_state(factor);
+}
+
+void TwoRounds::save(torch::serialize::OutputArchive& archive) {
+  settle();
+  archive.write("passes", c10::IValue(passes_));
+  archive.write("loss_scale", c10::IValue(loss_scale_));
+  for (std::size_t place = 0; place < errors_.size(); ++place) {
+    if (errors_[place].defined())
+      archive.write(fmt::format("error_{}", place), errors_[place].clone(), /*is_buffer=*/true);
+  }
+  save_state(archive);
+}
+
+void TwoRounds::load(torch::serialize::InputArchive& archive) {
+  const std::string component = load_component();
+  const auto passes = read_value<std::int64_t>(archive, "passes", component);
+  const auto loss_scale = read_value<double>(archive, "loss_scale", component);
+  std::vector<at::Tensor> errors(parameters_.size());
+  for (std::size_t place = 0; place < errors.size(); ++place) {
+    const at::Tensor& parameter = parameters_[place];
+    const auto error = find_value<at::Tensor>(archive, fmt::format("error_{}", place), component);
+    if (!error.has_value()) continue;
+    if (error->dim() != 1 || error->numel() != parameter.numel()) {
+      throw FileError(component, c10::str("errors of a parameter of shape ", parameter.sizes()),
+                      c10::str("a tensor of shape ", error->sizes()),
+                      "construct the hook with the parameters of the saved run");
+    }
+    errors[place] = error->to(parameter.device(), error_dtype(parameter.scalar_type()),
+                              /*non_blocking=*/false, /*copy=*/true);
+  }
+  const auto set_state = load_state(archive);
+  active_.clear();
+  passes_ = passes;
+  loss_scale_ = loss_scale;
+  errors_ = std::move(errors);
+  set_state();
+}
+
+void drop_overflows(at::Tensor& errors) {
+  if (errors.scalar_type() == at::kHalf) errors.masked_fill_(errors.isfinite().logical_not(), 0);
+}
+
+}  // namespace semitone::parallel::detail

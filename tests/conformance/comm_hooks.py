@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Writes data/comm_hooks.json: what torch.distributed computes on two ranks over Gloo.
+
+comm_hooks.py JSON
+
+The gradients of parameter p in step s on rank r are (i * 37 + 101 s + 53 r + 17 p) mod 41 - 20, divided by 16, for
+i = 0, 1, ...: exact in fp32. The parameters start at zero. The loss is the sum of parameter * gradient, for local SGD
+plus half the sum of squares of the parameters.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS = 2
+SHAPES = [[8, 6], [6, 3, 2], [5], [8, 6], [2, 2]]
+WIDE, NARROW = torch.float64, torch.float32
+POWER_SGD = [
+    ({"matrix_approximation_rank": 1, "min_compression_rate": 2.0}, WIDE),
+    ({"matrix_approximation_rank": 1, "min_compression_rate": 2.0}, NARROW),
+    ({"matrix_approximation_rank": 2, "min_compression_rate": 0.5, "orthogonalization_epsilon": 1e-8,
+      "random_seed": 7}, WIDE),
+    ({"matrix_approximation_rank": 3, "min_compression_rate": 0.5}, WIDE),  # QR
+    ({"matrix_approximation_rank": 1, "min_compression_rate": 2.0, "warm_start": False}, WIDE),
+    ({"matrix_approximation_rank": 1, "min_compression_rate": 2.0, "use_error_feedback": False}, WIDE),
+]
+LOCAL_SGD = [{"post_local_gradient_allreduce": False}, {"post_local_gradient_allreduce": True}]
+SPLITS = [[[2, 2], [2, 2]], [[1, 3], [2, 0]], [[0, 0], [4, 1]]]  # of each rank, by receiver
+
+
+class Products(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES)
+
+    def forward(self, gradients: list[torch.Tensor], decay: float) -> torch.Tensor:
+        loss = torch.zeros((), dtype=self.all[0].dtype)
+        for parameter, gradient in zip(self.all, gradients):
+            loss = loss + (parameter * gradient).sum() + decay * 0.5 * (parameter * parameter).sum()
+        return loss
+
+
+def gradients(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    result = []
+    for index, shape in enumerate(SHAPES):
+        i = torch.arange(torch.Size(shape).numel())
+        result.append((((i * 37 + 101 * step + 53 * rank + 17 * index) % 41 - 20).to(dtype) / 16).view(shape))
+    return result
+
+
+def numbers(tensors: list[torch.Tensor]) -> list[float]:
+    return [value for tensor in tensors for value in tensor.detach().double().view(-1).tolist()]
+
+
+def power_sgd(options: dict, dtype: torch.dtype, rank: int) -> list[list[float]]:
+    model = Products(dtype)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(power.PowerSGDState(None, start_powerSGD_iter=2, **options), power.powerSGD_hook)
+    steps = []
+    for step in range(6):
+        model.zero_grad()
+        ddp(gradients(step, rank, dtype), 0.0).backward()
+        if step >= 2:
+            steps.append(numbers([parameter.grad for parameter in model.all]))
+    return steps
+
+
+def local_sgd(options: dict, rank: int) -> list[list[list[float]]]:
+    model = Products(torch.float64)
+    ddp = DistributedDataParallel(model)
+    own, _ = dist.new_subgroups(1)
+    state = local.PostLocalSGDState(None, own, start_localSGD_iter=2, **options)
+    ddp.register_comm_hook(state, local.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=3, warmup_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for step in range(7):
+        optimizer.zero_grad()
+        ddp(gradients(step, rank, torch.float64), 1.0).backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+        everyone: list = [None] * RANKS
+        dist.all_gather_object(everyone, numbers(list(model.all)[1:3]))
+        steps.append(everyone)
+    return steps
+
+
+def all_to_all(splits: list[list[int]], rank: int) -> list[list[float]]:
+    sent = torch.arange(3 * sum(splits[rank]), dtype=torch.float32).view(-1, 3) + 100 * rank
+    due = [splits[peer][rank] for peer in range(RANKS)]
+    received = torch.zeros([sum(due), 3])
+    dist.all_to_all_single(received, sent, due, splits[rank])
+    everyone: list = [None] * RANKS
+    dist.all_gather_object(everyone, numbers([received]))
+    return everyone
+
+
+def run(rank: int, store: str, queue: multiprocessing.Queue) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=RANKS)
+    data = {
+        "power_sgd": [{"options": options, "dtype": str(dtype).removeprefix("torch."),
+                       "gradients": power_sgd(options, dtype, rank)}
+                      for options, dtype in POWER_SGD],
+        "local_sgd": [{"options": options, "parameters": local_sgd(options, rank)} for options in LOCAL_SGD],
+        "all_to_all": [{"splits": splits, "received": all_to_all(splits, rank)} for splits in SPLITS],
+    }
+    if rank == 0:
+        queue.put(data)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=run, args=(rank, folder + "/store", queue)) for rank in range(RANKS)]
+        for process in processes:
+            process.start()
+        data = queue.get()
+        for process in processes:
+            process.join()
+    sections = []
+    for name, cases in data.items():
+        lines = ",\n".join("  " + json.dumps(case) for case in cases)
+        sections.append(f' "{name}": [\n{lines}\n ]')
+    with open(sys.argv[1], "w", encoding="utf-8") as file:
+        file.write(f'{{\n "schema": "comm_hooks/1",\n "peer": "PyTorch {torch.__version__}",\n'
+                   f' "shapes": {json.dumps(SHAPES)},\n' + ",\n".join(sections) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
