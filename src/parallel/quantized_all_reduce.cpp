@@ -162,12 +162,13 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
 
   std::function<void()> load_state(torch::serialize::InputArchive& archive) override {
     PartErrors parts;
+    const at::Device device = parameters().empty() ? at::kCPU : parameters().front().device();
     for (const std::int64_t bucket : read_integers(archive, "parts")) {
       PartError& part = parts[static_cast<std::size_t>(bucket)];
       part.parameters = read_integers(archive, fmt::format("part_parameters_{}", bucket));
       // Copied, since later steps write it.
-      part.error =
-          read_value<at::Tensor>(archive, fmt::format("part_{}", bucket), load_component()).clone();
+      part.error = read_value<at::Tensor>(archive, fmt::format("part_{}", bucket), load_component())
+                       .to(at::TensorOptions(device), /*non_blocking=*/false, /*copy=*/true);
     }
     return [this, parts = std::move(parts)] { part_errors_ = parts; };
   }
