@@ -44,9 +44,8 @@ void train(const zoo::ImageSet& set, const std::filesystem::path& directory) {
 
 int main(int argc, char** argv) try {
   const auto set = zoo::load_mnist(argc > 1 ? argv[1] : "data/mnist", zoo::Split::train);
-  const std::filesystem::path directory =
-      argc > 2 ? argv[2] : std::filesystem::temp_directory_path() / "semitone-precision-report";
-  std::filesystem::remove_all(directory);
+  const std::filesystem::path directory = argc > 2 ? argv[2] : "runs/precision_report";
+  if (argc <= 2) std::filesystem::remove_all(directory);  // of an earlier call
   train(set, directory);
 
   const report::PrecisionReport explained(directory);

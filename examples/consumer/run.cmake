@@ -21,8 +21,11 @@ foreach(name ${installed})
   endif()
 endforeach()
 set(ENV{SEMITONE_LIBTORCH})
-set(configure ${CMAKE_COMMAND} "-DCMAKE_PREFIX_PATH=${WORK}/prefix;${PREFIX_PATH}"
-    -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_BUILD_TYPE=Release)
+# In the environment, since a list in an argument becomes several arguments.
+set(prefixes ${WORK}/prefix ${PREFIX_PATH})
+list(JOIN prefixes ":" prefix_path)
+set(ENV{CMAKE_PREFIX_PATH} ${prefix_path})
+set(configure ${CMAKE_COMMAND} -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_BUILD_TYPE=Release)
 
 # No LibTorch where one is said to be: a consumer's remedy, not that of Semitone's own Makefile.
 execute_process(COMMAND ${configure} -S ${SOURCE} -B ${WORK}/without -DSEMITONE_LIBTORCH=${WORK}/none RESULT_VARIABLE code

@@ -49,13 +49,17 @@ if(semitone_FOUND OR NOT type STREQUAL SHARED_LIBRARY)
   message(FATAL_ERROR \"expected libsemitone.so alone, got \${type}, and then: \${semitone_FOUND}\")
 endif()
 ")
+# In the environment, since a list in an argument becomes several arguments.
+set(prefixes ${WORK}/root/usr ${PREFIX_PATH})
+list(JOIN prefixes ":" prefix_path)
+set(ENV{CMAKE_PREFIX_PATH} ${prefix_path})
 run(${CMAKE_COMMAND} -S ${WORK}/kinds -B ${WORK}/kinds/build -DSEMITONE_LIBTORCH=${LIBTORCH}
-  "-DCMAKE_PREFIX_PATH=${WORK}/root/usr;${PREFIX_PATH}" -DCMAKE_CXX_COMPILER=${COMPILER})
+  -DCMAKE_CXX_COMPILER=${COMPILER})
 
 run(${WORK}/root/usr/bin/semitone --version)
 file(COPY ${CONSUMER}/CMakeLists.txt ${CONSUMER}/main.cpp ${CONSUMER}/scale.c DESTINATION ${WORK}/app)
 run(${CMAKE_COMMAND} -S ${WORK}/app -B ${WORK}/app/build -DKIND=shared -DSEMITONE_LIBTORCH=${LIBTORCH}
-  "-DCMAKE_PREFIX_PATH=${WORK}/root/usr;${PREFIX_PATH}" -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_BUILD_TYPE=Release)
+  -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_BUILD_TYPE=Release)
 run(${CMAKE_COMMAND} --build ${WORK}/app/build)
 run(${WORK}/app/build/consumer)
 run(${WORK}/app/build/scale)
