@@ -313,8 +313,14 @@ TEST_F(LauncherTest, AnAddressOfAnotherMachineIsAnError) {
         run(shell("exit 0").nnodes({2, 2}).master_addr("192.0.2.1").master_port(free_port()));
       },
       {"expected to listen at 192.0.2.1", "node 0 must run on the machine"});
+  // Without a network, no server says that there is no such host, and the launcher tries again.
   expect_error(
-      [&] { run(shell("exit 0").rdzv_endpoint("no-such-host.invalid:29400").nnodes({2, 2})); },
+      [&] {
+        run(shell("exit 0")
+                .rdzv_endpoint("no-such-host.invalid:29400")
+                .nnodes({2, 2})
+                .join_timeout(LaunchOptions::Seconds(1)));
+      },
       {"[launch.rendezvous]", "no-such-host.invalid"});
 }
 
