@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <random>
@@ -67,7 +68,7 @@ class SeedSequence {
   std::int64_t drawn_ = 0;
 };
 
-// What is kept between steps, beside the errors.
+// What is kept between steps, in addition to the errors.
 struct PowerSGDState {
   std::vector<at::Tensor> qs;  // of each parameter; undefined if there is none
   SeedSequence seeds;
@@ -110,7 +111,11 @@ class PowerSGDExchange final : public detail::Exchange {
       at::mm_out(q, matrix.input.t(), matrix.p);
       matrix.q = q;
     }
-    if (matrices_.empty()) return done();
+    if (matrices_.empty()) {
+      auto done = detail::future_on(first_.device());
+      done->markCompleted(first_);
+      return done;
+    }
     return group.all_reduce_async(second_, comm::ReduceOp::mean).future();
   }
 
@@ -154,9 +159,8 @@ class PowerSGDExchange final : public detail::Exchange {
     return bucket_.input.narrow(0, vector.start, vector.elements);
   }
 
-  std::int64_t rank_of(const Matrix& matrix) const {
-    return std::min(
-        {matrix.input.size(0), matrix.input.size(1), options_.matrix_approximation_rank()});
+  std::int64_t rank_of(std::int64_t rows, std::int64_t columns) const {
+    return std::min({rows, columns, options_.matrix_approximation_rank()});
   }
 
   // Into vectors, and matrices in torch's order: those of a shape follow the first one.
@@ -167,8 +171,7 @@ class PowerSGDExchange final : public detail::Exchange {
       const std::int64_t elements = parameter.numel();
       const std::int64_t rows = parameter.dim() == 0 ? 1 : parameter.size(0);
       const std::int64_t columns = rows == 0 ? 0 : elements / rows;
-      const auto rank = std::min({rows, columns, options_.matrix_approximation_rank()});
-      const auto compressed = static_cast<double>((rows + columns) * rank);
+      const auto compressed = static_cast<double>((rows + columns) * rank_of(rows, columns));
       if (compressed * options_.min_compression_rate() < static_cast<double>(rows * columns)) {
         Matrix matrix{bucket_.parameters[i],
                       start,
@@ -189,30 +192,24 @@ class PowerSGDExchange final : public detail::Exchange {
 
   // Those of the last step, or, if one is missing, random ones: equal on all ranks.
   void set_qs() {
+    const auto shape_of = [this](const Matrix& matrix) {
+      const std::int64_t columns = matrix.input.size(1);
+      return std::array{columns, rank_of(matrix.input.size(0), columns)};
+    };
     const bool is_warm = std::all_of(matrices_.begin(), matrices_.end(), [&](const auto& matrix) {
       const at::Tensor& q = state_.qs[matrix.place];
-      return q.defined() && q.sizes() == at::IntArrayRef{matrix.input.size(1), rank_of(matrix)};
+      return q.defined() && q.sizes() == at::IntArrayRef(shape_of(matrix));
     });
     at::Generator generator;
     if (!is_warm) generator = at::make_generator<at::CPUGeneratorImpl>(state_.seeds.next());
     for (Matrix& matrix : matrices_) {
       const auto& options = bucket_.input.options();
       matrix.q = is_warm ? state_.qs[matrix.place].clone()
-                         : at::randn({matrix.input.size(1), rank_of(matrix)}, generator,
-                                     options.device(at::kCPU))
+                         : at::randn(shape_of(matrix), generator, options.device(at::kCPU))
                                .to(options.device());
       orthogonalize(matrix.q, options_.orthogonalization_epsilon());
       factor_elements_ += matrix.q.numel();
     }
-  }
-
-  detail::FuturePtr done() const {
-    std::vector<c10::Device> devices;
-    if (!first_.is_cpu()) devices.push_back(first_.device());
-    auto future =
-        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
-    future->markCompleted(first_);
-    return future;
   }
 
   const detail::CompressedBucket bucket_;

@@ -66,10 +66,7 @@ FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& gro
   }
   try {
     auto active = std::make_shared<Active>();
-    std::vector<c10::Device> devices;
-    if (!bucket.buffer.is_cpu()) devices.push_back(bucket.buffer.device());
-    active->result =
-        c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+    active->result = future_on(bucket.buffer.device());
     active->gradients = bucket.buffer;
     CompressedBucket compressed = with_errors(bucket, group);
     active->parameters = compressed.parameters;
@@ -202,6 +199,12 @@ void TwoRounds::load(torch::serialize::InputArchive& archive) {
   loss_scale_ = loss_scale;
   errors_ = std::move(errors);
   set_state();
+}
+
+FuturePtr future_on(c10::Device device) {
+  std::vector<c10::Device> devices;
+  if (!device.is_cpu()) devices.push_back(device);
+  return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
 }
 
 void drop_overflows(at::Tensor& errors) {

@@ -83,7 +83,7 @@ class TwoRounds {
   virtual std::shared_ptr<Exchange> make_exchange(CompressedBucket bucket) = 0;
   // Of errors, and of inputs.
   virtual at::ScalarType error_dtype(at::ScalarType gradients) const { return gradients; }
-  // The state beside the errors. load_state reads and checks, and returns what sets it.
+  // The state other than the errors. load_state reads and checks, and returns what sets it.
   virtual void scale_state(double /*factor*/) {}
   virtual void save_state(torch::serialize::OutputArchive&) const {}
   virtual std::function<void()> load_state(torch::serialize::InputArchive&) {
@@ -110,6 +110,9 @@ class TwoRounds {
   std::shared_ptr<Active> waiting_;              // whose second message is not sent
   bool is_whole_ = false;                        // the last pass reached its last bucket
 };
+
+// A future of a tensor on this device.
+FuturePtr future_on(c10::Device device);
 
 // Sets elements beyond the range of fp16 to 0: of errors, which a step in range may have.
 void drop_overflows(at::Tensor& errors);

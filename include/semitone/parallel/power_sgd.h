@@ -78,8 +78,8 @@ class PowerSGDHook final : public CommHook {
   void set_loss_scale(double scale);
 
   /// Saves and loads the number of passes, the errors, the Qs and the loss scale. They differ
-  /// between ranks: checkpoint.add("hook", *hook, checkpoint::PerRank::yes). load() throws FileError if the
-  /// parameters have other shapes, and then changes nothing.
+  /// between ranks: checkpoint.add("hook", *hook, checkpoint::PerRank::yes). load() throws
+  /// FileError if the parameters have other shapes, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 

@@ -57,10 +57,10 @@ class QuantizedAllReduceHook final : public CommHook {
   void set_loss_scale(double scale);
 
   /// Saves and loads the errors and the loss scale, which differ between ranks:
-  /// checkpoint.add("hook", *hook, checkpoint::PerRank::yes). The errors of means belong to a rank's part of a
-  /// bucket. They are dropped if the next run has other buckets, or another order of gradients
-  /// (DistributedDataParallel::set_gradient_order). load() throws FileError if the parameters have
-  /// other shapes, and then changes nothing.
+  /// checkpoint.add("hook", *hook, checkpoint::PerRank::yes). The errors of means belong to a
+  /// rank's part of a bucket. They are dropped if the next run has other buckets, or another order
+  /// of gradients (DistributedDataParallel::set_gradient_order). load() throws FileError if the
+  /// parameters have other shapes, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
