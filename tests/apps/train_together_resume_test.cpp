@@ -27,6 +27,7 @@ using test::read_text;
 using test::run_semitone;
 using test::semitone_command;
 using test::Words;
+using test::write_text;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
@@ -189,28 +190,30 @@ TEST_F(TrainTogetherResume, TheGlobalBatchSizeIsDividedAmongTheProcesses) {
 // Two machines, of which one is lost: the other continues from the last checkpoint with all images.
 TEST_F(TrainTogetherResume, ALostMachineLeavesTheTrainingToTheOther) {
   const std::string endpoint = "127.0.0.1:" + std::to_string(launch::free_port());
+  const std::string lost_file = (folder_ / "lost").string();
   const auto machine = [&](const std::string& name) {
-    Words words{"launch",
-                "--nnodes",
-                "1:2",
-                "--rdzv-endpoint",
-                endpoint,
-                "--max-restarts",
-                "2",
-                "--last-call",
-                "5",
-                "sh",
-                "-c",
-                "echo $PPID > " + (folder_ / name).string() + "$RANK; exec \"$0\" \"$@\"",
+    Words words{"launch", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--max-restarts", "2",
+                "--last-call", "5", "sh", "-c",
+                // A machine that is much later than the other must not find the training done.
+                "echo $PPID > " + (folder_ / name).string() +
+                    "$RANK; while [ $WORLD_SIZE = 1 ] && [ ! -e " + lost_file +
+                    " ]; do sleep 0.05; done; exec \"$0\" \"$@\"",
                 SEMITONE_PROGRAM};
-    const Words train = elastic({"--save-every", "2", "--keep", "0"});
+    const Words train = elastic({"--save-every", "2", "--keep", "0", "--threads", "1"});
     words.insert(words.end(), train.begin(), train.end());
     return Process(semitone_command(words));
   };
   Process host = machine("launcher");
   Process other = machine("launcher");
-  ASSERT_TRUE(test::eventually(
-      [&] { return !steps().empty() && !test::ids_in(folder_ / "launcher1").empty(); }));
+  const bool together = test::eventually(
+      [&] { return !steps().empty() && !test::ids_in(folder_ / "launcher1").empty(); });
+  if (!together) {
+    host.send(SIGTERM);
+    other.send(SIGTERM);
+    FAIL() << "steps: " << steps().size() << "\none: " << host.wait().err
+           << "\nother: " << other.wait().err;
+  }
+  write_text(lost_file, "");
   const pid_t id = test::ids_in(folder_ / "launcher1").at(0);
   ASSERT_EQ(::kill(id, SIGKILL), 0);
   Process& survivor = host.id() == id ? other : host;
