@@ -1,6 +1,7 @@
 #include "semitone/data/detail/prefetcher.h"
 
 #include "semitone/core/events.h"
+#include "src/core/openmp.h"
 #include "src/data/mover.h"
 
 #include <ATen/Parallel.h>
@@ -14,16 +15,12 @@
 #include <thread>
 #include <utility>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace semitone::data::detail {
 namespace {
 
 // A second team of OpenMP's threads would take the cores from the training.
 void use_one_core() {
-#ifdef _OPENMP
+#if AT_PARALLEL_OPENMP
   at::get_num_threads();  // sets the number when a thread first asks for it
   omp_set_num_threads(1);
 #endif

@@ -5,8 +5,8 @@
 #include "src/kernels/batch_norm_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -51,7 +51,7 @@ class ChannelValues {
 // Calls work(first piece, last piece) from several threads.
 template <typename Work>
 void for_all_pieces(const Batch& batch, const Work& work) {
-  at::parallel_for(0, batch.pieces, batch.grain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, batch.pieces, batch.grain, [&](std::int64_t begin, std::int64_t end) {
     work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
   });
 }
@@ -65,7 +65,7 @@ at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& wo
   const auto channels = static_cast<std::int64_t>(batch.layout.channels);
   at::Tensor results = at::empty({parts, values, channels}, at::kDouble);
   auto* const data = results.mutable_data_ptr<double>();
-  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
     std::fill(data + begin * values * channels, data + end * values * channels, 0.0);
     for (std::int64_t part = begin; part < end; ++part) {
       work(static_cast<std::size_t>(part * size),
@@ -85,7 +85,7 @@ Moments merged(const at::Tensor& parts) {
   auto* const m2 = all.m2.mutable_data_ptr<double>();
   // All channels of a part before the next part, in memory order. In the other order, 2048 channels
   // cost half a millisecond of cache misses.
-  at::parallel_for(0, channels, kMergeGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, channels, kMergeGrain, [&](std::int64_t begin, std::int64_t end) {
     const auto for_parts = [&](const auto& visit) {
       for (std::int64_t part = 0; part < parts.size(0); ++part) {
         const double* const of = data + part * 3 * channels;

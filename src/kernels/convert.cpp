@@ -1,9 +1,9 @@
 #include "src/kernels/convert.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/parallel_for.h"
 #include "src/kernels/pointwise.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ at::Tensor convert(const at::Tensor& tensor, at::ScalarType dtype) {
   auto* const out = static_cast<char*>(result.mutable_data_ptr());
   const Format from = *format_of(tensor.scalar_type());
   const Format to = *format_of(dtype);
-  at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     convert(in + begin * tensor.element_size(), from, out + begin * result.element_size(), to,
             static_cast<std::size_t>(end - begin));
   });
@@ -46,7 +46,7 @@ at::Tensor round_to(const at::Tensor& tensor, at::ScalarType dtype) {
   const auto* const in = tensor.const_data_ptr<float>();
   auto* const out = result.mutable_data_ptr<float>();
   const Format through = *format_of(dtype);
-  at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     std::array<std::uint16_t, kBufferSize> buffer;
     for (std::int64_t i = begin; i < end; i += kBufferSize) {
       const auto size = static_cast<std::size_t>(std::min(kBufferSize, end - i));

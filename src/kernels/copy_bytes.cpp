@@ -1,6 +1,6 @@
 #include "src/kernels/copy_bytes.h"
 
-#include <ATen/Parallel.h>
+#include "src/kernels/parallel_for.h"
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
@@ -43,7 +43,7 @@ void copy_past_caches(const std::uint8_t* from, std::uint8_t* to, std::size_t co
 
 void copy_bytes(const void* from, void* to, std::int64_t count) {
   constexpr std::int64_t kBytesOfPiece = 1 << 20;  // starting threads for less costs more
-  at::parallel_for(0, count, kBytesOfPiece, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, count, kBytesOfPiece, [&](std::int64_t begin, std::int64_t end) {
     copy_past_caches(static_cast<const std::uint8_t*>(from) + begin,
                      static_cast<std::uint8_t*>(to) + begin, static_cast<std::size_t>(end - begin));
   });

@@ -3,8 +3,8 @@
 #include "src/kernels/dropout_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -60,7 +60,7 @@ at::Tensor dropout(const at::Tensor& input, const Dropout& dropout, at::ScalarTy
     return output;
   }
   const auto groups = static_cast<std::int64_t>((size + kDropoutGroup - 1) / kDropoutGroup);
-  at::parallel_for(0, groups, kGroupGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, groups, kGroupGrain, [&](std::int64_t begin, std::int64_t end) {
     dropout_groups(work, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
   });
   return output;

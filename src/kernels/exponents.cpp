@@ -3,8 +3,8 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/flat.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -146,7 +146,7 @@ ExponentCounts count_on_cpu(const at::Tensor& tensor) {
   counts.numel = tensor.numel();
   const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
   std::mutex mutex;
-  at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     Tally<Format> tally;
     tally.add(data + static_cast<std::size_t>(begin) * sizeof(typename Format::Bits), end - begin);
     const std::lock_guard lock(mutex);

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "src/kernels/kernels.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
@@ -82,12 +82,12 @@ class Chunks {
   template <typename Visit>
   void for_each(const Visit& visit) {
     if (parts_ > ends_.back()) end_chunk();
-    at::parallel_for(
-        1, static_cast<std::int64_t>(ends_.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-          const std::size_t last = ends_[static_cast<std::size_t>(end - 1)];
-          for (auto part = ends_[static_cast<std::size_t>(begin - 1)]; part < last; ++part)
-            visit(part);
-        });
+    parallel_for(1, static_cast<std::int64_t>(ends_.size()), 1,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   const std::size_t last = ends_[static_cast<std::size_t>(end - 1)];
+                   for (auto part = ends_[static_cast<std::size_t>(begin - 1)]; part < last; ++part)
+                     visit(part);
+                 });
   }
 
  private:

@@ -1,9 +1,9 @@
 #include "src/kernels/fp8.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/parallel_for.h"
 #include "src/kernels/pointwise.h"
 
-#include <ATen/Parallel.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/types.h>
 
@@ -20,7 +20,7 @@ float largest_of_parts(std::int64_t size,
                        c10::function_ref<float(std::int64_t, std::int64_t)> visit) {
   std::mutex mutex;
   float largest = 0;
-  at::parallel_for(0, size, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, size, kGrain, [&](std::int64_t begin, std::int64_t end) {
     const float part = visit(begin, end);
     const std::lock_guard lock(mutex);
     largest = std::max(largest, part);

@@ -5,8 +5,8 @@
 #include "src/kernels/flat.h"
 #include "src/kernels/kernels.h"
 #include "src/kernels/on_cuda.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -79,16 +79,16 @@ void run_on_cpu(std::span<const Unscale> items, const InverseScale& inverse,
     }
   }
   std::atomic<bool> non_finite = false;
-  at::parallel_for(
-      0, static_cast<std::int64_t>(chunks.size()), 4, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t i = begin; i < end; ++i) {
-          const Chunk& chunk = chunks[static_cast<std::size_t>(i)];
-          if (unscale(chunk.in, chunk.in_format, chunk.addend, chunk.out, chunk.out_format,
-                      static_cast<std::size_t>(chunk.size), inv_scale)) {
-            non_finite.store(true, std::memory_order_relaxed);
-          }
-        }
-      });
+  parallel_for(0, static_cast<std::int64_t>(chunks.size()), 4,
+               [&](std::int64_t begin, std::int64_t end) {
+                 for (std::int64_t i = begin; i < end; ++i) {
+                   const Chunk& chunk = chunks[static_cast<std::size_t>(i)];
+                   if (unscale(chunk.in, chunk.in_format, chunk.addend, chunk.out, chunk.out_format,
+                               static_cast<std::size_t>(chunk.size), inv_scale)) {
+                     non_finite.store(true, std::memory_order_relaxed);
+                   }
+                 }
+               });
   if (non_finite) found_inf.fill_(1);
 }
 

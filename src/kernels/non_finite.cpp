@@ -2,8 +2,8 @@
 
 #include "src/kernels/flat.h"
 #include "src/kernels/non_finite_kernel.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <c10/util/complex.h>
 #include <torch/types.h>
 
@@ -50,7 +50,7 @@ std::optional<Pattern> pattern_of(at::ScalarType dtype) {
 bool any_on_cpu(const at::Tensor& tensor, const Pattern& pattern, std::int64_t size) {
   const auto* data = static_cast<const char*>(tensor.const_data_ptr());
   std::atomic<bool> found{false};
-  at::parallel_for(0, (size + kChunk - 1) / kChunk, 1, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, (size + kChunk - 1) / kChunk, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t chunk = begin; chunk < end && !found; ++chunk) {
       const std::int64_t first = chunk * kChunk;
       const auto count = static_cast<std::size_t>(std::min(kChunk, size - first));

@@ -3,8 +3,8 @@
 #include "src/kernels/column_sums_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -18,10 +18,10 @@ namespace semitone::kernels {
 // Calls work(first row, last row) from several threads.
 template <typename Work>
 void for_all_rows(std::int64_t rows, std::int64_t columns, const Work& work) {
-  at::parallel_for(0, rows, std::max<std::int64_t>(1, kGrain / columns),
-                   [&](std::int64_t begin, std::int64_t end) {
-                     work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
-                   });
+  parallel_for(0, rows, std::max<std::int64_t>(1, kGrain / columns),
+               [&](std::int64_t begin, std::int64_t end) {
+                 work(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+               });
 }
 
 // Splits rows into parts, independently of the number of threads. The columns of each part are
@@ -41,22 +41,22 @@ class RowParts {
     const at::Tensor parts = at::empty({count_, values, columns_}, at::kFloat);
     auto* const data = values == 0 ? nullptr : parts.mutable_data_ptr<float>();
     const std::int64_t stride = values * columns_;
-    at::parallel_for(0, count_, std::max<std::int64_t>(1, kGrain / (size_ * columns_)),
-                     [&](std::int64_t begin, std::int64_t end) {
-                       for (std::int64_t part = begin; part < end; ++part) {
-                         work(static_cast<std::size_t>(part * size_),
-                              static_cast<std::size_t>(std::min(rows_, (part + 1) * size_)),
-                              data == nullptr ? nullptr : data + part * stride);
-                       }
-                     });
+    parallel_for(0, count_, std::max<std::int64_t>(1, kGrain / (size_ * columns_)),
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t part = begin; part < end; ++part) {
+                     work(static_cast<std::size_t>(part * size_),
+                          static_cast<std::size_t>(std::min(rows_, (part + 1) * size_)),
+                          data == nullptr ? nullptr : data + part * stride);
+                   }
+                 });
     at::Tensor sums = at::empty({values, columns_}, at::kFloat);
     auto* const result = sums.mutable_data_ptr<float>();
-    at::parallel_for(0, stride, std::max<std::int64_t>(1, kGrain / count_),
-                     [&](std::int64_t begin, std::int64_t end) {
-                       add_up_parts(
-                           data, static_cast<std::size_t>(count_), static_cast<std::size_t>(stride),
-                           static_cast<std::size_t>(begin), static_cast<std::size_t>(end), result);
-                     });
+    parallel_for(0, stride, std::max<std::int64_t>(1, kGrain / count_),
+                 [&](std::int64_t begin, std::int64_t end) {
+                   add_up_parts(data, static_cast<std::size_t>(count_),
+                                static_cast<std::size_t>(stride), static_cast<std::size_t>(begin),
+                                static_cast<std::size_t>(end), result);
+                 });
     return sums;
   }
 

@@ -1,8 +1,8 @@
 #include "src/kernels/pointwise.h"
 
 #include "src/kernels/flat.h"
+#include "src/kernels/parallel_for.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace {
 // Calls work(bytes before the range, elements in it) for ranges of a tensor's memory.
 template <typename Work>
 void for_ranges(const at::Tensor& tensor, const Work& work) {
-  at::parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, tensor.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     work(begin * tensor.element_size(), static_cast<std::size_t>(end - begin));
   });
 }

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/Config.h>
+
+// The functions of LibTorch's OpenMP runtime, with any compiler. clang compiles OpenMP for a
+// runtime of its own only, whose threads would compete with LibTorch's.
+#ifdef _OPENMP
+#include <omp.h>
+#elif AT_PARALLEL_OPENMP
+extern "C" {
+// What GCC calls for a parallel region; 0 threads: as many as omp_set_num_threads says.
+void GOMP_parallel(void (*region)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_max_threads();
+int omp_get_num_threads();
+int omp_get_thread_num();
+void omp_set_num_threads(int threads);
+}
+#endif
