@@ -9,6 +9,7 @@
 #elif AT_PARALLEL_OPENMP
 extern "C" {
 // What GCC calls for a parallel region; 0 threads: as many as omp_set_num_threads says.
+// NOLINTNEXTLINE(readability-identifier-naming)
 void GOMP_parallel(void (*region)(void*), void* data, unsigned threads, unsigned flags);
 int omp_get_max_threads();
 int omp_get_num_threads();

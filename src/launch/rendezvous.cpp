@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <ctime>
 #include <random>
+#include <utility>
 
 namespace semitone::launch {
 namespace {
@@ -92,18 +93,25 @@ void Rendezvous::start_static() {
 
 void Rendezvous::start_at_endpoint() {
   endpoint_ = Endpoint::parse(options_.rdzv_endpoint());
+  const auto opened = host_at_endpoint();
+  port_was_used_ = opened.error == EADDRINUSE;
+  if (!opened.ok() && opened.error != EADDRINUSE && opened.error != EADDRNOTAVAIL &&
+      opened.error != EHOSTUNREACH) {
+    throw_cannot_listen(endpoint_, opened);
+  }
+  if (opened.lookup_error == EAI_NONAME)
+    throw Error(kComponent, "the name of a machine in rdzv-endpoint", opened.problem);
+  // Otherwise the address is another machine's, or another launcher of this machine uses it.
+}
+
+net::Result<Descriptor> Rendezvous::host_at_endpoint() {
   auto opened = listen_at(endpoint_);
   if (opened.ok()) {
     Job open = job();
     open.master_addr = endpoint_.host;
-    host(std::move(open), std::move(opened.value));
-  } else if (opened.error != EADDRINUSE && opened.error != EADDRNOTAVAIL &&
-             opened.error != EHOSTUNREACH) {
-    throw_cannot_listen(endpoint_, opened);
-  } else if (opened.lookup_error == EAI_NONAME) {
-    throw Error(kComponent, "the name of a machine in rdzv-endpoint", opened.problem);
+    host(std::move(open), std::exchange(opened.value, Descriptor()));
   }
-  // Otherwise the address is another machine's, or another launcher of this machine uses it.
+  return opened;
 }
 
 void Rendezvous::host(Job job, Descriptor listener) {
@@ -147,7 +155,7 @@ Join Rendezvous::request() const {
   return join;
 }
 
-// False if interrupted.
+// Connects to node 0, or becomes it. False if interrupted.
 bool Rendezvous::connect(const Interrupt& interrupt) {
   for (; interrupt.signal() == 0; wait_to_retry(interrupt)) {
     // While node 0 is not there, a proxy or a cluster's service may accept the connection and close
@@ -160,6 +168,13 @@ bool Rendezvous::connect(const Interrupt& interrupt) {
     }
     if (opened.lookup_error == EAI_NONAME)
       throw Error(kComponent, "the name of a machine to meet at", opened.problem);
+    // The port's user was no launcher. Or two launchers of this machine began to listen in the same
+    // moment: then the system refuses both.
+    if (port_was_used_ && opened.error == ECONNREFUSED && host_at_endpoint().ok()) {
+      log()->info("this is node 0, since nobody answers at {}", endpoint_.to_string());
+      channel_->send(request());
+      return true;
+    }
     check_deadline(opened.problem);
   }
   return false;

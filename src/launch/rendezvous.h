@@ -7,6 +7,7 @@
 #include "src/launch/endpoint.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/messages.h"
+#include "src/net/sockets.h"
 
 #include <optional>
 #include <string>
@@ -32,6 +33,8 @@ class Rendezvous {
   void start_single_node();
   void start_static();
   void start_at_endpoint();
+  // Becomes node 0 if no other program listens there. The errno if one does.
+  net::Result<Descriptor> host_at_endpoint();
   void host(Job job, Descriptor listener);
   Job job() const;
   std::string program() const;
@@ -46,8 +49,9 @@ class Rendezvous {
   Endpoint endpoint_;
   std::optional<Coordinator> coordinator_;
   std::optional<Channel> channel_;
-  bool answered_ = false;  // node 0 has answered
-  Time deadline_;          // to find node 0
+  bool answered_ = false;       // node 0 has answered
+  bool port_was_used_ = false;  // by another program of this machine
+  Time deadline_;               // to find node 0
 };
 
 }  // namespace semitone::launch

@@ -13,6 +13,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdint>
 #include <filesystem>
 #include <future>
 #include <map>
@@ -261,6 +263,22 @@ TEST_F(Nodes, AnotherProgramAtTheEndpointIsAnError) {
   expect_error(
       [&] { run(node("exit 0", {2, 2}).heartbeat_timeout(Seconds(0.2))); },
       {"[launch.rendezvous] expected node 0's launcher at", "no message", "to another program"});
+}
+
+// Two launchers that listen in the same moment refuse each other, so that none is node 0 at first.
+TEST_F(Nodes, APortThatNobodyListensOnMayBeTakenLater) {
+  Descriptor bound(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(port_));
+  ASSERT_EQ(::bind(bound.number(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
+            0);
+  auto one = start(node("exit 0", {2, 2}).join_timeout(Seconds(60)));
+  auto other = start(node("exit 0", {2, 2}).join_timeout(Seconds(60)));
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  bound = Descriptor();
+  EXPECT_EQ(one.get().outcome, LaunchOutcome::succeeded);
+  EXPECT_EQ(other.get().outcome, LaunchOutcome::succeeded);
 }
 
 TEST_F(Nodes, AProxyThatClosesConnectionsIsNotNodeZero) {
