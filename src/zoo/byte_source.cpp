@@ -22,8 +22,13 @@ constexpr int kGzipWindow = 15 + 16;
 
 }  // namespace
 
+std::string in(const std::filesystem::path& path) {
+  return " in '" + path.string() + "'";
+}
+
 struct ByteSource::State {
   std::filesystem::path path;
+  std::string_view component;
   std::ifstream file;
   std::uint64_t file_size = 0;
   std::array<unsigned char, kBuffer> buffer;
@@ -39,7 +44,7 @@ struct ByteSource::State {
 
   [[noreturn]] void fail(const std::string& expected, const std::string& got,
                          const std::string& remedy = {}) const {
-    throw FileError(kIdx, expected + " '" + path.string() + "'", got, remedy);
+    throw FileError(component, expected + " '" + path.string() + "'", got, remedy);
   }
 
   // Whether the file has more data.
@@ -95,9 +100,11 @@ struct ByteSource::State {
   }
 };
 
-ByteSource::ByteSource(const std::filesystem::path& path) : state_(std::make_unique<State>()) {
+ByteSource::ByteSource(const std::filesystem::path& path, std::string_view component)
+    : state_(std::make_unique<State>()) {
   State& state = *state_;
   state.path = path;
+  state.component = component;
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (status.type() == std::filesystem::file_type::not_found)

@@ -16,12 +16,6 @@ namespace {
 constexpr unsigned kUint8 = 0x08;
 // The largest number of dimensions that LibTorch prints and indexes well; IDX itself allows 255.
 constexpr unsigned kMaxDimensions = 8;
-// Memory is allocated as the data arrive, in doubling pieces from this size on.
-constexpr std::int64_t kFirstPiece = std::int64_t{16} << 20;
-
-std::string in(const std::filesystem::path& path) {
-  return " in '" + path.string() + "'";
-}
 
 std::string element_type(unsigned code) {
   switch (code) {

@@ -72,7 +72,7 @@ ImageSet load_mnist(const fs::path& folder, Split split) {
   check_images(images, images_path);
   const at::Tensor labels = read_idx(labels_path);
   check_labels(labels, images.size(0), labels_path);
-  return {std::move(images), labels.to(torch::kLong)};
+  return {std::move(images), labels.to(torch::kLong), kClasses};
 }
 
 }  // namespace semitone::zoo

@@ -8,6 +8,7 @@
 #include <zlib.h>
 
 #include <stdexcept>
+#include <string>
 
 namespace semitone::test {
 
@@ -22,7 +23,19 @@ zoo::ImageSet made_up_images(std::int64_t count, std::uint64_t seed) {
     const std::int64_t left = 1 + 6 * (label % 4) + shifts[i][1].item<std::int64_t>();
     images[i].narrow(0, top, 6).narrow(1, left, 5).fill_(220);
   }
-  return {images, labels};
+  return {images, labels, 10};
+}
+
+zoo::ImageSet made_up_colours(std::int64_t count, std::uint64_t seed) {
+  const zoo::ImageSet grey = made_up_images(count, seed);
+  const at::Tensor framed = torch::constant_pad_nd(grey.images, {2, 2, 2, 2}, 30);
+  at::Tensor images = torch::stack({framed, framed, framed}, 1);
+  // The channel label % 3 is as it was, and the other two are darker.
+  for (std::int64_t channel = 0; channel < 3; ++channel) {
+    const at::Tensor others = grey.labels.remainder(3).ne(channel).view({-1, 1, 1});
+    images.select(1, channel).copy_(torch::where(others, framed.div(2, "floor"), framed));
+  }
+  return {images, grey.labels, 10};
 }
 
 std::string idx_bytes(const at::Tensor& data) {
@@ -59,6 +72,23 @@ void write_data_set(const std::filesystem::path& folder, std::int64_t train, std
   write_text(folder / "train-labels-idx1-ubyte.gz", gzip(bytes_of(training.labels)));
   write_text(folder / "t10k-images-idx3-ubyte", idx_bytes(testing.images));
   write_text(folder / "t10k-labels-idx1-ubyte", bytes_of(testing.labels));
+}
+
+std::string cifar_bytes(const zoo::ImageSet& set) {
+  const at::Tensor rows = torch::cat(
+      {set.labels.to(torch::kByte).unsqueeze(1), set.images.reshape({set.size(), -1})}, 1);
+  return {static_cast<const char*>(rows.const_data_ptr()), rows.nbytes()};
+}
+
+void write_cifar10(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
+  const zoo::ImageSet training = made_up_colours(train, 1);
+  const std::int64_t count = train / 5;
+  for (std::int64_t i = 0; i < 5; ++i) {
+    write_text(folder / ("data_batch_" + std::to_string(i + 1) + ".bin"),
+               cifar_bytes({training.images.narrow(0, i * count, count),
+                            training.labels.narrow(0, i * count, count)}));
+  }
+  write_text(folder / "test_batch.bin", cifar_bytes(made_up_colours(test, 2)));
 }
 
 }  // namespace semitone::test

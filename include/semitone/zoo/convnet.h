@@ -1,23 +1,38 @@
 #pragma once
 
+#include <torch/arg.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstdint>
+
 namespace semitone::zoo {
+
+/// Sizes of a ConvNet. The defaults are those of MNIST.
+struct ConvNetOptions {
+  TORCH_ARG(std::int64_t, classes) = 10;
+  TORCH_ARG(std::int64_t, channels) = 1;
+  /// Height and width of the images, at least 4.
+  TORCH_ARG(std::int64_t, image_height) = 28;
+  TORCH_ARG(std::int64_t, image_width) = 28;
+};
 
 /// The network of the data-parallel tutorials for MNIST. It has two blocks of 5 x 5 convolution,
 /// BatchNorm, ReLU and 2 x 2 max pooling (1 -> 16 -> 32 channels), and a linear layer. 29,034
-/// parameters.
+/// parameters. For other images, the first convolution has their channels, and the linear layer has
+/// 32 * (image_height / 4) * (image_width / 4) inputs, rounded down in each direction.
 class ConvNetImpl : public torch::nn::Cloneable<ConvNetImpl> {
  public:
   /// @param classes  number of outputs; 10 for MNIST
-  explicit ConvNetImpl(int64_t classes = 10);
+  explicit ConvNetImpl(std::int64_t classes = 10);
+  /// Error for a size below 1, or an image_height or image_width below 4.
+  explicit ConvNetImpl(const ConvNetOptions& options);
   void reset() override;
 
-  /// @param images  (N, 1, 28, 28), floating
+  /// @param images  (N, channels, image_height, image_width), floating
   /// @return        logits, (N, classes)
   at::Tensor forward(const at::Tensor& images);
 
@@ -28,7 +43,7 @@ class ConvNetImpl : public torch::nn::Cloneable<ConvNetImpl> {
   torch::nn::Linear fc{nullptr};
 
  private:
-  int64_t classes_;
+  ConvNetOptions options_;
 };
 TORCH_MODULE(ConvNet);
 
