@@ -97,8 +97,10 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   if (flags.fp8)
     line("fp8", "linear layers and convolutions, emulated: float8_e4m3fn, gradients float8_e5m2");
   line("memory", format_line(flags));
-  line("data", fmt::format("{} training and {} test images from {}", data.train.size(),
-                           data.test.size(), flags.data));
+  const train::ImageShape shape = train::shape_of(data.train);
+  line("data", fmt::format("{} training and {} test images of {} x {} x {} in {} classes, from {}",
+                           data.train.size(), data.test.size(), shape.channels, shape.height,
+                           shape.width, shape.classes, flags.data));
   const int ranks =
       flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
   if (ranks > 1) line("processes", processes_line(flags, group));
@@ -123,7 +125,9 @@ train::TrainResult train_here(const CLI::App& command, const TrainFlags& flags, 
     options.stop_signal(&StopSignals::first);
   }
   const auto train_with = [&](train::Observer& observer) {
-    return train::train_classifier(train::find_model(flags.model).make, data, options, observer);
+    return train::train_classifier(
+        [&] { return train::find_model(flags.model).make(train::shape_of(data.train)); }, data,
+        options, observer);
   };
   if (flags.quiet || group.rank() > 0) {
     train::Observer silent;

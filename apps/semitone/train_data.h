@@ -11,7 +11,9 @@ namespace semitone::cli {
 // Returns SEMITONE_DATA_DIR, or else data/mnist of the sources.
 std::string default_data_dir();
 
-// Loads the training and test images of a directory. FileError of the component if it does not exist.
+// Loads the training and test images of a directory, whose file names tell the format: MNIST's,
+// CIFAR-10's or CIFAR-100's (fine labels). FileError of the component if the directory does not
+// exist, or has the files of none or of several of them.
 train::DataSet load_data(const std::string& directory, std::string_view component);
 
 }  // namespace semitone::cli

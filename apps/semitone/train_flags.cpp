@@ -27,8 +27,11 @@ constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-ad
                                "--master-port"};
 
 constexpr auto kTrainFooter =
-    R"(The data set consists of four IDX files with MNIST's names (train-images-idx3-ubyte, train-labels-idx1-ubyte,
-t10k-…), plain or .gz, with any number of images of 28 x 28 and labels from 0 to 9.
+    R"(The data set of --data is recognised by its files, plain or .gz: four IDX files with MNIST's names
+(train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…), with any number of images of 28 x 28 and labels from 0 to 9;
+CIFAR-10's binary files (data_batch_1.bin to data_batch_5.bin, test_batch.bin); or CIFAR-100's (train.bin, test.bin; the
+fine labels). The model has the channels, size and classes of the images. A ResNet sees a single channel three times,
+and images below 32 x 32 in a frame of zeros.
 In the table, ms/step is the median, speed is O0's ms/step divided by it, images/s is the average over all steps,
 and time is the duration of the training without the test. A MB is 2^20 bytes; tensors is the peak memory of the
 training's tensors, and RSS that of the whole process.
@@ -44,6 +47,7 @@ Examples:
   semitone train --opt-level all                       the four levels, each in its own process
   semitone train --opt-level O2 --dtype fp16 --json o2.json
   semitone train --data ~/fashion-mnist --epochs 5
+  semitone train --data ~/cifar-10-batches-bin --model resnet18 --epochs 10
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
   semitone train --log-dir runs/7 --print-config > runs/7.toml; semitone train --config runs/7.toml

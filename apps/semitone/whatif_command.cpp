@@ -63,7 +63,9 @@ int run(ShortTraining training) {
   training.prepare(amp::OptLevel::O0);
   const train::DataSet data = train::with_one_test_image(load_data(training.data, kWhatIfCommand));
   Examiner examiner(training.options.max_steps());
-  const auto make = [&] { return examiner.keep(train::find_model(training.model).make()); };
+  const auto make = [&] {
+    return examiner.keep(train::find_model(training.model).make(train::shape_of(data.train)));
+  };
   train::train_classifier(make, data, training.options, examiner);
   if (json != "-") human_output(json) << examiner.text();
   write_json(json, json.empty() ? "" : examiner.json());

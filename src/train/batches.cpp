@@ -18,7 +18,7 @@ std::uint64_t mixed(std::uint64_t value) {
 }  // namespace
 
 Batches::Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last, Share share)
-    : set_{set.images.to(device), set.labels.to(device)},
+    : set_{set.images.to(device), set.labels.to(device), set.classes},
       channels_last_(channels_last),
       share_(share) {}
 
@@ -52,7 +52,8 @@ std::vector<at::Tensor> Batches::cut(torch::data::samplers::Sampler<>& sampler,
 }
 
 Batch Batches::batch(const at::Tensor& indices) const {
-  at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255).unsqueeze(1);
+  at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255);
+  if (images.dim() == 3) images = images.unsqueeze(1);
   // contiguous() would keep a single channel as it is, whose strides fit both formats.
   if (channels_last_) images = images.clone(at::MemoryFormat::ChannelsLast);
   return {images, set_.labels.index_select(0, indices)};

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "semitone/zoo/mnist.h"
+#include "semitone/zoo/image_set.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/data/samplers/base.h>
@@ -11,7 +11,7 @@
 namespace semitone::train {
 
 struct Batch {
-  at::Tensor images;  // fp32, (B, 1, height, width), 0 to 1
+  at::Tensor images;  // fp32, (B, channels, height, width), 0 to 1
   at::Tensor labels;  // int64, (B)
 };
 

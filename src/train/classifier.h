@@ -11,7 +11,7 @@
 
 namespace semitone::train {
 
-// A model that maps images, (N, 1, height, width) in [0, 1], to logits, (N, classes).
+// A model that maps images, (N, channels, height, width) in [0, 1], to logits, (N, classes).
 class Classifier {
  public:
   template <typename Module>

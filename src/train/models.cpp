@@ -1,15 +1,19 @@
 #include "src/train/models.h"
 
+#include "semitone/core/error.h"
 #include "semitone/zoo/convnet.h"
 #include "semitone/zoo/encoder.h"
+#include "semitone/zoo/resnet18.h"
 #include "semitone/zoo/resnet50.h"
 #include "src/train/choices.h"
 #include "src/train/workload.h"
 
 #include <torch/types.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace semitone::train {
@@ -22,24 +26,52 @@ constexpr std::int64_t kImageNetClasses = 1000;
 // could not be checked.
 constexpr double kResidualGain = 0.2;
 
-// ResNet-50 for images of one channel and 28 x 28 pixels.
-class FramedResNet50Impl : public torch::nn::Module {
+// A ResNet for images of one channel or three, and of any size.
+// @tparam Net  zoo::ResNet18 or zoo::ResNet50
+template <typename Net>
+class FramedResNetImpl : public torch::nn::Module {
  public:
-  FramedResNet50Impl() : net_(register_module("net", zoo::ResNet50(kDigits, kResidualGain))) {}
+  explicit FramedResNetImpl(const ImageShape& shape) {
+    if (shape.channels != 1 && shape.channels != 3) {
+      throw Error("train.model", "images of 1 or 3 channels for a ResNet",
+                  std::to_string(shape.channels));
+    }
+    net_ = register_module("net", Net(shape.classes, kResidualGain));
+    const std::int64_t columns = std::max<std::int64_t>(0, kSmallestSide - shape.width);
+    const std::int64_t rows = std::max<std::int64_t>(0, kSmallestSide - shape.height);
+    frame_ = {columns / 2, columns - columns / 2, rows / 2, rows - rows / 2};
+    is_framed_ = columns > 0 || rows > 0;
+  }
 
   at::Tensor forward(const at::Tensor& images) {
-    const at::Tensor framed = torch::constant_pad_nd(images, {2, 2, 2, 2});
+    const at::Tensor framed = is_framed_ ? torch::constant_pad_nd(images, frame_) : images;
     return net_->forward(framed.expand({-1, 3, -1, -1}));
   }
 
  private:
-  zoo::ResNet50 net_;
-};
-TORCH_MODULE(FramedResNet50);
+  static constexpr std::int64_t kSmallestSide = 32;
 
-constexpr std::array kModels{
-    ModelChoice{"convnet", []() -> Classifier { return zoo::ConvNet(kDigits); }},
-    ModelChoice{"resnet50", []() -> Classifier { return FramedResNet50(); }}};
+  Net net_{nullptr};
+  std::array<std::int64_t, 4> frame_{};  // left, right, top, bottom
+  bool is_framed_ = false;
+};
+
+template <typename Net>
+Classifier make_resnet(const ImageShape& shape) {
+  return torch::nn::ModuleHolder<FramedResNetImpl<Net>>(shape);
+}
+
+Classifier make_convnet(const ImageShape& shape) {
+  return zoo::ConvNet(zoo::ConvNetOptions()
+                          .classes(shape.classes)
+                          .channels(shape.channels)
+                          .image_height(shape.height)
+                          .image_width(shape.width));
+}
+
+constexpr std::array kModels{ModelChoice{"convnet", make_convnet},
+                             ModelChoice{"resnet18", make_resnet<zoo::ResNet18>},
+                             ModelChoice{"resnet50", make_resnet<zoo::ResNet50>}};
 
 // Noise with random labels.
 FixedBatch random_images(std::int64_t count, std::int64_t channels, std::int64_t size,

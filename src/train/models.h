@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/train/classifier.h"
+#include "src/train/data_set.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -14,16 +15,17 @@ namespace semitone::train {
 
 class WorkloadOptions;
 
-// A model of the zoo that classifies MNIST's images, (N, 1, 28, 28), into ten classes.
+// A model of the zoo that classifies images.
 struct ModelChoice {
   std::string_view name;
-  // Creates the model with new weights, drawn from LibTorch's default generator.
-  Classifier (*make)();
+  // Creates the model for images of a shape with new weights, drawn from LibTorch's default
+  // generator. Error for images that do not fit.
+  Classifier (*make)(const ImageShape& shape);
 };
 
-// convnet: zoo::ConvNet. resnet50: zoo::ResNet50 with a residual_gain of 0.2. It takes three
-// channels and at least 32 x 32 pixels, so each image is repeated and framed by two rows and
-// columns of zeros.
+// convnet: zoo::ConvNet, for images from 4 x 4. resnet18, resnet50: zoo::ResNet18 and ResNet50 with a
+// residual_gain of 0.2. They take images of 1 or 3 channels. Since the networks have three channels
+// and need 32 x 32 pixels, a single channel is repeated, and smaller images are framed by zeros.
 std::span<const ModelChoice> models();
 
 // Error for a name that no model has.

@@ -297,8 +297,7 @@ c10::ScalarType training_dtype(const TrainOptions& options) {
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer) {
   check_options(options);
-  check_set(data.train, "training");
-  check_set(data.test, "test");
+  check_data(data);
   const bool writes = !options.save_weights().empty() && options.group().rank() == 0;
   if (writes) require_writable(options.save_weights(), kTrainer);
   const TensorMemoryMeter memory;

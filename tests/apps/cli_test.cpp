@@ -103,7 +103,7 @@ TEST_F(CliTest, WrongUsageIsOneClearMessageAndCode2) {
       {{"train", "--limit-batches", "-1"}, "expected --limit-batches from 0"},
       {{"train", "--max-steps", "-1"}, "expected --max-steps from 0"},
       {{"train", "--growth-interval", "-1"}, "expected --growth-interval from 0"},
-      {{"train", "--model", "resnet"}, "expected --model to be one of convnet, resnet50"},
+      {{"train", "--model", "resnet"}, "expected --model to be one of convnet, resnet18, resnet50"},
       {{"train", "--data", ""}, "expected --data DIR"},
       {{"train", "--optimizer", "adam", "--momentum", "0.9"},
        "expected --momentum with --optimizer sgd or fused-sgd only"},

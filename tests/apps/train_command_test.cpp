@@ -299,6 +299,32 @@ TEST_F(CliTest, AParentThatIgnoresItsChildrenDoesNotMatter) {
   EXPECT_TRUE(finished.status.success()) << finished.err;
 }
 
+TEST_F(CliTest, TrainsOnCifar) {
+  const test::TemporaryFolder cifar;
+  test::write_cifar10(cifar.path(), 40, 10);
+  for (const char* const model : {"convnet", "resnet18"}) {
+    const ProcessResult finished =
+        run_semitone({"train", "--data", cifar.path().string(), "--model", model, "--batch-size",
+                      "20", "--threads", "1", "--opt-level", "O0", "--lr", "0.01"});
+    ASSERT_TRUE(finished.status.success()) << finished.err;
+    EXPECT_THAT(finished.out,
+                HasSubstr("40 training and 10 test images of 3 x 32 x 32 in 10 classes, from " +
+                          cifar.path().string()));
+    EXPECT_THAT(finished.out, HasSubstr(std::string(model) + ", 1 epoch in batches of 20"));
+  }
+  expect_failure(run_semitone({"train", "--data", (cifar / "data_batch_1.bin").string()}), 1,
+                 "[cli.train] expected a folder with the data at ");
+}
+
+TEST_F(CliTest, AFolderHasOneDataSet) {
+  expect_failure(run_semitone({"train", "--data", folder_.path().string()}), 1,
+                 "[cli.train] expected the files of MNIST, CIFAR-10 or CIFAR-100 in '");
+  write_text(data_ / "train.bin", "");
+  expect_failure(run_semitone(train()), 1,
+                 "[cli.train] expected one data set in '" + data_.path().string() +
+                     "', got MNIST and CIFAR-100 — give --data");
+}
+
 // The process of the current level of `semitone train --opt-level all`.
 pid_t child_of(pid_t id) {
   const std::string path =

@@ -53,6 +53,14 @@ TEST_F(BatchesTest, ImagesComeAsNumbersFromZeroToOne) {
   EXPECT_TRUE(torch::equal(batch.labels, set_.labels.index_select(0, torch::tensor({6, 2}))));
 }
 
+TEST_F(BatchesTest, ColoursStayAsTheyAre) {
+  const zoo::ImageSet set = test::made_up_colours(5, 3);
+  const Batch batch =
+      Batches(set, torch::kCPU, /*channels_last=*/true).batch(torch::tensor({4, 0}));
+  EXPECT_EQ(batch.images.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
+  EXPECT_TRUE(torch::equal(batch.images[1], set.images[0].to(torch::kFloat).div(255)));
+}
+
 TEST_F(BatchesTest, ChannelsLastIsSaidByTheStridesAlsoWithOneChannel) {
   const Batches last(set_, torch::kCPU, /*channels_last=*/true);
   const at::Tensor indices = torch::arange(4);

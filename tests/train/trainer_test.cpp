@@ -1,5 +1,6 @@
 #include "src/train/trainer.h"
 
+#include "semitone/amp/initialize.h"
 #include "semitone/core/error.h"
 #include "semitone/zoo/convnet.h"
 #include "src/train/models.h"
@@ -233,15 +234,59 @@ TEST(Trainer, OptimizersHaveNames) {
 }
 
 TEST(Trainer, EveryModelTrainsOnImagesOfMnist) {
+  const DataSet set = with_one_test_image(data());
   for (const ModelChoice& choice : models()) {
     Recorder recorder;
     const auto options = options_for(OptLevel::O1, torch::kBFloat16).max_steps(8).lr(0.01);
-    train_classifier(choice.make, data(), options, recorder);
+    train_classifier([&] { return choice.make(shape_of(set.train)); }, set, options, recorder);
     EXPECT_EQ(recorder.losses.size(), 8U) << choice.name;
     EXPECT_LT(recorder.losses.back(), recorder.losses.front()) << choice.name;
     EXPECT_EQ(&find_model(choice.name), &choice);
   }
-  EXPECT_THAT(message_of([] { find_model("lenet"); }), HasSubstr("one of convnet, resnet50"));
+  EXPECT_THAT(message_of([] { find_model("lenet"); }),
+              HasSubstr("one of convnet, resnet18, resnet50"));
+}
+
+TEST(Trainer, EveryModelTrainsOnColourImages) {
+  const DataSet set{test::made_up_colours(64, 1), test::made_up_colours(1, 2)};
+  const ImageShape shape = shape_of(set.train);
+  EXPECT_EQ(shape, (ImageShape{.channels = 3, .height = 32, .width = 32, .classes = 10}));
+  for (const ModelChoice& choice : models()) {
+    Recorder recorder;
+    const auto options = options_for(OptLevel::O0, torch::kBFloat16).max_steps(8).lr(0.01);
+    train_classifier([&] { return choice.make(shape); }, set, options, recorder);
+    ASSERT_EQ(recorder.losses.size(), 8U) << choice.name;
+    EXPECT_LT(recorder.losses.back(), recorder.losses.front()) << choice.name;
+  }
+}
+
+TEST(Trainer, EveryModelFitsImagesOfAnySize) {
+  const torch::NoGradGuard no_grad;
+  for (const ModelChoice& choice : models()) {
+    for (const ImageShape& shape : {ImageShape{1, 5, 40, 3}, ImageShape{3, 36, 7, 2}}) {
+      const Classifier model = choice.make(shape);
+      torch::optim::SGD optimizer(model.module()->parameters(), 0.1);
+      amp::Model handle(model.module());
+      auto mixed = amp::initialize(handle, optimizer, amp::Options(OptLevel::O0).verbosity(0));
+      const at::Tensor images = torch::zeros({2, shape.channels, shape.height, shape.width});
+      EXPECT_EQ(model.forward(mixed, images).sizes(), (std::vector<int64_t>{2, shape.classes}))
+          << choice.name;
+    }
+  }
+}
+
+TEST(Trainer, ImagesThatDoNotFitAModelAreAnError) {
+  EXPECT_THAT(message_of([] { find_model("resnet18").make({.channels = 4}); }),
+              HasSubstr("[train.model] expected images of 1 or 3 channels for a ResNet, got 4"));
+  EXPECT_THAT(message_of([] { find_model("convnet").make({.height = 3}); }),
+              HasSubstr("height of at least 4"));
+}
+
+TEST(Trainer, TestImagesHaveTheSizeOfTrainingImages) {
+  const DataSet set{test::made_up_colours(8, 1), test::made_up_images(8, 1)};
+  const auto options = options_for(OptLevel::O0, torch::kBFloat16);
+  EXPECT_THAT(message_of([&] { train_classifier(drop_net, set, options); }),
+              AllOf(HasSubstr("test images of sizes [3, 32, 32]"), HasSubstr("got [28, 28]")));
 }
 
 TEST(Trainer, EnumsHaveNames) {
