@@ -31,7 +31,8 @@ constexpr auto kTrainFooter =
 (train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…), with any number of images of 28 x 28 and labels from 0 to 9;
 CIFAR-10's binary files (data_batch_1.bin to data_batch_5.bin, test_batch.bin); or CIFAR-100's (train.bin, test.bin; the
 fine labels). The model has the channels, size and classes of the images. A ResNet sees a single channel three times,
-and images below 32 x 32 in a frame of zeros.
+and images below 32 x 32 in a frame of zeros. vit has 6 layers of width 192, and at most 14 x 14 patches (of 4 x 4 for
+MNIST and CIFAR, 16 x 16 for 224 x 224); it learns with --optimizer adamw --lr 0.001.
 In the table, ms/step is the median, speed is O0's ms/step divided by it, images/s is the average over all steps,
 and time is the duration of the training without the test. A MB is 2^20 bytes; tensors is the peak memory of the
 training's tensors, and RSS that of the whole process.

@@ -5,6 +5,7 @@
 #include "semitone/zoo/encoder.h"
 #include "semitone/zoo/resnet18.h"
 #include "semitone/zoo/resnet50.h"
+#include "semitone/zoo/vit.h"
 #include "src/train/choices.h"
 #include "src/train/workload.h"
 
@@ -26,6 +27,20 @@ constexpr std::int64_t kImageNetClasses = 1000;
 // could not be checked.
 constexpr double kResidualGain = 0.2;
 
+// The widths of a frame of zeros that brings images to a height and width: left, right, top, bottom.
+std::vector<std::int64_t> frame_of(const ImageShape& shape, std::int64_t height,
+                                   std::int64_t width) {
+  const std::int64_t columns = width - shape.width;
+  const std::int64_t rows = height - shape.height;
+  return {columns / 2, columns - columns / 2, rows / 2, rows - rows / 2};
+}
+
+at::Tensor framed(const at::Tensor& images, const std::vector<std::int64_t>& frame) {
+  const bool is_empty =
+      std::all_of(frame.begin(), frame.end(), [](auto side) { return side == 0; });
+  return is_empty ? images : torch::constant_pad_nd(images, frame);
+}
+
 // A ResNet for images of one channel or three, and of any size.
 // @tparam Net  zoo::ResNet18 or zoo::ResNet50
 template <typename Net>
@@ -37,24 +52,55 @@ class FramedResNetImpl : public torch::nn::Module {
                   std::to_string(shape.channels));
     }
     net_ = register_module("net", Net(shape.classes, kResidualGain));
-    const std::int64_t columns = std::max<std::int64_t>(0, kSmallestSide - shape.width);
-    const std::int64_t rows = std::max<std::int64_t>(0, kSmallestSide - shape.height);
-    frame_ = {columns / 2, columns - columns / 2, rows / 2, rows - rows / 2};
-    is_framed_ = columns > 0 || rows > 0;
+    frame_ = frame_of(shape, std::max(shape.height, kSmallestSide),
+                      std::max(shape.width, kSmallestSide));
   }
 
   at::Tensor forward(const at::Tensor& images) {
-    const at::Tensor framed = is_framed_ ? torch::constant_pad_nd(images, frame_) : images;
-    return net_->forward(framed.expand({-1, 3, -1, -1}));
+    return net_->forward(framed(images, frame_).expand({-1, 3, -1, -1}));
   }
 
  private:
   static constexpr std::int64_t kSmallestSide = 32;
 
   Net net_{nullptr};
-  std::array<std::int64_t, 4> frame_{};  // left, right, top, bottom
-  bool is_framed_ = false;
+  std::vector<std::int64_t> frame_;
 };
+
+// A small ViT for images of any size.
+class FramedViTImpl : public torch::nn::Module {
+ public:
+  explicit FramedViTImpl(const ImageShape& shape) {
+    std::int64_t patch = 4;
+    while (std::max(shape.height, shape.width) > kMostPatches * patch) patch *= 2;
+    const auto whole = [&](std::int64_t size) { return (size + patch - 1) / patch * patch; };
+    const std::int64_t height = whole(shape.height);
+    const std::int64_t width = whole(shape.width);
+    frame_ = frame_of(shape, height, width);
+    net_ = register_module("net", zoo::ViT(zoo::ViTOptions()
+                                               .image_height(height)
+                                               .image_width(width)
+                                               .channels(shape.channels)
+                                               .patch(patch)
+                                               .layers(6)
+                                               .width(192)
+                                               .heads(3)
+                                               .ffn(768)
+                                               .classes(shape.classes)));
+  }
+
+  at::Tensor forward(const at::Tensor& images) { return net_->forward(framed(images, frame_)); }
+
+ private:
+  static constexpr std::int64_t kMostPatches = 14;  // in each direction: ViT-B/16 has 14
+
+  zoo::ViT net_{nullptr};
+  std::vector<std::int64_t> frame_;
+};
+
+Classifier make_vit(const ImageShape& shape) {
+  return torch::nn::ModuleHolder<FramedViTImpl>(shape);
+}
 
 template <typename Net>
 Classifier make_resnet(const ImageShape& shape) {
@@ -69,9 +115,9 @@ Classifier make_convnet(const ImageShape& shape) {
                           .image_width(shape.width));
 }
 
-constexpr std::array kModels{ModelChoice{"convnet", make_convnet},
-                             ModelChoice{"resnet18", make_resnet<zoo::ResNet18>},
-                             ModelChoice{"resnet50", make_resnet<zoo::ResNet50>}};
+constexpr std::array kModels{
+    ModelChoice{"convnet", make_convnet}, ModelChoice{"resnet18", make_resnet<zoo::ResNet18>},
+    ModelChoice{"resnet50", make_resnet<zoo::ResNet50>}, ModelChoice{"vit", make_vit}};
 
 // Noise with random labels.
 FixedBatch random_images(std::int64_t count, std::int64_t channels, std::int64_t size,

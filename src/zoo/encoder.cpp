@@ -10,6 +10,7 @@
 #include <torch/types.h>
 
 #include <string>
+#include <string_view>
 
 namespace semitone::zoo {
 namespace {
@@ -17,24 +18,11 @@ namespace {
 namespace nn = torch::nn;
 
 constexpr auto kEncoder = "zoo.encoder";
-constexpr double kInitialDeviation = 0.02;
 
 void check(const EncoderOptions& options) {
-  const auto require_size = [](const char* name, std::int64_t size) {
-    if (size < 1) throw Error(kEncoder, std::string(name) + " of at least 1", std::to_string(size));
-  };
-  require_size("layers", options.layers());
-  require_size("width", options.width());
-  require_size("heads", options.heads());
-  require_size("ffn", options.ffn());
-  require_size("vocabulary", options.vocabulary());
-  require_size("max_positions", options.max_positions());
-  if (options.width() % options.heads() != 0) {
-    throw Error(kEncoder, "a width that is a multiple of heads",
-                std::to_string(options.width()) + " and " + std::to_string(options.heads()));
-  }
-  if (!(options.dropout() >= 0 && options.dropout() < 1))
-    throw Error(kEncoder, "dropout from 0 to below 1", std::to_string(options.dropout()));
+  check_layers(options, kEncoder);
+  require_size("vocabulary", options.vocabulary(), kEncoder);
+  require_size("max_positions", options.max_positions(), kEncoder);
 }
 
 void initialize(nn::Module& module) {
@@ -47,13 +35,32 @@ void initialize(nn::Module& module) {
   }
 }
 
-nn::LayerNorm layer_norm(std::int64_t width) {
-  return nn::LayerNorm(nn::LayerNormOptions({width}));
-}
-
 }  // namespace
 
-EncoderLayerImpl::EncoderLayerImpl(const EncoderOptions& options) : options_(options) {
+nn::LayerNorm layer_norm(std::int64_t width, double eps) {
+  return nn::LayerNorm(nn::LayerNormOptions({width}).eps(eps));
+}
+
+void require_size(std::string_view name, std::int64_t size, std::string_view component) {
+  if (size >= 1) return;
+  throw Error(component, std::string(name) + " of at least 1", std::to_string(size));
+}
+
+void check_layers(const EncoderOptions& options, std::string_view component) {
+  require_size("layers", options.layers(), component);
+  require_size("width", options.width(), component);
+  require_size("heads", options.heads(), component);
+  require_size("ffn", options.ffn(), component);
+  if (options.width() % options.heads() != 0) {
+    throw Error(component, "a width that is a multiple of heads",
+                std::to_string(options.width()) + " and " + std::to_string(options.heads()));
+  }
+  if (!(options.dropout() >= 0 && options.dropout() < 1))
+    throw Error(component, "dropout from 0 to below 1", std::to_string(options.dropout()));
+}
+
+EncoderLayerImpl::EncoderLayerImpl(const EncoderOptions& options, const LayerNorms& norms)
+    : options_(options), norms_(norms) {
   check(options);
   reset();
 }
@@ -64,8 +71,8 @@ void EncoderLayerImpl::reset() {
   out_proj = register_module("out_proj", nn::Linear(width, width));
   linear1 = register_module("linear1", nn::Linear(width, options_.ffn()));
   linear2 = register_module("linear2", nn::Linear(options_.ffn(), width));
-  norm1 = register_module("norm1", layer_norm(width));
-  norm2 = register_module("norm2", layer_norm(width));
+  norm1 = register_module("norm1", layer_norm(width, norms_.eps));
+  norm2 = register_module("norm2", layer_norm(width, norms_.eps));
   dropout = register_module("dropout", nn::Dropout(options_.dropout()));
   apply(initialize);
 }
@@ -81,10 +88,18 @@ at::Tensor EncoderLayerImpl::attend(const at::Tensor& rows, std::int64_t length)
   return out_proj(mixed.transpose(1, 2).reshape(rows.sizes()));
 }
 
+at::Tensor EncoderLayerImpl::feed_forward(const at::Tensor& rows) {
+  const at::Tensor hidden = dropout(nn::functional::gelu(linear1(rows)));
+  return linear2(hidden);
+}
+
 at::Tensor EncoderLayerImpl::forward(const at::Tensor& rows, std::int64_t length) {
+  if (norms_.first) {
+    const at::Tensor x = rows + dropout(attend(norm1(rows), length));
+    return x + dropout(feed_forward(norm2(x)));
+  }
   const at::Tensor x = norm1(rows + dropout(attend(rows, length)));
-  const at::Tensor hidden = dropout(nn::functional::gelu(linear1(x)));
-  return norm2(x + dropout(linear2(hidden)));
+  return norm2(x + dropout(feed_forward(x)));
 }
 
 EncoderImpl::EncoderImpl(const EncoderOptions& options) : options_(options) {
@@ -97,7 +112,7 @@ void EncoderImpl::reset() {
   token_embedding = register_module("token_embedding", nn::Embedding(options_.vocabulary(), width));
   position_embedding =
       register_module("position_embedding", nn::Embedding(options_.max_positions(), width));
-  norm = register_module("norm", layer_norm(width));
+  norm = register_module("norm", layer_norm(width, LayerNorms().eps));
   dropout = register_module("dropout", nn::Dropout(options_.dropout()));
   layers = register_module("layers", nn::ModuleList());
   for (std::int64_t i = 0; i < options_.layers(); ++i) layers->push_back(EncoderLayer(options_));

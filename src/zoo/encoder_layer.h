@@ -10,16 +10,35 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <string_view>
 
+// What Encoder and ViT share.
 namespace semitone::zoo {
 
-// One layer, as torch.nn.TransformerEncoderLayer computes it in training with activation "gelu"
-// and norm_first false: unmasked attention, residual, LayerNorm; feed-forward, residual,
+// The standard deviation of initial weights.
+inline constexpr double kInitialDeviation = 0.02;
+
+// Where a layer's LayerNorms are: after the residuals, or before attention and feed-forward.
+struct LayerNorms {
+  bool first = false;
+  double eps = 1e-5;
+};
+
+torch::nn::LayerNorm layer_norm(std::int64_t width, double eps);
+
+// Error of the component for a size below 1.
+void require_size(std::string_view name, std::int64_t size, std::string_view component);
+
+// Error of the component for layers, width, heads, ffn or dropout that make no sense.
+void check_layers(const EncoderOptions& options, std::string_view component);
+
+// One layer, as torch.nn.TransformerEncoderLayer computes it in training with activation "gelu".
+// With norm_first false: unmasked attention, residual, LayerNorm; feed-forward, residual,
 // LayerNorm.
 class EncoderLayerImpl : public torch::nn::Cloneable<EncoderLayerImpl> {
  public:
   // Error as EncoderImpl's.
-  explicit EncoderLayerImpl(const EncoderOptions& options = {});
+  explicit EncoderLayerImpl(const EncoderOptions& options = {}, const LayerNorms& norms = {});
   void reset() override;
 
   // @param rows    (N * length, width): the tokens of all sequences, one after the other
@@ -38,7 +57,10 @@ class EncoderLayerImpl : public torch::nn::Cloneable<EncoderLayerImpl> {
  private:
   at::Tensor attend(const at::Tensor& rows, std::int64_t length);
 
+  at::Tensor feed_forward(const at::Tensor& rows);
+
   EncoderOptions options_;
+  LayerNorms norms_;
 };
 TORCH_MODULE(EncoderLayer);
 

@@ -234,26 +234,27 @@ TEST(Trainer, OptimizersHaveNames) {
 }
 
 TEST(Trainer, EveryModelTrainsOnImagesOfMnist) {
-  const DataSet set = with_one_test_image(data());
+  // Always on the same eight images.
+  const DataSet set{test::made_up_images(8, 1), test::made_up_images(1, 2)};
   for (const ModelChoice& choice : models()) {
     Recorder recorder;
-    const auto options = options_for(OptLevel::O1, torch::kBFloat16).max_steps(8).lr(0.01);
+    const auto options = options_for(OptLevel::O1, torch::kBFloat16).epochs(8).lr(0.01);
     train_classifier([&] { return choice.make(shape_of(set.train)); }, set, options, recorder);
     EXPECT_EQ(recorder.losses.size(), 8U) << choice.name;
     EXPECT_LT(recorder.losses.back(), recorder.losses.front()) << choice.name;
     EXPECT_EQ(&find_model(choice.name), &choice);
   }
   EXPECT_THAT(message_of([] { find_model("lenet"); }),
-              HasSubstr("one of convnet, resnet18, resnet50"));
+              HasSubstr("one of convnet, resnet18, resnet50, vit"));
 }
 
 TEST(Trainer, EveryModelTrainsOnColourImages) {
-  const DataSet set{test::made_up_colours(64, 1), test::made_up_colours(1, 2)};
+  const DataSet set{test::made_up_colours(8, 1), test::made_up_colours(1, 2)};
   const ImageShape shape = shape_of(set.train);
   EXPECT_EQ(shape, (ImageShape{.channels = 3, .height = 32, .width = 32, .classes = 10}));
   for (const ModelChoice& choice : models()) {
     Recorder recorder;
-    const auto options = options_for(OptLevel::O0, torch::kBFloat16).max_steps(8).lr(0.01);
+    const auto options = options_for(OptLevel::O0, torch::kBFloat16).epochs(8).lr(0.01);
     train_classifier([&] { return choice.make(shape); }, set, options, recorder);
     ASSERT_EQ(recorder.losses.size(), 8U) << choice.name;
     EXPECT_LT(recorder.losses.back(), recorder.losses.front()) << choice.name;
