@@ -9,9 +9,6 @@
 
 namespace semitone::zoo {
 
-// The component in errors of IDX files.
-inline constexpr auto kIdx = "zoo.idx";
-
 // Memory for data of unknown size is allocated as they arrive, in doubling pieces from this size on.
 inline constexpr std::int64_t kFirstPiece = std::int64_t{16} << 20;
 
@@ -19,11 +16,12 @@ inline constexpr std::int64_t kFirstPiece = std::int64_t{16} << 20;
 std::string in(const std::filesystem::path& path);
 
 // The bytes of a file, unpacked on the way if it is gzipped (one member or several in a row).
-// Throws FileError if it cannot be opened or read, or if the gzip stream is corrupt or ends early.
+// Throws FileError, of the reader that the component names, if it cannot be opened or read, is empty,
+// or if the gzip stream is corrupt or ends early.
 class ByteSource {
  public:
   // @param component  for errors; a literal
-  explicit ByteSource(const std::filesystem::path& path, std::string_view component = kIdx);
+  ByteSource(const std::filesystem::path& path, std::string_view component);
   ~ByteSource();
 
   // Fills the buffer as far as there is data. Returns the number of bytes, which is less than

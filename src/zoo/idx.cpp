@@ -13,6 +13,7 @@
 namespace semitone::zoo {
 namespace {
 
+constexpr auto kIdx = "zoo.idx";
 constexpr unsigned kUint8 = 0x08;
 // The largest number of dimensions that LibTorch prints and indexes well; IDX itself allows 255.
 constexpr unsigned kMaxDimensions = 8;
@@ -81,7 +82,7 @@ std::int64_t count_elements(const std::vector<std::int64_t>& shape, std::int64_t
 }  // namespace
 
 at::Tensor read_idx(const std::filesystem::path& path, std::int64_t max_bytes) {
-  ByteSource source(path);
+  ByteSource source(path, kIdx);
   const std::vector<std::int64_t> shape = read_header(source, path);
   const std::int64_t count = count_elements(shape, max_bytes, path);
   const auto truncated = [&](const std::string& came) {

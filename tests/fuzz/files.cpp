@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "semitone/weights/file.h"
 #include "semitone/zoo/idx.h"
+#include "semitone/zoo/text.h"
 #include "src/checkpoint/manifest.h"
 #include "src/report/metrics_file.h"
 #include "src/report/report_json.h"
@@ -88,6 +89,15 @@ void records(std::string_view input) {
 void safetensors(std::string_view input) {
   try {
     weights::read_safetensors(weights::InputFile(memory_file(input)));
+  } catch (const FileError&) {
+  }
+}
+
+void text(std::string_view input) {
+  constexpr std::int64_t kMaxBytes = 1 << 16;
+  try {
+    const zoo::Text text = zoo::load_text(memory_file(input), kMaxBytes);
+    text.encode(text.decode(text.tokens));
   } catch (const FileError&) {
   }
 }

@@ -15,6 +15,7 @@ std::span<const Target> targets() {
                                        Target{"records", records},
                                        Target{"rendezvous", rendezvous},
                                        Target{"safetensors", safetensors},
+                                       Target{"text", text},
                                        Target{"watch", watch},
                                        Target{"weights", weights},
                                        Target{"zip", zip}};

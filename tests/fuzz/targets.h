@@ -20,6 +20,7 @@ void pickle(std::string_view input);       // the pickle in a file of torch.save
 void records(std::string_view input);      // the lines of a run's record, and its report
 void rendezvous(std::string_view input);   // URLs, endpoints and numbers of nodes
 void safetensors(std::string_view input);  // the JSON header, and sizes that it states
+void text(std::string_view input);         // texts, also gzipped
 void watch(std::string_view input);        // lines of ranks, and what they put into the store
 void weights(std::string_view input);      // files of weights of any format
 void zip(std::string_view input);          // the directory of a file of torch.save
