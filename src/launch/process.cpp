@@ -1,8 +1,8 @@
 #include "src/launch/process.h"
 
 #include "semitone/core/error.h"
+#include "src/launch/child.h"
 #include "src/launch/descriptor.h"
-#include "src/launch/spawn.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -88,14 +88,15 @@ struct Process::Child {
 Process::Process(const ProcessOptions& options) {
   Stream out = make_stream(options.out());
   Stream err = make_stream(options.err());
-  Spawn child;
+  ChildOptions child;
   child.argv = {options.program().string()};
   child.argv.insert(child.argv.end(), options.arguments().begin(), options.arguments().end());
   child.environment = options.environment();
   child.out = out.theirs.number();
   child.err = err.theirs.number();
   child.death_signal = options.death_signal();
-  child_ = std::make_unique<Child>(Child{spawn(child), std::move(out.ours), std::move(err.ours)});
+  child_ =
+      std::make_unique<Child>(Child{start_child(child), std::move(out.ours), std::move(err.ours)});
 }
 
 Process::Process(Process&&) noexcept = default;

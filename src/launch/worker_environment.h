@@ -1,8 +1,8 @@
 #pragma once
 
 #include "semitone/launch/launch_options.h"
+#include "src/launch/child.h"
 #include "src/launch/messages.h"
-#include "src/launch/spawn.h"
 
 #include <string>
 

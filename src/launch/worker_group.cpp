@@ -3,9 +3,9 @@
 #include "semitone/core/error.h"
 #include "src/core/host_name.h"
 #include "src/core/log.h"
+#include "src/launch/child.h"
 #include "src/launch/log_files.h"
 #include "src/launch/posix_process_group.h"
-#include "src/launch/spawn.h"
 #include "src/launch/worker_environment.h"
 #include "src/net/polling.h"
 
@@ -61,7 +61,7 @@ void WorkerGroup::start(int local_rank) {
   Descriptor err;
   worker.out = make_stream(local_rank, Streams::out, out);
   worker.err = make_stream(local_rank, Streams::err, err);
-  Spawn child;
+  ChildOptions child;
   child.argv = {options_.program().string()};
   for (const std::string& argument : options_.arguments())
     child.argv.push_back(with_local_rank(argument, local_rank));
@@ -71,7 +71,7 @@ void WorkerGroup::start(int local_rank) {
   child.err = err.number();
   child.own_group = true;
   child.death_signal = SIGKILL;
-  worker.id = spawn(child);
+  worker.id = start_child(child);
   reaper_.add(worker.id);
   worker.handle = handle_of(worker.id);
   workers_.push_back(std::move(worker));

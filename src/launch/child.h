@@ -14,19 +14,19 @@ namespace semitone::launch {
 using Variables = std::vector<std::pair<std::string, std::string>>;
 
 // The parameters of a child process.
-struct Spawn {
+struct ChildOptions {
   std::vector<std::string> argv;  // the program, and what comes after its name
   Variables environment;          // added to this process's own
   int in = -1;                    // descriptors of its standard streams; -1: this process's
   int out = -1;
   int err = -1;
   bool own_group = false;      // leads a process group of its own, or stays in ours
-  int death_signal = SIGTERM;  // when the thread that spawned it ends
+  int death_signal = SIGTERM;  // when the thread that started it ends
 };
 
 // Starts a process; returns when it runs. Error if it cannot be run. The child has no blocked
 // signals.
-pid_t spawn(const Spawn& child);
+pid_t start_child(const ChildOptions& child);
 
 // The status as waitpid() returns it.
 ExitStatus exit_status(int status);

@@ -1,4 +1,4 @@
-#include "src/launch/spawn.h"
+#include "src/launch/child.h"
 
 #include "semitone/core/error.h"
 #include "src/launch/descriptor.h"
@@ -45,7 +45,7 @@ bool redirect(int stream, int descriptor) {
 
 // Runs in the child between fork and exec. Only async-signal-safe calls are allowed, since other
 // threads of the parent may have held any lock.
-[[noreturn]] void exec_child(const Spawn& child, char* const* argv, char* const* environment,
+[[noreturn]] void exec_child(const ChildOptions& child, char* const* argv, char* const* environment,
                              pid_t parent, int report) {
   sigset_t none;
   ::sigemptyset(&none);
@@ -75,7 +75,7 @@ int read_report(Descriptor from) {
 
 }  // namespace
 
-pid_t spawn(const Spawn& child) {
+pid_t start_child(const ChildOptions& child) {
   std::vector<std::string> argv = child.argv;
   std::vector<std::string> variables = merged_environment(child.environment);
   const std::vector<char*> arguments = pointers(argv);
