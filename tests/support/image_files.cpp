@@ -7,6 +7,7 @@
 
 #include <zlib.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -47,9 +48,11 @@ std::string idx_bytes(const at::Tensor& data) {
   return bytes.append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
 }
 
-std::string gzip(const std::string& bytes) {
+namespace {
+
+std::string deflated(const std::string& bytes, int window) {
   z_stream stream{};
-  if (deflateInit2(&stream, 6, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY) != Z_OK)
+  if (deflateInit2(&stream, 6, Z_DEFLATED, window, 8, Z_DEFAULT_STRATEGY) != Z_OK)
     throw std::runtime_error("deflateInit2");
   std::string packed(deflateBound(&stream, bytes.size()), '\0');
   std::string input = bytes;
@@ -62,6 +65,79 @@ std::string gzip(const std::string& bytes) {
   deflateEnd(&stream);
   if (result != Z_STREAM_END) throw std::runtime_error("deflate");
   return packed;
+}
+
+std::string big_endian(std::uint64_t value) {
+  std::string bytes;
+  for (const int shift : {24, 16, 8, 0}) bytes.push_back(static_cast<char>(value >> shift));
+  return bytes;
+}
+
+// What a PNG's filter expects a byte to be.
+int expected_byte(int filter, int left, int above, int corner) {
+  switch (filter) {
+    case 1:
+      return left;
+    case 2:
+      return above;
+    case 3:
+      return (left + above) / 2;
+    case 4: {
+      const int estimate = left + above - corner;
+      int nearest = left;
+      for (const int candidate : {above, corner}) {
+        if (std::abs(estimate - candidate) < std::abs(estimate - nearest)) nearest = candidate;
+      }
+      return nearest;
+    }
+    default:
+      return 0;
+  }
+}
+
+}  // namespace
+
+std::string gzip(const std::string& bytes) {
+  return deflated(bytes, 15 + 16);
+}
+
+std::string zlib(const std::string& bytes) {
+  return deflated(bytes, 15);
+}
+
+std::string ppm_bytes(const at::Tensor& image) {
+  const at::Tensor pixels = image.permute({1, 2, 0}).contiguous();
+  return "P6\n" + std::to_string(image.size(2)) + " " + std::to_string(image.size(1)) + "\n255\n" +
+         std::string(static_cast<const char*>(pixels.const_data_ptr()), pixels.nbytes());
+}
+
+std::string png_chunk(const std::string& type, const std::string& content) {
+  const std::string summed = type + content;
+  const auto sum =
+      crc32(0, reinterpret_cast<const Bytef*>(summed.data()), static_cast<uInt>(summed.size()));
+  return big_endian(content.size()) + summed + big_endian(sum);
+}
+
+std::string png_bytes(const at::Tensor& image, int filter) {
+  const at::Tensor pixels = image.permute({1, 2, 0}).contiguous();
+  const std::int64_t size = 3 * image.size(2);
+  const at::Tensor bytes = pixels.view({-1, size});
+  const auto byte = [&](std::int64_t y, std::int64_t i) {
+    return y < 0 || i < 0 ? 0 : bytes[y][i].item<int>();
+  };
+  std::string rows;
+  for (std::int64_t y = 0; y < image.size(1); ++y) {
+    rows.push_back(static_cast<char>(filter));
+    for (std::int64_t i = 0; i < size; ++i) {
+      rows.push_back(static_cast<char>(
+          byte(y, i) - expected_byte(filter, byte(y, i - 3), byte(y - 1, i), byte(y - 1, i - 3))));
+    }
+  }
+  const std::string header = big_endian(static_cast<std::uint64_t>(image.size(2))) +
+                             big_endian(static_cast<std::uint64_t>(image.size(1))) +
+                             std::string("\x08\x02\0\0\0", 5);
+  return "\x89PNG\r\n\x1a\n" + png_chunk("IHDR", header) + png_chunk("IDAT", zlib(rows)) +
+         png_chunk("IEND", "");
 }
 
 void write_data_set(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {

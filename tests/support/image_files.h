@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <string>
 
-// Synthetic data sets in the formats of MNIST and CIFAR-10.
+// Synthetic images, and data sets in the formats of MNIST and CIFAR-10.
 namespace semitone::test {
 
 // Ten classes that a small network distinguishes after some ten steps: a bright square whose place
@@ -21,8 +21,16 @@ zoo::ImageSet made_up_colours(std::int64_t count, std::uint64_t seed);
 // A uint8 tensor as the bytes of an IDX file.
 std::string idx_bytes(const at::Tensor& data);
 
-// Compressed by gzip.
+// Compressed by gzip, or as a zlib stream.
 std::string gzip(const std::string& bytes);
+std::string zlib(const std::string& bytes);
+
+// A colour image, uint8 (3, height, width), as the bytes of a PPM file, or of a PNG whose rows have
+// one of the filters 0 to 4.
+std::string ppm_bytes(const at::Tensor& image);
+std::string png_bytes(const at::Tensor& image, int filter);
+// A chunk of a PNG, with its checksum.
+std::string png_chunk(const std::string& type, const std::string& content);
 
 // Writes the four files of a data set of synthetic images, the training half gzipped.
 void write_data_set(const std::filesystem::path& folder, std::int64_t train, std::int64_t test);

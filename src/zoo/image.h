@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string_view>
+
+namespace semitone::zoo {
+
+// The component in errors.
+inline constexpr auto kImageFolder = "zoo.image_folder";
+
+// The largest height times width of an image.
+inline constexpr std::int64_t kMostPixels = std::int64_t{1} << 27;
+
+// Decodes the bytes of a PNG file, or of a binary PPM or PGM file (P6, P5), which its content tells,
+// not its name. 16 bits become the upper 8. Grey images get three equal channels, and transparency
+// is dropped. The colours of a palette are looked up; gamma and colour profiles are not applied.
+//
+// @param name        the file's path, for messages
+// @param max_pixels  the largest height times width, checked before memory is allocated
+// @return            uint8, (3, height, width)
+// FileError for another format, an interlaced PNG, and for bytes that are truncated or corrupt: the
+// checksums of a PNG's chunks and of its data are compared.
+at::Tensor decode_image(std::string_view bytes, std::string_view name,
+                        std::int64_t max_pixels = kMostPixels);
+
+// The two formats.
+bool is_png(std::string_view bytes);
+at::Tensor decode_png(std::string_view bytes, std::string_view name, std::int64_t max_pixels);
+at::Tensor decode_pnm(std::string_view bytes, std::string_view name, std::int64_t max_pixels);
+
+// FileError for an image of no pixels or of too many.
+void check_pixels(std::uint64_t height, std::uint64_t width, std::int64_t max_pixels,
+                  std::string_view name);
+// FileError for an image that is not what its format says.
+[[noreturn]] void damaged_image(std::string_view expected, std::string_view name,
+                                std::string_view got);
+
+// Scales an image so that its shorter side has a size, with antialiasing, and cuts out the middle, as
+// torchvision's Resize(size) and CenterCrop(size) do.
+// @param image  uint8, (channels, height, width)
+// @return       uint8, (channels, size, size)
+at::Tensor scale_and_crop(const at::Tensor& image, std::int64_t size);
+
+}  // namespace semitone::zoo
