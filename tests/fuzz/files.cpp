@@ -16,6 +16,7 @@
 #include "src/weights/pickle.h"
 #include "src/weights/safetensors.h"
 #include "src/weights/zip_archive.h"
+#include "src/zoo/image.h"
 #include "tests/fuzz/memory_file.h"
 #include "tests/fuzz/targets.h"
 
@@ -40,6 +41,14 @@ void idx(std::string_view input) {
   constexpr std::int64_t kMaxBytes = 1 << 16;
   try {
     zoo::read_idx(memory_file(input), kMaxBytes);
+  } catch (const FileError&) {
+  }
+}
+
+void image(std::string_view input) {
+  constexpr std::int64_t kFewPixels = 1 << 16;
+  try {
+    zoo::decode_image(input, "the input", kFewPixels);
   } catch (const FileError&) {
   }
 }

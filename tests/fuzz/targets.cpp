@@ -8,6 +8,7 @@ std::span<const Target> targets() {
   static constexpr std::array kTargets{Target{"casts", casts},
                                        Target{"flags", flags},
                                        Target{"idx", idx},
+                                       Target{"image", image},
                                        Target{"lines", lines},
                                        Target{"manifest", manifest},
                                        Target{"messages", messages},
