@@ -14,7 +14,7 @@ void ShortTraining::prepare(amp::OptLevel level) {
 
 void add_short_training_flags(Flags& add, ShortTraining& training) {
   add.choice("--model", training.model, names_of(train::models()), "Model to train");
-  add.text("--data", training.data, "DIR", "Directory of the data set");
+  add_data_flags(add, training.data);
   train::add_training_flags(add, training.options);
   train::add_device_flag(add, training.device);
   add.integer("--threads", training.threads, 0, 1024,

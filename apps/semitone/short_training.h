@@ -13,7 +13,7 @@ namespace semitone::cli {
 struct ShortTraining {
   train::TrainOptions options;
   std::string model = "convnet";
-  std::string data = default_data_dir();
+  DataFlags data{};
   std::string device = "auto";
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   std::string json{};

@@ -100,7 +100,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   const train::ImageShape shape = train::shape_of(data.train);
   line("data", fmt::format("{} training and {} test images of {} x {} x {} in {} classes, from {}",
                            data.train.size(), data.test.size(), shape.channels, shape.height,
-                           shape.width, shape.classes, flags.data));
+                           shape.width, shape.classes, flags.data.directory));
   const int ranks =
       flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
   if (ranks > 1) line("processes", processes_line(flags, group));

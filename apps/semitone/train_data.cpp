@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/zoo/cifar.h"
+#include "semitone/zoo/image_folder.h"
 #include "semitone/zoo/mnist.h"
 #include "src/core/env.h"
 
@@ -45,13 +46,16 @@ bool has_prefix(const Format& format, std::string_view name) {
   });
 }
 
-// The one format of which the folder has a file.
-const Format& format_of(const fs::path& folder, std::string_view component) {
+// The one format of which the folder has a file. Null if it has sub-folders only.
+const Format* format_of(const fs::path& folder, std::string_view component) {
   std::array<bool, kFormats.size()> found{};
+  bool has_folders = false;
   std::error_code error;
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
        entry.increment(error)) {
     const std::string name = entry->path().filename().string();
+    std::error_code ignored;
+    has_folders |= !name.starts_with('.') && entry->is_directory(ignored);
     for (std::size_t i = 0; i < kFormats.size(); ++i) found[i] |= has_prefix(kFormats[i], name);
   }
   if (error)
@@ -66,12 +70,13 @@ const Format& format_of(const fs::path& folder, std::string_view component) {
     }
     format = &kFormats[i];
   }
-  if (format == nullptr) {
+  if (format == nullptr && !has_folders) {
     throw FileError(component,
-                    "the files of MNIST, CIFAR-10 or CIFAR-100 in '" + folder.string() + "'",
+                    "the files of MNIST, CIFAR-10 or CIFAR-100, or folders of images, in '" +
+                        folder.string() + "'",
                     "none", "check --data; semitone train --help names the files");
   }
-  return *format;
+  return format;
 }
 
 }  // namespace
@@ -80,14 +85,37 @@ std::string default_data_dir() {
   return env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
 }
 
-train::DataSet load_data(const std::string& directory, std::string_view component) {
+void add_data_flags(Flags& add, DataFlags& flags) {
+  flags.directory = default_data_dir();
+  add.text("--data", flags.directory, "DIR", "Directory of the data set");
+  add.integer("--image-size", flags.image_size, 0, 1 << 14,
+              "Height and width to which a folder's images are scaled and cropped; 0: as they are");
+  add.number(
+      "--test-share", flags.test_share, [](double value) { return value > 0 && value < 1; },
+      "above 0 and below 1",
+      "Share of a folder's images that is held out for the test, if it has no folder train");
+}
+
+train::DataSet load_data(const DataFlags& flags, std::string_view component) {
+  const std::string& directory = flags.directory;
   std::error_code ignored;
   if (!fs::is_directory(directory, ignored)) {
     throw FileError(component, "a folder with the data at '" + directory + "'", "none",
                     std::string("give --data DIR or set ") + env::kDataDir.name);
   }
-  const Format& format = format_of(directory, component);
-  return {format.load(directory, zoo::Split::train), format.load(directory, zoo::Split::test)};
+  const Format* const format = format_of(directory, component);
+  if (format != nullptr) {
+    if (flags.image_size > 0) {
+      throw UsageError(component, "--image-size with a folder of images only",
+                       std::string(format->name) + " in '" + directory + "'");
+    }
+    return {format->load(directory, zoo::Split::train), format->load(directory, zoo::Split::test)};
+  }
+  zoo::ImageFolderOptions options;
+  options.test_share(flags.test_share);
+  if (flags.image_size > 0) options.size(flags.image_size);
+  return {zoo::load_image_folder(directory, zoo::Split::train, options),
+          zoo::load_image_folder(directory, zoo::Split::test, options)};
 }
 
 }  // namespace semitone::cli

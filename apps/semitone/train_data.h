@@ -1,7 +1,9 @@
 #pragma once
 
+#include "apps/semitone/flags.h"
 #include "src/train/data_set.h"
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -11,9 +13,20 @@ namespace semitone::cli {
 // Returns SEMITONE_DATA_DIR, or else data/mnist of the sources.
 std::string default_data_dir();
 
-// Loads the training and test images of a directory, whose file names tell the format: MNIST's,
-// CIFAR-10's or CIFAR-100's (fine labels). FileError of the component if the directory does not
-// exist, or has the files of none or of several of them.
-train::DataSet load_data(const std::string& directory, std::string_view component);
+// Where the data set is, and what is made of a folder of images.
+struct DataFlags {
+  std::string directory{};
+  std::int64_t image_size = 0;  // 0: as the images are
+  double test_share = 0.2;
+};
+
+// Sets the directory to default_data_dir(), and adds the flags.
+void add_data_flags(Flags& add, DataFlags& flags);
+
+// Loads the training and test images of a directory, whose content tells the format: the files of
+// MNIST, CIFAR-10 or CIFAR-100 (fine labels), or a sub-folder for each class or split, as
+// zoo::load_image_folder reads it. FileError of the component if the directory does not exist, or
+// has none or several of them. UsageError for --image-size with other data than a folder of images.
+train::DataSet load_data(const DataFlags& flags, std::string_view component);
 
 }  // namespace semitone::cli

@@ -3,7 +3,6 @@
 #include "apps/semitone/exit_code.h"
 #include "apps/semitone/flags.h"
 #include "apps/semitone/policy_flag.h"
-#include "apps/semitone/train_data.h"
 #include "apps/semitone/train_record.h"
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
@@ -30,9 +29,12 @@ constexpr auto kTrainFooter =
     R"(The data set of --data is recognised by its files, plain or .gz: four IDX files with MNIST's names
 (train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…), with any number of images of 28 x 28 and labels from 0 to 9;
 CIFAR-10's binary files (data_batch_1.bin to data_batch_5.bin, test_batch.bin); or CIFAR-100's (train.bin, test.bin; the
-fine labels). The model has the channels, size and classes of the images. A ResNet sees a single channel three times,
-and images below 32 x 32 in a frame of zeros. vit has 6 layers of width 192, and at most 14 x 14 patches (of 4 x 4 for
-MNIST and CIFAR, 16 x 16 for 224 x 224); it learns with --optimizer adamw --lr 0.001.
+fine labels). A folder of PNG, PPM or PGM images has a sub-folder for each class, in train/ and test/ (or val/), or
+without these for --test-share; images of several sizes need --image-size. Other formats must be converted, with
+ImageMagick's mogrify -format png for example.
+The model has the channels, size and classes of the images. A ResNet sees a single channel three times, and images below
+32 x 32 in a frame of zeros. vit has 6 layers of width 192, and at most 14 x 14 patches (of 4 x 4 for MNIST and CIFAR,
+16 x 16 for 224 x 224); it is usually trained with --optimizer adamw and a small rate, such as --lr 0.001.
 In the table, ms/step is the median, speed is O0's ms/step divided by it, images/s is the average over all steps,
 and time is the duration of the training without the test. A MB is 2^20 bytes; tensors is the peak memory of the
 training's tensors, and RSS that of the whole process.
@@ -49,6 +51,7 @@ Examples:
   semitone train --opt-level O2 --dtype fp16 --json o2.json
   semitone train --data ~/fashion-mnist --epochs 5
   semitone train --data ~/cifar-10-batches-bin --model resnet18 --epochs 10
+  semitone train --data ~/flowers --image-size 64 --model resnet18     with flowers/daisy/1.png, flowers/tulip/1.png, …
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
   semitone train --log-dir runs/7 --print-config > runs/7.toml; semitone train --config runs/7.toml
@@ -61,7 +64,7 @@ Examples:
 // What is trained, and how.
 void add_training_flags(Flags& add, TrainFlags& flags) {
   add.choice("--model", flags.model, names_of(train::models()), "Model to train");
-  add.text("--data", flags.data, "DIR", "Directory of the data set");
+  add_data_flags(add, flags.data);
   add.choice("--opt-level", flags.opt_level, {"O0", "O1", "O2", "O3", "all"},
              "O0: fp32; O1: autocast; O2: 16-bit weights with fp32 masters; O3: all 16 bits; all: "
              "the four in turn");
@@ -156,7 +159,6 @@ void check_files(const TrainFlags& flags, const CLI::App& command) {
 
 std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   const auto flags = std::make_shared<TrainFlags>();
-  flags->data = default_data_dir();
   Flags add(command, kTrain);
   add_training_flags(add, *flags);
   add_job_flags(add, *flags);

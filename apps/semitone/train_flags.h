@@ -1,5 +1,6 @@
 #pragma once
 
+#include "apps/semitone/train_data.h"
 #include "semitone/comm/init.h"
 #include "semitone/launch/launch_options.h"
 #include "src/comm/rendezvous.h"
@@ -23,7 +24,7 @@ struct TrainFlags {
   // options_of adds the level, the device and the group.
   train::TrainOptions options;
   std::string model = "convnet";
-  std::string data;
+  DataFlags data;
   std::string opt_level = "O1";
   std::string policy;  // a preset or a file; empty: the level's
   bool fp8 = false;

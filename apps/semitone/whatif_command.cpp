@@ -89,8 +89,8 @@ Examples:
 void add_whatif_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
       "whatif", "Show what fp16, bf16 and fp8 would do to each operator, from a few steps in fp32");
-  const auto training = std::make_shared<ShortTraining>(
-      ShortTraining{.options = train::TrainOptions().max_steps(kWhatIfSteps)});
+  const auto training = std::make_shared<ShortTraining>();
+  training->options.max_steps(kWhatIfSteps);
   Flags add(command, kWhatIfCommand);
   add_short_training_flags(add, *training);
   command.footer(std::string(kWhatIfFooter) + kExitCodesHelp);

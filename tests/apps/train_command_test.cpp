@@ -316,9 +316,38 @@ TEST_F(CliTest, TrainsOnCifar) {
                  "[cli.train] expected a folder with the data at ");
 }
 
+TEST_F(CliTest, TrainsOnAFolderOfImages) {
+  const test::TemporaryFolder images;
+  const zoo::ImageSet set = test::made_up_colours(30, 1);
+  for (std::int64_t i = 0; i < set.size(); ++i) {
+    const auto folder = images / ("class" + std::to_string(i % 3));
+    std::filesystem::create_directories(folder);
+    write_text(folder / (std::to_string(i) + ".ppm"), test::ppm_bytes(set.images[i]));
+  }
+  const Words words{"train",     "--data", images.path().string(), "--batch-size", "8",
+                    "--threads", "1",      "--opt-level",          "O0",           "--lr",
+                    "0.01"};
+  const ProcessResult finished = run_semitone(words);
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr("24 training and 6 test images of 3 x 32 x 32 in 3 classes"));
+  // In processes of their own, which get the flags.
+  Words scaled = words;
+  scaled.insert(scaled.end(), {"--image-size", "16", "--test-share", "0.5", "--nproc", "2"});
+  const ProcessResult together = run_semitone(scaled);
+  ASSERT_TRUE(together.status.success()) << together.err;
+  EXPECT_THAT(together.out, HasSubstr("15 training and 15 test images of 3 x 16 x 16"));
+  expect_failure(run_semitone(train({"--image-size", "16"})), 2,
+                 "[cli.train] expected --image-size with a folder of images only, got MNIST in '");
+  expect_failure(run_semitone(train({"--test-share", "1"})), 2, "expected --test-share above 0");
+  write_text(images / "class0/photo.jpg", "");
+  expect_failure(run_semitone(words), 1,
+                 "[zoo.image_folder] expected PNG, PPM and PGM images, got");
+}
+
 TEST_F(CliTest, AFolderHasOneDataSet) {
-  expect_failure(run_semitone({"train", "--data", folder_.path().string()}), 1,
-                 "[cli.train] expected the files of MNIST, CIFAR-10 or CIFAR-100 in '");
+  expect_failure(
+      run_semitone({"train", "--data", folder_.path().string()}), 1,
+      "[cli.train] expected the files of MNIST, CIFAR-10 or CIFAR-100, or folders of images, in '");
   write_text(data_ / "train.bin", "");
   expect_failure(run_semitone(train()), 1,
                  "[cli.train] expected one data set in '" + data_.path().string() +
