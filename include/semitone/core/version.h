@@ -2,7 +2,7 @@
 
 #include <string>
 
-// The version of these headers. CMake reads it here.
+// The version of these headers, as in CMakeLists.txt.
 #define SEMITONE_VERSION_MAJOR 0
 #define SEMITONE_VERSION_MINOR 1
 #define SEMITONE_VERSION_PATCH 0
