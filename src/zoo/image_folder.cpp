@@ -185,6 +185,7 @@ std::vector<fs::path> held_out(const std::vector<fs::path>& images, const fs::pa
     chosen.push_back(item->second);
   std::sort(chosen.begin(), chosen.end());
   std::vector<fs::path> result;
+  result.reserve(chosen.size());
   for (const std::size_t index : chosen) result.push_back(images[index]);
   return result;
 }
