@@ -102,15 +102,14 @@ int main(int argc, char** argv) try {
   Gpt model(text.classes());
   parallel::ZeroRedundancyOptimizer optimizer(
       model->parameters(),
-      [](auto groups) {
-        return std::make_unique<torch::optim::AdamW>(std::move(groups),
-                                                     torch::optim::AdamWOptions(3e-3));
+      [](const auto& groups) {
+        return std::make_unique<torch::optim::AdamW>(groups, torch::optim::AdamWOptions(3e-3));
       },
       group);
   auto mixed = amp::initialize(model, optimizer, amp::Options("O1").dtype(torch::kBFloat16));
   parallel::DistributedDataParallel ddp(model, group);
 
-  torch::manual_seed(static_cast<uint64_t>(1 + group.rank()));  // other rows on every rank
+  torch::manual_seed(1 + static_cast<uint64_t>(group.rank()));  // other rows on every rank
   for (int step = 0; step < 300; ++step) {
     const auto chosen = torch::randint(windows.size(0), {16 / group.size()}, torch::kLong);
     const auto rows = windows.index_select(0, chosen).to(torch::kLong);
