@@ -1,6 +1,7 @@
 #include "src/launch/process.h"
 
 #include "semitone/core/error.h"
+#include "tests/support/environment.h"
 #include "tests/support/temporary_folder.h"
 
 #include <gmock/gmock.h>
@@ -104,8 +105,13 @@ TEST(Process, ThatCannotBeRunIsAnErrorWithTheReason) {
   EXPECT_THAT(message_of([] { run(ProcessOptions("/no/such/program")); }),
               AllOf(HasSubstr("[launch.process]"), HasSubstr("'/no/such/program'"),
                     HasSubstr("No such file or directory")));
-  EXPECT_THAT(message_of([] { run(ProcessOptions("semitone-no-such-program")); }),
-              HasSubstr("No such file or directory"));
+  {
+    // A folder that this user may not read would be "Permission denied".
+    const test::Environment environment({"PATH"});
+    ::setenv("PATH", "/usr/bin:/bin", 1);
+    EXPECT_THAT(message_of([] { run(ProcessOptions("semitone-no-such-program")); }),
+                HasSubstr("No such file or directory"));
+  }
   const test::TemporaryFolder folder;
   test::write_text(folder / "data", "no program");
   EXPECT_THAT(message_of([&] { run(ProcessOptions(folder / "data")); }),

@@ -7,7 +7,13 @@ foreach(name cuda options package packages pkg_config rooms sanitizers warnings)
   file(WRITE ${WORK}/cmake/${name}.cmake "set(parents_${name} ON)\n")
 endforeach()
 file(WRITE ${WORK}/cmake/FindLibTorch.cmake "message(FATAL_ERROR \"the parent's FindLibTorch was read\")\n")
-file(WRITE ${WORK}/cmake/Findfmt.cmake "message(FATAL_ERROR \"fmt was searched, although the parent has it\")\n")
+# Only spdlog's own configuration may search it.
+file(WRITE ${WORK}/cmake/Findfmt.cmake "
+if(NOT DEFINED spdlog_FIND_COMPONENTS)
+  message(FATAL_ERROR \"fmt was searched, although the parent has it\")
+endif()
+set(fmt_FOUND TRUE)
+")
 file(WRITE ${WORK}/main.cpp "#include <semitone/core/version.h>\nint main() { return semitone::version().empty(); }\n")
 file(WRITE ${WORK}/CMakeLists.txt "
 cmake_minimum_required(VERSION 3.25)
