@@ -51,7 +51,8 @@ TEST(ResNet18, LearnsABatch) {
   const at::Tensor images = torch::rand({8, 3, 32, 32});
   const at::Tensor labels = torch::arange(8) % 4;
   std::vector<double> losses;
-  for (int step = 0; step < 10; ++step) {
+  // As in ResNet-50's test, the first steps differ between processors.
+  for (int step = 0; step < 20; ++step) {
     optimizer.zero_grad();
     const at::Tensor loss = torch::cross_entropy_loss(model->forward(images), labels);
     loss.backward();
