@@ -2,6 +2,8 @@
 
 #include "semitone/core/error.h"
 
+#include <torch/types.h>
+
 #include <zlib.h>
 
 #include <algorithm>
@@ -19,11 +21,20 @@ constexpr std::size_t kBuffer = std::size_t{1} << 18;
 constexpr unsigned char kGzipMagic[] = {0x1f, 0x8b};
 // windowBits of inflateInit2: the largest window, and gzip headers only.
 constexpr int kGzipWindow = 15 + 16;
+// Memory for data of unknown size is allocated in doubling pieces from this size on.
+constexpr std::int64_t kFirstPiece = std::int64_t{16} << 20;
 
 }  // namespace
 
 std::string in(const std::filesystem::path& path) {
   return " in '" + path.string() + "'";
+}
+
+void require_folder(const std::filesystem::path& folder, std::string_view component) {
+  std::error_code error;
+  if (std::filesystem::is_directory(folder, error)) return;
+  throw FileError(component, "a folder '" + folder.string() + "'",
+                  std::filesystem::exists(folder, error) ? "a file of that name" : "none");
 }
 
 struct ByteSource::State {
@@ -132,6 +143,19 @@ std::size_t ByteSource::read(void* buffer, std::size_t size) {
 
 std::uint64_t ByteSource::most_bytes() const {
   return state_->gzipped ? 1032 * state_->file_size : state_->file_size;
+}
+
+at::Tensor read_at_most(ByteSource& source, std::int64_t count) {
+  at::Tensor data = torch::empty({std::min(count, kFirstPiece)}, torch::kByte);
+  std::int64_t filled = 0;
+  while (filled < count) {
+    if (filled == data.numel()) data.resize_({std::min(count, 2 * filled)});
+    const auto wanted = static_cast<std::size_t>(data.numel() - filled);
+    const auto came = source.read(data.mutable_data_ptr<std::uint8_t>() + filled, wanted);
+    filled += static_cast<std::int64_t>(came);
+    if (came < wanted) break;
+  }
+  return data.narrow(0, 0, filled);
 }
 
 }  // namespace semitone::zoo

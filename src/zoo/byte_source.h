@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -9,11 +11,11 @@
 
 namespace semitone::zoo {
 
-// Memory for data of unknown size is allocated as they arrive, in doubling pieces from this size on.
-inline constexpr std::int64_t kFirstPiece = std::int64_t{16} << 20;
-
 // " in 'path'", for messages.
 std::string in(const std::filesystem::path& path);
+
+// FileError unless the path is that of a folder.
+void require_folder(const std::filesystem::path& folder, std::string_view component);
 
 // The bytes of a file, unpacked on the way if it is gzipped (one member or several in a row).
 // Throws FileError, of the reader that the component names, if it cannot be opened or read, is empty,
@@ -36,5 +38,8 @@ class ByteSource {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// The bytes up to the end, at most `count` of them: uint8, (n). Memory is allocated as they arrive.
+at::Tensor read_at_most(ByteSource& source, std::int64_t count);
 
 }  // namespace semitone::zoo

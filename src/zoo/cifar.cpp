@@ -32,11 +32,8 @@ bool is_there(const fs::path& path) {
 
 // The folder, or its sub-folder of the original archive.
 fs::path folder_of(const fs::path& folder, const char* sub_folder) {
+  require_folder(folder, kCifar);
   std::error_code error;
-  if (!fs::is_directory(folder, error)) {
-    throw FileError(kCifar, "a folder '" + folder.string() + "'",
-                    fs::exists(folder, error) ? "a file of that name" : "none");
-  }
   const fs::path inner = folder / sub_folder;
   return fs::is_directory(inner, error) ? inner : folder;
 }
@@ -54,20 +51,13 @@ at::Tensor read_all(const fs::path& path, std::int64_t max_bytes) {
   ByteSource source(path, kCifar);
   const auto most = static_cast<std::int64_t>(
       std::min<std::uint64_t>(source.most_bytes(), static_cast<std::uint64_t>(max_bytes)));
-  // One byte more than there may be, so that a full buffer means that there is more.
-  at::Tensor data = torch::empty({std::min(most, kFirstPiece) + 1}, torch::kByte);
-  std::int64_t filled = 0;
-  while (true) {
-    const auto wanted = static_cast<std::size_t>(data.numel() - filled);
-    const auto came = source.read(data.mutable_data_ptr<std::uint8_t>() + filled, wanted);
-    filled += static_cast<std::int64_t>(came);
-    if (came < wanted) return data.narrow(0, 0, filled);
-    if (filled > max_bytes) {
-      throw FileError(kCifar, "at most " + std::to_string(max_bytes) + " bytes of data" + in(path),
-                      "more");
-    }
-    data.resize_({std::min(most + 1, 2 * filled)});
+  // One byte more than there may be tells whether there is more.
+  const at::Tensor data = read_at_most(source, most + 1);
+  if (data.numel() > max_bytes) {
+    throw FileError(kCifar, "at most " + std::to_string(max_bytes) + " bytes of data" + in(path),
+                    "more");
   }
+  return data;
 }
 
 // The names of the classes, one on each line. None if there is no such file.

@@ -93,15 +93,8 @@ at::Tensor read_idx(const std::filesystem::path& path, std::int64_t max_bytes) {
     truncated("a file that can hold " + std::to_string(source.most_bytes()) + " at most");
   }
 
-  at::Tensor data = torch::empty({std::min(count, kFirstPiece)}, torch::kByte);
-  std::int64_t filled = 0;
-  while (filled < count) {
-    if (filled == data.numel()) data.resize_({std::min(count, 2 * filled)});
-    const auto wanted = static_cast<std::size_t>(data.numel() - filled);
-    const auto came = source.read(data.mutable_data_ptr<std::uint8_t>() + filled, wanted);
-    filled += static_cast<std::int64_t>(came);
-    if (came < wanted) truncated(std::to_string(filled));
-  }
+  const at::Tensor data = read_at_most(source, count);
+  if (data.numel() < count) truncated(std::to_string(data.numel()));
   // Reading to the end also makes zlib check the checksum of the data.
   unsigned char more = 0;
   if (source.read(&more, 1) != 0) {

@@ -227,11 +227,7 @@ at::Tensor read_image(const fs::path& path, const ImageFolderOptions& options) {
 
 ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolderOptions& options) {
   check(options);
-  std::error_code error;
-  if (!fs::is_directory(folder, error)) {
-    throw FileError(kImageFolder, "a folder " + quoted(folder),
-                    fs::exists(folder, error) ? "a file of that name" : "none");
-  }
+  require_folder(folder, kImageFolder);
   const Place place = place_of(folder, split);
   if (place.classes.size() < 2) {
     throw FileError(kImageFolder,

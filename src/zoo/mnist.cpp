@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/zoo/idx.h"
+#include "src/zoo/byte_source.h"
 
 #include <c10/util/StringUtil.h>
 #include <torch/types.h>
@@ -60,11 +61,7 @@ void check_labels(const at::Tensor& labels, std::int64_t images, const fs::path&
 }  // namespace
 
 ImageSet load_mnist(const fs::path& folder, Split split) {
-  std::error_code error;
-  if (!fs::is_directory(folder, error)) {
-    throw FileError(kMnist, "a folder '" + folder.string() + "'",
-                    fs::exists(folder, error) ? "a file of that name" : "none");
-  }
+  require_folder(folder, kMnist);
   const std::string half = split == Split::train ? "train" : "t10k";
   const fs::path images_path = find(folder, half + "-images", "idx3-ubyte");
   const fs::path labels_path = find(folder, half + "-labels", "idx1-ubyte");

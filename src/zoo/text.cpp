@@ -17,32 +17,22 @@ namespace {
 
 constexpr auto kText = "zoo.text";
 constexpr std::size_t kBytes = 256;
-// Memory is allocated as the text arrives, in doubling pieces from this size on.
-constexpr std::int64_t kTextPiece = std::int64_t{1} << 20;
 
 at::Tensor read_bytes(const std::filesystem::path& file, std::int64_t max_bytes) {
   ByteSource source(file, kText);
   const auto bound = static_cast<std::int64_t>(std::min<std::uint64_t>(
       source.most_bytes(), static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())));
   const auto limit = std::min(bound, max_bytes);
-  at::Tensor bytes = torch::empty({std::min(limit, kTextPiece)}, torch::kByte);
-  std::int64_t filled = 0;
-  while (true) {
-    const auto room = static_cast<std::size_t>(bytes.numel() - filled);
-    const auto came = source.read(bytes.mutable_data_ptr<std::uint8_t>() + filled, room);
-    filled += static_cast<std::int64_t>(came);
-    if (came < room || filled == limit) break;
-    bytes.resize_({std::min(limit, 2 * filled)});
-  }
+  at::Tensor bytes = read_at_most(source, limit);
   // Reading to the end also makes zlib check the checksum of the data.
   unsigned char more = 0;
   if (source.read(&more, 1) != 0) {
     throw FileError(kText, c10::str("a text of at most ", limit, " bytes in '", file.string(), "'"),
                     "a longer one", "raise max_bytes, or use a part of it");
   }
-  if (filled == 0)
+  if (bytes.numel() == 0)
     throw FileError(kText, "a text in '" + file.string() + "'", "an empty gzip stream");
-  return bytes.narrow(0, 0, filled);
+  return bytes;
 }
 
 // What to look up a byte's token in; -1 for bytes that are not in the vocabulary.
