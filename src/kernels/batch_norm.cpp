@@ -1,11 +1,11 @@
 #include "src/kernels/batch_norm.h"
 
+#include "src/core/parallel_for.h"
 #include "src/kernels/batch_channels.h"
 #include "src/kernels/batch_layout.h"
 #include "src/kernels/batch_norm_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/parallel_for.h"
 
 #include <torch/types.h>
 

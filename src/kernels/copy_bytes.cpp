@@ -1,6 +1,6 @@
 #include "src/kernels/copy_bytes.h"
 
-#include "src/kernels/parallel_for.h"
+#include "src/core/parallel_for.h"
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>

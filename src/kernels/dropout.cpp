@@ -1,9 +1,9 @@
 #include "src/kernels/dropout.h"
 
+#include "src/core/parallel_for.h"
 #include "src/kernels/dropout_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/parallel_for.h"
 
 #include <torch/types.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "src/core/parallel_for.h"
 #include "src/kernels/kernels.h"
-#include "src/kernels/parallel_for.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>

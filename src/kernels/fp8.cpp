@@ -1,7 +1,7 @@
 #include "src/kernels/fp8.h"
 
+#include "src/core/parallel_for.h"
 #include "src/kernels/flat.h"
-#include "src/kernels/parallel_for.h"
 #include "src/kernels/pointwise.h"
 
 #include <c10/util/FunctionRef.h>

@@ -2,10 +2,10 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/parallel_for.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/kernels.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/parallel_for.h"
 
 #include <torch/types.h>
 

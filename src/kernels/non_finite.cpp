@@ -1,8 +1,8 @@
 #include "src/kernels/non_finite.h"
 
+#include "src/core/parallel_for.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/non_finite_kernel.h"
-#include "src/kernels/parallel_for.h"
 
 #include <c10/util/complex.h>
 #include <torch/types.h>

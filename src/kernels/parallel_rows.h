@@ -1,9 +1,9 @@
 #pragma once
 
+#include "src/core/parallel_for.h"
 #include "src/kernels/column_sums_kernel.h"
 #include "src/kernels/flat.h"
 #include "src/kernels/on_cuda.h"
-#include "src/kernels/parallel_for.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

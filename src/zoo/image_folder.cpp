@@ -1,10 +1,10 @@
 #include "semitone/zoo/image_folder.h"
 
 #include "semitone/core/error.h"
+#include "src/core/parallel_for.h"
 #include "src/zoo/byte_source.h"
 #include "src/zoo/image.h"
 
-#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -245,7 +245,7 @@ ImageSet load_image_folder(const fs::path& folder, Split split, const ImageFolde
         "set a smaller size, or raise max_bytes");
   }
   at::Tensor images = torch::empty({count, 3, first.size(1), first.size(2)}, torch::kByte);
-  at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const fs::path& path = files.paths[static_cast<std::size_t>(i)];
       const at::Tensor image = i == 0 ? first : read_image(path, options);

@@ -1,8 +1,8 @@
 // Kernels run on LibTorch's threads, also if they are compiled without OpenMP: parallel_for_test.
 
 #include "src/core/openmp.h"
+#include "src/core/parallel_for.h"
 #include "src/core/thread_count.h"
-#include "src/kernels/parallel_for.h"
 
 #include <ATen/Parallel.h>
 

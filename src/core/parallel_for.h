@@ -16,7 +16,7 @@
 #define SEMITONE_CALLS_OPENMP 0
 #endif
 
-namespace semitone::kernels {
+namespace semitone {
 
 #if SEMITONE_CALLS_OPENMP
 // Calls work(thread, threads) in each of LibTorch's threads. The first exception is thrown when all
@@ -65,4 +65,4 @@ void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain, cons
   at::parallel_for(begin, end, grain, work);
 }
 
-}  // namespace semitone::kernels
+}  // namespace semitone
