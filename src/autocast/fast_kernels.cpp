@@ -7,6 +7,7 @@
 #include "semitone/nn/fused_rms_norm.h"
 #include "src/kernels/on_cuda.h"
 #include "src/kernels/pointwise.h"
+#include "src/nn/attention.h"
 #include "src/nn/batch_norm.h"
 #include "src/nn/batch_norm_mark.h"
 #include "src/nn/conv1x1.h"
@@ -229,25 +230,43 @@ std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
   return nn::fused_cross_entropy(logits, target, options);
 }
 
+// Attention of tensors with at least two dimensions, without a mask.
+struct AttentionCall {
+  const at::Tensor& query;
+  const at::Tensor& key;
+  const at::Tensor& value;
+  double scale;
+};
+
 // LibTorch's CPU has no fused attention with dropout. It composes these operators, and its dropout
 // takes as long as the products.
+std::optional<at::Tensor> attention_with_dropout(const AttentionCall& call, double p) {
+  const auto dtype = call.query.scalar_type();
+  if (call.key.scalar_type() != dtype || call.value.scalar_type() != dtype) return std::nullopt;
+  // Scaled before the product, which may overflow fp16.
+  const at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
+  return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), call.value);
+}
+
 std::optional<at::Tensor> attention(Arguments arguments) {
   enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGrouped };
   const at::Tensor& query = arguments[kQuery].toTensor();
+  if (!is_suitable(query) || query.dim() < 2 || arguments[kMask].isTensor()) return std::nullopt;
+  const AttentionCall call{.query = query,
+                           .key = arguments[kKey].toTensor(),
+                           .value = arguments[kValue].toTensor(),
+                           .scale = arguments[kScale].isNone()
+                                        ? 1 / std::sqrt(static_cast<double>(query.size(-1)))
+                                        : arguments[kScale].toDouble()};
   const double p = arguments[kDropout].toDouble();
-  if (p == 0 || !is_suitable(query) || query.dim() < 2 || arguments[kMask].isTensor() ||
-      arguments[kCausal].toBool() || arguments[kGrouped].toBool())
-    return std::nullopt;
-  const at::Tensor& key = arguments[kKey].toTensor();
-  const at::Tensor& value = arguments[kValue].toTensor();
-  if (key.scalar_type() != query.scalar_type() || value.scalar_type() != query.scalar_type())
-    return std::nullopt;
-  const double scale = arguments[kScale].isNone()
-                           ? 1 / std::sqrt(static_cast<double>(query.size(-1)))
-                           : arguments[kScale].toDouble();
-  // Scaled before the product, which may overflow fp16.
-  const at::Tensor scores = at::matmul(query.mul(scale), key.transpose(-2, -1));
-  return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), value);
+  const bool is_causal = arguments[kCausal].toBool();
+  const bool is_grouped = arguments[kGrouped].toBool();
+  if (p > 0) return is_causal || is_grouped ? std::nullopt : attention_with_dropout(call, p);
+  const kernels::Attention settings{.scale = call.scale, .causal = is_causal};
+  if (!kernels::has_attention_kernel(query, call.key, call.value, settings)) return std::nullopt;
+  // Without grouped queries LibTorch refuses other numbers of heads.
+  if (!is_grouped && call.key.size(1) != query.size(1)) return std::nullopt;
+  return nn::attention(query, call.key, call.value, settings);
 }
 
 // A model may view a tensor that initialize made channels last. Where LibTorch would raise, this

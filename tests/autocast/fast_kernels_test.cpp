@@ -2,11 +2,13 @@
 
 #include "semitone/autocast/autocast.h"
 #include "semitone/autocast/cast_policy.h"
+#include "src/kernels/attention.h"
 #include "tests/autocast/fast_kernels_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/torch.h>
@@ -220,6 +222,86 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   const at::Tensor off = (sum / kTimes - want.result.to(torch::kFloat)).abs();
   EXPECT_LT(off.mean().item<double>(), 0.05);
   EXPECT_GT(off.mean().item<double>(), 1e-4);
+}
+
+// Relative, of all elements together.
+double distance(const at::Tensor& got, const at::Tensor& exact) {
+  EXPECT_EQ(got.sizes(), exact.sizes());
+  const double off = (got.to(torch::kDouble).sub(exact).norm() / exact.norm()).item<double>();
+  EXPECT_TRUE(std::isfinite(off));
+  return off;
+}
+
+// In blocks where the processor has products in bf16.
+bool has_blocked_attention() {
+  const at::Tensor one = torch::ones({1, 1, 1, 16}, torch::kBFloat16);
+  return kernels::has_attention_kernel(one, one, one, {.scale = 1});
+}
+
+TEST(FastKernels, AttentionWithoutDropoutComputesWhatLibTorchDoes) {
+  torch::manual_seed(11);
+  const auto heads = [](std::int64_t count, std::int64_t length) {
+    return torch::randn({2, length, count, 32}).transpose(1, 2);
+  };
+  struct Call {
+    std::string name;
+    Tensors inputs;
+    std::function<at::Tensor(const Tensors&)> run;
+  };
+  const std::vector<Call> calls{
+      {"plain",
+       {heads(3, 70), heads(3, 90), heads(3, 90)},
+       [](const Tensors& in) { return at::scaled_dot_product_attention(in[0], in[1], in[2]); }},
+      {"causal, with a scale",
+       {heads(3, 70), heads(3, 90), heads(3, 90)},
+       [](const Tensors& in) {
+         return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true, 0.3);
+       }},
+      {"grouped", {heads(4, 40), heads(2, 40), heads(2, 40)}, [](const Tensors& in) {
+         return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true, std::nullopt,
+                                                 true);
+       }}};
+  for (const Call& call : calls) {
+    SCOPED_TRACE(call.name);
+    Tensors inputs;
+    for (const at::Tensor& input : call.inputs) inputs.push_back(input.to(torch::kBFloat16));
+    const GradOutput grad_output = [](const at::Tensor& result) {
+      torch::manual_seed(12);
+      return torch::randn(result.sizes()).to(result.scalar_type());
+    };
+    const Outcome got = outcome_of(with_kernels(), inputs, call.run, grad_output);
+    EXPECT_EQ(is_ours(got.result), has_blocked_attention());
+    const Outcome stock = outcome_of(without_kernels(), inputs, call.run, grad_output);
+    const Outcome exact = exact_outcome_of(inputs, call.run, grad_output);
+    EXPECT_EQ(got.result.scalar_type(), stock.result.scalar_type());
+    EXPECT_EQ(got.result.strides(), stock.result.strides());
+    // No less exact than LibTorch's own kernel.
+    EXPECT_LE(distance(got.result, exact.result), 1.1 * distance(stock.result, exact.result));
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      EXPECT_LE(distance(got.gradients[i], exact.gradients[i]),
+                1.1 * distance(stock.gradients[i], exact.gradients[i]))
+          << i;
+    }
+  }
+}
+
+TEST(FastKernels, AttentionCanBeDifferentiatedAgain) {
+  torch::manual_seed(13);
+  const Tensors inputs{torch::randn({1, 2, 9, 16}), torch::randn({1, 2, 9, 16}),
+                       torch::randn({1, 2, 9, 16})};
+  const auto run = [](const Tensors& in) {
+    return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true);
+  };
+  const Tensors got = second_gradients(with_kernels(), inputs, run);
+  Tensors exact;
+  for (const at::Tensor& input : inputs) exact.push_back(input.to(torch::kDouble));
+  const Tensors want = second_gradients(CastPolicy::none(), exact, [](const Tensors& in) {
+    return std::get<0>(at::_scaled_dot_product_attention_math(in[0], in[1], in[2], {}, 0, true));
+  });
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_TRUE(got[i].defined());
+    EXPECT_LE(distance(got[i], want[i]), test::rounding_tolerance(torch::kBFloat16, 10)) << i;
+  }
 }
 
 // Tracers and forward-mode derivatives support LibTorch's operators only.

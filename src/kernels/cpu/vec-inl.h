@@ -74,20 +74,23 @@ HWY_INLINE void store(Fp32, [[maybe_unused]] D d, hn::Vec<D> v, float* to) {
   hn::StoreU(v, d, to);
 }
 
-// Round to nearest, ties to even: add half of the lost unit, and the lowest kept bit where it is a
-// tie. The addition would carry a NaN's mantissa into its exponent and sign, so NaNs are made quiet
-// instead.
+// The bf16 nearest to each lane, ties to even, in the upper 16 bits; the lower ones have any value.
+// Add half of the lost unit, and the lowest kept bit where it is a tie. The addition would carry a
+// NaN's mantissa into its exponent and sign, so NaNs are made quiet instead.
 template <class D>
-HWY_INLINE void store(Bf16, [[maybe_unused]] D d, hn::Vec<D> v, std::uint16_t* to) {
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> bf16_in_upper_half([[maybe_unused]] D d, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> d32;
-  const hn::Rebind<std::uint16_t, D> d16;
   const auto bits = hn::BitCast(d32, v);
   const auto lowest_kept = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1));
   const auto rounded = hn::Add(bits, hn::Add(lowest_kept, hn::Set(d32, 0x7FFF)));
   const auto quiet = hn::Or(bits, hn::Set(d32, 0x400000));
-  const auto is_nan = hn::RebindMask(d32, hn::IsNaN(v));
-  hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded))), d16,
-             to);
+  return hn::IfThenElse(hn::RebindMask(d32, hn::IsNaN(v)), quiet, rounded);
+}
+
+template <class D>
+HWY_INLINE void store(Bf16, D d, hn::Vec<D> v, std::uint16_t* to) {
+  const hn::Rebind<std::uint16_t, D> d16;
+  hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(bf16_in_upper_half(d, v))), d16, to);
 }
 
 template <class D>

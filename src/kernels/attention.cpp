@@ -1,0 +1,165 @@
+#include "src/kernels/attention.h"
+
+#include "src/core/native_kernels.h"
+#include "src/kernels/attention_blocks.h"
+
+#include <ATen/Context.h>
+#include <torch/types.h>
+
+#include <array>
+#include <cmath>
+
+namespace semitone::kernels {
+namespace blocked_attention {
+namespace {
+
+// The forward pass of one thread.
+class Forward {
+ public:
+  Forward(const Shape& shape, const Attention& attention, const Heads& query, const Heads& key,
+          const Heads& value, const Heads& output, float* log_sum)
+      : shape_(shape),
+        attention_(attention),
+        query_(query),
+        key_(key),
+        value_(value),
+        output_(output),
+        log_sum_(log_sum),
+        packed_keys_(memory<Bf16Pair>(padded(shape.keys) * shape.size / 2)),
+        packed_values_(memory<Bf16Pair>(padded(shape.keys) * shape.size / 2)),
+        queries_(kQueries, shape.size),
+        scores_(memory<float>(kQueries * kKeys)),
+        probabilities_(memory<Bits>(kQueries * kKeys)),
+        sums_(memory<float>(kQueries * shape.size)) {}
+
+  // @param unit  a block of queries of a head
+  void run(std::int64_t unit) {
+    const std::int64_t head = unit / shape_.blocks();
+    const std::int64_t batch = head / shape_.heads;
+    pack(batch, head % shape_.heads / shape_.group());
+    const std::int64_t first = unit % shape_.blocks() * kQueries;
+    const std::int64_t count = std::min(kQueries, shape_.queries - first);
+    queries_.read(query_.rows(batch, head % shape_.heads, first, count));
+    attend(first, count);
+    const auto rows = static_cast<std::size_t>(count);
+    divide_rows(sums_.get(), rows, static_cast<std::size_t>(shape_.size), sum_.data(),
+                output_.at(batch, head % shape_.heads, first),
+                static_cast<std::size_t>(output_.stride()));
+    float* const log_sums = log_sum_ + head * shape_.queries + first;
+    for (std::size_t row = 0; row < rows; ++row) log_sums[row] = max_[row] + std::log(sum_[row]);
+  }
+
+ private:
+  // Keys and values as right factors, once for all blocks of queries of a head.
+  void pack(std::int64_t batch, std::int64_t key_head) {
+    const std::int64_t wanted = batch * shape_.key_heads + key_head;
+    if (packed_ == wanted) return;
+    for (std::int64_t first = 0; first < shape_.keys; first += kKeys) {
+      const std::int64_t count = std::min(kKeys, shape_.keys - first);
+      const auto rows = static_cast<std::size_t>(padded(count));
+      pack_transposed(key_.rows(batch, key_head, first, count), rows,
+                      packed_keys_.get() + first * shape_.size / 2);
+      pack_rows(value_.rows(batch, key_head, first, count), rows,
+                packed_values_.get() + first * shape_.size / 2);
+    }
+    packed_ = wanted;
+  }
+
+  // Sums of exp(…) v over all keys, and their softmax.
+  void attend(std::int64_t first_query, std::int64_t count) {
+    max_.fill(-kInfinity);
+    sum_.fill(0);
+    // Keys that a query of the block sees.
+    const std::int64_t seen =
+        attention_.causal ? std::min(shape_.keys, first_query + count) : shape_.keys;
+    for (std::int64_t first = 0; first < seen; first += kKeys) {
+      const std::int64_t in_block = std::min(kKeys, seen - first);
+      const std::int64_t columns = padded(in_block);
+      const std::int64_t packed = padded(std::min(kKeys, shape_.keys - first));
+      multiply(queries_.left(), {packed_keys_.get() + first * shape_.size / 2, packed, columns},
+               shape_.size, scores_.get(), Write::replace);
+      const ScoreBlock block{.scores = scores_.get(),
+                             .queries = static_cast<std::size_t>(queries_.left().rows),
+                             .keys = static_cast<std::size_t>(columns),
+                             .scale = static_cast<float>(attention_.scale),
+                             .seen = attention_.causal ? first_query - first + 1 : in_block,
+                             .most_seen = static_cast<std::size_t>(in_block)};
+      const SoftmaxRows rows{.max = max_.data(),
+                             .sum = sum_.data(),
+                             .output = first == 0 ? nullptr : sums_.get(),
+                             .columns = static_cast<std::size_t>(shape_.size)};
+      softmax_block(block, rows, probabilities_.get());
+      multiply({probabilities_.get(), columns, queries_.left().rows},
+               {packed_values_.get() + first * shape_.size / 2, shape_.size, shape_.size}, columns,
+               sums_.get(), first == 0 ? Write::replace : Write::add);
+    }
+  }
+
+  const Shape& shape_;
+  const Attention& attention_;
+  const Heads& query_;
+  const Heads& key_;
+  const Heads& value_;
+  const Heads& output_;
+  float* log_sum_;
+  std::int64_t packed_ = -1;
+  Memory<Bf16Pair> packed_keys_;    // of each block of keys (D / 2, keys)
+  Memory<Bf16Pair> packed_values_;  // of each block (keys / 2, D)
+  PaddedRows queries_;
+  Memory<float> scores_;
+  Memory<Bits> probabilities_;
+  Memory<float> sums_;
+  std::array<float, kQueries> max_{};
+  std::array<float, kQueries> sum_{};
+};
+
+}  // namespace
+}  // namespace blocked_attention
+
+namespace {
+
+bool is_bf16_on_cpu(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided &&
+         tensor.scalar_type() == at::kBFloat16 && tensor.dim() == 4 && tensor.numel() > 0;
+}
+
+bool has_products() {
+  return has_native_kernel(at::kCPU, at::kBFloat16, OperatorKind::product, Pass::forward) &&
+         at::globalContext().userEnabledMkldnn();
+}
+
+}  // namespace
+
+bool has_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const Attention& attention) {
+  return is_bf16_on_cpu(query) && is_bf16_on_cpu(key) && is_bf16_on_cpu(value) &&
+         query.size(3) % blocked_attention::kMultiple == 0 && key.size(3) == query.size(3) &&
+         value.sizes() == key.sizes() && key.size(0) == query.size(0) &&
+         query.size(1) % key.size(1) == 0 && attention.scale > 0 &&
+         std::isfinite(static_cast<float>(attention.scale)) && has_products();
+}
+
+AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const Attention& attention) {
+  using namespace blocked_attention;  // NOLINT(google-build-using-namespace)
+  if (!has_attention_kernel(query, key, value, attention))
+    return ref::attention(query, key, value, attention);
+  const Shape shape(query, key);
+  const AttentionResult result{
+      empty_like_heads(query),
+      at::empty({shape.batch, shape.heads, shape.queries}, query.options().dtype(at::kFloat))};
+  const Heads queries(query);
+  const Heads keys(key);
+  const Heads values(value);
+  const Heads output(result.output);
+  auto* const log_sum = result.log_sum.mutable_data_ptr<float>();
+  parallel_for(0, shape.batch * shape.heads * shape.blocks(), 1,
+               [&](std::int64_t begin, std::int64_t end) {
+                 const Products products;
+                 Forward forward(shape, attention, queries, keys, values, output, log_sum);
+                 for (std::int64_t unit = begin; unit < end; ++unit) forward.run(unit);
+               });
+  return result;
+}
+
+}  // namespace semitone::kernels

@@ -1,0 +1,55 @@
+#include "src/kernels/attention.h"
+
+#include "src/kernels/ref/wide.h"
+
+#include <torch/types.h>
+
+#include <limits>
+
+namespace semitone::kernels::ref {
+namespace {
+
+// Keys or values for each head of the queries.
+at::Tensor for_heads(const at::Tensor& tensor, const at::Tensor& query) {
+  return wide(tensor).repeat_interleave(query.size(1) / tensor.size(1), 1);
+}
+
+// The gradient of what for_heads made.
+at::Tensor of_key_heads(const at::Tensor& grad, const at::Tensor& like) {
+  const auto groups = grad.size(1) / like.size(1);
+  return grad.unflatten(1, {like.size(1), groups}).sum(2).to(like.scalar_type());
+}
+
+at::Tensor scores_of(const at::Tensor& query, const at::Tensor& keys, const Attention& attention) {
+  const at::Tensor scores = wide(query).matmul(keys.transpose(-2, -1)).mul(attention.scale);
+  if (!attention.causal) return scores;
+  const at::Tensor hidden = torch::ones({query.size(2), keys.size(2)}, torch::kBool).triu(1);
+  return scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
+}
+
+}  // namespace
+
+AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const Attention& attention) {
+  const at::Tensor scores = scores_of(query, for_heads(key, query), attention);
+  const at::Tensor output = scores.softmax(-1).matmul(for_heads(value, query));
+  return {output.to(query.scalar_type()), scores.logsumexp(-1)};
+}
+
+AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor& query,
+                                       const at::Tensor& key, const at::Tensor& value,
+                                       const AttentionResult& result, const Attention& attention) {
+  const at::Tensor keys = for_heads(key, query);
+  const at::Tensor values = for_heads(value, query);
+  const at::Tensor grads = wide(grad);
+  const at::Tensor probabilities =
+      scores_of(query, keys, attention).sub(result.log_sum.unsqueeze(-1)).exp();
+  const at::Tensor delta = grads.mul(wide(result.output)).sum(-1, /*keepdim=*/true);
+  const at::Tensor of_scores =
+      grads.matmul(values.transpose(-2, -1)).sub(delta).mul(probabilities).mul(attention.scale);
+  return {of_scores.matmul(keys).to(query.scalar_type()),
+          of_key_heads(of_scores.transpose(-2, -1).matmul(wide(query)), key),
+          of_key_heads(probabilities.transpose(-2, -1).matmul(grads), value)};
+}
+
+}  // namespace semitone::kernels::ref

@@ -1,0 +1,67 @@
+#include "src/nn/attention.h"
+
+#include "semitone/core/error.h"
+#include "src/nn/arguments.h"
+#include "src/nn/recorded_gradients.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+namespace semitone::nn {
+namespace {
+
+using kernels::Attention;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
+                            const at::Tensor& value, const Attention& settings) {
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    const auto result = kernels::attention(query, key, value, settings);
+    ctx->save_for_backward({query, key, value, result.output, result.log_sum});
+    ctx->saved_data["scale"] = settings.scale;
+    ctx->saved_data["causal"] = settings.causal;
+    return result.output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    enum Saved : std::size_t { kQuery, kKey, kValue, kOutput, kLogSum };
+    const variable_list saved = ctx->get_saved_variables();
+    const Attention settings{.scale = ctx->saved_data["scale"].toDouble(),
+                             .causal = ctx->saved_data["causal"].toBool()};
+    variable_list result;
+    if (at::GradMode::is_enabled()) {  // create_graph
+      result = recorded_gradients({saved[kQuery], saved[kKey], saved[kValue]}, gradients[0], [&] {
+        return kernels::ref::attention(saved[kQuery], saved[kKey], saved[kValue], settings).output;
+      });
+    } else {
+      const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+      const auto grads =
+          kernels::attention_gradients(gradients[0], saved[kQuery], saved[kKey], saved[kValue],
+                                       {saved[kOutput], saved[kLogSum]}, settings);
+      result = {grads.query, grads.key, grads.value};
+    }
+    result.emplace_back();  // of the settings
+    return result;
+  }
+};
+
+}  // namespace
+
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const Attention& settings) {
+  if (!kernels::has_attention_kernel(query, key, value, settings)) {
+    throw Error("nn.attention", "tensors (N, heads, length, D) in bfloat16 with a kernel",
+                c10::str("some of shapes ", query.sizes(), ", ", key.sizes(), " and ",
+                         value.sizes(), " in ", query.scalar_type()));
+  }
+  if (is_recorded({query, key, value}))
+    return AttentionFunction::apply(query, key, value, settings);
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  return kernels::attention(query, key, value, settings).output;
+}
+
+}  // namespace semitone::nn

@@ -1,0 +1,303 @@
+// Attention in blocks against its reference, and that against LibTorch's.
+
+#include "src/kernels/attention.h"
+
+#include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace semitone::kernels::attention_test {
+namespace {
+
+using test::expect_bitwise_equal;
+using test::near;
+using test::rounding_tolerance;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Sizes {
+  std::int64_t batch, heads, key_heads, queries, keys, size;
+};
+
+// Lengths around those of a block of queries (64) and of keys (128 and 512), and short ones; heads
+// that share keys; heads of various sizes.
+std::vector<Sizes> all_sizes() {
+  return {{2, 3, 3, 37, 53, 32},   {1, 2, 2, 1, 1, 16},       {1, 2, 1, 1, 130, 48},
+          {1, 4, 2, 64, 128, 64},  {2, 6, 2, 65, 129, 64},    {1, 3, 3, 130, 63, 80},
+          {1, 2, 2, 200, 527, 64}, {1, 1, 1, 127, 1100, 128}, {40, 1, 1, 20, 20, 16}};
+}
+
+// (N, heads, length, D), stored as (N, length, heads, D), as models make it.
+at::Tensor heads_of(std::int64_t batch, std::int64_t heads, std::int64_t length,
+                    std::int64_t size) {
+  return torch::randn({batch, length, heads, size}).to(torch::kBFloat16).transpose(1, 2);
+}
+
+struct Inputs {
+  explicit Inputs(const Sizes& sizes)
+      : query(heads_of(sizes.batch, sizes.heads, sizes.queries, sizes.size)),
+        key(heads_of(sizes.batch, sizes.key_heads, sizes.keys, sizes.size)),
+        value(heads_of(sizes.batch, sizes.key_heads, sizes.keys, sizes.size)),
+        grad(heads_of(sizes.batch, sizes.heads, sizes.queries, sizes.size)) {}
+
+  Inputs to(c10::ScalarType dtype) const {
+    Inputs result = *this;
+    for (at::Tensor* tensor : {&result.query, &result.key, &result.value, &result.grad})
+      *tensor = tensor->to(dtype);
+    return result;
+  }
+
+  at::Tensor query, key, value, grad;
+};
+
+std::vector<at::Tensor> list_of(const AttentionGradients& gradients) {
+  return {gradients.query, gradients.key, gradients.value};
+}
+
+std::vector<at::Tensor> gradients_of(const Inputs& in, const AttentionResult& result,
+                                     const Attention& attention) {
+  return list_of(attention_gradients(in.grad, in.query, in.key, in.value, result, attention));
+}
+
+// What rounding can do to results: of probabilities, of the result (and so of each query's sum over
+// grad * result), of the scores' gradients, and of their sums. In fp64.
+struct Bounds {
+  at::Tensor output;
+  std::vector<at::Tensor> gradients;
+};
+
+Bounds bounds_of(const Inputs& exact, const AttentionResult& want,
+                 const std::vector<at::Tensor>& gradients, const Attention& attention) {
+  const auto groups = exact.query.size(1) / exact.key.size(1);
+  const auto for_heads = [&](const at::Tensor& tensor) {
+    return tensor.repeat_interleave(groups, 1);
+  };
+  const auto of_key_heads = [&](const at::Tensor& tensor) {
+    return tensor.unflatten(1, {exact.key.size(1), groups}).sum(2);
+  };
+  const at::Tensor keys = for_heads(exact.key);
+  const at::Tensor values = for_heads(exact.value);
+  at::Tensor scores = exact.query.matmul(keys.transpose(-2, -1)).mul(attention.scale);
+  if (attention.causal)
+    scores.masked_fill_(torch::ones(scores.sizes(), torch::kBool).triu(1), -INFINITY);
+  const at::Tensor p = scores.sub(want.log_sum.unsqueeze(-1)).exp();
+  const at::Tensor delta = exact.grad.mul(want.output).sum(-1, true);
+  const at::Tensor of_delta = exact.grad.abs().mul(want.output.abs()).sum(-1, true);
+  const at::Tensor of_scores = exact.grad.matmul(values.transpose(-2, -1))
+                                   .sub(delta)
+                                   .abs()
+                                   .add(of_delta)
+                                   .mul(p)
+                                   .mul(attention.scale);
+  // In units of half an epsilon, with room for sums in fp32.
+  const double unit = rounding_tolerance(torch::kBFloat16) * 1.01;
+  // Probabilities below the smallest normal number of fp32 are 0.
+  constexpr double kSmall = 1e-30;
+  const at::Tensor query = of_scores.matmul(keys.abs());
+  const at::Tensor key = of_key_heads(of_scores.transpose(-2, -1).matmul(exact.query.abs()));
+  const at::Tensor value = of_key_heads(p.transpose(-2, -1).matmul(exact.grad.abs()));
+  const auto with_result = [&](const at::Tensor& terms, const at::Tensor& result) {
+    return terms.add(result.abs()).mul(unit).add(kSmall);
+  };
+  return {with_result(p.matmul(values.abs()), want.output),
+          {with_result(query, gradients[0]), with_result(key, gradients[1]),
+           with_result(value, gradients[2])}};
+}
+
+void expect_within(const at::Tensor& got, const at::Tensor& want, const at::Tensor& bound) {
+  EXPECT_EQ(got.scalar_type(), torch::kBFloat16);
+  ASSERT_EQ(got.sizes(), want.sizes());
+  const at::Tensor off = got.to(torch::kDouble).sub(want).abs();
+  EXPECT_TRUE(off.le(bound).all().item<bool>())
+      << "off by up to " << off.div(bound).max().item<double>() << " of what is allowed";
+  // Rounding errors mostly cancel.
+  EXPECT_LT(off.norm().item<double>(), 0.5 * bound.norm().item<double>());
+}
+
+// The reference in fp64 on the same numbers.
+void expect_as_defined(const Inputs& in, const Attention& attention) {
+  const AttentionResult got = kernels::attention(in.query, in.key, in.value, attention);
+  const Inputs exact = in.to(torch::kDouble);
+  const AttentionResult want = ref::attention(exact.query, exact.key, exact.value, attention);
+  const auto gradients = gradients_of(in, got, attention);
+  const auto wanted = gradients_of(exact, want, attention);
+  const Bounds bounds = bounds_of(exact, want, wanted, attention);
+  expect_within(got.output, want.output, bounds.output);
+  EXPECT_TRUE(near(got.log_sum, want.log_sum, test::reduction_tolerance(torch::kFloat, 64)));
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    SCOPED_TRACE(i);
+    expect_within(gradients[i], wanted[i], bounds.gradients[i]);
+  }
+}
+
+TEST(Attention, TheReferenceIsLibTorchsWithItsGradients) {
+  torch::manual_seed(1);
+  for (const bool causal : {false, true}) {
+    const Inputs in = Inputs({2, 4, 2, 5, 7, 16}).to(torch::kDouble);
+    const Attention settings{.scale = 0.3, .causal = causal};
+    const std::vector<at::Tensor> leaves{in.query.clone().requires_grad_(),
+                                         in.key.clone().requires_grad_(),
+                                         in.value.clone().requires_grad_()};
+    const at::Tensor want = std::get<0>(at::_scaled_dot_product_attention_math(
+        leaves[0], leaves[1], leaves[2], {}, 0, causal, {}, settings.scale, /*enable_gqa=*/true));
+    const AttentionResult got = ref::attention(in.query, in.key, in.value, settings);
+    EXPECT_TRUE(near(got.output, want, 1e-12));
+    EXPECT_TRUE(
+        near(list_of(ref::attention_gradients(in.grad, in.query, in.key, in.value, got, settings)),
+             torch::autograd::grad({want}, leaves, {in.grad}), 1e-12));
+  }
+}
+
+// With the vectors of each instruction set of this processor. Where the processor has no products
+// in bf16 this is the reference in fp32.
+class AttentionOn : public testing::TestWithParam<std::int64_t> {
+ protected:
+  void SetUp() override { hwy::SetSupportedTargetsForTest(GetParam()); }
+  void TearDown() override { hwy::SetSupportedTargetsForTest(0); }
+};
+
+TEST_P(AttentionOn, EqualsItsDefinition) {
+  torch::manual_seed(2);
+  for (const Sizes& sizes : all_sizes()) {
+    for (const bool causal : {false, true}) {
+      SCOPED_TRACE(c10::str(sizes.queries, " queries, ", sizes.keys, " keys, size ", sizes.size,
+                            causal ? ", causal" : ""));
+      expect_as_defined(Inputs(sizes), {.scale = 1 / std::sqrt(static_cast<double>(sizes.size)),
+                                        .causal = causal});
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, AttentionOn,
+                         testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
+                         [](const auto& target) { return hwy::TargetName(target.param); });
+
+TEST(Attention, LargeScoresDoNotOverflow) {
+  torch::manual_seed(3);
+  Inputs in({1, 2, 2, 70, 600, 32});
+  in.query *= 64;  // scores up to about 1000, each of them a probability of 0 or 1
+  expect_as_defined(in, {.scale = 1, .causal = false});
+  expect_as_defined(in, {.scale = 1, .causal = true});
+}
+
+TEST(Attention, ReadsAnyLayout) {
+  torch::manual_seed(4);
+  Inputs in({2, 2, 2, 30, 40, 32});
+  const Attention settings{.scale = 0.2};
+  const auto want = kernels::attention(in.query, in.key, in.value, settings);
+  const auto wanted = gradients_of(in, want, settings);
+  const auto expect_the_same = [&] {
+    const auto got = kernels::attention(in.query, in.key, in.value, settings);
+    expect_bitwise_equal(got.output, want.output);
+    expect_bitwise_equal(gradients_of(in, got, settings), wanted);
+  };
+  in.query = in.query.contiguous();
+  in.key = in.key.transpose(2, 3).contiguous().transpose(2, 3);
+  expect_the_same();
+  in.value = torch::cat({in.value, in.value}, 3).slice(3, 0, 64, 2).mul(0).add(in.value);
+  in.grad = torch::stack({in.grad, in.grad}, -1).select(-1, 0);
+  expect_the_same();
+  // One row, element or head for all.
+  in.grad = torch::ones({1, 1, 1, 1}, torch::kBFloat16).expand(in.query.sizes());
+  const auto of_ones = gradients_of(in, want, settings);
+  in.grad = in.grad.contiguous();
+  expect_bitwise_equal(of_ones, gradients_of(in, want, settings));
+  const at::Tensor key = in.key.slice(1, 0, 1);
+  const auto expanded =
+      kernels::attention(in.query, key.expand(in.key.sizes()), in.value, settings);
+  expect_bitwise_equal(
+      expanded.output,
+      kernels::attention(in.query, key.expand(in.key.sizes()).contiguous(), in.value, settings)
+          .output);
+}
+
+TEST(Attention, ThreadsHaveNoPartInTheResults) {
+  const int before = at::get_num_threads();
+  torch::manual_seed(5);
+  // One key head, whose queries are shared by threads, and many.
+  for (const Sizes& sizes : {Sizes{1, 3, 1, 300, 300, 32}, Sizes{6, 8, 8, 100, 90, 32}}) {
+    const Inputs in(sizes);
+    const Attention settings{.scale = 0.2, .causal = true};
+    at::set_num_threads(1);
+    const auto want = kernels::attention(in.query, in.key, in.value, settings);
+    const auto wanted = gradients_of(in, want, settings);
+    for (const int threads : {2, 3, 5}) {
+      at::set_num_threads(threads);
+      const auto got = kernels::attention(in.query, in.key, in.value, settings);
+      expect_bitwise_equal(got.output, want.output);
+      expect_bitwise_equal(got.log_sum, want.log_sum);
+      expect_bitwise_equal(gradients_of(in, got, settings), wanted);
+    }
+  }
+  at::set_num_threads(before);
+}
+
+// A NaN or an infinity reaches all that depends on it. It may also reach what multiplies it by a
+// probability of 0, as in LibTorch.
+TEST(Attention, NansAndInfinitiesAreNotLost) {
+  torch::manual_seed(6);
+  const Attention settings{.scale = 0.2, .causal = true};
+  const Inputs whole({1, 1, 1, 150, 150, 16});
+  const auto clean = kernels::attention(whole.query, whole.key, whole.value, settings);
+  const auto broken_rows = [](const at::Tensor& tensor) {
+    return tensor.isfinite().logical_not().any(-1).flatten();
+  };
+  for (const float value : {kNan, kInfinity}) {
+    Inputs in = whole;
+    in.query = in.query.clone();
+    in.query.select(2, 40).fill_(value);
+    const auto output = kernels::attention(in.query, in.key, in.value, settings).output;
+    EXPECT_TRUE(broken_rows(output).nonzero().flatten().equal(torch::tensor({std::int64_t{40}})));
+    const at::Tensor others = broken_rows(output).logical_not();
+    expect_bitwise_equal(output.flatten(0, 2).index({others}),
+                         clean.output.flatten(0, 2).index({others}));
+    for (const bool is_key : {true, false}) {
+      in = whole;
+      at::Tensor& changed = is_key ? in.key : in.value;
+      changed = changed.clone();
+      changed.select(2, 141).fill_(value);
+      const auto with_key = kernels::attention(in.query, in.key, in.value, settings).output;
+      // -inf times a query's negative sum may be a probability of 0, so only NaN is certain.
+      if (is_key && value == kInfinity) continue;
+      EXPECT_TRUE(broken_rows(with_key).slice(0, 141).all().item<bool>()) << is_key;
+      EXPECT_FALSE(broken_rows(with_key).slice(0, 0, 128).any().item<bool>()) << is_key;
+    }
+  }
+  Inputs in = whole;
+  in.grad = in.grad.clone();
+  in.grad.select(2, 10).fill_(kNan);
+  const auto gradients = gradients_of(in, clean, settings);
+  EXPECT_TRUE(
+      broken_rows(gradients[0]).nonzero().flatten().equal(torch::tensor({std::int64_t{10}})));
+  EXPECT_TRUE(broken_rows(gradients[1]).slice(0, 0, 11).all().item<bool>());
+  EXPECT_TRUE(broken_rows(gradients[2]).slice(0, 0, 11).all().item<bool>());
+}
+
+TEST(Attention, OtherTensorsHaveNoKernel) {
+  const Inputs in({1, 2, 2, 4, 4, 16});
+  const Attention settings{.scale = 0.25};
+  EXPECT_FALSE(has_attention_kernel(in.query.to(torch::kFloat), in.key.to(torch::kFloat),
+                                    in.value.to(torch::kFloat), settings));
+  EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value, {.scale = -1}));
+  EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value, {.scale = kNan}));
+  EXPECT_FALSE(has_attention_kernel(in.query.slice(3, 0, 12), in.key.slice(3, 0, 12),
+                                    in.value.slice(3, 0, 12), settings));
+  EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value.slice(2, 0, 3), settings));
+  EXPECT_FALSE(has_attention_kernel(in.query.slice(2, 0, 0), in.key, in.value, settings));
+}
+
+}  // namespace
+}  // namespace semitone::kernels::attention_test
