@@ -64,6 +64,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   flags->width = encoder.width();
   flags->heads = encoder.heads();
   flags->vocabulary = encoder.vocabulary();
+  flags->dropout = encoder.dropout();
   flags->check_steps = defaults.check_steps();
   flags->warm_up = defaults.warm_up();
 
@@ -93,6 +94,10 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
               "Attention heads of encoder: a divisor of the width");
   add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost,
               "Size of encoder's vocabulary");
+  add.number(
+      "--dropout", flags->dropout,
+      [](double probability) { return probability >= 0 && probability < 1; }, "from 0 to below 1",
+      "Dropout probability of encoder in the measured steps; the check runs without dropout");
   add.integer("--check-steps", flags->check_steps, 2, kBenchMost,
               "Number of losses to compare with float32's");
   add.integer("--warm-up", flags->warm_up, 1, kBenchMost, "Number of steps before timing starts");
@@ -116,7 +121,8 @@ void check(const BenchFlags& flags, const CLI::App& command) {
   if (!train::find_workload(flags.workload).has_images)
     refuse("--memory-format", join_names(image_workloads(), " or "), flags.workload);
   if (flags.workload != "encoder") {
-    for (const char* const flag : {"--length", "--layers", "--width", "--heads", "--vocabulary"})
+    for (const char* const flag :
+         {"--length", "--layers", "--width", "--heads", "--vocabulary", "--dropout"})
       refuse(flag, "encoder", flags.workload);
   }
   if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
@@ -148,7 +154,8 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
       .width(flags.width)
       .heads(flags.heads)
       .ffn(kFfnPerWidth * flags.width)
-      .vocabulary(flags.vocabulary);
+      .vocabulary(flags.vocabulary)
+      .dropout(flags.dropout);
   options.encoder().max_positions(std::max(options.encoder().max_positions(), flags.length));
   if (flags.batch_size > 0) options.batch_size(flags.batch_size);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));

@@ -32,6 +32,7 @@ struct BenchFlags {
   std::int64_t width;
   std::int64_t heads;
   std::int64_t vocabulary;
+  double dropout;
   std::int64_t check_steps;
   std::int64_t warm_up;
   std::int64_t rounds = 10;

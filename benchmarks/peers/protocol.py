@@ -30,6 +30,7 @@ def parse(modes):
     parser.add_argument("--device", default="cpu")
     for flag, default in {"--threads": 0, "--batch-size": 0, "--seed": 0, "--check-steps": 4, "--warm-up": 2, **SIZES}.items():
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--dropout", type=float, default=DROPOUT)
     parser.add_argument("--json")
     options = parser.parse_args()
     options.batch_size = options.batch_size or BATCH_SIZES[options.workload]
@@ -64,7 +65,7 @@ def drive(options, make_training, versions):
     losses = first_losses(make_training(0.0), options.check_steps)
     if not losses[-1] < losses[0]:
         sys.exit(f"expected losses that fall, got {losses}")
-    training = make_training(DROPOUT)
+    training = make_training(options.dropout)
     for _ in range(options.warm_up):
         step(training)
     print("ready", flush=True)

@@ -138,6 +138,25 @@ TEST(BenchCommand, TrainsResNet50) {
   EXPECT_GT(result.at("tensor_mb").at("peak"), 3 * 97) << "weights, gradients, momentum";
 }
 
+// The check runs without dropout, on the same batch and weights.
+TEST(BenchCommand, WithoutDropoutTheMeasuredStepsContinueThoseOfTheCheck) {
+  const auto losses = [](const Words& more) {
+    Words words = encoder({"--warm-up", "2", "--rounds", "2", "--json"});
+    words.insert(words.end(), more.begin(), more.end());
+    const ProcessResult finished = run(words);
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    const json result = json::parse(finished.out);
+    return std::pair{result.at("losses"), result.at("check").at("losses")};
+  };
+  const auto [without, check] = losses({"--dropout", "0"});
+  EXPECT_EQ(without, json({check.at(2), check.at(3)}));
+  const auto [by_default, same_check] = losses({});
+  EXPECT_EQ(same_check, check);
+  EXPECT_NE(by_default, without);
+  EXPECT_EQ(losses({"--dropout", "0.1"}).first, by_default);
+  EXPECT_NE(losses({"--dropout", "0.5"}).first, by_default);
+}
+
 TEST(BenchCommand, RunsUnderEveryPolicy) {
   for (const char* policy : {"torch", "apex", "paddle", "none"}) {
     const ProcessResult finished = run(encoder({"--policy", policy, "--rounds", "1", "--json"}));
@@ -207,6 +226,9 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
       {{"mnist", "--image-size", "32"}, "expected --image-size with resnet50 only, got mnist"},
       {{"resnet50", "--image-size", "16"}, "expected --image-size from 32"},
       {{"resnet50", "--layers", "2"}, "expected --layers with encoder only, got resnet50"},
+      {{"mnist", "--dropout", "0"}, "expected --dropout with encoder only, got mnist"},
+      {{"encoder", "--dropout", "1"}, "expected --dropout from 0 to below 1, got '1'"},
+      {{"encoder", "--dropout", "-0.1"}, "expected --dropout from 0 to below 1, got '-0.1'"},
       {{"encoder", "--memory-format", "nhwc"},
        "expected --memory-format with mnist or resnet50 only, got encoder"},
       {{"mnist", "--opt-level", "O2", "--policy", "torch"},
