@@ -46,6 +46,12 @@ void require_size(std::string_view name, std::int64_t size, std::string_view com
   throw Error(component, std::string(name) + " of at least 1", std::to_string(size));
 }
 
+void require_tokens(const at::Tensor& tokens, std::string_view component) {
+  if (tokens.dim() == 2 && tokens.scalar_type() == torch::kLong) return;
+  throw Error(component, "int64 tokens (N, length)",
+              c10::str(dtype_name(tokens.scalar_type()), " of sizes ", tokens.sizes()));
+}
+
 void check_layers(const EncoderOptions& options, std::string_view component) {
   require_size("layers", options.layers(), component);
   require_size("width", options.width(), component);
@@ -127,10 +133,7 @@ void EncoderImpl::reset() {
 }
 
 at::Tensor EncoderImpl::forward(const at::Tensor& tokens) {
-  if (tokens.dim() != 2 || tokens.scalar_type() != torch::kLong) {
-    throw Error(kEncoder, "int64 tokens (N, length)",
-                c10::str(dtype_name(tokens.scalar_type()), " of sizes ", tokens.sizes()));
-  }
+  require_tokens(tokens, kEncoder);
   const std::int64_t length = tokens.size(1);
   if (length < 1 || length > options_.max_positions()) {
     throw Error(kEncoder,

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <string_view>
 
-// What Encoder and ViT share.
+// What Encoder and ViT share; Decoder uses the checks.
 namespace semitone::zoo {
 
 // The standard deviation of initial weights.
@@ -28,6 +28,9 @@ torch::nn::LayerNorm layer_norm(std::int64_t width, double eps);
 
 // Error of the component for a size below 1.
 void require_size(std::string_view name, std::int64_t size, std::string_view component);
+
+// Error of the component for tokens that are not (N, length) or not int64.
+void require_tokens(const at::Tensor& tokens, std::string_view component);
 
 // Error of the component for layers, width, heads, ffn or dropout that make no sense.
 void check_layers(const EncoderOptions& options, std::string_view component);
