@@ -182,8 +182,9 @@ Workload make_workload(const BenchFlags& flags) {
   } catch (const DivergedError&) {
     throw;
   } catch (const Error& error) {
-    // The encoder's constructor checks its sizes.
-    if (error.component() == "zoo.encoder") throw UsageError(error);
+    // The constructors check their sizes.
+    if (error.component() == "zoo.encoder" || error.component() == "zoo.decoder")
+      throw UsageError(error);
     throw;
   }
 }

@@ -17,8 +17,16 @@
 namespace semitone::cli {
 namespace {
 
-// Width of the feed-forward part relative to the token's, as in BERT.
-constexpr std::int64_t kFfnPerWidth = 4;
+// Width of the feed-forward part for a width of tokens: BERT's.
+std::int64_t encoder_ffn(std::int64_t width) {
+  return 4 * width;
+}
+
+// Llama's: 8/3 of the width, rounded up to a multiple of 256.
+std::int64_t decoder_ffn(std::int64_t width) {
+  constexpr std::int64_t kMultiple = 256;
+  return (8 * width / 3 + kMultiple - 1) / kMultiple * kMultiple;
+}
 
 constexpr auto kBenchFooter =
     R"(Before anything is timed, the first losses must match float32's within a tolerance, which is printed.
@@ -32,17 +40,27 @@ Examples:
   semitone bench mnist
   semitone bench resnet50 --opt-level O2 --optimizer torch --json resnet50.json
   semitone bench encoder --layers 1 --width 64 --heads 4 --vocabulary 500 --length 16
+  semitone bench decoder --length 1024 --batch-size 2
   echo step 10 | semitone bench mnist --steps-from-stdin
 
 )";
 
-// The workloads that train on images.
-std::vector<train::WorkloadChoice> image_workloads() {
+// The workloads that train on images, or those on sequences: "mnist or resnet50".
+std::string workloads_with(bool images) {
   std::vector<train::WorkloadChoice> result;
   for (const auto& workload : train::workloads()) {
-    if (workload.has_images) result.push_back(workload);
+    if (workload.has_images == images) result.push_back(workload);
   }
-  return result;
+  return join_names(result, " or ");
+}
+
+// Sets the sizes that the command line has.
+template <typename Options>
+void set_sizes(Options& model, const BenchFlags& flags) {
+  if (flags.layers > 0) model.layers(flags.layers);
+  if (flags.width > 0) model.width(flags.width);
+  if (flags.heads > 0) model.heads(flags.heads);
+  if (flags.vocabulary > 0) model.vocabulary(flags.vocabulary);
 }
 
 std::string footer() {
@@ -57,14 +75,8 @@ std::string footer() {
 std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   const auto flags = std::make_shared<BenchFlags>();
   const train::WorkloadOptions defaults("encoder");
-  const zoo::EncoderOptions& encoder = defaults.encoder();
   flags->image_size = defaults.image_size();
-  flags->length = defaults.length();
-  flags->layers = encoder.layers();
-  flags->width = encoder.width();
-  flags->heads = encoder.heads();
-  flags->vocabulary = encoder.vocabulary();
-  flags->dropout = encoder.dropout();
+  flags->dropout = defaults.encoder().dropout();
   flags->check_steps = defaults.check_steps();
   flags->warm_up = defaults.warm_up();
 
@@ -86,14 +98,18 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.integer("--batch-size", flags->batch_size, 0, kBenchMost,
               "Images or sequences per step; 0: the workload's default");
   add.integer("--image-size", flags->image_size, 32, 4096, "Height and width of resnet50's images");
-  add.integer("--length", flags->length, 1, kBenchMost, "Tokens per sequence of encoder");
-  add.integer("--layers", flags->layers, 1, 1000, "Layers of encoder");
-  add.integer("--width", flags->width, 1, kBenchMost,
-              "Size of a token's vector in encoder; the feed-forward part is four times as wide");
-  add.integer("--heads", flags->heads, 1, kBenchMost,
-              "Attention heads of encoder: a divisor of the width");
-  add.integer("--vocabulary", flags->vocabulary, 1, 10 * kBenchMost,
-              "Size of encoder's vocabulary");
+  add.integer("--length", flags->length, 0, kBenchMost,
+              "Tokens per sequence of encoder or decoder; 0: the workload's default");
+  add.integer("--layers", flags->layers, 0, 1000,
+              "Layers of encoder or decoder; 0: the workload's default");
+  add.integer("--width", flags->width, 0, kBenchMost,
+              "Size of a token's vector in encoder or decoder; the feed-forward part is 4 times as "
+              "wide, or 8/3 times in decoder; 0: the workload's default");
+  add.integer("--heads", flags->heads, 0, kBenchMost,
+              "Attention heads of encoder or decoder: a divisor of the width; 0: the workload's "
+              "default");
+  add.integer("--vocabulary", flags->vocabulary, 0, 10 * kBenchMost,
+              "Size of the vocabulary of encoder or decoder; 0: the workload's default");
   add.number(
       "--dropout", flags->dropout,
       [](double probability) { return probability >= 0 && probability < 1; }, "from 0 to below 1",
@@ -118,12 +134,12 @@ void check(const BenchFlags& flags, const CLI::App& command) {
       throw UsageError(kBench, std::string(flag) + " with " + expected + " only", got);
   };
   if (flags.workload != "resnet50") refuse("--image-size", "resnet50", flags.workload);
-  if (!train::find_workload(flags.workload).has_images)
-    refuse("--memory-format", join_names(image_workloads(), " or "), flags.workload);
-  if (flags.workload != "encoder") {
-    for (const char* const flag :
-         {"--length", "--layers", "--width", "--heads", "--vocabulary", "--dropout"})
-      refuse(flag, "encoder", flags.workload);
+  if (flags.workload != "encoder") refuse("--dropout", "encoder", flags.workload);
+  if (train::find_workload(flags.workload).has_images) {
+    for (const char* const flag : {"--length", "--layers", "--width", "--heads", "--vocabulary"})
+      refuse(flag, workloads_with(false), flags.workload);
+  } else {
+    refuse("--memory-format", workloads_with(true), flags.workload);
   }
   if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
   if (flags.steps_from_stdin) {
@@ -145,18 +161,18 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
       .split_masters(flags.optimizer == "split-masters" || flags.optimizer == "bf16-state")
       .bf16_state(flags.optimizer == "bf16-state")
       .image_size(flags.image_size)
-      .length(flags.length)
       .seed(static_cast<std::uint64_t>(flags.seed))
       .check_steps(flags.check_steps)
       .warm_up(flags.warm_up);
-  options.encoder()
-      .layers(flags.layers)
-      .width(flags.width)
-      .heads(flags.heads)
-      .ffn(kFfnPerWidth * flags.width)
-      .vocabulary(flags.vocabulary)
-      .dropout(flags.dropout);
-  options.encoder().max_positions(std::max(options.encoder().max_positions(), flags.length));
+  if (flags.length > 0) options.length(flags.length);
+  zoo::EncoderOptions& encoder = options.encoder();
+  set_sizes(encoder, flags);
+  encoder.ffn(encoder_ffn(encoder.width()))
+      .dropout(flags.dropout)
+      .max_positions(std::max(encoder.max_positions(), options.length()));
+  zoo::DecoderOptions& decoder = options.decoder();
+  set_sizes(decoder, flags);
+  decoder.ffn(decoder_ffn(decoder.width()));
   if (flags.batch_size > 0) options.batch_size(flags.batch_size);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.opt_level == "O1" && flags.policy != "semitone") {

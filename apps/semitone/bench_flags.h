@@ -27,11 +27,11 @@ struct BenchFlags {
   std::string optimizer = "fused";
   std::int64_t batch_size = 0;  // 0: the workload's
   std::int64_t image_size;
-  std::int64_t length;
-  std::int64_t layers;
-  std::int64_t width;
-  std::int64_t heads;
-  std::int64_t vocabulary;
+  std::int64_t length = 0;  // these, too
+  std::int64_t layers = 0;
+  std::int64_t width = 0;
+  std::int64_t heads = 0;
+  std::int64_t vocabulary = 0;
   double dropout;
   std::int64_t check_steps;
   std::int64_t warm_up;

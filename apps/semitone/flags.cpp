@@ -44,7 +44,7 @@ std::string remedy_for_choice(const std::string& text, const std::vector<std::st
   return text.size() < 3 ? "" : did_you_mean(text, choices);
 }
 
-// The missing argument: "a workload: mnist|resnet50|encoder".
+// The missing argument: "a workload: mnist|resnet50|…".
 std::string missing_argument(const CLI::App& command) {
   for (const CLI::Option* const option : command.get_options()) {
     if (option->get_required() && option->count() == 0)

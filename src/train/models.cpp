@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "semitone/zoo/convnet.h"
+#include "semitone/zoo/decoder.h"
 #include "semitone/zoo/encoder.h"
 #include "semitone/zoo/resnet18.h"
 #include "semitone/zoo/resnet50.h"
@@ -137,12 +138,22 @@ FixedBatch masked_tokens(const WorkloadOptions& options, const at::Generator& ge
   return {tokens.masked_fill(masked, kMaskToken), tokens.flatten()};
 }
 
+// Random tokens, with the token after each one as its label.
+FixedBatch following_tokens(const WorkloadOptions& options, const at::Generator& generator) {
+  const at::Tensor tokens =
+      torch::randint(options.decoder().vocabulary(), {options.batch_size(), options.length() + 1},
+                     generator, torch::kLong);
+  return {tokens.narrow(1, 0, options.length()).contiguous(),
+          tokens.narrow(1, 1, options.length()).flatten()};
+}
+
 constexpr std::array kWorkloads{
     WorkloadChoice{
         .name = "mnist",
         .help = "the ConvNet, 100 images of 28 x 28, SGD with momentum",
         .has_images = true,
         .batch_size = 100,
+        .length = 0,
         .optimizer = "sgd",
         .weight_decay = 0,
         .lr = 0.01,
@@ -155,6 +166,7 @@ constexpr std::array kWorkloads{
                    .help = "ResNet-50, 16 images of 224 x 224, SGD with momentum",
                    .has_images = true,
                    .batch_size = 16,
+                   .length = 0,
                    .optimizer = "sgd",
                    .weight_decay = 0,
                    .lr = 0.001,
@@ -167,16 +179,31 @@ constexpr std::array kWorkloads{
                                               kImageNetClasses, generator);
                        }},
     WorkloadChoice{.name = "encoder",
-                   .help = "BERT's layers, 8 x 128 tokens, 18000 words, AdamW, dropout 0.1",
+                   .help = "BERT's layers: 4 of width 1024 with 16 heads, 8 x 128 tokens, 18000 "
+                           "words, AdamW, dropout 0.1",
                    .has_images = false,
                    .batch_size = 8,
+                   .length = 128,
                    .optimizer = "adamw",
                    .weight_decay = 0.01,
                    .lr = 1e-4,
                    .make_model = [](const WorkloadOptions& options) -> Classifier {
                      return zoo::Encoder(options.encoder());
                    },
-                   .make_batch = masked_tokens}};
+                   .make_batch = masked_tokens},
+    WorkloadChoice{.name = "decoder",
+                   .help = "Llama's layers: 4 of width 768 with 12 heads, 4 x 512 tokens, 18000 "
+                           "words, AdamW",
+                   .has_images = false,
+                   .batch_size = 4,
+                   .length = 512,
+                   .optimizer = "adamw",
+                   .weight_decay = 0.01,
+                   .lr = 1e-4,
+                   .make_model = [](const WorkloadOptions& options) -> Classifier {
+                     return zoo::Decoder(options.decoder());
+                   },
+                   .make_batch = following_tokens}};
 
 }  // namespace
 

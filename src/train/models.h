@@ -46,6 +46,7 @@ struct WorkloadChoice {
   std::string_view help;    // for the program's help: "ResNet-50, 16 images of 224 x 224, …"
   bool has_images;          // otherwise sequences of tokens
   std::int64_t batch_size;  // default
+  std::int64_t length;      // of a sequence; default. 0 for images
   // sgd, with a momentum of 0.9, or adamw: a name in optimizers() that "fused-" may precede.
   std::string_view optimizer;
   double weight_decay;
@@ -59,9 +60,11 @@ struct WorkloadChoice {
 // | mnist    | zoo::ConvNet    | 100 images of 28 x 28 | SGD, momentum 0.9        |
 // | resnet50 | zoo::ResNet50   | 16 images of 224²     | SGD, momentum 0.9        |
 // | encoder  | zoo::Encoder    | 8 x 128 tokens        | AdamW, weight decay 0.01 |
+// | decoder  | zoo::Decoder    | 4 x 512 tokens        | AdamW, weight decay 0.01 |
 //
-// Images are normal noise with random labels. ResNet-50 has a residual_gain of 0.2. 15 % of the
-// encoder's tokens are masked (token 0), and its loss covers all tokens.
+// Images are normal noise with random labels. ResNet-50 has a residual_gain of 0.2. Tokens are
+// random. 15 % of the encoder's are masked (token 0), and its loss covers all tokens. The decoder
+// predicts the token that follows each token.
 std::span<const WorkloadChoice> workloads();
 
 // Error for a name that no workload has.

@@ -53,7 +53,7 @@ void check_options(const WorkloadOptions& options) {
   };
   require("batch_size", options.batch_size(), 1);
   require("image_size", options.image_size(), 32);
-  require("length", options.length(), 1);
+  if (!options.workload().has_images) require("length", options.length(), 1);
   require("check_steps", options.check_steps(), 2);
   require("warm_up", options.warm_up(), 1);
   precision_of(options).check(kWorkload);
@@ -218,7 +218,7 @@ WorkloadCheck prove(const WorkloadOptions& options) {
 WorkloadOptions::WorkloadOptions(std::string_view name) : WorkloadOptions(find_workload(name)) {}
 
 WorkloadOptions::WorkloadOptions(const WorkloadChoice& workload)
-    : batch_size_(workload.batch_size), workload_(&workload) {}
+    : batch_size_(workload.batch_size), length_(workload.length), workload_(&workload) {}
 
 double WorkloadCheck::difference() const {
   double largest = 0;

@@ -2,6 +2,7 @@
 
 #include "semitone/amp/opt_level.h"
 #include "semitone/autocast/cast_policy.h"
+#include "semitone/zoo/decoder.h"
 #include "semitone/zoo/encoder.h"
 #include "src/train/memory_format.h"
 
@@ -48,9 +49,10 @@ class WorkloadOptions {
   TORCH_ARG(std::int64_t, batch_size);
   // Height and width of resnet50's images, at least 32.
   TORCH_ARG(std::int64_t, image_size) = 224;
-  // Tokens per sequence of the encoder.
-  TORCH_ARG(std::int64_t, length) = 128;
+  // Tokens per sequence of encoder and decoder.
+  TORCH_ARG(std::int64_t, length);
   TORCH_ARG(zoo::EncoderOptions, encoder);
+  TORCH_ARG(zoo::DecoderOptions, decoder);
 
   // Random seed of weights, data and dropout.
   TORCH_ARG(std::uint64_t, seed) = 0;

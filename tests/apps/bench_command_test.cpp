@@ -157,6 +157,20 @@ TEST(BenchCommand, WithoutDropoutTheMeasuredStepsContinueThoseOfTheCheck) {
   EXPECT_NE(losses({"--dropout", "0.5"}).first, by_default);
 }
 
+TEST(BenchCommand, TrainsTheDecoder) {
+  const ProcessResult finished =
+      run({"decoder", "--batch-size", "2", "--layers",     "1",   "--width",     "96", "--heads",
+           "4",       "--length",     "8", "--vocabulary", "100", "--opt-level", "O0", "--threads",
+           "1",       "--rounds",     "1", "--json"});
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  const json result = json::parse(finished.out);
+  EXPECT_EQ(result.at("items"), "tokens");
+  EXPECT_EQ(result.at("items_per_step"), 16);
+  // 8/3 of the width is a multiple of 256.
+  const double weights = 100 * 96 + 4 * 96 * 96 + 3 * 96 * 256 + 3 * 96;
+  EXPECT_NEAR(result.at("tensor_mb").at("parameters").get<double>(), 4 * weights / (1 << 20), 1e-9);
+}
+
 TEST(BenchCommand, RunsUnderEveryPolicy) {
   for (const char* policy : {"torch", "apex", "paddle", "none"}) {
     const ProcessResult finished = run(encoder({"--policy", policy, "--rounds", "1", "--json"}));
@@ -211,8 +225,8 @@ TEST(BenchCommand, AnythingElseOnStandardInputIsCode2) {
 
 TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
   const std::vector<std::pair<Words, std::string>> cases{
-      {{}, "[cli.bench] expected a workload: mnist|resnet50|encoder, got none"},
-      {{"bert"}, "expected workload to be one of mnist, resnet50, encoder, got 'bert'"},
+      {{}, "[cli.bench] expected a workload: mnist|resnet50|encoder|decoder, got none"},
+      {{"bert"}, "expected workload to be one of mnist, resnet50, encoder, decoder, got 'bert'"},
       {{"mnist", "encoder"}, "expected flags of this command, got 'encoder'"},
       {{"mnist", "--opt-level", "all"}, "expected --opt-level to be one of O0, O1, O2, O3"},
       {{"mnist", "--dtype", "fp8"}, "expected --dtype to be one of auto, bf16, fp16"},
@@ -225,7 +239,10 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
       {{"mnist", "--check-steps", "1"}, "expected --check-steps from 2"},
       {{"mnist", "--image-size", "32"}, "expected --image-size with resnet50 only, got mnist"},
       {{"resnet50", "--image-size", "16"}, "expected --image-size from 32"},
-      {{"resnet50", "--layers", "2"}, "expected --layers with encoder only, got resnet50"},
+      {{"resnet50", "--layers", "2"},
+       "expected --layers with encoder or decoder only, got resnet50"},
+      {{"decoder", "--layers", "-1"}, "expected --layers from 0"},
+      {{"decoder", "--dropout", "0"}, "expected --dropout with encoder only, got decoder"},
       {{"mnist", "--dropout", "0"}, "expected --dropout with encoder only, got mnist"},
       {{"encoder", "--dropout", "1"}, "expected --dropout from 0 to below 1, got '1'"},
       {{"encoder", "--dropout", "-0.1"}, "expected --dropout from 0 to below 1, got '-0.1'"},
@@ -247,9 +264,11 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
     EXPECT_EQ(std::count(finished.err.begin(), finished.err.end(), '\n'), 1);
   }
   // Known only where the model is made.
-  const ProcessResult finished = run({"encoder", "--width", "32", "--heads", "5"});
-  EXPECT_EQ(finished.status.code, 2);
-  EXPECT_THAT(finished.err, HasSubstr("a width that is a multiple of heads, got 32 and 5"));
+  for (const char* workload : {"encoder", "decoder"}) {
+    const ProcessResult finished = run({workload, "--width", "32", "--heads", "5"});
+    EXPECT_EQ(finished.status.code, 2);
+    EXPECT_THAT(finished.err, HasSubstr("a width that is a multiple of heads, got 32 and 5"));
+  }
 }
 
 TEST(BenchCommand, AProofThatFailsIsCode1) {

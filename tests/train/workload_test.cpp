@@ -6,6 +6,7 @@
 #include "src/train/models.h"
 #include "tests/support/errors.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -29,6 +30,7 @@ WorkloadOptions small(std::string_view name, OptLevel level,
   options.opt_level(level).dtype(dtype).image_size(64).length(16);
   if (name == "resnet50") options.batch_size(8).check_steps(2).warm_up(1);
   options.encoder().layers(1).width(32).heads(4).ffn(64).vocabulary(100);
+  options.decoder().layers(1).width(32).heads(4).ffn(64).vocabulary(100);
   return options;
 }
 
@@ -40,7 +42,7 @@ std::int64_t size_of(const WorkloadOptions& options) {
 }
 
 TEST(Workload, NamesGoBothWays) {
-  for (const std::string_view name : {"mnist", "resnet50", "encoder"})
+  for (const std::string_view name : {"mnist", "resnet50", "encoder", "decoder"})
     EXPECT_EQ(WorkloadOptions(name).workload().name, name);
   test::expect_error([] { WorkloadOptions("bert"); }, {"[train.workload] expected one of " +
                                                        join_names(workloads()) + ", got 'bert'"});
@@ -52,10 +54,22 @@ TEST(Workload, DefaultsAreTheTables) {
   EXPECT_EQ(WorkloadOptions("resnet50").image_size(), 224);
   EXPECT_EQ(WorkloadOptions("encoder").batch_size(), 8);
   EXPECT_EQ(WorkloadOptions("encoder").length(), 128);
+  EXPECT_EQ(WorkloadOptions("decoder").batch_size(), 4);
+  EXPECT_EQ(WorkloadOptions("decoder").length(), 512);
+}
+
+TEST(Workload, TheDecoderPredictsTheTokenThatFollows) {
+  const auto options = small("decoder", OptLevel::O0).batch_size(3);
+  const auto generator = at::detail::createCPUGenerator(7);
+  const FixedBatch batch = options.workload().make_batch(options, generator);
+  EXPECT_EQ(batch.inputs.sizes(), (std::vector<std::int64_t>{3, 16}));
+  const at::Tensor labels = batch.labels.view({3, 16});
+  EXPECT_TRUE(torch::equal(labels.narrow(1, 0, 15), batch.inputs.narrow(1, 1, 15)));
+  EXPECT_FALSE(torch::equal(labels.select(1, 15), batch.inputs.select(1, 15)));
 }
 
 TEST(Workload, ProvesItselfAtEveryLevel) {
-  for (const std::string_view name : {"mnist", "encoder"}) {
+  for (const std::string_view name : {"mnist", "encoder", "decoder"}) {
     for (const auto level : {OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3}) {
       for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
         for (const bool fused : {true, false}) {
@@ -89,7 +103,7 @@ std::vector<double> twenty_losses(WorkloadOptions options) {
 
 // With Semitone's kernels, fused optimizers and channels last, and without all of these.
 TEST(Workload, AfterTwentyStepsLossesAreThoseOfLibTorchsKernels) {
-  for (const std::string_view name : {"mnist", "encoder", "resnet50"}) {
+  for (const std::string_view name : {"mnist", "encoder", "decoder", "resnet50"}) {
     for (const auto level : {OptLevel::O1, OptLevel::O2}) {
       SCOPED_TRACE(std::string(name) + " " + std::string(amp::name_of(level)));
       const auto fused = twenty_losses(small(name, level));
@@ -112,7 +126,7 @@ TEST(Workload, AfterTwentyStepsLossesAreThoseOfLibTorchsKernels) {
 }
 
 TEST(Workload, IsTheSameBitForBitEveryTime) {
-  for (const std::string_view name : {"mnist", "encoder", "resnet50"}) {
+  for (const std::string_view name : {"mnist", "encoder", "decoder", "resnet50"}) {
     for (const auto level : {OptLevel::O1, OptLevel::O2}) {
       SCOPED_TRACE(std::string(name) + " " + std::string(amp::name_of(level)));
       const auto losses = [&] {
@@ -166,6 +180,7 @@ TEST(Workload, TheSameSeedGivesTheSameLosses) {
 TEST(Workload, CountsWhatItTrainsOn) {
   EXPECT_EQ(Workload(small("mnist", OptLevel::O0).batch_size(20)).items(), 20);
   EXPECT_EQ(Workload(small("encoder", OptLevel::O0).batch_size(3)).items(), 48);
+  EXPECT_EQ(Workload(small("decoder", OptLevel::O0).batch_size(3)).items(), 48);
 }
 
 // Gradients are those after backward, with the loss and other single numbers.
@@ -250,6 +265,9 @@ TEST(Workload, RefusesOptionsThatMakeNoSense) {
   refuses(WorkloadOptions(options).dtype(torch::kFloat), "float16 or bfloat16, got float32");
   refuses(WorkloadOptions(options).encoder(zoo::EncoderOptions().heads(0)), "heads of at least 1");
   refuses(WorkloadOptions(options).length(600), "sequences of 1 to 512 tokens, got 600");
+  const auto decoder = small("decoder", OptLevel::O1);
+  refuses(WorkloadOptions(decoder).length(0), "length of at least 1, got 0");
+  refuses(WorkloadOptions(decoder).decoder(zoo::DecoderOptions().heads(0)), "heads of at least 1");
   Workload workload(options);
   test::expect_error([&] { workload.run(0); }, {"at least one step, got 0"});
 }
