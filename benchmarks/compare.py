@@ -21,9 +21,9 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-WORKLOADS = ["mnist", "resnet50", "encoder"]
+WORKLOADS = ["mnist", "resnet50", "encoder", "decoder"]
 # Steps of each contender in a round: about a second, or one step.
-STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1}
+STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1, "decoder": 1}
 OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
 OURS |= {f"{name} {dtype}": [*flags, "--dtype", dtype] for name, flags in list(OURS.items())[1:] for dtype in ("fp16", "bf16")}
 # Another build of the program, such as that of an earlier commit: what did a change cost?

@@ -120,7 +120,7 @@ class Training:
 
 
 def main():
-    options = protocol.parse(["fp32"])
+    options = protocol.parse(["fp32"], ["mnist", "resnet50", "encoder"])
     if options.threads:
         paddle.base.core.set_num_threads(options.threads)
     protocol.drive(options, lambda dropout: Training(options, dropout), {"paddle": paddle.__version__})

@@ -18,24 +18,35 @@ MASKED = 0.15
 DROPOUT = 0.1
 RESIDUAL_GAIN = 0.2  # initial weight of the last BatchNorm of each block of ResNet-50
 CLASSES = {"mnist": 10, "resnet50": 1000}
-RATES = {"mnist": 0.01, "resnet50": 0.001, "encoder": 1e-4}
-BATCH_SIZES = {"mnist": 100, "resnet50": 16, "encoder": 8}
-SIZES = {"--image-size": 224, "--length": 128, "--layers": 4, "--width": 1024, "--heads": 16, "--vocabulary": 18000}
+NORM_EPS = 1e-5  # of the decoder
+ROPE_THETA = 10000.0
+FFN_MULTIPLE = 256
+RATES = {"mnist": 0.01, "resnet50": 0.001, "encoder": 1e-4, "decoder": 1e-4}
+# Each has its own flag. The decoder has no dropout.
+SIZES = {"mnist": {"batch_size": 100},
+         "resnet50": {"batch_size": 16, "image_size": 224},
+         "encoder": {"batch_size": 8, "length": 128, "layers": 4, "width": 1024, "heads": 16, "vocabulary": 18000},
+         "decoder": {"batch_size": 4, "length": 512, "layers": 4, "width": 768, "heads": 12, "vocabulary": 18000}}
 
 
-def parse(modes):
+def parse(modes, workloads=tuple(SIZES)):
     parser = argparse.ArgumentParser()
-    parser.add_argument("workload", choices=RATES)
+    parser.add_argument("workload", choices=workloads)
     parser.add_argument("--mode", choices=modes, required=True)
     parser.add_argument("--device", default="cpu")
-    for flag, default in {"--threads": 0, "--batch-size": 0, "--seed": 0, "--check-steps": 4, "--warm-up": 2, **SIZES}.items():
+    for flag, default in {"--threads": 0, "--seed": 0, "--check-steps": 4, "--warm-up": 2}.items():
         parser.add_argument(flag, type=int, default=default)
+    for name in {name for sizes in SIZES.values() for name in sizes}:
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=0, help="0: the workload's default")
     parser.add_argument("--dropout", type=float, default=DROPOUT)
     parser.add_argument("--json")
     options = parser.parse_args()
-    options.batch_size = options.batch_size or BATCH_SIZES[options.workload]
-    options.ffn = 4 * options.width
+    for name, default in SIZES[options.workload].items():
+        setattr(options, name, getattr(options, name) or default)
     options.max_positions = max(512, options.length)
+    # BERT's width of the feed-forward part, or Llama's.
+    options.ffn = (4 * options.width if options.workload == "encoder"
+                   else -(-(8 * options.width // 3) // FFN_MULTIPLE) * FFN_MULTIPLE)
     return options
 
 

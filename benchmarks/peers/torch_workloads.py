@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The workloads of `semitone bench` in PyTorch: the same models, shapes of batches, optimizers and rates, driven in the same way.
 
-    torch_workloads.py mnist|resnet50|encoder --mode MODE [--device cuda] [flags of semitone bench for sizes, threads, seed]
+    torch_workloads.py mnist|resnet50|encoder|decoder --mode MODE [--device cuda] [flags of semitone bench for sizes, threads, seed]
 
     fp32           PyTorch's defaults: eager, images in NCHW; AdamW with fused=True, SGD with its default
     tf32           fp32, and CUDA's products of matrices may round their factors to TF32, as those of convolutions do by default
@@ -58,8 +58,57 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.dropout(self.norm(x)))).flatten(0, 1)
 
 
+def rotate(heads, cos, sin):
+    first, second = heads.chunk(2, -1)
+    return heads * cos.to(heads.dtype) + torch.cat([-second, first], -1) * sin.to(heads.dtype)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        width, self.heads = options.width, options.heads
+        self.norm1, self.norm2 = (nn.RMSNorm(width, protocol.NORM_EPS) for _ in range(2))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate_proj, self.up_proj = (nn.Linear(width, options.ffn, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(options.ffn, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        y = self.norm1(x)
+        queries, keys, values = (projection(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                                 for projection in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = functional.scaled_dot_product_attention(rotate(queries, cos, sin), rotate(keys, cos, sin), values, is_causal=True)
+        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+
+
+class Decoder(nn.Module):
+    """Returns the logits of all tokens, (N * length, vocabulary)."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.size = options.width // options.heads
+        self.token_embedding = nn.Embedding(options.vocabulary, options.width)
+        self.layers = nn.ModuleList(DecoderLayer(options) for _ in range(options.layers))
+        self.norm = nn.RMSNorm(options.width, protocol.NORM_EPS)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens):
+        frequencies = protocol.ROPE_THETA ** (torch.arange(0, self.size, 2, device=tokens.device) / -self.size)
+        angles = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(1) * frequencies.repeat(2)
+        cos, sin = angles.cos(), angles.sin()
+        x = self.token_embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return functional.linear(self.norm(x), self.token_embedding.weight).flatten(0, 1)
+
+
 def make_model(options, dropout):
     torch.manual_seed(options.seed)
+    if options.workload == "decoder":
+        return Decoder(options)
     if options.workload == "encoder":
         return Encoder(options, dropout)
     if options.workload == "mnist":
@@ -77,6 +126,9 @@ def make_batch(options):
     if options.workload == "encoder":
         tokens = torch.randint(options.vocabulary, (count, options.length))
         return tokens.masked_fill(torch.rand(tokens.shape) < protocol.MASKED, 0), tokens.flatten()
+    if options.workload == "decoder":
+        tokens = torch.randint(options.vocabulary, (count, options.length + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
     channels, size = (1, 28) if options.workload == "mnist" else (3, options.image_size)
     return torch.randn(count, channels, size, size), torch.randint(protocol.CLASSES[options.workload], (count,))
 
@@ -95,7 +147,7 @@ class Training:
         self.dtype = AUTOCAST.get(options.mode)
         self.inputs, self.labels = (tensor.to(self.device) for tensor in make_batch(options))
         self.model = make_model(options, dropout).to(self.device)
-        if self.lowers and options.workload != "encoder":
+        if self.lowers and options.workload in protocol.CLASSES:
             self.model.to(memory_format=torch.channels_last)
             self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
         self.optimizer = self.make_optimizer(options, list(self.model.parameters()))
@@ -109,7 +161,7 @@ class Training:
 
     def make_optimizer(self, options, parameters):
         rate = protocol.RATES[options.workload]
-        if options.workload == "encoder":
+        if options.workload not in protocol.CLASSES:
             return torch.optim.AdamW(parameters, rate, weight_decay=protocol.WEIGHT_DECAY, fused=True)
         return torch.optim.SGD(parameters, rate, protocol.MOMENTUM, fused=True if self.lowers else None)
 
