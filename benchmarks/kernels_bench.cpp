@@ -209,6 +209,7 @@ std::vector<Case> cases_of(const Flags& flags, const Sizes& sizes) {
   std::vector<Case> all;
   if (sizes.device.is_cpu()) bench::add_casts(all, sizes);
   bench::add_gradients_and_steps(all, sizes);
+  bench::add_layerwise_steps(all, sizes);
   bench::add_norms(all, sizes);
   bench::add_pointwise(all, sizes);
   bench::add_losses(all, sizes);

@@ -66,20 +66,28 @@ class TorchFusedAdamW {
   Tensors parameters_, m_, v_, steps_;
 };
 
-// The work of a program without a fused step around its optimizer: gradients to fp32 and unscaled,
-// step, rounding.
-void step_around(const Tensors& model, const Tensors& masters, double inv_scale,
-                 const std::function<void()>& step) {
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < model.size(); ++i) {
-    masters[i].mutable_grad() = model[i].grad().to(at::kFloat).mul_(inv_scale);
+// The work of a program without a fused step around its optimizer: gradients to fp32, step,
+// rounding. bf16 needs no loss scale.
+class StepAround {
+ public:
+  StepAround(const Tensors& model, const Tensors& masters) : model_(model), masters_(masters) {
+    for (std::size_t i = 0; i < model.size(); ++i) {
+      grads16_.push_back(model[i].grad());
+      grads_.push_back(at::empty_like(masters[i]));
+      masters[i].mutable_grad() = grads_[i];
+    }
   }
-  step();
-  for (std::size_t i = 0; i < model.size(); ++i) {
-    model[i].copy_(masters[i]);
-    masters[i].mutable_grad().reset();
+
+  void operator()(const std::function<void()>& step) const {
+    const at::NoGradGuard no_grad;
+    at::_foreach_copy_(grads_, grads16_);
+    step();
+    at::_foreach_copy_(model_, masters_);
   }
-}
+
+ private:
+  Tensors model_, masters_, grads16_, grads_;
+};
 
 void require_close(const Tensors& got, const Tensors& want, double tolerance,
                    const std::string& who) {
@@ -112,7 +120,6 @@ void report(const std::string& title, std::vector<Contender> contenders, std::ve
 }
 
 void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
-  constexpr double kInvScale = 1.0 / 1024;
   const auto options = optim::FusedAdamOptions(kLr).weight_decay(kDecay).eps(kEps);
   const auto with_grads = [&](Tensors model) {
     require_grads(model);
@@ -131,7 +138,7 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
   optim::ModelCopies copies;
   for (std::size_t i = 0; i < model.size(); ++i)
     copies[masters[i].unsafeGetTensorImpl()] = model[i];
-  const auto how = optim::FusedStep().inv_scale(kInvScale).copies(&copies);
+  const auto how = optim::FusedStep().copies(&copies);
 
   const Tensors split_model = with_grads(like(values, at::kBFloat16));
   optim::FusedAdam split(split_model, optim::FusedAdamOptions(options).split_master(true));
@@ -145,19 +152,19 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
   torch::optim::AdamW adamw(torch_masters,
                             torch::optim::AdamWOptions(kLr).weight_decay(kDecay).eps(kEps));
 
+  const StepAround around_torch(torch_model, torch_masters);
+
   const Tensors kernel_model = with_grads(like(values, at::kBFloat16));
   const Tensors kernel_masters = masters_of(kernel_model);
   TorchFusedAdamW kernel(kernel_masters);
+  const StepAround around_kernel(kernel_model, kernel_masters);
 
   const std::vector<Contender> contenders{
-      {"torch::optim::AdamW",
-       [&] { step_around(torch_model, torch_masters, kInvScale, [&] { adamw.step(); }); }},
-      {"at::_fused_adamw_",
-       [&] { step_around(kernel_model, kernel_masters, kInvScale, [&] { kernel.step(); }); }},
+      {"torch::optim::AdamW", [&] { around_torch([&] { adamw.step(); }); }},
+      {"at::_fused_adamw_", [&] { around_kernel([&] { kernel.step(); }); }},
       {"FusedAdam, fp32 masters", [&] { fused.step(how); }},
-      {"FusedAdam, split masters", [&] { split.step(optim::FusedStep().inv_scale(kInvScale)); }},
-      {"FusedAdam, split, bf16 state",
-       [&] { with_bf16_state.step(optim::FusedStep().inv_scale(kInvScale)); }}};
+      {"FusedAdam, split masters", [&] { split.step(optim::FusedStep()); }},
+      {"FusedAdam, split, bf16 state", [&] { with_bf16_state.step(optim::FusedStep()); }}};
   for (int i = 0; i < 3; ++i) {
     for (const Contender& contender : contenders) contender.body();
   }
@@ -180,7 +187,7 @@ void compare_mixed(const Tensors& values, const Tensors& grads16, int rounds) {
   // Gradient 2 in; master, two moments 12 in and 12 out; model 2 out. Split: model and lower half 4
   // in and 4 out, in place of master and model. State in bf16: 4 in and 4 out in place of 8 and 8.
   const auto elements = static_cast<double>(values.size()) * static_cast<double>(kTensor);
-  report("bf16 model, fp32 masters, bf16 gradients: unscale, AdamW, write the model", contenders,
+  report("bf16 model, fp32 masters, bf16 gradients: AdamW, write the model", contenders,
          {28 * elements, 28 * elements, 28 * elements, 26 * elements, 18 * elements}, rounds);
 }
 

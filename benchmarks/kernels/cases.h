@@ -66,6 +66,7 @@ struct Sizes {
 
 void add_casts(std::vector<Case>& cases, const Sizes& sizes);
 void add_gradients_and_steps(std::vector<Case>& cases, const Sizes& sizes);
+void add_layerwise_steps(std::vector<Case>& cases, const Sizes& sizes);
 void add_norms(std::vector<Case>& cases, const Sizes& sizes);
 void add_pointwise(std::vector<Case>& cases, const Sizes& sizes);
 void add_losses(std::vector<Case>& cases, const Sizes& sizes);

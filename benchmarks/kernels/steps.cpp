@@ -1,17 +1,15 @@
 // The work of a step on every gradient and parameter.
-#include "benchmarks/kernels/differentiable.h"
-#include "benchmarks/support/check.h"
+#include "benchmarks/kernels/tensor_lists.h"
 #include "src/kernels/multi_tensor.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/kernels/multi_tensor_update.h"
 
 #include <torch/torch.h>
 
-#include <fmt/format.h>
-
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <optional>
 
 namespace semitone::bench {
 namespace {
@@ -20,33 +18,10 @@ using kernels::Update;
 
 constexpr double kLr = 1e-3;
 constexpr double kMomentum = 0.9;
-constexpr double kInvScale = 1.0 / 1024;
+constexpr double kInvScale = 1.0 / 1024;  // 1 / loss scale
 constexpr int kStep = 10;
 // Tolerance for a few operations in fp32.
 constexpr Tolerance kFp32{.share_of_largest = 1e-7, .roundings = 3};
-
-Tensors random(const Sizes& sizes, at::ScalarType dtype, double factor = 1) {
-  Tensors tensors;
-  for (std::int64_t i = 0; i < sizes.tensors; ++i)
-    tensors.push_back((torch::randn({sizes.elements}, sizes.device) * factor).to(dtype));
-  return tensors;
-}
-
-Tensors like(const Tensors& tensors, at::ScalarType dtype) {
-  Tensors made;
-  for (const at::Tensor& tensor : tensors) made.push_back(tensor.to(dtype, false, /*copy=*/true));
-  return made;
-}
-
-Moved moved_of(const std::string& name, const Tensors& tensors, int times = 1) {
-  Moved all = moved(name, tensors[0], times);
-  all.bytes *= static_cast<double>(tensors.size());
-  return all;
-}
-
-std::string name_of(const Sizes& sizes) {
-  return fmt::format("{} x {}", sizes.tensors, sizes.elements);
-}
 
 std::vector<kernels::Unscale> items_of(const Tensors& grads, const Tensors& out) {
   std::vector<kernels::Unscale> items;
@@ -70,7 +45,7 @@ void prove_unscale(const Tensors& grads, at::ScalarType out_dtype) {
 }
 
 std::vector<Row> unscale(const Sizes& sizes, at::ScalarType dtype, bool in_place) {
-  const Tensors grads = random(sizes, dtype, 1 / kInvScale);
+  const Tensors grads = random_list(sizes, dtype, 1 / kInvScale);
   prove_unscale(grads, in_place ? dtype : at::kFloat);
   const Tensors out = in_place ? grads : like(grads, at::kFloat);
   // Repeated in place, so the scale is 1.
@@ -82,20 +57,20 @@ std::vector<Row> unscale(const Sizes& sizes, at::ScalarType dtype, bool in_place
     at::_amp_foreach_non_finite_check_and_unscale_(in_place ? grads : like(grads, at::kFloat),
                                                    found, one);
   };
-  return {{.moved = in_place ? std::vector{moved_of("g", grads, 2)}
-                             : std::vector{moved_of("g", grads), moved_of("y", out)},
+  return {{.moved = in_place ? std::vector{moved_list("g", grads, 2)}
+                             : std::vector{moved_list("g", grads), moved_list("y", out)},
            .work = work,
            .libtorchs = libtorchs}};
 }
 
 std::vector<Row> norm(const Sizes& sizes, at::ScalarType dtype) {
-  const Tensors grads = random(sizes, dtype);
+  const Tensors grads = random_list(sizes, dtype);
   const auto norms = kernels::multi_tensor_norms(grads, 2);
   for (std::size_t i = 0; i < grads.size(); ++i) {
     const auto want = kernels::ref::norm(grads[i], 2).item<double>();
     require(std::abs(norms[i] - want) <= 1e-10 * want, "the norm by its definition");
   }
-  return {{.moved = {moved_of("x", grads)},
+  return {{.moved = {moved_list("x", grads)},
            .work = [grads] { kernels::multi_tensor_norms(grads, 2); },
            .libtorchs = [grads] { at::_foreach_norm(grads, 2); }}};
 }
@@ -135,20 +110,20 @@ struct Parameters {
   }
 
   std::vector<Moved> all_moved() const {
-    std::vector<Moved> all{moved_of("g", grads), moved_of("p", params, 2)};
-    if (!lows.empty()) all.push_back(moved_of("low", lows, 2));
+    std::vector<Moved> all{moved_list("g", grads), moved_list("p", params, 2)};
+    if (!lows.empty()) all.push_back(moved_list("low", lows, 2));
     const char* const names[] = {"m", "v"};
     for (std::size_t which = 0; which < state.size(); ++which)
-      all.push_back(moved_of(names[which], state[which], 2));
-    if (!copies.empty()) all.push_back(moved_of("copy", copies));
+      all.push_back(moved_list(names[which], state[which], 2));
+    if (!copies.empty()) all.push_back(moved_list("copy", copies));
     return all;
   }
 };
 
 Parameters make(const Sizes& sizes, const Layout& layout, std::size_t states) {
   Parameters made;
-  const Tensors values = random(sizes, at::kFloat);
-  made.grads = random(sizes, layout.grad);
+  const Tensors values = random_list(sizes, at::kFloat);
+  made.grads = random_list(sizes, layout.grad);
   made.params = like(values, layout.split ? at::kBFloat16 : at::kFloat);
   if (layout.split) {
     made.lows = like(values, at::kShort);
@@ -158,7 +133,7 @@ Parameters make(const Sizes& sizes, const Layout& layout, std::size_t states) {
   if (layout.copy) made.copies = like(values, layout.grad);
   // Like moments of such gradients: no first moment far exceeds the root of its second.
   const auto state = layout.bf16_state ? at::kBFloat16 : at::kFloat;
-  made.state.push_back(random(sizes, state, 0.1 * kInvScale));
+  made.state.push_back(random_list(sizes, state, 0.1 * kInvScale));
   if (states > 1) {
     made.state.push_back({});
     for (std::int64_t i = 0; i < sizes.tensors; ++i)
@@ -201,18 +176,24 @@ void prove_step(const Parameters& of, const Step& step, const Definition& defini
   }
 }
 
-// The work of a program without a fused step around LibTorch's optimizer: gradients to fp32 and
-// unscaled, step, rounding.
+// A loss has a scale in fp16 only.
+double inv_scale_of(at::ScalarType grad) {
+  return grad == at::kHalf ? kInvScale : 1;
+}
+
+// The work of a program without a fused step around LibTorch's optimizer: gradients to fp32, step,
+// rounding. LibTorch's step divides by the scale itself.
 template <typename Step>
 Work around(const Sizes& sizes, const Layout& layout, std::size_t states, const Step& step) {
-  Layout plain{.grad = layout.grad, .copy = layout.grad != at::kFloat};
-  return [plain, step, of = make(sizes, plain, states)] {
-    Tensors grads = of.grads;
-    if (plain.copy) {
-      for (at::Tensor& grad : grads) grad = grad.to(at::kFloat).mul_(kInvScale);
-    }
-    step(of, grads);
-    for (std::size_t i = 0; i < of.copies.size(); ++i) of.copies[i].copy_(of.params[i]);
+  const Layout plain{.grad = layout.grad, .copy = layout.grad != at::kFloat};
+  const Parameters of = make(sizes, plain, states);
+  std::optional<at::Tensor> scale;
+  if (plain.grad == at::kHalf) scale = at::full({1}, 1 / kInvScale, of.params[0].options());
+  const Tensors wide = plain.copy ? like(of.grads, at::kFloat) : of.grads;
+  return [plain, step, of, scale, wide] {
+    if (plain.copy) at::_foreach_copy_(wide, of.grads);
+    step(of, wide, scale);
+    if (plain.copy) at::_foreach_copy_(of.copies, of.params);
   };
 }
 
@@ -220,7 +201,7 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
   constexpr double kBeta1 = 0.9;
   constexpr double kBeta2 = 0.999;
   constexpr double kDecay = 0.1;
-  const kernels::AdamRule rule{.grad_scale = layout.grad == at::kFloat ? 1 : kInvScale,
+  const kernels::AdamRule rule{.grad_scale = inv_scale_of(layout.grad),
                                .decay_factor = 1 - kLr * kDecay,
                                .beta1 = kBeta1,
                                .beta2 = kBeta2,
@@ -233,9 +214,10 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
       [&](const Update& item) { kernels::ref::update(item, rule); });
   const Tensors steps(of.params.size(), at::full({}, static_cast<double>(kStep),
                                                  at::dtype(at::kFloat).device(sizes.device)));
-  const auto libtorchs = [steps](const Parameters& theirs, const Tensors& grads) {
+  const auto libtorchs = [steps](const Parameters& theirs, const Tensors& grads,
+                                 const std::optional<at::Tensor>& scale) {
     at::_fused_adamw_(theirs.params, grads, theirs.state[0], theirs.state[1], {}, steps, kLr,
-                      kBeta1, kBeta2, kDecay, 1e-8, /*amsgrad=*/false, /*maximize=*/false);
+                      kBeta1, kBeta2, kDecay, 1e-8, /*amsgrad=*/false, /*maximize=*/false, scale);
   };
   return {{.moved = of.all_moved(),
            .work = [items = of.items(), rules] { kernels::multi_tensor_update(items, rules); },
@@ -244,7 +226,7 @@ std::vector<Row> adam(const Sizes& sizes, const Layout& layout) {
 
 std::vector<Row> sgd(const Sizes& sizes, const Layout& layout) {
   constexpr double kDecay = 1e-4;
-  const kernels::SgdRule rule{.grad_scale = layout.grad == at::kFloat ? 1 : kInvScale,
+  const kernels::SgdRule rule{.grad_scale = inv_scale_of(layout.grad),
                               .weight_decay = kDecay,
                               .momentum = kMomentum,
                               .lr = kLr};
@@ -253,10 +235,11 @@ std::vector<Row> sgd(const Sizes& sizes, const Layout& layout) {
   prove_step(
       of, [&](const std::vector<Update>& items) { kernels::multi_tensor_update(items, rules); },
       [&](const Update& item) { kernels::ref::update(item, rule); });
-  const auto libtorchs = [](const Parameters& theirs, const Tensors& grads) {
+  const auto libtorchs = [](const Parameters& theirs, const Tensors& grads,
+                            const std::optional<at::Tensor>& scale) {
     at::_fused_sgd_(theirs.params, grads, theirs.state[0], kDecay, kMomentum, kLr,
                     /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
-                    /*is_first_step=*/false);
+                    /*is_first_step=*/false, scale);
   };
   return {{.moved = of.all_moved(),
            .work = [items = of.items(), rules] { kernels::multi_tensor_update(items, rules); },
@@ -267,7 +250,7 @@ std::vector<Row> sgd(const Sizes& sizes, const Layout& layout) {
 
 void add_gradients_and_steps(std::vector<Case>& cases, const Sizes& sizes) {
   const auto add = [&](const std::string& kernel, at::ScalarType dtype, const auto& make_rows) {
-    cases.push_back({kernel, dtype, name_of(sizes), make_rows});
+    cases.push_back({kernel, dtype, name_of_lists(sizes), make_rows});
   };
   const auto dtypes = {at::kBFloat16, at::kHalf, at::kFloat};
   for (const auto dtype : dtypes)
