@@ -7,7 +7,10 @@
     tf32           fp32, and CUDA's products of matrices may round their factors to TF32, as those of convolutions do by default
     bf16           the usual recommendations: torch.autocast in bfloat16, channels last for images, fused optimizers
     fp16           the same in float16, with torch.amp's GradScaler
+    pure-bf16      the model itself in bfloat16, without autocast: weights, gradients and optimizer state too; fused optimizers, channels last
     compile        bf16, with the model and its loss under torch.compile; needs a C++ compiler
+    max-autotune   the same with torch.compile(mode="max-autotune"), which tries several kernels for each product
+    ipex           bf16 as Intel Extension for PyTorch trains: ipex.optimize of model and optimizer, torch.autocast, channels last; on CPUs only
     compile-fp16   the same of fp16
     apex           Apex's opt level O2 written with PyTorch's functions: fp16 model with BatchNorm in fp32, fp32 masters, dynamic scale
 
@@ -15,6 +18,7 @@ First checks, without dropout, that the losses are finite and fall. Then says "r
 standard input asks for; the answer is a line of JSON with the seconds.
 """
 import contextlib
+import importlib.metadata
 
 import torch
 from torch import nn
@@ -134,8 +138,10 @@ def make_batch(options):
 
 
 # The dtype of autocast in each mode that has it.
-AUTOCAST = {"bf16": torch.bfloat16, "compile": torch.bfloat16, "fp16": torch.float16, "compile-fp16": torch.float16}
-MODES = ["fp32", "tf32", *AUTOCAST, "apex"]
+AUTOCAST = {"bf16": torch.bfloat16, "compile": torch.bfloat16, "max-autotune": torch.bfloat16, "ipex": torch.bfloat16,
+            "fp16": torch.float16, "compile-fp16": torch.float16}
+COMPILED = {"compile": "default", "max-autotune": "max-autotune", "compile-fp16": "default"}
+MODES = ["fp32", "tf32", *AUTOCAST, "pure-bf16", "apex"]
 INITIAL_SCALE = 2.0**16  # of losses in fp16
 GROWTH_INTERVAL = 2000
 
@@ -150,6 +156,10 @@ class Training:
         if self.lowers and options.workload in protocol.CLASSES:
             self.model.to(memory_format=torch.channels_last)
             self.inputs = self.inputs.contiguous(memory_format=torch.channels_last)
+        if options.mode == "pure-bf16":
+            self.model.bfloat16()
+            if self.inputs.is_floating_point():
+                self.inputs = self.inputs.bfloat16()
         self.optimizer = self.make_optimizer(options, list(self.model.parameters()))
         self.scaler = torch.amp.GradScaler(self.device.type, INITIAL_SCALE, enabled=self.dtype == torch.float16)
         self.last_scale = INITIAL_SCALE
@@ -157,12 +167,15 @@ class Training:
         def loss_of(inputs, labels):
             return functional.cross_entropy(self.model(inputs), labels)
 
-        self.loss_of = torch.compile(loss_of) if options.mode.startswith("compile") else loss_of
+        self.loss_of = torch.compile(loss_of, mode=COMPILED[options.mode]) if options.mode in COMPILED else loss_of
 
     def make_optimizer(self, options, parameters):
         rate = protocol.RATES[options.workload]
         if options.workload not in protocol.CLASSES:
             return torch.optim.AdamW(parameters, rate, weight_decay=protocol.WEIGHT_DECAY, fused=True)
+        if options.mode == "pure-bf16" and self.device.type == "cpu":
+            # PyTorch 2.11's fused SGD leaves weights of 16 bits on a CPU as they are.
+            return torch.optim.SGD(parameters, rate, protocol.MOMENTUM, foreach=True)
         return torch.optim.SGD(parameters, rate, protocol.MOMENTUM, fused=True if self.lowers else None)
 
     def step(self):
@@ -193,6 +206,16 @@ class Training:
         return {"parameters": megabytes([*parameters, *self.model.buffers()]),
                 "gradients": megabytes(parameter.grad for parameter in parameters if parameter.grad is not None),
                 "optimizer_state": megabytes(state)}
+
+
+class IpexTraining(Training):
+    """With PyTorch's optimizers, which IPEX replaces by its own: those split fp32 masters into the bf16 weights and their lower halves."""
+
+    def make_optimizer(self, options, parameters):
+        import intel_extension_for_pytorch as ipex
+
+        self.model, optimizer = ipex.optimize(self.model, optimizer=super().make_optimizer(options, parameters), dtype=torch.bfloat16)
+        return optimizer
 
 
 class ApexTraining(Training):
@@ -247,8 +270,11 @@ def main():
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.backends.cuda.matmul.allow_tf32 = options.mode == "tf32"
-    training = ApexTraining if options.mode == "apex" else Training
-    protocol.drive(options, lambda dropout: training(options, dropout), {"torch": torch.__version__, "device": options.device})
+    training = {"apex": ApexTraining, "ipex": IpexTraining}.get(options.mode, Training)
+    versions = {"torch": torch.__version__, "device": options.device}
+    if options.mode == "ipex":
+        versions["intel_extension_for_pytorch"] = importlib.metadata.version("intel_extension_for_pytorch")
+    protocol.drive(options, lambda dropout: training(options, dropout), versions)
 
 
 if __name__ == "__main__":
