@@ -80,10 +80,10 @@ bench: configure  ## Build and run the benchmarks
 	@cmake --build $(BUILD) -j $(JOBS) --target semitone_benchmarks
 	@for program in $(BUILD)/benchmarks/*_bench; do echo "== $$program"; $$program $(ARGS) || exit 1; done
 
-bench-peers:  ## Install PyTorch and Paddle for comparison
+bench-peers:  ## Install PyTorch, IPEX and Paddle for comparison
 	@benchmarks/peers/install.sh
 
-bench-compare: program bench-peers  ## Compare training speed with PyTorch and Paddle, into build/bench/
+bench-compare: program bench-peers  ## Compare training speed with PyTorch, IPEX and Paddle, into build/bench/
 	$(say) "some 20 minutes; nothing else should run on the machine"
 	@python3 benchmarks/compare.py --program $(BUILD)/apps/semitone $(ARGS)
 

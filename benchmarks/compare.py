@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Compares the speed of `semitone bench` with PyTorch's and Paddle's on the same workloads: docs/performance.md.
+"""Compares the speed of `semitone bench` with PyTorch's, IPEX's and Paddle's on the same workloads: docs/performance.md.
 
     compare.py [WORKLOAD ...] [flags] [-- flags of semitone bench for sizes, for all contenders: --batch-size 4 …]
+    compare.py WORKLOAD --sweep batch-size=1,8,32 length=128,512 [flags] [-- …]
 
 Starts each contender as a process that checks itself and warms up, then asks one after the other for a few steps, round after round,
-each round beginning with another one. Meanwhile the others wait for their standard input and compute nothing. Prints a table, and
-writes WORKLOAD.json, WORKLOAD.svg and each contender's output (*.log) to a folder.
+each round beginning with another one. Meanwhile the others wait for their standard input and compute nothing. Prints a table that begins
+with the ratios to the best peer, and writes WORKLOAD.json, WORKLOAD.svg and each contender's output (*.log) to a folder. With --sweep it
+does that for every combination of the sizes, and prints one line for each.
 """
 import argparse
 import datetime
 import html
+import itertools
 import json
 import os
 import pathlib
@@ -28,9 +31,13 @@ OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O
 OURS |= {f"{name} {dtype}": [*flags, "--dtype", dtype] for name, flags in list(OURS.items())[1:] for dtype in ("fp16", "bf16")}
 # Another build of the program, such as that of an earlier commit: what did a change cost?
 BASELINE = {f"baseline {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
-TORCH = {f"pytorch {mode}": ["--mode", mode] for mode in ("fp32", "bf16", "compile", "tf32", "fp16", "compile-fp16", "apex")}
+TORCH = {f"pytorch {mode}": ["--mode", mode]
+         for mode in ("fp32", "bf16", "pure-bf16", "compile", "max-autotune", "tf32", "fp16", "compile-fp16", "apex")}
+IPEX = {"ipex bf16": ["--mode", "ipex"]}
 PADDLE = {"paddle fp32": ["--mode", "fp32"]}
-DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", "pytorch fp32", "pytorch bf16", "pytorch compile", *PADDLE]
+CPU_ONLY = {**IPEX, **PADDLE}
+DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", "pytorch fp32", "pytorch bf16", "pytorch pure-bf16", "pytorch compile",
+                      "pytorch max-autotune", *IPEX, *PADDLE]
 
 
 class Failed(Exception):
@@ -88,6 +95,8 @@ def program_of(name, options):
         return [options.baseline, "bench"], BASELINE[name]
     if name in TORCH:
         return [options.python, HERE / "peers/torch_workloads.py"], TORCH[name]
+    if name in IPEX:
+        return [options.ipex_python, HERE / "peers/torch_workloads.py"], IPEX[name]
     return [options.paddle_python, HERE / "peers/paddle_workloads.py"], PADDLE[name]
 
 
@@ -99,7 +108,7 @@ def environment(options):
     return variables
 
 
-def start(workload, options, folder, reports):
+def start(workload, options, sizes, stem, folder, reports):
     """The contenders that reach "ready"; the others are reported."""
     contenders, failures = [], {}
     for name in options.contenders:
@@ -108,12 +117,12 @@ def start(workload, options, folder, reports):
             flags = [*flags, *options.ours.split(), "--steps-from-stdin"]
         if options.device != "cpu":
             flags = [*flags, "--device", options.device]
-        command = [*program, workload, *flags, "--threads", options.threads, "--seed", options.seed, *options.sizes]
+        command = [*program, workload, *flags, "--threads", options.threads, "--seed", options.seed, *sizes]
         label = name.replace(" ", "-")
         print(f"[{workload}] {name}: checks itself and warms up", file=sys.stderr)
         contender = None
         try:
-            contender = Contender(name, command, environment(options), folder / f"{workload}-{label}.log", reports / f"{label}.json")
+            contender = Contender(name, command, environment(options), folder / f"{stem}-{label}.log", reports / f"{label}.json")
             contender.wait_until_ready()
             contenders.append(contender)
         except (Failed, OSError) as failure:
@@ -137,6 +146,12 @@ def ratios(mine, other):
     return {"min": min(pairs), "median": statistics.median(pairs), "max": max(pairs)}
 
 
+def best_peer(contenders):
+    """The name of the peer with the least median; None where there is none. Another build of the program is no peer."""
+    peers = [name for name in contenders if name not in OURS and name not in BASELINE]
+    return min(peers, key=lambda name: contenders[name]["median"], default=None)
+
+
 def machine():
     def field(path, key):
         lines = pathlib.Path(path).read_text().splitlines()
@@ -150,26 +165,44 @@ def items_per_step(reports):
     return next((report["items_per_step"] for report in reports.values() if "items_per_step" in report), None)
 
 
+def ratio_text(cell):
+    return f"{cell['min']:.2f} ({cell['median']:.2f})" if cell else ""
+
+
 def print_table(result):
-    contenders = result["contenders"]
-    peers = [name for name in contenders if name not in OURS]
+    contenders, best = result["contenders"], result["best_peer"]
+    others = [name for name in contenders if name not in OURS and name != best]
     items = result["items_per_step"]
     print(f"\n{result['workload']}: {result['rounds']} rounds of {result['steps_per_round']} steps, {result['threads']} threads; "
-          "ratios to peers: least (median) of the rounds, above 1 where Semitone is faster")
-    print(f"{'':<18}{'min ms':>10}{'median ms':>11}{'items/s':>10}" + "".join(f"{'vs ' + peer:>22}" for peer in peers))
+          "ratios to others: least (median) of the rounds, above 1 where Semitone is faster")
+    if best:
+        print(f"the best peer: {best}, with the least median of {len(others) + 1}")
+    head = f"{'vs the best peer':>18}" if best else ""
+    print(f"{'':<21}{head}{'min ms':>10}{'median ms':>11}{'items/s':>10}" + "".join(f"{'vs ' + name:>25}" for name in others))
     for name, row in contenders.items():
         rate = f"{items / row['median']:.1f}" if items else "-"
-        cells = (result["ratios"].get(name, {}).get(peer) for peer in peers)
-        print(f"{name:<18}{1e3 * row['min']:>10.2f}{1e3 * row['median']:>11.2f}{rate:>10}"
-              + "".join(f"{cell['min']:.2f} ({cell['median']:.2f})".rjust(22) if cell else "" for cell in cells))
+        cells = result["ratios"].get(name, {})
+        first = ("best peer" if name == best else ratio_text(cells.get(best))).rjust(18) if best else ""
+        print(f"{name:<21}{first}{1e3 * row['min']:>10.2f}{1e3 * row['median']:>11.2f}{rate:>10}"
+              + "".join(ratio_text(cells.get(other)).rjust(25) for other in others).rstrip())
     for failure in result["left_out"].values():
         print(f"left out: {failure}")
+
+
+def sweep_line(result, sizes):
+    """One line for a set of sizes: the best peer, and the ratios to it of all of ours."""
+    best, contenders = result["best_peer"], result["contenders"]
+    peer = f"{best} {1e3 * contenders[best]['median']:.2f} ms" if best else "no peer"
+    ours = [f"{name} {1e3 * contenders[name]['median']:.2f} ms" + (f" {ratio_text(cells[best])}" if best else "")
+            for name, cells in result["ratios"].items()]
+    left_out = f"; left out: {', '.join(result['left_out'])}" if result["left_out"] else ""
+    return f"{sizes}: best peer {peer}; {', '.join(ours)}{left_out}"
 
 
 def bar_chart(result):
     """Median milliseconds per step, as SVG."""
     rows = list(result["contenders"].items())
-    height, left, right, top = 28, 150, 110, 46
+    height, left, right, top = 28, 160, 160, 46
     width = 480
     largest = max(row["median"] for _, row in rows)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + right}" height="{top + height * len(rows) + 14}" '
@@ -180,21 +213,25 @@ def bar_chart(result):
     for place, (name, row) in enumerate(rows):
         y = top + height * place
         length = max(1.0, width * row["median"] / largest)
-        colour = "#2a6fb0" if name in OURS else "#9aa5b1"
+        is_best = name == result["best_peer"]
+        colour = "#2a6fb0" if name in OURS else "#c8721c" if is_best else "#9aa5b1"
         parts += [f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{html.escape(name)}</text>',
                   f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{height - 8}" fill="{colour}"/>',
-                  f'<text x="{left + length + 6:.1f}" y="{y + 16}">{1e3 * row["median"]:.1f}</text>']
+                  f'<text x="{left + length + 6:.1f}" y="{y + 16}">{1e3 * row["median"]:.1f}{", the best peer" if is_best else ""}</text>']
     return "\n".join([*parts, "</svg>\n"])
 
 
-def compare(workload, options):
+def compare(workload, options, swept=()):
+    """Measures one set of sizes, writes the files, and returns the result. @param swept  pairs of a flag's name and its value"""
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     steps = options.steps or STEPS[workload]
+    sizes = [*options.sizes, *(word for name, value in swept for word in (f"--{name}", value))]
+    stem = "_".join([workload, *(f"{name}-{value}" for name, value in swept)])
     begun = datetime.datetime.now(datetime.timezone.utc)
     host = machine()
     with tempfile.TemporaryDirectory() as temporary:
-        contenders, failures = start(workload, options, folder, pathlib.Path(temporary))
+        contenders, failures = start(workload, options, sizes, stem, folder, pathlib.Path(temporary))
         try:
             take_turns(workload, contenders, options.rounds, steps)
             reports = {contender.name: contender.finish() for contender in contenders}
@@ -204,18 +241,47 @@ def compare(workload, options):
     if not any(contender.name in OURS for contender in contenders):
         raise Failed(f"{workload}: nothing of Semitone's could run")
     seconds = {contender.name: contender.seconds for contender in contenders}
-    result = {"workload": workload, "date": begun.isoformat(timespec="seconds"), "machine": host, "threads": options.threads,
-              "device": options.device, "wait_policy": options.wait, "rounds": options.rounds, "steps_per_round": steps, "sizes": options.sizes,
-              "items_per_step": items_per_step(reports),
-              "contenders": {name: {"min": min(taken), "median": statistics.median(taken), "seconds": taken, "report": reports[name]}
-                             for name, taken in seconds.items()},
-              "ratios": {mine: {other: ratios(seconds[mine], seconds[other]) for other in seconds if other not in OURS}
-                         for mine in seconds if mine in OURS},
-              "left_out": failures}
-    print_table(result)
-    (folder / f"{workload}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / f"{workload}.svg").write_text(bar_chart(result))
-    print(f"written: {folder / workload}.json, .svg")
+    rows = {name: {"min": min(taken), "median": statistics.median(taken), "seconds": taken, "report": reports[name]}
+            for name, taken in seconds.items()}
+    pairs = {mine: {other: ratios(seconds[mine], seconds[other]) for other in seconds if other not in OURS}
+             for mine in seconds if mine in OURS}
+    best = best_peer(rows)
+    result = {"workload": workload, "best_peer": best, "ratios_to_best_peer": {mine: cells[best] for mine, cells in pairs.items()} if best else {},
+              "date": begun.isoformat(timespec="seconds"), "machine": host, "threads": options.threads,
+              "device": options.device, "wait_policy": options.wait, "rounds": options.rounds, "steps_per_round": steps, "sizes": sizes,
+              "items_per_step": items_per_step(reports), "contenders": rows, "ratios": pairs, "left_out": failures}
+    (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{stem}.svg").write_text(bar_chart(result))
+    return result
+
+
+def compare_once(workload, options):
+    print_table(compare(workload, options))
+    print(f"written: {pathlib.Path(options.out) / workload}.json, .svg")
+
+
+def compare_sizes(workload, options):
+    """All combinations of the sizes. One that fails does not end the others; returns whether none failed."""
+    succeeded = True
+    print(f"\n{workload}: {options.rounds} rounds, {options.threads} threads; median of a step, and the best peer's time divided by "
+          "Semitone's: least (median) of the rounds", flush=True)
+    for swept in itertools.product(*([(name, value) for value in values] for name, values in options.sweep)):
+        sizes = " ".join(f"{name}={value}" for name, value in swept)
+        try:
+            print(sweep_line(compare(workload, options, swept), sizes), flush=True)
+        except Failed as failure:
+            succeeded = False
+            print(f"{sizes}: failed: {failure}", flush=True)
+    return succeeded
+
+
+def sizes_to_sweep(text):
+    """("batch-size", ["1", "8"]) of "batch-size=1,8"."""
+    name, _, values = text.partition("=")
+    numbers = values.split(",")
+    if not name or not all(number.isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected a flag of sizes and its values, as batch-size=1,8,32, got '{text}'")
+    return name.removeprefix("--"), numbers
 
 
 def parse():
@@ -224,20 +290,25 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--contenders",
-                        help=f"of {', '.join([*OURS, *BASELINE, *TORCH, *PADDLE])}, with commas between them; default: O0 to O2, PyTorch, "
-                             "Paddle; with --baseline: O0 to O3 of both programs")
+                        help=f"of {', '.join([*OURS, *BASELINE, *TORCH, *CPU_ONLY])}, with commas between them; default: "
+                             f"{', '.join(DEFAULT_CONTENDERS)}; with --baseline: O0 to O3 of both programs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help=f"of each contender in each round; default: {STEPS}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="of all contenders, as semitone bench has it; default: cpu. Paddle has the CPU only")
+    parser.add_argument("--device", default="cpu", help="of all contenders, as semitone bench has it; default: cpu. IPEX and Paddle have the CPU only")
     parser.add_argument("--wait", choices=["passive", "default"], default="passive",
                         help="how OpenMP's threads wait for work; passive: they sleep at once")
+    parser.add_argument("--sweep", nargs="+", type=sizes_to_sweep, metavar="FLAG=N,N",
+                        help="flags for sizes with several values, for all contenders: batch-size=1,8,32 length=128,512; each combination is "
+                             "compared, and gets one line")
     parser.add_argument("--ours", default="", help="additional flags for semitone bench only, as one argument: '--optimizer torch'")
     parser.add_argument("--program", default=ROOT / "build/release/apps/semitone")
     parser.add_argument("--baseline", metavar="PROGRAM", help="another build of the program, to compare with instead of the peers")
     parser.add_argument("--python", default=os.environ.get("SEMITONE_PEER_PYTHON", ROOT / ".deps/peers/bin/python"),
                         help="a Python with torch; default: SEMITONE_PEER_PYTHON, or the one of make bench-peers")
+    parser.add_argument("--ipex-python", default=ROOT / ".deps/peers-ipex/bin/python",
+                        help="a Python with intel_extension_for_pytorch and the torch that it needs; default: that of make bench-peers")
     parser.add_argument("--paddle-python", help="a Python with paddle; default: as --python")
     parser.add_argument("--out", default=ROOT / "build/bench")
     options = parser.parse_args(arguments[:cut])
@@ -245,14 +316,14 @@ def parse():
     options.paddle_python = options.paddle_python or options.python
     options.workloads = options.workloads or WORKLOADS
     default = [*OURS, *BASELINE] if options.baseline else DEFAULT_CONTENDERS
-    options.contenders = [name.strip() for name in options.contenders.split(",")] if options.contenders else default
     if options.device != "cpu":
-        default = [name for name in default if name not in PADDLE]
-    known = {**OURS, **TORCH, **PADDLE, **(BASELINE if options.baseline else {})}
+        default = [name for name in default if name not in CPU_ONLY]
+    options.contenders = [name.strip() for name in options.contenders.split(",")] if options.contenders else default
+    known = {**OURS, **TORCH, **CPU_ONLY, **(BASELINE if options.baseline else {})}
     unknown = [name for name in options.contenders if name not in known]
     unknown += [name for name in options.workloads if name not in WORKLOADS]
     if options.device != "cpu":
-        unknown += [f"{name} on {options.device}" for name in options.contenders if name in PADDLE]
+        unknown += [f"{name} on {options.device}" for name in options.contenders if name in CPU_ONLY]
     if unknown or options.rounds < 1 or options.threads < 1:
         parser.error(f"unknown: {', '.join(unknown)}" if unknown else "--rounds and --threads have to be at least 1")
     return options
@@ -261,8 +332,11 @@ def parse():
 def main():
     options = parse()
     try:
+        if options.sweep:
+            succeeded = [compare_sizes(workload, options) for workload in options.workloads]
+            sys.exit(0 if all(succeeded) else 1)
         for workload in options.workloads:
-            compare(workload, options)
+            compare_once(workload, options)
     except Failed as failure:
         sys.exit(f"[compare] {failure}")
 
