@@ -77,6 +77,19 @@ bool are_on_devices(const auto& work) {
                       [](const auto& one) { return one.update.param.is_cpu(); });
 }
 
+bool clips_any(const auto& work) {
+  return std::any_of(work.begin(), work.end(), [](const auto& one) {
+    return one.template options_as<FusedLAMBOptions>().max_grad_norm() > 0;
+  });
+}
+
+// The norm of the unscaled gradients.
+double total_norm_of(const auto& work) {
+  std::vector<double> norms = kernels::multi_tensor_norms(grads_of(work), 2);
+  for (std::size_t i = 0; i < norms.size(); ++i) norms[i] *= std::abs(work[i].grad_scale);
+  return kernels::total_norm(norms, 2);
+}
+
 }  // namespace
 
 FusedLAMBOptions::FusedLAMBOptions(double lr) : lr_(lr) {}
@@ -188,9 +201,7 @@ void FusedLAMB::update(std::span<Work> work) {
     update_on_several(work);
     return;
   }
-  std::vector<double> norms = kernels::multi_tensor_norms(grads_of(work), 2);
-  for (std::size_t i = 0; i < norms.size(); ++i) norms[i] *= std::abs(work[i].grad_scale);
-  const double norm = kernels::total_norm(norms, 2);
+  const double norm = clips_any(work) ? total_norm_of(work) : 0;
   const auto items = items_of(work);
   auto rules = rules_for(work, [&](const Work& one) {
     const auto& options = one.options_as<FusedLAMBOptions>();

@@ -15,10 +15,12 @@ namespace {
 
 TEST(LambNorms, AreThoseOfTheDefinition) {
   torch::manual_seed(8);
-  LambRule rule{.grad_scale = 0.5, .decoupled_weight_decay = 0.2};
   for (const Case& c :
-       {Case{at::kFloat, at::kBFloat16, at::kBFloat16}, Case{at::kDouble, at::kFloat, {}},
-        Case{at::kBFloat16, at::kBFloat16, {}, true}}) {
+       {Case{at::kFloat, at::kBFloat16, at::kBFloat16}, Case{at::kFloat, at::kHalf, at::kHalf},
+        Case{at::kFloat, at::kFloat, {}}, Case{at::kDouble, at::kFloat, {}},
+        Case{at::kHalf, at::kFloat, {}}, Case{at::kBFloat16, at::kBFloat16, {}, true}}) {
+    // With an eps of 0, the update of memory without an element would be 0 / 0.
+    const LambRule rule{.grad_scale = 0.5, .decoupled_weight_decay = 0.2, .eps = 0};
     std::vector<Update> items;
     for (const std::int64_t size : {0, 1, 5, 16, 1000, 3 * 16384 + 7})
       items.push_back(item_like(at::empty({size}), c, 2));

@@ -37,26 +37,10 @@ HWY_INLINE void for_each_vector(In format, D d, const void* bytes, std::size_t s
 template <class In>
 double sum_of_squares_of(const void* in, std::size_t size) {
   const hn::ScalableTag<float> d;
-  const hn::ScalableTag<double> wide;
-  // Two sums, since a single one would wait for its last addition. A square is exact in fp64, so a
-  // fused multiplication and addition rounds like the two operations.
-  auto lower = hn::Zero(wide);
-  auto upper = hn::Zero(wide);
-  for_each_vector(In{}, d, in, size, [&](auto v) HWY_ATTR {
-#if HWY_TARGET == HWY_SCALAR
-    const auto x = hn::PromoteTo(wide, v);
-    const auto sum = hn::MulAdd(x, x, upper);
-    upper = lower;
-    lower = sum;
-#else
-    const hn::Half<decltype(d)> half;
-    const auto x = hn::PromoteTo(wide, hn::LowerHalf(half, v));
-    const auto y = hn::PromoteTo(wide, hn::UpperHalf(half, v));
-    lower = hn::MulAdd(x, x, lower);
-    upper = hn::MulAdd(y, y, upper);
-#endif
-  });
-  return hn::GetLane(hn::SumOfLanes(wide, hn::Add(lower, upper)));
+  auto lower = hn::Zero(hn::ScalableTag<double>());
+  auto upper = lower;
+  for_each_vector(In{}, d, in, size, [&](auto v) HWY_ATTR { add_squares(v, lower, upper); });
+  return sum_of(lower, upper);
 }
 
 template <class In>

@@ -99,7 +99,8 @@ HWY_INLINE void store_state(D d, hn::Vec<D> v, const UpdateSpan& span, std::size
 template <class D, class D32 = hn::RebindToUnsigned<D>>
 HWY_INLINE hn::Vec<D32> random_bits(D /*d*/, const UpdateSpan& span, std::size_t i) {
   const D32 d32;
-  const auto number = hn::Iota(d32, span.first_element + static_cast<std::uint32_t>(i));
+  const auto first = hn::Set(d32, span.first_element + static_cast<std::uint32_t>(i));
+  const auto number = hn::Add(first, hn::Iota(d32, 0));
   auto x = hn::Xor(number, hn::Set(d32, span.seed));
   x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(d32, 0x85EBCA6B));
   x = hn::Mul(hn::Xor(x, hn::ShiftRight<13>(x)), hn::Set(d32, 0xC2B2AE35));
@@ -159,9 +160,11 @@ class SpanTail {
     inner_ = whole;
     inner_.size = whole.size - begin;
     inner_.first_element = whole.first_element + static_cast<std::uint32_t>(begin);
-    take(grad_, whole.grad, bytes_of(whole.grad_format));
     take(param_, whole.param, bytes_of(whole.param_format));
-    inner_.grad = grad_;
+    if (whole.grad != nullptr) {
+      take(grad_, whole.grad, bytes_of(whole.grad_format));
+      inner_.grad = grad_;
+    }
     inner_.param = param_;
     if (whole.low != nullptr) {
       take(low_, whole.low, sizeof(*low_));
@@ -211,16 +214,17 @@ class SpanTail {
   HWY_ALIGN std::uint16_t low_[kLanes] = {};
 };
 
+HWY_INLINE void prefetch_at(const void* array, Format format, std::size_t i) {
+  if (array != nullptr) prefetch(static_cast<const char*>(array) + i * bytes_of(format));
+}
+
 // Prefetches the memory some distance after the elements from i on.
 HWY_INLINE void prefetch(const UpdateSpan& span, std::size_t i) {
-  const auto prefetch_at = [i](const void* array, Format format) HWY_ATTR {
-    if (array != nullptr) prefetch(static_cast<const char*>(array) + i * bytes_of(format));
-  };
-  prefetch_at(span.grad, span.grad_format);
-  prefetch_at(span.param, span.param_format);
-  prefetch_at(span.low, Format::bf16);
-  prefetch_at(span.copy, span.copy_format);
-  for (const void* state : span.state) prefetch_at(state, span.state_format);
+  prefetch_at(span.grad, span.grad_format, i);
+  prefetch_at(span.param, span.param_format, i);
+  prefetch_at(span.low, Format::bf16, i);
+  prefetch_at(span.copy, span.copy_format, i);
+  for (const void* state : span.state) prefetch_at(state, span.state_format, i);
 }
 
 // A span's formats, and which of its optional arrays it has.
@@ -230,10 +234,11 @@ struct SpanKind {
   bool has_low;
   bool has_copy;
   Format copy;
+  Format state = Format::fp32;
 };
 
 inline bool is_of(const SpanKind& kind, const UpdateSpan& span) {
-  return span.state_format == Format::fp32 && span.grad_format == kind.grad &&
+  return span.state_format == kind.state && span.grad_format == kind.grad &&
          span.param_format == kind.param && (span.low != nullptr) == kind.has_low &&
          (span.copy != nullptr) == kind.has_copy &&
          (!kind.has_copy || span.copy_format == kind.copy);
@@ -242,7 +247,7 @@ inline bool is_of(const SpanKind& kind, const UpdateSpan& span) {
 // The same span. If its kind is known at compile time, so is that of the copy.
 HWY_INLINE UpdateSpan specialized(const SpanKind& kind, const UpdateSpan& span) {
   UpdateSpan same = span;
-  same.state_format = Format::fp32;
+  same.state_format = kind.state;
   same.grad_format = kind.grad;
   same.param_format = kind.param;
   same.copy_format = kind.copy;
@@ -251,43 +256,79 @@ HWY_INLINE UpdateSpan specialized(const SpanKind& kind, const UpdateSpan& span) 
   return same;
 }
 
-// new parameter = math(d, span, i, gradient, parameter) for every vector. math uses a rule's
-// numbers as fp32, and itself loads and stores the state at element i.
+template <class D>
+HWY_INLINE hn::Vec<D> load_grad(D d, const UpdateSpan& span, std::size_t i, float grad_scale) {
+  return hn::Mul(load(span.grad_format, d, span.grad, i), hn::Set(d, grad_scale));
+}
+
+// The arrays that a loop over a span touches, besides parameters and state.
+struct SpanUse {
+  bool grad = true;
+  bool copy = true;
+};
+
+// Calls visit(part, i) for all whole vectors of the span, and returns the end of the last one.
+template <class Visit>
+HWY_INLINE std::size_t visit_whole_vectors(const UpdateSpan part, const Visit& visit) {
+  const std::size_t lanes = hn::Lanes(Float());
+  std::size_t i = 0;
+  for (; i + lanes <= part.size; i += lanes) {
+    prefetch(part, i);
+    visit(part, i, lanes);
+  }
+  return i;
+}
+
+// Calls visit(part, i, count) for every vector: the elements [i, i + count) of `part`, which is the
+// span or, for the last few elements, a copy of them in which zeros follow.
 //
 // Processors prefetch by themselves, but not beyond a page of 4 KiB, and there are five arrays at a
 // time. With explicit prefetches, and loops so short that many loads are in flight, fp32 SGD with
 // momentum moves 51 GB/s instead of 31. The usual kinds of spans therefore have loops of their own;
-// all 27 combinations of formats would be too many.
-template <class Math>
-HWY_INLINE void update_elements(const UpdateSpan& span, const Math& math) {
-  const hn::ScalableTag<float> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const auto at = [&](const UpdateSpan& part, std::size_t i) HWY_ATTR {
-    const auto grad = hn::Mul(load(part.grad_format, d, part.grad, i), hn::Set(d, math.grad_scale));
-    store_param(d, math(d, part, i, grad, load_param(d, part, i)), part, i);
-  };
-  const auto whole_vectors = [&](const UpdateSpan& part) HWY_ATTR {
-    std::size_t i = 0;
-    for (; i + lanes <= part.size; i += lanes) {
-      prefetch(part, i);
-      at(part, i);
-    }
-    return i;
-  };
+// all combinations of formats would be too many. `visit` has to be inlined into each of these loops
+// (SEMITONE_INLINE): a function looks up the formats for each vector, which makes steps on data in
+// the caches take up to twice as long.
+template <SpanUse kUse = SpanUse{}, class Visit>
+HWY_INLINE void for_update_vectors(const UpdateSpan& whole, const Visit& visit) {
   constexpr SpanKind kFp32{Format::fp32, Format::fp32, false, false, Format::fp32};
-  constexpr SpanKind kBf16Model{Format::bf16, Format::fp32, false, true, Format::bf16};
-  constexpr SpanKind kFp16Model{Format::fp16, Format::fp32, false, true, Format::fp16};
+  constexpr SpanKind kBf16Model{Format::bf16, Format::fp32, false, kUse.copy, Format::bf16};
+  constexpr SpanKind kFp16Model{Format::fp16, Format::fp32, false, kUse.copy, Format::fp16};
   constexpr SpanKind kSplit{Format::bf16, Format::bf16, true, false, Format::bf16};
-  const std::size_t i = is_of(kFp32, span)        ? whole_vectors(specialized(kFp32, span))
-                        : is_of(kBf16Model, span) ? whole_vectors(specialized(kBf16Model, span))
-                        : is_of(kFp16Model, span) ? whole_vectors(specialized(kFp16Model, span))
-                        : is_of(kSplit, span)     ? whole_vectors(specialized(kSplit, span))
-                                                  : whole_vectors(span);
-  if (i < span.size) {
-    SpanTail tail(span, i);
-    at(tail.span(), 0);
-    tail.write_back();
+  constexpr SpanKind kSplitWithBf16State{Format::bf16, Format::bf16, true,
+                                         false,        Format::bf16, Format::bf16};
+  UpdateSpan span = whole;
+  if (!kUse.grad) span.grad = nullptr;
+  if (!kUse.copy) span.copy = nullptr;
+  std::size_t i = 0;
+  if (is_of(kFp32, span)) {
+    i = visit_whole_vectors(specialized(kFp32, span), visit);
+  } else if (is_of(kBf16Model, span)) {
+    i = visit_whole_vectors(specialized(kBf16Model, span), visit);
+  } else if (is_of(kFp16Model, span)) {
+    i = visit_whole_vectors(specialized(kFp16Model, span), visit);
+  } else if (is_of(kSplit, span)) {
+    i = visit_whole_vectors(specialized(kSplit, span), visit);
+  } else if (is_of(kSplitWithBf16State, span)) {
+    i = visit_whole_vectors(specialized(kSplitWithBf16State, span), visit);
+  } else {
+    i = visit_whole_vectors(span, visit);
   }
+  if (i == span.size) return;
+  SpanTail tail(span, i);
+  visit(tail.span(), 0, span.size - i);
+  tail.write_back();
+}
+
+// new parameter = math(d, span, i, gradient, parameter) for every vector. math uses a rule's
+// numbers as fp32, and itself loads and stores the state at element i. It is taken by value: the
+// compiler then knows that no store changes its numbers.
+template <class Math>
+HWY_INLINE void update_elements(const UpdateSpan& span, const Math math) {
+  const Float d;
+  for_update_vectors(span, [&](const UpdateSpan& part, std::size_t i, std::size_t) SEMITONE_INLINE {
+    const auto grad = load_grad(d, part, i, math.grad_scale);
+    store_param(d, math(d, part, i, grad, load_param(d, part, i)), part, i);
+  });
 }
 
 // a * b + c in two roundings.

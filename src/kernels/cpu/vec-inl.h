@@ -19,6 +19,10 @@
 #include <cstring>
 #include <type_traits>
 
+// For a lambda in several loops, which a compiler might otherwise compile once, as a function.
+#undef SEMITONE_INLINE
+#define SEMITONE_INLINE HWY_ATTR __attribute__((always_inline))
+
 HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace HWY_NAMESPACE {
@@ -130,6 +134,30 @@ HWY_INLINE void store_some(F format, Vector v, typename F::Stored* to, std::size
   HWY_ALIGN typename F::Stored padded[hn::MaxLanes(d)];
   store(format, d, v, padded);
   std::copy(padded, padded + count, to);
+}
+
+// Adds the squares of a vector to two sums in fp64: a single one would wait for its last addition. A
+// square is exact in fp64, so a fused multiplication and addition rounds like the two operations.
+using WideVector = hn::Vec<hn::ScalableTag<double>>;
+HWY_INLINE void add_squares(Vector v, WideVector& lower, WideVector& upper) {
+  const hn::ScalableTag<double> wide;
+#if HWY_TARGET == HWY_SCALAR
+  const auto x = hn::PromoteTo(wide, v);
+  const auto sum = hn::MulAdd(x, x, upper);
+  upper = lower;
+  lower = sum;
+#else
+  const hn::Half<Float> half;
+  const auto x = hn::PromoteTo(wide, hn::LowerHalf(half, v));
+  const auto y = hn::PromoteTo(wide, hn::UpperHalf(half, v));
+  lower = hn::MulAdd(x, x, lower);
+  upper = hn::MulAdd(y, y, upper);
+#endif
+}
+
+HWY_INLINE double sum_of(WideVector lower, WideVector upper) {
+  const hn::ScalableTag<double> wide;
+  return hn::GetLane(hn::SumOfLanes(wide, hn::Add(lower, upper)));
 }
 
 // Processors prefetch by themselves, but not beyond a page of 4 KiB. Loops over large arrays
