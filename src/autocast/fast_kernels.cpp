@@ -26,6 +26,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 namespace semitone::amp {
@@ -236,6 +237,7 @@ struct AttentionCall {
   const at::Tensor& key;
   const at::Tensor& value;
   double scale;
+  bool is_causal;
 };
 
 // LibTorch's CPU has no fused attention with dropout. It composes these operators, and its dropout
@@ -244,7 +246,11 @@ std::optional<at::Tensor> attention_with_dropout(const AttentionCall& call, doub
   const auto dtype = call.query.scalar_type();
   if (call.key.scalar_type() != dtype || call.value.scalar_type() != dtype) return std::nullopt;
   // Scaled before the product, which may overflow fp16.
-  const at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
+  at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
+  if (call.is_causal) {
+    const at::Tensor later = at::ones({scores.size(-2), scores.size(-1)}, at::kBool).triu(1);
+    scores = scores.masked_fill_(later, -std::numeric_limits<double>::infinity());
+  }
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), call.value);
 }
 
@@ -257,12 +263,12 @@ std::optional<at::Tensor> attention(Arguments arguments) {
                            .value = arguments[kValue].toTensor(),
                            .scale = arguments[kScale].isNone()
                                         ? 1 / std::sqrt(static_cast<double>(query.size(-1)))
-                                        : arguments[kScale].toDouble()};
+                                        : arguments[kScale].toDouble(),
+                           .is_causal = arguments[kCausal].toBool()};
   const double p = arguments[kDropout].toDouble();
-  const bool is_causal = arguments[kCausal].toBool();
   const bool is_grouped = arguments[kGrouped].toBool();
-  if (p > 0) return is_causal || is_grouped ? std::nullopt : attention_with_dropout(call, p);
-  const kernels::Attention settings{.scale = call.scale, .causal = is_causal};
+  if (p > 0) return is_grouped ? std::nullopt : attention_with_dropout(call, p);
+  const kernels::Attention settings{.scale = call.scale, .causal = call.is_causal};
   if (!kernels::has_attention_kernel(query, call.key, call.value, settings)) return std::nullopt;
   // Without grouped queries LibTorch refuses other numbers of heads.
   if (!is_grouped && call.key.size(1) != query.size(1)) return std::nullopt;

@@ -199,13 +199,23 @@ TEST(FastKernels, DropoutIsOursInTrainingAlone) {
   EXPECT_TRUE(torch::dropout(input, 0.25, false).is_same(input));
 }
 
-TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
+// Relative, of all elements together.
+double distance(const at::Tensor& got, const at::Tensor& exact) {
+  EXPECT_EQ(got.sizes(), exact.sizes());
+  const double off = (got.to(torch::kDouble).sub(exact).norm() / exact.norm()).item<double>();
+  EXPECT_TRUE(std::isfinite(off));
+  return off;
+}
+
+class AttentionWithDropout : public testing::TestWithParam<bool> {};
+
+TEST_P(AttentionWithDropout, ComputesWhatLibTorchDoes) {
   torch::manual_seed(4);
   const Tensors inputs{torch::randn({2, 3, 17, 8}), torch::randn({2, 3, 19, 8}),
                        torch::randn({2, 3, 19, 8})};
   const auto run = [&](const CastPolicy& policy, double p) {
     return outcome_of(policy, inputs, [p](const Tensors& in) {
-      return torch::scaled_dot_product_attention(in[0], in[1], in[2], {}, p);
+      return torch::scaled_dot_product_attention(in[0], in[1], in[2], {}, p, GetParam());
     });
   };
   // With such a small probability hardly any element is dropped, and finally none.
@@ -214,7 +224,12 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   // Scaled query, scores, their softmax, dropout and product; LibTorch's kernel rounds some of
   // them.
   expect_close(got.result, want.result, test::rounding_tolerance(torch::kBFloat16, 5));
-  expect_close(got.gradients, want.gradients, test::rounding_tolerance(torch::kBFloat16, 10));
+  // Gradients cancel, so single elements may be off by more.
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    EXPECT_LE(distance(got.gradients[i], want.gradients[i].to(torch::kDouble)),
+              test::rounding_tolerance(torch::kBFloat16, 2))
+        << i;
+  }
   // The mean over many masks is the result without any.
   at::Tensor sum = torch::zeros_like(want.result, torch::kFloat);
   constexpr int kTimes = 400;
@@ -224,13 +239,8 @@ TEST(FastKernels, AttentionWithDropoutComputesWhatLibTorchDoes) {
   EXPECT_GT(off.mean().item<double>(), 1e-4);
 }
 
-// Relative, of all elements together.
-double distance(const at::Tensor& got, const at::Tensor& exact) {
-  EXPECT_EQ(got.sizes(), exact.sizes());
-  const double off = (got.to(torch::kDouble).sub(exact).norm() / exact.norm()).item<double>();
-  EXPECT_TRUE(std::isfinite(off));
-  return off;
-}
+INSTANTIATE_TEST_SUITE_P(FastKernels, AttentionWithDropout, testing::Bool(),
+                         [](const auto& causal) { return causal.param ? "Causal" : "Whole"; });
 
 // In blocks where the processor has products in bf16.
 bool has_blocked_attention() {
