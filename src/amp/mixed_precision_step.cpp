@@ -7,6 +7,7 @@
 #include "src/core/log.h"
 #include "src/kernels/multi_tensor_norm.h"
 #include "src/optim/deferred_step.h"
+#include "src/optim/libtorch_step.h"
 #include "src/scaling/gradient_events.h"
 
 #include <c10/util/ScopeExit.h>
@@ -189,7 +190,9 @@ StepResult MixedPrecision::Impl::step(torch::optim::Optimizer& optimizer) {
     });
   }
   return end_step(record, [&] {
-    record.masters.has_value() ? record.masters->step() : void(optimizer.step());
+    if (record.masters.has_value()) return record.masters->step(properties.fuse_optimizers);
+    if (properties.fuse_optimizers && optim::step_in_one_pass(optimizer)) return;
+    optimizer.step();
   });
 }
 

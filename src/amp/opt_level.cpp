@@ -87,6 +87,11 @@ Options& Options::cast_model_outputs(c10::ScalarType value) {
   return *this;
 }
 
+Options& Options::fuse_optimizers(bool value) {
+  fuse_optimizers_ = value;
+  return *this;
+}
+
 Options& Options::num_losses(std::int64_t value) {
   if (value < 1)
     throw Error("amp.initialize", "num_losses of at least 1", fmt::format("{}", value));
@@ -228,6 +233,7 @@ Properties Properties::resolve(const Options& options, c10::DeviceType model_dev
   properties.loss_scale = options.loss_scale_.value_or(properties.loss_scale);
   properties.cast_model_outputs =
       options.cast_model_outputs_.value_or(properties.cast_model_outputs);
+  properties.fuse_optimizers = options.fuse_optimizers_;
   properties.num_losses = options.num_losses_;
   properties.verbosity = options.verbosity_;
   properties.policy = options.policy_;
@@ -287,6 +293,7 @@ std::string Properties::to_string() const {
     const auto kinds = describe_16bit(device, dtype);
     if (kinds != "native") add("emulation", kinds + ": through float32, at no more than its speed");
   }
+  if (fuse_optimizers) add("fuse_optimizers", "yes");
   if (cudnn.benchmark.has_value()) add("cudnn_benchmark", yes(*cudnn.benchmark));
   if (cudnn.benchmark_limit.has_value())
     add("cudnn_benchmark_limit", std::to_string(*cudnn.benchmark_limit));

@@ -1,6 +1,7 @@
 #include "semitone/optim/fused_adam.h"
 
 #include "src/optim/options.h"
+#include "src/optim/rules.h"
 #include "src/optim/work.h"
 
 #include <cmath>
@@ -20,7 +21,9 @@ void for_each_adam_option(Options& options, Visit&& visit) {
                                                                               options.bf16_state());
 }
 
-kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, double grad_scale) {
+}  // namespace
+
+kernels::AdamRule adam_rule(const FusedAdamOptions& options, std::int64_t step, double grad_scale) {
   const auto [beta1, beta2] = options.betas();
   const auto t = static_cast<double>(step);
   const double correction1 = options.bias_correction() ? 1 - std::pow(beta1, t) : 1;
@@ -41,8 +44,6 @@ kernels::AdamRule rule_of(const FusedAdamOptions& options, std::int64_t step, do
   rule.bias_correction2_sqrt = std::sqrt(correction2);
   return rule;
 }
-
-}  // namespace
 
 FusedAdamOptions::FusedAdamOptions(double lr) : lr_(lr) {}
 
@@ -90,7 +91,7 @@ bool FusedAdam::keeps_bf16_state(const torch::optim::OptimizerOptions& options) 
 
 FusedOptimizer::Rules FusedAdam::rules_of(std::span<const Work> work) const {
   return Rules{rules_for(work, [](const Work& one) {
-    return rule_of(one.options_as<FusedAdamOptions>(), one.step, one.grad_scale);
+    return adam_rule(one.options_as<FusedAdamOptions>(), one.step, one.grad_scale);
   })};
 }
 

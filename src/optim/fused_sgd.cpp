@@ -1,6 +1,7 @@
 #include "semitone/optim/fused_sgd.h"
 
 #include "src/optim/options.h"
+#include "src/optim/rules.h"
 #include "src/optim/work.h"
 
 namespace semitone::optim {
@@ -17,7 +18,9 @@ void for_each_sgd_option(Options& options, Visit&& visit) {
       "split_master", options.split_master())("bf16_state", options.bf16_state());
 }
 
-kernels::SgdRule rule_of(const FusedSGDOptions& options, bool first, double grad_scale) {
+}  // namespace
+
+kernels::SgdRule sgd_rule(const FusedSGDOptions& options, bool first, double grad_scale) {
   kernels::SgdRule rule;
   rule.grad_scale = options.maximize() ? -grad_scale : grad_scale;
   (options.wd_after_momentum() ? rule.decoupled_weight_decay : rule.weight_decay) =
@@ -29,8 +32,6 @@ kernels::SgdRule rule_of(const FusedSGDOptions& options, bool first, double grad
   rule.first = first;
   return rule;
 }
-
-}  // namespace
 
 FusedSGDOptions::FusedSGDOptions(double lr) : lr_(lr) {}
 
@@ -76,7 +77,7 @@ bool FusedSGD::keeps_bf16_state(const torch::optim::OptimizerOptions& options) c
 
 FusedOptimizer::Rules FusedSGD::rules_of(std::span<const Work> work) const {
   return Rules{rules_for(work, [](const Work& one) {
-    return rule_of(one.options_as<FusedSGDOptions>(), one.fresh[0], one.grad_scale);
+    return sgd_rule(one.options_as<FusedSGDOptions>(), one.fresh[0], one.grad_scale);
   })};
 }
 

@@ -8,6 +8,7 @@
 #include "src/core/state_mode.h"
 #include "src/optim/capturable_step.h"
 #include "src/optim/deferred_step.h"
+#include "src/optim/libtorch_step.h"
 #include "src/scaling/gradients.h"
 #include "src/scaling/same_memory.h"
 
@@ -190,12 +191,12 @@ Masters::Adoption Masters::find_adoption(const ExactValues& exact) {
   return found;
 }
 
-void Masters::step() {
+void Masters::step(bool in_one_pass) {
   const events::PhaseScope phase(events::Phase::optimizer);
   const StateMode mode;
   hide_gradients();
   if (fused_ == nullptr) {
-    optimizer_->step();
+    if (!in_one_pass || !optim::step_in_one_pass(*optimizer_)) optimizer_->step();
     write_model();
     return;
   }

@@ -59,7 +59,8 @@ class Masters {
   void write_model();
   void sync();
   void pull();
-  void step();
+  // @param in_one_pass  whether LibTorch's optimizers step as optim::step_in_one_pass does
+  void step(bool in_one_pass = false);
   // step(), unless found_inf, one fp32 element on the masters' device, is not 0. The optimizer is a
   // fused one. Nothing is read: result tells the host later what is in found_inf.
   void step_unless(const at::Tensor& found_inf, std::shared_ptr<kernels::ReadLater> result);

@@ -72,6 +72,12 @@ class Options {
   /// The dtype that forward's results are cast to. Default: fp32, so that a loss outside of forward
   /// is computed in fp32. (Apex's patches also cover the loss, and its O1 does not cast results.)
   Options& cast_model_outputs(c10::ScalarType value);
+  /// Whether step() updates with LibTorch's SGD, Adam and AdamW in one pass over memory, as Semitone's
+  /// optimizers do (optim/fused_optimizer.h), instead of LibTorch's pass for each operation. State
+  /// and files stay the optimizer's own. Parameters may differ from those of optimizer.step() by
+  /// rounding. Steps of other classes, of sparse gradients, and of 16-bit parameters without masters
+  /// are LibTorch's. Default false.
+  Options& fuse_optimizers(bool value);
   /// Number of loss scalers, selected by loss_id. Default 1.
   Options& num_losses(std::int64_t value);
   /// Logging. 0: nothing. 1: the level, its properties, advice for a GPU (amp/advice.h), and
@@ -144,6 +150,7 @@ class Options {
   std::optional<bool> master_weights_;
   std::optional<detail::LossScale> loss_scale_;
   std::optional<c10::ScalarType> cast_model_outputs_;
+  bool fuse_optimizers_ = false;
   std::int64_t num_losses_ = 1;
   int verbosity_ = 1;
   std::optional<double> min_loss_scale_;
@@ -166,6 +173,7 @@ struct Properties {
   bool master_weights = false;
   detail::LossScale loss_scale = 1.0;
   c10::ScalarType cast_model_outputs = c10::ScalarType::Float;
+  bool fuse_optimizers = false;
   std::int64_t num_losses = 1;
   int verbosity = 1;
   LossScaleOptions loss_scale_options;  ///< complete: with loss_scale and its bounds
