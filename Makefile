@@ -84,7 +84,7 @@ bench-peers:  ## Install PyTorch, IPEX and Paddle for comparison
 	@benchmarks/peers/install.sh
 
 bench-compare: program bench-peers  ## Compare training speed with PyTorch, IPEX and Paddle, into build/bench/
-	$(say) "some 20 minutes; nothing else should run on the machine"
+	$(say) "about an hour for all workloads; nothing else should run on the machine"
 	@python3 benchmarks/compare.py --program $(BUILD)/apps/semitone $(ARGS)
 
 format: setup  ## Format the C++ sources
