@@ -209,7 +209,8 @@ class Training:
 
 
 class IpexTraining(Training):
-    """With PyTorch's optimizers, which IPEX replaces by its own: those split fp32 masters into the bf16 weights and their lower halves."""
+    """On CPUs IPEX 2.8 replaces SGD's step by its own, whose fp32 masters are the bf16 weights and their lower halves. It has none for
+    AdamW: PyTorch's fused one steps fp32 masters."""
 
     def make_optimizer(self, options, parameters):
         import intel_extension_for_pytorch as ipex
