@@ -23,11 +23,12 @@ constexpr std::int64_t kParts = 32;
 // Number of channels that justifies a thread when parts are merged.
 constexpr std::int64_t kMergeGrain = 256;
 
-// Per-channel values in fp32. On the CPU there are few of them, and an operator costs 1 to 2 us, as
+// Per-channel values in fp32; null if they are undefined. On the CPU there are few of them, and an operator costs 1 to 2 us, as
 // much as a thousand numbers, so they are computed in a loop.
 class ChannelValues {
  public:
   explicit ChannelValues(const at::Tensor& values) {
+    if (!values.defined()) return;
     if (!values.is_cpu() || values.scalar_type() == at::kFloat) {
       fp32_ = values.to(at::kFloat).contiguous();
       return;
@@ -40,7 +41,8 @@ class ChannelValues {
   }
 
   const float* data() const {
-    return fp32_.defined() ? fp32_.const_data_ptr<float>() : on_host_.data();
+    if (fp32_.defined()) return fp32_.const_data_ptr<float>();
+    return on_host_.empty() ? nullptr : on_host_.data();
   }
 
  private:
@@ -110,6 +112,27 @@ Moments merged(const at::Tensor& parts) {
   return all;
 }
 
+GradientSums sums_of(const Batch& batch, const BatchGradient& work) {
+  const at::Tensor sums =
+      for_all_parts(batch, 2, [&](std::size_t begin, std::size_t end, double* results) {
+        batch_gradient_sums(batch.layout, work, begin, end, results,
+                            results + batch.layout.channels);
+      }).sum(0);
+  return {sums[0], sums[1]};
+}
+
+BatchChannels channels_on_cuda(const at::Tensor& mean, const BatchRelu& relu) {
+  const auto fp32 = [](const at::Tensor& values) {
+    return values.defined() ? values.to(at::kFloat).contiguous() : values;
+  };
+  return {.mean = fp32(mean), .scale = fp32(relu.scale), .shift = fp32(relu.shift)};
+}
+
+GradientSums joined_on_cuda(const BatchGradientParts& parts, const BatchChannels& channels) {
+  const at::Tensor joined = joined_gradients(parts.parts, channels, {});
+  return {joined[0], joined[1]};
+}
+
 }  // namespace
 
 Moments moments(const at::Tensor& input) {
@@ -156,39 +179,63 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
   return output;
 }
 
-GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
-                           const at::Tensor& mean) {
+bool has_batch_kernels(const at::Tensor& input) {
+  return Batch::of(input).has_value();
+}
+
+GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
+                           const BatchRelu& relu) {
   const auto batch = Batch::of(input);
-  if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean);
+  if (!batch.has_value() || !match(grad, input)) return ref::gradient_sums(grad, input, mean, relu);
   if (runs_on_cuda(input)) {
-    const BatchChannels channels{.mean = mean.to(at::kFloat).contiguous()};
-    const at::Tensor joined =
-        joined_gradients(gradient_parts(grad, input, channels, {}).parts, channels, {});
-    return {joined[0], joined[1]};
+    const BatchChannels channels = channels_on_cuda(mean, relu);
+    return joined_on_cuda(gradient_parts(grad, input, channels, {relu.shift.defined()}), channels);
+  }
+  const ChannelValues means(mean);
+  const ChannelValues scales(relu.scale);
+  const ChannelValues shifts(relu.shift);
+  const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
+  return sums_of(*batch, {.grad = gradient.const_data_ptr(),
+                          .input = input.const_data_ptr(),
+                          .mean = means.data(),
+                          .a = scales.data(),
+                          .shift = shifts.data()});
+}
+
+MaskedGradient masked_gradient(const at::Tensor& grad, const at::Tensor& input,
+                               const at::Tensor& mean, const at::Tensor& result) {
+  const auto batch = Batch::of(input);
+  if (!batch.has_value() || !match(grad, input) || !match(result, input))
+    return ref::masked_gradient(grad, input, mean, result);
+  if (runs_on_cuda(input)) {
+    const BatchChannels channels = channels_on_cuda(mean, {});
+    const BatchGradientParts parts = gradient_parts(grad, input, channels, {true, result});
+    return {parts.grad, joined_on_cuda(parts, channels)};
   }
   const ChannelValues means(mean);
   const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
-  const BatchGradient work{
-      .grad = gradient.const_data_ptr(), .input = input.const_data_ptr(), .mean = means.data()};
-  const at::Tensor sums =
-      for_all_parts(*batch, 2, [&](std::size_t begin, std::size_t end, double* results) {
-        batch_gradient_sums(batch->layout, work, begin, end, results,
-                            results + batch->layout.channels);
-      }).sum(0);
-  return {sums[0], sums[1]};
+  const at::Tensor relus = laid_out_like(result, input, input.scalar_type());
+  at::Tensor masked = at::empty_like(input);
+  GradientSums sums = sums_of(*batch, {.grad = gradient.const_data_ptr(),
+                                       .input = input.const_data_ptr(),
+                                       .mean = means.data(),
+                                       .result = relus.const_data_ptr(),
+                                       .masked = masked.mutable_data_ptr()});
+  return {masked, sums};
 }
 
 at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
                              const at::Tensor& mean, const at::Tensor& a, const at::Tensor& b,
-                             const at::Tensor& c) {
+                             const at::Tensor& c, const at::Tensor& shift) {
   const auto batch = Batch::of(input);
   if (!batch.has_value() || !match(grad, input))
-    return ref::gradient_of_input(grad, input, mean, a, b, c);
+    return ref::gradient_of_input(grad, input, mean, a, b, c, shift);
   at::Tensor output = at::empty_like(input);
   const ChannelValues means(mean);
   const ChannelValues as(a);
   const ChannelValues bs(b);
   const ChannelValues cs(c);
+  const ChannelValues shifts(shift);
   const at::Tensor gradient = laid_out_like(grad, input, input.scalar_type());
   const BatchGradient work{.grad = gradient.const_data_ptr(),
                            .input = input.const_data_ptr(),
@@ -196,7 +243,8 @@ at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
                            .output = output.mutable_data_ptr(),
                            .a = as.data(),
                            .b = bs.data(),
-                           .c = cs.data()};
+                           .c = cs.data(),
+                           .shift = shifts.data()};
   if (runs_on_cuda(input)) {
     batch_gradient_of_input_cuda(batch->layout, work, batch->count(), CurrentCuda(input).stream());
     return output;

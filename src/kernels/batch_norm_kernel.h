@@ -49,16 +49,15 @@ struct BatchGradient {
   const void* grad;
   const void* input;
   const float* mean;
-  // batch_gradient_of_input only
-  void* output = nullptr;
+  void* output = nullptr;  // batch_gradient_of_input only, and b and c
   const float* a = nullptr;
   const float* b = nullptr;
   const float* c = nullptr;
-  // CUDA kernels only. Where relu's result is 0, its gradient `grad` is 0 before anything else.
+  // Where relu's result is 0, its gradient `grad` is 0 before anything else.
   // relu(round((input - mean) * a + shift)), computed again: without a residual.
   const float* shift = nullptr;
-  // Its result, and memory for the gradient with these zeros, by batch_gradient_sums_cuda only:
-  // with a residual, whose gradient that is.
+  // Its result, and memory for the gradient with these zeros, in the sums only: with a residual,
+  // whose gradient that is.
   const void* result = nullptr;
   void* masked = nullptr;
 };

@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/kernels/batch_channels.h"
 #include "src/kernels/batch_norm.h"
+#include "src/kernels/flat.h"
 #include "src/kernels/pointwise.h"
 #include "src/nn/arguments.h"
 #include "src/nn/batch_norm_channels.h"
@@ -57,19 +58,21 @@ void check(const at::Tensor& input, const BatchNorm& layer) {
 
 // The data that the backward pass needs from a layer.
 struct BatchNormSettings : torch::CustomClassHolder {
-  explicit BatchNormSettings(const BatchNorm& layer)
+  BatchNormSettings(const BatchNorm& layer, bool by_kernels_)
       : component(layer.component),
         eps(layer.eps),
         relu(layer.relu),
         has_residual(layer.residual.defined()),
         bias_dtype(layer.bias.defined() ? layer.bias.scalar_type() : at::kFloat),
-        peers(layer.peers) {}
+        peers(layer.peers),
+        by_kernels(by_kernels_) {}
   std::string_view component;
   double eps;
   bool relu;
   bool has_residual;
   at::ScalarType bias_dtype;
   std::shared_ptr<const BatchNormPeers> peers;
+  bool by_kernels;  // whether CUDA's kernels computed the numbers of the channels
 };
 
 // Passes a gradient on, and is an Error if that is differentiated with respect to its inputs.
@@ -101,15 +104,14 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const kernels::BatchChannels& of = batch.channels;
     at::Tensor output =
         kernels::normalize(input, of.mean, of.scale, of.shift, layer.residual, layer.relu);
-    const auto on_device = [&](const at::Tensor& values) {
-      return batch.by_kernels ? values : at::Tensor();
-    };
+    const bool again = batch.by_kernels || (layer.relu && kernels::has_batch_kernels(input));
+    const auto if_again = [&](const at::Tensor& values) { return again ? values : at::Tensor(); };
     ctx->save_for_backward({input, layer.weight, of.mean, of.invstd, of.count,
-                            layer.relu ? output : at::Tensor(), on_device(of.scale),
-                            on_device(of.shift)});
+                            layer.relu ? output : at::Tensor(), if_again(of.scale),
+                            if_again(of.shift)});
     save_edges(ctx, {input, layer.weight, layer.bias, layer.residual});
     ctx->saved_data["settings"] =
-        c10::IValue::make_capsule(c10::make_intrusive<BatchNormSettings>(layer));
+        c10::IValue::make_capsule(c10::make_intrusive<BatchNormSettings>(layer, batch.by_kernels));
     return output;
   }
 
@@ -119,8 +121,9 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const bool recorded = at::GradMode::is_enabled();  // create_graph
     at::Tensor grad = gradients[0];
-    // CUDA's kernels set a gradient to 0 where they read it.
-    const bool fused = settings.relu && !recorded && by_kernels(saved) && needs_passes(ctx);
+    // Kernels set a gradient to 0 where they read it.
+    const bool fused =
+        settings.relu && !recorded && needs_passes(ctx) && kernels::has_batch_kernels(saved[0]);
     if (settings.relu && !fused) {
       grad = recorded ? at::threshold_backward(grad, saved[5], 0)
                       : kernels::relu_backward(grad, saved[5]);
@@ -145,9 +148,6 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
   // Arguments that can have a gradient, in order.
   enum Argument : std::size_t { kInput, kWeight, kBias, kResidual, kArguments };
 
-  // Whether CUDA's kernels computed the numbers of the channels.
-  static bool by_kernels(const variable_list& saved) { return saved[6].defined(); }
-
   // Whether a gradient is needed that is more than the result's.
   static bool needs_passes(AutogradContext* ctx) {
     return is_needed(ctx, kInput) || is_needed(ctx, kWeight) || is_needed(ctx, kBias);
@@ -169,11 +169,25 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     if (is_needed(ctx, kResidual)) result[kResidual] = grad;
     const bool input_needed = is_needed(ctx, kInput);
     if (!needs_passes(ctx)) return result;
-    if (by_kernels(saved)) {
+    if (settings.by_kernels) {
       add_gradients_by_kernels(ctx, settings, saved, grad, relu, result);
       return result;
     }
-    const auto sums = kernels::gradient_sums(grad, input, mean);
+    // Copied once, and not in each pass.
+    const bool copies = kernels::has_batch_kernels(input) &&
+                        grad.scalar_type() == input.scalar_type() &&
+                        grad.device() == input.device();
+    kernels::MaskedGradient own{
+        copies ? kernels::laid_out_like(grad, input, input.scalar_type()) : grad, {}};
+    kernels::BatchRelu again;  // without a residual
+    if (relu.relu && relu.result.defined()) {
+      own = kernels::masked_gradient(own.grad, input, mean, relu.result);
+      if (is_needed(ctx, kResidual)) result[kResidual] = own.grad;
+    } else {
+      if (relu.relu) again = {saved[6], saved[7]};
+      own.sums = kernels::gradient_sums(own.grad, input, mean, again);
+    }
+    const kernels::GradientSums& sums = own.sums;
     // In fp64: the engine converts them to the parameters' dtypes.
     if (is_needed(ctx, kWeight)) result[kWeight] = sums.grad_times_centred.mul(invstd);
     if (is_needed(ctx, kBias)) result[kBias] = sums.grad;
@@ -185,8 +199,8 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
         all = {both[0], both[1]};
       }
       const Factors factors = factors_of(weight, invstd, all, count);
-      result[kInput] =
-          kernels::gradient_of_input(grad, input, mean, factors.a, factors.b, factors.c);
+      result[kInput] = kernels::gradient_of_input(own.grad, input, mean, factors.a, factors.b,
+                                                  factors.c, again.shift);
     }
     return result;
   }

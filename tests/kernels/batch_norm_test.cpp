@@ -3,6 +3,7 @@
 #include "src/kernels/batch_norm.h"
 
 #include "semitone/core/dtype.h"
+#include "src/kernels/pointwise.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
@@ -72,6 +73,12 @@ void expect_within(const at::Tensor& got, const at::Tensor& want, const at::Tens
       << "got " << got << "\nwant " << want << "\nwithin " << tolerance;
 }
 
+// Bit for bit, but for NaNs, which are all alike.
+void expect_same(const at::Tensor& got, const at::Tensor& want) {
+  expect_close(got, want, 0);
+}
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr c10::ScalarType kDtypes[] = {torch::kFloat, torch::kHalf, torch::kBFloat16,
                                        torch::kDouble};
 
@@ -163,6 +170,51 @@ TEST_P(BatchNormKernels, GradientsAreAsDefined) {
         expect_close(got, ref::gradient_of_input(grad, input, mean, a, b, c), 0);
         if (input.is_non_overlapping_and_dense()) {
           EXPECT_EQ(got.strides(), input.strides());
+        }
+      }
+    }
+  }
+}
+
+// A gradient counts where relu's result is positive or NaN: the kernels find that out again, from
+// the input or from the result, and must come to what relu_backward says of the rounded result.
+TEST_P(BatchNormKernels, GradientsOfReluAreThoseOfItsResult) {
+  for (const auto dtype : kDtypes) {
+    for (at::Tensor input : inputs(dtype)) {
+      SCOPED_TRACE(name_of(input));
+      const at::Tensor mean = per_channel(input);
+      // Results around the numbers that are rounded to 0, some of them subnormal.
+      const double size = dtype == torch::kHalf       ? 0x1p-24
+                          : dtype == torch::kBFloat16 ? 0x1p-133
+                                                      : 1;
+      const at::Tensor scale = per_channel(input) * size;
+      const at::Tensor shift = per_channel(input) * size;
+      const at::Tensor b = per_channel(input);
+      const at::Tensor c = per_channel(input);
+      if (input.numel() > 0) input.as_strided({input.numel()}, {1})[input.numel() / 2] = kNan;
+      for (const at::Tensor& grad :
+           {torch::randn_like(input), torch::randn(input.sizes()).to(dtype)}) {
+        const at::Tensor result = normalize(input, mean, scale, shift, {}, /*relu=*/true);
+        const at::Tensor masked = ref::relu_backward(grad, result);
+        const GradientSums want = gradient_sums(masked, input, mean);
+        const GradientSums got = gradient_sums(grad, input, mean, {scale, shift});
+        expect_same(got.grad, want.grad);
+        expect_same(got.grad_times_centred, want.grad_times_centred);
+        expect_same(gradient_of_input(grad, input, mean, scale, b, c, shift),
+                    gradient_of_input(masked, input, mean, scale, b, c));
+        expect_same(ref::gradient_of_input(grad, input, mean, scale, b, c, shift),
+                    ref::gradient_of_input(masked, input, mean, scale, b, c));
+
+        const at::Tensor residual = torch::randn_like(input) * size;
+        const at::Tensor sum = normalize(input, mean, scale, shift, residual, /*relu=*/true);
+        const at::Tensor of_sum = ref::relu_backward(grad, sum);
+        const MaskedGradient own = masked_gradient(grad, input, mean, sum);
+        const GradientSums own_want = gradient_sums(of_sum, input, mean);
+        expect_same(own.grad, of_sum);
+        expect_same(own.sums.grad, own_want.grad);
+        expect_same(own.sums.grad_times_centred, own_want.grad_times_centred);
+        if (input.is_non_overlapping_and_dense() && dtype != torch::kDouble) {
+          EXPECT_EQ(own.grad.strides(), input.strides());
         }
       }
     }

@@ -84,6 +84,31 @@ TEST(FusedBatchNorm, IsBatchNormAdditionAndReLU) {
   }
 }
 
+// Whether relu stopped an element is computed again from the input, or read from the result: sums of
+// ones count the positive results exactly.
+TEST(FusedBatchNorm, GradientsPassWhereTheResultIsPositive) {
+  torch::manual_seed(3);
+  for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kHalf, torch::kBFloat16}) {
+    for (const bool with_residual : {false, true}) {
+      FusedBatchNorm layer(FusedBatchNormOptions(kChannels).relu(true));
+      if (dtype == torch::kDouble) layer->to(dtype);
+      const at::Tensor input = images(dtype);
+      const at::Tensor residual = with_residual ? images(dtype) : at::Tensor();
+      const at::Tensor output = layer(input, residual);
+      // In the layout of the result, and in another one.
+      for (const at::Tensor& grad :
+           {torch::ones_like(output), torch::ones({1}, output.options()).expand_as(output)}) {
+        layer->zero_grad();
+        if (with_residual) residual.mutable_grad() = at::Tensor();
+        output.backward(grad, /*retain_graph=*/true);
+        const at::Tensor positive = output.detach().gt(0);
+        expect_close(layer->bias.grad(), positive.to(layer->bias.dtype()).sum({0, 2, 3}), 0);
+        if (with_residual) expect_close(residual.grad(), positive.to(dtype), 0);
+      }
+    }
+  }
+}
+
 TEST(FusedBatchNorm, InEvaluationUsesTheRunningStatistics) {
   torch::manual_seed(1);
   FusedBatchNorm fused(FusedBatchNormOptions(kChannels).relu(true));

@@ -48,7 +48,8 @@ struct FusedBatchNormOptions {
 /// are accumulated in fp32 for at most 256 terms at a time, and these partial sums are added in
 /// fp64 (for an fp64 input everything is fp64). Each element is rounded once. Parameters and
 /// running statistics stay in fp32 for 16-bit inputs (semitone::KeepFp32). Results do not depend on
-/// the number of threads.
+/// the number of threads. The backward pass computes again where the ReLU stopped an element; with
+/// a residual it reads that from the result, and writes the gradient of the residual once.
 ///
 /// Parameters and buffers have the names of torch::nn::BatchNorm1d, 2d and 3d, so each class loads
 /// what the other saved. In evaluation the layer computes torch::nn::BatchNorm, followed by the

@@ -249,25 +249,70 @@ void normalize_pieces(const BatchLayout& layout, const BatchNormalize& work, std
   });
 }
 
+// Where gradients count: everywhere, or where relu's result is positive or NaN. That is computed
+// again, or, with a residual, read.
+enum class Mask { none, computed, read };
+
+// The tensors of a gradient at an offset.
 template <class F>
+struct GradientAt {
+  using Stored = typename F::Stored;
+  GradientAt(const BatchGradient& work, std::size_t offset)
+      : grad(static_cast<const Stored*>(work.grad) + offset),
+        input(static_cast<const Stored*>(work.input) + offset),
+        result(work.result == nullptr ? nullptr : static_cast<const Stored*>(work.result) + offset),
+        masked(work.masked == nullptr ? nullptr : static_cast<Stored*>(work.masked) + offset) {}
+  const Stored* grad;
+  const Stored* input;
+  const Stored* result;
+  Stored* masked;
+};
+
+// relu's gradient, where `away` is the input minus its mean. As normalize_pieces, which rounds its
+// sum before it applies relu.
+HWY_INLINE Vector masked_by(Vector grad, Vector away, Vector scale, Vector shift, float vanishes) {
+  const Float d;
+  const auto result = hn::Add(hn::Mul(away, scale), shift);
+  return hn::IfThenZeroElse(hn::Le(result, hn::Set(d, vanishes)), grad);
+}
+
+// Adds the gradients of the n elements from i on to two sums.
+template <class F, Mask kMask>
+HWY_INLINE void add_gradient(const GradientAt<F>& at, std::size_t i, std::size_t n,
+                             std::size_t ahead, Vector mean, Vector scale, Vector shift,
+                             float vanishes, Vector& sum, Vector& centred) {
+  const Float d;
+  prefetch(at.grad + i, ahead);
+  prefetch(at.input + i, ahead);
+  auto g = load_some(F{}, at.grad + i, n);
+  const auto away = hn::Sub(load_some(F{}, at.input + i, n), mean);
+  if constexpr (kMask == Mask::computed) g = masked_by(g, away, scale, shift, vanishes);
+  if constexpr (kMask == Mask::read) {
+    prefetch(at.result + i, ahead);
+    prefetch(at.masked + i, ahead);
+    g = hn::IfThenZeroElse(hn::Le(load_some(F{}, at.result + i, n), hn::Zero(d)), g);
+    store_some(F{}, g, at.masked + i, n);
+  }
+  sum = hn::Add(sum, g);
+  centred = hn::Add(centred, hn::Mul(g, away));
+}
+
+template <class F, Mask kMask>
 void plane_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
                          std::size_t end, double* sums, double* centred_sums) {
   const Float d;
   const std::size_t block = plane_block();
+  const float vanishes = vanishing(layout.format);
   for_pieces(layout, begin, end, [&](std::size_t offset, std::size_t channel) {
-    const auto* grad = static_cast<const typename F::Stored*>(work.grad) + offset;
-    const auto* input = static_cast<const typename F::Stored*>(work.input) + offset;
-    const PlaneValue mean(work.mean, channel);
+    const auto mean = hn::Set(d, work.mean[channel]);
+    const auto scale = hn::Set(d, kMask == Mask::computed ? work.a[channel] : 0);
+    const auto shift = hn::Set(d, kMask == Mask::computed ? work.shift[channel] : 0);
     for (std::size_t first = 0; first < layout.length; first += block) {
+      const GradientAt<F> at(work, offset + first);
       auto sum = hn::Zero(d);
       auto centred = hn::Zero(d);
       for_vectors(std::min(block, layout.length - first), [&](std::size_t i, std::size_t n) {
-        prefetch(grad + first + i);
-        prefetch(input + first + i);
-        const auto g = load_some(F{}, grad + first + i, n);
-        sum = hn::Add(sum, g);
-        centred = hn::Add(centred,
-                          hn::Mul(g, hn::Sub(load_some(F{}, input + first + i, n), mean.at(i, n))));
+        add_gradient<F, kMask>(at, i, n, kBytesAhead, mean, scale, shift, vanishes, sum, centred);
       });
       sums[channel] += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, sum)));
       centred_sums[channel] += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, centred)));
@@ -275,33 +320,34 @@ void plane_gradient_sums(const BatchLayout& layout, const BatchGradient& work, s
   });
 }
 
-template <class F>
+template <class F, Mask kMask>
 void row_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
                        std::size_t end, double* sums, double* centred_sums) {
   const std::size_t channels = layout.channels;
   const std::size_t block = row_block(channels);
+  const float vanishes = vanishing(layout.format);
   std::vector<float> sum(channels);
   std::vector<float> centred(channels);
-  const RowValue mean(work.mean, 0);
   const std::size_t group = kTogether * channels * sizeof(typename F::Stored);
   const std::size_t ahead = (kBytesAhead + group - 1) / group * group;
   for (std::size_t first = begin; first < end; first += block) {
     std::fill(sum.begin(), sum.end(), 0.0F);
     std::fill(centred.begin(), centred.end(), 0.0F);
     for_rows(first, std::min(end, first + block), [&](std::size_t row, auto together) {
-      const auto* grad = static_cast<const typename F::Stored*>(work.grad) + row * channels;
-      const auto* input = static_cast<const typename F::Stored*>(work.input) + row * channels;
+      const GradientAt<F> at(work, row * channels);
       for_vectors(channels, [&](std::size_t i, std::size_t n) {
-        const auto means = mean.at(i, n);
+        const auto mean = load_some(Fp32{}, work.mean + i, n);
+        auto scale = hn::Zero(Float());
+        auto shift = scale;
+        if constexpr (kMask == Mask::computed) {
+          scale = load_some(Fp32{}, work.a + i, n);
+          shift = load_some(Fp32{}, work.shift + i, n);
+        }
         auto of_grad = load_some(Fp32{}, sum.data() + i, n);
         auto of_centred = load_some(Fp32{}, centred.data() + i, n);
         for (std::size_t r = 0; r < together; ++r) {
-          prefetch(grad + r * channels + i, ahead);
-          prefetch(input + r * channels + i, ahead);
-          const auto g = load_some(F{}, grad + r * channels + i, n);
-          const auto away = hn::Sub(load_some(F{}, input + r * channels + i, n), means);
-          of_grad = hn::Add(of_grad, g);
-          of_centred = hn::Add(of_centred, hn::Mul(g, away));
+          add_gradient<F, kMask>(at, r * channels + i, n, ahead, mean, scale, shift, vanishes,
+                                 of_grad, of_centred);
         }
         store_some(Fp32{}, of_grad, sum.data() + i, n);
         store_some(Fp32{}, of_centred, centred.data() + i, n);
@@ -314,27 +360,46 @@ void row_gradient_sums(const BatchLayout& layout, const BatchGradient& work, std
   }
 }
 
-template <class F, class Value>
+template <class F, Mask kMask>
+void gradient_sums(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                   std::size_t end, double* sums, double* centred_sums) {
+  layout.channels_last
+      ? row_gradient_sums<F, kMask>(layout, work, begin, end, sums, centred_sums)
+      : plane_gradient_sums<F, kMask>(layout, work, begin, end, sums, centred_sums);
+}
+
+template <class F, class Value, bool kRelu>
 void gradient_of_input_pieces(const BatchLayout& layout, const BatchGradient& work,
                               std::size_t begin, std::size_t end) {
   const auto* grad = static_cast<const typename F::Stored*>(work.grad);
   const auto* input = static_cast<const typename F::Stored*>(work.input);
   auto* output = static_cast<typename F::Stored*>(work.output);
+  const float vanishes = vanishing(layout.format);
   for_pieces(layout, begin, end, [&](std::size_t offset, std::size_t channel) {
     const Value mean(work.mean, channel);
     const Value a(work.a, channel);
     const Value b(work.b, channel);
     const Value c(work.c, channel);
+    const Value shift(kRelu ? work.shift : work.mean, channel);
     for_vectors(layout.length, [&](std::size_t i, std::size_t n) {
       prefetch(grad + offset + i);
       prefetch(input + offset + i);
       prefetch(output + offset + i);
       const auto away = hn::Sub(load_some(F{}, input + offset + i, n), mean.at(i, n));
-      const auto g = hn::Mul(load_some(F{}, grad + offset + i, n), a.at(i, n));
-      const auto v = hn::Add(hn::Add(hn::Mul(away, b.at(i, n)), c.at(i, n)), g);
+      auto g = load_some(F{}, grad + offset + i, n);
+      const auto factor = a.at(i, n);
+      if constexpr (kRelu) g = masked_by(g, away, factor, shift.at(i, n), vanishes);
+      const auto v = hn::Add(hn::Add(hn::Mul(away, b.at(i, n)), c.at(i, n)), hn::Mul(g, factor));
       store_some(F{}, v, output + offset + i, n);
     });
   });
+}
+
+template <class F, bool kRelu>
+void gradient_of_input(const BatchLayout& layout, const BatchGradient& work, std::size_t begin,
+                       std::size_t end) {
+  layout.channels_last ? gradient_of_input_pieces<F, RowValue, kRelu>(layout, work, begin, end)
+                       : gradient_of_input_pieces<F, PlaneValue, kRelu>(layout, work, begin, end);
 }
 
 void batch_moments(const BatchLayout& layout, const void* input, std::size_t begin, std::size_t end,
@@ -357,8 +422,13 @@ void batch_gradient_sums(const BatchLayout& layout, const BatchGradient& work, s
                          std::size_t end, double* sums, double* centred_sums) {
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
-    layout.channels_last ? row_gradient_sums<F>(layout, work, begin, end, sums, centred_sums)
-                         : plane_gradient_sums<F>(layout, work, begin, end, sums, centred_sums);
+    if (work.result != nullptr) {
+      gradient_sums<F, Mask::read>(layout, work, begin, end, sums, centred_sums);
+    } else if (work.shift != nullptr) {
+      gradient_sums<F, Mask::computed>(layout, work, begin, end, sums, centred_sums);
+    } else {
+      gradient_sums<F, Mask::none>(layout, work, begin, end, sums, centred_sums);
+    }
   });
 }
 
@@ -366,8 +436,8 @@ void batch_gradient_of_input(const BatchLayout& layout, const BatchGradient& wor
                              std::size_t begin, std::size_t end) {
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
-    layout.channels_last ? gradient_of_input_pieces<F, RowValue>(layout, work, begin, end)
-                         : gradient_of_input_pieces<F, PlaneValue>(layout, work, begin, end);
+    work.shift != nullptr ? gradient_of_input<F, true>(layout, work, begin, end)
+                          : gradient_of_input<F, false>(layout, work, begin, end);
   });
 }
 

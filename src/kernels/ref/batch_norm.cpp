@@ -1,5 +1,6 @@
 #include "src/kernels/batch_norm.h"
 
+#include "src/kernels/pointwise.h"
 #include "src/kernels/ref/wide.h"
 
 #include <ATen/OpMathType.h>
@@ -21,6 +22,12 @@ std::vector<std::int64_t> all_but_channels(const at::Tensor& input) {
   std::vector<std::int64_t> dims{0};
   for (std::int64_t dim = 2; dim < input.dim(); ++dim) dims.push_back(dim);
   return dims;
+}
+
+at::Tensor masked(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
+                  const BatchRelu& relu) {
+  if (!relu.shift.defined()) return grad;
+  return relu_backward(grad, normalize(input, mean, relu.scale, relu.shift, {}, /*relu=*/true));
 }
 
 }  // namespace
@@ -47,21 +54,28 @@ at::Tensor normalize(const at::Tensor& input, const at::Tensor& mean, const at::
   return result.to(input.scalar_type());
 }
 
-GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input,
-                           const at::Tensor& mean) {
+GradientSums gradient_sums(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
+                           const BatchRelu& relu) {
   const auto dims = all_but_channels(input);
+  const at::Tensor own = masked(grad, input, mean, relu);
   const at::Tensor centred = wide(input).sub(along_channels(mean, input));
-  return {wide(grad).sum(dims).to(at::kDouble), centred.mul_(grad).sum(dims).to(at::kDouble)};
+  return {wide(own).sum(dims).to(at::kDouble), centred.mul_(own).sum(dims).to(at::kDouble)};
+}
+
+MaskedGradient masked_gradient(const at::Tensor& grad, const at::Tensor& input,
+                               const at::Tensor& mean, const at::Tensor& result) {
+  const at::Tensor own = relu_backward(grad, result);
+  return {own, gradient_sums(own, input, mean)};
 }
 
 at::Tensor gradient_of_input(const at::Tensor& grad, const at::Tensor& input,
                              const at::Tensor& mean, const at::Tensor& a, const at::Tensor& b,
-                             const at::Tensor& c) {
+                             const at::Tensor& c, const at::Tensor& shift) {
   return wide(input)
       .sub(along_channels(mean, input))
       .mul_(along_channels(b, input))
       .add_(along_channels(c, input))
-      .add_(wide(grad).mul(along_channels(a, input)))
+      .add_(wide(masked(grad, input, mean, {a, shift})).mul(along_channels(a, input)))
       .to(input.scalar_type());
 }
 
