@@ -17,9 +17,12 @@
 namespace semitone::kernels {
 namespace {
 
-// Reductions are split into at most this many parts, for any number of threads; the results are
-// merged in order.
-constexpr std::int64_t kParts = 32;
+// Reductions are split into parts, for any number of threads; the results are merged in order. At
+// most 128 parts, each with so many values of a channel that the results are small compared with
+// them, but up to 32 parts in any case.
+constexpr std::int64_t kFewestParts = 32;
+constexpr std::int64_t kMostParts = 128;
+constexpr std::int64_t kValuesInPart = 256;
 // Number of channels that justifies a thread when parts are merged.
 constexpr std::int64_t kMergeGrain = 256;
 
@@ -62,9 +65,12 @@ void for_all_pieces(const Batch& batch, const Work& work) {
 // (parts, values, C), initially zeros, which each thread writes for itself.
 template <typename Work>
 at::Tensor for_all_parts(const Batch& batch, std::int64_t values, const Work& work) {
-  const std::int64_t size = std::max(batch.grain, (batch.pieces + kParts - 1) / kParts);
-  const std::int64_t parts = (batch.pieces + size - 1) / size;
   const auto channels = static_cast<std::int64_t>(batch.layout.channels);
+  const std::int64_t in_channel =
+      batch.pieces * static_cast<std::int64_t>(batch.layout.length) / channels;
+  const std::int64_t wanted = std::clamp(in_channel / kValuesInPart, kFewestParts, kMostParts);
+  const std::int64_t size = std::max(batch.grain, (batch.pieces + wanted - 1) / wanted);
+  const std::int64_t parts = (batch.pieces + size - 1) / size;
   at::Tensor results = at::empty({parts, values, channels}, at::kDouble);
   auto* const data = results.mutable_data_ptr<double>();
   parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {

@@ -68,7 +68,7 @@ GeluGradients gelu_backward(const at::Tensor& grad, const at::Tensor& input, con
   if (runs_on_cuda(input)) {
     const CurrentCuda cuda(input);
     const at::Tensor sums =
-        RowParts(rows, columns)
+        RowParts(rows, columns, /*on_cuda=*/true)
             .add_up_on_cuda(bias_wanted ? 1 : 0, input, cuda.stream(),
                             [&](std::size_t rows_of_part, float* parts) {
                               gelu_gradient_cuda(layout, work, static_cast<std::size_t>(rows),

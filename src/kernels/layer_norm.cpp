@@ -104,7 +104,7 @@ LayerNormGradients layer_norm_backward(const at::Tensor& grad, const at::Tensor&
                                .mean = mean.defined() ? mean.const_data_ptr<float>() : nullptr,
                                .rstd = rstd.const_data_ptr<float>()};
   const std::int64_t rows = input.numel() / norm.columns;
-  const RowParts parts(rows, norm.columns);
+  const RowParts parts(rows, norm.columns, runs_on_cuda(input));
   const std::int64_t values = wanted.weight || wanted.bias ? 2 : 0;
   at::Tensor sums;
   if (runs_on_cuda(input)) {

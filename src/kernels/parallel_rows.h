@@ -28,10 +28,10 @@ void for_all_rows(std::int64_t rows, std::int64_t columns, const Work& work) {
 // summed in fp32; then the parts are added in fp64, in order.
 class RowParts {
  public:
-  RowParts(std::int64_t rows, std::int64_t columns)
+  RowParts(std::int64_t rows, std::int64_t columns, bool on_cuda = false)
       : rows_(rows),
         columns_(columns),
-        size_(std::clamp((rows + kParts - 1) / kParts, kFewest, kMost)),
+        size_(std::clamp((rows + kParts - 1) / kParts, on_cuda ? kFewestOnCuda : kFewest, kMost)),
         count_((rows + size_ - 1) / size_) {}
 
   // Calls work(first row, last row, sums of this part). The sums are fp32 (values, columns) and not
@@ -78,11 +78,13 @@ class RowParts {
   }
 
  private:
-  // The number of rows per part, small enough that many threads have work. At least 64, so that the
-  // sums are small compared with the rows: 2 % for two sums of three tensors of 16 bits. At most
-  // 256, since rounding errors have one sign where all terms lack the same bits.
+  // The number of rows per part, small enough that many threads have work. At least 16: two sums
+  // are then 8 % of the memory of three tensors of 16 bits, but of fewer than 4096 rows they are in
+  // the caches (CUDA: at least 64). At most 256, since rounding errors have one sign where all terms
+  // lack the same bits.
   static constexpr std::int64_t kParts = 64;
-  static constexpr std::int64_t kFewest = 64;
+  static constexpr std::int64_t kFewest = 16;
+  static constexpr std::int64_t kFewestOnCuda = 64;
   static constexpr std::int64_t kMost = 256;
 
   std::int64_t rows_;

@@ -255,13 +255,15 @@ TEST(BatchNormKernelsThreads, HaveNoPartInTheResults) {
     at::set_num_threads(1);
     const Moments one = moments(input);
     const GradientSums one_sums = gradient_sums(grad, input, one.mean);
-    at::set_num_threads(3);
-    const Moments three = moments(input);
-    const GradientSums three_sums = gradient_sums(grad, input, one.mean);
-    expect_bitwise_equal(three.mean, one.mean);
-    expect_bitwise_equal(three.m2, one.m2);
-    expect_bitwise_equal(three_sums.grad, one_sums.grad);
-    expect_bitwise_equal(three_sums.grad_times_centred, one_sums.grad_times_centred);
+    for (const int threads : {2, 3, 5, 64}) {
+      at::set_num_threads(threads);
+      const Moments more = moments(input);
+      const GradientSums sums = gradient_sums(grad, input, one.mean);
+      expect_bitwise_equal(more.mean, one.mean);
+      expect_bitwise_equal(more.m2, one.m2);
+      expect_bitwise_equal(sums.grad, one_sums.grad);
+      expect_bitwise_equal(sums.grad_times_centred, one_sums.grad_times_centred);
+    }
   }
   at::set_num_threads(before);
 }

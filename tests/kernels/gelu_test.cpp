@@ -241,19 +241,22 @@ INSTANTIATE_TEST_SUITE_P(InstructionSets, GeluKernels,
 TEST(GeluThreads, HaveNoPartInTheResults) {
   const int before = at::get_num_threads();
   torch::manual_seed(2);
-  const at::Tensor input = torch::randn({2000, 129});
-  const at::Tensor grad = torch::randn({2000, 129});
-  const at::Tensor bias = torch::randn({129});
-  at::set_num_threads(1);
-  const at::Tensor one = gelu(input, {}, GeluForm::erf);
-  const auto one_gradients = gelu_backward(grad, input, bias, GeluForm::erf, true);
-  at::set_num_threads(3);
-  const at::Tensor three = gelu(input, {}, GeluForm::erf);
-  const auto three_gradients = gelu_backward(grad, input, bias, GeluForm::erf, true);
+  for (const std::int64_t rows : {1, 17, 64, 2000}) {
+    const at::Tensor input = torch::randn({rows, 129});
+    const at::Tensor grad = torch::randn({rows, 129});
+    const at::Tensor bias = torch::randn({129});
+    at::set_num_threads(1);
+    const at::Tensor one = gelu(input, {}, GeluForm::erf);
+    const auto one_gradients = gelu_backward(grad, input, bias, GeluForm::erf, true);
+    for (const int threads : {2, 3, 5, 64}) {
+      at::set_num_threads(threads);
+      const auto gradients = gelu_backward(grad, input, bias, GeluForm::erf, true);
+      expect_bitwise_equal(gelu(input, {}, GeluForm::erf), one);
+      expect_bitwise_equal(gradients.input, one_gradients.input);
+      expect_bitwise_equal(gradients.bias, one_gradients.bias);
+    }
+  }
   at::set_num_threads(before);
-  expect_bitwise_equal(three, one);
-  expect_bitwise_equal(three_gradients.input, one_gradients.input);
-  expect_bitwise_equal(three_gradients.bias, one_gradients.bias);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "semitone/core/dtype.h"
 #include "src/core/dtype_limits.h"
+#include "src/kernels/parallel_rows.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tolerance.h"
 
@@ -16,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -304,24 +306,41 @@ TEST(LayerNormThreads, HaveNoPartInTheResults) {
   const int before = at::get_num_threads();
   torch::manual_seed(2);
   for (const bool centred : {true, false}) {
-    const at::Tensor input = torch::randn({2000, 129});
-    const at::Tensor grad = torch::randn({2000, 129});
-    const LayerNorm norm{129, centred, 1e-5, torch::randn({129}),
-                         centred ? torch::randn({129}) : at::Tensor()};
-    const LayerNormWanted wanted{true, true, centred};
-    at::set_num_threads(1);
-    const auto one = layer_norm(input, norm, /*with_statistics=*/true);
-    const auto one_gradients = layer_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
-    at::set_num_threads(3);
-    const auto three = layer_norm(input, norm, /*with_statistics=*/true);
-    const auto three_gradients = layer_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
-    expect_bitwise_equal(three.output, one.output);
-    expect_bitwise_equal(three.rstd, one.rstd);
-    expect_bitwise_equal(three_gradients.input, one_gradients.input);
-    expect_bitwise_equal(three_gradients.weight, one_gradients.weight);
-    expect_bitwise_equal(three_gradients.bias, one_gradients.bias);
+    for (const std::int64_t rows : {1, 17, 64, 1000, 2000}) {
+      const at::Tensor input = torch::randn({rows, 129});
+      const at::Tensor grad = torch::randn({rows, 129});
+      const LayerNorm norm{129, centred, 1e-5, torch::randn({129}),
+                           centred ? torch::randn({129}) : at::Tensor()};
+      const LayerNormWanted wanted{true, true, centred};
+      at::set_num_threads(1);
+      const auto one = layer_norm(input, norm, /*with_statistics=*/true);
+      const auto one_gradients = layer_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
+      for (const int threads : {2, 3, 5, 64}) {
+        at::set_num_threads(threads);
+        const auto more = layer_norm(input, norm, /*with_statistics=*/true);
+        const auto gradients = layer_norm_backward(grad, input, one.mean, one.rstd, norm, wanted);
+        expect_bitwise_equal(more.output, one.output);
+        expect_bitwise_equal(more.rstd, one.rstd);
+        expect_bitwise_equal(gradients.input, one_gradients.input);
+        expect_bitwise_equal(gradients.weight, one_gradients.weight);
+        expect_bitwise_equal(gradients.bias, one_gradients.bias);
+      }
+    }
   }
   at::set_num_threads(before);
+}
+
+TEST(LayerNormThreads, ShareFewRows) {
+  std::mutex mutex;
+  std::vector<int> seen(64);
+  int parts = 0;
+  RowParts(64, 1024).add_up(0, [&](std::size_t begin, std::size_t end, float*) {
+    const std::lock_guard lock(mutex);
+    ++parts;
+    for (std::size_t row = begin; row < end; ++row) ++seen.at(row);
+  });
+  EXPECT_EQ(parts, 4);
+  EXPECT_EQ(seen, std::vector<int>(64, 1));
 }
 
 TEST(LayerNormSums, OfManyEqualTermsAreExact) {
