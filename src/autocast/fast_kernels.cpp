@@ -14,6 +14,7 @@
 #include "src/nn/max_pool.h"
 #include "src/nn/pointwise.h"
 
+#include <ATen/Context.h>
 #include <ATen/InferSize.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/TensorUtils.h>
@@ -267,9 +268,13 @@ std::optional<at::Tensor> attention(Arguments arguments) {
                            .is_causal = arguments[kCausal].toBool()};
   const double p = arguments[kDropout].toDouble();
   const bool is_grouped = arguments[kGrouped].toBool();
+  // LibTorch refuses these.
+  if (!(p >= 0 && p <= 1) || call.key.dim() < 2 || call.value.dim() < 2) return std::nullopt;
   if (p > 0) return is_grouped ? std::nullopt : attention_with_dropout(call, p);
   const kernels::Attention settings{.scale = call.scale, .causal = call.is_causal};
-  if (!kernels::has_attention_kernel(query, call.key, call.value, settings)) return std::nullopt;
+  if (!kernels::has_attention_kernel(query, call.key, call.value, settings) ||
+      !at::globalContext().userEnabledFlashSDP())
+    return std::nullopt;
   // Without grouped queries LibTorch refuses other numbers of heads.
   if (!is_grouped && call.key.size(1) != query.size(1)) return std::nullopt;
   return nn::attention(query, call.key, call.value, settings);

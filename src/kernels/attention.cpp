@@ -46,7 +46,9 @@ class Forward {
                 output_.at(batch, head % shape_.heads, first),
                 static_cast<std::size_t>(output_.stride()));
     float* const log_sums = log_sum_ + head * shape_.queries + first;
-    for (std::size_t row = 0; row < rows; ++row) log_sums[row] = max_[row] + std::log(sum_[row]);
+    // Without a score above -inf, all probabilities are 0.
+    for (std::size_t row = 0; row < rows; ++row)
+      log_sums[row] = sum_[row] == 0 ? kInfinity : max_[row] + std::log(sum_[row]);
   }
 
  private:
@@ -123,9 +125,27 @@ bool is_bf16_on_cpu(const at::Tensor& tensor) {
          tensor.scalar_type() == at::kBFloat16 && tensor.dim() == 4 && tensor.numel() > 0;
 }
 
+// Whether this LibTorch was built with products of blocks. If not, they raise.
+bool multiplies_blocks() {
+  std::array<blocked_attention::Bits, 256> a{};
+  std::array<Bf16Pair, 128> b{};
+  std::array<float, 256> c{};
+  try {
+    const blocked_attention::ReleaseTiles tiles;
+    blocked_attention::multiply({a.data(), 16, 16}, {b.data(), 16, 16}, 16, c.data(),
+                                blocked_attention::Write::replace);
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 bool has_products() {
-  return has_native_kernel(at::kCPU, at::kBFloat16, OperatorKind::product, Pass::forward) &&
-         at::globalContext().userEnabledMkldnn();
+  if (!has_native_kernel(at::kCPU, at::kBFloat16, OperatorKind::product, Pass::forward) ||
+      !at::globalContext().userEnabledMkldnn())
+    return false;
+  static const bool kMultiplies = multiplies_blocks();
+  return kMultiplies;
 }
 
 }  // namespace
@@ -155,7 +175,7 @@ AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const 
   auto* const log_sum = result.log_sum.mutable_data_ptr<float>();
   parallel_for(0, shape.batch * shape.heads * shape.blocks(), 1,
                [&](std::int64_t begin, std::int64_t end) {
-                 const Products products;
+                 const ReleaseTiles tiles;
                  Forward forward(shape, attention, queries, keys, values, output, log_sum);
                  for (std::int64_t unit = begin; unit < end; ++unit) forward.run(unit);
                });

@@ -10,7 +10,8 @@
 // h / (H / K), which is grouped-query attention (Ainslie et al. 2023) if K < H. The numbers may be
 // in any layout. Scores, exponentials and sums are in fp32; probabilities and the scores' gradients
 // are rounded to the inputs' dtype before they are multiplied. Results do not depend on the number
-// of threads.
+// of threads. oneDNN compiles a product at the first call with its sizes in each thread, which are
+// multiples of 16.
 namespace semitone::kernels {
 
 struct Attention {
@@ -19,8 +20,10 @@ struct Attention {
 };
 
 struct AttentionResult {
-  at::Tensor output;   // as the queries, stored as (N, L, H, D)
-  at::Tensor log_sum;  // (N, H, L), fp32: the logarithm of the sum of exp(scale * q . k)
+  at::Tensor output;  // as the queries, stored as (N, L, H, D)
+  // (N, H, L), fp32: the logarithm of the sum of exp(scale * q . k). Without a score above -inf it
+  // is inf, and the output 0.
+  at::Tensor log_sum;
 };
 
 struct AttentionGradients {
@@ -29,18 +32,30 @@ struct AttentionGradients {
   at::Tensor value;
 };
 
-// Whether there is a kernel for these tensors: bf16 on a CPU with instructions for products in bf16,
-// D a multiple of 16, a positive scale, and at least one of everything.
+// The gradients to compute.
+struct AttentionWanted {
+  bool query = true;
+  bool key = true;
+  bool value = true;
+};
+
+// Whether a kernel supports these tensors: bf16 on a CPU with instructions for products in bf16,
+// which oneDNN may use; D a multiple of 16; values of the keys' shape; at least one element; a
+// positive scale that fp32 holds.
 bool has_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention);
 
 AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention);
 
+// Each thread has fp32 sums for the keys and values of a head, and up to 64 MiB of them are shared.
+//
 // @param grad  of the output
+// @return      undefined where not wanted
 AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor& query,
                                        const at::Tensor& key, const at::Tensor& value,
-                                       const AttentionResult& result, const Attention& attention);
+                                       const AttentionResult& result, const Attention& attention,
+                                       const AttentionWanted& wanted = {});
 
 namespace ref {
 // The reference implementations, composed of ATen operators in fp32 (fp64 for fp64 inputs).

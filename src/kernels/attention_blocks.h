@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/BFloat16.h>
 
 #include <hwy/aligned_allocator.h>
@@ -58,12 +58,12 @@ inline void multiply(const Left& a, const Right& b, std::int64_t depth, float* c
                               reinterpret_cast<const at::BFloat16*>(b.data), c, /*is_vnni=*/true);
 }
 
-// Gives up the processor's tiles, which oneDNN holds for a thread between its products.
-struct Products {
-  Products() = default;
-  ~Products() { at::native::cpublas::brgemm_release(/*is_vnni=*/true); }
-  Products(const Products&) = delete;
-  Products& operator=(const Products&) = delete;
+// Releases the AMX tiles that oneDNN keeps configured for this thread.
+struct ReleaseTiles {
+  ReleaseTiles() = default;
+  ~ReleaseTiles() { at::native::cpublas::brgemm_release(/*is_vnni=*/true); }
+  ReleaseTiles(const ReleaseTiles&) = delete;
+  ReleaseTiles& operator=(const ReleaseTiles&) = delete;
 };
 
 // (N, heads, rows, D) in bf16, each row without gaps.
@@ -88,8 +88,12 @@ class Heads {
   std::int64_t stride() const { return tensor_.stride(2); }
 
  private:
+  // oneDNN divides by 0 if the rows of a product span 2 GiB or more.
   static bool is_readable(const at::Tensor& tensor) {
-    return !tensor.is_neg() && tensor.stride(3) == 1 && tensor.stride(2) >= tensor.size(3);
+    constexpr std::int64_t kMostRows = std::max(kQueries, kKeysBackward);
+    constexpr std::int64_t kMostStride = std::numeric_limits<std::int32_t>::max() / (2 * kMostRows);
+    return !tensor.is_neg() && tensor.stride(3) == 1 && tensor.stride(2) >= tensor.size(3) &&
+           tensor.stride(2) <= kMostStride;
   }
 
   std::int64_t offset(std::int64_t batch, std::int64_t head, std::int64_t row) const {
@@ -100,11 +104,11 @@ class Heads {
   Bits* data_;
 };
 
-// (N, heads, rows, D), stored as (N, rows, heads, D).
+// (N, heads, rows, D), stored as (N, rows, heads, D). Not a view: it may be changed in place.
 inline at::Tensor empty_like_heads(const at::Tensor& tensor) {
-  return at::empty({tensor.size(0), tensor.size(2), tensor.size(1), tensor.size(3)},
-                   tensor.options())
-      .transpose(1, 2);
+  const std::int64_t size = tensor.size(3);
+  const std::int64_t row = tensor.size(1) * size;
+  return at::empty_strided(tensor.sizes(), {tensor.size(2) * row, size, row, 1}, tensor.options());
 }
 
 template <typename T>

@@ -22,10 +22,11 @@ class Backward {
     const float* log_sum;
   };
 
-  Backward(const Shape& shape, const Attention& attention, const Inputs& inputs,
-           const Heads& query_gradient)
+  Backward(const Shape& shape, const Attention& attention, const AttentionWanted& wanted,
+           const Inputs& inputs, const Heads& query_gradient)
       : shape_(shape),
         attention_(attention),
+        wanted_(wanted),
         in_(inputs),
         query_gradient_(query_gradient),
         transposed_keys_(memory<Bits>(shape.size * padded(shape.keys))),
@@ -42,12 +43,13 @@ class Backward {
         score_pairs_(memory<Bf16Pair>(kQueries * kKeysBackward / 2)),
         query_sums_(memory<float>(kQueries * shape.size)) {}
 
-  // Adds the gradients of the keys and values of a head, (keys, D) each, from a range of its
-  // group's blocks of queries, and writes the gradients of these queries.
-  void run(std::int64_t batch, std::int64_t key_head, std::int64_t first, std::int64_t last,
+  // Adds the gradients of the keys and values of a head, (keys, D) each, from every parts-th of its
+  // group's blocks of queries, and writes the gradients of these queries. Parts of a causal mask
+  // are thus alike.
+  void run(std::int64_t batch, std::int64_t key_head, std::int64_t part, std::int64_t parts,
            float* key_sums, float* value_sums) {
     read_keys(batch, key_head);
-    for (std::int64_t unit = first; unit < last; ++unit) {
+    for (std::int64_t unit = part; unit < shape_.group() * shape_.blocks(); unit += parts) {
       const std::int64_t head = key_head * shape_.group() + unit / shape_.blocks();
       const std::int64_t query = unit % shape_.blocks() * kQueries;
       read_queries(batch, head, query);
@@ -58,6 +60,7 @@ class Backward {
         add_block(batch, key_head, query, key, keys, key_sums + key * shape_.size,
                   value_sums + key * shape_.size);
       }
+      if (!wanted_.query) continue;
       round_transposed(query_sums_.get(), static_cast<std::size_t>(columns_),
                        static_cast<std::size_t>(count_), static_cast<std::size_t>(shape_.size),
                        query_gradient_.at(batch, head, query),
@@ -110,8 +113,11 @@ class Backward {
                         .log_sum = log_sum_.data(),
                         .skipped = attention_.causal ? key - query : -shape_.keys},
                        probabilities_.get());
-    multiply({probabilities_.get(), columns_, rows}, {grad_rows_.get(), size, size}, columns_,
-             value_sums, Write::add);
+    if (wanted_.value) {
+      multiply({probabilities_.get(), columns_, rows}, {grad_rows_.get(), size, size}, columns_,
+               value_sums, Write::add);
+    }
+    if (!wanted_.query && !wanted_.key) return;
     multiply(values_.read(in_.value.rows(batch, key_head, key, keys)),
              {grad_columns_.get(), columns_, columns_}, size, grads_.get(), Write::replace);
     score_gradients({.probabilities = scores_.get(),
@@ -121,8 +127,11 @@ class Backward {
                      .queries = static_cast<std::size_t>(columns_),
                      .scale = scale},
                     score_rows_.get(), score_pairs_.get());
-    multiply({score_rows_.get(), columns_, rows}, {query_rows_.get(), size, size}, columns_,
-             key_sums, Write::add);
+    if (wanted_.key) {
+      multiply({score_rows_.get(), columns_, rows}, {query_rows_.get(), size, size}, columns_,
+               key_sums, Write::add);
+    }
+    if (!wanted_.query) return;
     const std::int64_t packed = padded(std::min(kKeysBackward, shape_.keys - key));
     multiply({transposed_keys_.get() + key * size, packed, size},
              {score_pairs_.get(), columns_, columns_}, rows, query_sums_.get(),
@@ -131,6 +140,7 @@ class Backward {
 
   const Shape& shape_;
   const Attention& attention_;
+  const AttentionWanted& wanted_;
   const Inputs& in_;
   const Heads& query_gradient_;
   Memory<Bits> transposed_keys_;  // of each block of keys (D, keys)
@@ -154,15 +164,18 @@ class Backward {
   Memory<float> query_sums_;  // (D, queries)
 };
 
-// The blocks of queries of a key head are cut into parts for threads, each with sums of its own: as
-// many that there are at least this many parts, if there are as many blocks. Independent of the
-// number of threads.
-constexpr std::int64_t kLeastParts = 32;
-
+// The blocks of queries of a key head are divided into parts for threads, each with sums of its
+// own: as many that there are at least 32 parts, if there are as many blocks, and if all sums take
+// at most 64 MiB. Independent of the number of threads.
 std::int64_t parts_of(const Shape& shape) {
+  constexpr std::int64_t kLeastParts = 32;
+  constexpr std::int64_t kMostElements = 64 * 1024 * 1024 / sizeof(float);
   const std::int64_t heads = shape.batch * shape.key_heads;
+  const std::int64_t elements = 2 * padded(shape.keys) * shape.size;
+  const std::int64_t affordable = kMostElements / (heads * elements);
+  const std::int64_t most = std::min(shape.group() * shape.blocks(), affordable);
   return std::clamp((kLeastParts + heads - 1) / heads, std::int64_t{1},
-                    shape.group() * shape.blocks());
+                    std::max<std::int64_t>(1, most));
 }
 
 }  // namespace
@@ -170,10 +183,17 @@ std::int64_t parts_of(const Shape& shape) {
 
 AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor& query,
                                        const at::Tensor& key, const at::Tensor& value,
-                                       const AttentionResult& result, const Attention& attention) {
+                                       const AttentionResult& result, const Attention& attention,
+                                       const AttentionWanted& wanted) {
   using namespace blocked_attention;  // NOLINT(google-build-using-namespace)
+  const auto only_wanted = [&](AttentionGradients gradients) {
+    if (!wanted.query) gradients.query.reset();
+    if (!wanted.key) gradients.key.reset();
+    if (!wanted.value) gradients.value.reset();
+    return gradients;
+  };
   if (!has_attention_kernel(query, key, value, attention))
-    return ref::attention_gradients(grad, query, key, value, result, attention);
+    return only_wanted(ref::attention_gradients(grad, query, key, value, result, attention));
   const Shape shape(query, key);
   const AttentionGradients gradients{empty_like_heads(query), empty_like_heads(key),
                                      empty_like_heads(value)};
@@ -186,7 +206,6 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
   const Heads value_gradient(gradients.value);
 
   const std::int64_t parts = parts_of(shape);
-  const std::int64_t blocks = shape.group() * shape.blocks();
   const std::int64_t heads = shape.batch * shape.key_heads;
   const std::int64_t elements = padded(shape.keys) * shape.size;
   // A part's sums of keys, then those of values.
@@ -196,22 +215,26 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
     const auto columns = static_cast<std::size_t>(shape.size);
     const std::int64_t batch = head / shape.key_heads;
     const std::int64_t key_head = head % shape.key_heads;
-    round_rows(of_head, rows, columns, key_gradient.at(batch, key_head, 0),
-               static_cast<std::size_t>(key_gradient.stride()));
-    round_rows(of_head + elements, rows, columns, value_gradient.at(batch, key_head, 0),
-               static_cast<std::size_t>(value_gradient.stride()));
+    if (wanted.key) {
+      round_rows(of_head, rows, columns, key_gradient.at(batch, key_head, 0),
+                 static_cast<std::size_t>(key_gradient.stride()));
+    }
+    if (wanted.value) {
+      round_rows(of_head + elements, rows, columns, value_gradient.at(batch, key_head, 0),
+                 static_cast<std::size_t>(value_gradient.stride()));
+    }
   };
   parallel_for(0, heads * parts, 1, [&](std::int64_t begin, std::int64_t end) {
-    const Products products;
-    Backward backward(shape, attention, inputs, query_gradient);
+    const ReleaseTiles tiles;
+    Backward backward(shape, attention, wanted, inputs, query_gradient);
     const auto own = memory<float>(parts == 1 ? 2 * elements : 0);
     for (std::int64_t unit = begin; unit < end; ++unit) {
       float* const of_part = parts == 1 ? own.get() : sums.get() + unit * 2 * elements;
       std::fill_n(of_part, 2 * elements, 0.0F);
       const std::int64_t head = unit / parts;
       const std::int64_t part = unit % parts;
-      backward.run(head / shape.key_heads, head % shape.key_heads, blocks * part / parts,
-                   blocks * (part + 1) / parts, of_part, of_part + elements);
+      backward.run(head / shape.key_heads, head % shape.key_heads, part, parts, of_part,
+                   of_part + elements);
       if (parts == 1) finish(head, of_part);
     }
   });
@@ -227,7 +250,7 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
       }
     });
   }
-  return gradients;
+  return only_wanted(gradients);
 }
 
 }  // namespace semitone::kernels

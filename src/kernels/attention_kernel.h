@@ -16,8 +16,8 @@ struct Bf16Matrix {
   std::size_t stride;  // from a row to the next
 };
 
-// Two elements of a column, as processors' instructions read the right factor of a product: that of
-// an even row in the lower half.
+// Two elements of a column, as processors' instructions read the right factor of a product. The
+// element of the even row is in the lower half.
 using Bf16Pair = std::uint32_t;
 
 // A matrix as a right factor: to[r / 2][c] holds the elements of rows r and r + 1. Rows from
@@ -41,7 +41,7 @@ struct ScoreBlock {
   std::size_t most_seen;
 };
 
-// What a query has met in the blocks of keys so far, for exp(scale * score - max).
+// The running statistics of each query's softmax over the blocks of keys.
 struct SoftmaxRows {
   float* max;     // -inf at first
   float* sum;     // 0 at first
@@ -53,7 +53,7 @@ struct SoftmaxRows {
 // not attend to. The sum is of the values before they are rounded to bf16.
 void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16_t* probabilities);
 
-// to[r][c] = from[r][c] / sum[r], rows `stride` apart.
+// to[r][c] = from[r][c] / sum[r], rows `stride` apart; 0 where the sum is 0.
 void divide_rows(const float* from, std::size_t rows, std::size_t columns, const float* sum,
                  std::uint16_t* to, std::size_t stride);
 

@@ -34,14 +34,18 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                              .causal = ctx->saved_data["causal"].toBool()};
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
-      result = recorded_gradients({saved[kQuery], saved[kKey], saved[kValue]}, gradients[0], [&] {
-        return kernels::ref::attention(saved[kQuery], saved[kKey], saved[kValue], settings).output;
-      });
+      result = recorded_gradients(
+          {saved[kQuery], saved[kKey], saved[kValue]}, gradients[0], [&](const variable_list& in) {
+            return kernels::ref::attention(in[kQuery], in[kKey], in[kValue], settings).output;
+          });
     } else {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       const auto grads =
           kernels::attention_gradients(gradients[0], saved[kQuery], saved[kKey], saved[kValue],
-                                       {saved[kOutput], saved[kLogSum]}, settings);
+                                       {saved[kOutput], saved[kLogSum]}, settings,
+                                       {.query = ctx->needs_input_grad(kQuery),
+                                        .key = ctx->needs_input_grad(kKey),
+                                        .value = ctx->needs_input_grad(kValue)});
       result = {grads.query, grads.key, grads.value};
     }
     result.emplace_back();  // of the settings

@@ -250,12 +250,13 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     };
     const at::Tensor bias = stand_in(kBias, saved[2].sizes());
     const at::Tensor residual = stand_in(kResidual, input.sizes());
-    const auto definition = [&] {
-      const at::Tensor weight = saved[1].defined() ? saved[1].to(dtype) : at::Tensor();
+    const auto definition = [&](const variable_list& in) {
+      enum { kX, kFactors, kShift, kSummand };
+      const at::Tensor weight = in[kFactors].defined() ? in[kFactors].to(dtype) : at::Tensor();
       const at::Tensor normal =
-          at::batch_norm(input.to(dtype), weight, bias, {}, {}, /*training=*/true, 0, settings.eps,
-                         /*cudnn_enabled=*/false);
-      return (residual.defined() ? normal.add(residual) : normal).to(input.scalar_type());
+          at::batch_norm(in[kX].to(dtype), weight, in[kShift], {}, {}, /*training=*/true, 0,
+                         settings.eps, /*cudnn_enabled=*/false);
+      return (in[kSummand].defined() ? normal.add(in[kSummand]) : normal).to(input.scalar_type());
     };
     return recorded_gradients({input, saved[1], bias, residual}, grad, definition);
   }

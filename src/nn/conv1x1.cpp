@@ -81,8 +81,10 @@ class Conv1x1Function : public torch::autograd::Function<Conv1x1Function> {
     const Stride stride{list.at(0), list.at(1)};
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
-      result = recorded_gradients({input, weight, bias}, gradients[0],
-                                  [&] { return at::conv2d(input, weight, bias, stride); });
+      result =
+          recorded_gradients({input, weight, bias}, gradients[0], [&](const variable_list& in) {
+            return at::conv2d(in[kInput], in[kWeight], in[kBias], stride);
+          });
     } else {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       const at::Tensor& grad = gradients[0];

@@ -133,9 +133,10 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     const variable_list saved = ctx->get_saved_variables();
     const CrossEntropySettings settings = settings_of(ctx);
     if (at::GradMode::is_enabled()) {  // create_graph
-      const auto result = recorded_gradients({saved[0]}, gradients[0], [&] {
-        return libtorch_cross_entropy(saved[0], saved[1], {}, settings);
-      });
+      const auto result =
+          recorded_gradients({saved[0]}, gradients[0], [&](const variable_list& in) {
+            return libtorch_cross_entropy(in[0], saved[1], {}, settings);
+          });
       return {result[0], {}, {}};
     }
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);

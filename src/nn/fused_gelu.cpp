@@ -45,8 +45,9 @@ class GeluFunction : public torch::autograd::Function<GeluFunction> {
     const auto form = ctx->saved_data["tanh"].toBool() ? GeluForm::tanh : GeluForm::erf;
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
-      result = recorded_gradients({input, bias}, gradients[0],
-                                  [&] { return kernels::ref::gelu(input, bias, form); });
+      result = recorded_gradients({input, bias}, gradients[0], [&](const variable_list& in) {
+        return kernels::ref::gelu(in[0], in[1], form);
+      });
     } else {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       auto both = kernels::gelu_backward(gradients[0], input, bias, form, is_needed(ctx, 1));

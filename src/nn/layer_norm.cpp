@@ -61,8 +61,13 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
     const at::Tensor& grad = gradients[0];
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
-      result = recorded_gradients({input, norm.weight, norm.bias}, grad,
-                                  [&] { return kernels::ref::layer_norm(input, norm).output; });
+      result =
+          recorded_gradients({input, norm.weight, norm.bias}, grad, [&](const variable_list& in) {
+            kernels::LayerNorm recorded = norm;
+            recorded.weight = in[kWeight];
+            recorded.bias = in[kBias];
+            return kernels::ref::layer_norm(in[kInput], recorded).output;
+          });
     } else {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       auto rows =

@@ -52,8 +52,8 @@ class MaxPoolFunction : public torch::autograd::Function<MaxPoolFunction> {
                        .padding = pair_of(ctx->saved_data["padding"])};
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
-      result = recorded_gradients({input}, gradients[0], [&] {
-        return kernels::ref::max_pool2d(input, pool, /*with_places=*/false).output;
+      result = recorded_gradients({input}, gradients[0], [&](const variable_list& in) {
+        return kernels::ref::max_pool2d(in[0], pool, /*with_places=*/false).output;
       });
     } else {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);

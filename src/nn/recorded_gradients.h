@@ -6,28 +6,32 @@
 #include <torch/types.h>
 
 #include <cstddef>
+#include <utility>
 
 // Gradients that can be differentiated again, for functions whose own backward pass cannot.
 namespace semitone::nn {
 
-// The gradients of definition(), LibTorch's operators on `inputs`, with their computation recorded.
+// The gradients of definition(inputs), LibTorch's operators, with their computation recorded.
 // Undefined where an input is, or needs none. For the backward pass of a function if autograd
-// records it (create_graph).
+// records it (create_graph). The definition gets views of the inputs: an input may be another one,
+// or have been computed from it, and each gradient is that of its own place alone.
 template <typename Definition>
 torch::autograd::variable_list recorded_gradients(const torch::autograd::variable_list& inputs,
                                                   const at::Tensor& grad,
                                                   const Definition& definition) {
   const at::AutoGradMode recording(true);
   const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  torch::autograd::variable_list places;
   torch::autograd::variable_list wanted;
   for (const at::Tensor& input : inputs) {
-    if (input.defined() && input.requires_grad()) wanted.push_back(input);
+    places.push_back(input.defined() ? input.view_as(input) : input);
+    if (input.defined() && input.requires_grad()) wanted.push_back(places.back());
   }
   torch::autograd::variable_list result(inputs.size());
   if (wanted.empty()) return result;
-  const auto gradients =
-      torch::autograd::grad({definition()}, wanted, {grad}, /*retain_graph=*/true,
-                            /*create_graph=*/true, /*allow_unused=*/true);
+  const auto gradients = torch::autograd::grad({definition(std::as_const(places))}, wanted, {grad},
+                                               /*retain_graph=*/true,
+                                               /*create_graph=*/true, /*allow_unused=*/true);
   std::size_t next = 0;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].defined() && inputs[i].requires_grad()) result[i] = gradients[next++];

@@ -295,6 +295,76 @@ TEST(FastKernels, AttentionWithoutDropoutComputesWhatLibTorchDoes) {
   }
 }
 
+// One tensor as several arguments, and arguments that are computed from others.
+TEST(FastKernels, AttentionHasTheSameGradientsInARecordedBackwardPass) {
+  torch::manual_seed(14);
+  const Tensors inputs{torch::randn({1, 2, 24, 16}).to(torch::kBFloat16)};
+  const std::vector<Function> calls{
+      [](const Tensors& in) {
+        return at::scaled_dot_product_attention(in[0], in[0], in[0], {}, 0, true);
+      },
+      [](const Tensors& in) {
+        const at::Tensor key = in[0].sin();
+        return at::scaled_dot_product_attention(in[0], key, key.mul(2).add(in[0]));
+      }};
+  for (const Function& call : calls) {
+    const Tensors leaves = leaves_of(inputs);
+    const Autocast region(with_kernels());
+    const at::Tensor result = call(leaves);
+    const auto gradient = [&](bool create_graph) {
+      const at::Tensor grad = torch::ones_like(result).cumsum(2).div(24);
+      return torch::autograd::grad({result}, leaves, {grad}, /*retain_graph=*/true, create_graph)[0]
+          .detach();
+    };
+    EXPECT_LE(distance(gradient(true), gradient(false).to(torch::kDouble)),
+              test::rounding_tolerance(torch::kBFloat16, 3));
+  }
+}
+
+TEST(FastKernels, AttentionsResultMayBeChangedInPlaceLikeAnyOther) {
+  torch::manual_seed(15);
+  const at::Tensor x = torch::randn({1, 2, 24, 16}).to(torch::kBFloat16).requires_grad_();
+  const Autocast region(with_kernels());
+  at::Tensor frozen;
+  {
+    const torch::NoGradGuard no_grad;
+    frozen = at::scaled_dot_product_attention(x, x, x);
+  }
+  EXPECT_FALSE(frozen.is_view());
+  const at::Tensor weight = torch::ones({16}, torch::kBFloat16).requires_grad_();
+  EXPECT_TRUE(frozen.mul_(weight).requires_grad());
+  // The backward pass needs the result as it was. Where it is computed in fp32 and rounded, LibTorch
+  // has kept another one.
+  const at::Tensor result = at::scaled_dot_product_attention(x, x, x);
+  result.mul_(2);
+  if (has_blocked_attention()) {
+    EXPECT_THROW(result.sum().backward(), c10::Error);
+  } else {
+    result.sum().backward();
+    EXPECT_TRUE(x.grad().isfinite().all().item<bool>());
+  }
+}
+
+TEST(FastKernels, AttentionIsLibTorchsIfItsFlashKernelIsSwitchedOff) {
+  const at::Tensor x = torch::randn({1, 2, 24, 16}).to(torch::kBFloat16).requires_grad_();
+  const Autocast region(with_kernels());
+  at::globalContext().setSDPUseFlash(false);
+  const at::Tensor result = at::scaled_dot_product_attention(x, x, x);
+  at::globalContext().setSDPUseFlash(true);
+  EXPECT_FALSE(is_ours(result));
+  EXPECT_EQ(is_ours(at::scaled_dot_product_attention(x, x, x)), has_blocked_attention());
+}
+
+TEST(FastKernels, WrongArgumentsOfAttentionAreLibTorchsErrors) {
+  const at::Tensor x = torch::randn({1, 2, 24, 16}).to(torch::kBFloat16);
+  const Autocast region(with_kernels());
+  EXPECT_THROW(at::scaled_dot_product_attention(x, x, x, {}, -0.5), c10::Error);
+  EXPECT_THROW(at::scaled_dot_product_attention(x, x, x, {}, 2), c10::Error);
+  EXPECT_THROW(at::scaled_dot_product_attention(x, x.flatten(), x, {}, 0.5), c10::Error);
+  EXPECT_THROW(at::scaled_dot_product_attention(x, x.slice(1, 0, 1).repeat({1, 3, 1, 1}), x),
+               c10::Error);
+}
+
 TEST(FastKernels, AttentionCanBeDifferentiatedAgain) {
   torch::manual_seed(13);
   const Tensors inputs{torch::randn({1, 2, 9, 16}), torch::randn({1, 2, 9, 16}),
@@ -302,6 +372,10 @@ TEST(FastKernels, AttentionCanBeDifferentiatedAgain) {
   const auto run = [](const Tensors& in) {
     return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true);
   };
+  if (!has_blocked_attention()) {  // LibTorch's kernel cannot
+    EXPECT_THROW(second_gradients(with_kernels(), inputs, run), c10::Error);
+    return;
+  }
   const Tensors got = second_gradients(with_kernels(), inputs, run);
   Tensors exact;
   for (const at::Tensor& input : inputs) exact.push_back(input.to(torch::kDouble));

@@ -273,6 +273,7 @@ TEST(Attention, NansAndInfinitiesAreNotLost) {
       // -inf times a query's negative sum may be a probability of 0, so only NaN is certain.
       if (is_key && value == kInfinity) continue;
       EXPECT_TRUE(broken_rows(with_key).slice(0, 141).all().item<bool>()) << is_key;
+      if (!has_attention_kernel(in.query, in.key, in.value, settings)) continue;
       EXPECT_FALSE(broken_rows(with_key).slice(0, 0, 128).any().item<bool>()) << is_key;
     }
   }
@@ -284,6 +285,58 @@ TEST(Attention, NansAndInfinitiesAreNotLost) {
       broken_rows(gradients[0]).nonzero().flatten().equal(torch::tensor({std::int64_t{10}})));
   EXPECT_TRUE(broken_rows(gradients[1]).slice(0, 0, 11).all().item<bool>());
   EXPECT_TRUE(broken_rows(gradients[2]).slice(0, 0, 11).all().item<bool>());
+}
+
+// oneDNN's products divide by 0 if their rows span 2 GiB. The memory between the rows is not touched.
+TEST(Attention, RowsMayBeFarApart) {
+  torch::manual_seed(7);
+  Inputs in({1, 1, 1, 130, 130, 16});
+  const Attention settings{.scale = 0.25};
+  const auto want = kernels::attention(in.query, in.key, in.value, settings);
+  const auto wanted = gradients_of(in, want, settings);
+  const at::Tensor memory = torch::empty({130, std::int64_t{17} << 19}, torch::kBFloat16);
+  const auto far_apart = [&](const at::Tensor& tensor, std::int64_t place) {
+    const at::Tensor rows = memory.slice(1, 16 * place, 16 * place + 16).view({1, 1, 130, 16});
+    return rows.copy_(tensor);
+  };
+  in.query = far_apart(in.query, 0);
+  in.key = far_apart(in.key, 1);
+  in.value = far_apart(in.value, 2);
+  const auto got = kernels::attention(in.query, in.key, in.value, settings);
+  expect_bitwise_equal(got.output, want.output);
+  expect_bitwise_equal(gradients_of(in, got, settings), wanted);
+}
+
+TEST(Attention, WithoutAScoreAboveMinusInfinityTheResultIsZero) {
+  torch::manual_seed(8);
+  Inputs in({1, 1, 1, 20, 30, 16});
+  in.query = in.query.abs();
+  in.key = torch::full_like(in.key, -kInfinity);
+  const Attention settings{.scale = 0.25};
+  const auto got = kernels::attention(in.query, in.key, in.value, settings);
+  if (!has_attention_kernel(in.query, in.key, in.value, settings)) return;  // LibTorch's softmax
+  EXPECT_TRUE(got.output.eq(0).all().item<bool>());
+  EXPECT_TRUE(gradients_of(in, got, settings)[2].eq(0).all().item<bool>());
+}
+
+TEST(Attention, OnlyWantedGradientsAreComputed) {
+  torch::manual_seed(9);
+  const Inputs in({2, 4, 2, 70, 140, 32});
+  const Attention settings{.scale = 0.2, .causal = true};
+  const auto result = kernels::attention(in.query, in.key, in.value, settings);
+  const auto all = gradients_of(in, result, settings);
+  for (const std::size_t wanted : {0U, 1U, 2U}) {
+    const auto got = list_of(
+        attention_gradients(in.grad, in.query, in.key, in.value, result, settings,
+                            {.query = wanted == 0, .key = wanted == 1, .value = wanted == 2}));
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (i == wanted) {
+        expect_bitwise_equal(got[i], all[i]);
+      } else {
+        EXPECT_FALSE(got[i].defined());
+      }
+    }
+  }
 }
 
 TEST(Attention, OtherTensorsHaveNoKernel) {

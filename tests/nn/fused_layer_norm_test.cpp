@@ -222,5 +222,24 @@ TEST_F(FusedLayerNormTest, ModuleIsTheFunctionWithItsOptions) {
   EXPECT_EQ(copy->weight.scalar_type(), torch::kFloat);
 }
 
+// The weight depends on the input: each argument's gradient is that of its own place alone.
+TEST_F(FusedLayerNormTest, HasTheSameGradientsInARecordedBackwardPass) {
+  const at::Tensor input = torch::randn({5, 40}).requires_grad_();
+  const auto run = [&] {
+    return fused_layer_norm(input, {40}, input.sin().sum(0), input.select(0, 1)).pow(2).sum();
+  };
+  const auto gradient = [&](const at::Tensor& result, bool create_graph) {
+    return torch::autograd::grad({result}, {input}, {}, /*retain_graph=*/true, create_graph)[0]
+        .detach();
+  };
+  const at::Tensor want =
+      torch::layer_norm(input, {40}, input.sin().sum(0), input.select(0, 1)).pow(2).sum();
+  const at::Tensor result = run();
+  EXPECT_TRUE(test::near(gradient(result, true), gradient(want, false),
+                         test::reduction_tolerance(torch::kFloat, 200)));
+  EXPECT_TRUE(test::near(gradient(result, false), gradient(want, false),
+                         test::reduction_tolerance(torch::kFloat, 200)));
+}
+
 }  // namespace
 }  // namespace semitone::nn::fused_layer_norm_test

@@ -125,7 +125,7 @@ void divide_rows(const float* from, std::size_t rows, std::size_t columns, const
                  std::uint16_t* to, std::size_t stride) {
   const Float d;
   for (std::size_t row = 0; row < rows; ++row) {
-    const auto inverse = hn::Set(d, 1 / sum[row]);
+    const auto inverse = hn::Set(d, sum[row] == 0 ? 0 : 1 / sum[row]);
     for_vectors(columns, [&](std::size_t i, std::size_t n) {
       const auto v = load_some(Fp32{}, from + row * columns + i, n);
       store_some(Bf16{}, hn::Mul(v, inverse), to + row * stride + i, n);
@@ -158,6 +158,8 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
       if (i + n > skipped) {
         const auto log_sum = load_some(Fp32{}, block.log_sum + i, n);
         e = exp_of_negative(d, hn::MulSub(load_some(Fp32{}, scores + i, n), scale, log_sum));
+        // Also for NaN, as of a query of zeros and an infinite key.
+        e = hn::IfThenZeroElse(hn::Eq(log_sum, hn::Set(d, kInfinity)), e);
         if (i < skipped) e = hn::IfThenZeroElse(hn::FirstN(d, skipped - i), e);
       }
       store_some(Fp32{}, e, scores + i, n);
