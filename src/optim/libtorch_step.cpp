@@ -1,6 +1,8 @@
 #include "src/optim/libtorch_step.h"
 
+#include "src/kernels/flat.h"
 #include "src/kernels/multi_tensor_update.h"
+#include "src/kernels/on_cuda.h"
 #include "src/optim/rules.h"
 
 #include <torch/optim/adam.h>
@@ -8,11 +10,13 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
-#include <cstddef>
+#include <algorithm>
+#include <initializer_list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <typeinfo>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace semitone::optim {
@@ -25,37 +29,65 @@ using torch::optim::AdamWParamState;
 using torch::optim::SGDOptions;
 using torch::optim::SGDParamState;
 
-// A parameter with a gradient.
-struct Stepped {
-  at::Tensor parameter;
+struct ParameterWithOptions {
+  at::Tensor parameter;  // it has a gradient
   const torch::optim::OptimizerOptions* options;
 };
 
-bool is_suitable(const at::Tensor& parameter) {
-  const at::Tensor& grad = parameter.grad();
-  const auto dtype = parameter.scalar_type();
-  return (dtype == at::kFloat || dtype == at::kDouble) && parameter.layout() == at::kStrided &&
-         grad.layout() == at::kStrided && grad.scalar_type() == dtype &&
-         grad.sizes() == parameter.sizes() && grad.device() == parameter.device();
+// Whether a tensor has a parameter's dtype and memory order, so that a kernel reads both alike.
+bool fits(const at::Tensor& tensor, const at::Tensor& parameter) {
+  return tensor.layout() == at::kStrided && tensor.scalar_type() == parameter.scalar_type() &&
+         tensor.device() == parameter.device() && kernels::same_flat_layout(tensor, parameter);
 }
 
-// Nothing if one of them is not suitable.
-std::optional<std::vector<Stepped>> stepped_by(torch::optim::Optimizer& optimizer) {
-  std::vector<Stepped> result;
-  std::unordered_set<const void*> memory;
+bool state_fits(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+  const auto entry = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  if (entry == optimizer.state().end()) return true;
+  const auto all_fit = [&](std::initializer_list<at::Tensor> tensors) {
+    return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+      return !tensor.defined() || fits(tensor, parameter);
+    });
+  };
+  if (const auto* const adam = dynamic_cast<const AdamParamState*>(entry->second.get()))
+    return all_fit({adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq()});
+  if (const auto* const adamw = dynamic_cast<const AdamWParamState*>(entry->second.get()))
+    return all_fit({adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq()});
+  const auto* const sgd = dynamic_cast<const SGDParamState*>(entry->second.get());
+  return sgd != nullptr && all_fit({sgd->momentum_buffer()});
+}
+
+// Whether two of the parameters, which have no gaps, share memory.
+bool overlap(const std::vector<ParameterWithOptions>& all) {
+  std::map<const char*, const char*> ranges;
+  for (const auto& [parameter, options] : all) {
+    const auto* const begin = static_cast<const char*>(parameter.const_data_ptr());
+    ranges.emplace(begin, begin + parameter.nbytes());
+  }
+  const char* last = nullptr;
+  return ranges.size() < all.size() ||
+         std::any_of(
+             ranges.begin(), ranges.end(),
+             [&](auto& range) { return range.first < std::exchange(last, range.second); });
+}
+
+// Returns nullopt if a kernel cannot process one of them.
+std::optional<std::vector<ParameterWithOptions>> parameters_of(torch::optim::Optimizer& optimizer) {
+  std::vector<ParameterWithOptions> result;
   for (auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.defined() || !parameter.grad().defined()) continue;
-      if (!is_suitable(parameter) ||
-          !memory.insert(parameter.storage().unsafeGetStorageImpl()).second)
+      if (parameter.scalar_type() != at::kFloat || !kernels::has_kernels(parameter) ||
+          !fits(parameter, parameter) || !fits(parameter.grad(), parameter) ||
+          !state_fits(optimizer, parameter))
         return std::nullopt;
-      result.push_back({parameter, &group.options()});
+      if (parameter.numel() > 0) result.push_back({parameter, &group.options()});
     }
   }
+  if (overlap(result)) return std::nullopt;
   return result;
 }
 
-// The state of a parameter, made if it is missing.
+// The state of a parameter; created if missing.
 template <typename State>
 State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
   auto& entry = optimizer.state()[parameter.unsafeGetTensorImpl()];
@@ -69,25 +101,25 @@ at::Tensor defined_or_zeros(const at::Tensor& tensor, const at::Tensor& paramete
 }
 
 template <typename Options, typename State>
-void step_adam(torch::optim::Optimizer& optimizer, const std::vector<Stepped>& all,
+void step_adam(torch::optim::Optimizer& optimizer, const std::vector<ParameterWithOptions>& all,
                bool decouples_decay) {
   std::vector<kernels::Update> updates;
   std::vector<kernels::AdamRule> rules;
-  for (const auto& [parameter, its_options] : all) {
-    const auto& options = static_cast<const Options&>(*its_options);
+  for (const auto& [parameter, options_of_group] : all) {
+    const auto& options = static_cast<const Options&>(*options_of_group);
     auto& state = state_of<State>(optimizer, parameter);
     state.step(state.step() + 1);
     state.exp_avg(defined_or_zeros(state.exp_avg(), parameter));
     state.exp_avg_sq(defined_or_zeros(state.exp_avg_sq(), parameter));
     if (options.amsgrad())
       state.max_exp_avg_sq(defined_or_zeros(state.max_exp_avg_sq(), parameter));
-    const auto own = FusedAdamOptions(options.lr())
-                         .betas(options.betas())
-                         .eps(options.eps())
-                         .weight_decay(options.weight_decay())
-                         .adam_w_mode(decouples_decay)
-                         .amsgrad(options.amsgrad());
-    rules.push_back(adam_rule(own, state.step(), /*grad_scale=*/1));
+    const auto fused = FusedAdamOptions(options.lr())
+                           .betas(options.betas())
+                           .eps(options.eps())
+                           .weight_decay(options.weight_decay())
+                           .adam_w_mode(decouples_decay)
+                           .amsgrad(options.amsgrad());
+    rules.push_back(adam_rule(fused, state.step(), /*grad_scale=*/1));
     updates.push_back({parameter,
                        {},
                        parameter.grad(),
@@ -98,11 +130,11 @@ void step_adam(torch::optim::Optimizer& optimizer, const std::vector<Stepped>& a
   kernels::multi_tensor_update(updates, rules);
 }
 
-void step_sgd(torch::optim::Optimizer& optimizer, const std::vector<Stepped>& all) {
+void step_sgd(torch::optim::Optimizer& optimizer, const std::vector<ParameterWithOptions>& all) {
   std::vector<kernels::Update> updates;
   std::vector<kernels::SgdRule> rules;
-  for (const auto& [parameter, its_options] : all) {
-    const auto& options = static_cast<const SGDOptions&>(*its_options);
+  for (const auto& [parameter, options_of_group] : all) {
+    const auto& options = static_cast<const SGDOptions&>(*options_of_group);
     at::Tensor momentum;
     bool first = false;
     if (options.momentum() != 0) {
@@ -111,12 +143,12 @@ void step_sgd(torch::optim::Optimizer& optimizer, const std::vector<Stepped>& al
       state.momentum_buffer(defined_or_zeros(state.momentum_buffer(), parameter));
       momentum = state.momentum_buffer();
     }
-    const auto own = FusedSGDOptions(options.lr())
-                         .momentum(options.momentum())
-                         .dampening(options.dampening())
-                         .weight_decay(options.weight_decay())
-                         .nesterov(options.nesterov());
-    rules.push_back(sgd_rule(own, first, /*grad_scale=*/1));
+    const auto fused = FusedSGDOptions(options.lr())
+                           .momentum(options.momentum())
+                           .dampening(options.dampening())
+                           .weight_decay(options.weight_decay())
+                           .nesterov(options.nesterov());
+    rules.push_back(sgd_rule(fused, first, /*grad_scale=*/1));
     updates.push_back({parameter, {}, parameter.grad(), {}, {momentum, {}, {}}});
   }
   kernels::multi_tensor_update(updates, rules);
@@ -130,7 +162,7 @@ bool step_in_one_pass(torch::optim::Optimizer& optimizer) {
   const bool is_sgd = type == typeid(torch::optim::SGD);
   const bool is_adam = type == typeid(torch::optim::Adam);
   if (!is_sgd && !is_adam && type != typeid(torch::optim::AdamW)) return false;
-  const auto all = stepped_by(optimizer);
+  const auto all = parameters_of(optimizer);
   if (!all.has_value()) return false;
   const at::NoGradGuard no_grad;
   if (is_sgd) {

@@ -51,12 +51,12 @@ std::vector<Case> cases() {
                      AdamWOptions(0.01).betas({0.8, 0.9}).weight_decay(0.2).amsgrad(true))};
 }
 
-// Two in fp32, one of them with other strides, one in fp64, and one that never has a gradient.
+// One with other strides, and one that never has a gradient.
 Parameters make_parameters() {
   torch::manual_seed(1);
   Parameters parameters{torch::randn({33, 17}),
                         torch::randn({4, 3, 5, 5}).contiguous(at::MemoryFormat::ChannelsLast),
-                        torch::randn({7}, torch::kDouble), torch::randn({3})};
+                        torch::randn({7}), torch::randn({3})};
   for (at::Tensor& parameter : parameters) parameter.requires_grad_();
   return parameters;
 }
@@ -158,11 +158,42 @@ TEST(LibTorchStep, OthersAreLeftAsTheyAre) {
   Parameters sparse = parameters_of(torch::ones({4, 2}).requires_grad_());
   sparse[1].mutable_grad() = torch::ones({4, 2}).to_sparse();
   expect_refused(adam, sparse);
+  expect_refused(adam, parameters_of(torch::ones({4}, torch::kDouble).requires_grad_()));
+  const at::Tensor weight = plain();
+  weight.mutable_grad() = torch::ones({4});
+  expect_refused(adam, {weight, weight});
   const at::Tensor memory = torch::ones({8});
-  Parameters shared{memory.slice(0, 0, 4).requires_grad_(),
-                    memory.slice(0, 4, 8).detach().requires_grad_()};
+  Parameters shared{memory.slice(0, 0, 4).detach().requires_grad_(),
+                    memory.slice(0, 3, 7).detach().requires_grad_()};
   for (at::Tensor& parameter : shared) parameter.mutable_grad() = torch::ones_like(parameter);
   expect_refused(adam, shared);
+}
+
+// As flattened weights are.
+TEST(LibTorchStep, PartsOfOneMemoryAreParameters) {
+  const at::Tensor memory = torch::ones({8});
+  Parameters parts{memory.slice(0, 0, 4).detach().requires_grad_(),
+                   memory.slice(0, 4, 8).detach().requires_grad_()};
+  for (at::Tensor& part : parts) part.mutable_grad() = torch::ones_like(part);
+  torch::optim::SGD optimizer(parts, 0.5);
+  EXPECT_TRUE(step_in_one_pass(optimizer));
+  expect_bitwise_equal(memory, torch::full({8}, 0.5));
+}
+
+TEST(LibTorchStep, StateOfAnotherDtypeIsLeftToLibTorch) {
+  torch::nn::Linear net(3, 2);
+  net->to(torch::kDouble);
+  torch::optim::AdamW optimizer(net->parameters(), 0.1);
+  net->forward(torch::ones({1, 3}, torch::kDouble)).sum().backward();
+  optimizer.step();
+  net->zero_grad();
+  net->to(torch::kFloat);
+  net->forward(torch::ones({1, 3})).sum().backward();
+  const auto before = test::copies(net->parameters());
+  EXPECT_FALSE(step_in_one_pass(optimizer));
+  expect_bitwise_equal(test::copies(net->parameters()), before);
+  const auto& state = *optimizer.state().at(net->weight.unsafeGetTensorImpl());
+  EXPECT_EQ(dynamic_cast<const torch::optim::AdamWParamState&>(state).step(), 1);
 }
 
 TEST(LibTorchStep, WithoutGradientsNothingChanges) {

@@ -72,11 +72,13 @@ class Options {
   /// The dtype that forward's results are cast to. Default: fp32, so that a loss outside of forward
   /// is computed in fp32. (Apex's patches also cover the loss, and its O1 does not cast results.)
   Options& cast_model_outputs(c10::ScalarType value);
-  /// Whether step() updates with LibTorch's SGD, Adam and AdamW in one pass over memory, as Semitone's
-  /// optimizers do (optim/fused_optimizer.h), instead of LibTorch's pass for each operation. State
+  /// Whether step() does the steps of LibTorch's SGD, Adam and AdamW in one pass over memory, as
+  /// Semitone's optimizers do (optim/fused_optimizer.h), instead of a pass for each operation. State
   /// and files stay the optimizer's own. Parameters may differ from those of optimizer.step() by
-  /// rounding. Steps of other classes, of sparse gradients, and of 16-bit parameters without masters
-  /// are LibTorch's. Default false.
+  /// rounding. The whole step is LibTorch's for any other class, also a derived one, and if a
+  /// parameter has a sparse gradient, is not fp32 (16 bits without masters), or shares memory with
+  /// another. Without effect in a disabled MixedPrecision and within ZeroRedundancyOptimizer.
+  /// Default false.
   Options& fuse_optimizers(bool value);
   /// Number of loss scalers, selected by loss_id. Default 1.
   Options& num_losses(std::int64_t value);
