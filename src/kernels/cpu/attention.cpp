@@ -47,7 +47,8 @@ void pack_rows(const Bf16Matrix& matrix, std::size_t padded_rows, Bf16Pair* to) 
 // to[u][r]: the unit of memory u of row r. Rows from `rows` to padded_rows are 0.
 template <class Unit>
 HWY_INLINE void transpose_units(const Bf16Matrix& matrix, std::size_t padded_rows, Unit* to) {
-  constexpr std::size_t kElements = sizeof(Unit) / sizeof(std::uint16_t);
+  constexpr std::size_t kElementBytes = 2;
+  constexpr std::size_t kElements = sizeof(Unit) / kElementBytes;
   // As many units of a row as fill a line of the cache.
   constexpr std::size_t kUnits = 64 / sizeof(Unit);
   const std::size_t units = matrix.columns / kElements;

@@ -21,7 +21,7 @@ at::Tensor of_key_heads(const at::Tensor& grad, const at::Tensor& like) {
 }
 
 at::Tensor scores_of(const at::Tensor& query, const at::Tensor& keys, const Attention& attention) {
-  const at::Tensor scores = wide(query).matmul(keys.transpose(-2, -1)).mul(attention.scale);
+  at::Tensor scores = wide(query).matmul(keys.transpose(-2, -1)).mul(attention.scale);
   if (!attention.causal) return scores;
   const at::Tensor hidden = torch::ones({query.size(2), keys.size(2)}, torch::kBool).triu(1);
   return scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
