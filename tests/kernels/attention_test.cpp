@@ -345,7 +345,7 @@ TEST(Attention, OtherTensorsHaveNoKernel) {
   EXPECT_FALSE(has_attention_kernel(in.query.to(torch::kFloat), in.key.to(torch::kFloat),
                                     in.value.to(torch::kFloat), settings));
   EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value, {.scale = -1}));
-  EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value, {.scale = kNan}));
+  EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value, {.scale = double{kNan}}));
   EXPECT_FALSE(has_attention_kernel(in.query.slice(3, 0, 12), in.key.slice(3, 0, 12),
                                     in.value.slice(3, 0, 12), settings));
   EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value.slice(2, 0, 3), settings));
