@@ -3,6 +3,7 @@
 #include "src/zoo/decoder_layer.h"
 #include "tests/support/errors.h"
 #include "tests/support/tolerance.h"
+#include "tests/zoo/training.h"
 
 #include <torch/torch.h>
 
@@ -291,17 +292,10 @@ TEST(Decoder, LearnsABatch) {
     Decoder model(small_decoder().tied_head(tied).kv_heads(2));
     torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
     const at::Tensor batch = some_tokens(4, 9);
-    std::vector<double> losses;
-    for (int step = 0; step < 20; ++step) {
-      optimizer.zero_grad();
-      const at::Tensor loss = torch::cross_entropy_loss(model->forward(batch.narrow(1, 0, 8)),
-                                                        batch.narrow(1, 1, 8).flatten());
-      loss.backward();
-      for (const auto& item : model->named_parameters())
-        EXPECT_TRUE(item.value().grad().defined()) << item.key();
-      optimizer.step();
-      losses.push_back(loss.item<double>());
-    }
+    const auto losses = losses_of(model, optimizer, 20, [&] {
+      return torch::cross_entropy_loss(model->forward(batch.narrow(1, 0, 8)),
+                                       batch.narrow(1, 1, 8).flatten());
+    });
     EXPECT_NEAR(losses.front(), std::log(50), 0.2);
     EXPECT_LT(losses.back(), 0.7 * losses.front());
   }

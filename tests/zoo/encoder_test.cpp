@@ -3,6 +3,7 @@
 #include "src/zoo/encoder_layer.h"
 #include "tests/support/errors.h"
 #include "tests/support/tolerance.h"
+#include "tests/zoo/training.h"
 
 #include <torch/torch.h>
 
@@ -170,16 +171,9 @@ TEST(Encoder, LearnsABatch) {
     Encoder model(small().tied_head(tied));
     torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
     const at::Tensor batch = tokens(4, 8);
-    std::vector<double> losses;
-    for (int step = 0; step < 10; ++step) {
-      optimizer.zero_grad();
-      const at::Tensor loss = torch::cross_entropy_loss(model->forward(batch), batch.flatten());
-      loss.backward();
-      for (const auto& item : model->named_parameters())
-        EXPECT_TRUE(item.value().grad().defined()) << item.key();
-      optimizer.step();
-      losses.push_back(loss.item<double>());
-    }
+    const auto losses = losses_of(model, optimizer, 10, [&] {
+      return torch::cross_entropy_loss(model->forward(batch), batch.flatten());
+    });
     // A tied head knows the tokens from the start.
     if (!tied) {
       EXPECT_NEAR(losses.front(), std::log(50), 0.2);

@@ -1,6 +1,7 @@
 #include "semitone/zoo/resnet18.h"
 
 #include "tests/support/errors.h"
+#include "tests/zoo/training.h"
 
 #include <torch/torch.h>
 
@@ -50,15 +51,10 @@ TEST(ResNet18, LearnsABatch) {
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.002).momentum(0.9));
   const at::Tensor images = torch::rand({8, 3, 32, 32});
   const at::Tensor labels = torch::arange(8) % 4;
-  std::vector<double> losses;
   // As in ResNet-50's test, the first steps differ between processors.
-  for (int step = 0; step < 20; ++step) {
-    optimizer.zero_grad();
-    const at::Tensor loss = torch::cross_entropy_loss(model->forward(images), labels);
-    loss.backward();
-    optimizer.step();
-    losses.push_back(loss.item<double>());
-  }
+  const auto losses = losses_of(model, optimizer, 20, [&] {
+    return torch::cross_entropy_loss(model->forward(images), labels);
+  });
   EXPECT_LT(losses.back(), 0.1 * losses.front());
 }
 

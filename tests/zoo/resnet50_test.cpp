@@ -1,6 +1,7 @@
 #include "semitone/zoo/resnet50.h"
 
 #include "tests/support/errors.h"
+#include "tests/zoo/training.h"
 
 #include <torch/torch.h>
 
@@ -55,16 +56,11 @@ TEST(ResNet50, LearnsABatch) {
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.002).momentum(0.9));
   const at::Tensor images = torch::rand({8, 3, 64, 64});
   const at::Tensor labels = torch::arange(8) % 4;
-  std::vector<double> losses;
   // The loss of the first steps goes up and down, differently on each processor; after 20 it is
   // below 0.01.
-  for (int step = 0; step < 20; ++step) {
-    optimizer.zero_grad();
-    const at::Tensor loss = torch::cross_entropy_loss(model->forward(images), labels);
-    loss.backward();
-    optimizer.step();
-    losses.push_back(loss.item<double>());
-  }
+  const auto losses = losses_of(model, optimizer, 20, [&] {
+    return torch::cross_entropy_loss(model->forward(images), labels);
+  });
   EXPECT_LT(losses.back(), 0.1 * losses.front());
 }
 

@@ -3,6 +3,7 @@
 #include "src/zoo/encoder_layer.h"
 #include "tests/support/errors.h"
 #include "tests/support/tolerance.h"
+#include "tests/zoo/training.h"
 
 #include <torch/torch.h>
 
@@ -109,16 +110,9 @@ TEST(ViT, LearnsABatch) {
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.005));
   const at::Tensor images = torch::rand({10, 2, 8, 12});
   const at::Tensor labels = torch::arange(10) % 5;
-  std::vector<double> losses;
-  for (int step = 0; step < 60; ++step) {
-    optimizer.zero_grad();
-    const at::Tensor loss = torch::cross_entropy_loss(model->forward(images), labels);
-    loss.backward();
-    for (const auto& item : model->named_parameters())
-      EXPECT_TRUE(item.value().grad().defined()) << item.key();
-    optimizer.step();
-    losses.push_back(loss.item<double>());
-  }
+  const auto losses = losses_of(model, optimizer, 60, [&] {
+    return torch::cross_entropy_loss(model->forward(images), labels);
+  });
   EXPECT_NEAR(losses.front(), std::log(5), 0.3);
   EXPECT_LT(losses.back(), 0.5 * losses.front());
 }
