@@ -48,7 +48,7 @@ class Backward {
   // are thus alike.
   void run(std::int64_t batch, std::int64_t key_head, std::int64_t part, std::int64_t parts,
            float* key_sums, float* value_sums) {
-    read_keys(batch, key_head);
+    if (wanted_.query) read_keys(batch, key_head);
     for (std::int64_t unit = part; unit < shape_.group() * shape_.blocks(); unit += parts) {
       const std::int64_t head = key_head * shape_.group() + unit / shape_.blocks();
       const std::int64_t query = unit % shape_.blocks() * kQueries;
@@ -69,7 +69,7 @@ class Backward {
   }
 
  private:
-  // Each block of keys as a left factor, (D, keys).
+  // Each block of keys as a left factor, (D, keys), for the gradients of queries.
   void read_keys(std::int64_t batch, std::int64_t key_head) {
     for (std::int64_t first = 0; first < shape_.keys; first += kKeysBackward) {
       const std::int64_t count = std::min(kKeysBackward, shape_.keys - first);
