@@ -247,10 +247,10 @@ std::optional<at::Tensor> attention_with_dropout(const AttentionCall& call, doub
   const auto dtype = call.query.scalar_type();
   if (call.key.scalar_type() != dtype || call.value.scalar_type() != dtype) return std::nullopt;
   // Scaled before the product, which may overflow fp16.
-  at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
+  const at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
   if (call.is_causal) {
     const at::Tensor later = at::ones({scores.size(-2), scores.size(-1)}, at::kBool).triu(1);
-    scores = scores.masked_fill_(later, -std::numeric_limits<double>::infinity());
+    scores.masked_fill_(later, -std::numeric_limits<double>::infinity());
   }
   return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), call.value);
 }

@@ -48,10 +48,13 @@ bool state_fits(const torch::optim::Optimizer& optimizer, const at::Tensor& para
       return !tensor.defined() || fits(tensor, parameter);
     });
   };
+  const auto averages_fit = [&](const auto& state) {
+    return all_fit({state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()});
+  };
   if (const auto* const adam = dynamic_cast<const AdamParamState*>(entry->second.get()))
-    return all_fit({adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq()});
+    return averages_fit(*adam);
   if (const auto* const adamw = dynamic_cast<const AdamWParamState*>(entry->second.get()))
-    return all_fit({adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq()});
+    return averages_fit(*adamw);
   const auto* const sgd = dynamic_cast<const SGDParamState*>(entry->second.get());
   return sgd != nullptr && all_fit({sgd->momentum_buffer()});
 }
