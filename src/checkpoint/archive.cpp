@@ -90,6 +90,7 @@ class DeepCopy {
 }  // namespace
 
 void CopyBuffers::finish() {
+  to_copy_.clear();
   for (auto& [address, copy] : copies_) used_.push_back(std::move(copy.bytes));
   copies_.clear();
 }
@@ -120,7 +121,7 @@ const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device 
   copy.original = storage;
   const at::Tensor& bytes = copy.bytes = take(size, device);
   if (device.is_cpu()) {
-    kernels::copy_bytes(storage.data(), bytes.data_ptr(), size);
+    to_copy_.emplace_back(storage, bytes);
   } else {
     const auto options = bytes.options().device(device).pinned_memory(false);
     bytes.copy_(at::empty({0}, options).set_(storage, 0, {size}, {1}));
@@ -137,6 +138,17 @@ at::Tensor CopyBuffers::copy(const at::Tensor& tensor) {
   return copy.requires_grad_(tensor.requires_grad());
 }
 
+void CopyBuffers::copy_values() {
+  std::vector<kernels::BytesToCopy> parts;
+  parts.reserve(to_copy_.size());
+  for (const auto& [storage, bytes] : to_copy_) {
+    parts.push_back(
+        {storage.data(), bytes.mutable_data_ptr(), static_cast<std::int64_t>(storage.nbytes())});
+  }
+  kernels::copy_bytes(parts);
+  to_copy_.clear();
+}
+
 Archive::Archive(const torch::serialize::OutputArchive& archive)
     : module_(archive.*module_member()) {}
 
@@ -145,7 +157,9 @@ void Archive::write(const Sink& sink) const {
 }
 
 Archive Archive::copied(CopyBuffers& buffers) const {
-  return Archive(torch::jit::Module(DeepCopy(buffers).object(module_._ivalue())));
+  Archive copy(torch::jit::Module(DeepCopy(buffers).object(module_._ivalue())));
+  buffers.copy_values();
+  return copy;
 }
 
 }  // namespace semitone::checkpoint

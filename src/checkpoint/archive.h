@@ -19,9 +19,11 @@ namespace semitone::checkpoint {
 // next checkpoint, since the first write to a new page takes longer than the copy.
 class CopyBuffers {
  public:
-  // Tensors that share memory have copies that share memory. The values have been copied when this
+  // Tensors that share memory have copies that share memory. Values of the CPU are copied by
+  // copy_values(), in one piece of work for all threads; those of devices have been copied when this
   // returns.
   at::Tensor copy(const at::Tensor& tensor);
+  void copy_values();
 
   // Releases the tensors that were copied, which copy() keeps: another one could get their address.
   void finish();
@@ -40,6 +42,7 @@ class CopyBuffers {
   const at::Tensor& copy_of(const c10::Storage& storage, c10::Device device);
 
   std::unordered_map<const void*, Copy> copies_;  // by the address of the original
+  std::vector<std::pair<c10::Storage, at::Tensor>> to_copy_;
   std::vector<at::Tensor> used_;
   std::multimap<std::pair<bool, std::int64_t>, at::Tensor> free_;  // by pinned and size
 };

@@ -35,17 +35,28 @@ void copy_past_caches(const std::uint8_t* from, std::uint8_t* to, std::size_t co
     hn::Stream(c, bytes, to + i + 2 * width);
     hn::Stream(d, bytes, to + i + 3 * width);
   }
-  hwy::FlushStream();
   std::memcpy(to + i, from + i, count - i);
 }
 
 }  // namespace
 
-void copy_bytes(const void* from, void* to, std::int64_t count) {
+void copy_bytes(std::span<const BytesToCopy> parts) {
   constexpr std::int64_t kBytesOfPiece = 1 << 20;  // starting threads for less costs more
-  parallel_for(0, count, kBytesOfPiece, [&](std::int64_t begin, std::int64_t end) {
-    copy_past_caches(static_cast<const std::uint8_t*>(from) + begin,
-                     static_cast<std::uint8_t*>(to) + begin, static_cast<std::size_t>(end - begin));
+  std::int64_t total = 0;
+  for (const BytesToCopy& part : parts) total += part.count;
+  parallel_for(0, total, kBytesOfPiece, [&](std::int64_t begin, std::int64_t end) {
+    std::int64_t start = 0;  // of a part, among all bytes
+    for (const auto& [from, to, count] : parts) {
+      const std::int64_t first = std::max(begin - start, std::int64_t{0});
+      const std::int64_t last = std::min(end - start, count);
+      if (first < last) {
+        copy_past_caches(static_cast<const std::uint8_t*>(from) + first,
+                         static_cast<std::uint8_t*>(to) + first,
+                         static_cast<std::size_t>(last - first));
+      }
+      start += count;
+    }
+    hwy::FlushStream();
   });
 }
 
