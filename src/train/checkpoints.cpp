@@ -198,8 +198,12 @@ void Checkpoints::save() {
   const std::int64_t step = training_.position.step;
   if (!own_.has_value() || last_ == step) return;
   loss_sums_ = gathered(training_.position.loss_sum, options_.group());
-  own_->save(step);
+  own_->save_async(step);
   last_ = step;
+}
+
+void Checkpoints::wait() {
+  if (own_.has_value()) own_->wait();
 }
 
 void require_resumable(const TrainOptions& options) {

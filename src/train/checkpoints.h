@@ -54,8 +54,12 @@ class Checkpoints {
   void require_writable() const;
 
   // Saves the position's step, unless the directory has just been resumed or saved at it. Nothing
-  // without a directory in the options.
+  // without a directory in the options. Returns when the state has been copied: a thread writes the
+  // files, and its error is thrown by the next call of save() or wait().
   void save();
+
+  // Returns when the files of the last save() are complete.
+  void wait();
 
  private:
   checkpoint::Checkpoint make(const std::filesystem::path& directory);

@@ -85,6 +85,7 @@ class Run {
     if (position_.step < end_step_) checkpoints_.require_writable();
     train_to_end();
     checkpoints_.save();
+    checkpoints_.wait();
     constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
     const bool is_complete = stop_signal_ == 0;
     const TrainResult done = result(is_complete ? test() : Tested{kNone, kNone});

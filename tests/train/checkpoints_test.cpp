@@ -31,6 +31,7 @@ using amp::OptLevel;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Lt;
 
 class SavingTest : public ::testing::Test {
  protected:
@@ -67,8 +68,8 @@ TEST_F(SavingTest, HappensAfterATimeAndUponASignal) {
   EXPECT_TRUE(std::isnan(result.test_loss));
   EXPECT_TRUE(recorder.tests.empty());
   ASSERT_GE(result.steps, 2);
-  // The signal was seen one step after the save, and its step is saved too.
-  EXPECT_THAT(steps_in(run_), ElementsAre(result.steps - 1, result.steps));
+  // The signal was seen when the first save was complete, and its step is saved too.
+  EXPECT_THAT(steps_in(run_), ElementsAre(Lt(result.steps), result.steps));
   EXPECT_FALSE(fs::exists(folder_ / "weights.pt"));
 }
 
@@ -78,6 +79,22 @@ TEST_F(SavingTest, DoesNotChangeTheTraining) {
   train_classifier(drop_net, data(), options().checkpoint_dir("").max_steps(30), silent);
   train_classifier(drop_net, data(), options().save_every({.steps = 1}).max_steps(30), saving);
   EXPECT_EQ(saving.losses, silent.losses);
+}
+
+TEST_F(SavingTest, AFailureEndsTheTrainingAtTheNextSave) {
+  int steps = 0;
+  const auto put_a_file_there = [&] {
+    if (++steps == 3) test::write_text(run_, "");
+    return 0;
+  };
+  Recorder recorder;
+  EXPECT_THAT(test::message_of<FileError>([&] {
+                train_classifier(drop_net, data(),
+                                 options().save_every({.steps = 4}).stop_signal(put_a_file_there),
+                                 recorder);
+              }),
+              HasSubstr(run_.string()));
+  EXPECT_EQ(recorder.steps.size(), 8);
 }
 
 TEST_F(SavingTest, AFinishedRunThatStartsAgainIsOnlyTested) {
