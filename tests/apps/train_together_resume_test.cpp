@@ -11,6 +11,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
@@ -109,6 +110,26 @@ TEST_F(TrainTogetherResume, RanksThatAreKilledDoNotChangeTheWeights) {
 TEST_F(TrainTogetherResume, OfThreeRanksThatAreKilledTheSumsDoNotChange) {
   expect_kills_to_change_nothing("3", 42);
 }
+
+#ifdef JUMPING_CLOCK
+TEST_F(TrainTogetherResume, JumpsOfTheWallClockChangeNothing) {
+  const auto dates = launch::run(
+      launch::ProcessOptions("sh")
+          .arguments({"-c", "for i in 1 2 3 4 5 6 7 8 9; do date +%s; sleep 0.05; done"})
+          .environment("LD_PRELOAD", JUMPING_CLOCK)
+          .out(launch::Output::capture));
+  const Words seconds = test::lines_of(dates.out);
+  ASSERT_EQ(seconds.size(), 9U) << dates.out;
+  const auto [earliest, latest] = std::ranges::minmax(seconds);
+  EXPECT_GT(std::stol(latest) - std::stol(earliest), 80'000);
+
+  const ProcessResult finished = launch::run(
+      semitone_command(resumable({"--nproc", "2"})).environment("LD_PRELOAD", JUMPING_CLOCK));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_EQ(steps().back(), 63);
+  expect_weights_as_undisturbed();
+}
+#endif
 
 // A signal to the program, which forwards it, and then one to a single rank.
 TEST_F(TrainTogetherResume, ASignalToAllOrToOneRankPreemptsAll) {
