@@ -1,6 +1,6 @@
 #pragma once
 
-/// The fused layers and functions of semitone::nn.
+/// The fused layers and functions of semitone::nn, and recomputation of activations.
 
 #include "semitone/core/error.h"
 #include "semitone/nn/fused_batch_norm.h"
@@ -10,3 +10,4 @@
 #include "semitone/nn/fused_gelu.h"
 #include "semitone/nn/fused_layer_norm.h"
 #include "semitone/nn/fused_rms_norm.h"
+#include "semitone/recompute/checkpoint.h"

@@ -10,6 +10,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -267,7 +268,7 @@ void clear_cast_cache() {
 // waits for its backward pass holds the state.
 struct AutocastState::Data {
   Regions::List active;
-  std::weak_ptr<CastCache> cache;
+  std::weak_ptr<CastCache> cache;  // expired: a new one for each scope
 };
 
 struct AutocastState::Scope::Guard {
@@ -319,6 +320,17 @@ AutocastState AutocastState::without_casts() const {
     data->active.push_back({region.device, region.dtype, region.policy->without_casts()});
   }
   return AutocastState(std::move(data));
+}
+
+AutocastState AutocastState::with_own_cache() const {
+  auto data = std::make_shared<Data>();
+  data->active = data_->active;
+  return AutocastState(std::move(data));
+}
+
+bool AutocastState::has_region(c10::DeviceType device) const {
+  return std::ranges::any_of(data_->active,
+                             [&](const Region& region) { return region.device == device; });
 }
 
 AutocastState::Scope AutocastState::enter() const {

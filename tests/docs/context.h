@@ -30,6 +30,7 @@ extern amp::MixedPrecision mixed;
 extern amp::CastPolicy policy;
 extern amp::GradScaler scaler;
 
+extern std::vector<Net> blocks;
 extern std::unique_ptr<Loader> loader, train_loader, test_loader;
 extern Batch batch;
 extern torch::data::datasets::MNIST data;

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace semitone::nn::detail {
+
+/// What nn::checkpoint does apart from calling the function. Constructed before the first call, whose
+/// regions and random numbers it notes.
+class CheckpointedCall {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  /// Runs the function with these tensors as its inputs.
+  using Run = std::function<Tensors(const Tensors&)>;
+
+  /// Whether gradients are recorded.
+  static bool is_needed();
+
+  CheckpointedCall(Tensors inputs, bool preserve_rng_state, const Tensors& buffers);
+  CheckpointedCall(const CheckpointedCall&) = delete;
+  CheckpointedCall& operator=(const CheckpointedCall&) = delete;
+  ~CheckpointedCall();
+
+  /// The tensors to call the function with.
+  const Tensors& inputs() const;
+
+  /// Drops the graph of the outputs, and returns tensors with the same values whose backward pass
+  /// calls run.
+  Tensors finish(const Tensors& outputs, Run run) &&;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace semitone::nn::detail

@@ -1,0 +1,440 @@
+// nn::checkpoint against plain calls of the same functions.
+
+#include "semitone/recompute/checkpoint.h"
+
+#include "semitone/amp/initialize.h"
+#include "semitone/autocast/autocast.h"
+#include "semitone/core/error.h"
+#include "semitone/nn/fused_dropout.h"
+#include "src/core/tensor_memory.h"
+#include "tests/support/errors.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace semitone::nn::checkpoint_test {
+namespace {
+
+using ::testing::HasSubstr;
+using Call = std::function<at::Tensor(torch::nn::Sequential, at::Tensor)>;
+
+const Call kPlain = [](torch::nn::Sequential block, const at::Tensor& x) {
+  return block->forward(x);
+};
+const Call kCheckpointed = [](torch::nn::Sequential block, const at::Tensor& x) {
+  return checkpoint(std::move(block), x);
+};
+
+// Three blocks of equal shapes: matrix products, batch norm and dropout.
+std::vector<torch::nn::Sequential> new_blocks() {
+  torch::manual_seed(3);
+  std::vector<torch::nn::Sequential> blocks;
+  for (int i = 0; i < 3; ++i) {
+    blocks.emplace_back(torch::nn::Linear(32, 64), torch::nn::BatchNorm1d(64), torch::nn::GELU(),
+                        torch::nn::Dropout(0.3), torch::nn::Linear(64, 32));
+  }
+  return blocks;
+}
+
+// What a training step leaves.
+struct Step {
+  at::Tensor loss;
+  at::Tensor input_grad;
+  std::vector<at::Tensor> grads;
+  std::vector<at::Tensor> buffers;
+  at::Tensor next_random;
+};
+
+Step step_of(
+    const Call& call, const std::function<void(const at::Tensor&)>& backward =
+                          [](const at::Tensor& loss) { loss.backward(); }) {
+  auto blocks = new_blocks();
+  torch::manual_seed(7);
+  const at::Tensor x = torch::randn({16, 32}).requires_grad_();
+  Step step;
+  {
+    at::Tensor y = x;
+    for (auto& block : blocks) y = call(block, y);
+    step.loss = y.square().mean();
+  }
+  backward(step.loss);
+  step.input_grad = x.grad();
+  for (auto& block : blocks) {
+    for (const at::Tensor& parameter : block->parameters()) step.grads.push_back(parameter.grad());
+    for (const at::Tensor& buffer : block->buffers()) step.buffers.push_back(buffer);
+  }
+  step.next_random = torch::rand({4});
+  return step;
+}
+
+void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < got.size(); ++i)
+    EXPECT_TRUE(torch::equal(got[i], want[i])) << i << ": " << (got[i] - want[i]).abs().max();
+}
+
+void expect_equal(const Step& got, const Step& want) {
+  EXPECT_TRUE(torch::equal(got.loss, want.loss));
+  EXPECT_TRUE(torch::equal(got.input_grad, want.input_grad));
+  expect_equal(got.grads, want.grads);
+  expect_equal(got.buffers, want.buffers);
+  EXPECT_TRUE(torch::equal(got.next_random, want.next_random));
+}
+
+TEST(Checkpoint, IsBitForBitAPlainCallWithDropoutAndRunningStatistics) {
+  const Step plain = step_of(kPlain);
+  expect_equal(step_of(kCheckpointed), plain);
+  // Random numbers that are drawn between the passes change nothing.
+  const Step drawn = step_of(kCheckpointed, [](const at::Tensor& loss) {
+    const auto generator = at::globalContext().defaultGenerator(at::kCPU);
+    const at::Tensor state = generator.get_state();
+    torch::rand({3});
+    loss.backward();
+    at::Generator(generator).set_state(state);
+  });
+  expect_equal(drawn, plain);
+}
+
+TEST(Checkpoint, OfSemitonesDropoutHasTheSameMaskAgain) {
+  const auto gradient = [](bool checkpointed) {
+    torch::manual_seed(11);
+    const at::Tensor x = torch::ones({1000}).requires_grad_();
+    const auto drop = [](const at::Tensor& t) { return fused_dropout(t, 0.5, true) * t; };
+    const at::Tensor y = checkpointed ? checkpoint(drop, x) : drop(x);
+    y.sum().backward();
+    EXPECT_TRUE(torch::equal(x.grad(), 2 * y));
+    return x.grad();
+  };
+  EXPECT_TRUE(torch::equal(gradient(true), gradient(false)));
+}
+
+TEST(Checkpoint, RunsInTheRegionsOfTheForwardPass) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    const auto in_region = [&](const Call& call) {
+      return step_of([&](const torch::nn::Sequential& block, const at::Tensor& x) {
+        const amp::Autocast region(torch::kCPU, dtype);
+        return call(block, x);
+      });
+    };
+    const Step plain = in_region(kPlain);
+    expect_equal(in_region(kCheckpointed), plain);
+    EXPECT_FALSE(torch::equal(plain.loss, step_of(kPlain).loss));
+  }
+  // A backward pass in a region does not lend it to the function.
+  const auto backward_in_region = [](const at::Tensor& loss) {
+    const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+    loss.backward();
+  };
+  expect_equal(step_of(kCheckpointed, backward_in_region), step_of(kPlain, backward_in_region));
+}
+
+TEST(Checkpoint, RunsInLibTorchsRegionsToo) {
+  const auto in_region = [](const Call& call) {
+    return step_of([&](const torch::nn::Sequential& block, const at::Tensor& x) {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      const at::Tensor y = call(block, x);
+      at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      return y;
+    });
+  };
+  const Step plain = in_region(kPlain);
+  expect_equal(in_region(kCheckpointed), plain);
+  EXPECT_FALSE(torch::equal(plain.loss, step_of(kPlain).loss));
+  EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+}
+
+// Its cast of the other call has another node in the graph.
+TEST(Checkpoint, AWeightMayBeCastOutsideToo) {
+  for (const bool libtorchs : {false, true}) {
+    const auto gradient = [&](bool checkpointed) {
+      torch::manual_seed(5);
+      const torch::nn::Linear layer(8, 8);
+      const at::Tensor x = torch::randn({4, 8});
+      at::Tensor y;
+      {
+        std::optional<amp::Autocast> region;
+        if (libtorchs) at::autocast::set_autocast_enabled(at::kCPU, true);
+        if (!libtorchs) region.emplace(torch::kCPU, torch::kBFloat16);
+        y = torch::nn::Linear(layer)->forward(x);
+        y = checkpointed ? checkpoint(layer, y) : torch::nn::Linear(layer)->forward(y);
+        y = torch::nn::Linear(layer)->forward(y);
+        if (libtorchs) at::autocast::clear_cache();
+        if (libtorchs) at::autocast::set_autocast_enabled(at::kCPU, false);
+      }
+      y.to(torch::kFloat).square().sum().backward();
+      return layer->weight.grad();
+    };
+    const at::Tensor want = gradient(false);
+    const at::Tensor got = gradient(true);
+    // The parts of the gradient are rounded to bf16 before or after they are added.
+    EXPECT_LT((got - want).norm().item<double>(), 0.01 * want.norm().item<double>());
+  }
+}
+
+TEST(Checkpoint, KeepsTheInputsOnly) {
+  const auto bytes_after_forward = [](const Call& call) {
+    const TensorMemoryMeter meter;
+    auto blocks = new_blocks();
+    at::Tensor y = torch::randn({1000, 32});
+    for (auto& block : blocks) y = call(block, y);
+    return meter.current_bytes();
+  };
+  const std::int64_t plain = bytes_after_forward(kPlain);
+  const std::int64_t checkpointed = bytes_after_forward(kCheckpointed);
+  // Three blocks each keep the results of five layers, or their input.
+  EXPECT_LT(checkpointed, plain / 3) << plain;
+  EXPECT_GT(checkpointed, 2 * 1000 * 32 * 4);
+}
+
+TEST(Checkpoint, CallsMayNest) {
+  const auto nested = [](torch::nn::Sequential block, const at::Tensor& x) {
+    return checkpoint(
+        [block = std::move(block)](const at::Tensor& outer) mutable {
+          at::Tensor y = outer;
+          for (auto& layer : *block)
+            y = checkpoint([&layer](const at::Tensor& inner) { return layer.forward(inner); }, y);
+          return y;
+        },
+        x);
+  };
+  // The buffers are those of no holder here, so running statistics are updated again.
+  Step plain = step_of(kPlain);
+  Step got = step_of(nested);
+  plain.buffers.clear();
+  got.buffers.clear();
+  expect_equal(got, plain);
+}
+
+TEST(Checkpoint, KeepsTheBuffersThatItIsGiven) {
+  const auto with_options = [](torch::nn::Sequential block, const at::Tensor& x) {
+    CheckpointOptions options;
+    options.buffers(block->buffers());
+    return checkpoint(
+        options, [block](const at::Tensor& t) mutable { return block->forward(t); }, x);
+  };
+  expect_equal(step_of(with_options), step_of(kPlain));
+}
+
+TEST(Checkpoint, GradientsReachWhatAFunctionCaptures) {
+  const auto gradients = [](bool checkpointed) {
+    torch::manual_seed(2);
+    const at::Tensor leaf = torch::randn({4}).requires_grad_();
+    const at::Tensor x = torch::randn({4}).requires_grad_();
+    const at::Tensor computed = leaf.exp();
+    const auto function = [&](const at::Tensor& t) { return t * computed + leaf * t.sin(); };
+    // No input needs a gradient in the second call.
+    const auto constant = [&](const at::Tensor& t) { return t * computed; };
+    const at::Tensor ones = torch::ones({4});
+    const at::Tensor y = checkpointed ? checkpoint(function, x) * checkpoint(constant, ones)
+                                      : function(x) * constant(ones);
+    (y + computed).sum().backward();
+    return std::vector<at::Tensor>{leaf.grad(), x.grad()};
+  };
+  const auto want = gradients(false);
+  const auto got = gradients(true);
+  for (std::size_t i = 0; i < want.size(); ++i)
+    EXPECT_TRUE(torch::allclose(got[i], want[i], 1e-6, 1e-6)) << i;
+}
+
+struct Pair {
+  at::Tensor sum;
+  std::map<std::string, at::Tensor> products;
+  int count = 0;
+};
+
+TEST(Checkpoint, InputsAndResultsMayHaveAnyStructure) {
+  const auto function = [](const std::vector<at::Tensor>& xs, double factor,
+                           const std::pair<at::Tensor, std::string>& named) {
+    return Pair{xs[0] + xs[1], {{named.second, xs[0] * named.first * factor}}, 3};
+  };
+  const at::Tensor a = torch::tensor({1.0, 2.0}).requires_grad_();
+  const at::Tensor b = torch::tensor({3.0, 5.0}).requires_grad_();
+  const at::Tensor c = torch::tensor({7.0, 11.0});
+  const Pair result =
+      checkpoint(function, std::vector<at::Tensor>{a, b}, 10.0, std::pair(c, std::string("name")));
+  EXPECT_EQ(result.count, 3);
+  EXPECT_TRUE(torch::equal(result.sum, torch::tensor({4.0, 7.0})));
+  EXPECT_TRUE(torch::equal(result.products.at("name"), torch::tensor({70.0, 220.0})));
+  (result.sum.sum() + result.products.at("name").sum()).backward();
+  EXPECT_TRUE(torch::equal(a.grad(), torch::tensor({71.0, 111.0})));
+  EXPECT_TRUE(torch::equal(b.grad(), torch::tensor({1.0, 1.0})));
+  EXPECT_FALSE(c.grad().defined());
+}
+
+TEST(Checkpoint, ResultsThatAreNotUsedNeedNoGradient) {
+  const at::Tensor x = torch::ones({3}).requires_grad_();
+  const auto results =
+      checkpoint([](const at::Tensor& t) { return std::tuple(t * 2, t.detach().sum(), t * 3); }, x);
+  EXPECT_FALSE(std::get<1>(results).requires_grad());
+  std::get<2>(results).sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({3}, 3.0)));
+}
+
+TEST(Checkpoint, AutogradsOtherFunctionsWork) {
+  const at::Tensor weight = torch::tensor({2.0, 3.0}).requires_grad_();
+  const at::Tensor x = torch::tensor({5.0, 7.0}).requires_grad_();
+  const auto cube = [&](const at::Tensor& t) { return weight * t.pow(3); };
+  const at::Tensor y = checkpoint(cube, x).sum();
+
+  // Some inputs only, and again.
+  const auto first = torch::autograd::grad({y}, {weight}, {}, /*retain_graph=*/true);
+  EXPECT_TRUE(torch::equal(first[0], torch::tensor({125.0, 343.0})));
+  EXPECT_FALSE(weight.grad().defined());
+  const auto both = torch::autograd::grad({y}, {x, weight}, {}, /*retain_graph=*/true);
+  EXPECT_TRUE(torch::equal(both[0], torch::tensor({150.0, 441.0})));
+  EXPECT_TRUE(torch::equal(both[1], first[0]));
+
+  const auto recorded = torch::autograd::grad({y}, {x}, {}, true, /*create_graph=*/true);
+  recorded[0].sum().backward();  // 6 w x, and 3 x^2
+  EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({60.0, 126.0})));
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::tensor({75.0, 147.0})));
+
+  const at::Tensor once = checkpoint(cube, x).sum();
+  once.backward();
+  EXPECT_THAT(test::message_of<c10::Error>([&] { once.backward(); }),
+              HasSubstr("backward through the graph a second time"));
+}
+
+TEST(Checkpoint, HooksOnParametersRunOnce) {
+  const torch::nn::Linear layer(2, 2);
+  int calls = 0;
+  layer->weight.register_hook([&](const at::Tensor&) { ++calls; });
+  checkpoint(layer, torch::ones({1, 2})).sum().backward();
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(Checkpoint, WorksWithScaledLossesAndMasterWeights) {
+  for (const auto level : {amp::OptLevel::O1, amp::OptLevel::O2}) {
+    const auto weights_after = [&](const Call& call) {
+      auto blocks = new_blocks();
+      torch::nn::ModuleList model;
+      for (auto& block : blocks) model->push_back(block.ptr());
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      auto mixed = amp::initialize(model, optimizer, amp::Options(level).dtype(torch::kHalf));
+      torch::manual_seed(7);
+      for (int i = 0; i < 3; ++i) {
+        const at::Tensor x = torch::randn({16, 32});
+        const at::Tensor y = mixed.call(
+            [&](at::Tensor t) {
+              for (auto& block : blocks) t = call(block, t);
+              return t;
+            },
+            x);
+        optimizer.zero_grad();
+        mixed.scale_loss(y.square().mean(), optimizer).backward();
+        mixed.step(optimizer);
+      }
+      std::vector<at::Tensor> weights;
+      for (const at::Tensor& parameter : model->parameters()) weights.push_back(parameter.detach());
+      return weights;
+    };
+    expect_equal(weights_after(kCheckpointed), weights_after(kPlain));
+  }
+}
+
+TEST(Checkpoint, MayRunBackwardOnAnotherThread) {
+  const auto elsewhere = [](const at::Tensor& loss) {
+    std::thread([&] { loss.backward(); }).join();
+  };
+  expect_equal(step_of(kCheckpointed, elsewhere), step_of(kPlain));
+}
+
+TEST(Checkpoint, WithoutGradientsIsAPlainCall) {
+  const torch::nn::Linear layer(2, 2);
+  const at::Tensor x = torch::ones({1, 2});
+  {
+    const torch::NoGradGuard no_grad;
+    EXPECT_FALSE(checkpoint(layer, x).requires_grad());
+  }
+  const c10::InferenceMode inference;
+  EXPECT_TRUE(checkpoint(layer, x).is_inference());
+}
+
+TEST(Checkpoint, OfWhatNeedsNoGradientHasNone) {
+  const at::Tensor y = checkpoint([](const at::Tensor& t) { return t * 2; }, torch::ones({2}));
+  EXPECT_FALSE(y.requires_grad());
+  EXPECT_TRUE(torch::equal(y, torch::full({2}, 2.0)));
+}
+
+TEST(Checkpoint, AResultInTheMemoryOfAnInputIsACopy) {
+  const at::Tensor x = torch::ones({4}).requires_grad_();
+  const at::Tensor h = x * 3;
+  const at::Tensor y = checkpoint([](const at::Tensor& t) { return t.view({2, 2}); }, h);
+  y.mul_(5);
+  EXPECT_TRUE(torch::equal(h, torch::full({4}, 3.0)));
+  (y.sum() + h.sum()).backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({4}, 18.0)));
+}
+
+TEST(Checkpoint, WhatChangedMeanwhileIsAnError) {
+  torch::nn::Linear layer(2, 2);
+  const at::Tensor x = torch::ones({1, 2}).requires_grad_();
+  const at::Tensor y = checkpoint(layer, x).sum();
+  {
+    const torch::NoGradGuard no_grad;
+    layer->weight.add_(1);
+  }
+  EXPECT_THAT(test::error_of([&] { y.backward(); }),
+              HasSubstr("parameters that are unchanged between the forward and the backward pass, "
+                        "got one of shape [2, 2]"));
+
+  const at::Tensor h = x * 2;
+  const at::Tensor z = checkpoint(layer, h).sum();
+  h.mul_(2);
+  EXPECT_THAT(test::message_of<c10::Error>([&] { z.backward(); }),
+              HasSubstr("modified by an inplace operation"));
+}
+
+TEST(Checkpoint, AFunctionThatDiffersTheSecondTimeIsAnError) {
+  const at::Tensor a = torch::ones({2}).requires_grad_();
+  const at::Tensor b = torch::ones({2}).requires_grad_();
+  const at::Tensor x = torch::ones({2}).requires_grad_();
+  int run = 0;
+  const auto error_of = [&](const std::function<at::Tensor(const at::Tensor&)>& function) {
+    run = 0;
+    const at::Tensor y = checkpoint(function, x).sum();
+    return test::error_of([&] { y.backward(); });
+  };
+  EXPECT_THAT(error_of([&](const at::Tensor& t) { return t * (run++ == 0 ? a : b); }),
+              HasSubstr("the same parameters and captured tensors as in the forward pass when the "
+                        "function runs again, got others"));
+  EXPECT_THAT(error_of([&](const at::Tensor& t) { return run++ == 0 ? t * a : t * a * b; }),
+              HasSubstr("got 2 instead of 1"));
+  EXPECT_THAT(error_of([&](const at::Tensor& t) { return run++ == 0 ? t * a : (t * a).sum(); }),
+              HasSubstr("result 0, float32 [2] as in the forward pass"));
+  EXPECT_THAT(error_of([&](const at::Tensor& t) { return run++ == 0 ? t * a : (t * a).detach(); }),
+              HasSubstr("float32 [2] without a gradient"));
+}
+
+TEST(Checkpoint, AnExceptionOfTheFunctionLeavesNothingBehind) {
+  const at::Tensor x = torch::ones({2}).requires_grad_();
+  const auto fail = [](const at::Tensor& t) -> at::Tensor {
+    if (t.defined()) throw std::runtime_error("no");
+    return t;
+  };
+  const amp::Autocast region(torch::kCPU, torch::kBFloat16);
+  EXPECT_THROW(checkpoint(fail, x), std::runtime_error);
+  EXPECT_TRUE(amp::autocast_enabled(torch::kCPU));
+  EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+  const at::Tensor y = checkpoint(torch::nn::Linear(2, 2), x);
+  EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
+}
+
+}  // namespace
+}  // namespace semitone::nn::checkpoint_test
