@@ -7,17 +7,19 @@
 #include <zlib.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <string>
 #include <system_error>
 
 namespace semitone::zoo {
 namespace {
 
-constexpr std::size_t kBuffer = std::size_t{1} << 18;
+constexpr std::uint64_t kLargestBuffer = std::uint64_t{1} << 18;
+// A file whose size is stated as 0, as those of /proc, may have data.
+constexpr std::uint64_t kSmallestBuffer = 4096;
 constexpr unsigned char kGzipMagic[] = {0x1f, 0x8b};
 // windowBits of inflateInit2: the largest window, and gzip headers only.
 constexpr int kGzipWindow = 15 + 16;
@@ -42,7 +44,8 @@ struct ByteSource::State {
   std::string_view component;
   std::ifstream file;
   std::uint64_t file_size = 0;
-  std::array<unsigned char, kBuffer> buffer;
+  std::size_t buffer_size = 0;
+  std::unique_ptr<unsigned char[]> buffer;
   unsigned char* next = nullptr;  // what was read from the file and not used yet
   std::size_t available = 0;
   bool gzipped = false;
@@ -61,9 +64,9 @@ struct ByteSource::State {
   // Whether the file has more data.
   bool fill() {
     if (available > 0) return true;
-    file.read(reinterpret_cast<char*>(buffer.data()), static_cast<std::streamsize>(buffer.size()));
+    file.read(reinterpret_cast<char*>(buffer.get()), static_cast<std::streamsize>(buffer_size));
     if (file.bad()) fail("to read", std::generic_category().message(errno));
-    next = buffer.data();
+    next = buffer.get();
     available = static_cast<std::size_t>(file.gcount());
     return available > 0;
   }
@@ -127,6 +130,8 @@ ByteSource::ByteSource(const std::filesystem::path& path, std::string_view compo
   if (error) state.fail("to read", error.message());
   state.file.open(path, std::ios::binary);
   if (!state.file) state.fail("to read", std::generic_category().message(errno));
+  state.buffer_size = std::clamp(state.file_size, kSmallestBuffer, kLargestBuffer);
+  state.buffer = std::make_unique_for_overwrite<unsigned char[]>(state.buffer_size);
   if (!state.fill()) state.fail("data in", "an empty file");
   if (state.available >= 2 && std::equal(state.next, state.next + 2, kGzipMagic)) {
     if (inflateInit2(&state.stream, kGzipWindow) != Z_OK) state.fail("memory to unpack", "none");
