@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "src/autocast/model_entries.h"
 #include "src/autocast/op_names.h"
+#include "src/core/operator_inputs.h"
 #include "src/core/replica_parameters.h"
 
 #include <ATen/autocast_mode.h>
@@ -65,7 +66,7 @@ class OperatorLog {
     if (seen == nullptr) return;
     Arguments arguments;
     // A boxed call has the whole stack.
-    const auto inputs = record.inputs();
+    const auto inputs = inputs_of(record);
     for (const c10::IValue& value :
          inputs.slice(inputs.size() - std::min(inputs.size(), seen->arguments)))
       look_at(value, arguments);

@@ -1,5 +1,6 @@
 #include "src/report/operator_trace.h"
 
+#include "src/core/operator_inputs.h"
 #include "src/kernels/fp8.h"
 #include "src/report/observation.h"
 #include "src/report/operator_info.h"
@@ -110,7 +111,7 @@ void look_at_batch_norm(const TracedCall& call, c10::ArrayRef<c10::IValue> input
 
 void enter_operator(TracedCall& call, const at::RecordFunction& record) {
   const RecordedModel& model = call.state->model();
-  const auto inputs = last(record.inputs(), call.op->arguments.size());
+  const auto inputs = last(inputs_of(record), call.op->arguments.size());
   c10::SmallVector<c10::ScalarType, 4> scalars;
   bool writes_parameter = false;
   const RecordedModel::Entry* parameter = nullptr;

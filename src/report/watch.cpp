@@ -1,5 +1,6 @@
 #include "src/report/watch.h"
 
+#include "src/core/operator_inputs.h"
 #include "src/report/examine.h"
 #include "src/report/frame.h"
 
@@ -57,7 +58,7 @@ void look_at_shared_memory(Frame& frame) {
 }
 
 void enter_operator(Frame& frame, const at::RecordFunction& record, ThreadTrace& trace) {
-  const auto inputs = last(record.inputs(), frame.op->arguments.size());
+  const auto inputs = last(inputs_of(record), frame.op->arguments.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) add_argument(frame, inputs[i], i);
   look_at_shared_memory(frame);
   find_place(frame, trace);
@@ -72,8 +73,8 @@ void enter_node(Frame& frame, const at::RecordFunction& record) {
   frame.node_id = {record.forwardThreadId(), record.seqNr()};
   frame.is_custom_node = frame.node != nullptr && is_custom_function(*frame.node);
   // Not kept: accumulating a gradient takes its memory if nothing else refers to it.
-  for (std::size_t i = 0; i < record.inputs().size(); ++i) {
-    const c10::IValue& input = record.inputs()[i];
+  for (std::size_t i = 0; i < inputs_of(record).size(); ++i) {
+    const c10::IValue& input = inputs_of(record)[i];
     if (input.isTensor() && can_examine(input.toTensor()))
       examine_gradient(frame, input.toTensor(), i);
   }

@@ -1,6 +1,7 @@
 #include "semitone/report/what_if.h"
 
 #include "semitone/core/dtype.h"
+#include "src/core/operator_inputs.h"
 #include "src/report/operator_callbacks.h"
 #include "src/report/operator_info.h"
 #include "src/report/tensor_values.h"
@@ -65,7 +66,7 @@ RandomNumbers random_numbers_of(const OperatorInfo& info,
 std::unique_ptr<at::ObserverContext> enter_examined(WhatIfState& state, const OperatorInfo& info,
                                                     const at::RecordFunction& record) {
   const auto op = c10::Dispatcher::singleton().findSchema(*record.operator_name());
-  const auto inputs = last(record.inputs(), info.arguments.size());
+  const auto inputs = last(inputs_of(record), info.arguments.size());
   if (!op.has_value() || inputs.size() < info.arguments.size()) return nullptr;
   auto examined = std::make_unique<Examined>(state);
   const std::vector<c10::IValue> arguments(inputs.begin(), inputs.end());
