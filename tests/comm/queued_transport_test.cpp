@@ -18,6 +18,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 namespace semitone::comm {
 namespace {
@@ -153,8 +154,9 @@ class QueuedTest : public ::testing::Test {
     options.members = {0, 1};
     options.counts_calls = true;
     options.is_queued = true;
-    backend_ =
-        c10::make_intrusive<WatchedBackend>(c10::make_intrusive<QueuedBackend>(device_), options);
+    auto transport = c10::make_intrusive<QueuedBackend>(device_);
+    transport_ = transport.get();
+    backend_ = c10::make_intrusive<WatchedBackend>(std::move(transport), options);
   }
 
   void reduce() {
@@ -179,6 +181,7 @@ class QueuedTest : public ::testing::Test {
   const std::shared_ptr<Device> device_ = std::make_shared<Device>();
   std::shared_ptr<Watch> watch_;
   std::optional<Watch> other_;
+  QueuedBackend* transport_ = nullptr;
   c10::intrusive_ptr<WatchedBackend> backend_;
 };
 
@@ -259,6 +262,9 @@ TEST_F(QueuedWithLittleTime, DestructionEndsWhereAnAbortDoesNot) {
   other_->report_lost("its process has ended");
   EXPECT_TRUE(test::eventually([this] { return device_->aborts() == 1; }));
   backend_.reset();
+  // The group has given up its reference without releasing the transport, which the abort uses.
+  const auto abandoned = c10::intrusive_ptr<QueuedBackend>::reclaim(transport_);
+  EXPECT_GE(abandoned.use_count(), 2);
 }
 
 class QueuedWithTimeButNoPatience : public QueuedTest {
