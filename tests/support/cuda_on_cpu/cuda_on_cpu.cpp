@@ -15,6 +15,8 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
+#elif defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
 #endif
 
 thread_local uint3 threadIdx;
@@ -27,8 +29,8 @@ namespace {
 
 constexpr std::size_t kStack = 256 * 1024;
 
-// Two stacks that alternate. AddressSanitizer must be informed. Without it only the first switch to
-// a stack is one of ucontext.h: those call the system, which takes most of the time of these tests.
+// Two stacks that alternate. Sanitizers must be informed. Without them only the first switch to a
+// stack is one of ucontext.h: those call the system, which takes most of the time of these tests.
 class Context {
  public:
   void save_stack(const void* bottom, std::size_t size) {
@@ -38,6 +40,10 @@ class Context {
   const void* bottom() const { return bottom_; }
   std::size_t size() const { return size_; }
   ucontext_t* raw() { return &raw_; }
+#if defined(__SANITIZE_THREAD__)
+  void make_fiber() { fiber_ = __tsan_create_fiber(0); }
+  void destroy_fiber() { __tsan_destroy_fiber(fiber_); }
+#endif
 
   // Continues with the other stack; returns when a switch comes back here.
   void switch_to(Context& other) {
@@ -46,6 +52,10 @@ class Context {
     __sanitizer_start_switch_fiber(&fake, other.bottom_, other.size_);
     swapcontext(&raw_, &other.raw_);
     __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#elif defined(__SANITIZE_THREAD__)
+    fiber_ = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(other.fiber_, 0);
+    swapcontext(&raw_, &other.raw_);
 #else
     runs_ = true;
     if (_setjmp(place_) != 0) return;
@@ -56,7 +66,9 @@ class Context {
 
  private:
   ucontext_t raw_{};
-#if !defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_THREAD__)
+  void* fiber_ = nullptr;
+#elif !defined(__SANITIZE_ADDRESS__)
   jmp_buf place_{};
   bool runs_ = false;
 #endif
@@ -77,6 +89,12 @@ struct Thread {
 
 // Runs one thread after the other to its end, until one has to wait: that one keeps the fiber.
 struct Fiber {
+#if defined(__SANITIZE_THREAD__)
+  Fiber() { context.make_fiber(); }
+  ~Fiber() { context.destroy_fiber(); }
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+#endif
   Context context;
   std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStack);
 };
