@@ -28,7 +28,7 @@ function(semitone_pkg_config SEMITONE_PC_NAME SEMITONE_PC_LIBRARY SEMITONE_PC_RE
 endfunction()
 set(shared_name semitone)
 if(NOT SEMITONE_LIBRARY STREQUAL SHARED)
-  semitone_pkg_config(semitone "${static_flags}" "fmt spdlog zlib libhwy")
+  semitone_pkg_config(semitone "${static_flags}" "fmt spdlog zlib libpng libjpeg libhwy")
   set(shared_name semitone_shared)
 endif()
 if(NOT SEMITONE_LIBRARY STREQUAL STATIC)

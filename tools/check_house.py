@@ -13,7 +13,7 @@ PROGRAMS = ["apps", "examples", "tests", "benchmarks"]
 
 # A public header must not include libraries that only sources use, nor anything of CUDA, NCCL and MPI.
 BANNED_IN_PUBLIC = re.compile(
-    r'#\s*include\s*[<"](CLI/|fmt/|spdlog/|nlohmann/|hwy/|zlib|gtest/|benchmark/|cuda|nccl|mpi)'
+    r'#\s*include\s*[<"](CLI/|fmt/|spdlog/|nlohmann/|hwy/|zlib|png|jpeglib|gtest/|benchmark/|cuda|nccl|mpi)'
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 BUILD_OPTION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*\b(SEMITONE_|USE_|NDEBUG|__CUDA)")

@@ -6,19 +6,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 packages=("$@")
-[ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev zlib1g-dev libgtest-dev)
+[ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev libjpeg-dev libpng-dev zlib1g-dev
+  libgtest-dev)
 for package in "${packages[@]}"; do
   case "$package" in
     lib*|*-dev|nlohmann*) ;;
     *) echo "[make_prefix] $package is a program, not a library: it needs an administrator (apt-get install $package)" >&2; exit 1 ;;
   esac
 done
-# A -dev package needs its library: follow the dependencies one level, within the libraries named here.
+# A -dev package needs its library: follow the dependencies, within the libraries named here.
 mapfile -t closure < <(
   for package in "${packages[@]}"; do
     echo "$package"
-    apt-cache depends --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances "$package" \
-      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gtest\|gmock\)[^ <]*\|googletest\|zlib1g\).*/\1/p'
+    apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances "$package" \
+      | sed -n 's/^ *Depends: \(lib\(fmt\|spdlog\|hwy\|gtest\|gmock\|jpeg\|png\)[^ <]*\|googletest\|zlib1g\(-dev\)\{0,1\}\).*/\1/p'
   done | sort -u)
 mkdir -p .deps/prefix
 work="$(mktemp -d)"
@@ -26,5 +27,9 @@ trap 'rm -rf "$work"' EXIT
 (cd "$work" && apt-get download -qq "${closure[@]}")
 for deb in "$work"/*.deb; do
   dpkg -x "$deb" .deps/prefix
+done
+# Compilers search the folder of an architecture's headers below /usr/include only.
+for header in .deps/prefix/usr/include/*-linux-gnu/*.h; do
+  [ ! -e "$header" ] || ln -sf "$(basename "$(dirname "$header")")/$(basename "$header")" .deps/prefix/usr/include/
 done
 echo "[make_prefix] .deps/prefix holds: ${closure[*]}"

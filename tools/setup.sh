@@ -35,6 +35,8 @@ needed=(
   "nlohmann-json3-dev:header nlohmann/json.hpp"
   "libhwy-dev:header hwy/highway.h"
   "libgloo-dev:header gloo/context.h"
+  "libjpeg-dev:header jpeglib.h"
+  "libpng-dev:header png.h"
   "zlib1g-dev:header zlib.h"
   "libgtest-dev:header gtest/gtest.h"
 )

@@ -29,7 +29,7 @@ constexpr auto kTrainFooter =
     R"(The data set of --data is recognised by its files, plain or .gz: four IDX files with MNIST's names
 (train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…), with any number of images of 28 x 28 and labels from 0 to 9;
 CIFAR-10's binary files (data_batch_1.bin to data_batch_5.bin, test_batch.bin); or CIFAR-100's (train.bin, test.bin; the
-fine labels). A folder of PNG, PPM or PGM images has a sub-folder for each class, in train/ and test/ (or val/), or
+fine labels). A folder of PNG, JPEG, PPM or PGM images has a sub-folder for each class, in train/ and test/ (or val/), or
 without these for --test-share; images of several sizes need --image-size. Other formats must be converted, with
 ImageMagick's mogrify -format png for example.
 The model has the channels, size and classes of the images. A ResNet sees a single channel three times, and images below

@@ -23,8 +23,8 @@ class SemitoneConan(ConanFile):
     options = {
         "shared": [True, False],
         "program": [True, False],
-        # fmt, spdlog, Highway, nlohmann/json, zlib and CLI11 of the system, in place of Conan's. Gloo's headers are always
-        # those of the system, for example of Debian's libgloo-dev.
+        # fmt, spdlog, Highway, nlohmann/json, libjpeg-turbo, libpng, zlib and CLI11 of the system, in place of Conan's.
+        # Gloo's headers are always those of the system, for example of Debian's libgloo-dev.
         "system_libraries": [True, False],
     }
     default_options = {"shared": False, "program": False, "system_libraries": False}
@@ -44,6 +44,8 @@ class SemitoneConan(ConanFile):
         self.requires("fmt/[>=9 <13]")
         self.requires("spdlog/[>=1.10 <2]")
         self.requires("highway/[>=1.0.3 <2]")
+        self.requires("libjpeg-turbo/[>=2.1 <4]")
+        self.requires("libpng/[>=1.6 <2]")
         self.requires("zlib/[>=1.2.11 <2]")
         self.requires("nlohmann_json/[>=3.11 <4]", visible=False)
         if self.options.program:

@@ -97,10 +97,11 @@ at::Tensor decode_pnm(std::string_view bytes, std::string_view name, std::int64_
 
 at::Tensor decode_image(std::string_view bytes, std::string_view name, std::int64_t max_pixels) {
   if (is_png(bytes)) return decode_png(bytes, name, max_pixels);
+  if (is_jpeg(bytes)) return decode_jpeg(bytes, name, max_pixels);
   if (bytes.starts_with("P5") || bytes.starts_with("P6"))
     return decode_pnm(bytes, name, max_pixels);
-  throw FileError(kImageFolder, "a PNG, PPM or PGM image in '" + std::string(name) + "'",
-                  bytes.starts_with("\xff\xd8") ? "a JPEG" : "another format",
+  throw FileError(kImageFolder, "a PNG, JPEG, PPM or PGM image in '" + std::string(name) + "'",
+                  "another format",
                   "convert the file, with ImageMagick's mogrify -format png for example");
 }
 

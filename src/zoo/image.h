@@ -13,21 +13,25 @@ inline constexpr auto kImageFolder = "zoo.image_folder";
 // The largest height times width of an image.
 inline constexpr std::int64_t kMostPixels = std::int64_t{1} << 27;
 
-// Decodes the bytes of a PNG file, or of a binary PPM or PGM file (P6, P5), which its content tells,
-// not its name. 16 bits become the upper 8. Grey images get three equal channels, and transparency
-// is dropped. The colours of a palette are looked up; gamma and colour profiles are not applied.
+// Decodes the bytes of a PNG, JPEG, or binary PPM or PGM file (P6, P5), which its content tells, not
+// its name. The result is that of PIL's convert("RGB"), except that 16 bits become the upper 8, also
+// where PIL cuts grey values off at 255. Grey images get three equal channels, transparency is
+// dropped, and CMYK is converted. Gamma, colour profiles and EXIF's orientation are not applied.
 //
 // @param name        the file's path, for messages
 // @param max_pixels  the largest height times width, checked before memory is allocated
 // @return            uint8, (3, height, width)
-// FileError for another format, an interlaced PNG, and for bytes that are truncated or corrupt: the
-// checksums of a PNG's chunks and of its data are compared.
+// FileError for another format, and for bytes that are truncated or corrupt: the checksums of a
+// PNG's chunks are compared. A JPEG has none, and libjpeg continues after damage that leaves its
+// structure whole.
 at::Tensor decode_image(std::string_view bytes, std::string_view name,
                         std::int64_t max_pixels = kMostPixels);
 
-// The two formats.
+// The formats.
 bool is_png(std::string_view bytes);
+bool is_jpeg(std::string_view bytes);
 at::Tensor decode_png(std::string_view bytes, std::string_view name, std::int64_t max_pixels);
+at::Tensor decode_jpeg(std::string_view bytes, std::string_view name, std::int64_t max_pixels);
 at::Tensor decode_pnm(std::string_view bytes, std::string_view name, std::int64_t max_pixels);
 
 // FileError for an image of no pixels or of too many.

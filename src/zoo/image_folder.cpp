@@ -23,9 +23,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kLargestFile = std::size_t{1} << 28;
-constexpr std::array<std::string_view, 3> kSuffixes{".png", ".ppm", ".pgm"};
-constexpr std::array<std::string_view, 8> kOtherSuffixes{".jpg", ".jpeg", ".bmp",  ".gif",
-                                                         ".tif", ".tiff", ".webp", ".heic"};
+constexpr std::array<std::string_view, 5> kSuffixes{".jpg", ".jpeg", ".png", ".ppm", ".pgm"};
+constexpr std::array<std::string_view, 6> kOtherSuffixes{".bmp",  ".gif",  ".tif",
+                                                         ".tiff", ".webp", ".heic"};
 
 std::string quoted(const fs::path& path) {
   return "'" + path.string() + "'";
@@ -81,7 +81,7 @@ bool is_image(const fs::path& path) {
                  [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
   if (std::find(kOtherSuffixes.begin(), kOtherSuffixes.end(), suffix) != kOtherSuffixes.end()) {
     throw FileError(
-        kImageFolder, "PNG, PPM and PGM images", quoted(path),
+        kImageFolder, "PNG, JPEG, PPM and PGM images", quoted(path),
         "convert it with ImageMagick's mogrify -format png, for example, and remove it");
   }
   return std::find(kSuffixes.begin(), kSuffixes.end(), suffix) != kSuffixes.end();

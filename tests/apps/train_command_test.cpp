@@ -339,9 +339,9 @@ TEST_F(CliTest, TrainsOnAFolderOfImages) {
   expect_failure(run_semitone(train({"--image-size", "16"})), 2,
                  "[cli.train] expected --image-size with a folder of images only, got MNIST in '");
   expect_failure(run_semitone(train({"--test-share", "1"})), 2, "expected --test-share above 0");
-  write_text(images / "class0/photo.jpg", "");
+  write_text(images / "class0/photo.webp", "");
   expect_failure(run_semitone(words), 1,
-                 "[zoo.image_folder] expected PNG, PPM and PGM images, got");
+                 "[zoo.image_folder] expected PNG, JPEG, PPM and PGM images, got");
 }
 
 TEST_F(CliTest, AFolderHasOneDataSet) {

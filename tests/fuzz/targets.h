@@ -13,7 +13,7 @@ namespace semitone::fuzz {
 void casts(std::string_view input);        // names of operators and dtypes in cast policies
 void flags(std::string_view input);        // the program's flags: one word a line
 void idx(std::string_view input);          // data sets, also gzipped
-void image(std::string_view input);        // PNG, PPM and PGM images
+void image(std::string_view input);        // PNG, JPEG, PPM and PGM images
 void lines(std::string_view input);        // the lines of a connection
 void manifest(std::string_view input);     // checkpoints' manifests
 void messages(std::string_view input);     // lines of launchers

@@ -37,7 +37,8 @@ class Packaging(unittest.TestCase):
 
     def test_recipes_have_the_libraries_that_the_build_finds(self):
         found = set(re.findall(r"^ *semitone_find\((\w+)", (ROOT / "CMakeLists.txt").read_text(), re.M))
-        names = {"CLI11": "cli11", "fmt": "fmt", "spdlog": "spdlog", "nlohmann_json": "nlohmann[-_]json", "ZLIB": "zlib", "hwy": "highway"}
+        names = {"CLI11": "cli11", "fmt": "fmt", "spdlog": "spdlog", "nlohmann_json": "nlohmann[-_]json", "ZLIB": "zlib", "hwy": "highway",
+                 "PNG": "libpng", "JPEG": "(?:libjpeg-turbo|jpeg)"}
         self.assertEqual(found, set(names))
         for name in ["conan/conanfile.py", "vcpkg/semitone/vcpkg.json", "spack/packages/semitone/package.py"]:
             for library in names.values():

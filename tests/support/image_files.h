@@ -25,10 +25,9 @@ std::string idx_bytes(const at::Tensor& data);
 std::string gzip(const std::string& bytes);
 std::string zlib(const std::string& bytes);
 
-// A colour image, uint8 (3, height, width), as the bytes of a PPM file, or of a PNG whose rows have
-// one of the filters 0 to 4.
+// A colour image, uint8 (3, height, width), as the bytes of a PPM file or of a PNG.
 std::string ppm_bytes(const at::Tensor& image);
-std::string png_bytes(const at::Tensor& image, int filter);
+std::string png_bytes(const at::Tensor& image);
 // A chunk of a PNG, with its checksum.
 std::string png_chunk(const std::string& type, const std::string& content);
 

@@ -34,12 +34,17 @@ struct ImageFolderOptions {
 /// test_share of the images is held out for Split::test; the same options give the same choice on
 /// every machine.
 ///
-/// Images are PNG files (not interlaced) and binary PPM and PGM files; suffixes of names may be in
-/// capitals. Other images must be converted: files with the suffix of another usual format are an
-/// error. Files without such a suffix, and those whose names begin with a dot, are ignored.
-/// Sub-folders of a class belong to it. Grey images get three equal channels, transparency is
-/// dropped, and 16 bits become the upper 8. Symbolic links are followed. All images of a split are
-/// read into memory, by all of LibTorch's threads, ordered by class and then by path.
+/// Images are PNG, JPEG, and binary PPM and PGM files, with the suffixes .png, .jpg, .jpeg, .ppm and
+/// .pgm, also in capitals. Other images must be converted: files with the suffix of another usual
+/// format are an error. Files without such a suffix, and those whose names begin with a dot, are
+/// ignored. Sub-folders of a class belong to it. Symbolic links are followed. All images of a split
+/// are read into memory, by all of LibTorch's threads, ordered by class and then by path.
+///
+/// Pixels are those of torchvision, which reads images as PIL does: grey images get three equal
+/// channels, transparency is dropped, and CMYK is converted. Gamma, colour profiles and EXIF's
+/// orientation are not applied, so a photograph that a camera marked as turned stays on its side.
+/// Unlike PIL, which cuts 16-bit greys off at 255, 16 bits always become the upper 8. A JPEG has no
+/// checksums: damage that leaves its structure whole goes unnoticed, as in PIL.
 ///
 /// @return  images (N, 3, height, width), with the names of the classes
 /// Error for options out of range. FileError with the path, what was expected and what was found:

@@ -20,6 +20,8 @@ class Semitone(CMakePackage, CudaPackage):
     depends_on("fmt@9:")
     depends_on("spdlog@1.10:")
     depends_on("highway@1.0.3:")
+    depends_on("jpeg")
+    depends_on("libpng@1.6:")
     depends_on("zlib-api")
     depends_on("nlohmann-json@3.11:", type="build")
     depends_on("gloo", type="build")
