@@ -36,7 +36,7 @@ ordered_json object_of(const TrainResult& result) {
           {"test_accuracy", result.test_accuracy},
           {"test_loss", result.test_loss},
           {"train_loss", result.train_loss},
-          {"images_per_second", result.images_per_second},
+          {fmt::format("{}_per_second", result.data.items), result.items_per_second},
           {"ms_per_step", result.ms_per_step},
           {"train_seconds", result.train_seconds},
           {"peak_rss_mb", megabytes(result.peak_rss_bytes)},
@@ -66,7 +66,7 @@ TrainResult result_of(const ordered_json& object) {
   result.test_accuracy = real(object.at("test_accuracy"));
   result.test_loss = real(object.at("test_loss"));
   result.train_loss = real(object.at("train_loss"));
-  result.images_per_second = real(object.at("images_per_second"));
+  result.items_per_second = real(object.at(fmt::format("{}_per_second", result.data.items)));
   result.ms_per_step = real(object.at("ms_per_step"));
   result.train_seconds = real(object.at("train_seconds"));
   result.peak_rss_bytes = bytes(object.at("peak_rss_mb"));
@@ -153,7 +153,7 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
       {4, 8, false, "loss",
        [](const TrainResult& r) { return fmt::format("{:.4f}", r.train_loss); }},
       {8, 9, false, "images/s",
-       [](const TrainResult& r) { return fmt::format("{:.0f}", r.images_per_second); }},
+       [](const TrainResult& r) { return fmt::format("{:.0f}", r.items_per_second); }},
       {2, 8, false, "ms/step",
        [](const TrainResult& r) { return fmt::format("{:.2f}", r.ms_per_step); }},
       {3, 6, false, "speed", speed},

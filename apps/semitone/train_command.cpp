@@ -85,7 +85,7 @@ std::string checkpoints_line(const train::TrainOptions& options) {
                      kept, is_new ? "; none yet: a new run" : "");
 }
 
-void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet& data,
+void print_head(std::ostream& out, const TrainFlags& flags, const train::Task& task,
                 const comm::Group& group) {
   const auto line = [&out](const char* what, const std::string& text) {
     out << fmt::format("{:<14}{}\n", what, text);
@@ -96,11 +96,8 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
   line("16 bits", dtype_line(flags, device));
   if (flags.fp8)
     line("fp8", "linear layers and convolutions, emulated: float8_e4m3fn, gradients float8_e5m2");
-  line("memory", format_line(flags));
-  const train::ImageShape shape = train::shape_of(data.train);
-  line("data", fmt::format("{} training and {} test images of {} x {} x {} in {} classes, from {}",
-                           data.train.size(), data.test.size(), shape.channels, shape.height,
-                           shape.width, shape.classes, flags.data.directory));
+  if (task.data.kind.has_memory_format) line("memory", format_line(flags));
+  line("data", fmt::format("{}, from {}", task.description, flags.data.directory));
   const int ranks =
       flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
   if (ranks > 1) line("processes", processes_line(flags, group));
@@ -117,7 +114,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::DataSet
 }
 
 train::TrainResult train_here(const CLI::App& command, const TrainFlags& flags, amp::OptLevel level,
-                              const train::DataSet& data, const comm::Group& group) {
+                              const train::Task& task, const comm::Group& group) {
   auto options = options_of(flags, level, group);
   std::optional<StopSignals> signals;
   if (!options.checkpoint_dir().empty()) {
@@ -125,9 +122,7 @@ train::TrainResult train_here(const CLI::App& command, const TrainFlags& flags, 
     options.stop_signal(&StopSignals::first);
   }
   const auto train_with = [&](train::Observer& observer) {
-    return train::train_classifier(
-        [&] { return train::find_model(flags.model).make(train::shape_of(data.train)); }, data,
-        options, observer);
+    return train::train_classifier(task.make_model, task.data, options, observer);
   };
   if (flags.quiet || group.rank() > 0) {
     train::Observer silent;
@@ -238,10 +233,10 @@ int run(const CLI::App& command, const TrainFlags& flags) {
   int code = kSuccess;
   {
     const comm::Group group = was_launched ? join_group(flags) : comm::Group();
-    train::DataSet data = load_data(flags.data, kTrain);
-    if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, data, group);
+    train::Task task = load_task(train::find_model(flags.model), flags.data, kTrain);
+    if (speaks && !flags.quiet && !flags.as_part) print_head(out, flags, task, group);
     if (flags.starts_job() || (levels.size() > 1 && !was_launched)) {
-      data = {};
+      task = {};
       // If a level fails, the results of earlier levels remain.
       for (std::size_t i = 0; i < levels.size() && code == kSuccess; ++i) {
         std::string result;
@@ -251,7 +246,7 @@ int run(const CLI::App& command, const TrainFlags& flags) {
       }
     } else {
       for (const amp::OptLevel level : levels)
-        results.push_back(train_here(command, flags, level, data, group));
+        results.push_back(train_here(command, flags, level, task, group));
     }
   }
   if (results.size() == 1 && results.front().stop_signal != 0) {

@@ -96,7 +96,8 @@ void add_data_flags(Flags& add, DataFlags& flags) {
       "Share of a folder's images that is held out for the test, if it has no folder train");
 }
 
-train::DataSet load_data(const DataFlags& flags, std::string_view component) {
+train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
+                      std::string_view component) {
   const std::string& directory = flags.directory;
   std::error_code ignored;
   if (!fs::is_directory(directory, ignored)) {
@@ -109,13 +110,14 @@ train::DataSet load_data(const DataFlags& flags, std::string_view component) {
       throw UsageError(component, "--image-size with a folder of images only",
                        std::string(format->name) + " in '" + directory + "'");
     }
-    return {format->load(directory, zoo::Split::train), format->load(directory, zoo::Split::test)};
+    return train::image_task(model, format->load(directory, zoo::Split::train),
+                             format->load(directory, zoo::Split::test));
   }
   zoo::ImageFolderOptions options;
   options.test_share(flags.test_share);
   if (flags.image_size > 0) options.size(flags.image_size);
-  return {zoo::load_image_folder(directory, zoo::Split::train, options),
-          zoo::load_image_folder(directory, zoo::Split::test, options)};
+  return train::image_task(model, zoo::load_image_folder(directory, zoo::Split::train, options),
+                           zoo::load_image_folder(directory, zoo::Split::test, options));
 }
 
 }  // namespace semitone::cli

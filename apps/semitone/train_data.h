@@ -1,7 +1,7 @@
 #pragma once
 
 #include "apps/semitone/flags.h"
-#include "src/train/data_set.h"
+#include "src/train/task.h"
 
 #include <cstdint>
 #include <string>
@@ -23,10 +23,11 @@ struct DataFlags {
 // Sets the directory to default_data_dir(), and adds the flags.
 void add_data_flags(Flags& add, DataFlags& flags);
 
-// Loads the training and test images of a directory, whose content tells the format: the files of
+// Returns the task of a model on the training and test images of a directory, whose content tells the format: the files of
 // MNIST, CIFAR-10 or CIFAR-100 (fine labels), or a sub-folder for each class or split, as
 // zoo::load_image_folder reads it. FileError of the component if the directory does not exist, or
 // has none or several of them. UsageError for --image-size with other data than a folder of images.
-train::DataSet load_data(const DataFlags& flags, std::string_view component);
+train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
+                      std::string_view component);
 
 }  // namespace semitone::cli

@@ -83,14 +83,12 @@ int run(TuneFlags flags) {
   const train::TrainOptions& options = training.options;
   const amp::CastTarget target(options.device().type(), train::training_dtype(options));
   const amp::CastPolicy given = policy_of(flags.policy, target, kTune);
-  const train::DataSet data = load_data(training.data, kTune);
-  const amp::TuneResult result = train::tune_classifier(
-      [&] { return train::find_model(training.model).make(train::shape_of(data.train)); }, data,
-      options, given,
-      amp::TuneOptions()
-          .band(flags.band / 100)
-          .layers(!flags.operators_only)
-          .on_trial(&print_trial));
+  const train::Task task = load_task(train::find_model(training.model), training.data, kTune);
+  const amp::TuneResult result = train::tune_classifier(task.make_model, task.data, options, given,
+                                                        amp::TuneOptions()
+                                                            .band(flags.band / 100)
+                                                            .layers(!flags.operators_only)
+                                                            .on_trial(&print_trial));
   if (json != "-") human_output(json) << result.to_string();
   if (!flags.out.empty()) result.policy.save(flags.out);
   write_json(json, json.empty() ? "" : json_of(result, flags));

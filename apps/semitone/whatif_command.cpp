@@ -61,12 +61,11 @@ int run(ShortTraining training) {
                      "use at least 2: whatif examines the steps after the first");
   }
   training.prepare(amp::OptLevel::O0);
-  const train::DataSet data = train::with_one_test_image(load_data(training.data, kWhatIfCommand));
+  const train::Task task =
+      load_task(train::find_model(training.model), training.data, kWhatIfCommand);
   Examiner examiner(training.options.max_steps());
-  const auto make = [&] {
-    return examiner.keep(train::find_model(training.model).make(train::shape_of(data.train)));
-  };
-  train::train_classifier(make, data, training.options, examiner);
+  train::train_classifier([&] { return examiner.keep(task.make_model()); },
+                          train::with_one_test_example(task.data), training.options, examiner);
   if (json != "-") human_output(json) << examiner.text();
   write_json(json, json.empty() ? "" : examiner.json());
   return kSuccess;

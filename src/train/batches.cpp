@@ -17,14 +17,15 @@ std::uint64_t mixed(std::uint64_t value) {
 
 }  // namespace
 
-Batches::Batches(const zoo::ImageSet& set, c10::Device device, bool channels_last, Share share)
-    : set_{set.images.to(device), set.labels.to(device), set.classes},
+Batches::Batches(const Examples& examples, c10::Device device, bool channels_last, Share share)
+    : examples_(examples.to(device)),
+      device_(device),
       channels_last_(channels_last),
       share_(share) {}
 
 std::int64_t Batches::count(std::int64_t batch_size) const {
-  const std::int64_t images = (size() + share_.ranks - 1) / share_.ranks;
-  return (images + batch_size - 1) / batch_size;
+  const std::int64_t examples = (size() + share_.ranks - 1) / share_.ranks;
+  return (examples + batch_size - 1) / batch_size;
 }
 
 std::vector<at::Tensor> Batches::shuffled(std::int64_t batch_size, std::uint64_t seed,
@@ -46,17 +47,16 @@ std::vector<at::Tensor> Batches::cut(torch::data::samplers::Sampler<>& sampler,
   std::vector<at::Tensor> batches;
   while (const auto indices = sampler.next(static_cast<std::size_t>(batch_size))) {
     const std::vector<std::int64_t> numbers(indices->begin(), indices->end());
-    batches.push_back(torch::tensor(numbers, set_.labels.options()));
+    batches.push_back(torch::tensor(numbers, torch::dtype(torch::kLong).device(device_)));
   }
   return batches;
 }
 
 Batch Batches::batch(const at::Tensor& indices) const {
-  at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255);
-  if (images.dim() == 3) images = images.unsqueeze(1);
+  Batch batch = examples_->batch(indices);
   // contiguous() would keep a single channel as it is, whose strides fit both formats.
-  if (channels_last_) images = images.clone(at::MemoryFormat::ChannelsLast);
-  return {images, set_.labels.index_select(0, indices)};
+  if (channels_last_) batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
+  return batch;
 }
 
 }  // namespace semitone::train

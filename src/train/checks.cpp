@@ -1,6 +1,5 @@
 #include "src/train/checks.h"
 
-#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/core/dtype_limits.h"
 #include "src/train/setup.h"
@@ -39,40 +38,7 @@ void check_checkpoint_options(const TrainOptions& options) {
           "'" + options.save_weights().string() + "'");
 }
 
-// @param name  "training", for the message
-void check_set(const zoo::ImageSet& set, const char* name) {
-  const bool has_images = set.images.defined() &&
-                          (set.images.dim() == 3 || set.images.dim() == 4) &&
-                          set.images.scalar_type() == torch::kByte && set.images.numel() > 0;
-  if (!has_images) {
-    throw Error(
-        kChecks,
-        std::string("uint8 images (N, height, width) or (N, channels, height, width) in the ") +
-            name + " set",
-        set.images.defined()
-            ? c10::str(dtype_name(set.images.scalar_type()), " of sizes ", set.images.sizes())
-            : "none");
-  }
-  if (!set.labels.defined() || set.labels.scalar_type() != torch::kLong || set.labels.dim() != 1 ||
-      set.labels.size(0) != set.size()) {
-    throw Error(kChecks, std::to_string(set.size()) + " int64 labels in the " + name + " set",
-                set.labels.defined() ? c10::str(dtype_name(set.labels.scalar_type()), " of sizes ",
-                                                set.labels.sizes())
-                                     : "none");
-  }
-}
-
 }  // namespace
-
-void check_data(const DataSet& data) {
-  check_set(data.train, "training");
-  check_set(data.test, "test");
-  const auto size = [](const zoo::ImageSet& set) { return set.images.sizes().slice(1); };
-  if (size(data.train) != size(data.test)) {
-    throw Error(kChecks, c10::str("test images of sizes ", size(data.train), ", as for training"),
-                c10::str(size(data.test)));
-  }
-}
 
 void check_options(const TrainOptions& options) {
   const auto require = [](bool good, const char* expected, double got) {

@@ -11,19 +11,20 @@
 
 namespace semitone::train {
 
-// A model that maps images, (N, channels, height, width) in [0, 1], to logits, (N, classes).
+// A model that maps the inputs of a batch to logits, with a row for each label: those of N images,
+// (N, channels, height, width) in [0, 1], to (N, classes).
 class Classifier {
  public:
   template <typename Module>
   Classifier(torch::nn::ModuleHolder<Module> model)  // NOLINT(google-explicit-constructor)
       : module_(model.ptr()),
-        forward_([model](amp::MixedPrecision& mixed, const at::Tensor& images) mutable {
-          return mixed.forward(model, images);
+        forward_([model](amp::MixedPrecision& mixed, const at::Tensor& inputs) mutable {
+          return mixed.forward(model, inputs);
         }) {}
 
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  at::Tensor forward(amp::MixedPrecision& mixed, const at::Tensor& images) const {
-    return forward_(mixed, images);
+  at::Tensor forward(amp::MixedPrecision& mixed, const at::Tensor& inputs) const {
+    return forward_(mixed, inputs);
   }
 
  private:

@@ -1,39 +1,61 @@
 #pragma once
 
-#include "semitone/zoo/image_set.h"
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
 
+// The data of a training, whatever they are. Each kind has its own header (images.h), which makes a
+// DataSet. Nothing else in this room depends on the kind.
 namespace semitone::train {
 
-// The images of a training and of its test.
+// A kind of data, and the words for the results of a training on it.
+struct DataKind {
+  std::string_view name;      // in JSON
+  std::string_view examples;  // what a batch consists of: "images"
+  std::string_view items;     // what speeds count, one for each label: "images"
+  bool has_memory_format;     // whether the inputs have the memory format of images
+};
+
+inline constexpr DataKind kImages{
+    .name = "images", .examples = "images", .items = "images", .has_memory_format = true};
+
+// The inputs of a model, and a label for each row of its logits.
+struct Batch {
+  at::Tensor inputs;
+  at::Tensor labels;  // int64, (rows)
+};
+
+// Examples to learn from, or to be tested on.
+class Examples {
+ public:
+  Examples() = default;
+  Examples(const Examples&) = delete;
+  Examples& operator=(const Examples&) = delete;
+  virtual ~Examples() = default;
+
+  virtual std::int64_t size() const = 0;
+  // The same examples in the memory of a device.
+  virtual std::shared_ptr<const Examples> to(c10::Device device) const = 0;
+  // @param indices  int64, on the device of the examples; each from 0 to size() - 1
+  virtual Batch batch(const at::Tensor& indices) const = 0;
+};
+
+// The examples of a training and of its test.
 struct DataSet {
-  zoo::ImageSet train;
-  zoo::ImageSet test;
+  std::shared_ptr<const Examples> train;
+  std::shared_ptr<const Examples> test;
+  DataKind kind = kImages;
+  // What must match on resume, besides the number of examples: flags and their values.
+  std::map<std::string, std::string> settings{};
 };
 
-// What a model has to know about the images that it classifies.
-struct ImageShape {
-  std::int64_t channels = 1;
-  std::int64_t height = 28;
-  std::int64_t width = 28;
-  std::int64_t classes = 10;
-
-  friend bool operator==(const ImageShape&, const ImageShape&) = default;
-};
-
-// The shape of a set with at least one image and a stated number of classes.
-inline ImageShape shape_of(const zoo::ImageSet& set) {
-  return {set.channels(), set.images.size(-2), set.images.size(-1), set.classes};
-}
-
-// Returns the data set with one test image, for trainings whose test result is not needed: a test
+// Returns the data set with one test example, for trainings whose test result is not needed: a test
 // takes as long as hundreds of steps.
-inline DataSet with_one_test_image(const DataSet& data) {
-  zoo::ImageSet one = data.test;
-  one.images = one.images.narrow(0, 0, 1);
-  one.labels = one.labels.narrow(0, 0, 1);
-  return {data.train, one};
-}
+DataSet with_one_test_example(const DataSet& data);
 
 }  // namespace semitone::train

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "src/train/classifier.h"
-#include "src/train/data_set.h"
+#include "src/train/images.h"
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "src/train/data_set.h"
+
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -20,6 +22,7 @@ struct Resumed {
 struct TrainingBegins {
   const torch::nn::Module& model;
   torch::optim::Optimizer& optimizer;
+  const DataKind& data;
 };
 
 // Event: no further step comes, also because of an exception. Comes before the test.
@@ -39,10 +42,10 @@ struct StepDone {
   std::int64_t step;     // in the training, from 1
   double loss;           // of this process's batch, before the step
   bool skipped;
-  double loss_scale;         // after the step
-  double images_per_second;  // so far, over all processes
-  double seconds_left;       // until the end of the training, estimated
-  double lr = 0;             // of this step
+  double loss_scale;        // after the step
+  double items_per_second;  // so far, over all processes; DataKind::items says of what
+  double seconds_left;      // until the end of the training, estimated
+  double lr = 0;            // of this step
 };
 
 // Event: a step with infs or NaNs was skipped, as a loss scale does (TrainOptions::check_nonfinite).
@@ -58,14 +61,14 @@ struct EpochDone {
   double train_loss;  // mean, see TrainResult
   double loss_scale;
   std::int64_t skipped_steps;  // so far
-  double images_per_second;    // so far
+  double items_per_second;     // so far
   double seconds;              // duration of this epoch's steps
 };
 
-// Event: the test images were classified.
+// Event: the test is done.
 struct Tested {
-  double accuracy;  // 0 to 1
-  double loss;      // mean
+  double accuracy;  // the share of labels whose logit is the largest, 0 to 1
+  double loss;      // mean over the labels
 };
 
 // Receives the events of a training. Override the functions for the events of interest.

@@ -73,14 +73,15 @@ std::size_t room_in(int columns) {
   return columns > 0 ? static_cast<std::size_t>(columns - 1) : std::string::npos;
 }
 
-std::string moving_line(const std::string& label, const StepDone& step, std::size_t room) {
+std::string moving_line(const std::string& label, const StepDone& step, const DataKind& data,
+                        std::size_t room) {
   std::vector<Field> fields =
       fitting({{4, "", label},
                {3, "  ", fmt::format("epoch {}/{}", step.epoch, step.epochs)},
                {1, " ", fmt::format("{}/{}", step.batch, step.batches)},
                {2, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(step.loss))},
                {6, "  ", fmt::format("scale {:g}", step.loss_scale)},
-               {5, "  ", fmt::format("{:.0f} images/s", step.images_per_second)},
+               {5, "  ", fmt::format("{:.0f} {}/s", step.items_per_second, data.items)},
                {0, "  ", fmt::format("{} left", minutes(step.seconds_left))}},
               room);
   // The bar gets the remaining width.
@@ -116,6 +117,10 @@ void Progress::on(const Resumed& resumed) {
        << std::flush;
 }
 
+void Progress::on(const TrainingBegins& begin) {
+  data_ = begin.data;
+}
+
 void Progress::on(const StepDone& step) {
   columns_ > 0 ? draw(step) : say(step);
 }
@@ -124,7 +129,7 @@ void Progress::draw(const StepDone& step) {
   const auto now = std::chrono::steady_clock::now();
   if (drawn_ && now - last_ < kBetweenDraws) return;
   last_ = now;
-  out_ << '\r' << moving_line(label_, step, room_in(columns_)) << "\033[K" << std::flush;
+  out_ << '\r' << moving_line(label_, step, data_, room_in(columns_)) << "\033[K" << std::flush;
   drawn_ = true;
 }
 
@@ -132,9 +137,9 @@ void Progress::say(const StepDone& step) {
   // An epoch's last step has its own line.
   if (every_ <= 0 || step.batch % every_ != 0 || step.batch == step.batches) return;
   out_ << fmt::format(
-              "{}  epoch {}/{}  step {}/{}  loss {:.4f}  scale {:g}  {:.0f} images/s  {} left\n",
+              "{}  epoch {}/{}  step {}/{}  loss {:.4f}  scale {:g}  {:.0f} {}/s  {} left\n",
               label_, step.epoch, step.epochs, step.batch, step.batches,
-              without_sign_of_nan(step.loss), step.loss_scale, step.images_per_second,
+              without_sign_of_nan(step.loss), step.loss_scale, step.items_per_second, data_.items,
               minutes(step.seconds_left))
        << std::flush;
 }
@@ -151,7 +156,7 @@ void Progress::on(const EpochDone& epoch) {
       {0, "  ", fmt::format("epoch {}/{}", epoch.epoch, epoch.epochs)},
       {1, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(epoch.train_loss))},
       {5, "  ", fmt::format("scale {:g} ({} skipped)", epoch.loss_scale, epoch.skipped_steps)},
-      {4, "  ", fmt::format("{:.0f} images/s", epoch.images_per_second)},
+      {4, "  ", fmt::format("{:.0f} {}/s", epoch.items_per_second, data_.items)},
       {3, "  ", fmt::format("{:.1f} s", epoch.seconds)}};
   out_ << joined(fitting(fields, room_in(columns_))) << '\n' << std::flush;
 }

@@ -29,6 +29,7 @@ class Progress : public Observer {
 
   using Observer::on;
   void on(const Resumed& resumed) override;
+  void on(const TrainingBegins& begin) override;
   void on(const StepDone& step) override;
   void on(const NonFiniteStep& step) override;
   void on(const EpochDone& epoch) override;
@@ -43,6 +44,7 @@ class Progress : public Observer {
   std::string label_;
   int columns_;
   std::int64_t every_;
+  DataKind data_ = kImages;
   bool drawn_ = false;
   std::chrono::steady_clock::time_point last_;
 };

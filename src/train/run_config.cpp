@@ -6,23 +6,24 @@
 
 namespace semitone::train {
 
-RunConfig run_config_of(const TrainOptions& options, MemoryFormat format,
-                        std::int64_t training_images) {
+RunConfig run_config_of(const TrainOptions& options, MemoryFormat format, const DataSet& data) {
   const auto text = [](const auto& value) { return fmt::format("{}", value); };
   const auto compress = options.ddp().compress();
   RunConfig config{
       {"--loss-scale", options.loss_scale() ? options.loss_scale()->to_string() : "auto"},
       {"--growth-interval", text(options.growth_interval())},
-      {"images per step", text(options.batch_size() * options.group().size())},
+      {fmt::format("{} per step", data.kind.examples),
+       text(options.batch_size() * options.group().size())},
       {"--optimizer", options.optimizer()},
       {"--lr", text(options.lr())},
       {"--schedule", std::string(name_of(options.schedule()))},
       {"--seed", text(options.seed())},
       {"--limit-batches", text(options.limit_batches())},
       {"--memory-format", std::string(name_of(format))},
-      {"training images", text(training_images)},
+      {fmt::format("training {}", data.kind.examples), text(data.train->size())},
       {"--sync-bn", text(options.sync_batch_norm())},
       {"--compress", compress ? dtype_name(*compress) : "none"}};
+  config.insert(data.settings.begin(), data.settings.end());
   if (find_optimizer(options.optimizer()).has_momentum)
     config["--momentum"] = text(options.momentum());
   if (options.policy().has_value() && options.opt_level() != amp::OptLevel::O0)

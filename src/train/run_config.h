@@ -1,9 +1,9 @@
 #pragma once
 
+#include "src/train/data_set.h"
 #include "src/train/memory_format.h"
 #include "src/train/train_options.h"
 
-#include <cstdint>
 #include <map>
 #include <string>
 
@@ -13,8 +13,7 @@ namespace semitone::train {
 using RunConfig = std::map<std::string, std::string>;
 
 // Opt level and dtype are not among them: checkpoint::Checkpoint converts. The number of processes
-// may change too, if the images per step stay: each step then trains on the same images.
-RunConfig run_config_of(const TrainOptions& options, MemoryFormat format,
-                        std::int64_t training_images);
+// may change too, if the examples per step stay: each step then trains on the same ones.
+RunConfig run_config_of(const TrainOptions& options, MemoryFormat format, const DataSet& data);
 
 }  // namespace semitone::train

@@ -1,5 +1,7 @@
 #include "src/train/run_recorder.h"
 
+#include <fmt/format.h>
+
 namespace semitone::train {
 namespace {
 
@@ -14,6 +16,7 @@ void RunRecorder::on(const Resumed& resumed) {
 }
 
 void RunRecorder::on(const TrainingBegins& begin) {
+  data_ = begin.data;
   if (sample_every_ > 0) {
     recorder_.emplace(log_, begin.model, report::RecorderOptions().every(sample_every_));
     recorder_->add_optimizer(begin.optimizer);
@@ -36,7 +39,7 @@ void RunRecorder::on(const StepDone& step) {
   if (step_ % kSteps == 0) {
     log_.add_scalar("train/loss", step.loss);
     log_.add_scalar("train/lr", step.lr);
-    log_.add_scalar("train/images_per_second", step.images_per_second);
+    log_.add_scalar(fmt::format("train/{}_per_second", data_.items), step.items_per_second);
   }
   next_.on(step);
 }

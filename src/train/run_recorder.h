@@ -11,7 +11,8 @@ namespace semitone::train {
 
 // Records a training in a run log:
 //
-// - every 10 steps: train/loss (of this process's batch), train/lr, train/images_per_second
+// - every 10 steps: train/loss (of this process's batch), train/lr, and train/images_per_second, or
+//   what else DataKind::items says
 // - after each epoch: train/epoch, train/epoch_loss (mean), train/epoch_seconds, amp/loss_scale,
 //   amp/skipped_steps
 // - at the end: test/accuracy (0 to 1), test/loss
@@ -42,6 +43,7 @@ class RunRecorder : public Observer {
   Observer& next_;
   std::int64_t sample_every_;
   std::optional<report::Recorder> recorder_;
+  DataKind data_ = kImages;
   std::int64_t step_ = 0;  // steps done
 };
 

@@ -61,16 +61,19 @@ class Run {
       Observer& observer)
       : options_(options),
         observer_(observer),
-        format_(resolve(options.memory_format(), options.device().type())),
-        train_(data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
-        test_(data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
+        kind_(data.kind),
+        format_(data.kind.has_memory_format
+                    ? resolve(options.memory_format(), options.device().type())
+                    : MemoryFormat::nchw),
+        train_(*data.train, device_of(options), format_ == MemoryFormat::nhwc, share()),
+        test_(*data.test, device_of(options), format_ == MemoryFormat::nhwc, share()),
         setup_(precision_of(options), make_seeded(make_model, options), options.optimizer(),
                {.lr = options.lr(), .momentum = options.momentum()}, amp_options(options, format_)),
         replicas_(parallel::detail::tensors_of(*setup_.model.module()), options.group(),
                   options.ddp()),
         checkpoints_(options,
                      {setup_.handle, *setup_.optimizer, setup_.mixed, replicas_, position_},
-                     run_config_of(options, format_, train_.size())),
+                     run_config_of(options, format_, data)),
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
     reseed(options.group());
@@ -126,7 +129,7 @@ class Run {
                              group());
     decisions_.restart_clock();
     std::vector<at::Tensor> order;
-    observer_.on(TrainingBegins{*setup_.model.module(), *setup_.optimizer});
+    observer_.on(TrainingBegins{*setup_.model.module(), *setup_.optimizer, kind_});
     const auto end = c10::make_scope_exit([this] { observer_.on(TrainingEnds{}); });
     const auto begin = Clock::now();
     while (position_.step < end_step_ && stop_signal_ == 0) {
@@ -166,7 +169,7 @@ class Run {
     const events::PhaseScope phase(events::Phase::forward);
     replicas_.before_forward();
     const at::Tensor logits =
-        replicas_.after_forward(setup_.model.forward(setup_.mixed, batch.images));
+        replicas_.after_forward(setup_.model.forward(setup_.mixed, batch.inputs));
     return torch::cross_entropy_loss(logits, batch.labels);
   }
 
@@ -208,16 +211,18 @@ class Run {
     // Running statistics are each process's own since its last forward.
     group().broadcast(setup_.model.module()->buffers());
     std::int64_t correct = 0;
+    std::int64_t labels = 0;
     double loss = 0;
     for (const at::Tensor& indices : test_.in_order(options_.batch_size())) {
       const Batch batch = test_.batch(indices);
-      const at::Tensor logits = setup_.model.forward(setup_.mixed, batch.images);
+      const at::Tensor logits = setup_.model.forward(setup_.mixed, batch.inputs);
+      labels += batch.labels.size(0);
       correct += logits.argmax(1).eq(batch.labels).sum().item<std::int64_t>();
       loss +=
           torch::cross_entropy_loss(logits, batch.labels, {}, at::Reduction::Sum).item<double>();
     }
-    const auto images = static_cast<double>(test_.size());
-    const Tested tested{total(static_cast<double>(correct)) / images, total(loss) / images};
+    const double count = total(static_cast<double>(labels));
+    const Tested tested{total(static_cast<double>(correct)) / count, total(loss) / count};
     if (!std::isfinite(tested.loss)) {
       throw DivergedError(kTrainer, "a finite test loss",
                           fmt::format("{}", without_sign_of_nan(tested.loss)),
@@ -229,6 +234,7 @@ class Run {
 
   TrainResult result(const Tested& tested) const {
     TrainResult result;
+    result.data = kind_;
     result.opt_level = options_.opt_level();
     result.dtype = training_dtype(options_);
     result.fp8 = has_fp8();
@@ -238,7 +244,7 @@ class Run {
     result.test_accuracy = tested.accuracy;
     result.test_loss = tested.loss;
     result.train_loss = train_loss();
-    result.images_per_second = meter_.items_per_second();
+    result.items_per_second = meter_.items_per_second();
     result.ms_per_step = meter_.median_ms();
     result.skipped_steps = setup_.mixed.skipped_steps();
     result.final_loss_scale = loss_scale();
@@ -272,6 +278,7 @@ class Run {
 
   const TrainOptions& options_;
   Observer& observer_;
+  DataKind kind_;
   MemoryFormat format_;
   Batches train_;
   Batches test_;
@@ -298,7 +305,6 @@ c10::ScalarType training_dtype(const TrainOptions& options) {
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer) {
   check_options(options);
-  check_data(data);
   const bool writes = !options.save_weights().empty() && options.group().rank() == 0;
   if (writes) require_writable(options.save_weights(), kTrainer);
   const TensorMemoryMeter memory;

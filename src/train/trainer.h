@@ -11,12 +11,13 @@
 
 #include <cstdint>
 
-// Trains an image classifier at an opt level, as `semitone train` does.
+// Trains a classifier at an opt level, as `semitone train` does.
 namespace semitone::train {
 
 struct TrainResult {
   amp::OptLevel opt_level = amp::OptLevel::O1;
-  c10::ScalarType dtype = c10::ScalarType::Float;   // of the level: fp32 at O0
+  c10::ScalarType dtype = c10::ScalarType::Float;  // of the level: fp32 at O0
+  DataKind data = kImages;
   bool fp8 = false;                                 // linear layers and convolutions compute in it
   MemoryFormat memory_format = MemoryFormat::nchw;  // the chosen one
   std::int64_t epochs = 0;                          // as requested
@@ -24,7 +25,7 @@ struct TrainResult {
   double test_accuracy = 0;                         // 0 to 1
   double test_loss = 0;
   double train_loss = 0;               // mean over the last epoch's steps that were not skipped
-  double images_per_second = 0;        // over all processes
+  double items_per_second = 0;         // over all processes
   double ms_per_step = 0;              // median; includes making the batch
   std::int64_t peak_rss_bytes = 0;     // of this process
   std::int64_t peak_tensor_bytes = 0;  // of the training in this process, without the data set
@@ -46,7 +47,7 @@ struct TrainResult {
 // weight is bit for bit the same, in one run or in several that resume from checkpoints.
 // Seeds LibTorch's default generator.
 //
-// With a group, every process must call it. Each step trains on batch_size images per process, in
+// With a group, every process must call it. Each step trains on batch_size examples per process, in
 // the order in which one process with batches of the total size would take them. Gradients are
 // averaged by parallel::DistributedDataParallel. Each process draws its own random numbers.
 // Accuracy and losses are those over all processes, on each of them. An observer receives the
@@ -55,7 +56,7 @@ struct TrainResult {
 // Checkpoints are those of checkpoint::Checkpoint, in a directory that all processes share, with the
 // settings that must match in a resumed run (run_config_of). At another opt level or dtype the
 // weights continue exactly, and loss scales start anew. With another number of processes every step
-// has the same images, and the processes that are new draw random numbers from the seed. The last
+// has the same examples, and the processes that are new draw random numbers from the seed. The last
 // checkpoint is saved before the test, so that a run that is killed during the test need only be
 // tested. A training that resume_auto finds finished is only tested.
 //

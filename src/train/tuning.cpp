@@ -84,7 +84,7 @@ amp::TuneResult tune_classifier(const ModelFactory& make_model, const DataSet& d
   // LibTorch notes on stderr that they do not.
   const TensorMemoryMeter memory;
   const OneModel one(make_model);
-  const DataSet tested = with_one_test_image(data);
+  const DataSet tested = with_one_test_example(data);
   const auto train = [&](const std::optional<amp::CastPolicy>& chosen) {
     TrainOptions its = options;
     its.opt_level(chosen.has_value() ? amp::OptLevel::O1 : amp::OptLevel::O0).policy(chosen);

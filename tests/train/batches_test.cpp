@@ -1,5 +1,6 @@
 #include "src/train/batches.h"
 
+#include "src/train/images.h"
 #include "tests/support/image_files.h"
 
 #include <torch/torch.h>
@@ -18,7 +19,7 @@ at::Tensor joined(const std::vector<at::Tensor>& batches) {
 class BatchesTest : public ::testing::Test {
  protected:
   zoo::ImageSet set_ = test::made_up_images(25, 3);
-  Batches batches_{set_, torch::kCPU, /*channels_last=*/false};
+  Batches batches_{*image_data(set_, set_).train, torch::kCPU, /*channels_last=*/false};
 };
 
 TEST_F(BatchesTest, AnEpochHasEveryImageOnceAndTheRestLast) {
@@ -46,27 +47,27 @@ TEST_F(BatchesTest, ImagesComeAsNumbersFromZeroToOne) {
   set_.images[6].fill_(255);
   set_.images[2].fill_(51);
   const Batch batch = batches_.batch(torch::tensor({6, 2}));
-  EXPECT_EQ(batch.images.scalar_type(), torch::kFloat);
-  EXPECT_EQ(batch.images.sizes(), (std::vector<int64_t>{2, 1, 28, 28}));
-  EXPECT_TRUE(torch::equal(batch.images[0], torch::ones({1, 28, 28})));
-  EXPECT_TRUE(torch::equal(batch.images[1], torch::full({1, 28, 28}, 51.F / 255.F)));
+  EXPECT_EQ(batch.inputs.scalar_type(), torch::kFloat);
+  EXPECT_EQ(batch.inputs.sizes(), (std::vector<int64_t>{2, 1, 28, 28}));
+  EXPECT_TRUE(torch::equal(batch.inputs[0], torch::ones({1, 28, 28})));
+  EXPECT_TRUE(torch::equal(batch.inputs[1], torch::full({1, 28, 28}, 51.F / 255.F)));
   EXPECT_TRUE(torch::equal(batch.labels, set_.labels.index_select(0, torch::tensor({6, 2}))));
 }
 
 TEST_F(BatchesTest, ColoursStayAsTheyAre) {
   const zoo::ImageSet set = test::made_up_colours(5, 3);
-  const Batch batch =
-      Batches(set, torch::kCPU, /*channels_last=*/true).batch(torch::tensor({4, 0}));
-  EXPECT_EQ(batch.images.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
-  EXPECT_TRUE(torch::equal(batch.images[1], set.images[0].to(torch::kFloat).div(255)));
+  const Batch batch = Batches(*image_data(set, set).train, torch::kCPU, /*channels_last=*/true)
+                          .batch(torch::tensor({4, 0}));
+  EXPECT_EQ(batch.inputs.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
+  EXPECT_TRUE(torch::equal(batch.inputs[1], set.images[0].to(torch::kFloat).div(255)));
 }
 
 TEST_F(BatchesTest, ChannelsLastIsSaidByTheStridesAlsoWithOneChannel) {
-  const Batches last(set_, torch::kCPU, /*channels_last=*/true);
+  const Batches last(*image_data(set_, set_).train, torch::kCPU, /*channels_last=*/true);
   const at::Tensor indices = torch::arange(4);
-  const at::Tensor images = last.batch(indices).images;
+  const at::Tensor images = last.batch(indices).inputs;
   EXPECT_EQ(images.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
-  EXPECT_TRUE(torch::equal(images, batches_.batch(indices).images));
+  EXPECT_TRUE(torch::equal(images, batches_.batch(indices).inputs));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/comm/group.h"
+#include "src/train/images.h"
 #include "src/train/trainer.h"
 #include "tests/support/image_files.h"
 #include "tests/support/toy_nets.h"
@@ -28,7 +29,8 @@ class Models {
 
 // 201 test images: no multiple of the ranks.
 inline const DataSet& data() {
-  static const DataSet data{test::made_up_images(640, 1), test::made_up_images(201, 2)};
+  static const DataSet data =
+      image_data(test::made_up_images(640, 1), test::made_up_images(201, 2));
   return data;
 }
 

@@ -25,14 +25,14 @@ const StepDone kStep{.epoch = 2,
                      .loss = 0.03451,
                      .skipped = false,
                      .loss_scale = 32768,
-                     .images_per_second = 6300.4,
+                     .items_per_second = 6300.4,
                      .seconds_left = 72};
 const EpochDone kEpoch{.epoch = 2,
                        .epochs = 3,
                        .train_loss = 0.25,
                        .loss_scale = 32768,
                        .skipped_steps = 4,
-                       .images_per_second = 6300,
+                       .items_per_second = 6300,
                        .seconds = 9.52};
 
 TEST(Progress, WithoutATerminalSaysALineForTheResumeForAnEpochAndForTheTest) {
@@ -112,7 +112,7 @@ std::string moving_line(int columns, StepDone step = kStep) {
 
 TEST(Progress, LeavesWholeFieldsOutOnANarrowTerminal) {
   StepDone step = kStep;
-  step.images_per_second = 12297;
+  step.items_per_second = 12297;
   EXPECT_EQ(moving_line(120, step),
             "O1 bfloat16  epoch 2/3 [===========>        ] 350/600  loss 0.0345  scale 32768  "
             "12297 images/s  1:12 left");

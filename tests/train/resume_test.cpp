@@ -152,8 +152,7 @@ TEST_F(ResumingTest, OtherOptionsAreRefusedByTheirFlags) {
   EXPECT_THAT(message(TrainOptions(more).limit_batches(9)), HasSubstr("--limit-batches 9"));
   EXPECT_THAT(message(TrainOptions(more).memory_format(MemoryFormat::nchw)),
               HasSubstr("--memory-format nchw"));
-  DataSet fewer = data();
-  fewer.train = test::made_up_images(600, 1);
+  const DataSet fewer = image_data(test::made_up_images(600, 1), test::made_up_images(200, 2));
   EXPECT_THAT(message(more, drop_net, fewer), HasSubstr("training images 600"));
   EXPECT_NO_THROW(train_classifier(drop_net, data(), more));
 }

@@ -39,7 +39,7 @@ StepDone done(std::int64_t step) {
   event.step = step;
   event.loss = 0.5;
   event.lr = 0.25;
-  event.images_per_second = 1000;
+  event.items_per_second = 1000;
   return event;
 }
 
@@ -62,7 +62,7 @@ TEST(RunRecorder, RecordsEveryTenthStepAndEpochs) {
                         .train_loss = 0.75,
                         .loss_scale = 8,
                         .skipped_steps = 2,
-                        .images_per_second = 1000,
+                        .items_per_second = 1000,
                         .seconds = 1.5});
   recorder.on(Tested{.accuracy = 0.875, .loss = 0.125});
   log.close();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/checkpoint/checkpoint.h"
+#include "src/train/images.h"
 #include "src/train/trainer.h"
 #include "tests/support/image_files.h"
 #include "tests/support/toy_nets.h"
@@ -17,7 +18,8 @@ inline Classifier drop_net() {
 }
 
 inline const DataSet& data() {
-  static const DataSet data{test::made_up_images(640, 1), test::made_up_images(200, 2)};
+  static const DataSet data =
+      image_data(test::made_up_images(640, 1), test::made_up_images(200, 2));
   return data;
 }
 
