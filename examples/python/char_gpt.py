@@ -53,7 +53,7 @@ def sample(model, tokens, count):
     return tokens[0]
 
 
-with open(sys.argv[1] if len(sys.argv) > 1 else "docs/house.md", "rb") as file:
+with open(sys.argv[1] if len(sys.argv) > 1 else "data/alice.txt", "rb") as file:
     data = file.read()
 vocabulary = sorted(set(data))
 tokens = torch.tensor([vocabulary.index(byte) for byte in data])

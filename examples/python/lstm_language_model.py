@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 dtype = torch.bfloat16 if len(sys.argv) > 1 and sys.argv[1] == "bf16" else torch.float16
-with open(sys.argv[2] if len(sys.argv) > 2 else "docs/house.md", "rb") as file:
+with open(sys.argv[2] if len(sys.argv) > 2 else "data/alice.txt", "rb") as file:
     data = file.read()
 vocabulary = sorted(set(data))
 tokens = torch.tensor([vocabulary.index(byte) for byte in data])
@@ -50,7 +50,7 @@ model = LanguageModel(len(vocabulary))
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
 
-for epoch in range(10):
+for epoch in range(5):
     state = first_state(COLUMNS)
     losses = []
     for i in range(0, len(data) - BPTT, BPTT):
