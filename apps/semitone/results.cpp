@@ -5,6 +5,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "semitone/core/version.h"
+#include "src/core/named_rows.h"
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -20,6 +21,7 @@ namespace {
 using nlohmann::ordered_json;
 using train::TrainResult;
 
+constexpr auto kResults = "cli.train";
 constexpr double kMegabyte = 1 << 20;
 
 std::int64_t bytes(double megabytes) {
@@ -27,27 +29,31 @@ std::int64_t bytes(double megabytes) {
 }
 
 ordered_json object_of(const TrainResult& result) {
-  return {{"opt_level", amp::name_of(result.opt_level)},
-          {"dtype", dtype_name(result.dtype)},
-          {"fp8", result.fp8},
-          {"memory_format", train::name_of(result.memory_format)},
-          {"epochs", result.epochs},
-          {"steps", result.steps},
-          {"test_accuracy", result.test_accuracy},
-          {"test_loss", result.test_loss},
-          {"train_loss", result.train_loss},
-          {fmt::format("{}_per_second", result.data.items), result.items_per_second},
-          {"ms_per_step", result.ms_per_step},
-          {"train_seconds", result.train_seconds},
-          {"peak_rss_mb", megabytes(result.peak_rss_bytes)},
-          {"peak_tensor_mb", megabytes(result.peak_tensor_bytes)},
-          {"skipped_steps", result.skipped_steps},
-          {"final_loss_scale", result.final_loss_scale},
-          {"seed", result.seed},
-          {"processes", result.processes},
-          {"threads", result.threads},
-          {"versions",
-           {{"semitone", version()}, {"libtorch", libtorch_version()}, {"compiler", compiler()}}}};
+  ordered_json object = {
+      {"opt_level", amp::name_of(result.opt_level)},
+      {"dtype", dtype_name(result.dtype)},
+      {"data", result.data.name},
+      {"fp8", result.fp8},
+      {"memory_format", train::name_of(result.memory_format)},
+      {"epochs", result.epochs},
+      {"steps", result.steps},
+      {"test_accuracy", result.test_accuracy},
+      {"test_loss", result.test_loss},
+      {"train_loss", result.train_loss},
+      {fmt::format("{}_per_second", result.data.items), result.items_per_second},
+      {"ms_per_step", result.ms_per_step},
+      {"train_seconds", result.train_seconds},
+      {"peak_rss_mb", megabytes(result.peak_rss_bytes)},
+      {"peak_tensor_mb", megabytes(result.peak_tensor_bytes)},
+      {"skipped_steps", result.skipped_steps},
+      {"final_loss_scale", result.final_loss_scale},
+      {"seed", result.seed},
+      {"processes", result.processes},
+      {"threads", result.threads},
+      {"versions",
+       {{"semitone", version()}, {"libtorch", libtorch_version()}, {"compiler", compiler()}}}};
+  if (result.data.has_perplexity) object["test_perplexity"] = result.test_perplexity();
+  return object;
 }
 
 // NaN is null in JSON.
@@ -59,6 +65,10 @@ TrainResult result_of(const ordered_json& object) {
   TrainResult result;
   result.opt_level = amp::parse_opt_level(object.at("opt_level").get<std::string>());
   result.dtype = parse_dtype(object.at("dtype").get<std::string>());
+  const train::DataKind* const data =
+      find_row(train::kDataKinds, object.at("data").get<std::string>());
+  if (data == nullptr) throw Error(kResults, "a kind of data", object.at("data").dump());
+  result.data = *data;
   result.fp8 = object.at("fp8");
   result.memory_format = train::parse_memory_format(object.at("memory_format").get<std::string>());
   result.epochs = object.at("epochs");
@@ -84,12 +94,23 @@ struct Column {
   int rank;
   int width;     // at least
   bool is_word;  // to the left; numbers go to the right
-  const char* head;
+  std::string head;
   std::function<std::string(const TrainResult&)> cell;
 };
 
 std::string percent(double fraction) {
   return fmt::format("{:.2f} %", 100 * fraction);
+}
+
+std::vector<Column> test_columns(const train::DataKind& data) {
+  if (!data.has_perplexity) {
+    return {
+        {1, 9, false, "accuracy", [](const TrainResult& r) { return percent(r.test_accuracy); }}};
+  }
+  return {{1, 10, false, "perplexity",
+           [](const TrainResult& r) { return fmt::format("{:.3f}", r.test_perplexity()); }},
+          {12, 10, false, "test loss",
+           [](const TrainResult& r) { return fmt::format("{:.4f}", r.test_loss); }}};
 }
 
 // Returns the names of the omitted columns.
@@ -106,7 +127,7 @@ std::string keep_those_that_fit(std::vector<Column>& columns, int terminal) {
     if (used + column->width < terminal) {
       used += column->width + 1;
     } else {
-      left_out += (left_out.empty() ? "" : ", ") + std::string(column->head);
+      left_out += (left_out.empty() ? "" : ", ") + column->head;
       column->width = 0;
     }
   }
@@ -132,7 +153,7 @@ std::vector<TrainResult> from_json(const std::string& text) {
     for (const ordered_json& object : ordered_json::parse(text))
       results.push_back(result_of(object));
   } catch (const nlohmann::json::exception& error) {
-    throw Error("cli.train", "a result from the process of a level", error.what());
+    throw Error(kResults, "a result from the process of a level", error.what());
   }
   return results;
 }
@@ -145,14 +166,15 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
     return base == results.end() ? "-"
                                  : fmt::format("{:.2f}x", base->ms_per_step / result.ms_per_step);
   };
+  const train::DataKind data = results.empty() ? train::kImages : results.front().data;
+  const std::string speed_head = fmt::format("{}/s", data.items);
   std::vector<Column> columns{
       {0, 6, true, "level",
        [](const TrainResult& r) { return std::string(amp::name_of(r.opt_level)); }},
       {6, 9, true, "dtype", [](const TrainResult& r) { return dtype_name(r.dtype); }},
-      {1, 9, false, "accuracy", [](const TrainResult& r) { return percent(r.test_accuracy); }},
       {4, 8, false, "loss",
        [](const TrainResult& r) { return fmt::format("{:.4f}", r.train_loss); }},
-      {8, 9, false, "images/s",
+      {8, static_cast<int>(speed_head.size()) + 1, false, speed_head,
        [](const TrainResult& r) { return fmt::format("{:.0f}", r.items_per_second); }},
       {2, 8, false, "ms/step",
        [](const TrainResult& r) { return fmt::format("{:.2f}", r.ms_per_step); }},
@@ -169,6 +191,8 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
        [](const TrainResult& r) { return std::to_string(r.skipped_steps); }},
       {11, 11, false, "loss scale",
        [](const TrainResult& r) { return fmt::format("{:g}", r.final_loss_scale); }}};
+  const auto of_test = test_columns(data);
+  columns.insert(columns.begin() + 2, of_test.begin(), of_test.end());
   const std::string left_out = keep_those_that_fit(columns, terminal);
   const auto row = [&](const std::function<std::string(const Column&)>& cell) {
     std::string line;
@@ -181,7 +205,7 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
     line.pop_back();
     return line;
   };
-  out << bold(out, row([](const Column& column) { return std::string(column.head); })) << '\n';
+  out << bold(out, row([](const Column& column) { return column.head; })) << '\n';
   for (const TrainResult& result : results) {
     out << row([&](const Column& column) { return column.cell(result); }) << '\n';
   }

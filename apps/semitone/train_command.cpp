@@ -97,7 +97,7 @@ void print_head(std::ostream& out, const TrainFlags& flags, const train::Task& t
   if (flags.fp8)
     line("fp8", "linear layers and convolutions, emulated: float8_e4m3fn, gradients float8_e5m2");
   if (task.data.kind.has_memory_format) line("memory", format_line(flags));
-  line("data", fmt::format("{}, from {}", task.description, flags.data.directory));
+  line("data", fmt::format("{}, from {}", task.description, flags.data.path));
   const int ranks =
       flags.starts_job() ? flags.processes() * static_cast<int>(flags.nodes) : group.size();
   if (ranks > 1) line("processes", processes_line(flags, group));
@@ -266,10 +266,11 @@ int run(const CLI::App& command, const TrainFlags& flags) {
 
 void add_train_command(CLI::App& app, Action& action) {
   CLI::App& command = *app.add_subcommand(
-      "train", "Train a model on a data set at one opt level, or compare all levels");
+      "train", "Train a model on images or a text at one opt level, or compare all levels");
   const auto flags = add_train_flags(command);
   command.callback([&action, &command, flags] {
     if (!flags->config.empty()) apply_config(command, flags->config);
+    apply_model(command, train::find_model(flags->model), kTrain);
     action = [&command, flags] { return run(command, *flags); };
   });
 }

@@ -4,7 +4,10 @@
 #include "semitone/zoo/cifar.h"
 #include "semitone/zoo/image_folder.h"
 #include "semitone/zoo/mnist.h"
+#include "semitone/zoo/text.h"
 #include "src/core/env.h"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
@@ -39,6 +42,16 @@ constexpr std::array kFormats{
            [](const fs::path& folder, zoo::Split split) {
              return zoo::load_cifar100(folder, split);
            }}};
+
+// Flags that only make sense with one kind of data.
+struct FlagOfOneKind {
+  const char* flag;
+  train::DataKind kind;
+};
+
+constexpr std::array kFlagsOfOneKind{FlagOfOneKind{"--image-size", train::kImages},
+                                     FlagOfOneKind{"--memory-format", train::kImages},
+                                     FlagOfOneKind{"--sequence-length", train::kText}};
 
 bool has_prefix(const Format& format, std::string_view name) {
   return std::any_of(format.prefixes.begin(), format.prefixes.end(), [&](std::string_view prefix) {
@@ -79,27 +92,16 @@ const Format* format_of(const fs::path& folder, std::string_view component) {
   return format;
 }
 
-}  // namespace
-
-std::string default_data_dir() {
-  return env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
-}
-
-void add_data_flags(Flags& add, DataFlags& flags) {
-  flags.directory = default_data_dir();
-  add.text("--data", flags.directory, "DIR", "Directory of the data set");
-  add.integer("--image-size", flags.image_size, 0, 1 << 14,
-              "Height and width to which a folder's images are scaled and cropped; 0: as they are");
-  add.number(
-      "--test-share", flags.test_share, [](double value) { return value > 0 && value < 1; },
-      "above 0 and below 1",
-      "Share of a folder's images that is held out for the test, if it has no folder train");
-}
-
-train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
-                      std::string_view component) {
-  const std::string& directory = flags.directory;
+train::Task load_image_task(const train::ModelChoice& model, const DataFlags& flags,
+                            std::string_view component) {
+  const std::string& directory = flags.path;
   std::error_code ignored;
+  if (fs::is_regular_file(directory, ignored)) {
+    throw FileError(
+        component,
+        fmt::format("a folder with images at '{}' for --model {}", directory, model.name), "a file",
+        "give --data DIR, or for a text --model gpt");
+  }
   if (!fs::is_directory(directory, ignored)) {
     throw FileError(component, "a folder with the data at '" + directory + "'", "none",
                     std::string("give --data DIR or set ") + env::kDataDir.name);
@@ -118,6 +120,79 @@ train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
   if (flags.image_size > 0) options.size(flags.image_size);
   return train::image_task(model, zoo::load_image_folder(directory, zoo::Split::train, options),
                            zoo::load_image_folder(directory, zoo::Split::test, options));
+}
+
+train::Task load_text_task(const train::ModelChoice& model, const DataFlags& flags,
+                           std::string_view component) {
+  const fs::path file = flags.path;
+  std::error_code ignored;
+  if (fs::is_directory(file, ignored)) {
+    throw FileError(component,
+                    fmt::format("a text file at '{}' for --model {}", flags.path, model.name),
+                    "a folder", "give --data FILE");
+  }
+  const zoo::Text text = zoo::load_text(file);
+  // The bytes of a vocabulary ascend. Those of images contain 0, and so do those of UTF-16.
+  if (text.vocabulary.starts_with('\0')) {
+    throw FileError(component, fmt::format("a text in '{}' for --model {}", flags.path, model.name),
+                    "bytes that are 0", "give --data a text in UTF-8 or another encoding of bytes");
+  }
+  return train::text_task(
+      model, text,
+      train::TextOptions().sequence_length(flags.sequence_length).test_share(flags.test_share));
+}
+
+}  // namespace
+
+std::string default_data_dir() {
+  return env::get(env::kDataDir).value_or(SEMITONE_DEFAULT_DATA_DIR);
+}
+
+void add_data_flags(Flags& add, DataFlags& flags) {
+  flags.path = default_data_dir();
+  add.text("--data", flags.path, "DIR|FILE", "Directory of images, or for gpt a text file");
+  add.integer("--image-size", flags.image_size, 0, 1 << 14,
+              "Height and width to which a folder's images are scaled and cropped; 0: as they are");
+  add.number(
+      "--test-share", flags.test_share, [](double value) { return value > 0 && value < 1; },
+      "above 0 and below 1",
+      "Share that is held out for the test, of a text, or of a folder's images if it has no folder "
+      "train");
+  add.integer("--sequence-length", flags.sequence_length, 1, 1 << 16,
+              "Characters of a text from which gpt predicts the next one, at most");
+}
+
+void apply_model(CLI::App& command, const train::ModelChoice& model, std::string_view component) {
+  for (const auto& [flag, kind] : kFlagsOfOneKind) {
+    if (command.count(flag) > 0 && model.data().name != kind.name) {
+      throw UsageError(component, fmt::format("{} with a model for {}", flag, kind.name),
+                       fmt::format("--model {}", model.name));
+    }
+  }
+  for (const train::FlagDefault& fallback : model.defaults) {
+    CLI::Option* const option = command.get_option(std::string(fallback.flag));
+    if (option->count() > 0) continue;
+    option->get_callback()({std::string(fallback.value)});
+    option->default_str(std::string(fallback.value));
+  }
+}
+
+std::string model_defaults_help() {
+  std::string help;
+  for (const train::ModelChoice& model : train::models()) {
+    if (model.defaults.empty()) continue;
+    help += fmt::format("Defaults of {}:", model.name);
+    for (const train::FlagDefault& fallback : model.defaults)
+      help += fmt::format(" {} {}", fallback.flag, fallback.value);
+    help += '\n';
+  }
+  return help;
+}
+
+train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
+                      std::string_view component) {
+  return model.data().name == train::kText.name ? load_text_task(model, flags, component)
+                                                : load_image_task(model, flags, component);
 }
 
 }  // namespace semitone::cli

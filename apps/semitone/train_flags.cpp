@@ -25,7 +25,7 @@ namespace {
 constexpr std::array kJobFlags{"--nproc", "--nodes", "--node-rank", "--master-addr",
                                "--master-port"};
 
-constexpr auto kTrainFooter =
+constexpr auto kDataFooter =
     R"(The data set of --data is recognised by its files, plain or .gz: four IDX files with MNIST's names
 (train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-…), with any number of images of 28 x 28 and labels from 0 to 9;
 CIFAR-10's binary files (data_batch_1.bin to data_batch_5.bin, test_batch.bin); or CIFAR-100's (train.bin, test.bin; the
@@ -35,9 +35,17 @@ ImageMagick's mogrify -format png for example.
 The model has the channels, size and classes of the images. A ResNet sees a single channel three times, and images below
 32 x 32 in a frame of zeros. vit has 6 layers of width 192, and at most 14 x 14 patches (of 4 x 4 for MNIST and CIFAR,
 16 x 16 for 224 x 224); it is usually trained with --optimizer adamw and a small rate, such as --lr 0.001.
-In the table, ms/step is the median, speed is O0's ms/step divided by it, images/s is the average over all steps,
-and time is the duration of the training without the test. A MB is 2^20 bytes; tensors is the peak memory of the
-training's tensors, and RSS that of the whole process.
+
+gpt learns a text, in a file of any language and encoding, plain or .gz: it predicts each character (a byte) from those
+before it, up to --sequence-length. It has the layers of Llama, 4 of width 256 with 4 heads, 3.2 million parameters. The
+last --test-share of the text is held out. Test loss is its mean cross entropy in nats per character, and perplexity is
+exp(test loss): 1 for a text that is known, and the number of different characters for one that is guessed.
+)";
+
+constexpr auto kTrainFooter =
+    R"(In the table, ms/step is the median, speed is O0's ms/step divided by it, images/s and characters/s are averages over
+all steps, loss is the mean of the last epoch's steps, and time is the duration of the training without the test. A MB is
+2^20 bytes; tensors is the peak memory of the training's tensors, and RSS that of the whole process.
 Waiting threads spin. If other programs use the machine, --threads 1 or GOMP_SPINCOUNT=10000 can be several times
 faster.
 
@@ -52,6 +60,7 @@ Examples:
   semitone train --data ~/fashion-mnist --epochs 5
   semitone train --data ~/cifar-10-batches-bin --model resnet18 --epochs 10
   semitone train --data ~/flowers --image-size 64 --model resnet18     with flowers/daisy/1.png, flowers/tulip/1.png, …
+  semitone train --model gpt --data novel.txt --sequence-length 256
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials
   semitone train --checkpoint-dir runs/7 --save-every 5min --resume auto   starts, and resumes when it is run again
   semitone train --log-dir runs/7 --print-config > runs/7.toml; semitone train --config runs/7.toml
@@ -94,10 +103,10 @@ void add_job_flags(Flags& add, TrainFlags& flags) {
            "Address of machine 0; default: $MASTER_ADDR for several machines, this one for one");
   add.integer("--master-port", flags.master_port, 0, 65535,
               "Port of the rendezvous; 0: a free port for one machine, else $MASTER_PORT or 29500");
-  add.integer(
-      "--global-batch-size", flags.global_batch_size, 0, train::kLargestCount,
-      "Images per step of all processes together, divided equally among them, so that a run "
-      "can be resumed with another number of processes; 0: --batch-size for each");
+  add.integer("--global-batch-size", flags.global_batch_size, 0, train::kLargestCount,
+              "Images, or sequences, per step of all processes together, divided equally among "
+              "them, so that a "
+              "run can be resumed with another number of processes; 0: --batch-size for each");
   train::add_group_flags(add, flags.options);
 }
 
@@ -180,7 +189,7 @@ std::shared_ptr<const TrainFlags> add_train_flags(CLI::App& command) {
   command.get_option("--json")->configurable(false);
   command.add_flag("--quiet", flags->quiet, "No progress, only the table");
   command.add_flag("--as-part", flags->as_part)->group("")->configurable(false);
-  command.footer(std::string(kTrainFooter) + kExitCodesHelp);
+  command.footer(kDataFooter + model_defaults_help() + "\n" + kTrainFooter + kExitCodesHelp);
   return flags;
 }
 

@@ -103,6 +103,7 @@ suffices, 3 trainings are enough. Each operator that has to stay in fp32 adds 6 
 Examples:
   semitone tune --dtype fp16 --out policy.json
   semitone train --dtype fp16 --policy policy.json
+  semitone tune --model gpt --data novel.txt
   semitone tune --policy paddle-o2 --band 0.5 --max-steps 200 --json tune.json
 
 )";
@@ -127,7 +128,10 @@ void add_tune_command(CLI::App& app, Action& action) {
            "File to write the policy to, for semitone train --policy FILE; default: none");
   add_short_training_flags(add, flags->training);
   command.footer(std::string(kTuneFooter) + kExitCodesHelp);
-  command.callback([&action, flags] { action = [flags] { return run(*flags); }; });
+  command.callback([&action, &command, flags] {
+    apply_model(command, train::find_model(flags->training.model), kTune);
+    action = [flags] { return run(*flags); };
+  });
 }
 
 }  // namespace semitone::cli

@@ -79,6 +79,7 @@ those of the loss times --loss-scale.
 
 Examples:
   semitone whatif
+  semitone whatif --model gpt --data novel.txt
   semitone whatif --loss-scale 65536 --max-steps 20 --json whatif.json
 
 )";
@@ -93,7 +94,10 @@ void add_whatif_command(CLI::App& app, Action& action) {
   Flags add(command, kWhatIfCommand);
   add_short_training_flags(add, *training);
   command.footer(std::string(kWhatIfFooter) + kExitCodesHelp);
-  command.callback([&action, training] { action = [training] { return run(*training); }; });
+  command.callback([&action, &command, training] {
+    apply_model(command, train::find_model(training->model), kWhatIfCommand);
+    action = [training] { return run(*training); };
+  });
 }
 
 }  // namespace semitone::cli

@@ -3,14 +3,15 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
 #include <string_view>
 
-// The data of a training, whatever they are. Each kind has its own header (images.h), which makes a
-// DataSet. Nothing else in this room depends on the kind.
+// The data of a training, whatever they are. Each kind has its own header (images.h, text.h), which
+// makes a DataSet. Nothing else in this room depends on the kind.
 namespace semitone::train {
 
 // A kind of data, and the words for the results of a training on it.
@@ -19,10 +20,21 @@ struct DataKind {
   std::string_view examples;  // what a batch consists of: "images"
   std::string_view items;     // what speeds count, one for each label: "images"
   bool has_memory_format;     // whether the inputs have the memory format of images
+  // Whether the test's result is the perplexity, exp(loss), rather than the accuracy.
+  bool has_perplexity;
 };
 
-inline constexpr DataKind kImages{
-    .name = "images", .examples = "images", .items = "images", .has_memory_format = true};
+inline constexpr DataKind kImages{.name = "images",
+                                  .examples = "images",
+                                  .items = "images",
+                                  .has_memory_format = true,
+                                  .has_perplexity = false};
+inline constexpr DataKind kText{.name = "text",
+                                .examples = "sequences",
+                                .items = "characters",
+                                .has_memory_format = false,
+                                .has_perplexity = true};
+inline constexpr std::array kDataKinds{kImages, kText};
 
 // The inputs of a model, and a label for each row of its logits.
 struct Batch {

@@ -116,9 +116,20 @@ Classifier make_convnet(const ImageShape& shape) {
                           .image_width(shape.width));
 }
 
-constexpr std::array kModels{
-    ModelChoice{"convnet", make_convnet}, ModelChoice{"resnet18", make_resnet<zoo::ResNet18>},
-    ModelChoice{"resnet50", make_resnet<zoo::ResNet50>}, ModelChoice{"vit", make_vit}};
+Classifier make_gpt(std::int64_t characters) {
+  return zoo::Decoder(
+      zoo::DecoderOptions().layers(4).width(256).heads(4).ffn(704).vocabulary(characters));
+}
+
+constexpr std::array kGptDefaults{FlagDefault{"--optimizer", "adamw"}, FlagDefault{"--lr", "0.001"},
+                                  FlagDefault{"--batch-size", "8"}, FlagDefault{"--epochs", "10"},
+                                  FlagDefault{"--test-share", "0.1"}};
+
+constexpr std::array kModels{ModelChoice{"convnet", make_convnet, nullptr},
+                             ModelChoice{"resnet18", make_resnet<zoo::ResNet18>, nullptr},
+                             ModelChoice{"resnet50", make_resnet<zoo::ResNet50>, nullptr},
+                             ModelChoice{"vit", make_vit, nullptr},
+                             ModelChoice{"gpt", nullptr, make_gpt, kGptDefaults}};
 
 // Noise with random labels.
 FixedBatch random_images(std::int64_t count, std::int64_t channels, std::int64_t size,

@@ -15,12 +15,24 @@ namespace semitone::train {
 
 class WorkloadOptions;
 
-// A model of the zoo that classifies images.
+// A default of a model that differs from that of the flag: {"--lr", "0.001"}.
+struct FlagDefault {
+  std::string_view flag;
+  std::string_view value;
+};
+
+// A model of the zoo. It has one of the two functions, which tells from what data it learns. They
+// create the model with new weights, drawn from LibTorch's default generator.
 struct ModelChoice {
   std::string_view name;
-  // Creates the model for images of a shape with new weights, drawn from LibTorch's default
-  // generator. Error for images that do not fit.
-  Classifier (*make)(const ImageShape& shape);
+  // Classifies images of a shape. Error for images that do not fit.
+  Classifier (*make_for_images)(const ImageShape& shape);
+  // Predicts the characters of a text.
+  // @param characters  size of the vocabulary
+  Classifier (*make_for_text)(std::int64_t characters);
+  std::span<const FlagDefault> defaults{};
+
+  const DataKind& data() const { return make_for_text == nullptr ? kImages : kText; }
 };
 
 // convnet: zoo::ConvNet, for images from 4 x 4. resnet18, resnet50: zoo::ResNet18 and ResNet50 with a
@@ -29,6 +41,10 @@ struct ModelChoice {
 // vit: zoo::ViT with 6 layers and the width and heads of DeiT-Tiny (192 and 3; Touvron et al. 2021).
 // The patch is the smallest power of two from 4 with at most 14 patches in each direction: 4 for
 // MNIST and CIFAR, 16 for 224 x 224. Images that are not whole patches are framed by zeros.
+//
+// gpt: zoo::Decoder with 4 layers of width 256, 4 heads and a feed-forward width of 704 (8/3 of the
+// width, rounded up to a multiple of 64), for texts: 3.2 million parameters, so that two cores train
+// it on a small text in minutes.
 std::span<const ModelChoice> models();
 
 // Error for a name that no model has.

@@ -165,7 +165,10 @@ void Progress::on(const Tested& tested) {
   clear();
   const std::vector<Field> fields{
       {1, "", label_},
-      {0, "  ", fmt::format("test accuracy {:.2f} %", 100 * tested.accuracy)},
+      {0, "  ",
+       data_.has_perplexity
+           ? fmt::format("test perplexity {:.3f}", without_sign_of_nan(std::exp(tested.loss)))
+           : fmt::format("test accuracy {:.2f} %", 100 * tested.accuracy)},
       {2, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(tested.loss))}};
   out_ << joined(fitting(fields, room_in(columns_))) << '\n' << std::flush;
 }

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
+
 namespace semitone::train {
 namespace {
 
@@ -60,6 +62,7 @@ void RunRecorder::on(const EpochDone& epoch) {
 void RunRecorder::on(const Tested& tested) {
   log_.add_scalar("test/accuracy", tested.accuracy, step_);
   log_.add_scalar("test/loss", tested.loss, step_);
+  if (data_.has_perplexity) log_.add_scalar("test/perplexity", std::exp(tested.loss), step_);
   next_.on(tested);
 }
 

@@ -15,7 +15,7 @@ namespace semitone::train {
 //   what else DataKind::items says
 // - after each epoch: train/epoch, train/epoch_loss (mean), train/epoch_seconds, amp/loss_scale,
 //   amp/skipped_steps
-// - at the end: test/accuracy (0 to 1), test/loss
+// - at the end: test/accuracy (0 to 1), test/loss; on a text test/perplexity
 //
 // - samples of the model and its training (report::Recorder)
 //

@@ -42,7 +42,7 @@ class TrainOptions {
   TORCH_ARG(std::optional<amp::detail::LossScale>, loss_scale);
 
   TORCH_ARG(std::int64_t, epochs) = 1;
-  // Images per step and process. The last batch of an epoch may be smaller.
+  // Images, or sequences of a text, per step and process. The last batch of an epoch may be smaller.
   TORCH_ARG(std::int64_t, batch_size) = 100;
   // The name of one of optimizers(), which has its own defaults for everything that is not set
   // here. With fp16 weights and no masters (O3), eps is 2^-14: fp16 rounds Adam's 1e-8 to 0, which
@@ -75,7 +75,7 @@ class TrainOptions {
   // dynamic loss scale does now and then, the observer is told. Slower; no result changes.
   TORCH_ARG(bool, check_nonfinite) = false;
 
-  // The processes that train together, each with its share of the images. Their options must be
+  // The processes that train together, each with its share of the data. Their options must be
   // equal. Default: this process only.
   TORCH_ARG(comm::Group, group);
   // Use the statistics of all processes' batches together in BatchNorm layers.
@@ -125,7 +125,8 @@ void add_training_flags(Flags& add, TrainOptions& options) {
       },
       "16-bit dtype; auto: bf16 on a CPU, else fp16");
   add.integer("--epochs", options.epochs(), 1, 1'000'000, "Number of epochs");
-  add.integer("--batch-size", options.batch_size(), 1, 1'000'000, "Images per step and process");
+  add.integer("--batch-size", options.batch_size(), 1, 1'000'000,
+              "Images, or sequences of a text, per step and process");
   add.choice("--optimizer", options.optimizer(), names_of(optimizers()),
              "Optimizer; fused: Semitone's, a step in one pass; others: LibTorch's");
   add.number(
@@ -149,7 +150,7 @@ void add_training_flags(Flags& add, TrainOptions& options) {
   add.integer("--growth-interval", options.growth_interval(), 0, kLargestCount,
               "Number of good steps after which a dynamic loss scale doubles; 0: never");
   add.integer("--seed", options.seed(), 0, kLargestCount,
-              "Random seed of the initial weights and the order of the images");
+              "Random seed of the initial weights and the order of the data");
   add.choice(
       "--memory-format", "auto", {"auto", "nchw", "nhwc"},
       [&](const std::string& name) { options.memory_format(parse_memory_format(name)); },

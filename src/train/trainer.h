@@ -9,6 +9,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cmath>
 #include <cstdint>
 
 // Trains a classifier at an opt level, as `semitone train` does.
@@ -22,8 +23,9 @@ struct TrainResult {
   MemoryFormat memory_format = MemoryFormat::nchw;  // the chosen one
   std::int64_t epochs = 0;                          // as requested
   std::int64_t steps = 0;                           // including those before a resume
-  double test_accuracy = 0;                         // 0 to 1
-  double test_loss = 0;
+  // The share of test labels (of images, or of characters) whose logit is the largest, 0 to 1.
+  double test_accuracy = 0;
+  double test_loss = 0;                // mean over the test labels, in nats
   double train_loss = 0;               // mean over the last epoch's steps that were not skipped
   double items_per_second = 0;         // over all processes
   double ms_per_step = 0;              // median; includes making the batch
@@ -39,6 +41,9 @@ struct TrainResult {
   std::uint64_t seed = 0;
   int processes = 1;
   int threads = 1;  // per process
+
+  // exp(test_loss): 1 for a model that knows the labels, their number for one that guesses.
+  double test_perplexity() const { return std::exp(test_loss); }
 };
 
 // Trains a classifier and then tests it.

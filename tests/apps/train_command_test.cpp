@@ -313,7 +313,7 @@ TEST_F(CliTest, TrainsOnCifar) {
     EXPECT_THAT(finished.out, HasSubstr(std::string(model) + ", 1 epoch in batches of 20"));
   }
   expect_failure(run_semitone({"train", "--data", (cifar / "data_batch_1.bin").string()}), 1,
-                 "[cli.train] expected a folder with the data at ");
+                 "[cli.train] expected a folder with images at ");
 }
 
 TEST_F(CliTest, TrainsOnAFolderOfImages) {

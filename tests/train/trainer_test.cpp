@@ -224,15 +224,17 @@ TEST(Trainer, EveryModelTrainsOnImagesOfMnist) {
   const zoo::ImageSet images = test::made_up_images(8, 1);
   const DataSet set = image_data(images, test::made_up_images(1, 2));
   for (const ModelChoice& choice : models()) {
+    if (choice.make_for_images == nullptr) continue;
     Recorder recorder;
     const auto options = options_for(OptLevel::O1, torch::kBFloat16).epochs(8).lr(0.01);
-    train_classifier([&] { return choice.make(shape_of(images)); }, set, options, recorder);
+    train_classifier([&] { return choice.make_for_images(shape_of(images)); }, set, options,
+                     recorder);
     EXPECT_EQ(recorder.losses.size(), 8U) << choice.name;
     EXPECT_LT(recorder.losses.back(), recorder.losses.front()) << choice.name;
     EXPECT_EQ(&find_model(choice.name), &choice);
   }
   EXPECT_THAT(message_of([] { find_model("lenet"); }),
-              HasSubstr("one of convnet, resnet18, resnet50, vit"));
+              HasSubstr("one of convnet, resnet18, resnet50, vit, gpt"));
 }
 
 TEST(Trainer, EveryModelTrainsOnColourImages) {
@@ -241,9 +243,10 @@ TEST(Trainer, EveryModelTrainsOnColourImages) {
   const ImageShape shape = shape_of(images);
   EXPECT_EQ(shape, (ImageShape{.channels = 3, .height = 32, .width = 32, .classes = 10}));
   for (const ModelChoice& choice : models()) {
+    if (choice.make_for_images == nullptr) continue;
     Recorder recorder;
     const auto options = options_for(OptLevel::O0, torch::kBFloat16).epochs(8).lr(0.01);
-    train_classifier([&] { return choice.make(shape); }, set, options, recorder);
+    train_classifier([&] { return choice.make_for_images(shape); }, set, options, recorder);
     ASSERT_EQ(recorder.losses.size(), 8U) << choice.name;
     EXPECT_LT(recorder.losses.back(), recorder.losses.front()) << choice.name;
   }
@@ -252,8 +255,9 @@ TEST(Trainer, EveryModelTrainsOnColourImages) {
 TEST(Trainer, EveryModelFitsImagesOfAnySize) {
   const torch::NoGradGuard no_grad;
   for (const ModelChoice& choice : models()) {
+    if (choice.make_for_images == nullptr) continue;
     for (const ImageShape& shape : {ImageShape{1, 5, 40, 3}, ImageShape{3, 36, 7, 2}}) {
-      const Classifier model = choice.make(shape);
+      const Classifier model = choice.make_for_images(shape);
       torch::optim::SGD optimizer(model.module()->parameters(), 0.1);
       amp::Model handle(model.module());
       auto mixed = amp::initialize(handle, optimizer, amp::Options(OptLevel::O0).verbosity(0));
@@ -265,9 +269,9 @@ TEST(Trainer, EveryModelFitsImagesOfAnySize) {
 }
 
 TEST(Trainer, ImagesThatDoNotFitAModelAreAnError) {
-  EXPECT_THAT(message_of([] { find_model("resnet18").make({.channels = 4}); }),
+  EXPECT_THAT(message_of([] { find_model("resnet18").make_for_images({.channels = 4}); }),
               HasSubstr("[train.model] expected images of 1 or 3 channels for a ResNet, got 4"));
-  EXPECT_THAT(message_of([] { find_model("convnet").make({.height = 3}); }),
+  EXPECT_THAT(message_of([] { find_model("convnet").make_for_images({.height = 3}); }),
               HasSubstr("height of at least 4"));
 }
 
