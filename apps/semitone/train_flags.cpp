@@ -58,7 +58,7 @@ Examples:
   semitone train --opt-level all                       the four levels, each in its own process
   semitone train --opt-level O2 --dtype fp16 --json o2.json
   semitone train --data ~/fashion-mnist --epochs 5
-  semitone train --data ~/cifar-10-batches-bin --model resnet18 --epochs 10
+  semitone train --data ~/cifar-10-batches-bin --model resnet18 --epochs 10 --augment
   semitone train --data ~/flowers --image-size 64 --model resnet18     with flowers/daisy/1.png, flowers/tulip/1.png, …
   semitone train --model gpt --data novel.txt --sequence-length 256
   semitone train --opt-level O1 --lr 1e-4 --momentum 0 --schedule constant --epochs 2   the setting of the tutorials

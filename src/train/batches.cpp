@@ -53,7 +53,14 @@ std::vector<at::Tensor> Batches::cut(torch::data::samplers::Sampler<>& sampler,
 }
 
 Batch Batches::batch(const at::Tensor& indices) const {
-  Batch batch = examples_->batch(indices);
+  return in_format(examples_->batch(indices));
+}
+
+Batch Batches::augmented(const at::Tensor& indices, std::uint64_t seed, std::int64_t epoch) const {
+  return in_format(examples_->augmented(indices, seed, epoch));
+}
+
+Batch Batches::in_format(Batch batch) const {
   // contiguous() would keep a single channel as it is, whose strides fit both formats.
   if (channels_last_) batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
   return batch;

@@ -39,8 +39,11 @@ class Batches {
   std::vector<at::Tensor> in_order(std::int64_t batch_size) const;
 
   Batch batch(const at::Tensor& indices) const;
+  // With inputs that are changed at random, which depends on seed and epoch only.
+  Batch augmented(const at::Tensor& indices, std::uint64_t seed, std::int64_t epoch) const;
 
  private:
+  Batch in_format(Batch batch) const;
   std::vector<at::Tensor> cut(torch::data::samplers::Sampler<>& sampler,
                               std::int64_t batch_size) const;
 

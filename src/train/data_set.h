@@ -20,6 +20,7 @@ struct DataKind {
   std::string_view examples;  // what a batch consists of: "images"
   std::string_view items;     // what speeds count, one for each label: "images"
   bool has_memory_format;     // whether the inputs have the memory format of images
+  bool can_augment;  // whether inputs can be changed at random without changing their label
   // Whether the test's result is the perplexity, exp(loss), rather than the accuracy.
   bool has_perplexity;
 };
@@ -28,11 +29,13 @@ inline constexpr DataKind kImages{.name = "images",
                                   .examples = "images",
                                   .items = "images",
                                   .has_memory_format = true,
+                                  .can_augment = true,
                                   .has_perplexity = false};
 inline constexpr DataKind kText{.name = "text",
                                 .examples = "sequences",
                                 .items = "characters",
                                 .has_memory_format = false,
+                                .can_augment = false,
                                 .has_perplexity = true};
 inline constexpr std::array kDataKinds{kImages, kText};
 
@@ -55,6 +58,12 @@ class Examples {
   virtual std::shared_ptr<const Examples> to(c10::Device device) const = 0;
   // @param indices  int64, on the device of the examples; each from 0 to size() - 1
   virtual Batch batch(const at::Tensor& indices) const = 0;
+  // The same with inputs that are changed at random: how depends on indices, seed and epoch only.
+  // batch() if the kind cannot be augmented.
+  virtual Batch augmented(const at::Tensor& indices, std::uint64_t /*seed*/,
+                          std::int64_t /*epoch*/) const {
+    return batch(indices);
+  }
 };
 
 // The examples of a training and of its test.

@@ -2,10 +2,12 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/zoo/augment.h"
 
 #include <c10/util/StringUtil.h>
 #include <torch/types.h>
 
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -28,12 +30,23 @@ class ImageExamples final : public Examples {
   }
 
   Batch batch(const at::Tensor& indices) const override {
-    at::Tensor images = set_.images.index_select(0, indices).to(torch::kFloat).div_(255);
+    return batch_of(set_.images.index_select(0, indices), indices);
+  }
+
+  Batch augmented(const at::Tensor& indices, std::uint64_t seed,
+                  std::int64_t epoch) const override {
+    return batch_of(zoo::augment(set_.images.index_select(0, indices), indices, epoch,
+                                 zoo::AugmentOptions().seed(seed)),
+                    indices);
+  }
+
+ private:
+  Batch batch_of(const at::Tensor& bytes, const at::Tensor& indices) const {
+    at::Tensor images = bytes.to(torch::kFloat).div_(255);
     if (images.dim() == 3) images = images.unsqueeze(1);
     return {images, set_.labels.index_select(0, indices)};
   }
 
- private:
   zoo::ImageSet set_;
 };
 

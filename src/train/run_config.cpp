@@ -18,6 +18,7 @@ RunConfig run_config_of(const TrainOptions& options, MemoryFormat format, const 
       {"--lr", text(options.lr())},
       {"--schedule", std::string(name_of(options.schedule()))},
       {"--seed", text(options.seed())},
+      {"--augment", text(options.augment())},
       {"--limit-batches", text(options.limit_batches())},
       {"--memory-format", std::string(name_of(format))},
       {fmt::format("training {}", data.kind.examples), text(data.train->size())},

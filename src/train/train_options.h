@@ -52,9 +52,12 @@ class TrainOptions {
   // Momentum of an optimizer that has one (OptimizerChoice::has_momentum).
   TORCH_ARG(double, momentum) = 0.9;
   TORCH_ARG(Schedule, schedule) = Schedule::cosine;
-  // Random seed of the initial weights and of each epoch's order, which do not depend on the opt
-  // level.
+  // Random seed of the initial weights, of each epoch's order and of the augmentation, which do not
+  // depend on the opt level.
   TORCH_ARG(std::int64_t, seed) = 0;
+  // Move training images by up to 4 pixels and mirror half of them, differently in each epoch
+  // (zoo::augment). Not for digits and letters, which have no mirror images.
+  TORCH_ARG(bool, augment) = false;
   TORCH_ARG(MemoryFormat, memory_format) = MemoryFormat::automatic;
 
   // Number of good steps after which a dynamic loss scale doubles. LibTorch's default of 2000
@@ -150,7 +153,9 @@ void add_training_flags(Flags& add, TrainOptions& options) {
   add.integer("--growth-interval", options.growth_interval(), 0, kLargestCount,
               "Number of good steps after which a dynamic loss scale doubles; 0: never");
   add.integer("--seed", options.seed(), 0, kLargestCount,
-              "Random seed of the initial weights and the order of the data");
+              "Random seed of the initial weights, the order of the data, and --augment");
+  add.mark("--augment", options.augment(),
+           "Move training images by up to 4 pixels and mirror half of them, at random");
   add.choice(
       "--memory-format", "auto", {"auto", "nchw", "nhwc"},
       [&](const std::string& name) { options.memory_format(parse_memory_format(name)); },

@@ -76,6 +76,10 @@ class Run {
                      run_config_of(options, format_, data)),
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
+    if (options.augment() && !kind_.can_augment) {
+      throw Error(kTrainer, "data that can be augmented", std::string(kind_.examples),
+                  "leave out --augment");
+    }
     reseed(options.group());
     agree_on_fp8();
     const std::int64_t all = train_.count(options.batch_size());
@@ -162,7 +166,9 @@ class Run {
 
   Batch read(const at::Tensor& indices) const {
     const events::PhaseScope phase(events::Phase::data);
-    return train_.batch(indices);
+    if (!options_.augment()) return train_.batch(indices);
+    return train_.augmented(indices, static_cast<std::uint64_t>(options_.seed()),
+                            position_.step / batches_);
   }
 
   at::Tensor loss_of(const Batch& batch) {

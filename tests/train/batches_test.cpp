@@ -1,5 +1,6 @@
 #include "src/train/batches.h"
 
+#include "semitone/zoo/augment.h"
 #include "src/train/images.h"
 #include "tests/support/image_files.h"
 
@@ -60,6 +61,17 @@ TEST_F(BatchesTest, ColoursStayAsTheyAre) {
                           .batch(torch::tensor({4, 0}));
   EXPECT_EQ(batch.inputs.suggest_memory_format(), at::MemoryFormat::ChannelsLast);
   EXPECT_TRUE(torch::equal(batch.inputs[1], set.images[0].to(torch::kFloat).div(255)));
+}
+
+TEST_F(BatchesTest, AugmentedImagesDependOnSeedAndEpoch) {
+  const at::Tensor indices = torch::tensor({20, 3, 11});
+  const Batch batch = batches_.augmented(indices, 5, 2);
+  const at::Tensor expected =
+      zoo::augment(set_.images.index_select(0, indices), indices, 2, zoo::AugmentOptions().seed(5));
+  EXPECT_TRUE(torch::equal(batch.inputs, expected.unsqueeze(1).to(torch::kFloat).div(255)));
+  EXPECT_TRUE(torch::equal(batch.labels, set_.labels.index_select(0, indices)));
+  EXPECT_FALSE(torch::equal(batches_.augmented(indices, 5, 3).inputs, batch.inputs));
+  EXPECT_FALSE(torch::equal(batches_.augmented(indices, 6, 2).inputs, batch.inputs));
 }
 
 TEST_F(BatchesTest, ChannelsLastIsSaidByTheStridesAlsoWithOneChannel) {

@@ -139,6 +139,7 @@ TEST_F(ResumingTest, OtherOptionsAreRefusedByTheirFlags) {
                     HasSubstr(step_of(run_, 3).string()), HasSubstr("got images per step 8"),
                     HasSubstr("resume with the settings of the saved run")));
   EXPECT_THAT(message(TrainOptions(more).seed(5)), HasSubstr("--seed 5"));
+  EXPECT_THAT(message(TrainOptions(more).augment(true)), HasSubstr("--augment true"));
   EXPECT_THAT(
       message(TrainOptions(more).optimizer("adam")),
       AllOf(HasSubstr("--optimizer adam"), HasSubstr("got --momentum 0.9, --optimizer sgd")));

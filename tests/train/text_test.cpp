@@ -65,6 +65,15 @@ TEST(TextData, AModelOfImagesAndATextAreAnErrorAndSoIsTheReverse) {
               HasSubstr("expected a model for images, got gpt, a model for text"));
 }
 
+TEST(TextTraining, ATextCannotBeAugmented) {
+  const DataSet data = text_data(counted(2000), TextOptions().sequence_length(48));
+  EXPECT_THAT(test::error_of([&] {
+                train_classifier(small_gpt, data,
+                                 text_options(OptLevel::O1, torch::kBFloat16).augment(true));
+              }),
+              HasSubstr("expected data that can be augmented, got sequences"));
+}
+
 // Attention over the characters of a word finds what pairs of characters do not have.
 TEST(TextTraining, LearnsNearlyAllOfATextWhoseEntropyIsKnown) {
   const zoo::Text text = test::read_made_up_text(4000, 2);

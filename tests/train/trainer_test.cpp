@@ -127,6 +127,35 @@ TEST(Trainer, EveryOptimizerTrains) {
   }
 }
 
+TEST(Trainer, AugmentedImagesChangeFromEpochToEpochAndCanBeRepeated) {
+  const DataSet few = image_data(test::made_up_images(16, 1), test::made_up_images(16, 2));
+  const auto make = [] {
+    return test::ToyNet(test::ToyNetOptions{.inputs = 28 * 28, .hidden = 8, .outputs = 10});
+  };
+  const auto losses = [&](bool augment) {
+    Recorder recorder;
+    // The rate is too small to change a weight, so the loss of the only batch tells its images.
+    train_classifier(make, few,
+                     options_for(OptLevel::O0, torch::kBFloat16)
+                         .batch_size(16)
+                         .epochs(3)
+                         .lr(1e-30)
+                         .augment(augment),
+                     recorder);
+    EXPECT_EQ(recorder.losses.size(), 3U);
+    return recorder.losses;
+  };
+  const auto plain = losses(false);
+  const auto augmented = losses(true);
+  EXPECT_EQ(losses(true), augmented);
+  // Fp32 sums of 16 losses, in the order of each epoch.
+  EXPECT_NEAR(plain.at(0), plain.at(1), 1e-5);
+  EXPECT_NEAR(plain.at(1), plain.at(2), 1e-5);
+  EXPECT_GT(std::abs(augmented.at(0) - plain.at(0)), 5e-4);
+  EXPECT_GT(std::abs(augmented.at(0) - augmented.at(1)), 5e-4);
+  EXPECT_GT(std::abs(augmented.at(1) - augmented.at(2)), 5e-4);
+}
+
 TEST(Trainer, AdamTrainsWithFp16WeightsWithoutMasters) {
   const TrainResult result = train_classifier(
       drop_net, data(), options_for(OptLevel::O3, torch::kHalf).optimizer("adam").lr(0.002));
