@@ -77,8 +77,7 @@ class Run {
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
     if (options.augment() && !kind_.can_augment) {
-      throw Error(kTrainer, "data that can be augmented", std::string(kind_.examples),
-                  "leave out --augment");
+      throw Error(kTrainer, "data that can be augmented", kind_.examples, "leave out --augment");
     }
     reseed(options.group());
     agree_on_fp8();
