@@ -114,6 +114,9 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
       "--dropout", flags->dropout,
       [](double probability) { return probability >= 0 && probability < 1; }, "from 0 to below 1",
       "Dropout probability of encoder in the measured steps; the check runs without dropout");
+  add.mark(
+      "--checkpoint-activations", flags->checkpoint_activations,
+      "Keep only the inputs of layers and blocks for the backward pass, which runs them again");
   add.integer("--check-steps", flags->check_steps, 2, kBenchMost,
               "Number of losses to compare with float32's");
   add.integer("--warm-up", flags->warm_up, 1, kBenchMost, "Number of steps before timing starts");
@@ -134,6 +137,8 @@ void check(const BenchFlags& flags, const CLI::App& command) {
       throw UsageError(kBench, std::string(flag) + " with " + expected + " only", got);
   };
   if (flags.workload != "resnet50") refuse("--image-size", "resnet50", flags.workload);
+  if (flags.workload == "mnist")
+    refuse("--checkpoint-activations", "resnet50, encoder or decoder", flags.workload);
   if (flags.workload != "encoder") refuse("--dropout", "encoder", flags.workload);
   if (train::find_workload(flags.workload).has_images) {
     for (const char* const flag : {"--length", "--layers", "--width", "--heads", "--vocabulary"})
@@ -161,6 +166,7 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
       .split_masters(flags.optimizer == "split-masters" || flags.optimizer == "bf16-state")
       .bf16_state(flags.optimizer == "bf16-state")
       .image_size(flags.image_size)
+      .checkpoint_blocks(flags.checkpoint_activations)
       .seed(static_cast<std::uint64_t>(flags.seed))
       .check_steps(flags.check_steps)
       .warm_up(flags.warm_up);
@@ -169,10 +175,11 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
   set_sizes(encoder, flags);
   encoder.ffn(encoder_ffn(encoder.width()))
       .dropout(flags.dropout)
+      .checkpoint_layers(flags.checkpoint_activations)
       .max_positions(std::max(encoder.max_positions(), options.length()));
   zoo::DecoderOptions& decoder = options.decoder();
   set_sizes(decoder, flags);
-  decoder.ffn(decoder_ffn(decoder.width()));
+  decoder.ffn(decoder_ffn(decoder.width())).checkpoint_layers(flags.checkpoint_activations);
   if (flags.batch_size > 0) options.batch_size(flags.batch_size);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.opt_level == "O1" && flags.policy != "semitone") {

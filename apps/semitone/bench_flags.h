@@ -33,6 +33,7 @@ struct BenchFlags {
   std::int64_t heads = 0;
   std::int64_t vocabulary = 0;
   double dropout;
+  bool checkpoint_activations = false;
   std::int64_t check_steps;
   std::int64_t warm_up;
   std::int64_t rounds = 10;

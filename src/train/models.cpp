@@ -181,8 +181,9 @@ constexpr std::array kWorkloads{
                    .optimizer = "sgd",
                    .weight_decay = 0,
                    .lr = 0.001,
-                   .make_model = [](const WorkloadOptions&) -> Classifier {
-                     return zoo::ResNet50(kImageNetClasses, kResidualGain);
+                   .make_model = [](const WorkloadOptions& options) -> Classifier {
+                     return zoo::ResNet50(kImageNetClasses, kResidualGain,
+                                          options.checkpoint_blocks());
                    },
                    .make_batch =
                        [](const WorkloadOptions& options, const at::Generator& generator) {

@@ -197,7 +197,10 @@ WorkloadCheck prove(const WorkloadOptions& options) {
   exact.opt_level(amp::OptLevel::O0)
       .policy(std::nullopt)
       .fused_optimizer(false)
-      .memory_format(MemoryFormat::nchw);
+      .memory_format(MemoryFormat::nchw)
+      .checkpoint_blocks(false);
+  exact.encoder().checkpoint_layers(false);
+  exact.decoder().checkpoint_layers(false);
   check.fp32_losses =
       first_losses(exact, options.opt_level() == amp::OptLevel::O3 ? 1 : options.check_steps());
   check.tolerance = tolerance_of(options);

@@ -49,6 +49,8 @@ class WorkloadOptions {
   TORCH_ARG(std::int64_t, batch_size);
   // Height and width of resnet50's images, at least 32.
   TORCH_ARG(std::int64_t, image_size) = 224;
+  // Whether resnet50's blocks are checkpointed; for the others, see their options.
+  TORCH_ARG(bool, checkpoint_blocks) = false;
   // Tokens per sequence of encoder and decoder.
   TORCH_ARG(std::int64_t, length);
   TORCH_ARG(zoo::EncoderOptions, encoder);

@@ -1,6 +1,7 @@
 #include "semitone/zoo/decoder.h"
 
 #include "semitone/core/error.h"
+#include "semitone/recompute/checkpoint.h"
 #include "src/zoo/decoder_layer.h"
 #include "src/zoo/encoder_layer.h"
 
@@ -155,7 +156,12 @@ at::Tensor DecoderImpl::forward(const at::Tensor& tokens) {
   at::Tensor rows = token_embedding(tokens).flatten(0, 1);
   const RotaryPositions positions =
       rotary_positions(length, options_.width() / options_.heads(), options_.rope_theta(), rows);
-  for (const auto& layer : *layers) rows = layer->as<DecoderLayerImpl>()->forward(rows, positions);
+  for (const auto& layer : *layers) {
+    const auto run = [layer, positions](const at::Tensor& x) {
+      return layer->as<DecoderLayerImpl>()->forward(x, positions);
+    };
+    rows = options_.checkpoint_layers() ? semitone::nn::checkpoint(run, rows) : run(rows);
+  }
   rows = rms_norm(rows, norm);
   return options_.tied_head() ? at::linear(rows, token_embedding->weight) : head(rows);
 }

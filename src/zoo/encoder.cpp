@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/recompute/checkpoint.h"
 #include "src/zoo/encoder_layer.h"
 
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -145,7 +146,12 @@ at::Tensor EncoderImpl::forward(const at::Tensor& tokens) {
   // One matrix from here on: a Linear of a matrix adds its bias in the same pass.
   at::Tensor rows = (token_embedding(tokens) + position_embedding(positions)).flatten(0, 1);
   rows = dropout(norm(rows));
-  for (const auto& layer : *layers) rows = layer->as<EncoderLayerImpl>()->forward(rows, length);
+  for (const auto& layer : *layers) {
+    const auto run = [layer, length](const at::Tensor& x) {
+      return layer->as<EncoderLayerImpl>()->forward(x, length);
+    };
+    rows = options_.checkpoint_layers() ? semitone::nn::checkpoint(run, rows) : run(rows);
+  }
   return options_.tied_head() ? torch::addmm(head_bias, rows, token_embedding->weight.t())
                               : head(rows);
 }

@@ -4,6 +4,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 // What ResNet18 and ResNet50 share.
@@ -16,6 +17,7 @@ torch::nn::Sequential convolution(std::int64_t in, std::int64_t out, std::int64_
 // The layers before the head, (N, 3, H, W) to (N, C, H / 32, W / 32): 7 x 7 convolution, max pooling
 // and four stages of residual blocks. Each stage has twice the width of the one before, from 64 on,
 // and halves the image, except the first one.
+inline constexpr std::ptrdiff_t kPartsBeforeBlocks = 4;  // convolution, BatchNorm, ReLU, pooling
 struct ResNetLayers {
   torch::nn::Sequential features;
   std::int64_t channels;  // C

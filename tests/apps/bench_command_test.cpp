@@ -243,6 +243,8 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
        "expected --layers with encoder or decoder only, got resnet50"},
       {{"decoder", "--layers", "-1"}, "expected --layers from 0"},
       {{"decoder", "--dropout", "0"}, "expected --dropout with encoder only, got decoder"},
+      {{"mnist", "--checkpoint-activations"},
+       "expected --checkpoint-activations with resnet50, encoder or decoder only, got mnist"},
       {{"mnist", "--dropout", "0"}, "expected --dropout with encoder only, got mnist"},
       {{"encoder", "--dropout", "1"}, "expected --dropout from 0 to below 1, got '1'"},
       {{"encoder", "--dropout", "-0.1"}, "expected --dropout from 0 to below 1, got '-0.1'"},

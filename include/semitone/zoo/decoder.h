@@ -30,6 +30,9 @@ struct DecoderOptions {
   TORCH_ARG(double, rope_theta) = 10000;
   /// Whether the head multiplies by the transposed token embeddings instead of a weight of its own.
   TORCH_ARG(bool, tied_head) = true;
+  /// Whether only the inputs of layers are kept for the backward pass, which runs the layers again
+  /// (nn::checkpoint).
+  TORCH_ARG(bool, checkpoint_layers) = false;
 };
 
 /// A GPT with the architecture of Llama (Touvron et al. 2023), built from LibTorch's own modules

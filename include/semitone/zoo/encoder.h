@@ -30,6 +30,9 @@ struct EncoderOptions {
   TORCH_ARG(std::int64_t, max_positions) = 512;
   /// Whether the head multiplies by the transposed token embeddings instead of a weight of its own.
   TORCH_ARG(bool, tied_head) = false;
+  /// Whether only the inputs of layers are kept for the backward pass, which runs the layers again
+  /// (nn::checkpoint).
+  TORCH_ARG(bool, checkpoint_layers) = false;
 };
 
 /// The encoder of BERT (Devlin et al. 2018) and ERNIE for masked-language-model training, built

@@ -18,7 +18,10 @@ class ResNet50Impl : public torch::nn::Cloneable<ResNet50Impl> {
   ///                       gradients depend on rounding: in fp32 they differ by 1 to 2 % from those
   ///                       in fp64 (8 images of 64 x 64). A smaller gain reduces that; 0 is usual
   ///                       for large batches (Goyal et al. 2017).
-  explicit ResNet50Impl(std::int64_t classes = 1000, double residual_gain = 1);
+  /// @param checkpoint_blocks  whether only the inputs of blocks are kept for the backward pass, which
+  ///                       runs the blocks again (nn::checkpoint)
+  explicit ResNet50Impl(std::int64_t classes = 1000, double residual_gain = 1,
+                        bool checkpoint_blocks = false);
   void reset() override;
 
   /// @param images  (N, 3, H, W), floating, at least 32 x 32
@@ -31,6 +34,7 @@ class ResNet50Impl : public torch::nn::Cloneable<ResNet50Impl> {
  private:
   std::int64_t classes_;
   double residual_gain_;
+  bool checkpoint_blocks_;
 };
 TORCH_MODULE(ResNet50);
 
