@@ -2,6 +2,7 @@
 
 #include "semitone/comm/init.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/recompute/checkpoint.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/parallel/models.h"
 #include "tests/support/run_ranks.h"
@@ -34,8 +35,8 @@ using test::sum_of_squares;
 // equal in every step.
 // @param loss_of  of a forward and a batch: a mean over equal halves, which depends only on the
 //                 rows
-template <typename Model, typename Forward, typename LossOf>
-void expect_gradients_of_one_process(Model& model, Model& alone, int rank, const Forward& forward,
+template <typename Model, typename Alone, typename Forward, typename LossOf>
+void expect_gradients_of_one_process(Model& model, Alone& alone, int rank, const Forward& forward,
                                      const LossOf& loss_of) {
   for (int step = 0; step < 4; ++step) {
     SCOPED_TRACE(step);
@@ -162,6 +163,32 @@ TEST(StaticGraph, MayRecomputeActivations) {
         [](const auto& forward, const Batch& rows) {
           return sum_of_squares(forward(rows.data), rows.target);
         });
+  });
+}
+
+struct NetOfCheckpointsImpl : test::NetImpl {
+  at::Tensor forward(const at::Tensor& x) {
+    const auto hidden = nn::checkpoint(first, x);
+    return nn::checkpoint(
+        [this](const at::Tensor& h) { return second->forward(torch::tanh(h)); }, hidden);
+  }
+};
+TORCH_MODULE(NetOfCheckpoints);
+
+TEST(Recomputation, GradientsAreThoseOfOneProcessInEveryWayOfReducing) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      NetOfCheckpoints model = seeded<NetOfCheckpoints>(1);
+      Net alone = seeded<Net>(1);
+      DistributedDataParallel ddp(model, group, options);
+      expect_gradients_of_one_process(
+          model, alone, rank.number(), [&](const at::Tensor& x) { return ddp.forward(x); },
+          [](const auto& forward, const Batch& rows) {
+            return sum_of_squares(forward(rows.data), rows.target);
+          });
+    }
   });
 }
 
