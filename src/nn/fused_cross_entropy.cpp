@@ -1,9 +1,9 @@
 #include "semitone/nn/fused_cross_entropy.h"
 
-#include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/kernels/cross_entropy.h"
 #include "src/kernels/on_cuda.h"
+#include "src/nn/class_targets.h"
 #include "src/nn/recorded_gradients.h"
 
 #include <ATen/OpMathType.h>
@@ -14,7 +14,6 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <string>
 #include <utility>
 
 namespace semitone::nn {
@@ -40,64 +39,14 @@ bool has_loss_kernel(const at::Tensor& tensor) {
               : dtype == at::kDouble && tensor.is_cpu());
 }
 
-void check_defined(const at::Tensor& tensor, const char* what) {
-  if (!tensor.defined())
-    throw Error(kFusedCrossEntropy, c10::str(what, " as a tensor"), "an undefined one");
-}
-
-void check_label_smoothing(double label_smoothing) {
-  if (!(label_smoothing >= 0 && label_smoothing <= 1))
-    throw Error(kFusedCrossEntropy, "a label_smoothing in [0, 1]", std::to_string(label_smoothing));
-}
-
 // For logits (N, C) without class weights.
-void check_targets(const at::Tensor& logits, const at::Tensor& target) {
+void check_targets_of(const at::Tensor& logits, const at::Tensor& target) {
   if (target.dim() != 1 || target.size(0) != logits.size(0)) {
     throw Error(kFusedCrossEntropy,
                 c10::str("targets (N) or (N, C) for logits (N, C) of shape ", logits.sizes()),
                 c10::str("targets of shape ", target.sizes()));
   }
-  if (target.scalar_type() != at::kLong && target.scalar_type() != at::kByte) {
-    throw Error(kFusedCrossEntropy, "int64 targets", dtype_name(target.scalar_type()),
-                "call target.to(torch::kLong)");
-  }
-  if (target.device() != logits.device()) {
-    throw Error(kFusedCrossEntropy, c10::str("targets on the logits' device ", logits.device()),
-                c10::str("some on ", target.device()));
-  }
-}
-
-at::Tensor number(double value) {
-  return at::full({}, value, at::kDouble);
-}
-
-// The number of rows that are not ignored, in fp64 on the targets' device. Error for an invalid
-// target on a CPU; a CUDA device is not checked, and the row's loss is NaN.
-at::Tensor count_rows(const at::Tensor& target, std::int64_t classes, std::int64_t ignore_index) {
-  if (kernels::runs_on_cuda(target)) return target.ne(ignore_index).sum(at::kDouble);
-  const at::Tensor contiguous = target.contiguous();
-  const auto* const data = contiguous.const_data_ptr<std::int64_t>();
-  std::int64_t count = 0;
-  for (std::int64_t row = 0; row < contiguous.numel(); ++row) {
-    if (data[row] == ignore_index) continue;
-    if (data[row] < 0 || data[row] >= classes) {
-      throw Error(kFusedCrossEntropy,
-                  c10::str("targets in [0, ", classes, "), or ignore_index ", ignore_index),
-                  c10::str(data[row], " in row ", row));
-    }
-    ++count;
-  }
-  return number(static_cast<double>(count));
-}
-
-// In fp64. On a CPU in order, independently of the threads.
-at::Tensor sum_of(const at::Tensor& values) {
-  if (kernels::runs_on_cuda(values)) return values.sum(at::kDouble);
-  const at::Tensor fp64 = values.to(at::kDouble);
-  const auto* const data = fp64.const_data_ptr<double>();
-  double sum = 0;
-  for (std::int64_t i = 0; i < fp64.numel(); ++i) sum += data[i];
-  return number(sum);
+  check_targets(kFusedCrossEntropy, target, logits, "logits");
 }
 
 // Converts 16-bit logits to fp32.
@@ -115,7 +64,8 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits,
                             const at::Tensor& target, const CrossEntropySettings& settings) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    const at::Tensor count = count_rows(target, logits.size(1), settings.ignore_index);
+    const at::Tensor count =
+        count_rows(kFusedCrossEntropy, target, logits.size(1), settings.ignore_index);
     const auto losses =
         kernels::cross_entropy(logits, {target, settings.ignore_index, settings.label_smoothing});
     ctx->save_for_backward({logits, target, losses.max, losses.inv_sum, count});
@@ -123,10 +73,7 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     ctx->saved_data["ignore_index"] = settings.ignore_index;
     ctx->saved_data["label_smoothing"] = settings.label_smoothing;
     ctx->saved_data["inplace_backward"] = settings.inplace_backward;
-    if (settings.reduction == at::Reduction::None) return losses.loss;
-    const at::Tensor sum = sum_of(losses.loss);
-    return (settings.reduction == at::Reduction::Mean ? sum.div(count) : sum)
-        .to(losses.loss.scalar_type());
+    return reduced(losses.loss, count, settings.reduction);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -162,9 +109,9 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
 
 at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                const FusedCrossEntropyOptions& options) {
-  check_defined(logits, "logits");
-  check_defined(target, "targets");
-  check_label_smoothing(options.label_smoothing());
+  check_defined(kFusedCrossEntropy, logits, "logits");
+  check_defined(kFusedCrossEntropy, target, "targets");
+  check_label_smoothing(kFusedCrossEntropy, options.label_smoothing());
   const CrossEntropySettings settings{
       .reduction = torch::enumtype::reduction_get_enum(options.reduction()),
       .ignore_index = options.ignore_index(),
@@ -176,7 +123,7 @@ at::Tensor fused_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return libtorch_cross_entropy(logits, target, options.weight(), settings);
   }
-  check_targets(logits, target);
+  check_targets_of(logits, target);
   return CrossEntropyFunction::apply(logits, target.to(at::kLong), settings);
 }
 
@@ -191,7 +138,7 @@ at::Tensor FusedCrossEntropyImpl::forward(const at::Tensor& logits, const at::Te
 }
 
 void FusedCrossEntropyImpl::reset() {
-  check_label_smoothing(options.label_smoothing());
+  check_label_smoothing(kFusedCrossEntropy, options.label_smoothing());
   weight = register_buffer("weight", options.weight());
 }
 
