@@ -1,5 +1,6 @@
 #include "benchmarks/kernels/differentiable.h"
 #include "semitone/nn/fused_cross_entropy.h"
+#include "semitone/recompute/linear_cross_entropy.h"
 #include "src/kernels/cross_entropy.h"
 
 #include <torch/torch.h>
@@ -48,12 +49,53 @@ std::vector<Row> cross_entropy(std::int64_t tokens, at::ScalarType dtype, at::De
   return rows;
 }
 
+// The head of a language model and its loss, in chunks of classes or with all logits in memory.
+std::vector<Row> head_and_loss(bool in_chunks, std::int64_t tokens, at::ScalarType dtype,
+                               at::Device device) {
+  constexpr std::int64_t kFeatures = 768;
+  const at::Tensor x = torch::randn({tokens, kFeatures}, device).to(dtype);
+  const at::Tensor weight = (torch::randn({kClasses, kFeatures}, device) / 16).to(dtype);
+  const at::Tensor target =
+      torch::randint(kClasses, {tokens}, at::dtype(torch::kLong).device(device));
+  const Differentiable both{
+      .inputs = {x, weight},
+      .grad = at::full({}, static_cast<double>(tokens), at::dtype(at::kFloat).device(device)),
+      .ours =
+          [=](const Tensors& of) {
+            return in_chunks ? nn::linear_cross_entropy(of[0], of[1], target)
+                             : nn::fused_cross_entropy(at::linear(of[0], of[1]), target);
+          },
+      .libtorchs =
+          [target](const Tensors& of) {  // as autocast computes it
+            return at::cross_entropy_loss(at::linear(of[0], of[1]).to(at::kFloat), target);
+          },
+      .forward = {},
+      .backward = {}};
+  prove(both, {.definition =
+                   [target](const Tensors& of) {
+                     return at::cross_entropy_loss(at::linear(of[0], of[1]), target);
+                   },
+               .tolerance = {.share_of_largest = 2e-2}});
+  std::vector<Row> rows = rows_of(both);
+  for (Row& row : rows) {
+    const int products = row.pass == "forward" ? 1 : in_chunks ? 3 : 2;
+    row.operations = 2.0 * products * static_cast<double>(tokens * kFeatures * kClasses);
+  }
+  return rows;
+}
+
 }  // namespace
 
 void add_losses(std::vector<Case>& cases, const Sizes& sizes) {
   for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
     cases.push_back({"cross entropy", dtype, name_of_shape({sizes.tokens, kClasses}),
                      [=] { return cross_entropy(sizes.tokens, dtype, sizes.device); }});
+    for (const bool in_chunks : {false, true}) {
+      cases.push_back({in_chunks ? "linear_cross_entropy" : "linear, then cross entropy", dtype,
+                       name_of_shape({sizes.tokens, kClasses}), [=] {
+                         return head_and_loss(in_chunks, sizes.tokens, dtype, sizes.device);
+                       }});
+    }
   }
 }
 
