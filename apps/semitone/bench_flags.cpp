@@ -166,7 +166,7 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
       .split_masters(flags.optimizer == "split-masters" || flags.optimizer == "bf16-state")
       .bf16_state(flags.optimizer == "bf16-state")
       .image_size(flags.image_size)
-      .checkpoint_blocks(flags.checkpoint_activations)
+      .checkpoint_activations(flags.checkpoint_activations)
       .seed(static_cast<std::uint64_t>(flags.seed))
       .check_steps(flags.check_steps)
       .warm_up(flags.warm_up);
@@ -175,11 +175,10 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
   set_sizes(encoder, flags);
   encoder.ffn(encoder_ffn(encoder.width()))
       .dropout(flags.dropout)
-      .checkpoint_layers(flags.checkpoint_activations)
       .max_positions(std::max(encoder.max_positions(), options.length()));
   zoo::DecoderOptions& decoder = options.decoder();
   set_sizes(decoder, flags);
-  decoder.ffn(decoder_ffn(decoder.width())).checkpoint_layers(flags.checkpoint_activations);
+  decoder.ffn(decoder_ffn(decoder.width()));
   if (flags.batch_size > 0) options.batch_size(flags.batch_size);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
   if (flags.opt_level == "O1" && flags.policy != "semitone") {

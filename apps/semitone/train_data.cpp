@@ -49,7 +49,8 @@ struct FlagOfOneKind {
   train::DataKind kind;
 };
 
-constexpr std::array kFlagsOfOneKind{FlagOfOneKind{"--image-size", train::kImages},
+constexpr std::array kFlagsOfOneKind{FlagOfOneKind{"--augment", train::kImages},
+                                     FlagOfOneKind{"--image-size", train::kImages},
                                      FlagOfOneKind{"--memory-format", train::kImages},
                                      FlagOfOneKind{"--sequence-length", train::kText}};
 
@@ -164,7 +165,7 @@ void add_data_flags(Flags& add, DataFlags& flags) {
 
 void apply_model(CLI::App& command, const train::ModelChoice& model, std::string_view component) {
   for (const auto& [flag, kind] : kFlagsOfOneKind) {
-    if (command.count(flag) > 0 && model.data().name != kind.name) {
+    if (command.count(flag) > 0 && model.kind() != kind) {
       throw UsageError(component, fmt::format("{} with a model for {}", flag, kind.name),
                        fmt::format("--model {}", model.name));
     }
@@ -191,8 +192,8 @@ std::string model_defaults_help() {
 
 train::Task load_task(const train::ModelChoice& model, const DataFlags& flags,
                       std::string_view component) {
-  return model.data().name == train::kText.name ? load_text_task(model, flags, component)
-                                                : load_image_task(model, flags, component);
+  return model.kind() == train::kText ? load_text_task(model, flags, component)
+                                      : load_image_task(model, flags, component);
 }
 
 }  // namespace semitone::cli

@@ -52,7 +52,8 @@ class FramedResNetImpl : public torch::nn::Module {
       throw Error("train.model", "images of 1 or 3 channels for a ResNet",
                   std::to_string(shape.channels));
     }
-    net_ = register_module("net", Net(shape.classes, kResidualGain));
+    net_ =
+        register_module("net", Net(zoo::ResNetOptions(shape.classes).residual_gain(kResidualGain)));
     frame_ = frame_of(shape, std::max(shape.height, kSmallestSide),
                       std::max(shape.width, kSmallestSide));
   }
@@ -125,21 +126,22 @@ constexpr std::array kGptDefaults{FlagDefault{"--optimizer", "adamw"}, FlagDefau
                                   FlagDefault{"--batch-size", "8"}, FlagDefault{"--epochs", "10"},
                                   FlagDefault{"--test-share", "0.1"}};
 
-constexpr std::array kModels{ModelChoice{"convnet", make_convnet, nullptr},
-                             ModelChoice{"resnet18", make_resnet<zoo::ResNet18>, nullptr},
-                             ModelChoice{"resnet50", make_resnet<zoo::ResNet50>, nullptr},
-                             ModelChoice{"vit", make_vit, nullptr},
-                             ModelChoice{"gpt", nullptr, make_gpt, kGptDefaults}};
+constexpr std::array kModels{
+    ModelChoice{.name = "convnet", .make_for_images = make_convnet},
+    ModelChoice{.name = "resnet18", .make_for_images = make_resnet<zoo::ResNet18>},
+    ModelChoice{.name = "resnet50", .make_for_images = make_resnet<zoo::ResNet50>},
+    ModelChoice{.name = "vit", .make_for_images = make_vit},
+    ModelChoice{.name = "gpt", .make_for_text = make_gpt, .defaults = kGptDefaults}};
 
 // Noise with random labels.
-FixedBatch random_images(std::int64_t count, std::int64_t channels, std::int64_t size,
-                         std::int64_t classes, const at::Generator& generator) {
+Batch random_images(std::int64_t count, std::int64_t channels, std::int64_t size,
+                    std::int64_t classes, const at::Generator& generator) {
   const at::Tensor images = torch::randn({count, channels, size, size}, generator);
   return {images, torch::randint(classes, {count}, generator, torch::kLong)};
 }
 
 // Random tokens, some of them masked, with all tokens as labels.
-FixedBatch masked_tokens(const WorkloadOptions& options, const at::Generator& generator) {
+Batch masked_tokens(const WorkloadOptions& options, const at::Generator& generator) {
   constexpr double kMasked = 0.15;
   constexpr std::int64_t kMaskToken = 0;
   const std::vector<std::int64_t> sizes{options.batch_size(), options.length()};
@@ -150,7 +152,7 @@ FixedBatch masked_tokens(const WorkloadOptions& options, const at::Generator& ge
 }
 
 // Random tokens, with the token after each one as its label.
-FixedBatch following_tokens(const WorkloadOptions& options, const at::Generator& generator) {
+Batch following_tokens(const WorkloadOptions& options, const at::Generator& generator) {
   const at::Tensor tokens =
       torch::randint(options.decoder().vocabulary(), {options.batch_size(), options.length() + 1},
                      generator, torch::kLong);
@@ -182,8 +184,9 @@ constexpr std::array kWorkloads{
                    .weight_decay = 0,
                    .lr = 0.001,
                    .make_model = [](const WorkloadOptions& options) -> Classifier {
-                     return zoo::ResNet50(kImageNetClasses, kResidualGain,
-                                          options.checkpoint_blocks());
+                     return zoo::ResNet50(zoo::ResNetOptions(kImageNetClasses)
+                                              .residual_gain(kResidualGain)
+                                              .checkpoint_blocks(options.checkpoint_activations()));
                    },
                    .make_batch =
                        [](const WorkloadOptions& options, const at::Generator& generator) {
@@ -200,7 +203,8 @@ constexpr std::array kWorkloads{
                    .weight_decay = 0.01,
                    .lr = 1e-4,
                    .make_model = [](const WorkloadOptions& options) -> Classifier {
-                     return zoo::Encoder(options.encoder());
+                     return zoo::Encoder(zoo::EncoderOptions(options.encoder())
+                                             .checkpoint_layers(options.checkpoint_activations()));
                    },
                    .make_batch = masked_tokens},
     WorkloadChoice{.name = "decoder",
@@ -213,7 +217,8 @@ constexpr std::array kWorkloads{
                    .weight_decay = 0.01,
                    .lr = 1e-4,
                    .make_model = [](const WorkloadOptions& options) -> Classifier {
-                     return zoo::Decoder(options.decoder());
+                     return zoo::Decoder(zoo::DecoderOptions(options.decoder())
+                                             .checkpoint_layers(options.checkpoint_activations()));
                    },
                    .make_batch = following_tokens}};
 

@@ -26,13 +26,13 @@ struct FlagDefault {
 struct ModelChoice {
   std::string_view name;
   // Classifies images of a shape. Error for images that do not fit.
-  Classifier (*make_for_images)(const ImageShape& shape);
+  Classifier (*make_for_images)(const ImageShape& shape) = nullptr;
   // Predicts the characters of a text.
   // @param characters  size of the vocabulary
-  Classifier (*make_for_text)(std::int64_t characters);
+  Classifier (*make_for_text)(std::int64_t characters) = nullptr;
   std::span<const FlagDefault> defaults{};
 
-  const DataKind& data() const { return make_for_text == nullptr ? kImages : kText; }
+  const DataKind& kind() const { return make_for_text == nullptr ? kImages : kText; }
 };
 
 // convnet: zoo::ConvNet, for images from 4 x 4. resnet18, resnet50: zoo::ResNet18 and ResNet50 with a
@@ -50,12 +50,6 @@ std::span<const ModelChoice> models();
 // Error for a name that no model has.
 const ModelChoice& find_model(std::string_view name);
 
-// A batch on which all steps of a benchmark train, in fp32 on the CPU.
-struct FixedBatch {
-  at::Tensor inputs;
-  at::Tensor labels;
-};
-
 // A training on synthetic data for measuring speed and memory.
 struct WorkloadChoice {
   std::string_view name;
@@ -68,7 +62,8 @@ struct WorkloadChoice {
   double weight_decay;
   double lr;  // at which the first steps on a batch lower its loss at every level
   Classifier (*make_model)(const WorkloadOptions& options);
-  FixedBatch (*make_batch)(const WorkloadOptions& options, const at::Generator& generator);
+  // Makes the batch on which all steps train, in fp32 on the CPU.
+  Batch (*make_batch)(const WorkloadOptions& options, const at::Generator& generator);
 };
 
 // | workload | model           | a step                | optimizer                |

@@ -12,9 +12,9 @@ namespace semitone::train {
 namespace {
 
 void require_kind(const ModelChoice& model, const DataKind& kind) {
-  if (model.data().name != kind.name) {
+  if (model.kind() != kind) {
     throw Error("train.task", fmt::format("a model for {}", kind.name),
-                fmt::format("{}, a model for {}", model.name, model.data().name));
+                fmt::format("{}, a model for {}", model.name, model.kind().name));
   }
 }
 

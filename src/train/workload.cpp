@@ -59,9 +59,9 @@ void check_options(const WorkloadOptions& options) {
   precision_of(options).check(kWorkload);
 }
 
-FixedBatch make_batch(const WorkloadOptions& options, MemoryFormat format) {
+Batch make_batch(const WorkloadOptions& options, MemoryFormat format) {
   const auto generator = at::detail::createCPUGenerator(options.seed());
-  FixedBatch batch = options.workload().make_batch(options, generator);
+  Batch batch = options.workload().make_batch(options, generator);
   // As Batches does.
   if (format == MemoryFormat::nhwc)
     batch.inputs = batch.inputs.clone(at::MemoryFormat::ChannelsLast);
@@ -132,7 +132,7 @@ class WorkloadTraining {
   }
 
   // @param between  called between backward and the optimizer's step
-  Done step(const FixedBatch& batch, const Between& between = {}) {
+  Done step(const Batch& batch, const Between& between = {}) {
     setup_.optimizer->zero_grad();
     const at::Tensor loss = loss_of(setup_.model.forward(setup_.mixed, batch.inputs), batch.labels);
     setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
@@ -180,7 +180,7 @@ class WorkloadTraining {
 std::vector<double> first_losses(const WorkloadOptions& options, std::int64_t count) {
   const MemoryFormat format = chosen_format(options);
   WorkloadTraining training(options, format);
-  const FixedBatch batch = make_batch(options, format);
+  const Batch batch = make_batch(options, format);
   std::vector<double> losses;
   while (static_cast<std::int64_t>(losses.size()) < count) {
     const auto done = training.step(batch);
@@ -198,9 +198,7 @@ WorkloadCheck prove(const WorkloadOptions& options) {
       .policy(std::nullopt)
       .fused_optimizer(false)
       .memory_format(MemoryFormat::nchw)
-      .checkpoint_blocks(false);
-  exact.encoder().checkpoint_layers(false);
-  exact.decoder().checkpoint_layers(false);
+      .checkpoint_activations(false);
   check.fp32_losses =
       first_losses(exact, options.opt_level() == amp::OptLevel::O3 ? 1 : options.check_steps());
   check.tolerance = tolerance_of(options);
@@ -256,7 +254,7 @@ struct Workload::Impl {
   WorkloadOptions options;
   MemoryFormat format;
   WorkloadCheck check;
-  FixedBatch batch;
+  Batch batch;
   std::unique_ptr<WorkloadTraining> training;
   TensorMemory memory;
   std::vector<double> losses;

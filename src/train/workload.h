@@ -49,8 +49,9 @@ class WorkloadOptions {
   TORCH_ARG(std::int64_t, batch_size);
   // Height and width of resnet50's images, at least 32.
   TORCH_ARG(std::int64_t, image_size) = 224;
-  // Whether resnet50's blocks are checkpointed; for the others, see their options.
-  TORCH_ARG(bool, checkpoint_blocks) = false;
+  // Whether resnet50's blocks, or the layers of encoder and decoder, are checkpointed
+  // (nn::checkpoint).
+  TORCH_ARG(bool, checkpoint_activations) = false;
   // Tokens per sequence of encoder and decoder.
   TORCH_ARG(std::int64_t, length);
   TORCH_ARG(zoo::EncoderOptions, encoder);

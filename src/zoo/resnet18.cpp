@@ -7,20 +7,22 @@
 
 namespace semitone::zoo {
 
-ResNet18Impl::ResNet18Impl(std::int64_t classes, double residual_gain)
-    : classes_(classes), residual_gain_(residual_gain) {
-  if (classes <= 0) throw Error("zoo.resnet18", "classes above 0", std::to_string(classes));
+ResNet18Impl::ResNet18Impl(const ResNetOptions& options_) : options(options_) {
+  if (options.classes() <= 0)
+    throw Error("zoo.resnet18", "classes above 0", std::to_string(options.classes()));
   reset();
 }
 
 void ResNet18Impl::reset() {
-  const ResNetLayers layers = basic_layers({2, 2, 2, 2}, residual_gain_);
+  const ResNetLayers layers = basic_layers({2, 2, 2, 2}, options.residual_gain());
   features = register_module("features", layers.features);
-  head = register_module("head", torch::nn::Linear(layers.channels, classes_));
+  head = register_module("head", torch::nn::Linear(layers.channels, options.classes()));
 }
 
 at::Tensor ResNet18Impl::forward(const at::Tensor& images) {
-  return head->forward(features->forward(images).mean({2, 3}));
+  const at::Tensor x = options.checkpoint_blocks() ? forward_checkpointed(*features, images)
+                                                   : features->forward(images);
+  return head->forward(x.mean({2, 3}));
 }
 
 }  // namespace semitone::zoo

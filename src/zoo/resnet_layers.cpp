@@ -1,5 +1,7 @@
 #include "src/zoo/resnet_layers.h"
 
+#include "semitone/recompute/checkpoint.h"
+
 #include <torch/nn/init.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/functional.h>
@@ -7,6 +9,8 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>
+
+#include <cstddef>
 
 namespace semitone::zoo {
 namespace {
@@ -127,6 +131,19 @@ ResNetLayers basic_layers(const std::array<std::int64_t, 4>& blocks, double gain
 
 ResNetLayers bottleneck_layers(const std::array<std::int64_t, 4>& blocks, double gain) {
   return layers_of<Bottleneck>(blocks, gain);
+}
+
+at::Tensor forward_checkpointed(nn::SequentialImpl& features, const at::Tensor& images) {
+  constexpr std::ptrdiff_t kBeforeBlocks = 4;  // convolution, BatchNorm, ReLU, pooling
+  at::Tensor x = images;
+  for (auto layer = features.begin(); layer != features.end();) {
+    // Those before the blocks, whose results are the largest, are one part.
+    const auto end = layer + (layer == features.begin() ? kBeforeBlocks : 1);
+    nn::Sequential part;
+    for (; layer != end; ++layer) part->push_back(*layer);
+    x = semitone::nn::checkpoint(part, x);
+  }
+  return x;
 }
 
 }  // namespace semitone::zoo

@@ -4,7 +4,6 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 
 // What ResNet18 and ResNet50 share.
@@ -17,7 +16,6 @@ torch::nn::Sequential convolution(std::int64_t in, std::int64_t out, std::int64_
 // The layers before the head, (N, 3, H, W) to (N, C, H / 32, W / 32): 7 x 7 convolution, max pooling
 // and four stages of residual blocks. Each stage has twice the width of the one before, from 64 on,
 // and halves the image, except the first one.
-inline constexpr std::ptrdiff_t kPartsBeforeBlocks = 4;  // convolution, BatchNorm, ReLU, pooling
 struct ResNetLayers {
   torch::nn::Sequential features;
   std::int64_t channels;  // C
@@ -29,5 +27,8 @@ struct ResNetLayers {
 ResNetLayers basic_layers(const std::array<std::int64_t, 4>& blocks, double gain);
 // Blocks of a 1 x 1, a 3 x 3 (with the stride) and a 1 x 1 convolution, and C = 2048.
 ResNetLayers bottleneck_layers(const std::array<std::int64_t, 4>& blocks, double gain);
+
+// The result of such layers, of which nn::checkpoint keeps the inputs of blocks only.
+at::Tensor forward_checkpointed(torch::nn::SequentialImpl& features, const at::Tensor& images);
 
 }  // namespace semitone::zoo

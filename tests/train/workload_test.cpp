@@ -61,7 +61,7 @@ TEST(Workload, DefaultsAreTheTables) {
 TEST(Workload, TheDecoderPredictsTheTokenThatFollows) {
   const auto options = small("decoder", OptLevel::O0).batch_size(3);
   const auto generator = at::detail::createCPUGenerator(7);
-  const FixedBatch batch = options.workload().make_batch(options, generator);
+  const Batch batch = options.workload().make_batch(options, generator);
   EXPECT_EQ(batch.inputs.sizes(), (std::vector<std::int64_t>{3, 16}));
   const at::Tensor labels = batch.labels.view({3, 16});
   EXPECT_TRUE(torch::equal(labels.narrow(1, 0, 15), batch.inputs.narrow(1, 1, 15)));

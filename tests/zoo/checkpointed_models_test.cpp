@@ -2,6 +2,7 @@
 
 #include "semitone/zoo/decoder.h"
 #include "semitone/zoo/encoder.h"
+#include "semitone/zoo/resnet18.h"
 #include "semitone/zoo/resnet50.h"
 #include "src/core/tensor_memory.h"
 
@@ -52,47 +53,43 @@ at::Tensor tokens() {
   return torch::randint(50, {4, 16}, torch::kLong);
 }
 
-TEST(CheckpointedModels, AnEncoderWithDropout) {
-  const auto step = [](bool checkpoint) {
-    return step_of(
-        [=] {
-          return Encoder(EncoderOptions()
-                             .layers(3)
-                             .width(16)
-                             .heads(2)
-                             .ffn(64)
-                             .vocabulary(50)
-                             .checkpoint_layers(checkpoint));
-        },
-        tokens());
-  };
-  expect_same_with_less_memory(step(true), step(false), 0.4);
+template <typename Model, typename Options>
+Step transformer_step(bool checkpoint) {
+  return step_of(
+      [=] {
+        return Model(
+            Options().layers(3).width(16).heads(2).ffn(64).vocabulary(50).checkpoint_layers(
+                checkpoint));
+      },
+      tokens());
 }
 
-TEST(CheckpointedModels, ADecoder) {
-  const auto step = [](bool checkpoint) {
-    return step_of(
-        [=] {
-          return Decoder(DecoderOptions()
-                             .layers(3)
-                             .width(16)
-                             .heads(2)
-                             .ffn(64)
-                             .vocabulary(50)
-                             .checkpoint_layers(checkpoint));
-        },
-        tokens());
-  };
-  expect_same_with_less_memory(step(true), step(false), 0.4);
+TEST(CheckpointedModels, AnEncoderWithDropoutTakesTheSameStepWithLessMemory) {
+  expect_same_with_less_memory(transformer_step<Encoder, EncoderOptions>(true),
+                               transformer_step<Encoder, EncoderOptions>(false), 0.4);
 }
 
-TEST(CheckpointedModels, AResNet50WithItsRunningStatistics) {
+TEST(CheckpointedModels, ADecoderTakesTheSameStepWithLessMemory) {
+  expect_same_with_less_memory(transformer_step<Decoder, DecoderOptions>(true),
+                               transformer_step<Decoder, DecoderOptions>(false), 0.4);
+}
+
+template <typename Model>
+void expect_same_of_resnet() {
   torch::manual_seed(1);
   const at::Tensor images = torch::randn({2, 3, 32, 32});
   const auto step = [&](bool checkpoint) {
-    return step_of([=] { return ResNet50(10, 0.2, checkpoint); }, images);
+    return step_of(
+        [=] { return Model(ResNetOptions(10).residual_gain(0.2).checkpoint_blocks(checkpoint)); },
+        images);
   };
   expect_same_with_less_memory(step(true), step(false), 0.4);
+}
+
+// With their running statistics.
+TEST(CheckpointedModels, ResNetsTakeTheSameStepWithLessMemory) {
+  expect_same_of_resnet<ResNet18>();
+  expect_same_of_resnet<ResNet50>();
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ TEST(ResNet18, LearnsABatch) {
 }
 
 TEST(ResNet18, ItsBlocksStartWithTheGainThatIsAskedFor) {
-  const ResNet18 model(4, 0.25);
+  const ResNet18 model(ResNetOptions(4).residual_gain(0.25));
   int64_t last = 0;
   int64_t ones = 0;
   for (const auto& item : model->named_parameters()) {

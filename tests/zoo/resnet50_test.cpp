@@ -66,7 +66,7 @@ TEST(ResNet50, LearnsABatch) {
 
 TEST(ResNet50, ItsBlocksStartWithTheGainThatIsAskedFor) {
   for (const double gain : {1.0, 0.25, 0.0}) {
-    const ResNet50 model(4, gain);
+    const ResNet50 model(ResNetOptions(4).residual_gain(gain));
     int64_t last_ones = 0;
     int64_t ones = 0;
     for (const auto& item : model->named_parameters()) {
