@@ -1,21 +1,11 @@
 #include "src/train/batches.h"
 
 #include "semitone/parallel/sampler.h"
+#include "src/core/splitmix64.h"
 
 #include <torch/types.h>
 
 namespace semitone::train {
-namespace {
-
-// splitmix64: seed 0 in epoch 1 and seed 1 in epoch 0 get unrelated orders.
-std::uint64_t mixed(std::uint64_t value) {
-  value += 0x9E3779B97F4A7C15U;
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBU;
-  return value ^ (value >> 31);
-}
-
-}  // namespace
 
 Batches::Batches(const Examples& examples, c10::Device device, bool channels_last, Share share)
     : examples_(examples.to(device)),
@@ -30,8 +20,10 @@ std::int64_t Batches::count(std::int64_t batch_size) const {
 
 std::vector<at::Tensor> Batches::shuffled(std::int64_t batch_size, std::uint64_t seed,
                                           std::int64_t epoch) const {
-  parallel::DistributedSampler sampler(static_cast<std::size_t>(size()), share_.ranks, share_.rank,
-                                       parallel::DistributedSamplerOptions().seed(mixed(seed)));
+  // Mixed: seed 0 in epoch 1 and seed 1 in epoch 0 get unrelated orders.
+  parallel::DistributedSampler sampler(
+      static_cast<std::size_t>(size()), share_.ranks, share_.rank,
+      parallel::DistributedSamplerOptions().seed(splitmix64(seed)));
   sampler.set_epoch(static_cast<std::size_t>(epoch));
   sampler.reset();
   return cut(sampler, batch_size);

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/splitmix64.h"
 
 #include <torch/types.h>
 
@@ -12,33 +13,20 @@ namespace {
 
 constexpr auto kAugment = "zoo.augment";
 
-// splitmix64's constants.
-constexpr std::uint64_t kStep = 0x9E3779B97F4A7C15U;
-constexpr std::uint64_t kFactor1 = 0xBF58476D1CE4E5B9U;
-constexpr std::uint64_t kFactor2 = 0x94D049BB133111EBU;
-
 std::int64_t i64(std::uint64_t bits) {
   return static_cast<std::int64_t>(bits);
 }
 
-std::uint64_t mixed(std::uint64_t value) {
-  value += kStep;
-  value = (value ^ (value >> 30)) * kFactor1;
-  value = (value ^ (value >> 27)) * kFactor2;
-  return value ^ (value >> 31);
-}
-
-// The bits of int64 numbers moved to the right, with zeros from the left.
-at::Tensor moved(const at::Tensor& values, int bits) {
+at::Tensor logical_right_shift(const at::Tensor& values, int bits) {
   return values.bitwise_right_shift(bits).bitwise_and(i64(~std::uint64_t{0} >> bits));
 }
 
-// The same for each of the numbers, whose products are taken modulo 2^64.
-at::Tensor mixed(const at::Tensor& numbers) {
-  at::Tensor values = numbers + i64(kStep);
-  values = values.bitwise_xor(moved(values, 30)) * i64(kFactor1);
-  values = values.bitwise_xor(moved(values, 27)) * i64(kFactor2);
-  return values.bitwise_xor(moved(values, 31));
+// Element by element; int64 products wrap as uint64's do.
+at::Tensor splitmix64(const at::Tensor& numbers) {
+  at::Tensor values = numbers + i64(0x9E3779B97F4A7C15U);
+  values = values.bitwise_xor(logical_right_shift(values, 30)) * i64(0xBF58476D1CE4E5B9U);
+  values = values.bitwise_xor(logical_right_shift(values, 27)) * i64(0x94D049BB133111EBU);
+  return values.bitwise_xor(logical_right_shift(values, 31));
 }
 
 void check(const at::Tensor& images, const at::Tensor& indices, std::int64_t epoch,
@@ -72,10 +60,11 @@ at::Tensor augment(const at::Tensor& images, const at::Tensor& indices, std::int
   const std::int64_t padding = options.padding();
   const std::int64_t height = images.size(-2);
   const std::int64_t width = images.size(-1);
-  const std::uint64_t key = mixed(mixed(options.seed()) + static_cast<std::uint64_t>(epoch));
-  const at::Tensor keys = mixed(indices + i64(key));
+  const std::uint64_t key = semitone::splitmix64(semitone::splitmix64(options.seed()) +
+                                                 static_cast<std::uint64_t>(epoch));
+  const at::Tensor keys = splitmix64(indices + i64(key));
   // Numbers from 0 to 2^31 - 1.
-  const auto draw = [&](int number) { return moved(mixed(keys + number), 33); };
+  const auto draw = [&](int number) { return logical_right_shift(splitmix64(keys + number), 33); };
   const auto positions = [&](std::int64_t size) {
     return torch::arange(size, indices.options()).unsqueeze(0);
   };

@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/core/parallel_for.h"
+#include "src/core/splitmix64.h"
 #include "src/zoo/byte_source.h"
 #include "src/zoo/image.h"
 
@@ -161,9 +162,7 @@ std::uint64_t number_of(std::uint64_t seed, std::string_view name) {
   std::uint64_t value = 0xCBF29CE484222325U ^ (seed * 0x9E3779B97F4A7C15U);
   for (const char letter : name)
     value = (value ^ static_cast<unsigned char>(letter)) * 0x100000001B3U;
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBU;
-  return value ^ (value >> 31);
+  return mix_bits(value);
 }
 
 // The images of a class in a split, if its folder has both.
