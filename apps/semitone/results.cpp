@@ -32,7 +32,7 @@ ordered_json object_of(const TrainResult& result) {
   ordered_json object = {
       {"opt_level", amp::name_of(result.opt_level)},
       {"dtype", dtype_name(result.dtype)},
-      {"data", result.data.name},
+      {"data", result.kind.name},
       {"fp8", result.fp8},
       {"memory_format", train::name_of(result.memory_format)},
       {"epochs", result.epochs},
@@ -40,7 +40,7 @@ ordered_json object_of(const TrainResult& result) {
       {"test_accuracy", result.test_accuracy},
       {"test_loss", result.test_loss},
       {"train_loss", result.train_loss},
-      {fmt::format("{}_per_second", result.data.items), result.items_per_second},
+      {fmt::format("{}_per_second", result.kind.items), result.items_per_second},
       {"ms_per_step", result.ms_per_step},
       {"train_seconds", result.train_seconds},
       {"peak_rss_mb", megabytes(result.peak_rss_bytes)},
@@ -52,7 +52,7 @@ ordered_json object_of(const TrainResult& result) {
       {"threads", result.threads},
       {"versions",
        {{"semitone", version()}, {"libtorch", libtorch_version()}, {"compiler", compiler()}}}};
-  if (result.data.has_perplexity) object["test_perplexity"] = result.test_perplexity();
+  if (result.kind.has_perplexity) object["test_perplexity"] = result.test_perplexity();
   return object;
 }
 
@@ -68,7 +68,7 @@ TrainResult result_of(const ordered_json& object) {
   const train::DataKind* const data =
       find_row(train::kDataKinds, object.at("data").get<std::string>());
   if (data == nullptr) throw Error(kResults, "a kind of data", object.at("data").dump());
-  result.data = *data;
+  result.kind = *data;
   result.fp8 = object.at("fp8");
   result.memory_format = train::parse_memory_format(object.at("memory_format").get<std::string>());
   result.epochs = object.at("epochs");
@@ -76,7 +76,7 @@ TrainResult result_of(const ordered_json& object) {
   result.test_accuracy = real(object.at("test_accuracy"));
   result.test_loss = real(object.at("test_loss"));
   result.train_loss = real(object.at("train_loss"));
-  result.items_per_second = real(object.at(fmt::format("{}_per_second", result.data.items)));
+  result.items_per_second = real(object.at(fmt::format("{}_per_second", result.kind.items)));
   result.ms_per_step = real(object.at("ms_per_step"));
   result.train_seconds = real(object.at("train_seconds"));
   result.peak_rss_bytes = bytes(object.at("peak_rss_mb"));
@@ -166,7 +166,7 @@ void print_table(std::ostream& out, const std::vector<TrainResult>& results, int
     return base == results.end() ? "-"
                                  : fmt::format("{:.2f}x", base->ms_per_step / result.ms_per_step);
   };
-  const train::DataKind data = results.empty() ? train::kImages : results.front().data;
+  const train::DataKind data = results.empty() ? train::kImages : results.front().kind;
   const std::string speed_head = fmt::format("{}/s", data.items);
   std::vector<Column> columns{
       {0, 6, true, "level",

@@ -36,10 +36,10 @@ The model has the channels, size and classes of the images. A ResNet sees a sing
 32 x 32 in a frame of zeros. vit has 6 layers of width 192, and at most 14 x 14 patches (of 4 x 4 for MNIST and CIFAR,
 16 x 16 for 224 x 224); it is usually trained with --optimizer adamw and a small rate, such as --lr 0.001.
 
-gpt learns a text, in a file of any language and encoding, plain or .gz: it predicts each character (a byte) from those
-before it, up to --sequence-length. It has the layers of Llama, 4 of width 256 with 4 heads, 3.2 million parameters. The
+gpt learns the text in a file, plain or .gz, in UTF-8 or another encoding without zero bytes. It predicts each character
+(one byte) from those before it, up to --sequence-length. It has the layers of Llama, 4 of width 256 with 4 heads, 3.2 million parameters. The
 last --test-share of the text is held out. Test loss is its mean cross entropy in nats per character, and perplexity is
-exp(test loss): 1 for a text that is known, and the number of different characters for one that is guessed.
+exp(test loss): 1 if each character is predicted with certainty, the number of different characters for a uniform guess.
 )";
 
 constexpr auto kTrainFooter =

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-// The data of a training, whatever they are. Each kind has its own header (images.h, text.h), which
+// The data of a training, independent of their kind. Each kind has its own header (images.h, text.h), which
 // makes a DataSet. Nothing else in this room depends on the kind.
 namespace semitone::train {
 
@@ -23,6 +23,8 @@ struct DataKind {
   bool can_augment;  // whether inputs can be changed at random without changing their label
   // Whether the test's result is the perplexity, exp(loss), rather than the accuracy.
   bool has_perplexity;
+
+  friend bool operator==(const DataKind&, const DataKind&) = default;
 };
 
 inline constexpr DataKind kImages{.name = "images",

@@ -22,7 +22,7 @@ struct Resumed {
 struct TrainingBegins {
   const torch::nn::Module& model;
   torch::optim::Optimizer& optimizer;
-  const DataKind& data;
+  const DataKind& kind;
 };
 
 // Event: no further step comes, also because of an exception. Comes before the test.

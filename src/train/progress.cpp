@@ -118,7 +118,7 @@ void Progress::on(const Resumed& resumed) {
 }
 
 void Progress::on(const TrainingBegins& begin) {
-  data_ = begin.data;
+  kind_ = begin.kind;
 }
 
 void Progress::on(const StepDone& step) {
@@ -129,7 +129,7 @@ void Progress::draw(const StepDone& step) {
   const auto now = std::chrono::steady_clock::now();
   if (drawn_ && now - last_ < kBetweenDraws) return;
   last_ = now;
-  out_ << '\r' << moving_line(label_, step, data_, room_in(columns_)) << "\033[K" << std::flush;
+  out_ << '\r' << moving_line(label_, step, kind_, room_in(columns_)) << "\033[K" << std::flush;
   drawn_ = true;
 }
 
@@ -139,7 +139,7 @@ void Progress::say(const StepDone& step) {
   out_ << fmt::format(
               "{}  epoch {}/{}  step {}/{}  loss {:.4f}  scale {:g}  {:.0f} {}/s  {} left\n",
               label_, step.epoch, step.epochs, step.batch, step.batches,
-              without_sign_of_nan(step.loss), step.loss_scale, step.items_per_second, data_.items,
+              without_sign_of_nan(step.loss), step.loss_scale, step.items_per_second, kind_.items,
               minutes(step.seconds_left))
        << std::flush;
 }
@@ -156,7 +156,7 @@ void Progress::on(const EpochDone& epoch) {
       {0, "  ", fmt::format("epoch {}/{}", epoch.epoch, epoch.epochs)},
       {1, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(epoch.train_loss))},
       {5, "  ", fmt::format("scale {:g} ({} skipped)", epoch.loss_scale, epoch.skipped_steps)},
-      {4, "  ", fmt::format("{:.0f} {}/s", epoch.items_per_second, data_.items)},
+      {4, "  ", fmt::format("{:.0f} {}/s", epoch.items_per_second, kind_.items)},
       {3, "  ", fmt::format("{:.1f} s", epoch.seconds)}};
   out_ << joined(fitting(fields, room_in(columns_))) << '\n' << std::flush;
 }
@@ -166,7 +166,7 @@ void Progress::on(const Tested& tested) {
   const std::vector<Field> fields{
       {1, "", label_},
       {0, "  ",
-       data_.has_perplexity
+       kind_.has_perplexity
            ? fmt::format("test perplexity {:.3f}", without_sign_of_nan(std::exp(tested.loss)))
            : fmt::format("test accuracy {:.2f} %", 100 * tested.accuracy)},
       {2, "  ", fmt::format("loss {:.4f}", without_sign_of_nan(tested.loss))}};

@@ -44,7 +44,7 @@ class Progress : public Observer {
   std::string label_;
   int columns_;
   std::int64_t every_;
-  DataKind data_ = kImages;
+  DataKind kind_ = kImages;
   bool drawn_ = false;
   std::chrono::steady_clock::time_point last_;
 };

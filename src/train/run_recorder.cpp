@@ -18,7 +18,7 @@ void RunRecorder::on(const Resumed& resumed) {
 }
 
 void RunRecorder::on(const TrainingBegins& begin) {
-  data_ = begin.data;
+  kind_ = begin.kind;
   if (sample_every_ > 0) {
     recorder_.emplace(log_, begin.model, report::RecorderOptions().every(sample_every_));
     recorder_->add_optimizer(begin.optimizer);
@@ -41,7 +41,7 @@ void RunRecorder::on(const StepDone& step) {
   if (step_ % kSteps == 0) {
     log_.add_scalar("train/loss", step.loss);
     log_.add_scalar("train/lr", step.lr);
-    log_.add_scalar(fmt::format("train/{}_per_second", data_.items), step.items_per_second);
+    log_.add_scalar(fmt::format("train/{}_per_second", kind_.items), step.items_per_second);
   }
   next_.on(step);
 }
@@ -62,7 +62,7 @@ void RunRecorder::on(const EpochDone& epoch) {
 void RunRecorder::on(const Tested& tested) {
   log_.add_scalar("test/accuracy", tested.accuracy, step_);
   log_.add_scalar("test/loss", tested.loss, step_);
-  if (data_.has_perplexity) log_.add_scalar("test/perplexity", std::exp(tested.loss), step_);
+  if (kind_.has_perplexity) log_.add_scalar("test/perplexity", std::exp(tested.loss), step_);
   next_.on(tested);
 }
 

@@ -43,7 +43,7 @@ class RunRecorder : public Observer {
   Observer& next_;
   std::int64_t sample_every_;
   std::optional<report::Recorder> recorder_;
-  DataKind data_ = kImages;
+  DataKind kind_ = kImages;
   std::int64_t step_ = 0;  // steps done
 };
 

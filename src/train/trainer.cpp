@@ -76,9 +76,6 @@ class Run {
                      run_config_of(options, format_, data)),
         decisions_(options.save_every(), options.stop_signal(), options.group(),
                    device_of(options)) {
-    if (options.augment() && !kind_.can_augment) {
-      throw Error(kTrainer, "data that can be augmented", kind_.examples, "leave out --augment");
-    }
     reseed(options.group());
     agree_on_fp8();
     const std::int64_t all = train_.count(options.batch_size());
@@ -239,7 +236,7 @@ class Run {
 
   TrainResult result(const Tested& tested) const {
     TrainResult result;
-    result.data = kind_;
+    result.kind = kind_;
     result.opt_level = options_.opt_level();
     result.dtype = training_dtype(options_);
     result.fp8 = has_fp8();
@@ -309,7 +306,7 @@ c10::ScalarType training_dtype(const TrainOptions& options) {
 
 TrainResult train_classifier(const ModelFactory& make_model, const DataSet& data,
                              const TrainOptions& options, Observer& observer) {
-  check_options(options);
+  check_options(options, data.kind);
   const bool writes = !options.save_weights().empty() && options.group().rank() == 0;
   if (writes) require_writable(options.save_weights(), kTrainer);
   const TensorMemoryMeter memory;

@@ -18,7 +18,7 @@ namespace semitone::train {
 struct TrainResult {
   amp::OptLevel opt_level = amp::OptLevel::O1;
   c10::ScalarType dtype = c10::ScalarType::Float;  // of the level: fp32 at O0
-  DataKind data = kImages;
+  DataKind kind = kImages;
   bool fp8 = false;                                 // linear layers and convolutions compute in it
   MemoryFormat memory_format = MemoryFormat::nchw;  // the chosen one
   std::int64_t epochs = 0;                          // as requested
@@ -42,7 +42,7 @@ struct TrainResult {
   int processes = 1;
   int threads = 1;  // per process
 
-  // exp(test_loss): 1 for a model that knows the labels, their number for one that guesses.
+  // exp(test_loss): 1 if every label is predicted with certainty, the number of classes for a uniform guess.
   double test_perplexity() const { return std::exp(test_loss); }
 };
 

@@ -86,6 +86,7 @@ TEST_F(TrainText, LevelsAndProcessesOfTheirOwnGetTheSameFlags) {
   ASSERT_EQ(results.size(), 4U);
   for (const json& result : results) {
     EXPECT_EQ(result.at("processes"), 2);
+    EXPECT_EQ(result.at("epochs"), 10);  // the model's default, not the flag's
     EXPECT_EQ(result.at("data"), "text");
     EXPECT_NEAR(result.at("test_loss").get<double>(), results[0].at("test_loss").get<double>(),
                 0.05);
@@ -130,7 +131,7 @@ TEST_F(TrainText, DefaultsAreThoseOfTheModel) {
   EXPECT_THAT(run_semitone({"train", "--print-config"}).out,
               AllOf(HasSubstr("\n# optimizer=\"sgd\""), HasSubstr("\n# lr=0.05")));
   EXPECT_THAT(run_semitone({"train", "--help"}).out,
-              HasSubstr("Defaults of gpt: --optimizer adamw --lr 0.001 --batch-size "));
+              HasSubstr("Defaults of gpt: --optimizer adamw"));
 }
 
 TEST_F(TrainText, ModelsAndDataThatDoNotFitAreOneMessageWithARemedy) {
@@ -153,6 +154,8 @@ TEST_F(TrainText, ModelsAndDataThatDoNotFitAreOneMessageWithARemedy) {
       "[cli.train] expected --sequence-length with a model for text, got --model convnet");
   expect_failure(run_semitone(words({"--memory-format", "nhwc"})), 2,
                  "[cli.train] expected --memory-format with a model for images, got --model gpt");
+  expect_failure(run_semitone(words({"--augment"})), 2,
+                 "[cli.train] expected --augment with a model for images, got --model gpt");
   expect_failure(run_semitone(words({"--image-size", "32"})), 2,
                  "[cli.train] expected --image-size with a model for images, got --model gpt");
 }

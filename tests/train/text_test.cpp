@@ -90,7 +90,7 @@ TEST(TextTraining, LearnsNearlyAllOfATextWhoseEntropyIsKnown) {
   EXPECT_GT(result.test_loss, 0.95 * entropy);
   EXPECT_DOUBLE_EQ(result.test_perplexity(), std::exp(result.test_loss));
   EXPECT_GT(result.test_accuracy, 0.7);
-  EXPECT_EQ(result.data.items, "characters");
+  EXPECT_EQ(result.kind.items, "characters");
   EXPECT_EQ(result.memory_format, MemoryFormat::nchw);
 }
 
