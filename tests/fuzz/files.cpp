@@ -46,7 +46,7 @@ void idx(std::string_view input) {
 }
 
 void image(std::string_view input) {
-  constexpr std::int64_t kFewPixels = 1 << 16;
+  constexpr std::int64_t kFewPixels = 1 << 12;
   try {
     zoo::decode_image(input, "the input", kFewPixels);
   } catch (const FileError&) {
