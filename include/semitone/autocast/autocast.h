@@ -136,7 +136,7 @@ class AutocastState {
   /// Returns the same regions with a cache of weight casts for each scope: casts that were made
   /// outside are not used inside, nor the other way round.
   AutocastState with_own_cache() const;
-  /// Whether the state has a region for the device, in which casts are on.
+  /// Returns whether the state has a region for the device.
   bool has_region(c10::DeviceType device) const;
   /// Applies the regions of the state to this thread, in place of the thread's own. Devices for
   /// which the state has no region are off.

@@ -18,13 +18,15 @@ namespace semitone::nn {
 
 /// Options of nn::checkpoint.
 struct CheckpointOptions {
-  /// Whether the function draws the same random numbers when it runs again: those of the default
-  /// generators of the CPU and of the inputs' devices. The generators then continue as if it had
-  /// run once. false saves copying their states, which a capture of a CUDA graph does not allow.
+  /// Whether the second run draws the same random numbers as the first, from the default generators
+  /// of the CPU and of the inputs' devices. Afterwards the generators are as if there had been one
+  /// run. false: for functions without random numbers, since others would have wrong gradients
+  /// (dropout gets another mask). It saves copying the generators' states, which is not possible
+  /// while a CUDA graph is captured.
   TORCH_ARG(bool, preserve_rng_state) = true;
-  /// Tensors that the function changes in place, such as running statistics of batch norms. They
-  /// keep their values when it runs again, so that they are updated once. The buffers of a module
-  /// that is the function need not be given.
+  /// Tensors that the function updates in place, such as running statistics of batch norms. The
+  /// second run does not change them. If the function is a module, its own buffers are added.
+  /// Default: none.
   TORCH_ARG(std::vector<at::Tensor>, buffers);
 };
 
@@ -71,12 +73,15 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 /// Only the inputs of the function are kept. While the gradients of one call are computed, memory
 /// holds what that call alone would have kept, so a network of equal blocks needs the memory of one
 /// block and of all blocks' inputs. In return the forward pass is computed twice, which makes a step
-/// about a third longer. Results and gradients are bit for bit those of a plain call if the function
-/// is deterministic. The counterpart of torch.utils.checkpoint with use_reentrant=False, and of
+/// about a third longer. Results equal those of a plain call bit for bit if the function is
+/// deterministic, and so do gradients. Exception: a tensor that is also used outside of the call
+/// gets its gradient in two sums, whose rounding may differ (in 16 bits, for weights that autocast
+/// casts both inside and outside). The counterpart of torch.utils.checkpoint with use_reentrant=False, and of
 /// Paddle's recompute.
 ///
 /// @param function  a module, in a holder or shared pointer, of which it calls forward(), or anything
 ///                  that can be called. It is copied, and kept until the backward pass has run.
+/// @param options   see CheckpointOptions
 /// @param inputs    its arguments. Tensors in them, in any nesting that map_tensors knows, are
 ///                  kept as inputs; all else is copied. Gradients reach the inputs, and also what the
 ///                  function refers to: parameters and tensors that a lambda has captured.
@@ -88,12 +93,12 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 ///   amp::MixedPrecision and their optimizers work as without checkpoint. torch::autograd::grad,
 ///   retain_graph and create_graph work too.
 /// - Without gradients (torch::NoGradGuard, InferenceMode) it just calls the function.
-/// - A function that reads what changes meanwhile, or does something else the second time, would
-///   have other gradients. The backward pass is an Error if a parameter that the function uses was
-///   changed in place meanwhile, if the second run has other shapes or dtypes, or if it uses other
-///   parameters or captured tensors. LibTorch raises its own error if an input was changed in place.
-/// - In a result that shares its memory with an input the memory is copied.
-/// - All of the function runs again, also operators after the last one that gradients need.
+/// - The function must do the same in both runs, and must not change its inputs in place. The
+///   backward pass throws Error if a parameter that the function uses was changed in place after the
+///   forward pass, if the second run has other shapes or dtypes, or if it uses other parameters or
+///   captured tensors. LibTorch throws if an input was changed in place.
+/// - A differentiable result that shares memory with an input (a view) is returned as a copy.
+/// - The second run executes the whole function, also operators that no gradient needs.
 template <typename Function, typename... Inputs>
 auto checkpoint(CheckpointOptions options, Function function, const Inputs&... inputs) {
   if (!detail::CheckpointedCall::is_needed()) return detail::call(function, inputs...);

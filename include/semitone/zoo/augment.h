@@ -9,8 +9,8 @@ namespace semitone::zoo {
 
 /// Options of augment. The defaults are those of the usual training on CIFAR-10 (He et al. 2015).
 struct AugmentOptions {
-  /// Width of a frame of zeros around each image, from which an area of the image's size is cut at
-  /// random, as by torchvision's RandomCrop(size, padding). 0: images are not moved.
+  /// Zeros that are added on each side of an image before an area of the original size is cropped at
+  /// random, in pixels: torchvision's RandomCrop(size, padding). 0: no crop.
   TORCH_ARG(std::int64_t, padding) = 4;
   /// Probability that an image is mirrored left to right, as by torchvision's
   /// RandomHorizontalFlip(p). 0 for digits and letters.
@@ -34,8 +34,9 @@ struct AugmentOptions {
 /// @param indices  the images' numbers in the data set: int64, (B), on their device
 /// @param epoch    0 or more
 /// @return         a new tensor of the same sizes, dtype and device, contiguous
-/// Error for other dimensions or dtypes, another number of indices, a padding below 0, and a
-/// probability that is not from 0 to 1.
+///
+/// Error for images of other dimensions, for indices of another dtype, number or device, for a
+/// negative epoch or padding, and for a flip_probability outside [0, 1].
 at::Tensor augment(const at::Tensor& images, const at::Tensor& indices, std::int64_t epoch,
                    const AugmentOptions& options = {});
 

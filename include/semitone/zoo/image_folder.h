@@ -40,11 +40,12 @@ struct ImageFolderOptions {
 /// ignored. Sub-folders of a class belong to it. Symbolic links are followed. All images of a split
 /// are read into memory, by all of LibTorch's threads, ordered by class and then by path.
 ///
-/// Pixels are those of torchvision, which reads images as PIL does: grey images get three equal
-/// channels, transparency is dropped, and CMYK is converted. Gamma, colour profiles and EXIF's
-/// orientation are not applied, so a photograph that a camera marked as turned stays on its side.
-/// Unlike PIL, which cuts 16-bit greys off at 255, 16 bits always become the upper 8. A JPEG has no
-/// checksums: damage that leaves its structure whole goes unnoticed, as in PIL.
+/// Pixels equal those that torchvision reads through PIL, except in 16-bit grey images: they keep
+/// their upper 8 bits, where PIL clips at 255. With another libjpeg, those of a JPEG may differ by up
+/// to 3 of 255 levels. Grey images get three equal channels, transparency is dropped, and CMYK is
+/// converted. Gamma, colour profiles and the EXIF orientation are ignored, so a photograph that was
+/// taken sideways stays sideways. JPEG has no checksums: damage that leaves the structure intact is
+/// not noticed, as in PIL.
 ///
 /// @return  images (N, 3, height, width), with the names of the classes
 /// Error for options out of range. FileError with the path, what was expected and what was found:
