@@ -60,7 +60,7 @@ class DeepCopy {
 
   at::Tensor tensor(const at::Tensor& original) {
     if (!original.defined()) return original;
-    if (has_plain_memory(original)) return buffers_.copy(original);
+    if (has_plain_memory(original)) return buffers_.copy_of(original);
     return original.detach().to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
 
@@ -90,7 +90,7 @@ class DeepCopy {
 }  // namespace
 
 void CopyBuffers::finish() {
-  to_copy_.clear();
+  pending_.clear();
   for (auto& [address, copy] : copies_) used_.push_back(std::move(copy.bytes));
   copies_.clear();
 }
@@ -113,7 +113,7 @@ at::Tensor CopyBuffers::take(std::int64_t size, c10::Device device) {
   return bytes;
 }
 
-const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device device) {
+const at::Tensor& CopyBuffers::buffer_for(const c10::Storage& storage, c10::Device device) {
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   Copy& copy = copies_[storage.data()];
   if (copy.bytes.defined() && copy.bytes.numel() >= size) return copy.bytes;
@@ -121,7 +121,7 @@ const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device 
   copy.original = storage;
   const at::Tensor& bytes = copy.bytes = take(size, device);
   if (device.is_cpu()) {
-    to_copy_.emplace_back(storage, bytes);
+    pending_.emplace_back(storage, bytes);
   } else {
     const auto options = bytes.options().device(device).pinned_memory(false);
     bytes.copy_(at::empty({0}, options).set_(storage, 0, {size}, {1}));
@@ -129,24 +129,24 @@ const at::Tensor& CopyBuffers::copy_of(const c10::Storage& storage, c10::Device 
   return bytes;
 }
 
-at::Tensor CopyBuffers::copy(const at::Tensor& tensor) {
+at::Tensor CopyBuffers::copy_of(const at::Tensor& tensor) {
   const StateMode mode;  // the memory is kept for other calls
-  const at::Tensor& bytes = copy_of(tensor.storage(), tensor.device());
+  const at::Tensor& bytes = buffer_for(tensor.storage(), tensor.device());
   at::Tensor copy =
       at::empty({0}, tensor.options().device(c10::kCPU))
           .set_(bytes.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
   return copy.requires_grad_(tensor.requires_grad());
 }
 
-void CopyBuffers::copy_values() {
+void CopyBuffers::copy_cpu_values() {
   std::vector<kernels::BytesToCopy> parts;
-  parts.reserve(to_copy_.size());
-  for (const auto& [storage, bytes] : to_copy_) {
+  parts.reserve(pending_.size());
+  for (const auto& [storage, bytes] : pending_) {
     parts.push_back(
         {storage.data(), bytes.mutable_data_ptr(), static_cast<std::int64_t>(storage.nbytes())});
   }
   kernels::copy_bytes(parts);
-  to_copy_.clear();
+  pending_.clear();
 }
 
 Archive::Archive(const torch::serialize::OutputArchive& archive)
@@ -158,7 +158,7 @@ void Archive::write(const Sink& sink) const {
 
 Archive Archive::copied(CopyBuffers& buffers) const {
   Archive copy(torch::jit::Module(DeepCopy(buffers).object(module_._ivalue())));
-  buffers.copy_values();
+  buffers.copy_cpu_values();
   return copy;
 }
 

@@ -19,13 +19,13 @@ namespace semitone::checkpoint {
 // next checkpoint, since the first write to a new page takes longer than the copy.
 class CopyBuffers {
  public:
-  // Tensors that share memory have copies that share memory. Values of the CPU are copied by
-  // copy_values(), in one piece of work for all threads; those of devices have been copied when this
-  // returns.
-  at::Tensor copy(const at::Tensor& tensor);
-  void copy_values();
+  // Returns a copy of a tensor. Tensors that share memory have copies that share memory. Values on
+  // devices are copied at once. Values on the CPU are copied by the next copy_cpu_values(), all
+  // together, so that threads are started once; until then the copy is uninitialised.
+  at::Tensor copy_of(const at::Tensor& tensor);
+  void copy_cpu_values();
 
-  // Releases the tensors that were copied, which copy() keeps: another one could get their address.
+  // Releases the tensors that were copied, which copy_of() keeps: another one could get their address.
   void finish();
 
   // Makes the memory of the last copies available, and frees what they had not used. No copy may be
@@ -39,10 +39,11 @@ class CopyBuffers {
   };
 
   at::Tensor take(std::int64_t size, c10::Device device);
-  const at::Tensor& copy_of(const c10::Storage& storage, c10::Device device);
+  const at::Tensor& buffer_for(const c10::Storage& storage, c10::Device device);
 
   std::unordered_map<const void*, Copy> copies_;  // by the address of the original
-  std::vector<std::pair<c10::Storage, at::Tensor>> to_copy_;
+  std::vector<std::pair<c10::Storage, at::Tensor>>
+      pending_;  // storages, and memory for their copies
   std::vector<at::Tensor> used_;
   std::multimap<std::pair<bool, std::int64_t>, at::Tensor> free_;  // by pinned and size
 };

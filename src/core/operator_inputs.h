@@ -6,9 +6,9 @@
 
 namespace semitone {
 
-// The arguments of an operator, for its start callback: RecordFunction::inputs(). Without NDEBUG
-// that function asserts a member which exists only in a LibTorch that was compiled without NDEBUG
-// too. LibTorch's releases are not, so that the assertion reads memory that nothing has set.
+// The arguments of an operator, for its start callback: RecordFunction::inputs(). Unless NDEBUG is
+// defined, that function asserts a member that only a LibTorch built without NDEBUG sets. LibTorch's
+// releases are built with NDEBUG, so the assertion would read uninitialised memory.
 c10::ArrayRef<const c10::IValue> inputs_of(const at::RecordFunction& record);
 
 }  // namespace semitone

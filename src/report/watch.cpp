@@ -73,10 +73,10 @@ void enter_node(Frame& frame, const at::RecordFunction& record) {
   frame.node_id = {record.forwardThreadId(), record.seqNr()};
   frame.is_custom_node = frame.node != nullptr && is_custom_function(*frame.node);
   // Not kept: accumulating a gradient takes its memory if nothing else refers to it.
-  for (std::size_t i = 0; i < inputs_of(record).size(); ++i) {
-    const c10::IValue& input = inputs_of(record)[i];
-    if (input.isTensor() && can_examine(input.toTensor()))
-      examine_gradient(frame, input.toTensor(), i);
+  const auto inputs = inputs_of(record);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].isTensor() && can_examine(inputs[i].toTensor()))
+      examine_gradient(frame, inputs[i].toTensor(), i);
   }
 }
 

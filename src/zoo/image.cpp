@@ -24,9 +24,11 @@ class PnmHeader {
     const std::size_t begin = at_;
     for (; at_ < bytes_.size() && bytes_[at_] >= '0' && bytes_[at_] <= '9'; ++at_) {
       value = 10 * value + static_cast<std::uint64_t>(bytes_[at_] - '0');
-      if (value > kLargest) damaged_image("sizes of at most 1000000000", name_, "a larger one");
+      if (value > kLargest)
+        throw_damaged_image("sizes of at most 1000000000", name_, "a larger one");
     }
-    if (at_ == begin) damaged_image("a width, a height and a largest value", name_, "other text");
+    if (at_ == begin)
+      throw_damaged_image("a width, a height and a largest value", name_, "other text");
     return value;
   }
 
@@ -56,7 +58,7 @@ class PnmHeader {
 
 }  // namespace
 
-void damaged_image(std::string_view expected, std::string_view name, std::string_view got) {
+void throw_damaged_image(std::string_view expected, std::string_view name, std::string_view got) {
   throw FileError(kImageFolder, std::string(expected) + " in '" + std::string(name) + "'", got,
                   "copy or convert the file again, or remove it");
 }
@@ -64,7 +66,7 @@ void damaged_image(std::string_view expected, std::string_view name, std::string
 void check_pixels(std::uint64_t height, std::uint64_t width, std::int64_t max_pixels,
                   std::string_view name) {
   const std::string got = std::to_string(height) + " x " + std::to_string(width);
-  if (height == 0 || width == 0) damaged_image("pixels", name, got);
+  if (height == 0 || width == 0) throw_damaged_image("pixels", name, got);
   if (height > static_cast<std::uint64_t>(max_pixels) / width) {
     throw FileError(
         kImageFolder,
@@ -80,13 +82,14 @@ at::Tensor decode_pnm(std::string_view bytes, std::string_view name, std::int64_
   const std::uint64_t largest = header.number();
   check_pixels(height, width, max_pixels, name);
   if (largest != 255 && largest != 65535)
-    damaged_image("a largest value of 255 or 65535", name, std::to_string(largest));
+    throw_damaged_image("a largest value of 255 or 65535", name, std::to_string(largest));
   const std::uint64_t samples = bytes[1] == '6' ? 3 : 1;
   const std::uint64_t bytes_each = largest > 255 ? 2 : 1;
   const std::uint64_t size = height * width * samples * bytes_each;
   const std::string_view pixels = header.rest();
   if (pixels.size() < size) {
-    damaged_image(std::to_string(size) + " bytes of pixels", name, std::to_string(pixels.size()));
+    throw_damaged_image(std::to_string(size) + " bytes of pixels", name,
+                        std::to_string(pixels.size()));
   }
   const auto i64 = [](std::uint64_t value) { return static_cast<std::int64_t>(value); };
   at::Tensor image =

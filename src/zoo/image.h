@@ -27,7 +27,7 @@ inline constexpr std::int64_t kMostPixels = std::int64_t{1} << 27;
 at::Tensor decode_image(std::string_view bytes, std::string_view name,
                         std::int64_t max_pixels = kMostPixels);
 
-// The formats.
+// One decoder for each format. Parameters, results and errors are those of decode_image.
 bool is_png(std::string_view bytes);
 bool is_jpeg(std::string_view bytes);
 at::Tensor decode_png(std::string_view bytes, std::string_view name, std::int64_t max_pixels);
@@ -37,9 +37,9 @@ at::Tensor decode_pnm(std::string_view bytes, std::string_view name, std::int64_
 // FileError for an image of no pixels or of too many.
 void check_pixels(std::uint64_t height, std::uint64_t width, std::int64_t max_pixels,
                   std::string_view name);
-// FileError for an image that is not what its format says.
-[[noreturn]] void damaged_image(std::string_view expected, std::string_view name,
-                                std::string_view got);
+// Throws FileError for an image that does not follow its format.
+[[noreturn]] void throw_damaged_image(std::string_view expected, std::string_view name,
+                                      std::string_view got);
 
 // Scales an image so that its shorter side has a size, with antialiasing, and cuts out the middle, as
 // torchvision's Resize(size) and CenterCrop(size) do.

@@ -15,7 +15,7 @@
 namespace semitone::zoo {
 namespace {
 
-// A few bytes make a scan of a large progressive image, for which all its blocks are visited.
+// Limits the time: a scan of a few bytes makes libjpeg visit every block of a progressive image.
 // Encoders write about ten; libjpeg-turbo's own programs have the same limit.
 constexpr int kMostScans = 500;
 
@@ -94,12 +94,14 @@ class JpegReader {
   }
 
   void require(bool success) const {
-    if (has_ended_) damaged_image("a whole JPEG", name_, "one that ends early");
+    if (has_ended_) throw_damaged_image("a whole JPEG", name_, "one that ends early");
     if (has_too_many_scans_) {
-      damaged_image("at most " + std::to_string(kMostScans) + " scans of a JPEG", name_, "more");
+      throw_damaged_image("at most " + std::to_string(kMostScans) + " scans of a JPEG", name_,
+                          "more");
     }
     if (!success)
-      damaged_image("a sound JPEG", name_, "'" + std::string(problem_.data()) + "' from libjpeg");
+      throw_damaged_image("a sound JPEG", name_,
+                          "'" + std::string(problem_.data()) + "' from libjpeg");
   }
 
   std::string_view bytes_;

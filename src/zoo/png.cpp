@@ -11,6 +11,7 @@
 #include <csetjmp>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <string>
 
 namespace semitone::zoo {
@@ -29,7 +30,7 @@ class PngReader {
     if (png_ != nullptr) info_ = png_create_info_struct(png_);
     if (info_ == nullptr) {
       png_destroy_read_struct(&png_, nullptr, nullptr);
-      damaged_image("memory to decode the image", name, "none");
+      throw std::bad_alloc();
     }
   }
   ~PngReader() { png_destroy_read_struct(&png_, &info_, nullptr); }
@@ -94,9 +95,10 @@ class PngReader {
   }
 
   void require(bool success) const {
-    if (has_ended_) damaged_image("a whole PNG", name_, "one that ends early");
+    if (has_ended_) throw_damaged_image("a whole PNG", name_, "one that ends early");
     if (!success)
-      damaged_image("a sound PNG", name_, "'" + std::string(problem_.data()) + "' from libpng");
+      throw_damaged_image("a sound PNG", name_,
+                          "'" + std::string(problem_.data()) + "' from libpng");
   }
 
   std::string_view rest_;
@@ -119,7 +121,7 @@ at::Tensor decode_png(std::string_view bytes, std::string_view name, std::int64_
   check_pixels(reader.height(), reader.width(), max_pixels, name);
   // Deflate packs at most 1032 bytes into one.
   if (bytes.size() < reader.height() * reader.row_bytes() / 1032)
-    damaged_image("a whole PNG", name, "too little data for its size");
+    throw_damaged_image("a whole PNG", name, "too little data for its size");
   const at::Tensor pixels = torch::empty(
       {static_cast<std::int64_t>(reader.height()), static_cast<std::int64_t>(reader.width()), 3},
       torch::kByte);

@@ -169,8 +169,8 @@ TEST(StaticGraph, MayRecomputeActivations) {
 struct NetOfCheckpointsImpl : test::NetImpl {
   at::Tensor forward(const at::Tensor& x) {
     const auto hidden = nn::checkpoint(first, x);
-    return nn::checkpoint(
-        [this](const at::Tensor& h) { return second->forward(torch::tanh(h)); }, hidden);
+    return nn::checkpoint([this](const at::Tensor& h) { return second->forward(torch::tanh(h)); },
+                          hidden);
   }
 };
 TORCH_MODULE(NetOfCheckpoints);

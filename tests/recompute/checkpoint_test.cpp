@@ -357,13 +357,26 @@ TEST(Checkpoint, MayRunBackwardOnAnotherThread) {
 
 TEST(Checkpoint, WithoutGradientsIsAPlainCall) {
   const torch::nn::Linear layer(2, 2);
-  const at::Tensor x = torch::ones({1, 2});
+  const at::Tensor x = torch::ones({1, 2}).requires_grad_();
   {
     const torch::NoGradGuard no_grad;
-    EXPECT_FALSE(checkpoint(layer, x).requires_grad());
+    EXPECT_TRUE(checkpoint([](const at::Tensor& t) { return t; }, x).is_same(x));
   }
   const c10::InferenceMode inference;
   EXPECT_TRUE(checkpoint(layer, x).is_inference());
+}
+
+TEST(Checkpoint, WithoutPreserveRngStateTheSecondRunDrawsOtherNumbers) {
+  const auto is_replayed = [](bool preserve) {
+    const at::Tensor x = torch::ones({1000}).requires_grad_();
+    const at::Tensor y = checkpoint(
+        CheckpointOptions().preserve_rng_state(preserve),
+        [](const at::Tensor& t) { return t * torch::rand_like(t); }, x);
+    y.sum().backward();
+    return torch::equal(x.grad(), y);
+  };
+  EXPECT_TRUE(is_replayed(true));
+  EXPECT_FALSE(is_replayed(false));
 }
 
 TEST(Checkpoint, OfWhatNeedsNoGradientHasNone) {

@@ -137,6 +137,8 @@ TEST(Augment, OtherArgumentsAreRefused) {
   refuses([&] { augment(images, numbers.to(torch::kInt), 0); },
           "an int64 index for each image, got int32 of sizes [3]");
   refuses([&] { augment(images, torch::arange(4), 0); }, "got int64 of sizes [4]");
+  refuses([&] { augment(images, torch::arange(3, torch::kMeta), 0); },
+          "indices on the device of the images, got meta and cpu");
   refuses([&] { augment(images, numbers, -1); }, "an epoch of 0 or more, got -1");
   refuses([&] { augment(images, numbers, 0, AugmentOptions().padding(-1)); },
           "a padding of 0 or more, got -1");
