@@ -88,7 +88,6 @@ class CastCache : public std::enable_shared_from_this<CastCache> {
   static constexpr std::size_t kSweepAbove = 64;
 
   static std::optional<std::int64_t> version_of(const at::Tensor& tensor);
-  static std::uint64_t fingerprint_of(const at::Tensor& weight);
   static Entry entry_for(const at::Tensor& weight);  // without the conversion
   static bool is_unused(const Entry& entry);
   // Removes the entries for which a condition holds from the map.

@@ -5,13 +5,21 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <memory>
 #include <unordered_map>
 
 namespace semitone {
 
 // Tells a thread that runs a copy of a model which parameters its tensors are copies of. A property
 // of a parameter, such as staying in fp32, then also holds for its copies.
-struct ReplicaParameters : c10::DebugInfoBase {
+struct ReplicaParameters : c10::DebugInfoBase, std::enable_shared_from_this<ReplicaParameters> {
+  // Those of this thread. Null outside of a replica.
+  static std::shared_ptr<ReplicaParameters> current() {
+    auto* const parameters =
+        static_cast<ReplicaParameters*>(c10::ThreadLocalDebugInfo::get(kReplicaState));
+    return parameters == nullptr ? nullptr : parameters->shared_from_this();
+  }
+
   std::unordered_map<const c10::TensorImpl*, const c10::TensorImpl*> originals;  // by copy
 };
 

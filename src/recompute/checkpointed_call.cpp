@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/fingerprint.h"
 #include "src/recompute/recording.h"
 #include "src/recompute/surroundings.h"
 
@@ -15,6 +16,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -34,20 +36,26 @@ using Tensors = CheckpointedCall::Tensors;
 
 constexpr auto kCheckpoint = "nn.checkpoint";
 
-// The tensors that the function gets. Its graph ends at them, or, if its gradients are to be
-// differentiated again, passes through them.
-Tensors places_of(const Tensors& inputs, bool create_graph) {
-  Tensors places;
-  for (const at::Tensor& input : inputs) {
-    if (!input.defined() || !input.requires_grad()) {
-      places.push_back(input);
-    } else if (create_graph) {
-      places.push_back(input.view_as(input));
-    } else {
-      places.push_back(input.detach().requires_grad_());
-    }
-  }
-  return places;
+// An input that needed no gradient in the first run.
+at::Tensor constant(const at::Tensor& input) {
+  return input.defined() && input.requires_grad() ? input.detach() : input;
+}
+
+// The tensors that the function gets.
+Tensors leaves_for(const Tensors& inputs, const std::vector<bool>& needs_gradient) {
+  Tensors leaves;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    leaves.push_back(needs_gradient[i] ? inputs[i].detach().requires_grad_() : constant(inputs[i]));
+  return leaves;
+}
+
+// The same, with a graph that goes on to that of the inputs. For gradients that are differentiated
+// again, and for tensors that leave the first run in another way than as its result.
+Tensors relays_for(const Tensors& inputs, const std::vector<bool>& needs_gradient) {
+  Tensors relays;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    relays.push_back(needs_gradient[i] ? behind_relay(inputs[i]) : constant(inputs[i]));
+  return relays;
 }
 
 // What a result of the function must have in common in both runs.
@@ -73,6 +81,13 @@ std::vector<Shape> shapes_of(const Tensors& outputs) {
   return shapes;
 }
 
+// The index of the first output that is the same tensor.
+std::size_t first_of(const Tensors& outputs, std::size_t index) {
+  std::size_t first = 0;
+  while (!outputs[first].is_same(outputs[index])) ++first;
+  return first;
+}
+
 [[noreturn]] void throw_difference(const std::string& expected, const std::string& got) {
   throw Error(kCheckpoint, expected + " as in the forward pass when the function runs again", got,
               "let it depend only on its inputs, parameters and random numbers");
@@ -80,29 +95,61 @@ std::vector<Shape> shapes_of(const Tensors& outputs) {
 
 // A parameter, or another leaf, that the function uses.
 struct UsedLeaf {
+  explicit UsedLeaf(const AccumulateGrad& accumulator)
+      : node(&accumulator),
+        version(accumulator.variable._version()),
+        fingerprint(fingerprint_of(accumulator.variable)) {}
+  bool has_changed() const {
+    return node->variable._version() != version || fingerprint_of(node->variable) != fingerprint;
+  }
+
   const AccumulateGrad* node;  // held by the edges
   std::int64_t version;
+  std::uint64_t fingerprint;
 };
+
+const AccumulateGrad* leaf_of(const Edge& edge) {
+  return dynamic_cast<const AccumulateGrad*>(edge.function.get());
+}
+
+// Whether nothing but the graph refers to the leaf of an edge: a run made it, and its gradient
+// reaches nobody.
+bool is_private_leaf(const Edge& edge) {
+  const AccumulateGrad* const leaf = leaf_of(edge);
+  return leaf != nullptr && leaf->variable.use_count() == 1;
+}
 
 class RecomputeBackward final : public Node {
  public:
-  RecomputeBackward(const Tensors& inputs, const Tensors& buffers, AutocastRegions regions,
-                    std::optional<RandomStates> random)
-      : buffers_(buffers), regions_(std::move(regions)), random_(std::move(random)) {
-    for (const at::Tensor& input : inputs) inputs_.emplace_back(input, /*is_output=*/false);
+  // The first run begins.
+  RecomputeBackward(const Tensors& inputs, const CheckpointedCall::State& state,
+                    AutocastRegions regions)
+      : needs_gradient_(needs_gradient(inputs)),
+        buffers_(state.buffers),
+        modes_(state.module),
+        regions_(std::move(regions)) {
+    for (const at::Tensor& input : inputs) {
+      const bool is_inference = input.defined() && input.is_inference();  // cannot be saved
+      inputs_.emplace_back(is_inference ? at::Tensor() : input, /*is_output=*/false);
+      inference_inputs_.push_back(is_inference ? input : at::Tensor());
+    }
+    if (state.preserve_rng_state) random_.emplace(inputs);
   }
 
-  // Ends the forward pass.
-  void complete(CheckpointedCall::Run run, std::vector<Shape> outputs, edge_list inputs,
+  const std::vector<bool>& needs_gradient() const { return needs_gradient_; }
+
+  // The first run ends.
+  void complete(CheckpointedCall::Run run, std::vector<Shape> outputs, edge_list to_inputs,
                 edge_list others) {
+    if (random_.has_value() && !random_->note_end()) random_.reset();
+    buffers_.note_end();
     run_ = std::move(run);
     outputs_ = std::move(outputs);
     others_ = std::move(others);
     for (const Edge& edge : others_) {
-      if (const auto* leaf = dynamic_cast<const AccumulateGrad*>(edge.function.get()))
-        leaves_.push_back({leaf, leaf->variable._version()});
+      if (const AccumulateGrad* const leaf = leaf_of(edge)) leaves_.emplace_back(*leaf);
     }
-    edge_list next = std::move(inputs);
+    edge_list next = std::move(to_inputs);
     next.insert(next.end(), others_.begin(), others_.end());
     set_next_edges(std::move(next));
   }
@@ -112,13 +159,17 @@ class RecomputeBackward final : public Node {
   void release_variables() override {
     const std::lock_guard lock(mutex_);
     for (SavedVariable& input : inputs_) input.reset_data();
+    inference_inputs_.clear();
     run_ = nullptr;
+    // LibTorch deletes a long graph without recursion only if nothing else leads on.
+    others_.clear();
+    leaves_.clear();
   }
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(run_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
-    require_unchanged_leaves();
+    require_unchanged();
     const bool create_graph = c10::GradMode::is_enabled();
     const Second second = run_again(create_graph);
     edge_list roots;
@@ -142,9 +193,20 @@ class RecomputeBackward final : public Node {
     edge_list ends;
   };
 
-  void require_unchanged_leaves() const {
+  static std::vector<bool> needs_gradient(const Tensors& inputs) {
+    std::vector<bool> needs;
+    for (const at::Tensor& input : inputs)
+      needs.push_back(input.defined() && input.requires_grad());
+    return needs;
+  }
+
+  void require_unchanged() const {
+    if (modes_.have_changed()) {
+      throw Error(kCheckpoint, "the modes (train or eval) of the forward pass", "others",
+                  "call train() and eval() after backward()");
+    }
     for (const UsedLeaf& leaf : leaves_) {
-      if (leaf.node->variable._version() == leaf.version) continue;
+      if (!leaf.has_changed()) continue;
       throw Error(kCheckpoint,
                   "parameters that are unchanged between the forward and the backward pass",
                   c10::str("one of shape ", leaf.node->variable.sizes(), " that was written to"),
@@ -155,14 +217,27 @@ class RecomputeBackward final : public Node {
   Second run_again(bool create_graph) {
     const at::AutoGradMode recording(true);
     Tensors inputs;
-    for (const SavedVariable& input : inputs_) inputs.push_back(input.unpack());
-    const UnchangedTensors unchanged(buffers_);
-    std::optional<RandomStates::Scope> random;
+    for (std::size_t i = 0; i < inputs_.size(); ++i) {
+      const at::Tensor input = inputs_[i].unpack();
+      inputs.push_back(input.defined() ? input : inference_inputs_[i]);
+    }
+    const BufferValues::Scope buffers(buffers_);
+    std::optional<RngStates::Scope> random;
     if (random_.has_value()) random.emplace(*random_);
     const AutocastRegions::Scope regions(regions_);
-    Second second{places_of(inputs, create_graph), {}, {}, {}};
+    Second second{
+        create_graph ? relays_for(inputs, needs_gradient_) : leaves_for(inputs, needs_gradient_),
+        {},
+        {},
+        {}};
     const Recording recording_of_run;
     second.outputs = run_(second.places);
+    if (random_.has_value() && !random_->are_at_end()) {
+      throw Error(kCheckpoint,
+                  "the random numbers of the forward pass when the function runs again", "others",
+                  "let no other thread draw from the default generators meanwhile, or set "
+                  "preserve_rng_state(false) if the function draws none");
+    }
     require_same(second, recording_of_run);
     end_graph(second, recording_of_run);
     return second;
@@ -171,11 +246,11 @@ class RecomputeBackward final : public Node {
   void end_graph(Second& second, const Recording& recording) const {
     Recording::Redirections to_ends;
     for (const Edge& edge : others_)
-      to_ends.emplace(edge, second.ends.emplace_back(end_like(edge)));
+      to_ends.emplace(edge, second.ends.emplace_back(relay_to(edge)));
     recording.redirect(second.outputs, to_ends);
-    for (const at::Tensor& output : second.outputs) {
-      const Edge edge = edge_of(output);
-      if (!edge.is_valid()) continue;
+    for (std::size_t i = 0; i < second.outputs.size(); ++i) {
+      const Edge edge = edge_of(second.outputs[i]);
+      if (!edge.is_valid() || first_of(second.outputs, i) < i) continue;
       const auto end = to_ends.find(edge);
       second.roots.push_back(end == to_ends.end() ? edge : end->second);
     }
@@ -191,13 +266,25 @@ class RecomputeBackward final : public Node {
         throw_difference(c10::str("result ", i, ", ", outputs_[i].text()), shapes[i].text());
     }
     const edge_list others = recording.edges_left_by(second.outputs, second.places);
-    const std::unordered_set<Edge> before(others_.begin(), others_.end());
-    const std::unordered_set<Edge> now(others.begin(), others.end());
-    if (before == now) return;
+    edge_list missing = without(others_, others);
+    const edge_list added = without(others, others_);
+    // Leaves that each run makes for itself.
+    if (missing.size() == added.size() && std::ranges::all_of(missing, is_private_leaf) &&
+        std::ranges::all_of(added, [](const Edge& edge) { return leaf_of(edge) != nullptr; }))
+      return;
     throw_difference("the same parameters and captured tensors",
-                     before.size() == now.size()
+                     others.size() == others_.size()
                          ? std::string("others")
-                         : c10::str(now.size(), " instead of ", before.size()));
+                         : c10::str(others.size(), " instead of ", others_.size()));
+  }
+
+  static edge_list without(const edge_list& edges, const edge_list& excluded) {
+    const std::unordered_set<Edge> known(excluded.begin(), excluded.end());
+    edge_list rest;
+    for (const Edge& edge : edges) {
+      if (!known.contains(edge)) rest.push_back(edge);
+    }
+    return rest;
   }
 
   // Of the inputs that need one, and of what else the function uses.
@@ -227,32 +314,38 @@ class RecomputeBackward final : public Node {
   }
 
   std::vector<SavedVariable> inputs_;
-  Tensors buffers_;
+  Tensors inference_inputs_;
+  std::vector<bool> needs_gradient_;
+  BufferValues buffers_;
+  ModuleModes modes_;
   AutocastRegions regions_;
-  std::optional<RandomStates> random_;
+  std::optional<RngStates> random_;
   CheckpointedCall::Run run_;
   std::vector<Shape> outputs_;
   edge_list others_;
   std::vector<UsedLeaf> leaves_;
 };
 
-bool shares_memory(const at::Tensor& output, const Tensors& inputs) {
-  return output.has_storage() && std::ranges::any_of(inputs, [&](const at::Tensor& input) {
-           return input.defined() && input.has_storage() &&
-                  input.storage().is_alias_of(output.storage());
+bool shares_memory(const at::Tensor& output, const Tensors& others) {
+  return output.has_storage() && std::ranges::any_of(others, [&](const at::Tensor& other) {
+           return other.defined() && other.has_storage() &&
+                  other.storage().is_alias_of(output.storage());
          });
+}
+
+// Whether a tensor was there before the run: a captured one, or a view of one.
+bool is_captured(const at::Tensor& output, const edge_list& others) {
+  const at::Tensor root = output.is_view() ? at::Tensor(output._base()) : output;
+  return root.is_leaf() || std::ranges::find(others, edge_of(root)) != others.end();
 }
 
 }  // namespace
 
 struct CheckpointedCall::Impl {
-  Impl(Tensors given, bool preserve_rng_state, const Tensors& buffers)
+  Impl(Tensors given, const State& state)
       : originals(std::move(given)),
-        node(new RecomputeBackward(
-                 originals, buffers, regions,
-                 preserve_rng_state ? std::optional(RandomStates::of(originals)) : std::nullopt),
-             torch::autograd::deleteNode),
-        inputs(places_of(originals, /*create_graph=*/false)) {
+        node(new RecomputeBackward(originals, state, regions), torch::autograd::deleteNode),
+        inputs(relays_for(originals, node->needs_gradient())) {
     scope.emplace(regions);
   }
 
@@ -268,8 +361,8 @@ bool CheckpointedCall::is_needed() {
   return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
 }
 
-CheckpointedCall::CheckpointedCall(Tensors inputs, bool preserve_rng_state, const Tensors& buffers)
-    : impl_(std::make_unique<Impl>(std::move(inputs), preserve_rng_state, buffers)) {}
+CheckpointedCall::CheckpointedCall(Tensors inputs, const State& state)
+    : impl_(std::make_unique<Impl>(std::move(inputs), state)) {}
 
 CheckpointedCall::~CheckpointedCall() = default;
 
@@ -287,16 +380,22 @@ Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
   for (const at::Tensor& input : impl_->originals) {
     if (const Edge edge = edge_of(input); edge.is_valid()) to_inputs.push_back(edge);
   }
-  impl_->node->complete(std::move(run), shapes_of(outputs), std::move(to_inputs),
-                        impl_->recording.edges_left_by(outputs, impl_->inputs));
+  const edge_list others = impl_->recording.edges_left_by(outputs, impl_->inputs);
+  impl_->node->complete(std::move(run), shapes_of(outputs), std::move(to_inputs), others);
   Tensors results;
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.requires_grad()) {
-      results.push_back(output);
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& output = outputs[i];
+    const std::size_t first = first_of(outputs, i);
+    if (first < i || !output.defined() || !output.requires_grad()) {
+      results.push_back(first < i ? results[first] : output);
       continue;
     }
     at::Tensor& result = results.emplace_back(output.detach());
-    if (shares_memory(output, impl_->originals)) result = result.clone();
+    // Autograd would not see what the program writes to one of them in the other.
+    const Tensors earlier(results.begin(), std::prev(results.end()));
+    if (shares_memory(output, impl_->originals) || shares_memory(output, earlier) ||
+        is_captured(output, others))
+      result = result.clone();
     torch::autograd::set_history(result, impl_->node);
   }
   return results;

@@ -66,8 +66,8 @@ void Recording::redirect(const std::vector<at::Tensor>& outputs, const Redirecti
   walk(
       outputs,
       [&](Node& node) {
-        // set_next_edge() is only for nodes that no other leads to. An end is lower than any node, as
-        // LibTorch counts their levels, so these need not change.
+        // set_next_edge() is only for nodes that no other leads to. A relay is not above
+        // the node, as LibTorch counts their levels: these need not change.
         for (Edge& edge : node.next_edges()) {
           const auto found = to.find(edge);
           if (found != to.end()) edge = found->second;
@@ -78,14 +78,21 @@ void Recording::redirect(const std::vector<at::Tensor>& outputs, const Redirecti
 
 namespace {
 
-class EndOfGraph final : public Node {
+class Relay final : public Node {
  public:
-  explicit EndOfGraph(const at::Tensor& like) { add_input_metadata(like); }
-  std::string name() const override { return "semitone::nn::EndOfGraph"; }
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*grads*/) override {
-    return {};
+  Relay(const at::Tensor& like, Edge to) {
+    add_input_metadata(like);
+    set_next_edges({std::move(to)});
+  }
+  std::string name() const override { return "semitone::nn::Relay"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    return std::move(grads);
   }
 };
+
+Edge new_relay(const at::Tensor& like, const Edge& to) {
+  return {std::shared_ptr<Node>(new Relay(like, to), torch::autograd::deleteNode), 0};
+}
 
 // A tensor with the shape and options of the gradients of an edge, without memory for them.
 at::Tensor like_gradients_of(const Edge& edge) {
@@ -99,10 +106,14 @@ at::Tensor like_gradients_of(const Edge& edge) {
 
 }  // namespace
 
-Edge end_like(const Edge& edge) {
-  return {
-      std::shared_ptr<Node>(new EndOfGraph(like_gradients_of(edge)), torch::autograd::deleteNode),
-      0};
+Edge relay_to(const Edge& edge) {
+  return new_relay(like_gradients_of(edge), edge);
+}
+
+at::Tensor behind_relay(const at::Tensor& tensor) {
+  at::Tensor result = tensor.detach();
+  torch::autograd::impl::set_gradient_edge(result, new_relay(tensor, edge_of(tensor)));
+  return result;
 }
 
 }  // namespace semitone::nn

@@ -35,8 +35,11 @@ class Recording {
   std::uint64_t first_ = at::sequence_number::peek();
 };
 
-// Returns an edge to a new node at which a graph ends, for gradients like those of another edge.
-torch::autograd::Edge end_like(const torch::autograd::Edge& edge);
+// Returns an edge to a new node that passes gradients on to another edge: a place where a graph can
+// be cut off from what lies beyond.
+torch::autograd::Edge relay_to(const torch::autograd::Edge& edge);
+// Returns a tensor with the same memory, whose gradients pass through such a node.
+at::Tensor behind_relay(const at::Tensor& tensor);
 
 // The edge by which a gradient reaches a tensor. Invalid if it needs none.
 torch::autograd::Edge edge_of(const at::Tensor& tensor);

@@ -4,14 +4,14 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
+#include <string_view>
 
 namespace semitone::nn {
 namespace {
 
-using States = std::vector<std::pair<at::Generator, at::Tensor>>;
-
-at::Tensor state_of(at::Generator& generator) {
+at::Tensor state_of(at::Generator generator) {
   const std::lock_guard lock(generator.mutex());
   return generator.get_state();
 }
@@ -21,48 +21,77 @@ void set_state(at::Generator& generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
+// Elements of a buffer of which a copy is kept in any case: to compare those of a device, the host
+// must wait for it.
+constexpr std::int64_t kSmall = 1 << 16;
+
+std::size_t hash_of(const at::Tensor& state) {
+  return std::hash<std::string_view>()(
+      {static_cast<const char*>(state.const_data_ptr()), state.nbytes()});
+}
+
 }  // namespace
 
-AutocastRegions::AutocastRegions() : state_(amp::AutocastState::current().with_own_cache()) {
+AutocastRegions::AutocastRegions()
+    : state_(amp::AutocastState::current().with_own_cache()),
+      replica_(ReplicaParameters::current()) {
   for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     if (at::autocast::is_autocast_enabled(device) && !state_.has_region(device))
-      libtorchs_.emplace_back(device, at::autocast::get_autocast_dtype(device));
+      libtorch_regions_.emplace_back(device, at::autocast::get_autocast_dtype(device));
   }
 }
 
 AutocastRegions::Scope::Scope(const AutocastRegions& regions)
-    : had_cache_(at::autocast::is_autocast_cache_enabled()), regions_(regions.state_.enter()) {
+    : had_cache_(at::autocast::is_autocast_cache_enabled()),
+      replica_(kReplicaState, regions.replica_),
+      regions_(regions.state_.enter()) {
   // LibTorch has one cache for the whole process.
   at::autocast::set_autocast_cache_enabled(false);
-  for (const auto& [device, dtype] : regions.libtorchs_) {
+  for (const auto& [device, dtype] : regions.libtorch_regions_) {
+    enabled_.emplace_back(device, at::autocast::get_autocast_dtype(device));
     at::autocast::set_autocast_enabled(device, true);
     at::autocast::set_autocast_dtype(device, dtype);
-    switched_on_.push_back(device);
   }
 }
 
 AutocastRegions::Scope::~Scope() {
-  for (const c10::DeviceType device : switched_on_)
+  for (const auto& [device, dtype] : enabled_) {
     at::autocast::set_autocast_enabled(device, false);
+    at::autocast::set_autocast_dtype(device, dtype);
+  }
   at::autocast::set_autocast_cache_enabled(had_cache_);
 }
 
-RandomStates RandomStates::of(const std::vector<at::Tensor>& tensors) {
+RngStates::RngStates(const std::vector<at::Tensor>& tensors) {
   std::vector<c10::Device> devices{c10::kCPU};
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && std::ranges::find(devices, tensor.device()) == devices.end())
+    if (tensor.defined() && !tensor.is_meta() &&
+        std::ranges::find(devices, tensor.device()) == devices.end())
       devices.push_back(tensor.device());
   }
-  RandomStates states;
   for (const c10::Device device : devices) {
     at::Generator generator = at::globalContext().defaultGenerator(device);
-    at::Tensor state = state_of(generator);
-    states.states_.emplace_back(std::move(generator), std::move(state));
+    states_.emplace_back(generator, state_of(generator));
   }
-  return states;
 }
 
-RandomStates::Scope::Scope(const RandomStates& states) : before_(states.states_) {
+bool RngStates::note_end() {
+  bool drawn = false;
+  for (const auto& [generator, state] : states_) {
+    ends_.push_back(hash_of(state_of(generator)));
+    drawn = drawn || ends_.back() != hash_of(state);
+  }
+  return drawn;
+}
+
+bool RngStates::are_at_end() const {
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    if (hash_of(state_of(states_[i].first)) != ends_[i]) return false;
+  }
+  return true;
+}
+
+RngStates::Scope::Scope(const RngStates& states) : before_(states.states_) {
   for (auto& [generator, state] : before_) {
     const at::Tensor wanted = state;
     state = state_of(generator);
@@ -70,20 +99,44 @@ RandomStates::Scope::Scope(const RandomStates& states) : before_(states.states_)
   }
 }
 
-RandomStates::Scope::~Scope() {
+RngStates::Scope::~Scope() {
   for (auto& [generator, state] : before_) set_state(generator, state);
 }
 
-UnchangedTensors::UnchangedTensors(const std::vector<at::Tensor>& tensors) {
+BufferValues::BufferValues(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined()) values_.emplace_back(tensor.variable_data(), tensor.detach().clone());
   }
 }
 
-UnchangedTensors::~UnchangedTensors() {
+void BufferValues::note_end() {
+  std::erase_if(values_, [](const auto& value) {
+    return value.first.numel() > kSmall && at::equal(value.first, value.second);
+  });
+}
+
+BufferValues::Scope::Scope(const BufferValues& values) {
   const at::NoGradGuard no_grad;
-  for (const auto& [tensor, values] : values_) tensor.copy_(values);
+  for (const auto& [tensor, value] : values.values_) {
+    before_.emplace_back(tensor, tensor.clone());
+    tensor.copy_(value);
+  }
+}
+
+BufferValues::Scope::~Scope() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [tensor, value] : before_) tensor.copy_(value);
+}
+
+ModuleModes::ModuleModes(const std::shared_ptr<torch::nn::Module>& module) {
+  if (module == nullptr) return;
+  for (const auto& part : module->modules()) modes_.emplace_back(part, part->is_training());
+}
+
+bool ModuleModes::have_changed() const {
+  return std::ranges::any_of(
+      modes_, [](const auto& mode) { return mode.first->is_training() != mode.second; });
 }
 
 }  // namespace semitone::nn

@@ -1,21 +1,27 @@
 #pragma once
 
 #include "semitone/autocast/autocast.h"
+#include "src/core/replica_parameters.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/nn/module.h>
 
-#include <optional>
+#include <cstddef>
+#include <memory>
 #include <utility>
 #include <vector>
 
-// What the result of a function depends on beside its arguments, as it was when it ran.
+// What the result of a function depends on beside its arguments: noted when it runs, and put in
+// force when it runs again.
 namespace semitone::nn {
 
-// The regions of autocast, Semitone's and LibTorch's.
+// The regions of autocast, Semitone's and LibTorch's, and which parameters those of a replica are
+// copies of.
 class AutocastRegions {
  public:
   // Those of this thread.
@@ -31,25 +37,33 @@ class AutocastRegions {
 
    private:
     bool had_cache_;
+    c10::DebugInfoGuard replica_;
     amp::AutocastState::Scope regions_;
-    std::vector<c10::DeviceType> switched_on_;
+    std::vector<std::pair<c10::DeviceType, c10::ScalarType>>
+        enabled_;  // and the dtypes from before
   };
 
  private:
   amp::AutocastState state_;
-  std::vector<std::pair<c10::DeviceType, c10::ScalarType>> libtorchs_;
+  std::vector<std::pair<c10::DeviceType, c10::ScalarType>> libtorch_regions_;
+  std::shared_ptr<ReplicaParameters> replica_;
 };
 
-// The states of default generators.
-class RandomStates {
+// The states of default generators before a function runs, and after it.
+class RngStates {
  public:
   // Those of the CPU and of the tensors' devices.
-  static RandomStates of(const std::vector<at::Tensor>& tensors);
+  explicit RngStates(const std::vector<at::Tensor>& tensors);
 
-  // Sets them until the end of the scope, and then those from before.
+  // Ends the first run. Returns whether random numbers were drawn.
+  bool note_end();
+  // Whether the generators are in the states of the end of the first run.
+  bool are_at_end() const;
+
+  // Sets the states before the first run until the end of the scope, and then those from before.
   class [[nodiscard]] Scope {
    public:
-    explicit Scope(const RandomStates& states);
+    explicit Scope(const RngStates& states);
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
@@ -60,19 +74,43 @@ class RandomStates {
 
  private:
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
+  std::vector<std::size_t> ends_;  // hashes
 };
 
-// Gives tensors their values back at the end of the scope. No version counter changes: what a
-// backward pass has saved of them it may still use.
-class [[nodiscard]] UnchangedTensors {
+// The values of tensors before a function runs that updates them.
+class BufferValues {
  public:
-  explicit UnchangedTensors(const std::vector<at::Tensor>& tensors);
-  ~UnchangedTensors();
-  UnchangedTensors(const UnchangedTensors&) = delete;
-  UnchangedTensors& operator=(const UnchangedTensors&) = delete;
+  explicit BufferValues(const std::vector<at::Tensor>& tensors);
+
+  // Ends the first run: large tensors that it did not change need not be kept.
+  void note_end();
+
+  // Gives the tensors these values until the end of the scope, and then those from before. No version
+  // counter changes: what a backward pass has saved of them it may still use.
+  class [[nodiscard]] Scope {
+   public:
+    explicit Scope(const BufferValues& values);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+  };
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> values_;
+};
+
+// Which parts of a module are in training mode.
+class ModuleModes {
+ public:
+  // @param module  may be null
+  explicit ModuleModes(const std::shared_ptr<torch::nn::Module>& module);
+  bool have_changed() const;
+
+ private:
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
 };
 
 }  // namespace semitone::nn

@@ -8,6 +8,8 @@
 #include "semitone/nn/fused_dropout.h"
 #include "src/core/tensor_memory.h"
 #include "tests/support/errors.h"
+#include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -18,6 +20,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -433,6 +436,235 @@ TEST(Checkpoint, AFunctionThatDiffersTheSecondTimeIsAnError) {
               HasSubstr("result 0, float32 [2] as in the forward pass"));
   EXPECT_THAT(error_of([&](const at::Tensor& t) { return run++ == 0 ? t * a : (t * a).detach(); }),
               HasSubstr("float32 [2] without a gradient"));
+}
+
+// Of parameters, through what the function has computed from them.
+TEST(Checkpoint, GradientsCanBeDifferentiatedAgain) {
+  const auto gradients = [](bool checkpointed) {
+    torch::manual_seed(1);
+    torch::nn::Sequential critic(torch::nn::Linear(3, 5), torch::nn::Tanh(),
+                                 torch::nn::Linear(5, 1));
+    const at::Tensor weight = torch::full({3}, 0.5).requires_grad_();
+    auto score = [critic, weight](const at::Tensor& t) mutable {
+      return critic->forward((weight.exp() * t).pow(3));
+    };
+    const at::Tensor x = torch::randn({4, 3}).requires_grad_();
+    const at::Tensor y = checkpointed ? checkpoint(score, x) : score(x);
+    const at::Tensor slope = torch::autograd::grad({y.sum()}, {x}, {}, true, true)[0];
+    (slope.norm() - 1).square().backward();
+    std::vector<at::Tensor> found{weight.grad(), x.grad()};
+    for (const at::Tensor& parameter : critic->parameters())
+      if (parameter.grad().defined()) found.push_back(parameter.grad());
+    return found;
+  };
+  const auto want = gradients(false);
+  const auto got = gradients(true);
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < want.size(); ++i)
+    EXPECT_TRUE(test::near(got[i], want[i], test::reduction_tolerance(torch::kFloat, 64))) << i;
+}
+
+struct WithLossImpl : torch::nn::Module {
+  WithLossImpl() { layer = register_module("layer", torch::nn::Linear(4, 4)); }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = layer->forward(x);
+    loss = h.square().mean();
+    return h.tanh();
+  }
+  torch::nn::Linear layer{nullptr};
+  at::Tensor loss;
+};
+TORCH_MODULE(WithLoss);
+
+TEST(Checkpoint, WhatLeavesTheFunctionAnotherWayHasItsGradient) {
+  const auto gradients = [](bool checkpointed) {
+    torch::manual_seed(2);
+    WithLoss module;
+    const at::Tensor x = torch::randn({3, 4}).requires_grad_();
+    const at::Tensor h = x * 2;
+    const at::Tensor y = checkpointed ? checkpoint(module, h) : module->forward(h);
+    (y.sum() + 10 * module->loss).backward();
+    return std::vector<at::Tensor>{x.grad(), module->layer->weight.grad()};
+  };
+  EXPECT_TRUE(
+      test::near(gradients(true), gradients(false), test::reduction_tolerance(torch::kFloat, 12)));
+}
+
+TEST(Checkpoint, NumbersThatAnotherThreadDrawsAreAnError) {
+  const auto run = [](const auto& function, const std::function<void()>& meanwhile) {
+    const at::Tensor x = torch::ones({100}).requires_grad_();
+    const at::Tensor y = checkpoint(
+        [function, meanwhile](const at::Tensor& t) {
+          const at::Tensor result = function(t);
+          if (meanwhile) std::thread(meanwhile).join();
+          return result;
+        },
+        x);
+    y.sum().backward();
+    return torch::equal(x.grad() * x, y);
+  };
+  int calls = 0;
+  const auto draw_once = [&calls] {
+    if (calls++ == 0) torch::rand({3});
+  };
+  const auto random = [](const at::Tensor& t) { return t * torch::rand_like(t); };
+  EXPECT_TRUE(run(random, {}));
+  EXPECT_THAT(test::error_of([&] { run(random, draw_once); }),
+              HasSubstr("the random numbers of the forward pass when the function runs again"));
+
+  // A function that draws none does not disturb other threads.
+  torch::manual_seed(4);
+  const at::Tensor first = torch::rand({2});
+  const at::Tensor second = torch::rand({2});
+  torch::manual_seed(4);
+  EXPECT_TRUE(run([](const at::Tensor& t) { return t * 2; }, {}));
+  EXPECT_TRUE(torch::equal(torch::rand({2}), first));
+  EXPECT_TRUE(torch::equal(torch::rand({2}), second));
+}
+
+struct PowerIterationImpl : torch::nn::Module {
+  PowerIterationImpl() {
+    weight = register_parameter("weight", torch::randn({6, 6}));
+    vector = register_buffer("vector", torch::randn({6}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor left;
+    {
+      const torch::NoGradGuard no_grad;
+      left = weight.t().mv(vector);
+      const at::Tensor right = weight.mv(left);
+      vector.copy_(right / right.norm());
+    }
+    return x.mm((weight / vector.clone().dot(weight.mv(left))).t());
+  }
+  at::Tensor weight;
+  at::Tensor vector;
+};
+TORCH_MODULE(PowerIteration);
+
+TEST(Checkpoint, TheSecondRunReadsTheBuffersOfTheFirst) {
+  const auto results = [](bool checkpointed) {
+    torch::manual_seed(4);
+    PowerIteration module;
+    const at::Tensor x = torch::randn({3, 6}).requires_grad_();
+    const at::Tensor y = checkpointed ? checkpoint(module, x) : module->forward(x);
+    const at::Tensor again = module->forward(x.detach()).detach();  // and updates the buffer
+    y.square().sum().backward();
+    return std::vector<at::Tensor>{x.grad(), module->weight.grad(), module->vector.clone(), again};
+  };
+  test::expect_bitwise_equal(results(true), results(false));
+}
+
+TEST(Checkpoint, AnotherModeIsAnError) {
+  torch::nn::Sequential block(torch::nn::Linear(2, 2), torch::nn::BatchNorm1d(2));
+  const at::Tensor y = checkpoint(block, torch::randn({4, 2})).sum();
+  block->eval();
+  EXPECT_THAT(test::error_of([&] { y.backward(); }),
+              HasSubstr("call train() and eval() after backward()"));
+}
+
+TEST(Checkpoint, ResultsThatShareMemoryAreSeparate) {
+  const at::Tensor x = torch::ones({4}).requires_grad_();
+  const at::Tensor captured = x * 2;
+  const auto results = checkpoint(
+      [captured](const at::Tensor& t) {
+        const at::Tensor h = t * 3;
+        return std::tuple(h, h, h.view({2, 2}), captured.view({2, 2}));
+      },
+      x);
+  EXPECT_TRUE(std::get<0>(results).is_same(std::get<1>(results)));
+  std::get<0>(results).mul_(5);  // 15 x, also in the second one
+  std::get<3>(results).mul_(7);  // 14 x
+  EXPECT_TRUE(torch::equal(std::get<2>(results), torch::full({2, 2}, 3.0)));
+  EXPECT_TRUE(torch::equal(captured, torch::full({4}, 2.0)));
+  (std::get<1>(results).sum() + std::get<2>(results).sum() + std::get<3>(results).sum() +
+   captured.sum())
+      .backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({4}, 15.0 + 3 + 14 + 2)));
+}
+
+TEST(Checkpoint, AFunctionMayMakeLeavesOfItsOwn) {
+  torch::manual_seed(6);
+  torch::nn::LSTM lstm(torch::nn::LSTMOptions(4, 4));
+  auto run = [lstm](const at::Tensor& t) mutable {
+    const at::Tensor hidden = torch::zeros({1, 2, 4}).requires_grad_();
+    const at::Tensor cell = torch::zeros({1, 2, 4}).requires_grad_();
+    return std::get<0>(lstm->forward(t, std::tuple(hidden, cell)));
+  };
+  const at::Tensor values = torch::randn({5, 2, 4});
+  const auto gradient = [&](bool checkpointed) {
+    const at::Tensor x = values.clone().requires_grad_();
+    (checkpointed ? checkpoint(run, x) : run(x)).sum().backward();
+    return x.grad();
+  };
+  test::expect_bitwise_equal(gradient(true), gradient(false));
+}
+
+// LibTorch's SGD writes through data(), which no version counter sees.
+TEST(Checkpoint, AStepBeforeTheBackwardPassIsAnError) {
+  torch::nn::Linear layer(2, 2);
+  torch::optim::SGD optimizer(layer->parameters(), 0.1);
+  layer->forward(torch::ones({1, 2})).sum().backward();
+  const at::Tensor y = checkpoint(layer, torch::ones({1, 2}).requires_grad_()).sum();
+  optimizer.step();
+  EXPECT_THAT(test::error_of([&] { y.backward(); }),
+              HasSubstr("call backward() before the optimizer's step"));
+}
+
+TEST(Checkpoint, TakesModulesInAnyHolder) {
+  torch::nn::Sequential layers(torch::nn::Linear(2, 3), torch::nn::BatchNorm1d(3));
+  const at::Tensor x = torch::randn({4, 2});
+  at::Tensor y = x;
+  for (torch::nn::AnyModule& layer : *layers) y = checkpoint(layer, y);
+  y.square().sum().backward();
+  EXPECT_TRUE(layers->parameters()[0].grad().defined());
+  EXPECT_EQ(layers->named_buffers()["1.num_batches_tracked"].item<std::int64_t>(), 1);
+  const std::shared_ptr<torch::nn::SequentialImpl> shared = layers.ptr();
+  EXPECT_TRUE(torch::equal(checkpoint(shared, x), layers->forward(x)));
+}
+
+TEST(Checkpoint, TakesInputsOfAnyKind) {
+  const at::Tensor inference = [] {
+    const c10::InferenceMode guard;
+    return torch::ones({2});
+  }();
+  EXPECT_TRUE(torch::equal(checkpoint([](const at::Tensor& t) { return t * 2; }, inference),
+                           torch::full({2}, 2.0)));
+  const at::Tensor meta = torch::ones({2}, torch::kMeta).requires_grad_();
+  EXPECT_TRUE(checkpoint([](const at::Tensor& t) { return t * 2; }, meta).is_meta());
+  const at::Tensor sparse = torch::eye(2).to_sparse().requires_grad_();
+  const at::Tensor y = checkpoint(
+      [](const at::Tensor& t) { return at::_sparse_mm(t, torch::ones({2, 2})); }, sparse);
+  const at::Tensor grad = torch::autograd::grad({y.sum()}, {sparse}, {}, true, true)[0];
+  EXPECT_TRUE(torch::equal(grad.to_dense(), torch::full({2, 2}, 2.0).mul(torch::eye(2))));
+
+  const at::Tensor late = torch::ones({2});
+  const at::Tensor weight = torch::ones({2}).requires_grad_();
+  const at::Tensor z = checkpoint([weight](const at::Tensor& t) { return t * weight; }, late).sum();
+  const_cast<at::Tensor&>(late).requires_grad_();
+  z.backward();
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::ones({2})));
+  EXPECT_FALSE(late.grad().defined());
+}
+
+TEST(Checkpoint, ALongChainOfCallsIsFreedWithoutRecursion) {
+  at::Tensor y = torch::ones({1}).requires_grad_();
+  for (int i = 0; i < 30'000; ++i)
+    y = checkpoint([y](const at::Tensor& t) { return y * t; }, torch::ones({1}));
+  EXPECT_EQ(y.item<float>(), 1);
+}
+
+TEST(Checkpoint, LeavesLibTorchsRegionsAsTheyWere) {
+  const auto before = at::autocast::get_autocast_dtype(at::kCPU);
+  const at::Tensor x = torch::ones({2, 2}).requires_grad_();
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  at::autocast::set_autocast_dtype(at::kCPU, torch::kHalf);
+  const at::Tensor y = checkpoint(torch::nn::Linear(2, 2), x);
+  at::autocast::clear_cache();
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::set_autocast_dtype(at::kCPU, before);
+  y.to(torch::kFloat).sum().backward();
+  EXPECT_EQ(at::autocast::get_autocast_dtype(at::kCPU), before);
 }
 
 TEST(Checkpoint, AnExceptionOfTheFunctionLeavesNothingBehind) {

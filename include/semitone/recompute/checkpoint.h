@@ -5,9 +5,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
 
+#include <concepts>
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -24,23 +28,49 @@ struct CheckpointOptions {
   /// (dropout gets another mask). It saves copying the generators' states, which is not possible
   /// while a CUDA graph is captured.
   TORCH_ARG(bool, preserve_rng_state) = true;
-  /// Tensors that the function updates in place, such as running statistics of batch norms. The
-  /// second run does not change them. If the function is a module, its own buffers are added.
+  /// Tensors that the function reads and updates in place, such as running statistics of batch norms.
+  /// The second run reads the values that the first one read, and changes nothing. Copies of those
+  /// that the first run changed are kept. If the function is a module, its own buffers are added.
   /// Default: none.
   TORCH_ARG(std::vector<at::Tensor>, buffers);
 };
 
 namespace detail {
 
-/// A module holder, or another pointer to a module.
+/// Shared pointers to modules.
 template <typename T>
-concept PointsToModule = requires(const T& pointer) { pointer->buffers(); };
+concept PointsToModule = requires(const T& pointer) {
+  { pointer.get()->is_training() } -> std::same_as<bool>;
+};
+
+/// ModuleHolder and AnyModule.
+template <typename T>
+concept HoldsModule = requires(const T& holder) {
+  { holder.ptr()->is_training() } -> std::same_as<bool>;
+};
+
+template <typename Function>
+std::shared_ptr<torch::nn::Module> module_of(const Function& function) {
+  if constexpr (HoldsModule<Function>) {
+    return function.ptr();
+  } else if constexpr (PointsToModule<Function>) {
+    return function;
+  } else {
+    return nullptr;
+  }
+}
 
 template <typename Function, typename... Arguments>
 auto call(Function& function, const Arguments&... arguments) {
-  if constexpr (PointsToModule<Function>) {
+  if constexpr (std::is_same_v<Function, torch::nn::AnyModule>) {
+    return function.forward(arguments...);
+  } else if constexpr (HoldsModule<Function> || PointsToModule<Function>) {
     return function->forward(arguments...);
   } else {
+    static_assert(
+        std::is_invocable_v<Function&, const Arguments&...>,
+        "nn::checkpoint: expected a module in a holder or a shared pointer, or a function "
+        "that takes these arguments, tensors by value or by reference to const");
     return std::invoke(function, arguments...);
   }
 }
@@ -76,11 +106,13 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 /// about a third longer. Results equal those of a plain call bit for bit if the function is
 /// deterministic, and so do gradients. Exception: a tensor that is also used outside of the call
 /// gets its gradient in two sums, whose rounding may differ (in 16 bits, for weights that autocast
-/// casts both inside and outside). The counterpart of torch.utils.checkpoint with use_reentrant=False, and of
-/// Paddle's recompute.
+/// casts both inside and outside). The counterpart of torch.utils.checkpoint with
+/// use_reentrant=False, and of Paddle's recompute.
 ///
 /// @param function  a module, in a holder or shared pointer, of which it calls forward(), or anything
-///                  that can be called. It is copied, and kept until the backward pass has run.
+///                  that can be called. It is copied, and kept until the backward pass has run. What
+///                  it refers to must live as long: a lambda captures by value. References to local
+///                  variables ([&]) would dangle, and so would `this` of a replica of DataParallel.
 /// @param options   see CheckpointOptions
 /// @param inputs    its arguments. Tensors in them, in any nesting that map_tensors knows, are
 ///                  kept as inputs; all else is copied. Gradients reach the inputs, and also what the
@@ -95,18 +127,26 @@ auto with_tensors(const T& value, const std::vector<at::Tensor>& tensors, std::s
 /// - Without gradients (torch::NoGradGuard, InferenceMode) it just calls the function.
 /// - The function must do the same in both runs, and must not change its inputs in place. The
 ///   backward pass throws Error if a parameter that the function uses was changed in place after the
-///   forward pass, if the second run has other shapes or dtypes, or if it uses other parameters or
-///   captured tensors. LibTorch throws if an input was changed in place.
-/// - A differentiable result that shares memory with an input (a view) is returned as a copy.
+///   forward pass, if the module is in another mode (train or eval), if the second run has other
+///   shapes or dtypes, draws other random numbers, or uses other parameters or captured tensors.
+///   LibTorch throws if an input was changed in place. Changes of captured tensors that are not
+///   leaves of the graph go unnoticed: pass such tensors as inputs.
+/// - No other thread may draw from the same generators while a function that draws random numbers
+///   runs, in either pass.
+/// - Tensors that leave the function in another way than as its result, such as a loss that a module
+///   keeps in a member, have their gradients too, and memory for them is kept.
+/// - A differentiable result that shares memory with an input, a captured tensor or another result
+///   is returned as a copy.
 /// - The second run executes the whole function, also operators that no gradient needs.
 template <typename Function, typename... Inputs>
 auto checkpoint(CheckpointOptions options, Function function, const Inputs&... inputs) {
   if (!detail::CheckpointedCall::is_needed()) return detail::call(function, inputs...);
-  if constexpr (detail::PointsToModule<Function>) {
-    for (const at::Tensor& buffer : function->buffers()) options.buffers().push_back(buffer);
+  const auto module = detail::module_of(function);
+  if (module != nullptr) {
+    for (const at::Tensor& buffer : module->buffers()) options.buffers().push_back(buffer);
   }
-  detail::CheckpointedCall call(detail::tensors_in(inputs...), options.preserve_rng_state(),
-                                options.buffers());
+  detail::CheckpointedCall call(detail::tensors_in(inputs...),
+                                {options.preserve_rng_state(), options.buffers(), module});
   auto run = [function = std::move(function),
               kept = std::tuple<semitone::detail::Mapped<Inputs>...>(
                   map_tensors(inputs, [](const at::Tensor&) { return at::Tensor(); })...)](

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include <functional>
 #include <memory>
@@ -19,7 +20,14 @@ class CheckpointedCall {
   /// Whether gradients are recorded.
   static bool is_needed();
 
-  CheckpointedCall(Tensors inputs, bool preserve_rng_state, const Tensors& buffers);
+  /// What the function reads or changes beside its inputs.
+  struct State {
+    bool preserve_rng_state;
+    Tensors buffers;
+    std::shared_ptr<torch::nn::Module> module;  ///< the function, or null
+  };
+
+  CheckpointedCall(Tensors inputs, const State& state);
   CheckpointedCall(const CheckpointedCall&) = delete;
   CheckpointedCall& operator=(const CheckpointedCall&) = delete;
   ~CheckpointedCall();
