@@ -1,5 +1,7 @@
 #pragma once
 
+// Internal interface: other rooms include this header.
+
 #include <cstddef>
 #include <cstdint>
 #include <string>

@@ -4,6 +4,7 @@
 #include "src/checkpoint/agree.h"
 #include "src/checkpoint/folder.h"
 #include "src/core/file.h"
+#include "src/core/log.h"
 
 #include <torch/types.h>
 
@@ -198,12 +199,24 @@ void Checkpoints::save() {
   const std::int64_t step = training_.position.step;
   if (!own_.has_value() || last_ == step) return;
   loss_sums_ = gathered(training_.position.loss_sum, options_.group());
+  if (const std::exception_ptr earlier = wait()) {
+    try {
+      std::rethrow_exception(earlier);
+    } catch (const FileError& error) {
+      log()->error("{}", error.what());
+    }
+  }
   own_->save_async(step);
   last_ = step;
 }
 
-void Checkpoints::wait() {
-  if (own_.has_value()) own_->wait();
+std::exception_ptr Checkpoints::wait() {
+  try {
+    if (own_.has_value()) own_->wait();
+    return nullptr;
+  } catch (const FileError&) {
+    return std::current_exception();
+  }
 }
 
 void require_resumable(const TrainOptions& options) {

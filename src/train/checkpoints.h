@@ -11,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <optional>
 
@@ -55,11 +56,12 @@ class Checkpoints {
 
   // Saves the position's step, unless the directory has just been resumed or saved at it. Nothing
   // without a directory in the options. Returns when the state has been copied: a thread writes the
-  // files, and its error is thrown by the next call of save() or wait().
+  // files. If it could not write those of the save before, that is logged: a disk may have been full
+  // for a while only.
   void save();
 
-  // Returns when the files of the last save() are complete.
-  void wait();
+  // Waits for the files of the last save(). Returns the FileError if they could not be written.
+  std::exception_ptr wait();
 
  private:
   checkpoint::Checkpoint make(const std::filesystem::path& directory);

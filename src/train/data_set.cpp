@@ -1,5 +1,7 @@
 #include "src/train/data_set.h"
 
+#include "src/checkpoint/checksum.h"
+
 #include <utility>
 
 namespace semitone::train {
@@ -20,6 +22,17 @@ class FirstExample final : public Examples {
 };
 
 }  // namespace
+
+std::pair<std::string, std::string> checksum_setting(std::initializer_list<at::Tensor> tensors,
+                                                     std::string_view text) {
+  checkpoint::Checksum checksum;
+  checksum.add(text.data(), text.size());
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor contiguous = tensor.contiguous();
+    checksum.add(contiguous.const_data_ptr(), contiguous.nbytes());
+  }
+  return {"data with the checksum", checksum.text()};
+}
 
 DataSet with_one_test_example(const DataSet& data) {
   DataSet result = data;

@@ -5,10 +5,12 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 // The data of a training, independent of their kind. Each kind has its own header (images.h, text.h), which
 // makes a DataSet. Nothing else in this room depends on the kind.
@@ -76,6 +78,10 @@ struct DataSet {
   // What must match on resume, besides the number of examples: flags and their values.
   std::map<std::string, std::string> settings{};
 };
+
+// The setting that tells data sets of the same size apart: a checksum of CPU tensors and of a text.
+std::pair<std::string, std::string> checksum_setting(std::initializer_list<at::Tensor> tensors,
+                                                     std::string_view text = {});
 
 // Returns the data set with one test example, for trainings whose test result is not needed: a test
 // takes as long as hundreds of steps.

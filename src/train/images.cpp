@@ -83,7 +83,10 @@ DataSet image_data(const zoo::ImageSet& train, const zoo::ImageSet& test) {
     throw Error(kImageData, c10::str("test images of sizes ", size(train), ", as for training"),
                 c10::str(size(test)));
   }
-  return {std::make_shared<ImageExamples>(train), std::make_shared<ImageExamples>(test)};
+  return {std::make_shared<ImageExamples>(train),
+          std::make_shared<ImageExamples>(test),
+          kImages,
+          {checksum_setting({train.images, train.labels})}};
 }
 
 }  // namespace semitone::train

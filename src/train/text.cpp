@@ -49,7 +49,7 @@ void check(const zoo::Text& text, const TextOptions& options, std::int64_t train
                           "sequences of {}",
                           least, least, options.sequence_length()),
               fmt::format("{} and {}", train, test),
-              "use a longer text, or lower --sequence-length");
+              "use a longer text, a lower --sequence-length or another --test-share");
 }
 
 }  // namespace
@@ -73,7 +73,9 @@ DataSet text_data(const zoo::Text& text, const TextOptions& options) {
   return {part(0, train),
           part(train, test),
           kText,
-          {{"--sequence-length", std::to_string(options.sequence_length())}}};
+          {{"--sequence-length", std::to_string(options.sequence_length())},
+           {"--test-share", fmt::format("{}", options.test_share())},
+           checksum_setting({text.tokens}, text.vocabulary)}};
 }
 
 }  // namespace semitone::train

@@ -122,7 +122,7 @@ ByteSource::ByteSource(const std::filesystem::path& path, std::string_view compo
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
   if (status.type() == std::filesystem::file_type::not_found)
-    state.fail("a file", "none", "is the folder right?");
+    state.fail("a file", "none", "check the path");
   if (error) state.fail("to read", error.message());
   if (status.type() != std::filesystem::file_type::regular)
     state.fail("a regular file", "something else of that name");

@@ -30,7 +30,7 @@ fs::path find(const fs::path& folder, const std::string& name, const std::string
     }
   }
   throw FileError(kMnist, "a file " + name + "-" + kind + "[.gz] in '" + folder.string() + "'",
-                  "none", "is the folder right?");
+                  "none", "check the path");
 }
 
 void check_images(const at::Tensor& images, const fs::path& path) {

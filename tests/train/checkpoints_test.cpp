@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "semitone/weights/file.h"
 #include "src/train/save_interval.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/toy_nets.h"
@@ -81,12 +82,28 @@ TEST_F(SavingTest, DoesNotChangeTheTraining) {
   EXPECT_EQ(saving.losses, silent.losses);
 }
 
-TEST_F(SavingTest, AFailureEndsTheTrainingAtTheNextSave) {
+TEST_F(SavingTest, ASaveThatFailsIsLoggedAndTheNextOneTriesAgain) {
+  int steps = 0;
+  const auto put_a_file_there = [&] {
+    ++steps;
+    if (steps == 3) test::write_text(run_, "");
+    if (steps == 9) fs::remove(run_);  // the save of step 8 has waited for that of step 4
+    return 0;
+  };
+  const test::CapturedLog log;
+  train_classifier(drop_net, data(),
+                   options().save_every({.steps = 4}).stop_signal(put_a_file_there));
+  EXPECT_THAT(log.text(), HasSubstr(run_.string() + "', got Not a directory"));
+  EXPECT_EQ(steps_in(run_).back(), 10);
+}
+
+TEST_F(SavingTest, IfTheLastSaveFailsTheErrorIsThrownAfterTheTest) {
   int steps = 0;
   const auto put_a_file_there = [&] {
     if (++steps == 3) test::write_text(run_, "");
     return 0;
   };
+  const test::CapturedLog log;
   Recorder recorder;
   EXPECT_THAT(test::message_of<FileError>([&] {
                 train_classifier(drop_net, data(),
@@ -94,7 +111,8 @@ TEST_F(SavingTest, AFailureEndsTheTrainingAtTheNextSave) {
                                  recorder);
               }),
               HasSubstr(run_.string()));
-  EXPECT_EQ(recorder.steps.size(), 8);
+  EXPECT_EQ(recorder.steps.size(), 10);
+  EXPECT_EQ(recorder.tests.size(), 1);
 }
 
 TEST_F(SavingTest, AFinishedRunThatStartsAgainIsOnlyTested) {

@@ -139,6 +139,8 @@ TEST_F(ResumingTest, OtherOptionsAreRefusedByTheirFlags) {
                     HasSubstr(step_of(run_, 3).string()), HasSubstr("got images per step 8"),
                     HasSubstr("resume with the settings of the saved run")));
   EXPECT_THAT(message(TrainOptions(more).seed(5)), HasSubstr("--seed 5"));
+  const DataSet other = image_data(test::made_up_images(640, 3), test::made_up_images(200, 2));
+  EXPECT_THAT(message(more, drop_net, other), HasSubstr("expected data with the checksum "));
   EXPECT_THAT(message(TrainOptions(more).augment(true)), HasSubstr("--augment true"));
   EXPECT_THAT(
       message(TrainOptions(more).optimizer("adam")),
