@@ -3,6 +3,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/autocast/autocast.h"
 #include "semitone/core/events.h"
+#include "semitone/recompute/checkpoint.h"
 #include "src/parallel/gpu_balance.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -492,6 +493,38 @@ TEST(Policies, HoldForTheParametersOfAllReplicas) {
     EXPECT_TRUE(
         test::near(mixed.forward(parallel, x), got, test::reduction_tolerance(at::kFloat, 8)));
   }
+}
+
+struct CheckpointedNetImpl : torch::nn::Cloneable<CheckpointedNetImpl> {
+  CheckpointedNetImpl() { reset(); }
+  void reset() override {
+    first = register_module("first", torch::nn::Linear(6, 8));
+    second = register_module("second", torch::nn::Linear(8, 3));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor hidden = torch::tanh(nn::checkpoint(first, x));
+    return checkpoint_second ? nn::checkpoint(second, hidden) : second->forward(hidden);
+  }
+  torch::nn::Linear first{nullptr};
+  torch::nn::Linear second{nullptr};
+  bool checkpoint_second = true;
+};
+TORCH_MODULE(CheckpointedNet);
+
+TEST(Policies, HoldForReplicasThatRunAgain) {
+  const auto gradients = [](bool checkpoint_second) {
+    torch::manual_seed(1);
+    CheckpointedNet model;
+    model->checkpoint_second = checkpoint_second;
+    DataParallel parallel(model, on(2));
+    auto mixed = amp::initialize(
+        model, amp::Options(amp::OptLevel::O1)
+                   .policy(amp::CastPolicy::semitone(at::kBFloat16).keep_fp32_params("second.*"))
+                   .verbosity(0));
+    mixed.forward(parallel, rows(6, at::kFloat)).square().sum().backward();
+    return test::gradients_of(model->parameters());
+  };
+  test::expect_bitwise_equal(gradients(true), gradients(false));
 }
 
 class DataParallelLevels : public testing::TestWithParam<amp::OptLevel> {};

@@ -68,7 +68,7 @@ class DataParallelOptions {
 /// - runs the replicas in threads, with the caller's autocast region, grad mode, inference mode,
 ///   event listeners, and current stream of each device. CPU replicas divide the caller's intra-op
 ///   threads among themselves and share the random generator, so random layers differ from run to
-///   run. Objects that the copies share, such as an object behind a pointer, are used by several
+///   run, and nn::checkpoint refuses them. Objects that the copies share, such as an object behind a pointer, are used by several
 ///   threads at the same time.
 /// - concatenates the tensors of the results along `dim` on the output device. Other values are the
 ///   first replica's. Tensors without dimensions, such as losses, become a vector with one element
