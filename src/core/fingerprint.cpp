@@ -45,7 +45,7 @@ std::uint64_t sum_of_some(const at::Tensor& tensor) {
 }  // namespace
 
 std::uint64_t fingerprint_of(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || !tensor.has_storage()) return 0;
+  if (!tensor.is_cpu() || !tensor.has_storage() || tensor._is_zerotensor()) return 0;
   switch (tensor.element_size()) {
     case sizeof(std::uint16_t):
       return sum_of_some<std::uint16_t>(tensor);

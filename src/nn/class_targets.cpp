@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/kernels/on_cuda.h"
 
 #include <ATen/core/Reduction.h>
 #include <torch/types.h>
@@ -15,8 +16,12 @@ at::Tensor number(double value) {
   return at::full({}, value, at::kDouble);
 }
 
+bool is_on_device(const at::Tensor& tensor) {
+  return !tensor.is_cpu() || kernels::runs_on_cuda(tensor);
+}
+
 at::Tensor sum_of(const at::Tensor& values) {
-  if (!values.is_cpu()) return values.sum(at::kDouble);
+  if (is_on_device(values)) return values.sum(at::kDouble);
   const at::Tensor fp64 = values.to(at::kDouble);
   const auto* const data = fp64.const_data_ptr<double>();
   double sum = 0;
@@ -49,7 +54,7 @@ void check_targets(const char* component, const at::Tensor& target, const at::Te
 
 at::Tensor count_rows(const char* component, const at::Tensor& target, std::int64_t classes,
                       std::int64_t ignore_index) {
-  if (!target.is_cpu()) return target.ne(ignore_index).sum(at::kDouble);
+  if (is_on_device(target)) return target.ne(ignore_index).sum(at::kDouble);
   const at::Tensor contiguous = target.contiguous();
   const auto* const data = contiguous.const_data_ptr<std::int64_t>();
   std::int64_t count = 0;

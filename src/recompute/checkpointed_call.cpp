@@ -3,6 +3,7 @@
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
 #include "src/core/fingerprint.h"
+#include "src/recompute/captured_tensors.h"
 #include "src/recompute/recording.h"
 #include "src/recompute/surroundings.h"
 
@@ -139,8 +140,10 @@ class RecomputeBackward final : public Node {
   const std::vector<bool>& needs_gradient() const { return needs_gradient_; }
 
   // The first run ends.
+  // @param captured  tensors that the function used without changing them
   void complete(CheckpointedCall::Run run, std::vector<Shape> outputs, edge_list to_inputs,
-                edge_list others) {
+                edge_list others, std::vector<CapturedTensors::Seen> captured) {
+    captured_ = std::move(captured);
     if (random_.has_value() && !random_->note_end()) random_.reset();
     buffers_.note_end();
     run_ = std::move(run);
@@ -160,6 +163,7 @@ class RecomputeBackward final : public Node {
     const std::lock_guard lock(mutex_);
     for (SavedVariable& input : inputs_) input.reset_data();
     inference_inputs_.clear();
+    captured_.clear();
     run_ = nullptr;
     // LibTorch deletes a long graph without recursion only if nothing else leads on.
     others_.clear();
@@ -211,6 +215,14 @@ class RecomputeBackward final : public Node {
                   "parameters that are unchanged between the forward and the backward pass",
                   c10::str("one of shape ", leaf.node->variable.sizes(), " that was written to"),
                   "call backward() before the optimizer's step");
+    }
+    for (const CapturedTensors::Seen& seen : captured_) {
+      const std::optional<at::Tensor> changed = seen.changed();
+      if (!changed.has_value()) continue;
+      throw Error(kCheckpoint,
+                  "captured tensors that are unchanged between the forward and the backward pass",
+                  c10::str("one of shape ", changed->sizes(), " that was written to"),
+                  "write to a copy, or give CheckpointOptions::buffers those that the function updates");
     }
   }
 
@@ -324,6 +336,7 @@ class RecomputeBackward final : public Node {
   std::vector<Shape> outputs_;
   edge_list others_;
   std::vector<UsedLeaf> leaves_;
+  std::vector<CapturedTensors::Seen> captured_;
 };
 
 bool shares_memory(const at::Tensor& output, const Tensors& others) {
@@ -347,6 +360,10 @@ struct CheckpointedCall::Impl {
         node(new RecomputeBackward(originals, state, regions), torch::autograd::deleteNode),
         inputs(relays_for(originals, node->needs_gradient())) {
     scope.emplace(regions);
+    Tensors known = originals;
+    known.insert(known.end(), inputs.begin(), inputs.end());
+    known.insert(known.end(), state.buffers.begin(), state.buffers.end());
+    captured.emplace(known);
   }
 
   Tensors originals;
@@ -355,6 +372,7 @@ struct CheckpointedCall::Impl {
   Tensors inputs;
   Recording recording;
   std::optional<AutocastRegions::Scope> scope;
+  std::optional<CapturedTensors> captured;
 };
 
 bool CheckpointedCall::is_needed() {
@@ -371,6 +389,8 @@ const Tensors& CheckpointedCall::inputs() const {
 }
 
 Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
+  std::vector<CapturedTensors::Seen> captured = impl_->captured->unchanged();
+  impl_->captured.reset();
   impl_->scope.reset();
   if (std::ranges::none_of(outputs, [](const at::Tensor& output) {
         return output.defined() && output.requires_grad();
@@ -381,7 +401,8 @@ Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
     if (const Edge edge = edge_of(input); edge.is_valid()) to_inputs.push_back(edge);
   }
   const edge_list others = impl_->recording.edges_left_by(outputs, impl_->inputs);
-  impl_->node->complete(std::move(run), shapes_of(outputs), std::move(to_inputs), others);
+  impl_->node->complete(std::move(run), shapes_of(outputs), std::move(to_inputs), others,
+                        std::move(captured));
   Tensors results;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];

@@ -3,6 +3,7 @@
 // program too, and use the CUDA kernels here.
 
 #include "semitone/nn/fused_cross_entropy.h"
+#include "semitone/recompute/linear_cross_entropy.h"
 #include "src/kernels/cross_entropy.h"
 #include "src/kernels/cuda/cuda_kernels.h"
 #include "tests/support/all_rules.h"
@@ -62,6 +63,32 @@ TEST(CudaCrossEntropy, RowsWhoseTargetIsNoClassAreNan) {
     EXPECT_TRUE(rows[2].eq(0).all().item<bool>());
     EXPECT_TRUE(rows[3].isnan().all().item<bool>());
   }
+}
+
+TEST(CudaCrossEntropy, RowsWhoseTargetIsNoClassAreNanInChunksToo) {
+  torch::manual_seed(1);
+  const at::Tensor input = torch::randn({4, 5}).requires_grad_();
+  const at::Tensor weight = torch::randn({7, 5});
+  const at::Tensor target = torch::tensor({2, 9, -100, -1});
+  const auto loss = [&](const at::Tensor& rows, const at::Tensor& classes) {
+    return nn::linear_cross_entropy(
+        rows, weight, classes,
+        nn::LinearCrossEntropyOptions().reduction(torch::kNone).chunk_size(3));
+  };
+  const std::size_t before = cuda_on_cpu::launches();
+  const at::Tensor losses = loss(input, target);
+  losses.sum().backward();
+  EXPECT_EQ(cuda_on_cpu::launches(), before + 6);
+  for (const at::Tensor& rows : {losses.view({4, 1}), input.grad()}) {
+    EXPECT_TRUE(rows[1].isnan().all().item<bool>());
+    EXPECT_TRUE(rows[2].eq(0).all().item<bool>());
+    EXPECT_TRUE(rows[3].isnan().all().item<bool>());
+  }
+  const test::WithoutEmulatedCuda cpu;
+  const at::Tensor row = input.detach().slice(0, 0, 1).clone().requires_grad_();
+  const at::Tensor want = loss(row, target.slice(0, 0, 1));
+  want.sum().backward();
+  expect_same({losses[0], input.grad()[0]}, {want[0], row.grad()[0]}, 1e-6);
 }
 
 class CudaOnCpu : public testing::TestWithParam<test::CudaCase> {};

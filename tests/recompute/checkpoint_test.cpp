@@ -611,6 +611,30 @@ TEST(Checkpoint, AStepBeforeTheBackwardPassIsAnError) {
               HasSubstr("call backward() before the optimizer's step"));
 }
 
+TEST(Checkpoint, CapturedTensorsThatChangeAreAnError) {
+  const at::Tensor x = torch::ones({2}).requires_grad_();
+  for (const bool nested : {false, true}) {
+    for (const bool computed : {false, true}) {
+      const at::Tensor leaf = torch::full({2}, 3.0).requires_grad_();
+      const at::Tensor factor = computed ? leaf * 1 : torch::full({2}, 3.0);
+      const auto scale = [factor](const at::Tensor& t) { return torch::tanh(t * factor); };
+      const auto call = [scale, nested](const at::Tensor& t) {
+        return nested ? checkpoint(scale, t) : scale(t);
+      };
+      const at::Tensor y = checkpoint(call, x).sum();
+      const at::Tensor z = checkpoint(call, x).sum();
+      EXPECT_NO_THROW(z.backward());
+      {
+        const torch::NoGradGuard no_grad;
+        factor.mul_(2);
+      }
+      EXPECT_THAT(test::error_of([&] { y.backward(); }),
+                  HasSubstr("captured tensors that are unchanged between the forward and the "
+                            "backward pass, got one of shape [2]"));
+    }
+  }
+}
+
 TEST(Checkpoint, TakesModulesInAnyHolder) {
   torch::nn::Sequential layers(torch::nn::Linear(2, 3), torch::nn::BatchNorm1d(3));
   const at::Tensor x = torch::randn({4, 2});

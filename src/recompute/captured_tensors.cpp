@@ -1,0 +1,96 @@
+#include "src/recompute/captured_tensors.h"
+
+#include "src/core/fingerprint.h"
+#include "src/core/operator_inputs.h"
+
+#include <utility>
+
+namespace semitone::nn {
+namespace {
+
+thread_local CapturedTensors* innermost = nullptr;
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
+}
+
+template <typename Use>
+void for_tensors(const c10::IValue& value, const Use& use) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) use(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      if (tensor.defined()) use(tensor);
+    }
+  } else if (value.isList()) {  // of optional tensors
+    for (const c10::IValue& element : value.toListRef()) for_tensors(element, use);
+  }
+}
+
+}  // namespace
+
+CapturedTensors::CapturedTensors(const std::vector<at::Tensor>& known)
+    : outer_(std::exchange(innermost, this)) {
+  if (outer_ == nullptr) {
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(start, end)
+                                             .needsInputs(true)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+  }
+  for (const at::Tensor& tensor : known) {
+    if (tensor.defined()) see_result(tensor);
+  }
+}
+
+CapturedTensors::~CapturedTensors() {
+  if (outer_ == nullptr) at::removeCallback(handle_);
+  innermost = outer_;
+}
+
+std::optional<at::Tensor> CapturedTensors::Seen::changed() const {
+  const auto alive = tensor.lock();
+  if (!alive) return std::nullopt;
+  const at::Tensor now(alive);
+  if (version_of(now) == version && fingerprint_of(now) == fingerprint) return std::nullopt;
+  return now;
+}
+
+std::vector<CapturedTensors::Seen> CapturedTensors::unchanged() const {
+  std::vector<Seen> result;
+  for (const auto& [address, seen] : captured_) {
+    if (!known_.contains(address) && !seen.tensor.expired() && !seen.changed().has_value())
+      result.push_back(seen);
+  }
+  return result;
+}
+
+std::unique_ptr<at::ObserverContext> CapturedTensors::start(const at::RecordFunction& record) {
+  for (CapturedTensors* each = innermost; each != nullptr; each = each->outer_) {
+    for (const c10::IValue& input : inputs_of(record))
+      for_tensors(input, [&](const at::Tensor& tensor) { each->see_argument(tensor); });
+  }
+  return nullptr;
+}
+
+void CapturedTensors::end(const at::RecordFunction& record, at::ObserverContext*) {
+  for (CapturedTensors* each = innermost; each != nullptr; each = each->outer_) {
+    for (const c10::IValue& output : record.outputs())
+      for_tensors(output, [&](const at::Tensor& tensor) { each->see_result(tensor); });
+  }
+}
+
+void CapturedTensors::see_argument(const at::Tensor& tensor) {
+  const c10::TensorImpl* const address = tensor.unsafeGetTensorImpl();
+  if (known_.contains(address) || captured_.contains(address) || tensor.is_inference() ||
+      !tensor.has_storage())
+    return;
+  captured_.emplace(address, Seen{decltype(Seen::tensor)(tensor.getIntrusivePtr()),
+                                  version_of(tensor), fingerprint_of(tensor)});
+}
+
+void CapturedTensors::see_result(const at::Tensor& tensor) {
+  known_.try_emplace(tensor.unsafeGetTensorImpl(),
+                     decltype(Seen::tensor)(tensor.getIntrusivePtr()));
+}
+
+}  // namespace semitone::nn

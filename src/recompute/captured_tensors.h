@@ -1,0 +1,54 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+// The tensors that a function reads without getting them as inputs.
+namespace semitone::nn {
+
+// Looks at the operators of this thread while it exists. A tensor that an operator gets, and that
+// neither is an input of the function nor the result of an operator, is a captured one.
+class CapturedTensors {
+ public:
+  // @param known  inputs of the function, and buffers that it may change
+  explicit CapturedTensors(const std::vector<at::Tensor>& known);
+  ~CapturedTensors();
+  CapturedTensors(const CapturedTensors&) = delete;
+  CapturedTensors& operator=(const CapturedTensors&) = delete;
+
+  // A captured tensor, as it was.
+  struct Seen {
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+    std::uint32_t version;
+    std::uint64_t fingerprint;
+
+    // Nothing if the tensor does not exist any more: then nobody has changed it. Otherwise the
+    // tensor, if it was written to.
+    std::optional<at::Tensor> changed() const;
+  };
+
+  // Those that the function has not changed itself.
+  std::vector<Seen> unchanged() const;
+
+ private:
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record);
+  static void end(const at::RecordFunction& record, at::ObserverContext* context);
+  void see_argument(const at::Tensor& tensor);
+  void see_result(const at::Tensor& tensor);
+
+  CapturedTensors* outer_;  // of a call around this one
+  at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;  // the outermost has one for all
+  // By address. A weak reference keeps an address from being used again.
+  std::unordered_map<const c10::TensorImpl*, Seen> captured_;
+  std::unordered_map<const c10::TensorImpl*, decltype(Seen::tensor)> known_;
+};
+
+}  // namespace semitone::nn
