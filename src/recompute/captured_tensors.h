@@ -44,7 +44,7 @@ class CapturedTensors {
   void see_argument(const at::Tensor& tensor);
   void see_result(const at::Tensor& tensor);
 
-  CapturedTensors* outer_;  // of a call around this one
+  CapturedTensors* outer_;                                   // of a call around this one
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;  // the outermost has one for all
   // By address. A weak reference keeps an address from being used again.
   std::unordered_map<const c10::TensorImpl*, Seen> captured_;

@@ -219,10 +219,11 @@ class RecomputeBackward final : public Node {
     for (const CapturedTensors::Seen& seen : captured_) {
       const std::optional<at::Tensor> changed = seen.changed();
       if (!changed.has_value()) continue;
-      throw Error(kCheckpoint,
-                  "captured tensors that are unchanged between the forward and the backward pass",
-                  c10::str("one of shape ", changed->sizes(), " that was written to"),
-                  "write to a copy, or give CheckpointOptions::buffers those that the function updates");
+      throw Error(
+          kCheckpoint,
+          "captured tensors that are unchanged between the forward and the backward pass",
+          c10::str("one of shape ", changed->sizes(), " that was written to"),
+          "write to a copy, or give CheckpointOptions::buffers those that the function updates");
     }
   }
 
