@@ -50,7 +50,7 @@ CapturedTensors::~CapturedTensors() {
 std::optional<at::Tensor> CapturedTensors::Seen::changed() const {
   const auto alive = tensor.lock();
   if (!alive) return std::nullopt;
-  const at::Tensor now(alive);
+  at::Tensor now(alive);
   if (version_of(now) == version && fingerprint_of(now) == fingerprint) return std::nullopt;
   return now;
 }

@@ -42,8 +42,7 @@ void check_checkpoint_options(const TrainOptions& options) {
 
 void check_options(const TrainOptions& options, const DataKind& kind) {
   if (options.augment() && !kind.can_augment) {
-    throw Error(kChecks, "data that can be augmented", std::string(kind.examples),
-                "leave out --augment");
+    throw Error(kChecks, "data that can be augmented", kind.examples, "leave out --augment");
   }
   const auto require = [](bool good, const char* expected, double got) {
     if (!good) throw Error(kChecks, expected, fmt::format("{}", got));
