@@ -41,13 +41,13 @@ void check_label_smoothing(const char* component, double label_smoothing) {
 }
 
 void check_targets(const char* component, const at::Tensor& target, const at::Tensor& values,
-                   const char* what) {
+                   const char* whose) {
   if (target.scalar_type() != at::kLong && target.scalar_type() != at::kByte) {
     throw Error(component, "int64 targets", dtype_name(target.scalar_type()),
                 "call target.to(torch::kLong)");
   }
   if (target.device() != values.device()) {
-    throw Error(component, c10::str("targets on the ", what, "' device ", values.device()),
+    throw Error(component, c10::str("targets on the ", whose, " device ", values.device()),
                 c10::str("some on ", target.device()));
   }
 }

@@ -12,9 +12,10 @@ namespace semitone::nn {
 // Errors of the function `component`, with what is expected.
 void check_defined(const char* component, const at::Tensor& tensor, const char* what);
 void check_label_smoothing(const char* component, double label_smoothing);
-// The targets' dtype, and that they are on the device of what the message calls `what`.
+// The targets' dtype, and that they are on the device of the values.
+// @param whose  device that is, for the message: "logits'"
 void check_targets(const char* component, const at::Tensor& target, const at::Tensor& values,
-                   const char* what);
+                   const char* whose);
 
 // The number of rows that are not ignored, in fp64 on the targets' device. Error for an invalid
 // target on a CPU; other devices are not checked.

@@ -46,7 +46,7 @@ void check_targets_of(const at::Tensor& logits, const at::Tensor& target) {
                 c10::str("targets (N) or (N, C) for logits (N, C) of shape ", logits.sizes()),
                 c10::str("targets of shape ", target.sizes()));
   }
-  check_targets(kFusedCrossEntropy, target, logits, "logits");
+  check_targets(kFusedCrossEntropy, target, logits, "logits'");
 }
 
 // Converts 16-bit logits to fp32.

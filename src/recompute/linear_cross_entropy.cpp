@@ -214,7 +214,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& linea
   check_defined(kComponent, target, "targets");
   check_label_smoothing(kComponent, options.label_smoothing());
   require_matching(input, linear_weight, options.linear_bias(), target);
-  check_targets(kComponent, target, input, "input");
+  check_targets(kComponent, target, input, "input's");
   const auto call = c10::make_intrusive<Call>();
   call->reduction = torch::enumtype::reduction_get_enum(options.reduction());
   call->ignore_index = options.ignore_index();

@@ -389,6 +389,8 @@ TEST(LinearCrossEntropy, WrongArgumentsAreErrors) {
                {"targets of shape [40]", "got targets of shape [39]"});
   expect_error([&] { linear_cross_entropy(p.input, p.weight, p.target.to(torch::kFloat)); },
                {"int64 targets", "float32"});
+  expect_error([&] { linear_cross_entropy(p.input, p.weight, p.target.to(torch::kMeta)); },
+               {"targets on the input's device cpu, got some on meta"});
   expect_error([&] { linear_cross_entropy(p.input, p.weight, p.target + 60); },
                {"targets in [0, 70)", "in row"});
   expect_error(
