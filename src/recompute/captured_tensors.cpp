@@ -10,10 +10,6 @@ namespace {
 
 thread_local CapturedTensors* innermost = nullptr;
 
-std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<std::uint32_t>(tensor._version());
-}
-
 template <typename Use>
 void for_tensors(const c10::IValue& value, const Use& use) {
   if (value.isTensor()) {
@@ -28,6 +24,19 @@ void for_tensors(const c10::IValue& value, const Use& use) {
 }
 
 }  // namespace
+
+SeenTensor::SeenTensor(const at::Tensor& tensor)
+    : tensor_(tensor.getIntrusivePtr()),
+      version_(tensor._version()),
+      fingerprint_(fingerprint_of(tensor)) {}
+
+std::optional<at::Tensor> SeenTensor::changed() const {
+  const auto alive = tensor_.lock();
+  if (!alive) return std::nullopt;
+  at::Tensor now(alive);
+  if (now._version() == version_ && fingerprint_of(now) == fingerprint_) return std::nullopt;
+  return now;
+}
 
 CapturedTensors::CapturedTensors(const std::vector<at::Tensor>& known)
     : outer_(std::exchange(innermost, this)) {
@@ -47,18 +56,10 @@ CapturedTensors::~CapturedTensors() {
   innermost = outer_;
 }
 
-std::optional<at::Tensor> CapturedTensors::Seen::changed() const {
-  const auto alive = tensor.lock();
-  if (!alive) return std::nullopt;
-  at::Tensor now(alive);
-  if (version_of(now) == version && fingerprint_of(now) == fingerprint) return std::nullopt;
-  return now;
-}
-
-std::vector<CapturedTensors::Seen> CapturedTensors::unchanged() const {
-  std::vector<Seen> result;
+std::vector<SeenTensor> CapturedTensors::unchanged() const {
+  std::vector<SeenTensor> result;
   for (const auto& [address, seen] : captured_) {
-    if (!known_.contains(address) && !seen.tensor.expired() && !seen.changed().has_value())
+    if (!known_.contains(address) && seen.exists() && !seen.changed().has_value())
       result.push_back(seen);
   }
   return result;
@@ -84,13 +85,11 @@ void CapturedTensors::see_argument(const at::Tensor& tensor) {
   if (known_.contains(address) || captured_.contains(address) || tensor.is_inference() ||
       !tensor.has_storage())
     return;
-  captured_.emplace(address, Seen{decltype(Seen::tensor)(tensor.getIntrusivePtr()),
-                                  version_of(tensor), fingerprint_of(tensor)});
+  captured_.emplace(address, tensor);
 }
 
 void CapturedTensors::see_result(const at::Tensor& tensor) {
-  known_.try_emplace(tensor.unsafeGetTensorImpl(),
-                     decltype(Seen::tensor)(tensor.getIntrusivePtr()));
+  known_.try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
 }
 
 }  // namespace semitone::nn

@@ -14,6 +14,22 @@
 // The tensors that a function reads without getting them as inputs.
 namespace semitone::nn {
 
+// A tensor as it was when this object was made.
+class SeenTensor {
+ public:
+  explicit SeenTensor(const at::Tensor& tensor);
+
+  // The tensor, if it has been written to. Nothing if it does not exist any more: then it cannot
+  // have another value for anyone.
+  std::optional<at::Tensor> changed() const;
+  bool exists() const { return !tensor_.expired(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_;
+  std::int64_t version_;
+  std::uint64_t fingerprint_;
+};
+
 // Looks at the operators of this thread while it exists. A tensor that an operator gets, and that
 // neither is an input of the function nor the result of an operator, is a captured one.
 class CapturedTensors {
@@ -24,19 +40,8 @@ class CapturedTensors {
   CapturedTensors(const CapturedTensors&) = delete;
   CapturedTensors& operator=(const CapturedTensors&) = delete;
 
-  // A captured tensor, as it was.
-  struct Seen {
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
-    std::uint32_t version;
-    std::uint64_t fingerprint;
-
-    // Nothing if the tensor does not exist any more: then nobody has changed it. Otherwise the
-    // tensor, if it was written to.
-    std::optional<at::Tensor> changed() const;
-  };
-
   // Those that the function has not changed itself.
-  std::vector<Seen> unchanged() const;
+  std::vector<SeenTensor> unchanged() const;
 
  private:
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& record);
@@ -44,11 +49,13 @@ class CapturedTensors {
   void see_argument(const at::Tensor& tensor);
   void see_result(const at::Tensor& tensor);
 
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
   CapturedTensors* outer_;                                   // of a call around this one
   at::CallbackHandle handle_ = at::INVALID_CALLBACK_HANDLE;  // the outermost has one for all
   // By address. A weak reference keeps an address from being used again.
-  std::unordered_map<const c10::TensorImpl*, Seen> captured_;
-  std::unordered_map<const c10::TensorImpl*, decltype(Seen::tensor)> known_;
+  std::unordered_map<const c10::TensorImpl*, SeenTensor> captured_;
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> known_;
 };
 
 }  // namespace semitone::nn

@@ -2,7 +2,6 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
-#include "src/core/fingerprint.h"
 #include "src/recompute/captured_tensors.h"
 #include "src/recompute/recording.h"
 #include "src/recompute/surroundings.h"
@@ -17,9 +16,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -42,21 +41,27 @@ at::Tensor constant(const at::Tensor& input) {
   return input.defined() && input.requires_grad() ? input.detach() : input;
 }
 
-// The tensors that the function gets.
-Tensors leaves_for(const Tensors& inputs, const std::vector<bool>& needs_gradient) {
-  Tensors leaves;
+// The tensors that the function gets. An input that needs a gradient is replaced by behind(input):
+// leaf_of_values() where the graph ends, and behind_relay() where it goes on to that of the inputs,
+// for gradients that are differentiated again, and for tensors that leave the first run in another
+// way than as its result.
+template <typename Behind>
+Tensors places_of(const Tensors& inputs, const std::vector<bool>& needs_gradient,
+                  const Behind& behind) {
+  Tensors places;
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    leaves.push_back(needs_gradient[i] ? inputs[i].detach().requires_grad_() : constant(inputs[i]));
-  return leaves;
+    places.push_back(needs_gradient[i] ? behind(inputs[i]) : constant(inputs[i]));
+  return places;
 }
 
-// The same, with a graph that goes on to that of the inputs. For gradients that are differentiated
-// again, and for tensors that leave the first run in another way than as its result.
-Tensors relays_for(const Tensors& inputs, const std::vector<bool>& needs_gradient) {
-  Tensors relays;
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    relays.push_back(needs_gradient[i] ? behind_relay(inputs[i]) : constant(inputs[i]));
-  return relays;
+at::Tensor leaf_of_values(const at::Tensor& input) {
+  return input.detach().requires_grad_();
+}
+
+std::vector<bool> which_need_gradients(const Tensors& inputs) {
+  std::vector<bool> which;
+  for (const at::Tensor& input : inputs) which.push_back(input.defined() && input.requires_grad());
+  return which;
 }
 
 // What a result of the function must have in common in both runs.
@@ -94,27 +99,12 @@ std::size_t first_of(const Tensors& outputs, std::size_t index) {
               "let it depend only on its inputs, parameters and random numbers");
 }
 
-// A parameter, or another leaf, that the function uses.
-struct UsedLeaf {
-  explicit UsedLeaf(const AccumulateGrad& accumulator)
-      : node(&accumulator),
-        version(accumulator.variable._version()),
-        fingerprint(fingerprint_of(accumulator.variable)) {}
-  bool has_changed() const {
-    return node->variable._version() != version || fingerprint_of(node->variable) != fingerprint;
-  }
-
-  const AccumulateGrad* node;  // held by the edges
-  std::int64_t version;
-  std::uint64_t fingerprint;
-};
-
 const AccumulateGrad* leaf_of(const Edge& edge) {
   return dynamic_cast<const AccumulateGrad*>(edge.function.get());
 }
 
-// Whether nothing but the graph refers to the leaf of an edge: a run made it, and its gradient
-// reaches nobody.
+// Whether nothing but the graph refers to the leaf of an edge: a run made it, and nothing
+// else can read its gradient.
 bool is_private_leaf(const Edge& edge) {
   const AccumulateGrad* const leaf = leaf_of(edge);
   return leaf != nullptr && leaf->variable.use_count() == 1;
@@ -125,7 +115,7 @@ class RecomputeBackward final : public Node {
   // The first run begins.
   RecomputeBackward(const Tensors& inputs, const CheckpointedCall::State& state,
                     AutocastRegions regions)
-      : needs_gradient_(needs_gradient(inputs)),
+      : needs_gradient_(which_need_gradients(inputs)),
         buffers_(state.buffers),
         modes_(state.module),
         regions_(std::move(regions)) {
@@ -142,7 +132,7 @@ class RecomputeBackward final : public Node {
   // The first run ends.
   // @param captured  tensors that the function used without changing them
   void complete(CheckpointedCall::Run run, std::vector<Shape> outputs, edge_list to_inputs,
-                edge_list others, std::vector<CapturedTensors::Seen> captured) {
+                edge_list others, std::vector<SeenTensor> captured) {
     captured_ = std::move(captured);
     if (random_.has_value() && !random_->note_end()) random_.reset();
     buffers_.note_end();
@@ -150,7 +140,7 @@ class RecomputeBackward final : public Node {
     outputs_ = std::move(outputs);
     others_ = std::move(others);
     for (const Edge& edge : others_) {
-      if (const AccumulateGrad* const leaf = leaf_of(edge)) leaves_.emplace_back(*leaf);
+      if (const AccumulateGrad* const leaf = leaf_of(edge)) leaves_.emplace_back(leaf->variable);
     }
     edge_list next = std::move(to_inputs);
     next.insert(next.end(), others_.begin(), others_.end());
@@ -197,33 +187,25 @@ class RecomputeBackward final : public Node {
     edge_list ends;
   };
 
-  static std::vector<bool> needs_gradient(const Tensors& inputs) {
-    std::vector<bool> needs;
-    for (const at::Tensor& input : inputs)
-      needs.push_back(input.defined() && input.requires_grad());
-    return needs;
-  }
-
   void require_unchanged() const {
     if (modes_.have_changed()) {
       throw Error(kCheckpoint, "the modes (train or eval) of the forward pass", "others",
                   "call train() and eval() after backward()");
     }
-    for (const UsedLeaf& leaf : leaves_) {
-      if (!leaf.has_changed()) continue;
-      throw Error(kCheckpoint,
-                  "parameters that are unchanged between the forward and the backward pass",
-                  c10::str("one of shape ", leaf.node->variable.sizes(), " that was written to"),
-                  "call backward() before the optimizer's step");
-    }
-    for (const CapturedTensors::Seen& seen : captured_) {
+    require_unchanged(leaves_, "parameters", "call backward() before the optimizer's step");
+    require_unchanged(
+        captured_, "captured tensors",
+        "write to a copy, or give CheckpointOptions::buffers those that the function updates");
+  }
+
+  static void require_unchanged(const std::vector<SeenTensor>& tensors, const char* what,
+                                const char* remedy) {
+    for (const SeenTensor& seen : tensors) {
       const std::optional<at::Tensor> changed = seen.changed();
       if (!changed.has_value()) continue;
-      throw Error(
-          kCheckpoint,
-          "captured tensors that are unchanged between the forward and the backward pass",
-          c10::str("one of shape ", changed->sizes(), " that was written to"),
-          "write to a copy, or give CheckpointOptions::buffers those that the function updates");
+      throw Error(kCheckpoint,
+                  c10::str(what, " that are unchanged between the forward and the backward pass"),
+                  c10::str("one of shape ", changed->sizes(), " that was written to"), remedy);
     }
   }
 
@@ -238,11 +220,9 @@ class RecomputeBackward final : public Node {
     std::optional<RngStates::Scope> random;
     if (random_.has_value()) random.emplace(*random_);
     const AutocastRegions::Scope regions(regions_);
-    Second second{
-        create_graph ? relays_for(inputs, needs_gradient_) : leaves_for(inputs, needs_gradient_),
-        {},
-        {},
-        {}};
+    Second second;
+    second.places = create_graph ? places_of(inputs, needs_gradient_, behind_relay)
+                                 : places_of(inputs, needs_gradient_, leaf_of_values);
     const Recording recording_of_run;
     second.outputs = run_(second.places);
     if (random_.has_value() && !random_->are_at_end()) {
@@ -279,7 +259,7 @@ class RecomputeBackward final : public Node {
         throw_difference(c10::str("result ", i, ", ", outputs_[i].text()), shapes[i].text());
     }
     const edge_list others = recording.edges_left_by(second.outputs, second.places);
-    edge_list missing = without(others_, others);
+    const edge_list missing = without(others_, others);
     const edge_list added = without(others, others_);
     // Leaves that each run makes for itself.
     if (missing.size() == added.size() && std::ranges::all_of(missing, is_private_leaf) &&
@@ -336,11 +316,11 @@ class RecomputeBackward final : public Node {
   CheckpointedCall::Run run_;
   std::vector<Shape> outputs_;
   edge_list others_;
-  std::vector<UsedLeaf> leaves_;
-  std::vector<CapturedTensors::Seen> captured_;
+  std::vector<SeenTensor> leaves_;
+  std::vector<SeenTensor> captured_;
 };
 
-bool shares_memory(const at::Tensor& output, const Tensors& others) {
+bool shares_memory(const at::Tensor& output, std::span<const at::Tensor> others) {
   return output.has_storage() && std::ranges::any_of(others, [&](const at::Tensor& other) {
            return other.defined() && other.has_storage() &&
                   other.storage().is_alias_of(output.storage());
@@ -359,7 +339,7 @@ struct CheckpointedCall::Impl {
   Impl(Tensors given, const State& state)
       : originals(std::move(given)),
         node(new RecomputeBackward(originals, state, regions), torch::autograd::deleteNode),
-        inputs(relays_for(originals, node->needs_gradient())) {
+        inputs(places_of(originals, node->needs_gradient(), behind_relay)) {
     scope.emplace(regions);
     Tensors known = originals;
     known.insert(known.end(), inputs.begin(), inputs.end());
@@ -390,7 +370,7 @@ const Tensors& CheckpointedCall::inputs() const {
 }
 
 Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
-  std::vector<CapturedTensors::Seen> captured = impl_->captured->unchanged();
+  std::vector<SeenTensor> captured = impl_->captured->unchanged();
   impl_->captured.reset();
   impl_->scope.reset();
   if (std::ranges::none_of(outputs, [](const at::Tensor& output) {
@@ -414,9 +394,8 @@ Tensors CheckpointedCall::finish(const Tensors& outputs, Run run) && {
     }
     at::Tensor& result = results.emplace_back(output.detach());
     // Autograd would not see what the program writes to one of them in the other.
-    const Tensors earlier(results.begin(), std::prev(results.end()));
-    if (shares_memory(output, impl_->originals) || shares_memory(output, earlier) ||
-        is_captured(output, others))
+    if (shares_memory(output, impl_->originals) ||
+        shares_memory(output, std::span(results).first(i)) || is_captured(output, others))
       result = result.clone();
     torch::autograd::set_history(result, impl_->node);
   }

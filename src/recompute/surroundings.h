@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-// What the result of a function depends on beside its arguments: noted when it runs, and put in
+// What the result of a function depends on besides its arguments: noted when it runs, and put in
 // force when it runs again.
 namespace semitone::nn {
 

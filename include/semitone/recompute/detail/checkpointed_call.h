@@ -20,7 +20,7 @@ class CheckpointedCall {
   /// Whether gradients are recorded.
   static bool is_needed();
 
-  /// What the function reads or changes beside its inputs.
+  /// What the function reads or changes besides its inputs.
   struct State {
     bool preserve_rng_state;
     Tensors buffers;
