@@ -23,15 +23,14 @@ class FirstExample final : public Examples {
 
 }  // namespace
 
-std::pair<std::string, std::string> checksum_setting(std::initializer_list<at::Tensor> tensors,
-                                                     std::string_view text) {
+std::string checksum_of(std::initializer_list<at::Tensor> tensors, std::string_view text) {
   checkpoint::Checksum checksum;
   checksum.add(text.data(), text.size());
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor contiguous = tensor.contiguous();
     checksum.add(contiguous.const_data_ptr(), contiguous.nbytes());
   }
-  return {"data with the checksum", checksum.text()};
+  return checksum.text();
 }
 
 DataSet with_one_test_example(const DataSet& data) {

@@ -5,15 +5,15 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 
-// The data of a training, independent of their kind. Each kind has its own header (images.h, text.h), which
-// makes a DataSet. Nothing else in this room depends on the kind.
+// The data of a training, independent of their kind. Each kind has its own header (images.h, text.h),
+// which makes a DataSet. Nothing else in this room depends on the kind.
 namespace semitone::train {
 
 // A kind of data, and the words for the results of a training on it.
@@ -77,11 +77,12 @@ struct DataSet {
   DataKind kind = kImages;
   // What must match on resume, besides the number of examples: flags and their values.
   std::map<std::string, std::string> settings{};
+  // Tells data sets of the same size apart. Reads all of the data, about a gigabyte a second.
+  std::function<std::string()> checksum{};
 };
 
-// The setting that tells data sets of the same size apart: a checksum of CPU tensors and of a text.
-std::pair<std::string, std::string> checksum_setting(std::initializer_list<at::Tensor> tensors,
-                                                     std::string_view text = {});
+// The checksum of CPU tensors, and of a text.
+std::string checksum_of(std::initializer_list<at::Tensor> tensors, std::string_view text = {});
 
 // Returns the data set with one test example, for trainings whose test result is not needed: a test
 // takes as long as hundreds of steps.

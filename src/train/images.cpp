@@ -86,7 +86,8 @@ DataSet image_data(const zoo::ImageSet& train, const zoo::ImageSet& test) {
   return {std::make_shared<ImageExamples>(train),
           std::make_shared<ImageExamples>(test),
           kImages,
-          {checksum_setting({train.images, train.labels})}};
+          {},
+          [train] { return checksum_of({train.images, train.labels}); }};
 }
 
 }  // namespace semitone::train

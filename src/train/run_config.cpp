@@ -31,6 +31,9 @@ RunConfig run_config_of(const TrainOptions& options, MemoryFormat format, const 
     config["--policy"] = options.policy()->to_json();
   // A constant rate does not depend on the end, so the end may change.
   if (options.schedule() != Schedule::constant) config["--epochs"] = text(options.epochs());
+  // Only a run with checkpoints needs it.
+  if (!options.checkpoint_dir().empty() || !options.resume_from().empty())
+    config["data with the checksum"] = data.checksum();
   return config;
 }
 

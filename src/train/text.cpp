@@ -74,8 +74,8 @@ DataSet text_data(const zoo::Text& text, const TextOptions& options) {
           part(train, test),
           kText,
           {{"--sequence-length", std::to_string(options.sequence_length())},
-           {"--test-share", fmt::format("{}", options.test_share())},
-           checksum_setting({text.tokens}, text.vocabulary)}};
+           {"--test-share", fmt::format("{}", options.test_share())}},
+          [text] { return checksum_of({text.tokens}, text.vocabulary); }};
 }
 
 }  // namespace semitone::train
