@@ -199,23 +199,17 @@ void Checkpoints::save() {
   const std::int64_t step = training_.position.step;
   if (!own_.has_value() || last_ == step) return;
   loss_sums_ = gathered(training_.position.loss_sum, options_.group());
-  if (const std::exception_ptr earlier = wait()) {
-    try {
-      std::rethrow_exception(earlier);
-    } catch (const FileError& error) {
-      log()->error("{}", error.what());
-    }
-  }
+  if (const auto error = wait()) log()->error("{}", error->what());
   own_->save_async(step);
   last_ = step;
 }
 
-std::exception_ptr Checkpoints::wait() {
+std::optional<FileError> Checkpoints::wait() {
   try {
     if (own_.has_value()) own_->wait();
-    return nullptr;
-  } catch (const FileError&) {
-    return std::current_exception();
+    return std::nullopt;
+  } catch (const FileError& error) {
+    return error;
   }
 }
 

@@ -3,6 +3,7 @@
 #include "semitone/amp/mixed_precision.h"
 #include "semitone/autocast/model.h"
 #include "semitone/checkpoint/checkpoint.h"
+#include "semitone/core/error.h"
 #include "semitone/parallel/detail/replica_sync.h"
 #include "src/train/run_config.h"
 #include "src/train/train_options.h"
@@ -11,7 +12,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
-#include <exception>
 #include <filesystem>
 #include <optional>
 
@@ -61,7 +61,7 @@ class Checkpoints {
   void save();
 
   // Waits for the files of the last save(). Returns the FileError if they could not be written.
-  std::exception_ptr wait();
+  std::optional<FileError> wait();
 
  private:
   checkpoint::Checkpoint make(const std::filesystem::path& directory);

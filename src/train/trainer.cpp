@@ -88,13 +88,13 @@ class Run {
     if (position_.step < end_step_) checkpoints_.require_writable();
     train_to_end();
     checkpoints_.save();
-    const std::exception_ptr not_saved = checkpoints_.wait();
+    const std::optional<FileError> not_saved = checkpoints_.wait();
     constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
     const bool is_complete = stop_signal_ == 0;
     const TrainResult done = result(is_complete ? test() : Tested{kNone, kNone});
     if (is_complete && !options_.save_weights().empty() && group().rank() == 0)
       weights::save(setup_.handle, options_.save_weights());
-    if (not_saved) std::rethrow_exception(not_saved);  // after what needs no checkpoint
+    if (not_saved) throw *not_saved;  // after what needs no checkpoint
     return done;
   }
 
