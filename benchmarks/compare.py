@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the speed of `semitone bench` with PyTorch's, IPEX's and Paddle's on the same workloads: docs/performance.md.
+"""Compares the speed of `semitone bench` with PyTorch's, IPEX's and Paddle's on the same workloads: docs/benchmarking.md.
 
     compare.py [WORKLOAD ...] [flags] [-- flags of semitone bench for sizes, for all contenders: --batch-size 4 …]
     compare.py WORKLOAD --sweep batch-size=1,8,32 length=128,512 [flags] [-- …]

@@ -1,5 +1,5 @@
 // Every kernel that training uses: first checked, then timed in interleaved rounds with LibTorch's
-// implementation and with a baseline of the machine. docs/performance.md explains the columns.
+// implementation and with a baseline of the machine. docs/benchmarking.md explains the columns.
 //
 //     kernels_bench [--only REGEX] [--rounds N] [--json FILE] [--small] [--device cuda]
 //
