@@ -232,14 +232,26 @@ std::optional<at::Tensor> cross_entropy_loss(Arguments arguments) {
   return nn::fused_cross_entropy(logits, target, options);
 }
 
-// Attention of tensors with at least two dimensions, without a mask.
+// Attention of tensors with at least two dimensions.
 struct AttentionCall {
   const at::Tensor& query;
   const at::Tensor& key;
   const at::Tensor& value;
+  at::Tensor mask;  // bools, or numbers to add; undefined if none
   double scale;
   bool is_causal;
 };
+
+// Of the dtypes and dimensions that LibTorch accepts.
+bool is_mask_for(const at::Tensor& mask, const at::Tensor& query) {
+  const auto dtype = mask.scalar_type();
+  return mask.is_cpu() && mask.layout() == at::kStrided && mask.dim() >= 2 &&
+         (dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type());
+}
+
+bool needs_gradient(const at::Tensor& tensor) {
+  return tensor.defined() && at::GradMode::is_enabled() && tensor.requires_grad();
+}
 
 // LibTorch's CPU has no fused attention with dropout. It composes these operators, and its dropout
 // takes as long as the products.
@@ -247,21 +259,30 @@ std::optional<at::Tensor> attention_with_dropout(const AttentionCall& call, doub
   const auto dtype = call.query.scalar_type();
   if (call.key.scalar_type() != dtype || call.value.scalar_type() != dtype) return std::nullopt;
   // Scaled before the product, which may overflow fp16.
-  const at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  at::Tensor scores = at::matmul(call.query.mul(call.scale), call.key.transpose(-2, -1));
   if (call.is_causal) {
     const at::Tensor later = at::ones({scores.size(-2), scores.size(-1)}, at::kBool).triu(1);
-    scores.masked_fill_(later, -std::numeric_limits<double>::infinity());
+    scores.masked_fill_(later, -kInfinity);
   }
-  return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), call.value);
+  if (!call.mask.defined())
+    return at::matmul(nn::fused_dropout(at::softmax(scores, -1), p), call.value);
+  if (call.mask.scalar_type() == at::kBool) {
+    scores.masked_fill_(call.mask.logical_not(), -kInfinity);
+  } else {
+    scores.add_(call.mask);
+  }
+  return at::matmul(nn::fused_dropout(at::_safe_softmax(scores, -1), p), call.value);
 }
 
 std::optional<at::Tensor> attention(Arguments arguments) {
   enum { kQuery, kKey, kValue, kMask, kDropout, kCausal, kScale, kGrouped };
   const at::Tensor& query = arguments[kQuery].toTensor();
-  if (!is_suitable(query) || query.dim() < 2 || arguments[kMask].isTensor()) return std::nullopt;
+  if (!is_suitable(query) || query.dim() < 2) return std::nullopt;
   const AttentionCall call{.query = query,
                            .key = arguments[kKey].toTensor(),
                            .value = arguments[kValue].toTensor(),
+                           .mask = tensor_or_none(arguments[kMask]),
                            .scale = arguments[kScale].isNone()
                                         ? 1 / std::sqrt(static_cast<double>(query.size(-1)))
                                         : arguments[kScale].toDouble(),
@@ -270,8 +291,12 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   const bool is_grouped = arguments[kGrouped].toBool();
   // LibTorch refuses these.
   if (!(p >= 0 && p <= 1) || call.key.dim() < 2 || call.value.dim() < 2) return std::nullopt;
+  if (call.mask.defined() && (call.is_causal || !is_mask_for(call.mask, query)))
+    return std::nullopt;
   if (p > 0) return is_grouped ? std::nullopt : attention_with_dropout(call, p);
-  const kernels::Attention settings{.scale = call.scale, .causal = call.is_causal};
+  if (needs_gradient(call.mask)) return std::nullopt;
+  const kernels::Attention settings{
+      .scale = call.scale, .causal = call.is_causal, .mask = call.mask};
   if (!kernels::has_attention_kernel(query, call.key, call.value, settings) ||
       !at::globalContext().userEnabledFlashSDP())
     return std::nullopt;

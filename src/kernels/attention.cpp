@@ -2,8 +2,10 @@
 
 #include "src/core/native_kernels.h"
 #include "src/kernels/attention_blocks.h"
+#include "src/kernels/attention_mask.h"
 
 #include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
 #include <torch/types.h>
 
 #include <array>
@@ -16,10 +18,11 @@ namespace {
 // The forward pass of one thread.
 class Forward {
  public:
-  Forward(const Shape& shape, const Attention& attention, const Heads& query, const Heads& key,
-          const Heads& value, const Heads& output, float* log_sum)
+  Forward(const Shape& shape, const Attention& attention, const Mask& mask, const Heads& query,
+          const Heads& key, const Heads& value, const Heads& output, float* log_sum)
       : shape_(shape),
         attention_(attention),
+        mask_(mask),
         query_(query),
         key_(key),
         value_(value),
@@ -40,7 +43,7 @@ class Forward {
     const std::int64_t first = unit % shape_.blocks() * kQueries;
     const std::int64_t count = std::min(kQueries, shape_.queries - first);
     queries_.read(query_.rows(batch, head % shape_.heads, first, count));
-    attend(first, count);
+    attend(batch, head % shape_.heads, first, count);
     const auto rows = static_cast<std::size_t>(count);
     divide_rows(sums_.get(), rows, static_cast<std::size_t>(shape_.size), sum_.data(),
                 output_.at(batch, head % shape_.heads, first),
@@ -68,12 +71,12 @@ class Forward {
   }
 
   // Sums of exp(…) v over all keys, and their softmax.
-  void attend(std::int64_t first_query, std::int64_t count) {
+  void attend(std::int64_t batch, std::int64_t head, std::int64_t first_query, std::int64_t count) {
     max_.fill(-kInfinity);
     sum_.fill(0);
     // Keys that a query of the block sees.
-    const std::int64_t seen =
-        attention_.causal ? std::min(shape_.keys, first_query + count) : shape_.keys;
+    std::int64_t seen = mask_.seen(batch, head, first_query / kQueries);
+    if (attention_.causal) seen = std::min(seen, first_query + count);
     for (std::int64_t first = 0; first < seen; first += kKeys) {
       const std::int64_t in_block = std::min(kKeys, seen - first);
       const std::int64_t columns = padded(in_block);
@@ -85,7 +88,8 @@ class Forward {
                              .keys = static_cast<std::size_t>(columns),
                              .scale = static_cast<float>(attention_.scale),
                              .seen = attention_.causal ? first_query - first + 1 : in_block,
-                             .most_seen = static_cast<std::size_t>(in_block)};
+                             .most_seen = static_cast<std::size_t>(in_block),
+                             .mask = mask_.rows_at(batch, head, first_query, first)};
       const SoftmaxRows rows{.max = max_.data(),
                              .sum = sum_.data(),
                              .output = first == 0 ? nullptr : sums_.get(),
@@ -99,6 +103,7 @@ class Forward {
 
   const Shape& shape_;
   const Attention& attention_;
+  const Mask& mask_;
   const Heads& query_;
   const Heads& key_;
   const Heads& value_;
@@ -123,6 +128,15 @@ namespace {
 bool is_bf16_on_cpu(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided &&
          tensor.scalar_type() == at::kBFloat16 && tensor.dim() == 4 && tensor.numel() > 0;
+}
+
+// Whether a mask expands to the scores' shape.
+bool is_mask(const at::Tensor& mask, const at::Tensor& query, const at::Tensor& key) {
+  const auto dtype = mask.scalar_type();
+  return mask.is_cpu() && mask.layout() == at::kStrided &&
+         (dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type()) &&
+         at::is_expandable_to(mask.sizes(),
+                              {query.size(0), query.size(1), query.size(2), key.size(2)});
 }
 
 // Whether this LibTorch was built with products of blocks. If not, they raise.
@@ -156,7 +170,8 @@ bool has_attention_kernel(const at::Tensor& query, const at::Tensor& key, const 
          query.size(3) % blocked_attention::kMultiple == 0 && key.size(3) == query.size(3) &&
          value.sizes() == key.sizes() && key.size(0) == query.size(0) &&
          query.size(1) % key.size(1) == 0 && attention.scale > 0 &&
-         std::isfinite(static_cast<float>(attention.scale)) && has_products();
+         std::isfinite(static_cast<float>(attention.scale)) &&
+         (!attention.mask.defined() || is_mask(attention.mask, query, key)) && has_products();
 }
 
 AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -172,11 +187,12 @@ AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const 
   const Heads keys(key);
   const Heads values(value);
   const Heads output(result.output);
+  const Mask mask(attention.mask, shape);
   auto* const log_sum = result.log_sum.mutable_data_ptr<float>();
   parallel_for(0, shape.batch * shape.heads * shape.blocks(), 1,
                [&](std::int64_t begin, std::int64_t end) {
                  const ReleaseTiles tiles;
-                 Forward forward(shape, attention, queries, keys, values, output, log_sum);
+                 Forward forward(shape, attention, mask, queries, keys, values, output, log_sum);
                  for (std::int64_t unit = begin; unit < end; ++unit) forward.run(unit);
                });
   return result;

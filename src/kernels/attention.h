@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 // Attention of each query over all keys (Vaswani et al. 2017) in blocks that stay in the caches, as
-// FlashAttention-2 (Dao 2023) does: softmax(scale * q k^T) v and its gradients, without a matrix of
+// FlashAttention-2 (Dao 2023) does: softmax(scale * q k^T + mask) v and its gradients, without a matrix of
 // all scores in memory. The gradient computes the scores again.
 //
 // Queries are (N, H, L, D), keys and values (N, K, S, D), where K divides H: head h uses key head
@@ -17,11 +17,14 @@ namespace semitone::kernels {
 struct Attention {
   double scale;         // of the scores
   bool causal = false;  // query i attends to keys 0 to i only
+  // Which keys a query attends to (bool), or numbers that are added to the scaled scores (fp32, or
+  // the queries' dtype); of a shape that expands to (N, H, L, S). Undefined: none.
+  at::Tensor mask = {};
 };
 
 struct AttentionResult {
   at::Tensor output;  // as the queries, stored as (N, L, H, D)
-  // (N, H, L), fp32: the logarithm of the sum of exp(scale * q . k). Without a score above -inf it
+  // (N, H, L), fp32: the logarithm of the sum of exp(scale * q . k + mask). Without a score above -inf it
   // is inf, and the output 0.
   at::Tensor log_sum;
 };
@@ -41,7 +44,7 @@ struct AttentionWanted {
 
 // Whether a kernel supports these tensors: bf16 on a CPU with instructions for products in bf16,
 // which oneDNN may use; D a multiple of 16; values of the keys' shape; at least one element; a
-// positive scale that fp32 holds.
+// positive scale that fp32 holds; no mask, or one on the CPU.
 bool has_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention);
 

@@ -1,5 +1,6 @@
 #include "src/kernels/attention.h"
 #include "src/kernels/attention_blocks.h"
+#include "src/kernels/attention_mask.h"
 
 #include <torch/types.h>
 
@@ -22,10 +23,11 @@ class Backward {
     const float* log_sum;
   };
 
-  Backward(const Shape& shape, const Attention& attention, const AttentionWanted& wanted,
-           const Inputs& inputs, const Heads& query_gradient)
+  Backward(const Shape& shape, const Attention& attention, const Mask& mask,
+           const AttentionWanted& wanted, const Inputs& inputs, const Heads& query_gradient)
       : shape_(shape),
         attention_(attention),
+        mask_(mask),
         wanted_(wanted),
         in_(inputs),
         query_gradient_(query_gradient),
@@ -53,11 +55,11 @@ class Backward {
       const std::int64_t head = key_head * shape_.group() + unit / shape_.blocks();
       const std::int64_t query = unit % shape_.blocks() * kQueries;
       read_queries(batch, head, query);
-      const std::int64_t seen =
-          attention_.causal ? std::min(shape_.keys, query + count_) : shape_.keys;
+      std::int64_t seen = mask_.seen(batch, head, unit % shape_.blocks());
+      if (attention_.causal) seen = std::min(seen, query + count_);
       for (std::int64_t key = 0; key < seen; key += kKeysBackward) {
         const std::int64_t keys = std::min(kKeysBackward, seen - key);
-        add_block(batch, key_head, query, key, keys, key_sums + key * shape_.size,
+        add_block(batch, head, query, key, keys, key_sums + key * shape_.size,
                   value_sums + key * shape_.size);
       }
       if (!wanted_.query) continue;
@@ -97,9 +99,10 @@ class Backward {
     std::copy_n(log_sums, count_, log_sum_.begin());
   }
 
-  void add_block(std::int64_t batch, std::int64_t key_head, std::int64_t query, std::int64_t key,
+  void add_block(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key,
                  std::int64_t keys, float* key_sums, float* value_sums) {
     const std::int64_t size = shape_.size;
+    const std::int64_t key_head = head / shape_.group();
     const Left& key_rows = keys_.read(in_.key.rows(batch, key_head, key, keys));
     const std::int64_t rows = key_rows.rows;
     multiply(key_rows, {query_columns_.get(), columns_, columns_}, size, scores_.get(),
@@ -111,7 +114,8 @@ class Backward {
                         .queries = static_cast<std::size_t>(columns_),
                         .scale = scale,
                         .log_sum = log_sum_.data(),
-                        .skipped = attention_.causal ? key - query : -shape_.keys},
+                        .skipped = attention_.causal ? key - query : -shape_.keys,
+                        .mask = mask_.columns_at(batch, head, query, key)},
                        probabilities_.get());
     if (wanted_.value) {
       multiply({probabilities_.get(), columns_, rows}, {grad_rows_.get(), size, size}, columns_,
@@ -140,6 +144,7 @@ class Backward {
 
   const Shape& shape_;
   const Attention& attention_;
+  const Mask& mask_;
   const AttentionWanted& wanted_;
   const Inputs& in_;
   const Heads& query_gradient_;
@@ -205,6 +210,8 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
   const Heads key_gradient(gradients.key);
   const Heads value_gradient(gradients.value);
 
+  Mask mask(attention.mask, shape);
+  mask.transpose();
   const std::int64_t parts = parts_of(shape);
   const std::int64_t heads = shape.batch * shape.key_heads;
   const std::int64_t elements = padded(shape.keys) * shape.size;
@@ -226,7 +233,7 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
   };
   parallel_for(0, heads * parts, 1, [&](std::int64_t begin, std::int64_t end) {
     const ReleaseTiles tiles;
-    Backward backward(shape, attention, wanted, inputs, query_gradient);
+    Backward backward(shape, attention, mask, wanted, inputs, query_gradient);
     const auto own = memory<float>(parts == 1 ? 2 * elements : 0);
     for (std::int64_t unit = begin; unit < end; ++unit) {
       float* const of_part = parts == 1 ? own.get() : sums.get() + unit * 2 * elements;

@@ -31,14 +31,21 @@ void pack_transposed(const Bf16Matrix& matrix, std::size_t padded_rows, Bf16Pair
 // to[c][r], where r goes to padded_rows.
 void transpose(const Bf16Matrix& matrix, std::size_t padded_rows, std::uint16_t* to);
 
+// Numbers that are added to scaled scores, one for each; none if null.
+struct ScoreMask {
+  const float* numbers = nullptr;
+  std::size_t stride = 0;  // from a row of scores to the next
+};
+
 // Scores of consecutive queries (rows) and consecutive keys (columns).
 struct ScoreBlock {
-  float* scores;  // products of queries and keys
+  float* scores;  // products of queries and keys; may be changed
   std::size_t queries;
   std::size_t keys;     // per row in memory
   float scale;          // positive
   std::ptrdiff_t seen;  // query r attends to min(most_seen, max(0, seen + r)) of these keys
   std::size_t most_seen;
+  ScoreMask mask{};
 };
 
 // The running statistics of each query's softmax over the blocks of keys.
@@ -49,7 +56,7 @@ struct SoftmaxRows {
   std::size_t columns;
 };
 
-// probabilities[r][k] = exp(scale * score - max of the row so far), 0 for keys that the query does
+// probabilities[r][k] = exp(scale * score + mask - max of the row so far), 0 for keys that the query does
 // not attend to. The sum is of the values before they are rounded to bf16.
 void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16_t* probabilities);
 
@@ -60,15 +67,23 @@ void divide_rows(const float* from, std::size_t rows, std::size_t columns, const
 // to[r] = sum over c of a[r][c] * b[r][c].
 void dot_rows(const Bf16Matrix& a, const Bf16Matrix& b, float* to);
 
+// The same where keys are rows.
+struct TransposedScoreMask {
+  const float* numbers = nullptr;
+  std::size_t stride = 0;            // from a key to the next
+  bool is_same_for_queries = false;  // each key has a single number
+};
+
 // Scores in the backward pass: keys are rows, queries are columns.
 struct TransposedScores {
-  float* scores;  // becomes exp(scale * score - log_sum of the query)
+  float* scores;  // becomes exp(scale * score + mask - log_sum of the query)
   std::size_t keys;
   std::size_t padded_keys;  // even; the rows from `keys` on become 0
   std::size_t queries;      // per row in memory
   float scale;
   const float* log_sum;    // of each query; inf where there is none, which makes the result 0
   std::ptrdiff_t skipped;  // key r is not seen by the first max(0, skipped + r) queries
+  TransposedScoreMask mask{};
 };
 
 // probabilities[k][q]: the results, rounded.

@@ -21,17 +21,18 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                             const at::Tensor& value, const Attention& settings) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto result = kernels::attention(query, key, value, settings);
-    ctx->save_for_backward({query, key, value, result.output, result.log_sum});
+    ctx->save_for_backward({query, key, value, result.output, result.log_sum, settings.mask});
     ctx->saved_data["scale"] = settings.scale;
     ctx->saved_data["causal"] = settings.causal;
     return result.output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    enum Saved : std::size_t { kQuery, kKey, kValue, kOutput, kLogSum };
+    enum Saved : std::size_t { kQuery, kKey, kValue, kOutput, kLogSum, kMask };
     const variable_list saved = ctx->get_saved_variables();
     const Attention settings{.scale = ctx->saved_data["scale"].toDouble(),
-                             .causal = ctx->saved_data["causal"].toBool()};
+                             .causal = ctx->saved_data["causal"].toBool(),
+                             .mask = saved[kMask]};
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
       result = recorded_gradients(
@@ -61,6 +62,10 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
     throw Error("nn.attention", "tensors (N, heads, length, D) in bfloat16 with a kernel",
                 c10::str("some of shapes ", query.sizes(), ", ", key.sizes(), " and ",
                          value.sizes(), " in ", query.scalar_type()));
+  }
+  if (is_recorded({settings.mask})) {
+    throw Error("nn.attention", "a mask that needs no gradient", "one that requires grad",
+                "use at::scaled_dot_product_attention");
   }
   if (is_recorded({query, key, value}))
     return AttentionFunction::apply(query, key, value, settings);

@@ -242,6 +242,36 @@ TEST_P(AttentionWithDropout, ComputesWhatLibTorchDoes) {
 INSTANTIATE_TEST_SUITE_P(FastKernels, AttentionWithDropout, testing::Bool(),
                          [](const auto& causal) { return causal.param ? "Causal" : "Whole"; });
 
+// Of two sequences.
+at::Tensor padding(std::int64_t keys) {
+  return torch::arange(keys) < torch::tensor({keys, keys / 3}).view({2, 1, 1, 1});
+}
+
+TEST(FastKernels, AttentionWithDropoutAndAMaskComputesWhatLibTorchDoes) {
+  torch::manual_seed(16);
+  const Tensors inputs{torch::randn({2, 3, 17, 8}), torch::randn({2, 3, 19, 8}),
+                       torch::randn({2, 3, 19, 8})};
+  at::Tensor none = padding(19).clone();
+  none[1].fill_(false);
+  const at::Tensor slope = torch::arange(19).mul(-0.25F).unsqueeze(0);
+  for (const at::Tensor& mask : {padding(19), none, slope}) {
+    const auto run = [&](const CastPolicy& policy, double p) {
+      return outcome_of(policy, inputs, [&](const Tensors& in) {
+        return torch::scaled_dot_product_attention(in[0], in[1], in[2], mask, p);
+      });
+    };
+    const Outcome got = run(with_kernels(), 1e-9);
+    const Outcome want = run(without_kernels(), 0);
+    EXPECT_LE(distance(got.result, want.result.to(torch::kDouble)),
+              test::rounding_tolerance(torch::kBFloat16, 2));
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      EXPECT_LE(distance(got.gradients[i], want.gradients[i].to(torch::kDouble)),
+                test::rounding_tolerance(torch::kBFloat16, 2))
+          << i;
+    }
+  }
+}
+
 // In blocks where the processor has products in bf16.
 bool has_blocked_attention() {
   const at::Tensor one = torch::ones({1, 1, 1, 16}, torch::kBFloat16);
@@ -267,9 +297,21 @@ TEST(FastKernels, AttentionWithoutDropoutComputesWhatLibTorchDoes) {
        [](const Tensors& in) {
          return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true, 0.3);
        }},
-      {"grouped", {heads(4, 40), heads(2, 40), heads(2, 40)}, [](const Tensors& in) {
+      {"grouped",
+       {heads(4, 40), heads(2, 40), heads(2, 40)},
+       [](const Tensors& in) {
          return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true, std::nullopt,
                                                  true);
+       }},
+      {"padded",
+       {heads(3, 70), heads(3, 90), heads(3, 90)},
+       [](const Tensors& in) {
+         return at::scaled_dot_product_attention(in[0], in[1], in[2], padding(90));
+       }},
+      {"with numbers", {heads(3, 70), heads(3, 90), heads(3, 90)}, [](const Tensors& in) {
+         const at::Tensor distance = torch::arange(90) - torch::arange(70).unsqueeze(1);
+         return at::scaled_dot_product_attention(in[0], in[1], in[2],
+                                                 distance.abs().mul(-0.25).to(in[0].scalar_type()));
        }}};
   for (const Call& call : calls) {
     SCOPED_TRACE(call.name);
@@ -363,14 +405,50 @@ TEST(FastKernels, WrongArgumentsOfAttentionAreLibTorchsErrors) {
   EXPECT_THROW(at::scaled_dot_product_attention(x, x.flatten(), x, {}, 0.5), c10::Error);
   EXPECT_THROW(at::scaled_dot_product_attention(x, x.slice(1, 0, 1).repeat({1, 3, 1, 1}), x),
                c10::Error);
+  const at::Tensor mask = torch::ones({24, 24}, torch::kBool);
+  for (const double p : {0.0, 0.5}) {
+    EXPECT_THROW(at::scaled_dot_product_attention(x, x, x, mask.slice(0, 0, 7), p), c10::Error);
+    EXPECT_THROW(at::scaled_dot_product_attention(x, x, x, mask.to(torch::kLong), p), c10::Error);
+  }
 }
 
-TEST(FastKernels, AttentionCanBeDifferentiatedAgain) {
+// A learned bias of positions.
+TEST(FastKernels, AMaskWithAGradientIsLibTorchs) {
+  torch::manual_seed(17);
+  const Tensors inputs{torch::randn({2, 2, 24, 16}).to(torch::kBFloat16),
+                       torch::randn({2, 24, 24}).to(torch::kBFloat16)};
+  const Function run = [](const Tensors& in) {
+    return at::scaled_dot_product_attention(in[0], in[0], in[0], in[1]);
+  };
+  const Outcome got = outcome_of(with_kernels(), inputs, run);
+  const Outcome exact = exact_outcome_of(inputs, run);
+  EXPECT_FALSE(is_ours(got.result));
+  ASSERT_TRUE(got.gradients[1].defined());
+  EXPECT_LE(distance(got.gradients[1], exact.gradients[1]),
+            test::rounding_tolerance(torch::kBFloat16, 3));
+  // Whose gradient nobody wants.
+  const torch::NoGradGuard no_grad;
+  const Autocast region(with_kernels());
+  const Tensors leaves = leaves_of(inputs);
+  EXPECT_LE(distance(run(leaves), exact.result.detach()),
+            test::rounding_tolerance(torch::kBFloat16, 2));
+}
+
+class AttentionTwice : public testing::TestWithParam<bool> {};
+
+TEST_P(AttentionTwice, CanBeDifferentiatedAgain) {
   torch::manual_seed(13);
   const Tensors inputs{torch::randn({1, 2, 9, 16}), torch::randn({1, 2, 9, 16}),
                        torch::randn({1, 2, 9, 16})};
-  const auto run = [](const Tensors& in) {
-    return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, 0, true);
+  at::Tensor mask = torch::ones({9, 9}, torch::kBool).tril();
+  mask[4].fill_(false);
+  const auto masked = GetParam() ? std::optional(mask) : std::nullopt;
+  const auto numbers =
+      GetParam()
+          ? std::optional(torch::zeros({9, 9}, torch::kDouble).masked_fill_(~mask, -INFINITY))
+          : std::nullopt;
+  const auto run = [&](const Tensors& in) {
+    return at::scaled_dot_product_attention(in[0], in[1], in[2], masked, 0, !GetParam());
   };
   if (!has_blocked_attention()) {  // LibTorch's kernel cannot
     EXPECT_THROW(second_gradients(with_kernels(), inputs, run), c10::Error);
@@ -379,14 +457,18 @@ TEST(FastKernels, AttentionCanBeDifferentiatedAgain) {
   const Tensors got = second_gradients(with_kernels(), inputs, run);
   Tensors exact;
   for (const at::Tensor& input : inputs) exact.push_back(input.to(torch::kDouble));
-  const Tensors want = second_gradients(CastPolicy::none(), exact, [](const Tensors& in) {
-    return std::get<0>(at::_scaled_dot_product_attention_math(in[0], in[1], in[2], {}, 0, true));
+  const Tensors want = second_gradients(CastPolicy::none(), exact, [&](const Tensors& in) {
+    return std::get<0>(
+        at::_scaled_dot_product_attention_math(in[0], in[1], in[2], numbers, 0, !GetParam()));
   });
   for (std::size_t i = 0; i < want.size(); ++i) {
     ASSERT_TRUE(got[i].defined());
     EXPECT_LE(distance(got[i], want[i]), test::rounding_tolerance(torch::kBFloat16, 10)) << i;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(FastKernels, AttentionTwice, testing::Bool(),
+                         [](const auto& mask) { return mask.param ? "Masked" : "Causal"; });
 
 // Tracers and forward-mode derivatives support LibTorch's operators only.
 TEST(FastKernels, LeaveTracingToLibTorch) {

@@ -72,6 +72,12 @@ std::vector<at::Tensor> gradients_of(const Inputs& in, const AttentionResult& re
   return list_of(attention_gradients(in.grad, in.query, in.key, in.value, result, attention));
 }
 
+// What a mask adds to scores.
+at::Tensor numbers_of(const at::Tensor& mask) {
+  if (mask.scalar_type() != torch::kBool) return mask.to(torch::kDouble);
+  return torch::zeros(mask.sizes(), torch::kDouble).masked_fill_(~mask, -kInfinity);
+}
+
 // What rounding can do to results: of probabilities, of the result (and so of each query's sum over
 // grad * result), of the scores' gradients, and of their sums. In fp64.
 struct Bounds {
@@ -91,8 +97,9 @@ Bounds bounds_of(const Inputs& exact, const AttentionResult& want,
   const at::Tensor keys = for_heads(exact.key);
   const at::Tensor values = for_heads(exact.value);
   at::Tensor scores = exact.query.matmul(keys.transpose(-2, -1)).mul(attention.scale);
+  if (attention.mask.defined()) scores.add_(numbers_of(attention.mask));
   if (attention.causal)
-    scores.masked_fill_(torch::ones(scores.sizes(), torch::kBool).triu(1), -INFINITY);
+    scores.masked_fill_(torch::ones(scores.sizes(), torch::kBool).triu(1), -kInfinity);
   const at::Tensor p = scores.sub(want.log_sum.unsqueeze(-1)).exp();
   const at::Tensor delta = exact.grad.mul(want.output).sum(-1, true);
   const at::Tensor of_delta = exact.grad.abs().mul(want.output.abs()).sum(-1, true);
@@ -145,14 +152,22 @@ void expect_as_defined(const Inputs& in, const Attention& attention) {
 
 TEST(Attention, TheReferenceIsLibTorchsWithItsGradients) {
   torch::manual_seed(1);
-  for (const bool causal : {false, true}) {
+  at::Tensor hidden = torch::rand({2, 1, 5, 7}) < 0.5;
+  hidden[0][0][1].fill_(true);  // a query without keys
+  const std::vector<Attention> calls{
+      {.scale = 0.3},
+      {.scale = 0.3, .causal = true},
+      {.scale = 0.3, .mask = ~hidden},
+      {.scale = 0.3, .mask = torch::randn({4, 1, 7}, torch::kDouble)}};
+  for (const Attention& settings : calls) {
     const Inputs in = Inputs({2, 4, 2, 5, 7, 16}).to(torch::kDouble);
-    const Attention settings{.scale = 0.3, .causal = causal};
     const std::vector<at::Tensor> leaves{in.query.clone().requires_grad_(),
                                          in.key.clone().requires_grad_(),
                                          in.value.clone().requires_grad_()};
     const at::Tensor want = std::get<0>(at::_scaled_dot_product_attention_math(
-        leaves[0], leaves[1], leaves[2], {}, 0, causal, {}, settings.scale, /*enable_gqa=*/true));
+        leaves[0], leaves[1], leaves[2],
+        settings.mask.defined() ? std::optional(numbers_of(settings.mask)) : std::nullopt, 0,
+        settings.causal, {}, settings.scale, /*enable_gqa=*/true));
     const AttentionResult got = ref::attention(in.query, in.key, in.value, settings);
     EXPECT_TRUE(near(got.output, want, 1e-12));
     EXPECT_TRUE(
@@ -184,6 +199,80 @@ TEST_P(AttentionOn, EqualsItsDefinition) {
 INSTANTIATE_TEST_SUITE_P(Targets, AttentionOn,
                          testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
                          [](const auto& target) { return hwy::TargetName(target.param); });
+
+struct MaskCase {
+  std::string name;
+  at::Tensor mask;
+};
+
+// Masks as models have them: padding, also of whole sequences and on the left; positions; biases.
+std::vector<MaskCase> masks_of(const Sizes& sizes) {
+  const auto [batch, heads, key_heads, queries, keys, size] = sizes;
+  const at::Tensor lengths = torch::randint(keys + 1, {batch, 1, 1, 1});
+  const at::Tensor place = torch::arange(keys);
+  const at::Tensor padding = place < lengths;
+  const at::Tensor bias = torch::randn({batch, heads, queries, keys});
+  const at::Tensor near = (place - torch::arange(queries).unsqueeze(1)).abs() < 20;
+  return {{"padding", padding},
+          {"padding on the left", place >= lengths},
+          {"padding, expanded", padding.expand({batch, heads, queries, keys})},
+          {"padding in numbers", numbers_of(padding).to(torch::kBFloat16)},
+          {"neighbours", near},
+          {"neighbours of each head", near.unsqueeze(0).repeat({heads, 1, 1})},
+          {"queries", torch::rand({batch, 1, queries, 1}) < 0.7},
+          {"bias", bias},
+          {"transposed bias", bias.transpose(2, 3).contiguous().transpose(2, 3)},
+          {"bias in bf16", bias.to(torch::kBFloat16)},
+          {"bias of keys", torch::randn({keys})},
+          {"one number", torch::randn({})},
+          {"bias and padding", bias + numbers_of(padding).to(torch::kFloat)}};
+}
+
+TEST_P(AttentionOn, WithAMaskEqualsItsDefinition) {
+  torch::manual_seed(21);
+  for (const Sizes& sizes : all_sizes()) {
+    for (const MaskCase& mask : masks_of(sizes)) {
+      SCOPED_TRACE(c10::str(sizes.queries, " queries, ", sizes.keys, " keys, ", mask.name));
+      expect_as_defined(Inputs(sizes), {.scale = 0.2, .mask = mask.mask});
+    }
+  }
+  const Sizes sizes{2, 2, 2, 100, 300, 32};
+  expect_as_defined(Inputs(sizes),
+                    {.scale = 0.2, .causal = true, .mask = masks_of(sizes).front().mask});
+}
+
+// Also where all keys after them, and whole blocks of keys, are hidden.
+TEST(Attention, QueriesWithoutKeysHaveResultsAndGradientsOfZero) {
+  torch::manual_seed(22);
+  const Inputs in({2, 2, 2, 70, 600, 16});
+  at::Tensor mask = torch::ones({2, 1, 70, 600}, torch::kBool);
+  mask[0].fill_(false);
+  mask[1].select(1, 7).fill_(false);
+  for (const at::Tensor& any : {mask, mask.select(2, 7).unsqueeze(2)}) {
+    const Attention settings{.scale = 0.25, .mask = any};
+    const auto got = kernels::attention(in.query, in.key, in.value, settings);
+    const auto gradients = gradients_of(in, got, settings);
+    for (const at::Tensor& result :
+         {got.output[0], gradients[0][0], gradients[1][0], gradients[2][0],
+          got.output[1].select(1, 7), gradients[0][1].select(1, 7)})
+      EXPECT_TRUE(result.eq(0).all().item<bool>());
+    EXPECT_TRUE(got.log_sum[0].eq(kInfinity).all().item<bool>());
+  }
+}
+
+// NaNs in what no query attends to, as in padding that was never written, may be lost, but not
+// those in a mask.
+TEST(Attention, ANanInAMaskIsNotLost) {
+  torch::manual_seed(23);
+  const Inputs in({1, 1, 1, 70, 80, 16});
+  at::Tensor mask = torch::zeros({70, 80});
+  mask[3][5] = kNan;
+  const Attention settings{.scale = 0.25, .mask = mask};
+  const auto got = kernels::attention(in.query, in.key, in.value, settings);
+  const at::Tensor broken = got.output.isnan().any(-1).flatten();
+  EXPECT_TRUE(broken.nonzero().flatten().equal(torch::tensor({std::int64_t{3}})));
+  EXPECT_TRUE(gradients_of(in, got, settings)[2].isnan().all(-1).any().item<bool>());
+}
 
 TEST(Attention, LargeScoresDoNotOverflow) {
   torch::manual_seed(3);
@@ -350,6 +439,9 @@ TEST(Attention, OtherTensorsHaveNoKernel) {
                                     in.value.slice(3, 0, 12), settings));
   EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value.slice(2, 0, 3), settings));
   EXPECT_FALSE(has_attention_kernel(in.query.slice(2, 0, 0), in.key, in.value, settings));
+  for (const at::Tensor& mask : {torch::zeros({5}), torch::zeros({1, 1, 1, 4, 4}),
+                                 torch::zeros({4}, torch::kHalf), torch::zeros({4}).to_sparse()})
+    EXPECT_FALSE(has_attention_kernel(in.query, in.key, in.value, {.scale = 1, .mask = mask}));
 }
 
 }  // namespace

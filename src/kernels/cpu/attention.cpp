@@ -90,21 +90,34 @@ HWY_INLINE float largest_of(const float* from, std::size_t size) {
   return result;
 }
 
+// scores = scale * scores + numbers
+HWY_INLINE void add_mask(float* scores, std::size_t size, float scale, const float* numbers) {
+  const Float d;
+  for_vectors(size, [&](std::size_t i, std::size_t n) {
+    const auto s = load_some(Fp32{}, scores + i, n);
+    const auto v = hn::MulAdd(s, hn::Set(d, scale), load_some(Fp32{}, numbers + i, n));
+    store_some(Fp32{}, v, scores + i, n);
+  });
+}
+
 void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16_t* probabilities) {
   const Float d;
-  const auto scale = hn::Set(d, block.scale);
+  const bool is_masked = block.mask.numbers != nullptr;
+  const float scale = is_masked ? 1 : block.scale;
   for (std::size_t row = 0; row < block.queries; ++row) {
-    const float* const scores = block.scores + row * block.keys;
+    float* const scores = block.scores + row * block.keys;
     std::uint16_t* const to = probabilities + row * block.keys;
     const std::size_t seen = count_of(block.seen, row, block.most_seen);
-    const float max = std::max(rows.max[row], block.scale * largest_of(scores, seen));
+    if (is_masked)
+      add_mask(scores, seen, block.scale, block.mask.numbers + row * block.mask.stride);
+    const float max = std::max(rows.max[row], scale * largest_of(scores, seen));
     // Finite while all scores are -inf.
     const float centre = max == -kInfinity ? 0 : max;
     const float correction = std::exp(rows.max[row] - centre);
     auto sum = hn::Zero(d);
     const auto less = hn::Set(d, centre);
     for_vectors(seen, [&](std::size_t i, std::size_t n) {
-      const auto x = hn::MulSub(load_some(Fp32{}, scores + i, n), scale, less);
+      const auto x = hn::MulSub(load_some(Fp32{}, scores + i, n), hn::Set(d, scale), less);
       auto e = exp_of_negative(d, x);
       if (n < hn::Lanes(d)) e = hn::IfThenElseZero(hn::FirstN(d, n), e);
       sum = hn::Add(sum, e);
@@ -149,7 +162,13 @@ void dot_rows(const Bf16Matrix& a, const Bf16Matrix& b, float* to) {
 void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilities) {
   const Float d;
   const auto scale = hn::Set(d, block.scale);
+  const bool is_masked = block.mask.numbers != nullptr;
   for (std::size_t key = 0; key < block.padded_keys; ++key) {
+    const float* const numbers = is_masked ? block.mask.numbers + key * block.mask.stride : nullptr;
+    const auto mask_at = [&](std::size_t i, std::size_t n) HWY_ATTR {
+      return block.mask.is_same_for_queries ? hn::Set(d, *numbers)
+                                            : load_some(Fp32{}, numbers + i, n);
+    };
     float* const scores = block.scores + key * block.queries;
     std::uint16_t* const to = probabilities + key * block.queries;
     const std::size_t skipped =
@@ -158,7 +177,9 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
       auto e = hn::Zero(d);
       if (i + n > skipped) {
         const auto log_sum = load_some(Fp32{}, block.log_sum + i, n);
-        e = exp_of_negative(d, hn::MulSub(load_some(Fp32{}, scores + i, n), scale, log_sum));
+        const auto s = load_some(Fp32{}, scores + i, n);
+        e = exp_of_negative(d, is_masked ? hn::Sub(hn::MulAdd(s, scale, mask_at(i, n)), log_sum)
+                                         : hn::MulSub(s, scale, log_sum));
         // Also for NaN, as of a query of zeros and an infinite key.
         e = hn::IfThenZeroElse(hn::Eq(log_sum, hn::Set(d, kInfinity)), e);
         if (i < skipped) e = hn::IfThenZeroElse(hn::FirstN(d, skipped - i), e);

@@ -22,9 +22,15 @@ at::Tensor of_key_heads(const at::Tensor& grad, const at::Tensor& like) {
 
 at::Tensor scores_of(const at::Tensor& query, const at::Tensor& keys, const Attention& attention) {
   at::Tensor scores = wide(query).matmul(keys.transpose(-2, -1)).mul(attention.scale);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const at::Tensor& mask = attention.mask;
+  if (mask.defined()) {
+    scores = mask.scalar_type() == at::kBool ? scores.masked_fill(mask.logical_not(), -kInfinity)
+                                             : scores.add(wide(mask));
+  }
   if (!attention.causal) return scores;
   const at::Tensor hidden = torch::ones({query.size(2), keys.size(2)}, torch::kBool).triu(1);
-  return scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
+  return scores.masked_fill(hidden, -kInfinity);
 }
 
 }  // namespace
@@ -32,8 +38,10 @@ at::Tensor scores_of(const at::Tensor& query, const at::Tensor& keys, const Atte
 AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention) {
   const at::Tensor scores = scores_of(query, for_heads(key, query), attention);
-  const at::Tensor output = scores.softmax(-1).matmul(for_heads(value, query));
-  return {output.to(query.scalar_type()), scores.logsumexp(-1)};
+  const at::Tensor probabilities = at::_safe_softmax(scores, -1);
+  const at::Tensor log_sum = scores.logsumexp(-1);
+  return {probabilities.matmul(for_heads(value, query)).to(query.scalar_type()),
+          log_sum.masked_fill(log_sum.isneginf(), std::numeric_limits<double>::infinity())};
 }
 
 AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor& query,
