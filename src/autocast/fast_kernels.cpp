@@ -12,6 +12,7 @@
 #include "src/nn/batch_norm_mark.h"
 #include "src/nn/conv1x1.h"
 #include "src/nn/max_pool.h"
+#include "src/nn/new_dropout.h"
 #include "src/nn/pointwise.h"
 
 #include <ATen/Context.h>
@@ -293,16 +294,15 @@ std::optional<at::Tensor> attention(Arguments arguments) {
   if (!(p >= 0 && p <= 1) || call.key.dim() < 2 || call.value.dim() < 2) return std::nullopt;
   if (call.mask.defined() && (call.is_causal || !is_mask_for(call.mask, query)))
     return std::nullopt;
-  if (p > 0) return is_grouped ? std::nullopt : attention_with_dropout(call, p);
-  if (needs_gradient(call.mask)) return std::nullopt;
-  const kernels::Attention settings{
-      .scale = call.scale, .causal = call.is_causal, .mask = call.mask};
-  if (!kernels::has_attention_kernel(query, call.key, call.value, settings) ||
-      !at::globalContext().userEnabledFlashSDP())
-    return std::nullopt;
-  // Without grouped queries LibTorch refuses other numbers of heads.
-  if (!is_grouped && call.key.size(1) != query.size(1)) return std::nullopt;
-  return nn::attention(query, call.key, call.value, settings);
+  kernels::Attention settings{.scale = call.scale, .causal = call.is_causal, .mask = call.mask};
+  if (!needs_gradient(call.mask) && at::globalContext().userEnabledFlashSDP() &&
+      kernels::has_attention_kernel(query, call.key, call.value, settings) &&
+      // Without grouped queries LibTorch refuses other numbers of heads.
+      (is_grouped || call.key.size(1) == query.size(1))) {
+    if (p > 0) settings.dropout = nn::new_dropout(p);
+    return nn::attention(query, call.key, call.value, settings);
+  }
+  return p > 0 && !is_grouped ? attention_with_dropout(call, p) : std::nullopt;
 }
 
 // A model may view a tensor that initialize made channels last. Where LibTorch would raise, this

@@ -2,6 +2,7 @@
 
 #include "src/core/native_kernels.h"
 #include "src/kernels/attention_blocks.h"
+#include "src/kernels/attention_dropout.h"
 #include "src/kernels/attention_mask.h"
 
 #include <ATen/Context.h>
@@ -33,7 +34,8 @@ class Forward {
         queries_(kQueries, shape.size),
         scores_(memory<float>(kQueries * kKeys)),
         probabilities_(memory<Bits>(kQueries * kKeys)),
-        sums_(memory<float>(kQueries * shape.size)) {}
+        sums_(memory<float>(kQueries * shape.size)),
+        dropped_(attention.dropout, shape, std::min(kKeys, shape.keys)) {}
 
   // @param unit  a block of queries of a head
   void run(std::int64_t unit) {
@@ -83,13 +85,15 @@ class Forward {
       const std::int64_t packed = padded(std::min(kKeys, shape_.keys - first));
       multiply(queries_.left(), {packed_keys_.get() + first * shape_.size / 2, packed, columns},
                shape_.size, scores_.get(), Write::replace);
-      const ScoreBlock block{.scores = scores_.get(),
-                             .queries = static_cast<std::size_t>(queries_.left().rows),
-                             .keys = static_cast<std::size_t>(columns),
-                             .scale = static_cast<float>(attention_.scale),
-                             .seen = attention_.causal ? first_query - first + 1 : in_block,
-                             .most_seen = static_cast<std::size_t>(in_block),
-                             .mask = mask_.rows_at(batch, head, first_query, first)};
+      const ScoreBlock block{
+          .scores = scores_.get(),
+          .queries = static_cast<std::size_t>(queries_.left().rows),
+          .keys = static_cast<std::size_t>(columns),
+          .scale = static_cast<float>(attention_.scale),
+          .seen = attention_.causal ? first_query - first + 1 : in_block,
+          .most_seen = static_cast<std::size_t>(in_block),
+          .mask = mask_.rows_at(batch, head, first_query, first),
+          .dropped = dropped_.at(batch, head, first_query, count, first, in_block)};
       const SoftmaxRows rows{.max = max_.data(),
                              .sum = sum_.data(),
                              .output = first == 0 ? nullptr : sums_.get(),
@@ -116,6 +120,7 @@ class Forward {
   Memory<float> scores_;
   Memory<Bits> probabilities_;
   Memory<float> sums_;
+  DroppedBlock dropped_;
   std::array<float, kQueries> max_{};
   std::array<float, kQueries> sum_{};
 };

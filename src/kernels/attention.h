@@ -1,6 +1,10 @@
 #pragma once
 
+#include "src/kernels/dropout.h"
+
 #include <ATen/core/Tensor.h>
+
+#include <optional>
 
 // Attention of each query over all keys (Vaswani et al. 2017) in blocks that stay in the caches, as
 // FlashAttention-2 (Dao 2023) does: softmax(scale * q k^T + mask) v and its gradients, without a matrix of
@@ -20,6 +24,10 @@ struct Attention {
   // Which keys a query attends to (bool), or numbers that are added to the scaled scores (fp32, or
   // the queries' dtype); of a shape that expands to (N, H, L, S). Undefined: none.
   at::Tensor mask = {};
+  // Of the probabilities: that of query i and key j has the random number of element j % 128 in group
+  // i * G + j / 128 of the stream, where i counts the queries of all heads and sequences, and G is
+  // the number of groups that hold S elements.
+  std::optional<Dropout> dropout = {};
 };
 
 struct AttentionResult {
@@ -61,6 +69,10 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
                                        const AttentionWanted& wanted = {});
 
 namespace ref {
+// 0 or the dropout's scale for each probability, (N, H, L, S), fp64.
+at::Tensor attention_dropout(const Dropout& dropout, const at::Tensor& query,
+                             const at::Tensor& key);
+
 // The reference implementations, composed of ATen operators in fp32 (fp64 for fp64 inputs).
 AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention);

@@ -1,5 +1,6 @@
 #include "src/kernels/attention.h"
 #include "src/kernels/attention_blocks.h"
+#include "src/kernels/attention_dropout.h"
 #include "src/kernels/attention_mask.h"
 
 #include <torch/types.h>
@@ -43,7 +44,8 @@ class Backward {
         probabilities_(memory<Bits>(kQueries * kKeysBackward)),
         score_rows_(memory<Bits>(kQueries * kKeysBackward)),
         score_pairs_(memory<Bf16Pair>(kQueries * kKeysBackward / 2)),
-        query_sums_(memory<float>(kQueries * shape.size)) {}
+        query_sums_(memory<float>(kQueries * shape.size)),
+        dropped_(attention.dropout, shape, kKeysBackward) {}
 
   // Adds the gradients of the keys and values of a head, (keys, D) each, from every parts-th of its
   // group's blocks of queries, and writes the gradients of these queries. Parts of a causal mask
@@ -115,7 +117,8 @@ class Backward {
                         .scale = scale,
                         .log_sum = log_sum_.data(),
                         .skipped = attention_.causal ? key - query : -shape_.keys,
-                        .mask = mask_.columns_at(batch, head, query, key)},
+                        .mask = mask_.columns_at(batch, head, query, key),
+                        .dropped = dropped_.at(batch, head, query, count_, key, keys)},
                        probabilities_.get());
     if (wanted_.value) {
       multiply({probabilities_.get(), columns_, rows}, {grad_rows_.get(), size, size}, columns_,
@@ -129,7 +132,8 @@ class Backward {
                      .delta = delta_.data(),
                      .padded_keys = static_cast<std::size_t>(rows),
                      .queries = static_cast<std::size_t>(columns_),
-                     .scale = scale},
+                     .scale = scale,
+                     .kept_scale = dropped_.scale()},
                     score_rows_.get(), score_pairs_.get());
     if (wanted_.key) {
       multiply({score_rows_.get(), columns_, rows}, {query_rows_.get(), size, size}, columns_,
@@ -167,6 +171,7 @@ class Backward {
   Memory<Bits> score_rows_;
   Memory<Bf16Pair> score_pairs_;
   Memory<float> query_sums_;  // (D, queries)
+  DroppedBlock dropped_;
 };
 
 // The blocks of queries of a key head are divided into parts for threads, each with sums of its

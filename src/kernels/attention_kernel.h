@@ -37,6 +37,14 @@ struct ScoreMask {
   std::size_t stride = 0;  // from a row of scores to the next
 };
 
+// Which probabilities are dropped: bit k % 32 of bits[k / 32 * stride + q], for key k and query q of
+// a block. None if null.
+struct DroppedScores {
+  const std::uint32_t* bits = nullptr;
+  std::size_t stride = 0;
+  float scale = 1;  // of the others
+};
+
 // Scores of consecutive queries (rows) and consecutive keys (columns).
 struct ScoreBlock {
   float* scores;  // products of queries and keys; may be changed
@@ -46,6 +54,7 @@ struct ScoreBlock {
   std::ptrdiff_t seen;  // query r attends to min(most_seen, max(0, seen + r)) of these keys
   std::size_t most_seen;
   ScoreMask mask{};
+  DroppedScores dropped{};
 };
 
 // The running statistics of each query's softmax over the blocks of keys.
@@ -57,7 +66,8 @@ struct SoftmaxRows {
 };
 
 // probabilities[r][k] = exp(scale * score + mask - max of the row so far), 0 for keys that the query does
-// not attend to. The sum is of the values before they are rounded to bf16.
+// not attend to. The sum is of the values before they are dropped or scaled, and rounded to
+// bf16.
 void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16_t* probabilities);
 
 // to[r][c] = from[r][c] / sum[r], rows `stride` apart; 0 where the sum is 0.
@@ -76,7 +86,8 @@ struct TransposedScoreMask {
 
 // Scores in the backward pass: keys are rows, queries are columns.
 struct TransposedScores {
-  float* scores;  // becomes exp(scale * score + mask - log_sum of the query)
+  // Becomes p = exp(scale * score + mask - log_sum of the query), and -p where it is dropped.
+  float* scores;
   std::size_t keys;
   std::size_t padded_keys;  // even; the rows from `keys` on become 0
   std::size_t queries;      // per row in memory
@@ -84,20 +95,22 @@ struct TransposedScores {
   const float* log_sum;    // of each query; inf where there is none, which makes the result 0
   std::ptrdiff_t skipped;  // key r is not seen by the first max(0, skipped + r) queries
   TransposedScoreMask mask{};
+  DroppedScores dropped{};
 };
 
-// probabilities[k][q]: the results, rounded.
+// probabilities[k][q]: the results, 0 where dropped and otherwise scaled, rounded.
 void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilities);
 
-// The gradient of the products of queries and keys: p * (grad - delta of the query) * scale, as
-// rows[k][q], and as a right factor, pairs[k / 2][q].
+// The gradient of the products of queries and keys: |p| * (grad * kept_scale - delta of the query) *
+// scale, where grad is 0 for a negative p, as rows[k][q], and as a right factor, pairs[k / 2][q].
 struct ScoreGradients {
   const float* probabilities;  // (padded_keys, queries), as transposed_softmax leaves them
-  const float* grad;           // of the probabilities
+  const float* grad;           // of the probabilities that were not dropped, after scaling
   const float* delta;
   std::size_t padded_keys;
   std::size_t queries;
   float scale;
+  float kept_scale;
 };
 void score_gradients(const ScoreGradients& work, std::uint16_t* rows, Bf16Pair* pairs);
 

@@ -52,4 +52,17 @@ void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end)
 // The same for all groups.
 SEMITONE_CUDA_KERNEL(void dropout_cuda(const DropoutWork& work, CudaStream stream));
 
+// Which elements of consecutive groups are dropped, for several rows of groups.
+struct DroppedBitsWork {
+  PhiloxStream stream;
+  std::uint32_t threshold;  // at most 2^16
+  std::uint64_t first;      // the number of the first row's first group
+  std::uint64_t from_row_to_row;
+  std::size_t rows;
+  std::size_t groups;  // of each row
+};
+
+// Bit i % 32 of to[i / 32 * stride + r]: whether element i of row r is dropped.
+void dropped_bits(const DroppedBitsWork& work, std::uint32_t* to, std::size_t stride);
+
 }  // namespace semitone::kernels

@@ -6,7 +6,10 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
 #include <torch/types.h>
+
+#include <utility>
 
 namespace semitone::nn {
 namespace {
@@ -15,6 +18,14 @@ using kernels::Attention;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// For the backward pass, without the mask.
+struct SavedSettings : torch::CustomClassHolder {
+  explicit SavedSettings(Attention settings_) : settings(std::move(settings_)) {
+    settings.mask.reset();
+  }
+  Attention settings;
+};
+
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
@@ -22,17 +33,17 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto result = kernels::attention(query, key, value, settings);
     ctx->save_for_backward({query, key, value, result.output, result.log_sum, settings.mask});
-    ctx->saved_data["scale"] = settings.scale;
-    ctx->saved_data["causal"] = settings.causal;
+    ctx->saved_data["settings"] =
+        c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
     return result.output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     enum Saved : std::size_t { kQuery, kKey, kValue, kOutput, kLogSum, kMask };
     const variable_list saved = ctx->get_saved_variables();
-    const Attention settings{.scale = ctx->saved_data["scale"].toDouble(),
-                             .causal = ctx->saved_data["causal"].toBool(),
-                             .mask = saved[kMask]};
+    const auto holder = ctx->saved_data["settings"].toCapsule();
+    Attention settings = static_cast<const SavedSettings&>(*holder).settings;
+    settings.mask = saved[kMask];
     variable_list result;
     if (at::GradMode::is_enabled()) {  // create_graph
       result = recorded_gradients(

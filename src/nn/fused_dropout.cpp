@@ -2,15 +2,14 @@
 
 #include "semitone/core/error.h"
 #include "src/kernels/dropout.h"
+#include "src/nn/new_dropout.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
 #include <torch/types.h>
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -21,12 +20,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-kernels::PhiloxStream draw_stream() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::scoped_lock lock(generator.mutex());
-  return {.seed = generator.get<at::CPUGeneratorImpl>()->random64()};
-}
 
 bool has_kernel(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
@@ -101,8 +94,7 @@ at::Tensor fused_dropout(const at::Tensor& input, double p, bool train) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     return at::dropout(input, p, train);
   }
-  return DropoutFunction::apply(input, std::nullopt, kernels::Dropout(p, draw_stream()),
-                                input.scalar_type());
+  return DropoutFunction::apply(input, std::nullopt, new_dropout(p), input.scalar_type());
 }
 
 at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual, double p,
@@ -117,7 +109,7 @@ at::Tensor fused_dropout_add(const at::Tensor& input, const at::Tensor& residual
   if (p == 0 || !train || input.numel() == 0) return at::add(residual, input);
   if (!has_kernel(input) || !has_kernel(residual))
     return at::add(residual, fused_dropout(input, p, train));
-  return DropoutFunction::apply(input, residual, kernels::Dropout(p, draw_stream()),
+  return DropoutFunction::apply(input, residual, new_dropout(p),
                                 at::promote_types(input.scalar_type(), residual.scalar_type()));
 }
 

@@ -3,6 +3,7 @@
 #include "semitone/autocast/autocast.h"
 #include "semitone/autocast/cast_policy.h"
 #include "src/kernels/attention.h"
+#include "src/nn/new_dropout.h"
 #include "tests/autocast/fast_kernels_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
@@ -207,15 +208,17 @@ double distance(const at::Tensor& got, const at::Tensor& exact) {
   return off;
 }
 
-class AttentionWithDropout : public testing::TestWithParam<bool> {};
+// Causal or not, and the size of a head: 8 has no kernel in blocks.
+class AttentionWithDropout : public testing::TestWithParam<std::tuple<bool, std::int64_t>> {};
 
 TEST_P(AttentionWithDropout, ComputesWhatLibTorchDoes) {
   torch::manual_seed(4);
-  const Tensors inputs{torch::randn({2, 3, 17, 8}), torch::randn({2, 3, 19, 8}),
-                       torch::randn({2, 3, 19, 8})};
-  const auto run = [&](const CastPolicy& policy, double p) {
-    return outcome_of(policy, inputs, [p](const Tensors& in) {
-      return torch::scaled_dot_product_attention(in[0], in[1], in[2], {}, p, GetParam());
+  const auto [causal, size] = GetParam();
+  const Tensors inputs{torch::randn({2, 3, 17, size}), torch::randn({2, 3, 19, size}),
+                       torch::randn({2, 3, 19, size})};
+  const auto run = [&, causal = causal](const CastPolicy& policy, double p) {
+    return outcome_of(policy, inputs, [=](const Tensors& in) {
+      return torch::scaled_dot_product_attention(in[0], in[1], in[2], {}, p, causal);
     });
   };
   // With such a small probability hardly any element is dropped, and finally none.
@@ -239,8 +242,12 @@ TEST_P(AttentionWithDropout, ComputesWhatLibTorchDoes) {
   EXPECT_GT(off.mean().item<double>(), 1e-4);
 }
 
-INSTANTIATE_TEST_SUITE_P(FastKernels, AttentionWithDropout, testing::Bool(),
-                         [](const auto& causal) { return causal.param ? "Causal" : "Whole"; });
+INSTANTIATE_TEST_SUITE_P(FastKernels, AttentionWithDropout,
+                         testing::Combine(testing::Bool(), testing::Values(8, 16)),
+                         [](const auto& test) {
+                           return (std::get<0>(test.param) ? "Causal" : "Whole") +
+                                  std::to_string(std::get<1>(test.param));
+                         });
 
 // Of two sequences.
 at::Tensor padding(std::int64_t keys) {
@@ -460,6 +467,29 @@ TEST_P(AttentionTwice, CanBeDifferentiatedAgain) {
   const Tensors want = second_gradients(CastPolicy::none(), exact, [&](const Tensors& in) {
     return std::get<0>(
         at::_scaled_dot_product_attention_math(in[0], in[1], in[2], numbers, 0, !GetParam()));
+  });
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_TRUE(got[i].defined());
+    EXPECT_LE(distance(got[i], want[i]), test::rounding_tolerance(torch::kBFloat16, 10)) << i;
+  }
+}
+
+TEST(FastKernels, AttentionWithDropoutHasSecondDerivativesOfTheSameMask) {
+  if (!has_blocked_attention()) GTEST_SKIP() << "composed of LibTorch's operators";
+  torch::manual_seed(18);
+  const Tensors inputs{torch::randn({1, 2, 9, 16}), torch::randn({1, 2, 9, 16}),
+                       torch::randn({1, 2, 9, 16})};
+  constexpr double kP = 0.3;
+  torch::manual_seed(19);
+  const kernels::Attention settings{.scale = 0.25, .causal = true, .dropout = nn::new_dropout(kP)};
+  torch::manual_seed(19);
+  const Tensors got = second_gradients(with_kernels(), inputs, [&](const Tensors& in) {
+    return at::scaled_dot_product_attention(in[0], in[1], in[2], {}, kP, true);
+  });
+  Tensors exact;
+  for (const at::Tensor& input : inputs) exact.push_back(input.to(torch::kDouble));
+  const Tensors want = second_gradients(CastPolicy::none(), exact, [&](const Tensors& in) {
+    return kernels::ref::attention(in[0], in[1], in[2], settings).output;
   });
   for (std::size_t i = 0; i < want.size(); ++i) {
     ASSERT_TRUE(got[i].defined());

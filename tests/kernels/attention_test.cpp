@@ -101,9 +101,13 @@ Bounds bounds_of(const Inputs& exact, const AttentionResult& want,
   if (attention.causal)
     scores.masked_fill_(torch::ones(scores.sizes(), torch::kBool).triu(1), -kInfinity);
   const at::Tensor p = scores.sub(want.log_sum.unsqueeze(-1)).exp();
+  at::Tensor kept = torch::ones_like(p);
+  if (attention.dropout.has_value())
+    kept = ref::attention_dropout(*attention.dropout, exact.query, exact.key);
   const at::Tensor delta = exact.grad.mul(want.output).sum(-1, true);
   const at::Tensor of_delta = exact.grad.abs().mul(want.output.abs()).sum(-1, true);
   const at::Tensor of_scores = exact.grad.matmul(values.transpose(-2, -1))
+                                   .mul(kept)
                                    .sub(delta)
                                    .abs()
                                    .add(of_delta)
@@ -115,11 +119,11 @@ Bounds bounds_of(const Inputs& exact, const AttentionResult& want,
   constexpr double kSmall = 1e-30;
   const at::Tensor query = of_scores.matmul(keys.abs());
   const at::Tensor key = of_key_heads(of_scores.transpose(-2, -1).matmul(exact.query.abs()));
-  const at::Tensor value = of_key_heads(p.transpose(-2, -1).matmul(exact.grad.abs()));
+  const at::Tensor value = of_key_heads(p.mul(kept).transpose(-2, -1).matmul(exact.grad.abs()));
   const auto with_result = [&](const at::Tensor& terms, const at::Tensor& result) {
     return terms.add(result.abs()).mul(unit).add(kSmall);
   };
-  return {with_result(p.matmul(values.abs()), want.output),
+  return {with_result(p.mul(kept).matmul(values.abs()), want.output),
           {with_result(query, gradients[0]), with_result(key, gradients[1]),
            with_result(value, gradients[2])}};
 }
@@ -241,6 +245,55 @@ TEST_P(AttentionOn, WithAMaskEqualsItsDefinition) {
                     {.scale = 0.2, .causal = true, .mask = masks_of(sizes).front().mask});
 }
 
+TEST_P(AttentionOn, WithDropoutEqualsItsDefinition) {
+  torch::manual_seed(24);
+  std::uint64_t seed = 7;
+  for (const Sizes& sizes : all_sizes()) {
+    for (const double p : {0.1, 0.9}) {
+      SCOPED_TRACE(c10::str(sizes.queries, " queries, ", sizes.keys, " keys, p ", p));
+      const Dropout dropout(p, {.seed = ++seed, .offset = 3});
+      expect_as_defined(Inputs(sizes), {.scale = 0.2, .causal = p > 0.5, .dropout = dropout});
+      expect_as_defined(Inputs(sizes),
+                        {.scale = 0.2, .mask = masks_of(sizes).back().mask, .dropout = dropout});
+    }
+  }
+}
+
+// With equal probabilities and the values of an identity matrix, the output is the kept ones.
+TEST(Attention, DropsProbabilitiesIndependently) {
+  constexpr std::int64_t kKeysAndSize = 128;
+  Inputs in({3, 2, 1, 100, kKeysAndSize, kKeysAndSize});
+  in.query.zero_();
+  in.value = torch::eye(kKeysAndSize).to(torch::kBFloat16).expand_as(in.value);
+  const double p = 0.25;
+  const Dropout dropout(p, {.seed = 5});
+  const Attention settings{.scale = 1, .dropout = dropout};
+  const at::Tensor output = kernels::attention(in.query, in.key, in.value, settings).output;
+  const at::Tensor kept = output.ne(0).to(torch::kDouble);
+  EXPECT_TRUE(kept.eq(ref::attention_dropout(dropout, in.query, in.key).ne(0)).all().item<bool>());
+  const auto count = static_cast<double>(kept.numel());
+  EXPECT_NEAR(kept.mean().item<double>(), 1 - p, 4 * std::sqrt(p * (1 - p) / count));
+  // Sequences, heads, queries and keys differ.
+  const at::Tensor centred = kept - (1 - p);
+  for (const auto dim : {0, 1, 2, 3}) {
+    const auto size = kept.size(dim);
+    const at::Tensor products = centred.narrow(dim, 0, size - 1) * centred.narrow(dim, 1, size - 1);
+    EXPECT_LT(std::abs(products.mean().item<double>()),
+              4 * p * (1 - p) / std::sqrt(static_cast<double>(products.numel())))
+        << dim;
+  }
+}
+
+TEST(Attention, DropoutOfOneLeavesNothing) {
+  torch::manual_seed(25);
+  const Inputs in({1, 2, 2, 70, 140, 32});
+  const Attention settings{.scale = 0.2, .dropout = Dropout(1, {.seed = 5})};
+  const auto got = kernels::attention(in.query, in.key, in.value, settings);
+  EXPECT_TRUE(got.output.eq(0).all().item<bool>());
+  for (const at::Tensor& gradient : gradients_of(in, got, settings))
+    EXPECT_TRUE(gradient.eq(0).all().item<bool>());
+}
+
 // Also where all keys after them, and whole blocks of keys, are hidden.
 TEST(Attention, QueriesWithoutKeysHaveResultsAndGradientsOfZero) {
   torch::manual_seed(22);
@@ -319,7 +372,7 @@ TEST(Attention, ThreadsHaveNoPartInTheResults) {
   // One key head, whose queries are shared by threads, and many.
   for (const Sizes& sizes : {Sizes{1, 3, 1, 300, 300, 32}, Sizes{6, 8, 8, 100, 90, 32}}) {
     const Inputs in(sizes);
-    const Attention settings{.scale = 0.2, .causal = true};
+    const Attention settings{.scale = 0.2, .causal = true, .dropout = Dropout(0.1, {.seed = 8})};
     at::set_num_threads(1);
     const auto want = kernels::attention(in.query, in.key, in.value, settings);
     const auto wanted = gradients_of(in, want, settings);

@@ -90,6 +90,33 @@ HWY_INLINE float largest_of(const float* from, std::size_t size) {
   return result;
 }
 
+constexpr std::size_t kBits = 32;  // in a word
+constexpr std::uint32_t kSign = 1U << 31;
+
+// Marks the lanes of dropped keys from `key` on, a multiple of the number of lanes.
+HWY_INLINE hn::Mask<Float> dropped_keys(const DroppedScores& dropped, std::size_t query,
+                                        std::size_t key) {
+  const Words d32;
+  const std::uint32_t* const word = dropped.bits + key / kBits * dropped.stride + query;
+  const auto lane = hn::Iota(d32, static_cast<std::uint32_t>(key % kBits));
+  auto words = hn::Set(d32, *word);
+  if constexpr (hn::MaxLanes(Words()) > kBits)
+    words = hn::IfThenElse(hn::Lt(lane, hn::Set(d32, kBits)), words,
+                           hn::Set(d32, word[dropped.stride]));
+  const auto bit = hn::Shl(hn::Set(d32, 1), hn::And(lane, hn::Set(d32, kBits - 1)));
+  return hn::RebindMask(Float(), hn::Ne(hn::And(words, bit), hn::Zero(d32)));
+}
+
+// Sets the sign of the lanes of queries, from `query` on, that dropped the key.
+HWY_INLINE Vector dropped_signs(const DroppedScores& dropped, std::size_t key, std::size_t query,
+                                std::size_t count) {
+  const Words d32;
+  const std::uint32_t* const words = dropped.bits + key / kBits * dropped.stride + query;
+  const int to_sign = static_cast<int>(kBits - 1 - key % kBits);
+  const auto shifted = hn::ShiftLeftSame(load_first(d32, words, count), to_sign);
+  return hn::BitCast(Float(), hn::And(shifted, hn::Set(d32, kSign)));
+}
+
 // scores = scale * scores + numbers
 HWY_INLINE void add_mask(float* scores, std::size_t size, float scale, const float* numbers) {
   const Float d;
@@ -104,6 +131,8 @@ void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16
   const Float d;
   const bool is_masked = block.mask.numbers != nullptr;
   const float scale = is_masked ? 1 : block.scale;
+  const bool is_dropping = block.dropped.bits != nullptr;
+  const auto kept = hn::Set(d, block.dropped.scale);
   for (std::size_t row = 0; row < block.queries; ++row) {
     float* const scores = block.scores + row * block.keys;
     std::uint16_t* const to = probabilities + row * block.keys;
@@ -121,6 +150,8 @@ void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16
       auto e = exp_of_negative(d, x);
       if (n < hn::Lanes(d)) e = hn::IfThenElseZero(hn::FirstN(d, n), e);
       sum = hn::Add(sum, e);
+      if (is_dropping)
+        e = hn::IfThenZeroElse(dropped_keys(block.dropped, row, i), hn::Mul(e, kept));
       store_some(Bf16{}, e, to + i, n);
     });
     std::fill(to + seen, to + block.keys, std::uint16_t{0});
@@ -163,6 +194,7 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
   const Float d;
   const auto scale = hn::Set(d, block.scale);
   const bool is_masked = block.mask.numbers != nullptr;
+  const bool is_dropping = block.dropped.bits != nullptr;
   for (std::size_t key = 0; key < block.padded_keys; ++key) {
     const float* const numbers = is_masked ? block.mask.numbers + key * block.mask.stride : nullptr;
     const auto mask_at = [&](std::size_t i, std::size_t n) HWY_ATTR {
@@ -184,8 +216,17 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
         e = hn::IfThenZeroElse(hn::Eq(log_sum, hn::Set(d, kInfinity)), e);
         if (i < skipped) e = hn::IfThenZeroElse(hn::FirstN(d, skipped - i), e);
       }
+      auto kept = e;
+      if (is_dropping) {
+        const auto sign = dropped_signs(block.dropped, key, i, n);
+        // hn::IfNegativeThenElse is wrong for -0 on HWY_SCALAR, and for fp32 on HWY_SSSE3 (1.0.3).
+        const auto is_kept =
+            hn::RebindMask(d, hn::Eq(hn::BitCast(Words(), sign), hn::Zero(Words())));
+        kept = hn::IfThenElseZero(is_kept, hn::Mul(e, hn::Set(d, block.dropped.scale)));
+        e = hn::Or(e, sign);
+      }
       store_some(Fp32{}, e, scores + i, n);
-      store_some(Bf16{}, e, to + i, n);
+      store_some(Bf16{}, kept, to + i, n);
     });
   }
 }
@@ -193,6 +234,7 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
 void score_gradients(const ScoreGradients& work, std::uint16_t* rows, Bf16Pair* pairs) {
   const Float d;
   const auto scale = hn::Set(d, work.scale);
+  const auto kept_scale = hn::Set(d, work.kept_scale);
   const std::size_t queries = work.queries;
   for (std::size_t key = 0; key < work.padded_keys; key += 2) {
     for_vectors(queries, [&](std::size_t i, std::size_t n) {
@@ -200,8 +242,9 @@ void score_gradients(const ScoreGradients& work, std::uint16_t* rows, Bf16Pair* 
       const auto gradient = [&](std::size_t row) {
         const std::size_t at = row * queries + i;
         const auto p = load_some(Fp32{}, work.probabilities + at, n);
-        const auto away = hn::Sub(load_some(Fp32{}, work.grad + at, n), delta);
-        return bf16_in_upper_half(d, hn::Mul(hn::Mul(p, away), scale));
+        const auto grad = hn::Mul(load_some(Fp32{}, work.grad + at, n), kept_scale);
+        const auto away = hn::Sub(hn::IfThenElseZero(hn::Ge(p, hn::Zero(d)), grad), delta);
+        return bf16_in_upper_half(d, hn::Mul(hn::Mul(hn::Abs(p), away), scale));
       };
       const Word even = hn::ShiftRight<16>(gradient(key));
       const Word odd = gradient(key + 1);

@@ -21,15 +21,16 @@ using Lanes32 = hn::CappedTag<float, kDropoutBlocks>;
 using Words32 = hn::RebindToUnsigned<Lanes32>;
 
 // for_masks calls visit(i, mask) for each vector of a group; the mask marks the dropped elements
-// from i on.
+// from i on. The threshold is less than 2^16.
 #if HWY_TARGET == HWY_SCALAR
 
 template <class Visit>
-HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visit& visit) {
+HWY_INLINE void for_masks(const PhiloxStream& stream, std::uint32_t threshold, std::uint64_t group,
+                          const Visit& visit) {
   const Words32 d32;
-  const auto numbers = dropout_numbers(work.stream, group);
+  const auto numbers = dropout_numbers(stream, group);
   for (std::size_t i = 0; i < kDropoutGroup; ++i)
-    visit(i, hn::Lt(hn::Set(d32, numbers[i]), hn::Set(d32, work.threshold)));
+    visit(i, hn::Lt(hn::Set(d32, numbers[i]), hn::Set(d32, threshold)));
 }
 
 #else
@@ -58,13 +59,14 @@ HWY_INLINE Word join(Word even, Word odd) {
 }
 
 template <class Visit>
-HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visit& visit) {
+HWY_INLINE void for_masks(const PhiloxStream& stream, std::uint32_t threshold, std::uint64_t group,
+                          const Visit& visit) {
   const Words32 d32;
-  const PhiloxKey key = key_of(work.stream);
+  const PhiloxKey key = key_of(stream);
   // The number of a group's first block is a multiple of 16, so counting its blocks causes no
   // carry.
-  const PhiloxBlock counter = counter_of(work.stream, std::uint64_t{group} * kDropoutBlocks);
-  const auto threshold = hn::Set(d32, work.threshold << 16);
+  const PhiloxBlock counter = counter_of(stream, group * kDropoutBlocks);
+  const auto limit = hn::Set(d32, threshold << 16);
   for (std::size_t from = 0; from < kDropoutBlocks; from += hn::Lanes(d32)) {
     const auto first = hn::Set(d32, counter[0] + static_cast<std::uint32_t>(from));
     auto even0 = hn::Add(first, hn::Iota(d32, 0));
@@ -82,8 +84,8 @@ HWY_INLINE void for_masks(const DropoutWork& work, std::size_t group, const Visi
       philox_round(odd0, odd1, odd2, odd3, key0, key1);
     }
     const auto both = [&](std::size_t word, Word words) {
-      visit(2 * word * kDropoutBlocks + from, hn::Lt(hn::ShiftLeft<16>(words), threshold));
-      visit((2 * word + 1) * kDropoutBlocks + from, hn::Lt(words, threshold));
+      visit(2 * word * kDropoutBlocks + from, hn::Lt(hn::ShiftLeft<16>(words), limit));
+      visit((2 * word + 1) * kDropoutBlocks + from, hn::Lt(words, limit));
     };
     both(0, join(even0, odd0));
     both(1, join(even1, odd1));
@@ -100,7 +102,7 @@ void whole_group(const DropoutWork& work, std::size_t group, const typename In::
                  typename Out::Stored* output) {
   const Lanes32 d;
   const auto scale = hn::Set(d, work.scale);
-  for_masks(work, group, [&](std::size_t i, auto dropped) {
+  for_masks(work.stream, work.threshold, group, [&](std::size_t i, auto dropped) {
     const auto factor = hn::IfThenZeroElse(hn::RebindMask(d, dropped), scale);
     auto v = hn::Mul(load(In{}, d, input + i), factor);
     if constexpr (kResidual) v = hn::Add(load(Out{}, d, residual + i), v);
@@ -161,6 +163,31 @@ void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end)
   }
 }
 
+void dropped_bits(const DroppedBitsWork& work, std::uint32_t* to, std::size_t stride) {
+  constexpr std::size_t kBits = 32;
+  constexpr std::size_t kWords = kDropoutGroup / kBits;
+  constexpr std::uint32_t kOne = 1 << 16;
+  const Words32 d32;
+  for (std::size_t row = 0; row < work.rows; ++row) {
+    const std::uint64_t first = work.first + row * work.from_row_to_row;
+    for (std::size_t group = 0; group < work.groups; ++group) {
+      std::uint32_t words[kWords] = {};
+      if (work.threshold == kOne) {
+        std::fill_n(words, kWords, ~0U);
+      } else {
+        for_masks(work.stream, work.threshold, first + group, [&](std::size_t i, auto dropped) {
+          std::uint8_t bytes[8] = {};
+          hn::StoreMaskBits(d32, dropped, bytes);
+          const std::uint32_t bits = bytes[0] | std::uint32_t{bytes[1]} << 8;
+          words[i / kBits] |= bits << (i % kBits);
+        });
+      }
+      for (std::size_t word = 0; word < kWords; ++word)
+        to[(group * kWords + word) * stride + row] = words[word];
+    }
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace semitone::kernels
 HWY_AFTER_NAMESPACE();
@@ -169,9 +196,14 @@ HWY_AFTER_NAMESPACE();
 namespace semitone::kernels {
 
 HWY_EXPORT(dropout_groups);
+HWY_EXPORT(dropped_bits);
 
 void dropout_groups(const DropoutWork& work, std::size_t begin, std::size_t end) {
   HWY_DYNAMIC_DISPATCH(dropout_groups)(work, begin, end);
+}
+
+void dropped_bits(const DroppedBitsWork& work, std::uint32_t* to, std::size_t stride) {
+  HWY_DYNAMIC_DISPATCH(dropped_bits)(work, to, stride);
 }
 
 }  // namespace semitone::kernels
