@@ -213,6 +213,7 @@ std::vector<Case> cases_of(const Flags& flags, const Sizes& sizes) {
   bench::add_norms(all, sizes);
   bench::add_pointwise(all, sizes);
   bench::add_losses(all, sizes);
+  bench::add_attention(all, sizes);
   if (sizes.device.is_cpu()) bench::add_products(all, sizes);
   if (flags.only.empty()) return all;
   const std::regex only(flags.only, std::regex::ECMAScript | std::regex::icase);

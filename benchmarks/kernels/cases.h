@@ -64,6 +64,7 @@ struct Sizes {
   static Sizes small() { return {2, 65536 + 3, 64, 16, 2, 128, {128, 256}, 1024 * 1024}; }
 };
 
+void add_attention(std::vector<Case>& cases, const Sizes& sizes);
 void add_casts(std::vector<Case>& cases, const Sizes& sizes);
 void add_gradients_and_steps(std::vector<Case>& cases, const Sizes& sizes);
 void add_layerwise_steps(std::vector<Case>& cases, const Sizes& sizes);
