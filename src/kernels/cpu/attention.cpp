@@ -93,18 +93,24 @@ HWY_INLINE float largest_of(const float* from, std::size_t size) {
 constexpr std::size_t kBits = 32;  // in a word
 constexpr std::uint32_t kSign = 1U << 31;
 
+// One bit for each lane: that of key `lane` in a word.
+HWY_INLINE Word bits_of_lanes() {
+  const Words d32;
+  const auto place = hn::And(hn::Iota(d32, 0), hn::Set(d32, kBits - 1));
+  return hn::Shl(hn::Set(d32, 1), place);
+}
+
 // Marks the lanes of dropped keys from `key` on, a multiple of the number of lanes.
 HWY_INLINE hn::Mask<Float> dropped_keys(const DroppedScores& dropped, std::size_t query,
-                                        std::size_t key) {
+                                        std::size_t key, Word bits) {
   const Words d32;
   const std::uint32_t* const word = dropped.bits + key / kBits * dropped.stride + query;
-  const auto lane = hn::Iota(d32, static_cast<std::uint32_t>(key % kBits));
-  auto words = hn::Set(d32, *word);
-  if constexpr (hn::MaxLanes(Words()) > kBits)
-    words = hn::IfThenElse(hn::Lt(lane, hn::Set(d32, kBits)), words,
-                           hn::Set(d32, word[dropped.stride]));
-  const auto bit = hn::Shl(hn::Set(d32, 1), hn::And(lane, hn::Set(d32, kBits - 1)));
-  return hn::RebindMask(Float(), hn::Ne(hn::And(words, bit), hn::Zero(d32)));
+  auto words = hn::Set(d32, *word >> (key % kBits));
+  if constexpr (hn::MaxLanes(Words()) > kBits) {
+    if (hn::Lanes(d32) > kBits)
+      words = hn::IfThenElse(hn::FirstN(d32, kBits), words, hn::Set(d32, word[dropped.stride]));
+  }
+  return hn::RebindMask(Float(), hn::Ne(hn::And(words, bits), hn::Zero(d32)));
 }
 
 // Sets the sign of the lanes of queries, from `query` on, that dropped the key.
@@ -133,6 +139,7 @@ void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16
   const float scale = is_masked ? 1 : block.scale;
   const bool is_dropping = block.dropped.bits != nullptr;
   const auto kept = hn::Set(d, block.dropped.scale);
+  const auto bits = bits_of_lanes();
   for (std::size_t row = 0; row < block.queries; ++row) {
     float* const scores = block.scores + row * block.keys;
     std::uint16_t* const to = probabilities + row * block.keys;
@@ -151,7 +158,7 @@ void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16
       if (n < hn::Lanes(d)) e = hn::IfThenElseZero(hn::FirstN(d, n), e);
       sum = hn::Add(sum, e);
       if (is_dropping)
-        e = hn::IfThenZeroElse(dropped_keys(block.dropped, row, i), hn::Mul(e, kept));
+        e = hn::IfThenZeroElse(dropped_keys(block.dropped, row, i, bits), hn::Mul(e, kept));
       store_some(Bf16{}, e, to + i, n);
     });
     std::fill(to + seen, to + block.keys, std::uint16_t{0});
