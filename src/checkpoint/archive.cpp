@@ -1,5 +1,6 @@
 #include "src/checkpoint/archive.h"
 
+#include "semitone/core/error.h"
 #include "src/core/state_mode.h"
 #include "src/kernels/copy_bytes.h"
 #include "src/kernels/pinned.h"
@@ -8,7 +9,11 @@
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/ParallelGuard.h>
 #include <torch/csrc/jit/serialization/export.h>
+
+#include <algorithm>
+#include <utility>
 
 namespace semitone::checkpoint {
 namespace {
@@ -31,11 +36,23 @@ bool has_plain_memory(const at::Tensor& tensor) {
          tensor.storage().data() != nullptr && !tensor.is_conj() && !tensor.is_neg();
 }
 
+void copy_all(const std::vector<PendingCopy>& copies) {
+  std::vector<kernels::BytesToCopy> parts;
+  parts.reserve(copies.size());
+  for (const PendingCopy& copy : copies) {
+    parts.push_back({copy.from.data(), copy.to.mutable_data_ptr(),
+                     static_cast<std::int64_t>(copy.from.nbytes())});
+  }
+  kernels::copy_bytes(parts);
+}
+
 // Copies a value with everything that it refers to. Nothing that the program may also refer to is
 // changed.
 class DeepCopy {
  public:
-  explicit DeepCopy(CopyBuffers& buffers) : buffers_(buffers) {}
+  using When = std::function<CopyBuffers::When(const c10::Storage&)>;
+
+  DeepCopy(CopyBuffers& buffers, When when) : buffers_(buffers), when_(std::move(when)) {}
 
   torch::jit::ObjectPtr object(const torch::jit::ObjectPtr& original) {
     const auto [place, is_new] = objects_.try_emplace(original.get());
@@ -60,7 +77,8 @@ class DeepCopy {
 
   at::Tensor tensor(const at::Tensor& original) {
     if (!original.defined()) return original;
-    if (has_plain_memory(original)) return buffers_.copy_of(original);
+    if (has_plain_memory(original))
+      return buffers_.copy_of(original, when_(original.storage()));
     return original.detach().to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
 
@@ -84,13 +102,39 @@ class DeepCopy {
   }
 
   CopyBuffers& buffers_;
+  When when_;
   std::unordered_map<const void*, torch::jit::ObjectPtr> objects_;
 };
 
 }  // namespace
 
+DeferredCopies::DeferredCopies(std::vector<PendingCopy> copies) : copies_(std::move(copies)) {
+  versions_.reserve(copies_.size());
+  for (const PendingCopy& copy : copies_) versions_.push_back(copy.changes.current_version());
+}
+
+void DeferredCopies::make() {
+  {
+    // Other threads would be new ones, beside those that train.
+    const c10::ParallelGuard without_other_threads(true);
+    copy_all(copies_);
+  }
+  const bool same = std::equal(
+      copies_.begin(), copies_.end(), versions_.begin(),
+      [](const auto& copy, auto version) { return copy.changes.current_version() == version; });
+  copies_.clear();
+  if (!same) {
+    throw Error("checkpoint.save_async",
+                "parameters and optimizers' states that stay as they are until they are copied",
+                "a change of one of them",
+                "call wait_for_copy() before the optimizer's step, or do without "
+                "CheckpointOptions::copy_in_background");
+  }
+}
+
 void CopyBuffers::finish() {
-  pending_.clear();
+  now_.clear();
+  later_.clear();
   for (auto& [address, copy] : copies_) used_.push_back(std::move(copy.bytes));
   copies_.clear();
 }
@@ -113,7 +157,9 @@ at::Tensor CopyBuffers::take(std::int64_t size, c10::Device device) {
   return bytes;
 }
 
-const at::Tensor& CopyBuffers::buffer_for(const c10::Storage& storage, c10::Device device) {
+const at::Tensor& CopyBuffers::buffer_for(const at::Tensor& tensor, When when) {
+  const c10::Storage& storage = tensor.storage();
+  const c10::Device device = tensor.device();
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   Copy& copy = copies_[storage.data()];
   if (copy.bytes.defined() && copy.bytes.numel() >= size) return copy.bytes;
@@ -121,7 +167,12 @@ const at::Tensor& CopyBuffers::buffer_for(const c10::Storage& storage, c10::Devi
   copy.original = storage;
   const at::Tensor& bytes = copy.bytes = take(size, device);
   if (device.is_cpu()) {
-    pending_.emplace_back(storage, bytes);
+    // Changes of inference tensors are not counted.
+    if (tensor.is_inference()) when = When::now;
+    auto& copies = when == When::now ? now_ : later_;
+    copies.push_back({storage, bytes,
+                      when == When::now ? c10::VariableVersion()
+                                        : tensor.unsafeGetTensorImpl()->version_counter()});
   } else {
     const auto options = bytes.options().device(device).pinned_memory(false);
     bytes.copy_(at::empty({0}, options).set_(storage, 0, {size}, {1}));
@@ -129,9 +180,9 @@ const at::Tensor& CopyBuffers::buffer_for(const c10::Storage& storage, c10::Devi
   return bytes;
 }
 
-at::Tensor CopyBuffers::copy_of(const at::Tensor& tensor) {
+at::Tensor CopyBuffers::copy_of(const at::Tensor& tensor, When when) {
   const StateMode mode;  // the memory is kept for other calls
-  const at::Tensor& bytes = buffer_for(tensor.storage(), tensor.device());
+  const at::Tensor& bytes = buffer_for(tensor, when);
   at::Tensor copy =
       at::empty({0}, tensor.options().device(c10::kCPU))
           .set_(bytes.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
@@ -139,14 +190,12 @@ at::Tensor CopyBuffers::copy_of(const at::Tensor& tensor) {
 }
 
 void CopyBuffers::copy_cpu_values() {
-  std::vector<kernels::BytesToCopy> parts;
-  parts.reserve(pending_.size());
-  for (const auto& [storage, bytes] : pending_) {
-    parts.push_back(
-        {storage.data(), bytes.mutable_data_ptr(), static_cast<std::int64_t>(storage.nbytes())});
-  }
-  kernels::copy_bytes(parts);
-  pending_.clear();
+  copy_all(now_);
+  now_.clear();
+}
+
+DeferredCopies CopyBuffers::deferred() {
+  return DeferredCopies(std::exchange(later_, {}));
 }
 
 Archive::Archive(const torch::serialize::OutputArchive& archive)
@@ -156,8 +205,11 @@ void Archive::write(const Sink& sink) const {
   torch::jit::ExportModule(module_, sink);
 }
 
-Archive Archive::copied(CopyBuffers& buffers) const {
-  Archive copy(torch::jit::Module(DeepCopy(buffers).object(module_._ivalue())));
+Archive Archive::copied(CopyBuffers& buffers, CopyBuffers::When steady) const {
+  const auto when = [&](const c10::Storage& storage) {
+    return is_steady_ && is_steady_(storage) ? steady : CopyBuffers::When::now;
+  };
+  Archive copy(torch::jit::Module(DeepCopy(buffers, when).object(module_._ivalue())));
   buffers.copy_cpu_values();
   return copy;
 }

@@ -3,10 +3,12 @@
 #include "src/checkpoint/files.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <unordered_map>
 #include <utility>
@@ -15,15 +17,41 @@
 // What an entry saves, as LibTorch's archives.
 namespace semitone::checkpoint {
 
+// A storage that has not been copied yet, and the memory for its copy.
+struct PendingCopy {
+  c10::Storage from;
+  at::Tensor to;
+  c10::VariableVersion changes;  // of a tensor with this storage
+};
+
+// Copies that are left to another thread, which makes them while the program goes on.
+class DeferredCopies {
+ public:
+  DeferredCopies() = default;
+  explicit DeferredCopies(std::vector<PendingCopy> copies);
+
+  // Copies, in this thread alone, and releases the storages. Error if a tensor has been changed in
+  // place since the constructor was called.
+  void make();
+
+ private:
+  std::vector<PendingCopy> copies_;
+  std::vector<std::uint32_t> versions_;
+};
+
 // Copies of tensors in CPU memory, pinned if they come from a device. The memory is kept for the
 // next checkpoint, since the first write to a new page takes longer than the copy.
 class CopyBuffers {
  public:
-  // Returns a copy of a tensor. Tensors that share memory have copies that share memory. Values on
-  // devices are copied at once. Values on the CPU are copied by the next copy_cpu_values(), all
-  // together, so that threads are started once; until then the copy is uninitialised.
-  at::Tensor copy_of(const at::Tensor& tensor);
+  enum class When { now, later };
+
+  // Returns a copy of a tensor. Tensors that share memory have copies that share memory, and
+  // the first one decides when it is copied. Values on devices are copied at once. Values on the CPU
+  // are copied by the next copy_cpu_values(), all together, so that threads are started once, or by
+  // deferred(); until then the copy is uninitialised.
+  at::Tensor copy_of(const at::Tensor& tensor, When when);
   void copy_cpu_values();
+  DeferredCopies deferred();
 
   // Releases the tensors that were copied, which copy_of() keeps: another one could get their address.
   void finish();
@@ -39,11 +67,11 @@ class CopyBuffers {
   };
 
   at::Tensor take(std::int64_t size, c10::Device device);
-  const at::Tensor& buffer_for(const c10::Storage& storage, c10::Device device);
+  const at::Tensor& buffer_for(const at::Tensor& tensor, When when);
 
   std::unordered_map<const void*, Copy> copies_;  // by the address of the original
-  std::vector<std::pair<c10::Storage, at::Tensor>>
-      pending_;  // storages, and memory for their copies
+  std::vector<PendingCopy> now_;
+  std::vector<PendingCopy> later_;
   std::vector<at::Tensor> used_;
   std::multimap<std::pair<bool, std::int64_t>, at::Tensor> free_;  // by pinned and size
 };
@@ -54,14 +82,20 @@ class Archive {
   explicit Archive(const torch::serialize::OutputArchive& archive);
   explicit Archive(torch::jit::Module script) : module_(std::move(script)) {}
 
+  // Says which storages only the step of an optimizer changes. By default none.
+  using IsSteady = std::function<bool(const c10::Storage&)>;
+  void set_steady(IsSteady is_steady) { is_steady_ = std::move(is_steady); }
+
   // Writes the bytes of a file that LibTorch's InputArchive or torch::jit::load reads.
   void write(const Sink& sink) const;
 
-  // Returns the same content with copies of all tensors, on the CPU.
-  Archive copied(CopyBuffers& buffers) const;
+  // Returns the same content with copies of all tensors, on the CPU. `steady` says when storages are
+  // copied that only the step of an optimizer changes; others are copied now.
+  Archive copied(CopyBuffers& buffers, CopyBuffers::When steady) const;
 
  private:
   torch::jit::Module module_;
+  IsSteady is_steady_;
 };
 
 }  // namespace semitone::checkpoint

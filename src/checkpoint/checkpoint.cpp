@@ -213,6 +213,10 @@ void Checkpoint::save_async(std::int64_t step, std::optional<double> metric) {
   impl_->save_async(step, metric);
 }
 
+void Checkpoint::wait_for_copy() {
+  impl_->wait_for_copy();
+}
+
 void Checkpoint::wait() {
   impl_->wait();
 }

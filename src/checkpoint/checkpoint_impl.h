@@ -38,13 +38,14 @@ struct Checkpoint::Impl {
   // save.cpp
   void save(std::int64_t step, std::optional<double> metric);
   void save_async(std::int64_t step, std::optional<double> metric);
+  void wait_for_copy();
   void wait();
   void require_saving(std::int64_t step) const;
   FileRecord new_record(const Entry& entry) const;
   // This rank's files, to be written from the entries.
   std::vector<PendingFile> pending_files() const;
-  // The same, to be written from copies in `buffers`.
-  std::vector<PendingFile> copies();
+  // The same, to be written from copies in `buffers`, of which some may be deferred.
+  std::vector<PendingFile> copies(DeferredCopies& deferred);
   // Writes a checkpoint, in the calling thread.
   void write(const comm::Group& group, Manifest manifest, std::vector<PendingFile> files);
   Manifest new_manifest(std::int64_t step, std::optional<double> metric) const;
@@ -98,6 +99,7 @@ struct Checkpoint::Impl {
   // other functions wait for it before they use `rejected`.
   CopyBuffers buffers;
   std::optional<comm::Group> background;
+  std::future<void> copying;  // ready when the thread has made the deferred copies
   std::future<void> writing;
 };
 

@@ -85,8 +85,10 @@ class Entry {
   virtual Undo set_aside();
 
  protected:
-  static void use_content(const torch::serialize::OutputArchive& archive, const UseArchive& use) {
+  static void use_content(const torch::serialize::OutputArchive& archive, const UseArchive& use,
+                          Archive::IsSteady is_steady = {}) {
     Archive content(archive);
+    content.set_steady(std::move(is_steady));
     use(content);
   }
 

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace semitone::checkpoint {
@@ -132,13 +133,18 @@ class ModelEntry final : public Entry {
   void save(FileRecord& record, const UseArchive& use) override {
     record.tensors = tensors();
     const auto fp32 = fp32_weights();
+    // The forward pass changes buffers: running means, for example.
+    const auto is_steady = [parameters = storages_of_parameters()](const c10::Storage& storage) {
+      return parameters.contains(storage.data());
+    };
     if (const auto* const script = model_.script()) {
       Archive content(*script);
+      content.set_steady(is_steady);
       return use(content);
     }
     OutputArchive archive;
     model_.module()->save(archive);
-    use_content(archive, use);
+    use_content(archive, use, is_steady);
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {
@@ -161,6 +167,21 @@ class ModelEntry final : public Entry {
     for (const auto& entry : amp::entries_of(model_))
       tensors.push_back(record_of(entry.name, entry.tensor));
     return tensors;
+  }
+
+  // Without those of buffers.
+  std::unordered_set<const void*> storages_of_parameters() const {
+    std::unordered_set<const void*> storages;
+    const auto entries = amp::entries_of(model_);
+    for (const auto& entry : entries) {
+      if (entry.is_parameter && entry.tensor.has_storage())
+        storages.insert(entry.tensor.storage().data());
+    }
+    for (const auto& entry : entries) {
+      if (!entry.is_parameter && entry.tensor.has_storage())
+        storages.erase(entry.tensor.storage().data());
+    }
+    return storages;
   }
 
   // Nothing if no MixedPrecision has cast the model.

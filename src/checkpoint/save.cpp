@@ -10,6 +10,7 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <fmt/format.h>
 
@@ -60,18 +61,23 @@ std::vector<PendingFile> Checkpoint::Impl::pending_files() const {
   return files;
 }
 
-std::vector<PendingFile> Checkpoint::Impl::copies() {
+std::vector<PendingFile> Checkpoint::Impl::copies(DeferredCopies& deferred) {
+  using When = CopyBuffers::When;
+  const When steady = options.copy_in_background() ? When::later : When::now;
   buffers.reuse();
   std::vector<PendingFile> files;
-  for (const auto& entry : entries) {
+  // Last come mixed precision and optimizers, which share the masters with the models' fp32 weights:
+  // so these are deferred.
+  for (const auto& entry : entries | std::views::reverse) {
     if (!is_mine(*entry)) continue;
     PendingFile& file = files.emplace_back(new_record(*entry));
     entry->save(file.record, [&](Archive& archive) {
-      file.write = [copy = archive.copied(buffers)](const Sink& sink, FileRecord&) {
+      file.write = [copy = archive.copied(buffers, steady)](const Sink& sink, FileRecord&) {
         copy.write(sink);
       };
     });
   }
+  deferred = buffers.deferred();
   buffers.finish();
   return files;
 }
@@ -187,20 +193,34 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   require_saving(step);
   if (!background.has_value()) background = options.group().split(options.group().size());
   std::vector<PendingFile> files;
+  DeferredCopies deferred;
   on_all_ranks(options.group(), kSave, [&] {
     for (const auto& entry : entries) entry->consolidate();
-    files = copies();
+    files = copies(deferred);
   });
+  std::promise<void> copied;
+  std::future<void> when_copied = copied.get_future();
   writing = std::async(std::launch::async, [this, manifest = new_manifest(step, metric),
-                                            files = std::move(files)]() mutable {
+                                            files = std::move(files),
+                                            deferred = std::move(deferred),
+                                            copied = std::move(copied)]() mutable {
     // Collectives of nccl make the thread's current stream wait, which would be the training's.
     c10::OptionalStreamGuard own_stream;
     const c10::Device device = background->device();
     if (!device.is_cpu())
       own_stream.reset_stream(
           c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+    on_all_ranks(*background, kSave, [&] {
+      const auto end = c10::make_scope_exit([&] { copied.set_value(); });
+      deferred.make();
+    });
     write(*background, std::move(manifest), std::move(files));
   });
+  copying = std::move(when_copied);
+}
+
+void Checkpoint::Impl::wait_for_copy() {
+  if (copying.valid()) copying.get();
 }
 
 void Checkpoint::Impl::wait() {

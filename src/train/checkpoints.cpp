@@ -105,7 +105,7 @@ Checkpoints::Checkpoints(const TrainOptions& options, const Training& training, 
 
 checkpoint::Checkpoint Checkpoints::make(const fs::path& directory) {
   checkpoint::CheckpointOptions options;
-  options.group(options_.group());
+  options.group(options_.group()).copy_in_background(true);
   options.keep(options_.keep() == 0 ? std::nullopt : std::optional(options_.keep()));
   checkpoint::Checkpoint made(directory, options);
   made.add("model", training_.model)
@@ -202,6 +202,10 @@ void Checkpoints::save() {
   if (const auto error = wait()) log()->error("{}", error->what());
   own_->save_async(step);
   last_ = step;
+}
+
+void Checkpoints::wait_for_copy() {
+  if (own_.has_value()) own_->wait_for_copy();
 }
 
 std::optional<FileError> Checkpoints::wait() {

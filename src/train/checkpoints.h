@@ -55,10 +55,12 @@ class Checkpoints {
   void require_writable() const;
 
   // Saves the position's step, unless the directory has just been resumed or saved at it. Nothing
-  // without a directory in the options. Returns when the state has been copied: a thread writes the
-  // files. If it could not write those of the save before, that is logged: a disk may have been full
+  // without a directory in the options. A thread copies the state and writes the files. If it could not write those of the save before, that is logged: a disk may have been full
   // for a while only.
   void save();
+
+  // Waits until the last save() has copied the state. Called before a step of the optimizer.
+  void wait_for_copy();
 
   // Waits for the files of the last save(). Returns the FileError if they could not be written.
   std::optional<FileError> wait();

@@ -185,6 +185,7 @@ class Run {
     setup_.optimizer->zero_grad();
     const at::Tensor loss = loss_of(batch);
     setup_.mixed.scale_loss(loss, *setup_.optimizer).backward();
+    checkpoints_.wait_for_copy();
     const bool skipped = setup_.mixed.step(*setup_.optimizer) == amp::Step::skipped;
     nonfinite.after_step(skipped, observer_);
     const double value = loss.item<double>();

@@ -1,6 +1,8 @@
 // Checkpoints that a thread writes while the training continues.
 
 #include "semitone/checkpoint.h"
+#include "src/checkpoint/archive.h"
+#include "src/checkpoint/entry.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
@@ -32,30 +34,119 @@ using semitone::test::write_text;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
+// Saves steps 1 to 6, trains on meanwhile, and loads them again.
+void expect_states_of_the_calls(const Setting& setting, bool in_background) {
+  SCOPED_TRACE(testing::PrintToString(setting));
+  const TemporaryFolder folder;
+  Training run(setting);
+  auto checkpoint =
+      run.checkpoint(folder / "run", CheckpointOptions().copy_in_background(in_background));
+  if (in_background) run.before_step = [&] { checkpoint.wait_for_copy(); };
+  std::vector<std::vector<at::Tensor>> states;
+  for (std::int64_t step = 1; step <= 6; ++step) {
+    run.train_to(step);
+    states.push_back(run.state());
+    checkpoint.save_async(step);
+  }
+  run.train_to(9);
+  checkpoint.wait();
+  EXPECT_THAT(checkpoint.steps(), ElementsAre(4, 5, 6));
+  for (const std::int64_t step : {6, 5, 4}) {
+    EXPECT_EQ(checkpoint.resume(), step);
+    EXPECT_TRUE(same_bits(run.state(), states[static_cast<std::size_t>(step) - 1]));
+    fs::remove_all(checkpoint.path_of(step));
+  }
+}
+
 TEST(SaveAsync, HasTheStateOfTheCallWhateverIsTrainedMeanwhile) {
   for (const char* const level : semitone::test::kLevels) {
     for (const char* const optimizer : kOptimizers) {
-      const Setting setting{.level = level, .dtype = torch::kBFloat16, .optimizer = optimizer};
-      SCOPED_TRACE(testing::PrintToString(setting));
-      const TemporaryFolder folder;
-      Training run(setting);
-      auto checkpoint = run.checkpoint(folder / "run");
-      std::vector<std::vector<at::Tensor>> states;
-      for (std::int64_t step = 1; step <= 6; ++step) {
-        run.train_to(step);
-        states.push_back(run.state());
-        checkpoint.save_async(step);
-      }
-      run.train_to(9);
-      checkpoint.wait();
-      EXPECT_THAT(checkpoint.steps(), ElementsAre(4, 5, 6));
-      for (const std::int64_t step : {6, 5, 4}) {
-        EXPECT_EQ(checkpoint.resume(), step);
-        EXPECT_TRUE(same_bits(run.state(), states[static_cast<std::size_t>(step) - 1]));
-        fs::remove_all(checkpoint.path_of(step));
+      for (const bool in_background : {false, true}) {
+        SCOPED_TRACE(in_background ? "copied in background" : "copied at once");
+        expect_states_of_the_calls(
+            {.level = level, .dtype = torch::kBFloat16, .optimizer = optimizer}, in_background);
       }
     }
   }
+}
+
+struct ScaleAndShiftImpl : torch::nn::Module {
+  ScaleAndShiftImpl()
+      : scale(register_parameter("scale", torch::ones({1000}))),
+        shift(register_buffer("shift", torch::zeros({1000}))) {}
+  at::Tensor scale;
+  at::Tensor shift;
+};
+TORCH_MODULE(ScaleAndShift);
+
+TEST(SaveAsyncInBackground, CopiesAtOnceWhatIsNotAParameterOrAState) {
+  const TemporaryFolder folder;
+  ScaleAndShift model;
+  at::Tensor other = torch::zeros({1000});
+  Checkpoint checkpoint(folder / "run", CheckpointOptions().copy_in_background(true));
+  checkpoint.add("model", model).add("other", other);
+  for (std::int64_t step = 1; step <= 20; ++step) {
+    checkpoint.save_async(step);
+    model->shift.fill_(step);
+    other.fill_(step);
+    checkpoint.wait_for_copy();
+    {
+      const at::NoGradGuard no_grad;
+      model->scale.fill_(step);
+    }
+    EXPECT_EQ(checkpoint.resume(), step);
+    EXPECT_EQ(model->scale.sum().item<double>(), 1000.0);
+    EXPECT_EQ(model->shift.sum().item<double>(), 0.0);
+    EXPECT_EQ(other.sum().item<double>(), 0.0);
+  }
+}
+
+TEST(SaveAsyncInBackground, DefersParametersAndStatesOnly) {
+  CopyBuffers buffers;
+  ScaleAndShift model;
+  const auto entry = model_entry("model", model, std::make_shared<MixedPrecisions>());
+  FileRecord record;
+  entry->save(record, [&](Archive& archive) {
+    const Archive copy = archive.copied(buffers, CopyBuffers::When::later);
+    {
+      const at::NoGradGuard no_grad;
+      model->scale.fill_(3);  // changes what has not been copied
+    }
+    model->shift.fill_(4);
+    buffers.deferred().make();
+    std::string bytes;
+    copy.write([&](const void* data, std::size_t size) {
+      bytes.append(static_cast<const char*>(data), size);
+      return size;
+    });
+    const auto script = Source(std::make_shared<const std::string>(bytes)).script();
+    EXPECT_TRUE(at::equal(script.attr("scale").toTensor(), torch::full({1000}, 3.0)));
+    EXPECT_TRUE(at::equal(script.attr("shift").toTensor(), torch::zeros({1000})));
+  });
+}
+
+TEST(SaveAsyncInBackground, RefusesStatesThatChangeBeforeTheyAreCopied) {
+  CopyBuffers buffers;
+  const at::Tensor first = torch::ones({10});
+  const at::Tensor second = torch::ones({10});
+  buffers.copy_of(first, CopyBuffers::When::later);
+  buffers.copy_of(second.view({2, 5}), CopyBuffers::When::later);
+  DeferredCopies copies = buffers.deferred();
+  second.narrow(0, 2, 3).add_(1);
+  expect_error([&] { copies.make(); }, {"got a change of one of them", "call wait_for_copy()"});
+  copies.make();  // has released the tensors
+  EXPECT_EQ(first.storage().use_count(), 1);
+}
+
+TEST(SaveAsyncInBackground, CopiesInferenceTensorsAtOnce) {
+  const c10::InferenceMode inference;
+  CopyBuffers buffers;
+  const at::Tensor value = torch::ones({10});
+  const at::Tensor copy = buffers.copy_of(value, CopyBuffers::When::later);
+  buffers.copy_cpu_values();
+  value.fill_(2);
+  buffers.deferred().make();
+  EXPECT_TRUE(at::equal(copy, torch::ones({10})));
 }
 
 class SaveAsyncOfANumber : public testing::Test {
@@ -98,6 +189,16 @@ TEST_F(SaveAsyncOfANumber, ReportsAFailureAtTheNextCallAndOnlyThere) {
   checkpoint.save_async(5);
   EXPECT_EQ(checkpoint.resume(), 5);
   EXPECT_THAT(checkpoint.steps(), ElementsAre(4, 5));
+}
+
+TEST_F(SaveAsyncOfANumber, FailsAfterTheCopyWithoutAnErrorOfTheWaitForTheCopy) {
+  auto checkpoint = make();
+  checkpoint.wait_for_copy();  // of nothing
+  block();
+  checkpoint.save_async(1);
+  checkpoint.wait_for_copy();
+  checkpoint.wait_for_copy();
+  EXPECT_THAT(message_of<FileError>([&] { checkpoint.wait(); }), HasSubstr("Not a directory"));
 }
 
 TEST_F(SaveAsyncOfANumber, RefusesWrongUseAtOnce) {

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -104,6 +105,7 @@ class Training {
   parallel::DistributedSampler sampler;
   double loss_sum = 0;
   std::int64_t step = 0;
+  std::function<void()> before_step = [] {};
 
  private:
   static constexpr std::int64_t kImages = 24;
@@ -128,6 +130,7 @@ class Training {
     }
     loss.finish();
     loss_sum += value.item<double>();
+    before_step();
     mixed.step(*optimizer);
   }
 };

@@ -200,6 +200,10 @@ class Checkpoint {
   /// Collective. With several ranks, the first call makes a group of its own for the threads.
   void save_async(std::int64_t step, std::optional<double> metric = std::nullopt);
 
+  /// Returns when the state of the last save_async() has been copied: at once, without
+  /// CheckpointOptions::copy_in_background. Throws nothing, and is not collective.
+  void wait_for_copy();
+
   /// Returns when the checkpoint of the last save_async() is complete. Throws what save() would have
   /// thrown if it could not be written.
   void wait();

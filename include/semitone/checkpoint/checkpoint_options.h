@@ -44,6 +44,24 @@ class CheckpointOptions {
   /// entry's name is "random". Default true.
   TORCH_ARG(bool, default_generators) = true;
 
+  /// Lets save_async() return before it has copied what only an optimizer's step changes: the
+  /// parameters of models, their fp32 master weights, and the states of optimizers on the CPU. Its
+  /// thread copies them, on one core, during the next forward and backward. Call
+  /// Checkpoint::wait_for_copy() before anything changes them, and before
+  /// MixedPrecision::fp32_weights, which writes masters back:
+  ///
+  ///     loss.backward();
+  ///     checkpoint.wait_for_copy();  // returns at once unless a checkpoint is being copied
+  ///     optimizer.step();
+  ///
+  /// All else is copied by save_async() itself: buffers of models, generators, loss scales, tensors
+  /// and objects of the program. If one of the deferred tensors has changed nevertheless before all
+  /// were copied, no checkpoint is written, and the next call of save(), save_async(), resume() or
+  /// wait() throws an Error. That is recognised by the tensors' version counters, which a write
+  /// through data() or data_ptr() does not change: torch::optim::SGD writes parameters so.
+  /// The same on all ranks. Default false.
+  TORCH_ARG(bool, copy_in_background) = false;
+
  private:
   std::optional<std::int64_t> keep_ = 3;
   std::int64_t keep_best_ = 0;
