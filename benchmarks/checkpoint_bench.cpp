@@ -78,8 +78,7 @@ int main(int argc, char** argv) {
 
   const auto make = [&](bool in_background) {
     checkpoint::Checkpoint made(
-        folder.path(),
-        checkpoint::CheckpointOptions().keep(1).copy_in_background(in_background));
+        folder.path(), checkpoint::CheckpointOptions().keep(1).copy_in_background(in_background));
     made.add("model", *model).add("optimizer", optimizer).add("mixed", mixed);
     return made;
   };
@@ -113,7 +112,7 @@ int main(int argc, char** argv) {
           stalls.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
           saved.wait();
         }},
-       {"the same, copied in the background of a forward",
+       {"copied in the background",
         [&] {
           const auto begin = Clock::now();
           in_background.save_async(++step);

@@ -77,8 +77,7 @@ class DeepCopy {
 
   at::Tensor tensor(const at::Tensor& original) {
     if (!original.defined()) return original;
-    if (has_plain_memory(original))
-      return buffers_.copy_of(original, when_(original.storage()));
+    if (has_plain_memory(original)) return buffers_.copy_of(original, when_(original.storage()));
     return original.detach().to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
 

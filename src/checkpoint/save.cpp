@@ -200,22 +200,21 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
   });
   std::promise<void> copied;
   std::future<void> when_copied = copied.get_future();
-  writing = std::async(std::launch::async, [this, manifest = new_manifest(step, metric),
-                                            files = std::move(files),
-                                            deferred = std::move(deferred),
-                                            copied = std::move(copied)]() mutable {
-    // Collectives of nccl make the thread's current stream wait, which would be the training's.
-    c10::OptionalStreamGuard own_stream;
-    const c10::Device device = background->device();
-    if (!device.is_cpu())
-      own_stream.reset_stream(
-          c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
-    on_all_ranks(*background, kSave, [&] {
-      const auto end = c10::make_scope_exit([&] { copied.set_value(); });
-      deferred.make();
-    });
-    write(*background, std::move(manifest), std::move(files));
-  });
+  writing = std::async(
+      std::launch::async, [this, manifest = new_manifest(step, metric), files = std::move(files),
+                           deferred = std::move(deferred), copied = std::move(copied)]() mutable {
+        // Collectives of nccl make the thread's current stream wait, which would be the training's.
+        c10::OptionalStreamGuard own_stream;
+        const c10::Device device = background->device();
+        if (!device.is_cpu())
+          own_stream.reset_stream(
+              c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+        on_all_ranks(*background, kSave, [&] {
+          const auto end = c10::make_scope_exit([&] { copied.set_value(); });
+          deferred.make();
+        });
+        write(*background, std::move(manifest), std::move(files));
+      });
   copying = std::move(when_copied);
 }
 
