@@ -20,7 +20,7 @@ namespace {
 class Forward {
  public:
   Forward(const Shape& shape, const Attention& attention, const Mask& mask, const Heads& query,
-          const Heads& key, const Heads& value, const Heads& output, float* log_sum)
+          const Heads& key, const Heads& value, const Heads& output, float* max, float* log_sum)
       : shape_(shape),
         attention_(attention),
         mask_(mask),
@@ -28,7 +28,8 @@ class Forward {
         key_(key),
         value_(value),
         output_(output),
-        log_sum_(log_sum),
+        max_of_all_(max),
+        log_sum_of_all_(log_sum),
         packed_keys_(memory<Bf16Pair>(padded(shape.keys) * shape.size / 2)),
         packed_values_(memory<Bf16Pair>(padded(shape.keys) * shape.size / 2)),
         queries_(kQueries, shape.size),
@@ -50,10 +51,13 @@ class Forward {
     divide_rows(sums_.get(), rows, static_cast<std::size_t>(shape_.size), sum_.data(),
                 output_.at(batch, head % shape_.heads, first),
                 static_cast<std::size_t>(output_.stride()));
-    float* const log_sums = log_sum_ + head * shape_.queries + first;
+    const std::int64_t of_first = head * shape_.queries + first;
     // Without a score above -inf, all probabilities are 0.
-    for (std::size_t row = 0; row < rows; ++row)
-      log_sums[row] = sum_[row] == 0 ? kInfinity : max_[row] + std::log(sum_[row]);
+    for (std::size_t row = 0; row < rows; ++row) {
+      const std::int64_t at = of_first + static_cast<std::int64_t>(row);
+      max_of_all_[at] = max_[row] == -kInfinity ? 0 : max_[row];
+      log_sum_of_all_[at] = sum_[row] == 0 ? kInfinity : std::log(sum_[row]);
+    }
   }
 
  private:
@@ -112,7 +116,8 @@ class Forward {
   const Heads& key_;
   const Heads& value_;
   const Heads& output_;
-  float* log_sum_;
+  float* max_of_all_;
+  float* log_sum_of_all_;
   std::int64_t packed_ = -1;
   Memory<Bf16Pair> packed_keys_;    // of each block of keys (D / 2, keys)
   Memory<Bf16Pair> packed_values_;  // of each block (keys / 2, D)
@@ -185,21 +190,22 @@ AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const 
   if (!has_attention_kernel(query, key, value, attention))
     return ref::attention(query, key, value, attention);
   const Shape shape(query, key);
-  const AttentionResult result{
-      empty_like_heads(query),
-      at::empty({shape.batch, shape.heads, shape.queries}, query.options().dtype(at::kFloat))};
+  const at::Tensor max =
+      at::empty({shape.batch, shape.heads, shape.queries}, query.options().dtype(at::kFloat));
+  const AttentionResult result{empty_like_heads(query), max, at::empty_like(max)};
   const Heads queries(query);
   const Heads keys(key);
   const Heads values(value);
   const Heads output(result.output);
   const Mask mask(attention.mask, shape);
-  auto* const log_sum = result.log_sum.mutable_data_ptr<float>();
-  parallel_for(0, shape.batch * shape.heads * shape.blocks(), 1,
-               [&](std::int64_t begin, std::int64_t end) {
-                 const ReleaseTiles tiles;
-                 Forward forward(shape, attention, mask, queries, keys, values, output, log_sum);
-                 for (std::int64_t unit = begin; unit < end; ++unit) forward.run(unit);
-               });
+  auto* const maxima = result.max.mutable_data_ptr<float>();
+  auto* const log_sums = result.log_sum.mutable_data_ptr<float>();
+  parallel_for(
+      0, shape.batch * shape.heads * shape.blocks(), 1, [&](std::int64_t begin, std::int64_t end) {
+        const ReleaseTiles tiles;
+        Forward forward(shape, attention, mask, queries, keys, values, output, maxima, log_sums);
+        for (std::int64_t unit = begin; unit < end; ++unit) forward.run(unit);
+      });
   return result;
 }
 

@@ -32,8 +32,10 @@ struct Attention {
 
 struct AttentionResult {
   at::Tensor output;  // as the queries, stored as (N, L, H, D)
-  // (N, H, L), fp32: the logarithm of the sum of exp(scale * q . k + mask). Without a score above -inf it
-  // is inf, and the output 0.
+  // (N, H, L), fp32: the largest score, scale * q . k + mask, and the logarithm of the sum of
+  // exp(score - max). Not added: a mask of -1e9 in front of all keys would leave nothing of the
+  // logarithm. Without a score above -inf they are 0 and inf, and the output is 0.
+  at::Tensor max;
   at::Tensor log_sum;
 };
 

@@ -21,6 +21,7 @@ class Backward {
     Heads key;
     Heads value;
     Heads output;
+    const float* max;
     const float* log_sum;
   };
 
@@ -95,10 +96,11 @@ class Backward {
     pack_rows(grad, rows, grad_rows_.get());
     delta_.fill(0);
     dot_rows(grad, in_.output.rows(batch, head, first, count_), delta_.data());
+    max_.fill(0);
     log_sum_.fill(kInfinity);
-    const float* const log_sums =
-        in_.log_sum + (batch * shape_.heads + head) * shape_.queries + first;
-    std::copy_n(log_sums, count_, log_sum_.begin());
+    const std::int64_t of_first = (batch * shape_.heads + head) * shape_.queries + first;
+    std::copy_n(in_.max + of_first, count_, max_.begin());
+    std::copy_n(in_.log_sum + of_first, count_, log_sum_.begin());
   }
 
   void add_block(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key,
@@ -115,6 +117,7 @@ class Backward {
                         .padded_keys = static_cast<std::size_t>(rows),
                         .queries = static_cast<std::size_t>(columns_),
                         .scale = scale,
+                        .max = max_.data(),
                         .log_sum = log_sum_.data(),
                         .skipped = attention_.causal ? key - query : -shape_.keys,
                         .mask = mask_.columns_at(batch, head, query, key),
@@ -164,6 +167,7 @@ class Backward {
   std::int64_t count_ = 0;    // of queries in the block
   std::int64_t columns_ = 0;  // padded
   std::array<float, kQueries> delta_{};
+  std::array<float, kQueries> max_{};
   std::array<float, kQueries> log_sum_{};
   Memory<float> scores_;  // (keys, queries), as all of these
   Memory<float> grads_;
@@ -207,10 +211,15 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
   const Shape shape(query, key);
   const AttentionGradients gradients{empty_like_heads(query), empty_like_heads(key),
                                      empty_like_heads(value)};
+  const at::Tensor max = result.max.contiguous();
   const at::Tensor log_sums = result.log_sum.contiguous();
-  const Backward::Inputs inputs{Heads(grad),          Heads(query),
-                                Heads(key),           Heads(value),
-                                Heads(result.output), log_sums.const_data_ptr<float>()};
+  const Backward::Inputs inputs{.grad = Heads(grad),
+                                .query = Heads(query),
+                                .key = Heads(key),
+                                .value = Heads(value),
+                                .output = Heads(result.output),
+                                .max = max.const_data_ptr<float>(),
+                                .log_sum = log_sums.const_data_ptr<float>()};
   const Heads query_gradient(gradients.query);
   const Heads key_gradient(gradients.key);
   const Heads value_gradient(gradients.value);

@@ -86,12 +86,13 @@ struct TransposedScoreMask {
 
 // Scores in the backward pass: keys are rows, queries are columns.
 struct TransposedScores {
-  // Becomes p = exp(scale * score + mask - log_sum of the query), and -p where it is dropped.
+  // Becomes p = exp(scale * score + mask - max - log_sum of the query), and -p where it is dropped.
   float* scores;
   std::size_t keys;
   std::size_t padded_keys;  // even; the rows from `keys` on become 0
   std::size_t queries;      // per row in memory
   float scale;
+  const float* max;        // of each query
   const float* log_sum;    // of each query; inf where there is none, which makes the result 0
   std::ptrdiff_t skipped;  // key r is not seen by the first max(0, skipped + r) queries
   TransposedScoreMask mask{};

@@ -32,14 +32,15 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                             const at::Tensor& value, const Attention& settings) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto result = kernels::attention(query, key, value, settings);
-    ctx->save_for_backward({query, key, value, result.output, result.log_sum, settings.mask});
+    ctx->save_for_backward(
+        {query, key, value, result.output, result.max, result.log_sum, settings.mask});
     ctx->saved_data["settings"] =
         c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
     return result.output;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    enum Saved : std::size_t { kQuery, kKey, kValue, kOutput, kLogSum, kMask };
+    enum Saved : std::size_t { kQuery, kKey, kValue, kOutput, kMax, kLogSum, kMask };
     const variable_list saved = ctx->get_saved_variables();
     const auto holder = ctx->saved_data["settings"].toCapsule();
     Attention settings = static_cast<const SavedSettings&>(*holder).settings;
@@ -54,7 +55,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
       const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
       const auto grads =
           kernels::attention_gradients(gradients[0], saved[kQuery], saved[kKey], saved[kValue],
-                                       {saved[kOutput], saved[kLogSum]}, settings,
+                                       {saved[kOutput], saved[kMax], saved[kLogSum]}, settings,
                                        {.query = ctx->needs_input_grad(kQuery),
                                         .key = ctx->needs_input_grad(kKey),
                                         .value = ctx->needs_input_grad(kValue)});

@@ -100,7 +100,7 @@ Bounds bounds_of(const Inputs& exact, const AttentionResult& want,
   if (attention.mask.defined()) scores.add_(numbers_of(attention.mask));
   if (attention.causal)
     scores.masked_fill_(torch::ones(scores.sizes(), torch::kBool).triu(1), -kInfinity);
-  const at::Tensor p = scores.sub(want.log_sum.unsqueeze(-1)).exp();
+  const at::Tensor p = scores.sub(want.max.unsqueeze(-1)).sub(want.log_sum.unsqueeze(-1)).exp();
   at::Tensor kept = torch::ones_like(p);
   if (attention.dropout.has_value())
     kept = ref::attention_dropout(*attention.dropout, exact.query, exact.key);
@@ -147,7 +147,10 @@ void expect_as_defined(const Inputs& in, const Attention& attention) {
   const auto wanted = gradients_of(exact, want, attention);
   const Bounds bounds = bounds_of(exact, want, wanted, attention);
   expect_within(got.output, want.output, bounds.output);
-  EXPECT_TRUE(near(got.log_sum, want.log_sum, test::reduction_tolerance(torch::kFloat, 64)));
+  EXPECT_TRUE(near(got.max, want.max, test::reduction_tolerance(torch::kFloat, 64)));
+  // The logarithm has the rounding errors of scores.
+  EXPECT_TRUE(near(got.max.to(torch::kDouble).add(got.log_sum), want.max.add(want.log_sum),
+                   test::reduction_tolerance(torch::kFloat, 64)));
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     SCOPED_TRACE(i);
     expect_within(gradients[i], wanted[i], bounds.gradients[i]);
@@ -309,8 +312,38 @@ TEST(Attention, QueriesWithoutKeysHaveResultsAndGradientsOfZero) {
          {got.output[0], gradients[0][0], gradients[1][0], gradients[2][0],
           got.output[1].select(1, 7), gradients[0][1].select(1, 7)})
       EXPECT_TRUE(result.eq(0).all().item<bool>());
+    EXPECT_TRUE(got.max[0].eq(0).all().item<bool>());
     EXPECT_TRUE(got.log_sum[0].eq(kInfinity).all().item<bool>());
   }
+}
+
+// So large that nothing is left of the scores: the query attends to all keys alike, if it has no
+// others.
+TEST(Attention, QueriesWithLargeNumbersForAllKeysHaveTheGradientsOfTheirMeans) {
+  torch::manual_seed(24);
+  const Inputs in({2, 2, 2, 70, 300, 16});
+  for (const float number : {-1e30F, std::numeric_limits<float>::lowest()}) {
+    SCOPED_TRACE(number);
+    at::Tensor mask = torch::zeros({2, 1, 70, 300});
+    mask[0].fill_(number);
+    mask[1].slice(0, 7, 9).fill_(number);
+    mask[1].slice(1, 200).fill_(number);
+    expect_as_defined(in, {.scale = 0.25, .mask = mask});
+    expect_as_defined(in, {.scale = 0.25, .mask = mask, .dropout = Dropout(0.25, {.seed = 9})});
+  }
+}
+
+// The rounded scores are the same in both passes, or neighbours, which are 64 apart.
+TEST(Attention, ScoresThatRoundOtherwiseInTheBackwardPassHaveFiniteGradients) {
+  torch::manual_seed(25);
+  Inputs in({1, 2, 2, 70, 300, 64});
+  in.query *= 4;  // scores of about -32 and 32, between the neighbours
+  const at::Tensor mask = torch::full({70, 300}, -1e9F);
+  const Attention settings{.scale = 1, .mask = mask};
+  const auto got = kernels::attention(in.query, in.key, in.value, settings);
+  const auto gradients = gradients_of(in, got, settings);
+  const double most = in.grad.abs().sum().item<double>() * in.query.abs().max().item<double>();
+  for (const at::Tensor& gradient : gradients) EXPECT_LT(gradient.abs().max().item<double>(), most);
 }
 
 // NaNs in what no query attends to, as in padding that was never written, may be lost, but not
@@ -380,6 +413,7 @@ TEST(Attention, ThreadsHaveNoPartInTheResults) {
       at::set_num_threads(threads);
       const auto got = kernels::attention(in.query, in.key, in.value, settings);
       expect_bitwise_equal(got.output, want.output);
+      expect_bitwise_equal(got.max, want.max);
       expect_bitwise_equal(got.log_sum, want.log_sum);
       expect_bitwise_equal(gradients_of(in, got, settings), wanted);
     }

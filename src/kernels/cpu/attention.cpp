@@ -217,8 +217,13 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
       if (i + n > skipped) {
         const auto log_sum = load_some(Fp32{}, block.log_sum + i, n);
         const auto s = load_some(Fp32{}, scores + i, n);
-        e = exp_of_negative(d, is_masked ? hn::Sub(hn::MulAdd(s, scale, mask_at(i, n)), log_sum)
-                                         : hn::MulSub(s, scale, log_sum));
+        const auto max = load_some(Fp32{}, block.max + i, n);
+        const auto less = is_masked ? hn::Sub(hn::MulAdd(s, scale, mask_at(i, n)), max)
+                                    : hn::MulSub(s, scale, max);
+        // Rounded otherwise than in the forward pass, the largest score may be above the maximum: by
+        // 64 beside a mask of -1e9.
+        const auto negative = hn::IfThenZeroElse(hn::Gt(less, hn::Zero(d)), less);
+        e = exp_of_negative(d, hn::Sub(negative, log_sum));
         // Also for NaN, as of a query of zeros and an infinite key.
         e = hn::IfThenZeroElse(hn::Eq(log_sum, hn::Set(d, kInfinity)), e);
         if (i < skipped) e = hn::IfThenZeroElse(hn::FirstN(d, skipped - i), e);

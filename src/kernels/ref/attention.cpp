@@ -63,11 +63,13 @@ AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const 
                           const Attention& attention) {
   const at::Tensor scores = scores_of(query, for_heads(key, query), attention);
   const at::Tensor probabilities = at::_safe_softmax(scores, -1);
-  const at::Tensor log_sum = scores.logsumexp(-1);
+  const at::Tensor largest = scores.amax(-1);
+  const at::Tensor max = largest.masked_fill(largest.isneginf(), 0);
+  const at::Tensor log_sum = scores.sub(max.unsqueeze(-1)).logsumexp(-1);
   return {dropped(probabilities, query, key, attention)
               .matmul(for_heads(value, query))
               .to(query.scalar_type()),
-          log_sum.masked_fill(log_sum.isneginf(), std::numeric_limits<double>::infinity())};
+          max, log_sum.masked_fill(log_sum.isneginf(), std::numeric_limits<double>::infinity())};
 }
 
 AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor& query,
@@ -76,8 +78,10 @@ AttentionGradients attention_gradients(const at::Tensor& grad, const at::Tensor&
   const at::Tensor keys = for_heads(key, query);
   const at::Tensor values = for_heads(value, query);
   const at::Tensor grads = wide(grad);
-  const at::Tensor probabilities =
-      scores_of(query, keys, attention).sub(result.log_sum.unsqueeze(-1)).exp();
+  const at::Tensor probabilities = scores_of(query, keys, attention)
+                                       .sub(result.max.unsqueeze(-1))
+                                       .sub(result.log_sum.unsqueeze(-1))
+                                       .exp();
   const at::Tensor delta = grads.mul(wide(result.output)).sum(-1, /*keepdim=*/true);
   const at::Tensor of_probabilities =
       dropped(grads.matmul(values.transpose(-2, -1)), query, key, attention);
