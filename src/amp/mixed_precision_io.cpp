@@ -74,6 +74,13 @@ void MixedPrecision::Fp32Weights::end() {
   }
 }
 
+void MixedPrecision::Fp32Weights::discard() {
+  if (saved_ == nullptr) return;
+  const auto saved = std::move(saved_);
+  --saved->mixed->fp32_scopes;
+  for (const Saved::Item& item : saved->items) lend(item.tensor, item.low);
+}
+
 MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
   const StateMode mode(impl().inference_tensors);
   const Model& given = impl().of(model.identity(), "fp32_weights");
@@ -113,7 +120,7 @@ MixedPrecision::Fp32Weights MixedPrecision::fp32_weights(const Model& model) {
 void MixedPrecision::save_model(const Model& model, const std::string& path) {
   std::ostringstream stream;
   {
-    const auto fp32 = fp32_weights(model);
+    auto fp32 = fp32_weights(model);
     if (const auto* script = model.script()) {
       script->save(stream);
     } else {
@@ -121,6 +128,7 @@ void MixedPrecision::save_model(const Model& model, const std::string& path) {
       model.module()->save(archive);
       archive.save_to(stream);
     }
+    fp32.discard();
   }
   write_file(path, std::move(stream).str(), "amp.mixed_precision.save_model");
 }

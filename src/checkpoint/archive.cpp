@@ -1,15 +1,12 @@
 #include "src/checkpoint/archive.h"
 
-#include "semitone/core/error.h"
 #include "src/core/state_mode.h"
-#include "src/kernels/copy_bytes.h"
 #include "src/kernels/pinned.h"
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/ParallelGuard.h>
 #include <torch/csrc/jit/serialization/export.h>
 
 #include <algorithm>
@@ -36,23 +33,14 @@ bool has_plain_memory(const at::Tensor& tensor) {
          tensor.storage().data() != nullptr && !tensor.is_conj() && !tensor.is_neg();
 }
 
-void copy_all(const std::vector<PendingCopy>& copies) {
-  std::vector<kernels::BytesToCopy> parts;
-  parts.reserve(copies.size());
-  for (const PendingCopy& copy : copies) {
-    parts.push_back({copy.from.data(), copy.to.mutable_data_ptr(),
-                     static_cast<std::int64_t>(copy.from.nbytes())});
-  }
-  kernels::copy_bytes(parts);
-}
-
 // Copies a value with everything that it refers to. Nothing that the program may also refer to is
 // changed.
 class DeepCopy {
  public:
-  using When = std::function<CopyBuffers::When(const c10::Storage&)>;
+  using WhenOf = std::function<CopyBuffers::When(const c10::Storage&)>;
 
-  DeepCopy(CopyBuffers& buffers, When when) : buffers_(buffers), when_(std::move(when)) {}
+  DeepCopy(CopyBuffers& buffers, WhenOf when_of)
+      : buffers_(buffers), when_of_(std::move(when_of)) {}
 
   torch::jit::ObjectPtr object(const torch::jit::ObjectPtr& original) {
     const auto [place, is_new] = objects_.try_emplace(original.get());
@@ -77,7 +65,7 @@ class DeepCopy {
 
   at::Tensor tensor(const at::Tensor& original) {
     if (!original.defined()) return original;
-    if (has_plain_memory(original)) return buffers_.copy_of(original, when_(original.storage()));
+    if (has_plain_memory(original)) return buffers_.copy_of(original, when_of_(original.storage()));
     return original.detach().to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
 
@@ -101,35 +89,11 @@ class DeepCopy {
   }
 
   CopyBuffers& buffers_;
-  When when_;
+  WhenOf when_of_;
   std::unordered_map<const void*, torch::jit::ObjectPtr> objects_;
 };
 
 }  // namespace
-
-DeferredCopies::DeferredCopies(std::vector<PendingCopy> copies) : copies_(std::move(copies)) {
-  versions_.reserve(copies_.size());
-  for (const PendingCopy& copy : copies_) versions_.push_back(copy.changes.current_version());
-}
-
-void DeferredCopies::make() {
-  {
-    // Other threads would be new ones, beside those that train.
-    const c10::ParallelGuard without_other_threads(true);
-    copy_all(copies_);
-  }
-  const bool same = std::equal(
-      copies_.begin(), copies_.end(), versions_.begin(),
-      [](const auto& copy, auto version) { return copy.changes.current_version() == version; });
-  copies_.clear();
-  if (!same) {
-    throw Error("checkpoint.save_async",
-                "parameters and optimizers' states that stay as they are until they are copied",
-                "a change of one of them",
-                "call wait_for_copy() before the optimizer's step, or do without "
-                "CheckpointOptions::copy_in_background");
-  }
-}
 
 void CopyBuffers::finish() {
   now_.clear();
@@ -161,13 +125,16 @@ const at::Tensor& CopyBuffers::buffer_for(const at::Tensor& tensor, When when) {
   const c10::Device device = tensor.device();
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   Copy& copy = copies_[storage.data()];
-  if (copy.bytes.defined() && copy.bytes.numel() >= size) return copy.bytes;
+  // Changes of inference tensors are not counted.
+  if (tensor.is_inference()) when = When::now;
+  if (copy.bytes.defined() && copy.bytes.numel() >= size) {
+    if (when == When::now) do_not_defer(storage);
+    return copy.bytes;
+  }
   if (copy.bytes.defined()) used_.push_back(std::move(copy.bytes));  // of a part of this memory
   copy.original = storage;
   const at::Tensor& bytes = copy.bytes = take(size, device);
   if (device.is_cpu()) {
-    // Changes of inference tensors are not counted.
-    if (tensor.is_inference()) when = When::now;
     auto& copies = when == When::now ? now_ : later_;
     copies.push_back({storage, bytes,
                       when == When::now ? c10::VariableVersion()
@@ -188,13 +155,18 @@ at::Tensor CopyBuffers::copy_of(const at::Tensor& tensor, When when) {
   return copy.requires_grad_(tensor.requires_grad());
 }
 
+void CopyBuffers::do_not_defer(const c10::Storage& storage) {
+  const auto deferred = std::find_if(later_.begin(), later_.end(), [&](const PendingCopy& copy) {
+    return copy.from.data() == storage.data();
+  });
+  if (deferred == later_.end()) return;
+  now_.push_back(std::move(*deferred));
+  later_.erase(deferred);
+}
+
 void CopyBuffers::copy_cpu_values() {
   copy_all(now_);
   now_.clear();
-}
-
-DeferredCopies CopyBuffers::deferred() {
-  return DeferredCopies(std::exchange(later_, {}));
 }
 
 Archive::Archive(const torch::serialize::OutputArchive& archive)
@@ -204,11 +176,11 @@ void Archive::write(const Sink& sink) const {
   torch::jit::ExportModule(module_, sink);
 }
 
-Archive Archive::copied(CopyBuffers& buffers, CopyBuffers::When steady) const {
-  const auto when = [&](const c10::Storage& storage) {
-    return is_steady_ && is_steady_(storage) ? steady : CopyBuffers::When::now;
+Archive Archive::copied(CopyBuffers& buffers, CopyBuffers::When when_steady) const {
+  const auto when_of = [&](const c10::Storage& storage) {
+    return is_steady_ && is_steady_(storage) ? when_steady : CopyBuffers::When::now;
   };
-  Archive copy(torch::jit::Module(DeepCopy(buffers, when).object(module_._ivalue())));
+  Archive copy(torch::jit::Module(DeepCopy(buffers, when_of).object(module_._ivalue())));
   buffers.copy_cpu_values();
   return copy;
 }

@@ -1,9 +1,9 @@
 #pragma once
 
+#include "src/checkpoint/deferred_copies.h"
 #include "src/checkpoint/files.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 
@@ -17,41 +17,19 @@
 // What an entry saves, as LibTorch's archives.
 namespace semitone::checkpoint {
 
-// A storage that has not been copied yet, and the memory for its copy.
-struct PendingCopy {
-  c10::Storage from;
-  at::Tensor to;
-  c10::VariableVersion changes;  // of a tensor with this storage
-};
-
-// Copies that are left to another thread, which makes them while the program goes on.
-class DeferredCopies {
- public:
-  DeferredCopies() = default;
-  explicit DeferredCopies(std::vector<PendingCopy> copies);
-
-  // Copies, in this thread alone, and releases the storages. Error if a tensor has been changed in
-  // place since the constructor was called.
-  void make();
-
- private:
-  std::vector<PendingCopy> copies_;
-  std::vector<std::uint32_t> versions_;
-};
-
 // Copies of tensors in CPU memory, pinned if they come from a device. The memory is kept for the
 // next checkpoint, since the first write to a new page takes longer than the copy.
 class CopyBuffers {
  public:
   enum class When { now, later };
 
-  // Returns a copy of a tensor. Tensors that share memory have copies that share memory, and
-  // the first one decides when it is copied. Values on devices are copied at once. Values on the CPU
-  // are copied by the next copy_cpu_values(), all together, so that threads are started once, or by
-  // deferred(); until then the copy is uninitialised.
+  // Returns a copy of a tensor. Tensors that share memory have copies that share memory. Values on
+  // devices are copied at once. Values on the CPU are copied by the next copy_cpu_values(), all
+  // together, so that threads are started once, or are among the next deferred(), if all tensors of
+  // the memory may be copied later; until then the copy is uninitialised.
   at::Tensor copy_of(const at::Tensor& tensor, When when);
   void copy_cpu_values();
-  DeferredCopies deferred();
+  std::vector<PendingCopy> deferred() { return std::exchange(later_, {}); }
 
   // Releases the tensors that were copied, which copy_of() keeps: another one could get their address.
   void finish();
@@ -68,6 +46,8 @@ class CopyBuffers {
 
   at::Tensor take(std::int64_t size, c10::Device device);
   const at::Tensor& buffer_for(const at::Tensor& tensor, When when);
+  // Lets copy_cpu_values() copy a storage that was to be copied later.
+  void do_not_defer(const c10::Storage& storage);
 
   std::unordered_map<const void*, Copy> copies_;  // by the address of the original
   std::vector<PendingCopy> now_;
@@ -89,9 +69,9 @@ class Archive {
   // Writes the bytes of a file that LibTorch's InputArchive or torch::jit::load reads.
   void write(const Sink& sink) const;
 
-  // Returns the same content with copies of all tensors, on the CPU. `steady` says when storages are
-  // copied that only the step of an optimizer changes; others are copied now.
-  Archive copied(CopyBuffers& buffers, CopyBuffers::When steady) const;
+  // Returns the same content with copies of all tensors, on the CPU. `when_steady`: when storages
+  // are copied that only the step of an optimizer changes. Others are copied now.
+  Archive copied(CopyBuffers& buffers, CopyBuffers::When when_steady) const;
 
  private:
   torch::jit::Module module_;

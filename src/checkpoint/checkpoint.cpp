@@ -120,11 +120,12 @@ Checkpoint& Checkpoint::add(const std::string& name, const amp::Model& model) {
 
 Checkpoint& Checkpoint::add(const std::string& name, torch::optim::Optimizer& optimizer) {
   impl_->add(optimizer_entry(name, optimizer));
+  impl_->optimizers->push_back(&optimizer);
   return *this;
 }
 
 Checkpoint& Checkpoint::add(const std::string& name, amp::MixedPrecision& mixed) {
-  impl_->add(mixed_entry(name, mixed));
+  impl_->add(mixed_entry(name, mixed, impl_->optimizers));
   impl_->mixed->push_back(&mixed);
   return *this;
 }

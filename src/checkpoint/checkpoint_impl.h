@@ -45,9 +45,10 @@ struct Checkpoint::Impl {
   // This rank's files, to be written from the entries.
   std::vector<PendingFile> pending_files() const;
   // The same, to be written from copies in `buffers`, of which some may be deferred.
-  std::vector<PendingFile> copies(DeferredCopies& deferred);
-  // Writes a checkpoint, in the calling thread.
-  void write(const comm::Group& group, Manifest manifest, std::vector<PendingFile> files);
+  std::vector<PendingFile> copies();
+  // Writes a checkpoint, in the calling thread. `before_the_end` is called before it is complete.
+  void write(const comm::Group& group, Manifest manifest, std::vector<PendingFile> files,
+             const std::function<void()>& before_the_end);
   Manifest new_manifest(std::int64_t step, std::optional<double> metric) const;
   std::unique_ptr<Staging> stage(std::int64_t step) const;
   // Returns the records of the files as text.
@@ -93,13 +94,16 @@ struct Checkpoint::Impl {
   std::vector<std::unique_ptr<Entry>> entries;
   Settings settings;
   std::shared_ptr<MixedPrecisions> mixed = std::make_shared<MixedPrecisions>();
+  std::shared_ptr<Optimizers> optimizers = std::make_shared<Optimizers>();
   std::set<std::int64_t> rejected;  // by resume(): damaged
 
   // The thread that writes the checkpoint of save_async() from copies, and its group. While it runs,
   // other functions wait for it before they use `rejected`.
   CopyBuffers buffers;
   std::optional<comm::Group> background;
-  std::future<void> copying;  // ready when the thread has made the deferred copies
+  std::shared_ptr<DeferredCopies> deferred;
+  std::future<void>
+      copying;  // ready when the thread has made the deferred copies, if there are any
   std::future<void> writing;
 };
 

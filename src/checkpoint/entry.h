@@ -100,11 +100,13 @@ class Entry {
 };
 
 using MixedPrecisions = std::vector<amp::MixedPrecision*>;
+using Optimizers = std::vector<const torch::optim::Optimizer*>;
 
 std::unique_ptr<Entry> model_entry(std::string name, const amp::Model& model,
                                    std::shared_ptr<const MixedPrecisions> mixed);
 std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer& optimizer);
-std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed);
+std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed,
+                                   std::shared_ptr<const Optimizers> optimizers);
 std::unique_ptr<Entry> tensor_entry(std::string name, at::Tensor& tensor, PerRank per_rank);
 
 // The order of gradients of a DistributedDataParallel. `set` is collective, and throws Error on all

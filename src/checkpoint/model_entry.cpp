@@ -132,7 +132,7 @@ class ModelEntry final : public Entry {
 
   void save(FileRecord& record, const UseArchive& use) override {
     record.tensors = tensors();
-    const auto fp32 = fp32_weights();
+    auto fp32 = fp32_weights();
     // The forward pass changes buffers: running means, for example.
     const auto is_steady = [parameters = storages_of_parameters()](const c10::Storage& storage) {
       return parameters.contains(storage.data());
@@ -140,11 +140,13 @@ class ModelEntry final : public Entry {
     if (const auto* const script = model_.script()) {
       Archive content(*script);
       content.set_steady(is_steady);
-      return use(content);
+      use(content);
+    } else {
+      OutputArchive archive;
+      model_.module()->save(archive);
+      use_content(archive, use, is_steady);
     }
-    OutputArchive archive;
-    model_.module()->save(archive);
-    use_content(archive, use, is_steady);
+    if (fp32.has_value()) fp32->discard();
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {

@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -107,14 +108,20 @@ class OptimizerEntry final : public Entry {
 
 class MixedEntry final : public Entry {
  public:
-  MixedEntry(std::string name, amp::MixedPrecision& mixed)
-      : Entry(std::move(name), "mixed_precision", PerRank::no, Turn::mixed), mixed_(mixed) {}
+  MixedEntry(std::string name, amp::MixedPrecision& mixed,
+             std::shared_ptr<const Optimizers> optimizers)
+      : Entry(std::move(name), "mixed_precision", PerRank::no, Turn::mixed),
+        mixed_(mixed),
+        optimizers_(std::move(optimizers)) {}
 
   void save(FileRecord& record, const UseArchive& use) override {
     record.level = level();
     OutputArchive archive;
     mixed_.save(archive);
-    use_content(archive, use);
+    // Loss scales may change before the optimizer's step, masters do not.
+    use_content(archive, use, [parameters = storages_of_parameters()](const c10::Storage& storage) {
+      return parameters.contains(storage.data());
+    });
   }
 
   void read(const Source& source, const FileRecord& record) override {
@@ -138,7 +145,21 @@ class MixedEntry final : public Entry {
            (is_low ? " " + dtype_name(properties.dtype) : "");
   }
 
+  // Of the optimizers: with master weights.
+  std::unordered_set<const void*> storages_of_parameters() const {
+    std::unordered_set<const void*> storages;
+    for (const auto* optimizer : *optimizers_) {
+      for (const auto& group : optimizer->param_groups()) {
+        for (const at::Tensor& parameter : group.params()) {
+          if (parameter.has_storage()) storages.insert(parameter.storage().data());
+        }
+      }
+    }
+    return storages;
+  }
+
   amp::MixedPrecision& mixed_;
+  std::shared_ptr<const Optimizers> optimizers_;
 };
 
 }  // namespace
@@ -147,8 +168,9 @@ std::unique_ptr<Entry> optimizer_entry(std::string name, torch::optim::Optimizer
   return std::make_unique<OptimizerEntry>(std::move(name), optimizer);
 }
 
-std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed) {
-  return std::make_unique<MixedEntry>(std::move(name), mixed);
+std::unique_ptr<Entry> mixed_entry(std::string name, amp::MixedPrecision& mixed,
+                                   std::shared_ptr<const Optimizers> optimizers) {
+  return std::make_unique<MixedEntry>(std::move(name), mixed, std::move(optimizers));
 }
 
 }  // namespace semitone::checkpoint

@@ -61,23 +61,21 @@ std::vector<PendingFile> Checkpoint::Impl::pending_files() const {
   return files;
 }
 
-std::vector<PendingFile> Checkpoint::Impl::copies(DeferredCopies& deferred) {
+std::vector<PendingFile> Checkpoint::Impl::copies() {
   using When = CopyBuffers::When;
-  const When steady = options.copy_in_background() ? When::later : When::now;
+  const When when_steady = options.copy_in_background() ? When::later : When::now;
   buffers.reuse();
   std::vector<PendingFile> files;
-  // Last come mixed precision and optimizers, which share the masters with the models' fp32 weights:
-  // so these are deferred.
-  for (const auto& entry : entries | std::views::reverse) {
+  for (const auto& entry : entries) {
     if (!is_mine(*entry)) continue;
     PendingFile& file = files.emplace_back(new_record(*entry));
     entry->save(file.record, [&](Archive& archive) {
-      file.write = [copy = archive.copied(buffers, steady)](const Sink& sink, FileRecord&) {
+      file.write = [copy = archive.copied(buffers, when_steady)](const Sink& sink, FileRecord&) {
         copy.write(sink);
       };
     });
   }
-  deferred = buffers.deferred();
+  deferred = std::make_shared<DeferredCopies>(buffers.deferred());
   buffers.finish();
   return files;
 }
@@ -160,13 +158,17 @@ std::set<std::int64_t> Checkpoint::Impl::beyond_limits(
 }
 
 void Checkpoint::Impl::write(const comm::Group& group, Manifest manifest,
-                             std::vector<PendingFile> files) {
+                             std::vector<PendingFile> files,
+                             const std::function<void()>& before_the_end) {
   std::unique_ptr<Staging> staging;
   on_all_ranks(group, kSave, [&] {
     if (is_first()) staging = stage(manifest.step);
   });
   std::string records;
-  on_all_ranks(group, kSave, [&] { records = write_files(manifest.step, std::move(files)); });
+  on_all_ranks(group, kSave, [&] {
+    records = write_files(manifest.step, std::move(files));
+    before_the_end();
+  });
   for (const std::string& text : group.all_gather(records))
     std::ranges::move(records_from(text), std::back_inserter(manifest.files));
   on_all_ranks(group, kSave, [&] {
@@ -185,24 +187,25 @@ void Checkpoint::Impl::save(std::int64_t step, std::optional<double> metric) {
   on_all_ranks(options.group(), kSave, [&] {
     for (const auto& entry : entries) entry->consolidate();
   });
-  write(options.group(), new_manifest(step, metric), pending_files());
+  write(options.group(), new_manifest(step, metric), pending_files(), [] {});
 }
 
 void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metric) {
   wait();
   require_saving(step);
   if (!background.has_value()) background = options.group().split(options.group().size());
+  copying = {};
   std::vector<PendingFile> files;
-  DeferredCopies deferred;
   on_all_ranks(options.group(), kSave, [&] {
     for (const auto& entry : entries) entry->consolidate();
-    files = copies(deferred);
+    files = copies();
   });
   std::promise<void> copied;
   std::future<void> when_copied = copied.get_future();
   writing = std::async(
       std::launch::async, [this, manifest = new_manifest(step, metric), files = std::move(files),
-                           deferred = std::move(deferred), copied = std::move(copied)]() mutable {
+                           copies = deferred, copied = std::move(copied)]() mutable {
+        auto end_of_copy = std::optional(c10::make_scope_exit([&] { copied.set_value(); }));
         // Collectives of nccl make the thread's current stream wait, which would be the training's.
         c10::OptionalStreamGuard own_stream;
         const c10::Device device = background->device();
@@ -210,16 +213,19 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
           own_stream.reset_stream(
               c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
         on_all_ranks(*background, kSave, [&] {
-          const auto end = c10::make_scope_exit([&] { copied.set_value(); });
-          deferred.make();
+          const auto end = std::exchange(end_of_copy, std::nullopt);
+          copies->run();
         });
-        write(*background, std::move(manifest), std::move(files));
+        write(*background, std::move(manifest), std::move(files),
+              [&] { copies->require_confirmed_if_changed(); });
       });
-  copying = std::move(when_copied);
+  if (!deferred->is_empty()) copying = std::move(when_copied);
 }
 
 void Checkpoint::Impl::wait_for_copy() {
-  if (copying.valid()) copying.get();
+  if (!copying.valid()) return;
+  copying.get();
+  deferred->confirm();
 }
 
 void Checkpoint::Impl::wait() {

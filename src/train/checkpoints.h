@@ -55,8 +55,8 @@ class Checkpoints {
   void require_writable() const;
 
   // Saves the position's step, unless the directory has just been resumed or saved at it. Nothing
-  // without a directory in the options. A thread copies the state and writes the files. If it could not write those of the save before, that is logged: a disk may have been full
-  // for a while only.
+  // without a directory in the options. A thread copies the state and writes the files. If it could
+  // not write those of the save before, that is logged: a disk may have been full for a while only.
   void save();
 
   // Waits until the last save() has copied the state. Called before a step of the optimizer.

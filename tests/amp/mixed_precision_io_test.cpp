@@ -179,6 +179,32 @@ TEST(MixedPrecisionInFp8, BeginsAndEndsWithinARun) {
 
 // ------------------------------------------------------------------ fp32_weights
 
+TEST(Fp32Weights, AreDiscardedWithoutAWrite) {
+  for (const auto dtype : kDtypes) {
+    for (const std::string level : kLevels) {
+      SCOPED_TRACE(level + " " + dtype_name(dtype));
+      Training run(options(level, dtype));
+      run.train(0);
+      const auto before = run.everything();
+      std::vector<at::Tensor> tensors = run.mixed.master_params(*run.optimizer);
+      for (const ModelEntry& entry : entries_of(Model(run.net))) tensors.push_back(entry.tensor);
+      const auto versions = [&] {
+        std::vector<std::int64_t> all;
+        for (const at::Tensor& tensor : tensors) all.push_back(tensor._version());
+        return all;
+      };
+      const auto earlier = versions();
+      auto fp32 = run.mixed.fp32_weights(run.net);
+      EXPECT_EQ(run.net->conv->weight.scalar_type(), torch::kFloat);
+      fp32.discard();
+      fp32.discard();
+      EXPECT_EQ(versions(), earlier);
+      EXPECT_TRUE(same_bits(run.everything(), before));
+      EXPECT_EQ(run.train(1), Step::stepped);
+    }
+  }
+}
+
 TEST(Fp32Weights, AreTheExactMastersForTheTimeOfTheScope) {
   for (const auto dtype : kDtypes) {
     for (const std::string level : kLevels) {

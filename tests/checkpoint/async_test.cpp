@@ -101,7 +101,7 @@ TEST(SaveAsyncInBackground, CopiesAtOnceWhatIsNotAParameterOrAState) {
   }
 }
 
-TEST(SaveAsyncInBackground, DefersParametersAndStatesOnly) {
+TEST(SaveAsyncInBackground, DefersParametersOfModelsAndNoBuffers) {
   CopyBuffers buffers;
   ScaleAndShift model;
   const auto entry = model_entry("model", model, std::make_shared<MixedPrecisions>());
@@ -113,7 +113,7 @@ TEST(SaveAsyncInBackground, DefersParametersAndStatesOnly) {
       model->scale.fill_(3);  // changes what has not been copied
     }
     model->shift.fill_(4);
-    buffers.deferred().make();
+    DeferredCopies(buffers.deferred()).run();
     std::string bytes;
     copy.write([&](const void* data, std::size_t size) {
       bytes.append(static_cast<const char*>(data), size);
@@ -131,12 +131,116 @@ TEST(SaveAsyncInBackground, RefusesStatesThatChangeBeforeTheyAreCopied) {
   const at::Tensor second = torch::ones({10});
   buffers.copy_of(first, CopyBuffers::When::later);
   buffers.copy_of(second.view({2, 5}), CopyBuffers::When::later);
-  DeferredCopies copies = buffers.deferred();
+  DeferredCopies copies(buffers.deferred());
   second.narrow(0, 2, 3).add_(1);
-  expect_error([&] { copies.make(); }, {"got a change of one of them", "call wait_for_copy()"});
-  copies.make();  // of nothing: it has released the tensors
+  expect_error([&] { copies.run(); }, {"got a change of one of them", "call wait_for_copy()"});
   buffers.finish();
-  EXPECT_EQ(first.storage().use_count(), 1);
+  EXPECT_EQ(first.storage().use_count(), 1);  // released
+}
+
+TEST(SaveAsyncInBackground, RefusesAStorageThatGrows) {
+  CopyBuffers buffers;
+  at::Tensor value = torch::ones({10});
+  buffers.copy_of(value, CopyBuffers::When::later);
+  DeferredCopies copies(buffers.deferred());
+  value.resize_({100000});
+  expect_error([&] { copies.run(); }, {"got a change of one of them"});
+}
+
+TEST(SaveAsyncInBackground, RefusesChangesAfterTheCopyUnlessTheProgramHasWaited) {
+  for (const bool waits : {false, true}) {
+    CopyBuffers buffers;
+    at::Tensor value = torch::ones({10});
+    const at::Tensor copy = buffers.copy_of(value, CopyBuffers::When::later);
+    DeferredCopies copies(buffers.deferred());
+    copies.run();
+    copies.require_confirmed_if_changed();
+    if (waits) copies.confirm();
+    value.fill_(2);
+    if (!waits) {
+      copies.confirm();  // too late
+      expect_error([&] { copies.require_confirmed_if_changed(); }, {"call wait_for_copy()"});
+    } else {
+      copies.require_confirmed_if_changed();
+    }
+    EXPECT_TRUE(at::equal(copy, torch::ones({10})));
+  }
+}
+
+// In whichever order the tensor is found.
+TEST(SaveAsyncInBackground, CopiesAtOnceWhatIsABufferOfAnotherModel) {
+  for (const bool buffer_first : {false, true}) {
+    const TemporaryFolder folder;
+    ScaleAndShift model;
+    ScaleAndShift other;
+    other->register_buffer("of_model", model->scale);
+    Checkpoint checkpoint(folder / "run", CheckpointOptions().copy_in_background(true));
+    if (buffer_first) {
+      checkpoint.add("other", other).add("model", model);
+    } else {
+      checkpoint.add("model", model).add("other", other);
+    }
+    checkpoint.save_async(1);
+    {
+      const at::NoGradGuard no_grad;
+      model->scale.fill_(2);
+    }
+    EXPECT_EQ(checkpoint.resume(), 1);
+    EXPECT_EQ(model->scale.sum().item<double>(), 1000.0);
+  }
+}
+
+TEST(SaveAsyncInBackground, IsNotDisturbedByOtherFilesOfTheSameModel) {
+  for (const char* const level : semitone::test::kLevels) {
+    for (const char* const optimizer : kOptimizers) {
+      const Setting setting{.level = level, .dtype = torch::kBFloat16, .optimizer = optimizer};
+      SCOPED_TRACE(testing::PrintToString(setting));
+      const TemporaryFolder folder;
+      Training run(setting);
+      const auto options = CheckpointOptions().copy_in_background(true);
+      auto rolling = run.checkpoint(folder / "rolling", options);
+      auto best = run.checkpoint(folder / "best", options);
+      run.before_step = [&] {
+        rolling.wait_for_copy();
+        best.wait_for_copy();
+      };
+      run.train_to(2);
+      const auto state = run.state();
+      rolling.save_async(2);
+      best.save_async(2);
+      run.mixed.save_model(run.net, (folder / "model.pt").string());
+      run.train_to(3);
+      for (Checkpoint* const one : {&rolling, &best}) {
+        EXPECT_EQ(one->resume(), 2);
+        EXPECT_TRUE(same_bits(run.state(), state));
+      }
+    }
+  }
+}
+
+// An object that draws a random number when it is saved.
+struct Draws {
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("number", torch::rand({}));
+  }
+  void load(torch::serialize::InputArchive&) {}
+};
+
+TEST(SaveAsync, SavesGeneratorsLastAsSaveDoes) {
+  for (const bool is_async : {false, true}) {
+    const TemporaryFolder folder;
+    Draws draws;
+    Checkpoint checkpoint(folder / "run");
+    checkpoint.add("draws", draws);
+    if (is_async) {
+      checkpoint.save_async(1);
+    } else {
+      checkpoint.save(1);
+    }
+    const at::Tensor next = torch::rand({});
+    checkpoint.resume();
+    EXPECT_TRUE(at::equal(torch::rand({}), next)) << is_async;
+  }
 }
 
 TEST(SaveAsyncInBackground, CopiesInferenceTensorsAtOnce) {
@@ -146,7 +250,7 @@ TEST(SaveAsyncInBackground, CopiesInferenceTensorsAtOnce) {
   const at::Tensor copy = buffers.copy_of(value, CopyBuffers::When::later);
   buffers.copy_cpu_values();
   value.fill_(2);
-  buffers.deferred().make();
+  EXPECT_TRUE(buffers.deferred().empty());
   EXPECT_TRUE(at::equal(copy, torch::ones({10})));
 }
 

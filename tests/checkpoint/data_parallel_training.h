@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -62,13 +63,14 @@ struct DataParallelTraining {
         group);
   }
 
-  Checkpoint checkpoint(const std::filesystem::path& folder) {
-    Checkpoint made = checkpoint_without_order(folder);
+  Checkpoint checkpoint(const std::filesystem::path& folder, bool copy_in_background = false) {
+    Checkpoint made = checkpoint_without_order(folder, copy_in_background);
     made.add("ddp", ddp);
     return made;
   }
-  Checkpoint checkpoint_without_order(const std::filesystem::path& folder) {
-    Checkpoint made(folder, options_of(group));
+  Checkpoint checkpoint_without_order(const std::filesystem::path& folder,
+                                      bool copy_in_background = false) {
+    Checkpoint made(folder, options_of(group).copy_in_background(copy_in_background));
     made.add("model", net).add("optimizer", *optimizer).add("mixed", mixed);
     made.add("sampler", sampler).add("sum", sum, PerRank::yes);
     return made;
@@ -87,6 +89,7 @@ struct DataParallelTraining {
       const at::Tensor loss =
           mixed.forward(ddp, images).pow(2).mean() * static_cast<double>(1 + indices->front());
       mixed.scale_loss(loss, *optimizer).backward();
+      before_step();
       mixed.step(*optimizer);
       sum += loss.item<double>();
     }
@@ -108,6 +111,7 @@ struct DataParallelTraining {
   parallel::DistributedSampler sampler;
   double sum = 0;
   std::int64_t step = 0;
+  std::function<void()> before_step = [] {};
 };
 
 }  // namespace semitone::checkpoint::test

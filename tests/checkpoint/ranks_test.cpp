@@ -69,18 +69,23 @@ struct Values {
 
 TEST(CheckpointOfRanks, IsWrittenWhileTheyTrain) {
   run_ranks(2, [](Rank& rank) {
-    DataParallelTraining run(comm::init(), 1, /*sharded=*/true);
-    auto checkpoint = run.checkpoint(rank.folder() / "run");
-    for (std::int64_t step = 1; step <= 5; ++step) {
-      run.train_to(step);
-      checkpoint.save_async(step);
+    const auto group = comm::init();
+    for (const bool in_background : {false, true}) {
+      DataParallelTraining run(group, 1, /*sharded=*/true);
+      auto checkpoint =
+          run.checkpoint(rank.folder() / (in_background ? "background" : "run"), in_background);
+      if (in_background) run.before_step = [&] { checkpoint.wait_for_copy(); };
+      for (std::int64_t step = 1; step <= 5; ++step) {
+        run.train_to(step);
+        checkpoint.save_async(step);
+      }
+      run.train_to(8);
+      const std::vector<at::Tensor> undisturbed = run.state();
+      EXPECT_EQ(checkpoint.resume(), 5);
+      run.step = 5;
+      run.train_to(8);
+      EXPECT_TRUE(same_bits(run.state(), undisturbed)) << in_background;
     }
-    run.train_to(8);
-    const std::vector<at::Tensor> undisturbed = run.state();
-    EXPECT_EQ(checkpoint.resume(), 5);
-    run.step = 5;
-    run.train_to(8);
-    EXPECT_TRUE(same_bits(run.state(), undisturbed));
   });
 }
 

@@ -173,6 +173,10 @@ class [[nodiscard]] MixedPrecision {
     /// kept. (The destructor logs the error instead.)
     void end();
 
+    /// Casts back without taking over values: for code that has only read them. Writes nothing,
+    /// where end() writes all weights.
+    void discard();
+
    private:
     friend class MixedPrecision;
     struct Saved;

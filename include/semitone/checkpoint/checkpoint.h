@@ -186,7 +186,9 @@ class Checkpoint {
   void save(std::int64_t step, std::optional<double> metric = std::nullopt);
 
   /// Saves like save(), but returns as soon as the state has been copied to CPU memory. A thread
-  /// then writes the files, while the training may continue and change everything. The copy takes
+  /// then writes the files, while the training may continue and change everything. With
+  /// CheckpointOptions::copy_in_background it returns earlier, and wait_for_copy() has to be called
+  /// before parameters and the states of optimizers change. The copy takes
   /// the memory of one checkpoint, which is kept for the next call. If the previous checkpoint is
   /// still being written, save_async() waits for it first, so there is never more than one copy.
   ///
@@ -200,8 +202,9 @@ class Checkpoint {
   /// Collective. With several ranks, the first call makes a group of its own for the threads.
   void save_async(std::int64_t step, std::optional<double> metric = std::nullopt);
 
-  /// Returns when the state of the last save_async() has been copied: at once, without
-  /// CheckpointOptions::copy_in_background. Throws nothing, and is not collective.
+  /// Waits until the tensors that the last save_async() left to its thread have been copied: see
+  /// CheckpointOptions::copy_in_background. Returns at once if there are none. Throws nothing. Not
+  /// collective.
   void wait_for_copy();
 
   /// Returns when the checkpoint of the last save_async() is complete. Throws what save() would have

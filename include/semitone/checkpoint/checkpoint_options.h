@@ -44,22 +44,28 @@ class CheckpointOptions {
   /// entry's name is "random". Default true.
   TORCH_ARG(bool, default_generators) = true;
 
-  /// Lets save_async() return before it has copied what only an optimizer's step changes: the
-  /// parameters of models, their fp32 master weights, and the states of optimizers on the CPU. Its
-  /// thread copies them, on one core, during the next forward and backward. Call
-  /// Checkpoint::wait_for_copy() before anything changes them, and before
-  /// MixedPrecision::fp32_weights, which writes masters back:
+  /// Lets save_async() return before it has copied what only an optimizer's step changes: of tensors
+  /// on the CPU, the parameters of models, their fp32 master weights, and the states of optimizers.
+  /// Its thread copies them, on one core, during the next forward and backward. Call
+  /// Checkpoint::wait_for_copy() before anything changes them:
   ///
   ///     loss.backward();
   ///     checkpoint.wait_for_copy();  // returns at once unless a checkpoint is being copied
   ///     optimizer.step();
   ///
   /// All else is copied by save_async() itself: buffers of models, generators, loss scales, tensors
-  /// and objects of the program. If one of the deferred tensors has changed nevertheless before all
-  /// were copied, no checkpoint is written, and the next call of save(), save_async(), resume() or
-  /// wait() throws an Error. That is recognised by the tensors' version counters, which a write
-  /// through data() or data_ptr() does not change: torch::optim::SGD writes parameters so.
-  /// The same on all ranks. Default false.
+  /// and objects of the program, and tensors on devices.
+  ///
+  /// Without that call a change makes the checkpoint fail: it is not written, and the next call of
+  /// save(), save_async(), resume() or wait() throws an Error. Changes are recognised by the
+  /// tensors' version counters. A write through data() or data_ptr() does not change these, and
+  /// torch::optim::SGD writes parameters so: then the checkpoint may have values from before and
+  /// after the step.
+  ///
+  /// Not for models that change parameters in their forward, such as torch::nn::Embedding with
+  /// max_norm, or the averaged copy of a model in self-supervised training: call wait_for_copy()
+  /// before forward, or do without. The end of MixedPrecision::fp32_weights and
+  /// ExponentialMovingAverage's functions write parameters too. Default false.
   TORCH_ARG(bool, copy_in_background) = false;
 
  private:
