@@ -20,9 +20,10 @@ struct PendingCopy {
 // Copies the values on the CPU.
 void copy_all(const std::vector<PendingCopy>& copies);
 
-// Copies that are left to another thread, which makes them while the program goes on. That the
-// tensors keep their values meanwhile is seen by their versions. An operator raises the version when it has
-// written, so a change that has begun before the copy may become visible after it.
+// Copies that are left to another thread, which makes them while the program goes on. Versions show
+// whether the tensors have kept their values. An operator raises the version when it has written: a
+// change that began before the copy may become visible after it, so versions are compared again
+// before the checkpoint is complete.
 class DeferredCopies {
  public:
   explicit DeferredCopies(std::vector<PendingCopy> copies);

@@ -7,8 +7,8 @@
 #include <optional>
 
 // Attention of each query over all keys (Vaswani et al. 2017) in blocks that stay in the caches, as
-// FlashAttention-2 (Dao 2023) does: softmax(scale * q k^T + mask) v and its gradients, without a matrix of
-// all scores in memory. The gradient computes the scores again.
+// FlashAttention-2 (Dao 2023) does: softmax(scale * q k^T + mask) v and its gradients, without a
+// matrix of all scores in memory. The gradient computes the scores again.
 //
 // Queries are (N, H, L, D), keys and values (N, K, S, D), where K divides H: head h uses key head
 // h / (H / K), which is grouped-query attention (Ainslie et al. 2023) if K < H. The numbers may be

@@ -65,8 +65,8 @@ struct SoftmaxRows {
   std::size_t columns;
 };
 
-// probabilities[r][k] = exp(scale * score + mask - max of the row so far), 0 for keys that the query does
-// not attend to. The sum is of the values before they are dropped or scaled, and rounded to
+// probabilities[r][k] = exp(scale * score + mask - max of the row so far), 0 for keys that the query
+// does not attend to. The sum is of the values before they are dropped or scaled, and rounded to
 // bf16.
 void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16_t* probabilities);
 
