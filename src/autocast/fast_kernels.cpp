@@ -254,7 +254,7 @@ bool needs_gradient(const at::Tensor& tensor) {
   return tensor.defined() && at::GradMode::is_enabled() && tensor.requires_grad();
 }
 
-// LibTorch's CPU has no fused attention with dropout. It composes these operators, and its dropout
+// LibTorch has no fused attention with dropout on a CPU. It composes these operators, and its dropout
 // takes as long as the products.
 std::optional<at::Tensor> attention_with_dropout(const AttentionCall& call, double p) {
   const auto dtype = call.query.scalar_type();

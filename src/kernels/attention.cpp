@@ -9,6 +9,7 @@
 #include <ATen/ExpandUtils.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -36,7 +37,10 @@ class Forward {
         scores_(memory<float>(kQueries * kKeys)),
         probabilities_(memory<Bits>(kQueries * kKeys)),
         sums_(memory<float>(kQueries * shape.size)),
-        dropped_(attention.dropout, shape, std::min(kKeys, shape.keys)) {}
+        dropped_(attention.dropout, shape, std::min(kKeys, shape.keys)) {
+    // The rows of padding stay 0.
+    std::fill_n(probabilities_.get(), kQueries * kKeys, Bits{0});
+  }
 
   // @param unit  a block of queries of a head
   void run(std::int64_t unit) {
@@ -91,7 +95,8 @@ class Forward {
                shape_.size, scores_.get(), Write::replace);
       const ScoreBlock block{
           .scores = scores_.get(),
-          .queries = static_cast<std::size_t>(queries_.left().rows),
+          // Not the rows of padding, for which there is no mask.
+          .queries = static_cast<std::size_t>(count),
           .keys = static_cast<std::size_t>(columns),
           .scale = static_cast<float>(attention_.scale),
           .seen = attention_.causal ? first_query - first + 1 : in_block,
@@ -173,6 +178,14 @@ bool has_products() {
 }
 
 }  // namespace
+
+at::Tensor without_repetitions(const at::Tensor& mask) {
+  at::Tensor one = mask;
+  for (std::int64_t dim = 0; dim < one.dim(); ++dim) {
+    if (one.stride(dim) == 0) one = one.narrow(dim, 0, 1);
+  }
+  return one;
+}
 
 bool has_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention) {

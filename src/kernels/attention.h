@@ -52,12 +52,17 @@ struct AttentionWanted {
   bool value = true;
 };
 
+// Returns the mask with size 1 in the dimensions in which expand() has repeated it.
+at::Tensor without_repetitions(const at::Tensor& mask);
+
 // Whether a kernel supports these tensors: bf16 on a CPU with instructions for products in bf16,
 // which oneDNN may use; D a multiple of 16; values of the keys' shape; at least one element; a
-// positive scale that fp32 holds; no mask, or one on the CPU.
+// positive scale, finite in fp32; no mask, or one as in Attention, on the CPU.
 bool has_attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention);
 
+// Without a kernel these two compute the reference. A mask is made a matrix of fp32 numbers first, as
+// large as the mask is without repetitions; the gradient transposes it, with two of them for a while.
 AttentionResult attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const Attention& attention);
 

@@ -15,8 +15,8 @@ class DroppedBlock {
   // @param keys  the most in a block
   DroppedBlock(const std::optional<Dropout>& dropout, const Shape& shape, std::int64_t keys);
 
-  // For blocks of queries and keys from these on, until the next call. `key` is a multiple of
-  // kDropoutGroup.
+  // For blocks of queries and keys from these on; the next call overwrites the bits. `key` is a
+  // multiple of kDropoutGroup.
   DroppedScores at(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t queries,
                    std::int64_t key, std::int64_t keys);
 

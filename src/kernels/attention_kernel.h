@@ -106,7 +106,7 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
 // scale, where grad is 0 for a negative p, as rows[k][q], and as a right factor, pairs[k / 2][q].
 struct ScoreGradients {
   const float* probabilities;  // (padded_keys, queries), as transposed_softmax leaves them
-  const float* grad;           // of the probabilities that were not dropped, after scaling
+  const float* grad;           // of the probabilities after dropout and scaling
   const float* delta;
   std::size_t padded_keys;
   std::size_t queries;

@@ -17,13 +17,13 @@ class Mask {
   // @param mask  undefined for none
   Mask(const at::Tensor& mask, const Shape& shape);
 
-  // Makes a transposed copy for columns_at().
+  // Makes a transposed copy for columns_at(), in place of what rows_at() needs.
   void transpose();
 
-  // Beyond how many of the first keys no query of a block attends to any; at least 1.
+  // The number of keys up to the last one that a query of the block attends to; at least 1.
   std::int64_t seen(std::int64_t batch, std::int64_t head, std::int64_t block) const;
 
-  // For the scores of queries (rows) and keys from these on.
+  // For the scores of queries (rows) and keys from these on. Before transpose().
   ScoreMask rows_at(std::int64_t batch, std::int64_t head, std::int64_t query,
                     std::int64_t key) const;
 
@@ -33,9 +33,13 @@ class Mask {
 
  private:
   std::int64_t head_at(std::int64_t batch, std::int64_t head) const;
+  std::int64_t blocks_of_queries() const;
   void find_seen();
 
   std::int64_t keys_;
+  std::int64_t sequences_ = 0;      // N or 1
+  std::int64_t heads_ = 0;          // H or 1
+  std::int64_t queries_ = 0;        // L or 1
   at::Tensor rows_;                 // (N or 1, H or 1, L or 1, S)
   at::Tensor columns_;              // (N or 1, H or 1, S, padded L, or 1)
   std::vector<std::int64_t> seen_;  // (N or 1, H or 1, blocks or 1)

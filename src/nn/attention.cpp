@@ -26,14 +26,21 @@ struct SavedSettings : torch::CustomClassHolder {
   Attention settings;
 };
 
+// LibTorch makes numbers of bools, and saves these: the program may change its mask after the call,
+// or have made it in InferenceMode.
+at::Tensor mask_to_save(const at::Tensor& mask) {
+  if (!mask.defined() || mask.scalar_type() != at::kBool) return mask;
+  return kernels::without_repetitions(mask).clone();
+}
+
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
                             const at::Tensor& value, const Attention& settings) {
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const auto result = kernels::attention(query, key, value, settings);
-    ctx->save_for_backward(
-        {query, key, value, result.output, result.max, result.log_sum, settings.mask});
+    ctx->save_for_backward({query, key, value, result.output, result.max, result.log_sum,
+                            mask_to_save(settings.mask)});
     ctx->saved_data["settings"] =
         c10::IValue::make_capsule(c10::make_intrusive<SavedSettings>(settings));
     return result.output;
@@ -71,7 +78,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const Attention& settings) {
   if (!kernels::has_attention_kernel(query, key, value, settings)) {
-    throw Error("nn.attention", "tensors (N, heads, length, D) in bfloat16 with a kernel",
+    throw Error("nn.attention",
+                "tensors (N, heads, length, D) in bfloat16, a scale and a mask with a kernel",
                 c10::str("some of shapes ", query.sizes(), ", ", key.sizes(), " and ",
                          value.sizes(), " in ", query.scalar_type()));
   }

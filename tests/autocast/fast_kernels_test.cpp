@@ -370,6 +370,30 @@ TEST(FastKernels, AttentionHasTheSameGradientsInARecordedBackwardPass) {
   }
 }
 
+// As with LibTorch's, which saves numbers.
+TEST(FastKernels, AttentionLetsAProgramReuseAMaskOfBools) {
+  torch::manual_seed(14);
+  const at::Tensor x = torch::randn({2, 2, 20, 16}).to(torch::kBFloat16).requires_grad_();
+  const at::Tensor shown = torch::rand({20, 20}) < 0.7;
+  shown.fill_diagonal_(true);
+  const auto gradient = [&](const at::Tensor& mask, bool reuses) {
+    const Autocast region(with_kernels());
+    const at::Tensor result = at::scaled_dot_product_attention(x, x, x, mask);
+    if (reuses) mask.fill_(true);
+    return torch::autograd::grad({result.sum()}, {x})[0];
+  };
+  const at::Tensor want = gradient(shown, /*reuses=*/false);
+  EXPECT_TRUE(at::equal(gradient(shown.clone(), /*reuses=*/true), want));
+  const at::Tensor expanded = shown.clone().expand({2, 1, 20, 20});
+  EXPECT_TRUE(at::equal(gradient(expanded, /*reuses=*/false), want));
+  at::Tensor of_inference;
+  {
+    const c10::InferenceMode inference;
+    of_inference = shown.clone();
+  }
+  EXPECT_TRUE(at::equal(gradient(of_inference, /*reuses=*/false), want));
+}
+
 TEST(FastKernels, AttentionsResultMayBeChangedInPlaceLikeAnyOther) {
   torch::manual_seed(15);
   const at::Tensor x = torch::randn({1, 2, 24, 16}).to(torch::kBFloat16).requires_grad_();

@@ -11,10 +11,14 @@
 
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -344,6 +348,65 @@ TEST(Attention, ScoresThatRoundOtherwiseInTheBackwardPassHaveFiniteGradients) {
   const auto gradients = gradients_of(in, got, settings);
   const double most = in.grad.abs().sum().item<double>() * in.query.abs().max().item<double>();
   for (const at::Tensor& gradient : gradients) EXPECT_LT(gradient.abs().max().item<double>(), most);
+}
+
+// A matrix of zeros whose end is the end of readable memory.
+class ZerosBeforeAGuard {
+ public:
+  ZerosBeforeAGuard(std::int64_t rows, std::int64_t columns) {
+    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    const auto bytes = static_cast<std::size_t>(rows * columns) * sizeof(float);
+    const std::size_t readable = (bytes + page - 1) / page * page;
+    size_ = readable + page;
+    memory_ = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory_ == MAP_FAILED) throw std::runtime_error("mmap");
+    auto* const begin = static_cast<std::byte*>(memory_);
+    if (::mprotect(begin + readable, page, PROT_NONE) != 0) throw std::runtime_error("mprotect");
+    tensor_ = torch::from_blob(begin + (readable - bytes), {rows, columns});
+  }
+  ZerosBeforeAGuard(const ZerosBeforeAGuard&) = delete;
+  ZerosBeforeAGuard& operator=(const ZerosBeforeAGuard&) = delete;
+  ~ZerosBeforeAGuard() { ::munmap(memory_, size_); }
+
+  const at::Tensor& tensor() const { return tensor_; }
+
+ private:
+  void* memory_ = nullptr;
+  std::size_t size_ = 0;
+  at::Tensor tensor_;
+};
+
+TEST(Attention, ReadsNothingAfterAMask) {
+  torch::manual_seed(26);
+  for (const std::int64_t queries : {1, 2, 17, 49, 64, 70}) {
+    const Inputs in({1, 2, 2, queries, 512, 16});
+    const ZerosBeforeAGuard mask(queries, 512);
+    const Attention masked{.scale = 0.25, .mask = mask.tensor()};
+    const auto got = kernels::attention(in.query, in.key, in.value, masked);
+    const auto gradients = gradients_of(in, got, masked);
+    const Attention plain{.scale = 0.25};
+    const auto want = kernels::attention(in.query, in.key, in.value, plain);
+    EXPECT_TRUE(near(got.output, want.output, rounding_tolerance(torch::kBFloat16)));
+    EXPECT_EQ(gradients.size(), 3U);
+  }
+}
+
+// The probabilities of a query sum to 1, so all values' gradients sum to those of the results. A
+// scale that is no power of two rounds.
+TEST(Attention, ProbabilitiesOfHugeScoresSumToOne) {
+  torch::manual_seed(27);
+  for (const double size : {1e5, 1e7, 1e12, 1e30}) {
+    SCOPED_TRACE(size);
+    Inputs in({1, 2, 2, 70, 130, 48});
+    in.query *= size;
+    const Attention settings{.scale = 1 / std::sqrt(48.0)};
+    const auto got = kernels::attention(in.query, in.key, in.value, settings);
+    EXPECT_LE(got.output.abs().max().item<double>(), in.value.abs().max().item<double>());
+    const at::Tensor sums = gradients_of(in, got, settings)[2].to(torch::kDouble).sum(2);
+    const at::Tensor wanted = in.grad.to(torch::kDouble).sum(2);
+    const at::Tensor most = in.grad.to(torch::kDouble).abs().sum(2).mul(0.02);
+    EXPECT_TRUE(sums.sub(wanted).abs().le(most).all().item<bool>());
+  }
 }
 
 // NaNs in what no query attends to, as in padding that was never written, may be lost, but not

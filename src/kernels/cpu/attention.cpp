@@ -153,7 +153,8 @@ void softmax_block(const ScoreBlock& block, const SoftmaxRows& rows, std::uint16
     auto sum = hn::Zero(d);
     const auto less = hn::Set(d, centre);
     for_vectors(seen, [&](std::size_t i, std::size_t n) {
-      const auto x = hn::MulSub(load_some(Fp32{}, scores + i, n), hn::Set(d, scale), less);
+      // Rounded after the multiplication, as the maximum is: so x is at most 0.
+      const auto x = hn::Sub(hn::Mul(load_some(Fp32{}, scores + i, n), hn::Set(d, scale)), less);
       auto e = exp_of_negative(d, x);
       if (n < hn::Lanes(d)) e = hn::IfThenElseZero(hn::FirstN(d, n), e);
       sum = hn::Add(sum, e);
@@ -219,9 +220,9 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
         const auto s = load_some(Fp32{}, scores + i, n);
         const auto max = load_some(Fp32{}, block.max + i, n);
         const auto less = is_masked ? hn::Sub(hn::MulAdd(s, scale, mask_at(i, n)), max)
-                                    : hn::MulSub(s, scale, max);
-        // Rounded otherwise than in the forward pass, the largest score may be above the maximum: by
-        // 64 beside a mask of -1e9.
+                                    : hn::Sub(hn::Mul(s, scale), max);
+        // The product may be rounded otherwise than in the forward pass, and the largest score be
+        // above the maximum: by 64 beside a mask of -1e9.
         const auto negative = hn::IfThenZeroElse(hn::Gt(less, hn::Zero(d)), less);
         e = exp_of_negative(d, hn::Sub(negative, log_sum));
         // Also for NaN, as of a query of zeros and an infinite key.
