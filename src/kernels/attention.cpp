@@ -38,7 +38,8 @@ class Forward {
         probabilities_(memory<Bits>(kQueries * kKeys)),
         sums_(memory<float>(kQueries * shape.size)),
         dropped_(attention.dropout, shape, std::min(kKeys, shape.keys)) {
-    // The rows of padding stay 0.
+    // Rows of padding are multiplied too, with whatever they had before; nothing reads the results.
+    // Set once, so that no product reads uninitialised memory.
     std::fill_n(probabilities_.get(), kQueries * kKeys, Bits{0});
   }
 

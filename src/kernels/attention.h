@@ -24,9 +24,9 @@ struct Attention {
   // Which keys a query attends to (bool), or numbers that are added to the scaled scores (fp32, or
   // the queries' dtype); of a shape that expands to (N, H, L, S). Undefined: none.
   at::Tensor mask = {};
-  // Of the probabilities: that of query i and key j has the random number of element j % 128 in group
-  // i * G + j / 128 of the stream, where i counts the queries of all heads and sequences, and G is
-  // the number of groups that hold S elements.
+  // Dropout of the probabilities. That of query i and key j uses the random number of element j % 128
+  // in group i * G + j / 128 of the stream, where i counts the queries of all heads and sequences,
+  // and G is the number of groups that hold S elements.
   std::optional<Dropout> dropout = {};
 };
 

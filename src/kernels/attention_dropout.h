@@ -9,10 +9,11 @@
 
 namespace semitone::kernels::blocked_attention {
 
-// Which probabilities of a block are dropped. For one thread.
+// Computes which probabilities of a block are dropped. Each thread needs its own.
 class DroppedBlock {
  public:
-  // @param keys  the most in a block
+  // @param dropout, shape  must outlive it
+  // @param keys            the most in a block
   DroppedBlock(const std::optional<Dropout>& dropout, const Shape& shape, std::int64_t keys);
 
   // For blocks of queries and keys from these on; the next call overwrites the bits. `key` is a
@@ -20,7 +21,7 @@ class DroppedBlock {
   DroppedScores at(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t queries,
                    std::int64_t key, std::int64_t keys);
 
-  // Of the probabilities that are not dropped.
+  // The factor of the kept probabilities, 1 / (1 - p); 1 without dropout.
   float scale() const { return scale_; }
 
  private:

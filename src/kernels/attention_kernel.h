@@ -77,7 +77,7 @@ void divide_rows(const float* from, std::size_t rows, std::size_t columns, const
 // to[r] = sum over c of a[r][c] * b[r][c].
 void dot_rows(const Bf16Matrix& a, const Bf16Matrix& b, float* to);
 
-// The same where keys are rows.
+// ScoreMask with a row for each key.
 struct TransposedScoreMask {
   const float* numbers = nullptr;
   std::size_t stride = 0;            // from a key to the next

@@ -83,7 +83,8 @@ std::int64_t Mask::seen(std::int64_t batch, std::int64_t head, std::int64_t bloc
 
 ScoreMask Mask::rows_at(std::int64_t batch, std::int64_t head, std::int64_t query,
                         std::int64_t key) const {
-  if (!rows_.defined()) return {};
+  if (seen_.empty()) return {};
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(rows_.defined());
   const std::int64_t row = head_at(batch, head) * queries_ + (queries_ == 1 ? 0 : query);
   return {.numbers = rows_.const_data_ptr<float>() + row * keys_ + key,
           .stride = queries_ == 1 ? 0 : static_cast<std::size_t>(keys_)};
@@ -91,7 +92,8 @@ ScoreMask Mask::rows_at(std::int64_t batch, std::int64_t head, std::int64_t quer
 
 TransposedScoreMask Mask::columns_at(std::int64_t batch, std::int64_t head, std::int64_t query,
                                      std::int64_t key) const {
-  if (!columns_.defined()) return {};
+  if (seen_.empty()) return {};
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(columns_.defined());
   const std::int64_t columns = columns_.size(3);
   const std::int64_t row = head_at(batch, head) * keys_ + key;
   return {.numbers = columns_.const_data_ptr<float>() + row * columns + (columns == 1 ? 0 : query),
