@@ -136,9 +136,7 @@ const at::Tensor& CopyBuffers::buffer_for(const at::Tensor& tensor, When when) {
   const at::Tensor& bytes = copy.bytes = take(size, device);
   if (device.is_cpu()) {
     auto& copies = when == When::now ? now_ : later_;
-    copies.push_back({storage, bytes,
-                      when == When::now ? c10::VariableVersion()
-                                        : tensor.unsafeGetTensorImpl()->version_counter()});
+    copies.push_back({storage, bytes, tensor.unsafeGetTensorImpl()->version_counter()});
   } else {
     const auto options = bytes.options().device(device).pinned_memory(false);
     bytes.copy_(at::empty({0}, options).set_(storage, 0, {size}, {1}));

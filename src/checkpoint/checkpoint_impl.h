@@ -102,7 +102,7 @@ struct Checkpoint::Impl {
   CopyBuffers buffers;
   std::optional<comm::Group> background;
   std::shared_ptr<DeferredCopies> deferred;
-  std::future<void>
+  std::shared_future<void>
       copying;  // ready when the thread has made the deferred copies, if there are any
   std::future<void> writing;
 };

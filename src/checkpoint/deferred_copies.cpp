@@ -30,10 +30,8 @@ void copy_all(const std::vector<PendingCopy>& copies) {
 }
 
 DeferredCopies::DeferredCopies(std::vector<PendingCopy> copies) : copies_(std::move(copies)) {
-  for (const PendingCopy& copy : copies_) {
-    counters_.push_back(copy.version);
-    versions_.push_back(copy.version.current_version());
-  }
+  versions_.reserve(copies_.size());
+  for (const PendingCopy& copy : copies_) versions_.push_back(copy.version.current_version());
 }
 
 void DeferredCopies::run() {
@@ -41,18 +39,21 @@ void DeferredCopies::run() {
     return static_cast<std::int64_t>(copy.from.nbytes()) == copy.to.numel();
   });
   if (same_sizes && !is_changed()) {
-    // Other threads would be new ones, beside those that train.
+    // Other threads would be new ones, in addition to those that train.
     const c10::ParallelGuard without_other_threads(true);
     copy_all(copies_);
   }
-  copies_.clear();
+  for (PendingCopy& copy : copies_) {
+    copy.from = {};
+    copy.to.reset();
+  }
   if (!same_sizes || is_changed()) refuse_change();
 }
 
 bool DeferredCopies::is_changed() const {
-  return !std::equal(counters_.begin(), counters_.end(), versions_.begin(),
-                     [](const c10::VariableVersion& counter, std::uint32_t version) {
-                       return counter.current_version() == version;
+  return !std::equal(copies_.begin(), copies_.end(), versions_.begin(),
+                     [](const PendingCopy& copy, std::uint32_t version) {
+                       return copy.version.current_version() == version;
                      });
 }
 

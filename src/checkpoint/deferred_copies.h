@@ -28,7 +28,7 @@ class DeferredCopies {
  public:
   explicit DeferredCopies(std::vector<PendingCopy> copies);
 
-  bool is_empty() const { return versions_.empty(); }
+  bool is_empty() const { return copies_.empty(); }
 
   // Copies, in this thread alone, and releases the storages. Called once. Error if a tensor has been
   // changed in place or resized since the constructor was called.
@@ -44,9 +44,8 @@ class DeferredCopies {
  private:
   bool is_changed() const;
 
-  std::vector<PendingCopy> copies_;
-  std::vector<c10::VariableVersion> counters_;
-  std::vector<std::uint32_t> versions_;
+  std::vector<PendingCopy> copies_;      // without memory after run()
+  std::vector<std::uint32_t> versions_;  // when the constructor was called
   std::atomic<bool> is_confirmed_ = false;
 };
 

@@ -131,10 +131,12 @@ class ModelEntry final : public Entry {
   }
 
   void save(FileRecord& record, const UseArchive& use) override {
-    record.tensors = tensors();
-    auto fp32 = fp32_weights();
+    const auto entries = amp::entries_of(model_);
+    record.tensors = records_of(entries);
+    auto fp32 = fp32_weights(entries);
     // The forward pass changes buffers: running means, for example.
-    const auto is_steady = [parameters = storages_of_parameters()](const c10::Storage& storage) {
+    const auto is_steady = [parameters =
+                                storages_of_parameters(entries)](const c10::Storage& storage) {
       return parameters.contains(storage.data());
     };
     if (const auto* const script = model_.script()) {
@@ -150,11 +152,11 @@ class ModelEntry final : public Entry {
   }
 
   void require_fits(const FileRecord& record, const std::string& path) const override {
-    require_same_tensors(tensors(), record.tensors, path);
+    require_same_tensors(records_of(amp::entries_of(model_)), record.tensors, path);
   }
 
   void read(const Source& source, const FileRecord&) override {
-    auto fp32 = fp32_weights();
+    auto fp32 = fp32_weights(amp::entries_of(model_));
     if (model_.script() == nullptr) {
       read_module(source);
     } else {
@@ -164,17 +166,16 @@ class ModelEntry final : public Entry {
   }
 
  private:
-  std::vector<TensorRecord> tensors() const {
-    std::vector<TensorRecord> tensors;
-    for (const auto& entry : amp::entries_of(model_))
-      tensors.push_back(record_of(entry.name, entry.tensor));
-    return tensors;
+  static std::vector<TensorRecord> records_of(const std::vector<amp::ModelEntry>& entries) {
+    std::vector<TensorRecord> records;
+    for (const auto& entry : entries) records.push_back(record_of(entry.name, entry.tensor));
+    return records;
   }
 
   // Without those of buffers.
-  std::unordered_set<const void*> storages_of_parameters() const {
+  static std::unordered_set<const void*> storages_of_parameters(
+      const std::vector<amp::ModelEntry>& entries) {
     std::unordered_set<const void*> storages;
-    const auto entries = amp::entries_of(model_);
     for (const auto& entry : entries) {
       if (entry.is_parameter && entry.tensor.has_storage())
         storages.insert(entry.tensor.storage().data());
@@ -187,8 +188,8 @@ class ModelEntry final : public Entry {
   }
 
   // Nothing if no MixedPrecision has cast the model.
-  std::optional<amp::MixedPrecision::Fp32Weights> fp32_weights() const {
-    const auto entries = amp::entries_of(model_);
+  std::optional<amp::MixedPrecision::Fp32Weights> fp32_weights(
+      const std::vector<amp::ModelEntry>& entries) const {
     if (std::none_of(entries.begin(), entries.end(),
                      [](const auto& entry) { return is_lowered(entry.tensor); }))
       return std::nullopt;

@@ -10,7 +10,6 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/ScopeExit.h>
 
 #include <fmt/format.h>
 
@@ -200,31 +199,28 @@ void Checkpoint::Impl::save_async(std::int64_t step, std::optional<double> metri
     for (const auto& entry : entries) entry->consolidate();
     files = copies();
   });
-  std::promise<void> copied;
-  std::future<void> when_copied = copied.get_future();
+  std::packaged_task<void()> copy([copies = deferred] { copies->run(); });
+  const std::shared_future<void> copied = copy.get_future().share();
   writing = std::async(
       std::launch::async, [this, manifest = new_manifest(step, metric), files = std::move(files),
-                           copies = deferred, copied = std::move(copied)]() mutable {
-        auto end_of_copy = std::optional(c10::make_scope_exit([&] { copied.set_value(); }));
+                           copies = deferred, copy = std::move(copy), copied]() mutable {
+        copy();  // an exception is in `copied`
         // Collectives of nccl make the thread's current stream wait, which would be the training's.
         c10::OptionalStreamGuard own_stream;
         const c10::Device device = background->device();
         if (!device.is_cpu())
           own_stream.reset_stream(
               c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
-        on_all_ranks(*background, kSave, [&] {
-          const auto end = std::exchange(end_of_copy, std::nullopt);
-          copies->run();
-        });
+        on_all_ranks(*background, kSave, [&] { copied.get(); });
         write(*background, std::move(manifest), std::move(files),
               [&] { copies->require_confirmed_if_changed(); });
       });
-  if (!deferred->is_empty()) copying = std::move(when_copied);
+  if (!deferred->is_empty()) copying = copied;
 }
 
 void Checkpoint::Impl::wait_for_copy() {
   if (!copying.valid()) return;
-  copying.get();
+  copying.wait();
   deferred->confirm();
 }
 

@@ -222,7 +222,7 @@ void transposed_softmax(const TransposedScores& block, std::uint16_t* probabilit
         const auto less = is_masked ? hn::Sub(hn::MulAdd(s, scale, mask_at(i, n)), max)
                                     : hn::Sub(hn::Mul(s, scale), max);
         // The product may be rounded otherwise than in the forward pass, and the largest score be
-        // above the maximum: by 64 beside a mask of -1e9.
+        // above the maximum: by 64 with a mask of -1e9.
         const auto negative = hn::IfThenZeroElse(hn::Gt(less, hn::Zero(d)), less);
         e = exp_of_negative(d, hn::Sub(negative, log_sum));
         // Also for NaN, as of a query of zeros and an infinite key.
