@@ -179,56 +179,53 @@ TEST(MixedPrecisionInFp8, BeginsAndEndsWithinARun) {
 
 // ------------------------------------------------------------------ fp32_weights
 
-TEST(Fp32Weights, AreDiscardedWithoutAWrite) {
+// At every dtype and level: trains a step, uses the scope, and expects that nothing has changed.
+void expect_no_change(const std::function<void(Training&)>& use_scope) {
   for (const auto dtype : kDtypes) {
     for (const std::string level : kLevels) {
       SCOPED_TRACE(level + " " + dtype_name(dtype));
       Training run(options(level, dtype));
       run.train(0);
       const auto before = run.everything();
-      std::vector<at::Tensor> tensors = run.mixed.master_params(*run.optimizer);
-      for (const ModelEntry& entry : entries_of(Model(run.net))) tensors.push_back(entry.tensor);
-      const auto versions = [&] {
-        std::vector<std::int64_t> all;
-        for (const at::Tensor& tensor : tensors) all.push_back(tensor._version());
-        return all;
-      };
-      const auto earlier = versions();
-      auto fp32 = run.mixed.fp32_weights(run.net);
-      EXPECT_EQ(run.net->conv->weight.scalar_type(), torch::kFloat);
-      fp32.discard();
-      fp32.discard();
-      EXPECT_EQ(versions(), earlier);
+      use_scope(run);
       EXPECT_TRUE(same_bits(run.everything(), before));
       EXPECT_EQ(run.train(1), Step::stepped);
     }
   }
 }
 
+TEST(Fp32Weights, AreDiscardedWithoutAWrite) {
+  expect_no_change([](Training& run) {
+    std::vector<at::Tensor> tensors = run.mixed.master_params(*run.optimizer);
+    for (const ModelEntry& entry : entries_of(Model(run.net))) tensors.push_back(entry.tensor);
+    const auto versions = [&] {
+      std::vector<std::int64_t> all;
+      for (const at::Tensor& tensor : tensors) all.push_back(tensor._version());
+      return all;
+    };
+    const auto earlier = versions();
+    auto fp32 = run.mixed.fp32_weights(run.net);
+    EXPECT_EQ(run.net->conv->weight.scalar_type(), torch::kFloat);
+    fp32.discard();
+    fp32.discard();
+    EXPECT_EQ(versions(), earlier);
+  });
+}
+
 TEST(Fp32Weights, AreTheExactMastersForTheTimeOfTheScope) {
-  for (const auto dtype : kDtypes) {
-    for (const std::string level : kLevels) {
-      SCOPED_TRACE(level + " " + dtype_name(dtype));
-      Training run(options(level, dtype));
-      run.train(0);
-      const auto before = run.everything();
-      const auto masters = run.mixed.master_params(*run.optimizer);
-      {
-        const auto fp32 = run.mixed.fp32_weights(run.net);
-        for (const ModelEntry& entry : entries_of(Model(run.net))) {
-          if (entry.tensor.is_floating_point()) {
-            EXPECT_EQ(entry.tensor.scalar_type(), torch::kFloat) << entry.name;
-          }
-        }
-        const auto inside = run.net->parameters();
-        for (std::size_t i = 0; i < inside.size(); ++i) {
-          EXPECT_TRUE(same_bits(inside[i], masters[i].to(torch::kFloat)));
-        }
+  expect_no_change([](Training& run) {
+    const auto masters = run.mixed.master_params(*run.optimizer);
+    const auto fp32 = run.mixed.fp32_weights(run.net);
+    for (const ModelEntry& entry : entries_of(Model(run.net))) {
+      if (entry.tensor.is_floating_point()) {
+        EXPECT_EQ(entry.tensor.scalar_type(), torch::kFloat) << entry.name;
       }
-      EXPECT_TRUE(same_bits(run.everything(), before));
-      EXPECT_EQ(run.train(1), Step::stepped);
     }
-  }
+    const auto inside = run.net->parameters();
+    for (std::size_t i = 0; i < inside.size(); ++i) {
+      EXPECT_TRUE(same_bits(inside[i], masters[i].to(torch::kFloat)));
+    }
+  });
 }
 
 TEST(Fp32Weights, ChangesMadeMeanwhileAreWhatTrainingGoesOnWith) {
