@@ -168,6 +168,7 @@ class ModelEntry final : public Entry {
  private:
   static std::vector<TensorRecord> records_of(const std::vector<amp::ModelEntry>& entries) {
     std::vector<TensorRecord> records;
+    records.reserve(entries.size());
     for (const auto& entry : entries) records.push_back(record_of(entry.name, entry.tensor));
     return records;
   }
