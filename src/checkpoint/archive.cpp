@@ -128,7 +128,7 @@ const at::Tensor& CopyBuffers::buffer_for(const at::Tensor& tensor, When when) {
   // Changes of inference tensors are not counted.
   if (tensor.is_inference()) when = When::now;
   if (copy.bytes.defined() && copy.bytes.numel() >= size) {
-    if (when == When::now) do_not_defer(storage);
+    if (when == When::now) do_not_defer(copy.bytes);
     return copy.bytes;
   }
   if (copy.bytes.defined()) used_.push_back(std::move(copy.bytes));  // of a part of this memory
@@ -153,9 +153,9 @@ at::Tensor CopyBuffers::copy_of(const at::Tensor& tensor, When when) {
   return copy.requires_grad_(tensor.requires_grad());
 }
 
-void CopyBuffers::do_not_defer(const c10::Storage& storage) {
+void CopyBuffers::do_not_defer(const at::Tensor& bytes) {
   const auto deferred = std::find_if(later_.begin(), later_.end(), [&](const PendingCopy& copy) {
-    return copy.from.data() == storage.data();
+    return copy.to.is_same(bytes);
   });
   if (deferred == later_.end()) return;
   now_.push_back(std::move(*deferred));

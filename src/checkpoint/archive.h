@@ -46,8 +46,8 @@ class CopyBuffers {
 
   at::Tensor take(std::int64_t size, c10::Device device);
   const at::Tensor& buffer_for(const at::Tensor& tensor, When when);
-  // Lets copy_cpu_values() copy a storage that was to be copied later.
-  void do_not_defer(const c10::Storage& storage);
+  // Lets copy_cpu_values() make a copy that was to be made later.
+  void do_not_defer(const at::Tensor& bytes);
 
   std::unordered_map<const void*, Copy> copies_;  // by the address of the original
   std::vector<PendingCopy> now_;

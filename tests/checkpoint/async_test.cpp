@@ -190,6 +190,20 @@ TEST(SaveAsyncInBackground, CopiesAtOnceWhatIsABufferOfAnotherModel) {
   }
 }
 
+// Each of from_blob's tensors has a storage of its own.
+TEST(SaveAsyncInBackground, CopiesAtOnceTheLargestOfStoragesAtOneAddress) {
+  CopyBuffers buffers;
+  const at::Tensor memory = torch::ones({10});
+  const at::Tensor part = torch::from_blob(memory.data_ptr(), {4});
+  const at::Tensor whole = torch::from_blob(memory.data_ptr(), {10});
+  buffers.copy_of(part, CopyBuffers::When::later);
+  buffers.copy_of(whole, CopyBuffers::When::later);
+  const at::Tensor copy = buffers.copy_of(whole, CopyBuffers::When::now);
+  buffers.copy_cpu_values();
+  EXPECT_TRUE(at::equal(copy, torch::ones({10})));
+  EXPECT_EQ(buffers.deferred().size(), 1U);  // the part's
+}
+
 TEST(SaveAsyncInBackground, IsNotDisturbedByOtherFilesOfTheSameModel) {
   for (const char* const level : semitone::test::kLevels) {
     for (const char* const optimizer : kOptimizers) {
