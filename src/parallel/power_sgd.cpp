@@ -305,4 +305,8 @@ void PowerSGDHook::load(torch::serialize::InputArchive& archive) {
   impl_->load(archive);
 }
 
+void PowerSGDHook::load_resharded(std::span<torch::serialize::InputArchive> saved) {
+  impl_->load_resharded(saved);
+}
+
 }  // namespace semitone::parallel

@@ -12,6 +12,7 @@
 
 #include <functional>
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -161,6 +162,22 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
   }
 
   std::function<void()> load_state(torch::serialize::InputArchive& archive) override {
+    return [this, parts = read_parts(archive)] { part_errors_ = parts; };
+  }
+
+  // A part's error belongs to the mean. A mean gets it as well if all ranks add it to their gradients.
+  std::function<void()> load_resharded_state(std::span<torch::serialize::InputArchive> saved,
+                                             std::vector<at::Tensor>& errors) override {
+    std::map<std::size_t, std::vector<PartError>> buckets;
+    for (torch::serialize::InputArchive& archive : saved) {
+      for (auto& [bucket, part] : read_parts(archive)) buckets[bucket].push_back(std::move(part));
+    }
+    for (const auto& [bucket, parts] : buckets) add_to(errors, parts);
+    return [this] { part_errors_.clear(); };
+  }
+
+ private:
+  PartErrors read_parts(torch::serialize::InputArchive& archive) const {
     PartErrors parts;
     const at::Device device = parameters().empty() ? at::kCPU : parameters().front().device();
     for (const std::int64_t bucket : read_integers(archive, "parts")) {
@@ -170,10 +187,30 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
       part.error = read_value<at::Tensor>(archive, fmt::format("part_{}", bucket), load_component())
                        .to(at::TensorOptions(device), /*non_blocking=*/false, /*copy=*/true);
     }
-    return [this, parts = std::move(parts)] { part_errors_ = parts; };
+    return parts;
   }
 
- private:
+  // @param parts  of a bucket, one of each rank
+  void add_to(std::vector<at::Tensor>& errors, const std::vector<PartError>& parts) const {
+    std::vector<at::Tensor> of_ranks;
+    for (const PartError& part : parts) of_ranks.push_back(part.error);
+    const at::Tensor all = at::cat(of_ranks).view(-1);
+    std::int64_t start = 0;
+    for (const std::int64_t number : parts.front().parameters) {
+      const auto place = static_cast<std::size_t>(number);
+      const std::int64_t elements = place < errors.size() ? parameters()[place].numel() : 0;
+      if (place >= errors.size() || start + elements > all.numel()) {
+        throw FileError(load_component(), "errors of the parameters that the hook was given",
+                        c10::str("other ones, at number ", number),
+                        "construct the hook with the parameters of the saved run");
+      }
+      at::Tensor& error = errors[place];
+      const at::Tensor part = all.narrow(0, start, elements);
+      error = error.defined() ? error.add_(part) : part.clone();
+      start += elements;
+    }
+  }
+
   std::vector<std::int64_t> read_integers(torch::serialize::InputArchive& archive,
                                           const std::string& key) const {
     const at::Tensor numbers =
@@ -211,6 +248,10 @@ void QuantizedAllReduceHook::save(torch::serialize::OutputArchive& archive) cons
 
 void QuantizedAllReduceHook::load(torch::serialize::InputArchive& archive) {
   impl_->load(archive);
+}
+
+void QuantizedAllReduceHook::load_resharded(std::span<torch::serialize::InputArchive> saved) {
+  impl_->load_resharded(saved);
 }
 
 }  // namespace semitone::parallel

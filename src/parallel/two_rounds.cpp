@@ -176,10 +176,13 @@ void TwoRounds::save(torch::serialize::OutputArchive& archive) {
   save_state(archive);
 }
 
-void TwoRounds::load(torch::serialize::InputArchive& archive) {
+TwoRounds::Common TwoRounds::read_common(torch::serialize::InputArchive& archive) const {
+  return {read_value<std::int64_t>(archive, "passes", load_component()),
+          read_value<double>(archive, "loss_scale", load_component())};
+}
+
+std::vector<at::Tensor> TwoRounds::read_errors(torch::serialize::InputArchive& archive) const {
   const std::string component = load_component();
-  const auto passes = read_value<std::int64_t>(archive, "passes", component);
-  const auto loss_scale = read_value<double>(archive, "loss_scale", component);
   std::vector<at::Tensor> errors(parameters_.size());
   for (std::size_t place = 0; place < errors.size(); ++place) {
     const at::Tensor& parameter = parameters_[place];
@@ -193,12 +196,46 @@ void TwoRounds::load(torch::serialize::InputArchive& archive) {
     errors[place] = error->to(parameter.device(), error_dtype(parameter.scalar_type()),
                               /*non_blocking=*/false, /*copy=*/true);
   }
-  const auto set_state = load_state(archive);
+  return errors;
+}
+
+void TwoRounds::set(const Common& common, std::vector<at::Tensor> errors,
+                    const std::function<void()>& set_state) {
   active_.clear();
-  passes_ = passes;
-  loss_scale_ = loss_scale;
+  passes_ = common.passes;
+  loss_scale_ = common.loss_scale;
   errors_ = std::move(errors);
   set_state();
+}
+
+void TwoRounds::load(torch::serialize::InputArchive& archive) {
+  const Common common = read_common(archive);
+  std::vector<at::Tensor> errors = read_errors(archive);
+  const auto set_state = load_state(archive);
+  set(common, std::move(errors), set_state);
+}
+
+void TwoRounds::load_resharded(std::span<torch::serialize::InputArchive> saved) {
+  if (saved.empty()) throw Error(load_component(), "a state of each saved rank", "none");
+  const at::NoGradGuard no_grad;
+  const Common common = read_common(saved.front());
+  // Each rank adds its errors to its gradients, of which the mean is taken. So it is the mean of the
+  // errors that the training still has to make good, whichever ranks have it.
+  std::vector<at::Tensor> errors(parameters_.size());
+  for (torch::serialize::InputArchive& archive : saved) {
+    if (read_common(archive) != common) {
+      throw FileError(load_component(), "ranks with the same numbers of passes and loss scales",
+                      "others", "save between two steps");
+    }
+    const std::vector<at::Tensor> of_rank = read_errors(archive);
+    for (std::size_t place = 0; place < errors.size(); ++place) {
+      if (!of_rank[place].defined()) continue;
+      const at::Tensor part = of_rank[place].div(static_cast<double>(saved.size()));
+      errors[place] = errors[place].defined() ? errors[place].add_(part) : part;
+    }
+  }
+  const auto set_state = load_resharded_state(saved, errors);
+  set(common, std::move(errors), set_state);
 }
 
 FuturePtr future_on(c10::Device device) {

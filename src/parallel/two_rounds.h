@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -78,6 +79,7 @@ class TwoRounds {
   void set_loss_scale(double scale);
   void save(torch::serialize::OutputArchive& archive);
   void load(torch::serialize::InputArchive& archive);
+  void load_resharded(std::span<torch::serialize::InputArchive> saved);
 
  protected:
   virtual std::shared_ptr<Exchange> make_exchange(CompressedBucket bucket) = 0;
@@ -89,12 +91,27 @@ class TwoRounds {
   virtual std::function<void()> load_state(torch::serialize::InputArchive&) {
     return [] {};
   }
+  // The same for the states of all ranks of a run that had another number of them. `errors` are the
+  // means of theirs, to which those may be added that the ranks that there are now cannot have.
+  virtual std::function<void()> load_resharded_state(
+      std::span<torch::serialize::InputArchive> saved, std::vector<at::Tensor>& /*errors*/) {
+    return load_state(saved.front());
+  }
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   std::string load_component() const { return options_.component + ".load"; }
 
  private:
   struct Active;
+  struct Common {  // equal on all ranks
+    std::int64_t passes;
+    double loss_scale;
+    bool operator==(const Common&) const = default;
+  };
+  Common read_common(torch::serialize::InputArchive& archive) const;
+  std::vector<at::Tensor> read_errors(torch::serialize::InputArchive& archive) const;
+  void set(const Common& common, std::vector<at::Tensor> errors,
+           const std::function<void()>& set_state);
   void begin_pass();
   void settle();
   void proceed(const std::shared_ptr<Active>& active, const comm::Group& group);

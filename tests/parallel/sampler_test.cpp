@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <numeric>
 #include <sstream>
 #include <vector>
@@ -70,6 +71,58 @@ void copy_state(const torch::data::samplers::Sampler<>& from,
   torch::serialize::InputArchive in;
   in.load_from(stream);
   to.load(in);
+}
+
+// Of the samplers of all ranks.
+template <typename Sampler>
+std::vector<torch::serialize::InputArchive> states_of(const std::vector<Sampler>& samplers) {
+  std::vector<torch::serialize::InputArchive> states(samplers.size());
+  for (std::size_t rank = 0; rank < samplers.size(); ++rank) {
+    std::stringstream stream;
+    torch::serialize::OutputArchive out;
+    samplers[rank].save(out);
+    out.save_to(stream);
+    states[rank].load_from(stream);
+  }
+  return states;
+}
+
+template <typename Sampler, typename... Options>
+std::vector<Sampler> samplers_of(std::size_t size, int replicas, const Options&... options) {
+  std::vector<Sampler> samplers;
+  for (int rank = 0; rank < replicas; ++rank)
+    samplers.emplace_back(size, replicas, rank, options...);
+  return samplers;
+}
+
+// What all ranks return, in the order of the data set: rank by rank, one index each.
+template <typename Sampler>
+Indices together(std::vector<Sampler>& samplers, std::size_t of_each = SIZE_MAX) {
+  Indices all;
+  for (std::size_t i = 0; i < of_each; ++i) {
+    const std::size_t before = all.size();
+    for (Sampler& sampler : samplers) {
+      if (const auto next = sampler.next(1)) all.push_back(next->front());
+    }
+    if (all.size() == before) break;
+  }
+  return all;
+}
+
+// A pass of which each number of ranks returns some, before another goes on.
+template <typename Sampler, typename... Options>
+Indices resharded_pass(std::size_t size, const std::vector<int>& replicas, std::size_t of_each,
+                       const Options&... options) {
+  auto samplers = samplers_of<Sampler>(size, replicas.front(), options...);
+  Indices all = together(samplers, of_each);
+  for (std::size_t i = 1; i < replicas.size(); ++i) {
+    auto states = states_of(samplers);
+    samplers = samplers_of<Sampler>(size, replicas[i], options...);
+    for (Sampler& sampler : samplers) sampler.load_resharded(states);
+    const Indices more = together(samplers, i + 1 == replicas.size() ? SIZE_MAX : of_each);
+    all.insert(all.end(), more.begin(), more.end());
+  }
+  return all;
 }
 
 TEST(DistributedSampler, RanksShareTheDataSetOnce) {
@@ -184,14 +237,87 @@ TEST(DistributedSampler, GoesOnWhereItWasSaved) {
 }
 
 TEST(DistributedSampler, RefusesAStateThatDoesNotFitAndKeepsItsOwn) {
-  DistributedSampler sampler(100, 1, 0);
-  sampler.next(60);
-  DistributedSampler half(100, 2, 0);
+  DistributedSampler sampler(99, 2, 0);
+  sampler.next(50);
+  DistributedSampler half(100, 2, 0, DistributedSamplerOptions().drop_last(true));
   half.next(7);
   test::expect_error([&] { copy_state(sampler, half); },
-                     {"[parallel.distributed_sampler]", "50 samples", "60"});
+                     {"[parallel.distributed_sampler]", "49 samples", "50"});
   EXPECT_EQ(half.index(), 7U);
   EXPECT_EQ(half.num_samples(), 50U);
+}
+
+TEST(DistributedSampler, GoesOnWithAnotherNumberOfRanks) {
+  const auto options = DistributedSamplerOptions().seed(3);
+  auto alone = samplers_of<DistributedSampler>(96, 1, options);
+  const Indices whole = together(alone);
+  for (const auto& replicas : std::vector<std::vector<int>>{{2, 1}, {1, 5}, {4, 3}, {3, 2, 4, 1}})
+    EXPECT_EQ(resharded_pass<DistributedSampler>(96, replicas, 6, options), whole);
+}
+
+TEST(DistributedSampler, PadsOrDropsInTheRestOfAReshardedPass) {
+  const auto in_order = DistributedSamplerOptions().shuffle(false);
+  // 10 samples, of which 2 ranks return 6. The rest on 3 ranks: 6 7 8, 9 and two that repeat.
+  EXPECT_EQ(resharded_pass<DistributedSampler>(10, {2, 3}, 3, in_order),
+            (Indices{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1}));
+  EXPECT_EQ(resharded_pass<DistributedSampler>(
+                10, {2, 3}, 3, DistributedSamplerOptions().shuffle(false).drop_last(true)),
+            (Indices{0, 1, 2, 3, 4, 5, 6, 7, 8}));
+}
+
+TEST(DistributedSampler, HasNothingLeftAfterAPassOfAnotherNumberOfRanks) {
+  for (const bool drop_last : {false, true}) {
+    const auto options = DistributedSamplerOptions().drop_last(drop_last);
+    auto saved = samplers_of<DistributedSampler>(11, 4, options);
+    together(saved);
+    auto states = states_of(saved);
+    auto samplers = samplers_of<DistributedSampler>(11, 2, options);
+    for (DistributedSampler& sampler : samplers) sampler.load_resharded(states);
+    EXPECT_EQ(together(samplers), Indices{});
+    for (DistributedSampler& sampler : samplers) {
+      sampler.set_epoch(1);
+      sampler.reset();
+    }
+    EXPECT_EQ(together(samplers).size(), drop_last ? 10U : 12U);
+  }
+}
+
+TEST(DistributedSampler, SavesTheRestOfAReshardedPass) {
+  auto saved = samplers_of<DistributedSampler>(100, 3);
+  for (DistributedSampler& sampler : saved) sampler.set_epoch(5);
+  for (DistributedSampler& sampler : saved) sampler.reset();
+  together(saved, 7);
+  auto states = states_of(saved);
+  DistributedSampler resharded(10, 2, 1);
+  resharded.load_resharded(states);
+  EXPECT_EQ(resharded.epoch(), 5U);
+  resharded.next(9);
+  DistributedSampler loaded(10, 2, 1);
+  copy_state(resharded, loaded);
+  EXPECT_EQ(loaded.index(), 9U);
+  const Indices rest = rest_of(loaded);
+  EXPECT_EQ(rest.size(), 31U);  // of 79 on two ranks: 40, of which 9 are returned
+  EXPECT_EQ(rest, rest_of(resharded));
+}
+
+TEST(DistributedSampler, RefusesStatesThatAreNotOfOneMoment) {
+  auto saved = samplers_of<DistributedSampler>(20, 2);
+  saved[0].next(4);
+  saved[1].next(2);
+  DistributedSampler alone(20, 1, 0);
+  alone.next(3);
+  const auto load = [&] {
+    auto states = states_of(saved);
+    alone.load_resharded(states);
+  };
+  test::expect_error(load, {"[parallel.distributed_sampler]", "equally many", "got 4, 2"});
+  saved[1].next(2);
+  saved[1].set_epoch(2);
+  test::expect_error(load, {"the same pass", "epoch 2 of 20 on rank 1"});
+  saved.pop_back();
+  test::expect_error(load, {"the states of all 2 ranks", "got 1"});
+  test::expect_error([&] { copy_state(saved[0], alone); }, {"one of 2", "load_resharded"});
+  EXPECT_EQ(alone.index(), 3U);
 }
 
 TEST(DistributedSampler, RefusesRanksThatDoNotExist) {
@@ -245,8 +371,18 @@ TEST(EvaluationSampler, GoesOnWhereItWasSaved) {
   EvaluationSampler small(100, 10, 1);
   EvaluationSampler far(100, 3, 1);
   far.next(20);
-  test::expect_error([&] { copy_state(far, small); }, {"[parallel.evaluation_sampler]", "20"});
+  test::expect_error([&] { copy_state(far, small); },
+                     {"[parallel.evaluation_sampler]", "of 10 ranks", "3"});
   EXPECT_EQ(small.index(), 0U);
+}
+
+TEST(EvaluationSampler, GoesOnWithAnotherNumberOfRanks) {
+  for (const std::size_t size : {0U, 5U, 60U, 61U}) {
+    for (const std::size_t of_each : {0U, 2U, 19U, 40U}) {
+      for (const auto& replicas : std::vector<std::vector<int>>{{2, 1}, {1, 4}, {4, 3}, {3, 2, 7}})
+        EXPECT_EQ(resharded_pass<EvaluationSampler>(size, replicas, of_each), first(size));
+    }
+  }
 }
 
 TEST(EvaluationSampler, RefusesRanksThatDoNotExist) {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace semitone::parallel {
@@ -82,6 +83,10 @@ class PowerSGDHook final : public CommHook {
   /// FileError if the parameters have other shapes, and then changes nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
+
+  /// Loads the states of all ranks of a run that had another number of them. Each rank gets the mean
+  /// of their errors. Checkpoint::resume calls it.
+  void load_resharded(std::span<torch::serialize::InputArchive> saved);
 
  private:
   class Impl;

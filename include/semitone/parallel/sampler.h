@@ -2,11 +2,13 @@
 
 #include <torch/arg.h>
 #include <torch/data/samplers/base.h>
+#include <torch/serialize/archive.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 /// Training on several processes or devices: how data are divided among them, and what they
@@ -66,22 +68,36 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
 
   /// Saves the epoch, the size of the data set and the position in this pass. load() rebuilds the
   /// order from this sampler's own options. Error if the saved position is not in this rank's
-  /// share.
+  /// share, or if the saved sampler had another number of ranks.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
+  /// Loads a pass that another number of ranks has begun: the indices that they have not returned
+  /// are divided among the ranks that there are now, so that no index is lost or repeated but by
+  /// padding. The passes after the next reset are as usual. Checkpoint::resume calls it.
+  /// @param saved  what each rank of the saved run has saved, in the order of their numbers. Error
+  ///               unless they have the same epoch and size, and have returned equally many indices
+  void load_resharded(std::span<torch::serialize::InputArchive> saved);
+
   /// The number of indices that each rank gets in a pass: size / num_replicas, rounded up, or
-  /// rounded down with drop_last.
-  std::size_t num_samples() const;
-  /// The number of indices already returned in this pass.
+  /// rounded down with drop_last. There are fewer in the rest of a resharded pass.
+  std::size_t num_samples() const { return share_from(0); }
+  /// The number of indices already returned in this pass, or in the rest of a resharded one.
   std::size_t index() const { return index_; }
 
  private:
+  // Of the entries of the order from this one on.
+  std::size_t share_from(std::size_t first) const;
+  void divide_from(std::size_t first);
+  // Error, with nothing changed, if this rank's share has no such index.
+  void set_position(std::size_t epoch, std::size_t size, std::size_t first, std::size_t index);
+
   std::size_t size_;
   std::size_t num_replicas_;
   std::size_t rank_;
   DistributedSamplerOptions options_;
   std::shared_ptr<std::size_t> epoch_;
+  std::size_t first_ = 0;             // what other numbers of ranks have returned in this pass
   std::vector<std::size_t> indices_;  // this rank's, in the order of this pass
   std::size_t index_ = 0;
 };
@@ -103,19 +119,27 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
 
   /// Saves the size of the data set and the position. load() throws Error if the saved position is
-  /// not in this rank's share.
+  /// not in this rank's share, or if the saved sampler had another number of ranks.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// The number of indices of this rank.
-  std::size_t num_samples() const;
-  /// The number of indices already returned.
+  /// As DistributedSampler::load_resharded. Ranks that have returned all of their indices may differ
+  /// by one.
+  void load_resharded(std::span<torch::serialize::InputArchive> saved);
+
+  /// The number of indices of this rank in a pass.
+  std::size_t num_samples() const { return share_from(0); }
+  /// The number of indices already returned in this pass, or in the rest of a resharded one.
   std::size_t index() const { return index_; }
 
  private:
+  // Of the indices from this one on.
+  std::size_t share_from(std::size_t first) const;
+
   std::size_t size_;
   std::size_t num_replicas_;
   std::size_t rank_;
+  std::size_t first_ = 0;  // what other numbers of ranks have returned in this pass
   std::size_t index_ = 0;
 };
 
