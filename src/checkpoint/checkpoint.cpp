@@ -133,10 +133,11 @@ Checkpoint& Checkpoint::add(const std::string& name, amp::MixedPrecision& mixed)
 Checkpoint& Checkpoint::add(const std::string& name, std::string& value, PerRank per_rank) {
   impl_->add(state_entry(
       name, "string",
-      [&value](OutputArchive& archive) { archive.write(kValue, c10::IValue(value)); },
-      [&value](InputArchive& archive) {
-        value = read_value<std::string>(archive, kValue, "checkpoint.resume");
-      },
+      {.save = [&value](OutputArchive& archive) { archive.write(kValue, c10::IValue(value)); },
+       .load =
+           [&value](InputArchive& archive) {
+             value = read_value<std::string>(archive, kValue, "checkpoint.resume");
+           }},
       per_rank));
   return *this;
 }
@@ -170,8 +171,9 @@ Checkpoint& Checkpoint::add_gradient_order(
 }
 
 Checkpoint& Checkpoint::add_state(const std::string& name, SaveState save, LoadState load,
-                                  PerRank per_rank) {
-  impl_->add(state_entry(name, "state", std::move(save), std::move(load), per_rank));
+                                  LoadResharded load_resharded, PerRank per_rank) {
+  impl_->add(state_entry(name, "state",
+                         {std::move(save), std::move(load), std::move(load_resharded)}, per_rank));
   return *this;
 }
 
@@ -190,7 +192,7 @@ Checkpoint& Checkpoint::add_integer(const std::string& name, std::function<std::
   const auto save = [get = std::move(get)](OutputArchive& archive) {
     archive.write(kValue, c10::IValue(get()));
   };
-  impl_->add(state_entry(name, "integer", save, load, per_rank));
+  impl_->add(state_entry(name, "integer", {.save = save, .load = load}, per_rank));
   return *this;
 }
 
@@ -198,10 +200,12 @@ Checkpoint& Checkpoint::add_real(const std::string& name, std::function<double()
                                  std::function<void(double)> set, PerRank per_rank) {
   impl_->add(state_entry(
       name, "real",
-      [get = std::move(get)](OutputArchive& archive) { archive.write(kValue, c10::IValue(get())); },
-      [set = std::move(set)](InputArchive& archive) {
-        set(read_value<double>(archive, kValue, "checkpoint.resume"));
-      },
+      {.save = [get = std::move(get)](
+                   OutputArchive& archive) { archive.write(kValue, c10::IValue(get())); },
+       .load =
+           [set = std::move(set)](InputArchive& archive) {
+             set(read_value<double>(archive, kValue, "checkpoint.resume"));
+           }},
       per_rank));
   return *this;
 }

@@ -16,26 +16,30 @@ using torch::serialize::OutputArchive;
 
 class StateEntry final : public Entry {
  public:
-  StateEntry(std::string name, std::string kind, std::function<void(OutputArchive&)> save,
-             std::function<void(InputArchive&)> load, PerRank per_rank)
-      : Entry(std::move(name), std::move(kind), per_rank),
-        save_(std::move(save)),
-        load_(std::move(load)) {}
+  StateEntry(std::string name, std::string kind, StateFunctions functions, PerRank per_rank)
+      : Entry(std::move(name), std::move(kind), per_rank), functions_(std::move(functions)) {}
 
   void save(FileRecord&, const UseArchive& use) override {
     OutputArchive archive;
-    save_(archive);
+    functions_.save(archive);
     use_content(archive, use);
   }
 
   void read(const Source& source, const FileRecord&) override {
     InputArchive archive = source.archive();
-    load_(archive);
+    functions_.load(archive);
+  }
+
+  bool can_be_resharded() const override { return functions_.load_resharded != nullptr; }
+
+  void read_resharded(const std::vector<Source>& of_ranks) override {
+    std::vector<InputArchive> archives;
+    for (const Source& source : of_ranks) archives.push_back(source.archive());
+    functions_.load_resharded(archives);
   }
 
  private:
-  std::function<void(OutputArchive&)> save_;
-  std::function<void(InputArchive&)> load_;
+  StateFunctions functions_;
 };
 
 class GeneratorsEntry final : public Entry {
@@ -106,11 +110,10 @@ Entry::Undo Entry::set_aside() {
   return [this, bytes, record] { read(Source(bytes), *record); };
 }
 
-std::unique_ptr<Entry> state_entry(std::string name, std::string kind,
-                                   std::function<void(OutputArchive&)> save,
-                                   std::function<void(InputArchive&)> load, PerRank per_rank) {
-  return std::make_unique<StateEntry>(std::move(name), std::move(kind), std::move(save),
-                                      std::move(load), per_rank);
+std::unique_ptr<Entry> state_entry(std::string name, std::string kind, StateFunctions functions,
+                                   PerRank per_rank) {
+  return std::make_unique<StateEntry>(std::move(name), std::move(kind), std::move(functions),
+                                      per_rank);
 }
 
 std::unique_ptr<Entry> generators_entry(std::string name, std::string kind,

@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
@@ -76,6 +77,10 @@ class Entry {
   virtual void require_fits(const FileRecord&, const std::string& /*path*/) const {}
   // Loads what save() saved.
   virtual void read(const Source& source, const FileRecord& record) = 0;
+  // Whether an entry of single ranks can be loaded with another number of ranks.
+  virtual bool can_be_resharded() const { return false; }
+  // Loads what each rank of the saved run saved.
+  virtual void read_resharded(const std::vector<Source>& /*of_ranks*/) {}
   // Does what must wait until all ranks have read all entries. Collective.
   virtual void after_reading() {}
   // What was not restored, for a warning; usually empty.
@@ -115,10 +120,14 @@ std::unique_ptr<Entry> gradient_order_entry(
     std::string name, std::function<std::optional<parallel::GradientOrder>()> get,
     std::function<void(const std::optional<parallel::GradientOrder>&)> set);
 
-// An object with functions that save and load it.
-std::unique_ptr<Entry> state_entry(std::string name, std::string kind,
-                                   std::function<void(torch::serialize::OutputArchive&)> save,
-                                   std::function<void(torch::serialize::InputArchive&)> load,
+// Functions that save and load an object.
+struct StateFunctions {
+  std::function<void(torch::serialize::OutputArchive&)> save;
+  std::function<void(torch::serialize::InputArchive&)> load;
+  // From what each rank of a run of another number of ranks has saved; empty if that cannot be.
+  std::function<void(std::span<torch::serialize::InputArchive>)> load_resharded = {};
+};
+std::unique_ptr<Entry> state_entry(std::string name, std::string kind, StateFunctions functions,
                                    PerRank per_rank);
 
 // Generators by names. The functions are called at each use. If `optional`, ranks and devices that

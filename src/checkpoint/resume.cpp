@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <filesystem>
 #include <functional>
 #include <sstream>
 #include <string>
@@ -20,6 +21,8 @@
 
 namespace semitone::checkpoint {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr auto kResume = "checkpoint.resume";
 
@@ -51,15 +54,6 @@ std::string first_of(const std::vector<std::string>& messages) {
   return found == messages.end() ? std::string() : *found;
 }
 
-void read(Entry& entry, const std::filesystem::path& path, const FileRecord& record) {
-  try {
-    entry.read(Source(path), record);
-  } catch (const c10::Error& error) {
-    throw FileError(kResume, fmt::format("a state for '{}' in '{}'", entry.name(), path.string()),
-                    message_of(error), "was it saved from the same kind of object?");
-  }
-}
-
 // An undo that fails does not prevent the others.
 void try_to(const Entry::Undo& put_back) {
   try {
@@ -87,8 +81,20 @@ Manifest Checkpoint::Impl::verify(std::int64_t step) const {
   return manifest;
 }
 
-const FileRecord* Checkpoint::Impl::record_of(const Entry& entry, const Manifest& manifest) const {
-  return manifest.find(entry.name(), rank_of(entry));
+bool Checkpoint::Impl::is_resharded(const Entry& entry, const Manifest& manifest) const {
+  return entry.is_per_rank() && entry.can_be_resharded() &&
+         manifest.world_size != options.group().size();
+}
+
+std::vector<const FileRecord*> Checkpoint::Impl::records_of(const Entry& entry,
+                                                            const Manifest& manifest) const {
+  if (!is_resharded(entry, manifest)) return {manifest.find(entry.name(), rank_of(entry))};
+  std::vector<const FileRecord*> records;
+  for (int rank = 0; rank < manifest.world_size; ++rank) {
+    records.push_back(manifest.find(entry.name(), rank));
+    if (records.back() == nullptr) break;  // whatever number a manifest claims
+  }
+  return records;
 }
 
 void Checkpoint::Impl::require_same_settings(const Manifest& manifest) const {
@@ -114,21 +120,24 @@ void Checkpoint::Impl::require_fits(const Manifest& manifest) const {
   const std::string path = complete_path(directory, manifest.step).string();
   const bool same_ranks = manifest.world_size == options.group().size();
   for (const auto& entry : entries) {
-    if (!same_ranks && entry->is_per_rank() && !entry->may_be_missing()) {
+    if (!same_ranks && entry->is_per_rank() && !entry->may_be_missing() &&
+        !entry->can_be_resharded()) {
       throw FileError(kResume,
                       fmt::format("{} ranks in '{}', since each rank has its own '{}'",
                                   options.group().size(), path, entry->name()),
                       std::to_string(manifest.world_size),
                       "resume with the number of ranks of the saved run");
     }
-    const FileRecord* const record = record_of(*entry, manifest);
-    if (record == nullptr && entry->may_be_missing()) continue;
-    if (record == nullptr || record->kind != entry->kind()) {
-      throw FileError(kResume, fmt::format("'{}' ({}) in '{}'", entry->name(), entry->kind(), path),
-                      record == nullptr ? "none" : record->kind,
-                      "add() the objects of the saved run, under the same names");
+    for (const FileRecord* const record : records_of(*entry, manifest)) {
+      if (record == nullptr && entry->may_be_missing()) continue;
+      if (record == nullptr || record->kind != entry->kind()) {
+        throw FileError(kResume,
+                        fmt::format("'{}' ({}) in '{}'", entry->name(), entry->kind(), path),
+                        record == nullptr ? "none" : record->kind,
+                        "add() the objects of the saved run, under the same names");
+      }
+      entry->require_fits(*record, path + "/" + file_name(record->name, record->rank));
     }
-    entry->require_fits(*record, path + "/" + file_name(record->name, record->rank));
   }
   for (const FileRecord& record : manifest.files) {
     const bool is_known = std::any_of(entries.begin(), entries.end(), [&](const auto& entry) {
@@ -141,25 +150,42 @@ void Checkpoint::Impl::require_fits(const Manifest& manifest) const {
   }
 }
 
+void Checkpoint::Impl::read(Entry& entry, const std::vector<const FileRecord*>& records,
+                            const Manifest& manifest) const {
+  const auto folder = complete_path(directory, manifest.step);
+  std::vector<fs::path> paths;
+  for (const FileRecord* const record : records) {
+    if (record != nullptr) paths.push_back(folder / file_name(record->name, record->rank));
+  }
+  if (paths.empty()) return;
+  try {
+    if (is_resharded(entry, manifest)) {
+      entry.read_resharded({paths.begin(), paths.end()});
+    } else {
+      entry.read(Source(paths.front()), *records.front());
+    }
+  } catch (const c10::Error& error) {
+    throw FileError(kResume,
+                    fmt::format("a state for '{}' in '{}'", entry.name(), paths.front().string()),
+                    message_of(error), "was it saved from the same kind of object?");
+  }
+}
+
 void Checkpoint::Impl::load(const Manifest& manifest) {
-  const auto path = complete_path(directory, manifest.step);
   std::vector<Entry::Undo> undo;
   try {
     on_all_ranks(options.group(), kResume, [&] {
       // In the reverse order: what reads an optimizer's state comes before the optimizer.
       for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry)
         undo.insert(undo.begin(), (*entry)->set_aside());
-      for (const auto& entry : entries) {
-        const FileRecord* const record = record_of(*entry, manifest);
-        if (record != nullptr) read(*entry, path / file_name(record->name, record->rank), *record);
-      }
+      for (const auto& entry : entries) read(*entry, records_of(*entry, manifest), manifest);
     });
   } catch (...) {
     for (const Entry::Undo& put_back : undo) try_to(put_back);
     throw;
   }
   for (const auto& entry : entries) {
-    const FileRecord* const record = record_of(*entry, manifest);
+    const FileRecord* const record = records_of(*entry, manifest).front();
     if (record == nullptr) continue;
     entry->after_reading();
     const std::string lost = entry->not_restored(*record);

@@ -17,6 +17,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -163,6 +165,97 @@ TEST(CheckpointOfRanks, OfAnotherNumberOfRanksRestoresWhatIsEqualOnAll) {
                   AllOf(HasSubstr("1 ranks"), HasSubstr("'own'"), HasSubstr("got 2")));
     }
     group.barrier();
+  });
+}
+
+// A sum over the samples of a rank, of which rank 0 gets all if the number of ranks changes.
+struct Sum {
+  double value = 0;
+  bool is_first = true;
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("value", c10::IValue(value));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue loaded;
+    archive.read("value", loaded);
+    value = loaded.toDouble();
+  }
+  void load_resharded(std::span<torch::serialize::InputArchive> saved) {
+    double sum = 0;
+    for (torch::serialize::InputArchive& archive : saved) {
+      load(archive);
+      if (is_first) sum += value;
+    }
+    value = sum;
+  }
+};
+
+// A run that sums up the samples of a pass.
+struct Summing {
+  Summing(const fs::path& folder, const comm::Group& group)
+      : sampler(30, group.size(), group.rank(), parallel::DistributedSamplerOptions().seed(1)),
+        sum{0, group.rank() == 0},
+        checkpoint(folder, options_of(group)) {
+    checkpoint.add("sampler", sampler).add("sum", sum, PerRank::yes);
+  }
+  void take(std::size_t batch_size) {
+    const std::optional<std::vector<std::size_t>> indices = sampler.next(batch_size);
+    for (const std::size_t index : indices.value()) sum.value += static_cast<double>(index);
+  }
+  parallel::DistributedSampler sampler;
+  Sum sum;
+  Checkpoint checkpoint;
+};
+
+TEST(CheckpointOfRanks, IsResumedByAnotherNumberOfRanksWithinAPass) {
+  run_ranks(3, [](Rank& rank) {
+    const auto group = comm::init();
+    const fs::path folder = rank.folder() / "run";
+    Summing run(folder, group);
+    run.take(4);
+    run.checkpoint.save(1);
+    if (rank.number() == 0) {
+      Summing alone(folder, group.split(1));
+      EXPECT_EQ(alone.checkpoint.resume(), 1);
+      alone.take(6);
+      alone.checkpoint.save(2);
+    } else {
+      group.split(1);
+    }
+    group.barrier();
+    // And the other way round: three go on with what one has saved.
+    EXPECT_EQ(run.checkpoint.resume(), 2);
+    run.take(4);
+    EXPECT_EQ(run.sampler.next(1), std::nullopt);
+    at::Tensor sum = torch::tensor(run.sum.value, torch::kDouble);
+    group.all_reduce(sum);
+    EXPECT_EQ(sum.item<double>(), 29 * 30 / 2);
+  });
+}
+
+TEST(CheckpointOfRanks, OfAnotherNumberOfRanksIsWholeOrRefused) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    const fs::path folder = rank.folder() / "run";
+    Summing run(folder, group);
+    run.checkpoint.save(1);
+    run.take(rank.number() == 0 ? 3 : 4);
+    run.checkpoint.save(2);
+    run.checkpoint.wait();
+    if (rank.number() == 0) {
+      Summing alone(folder, group.split(1));
+      alone.sum.value = 5;
+      EXPECT_THAT(message_of<Error>([&] { alone.checkpoint.resume(); }),
+                  AllOf(HasSubstr("equally many"), HasSubstr("got 3, 4")));
+      EXPECT_EQ(alone.sum.value, 5);
+      semitone::test::write_text(run.checkpoint.path_of(2) / "sampler.rank1.pt", "damaged");
+      const CapturedLog log;
+      EXPECT_EQ(alone.checkpoint.resume(), 1);
+      EXPECT_THAT(log.text(), HasSubstr("sampler.rank1.pt"));
+      EXPECT_EQ(alone.sum.value, 0);
+    } else {
+      group.split(1);
+    }
   });
 }
 

@@ -19,8 +19,10 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace semitone::amp {
@@ -44,6 +46,17 @@ concept Savable =
              torch::serialize::InputArchive& in) {
       saved.save(out);
       loaded.load(in);
+    };
+
+/// A class whose states of all ranks can be loaded with another number of ranks: DistributedSampler,
+/// EvaluationSampler, the compressing hooks of DistributedDataParallel, classes of the program.
+/// load_resharded() gets what save() wrote on each rank of the saved run, in the order of their
+/// numbers, and is called on each rank that there is now. It should throw, with nothing changed, if
+/// an archive does not fit.
+template <typename T>
+concept Reshardable =
+    Savable<T> && requires(T& loaded, std::span<torch::serialize::InputArchive> saved) {
+      loaded.load_resharded(saved);
     };
 
 /// A DistributedDataParallel: a class with a parallel::GradientOrder.
@@ -121,12 +134,19 @@ class Checkpoint {
   }
 
   /// Adds any other object with save() and load(). Samplers of indices differ between ranks, and are
-  /// saved by each of them.
+  /// saved by each of them. Those with load_resharded() can be resumed with any number of ranks.
   template <Savable T>
   Checkpoint& add(const std::string& name, T& object, PerRank per_rank = default_of<T>()) {
+    LoadResharded load_resharded;
+    if constexpr (Reshardable<T>) {
+      load_resharded = [&object](std::span<torch::serialize::InputArchive> saved) {
+        object.load_resharded(saved);
+      };
+    }
     return add_state(
         name, [&object](torch::serialize::OutputArchive& archive) { object.save(archive); },
-        [&object](torch::serialize::InputArchive& archive) { object.load(archive); }, per_rank);
+        [&object](torch::serialize::InputArchive& archive) { object.load(archive); },
+        std::move(load_resharded), per_rank);
   }
 
   /// Adds a number. FileError when resuming if a saved integer is outside the range of T.
@@ -226,8 +246,9 @@ class Checkpoint {
   /// except that of optimizers, until it returns.
   ///
   /// Collective. Each rank loads the common entries and its own. With another number of ranks
-  /// than the saved one, entries with PerRank::yes are an Error, and ranks that the saved run did
-  /// not have keep the states of their default generators.
+  /// than the saved one, a Reshardable entry with PerRank::yes is loaded from those of all ranks.
+  /// Other entries with PerRank::yes are a FileError then, and ranks that the saved run did not have
+  /// keep the states of their default generators.
   std::optional<std::int64_t> resume();
 
   /// Loads the checkpoint of this step, whether it is the newest or not, into the objects that were
@@ -260,6 +281,7 @@ class Checkpoint {
  private:
   using SaveState = std::function<void(torch::serialize::OutputArchive&)>;
   using LoadState = std::function<void(torch::serialize::InputArchive&)>;
+  using LoadResharded = std::function<void(std::span<torch::serialize::InputArchive>)>;
 
   // The values of an integral type. Those of 64 bits are saved bit by bit.
   struct Limits {
@@ -287,7 +309,8 @@ class Checkpoint {
   Checkpoint& add_gradient_order(
       const std::string& name, std::function<std::optional<parallel::GradientOrder>()> get,
       std::function<void(const std::optional<parallel::GradientOrder>&)> set);
-  Checkpoint& add_state(const std::string& name, SaveState save, LoadState load, PerRank per_rank);
+  Checkpoint& add_state(const std::string& name, SaveState save, LoadState load,
+                        LoadResharded load_resharded, PerRank per_rank);
   Checkpoint& add_integer(const std::string& name, std::function<std::int64_t()> get,
                           std::function<void(std::int64_t)> set, const Limits& limits,
                           PerRank per_rank);
