@@ -9,6 +9,7 @@
 #include "semitone/core/version.h"
 #include "src/train/device.h"
 #include "src/train/models.h"
+#include "src/train/step_floor.h"
 #include "src/train/workload.h"
 
 #include <ATen/Parallel.h>
@@ -19,6 +20,7 @@
 #include <algorithm>
 #include <charconv>
 #include <iostream>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,6 +29,7 @@ namespace semitone::cli {
 namespace {
 
 using nlohmann::ordered_json;
+using train::StepFloor;
 using train::TensorMemory;
 using train::Workload;
 
@@ -53,9 +56,21 @@ ordered_json json_of(const TensorMemory& memory) {
           {"rest", megabytes(memory.rest())}};
 }
 
+ordered_json json_of(const StepFloor& floor) {
+  ordered_json products = ordered_json::array();
+  for (const auto& product : floor.products) {
+    products.push_back(
+        {{"name", product.name}, {"calls", product.calls}, {"seconds", product.seconds}});
+  }
+  return {{"seconds", floor.seconds()},
+          {"attention_seconds", floor.attention_seconds},
+          {"step_seconds", floor.step_seconds},
+          {"products", products}};
+}
+
 // @param seconds  of each step, or of each step of a group on average
 std::string json_of(const BenchFlags& flags, const Workload& workload,
-                    const std::vector<double>& seconds) {
+                    const std::vector<double>& seconds, const std::optional<StepFloor>& floor) {
   const auto& options = workload.options();
   const auto& check = workload.check();
   ordered_json object{
@@ -91,6 +106,7 @@ std::string json_of(const BenchFlags& flags, const Workload& workload,
     object["median_step_seconds"] = median(seconds);
     object["items_per_second"] = static_cast<double>(workload.items()) / median(seconds);
   }
+  if (floor.has_value()) object["floor"] = json_of(*floor);
   return object.dump(2);
 }
 
@@ -136,6 +152,21 @@ void print_times(std::ostream& out, const Workload& workload, const std::vector<
                    1e3 * *std::min_element(seconds.begin(), seconds.end()), 1e3 * typical,
                    seconds.size(), static_cast<double>(workload.items()) / typical,
                    name_of_items(workload)));
+}
+
+void print_floor(std::ostream& out, const StepFloor& floor) {
+  constexpr std::size_t kShown = 8;
+  line(out, "floor",
+       fmt::format("products and convolutions alone {:.3f} ms, {:.3f} of them in attention; the "
+                   "step {:.3f} ms, {:.2f} "
+                   "times as long",
+                   1e3 * floor.seconds(), 1e3 * floor.attention_seconds, 1e3 * floor.step_seconds,
+                   floor.step_seconds / floor.seconds()));
+  for (std::size_t i = 0; i < std::min(kShown, floor.products.size()); ++i) {
+    const auto& product = floor.products[i];
+    line(out, "",
+         fmt::format("{:>3} x {:8.3f} ms  {}", product.calls, 1e3 * product.seconds, product.name));
+  }
 }
 
 // The number of "step N"; 0 if the line is something else.
@@ -200,7 +231,10 @@ int run(const CLI::App& command, const BenchFlags& flags) {
   const auto seconds =
       flags.steps_from_stdin ? run_as_asked(workload) : run_rounds(workload, flags.rounds);
   if (!seconds.empty()) print_times(out, workload, seconds);
-  write_json(flags.json, flags.json.empty() ? "" : json_of(flags, workload, seconds));
+  std::optional<StepFloor> floor;
+  if (flags.floor) floor = train::measure_floor(workload, flags.rounds);
+  if (floor.has_value()) print_floor(out, *floor);
+  write_json(flags.json, flags.json.empty() ? "" : json_of(flags, workload, seconds, floor));
   return kSuccess;
 }
 

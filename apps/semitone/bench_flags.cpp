@@ -32,6 +32,9 @@ constexpr auto kBenchFooter =
     R"(Before anything is timed, the first losses must match float32's within a tolerance, which is printed.
 images/s and tokens/s are those of the median step; a MB is 2^20 bytes.
 
+--floor sums up what the step's matrix products and convolutions take when each runs alone in a loop.
+A step cannot be faster with the same kernels for them. Times are minima over --rounds.
+
 With --steps-from-stdin the program prints "ready" after the warm-up, and runs N steps for each line
 "step N" on standard input. It answers with a line of JSON that contains the seconds. This lets
 benchmarks/compare.py interleave programs that it compares.
@@ -41,6 +44,7 @@ Examples:
   semitone bench resnet50 --opt-level O2 --optimizer torch --json resnet50.json
   semitone bench encoder --layers 1 --width 64 --heads 4 --vocabulary 500 --length 16
   semitone bench decoder --length 1024 --batch-size 2
+  semitone bench resnet50 --opt-level O2 --floor
   echo step 10 | semitone bench mnist --steps-from-stdin
 
 )";
@@ -124,6 +128,8 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.integer("--seed", flags->seed, 0, 1'000'000'000, "Random seed of weights, data and dropout");
   add.integer("--threads", flags->threads, 0, 1024,
               "Threads of the process, at most the number of cores; 0: LibTorch's choice");
+  add.mark("--floor", flags->floor,
+           "Also time the step's matrix products and convolutions alone (on a CPU)");
   add.mark("--steps-from-stdin", flags->steps_from_stdin,
            "Run the steps that standard input requests, see below");
   add.json(flags->json);
@@ -147,7 +153,10 @@ void check(const BenchFlags& flags, const CLI::App& command) {
     refuse("--memory-format", workloads_with(true), flags.workload);
   }
   if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
+  if (flags.floor && train::find_device(flags.device).type() != c10::DeviceType::CPU)
+    throw UsageError(kBench, "--floor on a CPU only", "--device " + flags.device);
   if (flags.steps_from_stdin) {
+    if (flags.floor) throw UsageError(kBench, "--floor or --steps-from-stdin", "both");
     if (command.count("--rounds") > 0)
       throw UsageError(kBench, "--rounds or --steps-from-stdin", "both");
     if (flags.json == "-") {

@@ -75,6 +75,19 @@ TEST(BenchCommand, SaysWhatItMeasures) {
               AllOf(HasSubstr("16 tokens in bfloat16\n"), HasSubstr(" tokens/s")));
 }
 
+TEST(BenchCommand, ComparesAStepWithItsProducts) {
+  const ProcessResult finished = run(encoder({"--floor", "--rounds", "2", "--json", "-"}));
+  ASSERT_TRUE(finished.status.success()) << finished.err;
+  EXPECT_THAT(finished.err, HasSubstr("products and convolutions alone "));
+  const json floor = json::parse(finished.out).at("floor");
+  double sum = floor.at("attention_seconds");
+  for (const json& product : floor.at("products"))
+    sum += product.at("calls").get<double>() * product.at("seconds").get<double>();
+  EXPECT_NEAR(floor.at("seconds"), sum, 1e-9);
+  EXPECT_GT(floor.at("step_seconds"), 0);
+  EXPECT_FALSE(floor.at("products").empty());
+}
+
 TEST(BenchCommand, WritesJson) {
   for (const char* level : {"O0", "O1", "O2", "O3"}) {
     const ProcessResult finished =
@@ -252,6 +265,8 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
        "expected --memory-format with mnist or resnet50 only, got encoder"},
       {{"mnist", "--opt-level", "O2", "--policy", "torch"},
        "expected --policy with --opt-level O1 only, got O2"},
+      {{"mnist", "--steps-from-stdin", "--floor"},
+       "expected --floor or --steps-from-stdin, got both"},
       {{"mnist", "--steps-from-stdin", "--rounds", "3"},
        "expected --rounds or --steps-from-stdin, got both"},
       {{"mnist", "--steps-from-stdin", "--json"},
