@@ -3,6 +3,7 @@
 
     compare.py [WORKLOAD ...] [flags] [-- flags of semitone bench for sizes, for all contenders: --batch-size 4 …]
     compare.py WORKLOAD --sweep batch-size=1,8,32 length=128,512 [flags] [-- …]
+    compare.py WORKLOAD --contenders 'semitone O2,semitone O2 without gelu,semitone O2 without all'
 
 Starts each contender as a process that checks itself and warms up, then asks one after the other for a few steps, round after round,
 each round beginning with another one. Meanwhile the others wait for their standard input and compute nothing. Prints a table that begins
@@ -38,6 +39,9 @@ PADDLE = {"paddle fp32": ["--mode", "fp32"]}
 CPU_ONLY = {**IPEX, **PADDLE}
 DEFAULT_CONTENDERS = ["semitone O0", "semitone O1", "semitone O2", "pytorch fp32", "pytorch bf16", "pytorch pure-bf16", "pytorch compile",
                       "pytorch max-autotune", *IPEX, *PADDLE]
+
+
+WITHOUT = " without "  # "semitone O2 without gelu+layer_norm": with Semitone's kernels for these turned off
 
 
 class Failed(Exception):
@@ -88,9 +92,21 @@ class Contender:
         self.log.close()
 
 
+def is_known(name, options):
+    if WITHOUT in name:
+        return name.split(WITHOUT)[0] in OURS
+    return name in {**OURS, **TORCH, **CPU_ONLY, **(BASELINE if options.baseline else {})}
+
+
+def is_semitone(name):
+    """Semitone in any form; not in OURS: one to compare with."""
+    return name in OURS or name in BASELINE or WITHOUT in name
+
+
 def program_of(name, options):
-    if name in OURS:
-        return [options.program, "bench"], OURS[name]
+    level, _, kernels = name.partition(WITHOUT)
+    if level in OURS:
+        return [options.program, "bench"], [*OURS[level], *(["--without-kernels", kernels.replace("+", ",")] if kernels else [])]
     if name in BASELINE:
         return [options.baseline, "bench"], BASELINE[name]
     if name in TORCH:
@@ -113,7 +129,7 @@ def start(workload, options, sizes, stem, folder, reports):
     contenders, failures = [], {}
     for name in options.contenders:
         program, flags = program_of(name, options)
-        if name in OURS or name in BASELINE:
+        if is_semitone(name):
             flags = [*flags, *options.ours.split(), "--steps-from-stdin"]
         if options.device != "cpu":
             flags = [*flags, "--device", options.device]
@@ -147,8 +163,8 @@ def ratios(mine, other):
 
 
 def best_peer(contenders):
-    """The name of the peer with the least median; None where there is none. Another build of the program is no peer."""
-    peers = [name for name in contenders if name not in OURS and name not in BASELINE]
+    """The name of the peer with the least median; None where there is none. Another build of Semitone is no peer."""
+    peers = [name for name in contenders if not is_semitone(name)]
     return min(peers, key=lambda name: contenders[name]["median"], default=None)
 
 
@@ -290,7 +306,8 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--contenders",
-                        help=f"of {', '.join([*OURS, *BASELINE, *TORCH, *CPU_ONLY])}, with commas between them; default: "
+                        help=f"of {', '.join([*OURS, *BASELINE, *TORCH, *CPU_ONLY])}, with commas between them; 'semitone O2 without "
+                             "gelu+layer_norm' turns off kernels of Semitone's, 'without all' all of them; default: "
                              f"{', '.join(DEFAULT_CONTENDERS)}; with --baseline: O0 to O3 of both programs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help=f"of each contender in each round; default: {STEPS}")
@@ -319,8 +336,7 @@ def parse():
     if options.device != "cpu":
         default = [name for name in default if name not in CPU_ONLY]
     options.contenders = [name.strip() for name in options.contenders.split(",")] if options.contenders else default
-    known = {**OURS, **TORCH, **CPU_ONLY, **(BASELINE if options.baseline else {})}
-    unknown = [name for name in options.contenders if name not in known]
+    unknown = [name for name in options.contenders if not is_known(name, options)]
     unknown += [name for name in options.workloads if name not in WORKLOADS]
     if options.device != "cpu":
         unknown += [f"{name} on {options.device}" for name in options.contenders if name in CPU_ONLY]

@@ -4,6 +4,7 @@
 #include "apps/semitone/flags.h"
 #include "semitone/core/device.h"
 #include "semitone/core/dtype.h"
+#include "semitone/core/error.h"
 #include "src/core/named_rows.h"
 #include "src/train/device.h"
 #include "src/train/models.h"
@@ -11,6 +12,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -67,6 +69,22 @@ void set_sizes(Options& model, const BenchFlags& flags) {
   if (flags.vocabulary > 0) model.vocabulary(flags.vocabulary);
 }
 
+// @param names  with commas between them, or "all", or nothing
+void turn_off(amp::CastPolicy& policy, const std::string& names) {
+  if (names == "all") {
+    policy.fast_kernels(false);
+    return;
+  }
+  std::istringstream rest(names);
+  for (std::string name; std::getline(rest, name, ',');) {
+    try {
+      policy.fast_kernel(name, false);
+    } catch (const Error& error) {
+      throw UsageError(error);
+    }
+  }
+}
+
 std::string footer() {
   std::string text = "Workloads (--batch-size, sizes and seed can be changed):\n";
   for (const auto& workload : train::workloads())
@@ -92,6 +110,8 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
              "16-bit dtype; auto: bf16 on a CPU, else fp16");
   add.choice("--policy", flags->policy, amp::CastPolicy::preset_names(),
              "Cast policy at O1, see semitone ops --policy");
+  add.text("--without-kernels", flags->without_kernels, "NAME,...",
+           "Turn off these kernels of Semitone's, such as gelu,layer_norm, or all of them: all");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc");
   train::add_device_flag(add, flags->device);
@@ -153,6 +173,7 @@ void check(const BenchFlags& flags, const CLI::App& command) {
     refuse("--memory-format", workloads_with(true), flags.workload);
   }
   if (flags.opt_level != "O1") refuse("--policy", "--opt-level O1", flags.opt_level);
+  if (flags.opt_level == "O0") refuse("--without-kernels", "--opt-level O1 to O3", "O0");
   if (flags.floor && train::find_device(flags.device).type() != c10::DeviceType::CPU)
     throw UsageError(kBench, "--floor on a CPU only", "--device " + flags.device);
   if (flags.steps_from_stdin) {
@@ -190,9 +211,11 @@ train::WorkloadOptions options_of(const BenchFlags& flags) {
   decoder.ffn(decoder_ffn(decoder.width()));
   if (flags.batch_size > 0) options.batch_size(flags.batch_size);
   if (flags.dtype != "auto") options.dtype(parse_dtype(flags.dtype));
-  if (flags.opt_level == "O1" && flags.policy != "semitone") {
+  if (flags.policy != "semitone" || !flags.without_kernels.empty()) {
     const auto dtype = options.dtype().value_or(default_16bit_dtype(options.device().type()));
-    options.policy(amp::CastPolicy::by_name(flags.policy, {options.device().type(), dtype}));
+    auto policy = amp::CastPolicy::by_name(flags.policy, {options.device().type(), dtype});
+    turn_off(policy, flags.without_kernels);
+    options.policy(policy);
   }
   return options;
 }

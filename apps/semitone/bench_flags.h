@@ -41,6 +41,7 @@ struct BenchFlags {
   std::int64_t threads = 0;  // 0: as many as LibTorch takes
   bool steps_from_stdin = false;
   bool floor = false;
+  std::string without_kernels;
   std::string json;
 };
 

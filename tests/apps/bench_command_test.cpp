@@ -192,6 +192,25 @@ TEST(BenchCommand, RunsUnderEveryPolicy) {
   }
 }
 
+TEST(BenchCommand, RunsWithoutSomeKernels) {
+  const auto losses = [](const std::string& names) {
+    const ProcessResult finished =
+        run(encoder({"--without-kernels", names, "--rounds", "2", "--json"}));
+    EXPECT_TRUE(finished.status.success()) << finished.err;
+    const json result = json::parse(finished.out);
+    EXPECT_EQ(result.at("without_kernels"), names);
+    return result.at("losses");
+  };
+  const json two = losses("gelu,dropout");
+  EXPECT_EQ(two, losses("dropout,gelu"));
+  // LibTorch's dropout draws other numbers.
+  EXPECT_NE(two, losses("gelu"));
+  EXPECT_NO_THROW(losses("all"));
+  const ProcessResult unknown = run(encoder({"--without-kernels", "gelu,softmax"}));
+  EXPECT_EQ(unknown.status.code, 2);
+  EXPECT_THAT(unknown.err, AllOf(HasSubstr("'softmax'"), HasSubstr("gelu, ")));
+}
+
 TEST(BenchCommand, RunsTheStepsThatStandardInputAsksFor) {
   const test::TemporaryFolder folder;
   const std::string file = (folder / "x.json").string();
@@ -265,6 +284,8 @@ TEST(BenchCommand, WrongUsageIsOneClearMessageAndCode2) {
        "expected --memory-format with mnist or resnet50 only, got encoder"},
       {{"mnist", "--opt-level", "O2", "--policy", "torch"},
        "expected --policy with --opt-level O1 only, got O2"},
+      {{"mnist", "--opt-level", "O0", "--without-kernels", "all"},
+       "expected --without-kernels with --opt-level O1 to O3 only, got O0"},
       {{"mnist", "--steps-from-stdin", "--floor"},
        "expected --floor or --steps-from-stdin, got both"},
       {{"mnist", "--steps-from-stdin", "--rounds", "3"},

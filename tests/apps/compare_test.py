@@ -24,6 +24,8 @@ report = words[words.index("--json") + 1]
 note = open(os.environ["NOTES"], "a")
 if "--device" in words:
     print(mode, 'on', words[words.index('--device') + 1], file=note, flush=True)
+if "--without-kernels" in words:
+    print("without", words[words.index("--without-kernels") + 1], file=note, flush=True)
 if mode == os.environ.get("BROKEN"):
     sys.exit("no good")
 print("ready", flush=True)
@@ -178,6 +180,18 @@ class CompareTest(unittest.TestCase):
         done = self.pretend("--rounds", 1, "--paddle-python", "/no/such", contenders="semitone O1,paddle fp32")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("No such file", self.result()["left_out"]["paddle fp32"])
+
+    def test_tells_the_share_of_kernels(self):
+        done = self.pretend("--rounds", 1, contenders="semitone O1,semitone O1 without gelu+dropout,pytorch fp32")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("without gelu,dropout\n", self.notes.read_text())
+        result = self.result()
+        self.assertEqual(result["best_peer"], "pytorch fp32")
+        self.assertEqual(result["ratios"]["semitone O1"]["semitone O1 without gelu+dropout"]["median"], 1)
+        self.assertNotIn("semitone O1 without gelu+dropout", result["ratios"])
+        unknown = self.pretend("--rounds", 1, contenders="pytorch bf16 without gelu")
+        self.assertEqual(unknown.returncode, 2)
+        self.assertIn("unknown: pytorch bf16 without gelu", unknown.stderr)
 
     def test_without_ours_or_with_one_that_dies_it_fails(self):
         done = self.pretend("--rounds", 1, BROKEN="O1")
