@@ -11,6 +11,7 @@
 #include "semitone/optim/fused_sgd.h"
 #include "semitone/optim/larc.h"
 #include "src/amp/step_graph.h"
+#include "src/core/operator_inputs.h"
 #include "src/optim/fused_state.h"
 #include "tests/support/tensors.h"
 #include "tests/support/toy_nets.h"
@@ -54,7 +55,7 @@ inline GraphsOfTest& graphs() {
 
 inline std::unique_ptr<at::ObserverContext> note_copy(const at::RecordFunction& call) {
   if (std::string_view(call.name()) == "aten::copy_")
-    graphs().copied_to.push_back(call.inputs()[0].toTensor().const_data_ptr());
+    graphs().copied_to.push_back(inputs_of(call)[0].toTensor().const_data_ptr());
   return nullptr;
 }
 

@@ -82,6 +82,7 @@ inline bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
   const at::Tensor x = a.contiguous();
   const at::Tensor y = b.contiguous();
+  if (x.nbytes() == 0) return true;  // memcmp must not get a null pointer
   return std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 

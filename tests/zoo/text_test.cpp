@@ -60,7 +60,7 @@ TEST_F(TextTest, TokensArePlacesInTheSortedVocabulary) {
 
 TEST_F(TextTest, ReadsPlainAndGzippedFilesOfAnyBytes) {
   std::string bytes;
-  for (int i = 0; i < 3 << 20; ++i) bytes += static_cast<char>(i * i / 7);
+  for (int i = 0; i < 3 << 20; ++i) bytes += static_cast<char>(i % 1009 + i / 256);
   for (const std::string& file : {bytes, gzip(bytes), gzip(bytes.substr(0, 9)) + gzip(bytes)}) {
     const Text text = read(file);
     const std::string expected = text.size() > 3 << 20 ? bytes.substr(0, 9) + bytes : bytes;
