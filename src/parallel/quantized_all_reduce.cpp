@@ -10,8 +10,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -40,8 +42,10 @@ struct Quantized {
   }
 
   static Quantized from_bytes(const at::Tensor& bytes, std::int64_t elements) {
-    return {bytes.narrow(1, 0, elements).contiguous().view(at::kChar),
-            bytes.narrow(1, elements, bytes.size(1) - elements).contiguous().view(at::kFloat)};
+    // Copied, since a single row of any length is contiguous, but its scales may not be aligned.
+    const at::Tensor scales =
+        bytes.narrow(1, elements, bytes.size(1) - elements).clone(at::MemoryFormat::Contiguous);
+    return {bytes.narrow(1, 0, elements).contiguous().view(at::kChar), scales.view(at::kFloat)};
   }
 };
 
@@ -81,6 +85,7 @@ class QuantizedExchange final : public detail::Exchange {
     const Quantized sent = quantize(padded.view({bucket_.ranks, part_}), options_.block_size());
     error_ = input - sent.values(input.scalar_type()).view(-1).narrow(0, 0, input.numel());
     sent_ = sent.to_bytes();
+    if (bucket_.ranks == 1) return arrived(sent_);
     received_ = at::empty_like(sent_);
     std::vector<std::int64_t> equal;
     return comm::process_group(group)->alltoall_base(received_, sent_, equal, equal)->getFuture();
@@ -96,6 +101,7 @@ class QuantizedExchange final : public detail::Exchange {
     const Quantized sent = quantize(mean, options_.block_size());
     part_error_ = mean.sub(sent.values(dtype)).view(-1);
     std::vector<at::Tensor> inputs{sent.to_bytes()};
+    if (bucket_.ranks == 1) return arrived(inputs[0]);
     received_ = at::empty({bucket_.ranks, inputs[0].size(1)}, inputs[0].options());
     std::vector<std::vector<at::Tensor>> outputs(1);
     for (const at::Tensor& row : received_.split(1)) outputs[0].push_back(row);
@@ -114,6 +120,14 @@ class QuantizedExchange final : public detail::Exchange {
   }
 
  private:
+  // A single rank, which has no transport, gets what it would send.
+  detail::FuturePtr arrived(const at::Tensor& bytes) {
+    received_ = bytes;
+    auto done = detail::future_on(bytes.device());
+    done->markCompleted(bytes);
+    return done;
+  }
+
   std::vector<std::int64_t> places() const {
     return {bucket_.parameters.begin(), bucket_.parameters.end()};
   }
@@ -165,14 +179,25 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
     return [this, parts = read_parts(archive)] { part_errors_ = parts; };
   }
 
-  // A part's error belongs to the mean. A mean gets it as well if all ranks add it to their gradients.
+  // The error of a part belongs to the mean of the gradients. It has the same effect if each rank adds
+  // it to its own gradients.
   std::function<void()> load_resharded_state(std::span<torch::serialize::InputArchive> saved,
                                              std::vector<at::Tensor>& errors) override {
     std::map<std::size_t, std::vector<PartError>> buckets;
     for (torch::serialize::InputArchive& archive : saved) {
       for (auto& [bucket, part] : read_parts(archive)) buckets[bucket].push_back(std::move(part));
     }
-    for (const auto& [bucket, parts] : buckets) add_to(errors, parts);
+    std::set<std::int64_t> seen;
+    for (const auto& [bucket, parts] : buckets) {
+      require_parts_of_ranks(parts, saved.size());
+      const auto& parameters = parts.front().parameters;
+      // The state may have buckets of an earlier layout, with higher numbers.
+      const bool is_old = std::ranges::any_of(
+          parameters, [&](std::int64_t parameter) { return seen.contains(parameter); });
+      if (is_old || !options_.use_error_feedback()) continue;
+      seen.insert(parameters.begin(), parameters.end());
+      add_to(errors, parts);
+    }
     return [this] { part_errors_.clear(); };
   }
 
@@ -190,23 +215,36 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
     return parts;
   }
 
+  // FileError unless the parts are those of a bucket of this hook's parameters, one of each rank.
+  void require_parts_of_ranks(const std::vector<PartError>& parts, std::size_t ranks) const {
+    std::int64_t elements = 0;
+    bool fits = parts.size() == ranks;
+    for (const PartError& part : parts) {
+      fits = fits && part.parameters == parts.front().parameters && part.error.dim() == 1 &&
+             part.error.numel() == parts.front().error.numel();
+    }
+    const auto count = static_cast<std::int64_t>(parameters().size());
+    for (const std::int64_t place : parts.front().parameters) {
+      fits = fits && place >= 0 && place < count;
+      if (fits) elements += parameters()[static_cast<std::size_t>(place)].numel();
+    }
+    if (fits && elements <= static_cast<std::int64_t>(ranks) * parts.front().error.numel()) return;
+    throw FileError(load_component(),
+                    fmt::format("errors of buckets of the hook's parameters, from {} ranks", ranks),
+                    "others", "construct the hook with the parameters of the saved run");
+  }
+
   // @param parts  of a bucket, one of each rank
   void add_to(std::vector<at::Tensor>& errors, const std::vector<PartError>& parts) const {
     std::vector<at::Tensor> of_ranks;
     for (const PartError& part : parts) of_ranks.push_back(part.error);
-    const at::Tensor all = at::cat(of_ranks).view(-1);
+    const at::Tensor all = at::cat(of_ranks);
     std::int64_t start = 0;
     for (const std::int64_t number : parts.front().parameters) {
       const auto place = static_cast<std::size_t>(number);
-      const std::int64_t elements = place < errors.size() ? parameters()[place].numel() : 0;
-      if (place >= errors.size() || start + elements > all.numel()) {
-        throw FileError(load_component(), "errors of the parameters that the hook was given",
-                        c10::str("other ones, at number ", number),
-                        "construct the hook with the parameters of the saved run");
-      }
-      at::Tensor& error = errors[place];
+      const std::int64_t elements = parameters()[place].numel();
       const at::Tensor part = all.narrow(0, start, elements);
-      error = error.defined() ? error.add_(part) : part.clone();
+      errors[place] = errors[place].defined() ? errors[place].add_(part) : part.clone();
       start += elements;
     }
   }

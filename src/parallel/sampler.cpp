@@ -11,9 +11,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
-#include <utility>
+#include <tuple>
 
 namespace semitone::parallel {
 namespace {
@@ -43,10 +45,10 @@ void check_batch_size(std::string_view component, std::size_t batch_size) {
 
 // What a sampler saves.
 struct Position {
-  std::size_t epoch = 0;
-  std::size_t size = 0;
-  std::size_t first = 0;
-  std::size_t index = 0;
+  std::size_t epoch = 0;     // of DistributedSampler
+  std::size_t size = 0;      // of the data set
+  std::size_t consumed = 0;  // entries of the order that a different number of ranks have returned
+  std::size_t index = 0;     // entries that this rank has returned since
   std::size_t num_replicas = 1;
 };
 
@@ -56,29 +58,44 @@ void write(torch::serialize::OutputArchive& archive, const std::string& key, std
 }
 
 void write(torch::serialize::OutputArchive& archive, const Position& position) {
-  write(archive, "epoch", position.epoch);
   write(archive, "size", position.size);
-  write(archive, "first", position.first);
+  write(archive, "consumed", position.consumed);
   write(archive, "index", position.index);
   write(archive, "num_replicas", position.num_replicas);
 }
 
+std::size_t read(torch::serialize::InputArchive& archive, const std::string& key,
+                 std::string_view component) {
+  const auto value = read_value<at::Tensor>(archive, key, component);
+  if (value.numel() != 1 || value.scalar_type() != at::kLong) {
+    throw FileError(component, "an integer for '" + key + "'",
+                    c10::str("a tensor of ", value.scalar_type(), " and shape ", value.sizes()));
+  }
+  return static_cast<std::size_t>(value.item<std::int64_t>());
+}
+
+// Without the epoch.
 Position read_position(torch::serialize::InputArchive& archive, std::string_view component) {
-  const auto read = [&](const std::string& key) {
-    const auto value = read_value<at::Tensor>(archive, key, component);
-    const bool is_count = value.numel() == 1 && value.scalar_type() == at::kLong;
-    if (!is_count || value.item<std::int64_t>() < 0)
-      throw FileError(component, "a count for '" + key + "'", c10::str(value));
-    return static_cast<std::size_t>(value.item<std::int64_t>());
-  };
-  return {read("epoch"), read("size"), read("first"), read("index"), read("num_replicas")};
+  const Position position{.size = read(archive, "size", component),
+                          .consumed = read(archive, "consumed", component),
+                          .index = read(archive, "index", component),
+                          .num_replicas = read(archive, "num_replicas", component)};
+  constexpr auto kMostRanks = static_cast<std::size_t>(std::numeric_limits<int>::max());
+  constexpr auto kMostSamples = static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max());
+  if (position.size > kMostSamples || position.consumed > position.size ||
+      position.num_replicas > kMostRanks) {
+    throw FileError(component, "a position in a data set",
+                    fmt::format("{} of {} samples, {} ranks", position.consumed, position.size,
+                                position.num_replicas));
+  }
+  return position;
 }
 
 void check_replicas(std::string_view component, const Position& saved, std::size_t num_replicas) {
   if (saved.num_replicas == num_replicas) return;
   throw Error(component, "a state of " + std::to_string(num_replicas) + " ranks",
               "one of " + std::to_string(saved.num_replicas),
-              "load_resharded, or Checkpoint::resume, which calls it");
+              "load_resharded takes the states of all ranks");
 }
 
 void check_index(std::string_view component, std::size_t index, std::size_t share) {
@@ -89,41 +106,39 @@ void check_index(std::string_view component, std::size_t index, std::size_t shar
   }
 }
 
-std::size_t entries_of(std::size_t rank, std::size_t num_replicas, std::size_t entries) {
+// The share of a rank if entries are dealt out to the ranks in turn.
+std::size_t share_of(std::size_t rank, std::size_t num_replicas, std::size_t entries) {
   return entries / num_replicas + (rank < entries % num_replicas ? 1 : 0);
 }
 
-// The position that ranks have reached together: `index` and `num_replicas` are of all of them.
-Position common_position(std::string_view component,
-                         std::span<torch::serialize::InputArchive> saved) {
-  if (saved.empty()) throw Error(component, "a state of each saved rank", "none");
-  std::vector<Position> ranks;
-  for (torch::serialize::InputArchive& archive : saved) {
-    ranks.push_back(read_position(archive, component));
-    if (ranks.back().num_replicas != saved.size()) {
-      throw Error(component, fmt::format("the states of all {} ranks", ranks.back().num_replicas),
-                  std::to_string(saved.size()));
-    }
-  }
+// The position that all ranks of a run have reached together: `index` is the sum of theirs.
+Position common_position(std::string_view component, const std::vector<Position>& ranks) {
+  if (ranks.empty()) throw Error(component, "a state of each saved rank", "none");
   Position all = ranks.front();
-  all.num_replicas = saved.size();
+  if (all.num_replicas != ranks.size()) {
+    throw Error(component, fmt::format("the states of all {} ranks", all.num_replicas),
+                std::to_string(ranks.size()));
+  }
+  const std::size_t most = share_of(0, ranks.size(), all.size - all.consumed);
   all.index = 0;
   std::vector<std::size_t> indices;
   for (const Position& rank : ranks) {
+    if (std::tie(rank.epoch, rank.size, rank.consumed, rank.num_replicas) !=
+        std::tie(all.epoch, all.size, all.consumed, all.num_replicas)) {
+      throw Error(
+          component, "ranks in the same pass over the same data",
+          fmt::format("epoch {}, {} of {} samples on rank 0, and epoch {}, {} of {} on rank {}",
+                      all.epoch, all.consumed, all.size, rank.epoch, rank.consumed, rank.size,
+                      indices.size()));
+    }
+    check_index(component, rank.index, most);
     all.index += rank.index;
     indices.push_back(rank.index);
   }
-  for (std::size_t r = 0; r < ranks.size(); ++r) {
-    const Position& rank = ranks[r];
-    if (rank.epoch != all.epoch || rank.size != all.size || rank.first != all.first) {
-      throw Error(component, "ranks in the same pass over the same data",
-                  fmt::format("epoch {} of {} samples on rank 0, epoch {} of {} on rank {}",
-                              all.epoch, all.size, rank.epoch, rank.size, r));
-    }
-    if (rank.index != entries_of(r, ranks.size(), all.index)) {
-      throw Error(component, "ranks that have returned equally many indices",
-                  fmt::format("{}", fmt::join(indices, ", ")), "save between two steps");
-    }
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (indices[rank] == share_of(rank, ranks.size(), all.index)) continue;
+    throw Error(component, "ranks that have returned equally many indices",
+                fmt::format("{}", fmt::join(indices, ", ")), "save between two steps");
   }
   return all;
 }
@@ -145,9 +160,8 @@ DistributedSampler::DistributedSampler(std::size_t size, int num_replicas, int r
       num_replicas_(checked_replicas(kDistributed, num_replicas)),
       rank_(checked_rank(kDistributed, rank, num_replicas_)),
       options_(options),
-      epoch_(std::make_shared<std::size_t>(0)) {
-  reset();
-}
+      epoch_(std::make_shared<std::size_t>(0)),
+      indices_(indices_after(0, size, 0)) {}
 
 void DistributedSampler::set_epoch(std::size_t epoch) {
   *epoch_ = epoch;
@@ -157,26 +171,32 @@ std::size_t DistributedSampler::epoch() const {
   return *epoch_;
 }
 
-std::size_t DistributedSampler::share_from(std::size_t first) const {
-  const std::size_t left = size_ - std::min(first, size_);
-  return entries_of(0, num_replicas_, options_.drop_last() ? left - left % num_replicas_ : left);
+std::size_t DistributedSampler::num_samples() const {
+  return num_samples_of(size_);
 }
 
-void DistributedSampler::divide_from(std::size_t first) {
+std::size_t DistributedSampler::num_samples_of(std::size_t entries) const {
+  const std::size_t tail = options_.drop_last() ? entries % num_replicas_ : 0;
+  return share_of(0, num_replicas_, entries - tail);
+}
+
+std::vector<std::size_t> DistributedSampler::indices_after(std::size_t consumed, std::size_t size,
+                                                           std::size_t epoch) const {
   std::vector<std::size_t> order;
-  if (options_.shuffle()) order = random_order(size_, options_.seed() + *epoch_);
-  indices_.resize(share_from(first));
-  for (std::size_t i = 0; i < indices_.size(); ++i) {
-    const std::size_t position = (first + rank_ + i * num_replicas_) % size_;
-    indices_[i] = options_.shuffle() ? order[position] : position;
+  if (options_.shuffle()) order = random_order(size, options_.seed() + epoch);
+  std::vector<std::size_t> indices(num_samples_of(size - consumed));
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    const std::size_t position = (consumed + rank_ + i * num_replicas_) % size;
+    indices[i] = options_.shuffle() ? order[position] : position;
   }
-  first_ = first;
-  index_ = 0;
+  return indices;
 }
 
 void DistributedSampler::reset(std::optional<std::size_t> new_size) {
   size_ = new_size.value_or(size_);
-  divide_from(0);
+  indices_ = indices_after(0, size_, *epoch_);
+  consumed_ = 0;
+  index_ = 0;
 }
 
 std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
@@ -189,36 +209,39 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
-  write(archive, {*epoch_, size_, first_, index_, num_replicas_});
+  write(archive, "epoch", *epoch_);
+  write(archive,
+        {.size = size_, .consumed = consumed_, .index = index_, .num_replicas = num_replicas_});
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {
+  const std::size_t epoch = read(archive, "epoch", kDistributed);
   const Position saved = read_position(archive, kDistributed);
   check_replicas(kDistributed, saved, num_replicas_);
-  set_position(saved.epoch, saved.size, saved.first, saved.index);
+  check_index(kDistributed, saved.index, num_samples_of(saved.size - saved.consumed));
+  indices_ = indices_after(saved.consumed, saved.size, epoch);
+  *epoch_ = epoch;
+  size_ = saved.size;
+  consumed_ = saved.consumed;
+  index_ = saved.index;
 }
 
 void DistributedSampler::load_resharded(std::span<torch::serialize::InputArchive> saved) {
-  const Position all = common_position(kDistributed, saved);
-  const std::size_t left = all.size - std::min(all.first, all.size);
+  std::vector<Position> ranks;
+  for (torch::serialize::InputArchive& archive : saved) {
+    ranks.push_back(read_position(archive, kDistributed));
+    ranks.back().epoch = read(archive, "epoch", kDistributed);
+  }
+  const Position all = common_position(kDistributed, ranks);
+  const std::size_t left = all.size - all.consumed;
   // With drop_last, ranks that have returned all that they get have not returned the tail.
-  const bool has_ended = all.index + all.num_replicas > left && options_.drop_last();
-  set_position(all.epoch, all.size,
-               has_ended ? all.size : std::min(all.first + all.index, all.size), 0);
-}
-
-void DistributedSampler::set_position(std::size_t epoch, std::size_t size, std::size_t first,
-                                      std::size_t index) {
-  DistributedSampler loaded = *this;
-  loaded.epoch_ = std::make_shared<std::size_t>(epoch);
-  loaded.size_ = size;
-  loaded.divide_from(first);
-  check_index(kDistributed, index, loaded.indices_.size());
-  *epoch_ = epoch;
-  size_ = size;
-  first_ = first;
-  indices_ = std::move(loaded.indices_);
-  index_ = index;
+  const bool has_ended = options_.drop_last() ? all.index + ranks.size() > left : all.index >= left;
+  const std::size_t consumed = has_ended ? all.size : all.consumed + all.index;
+  indices_ = indices_after(consumed, all.size, all.epoch);
+  *epoch_ = all.epoch;
+  size_ = all.size;
+  consumed_ = consumed;
+  index_ = 0;
 }
 
 EvaluationSampler::EvaluationSampler(std::size_t size, int num_replicas, int rank)
@@ -226,44 +249,48 @@ EvaluationSampler::EvaluationSampler(std::size_t size, int num_replicas, int ran
       num_replicas_(checked_replicas(kEvaluation, num_replicas)),
       rank_(checked_rank(kEvaluation, rank, num_replicas_)) {}
 
-std::size_t EvaluationSampler::share_from(std::size_t first) const {
-  return entries_of(rank_, num_replicas_, size_ - std::min(first, size_));
+std::size_t EvaluationSampler::num_samples() const {
+  return share_of(rank_, num_replicas_, size_);
 }
 
 void EvaluationSampler::reset(std::optional<std::size_t> new_size) {
   size_ = new_size.value_or(size_);
-  first_ = 0;
+  consumed_ = 0;
   index_ = 0;
 }
 
 std::optional<std::vector<std::size_t>> EvaluationSampler::next(std::size_t batch_size) {
   check_batch_size(kEvaluation, batch_size);
-  const std::size_t count = std::min(batch_size, share_from(first_) - index_);
+  const std::size_t share = share_of(rank_, num_replicas_, size_ - consumed_);
+  const std::size_t count = std::min(batch_size, share - index_);
   if (count == 0) return std::nullopt;
   std::vector<std::size_t> batch(count);
-  for (std::size_t& sample : batch) sample = first_ + rank_ + num_replicas_ * index_++;
+  for (std::size_t& sample : batch) sample = consumed_ + rank_ + num_replicas_ * index_++;
   return batch;
 }
 
 void EvaluationSampler::save(torch::serialize::OutputArchive& archive) const {
-  write(archive, {0, size_, first_, index_, num_replicas_});
+  write(archive,
+        {.size = size_, .consumed = consumed_, .index = index_, .num_replicas = num_replicas_});
 }
 
 void EvaluationSampler::load(torch::serialize::InputArchive& archive) {
   const Position saved = read_position(archive, kEvaluation);
   check_replicas(kEvaluation, saved, num_replicas_);
-  EvaluationSampler loaded = *this;
-  loaded.size_ = saved.size;
-  loaded.first_ = saved.first;
-  loaded.index_ = saved.index;
-  check_index(kEvaluation, loaded.index_, loaded.share_from(loaded.first_));
-  *this = std::move(loaded);
+  check_index(kEvaluation, saved.index,
+              share_of(rank_, num_replicas_, saved.size - saved.consumed));
+  size_ = saved.size;
+  consumed_ = saved.consumed;
+  index_ = saved.index;
 }
 
 void EvaluationSampler::load_resharded(std::span<torch::serialize::InputArchive> saved) {
-  const Position all = common_position(kEvaluation, saved);
+  std::vector<Position> ranks;
+  for (torch::serialize::InputArchive& archive : saved)
+    ranks.push_back(read_position(archive, kEvaluation));
+  const Position all = common_position(kEvaluation, ranks);
   size_ = all.size;
-  first_ = std::min(all.first + all.index, all.size);
+  consumed_ = std::min(all.consumed + all.index, all.size);
   index_ = 0;
 }
 

@@ -3,6 +3,7 @@
 #include "semitone/core/error.h"
 #include "src/core/archive.h"
 
+#include <ATen/OpMathType.h>
 #include <torch/types.h>
 
 #include <fmt/format.h>
@@ -186,6 +187,8 @@ std::vector<at::Tensor> TwoRounds::read_errors(torch::serialize::InputArchive& a
   std::vector<at::Tensor> errors(parameters_.size());
   for (std::size_t place = 0; place < errors.size(); ++place) {
     const at::Tensor& parameter = parameters_[place];
+    // No backward pass would replace them.
+    if (!options_.use_error_feedback) break;
     const auto error = find_value<at::Tensor>(archive, fmt::format("error_{}", place), component);
     if (!error.has_value()) continue;
     if (error->dim() != 1 || error->numel() != parameter.numel()) {
@@ -193,14 +196,19 @@ std::vector<at::Tensor> TwoRounds::read_errors(torch::serialize::InputArchive& a
                       c10::str("a tensor of shape ", error->sizes()),
                       "construct the hook with the parameters of the saved run");
     }
-    errors[place] = error->to(parameter.device(), error_dtype(parameter.scalar_type()),
-                              /*non_blocking=*/false, /*copy=*/true);
+    errors[place] =
+        error->to(at::TensorOptions(parameter.device()), /*non_blocking=*/false, /*copy=*/true);
   }
   return errors;
 }
 
 void TwoRounds::set(const Common& common, std::vector<at::Tensor> errors,
                     const std::function<void()>& set_state) {
+  for (std::size_t place = 0; place < errors.size(); ++place) {
+    if (!errors[place].defined()) continue;
+    errors[place] = errors[place].to(error_dtype(parameters_[place].scalar_type()));
+    drop_overflows(errors[place]);
+  }
   active_.clear();
   passes_ = common.passes;
   loss_scale_ = common.loss_scale;
@@ -219,18 +227,22 @@ void TwoRounds::load_resharded(std::span<torch::serialize::InputArchive> saved) 
   if (saved.empty()) throw Error(load_component(), "a state of each saved rank", "none");
   const at::NoGradGuard no_grad;
   const Common common = read_common(saved.front());
-  // Each rank adds its errors to its gradients, of which the mean is taken. So it is the mean of the
-  // errors that the training still has to make good, whichever ranks have it.
+  const auto ranks = static_cast<double>(saved.size());
+  // Each rank adds its errors to its gradients, of which the mean is taken. So the mean of the errors
+  // is what the training still has to compensate, however it is distributed among the ranks.
   std::vector<at::Tensor> errors(parameters_.size());
   for (torch::serialize::InputArchive& archive : saved) {
-    if (read_common(archive) != common) {
-      throw FileError(load_component(), "ranks with the same numbers of passes and loss scales",
-                      "others", "save between two steps");
+    if (const Common of_rank = read_common(archive); of_rank != common) {
+      throw FileError(load_component(), "ranks with the same number of passes and loss scale",
+                      fmt::format("{} with {}, and {} with {}", common.passes, common.loss_scale,
+                                  of_rank.passes, of_rank.loss_scale),
+                      "save between two steps");
     }
     const std::vector<at::Tensor> of_rank = read_errors(archive);
     for (std::size_t place = 0; place < errors.size(); ++place) {
       if (!of_rank[place].defined()) continue;
-      const at::Tensor part = of_rank[place].div(static_cast<double>(saved.size()));
+      const at::Tensor part =
+          of_rank[place].to(at::toOpMathType(of_rank[place].scalar_type())).div(ranks);
       errors[place] = errors[place].defined() ? errors[place].add_(part) : part;
     }
   }

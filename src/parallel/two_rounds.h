@@ -91,8 +91,8 @@ class TwoRounds {
   virtual std::function<void()> load_state(torch::serialize::InputArchive&) {
     return [] {};
   }
-  // The same for the states of all ranks of a run that had another number of them. `errors` are the
-  // means of theirs, to which those may be added that the ranks that there are now cannot have.
+  // The same for the states of all ranks of a run with a different number of them. `errors` are the
+  // means of the ranks' errors. Errors that belong to no current rank may be added to them.
   virtual std::function<void()> load_resharded_state(
       std::span<torch::serialize::InputArchive> saved, std::vector<at::Tensor>& /*errors*/) {
     return load_state(saved.front());

@@ -522,6 +522,50 @@ void expect_nothing_lost_alone(Hook& hook, Hook& exact_alone, const Model& model
   EXPECT_THROW(other.load_resharded(states), FileError);
 }
 
+TEST(State, WithoutErrorFeedbackHasNoErrors) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Model model;
+    const auto gradients = gradients_at(model, 0, group.rank());
+    QuantizedAllReduceHook saving(model.parameters);
+    for (int step = 0; step < 2; ++step) pass(saving, model, group, gradients);
+    const auto forgetful = QuantizedAllReduceOptions().use_error_feedback(false);
+    QuantizedAllReduceHook fresh(model.parameters, forgetful);
+    QuantizedAllReduceHook loaded(model.parameters, forgetful);
+    QuantizedAllReduceHook resharded(model.parameters, forgetful);
+    load_from(loaded, saved(saving));
+    std::vector<torch::serialize::InputArchive> states(2);
+    const auto texts = group.all_gather(saved(saving));
+    for (std::size_t rank = 0; rank < states.size(); ++rank) {
+      std::istringstream stream(texts[rank]);
+      states[rank].load_from(stream);
+    }
+    resharded.load_resharded(states);
+    const auto want = pass(fresh, model, group, gradients);
+    expect_same(pass(loaded, model, group, gradients), want);
+    expect_same(pass(resharded, model, group, gradients), want);
+  });
+}
+
+TEST(State, OfAFewRanksOnlyIsRefused) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Model model;
+    QuantizedAllReduceHook saving(model.parameters);
+    pass(saving, model, group, gradients_at(model, 0, group.rank()));
+    const std::string whole = saved(saving);
+    const std::string empty = saved(QuantizedAllReduceHook(model.parameters));
+    std::vector<torch::serialize::InputArchive> states(2);
+    for (const auto& [state, text] : {std::pair(0, empty), std::pair(1, whole)}) {
+      std::istringstream stream(text);
+      states[static_cast<std::size_t>(state)].load_from(stream);
+    }
+    QuantizedAllReduceHook loaded(model.parameters);
+    EXPECT_THROW(loaded.load_resharded(states), FileError);
+    EXPECT_EQ(saved(loaded), empty);
+  });
+}
+
 TEST(State, OfAllRanksIsLoadedByAnotherNumberOfThem) {
   run_ranks(3, [](Rank&) {
     const auto group = comm::init();

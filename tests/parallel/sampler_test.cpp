@@ -10,8 +10,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <numeric>
 #include <sstream>
+#include <string>
 #include <vector>
 
 namespace semitone::parallel {
@@ -313,11 +315,49 @@ TEST(DistributedSampler, RefusesStatesThatAreNotOfOneMoment) {
   test::expect_error(load, {"[parallel.distributed_sampler]", "equally many", "got 4, 2"});
   saved[1].next(2);
   saved[1].set_epoch(2);
-  test::expect_error(load, {"the same pass", "epoch 2 of 20 on rank 1"});
+  test::expect_error(load, {"the same pass", "epoch 2, 0 of 20 on rank 1"});
   saved.pop_back();
   test::expect_error(load, {"the states of all 2 ranks", "got 1"});
   test::expect_error([&] { copy_state(saved[0], alone); }, {"one of 2", "load_resharded"});
   EXPECT_EQ(alone.index(), 3U);
+}
+
+TEST(DistributedSampler, RefusesNumbersThatNoSamplerHas) {
+  DistributedSampler sampler(20, 2, 1);
+  sampler.next(3);
+  const auto state_with = [&](const std::string& key, std::int64_t value) {
+    torch::serialize::OutputArchive out;
+    for (const auto& [name, number] : std::map<std::string, std::int64_t>{
+             {"epoch", 0}, {"size", 20}, {"consumed", 0}, {"index", 3}, {"num_replicas", 2}})
+      out.write(name, torch::tensor(name == key ? value : number, torch::kLong), true);
+    std::stringstream stream;
+    out.save_to(stream);
+    torch::serialize::InputArchive in;
+    in.load_from(stream);
+    return in;
+  };
+  const auto expect_refused = [&](const std::string& key, std::int64_t value) {
+    SCOPED_TRACE(key);
+    std::vector<torch::serialize::InputArchive> two;
+    two.push_back(state_with(key, value));
+    two.push_back(state_with(key, value));
+    EXPECT_THROW(sampler.load(two[0]), Error);
+    EXPECT_THROW(sampler.load_resharded(two), Error);
+    EXPECT_EQ(sampler.index(), 3U);
+    EXPECT_EQ(sampler.num_samples(), 10U);
+  };
+  expect_refused("size", -1);
+  expect_refused("consumed", 21);
+  expect_refused("consumed", -1);
+  expect_refused("index", 500);
+  expect_refused("index", -1);
+  expect_refused("num_replicas", 3);
+  expect_refused("num_replicas", 0);
+  // Any number is an epoch: a hash, perhaps.
+  sampler.set_epoch(SIZE_MAX);
+  DistributedSampler loaded(20, 2, 1);
+  copy_state(sampler, loaded);
+  EXPECT_EQ(loaded.epoch(), SIZE_MAX);
 }
 
 TEST(DistributedSampler, RefusesRanksThatDoNotExist) {

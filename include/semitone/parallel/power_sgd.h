@@ -84,8 +84,8 @@ class PowerSGDHook final : public CommHook {
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// Loads the states of all ranks of a run that had another number of them. Each rank gets the mean
-  /// of their errors. Checkpoint::resume calls it.
+  /// Loads the states of all ranks of a run that had a different number of them. Each rank gets the
+  /// mean of the ranks' errors. Checkpoint::resume calls it.
   void load_resharded(std::span<torch::serialize::InputArchive> saved);
 
  private:

@@ -65,8 +65,9 @@ class QuantizedAllReduceHook final : public CommHook {
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
-  /// Loads the states of all ranks of a run that had another number of them. Each rank gets the mean
-  /// of their errors, and the errors of means. Checkpoint::resume calls it.
+  /// Loads the states of all ranks of a run that had a different number of them. Each rank gets the
+  /// mean of the ranks' errors, to which the errors of the means are added. Checkpoint::resume calls
+  /// it.
   void load_resharded(std::span<torch::serialize::InputArchive> saved);
 
  private:

@@ -72,32 +72,35 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// Loads a pass that another number of ranks has begun: the indices that they have not returned
-  /// are divided among the ranks that there are now, so that no index is lost or repeated but by
-  /// padding. The passes after the next reset are as usual. Checkpoint::resume calls it.
+  /// Continues a pass that a different number of ranks have begun. What they have not returned is
+  /// redistributed among the current ranks, so that no index is lost except by drop_last, and none
+  /// is repeated except as padding. The passes after the next reset are as usual. Checkpoint::resume
+  /// calls it.
   /// @param saved  what each rank of the saved run has saved, in the order of their numbers. Error
-  ///               unless they have the same epoch and size, and have returned equally many indices
+  ///               unless they are in the same pass, and have returned equally many indices (the
+  ///               first ranks may be one ahead)
   void load_resharded(std::span<torch::serialize::InputArchive> saved);
 
   /// The number of indices that each rank gets in a pass: size / num_replicas, rounded up, or
-  /// rounded down with drop_last. There are fewer in the rest of a resharded pass.
-  std::size_t num_samples() const { return share_from(0); }
-  /// The number of indices already returned in this pass, or in the rest of a resharded one.
+  /// rounded down with drop_last. There are fewer in the rest of a pass that others have begun.
+  std::size_t num_samples() const;
+  /// The number of indices already returned in this pass, or in the rest of one that others have
+  /// begun.
   std::size_t index() const { return index_; }
 
  private:
-  // Of the entries of the order from this one on.
-  std::size_t share_from(std::size_t first) const;
-  void divide_from(std::size_t first);
-  // Error, with nothing changed, if this rank's share has no such index.
-  void set_position(std::size_t epoch, std::size_t size, std::size_t first, std::size_t index);
+  // The share of each rank if `entries` of the order are left.
+  std::size_t num_samples_of(std::size_t entries) const;
+  // This rank's share of what is left after the first `consumed` entries of an order.
+  std::vector<std::size_t> indices_after(std::size_t consumed, std::size_t size,
+                                         std::size_t epoch) const;
 
   std::size_t size_;
   std::size_t num_replicas_;
   std::size_t rank_;
   DistributedSamplerOptions options_;
   std::shared_ptr<std::size_t> epoch_;
-  std::size_t first_ = 0;             // what other numbers of ranks have returned in this pass
+  std::size_t consumed_ = 0;  // entries of the order that a different number of ranks have returned
   std::vector<std::size_t> indices_;  // this rank's, in the order of this pass
   std::size_t index_ = 0;
 };
@@ -123,23 +126,20 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// As DistributedSampler::load_resharded. Ranks that have returned all of their indices may differ
-  /// by one.
+  /// As DistributedSampler::load_resharded.
   void load_resharded(std::span<torch::serialize::InputArchive> saved);
 
   /// The number of indices of this rank in a pass.
-  std::size_t num_samples() const { return share_from(0); }
-  /// The number of indices already returned in this pass, or in the rest of a resharded one.
+  std::size_t num_samples() const;
+  /// The number of indices already returned in this pass, or in the rest of one that others have
+  /// begun.
   std::size_t index() const { return index_; }
 
  private:
-  // Of the indices from this one on.
-  std::size_t share_from(std::size_t first) const;
-
   std::size_t size_;
   std::size_t num_replicas_;
   std::size_t rank_;
-  std::size_t first_ = 0;  // what other numbers of ranks have returned in this pass
+  std::size_t consumed_ = 0;  // indices that a different number of ranks have returned
   std::size_t index_ = 0;
 };
 
