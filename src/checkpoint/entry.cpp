@@ -1,9 +1,12 @@
 #include "src/checkpoint/entry.h"
 
+#include "semitone/core/error.h"
 #include "src/core/archive.h"
 
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/serialize.h>
+
+#include <fmt/format.h>
 
 #include <sstream>
 #include <utility>
@@ -27,7 +30,7 @@ class StateEntry final : public Entry {
 
   void read(const Source& source, const FileRecord&) override {
     InputArchive archive = source.archive();
-    functions_.load(archive);
+    require_fitting(source, [&] { functions_.load(archive); });
   }
 
   bool can_be_resharded() const override { return functions_.load_resharded != nullptr; }
@@ -35,10 +38,22 @@ class StateEntry final : public Entry {
   void read_resharded(const std::vector<Source>& of_ranks) override {
     std::vector<InputArchive> archives;
     for (const Source& source : of_ranks) archives.push_back(source.archive());
-    functions_.load_resharded(archives);
+    require_fitting(of_ranks.front(), [&] { functions_.load_resharded(archives); });
   }
 
  private:
+  // The object's error does not know the entry and the file.
+  void require_fitting(const Source& source, const std::function<void()>& load) const {
+    try {
+      load();
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      throw FileError("checkpoint.resume",
+                      fmt::format("a state for '{}' in '{}'", name(), source.text()), error.what());
+    }
+  }
+
   StateFunctions functions_;
 };
 
@@ -89,6 +104,11 @@ InputArchive Source::archive(c10::Device device) const {
     archive.load_from(bytes.data(), bytes.size(), device);
   }
   return archive;
+}
+
+std::string Source::text() const {
+  const auto* path = std::get_if<std::filesystem::path>(&where_);
+  return path == nullptr ? "memory" : path->string();
 }
 
 torch::jit::Module Source::script() const {

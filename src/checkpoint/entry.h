@@ -34,6 +34,8 @@ class Source {
   // Reads an archive, with its tensors on the device.
   torch::serialize::InputArchive archive(c10::Device device = c10::kCPU) const;
   torch::jit::Module script() const;
+  // The file, for a message.
+  std::string text() const;
 
  private:
   std::variant<std::filesystem::path, std::shared_ptr<const std::string>> where_;
@@ -77,7 +79,7 @@ class Entry {
   virtual void require_fits(const FileRecord&, const std::string& /*path*/) const {}
   // Loads what save() saved.
   virtual void read(const Source& source, const FileRecord& record) = 0;
-  // Whether an entry of single ranks can be loaded with another number of ranks.
+  // Whether an entry with PerRank::yes can be loaded with a different number of ranks.
   virtual bool can_be_resharded() const { return false; }
   // Loads what each rank of the saved run saved.
   virtual void read_resharded(const std::vector<Source>& /*of_ranks*/) {}
@@ -124,7 +126,7 @@ std::unique_ptr<Entry> gradient_order_entry(
 struct StateFunctions {
   std::function<void(torch::serialize::OutputArchive&)> save;
   std::function<void(torch::serialize::InputArchive&)> load;
-  // From what each rank of a run of another number of ranks has saved; empty if that cannot be.
+  // From what each rank of a run with a different number of ranks has saved; empty if that cannot be.
   std::function<void(std::span<torch::serialize::InputArchive>)> load_resharded = {};
 };
 std::unique_ptr<Entry> state_entry(std::string name, std::string kind, StateFunctions functions,

@@ -1,5 +1,5 @@
-// Loading the newest checkpoint that is not damaged. Rank 0 verifies the common files, and each rank
-// its own. All agree before one of them changes anything.
+// Loading the newest checkpoint that is not damaged. Rank 0 verifies the common files and those of
+// ranks that there are no more, and each rank its own. All agree before one of them changes anything.
 
 #include "semitone/core/error.h"
 #include "src/checkpoint/agree.h"
@@ -92,7 +92,7 @@ std::vector<const FileRecord*> Checkpoint::Impl::records_of(const Entry& entry,
   std::vector<const FileRecord*> records;
   for (int rank = 0; rank < manifest.world_size; ++rank) {
     records.push_back(manifest.find(entry.name(), rank));
-    if (records.back() == nullptr) break;  // whatever number a manifest claims
+    if (records.back() == nullptr) break;  // world_size may be any number
   }
   return records;
 }
@@ -150,8 +150,8 @@ void Checkpoint::Impl::require_fits(const Manifest& manifest) const {
   }
 }
 
-void Checkpoint::Impl::read(Entry& entry, const std::vector<const FileRecord*>& records,
-                            const Manifest& manifest) const {
+void Checkpoint::Impl::read(Entry& entry, const Manifest& manifest) const {
+  const auto records = records_of(entry, manifest);
   const auto folder = complete_path(directory, manifest.step);
   std::vector<fs::path> paths;
   for (const FileRecord* const record : records) {
@@ -178,7 +178,7 @@ void Checkpoint::Impl::load(const Manifest& manifest) {
       // In the reverse order: what reads an optimizer's state comes before the optimizer.
       for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry)
         undo.insert(undo.begin(), (*entry)->set_aside());
-      for (const auto& entry : entries) read(*entry, records_of(*entry, manifest), manifest);
+      for (const auto& entry : entries) read(*entry, manifest);
     });
   } catch (...) {
     for (const Entry::Undo& put_back : undo) try_to(put_back);

@@ -245,8 +245,9 @@ TEST(CheckpointOfRanks, OfAnotherNumberOfRanksIsWholeOrRefused) {
     if (rank.number() == 0) {
       Summing alone(folder, group.split(1));
       alone.sum.value = 5;
-      EXPECT_THAT(message_of<Error>([&] { alone.checkpoint.resume(); }),
-                  AllOf(HasSubstr("equally many"), HasSubstr("got 3, 4")));
+      EXPECT_THAT(message_of<FileError>([&] { alone.checkpoint.resume(); }),
+                  AllOf(HasSubstr("'sampler'"), HasSubstr("sampler.rank0.pt"),
+                        HasSubstr("equally many"), HasSubstr("got 3, 4")));
       EXPECT_EQ(alone.sum.value, 5);
       semitone::test::write_text(run.checkpoint.path_of(2) / "sampler.rank1.pt", "damaged");
       const CapturedLog log;

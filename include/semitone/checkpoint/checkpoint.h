@@ -48,11 +48,11 @@ concept Savable =
       loaded.load(in);
     };
 
-/// A class whose states of all ranks can be loaded with another number of ranks: DistributedSampler,
+/// A class whose states can be loaded with a different number of ranks: DistributedSampler,
 /// EvaluationSampler, the compressing hooks of DistributedDataParallel, classes of the program.
 /// load_resharded() gets what save() wrote on each rank of the saved run, in the order of their
-/// numbers, and is called on each rank that there is now. It should throw, with nothing changed, if
-/// an archive does not fit.
+/// numbers. Each current rank calls it, with all of these archives in memory. It should throw, with
+/// nothing changed, if an archive does not fit.
 template <typename T>
 concept Reshardable =
     Savable<T> && requires(T& loaded, std::span<torch::serialize::InputArchive> saved) {
@@ -134,7 +134,8 @@ class Checkpoint {
   }
 
   /// Adds any other object with save() and load(). Samplers of indices differ between ranks, and are
-  /// saved by each of them. Those with load_resharded() can be resumed with any number of ranks.
+  /// saved by each of them. With PerRank::yes, objects that have load_resharded() can be
+  /// resumed with any number of ranks; a sampler's num_replicas must be the size of the group.
   template <Savable T>
   Checkpoint& add(const std::string& name, T& object, PerRank per_rank = default_of<T>()) {
     LoadResharded load_resharded;
