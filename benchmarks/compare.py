@@ -94,12 +94,12 @@ class Contender:
 
 def is_known(name, options):
     if WITHOUT in name:
-        return name.split(WITHOUT)[0] in OURS
+        return name.split(WITHOUT)[0] in set(OURS) - {"semitone O0"}
     return name in {**OURS, **TORCH, **CPU_ONLY, **(BASELINE if options.baseline else {})}
 
 
 def is_semitone(name):
-    """Semitone in any form; not in OURS: one to compare with."""
+    """Whether it is Semitone. Those that are not in OURS, such as another build, are compared with OURS, but are no peers."""
     return name in OURS or name in BASELINE or WITHOUT in name
 
 
@@ -192,15 +192,16 @@ def print_table(result):
     print(f"\n{result['workload']}: {result['rounds']} rounds of {result['steps_per_round']} steps, {result['threads']} threads; "
           "ratios to others: least (median) of the rounds, above 1 where Semitone is faster")
     if best:
-        print(f"the best peer: {best}, with the least median of {len(others) + 1}")
+        print(f"the best peer: {best}, with the least median of {sum(not is_semitone(name) for name in contenders)}")
     head = f"{'vs the best peer':>18}" if best else ""
-    print(f"{'':<21}{head}{'min ms':>10}{'median ms':>11}{'items/s':>10}" + "".join(f"{'vs ' + name:>25}" for name in others))
+    wide = max(21, *(len(name) + 1 for name in contenders))
+    print(f"{'':<{wide}}{head}{'min ms':>10}{'median ms':>11}{'items/s':>10}" + "".join(f"{'vs ' + name:>{max(25, len(name) + 5)}}" for name in others))
     for name, row in contenders.items():
         rate = f"{items / row['median']:.1f}" if items else "-"
         cells = result["ratios"].get(name, {})
         first = ("best peer" if name == best else ratio_text(cells.get(best))).rjust(18) if best else ""
-        print(f"{name:<21}{first}{1e3 * row['min']:>10.2f}{1e3 * row['median']:>11.2f}{rate:>10}"
-              + "".join(ratio_text(cells.get(other)).rjust(25) for other in others).rstrip())
+        print(f"{name:<{wide}}{first}{1e3 * row['min']:>10.2f}{1e3 * row['median']:>11.2f}{rate:>10}"
+              + "".join(ratio_text(cells.get(other)).rjust(max(25, len(other) + 5)) for other in others).rstrip())
     for failure in result["left_out"].values():
         print(f"left out: {failure}")
 
