@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
 #include <iostream>
 #include <optional>
 #include <string>
@@ -68,9 +69,15 @@ ordered_json json_of(const StepFloor& floor) {
           {"products", products}};
 }
 
-// @param seconds  of each step, or of each step of a group on average
-std::string json_of(const BenchFlags& flags, const Workload& workload,
-                    const std::vector<double>& seconds, const std::optional<StepFloor>& floor) {
+// The timed steps, and perhaps their floor, for which further steps ran.
+struct Measured {
+  std::vector<double> seconds;  // of each step, or of each step of a group on average
+  std::vector<double> losses;
+  std::int64_t skipped_steps = 0;
+  std::optional<StepFloor> floor;
+};
+
+std::string json_of(const BenchFlags& flags, const Workload& workload, const Measured& measured) {
   const auto& options = workload.options();
   const auto& check = workload.check();
   ordered_json object{
@@ -91,9 +98,9 @@ std::string json_of(const BenchFlags& flags, const Workload& workload,
         {"float32_losses", check.fp32_losses},
         {"difference", check.difference()},
         {"tolerance", check.tolerance}}},
-      {"losses", workload.losses()},
-      {"skipped_steps", workload.skipped_steps()},
-      {"step_seconds", seconds},
+      {"losses", measured.losses},
+      {"skipped_steps", measured.skipped_steps},
+      {"step_seconds", measured.seconds},
       {"min_step_seconds", nullptr},
       {"median_step_seconds", nullptr},
       {"items_per_second", nullptr},
@@ -102,12 +109,12 @@ std::string json_of(const BenchFlags& flags, const Workload& workload,
        {{"semitone", version()}, {"libtorch", libtorch_version()}, {"compiler", compiler()}}}};
   if (trains_on_images(workload))
     object["memory_format"] = train::name_of(workload.memory_format());
-  if (!seconds.empty()) {
+  if (const auto& seconds = measured.seconds; !seconds.empty()) {
     object["min_step_seconds"] = *std::min_element(seconds.begin(), seconds.end());
     object["median_step_seconds"] = median(seconds);
     object["items_per_second"] = static_cast<double>(workload.items()) / median(seconds);
   }
-  if (floor.has_value()) object["floor"] = json_of(*floor);
+  if (measured.floor.has_value()) object["floor"] = json_of(*measured.floor);
   return object.dump(2);
 }
 
@@ -158,9 +165,8 @@ void print_times(std::ostream& out, const Workload& workload, const std::vector<
 void print_floor(std::ostream& out, const StepFloor& floor) {
   constexpr std::size_t kShown = 8;
   line(out, "floor",
-       fmt::format("products and convolutions alone {:.3f} ms, {:.3f} of them in attention; the "
-                   "step {:.3f} ms, {:.2f} "
-                   "times as long",
+       fmt::format("products and convolutions alone {:.3f} ms, of which {:.3f} ms in attention; "
+                   "the step {:.3f} ms, {:.2f} times as long",
                    1e3 * floor.seconds(), 1e3 * floor.attention_seconds, 1e3 * floor.step_seconds,
                    floor.step_seconds / floor.seconds()));
   for (std::size_t i = 0; i < std::min(kShown, floor.products.size()); ++i) {
@@ -229,13 +235,15 @@ int run(const CLI::App& command, const BenchFlags& flags) {
   print_head(out, flags);
   Workload workload = make_workload(flags);
   print_set_up(out, workload);
-  const auto seconds =
+  Measured measured;
+  measured.seconds =
       flags.steps_from_stdin ? run_as_asked(workload) : run_rounds(workload, flags.rounds);
-  if (!seconds.empty()) print_times(out, workload, seconds);
-  std::optional<StepFloor> floor;
-  if (flags.floor) floor = train::measure_floor(workload, flags.rounds);
-  if (floor.has_value()) print_floor(out, *floor);
-  write_json(flags.json, flags.json.empty() ? "" : json_of(flags, workload, seconds, floor));
+  measured.losses = workload.losses();
+  measured.skipped_steps = workload.skipped_steps();
+  if (!measured.seconds.empty()) print_times(out, workload, measured.seconds);
+  if (flags.floor) measured.floor = train::measure_floor(workload, flags.rounds);
+  if (measured.floor.has_value()) print_floor(out, *measured.floor);
+  write_json(flags.json, flags.json.empty() ? "" : json_of(flags, workload, measured));
   return kSuccess;
 }
 

@@ -111,7 +111,7 @@ std::shared_ptr<const BenchFlags> add_bench_flags(CLI::App& command) {
   add.choice("--policy", flags->policy, amp::CastPolicy::preset_names(),
              "Cast policy at O1, see semitone ops --policy");
   add.text("--without-kernels", flags->without_kernels, "NAME,...",
-           "Turn off these kernels of Semitone's, such as gelu,layer_norm, or all of them: all");
+           "Turn off these kernels of the cast policy, such as gelu,layer_norm; all: all of them");
   add.choice("--memory-format", flags->memory_format, {"auto", "nchw", "nhwc"},
              "Memory format of images; auto: nhwc");
   train::add_device_flag(add, flags->device);

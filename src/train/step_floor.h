@@ -8,8 +8,8 @@
 
 namespace semitone::train {
 
-// What a step's matrix products and convolutions take, each of them alone in a loop, so that its
-// data are in the caches as far as they fit. All else of a step comes on top.
+// The time of a step's matrix products and convolutions, each of them alone in a loop, so that its
+// data are in the caches as far as they fit. A step takes at least as long with the same kernels.
 struct StepFloor {
   struct Product {
     std::string name;        // "convolution bfloat16 [16, 64, 56, 56] [64, 64, 3, 3]"

@@ -79,7 +79,9 @@ TEST(BenchCommand, ComparesAStepWithItsProducts) {
   const ProcessResult finished = run(encoder({"--floor", "--rounds", "2", "--json", "-"}));
   ASSERT_TRUE(finished.status.success()) << finished.err;
   EXPECT_THAT(finished.err, HasSubstr("products and convolutions alone "));
-  const json floor = json::parse(finished.out).at("floor");
+  const json result = json::parse(finished.out);
+  EXPECT_EQ(result.at("losses").size(), 2U);
+  const json& floor = result.at("floor");
   double sum = floor.at("attention_seconds");
   for (const json& product : floor.at("products"))
     sum += product.at("calls").get<double>() * product.at("seconds").get<double>();
