@@ -37,6 +37,7 @@ class StateEntry final : public Entry {
 
   void read_resharded(const std::vector<Source>& of_ranks) override {
     std::vector<InputArchive> archives;
+    archives.reserve(of_ranks.size());
     for (const Source& source : of_ranks) archives.push_back(source.archive());
     require_fitting(of_ranks.front(), [&] { functions_.load_resharded(archives); });
   }

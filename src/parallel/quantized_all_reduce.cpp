@@ -237,6 +237,7 @@ class QuantizedAllReduceHook::Impl final : public detail::TwoRounds {
   // @param parts  of a bucket, one of each rank
   void add_to(std::vector<at::Tensor>& errors, const std::vector<PartError>& parts) const {
     std::vector<at::Tensor> of_ranks;
+    of_ranks.reserve(parts.size());
     for (const PartError& part : parts) of_ranks.push_back(part.error);
     const at::Tensor all = at::cat(of_ranks);
     std::int64_t start = 0;
