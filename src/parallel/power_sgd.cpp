@@ -263,6 +263,11 @@ class PowerSGDHook::Impl final : public detail::TwoRounds {
 
   std::function<void()> load_state(torch::serialize::InputArchive& archive) override {
     const auto drawn = read_value<std::int64_t>(archive, "drawn", load_component());
+    constexpr std::int64_t kMostDrawn = 1'000'000'000;  // skipped in seconds
+    if (drawn < 0 || drawn > kMostDrawn) {
+      throw FileError(load_component(), fmt::format("0 to {} drawn seeds", kMostDrawn),
+                      std::to_string(drawn));
+    }
     std::vector<at::Tensor> qs(parameters().size());
     for (std::size_t place = 0; place < qs.size(); ++place) {
       const auto q = find_value<at::Tensor>(archive, fmt::format("q_{}", place), load_component());

@@ -178,8 +178,13 @@ void TwoRounds::save(torch::serialize::OutputArchive& archive) {
 }
 
 TwoRounds::Common TwoRounds::read_common(torch::serialize::InputArchive& archive) const {
-  return {read_value<std::int64_t>(archive, "passes", load_component()),
-          read_value<double>(archive, "loss_scale", load_component())};
+  const Common common{read_value<std::int64_t>(archive, "passes", load_component()),
+                      read_value<double>(archive, "loss_scale", load_component())};
+  if (common.passes < 0 || !(common.loss_scale > 0) || !std::isfinite(common.loss_scale)) {
+    throw FileError(load_component(), "a number of passes and a finite loss scale greater than 0",
+                    fmt::format("{} and {}", common.passes, common.loss_scale));
+  }
+  return common;
 }
 
 std::vector<at::Tensor> TwoRounds::read_errors(torch::serialize::InputArchive& archive) const {

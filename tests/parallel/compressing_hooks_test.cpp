@@ -547,6 +547,28 @@ TEST(State, WithoutErrorFeedbackHasNoErrors) {
   });
 }
 
+TEST(State, WithNumbersThatNoHookHasIsRefused) {
+  const auto load = [](std::int64_t passes, double scale, std::int64_t drawn) {
+    torch::serialize::OutputArchive out;
+    out.write("passes", c10::IValue(passes));
+    out.write("loss_scale", c10::IValue(scale));
+    out.write("drawn", c10::IValue(drawn));
+    std::stringstream stream;
+    out.save_to(stream);
+    torch::serialize::InputArchive in;
+    in.load_from(stream);
+    PowerSGDHook hook(Model().parameters);
+    hook.load(in);
+  };
+  load(3, 0.5, 7);
+  EXPECT_THROW(load(-1, 0.5, 7), FileError);
+  EXPECT_THROW(load(3, 0, 7), FileError);
+  EXPECT_THROW(load(3, NAN, 7), FileError);
+  EXPECT_THROW(load(3, HUGE_VAL, 7), FileError);
+  EXPECT_THROW(load(3, 0.5, -1), FileError);
+  EXPECT_THROW(load(3, 0.5, std::int64_t{1} << 60), FileError);
+}
+
 TEST(State, OfAFewRanksOnlyIsRefused) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();
