@@ -563,7 +563,7 @@ TEST(State, WithNumbersThatNoHookHasIsRefused) {
   load(3, 0.5, 7);
   EXPECT_THROW(load(-1, 0.5, 7), FileError);
   EXPECT_THROW(load(3, 0, 7), FileError);
-  EXPECT_THROW(load(3, NAN, 7), FileError);
+  EXPECT_THROW(load(3, std::numeric_limits<double>::quiet_NaN(), 7), FileError);
   EXPECT_THROW(load(3, HUGE_VAL, 7), FileError);
   EXPECT_THROW(load(3, 0.5, -1), FileError);
   EXPECT_THROW(load(3, 0.5, std::int64_t{1} << 60), FileError);

@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <map>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -103,13 +103,16 @@ TEST(StepFloor, TimesProductsInTheDtypesInWhichTheyRun) {
 double fastest_rate(const StepFloor& floor) {
   double fastest = 0;
   for (const StepFloor::Product& product : floor.products) {
-    std::int64_t rows = 0;
-    std::int64_t depth = 0;
-    std::int64_t columns = 0;
-    if (std::sscanf(product.name.c_str(), "mm float32 [%ld, %ld] [%*d, %ld]", &rows, &depth,
-                    &columns) == 3)
-      fastest =
-          std::max(fastest, 2.0 * static_cast<double>(rows * depth * columns) / product.seconds);
+    if (!product.name.starts_with("mm float32 ")) continue;
+    std::string numbers = product.name.substr(product.name.find('['));
+    std::ranges::replace_if(numbers, [](char c) { return c < '0' || c > '9'; }, ' ');
+    std::istringstream stream(numbers);
+    double rows = 0;
+    double depth = 0;
+    double columns = 0;
+    stream >> rows >> depth >> depth >> columns;
+    EXPECT_TRUE(stream) << product.name;
+    fastest = std::max(fastest, 2 * rows * depth * columns / product.seconds);
   }
   EXPECT_GT(fastest, 0);
   return fastest;
