@@ -111,11 +111,7 @@ class PowerSGDExchange final : public detail::Exchange {
       at::mm_out(q, matrix.input.t(), matrix.p);
       matrix.q = q;
     }
-    if (matrices_.empty()) {
-      auto done = detail::future_on(first_.device());
-      done->markCompleted(first_);
-      return done;
-    }
+    if (matrices_.empty()) return detail::completed_with(first_);
     return group.all_reduce_async(second_, comm::ReduceOp::mean).future();
   }
 

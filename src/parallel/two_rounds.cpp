@@ -261,6 +261,12 @@ FuturePtr future_on(c10::Device device) {
   return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
 }
 
+FuturePtr completed_with(const at::Tensor& tensor) {
+  FuturePtr done = future_on(tensor.device());
+  done->markCompleted(tensor);
+  return done;
+}
+
 void drop_overflows(at::Tensor& errors) {
   if (errors.scalar_type() == at::kHalf) errors.masked_fill_(errors.isfinite().logical_not(), 0);
 }

@@ -130,6 +130,8 @@ class TwoRounds {
 
 // A future of a tensor on this device.
 FuturePtr future_on(c10::Device device);
+// One that is completed with this tensor, in place of a message that need not be sent.
+FuturePtr completed_with(const at::Tensor& tensor);
 
 // Sets elements beyond the range of fp16 to 0: of errors, which a step in range may have.
 void drop_overflows(at::Tensor& errors);

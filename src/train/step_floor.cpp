@@ -11,7 +11,6 @@
 #include <torch/types.h>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
