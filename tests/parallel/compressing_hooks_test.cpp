@@ -437,11 +437,23 @@ std::string saved(const Hook& hook) {
   return stream.str();
 }
 
-template <typename Hook>
-void load_from(Hook& hook, const std::string& text) {
+torch::serialize::InputArchive archive_of(const std::string& text) {
   std::istringstream stream(text);
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
+  return archive;
+}
+
+std::vector<torch::serialize::InputArchive> archives_of(const std::vector<std::string>& texts) {
+  std::vector<torch::serialize::InputArchive> archives;
+  archives.reserve(texts.size());
+  for (const std::string& text : texts) archives.push_back(archive_of(text));
+  return archives;
+}
+
+template <typename Hook>
+void load_from(Hook& hook, const std::string& text) {
+  torch::serialize::InputArchive archive = archive_of(text);
   hook.load(archive);
 }
 
@@ -500,11 +512,7 @@ void expect_nothing_lost_alone(Hook& hook, Hook& exact_alone, const Model& model
     const auto got = pass(hook, model, group, gradients_at(model, step, group.rank()));
     for (std::size_t p = 0; p < owed.size(); ++p) owed[p] += means[p] - got[p];
   }
-  std::vector<torch::serialize::InputArchive> states;
-  for (const std::string& text : group.all_gather(saved(hook))) {
-    std::istringstream stream(text);
-    states.emplace_back().load_from(stream);
-  }
+  auto states = archives_of(group.all_gather(saved(hook)));
   exact_alone.load_resharded(states);
   std::vector<at::Tensor> zeros;
   for (const at::Tensor& parameter : model.parameters)
@@ -534,12 +542,7 @@ TEST(State, WithoutErrorFeedbackHasNoErrors) {
     QuantizedAllReduceHook loaded(model.parameters, forgetful);
     QuantizedAllReduceHook resharded(model.parameters, forgetful);
     load_from(loaded, saved(saving));
-    std::vector<torch::serialize::InputArchive> states(2);
-    const auto texts = group.all_gather(saved(saving));
-    for (std::size_t rank = 0; rank < states.size(); ++rank) {
-      std::istringstream stream(texts[rank]);
-      states[rank].load_from(stream);
-    }
+    auto states = archives_of(group.all_gather(saved(saving)));
     resharded.load_resharded(states);
     const auto want = pass(fresh, model, group, gradients);
     expect_same(pass(loaded, model, group, gradients), want);
@@ -577,11 +580,7 @@ TEST(State, OfAFewRanksOnlyIsRefused) {
     pass(saving, model, group, gradients_at(model, 0, group.rank()));
     const std::string whole = saved(saving);
     const std::string empty = saved(QuantizedAllReduceHook(model.parameters));
-    std::vector<torch::serialize::InputArchive> states(2);
-    for (const auto& [state, text] : {std::pair(0, empty), std::pair(1, whole)}) {
-      std::istringstream stream(text);
-      states[static_cast<std::size_t>(state)].load_from(stream);
-    }
+    auto states = archives_of({empty, whole});
     QuantizedAllReduceHook loaded(model.parameters);
     EXPECT_THROW(loaded.load_resharded(states), FileError);
     EXPECT_EQ(saved(loaded), empty);

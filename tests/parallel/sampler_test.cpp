@@ -64,28 +64,32 @@ auto make_loader(std::size_t size, const Sampler& sampler, std::size_t workers =
       torch::data::DataLoaderOptions().batch_size(3).workers(workers).enforce_ordering(true));
 }
 
-void copy_state(const torch::data::samplers::Sampler<>& from,
-                torch::data::samplers::Sampler<>& to) {
+torch::serialize::InputArchive written(torch::serialize::OutputArchive& out) {
   std::stringstream stream;
-  torch::serialize::OutputArchive out;
-  from.save(out);
   out.save_to(stream);
   torch::serialize::InputArchive in;
   in.load_from(stream);
-  to.load(in);
+  return in;
+}
+
+torch::serialize::InputArchive state_of(const torch::data::samplers::Sampler<>& sampler) {
+  torch::serialize::OutputArchive out;
+  sampler.save(out);
+  return written(out);
+}
+
+void copy_state(const torch::data::samplers::Sampler<>& from,
+                torch::data::samplers::Sampler<>& to) {
+  torch::serialize::InputArchive state = state_of(from);
+  to.load(state);
 }
 
 // Of the samplers of all ranks.
 template <typename Sampler>
 std::vector<torch::serialize::InputArchive> states_of(const std::vector<Sampler>& samplers) {
-  std::vector<torch::serialize::InputArchive> states(samplers.size());
-  for (std::size_t rank = 0; rank < samplers.size(); ++rank) {
-    std::stringstream stream;
-    torch::serialize::OutputArchive out;
-    samplers[rank].save(out);
-    out.save_to(stream);
-    states[rank].load_from(stream);
-  }
+  std::vector<torch::serialize::InputArchive> states;
+  states.reserve(samplers.size());
+  for (const Sampler& sampler : samplers) states.push_back(state_of(sampler));
   return states;
 }
 
@@ -330,11 +334,7 @@ TEST(DistributedSampler, RefusesNumbersThatNoSamplerHas) {
     for (const auto& [name, number] : std::map<std::string, std::int64_t>{
              {"epoch", 0}, {"size", 20}, {"consumed", 0}, {"index", 3}, {"num_replicas", 2}})
       out.write(name, torch::tensor(name == key ? value : number, torch::kLong), true);
-    std::stringstream stream;
-    out.save_to(stream);
-    torch::serialize::InputArchive in;
-    in.load_from(stream);
-    return in;
+    return written(out);
   };
   const auto expect_refused = [&](const std::string& key, std::int64_t value) {
     SCOPED_TRACE(key);
