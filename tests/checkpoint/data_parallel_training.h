@@ -28,16 +28,24 @@ inline CheckpointOptions options_of(const comm::Group& group) {
   return CheckpointOptions().group(group);
 }
 
+struct DataParallelSetting {
+  std::string level = "O2";
+  at::ScalarType dtype = torch::kBFloat16;
+  bool sharded = false;       // the optimizer
+  bool split_master = false;  // the optimizer's option
+  parallel::DistributedDataParallelOptions ddp = {};
+};
+
 // Own random numbers and own data on each rank; the same gradients, hence the same weights.
 struct DataParallelTraining {
-  DataParallelTraining(const comm::Group& given, std::uint64_t seed, bool sharded,
-                       const std::string& level = "O2", at::ScalarType dtype = torch::kBFloat16,
-                       const parallel::DistributedDataParallelOptions& ddp_options = {})
+  DataParallelTraining(const comm::Group& given, std::uint64_t seed,
+                       const DataParallelSetting& setting = {})
       : group(given),
         net(made(seed)),
-        optimizer(sharded ? shard() : optimizer_of(net->parameters())),
-        mixed(amp::initialize(net, *optimizer, amp::Options(level).dtype(dtype).verbosity(0))),
-        ddp(net, group, ddp_options),
+        optimizer(optimizer_of(setting)),
+        mixed(amp::initialize(net, *optimizer,
+                              amp::Options(setting.level).dtype(setting.dtype).verbosity(0))),
+        ddp(net, group, setting.ddp),
         sampler(16, group.size(), group.rank()) {
     torch::manual_seed(seed * 100 + static_cast<std::uint64_t>(group.rank()));
   }
@@ -46,21 +54,14 @@ struct DataParallelTraining {
     torch::manual_seed(seed);
     return semitone::test::DropNet();
   }
-  static std::unique_ptr<torch::optim::Optimizer> optimizer_of(
-      std::vector<torch::optim::OptimizerParamGroup> groups) {
-    return std::make_unique<optim::FusedAdam>(std::move(groups), optim::FusedAdamOptions(0.01));
-  }
-  static std::unique_ptr<torch::optim::Optimizer> optimizer_of(
-      const std::vector<at::Tensor>& parameters) {
-    return optimizer_of({torch::optim::OptimizerParamGroup(parameters)});
-  }
-  std::unique_ptr<torch::optim::Optimizer> shard() {
-    return std::make_unique<parallel::ZeroRedundancyOptimizer>(
-        net->parameters(),
-        [](std::vector<torch::optim::OptimizerParamGroup> groups) {
-          return optimizer_of(std::move(groups));
-        },
-        group);
+  std::unique_ptr<torch::optim::Optimizer> optimizer_of(const DataParallelSetting& setting) {
+    const auto make = [options = optim::FusedAdamOptions(0.01).split_master(setting.split_master)](
+                          std::vector<torch::optim::OptimizerParamGroup> groups)
+        -> std::unique_ptr<torch::optim::Optimizer> {
+      return std::make_unique<optim::FusedAdam>(std::move(groups), options);
+    };
+    if (!setting.sharded) return make({torch::optim::OptimizerParamGroup(net->parameters())});
+    return std::make_unique<parallel::ZeroRedundancyOptimizer>(net->parameters(), make, group);
   }
 
   Checkpoint checkpoint(const std::filesystem::path& folder, bool copy_in_background = false) {

@@ -45,7 +45,7 @@ struct Saving {
   bool sharded = false;
 
   DataParallelTraining training(const comm::Group& group, std::uint64_t seed) const {
-    return {group, seed, sharded, level, torch::kBFloat16, ddp};
+    return {group, seed, {.level = level, .sharded = sharded, .ddp = ddp}};
   }
 };
 

@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
-#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,18 +37,25 @@ constexpr auto kEnd = "SEMITONE_TEST_END";
 
 struct Setting {
   const char* name;
-  const char* level;
-  at::ScalarType dtype;
-  bool sharded;  // the optimizer
+  DataParallelSetting training;
   int signal = SIGKILL;
 };
 
-constexpr Setting kSettings[] = {{"O0", "O0", torch::kHalf, false},
-                                 {"O1", "O1", torch::kHalf, false},
-                                 {"O1-frozen", "O1", torch::kHalf, false, SIGSTOP},
-                                 {"O2", "O2", torch::kBFloat16, false},
-                                 {"O2-sharded", "O2", torch::kBFloat16, true},
-                                 {"O3", "O3", torch::kBFloat16, false}};
+const std::vector<Setting>& settings() {
+  static const std::vector<Setting> all = {
+      {"O0", {.level = "O0"}},
+      {"O1", {.level = "O1", .dtype = torch::kHalf}},
+      {"O1-frozen", {.level = "O1", .dtype = torch::kHalf}, SIGSTOP},
+      {"O1-sharded", {.level = "O1", .sharded = true}},
+      {"O2-fp16", {.level = "O2", .dtype = torch::kHalf}},
+      {"O2-bf16", {.level = "O2"}},
+      {"O2-split", {.level = "O2", .split_master = true}},
+      {"O2-sharded-fp16", {.level = "O2", .dtype = torch::kHalf, .sharded = true}},
+      {"O2-sharded-split", {.level = "O2", .sharded = true, .split_master = true}},
+      {"O3-fp16", {.level = "O3", .dtype = torch::kHalf}},
+      {"O3-bf16", {.level = "O3"}}};
+  return all;
+}
 
 std::string variable(const char* name, const char* otherwise = "") {
   const char* const value = std::getenv(name);
@@ -78,13 +84,13 @@ void signal_soon(int signal, int attempt, int rank) {
 // between the two ways to save.
 void train(const fs::path& folder) {
   torch::set_num_threads(1);
-  const Setting& setting = kSettings[std::stoul(variable(kRun))];
+  const Setting& setting = settings().at(std::stoul(variable(kRun)));
   comm::InitOptions options;
   if (setting.signal == SIGSTOP) options.heartbeat_timeout(std::chrono::seconds(4));
   const auto group = comm::init("env://", options);
   const int attempt = std::stoi(variable("TORCHELASTIC_RESTART_COUNT"));
   const bool is_last = attempt == std::stoi(variable("TORCHELASTIC_MAX_RESTARTS"));
-  DataParallelTraining run(group, 1, setting.sharded, setting.level, setting.dtype);
+  DataParallelTraining run(group, 1, setting.training);
   auto checkpoint = run.checkpoint(folder / "run");
   run.step = checkpoint.resume().value_or(0);
   const std::string end = variable(kEnd);
@@ -130,9 +136,8 @@ TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
   if (const std::string mine = variable(kFolder); !mine.empty()) return train(mine);
   const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "2"));
   const TemporaryFolder folder;
-  constexpr int kRuns = std::size(kSettings);
-  for (int run = 0; run < kRuns; ++run) {
-    const std::string name = kSettings[run].name;
+  for (std::size_t run = 0; run < settings().size(); ++run) {
+    const std::string name = settings()[run].name;
     SCOPED_TRACE(name);
     ::setenv(kRun, std::to_string(run).c_str(), 1);
     const auto killed = launch(folder / (name + "-killed"), kills);

@@ -42,14 +42,14 @@ TEST(CheckpointOfRanks, ContinuesBitForBitWithAndWithoutSharding) {
     for (const bool sharded : {false, true}) {
       SCOPED_TRACE(sharded ? "sharded" : "whole");
       const fs::path folder = rank.folder() / (sharded ? "sharded" : "whole");
-      DataParallelTraining whole(group, 1, sharded);
+      DataParallelTraining whole(group, 1, {.sharded = sharded});
       whole.train_to(10);
       {
-        DataParallelTraining half(group, 1, sharded);
+        DataParallelTraining half(group, 1, {.sharded = sharded});
         half.train_to(6);
         half.checkpoint(folder).save(6);
       }
-      DataParallelTraining resumed(group, 2, sharded);
+      DataParallelTraining resumed(group, 2, {.sharded = sharded});
       EXPECT_EQ(resumed.checkpoint(folder).resume(), 6);
       resumed.step = 6;
       resumed.train_to(10);
@@ -73,7 +73,7 @@ TEST(CheckpointOfRanks, IsWrittenWhileTheyTrain) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
     for (const bool in_background : {false, true}) {
-      DataParallelTraining run(group, 1, /*sharded=*/true);
+      DataParallelTraining run(group, 1, {.sharded = true});
       auto checkpoint =
           run.checkpoint(rank.folder() / (in_background ? "background" : "run"), in_background);
       if (in_background) run.before_step = [&] { checkpoint.wait_for_copy(); };
