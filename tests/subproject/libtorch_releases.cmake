@@ -31,7 +31,11 @@ function(expect release installed code message)
   list(GET numbers 0 major)
   list(GET numbers 1 minor)
   list(GET numbers 2 patch)
-  file(WRITE ${libtorch}/include/torch/version.h
+  set(header headeronly/version.h)
+  if(release VERSION_LESS 2.11)
+    set(header csrc/api/include/torch/version.h)
+  endif()
+  file(WRITE ${libtorch}/include/torch/${header}
     "#define TORCH_VERSION_MAJOR ${major}\n#define TORCH_VERSION_MINOR ${minor}\n#define TORCH_VERSION_PATCH ${patch}\n")
   file(WRITE ${libtorch}/include/ATen/Config.h "#define AT_PARALLEL_OPENMP 0\n")
   foreach(name torch_cpu c10 torch_cuda c10_cuda)
