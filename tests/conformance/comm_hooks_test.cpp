@@ -139,7 +139,8 @@ TEST(CommHooksConformance, AllToAllReceivesWhatTorchReceives) {
   run_ranks(2, [](Rank& rank) {
     const auto group = comm::init();
     const auto mine = static_cast<std::size_t>(rank.number());
-    for (const json& given : conformance("comm_hooks.json").at("all_to_all")) {
+    const json cases = conformance("comm_hooks.json").at("all_to_all");
+    for (const json& given : cases) {
       const auto splits = given.at("splits").get<std::vector<std::vector<std::int64_t>>>();
       SCOPED_TRACE(given.at("splits").dump());
       const std::int64_t rows = splits[mine][0] + splits[mine][1];
