@@ -10,10 +10,17 @@
 namespace semitone::weights {
 namespace {
 
+// e4m3fn has no infinity. LibTorch 2.11 casts what is larger to NaN, 2.15 to the largest number.
+constexpr double kRoundsToLargestE4m3fn = 464;
+
 // Of real numbers in a floating-point dtype. Operators on fp8 exist for few dtypes, those on fp64
 // for all.
 bool overflows(const at::Tensor& value, c10::ScalarType dtype) {
   const at::Tensor before = value.to(at::kDouble);
+  if (dtype == at::kFloat8_e4m3fn) {
+    const at::Tensor finite = at::isfinite(before);
+    return finite.logical_and(before.abs().gt(kRoundsToLargestE4m3fn)).any().item<bool>();
+  }
   const at::Tensor after = value.to(dtype).to(at::kDouble);
   return at::isfinite(before).logical_and(at::isfinite(after).logical_not()).any().item<bool>();
 }

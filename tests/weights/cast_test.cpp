@@ -20,6 +20,8 @@ TEST(LostInCast, FiniteNumbersBecomeInfinite) {
   EXPECT_TRUE(loses(1e300, torch::kDouble, torch::kFloat));
   EXPECT_TRUE(loses(70000.0, torch::kInt, torch::kHalf));
   EXPECT_TRUE(loses(70000.0, torch::kFloat, torch::kFloat8_e4m3fn));
+  EXPECT_TRUE(loses(-465.0, torch::kFloat, torch::kFloat8_e4m3fn));
+  EXPECT_FALSE(loses(464.0, torch::kFloat, torch::kFloat8_e4m3fn));
   EXPECT_FALSE(loses(70000.0, torch::kInt, torch::kBFloat16));
   EXPECT_FALSE(loses(1.0 / 3, torch::kDouble, torch::kHalf));
   EXPECT_FALSE(loses(std::numeric_limits<double>::infinity(), torch::kFloat, torch::kHalf));
