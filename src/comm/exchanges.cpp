@@ -75,11 +75,23 @@ void compare_splits(const Group& group, const Splits& inputs, const Splits& outp
   }
 }
 
+// LibTorch 2.15 has another name for it, and warns of the earlier one.
+template <typename ProcessGroup>
+c10::intrusive_ptr<c10d::Work> start_all_to_all_in(ProcessGroup& group, at::Tensor& output,
+                                                   at::Tensor& input, Splits& output_splits,
+                                                   Splits& input_splits) {
+  if constexpr (requires { group.all_to_all_single(output, input, output_splits, input_splits); }) {
+    return group.all_to_all_single(output, input, output_splits, input_splits);
+  } else {
+    return group.alltoall_base(output, input, output_splits, input_splits);
+  }
+}
+
 // Sends consecutive parts of a flat tensor, with these numbers of elements.
 void exchange(const Group& group, at::Tensor output, at::Tensor input, Splits output_splits,
               Splits input_splits) {
   const at::NoGradGuard no_grad;
-  process_group(group)->alltoall_base(output, input, output_splits, input_splits)->wait();
+  start_all_to_all(group, output, input, std::move(output_splits), std::move(input_splits))->wait();
 }
 
 void check_splits(const std::string& name, const Splits& splits, int ranks) {
@@ -159,6 +171,12 @@ void compare_message(const Group& group, const at::Tensor& tensor, const Ends& e
 }
 
 }  // namespace
+
+c10::intrusive_ptr<c10d::Work> start_all_to_all(const Group& group, at::Tensor& output,
+                                                at::Tensor& input, Splits output_splits,
+                                                Splits input_splits) {
+  return start_all_to_all_in(*process_group(group), output, input, output_splits, input_splits);
+}
 
 void Group::reduce(at::Tensor& tensor, int root, ReduceOp op) const {
   check_reducible(*this, tensor, "reduce", op);

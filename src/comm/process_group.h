@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -55,6 +56,13 @@ at::Tensor transportable(const at::Tensor& tensor);
 void broadcast_unchecked(const Group& group, const std::vector<at::Tensor>& tensors, int root);
 std::vector<at::Tensor> all_gather_unchecked(const Group& group, const at::Tensor& tensor);
 void all_reduce_unchecked(const Group& group, at::Tensor& sums);
+
+// Sends consecutive parts of a tensor, and receives others, with these extents of the first
+// dimension; none: equal parts. Does not wait.
+c10::intrusive_ptr<c10d::Work> start_all_to_all(const Group& group, at::Tensor& output,
+                                                at::Tensor& input,
+                                                std::vector<std::int64_t> output_splits = {},
+                                                std::vector<std::int64_t> input_splits = {});
 
 // Sends a string of any length from one rank to another, without the other ranks. For groups of
 // several ranks.

@@ -13,7 +13,9 @@
 namespace semitone {
 namespace {
 
-constexpr c10::DebugInfoKind kPlace = c10::DebugInfoKind::PROFILER_STATE;
+c10::DebugInfoKind place() {
+  return c10::DebugInfoKind::PROFILER_STATE;
+}
 
 }  // namespace
 
@@ -25,7 +27,7 @@ class TensorMemoryMeter::Ledger : public c10::MemoryReportingInfoBase,
 
   // The ledger to which this thread reports, or null: a profiler, or none.
   static Ledger* current_one() {
-    return dynamic_cast<Ledger*>(c10::ThreadLocalDebugInfo::get(kPlace));
+    return dynamic_cast<Ledger*>(c10::ThreadLocalDebugInfo::get(place()));
   }
 
   // A positive size: the block was allocated; a negative one: freed.
@@ -85,9 +87,9 @@ class TensorMemoryMeter::Ledger : public c10::MemoryReportingInfoBase,
 TensorMemoryMeter::TensorMemoryMeter() {
   Ledger* const outer = Ledger::current_one();
   // The profiler assumes that any object in this place is its own state, so never hide that.
-  is_active_ = outer != nullptr || c10::ThreadLocalDebugInfo::get(kPlace) == nullptr;
+  is_active_ = outer != nullptr || c10::ThreadLocalDebugInfo::get(place()) == nullptr;
   ledger_ = std::make_shared<Ledger>(outer == nullptr ? nullptr : outer->shared_from_this());
-  if (is_active_) c10::ThreadLocalDebugInfo::_push(kPlace, ledger_);
+  if (is_active_) c10::ThreadLocalDebugInfo::_push(place(), ledger_);
 }
 
 // A thread's state can be removed from its top only. A ledger below another state stays there,
@@ -97,7 +99,7 @@ TensorMemoryMeter::~TensorMemoryMeter() {
   const Ledger* top = Ledger::current_one();
   for (; top != nullptr && top->is_closed(); top = Ledger::current_one()) {
     try {
-      c10::ThreadLocalDebugInfo::_pop(kPlace);
+      c10::ThreadLocalDebugInfo::_pop(place());
     } catch (const c10::Error&) {
       return;  // another kind of state is above it
     }

@@ -87,8 +87,7 @@ class QuantizedExchange final : public detail::Exchange {
     sent_ = sent.to_bytes();
     if (bucket_.ranks == 1) return arrived(sent_);
     received_ = at::empty_like(sent_);
-    std::vector<std::int64_t> equal;
-    return comm::process_group(group)->alltoall_base(received_, sent_, equal, equal)->getFuture();
+    return comm::start_all_to_all(group, received_, sent_)->getFuture();
   }
 
   detail::FuturePtr proceed(const comm::Group& group) override {

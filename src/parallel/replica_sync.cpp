@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "semitone/core/events.h"
 #include "src/comm/process_group.h"
+#include "src/core/autograd_node.h"
 #include "src/core/capture_scope.h"
 #include "src/core/for_each_module.h"
 #include "src/core/log.h"
@@ -61,16 +62,6 @@ struct Kind {
   c10::Device device;
   c10::DimVector sizes;
 };
-
-// LibTorch 2.11 holds nodes of the graph by shared_ptr, 2.15 by intrusive_ptr.
-template <typename Node>
-std::weak_ptr<Node> weak(const std::shared_ptr<Node>& node) {
-  return node;
-}
-template <typename Node>
-c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
-  return c10::weak_intrusive_ptr<Node>(node);
-}
 
 // Results of forward, on their way to the loss. Backward reaches this node first, and then, with
 // undefined gradients, also results that the loss does not use. All nodes that led to any result
@@ -333,7 +324,7 @@ void ReplicaSync::Impl::restore_accumulators() const {
   for (std::size_t i = 0; i < hooks.size(); ++i) {
     const at::Tensor& parameter = trained.parameters[i].tensor;
     if (torch::autograd::impl::grad_accumulator(parameter) != hooks[i].accumulator)
-      torch::autograd::impl::set_grad_accumulator(parameter, weak(hooks[i].accumulator));
+      torch::autograd::impl::set_grad_accumulator(parameter, WeakNodePtr(hooks[i].accumulator));
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "src/core/autograd_node.h"
 #include "src/recompute/captured_tensors.h"
 #include "src/recompute/recording.h"
 #include "src/recompute/surroundings.h"
@@ -338,7 +339,7 @@ bool is_captured(const at::Tensor& output, const edge_list& others) {
 struct CheckpointedCall::Impl {
   Impl(Tensors given, const State& state)
       : originals(std::move(given)),
-        node(new RecomputeBackward(originals, state, regions), torch::autograd::deleteNode),
+        node(make_node<RecomputeBackward>(originals, state, regions)),
         inputs(places_of(originals, node->needs_gradient(), behind_relay)) {
     scope.emplace(regions);
     Tensors known = originals;
@@ -349,7 +350,7 @@ struct CheckpointedCall::Impl {
 
   Tensors originals;
   AutocastRegions regions;
-  std::shared_ptr<RecomputeBackward> node;
+  NodePtrOf<RecomputeBackward> node;
   Tensors inputs;
   Recording recording;
   std::optional<AutocastRegions::Scope> scope;

@@ -1,5 +1,7 @@
 #include "src/recompute/recording.h"
 
+#include "src/core/autograd_node.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -91,7 +93,7 @@ class Relay final : public Node {
 };
 
 Edge new_relay(const at::Tensor& like, const Edge& to) {
-  return {std::shared_ptr<Node>(new Relay(like, to), torch::autograd::deleteNode), 0};
+  return {make_node<Relay>(like, to), 0};
 }
 
 // A tensor with the shape and options of the gradients of an edge, without memory for them.

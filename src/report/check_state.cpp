@@ -118,7 +118,7 @@ void CheckState::add_producer(const torch::autograd::Node& node, const Producer&
   for (const torch::autograd::Edge& edge : node.next_edges()) {
     if (!edge.is_valid()) continue;
     Producers& producers = producers_[edge.function.get()];
-    if (producers.receiver.expired()) producers = {edge.function, {}};
+    if (producers.receiver.expired()) producers = {WeakNodePtr(edge.function), {}};
     producers.all.push_back(producer);
   }
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "semitone/report/nonfinite_check.h"
+#include "src/core/autograd_node.h"
 #include "src/core/thread_state.h"
 #include "src/report/operator_info.h"
 #include "src/report/parameter_names.h"
@@ -128,7 +129,7 @@ class CheckState : public c10::DebugInfoBase, public std::enable_shared_from_thi
   std::map<NodeId, ForwardOp> forward_ops_;
   // By receiver. Another graph may have a node at the same address when the first has ended.
   struct Producers {
-    std::weak_ptr<torch::autograd::Node> receiver;
+    WeakNodePtr receiver{NodePtr()};
     std::vector<Producer> all;
   };
   const std::vector<Producer>* producers_for(const torch::autograd::Node* receiver) const;

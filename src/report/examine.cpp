@@ -1,5 +1,7 @@
 #include "src/report/examine.h"
 
+#include "src/core/autograd_node.h"
+
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <memory>
@@ -130,7 +132,7 @@ NonFiniteFinding backward_finding(const CheckState& state, const Producer& produ
 
 // The custom function that returned a tensor; null if there is none. That of a view is not asked
 // for: autograd may have to make it anew, and here it would be without one.
-std::shared_ptr<torch::autograd::Node> function_of(const at::Tensor& tensor) {
+NodePtr function_of(const at::Tensor& tensor) {
   if (tensor.is_view()) return nullptr;
   const auto& node = tensor.grad_fn();
   return node != nullptr && is_custom_function(*node) ? node : nullptr;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "src/core/autograd_node.h"
 #include "src/report/check_state.h"
 
 #include <ATen/record_function.h>
@@ -68,7 +69,7 @@ struct Frame : at::ObserverContext {
   // values and mask them, so only those that the node returns count.
   std::vector<Suspect> suspects;
   Place place;
-  std::shared_ptr<torch::autograd::Node> node;
+  NodePtr node;
   bool is_custom_node = false;  // a custom function's
   NodeId node_id{};
   int exceptions = 0;  // in flight when it began
