@@ -39,7 +39,12 @@ if(SEMITONE_CUDA STREQUAL ON OR (SEMITONE_CUDA STREQUAL AUTO AND (LibTorch_HAS_C
 endif()
 set(SEMITONE_LINKS_CUDA OFF)
 set(SEMITONE_LINKS_KERNELS OFF)
-if(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF)
+# Older releases do not tell the driver's handle of a stream, and have no pools of pinned memory for CUDA graphs.
+set(LibTorch_WITH_STREAM_HANDLES 2.11)
+if(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF AND LibTorch_VERSION VERSION_LESS LibTorch_WITH_STREAM_HANDLES)
+  message(WARNING "[cmake.cuda] expected LibTorch ${LibTorch_WITH_STREAM_HANDLES} or newer for GPUs, got ${LibTorch_VERSION}: GPUs run "
+    "without Semitone's kernels, CUDA graphs and NCCL")
+elseif(LibTorch_HAS_CUDA AND NOT SEMITONE_CUDA STREQUAL OFF)
   # LibTorch's own headers first: they have the release that it was built with.
   find_path(SEMITONE_CUDA_INCLUDE_DIR cuda_runtime_api.h
     PATHS ${LibTorch_ROOT_DIR}/../nvidia/cu13/include ${LibTorch_ROOT_DIR}/../nvidia/cuda_runtime/include NO_DEFAULT_PATH)

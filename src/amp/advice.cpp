@@ -5,6 +5,7 @@
 #include "src/amp/rank.h"
 #include "src/autocast/model_entries.h"
 #include "src/core/cuda_driver.h"
+#include "src/core/libtorch_release.h"
 #include "src/core/log.h"
 
 #include <ATen/Context.h>
@@ -184,6 +185,15 @@ class Advisor {
   std::vector<Advice> advice_;
 };
 
+bool computes_products_in_tf32(const at::Context& context) {
+#if SEMITONE_LIBTORCH_SINCE(2, 10)
+  return context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+#else
+  return context.float32Precision("cuda", "matmul") == "tf32";
+#endif
+}
+
 }  // namespace
 
 DeviceFacts device_facts(c10::Device device) {
@@ -193,8 +203,7 @@ DeviceFacts device_facts(c10::Device device) {
   const auto capability = compute_capability(std::max<int>(device.index(), 0));
   if (capability.has_value()) facts.compute_capability = 10 * capability->major + capability->minor;
   const at::Context& context = at::globalContext();
-  facts.tf32_products = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-                        at::Float32Precision::TF32;
+  facts.tf32_products = computes_products_in_tf32(context);
   facts.cudnn_benchmark = context.benchmarkCuDNN();
   return facts;
 }

@@ -119,10 +119,8 @@ class BucketedReduction final : public Reduction {
     Buckets buckets = divide_into_buckets(parameters_, rebuilds ? one_size : sizes_, sparse_);
     std::reverse(buckets.begin(), buckets.end());
     reducer_ = std::make_shared<Reducer>(
-        parameters_, std::move(buckets), comm::process_group(group_), sparse_, cap,
-        options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names),
-        first_cap, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-        std::vector<std::int64_t>{});
+        parameters_, std::move(buckets), comm::process_group(group_), sparse_, first_cap, cap,
+        options.find_unused_parameters(), options.gradient_as_bucket_view(), std::move(names));
     reducer_->set_logger(logger_ = std::make_shared<c10d::Logger>(reducer_));
     std::shared_ptr<CommHook> hook = options.comm_hook();
     Averaging averaging(options, divisor);

@@ -1,10 +1,27 @@
 #include "src/parallel/reducer.h"
 
+#include "src/core/libtorch_release.h"
+
 #include <mutex>
 #include <tuple>
 #include <utility>
 
 namespace semitone::parallel::detail {
+
+Reducer::Reducer(std::vector<at::Tensor> parameters, Buckets buckets,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<bool> sparse,
+                 std::int64_t first_cap, std::int64_t cap, bool find_unused_parameters,
+                 bool gradient_as_bucket_view, std::unordered_map<std::size_t, std::string> names)
+    : c10d::Reducer(std::move(parameters), std::move(buckets), std::move(group), std::move(sparse),
+                    cap, find_unused_parameters, gradient_as_bucket_view, std::move(names),
+                    first_cap, /*skip_all_reduce_unused_params=*/false,
+                    /*use_python_reducer=*/false
+#if SEMITONE_LIBTORCH_SINCE(2, 11)
+                    ,
+                    /*bucket_bytes_cap_list=*/{}
+#endif
+      ) {
+}
 
 bool Reducer::expects_gradients() const {
   const std::lock_guard lock(mutex_);

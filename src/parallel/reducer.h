@@ -9,6 +9,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace semitone::parallel::detail {
@@ -16,7 +18,11 @@ namespace semitone::parallel::detail {
 // c10d's Reducer, which assumes that every backward pass that begins also ends.
 class Reducer final : public c10d::Reducer {
  public:
-  using c10d::Reducer::Reducer;
+  // `first_cap` and `cap`: sizes in bytes of the first bucket and of the others.
+  Reducer(std::vector<at::Tensor> parameters, Buckets buckets,
+          c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<bool> sparse,
+          std::int64_t first_cap, std::int64_t cap, bool find_unused_parameters,
+          bool gradient_as_bucket_view, std::unordered_map<std::size_t, std::string> names);
 
   // Whether gradients that arrive now are reduced.
   bool expects_gradients() const;

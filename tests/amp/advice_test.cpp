@@ -7,6 +7,7 @@
 #include "semitone/nn/fused_dense.h"
 #include "src/amp/initialize_policy.h"
 #include "src/amp/memory_format.h"
+#include "src/core/libtorch_release.h"
 #include "tests/support/captured_log.h"
 
 #include <torch/torch.h>
@@ -263,6 +264,15 @@ TEST(DeviceFactsOf, ACpuAreNoGpus) {
   EXPECT_EQ(facts.compute_capability, 0);
 }
 
+void compute_products_in_tf32(at::Context& context) {
+#if SEMITONE_LIBTORCH_SINCE(2, 10)
+  context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL,
+                              at::Float32Precision::TF32);
+#else
+  context.setFloat32Precision("cuda", "matmul", "tf32");
+#endif
+}
+
 TEST(DeviceFactsOf, AGpuFollowLibTorchsSettings) {
   const auto is_tf32 = [] { return device_facts(torch::kCUDA).tf32_products; };
   at::Context& context = at::globalContext();
@@ -271,8 +281,7 @@ TEST(DeviceFactsOf, AGpuFollowLibTorchsSettings) {
   EXPECT_TRUE(is_tf32());
   context.setAllowTF32CuBLAS(false);
   EXPECT_FALSE(is_tf32());
-  context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL,
-                              at::Float32Precision::TF32);
+  compute_products_in_tf32(context);
   EXPECT_TRUE(is_tf32());
   context.setAllowTF32CuBLAS(before);
   const bool benchmark = context.benchmarkCuDNN();

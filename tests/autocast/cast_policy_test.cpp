@@ -3,11 +3,11 @@
 #include "semitone/core/device.h"
 #include "src/autocast/op_names.h"
 #include "src/autocast/presets/presets.h"
+#include "src/core/libtorch_release.h"
 #include "tests/support/errors.h"
 
 #include <torch/script.h>
 #include <torch/torch.h>
-#include <torch/version.h>
 
 #include <gtest/gtest.h>
 
@@ -94,7 +94,7 @@ TEST(CastPolicyPresets, SemitoneOnACpuCoversWhatTorchListsOnAGpu) {
 // Names of presets that some versions of LibTorch lack. All others must exist.
 const std::set<std::string>& version_dependent() {
   static const std::set<std::string> names{
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+#if !SEMITONE_LIBTORCH_SINCE(2, 15)
       "linalg_matrix_sqrth",
 #else
       "cholesky",

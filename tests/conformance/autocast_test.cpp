@@ -5,11 +5,11 @@
 
 #include "semitone/core/dtype.h"
 #include "src/autocast/op_names.h"
+#include "src/core/libtorch_release.h"
 #include "tests/support/conformance.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
-#include <torch/version.h>
 
 #include <gtest/gtest.h>
 
@@ -86,7 +86,7 @@ void compare(const json& expected, const Outcome& got, bool any_16bit) {
 
 // The results of this LibTorch: those of the newer version if they differ and it is in use.
 std::optional<json> expectation(const json& one_case, const char* region) {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#if SEMITONE_LIBTORCH_SINCE(2, 15)
   if (one_case.contains("newer")) {
     if (one_case["newer"].is_null()) return std::nullopt;
     if (one_case["newer"].contains(region)) return one_case["newer"][region];

@@ -3,11 +3,11 @@
 #include "semitone/autocast/cast_policy.h"
 #include "src/autocast/dispatch.h"
 #include "src/autocast/op_names.h"
+#include "src/core/libtorch_release.h"
 #include "tests/support/conformance.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
-#include <torch/version.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -69,7 +69,7 @@ Actions torch_lists(const json& data, c10::DeviceType device) {
   Actions actions;
   add_lists(actions, data.at(on_cpu ? "torch_cpu" : "torch_cuda"));
   if (!on_cpu) add_lists(actions, data.at("torch_cuda_outside_macros"));
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#if SEMITONE_LIBTORCH_SINCE(2, 15)
   const json& newer = data.at("torch_newer");
   if (on_cpu) {
     for (const json& name : newer.at("cpu_added")) actions.emplace(name, CastAction::fp32);

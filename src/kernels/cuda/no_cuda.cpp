@@ -1,4 +1,4 @@
-// Replaces the CUDA kernels if there is no nvcc: each declaration in the headers of cuda_kernels.h
+// Replaces the CUDA kernels in a build without them (cmake/cuda.cmake): each declaration in the headers of cuda_kernels.h
 // becomes a function that throws. None is called, since why_no_cuda_kernels returns a reason for
 // every device.
 
@@ -8,7 +8,7 @@ namespace semitone::kernels {
 namespace {
 
 [[noreturn]] void fail() {
-  throw Error("kernels.cuda", "a library built with the CUDA toolkit", "one built without");
+  throw Error("kernels.cuda", "a library built with its CUDA kernels", "one built without");
 }
 
 }  // namespace
@@ -28,7 +28,8 @@ namespace {
 namespace semitone::kernels {
 
 std::string_view why_no_cuda_kernels(int) {
-  return "the library was built without nvcc (build it where nvcc 12.1 or newer is found)";
+  return "the library was built without them (build it where nvcc 12.1 and LibTorch 2.11 or newer "
+         "are found)";
 }
 
 }  // namespace semitone::kernels

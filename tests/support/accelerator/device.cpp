@@ -251,7 +251,7 @@ const bool registered = [] {
   c10::register_privateuse1_backend("accelerator");
   static DeviceAllocator allocator;
   c10::SetAllocator(kType, &allocator);
-  c10::impl::registerDeviceGuard(kType, new Guard);
+  static const c10::impl::DeviceGuardImplRegistrar guard(kType, new Guard);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   at::setHostAllocator(kType, &PinnedAllocator::instance());
   return true;
