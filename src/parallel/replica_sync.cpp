@@ -197,7 +197,7 @@ struct ReplicaSync::Impl {
   bool abandoned = false;         // and forwards in no_sync came after it
 
   struct Hook {
-    decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
+    NodePtr accumulator;
     std::uintptr_t key;
   };
   std::vector<Hook> hooks;
