@@ -32,15 +32,43 @@ HWY_INLINE void store_places(D, hn::Vec<D> places, std::uint8_t* to, std::size_t
   store_first(bytes, hn::DemoteTo(bytes, places), to, count);
 }
 
+// Calls work(d) with a tag of F's bits whose vectors `size` elements fill, down to 16 bytes.
+template <class F, class Work>
+HWY_INLINE void with_filled_vectors(std::size_t size, const Work& work) {
+  using T = hn::TFromD<Bits<F>>;
+  const hn::CappedTag<T, 32 / sizeof(T)> of_32_bytes;
+  if (size >= hn::Lanes(Bits<F>())) return work(Bits<F>());
+  if (size >= hn::Lanes(of_32_bytes)) return work(of_32_bytes);
+  work(hn::CappedTag<T, 16 / sizeof(T)>());
+}
+
+// Calls visit(i, count) for vectors of `size` elements. Vectors that are not full go through memory,
+// five times as slowly, so the last one begins early enough to be full, if `size` allows.
+template <class D, class Visit>
+HWY_INLINE void for_overlapping_vectors_of(D d, std::size_t size, const Visit& visit) {
+  const std::size_t lanes = hn::Lanes(d);
+  if (size < lanes) return visit(0, size);
+  for (std::size_t i = 0; i < size; i += lanes) visit(std::min(i, size - lanes), lanes);
+}
+
+template <class F, class D>
+HWY_INLINE hn::Vec<D> load_bits_of(F, D d, const typename F::Stored* from, std::size_t count) {
+  return load_first(d, reinterpret_cast<const hn::TFromD<D>*>(from), count);
+}
+
+template <class F, class D>
+HWY_INLINE void store_bits_of(F, D d, hn::Vec<D> v, typename F::Stored* to, std::size_t count) {
+  store_first(d, v, reinterpret_cast<hn::TFromD<D>*>(to), count);
+}
+
 // Integers with the order of the values: equal for both zeros, and kNan, above all others, for
 // NaNs. 16-bit values therefore need no conversion.
 template <class T>
 constexpr T kNan = std::numeric_limits<T>::max();
 
-template <class F>
-HWY_INLINE BitVector<F> order_of(F, BitVector<F> bits) {
-  const Bits<F> d;
-  using T = hn::TFromD<Bits<F>>;
+template <class F, class D>
+HWY_INLINE hn::Vec<D> order_of(F, D d, hn::Vec<D> bits) {
+  using T = hn::TFromD<D>;
   const auto magnitude = hn::And(bits, hn::Set(d, kNan<T>));  // all bits but the sign
   const auto sign = hn::BroadcastSignBit(bits);
   const auto order = hn::Sub(hn::Xor(magnitude, sign), sign);
@@ -63,11 +91,10 @@ HWY_INLINE Span window_of(const PoolAxis& axis, std::size_t i) {
   return {begin - axis.padding, end - axis.padding, begin - first};
 }
 
-template <class F, bool kWithPlaces>
-void max_pool_rows(const PoolLayout& layout, const void* input, void* output, std::uint8_t* places,
-                   std::size_t begin, std::size_t end) {
-  using T = hn::TFromD<Bits<F>>;
-  const Bits<F> d;
+template <class F, bool kWithPlaces, class D>
+void max_pool_rows(D d, const PoolLayout& layout, const void* input, void* output,
+                   std::uint8_t* places, std::size_t begin, std::size_t end) {
+  using T = hn::TFromD<D>;
   const std::size_t channels = layout.channels;
   const auto largest_number = hn::Set(d, kNan<T> - 1);
   for (std::size_t row = begin; row < end; ++row) {
@@ -78,11 +105,11 @@ void max_pool_rows(const PoolLayout& layout, const void* input, void* output, st
     for (std::size_t column = 0; column < layout.width.output; ++column) {
       const Span xs = window_of(layout.width, column);
       const std::size_t to = (row * layout.width.output + column) * channels;
-      for_vectors_of(d, channels, [&](std::size_t i, std::size_t n) {
+      for_overlapping_vectors_of(d, channels, [&](std::size_t i, std::size_t n) SEMITONE_INLINE {
         const std::size_t first_place = ys.skipped * layout.width.kernel + xs.skipped;
-        auto best =
-            load_bits(F{}, plane + (ys.begin * layout.width.input + xs.begin) * channels + i, n);
-        auto best_order = order_of(F{}, best);
+        auto best = load_bits_of(
+            F{}, d, plane + (ys.begin * layout.width.input + xs.begin) * channels + i, n);
+        auto best_order = order_of(F{}, d, best);
         auto best_place = hn::Set(d, static_cast<T>(first_place));
         for (std::size_t y = ys.begin; y < ys.end; ++y) {
           const auto* from = plane + (y * layout.width.input + xs.begin) * channels + i;
@@ -90,8 +117,8 @@ void max_pool_rows(const PoolLayout& layout, const void* input, void* output, st
           for (std::size_t x = xs.begin; x < xs.end; ++x, ++place, from += channels) {
             if (y + layout.height.stride >= ys.end && x + layout.width.stride >= xs.end)
               prefetch(from);  // what no window before this one has seen
-            const auto bits = load_bits(F{}, from, n);
-            const auto order = order_of(F{}, bits);
+            const auto bits = load_bits_of(F{}, d, from, n);
+            const auto order = order_of(F{}, d, bits);
             const auto wins = hn::Gt(order, hn::Min(best_order, largest_number));
             best = hn::IfThenElse(wins, bits, best);
             best_order = hn::Max(order, best_order);
@@ -99,7 +126,7 @@ void max_pool_rows(const PoolLayout& layout, const void* input, void* output, st
               best_place = hn::IfThenElse(wins, hn::Set(d, static_cast<T>(place)), best_place);
           }
         }
-        store_bits(F{}, best, static_cast<typename F::Stored*>(output) + to + i, n);
+        store_bits_of(F{}, d, best, static_cast<typename F::Stored*>(output) + to + i, n);
         if constexpr (kWithPlaces) store_places(d, best_place, places + to + i, n);
       });
     }
@@ -124,10 +151,53 @@ HWY_INLINE std::size_t place_in(const PoolAxis& axis, std::size_t window, std::s
   return i + axis.padding - window * axis.stride;
 }
 
+// Where windows do not overlap, an element is in one of them at most.
+template <class F, class D>
+void spread_rows(D d, const PoolLayout& layout, const typename F::Stored* grad,
+                 const std::uint8_t* places, typename F::Stored* grad_input, std::size_t begin,
+                 std::size_t end) {
+  using T = hn::TFromD<D>;
+  const PoolAxis& height = layout.height;
+  const PoolAxis& width = layout.width;
+  const std::size_t channels = layout.channels;
+  for (std::size_t row = begin; row < end; ++row) {
+    const std::size_t image = row / height.input;
+    const std::size_t y = row % height.input;
+    const Windows vs = windows_of(height, y);
+    typename F::Stored* const to = grad_input + row * width.input * channels;
+    std::size_t done = 0;  // columns
+    const auto clear_up_to = [&](std::size_t column) {
+      std::fill(to + done * channels, to + column * channels, typename F::Stored{});
+    };
+    if (vs.begin < vs.end) {
+      const std::size_t first_place = place_in(height, vs.begin, y) * width.kernel;
+      std::size_t from = (image * height.output + vs.begin) * width.output * channels;
+      for (std::size_t u = 0; u < width.output; ++u, from += channels) {
+        const Span xs = window_of(width, u);
+        clear_up_to(xs.begin);
+        for_overlapping_vectors_of(d, channels, [&](std::size_t i, std::size_t n) SEMITONE_INLINE {
+          prefetch(grad + from + i);
+          prefetch(places + from + i);
+          const auto value = load_bits_of(F{}, d, grad + from + i, n);
+          const auto chosen = load_places(d, places + from + i, n);
+          std::size_t place = first_place + xs.skipped;
+          for (std::size_t x = xs.begin; x < xs.end; ++x, ++place) {
+            typename F::Stored* const element = to + x * channels + i;
+            prefetch(element);
+            const auto own = hn::Eq(chosen, hn::Set(d, static_cast<T>(place)));
+            store_bits_of(F{}, d, hn::IfThenElseZero(own, value), element, n);
+          }
+        });
+        done = xs.end;
+      }
+    }
+    clear_up_to(width.input);
+  }
+}
+
 template <class F>
-void max_pool_backward_rows(const PoolLayout& layout, const typename F::Stored* grad,
-                            const std::uint8_t* places, typename F::Stored* grad_input,
-                            std::size_t begin, std::size_t end) {
+void add_rows(const PoolLayout& layout, const typename F::Stored* grad, const std::uint8_t* places,
+              typename F::Stored* grad_input, std::size_t begin, std::size_t end) {
   using T = hn::TFromD<Bits<F>>;
   const Bits<F> d;
   const Float f;
@@ -196,17 +266,24 @@ void max_pool(const PoolLayout& layout, const void* input, void* output, std::ui
               std::size_t begin, std::size_t end) {
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
-    places == nullptr ? max_pool_rows<F, false>(layout, input, output, places, begin, end)
-                      : max_pool_rows<F, true>(layout, input, output, places, begin, end);
+    with_filled_vectors<F>(layout.channels, [&](auto d) {
+      places == nullptr ? max_pool_rows<F, false>(d, layout, input, output, places, begin, end)
+                        : max_pool_rows<F, true>(d, layout, input, output, places, begin, end);
+    });
   });
 }
 
 void max_pool_backward(const PoolLayout& layout, const void* grad, const std::uint8_t* places,
                        void* grad_input, std::size_t begin, std::size_t end) {
+  const auto is_apart = [](const PoolAxis& axis) { return axis.kernel <= axis.stride; };
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
-    max_pool_backward_rows<F>(layout, static_cast<const typename F::Stored*>(grad), places,
-                              static_cast<typename F::Stored*>(grad_input), begin, end);
+    const auto* const from = static_cast<const typename F::Stored*>(grad);
+    auto* const to = static_cast<typename F::Stored*>(grad_input);
+    if (!is_apart(layout.height) || !is_apart(layout.width))
+      return add_rows<F>(layout, from, places, to, begin, end);
+    with_filled_vectors<F>(
+        layout.channels, [&](auto d) { spread_rows<F>(d, layout, from, places, to, begin, end); });
   });
 }
 
