@@ -22,12 +22,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 WORKLOADS = ["mnist", "resnet50", "encoder", "decoder"]
 # Steps of each contender in a round: about a second, or one step.
 STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1, "decoder": 1}
+# How OpenMP's threads wait for work: environment, and seconds before a turn, in which the threads of the turn before stop spinning
+# (libgomp's take milliseconds, Intel's 0.2 s). Spinning threads would take the cores of the process that computes.
+WAIT = {"default": ({}, 0.3), "passive": ({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}, 0)}
 OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
 OURS |= {f"{name} {dtype}": [*flags, "--dtype", dtype] for name, flags in list(OURS.items())[1:] for dtype in ("fp16", "bf16")}
 # Another build of the program, such as that of an earlier commit: what did a change cost?
@@ -117,11 +121,7 @@ def program_of(name, options):
 
 
 def environment(options):
-    variables = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    # A pool that spins while its process waits would take the cores of the process that computes.
-    if options.wait == "passive":
-        variables |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-    return variables
+    return {**os.environ, "OMP_NUM_THREADS": str(options.threads), **WAIT[options.wait][0]}
 
 
 def start(workload, options, sizes, stem, folder, reports):
@@ -149,9 +149,10 @@ def start(workload, options, sizes, stem, folder, reports):
     return contenders, failures
 
 
-def take_turns(workload, contenders, rounds, steps):
+def take_turns(workload, contenders, rounds, steps, pause):
     for turn in range(rounds):
         for place in range(len(contenders)):
+            time.sleep(pause)
             contenders[(turn + place) % len(contenders)].step(steps)
         print(f"[{workload}] round {turn + 1} of {rounds}", file=sys.stderr)
 
@@ -250,7 +251,7 @@ def compare(workload, options, swept=()):
     with tempfile.TemporaryDirectory() as temporary:
         contenders, failures = start(workload, options, sizes, stem, folder, pathlib.Path(temporary))
         try:
-            take_turns(workload, contenders, options.rounds, steps)
+            take_turns(workload, contenders, options.rounds, steps, WAIT[options.wait][1])
             reports = {contender.name: contender.finish() for contender in contenders}
         finally:
             for contender in contenders:
@@ -315,8 +316,8 @@ def parse():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="of all contenders, as semitone bench has it; default: cpu. IPEX and Paddle have the CPU only")
-    parser.add_argument("--wait", choices=["passive", "default"], default="passive",
-                        help="how OpenMP's threads wait for work; passive: they sleep at once")
+    parser.add_argument("--wait", choices=list(WAIT), default="default",
+                        help="how OpenMP's threads wait for work; passive: they sleep at once. Default: as a program has it")
     parser.add_argument("--sweep", nargs="+", type=sizes_to_sweep, metavar="FLAG=N,N",
                         help="flags for sizes with several values, for all contenders: batch-size=1,8,32 length=128,512; each combination is "
                              "compared, and gets one line")
