@@ -62,8 +62,8 @@ class CompareTest(unittest.TestCase):
                               env={**os.environ, "NOTES": str(self.notes), **variables})
 
     def pretend(self, *words, contenders="semitone O1,pytorch fp32,pytorch bf16", **variables):
-        return self.run_compare("mnist", "--program", self.pretender, "--python", self.pretender, "--contenders", contenders, *words,
-                                **variables)
+        return self.run_compare("mnist", "--wait", "passive", "--program", self.pretender, "--python", self.pretender,
+                                "--contenders", contenders, *words, **variables)
 
     def result(self):
         return json.loads((self.folder / "out/mnist.json").read_text())
