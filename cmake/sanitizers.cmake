@@ -10,7 +10,18 @@ if(SEMITONE_SANITIZE)
   add_link_options(-fsanitize=${SEMITONE_SANITIZE})
   set(tools ${PROJECT_SOURCE_DIR}/tools)
   if(SEMITONE_SANITIZE STREQUAL thread)
-    list(APPEND SEMITONE_TEST_ENVIRONMENT "TSAN_OPTIONS=suppressions=${tools}/tsan.supp:halt_on_error=1" "OMP_NUM_THREADS=1")
+    # ThreadSanitizer does not see how libgomp's threads wait for one another. LLVM's libomp has the same functions, and
+    # tells it through its tool Archer.
+    file(GLOB llvm_folders LIST_DIRECTORIES true /usr/lib/llvm-*/lib)
+    find_library(SEMITONE_ARCHER archer PATHS ${llvm_folders})
+    find_library(SEMITONE_LIBOMP omp PATHS ${llvm_folders})
+    mark_as_advanced(SEMITONE_ARCHER SEMITONE_LIBOMP)
+    if(NOT SEMITONE_ARCHER OR NOT SEMITONE_LIBOMP)
+      message(FATAL_ERROR "[cmake.sanitizers] expected LLVM's libomp.so and libarcher.so for ThreadSanitizer, found "
+        "'${SEMITONE_LIBOMP}' and '${SEMITONE_ARCHER}' — install libomp-dev, or set SEMITONE_LIBOMP and SEMITONE_ARCHER")
+    endif()
+    list(APPEND SEMITONE_TEST_ENVIRONMENT "TSAN_OPTIONS=suppressions=${tools}/tsan.supp:halt_on_error=1"
+      "LD_PRELOAD=${SEMITONE_LIBOMP}" "OMP_TOOL_LIBRARIES=${SEMITONE_ARCHER}" "OMP_NUM_THREADS=1")
   else()
     list(APPEND SEMITONE_TEST_ENVIRONMENT
       "ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1"
@@ -29,7 +40,11 @@ if(SEMITONE_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
       OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
     list(APPEND preloaded ${library})
   endforeach()
+  if(SEMITONE_LIBOMP)
+    list(APPEND preloaded ${SEMITONE_LIBOMP})
+  endif()
   list(JOIN preloaded ":" preloaded)
+  list(FILTER SEMITONE_PRELOADED_TEST_ENVIRONMENT EXCLUDE REGEX "^LD_PRELOAD=")
   list(TRANSFORM SEMITONE_PRELOADED_TEST_ENVIRONMENT REPLACE "detect_leaks=1" "detect_leaks=0")
   list(APPEND SEMITONE_PRELOADED_TEST_ENVIRONMENT "LD_PRELOAD=${preloaded}")
 endif()
