@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 packages=("$@")
 [ ${#packages[@]} -gt 0 ] || packages=(libcli11-dev libfmt-dev libspdlog-dev nlohmann-json3-dev libhwy-dev libjpeg-dev libpng-dev zlib1g-dev
-  libgtest-dev)
+  libgtest-dev libgmock-dev)
 for package in "${packages[@]}"; do
   case "$package" in
     lib*|*-dev|nlohmann*) ;;

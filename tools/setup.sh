@@ -39,6 +39,7 @@ needed=(
   "libpng-dev:header png.h"
   "zlib1g-dev:header zlib.h"
   "libgtest-dev:header gtest/gtest.h"
+  "libgmock-dev:header gmock/gmock.h"
 )
 prefix=.deps/prefix/usr
 header() {

@@ -11,6 +11,19 @@ import unittest
 SETUP = pathlib.Path(__file__).resolve().parents[2] / "tools" / "setup.sh"
 
 
+class Libraries(unittest.TestCase):
+    def test_every_library_whose_headers_are_included_is_installed(self):
+        root = SETUP.parents[1]
+        others = {"torch", "ATen", "c10", "caffe2",  # LibTorch's
+                  "sys", "net", "netinet", "arpa",  # the C library's
+                  "sanitizer", "semitone"}
+        sources = [file for room in ["include", "src", "apps", "tests", "examples", "benchmarks"]
+                   for pattern in ["*.h", "*.cpp"] for file in (root / room).rglob(pattern)]
+        included = {folder for file in sources for folder in re.findall(r"^#\s*include <(\w+)/", file.read_text(), re.M)}
+        self.assertIn("gtest", included)
+        self.assertLessEqual(included - others, set(re.findall(r":header (\w+)/", SETUP.read_text())))
+
+
 class Setup(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
