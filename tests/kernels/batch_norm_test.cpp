@@ -41,6 +41,11 @@ std::vector<at::Tensor> inputs(c10::ScalarType dtype) {
   all.push_back(random({2, 3, 2, 3, 4}).contiguous(at::MemoryFormat::ChannelsLast3d));
   all.push_back(random({2, 3, 130, 131}));
   all.push_back(random({2, 3, 130, 131}).contiguous(at::MemoryFormat::ChannelsLast));
+  // Many rows of few channels, also of one more and one fewer than a vector or a joined row has.
+  all.push_back(random({1300, 1}));
+  all.push_back(random({650, 2}));
+  for (const std::int64_t channels : {17, 63, 64})
+    all.push_back(random({3, channels, 13, 13}).contiguous(at::MemoryFormat::ChannelsLast));
   all.push_back(random({5, 2000, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast));
   all.push_back(random({0, 4, 3, 3}));
   all.push_back(random({4, 3, 2, 8}).transpose(1, 2));

@@ -32,7 +32,8 @@ HWY_INLINE void store_places(D, hn::Vec<D> places, std::uint8_t* to, std::size_t
   store_first(bytes, hn::DemoteTo(bytes, places), to, count);
 }
 
-// Calls work(d) with a tag of F's bits whose vectors `size` elements fill, down to 16 bytes.
+// Calls work(d) with the tag of F's bits whose vectors are the widest that `size` elements fill, of a
+// whole vector, 32 or 16 bytes; else with that of 16 bytes.
 template <class F, class Work>
 HWY_INLINE void with_filled_vectors(std::size_t size, const Work& work) {
   using T = hn::TFromD<Bits<F>>;
@@ -43,22 +44,13 @@ HWY_INLINE void with_filled_vectors(std::size_t size, const Work& work) {
 }
 
 // Calls visit(i, count) for vectors of `size` elements. Vectors that are not full go through memory,
-// five times as slowly, so the last one begins early enough to be full, if `size` allows.
+// five times as slowly, so the last one begins early enough to be full, if `size` allows. Elements
+// may be visited twice.
 template <class D, class Visit>
 HWY_INLINE void for_overlapping_vectors_of(D d, std::size_t size, const Visit& visit) {
   const std::size_t lanes = hn::Lanes(d);
   if (size < lanes) return visit(0, size);
   for (std::size_t i = 0; i < size; i += lanes) visit(std::min(i, size - lanes), lanes);
-}
-
-template <class F, class D>
-HWY_INLINE hn::Vec<D> load_bits_of(F, D d, const typename F::Stored* from, std::size_t count) {
-  return load_first(d, reinterpret_cast<const hn::TFromD<D>*>(from), count);
-}
-
-template <class F, class D>
-HWY_INLINE void store_bits_of(F, D d, hn::Vec<D> v, typename F::Stored* to, std::size_t count) {
-  store_first(d, v, reinterpret_cast<hn::TFromD<D>*>(to), count);
 }
 
 // Integers with the order of the values: equal for both zeros, and kNan, above all others, for
@@ -107,8 +99,8 @@ void max_pool_rows(D d, const PoolLayout& layout, const void* input, void* outpu
       const std::size_t to = (row * layout.width.output + column) * channels;
       for_overlapping_vectors_of(d, channels, [&](std::size_t i, std::size_t n) SEMITONE_INLINE {
         const std::size_t first_place = ys.skipped * layout.width.kernel + xs.skipped;
-        auto best = load_bits_of(
-            F{}, d, plane + (ys.begin * layout.width.input + xs.begin) * channels + i, n);
+        auto best =
+            load_bits(F{}, d, plane + (ys.begin * layout.width.input + xs.begin) * channels + i, n);
         auto best_order = order_of(F{}, d, best);
         auto best_place = hn::Set(d, static_cast<T>(first_place));
         for (std::size_t y = ys.begin; y < ys.end; ++y) {
@@ -117,7 +109,7 @@ void max_pool_rows(D d, const PoolLayout& layout, const void* input, void* outpu
           for (std::size_t x = xs.begin; x < xs.end; ++x, ++place, from += channels) {
             if (y + layout.height.stride >= ys.end && x + layout.width.stride >= xs.end)
               prefetch(from);  // what no window before this one has seen
-            const auto bits = load_bits_of(F{}, d, from, n);
+            const auto bits = load_bits(F{}, d, from, n);
             const auto order = order_of(F{}, d, bits);
             const auto wins = hn::Gt(order, hn::Min(best_order, largest_number));
             best = hn::IfThenElse(wins, bits, best);
@@ -126,7 +118,7 @@ void max_pool_rows(D d, const PoolLayout& layout, const void* input, void* outpu
               best_place = hn::IfThenElse(wins, hn::Set(d, static_cast<T>(place)), best_place);
           }
         }
-        store_bits_of(F{}, d, best, static_cast<typename F::Stored*>(output) + to + i, n);
+        store_bits(F{}, d, best, static_cast<typename F::Stored*>(output) + to + i, n);
         if constexpr (kWithPlaces) store_places(d, best_place, places + to + i, n);
       });
     }
@@ -151,12 +143,20 @@ HWY_INLINE std::size_t place_in(const PoolAxis& axis, std::size_t window, std::s
   return i + axis.padding - window * axis.stride;
 }
 
-// Where windows do not overlap, an element is in one of them at most.
+// Stores the gradients of windows whose maximum is at this place, and 0 for the others.
 template <class F, class D>
-void spread_rows(D d, const PoolLayout& layout, const typename F::Stored* grad,
-                 const std::uint8_t* places, typename F::Stored* grad_input, std::size_t begin,
-                 std::size_t end) {
-  using T = hn::TFromD<D>;
+HWY_INLINE void store_chosen(F format, D d, hn::Vec<D> grad, hn::Vec<D> maxima, std::size_t place,
+                             typename F::Stored* to, std::size_t count) {
+  const auto chosen = hn::Eq(maxima, hn::Set(d, static_cast<hn::TFromD<D>>(place)));
+  store_bits(format, d, hn::IfThenElseZero(chosen, grad), to, count);
+}
+
+// If windows do not overlap: copies each window's gradient to its maximum, and writes 0 elsewhere,
+// in the order of memory.
+template <class F, class D>
+void backward_without_overlap(D d, const PoolLayout& layout, const typename F::Stored* grad,
+                              const std::uint8_t* places, typename F::Stored* grad_input,
+                              std::size_t begin, std::size_t end) {
   const PoolAxis& height = layout.height;
   const PoolAxis& width = layout.width;
   const std::size_t channels = layout.channels;
@@ -178,14 +178,13 @@ void spread_rows(D d, const PoolLayout& layout, const typename F::Stored* grad,
         for_overlapping_vectors_of(d, channels, [&](std::size_t i, std::size_t n) SEMITONE_INLINE {
           prefetch(grad + from + i);
           prefetch(places + from + i);
-          const auto value = load_bits_of(F{}, d, grad + from + i, n);
-          const auto chosen = load_places(d, places + from + i, n);
+          const auto value = load_bits(F{}, d, grad + from + i, n);
+          const auto maxima = load_places(d, places + from + i, n);
           std::size_t place = first_place + xs.skipped;
           for (std::size_t x = xs.begin; x < xs.end; ++x, ++place) {
             typename F::Stored* const element = to + x * channels + i;
             prefetch(element);
-            const auto own = hn::Eq(chosen, hn::Set(d, static_cast<T>(place)));
-            store_bits_of(F{}, d, hn::IfThenElseZero(own, value), element, n);
+            store_chosen(F{}, d, value, maxima, place, element, n);
           }
         });
         done = xs.end;
@@ -195,10 +194,11 @@ void spread_rows(D d, const PoolLayout& layout, const typename F::Stored* grad,
   }
 }
 
+// If windows overlap: adds up the gradients of the windows whose maximum an element is.
 template <class F>
-void add_rows(const PoolLayout& layout, const typename F::Stored* grad, const std::uint8_t* places,
-              typename F::Stored* grad_input, std::size_t begin, std::size_t end) {
-  using T = hn::TFromD<Bits<F>>;
+void backward_with_overlap(const PoolLayout& layout, const typename F::Stored* grad,
+                           const std::uint8_t* places, typename F::Stored* grad_input,
+                           std::size_t begin, std::size_t end) {
   const Bits<F> d;
   const Float f;
   const hn::RebindToSigned<Float> lanes;
@@ -207,7 +207,7 @@ void add_rows(const PoolLayout& layout, const typename F::Stored* grad, const st
   const std::size_t channels = layout.channels;
   struct Candidate {  // a window that contains the element
     std::size_t offset;
-    T place;  // the element's in it
+    std::size_t place;  // the element's in it
   };
   std::array<Candidate, kMostPlaces> candidates;
   // A division costs as much as the work on a vector.
@@ -224,33 +224,30 @@ void add_rows(const PoolLayout& layout, const typename F::Stored* grad, const st
       std::size_t count = 0;
       for (std::size_t v = vs.begin; v < vs.end; ++v) {
         for (std::size_t u = us.begin; u < us.end; ++u) {
-          candidates[count++] = {
-              ((image * height.output + v) * width.output + u) * channels,
-              static_cast<T>(place_in(height, v, y) * width.kernel + place_in(width, u, x))};
+          candidates[count++] = {((image * height.output + v) * width.output + u) * channels,
+                                 place_in(height, v, y) * width.kernel + place_in(width, u, x)};
         }
       }
       if (count == 0) {
         std::fill(to, to + channels, typename F::Stored{});
       } else if (count == 1) {
         const std::size_t from = candidates[0].offset;
-        const auto own = hn::Set(d, candidates[0].place);
-        for_vectors_of(d, channels, [&](std::size_t i, std::size_t n) {
+        for_overlapping_vectors_of(d, channels, [&](std::size_t i, std::size_t n) SEMITONE_INLINE {
           prefetch(grad + from + i);
           prefetch(places + from + i);
           prefetch(to + i);
-          const auto chosen = hn::Eq(load_places(d, places + from + i, n), own);
-          store_bits(F{}, hn::IfThenElseZero(chosen, load_bits(F{}, grad + from + i, n)), to + i,
-                     n);
+          store_chosen(F{}, d, load_bits(F{}, grad + from + i, n),
+                       load_places(d, places + from + i, n), candidates[0].place, to + i, n);
         });
       } else {
-        for_vectors(channels, [&](std::size_t i, std::size_t n) {
+        for_overlapping_vectors_of(f, channels, [&](std::size_t i, std::size_t n) SEMITONE_INLINE {
           prefetch(grad + candidates[count - 1].offset + i);
           prefetch(places + candidates[count - 1].offset + i);
           prefetch(to + i);
           auto sum = hn::Zero(f);
           for (std::size_t c = 0; c < count; ++c) {
             const std::size_t from = candidates[c].offset + i;
-            const auto own = hn::Set(lanes, std::int32_t{candidates[c].place});
+            const auto own = hn::Set(lanes, static_cast<std::int32_t>(candidates[c].place));
             const auto chosen =
                 hn::RebindMask(f, hn::Eq(load_places(lanes, places + from, n), own));
             sum = hn::Add(sum, hn::IfThenElseZero(chosen, load_some(F{}, grad + from, n)));
@@ -275,15 +272,16 @@ void max_pool(const PoolLayout& layout, const void* input, void* output, std::ui
 
 void max_pool_backward(const PoolLayout& layout, const void* grad, const std::uint8_t* places,
                        void* grad_input, std::size_t begin, std::size_t end) {
-  const auto is_apart = [](const PoolAxis& axis) { return axis.kernel <= axis.stride; };
+  const auto windows_are_disjoint = [](const PoolAxis& axis) { return axis.kernel <= axis.stride; };
   with_format(layout.format, [&](auto format) {
     using F = decltype(format);
     const auto* const from = static_cast<const typename F::Stored*>(grad);
     auto* const to = static_cast<typename F::Stored*>(grad_input);
-    if (!is_apart(layout.height) || !is_apart(layout.width))
-      return add_rows<F>(layout, from, places, to, begin, end);
-    with_filled_vectors<F>(
-        layout.channels, [&](auto d) { spread_rows<F>(d, layout, from, places, to, begin, end); });
+    if (!windows_are_disjoint(layout.height) || !windows_are_disjoint(layout.width))
+      return backward_with_overlap<F>(layout, from, places, to, begin, end);
+    with_filled_vectors<F>(layout.channels, [&](auto d) {
+      backward_without_overlap<F>(d, layout, from, places, to, begin, end);
+    });
   });
 }
 

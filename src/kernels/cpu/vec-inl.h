@@ -201,14 +201,25 @@ HWY_INLINE void store_first(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::size_t co
   std::memcpy(to, padded, count * sizeof(*to));
 }
 
-template <class F>
-HWY_INLINE BitVector<F> load_bits(F, const typename F::Stored* from, std::size_t count) {
-  return load_first(Bits<F>(), reinterpret_cast<const hn::TFromD<Bits<F>>*>(from), count);
+// The same of elements' bits, in vectors of integers of their size.
+template <class F, class D>
+HWY_INLINE hn::Vec<D> load_bits(F, D d, const typename F::Stored* from, std::size_t count) {
+  return load_first(d, reinterpret_cast<const hn::TFromD<D>*>(from), count);
 }
 
 template <class F>
-HWY_INLINE void store_bits(F, BitVector<F> v, typename F::Stored* to, std::size_t count) {
-  store_first(Bits<F>(), v, reinterpret_cast<hn::TFromD<Bits<F>>*>(to), count);
+HWY_INLINE BitVector<F> load_bits(F format, const typename F::Stored* from, std::size_t count) {
+  return load_bits(format, Bits<F>(), from, count);
+}
+
+template <class F, class D>
+HWY_INLINE void store_bits(F, D d, hn::Vec<D> v, typename F::Stored* to, std::size_t count) {
+  store_first(d, v, reinterpret_cast<hn::TFromD<D>*>(to), count);
+}
+
+template <class F>
+HWY_INLINE void store_bits(F format, BitVector<F> v, typename F::Stored* to, std::size_t count) {
+  store_bits(format, Bits<F>(), v, to, count);
 }
 
 // Calls visit(i, count) for each vector of `size` elements; count is less than a vector's lanes at
