@@ -29,8 +29,8 @@ ROOT = HERE.parent
 WORKLOADS = ["mnist", "resnet50", "encoder", "decoder"]
 # Steps of each contender in a round: about a second, or one step.
 STEPS = {"mnist": 50, "resnet50": 1, "encoder": 1, "decoder": 1}
-# How OpenMP's threads wait for work: environment, and seconds before a turn, in which the threads of the turn before stop spinning
-# (libgomp's take milliseconds, Intel's 0.2 s). Spinning threads would take the cores of the process that computes.
+# How OpenMP's threads wait for work: environment, and seconds before a turn, in which the threads of the turn before stop
+# spinning (libgomp's take milliseconds, Intel's 0.2 s). Spinning threads would take the cores of the process that computes.
 WAIT = {"default": ({}, 0.3), "passive": ({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}, 0)}
 OURS = {f"semitone {level}": ["--opt-level", level] for level in ("O0", "O1", "O2", "O3")}
 OURS |= {f"{name} {dtype}": [*flags, "--dtype", dtype] for name, flags in list(OURS.items())[1:] for dtype in ("fp16", "bf16")}
@@ -121,7 +121,8 @@ def program_of(name, options):
 
 
 def environment(options):
-    return {**os.environ, "OMP_NUM_THREADS": str(options.threads), **WAIT[options.wait][0]}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    return {**inherited, "OMP_NUM_THREADS": str(options.threads), **WAIT[options.wait][0]}
 
 
 def start(workload, options, sizes, stem, folder, reports):
@@ -317,7 +318,8 @@ def parse():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="of all contenders, as semitone bench has it; default: cpu. IPEX and Paddle have the CPU only")
     parser.add_argument("--wait", choices=list(WAIT), default="default",
-                        help="how OpenMP's threads wait for work; passive: they sleep at once. Default: as a program has it")
+                        help="how OpenMP's threads wait for work: as OpenMP decides, with a pause of 0.3 s before each turn (default), or asleep at "
+                             "once, without a pause (passive)")
     parser.add_argument("--sweep", nargs="+", type=sizes_to_sweep, metavar="FLAG=N,N",
                         help="flags for sizes with several values, for all contenders: batch-size=1,8,32 length=128,512; each combination is "
                              "compared, and gets one line")

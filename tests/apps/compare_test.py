@@ -26,6 +26,8 @@ if "--device" in words:
     print(mode, 'on', words[words.index('--device') + 1], file=note, flush=True)
 if "--without-kernels" in words:
     print("without", words[words.index("--without-kernels") + 1], file=note, flush=True)
+if "NOTE_WAIT" in os.environ:
+    print(mode, "waits", os.environ.get("OMP_WAIT_POLICY"), file=note, flush=True)
 if mode == os.environ.get("BROKEN"):
     sys.exit("no good")
 print("ready", flush=True)
@@ -74,6 +76,13 @@ class CompareTest(unittest.TestCase):
         order = [line.split()[0] for line in self.notes.read_text().splitlines()]
         self.assertEqual(order, ["O1", "fp32", "bf16", "fp32", "bf16", "O1", "bf16", "O1", "fp32"])
         self.assertIn("O1 step 5", self.notes.read_text())
+
+    def test_openmp_waits_as_it_decides_or_asleep(self):
+        for policy, seen in [("default", "None"), ("passive", "PASSIVE")]:
+            self.notes.unlink(missing_ok=True)
+            done = self.pretend("--rounds", 1, "--wait", policy, contenders="semitone O1", NOTE_WAIT="1", OMP_WAIT_POLICY="ACTIVE")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(f"O1 waits {seen}\n", self.notes.read_text())
 
     def test_times_and_ratios_are_of_a_step_and_of_pairs(self):
         done = self.pretend("--rounds", 3, "--steps", 5)
