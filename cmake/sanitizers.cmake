@@ -14,7 +14,8 @@ if(SEMITONE_SANITIZE)
     # tells it through its tool Archer.
     file(GLOB llvm_folders LIST_DIRECTORIES true /usr/lib/llvm-*/lib)
     find_library(SEMITONE_ARCHER archer PATHS ${llvm_folders})
-    find_library(SEMITONE_LIBOMP omp PATHS ${llvm_folders})
+    cmake_path(GET SEMITONE_ARCHER PARENT_PATH llvm_folder)  # both of one version
+    find_library(SEMITONE_LIBOMP omp PATHS ${llvm_folder} NO_DEFAULT_PATH)
     mark_as_advanced(SEMITONE_ARCHER SEMITONE_LIBOMP)
     if(NOT SEMITONE_ARCHER OR NOT SEMITONE_LIBOMP)
       message(FATAL_ERROR "[cmake.sanitizers] expected LLVM's libomp.so and libarcher.so for ThreadSanitizer, found "
@@ -40,7 +41,7 @@ if(SEMITONE_SANITIZE AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
       OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
     list(APPEND preloaded ${library})
   endforeach()
-  if(SEMITONE_LIBOMP)
+  if(SEMITONE_SANITIZE STREQUAL thread)
     list(APPEND preloaded ${SEMITONE_LIBOMP})
   endif()
   list(JOIN preloaded ":" preloaded)
