@@ -12,7 +12,8 @@ target_compile_options(semitone_warnings INTERFACE
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-Wduplicated-cond -Wlogical-op -Wuseless-cast>
   # This warning takes sources that are compiled together (CMAKE_UNITY_BUILD) for headers.
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<BOOL:${CMAKE_UNITY_BUILD}>>:-Wno-subobject-linkage>
-  # At -O3 GCC 12 sees overflows in every std::string concatenation (gcc bug 105651), and GCC 14 in the std::vector<bool> of
-  # torch::autograd::Function::apply.
+  # At -O3 GCC 12 sees overflows in every std::string concatenation (gcc bug 105651). GCC 14 sees them in the std::vector<bool>
+  # of torch::autograd::Function::apply, and values that are not initialized in the iterators of LibTorch's data loaders.
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-Wno-stringop-overflow -Wno-array-bounds -Wno-restrict>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,13>>:-Wno-maybe-uninitialized>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${SEMITONE_WERROR}>>:-Werror>)
