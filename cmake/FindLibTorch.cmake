@@ -8,12 +8,11 @@
 #   4. LibTorch_BUILT_WITH, which the package file of an installed Semitone sets
 #   5. the torch package of python3
 #
-# Semitone is tested with the releases from LibTorch_FIRST_TESTED to LibTorch_LAST_TESTED. Others give a warning, and those
-# before LibTorch_OLDEST an error. An installed Semitone accepts the release that it was built with: semitoneConfig.cmake.in.
+# Semitone is tested with the releases from LibTorch_FIRST_TESTED to LibTorch_LAST_TESTED. Newer ones give a warning, and
+# older ones an error. An installed Semitone accepts the release that it was built with: semitoneConfig.cmake.in.
 # Result: LibTorch_ROOT_DIR, LibTorch_VERSION, LibTorch_HAS_CUDA.
 include(FindPackageHandleStandardArgs)
-set(LibTorch_OLDEST 2.9)
-set(LibTorch_FIRST_TESTED 2.11)
+set(LibTorch_FIRST_TESTED 2.9)
 set(LibTorch_LAST_TESTED 2.15)
 
 set(_candidates ${SEMITONE_LIBTORCH} $ENV{SEMITONE_LIBTORCH})
@@ -74,10 +73,10 @@ endforeach()
 
 if(LibTorch_VERSION AND NOT LibTorch_BUILT_WITH)
   string(REGEX MATCH "^[0-9]+[.][0-9]+" _release ${LibTorch_VERSION})
-  if(_release VERSION_LESS LibTorch_OLDEST)
-    message(FATAL_ERROR "[cmake.libtorch] expected LibTorch ${LibTorch_OLDEST} or newer, got ${LibTorch_VERSION} in "
+  if(_release VERSION_LESS LibTorch_FIRST_TESTED)
+    message(FATAL_ERROR "[cmake.libtorch] expected LibTorch ${LibTorch_FIRST_TESTED} or newer, got ${LibTorch_VERSION} in "
       "${LibTorch_ROOT_DIR} — run 'make setup', or give -DSEMITONE_LIBTORCH=<folder with include/ and lib/> of a newer one")
-  elseif(_release VERSION_LESS LibTorch_FIRST_TESTED OR _release VERSION_GREATER LibTorch_LAST_TESTED)
+  elseif(_release VERSION_GREATER LibTorch_LAST_TESTED)
     message(WARNING "[cmake.libtorch] expected LibTorch ${LibTorch_FIRST_TESTED} to ${LibTorch_LAST_TESTED}, with which Semitone is "
       "tested, got ${LibTorch_VERSION} in ${LibTorch_ROOT_DIR} — run Semitone's tests before you rely on it")
   endif()
