@@ -131,7 +131,7 @@ class OperatorLog {
 
   void look_at(const c10::IValue& value, Arguments& arguments) const {
     if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) look_at(tensor, arguments);
+      for (const at::Tensor& tensor : value.toTensorVector()) look_at(tensor, arguments);
     } else if (value.isTensor()) {
       look_at(value.toTensor(), arguments);
     }
