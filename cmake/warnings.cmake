@@ -13,7 +13,9 @@ target_compile_options(semitone_warnings INTERFACE
   # This warning takes sources that are compiled together (CMAKE_UNITY_BUILD) for headers.
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<BOOL:${CMAKE_UNITY_BUILD}>>:-Wno-subobject-linkage>
   # At -O3 GCC 12 sees overflows in every std::string concatenation (gcc bug 105651). GCC 14 sees them in the std::vector<bool>
-  # of torch::autograd::Function::apply, and values that are not initialized in the iterators of LibTorch's data loaders.
+  # of torch::autograd::Function::apply, and values that are not initialized in the iterators of LibTorch's data loaders. GCC 13
+  # takes a function that finds an object by a temporary name for one that returns a part of the name.
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>>:-Wno-stringop-overflow -Wno-array-bounds -Wno-restrict>
-  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,13>>:-Wno-maybe-uninitialized>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CXX_COMPILER_ID:GNU>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,13>>:-Wno-maybe-uninitialized
+    -Wno-dangling-reference>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${SEMITONE_WERROR}>>:-Werror>)
