@@ -121,7 +121,7 @@ def program_of(name, options):
 
 
 def environment(options):
-    inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    inherited = {name: value for name, value in os.environ.items() if name not in WAIT["passive"][0]}
     return {**inherited, "OMP_NUM_THREADS": str(options.threads), **WAIT[options.wait][0]}
 
 

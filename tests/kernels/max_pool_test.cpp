@@ -127,10 +127,10 @@ TEST_P(MaxPoolKernels, LargestWindowsHaveAPlaceForEachElement) {
   const std::vector<MaxPool> largest{{.kernel = {15, 17}, .stride = {4, 5}, .padding = {7, 8}},
                                      {.kernel = {15, 17}, .stride = {15, 17}, .padding = {0, 0}}};
   for (const auto dtype : kDtypes) {
+    // Growing, so that the last place of a window is the largest.
+    const at::Tensor input = channels_last(
+        torch::linspace(-9, 9, 20 * 21).view({1, 1, 20, 21}).expand({1, 9, 20, 21}), dtype);
     for (const MaxPool& pool : largest) {
-      // Growing, so that the last place of a window is the largest.
-      const at::Tensor input = channels_last(
-          torch::linspace(-9, 9, 20 * 21).view({1, 1, 20, 21}).expand({1, 9, 20, 21}), dtype);
       expect_as_defined(input, pool);
       const at::Tensor places = max_pool2d(input, pool, true).places;
       EXPECT_GT(places.max().item<std::int64_t>(), 127);
