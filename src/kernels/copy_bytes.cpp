@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+HWY_BEFORE_NAMESPACE();
 namespace semitone::kernels {
 namespace {
 
@@ -61,3 +62,4 @@ void copy_bytes(std::span<const BytesToCopy> parts) {
 }
 
 }  // namespace semitone::kernels
+HWY_AFTER_NAMESPACE();

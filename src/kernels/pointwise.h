@@ -10,8 +10,8 @@ namespace semitone::kernels {
 // gaps in memory. All other tensors use the reference.
 bool has_pointwise_kernel(const at::Tensor& input);
 
-// As at::relu: 0 where the input is negative; NaNs and -0 stay. The result has the input's strides
-// if the input has no gaps.
+// As at::relu: 0 where the input is negative; NaNs and -0 stay (on Arm at::relu makes 0 of -0). The
+// result has the input's strides if the input has no gaps.
 at::Tensor relu(const at::Tensor& input);
 // The same in the input's memory.
 void relu_(const at::Tensor& input);

@@ -3,6 +3,7 @@
 #include "src/kernels/pointwise.h"
 
 #include "semitone/core/dtype.h"
+#include "src/core/native_kernels.h"
 #include "tests/support/tensors.h"
 
 #include <ATen/Parallel.h>
@@ -52,7 +53,8 @@ class PointwiseKernels : public testing::TestWithParam<std::int64_t> {
 void expect_relu_as_defined(const at::Tensor& input, const at::Tensor& grad) {
   SCOPED_TRACE(c10::str(dtype_name(input.scalar_type()), " ", input.sizes()));
   const at::Tensor got = kernels::relu(input);
-  expect_bitwise_equal(got, ref::relu(input));
+  expect_bitwise_equal(got, input.masked_fill(input.lt(0), 0));
+  if (kIsX86) expect_bitwise_equal(got, ref::relu(input));
   EXPECT_EQ(got.strides(), input.strides());
   at::Tensor in_place = input.clone();
   kernels::relu_(in_place);

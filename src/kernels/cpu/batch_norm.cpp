@@ -80,12 +80,11 @@ HWY_INLINE std::size_t row_block(std::size_t channels) {
 // A per-channel value for the elements of a piece: one for a whole plane, or one for each of a row.
 class PlaneValue {
  public:
-  PlaneValue(const float* values, std::size_t channel)
-      : value_(hn::Set(Float(), values[channel])) {}
-  HWY_INLINE Vector at(std::size_t, std::size_t) const { return value_; }
+  PlaneValue(const float* values, std::size_t channel) : value_(values[channel]) {}
+  HWY_INLINE Vector at(std::size_t, std::size_t) const { return hn::Set(Float(), value_); }
 
  private:
-  Vector value_;
+  float value_;  // no vector: a vector of Arm's SVE cannot be a member
 };
 
 class RowValue {
