@@ -3,7 +3,6 @@
 #include "src/amp/rank.h"
 #include "src/core/log.h"
 
-#include <c10/util/Half.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -39,6 +38,9 @@ bool has_fp16(const torch::optim::OptimizerParamGroup& group) {
   });
 }
 
+// Half of fp16's smallest number: the tie rounds to the even one of the two, 0.
+constexpr float kLargestThatRoundsToZero = 0x1p-25F;
+
 }  // namespace
 
 void warn_of_small_eps(const OptimizerRefs& optimizers) {
@@ -47,7 +49,7 @@ void warn_of_small_eps(const OptimizerRefs& optimizers) {
     for (const auto& group : optimizer.param_groups()) {
       const auto eps = eps_of(group.options());
       if (!eps.has_value() || !has_fp16(group)) continue;
-      if (static_cast<float>(c10::Half(static_cast<float>(eps->value))) != 0) continue;
+      if (static_cast<float>(eps->value) > kLargestThatRoundsToZero) continue;
       log()->warn(
           "{}'s eps {:g} is 0 in float16: the step of a weight whose gradient is 0 is 0/0 = NaN. "
           "Set an eps that float16 can represent, such as 6e-5, or use O2, which steps in float32",

@@ -23,11 +23,11 @@ std::string or_unknown(const std::string& text) {
 
 // Names come from files: control characters could change what the terminal shows.
 std::string printable(std::string text) {
-  constexpr char kFirst = 0x20;
-  constexpr char kDelete = 0x7f;
+  constexpr unsigned char kFirst = 0x20;
+  constexpr unsigned char kDelete = 0x7f;
   std::replace_if(
       text.begin(), text.end(),
-      [](char letter) { return (letter >= 0 && letter < kFirst) || letter == kDelete; }, '?');
+      [](unsigned char letter) { return letter < kFirst || letter == kDelete; }, '?');
   return text;
 }
 

@@ -316,6 +316,8 @@ TEST(MixedPrecision, AnEpsThatFloat16RoundsToZeroIsWarnedAboutOnce) {
       testing::AllOf(HasSubstr("Adam's eps 1e-08 is 0 in float16"), HasSubstr("or use O2")));
   EXPECT_EQ(log_with(adam(1e-8), "O3", 0), "");
   EXPECT_EQ(log_with(adam(6e-5), "O3", 1), "");
+  EXPECT_THAT(log_with(adam(0x1p-25), "O3", 1), HasSubstr("is 0 in float16"));
+  EXPECT_EQ(log_with(adam(0x1.1p-25), "O3", 1), "");
   EXPECT_EQ(log_with(adam(1e-8), "O2", 1), "");
   EXPECT_EQ(log_with(adam(1e-8), "O1", 1), "");
   const auto rmsprop =

@@ -4,6 +4,7 @@
 #include "src/core/dtype_limits.h"
 
 #include <c10/core/ScalarType.h>
+#include <torch/types.h>
 
 #include <gtest/gtest.h>
 
@@ -42,7 +43,7 @@ TEST(NumberFormats, CountAsTheConversionRounds) {
   const NumberFormat& format = kNumberFormats[kFloat16];
   for (int exponent = -40; exponent <= 20; ++exponent) {
     const auto value = static_cast<float>(std::ldexp(1.25, exponent));
-    const auto rounded = static_cast<float>(c10::Half(value));
+    const auto rounded = torch::tensor(value).to(torch::kHalf).item<float>();
     const FormatCounts counts = counts_in(format, one_value(exponent), 0);
     EXPECT_EQ(counts.zero == 1, rounded == 0) << exponent;
     EXPECT_EQ(counts.overflow == 1, std::isinf(rounded)) << exponent;
