@@ -43,9 +43,10 @@ std::string describe_unused_gpus() {
 
 std::string describe_device(c10::DeviceType device) {
   if (device != c10::DeviceType::CPU) return c10::DeviceTypeName(device);
+  const std::string onednn =
+      kIsX86 ? ", oneDNN up to " + std::string(name_of(effective_instruction_set())) : "";
   return "CPU, " + std::to_string(at::get_num_threads()) + " threads, " + at::get_cpu_capability() +
-         ", oneDNN up to " + std::string(name_of(effective_instruction_set())) + "; bf16 " +
-         describe_16bit(device, c10::ScalarType::BFloat16) + "; fp16 " +
+         onednn + "; bf16 " + describe_16bit(device, c10::ScalarType::BFloat16) + "; fp16 " +
          describe_16bit(device, c10::ScalarType::Half) + describe_unused_gpus();
 }
 

@@ -51,6 +51,7 @@ enum class Pass : std::uint8_t {
 // | AVX512-BF16 | Cooper Lake, Zen 4, Zen 5 | all | none |
 // | AVX512-FP16, with AMX-BF16 or without | Sapphire Rapids, Emerald Rapids | all | products; convolutions but for the gradient of their weights |
 // | AMX-FP16 | Granite Rapids | all | products; convolutions |
+// | not x86 | Arm | none | none |
 //
 // The instruction set is the processor's, limited by ONEDNN_MAX_CPU_ISA. The function does not
 // time anything: numbers depend on the answer through the order of summation, so the answer must
@@ -68,7 +69,7 @@ bool trains_natively(c10::DeviceType device, c10::ScalarType dtype, OperatorKind
 // The instruction sets between which oneDNN's 16-bit kernels differ. Each includes those above it,
 // except that AVX2-VNNI-2 is a separate branch.
 enum class InstructionSet : std::uint8_t {
-  baseline,  // SSE4.1 and AVX
+  baseline,  // SSE4.1 and AVX, and every processor that is not x86
   avx2,
   avx2_vnni_2,  // with AVX-VNNI-INT8 and AVX-NE-CONVERT
   avx512,       // F, BW, VL, DQ
@@ -78,7 +79,14 @@ enum class InstructionSet : std::uint8_t {
   amx_fp16,
 };
 
-// "SSE4.1", "AVX2", "AVX2-VNNI-2", "AVX-512", "AVX512-BF16", "AVX512-FP16", "AMX", "AMX-FP16".
+#if defined(__x86_64__)
+inline constexpr bool kIsX86 = true;
+#else
+inline constexpr bool kIsX86 = false;
+#endif
+
+// "SSE4.1" ("generic" if the processor is not x86), "AVX2", "AVX2-VNNI-2", "AVX-512",
+// "AVX512-BF16", "AVX512-FP16", "AMX", "AMX-FP16".
 std::string_view name_of(InstructionSet set);
 
 // The results of CPUID and of the operating system.
