@@ -24,7 +24,7 @@ export TORCH CUDA SEMITONE_LIBTORCH
 say = @printf '\033[1m[%s]\033[0m %s\n' "$@"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup configure build program package mnist mnist-ddp test test-isa soak fuzz bench bench-peers bench-compare format check docs bundle gpu-hour clean
+.PHONY: help setup configure build program package mnist mnist-ddp test test-isa test-arm soak fuzz bench bench-peers bench-compare format check docs bundle gpu-hour clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -64,6 +64,9 @@ test: build  ## Build and run every test
 test-isa: build  ## Run the numerical tests at every instruction set, from SSE4.1 to this processor's
 	$(say) "running the tests of numbers at every instruction set"
 	@ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS) -C isa -L isa $(ARGS)
+
+test-arm:  ## Compile for Arm (aarch64), and run the numerical tests in QEMU (tools/arm.sh)
+	@JOBS=$(JOBS) tools/arm.sh $(ARGS)
 
 soak: program  ## Train for half an hour, killed every minute: the weights must be those of an undisturbed training
 	$(say) "about 30 minutes; ARGS=\"--minutes 10\" for less"

@@ -2,6 +2,9 @@
 # once, and the options of each sanitizer.
 set(SEMITONE_TEST_ENVIRONMENT "OMP_WAIT_POLICY=PASSIVE")
 set(SEMITONE_TEST_TIMEOUT 900)  # seconds, of a test that a hang would stop
+if(CMAKE_CROSSCOMPILING)
+  set(SEMITONE_TEST_TIMEOUT 7200)  # in an emulator
+endif()
 if(SEMITONE_SANITIZE)
   set(SEMITONE_TEST_TIMEOUT 3600)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SEMITONE_SANITIZE};-fno-omit-frame-pointer>"
