@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export QEMU_CPU="${QEMU_CPU:-neoverse-n1}"
 tests=("$@")
-[ ${#tests[@]} -gt 0 ] || tests=(core_test kernels_test nn_test optim_test autocast_test conformance_test amp_test)
+[ ${#tests[@]} -gt 0 ] || tests=(core_test nn_test conformance_test kernels_test)
 torch=2.11.0
 work=.deps/aarch64
 sysroot="$work/sysroot"
