@@ -39,7 +39,7 @@ std::string value_of(const CLI::ConfigItem& item, const std::string& path) {
   };
   if (item.inputs.size() != 1) fail("one value", std::to_string(item.inputs.size()));
   const std::string& value = item.inputs.front();
-  // CLI11 takes # for the beginning of a comment in quotes too, and the quote then stays.
+  // CLI11 2.1 takes # for the beginning of a comment in quotes too, and the quote then stays.
   const bool is_cut_off = value.starts_with('"') || value.starts_with('\'');
   if (is_cut_off) fail("a value without # in its quotes", value);
   return value;

@@ -5,6 +5,7 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
+#include "tests/support/tolerance.h"
 
 #include <torch/script.h>
 #include <torch/torch.h>
@@ -188,7 +189,9 @@ TEST(AutocastOfAModel, ComputesLossesInFp32) {
         }
         EXPECT_EQ(scores.scalar_type(), dtype);
         EXPECT_EQ(loss.scalar_type(), torch::kFloat);
-        expect_bitwise_equal(loss, loss_of(scores.detach().to(torch::kFloat)));
+        // Semitone's cross entropy, in the region, sums in another order than LibTorch's.
+        test::expect_close(loss, loss_of(scores.detach().to(torch::kFloat)),
+                           test::rounding_tolerance(torch::kFloat, 3));
         loss.backward();
         EXPECT_TRUE(model->encoder->weight.grad().abs().sum().to(torch::kFloat).item<float>() > 0);
       }
