@@ -357,9 +357,11 @@ std::string other_address() {
 // ranks.
 TEST(Rendezvous, NeedsNoLocalRanksAndNoCommonNameOfTheMaster) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
-    return {{"LOCAL_RANK", ""},
-            {"LOCAL_WORLD_SIZE", ""},
-            {"MASTER_ADDR", rank == 0 ? "localhost" : other_address()}};
+    return {
+        {"LOCAL_RANK", ""},
+        {"LOCAL_WORLD_SIZE", ""},
+        // Not "localhost", which may be an IPv6 address: Gloo connects addresses of one family only.
+        {"MASTER_ADDR", rank == 0 ? "127.0.0.1" : other_address()}};
   });
 }
 
