@@ -22,7 +22,7 @@ for program in aarch64-linux-gnu-g++ qemu-aarch64; do
   command -v "$program" >/dev/null \
     || fail "expected the program $program, got none — install the packages g++-aarch64-linux-gnu and qemu-user"
 done
-env -u SEMITONE_LIBTORCH CUDA=0 MACHINE=aarch64 TORCH="$torch" tools/setup.sh
+env -u SEMITONE_LIBTORCH CUDA=0 SEMITONE_MACHINE=aarch64 TORCH="$torch" tools/setup.sh
 
 # Debian's libraries for Arm, in a folder of their own. apt-get gets a status without packages, so that it downloads all that
 # these depend on.

@@ -3,7 +3,7 @@
 # zip archive, whose programs and libraries work without Python:
 #
 #   tools/fetch_wheels.sh [--with-dependencies] FOLDER REQUIREMENT...
-#   MACHINE=aarch64   the processors they are for, default: this machine's
+#   SEMITONE_MACHINE=aarch64   the processors they are for, default: this machine's
 set -euo pipefail
 dependencies=(--no-deps)
 if [ "$1" = --with-dependencies ]; then
@@ -26,7 +26,7 @@ if ! python3 -m pip --version >/dev/null 2>&1; then
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-pip >/dev/null \
     || fail "apt-get could not install: python3-pip"
 fi
-machine="${MACHINE:-$(uname -m)}"
+machine="${SEMITONE_MACHINE:-$(uname -m)}"
 platforms=(--platform "manylinux2014_$machine")  # pip matches each platform name exactly, so all must be listed
 for minor in $(seq 17 28); do platforms+=(--platform "manylinux_2_${minor}_$machine"); done
 mkdir -p "$folder"

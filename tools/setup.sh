@@ -5,7 +5,7 @@
 #   TORCH=2.11.0            the LibTorch release to fetch into .deps/libtorch-<release>/
 #   CUDA=1                  fetch LibTorch with CUDA and its libraries, into .deps/libtorch-<release>-cuda/. Neither a
 #                           CUDA toolkit nor a GPU is needed to build with it
-#   MACHINE=aarch64         fetch LibTorch for these processors, into .deps/aarch64/libtorch-<release>/, default: this machine's
+#   SEMITONE_MACHINE=aarch64   fetch LibTorch for these processors into .deps/aarch64/libtorch-<release>/; default: this machine's
 #   SEMITONE_LIBTORCH=DIR   use this LibTorch (the folder that holds include/ and lib/) and fetch none
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -105,10 +105,10 @@ if [ -n "${SEMITONE_LIBTORCH:-}" ]; then
 fi
 kind="LibTorch $torch_release"
 target=".deps/libtorch-$torch_release"
-export MACHINE="${MACHINE:-$(uname -m)}"
-if [ "$MACHINE" != "$(uname -m)" ]; then
-  kind="$kind for $MACHINE"
-  target=".deps/$MACHINE/libtorch-$torch_release"
+export SEMITONE_MACHINE="${SEMITONE_MACHINE:-$(uname -m)}"
+if [ "$SEMITONE_MACHINE" != "$(uname -m)" ]; then
+  kind="$kind for $SEMITONE_MACHINE"
+  target=".deps/$SEMITONE_MACHINE/libtorch-$torch_release"
 fi
 if [ "$with_cuda" = 1 ]; then
   kind="$kind with CUDA"
