@@ -190,8 +190,9 @@ TEST(AutocastOfAModel, ComputesLossesInFp32) {
         EXPECT_EQ(scores.scalar_type(), dtype);
         EXPECT_EQ(loss.scalar_type(), torch::kFloat);
         // Semitone's cross entropy, in the region, sums in another order than LibTorch's.
+        const int roundings = name == std::string("cross entropy") ? 3 : 0;
         test::expect_close(loss, loss_of(scores.detach().to(torch::kFloat)),
-                           test::rounding_tolerance(torch::kFloat, 3));
+                           test::rounding_tolerance(torch::kFloat, roundings));
         loss.backward();
         EXPECT_TRUE(model->encoder->weight.grad().abs().sum().to(torch::kFloat).item<float>() > 0);
       }
