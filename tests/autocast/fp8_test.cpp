@@ -7,6 +7,7 @@
 #include "tests/support/errors.h"
 #include "tests/support/tensors.h"
 
+#include <ATen/Context.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -208,6 +209,21 @@ TEST_F(Fp8, EveryOperatorOfAWeightIsRounded) {
   }
 }
 
+// LibTorch's kernels without oneDNN. LibTorch leaves products of fp8 tensors to oneDNN on every
+// processor with AMX, also below a limit of ONEDNN_MAX_CPU_ISA, where oneDNN refuses them.
+class WithoutOnednn {
+ public:
+  WithoutOnednn() : was_enabled_(at::globalContext().userEnabledMkldnn()) {
+    at::globalContext().setUserEnabledMkldnn(false);
+  }
+  ~WithoutOnednn() { at::globalContext().setUserEnabledMkldnn(was_enabled_); }
+  WithoutOnednn(const WithoutOnednn&) = delete;
+  WithoutOnednn& operator=(const WithoutOnednn&) = delete;
+
+ private:
+  bool was_enabled_;
+};
+
 // LibTorch's own product of fp8 tensors.
 TEST_F(Fp8, AgreesWithScaledMm) {
   torch::nn::Linear layer(torch::nn::LinearOptions(32, 16).bias(false));
@@ -216,10 +232,13 @@ TEST_F(Fp8, AgreesWithScaledMm) {
   const at::NoGradGuard no_grad;
   const float of_input = scale_of(amax_of(input), kE4m3);
   const float of_weight = scale_of(amax_of(layer->weight), kE4m3);
-  const at::Tensor want = at::_scaled_mm((input * of_input).clamp(-448, 448).to(kE4m3),
-                                         (layer->weight * of_weight).clamp(-448, 448).to(kE4m3).t(),
-                                         torch::tensor(1 / of_input), torch::tensor(1 / of_weight),
-                                         {}, {}, torch::kBFloat16);
+  const at::Tensor want = [&] {
+    const WithoutOnednn guard;
+    return at::_scaled_mm((input * of_input).clamp(-448, 448).to(kE4m3),
+                          (layer->weight * of_weight).clamp(-448, 448).to(kE4m3).t(),
+                          torch::tensor(1 / of_input), torch::tensor(1 / of_weight), {}, {},
+                          torch::kBFloat16);
+  }();
   const Autocast region(policy);
   const at::Tensor got = layer->forward(input);
   EXPECT_TRUE(at::allclose(got.to(torch::kFloat), want.to(torch::kFloat), 0x1p-7, 1e-4))
