@@ -122,6 +122,18 @@ std::optional<std::size_t> find_remote_rank(const Rendezvous& rendezvous,
   return static_cast<std::size_t>(other - machines.begin());
 }
 
+// The loopback address that every rank of a machine chooses, whatever its MASTER_ADDR: `localhost`
+// may be IPv6 for one rank while another has an IPv4 address, and Gloo connects addresses of one
+// family only.
+std::string common_loopback(const std::string& own) {
+  constexpr auto kV4 = "127.0.0.1";
+  const auto interfaces = net::interfaces();
+  const bool has_v4 =
+      std::any_of(interfaces.begin(), interfaces.end(),
+                  [&](const net::Interface& interface) { return interface.address == kV4; });
+  return has_v4 ? kV4 : own;
+}
+
 // The local address to listen on.
 std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machine>& machines,
                            const InitOptions& options) {
@@ -146,7 +158,8 @@ std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machi
                     "is the network up?");
   }
   std::string address = route.ok() ? route.value : "127.0.0.1";
-  if (!net::is_loopback(address) || !remote.has_value()) return address;
+  if (!net::is_loopback(address)) return address;
+  if (!remote.has_value()) return common_loopback(address);
   // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
   if (const auto routed = net::address_of_default_route()) return *routed;
   throw Error(
