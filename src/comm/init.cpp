@@ -122,44 +122,33 @@ std::optional<std::size_t> find_remote_rank(const Rendezvous& rendezvous,
   return static_cast<std::size_t>(other - machines.begin());
 }
 
-// The loopback address that every rank of a machine chooses, whatever its MASTER_ADDR: `localhost`
-// may be IPv6 for one rank while another has an IPv4 address, and Gloo connects addresses of one
-// family only.
-std::string common_loopback(const std::string& own) {
-  constexpr auto kV4 = "127.0.0.1";
-  const auto interfaces = net::interfaces();
-  const bool has_v4 =
-      std::any_of(interfaces.begin(), interfaces.end(),
-                  [&](const net::Interface& interface) { return interface.address == kV4; });
-  return has_v4 ? kV4 : own;
-}
-
 // The local address to listen on.
 std::string listen_address(const Rendezvous& rendezvous, const std::vector<Machine>& machines,
                            const InitOptions& options) {
   const std::string interface = chosen_interface(options);
   if (!interface.empty()) return address_of_interface(interface);
   const auto remote = find_remote_rank(rendezvous, machines);
+  // The same for every rank, whatever leads to its master: localhost may be IPv6 for one rank while
+  // another has an IPv4 address, and Gloo connects addresses of one family only.
+  if (!remote.has_value()) return "127.0.0.1";
   const auto names = [&] {
     return fmt::format("for rank {} on '{}' and rank {} on '{}'", rendezvous.rank,
                        machines[static_cast<std::size_t>(rendezvous.rank)].host, *remote,
                        machines[*remote].host);
   };
   if (rendezvous.kind == Rendezvous::Kind::file) {
-    if (!remote.has_value()) return "127.0.0.1";
     // A file URL contains nothing about the network.
     throw Error(kInitComponent, "the name of an interface that leads to the other machines",
                 "none, " + names(),
                 "set InitOptions::interface or GLOO_SOCKET_IFNAME, or meet at tcp://");
   }
   const auto route = resolved(net::address_towards(rendezvous.host));
-  if (!route.ok() && remote.has_value()) {
+  if (!route.ok()) {
     throw CommError(kInitComponent, fmt::format("a route to {}", rendezvous.host), "none",
                     "is the network up?");
   }
-  std::string address = route.ok() ? route.value : "127.0.0.1";
+  const std::string& address = route.value;
   if (!net::is_loopback(address)) return address;
-  if (!remote.has_value()) return common_loopback(address);
   // MASTER_ADDR is localhost in the master's pod, or a host's name resolves to 127.0.1.1 there.
   if (const auto routed = net::address_of_default_route()) return *routed;
   throw Error(

@@ -371,6 +371,18 @@ TEST(Rendezvous, NeedsNoCommonFamilyOfTheMastersAddress) {
   expect_meeting([](int rank) { return environment_in_pod(rank == 0 ? "::1" : other_address()); });
 }
 
+// Not at the address that leads to their master, which may be of another family for each.
+TEST(Rendezvous, RanksOfOneMachineConnectOnItsLoopbackInterface) {
+  run_ranks(2, [](Rank& rank) {
+    ::setenv("MASTER_ADDR", other_address().c_str(), 1);
+    const Group group = init();
+    if (rank.number() == 1) {  // rank 0 also has the store
+      EXPECT_EQ(listening_addresses(), std::set<std::string>{"0100007F"});
+    }
+    group.barrier();
+  });
+}
+
 TEST(Rendezvous, FollowsTheVariablesOfMpich) {
   expect_meeting([](int rank) -> std::map<std::string, std::string> {
     return {{"RANK", ""},

@@ -26,10 +26,10 @@ namespace semitone::comm {
 /// Network traffic is neither encrypted nor authenticated, so use a network that you trust. The
 /// store listens on the master's address; InitOptions::bind_address documents when it listens on
 /// another one. The other sockets, except NCCL's own, listen on InitOptions::interface. Its default
-/// is GLOO_SOCKET_IFNAME, else the interface that leads to the master, or loopback for a file://
-/// URL. If the interface that leads to the master is the loopback interface and a rank is on
-/// another machine or in another network namespace, the sockets use the interface of the default
-/// route.
+/// is GLOO_SOCKET_IFNAME, else 127.0.0.1 if no rank is on another machine or in another network
+/// namespace, else the interface that leads to the master, or that of the default route if the
+/// former is the loopback interface. A file:// URL has no master: ranks of several machines that
+/// meet there need the option.
 ///
 /// @param url  "env://": the variables of torchrun, semitone launch, MPI or Slurm
 ///             (docs/environment.md). "tcp://HOST:PORT?rank=R&world_size=N": HOST is an address of

@@ -30,8 +30,9 @@ class InitOptions {
   /// backend (torch: 30 minutes for gloo, 10 for nccl).
   InitOptions& timeout(std::chrono::milliseconds value);
   /// Network interface for connections between ranks ("eth0"). Default: GLOO_SOCKET_IFNAME, else
-  /// the interface that leads to the master's address. Listening sockets are bound to this
-  /// interface's address only, except NCCL's own, which follow NCCL_SOCKET_IFNAME.
+  /// the loopback interface if all ranks share it, else the one that leads to the master's address.
+  /// Listening sockets are bound to this interface's address only, except NCCL's own, which follow
+  /// NCCL_SOCKET_IFNAME.
   InitOptions& interface(std::string value);
   /// The local address that rank 0's store listens on, if it is not the master's address: "0.0.0.0"
   /// for all interfaces. Default: the master's address. The default is all interfaces if that
