@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
 #include "src/comm/process_group.h"
+#include "src/comm/watched_backend.h"
 
 #include <fmt/format.h>
 
@@ -57,6 +58,28 @@ void check_reducible(const Group& group, const at::Tensor& tensor, const std::st
     throw Error("comm." + collective, "a floating-point tensor for a mean",
                 dtype_name(tensor.scalar_type()), "use sum, and divide the result");
   }
+}
+
+void check_divisible(const Group& group, const at::Tensor& tensor, const std::string& collective,
+                     const std::string& remedy) {
+  if (tensor.dim() != 0 && tensor.size(0) % group.size() == 0) return;
+  throw Error("comm." + collective,
+              fmt::format("a first dimension that is a multiple of {}", group.size()),
+              c10::str("the shape ", tensor.sizes()), remedy);
+}
+
+std::vector<std::int64_t> part_sizes(const Group& group, const at::Tensor& tensor) {
+  std::vector<std::int64_t> sizes = tensor.sizes().vec();
+  sizes[0] /= group.size();
+  return sizes;
+}
+
+void check_output(const Group& group, const at::Tensor& output, at::IntArrayRef sizes,
+                  const at::Tensor& sent, const std::string& collective) {
+  check_tensor(group, output, collective);
+  if (output.sizes() == sizes && output.scalar_type() == sent.scalar_type()) return;
+  throw Error("comm." + collective, c10::str("an output ", dtype_name(sent.scalar_type()), sizes),
+              describe({output}));
 }
 
 void mark_written(const at::Tensor& tensor) {

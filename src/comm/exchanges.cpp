@@ -253,15 +253,11 @@ void Group::scatter(at::Tensor& tensor, const std::vector<at::Tensor>& tensors, 
 
 at::Tensor Group::all_to_all(const at::Tensor& tensor) const {
   check_tensor(*this, tensor, "all_to_all");
-  if (tensor.dim() == 0 || tensor.size(0) % size() != 0) {
-    throw Error("comm.all_to_all",
-                fmt::format("a first dimension that is a multiple of {}", size()),
-                c10::str("the shape ", tensor.sizes()), "pass the sizes of the parts");
-  }
-  if (impl_->process_group == nullptr) return tensor.detach().clone();
+  check_divisible(*this, tensor, "all_to_all", "pass the sizes of the parts");
   announce(*this, "all_to_all", describe({tensor}));
-  const Splits equal(static_cast<std::size_t>(size()), tensor.size(0) / size());
-  return all_to_all_rows(*this, tensor, equal, equal);
+  at::Tensor received = at::empty_like(tensor.detach());
+  all_to_all_async(received, tensor).wait();
+  return received;
 }
 
 at::Tensor Group::all_to_all(const at::Tensor& tensor, const Splits& input_splits,

@@ -1,7 +1,6 @@
 #include "semitone/comm/group.h"
 
 #include "semitone/core/error.h"
-#include "src/comm/backends.h"
 #include "src/comm/checks.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
@@ -26,14 +25,6 @@ std::string call_of(const std::vector<at::Tensor>& tensors, int root) {
 
 }  // namespace
 
-void Work::wait() {
-  future_->waitAndThrow();
-}
-
-bool Work::done() const {
-  return future_->completed();
-}
-
 Group::Group() : impl_(std::make_shared<Impl>()) {}
 Group::Group(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
@@ -53,95 +44,47 @@ std::chrono::milliseconds Group::timeout() const {
   return impl_->options.timeout();
 }
 
-Work Group::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
-  check_reducible(*this, tensor, "all_reduce", op);
-  if (impl_->process_group == nullptr) {
-    auto done = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-    done->markCompleted(tensor);
-    return Work(std::move(done));
-  }
-  std::vector<at::Tensor> tensors{tensor.detach()};
-  c10d::AllreduceOptions options;
-  options.reduceOp = to_c10d(op);
-  const auto sum = impl_->process_group->allreduce(tensors, options)->getFuture();
-  const int divisor = op == ReduceOp::mean ? size() : 1;
-  return Work(sum->then(
-      [tensor, divisor](c10::ivalue::Future& done) -> c10::IValue {
-        done.value();  // throws if it failed
-        mark_written(tensor);
-        if (divisor != 1) tensor.detach().div_(divisor);
-        return tensor;
-      },
-      c10::TensorType::get()));
-}
-
 void Group::all_reduce(at::Tensor& tensor, ReduceOp op) const {
   check_reducible(*this, tensor, "all_reduce", op);
-  if (impl_->process_group != nullptr) impl_->transport->announce("all_reduce", describe({tensor}));
+  announce(*this, "all_reduce", describe({tensor}));
   all_reduce_async(tensor, op).wait();
-  if (impl_->process_group != nullptr) settle_exact_weight(tensor);
 }
 
 void Group::broadcast(at::Tensor& tensor, int root) const {
   check_tensor(*this, tensor, "broadcast");
   check_root(root, size(), "broadcast");
-  if (impl_->process_group == nullptr) return;
-  const at::NoGradGuard no_grad;
-  impl_->transport->announce("broadcast", call_of({tensor}, root));
-  std::vector<at::Tensor> tensors{transportable(tensor)};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  impl_->process_group->broadcast(tensors, options)->wait();
-  mark_written(tensor);
-  settle_exact_weight(tensor);
+  announce(*this, "broadcast", call_of({tensor}, root));
+  broadcast_async(tensor, root).wait();
 }
 
 void Group::broadcast(const std::vector<at::Tensor>& tensors, int root) const {
   for (const at::Tensor& tensor : tensors) check_dense(*this, tensor, "broadcast");
   check_root(root, size(), "broadcast");
   if (impl_->process_group == nullptr || tensors.empty()) return;
-  impl_->transport->announce("broadcast", call_of(tensors, root));
+  announce(*this, "broadcast", call_of(tensors, root));
   broadcast_unchecked(*this, tensors, root);
   for (const at::Tensor& tensor : tensors) settle_exact_weight(tensor);
 }
 
 std::vector<at::Tensor> Group::all_gather(const at::Tensor& tensor) const {
   check_tensor(*this, tensor, "all_gather");
-  if (impl_->process_group == nullptr) return {tensor.clone()};
-  impl_->transport->announce("all_gather", describe({tensor}));
+  if (impl_->process_group == nullptr) return {tensor.detach().clone()};
+  announce(*this, "all_gather", describe({tensor}));
   return all_gather_unchecked(*this, tensor);
 }
 
 at::Tensor Group::reduce_scatter(const at::Tensor& tensor, ReduceOp op) const {
   check_reducible(*this, tensor, "reduce_scatter", op);
-  if (tensor.dim() == 0 || tensor.size(0) % size() != 0) {
-    throw Error("comm.reduce_scatter",
-                fmt::format("a first dimension that is a multiple of {}", size()),
-                c10::str("the shape ", tensor.sizes()));
-  }
-  const Backend* const backend = find_backend(impl_->backend);
-  if (backend != nullptr && backend->has_reduce_scatter) {
-    const at::NoGradGuard no_grad;
-    announce(*this, "reduce_scatter", describe({tensor}));
-    std::vector<std::int64_t> sizes = tensor.sizes().vec();
-    sizes[0] /= size();
-    at::Tensor part = at::empty(sizes, tensor.options());
-    at::Tensor whole = tensor.detach();
-    c10d::ReduceScatterOptions options;
-    options.reduceOp = to_c10d(op);
-    // Not by the process group: LibTorch 2.15 has another name for it there, and deprecates this one.
-    impl_->transport->_reduce_scatter_base(part, whole, options)->wait();
-    return op == ReduceOp::mean ? part.div_(size()) : part;
-  }
-  // As LibTorch's Gloo does, which has no native operation for this.
-  at::Tensor all = tensor.detach().clone();
-  all_reduce(all, op);
-  return all.chunk(size())[static_cast<std::size_t>(rank())].clone();
+  check_divisible(*this, tensor, "reduce_scatter");
+  announce(*this, "reduce_scatter", describe({tensor}));
+  at::Tensor part = at::empty(part_sizes(*this, tensor), tensor.options());
+  reduce_scatter_async(part, tensor, op).wait();
+  return part;
 }
 
 void Group::barrier() const {
   if (impl_->process_group == nullptr) return;
-  impl_->transport->announce("barrier", "");
+  announce(*this, "barrier", "");
   impl_->process_group->barrier()->wait();
 }
 

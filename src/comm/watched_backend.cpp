@@ -299,13 +299,14 @@ c10::intrusive_ptr<c10d::Work> WatchedBackend::scatter(std::vector<at::Tensor>& 
                  [&] { return inner_->scatter(outputs, inputs, options); });
 }
 
-// Extents may differ between ranks: who passes them compares them.
+// Extents of parts may differ between ranks: who passes them compares them.
 c10::intrusive_ptr<c10d::Work> WatchedBackend::alltoall_base(
     at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
     std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
-  return checked("all_to_all", dtype_name(input.scalar_type()), [&] {
-    return inner_->alltoall_base(output, input, output_splits, input_splits, options);
-  });
+  const bool equal_parts = input_splits.empty() && output_splits.empty();
+  return checked(
+      "all_to_all", equal_parts ? describe({input}) : dtype_name(input.scalar_type()),
+      [&] { return inner_->alltoall_base(output, input, output_splits, input_splits, options); });
 }
 
 c10::intrusive_ptr<c10d::Work> WatchedBackend::send(std::vector<at::Tensor>& tensors, int to,

@@ -8,7 +8,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace semitone::comm {
@@ -21,19 +20,21 @@ enum class ReduceOp { sum, mean, min, max, product };
 class Work {
  public:
   /// Waits until the collective is done; with nccl, until it is queued on the GPU. Throws CommError
-  /// with the rank's number if a rank is lost or late.
+  /// with the rank's number if a rank is lost or late. If the collective has written 16-bit
+  /// parameters of a MixedPrecision, their fp32 masters get the same values in the first call.
   void wait();
   /// Returns whether the collective is done, successfully or not; with nccl, whether it is queued.
   bool done() const;
   /// Completes with the tensor or the error, on a thread of the transport. Callbacks run on that
   /// thread. They must not capture a Group: the destructor of the last copy would wait for the
   /// thread on which it runs.
-  c10::intrusive_ptr<c10::ivalue::Future> future() const { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> future() const;
 
  private:
   friend class Group;
-  explicit Work(c10::intrusive_ptr<c10::ivalue::Future> future) : future_(std::move(future)) {}
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  struct State;
+  explicit Work(std::shared_ptr<State> state);
+  std::shared_ptr<State> state_;
 };
 
 /// A set of processes that communicate, as returned by comm::init. It is a handle: copies refer to
@@ -47,7 +48,7 @@ class Work {
 /// only the type is checked. all_reduce, reduce and broadcast work in place, and autograd records
 /// no collective.
 ///
-/// With gloo, collectives block until the result is available, unless their name ends in _async.
+/// With gloo, collectives block until the result is available, unless their names end in _async.
 /// All collectives increment the version counters of the tensors that they write. Autograd
 /// therefore refuses to use a saved value that was overwritten, and amp updates the fp32 master of
 /// a parameter that was written.
@@ -82,9 +83,6 @@ class Group {
   std::chrono::milliseconds timeout() const;
 
   void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
-  /// Like all_reduce, but returns at once, unless the check is CheckLevel::full. Either all ranks
-  /// call this function or all call all_reduce.
-  Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
 
   /// Copies root's values to all ranks.
   void broadcast(at::Tensor& tensor, int root = 0) const;
@@ -143,6 +141,24 @@ class Group {
   void send(const at::Tensor& tensor, int to, int tag = 0) const;
   /// Receives into a tensor what rank `from` sends.
   void recv(at::Tensor& tensor, int from, int tag = 0) const;
+
+  /// Forms that return at once, unless the check is CheckLevel::full. What they write is valid after
+  /// Work::wait; until then, neither these tensors nor those that are sent may be changed. Either all
+  /// ranks call this form of a collective or all call the other one. torch.distributed: async_op.
+  /// Messages have no such form, since Gloo ends the process that gets more than it expects: send and
+  /// recv first compare the tensors.
+  Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::sum) const;
+  Work broadcast_async(at::Tensor& tensor, int root = 0) const;
+  /// @param outputs  size() contiguous tensors, each of the shape and dtype of `tensor`. Error
+  /// otherwise
+  Work all_gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor) const;
+  /// @param output  a contiguous tensor of the dtype of `tensor`, whose first extent is size() times
+  /// as large and whose others are equal. Error otherwise
+  Work reduce_scatter_async(at::Tensor& output, const at::Tensor& tensor,
+                            ReduceOp op = ReduceOp::sum) const;
+  /// Exchanges parts of equal extents.
+  /// @param output  a contiguous tensor of the shape and dtype of `tensor`. Error otherwise
+  Work all_to_all_async(at::Tensor& output, const at::Tensor& tensor) const;
 
   /// Returns when all ranks have called it.
   void barrier() const;
