@@ -36,6 +36,15 @@ std::size_t times_its_memory(const LowTensor& low) {
   return bytes % own == 0 ? bytes / own : 0;
 }
 
+// Whether its storage also has elements that are another of these tensors: a flat buffer of several
+// parameters, as torch::nn::utils::vector_to_parameters leaves it.
+bool is_part_of_buffer(const LowTensor& low, const std::vector<LowTensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](const LowTensor& other) {
+    return other.tensor.has_storage() && other.tensor.is_alias_of(low.tensor) &&
+           (other.tensor.storage_offset() != 0 || other.tensor.numel() != low.tensor.numel());
+  });
+}
+
 // The tensors that have the memory of a wider dtype.
 std::vector<const LowTensor*> find_loaded(const std::vector<LowTensor>& tensors) {
   std::vector<const LowTensor*> loaded;
@@ -43,7 +52,7 @@ std::vector<const LowTensor*> find_loaded(const std::vector<LowTensor>& tensors)
     const at::Tensor& tensor = low.tensor;
     if (tensor.has_storage() && tensor.storage().nbytes() <= tensor.nbytes()) continue;
     const std::size_t times = times_its_memory(low);
-    if (times == 2 || times == 4) loaded.push_back(&low);
+    if ((times == 2 || times == 4) && !is_part_of_buffer(low, tensors)) loaded.push_back(&low);
   }
   return loaded;
 }

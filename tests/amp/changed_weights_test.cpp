@@ -453,6 +453,29 @@ TEST_F(LoadedByTorch, ViewsOf16BitMemoryStayAsTheyAre) {
   expect_bitwise_equal(net->first->weight.detach(), values);
 }
 
+// One buffer of all parameters, of which the first begins where the buffer does.
+TEST_F(LoadedByTorch, ViewsThatVectorToParametersLeavesStayAsTheyAre) {
+  for (const int layers : {2, 4}) {
+    SCOPED_TRACE(layers);
+    torch::nn::Sequential net;
+    for (int i = 0; i < layers; ++i)
+      net->push_back(torch::nn::Linear(torch::nn::LinearOptions(4, 4).bias(false)));
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    auto mixed = initialize(net, optimizer, o2());
+    const auto parameters = net->parameters();
+    std::vector<at::Tensor> halves;
+    {
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : parameters) halves.push_back(parameter * 0.5);
+      torch::nn::utils::vector_to_parameters(
+          torch::nn::utils::parameters_to_vector(parameters) * 0.5, parameters);
+    }
+    mixed.forward(net, torch::ones({3, 4}));
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      expect_bitwise_equal(parameters[i].detach(), halves[i]);
+  }
+}
+
 // After the MixedPrecision is destroyed the optimizer trains the model, not masters that nothing
 // reads.
 TEST(MixedPrecisionThatIsGone, GivesOptimizersTheirParametersBack) {
