@@ -38,19 +38,22 @@ struct LogCasts : events::Listener {
   }
 };
 
-// Casts a model's floating tensors in place. Tensors that share memory still share it afterwards.
-void cast_model(const Model& model, c10::ScalarType dtype,
-                const std::function<bool(const ModelEntry&)>& keep) {
+// Casts the models' floating tensors in place. Tensors that share memory, also of two models, still
+// share it afterwards.
+void cast(const std::vector<Model>& models, c10::ScalarType dtype,
+          const std::function<bool(const ModelEntry&)>& keep) {
   std::vector<at::Tensor> tensors;
   std::vector<std::size_t> first;  // of those that share their memory with a tensor
-  for (const ModelEntry& entry : entries_of(model)) {
-    const at::Tensor& tensor = entry.tensor;
-    if (!tensor.is_floating_point() || tensor.scalar_type() == dtype || keep(entry)) continue;
-    const auto same = std::find_if(tensors.begin(), tensors.end(), [&](const at::Tensor& earlier) {
-      return same_memory(earlier, tensor);
-    });
-    first.push_back(static_cast<std::size_t>(same - tensors.begin()));
-    tensors.push_back(tensor);
+  for (const Model& model : models) {
+    for (const ModelEntry& entry : entries_of(model)) {
+      const at::Tensor& tensor = entry.tensor;
+      if (!tensor.is_floating_point() || tensor.scalar_type() == dtype || keep(entry)) continue;
+      const auto same =
+          std::find_if(tensors.begin(), tensors.end(),
+                       [&](const at::Tensor& earlier) { return same_memory(earlier, tensor); });
+      first.push_back(static_cast<std::size_t>(same - tensors.begin()));
+      tensors.push_back(tensor);
+    }
   }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     tensors[i].set_data(first[i] < i ? tensors[first[i]].variable_data()
@@ -163,13 +166,10 @@ Masters::ExactValues exact_values(const OptimizerRefs& optimizers) {
 }
 
 void cast_models(const Impl& impl) {
-  for (const Model& model : impl.models) {
-    cast_model(model, *impl.properties.cast_model_type, [&](const ModelEntry& entry) {
-      return (impl.properties.keep_batchnorm_fp32 && entry.keep_fp32) ||
-             (impl.policy.has_value() && entry.is_parameter &&
-              impl.policy->keeps_fp32(entry.tensor));
-    });
-  }
+  cast(impl.models, *impl.properties.cast_model_type, [&](const ModelEntry& entry) {
+    return (impl.properties.keep_batchnorm_fp32 && entry.keep_fp32) ||
+           (impl.policy.has_value() && entry.is_parameter && impl.policy->keeps_fp32(entry.tensor));
+  });
 }
 
 // Lists the models' floating-point tensors: those that are in 16 bits now, and the others.

@@ -5,6 +5,7 @@
 #include "semitone/amp/initialize.h"
 #include "semitone/core/dtype.h"
 #include "semitone/core/error.h"
+#include "semitone/optim/fused_sgd.h"
 #include "tests/amp/mixed_precision_fixture.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/errors.h"
@@ -173,6 +174,42 @@ TEST(MixedPrecision, TiedWeightsStayTied) {
         SCOPED_TRACE(level + " " + dtype_name(dtype) + (same_tensor ? " one tensor" : " two"));
         EXPECT_TRUE(near(train(level, dtype, same_tensor), expected, pointwise_tolerance(dtype)));
       }
+    }
+  }
+}
+
+TEST(MixedPrecision, WeightsTiedAcrossModelsStayTied) {
+  const auto train = [&](const std::string& level, bool fused) {
+    torch::manual_seed(2);
+    torch::nn::Linear encoder(4, 4);
+    torch::nn::Linear decoder(4, 4);
+    decoder->weight.set_data(encoder->weight.variable_data());
+    auto parameters = encoder->parameters();
+    for (const at::Tensor& parameter : decoder->parameters()) parameters.push_back(parameter);
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (fused) {
+      optimizer = std::make_unique<optim::FusedSGD>(parameters, optim::FusedSGDOptions(0.125));
+    } else {
+      optimizer = std::make_unique<torch::optim::SGD>(parameters, 0.125);
+    }
+    auto mixed =
+        initialize({encoder, decoder}, {*optimizer}, quiet(Options(level).dtype(torch::kBFloat16)));
+    for (int i = 0; i < 3; ++i) {
+      mixed.zero_grad(*optimizer);
+      const auto hidden = mixed.forward(encoder, torch::ones({2, 4}));
+      mixed.scale_loss(mixed.forward(decoder, hidden).to(torch::kFloat).sum(), *optimizer)
+          .backward();
+      mixed.step(*optimizer);
+    }
+    EXPECT_EQ(encoder->weight.const_data_ptr(), decoder->weight.const_data_ptr());
+    EXPECT_FALSE(encoder->weight.is_same(decoder->weight));
+    return encoder->weight.detach().to(torch::kFloat);
+  };
+  for (const bool fused : {false, true}) {
+    const auto expected = train("O0", fused);
+    for (const std::string level : {"O1", "O2", "O3"}) {
+      SCOPED_TRACE(level + (fused ? " fused" : ""));
+      EXPECT_TRUE(near(train(level, fused), expected, 0.02));
     }
   }
 }
