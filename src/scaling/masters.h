@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -128,6 +129,7 @@ class Masters {
     const void* parameter_data = nullptr;
     std::uint32_t master_version = 0;
     const void* master_data = nullptr;
+    std::array<float, 4> probes = {};  // some of the master's numbers then; on a CPU only
     optim::DeferredGradient deferred = {};
     at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
     Replaced replaced = {};
@@ -142,6 +144,8 @@ class Masters {
   void give_back();
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
+  static std::array<float, 4> probe(const at::Tensor& master);
+  void require_updated_model(const Pair& pair) const;
   static void take_parameter(Pair& pair);
   static void keep_replaced(Pair& pair, const at::Tensor& differs);
   static at::Tensor with_replaced(const Pair& pair, const at::Tensor& value,

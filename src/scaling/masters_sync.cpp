@@ -4,6 +4,10 @@
 #include "src/core/state_mode.h"
 #include "src/scaling/masters.h"
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <utility>
 
 // Weights have states too. A pair agrees while both versions and addresses are those recorded by
@@ -28,6 +32,7 @@ void Masters::agreed(Pair& pair) {
   pair.parameter_data = pair.parameter.const_data_ptr();
   pair.master_version = static_cast<std::uint32_t>(pair.master._version());
   pair.master_data = pair.master.const_data_ptr();
+  pair.probes = probe(pair.master);
   pair.replaced = {};
 }
 
@@ -39,6 +44,32 @@ bool Masters::parameter_changed(const Pair& pair) {
 bool Masters::master_changed(const Pair& pair) {
   return pair.master_version != static_cast<std::uint32_t>(pair.master._version()) ||
          pair.master_data != pair.master.const_data_ptr();
+}
+
+// Numbers at the start, in the middle and at the end of a master's memory.
+std::array<float, 4> Masters::probe(const at::Tensor& master) {
+  std::array<float, 4> numbers = {};
+  const std::int64_t count = master.is_non_overlapping_and_dense() ? master.numel() : 0;
+  if (count == 0 || !master.is_cpu()) return numbers;
+  const auto* const data = master.const_data_ptr<float>();
+  for (std::int64_t i = 0; i < 4; ++i)
+    numbers[static_cast<std::size_t>(i)] = data[(count - 1) * i / 3];
+  return numbers;
+}
+
+// A program has changed a parameter in place. If optimizer.step() was called before, and the model
+// was not updated since, the change is one of the weights before that step, which would be lost.
+void Masters::require_updated_model(const Pair& pair) const {
+  if (!maybe_stepped_ || pair.parameter_data != pair.parameter.const_data_ptr()) return;
+  // LibTorch's SGD changes no version. A NaN differs from itself, so the bits are compared.
+  const auto probes = probe(pair.master);
+  const bool is_moved = std::memcmp(probes.data(), pair.probes.data(), sizeof(probes)) != 0;
+  if (!is_moved && !master_changed(pair)) return;
+  throw Error("amp.master_weights", "weights that are changed after the model was updated",
+              "a weight that was changed in place after optimizer.step() had only updated its fp32 "
+              "master",
+              "call mixed.step(optimizer), which updates the model, instead of optimizer.step(); "
+              "or change the weights inside mixed.fp32_weights(model)");
 }
 
 // An element equal to its rounded master was not changed, so the master's exact value stays.
@@ -100,7 +131,9 @@ void Masters::pull() {
   const StateMode mode;
   adopt({});
   for (Pair& pair : pairs_) {
-    if (parameter_changed(pair)) take_parameter(pair);
+    if (!parameter_changed(pair)) continue;
+    require_updated_model(pair);
+    take_parameter(pair);
   }
 }
 
@@ -115,6 +148,7 @@ void Masters::sync() {
       // Usually it did not step, and a graph that saved the parameter must stay valid: no new
       // version.
       pair.parameter.variable_data().copy_(pair.master);
+      pair.probes = probe(pair.master);
     }
   }
   if (maybe_stepped_) clear_cast_cache();

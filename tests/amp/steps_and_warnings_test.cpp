@@ -111,6 +111,38 @@ TEST(AStepPastMixedPrecision, IsFineWhereNothingCouldBeMissed) {
   }
 }
 
+// The model has the weights before the step until the next forward.
+TEST(AStepPastMixedPrecision, IsNotUndoneByAChangeOfTheWeights) {
+  for (const auto& kind : test::all_optimizers()) {
+    SCOPED_TRACE(kind.name);
+    Training trained(Options("O2").dtype(torch::kBFloat16), kind.make);
+    Training want(Options("O2").dtype(torch::kBFloat16), kind.make);
+    const auto clamp = [](Training& training) {
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : training.model->parameters()) parameter.clamp_(-0.1, 0.1);
+    };
+    trained.backward();
+    trained.optimizer->step();
+    {
+      const auto scope = trained.mixed->fp32_weights(trained.model);
+      clamp(trained);
+    }
+    want.backward();
+    want.step();
+    {
+      const auto scope = want.mixed->fp32_weights(want.model);
+      clamp(want);
+    }
+    trained.backward();
+    const auto got = trained.masters();
+    const auto masters = want.masters();
+    for (std::size_t i = 0; i < got.size(); ++i) expect_bitwise_equal(got[i], masters[i]);
+    trained.optimizer->step();
+    clamp(trained);
+    expect_error([&] { trained.backward(); }, {"mixed.step(optimizer)", "fp32_weights"});
+  }
+}
+
 std::string log_of(
     const std::function<void(MixedPrecision&, ToyNet&, torch::optim::Optimizer&)>& run,
     const Options& options) {

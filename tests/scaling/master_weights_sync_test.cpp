@@ -11,6 +11,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <functional>
+#include <memory>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -136,6 +139,59 @@ TEST(MasterWeights, WhereBothSidesChangedTheParameterWins) {
   pair.masters.sync();
   EXPECT_EQ(pair.master[0].item<float>(), 2);
   EXPECT_EQ(pair.weight[0].item<float>(), 2);
+}
+
+// The change is of the weights before the step, which would be lost.
+TEST(MasterWeights, AChangeBetweenAStepAndItsCopyToTheModelIsAnError) {
+  using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+  const std::vector<Make> makes{
+      [](auto parameters) { return std::make_unique<torch::optim::SGD>(parameters, 0.25); },
+      [](auto parameters) {
+        return std::make_unique<torch::optim::SGD>(parameters,
+                                                   torch::optim::SGDOptions(0.25).momentum(0.9));
+      },
+      [](auto parameters) { return std::make_unique<torch::optim::Adam>(parameters, 0.25); },
+      [](auto parameters) { return std::make_unique<torch::optim::RMSprop>(parameters, 0.25); }};
+  for (std::size_t i = 0; i < makes.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto weight = torch::ones({5, 3}, torch::kBFloat16).requires_grad_(true);
+    const auto optimizer = makes[i]({weight});
+    MasterWeights masters(*optimizer);
+    const auto with_gradient = [&] {
+      weight.mutable_grad() = torch::ones({5, 3}, torch::kBFloat16);
+      masters.take_gradients();
+    };
+    const auto clamp = [&] {
+      const torch::NoGradGuard no_grad;
+      weight.clamp_(-0.5, 0.5);
+    };
+    with_gradient();
+    clamp();
+    masters.sync();  // before the step
+    EXPECT_TRUE(same_bits(masters.master_of(weight), torch::full({5, 3}, 0.5F)));
+    optimizer->step();
+    const auto stepped = masters.master_of(weight).clone();
+    clamp();
+    const auto message = message_of<Error>([&] { masters.sync(); });
+    EXPECT_THAT(message, HasSubstr("mixed.step(optimizer)"));
+    EXPECT_THAT(message_of<Error>([&] { masters.pull(); }), HasSubstr("fp32_weights(model)"));
+    EXPECT_TRUE(same_bits(masters.master_of(weight), stepped));
+    masters.write_model();
+    EXPECT_TRUE(same_bits(weight, rounded(stepped, weight)));
+
+    // Updated by sync instead.
+    with_gradient();
+    optimizer->step();
+    masters.sync();
+    clamp();
+    masters.sync();
+    // Other weights instead, as torch::load sets them.
+    with_gradient();
+    optimizer->step();
+    weight.set_data(torch::full({5, 3}, 7, torch::kBFloat16));
+    masters.sync();
+    EXPECT_TRUE(same_bits(masters.master_of(weight), torch::full({5, 3}, 7.F)));
+  }
 }
 
 TEST(MasterWeights, SyncTouchesNothingWhenNothingHappened) {

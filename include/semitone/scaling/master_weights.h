@@ -83,8 +83,10 @@ class [[nodiscard]] MasterWeights {
   ///   parameter.
   /// - A 16-bit parameter was added to the optimizer or unfrozen. It gets a master.
   ///
-  /// If a parameter and its master both changed, the master takes all values of the parameter. The
-  /// call is cheap if nothing changed. Between take_gradients() and write_model() it costs as much
+  /// If a parameter and its master both changed, the master takes all values of the parameter. Error
+  /// if the parameter was changed in place after optimizer.step() and before write_model(): such a
+  /// change is one of the weights before the step. (On a GPU it is not noticed for
+  /// torch::optim::SGD, whose steps change no version counter.) The call is cheap if nothing changed. Between take_gradients() and write_model() it costs as much
   /// as write_model().
   ///
   /// With split masters, a changed element cannot be recognised, so the lower halves stay. This is
