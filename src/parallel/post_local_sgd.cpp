@@ -63,7 +63,7 @@ bool PeriodicModelAverager::average_parameters(const std::vector<at::Tensor>& pa
   if (step < warmup_steps_ || (step - warmup_steps_) % period_ != 0) return false;
   std::map<at::ScalarType, std::vector<at::Tensor>> lists;
   for (const at::Tensor& parameter : parameters) {
-    if (parameter.defined() && parameter.grad().defined())
+    if (parameter.defined() && parameter.requires_grad())
       lists[parameter.scalar_type()].push_back(parameter);
   }
   const at::NoGradGuard no_grad;

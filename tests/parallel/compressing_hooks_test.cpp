@@ -652,9 +652,9 @@ TEST(PeriodicAverages, AreOfEveryDtypeAndLayout) {
       parameters.push_back(torch::full({2, 3}, 2.0 * rank.number(), dtype).requires_grad_());
     parameters.push_back(
         (torch::arange(6.0).view({2, 3}) + 2 * rank.number()).t().detach().requires_grad_());
-    parameters.push_back(torch::full({2}, 2.0 * rank.number()).requires_grad_());
-    for (std::size_t p = 0; p < 4; ++p)
-      parameters[p].mutable_grad() = torch::zeros_like(parameters[p]);
+    parameters.push_back(torch::full({2}, 2.0 * rank.number()));
+    // A gradient on one rank only.
+    if (rank.number() == 0) parameters[0].mutable_grad() = torch::zeros_like(parameters[0]);
     PeriodicModelAverager averager(group, 2, 1);
     EXPECT_FALSE(averager.average_parameters(parameters));
     EXPECT_EQ(parameters[0][0][0].item<double>(), 2.0 * rank.number());
@@ -662,7 +662,7 @@ TEST(PeriodicAverages, AreOfEveryDtypeAndLayout) {
     for (std::size_t p = 0; p < 3; ++p)
       EXPECT_TRUE(torch::equal(parameters[p], torch::ones_like(parameters[p])));
     EXPECT_TRUE(torch::equal(parameters[3], torch::arange(6.0).view({2, 3}).t() + 1));
-    // Without a gradient.
+    // Frozen.
     EXPECT_EQ(parameters[4][0].item<float>(), 2.F * static_cast<float>(rank.number()));
     EXPECT_FALSE(averager.average_parameters(parameters));
 

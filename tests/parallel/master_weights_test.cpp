@@ -4,6 +4,7 @@
 #include "semitone/comm/init.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/parallel/distributed_data_parallel.h"
+#include "semitone/parallel/post_local_sgd.h"
 #include "tests/parallel/ddp_fixture.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/tensors.h"
@@ -212,6 +213,36 @@ TEST(MasterWeightsOfReplicas, AreTheSameAfterUnevenInputs) {
           training.step(ddp, 1000 * step + static_cast<std::uint64_t>(rank.number()));
       });
       expect_equal_on_all_ranks(group, training.exact());
+    }
+  });
+}
+
+// After a step the gradients are gone, and the averaged weights are the masters.
+TEST(MasterWeights, AreAveragedPeriodically) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const Kind kind : {Kind::whole, Kind::split, Kind::torchs}) {
+      SCOPED_TRACE(static_cast<int>(kind));
+      Training training(3, kind);
+      PeriodicModelAverager averager(group, 1);
+      training.step(training.net, static_cast<std::uint64_t>(10 + rank.number()));
+      const auto exact = [&] {
+        const auto scope = training.mixed->fp32_weights(training.net);
+        return test::copies(training.net->parameters());
+      };
+      const auto before = exact();
+      {
+        const auto scope = training.mixed->fp32_weights(training.net);
+        EXPECT_TRUE(averager.average_parameters(training.net->parameters()));
+      }
+      const auto after = exact();
+      bool any_differed = false;
+      for (std::size_t i = 0; i < before.size(); ++i) {
+        const auto of_ranks = group.all_gather(before[i]);
+        any_differed |= !torch::equal(of_ranks[0], of_ranks[1]);
+        expect_bitwise_equal(after[i], (of_ranks[0] + of_ranks[1]) / 2);
+      }
+      EXPECT_TRUE(any_differed);
     }
   });
 }

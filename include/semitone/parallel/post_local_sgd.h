@@ -67,10 +67,11 @@ class PeriodicModelAverager {
   /// warmup_steps and s - warmup_steps is a multiple of the period. The others return at once.
   /// Returns whether this call averaged.
   ///
-  /// Parameters without a gradient are left out, as in torch, so the same ones must have a gradient
-  /// on all ranks. Means have each parameter's dtype. After amp::initialize with 16-bit weights,
-  /// average inside mixed.fp32_weights(model), so that the fp32 masters are averaged, and not only
-  /// their 16-bit roundings.
+  /// Averages all parameters that require a gradient. (torch's averages those whose gradient is
+  /// defined, which may differ between ranks. After a step with master weights none is.) Means have
+  /// each parameter's dtype. After amp::initialize with 16-bit weights, average inside
+  /// mixed.fp32_weights(model), so that the fp32 masters are averaged, and not only their 16-bit
+  /// roundings.
   bool average_parameters(const std::vector<at::Tensor>& parameters);
 
   /// The number of calls.
