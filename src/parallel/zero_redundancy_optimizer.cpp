@@ -133,9 +133,33 @@ ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(OptimizerPtr whole, Factory mak
   update_share();
 }
 
+// Parameters stay where their state is, when a group gets or loses others. Those in the place of
+// others in a group of the same size have replaced them, as fp32 masters do.
+void ZeroRedundancyOptimizer::keep_owners(std::unordered_map<const c10::TensorImpl*, int>& owner_of,
+                                          std::vector<std::int64_t>& elements) const {
+  std::unordered_map<const c10::TensorImpl*, int> before;
+  for (std::size_t g = 0; g < owners_.size(); ++g) {
+    for (std::size_t i = 0; i < owners_[g].size(); ++i)
+      before.emplace(parameters_[g][i].unsafeGetTensorImpl(), owners_[g][i]);
+  }
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    const auto& parameters = param_groups_[g].params();
+    const bool is_as_long = g < owners_.size() && owners_[g].size() == parameters.size();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const c10::TensorImpl* const parameter = parameters[i].unsafeGetTensorImpl();
+      const auto found = before.find(parameter);
+      if (found == before.end() && !is_as_long) continue;
+      const int owner = found == before.end() ? owners_[g][i] : found->second;
+      if (owner_of.emplace(parameter, owner).second)
+        elements[static_cast<std::size_t>(owner)] += parameters[i].numel();
+    }
+  }
+}
+
 std::vector<std::vector<int>> ZeroRedundancyOptimizer::owners() const {
   std::vector<std::int64_t> elements(static_cast<std::size_t>(group_.size()));
   std::unordered_map<const c10::TensorImpl*, int> owner_of;  // some stand there twice
+  keep_owners(owner_of, elements);
   std::vector<std::vector<int>> owners;
   for (const auto& group : param_groups_) {
     const auto& parameters = group.params();
@@ -175,18 +199,19 @@ void ZeroRedundancyOptimizer::update_share() {
   ParametersByGroup now = parameters_of(param_groups_);
   if (local_ == nullptr || !are_same(now, parameters_)) {
     require_same_parameters(param_groups_, group_);
+    auto owners = this->owners();
     local_ = make(make_optimizer_, share_of(group_.rank()));  // options are set below
     if (auto* const placed = dynamic_cast<semitone::detail::UsesParameterPlaces*>(local_.get()))
       placed->set_parameter_places(semitone::detail::places_of(param_groups_));
     parameters_ = std::move(now);
-    const auto owners = this->owners();
+    owners_ = std::move(owners);
     shares_.assign(static_cast<std::size_t>(group_.size()), {});
     std::unordered_set<const c10::TensorImpl*> seen;
-    for (std::size_t g = 0; g < owners.size(); ++g) {
-      for (std::size_t i = 0; i < owners[g].size(); ++i) {
+    for (std::size_t g = 0; g < owners_.size(); ++g) {
+      for (std::size_t i = 0; i < owners_[g].size(); ++i) {
         const at::Tensor& parameter = parameters_[g][i];
         if (seen.insert(parameter.unsafeGetTensorImpl()).second)
-          shares_[static_cast<std::size_t>(owners[g][i])].push_back(parameter);
+          shares_[static_cast<std::size_t>(owners_[g][i])].push_back(parameter);
       }
     }
   }

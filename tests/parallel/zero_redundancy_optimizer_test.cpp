@@ -196,6 +196,42 @@ TEST(Zero, TakesGroupsWithOptionsAndNewOnesLater) {
   });
 }
 
+// The largest parameter comes first: without its owner's memory, others would go to another rank.
+TEST(Zero, ParametersKeepTheirStateWhenAGroupChanges) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const auto train = [](auto&& make_optimizer) {
+      std::vector<at::Tensor> all;
+      for (const std::int64_t size : {5, 4, 3, 9, 2})
+        all.push_back(torch::arange(1.F, 1.F + static_cast<float>(size)).requires_grad_());
+      const auto optimizer = make_optimizer(std::vector<at::Tensor>{all[0], all[1], all[2]});
+      const auto step = [&](float value) {
+        for (const at::Tensor& parameter : all)
+          parameter.mutable_grad() = parameter.detach() * value;
+        optimizer->step();
+      };
+      auto& parameters = optimizer->param_groups()[0].params();
+      step(1);
+      step(2);
+      parameters.push_back(all[3]);
+      step(-3);
+      parameters.erase(parameters.begin());
+      step(4);
+      parameters.insert(parameters.begin(), all[4]);
+      step(-5);
+      return all;
+    };
+    const auto want = train([](std::vector<at::Tensor> parameters) {
+      return unsharded(adam(), std::move(parameters));
+    });
+    const auto got = train([&](std::vector<at::Tensor> parameters) {
+      return std::make_unique<ZeroRedundancyOptimizer>(std::move(parameters), adam(), group);
+    });
+    for (std::size_t i = 0; i < want.size(); ++i)
+      test::expect_bitwise_equal(got[i].detach(), want[i].detach());
+  });
+}
+
 TEST(Zero, EvaluatesAClosureFirst) {
   run_ranks(2, [](Rank&) {
     const auto group = comm::init();

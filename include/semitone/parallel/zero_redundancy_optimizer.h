@@ -5,8 +5,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 namespace torch::serialize {
@@ -47,7 +49,7 @@ namespace semitone::parallel {
 ///
 /// Parameters are assigned to ranks group by group, from the largest to the smallest (the earlier
 /// first if equal). Each goes to the rank with the fewest elements so far (the lowest rank if
-/// equal).
+/// equal), and stays there, with its state, if others are added to the groups or removed later.
 ///
 /// Optimizers that combine all gradients are not supported. LBFGS is an Error. optim::FusedLAMB
 /// with max_grad_norm would use the norm of one rank's share: clip before the step instead.
@@ -108,10 +110,13 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   std::unique_ptr<torch::optim::Optimizer> with_state(const ParamGroups& groups) const;
   ParamGroups share_of(int rank) const;
   void update_share();
+  void keep_owners(std::unordered_map<const c10::TensorImpl*, int>& owner_of,
+                   std::vector<std::int64_t>& elements) const;
 
   Factory make_optimizer_;
   comm::Group group_;
   std::vector<std::vector<at::Tensor>> parameters_;  // those of each group when local_ was made
+  std::vector<std::vector<int>> owners_;             // of each of them
   std::vector<std::vector<at::Tensor>> shares_;      // those of each rank, without duplicates
   std::unique_ptr<torch::optim::Optimizer> local_;   // steps this rank's share; its state is state_
   std::unique_ptr<torch::optim::Optimizer> consolidated_;  // of all parameters
