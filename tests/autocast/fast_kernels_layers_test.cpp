@@ -75,7 +75,8 @@ TEST(FastKernels, BatchNormComputesWhatLibTorchDoes) {
     expect_rounded({got.result}, {exact.result}, kTerms);
     expect_rounded(got.gradients, exact.gradients, kTerms);
     expect_rounded(got.changed, exact.changed, kTerms);
-    expect_close(got.result, want.result, test::pointwise_tolerance(dtype));
+    // The mean and the variance are sums, whose order depends on the number of threads.
+    expect_close(got.result, want.result, test::reduction_tolerance(dtype, kTerms));
     expect_close(got.gradients, want.gradients, test::reduction_tolerance(dtype, kTerms));
     expect_close(got.changed, want.changed, test::reduction_tolerance(torch::kFloat, kTerms));
   }
