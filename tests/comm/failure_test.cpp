@@ -123,10 +123,14 @@ TEST(Loss, IsNoticedInEveryKindOfWaiting) {
         const Group group = init("env://", quick());
         const Group pair = group.subgroup({0, 3});
         if (rank.number() == 1) {
+          for (const char* const other : {"0", "2", "3"})
+            EXPECT_TRUE(
+                test::eventually([&] { return std::filesystem::exists(rank.folder() / other); }));
           // Time for the others to wait.
           std::this_thread::sleep_for(milliseconds(500));
           std::raise(SIGKILL);
         }
+        std::ofstream(rank.folder() / std::to_string(rank.number())) << "about to wait";
         report_error(rank, [&] {
           if (rank.number() == 0) group.monitored_barrier(std::chrono::minutes(10));
           if (rank.number() == 2) group.barrier();
