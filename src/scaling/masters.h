@@ -129,7 +129,7 @@ class Masters {
     const void* parameter_data = nullptr;
     std::uint32_t master_version = 0;
     const void* master_data = nullptr;
-    std::array<float, 4> probes = {};  // some of the master's numbers then; on a CPU only
+    std::array<std::uint32_t, 4> probes = {};  // bits of some of its numbers; on a CPU only
     optim::DeferredGradient deferred = {};
     at::Tensor shown = {};  // the gradient that show_gradients() set on the parameter
     Replaced replaced = {};
@@ -144,7 +144,7 @@ class Masters {
   void give_back();
   static bool parameter_changed(const Pair& pair);
   static bool master_changed(const Pair& pair);
-  static std::array<float, 4> probe(const at::Tensor& master);
+  static std::array<std::uint32_t, 4> probe(const at::Tensor& master);
   void require_updated_model(const Pair& pair) const;
   static void take_parameter(Pair& pair);
   static void keep_replaced(Pair& pair, const at::Tensor& differs);

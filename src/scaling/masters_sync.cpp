@@ -5,9 +5,9 @@
 #include "src/scaling/masters.h"
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 // Weights have states too. A pair agrees while both versions and addresses are those recorded by
@@ -46,14 +46,14 @@ bool Masters::master_changed(const Pair& pair) {
          pair.master_data != pair.master.const_data_ptr();
 }
 
-// Numbers at the start, in the middle and at the end of a master's memory.
-std::array<float, 4> Masters::probe(const at::Tensor& master) {
-  std::array<float, 4> numbers = {};
+// The bits of four numbers, from the start of a master's memory to its end.
+std::array<std::uint32_t, 4> Masters::probe(const at::Tensor& master) {
+  std::array<std::uint32_t, 4> numbers = {};
   const std::int64_t count = master.is_non_overlapping_and_dense() ? master.numel() : 0;
   if (count == 0 || !master.is_cpu()) return numbers;
   const auto* const data = master.const_data_ptr<float>();
   for (std::int64_t i = 0; i < 4; ++i)
-    numbers[static_cast<std::size_t>(i)] = data[(count - 1) * i / 3];
+    numbers[static_cast<std::size_t>(i)] = std::bit_cast<std::uint32_t>(data[(count - 1) * i / 3]);
   return numbers;
 }
 
@@ -61,10 +61,8 @@ std::array<float, 4> Masters::probe(const at::Tensor& master) {
 // was not updated since, the change is one of the weights before that step, which would be lost.
 void Masters::require_updated_model(const Pair& pair) const {
   if (!maybe_stepped_ || pair.parameter_data != pair.parameter.const_data_ptr()) return;
-  // LibTorch's SGD changes no version. A NaN differs from itself, so the bits are compared.
-  const auto probes = probe(pair.master);
-  const bool is_moved = std::memcmp(probes.data(), pair.probes.data(), sizeof(probes)) != 0;
-  if (!is_moved && !master_changed(pair)) return;
+  // LibTorch's SGD changes no version.
+  if (!master_changed(pair) && probe(pair.master) == pair.probes) return;
   throw Error("amp.master_weights", "weights that are changed after the model was updated",
               "a weight that was changed in place after optimizer.step() had only updated its fp32 "
               "master",
