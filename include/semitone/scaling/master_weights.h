@@ -86,8 +86,8 @@ class [[nodiscard]] MasterWeights {
   /// If a parameter and its master both changed, the master takes all values of the parameter. Error
   /// if the parameter was changed in place after optimizer.step() and before write_model(): such a
   /// change is one of the weights before the step. (On a GPU it is not noticed for
-  /// torch::optim::SGD, whose steps change no version counter.) The call is cheap if nothing changed. Between take_gradients() and write_model() it costs as much
-  /// as write_model().
+  /// torch::optim::SGD, whose steps change no version counter.) The call is cheap if nothing
+  /// changed. Between take_gradients() and write_model() it costs as much as write_model().
   ///
   /// With split masters, a changed element cannot be recognised, so the lower halves stay. This is
   /// exact for unchanged elements, and shifts changed ones by at most half a unit in the last
