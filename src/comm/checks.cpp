@@ -13,7 +13,7 @@ namespace semitone::comm {
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::mean:  // gloo and mpi have no average: divided afterwards
+    case ReduceOp::mean:  // gloo has no average: divided afterwards
       return c10d::ReduceOp::SUM;
     case ReduceOp::min:
       return c10d::ReduceOp::MIN;

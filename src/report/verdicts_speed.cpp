@@ -242,7 +242,8 @@ std::optional<Verdict> judge_communication(const Evidence& evidence) {
   verdict->detail = "This is the part of the communication that the backward pass does not hide.";
   verdict->remedy =
       "accumulate gradients over several batches (no_sync), compress them to 16 bits "
-      "(parallel::comm_hook), or look for a rank that is slower than the others";
+      "(DistributedDataParallelOptions::compress), or look for a rank that is slower than the "
+      "others";
   return verdict;
 }
 
