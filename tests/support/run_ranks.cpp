@@ -1,32 +1,169 @@
 #include "tests/support/run_ranks.h"
 
-#include "src/net/sockets.h"
+#include "src/core/descriptor.h"
+#include "src/launch/child.h"
 #include "tests/support/temporary_folder.h"
 
+#include <fcntl.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
+#include <array>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
-#include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
-#include <thread>
+#include <stdexcept>
+#include <string_view>
 
 namespace semitone::test {
 namespace {
 
-// Set for the processes that are ranks.
-constexpr auto kFolderVariable = "SEMITONE_TEST_FOLDER";
-constexpr auto kRankVariable = "SEMITONE_TEST_RANK";
 constexpr auto kReport = "@@ ";
+constexpr auto kThreads = "OMP_NUM_THREADS";
+constexpr std::chrono::milliseconds kForever(-1);  // poll() waits without a limit
 
-[[noreturn]] void be_a_rank(const std::string& number, int count, const std::string& folder,
-                            const std::function<void(Rank&)>& body) {
-  Rank rank(std::stoi(number), count, folder);
+using Clock = std::chrono::steady_clock;
+
+// Sent to the starter: start the ranks of a test.
+struct Request {
+  int count = 0;
+  int port = 0;
+  std::array<char, 256> folder{};
+  std::array<char, 256> test{};  // as --gtest_filter has it
+};
+
+// Received from it: a rank has started, or has ended.
+struct Event {
+  int rank = 0;
+  pid_t id = 0;
+  bool ended = false;
+  int status = 0;  // as waitpid() returns it
+};
+
+template <typename T>
+bool send_all(const Descriptor& socket, const T& value) {
+  return ::send(socket.number(), &value, sizeof(value), MSG_NOSIGNAL) == sizeof(value);
+}
+
+template <typename T>
+std::optional<T> receive(const Descriptor& socket) {
+  T value;
+  if (::recv(socket.number(), &value, sizeof(value), 0) != sizeof(value)) return std::nullopt;
+  return value;
+}
+
+template <std::size_t size>
+void copy(std::string_view text, std::array<char, size>& to) {
+  if (text.size() >= size) throw std::length_error(std::string(text));
+  *std::copy(text.begin(), text.end(), to.begin()) = '\0';
+}
+
+// Of this process, if it is a rank.
+struct Role {
+  int rank = 0;
+  Request request;
+};
+
+// The socket to the starter, in the original process.
+Descriptor& starter() {
+  static Descriptor socket;
+  return socket;
+}
+
+std::optional<Role>& role() {
+  static std::optional<Role> value;
+  return value;
+}
+
+std::filesystem::path output_of(const std::filesystem::path& folder, int rank, const char* stream) {
+  return folder / ("rank" + std::to_string(rank) + "." + stream);
+}
+
+void end_with_the_parent(pid_t parent) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);
+}
+
+void redirect(int stream, const std::filesystem::path& file) {
+  const Descriptor opened(::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600));
+  if (::dup2(opened.number(), stream) != stream) ::_exit(1);
+}
+
+// In a new process: sets what torchrun sets, and writes to files beside the folder that ranks share.
+void become_rank(int rank, const Request& request) {
+  const std::filesystem::path folder = request.folder.data();
+  redirect(STDOUT_FILENO, output_of(folder, rank, "out"));
+  redirect(STDERR_FILENO, output_of(folder, rank, "err"));
+  const std::string count = std::to_string(request.count);
+  const std::string number = std::to_string(rank);
+  ::setenv("RANK", number.c_str(), 1);
+  ::setenv("WORLD_SIZE", count.c_str(), 1);
+  ::setenv("LOCAL_RANK", number.c_str(), 1);
+  ::setenv("LOCAL_WORLD_SIZE", count.c_str(), 1);
+  ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+  ::setenv("MASTER_PORT", std::to_string(request.port).c_str(), 1);
+  role() = Role{rank, request};
+}
+
+// In the starter: true in a process that is a rank now, false if the ranks have ended.
+bool start_ranks(const Descriptor& socket, const Request& request) {
+  const pid_t self = ::getpid();
+  std::vector<pid_t> ids;
+  for (int rank = 0; rank < request.count; ++rank) {
+    const pid_t id = ::fork();
+    if (id == 0) {
+      end_with_the_parent(self);
+      become_rank(rank, request);
+      return true;
+    }
+    if (id < 0) ::_exit(1);  // which ends those that have started, and the test
+    ids.push_back(id);
+    send_all(socket, Event{rank, id, false, 0});
+  }
+  for (int left = request.count; left > 0; --left) {
+    int status = 0;
+    const pid_t id = ::waitpid(-1, &status, 0);
+    const auto rank = std::find(ids.begin(), ids.end(), id) - ids.begin();
+    send_all(socket, Event{static_cast<int>(rank), id, true, status});
+  }
+  return false;
+}
+
+// Returns in the original process, and in each rank. In between is the starter: a copy of this
+// process from before it did anything.
+void start_the_starter() {
+  std::array<int, 2> ends{};
+  if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) std::abort();
+  Descriptor ours(ends[0]);
+  const Descriptor its(ends[1]);
+  const pid_t self = ::getpid();
+  if (::fork() != 0) {
+    starter() = std::move(ours);
+    return;
+  }
+  ours.close();
+  end_with_the_parent(self);
+  while (const auto request = receive<Request>(its)) {
+    if (start_ranks(its, *request)) return;
+  }
+  ::_exit(0);
+}
+
+[[noreturn]] void be_a_rank(const Role& role, const std::function<void(Rank&)>& body) {
+  Rank rank(role.rank, role.request.count,
+            std::filesystem::path(role.request.folder.data()) / "shared");
   try {
     body(rank);
   } catch (const std::exception& error) {
@@ -37,6 +174,32 @@ constexpr auto kReport = "@@ ";
   std::exit(::testing::Test::HasFailure() ? 1 : 0);
 }
 
+// A TCP port of 127.0.0.1 that no other process gets while this lives. A rank can listen at it:
+// sockets with SO_REUSEADDR share a port as long as only one of them listens.
+class ReservedPort {
+ public:
+  ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const int on = 1;
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    if (::setsockopt(socket_.number(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
+        ::bind(socket_.number(), any, size) != 0 ||
+        ::getsockname(socket_.number(), any, &size) != 0) {
+      throw std::runtime_error("no free port: " + reason_of(errno));
+    }
+    number_ = ntohs(address.sin_port);
+  }
+
+  int number() const { return number_; }
+
+ private:
+  Descriptor socket_;
+  int number_ = 0;
+};
+
 std::vector<std::string> reports_in(const std::string& output) {
   std::vector<std::string> reports;
   std::istringstream lines(output);
@@ -46,32 +209,65 @@ std::vector<std::string> reports_in(const std::string& output) {
   return reports;
 }
 
-launch::ProcessOptions process_of(int rank, int count, int port, const std::string& folder,
-                                  const RankOptions& options) {
+// The ranks of one call of run_ranks, which the starter has been asked to start.
+class Ranks {
+ public:
+  Ranks(int count, const std::vector<int>& casualties)
+      : ids_(static_cast<std::size_t>(count)),
+        statuses_(static_cast<std::size_t>(count)),
+        casualties_(casualties.begin(), casualties.end()) {
+    for (int rank = 0; rank < count; ++rank) running_.insert(rank);
+    for (int rank = 0; rank < count; ++rank) take_event(kForever);  // it has started
+  }
+
+  // Whether all have ended that were to end.
+  bool wait(std::chrono::seconds timeout) {
+    const auto deadline = Clock::now() + timeout;
+    while (
+        !std::includes(casualties_.begin(), casualties_.end(), running_.begin(), running_.end())) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+      if (!take_event(std::max(left, std::chrono::milliseconds(0)))) return false;
+    }
+    return true;
+  }
+
+  // Ends those that are left.
+  void kill() {
+    for (const int rank : running_) ::kill(ids_.at(static_cast<std::size_t>(rank)), SIGKILL);
+    while (!running_.empty()) take_event(kForever);
+  }
+
+  bool is_casualty(int rank) const { return casualties_.count(rank) > 0; }
+  const std::set<int>& running() const { return running_; }
+  launch::ExitStatus status_of(int rank) const {
+    return launch::exit_status(statuses_.at(static_cast<std::size_t>(rank)));
+  }
+
+ private:
+  // False if none came before the time was up.
+  bool take_event(std::chrono::milliseconds timeout) {
+    pollfd socket{starter().number(), POLLIN, 0};
+    if (::poll(&socket, 1, static_cast<int>(timeout.count())) == 0) return false;
+    const auto event = receive<Event>(starter());
+    if (!event) throw std::runtime_error("the process that starts ranks has ended");
+    const auto index = static_cast<std::size_t>(event->rank);
+    ids_.at(index) = event->id;
+    if (event->ended) {
+      statuses_.at(index) = event->status;
+      running_.erase(event->rank);
+    }
+    return true;
+  }
+
+  std::vector<pid_t> ids_;
+  std::vector<int> statuses_;
+  std::set<int> casualties_;
+  std::set<int> running_;
+};
+
+std::string name_of_this_test() {
   const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-  const std::string ranks = std::to_string(count);
-  launch::ProcessOptions process("/proc/self/exe");
-  process
-      .arguments({std::string("--gtest_filter=") + test->test_suite_name() + "." + test->name(),
-                  "--gtest_brief=1"})
-      .environment(kFolderVariable, folder)
-      .environment(kRankVariable, std::to_string(rank))
-      .environment("RANK", std::to_string(rank))
-      .environment("WORLD_SIZE", ranks)
-      .environment("LOCAL_RANK", std::to_string(rank))
-      .environment("LOCAL_WORLD_SIZE", ranks)
-      .environment("MASTER_ADDR", "127.0.0.1")
-      .environment("MASTER_PORT", std::to_string(port))
-      // As torchrun does: threads of several processes that compete for cores slow all of them
-      // down.
-      .environment("OMP_NUM_THREADS", "1")
-      // On the CPU, and so over Gloo, wherever the tests run.
-      .environment("CUDA_VISIBLE_DEVICES", "-1")
-      .out(launch::Output::capture)
-      .err(launch::Output::capture)
-      .death_signal(SIGKILL);
-  for (const auto& [name, value] : options.environment) process.environment(name, value);
-  return process;
+  return std::string(test->test_suite_name()) + "." + test->name();
 }
 
 }  // namespace
@@ -82,56 +278,53 @@ void Rank::report(const std::string& text) const {
 
 std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& body,
                                   const RankOptions& options) {
-  if (const char* folder = std::getenv(kFolderVariable)) {
-    be_a_rank(std::getenv(kRankVariable), count, folder, body);
-  }
+  if (role()) be_a_rank(*role(), body);
   const TemporaryFolder folder;
-  // Free a moment ago.
-  const int port = net::address_of(net::listen_on({"127.0.0.1", 0}).value).port;
-  std::vector<launch::Process> processes;
-  for (int rank = 0; rank < count; ++rank) {
-    processes.emplace_back(process_of(rank, count, port, folder.path().string(), options));
-  }
-  std::vector<pid_t> ids;
-  for (const launch::Process& process : processes) ids.push_back(process.id());
+  std::filesystem::create_directory(folder / "shared");
+  const ReservedPort port;
+  Request request;
+  request.count = count;
+  request.port = port.number();
+  copy(folder.path().string(), request.folder);
+  copy(name_of_this_test(), request.test);
+  if (!send_all(starter(), request)) throw std::runtime_error("ranks cannot be started");
 
-  const auto is_casualty = [&](int rank) {
-    return std::count(options.casualties.begin(), options.casualties.end(), rank) > 0;
-  };
-  std::mutex mutex;
-  std::condition_variable ended;
-  std::set<int> running;
-  for (int rank = 0; rank < count; ++rank) running.insert(rank);
-  std::vector<RankResult> results(static_cast<std::size_t>(count));
-  std::vector<std::thread> waiters;
-  for (int rank = 0; rank < count; ++rank) {
-    waiters.emplace_back([&, rank] {
-      const auto index = static_cast<std::size_t>(rank);
-      const launch::ProcessResult finished = processes[index].wait();
-      const std::lock_guard lock(mutex);
-      results[index] = {finished.status, reports_in(finished.out), finished.out + finished.err};
-      running.erase(rank);
-      ended.notify_all();
-    });
+  Ranks ranks(count, options.casualties);
+  const bool in_time = ranks.wait(options.timeout);
+  for (const int rank : ranks.running()) {
+    if (!ranks.is_casualty(rank)) ADD_FAILURE() << "rank " << rank << " did not end in time";
   }
-  bool in_time = true;
-  {
-    std::unique_lock lock(mutex);
-    in_time = ended.wait_for(lock, options.timeout, [&] {
-      return std::all_of(running.begin(), running.end(), is_casualty);
-    });
-    for (const int rank : running) {
-      if (!is_casualty(rank)) ADD_FAILURE() << "rank " << rank << " did not end in time";
-      ::kill(ids[static_cast<std::size_t>(rank)], SIGKILL);
-    }
-  }
-  for (std::thread& waiter : waiters) waiter.join();
+  ranks.kill();
+  std::vector<RankResult> results;
   for (int rank = 0; rank < count; ++rank) {
-    const RankResult& result = results[static_cast<std::size_t>(rank)];
-    if ((result.status.success() || is_casualty(rank)) && in_time) continue;
+    const std::string out = read_text(output_of(folder.path(), rank, "out"));
+    results.push_back({ranks.status_of(rank), reports_in(out),
+                       out + read_text(output_of(folder.path(), rank, "err"))});
+    const RankResult& result = results.back();
+    if ((result.status.success() || ranks.is_casualty(rank)) && in_time) continue;
     ADD_FAILURE() << "rank " << rank << ": " << result.status.to_string() << "\n" << result.output;
   }
   return results;
 }
 
 }  // namespace semitone::test
+
+int main(int argc, char** argv) {
+  using namespace semitone::test;
+  // As torchrun does: threads of several processes that compete for cores slow all of them down. On
+  // the CPU, and so over Gloo, wherever the tests run.
+  ::setenv("CUDA_VISIBLE_DEVICES", "-1", 1);
+  if (const char* const threads = std::getenv(kThreads);
+      threads == nullptr || std::string_view(threads) != "1") {
+    ::setenv(kThreads, "1", 1);  // read when a program is loaded
+    ::execv("/proc/self/exe", argv);
+    return 1;
+  }
+  start_the_starter();
+  testing::InitGoogleMock(&argc, argv);
+  if (role()) {
+    GTEST_FLAG_SET(filter, role()->request.test.data());
+    GTEST_FLAG_SET(brief, true);
+  }
+  return RUN_ALL_TESTS();
+}

@@ -1,12 +1,11 @@
 #pragma once
 
-#include "src/launch/process.h"
+#include "semitone/launch/exit_status.h"
 
 #include <chrono>
 #include <filesystem>
 #include <functional>
 #include <string>
-#include <utility>
 #include <vector>
 
 // Tests with several real processes.
@@ -19,10 +18,13 @@
 //       });
 //     }
 //
-// The test starts itself again, once for each rank, with the variables that torchrun sets. In these
-// processes the call of run_ranks runs the body, and ends the process. In the original process it
-// waits for all, and the test fails, with the rank's output, if an expectation failed in one of
-// them.
+// Each rank is a process that starts the test from its beginning, with the variables that torchrun
+// sets. In these processes the call of run_ranks runs the body, and ends the process. In the original
+// process it waits for all, and the test fails, with the rank's output, if an expectation failed in
+// one of them.
+//
+// Ranks are copies that the program makes of itself before its tests begin. A program that links
+// LibTorch takes 0.3 s to load, which would be most of the time of such tests.
 namespace semitone::test {
 
 // In the body: describes the process's own rank.
@@ -58,9 +60,6 @@ struct RankOptions {
   // Ranks that do not end properly, and whose end is not waited for: they are killed when all
   // others have ended.
   std::vector<int> casualties = {};
-  // Overrides of the variables that torchrun sets, and additions; an empty value removes a
-  // variable.
-  std::vector<std::pair<std::string, std::string>> environment = {};
 };
 
 // One call in each test, before anything that not all ranks need to do.
