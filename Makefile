@@ -5,7 +5,7 @@
 #   CUDA=0|1                              fetch a LibTorch with CUDA, default: 1 for PRESET=cuda, else 0
 #   SEMITONE_LIBTORCH=DIR                 an existing LibTorch: the folder that holds include/ and lib/
 #   JOBS=N                                number of jobs that compile and test, default: one per core
-#   ALONE=1                               check: clang-tidy reads each source and header alone; five times as long
+#   ALONE=1                               check: clang-tidy reads each source and header alone; more than ten times as long
 #   NPROC=N|auto                          number of processes of mnist-ddp, default: 2
 #   SEMITONE_PEER_PYTHON=PYTHON           a Python with torch, for bench-compare; default: bench-peers installs one
 

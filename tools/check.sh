@@ -15,7 +15,7 @@ step "format: clang-format" tools/format.sh --dry-run -Werror
 step "arrows: which room includes which" tools/check_house.py
 step "pages: links, anchors and commands" tools/check_docs.py
 step "snippets: the C++ blocks of the pages" tools/doc_snippets.py "$build/tests/docs/snippets.cpp"
-step "sources: clang-tidy, without the precompiled header" tools/tidy.py "$build" --jobs "$jobs" "${@:3}"
+step "sources: clang-tidy" tools/tidy.py "$build" --jobs "$jobs" "${@:3}"
 
 [ ${#failed[@]} -eq 0 ] || { printf '[check] findings in: %s\n' "${failed[@]}" >&2; exit 1; }
 printf '\033[1m[check]\033[0m no findings\n'

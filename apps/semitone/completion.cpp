@@ -33,7 +33,7 @@ std::vector<CommandEntry> without_program(const std::vector<CommandEntry>& comma
   return {std::next(commands.begin()), commands.end()};
 }
 
-std::string names_of(const std::vector<CommandEntry>& commands) {
+std::string command_names(const std::vector<CommandEntry>& commands) {
   std::vector<std::string> names;
   names.reserve(commands.size());
   for (const CommandEntry& command : commands) names.push_back(command.name);
@@ -207,7 +207,7 @@ _semitone() {{
 
 complete -F _semitone semitone
 )sh",
-      names_of(own), flags, branches);
+      command_names(own), flags, branches);
 }
 
 std::string zsh_completion(const std::vector<CommandEntry>& commands) {

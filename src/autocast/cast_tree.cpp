@@ -10,7 +10,7 @@ at::Tensor cast_floating(const at::Tensor& tensor, c10::ScalarType dtype, bool w
 }
 
 c10::IValue cast_floating(const c10::IValue& value, c10::ScalarType dtype, bool wide) {
-  return detail::map_ivalue(
+  return semitone::detail::map_ivalue(
       value, [&](const at::Tensor& tensor) { return cast_floating(tensor, dtype, wide); });
 }
 

@@ -31,18 +31,18 @@ using semitone::test::same_bits;
 using semitone::test::TemporaryFolder;
 
 // Set for the ranks.
-constexpr auto kFolder = "SEMITONE_TEST_FOLDER";
+constexpr auto kFolderVariable = "SEMITONE_TEST_FOLDER";
 constexpr auto kRun = "SEMITONE_TEST_RUN";
 constexpr auto kEnd = "SEMITONE_TEST_END";
 
-struct Setting {
+struct KillSetting {
   const char* name;
   DataParallelSetting training;
   int signal = SIGKILL;
 };
 
-const std::vector<Setting>& settings() {
-  static const std::vector<Setting> all = {
+const std::vector<KillSetting>& settings() {
+  static const std::vector<KillSetting> all = {
       {"O0", {.level = "O0"}},
       {"O1", {.level = "O1", .dtype = torch::kHalf}},
       {"O1-frozen", {.level = "O1", .dtype = torch::kHalf}, SIGSTOP},
@@ -84,7 +84,7 @@ void signal_soon(int signal, int attempt, int rank) {
 // between the two ways to save.
 void train(const fs::path& folder) {
   torch::set_num_threads(1);
-  const Setting& setting = settings().at(std::stoul(variable(kRun)));
+  const KillSetting& setting = settings().at(std::stoul(variable(kRun)));
   comm::InitOptions options;
   if (setting.signal == SIGSTOP) options.heartbeat_timeout(std::chrono::seconds(4));
   const auto group = comm::init("env://", options);
@@ -113,7 +113,7 @@ void train(const fs::path& folder) {
 
 // Returns what the ranks saved at their end.
 std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
-  ::setenv(kFolder, folder.c_str(), 1);
+  ::setenv(kFolderVariable, folder.c_str(), 1);
   fs::create_directory(folder);
   launch::Launcher launcher(launch::LaunchOptions("/proc/self/exe")
                                 .arguments({"--gtest_filter=KilledRanks.*", "--gtest_brief=1"})
@@ -123,7 +123,7 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
                                 .log_dir(folder / "logs")
                                 .redirects(launch::StreamsByRank(launch::Streams::both)));
   const launch::LaunchResult result = launcher.run();
-  ::unsetenv(kFolder);
+  ::unsetenv(kFolderVariable);
   EXPECT_EQ(result.outcome, launch::LaunchOutcome::succeeded) << result.reason;
   EXPECT_EQ(result.restarts, kills);
   std::vector<std::vector<at::Tensor>> states(2);
@@ -133,7 +133,7 @@ std::vector<std::vector<at::Tensor>> launch(const fs::path& folder, int kills) {
 }
 
 TEST(KilledRanks, EndAsIfTheyHadNotBeenKilled) {
-  if (const std::string mine = variable(kFolder); !mine.empty()) return train(mine);
+  if (const std::string mine = variable(kFolderVariable); !mine.empty()) return train(mine);
   const int kills = std::stoi(variable("SEMITONE_TEST_KILLS", "2"));
   const TemporaryFolder folder;
   for (std::size_t run = 0; run < settings().size(); ++run) {
