@@ -38,8 +38,9 @@ UNIT_SIZE = 60
 MAIN = re.compile(r"^int main\(", re.M)
 # Headers for the module: of other libraries, and what they include. Those of CUDA, NCCL and Gloo are not everywhere, or depend on macros
 # that a source defines.
-LIBRARY_HEADER = re.compile(r"^#include <((?:ATen|c10|torch|caffe2|gtest|gmock|nlohmann|fmt|CLI)/(?!\S*(?:cuda|CUDA|NCCL|Gloo))[^>]+)>", re.M)
-MODULAR = re.compile(r"/c\+\+/[0-9.]+/(bits/)?[^/]+$|/(ATen|c10|torch|caffe2|gtest|gmock|nlohmann|fmt|CLI)/")
+LIBRARIES = "(?:ATen|c10|torch|caffe2|gtest|gmock|nlohmann|fmt|CLI)/"
+LIBRARY_HEADER = re.compile(rf"^#include <({LIBRARIES}(?!\S*(?:cuda|CUDA|NCCL|Gloo))[^>]+)>", re.M)
+MODULAR = re.compile(rf"/c\+\+/[0-9.]+/(bits/)?[^/]+$|/{LIBRARIES}")
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 # Without one of these, a header is made to be included several times, or by one other header only.
 GUARD = re.compile(r"^\s*#\s*pragma\s+once|#\s*ifndef\s+(\w+)\s*\n\s*#\s*define\s+\1\b", re.M)
@@ -188,8 +189,8 @@ def library_headers(folder, search):
     return [file for file in files if GUARD.search(COMMENT.sub("", pathlib.Path(file).read_text(errors="ignore")))]
 
 
-def findings_of(commands, file):
-    if HEADER_ALONE.search(file):  # whose findings those that include it have
+def findings_of(commands, file, alone):
+    if HEADER_ALONE.search(file) and not alone:  # the units that include it have its findings
         return run_tidy(commands, file, "--checks=-*,clang-diagnostic-*,modernize-use-nullptr")
     checks = "--checks="
     if GROUP.search(file):
@@ -235,10 +236,10 @@ def main():
     (commands / "compile_commands.json").write_text(json.dumps(list(units.values())))
 
     def check(file):
-        findings = findings_of(commands, file)
+        findings = findings_of(commands, file, args.alone)
         if not findings or len(parts.get(file, [])) < 2:
             return findings
-        return [line for part in parts[file] for line in findings_of(commands, part)]
+        return [line for part in parts[file] for line in findings_of(commands, part, args.alone)]
 
     seen = set()  # a header's findings appear in each source that includes it
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -2,6 +2,8 @@
 
 #include "src/core/descriptor.h"
 #include "src/launch/child.h"
+#include "src/net/address.h"
+#include "src/net/clock.h"
 #include "tests/support/temporary_folder.h"
 
 #include <fcntl.h>
@@ -34,7 +36,7 @@ constexpr auto kReport = "@@ ";
 constexpr auto kThreads = "OMP_NUM_THREADS";
 constexpr std::chrono::milliseconds kForever(-1);  // poll() waits without a limit
 
-using Clock = std::chrono::steady_clock;
+using net::Clock;
 
 // Sent to the starter: start the ranks of a test.
 struct Request {
@@ -180,24 +182,19 @@ class ReservedPort {
  public:
   ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     const int on = 1;
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(address);
-    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    any.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     if (::setsockopt(socket_.number(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
-        ::bind(socket_.number(), any, size) != 0 ||
-        ::getsockname(socket_.number(), any, &size) != 0) {
+        ::bind(socket_.number(), reinterpret_cast<sockaddr*>(&any), sizeof(any)) != 0) {
       throw std::runtime_error("no free port: " + reason_of(errno));
     }
-    number_ = ntohs(address.sin_port);
   }
 
-  int number() const { return number_; }
+  int number() const { return net::address_of(socket_).port; }
 
  private:
   Descriptor socket_;
-  int number_ = 0;
 };
 
 std::vector<std::string> reports_in(const std::string& output) {
