@@ -45,6 +45,15 @@ InitOptions quick() {
       .timeout(std::chrono::minutes(10));
 }
 
+// Returns when all ranks have come here. A rank that ends earlier is lost to what the others still
+// do: init() ends with a barrier.
+void meet(const Rank& rank) {
+  const auto file = [&](int number) { return rank.folder() / ("met" + std::to_string(number)); };
+  std::ofstream(file(rank.number())) << "here";
+  for (int other = 0; other < rank.count(); ++other)
+    EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(file(other)); }));
+}
+
 // Passes the message and the ranks of the CommError that a call throws to the test.
 template <typename Function>
 void report_error(const Rank& rank, Function&& function) {
@@ -94,6 +103,7 @@ TEST_P(LostRank, IsNamedByAllOthers) {
       [&](Rank& rank) {
         const Group group = init("env://", quick());
         reduce_something(group);
+        meet(rank);
         if (rank.number() == casualty.rank) std::raise(casualty.signal);
         report_error(rank, [&] {
           for (;;) reduce_something(group);
@@ -203,6 +213,7 @@ TEST(Loss, LeavesNothingBehindThatWaits) {
         at::Tensor tensor = torch::ones({1000});
         {
           const Group group = init("env://", quick().check(CheckLevel::none));
+          meet(rank);
           if (rank.number() == 1) std::raise(SIGSTOP);
           group.all_reduce_async(tensor);
         }
@@ -440,6 +451,7 @@ TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
       3,
       [](Rank& rank) {
         const Group group = init("env://", quick());
+        meet(rank);
         if (rank.number() == 2) std::raise(SIGKILL);
         report_error(rank, [&] { group.subgroup({0, 1, 2}); });
       },
@@ -521,6 +533,7 @@ TEST_P(LostSender, IsNamed) {
       3,
       [](Rank& rank) {
         const Group group = init("env://", quick());
+        meet(rank);
         if (rank.number() == 1) std::raise(GetParam());
         report_error(rank, [&] { receive_string(group, 1); });
       },
