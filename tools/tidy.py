@@ -92,13 +92,14 @@ def joined(entries, folder):
             units.append(unit)
         unit["sources"] += sources
         unit["macros"].update(macros)
-        unit["words"] += [word for word in entry["command"].split(" ") if word.startswith(("-D", "-I"))]
+        words = entry["command"].split(" ")
+        unit["words"] += [*(word for word in words if word.startswith("-D")), *search_flags(words)]
         unit["entries"].append(entry)
     for number, unit in enumerate(units):
         file = folder / unit["kind"] / "Unity" / f"unity_{number}.cxx"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(programs(unit["sources"]) if unit["kind"] == "programs" else "".join(f'#include "{source}"\n' for source in unit["sources"]))
-        first = unit["entries"][0]
+        first = max(unit["entries"], key=lambda entry: len(entry["command"]))  # one with all warnings: stand-ins have none
         compiler, rest = first["command"].replace(first["file"], str(file)).split(" ", 1)
         if unit["kind"] == "programs":
             rest += " -Wno-return-type"  # of a main() in a namespace
@@ -231,7 +232,7 @@ def main():
             units[entry["file"]] = entry
         jobs = [*parts, *sorted(set(units) - set(parts))]
         units.update((entry["file"], entry) for entry in groups)
-        using = [unit for file, unit in units.items() if GROUP.search(file) or includes_libtorch(pathlib.Path(file), set())]
+        using = [unit for file, unit in units.items() if any(includes_libtorch(pathlib.Path(source), set()) for source in sources_of(file))]
         use_module(using, translation_units(args.build.resolve(), re.compile("."), False).values(), commands)
     (commands / "compile_commands.json").write_text(json.dumps(list(units.values())))
 
