@@ -279,7 +279,9 @@ TEST_P(LostInExchange, IsNamedByAllOthers) {
       [&](Rank& rank) {
         // Without the comparison of calls, which would notice the loss first.
         const Group group = init("env://", quick().check(CheckLevel::none));
+        rank.meet();
         if (rank.number() == 1) {
+          // Time for the others to wait in the call.
           std::this_thread::sleep_for(std::chrono::milliseconds(300));
           std::raise(SIGKILL);
         }

@@ -45,15 +45,6 @@ InitOptions quick() {
       .timeout(std::chrono::minutes(10));
 }
 
-// Returns when all ranks have come here. A rank that ends earlier is lost to what the others still
-// do: init() ends with a barrier.
-void meet(const Rank& rank) {
-  const auto file = [&](int number) { return rank.folder() / ("met" + std::to_string(number)); };
-  std::ofstream(file(rank.number())) << "here";
-  for (int other = 0; other < rank.count(); ++other)
-    EXPECT_TRUE(test::eventually([&] { return std::filesystem::exists(file(other)); }));
-}
-
 // Passes the message and the ranks of the CommError that a call throws to the test.
 template <typename Function>
 void report_error(const Rank& rank, Function&& function) {
@@ -103,7 +94,7 @@ TEST_P(LostRank, IsNamedByAllOthers) {
       [&](Rank& rank) {
         const Group group = init("env://", quick());
         reduce_something(group);
-        meet(rank);
+        rank.meet();
         if (rank.number() == casualty.rank) std::raise(casualty.signal);
         report_error(rank, [&] {
           for (;;) reduce_something(group);
@@ -186,6 +177,7 @@ TEST(Loss, OfARankThatWakesUpAgainIsToldToIt) {
   const auto results = run_ranks(2, [](Rank& rank) {
     const Group group = init("env://", quick());
     reduce_something(group);
+    rank.meet();
     if (rank.number() == 1) {
       const pid_t self = ::getpid();
       if (::fork() == 0) {
@@ -213,7 +205,7 @@ TEST(Loss, LeavesNothingBehindThatWaits) {
         at::Tensor tensor = torch::ones({1000});
         {
           const Group group = init("env://", quick().check(CheckLevel::none));
-          meet(rank);
+          rank.meet();
           if (rank.number() == 1) std::raise(SIGSTOP);
           group.all_reduce_async(tensor);
         }
@@ -451,7 +443,7 @@ TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
       3,
       [](Rank& rank) {
         const Group group = init("env://", quick());
-        meet(rank);
+        rank.meet();
         if (rank.number() == 2) std::raise(SIGKILL);
         report_error(rank, [&] { group.subgroup({0, 1, 2}); });
       },
@@ -533,7 +525,7 @@ TEST_P(LostSender, IsNamed) {
       3,
       [](Rank& rank) {
         const Group group = init("env://", quick());
-        meet(rank);
+        rank.meet();
         if (rank.number() == 1) std::raise(GetParam());
         report_error(rank, [&] { receive_string(group, 1); });
       },

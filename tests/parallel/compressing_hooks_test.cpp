@@ -635,6 +635,7 @@ TEST(Hooks, NameALostRank) {
             DistributedDataParallelOptions().comm_hook(hook).bucket_cap_mb(0.001).first_bucket_mb(
                 0.0001));
         for (int step = 0; step < 3; ++step) ddp.forward(torch::ones({2, 20})).sum().backward();
+        rank.meet();
         if (rank.number() == 1) std::raise(SIGKILL);
         const auto go_on = [&] {
           for (;;) ddp.forward(torch::ones({2, 20})).sum().backward();

@@ -4,6 +4,7 @@
 #include "src/launch/child.h"
 #include "src/net/address.h"
 #include "src/net/clock.h"
+#include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
 #include <fcntl.h>
@@ -22,6 +23,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <optional>
 #include <set>
@@ -271,6 +273,14 @@ std::string name_of_this_test() {
 
 void Rank::report(const std::string& text) const {
   std::cout << kReport + text + "\n" << std::flush;
+}
+
+void Rank::meet() {
+  const std::string name = "meeting" + std::to_string(++meetings_) + "-";
+  const auto file = [&](int rank) { return folder_ / (name + std::to_string(rank)); };
+  std::ofstream(file(number_)) << "here";
+  for (int other = 0; other < count_; ++other)
+    EXPECT_TRUE(eventually([&] { return std::filesystem::exists(file(other)); }));
 }
 
 std::vector<RankResult> run_ranks(int count, const std::function<void(Rank&)>& body,

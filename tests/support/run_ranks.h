@@ -42,7 +42,12 @@ class Rank {
   // Passes a string to the test: RankResult::reports.
   void report(const std::string& text) const;
 
+  // Returns when all ranks have called it as often. Without it, a rank that a test ends too early is
+  // lost to what the others still do: comm::init() and collectives end at different times.
+  void meet();
+
  private:
+  int meetings_ = 0;
   int number_;
   int count_;
   std::filesystem::path folder_;
