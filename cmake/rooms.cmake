@@ -62,7 +62,7 @@ function(semitone_use_pch target)
     # Written only if it differs, so that another configuration recompiles nothing.
     file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/pch.cpp CONTENT "// Holds the precompiled header.\n")
     add_library(semitone_pch OBJECT ${PROJECT_BINARY_DIR}/pch.cpp)
-    target_precompile_headers(semitone_pch PRIVATE <torch/torch.h> <torch/script.h>)
+    target_precompile_headers(semitone_pch PRIVATE <torch/torch.h>)
     # The flags must equal those of the users: -Wpedantic, for one, changes predefined macros.
     target_link_libraries(semitone_pch PRIVATE LibTorch::LibTorch semitone_warnings)
   endif()
