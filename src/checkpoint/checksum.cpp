@@ -6,6 +6,8 @@
 namespace semitone::checkpoint {
 
 void Checksum::add(const void* data, std::size_t size) {
+  // zlib takes no bytes at a null pointer, as an empty tensor has them, for the start of a stream.
+  if (size == 0) return;
   value_ = static_cast<std::uint32_t>(::crc32_z(value_, static_cast<const Bytef*>(data), size));
 }
 

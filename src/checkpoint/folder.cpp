@@ -25,7 +25,8 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kPartial = ".partial";
-constexpr std::size_t kDigits = 8;  // at least
+constexpr std::string_view kOld = "-old.partial";  // while another takes its place
+constexpr std::size_t kDigits = 8;                 // at least
 
 // The step of a complete checkpoint's directory. Only the name that complete_path() gives is one.
 std::optional<std::int64_t> step_of(const std::string& name) {
@@ -47,16 +48,62 @@ bool is_partial(const std::string& name) {
   return name.starts_with(kPrefix) && name.ends_with(kPartial);
 }
 
-// Creates the directory with its parents, and flushes the entry in the last of them.
+// Creates the directory with its parents, and flushes their entries.
 void create(const fs::path& directory) {
   std::error_code error;
   if (fs::is_directory(directory, error)) return;
-  fs::create_directories(directory, error);
-  if (!error && !fs::is_directory(directory, error) && !error)
-    error.assign(ENOTDIR, std::generic_category());
+  // "runs/" is in ".", not in "runs".
+  const fs::path name = directory.has_filename() ? directory : directory.parent_path();
+  const fs::path parent = name.has_parent_path() ? name.parent_path() : fs::path(".");
+  if (name != parent) create(parent);
+  fs::create_directory(name, error);
+  if (error == std::errc::file_exists) error.assign(ENOTDIR, std::generic_category());
   if (error) fail_in(directory, error.value(), "choose a directory that this user may write to");
-  const fs::path whole = fs::absolute(directory).lexically_normal();
-  flush_directory(whole.has_filename() ? whole.parent_path() : whole.parent_path().parent_path());
+  // A directory may be writable and not readable, and can then not be flushed.
+  if (::access(parent.c_str(), R_OK) == 0) flush_directory(parent);
+}
+
+// Puts one directory into the place of another where names cannot be exchanged. There is neither for
+// a moment, under its name. Leaves both as they were if it fails.
+std::error_code replace_in_two_steps(const fs::path& partial, const fs::path& complete) {
+  std::error_code error;
+  const fs::path old = fs::path(complete).concat(kOld);
+  fs::rename(complete, old, error);
+  if (error) return error;
+  fs::rename(partial, complete, error);
+  std::error_code ignored;
+  if (error) fs::rename(old, complete, ignored);
+  return error;
+}
+
+// The device and number of a directory; none if it does not exist.
+std::optional<std::pair<dev_t, ino_t>> identity_of(const fs::path& directory) {
+  struct stat status{};
+  if (::stat(directory.c_str(), &status) != 0) return std::nullopt;
+  return std::pair(status.st_dev, status.st_ino);
+}
+
+// Whether this process got the lock of a directory, or the file system has none.
+bool lock(const Descriptor& directory) {
+  return ::flock(directory.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+}
+
+// Gives checkpoints that were to be replaced their names back, if the process was killed before
+// others had them.
+void recover_locked(const fs::path& directory) {
+  std::error_code error;
+  std::vector<fs::path> old;
+  for (fs::directory_iterator entry(directory, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+    if (entry->path().filename().string().ends_with(kOld)) old.push_back(entry->path());
+  }
+  for (const fs::path& path : old) {
+    std::string name = path.filename().string();
+    name.resize(name.size() - kOld.size());
+    const fs::path complete = directory / name;
+    if (step_of(name).has_value() && !fs::exists(fs::symlink_status(complete, error)))
+      fs::rename(path, complete, error);
+  }
 }
 
 }  // namespace
@@ -86,9 +133,15 @@ std::vector<std::int64_t> steps_in(const fs::path& directory) {
   return steps;
 }
 
+void recover(const fs::path& directory) {
+  const Descriptor opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (opened.is_open() && lock(opened)) recover_locked(directory);
+}
+
 Staging::Staging(fs::path directory) : directory_(std::move(directory)) {
   create(directory_);
-  lock();
+  take_lock();
+  recover_locked(directory_);
 }
 
 void Staging::begin(std::int64_t step) {
@@ -97,6 +150,7 @@ void Staging::begin(std::int64_t step) {
   if (::mkdir(partial_path(directory_, step_).c_str(), 0777) != 0)
     fail_in(directory_, errno, "choose a directory that this user may write to");
   created_ = true;
+  identity_ = identity_of(partial_path(directory_, step_));
 }
 
 Staging::~Staging() {
@@ -106,12 +160,16 @@ Staging::~Staging() {
   if (lock_.is_open()) ::flock(lock_.number(), LOCK_UN);
 }
 
-void Staging::lock() {
+void Staging::take_lock() {
   lock_ = Descriptor(::open(directory_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!lock_.is_open())
     fail_in(directory_, errno, "choose a directory that this user may write to");
   // Some network file systems have no locks. Saving works there, without this check.
-  if (::flock(lock_.number(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  if (lock(lock_)) return;
+  fail_beside_another();
+}
+
+void Staging::fail_beside_another() const {
   throw FileError("checkpoint.save",
                   fmt::format("one process at a time that saves in '{}'", directory_.string()),
                   "another one that is saving there",
@@ -135,12 +193,19 @@ void Staging::remove_partial() const {
 void Staging::commit() {
   const fs::path partial = partial_path(directory_, step_);
   const fs::path complete = complete_path(directory_, step_);
+  // Without locks, another process may have begun this step anew, and the files be of both.
+  if (identity_of(partial) != identity_) {
+    created_ = false;  // it is not this one's to remove
+    fail_beside_another();
+  }
   flush_directory(partial);
   // If there is a checkpoint of this step, the two change their names at once, and the destructor
   // removes the old one.
   const bool replaces = fs::exists(fs::symlink_status(complete));
   created_ = rename(partial, complete, replaces);
   flush_directory(directory_);
+  std::error_code ignored;
+  if (replaces) fs::remove_all(fs::path(complete).concat(kOld), ignored);
 }
 
 // Returns whether the partial name is in use afterwards.
@@ -148,15 +213,10 @@ bool Staging::rename(const fs::path& partial, const fs::path& complete, bool rep
   const unsigned flags = replaces ? RENAME_EXCHANGE : 0;
   if (::renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, complete.c_str(), flags) == 0)
     return replaces;
-  // NFS and FUSE cannot exchange names. There is no checkpoint of this step for a moment.
+  // NFS and FUSE cannot exchange names.
   std::error_code error(errno, std::system_category());
-  if (replaces && (error == std::errc::invalid_argument || error.value() == ENOSYS)) {
-    const fs::path old = fs::path(complete).concat("-old").concat(kPartial);
-    fs::rename(complete, old, error);
-    if (!error) fs::rename(partial, complete, error);
-    std::error_code ignored;
-    if (!error) fs::remove_all(old, ignored);
-  }
+  if (replaces && (error == std::errc::invalid_argument || error.value() == ENOSYS))
+    error = replace_in_two_steps(partial, complete);
   if (!error) return false;
   fail_in(directory_, error.value(),
           replaces ? fmt::format("remove '{}', or save at another step", complete.string()) : "");

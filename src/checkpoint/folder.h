@@ -4,10 +4,13 @@
 
 #include "src/core/descriptor.h"
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 // The directory of a run's checkpoints. It has directories of two kinds: "step-00000120", which are
@@ -22,11 +25,15 @@ std::filesystem::path partial_path(const std::filesystem::path& directory, std::
 // it cannot be listed.
 std::vector<std::int64_t> steps_in(const std::filesystem::path& directory);
 
+// Gives checkpoints their names back that a killed process was about to replace. Call it before
+// steps_in() where a run is resumed. Does nothing beside a process that is saving.
+void recover(const std::filesystem::path& directory);
+
 // A checkpoint that is being written, by one process at a time. The destructor removes it unless it
 // is complete.
 class Staging {
  public:
-  // Creates the directory of the checkpoints. FileError if it cannot, or if another process is
+  // Creates the directory of the checkpoints, and recovers it as above. FileError if it cannot, or if another process is
   // saving there.
   explicit Staging(std::filesystem::path directory);
   Staging(const Staging&) = delete;
@@ -44,7 +51,8 @@ class Staging {
   void remove(std::int64_t step) const;
 
  private:
-  void lock();
+  void take_lock();
+  [[noreturn]] void fail_beside_another() const;
   void remove_partial() const;
   bool rename(const std::filesystem::path& partial, const std::filesystem::path& complete,
               bool replaces) const;
@@ -54,6 +62,7 @@ class Staging {
   // The directory, opened and locked: the system removes the lock when the process ends.
   Descriptor lock_;
   bool created_ = false;
+  std::optional<std::pair<dev_t, ino_t>> identity_;  // of the partial directory
 };
 
 }  // namespace semitone::checkpoint

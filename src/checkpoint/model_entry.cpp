@@ -32,6 +32,11 @@ bool is_lowered(const at::Tensor& tensor) {
 }
 
 TensorRecord record_of(const std::string& name, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided) {
+    throw Error("checkpoint", "dense tensors",
+                c10::str(name.empty() ? "one" : "'" + name + "'", " of layout ", tensor.layout()),
+                "add its parts, such as indices() and values(), or to_dense()");
+  }
   const bool is_lower = is_lowered(tensor) && is_16bit(tensor.scalar_type());
   return {name, tensor.sizes().vec(), dtype_name(is_lower ? at::kFloat : tensor.scalar_type())};
 }
@@ -85,7 +90,9 @@ class OwnMemory {
   // Tensors on other devices than the file's have an empty one on that device meanwhile: set_data(),
   // which load() uses for them, would drop the hooks on their gradients.
   OwnMemory(const std::vector<amp::ModelEntry>& entries, c10::Device device) {
+    std::unordered_set<const c10::TensorImpl*> seen;
     for (const auto& entry : entries) {
+      if (!seen.insert(entry.tensor.unsafeGetTensorImpl()).second) continue;  // tied
       kept_.emplace_back(entry.tensor, entry.tensor.variable_data());
       if (entry.tensor.device() != device)
         set_memory(entry.tensor, at::empty({0}, entry.tensor.options().device(device)));

@@ -288,6 +288,43 @@ TEST(Checkpoint, RestoresExpandedTensors) {
   EXPECT_EQ(mask.stride(0), 0);
 }
 
+// Their storage has no address.
+TEST(Checkpoint, RestoresTensorsWithoutElements) {
+  for (const bool in_background : {false, true}) {
+    const TemporaryFolder folder;
+    torch::nn::Linear model(2, 2);
+    model->register_buffer("history", torch::empty({0, 5}));
+    at::Tensor value = torch::empty({0}, torch::kLong);
+    const at::Tensor weight = model->weight.detach().clone();
+    Checkpoint checkpoint(folder / "run");
+    checkpoint.add("model", model).add("value", value);
+    if (in_background) {
+      checkpoint.save_async(1);
+      checkpoint.wait();
+    } else {
+      checkpoint.save(1);
+    }
+    model->weight.data().zero_();
+    EXPECT_EQ(checkpoint.resume(), 1);
+    EXPECT_TRUE(same_bits(model->weight.detach(), weight));
+    EXPECT_EQ(model->named_buffers()["history"].sizes(), at::IntArrayRef({0, 5}));
+    EXPECT_EQ(value.sizes(), at::IntArrayRef({0}));
+  }
+}
+
+TEST(Checkpoint, RefusesSparseTensors) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(2, 2);
+  model->register_buffer("mask", torch::eye(2).to_sparse());
+  at::Tensor value = torch::eye(2).to_sparse();
+  Checkpoint of_model(folder / "run");
+  of_model.add("model", model);
+  semitone::test::expect_error([&] { of_model.save(1); }, {"dense", "'mask'", "Sparse"});
+  Checkpoint of_value(folder / "run");
+  of_value.add("value", value);
+  semitone::test::expect_error([&] { of_value.save(1); }, {"dense", "Sparse"});
+}
+
 TEST(Checkpoint, StaysInItsDirectoryWhateverTheProcessDoes) {
   const TemporaryFolder folder;
   const auto before = std::filesystem::current_path();

@@ -2,6 +2,7 @@
 // save() refuses.
 
 #include "semitone/checkpoint.h"
+#include "src/checkpoint/folder.h"
 #include "tests/checkpoint/training.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/environment.h"
@@ -236,6 +237,51 @@ TEST_F(CheckpointDirectory, LosesWhatKilledWritersLeft) {
   checkpoint.save(3);
   EXPECT_THAT(names_in(checkpoint.directory()),
               ElementsAre("notes.txt", "step-00000001", "step-00000003", "step-7"));
+}
+
+// Where names cannot be exchanged, a checkpoint that is replaced has none for a moment.
+TEST_F(CheckpointDirectory, HasACheckpointAgainThatAKilledWriterWasReplacing) {
+  for (const bool resumes : {true, false}) {
+    auto checkpoint = make();
+    value_ = 7;
+    checkpoint.save(5);
+    const fs::path complete = checkpoint.directory() / "step-00000005";
+    fs::rename(complete, checkpoint.directory() / "step-00000005-old.partial");
+    fs::create_directory(checkpoint.directory() / "step-00000005.partial");
+    value_ = 0;
+    auto next = make();
+    if (resumes) {
+      EXPECT_EQ(next.resume(), 5);
+      EXPECT_EQ(value_, 7);
+    } else {
+      expect_error([&] { next.save(4); }, {"expected a step after 5"});
+    }
+    next.save(6);
+    EXPECT_THAT(names_in(next.directory()), ElementsAre("step-00000005", "step-00000006"));
+    fs::remove_all(next.directory());
+  }
+}
+
+TEST_F(CheckpointDirectory, IsFoundThroughALinkAsTheSystemFindsIt) {
+  fs::create_directories(folder_ / "there" / "below");
+  fs::create_directory_symlink(folder_ / "there" / "below", folder_ / "link");
+  Checkpoint checkpoint(folder_ / "link" / ".." / "runs" / "7");
+  checkpoint.add("value", value_);
+  checkpoint.save(1);
+  EXPECT_TRUE(fs::is_directory(folder_ / "there" / "runs" / "7" / "step-00000001"));
+}
+
+// Without locks, as on some network file systems: it began the same step anew meanwhile.
+TEST_F(CheckpointDirectory, OfAnotherProcessIsNotCompletedByThisOne) {
+  Staging staging(folder_ / "run");
+  staging.begin(1);
+  const fs::path partial = partial_path(folder_ / "run", 1);
+  fs::rename(partial, folder_ / "of this one");
+  fs::create_directory(partial);
+  EXPECT_THAT(message_of<FileError>([&] { staging.commit(); }),
+              HasSubstr("another one that is saving there"));
+  EXPECT_TRUE(steps_in(folder_ / "run").empty());
+  EXPECT_TRUE(fs::exists(partial));
 }
 
 TEST_F(CheckpointDirectory, ThatAnotherProcessWritesIsAnError) {
