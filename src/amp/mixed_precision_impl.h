@@ -165,10 +165,10 @@ struct MixedPrecision::Impl {
   std::optional<ScaleOnDevice> scale_on_device;
   // For a CapturedStep: a loss changes nothing in optimizers that were not named for it.
   bool named_only = false;
-  // Parameters of the models that are in no optimizer, and the number of those that were in one
-  // when this was computed.
+  // Parameters of the models that are in no optimizer, and those that were in one when this was
+  // computed, with a null after each optimizer.
   std::vector<at::Tensor> free_parameters;
-  std::optional<std::size_t> parameters_seen;
+  std::optional<std::vector<const c10::TensorImpl*>> parameters_seen;
   // The models' other floating-point tensors, which stay fp32.
   std::vector<WideTensor> wide_tensors;
   bool warned_of_loss = false;
@@ -220,7 +220,7 @@ struct MixedPrecision::Impl {
   // for it.
   void drop_stale_results(OptimizerRecord& record);
 
-  // Finds free_parameters and the optimizers that share some, again when a group was added. Error
+  // Finds free_parameters and the optimizers that share some, again when groups have changed. Error
   // for master weights of a parameter that two optimizers have.
   void find_shared_parameters(const char* caller);
 
@@ -267,11 +267,18 @@ struct MixedPrecision::Impl {
   // Lets other rooms find the masters of the models' weights, until withdraw_exact_weights().
   void announce_exact_weights();
   void withdraw_exact_weights();
+  // The same for layers that were added since, in 16 bits.
+  void list_new_tensors();
 
   // Masters::pull and sync of every optimizer, after take_loaded(). Error inside
   // fp32_weights().
   void pull(const char* caller);
   void sync(const char* caller);
+
+  // torch::load gives a 16-bit tensor the memory of a wider one in the file, and keeps its dtype
+  // (LibTorch 2.11: set_). Converts the values in that memory. Error if it could be a view of other
+  // 16-bit memory.
+  void take_loaded(const char* caller);
 
  private:
   void require_own_dtypes(const char* caller) const;
@@ -279,10 +286,6 @@ struct MixedPrecision::Impl {
   // them, or to what no product takes. 16-bit weights may be fp32 again.
   void require_dtypes_as_left(const char* caller) const;
 
-  // torch::load gives a 16-bit tensor the memory of a wider one in the file, and keeps its dtype
-  // (LibTorch 2.11: set_). Converts the values in that memory. Error if it could be a view of other
-  // 16-bit memory.
-  void take_loaded(const char* caller);
   void convert_loaded(const std::vector<const LowTensor*>& loaded);
   // The masters among which a parameter's is, or null.
   Masters* masters_of(const at::Tensor& parameter);

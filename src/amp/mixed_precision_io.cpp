@@ -203,7 +203,9 @@ void MixedPrecision::load(torch::serialize::InputArchive& archive) {
       throw FileError(kComponent, "'" + key + "' in the archive", "none", "is the file complete?");
     return inner;
   };
-  // Everything is read before anything is changed.
+  // Values from torch::load first: the memory that it leaves would be read as theirs once more.
+  if (impl().fp32_scopes == 0) impl().take_loaded("load");
+  // Everything is read before anything else is changed.
   impl().settle();
   std::vector<LossScaler> scalers = impl().scalers;
   for (std::size_t i = 0; i < scalers.size(); ++i) {

@@ -2,6 +2,7 @@
 #include "semitone/core/error.h"
 #include "src/amp/mixed_precision_impl.h"
 #include "src/amp/rank.h"
+#include "src/autocast/model_entries.h"
 #include "src/core/exact_weights.h"
 #include "src/core/log.h"
 #include "src/core/state_mode.h"
@@ -111,6 +112,25 @@ void MixedPrecision::Impl::withdraw_exact_weights() {
   if (exact == nullptr) return;
   exact->detach();
   for (const LowTensor& low : low_tensors) withdraw_exact_weight(low.tensor, exact.get());
+}
+
+void MixedPrecision::Impl::list_new_tensors() {
+  if (exact == nullptr) return;  // during initialize
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const LowTensor& low : low_tensors) seen.insert(low.tensor.unsafeGetTensorImpl());
+  for (const WideTensor& wide : wide_tensors) {
+    if (wide.impl.use_count() > 0) seen.insert(wide.impl._unsafe_get_target());
+  }
+  for (const Model& model : models) {
+    for (const ModelEntry& entry : entries_of(model)) {
+      const at::Tensor& tensor = entry.tensor;
+      if (!is_16bit(tensor.scalar_type()) || !seen.insert(tensor.unsafeGetTensorImpl()).second)
+        continue;
+      low_tensors.push_back(
+          {entry.name, tensor, c10::DimVector(tensor.sizes()), tensor.scalar_type()});
+      announce_exact_weight(tensor, exact);
+    }
+  }
 }
 
 Masters* MixedPrecision::Impl::masters_of(const at::Tensor& parameter) {

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace semitone::amp {
 namespace {
@@ -36,11 +38,15 @@ MixedPrecision::Impl::OptimizerRecord& MixedPrecision::Impl::of(
 }
 
 void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
-  std::size_t count = 0;
+  std::vector<const c10::TensorImpl*> parameters;
   for (const OptimizerRecord& record : optimizers) {
-    for (const auto& group : record.optimizer->param_groups()) count += group.params().size();
+    for_each_parameter(*record.optimizer, [&](std::size_t, std::size_t, const at::Tensor& each) {
+      parameters.push_back(each.unsafeGetTensorImpl());
+    });
+    parameters.push_back(nullptr);
   }
-  if (parameters_seen == count) return;
+  if (parameters_seen == parameters) return;
+  list_new_tensors();
   std::unordered_map<const c10::TensorImpl*, OptimizerRecord*> owners;
   for (std::size_t i = 0; i < optimizers.size(); ++i) optimizers[i].component = i;
   for (OptimizerRecord& record : optimizers) {
@@ -67,7 +73,7 @@ void MixedPrecision::Impl::find_shared_parameters(const char* caller) {
         free_parameters.push_back(entry.tensor);
     }
   }
-  parameters_seen = count;
+  parameters_seen = std::move(parameters);
 }
 
 void MixedPrecision::Impl::own_optimizers() {

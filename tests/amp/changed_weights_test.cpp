@@ -2,8 +2,10 @@
 // evaluating in inference mode, unfreezing, destroying the MixedPrecision.
 
 #include "semitone/amp/initialize.h"
+#include "semitone/optim/exponential_moving_average.h"
 #include "semitone/optim/fused_adam.h"
 #include "semitone/optim/fused_sgd.h"
+#include "semitone/weights/state_dict.h"
 #include "tests/support/errors.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/tensors.h"
@@ -436,6 +438,68 @@ TEST_F(LoadedByTorch, MemoryThatAnotherTensorHoldsIsAnErrorWithARemedy) {
   net->load(archive);
   EXPECT_THAT(message_of<Error>([&] { mixed.forward(net, torch::ones({3, 9})); }),
               AllOf(HasSubstr("'first.weight'"), HasSubstr("mixed.load_model")));
+}
+
+struct GrowingImpl : torch::nn::Module {
+  GrowingImpl() { register_module("first", first); }
+  void grow() {
+    second = register_module("second", torch::nn::Linear(9, 2));
+    second->to(torch::kBFloat16);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = first->forward(x);
+    return second.is_empty() ? y : second->forward(y);
+  }
+  torch::nn::Linear first{9, 9};
+  torch::nn::Linear second{nullptr};
+};
+TORCH_MODULE(Growing);
+
+// A layer that is added after initialize has a master like the others.
+TEST(LayersThatAreAdded, AreSavedAveragedAndLoadedExactly) {
+  for (const auto& [name, make] : optimizers()) {
+    SCOPED_TRACE(name);
+    torch::manual_seed(1);
+    Growing net;
+    const auto optimizer = make(net->parameters());
+    auto mixed = initialize(net, *optimizer, o2());
+    const auto train = [&] {
+      for (int step = 0; step < 3; ++step) {
+        optimizer->zero_grad();
+        mixed.scale_loss(mixed.forward(net, torch::ones({2, 9})).square().sum(), *optimizer)
+            .backward();
+        mixed.step(*optimizer);
+      }
+    };
+    train();
+    net->grow();
+    optimizer->add_param_group(torch::optim::OptimizerParamGroup(net->second->parameters()));
+    train();
+    std::vector<at::Tensor> exact;
+    {
+      const auto fp32 = mixed.fp32_weights(net);
+      exact = test::copies(net->parameters());
+    }
+    // Its master has bits that 16 do not hold.
+    EXPECT_FALSE(torch::equal(exact[2], exact[2].to(torch::kBFloat16).to(torch::kFloat)));
+    expect_bitwise_equal(weights::state_dict(net)["second.weight"], exact[2]);
+
+    optim::ExponentialMovingAverage average(*net, 0.5);
+    average.update();
+    {
+      const auto scope = average.apply();
+      const auto fp32 = mixed.fp32_weights(net);
+      expect_bitwise_equal(net->parameters()[2].detach(), exact[2]);
+    }
+    const test::TemporaryFolder folder;
+    const std::string path = folder / "model.pt";
+    mixed.save_model(net, path);
+    train();
+    torch::load(net, path);
+    const auto fp32 = mixed.fp32_weights(net);
+    for (std::size_t i = 0; i < exact.size(); ++i)
+      expect_bitwise_equal(net->parameters()[i].detach(), exact[i]);
+  }
 }
 
 // A program's own views of larger 16-bit memory do not count.

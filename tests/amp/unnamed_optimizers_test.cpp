@@ -205,6 +205,38 @@ TEST(OptimizersThatShareParameters, AreErrorsWhereOneGetsThemLaterAndThereAreMas
                {"every parameter in one optimizer", "second optimizer", "one master"});
 }
 
+// Training of one layer after the other, with as many parameters.
+TEST(OptimizersWhoseParametersAreReplaced, GetUnscaledGradients) {
+  for (const std::string level : kLevels) {
+    SCOPED_TRACE(level);
+    torch::nn::Linear first(torch::nn::LinearOptions(4, 4).bias(false));
+    torch::nn::Linear second(torch::nn::LinearOptions(4, 1).bias(false));
+    torch::nn::Sequential net(first, second);
+    {
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : net->parameters()) parameter.fill_(0.5);
+    }
+    torch::optim::SGD optimizer(first->parameters(), 0.0);
+    auto mixed = initialize(net, optimizer, scaled_by(level, torch::kHalf, "128"));
+    const auto expect_gradients = [&](const char* when) {
+      SCOPED_TRACE(when);
+      net->zero_grad();
+      optimizer.zero_grad();
+      mixed.scale_loss(mixed.forward(net, torch::ones({2, 4})).sum(), optimizer).backward();
+      for (const at::Tensor& parameter : net->parameters()) {
+        const double want = parameter.size(0) == 4 ? 1 : 4;
+        EXPECT_TRUE(parameter.grad().eq(want).all().item<bool>()) << parameter.grad();
+      }
+      EXPECT_EQ(mixed.step(optimizer), Step::stepped);
+    };
+    expect_gradients("the first layer");
+    optimizer.param_groups().clear();
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup(second->parameters()));
+    expect_gradients("the second layer");
+    expect_gradients("once more");
+  }
+}
+
 // What clipping by master_params() has to see.
 TEST(MasterParams, HaveGradientsByHandToo) {
   for (const auto& make : {sgd(0.5), fused_sgd(0.5)}) {
