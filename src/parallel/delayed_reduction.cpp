@@ -33,15 +33,13 @@ class DelayedReduction final : public Reduction {
     for (const auto& entry : model.parameters) parameters_.push_back(entry.tensor);
   }
 
-  void before_backward(const std::vector<at::Tensor>&) override { queued_ = false; }
+  void before_backward(const std::vector<at::Tensor>&) override { queued_ = sent_ = false; }
 
   void on_gradient(std::size_t) override {
     if (std::exchange(queued_, true)) return;
     torch::autograd::Engine::get_default_engine().queue_callback([this] {
       queued_ = false;
-      sending_ = true;
       reduce(true);
-      sending_ = false;
     });
   }
 
@@ -51,7 +49,7 @@ class DelayedReduction final : public Reduction {
 
   bool forget_backward() override {
     queued_ = false;
-    return !sending_;
+    return !sent_;
   }
 
   void shadow(bool keep) override {
@@ -74,6 +72,7 @@ class DelayedReduction final : public Reduction {
       }
     }
     used = used.to(device);
+    sent_ = true;
     std::vector<at::Tensor> tensors{used};
     c10d::AllreduceOptions maximum;
     maximum.reduceOp = c10d::ReduceOp::MAX;
@@ -103,7 +102,7 @@ class DelayedReduction final : public Reduction {
   const Averaging averaging_;
   std::vector<at::Tensor> parameters_;
   bool queued_ = false;
-  bool sending_ = false;  // stays true where an exception ended it
+  bool sent_ = false;  // since before_backward
 };
 
 }  // namespace

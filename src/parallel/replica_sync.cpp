@@ -25,7 +25,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -51,7 +54,10 @@ class Collector {
 // The properties of a parameter and its gradient.
 struct Kind {
   explicit Kind(const at::Tensor& tensor)
-      : dtype(tensor.scalar_type()), device(tensor.device()), sizes(tensor.sizes()) {}
+      : dtype(tensor.scalar_type()),
+        device(tensor.device()),
+        sizes(tensor.sizes()),
+        trained(tensor.requires_grad()) {}
 
   bool fits(const at::Tensor& tensor) const {
     return tensor.scalar_type() == dtype && tensor.device() == device && tensor.sizes() == sizes;
@@ -61,6 +67,7 @@ struct Kind {
   at::ScalarType dtype;
   c10::Device device;
   c10::DimVector sizes;
+  bool trained;
 };
 
 // Results of forward, on their way to the loss. Backward reaches this node first, and then, with
@@ -195,6 +202,7 @@ struct ReplicaSync::Impl {
   bool repeats_step = false;
   bool awaits_gradients = false;  // the last reduced forward has had no backward pass
   bool abandoned = false;         // and forwards in no_sync came after it
+  std::mutex gradients_mutex;     // of the flags, while backward runs
 
   struct Hook {
     NodePtr accumulator;
@@ -245,7 +253,9 @@ void ReplicaSync::Impl::listen(std::size_t index) {
   hooks.push_back({std::move(accumulator), key});
 }
 
+// Autograd has a thread for each device of the model.
 void ReplicaSync::Impl::on_gradient(std::size_t index) {
+  const std::scoped_lock lock(gradients_mutex);
   if (mode == Mode::local && abandoned && *unsynced == 0) {
     throw Error(
         kDdp, "the backward pass of each ddp.forward() before forwards in no_sync()",
@@ -263,6 +273,12 @@ void ReplicaSync::Impl::on_gradient(std::size_t index) {
                 fmt::format("a gradient for '{}' from another", trained.parameters[index].name),
                 "call ddp.forward(), not the model's own; add losses and call backward once; in "
                 "no_sync(), gradients stay each rank's own");
+  }
+  if (joining.has_value() && options.delay_allreduce() && !awaits_gradients && !end_queued) {
+    throw Error(
+        "parallel.join", "one backward pass for each ddp.forward()",
+        fmt::format("a gradient for '{}' from a second one", trained.parameters[index].name),
+        "a rank without input takes part in one only: add losses and call backward once");
   }
   awaits_gradients = false;
   reduction->on_gradient(index);
@@ -293,7 +309,9 @@ void ReplicaSync::Impl::at_end_of_backward() {
 // The next forward replaces the one whose backward pass threw: the other ranks still wait for this
 // step's gradients. The communication before a forward has been done already.
 void ReplicaSync::Impl::forget_failed_backward() {
-  if (mode != Mode::reduced || !end_queued) return;
+  // An exception before the first gradient, in the loss for example, leaves no other trace than that
+  // none came, as does a forward without a backward pass.
+  if (mode != Mode::reduced || (!end_queued && !awaits_gradients)) return;
   if (const auto lost = group.impl()->watch->lost("ddp")) std::rethrow_exception(lost);
   if (!reduction->forget_backward()) {
     throw Error(kDdp, "backward passes that end without an exception",
@@ -310,6 +328,12 @@ void ReplicaSync::Impl::forget_failed_backward() {
 void ReplicaSync::Impl::require_unchanged() const {
   for (std::size_t i = 0; i < model.parameters.size(); ++i) {
     const at::Tensor& tensor = model.parameters[i].tensor;
+    if (tensor.requires_grad() && !as_constructed[i].trained) {
+      throw Error(kDdp, fmt::format("'{}' frozen as at construction", model.parameters[i].name),
+                  "one that requires a gradient, which no rank would send",
+                  "construct DistributedDataParallel anew after requires_grad_(true); or construct "
+                  "it before layers are frozen, with find_unused_parameters(true)");
+    }
     if (as_constructed[i].fits(tensor)) continue;
     throw Error(kDdp,
                 fmt::format("'{}' to be {} as at construction", model.parameters[i].name,
@@ -471,12 +495,15 @@ std::vector<at::Tensor> ReplicaSync::expect_backward(const std::vector<at::Tenso
   impl_->repeats_step = impl_->abandoned = false;
   impl_->awaits_gradients = true;
   impl_->mode = Impl::Mode::reduced;
-  impl_->reduction->before_backward(outputs);
+  std::vector<at::Tensor> defined;
+  std::copy_if(outputs.begin(), outputs.end(), std::back_inserter(defined),
+               [](const at::Tensor& output) { return output.defined(); });
+  impl_->reduction->before_backward(defined);
   if (outputs.empty()) return outputs;
   std::vector<at::Tensor> results = outputs;
   torch::autograd::variable_list differentiable;
-  for (const at::Tensor& output : outputs) {
-    if (output.defined() && output.requires_grad()) differentiable.push_back(output);
+  for (const at::Tensor& output : defined) {
+    if (output.requires_grad()) differentiable.push_back(output);
   }
   if (differentiable.empty()) return results;
   auto listener = c10::make_intrusive<Outputs::Listener>();
@@ -506,6 +533,10 @@ void ReplicaSync::join(const std::function<void()>& loop, const JoinOptions& opt
   if (impl_->options.static_graph()) {
     throw Error("parallel.join", "options without static_graph", "static_graph",
                 "a rank without input has no graph: use find_unused_parameters");
+  }
+  if (impl_->options.comm_hook() != nullptr && !options.divide_by_initial_world_size()) {
+    throw Error("parallel.join", "divide_by_initial_world_size with a comm_hook", "false",
+                "hooks divide by the number of all ranks: leave it true, or use no hook");
   }
   for (const auto& entry : impl_->trained.parameters) {
     if (!entry.sparse_gradient) continue;

@@ -66,28 +66,35 @@ FuturePtr TwoRounds::reduce(const GradientBucket& bucket, const comm::Group& gro
     return group.all_reduce_async(gradients, comm::ReduceOp::mean).future();
   }
   try {
-    auto active = std::make_shared<Active>();
-    active->result = future_on(bucket.buffer.device());
-    active->gradients = bucket.buffer;
-    CompressedBucket compressed = with_errors(bucket, group);
-    active->parameters = compressed.parameters;
-    active->exchange = make_exchange(std::move(compressed));
-    active_.push_back(active);
-    active->message = active->exchange->start(group);
-    if (waiting_ != nullptr) proceed(waiting_, group);
-    waiting_ = active;
+    // A parameter without elements may have a bucket of its own.
+    FuturePtr result =
+        bucket.buffer.numel() == 0 ? completed_with(bucket.buffer) : start(bucket, group);
     if (bucket.is_last) {
-      proceed(std::exchange(waiting_, nullptr), group);
+      if (waiting_ != nullptr) proceed(std::exchange(waiting_, nullptr), group);
       is_whole_ = true;
       ++passes_;
     }
-    return active->result;
+    return result;
   } catch (const std::exception&) {
     for (const auto& active : active_) active->fail(std::current_exception());
     active_.clear();
     waiting_.reset();
     throw;
   }
+}
+
+FuturePtr TwoRounds::start(const GradientBucket& bucket, const comm::Group& group) {
+  auto active = std::make_shared<Active>();
+  active->result = future_on(bucket.buffer.device());
+  active->gradients = bucket.buffer;
+  CompressedBucket compressed = with_errors(bucket, group);
+  active->parameters = compressed.parameters;
+  active->exchange = make_exchange(std::move(compressed));
+  active_.push_back(active);
+  active->message = active->exchange->start(group);
+  if (waiting_ != nullptr) proceed(waiting_, group);
+  waiting_ = active;
+  return active->result;
 }
 
 void TwoRounds::proceed(const std::shared_ptr<Active>& active, const comm::Group& group) {

@@ -114,6 +114,7 @@ class TwoRounds {
            const std::function<void()>& set_state);
   void begin_pass();
   void settle();
+  FuturePtr start(const GradientBucket& bucket, const comm::Group& group);
   void proceed(const std::shared_ptr<Active>& active, const comm::Group& group);
   CompressedBucket with_errors(const GradientBucket& bucket, const comm::Group& group) const;
 

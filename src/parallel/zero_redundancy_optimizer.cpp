@@ -108,6 +108,7 @@ void from_text(torch::optim::Optimizer& optimizer, std::string text, c10::Device
   std::istringstream stream(std::move(text));
   torch::serialize::InputArchive archive;
   archive.load_from(stream, device);
+  const DistinctParameters distinct(optimizer);
   optimizer.load(archive);
 }
 

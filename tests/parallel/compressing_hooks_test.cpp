@@ -620,6 +620,32 @@ TEST(Hooks, RefuseOptionsAndParametersThatDoNotFit) {
                {"[parallel.power_sgd]", "another parameter", "model->parameters()"});
 }
 
+TEST(Hooks, AcceptParametersWithoutElements) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    torch::nn::Linear model(20, 20);
+    // A bucket of its own, since no other parameter has this dtype.
+    model->register_parameter("empty", torch::zeros({0, 3}, torch::kDouble));
+    const at::Tensor before = model->weight.detach().clone();
+    const std::vector<std::shared_ptr<CommHook>> hooks = {
+        std::make_shared<QuantizedAllReduceHook>(model->parameters()),
+        std::make_shared<PowerSGDHook>(model->parameters(),
+                                       PowerSGDOptions().start_powerSGD_iter(2))};
+    for (const auto& hook : hooks) {
+      DistributedDataParallel ddp(model, group, DistributedDataParallelOptions().comm_hook(hook));
+      for (int step = 0; step < 4; ++step) {
+        model->zero_grad();
+        const at::Tensor output = ddp.forward(torch::full({2, 20}, rank.number() + 1.0));
+        (output.sum() + model->named_parameters()["empty"].sum()).backward();
+      }
+      // Of rank 0 all 2, of rank 1 all 4.
+      EXPECT_LE((model->weight.grad() - 3).abs().max().item<double>(), 0.05);
+      EXPECT_TRUE(model->named_parameters()["empty"].grad().defined());
+    }
+    EXPECT_TRUE(torch::equal(model->weight, before));
+  });
+}
+
 TEST(Hooks, NameALostRank) {
   test::RankOptions options;
   options.casualties = {1};

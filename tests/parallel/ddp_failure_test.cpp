@@ -127,6 +127,24 @@ TEST(Misuse, OptionsThatExcludeEachOtherAreNamed) {
                   "allreduce_always_fp32", "comm_hook");
 }
 
+TEST(Misuse, AParameterThatIsUnfrozenLaterIsAnError) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Batch batch = batch_of(1, 2);
+    for (const auto& [name, options] : all_ways()) {
+      SCOPED_TRACE(name);
+      Net model = seeded<Net>(1);
+      model->first->weight.requires_grad_(false);
+      DistributedDataParallel ddp(model, group, options);
+      for (int step = 0; step < 2; ++step)
+        sum_of_squares(ddp.forward(batch.data), batch.target).backward();
+      model->first->weight.requires_grad_(true);
+      expect_error([&] { ddp.forward(batch.data); },
+                   {"[parallel.ddp]", "'first.weight' frozen", "requires a gradient", "anew"});
+    }
+  });
+}
+
 struct OutOfMemory : std::runtime_error {
   OutOfMemory() : std::runtime_error("out of memory") {}
 };
@@ -151,6 +169,16 @@ struct FragileImpl : test::NetImpl {
   int backward_failures = 0;
 };
 TORCH_MODULE(Fragile);
+
+// The means over the ranks' halves of a batch.
+void expect_means(Fragile& model, Fragile& alone, const Batch& batch) {
+  alone->zero_grad();
+  for (int each = 0; each < 2; ++each) {
+    const Batch half = batch.rows(4 * each, 4 * each + 4);
+    (sum_of_squares(alone->forward(half.data), half.target) / 2).backward();
+  }
+  expect_near(gradients_of(model->parameters()), gradients_of(alone->parameters()));
+}
 
 // A rank that repeats a step is still in the same one: nothing is sent twice, and the other ranks,
 // which wait for its gradients, get them.
@@ -183,15 +211,67 @@ TEST(Exceptions, LetAStepBeTriedAgain) {
             }
           }
           EXPECT_EQ(attempts, !fails ? 1 : step < 3 ? 2 : 3);
-          alone->zero_grad();
-          for (int each = 0; each < 2; ++each) {
-            const Batch half = batch.rows(4 * each, 4 * each + 4);
-            (sum_of_squares(alone->forward(half.data), half.target) / 2).backward();
-          }
-          expect_near(gradients_of(model->parameters()), gradients_of(alone->parameters()));
+          expect_means(model, alone, batch);
         }
       }
     }
+  });
+}
+
+// An exception in the loss, or in the first node of backward, where memory often runs out. The other
+// ranks wait for the gradients, not for the buffers or for another announcement of the joined loop.
+TEST(Exceptions, BeforeTheFirstGradientLetAStepBeTriedAgain) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    for (const bool joined : {false, true}) {
+      for (const auto& [name, options] : all_ways()) {
+        if (joined && options.static_graph()) continue;  // refused
+        SCOPED_TRACE(name + (joined ? ", joined" : ""));
+        Fragile alone = seeded<Fragile>(1);
+        Fragile model = seeded<Fragile>(1);
+        DistributedDataParallel ddp(model, group, options);
+        const auto train = [&] {
+          for (int step = 0; step < 4; ++step) {
+            SCOPED_TRACE(step);
+            const Batch batch = batch_of(100 + step, 8);
+            const Batch rows = batch.rows(4 * rank.number(), 4 * rank.number() + 4);
+            model->zero_grad();
+            if (rank.number() == step % 2) {
+              const at::Tensor output = ddp.forward(rows.data);
+              if (step >= 2) {
+                output.register_hook([](const at::Tensor&) { throw OutOfMemory(); });
+                EXPECT_THROW(sum_of_squares(output, rows.target).backward(), OutOfMemory);
+              }
+            }
+            sum_of_squares(ddp.forward(rows.data), rows.target).backward();
+            expect_means(model, alone, batch);
+          }
+        };
+        if (joined) {
+          ddp.join(train);
+        } else {
+          train();
+        }
+      }
+    }
+  });
+}
+
+// With delay_allreduce, gradients of an earlier backward pass of the same forward have been sent.
+TEST(Exceptions, InASecondBackwardPassAreNamed) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Fragile model = seeded<Fragile>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().delay_allreduce(true));
+    const Batch batch = batch_of(1, 4);
+    const at::Tensor output = ddp.forward(batch.data);
+    output.sum().backward({}, true);
+    model->backward_failures = 1;
+    EXPECT_THROW(output.pow(2).sum().backward(), OutOfMemory);
+    expect_error([&] { ddp.forward(batch.data); },
+                 {"[parallel.ddp]", "on rank " + std::to_string(rank.number()),
+                  "threw after part of its gradients had been sent"});
   });
 }
 

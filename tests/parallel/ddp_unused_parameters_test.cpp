@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -147,6 +148,47 @@ TEST(UnusedParameters, OfResultsThatTheLossDoesNotUseAreFine) {
       const Batch batch = batch_of(1, 2);
       const auto [left, right] = ddp.forward(batch.data);
       sum_of_squares(step == 1 ? right.at(0) : left, batch.target).backward();
+    }
+  });
+}
+
+// A second result that is defined in some steps only.
+struct OptionalImpl : torch::nn::Module {
+  OptionalImpl() { heads = register_module("heads", Heads()); }
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, bool both) {
+    return {heads->forward(x, true), both ? heads->forward(x, false) : at::Tensor()};
+  }
+  Heads heads{nullptr};
+};
+TORCH_MODULE(Optional);
+
+TEST(UnusedParameters, AreFoundWithUndefinedResults) {
+  run_ranks(2, [](Rank& rank) {
+    const auto group = comm::init();
+    Optional model = seeded<Optional>(1);
+    Optional alone = seeded<Optional>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().find_unused_parameters(true));
+    const auto loss_of = [](const std::tuple<at::Tensor, at::Tensor>& results, const Batch& batch) {
+      const auto& [left, right] = results;
+      const at::Tensor loss = sum_of_squares(left, batch.target);
+      return right.defined() ? loss + sum_of_squares(right, batch.target) : loss;
+    };
+    for (int step = 0; step < 4; ++step) {
+      const auto has_both = [&](int of_rank) { return step > 1 && (of_rank == 0 || step == 3); };
+      const Batch batch = batch_of(step, 2);
+      model->zero_grad();
+      alone->zero_grad();
+      loss_of(ddp.forward(batch.data, has_both(rank.number())), batch).backward();
+      for (int each = 0; each < 2; ++each)
+        (loss_of(alone->forward(batch.data, has_both(each)), batch) / 2).backward();
+      const auto trained = [](Optional& of) {
+        std::vector<at::Tensor> gradients;
+        for (const auto& parameter : of->parameters())
+          if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+        return gradients;
+      };
+      expect_near(trained(model), trained(alone));
     }
   });
 }

@@ -217,6 +217,32 @@ TEST(Join, RefusesWhatARankWithoutInputCannotReduce) {
     torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
     DistributedDataParallel sparse(table, group);
     expect_error([&] { sparse.join([] {}); }, {"[parallel.join]", "'weight' with sparse"});
+    DistributedDataParallel hooked(
+        model, group,
+        DistributedDataParallelOptions().comm_hook(std::make_shared<test::MeanHook>()));
+    expect_error([&] { hooked.join([] {}, JoinOptions().divide_by_initial_world_size(false)); },
+                 {"[parallel.join]", "divide_by_initial_world_size", "comm_hook"});
+  });
+}
+
+TEST(Join, RefusesASecondBackwardPassOfAForward) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    Net model = seeded<Net>(1);
+    DistributedDataParallel ddp(model, group,
+                                DistributedDataParallelOptions().delay_allreduce(true));
+    ddp.join([&] {
+      for (int step = 0; step < 2; ++step) {
+        const at::Tensor output = ddp.forward(batch_for(0, step).data);
+        output.sum().backward({}, true);
+        expect_error([&] { output.pow(2).sum().backward(); },
+                     {"[parallel.join]", "one backward pass for each ddp.forward()", "a second"});
+      }
+    });
+    // Elsewhere it is allowed.
+    const at::Tensor output = ddp.forward(batch_for(0, 0).data);
+    output.sum().backward({}, true);
+    output.pow(2).sum().backward();
   });
 }
 

@@ -165,6 +165,44 @@ TEST(ZeroState, HasTheOptionsOfItsTime) {
   });
 }
 
+// LibTorch's load() alone leaves such a parameter without its state.
+TEST(ZeroState, OfAParameterThatOccursTwiceResumes) {
+  run_ranks(2, [](Rank&) {
+    const auto group = comm::init();
+    const Factory make = all_kinds().at(0).make;  // of LibTorch's, with momentum
+    const auto parameters = [] {
+      at::Tensor weight = torch::ones({3, 4}).requires_grad_();
+      return std::vector<at::Tensor>{weight, torch::ones({2}).requires_grad_(), weight};
+    };
+    const auto step = [](torch::optim::Optimizer& optimizer) {
+      for (const at::Tensor& parameter : optimizer.param_groups()[0].params())
+        parameter.mutable_grad() = torch::full_like(parameter, 0.5);
+      optimizer.step();
+    };
+    const auto whole = parameters();
+    const auto alone = unsharded(make, whole);
+    for (int i = 0; i < 4; ++i) step(*alone);
+
+    const auto half = parameters();
+    ZeroRedundancyOptimizer saved(half, make, group);
+    for (int i = 0; i < 2; ++i) step(saved);
+    std::stringstream file;
+    for (const int rank : {0, 1}) {
+      saved.consolidate(rank);
+      if (group.rank() == rank) torch::save(saved, file);
+    }
+    const auto rest = parameters();
+    ZeroRedundancyOptimizer resumed(rest, make, group);
+    torch::load(resumed, file);
+    {
+      const at::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < rest.size(); ++i) rest[i].copy_(half[i]);
+    }
+    for (int i = 0; i < 2; ++i) step(resumed);
+    for (std::size_t i = 0; i < rest.size(); ++i) EXPECT_TRUE(torch::equal(rest[i], whole[i]));
+  });
+}
+
 TEST(ZeroState, OfAnotherOptimizerIsRefused) {
   Net model = seeded<Net>(1);
   ZeroRedundancyOptimizer optimizer(model->parameters(), adam(), comm::Group());

@@ -39,10 +39,11 @@ namespace semitone::parallel {
 ///
 /// It is a handle on the model, not a copy. Optimizers, amp::initialize (to be called before this
 /// constructor) and checkpoints use the model itself, and after backward its parameters' gradients
-/// are the means. Do not change dtypes, devices or requires_grad afterwards. `ddp->` is the model,
-/// for everything except forward. A backward pass of a forward that did not go through
-/// ddp.forward() is an Error. (With delay_allreduce, from the second step on, its gradients are
-/// reduced instead.) All backward passes must have ended before the object is destroyed.
+/// are the means. Do not change dtypes, devices or requires_grad afterwards; a parameter that is
+/// unfrozen is an Error of the next forward. `ddp->` is the model, for everything except forward. A
+/// backward pass of a forward that did not go through ddp.forward() is an Error. (With
+/// delay_allreduce, from the second step on, its gradients are reduced instead.) All backward passes
+/// must have ended before the object is destroyed.
 ///
 /// In addition to the errors of forward and backward themselves:
 /// - forward and backward throw CommError, naming the rank, if a rank is lost. With nccl a later
@@ -108,7 +109,9 @@ class DistributedDataParallel : public detail::WrappedModel<Model> {
   /// all ranks have the model of the ranks that finished last. Each step costs two additional small
   /// messages, and a third one if buffers are broadcast. The loop must not call other collectives,
   /// as SyncBatchNorm layers would. An exception of the loop propagates, and the rank leaves the
-  /// group. Error with static_graph and with sparse gradients.
+  /// group. Each forward must have one backward pass, and gradients must be cleared between steps
+  /// (or accumulated in no_sync), since those that are left would be averaged again. Error with
+  /// static_graph, with sparse gradients, and for a second backward pass of a forward.
   void join(const std::function<void()>& loop, const JoinOptions& options = {}) {
     sync_.join(loop, options);
   }

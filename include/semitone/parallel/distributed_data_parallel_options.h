@@ -34,9 +34,9 @@ class DistributedDataParallelOptions {
   /// Makes gradients views into the buckets, which saves their memory and a copy. If a gradient is
   /// replaced by another tensor, the next step copies that into the bucket. Default false.
   DistributedDataParallelOptions& gradient_as_bucket_view(bool value);
-  /// Reduces all gradients when backward is done, in one message per dtype: no overlap with
-  /// backward. With it no other option is needed for unused parameters, several backward passes or
-  /// graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and
+  /// Reduces all gradients when backward is done, in one message per dtype and device: no overlap
+  /// with backward. With it no other option is needed for unused parameters, several backward passes
+  /// or graphs that change. Excludes find_unused_parameters, static_graph, gradient_as_bucket_view and
   /// comm_hook. Default false.
   DistributedDataParallelOptions& delay_allreduce(bool value);
   /// Divides gradients by this factor before they are summed over the ranks, and by world size /
@@ -82,7 +82,8 @@ class DistributedDataParallelOptions {
 /// Options of DistributedDataParallel::join.
 struct JoinOptions {
   /// Divides gradients by the number of all ranks (true), or of the ranks that still have input
-  /// (false). With true, every row keeps the same weight if all batches have the same size.
+  /// (false). With true, every row keeps the same weight if all batches have the same size. false is
+  /// an Error with a comm_hook.
   TORCH_ARG(bool, divide_by_initial_world_size) = true;
   /// Ends the loop of all ranks when the first rank runs out of input, with an Error on every rank
   /// that names this rank.
