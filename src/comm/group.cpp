@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/comm/checks.h"
+#include "src/comm/durations.h"
 #include "src/comm/process_group.h"
 #include "src/comm/ranks.h"
 #include "src/comm/watched_backend.h"
@@ -88,9 +89,10 @@ void Group::barrier() const {
   impl_->process_group->barrier()->wait();
 }
 
-void Group::monitored_barrier(std::chrono::milliseconds timeout) const {
+void Group::monitored_barrier(std::chrono::milliseconds given) const {
   constexpr auto kName = "monitored_barrier";
   if (impl_->process_group == nullptr) return;
+  const auto timeout = std::max(limited(given), std::chrono::milliseconds(0));
   const std::string name = fmt::format("{} {}", impl_->name, impl_->barriers++);
   const auto missing = impl_->watch->barrier(name, impl_->members, timeout, kName);
   if (missing.empty()) return;

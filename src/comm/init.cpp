@@ -4,6 +4,7 @@
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
 #include "src/comm/gpu.h"
+#include "src/comm/introduction.h"
 #include "src/comm/machine.h"
 #include "src/comm/network.h"
 #include "src/comm/process_group.h"
@@ -12,6 +13,7 @@
 #include "src/comm/store.h"
 #include "src/core/env.h"
 #include "src/core/log.h"
+#include "src/core/named_rows.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -21,10 +23,12 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -47,16 +51,17 @@ constexpr auto kReadCount = "have_read";
 
 // The store ends with rank 0. Before rank 0 fails, the others get time to read the reason.
 void wait_until_read(c10d::Store& store, int ranks) {
-  constexpr auto kReadTimeout = std::chrono::seconds(2);
+  constexpr auto kReadTimeout = std::chrono::seconds(5);
   const auto end = std::chrono::steady_clock::now() + kReadTimeout;
   while (store.add(kReadCount, 0) < ranks && std::chrono::steady_clock::now() < end)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
-// Waits until all ranks have arrived and agree on the world size, and returns their machines.
-// Otherwise CommError with the ranks that are missing or disagree.
-std::vector<Machine> exchange_machines(c10d::Store& store, const Rendezvous& rendezvous,
-                                       std::chrono::milliseconds timeout) {
+// Waits until all ranks have arrived with the same settings, and returns their machines. Otherwise
+// CommError with the ranks that are missing or differ.
+std::vector<Machine> exchange_introductions(c10d::Store& store, const Rendezvous& rendezvous,
+                                            const Introduction& own,
+                                            std::chrono::milliseconds timeout) {
   if (store.add(fmt::format("taken/{}", rendezvous.rank), 1) > 1) {
     throw CommError(
         kInitComponent, fmt::format("one process of rank {}", rendezvous.rank), "a second one",
@@ -66,8 +71,7 @@ std::vector<Machine> exchange_machines(c10d::Store& store, const Rendezvous& ren
             : "was the process started twice, or does another job use the same port?",
         {rendezvous.rank});
   }
-  put(store, fmt::format("rank/{}", rendezvous.rank),
-      fmt::format("{} {}", rendezvous.world_size, to_string(this_machine())));
+  put(store, fmt::format("rank/{}", rendezvous.rank), to_string(own));
   const auto missing = wait_for_ranks(store, "rank/", rendezvous.world_size, timeout);
   if (!missing.empty()) {
     throw CommError(kInitComponent,
@@ -76,21 +80,19 @@ std::vector<Machine> exchange_machines(c10d::Store& store, const Rendezvous& ren
                     "no sign of " + name_ranks(missing),
                     "were all processes started, with the same world size and address?", missing);
   }
-  const auto strings = get_of_ranks(store, "rank/", rendezvous.world_size);
+  std::vector<Introduction> ranks;
+  for (const std::string& text : get_of_ranks(store, "rank/", rendezvous.world_size))
+    ranks.push_back(parse_introduction(text));
   store.add(kReadCount, 1);
-  std::vector<Machine> machines;
-  for (const std::string& text : strings) {
-    const std::string size = text.substr(0, text.find(' '));
-    const int rank = static_cast<int>(machines.size());
-    if (size != std::to_string(rendezvous.world_size)) {
-      if (rendezvous.rank == 0) wait_until_read(store, rendezvous.world_size);
-      throw CommError(kInitComponent,
-                      fmt::format("a world size of {} on all ranks", rendezvous.world_size),
-                      fmt::format("{} on rank {}", size, rank),
-                      "start all ranks with the same world size", {rank});
-    }
-    machines.push_back(parse_machine(text.substr(std::min(size.size() + 1, text.size()))));
+  try {
+    require_equal_settings(own, ranks);
+  } catch (const CommError&) {
+    if (rendezvous.rank == 0) wait_until_read(store, rendezvous.world_size);
+    throw;
   }
+  std::vector<Machine> machines;
+  machines.reserve(ranks.size());
+  for (Introduction& rank : ranks) machines.push_back(std::move(rank.machine));
   return machines;
 }
 
@@ -177,20 +179,28 @@ c10::Device device_of_single_process(const Rendezvous& rendezvous, const InitOpt
   return select_gpu(rendezvous);
 }
 
-// NCCL would report this only in the first collective, with another message.
-void check_gpus(c10d::Store& store, const Rendezvous& rendezvous, const std::string& own) {
-  put(store, fmt::format("gpu/{}", rendezvous.rank), own);
-  require_distinct_gpus(get_of_ranks(store, "gpu/", rendezvous.world_size));
-}
+struct CheckLevelName {
+  std::string_view name;  // in SEMITONE_COMM_CHECK
+  CheckLevel level;
+};
+constexpr CheckLevelName kCheckLevels[] = {
+    {"none", CheckLevel::none}, {"calls", CheckLevel::calls}, {"full", CheckLevel::full}};
 
 CheckLevel check_level(const InitOptions& options) {
   if (options.check().has_value()) return *options.check();
-  const std::string level = env::get(env::kCommCheck).value_or("calls");
-  if (level == "none") return CheckLevel::none;
-  if (level == "calls") return CheckLevel::calls;
-  if (level == "full") return CheckLevel::full;
-  throw Error(kInitComponent, fmt::format("{} to be none, calls or full", env::kCommCheck.name),
-              fmt::format("'{}'", level));
+  const std::string name = env::get(env::kCommCheck).value_or("calls");
+  if (const auto* const found = find_row(kCheckLevels, name)) return found->level;
+  throw Error(kInitComponent,
+              fmt::format("{} to be {}", env::kCommCheck.name, join_names(kCheckLevels, " or ")),
+              fmt::format("'{}'", name));
+}
+
+// Which settings the group of this rank has.
+Introduction introduce(const Group::Impl& group) {
+  const auto* const level =
+      std::find_if(std::begin(kCheckLevels), std::end(kCheckLevels),
+                   [&](const CheckLevelName& row) { return row.level == group.options.check(); });
+  return {std::to_string(group.size), group.backend, std::string(level->name), this_machine()};
 }
 
 void require_backend(const InitOptions& options) {
@@ -246,7 +256,8 @@ void join_ranks(Group::Impl& group, Rendezvous& rendezvous) {
                                                        open_store(rendezvous, options));
   WatchOptions watch = watch_options(rendezvous, options);
   try {
-    const auto machines = exchange_machines(*group.store, rendezvous, options.timeout());
+    const auto machines =
+        exchange_introductions(*group.store, rendezvous, introduce(group), options.timeout());
     set_local_ranks(rendezvous, machines);
     watch.address = group.address = listen_address(rendezvous, machines, options);
     group.watch = std::make_shared<Watch>(group.store, watch);
@@ -285,8 +296,10 @@ Group init(std::string_view url, const InitOptions& given) {
   ignore_broken_pipes();
   join_ranks(*group, rendezvous);
   if (backend.device == c10::DeviceType::CUDA) {
-    group->device = select_gpu(rendezvous);
-    check_gpus(*group->store, rendezvous, backend.device_identity(group->device));
+    select_distinct_gpus(*group->store, *group->watch, rendezvous, options.timeout(), [&] {
+      group->device = select_gpu(rendezvous);
+      return backend.device_identity(group->device);
+    });
   }
   connect(*group);
   return Group(std::move(group));

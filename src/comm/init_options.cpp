@@ -2,6 +2,7 @@
 
 #include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/comm/durations.h"
 #include "src/comm/network.h"
 
 #include <fmt/format.h>
@@ -26,7 +27,7 @@ InitOptions& InitOptions::backend(std::string value) {
 InitOptions& InitOptions::timeout(std::chrono::milliseconds value) {
   if (value.count() <= 0)
     throw Error(kInitComponent, "a timeout above 0", fmt::format("{} ms", value.count()));
-  timeout_ = value;
+  timeout_ = limited(value);
   return *this;
 }
 InitOptions& InitOptions::interface(std::string value) {
@@ -53,7 +54,7 @@ InitOptions& InitOptions::heartbeat(std::chrono::milliseconds value) {
   if (value.count() < 10)
     throw Error(kInitComponent, "a heartbeat of at least 10 ms",
                 fmt::format("{} ms", value.count()));
-  heartbeat_ = value;
+  heartbeat_ = limited(value);
   return *this;
 }
 InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
@@ -61,7 +62,7 @@ InitOptions& InitOptions::heartbeat_timeout(std::chrono::milliseconds value) {
     throw Error(kInitComponent, "a heartbeat timeout of at least 100 ms",
                 fmt::format("{} ms", value.count()));
   }
-  heartbeat_timeout_ = value;
+  heartbeat_timeout_ = limited(value);
   return *this;
 }
 

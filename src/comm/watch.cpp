@@ -70,9 +70,9 @@ std::optional<Watch::Loss> Watch::loss() const {
   return loss_;
 }
 
-bool Watch::has_left() const {
+std::vector<int> Watch::left() const {
   const std::lock_guard lock(mutex_);
-  return !left_.empty();
+  return left_;
 }
 
 void Watch::report_lost(const std::string& what) {
@@ -122,7 +122,7 @@ std::exception_ptr Watch::explain(const std::string& collective, const std::stri
       CommError("comm." + collective, fmt::format("all {} ranks to take part", options_.size),
                 "all ranks alive, but: " + problem,
                 "check that all ranks run the same collectives in the same order with the same "
-                "shapes: SEMITONE_COMM_CHECK=full reports a difference"));
+                "shapes: SEMITONE_COMM_CHECK=full on all ranks reports a difference"));
 }
 
 // With mutex_ held.

@@ -62,8 +62,9 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   std::optional<Loss> loss() const;
-  // Whether a rank has left without a failure.
-  bool has_left() const;
+  // The ranks that have left the group by themselves.
+  std::vector<int> left() const;
+  bool has_left() const { return !left().empty(); }
 
   // Reports this rank as lost to all ranks, including itself: it cannot continue with the others.
   void report_lost(const std::string& what);

@@ -2,6 +2,8 @@
 // names them, within bounded time, and ends by itself.
 #include "semitone/comm/init.h"
 #include "semitone/core/error.h"
+#include "src/comm/gpu.h"
+#include "src/comm/introduction.h"
 #include "src/comm/machine.h"
 #include "src/comm/network.h"
 #include "src/comm/process_group.h"
@@ -279,6 +281,37 @@ TEST(MonitoredBarrier, NamesAllThatDoNotCome) {
   }
 }
 
+// "Never", in all options: additions of it to the current time do not overflow.
+TEST(Durations, CanBeTheLargestOnes) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    const auto never = milliseconds::max();
+    const Group group = init("env://", InitOptions().timeout(never).heartbeat_timeout(never));
+    reduce_something(group);
+    reduce_something(group.subgroup({0, 1, 2}));
+    // The others wait for rank 1.
+    if (rank.number() == 1) std::this_thread::sleep_for(seconds(1));
+    group.monitored_barrier(never);
+    reduce_something(group);
+    group.barrier();
+    rank.report("done");
+  });
+  for (const RankResult& result : results)
+    EXPECT_THAT(result.reports, testing::ElementsAre("done"));
+}
+
+TEST(MonitoredBarrier, TakesANegativeTimeoutForNone) {
+  run_ranks(2, [](Rank& rank) {
+    const Group group = init("env://", quick());
+    if (rank.number() == 0) {
+      const auto before = milliseconds::min();
+      EXPECT_THAT(test::error_of([&] { group.monitored_barrier(before); }),
+                  AllOf(HasSubstr("within 0 s"), HasSubstr("no sign of rank 1")));
+    }
+    rank.meet();
+    group.barrier();
+  });
+}
+
 TEST(Check, TellsWhatEachRankCallsIfTheyDiffer) {
   const auto results = run_ranks(4, [](Rank& rank) {
     const Group group = init("env://", quick());
@@ -382,6 +415,26 @@ TEST(Rendezvous, NamesTheRankWithAnotherWorldSize) {
               HasSubstr("a world size of 3 on all ranks, got 2 on rank 1"));
 }
 
+// Otherwise the rank at `full` would send comparisons that the others do not answer.
+TEST(Rendezvous, NamesTheRanksWithAnotherCheckLevel) {
+  const auto results = run_ranks(3, [](Rank& rank) {
+    ::setenv("SEMITONE_COMM_CHECK", rank.number() == 1 ? "full" : "calls", 1);
+    report_error(rank, [] { init("env://", quick()); });
+  });
+  for (const RankResult& result : results) ASSERT_EQ(result.reports.size(), 2u) << result.output;
+  for (const int rank : {0, 2}) {
+    const auto& reports = results[static_cast<std::size_t>(rank)].reports;
+    EXPECT_EQ(reports[0], "1;");
+    EXPECT_THAT(reports[1],
+                AllOf(HasSubstr("[comm.init]"),
+                      HasSubstr("the check level calls on all ranks, got full on rank 1"),
+                      HasSubstr("SEMITONE_COMM_CHECK")));
+  }
+  EXPECT_EQ(results[1].reports[0], "0;2;");
+  EXPECT_THAT(results[1].reports[1],
+              HasSubstr("the check level full on all ranks, got calls on ranks 0, 2"));
+}
+
 TEST(Rendezvous, NamesTheRankThatIsThereTwice) {
   const auto results = run_ranks(3, [](Rank& rank) {
     ::setenv("WORLD_SIZE", "2", 1);
@@ -413,13 +466,13 @@ TEST(Loss, WhileRanksConnectIsNoticed) {
       2,
       [](Rank& rank) {
         if (rank.number() == 0) {
-          report_error(rank, [] { init("env://", quick()); });
+          report_error(rank, [] { init("env://", quick().check(CheckLevel::calls)); });
           return;
         }
         const auto store = c10::make_intrusive<c10d::PrefixStore>(
             "semitone/0", open_store(parse_rendezvous("env://"), quick()));
         store->add("taken/1", 1);
-        put(*store, "rank/1", "2 " + to_string(this_machine()));
+        put(*store, "rank/1", to_string(Introduction{"2", "gloo", "calls", this_machine()}));
         WatchOptions watch;
         watch.rank = 1;
         watch.size = 2;
@@ -434,6 +487,37 @@ TEST(Loss, WhileRanksConnectIsNoticed) {
       options);
   expect_errors(results, {1}, "1;", "rank 1 lost: its process has ended");
 }
+
+class LostInGpuSelection : public ::testing::TestWithParam<int> {};
+
+// The others wait for the GPU that it selects, and the store is lost with rank 0.
+TEST_P(LostInGpuSelection, IsNamed) {
+  const int casualty = GetParam();
+  RankOptions options;
+  options.casualties = {casualty};
+  const auto results = run_ranks(
+      3,
+      [&](Rank& rank) {
+        const Group group = init("env://", quick());
+        Rendezvous rendezvous;
+        rendezvous.rank = rank.number();
+        rendezvous.world_size = rank.count();
+        rank.meet();
+        report_error(rank, [&] {
+          select_distinct_gpus(*group.impl()->store, *group.impl()->watch, rendezvous,
+                               std::chrono::minutes(10), [&] {
+                                 if (rank.number() == casualty) std::raise(SIGKILL);
+                                 return "GPU-" + std::to_string(rank.number());
+                               });
+        });
+      },
+      options);
+  const std::string number = std::to_string(casualty);
+  expect_errors(results, {casualty}, number + ";",
+                "rank " + number + " lost: its process has ended");
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, LostInGpuSelection, ::testing::Values(0, 1));
 
 TEST(Loss, WhileASubgroupIsMadeIsNoticed) {
   RankOptions options;

@@ -1,7 +1,11 @@
 #include "src/comm/rendezvous.h"
 
 #include "semitone/comm/init.h"
+#include "semitone/core/error.h"
 #include "src/comm/backends.h"
+#include "src/comm/introduction.h"
+#include "src/comm/machine.h"
+#include "src/comm/store.h"
 #include "src/core/env.h"
 #include "tests/support/environment.h"
 #include "tests/support/errors.h"
@@ -10,7 +14,12 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
 
 namespace semitone::comm {
 namespace {
@@ -388,10 +397,33 @@ TEST_F(FileUrl, NeedsAnInterfaceForRanksOfOtherMachines) {
   const std::string path = (folder / "meet").string();
   // Rank 1, as it introduces itself.
   c10d::PrefixStore store("semitone/0", c10::make_intrusive<c10d::FileStore>(path, 2));
-  const std::string introduction = "2 elsewhere";
-  store.set("rank/1", std::vector<std::uint8_t>(introduction.begin(), introduction.end()));
-  expect_error([&] { init("file://" + path + "?rank=0&world_size=2"); },
-               {"interface", "rank 1 on 'elsewhere'", "GLOO_SOCKET_IFNAME"});
+  put(store, "rank/1", "2 gloo calls elsewhere");
+  expect_error(
+      [&] {
+        init("file://" + path + "?rank=0&world_size=2",
+             InitOptions().backend("gloo").check(CheckLevel::calls));
+      },
+      {"interface", "rank 1 on 'elsewhere'", "GLOO_SOCKET_IFNAME"});
+}
+
+// As with "auto" if one machine has a visible GPU and the other has none.
+TEST_F(FileUrl, RanksNeedTheSameBackend) {
+  const test::TemporaryFolder folder;
+  for (const int rank : {0, 1}) {
+    SCOPED_TRACE(rank);
+    const std::string path = (folder / std::to_string(rank)).string();
+    c10d::PrefixStore store("semitone/0", c10::make_intrusive<c10d::FileStore>(path, 2));
+    const std::string other = std::to_string(1 - rank);
+    put(store, "rank/" + other, "2 nccl calls " + to_string(this_machine()));
+    store.add("have_read", 1);  // rank 0 waits for this
+    const std::string message = test::message_of<CommError>([&] {
+      init(fmt::format("file://{}?rank={}&world_size=2", path, rank),
+           InitOptions().backend("gloo").check(CheckLevel::calls).timeout(std::chrono::minutes(2)));
+    });
+    EXPECT_NE(message.find("the backend gloo on all ranks, got nccl on rank " + other),
+              std::string::npos)
+        << message;
+  }
 }
 
 TEST_F(Init, OptionsRefuseWhatMakesNoSense) {
@@ -404,6 +436,66 @@ TEST_F(Init, OptionsRefuseWhatMakesNoSense) {
   // The silence of a stopped rank would begin anew at each check.
   expect_error([] { init(kEnv, InitOptions().heartbeat_timeout(std::chrono::milliseconds(2500))); },
                {"at least three heartbeats", "2500 ms"});
+}
+
+TEST_F(Init, OptionsLimitDurations) {
+  using std::chrono::milliseconds;
+  const std::chrono::days longest(24);
+  const auto never = InitOptions()
+                         .timeout(milliseconds::max())
+                         .heartbeat(milliseconds::max())
+                         .heartbeat_timeout(milliseconds::max());
+  EXPECT_EQ(never.timeout(), longest);
+  EXPECT_EQ(never.heartbeat(), longest);
+  EXPECT_EQ(never.heartbeat_timeout(), longest);
+  EXPECT_EQ(InitOptions().timeout(longest - milliseconds(1)).timeout(), longest - milliseconds(1));
+  expect_error([&] { init(kEnv, never); }, {"at least three heartbeats"});
+  expect_error([] { InitOptions().timeout(milliseconds::min()); }, {"timeout"});
+}
+
+TEST(Introductions, AreReadAsTheyAreWritten) {
+  const Introduction written{"3", "gloo", "full", {"host", "kernel", "net:[1]"}};
+  const Introduction read = parse_introduction(to_string(written));
+  EXPECT_EQ(read.world_size, "3");
+  EXPECT_EQ(read.backend, "gloo");
+  EXPECT_EQ(read.check_level, "full");
+  EXPECT_EQ(to_string(read.machine), to_string(written.machine));
+}
+
+TEST(Introductions, OfAnyTextHaveFields) {
+  for (const std::string& text :
+       {std::string(), std::string(" "), std::string("2"), std::string("2 gloo"),
+        std::string("  \n\0 x", 6), std::string(100'000, 'x'), std::string(100'000, ' ')}) {
+    const Introduction own{"2", "gloo", "calls", {}};
+    EXPECT_THROW(require_equal_settings(own, {own, parse_introduction(text)}), CommError);
+  }
+  EXPECT_EQ(parse_introduction("2 gloo calls").machine.host, "");
+  EXPECT_EQ(parse_introduction("2 gloo calls a b c and more").machine.network, "c");
+}
+
+TEST(Introductions, ThatDifferNameAllRanksWithTheirValues) {
+  const Introduction own{"4", "gloo", "calls", {}};
+  auto of_world = own;
+  of_world.world_size = "5";
+  of_world.backend = "nccl";  // the first difference counts
+  auto full = own;
+  full.check_level = "full";
+  auto none = own;
+  none.check_level = "none";
+  EXPECT_NO_THROW(require_equal_settings(own, {own, own, own, own}));
+  expect_error([&] { require_equal_settings(own, {own, of_world, full, own}); },
+               {"[comm.init]", "a world size of 4 on all ranks, got 5 on rank 1"});
+  try {
+    require_equal_settings(own, {full, none, own, full});
+    ADD_FAILURE() << "no error";
+  } catch (const CommError& error) {
+    EXPECT_EQ(error.ranks(), (std::vector<int>{0, 1, 3}));
+    EXPECT_NE(
+        std::string(error.what())
+            .find("the check level calls on all ranks, got full on ranks 0, 3, none on rank 1"),
+        std::string::npos)
+        << error.what();
+  }
 }
 
 TEST_F(Init, RefusesABackendThatIsNotThere) {

@@ -163,6 +163,7 @@ class Group {
   /// Returns when all ranks have called it.
   void barrier() const;
   /// A barrier with its own timeout. CommError names every rank that did not arrive.
+  /// @param timeout  above 24 days: 24 days; below 0: 0
   void monitored_barrier(std::chrono::milliseconds timeout) const;
 
   /// Returns a group of some of this group's ranks, numbered from 0 in the order of the list.

@@ -11,13 +11,15 @@ namespace semitone::comm {
 /// If the timeout expires, it throws a CommError that names the missing ranks. Error for an invalid
 /// URL, environment or option, and for a backend that the build does not have. CommError if the
 /// port is taken, the master is unreachable, two processes have the same rank, or the ranks
-/// disagree on the world size. Each call needs a port or file of its own.
+/// disagree on the world size, the backend or the check level (the message names the ranks and
+/// their values). Each call needs a port or file of its own.
 ///
 /// With nccl each rank has its own GPU: the only visible one, or cuda:LOCAL_RANK if several are
 /// visible. The GPU becomes the current device of the calling thread, and is Group::device(). Error
 /// if the number of visible GPUs is neither 1 nor at least the machine's number of ranks (the
-/// message states both), or if two ranks have the same GPU (the message names both). A single
-/// process gets its GPU in the same way, unless the backend is gloo.
+/// message states both), or if two ranks have the same GPU (the message names both). If one rank
+/// gets no GPU, the others get a CommError with its message. A single process gets its GPU in the
+/// same way, unless the backend is gloo.
 ///
 /// With several processes, init makes the process ignore SIGPIPE, as Python does, unless the
 /// program has a handler for it. A lost rank therefore raises an exception in the other processes,

@@ -18,13 +18,14 @@ enum class CheckLevel {
   full,   ///< all collectives, including those of DistributedDataParallel: for debugging
 };
 
-/// Options of init, with chained setters.
+/// Options of init, with chained setters. Durations above 24 days, such as milliseconds::max() for
+/// "never", become 24 days, which the getters then return.
 class InitOptions {
  public:
   /// "gloo" (for tensors on the CPU), "nccl" (for CUDA tensors) or "auto". "auto" is nccl if the
   /// build has NCCL and there is a GPU for this process, otherwise gloo. A model on the CPU of a
   /// machine with GPUs needs gloo. Default "auto". init throws Error if the build does not have the
-  /// backend.
+  /// backend, and CommError unless all ranks have the same one: "auto" can differ between machines.
   InitOptions& backend(std::string value);
   /// Timeout of a collective, and of the rendezvous at the start. Default 30 minutes for every
   /// backend (torch: 30 minutes for gloo, 10 for nccl).
@@ -42,8 +43,8 @@ class InitOptions {
   /// Overrides the rank and world size of the URL or the environment.
   InitOptions& rank(int value);
   InitOptions& world_size(int value);
-  /// Which collectives are verified. Default: the environment variable SEMITONE_COMM_CHECK, else
-  /// CheckLevel::calls.
+  /// Which collectives are verified. init throws CommError unless all ranks have the same level.
+  /// Default: the environment variable SEMITONE_COMM_CHECK, else CheckLevel::calls.
   InitOptions& check(CheckLevel value);
   /// Interval between two heartbeats of a rank. Default 1 second.
   InitOptions& heartbeat(std::chrono::milliseconds value);
