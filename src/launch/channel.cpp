@@ -15,9 +15,12 @@ constexpr auto kForeign = "what answers there is no launcher of Semitone";
 }  // namespace
 
 Channel::Channel(Descriptor socket, Clock::duration timeout)
-    : timeout_(timeout),
-      lines_(std::move(socket), timeout, kLimits),
-      heartbeat_(timeout / 5, Clock::now()) {}
+    : Channel(net::LineChannel(std::move(socket), timeout), timeout) {}
+
+Channel::Channel(net::LineChannel lines, Clock::duration timeout)
+    : timeout_(timeout), lines_(std::move(lines)), heartbeat_(timeout / 5, Clock::now()) {
+  lines_.set_limits(kLimits);
+}
 
 void Channel::update(Time now) {
   lines_.update(now);

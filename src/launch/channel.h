@@ -19,6 +19,8 @@ class Channel {
   // @param timeout  silence after which the other end counts as lost; heartbeats are sent five
   //                 times as often
   Channel(Descriptor socket, Clock::duration timeout);
+  // Continues a connection, with the lines of it that have not been received.
+  Channel(net::LineChannel lines, Clock::duration timeout);
 
   // The descriptor and the events to poll for.
   int descriptor() const { return lines_.descriptor(); }

@@ -1,17 +1,27 @@
 #include "src/launch/coordinator.h"
 
 #include "src/launch/quiet_thread.h"
-#include "src/net/polling.h"
-#include "src/net/sockets.h"
+
+#include <poll.h>
 
 #include <algorithm>
-#include <csignal>
-#include <exception>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
 
 namespace semitone::launch {
 namespace {
 
 constexpr auto kStopTimeout = std::chrono::seconds(5);
+// How long a stranger has to read its answer.
+constexpr auto kAnswerTimeout = std::chrono::seconds(5);
+
+// A join has up to 6 KiB: a token of 1024 bytes, two names of 255 and a host's, of which JSON may
+// need six bytes for one. What is unsent is one message: an outcome, with the end of a process's
+// output.
+constexpr net::LineLimits kStrangerLimits{
+    .max_line = 1 << 14, .max_unsent = 1 << 20, .max_read = 1 << 12};
 
 }  // namespace
 
@@ -20,36 +30,31 @@ Coordinator::Coordinator(Job job, Descriptor listener, Clock::duration heartbeat
     : heartbeat_timeout_(heartbeat_timeout),
       most_strangers_(most_strangers),
       listener_(std::move(listener)),
-      job_(std::move(job), Clock::now()),
-      stop_(make_pipe()) {
+      job_(std::move(job), Clock::now()) {
   auto [ours, theirs] = socket_pair();
   own_end_ = std::move(theirs);
-  connections_.emplace(next_++,
-                       Connection{Channel(std::move(ours), heartbeat_timeout), Time::max()});
+  members_.emplace(next_++, Channel(std::move(ours), heartbeat_timeout));
   thread_ = quiet_thread([this] { run(); });
 }
 
 Coordinator::~Coordinator() {
-  stop_.write.close();
+  stop_.set();
   thread_.join();
 }
 
 void Coordinator::run() {
-  while (!stop_at_.has_value() || (Clock::now() < *stop_at_ && !connections_.empty())) {
+  while (!stop_at_.has_value() || (Clock::now() < *stop_at_ && has_connections())) {
     wait();
     const Time now = Clock::now();
     accept(now);
-    for (auto& [id, connection] : connections_) {
-      connection.channel.update(now);
-      receive_messages(id, connection.channel, now);
-      if (is_stranger(id) && now >= connection.join_by) connection.channel.close();
+    receive_joins(now);
+    for (auto& [id, channel] : members_) {
+      channel.update(now);
+      receive_messages(id, channel, now);
     }
     job_.tick(now);
     send_messages();
-    for (auto next = connections_.begin(); next != connections_.end();) {
-      const auto current = next++;
-      if (!current->second.channel.is_open()) erase(current->first, now);
-    }
+    erase_closed(now);
     send_messages();
   }
 }
@@ -60,27 +65,54 @@ void Coordinator::wait() {
   if (stop_at_.has_value()) {
     until = std::min(until, *stop_at_);
   } else {
-    events.push_back({stop_.read.number(), POLLIN, 0});
+    events.push_back({stop_.descriptor(), POLLIN, 0});
   }
   events.push_back({listener_.descriptor(), POLLIN, 0});
-  for (const auto& [id, connection] : connections_) {
-    events.push_back({connection.channel.descriptor(), connection.channel.events(), 0});
-    until = std::min(until, connection.channel.deadline());
-    if (is_stranger(id)) until = std::min(until, connection.join_by);
+  for (const auto& [id, channel] : members_) {
+    events.push_back({channel.descriptor(), channel.events(), 0});
+    until = std::min(until, channel.deadline());
+  }
+  for (const auto& [id, stranger] : strangers_) {
+    events.push_back({stranger.lines.descriptor(), stranger.lines.events(), 0});
+    until = std::min(until, stranger.close_at);
   }
   net::poll_until(events, until);
   if (!stop_at_.has_value() && events.front().revents != 0) stop_at_ = Clock::now() + kStopTimeout;
 }
 
 void Coordinator::accept(Time now) {
-  std::size_t strangers = 0;
-  for (const auto& [id, connection] : connections_)
-    if (is_stranger(id)) ++strangers;
-  for (Descriptor& socket :
-       listener_.accept(most_strangers_ - std::min(most_strangers_, strangers))) {
-    connections_.emplace(next_++, Connection{Channel(std::move(socket), heartbeat_timeout_),
-                                             now + heartbeat_timeout_});
+  const std::size_t room = most_strangers_ - std::min(most_strangers_, strangers_.size());
+  for (Descriptor& socket : listener_.accept(room)) {
+    strangers_.emplace(
+        next_++, Stranger{net::LineChannel(std::move(socket), heartbeat_timeout_, kStrangerLimits),
+                          now + heartbeat_timeout_});
   }
+}
+
+void Coordinator::receive_joins(Time now) {
+  for (auto next = strangers_.begin(); next != strangers_.end();) {
+    const auto current = next++;
+    auto& [id, stranger] = *current;
+    stranger.lines.update(now);
+    receive_join(id, stranger, now);
+    const bool joined = job_.has(id);
+    // Even if it has closed the connection since: what it sent after the join is received first.
+    if (joined) members_.emplace(id, Channel(std::move(stranger.lines), heartbeat_timeout_));
+    if (joined || !stranger.lines.is_open() || now >= stranger.close_at) strangers_.erase(current);
+  }
+}
+
+void Coordinator::receive_join(JobState::Id id, Stranger& stranger, Time now) {
+  // After the answer the channel has no more lines.
+  const auto line = stranger.lines.receive();
+  if (!line.has_value()) return;
+  const auto message = decode(*line);
+  const auto* const join = message.has_value() ? std::get_if<Join>(&*message) : nullptr;
+  if (join == nullptr) {
+    return stranger.lines.close(net::LineChannel::State::foreign, "it did not ask to take part");
+  }
+  stranger.close_at = now + kAnswerTimeout;
+  job_.joined(id, *join, now);
 }
 
 void Coordinator::receive_messages(JobState::Id id, Channel& channel, Time now) {
@@ -88,21 +120,33 @@ void Coordinator::receive_messages(JobState::Id id, Channel& channel, Time now) 
     if (const auto* join = std::get_if<Join>(&*message)) job_.joined(id, *join, now);
     if (const auto* failure = std::get_if<WorkerFailure>(&*message)) job_.failed(id, *failure, now);
     if (std::holds_alternative<Succeeded>(*message)) job_.succeeded(id);
-    if (const auto* leave = std::get_if<Leave>(&*message)) job_.lost(id, leave->reason, now);
+    if (const auto* leave = std::get_if<Leave>(&*message)) {
+      job_.lost(id, leave->reason, now);
+      return channel.close();
+    }
   }
 }
 
 void Coordinator::send_messages() {
   for (const auto& [id, message] : job_.take_messages()) {
-    const auto connection = connections_.find(id);
-    if (connection != connections_.end()) connection->second.channel.send(message);
+    if (const auto member = members_.find(id); member != members_.end()) {
+      member->second.send(message);
+    } else if (const auto stranger = strangers_.find(id); stranger != strangers_.end()) {
+      stranger->second.lines.send(encode(message));
+      stranger->second.lines.close_after_sending();
+    }
   }
 }
 
-void Coordinator::erase(JobState::Id id, Time now) {
-  const std::string problem = connections_.at(id).channel.problem();
-  connections_.erase(id);
-  job_.lost(id, problem, now);
+void Coordinator::erase_closed(Time now) {
+  for (auto next = members_.begin(); next != members_.end();) {
+    const auto current = next++;
+    if (current->second.is_open()) continue;
+    const JobState::Id id = current->first;
+    const std::string problem = current->second.problem();
+    members_.erase(current);
+    job_.lost(id, problem, now);
+  }
 }
 
 }  // namespace semitone::launch

@@ -4,18 +4,25 @@
 #include "src/launch/clock.h"
 #include "src/launch/descriptor.h"
 #include "src/launch/job_state.h"
+#include "src/launch/messages.h"
+#include "src/net/line_channel.h"
+#include "src/net/polling.h"
 #include "src/net/sockets.h"
 
 #include <cstddef>
 #include <map>
 #include <optional>
 #include <thread>
-#include <vector>
 
 namespace semitone::launch {
 
 // The part of node 0 that manages the job: a thread that keeps the state of the job and
 // communicates with the launchers of all nodes, including its own.
+//
+// A connection is a stranger's until it has asked to take part and JobState has admitted it. Any
+// program may open one, so a stranger costs little, however much it sends: one line of limited
+// length, which must be a join, and one answer. If the answer is a refusal or the outcome, nothing
+// more is read, and the connection is closed once the stranger has the answer.
 class Coordinator {
  public:
   // @param listener  where the other nodes' launchers connect; closed for one node
@@ -33,30 +40,30 @@ class Coordinator {
   Channel connect() { return {std::move(own_end_), heartbeat_timeout_}; }
 
  private:
-  static constexpr JobState::Id kOwn = 0;  // of this node's own connection
-
-  struct Connection {
-    Channel channel;
-    Time join_by;  // a stranger's connection is closed then
+  struct Stranger {
+    net::LineChannel lines;
+    Time close_at;  // unless it has become a member
   };
 
   void run();
   void wait();
   void accept(Time now);
-  // Whether the other end is another process that has not joined the job, or has left it.
-  bool is_stranger(JobState::Id id) const { return id != kOwn && !job_.has(id); }
+  void receive_joins(Time now);
+  void receive_join(JobState::Id id, Stranger& stranger, Time now);
   void receive_messages(JobState::Id id, Channel& channel, Time now);
   void send_messages();
-  void erase(JobState::Id id, Time now);
+  void erase_closed(Time now);
+  bool has_connections() const { return !members_.empty() || !strangers_.empty(); }
 
   Clock::duration heartbeat_timeout_;
   std::size_t most_strangers_;
   net::Listener listener_;
   Descriptor own_end_;
   JobState job_;
-  std::map<JobState::Id, Connection> connections_;
-  JobState::Id next_ = 0;
-  Pipe stop_;  // its end closes when the owner goes
+  std::map<JobState::Id, Channel> members_;  // this node's own, and nodes that JobState has
+  std::map<JobState::Id, Stranger> strangers_;
+  JobState::Id next_ = 0;  // 0: this node's own connection
+  net::WakeEvent stop_;    // set when the owner goes
   std::optional<Time> stop_at_;
   std::thread thread_;
 };

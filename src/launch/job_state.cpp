@@ -58,15 +58,16 @@ std::string describe_ranks(int first, int count) {
 JobState::JobState(Job job, Time now) : job_(std::move(job)), gathering_since_(now) {}
 
 void JobState::joined(Id id, const Join& join, Time now) {
-  if (is_over()) {
-    outbox_.emplace_back(id, *outcome_);
-    return;
-  }
   const auto found = nodes_.find(id);
   // A node that takes part already has no reason to ask.
-  if (found != nodes_.end() && found->second.state != State::stopping) return;
+  if (!is_over() && found != nodes_.end() && found->second.state != State::stopping) return;
+  // The outcome, too, is for this job's launchers only: it has the last lines of a process.
   if (const std::string refusal = refusal_reason(id, join); !refusal.empty()) {
     outbox_.emplace_back(id, Outcome{Outcome::Kind::refused, std::nullopt, refusal});
+    return;
+  }
+  if (is_over()) {
+    outbox_.emplace_back(id, *outcome_);
     return;
   }
   if (found != nodes_.end()) {

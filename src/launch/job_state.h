@@ -39,6 +39,7 @@ class JobState {
 
   JobState(Job job, Time now);
 
+  // A launcher asks to take part. If has(id) is false afterwards, a message tells the launcher why.
   void joined(Id id, const Join& join, Time now);
   void failed(Id id, const WorkerFailure& failure, Time now);
   void succeeded(Id id);

@@ -4,6 +4,7 @@
 #include "src/core/log.h"
 #include "src/core/usable_cores.h"
 #include "src/launch/attempt.h"
+#include "src/launch/clock.h"
 #include "src/launch/interrupt.h"
 #include "src/launch/log_files.h"
 #include "src/launch/output_relay.h"
@@ -14,9 +15,17 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <utility>
+#include <variant>
 
 namespace semitone::launch {
+namespace {
+
+// How long an error is held back for output that the console has not taken yet.
+constexpr auto kOutputTimeout = std::chrono::seconds(10);
+
+}  // namespace
 
 class Launcher::Impl {
  public:
@@ -31,6 +40,7 @@ class Launcher::Impl {
   void forward(int signal) noexcept { interrupt_.forward(signal); }
 
  private:
+  Outcome run_attempts(OutputRelay& relay);
   Outcome attempt(const Assignment& assignment, Channel& channel, OutputRelay& relay,
                   WorkerReaper& reaper);
   void announce(const Assignment& assignment) const;
@@ -44,25 +54,34 @@ class Launcher::Impl {
 };
 
 LaunchResult Launcher::Impl::run() {
+  OutputRelay relay;
+  try {
+    const Outcome outcome = run_attempts(relay);
+    relay.finish(interrupt_);
+    return result_of(outcome);
+  } catch (...) {
+    relay.finish(interrupt_, Clock::now() + kOutputTimeout);
+    throw;
+  }
+}
+
+// Starts the processes, again after each restart. Returns the outcome of the last attempt.
+Outcome Launcher::Impl::run_attempts(OutputRelay& relay) {
   Rendezvous rendezvous(options_);
   WorkerReaper reaper(options_.nproc_per_node());
-  OutputRelay relay;
   while (true) {
     const auto joined = rendezvous.join(interrupt_);
     if (const auto* const outcome = std::get_if<Outcome>(&joined)) {
       if (outcome->kind == Outcome::Kind::succeeded)
         log()->warn("the job ended without this node: no process was started here");
-      return result_of(*outcome);
+      return *outcome;
     }
     const auto& assignment = std::get<Assignment>(joined);
     run_id_ = assignment.run_id;
     restarts_ = assignment.restarts;
     announce(assignment);
     const Outcome outcome = attempt(assignment, rendezvous.channel(), relay, reaper);
-    if (outcome.kind != Outcome::Kind::restart) {
-      relay.finish(interrupt_);
-      return result_of(outcome);
-    }
+    if (outcome.kind != Outcome::Kind::restart) return outcome;
     log()->warn("restarting: {}",
                 outcome.failure.has_value() ? outcome.failure->to_string() : outcome.reason);
   }

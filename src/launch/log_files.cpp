@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -45,21 +46,24 @@ std::filesystem::path log_folder(const std::filesystem::path& folder,
   return folder / assignment.run_id / fmt::format("attempt_{}", assignment.attempt);
 }
 
-Descriptor open_log(const std::filesystem::path& file) {
+LogFile open_log(const std::filesystem::path& file) {
   make_folder(file.parent_path());
   Descriptor result(::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-  if (!result.is_open())
+  struct stat status{};
+  if (!result.is_open() || ::fstat(result.number(), &status) != 0)
     throw FileError(kComponent, fmt::format("to write '{}'", file.string()), reason_of(errno));
-  return above_standard_streams(std::move(result));
+  return {above_standard_streams(std::move(result)), status.st_size};
 }
 
-std::string end_of_file(const std::filesystem::path& file) {
+std::string end_of_file(const std::filesystem::path& file, std::int64_t size) {
   std::ifstream stream(file, std::ios::binary | std::ios::ate);
-  const std::streamoff size = stream.tellg();
-  if (!stream || size <= 0) return {};
-  const auto count = std::min(size, kMaxBytes);
+  const std::streamoff end = stream.tellg();
+  if (!stream || end <= 0) return {};
+  // A shorter file was truncated since, so that nothing earlier is left in it.
+  const std::streamoff begin = end < size ? 0 : size;
+  const auto count = std::min(end - begin, kMaxBytes);
   std::string text(static_cast<std::size_t>(count), '\0');
-  stream.seekg(size - count);
+  stream.seekg(end - count);
   stream.read(text.data(), count);
   text.resize(static_cast<std::size_t>(stream.gcount()));
   return text;

@@ -4,6 +4,7 @@
 #include "src/launch/descriptor.h"
 #include "src/launch/messages.h"
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -19,11 +20,18 @@ bool names_a_folder(std::string_view name);
 // DIR/<job>/attempt_<n>, with a folder for each rank.
 std::filesystem::path log_folder(const std::filesystem::path& folder, const Assignment& assignment);
 
-// Opens a file for appending, and creates its folders. FileError.
-Descriptor open_log(const std::filesystem::path& file);
+// A log file that is open for appending.
+struct LogFile {
+  Descriptor descriptor;
+  std::int64_t size = 0;  // bytes that an earlier job of the same name has left in it
+};
 
-// The end of a file, at most 64 KiB; empty if it cannot be read.
-std::string end_of_file(const std::filesystem::path& file);
+// Opens a file for appending, and creates its folders. FileError.
+LogFile open_log(const std::filesystem::path& file);
+
+// The end of what was appended to a file since it had this size, at most 64 KiB; empty if the file
+// cannot be read.
+std::string end_of_file(const std::filesystem::path& file, std::int64_t size);
 
 // The log files for the streams of a process.
 Streams teed(const LaunchOptions& options, int local_rank);

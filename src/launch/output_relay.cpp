@@ -87,11 +87,11 @@ void OutputRelay::retire_all() {
   wake();
 }
 
-void OutputRelay::finish(const Interrupt& interrupt) {
+void OutputRelay::finish(const Interrupt& interrupt, net::Time until) {
   retire_all();
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return stopped_; })) {
-    if (interrupt.urgent()) drop();
+    if (interrupt.urgent() || net::Clock::now() >= until) drop();
   }
 }
 
@@ -120,7 +120,10 @@ void OutputRelay::run() {
     }
     std::vector<pollfd> events{{wake_.descriptor(), POLLIN, 0}};
     for (const auto& stream : streams) events.push_back({stream->source.pipe.number(), POLLIN, 0});
-    net::poll_until(events, net::Time::max());
+    // A retired stream has no event if it has no more output: it is read until nothing is there.
+    const bool has_retired = std::any_of(streams.begin(), streams.end(),
+                                         [&](const auto& stream) { return is_retired(*stream); });
+    net::poll_until(events, has_retired ? net::Clock::now() : net::Time::max());
     wake_.clear();
     for (const auto& stream : streams) read(*stream);
   }

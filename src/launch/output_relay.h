@@ -50,9 +50,9 @@ class OutputRelay {
   // has the other end.
   void retire(Id id);
 
-  // Retires all sources, and waits until everything is relayed. Drops the remaining output if the
-  // interrupt becomes urgent.
-  void finish(const Interrupt& interrupt);
+  // Retires all sources, and waits until everything is relayed. Drops the remaining output at this
+  // time, or if the interrupt becomes urgent.
+  void finish(const Interrupt& interrupt, net::Time until = net::Time::max());
 
  private:
   struct Stream;

@@ -86,8 +86,10 @@ WorkerGroup::Stream WorkerGroup::make_stream(int local_rank, Streams which, Desc
   if (!options_.log_dir().empty()) {
     const char* const name = which == Streams::out ? "stdout.log" : "stderr.log";
     const auto path = log_folder(options_.log_dir(), assignment_) / std::to_string(rank) / name;
-    file = open_log(path);
+    LogFile log = open_log(path);
+    file = std::move(log.descriptor);
     result.file = path.string();
+    result.file_begin = log.size;
   }
   if (!tee) {
     theirs = std::move(file);
@@ -255,7 +257,8 @@ std::optional<WorkerFailure> WorkerGroup::first_failure() const {
 
 std::string WorkerGroup::last_lines(const Stream& stream) const {
   if (stream.relayed.has_value()) return relay_.last_lines(*stream.relayed);
-  return stream.file.empty() ? std::string() : last_lines_of(end_of_file(stream.file));
+  return stream.file.empty() ? std::string()
+                             : last_lines_of(end_of_file(stream.file, stream.file_begin));
 }
 
 std::vector<WorkerStatus> WorkerGroup::statuses() const {

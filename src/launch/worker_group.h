@@ -9,6 +9,7 @@
 
 #include <poll.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -52,7 +53,8 @@ class WorkerGroup {
   // One stream of one process.
   struct Stream {
     std::optional<OutputRelay::Id> relayed;
-    std::string file;  // or empty
+    std::string file;             // or empty
+    std::int64_t file_begin = 0;  // where this process's output begins in the file
   };
   struct Worker {
     int local_rank = 0;

@@ -65,6 +65,9 @@ WorkerReaper::WorkerReaper(int max_groups) {
 }
 
 WorkerReaper::~WorkerReaper() {
+  // Not only closed: a process that another thread has forked may still have a copy, and the reaper
+  // would see no end before that process's.
+  ::shutdown(socket_.number(), SHUT_RDWR);
   socket_.close();
   while (::waitpid(id_, nullptr, 0) < 0 && errno == EINTR) {
   }

@@ -20,19 +20,21 @@ LineChannel::LineChannel(Descriptor socket, Clock::duration timeout, const LineL
 }
 
 short LineChannel::events() const {
-  return static_cast<short>(outgoing_.empty() ? POLLIN : POLLIN | POLLOUT);
+  const int events = closing_ ? POLLRDHUP : POLLIN;
+  return static_cast<short>(unsent() == 0 ? events : events | POLLOUT);
 }
 
 void LineChannel::send(std::string_view line) {
   if (!is_open()) return;
   outgoing_.append(line).push_back('\n');
   write();
-  if (outgoing_.size() > limits_.max_unsent) end(State::closed, "it does not read its messages");
+  if (unsent() > limits_.max_unsent) end(State::closed, "it does not read its messages");
 }
 
 void LineChannel::update(Time now) {
-  read(now);
+  if (!closing_) read(now);
   write();
+  if (closing_) finish_closing();
 }
 
 std::optional<std::string> LineChannel::receive() {
@@ -44,7 +46,23 @@ std::optional<std::string> LineChannel::receive() {
 
 void LineChannel::finish() {
   outgoing_.clear();  // what is unsent can no longer be
+  sent_ = 0;
   ::shutdown(descriptor(), SHUT_WR);
+}
+
+void LineChannel::close_after_sending() {
+  lines_.clear();
+  incoming_.clear();
+  closing_ = true;
+  finish_closing();
+}
+
+void LineChannel::finish_closing() {
+  if (!is_open()) return;
+  if (unsent() == 0) ::shutdown(descriptor(), SHUT_WR);
+  // Its errors, too, are reported without reading.
+  pollfd end_of_input{descriptor(), POLLRDHUP, 0};
+  if (::poll(&end_of_input, 1, 0) > 0) end(State::closed, "it closed the connection");
 }
 
 void LineChannel::close(State state, std::string problem) {
@@ -53,11 +71,8 @@ void LineChannel::close(State state, std::string problem) {
 }
 
 void LineChannel::read(Time now) {
-  // Another end that sends without pause must neither hold this thread nor fill its memory: the
-  // rest is read in the next update, for which poll() returns at once.
-  constexpr std::size_t kMaxRead = std::size_t{1} << 18;
   std::array<char, 4096> buffer{};
-  for (std::size_t done = 0; is_open() && done < kMaxRead;) {
+  for (std::size_t done = 0; is_open() && done < limits_.max_read;) {
     const auto count = ::recv(descriptor(), buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (count > 0) {
       silence_.received(now);
@@ -74,16 +89,20 @@ void LineChannel::read(Time now) {
 }
 
 void LineChannel::write() {
-  while (is_open() && !outgoing_.empty()) {
+  while (is_open() && unsent() > 0) {
     const auto count =
-        ::send(descriptor(), outgoing_.data(), outgoing_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        ::send(descriptor(), outgoing_.data() + sent_, unsent(), MSG_NOSIGNAL | MSG_DONTWAIT);
     if (count > 0) {
-      outgoing_.erase(0, static_cast<std::size_t>(count));
+      sent_ += static_cast<std::size_t>(count);
     } else if (errno != EINTR) {
       // read() closes a broken connection, after the other end's last lines.
-      return;
+      break;
     }
   }
+  // To erase what is sent moves the rest: not before the rest is the smaller part.
+  if (sent_ < unsent()) return;
+  outgoing_.erase(0, sent_);
+  sent_ = 0;
 }
 
 void LineChannel::take_lines(std::string_view bytes) {

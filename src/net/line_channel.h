@@ -12,10 +12,14 @@
 
 namespace semitone::net {
 
-// Limits of what is kept for the other end, which may be any program.
+// Limits of what is read from the other end and kept for it. The other end may be any program.
 struct LineLimits {
   std::size_t max_line = 1 << 16;    // bytes of an incoming line
   std::size_t max_unsent = 1 << 16;  // bytes that the other end has not read yet
+  // Bytes that one update reads, rounded up to 4 KiB. Another end that sends without pause must
+  // neither hold this thread nor fill its memory. The rest is read in the next update, for which
+  // poll() returns at once.
+  std::size_t max_read = 1 << 18;
 };
 
 // A connection that carries lines of text. Never blocks.
@@ -24,6 +28,9 @@ class LineChannel {
   // @param timeout  silence after which is_silent() is true
   LineChannel(Descriptor socket, Clock::duration timeout, const LineLimits& limits = {});
 
+  // Replaces the limits, for what arrives or is sent from now on.
+  void set_limits(const LineLimits& limits) { limits_ = limits; }
+
   // The descriptor and the events to poll for. The number is negative once the channel is closed.
   int descriptor() const { return socket_.number(); }
   short events() const;
@@ -31,7 +38,7 @@ class LineChannel {
   // Sends a line, without its end. What cannot be sent at once is sent in later updates.
   void send(std::string_view line);
 
-  // Reads and writes as far as possible, but reads at most 256 KiB.
+  // Reads and writes as far as possible, but reads no more than the limit.
   void update(Time now);
 
   // The next line, without its end. Lines that arrived before the channel was closed are returned
@@ -45,6 +52,13 @@ class LineChannel {
 
   // Ends sending from this side; the other side can still send.
   void finish();
+
+  // Closes the channel without losing what was sent: closing a connection while it has input that
+  // was not read resets it, and a reset can overtake the last lines. From now on the channel reads
+  // nothing, and drops lines that have not been received. Later updates send the rest, end sending,
+  // and close the channel once the other end has closed the connection. How long that may take is
+  // up to the owner.
+  void close_after_sending();
 
   enum class State {
     open,
@@ -63,6 +77,8 @@ class LineChannel {
  private:
   void read(Time now);
   void write();
+  void finish_closing();
+  std::size_t unsent() const { return outgoing_.size() - sent_; }
   void take_lines(std::string_view bytes);
   void end(State state, std::string problem);
 
@@ -71,8 +87,10 @@ class LineChannel {
   SilenceTimer silence_;
   std::string incoming_;  // the beginning of a line
   std::string outgoing_;
+  std::size_t sent_ = 0;  // bytes of outgoing_
   std::deque<std::string> lines_;
   State state_ = State::open;
+  bool closing_ = false;  // after sending
   std::string problem_;
 };
 

@@ -352,6 +352,26 @@ TEST_F(JobStateTest, TheMaximumOfNodesNeedsNoLastCall) {
   EXPECT_EQ(messages().size(), 2U);
 }
 
+TEST_F(JobStateTest, TellsTheOutcomeToLaunchersOfThisJobOnly) {
+  Job with_token = job(1, 1);
+  with_token.token = "secret";
+  JobState& state = start(with_token);
+  Join join = request();
+  join.token = "secret";
+  state.joined(0, join, now_);
+  messages();
+  state.failed(0, failure(0), now_);
+  EXPECT_EQ(outcome(messages(), 0).kind, Kind::failed);
+  state.joined(1, join, now_);
+  EXPECT_EQ(outcome(messages(), 1).kind, Kind::failed);
+  join.token = "guess";
+  state.joined(2, join, now_);
+  const Outcome refusal = outcome(messages(), 2);
+  EXPECT_EQ(refusal.kind, Kind::refused);
+  EXPECT_FALSE(refusal.failure.has_value());
+  EXPECT_FALSE(state.has(1) || state.has(2));
+}
+
 TEST_F(JobStateTest, EndsIfTooFewNodesJoin) {
   JobState& state = start(job(3, 3));
   join(0);

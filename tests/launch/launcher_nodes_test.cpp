@@ -356,6 +356,48 @@ TEST_F(Nodes, AssignmentsFromTheNetworkAreChecked) {
   EXPECT_FALSE(std::filesystem::exists(folder_ / "OUTSIDE"));
 }
 
+TEST_F(Nodes, OutputIsCompleteIfNodeZeroIsLostDuringARestart) {
+  const auto listener = listen_at({"127.0.0.1", port_});
+  ASSERT_TRUE(listener.ok()) << listener.problem;
+  Assignment given;
+  given.run_id = "job";
+  given.nodes = given.world_size = 2;
+  given.node = given.first_rank = 1;
+  given.master_addr = "127.0.0.1";
+  given.master_port = 20000;
+  UnreadConsole console;
+  // As node 0, whose launcher is killed when the other node has joined again.
+  auto host = std::async(std::launch::async, [&] {
+    std::vector<pollfd> events{{listener.value.number(), POLLIN, 0}};
+    net::poll_until(events, Clock::now() + std::chrono::minutes(1));
+    Channel channel(net::accept_from(listener.value), std::chrono::minutes(1));
+    int joins = 0;
+    while (channel.is_open() && joins < 2) {
+      std::vector<pollfd> more{{channel.descriptor(), channel.events(), 0}};
+      net::poll_until(more, channel.deadline());
+      channel.update(Clock::now());
+      while (const auto message = channel.receive()) {
+        if (std::holds_alternative<Join>(*message) && ++joins == 1) channel.send(given);
+        if (std::holds_alternative<WorkerFailure>(*message))
+          channel.send(Outcome{Outcome::Kind::restart, std::nullopt, "a process failed"});
+      }
+    }
+    return joins;
+  });
+  auto job = start(node("seq 1 5000; exit 1", {2, 2}).tee(Streams::out));
+  host.wait();
+  // The console is read only after the launcher has noticed the loss.
+  job.wait_for(std::chrono::milliseconds(500));
+  auto text = console.read();
+  job.wait();
+  console.restore();
+  EXPECT_EQ(host.get(), 2);
+  const LaunchResult result = job.get();
+  EXPECT_EQ(result.outcome, LaunchOutcome::lost);
+  EXPECT_THAT(result.reason, HasSubstr("node 0 is lost"));
+  EXPECT_EQ(text.get(), relayed_numbers(1, 5000));
+}
+
 TEST_F(Nodes, AnExtraNodeReplacesALostNode) {
   const std::string script =
       "echo $$ >> $DIR/ids$TORCHELASTIC_RESTART_COUNT\n"
@@ -404,29 +446,50 @@ TEST_F(Nodes, ATokenKeepsOutNodesThatDoNotKnowIt) {
   EXPECT_EQ(host.get().outcome, LaunchOutcome::succeeded);
 }
 
-// Whether the other end has closed the connection, after what it sent.
-bool is_closed(const Descriptor& socket) {
+// Adds what the other end has sent. Returns whether it has closed the connection after that.
+bool receive_to_end(const Descriptor& socket, std::string& text) {
   std::array<char, 256> bytes{};
   ssize_t got = 0;
-  do {
-    got = ::recv(socket.number(), bytes.data(), bytes.size(), 0);
-  } while (got > 0);
+  while ((got = ::recv(socket.number(), bytes.data(), bytes.size(), 0)) > 0)
+    text.append(bytes.data(), static_cast<std::size_t>(got));
   return got == 0 || errno == ECONNRESET;
+}
+
+bool is_closed(const Descriptor& socket) {
+  std::string text;
+  return receive_to_end(socket, text);
+}
+
+// Sends as much as the other end takes before it closes the connection.
+void send_all(const Descriptor& socket, std::string_view text) {
+  EXPECT_TRUE(eventually([&] {
+    ssize_t count = 0;
+    while (!text.empty() &&
+           (count = ::send(socket.number(), text.data(), text.size(), MSG_NOSIGNAL)) > 0)
+      text.remove_prefix(static_cast<std::size_t>(count));
+    return text.empty() || errno == ECONNRESET || errno == EPIPE;
+  }));
 }
 
 // Connections of which node 0 knows nothing yet.
 class Strangers : public ::testing::Test {
  protected:
+  // Of two nodes.
+  static Job job() {
+    Job result;
+    result.nodes = {2, 2};
+    result.master_addr = "127.0.0.1";
+    result.join_timeout = std::chrono::minutes(10);
+    return result;
+  }
+
   // @param most  see Coordinator
-  void start(Clock::duration heartbeat_timeout, std::size_t most) {
+  void start(Clock::duration heartbeat_timeout, std::size_t most, Job job = Strangers::job()) {
     auto listener = net::listen_on({"127.0.0.1", 0});
     ASSERT_TRUE(listener.ok()) << listener.problem;
     address_ = net::address_of(listener.value);
-    Job job;
-    job.nodes = {2, 2};
-    job.master_addr = "127.0.0.1";
-    job.join_timeout = std::chrono::minutes(1);
     coordinator_.emplace(std::move(job), std::move(listener.value), heartbeat_timeout, most);
+    host_.emplace(coordinator_->connect());
   }
 
   Descriptor connect() const {
@@ -435,8 +498,26 @@ class Strangers : public ::testing::Test {
     return std::move(connected.value);
   }
 
+  // Whether node 0, and a node that connects, get their assignments.
+  bool begins_with(const Join& join) {
+    host_->send(join);
+    std::optional<Channel> node;
+    return eventually([&] {
+      // While node 0 has too many strangers it closes the connection: a launcher tries again.
+      if (!node.has_value() || !node->is_open()) {
+        node.emplace(connect(), std::chrono::minutes(10));
+        node->send(join);
+      }
+      host_->update(Clock::now());
+      node->update(Clock::now());
+      const auto message = node->receive();
+      return message.has_value() && std::holds_alternative<Assignment>(*message);
+    });
+  }
+
   net::Address address_;
   std::optional<Coordinator> coordinator_;
+  std::optional<Channel> host_;  // node 0's own
 };
 
 TEST_F(Strangers, WhoDoNotJoinAreDisconnected) {
@@ -444,9 +525,65 @@ TEST_F(Strangers, WhoDoNotJoinAreDisconnected) {
   const Descriptor stranger = connect();
   // It is not silent.
   EXPECT_TRUE(eventually([&] {
-    ::send(stranger.number(), "{\"beat\":true}\n", 14, MSG_NOSIGNAL);
+    ::send(stranger.number(), " ", 1, MSG_NOSIGNAL);
     return is_closed(stranger);
   }));
+}
+
+TEST_F(Strangers, WhoSendSomethingElseThanAJoinAreDisconnected) {
+  start(std::chrono::minutes(10), 8);
+  for (const std::string& text :
+       {std::string("{\"beat\":true}\n"), std::string("{\"succeeded\":true}\n"),
+        std::string("{\"leave\":{\"reason\":\"\"}}\n"), std::string("GET / HTTP/1.1\r\n"),
+        std::string("\n"), std::string(30'000, 'x')}) {
+    const Descriptor stranger = connect();
+    send_all(stranger, text);
+    ASSERT_TRUE(eventually([&] { return is_closed(stranger); })) << text.substr(0, 40);
+  }
+}
+
+// Otherwise one connection could occupy node 0's launcher, and fill its memory with answers.
+TEST_F(Strangers, GetOneAnswerHoweverOftenTheyAsk) {
+  start(std::chrono::minutes(10), 8);
+  const Descriptor stranger = connect();
+  std::string joins;
+  for (int i = 0; i < 1000; ++i) joins += "{\"join\":{\"protocol\":0}}\n";
+  send_all(stranger, joins);
+  std::string answer;
+  EXPECT_TRUE(eventually([&] { return receive_to_end(stranger, answer); }));
+  EXPECT_EQ(std::count(answer.begin(), answer.end(), '\n'), 1) << answer.substr(0, 400);
+  EXPECT_THAT(answer, HasSubstr("the node has another version of Semitone"));
+}
+
+TEST_F(Strangers, WhoAreRefusedDoNotKeepTheirPlace) {
+  start(std::chrono::minutes(10), 1);
+  const Descriptor stranger = connect();
+  send_all(stranger, "{\"join\":{\"protocol\":0}}\n");
+  // It does not close the connection.
+  std::string answer;
+  EXPECT_TRUE(eventually([&] {
+    receive_to_end(stranger, answer);
+    return !answer.empty();
+  }));
+  Join join;
+  join.min_nodes = join.max_nodes = 2;
+  EXPECT_TRUE(begins_with(join));
+}
+
+TEST_F(Strangers, MayHaveTheLongestNamesThatALauncherHas) {
+  Job named = job();
+  named.named = true;
+  named.run_id = std::string(255, '\\');
+  named.token = std::string(1024, '"');
+  start(std::chrono::minutes(10), 8, named);
+  Join join;
+  join.run_id = named.run_id;
+  join.token = named.token;
+  join.min_nodes = join.max_nodes = 2;
+  join.program = std::string(255, '\1');
+  join.host = std::string(64, '\1');
+  EXPECT_GT(encode(join).size(), 4500U);
+  EXPECT_TRUE(begins_with(join));
 }
 
 TEST_F(Strangers, AreKeptUpToALimitAndALauncherJoinsAfterThem) {
@@ -456,22 +593,21 @@ TEST_F(Strangers, AreKeptUpToALimitAndALauncherJoinsAfterThem) {
   const auto closed = [&] { return std::count_if(strangers.begin(), strangers.end(), is_closed); };
   EXPECT_TRUE(eventually([&] { return closed() == 4; }));
   strangers.clear();
-  Channel host = coordinator_->connect();
   Join join;
   join.min_nodes = join.max_nodes = 2;
-  host.send(join);
-  // Until node 0 has noticed that the others left, it refuses the connection: a launcher tries again.
-  std::optional<Channel> node;
-  EXPECT_TRUE(eventually([&] {
-    if (!node.has_value() || !node->is_open()) {
-      node.emplace(connect(), std::chrono::minutes(1));
-      node->send(join);
-    }
-    host.update(Clock::now());
-    node->update(Clock::now());
-    const auto message = node->receive();
-    return message.has_value() && std::holds_alternative<Assignment>(*message);
-  }));
+  EXPECT_TRUE(begins_with(join));
+}
+
+using NodeZero = Strangers;
+
+TEST_F(NodeZero, EndsAlthoughAForkedProcessHasCopiesOfItsDescriptors) {
+  start(std::chrono::minutes(10), 8);
+  auto copies = std::make_unique<ForkedProcess>();
+  auto end = std::async(std::launch::async, [&] { coordinator_.reset(); });
+  EXPECT_TRUE(eventually(
+      [&] { return end.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }));
+  // Otherwise a failed test would not end.
+  copies.reset();
 }
 
 }  // namespace

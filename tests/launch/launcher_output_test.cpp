@@ -1,4 +1,8 @@
 #include "semitone/launch/launcher.h"
+#include "src/launch/clock.h"
+#include "src/launch/descriptor.h"
+#include "src/launch/interrupt.h"
+#include "src/launch/output_relay.h"
 #include "tests/launch/launcher_fixture.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -6,15 +10,21 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <future>
 #include <string>
+#include <utility>
 
 // The output of jobs, on the console and in files.
 namespace semitone::launch {
 namespace {
 
+using test::error_of;
+using test::eventually;
 using test::expect_error;
 using test::ids_in;
 using test::read_text;
@@ -61,6 +71,31 @@ TEST_F(LauncherOutput, AJobOfTheSameNameAddsToItsLogs) {
   EXPECT_EQ(read_text(folder_ / "job" / "attempt_0" / "0" / "stdout.log"), "line\nline\n");
 }
 
+TEST_F(LauncherOutput, AFailureShowsNoLinesOfAnEarlierJob) {
+  const auto run_script = [&](const std::string& script) {
+    return run(shell(script).rdzv_id("job").log_dir(folder_.path()).redirects(Streams::both));
+  };
+  const auto folder = folder_ / "job" / "attempt_0" / "0";
+  EXPECT_EQ(run_script("echo old >&2; exit 1").first_failure->last_lines, "old");
+  EXPECT_EQ(run_script("kill -9 $$").first_failure->last_lines, "");
+  // Nor do they hide what this job wrote.
+  const LaunchResult result = run_script("echo new; exit 1");
+  EXPECT_EQ(result.first_failure->last_lines, "new");
+  EXPECT_EQ(result.first_failure->log, (folder / "stdout.log").string());
+  EXPECT_EQ(run_script("echo newer >&2; exit 1").first_failure->last_lines, "newer");
+  EXPECT_EQ(read_text(folder / "stderr.log"), "old\nnewer\n");
+}
+
+TEST_F(LauncherOutput, AFailureShowsTheLinesOfALogThatWasTruncatedMeanwhile) {
+  const auto options = shell(": > $DIR/job/attempt_0/0/stdout.log; echo new; exit 1")
+                           .rdzv_id("job")
+                           .log_dir(folder_.path())
+                           .redirects(Streams::out);
+  std::filesystem::create_directories(folder_ / "job" / "attempt_0" / "0");
+  write_text(folder_ / "job" / "attempt_0" / "0" / "stdout.log", "the output of an earlier job\n");
+  EXPECT_EQ(run(options).first_failure->last_lines, "new");
+}
+
 TEST_F(LauncherOutput, KeepsTheLastTwentyLinesOfAFailure) {
   const LaunchResult result =
       run(shell("for i in $(seq 1 100000); do echo line $i; done >&2; exit 1").tee(Streams::err));
@@ -81,6 +116,69 @@ TEST_F(LauncherOutput, DoesNotWaitForOutputOfProcessesThatLeftTheirGroup) {
       run(shell("setsid sleep 1000 & echo $! > $DIR/ids; exit 0").tee(Streams::both));
   EXPECT_EQ(result.exit_code(), 0);
   for (const pid_t id : ids_in(folder_ / "ids")) ::kill(id, SIGKILL);
+}
+
+TEST_F(LauncherOutput, IsCompleteAlthoughARestartFails) {
+  const auto program = folder_ / "program";
+  write_text(program, "#!/bin/sh\nseq 1 5000\nrm \"$0\"\nexit 1\n");
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  const auto options = LaunchOptions(program)
+                           .rdzv_id("job")
+                           .log_dir(folder_ / "logs")
+                           .tee(Streams::out)
+                           .max_restarts(1);
+  UnreadConsole console;
+  auto error = std::async(std::launch::async, [&] { return error_of([&] { run(options); }); });
+  // The console is read only after the restart has failed.
+  const bool restarted = eventually(
+      [&] { return std::filesystem::exists(folder_ / "logs" / "job" / "attempt_1" / "0"); });
+  error.wait_for(std::chrono::milliseconds(500));
+  auto text = console.read();
+  error.wait();
+  console.restore();
+  EXPECT_TRUE(restarted);
+  EXPECT_THAT(error.get(), ::testing::HasSubstr("expected to run"));
+  EXPECT_EQ(text.get(), relayed_numbers(0, 5000));
+}
+
+TEST_F(LauncherOutput, EndsAlthoughAPipeStaysOpen) {
+  UnreadConsole console;
+  auto text = console.read();
+  std::string expected;
+  bool has_ended = true;
+  // The thread may notice a source, its output and its retirement together.
+  for (int i = 0; i < 200 && has_ended; ++i) {
+    const Interrupt interrupt;
+    OutputRelay relay;
+    Pipe pipe = make_pipe();
+    const std::string line = std::to_string(i) + "\n";
+    write_all(pipe.write.number(), line);
+    relay.add({std::move(pipe.read), STDOUT_FILENO, "", Descriptor()});
+    auto end = std::async(std::launch::async, [&] { relay.finish(interrupt); });
+    has_ended = end.wait_for(std::chrono::minutes(1)) == std::future_status::ready;
+    pipe.write.close();
+    expected += line;
+  }
+  console.restore();
+  EXPECT_TRUE(has_ended);
+  EXPECT_EQ(text.get(), expected);
+}
+
+TEST_F(LauncherOutput, IsDroppedAtTheGivenTimeIfNothingReadsIt) {
+  UnreadConsole console;
+  std::string numbers;
+  {
+    const Interrupt interrupt;
+    OutputRelay relay;
+    Pipe pipe = make_pipe();
+    for (int i = 1; i <= 5000; ++i) numbers += std::to_string(i) + "\n";
+    write_all(pipe.write.number(), numbers);
+    relay.add({std::move(pipe.read), STDOUT_FILENO, "", Descriptor()});
+    relay.finish(interrupt, Clock::now());
+  }
+  auto text = console.read();
+  console.restore();
+  EXPECT_LT(text.get().size(), numbers.size());
 }
 
 TEST_F(LauncherOutput, ALogFolderThatCannotBeCreatedIsAnError) {

@@ -1,5 +1,7 @@
 #include "src/launch/worker_group.h"
 
+#include "src/launch/worker_reaper.h"
+#include "tests/launch/launcher_fixture.h"
 #include "tests/support/processes.h"
 #include "tests/support/temporary_folder.h"
 
@@ -9,6 +11,8 @@
 
 #include <chrono>
 #include <csignal>
+#include <future>
+#include <memory>
 
 namespace {
 
@@ -55,6 +59,15 @@ TEST(WorkerGroup, GivesUpWhatSigkillDoesNotEndHoweverOftenItIsTold) {
   EXPECT_TRUE(test::is_running(id));
   all_are_deaf = false;
   ASSERT_EQ(::kill(id, SIGKILL), 0);
+}
+
+TEST(WorkerReaper, EndsAlthoughAForkedProcessHasACopyOfItsSocket) {
+  auto reaper = std::make_unique<WorkerReaper>(1);
+  auto copy = std::make_unique<ForkedProcess>();
+  auto end = std::async(std::launch::async, [&] { reaper.reset(); });
+  EXPECT_TRUE(test::eventually([&] { return end.wait_for(0s) == std::future_status::ready; }));
+  // Otherwise a failed test would not end.
+  copy.reset();
 }
 
 }  // namespace

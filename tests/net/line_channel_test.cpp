@@ -135,6 +135,29 @@ TEST(LineChannel, ReadsALimitedAmountAtOnce) {
   EXPECT_LE(most, (std::size_t{1} << 18) + 4096);
 }
 
+TEST(LineChannel, ReadsNoMoreAtOnceThanItsLimit) {
+  Half half = net::half({.max_read = 1});
+  half.write(std::string(10'000, '\n'));
+  std::size_t most = 0;
+  std::size_t total = 0;
+  for (int i = 0; i < 10'000 && total < 10'000; ++i) {
+    const std::size_t lines = received(half.channel).size();
+    most = std::max(most, lines);
+    total += lines;
+  }
+  EXPECT_EQ(total, 10'000U);
+  EXPECT_LE(most, 4096U);
+}
+
+TEST(LineChannel, LimitsCanBeReplaced) {
+  Half half = net::half(kSmall);
+  half.channel.set_limits({.max_line = 200});
+  half.write(std::string(150, 'x'));
+  EXPECT_THAT(received(half.channel), IsEmpty());
+  half.write(std::string(50, 'x') + "\n");
+  EXPECT_THAT(received(half.channel), ElementsAre(std::string(200, 'x')));
+}
+
 TEST(LineChannel, ReturnsWhatWasSentBeforeTheEnd) {
   Half half = net::half();
   half.write("one\ntwo\npart");
@@ -162,6 +185,38 @@ TEST(LineChannel, SendsEverythingBeforeItFinishes) {
   one.finish();
   EXPECT_THAT(received(other), ElementsAre("bye"));
   EXPECT_EQ(other.state(), State::closed);
+}
+
+// Closing at once would lose what does not fit into the socket, and reset the connection because of
+// the input.
+TEST(LineChannel, ClosesAfterTheOtherEndHasEverything) {
+  auto [writer, reader] = connected_channels();
+  constexpr int kLines = 3000;  // more than the socket holds
+  for (int i = 0; i < kLines; ++i) writer.send(std::to_string(i));
+  for (int i = 0; i < 10; ++i) reader.send("not read");
+  writer.update(Clock::now());
+  writer.close_after_sending();
+  EXPECT_EQ(writer.events() & POLLIN, 0);
+  std::vector<std::string> lines;
+  for (int round = 0; round < 2 * kLines && writer.is_open(); ++round) {
+    reader.send("not read either");
+    for (std::string& line : received(reader)) lines.push_back(std::move(line));
+    EXPECT_TRUE(received(writer).empty());
+  }
+  EXPECT_EQ(writer.state(), State::closed);
+  EXPECT_EQ(reader.problem(), "it closed the connection");
+  ASSERT_EQ(lines.size(), static_cast<std::size_t>(kLines));
+  for (int i = 0; i < kLines; ++i) ASSERT_EQ(lines[static_cast<std::size_t>(i)], std::to_string(i));
+}
+
+TEST(LineChannel, ClosesIfTheOtherEndIsGoneBeforeItHasEverything) {
+  auto [writer, reader] = connected_channels();
+  for (int i = 0; i < 3000; ++i) writer.send(std::to_string(i));
+  writer.close_after_sending();
+  EXPECT_TRUE(writer.is_open());
+  reader.close(State::closed, "it has enough");
+  writer.update(Clock::now());
+  EXPECT_EQ(writer.state(), State::closed);
 }
 
 TEST(LineChannel, DropsLinesWhenItsOwnerClosesIt) {

@@ -47,7 +47,8 @@ class Launcher {
 
   /// Runs the job; call it once. Returns when all of this node's processes have ended. Error if the
   /// job cannot start (a port in use, an unreachable endpoint, a program that the system refuses to
-  /// run). In that case no process is left.
+  /// run). In that case no process is left. run() relays what the processes wrote before it returns,
+  /// however long the console takes, and before it throws, for at most 10 s.
   LaunchResult run();
 
   /// Makes run() stop all processes and return. The processes get the signal (SIGTERM for SIGHUP),
